@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 # `run(step, *args, **kwargs)` returns `step(*args, **kwargs)`, a training step, in its own way
@@ -35,3 +36,6 @@ class Feature:
     def around_training(self, trainer: Any) -> AbstractContextManager[Run | None]:
         """A context in which `trainer` trains. It may give a function that runs the training steps."""
         return nullcontext()
+
+    def after_save(self, trainer: Any, folder: Path) -> None:
+        """Add to the model of `trainer` that was just saved in `folder`. Only the process that writes calls it."""

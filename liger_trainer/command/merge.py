@@ -22,6 +22,12 @@ def add_merge_command(commands) -> None:
                         help="the dtype of the merged model; auto, the default, means that of the base. The sum is "
                         "computed in float32, which needs 4 bytes of memory for each parameter")  # fmt: skip
     parser.add_argument("--model", help="the base model, if it is not where the adapter says")
+    parser.add_argument(
+        "--without_unloaded_weights",
+        action="store_true",
+        help="leave out the weights of the base that transformers does not load, such as prediction layers (MTP); "
+        "config.json then says that there are none",
+    )
     parser.add_argument("--trust_remote_code", action="store_true", help="run model code that comes with the base")
 
 
@@ -30,6 +36,7 @@ def _merge(args) -> None:
     from peft import PeftConfig
     from transformers import AutoConfig, AutoProcessor, AutoTokenizer
 
+    from liger_trainer.base_weights.unloaded import find_checkpoint, keep_unloaded_weights
     from liger_trainer.fitting.hollow import auto_class_of
     from liger_trainer.head.merge import merge
 
@@ -66,11 +73,15 @@ def _merge(args) -> None:
         raise RecipeError(f"{args.adapter} cannot be merged into {model.name_or_path!r}: {reason}") from error
     _round(merged, dtype)
     merged.save_pretrained(args.output)
+    checkpoint = find_checkpoint(source.path, config.revision)
+    kept = keep_unloaded_weights(merged, checkpoint, Path(args.output), not args.without_unloaded_weights)
     tokenizer.save_pretrained(args.output)
     print(
         f"{args.output}: {model.name_or_path} with {args.adapter} merged into it, in "
         f"{str(dtype).removeprefix('torch.')}"
     )
+    if str(kept):
+        print(kept)
 
 
 def _round(model, dtype) -> None:

@@ -1,7 +1,6 @@
 """Saves a run: checkpoints that end with a manifest, the stop at a SIGTERM, and what is kept if a save fails."""
 
 import contextlib
-import re
 import shutil
 import tempfile
 import uuid
@@ -21,6 +20,7 @@ from liger_trainer.command.preemption import SaveOnSigterm, Terminated
 from liger_trainer.command.recipe import Recipe
 from liger_trainer.command.summary import RunRecorder, hardware
 from liger_trainer.errors import RecipeError, RunError, refusal
+from liger_trainer.trainers.model_card import card_without_risk, without_quick_start
 
 
 class _CannotSave(Exception):
@@ -116,12 +116,13 @@ class SavesWithManifest:
 
     def create_model_card(self: Any, model_name: str | None = None, **kwargs: Any) -> None:
         """Write TRL's card, with this package, the base model, the rows, the loss, the machine and the recipe in it."""
-        import liger_trainer
-
         name = model_name or Path(self.args.output_dir).name
         super().create_model_card(name, tags="liger-trainer")  # type: ignore[misc]
-        if not self.is_world_process_zero():
-            return
+
+    def complete_card(self: Any, card: Path) -> None:
+        import liger_trainer
+
+        super().complete_card(card)  # type: ignore[misc]
         (base, base_print), (rows, rows_print) = self.keeper.facts["base"], self.keeper.facts["rows"]
         base = Path(base).name if Path(base).is_dir() else base
         losses = [log["loss"] for log in self.state.log_history if "loss" in log]
@@ -137,11 +138,10 @@ class SavesWithManifest:
             f"{f'![loss, gradient norm and rewards by step]({CURVES})' if self.curves else ''}\n\n"
             f"{self.recipe.to_card()}\n### Framework versions\n"
         )
-        card = Path(self.args.output_dir, "README.md")
         text = card.read_text(encoding="utf-8").replace("[None](https://huggingface.co/None)", f"`{base}`")
         text = text.replace('model="None"', f'model="{self.args.output_dir}"')
         if self.recipe.args.prompt_template == "alpaca" or not getattr(self.processing_class, "chat_template", None):
-            text = re.sub("## Quick start\n.*?(?=## Training)", "", text, flags=re.DOTALL)  # it asks by a chat template
+            text = without_quick_start(text)  # it asks by a chat template
         card.write_text(text.replace("### Framework versions\n", trained), "utf-8")
 
 
@@ -202,7 +202,8 @@ def _save_model(trainer: Any) -> None:
             trainer.save_model(trainer.args.output_dir, _internal_call=True)  # without a push
             trainer.save_state()
             if trainer.is_world_process_zero():
-                trainer.curves = draw_curves(trainer.state.log_history, folder / CURVES)
+                with card_without_risk(trainer.args.output_dir):
+                    trainer.curves = draw_curves(trainer.state.log_history, folder / CURVES)
             trainer.create_model_card()
     except Exception as error:
         failure = error

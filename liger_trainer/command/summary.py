@@ -59,6 +59,7 @@ class RunRecorder(TrainerCallback):
         """The text for the end of the run of `trainer`."""
         args, state = trainer.args, trainer.state
         report, chosen = getattr(trainer, "liger_report", None), getattr(trainer, "checkpointing", None)
+        kept = getattr(trainer, "kept_weights", None)
         resumed = f", resumed at step {self._first_step}" if self._first_step else ""
         lines = ["Summary", f"  steps    {state.global_step - self._first_step}{resumed}{self._stopped(args, state)}"]
         if self.rows is not None:
@@ -85,6 +86,7 @@ class RunRecorder(TrainerCallback):
             f"  memory   {peak_memory(0 if chosen is None else chosen.highest)}",
             *([] if chosen is None else [f"  layers   {chosen}"]),
             f"  patched  {'nothing (use_liger is false)' if report is None else report.one_line()}",
+            *([f"  kept     {kept}"] if kept is not None and str(kept) else []),
             f"  model    {args.output_dir}",
         ]
         return "\n".join(lines)

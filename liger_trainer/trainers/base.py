@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from transformers import Trainer
 from transformers.trainer_utils import TrainOutput
 
 from liger_trainer._logging import logger
+from liger_trainer.base_weights.unloaded import Base, KeptWeights
 from liger_trainer.feature import Run
 from liger_trainer.head import masks
 from liger_trainer.head.module import base_model_of, has_fused_head
@@ -69,6 +71,8 @@ class LigerTrainerMixin(LoadsRenamedWeights):
         checkpointing (`CheckpointingSummary` or `None`): What `auto` chose in the last training.
         captured_steps (`Summary` or `None`): What `cuda_graphs` captured in the last training.
         device_memory (`GpuMemory` or `None`): Another memory than the GPU's, by which it chooses.
+        base_checkpoint (`Base` or `None`): The files that the model was loaded from, where they may have more than it.
+        kept_weights (`KeptWeights` or `None`): What the last save took over from them.
         grad_norm_of_step (`Callable` or `None`): What finds the norm of the gradients in place of the stock trainer.
     """
 
@@ -85,6 +89,8 @@ class LigerTrainerMixin(LoadsRenamedWeights):
     checkpointing: CheckpointingSummary | None = None
     captured_steps: Summary | None = None
     device_memory: GpuMemory | None = None
+    base_checkpoint: Base | None = None
+    kept_weights: KeptWeights | None = None
     grad_norm_of_step: Callable[[], torch.Tensor] | None = None
     _runs: Sequence[Run] = ()  # what runs training steps while training, the outermost first
     _ops_of_token: int | None = None  # once they are counted
@@ -244,6 +250,13 @@ class LigerTrainerMixin(LoadsRenamedWeights):
             self._runs = [run for run in runs if run is not None]
             stack.callback(self._runs.clear)
             return super().train(*args, **kwargs)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        super()._save(output_dir, state_dict)
+        is_dummy = state_dict is not None and not state_dict  # of DeepSpeed without gathered weights, deleted at once
+        if self.args.should_save and not is_dummy:
+            for feature in FEATURES:
+                feature.after_save(self, Path(output_dir or self.args.output_dir))
 
     def wants_part(self, part: str) -> bool:
         return bool(self.uses_liger and (getattr(self.args, "liger_config", None) or {}).get(part, True))

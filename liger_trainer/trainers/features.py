@@ -10,6 +10,7 @@ import torch
 from transformers import TrainerCallback
 
 from liger_trainer._logging import logger
+from liger_trainer.base_weights.feature import BaseWeights, BaseWeightsFields
 from liger_trainer.feature import Feature
 from liger_trainer.fp8.feature import Fp8, Fp8Fields
 from liger_trainer.memory.feature import Checkpointing, MemoryFields
@@ -106,11 +107,12 @@ FEATURES: tuple[Feature, ...] = (
     LossFilter(),
     InBackward(),
     Fp8(),
+    BaseWeights(),
     Report(),
     ModuleWalks(),
 )
 
 
 @dataclass
-class FeatureFields(Fp8Fields, InBackwardFields, MemoryFields, CudaGraphsFields):
+class FeatureFields(Fp8Fields, InBackwardFields, MemoryFields, CudaGraphsFields, BaseWeightsFields):
     """The fields of `FEATURES`."""

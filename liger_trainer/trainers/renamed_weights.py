@@ -16,6 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
+from liger_trainer.base_weights.shards import loaded_names
 from liger_trainer.instance.binding import own_class
 
 if TYPE_CHECKING:  # the mixins of this package always go before a class of transformers or TRL
@@ -50,11 +51,11 @@ class LoadsRenamedWeights(StockTrainer):
 
 
 def _names_in(checkpoint: str) -> set[str]:
-    """The names of the weights in a checkpoint of safetensors, in one file or several."""
+    """The names of the weights in a checkpoint of safetensors, but for what was only taken over from the base."""
     index, file = (os.path.join(checkpoint, name) for name in (SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME))
     if os.path.isfile(index):
         with open(index, encoding="utf-8") as text:
-            return set(json.load(text)["weight_map"])
+            return loaded_names(json.load(text))
     if not os.path.isfile(file):
         return set()
     with safe_open(file, "pt") as tensors:

@@ -20,6 +20,7 @@ from liger_trainer.head.module import base_model_of, why_peft_needs_logits
 from liger_trainer.head.outputs import HeadOptions
 from liger_trainer.trainers.base import LigerTrainerMixin
 from liger_trainer.trainers.fsdp2 import give_weights_of_first_process
+from liger_trainer.trainers.model_card import WritesCards
 from liger_trainer.trainers.patched_models import PatchedModels
 
 
@@ -74,7 +75,7 @@ def _for_fsdp(module: types.ModuleType) -> dict[str, Any]:
     return replaced
 
 
-class LigerTRLMixin(LigerTrainerMixin):
+class LigerTRLMixin(LigerTrainerMixin, WritesCards):
     """Patches the models of a TRL trainer while it is built. It goes before the stock class:
 
     ```python

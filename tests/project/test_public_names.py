@@ -47,6 +47,7 @@ OWN_OPTIONS = {
     "liger_config",
     "eval_predictions",
     "host_memory_budget",
+    "keep_unloaded_weights",
     "memory_budget",
     "optimizer_in_backward",
     "fp8",

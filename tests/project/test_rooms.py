@@ -12,7 +12,7 @@ LAYERS = (  # a module imports from its own layer and from those before it
     ("_logging", "errors", "feature", "paths", "world"),
     ("rewards", "templates", "mxfp4"),
     ("instance",),
-    ("memory", "optimizer_in_backward"),
+    ("base_weights", "memory", "optimizer_in_backward"),
     ("varlen",),
     ("head",),
     ("fp8",),

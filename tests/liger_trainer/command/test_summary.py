@@ -7,6 +7,8 @@ import pytest
 from PIL import Image
 from recipe_fixtures import SAVING, command, write_recipe
 
+from liger_trainer.command import manifest
+from liger_trainer.command.manifest import checkpoints_in
 from liger_trainer.command.pictures import CURVES, draw_curves
 from liger_trainer.command.recipe import parse_recipe
 
@@ -102,3 +104,20 @@ def test_a_checkpoint_of_a_run_that_is_cut_off_has_a_card(folder, capsys, monkey
     monkeypatch.setattr("transformers.Trainer.save_state", fail)
     assert command(capsys, "train", write_recipe(folder, **SAVING))[0] == 130
     assert "- liger_trainer " in (folder / "out" / "README.md").read_text()
+
+
+def test_an_error_in_a_card_costs_no_checkpoint(folder, capsys, caplog, monkeypatch):
+    """TRL asks trackers for addresses while it writes a card, which it does before it saves."""
+
+    def fail():
+        raise ModuleNotFoundError("No module named 'gradio_client'")
+
+    monkeypatch.setattr("trl.trainer.base_trainer.get_trackio_space_url", fail)
+    monkeypatch.setattr("liger_trainer.command.saving.draw_curves", lambda *a: fail())
+    code, out, err = command(capsys, "train", write_recipe(folder, **SAVING))
+    assert code == 0, err
+    assert (folder / "out" / "model.safetensors").is_file()
+    checkpoints = checkpoints_in(folder / "out")
+    assert checkpoints and all(manifest.read(path) is not None for path in checkpoints)
+    assert not (folder / "out" / "README.md").exists()
+    assert "gradio_client" in err + caplog.text and "without it" in err + caplog.text

@@ -1,6 +1,7 @@
 """`LigerMedusaTrainer`: what moves and what does not, learning rates, schedules, checkpoints, and what it refuses."""
 
 import math
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -314,6 +315,15 @@ def test_arguments_of_another_class(tmp_path):
     args = LigerSFTConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False)
     with pytest.raises(ValueError, match="args is a LigerSFTConfig; expected a LigerMedusaConfig"):
         LigerMedusaTrainer(tiny_model("llama"), args)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_the_card_loads_a_model_only_where_one_is_saved(stage, tmp_path):
+    trainer = medusa_trainer(tiny_model("llama"), tmp_path, medusa_stage=stage)
+    trainer.create_model_card()
+    card = Path(trainer.args.output_dir, "README.md").read_text()
+    assert ("pipeline(" in card) == (stage == 2)
+    assert "## Training procedure" in card
 
 
 def test_recipe(tmp_path):

@@ -1,0 +1,298 @@
+"""Finds what a base has and transformers does not load, and adds it to what is saved.
+
+Many models come with layers that predict further tokens (`mtp.*`, or `model.layers.N` beyond the depth). transformers
+ignores them, while the config.json that it saves still says that they are there, so a server looks for them.
+
+What counts is the names in the files: that of the base beside that of the saved model, which transformers writes under
+the base's names. Nothing is said of how a class renames its weights while it loads them.
+
+Types of transformers 5.24 whose classes ignore such layers, by `_keys_to_ignore_on_load_unexpected`:
+
+- under a name with `mtp`: deepseek_v4, dots3_note, ernie4_5_moe, exaone4_5, exaone_moe, granite_docling, hy_v4,
+  hy_v4_vl, inkling, longcat_flash, mellum, mimo_v2_flash, minimax_m3_vl, mistral_large4, nemotron3_5_transcribe,
+  nemotron_h, olmo_hybrid, qwen3_5, qwen3_5_moe, qwen3_next, qwen4_exp
+- as layers beyond the depth: bailing_hybrid, deepseek_v3, deepseek_v32, dots3_note, glm4_moe, glm4_moe_lite, glm4v_moe,
+  glm5_next, glm_moe_dsa, glm_ocr, hy_v3, step3p7
+
+These lists decide nothing; a type that is new works if its names are of either form.
+"""
+
+import functools
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
+from transformers import PreTrainedModel
+
+from liger_trainer.base_weights.shards import StoredTensor, add_shards, drop_old_index, files_of, tensors_of
+from liger_trainer.instance.binding import own_class
+
+_PREDICTS = re.compile(r"(?:^|\.)(?:mtp|nextn)[^.]*\.")
+_LAYER = re.compile(r"^(?P<prefix>(?:.*\.)?layers\.)(?P<number>\d+)\.")
+# Old checkpoints have these, which every class computes; a server takes them for weights that it does not know
+_COMPUTED = re.compile(r"inv_freq$|attn\.bias$|attention\.bias$|masked_bias$|causal_mask$|relative_position_index$")
+# The keys of config.json that say how many prediction layers there are, over all model types of transformers
+_COUNTS = re.compile(r"^(num_nextn_predict_layers|mtp_num(_hidden)?_layers|num_mtp_(layers|modules)|num_mtp)$")
+_SIXTEEN_BITS_OR_MORE = ("BF16", "F16", "F32", "F64")
+
+
+@dataclass(frozen=True)
+class KeptWeights:
+    """What was added to a saved model from its base, or why not.
+
+    Attributes:
+        parameters (`int`): The elements of the tensors that were added.
+        tensors (`int`): How many tensors.
+        reason (`str` or `None`): Why prediction layers of the base were left out; config.json then says that there are
+            none. None if nothing was left out.
+    """
+
+    parameters: int = 0
+    tensors: int = 0
+    reason: str | None = None
+
+    def __str__(self) -> str:
+        kept = f"{self.tensors} tensors of the base that transformers does not load are kept as they were"
+        lines = []
+        if self.tensors:
+            lines.append(f"{kept} ({self.parameters:,} parameters, not trained)")
+        if self.reason is not None:
+            lines.append(f"prediction layers (MTP) of the base are left out, and config.json says so: {self.reason}")
+        return "; ".join(lines)
+
+
+@dataclass(frozen=True)
+class Base:
+    """The checkpoint that a model was loaded from: its config.json, and its tensors by name.
+
+    `unread` says why its weights are not known, and is None if they are.
+    """
+
+    folder: Path
+    config: dict[str, Any]
+    tensors: dict[str, StoredTensor]
+    unread: str | None = None
+
+    @functools.cached_property
+    def predicts(self) -> dict[str, StoredTensor]:
+        """Tensors of prediction layers, by their names alone."""
+        beyond = _beyond_depth(self.config)
+        layers = _layers_in(self.tensors)
+        return {name: tensor for name, tensor in self.tensors.items() if _is_prediction(name, layers, beyond)}
+
+
+def find_checkpoint(name: str, revision: str | None = None, subfolder: str = "") -> Base:
+    """The checkpoint in the folder `name`, or of that name in the cache of the Hub.
+
+    Only safetensors are read: models with prediction layers all come so, and what a `.bin` has cannot be copied as
+    bytes. For a `.bin`, a GGUF file, or a folder that is gone, the `unread` of what is returned names the reason.
+    """
+    folder = Path(name, subfolder) if Path(name).is_dir() else _cached_folder(name, revision, subfolder)
+    if folder is None or not (folder / "config.json").is_file():
+        return Base(Path(name), {}, {}, f"{name!r} is neither a folder with a config.json nor in the cache of the Hub")
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    files = files_of(folder)
+    missing = [str(file) for file in files if not file.is_file()]
+    if not files:
+        found = ", ".join(sorted(path.name for path in folder.glob("*.bin"))[:3]) or "none"
+        return Base(folder, config, {}, f"only safetensors are read, and the weights in {folder} are: {found}")
+    if missing:
+        return Base(folder, config, {}, f"{missing[0]} is missing")
+    tensors: dict[str, StoredTensor] = {}
+    for file in files:
+        tensors.update(tensors_of(file))
+    return Base(folder, config, tensors)
+
+
+def _cached_folder(name: str, revision: str | None, subfolder: str) -> Path | None:
+    """The folder of a model in the cache of the Hub; None if it is not there, or `name` is none of the Hub's."""
+    inside = f"{subfolder}/" if subfolder else ""
+    try:
+        found = try_to_load_from_cache(name, f"{inside}config.json", revision=revision)
+    except HFValidationError:  # the path of a folder that is gone, or no name at all
+        return None
+    return Path(found).parent if isinstance(found, str) else None
+
+
+def keep_unloaded_weights(model: PreTrainedModel, base: Base | None, folder: Path, keep: bool = True) -> KeptWeights:
+    """Add to the model saved in `folder` the weights of `base` that the class of `model` does not load, bit for bit.
+
+    Call it on the main process, right after `save_pretrained`. Names stay those of the base, which servers look for. If
+    prediction layers are left out, because `keep` is false or they do not fit the saved model, config.json says so.
+    """
+    if not files_of(folder):
+        return KeptWeights()
+    drop_old_index(folder)
+    if base is None:
+        return KeptWeights()
+    saved: set[str] = set()
+    for file in files_of(folder):
+        saved.update(tensors_of(file))
+    config_path = folder / "config.json"
+    config = json.loads(config_path.read_text(encoding="utf-8"))
+
+    in_base = base.predicts
+    predicts = _predictions(base, saved)
+    reason = None
+    if base.unread is not None:
+        reason = _why_unread(base.unread, config, saved, keep)
+    elif in_base and not any(name in saved for name in in_base):  # otherwise the class has loaded and trained them
+        reason = _why_left_out(base, config, predicts, keep)
+    kept = {} if reason is not None else predicts
+    if keep:
+        kept = kept | _declared(model, base, saved | in_base.keys(), config)
+    gone = _gone(kept)
+    if kept and folder.resolve() == base.folder.resolve():
+        gone = f"{folder}, where the trained model is saved now"
+    if gone is not None:  # the trained model is saved, and must not be lost for what was not trained
+        kept = {}
+        reason = f"they are no longer in {gone}"
+    if kept:
+        add_shards(folder, kept)
+    if reason is not None:
+        _say_none(config)
+        config_path.write_text(f"{json.dumps(config, indent=2, sort_keys=True)}\n", encoding="utf-8")
+    return KeptWeights(sum(tensor.num_elements for tensor in kept.values()), len(kept), reason)
+
+
+def _predictions(base: Base, saved: set[str]) -> dict[str, StoredTensor]:
+    """The prediction layers of `base` that continue the layers of the saved model, or have names of their own."""
+    beyond = _beyond_depth(base.config)
+    layers = _layers_in(saved)
+    found = {}
+    for name, tensor in base.predicts.items():
+        if name not in saved and _is_prediction(name, layers, beyond):
+            found[name] = tensor
+    return found
+
+
+def _beyond_depth(config: dict[str, Any]) -> range:
+    """The numbers of the layers beyond the depth that config.json counts as prediction layers.
+
+    Some checkpoints number their layers otherwise than the model, so a number alone says nothing.
+    """
+    depth = _text(config).get("num_hidden_layers") or 0
+    return range(depth, depth + (_count(config) or _count(_text(config))))
+
+
+def _count(config: dict[str, Any]) -> int:
+    counts = [value for key, value in config.items() if _COUNTS.match(key) and isinstance(value, int)]
+    return max(counts, default=0)
+
+
+def _layers_in(names: Iterable[str]) -> set[tuple[str, int]]:
+    """(prefix, number) of each layer that has a weight among `names`: `model.layers.3.a` has `("model.layers.", 3)`."""
+    matches = (_LAYER.match(name) for name in names)
+    return {(layer["prefix"], int(layer["number"])) for layer in matches if layer is not None}
+
+
+def _is_prediction(name: str, layers: set[tuple[str, int]], beyond: range) -> bool:
+    """Whether `name` is of a layer that predicts further tokens, where the model has `layers`.
+
+    A layer beyond the depth counts if the last one within has the same prefix: towers have layers too, and more of them
+    sometimes.
+    """
+    if _PREDICTS.search(name):
+        return True
+    layer = _LAYER.match(name)
+    if layer is None or int(layer["number"]) not in beyond:
+        return False
+    prefix = layer["prefix"]
+    return (prefix, beyond.start - 1) in layers and _is_of_text(prefix)
+
+
+def _is_of_text(prefix: str) -> bool:
+    return re.search(r"vision|visual|audio|image|tower|encoder", prefix) is None
+
+
+def _gone(tensors: dict[str, StoredTensor]) -> str | None:
+    """The first file that no longer has one of `tensors` where it was found; None if all have.
+
+    A training takes days, and a base that is downloaded or saved again meanwhile has other bytes at these places.
+    """
+    for file in sorted({tensor.file for tensor in tensors.values()}):
+        own = {name: tensor for name, tensor in tensors.items() if tensor.file == file}
+        try:
+            there = tensors_of(file)
+        except (OSError, ValueError):
+            return str(file)
+        end = max(tensor.end for tensor in own.values())
+        if file.stat().st_size < end or any(there.get(name) != tensor for name, tensor in own.items()):
+            return str(file)
+    return None
+
+
+def _why_unread(unread: str, config: dict[str, Any], saved: set[str], keep: bool) -> str | None:
+    """Why the saved model has none of the prediction layers that `config` counts; None if it counts none, or has them.
+
+    What an unread base has is not known, but what the saved model has not is.
+    """
+    counted = _count(config) or _count(_text(config))
+    layers = _layers_in(saved)
+    beyond = _beyond_depth(config)
+    if not counted or any(_is_prediction(name, layers, beyond) for name in saved):
+        return None
+    return unread if keep else "keep_unloaded_weights is false"
+
+
+def _why_left_out(base: Base, config: dict[str, Any], predicts: dict[str, StoredTensor], keep: bool) -> str | None:
+    """Why the prediction layers of `base` do not go with the saved model; None if they do."""
+    if not keep:
+        return "keep_unloaded_weights is false"
+    old, new = _text(base.config), _text(config)
+    for key in ("num_hidden_layers", "hidden_size"):
+        if old.get(key) != new.get(key):
+            return f"{key} was {old.get(key)} in the base and is {new.get(key)}"
+    vocabulary = old.get("vocab_size")
+    sized = [name for name, tensor in predicts.items() if tensor.shape and tensor.shape[0] == vocabulary]
+    if vocabulary != new.get("vocab_size") and sized:
+        return f"{sized[0]} has the base's {vocabulary} tokens, and the model has {new.get('vocab_size')}"
+    if not predicts:
+        return "the saved model has its layers under other names than the base"
+    packed = [name for name, tensor in predicts.items() if tensor.dtype not in _SIXTEEN_BITS_OR_MORE]
+    if packed and "quantization_config" not in config:
+        return f"{packed[0]} is quantised ({predicts[packed[0]].dtype}), and the saved model is not"
+    return None
+
+
+def _declared(model: PreTrainedModel, base: Base, known: set[str], config: dict[str, Any]) -> dict[str, StoredTensor]:
+    """What the class of `model` says that it ignores, if it is the class that the base's config.json names.
+
+    Another class, such as that of the text alone, leaves the rest out on purpose. `known` are names to leave out.
+    """
+    model_class = own_class(model).__name__
+    if model_class not in (base.config.get("architectures") or ()):
+        return {}
+    patterns = [re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
+    depth = _text(config).get("num_hidden_layers") or 0
+    is_cut = depth != _text(base.config).get("num_hidden_layers")  # loaded with fewer layers than the base has
+    found = {}
+    for name, tensor in base.tensors.items():
+        if name in known or _COMPUTED.search(name):
+            continue
+        layer = _LAYER.match(name)
+        if is_cut and layer is not None and int(layer["number"]) >= depth:
+            continue
+        if any(pattern.search(name) for pattern in patterns):
+            found[name] = tensor
+    return found
+
+
+def _text(config: dict[str, Any]) -> dict[str, Any]:
+    """The part of a config.json about the language model."""
+    text: dict[str, Any] = config.get("text_config") or config
+    return text
+
+
+def _say_none(config: dict[str, Any]) -> None:
+    """Set every count of prediction layers in `config` to 0, in its parts too."""
+    for key, value in config.items():
+        if isinstance(value, dict):
+            _say_none(value)
+        elif _COUNTS.match(key) and value:
+            config[key] = 0

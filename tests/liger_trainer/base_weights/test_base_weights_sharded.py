@@ -1,0 +1,18 @@
+"""Sharded over two ranks, the process that writes keeps what the base has and transformers does not load."""
+
+import pytest
+from launching import in_processes_fsdp2, torchrun_deepspeed
+from predicting_bases import assert_kept, names_of, write_base
+
+
+@pytest.mark.parametrize("mode", ["fsdp2", pytest.param("zero3", marks=pytest.mark.slow)])
+def test_kept_once(mode, tmp_path):
+    extra = write_base(tmp_path / "base", "qwen3_next")
+    given = ("base_weights_ranks.py", mode, tmp_path / "base", tmp_path / "out")
+    if mode == "fsdp2":
+        in_processes_fsdp2(tmp_path, *given)
+    else:
+        torchrun_deepspeed(*given)
+    for folder in (tmp_path / "out", tmp_path / "out" / "checkpoint-2"):
+        assert_kept(folder, extra)
+        assert names_of(folder) == names_of(tmp_path / "base")
