@@ -5,8 +5,6 @@ same weights, one with the model's own code and one with ours. The logits of rea
 all weights must agree. A model whose rows would reach each other by anything but attention (a state, a convolution), or
 whose loss counts padding, shows it there. Where layers have a window, chunks, sinks or a soft cap, rows without padding
 are run too. If they alone agree, they alone take our attention.
-
-Where nothing is installed, packed rows may see each other. Some models keep them apart, others do not, without a word.
 """
 
 import inspect
@@ -17,7 +15,6 @@ import torch
 from transformers import PreTrainedModel
 
 from liger_trainer.head import masks
-from liger_trainer.head.module import base_model_of
 from liger_trainer.instance import probe
 from liger_trainer.instance.binding import bind
 from liger_trainer.instance.kind import Found, attempt
@@ -45,9 +42,6 @@ _ATTENDS_BY = {  # what a layer attends by -> what runs for it on a GPU
     "sinks": "layers with sinks by PyTorch's varlen kernel",
     "soft cap": "layers with a soft cap by liger_triton.row_attention",
 }
-_SHOWN = ("eager", "sdpa")  # what runs on a CPU; others, such as flash-attn, read the lengths of rows
-_PACKED = (7, 5, 11)
-_MIXED_RTOL = 1e-3  # of the largest hidden state; a token of another row moves it by 1e-2 and more
 
 
 def find_backbone(model) -> Iterator[Found]:
@@ -211,36 +205,3 @@ def _run(model, batch) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tens
         total = total + outputs.aux_loss
     total.backward()
     return found.detach(), total.detach(), {n: x.grad for n, x in leaves.items() if x.grad is not None}
-
-
-def why_rows_mix(model) -> str | None:
-    """Tell why packed rows would see each other in `model`, or return None if a small copy does not show it."""
-    model = base_model_of(model)
-    backbone = backbone_of(model) if isinstance(model, PreTrainedModel) else None
-    attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
-    if not isinstance(backbone, PreTrainedModel) or attention not in _SHOWN:
-        return None
-    ours = padding.BackboneBinding.of(backbone)
-    if ours is not None and not ours.aside and ours.proven.keeps_padding is None:
-        return None
-    with probe.isolated():
-        apart, _ = attempt(_rows_stay_apart, backbone)
-    if apart is not False:
-        return None
-    return f"in {type(model).__name__} with attn_implementation={attention!r}, packed rows see each other"
-
-
-def _rows_stay_apart(backbone) -> tuple[bool, None]:
-    copy = small_copy(backbone, probe.SEED, backbone.config._attn_implementation).eval()
-    generator = probe.generator()
-    rows = [torch.randint(3, 40, (1, length), generator=generator) for length in _PACKED]
-    row = torch.arange(len(rows), dtype=torch.int32).repeat_interleave(torch.tensor(_PACKED))
-    offsets = torch.tensor((0, *_PACKED)).cumsum(0).int()
-    packed = {  # as TRL's collator gives it
-        "input_ids": torch.cat(rows, 1), "position_ids": torch.cat([torch.arange(n) for n in _PACKED])[None],
-        "cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets, "max_length_q": max(_PACKED),
-        "max_length_k": max(_PACKED), "seq_idx": row[None],
-    }  # fmt: skip
-    with torch.no_grad():
-        one_by_one = torch.cat([copy(input_ids=ids, use_cache=False)[0] for ids in rows], 1)
-        return probe.same(copy(**packed, use_cache=False)[0], one_by_one, _MIXED_RTOL), None

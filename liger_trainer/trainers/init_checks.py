@@ -12,7 +12,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_N
 from liger_trainer.head.module import base_model_of, has_fused_head, head_reason, output_head
 from liger_trainer.head.outputs import EXTRA_OUTPUTS, TOKEN_OUTPUTS
 from liger_trainer.instance.binding import Binding, own_class
-from liger_trainer.patching.varlen import why_rows_mix
+from liger_trainer.patching.packed_rows import keeps_state, why_rows_mix
 
 IN_PLACE = "needed for gradient computation has been modified by an inplace operation"  # PyTorch's words
 _CAPPED = ("gemma2", "t5_gemma_module", "vaultgemma")  # Gemma 3 has the field in its config and never had the cap
@@ -113,16 +113,29 @@ def refuse_token_predictions(trainer: Any) -> None:
 
 
 def refuse_packed_rows_that_mix(trainer: Any) -> None:
-    """ValueError if batches are several rows in one, and the model would let them see each other."""
-    flattens = isinstance(trainer.data_collator, DataCollatorWithFlattening)
+    """ValueError if batches are several rows in one, and the model would let them see each other.
+
+    The collator makes the batch that is tried. It is in `padding_free` that TRL's collators and trainers say so.
+    """
+    collator = trainer.data_collator
+    flattens = isinstance(collator, DataCollatorWithFlattening) or bool(getattr(collator, "padding_free", False))
     packs = flattens or bool(getattr(trainer, "padding_free", False))
-    if packs and (why := why_rows_mix(trainer.model)) is not None:
-        raise ValueError(
-            f"Rows are packed (packing, padding_free, or DataCollatorWithFlattening), but {why}, so that it would "
-            "learn from tokens that it must not see. Switch packing and padding_free off, or load the model with "
+    if not packs or (why := why_rows_mix(trainer.model, collator)) is None:
+        return
+    if getattr(collator, "return_position_ids", None) is False and not getattr(collator, "padding_free", False):
+        ways = "Leave return_position_ids of the collator on: positions tell where rows begin."
+    elif keeps_state(base_model_of(trainer.model)):
+        ways = (
+            "Train on padded rows: switch packing and padding_free off, or pass a collator that pads, such as "
+            "DataCollatorForSeq2Seq(tokenizer), in place of one that flattens."
+        )
+    else:
+        ways = (
+            "Switch packing and padding_free off, or load the model with "
             'attn_implementation="sdpa" and leave varlen_attention on in liger_config, which keeps rows apart in most '
             "decoders."
         )
+    raise ValueError(f"Rows are packed (packing, padding_free, or DataCollatorWithFlattening), but {why}. {ways}")
 
 
 def _why_not_next_tokens(model: nn.Module) -> str | None:
