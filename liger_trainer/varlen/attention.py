@@ -89,6 +89,13 @@ class RowMask:
     ):  # fmt: skip
         self.rows, self.window, self.unknown, self.chunked = rows, window, unknown, chunked
 
+    def __getitem__(self, index: object) -> "RowMask":
+        """The mask itself for slices that take all of it, as Gemma 4 asks for before layers that reuse keys."""
+        parts = index if isinstance(index, tuple) else (index,)
+        if all(isinstance(part, slice) and part in (slice(None), slice(0, None)) for part in parts):
+            return self
+        raise TypeError("'RowMask' object is not subscriptable")
+
 
 _rows: contextvars.ContextVar[Rows | None] = contextvars.ContextVar("rows of the running call", default=None)
 
