@@ -215,7 +215,8 @@ def _by_rows(query, key, value, mask: RowMask, dropout=0.0, scaling=None, softca
         out = by_kernel(query, key, value, rows.offsets, rows.longest, scaling, window is None, (left, 0))
     else:
         out = _row_by_row(query, key, value, rows, window, dropout, scaling)
-    return out.view(query.shape[0], -1, *out.shape[1:])
+    # Some models take a view of it. SDPA's result for one row, and a slice of wider heads, are no contiguous tensors.
+    return out.contiguous().view(query.shape[0], -1, *out.shape[1:])
 
 
 def as_autocast(*tensors: torch.Tensor) -> list[torch.Tensor]:
@@ -259,7 +260,7 @@ def _capped(query, key, value, rows: Rows, window, dropout, scaling, softcap, si
         _flat(query), _flat(key), _flat(value), offsets, rows.longest, scale=scaling, window=window, softcap=softcap,
         sinks=sinks,
     )  # fmt: skip
-    return (out if width == dim else out[..., :width]).unflatten(0, (batch, -1))
+    return (out if width == dim else out[..., :width].contiguous()).unflatten(0, (batch, -1))
 
 
 def kernel_takes(query, key, value, dropout) -> bool:
