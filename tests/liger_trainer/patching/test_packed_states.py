@@ -27,7 +27,7 @@ KEEP_STATE = (
     "qwen3_5_text", "qwen3_next", "qwen4_exp", "qwen4_exp_text", "recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2",
     "zaya",
 )  # fmt: skip
-QUICK = ("qwen3_5_text", "nemotron_h", "lfm2", "lfm3", "zamba")
+QUICK = ("qwen3_5_text", "lfm2", "lfm3", "zamba")
 COLLATORS = {
     "positions": DataCollatorWithFlattening(),
     "lengths": DataCollatorWithFlattening(return_flash_attn_kwargs=True),
