@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from transformers.modeling_utils import set_zero3_state
 
+from liger_trainer.instance.binding import own_class
+
 _WIDTH, _HEADS, _HEAD_DIM = 64, 4, 16
 _SIZES = {
     "vocab_size": 48, "hidden_size": _WIDTH, "n_embd": _WIDTH, "d_model": _WIDTH, "word_embed_proj_dim": _WIDTH,
@@ -179,7 +181,7 @@ def small_copy(module, seed: int, attention: str = "sdpa"):
     config = small_config(module.config)
     with set_zero3_state():  # under ZeRO-3 every model is divided among the ranks, but for those within this
         return drawn(
-            lambda: type(module)._from_config(config, attn_implementation=attention, dtype=torch.float32), seed
+            lambda: own_class(module)._from_config(config, attn_implementation=attention, dtype=torch.float32), seed
         )
 
 

@@ -140,3 +140,29 @@ def test_rows_without_positions_are_one_row_to_every_model(tmp_path):
     collator = DataCollatorWithFlattening(return_position_ids=False)
     with pytest.raises(ValueError, match="packed rows see each other.*return_position_ids"):
         LigerTrainer(model=tiny_model("llama"), args=args, train_dataset=ragged_rows(12), data_collator=collator)
+
+
+def packs(rows):
+    """A collator of the user's, which no class tells about."""
+    return dict(DataCollatorWithFlattening()(rows))
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_text", "qwen3"])
+def test_a_collator_of_the_user_s_is_tested_at_the_first_step(name, tmp_path, rows_of_calls):
+    model, _ = with_own_attention(name)
+    given = {"args": LigerTrainingArguments(**options_of(tmp_path)), "train_dataset": ragged_rows(12)}
+    trainer = LigerTrainer(model=model, data_collator=packs, **given)
+    rows_of_calls.clear()
+    if name == "qwen3":
+        trainer.train()
+        assert len(rows_of_calls) == 3
+        return
+    with pytest.raises(ValueError, match="position_ids of a batch start anew.*see each other.*Train on padded rows"):
+        trainer.train()
+
+
+def test_one_row_with_its_positions_is_not_packed(tmp_path):
+    model, _ = with_own_attention("qwen3_5_text")
+    args = LigerTrainingArguments(**options_of(tmp_path, per_device_train_batch_size=1))
+    trainer = LigerTrainer(model=model, args=args, train_dataset=ragged_rows(4), data_collator=packs)
+    assert logged(trainer).isfinite().all()
