@@ -4,7 +4,14 @@ import pytest
 import torch
 from architectures import small_config as tiny_config
 from image_models import image_step
-from transformers import AutoConfig, AutoModelForCausalLM, Mistral4ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    Mistral4ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 from varlen_batches import assert_same_step
 
 from liger_trainer import apply_liger
@@ -71,6 +78,8 @@ def test_a_part_of_a_head_that_turns(tokens):
 )
 def test_of_the_sizes_of_a_checkpoint_it_keeps_states_and_attention(name, want):
     """The config is transformers' default, of a real size, and the copy has to be small, and to run."""
+    if name not in CONFIG_MAPPING:
+        pytest.skip(f"this transformers has no {name}")
     real = AutoConfig.for_model(name, **({"attn_layer_indices": [9, 18]} if name == "bamba" else {}))
     with torch.device("meta"):
         module = AutoModelForCausalLM.from_config(tiny_config(name)).base_model
@@ -86,6 +95,8 @@ def test_of_the_sizes_of_a_checkpoint_it_keeps_states_and_attention(name, want):
 
 
 def test_a_size_of_zero_stays_zero():
+    if "glm5_next" not in CONFIG_MAPPING:
+        pytest.skip("this transformers has no glm5_next")
     config = AutoConfig.for_model("glm5_next").get_text_config()
     assert config.qk_rope_head_dim == 0 and small_config(config).qk_rope_head_dim == 0
 
