@@ -43,11 +43,19 @@ class Place:
 
     def __init__(self, operation: OperationReport, name: str):
         self.operation, self.name = operation, name
+        self.variant: str | None = None  # of a swapped module that runs its own code for now
 
     def keeps_its_code(self, reason: str) -> None:
         """Note that the module, though it was swapped, runs its own code from now on, and why."""
-        if self.operation.swapped.pop(self.name, None) is not None:
-            self.operation.skipped[self.name] = reason
+        variant = self.operation.swapped.pop(self.name, None)
+        if variant is not None:
+            self.operation.skipped[self.name], self.variant = reason, variant
+
+    def is_swapped_again(self) -> None:
+        """Note that the module runs what it was swapped for once more, after `keeps_its_code`."""
+        if self.variant is not None:
+            self.operation.skipped.pop(self.name, None)
+            self.operation.swapped[self.name], self.variant = self.variant, None
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return type(None), ()

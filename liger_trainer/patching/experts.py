@@ -10,6 +10,7 @@ which adapters are active. Where it is anything but plain LoRAs on one or both p
 """
 
 import functools
+import inspect
 import itertools
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,7 +22,7 @@ from transformers.integrations import moe
 
 from liger_trainer.instance import probe
 from liger_trainer.instance.binding import Binding, is_bound, own_class
-from liger_trainer.instance.guards import KNOWN, Guards, NotProven, code_guards_of, guards_of
+from liger_trainer.instance.guards import KNOWN, Guards, NotProven, code_guards_of, guards_of, lookups_of
 from liger_trainer.instance.hooks import comes_from, has_hooks, replaced_forward
 from liger_trainer.instance.kind import PLAIN_TENSORS, Kind, Proof, names_of, slot_of
 from liger_trainer.lora.parts import active_parts, is_linear
@@ -195,13 +196,38 @@ def _is_transformers_own(implementation: str) -> bool:
     return known and moe.ALL_EXPERTS_FUNCTIONS.get(implementation) is _IMPLEMENTATIONS[implementation]
 
 
+def _why_another(block: nn.Module, proven: Experts) -> str | None:
+    """Tell why a call of `block` computes by another implementation than was proven, or return None."""
+    implementation = _implementation(block)
+    if implementation != proven.implementation:
+        return f"its experts_implementation is {implementation!r} now; it was {proven.implementation!r}"
+    if not _is_transformers_own(implementation):
+        return f"another function is registered as experts_implementation {implementation!r} now"
+    return None
+
+
+def _report_now(module: nn.Module, why: str | None) -> None:
+    """Keep the report true of `module`, a block or a wrapper that runs its own code because of `why`.
+
+    It is about calls that train: `generate` sets another implementation for itself, and the one that was set after it.
+    """
+    binding = Binding.of(module)
+    if binding is None or binding.place is None or torch.compiler.is_compiling():
+        return
+    is_told = binding.place.variant is not None
+    if is_told == (why is not None) or not (module.training and torch.is_grad_enabled()):
+        return
+    if why is None:
+        binding.place.is_swapped_again()
+    else:
+        binding.tell(why, "runs its own code instead of a fused kernel")
+
+
 def _runs(block: nn.Module, proven: Experts, x: torch.Tensor) -> bool:
-    """Return whether a call of `block` with `x` computes what was proven: the same implementation, on plain weights.
+    """Return whether a call of `block` with `x` computes what was proven on plain weights.
 
     These have one dtype. On a GPU weights in fp32 keep their own code, whose products of whole experts are faster.
     """
-    if _implementation(block) != proven.implementation or not _is_transformers_own(proven.implementation):
-        return False
     named = [*_biases_of(block), *([] if _is_packed(block) else _WEIGHTS)]
     if any([block._parameters.get(name) is None for name in named]):
         return False
@@ -222,7 +248,9 @@ def build(proven: Experts) -> Any:
 
     def forward(self, hidden_states: torch.Tensor, *routed: Any, **named: Any) -> Any:
         ids, weights = _routed(self, routed, named)
-        if ids is None or not _runs(self, proven, hidden_states):
+        why = _why_another(self, proven)
+        _report_now(self, why)
+        if why is not None or ids is None or not _runs(self, proven, hidden_states):
             return type(self).forward(self, hidden_states, *routed, **named)
         return proven.compute(self, hidden_states, ids, weights, loras={})
 
@@ -245,11 +273,15 @@ def _names_of_inputs(cls: type) -> list[str]:
 
 
 def guards(module: nn.Module) -> Guards:
-    """The guards of the gate, of the forward, and of what transformers' decorator has noted on the instance."""
+    """The guards of the gate, of the forward, and of what transformers' decorator has noted on the instance.
+
+    And those of what the implementation reads that is set: functions of transformers that multiply, above all.
+    """
     cls, of_gate = own_class(module), guards_of(module, method="_apply_gate")
     _check_home(cls)
     flags = [(None, name, module.__dict__.get(name, ...)) for name in _FLAGS]
-    found = Guards(cls, [*of_gate.lookups, (cls, "forward", cls.forward), *flags])
+    read = lookups_of(_IMPLEMENTATIONS[_implementation(module)] or inspect.unwrap(cls.forward))
+    found = Guards(cls, [*of_gate.lookups, (cls, "forward", cls.forward), *flags, *read])
     found.missing, found.children = of_gate.missing, of_gate.children
     return found
 
@@ -266,7 +298,18 @@ def _why_not(module: nn.Module) -> str | None:
     return slot_of(module, "_apply_gate")[1]
 
 
-KIND = Kind(nominated, prove, lambda module: "experts", why_not=_why_not, guards=guards)
+class BlockBinding(Binding):
+    """What is bound to a block. While PEFT's code has parametrized the block, for one call, its own code runs."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        block = self.module.to()
+        if block is None or not is_parametrized(block):
+            return super().__call__(*args, **kwargs)
+        own = self.previous
+        return type(block).forward(block, *args, **kwargs) if own is None else own(*args, **kwargs)
+
+
+KIND = Kind(nominated, prove, lambda module: "experts", why_not=_why_not, guards=guards, binding=BlockBinding)
 
 
 def is_wrapper(module: nn.Module) -> bool:
@@ -329,9 +372,14 @@ def build_wrapper(proven: Experts) -> Any:
     def forward(self, x: torch.Tensor, *routed: Any, **named: Any) -> Any:
         *wrappers, block = _chain(self)
         ids, weights = _routed(block, routed, named)
-        loras = None
-        if ids is not None and not torch.compiler.is_compiling() and _is_patched(block) and _runs(block, proven, x):
+        if is_parametrized(block):  # by PEFT's code in the wrapper around this one, for this call
+            return type(self).forward(self, x, *routed, **named)
+        loras, why = None, _why_another(block, proven) or _why_block_is_not_ours(block)
+        plain = why is None and ids is not None and not torch.compiler.is_compiling()
+        if plain and _runs(block, proven, x):
             loras = _loras_now(self, wrappers, block)
+        for wrapper in wrappers:
+            _report_now(wrapper, why)
         if loras is None:
             return type(self).forward(self, x, *routed, **named)
         return proven.compute(block, x, ids, weights, loras=loras)
@@ -339,15 +387,19 @@ def build_wrapper(proven: Experts) -> Any:
     return forward
 
 
-def _is_patched(block: nn.Module) -> bool:
-    """Return whether a call of `block` runs ours, now too, and no hook would miss it."""
+def _why_block_is_not_ours(block: nn.Module) -> str | None:
+    """Tell why a call of `block` would not run ours now, or why a hook would miss it; None where ours may run."""
     binding = Binding.of(block)
-    return (
-        binding is not None
-        and not (binding.aside or has_hooks(block) or is_parametrized(block))
-        and is_bound(block, binding)
-        and binding.broken(block) is None
-    )
+    if binding is None or not is_bound(block, binding):
+        return "its block of experts is not swapped"
+    if has_hooks(block):
+        return "a hook on its block of experts would not be called"
+    if binding.aside:
+        return "its block of experts keeps its own code"
+    reason = binding.broken(block)
+    if reason is not None:
+        binding.step_aside(reason)  # as a call of the block itself would
+    return reason
 
 
 def _loras_now(outer: nn.Module, wrappers: list[nn.Module], block: nn.Module) -> dict[str, ExpertLoRA] | None:

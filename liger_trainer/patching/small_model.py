@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from transformers.modeling_utils import set_zero3_state
 
+from liger_trainer.instance.binding import own_class
+
 _WIDTH, _HEADS, _HEAD_DIM = 64, 4, 16
 _SIZES = {
     "vocab_size": 48, "hidden_size": _WIDTH, "n_embd": _WIDTH, "d_model": _WIDTH, "word_embed_proj_dim": _WIDTH,
@@ -17,13 +19,21 @@ _SIZES = {
     "n_head": _HEADS, "n_heads": _HEADS, "num_heads": _HEADS, "num_key_value_heads": 2, "head_dim": _HEAD_DIM,
     "global_head_dim": _HEAD_DIM, "rotary_dim": 8, "max_position_embeddings": 64, "n_positions": 64,
     "sliding_window": 4, "attention_chunk_size": 4, "floor_scale": 4, "num_experts": 4, "num_local_experts": 4,
-    "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 24,
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "num_experts_per_token": 2, "n_group": 1, "topk_group": 1,
+    "num_expert_group": 1, "moe_intermediate_size": 24, "lru_width": _WIDTH,
+    "linear_num_heads": _HEADS, "linear_head_dim": _HEAD_DIM,
     "shared_expert_intermediate_size": 24, "first_k_dense_replace": 1, "q_lora_rank": 16, "kv_lora_rank": 16,
     "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "vocab_size_per_layer_input": 48,
     "hidden_size_per_layer_input": 8,
 }  # fmt: skip
 _DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+_KINDS_OF_LAYERS = ("layer_types", "layers_block_type", "no_rope_layers")
 _PER_LAYER = ("layer_types", "mlp_layer_types", "layers_block_type", "no_rope_layers")
+# Heads of a state space layer, their width, and the field that says how much wider than the model they are together.
+_STATE_HEADS = (
+    ("mamba_n_heads", "mamba_d_head", "mamba_expand"), ("n_mamba_heads", "mamba_headdim", "mamba_expand"),
+    ("num_heads", "head_dim", "expand"),
+)  # fmt: skip
 _MOST_PARAMETERS = 4_000_000  # a decoder of two layers has 50 thousand; experts and layers of four kinds make it more
 _TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}  # rows are drawn from the other tokens
 
@@ -31,24 +41,33 @@ _TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}  # rows are 
 def small_config(config, **sizes_of_caller: int):
     """A copy of `config`, of a decoder of text, with small sizes, a layer of each kind, and nothing random in training.
 
-    `sizes_of_caller` are for fields that the config may have.
+    Layers that share weights, or keys and values, with other layers are kinds of their own. `sizes_of_caller` are for
+    fields that the config may have.
     """
     small = copy.deepcopy(config)
     known = small.to_dict()
     given = _SIZES | sizes_of_caller
     sizes = {name: size for name, size in given.items() if isinstance(known.get(name), int)}
+    sizes = {name: size for name, size in sizes.items() if known[name] != 0}  # a size of 0: the model has no such part
     grouped = known.get("num_key_value_heads") != known.get("num_attention_heads")
-    if "num_key_value_heads" in sizes and ("qk_rope_head_dim" in sizes or not grouped):
+    is_latent = isinstance(known.get("qk_rope_head_dim"), int)
+    if "num_key_value_heads" in sizes and (is_latent or not grouped):
         sizes["num_key_value_heads"] = _HEADS
     if "qk_rope_head_dim" in sizes and "head_dim" in sizes:  # of which a part turns
         turned = known["qk_rope_head_dim"] or known["head_dim"]
         sizes["head_dim"] = sizes["qk_rope_head_dim"] * known["head_dim"] // turned
-    of_layers = [known[name] for name in ("layer_types", "no_rope_layers") if isinstance(known.get(name), list)]
+    sizes |= _state_heads(known) | _wide_heads(known)
     depth = next((known[name] for name in _DEPTHS if isinstance(known.get(name), int)), 2)
+    of_layers = [known[name] for name in _KINDS_OF_LAYERS if isinstance(known.get(name), list)]
+    of_layers.append(_shared_blocks(known, depth))
+    first_reusing = depth - (known.get("num_kv_shared_layers") or 0)
+    of_layers.append([layer >= first_reusing for layer in range(depth)])
     if isinstance(dense := known.get("mlp_only_layers"), list):  # the others have experts
         of_layers.append([layer in dense for layer in range(depth)])
     kinds = list(zip(*of_layers, strict=False))
-    kept = [0, 1] if not kinds else sorted({kinds.index(kind) for kind in kinds} | {0})
+    # The last layer of Gemma 4 has to attend to all tokens, and reuses keys and values where layers do.
+    reusing = {kind: layer for layer, kind in enumerate(kinds) if layer >= first_reusing}
+    kept = [0, 1] if not kinds else sorted({reusing.get(kind, kinds.index(kind)) for kind in kinds} | {0})
     kept = kept if len(kept) > 1 else [0, 1]
     kept = [layer for layer in kept if layer < depth]
     for name in _PER_LAYER:
@@ -59,6 +78,11 @@ def small_config(config, **sizes_of_caller: int):
     for name in _DEPTHS:
         if isinstance(known.get(name), int):
             setattr(small, name, len(kept))
+    if first_reusing < depth:
+        small.num_kv_shared_layers = sum(layer >= first_reusing for layer in kept)
+    if isinstance(known.get("hybrid_layer_ids"), list):
+        small.hybrid_layer_ids = [i for i, kind in enumerate(small.layers_block_type) if kind == "hybrid"]
+    _keep_attention(small, known)
     for name, size in sizes.items():
         setattr(small, name, size)
     for name, value in known.items():
@@ -76,6 +100,43 @@ def small_config(config, **sizes_of_caller: int):
         }
         small = type(small)(**made)  # its constructor reads them
     return small
+
+
+def _state_heads(known: dict) -> dict[str, int]:
+    """Sizes of the heads of a state space layer, which together are `expand` times as wide as the model."""
+    if isinstance(known.get("mamba_d_ssm"), int):  # a width of their own
+        return {}
+    for heads, width, expand in _STATE_HEADS:
+        if all(isinstance(known.get(name), int) for name in (heads, width, expand)):
+            return {width: _HEAD_DIM, heads: known[expand] * _WIDTH // _HEAD_DIM}
+    return {}
+
+
+def _wide_heads(known: dict) -> dict[str, int]:
+    """Sizes of attention that is wider than the model by a factor, as in Zamba, which attends to its embeddings too."""
+    wide, width = known.get("attention_hidden_size"), known.get("hidden_size")
+    if not isinstance(wide, int) or not isinstance(width, int):
+        return {}
+    small_wide = wide * _WIDTH // width
+    heads = {"attention_head_dim": small_wide // _HEADS} if isinstance(known.get("attention_head_dim"), int) else {}
+    return {"attention_hidden_size": small_wide} | heads
+
+
+def _shared_blocks(known: dict, depth: int) -> list[int]:
+    """A number for each layer, by which as many hybrid layers are kept as it takes for two to share their weights."""
+    kinds, blocks = known.get("layers_block_type"), known.get("num_mem_blocks") or 1
+    if not isinstance(kinds, list):
+        return [0] * depth
+    places = [kinds[:layer].count("hybrid") if kind == "hybrid" else 0 for layer, kind in enumerate(kinds)]
+    return [min(place, blocks) for place in places]
+
+
+def _keep_attention(small, known: dict) -> None:
+    """Make the second layer one that attends, where fields other than a list of kinds say which layers do."""
+    if known.get("attn_layer_indices"):
+        small.attn_layer_indices = [1]
+    if isinstance(known.get("attn_layer_period"), int):
+        small.attn_layer_period, small.attn_layer_offset = 2, 1
 
 
 def _quotient(a, b) -> int | None:
@@ -120,7 +181,7 @@ def small_copy(module, seed: int, attention: str = "sdpa"):
     config = small_config(module.config)
     with set_zero3_state():  # under ZeRO-3 every model is divided among the ranks, but for those within this
         return drawn(
-            lambda: type(module)._from_config(config, attn_implementation=attention, dtype=torch.float32), seed
+            lambda: own_class(module)._from_config(config, attn_implementation=attention, dtype=torch.float32), seed
         )
 
 

@@ -5,8 +5,6 @@ same weights, one with the model's own code and one with ours. The logits of rea
 all weights must agree. A model whose rows would reach each other by anything but attention (a state, a convolution), or
 whose loss counts padding, shows it there. Where layers have a window, chunks, sinks or a soft cap, rows without padding
 are run too. If they alone agree, they alone take our attention.
-
-Where nothing is installed, packed rows may see each other. Some models keep them apart, others do not, without a word.
 """
 
 import inspect
@@ -17,7 +15,6 @@ import torch
 from transformers import PreTrainedModel
 
 from liger_trainer.head import masks
-from liger_trainer.head.module import base_model_of
 from liger_trainer.instance import probe
 from liger_trainer.instance.binding import bind
 from liger_trainer.instance.kind import Found, attempt
@@ -45,9 +42,6 @@ _ATTENDS_BY = {  # what a layer attends by -> what runs for it on a GPU
     "sinks": "layers with sinks by PyTorch's varlen kernel",
     "soft cap": "layers with a soft cap by liger_triton.row_attention",
 }
-_SHOWN = ("eager", "sdpa")  # what runs on a CPU; others, such as flash-attn, read the lengths of rows
-_PACKED = (7, 5, 11)
-_MIXED_RTOL = 1e-3  # of the largest hidden state; a token of another row moves it by 1e-2 and more
 
 
 def find_backbone(model) -> Iterator[Found]:
@@ -132,7 +126,7 @@ def _prove(model):
     bind(copied, padding.binding_of(copied, proven))
     batches = [
         ("rows padded on the right", right, right), ("rows padded on the left", left, left),
-        ("a packed row", one_row, within),
+        ("a packed row", one_row, within), ("one padded row", _first(right), _first(right)),
     ]  # fmt: skip
     if subject is backbone:
         with_images = [(f"images in {what}", _with_images(own, given)) for what, given, _ in batches[:2]]
@@ -141,8 +135,9 @@ def _prove(model):
         reason = reason or _differs(ours, given, _run(own, stock_given), what, kinds)
     if proven.is_local:
         full = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
-        if (differs := _differs(ours, full, _run(own, full), "rows without padding", kinds)) is not None:
-            return None, reason or differs
+        for what, given in (("rows without padding", full), ("one row without padding", _first(full))):
+            if (differs := _differs(ours, given, _run(own, given), what, kinds)) is not None:
+                return None, reason or differs
     if reason is not None and not proven.is_local:
         return None, reason
     needs_ids, error = attempt(lambda copy: (_why_ids_are_needed(copy, copied, batches[0][1]), None), ours)
@@ -158,6 +153,11 @@ def _why_ids_are_needed(ours, backbone, batch) -> str | None:
     with_embeds = {name: x for name, x in batch.items() if name != "input_ids"} | {"inputs_embeds": embeds}
     apart = _apart(_run(ours, with_embeds), _run(ours, batch))
     return None if apart is None else f"given embeddings in place of ids, {apart}"
+
+
+def _first(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The first row of a batch, as a batch of one: what attention returns has other strides then."""
+    return {name: x[:1] for name, x in batch.items()}
 
 
 def _differs(ours, batch, wanted, what: str, kinds: set[str]) -> str | None:
@@ -223,36 +223,3 @@ def _run(model, batch) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tens
         total = total + outputs.aux_loss
     total.backward()
     return found.detach(), total.detach(), {n: x.grad for n, x in leaves.items() if x.grad is not None}
-
-
-def why_rows_mix(model) -> str | None:
-    """Tell why packed rows would see each other in `model`, or return None if a small copy does not show it."""
-    model = base_model_of(model)
-    backbone = backbone_of(model) if isinstance(model, PreTrainedModel) else None
-    attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
-    if not isinstance(backbone, PreTrainedModel) or attention not in _SHOWN:
-        return None
-    ours = padding.BackboneBinding.of(backbone)
-    if ours is not None and not ours.aside and ours.proven.keeps_padding is None:
-        return None
-    with probe.isolated():
-        apart, _ = attempt(_rows_stay_apart, backbone)
-    if apart is not False:
-        return None
-    return f"in {type(model).__name__} with attn_implementation={attention!r}, packed rows see each other"
-
-
-def _rows_stay_apart(backbone) -> tuple[bool, None]:
-    copy = small_copy(backbone, probe.SEED, backbone.config._attn_implementation).eval()
-    generator = probe.generator()
-    rows = [torch.randint(3, 40, (1, length), generator=generator) for length in _PACKED]
-    row = torch.arange(len(rows), dtype=torch.int32).repeat_interleave(torch.tensor(_PACKED))
-    offsets = torch.tensor((0, *_PACKED)).cumsum(0).int()
-    packed = {  # as TRL's collator gives it
-        "input_ids": torch.cat(rows, 1), "position_ids": torch.cat([torch.arange(n) for n in _PACKED])[None],
-        "cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets, "max_length_q": max(_PACKED),
-        "max_length_k": max(_PACKED), "seq_idx": row[None],
-    }  # fmt: skip
-    with torch.no_grad():
-        one_by_one = torch.cat([copy(input_ids=ids, use_cache=False)[0] for ids in rows], 1)
-        return probe.same(copy(**packed, use_cache=False)[0], one_by_one, _MIXED_RTOL), None

@@ -94,6 +94,7 @@ class LigerTrainerMixin(LoadsRenamedWeights):
     grad_norm_of_step: Callable[[], torch.Tensor] | None = None
     _runs: Sequence[Run] = ()  # what runs training steps while training, the outermost first
     _ops_of_token: int | None = None  # once they are counted
+    _packing_faults: dict[frozenset[str], str | None]  # what `refuse_packed_batch_that_mixes` has found
 
     def token_loss(self, outputs: FusedLMOutput, inputs: dict) -> torch.Tensor:
         """Loss of each label; the trainer sums it and divides by the number of labels that count.
@@ -166,6 +167,9 @@ class LigerTrainerMixin(LoadsRenamedWeights):
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         self._use_own_heads()
+        if self.uses_liger:
+            inputs = args[1] if len(args) > 1 else kwargs.get("inputs")
+            init_checks.refuse_packed_batch_that_mixes(self, inputs, self._packing_faults)
         step = super().training_step
         for run in reversed(self._runs):
             step = partial(run, step)
@@ -245,6 +249,7 @@ class LigerTrainerMixin(LoadsRenamedWeights):
         """Train as the stock trainer does, with the features that the arguments ask for."""
         self._use_own_heads()  # now, because TRL may score rows while it loads the data
         self._ops_of_token = None
+        self._packing_faults = {}
         with ExitStack() as stack:
             runs = [stack.enter_context(feature.around_training(self)) for feature in FEATURES]
             self._runs = [run for run in runs if run is not None]
@@ -335,6 +340,7 @@ class LigerTrainerMixin(LoadsRenamedWeights):
         return forward
 
     def _finish_init(self) -> None:
+        self._packing_faults = {}
         sharding = "FSDP" if getattr(self.args, "fsdp", None) else None
         if self.uses_liger and (fault := fault_of_world(os.environ, self.accelerator, sharding)):
             raise ValueError(fault)

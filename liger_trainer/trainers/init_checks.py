@@ -1,10 +1,13 @@
 """Refuses, while a Liger trainer is built, what would train wrongly or ignore an option in silence.
 
-`LigerTrainerMixin` calls `refuse_before_patching` in `_apply_liger`, and the others in `_finish_init`.
+`LigerTrainerMixin` calls `refuse_before_patching` in `_apply_liger`, `refuse_packed_batch_that_mixes` in each step, and
+the others in `_finish_init`.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import DataCollatorWithFlattening, Trainer
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
@@ -12,7 +15,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_N
 from liger_trainer.head.module import base_model_of, has_fused_head, head_reason, output_head
 from liger_trainer.head.outputs import EXTRA_OUTPUTS, TOKEN_OUTPUTS
 from liger_trainer.instance.binding import Binding, own_class
-from liger_trainer.patching.varlen import why_rows_mix
+from liger_trainer.patching.packed_rows import keeps_state, why_rows_mix
+from liger_trainer.varlen.host_copies import values_of
 
 IN_PLACE = "needed for gradient computation has been modified by an inplace operation"  # PyTorch's words
 _CAPPED = ("gemma2", "t5_gemma_module", "vaultgemma")  # Gemma 3 has the field in its config and never had the cap
@@ -113,16 +117,56 @@ def refuse_token_predictions(trainer: Any) -> None:
 
 
 def refuse_packed_rows_that_mix(trainer: Any) -> None:
-    """ValueError if batches are several rows in one, and the model would let them see each other."""
-    flattens = isinstance(trainer.data_collator, DataCollatorWithFlattening)
+    """ValueError if batches are several rows in one, and the model would let them see each other.
+
+    The collator makes the batch that is tried. It is in `padding_free` that TRL's collators and trainers say so.
+    """
+    collator = trainer.data_collator
+    flattens = isinstance(collator, DataCollatorWithFlattening) or bool(getattr(collator, "padding_free", False))
     packs = flattens or bool(getattr(trainer, "padding_free", False))
-    if packs and (why := why_rows_mix(trainer.model)) is not None:
+    if not packs or (why := why_rows_mix(trainer.model, collator)) is None:
+        return
+    ways = _ways_to_rows_apart(trainer.model)
+    if getattr(collator, "return_position_ids", None) is False and not getattr(collator, "padding_free", False):
+        ways = "Leave return_position_ids of the collator on: positions tell where rows begin."
+    raise ValueError(f"Rows are packed (packing, padding_free, or DataCollatorWithFlattening), but {why}. {ways}")
+
+
+def refuse_packed_batch_that_mixes(trainer: Any, inputs: Any, faults: dict[frozenset[str], str | None]) -> None:
+    """ValueError if `inputs` of a step are several rows in one, as a user's collator makes, which see each other.
+
+    Such a batch has positions that start anew, and no mask. `faults` remembers what was found for arguments that tell
+    where rows begin. The values of positions are read in models alone in which rows may see each other.
+    """
+    if not isinstance(inputs, Mapping) or inputs.get("attention_mask") is not None:
+        return
+    positions = inputs.get("position_ids")
+    if not isinstance(positions, torch.Tensor) or positions.ndim != 2 or positions.shape[0] != 1:
+        return
+    told = frozenset(name for name in ("cu_seq_lens_q", "seq_idx") if inputs.get(name) is not None)
+    if told not in faults:
+        lengths, indices = "cu_seq_lens_q" in told, "seq_idx" in told
+        collator = DataCollatorWithFlattening(return_flash_attn_kwargs=lengths, return_seq_idx=indices)
+        faults[told] = why_rows_mix(trainer.model, collator)
+    why = faults[told]
+    if why is not None and bool((values_of(positions)[0].diff() != 1).any()):
         raise ValueError(
-            f"Rows are packed (packing, padding_free, or DataCollatorWithFlattening), but {why}, so that it would "
-            "learn from tokens that it must not see. Switch packing and padding_free off, or load the model with "
-            'attn_implementation="sdpa" and leave varlen_attention on in liger_config, which keeps rows apart in most '
-            "decoders."
+            f"position_ids of a batch start anew, so that rows are packed in it, but {why}. "
+            f"{_ways_to_rows_apart(trainer.model)}"
         )
+
+
+def _ways_to_rows_apart(model: nn.Module) -> str:
+    """What to do about packed rows that see each other in `model`."""
+    if keeps_state(base_model_of(model)):
+        return (
+            "Train on padded rows: switch packing and padding_free off, or pass a collator that pads, such as "
+            "DataCollatorForSeq2Seq(tokenizer), in place of one that flattens."
+        )
+    return (
+        'Switch packing and padding_free off, or load the model with attn_implementation="sdpa" and leave '
+        "varlen_attention on in liger_config, which keeps rows apart in most decoders."
+    )
 
 
 def _why_not_next_tokens(model: nn.Module) -> str | None:

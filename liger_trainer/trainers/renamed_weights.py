@@ -8,6 +8,7 @@ not find: a resumed run would have the experts that it began with, and the best 
 import functools
 import json
 import os
+from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +18,7 @@ from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from liger_trainer.base_weights.shards import loaded_names
+from liger_trainer.instance import probe
 from liger_trainer.instance.binding import own_class
 
 if TYPE_CHECKING:  # the mixins of this package always go before a class of transformers or TRL
@@ -26,7 +28,10 @@ else:
 
 
 class LoadsRenamedWeights(StockTrainer):
-    """Loads a checkpoint by `from_pretrained` where its weights have other names than the model's."""
+    """Loads a checkpoint by `from_pretrained` where its weights have other names than the model's.
+
+    It is loaded into the modules that the model has, whatever its class and config would build.
+    """
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         if not self._load_renamed(resume_from_checkpoint, self.model if model is None else model):
@@ -42,12 +47,60 @@ class LoadsRenamedWeights(StockTrainer):
             return False
         if _names_in(checkpoint) <= model.state_dict().keys():
             return False
-        model_class: Any = own_class(model)
         # `model.dtype` is that of the first weight, and a router in fp32, say, would be rounded to it
         dtypes = (p.dtype for p in model.parameters() if p.is_floating_point())
-        saved = model_class.from_pretrained(checkpoint, dtype=functools.reduce(torch.promote_types, dtypes))
+        saved, found = _class_without_constructor(model).from_pretrained(
+            checkpoint, dtype=functools.reduce(torch.promote_types, dtypes), output_loading_info=True
+        )
+        if missing := sorted(found["missing_keys"]):
+            raise RuntimeError(
+                f"{checkpoint} lacks {len(missing)} weights of the model, such as {missing[0]}, so that it cannot be "
+                f"loaded. Load it into the model that wrote it, or start a new run without it."
+            )
         model.load_state_dict(saved.state_dict())
         return True
+
+
+def _class_without_constructor(model: PreTrainedModel) -> Any:
+    """A class like that of `model` of which a new object has the modules of `model`, without their weights.
+
+    `from_pretrained` builds a model by its class. Modules that were added to this one or removed from it, and arguments
+    of its constructor, would be those of another model.
+    """
+    model_class: Any = own_class(model)
+
+    def new(cls: type, *args: Any, **kwargs: Any) -> PreTrainedModel:
+        return _without_weights(model, {})  # which is not of this class, so that no constructor is called
+
+    names = {"__new__": new, "__module__": model_class.__module__, "__qualname__": model_class.__qualname__}
+    return type(model_class.__name__, (model_class,), names)
+
+
+def _without_weights(module: Any, done: dict[int, Any]) -> Any:
+    """A module with the attributes and children of `module`, without hooks, and with parameters on `meta`.
+
+    `done` holds what there is already in place of a module or a parameter, which several modules may share.
+    """
+    if id(module) in done:
+        return done[id(module)]
+    twin = done[id(module)] = object.__new__(own_class(module))
+    state = {name: value for name, value in module.__dict__.items() if not name.startswith("_liger_")}
+    for slot in (*probe.SLOTS, "_hf_hook"):
+        state.pop(slot, None)
+    for name, value in state.items():
+        if name.endswith("_hooks") or name.startswith(("_forward_hooks_", "_forward_pre_hooks_")):
+            state[name] = OrderedDict() if isinstance(value, dict) else value
+    twin.__dict__.update(state)
+    for parameter in module._parameters.values():
+        if parameter is not None and id(parameter) not in done:
+            empty = torch.empty_like(parameter, device="meta")
+            done[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+    twin.__dict__["_parameters"] = {n: None if p is None else done[id(p)] for n, p in module._parameters.items()}
+    twin.__dict__["_buffers"] = {n: None if b is None else b.detach().clone() for n, b in module._buffers.items()}
+    twin.__dict__["_non_persistent_buffers_set"] = {*module._non_persistent_buffers_set}
+    children = module._modules.items()
+    twin.__dict__["_modules"] = {n: None if c is None else _without_weights(c, done) for n, c in children}
+    return twin
 
 
 def _names_in(checkpoint: str) -> set[str]:

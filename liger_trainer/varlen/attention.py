@@ -124,6 +124,13 @@ class RowMask:
     ):  # fmt: skip
         self.rows, self.window, self.unknown, self.chunked = rows, window, unknown, chunked
 
+    def __getitem__(self, index: object) -> "RowMask":
+        """The mask itself for slices that take all of it, as Gemma 4 asks for before layers that reuse keys."""
+        parts = index if isinstance(index, tuple) else (index,)
+        if all(isinstance(part, slice) and part in (slice(None), slice(0, None)) for part in parts):
+            return self
+        raise TypeError("'RowMask' object is not subscriptable")
+
 
 _rows: contextvars.ContextVar[Rows | None] = contextvars.ContextVar("rows of the running call", default=None)
 
@@ -243,7 +250,8 @@ def _by_rows(query, key, value, mask: RowMask, dropout=0.0, scaling=None, softca
         out = by_kernel(query, key, value, rows.offsets, rows.longest, scaling, window is None, (left, 0))
     else:
         out = _row_by_row(query, key, value, rows, window, dropout, scaling)
-    return out.view(query.shape[0], -1, *out.shape[1:])
+    # Some models take a view of it. SDPA's result for one row, and a slice of wider heads, are no contiguous tensors.
+    return out.contiguous().view(query.shape[0], -1, *out.shape[1:])
 
 
 def as_autocast(*tensors: torch.Tensor) -> list[torch.Tensor]:
@@ -287,7 +295,7 @@ def _capped(query, key, value, rows: Rows, window, dropout, scaling, softcap, si
         _flat(query), _flat(key), _flat(value), offsets, rows.longest, scale=scaling, window=window, softcap=softcap,
         sinks=sinks,
     )  # fmt: skip
-    return (out if width == dim else out[..., :width]).unflatten(0, (batch, -1))
+    return (out if width == dim else out[..., :width].contiguous()).unflatten(0, (batch, -1))
 
 
 def kernel_takes(query, key, value, dropout) -> bool:

@@ -6,6 +6,7 @@ import functools
 import architectures
 import pytest
 import torch
+import torch.nn.functional as F
 from parity_models import largest_difference
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora.layer import ParamWrapper
@@ -314,6 +315,75 @@ def test_an_implementation_of_the_users_is_left_alone():
         assert len(report["experts"].skipped) == 2 and not report["experts"].swapped
     finally:
         moe.ALL_EXPERTS_FUNCTIONS.register("grouped_mm", moe.grouped_mm_experts_forward)
+
+
+READ = [
+    ("grouped_mm", "_grouped_linear"), ("grouped_mm", "_grouped_mm"), ("grouped_mm", "_can_use_grouped_mm"),
+    ("batched_mm", "_batched_linear"), ("eager", "linear"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("adapters", [False, True], ids=["plain", "adapted"])
+@pytest.mark.parametrize("implementation, name", READ)
+def test_a_function_that_the_implementation_calls_is_guarded(implementation, name, adapters, monkeypatch):
+    """Replaced after the swap, such a function runs, as in stock, and the report says so."""
+    models = []
+    for _ in range(3):
+        model = model_of(PLAIN, "qwen3_moe", adapted() if adapters else with_implementation(implementation))
+        plain = model.get_base_model() if adapters else model
+        plain.set_experts_implementation(implementation)
+        models.append(model)
+    report = apply_liger(models[0])
+    assert report["experts"].swapped
+    before = step(models[2])
+    home = F if name == "linear" else moe
+    own = getattr(home, name)
+    seen = []
+
+    def replaced(*args, **kwargs):
+        seen.append(name)
+        result = own(*args, **kwargs)
+        return result if isinstance(result, bool) else 2 * result
+
+    monkeypatch.setattr(home, name, replaced)
+    got = step(models[0])
+    assert seen, "it runs"
+    want = step(models[1])
+    assert_same_step(got, want, "fp32")
+    assert name == "_can_use_grouped_mm" or abs(float(want[0]) - float(before[0])) > 1e-3
+    skipped = report["lora" if adapters else "experts"].skipped
+    reasons = [why for module, why in skipped.items() if ".experts" in module]
+    assert len(reasons) >= 2 and all(f"{name} of " in why for why in reasons)
+
+
+def test_a_function_that_was_replaced_before_is_not_proven(monkeypatch):
+    own = moe._grouped_linear
+    monkeypatch.setattr(moe, "_grouped_linear", lambda *args, **kwargs: own(*args, **kwargs))
+    report = apply_liger(model_of(PLAIN, "qwen3_moe", with_implementation("grouped_mm")))
+    assert not report["experts"].swapped and len(report["experts"].skipped) == 2
+
+
+@pytest.mark.parametrize("adapters", [False, True], ids=["plain", "adapted"])
+def test_the_report_follows_the_implementation(adapters, monkeypatch):
+    """Another one runs the model's own code. With the one that was proven, ours runs once more."""
+    model = model_of(PLAIN, "qwen3_moe", adapted() if adapters else with_implementation("grouped_mm"))
+    plain, operation = (model.get_base_model(), "lora") if adapters else (model, "experts")
+    report = apply_liger(model)[operation]
+    swapped = dict(report.swapped)
+    names = {name for name, variant in swapped.items() if "grouped_mm" in variant}
+    plain.set_experts_implementation("eager")
+    with torch.no_grad():  # as in generation, which sets one for itself
+        model(**batch_of(plain))
+    assert report.swapped == swapped
+    step(model)
+    assert names and {*report.skipped} == names
+    assert all("'eager' now; it was 'grouped_mm'" in why for why in report.skipped.values())
+    plain.set_experts_implementation("grouped_mm")
+    seen, compute = [], patterns.Experts.compute
+    monkeypatch.setattr(patterns.Experts, "compute", lambda *args, **kw: seen.append(1) or compute(*args, **kw))
+    step(model)
+    assert report.swapped == swapped and not report.skipped
+    assert len(seen) == 2, "one for each block"
 
 
 @pytest.mark.parametrize("wrap", [pytest.param(None, marks=pytest.mark.slow), adapted()], ids=["plain", "adapted"])

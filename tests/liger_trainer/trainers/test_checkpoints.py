@@ -1,9 +1,11 @@
 """What is saved is a plain transformers model, and a run that was killed goes on to the same losses."""
 
+import copy
 import os
 import signal
 import subprocess
 import sys
+import threading
 
 import killed_run
 import pytest
@@ -14,7 +16,7 @@ from sft_runs import run as run_sft
 from tiny_models import collate, ragged_rows, tiny_model
 from trainer_runs import lora
 from trainer_runs import run as run_hf
-from transformers import AutoModelForCausalLM, TrainerState
+from transformers import AutoModelForCausalLM, Qwen3MoeForCausalLM, TrainerCallback, TrainerState
 
 from liger_trainer import LigerTrainer, apply_liger, remove_liger
 
@@ -125,3 +127,70 @@ def test_the_best_model_has_its_own_experts(tmp_path):
     want = AutoModelForCausalLM.from_pretrained(trainer.state.best_model_checkpoint)
     for (name, p), ref in zip(trainer.model.named_parameters(), want.parameters(), strict=True):
         assert torch.equal(p, ref), name
+
+
+class WithAnotherArgument(Qwen3MoeForCausalLM):
+    def __init__(self, config, scale):
+        super().__init__(config)
+        self.scale = scale
+
+
+def with_a_head(model):
+    model.value_head = torch.nn.Linear(model.config.hidden_size, 1)
+    return model
+
+
+def with_a_layer_less(model):
+    model.model.layers = model.model.layers[:1]
+    return model
+
+
+def of_another_constructor(model):
+    torch.manual_seed(0)
+    return WithAnotherArgument(model.config, scale=2.0)
+
+
+def tied(model):
+    config = copy.deepcopy(model.config)
+    config.tie_word_embeddings = True
+    torch.manual_seed(0)
+    return type(model)(config)
+
+
+@pytest.mark.parametrize(
+    "change", [with_a_head, with_a_layer_less, of_another_constructor, tied], ids=lambda f: f.__name__
+)
+def test_the_best_model_is_loaded_into_the_model_that_is_there(change, tmp_path):
+    """What its class and config would build is another model."""
+    best = {
+        "save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1, "max_steps": 2,
+        "load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": True,
+    }  # fmt: skip
+    model = change(tiny_model("qwen3_moe"))
+    at_step_1 = {}
+
+    class Remembers(TrainerCallback):
+        def on_save(self, args, state, control, model, **kwargs):
+            if state.global_step == 1:
+                at_step_1.update({name: p.detach().clone() for name, p in model.state_dict().items()})
+
+    _, trainer = run_sft(tiny_sft(), model, tmp_path, train=False, **best)
+    trainer.add_callback(Remembers())
+    trainer.model.lock = threading.Lock()  # which cannot be copied
+    trainer.train()
+    assert trainer.state.best_model_checkpoint.endswith("checkpoint-1")
+    found = trainer.model.state_dict()
+    assert found.keys() == at_step_1.keys()
+    for name, p in found.items():
+        assert torch.equal(p, at_step_1[name]), name
+    assert trainer.liger_report["experts"].swapped and all(p.device.type == "cpu" for p in trainer.model.parameters())
+
+
+def test_a_checkpoint_that_lacks_weights_of_the_model_is_an_error(tmp_path):
+    """As after a head was added between two runs. `from_pretrained` would draw its weights at random."""
+    _, trainer = run_sft(
+        tiny_sft(), tiny_model("qwen3_moe"), tmp_path, save_strategy="steps", save_steps=1, max_steps=1
+    )
+    with_a_head(trainer.model)
+    with pytest.raises(RuntimeError, match="checkpoint-1 lacks 2 weights of the model, such as value_head.bias"):
+        trainer._load_from_checkpoint(str(tmp_path / "LigerSFTTrainer" / "checkpoint-1"))

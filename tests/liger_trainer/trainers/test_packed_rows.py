@@ -5,10 +5,12 @@ import copy
 import pytest
 import torch
 from accelerate import ParallelismConfig
+from attentions import with_own_attention
 from datasets import Dataset
 from tiny_models import ragged_rows, text_rows, tiny_model, tiny_tokenizer
-from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
+from transformers import DataCollatorForSeq2Seq, DataCollatorWithFlattening, Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from liger_trainer import LigerSFTConfig, LigerSFTTrainer, LigerTrainer, LigerTrainingArguments
 from liger_trainer.varlen import padding
@@ -107,3 +109,60 @@ def test_context_parallelism_splits_rows_itself(split, tmp_path, monkeypatch):
     model.set_attn_implementation("sdpa")
     trainer = Split(model=model, args=LigerTrainingArguments(**options_of(tmp_path)), train_dataset=ragged_rows(12))
     assert trainer.liger_report["varlen_attention"].enabled is not split
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_text", "lfm2"])
+def test_flattened_rows_of_a_model_that_keeps_a_state_are_an_error(name, tmp_path):
+    """A state goes from row to row, whatever keeps attention apart; only rows with padding can be trained."""
+    model, _ = with_own_attention(name)
+    args = LigerTrainingArguments(**options_of(tmp_path))
+    flattened, padded = DataCollatorWithFlattening(), DataCollatorForSeq2Seq(tiny_tokenizer())
+    trl_s = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
+    given = {"model": model, "args": args, "train_dataset": ragged_rows(12)}
+    with pytest.raises(ValueError, match="packed rows see each other.*Train on padded rows.*DataCollatorForSeq2Seq"):
+        LigerTrainer(**given, data_collator=flattened)
+    with pytest.raises(ValueError, match="(can't keep packed|packed rows see each other).*Train on padded"):
+        LigerTrainer(**given, data_collator=trl_s)
+    LigerTrainer(**given, data_collator=padded)
+
+
+@pytest.mark.parametrize("options", [{"packing": True, "max_length": 32}, {"padding_free": True, "max_length": None}])
+def test_so_are_packed_ones_in_sft(options, tmp_path):
+    model, _ = with_own_attention("qwen3_5_text")
+    given = {"train_dataset": Dataset.from_list(text_rows(24)), "processing_class": tiny_tokenizer()}
+    with pytest.raises(ValueError, match="(can't keep packed|packed rows see each other).*switch packing and"):
+        LigerSFTTrainer(model=model, args=LigerSFTConfig(**options_of(tmp_path, **options)), **given)
+
+
+def test_rows_without_positions_are_one_row_to_every_model(tmp_path):
+    """Nothing in such a batch says where rows begin, so that attention by lengths takes it for one row, too."""
+    args = LigerTrainingArguments(**options_of(tmp_path))
+    collator = DataCollatorWithFlattening(return_position_ids=False)
+    with pytest.raises(ValueError, match="packed rows see each other.*return_position_ids"):
+        LigerTrainer(model=tiny_model("llama"), args=args, train_dataset=ragged_rows(12), data_collator=collator)
+
+
+def packs(rows):
+    """A collator of the user's, which no class tells about."""
+    return dict(DataCollatorWithFlattening()(rows))
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_text", "qwen3"])
+def test_a_collator_of_the_user_s_is_tested_at_the_first_step(name, tmp_path, rows_of_calls):
+    model, _ = with_own_attention(name)
+    given = {"args": LigerTrainingArguments(**options_of(tmp_path)), "train_dataset": ragged_rows(12)}
+    trainer = LigerTrainer(model=model, data_collator=packs, **given)
+    rows_of_calls.clear()
+    if name == "qwen3":
+        trainer.train()
+        assert len(rows_of_calls) == 3
+        return
+    with pytest.raises(ValueError, match="position_ids of a batch start anew.*see each other.*Train on padded rows"):
+        trainer.train()
+
+
+def test_one_row_with_its_positions_is_not_packed(tmp_path):
+    model, _ = with_own_attention("qwen3_5_text")
+    args = LigerTrainingArguments(**options_of(tmp_path, per_device_train_batch_size=1))
+    trainer = LigerTrainer(model=model, args=args, train_dataset=ragged_rows(4), data_collator=packs)
+    assert logged(trainer).isfinite().all()

@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 import torch
+from attentions import with_own_attention
 from tiny_models import tiny_model
 from transformers import DataCollatorWithFlattening
 from varlen_batches import LENGTHS, ON, assert_same_step, batch, model_of, patched, rows_of, step
@@ -248,3 +249,17 @@ def test_positions_that_the_model_makes_itself(lengths, batch, fits):
     plan = Plan(given, Rows(list(lengths), ids.device, batch))
     assert plan.fits(given)
     assert plan.fits(given | {"position_ids": positions.expand(3, batch, 7)}) == fits
+
+
+@pytest.mark.parametrize("call", ["one padded row", "one full row", "a packed row"])
+@pytest.mark.parametrize("name", ["afmoe", "jetmoe", "llama"])
+def test_one_row_a_batch(name, call):
+    """Some models take a view of what attention returns, which for one row has to be contiguous, as in stock."""
+    model, _ = with_own_attention(name)
+    stock, stock_s = copy.deepcopy(model), batch((13,)) if call == "one padded row" else batch((20,))
+    given = stock_s
+    if call == "a packed row":  # stock's afmoe lets packed rows see each other
+        stock_s = batch((10, 10), width=10, prompt=1)
+        given = dict(DataCollatorWithFlattening()(rows_of(stock_s)))
+    want = step(stock, stock_s)
+    assert_same_step(step(patched(model), given), want)
