@@ -119,7 +119,7 @@ def install_fused_head(model: nn.Module, options: HeadOptions | None = None, pla
     binding.options, binding.place, binding.aside = options, place or binding.place, False
     if reason is None:
         bind_all(head)
-        masks.install()
+        masks.install(model)
     return reason
 
 

@@ -59,6 +59,12 @@ def remember(x: torch.Tensor, values: torch.Tensor) -> None:
         setattr(x, _ATTRIBUTE, _HostCopy(values, x._version))
 
 
+def forget(x: torch.Tensor) -> None:
+    """Have `values_of` no longer know the values of `x`."""
+    if hasattr(x, _ATTRIBUTE):
+        delattr(x, _ATTRIBUTE)
+
+
 def sent(x: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A tensor of the host on `device`, without a wait."""
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
