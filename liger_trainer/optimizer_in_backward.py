@@ -241,7 +241,7 @@ def step_alone(optimizer: torch.optim.Optimizer, group: dict[str, Any], weight: 
 
 
 def _clipping_function() -> str | None:
-    """The function of `torch.nn.utils` that is running and would clip gradients, such as `clip_grad_value_`, or None."""
+    """The function of PyTorch that is running and would clip gradients, such as `clip_grad_value_`, or None."""
     frame: Any = sys._getframe()
     while frame is not None:
         name = frame.f_code.co_name

@@ -80,8 +80,8 @@ def install(model: nn.Module) -> None:
 def release() -> None:
     """Give transformers its own functions back, if no model is patched.
 
-    `remove_liger` asks for this, and the garbage collector does not: it could run while another model is compiled, which
-    would then fail. A patched copy that is not known here registers our functions again in its next call.
+    `remove_liger` asks for this, and the garbage collector does not: it could run while another model is compiled,
+    which would then fail. A patched copy that is not known here registers our functions again in its next call.
     """
     if any(head_options(model) is not None for model in _users):
         return

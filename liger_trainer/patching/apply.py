@@ -42,9 +42,9 @@ def apply_liger(
     Args:
         model (`nn.Module`): A model of transformers, wrapped by PEFT or not, on any device.
         config (`dict`, *optional*): Switches single operations off, for example `{"rope": False}`. The keys are
-            `rms_norm`, `layer_norm`, `rope`, `swiglu`, `geglu`, `experts`, `lora`, `float8`, `fused_linear_cross_entropy`
-            and `varlen_attention`, with which nothing is computed for padding. A further key is `rebuild_above_mib`, 16 by
-            default: outputs of norms and gates that are larger than so many MiB are not kept for the backward pass,
+            `rms_norm`, `layer_norm`, `rope`, `swiglu`, `geglu`, `experts`, `lora`, `float8`,
+            `fused_linear_cross_entropy` and `varlen_attention`, with which nothing is computed for padding. A further
+            key is `rebuild_above_mib`, 16 by default: outputs of norms and gates that are larger than so many MiB are not kept for the backward pass,
             which computes them again.
         strict (`bool`, *optional*, defaults to `False`): Raise if something that is recognised keeps its own code, or
             if nothing is recognised. The model is then unpatched.
@@ -157,10 +157,9 @@ def check_config(config: dict | None) -> dict[str, bool | float]:
         raise ValueError(f"liger_config is {config!r}; expected a dict such as {{'rope': False}}, or None.")
     for key, value in (config or {}).items():
         if key not in CONFIG_KEYS:
+            known = ", ".join(CONFIG_KEYS)
             near = difflib.get_close_matches(str(key), CONFIG_KEYS, n=1, cutoff=0.0)[0]
-            raise ValueError(
-                f"liger_config has the unknown key {key!r}; did you mean {near!r}? Known keys: {', '.join(CONFIG_KEYS)}."
-            )
+            raise ValueError(f"liger_config has the unknown key {key!r}; did you mean {near!r}? Known keys: {known}.")
         if key == REBUILD_ABOVE_MIB:
             if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
                 raise ValueError(f"liger_config[{key!r}] is {value!r}; expected a number of MiB, 0 or more.")

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from liger_trainer.varlen.host_copies import forget, remember, sent
+from liger_trainer.varlen.host_copies import remember, sent
 
 
 class Known(torch.Tensor):
@@ -33,7 +33,7 @@ class Known(torch.Tensor):
         found = x.as_subclass(cls)
         found.values, found.version = values, -1 if x.is_inference() else x._version
         found.exposed = [] if exposed is None else exposed
-        remember(found, values)
+        remember(found, values, found.exposed)
         return found
 
     @functools.cached_property
@@ -50,7 +50,6 @@ class Known(torch.Tensor):
     def __torch_function__(cls, function, types, args=(), kwargs=None):
         if function in _PAST_VERSIONS and isinstance(args[0], cls):
             args[0].exposed.append(True)
-            forget(args[0])
         if function in (*_OWN, *_ON_BOTH) and any(map(is_stale, tree_leaves((args, kwargs)))):
             return _plainly(function, args, kwargs)
         if function in _OWN and not kwargs:
