@@ -44,8 +44,8 @@ def apply_liger(
         config (`dict`, *optional*): Switches single operations off, for example `{"rope": False}`. The keys are
             `rms_norm`, `layer_norm`, `rope`, `swiglu`, `geglu`, `experts`, `lora`, `float8`,
             `fused_linear_cross_entropy` and `varlen_attention`, with which nothing is computed for padding. A further
-            key is `rebuild_above_mib`, 16 by default: outputs of norms and gates that are larger than so many MiB are not kept for the backward pass,
-            which computes them again.
+            key is `rebuild_above_mib`, 16 by default: outputs of norms and gates that are larger than so many MiB are
+            not kept for the backward pass, which computes them again.
         strict (`bool`, *optional*, defaults to `False`): Raise if something that is recognised keeps its own code, or
             if nothing is recognised. The model is then unpatched.
         head_options (`HeadOptions`, *optional*): Temperature, precision and outputs of calls with `fused_lm_head=True`,

@@ -26,7 +26,7 @@ class _HostCopy:
     A pickle or a copy of the tensor has none.
     """
 
-    def __init__(self, values: torch.Tensor, version: int, exposed: Sequence[bool]):
+    def __init__(self, values: torch.Tensor, version: int, exposed: Sequence[bool] = ()):
         self.values = values
         self.version = version
         self.exposed = exposed
