@@ -9,6 +9,7 @@ gradient. Any use of it is an error (`SteppedWeight`).
 """
 
 import functools
+import sys
 import threading
 import types
 from collections.abc import Callable, Iterator
@@ -136,6 +137,12 @@ class SteppedWeight(nn.Parameter):
     def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func in _ABOUT_A_WEIGHT:
             return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
+        clipping = _clipping_function()
+        if clipping is not None:
+            raise _refusal(
+                f"{clipping} was called: gradients can only be clipped when all of them are there, and each is freed "
+                "in the backward pass. Remove the call"
+            )
         raise RuntimeError(
             f"optimizer_in_backward is true, and a weight is used ({torch.overrides.resolve_name(func)}) after its "
             "optimizer step in the backward pass and before the end of the training step: by a second forward or "
@@ -231,6 +238,17 @@ def step_alone(optimizer: torch.optim.Optimizer, group: dict[str, Any], weight: 
     weight.grad = None
     # Fused optimizers do not tell autograd, which has to refuse what still needs the old values
     torch.autograd.graph.increment_version(weight)
+
+
+def _clipping_function() -> str | None:
+    """The function of PyTorch that is running and would clip gradients, such as `clip_grad_value_`, or None."""
+    frame: Any = sys._getframe()
+    while frame is not None:
+        name = frame.f_code.co_name
+        if frame.f_globals.get("__name__") == "torch.nn.utils.clip_grad" and name.startswith("clip_grad"):
+            return name
+        frame = frame.f_back
+    return None
 
 
 def _plain(optimizer: Any) -> torch.optim.Optimizer:

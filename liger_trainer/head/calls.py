@@ -131,7 +131,7 @@ def install_fused_head(model: nn.Module, options: HeadOptions | None = None, pla
     binding.options, binding.place, binding.aside = options, place or binding.place, False
     if reason is None:
         bind_all(head)
-        masks.install()
+        masks.install(model)
     return reason
 
 
@@ -308,7 +308,11 @@ def _smoothed_loss(call: _Call) -> FusedLMOutput:
     options = dataclasses.replace(call.options, temperature=1.0)
     call = call._replace(options=options, token_outputs=(), uniform_grad=True)  # the sum of log-probabilities is enough
     found = _deferred(call, lambda outputs: _scores(call, outputs))
-    return FusedLMOutput(loss=found["loss"], predictions=found["predictions"])
+    loss = found["loss"]
+    if call.kwargs.get("num_items_in_batch") is None:
+        has_labels = found["label_mask"].any()
+        loss = torch.where(has_labels, loss, torch.nan)  # `LabelSmoother` divides 0 by 0, TRL's calls do not
+    return FusedLMOutput(loss=loss, predictions=found["predictions"])
 
 
 def _scores(call: _Call, outputs: Any) -> dict[str, Any]:

@@ -345,4 +345,8 @@ def _cross_entropy(
     loss = input.fused(
         linear_cross_entropy, target, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing
     )
+    if reduction == "mean":
+        # The kernel returns 0 for a mean over no labels. PyTorch returns NaN, with gradients of zero, as `where` does.
+        has_labels = (target != ignore_index).any().to(loss.device)
+        loss = torch.where(has_labels, loss, torch.nan)
     return loss if torch.is_autocast_enabled(input.device.type) else loss.to(input.dtype)

@@ -11,6 +11,7 @@ key of a registry: `_interface` answers the call with which each layer asks for 
 """
 
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
+from liger_trainer.head.module import head_options
 from liger_trainer.instance.hooks import comes_from
 from liger_trainer.varlen.attention import attend_by_rows, refuse_rows, row_mask
 from liger_trainer.varlen.padding import cache_of
@@ -60,21 +62,39 @@ _FUNCTIONS = (  # transformers' registry, the name and its function there, ours
 )
 
 
-def install() -> None:
-    """Register our functions, unless the user has registered others. They stay until the process ends.
+_users: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models whose forward needs our functions
 
-    They answer like transformers' own, except in traced calls and for rows that are known. Were they taken away with
-    the last patched model, the garbage collector could do so while another model is compiled, which then fails.
+
+def install(model: nn.Module) -> None:
+    """Register our functions for `model`, unless the user has registered others.
+
+    They answer like transformers' own, except in traced calls and for rows that are known. `release` takes them away.
     """
+    _users.add(model)
     for registry, name, own, ours in _FUNCTIONS:
         if registry[name] is own:
             registry.register(name, ours)
     vars(ALL_ATTENTION_FUNCTIONS).setdefault("get_interface", _interface)
 
 
+def release() -> None:
+    """Give transformers its own functions back, if no model is patched.
+
+    `remove_liger` asks for this, and the garbage collector does not: it could run while another model is compiled,
+    which would then fail. A patched copy that is not known here registers our functions again in its next call.
+    """
+    if any(head_options(model) is not None for model in _users):
+        return
+    for registry, name, own, ours in _FUNCTIONS:
+        if registry[name] is ours:
+            registry.register(name, own)
+    if vars(ALL_ATTENTION_FUNCTIONS).get("get_interface") is _interface:
+        del ALL_ATTENTION_FUNCTIONS.get_interface
+
+
 def why_not_ours(model: nn.Module) -> str | None:
     """Tell why layers of `model` would not be given our attention and our masks, or return None."""
-    install()
+    install(model)
     config: Any = model.config
     asked = config.get_text_config()._attn_implementation
     if asked == "eager" and (

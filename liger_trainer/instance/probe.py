@@ -54,6 +54,11 @@ def randn(shape: Sequence[int], source: torch.Generator, dtype: torch.dtype = to
     return torch.randn(shape, generator=source, dtype=torch.float32, device="cpu").to(dtype)
 
 
+def _rand(shape: Sequence[int], source: torch.Generator) -> torch.Tensor:
+    """Uniform numbers on the CPU in fp32, whatever the default dtype is."""
+    return torch.rand(shape, generator=source, dtype=torch.float32, device="cpu")
+
+
 def full_shape(parameter: torch.Tensor) -> tuple[int, ...]:
     """The shape of a whole parameter, also where it is sharded."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))  # ZeRO-3 leaves an empty parameter
@@ -84,7 +89,7 @@ def clone(
         if parameters
     }
     copy.__dict__["_buffers"] = {
-        name: None if b is None else (0.5 + torch.rand(tuple(b.shape), generator=source, device="cpu"))
+        name: None if b is None else (0.5 + _rand(tuple(b.shape), source))
         for name, b in module._buffers.items()
         if parameters
     }

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from torch import nn
 
 from liger_trainer.fp8 import layers as float8
+from liger_trainer.head import masks
 from liger_trainer.head.calls import install_fused_head
 from liger_trainer.head.module import base_model_of, modules_called_by, output_head
 from liger_trainer.head.outputs import HeadOptions
@@ -24,7 +25,7 @@ from liger_trainer.patching import experts, image_positions, mlps, norms, rotary
 
 REBUILD_ABOVE_MIB = "rebuild_above_mib"
 _HEAD = "fused_linear_cross_entropy"
-_KNOWN = (*OPERATIONS, REBUILD_ABOVE_MIB)
+CONFIG_KEYS = (*OPERATIONS, REBUILD_ABOVE_MIB)  # of `liger_config`; tests check help, docstring and docs by it
 
 
 def apply_liger(
@@ -41,10 +42,10 @@ def apply_liger(
     Args:
         model (`nn.Module`): A model of transformers, wrapped by PEFT or not, on any device.
         config (`dict`, *optional*): Switches single operations off, for example `{"rope": False}`. The keys are
-            `rms_norm`, `layer_norm`, `rope`, `swiglu`, `geglu`, `lora`, `float8`, `fused_linear_cross_entropy` and
-            `varlen_attention`, with which nothing is computed for padding. A further key is `rebuild_above_mib`, 16 by
-            default: outputs of norms and gates that are larger than so many MiB are not kept for the backward pass,
-            which computes them again.
+            `rms_norm`, `layer_norm`, `rope`, `swiglu`, `geglu`, `experts`, `lora`, `float8`,
+            `fused_linear_cross_entropy` and `varlen_attention`, with which nothing is computed for padding. A further
+            key is `rebuild_above_mib`, 16 by default: outputs of norms and gates that are larger than so many MiB are
+            not kept for the backward pass, which computes them again.
         strict (`bool`, *optional*, defaults to `False`): Raise if something that is recognised keeps its own code, or
             if nothing is recognised. The model is then unpatched.
         head_options (`HeadOptions`, *optional*): Temperature, precision and outputs of calls with `fused_lm_head=True`,
@@ -84,7 +85,7 @@ def apply_liger(
             _swap(varlen.find_backbone(inner), report)
             _swap(find((*image_positions.KINDS, towers.KIND), model.named_modules()), report)
     if strict and (report.skipped or not any(operation.swapped for operation in report.operations.values())):
-        unbind_all(model)
+        remove_liger(model)
         problem = "not everything recognised could be swapped" if report.skipped else "nothing was recognised"
         raise ValueError(f"strict=True, but in {report.model_name} {problem}.\n{report}")
     return report
@@ -98,8 +99,13 @@ def kinds_of(rebuild_above: int) -> tuple[Kind, ...]:
 
 
 def remove_liger(model: nn.Module) -> None:
-    """Give every module of `model` its own code back; the `__dict__` of each is as before `apply_liger`."""
+    """Give every module of `model` its own code back; the `__dict__` of each is as before `apply_liger`.
+
+    When no model in the process is patched any more, transformers' registries of attention and masks have its own
+    functions again.
+    """
     unbind_all(getattr(model, "_orig_mod", model))
+    masks.release()
 
 
 def swap_converted(model: nn.Module, report: LigerReport) -> int:
@@ -150,11 +156,10 @@ def check_config(config: dict | None) -> dict[str, bool | float]:
     if config is not None and not isinstance(config, dict):
         raise ValueError(f"liger_config is {config!r}; expected a dict such as {{'rope': False}}, or None.")
     for key, value in (config or {}).items():
-        if key not in _KNOWN:
-            near = difflib.get_close_matches(str(key), _KNOWN, n=1, cutoff=0.0)[0]
-            raise ValueError(
-                f"liger_config has the unknown key {key!r}; did you mean {near!r}? Known keys: {', '.join(_KNOWN)}."
-            )
+        if key not in CONFIG_KEYS:
+            known = ", ".join(CONFIG_KEYS)
+            near = difflib.get_close_matches(str(key), CONFIG_KEYS, n=1, cutoff=0.0)[0]
+            raise ValueError(f"liger_config has the unknown key {key!r}; did you mean {near!r}? Known keys: {known}.")
         if key == REBUILD_ABOVE_MIB:
             if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
                 raise ValueError(f"liger_config[{key!r}] is {value!r}; expected a number of MiB, 0 or more.")

@@ -153,7 +153,7 @@ def _trained(
         x = with_limits(x, module, source)
     x.requires_grad_()
     ids = torch.stack([torch.randperm(_EXPERTS - 1, generator=source, device="cpu")[:2] for _ in range(_TOKENS)])
-    weights = torch.rand((_TOKENS, 2), generator=source, device="cpu").to(dtype).requires_grad_()
+    weights = torch.rand((_TOKENS, 2), generator=source, dtype=torch.float32, device="cpu").to(dtype).requires_grad_()
     learned = [p for _, p in sorted(module.named_parameters()) if p.requires_grad]
     y = forward(module, x, ids, weights)
     dy = probe.randn((_TOKENS, _WIDTH), source, dtype)

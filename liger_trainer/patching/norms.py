@@ -250,7 +250,9 @@ class Cases:
         normalized = getattr(module, "normalized_shape", None)
         n = shapes[0] if shapes else normalized[-1] if isinstance(normalized, tuple) and normalized else 64
         rows = max(8, 8192 // n) & ~1
-        scale = torch.tensor([1.0, 30.0, 1e-3, 3e-3]).repeat(rows // 4 + 1)[:rows, None]  # in small rows eps shows
+        scale = torch.tensor([1.0, 30.0, 1e-3, 3e-3], dtype=torch.float32).repeat(rows // 4 + 1)[
+            :rows, None
+        ]  # in small rows eps shows
         x = probe.randn((rows, n), source) * scale
         self.dy = probe.randn((1, rows, n), source)
         x = [x, *([2 * probe.randn((rows, n), source)] if gated else [])]

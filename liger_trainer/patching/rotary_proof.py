@@ -270,7 +270,7 @@ def layouts_of(module: nn.Module) -> frozenset[tuple[int, str]]:
             if p.name in arguments:
                 given[p.name] = arguments[p.name]
             elif p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD:
-                given[p.name] = torch.zeros(1, 6, 8)
+                given[p.name] = torch.zeros(1, 6, 8, dtype=torch.float32)
         try:
             made = type(module).forward(probe.clone(module, source), **given)
         except Exception:  # noqa: BLE001, S112 - it takes other positions or cannot run at all, which tells us nothing

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from liger_trainer.patching import check_config
+from liger_trainer.patching import OPERATIONS, check_config
 from liger_trainer.trainers.features import FEATURES, FeatureFields
 
 if TYPE_CHECKING:  # it always goes before a class of arguments of transformers or TRL
@@ -33,8 +33,8 @@ class LigerArguments(FeatureFields, StockArguments):
     liger_config: dict | str | None = field(
         default=None,
         metadata={
-            "help": "Switches single parts off; all are on by default: rms_norm, layer_norm, rope, swiglu, geglu, "
-            'lora, float8, fused_linear_cross_entropy, varlen_attention. For example {"rope": false}. It may also have '
+            "help": f"Switches single parts off; all are on by default: {', '.join(OPERATIONS)}. "
+            'For example {"rope": false}. It may also have '
             "rebuild_above_mib, 16 by default: results of norms and gates that take more MiB than that are computed "
             "again in the backward pass instead of being kept."
         },

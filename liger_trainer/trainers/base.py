@@ -353,6 +353,7 @@ class LigerTrainerMixin(LoadsRenamedWeights):
             init_checks.refuse_token_predictions(self)
         if self.uses_liger:
             init_checks.refuse_packed_rows_that_mix(self)
+            init_checks.refuse_adapters_without_parameters(self)
         if self.head_is_ours and self._overrides_compute_loss:
             logger.info(self._ways_to_a_loss_of_logits())
         if self.head_is_ours and self.compute_loss_func is not None:

@@ -169,6 +169,21 @@ def _ways_to_rows_apart(model: nn.Module) -> str:
     )
 
 
+def refuse_adapters_without_parameters(trainer: Any) -> None:
+    """ValueError if an adapter names parameters in `target_parameters` that it does not adapt. PEFT only warns."""
+    model = trainer.model
+    wrapped = [module for module in model.modules() if hasattr(module, "parameter_name")]  # PEFT's ParamWrapper
+    for adapter, config in getattr(model, "peft_config", {}).items():
+        adapted = {module.parameter_name for module in wrapped if adapter in getattr(module, "lora_A", ())}
+        for name in getattr(config, "target_parameters", None) or ():
+            if name.rpartition(".")[2] not in adapted:
+                raise ValueError(
+                    f"target_parameters of the adapter {adapter!r} names {name!r}, and no parameter of that name is "
+                    "adapted. Experts that Mxfp4Config or fp8 keeps in few bits get no adapters: load the model with "
+                    "transformers.Mxfp4Config(dequantize=True). Otherwise correct the name, or remove it."
+                )
+
+
 def _why_not_next_tokens(model: nn.Module) -> str | None:
     """Tell why the labels of `model` are not the tokens that follow in its input, or return None."""
     model = base_model_of(model)

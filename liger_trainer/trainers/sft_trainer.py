@@ -94,6 +94,11 @@ class LigerSFTTrainer(LigerTRLMixin, SFTTrainer):
                 outputs.log_probs = -self._token_loss_of(outputs, given | on_device)
             if smoothed and outputs.aux_loss is not None:
                 outputs.aux_loss = outputs.aux_loss.detach()
+            if smoothed:
+                # The stock trainer divides a smoothed loss of no labels by zero, and its other losses by one.
+                count = outputs.label_mask.sum() if num_items_in_batch is None else num_items_in_batch
+                has_labels = torch.as_tensor(count, device=outputs.log_probs.device) > 0
+                outputs.log_probs = torch.where(has_labels, outputs.log_probs, torch.nan)
             if late:
                 replaced.append(outputs)
                 outputs = dataclasses.replace(outputs, **self._late_metrics.placeholders())

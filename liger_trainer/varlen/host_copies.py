@@ -6,7 +6,7 @@ returns a `HostBatch` in place of a plain `dict` (`remembering`). accelerate cal
 whose tensors remember their values on the host. `values_of` finds them, or else waits for the device.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,10 +21,15 @@ _REMEMBERED = (
 
 
 class _HostCopy:
-    """The values of a tensor of the device while it has this version. A pickle or a copy of the tensor has none."""
+    """The values of a tensor of the device while it has this version and `exposed` is empty.
 
-    def __init__(self, values: torch.Tensor, version: int):
-        self.values, self.version = values, version
+    A pickle or a copy of the tensor has none.
+    """
+
+    def __init__(self, values: torch.Tensor, version: int, exposed: Sequence[bool] = ()):
+        self.values = values
+        self.version = version
+        self.exposed = exposed
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return type(None), ()
@@ -38,7 +43,7 @@ def values_of(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 def _known(x: torch.Tensor) -> torch.Tensor | None:
     copy = getattr(x, _ATTRIBUTE, None)
-    return None if copy is None or copy.version != x._version else copy.values
+    return None if copy is None or copy.exposed or copy.version != x._version else copy.values
 
 
 def real_tokens(batch: Any) -> int | None:
@@ -50,13 +55,15 @@ def real_tokens(batch: Any) -> int | None:
     return int((values != 0).sum()) if values.device.type == "cpu" else None
 
 
-def remember(x: torch.Tensor, values: torch.Tensor) -> None:
+def remember(x: torch.Tensor, values: torch.Tensor, exposed: Sequence[bool] = ()) -> None:
     """Have `values_of` know the values of `x` while it is not written to. `values` are its own from now on.
+
+    They are not known either once something is in `exposed`: then code may write to it without a trace.
 
     A tensor of inference mode has no version, so its values are not remembered.
     """
     if not x.is_inference():
-        setattr(x, _ATTRIBUTE, _HostCopy(values, x._version))
+        setattr(x, _ATTRIBUTE, _HostCopy(values, x._version, exposed))
 
 
 def sent(x: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -20,6 +20,7 @@ class Known(torch.Tensor):
 
     values: torch.Tensor
     version: int
+    exposed: list[bool]  # filled when its memory is handed out past autograd's versions; views share the list
 
     @classmethod
     def of(cls, values: torch.Tensor, device: torch.device) -> "Known":
@@ -27,11 +28,12 @@ class Known(torch.Tensor):
         return cls.around(sent(values, device), values)
 
     @classmethod
-    def around(cls, x: torch.Tensor, values: torch.Tensor) -> "Known":
-        """Make one of `x`, which has `values`."""
+    def around(cls, x: torch.Tensor, values: torch.Tensor, exposed: list[bool] | None = None) -> "Known":
+        """Make one of `x`, which has `values`. A view gets the `exposed` of what it is a view of."""
         found = x.as_subclass(cls)
         found.values, found.version = values, -1 if x.is_inference() else x._version
-        remember(found, values)
+        found.exposed = [] if exposed is None else exposed
+        remember(found, values, found.exposed)
         return found
 
     @functools.cached_property
@@ -46,6 +48,8 @@ class Known(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function in _PAST_VERSIONS and isinstance(args[0], cls):
+            args[0].exposed.append(True)
         if function in (*_OWN, *_ON_BOTH) and any(map(is_stale, tree_leaves((args, kwargs)))):
             return _plainly(function, args, kwargs)
         if function in _OWN and not kwargs:
@@ -69,7 +73,7 @@ def is_stale(x: Any) -> bool:
     if not isinstance(x, Known):
         return False
     plain = _plain(x)
-    return plain.is_inference() or plain._version != x.version
+    return bool(x.exposed) or plain.is_inference() or plain._version != x.version
 
 
 def _plain(x: torch.Tensor) -> torch.Tensor:
@@ -93,7 +97,7 @@ def _getitem(x: Any, index: Any) -> Any:
         return x[_with_indices(parts)] if _picks(parts) else NotImplemented
     if any(isinstance(part, torch.Tensor) for part in parts):
         return NotImplemented
-    return Known.around(_plain(x)[index], x.values[index])
+    return Known.around(_plain(x)[index], x.values[index], x.exposed)
 
 
 def _setitem(x: Any, index: Any, value: Any) -> Any:
@@ -127,5 +131,11 @@ _OWN = {
     torch.Tensor.masked_scatter: _masked_scatter, torch.Tensor.__getitem__: _getitem,
     torch.Tensor.__setitem__: _setitem, torch.Tensor.to: _to,
     torch.Tensor.tolist: lambda x: x.values.tolist() if isinstance(x, Known) else NotImplemented,
+}  # fmt: skip
+# What hands out the memory so that autograd does not count what is written to it
+_PAST_VERSIONS = {
+    torch.Tensor.data.__get__, torch.Tensor.data.__set__, torch.Tensor.numpy, torch.Tensor.__array__,  # type: ignore[attr-defined]
+    torch.Tensor.untyped_storage, torch.Tensor.storage, torch.Tensor.data_ptr, torch.Tensor.__dlpack__,
+    torch.Tensor.set_,
 }  # fmt: skip
 _ON_BOTH = {torch.Tensor.__or__, torch.Tensor.prod, torch.Tensor.__floordiv__, torch.Tensor.__mul__}

@@ -2,15 +2,16 @@
 
 import pytest
 import torch
+from datasets import Dataset
 from mxfp4 import write_gpt_oss
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
-from tiny_models import tiny_model
+from tiny_models import tiny_model, tiny_tokenizer
 from torch._subclasses import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers import Mxfp4Config as Stock
 
-from liger_trainer import LigerTrainer, LigerTrainingArguments, apply_liger
+from liger_trainer import LigerSFTConfig, LigerSFTTrainer, LigerTrainer, LigerTrainingArguments, apply_liger
 from liger_trainer.fitting.hollow import Shape, on_meta, without_values
 from liger_trainer.mxfp4 import Mxfp4Config, PackedGptOssExperts
 
@@ -140,3 +141,29 @@ def test_fit_counts_the_bytes_that_are_stored(folder):
     counted = sum(weight.bytes() for weight in weights if not weight.trained)
     assert counted == sum(p.nbytes for p in load(folder, True).parameters())
     assert {weight.dtype for weight in weights if weight.trained} == {torch.float32}, "as PEFT makes them"
+
+
+@pytest.mark.parametrize("targets", [["q_proj"], "all-linear"], ids=str)
+def test_adapters_that_experts_in_four_bits_do_not_get_are_refused(folder, tmp_path, targets):
+    names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    model = get_peft_model(load(folder, True), LoraConfig(r=4, target_modules=targets, target_parameters=names))
+    with pytest.raises(ValueError, match="target_parameters .* names 'mlp.experts.gate_up_proj', and no parameter"):
+        train(model, tmp_path)
+
+
+def test_adapters_on_experts_in_16_bits_are_not_refused(folder, tmp_path):
+    names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    model = get_peft_model(
+        load(folder, False, torch.float32), LoraConfig(r=4, target_modules=["q_proj"], target_parameters=names)
+    )
+    assert train(model, tmp_path)
+
+
+def test_sft_refuses_them_too(folder, tmp_path):
+    args = LigerSFTConfig(str(tmp_path), use_cpu=True, report_to="none", bf16=False)
+    rows = Dataset.from_list([{"input_ids": row, "labels": row} for row in IDS.tolist()])
+    config = LoraConfig(r=4, target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj"])
+    with pytest.raises(ValueError, match="target_parameters .* names 'mlp.experts.gate_up_proj'"):
+        LigerSFTTrainer(
+            load(folder, True), args, train_dataset=rows, processing_class=tiny_tokenizer(), peft_config=config
+        )

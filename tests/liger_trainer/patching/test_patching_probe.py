@@ -1,20 +1,24 @@
 """Recognise and prove: what each norm, MLP, gate and rotary function is taken for, and what must be left alone."""
 
 import json
+import re
 import time
 
 import pytest
 import torch
 import torch.nn.functional as F
+from checkout import ROOT
 from parity_models import NO_HEAD
 from tiny_models import tiny_model
 from torch import nn
 from transformers.activations import ACT2FN
 
+from liger_trainer import LigerTrainingArguments
 from liger_trainer.instance import guards, probe
 from liger_trainer.instance.kind import attempt
 from liger_trainer.instance.report import LigerReport, compress
 from liger_trainer.patching import OPERATIONS, apply_liger, check_config, mlps, norms, remove_liger, rotary_proof
+from liger_trainer.patching.apply import CONFIG_KEYS
 
 
 @pytest.fixture(autouse=True)
@@ -606,3 +610,23 @@ def test_report_of_nothing():
 def test_compress():
     names = {"a.0.x": "t", "a.1.x": "t", "a.2.x": "u", "b": "t"}
     assert compress(names) == [("a.*.x", 2, "t"), ("a.2.x", 1, "u"), ("b", 1, "t")]
+
+
+@pytest.mark.parametrize("text", [
+    LigerTrainingArguments.__dataclass_fields__["liger_config"].metadata["help"], apply_liger.__doc__,
+    (ROOT / "docs" / "trainers.md").read_text(),
+], ids=["help", "docstring", "docs"])  # fmt: skip
+def test_every_key_of_liger_config_is_told(text):
+    missing = [key for key in CONFIG_KEYS if not re.search(rf"\b{key}\b", text)]
+    assert not missing
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "qwen3_moe"])
+def test_a_default_dtype_of_float64_changes_no_report(kind):
+    model = tiny_model(kind).float()
+    want = apply_liger(model).one_line()
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert apply_liger(model).one_line() == want
+    finally:
+        torch.set_default_dtype(torch.float32)

@@ -453,3 +453,13 @@ def test_autograd_sees_that_a_weight_was_stepped(fused):
     step_alone(optimizer, optimizer.param_groups[0], weight)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         late.backward()
+
+
+@pytest.mark.parametrize("name", ["clip_grad_value_", "clip_grad_norm_"])
+def test_clipping_in_a_callback_is_refused_by_name(name, tmp_path):
+    class Clipping(TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+            getattr(torch.nn.utils, name)(model.parameters(), 1.0)
+
+    with pytest.raises(ValueError, match=f"optimizer_in_backward is true and {name} was called"):
+        train(make(tmp_path, True, callbacks=[Clipping()]))

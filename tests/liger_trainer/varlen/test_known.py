@@ -9,6 +9,7 @@ from liger_trainer import apply_liger
 from liger_trainer.patching import image_positions
 from liger_trainer.varlen import known
 from liger_trainer.varlen.attention import Rows
+from liger_trainer.varlen.host_copies import values_of
 from liger_trainer.varlen.known import Known
 from liger_trainer.varlen.padding import Plan
 
@@ -129,3 +130,13 @@ def test_inference_mode():
     with torch.inference_mode():
         x, mask = torch.zeros(2, 4, 3), as_known()
         assert torch.equal(x.masked_scatter(mask[..., None], torch.ones(4, 3))[..., 0], MASK.float())
+
+
+@pytest.mark.parametrize("memory", [
+    lambda x: x.data, lambda x: x[:].data, lambda x: torch.from_numpy(x.numpy()), lambda x: torch.from_dlpack(x),
+], ids=["data", "data of a view", "numpy", "dlpack"])  # fmt: skip
+def test_what_is_written_past_autograd_s_versions_counts(memory):
+    sizes = Known.around(torch.tensor([1, 2]), torch.tensor([1, 2]))
+    memory(sizes)[0] = 7
+    assert sizes.tolist() == [7, 2]
+    assert values_of(sizes)[0].tolist() == [7, 2]

@@ -4,12 +4,16 @@ import copy
 import gc
 
 import pytest
+from tiny_models import tiny_model
 from transformers import AttentionInterface, AttentionMaskInterface, GenerationConfig, LlamaForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from varlen_batches import LENGTHS, ON, assert_same_step, batch, model_of, patched, step
 
 from liger_trainer import apply_liger, remove_liger
+from liger_trainer.head import masks
+from liger_trainer.head.module import head_options
 
 
 def test_models_that_share_a_config(tokens):
@@ -80,3 +84,22 @@ def test_a_mask_of_the_user_s_is_used(tokens, monkeypatch):
 def test_continuous_batching_takes_the_model():
     model = patched(model_of()).eval()
     model.init_continuous_batching(GenerationConfig(max_new_tokens=4, pad_token_id=0, eos_token_id=2, bos_token_id=1))
+
+
+def test_the_registries_are_transformers_own_after_the_last_model():
+    def registered():
+        return [registry[name] is own for registry, name, own, _ in masks._FUNCTIONS], vars(ALL_ATTENTION_FUNCTIONS)
+
+    gc.collect()
+    first, second = tiny_model("llama"), tiny_model("llama")
+    masks.release()
+    assert all(head_options(model) is None for model in masks._users), "models of other tests are patched"
+    for model in (first, second):
+        apply_liger(model)
+    remove_liger(first)
+    assert not any(registered()[0])
+    remove_liger(second)
+    assert all(registered()[0]) and "get_interface" not in registered()[1]
+    apply_liger(first)
+    assert not any(registered()[0])
+    remove_liger(first)
