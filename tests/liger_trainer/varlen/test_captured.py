@@ -28,9 +28,10 @@ def device(request):
 
 
 def assert_close(got, want, device, what):
-    """fp32 on a CPU. On a GPU bf16, where attention adds gradients in any order."""
+    """fp32 on a CPU. On a GPU bf16, whose products round by the number of tokens, and attention adds in any order: 2.8 %
+    of a gradient were seen. What is compared to the bit there is in `test_captured_gpu.py`."""
     apart = (got.double() - want.double()).norm()
-    limit = 1e-5 if device == "cpu" else 2e-2
+    limit = 1e-5 if device == "cpu" else 5e-2
     assert apart <= limit * want.double().norm() + (1e-6 if device == "cpu" else 1e-4), (what, float(apart))
 
 
