@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._guards import TracingContext
 from transformers import PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask, sdpa_mask
@@ -81,8 +82,11 @@ def release() -> None:
     """Give transformers its own functions back, if no model is patched.
 
     `remove_liger` asks for this, and the garbage collector does not: it could run while another model is compiled,
-    which would then fail. A patched copy that is not known here registers our functions again in its next call.
+    which would then fail. Within a compilation ours stay until the next `remove_liger`. A patched copy that is not
+    known here registers our functions again in its next call.
     """
+    if TracingContext.try_get() is not None:
+        return
     if any(head_options(model) is not None for model in _users):
         return
     for registry, name, own, ours in _FUNCTIONS:

@@ -26,10 +26,10 @@ from liger_trainer.varlen.decide import (
     code_of,
     foreign_class,
     own_loss_of,
-    plan_of,
     unknown_forward,
     why_not_theirs,
 )
+from liger_trainer.varlen.plans import plan_of
 
 OPERATION = "varlen_attention"
 _LENGTHS, _WIDTH = (7, 1, 11, 12), 12  # longer and shorter than the window of a small copy

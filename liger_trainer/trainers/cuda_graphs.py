@@ -9,8 +9,8 @@ from liger_trainer._logging import logger
 from liger_trainer.feature import Feature, Run
 from liger_trainer.head.module import base_model_of
 from liger_trainer.memory.memory import is_out_of_memory
-from liger_trainer.varlen.captured import StepGraphs, step_graphs
 from liger_trainer.varlen.decide import bound_backbone
+from liger_trainer.varlen.step_graphs import StepGraphs, step_graphs
 
 AUTO = "auto"
 _WORDS = {"true": True, "false": False, AUTO: AUTO}

@@ -122,11 +122,13 @@ class ModuleWalks(Feature):
 
     @contextmanager
     def around_training(self, trainer: Any) -> Iterator[None]:
-        model = trainer.model
         alone = trainer.accelerator.distributed_type == DistributedType.NO and trainer.args.n_gpu <= 1
-        if not (trainer.uses_liger and alone and isinstance(model, nn.Module)):
+        # With `model_init` the model of now is replaced when training begins.
+        model_stays = isinstance(trainer.model, nn.Module) and trainer.model_init is None
+        if not (trainer.uses_liger and alone and model_stays):
             yield
             return
+        model = trainer.model
         state = model.__dict__
         bound = {method.__name__: MethodType(method, model) for method in (train, zero_grad)}
         bound = {name: method for name, method in bound.items() if name not in state}

@@ -18,7 +18,6 @@ Four rules keep this exact:
 """
 
 import contextlib
-import contextvars
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -26,15 +25,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
-from torch.autograd.graph import get_gradient_edge
 
 from liger_trainer._logging import logger
 from liger_trainer.instance.hooks import HOOK_DICTS, home
 from liger_trainer.instance.kept import hooks_in_force
 from liger_trainer.varlen.attention import NotForRows, Rows
 from liger_trainer.varlen.capture import CapturedRun, DoesNotPay, NotCapturable
-from liger_trainer.varlen.recorder import CudaRecorder, Recorder
+from liger_trainer.varlen.capture_summary import Summary
+from liger_trainer.varlen.recorder import Recorder
+from liger_trainer.varlen.replay import Replayed
 from liger_trainer.varlen.snapshot import Snapshot, dropout_is_active
 from liger_trainer.varlen.static_batch import Batch, Buffers, Size, bounds_of, power_of_2, round_up
 from liger_trainer.varlen.static_gradients import GradientBuffers
@@ -68,35 +67,6 @@ class Mode:
     sizes: dict[int, Size] = field(default_factory=dict)
     buffers: Buffers | None = None
     last_used: int = 0
-
-
-class Summary:
-    """What was captured in one training, for the report."""
-
-    def __init__(self) -> None:
-        self.sizes: list[int] = []
-        self.seconds = 0.0
-        self.replayed = 0
-        self.uncaptured: dict[str, int] = {}
-
-    def count(self, reason: str) -> None:
-        self.uncaptured[reason] = self.uncaptured.get(reason, 0) + 1
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "sizes": sorted(self.sizes),
-            "capture_seconds": round(self.seconds, 2),
-            "calls_replayed": self.replayed,
-            "calls_not_captured": self.uncaptured,
-        }
-
-    def one_line(self) -> str:
-        total = self.replayed + sum(self.uncaptured.values())
-        reasons = "; ".join(f"{reason} ({count})" for reason, count in self.uncaptured.items())
-        line = f"cuda_graphs: {self.replayed} of {total} calls of the backbone replayed"
-        if self.sizes:
-            line += f", {len(self.sizes)} sizes captured in {self.seconds:.1f} s"
-        return f"{line}. Not captured: {reasons}." if reasons else f"{line}."
 
 
 class BackboneGraphs:
@@ -352,74 +322,15 @@ class BackboneGraphs:
     def _replay(self, mode: Mode, size: Size, batch: Batch) -> torch.Tensor:
         """Return the hidden states (1, N, H) of a batch."""
         if not mode.trains:
-            return self._replay_forward(size, batch)
-        return _Replayed.apply(batch.embeds, self.carrier, self, mode, size, batch)
+            return self.replay_forward(size, batch)
+        return Replayed.apply(batch.embeds, self.carrier, self, mode.draws, size, batch)
 
-    def _replay_forward(self, size: Size, batch: Batch) -> torch.Tensor:
+    def replay_forward(self, size: Size, batch: Batch) -> torch.Tensor:
         assert size.forward is not None, "it was captured"
         size.fill(batch)
         size.forward.replay()
         self.generation += 1
         return size.exchange[:, : batch.tokens].clone()
-
-
-class _Replayed(torch.autograd.Function):
-    """The captured backbone in autograd: a function of the embeddings and of a scalar that requires a gradient.
-
-    The parameters are no inputs: 448 of them would take the host longer than all else in a step. The backward adds to
-    their gradients itself, which is right where the engine would do so too (`loss.backward()`). In other backward
-    passes it is an error.
-    """
-
-    @staticmethod
-    def forward(ctx, embeds, carrier, graphs: BackboneGraphs, mode: Mode, size: Size, batch: Batch):  # noqa: ANN001
-        ctx.save_for_backward(embeds)
-        ctx.given = graphs, mode, size, batch._replace(embeds=embeds.detach())
-        ctx.random_state = graphs.recorder.random_state() if mode.draws else None
-        output = graphs._replay_forward(size, batch)
-        ctx.generation, ctx.versions = graphs.generation, _versions(size)
-        return output
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, gradient):  # noqa: ANN001
-        graphs, mode, size, batch = ctx.given
-        if not torch._C._will_engine_execute_node(get_gradient_edge(graphs.carrier).node):
-            raise RuntimeError(
-                "The backbone of this step is captured (cuda_graphs), so that its weights get their gradients from "
-                "loss.backward() alone. Set cuda_graphs: false to call torch.autograd.grad or backward(inputs=...)."
-            )
-        ctx.saved_tensors  # noqa: B018 - raises if they were modified in place
-        if ctx.versions != _versions(size):
-            raise RuntimeError(
-                "A weight of the captured backbone has been modified by an inplace operation between its forward and "
-                "its backward pass."
-            )
-        now = None if ctx.random_state is None else graphs.recorder.random_state()
-        if ctx.random_state is not None:  # layers that are computed again draw what they drew in the forward
-            graphs.recorder.set_random_state(ctx.random_state)
-        if ctx.generation != graphs.generation:
-            graphs._replay_forward(size, batch)
-            if ctx.random_state is not None:
-                graphs.recorder.set_random_state(ctx.random_state)
-        graphs.generation += 1  # what the forward has kept is used up
-        size.exchange[:, : batch.tokens].copy_(gradient)
-        size.exchange[:, batch.tokens :].zero_()
-        elsewhere = graphs.gradients.begin(size.learned)
-        size.backward.replay()
-        graphs.gradients.end(size.learned, elsewhere)
-        if now is not None:
-            graphs.recorder.set_random_state(now)
-        of_embeds = None
-        if ctx.needs_input_grad[0]:
-            of_embeds = size.exchange[:, : batch.tokens].clone()
-        return of_embeds, None, None, None, None, None
-
-
-def _versions(size: Size) -> tuple[int, ...]:
-    """The versions of the first and the last weight: an optimizer's step, or a loading of weights, raises all."""
-    ends = size.learned[:1] + size.learned[-1:]
-    return tuple(p._version for p in ends)
 
 
 def constants_of(call: dict[str, Any]) -> tuple:
@@ -440,9 +351,6 @@ def constants_of(call: dict[str, Any]) -> tuple:
     return tuple(constants)
 
 
-# The captures of a training step
-
-
 def _batch_of(rows: Rows, embeds: torch.Tensor, call: dict[str, Any]) -> tuple[Batch, tuple[int, int]]:
     """Return the batch of a call in one row, and its (B, S)."""
     batch, length = embeds.shape[:2]
@@ -452,45 +360,3 @@ def _batch_of(rows: Rows, embeds: torch.Tensor, call: dict[str, Any]) -> tuple[B
     positions = positions.expand(*positions.shape[:-2], batch, length)
     in_one_row = positions.reshape(*positions.shape[:-2], 1, batch * length)
     return Batch(embeds.reshape(1, batch * length, -1), in_one_row, rows.lengths), (batch, length)
-
-
-class StepGraphs:
-    """The captures of all backbones that a trainer calls in its steps."""
-
-    def __init__(self, make_recorder: Callable[[torch.device], Recorder] = CudaRecorder):
-        self._make_recorder = make_recorder
-        self._of: dict[int, BackboneGraphs] = {}
-        self.summary = Summary()
-        self.may_capture = False
-
-    def of(self, backbone: nn.Module, around: Callable[[], list[nn.Module]]) -> BackboneGraphs:
-        """Return the captures of a backbone. `around` lists the modules that decide about its calls."""
-        graphs = self._of.get(id(backbone))
-        if graphs is None:
-            device = next(backbone.parameters()).device
-            graphs = BackboneGraphs(backbone, around(), self._make_recorder(device), self.summary)
-            self._of[id(backbone)] = graphs
-        graphs.may_capture = self.may_capture
-        return graphs
-
-    def release(self) -> None:
-        for graphs in self._of.values():
-            graphs.release()
-        self._of.clear()
-
-
-_active: contextvars.ContextVar[StepGraphs | None] = contextvars.ContextVar("graphs of the step", default=None)
-
-
-@contextlib.contextmanager
-def step_graphs(graphs: StepGraphs | None) -> Iterator[None]:
-    """Within it, backbones on real tokens are captured and replayed."""
-    token = _active.set(graphs)
-    try:
-        yield
-    finally:
-        _active.reset(token)
-
-
-def active_graphs() -> StepGraphs | None:
-    return _active.get()

@@ -43,6 +43,7 @@ KERNELS = {
     *KERNEL_MODULES,
 }  # fmt: skip
 OWN_OPTIONS = {
+    "cuda_graphs",
     "use_liger",
     "liger_config",
     "eval_predictions",

@@ -27,7 +27,7 @@ LAYERS = (  # a module imports from its own layer and from those before it
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 FILES = sorted([*(ROOT / "liger_trainer").rglob("*.py"), *(ROOT / "kernels" / "liger_triton").rglob("*.py")])
-LONGEST = 350  # lines; a longer file needs a reason
+LONGEST = 380  # lines; a longer file needs a reason
 REASONS = {
     "kernels/liger_triton/_routed.py": "the five products of experts share their tiles and their routing",
     "kernels/liger_triton/float8_cast.py": "all casts to eight bits share their scales and their rounding",

@@ -81,7 +81,7 @@ def test_experts_in_four_bits_get_no_adapter(tmp_path, capsys):
         "--dataset_name", tmp_path / "rows.jsonl", "--output_dir", tmp_path / "out", "--use_cpu", "true",
         "--bf16", "false", "--dataloader_pin_memory", "false",
     )  # fmt: skip
-    assert code == 2 and "lora_target_parameters names 'mlp.experts.gate_up_proj'" in err, err
+    assert code == 2 and "names 'mlp.experts.gate_up_proj'" in err and "load_in_4bit: false" in err, err
 
 
 def test_chat_with_an_adapter(tmp_path, monkeypatch, capsys):

@@ -14,12 +14,14 @@ from rerun_recorder import RerunRecorder
 from varlen_batches import batch, model_of
 
 from liger_trainer import apply_liger, remove_liger
-from liger_trainer.varlen.captured import MOST_MODES, StepGraphs, step_graphs
+from liger_trainer.varlen.captured import MOST_MODES
 from liger_trainer.varlen.recorder import CudaRecorder
 from liger_trainer.varlen.static_batch import round_up
+from liger_trainer.varlen.step_graphs import StepGraphs, step_graphs
 
 SIZES = ((7, 1, 11, 12), (9, 3, 12, 10), (5, 6, 7, 8), (12, 12, 12, 12))
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NEEDS_GPU])]
 
 
 @pytest.fixture(params=DEVICES)
@@ -28,10 +30,10 @@ def device(request):
 
 
 def assert_close(got, want, device, what):
-    """fp32 on a CPU. On a GPU bf16, whose products round by the number of tokens, and attention adds in any order: 2.8 %
-    of a gradient were seen. What is compared to the bit there is in `test_captured_gpu.py`."""
+    """fp32 on a CPU. On a GPU fp16, whose products round by the number of tokens, and attention adds in any order. What
+    is compared to the bit there is in `test_captured_gpu.py`."""
     apart = (got.double() - want.double()).norm()
-    limit = 1e-5 if device == "cpu" else 5e-2
+    limit = 1e-5 if device == "cpu" else 2e-2
     assert apart <= limit * want.double().norm() + (1e-6 if device == "cpu" else 1e-4), (what, float(apart))
 
 
@@ -41,7 +43,7 @@ class Pair:
     def __init__(self, model, device, may_capture=True):
         self.device = device
         if device == "cuda":
-            model = model.to("cuda", torch.bfloat16)
+            model = model.to("cuda", torch.float16)
         self.captured, self.plain = model, copy.deepcopy(model)
         self.recorder = RerunRecorder() if device == "cpu" else TimelessRecorder(torch.device("cuda", 0))
         self.graphs = StepGraphs(lambda device: self.recorder)
@@ -161,7 +163,8 @@ def test_micro_batches_add_up(device):
 def test_rows_come_in_every_number_and_length(device):
     pair = Pair(model_of(), device)
     pair.step(SIZES[0])
-    for lengths in ((1, 1), (20, 20, 20), (2,) * 20, (20,) * 9, (19, 20), (1,) * 60, (3, 20), (20, 20, 20, 4)):
+    batches = [(1, 4), (20,) * 3, (2,) * 20 + (3,), (20,) * 9, (19, 20), (1,) * 60 + (3,), (3, 20), (20, 20, 20, 4)]
+    for lengths in batches:
         pair.step(lengths)
     assert pair.replayed == 8, pair.summary
 

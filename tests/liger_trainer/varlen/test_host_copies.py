@@ -11,8 +11,8 @@ from transformers import BatchFeature, LlamaConfig, LlamaForCausalLM
 
 from liger_trainer import LigerTrainer, LigerTrainingArguments
 from liger_trainer.varlen import host_copies
-from liger_trainer.varlen.decide import plan_of
 from liger_trainer.varlen.host_copies import HostBatch, remembering, values_of
+from liger_trainer.varlen.plans import plan_of
 
 CONFIG = LlamaConfig(attn_implementation="sdpa", use_cache=False)
 MASKS, LABELS = ([1, 1, 0, 0], [1, 1, 1, 0]), [[-100, 5, -100, -100], [4, 5, 6, -100]]

@@ -13,8 +13,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from liger_trainer import apply_liger
 from liger_trainer.varlen import attention, padding
 from liger_trainer.varlen.attention import RowMask, Rows, varlen_attention
-from liger_trainer.varlen.decide import plan_of
 from liger_trainer.varlen.host_copies import HostBatch
+from liger_trainer.varlen.plans import plan_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 LENGTHS = (130, 1, 517, 0, 64, 300)

@@ -1,0 +1,90 @@
+"""Finds the rows of a call of a model, and plans how they go through its backbone on real tokens."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from liger_trainer.varlen.attention import Rows
+from liger_trainer.varlen.host_copies import remember, sent, values_of
+from liger_trainer.varlen.padding import Plan, cache_of, tokens_of
+
+_STATIC_ROPES = ("default", "linear", "yarn", "llama3", "proportional")
+
+
+def plan_of(config, call: dict[str, Any], attention: str = "sdpa", full: bool = False) -> Plan | None:
+    """Plan how a call goes through the backbone on real tokens; None where it stays as it is.
+
+    Args:
+        config ([`~transformers.PreTrainedConfig`]): Of the model.
+        call (`dict`): `input_ids` (B, S) or `inputs_embeds` (B, S, H), and `attention_mask` (B, S), or `position_ids`
+            (1, S) of a packed row. With `labels` (B, S), each predicted from the position before it, or `shift_labels`
+            (B, S), each predicted from its own, no label may be predicted from padding.
+        attention (`str`, *optional*, defaults to `"sdpa"`): The attention of the config that has been proven.
+        full (`bool`, *optional*, defaults to `False`): Whether rows without padding have a plan too, for layers with
+            more than causal attention.
+    """
+    tokens, mask, positions = tokens_of(call), call.get("attention_mask"), call.get("position_ids")
+    text = config.get_text_config()
+    keeps = getattr(config, "use_cache", getattr(text, "use_cache", None))  # trainers set that of the whole model
+    keeps = keeps if call.get("use_cache") is None else call["use_cache"]
+    if keeps or cache_of(call) is not None or text._attn_implementation != attention:
+        return None
+    if not isinstance(tokens, torch.Tensor) or tokens.ndim < 2:
+        return None
+    if positions is not None and (positions.ndim not in (2, 3) or positions.shape[-2] not in (1, tokens.shape[0])):
+        return None
+    if mask is None:
+        return _packed_plan(call, tokens, full)
+    if not isinstance(mask, torch.Tensor) or mask.shape != tokens.shape[:2]:
+        return None
+    return _padded_plan(call, tokens, mask, full)
+
+
+def _full_plan(call, tokens) -> Plan:
+    batch, length = tokens.shape[:2]
+    return Plan(call, Rows([length] * batch, tokens.device, batch))
+
+
+def _packed_plan(call, tokens, full) -> Plan | None:
+    """Of a batch of one row in which several lie one after the other.
+
+    Where they begin is read from the positions, as transformers does for SDPA; of `cu_seq_lens_q` it takes no notice.
+    """
+    positions = call.get("position_ids")
+    if positions is None:
+        return _full_plan(call, tokens) if full else None
+    if tokens.shape[0] != 1 or positions.shape != tokens.shape[:2]:
+        return None
+    values = values_of(positions)[0].cpu()[0]  # waits for the device, where the values are not known on the host
+    starts = [0, *((values.diff() != 1).nonzero()[:, 0] + 1).tolist(), len(values)]
+    lengths = [end - start for start, end in zip(starts, starts[1:], strict=False)]
+    return Plan(call, Rows(lengths, tokens.device)) if full or len(lengths) > 1 else None
+
+
+def _padded_plan(call, tokens, mask, full) -> Plan | None:
+    shifted = call.get("shift_labels") is not None
+    labels = call["shift_labels"] if shifted else call.get("labels")
+    if labels is not None and (labels.shape != mask.shape or labels.device != mask.device):
+        return None
+    mask, *labels = values_of(mask, *(() if labels is None else (labels,)))
+    real, *labelled = torch.stack((mask != 0, *(x != -100 for x in labels))).cpu()  # waits as above
+    if full and real.all():
+        return _full_plan(call, tokens)
+    predicting = labelled if shifted else [F.pad(x[:, 1:], (0, 1)) for x in labelled]
+    lengths = real.sum(1).tolist()
+    runs = (real & ~F.pad(real[:, :-1], (1, 0))).sum(1)
+    if (runs > 1).any() or any((x & ~real).any() for x in predicting) or sum(lengths) in (0, real.numel()):
+        return None
+    places = real.flatten().nonzero()[:, 0]
+    index = sent(places, tokens.device)
+    if index is not places:
+        remember(index, places)
+    return Plan(call, Rows(lengths, tokens.device), index, bool(real[:, -1].any()))
+
+
+def rotates_by_length(config) -> bool:
+    """Return whether the rotary frequencies depend on the longest position of a call, as far as the config says."""
+    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    ropes = [x for x in rope.values() if isinstance(x, dict)] or [rope]  # one for each kind of layer, or one for all
+    return any(x.get("rope_type", "default") not in _STATIC_ROPES for x in ropes)

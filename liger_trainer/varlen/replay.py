@@ -1,0 +1,86 @@
+"""A captured backbone in autograd."""
+
+from typing import Protocol
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import get_gradient_edge
+
+from liger_trainer.varlen.recorder import Recorder
+from liger_trainer.varlen.static_batch import Batch, Size
+from liger_trainer.varlen.static_gradients import GradientBuffers
+
+
+class Captures(Protocol):
+    """What a replay uses of the captures of its backbone (`captured.py`).
+
+    Attributes:
+        generation (`int`): Of the activations in the pool: every replay writes over those of the one before.
+        carrier (`torch.Tensor`): A scalar that requires a gradient.
+    """
+
+    generation: int
+    carrier: torch.Tensor
+    recorder: Recorder
+    gradients: GradientBuffers
+
+    def replay_forward(self, size: Size, batch: Batch) -> torch.Tensor: ...
+
+
+class Replayed(torch.autograd.Function):
+    """The captured backbone in autograd: a function of the embeddings and of a scalar that requires a gradient.
+
+    The parameters are no inputs: 448 of them would take the host longer than all else in a step. The backward adds to
+    their gradients itself, which is right where the engine would do so too (`loss.backward()`). In other backward
+    passes it is an error.
+    """
+
+    @staticmethod
+    def forward(ctx, embeds, carrier, graphs: Captures, draws: bool, size: Size, batch: Batch):  # noqa: ANN001
+        ctx.save_for_backward(embeds)
+        ctx.given = graphs, size, batch._replace(embeds=embeds.detach())
+        ctx.random_state = graphs.recorder.random_state() if draws else None
+        output = graphs.replay_forward(size, batch)
+        ctx.generation, ctx.versions = graphs.generation, _versions(size)
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient):  # noqa: ANN001
+        graphs, size, batch = ctx.given
+        if not torch._C._will_engine_execute_node(get_gradient_edge(graphs.carrier).node):
+            raise RuntimeError(
+                "The backbone of this step is captured (cuda_graphs), so that its weights get their gradients from "
+                "loss.backward() alone. Set cuda_graphs: false to call torch.autograd.grad or backward(inputs=...)."
+            )
+        ctx.saved_tensors  # noqa: B018 - raises if they were modified in place
+        if ctx.versions != _versions(size):
+            raise RuntimeError(
+                "A weight of the captured backbone has been modified by an inplace operation between its forward and "
+                "its backward pass."
+            )
+        now = None if ctx.random_state is None else graphs.recorder.random_state()
+        if ctx.random_state is not None:  # layers that are computed again draw what they drew in the forward
+            graphs.recorder.set_random_state(ctx.random_state)
+        if ctx.generation != graphs.generation:
+            graphs.replay_forward(size, batch)
+            if ctx.random_state is not None:
+                graphs.recorder.set_random_state(ctx.random_state)
+        graphs.generation += 1  # what the forward has kept is used up
+        size.exchange[:, : batch.tokens].copy_(gradient)
+        size.exchange[:, batch.tokens :].zero_()
+        elsewhere = graphs.gradients.begin(size.learned)
+        size.backward.replay()
+        graphs.gradients.end(size.learned, elsewhere)
+        if now is not None:
+            graphs.recorder.set_random_state(now)
+        of_embeds = None
+        if ctx.needs_input_grad[0]:
+            of_embeds = size.exchange[:, : batch.tokens].clone()
+        return of_embeds, None, None, None, None, None
+
+
+def _versions(size: Size) -> tuple[int, ...]:
+    """The versions of the first and the last weight: an optimizer's step, or a loading of weights, raises all."""
+    ends = size.learned[:1] + size.learned[-1:]
+    return tuple(p._version for p in ends)
