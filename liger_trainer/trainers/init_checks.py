@@ -180,8 +180,8 @@ def refuse_adapters_without_parameters(trainer: Any) -> None:
                 raise ValueError(
                     f"target_parameters of the adapter {adapter!r} names {name!r}, and no parameter of that name is "
                     "adapted. Experts that Mxfp4Config or fp8 keeps in few bits get no adapters: load the model with "
-                    "transformers.Mxfp4Config(dequantize=True); in a recipe, set load_in_4bit: false. Otherwise correct "
-                    "the name, or remove it."
+                    "transformers.Mxfp4Config(dequantize=True); in a recipe, set load_in_4bit: false. Otherwise "
+                    "correct the name, or remove it."
                 )
 
 
