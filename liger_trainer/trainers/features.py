@@ -16,6 +16,7 @@ from liger_trainer.fp8.feature import Fp8, Fp8Fields
 from liger_trainer.memory.feature import Checkpointing, MemoryFields
 from liger_trainer.optimizer_in_backward import InBackward, InBackwardFields
 from liger_trainer.patching.apply import swap_converted
+from liger_trainer.trainers.trackers import Trackers
 
 
 class LossFilter(Feature):
@@ -97,7 +98,15 @@ class _ReportCallback(TrainerCallback):
             report.to_json(os.path.join(args.output_dir, "liger_report.json"))
 
 
-FEATURES: tuple[Feature, ...] = (Checkpointing(), LossFilter(), InBackward(), Fp8(), BaseWeights(), Report())
+FEATURES: tuple[Feature, ...] = (
+    Checkpointing(),
+    LossFilter(),
+    InBackward(),
+    Fp8(),
+    BaseWeights(),
+    Report(),
+    Trackers(),
+)
 
 
 @dataclass
