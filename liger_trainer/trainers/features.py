@@ -18,6 +18,7 @@ from liger_trainer.optimizer_in_backward import InBackward, InBackwardFields
 from liger_trainer.patching.apply import swap_converted
 from liger_trainer.trainers.cuda_graphs import CudaGraphs, CudaGraphsFields
 from liger_trainer.trainers.module_walks import ModuleWalks
+from liger_trainer.trainers.trackers import Trackers
 
 
 class LossFilter(Feature):
@@ -110,6 +111,7 @@ FEATURES: tuple[Feature, ...] = (
     BaseWeights(),
     Report(),
     ModuleWalks(),
+    Trackers(),
 )
 
 

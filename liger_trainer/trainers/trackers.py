@@ -1,0 +1,71 @@
+"""What trackers (`report_to`) raise in a training is told, and does not end it.
+
+A tracker may lose its server hours after it has begun. It runs on the main process alone, so that its error would end
+one process in a step, and leave the others waiting. Before training, it still is an error: a tracker that is set up
+wrongly should be known at once.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from transformers import TrainerCallback
+from transformers.integrations import integration_utils
+
+from liger_trainer._logging import logger
+from liger_trainer.feature import Feature
+
+_BEFORE_TRAINING = ("on_init_end", "on_train_begin")
+
+
+class Trackers(Feature):
+    """Has the trackers of transformers tell their errors in a warning, once for each event, while a trainer trains."""
+
+    @contextmanager
+    def around_training(self, trainer: Any) -> Iterator[None]:
+        trackers = [callback for callback in trainer.callback_handler.callbacks if _is_tracker(callback)]
+        guarded = []
+        for tracker in trackers:
+            for event in _events_of(tracker):
+                setattr(tracker, event, _told(getattr(tracker, event), type(tracker).__name__, event))
+                guarded.append((tracker, event))
+        try:
+            yield
+        finally:
+            for tracker, event in guarded:
+                vars(tracker).pop(event, None)
+
+
+def _is_tracker(callback: TrainerCallback) -> bool:
+    """Whether `callback` is of transformers' own trackers. A callback of yours may raise to end a training."""
+    return type(callback).__module__ == integration_utils.__name__
+
+
+def _events_of(tracker: TrainerCallback) -> list[str]:
+    """The events that `tracker` does something at, once training has begun."""
+    kind = type(tracker)
+    events = [name for name in dir(TrainerCallback) if name.startswith("on_") and name not in _BEFORE_TRAINING]
+    return [name for name in events if getattr(kind, name) is not getattr(TrainerCallback, name)]
+
+
+def _told(method: Callable[..., Any], name: str, event: str) -> Callable[..., Any]:
+    """`method` with its errors as a warning; the first of them, since each step might have the same."""
+    was_told = False
+
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal was_told
+        try:
+            return method(*args, **kwargs)
+        except Exception as error:
+            if not was_told:
+                reason = " ".join(str(error).split())
+                logger.warning(
+                    f"{name}.{event} raised {type(error).__name__}: {reason}. The training goes on, and further errors "
+                    "of this call are not shown. The tracker may miss values; take it out of report_to if it stays so."
+                )
+            was_told = True
+            return None
+
+    return call
