@@ -4,7 +4,7 @@ import copy
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -12,8 +12,19 @@ import torch.nn.functional as F
 
 from liger_trainer.errors import RecipeError
 from liger_trainer.patching import remove_liger
-from liger_trainer.verify.figures import EPS, RTOL, Check, errors, logged, steps_of, worst
-from liger_trainer.verify.runs import Bench, OtherOrder, Run
+from liger_trainer.verify.figures import (
+    EPS,
+    RTOL,
+    Check,
+    errors,
+    logged,
+    number_errors,
+    steps_of,
+    worst,
+    worst_number,
+)
+from liger_trainer.verify.runs import Bench, OtherOrder, Run, in_chunks
+from liger_trainer.verify.second import SecondTraining
 
 OTHERWISE_ROUNDED = 1e-2  # of the elements of a norm in 16 bits; a cast in another place changes a quarter of them
 UNMOVED = 1e-3  # what a reward may be for a policy that is its reference, by that for another policy
@@ -29,6 +40,7 @@ class Checks:
 
     def __init__(self, bench: Bench) -> None:
         self.bench, self.setup = bench, bench.setup
+        self.second: SecondTraining | Exception | None = None
         self.kind, self.compared_with = "stock", self.setup.stock.__name__
         if self.setup.is_medusa:
             self.kind, self.compared_with = "plain", "a loss of Medusa heads that is written down from full logits"
@@ -44,9 +56,20 @@ class Checks:
             ("gradients", self._gradients),
             ("updates of weights", self._updates),
             ("what trains", self._what_trains),
+            ("every logged number", self._numbers),
+            ("head in chunks = in one", self._chunks),
+            ("Adam, 2 epochs: logs", self._of_second(SecondTraining.logs)),
+            ("Adam, 2 epochs: gradients", self._of_second(SecondTraining.gradients)),
+            ("Adam, 2 epochs: weights, states", self._of_second(SecondTraining.weights)),
+            ("Adam, 2 epochs: what is seen", self._of_second(SecondTraining.surroundings)),
+            ("evaluation", self._of_second(SecondTraining.evaluation)),
+            ("evaluation changes nothing", self._of_second(SecondTraining.nothing_changed)),
+            ("model as saved", self._of_second(SecondTraining.saved)),
             ("norms in 16 bits", self._norms),
             ("packed rows = separate rows", self._packed),
             ("padded rows = unpadded rows", self._padded),
+            ("padding on the left", self._padded_left),
+            ("dropout drawn once", self._dropout),
             ("accumulation 1 x 4 = 4 x 1", self._accumulation),
             ("reference model", self._reference),
             ("adapter merged = applied", self._merged),
@@ -82,6 +105,7 @@ class Checks:
         for one, same in zip(steps_of(other), steps_of(self.stock), strict=True):
             for name, size in errors(one, same).items():
                 self.noise[name] = max(size, self.noise.get(name, 0.0))
+        self.noise |= {n: max(e, self.noise.get(n, 0.0)) for n, e in number_errors(other.logs, self.stock.logs).items()}
         self.noise_of_updates = errors(other.updates, self.stock.updates)
         found = worst(logged(self.ours), logged(self.stock), self.noise)
         ours, stock = (", then ".join(f"{log['loss']:.4f}" for log in run.logs) for run in (self.ours, self.stock))
@@ -101,6 +125,30 @@ class Checks:
             lost = EPS * float(self.stock.after[name].norm()) / max(float(value.norm()), 1e-30)
             noise[name] = max(noise[name], lost)
         return worst([self.ours.updates], [updates], noise)
+
+    def _numbers(self) -> Check:
+        return worst_number(self.ours.logs, self.stock.logs, self.noise)
+
+    def _chunks(self) -> Check:
+        with in_chunks():
+            run = self.bench.run("ours")
+        return worst(steps_of(run), steps_of(self.stock), self.noise)
+
+    # A second training
+
+    def _of_second(self, check: Callable[[SecondTraining], Check]) -> Callable[[], Check]:
+        def made() -> Check:
+            if self.second is None:
+                try:
+                    self.second = SecondTraining(self.bench, self.kind, self.noise)
+                except Exception as error:  # told by the first of its checks, where it counts
+                    self.second = error
+                    raise
+            if isinstance(self.second, Exception):
+                return Check("there is no such training")
+            return check(self.second)
+
+        return made
 
     # Who trains
 
@@ -191,6 +239,33 @@ class Checks:
         padded = self.bench.run("ours", collate=lambda collator: lambda rows: _more_padding(collator(rows), pad))
         return worst(steps_of(padded), steps_of(self.ours), self.noise)
 
+    def _padded_left(self) -> Check:
+        if self.setup.writes or self.setup.packs:
+            return Check(
+                "the trainer pads what it writes itself" if self.setup.writes else "packed rows have no padding"
+            )
+        pad = self.bench.tokenizer.pad_token_id
+        ours, stock = (
+            self.bench.run(kind, collate=lambda collator: lambda rows: _padding_around(collator(rows), pad), max_steps=1)
+            for kind in ("ours", self.kind)
+        )
+        return worst(steps_of(ours), steps_of(stock), self.noise)
+
+    def _dropout(self) -> Check:
+        if not self.bench.dropouts() and self.setup.peft_config is None:
+            return Check("nothing in the model drops out")
+        options: dict[str, Any] = {"dropout": 0.2, "max_steps": 1}
+        kept = self.bench.run("ours", **options, gradient_checkpointing=False)
+        if kept.logs[0]["loss"] == self.ours.logs[0]["loss"]:
+            stock = self.bench.run(self.kind, **options, gradient_checkpointing=False)
+            if stock.logs[0]["loss"] == self.stock.logs[0]["loss"]:
+                return Check("nothing in the model drops out")
+            return Check("dropout has no effect", math.inf, RTOL)
+        again = self.bench.run("ours", **options, gradient_checkpointing=True)
+        found = worst(steps_of(again), steps_of(kept), self.noise)
+        found.detail = f"recomputed with what the forward pass has dropped, {found.detail}"
+        return found
+
     def _accumulation(self) -> Check:
         if self.setup.writes:
             return Check("each micro-batch writes completions of its own")
@@ -259,6 +334,23 @@ def _distance(run: Run) -> float:
     """Return how far the policy is from its reference at the first step, as the trainer has logged it."""
     values = [run.logs[0].get(name, math.nan) for name in ("rewards/chosen", "rewards/rejected", "kl")]
     return max((abs(value) for value in values if math.isfinite(value)), default=0.0)
+
+
+def _padding_around(batch: dict[str, Any], pad: int) -> dict[str, Any]:
+    """`batch` with seven more columns on the left and three on the right, none of which counts.
+
+    Nor does the first token of a row, which nothing but padding would predict.
+    """
+    found = {}
+    for name, value in batch.items():
+        if isinstance(value, torch.Tensor) and value.ndim == 2:
+            is_labels = name.endswith("labels")
+            fill = -100 if is_labels else pad if name.endswith("input_ids") else 0
+            value = F.pad(value, (7, 3), value=fill)
+            if is_labels:
+                value[:, 7] = -100
+        found[name] = value
+    return found
 
 
 def _more_padding(batch: dict[str, Any], pad: int) -> dict[str, Any]:

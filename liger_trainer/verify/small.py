@@ -14,6 +14,7 @@ from liger_trainer.patching.small_model import drawn, small_config
 POSITIONS = 512
 _LEAST_EPSILON = 1e-3  # next to a variance near 1, a wrong 1e-6 would hide in the rounding
 _SPECIAL = ("<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>")
+_NAMES = ("role", "from", "name", "type", "id")  # of messages and tools: not text that may be longer
 _TEMPLATE = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' }}"
     "{% if m['role'] == 'assistant' %}{% generation %}{{ (m['content'] or '') | string + '<|im_end|>' }}"
@@ -73,13 +74,33 @@ def small_rows(rows: list[dict[str, Any]], tokens: range) -> list[dict[str, Any]
     return [_short(row, 24 + 8 * (i % 5), tokens) for i, row in enumerate(rows)]
 
 
-def _short(value: Any, length: int, tokens: range) -> Any:
+def long_rows(rows: list[dict[str, Any]], tokens: range) -> list[dict[str, Any]]:
+    """`rows` as `small_rows` has them, but for every third, with texts of about 160 characters each, or ids."""
+    found = small_rows(rows, tokens)
+    for i in range(0, len(rows), 3):
+        found[i] = _short(_repeated(rows[i], 160), 160, tokens)
+    return found
+
+
+def _repeated(value: Any, length: int) -> Any:
+    """`value` with its texts and token ids repeated until they have `length`; names and roles stay as they are."""
+    if isinstance(value, dict):
+        return {name: part if name in _NAMES else _repeated(part, length) for name, part in value.items()}
+    if isinstance(value, str) or (isinstance(value, list) and value and isinstance(value[0], int)):
+        return value * -(-length // max(len(value), 1))
+    if isinstance(value, list):
+        return [_repeated(part, length) for part in value]
+    return value
+
+
+def _short(value: Any, length: int, tokens: range, name: str = "") -> Any:
     if isinstance(value, str):  # its end too: two answers may begin alike
         return value if len(value) <= length else value[: length // 2] + value[-(length // 2) :]
     if isinstance(value, dict):
-        return {name: _short(part, length, tokens) for name, part in value.items()}
+        return {name: _short(part, length, tokens, name) for name, part in value.items()}
     if isinstance(value, list) and value and isinstance(value[0], int):
-        return [x if x < 0 else tokens[x % len(tokens)] for x in value[:length]]
+        is_mask = name.rstrip("s").endswith("mask")
+        return value[:length] if is_mask else [x if x < 0 else tokens[x % len(tokens)] for x in value[:length]]
     if isinstance(value, list):
         return [_short(part, length, tokens) for part in (value if len(value) <= 2 else [value[0], value[-1]])]
     return value

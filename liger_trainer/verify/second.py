@@ -1,0 +1,149 @@
+"""A second training with the stock trainer and with ours, longer and as the recipe has it: Adam with its options,
+warmup, two epochs, windows of accumulation that are cut short, rows of more than 256 tokens, and evaluations.
+
+The stock trainer's optimizer is given our gradients, after its own were kept. So both have the same weights at every
+step: gradients and losses compare as closely in the last step as in the first, and what the optimizer does with a
+gradient compares bit for bit. Adam's first steps take the sign of a gradient, even of rounding.
+"""
+
+import json
+import os
+from typing import Any
+
+import torch
+
+from liger_trainer.verify.figures import RTOL, Check, equal, errors, worst, worst_number
+from liger_trainer.verify.observed import Recorder, Tensors, differences, saved_tensors
+from liger_trainer.verify.runs import LONG, OPTIMIZERS, Bench, Run
+
+EXACT = 1e-6  # of the norm of a tensor: one formula in two kernels of PyTorch, such as Adam's fused one
+_TRAINED, _EVALUATED = 5, 3  # rows: two micro-batches and one of a single row, in windows of two
+_OF_VERSION = ("transformers_version", "_name_or_path", "torch_dtype")
+
+
+class SecondTraining:
+    """The runs, and the checks of what they have shown. Raises what a trainer raises."""
+
+    def __init__(self, bench: Bench, kind: str, noise: dict[str, float]) -> None:
+        self.bench, self.kind, self.noise = bench, kind, noise
+        self.ours = self._run("ours", Recorder())
+        self.stock = self._run(kind, Recorder(self.ours.gradients))
+
+    def _run(self, kind: str, seen: Recorder) -> Run:
+        setup, rows = self.bench.setup, self.bench.long_rows
+        evaluated = range(_TRAINED, _TRAINED + _EVALUATED)
+        given = {
+            "train_dataset": rows.select(range(min(_TRAINED, len(rows)))),
+            "eval_dataset": rows.select([i % len(rows) for i in evaluated]),
+        }
+        options: dict[str, Any] = {
+            "max_steps": -1,
+            "num_train_epochs": 2,
+            "learning_rate": 1e-2,
+            "weight_decay": setup.options.get("weight_decay") or 0.1,
+            "warmup_steps": 2,
+            "eval_strategy": "steps",
+            "eval_steps": 1,
+            "per_device_eval_batch_size": 2,
+        }
+        options["optim"] = _optimizer(setup)
+        if setup.options.get("max_length", 0) is not None:
+            options["max_length"] = LONG
+        if setup.options.get("num_iterations", 1) == 1:
+            options["num_iterations"] = 2  # the second time, the policy is not the one that wrote
+        return self.bench.run(kind, seen=seen, given=given, **options)
+
+    def logs(self) -> Check:
+        return worst_number(self._records(self.ours, "loss"), self._records(self.stock, "loss"), self.noise)
+
+    def _records(self, run: Run, of: str) -> list[dict[str, Any]]:
+        return [log for log in run.trainer.state.log_history if of in log]
+
+    def gradients(self) -> Check:
+        return worst(self.ours.gradients, self.stock.gradients, self.noise)
+
+    def weights(self) -> Check:
+        """Compare what the optimizer has made of the same gradients."""
+        ours, stock = _seen(self.ours), _seen(self.stock)
+        if other := differences(ours.options, stock.options):
+            return equal(other, "")
+        found = exact([*ours.weights, *ours.states], [*stock.weights, *stock.states])
+        found.detail = f"{len(ours.weights)} steps of {_name(self.ours)}, {found.detail}"
+        return found
+
+    def surroundings(self) -> Check:
+        """Compare batches, random numbers, and what a callback sees."""
+        ours, stock = _seen(self.ours), _seen(self.stock)
+        other = differences(ours.batches, stock.batches) + differences(ours.around, stock.around)
+        if ours.calls != stock.calls:
+            other.append(f"the model is called with {sorted(ours.calls)}, and not {sorted(stock.calls)}")
+        return equal(other, f"{len(ours.batches)} micro-batches, random numbers, state and modes")
+
+    def evaluation(self) -> Check:
+        ours, stock = self._records(self.ours, "eval_loss"), self._records(self.stock, "eval_loss")
+        noise = self.noise | {f"eval_{name}": size for name, size in self.noise.items()}
+        return worst_number(ours, stock, noise)
+
+    def nothing_changed(self) -> Check:
+        changed = sorted(_seen(self.ours).changed - _seen(self.stock).changed)
+        words = "weights, buffers, gradients and the optimizer's state are as before"
+        return equal([f"an evaluation changes {name}" for name in changed], words)
+
+    def saved(self) -> Check:
+        """Compare what is saved: the names of files, the tensors and the model's config."""
+        folders = [os.path.join(self.bench.folder, name) for name in ("saved by ours", "saved by stock")]
+        (ours, files), (stock, wanted) = (
+            saved_tensors(run.trainer.save_model, folder)
+            for run, folder in zip((self.ours, self.stock), folders, strict=True)
+        )
+        other = [f"{name} is saved by one of both only" for name in sorted({*files} ^ {*wanted})]
+        for name in ("config.json", "adapter_config.json", "generation_config.json"):
+            if name in files and name in wanted:
+                configs = [_config(os.path.join(folder, name)) for folder in folders]
+                other += [f"{name}: {text}" for text in differences(configs[:1], configs[1:])]
+        for name in ours.keys() & stock.keys():
+            if (ours[name].dtype, ours[name].shape) != (stock[name].dtype, stock[name].shape):
+                other.append(f"{name} is saved as {ours[name].dtype} of {tuple(ours[name].shape)}")
+        if other:
+            return equal(other, "")
+        found = exact([ours], [stock])
+        found.detail = f"{len(files)} files, {found.detail}"
+        return found
+
+
+def exact(got: list[Tensors], want: list[Tensors]) -> Check:
+    """The worst error of sets of tensors that should be equal but for the last bit."""
+    if len(got) != len(want):
+        return Check(f"{len(got)} steps in place of {len(want)}", float("inf"), EXACT)
+    found: dict[str, float] = {}
+    for one, other in zip(got, want, strict=True):
+        for name in one.keys() ^ other.keys():
+            found[name] = float("inf")
+        for name in one.keys() & other.keys():
+            if not torch.equal(one[name], other[name]):
+                error = errors({"": one[name].double()}, {"": other[name].double()})[""]
+                found[name] = max(error, found.get(name, 0.0))
+    if not found:
+        return Check("bit for bit", 0.0, EXACT)
+    worst_of_all = max(found, key=lambda name: found[name])
+    return Check(f"most in {worst_of_all}", found[worst_of_all], EXACT)
+
+
+def _seen(run: Run) -> Recorder:
+    assert run.seen is not None
+    return run.seen
+
+
+def _name(run: Run) -> str:
+    optimizer = run.trainer.optimizer
+    return type(getattr(optimizer, "optimizer", optimizer)).__name__
+
+
+def _optimizer(setup: Any) -> str:
+    chosen = str(getattr(setup.options.get("optim"), "value", setup.options.get("optim")))
+    return chosen if chosen in OPTIMIZERS else "adamw_torch"
+
+
+def _config(path: str) -> dict[str, Any]:
+    with open(path) as file:
+        return {name: json.dumps(value) for name, value in json.load(file).items() if name not in _OF_VERSION}
