@@ -1,6 +1,5 @@
 """The checks, in the order of the table."""
 
-import copy
 import math
 import os
 import time
@@ -11,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from liger_trainer.errors import RecipeError
-from liger_trainer.patching import remove_liger
+from liger_trainer.verify import sixteen_bits
 from liger_trainer.verify.figures import (
     EPS,
     RTOL,
@@ -24,9 +23,8 @@ from liger_trainer.verify.figures import (
     worst_number,
 )
 from liger_trainer.verify.runs import Bench, OtherOrder, Run, in_chunks
-from liger_trainer.verify.second import SecondTraining
+from liger_trainer.verify.second import SecondTraining, in_bf16
 
-OTHERWISE_ROUNDED = 1e-2  # of the elements of a norm in 16 bits; a cast in another place changes a quarter of them
 UNMOVED = 1e-3  # what a reward may be for a policy that is its reference, by that for another policy
 
 
@@ -66,6 +64,9 @@ class Checks:
             ("evaluation changes nothing", self._of_second(SecondTraining.nothing_changed)),
             ("model as saved", self._of_second(SecondTraining.saved)),
             ("norms in 16 bits", self._norms),
+            ("gates in 16 bits", self._gates),
+            ("head in 16 bits", self._head),
+            ("training in bf16", self._autocast),
             ("packed rows = separate rows", self._packed),
             ("padded rows = unpadded rows", self._padded),
             ("padding on the left", self._padded_left),
@@ -196,28 +197,19 @@ class Checks:
         special, every = len(self.bench.tokenizer.all_special_ids), len(self.bench.tokenizer)
         return torch.randint(special, every, (rows, length), generator=torch.Generator().manual_seed(0))
 
+    # In 16 bits
+
     def _norms(self) -> Check:
-        trainer, found = self.ours.trainer, {}
-        report = trainer.liger_report
-        swapped = {} if report is None else report["rms_norm"].swapped | report["layer_norm"].swapped
-        for name in swapped:
-            ours = copy.deepcopy(trainer.model.get_submodule(name)).bfloat16()
-            if getattr(ours, "weight", None) is None:
-                continue
-            x = torch.randn(256, ours.weight.shape[-1], generator=torch.Generator().manual_seed(0))
-            x = x.to(ours.weight.device, torch.bfloat16)
-            with torch.no_grad():
-                try:
-                    got = ours(x)
-                except TypeError:  # one with a gate
-                    continue
-                remove_liger(ours)
-                found[name] = float((got != ours(x)).float().mean())
-        if not found:
-            return Check("none was swapped")
-        where = max(found, key=lambda name: found[name])
-        words = f"share of elements that round otherwise, most in {where}"
-        return Check(words, found[where], OTHERWISE_ROUNDED)
+        return sixteen_bits.norms(self.ours.trainer)
+
+    def _gates(self) -> Check:
+        return sixteen_bits.gates(self.ours.trainer)
+
+    def _head(self) -> Check:
+        return sixteen_bits.head(self.ours.trainer.model, self._ids(2, 40).to(self.ours.trainer.args.device))
+
+    def _autocast(self) -> Check:
+        return in_bf16(self.bench, self.kind, self.stock.gradients[0], self.noise)
 
     # The same rows in other batches
 
@@ -252,6 +244,8 @@ class Checks:
         return worst(steps_of(ours), steps_of(stock), self.noise)
 
     def _dropout(self) -> Check:
+        if self.setup.is_medusa and self.ours.trainer.args.medusa_stage == 1:
+            return Check("the model is frozen, and runs without dropout")
         if not self.bench.dropouts() and self.setup.peft_config is None:
             return Check("nothing in the model drops out")
         options: dict[str, Any] = {"dropout": 0.2, "max_steps": 1}

@@ -2,13 +2,14 @@
 
 import copy
 import dataclasses
+import importlib
 import io
 import logging
 import os
 import types
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stderr
+from contextlib import ExitStack, contextmanager, redirect_stderr
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -27,7 +28,7 @@ from liger_trainer.trainers.base import stock_class
 from liger_trainer.verify.medusa import PlainMedusaTrainer
 from liger_trainer.verify.observed import KeepGradients, Recorder, Tensors, copies, optimizer_states
 from liger_trainer.verify.small import chance, long_rows, small_rows, small_tokenizer, write_model
-from liger_triton import _chunks, linear_heads_kl
+from liger_triton import _chunks
 
 HEAD = "fused_linear_cross_entropy"
 MAX_LENGTH = 256  # tokens, which are bytes here
@@ -244,7 +245,9 @@ def in_chunks() -> Iterator[None]:
     def small(*args: Any, **kwargs: Any) -> int:
         return min(CHUNK_ROWS, stock(*args, **kwargs))
 
-    with mock.patch.object(_chunks, "chunk_size", small), mock.patch.object(linear_heads_kl, "chunk_size", small):
+    with ExitStack() as stack:
+        for module in (_chunks, importlib.import_module("liger_triton.linear_heads_kl")):  # a function has its name
+            stack.enter_context(mock.patch.object(module, "chunk_size", small))
         yield
 
 

@@ -8,15 +8,19 @@ gradient compares bit for bit. Adam's first steps take the sign of a gradient, e
 
 import json
 import os
+import statistics
 from typing import Any
 
 import torch
 
-from liger_trainer.verify.figures import RTOL, Check, equal, errors, worst, worst_number
+from liger_trainer.verify.figures import Check, equal, errors, number_errors, worst, worst_number
+from liger_trainer.verify.medusa import PlainMedusaTrainer
 from liger_trainer.verify.observed import Recorder, Tensors, differences, saved_tensors
-from liger_trainer.verify.runs import LONG, OPTIMIZERS, Bench, Run
+from liger_trainer.verify.runs import LONG, OPTIMIZERS, Bench, Run, in_chunks
 
 EXACT = 1e-6  # of the norm of a tensor: one formula in two kernels of PyTorch, such as Adam's fused one
+LOSS_IN_BF16 = 2e-2  # by which losses may differ from stock's
+TIMES_STOCK_IN_BF16, LEAST_IN_BF16 = 2.0, 5e-3  # how far from fp32's gradients, by stock's own distance
 _TRAINED, _EVALUATED = 5, 3  # rows: two micro-batches and one of a single row, in windows of two
 _OF_VERSION = ("transformers_version", "_name_or_path", "torch_dtype")
 
@@ -75,8 +79,7 @@ class SecondTraining:
         """Compare batches, random numbers, and what a callback sees."""
         ours, stock = _seen(self.ours), _seen(self.stock)
         other = differences(ours.batches, stock.batches) + differences(ours.around, stock.around)
-        if ours.calls != stock.calls:
-            other.append(f"the model is called with {sorted(ours.calls)}, and not {sorted(stock.calls)}")
+        other += _calls(self.ours, self.stock)
         return equal(other, f"{len(ours.batches)} micro-batches, random numbers, state and modes")
 
     def evaluation(self) -> Check:
@@ -109,6 +112,38 @@ class SecondTraining:
         found = exact([ours], [stock])
         found.detail = f"{len(files)} files, {found.detail}"
         return found
+
+
+def in_bf16(bench: Bench, kind: str, exact_gradients: Tensors, noise: dict[str, float]) -> Check:
+    """One step and one evaluation under autocast to bf16: ours is as near to the gradients of fp32 as stock is."""
+    evaluated = bench.rows.select(range(min(2, len(bench.rows))))
+    options: dict[str, Any] = {
+        "max_steps": 1, "bf16": True, "eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 2,
+        "given": {"eval_dataset": evaluated},
+    }  # fmt: skip
+    with in_chunks():
+        ours = bench.run("ours", seen=Recorder(), **options)
+    stock = bench.run(kind, seen=Recorder(), **options)
+    if other := _calls(ours, stock) + [f"an evaluation changes {name}" for name in sorted(_seen(ours).changed)]:
+        return equal(other, "")
+    names = ("loss", "eval_loss")
+    logs = [[{n: log[n] for n in names if n in log} for log in run.trainer.state.log_history] for run in (ours, stock)]
+    losses = max(number_errors(*logs).values(), default=0.0)
+    if losses > LOSS_IN_BF16:
+        return Check(f"losses are {logs[0]}, and not {logs[1]}", losses, LOSS_IN_BF16)
+    mine, theirs = (errors(run.gradients[0], exact_gradients) for run in (ours, stock))
+    found = {name: mine[name] / max(theirs[name], LEAST_IN_BF16, 20 * noise.get(name, 0.0)) for name in mine}
+    name = max(found, key=lambda name: found[name])
+    words = f"times the error of stock in bf16, most in {name}, in the middle {statistics.median(found.values()):.2f}"
+    return Check(words, found[name], TIMES_STOCK_IN_BF16)
+
+
+def _calls(ours: Run, stock: Run) -> list[str]:
+    """Compare in which states the model was called."""
+    one, other = _seen(ours).calls, _seen(stock).calls
+    if isinstance(stock.trainer, PlainMedusaTrainer):  # it calls the frozen model as the heads' part of it needs
+        one, other = ({(autocast,) for *_, autocast in calls} for calls in (one, other))
+    return [] if one == other else [f"the model is called with {sorted(one)}, and not {sorted(other)}"]
 
 
 def exact(got: list[Tensors], want: list[Tensors]) -> Check:
