@@ -11,6 +11,7 @@ from liger_trainer.verify.runs import Run
 
 RTOL = 1e-4  # of the norm of a tensor, in fp32
 SMALL = 1e-3  # of the largest norm: what is smaller is measured by this, as the bias of keys, whose gradient is zero
+LEAST_NUMBER = 1e-2  # what is smaller in a log is measured by this, as a loss whose advantages add up to 0
 OF_GROUP = 1e-2  # of the largest number of a group in a log
 EPS = torch.finfo(torch.float32).eps / 4  # by which storing a number in fp32 moves it, on average
 TIMES_NOISE, MOST = 20, 1e-2  # as many times what another order of sums changes, and never more than this
@@ -116,7 +117,7 @@ def number_errors(got: list[dict[str, Any]], want: list[dict[str, Any]]) -> dict
     found: dict[str, float] = {}
     for one, other in pairs:
         for name in one.keys() | other.keys():
-            scale = max(largest.get(name, 0.0), OF_GROUP * largest.get(_group(name), 0.0), 1e-6)
+            scale = max(largest.get(name, 0.0), OF_GROUP * largest.get(_group(name), 0.0), LEAST_NUMBER)
             a, b = one.get(name), other.get(name)
             if a is None or b is None:
                 error = math.inf

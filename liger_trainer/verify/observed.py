@@ -5,7 +5,7 @@ import hashlib
 import os
 import pickle
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy
@@ -28,7 +28,7 @@ def copies(model: nn.Module, buffers: bool = False) -> Tensors:
 
 
 def optimizer_states(optimizer: Any, model: nn.Module) -> Tensors:
-    """Copy the optimizer's state, under the name of the parameter and that of the state: `"lm_head.weight, exp_avg"`."""
+    """Copy the optimizer's state, each under two names, as `"lm_head.weight, exp_avg"`."""
     names = {id(p): name for name, p in model.named_parameters()}
     found = {}
     for parameter, state in optimizer.state.items():
@@ -152,7 +152,9 @@ class Recorder(KeepGradients):
 
     def _called(self, module: nn.Module, args: tuple) -> None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        autocast = f"autocast to {torch.get_autocast_dtype(device)}" if torch.is_autocast_enabled(device) else "no autocast"
+        autocast = (
+            f"autocast to {torch.get_autocast_dtype(device)}" if torch.is_autocast_enabled(device) else "no autocast"
+        )
         mode = "training" if module.training else "evaluation"
         self.calls.add((mode, "gradients" if torch.is_grad_enabled() else "no gradients", autocast))
 
@@ -175,21 +177,25 @@ class Recorder(KeepGradients):
         after = copies(model, buffers=True) | optimizer_states(optimizer, model)
         before = self.weights[-1] | self.states[-1]
         self.changed |= {name for name in before.keys() | after.keys() if not _same(before.get(name), after.get(name))}
-        self.changed |= {f"gradient of {name}" for name, p in model.named_parameters() if p.grad is not None and p.grad.any()}
+        self.changed |= {
+            f"gradient of {name}" for name, p in model.named_parameters() if p.grad is not None and p.grad.any()
+        }
         now = surroundings(model, state, control)
         trains, shared = "parameters that require gradients", "names of one tensor"
         self.changed |= {what for what in (trains, shared) if now[what] != self.around[-1][what]}
         self.around.append(now)
 
 
-def _same(one: Any, other: Any) -> bool:
+def _same(one: Any, other: Any, rtol: float = 0.0) -> bool:
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
+        if (one.dtype, one.shape) != (other.dtype, other.shape) or not rtol:
+            return one.dtype == other.dtype and torch.equal(one, other)
+        return torch.allclose(one.double(), other.double(), rtol, 0.0, equal_nan=True)
     return bool(one == other) if type(one) is type(other) else False
 
 
 def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         for key, part in value.items():
             yield from _leaves(f"{name}.{key}" if name else str(key), part)
     elif isinstance(value, list | tuple) and not all(_is_plain(part) for part in value):
@@ -199,12 +205,15 @@ def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield name, value
 
 
-def differences(got: list[dict[str, Any]], want: list[dict[str, Any]]) -> list[str]:
-    """Name what differs between two lists of named values that should be equal, each once, with the first place."""
+def differences(got: list[dict[str, Any]], want: list[dict[str, Any]], rtol: float = 0.0) -> list[str]:
+    """Name what differs between two lists of named values that should be equal, each once, with the first place.
+
+    Numbers in tensors may differ by `rtol` of each.
+    """
     found = {} if len(got) == len(want) else {"": f"{len(got)} in place of {len(want)}"}
     for place, (one, other) in enumerate(zip(got, want, strict=False), 1):
         for name in sorted(one.keys() | other.keys()):
-            if not _same(one.get(name), other.get(name)):
+            if not _same(one.get(name), other.get(name), rtol):
                 found.setdefault(name, f"{name} (first in {place}: {_short(one, name)}, and not {_short(other, name)})")
     return list(found.values())
 
@@ -217,9 +226,11 @@ def _short(values: dict[str, Any], name: str) -> str:
 def saved_tensors(save: Callable[[str], None], folder: str) -> tuple[Tensors, list[str]]:
     """Call `save` for an empty `folder`. Return the tensors in its safetensors files, and the names of all files."""
     save(folder)
-    files = sorted(os.path.relpath(os.path.join(at, name), folder) for at, _, names in os.walk(folder) for name in names)
+    files = sorted(
+        os.path.relpath(os.path.join(at, name), folder) for at, _, names in os.walk(folder) for name in names
+    )
     tensors: Tensors = {}
     for name in files:
         if name.endswith(".safetensors"):
             tensors |= load_file(os.path.join(folder, name))
-    return tensors, files
+    return tensors, sorted(files)

@@ -88,11 +88,6 @@ class Setup:
         return self.stock.__name__ in ("GRPOTrainer", "RLOOTrainer", "DistillationTrainer")
 
     @property
-    def is_random(self) -> bool:
-        """Return whether the adapter drops out activations."""
-        return any(getattr(self.peft_config, name) for name in _dropouts(self.peft_config))
-
-    @property
     def packs(self) -> bool:
         return bool(self.options.get("packing") or self.options.get("padding_free"))
 
@@ -142,8 +137,7 @@ class Bench:
         return model
 
     def _adapter(self, dropout: float = 0.0) -> Any:
-        """The setup's adapter, with `dropout` for its own: masks are drawn for the batch that there is, which is another
-        without padding."""
+        """The setup's adapter with `dropout` for its own, whose masks would depend on whether padding is computed."""
         adapter = copy.deepcopy(self.setup.peft_config)
         for name in _dropouts(adapter):
             setattr(adapter, name, dropout)

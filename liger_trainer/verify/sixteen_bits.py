@@ -2,7 +2,6 @@
 
 import copy
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -102,7 +101,9 @@ def _loss_and_gradients(
     if keep is not None:
         keep.append(entered[0].detach())
     found = {"loss": loss.detach().double(), "gradient of the weight": layer.weight.grad.double()}
-    found |= {"gradient of the input": x.grad.double() for x in entered if x.grad is not None}
+    for states in entered:  # a fused head is called a second time, with its parameters there
+        if states.grad is not None:
+            found["gradient of the input"] = states.grad.double()
     return found
 
 
