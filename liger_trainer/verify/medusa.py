@@ -51,6 +51,17 @@ class PlainMedusaTrainer(LigerMedusaTrainer):
         self._count("train" if training else "eval", torch.tensor(seen).T, inputs)
         return (loss, own) if return_outputs else loss
 
+    def _mean_metrics(self, mode: str) -> dict[str, float]:
+        """Losses and accuracies of the heads, over all of their targets since the last log."""
+        tokens = int(self._tokens.pop(mode))
+        self._total_train_tokens += tokens if mode == "train" else 0
+        metrics: dict[str, float] = {"num_tokens": self._total_train_tokens}
+        joint = self.args.medusa_stage == 2
+        for k, (loss, right, targets) in enumerate(self._sums.pop(mode).T.tolist(), 0 if joint else 1):
+            metrics[f"medusa_head{k}_loss" if k else "lm_loss"] = loss / max(targets, 1)
+            metrics[f"medusa_head{k}_accuracy" if k else "mean_token_accuracy"] = right / max(targets, 1)
+        return metrics
+
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         """The groups of transformers, each cut in two: the heads have a multiple of the learning rate."""
         if self.optimizer is not None:

@@ -12,6 +12,12 @@ from liger_trainer.errors import RecipeError
 from liger_trainer.patching.small_model import drawn, small_config
 
 POSITIONS = 512
+_WIDTH, _HEAD_DIM = 64, 16  # as in `small_config`
+_FURTHER_SIZES = {
+    "num_kv_heads": 4, "ffn_hidden_size": 48, "expert_ffn_hidden_size": 24, "zero_expert_num": 2, "dim_ff": 48,
+    "lru_width": _WIDTH, "mamba_d_head": _HEAD_DIM, "decoder_ffn_dim": 48, "encoder_ffn_dim": 48,
+    "decoder_attention_heads": 4, "encoder_attention_heads": 4,
+}  # fmt: skip
 _LEAST_EPSILON = 1e-3  # next to a variance near 1, a wrong 1e-6 would hide in the rounding
 _SPECIAL = ("<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>")
 _NAMES = ("role", "from", "name", "type", "id")  # of messages and tools: not text that may be longer
@@ -54,8 +60,10 @@ def write_model(config: Any, vocab: int, seed: int, folder: str) -> None:
     try:
         sizes = dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), vocab)
         sizes |= dict.fromkeys(("max_position_embeddings", "n_positions"), POSITIONS)
-        small = small_config(text, **sizes)
+        small = small_config(text, **(sizes | _further_sizes(text)))
         small.architectures = None
+        if isinstance(getattr(text, "attention_layers", None), list):  # of gpt_neo, one for each layer
+            small.attention_types, small.attention_layers = [[["global", "local"], 1]], ["global", "local"]
         for name, value in small.to_dict().items():
             if isinstance(value, float) and name.endswith(("eps", "epsilon")):
                 setattr(small, name, max(value, _LEAST_EPSILON))
@@ -67,6 +75,19 @@ def write_model(config: Any, vocab: int, seed: int, folder: str) -> None:
             f"model_name_or_path has the model type {text.model_type!r}, of which liger-trainer verify cannot make a "
             f"small copy: {type(error).__name__}: {error}"
         ) from error
+
+
+def _further_sizes(config: Any) -> dict[str, int]:
+    """Sizes that not all decoders have, or that follow from others."""
+    known = config.to_dict()
+    sizes = dict(_FURTHER_SIZES)
+    if known.get("num_experts_per_tok") == 1:
+        sizes["num_experts_per_tok"] = 1
+    if "expand" in known and "num_heads" in known:  # heads and their widths make up the inner width of a Mamba
+        sizes["num_heads"] = known["expand"] * _WIDTH // _HEAD_DIM
+    if "mamba_expand" in known:
+        sizes["mamba_n_heads"] = known["mamba_expand"] * _WIDTH // _HEAD_DIM
+    return sizes
 
 
 def small_rows(rows: list[dict[str, Any]], tokens: range) -> list[dict[str, Any]]:
