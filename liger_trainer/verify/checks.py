@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from transformers import AutoModelForCausalLM
 
 from liger_trainer.errors import RecipeError
 from liger_trainer.verify import sixteen_bits
@@ -24,7 +25,7 @@ from liger_trainer.verify.figures import (
     worst,
     worst_number,
 )
-from liger_trainer.verify.observed import differences, numbers
+from liger_trainer.verify.observed import copies, differences, numbers
 from liger_trainer.verify.runs import Bench, OtherOrder, Run, in_chunks
 from liger_trainer.verify.second import SecondTraining, in_bf16
 
@@ -221,7 +222,7 @@ class Checks:
         return sixteen_bits.gates(self.ours.trainer)
 
     def _head(self) -> Check:
-        return sixteen_bits.head(self.ours.trainer.model, self._ids(2, 40).to(self.ours.trainer.args.device))
+        return sixteen_bits.head(self.ours.trainer.model, self._ids(4, 120).to(self.ours.trainer.args.device))
 
     def _autocast(self) -> Check:
         return in_bf16(self.bench, self.kind, self.stock.gradients[0], self.noise)
@@ -305,6 +306,8 @@ class Checks:
     # What else a training stands on
 
     def _reference(self) -> Check:
+        if changed := self._changed_models():
+            return equal(changed, "")
         if self.setup.stock.__name__ not in ("DPOTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer"):
             return Check("the loss has none")
         if self.setup.writes and not self.ours.trainer.args.beta:
@@ -312,6 +315,19 @@ class Checks:
         apart, same = (_distance(run) for run in (self.ours, self.bench.run("ours", disturbed=False, max_steps=1)))
         words = f"rewards or KL are {apart:.1e} for a policy apart from it, and {same:.1e} for the same weights"
         return Check(words, same / apart if apart else math.inf, UNMOVED)
+
+    def _changed_models(self) -> list[str]:
+        """Name the weights of a reference or a teacher that the training has changed."""
+        trainer, changed = self.ours.trainer, []
+        for attribute, path in (("ref_model", self.bench.path), ("teacher_model", self.bench.teacher)):
+            model = getattr(trainer, attribute, None)
+            if not isinstance(model, torch.nn.Module) or getattr(trainer.args, "sync_ref_model", False):
+                continue
+            before = dict(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).named_parameters())
+            for name, value in copies(model).items():
+                if name in before and not torch.equal(value, before[name]):
+                    changed.append(f"the training changes {name} of {attribute}")
+        return changed
 
     def _merged(self) -> Check:
         if self.setup.peft_config is None:

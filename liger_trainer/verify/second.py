@@ -87,7 +87,12 @@ class SecondTraining:
     def evaluation(self) -> Check:
         ours, stock = self._records(self.ours, "eval_loss"), self._records(self.stock, "eval_loss")
         noise = self.noise | {f"eval_{name}": size for name, size in self.noise.items()}
-        return worst_number(ours, stock, noise)
+        found = worst_number(ours, stock, noise)
+        if found.verdict == "FAILED" or self.bench.setup.stock.__name__ not in ("Trainer", "SFTTrainer"):
+            return found
+        logits = worst([_predicted(self.ours)], [_predicted(self.stock)], {})
+        logits.detail = f"{found.detail}; predicted logits"
+        return logits if logits.verdict == "FAILED" else found
 
     def nothing_changed(self) -> Check:
         changed = sorted(_seen(self.ours).changed - _seen(self.stock).changed)
@@ -167,6 +172,14 @@ def exact(got: list[Tensors], want: list[Tensors]) -> Check:
         return Check("bit for bit", 0.0, EXACT)
     worst_of_all = max(found, key=lambda name: found[name])
     return Check(f"most in {worst_of_all}", found[worst_of_all], EXACT)
+
+
+def _predicted(run: Run) -> Tensors:
+    """The logits that `predict` returns for the rows of the evaluation, where there is a label for them."""
+    found = run.trainer.predict(run.trainer.eval_dataset)
+    logits = found.predictions[0] if isinstance(found.predictions, tuple) else found.predictions
+    logits, labels = torch.as_tensor(logits), torch.as_tensor(found.label_ids)
+    return {"logits": logits[:, :-1][labels[:, 1:] != -100]}
 
 
 def _seen(run: Run) -> Recorder:
