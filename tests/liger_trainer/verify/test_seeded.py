@@ -221,10 +221,11 @@ def first_chunk_alone(stock, self, dl, x):
         stock(self, dl, x)
 
 
-def margins_of_the_other_sign(stock, self, logs, *args, **kwargs):
+def margins_of_the_other_sign(stock, self, *args, **kwargs):
     for values in self._metrics.values():
-        values["rewards/margins"] = [-value for value in values["rewards/margins"]]
-    stock(self, logs, *args, **kwargs)
+        if "rewards/margins" in values:
+            values["rewards/margins"] = [-value for value in values["rewards/margins"]]
+    stock(self, *args, **kwargs)
 
 
 def accuracy_a_little_off(stock, self, mode):
@@ -302,26 +303,14 @@ def full_windows(stock, self, model, inputs, return_outputs=False, num_items_in_
     return loss * self.current_gradient_accumulation_steps / self.args.gradient_accumulation_steps
 
 
-def one_order_for_all_epochs(patch):
-    stock = LigerSFTTrainer.get_train_dataloader
+class OneOrder(torch.utils.data.RandomSampler):
+    def __iter__(self):
+        order = torch.randperm(len(self.data_source), generator=torch.Generator().manual_seed(0))
+        return iter(order.tolist())
 
-    def loader(self):
-        found = stock(self)
-        found.set_epoch = lambda epoch: None
-        seed = torch.initial_seed()
-        iterate = type(found).__iter__
 
-        class Same(type(found)):
-            def __iter__(self):
-                torch.manual_seed(seed)
-                if getattr(self.sampler, "generator", None) is not None:
-                    self.sampler.generator.manual_seed(seed)
-                return iterate(self)
-
-        found.__class__ = Same
-        return found
-
-    patch.setattr(LigerSFTTrainer, "get_train_dataloader", loader)
+def one_order_for_all_epochs(stock, self, dataset=None):
+    return OneOrder(self.train_dataset)
 
 
 def random_numbers_are_drawn(stock, self, *args, **kwargs):
@@ -350,12 +339,13 @@ def saved_in_16_bits(stock, self, output_dir=None, state_dict=None):
     return stock(self, output_dir, state_dict)
 
 
-def no_gradient_at_a_bound(stock, g, u, **options):
-    limit = options.get("limit")
-    if limit is not None:
-        g = torch.where(g == limit, g.detach(), g)
-        u = torch.where(u.abs() == limit, u.detach(), u)
-    return stock(g, u, **options)
+def half_a_derivative(patch):
+    stock = gates.GATES["silu"]
+
+    def faulty(g, u):
+        return u * (g * g.sigmoid().detach()) if g.dtype == torch.bfloat16 else stock(g, u)
+
+    patch.setitem(gates.GATES, "silu", faulty)
 
 
 EXPERTS = {"config": {"num_experts": 4}, "peft_config": lora("q_proj", target_parameters=["experts.gate_up_proj"])}
@@ -477,8 +467,9 @@ SEEDS = {
     "there is no warmup": (
         of_a_trainer(LigerSFTTrainer, "create_scheduler", no_warmup), ("SFT",), {}, {ADAM_LOGS, ADAM_WEIGHTS}),
     "a window that is cut short counts as a full one": (
-        of_a_trainer(LigerSFTTrainer, "compute_loss", full_windows), ("SFT",), {}, {ADAM_LOGS, ADAM_GRADIENTS}),
-    "the second epoch has the order of the first": (one_order_for_all_epochs, ("SFT",), {}, {SEEN}),
+        of_a_trainer(LigerSFTTrainer, "compute_loss", full_windows), ("SFT",), {}, {ADAM_LOGS}),
+    "the second epoch has the order of the first": (
+        of_a_trainer(LigerSFTTrainer, "_get_train_sampler", one_order_for_all_epochs), ("SFT",), {}, {SEEN}),
     "a step draws a random number": (
         of_a_trainer(LigerSFTTrainer, "compute_loss", random_numbers_are_drawn), ("SFT",), {}, {SEEN}),
     "dropout is drawn again in the recomputation": (dropped_anew, ("SFT",), {}, {DROPOUT}),
@@ -487,8 +478,7 @@ SEEDS = {
         {TRAINS, SEEN}),
     "the model is saved in 16 bits": (
         of_a_trainer(LigerSFTTrainer, "_save", saved_in_16_bits), ("SFT",), {}, {SAVED}),
-    "a clamped gate has no gradient at its bounds": (
-        once_built(gates, "swiglu", no_gradient_at_a_bound), ("SFT", "gpt_oss"), {}, {GATES}),
+    "a gate in 16 bits has half of its derivative": (half_a_derivative, ("SFT",), {}, {GATES, BF16}),
     "the head's gradient is summed in 16 bits": (
         lambda patch: patch.setattr(_chunks, "sum_dtype", lambda like, lean: like.dtype), ("SFT",), {}, {HEAD}),
 }  # fmt: skip
