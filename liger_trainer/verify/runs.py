@@ -34,7 +34,7 @@ HEAD = "fused_linear_cross_entropy"
 MAX_LENGTH = 256  # tokens, which are bytes here
 LONG = 384  # tokens of a long row: more than 256, so that blocks of 128 and 256 have a second one
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adafactor", "rmsprop", "adagrad")  # that PyTorch alone runs
-CHUNK_ROWS = 24  # of logits, where a head is cut into chunks
+CHUNK_ROWS = 8  # of logits, where a head is cut into chunks
 
 # Options that have a value of their own in every run, whatever the recipe says.
 _OWN = {

@@ -14,7 +14,7 @@ from liger_trainer.patching.small_model import drawn, small_config
 POSITIONS = 512
 _WIDTH, _HEAD_DIM = 64, 16  # as in `small_config`
 _FURTHER_SIZES = {
-    "num_kv_heads": 4, "ffn_hidden_size": 48, "expert_ffn_hidden_size": 24, "zero_expert_num": 2, "dim_ff": 48,
+    "num_kv_heads": 4, "ffn_hidden_size": 48, "dim_ff": 48,
     "lru_width": _WIDTH, "mamba_d_head": _HEAD_DIM, "decoder_ffn_dim": 48, "encoder_ffn_dim": 48,
     "decoder_attention_heads": 4, "encoder_attention_heads": 4,
 }  # fmt: skip

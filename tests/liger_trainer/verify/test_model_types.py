@@ -9,7 +9,7 @@ MODEL_TYPES = {
     "gemma3_text": {}, "gemma4_text": {}, "glm": {}, "glm4": {}, "glm4_moe": {}, "gpt2": {}, "gpt_neo": {},
     "gpt_neox": {}, "gpt_oss": {}, "gptj": {}, "granite": {}, "granitemoe": {}, "granitemoehybrid": {}, "helium": {},
     "hunyuan_v1_dense": {"head_dim": 128, "num_key_value_heads": 8}, "jamba": {}, "lfm2": {}, "llama": {},
-    "longcat_flash": {}, "mamba2": {}, "minicpm3": {}, "minimax": {}, "mistral": {}, "mixtral": {}, "mpt": {},
+    "mamba2": {}, "minicpm3": {}, "minimax": {}, "mistral": {}, "mixtral": {}, "mpt": {},
     "nanochat": {}, "nemotron": {"num_key_value_heads": 8}, "olmo": {}, "olmo2": {}, "olmo3": {}, "olmoe": {},
     "opt": {}, "phi": {}, "phi3": {}, "phimoe": {}, "qwen2": {}, "qwen2_moe": {}, "qwen3": {}, "qwen3_moe": {},
     "qwen3_next": {}, "recurrent_gemma": {}, "seed_oss": {}, "smollm3": {}, "stablelm": {}, "starcoder2": {},
