@@ -222,7 +222,7 @@ class Checks:
         return sixteen_bits.gates(self.ours.trainer)
 
     def _head(self) -> Check:
-        return sixteen_bits.head(self.ours.trainer.model, self._ids(4, 120).to(self.ours.trainer.args.device))
+        return sixteen_bits.head(self.bench.model(), self._ids(4, 120))
 
     def _autocast(self) -> Check:
         return in_bf16(self.bench, self.kind, self.stock.gradients[0], self.noise)

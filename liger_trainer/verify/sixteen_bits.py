@@ -65,10 +65,8 @@ def gates(trainer: Any) -> Check:
 
 def head(model: nn.Module, ids: torch.Tensor) -> Check:
     """Compare the loss and the gradients of the head's weight and input, in several chunks, with labels `ids`."""
-    bare = copy.deepcopy(model)
-    remove_liger(bare)
-    bare = bare.bfloat16().train()  # in evaluation logits are built
-    stock, ours, exact = bare, copy.deepcopy(bare), copy.deepcopy(bare).float()
+    stock = model.bfloat16().train()  # in evaluation logits are built
+    ours, exact = copy.deepcopy(stock), copy.deepcopy(stock).float()
     report = apply_liger(ours, {name: name == HEAD for name in OPERATIONS})
     if not report[HEAD].swapped:
         return Check("the head is not fused")

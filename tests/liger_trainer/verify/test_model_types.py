@@ -12,7 +12,7 @@ MODEL_TYPES = {
     "mamba2": {}, "minicpm3": {}, "minimax": {}, "mistral": {}, "mixtral": {}, "mpt": {},
     "nanochat": {}, "nemotron": {"num_key_value_heads": 8}, "olmo": {}, "olmo2": {}, "olmo3": {}, "olmoe": {},
     "opt": {}, "phi": {}, "phi3": {}, "phimoe": {}, "qwen2": {}, "qwen2_moe": {}, "qwen3": {}, "qwen3_moe": {},
-    "qwen3_next": {}, "recurrent_gemma": {}, "seed_oss": {}, "smollm3": {}, "stablelm": {}, "starcoder2": {},
+    "qwen3_next": {}, "seed_oss": {}, "smollm3": {}, "stablelm": {}, "starcoder2": {},
     "vaultgemma": {}, "zaya": {},
 }  # fmt: skip
 CAPPED = ("gemma2", "vaultgemma")

@@ -303,7 +303,7 @@ def full_windows(stock, self, model, inputs, return_outputs=False, num_items_in_
     return loss * self.current_gradient_accumulation_steps / self.args.gradient_accumulation_steps
 
 
-class OneOrder(torch.utils.data.RandomSampler):
+class OneOrder(torch.utils.data.SequentialSampler):
     def __iter__(self):
         order = torch.randperm(len(self.data_source), generator=torch.Generator().manual_seed(0))
         return iter(order.tolist())
@@ -339,13 +339,9 @@ def saved_in_16_bits(stock, self, output_dir=None, state_dict=None):
     return stock(self, output_dir, state_dict)
 
 
-def half_a_derivative(patch):
-    stock = gates.GATES["silu"]
-
-    def faulty(g, u):
-        return u * (g * g.sigmoid().detach()) if g.dtype == torch.bfloat16 else stock(g, u)
-
-    patch.setitem(gates.GATES, "silu", faulty)
+def half_a_derivative(stock, self, module):
+    gate = stock(self, module)
+    return lambda g, u: u * (g * g.sigmoid().detach()) if g.dtype == torch.bfloat16 else gate(g, u)
 
 
 EXPERTS = {"config": {"num_experts": 4}, "peft_config": lora("q_proj", target_parameters=["experts.gate_up_proj"])}
@@ -478,7 +474,8 @@ SEEDS = {
         {TRAINS, SEEN}),
     "the model is saved in 16 bits": (
         of_a_trainer(LigerSFTTrainer, "_save", saved_in_16_bits), ("SFT",), {}, {SAVED}),
-    "a gate in 16 bits has half of its derivative": (half_a_derivative, ("SFT",), {}, {GATES, BF16}),
+    "a gate in 16 bits has half of its derivative": (
+        once_built(gates.Gate, "function", half_a_derivative), ("SFT",), {}, {GATES, BF16}),
     "the head's gradient is summed in 16 bits": (
         lambda patch: patch.setattr(_chunks, "sum_dtype", lambda like, lean: like.dtype), ("SFT",), {}, {HEAD}),
 }  # fmt: skip
