@@ -341,7 +341,11 @@ def saved_in_16_bits(stock, self, output_dir=None, state_dict=None):
 
 def half_a_derivative(stock, self, module):
     gate = stock(self, module)
-    return lambda g, u: u * (g * g.sigmoid().detach()) if g.dtype == torch.bfloat16 else gate(g, u)
+
+    def faulty(g, u, **options):
+        return u * (g * g.sigmoid().detach()) if g.dtype == torch.bfloat16 else gate(g, u, **options)
+
+    return faulty
 
 
 EXPERTS = {"config": {"num_experts": 4}, "peft_config": lora("q_proj", target_parameters=["experts.gate_up_proj"])}
