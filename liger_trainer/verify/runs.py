@@ -143,6 +143,10 @@ class Bench:
             setattr(adapter, name, dropout)
         return adapter
 
+    def draws(self) -> bool:
+        """Return whether the model's routers draw random numbers, even where they have no effect."""
+        return any("jitter" in name for name in AutoConfig.from_pretrained(self.path).to_dict())
+
     def dropouts(self) -> dict[str, float]:
         """The fields of the model's config that drop out activations, each with a share that shows."""
         config = AutoConfig.from_pretrained(self.path).to_dict()
