@@ -22,9 +22,15 @@ _NEED_A_PACKAGE = {  # or a GPU: the recipe's key has this value before it is ch
     "load_in_4bit": "false", "load_in_8bit": "false", "use_vllm": "false", "fp8": "false", "optim": "adamw_torch",
 }  # fmt: skip
 _NOT_VERIFIED = (
-    "bf16", "fp16", *_NEED_A_PACKAGE, "optimizer_in_backward", "torch_compile", "accelerate_config", "fsdp",
-    "deepspeed", "lora_dropout", "reward_funcs", "mask_truncated_completions", "chat_template_path",
-    "medusa_init_heads_from", "neftune_noise_alpha",
+    "fp16", *_NEED_A_PACKAGE, "optim_args", "optim_target_modules", "optimizer_in_backward", "torch_compile", "tf32",
+    "accelerate_config", "accelerator_config", "parallelism_config", "fsdp", "deepspeed", "auto_find_batch_size",
+    "dataloader_drop_last", "lora_dropout", "reward_funcs", "reward_weights", "generation_batch_size",
+    "steps_per_generation", "mask_truncated_completions", "chat_template_path", "medusa_init_heads_from",
+    "neftune_noise_alpha", "load_best_model_at_end", "eval_packing", "eval_predictions",
+)  # fmt: skip
+_NEVER_VERIFIED = (
+    "kernels on a GPU", "several processes", "the model's own weights, tokenizer and chat template",
+    "batches, lengths and learning rates of the recipe's size", "generation by a server", "quantized weights",
 )  # fmt: skip
 _OF_LOADING = (
     "gguf_file", "revision", "dtype", "device_map", "quantization_config", "use_kernels", "trust_remote_code",
@@ -37,8 +43,9 @@ def add_verify_command(commands: Any) -> None:
         commands, "verify", _verify, _USAGE,
         "show that a recipe trains as the stock trainer does, on a small copy of its model; needs no GPU",
         "Train a small copy of a recipe's model for a few steps, with its trainer, adapter, options and "
-        "rows, and with the stock trainer, and compare: losses, gradients, what trains, packing, padding, batches, "
-        "reference, merging, resuming. Only the config of the model is read, so a folder with a config.json is enough. "
+        "rows, and with the stock trainer, and compare: losses, every logged number, gradients, weights, evaluation, "
+        "what trains, packing, padding, batches, bf16, reference, saving, merging, resuming. "
+        "Only the config of the model is read, so a folder with a config.json is enough. "
         "With --json, print JSON. The exit code is 1 if a check has failed.",
     )  # fmt: skip
 
@@ -49,7 +56,11 @@ def _verify(args: argparse.Namespace) -> int:
     as_json, start = len(words) < len(args.options), time.perf_counter()
     filed = load_yaml(find_recipe(args.recipe))
     print("building small copies of the model: the first line takes some seconds", file=sys.stderr, flush=True)
+    from liger_trainer.verify import HEADER, OPTIMIZERS, Check, quiet, verify
+
     for key, value in _NEED_A_PACKAGE.items():
+        if key == "optim" and filed.get(key) in OPTIMIZERS:
+            continue
         if filed.get(key) and f"--{key}" not in words:
             words += [f"--{key}", value]
 
@@ -57,12 +68,13 @@ def _verify(args: argparse.Namespace) -> int:
 
     if not torch.cuda.is_available():  # transformers would refuse bf16
         words += ["--use_cpu", "true"]
-    from liger_trainer.verify import HEADER, Check, quiet, verify
 
     with quiet(), own_environment():
         recipe = parse_recipe(args.recipe, words, _USAGE)
         setup = setup_of(recipe)
     left_out = [key for key in _NOT_VERIFIED if filed.get(key) or recipe.chosen.get(key)]
+    if filed.get("optim", recipe.chosen.get("optim")) in OPTIMIZERS:
+        left_out.remove("optim")
     heading = [HEADER]
 
     def tell(check: Check) -> None:
@@ -73,11 +85,13 @@ def _verify(args: argparse.Namespace) -> int:
     report = verify(setup, tell)
     seconds = time.perf_counter() - start
     if as_json:
-        print(json.dumps({"recipe": str(recipe.path), "seconds": seconds, "left_out": left_out} | report.to_dict()))
+        heads = {"recipe": str(recipe.path), "seconds": seconds, "left_out": left_out}
+        print(json.dumps(heads | {"always_left_out": _NEVER_VERIFIED} | report.to_dict()))
     else:
         print(f"\n{recipe.entry.trainer}, compared with {report.compared_with}\n{report.swapped}")
         if left_out:
-            print(f"left out, because everything here is small, fp32 and one process: {', '.join(left_out)}")
+            print(f"left out of this recipe: {', '.join(left_out)}")
+        print(f"left out of every recipe: {'; '.join(_NEVER_VERIFIED)}")
         print(f"{len(report.failed)} of {len(report.checks)} checks failed, {seconds:.0f} s")
     return 1 if report.failed else 0
 
@@ -94,9 +108,6 @@ def setup_of(recipe: Recipe) -> Any:
     init = {key: value for key, value in init.items() if key not in _OF_LOADING}
     if "flash" not in str(attention := init.pop("attn_implementation", recipe.model.attn_implementation)):
         init |= {} if attention is None else {"attn_implementation": attention}
-    adapter = trl.get_peft_config(recipe.model)
-    if adapter is not None:
-        adapter.lora_dropout = 0.0  # its masks are drawn for the batch that there is, which is another without padding
     teacher = getattr(training, "teacher_model_name_or_path", None)
     own = dict(getattr(training, "teacher_model_init_kwargs", None) or {})
     return Setup(
@@ -105,7 +116,7 @@ def setup_of(recipe: Recipe) -> Any:
         config=config,
         rows=_rows(recipe),
         options={key: value for key, value in recipe.chosen.items() if hasattr(training, key)},
-        peft_config=adapter,
+        peft_config=trl.get_peft_config(recipe.model),
         model_init=init,
         teacher=None if teacher is None else _config(teacher, "teacher_model_name_or_path", own),
         rewards=len(recipe.args.reward_funcs or ()),

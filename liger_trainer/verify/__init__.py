@@ -9,9 +9,9 @@ from unittest import mock
 from liger_trainer.lora import layers as lora
 from liger_trainer.verify.checks import Checks
 from liger_trainer.verify.figures import HEADER, Check
-from liger_trainer.verify.runs import Bench, Setup, quiet
+from liger_trainer.verify.runs import OPTIMIZERS, Bench, Setup, quiet
 
-__all__ = ["HEADER", "Check", "Report", "Setup", "quiet", "verify"]
+__all__ = ["HEADER", "OPTIMIZERS", "Check", "Report", "Setup", "quiet", "verify"]
 
 
 @dataclass

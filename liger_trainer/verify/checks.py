@@ -1,21 +1,34 @@
 """The checks, in the order of the table."""
 
-import copy
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections import UserDict
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from transformers import AutoModelForCausalLM
 
 from liger_trainer.errors import RecipeError
-from liger_trainer.patching import remove_liger
-from liger_trainer.verify.figures import EPS, RTOL, Check, errors, logged, steps_of, worst
-from liger_trainer.verify.runs import Bench, OtherOrder, Run
+from liger_trainer.verify import sixteen_bits
+from liger_trainer.verify.figures import (
+    EPS,
+    RTOL,
+    Check,
+    equal,
+    errors,
+    logged,
+    number_errors,
+    steps_of,
+    worst,
+    worst_number,
+)
+from liger_trainer.verify.observed import copies, differences, numbers
+from liger_trainer.verify.runs import Bench, OtherOrder, Run, in_chunks
+from liger_trainer.verify.second import SecondTraining, in_bf16
 
-OTHERWISE_ROUNDED = 1e-2  # of the elements of a norm in 16 bits; a cast in another place changes a quarter of them
 UNMOVED = 1e-3  # what a reward may be for a policy that is its reference, by that for another policy
 
 
@@ -29,6 +42,7 @@ class Checks:
 
     def __init__(self, bench: Bench) -> None:
         self.bench, self.setup = bench, bench.setup
+        self.second: SecondTraining | Exception | None = None
         self.kind, self.compared_with = "stock", self.setup.stock.__name__
         if self.setup.is_medusa:
             self.kind, self.compared_with = "plain", "a loss of Medusa heads that is written down from full logits"
@@ -44,9 +58,23 @@ class Checks:
             ("gradients", self._gradients),
             ("updates of weights", self._updates),
             ("what trains", self._what_trains),
+            ("every logged number", self._numbers),
+            ("head in chunks = in one", self._chunks),
+            ("Adam, 2 epochs: logs", self._of_second(SecondTraining.logs)),
+            ("Adam, 2 epochs: gradients", self._of_second(SecondTraining.gradients)),
+            ("Adam, 2 epochs: weights, states", self._of_second(SecondTraining.weights)),
+            ("Adam, 2 epochs: what is seen", self._of_second(SecondTraining.surroundings)),
+            ("evaluation", self._of_second(SecondTraining.evaluation)),
+            ("evaluation changes nothing", self._of_second(SecondTraining.nothing_changed)),
+            ("model as saved", self._of_second(SecondTraining.saved)),
             ("norms in 16 bits", self._norms),
+            ("gates in 16 bits", self._gates),
+            ("head in 16 bits", self._head),
+            ("training in bf16", self._autocast),
             ("packed rows = separate rows", self._packed),
             ("padded rows = unpadded rows", self._padded),
+            ("padding on the left", self._padded_left),
+            ("dropout drawn once", self._dropout),
             ("accumulation 1 x 4 = 4 x 1", self._accumulation),
             ("reference model", self._reference),
             ("adapter merged = applied", self._merged),
@@ -65,7 +93,8 @@ class Checks:
     # The same two steps, with the stock trainer and with ours
 
     def _losses(self) -> Check:
-        self.ours = self.bench.run("ours")
+        self.tokens: set[int] = set()
+        self.ours = self.bench.run("ours", collate=lambda collator: lambda rows: self._with_tokens(collator(rows)))
         if (report := self.ours.trainer.liger_report) is not None:
             self.swapped = report.one_line()
         try:
@@ -82,11 +111,20 @@ class Checks:
         for one, same in zip(steps_of(other), steps_of(self.stock), strict=True):
             for name, size in errors(one, same).items():
                 self.noise[name] = max(size, self.noise.get(name, 0.0))
+        self.noise |= {n: max(e, self.noise.get(n, 0.0)) for n, e in number_errors(other.logs, self.stock.logs).items()}
         self.noise_of_updates = errors(other.updates, self.stock.updates)
         found = worst(logged(self.ours), logged(self.stock), self.noise)
         ours, stock = (", then ".join(f"{log['loss']:.4f}" for log in run.logs) for run in (self.ours, self.stock))
         found.detail = ours if found.verdict == "ok" else f"{ours}, and not {stock}; {found.detail}"
         return found
+
+    def _with_tokens(self, batch: Any) -> Any:
+        """`batch`, of which the tokens are kept."""
+        if isinstance(batch, dict | UserDict):
+            for name, value in batch.items():
+                if name.endswith("input_ids"):
+                    self.tokens |= set(value.flatten().tolist())
+        return batch
 
     def _gradients(self) -> Check:
         found = worst(self.ours.gradients, self.stock.gradients, self.noise)
@@ -101,6 +139,30 @@ class Checks:
             lost = EPS * float(self.stock.after[name].norm()) / max(float(value.norm()), 1e-30)
             noise[name] = max(noise[name], lost)
         return worst([self.ours.updates], [updates], noise)
+
+    def _numbers(self) -> Check:
+        return worst_number(self.ours.logs, self.stock.logs, self.noise)
+
+    def _chunks(self) -> Check:
+        with in_chunks():
+            run = self.bench.run("ours")
+        return worst(steps_of(run), steps_of(self.stock), self.noise)
+
+    # A second training
+
+    def _of_second(self, check: Callable[[SecondTraining], Check]) -> Callable[[], Check]:
+        def made() -> Check:
+            if self.second is None:
+                try:
+                    self.second = SecondTraining(self.bench, self.kind, self.noise)
+                except Exception as error:  # told by the first of its checks, where it counts
+                    self.second = error
+                    raise
+            if isinstance(self.second, Exception):
+                return Check("there is no such training")
+            return check(self.second)
+
+        return made
 
     # Who trains
 
@@ -140,6 +202,9 @@ class Checks:
                 if "lora_" in name:
                     p.normal_(0, 0.1, generator=torch.Generator().manual_seed(0))
         ids = self._ids(8, 64)
+        if self.tokens:  # a row of the embeddings that no batch looks up has no gradient, and need not have one
+            seen = torch.tensor(sorted(self.tokens))
+            ids = seen[ids % len(seen)]
         model.train()(input_ids=ids, labels=ids, use_cache=False).loss.backward()
         should = {name: p for name, p in model.named_parameters() if p.requires_grad}
         return set(should), {n for n, p in should.items() if "lora_" in n or (p.grad is not None and p.grad.any())}
@@ -148,28 +213,19 @@ class Checks:
         special, every = len(self.bench.tokenizer.all_special_ids), len(self.bench.tokenizer)
         return torch.randint(special, every, (rows, length), generator=torch.Generator().manual_seed(0))
 
+    # In 16 bits
+
     def _norms(self) -> Check:
-        trainer, found = self.ours.trainer, {}
-        report = trainer.liger_report
-        swapped = {} if report is None else report["rms_norm"].swapped | report["layer_norm"].swapped
-        for name in swapped:
-            ours = copy.deepcopy(trainer.model.get_submodule(name)).bfloat16()
-            if getattr(ours, "weight", None) is None:
-                continue
-            x = torch.randn(256, ours.weight.shape[-1], generator=torch.Generator().manual_seed(0))
-            x = x.to(ours.weight.device, torch.bfloat16)
-            with torch.no_grad():
-                try:
-                    got = ours(x)
-                except TypeError:  # one with a gate
-                    continue
-                remove_liger(ours)
-                found[name] = float((got != ours(x)).float().mean())
-        if not found:
-            return Check("none was swapped")
-        where = max(found, key=lambda name: found[name])
-        words = f"share of elements that round otherwise, most in {where}"
-        return Check(words, found[where], OTHERWISE_ROUNDED)
+        return sixteen_bits.norms(self.ours.trainer)
+
+    def _gates(self) -> Check:
+        return sixteen_bits.gates(self.ours.trainer)
+
+    def _head(self) -> Check:
+        return sixteen_bits.head(self.bench.model(), self._ids(4, 120))
+
+    def _autocast(self) -> Check:
+        return in_bf16(self.bench, self.kind, self.stock.gradients[0], self.noise)
 
     # The same rows in other batches
 
@@ -184,12 +240,48 @@ class Checks:
 
     def _padded(self) -> Check:
         if self.setup.writes or self.setup.packs:
-            return Check(
-                "the trainer pads what it writes itself" if self.setup.writes else "packed rows have no padding"
-            )
+            words = "the trainer pads what it writes itself" if self.setup.writes else "packed rows have no padding"
+            return Check(words)
         pad = self.bench.tokenizer.pad_token_id
         padded = self.bench.run("ours", collate=lambda collator: lambda rows: _more_padding(collator(rows), pad))
         return worst(steps_of(padded), steps_of(self.ours), self.noise)
+
+    def _padded_left(self) -> Check:
+        if self.setup.writes or self.setup.packs:
+            words = "the trainer pads what it writes itself" if self.setup.writes else "packed rows have no padding"
+            return Check(words)
+        pad = self.bench.tokenizer.pad_token_id
+        ours, stock = (
+            self.bench.run(
+                kind, collate=lambda collator: lambda rows: _padding_around(collator(rows), pad), max_steps=1
+            )
+            for kind in ("ours", self.kind)
+        )
+        return worst(steps_of(ours), steps_of(stock), self.noise)
+
+    def _dropout(self) -> Check:
+        if self.setup.is_medusa and self.ours.trainer.args.medusa_stage == 1:
+            return Check("the model is frozen, and runs without dropout")
+        if not self.bench.dropouts() and self.setup.peft_config is None:
+            return Check("nothing in the model drops out")
+        options: dict[str, Any] = {"dropout": 0.2, "max_steps": 1}
+        try:
+            kept = self.bench.run("ours", **options, gradient_checkpointing=False)
+        except ValueError:
+            try:
+                self.bench.run(self.kind, **options, gradient_checkpointing=False)
+            except ValueError as error:
+                return Check(f"the model refuses dropout: {error}")
+            raise
+        if kept.logs[0]["loss"] == self.ours.logs[0]["loss"]:
+            stock = self.bench.run(self.kind, **options, gradient_checkpointing=False)
+            if stock.logs[0]["loss"] == self.stock.logs[0]["loss"]:
+                return Check("nothing in the model drops out")
+            return Check("dropout has no effect", math.inf, RTOL)
+        again = self.bench.run("ours", **options, gradient_checkpointing=True)
+        found = worst(steps_of(again), steps_of(kept), self.noise)
+        found.detail = f"recomputed with what the forward pass has dropped, {found.detail}"
+        return found
 
     def _accumulation(self) -> Check:
         if self.setup.writes:
@@ -214,6 +306,8 @@ class Checks:
     # What else a training stands on
 
     def _reference(self) -> Check:
+        if changed := self._changed_models():
+            return equal(changed, "")
         if self.setup.stock.__name__ not in ("DPOTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer"):
             return Check("the loss has none")
         if self.setup.writes and not self.ours.trainer.args.beta:
@@ -221,6 +315,19 @@ class Checks:
         apart, same = (_distance(run) for run in (self.ours, self.bench.run("ours", disturbed=False, max_steps=1)))
         words = f"rewards or KL are {apart:.1e} for a policy apart from it, and {same:.1e} for the same weights"
         return Check(words, same / apart if apart else math.inf, UNMOVED)
+
+    def _changed_models(self) -> list[str]:
+        """Name the weights of a reference or a teacher that the training has changed."""
+        trainer, changed = self.ours.trainer, []
+        for attribute, path in (("ref_model", self.bench.path), ("teacher_model", self.bench.teacher)):
+            model = getattr(trainer, attribute, None)
+            if not isinstance(model, torch.nn.Module) or getattr(trainer.args, "sync_ref_model", False):
+                continue
+            before = dict(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).named_parameters())
+            for name, value in copies(model).items():
+                if name in before and not torch.equal(value, before[name]):
+                    changed.append(f"the training changes {name} of {attribute}")
+        return changed
 
     def _merged(self) -> Check:
         if self.setup.peft_config is None:
@@ -231,14 +338,20 @@ class Checks:
 
         folder, ids, trainer = os.path.join(self.bench.folder, "adapter"), self._ids(2, 48), self.ours.trainer
         trainer.save_model(folder)
+        is_prompt = self.setup.peft_config.is_prompt_learning  # of tokens before the row, which no weight can hold
         base = self.bench.model(adapter=False).eval()
         with torch.no_grad():
             applied = trainer.model.eval()(input_ids=ids.to(trainer.args.device), use_cache=False).logits.cpu()
             without = base(input_ids=ids, use_cache=False).logits
-            logits = merge(PeftModel.from_pretrained(base, folder)).eval()(input_ids=ids, use_cache=False).logits
+            loaded = PeftModel.from_pretrained(base, folder)
+            loaded = loaded if is_prompt else merge(loaded)
+            logits = loaded.eval()(input_ids=ids, use_cache=False).logits
+        if is_prompt:
+            applied, logits = (x[:, -ids.shape[1] :] for x in (applied, logits))
         effect = float((without - applied).norm() / applied.norm())
         found = worst([{"logits": logits}], [{"logits": applied}], {})
         found.detail = f"the adapter changes the logits by {effect:.1e}"
+        found.detail += "; a prompt is loaded, and not merged" if is_prompt else ""
         return found if effect >= 100 * RTOL else Check(f"{found.detail} only", math.inf, RTOL)
 
     def _resumed(self) -> Check:
@@ -247,18 +360,36 @@ class Checks:
         folder = os.path.join(self.bench.folder, "saved")
         whole = self.bench.run("ours", **options, save_strategy="steps", save_steps=2, output_dir=folder)
         resumed = self.bench.run("ours", disturbed=False, resume=os.path.join(folder, "checkpoint-2"), **options)
-        logs = [[(log["loss"], log.get("learning_rate")) for log in run.logs[-2:]] for run in (whole, resumed)]
-        other = [name for name, value in whole.after.items() if not torch.equal(value, resumed.after[name])]
-        if not other and logs[0] == logs[1]:
-            return Check(f"{len(whole.after)} tensors, losses and learning rates, bit for bit", 0)
-        tensors = f"{len(other)} of {len(whole.after)} tensors differ"
-        return Check(f"{tensors}; losses and learning rates are {logs[1]}, and not {logs[0]}", len(other) or 1)
+        logs = [[numbers(log) for log in run.logs[-2:]] for run in (whole, resumed)]
+        for log in (*logs[0], *logs[1]):
+            log.pop("num_tokens", None)  # which TRL counts from the restart on
+        other = differences([resumed.after, resumed.states], [whole.after, whole.states])
+        other = [text.partition(" (")[0] for text in other] + differences(logs[1], logs[0])
+        tensors = len(whole.after) + len(whole.states)
+        return equal(other, f"{tensors} tensors and {len(logs[0][0])} logged numbers, bit for bit")
 
 
 def _distance(run: Run) -> float:
     """Return how far the policy is from its reference at the first step, as the trainer has logged it."""
     values = [run.logs[0].get(name, math.nan) for name in ("rewards/chosen", "rewards/rejected", "kl")]
     return max((abs(value) for value in values if math.isfinite(value)), default=0.0)
+
+
+def _padding_around(batch: dict[str, Any], pad: int) -> dict[str, Any]:
+    """`batch` with seven more columns on the left and three on the right, none of which counts.
+
+    Nor does the first token of a row, which nothing but padding would predict.
+    """
+    found = {}
+    for name, value in batch.items():
+        if isinstance(value, torch.Tensor) and value.ndim == 2:
+            is_labels = name.endswith("labels")
+            fill = -100 if is_labels else pad if name.endswith("input_ids") else 0
+            value = F.pad(value, (7, 3), value=fill)
+            if is_labels:
+                value[:, 7] = -100
+        found[name] = value
+    return found
 
 
 def _more_padding(batch: dict[str, Any], pad: int) -> dict[str, Any]:

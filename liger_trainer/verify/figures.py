@@ -6,10 +6,13 @@ from typing import Any
 
 import torch
 
-from liger_trainer.verify.runs import Run, Tensors
+from liger_trainer.verify.observed import Tensors, numbers
+from liger_trainer.verify.runs import Run
 
 RTOL = 1e-4  # of the norm of a tensor, in fp32
 SMALL = 1e-3  # of the largest norm: what is smaller is measured by this, as the bias of keys, whose gradient is zero
+LEAST_NUMBER = 1e-2  # what is smaller in a log is measured by this, as a loss whose advantages add up to 0
+OF_GROUP = 1e-2  # of the largest number of a group in a log
 EPS = torch.finfo(torch.float32).eps / 4  # by which storing a number in fp32 moves it, on average
 TIMES_NOISE, MOST = 20, 1e-2  # as many times what another order of sums changes, and never more than this
 HEADER = f"{'check':34} {'':6} {'error':>8} {'allowed':>8} {'s':>6}"
@@ -76,3 +79,61 @@ def logged(run: Run) -> list[Tensors]:
 def steps_of(run: Run) -> list[Tensors]:
     """All that is compared of each step."""
     return [*logged(run), *run.gradients]
+
+
+def worst_number(got: list[dict[str, Any]], want: list[dict[str, Any]], noise: dict[str, float]) -> Check:
+    """The worst error of all numbers in two logs, by what the `noise` of each allows.
+
+    Each is relative to the largest value of its name, or to a hundredth of the largest of its group: that of the names
+    up to a slash, as of `rewards/chosen` and `rewards/margins`, whose rounding is that of what they were made from.
+    """
+    if len(got) != len(want):
+        return Check(f"{len(got)} records in place of {len(want)}", math.inf, RTOL)
+    found = number_errors(got, want)
+    if not found:
+        return Check("nothing is logged")
+    limits = {name: max(RTOL, min(MOST, TIMES_NOISE * noise.get(name, 0.0))) for name in found}
+    name = max(found, key=lambda name: found[name] / limits[name])
+    values = [[log.get(name) for log in logs] for logs in (map(numbers, got), map(numbers, want))]
+    check = Check(f"{len(found)} names, most in {name}", found[name], limits[name])
+    if check.verdict != "ok":
+        check.detail += f": {_row(values[0])}, and not {_row(values[1])}"
+    return check
+
+
+def _row(values: list[float | None]) -> str:
+    return ", ".join("nothing" if value is None else f"{value:.6g}" for value in values)
+
+
+def number_errors(got: list[dict[str, Any]], want: list[dict[str, Any]]) -> dict[str, float]:
+    """The largest error of each name, as `worst_number` measures it. One that is missing on one side is infinite."""
+    pairs = [(numbers(one), numbers(other)) for one, other in zip(got, want, strict=True)]
+    largest: dict[str, float] = {}
+    for _, log in pairs:
+        for name, value in log.items():
+            size = abs(value) if math.isfinite(value) else 0.0
+            for key in (name, _group(name)):
+                largest[key] = max(largest.get(key, 0.0), size)
+    found: dict[str, float] = {}
+    for one, other in pairs:
+        for name in one.keys() | other.keys():
+            scale = max(largest.get(name, 0.0), OF_GROUP * largest.get(_group(name), 0.0), LEAST_NUMBER)
+            a, b = one.get(name), other.get(name)
+            if a is None or b is None:
+                error = math.inf
+            else:
+                error = 0.0 if a == b or (math.isnan(a) and math.isnan(b)) else abs(a - b) / scale
+            found[name] = max(found.get(name, 0.0), error if math.isfinite(error) else math.inf)
+    return found
+
+
+def _group(name: str) -> str:
+    plain = name.removeprefix("eval_")
+    if plain in ("loss", "grad_norm", "train_loss"):
+        return "the size of a loss/"
+    return f"{plain.partition('/')[0]}/"
+
+
+def equal(different: list[str], what: str) -> Check:
+    """The check that nothing is `different`; `what` says what is equal."""
+    return Check("; ".join(different[:3]), len(different)) if different else Check(what, 0)

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers import Trainer
 
 from liger_trainer.head.module import output_head
 from liger_trainer.medusa.config import schedule_of
@@ -25,10 +26,12 @@ class PlainMedusaTrainer(LigerMedusaTrainer):
         if args.medusa_stage == 2 and self.aux_loss_enabled:
             call["output_router_logits"] = True
         own, targets = model(**call), head_targets(inputs, args.medusa_num_heads)
+        training, joint = self.model.training, args.medusa_stage == 2
         teacher = torch.log_softmax(own.logits.detach().float(), -1) if args.medusa_targets == "soft" else None
         share = self.state.global_step / max(self.state.max_steps, 1)
-        weight = args.medusa_heads_coefficient * schedule_of(args.medusa_schedule)(share)
-        total: Any = _sum(own.logits, targets[0]) if args.medusa_stage == 2 else 0.0
+        weight = args.medusa_heads_coefficient * (schedule_of(args.medusa_schedule)(share) if training else 1.0)
+        total: Any = _sum(own.logits, targets[0]) if joint else 0.0
+        seen = [_counts(total, own.logits, targets[0])] if joint else []
         heads, lm_head = heads_of(self.model), output_head(self.model)
         for k, head in enumerate(heads, 1):  # type: ignore[arg-type]
             hook = lm_head.register_forward_hook(partial(_in_its_place, head))  # type: ignore[union-attr]
@@ -37,13 +40,47 @@ class PlainMedusaTrainer(LigerMedusaTrainer):
             finally:
                 hook.remove()
             same = None if teacher is None else teacher.roll(-k, 1)  # for the same token, k places further
-            total = total + weight * args.medusa_decay**k * _sum(logits, targets[k], same)
+            loss_of_head = _sum(logits, targets[k], same)
+            total = total + weight * args.medusa_decay**k * loss_of_head
+            seen.append(_counts(loss_of_head, logits, targets[k]))
         count = (targets[0] != -100).sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
         loss = total / count
         if call.get("output_router_logits"):
             steps = self.current_gradient_accumulation_steps if num_items_in_batch is not None else 1
             loss = loss + self.router_aux_loss_coef * own.aux_loss / steps
+        self._count("train" if training else "eval", torch.tensor(seen).T, inputs)
         return (loss, own) if return_outputs else loss
+
+    def _mean_metrics(self, mode: str) -> dict[str, float]:
+        """Losses and accuracies of the heads, over all of their targets since the last log."""
+        tokens = int(self._tokens.pop(mode))
+        self._total_train_tokens += tokens if mode == "train" else 0
+        metrics: dict[str, float] = {"num_tokens": self._total_train_tokens}
+        joint = self.args.medusa_stage == 2
+        for k, (loss, right, targets) in enumerate(self._sums.pop(mode).T.tolist(), 0 if joint else 1):
+            metrics[f"medusa_head{k}_loss" if k else "lm_loss"] = loss / max(targets, 1)
+            metrics[f"medusa_head{k}_accuracy" if k else "mean_token_accuracy"] = right / max(targets, 1)
+        return metrics
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+        """The groups of transformers, each cut in two: the heads have a multiple of the learning rate."""
+        if self.optimizer is not None:
+            return self.optimizer
+        optimizer = Trainer.create_optimizer(self, *args, **kwargs)
+        heads = {id(p) for head in heads_of(self.model) for p in head.parameters()}  # type: ignore[union-attr]
+        for group in list(optimizer.param_groups):
+            own = [p for p in group["params"] if id(p) in heads]
+            group["params"] = [p for p in group["params"] if id(p) not in heads]
+            if own:
+                optimizer.add_param_group(group | {"params": own, "lr": group["lr"] * self.args.medusa_lr_multiplier})
+        return optimizer
+
+
+def _counts(loss: torch.Tensor, logits: torch.Tensor, target: torch.Tensor) -> list[float]:
+    """What is logged of a head: the sum of its losses, its first choices that were right, and its targets."""
+    counted = target != -100
+    right = (logits.argmax(-1) == target)[counted]
+    return [float(loss), float(right.sum()), float(counted.sum())]
 
 
 def _sum(logits: torch.Tensor, target: torch.Tensor, teacher: torch.Tensor | None = None) -> torch.Tensor:

@@ -2,33 +2,39 @@
 
 import copy
 import dataclasses
+import importlib
 import io
 import logging
 import os
 import types
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stderr
+from contextlib import ExitStack, contextmanager, redirect_stderr
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import datasets
 import torch
 import transformers
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, PrinterCallback, TrainerCallback, set_seed
+from transformers import AutoConfig, AutoModelForCausalLM, PrinterCallback, set_seed
 
 from liger_trainer.head.module import output_head
 from liger_trainer.instance.report import OPERATIONS
 from liger_trainer.medusa.trainer import LigerMedusaTrainer
 from liger_trainer.trainers.base import stock_class
 from liger_trainer.verify.medusa import PlainMedusaTrainer
-from liger_trainer.verify.small import chance, small_rows, small_tokenizer, write_model
+from liger_trainer.verify.observed import KeepGradients, Recorder, Tensors, copies, optimizer_states
+from liger_trainer.verify.small import chance, long_rows, small_rows, small_tokenizer, write_model
+from liger_triton import _chunks
 
 HEAD = "fused_linear_cross_entropy"
 MAX_LENGTH = 256  # tokens, which are bytes here
-Tensors = dict[str, torch.Tensor]
+LONG = 384  # tokens of a long row: more than 256, so that blocks of 128 and 256 have a second one
+OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adafactor", "rmsprop", "adagrad")  # that PyTorch alone runs
+CHUNK_ROWS = 8  # of logits, where a head is cut into chunks
 
 # Options that have a value of their own in every run, whatever the recipe says.
 _OWN = {
@@ -91,10 +97,12 @@ class Run:
     """The result of a training: its log, the gradients of every step, and the parameters before and after it."""
 
     trainer: Any
-    logs: list[dict[str, float]]
+    logs: list[dict[str, float]]  # of the steps
     gradients: list[Tensors]
     before: Tensors
     after: Tensors
+    states: Tensors  # of the optimizer, at the end
+    seen: Recorder | None = None
 
     @property
     def updates(self) -> Tensors:
@@ -108,26 +116,49 @@ class Bench:
         self.setup, self.folder = setup, folder
         self.tokenizer = small_tokenizer(*(setup.options.get(key) for key in ("eos_token", "pad_token")))
         first = len(self.tokenizer.all_special_ids)
-        self.rows = datasets.Dataset.from_list(small_rows(setup.rows, range(first, len(self.tokenizer))))
+        tokens = range(first, len(self.tokenizer))
+        self.rows = datasets.Dataset.from_list(small_rows(setup.rows, tokens))
+        self.long_rows = datasets.Dataset.from_list(long_rows(setup.rows, tokens))
         self.path, self.teacher = os.path.join(folder, "model"), os.path.join(folder, "teacher")
         for path, config, seed in ((self.path, setup.config, 0), (self.teacher, setup.teacher, 1)):
             if config is not None:
                 write_model(config, len(self.tokenizer), setup.seed + seed, path)
                 self.tokenizer.save_pretrained(path)
 
-    def model(self, adapter: bool = True) -> nn.Module:
+    def model(self, adapter: bool = True, dropout: float = 0.0) -> nn.Module:
         """The small model as transformers and PEFT make it, with nothing of ours."""
         set_seed(self.setup.seed)
-        model = AutoModelForCausalLM.from_pretrained(self.path, dtype=torch.float32, **self.setup.model_init)
+        init = self.setup.model_init | (self.dropouts() if dropout else {})
+        model = AutoModelForCausalLM.from_pretrained(self.path, dtype=torch.float32, **init)
         if adapter and self.setup.peft_config is not None:
             from peft import get_peft_model
 
-            model = get_peft_model(model, copy.deepcopy(self.setup.peft_config))
+            model = get_peft_model(model, self._adapter(dropout))
         return model
 
-    def build(self, kind: str, **options: Any) -> Any:
-        """A trainer: `"ours"`; `"stock"`; or `"plain"`, which is ours with nothing swapped and with real logits."""
+    def _adapter(self, dropout: float = 0.0) -> Any:
+        """The setup's adapter with `dropout` for its own, whose masks would depend on whether padding is computed."""
+        adapter = copy.deepcopy(self.setup.peft_config)
+        for name in _dropouts(adapter):
+            setattr(adapter, name, dropout)
+        return adapter
+
+    def draws(self) -> bool:
+        """Return whether the model's routers draw random numbers, even where they have no effect."""
+        return any("jitter" in name for name in AutoConfig.from_pretrained(self.path).to_dict())
+
+    def dropouts(self) -> dict[str, float]:
+        """The fields of the model's config that drop out activations, each with a share that shows."""
+        config = AutoConfig.from_pretrained(self.path).to_dict()
+        return {name: 0.2 for name, value in config.items() if _drops_activations(name) and isinstance(value, float)}
+
+    def build(self, kind: str, given: dict[str, Any] | None = None, dropout: float = 0.0, **options: Any) -> Any:
+        """A trainer: `"ours"`; `"stock"`; or `"plain"`, which is ours with nothing swapped and with real logits.
+
+        `given` are further arguments of the trainer. With `dropout`, the model and its adapter drop out activations.
+        """
         setup = self.setup
+        own_init = setup.model_init | (self.dropouts() if dropout else {})
         trainer_class, args_class = setup.trainer, setup.arguments
         if kind == "stock":
             trainer_class, args_class = setup.stock, stock_class(setup.arguments)
@@ -144,12 +175,12 @@ class Bench:
             values["liger_config"] = {name: name == HEAD for name in OPERATIONS}
         elif kind == "ours":  # as a GPU treats large tensors
             values["liger_config"] = {"rebuild_above_mib": 0} | (values.get("liger_config") or {})
-        given = {"train_dataset": self.rows, "processing_class": self.tokenizer} | setup.given
+        given = {"train_dataset": self.rows, "processing_class": self.tokenizer} | setup.given | (given or {})
         if setup.stock is transformers.Trainer:
-            given["model"] = self.model()
+            given["model"] = self.model(dropout=dropout)
         else:
-            values["model_init_kwargs"] = {"dtype": "float32"} | setup.model_init
-            given |= {"model": self.path, "peft_config": copy.deepcopy(setup.peft_config)}
+            values["model_init_kwargs"] = {"dtype": "float32"} | own_init
+            given |= {"model": self.path, "peft_config": self._adapter(dropout)}
         if setup.teacher is not None:
             given["teacher_model"] = self.teacher
         if setup.rewards:
@@ -168,7 +199,7 @@ class Bench:
 
     def run(
         self, kind: str, disturbed: bool = True, collate: Callable | None = None, resume: str | None = None,
-        **options: Any,
+        seen: KeepGradients | None = None, **options: Any,
     ) -> Run:  # fmt: skip
         """Build a trainer of `kind` with `options` and train, from the checkpoint `resume` if it is given.
 
@@ -180,17 +211,42 @@ class Bench:
             _disturb(trainer.model, self.setup.seed)
         if collate is not None:
             trainer.data_collator = collate(trainer.data_collator)
-        keep = _KeepGradients()
-        trainer.add_callback(keep)
-        before = _values(trainer.model)
+        keep = KeepGradients() if seen is None else seen
+        if isinstance(keep, Recorder):
+            keep.attach(trainer)
+        else:
+            trainer.add_callback(keep)
+        before = copies(trainer.model)
         set_seed(self.setup.seed)
         trainer.train(resume_from_checkpoint=resume)
         logs = [log for log in trainer.state.log_history if "loss" in log]
-        return Run(trainer, logs, keep.steps, before, _values(trainer.model))
+        states = optimizer_states(trainer.optimizer, trainer.model)
+        recorder = keep if isinstance(keep, Recorder) else None
+        return Run(trainer, logs, keep.steps, before, copies(trainer.model), states, recorder)
 
 
-def _values(model: nn.Module) -> Tensors:
-    return {name: p.detach().cpu().clone() for name, p in model.named_parameters()}
+def _dropouts(adapter: Any) -> list[str]:
+    """The fields of an adapter's config that drop out activations or ranks."""
+    names = vars(adapter) if adapter is not None else {}
+    return [name for name, value in names.items() if "dropout" in name and isinstance(value, float)]
+
+
+def _drops_activations(name: str) -> bool:
+    return "drop" in name and "layerdrop" not in name and "layer_drop" not in name
+
+
+@contextmanager
+def in_chunks() -> Iterator[None]:
+    """Within it, the logits of a head are computed for a few rows at a time."""
+    stock = _chunks.chunk_size
+
+    def small(*args: Any, **kwargs: Any) -> int:
+        return min(CHUNK_ROWS, stock(*args, **kwargs))
+
+    with ExitStack() as stack:
+        for module in (_chunks, importlib.import_module("liger_triton.linear_heads_kl")):  # a function has its name
+            stack.enter_context(mock.patch.object(module, "chunk_size", small))
+        yield
 
 
 def _disturb(model: nn.Module, seed: int) -> None:
@@ -208,16 +264,6 @@ def _disturb(model: nn.Module, seed: int) -> None:
 
 # A hook that does nothing. A head with a hook is not fused, unless the hook's code stands in this package.
 _look = types.FunctionType((lambda *_: None).__code__, {"__name__": "a_user"})
-
-
-class _KeepGradients(TrainerCallback):
-    """Keeps the gradients that the optimizer is given, step by step."""
-
-    def __init__(self) -> None:
-        self.steps: list[Tensors] = []
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-        self.steps.append({n: p.grad.detach().cpu().clone() for n, p in model.named_parameters() if p.grad is not None})
 
 
 class OtherOrder(TorchDispatchMode):

@@ -12,8 +12,15 @@ from liger_trainer.errors import RecipeError
 from liger_trainer.patching.small_model import drawn, small_config
 
 POSITIONS = 512
+_WIDTH, _HEAD_DIM = 64, 16  # as in `small_config`
+_FURTHER_SIZES = {
+    "num_kv_heads": 4, "ffn_hidden_size": 48, "dim_ff": 48,
+    "lru_width": _WIDTH, "mamba_d_head": _HEAD_DIM, "decoder_ffn_dim": 48, "encoder_ffn_dim": 48,
+    "decoder_attention_heads": 4, "encoder_attention_heads": 4,
+}  # fmt: skip
 _LEAST_EPSILON = 1e-3  # next to a variance near 1, a wrong 1e-6 would hide in the rounding
 _SPECIAL = ("<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>")
+_NAMES = ("role", "from", "name", "type", "id")  # of messages and tools: not text that may be longer
 _TEMPLATE = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' }}"
     "{% if m['role'] == 'assistant' %}{% generation %}{{ (m['content'] or '') | string + '<|im_end|>' }}"
@@ -53,8 +60,10 @@ def write_model(config: Any, vocab: int, seed: int, folder: str) -> None:
     try:
         sizes = dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), vocab)
         sizes |= dict.fromkeys(("max_position_embeddings", "n_positions"), POSITIONS)
-        small = small_config(text, **sizes)
+        small = small_config(text, **(sizes | _further_sizes(text)))
         small.architectures = None
+        if isinstance(getattr(text, "attention_layers", None), list):  # of gpt_neo, one for each layer
+            small.attention_types, small.attention_layers = [[["global", "local"], 1]], ["global", "local"]
         for name, value in small.to_dict().items():
             if isinstance(value, float) and name.endswith(("eps", "epsilon")):
                 setattr(small, name, max(value, _LEAST_EPSILON))
@@ -68,18 +77,51 @@ def write_model(config: Any, vocab: int, seed: int, folder: str) -> None:
         ) from error
 
 
+def _further_sizes(config: Any) -> dict[str, int]:
+    """Sizes that not all decoders have, or that follow from others."""
+    known = config.to_dict()
+    sizes = dict(_FURTHER_SIZES)
+    if known.get("num_experts_per_tok") == 1:
+        sizes["num_experts_per_tok"] = 1
+    if "expand" in known and "num_heads" in known:  # heads and their widths make up the inner width of a Mamba
+        sizes["num_heads"] = known["expand"] * _WIDTH // _HEAD_DIM
+    if "mamba_expand" in known:
+        sizes["mamba_n_heads"] = known["mamba_expand"] * _WIDTH // _HEAD_DIM
+    return sizes
+
+
 def small_rows(rows: list[dict[str, Any]], tokens: range) -> list[dict[str, Any]]:
     """`rows` with short texts of uneven length, two messages in a conversation, and token ids within `tokens`."""
     return [_short(row, 24 + 8 * (i % 5), tokens) for i, row in enumerate(rows)]
 
 
-def _short(value: Any, length: int, tokens: range) -> Any:
+def long_rows(rows: list[dict[str, Any]], tokens: range) -> list[dict[str, Any]]:
+    """`rows` as `small_rows` has them, but for every third, with texts of about 160 characters each, or ids."""
+    found = small_rows(rows, tokens)
+    for i in range(0, len(rows), 3):
+        found[i] = _short(_repeated(rows[i], 160), 160, tokens)
+    return found
+
+
+def _repeated(value: Any, length: int) -> Any:
+    """`value` with its texts and token ids repeated until they have `length`; names and roles stay as they are."""
+    if isinstance(value, dict):
+        return {name: part if name in _NAMES else _repeated(part, length) for name, part in value.items()}
+    if isinstance(value, str) or (isinstance(value, list) and value and isinstance(value[0], int)):
+        return value * -(-length // max(len(value), 1))
+    if isinstance(value, list):
+        return [_repeated(part, length) for part in value]
+    return value
+
+
+def _short(value: Any, length: int, tokens: range, name: str = "") -> Any:
     if isinstance(value, str):  # its end too: two answers may begin alike
         return value if len(value) <= length else value[: length // 2] + value[-(length // 2) :]
     if isinstance(value, dict):
-        return {name: _short(part, length, tokens) for name, part in value.items()}
+        return {name: _short(part, length, tokens, name) for name, part in value.items()}
     if isinstance(value, list) and value and isinstance(value[0], int):
-        return [x if x < 0 else tokens[x % len(tokens)] for x in value[:length]]
+        is_mask = name.rstrip("s").endswith("mask")
+        return value[:length] if is_mask else [x if x < 0 else tokens[x % len(tokens)] for x in value[:length]]
     if isinstance(value, list):
         return [_short(part, length, tokens) for part in (value if len(value) <= 2 else [value[0], value[-1]])]
     return value

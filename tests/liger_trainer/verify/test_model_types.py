@@ -4,14 +4,16 @@ import pytest
 from verify_setups import failed
 
 MODEL_TYPES = {
-    "apertus": {}, "arcee": {}, "bitnet": {}, "bloom": {}, "cohere": {}, "cohere2": {}, "deepseek_v3": {},
-    "diffllama": {}, "ernie4_5": {}, "exaone4": {}, "gemma": {}, "gemma2": {}, "gemma3_text": {}, "gemma4_text": {},
-    "glm": {}, "glm4": {}, "glm4_moe": {}, "gpt2": {}, "gpt_neox": {}, "gpt_oss": {}, "gptj": {}, "granite": {},
-    "granitemoe": {}, "helium": {}, "hunyuan_v1_dense": {"head_dim": 128, "num_key_value_heads": 8}, "jamba": {},
-    "lfm2": {}, "llama": {}, "minicpm3": {}, "minimax": {}, "mistral": {}, "mixtral": {}, "mpt": {},
+    "apertus": {}, "arcee": {}, "bamba": {}, "bitnet": {}, "bloom": {}, "cohere": {}, "cohere2": {},
+    "deepseek_v3": {}, "diffllama": {}, "ernie4_5": {}, "exaone4": {}, "falcon": {}, "gemma": {}, "gemma2": {},
+    "gemma3_text": {}, "gemma4_text": {}, "glm": {}, "glm4": {}, "glm4_moe": {}, "gpt2": {}, "gpt_neo": {},
+    "gpt_neox": {}, "gpt_oss": {}, "gptj": {}, "granite": {}, "granitemoe": {}, "granitemoehybrid": {}, "helium": {},
+    "hunyuan_v1_dense": {"head_dim": 128, "num_key_value_heads": 8}, "jamba": {}, "lfm2": {}, "llama": {},
+    "mamba2": {}, "minicpm3": {}, "minimax": {}, "mistral": {}, "mixtral": {}, "mpt": {},
     "nanochat": {}, "nemotron": {"num_key_value_heads": 8}, "olmo": {}, "olmo2": {}, "olmo3": {}, "olmoe": {},
     "opt": {}, "phi": {}, "phi3": {}, "phimoe": {}, "qwen2": {}, "qwen2_moe": {}, "qwen3": {}, "qwen3_moe": {},
-    "qwen3_next": {}, "seed_oss": {}, "smollm3": {}, "stablelm": {}, "starcoder2": {}, "vaultgemma": {},
+    "qwen3_next": {}, "seed_oss": {}, "smollm3": {}, "stablelm": {}, "starcoder2": {},
+    "vaultgemma": {}, "zaya": {},
 }  # fmt: skip
 CAPPED = ("gemma2", "vaultgemma")
 

@@ -1,0 +1,210 @@
+"""A second training with the stock trainer and with ours, longer and as the recipe has it: Adam with its options,
+warmup, two epochs, windows of accumulation that are cut short, rows of more than 256 tokens, and evaluations.
+
+The stock trainer's optimizer is given our gradients, after its own were kept. So both have the same weights at every
+step: gradients and losses compare as closely in the last step as in the first, and what the optimizer does with a
+gradient compares bit for bit. Adam's first steps take the sign of a gradient, even of rounding.
+"""
+
+import json
+import os
+import statistics
+from typing import Any
+
+import torch
+
+from liger_trainer.verify.figures import RTOL, Check, equal, errors, number_errors, worst, worst_number
+from liger_trainer.verify.medusa import PlainMedusaTrainer
+from liger_trainer.verify.observed import Recorder, Tensors, differences, saved_tensors
+from liger_trainer.verify.runs import LONG, OPTIMIZERS, Bench, Run, in_chunks
+
+EXACT = 1e-6  # of the norm of a tensor: one formula in two kernels of PyTorch, such as Adam's fused one
+LOSS_IN_BF16 = 2e-2  # by which losses may differ from stock's
+TIMES_STOCK_IN_BF16, MOST_IN_THE_MIDDLE = 4.0, 1.3  # how far a gradient is from fp32's, by stock's own distance
+LEAST_IN_BF16 = 5e-3  # of that distance
+_TRAINED, _EVALUATED = 5, 3  # rows: two micro-batches and one of a single row, in windows of two
+_OF_VERSION = ("transformers_version", "_name_or_path", "torch_dtype")
+
+
+class SecondTraining:
+    """The runs, and the checks of what they have shown. Raises what a trainer raises."""
+
+    def __init__(self, bench: Bench, kind: str, noise: dict[str, float]) -> None:
+        self.bench, self.kind, self.noise = bench, kind, noise
+        self.ours = self._run("ours", Recorder())
+        self.stock = self._run(kind, Recorder(self.ours.gradients))
+
+    def _run(self, kind: str, seen: Recorder) -> Run:
+        setup, rows = self.bench.setup, self.bench.long_rows
+        evaluated = range(_TRAINED, _TRAINED + _EVALUATED)
+        given = {
+            "train_dataset": rows.select(range(min(_TRAINED, len(rows)))),
+            "eval_dataset": rows.select([i % len(rows) for i in evaluated]),
+        }
+        options: dict[str, Any] = {
+            "max_steps": -1,
+            "num_train_epochs": 2,
+            "learning_rate": 1e-2,
+            "weight_decay": setup.options.get("weight_decay") or 0.1,
+            "warmup_steps": 2,
+            "eval_strategy": "steps",
+            "eval_steps": 1,
+            "per_device_eval_batch_size": 2,
+        }
+        options["optim"] = _optimizer(setup)
+        if setup.options.get("max_length", 0) is not None:
+            options["max_length"] = LONG
+        if setup.options.get("num_iterations", 1) == 1:
+            options["num_iterations"] = 2  # the second time, the policy is not the one that wrote
+        return self.bench.run(kind, seen=seen, given=given, **options)
+
+    def logs(self) -> Check:
+        return worst_number(self._records(self.ours, "loss"), self._records(self.stock, "loss"), self.noise)
+
+    def _records(self, run: Run, of: str) -> list[dict[str, Any]]:
+        return [log for log in run.trainer.state.log_history if of in log]
+
+    def gradients(self) -> Check:
+        return worst(self.ours.gradients, self.stock.gradients, self.noise)
+
+    def weights(self) -> Check:
+        """Compare what the optimizer has made of the same gradients."""
+        ours, stock = _seen(self.ours), _seen(self.stock)
+        if other := differences(ours.options, stock.options):
+            return equal(other, "")
+        found = exact([*ours.weights, *ours.states], [*stock.weights, *stock.states])
+        found.detail = f"{len(ours.weights)} steps of {_name(self.ours)}, {found.detail}"
+        return found
+
+    def surroundings(self) -> Check:
+        """Compare batches, random numbers, and what a callback sees."""
+        ours, stock = _seen(self.ours), _seen(self.stock)
+        other = differences(ours.batches, stock.batches, RTOL)  # of a reference, whose scores may be in them
+        around = [ours.around, stock.around]
+        if self.bench.draws():  # for each token that is computed, and padding is left out
+            around = [[_without_torch(one) for one in each] for each in around]
+        other += differences(*around)
+        other += _calls(self.ours, self.stock)
+        return equal(other, f"{len(ours.batches)} micro-batches, random numbers, state and modes")
+
+    def evaluation(self) -> Check:
+        ours, stock = self._records(self.ours, "eval_loss"), self._records(self.stock, "eval_loss")
+        noise = self.noise | {f"eval_{name}": size for name, size in self.noise.items()}
+        found = worst_number(ours, stock, noise)
+        if found.verdict == "FAILED" or self.bench.setup.stock.__name__ not in ("Trainer", "SFTTrainer"):
+            return found
+        logits = worst([_predicted(self.ours)], [_predicted(self.stock)], {})
+        logits.detail = f"{found.detail}; predicted logits"
+        return logits if logits.verdict == "FAILED" else found
+
+    def nothing_changed(self) -> Check:
+        changed = sorted(_seen(self.ours).changed - _seen(self.stock).changed)
+        words = "weights, buffers, gradients and the optimizer's state are as before"
+        return equal([f"an evaluation changes {name}" for name in changed], words)
+
+    def saved(self) -> Check:
+        """Compare what is saved: the names of files, the tensors and the model's config."""
+        folders = [os.path.join(self.bench.folder, name) for name in ("saved by ours", "saved by stock")]
+        (ours, files), (stock, wanted) = (
+            saved_tensors(run.trainer.save_model, folder)
+            for run, folder in zip((self.ours, self.stock), folders, strict=True)
+        )
+        other = [f"{name} is saved by one of both only" for name in sorted({*files} ^ {*wanted})]
+        for name in ("config.json", "adapter_config.json", "generation_config.json"):
+            if name in files and name in wanted:
+                configs = [_config(os.path.join(folder, name)) for folder in folders]
+                other += [f"{name}: {text}" for text in differences(configs[:1], configs[1:])]
+        for name in ours.keys() & stock.keys():
+            if (ours[name].dtype, ours[name].shape) != (stock[name].dtype, stock[name].shape):
+                other.append(f"{name} is saved as {ours[name].dtype} of {tuple(ours[name].shape)}")
+        if other:
+            return equal(other, "")
+        found = exact([ours], [stock])
+        found.detail = f"{len(files)} files, {found.detail}"
+        return found
+
+
+def in_bf16(bench: Bench, kind: str, exact_gradients: Tensors, noise: dict[str, float]) -> Check:
+    """One step and one evaluation under autocast to bf16: ours is as near to the gradients of fp32 as stock is."""
+    evaluated = bench.rows.select(range(min(2, len(bench.rows))))
+    options: dict[str, Any] = {
+        "max_steps": 1, "bf16": True, "eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 2,
+        "given": {"eval_dataset": evaluated},
+    }  # fmt: skip
+    with in_chunks():
+        ours = bench.run("ours", seen=Recorder(), **options)
+    stock = bench.run(kind, seen=Recorder(), **options)
+    if other := _calls(ours, stock) + [f"an evaluation changes {name}" for name in sorted(_seen(ours).changed)]:
+        return equal(other, "")
+    names = ("loss", "eval_loss")
+    logs = [[{n: log[n] for n in names if n in log} for log in run.trainer.state.log_history] for run in (ours, stock)]
+    losses = max(number_errors(*logs).values(), default=0.0)
+    if losses > LOSS_IN_BF16:
+        return Check(f"losses are {logs[0]}, and not {logs[1]}", losses, LOSS_IN_BF16)
+    mine, theirs = (errors(run.gradients[0], exact_gradients) for run in (ours, stock))
+    found = {name: mine[name] / max(theirs[name], LEAST_IN_BF16, 20 * noise.get(name, 0.0)) for name in mine}
+    middle = statistics.median(found.values())
+    if middle > MOST_IN_THE_MIDDLE:
+        return Check("times the error of stock in bf16, in the middle of all tensors", middle, MOST_IN_THE_MIDDLE)
+    name = max(found, key=lambda name: found[name])
+    words = f"times the error of stock in bf16, most in {name}, in the middle {middle:.2f}"
+    return Check(words, found[name], TIMES_STOCK_IN_BF16)
+
+
+def _calls(ours: Run, stock: Run) -> list[str]:
+    """Compare in which states the model was called."""
+    # Without gradients, stock calls the model once more for metrics where a loss hides the logits
+    one, other = ({(mode, autocast) for mode, _, autocast in _seen(run).calls} for run in (ours, stock))
+    if isinstance(stock.trainer, PlainMedusaTrainer):  # which does not run a frozen model as it is served
+        one, other = ({call[-1:] for call in calls} for calls in (one, other))
+    return [] if one == other else [f"the model is called with {sorted(one)}, and not {sorted(other)}"]
+
+
+def exact(got: list[Tensors], want: list[Tensors]) -> Check:
+    """The worst error of sets of tensors that should be equal but for the last bit."""
+    if len(got) != len(want):
+        return Check(f"{len(got)} steps in place of {len(want)}", float("inf"), EXACT)
+    found: dict[str, float] = {}
+    for one, other in zip(got, want, strict=True):
+        for name in one.keys() ^ other.keys():
+            found[name] = float("inf")
+        for name in one.keys() & other.keys():
+            if not torch.equal(one[name], other[name]):
+                error = errors({"": one[name].double()}, {"": other[name].double()})[""]
+                found[name] = max(error, found.get(name, 0.0))
+    if not found:
+        return Check("bit for bit", 0.0, EXACT)
+    worst_of_all = max(found, key=lambda name: found[name])
+    return Check(f"most in {worst_of_all}", found[worst_of_all], EXACT)
+
+
+def _without_torch(around: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in around.items() if name != "random numbers of torch"}
+
+
+def _predicted(run: Run) -> Tensors:
+    """The logits that `predict` returns for the rows of the evaluation, where there is a label for them."""
+    found = run.trainer.predict(run.trainer.eval_dataset)
+    logits = found.predictions[0] if isinstance(found.predictions, tuple) else found.predictions
+    logits, labels = torch.as_tensor(logits), torch.as_tensor(found.label_ids)
+    return {"logits": logits[:, :-1][labels[:, 1:] != -100]}
+
+
+def _seen(run: Run) -> Recorder:
+    assert run.seen is not None
+    return run.seen
+
+
+def _name(run: Run) -> str:
+    optimizer = run.trainer.optimizer
+    return type(getattr(optimizer, "optimizer", optimizer)).__name__
+
+
+def _optimizer(setup: Any) -> str:
+    chosen = str(getattr(setup.options.get("optim"), "value", setup.options.get("optim")))
+    return chosen if chosen in OPTIMIZERS else "adamw_torch"
+
+
+def _config(path: str) -> dict[str, Any]:
+    with open(path) as file:
+        return {name: json.dumps(value) for name, value in json.load(file).items() if name not in _OF_VERSION}

@@ -1,0 +1,157 @@
+"""What is swapped, in bf16: norms, gates and the head, each alone, beside the model's own code and fp32."""
+
+import copy
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+
+from liger_trainer.head.module import output_head
+from liger_trainer.instance.report import OPERATIONS
+from liger_trainer.patching import apply_liger, remove_liger
+from liger_trainer.verify.figures import Check, errors
+from liger_trainer.verify.observed import Tensors
+from liger_trainer.verify.runs import HEAD, in_chunks
+
+OTHERWISE_ROUNDED = 1e-2  # of the elements of a norm in 16 bits; a cast in another place changes a quarter of them
+TIMES_STOCK = 2.0  # what a result may be off from fp32, as many times what the model's own code is off
+LEAST = 1e-3  # of the norm of a tensor: a quarter of bf16's rounding, below which nothing is measured
+FROM_STOCK = 4e-2  # from the model's own result. Another gradient at a clamp is off by more
+_SCALES = (1.0, 10.0)  # of the inputs of a gate: a clamp at 7 does not show at 1
+_ROWS = 256
+
+
+def norms(trainer: Any) -> Check:
+    """Compare norms by how many elements round otherwise."""
+    report, found = trainer.liger_report, {}
+    swapped = {} if report is None else report["rms_norm"].swapped | report["layer_norm"].swapped
+    for name in swapped:
+        ours = copy.deepcopy(trainer.model.get_submodule(name)).bfloat16()
+        if getattr(ours, "weight", None) is None:
+            continue
+        x = _drawn(_ROWS, ours.weight.shape[-1]).to(ours.weight.device, torch.bfloat16)
+        with torch.no_grad():
+            try:
+                got = ours(x)
+            except TypeError:  # one with a gate
+                continue
+            remove_liger(ours)
+            found[name] = float((got != ours(x)).float().mean())
+    if not found:
+        return Check("none was swapped")
+    where = max(found, key=lambda name: found[name])
+    return Check(f"share of elements that round otherwise, most in {where}", found[where], OTHERWISE_ROUNDED)
+
+
+def gates(trainer: Any) -> Check:
+    """Compare MLPs and blocks of experts whose gate is ours: output and gradients, at inputs of several sizes."""
+    report = trainer.liger_report
+    swapped = {} if report is None else report["swiglu"].swapped | report["geglu"].swapped | report["experts"].swapped
+    found: dict[str, tuple[float, float]] = {}
+    for name in swapped:
+        ours = copy.deepcopy(trainer.model.get_submodule(name)).bfloat16().requires_grad_()
+        stock = copy.deepcopy(ours)
+        remove_liger(stock)
+        exact = copy.deepcopy(stock).float()
+        for scale in _SCALES:
+            inputs = _inputs_of(stock, scale)
+            if inputs is None:
+                continue
+            results = [_run(module, inputs) for module in (ours, stock, exact)]
+            found |= {f"{part} of {name}": error for part, error in _beside(*results).items()}
+    return _worst(found, "none was swapped")
+
+
+def head(model: nn.Module, ids: torch.Tensor) -> Check:
+    """Compare the loss and the gradients of the head's weight and input, in several chunks, with labels `ids`."""
+    stock = model.bfloat16().train()  # in evaluation logits are built
+    ours, exact = copy.deepcopy(stock), copy.deepcopy(stock).float()
+    report = apply_liger(ours, {name: name == HEAD for name in OPERATIONS})
+    if not report[HEAD].swapped:
+        return Check("the head is not fused")
+    states: list[torch.Tensor] = []
+    want = _loss_and_gradients(stock, ids, keep=states)
+    with in_chunks():
+        got = _loss_and_gradients(ours, ids)
+    truth = _loss_and_gradients(exact, ids, instead=states[0])
+    return _worst({f"{part} of the head": error for part, error in _beside(got, want, truth).items()}, "nothing trains")
+
+
+def _loss_and_gradients(
+    model: Any, ids: torch.Tensor, keep: list[torch.Tensor] | None = None, instead: torch.Tensor | None = None
+) -> Tensors:
+    """The loss of a model and the gradients of its head, which gets `instead` in place of its input if it is given."""
+    layer: Any = output_head(model)
+    entered: list[torch.Tensor] = []
+
+    def enter(module: nn.Module, args: tuple) -> tuple:
+        states = args[0] if instead is None else instead.to(args[0])
+        entered.append(states.detach().clone().requires_grad_())
+        return (entered[-1], *args[1:])
+
+    model.requires_grad_(False)
+    layer.weight.requires_grad_()
+    layer.register_forward_pre_hook(enter)
+    with torch.enable_grad():
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+    if keep is not None:
+        keep.append(entered[0].detach())
+    found = {"loss": loss.detach().double(), "gradient of the weight": layer.weight.grad.double()}
+    for states in entered:  # a fused head is called a second time, with its parameters there
+        if states.grad is not None:
+            found["gradient of the input"] = states.grad.double()
+    return found
+
+
+def _inputs_of(module: nn.Module, scale: float) -> tuple[Any, ...] | None:
+    """Inputs for an MLP, or for experts with the choices of a router; None where a module takes others."""
+    device = next(module.parameters()).device
+    names = list(inspect.signature(module.forward).parameters)
+    linear = next((part for part in module.modules() if hasattr(part, "in_features")), None)
+    if len(names) == 1 and linear is not None:
+        return (scale * _drawn(_ROWS, int(linear.in_features)).to(device),)
+    stacked = [p for p in module.parameters() if p.ndim == 3]
+    width = getattr(module, "hidden_dim", getattr(module, "hidden_size", None))
+    if len(names) != 3 or not stacked or not isinstance(width, int):
+        return None
+    number = stacked[0].shape[0]
+    chosen = torch.stack([torch.arange(_ROWS) % number, (torch.arange(_ROWS) + 1) % number], 1).to(device)
+    return scale * _drawn(_ROWS, width).to(device), chosen, torch.full((_ROWS, 2), 0.5, device=device)
+
+
+def _run(module: nn.Module, inputs: tuple[Any, ...]) -> Tensors:
+    """The output of `module` and all gradients, in the dtype of its weights."""
+    dtype = next(module.parameters()).dtype
+    cast = [x.to(torch.bfloat16).to(dtype) if x.is_floating_point() else x for x in inputs]
+    cast[0].requires_grad_()
+    module.zero_grad(set_to_none=True)
+    output = module(*cast)
+    output = output[0] if isinstance(output, tuple) else output
+    upstream = _drawn(*output.shape).to(output.device)
+    output.backward(upstream.to(torch.bfloat16).to(output.dtype))
+    found = {"output": output.detach().double(), "gradient of the input": cast[0].grad.double()}
+    return found | {f"gradient of {n}": p.grad.double() for n, p in module.named_parameters() if p.grad is not None}
+
+
+def _beside(got: Tensors, stock: Tensors, exact: Tensors) -> dict[str, tuple[float, float]]:
+    """The errors of `got`, each with what is allowed: from fp32, by what `stock` is off, and from `stock`."""
+    ours, theirs, apart = errors(got, exact), errors(stock, exact), errors(got, stock)
+    found = {}
+    for name in ours:
+        allowed = max(TIMES_STOCK * theirs[name], LEAST if name != "loss" else 4 * LEAST)
+        far = apart[name], FROM_STOCK
+        found[name] = max((ours[name], allowed), far, key=lambda one: one[0] / one[1])
+    return found
+
+
+def _worst(found: dict[str, tuple[float, float]], without: str) -> Check:
+    if not found:
+        return Check(without)
+    name = max(found, key=lambda name: found[name][0] / found[name][1])
+    return Check(f"most in {name}", *found[name])
+
+
+def _drawn(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
