@@ -50,9 +50,10 @@ _UNREAD_CONTAINERS = {
     "_state_dict_hooks",
     "_state_dict_pre_hooks",
 }
-# What transformers makes anew when checkpointing is switched off and on again, as TRL does around each call of a
-# reference: notes about hooks, and a partial with the same function and the same arguments.
-_NOTES = ("_require_grads_hooks", "_require_grads_hook")
+# What transformers makes anew though nothing has changed. When checkpointing is switched off and on again, as TRL does
+# around each call of a reference: notes about hooks, and a partial with the same function and the same arguments. In
+# each call of a model of images: what its next token in a generation needs.
+_NOTES = ("_require_grads_hooks", "_require_grads_hook", "rope_deltas")
 _CHECKPOINT = "_gradient_checkpointing_func"
 _MISSING = object()
 
@@ -118,14 +119,15 @@ class Snapshot:
 
         A tensor in place of another one is compared by `==`, which may raise: then it has changed too.
         """
-        try:
-            if self._is_unchanged():
-                return None
-            if self._adopt_equals() and self._is_unchanged():
-                return None
-        except RuntimeError:  # the truth of a comparison of tensors
-            pass
+        if self._holds() or (self._adopt_equals() and self._holds()):
+            return None
         return self._name_difference()
+
+    def _holds(self) -> bool:
+        try:
+            return self._is_unchanged()
+        except RuntimeError:  # the truth of a comparison of tensors
+            return False
 
     def _is_unchanged(self) -> bool:
         return (
@@ -146,7 +148,7 @@ class Snapshot:
         """Take what transformers has made anew for what was there before. Return whether that was all that changed."""
         for module, before in zip(self._with_numbers, self._attributes, strict=True):
             now = vars(module)
-            if now == before:
+            if _are_equal(now, before):
                 continue
             for name in _NOTES:
                 before.pop(name, None)
@@ -155,7 +157,7 @@ class Snapshot:
             checkpoint = before.get(_CHECKPOINT)
             if checkpoint is not None and are_alike(checkpoint, now.get(_CHECKPOINT)):
                 setattr(module, _CHECKPOINT, checkpoint)
-            if now != before:
+            if not _are_equal(now, before):
                 return False
         return True
 
@@ -170,7 +172,7 @@ class Snapshot:
             if vars(module).keys() != before.keys():
                 return f"an attribute of a {type(module).__name__} was added or removed"
             for name, value in vars(module).items():
-                if {name: value} != {name: before.get(name, _MISSING)}:  # as dicts, where the same NaN is equal
+                if not _are_equal([value], [before.get(name, _MISSING)]):  # as lists, where the same NaN is equal
                     return f"{name} of a {type(module).__name__} has changed"
         if _codes_of(self._hooks_before) != self._codes_before:
             return "a hook of the input embedding has changed"
@@ -190,6 +192,14 @@ class Snapshot:
 
 
 _dict_of = attrgetter("__dict__")
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    """Return whether two containers are equal. With different tensors in the same place they are not."""
+    try:
+        return one == other
+    except RuntimeError:
+        return False
 
 
 def _codes_of(hooks: dict[int, Any]) -> list[Any]:

@@ -10,6 +10,7 @@ import itertools
 
 import pytest
 import torch
+from image_models import image_batch, image_model
 from peft import LoraConfig, get_peft_model
 from rerun_recorder import RerunRecorder
 from varlen_batches import batch, model_of
@@ -229,6 +230,23 @@ def test_a_loss_without_that_of_routers_after_one_with_it(device):
         for optimizer in pair.optimizers:
             optimizer.zero_grad()
     assert pair.replayed >= 4, pair.summary
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "gemma3"])
+def test_decoders_of_images_and_text(model_type):
+    """The tower stays outside, and hands embeddings to the decoder. Only decoders that are proven are captured."""
+    pair = Pair(image_model(model_type), "cpu")
+    for seed in (1, 1, 2, 1, 2):
+        call = image_batch(pair.plain, seed=seed) | {"use_cache": False}
+        got, want = pair.run(lambda model: model(**call).loss)  # noqa: B023 - called in this round
+        assert_close(got, want, "cpu", "loss")
+        got.backward()
+        want.backward()
+        pair.assert_same_gradients()
+        for optimizer in pair.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert (pair.replayed == 4) == (model_type == "qwen2_5_vl"), pair.summary
 
 
 def test_captures_wait_for_the_optimizer(device):
