@@ -83,7 +83,7 @@ class SecondTraining:
         around = [ours.around, stock.around]
         if self.bench.draws():  # for each token that is computed, and padding is left out
             around = [[_without_torch(one) for one in each] for each in around]
-        other += differences(*around)
+        other += differences(around[0], around[1])
         other += _calls(self.ours, self.stock)
         return equal(other, f"{len(ours.batches)} micro-batches, random numbers, state and modes")
 
@@ -156,12 +156,17 @@ def by_distance(got: Tensors, stock: Tensors, exact_gradients: Tensors, noise: d
     return Check(words, found[name], TIMES_STOCK_IN_BF16)
 
 
+def _states(run: Run) -> set[tuple[str, ...]]:
+    """Return the mode and the autocast of each call of the model."""
+    return {(mode, autocast) for mode, _, autocast in _seen(run).calls}
+
+
 def _calls(ours: Run, stock: Run) -> list[str]:
     """Compare in which states the model was called."""
     # Without gradients, stock calls the model once more for metrics where a loss hides the logits
-    one, other = ({(mode, autocast) for mode, _, autocast in _seen(run).calls} for run in (ours, stock))
+    one, other = _states(ours), _states(stock)
     if isinstance(stock.trainer, PlainMedusaTrainer):  # which does not run a frozen model as it is served
-        one, other = ({call[-1:] for call in calls} for calls in (one, other))
+        one, other = {call[-1:] for call in one}, {call[-1:] for call in other}
     return [] if one == other else [f"the model is called with {sorted(one)}, and not {sorted(other)}"]
 
 

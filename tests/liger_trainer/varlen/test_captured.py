@@ -117,6 +117,12 @@ class TimelessRecorder(CudaRecorder):
         return next(self.seconds)
 
 
+def with_router_losses(pair, lengths, **more):
+    """The loss with the auxiliary one of routers, as TRL asks for it, of both models."""
+    call = pair.batch(lengths) | {"use_cache": False, "output_router_logits": True, "fused_lm_head": True} | more
+    return pair.run(lambda model: model(**call))
+
+
 def lora(model, **options):
     torch.manual_seed(1)
     config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"], **options)
@@ -187,6 +193,41 @@ def test_batches_without_padding_and_packed_rows(device):
         for one in (pair.captured, pair.plain):
             one.zero_grad()
     assert pair.replayed == 3, pair.summary
+
+
+@pytest.mark.parametrize("change", [lambda model: model, checkpointed, lora], ids=["full", "checkpointed", "lora"])
+def test_losses_of_routers(change, device):
+    pair = Pair(change(model_of("qwen3_moe")), device)
+    for count, lengths in enumerate((SIZES[0], SIZES[0], SIZES[0], SIZES[1], SIZES[1])):
+        got, want = with_router_losses(pair, lengths)
+        assert want.aux_loss.item() > 0
+        assert_close(got.aux_loss, want.aux_loss, device, f"auxiliary loss {count}")
+        assert_close(got.loss, want.loss, device, f"loss {count}")
+        got.loss.backward()
+        want.loss.backward()
+        pair.assert_same_gradients()
+        for optimizer in pair.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert pair.replayed >= 2, pair.summary
+
+
+def test_a_loss_without_that_of_routers_after_one_with_it(device):
+    """Each kind of call has captures of its own, and logits of routers that nobody learns from get zeros."""
+    pair = Pair(model_of("qwen3_moe"), device)
+    for _ in range(3):
+        got, want = with_router_losses(pair, SIZES[0])
+        got.loss.backward()
+        want.loss.backward()
+        pair.assert_same_gradients()
+        pair.step(SIZES[0])
+        got, want = with_router_losses(pair, SIZES[0])
+        (got.loss - got.aux_loss.detach()).backward()
+        (want.loss - want.aux_loss.detach()).backward()
+        pair.assert_same_gradients()
+        for optimizer in pair.optimizers:
+            optimizer.zero_grad()
+    assert pair.replayed >= 4, pair.summary
 
 
 def test_captures_wait_for_the_optimizer(device):
