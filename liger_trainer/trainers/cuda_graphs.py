@@ -92,6 +92,21 @@ def _tell(trainer: Any) -> None:
     (logger.warning if missed else logger.info)(summary.one_line())
 
 
+def why_not_by_arguments(args: Any) -> str | None:
+    """Name the argument that keeps all steps from being captured, whatever is trained on which device, or None."""
+    if args.torch_compile:
+        return "torch_compile is set"
+    if getattr(args, "optimizer_in_backward", False):
+        return "optimizer_in_backward steps weights within the backward pass"
+    if getattr(args, "activation_checkpointing", None) == AUTO:
+        return "activation_checkpointing is 'auto', which decides in Python what each layer keeps"
+    options = args.gradient_checkpointing_kwargs
+    offloads = isinstance(options, dict) and options.get("offload")
+    if offloads or getattr(args, "activation_offloading", False):
+        return "activations are moved to the host"
+    return None
+
+
 def why_not_captured(trainer: Any) -> str | None:
     """Name what in a trainer and its arguments keeps all steps from being captured, or return None.
 
@@ -106,16 +121,9 @@ def why_not_captured(trainer: Any) -> str | None:
         return "several processes train, which exchange gradients within the backward pass"
     if args.n_gpu > 1 or len(set((getattr(trainer.model, "hf_device_map", None) or {"": 0}).values())) > 1:
         return "the model is spread over several devices"
-    if args.torch_compile:
-        return "torch_compile is set"
-    if getattr(args, "optimizer_in_backward", False):
-        return "optimizer_in_backward steps weights within the backward pass"
-    if getattr(args, "activation_checkpointing", None) == AUTO:
-        return "activation_checkpointing is 'auto', which decides in Python what each layer keeps"
-    options = args.gradient_checkpointing_kwargs
-    offloads = isinstance(options, dict) and options.get("offload")
-    if offloads or getattr(args, "activation_offloading", False):
-        return "activations are moved to the host"
+    reason = why_not_by_arguments(args)
+    if reason is not None:
+        return reason
     if trainer._overrides_compute_loss:
         return f"{type(trainer).__name__} overrides compute_loss"
     if trainer.model is None:  # with `model_init` there is none before training has begun
