@@ -5,9 +5,8 @@ GRPOTrainer and ours.
         [--arms GRPOTrainer LigerGRPOTrainer "LigerGRPOTrainer - graphs"]
 
 A step trains on `--completions` completions of one prompt. Prompts and completions are random ids. The lengths of
-completions are drawn from 64 to `--longest`, and are the same in all arms. Nothing is generated or scored: that is another
-part of a step, and not ours. Weights are random, in bf16 with checkpointing, and AdamW is fused. "- graphs" is
-cuda_graphs="false".
+completions are drawn from 64 to `--longest`, and are the same in all arms. Nothing is generated or scored. Weights are
+random, in bf16 with checkpointing, and AdamW is fused. "- graphs" is cuda_graphs="false".
 
 `ms` is the median of the steps on the clock, by events on the GPU's stream. Each arm has a process of its own.
 """

@@ -5,7 +5,8 @@
 It is full fine-tuning in bf16 with fused AdamW and checkpointing, of random weights. A row has one image of 32 x 32
 patches, which become 256 tokens, and 64 to 512 random tokens of text; labels are on the text. A batch is padded to its
 longest row. Every arm runs in a process of its own. rows/s is of the median step, of those after `--warm`, in which
-kernels are compiled. "- graphs" is cuda_graphs="false". "+ auto" is activation_checkpointing: auto, which recomputes what does not fit on the GPU.
+kernels are compiled. "- graphs" is cuda_graphs="false". "+ auto" is activation_checkpointing: auto, which recomputes
+what does not fit on the GPU.
 """
 
 import itertools

@@ -39,8 +39,6 @@ CASES = {
     "135m-full": {"model": "SmolLM2-135M"},
     "moe24-lora-attn": {"model": "Qwen3-30B-A3B", "layers": 24, "lora": 16, "checkpointing": True},
 }
-# SFTTrainer asks for the router's logits by default, and a step that returns them is not captured.
-NO_ROUTER_LOSS = {"router_aux_loss_coef": 0.0}
 ROWS = ("alpaca", "128", "256", "512", "1024", "2048", "4096")
 
 
@@ -169,10 +167,7 @@ def train(options, rows, before):
     run, timed = run_of(options.case, rows, options)
     first = timed * options.rounds
     clock = clock_of(first, timed)
-    fields = options_of(arm)
-    if options.case.startswith("moe"):
-        fields |= NO_ROUTER_LOSS
-    trainer = make_trainer(arm.trainer, run, [clock], **fields)
+    trainer = make_trainer(arm.trainer, run, [clock], **options_of(arm))
     if arm.compiled:
         compile_layers(trainer.model)
     release()

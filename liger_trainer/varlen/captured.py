@@ -201,7 +201,7 @@ class BackboneGraphs:
                 return
         if self._snapshot is None:
             self._refuse_hooks()
-        snapshot = self._snapshot or Snapshot(self.around)
+        snapshot = self._snapshot or Snapshot(self.around, self.backbone.get_input_embeddings())
         grad, embeds_require_grad = key[0], key[1]
         trains = grad and (embeds_require_grad or any(True for _ in self._captured_parameters(snapshot)))
         self.clock += 1

@@ -86,7 +86,7 @@ class Size:
 
     @property
     def exchange(self) -> list[torch.Tensor]:
-        """The part of the buffers of exchange for T tokens: (1, T, H), and (layers, T, experts) if there are routers."""
+        """The part of `Buffers.exchange` for T tokens: (1, T, H), and (layers, T, experts) if there are routers."""
         assert self.buffers.exchange, "the forward comes first"
         return [buffer[:, : self.tokens] for buffer in self.buffers.exchange]
 

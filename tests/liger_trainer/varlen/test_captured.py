@@ -3,6 +3,7 @@
 On a CPU what is recorded runs again as Python (`RerunRecorder`), on a GPU it is a CUDA graph.
 """
 
+import contextlib
 import copy
 import gc
 import itertools
@@ -428,6 +429,33 @@ def test_a_reference_without_adapters_has_captures_of_its_own(device):
 
 
 # Backward passes
+
+
+@pytest.mark.parametrize("with_adapters", [True, False])
+def test_checkpointing_that_is_switched_off_for_a_reference_and_on_again(with_adapters, device):
+    """As TRL does around each call of a reference. transformers then makes hooks and functions anew."""
+    pair = Pair(checkpointed(lora(model_of()) if with_adapters else model_of()), device)
+
+    def reference_then_loss(model):
+        call = pair.batch(SIZES[0])
+        options = {"use_reentrant": False}
+        with torch.no_grad(), model.disable_adapter() if with_adapters else contextlib.nullcontext():
+            model.gradient_checkpointing_disable()
+            reference = model(**call, use_cache=False).loss
+            model.gradient_checkpointing_enable(options)
+        return reference, model(**call, use_cache=False).loss
+
+    for _ in range(5):
+        (got_reference, got), (want_reference, want) = pair.run(reference_then_loss)
+        assert_close(got_reference, want_reference, device, "reference")
+        assert_close(got, want, device, "loss")
+        got.backward()
+        want.backward()
+        pair.assert_same_gradients()
+        for optimizer in pair.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert pair.replayed >= 6, pair.summary
 
 
 def test_two_forwards_before_a_backward(device):
