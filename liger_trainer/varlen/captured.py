@@ -134,6 +134,8 @@ class BackboneGraphs:
         if embeds is None:
             embeds = self.backbone.get_input_embeddings()(call["input_ids"])
         batch, shape = _batch_of(rows, embeds, call)
+        if self._snapshot is None:  # the call may have put the model into evaluation mode since, as Medusa's does
+            self.is_unchanged()
         try:
             mode = self._mode(batch, constants)
             size = self._size(mode, batch, forward, dict(constants))

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from liger_trainer.errors import RecipeError
 from liger_trainer.verify import sixteen_bits
+from liger_trainer.verify.captured import captured
 from liger_trainer.verify.figures import (
     EPS,
     RTOL,
@@ -71,6 +72,7 @@ class Checks:
             ("gates in 16 bits", self._gates),
             ("head in 16 bits", self._head),
             ("training in bf16", self._autocast),
+            ("captured steps = uncaptured", self._captured),
             ("packed rows = separate rows", self._packed),
             ("padded rows = unpadded rows", self._padded),
             ("padding on the left", self._padded_left),
@@ -226,6 +228,9 @@ class Checks:
 
     def _autocast(self) -> Check:
         return in_bf16(self.bench, self.kind, self.stock.gradients[0], self.noise)
+
+    def _captured(self) -> Check:
+        return captured(self.bench, self.ours.trainer, self.noise)
 
     # The same rows in other batches
 

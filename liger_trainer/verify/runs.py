@@ -42,6 +42,7 @@ _OWN = {
     "eval_strategy": "no", "report_to": "none", "bf16": False, "fp16": False, "disable_tqdm": True,
     "dataloader_pin_memory": False, "max_length": MAX_LENGTH, "max_completion_length": 8, "num_generations": 2,
     "mask_truncated_completions": False, "logging_nan_inf_filter": False,
+    "cuda_graphs": "false",  # captured steps have a check of their own
 }  # fmt: skip
 # Keys of a recipe, by their beginnings, that decide nothing of what a step computes, or that need another machine, or
 # that draw noise of the shape of a batch.
