@@ -6,6 +6,7 @@ gather weights do not count: our code calls the modules that own weights, so the
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -41,7 +42,7 @@ def hook_on(module: nn.Module, ours: Binding | None = None, allowed: tuple[str, 
         return replaced
     for attribute, global_hooks in zip(HOOK_DICTS, _GLOBAL_HOOKS, strict=True):
         for hook in (*getattr(module, attribute).values(), *global_hooks.values()):
-            if not home(_function(hook)).startswith(not_counted):
+            if _counts(hook, not_counted):
                 return f"a {attribute.strip('_').removesuffix('s').replace('_', ' ')} ({_name(_function(hook))})"
     return None
 
@@ -62,9 +63,20 @@ def output_seen_by(module: nn.Module, ours: Binding | None) -> str | None:
         if (replaced := replaced_forward(module, forward, _OF_LIBRARIES)) is not None:
             return replaced
     for hook in module._forward_hooks.values():
-        if not home(_function(hook)).startswith((*_HOOKS_THAT_MISS_NOTHING, *_OF_LIBRARIES)):
+        if _counts(hook, (*_HOOKS_THAT_MISS_NOTHING, *_OF_LIBRARIES)):
             return f"a forward hook ({_name(_function(hook))})"
     return None
+
+
+def as_of_a_user(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark a hook of this package, so that it counts as one of a user: no operation leaves out what it would see."""
+    hook.counts_as_of_a_user = True  # type: ignore[attr-defined]
+    return hook
+
+
+def _counts(hook: Any, not_counted: tuple[str, ...]) -> bool:
+    function = _function(hook)
+    return getattr(function, "counts_as_of_a_user", False) or not home(function).startswith(not_counted)
 
 
 def _function(hook: Any) -> Any:

@@ -5,7 +5,6 @@ import dataclasses
 import io
 import logging
 import os
-import types
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, redirect_stderr
@@ -20,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, PrinterCallback, set_seed
 
 from liger_trainer.head.module import output_head
+from liger_trainer.instance.hooks import as_of_a_user
 from liger_trainer.instance.report import OPERATIONS
 from liger_trainer.medusa.trainer import LigerMedusaTrainer
 from liger_trainer.trainers.base import stock_class
@@ -252,8 +252,9 @@ def _disturb(model: nn.Module, seed: int) -> None:
                 p.mul_(1 + 0.05 * drawn)
 
 
-# A hook that does nothing. A head with a hook is not fused, unless the hook's code stands in this package.
-_look = types.FunctionType((lambda *_: None).__code__, {"__name__": "a_user"})
+@as_of_a_user
+def _look(*_: Any) -> None:
+    """Do nothing. A head with a hook of a user is not fused."""
 
 
 class OtherOrder(TorchDispatchMode):

@@ -14,6 +14,7 @@ from torch import nn
 
 from liger_trainer import apply_liger, remove_liger
 from liger_trainer.head.calls import install_fused_head
+from liger_trainer.instance.hooks import as_of_a_user, hook_on
 
 HEAD = "fused_linear_cross_entropy"
 
@@ -308,3 +309,15 @@ def test_another_thread_gets_logits():
     assert model(**collate(ragged_rows(4))).logits is None
     handle.remove()
     assert isinstance(seen[0], torch.Tensor)
+
+
+def test_a_hook_of_this_package_counts_once_it_is_marked():
+    def look(*_):
+        """Do nothing."""
+
+    linear = torch.nn.Linear(2, 2)
+    handle = linear.register_forward_hook(look)
+    assert hook_on(linear, allowed=(__name__,)) is None
+    handle.remove()
+    linear.register_forward_hook(as_of_a_user(look))
+    assert hook_on(linear, allowed=(__name__,)).startswith("a forward hook")
