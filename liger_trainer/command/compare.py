@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from liger_trainer.command.accelerate_file import own_environment
 from liger_trainer.command.launch import launched_processes
@@ -97,20 +97,44 @@ def _in_a_process(recipe: str, words: list[str], arm: str, steps: int) -> dict[s
         path, output = Path(folder, "arm.json"), Path(folder, "output.txt")
         gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]  # of several, TRL and transformers use all
         own = ["--arm", arm, "--steps", str(steps), "--json", str(path)]
-        # An exception ends the process of the arm too, and the signal alone does not.
-        before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-        try:
-            with output.open("w") as file:
-                done = subprocess.run(
-                    [sys.executable, "-m", "liger_trainer", "compare", recipe, *own, *words],
-                    stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=os.environ | {"CUDA_VISIBLE_DEVICES": gpu},
-                )  # fmt: skip
-        finally:
-            signal.signal(signal.SIGTERM, before)
+        with output.open("w") as file:
+            code = _run_to_its_end(
+                [sys.executable, "-m", "liger_trainer", "compare", recipe, *own, *words],
+                file,
+                os.environ | {"CUDA_VISIBLE_DEVICES": gpu},
+            )
         if path.exists():
             return json.loads(path.read_text())
         last = output.read_text(errors="replace").strip().rpartition("\n")[2]
-        return {"error": f"its process ended with code {done.returncode}: {last}"}
+        return {"error": f"its process ended with code {code}: {last}"}
+
+
+def _run_to_its_end(command: list[str], output: IO[str], environment: dict[str, str]) -> int:
+    """Run `command` and return its exit code; end it too if this process gets SIGTERM, which then exits with 143.
+
+    Without a handler, SIGTERM would end this process alone and leave the command running."""
+    process: subprocess.Popen[bytes] | None = None
+    received: list[int] = []
+
+    def stop(number: int, frame: Any) -> None:
+        received.append(number)
+        # An exception inside Popen would lose the child's handle while the child runs, so there it waits.
+        if process is not None:
+            sys.exit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=environment
+        )
+        if received:
+            sys.exit(128 + received[0])
+        return process.wait()
+    finally:
+        if process is not None:
+            process.kill()  # does nothing to a process that has ended
+            process.wait()
+        signal.signal(signal.SIGTERM, before)
 
 
 def _run_arm(name: str, words: list[str], arm: str, steps: int) -> dict[str, Any]:

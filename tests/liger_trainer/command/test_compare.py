@@ -176,3 +176,26 @@ def test_sigterm_ends_the_process_of_the_arm_too(folder):
     assert arm.name.isdecimal() and arm.exists()
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 143 and not arm.exists()
+
+
+def test_sigterm_at_the_start_of_an_arm_ends_it_too(monkeypatch):
+    """The signal comes when the arm's process exists and its parent has no handle of it yet."""
+    started = []
+
+    class Signalled(subprocess.Popen):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            started.append(self)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(subprocess, "Popen", Signalled)
+    try:
+        with pytest.raises(SystemExit) as ended:
+            compare._in_a_process("quickstart", [], "ours", 2)
+        assert ended.value.code == 143
+        assert started[0].returncode is not None, "the arm was left running"
+        assert signal.getsignal(signal.SIGTERM) is before
+    finally:
+        started[0].kill()
+        started[0].wait()
