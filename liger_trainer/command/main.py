@@ -10,18 +10,18 @@ import sys
 import warnings
 from collections.abc import Iterator
 
-from liger_trainer.command import launch
-from liger_trainer.command.accelerate_file import own_environment
-from liger_trainer.command.chat import add_chat_command
-from liger_trainer.command.compare import add_compare_command
-from liger_trainer.command.fit import add_fit_command
-from liger_trainer.command.launch import is_main_process, say, say_error
-from liger_trainer.command.medusa import add_medusa_commands
-from liger_trainer.command.merge import add_merge_command
 from liger_trainer.command.options import add_recipe_command, positive, take_options
-from liger_trainer.command.recipe import TRAIN_USAGE, Recipe, parse_recipe, read_recipe
-from liger_trainer.command.shipped_files import add_shipped_commands
-from liger_trainer.command.verify import add_verify_command
+from liger_trainer.command.recipe.accelerate_file import own_environment
+from liger_trainer.command.recipe.read import TRAIN_USAGE, Recipe, parse_recipe, read_recipe
+from liger_trainer.command.recipe.shipped_files import add_shipped_commands
+from liger_trainer.command.run import launch
+from liger_trainer.command.run.launch import is_main_process, say, say_error
+from liger_trainer.command.tools.chat import add_chat_command
+from liger_trainer.command.tools.compare import add_compare_command
+from liger_trainer.command.tools.fit import add_fit_command
+from liger_trainer.command.tools.medusa import add_medusa_commands
+from liger_trainer.command.tools.merge import add_merge_command
+from liger_trainer.command.tools.verify import add_verify_command
 from liger_trainer.errors import RecipeError, RunError
 
 
@@ -96,7 +96,7 @@ def _train(args: argparse.Namespace) -> int:
         recipe = parse_recipe(args.recipe, words)
         if is_main_process():
             print(f"# {recipe.path}; every other key has its default", recipe.to_yaml(), sep="\n", end="", flush=True)
-        from liger_trainer.command.sources import find_sources
+        from liger_trainer.command.rows.sources import find_sources
 
         with _placed(recipe):
             find_sources(recipe)
@@ -111,10 +111,10 @@ def _train(args: argparse.Namespace) -> int:
     launch.settle_precision(chosen.get("bf16"), chosen.get("fp16"))
     launch.read_on_every_process(chosen.get("fp8"), chosen.get("bf16"), chosen.get("fp16"))
     recipe = parse()
-    from liger_trainer.command.preemption import SaveOnSigterm, Terminated, sigterm_ends
-    from liger_trainer.command.preview import without_a_trace
-    from liger_trainer.command.run import run
-    from liger_trainer.command.saving import what_is_left
+    from liger_trainer.command.rows.preview import without_a_trace
+    from liger_trainer.command.run.preemption import SaveOnSigterm, Terminated, sigterm_ends
+    from liger_trainer.command.run.saving import what_is_left
+    from liger_trainer.command.run.train import run
 
     stop = SaveOnSigterm()
     try:
@@ -146,7 +146,7 @@ def _doctor(args: argparse.Namespace) -> int:
     from transformers import AutoConfig
 
     from liger_trainer import apply_liger
-    from liger_trainer.command.model_source import find_model
+    from liger_trainer.command.recipe.model_source import find_model
     from liger_trainer.fitting.hollow import auto_class_of
 
     config = find_model(args.model, args.gguf_file, trust_remote_code=args.trust_remote_code).load(AutoConfig)

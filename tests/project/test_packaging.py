@@ -26,7 +26,7 @@ site.addsitedir(sys.argv[1])  # reads .pth files, of which an editable install c
 sys.path[:] = [path for path in sys.path if path not in before] + before
 import importlib.util, liger_trainer
 from liger_trainer.paths import shipped
-from liger_trainer.command.recipe import recipe_names
+from liger_trainer.command.recipe.read import recipe_names
 triton = importlib.util.find_spec("liger_triton").origin  # without importing torch
 print(liger_trainer.__file__, triton, shipped("configs"), *recipe_names(), sep="\\n")
 """
