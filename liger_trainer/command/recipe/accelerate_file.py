@@ -9,8 +9,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from liger_trainer.command.processes import launched_processes
 from liger_trainer.command.recipe.shipped_files import config_names, find_shipped
-from liger_trainer.command.run.launch import launched_processes
 from liger_trainer.errors import RecipeError
 from liger_trainer.paths import find_beside
 

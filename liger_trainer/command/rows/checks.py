@@ -6,7 +6,7 @@ from typing import Any
 
 import pyarrow.compute as pc
 
-from liger_trainer.command.run.launch import say
+from liger_trainer.command.processes import say
 from liger_trainer.errors import RecipeError, short
 
 # What a column may hold, in words.

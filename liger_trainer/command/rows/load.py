@@ -6,11 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from liger_trainer.command.processes import say
 from liger_trainer.command.recipe.keys import RecipeArguments
 from liger_trainer.command.recipe.parser import nearest
 from liger_trainer.command.rows.checks import check_rows
 from liger_trainer.command.rows.images import find_images
-from liger_trainer.command.run.launch import say
 from liger_trainer.errors import RecipeError, short
 from liger_trainer.paths import find_beside
 from liger_trainer.templates import alpaca_row, last_turn_row, sharegpt_row

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from liger_trainer.command.processes import on_all, on_main_for_all, say
 from liger_trainer.command.recipe.read import Recipe
 from liger_trainer.command.run import manifest
-from liger_trainer.command.run.launch import on_all, on_main_for_all, say
 from liger_trainer.command.run.manifest import checkpoints_in
 from liger_trainer.errors import RecipeError
 

@@ -11,9 +11,9 @@ from typing import Any
 
 from transformers import TrainerCallback
 
+from liger_trainer.command.processes import on_all
 from liger_trainer.command.recipe.read import Recipe
 from liger_trainer.command.run import manifest
-from liger_trainer.command.run.launch import on_all
 from liger_trainer.command.run.manifest import checkpoints_in
 from liger_trainer.command.run.output_dir import WEIGHTS, Beginning, matches
 from liger_trainer.command.run.pictures import CURVES, draw_curves

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, EarlyStoppingCallb
 
 import liger_trainer
 from liger_trainer._logging import logger
+from liger_trainer.command.processes import is_main_process
 from liger_trainer.command.recipe.checks import NOT_ON_EXPERTS
 from liger_trainer.command.recipe.model_source import ModelSource, find_model, quantization_of, trainable
 from liger_trainer.command.recipe.read import Recipe
@@ -19,7 +20,6 @@ from liger_trainer.command.rows.counts import account_for_rows, check_token_ids
 from liger_trainer.command.rows.images import broken_picture, check_first_batch
 from liger_trainer.command.rows.preview import show_rows
 from liger_trainer.command.rows.sources import Sources, find_sources
-from liger_trainer.command.run.launch import is_main_process
 from liger_trainer.command.run.manifest import facts_of
 from liger_trainer.command.run.output_dir import find_beginning, own_folder
 from liger_trainer.command.run.preemption import SaveOnSigterm

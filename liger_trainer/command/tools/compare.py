@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from liger_trainer.command.options import add_recipe_command, positive, take_options
+from liger_trainer.command.processes import launched_processes
 from liger_trainer.command.recipe.accelerate_file import own_environment
 from liger_trainer.command.recipe.read import Recipe, parse_recipe, read_recipe
-from liger_trainer.command.run.launch import launched_processes
 from liger_trainer.errors import RecipeError
 
 _USAGE = "liger-trainer compare RECIPE [--steps N] [--json FILE] [--chart FILE] [--key value ...]"
