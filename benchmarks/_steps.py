@@ -96,7 +96,7 @@ def build(run, dtype=torch.bfloat16):
 
 def in_mxfp4(model):
     """`model`, a gpt-oss on the meta device, with random weights. Its experts never exist in 16 bits."""
-    from liger_trainer.mxfp4 import pack_experts
+    from liger_trainer.base_weights.mxfp4 import pack_experts
 
     pack_experts(model)
     model.to_empty(device=DEVICE)

@@ -67,7 +67,7 @@ class RecipeArguments:
     )
     reward_funcs: list[str] | None = _key(
         None,
-        "The reward functions of 'grpo' and 'rloo': a list of names from `liger_trainer.rewards` (boxed_answer), "
+        "The reward functions of 'grpo' and 'rloo': a list of names from `liger_trainer.data.rewards` (boxed_answer), "
         "or of dotted paths of functions such as my_module.my_reward. A dotted path imports its module, which "
         "runs the module's code; the module is also looked up in the folder of the recipe and in the working "
         "directory. The rewards are added up, weighted by `reward_weights`.",

@@ -91,7 +91,7 @@ def quantization_of(config: Any, args: Any) -> Any:
     import trl
 
     if args.load_in_4bit and _is_mxfp4(config):
-        from liger_trainer.mxfp4 import Mxfp4Config
+        from liger_trainer.base_weights.mxfp4 import Mxfp4Config
 
         return Mxfp4Config()
     return trl.get_quantization_config(args)

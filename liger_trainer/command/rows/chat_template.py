@@ -98,7 +98,7 @@ def settle_named_template(recipe: Recipe, source: ModelSource) -> None:
     vocabulary = source.load(AutoTokenizer).get_vocab()
     if missing := [token for token in _NAMED[name] if token not in vocabulary]:
         raise RecipeError(f"chat_template_path is {name!r}, whose token {missing[0]} the vocabulary does not have.")
-    training.chat_template_path = str(PACKAGE / "chat_templates" / f"{name}.jinja")
+    training.chat_template_path = str(PACKAGE / "data" / "chat_templates" / f"{name}.jinja")
     if _NAMED[name] and training.eos_token is None:
         training.eos_token = _NAMED[name][-1]
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from liger_trainer.data.formats import has_images
 from liger_trainer.errors import RecipeError, refusal, short
-from liger_trainer.templates import has_images
 
 _SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 

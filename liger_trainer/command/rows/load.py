@@ -11,9 +11,9 @@ from liger_trainer.command.recipe.keys import RecipeArguments
 from liger_trainer.command.recipe.parser import nearest
 from liger_trainer.command.rows.checks import check_rows
 from liger_trainer.command.rows.images import find_images
+from liger_trainer.data.formats import alpaca_row, last_turn_row, sharegpt_row
 from liger_trainer.errors import RecipeError, short
 from liger_trainer.paths import find_beside
-from liger_trainer.templates import alpaca_row, last_turn_row, sharegpt_row
 
 _FILE_BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv", ".txt": "text"}
 # What trainers read besides the columns that they need

@@ -14,9 +14,9 @@ from liger_trainer.command.recipe.trainers import TRAINERS
 from liger_trainer.command.rows.chat_template import find_template, settle_named_template
 from liger_trainer.command.rows.images import unread_pictures
 from liger_trainer.command.rows.load import columns_of, load_rows
+from liger_trainer.data.formats import has_images
+from liger_trainer.data.rewards import REWARDS
 from liger_trainer.errors import RecipeError
-from liger_trainer.rewards import REWARDS
-from liger_trainer.templates import has_images
 
 
 class Sources(NamedTuple):

@@ -26,7 +26,7 @@ from liger_trainer.command.run.preemption import SaveOnSigterm
 from liger_trainer.command.run.saving import Keeper, SavesWithManifest, train_and_save, what_is_left
 from liger_trainer.command.run.summary import RunRecorder
 from liger_trainer.errors import RecipeError, RunError, refusal, short
-from liger_trainer.world import fault_of_world
+from liger_trainer.trainers.world import fault_of_world
 
 
 def run(recipe: Recipe, preview_rows: int | None = None, stop: SaveOnSigterm | None = None) -> str | None:

@@ -11,8 +11,8 @@ from typing import Any
 
 from liger_trainer.command.tools.medusa import add_command, add_model_options, load_to_answer
 from liger_trainer.command.tools.merge import find_base, tokenizer_of, with_adapter
+from liger_trainer.data.formats import alpaca_row
 from liger_trainer.errors import RecipeError
-from liger_trainer.templates import alpaca_row
 
 
 def add_chat_command(commands: Any) -> None:

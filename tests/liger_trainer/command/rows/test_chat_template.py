@@ -42,7 +42,7 @@ THINKING = PLAIN.replace("+ last", "+ ('w50 ' if loop.last and m['role'] == 'ass
 
 
 def ours(name):
-    return (PACKAGE / "chat_templates" / f"{name}.jinja").read_text()
+    return (PACKAGE / "data" / "chat_templates" / f"{name}.jinja").read_text()
 
 
 def theirs(name):

@@ -9,8 +9,8 @@ from recipe_fixtures import command, write_model, write_recipe
 
 from liger_trainer.command.recipe.read import TRAINERS, RecipeArguments
 from liger_trainer.command.rows.load import load_rows
+from liger_trainer.data.formats import alpaca_row, sharegpt_row
 from liger_trainer.errors import RecipeError
-from liger_trainer.templates import alpaca_row, sharegpt_row
 
 USER, ANSWER = {"role": "user", "content": "w4"}, {"role": "assistant", "content": "w5"}
 PAIR = {"prompt": "question", "completion": "answer"}

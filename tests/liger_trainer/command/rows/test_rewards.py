@@ -10,8 +10,8 @@ from tiny_models import tiny_model
 from liger_trainer.command.recipe.read import parse_recipe
 from liger_trainer.command.rows.load import last_turn_row
 from liger_trainer.command.rows.sources import find_reward
+from liger_trainer.data.rewards import REWARDS, boxed_answer
 from liger_trainer.errors import RecipeError
-from liger_trainer.rewards import REWARDS, boxed_answer
 
 
 @pytest.mark.parametrize(
@@ -36,9 +36,9 @@ def test_found_by_name_or_dotted_path():
     assert find_reward("trl.rewards.think_format_reward").__name__ == "think_format_reward"
     with pytest.raises(RecipeError, match="There is no module no_such_module, next to the recipe nor in the working"):
         find_reward("no_such_module.reward")
-    with pytest.raises(RecipeError, match="liger_trainer.rewards has no function length"):
-        find_reward("liger_trainer.rewards.length")
-    for name in ("boxed_anser", "json.decoder.no.reward", "no_such_module.reward", "liger_trainer.rewards.length",
+    with pytest.raises(RecipeError, match="liger_trainer.data.rewards has no function length"):
+        find_reward("liger_trainer.data.rewards.length")
+    for name in ("boxed_anser", "json.decoder.no.reward", "no_such_module.reward", "liger_trainer.data.rewards.length",
                  "math.pi", "collections.Counter"):  # fmt: skip
         with pytest.raises(RecipeError, match=f"'{name}', which is none of boxed_answer, and no path of a function"):
             find_reward(name)

@@ -17,7 +17,7 @@ from recipe_fixtures import command, write_model
 from tiny_models import tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
-from liger_trainer.templates import alpaca_row
+from liger_trainer.data.formats import alpaca_row
 
 TEMPLATE = "{% for m in messages %}{{ m['role'][0] }} {{ m['content'] }} {% endfor %}"
 GREEDY = ("--temperature", "0", "--max_new_tokens", "6")

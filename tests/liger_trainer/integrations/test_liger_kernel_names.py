@@ -7,7 +7,8 @@ from tiny_models import tiny_model
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import liger_trainer
-from liger_trainer import AutoLigerKernelForCausalLM, auto
+from liger_trainer import AutoLigerKernelForCausalLM
+from liger_trainer.integrations import liger_kernel_names
 
 
 def swapped(model):
@@ -42,19 +43,19 @@ def test_function_for_one_model_type():
     model = tiny_model("llama")
     report = liger_trainer.apply_liger_kernel_to_llama(model=model, rope=False, fused_linear_cross_entropy=False)
     assert swapped(model) == {"LlamaRMSNorm", "LlamaMLP"} and not report["rope"].enabled
-    assert liger_trainer.apply_liger_kernel_to_llama is auto.apply_liger_kernel_to_llama
-    assert auto.apply_liger_kernel_to_llama.__name__ == "apply_liger_kernel_to_llama"
+    assert liger_trainer.apply_liger_kernel_to_llama is liger_kernel_names.apply_liger_kernel_to_llama
+    assert liger_kernel_names.apply_liger_kernel_to_llama.__name__ == "apply_liger_kernel_to_llama"
 
 
 def test_function_for_a_model_with_a_text_config():
-    assert auto.apply_liger_kernel_to_qwen2_5_vl(tiny_model("qwen2_5_vl"), **NO_HEAD)["rope"].swapped
-    assert auto.apply_liger_kernel_to_qwen2_5_vl_text(tiny_model("qwen2_5_vl"), **NO_HEAD)["rope"].swapped
+    assert liger_kernel_names.apply_liger_kernel_to_qwen2_5_vl(tiny_model("qwen2_5_vl"), **NO_HEAD)["rope"].swapped
+    assert liger_kernel_names.apply_liger_kernel_to_qwen2_5_vl_text(tiny_model("qwen2_5_vl"), **NO_HEAD)["rope"].swapped
 
 
 def test_errors_of_the_functions():
     model = tiny_model("llama")
     with pytest.raises(ValueError, match="unknown key 'rmsnorm'; did you mean 'rms_norm'"):
-        auto.apply_liger_kernel_to_llama(model=model, rmsnorm=False)
+        liger_kernel_names.apply_liger_kernel_to_llama(model=model, rmsnorm=False)
     with pytest.raises(AttributeError, match="transformers has no model type 'lama'"):
         _ = liger_trainer.apply_liger_kernel_to_lama
     assert swapped(model) == set()
@@ -63,16 +64,18 @@ def test_errors_of_the_functions():
 def test_as_scripts_call_it_that_come_from_liger_kernel():
     """Before the model is built, which is an error with the line to write; its `cross_entropy` may be off."""
     with pytest.raises(ValueError, match=r"builds the model, write apply_liger_kernel_to_llama\(model=model\)"):
-        auto.apply_liger_kernel_to_llama(rope=True)
+        liger_kernel_names.apply_liger_kernel_to_llama(rope=True)
     model = tiny_model("llama")
-    assert auto.apply_liger_kernel_to_llama(model=model, cross_entropy=False, rope=True)["rope"].swapped
+    assert liger_kernel_names.apply_liger_kernel_to_llama(model=model, cross_entropy=False, rope=True)["rope"].swapped
     with pytest.raises(ValueError, match="cross_entropy=True: a cross-entropy of logits is not swapped"):
-        auto.apply_liger_kernel_to_llama(model=model, cross_entropy=True, fused_linear_cross_entropy=False)
+        liger_kernel_names.apply_liger_kernel_to_llama(
+            model=model, cross_entropy=True, fused_linear_cross_entropy=False
+        )
     with pytest.raises(TypeError, match="unexpected keyword argument 'swiglu'"):
         AutoLigerKernelForCausalLM.from_config(model.config, swiglu=True)
 
 
 def test_every_model_type_has_its_function():
-    names = [name for name in dir(auto) if name.startswith("apply_liger_kernel_to_")]
+    names = [name for name in dir(liger_kernel_names) if name.startswith("apply_liger_kernel_to_")]
     assert len(names) > 300 and all(name.isidentifier() for name in names)
-    assert all(callable(getattr(auto, name)) for name in names)
+    assert all(callable(getattr(liger_kernel_names, name)) for name in names)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from liger_trainer.world import fault_of_world
+from liger_trainer.trainers.world import fault_of_world
 
 
 def world(processes, kind):

@@ -12,8 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers import Mxfp4Config as Stock
 
 from liger_trainer import LigerSFTConfig, LigerSFTTrainer, LigerTrainer, LigerTrainingArguments, apply_liger
+from liger_trainer.base_weights.mxfp4 import Mxfp4Config, PackedGptOssExperts
 from liger_trainer.fitting.hollow import Shape, on_meta, without_values
-from liger_trainer.mxfp4 import Mxfp4Config, PackedGptOssExperts
 
 IDS = torch.arange(3, 27).reshape(2, 12)
 
