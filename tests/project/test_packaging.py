@@ -80,6 +80,8 @@ def test_wheel(built, tmp_path):
     names = set(zipfile.ZipFile(built[1]).namelist())
     assert {f"liger_trainer/{name}" for name in SHIPPED} <= names
     assert {"liger_trainer/command/main.py", "liger_triton/rms_norm.py"} <= names
+    texts = {"liger_trainer/trainers/model_card.md", "liger_trainer/data/chat_templates/chatml.jinja"}
+    assert texts <= names, "files that are no code"
     assert not {name for name in names if name.startswith(("kernels/", "tests/", "recipes/"))}
     metadata = next(name for name in names if name.endswith("entry_points.txt"))
     assert "liger-trainer = liger_trainer.command.main:main" in zipfile.ZipFile(built[1]).read(metadata).decode()

@@ -20,7 +20,7 @@ from liger_trainer.command.run.pictures import CURVES, draw_curves
 from liger_trainer.command.run.preemption import SaveOnSigterm, Terminated
 from liger_trainer.command.run.summary import RunRecorder, hardware
 from liger_trainer.errors import RecipeError, RunError, refusal
-from liger_trainer.trainers.model_card import card_without_risk, without_quick_start
+from liger_trainer.trainers.model_card import CardText, card_without_risk
 
 
 class _CannotSave(Exception):
@@ -115,34 +115,49 @@ class SavesWithManifest:
             super()._run_epoch(**kwargs)  # type: ignore[misc]
 
     def create_model_card(self: Any, model_name: str | None = None, **kwargs: Any) -> None:
-        """Write TRL's card, with this package, the base model, the rows, the loss, the machine and the recipe in it."""
+        """Write a card with this package, the base model, the rows, the loss, the machine and the recipe in it."""
         name = model_name or Path(self.args.output_dir).name
         super().create_model_card(name, tags="liger-trainer")  # type: ignore[misc]
 
-    def complete_card(self: Any, card: Path) -> None:
+    def card_text(self: Any) -> CardText:
+        stock = super().card_text()  # type: ignore[misc]
+        # The example asks by a chat template.
+        chats = self.recipe.args.prompt_template != "alpaca" and getattr(self.processing_class, "chat_template", None)
+        return CardText(
+            base_model=_shown(self.keeper.facts["base"][0]),
+            quick_start=bool(chats) and (stock is None or stock.quick_start),
+            trained=self._what_was_trained(),
+        )
+
+    def _what_was_trained(self: Any) -> str:
+        """The lines of the card about this run, in Markdown."""
         import liger_trainer
 
-        super().complete_card(card)  # type: ignore[misc]
         (base, base_print), (rows, rows_print) = self.keeper.facts["base"], self.keeper.facts["rows"]
-        base = Path(base).name if Path(base).is_dir() else base
         losses = [log["loss"] for log in self.state.log_history if "loss" in log]
         kind = getattr(self.args, "loss_type", None) or self._name
-        speed = "" if self.recorder.speed is None else f", {self.recorder.speed:,.0f} tokens/s"
-        trained = (
-            f"- liger_trainer {liger_trainer.__version__}, `{type(self).__name__}`\n"
-            f"- Base model: `{base}` {base_print}\n"
-            f"- Data: `{rows}` {rows_print}\n"
-            f"- Loss: {kind if isinstance(kind, str) else ', '.join(kind)}, {self.state.global_step} steps"
-            f"{f', from {losses[0]:.4g} to {losses[-1]:.4g}' if losses else ''}\n"
-            f"- Hardware: {hardware(self.args.world_size)}{speed}\n\n"
-            f"{f'![loss, gradient norm and rewards by step]({CURVES})' if self.curves else ''}\n\n"
-            f"{self.recipe.to_card()}\n### Framework versions\n"
-        )
-        text = card.read_text(encoding="utf-8").replace("[None](https://huggingface.co/None)", f"`{base}`")
-        text = text.replace('model="None"', f'model="{self.args.output_dir}"')
-        if self.recipe.args.prompt_template == "alpaca" or not getattr(self.processing_class, "chat_template", None):
-            text = without_quick_start(text)  # it asks by a chat template
-        card.write_text(text.replace("### Framework versions\n", trained), "utf-8")
+        loss = f"{kind if isinstance(kind, str) else ', '.join(kind)}, {self.state.global_step} steps"
+        if losses:
+            loss += f", from {losses[0]:.4g} to {losses[-1]:.4g}"
+        machine = hardware(self.args.world_size)
+        if self.recorder.speed is not None:
+            machine += f", {self.recorder.speed:,.0f} tokens/s"
+        lines = [
+            f"- liger_trainer {liger_trainer.__version__}, `{type(self).__name__}`",
+            f"- Base model: `{_shown(base)}` {base_print}",
+            f"- Data: `{rows}` {rows_print}",
+            f"- Loss: {loss}",
+            f"- Hardware: {machine}",
+            "",
+        ]
+        if self.curves:
+            lines += [f"![loss, gradient norm and rewards by step]({CURVES})", ""]
+        return "\n".join([*lines, self.recipe.to_card()])
+
+
+def _shown(model: str) -> str:
+    """The name of a model in a card: without the folders of this machine."""
+    return Path(model).name if Path(model).is_dir() else model
 
 
 @contextlib.contextmanager
