@@ -1,10 +1,6 @@
 """Finds and checks what a recipe names before any weight is loaded: its model, rows, rewards and chat template."""
 
-import importlib
-import inspect
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from liger_trainer.command.recipe.checks import check_rows
@@ -12,10 +8,11 @@ from liger_trainer.command.recipe.model_source import ModelSource, find_model
 from liger_trainer.command.recipe.read import Recipe
 from liger_trainer.command.recipe.trainers import TRAINERS
 from liger_trainer.command.rows.chat_template import find_template, settle_named_template
+from liger_trainer.command.rows.columns import columns_of
 from liger_trainer.command.rows.images import unread_pictures
-from liger_trainer.command.rows.load import columns_of, load_rows
+from liger_trainer.command.rows.load import load_rows
+from liger_trainer.command.rows.rewards import check_columns_of, find_reward
 from liger_trainer.data.formats import has_images
-from liger_trainer.data.rewards import REWARDS
 from liger_trainer.errors import RecipeError
 
 
@@ -55,7 +52,7 @@ def find_sources(recipe: Recipe) -> Sources:
     _check_pictures(recipe, config, train_rows)
     rewards = [find_reward(name, recipe.path.parent) for name in recipe.args.reward_funcs or ()]
     for name, reward in zip(recipe.args.reward_funcs or (), rewards, strict=True):
-        _check_columns_of(name, reward, train_rows.column_names)
+        check_columns_of(name, reward, train_rows.column_names)
     _check_template(recipe, source, train_rows)
     return Sources(source, config, train_rows, eval_rows, rewards)
 
@@ -89,55 +86,3 @@ def _check_template(recipe: Recipe, source: ModelSource, rows: Any) -> None:
             else "Take a model with one: trainer: sft with chat_template_path: chatml saves it with the model."
         )
         raise RecipeError(f"the rows are messages, and {where} has no chat template. {mend}")
-
-
-def _check_columns_of(name: str, reward: Callable, columns: list[str]) -> None:
-    """RecipeError if a reward function reads a column that the rows do not have, which it would notice in training."""
-    from_trl = {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "environments"}
-    try:
-        parameters = inspect.signature(reward).parameters.values()
-    except (TypeError, ValueError):  # of a function that has none, such as one in C
-        return
-    needed = [p.name for p in parameters if p.default is p.empty and not p.kind.name.startswith("VAR_")]
-    if missing := [column for column in needed if column not in from_trl.union(columns)]:
-        raise RecipeError(
-            f"reward_funcs has {name!r}, which reads the column {missing[0]}, and the rows have {', '.join(columns)}. "
-            f"Say which it is in columns, such as {{{missing[0]}: answer}}, or add it."
-        )
-
-
-def find_reward(name: str, folder: Path | None = None) -> Callable:
-    """The function that `name` means: a key of `REWARDS`, or a dotted path such as `my_rewards.brief`.
-
-    A dotted path imports its module, which runs its code. Modules are also found in `folder`, the recipe's, and in the
-    working directory, which stay at the end of `sys.path` for what the function imports.
-    """
-    if name in REWARDS:
-        return REWARDS[name]
-    module, _, attribute = name.rpartition(".")
-    found, why = None, ""
-    if module:
-        for path in (folder, Path.cwd()):
-            if path is not None and str(path.resolve()) not in sys.path:
-                sys.path.append(str(path.resolve()))
-        try:
-            found = getattr(importlib.import_module(module), attribute, None)
-            why = f" {module} has no function {attribute}." if found is None else ""
-        except ModuleNotFoundError as error:
-            if not f"{module}.".startswith(f"{error.name}."):
-                raise
-            why = f" There is no module {error.name}, next to the recipe nor in the working directory."
-    if inspect.isclass(found) or not callable(found):
-        raise RecipeError(
-            f"reward_funcs has {name!r}, which is none of {', '.join(REWARDS)}, and no path of a function.{why}"
-        )
-    try:
-        parameters = inspect.signature(found).parameters.values()
-    except (TypeError, ValueError):  # of a function that has none, such as one in C
-        return found
-    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        raise RecipeError(
-            f"reward_funcs has {name!r}, which takes {', '.join(p.name for p in parameters)} alone. TRL passes further "
-            "arguments by keyword: end its parameters with **columns."
-        )
-    return found

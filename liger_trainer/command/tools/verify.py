@@ -13,7 +13,8 @@ from liger_trainer.command.recipe.accelerate_file import own_environment
 from liger_trainer.command.recipe.model_source import find_model
 from liger_trainer.command.recipe.parser import load_yaml
 from liger_trainer.command.recipe.read import Recipe, find_recipe, parse_recipe
-from liger_trainer.command.rows.load import columns_of, load_rows
+from liger_trainer.command.rows.columns import columns_of
+from liger_trainer.command.rows.load import load_rows
 from liger_trainer.errors import RecipeError
 
 _USAGE = "liger-trainer verify RECIPE [--json] [--key value ...]"

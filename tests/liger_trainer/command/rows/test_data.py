@@ -5,7 +5,8 @@ import json
 import pytest
 
 from liger_trainer.command.recipe.read import TRAINERS, RecipeArguments
-from liger_trainer.command.rows.load import alpaca_row, load_rows, sharegpt_row
+from liger_trainer.command.rows.load import load_rows
+from liger_trainer.data.formats import alpaca_row, sharegpt_row
 from liger_trainer.errors import RecipeError
 from liger_trainer.paths import shipped
 

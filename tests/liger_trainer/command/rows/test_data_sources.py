@@ -7,7 +7,8 @@ from PIL import Image
 from recipe_fixtures import command, write_model, write_recipe, write_rows
 
 from liger_trainer.command.recipe.read import TRAINERS, RecipeArguments
-from liger_trainer.command.rows.load import alpaca_row, load_rows
+from liger_trainer.command.rows.load import load_rows
+from liger_trainer.data.formats import alpaca_row
 from liger_trainer.errors import RecipeError
 
 COLUMNS = TRAINERS["sft"].columns

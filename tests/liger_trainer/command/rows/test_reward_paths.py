@@ -8,7 +8,7 @@ import pytest
 from checkout import ROOT
 from recipe_fixtures import command, write_model, write_recipe
 
-from liger_trainer.command.rows.sources import find_reward
+from liger_trainer.command.rows.rewards import find_reward
 from liger_trainer.errors import RecipeError
 
 REWARDS = """

@@ -8,8 +8,8 @@ from recipe_fixtures import command, write_model, write_recipe
 from tiny_models import tiny_model
 
 from liger_trainer.command.recipe.read import parse_recipe
-from liger_trainer.command.rows.load import last_turn_row
-from liger_trainer.command.rows.sources import find_reward
+from liger_trainer.command.rows.rewards import find_reward
+from liger_trainer.data.formats import last_turn_row
 from liger_trainer.data.rewards import REWARDS, boxed_answer
 from liger_trainer.errors import RecipeError
 
