@@ -9,8 +9,14 @@ import os
 import sys
 from typing import Any
 
-from liger_trainer.command.tools.medusa import add_command, add_model_options, load_to_answer
-from liger_trainer.command.tools.merge import find_base, tokenizer_of, with_adapter
+from liger_trainer.command.tools.loading import (
+    add_command,
+    add_model_options,
+    find_base,
+    load_to_answer,
+    tokenizer_of,
+    with_adapter,
+)
 from liger_trainer.data.formats import alpaca_row
 from liger_trainer.errors import RecipeError
 

@@ -1,10 +1,6 @@
 """`liger-trainer medusa-eval` and `medusa-export`: the work after training Medusa heads."""
 
-import argparse
-import os
-from typing import Any
-
-from liger_trainer.errors import RecipeError
+from liger_trainer.command.tools.loading import add_command, add_model_options, load_to_answer
 
 _MODEL = "a folder, a name on the Hub, or smollm2-135m-instruct"
 
@@ -40,57 +36,6 @@ def add_medusa_commands(commands) -> None:
     export.add_argument("--model", help="the model that is served with the heads; if unset, the one in CHECKPOINT, or "
                         "else the one that the heads were trained on")  # fmt: skip
     add_model_options(export)
-
-
-def add_command(commands, name: str, run, description: str) -> argparse.ArgumentParser:
-    """Add a command whose `run(args)` loads a model, and whose errors of libraries are shown in a line."""
-    parser = commands.add_parser(name, help=description, allow_abbrev=False)
-    parser.set_defaults(run=lambda args: _run(run, args))
-    return parser
-
-
-def add_model_options(parser) -> None:
-    """The options that `load_to_answer` reads."""
-    parser.add_argument(
-        "--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"),
-        help="the dtype of the model; auto, the default, means the one that it is saved in",
-    )  # fmt: skip
-    parser.add_argument("--gguf_file", help="a GGUF file in the folder of the model")
-    parser.add_argument("--trust_remote_code", action="store_true", help="run model code that comes with the model")
-
-
-def _run(command, args) -> int:
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as `liger-trainer train` does, before torch loads
-    try:
-        command(args)
-    except (ValueError, OSError) as error:  # libraries raise these for bad input; a bug elsewhere keeps its traceback
-        raise RecipeError(str(error)) from error
-    return 0
-
-
-def load_to_answer(name: str, args, gets_adapter: bool = False, shows_images: bool = False, **options):
-    """The model, in eval mode and on the GPU if there is one, and its tokenizer.
-
-    With `shows_images`, a model of images keeps its towers, and its processor takes the tokenizer's place.
-    """
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoProcessor, AutoTokenizer, GgufConfig
-
-    from liger_trainer.command.recipe.model_source import dequantised, find_model
-    from liger_trainer.fitting.hollow import auto_class_of
-
-    source = find_model(name, args.gguf_file, trust_remote_code=args.trust_remote_code, **options)
-    config = source.load(AutoConfig) if gets_adapter or shows_images else None  # an adapter's folder has none
-    init: dict[str, Any] = {"dtype": args.dtype}
-    if source.is_gguf:  # the dtype that it is saved in is that of quantised blocks
-        init = {"dtype": "float32" if args.dtype == "auto" else args.dtype}
-        init["quantization_config"] = GgufConfig(dequantize=True)
-    elif gets_adapter:
-        init |= dequantised(config)
-    sees = shows_images and getattr(config, "vision_config", None) is not None
-    model = source.load(auto_class_of(config) if sees else AutoModelForCausalLM, **init)
-    reader = source.load(AutoProcessor if sees else AutoTokenizer)
-    return model.eval().to("cuda" if torch.cuda.is_available() else "cpu"), reader
 
 
 def _eval(args) -> None:

@@ -5,9 +5,8 @@ import re
 from pathlib import Path
 
 from liger_trainer.command.recipe.model_source import dequantised, find_model
-from liger_trainer.command.tools.medusa import add_command
+from liger_trainer.command.tools.loading import add_command, find_base, tokenizer_of, with_adapter
 from liger_trainer.errors import RecipeError
-from liger_trainer.paths import find_beside
 
 
 def add_merge_command(commands) -> None:
@@ -99,36 +98,3 @@ def _round(model, dtype) -> None:
         if tensor.is_floating_point():
             own = (kind for part, kind in in_another.items() if re.search(part.replace("*", ".*"), name))
             tensor.data = tensor.data.to(next(own, dtypes.get(name, dtype)))
-
-
-def with_adapter(model, adapter: str):
-    """`model`, a base, with the adapter in the folder `adapter` on it."""
-    from peft import PeftModel
-    from safetensors.torch import load_file
-
-    path = Path(adapter, "adapter_model.safetensors")
-    saved = load_file(path) if path.is_file() else {}
-    embeddings = next(name for name, module in model.named_modules() if module is model.get_input_embeddings())
-    for name, tensor in saved.items():
-        if name.endswith(f"{embeddings}.weight") and len(tensor) != model.get_input_embeddings().num_embeddings:
-            model.resize_token_embeddings(len(tensor))  # the adapter was trained with further tokens
-    return PeftModel.from_pretrained(model, adapter)
-
-
-def tokenizer_of(adapter: str, trust_remote_code: bool = False):
-    """The tokenizer that was saved with an adapter, or the processor of images; None if there is none."""
-    from transformers import AutoProcessor, AutoTokenizer
-
-    if not os.path.isfile(os.path.join(adapter, "tokenizer_config.json")):
-        return None
-    sees = any(os.path.isfile(os.path.join(adapter, f"{name}_config.json")) for name in ("processor", "preprocessor"))
-    return (AutoProcessor if sees else AutoTokenizer).from_pretrained(adapter, trust_remote_code=trust_remote_code)
-
-
-def find_base(name: str | None, adapter: str) -> str:
-    """The base that an adapter names. A relative path is looked up in the working directory and next to the adapter."""
-    if not name:
-        raise RecipeError(f"{adapter} does not name its base. Say where the base is with --model.")
-    folder = Path(adapter).absolute()  # the output_dir of a training, or a checkpoint in it
-    beside = folder.parents[1] if folder.name.startswith("checkpoint-") else folder.parent
-    return str(find_beside(name, beside) or name)
