@@ -1,4 +1,4 @@
-"""Rows: the Alpaca template, every kind of source, and an error for each way in which data can be missing."""
+"""Rows: every kind of source, and an error for each way in which data can be missing."""
 
 import json
 
@@ -28,27 +28,6 @@ def load(folder, seed=0, columns=COLUMNS, **keys):
 def write(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
-
-
-def test_template_without_input():
-    row = alpaca_row({"instruction": "Name a colour.", "input": "", "output": "Red."})
-    assert row == {
-        "prompt": "Below is an instruction that describes a task. Write a response that appropriately completes the "
-        "request.\n\n### Instruction:\nName a colour.\n\n### Response:\n",
-        "completion": "Red.",
-    }
-    assert alpaca_row({"instruction": "Name a colour.", "input": None, "output": "Red."}) == row
-    assert alpaca_row({"instruction": "Name a colour.", "output": "Red."}) == row
-
-
-def test_template_with_input_keeps_braces():
-    row = alpaca_row({"instruction": "Explain {x}.", "input": "{instruction}", "output": "{}"})
-    assert row == {
-        "prompt": "Below is an instruction that describes a task, paired with an input that provides further context. "
-        "Write a response that appropriately completes the request.\n\n### Instruction:\nExplain {x}.\n\n### Input:\n"
-        "{instruction}\n\n### Response:\n",
-        "completion": "{}",
-    }
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet", ".csv"])
@@ -204,28 +183,6 @@ def test_sharegpt_rows(tmp_path):
         **answers,
     }
     assert sharegpt_row({"conversations": [QUESTION, GOOD]}) == {"messages": [hi, hello]}
-
-
-@pytest.mark.parametrize(
-    "row, message",
-    [
-        ({"conversations": "Hi"}, "Row 3 of the dataset has conversations 'Hi'; expected a list of turns"),
-        (
-            {"conversations": [{"from": "bot", "value": "Hi"}]},
-            r"conversations\[0\] .*'bot'.*expected from, one of human",
-        ),
-        ({"conversations": [{"from": "human", "value": " "}]}, r"an empty text in conversations\[0\]"),
-        ({"conversations": [QUESTION]}, "ends with a turn of 'user', and there is nothing to learn from it"),
-        ({"conversations": [QUESTION], "chosen": GOOD}, "rejected None; expected from"),
-        ({"conversations": [QUESTION], "chosen": GOOD, "rejected": "What?"}, "rejected 'What\\?'; expected from"),
-        ({"conversations": [QUESTION], "chosen": QUESTION, "rejected": BAD}, "chosen from 'human'; expected 'gpt'"),
-        ({"conversations": [QUESTION, GOOD], "chosen": GOOD, "rejected": BAD}, "answers to a turn of 'assistant'"),
-    ],
-    ids=str,
-)
-def test_malformed_sharegpt_rows(row, message):
-    with pytest.raises(RecipeError, match=message):
-        sharegpt_row(row, 3)
 
 
 def test_rows_that_the_trainer_cannot_use(tmp_path):

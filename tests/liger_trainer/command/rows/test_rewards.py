@@ -1,4 +1,4 @@
-"""Reward functions: what is given for which answer, how one is found by name, and recipes that train with them."""
+"""Reward functions of a recipe: how one is found by name, and recipes that train with them."""
 
 import json
 
@@ -9,26 +9,8 @@ from tiny_models import tiny_model
 
 from liger_trainer.command.recipe.read import parse_recipe
 from liger_trainer.command.rows.rewards import find_reward
-from liger_trainer.data.formats import last_turn_row
-from liger_trainer.data.rewards import REWARDS, boxed_answer
+from liger_trainer.data.rewards import REWARDS
 from liger_trainer.errors import RecipeError
-
-
-@pytest.mark.parametrize(
-    "completion, solution, reward",
-    [
-        ("So it is \\boxed{42}.", "42", 1.0),
-        ("First \\boxed{41}, no: \\boxed{ 4 2 }.", "$42$", 1.0),
-        ("\\boxed{\\frac{1}{2}}", "The answer is \\boxed{\\frac{1}{2}}", 1.0),
-        ([{"role": "assistant", "content": "\\boxed{x+1}"}], "x + 1", 1.0),
-        ("\\boxed{42}, but then \\boxed{43}", "42", 0.0),
-        ("It is 42.", "42", 0.0),
-        ("\\boxed{\\frac{1}{2}", "\\frac{1}{2}", 0.0),  # never closed
-        ("\\boxed{}", "0", 0.0),
-    ],
-)
-def test_boxed_answer(completion, solution, reward):
-    assert boxed_answer([completion], solution=[solution], prompts=["?"]) == [reward]
 
 
 def test_found_by_name_or_dotted_path():
@@ -42,16 +24,6 @@ def test_found_by_name_or_dotted_path():
                  "math.pi", "collections.Counter"):  # fmt: skip
         with pytest.raises(RecipeError, match=f"'{name}', which is none of boxed_answer, and no path of a function"):
             find_reward(name)
-
-
-def test_last_turn():
-    turns = [{"role": role, "content": role} for role in ("system", "user", "assistant")]
-    assert last_turn_row({"messages": turns, "label": True}) == {"prompt": turns[:2], "completion": turns[2:]}
-    called = [turns[1], {"role": "assistant", "content": None, "tool_calls": [{}]}, turns[2]]
-    assert last_turn_row({"messages": called})["prompt"] == called[:2]
-    for messages in (turns[:2], turns[2:], "text", None, [{"from": "human", "value": "x"}] * 2):
-        with pytest.raises(RecipeError, match="Row 7 of the dataset has messages.*expected two or more turns"):
-            last_turn_row({"messages": messages}, 7)
 
 
 @pytest.mark.parametrize(
