@@ -71,7 +71,7 @@ MUTANTS = (
      T + "medusa/test_medusa_loss.py"),
     ("liger_trainer/losses/preference.py", ".detach().clamp(min=0)", ".detach()", T + "losses"),
     ("liger_trainer/losses/preference.py", "    x = x.clamp(max=-torch.finfo(x.dtype).tiny)", "    pass", T + "losses"),
-    ("liger_trainer/command/run/output_dir.py", "    if overwrite and wanted != ", "    if False and wanted != ",
+    ("liger_trainer/command/run/output_dir.py", '    if wanted in ("true", "auto") or ', "    if True or ",
      f"{T}command/run/test_checkpoints.py {T}command/recipe/test_checks.py {T}command/run/test_run_life.py"),
     ("liger_trainer/command/rows/checks.py", "(kinds[column],) if column in kinds else wanted", "wanted",
      T + "command/rows/test_checks.py"),
