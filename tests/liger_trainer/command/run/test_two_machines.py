@@ -94,5 +94,5 @@ def test_a_machine_of_an_elastic_run_dies(folder):
     out, err = processes[0].communicate(timeout=240)
     processes[1].communicate()
     assert processes[0].returncode == 0, out + err
-    assert "resumed at step" in out and "saved by 2 processes, and this run has 1" in err, out + err
+    assert "resumed at step" in out and "saved with 2 processes, and this run has 1" in err, out + err
     assert sorted(losses(folder / "out")) == list(range(1, 61))
