@@ -15,14 +15,15 @@ from _rows import pairs_of, sft_rows, tokens_of
 
 # "+ Liger" stands for use_liger_kernel=True, "+ compile" for torch_compile=True, "+ compile_layers" for the same with
 # accelerate's use_regional_compilation, "- varlen" and "- float8" for liger_config={"varlen_attention": False} and
-# {"float8": False}, "- host" for auto without the host's memory, and "- in_backward" for the ordinary step beside
-# --optimizer_in_backward. "+ fp8" needs torchao. It is fp8=True for ours; for the others, whose fp8 accelerate leaves
-# untrained on one GPU, torchao converts the same layers before the trainer is built. "+ rowwise" is
-# fp8_recipe="rowwise".
+# {"float8": False}, "- graphs" for cuda_graphs="false", "- host" for auto without the host's memory, and
+# "- in_backward" for the ordinary step beside --optimizer_in_backward. "+ fp8" needs torchao. It is fp8=True for ours;
+# for the others, whose fp8 accelerate leaves untrained on one GPU, torchao converts the same layers before the trainer
+# is built. "+ rowwise" is fp8_recipe="rowwise".
 ARMS = {
     "sft": (
         "LigerSFTTrainer",
         "LigerSFTTrainer - varlen",
+        "LigerSFTTrainer - graphs",
         "LigerSFTTrainer + fp8",
         "LigerSFTTrainer + fp8 + rowwise",
         "LigerSFTTrainer + fp8 - float8",
@@ -44,7 +45,13 @@ ARMS = {
         "Trainer + compile",
         "LigerTrainer + compile",
     ),
-    "dpo": ("LigerDPOTrainer", "LigerDPOTrainer - varlen", "DPOTrainer", "DPOTrainer + Liger"),
+    "dpo": (
+        "LigerDPOTrainer",
+        "LigerDPOTrainer - graphs",
+        "LigerDPOTrainer - varlen",
+        "DPOTrainer",
+        "DPOTrainer + Liger",
+    ),
 }
 STOCK = ("Trainer", "SFTTrainer", "DPOTrainer")
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -179,6 +186,8 @@ def make_trainer(arm, run, callbacks, **more):
             in_float8(model)
     if off := {"varlen": "varlen_attention", "float8": "float8"}.keys() & switches:
         options["liger_config"] = {"varlen_attention" if name == "varlen" else name: False for name in off}
+    if "graphs" in switches:
+        options["cuda_graphs"] = "false"
     if run.rows != "full":
         options["train_sampling_strategy"] = "sequential"
     if is_trl:

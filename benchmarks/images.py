@@ -5,7 +5,8 @@
 It is full fine-tuning in bf16 with fused AdamW and checkpointing, of random weights. A row has one image of 32 x 32
 patches, which become 256 tokens, and 64 to 512 random tokens of text; labels are on the text. A batch is padded to its
 longest row. Every arm runs in a process of its own. rows/s is of the median step, of those after `--warm`, in which
-kernels are compiled. "+ auto" is activation_checkpointing: auto, which recomputes what does not fit on the GPU.
+kernels are compiled. "- graphs" is cuda_graphs="false". "+ auto" is activation_checkpointing: auto, which recomputes
+what does not fit on the GPU.
 """
 
 import itertools
@@ -49,7 +50,7 @@ MODELS = {  # model type, config of text, config of vision
         },
     ),
 }  # fmt: skip
-ARMS = ("Trainer", "Trainer + Liger", "LigerTrainer", "LigerTrainer + auto")
+ARMS = ("Trainer", "Trainer + Liger", "LigerTrainer", "LigerTrainer - graphs", "LigerTrainer + auto")
 GRID = 32
 STEPS, WARM = (24, 10) if DEVICE == "cuda" else (3, 1)
 
@@ -145,6 +146,7 @@ def one_arm(options):
         },
         dataloader_num_workers=2 if DEVICE == "cuda" else 0,
         **({"activation_checkpointing": "auto"} if options.arm.endswith("auto") else {}),
+        **({"cuda_graphs": "false"} if options.arm.endswith("- graphs") else {}),
     )
     timed = itertools.pairwise(time for time, _ in ends[options.warm - 1 :])
     took = statistics.median(end - start for start, end in timed)

@@ -12,7 +12,7 @@ import torch
 from ._dispatch import use_triton
 from ._head_inputs import DB, DBIAS, DU, DW, DX, Head
 from ._products import add_outer, back
-from .sizes import computes_nothing
+from .sizes import computes_nothing, most_chunk_rows
 
 # Past 4096 rows the products hardly get faster. 640 MiB hold 2048 rows of the vocabularies of 150 thousand.
 _GPU_CHUNK_BYTES, _GPU_CHUNK_ROWS = 640 << 20, 4096
@@ -30,7 +30,15 @@ def chunk_size(
 
     `allowed` is how many bytes a chunk may have, if that is more than `_GPU_CHUNK_BYTES`. All rows make one chunk if
     they fit into `_GPU_CHUNK_BYTES`, and with `all_rows` also if they fit into `allowed`.
+
+    Within `sizes.chunks_of_at_most` a chunk has no more rows than that says.
     """
+    size = _size_by_memory(rows, vocab, dtype, device_type, allowed, all_rows)
+    most = most_chunk_rows()
+    return size if most is None else min(most, size)
+
+
+def _size_by_memory(rows: int, vocab: int, dtype: torch.dtype, device_type: str, allowed: int, all_rows: bool) -> int:
     if device_type == "cpu" and not computes_nothing():
         most = max(1, _CPU_CHUNK_BYTES // (4 * vocab))
         return max(1, -(-rows // max(1, -(-rows // most))))

@@ -8,14 +8,21 @@ from liger_trainer._logging import logger
 from liger_trainer.fitting.step import Job, Need, need
 from liger_trainer.memory.feature import AUTO
 from liger_trainer.memory.memory import GIB, RESERVE, limit_of
+from liger_trainer.varlen.recorder import RESERVE as FREE
 
 UNIT = 128  # tokens: lengths are tried in multiples of it
 TRIES = 10  # at most
 MOST_TOKENS = 1 << 20  # of a micro-batch: more are not tried
+# No number: it depends on which sizes of micro-batches a training meets.
+_CAPTURES = (
+    "Captured steps (cuda_graphs) are not counted. Their pool holds what the layers keep of the largest captured "
+    "micro-batch, between steps too, and a micro-batch that runs uncaptured takes its own memory beside it. "
+    f"A capture that would leave less than {FREE:.0%} of the GPU does not take place."
+)
 
 
 def answer(
-    job: Job, rows: int, length: int, checkpointing: bool | str, gpu_memory: float,
+    job: Job, rows: int, length: int, checkpointing: bool | str, gpu_memory: float, captures: bool = False,
     progress: Callable[[str], None] = lambda line: None,
 ) -> str:  # fmt: skip
     """Return the text: what a step needs with and without checkpointing, what `auto` would choose, what would fit.
@@ -25,6 +32,7 @@ def answer(
         rows (`int`), length (`int`): A micro-batch.
         checkpointing (`bool` or `"auto"`): Of the recipe.
         gpu_memory (`float`): GiB of a GPU.
+        captures (`bool`, *optional*, defaults to `False`): Whether steps may be captured, whose memory is not counted.
         progress (`Callable`, *optional*): Is called with a line about each size, before it is tried.
     """
     memory = int(gpu_memory * GIB)
@@ -84,6 +92,8 @@ def answer(
             "", "Images are not counted: what their tower keeps for its backward pass comes on top. Pass --images "
             "640x480, the sizes of the images of a row (640x480,640x480 for two)."
         ]  # fmt: skip
+    if captures:
+        lines += ["", _CAPTURES]
     return "\n".join(lines)
 
 

@@ -283,18 +283,25 @@ def _gradient_modes() -> tuple[bool, Any]:
     return torch.is_grad_enabled(), hooks[0] if in_checkpoint else None
 
 
+# Classes whose own forward has returned the auxiliary loss of experts. For the others each call has a hook on the
+# backbone, and a backbone with a new hook is not replayed (`varlen/snapshot.py`).
+_computes_aux_loss: weakref.WeakSet[type] = weakref.WeakSet()
+
+
 def _token_outputs(call: _Call) -> FusedLMOutput:
     """Answer a call with `fused_lm_head=True`."""
     routers: list[Any] = []
 
     def scored(outputs: Any) -> FusedLMOutput:
         found, aux_loss = _scores(call, outputs), _aux_loss(call, outputs, routers)
+        if _field(outputs, "aux_loss") is not None:
+            _computes_aux_loss.add(type(call.model))
         if aux_loss is not None:
             weight = getattr(call.model.config.get_text_config(), "router_aux_loss_coef", 0.0)
             found |= {"loss": found["loss"] + weight * aux_loss, "aux_loss": aux_loss}
         return FusedLMOutput(**found)
 
-    if not call.kwargs.get("output_router_logits"):
+    if not call.kwargs.get("output_router_logits") or type(call.model) in _computes_aux_loss:
         return _deferred(call, scored)
     hook = call.model.base_model.register_forward_hook(lambda *seen: routers.append(_field(seen[-1], "router_logits")))
     try:

@@ -70,7 +70,7 @@ class LigerReport:
     Attributes:
         operations (`dict[str, OperationReport]`): One entry for each key of the config, in the order of `OPERATIONS`.
         checkpointing (`dict` or `None`): What `activation_checkpointing: auto` has chosen while the model was trained.
-        cuda_graphs (`dict` or `None`): Which sizes of steps were captured, and why calls were not.
+        cuda_graphs (`dict` or `None`): Which sizes of steps were captured, and why others were not.
     """
 
     def __init__(self, model_name: str):

@@ -43,12 +43,31 @@ class Switch:
     def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
         return self.decide(self, function, args)
 
+    def __eq__(self, other: object) -> bool:
+        """Return whether `other` decides alike about the same layer: checkpointing was switched off and on again."""
+        if not isinstance(other, Switch):
+            return NotImplemented
+        same_layer = self.layer == other.layer and self.decide == other.decide
+        return same_layer and are_alike(self.checkpointed, other.checkpointed)
+
+    def __hash__(self) -> int:
+        return hash(self.layer)
+
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return _plain, ()
 
 
 def _plain() -> Callable[..., Any]:
     return functools.partial(checkpoint, use_reentrant=False)
+
+
+def are_alike(one: Any, other: Any) -> bool:
+    """Return whether two functions are the same, or two partials with the same function and the same arguments."""
+    if one is other:
+        return True
+    if not (type(one) is type(other) is functools.partial):
+        return False
+    return (one.func, one.args, one.keywords) == (other.func, other.args, other.keywords)
 
 
 def options_of(checkpointed: Callable[..., Any]) -> dict[str, Any] | None:

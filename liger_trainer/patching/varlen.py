@@ -141,7 +141,9 @@ def _prove(model):
     if reason is not None and not proven.is_local:
         return None, reason
     needs_ids, error = attempt(lambda copy: (_why_ids_are_needed(copy, copied, batches[0][1]), None), ours)
-    return proven._replace(keeps_padding=reason, needs_ids=needs_ids or error), None
+    if error is not None:
+        needs_ids = f"given embeddings in place of ids, {error}"
+    return proven._replace(keeps_padding=reason, needs_ids=needs_ids), None
 
 
 def _why_ids_are_needed(ours, backbone, batch) -> str | None:
@@ -152,7 +154,11 @@ def _why_ids_are_needed(ours, backbone, batch) -> str | None:
     embeds = backbone.get_input_embeddings()(batch["input_ids"])
     with_embeds = {name: x for name, x in batch.items() if name != "input_ids"} | {"inputs_embeds": embeds}
     apart = _apart(_run(ours, with_embeds), _run(ours, batch))
-    return None if apart is None else f"given embeddings in place of ids, {apart}"
+    if apart is not None:
+        return f"given embeddings in place of ids, {apart}"
+    # A capture fills its row up with embeddings of zero. Gemma 4 looks for the id of each embedding, and raises.
+    _run(ours, with_embeds | {"inputs_embeds": torch.zeros_like(embeds)})
+    return None
 
 
 def _first(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

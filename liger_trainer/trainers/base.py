@@ -69,7 +69,8 @@ class LigerTrainerMixin(LoadsRenamedWeights):
         freezes_model (`bool`): Whether the model is frozen as a whole, under something of the trainer's own.
         freezes_in_eight_bits (`bool`): Whether the frozen base of the model is put into eight bits, as `fp8` asks.
         checkpointing (`CheckpointingSummary` or `None`): What `auto` chose in the last training.
-        captured_steps (`Summary` or `None`): What `cuda_graphs` captured in the last training.
+        captured_steps (`Summary` or `None`): What `cuda_graphs` captured in the last training, or
+            why it captured nothing. `None` with `cuda_graphs=False` or `use_liger=False`.
         device_memory (`GpuMemory` or `None`): Another memory than the GPU's, by which it chooses.
         base_checkpoint (`Base` or `None`): The files that the model was loaded from, where they may have more than it.
         kept_weights (`KeptWeights` or `None`): What the last save took over from them.

@@ -9,10 +9,12 @@ from liger_trainer._logging import logger
 from liger_trainer.feature import Feature, Run
 from liger_trainer.head.module import base_model_of
 from liger_trainer.memory.memory import is_out_of_memory
+from liger_trainer.varlen.capture_summary import Summary
 from liger_trainer.varlen.decide import bound_backbone
 from liger_trainer.varlen.step_graphs import StepGraphs, step_graphs
 
 AUTO = "auto"
+CAPTURES_ON = ("cuda",)  # types of devices
 _WORDS = {"true": True, "false": False, AUTO: AUTO}
 
 
@@ -25,7 +27,8 @@ class CudaGraphsFields:
         metadata={
             "help": "'auto': where the GPU would wait for Python, replay the backbone of the model as CUDA graphs, one "
             "pair for each size of batch, and leave all else as it is. Needs one GPU and a model that runs on real "
-            "tokens. true: an error where no step can be captured. false: never.",
+            "tokens; the report says why a step was not captured. true: an error where the trainer or its arguments "
+            "keep all steps from being captured. false: never.",
             "nargs": "?",
             "const": "true",
         },
@@ -50,8 +53,9 @@ class CudaGraphs(Feature):
         if reason is not None and wanted is True:
             raise ValueError(f"cuda_graphs is true, but {reason}. Set cuda_graphs: auto, or false.")
         if reason is not None:
-            trainer.captured_steps = None
-            _tell(trainer, f"cuda_graphs: steps are not captured, because {reason}.", wanted)
+            was_asked_for = wanted is not False and trainer.uses_liger
+            trainer.captured_steps = Summary(off=reason) if was_asked_for else None
+            _tell(trainer)
             yield None
             return
         graphs = StepGraphs()
@@ -76,28 +80,20 @@ class CudaGraphs(Feature):
             yield run
         finally:
             graphs.release()
-            _tell(trainer, graphs.summary.one_line(), wanted)
+            _tell(trainer)
 
 
-def _tell(trainer: Any, line: str, wanted: Any) -> None:
-    if wanted is not False and trainer.uses_liger and trainer.args.process_index == 0:
-        logger.info(line)
+def _tell(trainer: Any) -> None:
+    """Log what was captured, as a warning if it was asked for and nothing was."""
+    summary = trainer.captured_steps
+    if summary is None or trainer.args.process_index != 0:
+        return
+    missed = trainer.args.cuda_graphs is True and not summary.replayed
+    (logger.warning if missed else logger.info)(summary.one_line())
 
 
-def why_not_captured(trainer: Any) -> str | None:
-    """Name what in a trainer and its arguments keeps all steps from being captured, or return None.
-
-    What depends on a call, and may change in a training, is asked in each call (`varlen/decide.py`).
-    """
-    args = trainer.args
-    if not trainer.uses_liger:
-        return "use_liger is false"
-    if args.device.type != "cuda":
-        return f"it trains on {args.device.type}, and CUDA graphs need a CUDA GPU"
-    if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled or trainer.accelerator.num_processes > 1:
-        return "several processes train, which exchange gradients within the backward pass"
-    if args.n_gpu > 1 or len(set((getattr(trainer.model, "hf_device_map", None) or {"": 0}).values())) > 1:
-        return "the model is spread over several devices"
+def why_not_by_arguments(args: Any) -> str | None:
+    """Name the argument that keeps all steps from being captured, whatever is trained on which device, or None."""
     if args.torch_compile:
         return "torch_compile is set"
     if getattr(args, "optimizer_in_backward", False):
@@ -108,6 +104,26 @@ def why_not_captured(trainer: Any) -> str | None:
     offloads = isinstance(options, dict) and options.get("offload")
     if offloads or getattr(args, "activation_offloading", False):
         return "activations are moved to the host"
+    return None
+
+
+def why_not_captured(trainer: Any) -> str | None:
+    """Name what in a trainer and its arguments keeps all steps from being captured, or return None.
+
+    What depends on a call, and may change in a training, is asked in each call (`varlen/decide.py`).
+    """
+    args = trainer.args
+    if not trainer.uses_liger:
+        return "use_liger is false"
+    if args.device.type not in CAPTURES_ON:
+        return f"it trains on {args.device.type}, and CUDA graphs need a CUDA GPU"
+    if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled or trainer.accelerator.num_processes > 1:
+        return "several processes train, which exchange gradients within the backward pass"
+    if args.n_gpu > 1 or len(set((getattr(trainer.model, "hf_device_map", None) or {"": 0}).values())) > 1:
+        return "the model is spread over several devices"
+    reason = why_not_by_arguments(args)
+    if reason is not None:
+        return reason
     if trainer._overrides_compute_loss:
         return f"{type(trainer).__name__} overrides compute_loss"
     if trainer.model is None:  # with `model_init` there is none before training has begun

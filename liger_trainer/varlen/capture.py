@@ -65,9 +65,9 @@ class CapturedRun:
             if p is not None and p in self.alias_of
         ]
         self._forward, self._constants = forward, constants
-        self._hidden: torch.Tensor | None = None  # with its autograd graph, between forward and backward
+        self._outputs: list[torch.Tensor] = []  # with their autograd graph, between forward and backward
         self._bytes_kept = 0  # by the forward for the backward
-        self._output = torch.empty(0)  # a sample of what the last forward gave
+        self._samples: list[torch.Tensor] = []  # of what the last forward gave
 
     def forward(self) -> None:
         size = self.size
@@ -79,34 +79,34 @@ class CapturedRun:
         }
         with self._aliases(), torch.set_grad_enabled(self.trains), rows_known(size.rows):
             outputs = self._forward(**call, **self._constants)
-        filled = [name for name, value in outputs.items() if value is not None]
-        if filled != ["last_hidden_state"]:
-            raise NotCapturable(f"the backbone returns {', '.join(filled)}")
-        hidden = outputs["last_hidden_state"]
-        if hidden.requires_grad != self.trains:
+            given = _tensors_of(outputs)
+        if given[0].requires_grad != self.trains:
             raise NotCapturable("its output does not depend on what is trained")
         buffers = size.buffers
-        if buffers.exchange is None:
-            buffers.exchange = hidden.new_zeros(1, buffers.tokens, hidden.shape[-1])
-        size.exchange.copy_(hidden.detach())
+        if not buffers.exchange:
+            buffers.exchange = [x.new_zeros(x.shape[0], buffers.tokens, x.shape[2]) for x in given]
+        for buffer, output in zip(size.exchange, given, strict=True):
+            buffer.copy_(output.detach())
         size.output_class = type(outputs)
-        self._hidden = hidden if self.trains else None
+        self._outputs = given if self.trains else []
 
     def backward(self) -> None:
-        size, hidden = self.size, self._hidden
-        assert hidden is not None, "the forward comes first"
+        size = self.size
+        assert self._outputs, "the forward comes first"
         size.embeds.grad = None
-        device = hidden.device.type
+        device = size.embeds.device.type
+        # Logits of routers need no gradient where layers are recomputed by PyTorch's reentrant checkpointing.
+        pairs = [(x, gradient) for x, gradient in zip(self._outputs, size.exchange, strict=True) if x.requires_grad]
         # A layer that is checkpointed runs again.
         with (
             self._aliases(),
             torch.autocast(device, enabled=False),
         ):  # as in a training step, whose backward is outside of autocast
-            torch.autograd.backward([hidden], [size.exchange])
+            torch.autograd.backward([x for x, _ in pairs], [gradient for _, gradient in pairs])
         if size.embeds.grad is not None:
-            size.exchange.copy_(size.embeds.grad)
+            size.exchange[0].copy_(size.embeds.grad)
             size.embeds.grad = None
-        self._hidden = None
+        self._outputs = []
 
     @contextlib.contextmanager
     def _aliases(self) -> Iterator[None]:
@@ -147,7 +147,7 @@ class CapturedRun:
         free = self.recorder.bytes_free()
         self.forward()
         self._bytes_kept = max(self._bytes_kept, free - self.recorder.bytes_free())
-        self._output = _sample(self.size.exchange)
+        self._samples = [_sample(x) for x in self.size.exchange]
         if not self.trains:
             return
         self._backward_noting_gradients()  # of the output as upstream gradient, since any will do
@@ -178,7 +178,7 @@ class CapturedRun:
         size = self.size
         assert size.forward is not None, "it was recorded"
         size.forward.replay()
-        self._output = _sample(size.exchange)
+        self._samples = [_sample(x) for x in size.exchange]
         if size.backward is not None:
             size.backward.replay()
 
@@ -190,9 +190,9 @@ class CapturedRun:
             alias.grad = self.gradients.buffers.get(p)
         run()
         size = self.size
-        results = [self._output]
+        results = list(self._samples)
         if size.needs_grad:
-            results.append(_sample(size.exchange))
+            results.append(_sample(size.exchange[0]))
         if size.learned:
             # Together: of some, such as the bias of keys, the gradient is nothing but rounding.
             results.append(torch.cat([_sample(self.gradients.buffers[p]) for p in size.learned]))
@@ -209,6 +209,25 @@ class CapturedRun:
             apart = (finite[0] - finite[1]).norm()
             if not same_overflows or not bool(apart <= CLOSE * finite[1].norm() + 1e-12):
                 raise NotCapturable("the replay computes something else than the code that was captured")
+
+
+def _tensors_of(outputs: Any) -> list[torch.Tensor]:
+    """Return the hidden states (1, T, H) that a backbone has returned and, if they were asked for, the logits of all
+    routers, (layers, T, experts).
+
+    Raises:
+        NotCapturable: It returns something else.
+    """
+    filled = [name for name, value in outputs.items() if value is not None]
+    if filled == ["last_hidden_state"]:
+        return [outputs["last_hidden_state"]]
+    if filled == ["last_hidden_state", "router_logits"]:
+        hidden, routers = outputs["last_hidden_state"], outputs["router_logits"]
+        shapes = {x.shape if isinstance(x, torch.Tensor) else None for x in routers}
+        if len(shapes) == 1 and routers[0] is not None and routers[0].shape[:-1] == hidden.shape[1:2]:
+            return [hidden, torch.stack(tuple(routers))]
+        raise NotCapturable("its routers return other logits than one tensor for each layer")
+    raise NotCapturable(f"the backbone returns {', '.join(filled)}")
 
 
 def _sample(x: torch.Tensor) -> torch.Tensor:

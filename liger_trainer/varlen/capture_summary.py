@@ -4,9 +4,20 @@ from typing import Any
 
 
 class Summary:
-    """What was captured in one training, for the report."""
+    """What was captured in one training, for the report.
 
-    def __init__(self) -> None:
+    Args:
+        off (`str`, *optional*): Why no step of the training can be captured.
+
+    Attributes:
+        sizes (`list[int]`): Tokens of each size that was captured, in that order.
+        seconds (`float`): What all captures took.
+        replayed (`int`): Calls of backbones that were replayed.
+        uncaptured (`dict[str, int]`): For each reason, the calls in which the model's own code ran.
+    """
+
+    def __init__(self, off: str | None = None) -> None:
+        self.off = off
         self.sizes: list[int] = []
         self.seconds = 0.0
         self.replayed = 0
@@ -17,6 +28,7 @@ class Summary:
 
     def to_dict(self) -> dict[str, Any]:
         return {
+            "off": self.off,
             "sizes": sorted(self.sizes),
             "capture_seconds": round(self.seconds, 2),
             "calls_replayed": self.replayed,
@@ -24,9 +36,18 @@ class Summary:
         }
 
     def one_line(self) -> str:
+        """Return what was captured in one line, for the log."""
+        if self.off is not None:
+            return f"cuda_graphs: steps are not captured, because {self.off}."
+        return f"cuda_graphs: {self.in_words()}"
+
+    def in_words(self) -> str:
+        """Return what was captured, to follow the word "captured"."""
+        if self.off is not None:
+            return f"nothing, because {self.off}"
         total = self.replayed + sum(self.uncaptured.values())
-        reasons = "; ".join(f"{reason} ({count})" for reason, count in self.uncaptured.items())
-        line = f"cuda_graphs: {self.replayed} of {total} calls of the backbone replayed"
+        words = f"{self.replayed} of {total} calls of the backbone replayed"
         if self.sizes:
-            line += f", {len(self.sizes)} sizes captured in {self.seconds:.1f} s"
-        return f"{line}. Not captured: {reasons}." if reasons else f"{line}."
+            words += f", {len(self.sizes)} captures in {self.seconds:.1f} s"
+        reasons = "; ".join(f"{reason} ({count})" for reason, count in self.uncaptured.items())
+        return f"{words}. Not captured: {reasons}" if reasons else words

@@ -45,6 +45,7 @@ LEAST_LONGEST = 64  # tokens of the longest row that a size has room for at leas
 # What transformers hands through to a backbone, and no layer that a proof has run reads.
 _UNREAD = ("num_items_in_batch", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 _GLOBAL_HOOKS = [getattr(nn.modules.module, f"_global{name}") for name in HOOK_DICTS]
+_ROUTERS = "output_router_logits"  # the one output besides hidden states that graphs have
 _STATIC_INPUTS = ("input_ids", "inputs_embeds", "position_ids", "attention_mask", "use_cache")
 
 
@@ -133,6 +134,8 @@ class BackboneGraphs:
         if embeds is None:
             embeds = self.backbone.get_input_embeddings()(call["input_ids"])
         batch, shape = _batch_of(rows, embeds, call)
+        if self._snapshot is None:  # the call may have put the model into evaluation mode since, as Medusa's does
+            self.is_unchanged()
         try:
             mode = self._mode(batch, constants)
             size = self._size(mode, batch, forward, dict(constants))
@@ -142,8 +145,11 @@ class BackboneGraphs:
         self.summary.replayed += 1
         self.clock += 1
         mode.last_used = size.last_used = self.clock
-        hidden = self._replay(mode, size, batch).view(*shape, -1)
-        return size.output_class(last_hidden_state=hidden)
+        hidden, *routers = self._replay(mode, size, batch)
+        outputs = {"last_hidden_state": hidden.view(*shape, -1)}
+        if routers:
+            outputs["router_logits"] = routers[0].unbind()
+        return size.output_class(**outputs)
 
     def release(self) -> None:
         """Free all graphs and their memory. Gradients stay what they are."""
@@ -195,7 +201,7 @@ class BackboneGraphs:
                 return
         if self._snapshot is None:
             self._refuse_hooks()
-        snapshot = self._snapshot or Snapshot(self.around)
+        snapshot = self._snapshot or Snapshot(self.around, self.backbone.get_input_embeddings())
         grad, embeds_require_grad = key[0], key[1]
         trains = grad and (embeds_require_grad or any(True for _ in self._captured_parameters(snapshot)))
         self.clock += 1
@@ -319,18 +325,19 @@ class BackboneGraphs:
 
     # Replays
 
-    def _replay(self, mode: Mode, size: Size, batch: Batch) -> torch.Tensor:
-        """Return the hidden states (1, N, H) of a batch."""
+    def _replay(self, mode: Mode, size: Size, batch: Batch) -> tuple[torch.Tensor, ...]:
+        """Return the hidden states (1, N, H) of a batch, and the logits of routers (layers, N, experts) if a call asks
+        for them."""
         if not mode.trains:
             return self.replay_forward(size, batch)
         return Replayed.apply(batch.embeds, self.carrier, self, mode.draws, size, batch)
 
-    def replay_forward(self, size: Size, batch: Batch) -> torch.Tensor:
+    def replay_forward(self, size: Size, batch: Batch) -> tuple[torch.Tensor, ...]:
         assert size.forward is not None, "it was captured"
         size.fill(batch)
         size.forward.replay()
         self.generation += 1
-        return size.exchange[:, : batch.tokens].clone()
+        return tuple(buffer[:, : batch.tokens].clone() for buffer in size.exchange)
 
 
 def constants_of(call: dict[str, Any]) -> tuple:
@@ -343,7 +350,7 @@ def constants_of(call: dict[str, Any]) -> tuple:
     for name, value in sorted(call.items()):
         if name in _STATIC_INPUTS or name in _UNREAD or value is None:
             continue
-        if name.startswith("output_") and value:
+        if name.startswith("output_") and name != _ROUTERS and value:
             raise NotCapturable(f"the call asks for {name}")
         if not isinstance(value, bool | int | float | str):
             raise NotCapturable(f"its argument {name} is a {type(value).__name__}")

@@ -223,6 +223,8 @@ def decide(
     for check in _CHECKS:
         reason = check(asked)
         if reason is not None:
+            if asked.graphs is not None and torch.is_grad_enabled():  # generation would count each token
+                asked.graphs.summary.count(reason.text)
             return Decision(None, reason)
     assert asked.plan is not None, "a check has looked"
     if asked.graphs is not None:

@@ -24,7 +24,7 @@ class Captures(Protocol):
     recorder: Recorder
     gradients: GradientBuffers
 
-    def replay_forward(self, size: Size, batch: Batch) -> torch.Tensor: ...
+    def replay_forward(self, size: Size, batch: Batch) -> tuple[torch.Tensor, ...]: ...
 
 
 class Replayed(torch.autograd.Function):
@@ -40,13 +40,13 @@ class Replayed(torch.autograd.Function):
         ctx.save_for_backward(embeds)
         ctx.given = graphs, size, batch._replace(embeds=embeds.detach())
         ctx.random_state = graphs.recorder.random_state() if draws else None
-        output = graphs.replay_forward(size, batch)
+        outputs = graphs.replay_forward(size, batch)
         ctx.generation, ctx.versions = graphs.generation, _versions(size)
-        return output
+        return outputs
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, gradient):  # noqa: ANN001
+    def backward(ctx, *gradients):  # noqa: ANN001 - zeros for an output that nobody has used
         graphs, size, batch = ctx.given
         if not torch._C._will_engine_execute_node(get_gradient_edge(graphs.carrier).node):
             raise RuntimeError(
@@ -67,8 +67,9 @@ class Replayed(torch.autograd.Function):
             if ctx.random_state is not None:
                 graphs.recorder.set_random_state(ctx.random_state)
         graphs.generation += 1  # what the forward has kept is used up
-        size.exchange[:, : batch.tokens].copy_(gradient)
-        size.exchange[:, batch.tokens :].zero_()
+        for buffer, gradient in zip(size.exchange, gradients, strict=True):
+            buffer[:, : batch.tokens].copy_(gradient)
+            buffer[:, batch.tokens :].zero_()
         elsewhere = graphs.gradients.begin(size.learned)
         size.backward.replay()
         graphs.gradients.end(size.learned, elsewhere)
@@ -76,7 +77,7 @@ class Replayed(torch.autograd.Function):
             graphs.recorder.set_random_state(now)
         of_embeds = None
         if ctx.needs_input_grad[0]:
-            of_embeds = size.exchange[:, : batch.tokens].clone()
+            of_embeds = size.exchange[0][:, : batch.tokens].clone()
         return of_embeds, None, None, None, None, None
 
 

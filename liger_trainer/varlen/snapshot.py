@@ -13,6 +13,7 @@ was replaced.
 
 from collections.abc import Iterable, Iterator
 from operator import attrgetter
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from liger_trainer.instance.binding import Binding
 from liger_trainer.instance.guards import Guards, Lookup
 from liger_trainer.instance.kept import hooks_in_force
+from liger_trainer.memory.switches import are_alike
 
 _HOOK_DICTS = (
     "_forward_pre_hooks",
@@ -44,9 +46,15 @@ _UNREAD_CONTAINERS = {
     "_load_state_dict_post_hooks",
     "_load_state_dict_pre_hooks",
     "_non_persistent_buffers_set",
+    "_require_grads_hooks",
     "_state_dict_hooks",
     "_state_dict_pre_hooks",
 }
+# What transformers makes anew though nothing has changed. When checkpointing is switched off and on again, as TRL does
+# around each call of a reference: notes about hooks, and a partial with the same function and the same arguments. In
+# each call of a model of images: what its next token in a generation needs.
+_NOTES = ("_require_grads_hooks", "_require_grads_hook", "rope_deltas")
+_CHECKPOINT = "_gradient_checkpointing_func"
 _MISSING = object()
 
 
@@ -56,18 +64,23 @@ class Snapshot:
     Args:
         modules (`list[nn.Module]`): All modules that run, or hold modules that run, within the capture, and those
             around it whose hooks or forwards decide whether it may be replayed.
+        embedding (`nn.Module`, *optional*): The input embedding, which runs before each replay. Its hooks may be made
+            anew from the same code, like the one by which transformers has embeddings require a gradient.
 
     Attributes:
         trained (`list[nn.Parameter]`): The parameters that require a gradient, each once.
     """
 
-    def __init__(self, modules: list[nn.Module]):
+    def __init__(self, modules: list[nn.Module], embedding: nn.Module | None = None):
         self._with_numbers = [module for module in modules if type(module) not in _WITHOUT_NUMBERS]
         self._attributes = [dict(vars(module)) for module in self._with_numbers]
         self._without_numbers = [module for module in modules if type(module) in _WITHOUT_NUMBERS]
         self._attribute_counts = [len(vars(module)) for module in self._without_numbers]
 
+        self._hooks_before = {} if embedding is None else embedding._forward_hooks
+        self._codes_before = _codes_of(self._hooks_before)
         containers = [container for module in modules for container in _containers_of(vars(module))]
+        containers = [container for container in containers if container is not self._hooks_before]
         self._empty = [container for container in containers if not container]
         self._filled = [container for container in containers if container]
         self._contents = [container.copy() for container in self._filled]
@@ -106,12 +119,15 @@ class Snapshot:
 
         A tensor in place of another one is compared by `==`, which may raise: then it has changed too.
         """
-        try:
-            if self._is_unchanged():
-                return None
-        except RuntimeError:  # the truth of a comparison of tensors
-            pass
+        if self._holds() or (self._adopt_equals() and self._holds()):
+            return None
         return self._name_difference()
+
+    def _holds(self) -> bool:
+        try:
+            return self._is_unchanged()
+        except RuntimeError:  # the truth of a comparison of tensors
+            return False
 
     def _is_unchanged(self) -> bool:
         return (
@@ -119,6 +135,7 @@ class Snapshot:
             and list(map(len, map(_dict_of, self._without_numbers))) == self._attribute_counts
             and list(map(_dict_of, self._with_numbers)) == self._attributes
             and not any(self._empty)
+            and _codes_of(self._hooks_before) == self._codes_before
             and self._filled == self._contents
             and self._held == self._held_contents
             and [tensor.data_ptr() for tensor in self._tensors] == self._addresses
@@ -126,6 +143,23 @@ class Snapshot:
             and not any([x._backward_hooks or x._post_accumulate_grad_hooks for x in self.trained])
             and all([getattr(owner, name, _MISSING) is value for owner, name, value in self._lookups])
         )
+
+    def _adopt_equals(self) -> bool:
+        """Take what transformers has made anew for what was there before. Return whether that was all that changed."""
+        for module, before in zip(self._with_numbers, self._attributes, strict=True):
+            now = vars(module)
+            if _are_equal(now, before):
+                continue
+            for name in _NOTES:
+                before.pop(name, None)
+                if name in now:
+                    before[name] = now[name]
+            checkpoint = before.get(_CHECKPOINT)
+            if checkpoint is not None and are_alike(checkpoint, now.get(_CHECKPOINT)):
+                setattr(module, _CHECKPOINT, checkpoint)
+            if not _are_equal(now, before):
+                return False
+        return True
 
     def _name_difference(self) -> str:
         """Say what has changed, for a log. It is looked for one by one, since it is asked for once."""
@@ -138,8 +172,10 @@ class Snapshot:
             if vars(module).keys() != before.keys():
                 return f"an attribute of a {type(module).__name__} was added or removed"
             for name, value in vars(module).items():
-                if value is not before.get(name, _MISSING):
+                if not _are_equal([value], [before.get(name, _MISSING)]):  # as lists, where the same NaN is equal
                     return f"{name} of a {type(module).__name__} has changed"
+        if _codes_of(self._hooks_before) != self._codes_before:
+            return "a hook of the input embedding has changed"
         if any(self._empty):
             return "a hook, a parameter or an adapter was added to a module"
         for tensor, address, required in zip(self._tensors, self._addresses, self._require_grad, strict=True):
@@ -156,6 +192,28 @@ class Snapshot:
 
 
 _dict_of = attrgetter("__dict__")
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    """Return whether two containers are equal. With different tensors in the same place they are not."""
+    try:
+        return one == other
+    except RuntimeError:
+        return False
+
+
+def _codes_of(hooks: dict[int, Any]) -> list[Any]:
+    """Return the code of each hook that is a function without variables of its own, and other hooks as they are.
+
+    Each is returned once: transformers adds the same hook again when checkpointing is switched on again.
+    """
+    codes: list[Any] = []
+    for hook in hooks.values():
+        is_plain = isinstance(hook, FunctionType) and not (hook.__closure__ or hook.__defaults__ or hook.__kwdefaults__)
+        code = hook.__code__ if is_plain else hook
+        if code not in codes:
+            codes.append(code)
+    return codes
 
 
 def _containers_of(state: dict[str, Any]) -> Iterator[Any]:

@@ -39,14 +39,15 @@ class Buffers:
 
     Attributes:
         embeds (`torch.Tensor`): (1, tokens, H), what a forward reads.
-        exchange (`torch.Tensor` or `None`): (1, tokens, H), what passes in and out: the output of a forward, then the
-            gradient of the output, then the gradient of the embeddings. It is made by the first forward.
+        exchange (`list[torch.Tensor]`): What passes in and out, made by the first forward. First (1, tokens, H): the
+            hidden states, then their gradient, then the gradient of the embeddings. Where a call asks for the logits of
+            routers, they and their gradients are second: (layers, tokens, experts).
     """
 
     def __init__(self, embeds: torch.Tensor, tokens: int):
         self.tokens = tokens
         self.embeds = torch.zeros(1, tokens, embeds.shape[-1], dtype=embeds.dtype, device=embeds.device)
-        self.exchange: torch.Tensor | None = None
+        self.exchange: list[torch.Tensor] = []
 
 
 class Size:
@@ -84,10 +85,10 @@ class Size:
         self.last_used = 0
 
     @property
-    def exchange(self) -> torch.Tensor:
-        """(1, T, H), see `Buffers`."""
-        assert self.buffers.exchange is not None, "the forward comes first"
-        return self.buffers.exchange[:, : self.tokens]
+    def exchange(self) -> list[torch.Tensor]:
+        """The part of `Buffers.exchange` for T tokens: (1, T, H), and (layers, T, experts) if there are routers."""
+        assert self.buffers.exchange, "the forward comes first"
+        return [buffer[:, : self.tokens] for buffer in self.buffers.exchange]
 
     def takes(self, batch: Batch) -> bool:
         rows, longest = bounds_of(batch, self.tokens)

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 from liger_trainer.errors import RecipeError
 from liger_trainer.verify import sixteen_bits
+from liger_trainer.verify.captured import captured
 from liger_trainer.verify.figures import (
     EPS,
     RTOL,
@@ -26,6 +26,7 @@ from liger_trainer.verify.figures import (
     worst_number,
 )
 from liger_trainer.verify.observed import copies, differences, numbers
+from liger_trainer.verify.padded import more_padding, padding_around
 from liger_trainer.verify.runs import Bench, OtherOrder, Run, in_chunks
 from liger_trainer.verify.second import SecondTraining, in_bf16
 
@@ -71,6 +72,7 @@ class Checks:
             ("gates in 16 bits", self._gates),
             ("head in 16 bits", self._head),
             ("training in bf16", self._autocast),
+            ("captured steps = uncaptured", self._captured),
             ("packed rows = separate rows", self._packed),
             ("padded rows = unpadded rows", self._padded),
             ("padding on the left", self._padded_left),
@@ -227,6 +229,9 @@ class Checks:
     def _autocast(self) -> Check:
         return in_bf16(self.bench, self.kind, self.stock.gradients[0], self.noise)
 
+    def _captured(self) -> Check:
+        return captured(self.bench, self.ours.trainer, self.noise)
+
     # The same rows in other batches
 
     def _packed(self) -> Check:
@@ -243,7 +248,7 @@ class Checks:
             words = "the trainer pads what it writes itself" if self.setup.writes else "packed rows have no padding"
             return Check(words)
         pad = self.bench.tokenizer.pad_token_id
-        padded = self.bench.run("ours", collate=lambda collator: lambda rows: _more_padding(collator(rows), pad))
+        padded = self.bench.run("ours", collate=lambda collator: lambda rows: more_padding(collator(rows), pad))
         return worst(steps_of(padded), steps_of(self.ours), self.noise)
 
     def _padded_left(self) -> Check:
@@ -252,9 +257,7 @@ class Checks:
             return Check(words)
         pad = self.bench.tokenizer.pad_token_id
         ours, stock = (
-            self.bench.run(
-                kind, collate=lambda collator: lambda rows: _padding_around(collator(rows), pad), max_steps=1
-            )
+            self.bench.run(kind, collate=lambda collator: lambda rows: padding_around(collator(rows), pad), max_steps=1)
             for kind in ("ours", self.kind)
         )
         return worst(steps_of(ours), steps_of(stock), self.noise)
@@ -373,31 +376,3 @@ def _distance(run: Run) -> float:
     """Return how far the policy is from its reference at the first step, as the trainer has logged it."""
     values = [run.logs[0].get(name, math.nan) for name in ("rewards/chosen", "rewards/rejected", "kl")]
     return max((abs(value) for value in values if math.isfinite(value)), default=0.0)
-
-
-def _padding_around(batch: dict[str, Any], pad: int) -> dict[str, Any]:
-    """`batch` with seven more columns on the left and three on the right, none of which counts.
-
-    Nor does the first token of a row, which nothing but padding would predict.
-    """
-    found = {}
-    for name, value in batch.items():
-        if isinstance(value, torch.Tensor) and value.ndim == 2:
-            is_labels = name.endswith("labels")
-            fill = -100 if is_labels else pad if name.endswith("input_ids") else 0
-            value = F.pad(value, (7, 3), value=fill)
-            if is_labels:
-                value[:, 7] = -100
-        found[name] = value
-    return found
-
-
-def _more_padding(batch: dict[str, Any], pad: int) -> dict[str, Any]:
-    """`batch` with seven more columns, none of which counts."""
-    found = {}
-    for name, value in batch.items():
-        if isinstance(value, torch.Tensor) and value.ndim == 2:
-            fill = -100 if name.endswith("labels") else pad if name.endswith("input_ids") else 0
-            value = F.pad(value, (0, 7), value=fill)
-        found[name] = value
-    return found

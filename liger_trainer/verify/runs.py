@@ -2,17 +2,15 @@
 
 import copy
 import dataclasses
-import importlib
 import io
 import logging
 import os
 import types
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, redirect_stderr
+from contextlib import AbstractContextManager, contextmanager, redirect_stderr
 from dataclasses import dataclass, field
 from typing import Any
-from unittest import mock
 
 import datasets
 import torch
@@ -28,7 +26,7 @@ from liger_trainer.trainers.base import stock_class
 from liger_trainer.verify.medusa import PlainMedusaTrainer
 from liger_trainer.verify.observed import KeepGradients, Recorder, Tensors, copies, optimizer_states
 from liger_trainer.verify.small import chance, long_rows, small_rows, small_tokenizer, write_model
-from liger_triton import _chunks
+from liger_triton.sizes import chunks_of_at_most
 
 HEAD = "fused_linear_cross_entropy"
 MAX_LENGTH = 256  # tokens, which are bytes here
@@ -44,6 +42,7 @@ _OWN = {
     "eval_strategy": "no", "report_to": "none", "bf16": False, "fp16": False, "disable_tqdm": True,
     "dataloader_pin_memory": False, "max_length": MAX_LENGTH, "max_completion_length": 8, "num_generations": 2,
     "mask_truncated_completions": False, "logging_nan_inf_filter": False,
+    "cuda_graphs": "false",  # captured steps have a check of their own
 }  # fmt: skip
 # Keys of a recipe, by their beginnings, that decide nothing of what a step computes, or that need another machine, or
 # that draw noise of the shape of a batch.
@@ -235,18 +234,9 @@ def _drops_activations(name: str) -> bool:
     return "drop" in name and "layerdrop" not in name and "layer_drop" not in name
 
 
-@contextmanager
-def in_chunks() -> Iterator[None]:
-    """Within it, the logits of a head are computed for a few rows at a time."""
-    stock = _chunks.chunk_size
-
-    def small(*args: Any, **kwargs: Any) -> int:
-        return min(CHUNK_ROWS, stock(*args, **kwargs))
-
-    with ExitStack() as stack:
-        for module in (_chunks, importlib.import_module("liger_triton.linear_heads_kl")):  # a function has its name
-            stack.enter_context(mock.patch.object(module, "chunk_size", small))
-        yield
+def in_chunks() -> AbstractContextManager[None]:
+    """Return a context within which the logits of a head are computed for a few rows at a time."""
+    return chunks_of_at_most(CHUNK_ROWS)
 
 
 def _disturb(model: nn.Module, seed: int) -> None:

@@ -83,7 +83,7 @@ class SecondTraining:
         around = [ours.around, stock.around]
         if self.bench.draws():  # for each token that is computed, and padding is left out
             around = [[_without_torch(one) for one in each] for each in around]
-        other += differences(*around)
+        other += differences(around[0], around[1])
         other += _calls(self.ours, self.stock)
         return equal(other, f"{len(ours.batches)} micro-batches, random numbers, state and modes")
 
@@ -141,22 +141,32 @@ def in_bf16(bench: Bench, kind: str, exact_gradients: Tensors, noise: dict[str, 
     losses = max(number_errors(*logs).values(), default=0.0)
     if losses > LOSS_IN_BF16:
         return Check(f"losses are {logs[0]}, and not {logs[1]}", losses, LOSS_IN_BF16)
-    mine, theirs = (errors(run.gradients[0], exact_gradients) for run in (ours, stock))
+    return by_distance(ours.gradients[0], stock.gradients[0], exact_gradients, noise, "stock")
+
+
+def by_distance(got: Tensors, stock: Tensors, exact_gradients: Tensors, noise: dict[str, float], whose: str) -> Check:
+    """Judge gradients in bf16 by how far they are from those of fp32, in units of how far those of `whose` are."""
+    mine, theirs = (errors(gradients, exact_gradients) for gradients in (got, stock))
     found = {name: mine[name] / max(theirs[name], LEAST_IN_BF16, 20 * noise.get(name, 0.0)) for name in mine}
     middle = statistics.median(found.values())
     if middle > MOST_IN_THE_MIDDLE:
-        return Check("times the error of stock in bf16, in the middle of all tensors", middle, MOST_IN_THE_MIDDLE)
+        return Check(f"times the error of {whose} in bf16, in the middle of all tensors", middle, MOST_IN_THE_MIDDLE)
     name = max(found, key=lambda name: found[name])
-    words = f"times the error of stock in bf16, most in {name}, in the middle {middle:.2f}"
+    words = f"times the error of {whose} in bf16, most in {name}, in the middle {middle:.2f}"
     return Check(words, found[name], TIMES_STOCK_IN_BF16)
+
+
+def _states(run: Run) -> set[tuple[str, ...]]:
+    """Return the mode and the autocast of each call of the model."""
+    return {(mode, autocast) for mode, _, autocast in _seen(run).calls}
 
 
 def _calls(ours: Run, stock: Run) -> list[str]:
     """Compare in which states the model was called."""
     # Without gradients, stock calls the model once more for metrics where a loss hides the logits
-    one, other = ({(mode, autocast) for mode, _, autocast in _seen(run).calls} for run in (ours, stock))
+    one, other = _states(ours), _states(stock)
     if isinstance(stock.trainer, PlainMedusaTrainer):  # which does not run a frozen model as it is served
-        one, other = ({call[-1:] for call in calls} for calls in (one, other))
+        one, other = {call[-1:] for call in one}, {call[-1:] for call in other}
     return [] if one == other else [f"the model is called with {sorted(one)}, and not {sorted(other)}"]
 
 

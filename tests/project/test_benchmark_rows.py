@@ -165,7 +165,7 @@ def test_default_arms_and_the_folder_of_a_record():
     options.rows = "packed"
     assert training.case_of(options) == "sft-llama-3-8b-8x2048-packed-checkpointing"
     arms = training.default_arms(options)
-    assert {*SFT, "Trainer + Liger", "SFTTrainer + Liger"} == set(arms)
+    assert {*SFT, "LigerSFTTrainer - graphs", "Trainer + Liger", "SFTTrainer + Liger"} == set(arms)
     options.lora = 16
     assert set(training.default_arms(options)) == set(training.LORA_ARMS)
     options.trainer, options.rows = "dpo", "padded"

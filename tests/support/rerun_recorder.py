@@ -4,9 +4,13 @@ So captured steps are tested without a GPU, but for what a GPU alone does: strea
 """
 
 import contextlib
+import functools
 import itertools
 
 import torch
+
+from liger_trainer.trainers import cuda_graphs
+from liger_trainer.varlen.step_graphs import StepGraphs
 
 
 class Rerun:
@@ -59,3 +63,9 @@ class RerunRecorder:
     def seconds_of(self, run):
         run()
         return next(self.seconds)
+
+
+def capture_on_cpu(monkeypatch, recorder=RerunRecorder):
+    """Let trainers on a CPU capture their steps as `RerunRecorder` does."""
+    monkeypatch.setattr(cuda_graphs, "CAPTURES_ON", ("cpu",))
+    monkeypatch.setattr(cuda_graphs, "StepGraphs", functools.partial(StepGraphs, lambda device: recorder()))

@@ -34,7 +34,7 @@ _OTHER_NAMES = {
     "sequence_len": "max_length", "cutoff_len": "max_length", "grad_accum": "gradient_accumulation_steps",
 }  # fmt: skip
 _NOT_GIVEN = object()
-SWITCHES_AND_TEXTS = ("resume_from_checkpoint", "activation_checkpointing")
+SWITCHES_AND_TEXTS = ("resume_from_checkpoint", "activation_checkpointing", "cuda_graphs")
 """Keys that are strings for the parser, which may be true and false as well."""
 
 

@@ -59,7 +59,7 @@ class RunRecorder(TrainerCallback):
         """The text for the end of the run of `trainer`."""
         args, state = trainer.args, trainer.state
         report, chosen = getattr(trainer, "liger_report", None), getattr(trainer, "checkpointing", None)
-        kept = getattr(trainer, "kept_weights", None)
+        kept, captured = getattr(trainer, "kept_weights", None), getattr(trainer, "captured_steps", None)
         resumed = f", resumed at step {self._first_step}" if self._first_step else ""
         lines = ["Summary", f"  steps    {state.global_step - self._first_step}{resumed}{self._stopped(args, state)}"]
         if self.rows is not None:
@@ -85,6 +85,7 @@ class RunRecorder(TrainerCallback):
             f"  speed    {'not counted' if self.speed is None else f'{self.speed:.0f} tokens/s'}",
             f"  memory   {peak_memory(0 if chosen is None else chosen.highest)}",
             *([] if chosen is None else [f"  layers   {chosen}"]),
+            *([] if captured is None else [f"  captured {captured.in_words()}"]),
             f"  patched  {'nothing (use_liger is false)' if report is None else report.one_line()}",
             *([f"  kept     {kept}"] if kept is not None and str(kept) else []),
             f"  model    {args.output_dir}",

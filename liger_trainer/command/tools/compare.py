@@ -196,7 +196,7 @@ def _train(recipe: Recipe, arm: str, steps: int) -> dict[str, Any]:
         raise RecipeError(f"Of {ran} steps none is left to be timed. Compare at least 2 steps.")
     seconds = clock.times[-1] - clock.times[untimed - 1]
     tokens = clock.tokens[-1] - clock.tokens[untimed - 1] if clock.tokens else None
-    chosen = getattr(trainer, "checkpointing", None)
+    chosen, captured = getattr(trainer, "checkpointing", None), getattr(trainer, "captured_steps", None)
     peak = peak_bytes(0 if chosen is None else chosen.highest)
     return {
         "steps": ran,
@@ -207,6 +207,8 @@ def _train(recipe: Recipe, arm: str, steps: int) -> dict[str, Any]:
         "losses": clock.losses,
         "in_16_bits": bool(trainer.args.bf16 or trainer.args.fp16),
         "left_out": left_out,
+        "captured": None if captured is None else captured.to_dict(),
+        "captured_in_words": None if captured is None else captured.in_words(),
     }
 
 
@@ -266,6 +268,11 @@ def _table(result: dict[str, Any]) -> str:
         ))  # fmt: skip
     lines += ["", f"Useful tokens are those that are not padding; the peak is that of {memory}."]
     lines += [f"{arm['arm']} {arm['note']}." for arm in ran if "note" in arm]
+    for arm in ran:
+        if (captured := arm.get("captured_in_words")) is not None:
+            lines.append(f"{arm['arm']} captured (cuda_graphs): {captured}.")
+            if arm["captured"]["sizes"]:
+                lines.append("Its timed steps include captures, which a longer run makes once for each size.")
     if left_out := next((arm["left_out"] for arm in ran if arm["left_out"]), None):
         lines.append(f"The stock trainer has no {', '.join(left_out)}, and trained without.")
     return "\n".join(lines)

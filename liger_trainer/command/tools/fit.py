@@ -33,14 +33,14 @@ def _fit(args: argparse.Namespace) -> int:
     with own_environment():
         # Without this, transformers refuses bf16 where there is no GPU
         recipe = parse_recipe(args.recipe, [*words, "--use_cpu", "true"], _USAGE)
-        from liger_trainer.command.tools.fit_job import checkpointing_of, job_of, size_of
+        from liger_trainer.command.tools.fit_job import checkpointing_of, job_of, may_capture, size_of
         from liger_trainer.fitting.answer import answer
         from liger_trainer.fitting.images import UnknownSizes
 
         job = job_of(recipe, gpus, images)
         rows, length = size_of(recipe, job.images)
         try:
-            text = answer(job, rows, length, checkpointing_of(recipe), memory, _show)
+            text = answer(job, rows, length, checkpointing_of(recipe), memory, may_capture(recipe, gpus), _show)
         except UnknownSizes as error:
             raise RecipeError(
                 f"liger-trainer fit cannot count the images of {job.shape.config.model_type}: {error}. Leave out "

@@ -15,6 +15,7 @@ from liger_trainer.fitting.images import RowImages, row_images
 from liger_trainer.fitting.sharding import Sharding
 from liger_trainer.fitting.step import Job
 from liger_trainer.memory.host_inputs import OPTION
+from liger_trainer.trainers.cuda_graphs import why_not_by_arguments
 
 LOSSES = {
     "LigerSFTTrainer": losses.of_labels,
@@ -109,6 +110,12 @@ def size_of(recipe: Recipe, images: RowImages | None = None) -> tuple[int, int]:
 def checkpointing_of(recipe: Recipe) -> bool | str:
     given = getattr(recipe.training, "activation_checkpointing", None)
     return bool(recipe.training.gradient_checkpointing) if given is None else given
+
+
+def may_capture(recipe: Recipe, gpus: int) -> bool:
+    """Whether steps may be captured (`cuda_graphs`), as far as the recipe says."""
+    training = recipe.training
+    return training.cuda_graphs is not False and gpus == 1 and why_not_by_arguments(training) is None
 
 
 def _options_of_checkpointing(recipe: Recipe) -> dict[str, Any]:

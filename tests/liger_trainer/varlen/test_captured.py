@@ -3,12 +3,14 @@
 On a CPU what is recorded runs again as Python (`RerunRecorder`), on a GPU it is a CUDA graph.
 """
 
+import contextlib
 import copy
 import gc
 import itertools
 
 import pytest
 import torch
+from image_models import image_batch, image_model
 from peft import LoraConfig, get_peft_model
 from rerun_recorder import RerunRecorder
 from varlen_batches import batch, model_of
@@ -117,6 +119,12 @@ class TimelessRecorder(CudaRecorder):
         return next(self.seconds)
 
 
+def with_router_losses(pair, lengths, **more):
+    """The loss with the auxiliary one of routers, as TRL asks for it, of both models."""
+    call = pair.batch(lengths) | {"use_cache": False, "output_router_logits": True, "fused_lm_head": True} | more
+    return pair.run(lambda model: model(**call))
+
+
 def lora(model, **options):
     torch.manual_seed(1)
     config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"], **options)
@@ -187,6 +195,58 @@ def test_batches_without_padding_and_packed_rows(device):
         for one in (pair.captured, pair.plain):
             one.zero_grad()
     assert pair.replayed == 3, pair.summary
+
+
+@pytest.mark.parametrize("change", [lambda model: model, checkpointed, lora], ids=["full", "checkpointed", "lora"])
+def test_losses_of_routers(change, device):
+    pair = Pair(change(model_of("qwen3_moe")), device)
+    for count, lengths in enumerate((SIZES[0], SIZES[0], SIZES[0], SIZES[1], SIZES[1])):
+        got, want = with_router_losses(pair, lengths)
+        assert want.aux_loss.item() > 0
+        assert_close(got.aux_loss, want.aux_loss, device, f"auxiliary loss {count}")
+        assert_close(got.loss, want.loss, device, f"loss {count}")
+        got.loss.backward()
+        want.loss.backward()
+        pair.assert_same_gradients()
+        for optimizer in pair.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert pair.replayed >= 2, pair.summary
+
+
+def test_a_loss_without_that_of_routers_after_one_with_it(device):
+    """Each kind of call has captures of its own, and logits of routers that nobody learns from get zeros."""
+    pair = Pair(model_of("qwen3_moe"), device)
+    for _ in range(3):
+        got, want = with_router_losses(pair, SIZES[0])
+        got.loss.backward()
+        want.loss.backward()
+        pair.assert_same_gradients()
+        pair.step(SIZES[0])
+        got, want = with_router_losses(pair, SIZES[0])
+        (got.loss - got.aux_loss.detach()).backward()
+        (want.loss - want.aux_loss.detach()).backward()
+        pair.assert_same_gradients()
+        for optimizer in pair.optimizers:
+            optimizer.zero_grad()
+    assert pair.replayed >= 4, pair.summary
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "gemma3"])
+def test_decoders_of_images_and_text(model_type):
+    """The tower stays outside, and hands embeddings to the decoder. Only decoders that are proven are captured."""
+    pair = Pair(image_model(model_type), "cpu")
+    for seed in (1, 1, 2, 1, 2):
+        call = image_batch(pair.plain, seed=seed) | {"use_cache": False}
+        got, want = pair.run(lambda model: model(**call).loss)  # noqa: B023 - called in this round
+        assert_close(got, want, "cpu", "loss")
+        got.backward()
+        want.backward()
+        pair.assert_same_gradients()
+        for optimizer in pair.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert (pair.replayed == 4) == (model_type == "qwen2_5_vl"), pair.summary
 
 
 def test_captures_wait_for_the_optimizer(device):
@@ -387,6 +447,33 @@ def test_a_reference_without_adapters_has_captures_of_its_own(device):
 
 
 # Backward passes
+
+
+@pytest.mark.parametrize("with_adapters", [True, False])
+def test_checkpointing_that_is_switched_off_for_a_reference_and_on_again(with_adapters, device):
+    """As TRL does around each call of a reference. transformers then makes hooks and functions anew."""
+    pair = Pair(checkpointed(lora(model_of()) if with_adapters else model_of()), device)
+
+    def reference_then_loss(model):
+        call = pair.batch(SIZES[0])
+        options = {"use_reentrant": False}
+        with torch.no_grad(), model.disable_adapter() if with_adapters else contextlib.nullcontext():
+            model.gradient_checkpointing_disable()
+            reference = model(**call, use_cache=False).loss
+            model.gradient_checkpointing_enable(options)
+        return reference, model(**call, use_cache=False).loss
+
+    for _ in range(5):
+        (got_reference, got), (want_reference, want) = pair.run(reference_then_loss)
+        assert_close(got_reference, want_reference, device, "reference")
+        assert_close(got, want, device, "loss")
+        got.backward()
+        want.backward()
+        pair.assert_same_gradients()
+        for optimizer in pair.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert pair.replayed >= 6, pair.summary
 
 
 def test_two_forwards_before_a_backward(device):

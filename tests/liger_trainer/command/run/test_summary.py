@@ -6,6 +6,7 @@ import re
 import pytest
 from PIL import Image
 from recipe_fixtures import SAVING, command, write_recipe
+from rerun_recorder import capture_on_cpu
 
 from liger_trainer.command.recipe.read import parse_recipe
 from liger_trainer.command.run import manifest
@@ -54,6 +55,21 @@ def test_a_run_that_ends_in_nan_says_so(folder, capsys):
     assert code == 0, err
     assert "\n  warning  the last gradient norm is NaN" in out
     assert "warning" not in command(capsys, "train", write_recipe(folder, output_dir=str(folder / "other")))[1]
+
+
+def test_captured_steps(folder, capsys, monkeypatch):
+    def captured(**keys):
+        code, out, err = command(capsys, "train", write_recipe(folder, output_dir=str(folder / f"{len(keys)}"), **keys))
+        assert code == 0, err
+        return [line for line in out.splitlines() if line.startswith("  captured ")]
+
+    assert captured() == ["  captured nothing, because it trains on cpu, and CUDA graphs need a CUDA GPU"]
+    assert captured(cuda_graphs=False) == []
+    capture_on_cpu(monkeypatch)
+    (line,) = captured(cuda_graphs=True, model_init_kwargs={"attn_implementation": "sdpa"})
+    assert re.match(r"  captured \d of 4 calls of the backbone replayed, \d captures in 0\.\d s\. Not captured: ", line)
+    code, _, err = command(capsys, "train", write_recipe(folder, cuda_graphs="sometimes"))
+    assert code == 2 and "cuda_graphs is 'sometimes'; expected auto, true or false" in err
 
 
 def test_completions_that_no_function_judges(folder, capsys):

@@ -13,6 +13,7 @@ import torch
 from checkout import ROOT
 from matplotlib.colors import to_hex
 from recipe_fixtures import SAVING, command, write_recipe
+from rerun_recorder import capture_on_cpu
 
 from liger_trainer.command.run.pictures import draw_comparison
 from liger_trainer.command.tools import compare
@@ -84,7 +85,8 @@ def test_the_table(folder, capsys, monkeypatch):
     )
     assert code == 0, err
     assert "4 steps, the first 1 not timed" in out and "differs" not in out and "failed" not in out
-    assert [line.split()[0] for line in out.splitlines() if line.startswith(("stock", "ours"))] == ["stock", "ours"]
+    named = [line.split()[:2] for line in out.splitlines() if line.startswith(("stock", "ours"))]
+    assert [first for first, second in named if second != "captured"] == ["stock", "ours"]
     found = json.loads(files["--json"].read_text())
     assert len(found["arms"][1]["losses"]) == 4 and found["hardware"].startswith("CPU")
     assert files["--chart"].stat().st_size > 5000
@@ -117,6 +119,24 @@ def test_losses_that_differ_are_named(losses, said, folder, capsys, monkeypatch)
     arms_of(monkeypatch, stock=RAN, ours=RAN | {"losses": losses})
     out = command(capsys, "compare", write_recipe(folder))[1]
     assert ("ours differs by more than rounding: loss" in out) == said
+
+
+def test_captured_steps_are_named(folder, capsys, monkeypatch):
+    """With captures among the timed steps, and without any."""
+    path = write_recipe(folder, model_init_kwargs={"attn_implementation": "sdpa"}, cuda_graphs="auto")
+    stock, uncaptured = arm(capsys, path, "stock"), arm(capsys, path, "ours")
+    assert stock["captured"] is None and stock["left_out"] == ["cuda_graphs"]
+    arms_of(monkeypatch, stock=stock, ours=uncaptured)
+    out = command(capsys, "compare", path)[1]
+    assert "ours captured (cuda_graphs): nothing, because it trains on cpu, and CUDA graphs need a CUDA GPU.\n" in out
+    assert "timed steps include captures" not in out
+    capture_on_cpu(monkeypatch)
+    captured = arm(capsys, path, "ours")
+    assert captured["captured"]["calls_replayed"] > 0
+    assert captured["losses"] == pytest.approx(uncaptured["losses"], rel=1e-5)
+    arms_of(monkeypatch, stock=stock, ours=captured)
+    out = command(capsys, "compare", path)[1]
+    assert "\nours captured (cuda_graphs): " in out and "timed steps include captures" in out
 
 
 def test_a_loss_that_is_nan_is_named(folder, capsys, monkeypatch):

@@ -66,6 +66,18 @@ def test_what_it_prints(recipe, tmp_path, capsys):
     assert code == 0 and "does not fit" in out and "not one row of 8192 tokens fits" in out
 
 
+def test_the_memory_of_captured_steps_is_told_where_there_may_be_some(short_search, recipe, capsys):
+    def told(*words, **keys):
+        code, out, err = command(capsys, "fit", recipe(activation_checkpointing="true", **keys), *words)
+        assert code == 0, err
+        return "Captured steps (cuda_graphs) are not counted. Their pool holds" in out
+
+    assert told() and told(cuda_graphs=True)
+    assert not told(cuda_graphs=False)
+    assert not told("--activation_checkpointing", "auto")
+    assert not told("--gpus", "2")
+
+
 def test_a_model_of_images(short_search, recipe, tmp_path, capsys):
     small_config("qwen3_vl").save_pretrained(tmp_path / "model")
     code, out, err = command(capsys, "fit", recipe(max_length=64))

@@ -1,0 +1,131 @@
+"""The trained half of a GRPO step: loss, backward pass and optimizer on given completions, by `train()` of TRL's
+GRPOTrainer and ours.
+
+    python benchmarks/completions.py [--model Llama-3.2-1B] [--prompt 512] [--completions 8] [--lora 16]
+        [--arms GRPOTrainer LigerGRPOTrainer "LigerGRPOTrainer - graphs"]
+
+A step trains on `--completions` completions of one prompt. Prompts and completions are random ids. The lengths of
+completions are drawn from 64 to `--longest`, and are the same in all arms. Nothing is generated or scored. Weights are
+random, in bf16 with checkpointing, and AdamW is fused. "- graphs" is cuda_graphs="false".
+
+`ms` is the median of the steps on the clock, by events on the GPU's stream. Each arm has a process of its own.
+"""
+
+import itertools
+import statistics
+import tempfile
+
+import torch
+from _measure import DEVICE, Record, arguments, table
+from _models import MODELS
+from _processes import emit, rows_from
+from _steps import ATTENTION, Run, build, classes_of, tokenizer_of
+from small_steps import gib_used, milliseconds_between, stamp
+
+ARMS = ("GRPOTrainer", "LigerGRPOTrainer", "LigerGRPOTrainer - graphs")
+LEAST = 64  # tokens of a completion
+
+
+def group_of(options, vocab, step):
+    """Return what GRPOTrainer trains on in a step, as its own rollout gives it."""
+    draw = torch.Generator().manual_seed(step)
+    count = options.completions
+    lengths = torch.randint(LEAST, options.longest + 1, (count,), generator=draw)
+    lengths[0] = options.longest  # the padding of all steps is alike
+    ids = torch.randint(2, vocab, (count, options.longest), generator=draw)
+    prompt = torch.randint(2, vocab, (1, options.prompt), generator=draw).expand(count, -1)
+    mask = (torch.arange(options.longest) < lengths[:, None]).long()
+    advantages = torch.randn(count, generator=draw)
+    group = {
+        "prompt_ids": prompt.contiguous(),
+        "prompt_mask": torch.ones_like(prompt),
+        "completion_ids": ids * mask,
+        "completion_mask": mask,
+        "advantages": advantages,
+    }
+    return {name: value.to(DEVICE) for name, value in group.items()} | {"num_items_in_batch": lengths.sum().to(DEVICE)}
+
+
+def on_given_completions(trainer_class, options, vocab):
+    """Return `trainer_class` with given completions in the place of its rollout."""
+    steps = itertools.count()
+
+    def rollout(self, inputs):
+        return group_of(options, vocab, next(steps) % options.batches)
+
+    return type(trainer_class.__name__, (trainer_class,), {"_generate_and_score_completions": rollout})
+
+
+def one_arm(options):
+    from datasets import Dataset
+    from peft import LoraConfig
+    from transformers import TrainerCallback
+
+    before = gib_used()
+    stamps, used = [], []
+
+    class Clock(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            stamps.append(stamp())
+            used.append(gib_used())
+
+    model = build(Run(options.model, options.completions, options.prompt + options.longest, layers=options.layers))
+    trainer_class, args_class = classes_of(options.arm)
+    steps = options.batches * options.rounds
+    more = {"cuda_graphs": "false"} if options.arm.endswith("- graphs") else {}
+    args = args_class(
+        output_dir=tempfile.mkdtemp(), max_steps=steps, per_device_train_batch_size=options.completions,
+        num_generations=options.completions, max_completion_length=options.longest, logging_steps=4,
+        learning_rate=1e-5, bf16=DEVICE == "cuda", use_cpu=DEVICE == "cpu", optim="adamw_torch_fused",
+        report_to="none", save_strategy="no", gradient_checkpointing=True,
+        gradient_checkpointing_kwargs={"use_reentrant": False}, disable_tqdm=True, lr_scheduler_type="constant", **more,
+    )  # fmt: skip
+    lora = LoraConfig(r=options.lora, target_modules=ATTENTION) if options.lora else None
+    trainer = on_given_completions(trainer_class, options, model.config.vocab_size)(
+        model=model,
+        args=args,
+        reward_funcs=lambda completions, **_: [0.0] * len(completions),
+        train_dataset=Dataset.from_list([{"prompt": "a"}] * 4 * options.completions),
+        processing_class=tokenizer_of(),
+        peft_config=lora,
+        callbacks=[Clock()],
+    )
+    trainer.train()
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+    clocked = stamps[-options.batches - 1 :]
+    times = [milliseconds_between(start, end) for start, end in itertools.pairwise(clocked)]
+    losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
+    row = {"arm": options.arm, "ms": statistics.median(times), "step_ms": times, "losses": losses[:3]}
+    if DEVICE == "cuda":
+        row |= {"gib_used": max(used[-options.batches :]) - before}
+    if (captured := getattr(trainer, "captured_steps", None)) is not None:
+        row["captured"] = captured.to_dict()
+    emit(row)
+
+
+def main():
+    parser = arguments(__doc__, "--arm")
+    parser.add_argument("--model", choices=MODELS, default="Llama-3.2-1B")
+    parser.add_argument("--layers", type=int, help="instead of the model's own number")
+    parser.add_argument("--prompt", type=int, default=512, help="tokens of the prompt")
+    parser.add_argument("--completions", type=int, default=8)
+    parser.add_argument("--longest", type=int, default=1024, help="tokens of the longest completion")
+    parser.add_argument("--lora", type=int, help="rank of adapters on attention")
+    parser.add_argument("--batches", type=int, default=8, help="steps on the clock, each with completions of its own")
+    parser.add_argument("--rounds", type=int, default=3, help="how often they are trained on, the clock included")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS)
+    options = parser.parse_args()
+    if options.arm:
+        return one_arm(options)
+    record, rows = Record("completions", options.model, options.json, DEVICE == "cpu"), []
+    for arm in options.arms:
+        rows += rows_from(arm, 300)
+        record.write({"options": vars(options), "rows": rows})
+    table(rows, {"arm": ("", ""), "ms": ("ms", ".1f"), "gib_used": ("GiB used", ".1f"), "losses": ("losses", ""),
+                 "note": ("", "")})  # fmt: skip
+    record.say_where()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""Captured steps (`cuda_graphs`) and uncaptured ones, on the same rows and weights."""
+
+from typing import Any
+
+from liger_trainer.trainers.cuda_graphs import why_not_captured
+from liger_trainer.verify.figures import Check, number_errors
+from liger_trainer.verify.observed import KeepGradients, Tensors
+from liger_trainer.verify.runs import Bench, Run
+from liger_trainer.verify.second import LOSS_IN_BF16, by_distance
+
+_STEPS = 6  # the first two run uncaptured, at least in part
+
+
+def captured(bench: Bench, trainer: Any, noise: dict[str, float]) -> Check:
+    """Compare the losses and gradients of steps that are captured with those of steps that are not, in bf16.
+
+    Both runs take the gradients of a third in fp32 for their optimizer, so that all have the same weights at every
+    step. A captured step is filled up to its size, so it rounds otherwise: its gradients have to be as near to those of
+    fp32 as the uncaptured ones.
+
+    Args:
+        bench (`Bench`): Of the setup.
+        trainer (`LigerTrainerMixin`): One that `bench` has built and that has trained.
+        noise (`dict`): How far another order of sums moves each tensor in fp32.
+    """
+    reason = why_not_captured(trainer)
+    if reason is not None:
+        return Check(reason)
+    if bench.setup.writes:
+        return Check("the trainer writes what it trains on, and writes something else in fp32")
+    if bench.draws():
+        return Check("its routers draw random numbers, and more of them where a step is filled up")
+    exact = bench.run("ours", max_steps=_STEPS)
+    options: dict[str, Any] = {"max_steps": _STEPS, "bf16": True}
+    plain = bench.run("ours", seen=KeepGradients(exact.gradients), **options)
+    replayed = bench.run("ours", seen=KeepGradients(exact.gradients), **options, cuda_graphs="auto")
+    summary = replayed.trainer.captured_steps
+    if not summary.replayed:
+        return Check(f"captured {summary.in_words()}")
+    return _compare(replayed, plain, exact.gradients, noise)
+
+
+def _compare(replayed: Run, plain: Run, exact_gradients: list[Tensors], noise: dict[str, float]) -> Check:
+    summary = replayed.trainer.captured_steps
+    calls = summary.replayed + sum(summary.uncaptured.values())
+    counted = f"{summary.replayed} of {calls} calls replayed"
+    losses = [[{"loss": log["loss"]} for log in run.logs] for run in (replayed, plain)]
+    apart = max(number_errors(*losses).values())
+    if apart > LOSS_IN_BF16:
+        return Check(f"{counted}; losses are {losses[0]}, and not {losses[1]}", apart, LOSS_IN_BF16)
+    found = [
+        by_distance(*gradients, noise, "uncaptured steps")
+        for gradients in zip(replayed.gradients, plain.gradients, exact_gradients, strict=True)
+    ]
+    worst = max(found, key=lambda check: (check.figure or 0.0) / check.tolerance)
+    worst.detail = f"{counted}; {worst.detail}"
+    return worst
