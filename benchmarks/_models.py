@@ -54,7 +54,7 @@ def trained(name, dtype):
     """The model of a folder, or smollm2-135m-instruct, and its tokenizer."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-    from liger_trainer.command.model_source import find_model
+    from liger_trainer.command.recipe.model_source import find_model
 
     source = find_model(name)
     more = {"quantization_config": GgufConfig(dequantize=True)} if source.is_gguf else {}

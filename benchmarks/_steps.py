@@ -103,7 +103,7 @@ def build(run, dtype=torch.bfloat16):
 
 def in_mxfp4(model):
     """`model`, a gpt-oss on the meta device, with random weights. Its experts never exist in 16 bits."""
-    from liger_trainer.mxfp4 import pack_experts
+    from liger_trainer.base_weights.mxfp4 import pack_experts
 
     pack_experts(model)
     model.to_empty(device=DEVICE)
@@ -178,7 +178,7 @@ def make_trainer(arm, run, callbacks, **more):
         os.environ["ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"] = "true"
     if "fp8" in switches:
         if arm.startswith("Liger"):
-            from liger_trainer.command.launch import read_on_every_process
+            from liger_trainer.command.run.launch import read_on_every_process
 
             options |= {"fp8": True, "fp8_recipe": "rowwise"} if "rowwise" in switches else {"fp8": True}
             read_on_every_process(True, None, None)  # each has made the model

@@ -95,7 +95,7 @@ def rows_in(path, tokenizer, vocab, length):
         rank = np.empty(len(words), dtype=np.int64)
         rank[np.argsort(-counts, kind="stable")] = np.arange(len(words))
         return [np.minimum(rank[np.searchsorted(words, row)], vocab - 1).tolist() for row in rows]
-    from liger_trainer.templates import alpaca_row
+    from liger_trainer.data.formats import alpaca_row
 
     with open(path, encoding="utf-8") as file:
         texts = [alpaca_row(row, index) for index, row in enumerate(json.load(file))]

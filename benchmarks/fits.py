@@ -29,9 +29,9 @@ RECIPES = {  # and on how many GPUs
 
 def rows_of(name, gpus, folder):
     """A row for each card: the peak, and the layers whose activations are kept, or that it does not fit."""
-    from liger_trainer.command.accelerate_file import own_environment
-    from liger_trainer.command.fit_job import job_of, size_of
-    from liger_trainer.command.recipe import parse_recipe
+    from liger_trainer.command.recipe.accelerate_file import own_environment
+    from liger_trainer.command.recipe.read import parse_recipe
+    from liger_trainer.command.tools.fit_job import job_of, size_of
     from liger_trainer.errors import RecipeError
     from liger_trainer.fitting.step import need
     from liger_trainer.memory.memory import limit_of

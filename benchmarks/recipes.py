@@ -320,7 +320,7 @@ def reload(out, texts):
     from peft import AutoPeftModelForCausalLM, PeftConfig, PeftModel
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
-    from liger_trainer.command.model_source import dequantised
+    from liger_trainer.command.recipe.model_source import dequantised
     from liger_trainer.medusa.heads import MedusaHeads
 
     found, adapter = {}, (out / "adapter_config.json").exists()

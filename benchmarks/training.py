@@ -112,7 +112,7 @@ def one_arm(options):
     )  # fmt: skip
     emit(train(options.arm, run, [profiler(run.skip)] if options.profile else []))
     if options.processes > 1:
-        time.sleep(0.5)  # as at the end of liger_trainer/command/run.py
+        time.sleep(0.5)  # as at the end of liger_trainer/command/run/train.py
 
 
 def skip_of(options):

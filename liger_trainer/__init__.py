@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # what editors and type checkers see; a test compares these names with `_WHERE`
     from liger_trainer import losses as losses
-    from liger_trainer.auto import AutoLigerKernelForCausalLM as AutoLigerKernelForCausalLM
+    from liger_trainer.base_weights.mxfp4 import Mxfp4Config as Mxfp4Config
+    from liger_trainer.integrations.liger_kernel_names import AutoLigerKernelForCausalLM as AutoLigerKernelForCausalLM
     from liger_trainer.medusa.config import LigerMedusaConfig as LigerMedusaConfig
     from liger_trainer.medusa.heads import MedusaHeads as MedusaHeads
     from liger_trainer.medusa.trainer import LigerMedusaTrainer as LigerMedusaTrainer
@@ -55,7 +56,8 @@ _NAMES = {  # module: public names
     "liger_trainer.medusa.heads": ("MedusaHeads",),
     "liger_trainer.medusa.trainer": ("LigerMedusaTrainer",),
     "liger_trainer.patching": ("LigerReport", "apply_liger", "remove_liger"),
-    "liger_trainer.auto": ("AutoLigerKernelForCausalLM",),
+    "liger_trainer.integrations.liger_kernel_names": ("AutoLigerKernelForCausalLM",),
+    "liger_trainer.base_weights.mxfp4": ("Mxfp4Config",),
     "liger_triton.modules": (  # which needs neither transformers nor trl
         "LigerRMSNorm", "LigerLayerNorm", "LigerSwiGLUMLP", "LigerGEGLUMLP", "LigerCrossEntropyLoss",
         "LigerFusedLinearCrossEntropyLoss",
@@ -75,7 +77,7 @@ def __getattr__(name: str) -> Any:
         warnings.warn("MedusaConfig is called LigerMedusaConfig.", FutureWarning, stacklevel=2)
         return __getattr__("LigerMedusaConfig")
     if name.startswith("apply_liger_kernel_to_"):
-        return getattr(importlib.import_module("liger_trainer.auto"), name)
+        return getattr(importlib.import_module("liger_trainer.integrations.liger_kernel_names"), name)
     raise AttributeError(f"module 'liger_trainer' has no attribute {name!r}")
 
 

@@ -84,7 +84,7 @@ def evaluate(model: FlyteDirectory, rows: FlyteFile) -> FlyteFile:
     from datasets import load_dataset
 
     from liger_trainer import LigerSFTConfig, LigerSFTTrainer
-    from liger_trainer.templates import alpaca_row
+    from liger_trainer.data.formats import alpaca_row
 
     folder = Path(model.download())
     held_out = load_dataset("json", data_files=rows.download(), split="train")

@@ -1,1 +1,1 @@
-"""Weights of the base that its class in transformers does not load, such as multi-token-prediction heads."""
+"""Weights of the base as its checkpoint has them: what transformers does not load, and experts that stay in MXFP4."""

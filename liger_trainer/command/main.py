@@ -10,18 +10,19 @@ import sys
 import warnings
 from collections.abc import Iterator
 
-from liger_trainer.command import launch
-from liger_trainer.command.accelerate_file import own_environment
-from liger_trainer.command.chat import add_chat_command
-from liger_trainer.command.compare import add_compare_command
-from liger_trainer.command.fit import add_fit_command
-from liger_trainer.command.launch import is_main_process, say, say_error
-from liger_trainer.command.medusa import add_medusa_commands
-from liger_trainer.command.merge import add_merge_command
 from liger_trainer.command.options import add_recipe_command, positive, take_options
-from liger_trainer.command.recipe import TRAIN_USAGE, Recipe, parse_recipe, read_recipe
-from liger_trainer.command.shipped_files import add_shipped_commands
-from liger_trainer.command.verify import add_verify_command
+from liger_trainer.command.processes import is_main_process, say, say_error
+from liger_trainer.command.recipe.accelerate_file import own_environment
+from liger_trainer.command.recipe.read import TRAIN_USAGE, Recipe, parse_recipe, read_recipe
+from liger_trainer.command.recipe.shipped_files import add_shipped_commands
+from liger_trainer.command.run import launch
+from liger_trainer.command.tools.chat import add_chat_command
+from liger_trainer.command.tools.compare import add_compare_command
+from liger_trainer.command.tools.doctor import add_doctor_command
+from liger_trainer.command.tools.fit import add_fit_command
+from liger_trainer.command.tools.medusa import add_medusa_commands
+from liger_trainer.command.tools.merge import add_merge_command
+from liger_trainer.command.tools.verify import add_verify_command
 from liger_trainer.errors import RecipeError, RunError
 
 
@@ -73,12 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     add_verify_command(commands)
     add_compare_command(commands)
 
-    doctor = commands.add_parser("doctor", help="say what would be patched in a model, and why the rest would not be")
-    doctor.add_argument("model", metavar="MODEL", help="a folder, or a name on the Hub; only its config is read")
-    doctor.add_argument("--gguf_file", help="a GGUF file in the folder MODEL")
-    doctor.add_argument("--trust_remote_code", action="store_true", help="run model code that comes with MODEL")
-    doctor.set_defaults(run=_doctor)
-
+    add_doctor_command(commands)
     add_merge_command(commands)
     add_chat_command(commands)
     add_medusa_commands(commands)
@@ -96,7 +92,7 @@ def _train(args: argparse.Namespace) -> int:
         recipe = parse_recipe(args.recipe, words)
         if is_main_process():
             print(f"# {recipe.path}; every other key has its default", recipe.to_yaml(), sep="\n", end="", flush=True)
-        from liger_trainer.command.sources import find_sources
+        from liger_trainer.command.rows.sources import find_sources
 
         with _placed(recipe):
             find_sources(recipe)
@@ -111,10 +107,10 @@ def _train(args: argparse.Namespace) -> int:
     launch.settle_precision(chosen.get("bf16"), chosen.get("fp16"))
     launch.read_on_every_process(chosen.get("fp8"), chosen.get("bf16"), chosen.get("fp16"))
     recipe = parse()
-    from liger_trainer.command.preemption import SaveOnSigterm, Terminated, sigterm_ends
-    from liger_trainer.command.preview import without_a_trace
-    from liger_trainer.command.run import run
-    from liger_trainer.command.saving import what_is_left
+    from liger_trainer.command.rows.preview import without_a_trace
+    from liger_trainer.command.run.preemption import SaveOnSigterm, Terminated, sigterm_ends
+    from liger_trainer.command.run.saving import what_is_left
+    from liger_trainer.command.run.train import run
 
     stop = SaveOnSigterm()
     try:
@@ -139,18 +135,3 @@ def _placed(recipe: Recipe) -> Iterator[None]:
         yield
     except RecipeError as error:
         raise RecipeError(f"{recipe.path}: {error}") from error
-
-
-def _doctor(args: argparse.Namespace) -> int:
-    import torch
-    from transformers import AutoConfig
-
-    from liger_trainer import apply_liger
-    from liger_trainer.command.model_source import find_model
-    from liger_trainer.fitting.hollow import auto_class_of
-
-    config = find_model(args.model, args.gguf_file, trust_remote_code=args.trust_remote_code).load(AutoConfig)
-    with torch.device("meta"):  # the report depends on code and shapes only, so no weights are needed
-        model = auto_class_of(config).from_config(config, trust_remote_code=args.trust_remote_code)
-    print(apply_liger(model))
-    return 0

@@ -13,7 +13,7 @@ _NESTED_BLOCK = 256  # scales with a scale of their own, as bitsandbytes quantis
 def quantize(model: Any, config: Any) -> None:
     """Put the linear layers of `model`, which is on the meta device, or its experts in MXFP4 into four bits as
     `from_pretrained` does."""
-    from liger_trainer.mxfp4 import Mxfp4Config, pack_experts
+    from liger_trainer.base_weights.mxfp4 import Mxfp4Config, pack_experts
 
     if isinstance(config, Mxfp4Config):
         pack_experts(model)

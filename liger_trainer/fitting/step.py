@@ -30,7 +30,7 @@ from liger_trainer.memory.feature import AUTO
 from liger_trainer.memory.host_inputs import OPTION, HostInputs
 from liger_trainer.memory.memory import GIB, PinnedMemory
 from liger_trainer.memory.summary import CheckpointingSummary
-from liger_trainer.optimizer_in_backward import step_alone
+from liger_trainer.trainers.optimizer_in_backward import step_alone
 from liger_triton.sizes import sizes_only
 
 WORKSPACE = 32 << 20  # of cuBLAS, on one stream

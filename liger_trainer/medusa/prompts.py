@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from liger_trainer.templates import alpaca_row, sharegpt_messages
+from liger_trainer.data.formats import alpaca_row, sharegpt_messages
 
 Prompt = str | list[dict[str, str]]
 _COLUMNS = "prompt; messages; conversations; instruction (and input)"

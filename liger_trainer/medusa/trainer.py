@@ -23,7 +23,7 @@ from liger_trainer.medusa.heads import HEADS_NAME, MedusaHeads, attach_heads, he
 from liger_trainer.medusa.init_checks import check_args, check_setup
 from liger_trainer.medusa.labels import head_targets
 from liger_trainer.medusa.loss import heads_loss
-from liger_trainer.trainers.model_card import without_quick_start
+from liger_trainer.trainers.model_card import CardText
 from liger_trainer.trainers.sft_trainer import LigerSFTTrainer
 
 
@@ -233,11 +233,11 @@ class LigerMedusaTrainer(LigerSFTTrainer):
             self.processing_class.save_pretrained(output_dir)
             torch.save(self.args, os.path.join(output_dir, TRAINING_ARGS_NAME))
 
-    def complete_card(self, card: Path) -> None:
-        """Drop TRL's example in stage 1: it would load a model from a folder that has heads alone."""
-        super().complete_card(card)
-        if self.args.medusa_stage == 1:
-            card.write_text(without_quick_start(card.read_text(encoding="utf-8")), encoding="utf-8")
+    def card_text(self) -> CardText | None:
+        """Leave out TRL's example in stage 1: it would load a model from a folder that has heads alone."""
+        if self.args.medusa_stage == 2:
+            return super().card_text()
+        return CardText(Path(self.model.config._name_or_path).name, quick_start=False)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         self._load_with_heads(

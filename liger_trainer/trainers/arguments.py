@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from liger_trainer.patching import OPERATIONS, check_config
+from liger_trainer.patching.apply import REBUILD_ABOVE_MIB
 from liger_trainer.trainers.features import FEATURES, FeatureFields
 
 if TYPE_CHECKING:  # it always goes before a class of arguments of transformers or TRL
@@ -35,8 +36,8 @@ class LigerArguments(FeatureFields, StockArguments):
         metadata={
             "help": f"Switches single parts off; all are on by default: {', '.join(OPERATIONS)}. "
             'For example {"rope": false}. It may also have '
-            "rebuild_above_mib, 16 by default: results of norms and gates that take more MiB than that are computed "
-            "again in the backward pass instead of being kept."
+            f"{REBUILD_ABOVE_MIB}, {check_config(None)[REBUILD_ABOVE_MIB]:g} by default: results of norms and gates "
+            "that take more MiB than that are computed again in the backward pass instead of being kept."
         },
     )
 

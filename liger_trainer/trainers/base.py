@@ -31,10 +31,10 @@ from liger_trainer.trainers.fsdp2 import keep_losses_in_fp32
 from liger_trainer.trainers.module_walks import WithParameters
 from liger_trainer.trainers.patched_models import PatchedModels
 from liger_trainer.trainers.renamed_weights import LoadsRenamedWeights
+from liger_trainer.trainers.world import fault_of_world
 from liger_trainer.varlen.capture_summary import Summary
 from liger_trainer.varlen.decide import bound_backbone
 from liger_trainer.varlen.host_copies import real_tokens, remembering
-from liger_trainer.world import fault_of_world
 
 _LIBRARIES = ("liger_trainer.", "trl.", "transformers.")
 

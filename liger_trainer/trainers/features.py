@@ -14,10 +14,10 @@ from liger_trainer.base_weights.feature import BaseWeights, BaseWeightsFields
 from liger_trainer.feature import Feature
 from liger_trainer.fp8.feature import Fp8, Fp8Fields
 from liger_trainer.memory.feature import Checkpointing, MemoryFields
-from liger_trainer.optimizer_in_backward import InBackward, InBackwardFields
 from liger_trainer.patching.apply import swap_converted
 from liger_trainer.trainers.cuda_graphs import CudaGraphs, CudaGraphsFields
 from liger_trainer.trainers.module_walks import ModuleWalks
+from liger_trainer.trainers.optimizer_in_backward import InBackward, InBackwardFields
 from liger_trainer.trainers.trackers import Trackers
 
 

@@ -1,12 +1,17 @@
-"""The card of a model (`README.md`), which TRL writes before each checkpoint.
+"""The card of a model (`README.md`), which is written before each checkpoint.
+
+TRL's trainers write one. Where a trainer has more to say (`WritesCards.card_text`), the text is made from
+`model_card.md`, and the metadata stay TRL's.
 
 A card says what was trained. It is not worth a checkpoint: TRL's code for it asks trackers for addresses, and one whose
 package is incomplete raises an error there, in the middle of a save.
 """
 
-import re
+import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +21,10 @@ if TYPE_CHECKING:  # the mixins of this package always go before a class of TRL
     from trl import SFTTrainer as StockTrainer
 else:
     StockTrainer = object
+
+_TEMPLATE = Path(__file__).with_name("model_card.md")
+_PACKAGES = {"TRL": "trl", "Transformers": "transformers", "PyTorch": "torch", "Datasets": "datasets",
+             "Tokenizers": "tokenizers"}  # fmt: skip
 
 
 @contextmanager
@@ -31,19 +40,65 @@ def card_without_risk(folder: str | None) -> Iterator[None]:
         )
 
 
-def without_quick_start(card: str) -> str:
-    """`card` without its example of `pipeline(model=...)`."""
-    return re.sub("## Quick start\n.*?(?=## Training)", "", card, flags=re.DOTALL)
+@dataclass
+class CardText:
+    """What a trainer says in its card.
+
+    Attributes:
+        base_model (`str`): The name of the model that was fine-tuned, for one that is not on the Hub.
+        quick_start (`bool`): Whether to show a chat with what was saved, by `pipeline`.
+        trained (`str`): Markdown about the training: its data, its machine, its recipe.
+    """
+
+    base_model: str
+    quick_start: bool = True
+    trained: str = ""
 
 
 class WritesCards(StockTrainer):
-    """TRL's card, whose errors do not end a save."""
+    """Writes TRL's card, or one with a text of its own, and does not let an error in it end a save."""
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         with card_without_risk(self.args.output_dir):
             super().create_model_card(*args, **kwargs)
-            if self.is_world_process_zero():
-                self.complete_card(Path(self.args.output_dir, "README.md"))
+            text = self.card_text() if self.is_world_process_zero() else None
+            if text is not None:
+                _rewrite(Path(self.args.output_dir, "README.md"), self, text)
 
-    def complete_card(self, card: Path) -> None:
-        """Change the card that TRL has written. Only the main process calls it."""
+    def card_text(self) -> CardText | None:
+        """Return the text of the card; None keeps TRL's. Only the main process calls it."""
+        return None
+
+
+def _rewrite(path: Path, trainer: Any, text: CardText) -> None:
+    """Write the card with the metadata of the one at `path`, which is TRL's, and with `text`."""
+    from huggingface_hub import ModelCard
+
+    data, folder = ModelCard.load(path).data, trainer.args.output_dir
+    on_hub = data.get("base_model")
+    card = ModelCard.from_template(
+        data,
+        template_path=str(_TEMPLATE),
+        model_name=data.get("model_name") or Path(folder).name,
+        base_model=f"`{text.base_model}`" if on_hub is None else f"[{on_hub}](https://huggingface.co/{on_hub})",
+        quick_start=text.quick_start,
+        saved_as=trainer.hub_model_id or folder,
+        method=trainer._name,
+        paper=trainer._paper,
+        trackers=_tracker_pages(),
+        trained=text.trained,
+        versions={name: version(package) for name, package in _PACKAGES.items()},
+    )
+    card.save(path)
+
+
+def _tracker_pages() -> dict[str, str]:
+    """The pages of the run at the trackers that log it, as TRL finds them."""
+    from transformers import is_wandb_available
+    from trl.trainer.utils import get_comet_experiment_url, get_trackio_space_url
+
+    pages = {"Trackio": get_trackio_space_url(), "Comet": get_comet_experiment_url()}
+    if is_wandb_available():
+        run = importlib.import_module("wandb").run
+        pages["Weights & Biases"] = None if run is None else run.url
+    return {name: page for name, page in pages.items() if page is not None}

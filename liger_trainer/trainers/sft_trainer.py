@@ -11,9 +11,9 @@ from accelerate import DistributedType
 from torch import nn
 from trl import SFTConfig, SFTTrainer
 
+from liger_trainer.data.formats import has_images
 from liger_trainer.head.module import who_sees_outputs
 from liger_trainer.head.outputs import FusedLMOutput
-from liger_trainer.templates import has_images
 from liger_trainer.trainers.arguments import LigerArguments
 from liger_trainer.trainers.late_metrics import LateMetrics
 from liger_trainer.trainers.packed_images import pack_images

@@ -11,9 +11,9 @@ import pytest
 import yaml
 from checkout import ROOT
 
-from liger_trainer.command.accelerate_file import apply_config, own_environment
-from liger_trainer.command.recipe import find_recipe
-from liger_trainer.command.shipped_files import find_shipped
+from liger_trainer.command.recipe.accelerate_file import apply_config, own_environment
+from liger_trainer.command.recipe.read import find_recipe
+from liger_trainer.command.recipe.shipped_files import find_shipped
 
 DEPLOY = ROOT / "deploy"
 RUNTIME, JOB = DEPLOY / "kubeflow" / "runtime.yaml", DEPLOY / "kubeflow" / "train_job.yaml"

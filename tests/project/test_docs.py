@@ -14,8 +14,8 @@ from recipe_fixtures import command, write_model
 
 import liger_trainer
 import liger_triton
-from liger_trainer.command.recipe import recipe_names
-from liger_trainer.command.shipped_files import find_shipped
+from liger_trainer.command.recipe.read import recipe_names
+from liger_trainer.command.recipe.shipped_files import find_shipped
 
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]

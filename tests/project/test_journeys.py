@@ -31,7 +31,7 @@ from transformers import (
 )
 from two_machines import ADDRESSES, on_both, two_machines
 
-from liger_trainer.command.model_source import find_model
+from liger_trainer.command.recipe.model_source import find_model
 from liger_trainer.medusa.heads import MedusaHeads
 
 pytestmark = [

@@ -26,7 +26,7 @@ site.addsitedir(sys.argv[1])  # reads .pth files, of which an editable install c
 sys.path[:] = [path for path in sys.path if path not in before] + before
 import importlib.util, liger_trainer
 from liger_trainer.paths import shipped
-from liger_trainer.command.recipe import recipe_names
+from liger_trainer.command.recipe.read import recipe_names
 triton = importlib.util.find_spec("liger_triton").origin  # without importing torch
 print(liger_trainer.__file__, triton, shipped("configs"), *recipe_names(), sep="\\n")
 """
@@ -80,6 +80,8 @@ def test_wheel(built, tmp_path):
     names = set(zipfile.ZipFile(built[1]).namelist())
     assert {f"liger_trainer/{name}" for name in SHIPPED} <= names
     assert {"liger_trainer/command/main.py", "liger_triton/rms_norm.py"} <= names
+    texts = {"liger_trainer/trainers/model_card.md", "liger_trainer/data/chat_templates/chatml.jinja"}
+    assert texts <= names, "files that are no code"
     assert not {name for name in names if name.startswith(("kernels/", "tests/", "recipes/"))}
     metadata = next(name for name in names if name.endswith("entry_points.txt"))
     assert "liger-trainer = liger_trainer.command.main:main" in zipfile.ZipFile(built[1]).read(metadata).decode()

@@ -6,7 +6,7 @@ import pytest
 import yaml
 from benchmark_scripts import benchmarks_on_path  # noqa: F401
 
-from liger_trainer.command.recipe import parse_recipe, recipe_names
+from liger_trainer.command.recipe.read import parse_recipe, recipe_names
 from liger_trainer.paths import shipped
 
 

@@ -75,7 +75,7 @@ def _run_forked(script, arguments, environ, output, config):
     os.environ.clear()
     os.environ.update(environ)
     if config is not None:
-        from liger_trainer.command.accelerate_file import apply_config
+        from liger_trainer.command.recipe.accelerate_file import apply_config
 
         apply_config(Path(config), str(config))
     sys.argv = [script, *arguments]

@@ -14,7 +14,7 @@ from launching import HERE
 from recipe_fixtures import command, losses, run_elsewhere, write_recipe
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from liger_trainer.command.model_source import find_model, name_for_servers
+from liger_trainer.command.recipe.model_source import find_model, name_for_servers
 
 
 def test_train_saves_a_model_that_plain_transformers_loads(folder, capsys):

@@ -18,8 +18,8 @@ from trainer_runs import run
 from transformers import Trainer, TrainingArguments
 
 from liger_trainer import LigerSFTConfig, LigerTrainer, LigerTrainingArguments
-from liger_trainer.command.launch import settle_precision
-from liger_trainer.command.recipe import parse_recipe
+from liger_trainer.command.recipe.read import parse_recipe
+from liger_trainer.command.run.launch import settle_precision
 from liger_trainer.errors import RecipeError
 from liger_trainer.fp8 import feature as fp8_fields
 

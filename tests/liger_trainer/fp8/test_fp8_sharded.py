@@ -6,7 +6,7 @@ import pytest
 import torch
 from launching import in_processes_fsdp2
 
-from liger_trainer.command.launch import read_on_every_process
+from liger_trainer.command.run.launch import read_on_every_process
 
 pytest.importorskip("torchao", reason="torchao is not installed")
 

@@ -14,7 +14,7 @@ from tiny_models import ragged_rows, tiny_model
 from transformers import AutoModelForCausalLM
 
 from liger_trainer import LigerMedusaConfig, LigerSFTConfig, MedusaHeads
-from liger_trainer.command.recipe import parse_recipe
+from liger_trainer.command.recipe.read import parse_recipe
 from liger_trainer.errors import RecipeError
 from liger_trainer.medusa.config import schedule_of
 from liger_trainer.medusa.heads import heads_of

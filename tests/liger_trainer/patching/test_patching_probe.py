@@ -612,13 +612,25 @@ def test_compress():
     assert compress(names) == [("a.*.x", 2, "t"), ("a.2.x", 1, "u"), ("b", 1, "t")]
 
 
+DOCS = ROOT / "docs"
+
+
 @pytest.mark.parametrize("text", [
     LigerTrainingArguments.__dataclass_fields__["liger_config"].metadata["help"], apply_liger.__doc__,
-    (ROOT / "docs" / "trainers.md").read_text(),
-], ids=["help", "docstring", "docs"])  # fmt: skip
+    (DOCS / "trainers.md").read_text(), (DOCS / "architecture.md").read_text(),
+], ids=["help", "docstring", "trainers", "architecture"])  # fmt: skip
 def test_every_key_of_liger_config_is_told(text):
     missing = [key for key in CONFIG_KEYS if not re.search(rf"\b{key}\b", text)]
     assert not missing
+
+
+def test_the_docs_list_no_other_keys_of_liger_config():
+    """The list in docs/trainers.md and the table in docs/architecture.md have those of `OPERATIONS`, each once."""
+    listed = re.search(r"The parts are (.*?), and all are on", (DOCS / "trainers.md").read_text(), re.DOTALL)
+    assert sorted(re.findall(r"`(\w+)`", listed[1])) == sorted(OPERATIONS)
+    table = (DOCS / "architecture.md").read_text().partition("its key in `liger_config`")[2].partition("\n\n")[0]
+    keys = [key for line in table.splitlines() for key in re.findall(r"`(\w+)`", line.split(" | ")[0])]
+    assert sorted(keys) == sorted(OPERATIONS)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "qwen3_moe"])

@@ -8,7 +8,7 @@ from tiny_models import collate, ragged_rows, tiny_model
 from transformers.optimization import Adafactor
 
 from liger_trainer import LigerSFTConfig, LigerTrainer, LigerTrainingArguments
-from liger_trainer.optimizer_in_backward import InBackward
+from liger_trainer.trainers.optimizer_in_backward import InBackward
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from transformers import TrainerCallback
 
 from liger_trainer import LigerDPOTrainer, LigerSFTTrainer, LigerTrainer
 from liger_trainer.memory.memory import GIB
-from liger_trainer.optimizer_in_backward import step_alone
+from liger_trainer.trainers.optimizer_in_backward import step_alone
 
 SHORT = {"max_steps": 3}
 PATCHED = SHORT | {"use_liger": True, "liger_config": {"rebuild_above_mib": 0}}

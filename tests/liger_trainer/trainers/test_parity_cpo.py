@@ -25,7 +25,7 @@ from trl.experimental.cpo import CPOConfig, CPOTrainer
 from trl.trainer.base_config import _BaseConfig
 
 from liger_trainer import LigerCPOConfig, LigerCPOTrainer
-from liger_trainer.command.recipe import parse_recipe, recipe_names
+from liger_trainer.command.recipe.read import parse_recipe, recipe_names
 
 FIELDS = {f.name: f for f in dataclasses.fields(CPOConfig)}
 LOSS_TYPES = FIELDS["loss_type"].metadata["choices"]

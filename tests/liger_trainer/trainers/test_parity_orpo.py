@@ -295,7 +295,7 @@ def test_trl_s_notice_of_an_experimental_module_reaches_only_those_who_use_it():
         "warnings.simplefilter('error', TRLExperimentalWarning)\n"
         "import liger_trainer\n"
         "from liger_trainer import LigerSFTTrainer\n"
-        "from liger_trainer.command.recipe import TRAINERS\n"
+        "from liger_trainer.command.recipe.read import TRAINERS\n"
         "assert not [m for m in sys.modules if m.startswith('trl.experimental')]\n"
         "try:\n"
         "    liger_trainer.LigerORPOTrainer\n"

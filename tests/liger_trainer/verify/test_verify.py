@@ -11,7 +11,7 @@ from transformers import AutoConfig
 from verify_setups import failed, lora, setup_of
 
 from liger_trainer import LigerSFTTrainer
-from liger_trainer.command.recipe import recipe_names
+from liger_trainer.command.recipe.read import recipe_names
 from liger_trainer.head.deferred import DeferredLogits
 from liger_trainer.verify import quiet, verify
 from liger_trainer.verify.figures import MOST, RTOL, errors, worst

@@ -1,0 +1,50 @@
+"""This process among those of a launch: which one it is, what it says, and what all of them agree on."""
+
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from liger_trainer.errors import RecipeError, without_tokens
+
+
+def is_main_process() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
+def launched_processes() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def say(line: str) -> None:
+    """Print a line of this command on stderr, on the main process."""
+    if is_main_process():
+        print(f"liger-trainer: {without_tokens(line)}", file=sys.stderr)
+
+
+def say_error(line: str) -> None:
+    """Print an error of this process."""
+    print(f"liger-trainer: error: {without_tokens(line)}", file=sys.stderr)
+
+
+def on_all(training: Any, value: Any) -> list[Any]:
+    """The `value` of each process, on all of them. They wait for each other here."""
+    if training.world_size == 1:
+        return [value]
+    from accelerate.utils import gather_object
+
+    return gather_object([value])
+
+
+def on_main_for_all(training: Any, compute: Callable[[], Any]) -> Any:
+    """Call `compute` on the main process, and return its result or raise its RecipeError on all of them."""
+    found = error = None
+    if training.process_index == 0:
+        try:
+            found = compute()
+        except RecipeError as raised:
+            error = raised
+    found, error = on_all(training, (found, error))[0]
+    if error is not None:
+        raise error
+    return found

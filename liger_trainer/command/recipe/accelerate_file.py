@@ -1,0 +1,89 @@
+"""`accelerate_config` of a recipe: under any launcher, what `accelerate launch --config_file` would set is set here.
+
+`accelerate launch` hands its file on in variables of the environment, which accelerate and the trainers read when they
+are set up. torchrun, Ray, Flyte and Kubeflow start processes and know nothing of such a file.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from liger_trainer.command.processes import launched_processes
+from liger_trainer.command.recipe.shipped_files import config_names, find_shipped
+from liger_trainer.errors import RecipeError
+from liger_trainer.paths import find_beside
+
+_PREFIXES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "TRL_EXPERIMENTAL_")
+_DECIDING = ("ACCELERATE_USE_", "ACCELERATE_DEEPSPEED_", "FSDP_", "PARALLELISM_CONFIG_")
+_TYPES = ("NO", "MULTI_GPU", "MULTI_CPU", "MULTI_NPU", "MULTI_XPU", "MULTI_MLU", "MULTI_HPU", "FSDP", "DEEPSPEED")
+
+
+@contextlib.contextmanager
+def own_environment() -> Iterator[None]:
+    """Put the environment back afterwards: a process may run several recipes, each with an accelerate config."""
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def find_config(recipe: Path, name: str) -> Path:
+    """The file that `accelerate_config` means: a path, or else a shipped config, such as `fsdp2`."""
+    path = find_beside(name, recipe.parent)
+    if path is not None and path.is_file():
+        return path
+    return find_shipped(name, "accelerate_config", config_names())[1]
+
+
+def apply_config(recipe: Path, name: str) -> str:
+    """Set what `accelerate launch` would set for the file `name`, and return its `distributed_type`.
+
+    The launcher decides how many processes and machines there are. RecipeError if its config says otherwise.
+    """
+    path = find_config(recipe, name)
+    before = {variable: value for variable, value in os.environ.items() if variable.startswith(_PREFIXES)}
+    with own_environment():
+        for variable in before:
+            del os.environ[variable]
+        try:
+            kind, wanted = _variables(path)
+        except (ValueError, TypeError, KeyError, AttributeError, ImportError, OSError) as error:
+            raise RecipeError(f"accelerate_config is {name!r}, which accelerate cannot use: {error}") from error
+    for variable, given in before.items():
+        mine = wanted.get(variable, "false" if variable.startswith("ACCELERATE_USE_") else None)
+        if variable.startswith(_DECIDING) and mine is not None and given.lower() != mine.lower():
+            if variable == "ACCELERATE_USE_CPU":  # the host decides that, and the file may
+                continue
+            raise RecipeError(
+                f"accelerate_config is {name!r}, which sets {variable} to {mine}, but the launcher has set it to "
+                f"{given}. Launch with torchrun, or give accelerate launch the same file, or remove accelerate_config."
+            )
+    os.environ.update(wanted)
+    return kind
+
+
+def _variables(path: Path) -> tuple[str, dict[str, str]]:
+    """The `distributed_type` of a file, and the variables that `accelerate launch` makes of it."""
+    from accelerate.commands import launch
+    from accelerate.utils import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
+
+    processes = str(max(launched_processes(), 1))
+    words = ["--config_file", str(path), "--num_processes", processes, "--num_machines", "1", "--machine_rank", "0"]
+    parsed = launch.launch_command_parser().parse_args([*words, "--main_process_port", "0", "--module", "unused"])
+    parsed, config, precision_is_filed = launch._validate_launch_command(parsed)
+    kind = str(getattr(config.distributed_type, "value", config.distributed_type))
+    if kind not in _TYPES:
+        raise ValueError(f"distributed_type is {kind!r}; expected one of {', '.join(_TYPES)}.")
+    if kind == "DEEPSPEED":
+        fields = [*config.deepspeed_config, *(["mixed_precision"] if precision_is_filed else [])]
+        parsed.deepspeed_fields_from_accelerate_config = ",".join(fields)
+        environment = prepare_deepspeed_cmd_env(parsed)[1]
+    else:
+        environment = prepare_multi_gpu_env(parsed)
+    wanted = {name: value for name, value in environment.items() if name.startswith(_PREFIXES)}
+    if config.use_cpu:
+        wanted["ACCELERATE_USE_CPU"] = "true"
+    return kind, wanted

@@ -1,0 +1,124 @@
+"""The keys that a recipe adds to the trainer's config and TRL's `ModelConfig`, with their help texts."""
+
+import contextlib
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import yaml
+
+from liger_trainer.errors import RecipeError
+
+
+def _key(default: Any, meaning: str) -> Any:
+    return field(default=default, metadata={"help": meaning})
+
+
+@dataclass
+class RecipeArguments:
+    """The keys of a recipe that belong neither to the trainer's config nor to TRL's `ModelConfig`."""
+
+    trainer: str = _key("sft", "The trainer that runs the recipe: a name from the table under Trainers.")
+    # None stands before str because transformers' parser then takes several words after the option.
+    dataset_name: list[str] | None | str = _key(
+        None,
+        "A .json, .jsonl, .parquet, .csv or .txt file (a row is a line), a folder of such files of one kind, or the "
+        "name of a Hub dataset; or a list of them, whose rows are joined. A relative path is looked up in the working "
+        "directory first, and then in the folder of the recipe.",
+    )
+    columns: dict[str, str] | str | None | list[dict[str, str]] = _key(
+        None,
+        "Which columns of the data are those that the trainer or the template reads, such as {prompt: question, "
+        "completion: answer}. A list has one mapping for each name in `dataset_name`.",
+    )
+    dataset_weights: list[float] | None = _key(
+        None,
+        "How often a row is drawn from each of the data sets in `dataset_name`, such as [3, 1]. If unset, each is "
+        "used to its end, one after the other.",
+    )
+    dataset_stopping_strategy: Literal["first_exhausted", "all_exhausted", "all_exhausted_without_replacement"] = _key(
+        "first_exhausted",
+        "When `dataset_weights` stops drawing, as in `datasets.interleave_datasets`: at the end of the first data "
+        "set, or of all, where rows of the others are repeated or (without_replacement) are not.",
+    )
+    dataset_config: str | None = _key(None, "The configuration of the Hub dataset, by its name.")
+    dataset_train_split: str = _key("train", "The split to train on. The rows of a file are its split 'train'.")
+    dataset_eval_split: str | None = _key(None, "The split to evaluate on.")
+    eval_dataset_name: list[str] | None | str = _key(
+        None,
+        "A file of rows to evaluate on, or a list of such files. Their rows have the form of those in "
+        "`dataset_name`, because the same template is applied to them.",
+    )
+    eval_fraction: float | None = _key(
+        None,
+        "The share of the training rows, between 0 and 1, that is drawn with `seed` and held out for evaluation.",
+    )
+    early_stopping_patience: int | None = _key(
+        None,
+        "Stop when `metric_for_best_model` (if unset, the loss of the evaluation) has not improved for this many "
+        "evaluations. It needs `load_best_model_at_end: true`, `eval_strategy` and `save_strategy`.",
+    )
+    max_rows: int | None = _key(None, "Train on this many rows only, the first ones. If unset, on all rows.")
+    prompt_template: Literal["none", "alpaca", "sharegpt", "last_turn"] = _key(
+        "none",
+        "'alpaca' turns rows of instruction, input and output into prompt and completion. 'sharegpt' turns "
+        "conversations of from and value, with or without chosen and rejected, into messages. 'last_turn' splits "
+        "messages into a prompt and, as the completion, the last turn. 'none' hands the rows to the trainer as "
+        "they are.",
+    )
+    reward_funcs: list[str] | None = _key(
+        None,
+        "The reward functions of 'grpo' and 'rloo': a list of names from `liger_trainer.data.rewards` (boxed_answer), "
+        "or of dotted paths of functions such as my_module.my_reward. A dotted path imports its module, which "
+        "runs the module's code; the module is also looked up in the folder of the recipe and in the working "
+        "directory. The rewards are added up, weighted by `reward_weights`.",
+    )
+    accelerate_config: str | None = _key(
+        None,
+        "An accelerate config, as a file or the name of a shipped one, such as fsdp2. It is applied under any "
+        "launcher (torchrun, Ray, Flyte, Kubeflow) as accelerate launch --config_file would apply it, but for the "
+        "number of processes and machines, which the launcher decides.",
+    )
+
+    def __post_init__(self):
+        if isinstance(self.columns, str):  # of the command line
+            with contextlib.suppress(yaml.YAMLError):
+                self.columns = yaml.safe_load(self.columns)
+        mappings = self.columns if isinstance(self.columns, list) and self.columns else [self.columns]
+        for mapping in mappings if self.columns is not None else ():
+            texts = isinstance(mapping, dict) and all(isinstance(name, str) for name in mapping.values())
+            empty = mapping == {} and mapping is self.columns  # in a list it means that this data set needs none
+            if not texts or empty or len(mapping) != len(set(mapping.values())):
+                raise RecipeError(
+                    f"columns is {self.columns!r}; expected a mapping of the trainer's columns to those of the data, "
+                    "each there once, such as {prompt: question, completion: answer}."
+                )
+        if self.dataset_weights is not None:
+            count = len(self.dataset_name) if isinstance(self.dataset_name, list) else 1
+            if len(self.dataset_weights) != count or count < 2 or not all(0 < w < 1e9 for w in self.dataset_weights):
+                raise RecipeError(
+                    f"dataset_weights is {self.dataset_weights}; expected a number above 0 for each dataset_name."
+                )
+        if self.eval_fraction is not None and not 0 < self.eval_fraction < 1:
+            raise RecipeError(f"eval_fraction is {self.eval_fraction}; expected a number between 0 and 1.")
+        sources = ("eval_fraction", "dataset_eval_split", "eval_dataset_name")
+        if len(given := [name for name in sources if getattr(self, name) is not None]) > 1:
+            raise RecipeError(f"{' and '.join(given)} are both set; keep one of them.")
+        if self.eval_fraction is not None:
+            self._check_that_rows_are_there_once()
+        for name in ("early_stopping_patience", "max_rows"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise RecipeError(f"{name} is {value}; expected 1 or more.")
+
+    def _check_that_rows_are_there_once(self) -> None:
+        """RecipeError if rows that are held out for evaluation would be trained on as well."""
+        twice = None
+        if self.dataset_weights is not None and self.dataset_stopping_strategy == "all_exhausted":
+            twice = "dataset_stopping_strategy is 'all_exhausted', which draws rows again"
+        names = self.dataset_name if isinstance(self.dataset_name, list) else []
+        if repeated := [name for name in names if names.count(name) > 1]:
+            twice = f"dataset_name lists {repeated[0]!r} more than once"
+        if twice is not None:
+            raise RecipeError(
+                f"eval_fraction is {self.eval_fraction}, and {twice}, so that rows that are held out would be trained "
+                "on too. Set eval_dataset_name to a file of other rows in place of eval_fraction."
+            )

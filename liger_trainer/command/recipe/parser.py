@@ -1,0 +1,235 @@
+"""The keys and values of a recipe: YAML with types, TRL's parser for the command line, `--help`, and unknown keys."""
+
+import argparse
+import dataclasses
+import difflib
+import json
+import os
+import re
+import textwrap
+import typing
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import yaml
+
+from liger_trainer.command.options import take_options
+from liger_trainer.command.recipe.keys import RecipeArguments
+from liger_trainer.command.recipe.trainers import TRAINERS, TrainerEntry
+from liger_trainer.errors import RecipeError
+
+_TOPICS = {
+    "recipe": "rows, rewards, and what this command does",
+    "model": "the model, its adapter and its quantisation",
+    "ours": "kernels, memory, fp8, Medusa",
+    "trainer": "the trainer's loss and data",
+    "training": "steps, optimizer, precision, evaluation, saving, logging",
+}
+# What other tools, and earlier releases of transformers and TRL, call a key, where a name that looks alike is another.
+_OTHER_NAMES = {
+    "batch_size": "per_device_train_batch_size", "micro_batch_size": "per_device_train_batch_size",
+    "epochs": "num_train_epochs", "num_epochs": "num_train_epochs", "lr": "learning_rate", "lora_rank": "lora_r",
+    "model": "model_name_or_path", "base_model": "model_name_or_path", "dataset": "dataset_name",
+    "sequence_len": "max_length", "cutoff_len": "max_length", "grad_accum": "gradient_accumulation_steps",
+}  # fmt: skip
+_NOT_GIVEN = object()
+SWITCHES_AND_TEXTS = ("resume_from_checkpoint", "activation_checkpointing", "cuda_graphs")
+"""Keys that are strings for the parser, which may be true and false as well."""
+
+
+class Key(NamedTuple):
+    """The type hint and the default of a key, the topic of `--help` that it belongs to, and the values that it takes.
+
+    TRL's parser holds the command line to those values, but not a file.
+    """
+
+    hint: Any
+    default: Any
+    topic: str
+    choices: tuple[str, ...] = ()
+
+
+def parser_of(entry: TrainerEntry, usage: str) -> tuple[Any, dict[str, Key]]:
+    """TRL's parser for the three dataclasses of a trainer, and all of its keys. `--help` begins with `usage`."""
+    from trl import ModelConfig, TrlParser
+
+    import liger_trainer
+
+    if entry.experimental:  # naming the trainer is a choice: no warning that TRL may change it
+        os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+    dataclass_types = (RecipeArguments, getattr(liger_trainer, entry.config), ModelConfig)
+    # An abbreviation is a misspelling that happens to work.
+    parser = TrlParser(dataclass_types, usage=usage, allow_abbrev=False)
+    keys: dict[str, Key] = {}
+    for cls in dataclass_types:
+        hints = typing.get_type_hints(cls)
+        for field in (field for field in dataclasses.fields(cls) if field.init):
+            default = None if field.default is dataclasses.MISSING else field.default
+            owners = (base for base in reversed(cls.__mro__) if field.name in getattr(base, "__annotations__", ()))
+            topic = {RecipeArguments: "recipe", ModelConfig: "model"}.get(cls) or _topic(next(owners).__module__)
+            keys[field.name] = Key(hints[field.name], default, topic, tuple(field.metadata.get("choices", ())))
+    # transformers' parser takes one word for a key that is a text or a list, such as report_to.
+    for action in parser._actions:
+        if action.nargs is None and action.dest in keys and list[str] in typing.get_args(keys[action.dest].hint):
+            action.nargs = "+"
+    return parser, keys
+
+
+def _topic(module: str) -> str:
+    return {"transformers": "training", "liger_trainer": "ours"}.get(module.partition(".")[0], "trainer")
+
+
+def _help(parser: Any, keys: dict[str, Key], word: str) -> str:
+    """The text of `--help`: all names by topic or, with a word, the keys of that topic or with it in their names."""
+    name = word.strip("-").replace("-", "_")
+    if name == "all":
+        return parser.format_help()
+    if name:
+        wanted = {key for key, of in keys.items() if name in (key, of.topic)} or {key for key in keys if name in key}
+        if not wanted:
+            raise RecipeError(f"--help has {word!r}, which is no topic ({', '.join(_TOPICS)}, all) and in no key.")
+        for action in parser._actions:
+            if action.dest not in wanted:
+                action.help = argparse.SUPPRESS
+        return parser.format_help()
+    lines = [f"usage: {parser.usage}", "", "Any key of a recipe is an option too, and beats the file. Keys by topic:"]
+    for topic, about in _TOPICS.items():
+        names = ", ".join(key for key, of in keys.items() if of.topic == topic)
+        lines += ["", f"{topic}: {about}", textwrap.fill(names, 118, initial_indent="  ", subsequent_indent="  ")]
+    lines += [
+        "",
+        "What keys mean, and their defaults: --help KEY, --help TOPIC, --help all, or --help WORD for all keys with",
+        "that word in their names, such as lora or eval.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def options_given(parser, keys: dict[str, Key], words: list[str], entry: TrainerEntry) -> dict[str, Any]:
+    """The keys that the command line sets, including those that it sets to their defaults.
+
+    Every key starts with a mark that no option can have as its value, to tell a value that was given from a default.
+    """
+
+    def refuse(message: str) -> NoReturn:
+        raise RecipeError(f"{message.rstrip('.')}. `liger-trainer train RECIPE --help` says what each option takes.")
+
+    parser.error = refuse  # argparse would print the usage and exit
+    asked, words = take_options(["--help" if word == "-h" else word for word in words], "help")
+    if "help" in asked:
+        print(_help(parser, keys, asked["help"]), end="")
+        raise SystemExit(0)
+    namespace, rest = parser.parse_known_args(list(words), argparse.Namespace(**dict.fromkeys(keys, _NOT_GIVEN)))
+    if rest:
+        name = rest[0].partition("=")[0]
+        if not name.startswith("--"):
+            raise RecipeError(f"{rest[0]!r} on the command line belongs to no option; write --key value after RECIPE.")
+        raise RecipeError(f"{name} {_why_unknown(name[2:].replace('-', '_'), keys, entry)}")
+    given = {key: value for key, value in vars(namespace).items() if key in keys and value is not _NOT_GIVEN}
+    for key, value in given.items():
+        hint = keys[key].hint
+        if isinstance(value, list) and len(value) == 1:
+            if typing.get_origin(hint) is not list and str in typing.get_args(hint):
+                given[key] = value[0]  # as a file would have it
+        elif isinstance(value, str) and value.startswith("{") and key != "columns":  # which is read as YAML
+            try:
+                json.loads(value)
+            except json.JSONDecodeError as error:
+                raise RecipeError(f"--{key} is {value!r}, which is not valid JSON: {error}.") from error
+    return given
+
+
+def refuse_unknown_keys(path: Path, values: dict[str, Any], keys: Iterable[str], entry: TrainerEntry) -> None:
+    """RecipeError for the first of the recipe's keys that is not in `keys`: unknown, or of another trainer."""
+    for key, value in values.items():
+        if key not in keys:
+            raise RecipeError(f"{path}: {key!r} (with value {value!r}) {_why_unknown(key, keys, entry)}")
+
+
+def _why_unknown(key: str, keys: Iterable[str], entry: TrainerEntry) -> str:
+    """Explain a key or an option that `entry` does not have by its trainers, or by a similar name."""
+    import liger_trainer
+
+    configs = {name: getattr(liger_trainer, other.config) for name, other in TRAINERS.items()}
+    having = [name for name, config in configs.items() if key in {field.name for field in dataclasses.fields(config)}]
+    if having:
+        return f"is a key of the trainers {', '.join(having)}, and not of {entry.trainer}. Remove it."
+    return "is not a key of a recipe." + (nearest(key, keys) or " `liger-trainer train RECIPE --help` lists all keys.")
+
+
+def nearest(key: str, known: Iterable[str]) -> str:
+    """A hint at the name in `known` that is most like `key`, with a space before it; empty if none is like it."""
+    known = list(known)
+    other = _OTHER_NAMES.get(key)
+    match = [other] if other in known else difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    return f" Did you mean {match[0]}?" if match else ""
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads YAML in which a repeated key is an error and `2e-5` is a number, as in YAML 1.2 (in 1.1 it is a string)."""
+
+    def construct_mapping(self, node, deep=False):
+        seen: list[Any] = []
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if key in seen:
+                raise RecipeError(f"line {key_node.start_mark.line + 1}: the key {key!r} is there twice; keep one.")
+            seen.append(key)
+        return super().construct_mapping(node, deep)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes what `_Loader` reads back: a string such as '2e-5' gets its quotes."""
+
+
+for _side in (_Loader, _Dumper):
+    _side.yaml_implicit_resolvers = {k: list(v) for k, v in _side.yaml_implicit_resolvers.items()}
+    _side.add_implicit_resolver(
+        "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+    )
+
+
+def load_yaml(path: Path) -> dict[str, Any]:
+    """The keys and values of a recipe's file. RecipeError if it is no YAML, or no mapping, or repeats a key."""
+    try:
+        values = yaml.load(path.read_text(encoding="utf-8"), _Loader)  # noqa: S506 - a SafeLoader
+    except RecipeError as error:
+        raise RecipeError(f"{path}, {error}") from None
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        raise RecipeError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
+        raise RecipeError(f"{path} is no mapping of names to values; expected one `key: value` a line.")
+    return values
+
+
+def dump_yaml(values: dict[str, Any]) -> str:
+    """`values` as the text of a recipe, in their order."""
+    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=float("inf"))
+
+
+def checked(path: Path, key: str, value: Any, hint: Any) -> Any:
+    """`value` as the parser wants it. RecipeError if `hint` does not allow the type that it has in YAML."""
+    from huggingface_hub.dataclasses import type_validator
+
+    if value is False and key in ("save_strategy", "eval_strategy", "logging_strategy"):
+        return "no"  # which YAML reads as false
+    if key in SWITCHES_AND_TEXTS and isinstance(value, bool):
+        return str(value).lower()
+    kinds = (hint,) if typing.get_origin(hint) is list else typing.get_args(hint)
+    if isinstance(value, str) and list[str] in kinds and str not in kinds:
+        value = [value]  # as on the command line: lora_target_modules: all-linear
+    try:
+        type_validator(key, value, hint)
+    except TypeError as error:
+        try:
+            type_validator(key, _as_floats(value), hint)
+        except TypeError:
+            raise RecipeError(f"{path}: {key} is {value!r}. {str(error).partition(' Errors: ')[0]}") from error
+    return value
+
+
+def _as_floats(value: Any) -> Any:
+    """Whole numbers as floats, because 1 may stand for 1.0."""
+    if isinstance(value, list):
+        return [_as_floats(part) for part in value]
+    return float(value) if type(value) is int else value

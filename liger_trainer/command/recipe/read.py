@@ -1,0 +1,169 @@
+"""A recipe: a flat YAML file of the fields of `RecipeArguments`, of the trainer's config and of `trl.ModelConfig`.
+
+It is parsed with TRL's parser. What that parser lets through is refused here, before anything runs: unknown and
+repeated keys, and values of the wrong YAML type.
+"""
+
+import contextlib
+import re
+import shlex
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from liger_trainer.command.options import take_options
+from liger_trainer.command.recipe.accelerate_file import apply_config, find_config
+from liger_trainer.command.recipe.checks import settle
+from liger_trainer.command.recipe.keys import RecipeArguments
+from liger_trainer.command.recipe.parser import (
+    SWITCHES_AND_TEXTS,
+    checked,
+    dump_yaml,
+    load_yaml,
+    options_given,
+    parser_of,
+    refuse_unknown_keys,
+)
+from liger_trainer.command.recipe.shipped_files import find_shipped, recipe_names
+from liger_trainer.command.recipe.trainers import TRAINERS, TrainerEntry
+from liger_trainer.errors import RecipeError, without_tokens
+from liger_trainer.paths import find_beside
+
+TRAIN_USAGE = "liger-trainer train RECIPE [--dry_run] [--preview [N]] [--key value ...]"
+
+
+@dataclass
+class Recipe:
+    """A parsed recipe. `chosen` holds what the file and the command line set, `words` the command line itself.
+
+    `sharding` is the `distributed_type` that the recipe asks for itself. `began` becomes true when training begins.
+    """
+
+    path: Path
+    entry: TrainerEntry
+    args: RecipeArguments
+    training: Any
+    model: Any
+    chosen: dict[str, Any]
+    words: tuple[str, ...] = ()
+    sharding: str | None = None
+    began: bool = False
+
+    def to_yaml(self) -> str:
+        """The recipe as it runs. It can be saved anywhere, because data found next to the recipe gets its full path."""
+        values = self._values()
+        for key in ("dataset_name", "eval_dataset_name"):
+            if (named := values.get(key)) is not None:
+                paths = [self._full_path(name) for name in ([named] if isinstance(named, str) else named)]
+                values[key] = paths[0] if isinstance(named, str) else paths
+        if (config := values.get("accelerate_config")) is not None and self._full_path(config) != config:
+            values["accelerate_config"] = str(find_config(self.path, config).absolute())
+        hidden = "" if values.pop("hub_token", None) is None else "# hub_token is set, and not shown\n"
+        return without_tokens(dump_yaml(values)) + hidden
+
+    def to_card(self) -> str:
+        """The command and the keys that were set, in Markdown. Absolute paths lose their folders: cards get public."""
+        words = take_options(self.words, "hub_token")[1]
+        keys = dump_yaml({key: value for key, value in self._values().items() if key != "hub_token"})
+        text = f"```bash\nliger-trainer train {shlex.join(words)}\n```\n\n```yaml\n{keys}```\n"
+        return without_tokens(re.sub(r"(?<![\w.:/~-])/(?:[^\s'\"/]+/)+", "", text))
+
+    def _values(self) -> dict[str, Any]:
+        """The keys that were set, with true and false as a file has them."""
+        texts = {"true": True, "false": False}
+        return {
+            key: texts.get(value, value) if key in SWITCHES_AND_TEXTS else value for key, value in self.chosen.items()
+        }
+
+    def _full_path(self, name: str) -> str:
+        path = find_beside(name, self.path.parent)
+        return name if path is None else str(path.absolute())
+
+
+def find_recipe(name: str) -> Path:
+    """The file that `name` means: a path, or else a shipped recipe, with or without `.yaml`."""
+    path = Path(name).expanduser()
+    return path if path.is_file() else find_shipped(name, "RECIPE", recipe_names())[1]
+
+
+def parse_recipe(name: str, overrides: Sequence[str] = (), usage: str = TRAIN_USAGE) -> Recipe:
+    """Read the recipe `name` (a path or a shipped name), with `overrides` such as `["--max_steps", "5"]` on top.
+
+    RecipeError for keys and values that do not fit; SystemExit after `--help`, which begins with `usage`.
+    """
+    return read_recipe(name, overrides, usage)[1]()
+
+
+def read_recipe(
+    name: str, overrides: Sequence[str] = (), usage: str = TRAIN_USAGE
+) -> tuple[dict[str, Any], Callable[[], Recipe]]:
+    """`parse_recipe` in two steps: the keys that are set, and a function that makes the recipe of them.
+
+    That function makes the trainer's config, which joins the processes of a launch.
+    """
+    path, words = find_recipe(name), list(overrides)
+    values = load_yaml(path)
+    trainer = take_options(words, "trainer")[0].get("trainer", values.get("trainer", "sft"))
+    if not isinstance(trainer, str) or trainer not in TRAINERS:
+        raise RecipeError(f"{path}: trainer is {trainer!r}; expected one of: {', '.join(TRAINERS)}.")
+    entry = TRAINERS[trainer]
+    parser, keys = parser_of(entry, usage)
+    refuse_unknown_keys(path, values, keys, entry)
+    values = {key: checked(path, key, value, keys[key].hint) for key, value in values.items()}
+    for key, value in values.items():
+        if isinstance(value, str) and keys[key].choices and value not in keys[key].choices:
+            raise RecipeError(f"{path}: {key} is {value!r}; expected one of: {', '.join(keys[key].choices)}.")
+    given = options_given(parser, keys, words, entry)
+
+    def parsed() -> Recipe:
+        with _placed(path, given, chosen):
+            args, training, model = parser.parse_dict(chosen)
+        if isinstance(model.lora_target_modules, str) and model.lora_target_modules.isidentifier():
+            # TRL turns a list of one name into a string, which peft takes for a pattern that full names must match. No
+            # layer has the full name q_proj.
+            model.lora_target_modules = [model.lora_target_modules]
+        return Recipe(path, entry, args, training, model, chosen, (str(name), *words), sharding)
+
+    with _placed(path, given):
+        _settle_two_names(values, given)
+        chosen = settle(values, given, {key: of.default for key, of in keys.items()}, entry)
+        sharding = _settle_sharding(path, chosen)
+    return chosen, parsed
+
+
+@contextlib.contextmanager
+def _placed(path: Path, given: dict[str, Any], chosen: Any = ()) -> Iterator[None]:
+    """Turn an error into one line that begins with the recipe, and with the options of the command line it is about."""
+    try:
+        yield
+    except (ValueError, TypeError, OSError, ImportError) as error:
+        text = " ".join(str(error).split())
+        if wrong := re.match(r"(\S+) is not a valid ", text):  # transformers names the class of choices and not the key
+            text = "".join(f"{key}: " for key in chosen if str(chosen[key]) == wrong[1]) + text
+        options = "".join(f" --{key}" for key in given if re.search(rf"\b{key}\b", text))
+        hint = " Without a GPU that computes in bf16, pass --bf16 false." if "bf16" in text else ""
+        raise RecipeError(f"{path}{options and ' with' + options}: {text}{hint}") from error
+
+
+def _settle_two_names(filed: dict[str, Any], given: dict[str, Any]) -> None:
+    """Let the command line beat the file under either name of an option. RecipeError if both names are set.
+
+    Transformers has two names for each of these options, and takes the second where both are set.
+    """
+    for suffix in ("", "_kwargs"):
+        names = [f"gradient_checkpointing{suffix}", f"activation_checkpointing{suffix}"]
+        for name in names if given.keys() & set(names) else ():
+            filed.pop(name, None)
+        if set(names) <= (filed | given).keys():
+            raise RecipeError(f"{' and '.join(names)} are two names of one option. Keep one of them.")
+
+
+def _settle_sharding(path: Path, chosen: dict[str, Any]) -> str | None:
+    """Apply `accelerate_config`, and return how the recipe wants the model to be shared out, if it says so itself."""
+    keys = [key for key in ("accelerate_config", "fsdp", "deepspeed") if chosen.get(key)]
+    if len(keys) > 1:
+        raise RecipeError(f"{' and '.join(keys)} each say how a model is shared out over processes. Keep one of them.")
+    if keys == ["accelerate_config"]:
+        return apply_config(path, chosen["accelerate_config"])
+    return {"fsdp": "FSDP", "deepspeed": "DEEPSPEED"}.get(keys[0]) if keys else None

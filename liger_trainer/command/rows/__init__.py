@@ -1,0 +1,1 @@
+"""The rows of a recipe: found, brought into a trainer's form, checked, counted and shown."""

@@ -1,0 +1,135 @@
+"""Refuses rows that no trainer can use, or that would teach something else without a sign."""
+
+import difflib
+import functools
+from typing import Any
+
+import pyarrow.compute as pc
+
+from liger_trainer.command.processes import say
+from liger_trainer.errors import RecipeError, short
+
+# What a column may hold, in words.
+TEXT, MESSAGES, LABEL, TOKENS = (
+    "text", "a list of messages, each with role and content", "true or false, without quotes (or 1 and 0)",
+    "a list of token ids",
+)  # fmt: skip
+_KINDS = {"messages": (MESSAGES,), "label": (LABEL,), "input_ids": (TOKENS,)}
+_EITHER = ("prompt", "completion", "chosen", "rejected")
+
+
+def check_rows(rows: Any, needed: tuple[str, ...]) -> None:
+    """RecipeError for the first row in which one of the columns `needed`, which all exist, has no fit value."""
+    if "input_ids" in needed:
+        _check_tokens(rows)
+        return
+    if "chosen" in needed and "prompt" in rows.column_names:
+        needed = ("prompt", *needed)
+    kinds: dict[str, str] = {}
+    index = same = silent = 0
+    answer = next((name for name in ("completion", "chosen", "messages") if name in needed), "")
+    for batch in rows.select_columns(list(needed)).iter(1000):
+        for values in zip(*(batch[column] for column in needed), strict=True):
+            for column, value in zip(needed, values, strict=True):
+                wanted = _KINDS.get(column) or ((TEXT, MESSAGES) if column in _EITHER else (TEXT,))
+                wanted = (kinds[column],) if column in kinds else wanted  # all rows need the same
+                kind = next((kind for kind in wanted if _fits(value, kind)), None)
+                if kind is None:
+                    raise _wrong(index, column, value, wanted)
+                kinds[column] = kind
+                if kind == MESSAGES:
+                    _check_roles(index, column, value)
+            row = dict(zip(needed, values, strict=True))
+            if needed[:2] == ("chosen", "rejected"):
+                _check_pair(index, row, kinds["chosen"])
+            index, same = index + 1, same + ("chosen" in row and row["chosen"] == row["rejected"])
+            silent += bool(answer and row.get("label", True) and _says_nothing(row[answer]))
+    if type(rows.features.get("label")).__name__ == "Json" and "label" in needed:
+        raise RecipeError(f"In some rows of the dataset, label is text; expected {LABEL}, in every row.")
+    if len({kinds[column] for column in needed if column in _EITHER}) > 1:
+        found = "; ".join(f"{column} is {kind}" for column, kind in kinds.items() if column in _EITHER)
+        raise RecipeError(f"{found}. Write all of them as text, or all as lists of messages.")
+    if 0 < same == index:
+        raise RecipeError("chosen and rejected are the same in every row, and only their difference is learned.")
+    if 0 < silent == index:
+        raise RecipeError(f"{answer} has an empty answer in every row.")
+    if silent:
+        say(f"{silent} of {index} rows have an empty answer in {answer}, which teaches the model to say nothing.")
+
+
+def _says_nothing(value: Any) -> bool:
+    """Tell whether a text, or all that the assistant says in messages, is empty."""
+    turns = value if isinstance(value, list) else [{"role": "assistant", "content": value}]
+    said = [part for turn in turns if turn["role"] == "assistant" for name, part in turn.items() if name != "role"]
+    return bool(said) and not any(part.strip() if isinstance(part, str) else part for part in said)
+
+
+def _fits(value: Any, kind: str) -> bool:
+    if kind == TEXT:
+        return isinstance(value, str)
+    if kind == LABEL:
+        return isinstance(value, int) and value in (0, 1)
+    # The content of a message is text or a list of parts; tool calls, for example, may take its place.
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(
+            isinstance(message, dict)
+            and isinstance(message.get("role"), str)
+            and isinstance(message.get("content"), (str, list, type(None)))
+            and any(part is not None for name, part in message.items() if name != "role")
+            for message in value
+        )
+    )
+
+
+def _check_tokens(rows: Any) -> None:
+    """RecipeError if a row of `input_ids` is no list of integers, or is empty."""
+    feature = getattr(rows.features["input_ids"], "feature", None)
+    if not getattr(feature, "dtype", "").startswith(("int", "uint")):
+        raise _wrong(0, "input_ids", rows[0]["input_ids"], (TOKENS,))
+    column = rows.select_columns(["input_ids"]).with_format("arrow")[:].column(0)
+    bad = pc.index(pc.fill_null(pc.list_value_length(column), 0), 0).as_py()
+    if bad >= 0:
+        raise _wrong(bad, "input_ids", rows[bad]["input_ids"], (TOKENS,))
+
+
+def _wrong(index: int, column: str, value: Any, wanted: tuple[str, ...]) -> RecipeError:
+    turn = next(iter(value), None) if isinstance(value, list) else value
+    sharegpt = isinstance(turn, dict) and turn.get("from") is not None and "value" in turn
+    mend = "It has turns with from and value: set prompt_template: sharegpt." if sharegpt else "Correct or remove it."
+    return RecipeError(
+        f"Row {index} of the dataset has {column} {short(value)}; expected {', or '.join(wanted)}, as in every row. "
+        f"{mend}"
+    )
+
+
+def _check_roles(index: int, column: str, messages: list[dict[str, Any]]) -> None:
+    """RecipeError for a role that can only be meant as another one, which most templates would render as it is."""
+    for message in messages:
+        if (meant := _meant(message["role"])) is not None:
+            raise RecipeError(
+                f"Row {index} of the dataset has {column} with the role {message['role']!r}; expected {meant!r}."
+            )
+
+
+@functools.cache
+def _meant(role: str) -> str | None:
+    known = ("system", "user", "assistant")
+    if role in (*known, "tool"):
+        return None
+    if any(letter.isdigit() for letter in role):  # such as user_1, one of several
+        return None
+    near = difflib.get_close_matches(role.strip().lower(), known, n=1, cutoff=0.8)
+    return {"human": "user", "gpt": "assistant"}.get(role) or next(iter(near), None)
+
+
+def _check_pair(index: int, pair: dict[str, Any], kind: str) -> None:
+    """RecipeError unless chosen and rejected have a prompt in common, which TRL finds there, and an answer after it."""
+    for name, value in pair.items():
+        if len(value) < (1 if kind == TEXT else 2):
+            raise RecipeError(f"Row {index} of the dataset has {name} {short(value)}, and no column prompt.")
+    if kind == MESSAGES and len({str(value[0].get("content")) for value in pair.values()}) > 1:
+        raise RecipeError(
+            f"In row {index} of the dataset, chosen and rejected have other prompts, and no column prompt."
+        )

@@ -1,0 +1,129 @@
+"""The columns of rows: by the names of a trainer, and in the form that TRL takes, after a `prompt_template`."""
+
+import json
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from liger_trainer.command.recipe.parser import nearest
+from liger_trainer.command.rows.checks import check_rows
+from liger_trainer.data.formats import alpaca_row, last_turn_row, sharegpt_row
+from liger_trainer.errors import RecipeError, short
+
+# What trainers read besides the columns that they need
+ALSO_READ = ("prompt", "image", "images", "tools", "chat_template_kwargs", "ref_chosen_logps", "ref_rejected_logps")
+
+
+class _Template(NamedTuple):
+    """A `prompt_template`: `convert(row, index)` makes new columns of `needed` ones, and of others that it knows.
+
+    `replaced` are the columns that are removed then; None means all of them.
+    """
+
+    convert: Callable[[dict, int], dict]
+    needed: tuple[str, ...]
+    replaced: tuple[str, ...] | None = None
+
+
+_TEMPLATES = {
+    "alpaca": _Template(alpaca_row, ("instruction", "output")),
+    "sharegpt": _Template(sharegpt_row, ("conversations",), ("conversations", "chosen", "rejected", "system")),
+    "last_turn": _Template(last_turn_row, ("messages",), ("messages",)),
+}
+
+
+def columns_of(recipe: Any) -> tuple[tuple[str, ...], ...]:
+    """The sets of columns that the recipe's trainer takes, under the name that the recipe gives the text."""
+    text = getattr(recipe.training, "dataset_text_field", "text")
+    return tuple(tuple(text if name == "text" else name for name in needed) for needed in recipe.entry.columns)
+
+
+def renamed(rows, mapping: dict[str, str]):
+    """The rows with the columns of the data, the values of `mapping`, under the names that are its keys."""
+    if missing := [name for name in mapping.values() if name not in rows.column_names]:
+        near = nearest(missing[0], rows.column_names)
+        raise RecipeError(f"it has the columns {', '.join(rows.column_names)}, and columns names {missing[0]!r}.{near}")
+    replaced = [name for name in mapping if name in rows.column_names and name not in mapping.values()]
+    return rows.remove_columns(replaced).rename_columns({old: new for new, old in mapping.items()}) if mapping else rows
+
+
+def prepare(rows, name: str, columns: tuple[tuple[str, ...], ...], mapped: set[str]):
+    """The rows after the template `name` has been applied, without columns that compete with those in `mapped`."""
+    listed = ", ".join(rows.column_names)
+    if name != "none":
+        template = _TEMPLATES[name]
+        if name == "sharegpt" and "conversations" not in rows.column_names and "messages" in rows.column_names:
+            rows = rows.rename_column("messages", "conversations")
+        if not set(template.needed) <= set(rows.column_names):
+            needs = " and ".join(template.needed)
+            raise RecipeError(f"it has the columns {listed}; prompt_template: {name} needs {needs}.")
+        rows = _applied(rows, template, f"Applying the template {name}")
+    have = set(rows.column_names)
+    fitting = [needed for needed in columns if set(needed) <= have]
+    needed = next((needed for needed in fitting if mapped & set(needed)), fitting[0] if fitting else None)
+    if needed is None:
+        needs = "; ".join(" and ".join(needed) for needed in columns)
+        hints = "".join(
+            f" Its rows look like those of {other!r}: set prompt_template: {other}."
+            for other, template in _TEMPLATES.items()
+            if name == "none" and set(template.needed) <= have
+        )
+        read = {*ALSO_READ, *(column for each in columns for column in each)}
+        if name == "none" and (unknown := sorted(mapped - read)):
+            hints = f" columns sets {unknown[0]!r}.{nearest(unknown[0], sorted(read))}"
+        elif name == "none" and not hints and not mapped:
+            hints = " If they have other names there, say which, as in columns: {prompt: question, completion: answer}."
+        made = "" if name == "none" else f", of which prompt_template: {name} makes {', '.join(rows.column_names)}"
+        raise RecipeError(f"it has the columns {listed}{made}; the trainer needs one of: {needs}.{hints}")
+    if mapped & set(needed):
+        others = have & {column for other in columns for column in other} - {*needed, *mapped, "prompt"}
+        rows = rows.remove_columns(sorted(others))
+    elif "completion" in needed and "input_ids" not in have:
+        # TRL would put the end of the row to a text that it does not train on, and not to the completion
+        rows = rows.remove_columns([each[0] for each in fitting if len(each) == 1 and each[0] not in needed])
+    rows = _without_other_prompt(rows, needed)
+    if getattr(rows.features.get("tools"), "dtype", None) == "string":  # JSON for TRL, which takes no empty text
+        rows = rows.map(_with_tools, with_indices=True, desc="Reading the tools")
+    check_rows(rows, needed)
+    return rows
+
+
+def _with_tools(row: dict[str, Any], index: int) -> dict[str, str]:
+    tools = (row["tools"] or "").strip() or "[]"
+    try:
+        json.loads(tools)
+    except ValueError as error:
+        raise RecipeError(
+            f"Row {index} of the dataset has tools {short(tools)}, which is no JSON: {error}. Correct or remove it."
+        ) from error
+    return {"tools": tools}
+
+
+def _applied(rows, template: _Template, desc: str):
+    """The rows after `template.convert`, whose messages may have keys of their own, such as `tool_calls`."""
+    from datasets import Features, Json, List
+
+    replaced = [column for column in rows.column_names if column in (template.replaced or rows.column_names)]
+    options = {"with_indices": True, "remove_columns": replaced, "desc": desc}
+    try:
+        return rows.map(template.convert, **options)
+    except RecipeError:
+        raise
+    except (ValueError, TypeError):  # no message has such a key in the first rows, by which datasets goes
+        kept = {name: feature for name, feature in rows.features.items() if name not in replaced}
+        made = {name: List(Json()) for name in template.convert(rows[0], 0)}
+        return rows.map(template.convert, features=Features(kept | made), **options)
+
+
+def _without_other_prompt(rows, needed: tuple[str, ...]):
+    """The rows without a column prompt that has another purpose, because TRL would use it.
+
+    Beside `messages` or `text`, TRL would want a completion as well. Beside `chosen` and `rejected` that are whole
+    conversations, a text in the column prompt repeats what they begin with.
+    """
+    if "prompt" not in rows.column_names or "prompt" in needed:
+        return rows
+    if "chosen" not in needed:
+        return rows.remove_columns("prompt")
+    text = getattr(rows.features["prompt"], "dtype", None) == "string"
+    first = rows[0]["chosen"]
+    return rows.remove_columns("prompt") if text and isinstance(first, list) and len(first) > 1 else rows

@@ -1,0 +1,85 @@
+"""`liger-trainer train RECIPE --preview`: the first rows as the trainer sees them, with what it learns marked.
+
+The trainer has prepared the rows and its collator makes the masks, so nothing is tokenised here.
+"""
+
+import contextlib
+import tempfile
+from collections.abc import Iterator
+
+import torch
+
+from liger_trainer.command.recipe.read import Recipe
+from liger_trainer.command.rows.counts import count_rows
+from liger_trainer.errors import RecipeError
+
+_LEGEND = "What the loss counts stands between « and », and the rest is context."
+
+
+@contextlib.contextmanager
+def without_a_trace(recipe: Recipe) -> Iterator[None]:
+    """While this is open, `recipe` runs from its beginning, in a temporary folder that is deleted afterwards."""
+    if not {"completion", "chosen"} & {name for needed in recipe.entry.columns for name in needed}:
+        raise RecipeError(f"--preview has nothing to show, since {recipe.entry.trainer} generates its completions.")
+    recipe.training.resume_from_checkpoint = None
+    with tempfile.TemporaryDirectory() as folder:
+        recipe.training.output_dir = folder
+        yield
+
+
+def show_rows(trainer, given, total: int) -> str | None:
+    """Show what the trainer has made of `given`, the first rows of `total`. None on all processes but the main one."""
+    if not trainer.is_world_process_zero():
+        return None
+    counts, rows = count_rows(trainer, given, "train"), trainer.train_dataset
+    lines = [f"Preview of {len(given)} of {total} rows: {counts}.", _LEGEND]
+    if getattr(trainer, "learns_prompts", False):
+        lines[1] += " The likelihood term of ORPO counts the prompt of chosen as well."
+    lines += [f"Columns of the rows: {', '.join(given.column_names)}.", ""]
+    tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
+    collated = trainer._remove_unused_columns(rows, "training")  # as its dataloader does
+    for i in range(len(rows)):
+        for name, ids, learned in _sequences(rows[i], trainer.data_collator([collated[i]])):
+            learned[:1] = False  # the first token is predicted by none
+            title = f"{'Sequence' if 'seq_lengths' in rows.column_names else 'Row'} {i}{name}"
+            lines += [f"{title}: {len(ids)} tokens, {int(learned.sum())} of them learned"]
+            lines += [marked(tokenizer, ids, learned), ""]
+    return "\n".join(lines)
+
+
+def _sequences(row: dict, batch: dict) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    """The sequences in a batch that was made of one row: a name, token ids, and which of them the loss counts."""
+    if "chosen_input_ids" in batch:  # ORPO and CPO
+        for name in ("chosen", "rejected"):
+            mask = batch[f"{name}_attention_mask"][0].bool()
+            yield f", {name}", batch[f"{name}_input_ids"][0][mask], batch[f"{name}_labels"][0][mask] != -100
+    elif "completion_mask" in batch:  # DPO has two sequences, KTO one
+        names = ["chosen", "rejected"] if "chosen_ids" in row else [f"label {str(bool(row['label'])).lower()}"]
+        for k, name in enumerate(names):
+            mask = batch["attention_mask"][k].bool()
+            yield f", {name}", batch["input_ids"][k][mask], batch["completion_mask"][k][mask].bool()
+    else:
+        ids = batch["input_ids"][0]
+        mask = batch["attention_mask"][0].bool() if "attention_mask" in batch else torch.ones_like(ids).bool()
+        yield "", ids[mask], batch["labels"][0][mask] != -100
+
+
+def marked(tokenizer, ids: torch.Tensor, learned: torch.Tensor) -> str:
+    """The text of `ids` with its special tokens, in which what is `learned` stands between « and »."""
+    text, start = "", 0
+    for end in range(1, len(ids) + 1):
+        if end < len(ids) and learned[end] == learned[start]:
+            continue
+        part = _text(tokenizer, ids, start, end)
+        text += f"«{part}»" if learned[start] else part
+        start = end
+    return text
+
+
+def _text(tokenizer, ids: torch.Tensor, start: int, end: int) -> str:
+    """The text of `ids[start:end]` as it reads after the tokens before it. Decoded alone, it may lose a space."""
+    options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+    before, whole = (tokenizer.decode(ids[:stop].tolist(), **options) for stop in (start, end))
+    if whole.startswith(before):
+        return whole[len(before) :]
+    return tokenizer.decode(ids[start:end].tolist(), **options)  # the mask begins in the middle of a character

@@ -1,0 +1,62 @@
+"""Reward functions that a recipe names: found by name or by a dotted path, and checked against its columns."""
+
+import importlib
+import inspect
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from liger_trainer.data.rewards import REWARDS
+from liger_trainer.errors import RecipeError
+
+
+def find_reward(name: str, folder: Path | None = None) -> Callable:
+    """The function that `name` means: a key of `REWARDS`, or a dotted path such as `my_rewards.brief`.
+
+    A dotted path imports its module, which runs its code. Modules are also found in `folder`, the recipe's, and in the
+    working directory, which stay at the end of `sys.path` for what the function imports.
+    """
+    if name in REWARDS:
+        return REWARDS[name]
+    module, _, attribute = name.rpartition(".")
+    found, why = None, ""
+    if module:
+        for path in (folder, Path.cwd()):
+            if path is not None and str(path.resolve()) not in sys.path:
+                sys.path.append(str(path.resolve()))
+        try:
+            found = getattr(importlib.import_module(module), attribute, None)
+            why = f" {module} has no function {attribute}." if found is None else ""
+        except ModuleNotFoundError as error:
+            if not f"{module}.".startswith(f"{error.name}."):
+                raise
+            why = f" There is no module {error.name}, next to the recipe nor in the working directory."
+    if inspect.isclass(found) or not callable(found):
+        raise RecipeError(
+            f"reward_funcs has {name!r}, which is none of {', '.join(REWARDS)}, and no path of a function.{why}"
+        )
+    try:
+        parameters = inspect.signature(found).parameters.values()
+    except (TypeError, ValueError):  # of a function that has none, such as one in C
+        return found
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        raise RecipeError(
+            f"reward_funcs has {name!r}, which takes {', '.join(p.name for p in parameters)} alone. TRL passes further "
+            "arguments by keyword: end its parameters with **columns."
+        )
+    return found
+
+
+def check_columns_of(name: str, reward: Callable, columns: list[str]) -> None:
+    """RecipeError if a reward function reads a column that the rows do not have, which it would notice in training."""
+    from_trl = {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "environments"}
+    try:
+        parameters = inspect.signature(reward).parameters.values()
+    except (TypeError, ValueError):  # of a function that has none, such as one in C
+        return
+    needed = [p.name for p in parameters if p.default is p.empty and not p.kind.name.startswith("VAR_")]
+    if missing := [column for column in needed if column not in from_trl.union(columns)]:
+        raise RecipeError(
+            f"reward_funcs has {name!r}, which reads the column {missing[0]}, and the rows have {', '.join(columns)}. "
+            f"Say which it is in columns, such as {{{missing[0]}: answer}}, or add it."
+        )

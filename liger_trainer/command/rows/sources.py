@@ -1,0 +1,88 @@
+"""Finds and checks what a recipe names before any weight is loaded: its model, rows, rewards and chat template."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from liger_trainer.command.recipe.checks import check_rows
+from liger_trainer.command.recipe.model_source import ModelSource, find_model
+from liger_trainer.command.recipe.read import Recipe
+from liger_trainer.command.recipe.trainers import TRAINERS
+from liger_trainer.command.rows.chat_template import find_template, settle_named_template
+from liger_trainer.command.rows.columns import columns_of
+from liger_trainer.command.rows.images import unread_pictures
+from liger_trainer.command.rows.load import load_rows
+from liger_trainer.command.rows.rewards import check_columns_of, find_reward
+from liger_trainer.data.formats import has_images
+from liger_trainer.errors import RecipeError
+
+
+class Sources(NamedTuple):
+    """The findings of `find_sources`: where the weights are, the model's config, the rows, and the reward functions."""
+
+    model: ModelSource
+    config: Any
+    train_rows: Any
+    eval_rows: Any
+    rewards: list[Callable[..., Any]]
+
+
+def model_of(recipe: Recipe) -> ModelSource:
+    """Where the model of a recipe is; `model_init_kwargs` may say more than `model_name_or_path`."""
+    init = recipe.training.model_init_kwargs or {}
+    trust = getattr(recipe.training, "trust_remote_code", False)
+    return find_model(
+        recipe.model.model_name_or_path,
+        init.get("gguf_file"),
+        revision=init.get("revision", recipe.model.model_revision),
+        trust_remote_code=init.get("trust_remote_code", trust),
+    )
+
+
+def find_sources(recipe: Recipe) -> Sources:
+    """Read and check everything that a recipe names, but for the weights of its model."""
+    from transformers import AutoConfig
+
+    training, source = recipe.training, model_of(recipe)
+    config = source.load(AutoConfig)
+    if "subfolder" not in (training.model_init_kwargs or {}):
+        source.check_tokenizer()
+    with training.main_process_first(desc="loading the dataset"):
+        train_rows, eval_rows = load_rows(recipe.args, recipe.path.parent, columns_of(recipe), training.seed)
+    check_rows(recipe, train_rows.column_names)
+    _check_pictures(recipe, config, train_rows)
+    rewards = [find_reward(name, recipe.path.parent) for name in recipe.args.reward_funcs or ()]
+    for name, reward in zip(recipe.args.reward_funcs or (), rewards, strict=True):
+        check_columns_of(name, reward, train_rows.column_names)
+    _check_template(recipe, source, train_rows)
+    return Sources(source, config, train_rows, eval_rows, rewards)
+
+
+def _check_pictures(recipe: Recipe, config: Any, rows: Any) -> None:
+    """RecipeError if a model would be trained without the pictures of its rows, or the trainer takes none."""
+    if has_images(rows) and not recipe.entry.images:
+        able = ", ".join(name for name, entry in TRAINERS.items() if entry.images)
+        raise RecipeError(
+            f"the rows have pictures, which {recipe.entry.trainer} does not read. Take one of {able}, or remove them."
+        )
+    if getattr(config, "vision_config", None) is not None and (mend := unread_pictures(rows)) is not None:
+        raise RecipeError(
+            f"the rows have the columns {', '.join(rows.column_names)}, and pictures are read from images or image. "
+            f"Set {mend}, or remove that column to train on text alone."
+        )
+
+
+def _check_template(recipe: Recipe, source: ModelSource, rows: Any) -> None:
+    """RecipeError if rows are messages and there is no chat template for them."""
+    settle_named_template(recipe, source)
+    first, own = rows[0], getattr(recipe.training, "chat_template_path", None)
+    messages = any(isinstance(first.get(name), list) for name in ("messages", "prompt", "completion", "chosen"))
+    if own is None and not messages:
+        return
+    tokenizer, where = find_template(recipe, source)
+    if getattr(tokenizer, "chat_template", None) is None:
+        mend = (
+            "Set chat_template_path, such as chatml."
+            if hasattr(recipe.training, "chat_template_path")
+            else "Take a model with one: trainer: sft with chat_template_path: chatml saves it with the model."
+        )
+        raise RecipeError(f"the rows are messages, and {where} has no chat template. {mend}")

@@ -1,0 +1,1 @@
+"""The run of a recipe: its launch, its folder, training, saving and resuming, and what it says at the end."""

@@ -1,0 +1,57 @@
+"""Settles what torchrun, `accelerate launch` or another launcher put into the environment, before a run begins."""
+
+import os
+import signal
+import sys
+
+from liger_trainer.command.processes import launched_processes, say
+from liger_trainer.errors import RecipeError
+
+
+def end_with_launcher() -> None:
+    """Get SIGTERM when `accelerate launch` ends that has started this process alone, and does not hand signals on."""
+    alone = os.environ.get("ACCELERATE_USE_CPU") in ("True", "False") and "LOCAL_RANK" not in os.environ
+    if alone and sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+
+
+def settle_precision(bf16: bool | None, fp16: bool | None) -> None:
+    """Let the recipe decide the precision, and say so where accelerate's config has another one. Call before parsing.
+
+    Trainers and plugins use the variable of `accelerate launch` wherever `bf16` and `fp16` are both false.
+    """
+    configured = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    wanted = "fp16" if fp16 else "no" if bf16 is False else "bf16"  # bf16 is the default of TRL's configs
+    if configured in ("no", wanted) or (configured == "fp8" and bf16 is None and not fp16):  # see `fp8/feature.py`
+        return
+    if wanted == "no":
+        os.environ["ACCELERATE_MIXED_PRECISION"] = "no"
+    keys = f"bf16: {bf16}, fp16: {fp16}".replace("None", "unset").lower()
+    say(
+        f"the recipe ({keys}) decides the precision, which is {wanted}. The mixed_precision: {configured} of "
+        "accelerate's config has no effect."
+    )
+
+
+def read_on_every_process(fp8: bool | None, bf16: bool | None, fp16: bool | None) -> None:
+    """With fp8 under FSDP2, have every process read the model. Call this after `settle_precision`, before parsing.
+
+    accelerate 1.15 hangs if one process is to read it for all, since weights wrapped for fp8 cannot be sent around.
+    """
+    launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower() == "fp8" and bf16 is None and not fp16
+    variables = ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING")
+    if (fp8 or launched) and all(os.environ.get(name, "").lower() in ("true", "1") for name in variables):
+        os.environ[variables[1]] = "false"
+        say("with fp8 every process reads the whole model. fsdp_cpu_ram_efficient_loading: true has no effect.")
+
+
+def check_restarts() -> None:
+    """RecipeError where torchrun would hand the addresses of dead processes to those that it starts again."""
+    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if shared and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and launched_processes() > 1:
+        raise RecipeError(
+            "torchrun has one store for all restarts, in which a restarted run waits for processes that have died. "
+            "Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment of torchrun, or --max-restarts 0."
+        )

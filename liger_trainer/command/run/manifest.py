@@ -1,0 +1,235 @@
+"""The manifest of a checkpoint: the file that is written last, and names every other file with its size and checksums.
+
+A checkpoint of `liger-trainer train` without a manifest was cut off. The manifest also has the facts of the run: the
+keys of the recipe that decide what is trained, and fingerprints of the rows and the models. So whether a run may go on
+from a checkpoint is known before anything else in it is read.
+"""
+
+import dataclasses
+import fnmatch
+import json
+import os
+import shutil
+import zlib
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from liger_trainer.command.recipe.model_source import ModelSource, find_model
+from liger_trainer.command.recipe.read import Recipe
+from liger_trainer.errors import RecipeError, without_tokens
+
+NAME = "liger_manifest.json"
+BEGUN = "liger_manifest.begun.json"  # stands in a checkpoint from before its first file until its manifest
+_BLOCK = 1 << 24  # bytes of a checksum: a 100 GB checkpoint has 6,000 of them
+_THREADS = 8  # zlib frees the interpreter's lock: 3 GB/s a core were measured
+# With another value of these, the states in a checkpoint do not fit the weights or the optimizer any more.
+_REFUSED = (
+    "trainer", "optim", "optim_args", "optim_target_modules", "use_peft", "lora_r", "lora_alpha", "lora_target_*",
+    "lora_modules_to_save", "use_rslora", "use_dora", "load_in_*", "medusa_num_*", "medusa_tied",
+)  # fmt: skip
+_SAME_STATES = {"adamw_torch", "adamw_torch_fused"}
+# The states of optimizer and scheduler hold these, and loading the states overwrites what the recipe has set.
+_IN_THE_STATES = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
+# A fingerprint, and the key that says what it was taken of.
+_PRINTS = {"base": "model_name_or_path", "teacher": "teacher_model_name_or_path", "rows": "dataset_name"}
+_FILES_OF_A_MODEL = (".safetensors", ".bin", ".gguf", ".json", ".jinja", ".model", ".txt")
+_MOST_BYTES = 1 << 32  # of the rows: of larger data, only each second, third, ... batch is read
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    """The folders `checkpoint-N` in `folder`, in the order of their steps."""
+    steps = {path: path.name.removeprefix("checkpoint-") for path in folder.glob("checkpoint-*") if path.is_dir()}
+    return sorted((path for path, step in steps.items() if step.isdecimal()), key=lambda path: int(steps[path]))
+
+
+def files_in(checkpoint: Path) -> list[str]:
+    """The names of all files in a checkpoint and its subfolders, without the manifest itself."""
+    found = (path.relative_to(checkpoint).as_posix() for path in checkpoint.rglob("*") if path.is_file())
+    return sorted(set(found) - {NAME, BEGUN})
+
+
+def begin(checkpoint: Path, facts: dict[str, Any]) -> None:
+    """Mark `checkpoint` as begun. What an earlier attempt has left there is deleted."""
+    if (checkpoint / BEGUN).exists() or (checkpoint / NAME).exists():
+        remove(checkpoint)
+    checkpoint.mkdir(parents=True, exist_ok=True)
+    _put(checkpoint / BEGUN, facts)
+
+
+def write(checkpoint: Path, names: Iterable[str], facts: dict[str, Any]) -> None:
+    """Write the manifest of `checkpoint` once its files `names` are on the disk: after a crash, they are if it is."""
+    names = sorted(names)
+    for name in names:
+        with open(checkpoint / name, "rb") as file:
+            os.fsync(file.fileno())
+    sizes = {name: (checkpoint / name).stat().st_size for name in names}
+    _put(checkpoint / BEGUN, facts | {"files": _checksums(checkpoint, sizes)})
+    os.replace(checkpoint / BEGUN, checkpoint / NAME)
+
+
+def remove(folder: Path) -> None:
+    """Delete a checkpoint, or a link to one. Its mark goes last, so what a crash leaves is still known as begun."""
+    if folder.is_symlink():
+        folder.unlink()
+        return
+    if (folder / NAME).exists():
+        os.replace(folder / NAME, folder / BEGUN)
+    for path in folder.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        elif path.name != BEGUN:
+            path.unlink()
+    shutil.rmtree(folder)
+
+
+def was_begun(checkpoint: Path) -> bool:
+    """Tell whether a run of the command has begun to save `checkpoint`, or had only made the folder."""
+    marks = (checkpoint / BEGUN).exists() or (checkpoint / NAME).exists()
+    return marks or (checkpoint.is_dir() and not any(checkpoint.iterdir()))
+
+
+def read(checkpoint: Path) -> dict[str, Any] | None:
+    """The manifest of `checkpoint`; None if there is none that can be read."""
+    try:
+        found = json.loads((checkpoint / NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) and {"files", "recipe", "processes", "run"} <= found.keys() else None
+
+
+def fault_of(checkpoint: Path, manifest: dict[str, Any]) -> str | None:
+    """Read every byte of `checkpoint`, and tell what is missing or differs from its manifest; None if it is whole."""
+    try:
+        found = _checksums(checkpoint, {name: (checkpoint / name).stat().st_size for name in manifest["files"]})
+    except OSError as error:
+        return f"{Path(error.filename or checkpoint).name} cannot be read: {error.strerror}"
+    return next((f"{name} has changed" for name, sums in manifest["files"].items() if found[name] != sums), None)
+
+
+def _put(path: Path, values: dict[str, Any]) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        json.dump(values, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _checksums(checkpoint: Path, sizes: dict[str, int]) -> dict[str, list[int]]:
+    """For each file, its size and the CRC-32 of each block."""
+    blocks = [(name, start) for name, size in sizes.items() for start in range(0, size, _BLOCK)]
+
+    def sum_of(block: tuple[str, int]) -> int:
+        name, start = block
+        with open(checkpoint / name, "rb") as file:
+            file.seek(start)
+            return zlib.crc32(file.read(_BLOCK))
+
+    sums: dict[str, list[int]] = {name: [size] for name, size in sizes.items()}
+    with ThreadPoolExecutor(_THREADS) as pool:
+        for (name, _), found in zip(blocks, pool.map(sum_of, blocks), strict=True):
+            sums[name].append(found)
+    return sums
+
+
+def facts_of(recipe: Recipe, source: ModelSource, rows: Any) -> dict[str, Any]:
+    """Collect what checkpoints say of their run: its keys, without tokens, and fingerprints of its models and rows."""
+    keys: dict[str, Any] = {}
+    for part in (recipe.args, recipe.training, recipe.model):
+        keys |= {field.name: getattr(part, field.name) for field in dataclasses.fields(part)}
+    kept = {key: _plain(value) for key, value in keys.items() if _is_refused(key) or key in _IN_THE_STATES}
+    facts: dict[str, Any] = {"processes": recipe.training.world_size, "recipe": kept}
+    if not recipe.training.should_save:
+        return facts  # which writes no manifest, and decides nothing
+    facts["base"] = [recipe.model.model_name_or_path, _print_of_model(source)]
+    if teacher := keys.get("teacher_model_name_or_path"):
+        facts["teacher"] = [teacher, _print_of_model(find_model(teacher, revision=keys["teacher_model_revision"]))]
+    facts["rows"] = [_plain(recipe.args.dataset_name), _print_of_rows(rows)]
+    return facts
+
+
+def refuse_another_run(checkpoint: Path, then: dict[str, Any], now: dict[str, Any]) -> None:
+    """RecipeError if a run with the facts `now` cannot go on from `checkpoint`, whose manifest is `then`."""
+    differences = [
+        f"{key} is {value!r} and was {old!r}"
+        for key, value, old in _differences(then, now)
+        if _is_refused(key) and not (key == "optim" and {value, old} == _SAME_STATES)
+    ]
+    for kind, key in _PRINTS.items():
+        if then.get(kind, [None])[-1] != now.get(kind, [None])[-1]:
+            new, old = (" ".join(map(str, facts.get(kind, ("unset",)))) for facts in (now, then))
+            differences.append(f"{key} is {new} and was {old}")
+    if differences:
+        raise RecipeError(f"{checkpoint} was saved by another run: {'; '.join(differences)}. Set another output_dir.")
+
+
+def what_changes(checkpoint: Path, then: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Tell in lines what a run with the facts `now` changes where it goes on from `checkpoint`."""
+    lines = []
+    changed = [(key, new, old) for key, new, old in _differences(then, now) if key in _IN_THE_STATES]
+    if not has_optimizer(then):
+        lines.append(f"{checkpoint} was saved without its optimizer, so optimizer and learning rate begin anew.")
+    elif changed:
+        said = ", ".join(f"{key} stays {old} and not {new}" for key, new, old in changed)
+        lines.append(f"{said}, because the optimizer's state in {checkpoint} decides.")
+    before, processes = then["processes"], now["processes"]
+    if before != processes:
+        lines.append(
+            f"{checkpoint} was saved with {before} processes, and this run has {processes}: a step has "
+            f"{processes}/{before} of its rows, and in this epoch some rows are learned twice or not at all. Change "
+            "gradient_accumulation_steps to keep the rows of a step."
+        )
+    return lines
+
+
+def has_optimizer(manifest: dict[str, Any]) -> bool:
+    return any(name.startswith(("optimizer", "global_step")) for name in manifest["files"])
+
+
+def _differences(then: dict[str, Any], now: dict[str, Any]) -> list[tuple[str, Any, Any]]:
+    """The keys with other values, each with the new and the old one. A key that one side lacks is not compared."""
+    old, new = then["recipe"], now["recipe"]
+    return [(key, new[key], old[key]) for key in sorted(old.keys() & new.keys()) if new[key] != old[key]]
+
+
+def _is_refused(key: str) -> bool:
+    return any(fnmatch.fnmatchcase(key, pattern) for pattern in _REFUSED)
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON gives it back, without tokens."""
+    text = json.dumps(value, default=lambda part: sorted(part) if isinstance(part, set) else str(part))
+    return json.loads(without_tokens(text))
+
+
+def _print_of_model(source: ModelSource) -> str:
+    """A model of the Hub has its commit; of the files of a folder, 64 samples and the size are read of each."""
+    if not os.path.isdir(source.path):
+        from transformers.utils.hub import cached_file, extract_commit_hash
+
+        name, revision = source.options.get("gguf_file", "config.json"), source.options.get("revision")
+        return f"(commit {extract_commit_hash(cached_file(source.path, name, revision=revision), None)})"
+    total = 0
+    for path in sorted(Path(source.path).iterdir()):
+        if path.suffix in _FILES_OF_A_MODEL and path.is_file():
+            size = path.stat().st_size
+            total = zlib.crc32(f"{path.name} {size}".encode(), total)
+            with path.open("rb") as file:
+                for i in range(64):
+                    file.seek(i * size // 64)
+                    total = zlib.crc32(file.read(4096), total)
+    return f"(crc32 {total:08x})"
+
+
+def _print_of_rows(rows: Any) -> str:
+    import pyarrow as pa
+
+    total, every = 0, 1 + rows.data.nbytes // _MOST_BYTES
+    rows = rows.with_format("arrow")
+    for start in range(0, len(rows), 10_000 * every):
+        table = rows[start : start + 10_000].combine_chunks().replace_schema_metadata(None)
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_stream(sink, table.schema) as stream:
+            stream.write_table(table)
+        total = zlib.crc32(sink.getvalue(), total)
+    return f"({len(rows)} rows, crc32 {total:08x})"

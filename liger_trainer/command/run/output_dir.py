@@ -1,0 +1,196 @@
+"""The folder of a run: whether the run may use it, which checkpoint it goes on from, and that no other run is in it."""
+
+import contextlib
+import errno
+import json
+import os
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from liger_trainer.command.processes import on_all, on_main_for_all, say
+from liger_trainer.command.recipe.read import Recipe
+from liger_trainer.command.run import manifest
+from liger_trainer.command.run.manifest import checkpoints_in
+from liger_trainer.errors import RecipeError
+
+# The model that a finished run leaves next to its checkpoints, as glob patterns
+WEIGHTS = ("model*.safetensors", "pytorch_model*.bin", "adapter_model.*", "medusa_heads")
+_LOCK = "_liger_trainer.lock"  # push_to_hub leaves out names that begin with _
+# Schedulers count the restarts of a job in these: Slurm, Flyte and torchrun, which may itself be restarted by them.
+_RESTARTS = ("SLURM_RESTART_COUNT", "FLYTE_ATTEMPT_NUMBER", "TORCHELASTIC_RESTART_COUNT")
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """Where a run begins: at `checkpoint`, or anew. `known` is false for a checkpoint without a manifest."""
+
+    checkpoint: str | None = None
+    run: str | None = None
+    known: bool = True
+
+
+def matches(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
+    """The paths in `folder` that match at least one of the glob patterns, sorted."""
+    return sorted({path for pattern in patterns for path in folder.glob(pattern)})
+
+
+@contextlib.contextmanager
+def own_folder(recipe: Recipe) -> Iterator[str]:
+    """Hold `output_dir` for this run, and give what it resumes from: `false`, `true`, `auto` or a path."""
+    if not recipe.training.output_dir:
+        raise RecipeError("output_dir is empty. Set it to a folder for the model.")
+    folder, wanted, held = Path(recipe.training.output_dir), _wanted(recipe), list[Any]()
+
+    def prepare() -> None:
+        held.append(_lock(folder, recipe))
+        _check(folder, wanted)
+
+    try:
+        on_main_for_all(recipe.training, prepare)
+        yield wanted
+    finally:
+        for lock in held:
+            with contextlib.suppress(OSError):  # the run has ended, whatever has become of its folder
+                (folder / _LOCK).unlink()
+                folder.rmdir()  # where nothing was saved
+            lock.close()
+
+
+def _wanted(recipe: Recipe) -> str:
+    """Return what the run resumes from. A restart by a scheduler is `auto`, unless it has other orders."""
+    training = recipe.training
+    wanted = str(training.resume_from_checkpoint or "false")
+    wanted = wanted.lower() if wanted.lower() in ("false", "true", "auto") else wanted
+    restarted = any(os.environ.get(name, "").strip("0").isdecimal() for name in _RESTARTS)
+    if not any(on_all(training, restarted)):  # torchrun counts for each machine
+        return wanted
+    saved = any(manifest.read(path) for path in checkpoints_in(Path(training.output_dir)))
+    return "auto" if saved or wanted == "false" else wanted
+
+
+def _check(folder: Path, wanted: str) -> None:
+    """Raise RecipeError if `folder` holds another run than the one to go on with."""
+    if wanted in ("true", "auto") or Path(wanted).expanduser().resolve().is_relative_to(folder.resolve()):
+        return
+    if found := checkpoints_in(folder) + matches(folder, (*WEIGHTS, "trainer_state.json")):
+        names = ", ".join(path.name for path in found)
+        raise RecipeError(
+            f"output_dir is {str(folder)!r}, which holds an earlier run ({names}). Set another output_dir, or "
+            "resume_from_checkpoint: true to go on, or delete that run."
+        )
+
+
+def _lock(folder: Path, recipe: Recipe) -> Any:
+    """An open file on which this process holds a lock that ends with it, however it ends. RecipeError if another does.
+
+    The kernel or the file server keeps the lock, so a file that a killed process has left is none.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = open(folder / _LOCK, "a+b", buffering=0)
+        if _is_held(file):
+            file.seek(0)
+            owner = file.read().decode(errors="replace")
+            file.close()
+            raise RecipeError(f"output_dir is {str(folder)!r}, in which another run is at work ({owner}). Wait for it.")
+        if not (folder / _LOCK).exists() or not os.path.samestat(os.fstat(file.fileno()), (folder / _LOCK).stat()):
+            file.close()  # its owner has just ended, and has deleted it
+            return _lock(folder, recipe)
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
+    except OSError as error:
+        raise RecipeError(f"output_dir is {str(folder)!r}, which cannot be written: {error.strerror}.") from error
+    return file
+
+
+def _is_held(file: Any) -> bool:
+    """Lock `file`, where there are locks, and tell whether another process has locked it before."""
+    try:
+        import fcntl
+
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not flock, whose locks the workers of a data loader inherit
+    except ImportError:  # Windows
+        return False
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            return True
+        say(f"{file.name} cannot be locked ({error.strerror}). Start no second run in this folder.")
+    return False
+
+
+def find_beginning(recipe: Recipe, wanted: str, facts: dict[str, Any]) -> Beginning:
+    """Where a run with `facts` begins, on all processes. RecipeError if it cannot go on from what is asked for."""
+    if wanted == "false":
+        return Beginning()
+    choose = _newest if wanted in ("true", "auto") else _named
+    return on_main_for_all(recipe.training, lambda: choose(recipe, wanted, facts))
+
+
+def _newest(recipe: Recipe, wanted: str, facts: dict[str, Any]) -> Beginning:
+    folder, faults = Path(recipe.training.output_dir), list[str]()
+    for path in reversed(checkpoints_in(folder)):
+        found = manifest.read(path)
+        if found is None and not manifest.was_begun(path):  # of the stock trainer, or of an earlier release
+            raise RecipeError(f"{path} has no {manifest.NAME}. Move it away, or set resume_from_checkpoint: {path}")
+        fault = _fault(path, found, recipe, facts)
+        if found is not None and fault is None:
+            if faults:
+                say(f"{'; '.join(faults)}. Resuming from {path.name}.")
+            return _begin_at(path, found, recipe, facts)
+        faults.append(f"{path.name} {fault}")
+    if wanted == "true" or matches(folder, (*WEIGHTS, "trainer_state.json")):
+        why = f" ({'; '.join(faults)})" if faults else ""
+        raise RecipeError(
+            f"resume_from_checkpoint is {wanted}, but output_dir {str(folder)!r} has no whole checkpoint{why}. "
+            "Leave it out to begin anew, in another output_dir if a run is there."
+        )
+    if faults:
+        say(f"{'; '.join(faults)}. The run begins anew.")
+    return Beginning()
+
+
+def _named(recipe: Recipe, wanted: str, facts: dict[str, Any]) -> Beginning:
+    path, folder = Path(wanted).expanduser(), Path(recipe.training.output_dir)
+    found = manifest.read(path)
+    if fault := _fault(path, found, recipe, facts):
+        raise RecipeError(f"resume_from_checkpoint is {wanted!r}, which is no whole checkpoint: it {fault}.")
+    places = [other.resolve() for other in checkpoints_in(folder)]
+    newer = places[places.index(path.resolve()) + 1 :] if path.resolve() in places else []
+    if newer:  # with resume_from_checkpoint: true, a later run would go on from the highest step of either
+        names = ", ".join(other.name for other in newer)
+        raise RecipeError(f"output_dir holds {names}, later than {wanted!r}. Set another output_dir, or delete them.")
+    if found is not None:
+        return _begin_at(path, found, recipe, facts)
+    say(f"{path} has no {manifest.NAME}, so nothing could be checked.")
+    return Beginning(str(path), known=False)
+
+
+def _fault(path: Path, found: dict[str, Any] | None, recipe: Recipe, facts: dict[str, Any]) -> str | None:
+    """Tell why a run cannot go on from `path` with the manifest `found`. RecipeError if it is of another run."""
+    if found is None:
+        if manifest.was_begun(path):
+            return "was cut off while it was saved"
+        needed = ["trainer_state.json"]
+        if not recipe.training.save_only_model and not matches(path, ("global_step*",)):  # DeepSpeed's states
+            needed += ["optimizer*", "scheduler.pt"]  # of which transformers loads both or neither
+        return next((f"has no {name}" for name in needed if not matches(path, (name,))), None)
+    manifest.refuse_another_run(path, found, facts)
+    if not manifest.has_optimizer(found) and not recipe.training.save_only_model:
+        raise RecipeError(f"{path} was saved without its optimizer. Set save_only_model: true to begin with a new one.")
+    fault = manifest.fault_of(path, found)
+    return None if fault is None else f"is not whole ({fault})"
+
+
+def _begin_at(path: Path, found: dict[str, Any], recipe: Recipe, facts: dict[str, Any]) -> Beginning:
+    """The beginning at `path`. RecipeError if the best checkpoint, whose model is loaded at the end, is damaged."""
+    state = json.loads((path / "trainer_state.json").read_text(encoding="utf-8"))
+    best = path.with_name(f"checkpoint-{state['best_global_step']}")
+    known = manifest.read(best) if recipe.training.load_best_model_at_end else None
+    if known is not None and (fault := manifest.fault_of(best, known)) is not None:
+        raise RecipeError(f"The best checkpoint {best} is not whole ({fault}). Set load_best_model_at_end: false.")
+    for line in manifest.what_changes(path, found, facts):
+        say(line)
+    return Beginning(str(path), found["run"])

@@ -1,0 +1,278 @@
+"""Saves a run: checkpoints that end with a manifest, the stop at a SIGTERM, and what is kept if a save fails."""
+
+import contextlib
+import shutil
+import tempfile
+import uuid
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback
+
+from liger_trainer.command.processes import on_all
+from liger_trainer.command.recipe.read import Recipe
+from liger_trainer.command.run import manifest
+from liger_trainer.command.run.manifest import checkpoints_in
+from liger_trainer.command.run.output_dir import WEIGHTS, Beginning, matches
+from liger_trainer.command.run.pictures import CURVES, draw_curves
+from liger_trainer.command.run.preemption import SaveOnSigterm, Terminated
+from liger_trainer.command.run.summary import RunRecorder, hardware
+from liger_trainer.errors import RecipeError, RunError, refusal
+from liger_trainer.trainers.model_card import CardText, card_without_risk
+
+
+class _CannotSave(Exception):
+    """A write has failed, and the message says why."""
+
+
+class Keeper(TrainerCallback):
+    """The checkpoints of a run: where it begins, their manifests, and how many of them stay.
+
+    Checksums are taken in a thread while training goes on. Once the manifest of a checkpoint is there, older ones are
+    deleted, by their steps and never those of another run. Of `limit`, the newest and the best one stay in any case.
+    """
+
+    def __init__(self, facts: dict[str, Any], beginning: Beginning, limit: int | None = None) -> None:
+        self.facts, self.beginning, self._limit = facts | {"run": beginning.run or uuid.uuid4().hex}, beginning, limit
+        self._pool = ThreadPoolExecutor(1)
+        self._writing: Future | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Find the best checkpoint in a folder that was moved."""
+        if self.beginning.checkpoint is not None:
+            best = Path(self.beginning.checkpoint).parent / f"checkpoint-{state.best_global_step}"
+            if best.is_dir():
+                state.best_model_checkpoint = str(best)
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
+        """Refuse a metric that the evaluation does not have, before the trainer looks for it."""
+        name = args.metric_for_best_model
+        if name is not None and f"eval_{name.removeprefix('eval_')}" not in metrics:
+            raise RecipeError(f"metric_for_best_model is {name!r}; expected one of: {', '.join(metrics)}.")
+
+    def begin(self, trainer: Any) -> None:
+        if trainer.args.should_save:
+            manifest.begin(_checkpoint_of(trainer), self.facts)
+        trainer.accelerator.wait_for_everyone()  # an attempt before may have left files of other processes there
+
+    def finish(self, trainer: Any) -> None:
+        """Have the manifest written as soon as all processes have come here, which have then saved their parts."""
+        checkpoint, args, state = _checkpoint_of(trainer), trainer.args, trainer.state
+        seen = on_all(args, manifest.files_in(checkpoint))  # of a network disk, none may see all files at once
+        names = seen[args.process_index] if args.save_on_each_node else {name for some in seen for name in some}
+        if args.should_save:
+            facts = self.facts | {"step": state.global_step}
+            self._writing = self._pool.submit(self._write, checkpoint, names, facts, state.best_model_checkpoint)
+
+    def wait(self, trainer: Any) -> None:
+        """Wait for the manifest of the last checkpoint."""
+        if self._writing is not None:
+            with _saving("A checkpoint", trainer):
+                self._writing.result()  # Ctrl-C may end this one, and what is said of the run then waits again
+        self._writing = None
+
+    def _write(self, checkpoint: Path, names: Iterable[str], facts: dict[str, Any], best: str | None) -> None:
+        manifest.write(checkpoint, names, facts)
+        if self._limit is None:
+            return
+        here = checkpoints_in(checkpoint.parent)
+        found = {path: manifest.read(path) for path in here[: here.index(checkpoint) + 1]}  # later ones are damaged
+        own = [path for path, said in found.items() if said is not None and said["run"] == facts["run"]]
+        kept = {checkpoint, *(path for path in own if best is not None and path.name == Path(best).name)}
+        surplus = [path for path in own if path not in kept][: max(0, len(own) - max(self._limit, len(kept)))]
+        for path in [*surplus, *(path for path in found if (path / manifest.BEGUN).exists())]:
+            with contextlib.suppress(OSError):  # one that cannot be deleted does no harm
+                manifest.remove(path)
+
+
+class SavesWithManifest:
+    """Changes in a trainer, for a run of the command, how it saves, and the card of its model."""
+
+    keeper: Keeper
+    stop: SaveOnSigterm
+    recipe: Recipe
+    recorder: RunRecorder
+    curves = False  # whether this run has drawn them
+
+    def _save_checkpoint(self: Any, model: Any, trial: Any) -> None:
+        self.keeper.wait(self)
+        with _saving("A checkpoint", self):
+            self.keeper.begin(self)
+            super()._save_checkpoint(model, trial)  # type: ignore[misc]
+            self.keeper.finish(self)
+        if self.args.push_to_hub:
+            self.keeper.wait(self)
+            super()._push_from_checkpoint(str(_checkpoint_of(self)))  # type: ignore[misc]
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Wait for the manifest, which is pushed too: the stock trainer calls this before it can be written."""
+
+    def _run_epoch(self: Any, **kwargs: Any) -> None:
+        # The stock loop trains one more step of a finished run.
+        if self.state.global_step < self.state.max_steps and not self.control.should_training_stop:
+            super()._run_epoch(**kwargs)  # type: ignore[misc]
+
+    def create_model_card(self: Any, model_name: str | None = None, **kwargs: Any) -> None:
+        """Write a card with this package, the base model, the rows, the loss, the machine and the recipe in it."""
+        name = model_name or Path(self.args.output_dir).name
+        super().create_model_card(name, tags="liger-trainer")  # type: ignore[misc]
+
+    def card_text(self: Any) -> CardText:
+        stock = super().card_text()  # type: ignore[misc]
+        # The example asks by a chat template.
+        chats = self.recipe.args.prompt_template != "alpaca" and getattr(self.processing_class, "chat_template", None)
+        return CardText(
+            base_model=_shown(self.keeper.facts["base"][0]),
+            quick_start=bool(chats) and (stock is None or stock.quick_start),
+            trained=self._what_was_trained(),
+        )
+
+    def _what_was_trained(self: Any) -> str:
+        """The lines of the card about this run, in Markdown."""
+        import liger_trainer
+
+        (base, base_print), (rows, rows_print) = self.keeper.facts["base"], self.keeper.facts["rows"]
+        losses = [log["loss"] for log in self.state.log_history if "loss" in log]
+        kind = getattr(self.args, "loss_type", None) or self._name
+        loss = f"{kind if isinstance(kind, str) else ', '.join(kind)}, {self.state.global_step} steps"
+        if losses:
+            loss += f", from {losses[0]:.4g} to {losses[-1]:.4g}"
+        machine = hardware(self.args.world_size)
+        if self.recorder.speed is not None:
+            machine += f", {self.recorder.speed:,.0f} tokens/s"
+        lines = [
+            f"- liger_trainer {liger_trainer.__version__}, `{type(self).__name__}`",
+            f"- Base model: `{_shown(base)}` {base_print}",
+            f"- Data: `{rows}` {rows_print}",
+            f"- Loss: {loss}",
+            f"- Hardware: {machine}",
+            "",
+        ]
+        if self.curves:
+            lines += [f"![loss, gradient norm and rewards by step]({CURVES})", ""]
+        return "\n".join([*lines, self.recipe.to_card()])
+
+
+def _shown(model: str) -> str:
+    """The name of a model in a card: without the folders of this machine."""
+    return Path(model).name if Path(model).is_dir() else model
+
+
+@contextlib.contextmanager
+def _saving(what: str, trainer: Any) -> Iterator[None]:
+    """`_CannotSave` in place of an error that says that a write has failed. Others stay as they are."""
+    try:
+        yield
+    except Exception as error:
+        by_torch = "inline_container.cc" in str(error)  # torch itself says only how many bytes are missing
+        if not (isinstance(error, OSError) or by_torch or "Error while serializing: I/O error" in str(error)):
+            raise
+        reason = "no space left, or a limit on the size of its files" if by_torch else error
+        raise _CannotSave(f"{what} cannot be written: {reason} (in {trainer.args.output_dir}).") from error
+
+
+def train_and_save(trainer: Any, recipe: Recipe) -> None:
+    """Train, and save the model in `output_dir`. RecipeError if a library refuses something before the first step."""
+    keeper, beginning = trainer.keeper, trainer.keeper.beginning
+    try:
+        trainer.train(resume_from_checkpoint=beginning.checkpoint)
+        if trainer.state.global_step == 0:
+            raise RecipeError(
+                "No step was trained, since the rows do not fill a batch: set dataloader_drop_last: false."
+            )
+        keeper.wait(trainer)
+        _save_model(trainer)
+    except Terminated:
+        keeper.wait(trainer)
+        trainer.callback_handler.on_train_end(trainer.args, trainer.state, trainer.control)
+        trainer.stop.any_asked()  # a barrier: the launcher ends the others once one has ended
+        raise
+    except _CannotSave as error:
+        raise RunError(f"{error} {_keep_model(trainer)}{what_is_left(recipe)}") from error
+    except Exception as error:
+        args = trainer.args
+        written = {name: getattr(args, name, None) for name in ("optim_args", "lr_scheduler_kwargs", "loss_type")}
+        said = refusal(error, **written)
+        if not beginning.known:
+            said = f"{beginning.checkpoint} cannot be loaded: {' '.join(str(error).split())}"
+        # TRL looks at these in the first step
+        late = ("loss_type: ", "The reward function ")
+        by_trl = trainer.state.global_step == 0 and said is not None and any(text in said for text in late)
+        if said is None or (trainer.stop.training and not by_trl):
+            raise
+        raise RecipeError(f"{said} ({type(error).__name__})") from error
+    finally:
+        with contextlib.suppress(_CannotSave):  # after another error: what_is_left may name this checkpoint
+            keeper.wait(trainer)
+
+
+def _save_model(trainer: Any) -> None:
+    """Save the model in `output_dir`, or else delete what was written: half a model looks like a whole one."""
+    folder, failure = Path(trainer.args.output_dir), None
+    before = {path: path.stat().st_mtime_ns for path in matches(folder, WEIGHTS)}
+    try:
+        with _saving("The trained model", trainer):
+            trainer.save_model(trainer.args.output_dir, _internal_call=True)  # without a push
+            trainer.save_state()
+            if trainer.is_world_process_zero():
+                with card_without_risk(trainer.args.output_dir):
+                    trainer.curves = draw_curves(trainer.state.log_history, folder / CURVES)
+            trainer.create_model_card()
+    except Exception as error:
+        failure = error
+    if not any(on_all(trainer.args, failure is not None)):
+        return
+    for path in matches(folder, WEIGHTS) if trainer.is_world_process_zero() else ():
+        if path.is_file() and path.stat().st_mtime_ns != before.get(path):
+            with contextlib.suppress(OSError):
+                path.unlink()
+    if failure is None:
+        raise RunError("The trained model cannot be written; another process says why.")
+    if not isinstance(failure, _CannotSave):
+        failure.add_note(_keep_model(trainer))
+    raise failure
+
+
+def _keep_model(trainer: Any) -> str:
+    """After a save has failed, save the model alone: in `output_dir` or, if it is full or has one, for temporary files.
+
+    The sentence that says where is empty if there is a checkpoint of this step, or if this process has a part only.
+    Checkpoints without a manifest are deleted, because their space is needed.
+    """
+    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled or not trainer.is_world_process_zero():
+        return ""
+    if manifest.read(_checkpoint_of(trainer)) is not None:
+        return ""
+    folder = Path(trainer.args.output_dir)
+    for path in checkpoints_in(folder):
+        if (path / manifest.BEGUN).exists():
+            shutil.rmtree(path, ignore_errors=True)
+    elsewhere = Path(tempfile.mkdtemp(prefix="liger-trainer-"))
+    for place in (elsewhere,) if matches(folder, WEIGHTS) else (folder, elsewhere):  # an earlier model stays
+        try:
+            trainer._save(str(place))
+        except Exception:  # the disk again, which the message is about already
+            for path in matches(place, WEIGHTS):
+                path.unlink()
+        else:
+            if place == folder:
+                elsewhere.rmdir()
+            return f"The model of step {trainer.state.global_step} is saved in {place}, without its optimizer. "
+    shutil.rmtree(elsewhere, ignore_errors=True)
+    return f"The model cannot be written to {tempfile.gettempdir()} either. "
+
+
+def what_is_left(recipe: Recipe) -> str:
+    """Name the newest whole checkpoint of a run that ended early, and how to go on from it."""
+    if not recipe.began:  # whatever is in output_dir is from an earlier run
+        return "Training had not begun."
+    whole = [path for path in checkpoints_in(Path(recipe.training.output_dir)) if manifest.read(path) is not None]
+    if not whole:
+        return f"No checkpoint was saved (save_strategy is {recipe.training.save_strategy.value!r})."
+    return f"The last checkpoint is {whole[-1]}. To go on, add --resume_from_checkpoint true to the command."
+
+
+def _checkpoint_of(trainer: Any) -> Path:
+    return Path(trainer.args.output_dir, f"checkpoint-{trainer.state.global_step}")

@@ -1,0 +1,140 @@
+"""The few lines that `liger-trainer train` prints at the end."""
+
+import math
+import platform
+import sys
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+
+from liger_trainer.command.rows.counts import RowCounts
+
+# What the trainers log of their loss and rewards: the key, and what it is called in the summary.
+_LOGGED = {
+    "loss": "loss", "eval_loss": "eval     loss", "reward": "reward", "rewards/margins": "margin",
+    "rewards/accuracies": "accuracy",
+}  # fmt: skip
+
+
+class RunRecorder(TrainerCallback):
+    """Notes what a run does while the trainer runs, and puts it into words.
+
+    Before training, set `rows` (what the trainer has made of its rows), `parameters` (how many are trained, and how
+    many there are) and, if there is one, `early_stopping` (the callback).
+    """
+
+    def __init__(self) -> None:
+        self.rows: RowCounts | None = None
+        self.parameters: tuple[int, int] | None = None
+        self.early_stopping: Any = None
+        self._logged: dict[str, list[float]] = {}
+        self._mean_loss: float | None = None  # of all steps, if no loss was logged during training
+        self._first_step = 0
+        self._norm = 0.0  # of the gradient, as logged last
+        self._tokens = self._seconds = 0.0  # 0 as long as no tokens are counted
+        self._start = 0.0
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self._start, self._first_step = time.perf_counter(), state.global_step
+        if self.early_stopping is not None:  # the trainer itself counts anew after a resume
+            kept, stopper = state.stateful_callbacks["EarlyStoppingCallback"]["attributes"], self.early_stopping
+            stopper.early_stopping_patience_counter = kept["early_stopping_patience_counter"]
+            control.should_training_stop = not self._is_patient()
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        logs = logs or {}
+        for key in _LOGGED.keys() & logs.keys():
+            if logs[key] is not None:  # the reward of completions that no function judges
+                self._logged.setdefault(key, []).append(float(logs[key]))
+        self._norm = float(logs.get("grad_norm", self._norm))
+        if "train_loss" in logs and "loss" not in self._logged and state.global_step > self._first_step:
+            self._mean_loss = logs["train_loss"]
+        if "num_tokens" in logs and ("loss" in logs or self._mean_loss is not None):  # TRL counts over all processes
+            self._tokens, self._seconds = logs["num_tokens"], time.perf_counter() - self._start
+
+    def summary(self, trainer) -> str:
+        """The text for the end of the run of `trainer`."""
+        args, state = trainer.args, trainer.state
+        report, chosen = getattr(trainer, "liger_report", None), getattr(trainer, "checkpointing", None)
+        kept, captured = getattr(trainer, "kept_weights", None), getattr(trainer, "captured_steps", None)
+        resumed = f", resumed at step {self._first_step}" if self._first_step else ""
+        lines = ["Summary", f"  steps    {state.global_step - self._first_step}{resumed}{self._stopped(args, state)}"]
+        if self.rows is not None:
+            lines.append(f"  rows     {self.rows}")
+        if self.parameters is not None:
+            trained, total = self.parameters
+            lines.append(f"  trains   {trained:,} of {total:,} parameters ({trained / total:.2%})")
+        seconds = timedelta(seconds=round(time.perf_counter() - self._start))
+        epochs = (state.epoch or 0) * (1 - self._first_step / max(1, state.global_step))
+        lines.append(f"  time     {seconds} for {epochs:.2f} epochs of these rows")
+        if "loss" not in self._logged:
+            mean = self._mean_loss
+            if mean is not None and not hasattr(trainer, "_initial_global_step"):
+                # transformers 5.17 divides the losses since the resumption by the steps of the whole run
+                mean *= state.global_step / (state.global_step - self._first_step)
+            lines.append(f"  loss     {'not logged' if mean is None else f'{mean:.3f}, the mean of all steps'}")
+        for key, name in _LOGGED.items():
+            if logged := self._logged.get(key):
+                lines.append(f"  {name:8} {logged[0]:.3f} -> {logged[-1]:.3f}")
+        if math.isnan(self._norm):
+            lines.append("  warning  the last gradient norm is NaN, and a loss that is NaN is left out above")
+        lines += [
+            f"  speed    {'not counted' if self.speed is None else f'{self.speed:.0f} tokens/s'}",
+            f"  memory   {peak_memory(0 if chosen is None else chosen.highest)}",
+            *([] if chosen is None else [f"  layers   {chosen}"]),
+            *([] if captured is None else [f"  captured {captured.in_words()}"]),
+            f"  patched  {'nothing (use_liger is false)' if report is None else report.one_line()}",
+            *([f"  kept     {kept}"] if kept is not None and str(kept) else []),
+            f"  model    {args.output_dir}",
+        ]
+        return "\n".join(lines)
+
+    @property
+    def speed(self) -> float | None:
+        """Tokens a second of all processes, without padding; None where the trainer does not count them."""
+        return self._tokens / self._seconds if self._tokens else None
+
+    def _is_patient(self) -> bool:
+        stopper = self.early_stopping
+        return stopper is None or stopper.early_stopping_patience_counter < stopper.early_stopping_patience
+
+    def _stopped(self, args, state) -> str:
+        if self._is_patient() or state.global_step >= state.max_steps:
+            return ""
+        return (
+            f" of {state.max_steps}, stopped early: eval_{args.metric_for_best_model.removeprefix('eval_')} was best "
+            f"at step {state.best_global_step}, with {state.best_metric:.3f}, and that model is saved"
+        )
+
+
+def hardware(processes: int = 1) -> str:
+    """The device that trains, and on how many processes."""
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU ({platform.machine()})"
+    return name if processes == 1 else f"{processes} x {name}"
+
+
+def peak_bytes(known: int = 0) -> int | None:
+    """The peak of memory so far: of this process's tensors on the GPU or, without a GPU, of the whole process.
+
+    None on Windows without a GPU. `known`: a peak that torch's counter for the GPU has forgotten.
+    """
+    if torch.cuda.is_available():
+        return max(known, torch.cuda.max_memory_allocated())
+    if sys.platform == "win32":
+        return None
+    import resource
+
+    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss: bytes on macOS, KiB on Linux
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def peak_memory(known: int = 0) -> str:
+    """`peak_bytes` in words."""
+    peak = peak_bytes(known)
+    if peak is None:
+        return "not measured on Windows without a GPU"
+    where = "on the GPU (this process)" if torch.cuda.is_available() else "of the process"
+    return f"{peak / 2**30:.2f} GiB peak {where}"

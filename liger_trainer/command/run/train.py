@@ -1,0 +1,217 @@
+"""Running a parsed recipe: check everything, load model and rows, train, and save."""
+
+import inspect
+import os
+from typing import Any
+
+import trl
+from accelerate.utils import parse_flag_from_env
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, EarlyStoppingCallback
+
+import liger_trainer
+from liger_trainer._logging import logger
+from liger_trainer.command.processes import is_main_process
+from liger_trainer.command.recipe.checks import NOT_ON_EXPERTS
+from liger_trainer.command.recipe.model_source import ModelSource, find_model, quantization_of, trainable
+from liger_trainer.command.recipe.read import Recipe
+from liger_trainer.command.rows.chat_template import answers_marked, raised_by_template, row_without_answer
+from liger_trainer.command.rows.counts import account_for_rows, check_token_ids
+from liger_trainer.command.rows.images import broken_picture, check_first_batch
+from liger_trainer.command.rows.preview import show_rows
+from liger_trainer.command.rows.sources import Sources, find_sources
+from liger_trainer.command.run.manifest import facts_of
+from liger_trainer.command.run.output_dir import find_beginning, own_folder
+from liger_trainer.command.run.preemption import SaveOnSigterm
+from liger_trainer.command.run.saving import Keeper, SavesWithManifest, train_and_save, what_is_left
+from liger_trainer.command.run.summary import RunRecorder
+from liger_trainer.errors import RecipeError, RunError, refusal, short
+from liger_trainer.trainers.world import fault_of_world
+
+
+def run(recipe: Recipe, preview_rows: int | None = None, stop: SaveOnSigterm | None = None) -> str | None:
+    """The summary of a run of `recipe`, or what the trainer makes of the first `preview_rows`, untrained.
+
+    None on all processes but the main one. RecipeError if nothing has been trained, RunError if a write has failed.
+    """
+    training = recipe.training
+    if fault := fault_of_world(os.environ, training.distributed_state, recipe.sharding):
+        raise RecipeError(f"{fault}")
+    with own_folder(recipe) as resumes:
+        return _run(recipe, resumes, preview_rows, stop or SaveOnSigterm())
+
+
+def _run(recipe: Recipe, resumes: str, preview_rows: int | None, stop: SaveOnSigterm) -> str | None:
+    training, sources = recipe.training, find_sources(recipe)
+    train_rows, eval_rows = sources.train_rows, sources.eval_rows
+    facts = facts_of(recipe, sources.model, train_rows)
+    beginning = find_beginning(recipe, resumes, facts)
+    keeper, training.save_total_limit = Keeper(facts, beginning, training.save_total_limit), None
+
+    total = len(train_rows)
+    if preview_rows is not None:
+        train_rows = train_rows.select(range(min(preview_rows, total)))
+        eval_rows = None if eval_rows is None else eval_rows.select(range(1))
+    recorder = RunRecorder()
+    callbacks: list[Any] = [keeper, recorder]
+    if recipe.args.early_stopping_patience is not None:
+        recorder.early_stopping = EarlyStoppingCallback(recipe.args.early_stopping_patience)
+        callbacks.append(recorder.early_stopping)
+    callbacks.append(stop)  # the last, because it may end the run
+    plain = getattr(liger_trainer, recipe.entry.trainer)
+    named = {"__doc__": plain.__doc__, "__module__": plain.__module__}
+    trainer_class = type(plain.__name__, (SavesWithManifest, plain), named)
+    trainer = build_trainer(
+        recipe, sources._replace(train_rows=train_rows, eval_rows=eval_rows), callbacks, trainer_class
+    )
+    check_token_ids(trainer, "train")
+    if eval_rows is not None and trainer.eval_dataset is not None:
+        check_token_ids(trainer, "eval")
+    check_first_batch(trainer)
+    if preview_rows is not None:
+        return show_rows(trainer, train_rows, total)
+    recorder.rows = account_for_rows(trainer, train_rows, eval_rows)
+    recorder.parameters = PeftModel.get_nb_trainable_parameters(trainer.model)  # which takes any model
+
+    recipe.began = True
+    trainer.keeper, trainer.stop, trainer.recipe, trainer.recorder = keeper, stop, recipe, recorder
+    try:
+        train_and_save(trainer, recipe)
+    except RecipeError:
+        raise
+    except Exception as error:
+        if (broken := broken_picture(error, train_rows, eval_rows)) is None:
+            raise
+        raise RunError(f"{broken} {what_is_left(recipe)}") from error
+    if training.push_to_hub:
+        trainer.push_to_hub()
+    summary = recorder.summary(trainer) if trainer.is_world_process_zero() else None
+    # A thread of gloo needs the interpreter's lock to free the tensors of the last collective. If it asks for the lock
+    # while the group is destroyed, the two wait for each other for ever. A barrier has none, and gives the lock away.
+    trainer.accelerator.wait_for_everyone()
+    trainer.accelerator.end_training()
+    return summary
+
+
+def build_trainer(recipe: Recipe, sources: Sources, callbacks: list[Any], trainer_class: type) -> Any:
+    """The trainer of `recipe`, of the class `trainer_class`. RecipeError if a library refuses what the recipe names."""
+    training, init = recipe.training, dict(recipe.training.model_init_kwargs or {})
+    source, config, train_rows, eval_rows, rewards = sources
+    init = {key: value for key, value in init.items() if key not in source.options}
+    options = set(init)
+    init = {"dtype": recipe.model.dtype, "attn_implementation": recipe.model.attn_implementation} | init
+    given = {
+        "train_dataset": train_rows,
+        "eval_dataset": eval_rows,
+        "callbacks": callbacks,
+    }
+    if rewards:
+        given["reward_funcs"] = rewards
+    if getattr(training, "teacher_model_name_or_path", None) is not None:
+        given["teacher_model"] = find_model(training.teacher_model_name_or_path).path
+    quantization = quantization_of(config, recipe.model)
+    init = (trainable(config) if quantization is None else {"quantization_config": quantization}) | init
+    training.model_init_kwargs = None if source.is_gguf else source.options | init
+    try:
+        given["peft_config"] = trl.get_peft_config(recipe.model)
+        if source.is_gguf:  # TRL's trainers cannot load one themselves
+            given["model"], given["processing_class"] = _load_gguf(source, config, init, recipe)
+            if _needs_reference(recipe):
+                given["ref_model"], _ = _load_gguf(source, config, init, recipe)  # reading it again takes seconds
+        else:
+            given["model"] = source.path
+        with answers_marked(recipe, source) as settle_template:
+            trainer = trainer_class(args=training, **given)
+            settle_template(trainer)
+    except RecipeError:
+        raise
+    except Exception as error:
+        if (said := _refused_adapter(error, recipe.model, config)) is not None:
+            raise RecipeError(said) from error
+        if (broken := broken_picture(error, train_rows, eval_rows)) is not None:
+            raise RecipeError(broken) from error
+        if (
+            "no assistant tokens" in str(error)
+            and (unanswered := row_without_answer(train_rows, eval_rows)) is not None
+        ):
+            raise RecipeError(unanswered) from error
+        if isinstance(error, AttributeError) and "'generation_config'" in str(error):
+            kind = (getattr(config, "architectures", None) or ["model"])[0]
+            name = recipe.model.model_name_or_path
+            raise RecipeError(f"model_name_or_path is {name!r}, a {kind}, which is no language model.") from error
+        said = refusal(error, "assistant_only_loss", model_init_kwargs=[*options], report_to=training.report_to)
+        if raised_by_template(error):
+            said = f"a chat template refuses a row: {' '.join(str(error).split())}"
+            if any(isinstance(turn.get("content"), list) for turn in train_rows[0].get("messages") or ()):
+                said += ". The content of its messages is a list of parts; most templates want a text"
+        if said is None:
+            raise
+        raise RecipeError(said) from error
+    _check_adapter(recipe.model, trainer.model)
+    return trainer
+
+
+def _refused_adapter(error: Exception, args: Any, config: Any) -> str | None:
+    """Say by the keys of the recipe what PEFT refuses of an adapter; None if it is about something else."""
+    text, targets = str(error), args.lora_target_modules
+    if not args.use_peft:
+        return None
+    if targets is None and "target_modules" in text:
+        kind = getattr(config, "model_type", None)
+        return (
+            f"lora_target_modules is unset, and PEFT knows none for model type {kind!r}. Set it to the names of linear "
+            "layers, such as [q_proj, v_proj], or to all-linear."
+        )
+    key = next((key for key in NOT_ON_EXPERTS if key in text), None)
+    if "ParamWrapper" not in text or key is None:
+        return None
+    return (
+        f"{key} is {getattr(args, key)}, which PEFT refuses for adapters on experts, and lora_target_modules: "
+        f"{short(targets)} means experts too. Set {key}: {NOT_ON_EXPERTS[key]}, or name modules of attention alone, "
+        "such as [q_proj, k_proj, v_proj, o_proj]."
+    )
+
+
+def _check_adapter(args: Any, model: Any) -> None:
+    """RecipeError if a key names a module that the model does not have. peft ignores such a name among others."""
+    paths = [f".{path}." for path, _ in model.named_modules()]
+    for key in ("lora_target_modules", "lora_modules_to_save") if args.use_peft else ():
+        names = getattr(args, key)
+        for name in names if isinstance(names, list) else ():
+            if not any(f".{name}." in path for path in paths):
+                raise RecipeError(f"{key} names {name!r}, but the model has no module of that name.")
+    wrapped = {getattr(module, "parameter_name", None) for _, module in model.named_modules()}  # by PEFT's ParamWrapper
+    if wrapped - {None} and args.lora_target_modules == "all-linear" and is_main_process():
+        logger.warning(
+            "lora_target_modules: all-linear has adapters on the experts too, and on the routers that choose them. For "
+            "attention alone, name its modules, such as [q_proj, k_proj, v_proj, o_proj]."
+        )
+
+
+def _needs_reference(recipe: Recipe) -> bool:
+    """Tell whether the trainer would load a second copy of the model by its path, as the reference."""
+    trainer = getattr(liger_trainer, recipe.entry.trainer)
+    takes_one = any("ref_model" in inspect.signature(base.__init__).parameters for base in trainer.__mro__)
+    precomputed = getattr(recipe.training, "precompute_ref_log_probs", False)
+    sharded = recipe.training.fsdp or parse_flag_from_env("ACCELERATE_USE_FSDP")  # needs a copy even to precompute
+    return takes_one and (sharded or not precomputed) and not recipe.model.use_peft
+
+
+def _load_gguf(source: ModelSource, config, init: dict, recipe: Recipe):
+    """The model and the tokenizer of a GGUF source. The weights are dequantised to `dtype`."""
+    if recipe.model.load_in_4bit or recipe.model.load_in_8bit:
+        raise RecipeError("load_in_4bit and load_in_8bit do not apply to a GGUF model. Remove them.")
+    from transformers import GgufConfig
+
+    tokenizer = source.load(AutoTokenizer)
+    # Without this, the trainer takes the model for a quantised one, which can neither be trained in full nor saved.
+    init["quantization_config"] = GgufConfig(dequantize=True)
+    model = source.load(AutoModelForCausalLM, config=config, **init)
+    if recipe.model.use_peft:
+        # An adapter names its base by a path, at which peft cannot open a GGUF file. It gets a plain copy there.
+        base = os.path.abspath(os.path.join(recipe.training.output_dir, "base_model"))
+        if is_main_process():
+            model.save_pretrained(base)
+            tokenizer.save_pretrained(base)
+        model.config._name_or_path = model.name_or_path = base
+    return model, tokenizer

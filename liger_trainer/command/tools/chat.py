@@ -1,0 +1,166 @@
+"""`liger-trainer chat MODEL`: a conversation with what was trained, in a terminal.
+
+`transformers chat` talks to a server that has loaded a whole model. This loads an adapter on its base, shows both
+answers, and reads GGUF files.
+"""
+
+import contextlib
+import os
+import sys
+from typing import Any
+
+from liger_trainer.command.tools.loading import (
+    add_command,
+    add_model_options,
+    find_base,
+    load_to_answer,
+    tokenizer_of,
+    with_adapter,
+)
+from liger_trainer.data.formats import alpaca_row
+from liger_trainer.errors import RecipeError
+
+
+def add_chat_command(commands: Any) -> None:
+    """Add `chat` to the subparsers of `liger-trainer`."""
+    parser = add_command(
+        commands, "chat", _chat, "talk to a model or an adapter in a terminal: Ctrl-C ends an answer, Ctrl-D the chat"
+    )
+    parser.add_argument("model", metavar="MODEL", help="an output_dir, a checkpoint, a folder, or a name on the Hub")
+    parser.add_argument("--base", action="store_true", help="show what the base of an adapter answers too")
+    parser.add_argument("--model", dest="base_model", help="the base model, if it is not where the adapter says")
+    parser.add_argument("--system", metavar="TEXT", help="a system message")
+    parser.add_argument(
+        "--images", nargs="+", metavar="FILE", default=[],
+        help="pictures that go with the first line of each conversation, for a model of images",
+    )  # fmt: skip
+    parser.add_argument(
+        "--prompt_template", choices=("chat", "alpaca", "none"),
+        help="how your lines reach the model: by its chat template, as the instruction of prompt_template: alpaca, or "
+        "as they are; by default, by the chat template if there is one, and otherwise as they are",
+    )  # fmt: skip
+    parser.add_argument("--max_new_tokens", type=int, default=512, help="how long an answer may be; default 512")
+    parser.add_argument("--temperature", type=float, help="0 decodes greedily; by default, as the model's config says")
+    add_model_options(parser)
+
+
+def _chat(args: Any) -> None:
+    if lost := [name for name in args.images if not os.path.isfile(name)]:
+        raise RecipeError(f"--images names {lost[0]!r}, and there is no such file.")
+    is_adapter = os.path.isfile(os.path.join(args.model, "adapter_config.json"))
+    for option, given in (("--base", args.base), ("--model", args.base_model)):
+        if given and not is_adapter:
+            raise RecipeError(f"{option} is about the base of an adapter, and {args.model!r} is none. Remove it.")
+    model, reader = _load(args, is_adapter)
+    template = args.prompt_template or ("chat" if reader.chat_template else "none")
+    if template == "chat" and not reader.chat_template:
+        raise RecipeError(f"The tokenizer of {args.model!r} has no chat template. Pass --prompt_template none.")
+    if args.system and template != "chat":
+        raise RecipeError(
+            f"--system needs a chat template, and lines reach the model by prompt_template {template}. Remove it."
+        )
+    if args.images and (template != "chat" or not hasattr(reader, "image_processor")):
+        raise RecipeError(f"--images needs a model of images with a chat template; {args.model!r} is none. Remove it.")
+    start = [{"role": "system", "content": args.system}] if args.system else []
+    history, in_terminal = list(start), sys.stdin.isatty()
+    if in_terminal:
+        with contextlib.suppress(ImportError):  # not on Windows
+            import readline  # noqa: F401 - gives input() a history
+        print("Ctrl-C ends an answer, Ctrl-D the chat; /new begins a new conversation.", file=sys.stderr)
+    while True:
+        try:
+            line = input("\n> " if in_terminal else "")
+        except EOFError:
+            return
+        except KeyboardInterrupt:
+            if not in_terminal:
+                raise
+            print("\nCtrl-D ends the chat.", file=sys.stderr)
+            continue
+        if line.strip() in ("", "/new"):
+            history = list(start) if line.strip() else history
+            continue
+        if any("\ud800" <= letter <= "\udfff" for letter in line):  # what Python makes of bytes that are no text
+            raise RecipeError(f"The line {line!r} is not UTF-8. Convert what is piped in.")
+        shown = [{"type": "image", "path": name} for name in args.images if len(history) == len(start)]
+        history.append({"role": "user", "content": [*shown, {"type": "text", "text": line}] if shown else line})
+        prompt: Any = history if template == "chat" else line
+        if template == "alpaca":
+            prompt = alpaca_row({"instruction": line, "output": ""})["prompt"]
+        if args.base:
+            print("base:")
+            with model.disable_adapter():
+                _answer(model, reader, prompt, args)
+            print("adapter:")
+        history.append({"role": "assistant", "content": _answer(model, reader, prompt, args)})
+
+
+def _load(args: Any, is_adapter: bool) -> tuple[Any, Any]:
+    """The model, an adapter on its base if it is one, and its tokenizer or its processor of images."""
+    if not is_adapter:
+        return load_to_answer(args.model, args, shows_images=True)
+    from peft import PeftConfig
+
+    config = PeftConfig.from_pretrained(args.model)
+    base = args.base_model or find_base(config.base_model_name_or_path, args.model)
+    model, reader = load_to_answer(base, args, gets_adapter=True, shows_images=True, revision=config.revision)
+    model = with_adapter(model, args.model).eval()
+    return model, tokenizer_of(args.model, args.trust_remote_code) or reader
+
+
+def _read(reader: Any, prompt: Any) -> Any:
+    """The inputs of the model for a text, or for messages and the pictures in them: a batch of one row."""
+    import torch
+
+    from liger_trainer.medusa.prompts import encode
+
+    if isinstance(prompt, str) or not hasattr(reader, "image_processor"):
+        ids = torch.tensor([encode(getattr(reader, "tokenizer", reader), prompt)])
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    turns = [
+        turn | {"content": [{"type": "text", "text": turn["content"]}]} if isinstance(turn["content"], str) else turn
+        for turn in prompt
+    ]
+    return reader.apply_chat_template(
+        turns, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
+    )
+
+
+def _answer(model: Any, reader: Any, prompt: Any, args: Any) -> str:
+    """Print an answer as it is written, until Ctrl-C, and return it."""
+    from jinja2 import TemplateError
+    from transformers import TextStreamer
+
+    from liger_trainer.medusa.prompts import end_tokens
+
+    tokenizer = getattr(reader, "tokenizer", reader)
+
+    class Printed(TextStreamer):
+        text = ""
+
+        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+            self.text += text
+            super().on_finalized_text(text, stream_end)
+
+    try:
+        inputs = _read(reader, prompt)
+    except TemplateError as error:
+        raise RecipeError(f"The chat template of {args.model!r} refuses the conversation: {error}.") from error
+    except OSError as error:
+        if not args.images:
+            raise
+        raise RecipeError(f"--images names {', '.join(args.images)}: {error}") from error
+    inputs = {name: x.to(model.device, model.dtype if x.is_floating_point() else None) for name, x in inputs.items()}
+    ends = sorted(end_tokens(model, tokenizer))
+    options: dict[str, Any] = {"max_new_tokens": args.max_new_tokens, "eos_token_id": ends or None}
+    options["pad_token_id"] = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (ends or [0])[0]
+    if args.temperature == 0:
+        options |= {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+    elif args.temperature is not None:
+        options |= {"do_sample": True, "temperature": args.temperature}
+    streamer = Printed(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    try:
+        model.generate(**inputs, streamer=streamer, **options)
+    except KeyboardInterrupt:
+        print(" ...", flush=True)
+    return streamer.text

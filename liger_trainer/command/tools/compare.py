@@ -1,0 +1,278 @@
+"""`liger-trainer compare RECIPE` trains the first steps of a recipe with the stock trainer and with ours.
+
+Each arm runs in a process of its own: peaks of memory, compiled kernels and Liger's patches are of a whole process."""
+
+import argparse
+import dataclasses
+import importlib.util
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import IO, Any
+
+from liger_trainer.command.options import add_recipe_command, positive, take_options
+from liger_trainer.command.processes import launched_processes
+from liger_trainer.command.recipe.accelerate_file import own_environment
+from liger_trainer.command.recipe.read import Recipe, parse_recipe, read_recipe
+from liger_trainer.errors import RecipeError
+
+_USAGE = "liger-trainer compare RECIPE [--steps N] [--json FILE] [--chart FILE] [--key value ...]"
+_STOCK, _LIGER, _OURS = "stock", "stock + Liger", "ours"
+_ALONE = {  # what a run does besides training, or writes
+    "save_strategy": "no", "eval_strategy": "no", "load_best_model_at_end": "false", "report_to": "none",
+    "push_to_hub": "false", "logging_strategy": "steps", "logging_steps": "1", "disable_tqdm": "true",
+    "logging_nan_inf_filter": "false",
+}  # fmt: skip
+_ROW = "{:14} {:>15} {:>9} {:>9} {:>9} {:>11} {:>10}"
+
+
+def add_compare_command(commands: Any) -> None:
+    """Add `compare` to the subparsers of `liger-trainer`."""
+    add_recipe_command(
+        commands, "compare", _compare, _USAGE,
+        "time a recipe's first steps with the stock trainer, with Liger if installed, and with ours",
+        "Train the first steps of a recipe with the stock trainer, with it and liger-kernel if that is "
+        "installed, and with ours, one after the other, and show speed, peak memory and losses. --steps is how many "
+        "(20); the first quarter, five at most, is not timed. --json and --chart write a file (.png, .svg or .pdf). "
+        "Nothing is saved, and the recipe's output_dir is not touched.",
+    )  # fmt: skip
+
+
+def _compare(args: argparse.Namespace) -> int:
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as `liger-trainer train` does; the arms inherit it
+    given, words = take_options(args.options, "steps", "json", "chart", "arm")
+    steps = positive("--steps", given.get("steps", "20"), int)
+    if "arm" in given:
+        Path(given["json"]).write_text(json.dumps(_run_arm(args.recipe, words, given["arm"], steps)))
+        return 0
+    if steps < 2:
+        raise RecipeError(f"--steps is {steps}; expected 2 or more, since the first step is not timed.")
+    for option in ("json", "chart"):
+        if option in given and Path(given[option]).is_dir():
+            raise RecipeError(f"--{option} is {given[option]!r}, a folder; expected a file to write.")
+        if option in given and not Path(given[option]).name:
+            raise RecipeError(f"--{option} has no value; expected a file to write.")
+        if option in given and not (folder := Path(given[option]).absolute().parent).is_dir():
+            raise RecipeError(f"--{option} is {given[option]!r}, and there is no folder {folder}. Make it first.")
+    if "chart" in given and not given["chart"].endswith((".png", ".svg", ".pdf")):
+        raise RecipeError(f"--chart is {given['chart']!r}; expected a file ending in .png, .svg or .pdf.")
+    if "chart" in given and importlib.util.find_spec("matplotlib") is None:
+        raise RecipeError("--chart needs the package matplotlib. Run: pip install matplotlib")
+    if launched_processes() > 1:
+        raise RecipeError("liger-trainer compare trains in one process. Run it without a launcher.")
+    with own_environment():
+        read_recipe(args.recipe, words, _USAGE)  # a misspelt key ends here, once
+    with_liger = importlib.util.find_spec("liger_kernel") is not None
+    arms = []
+    for name in (_STOCK, _LIGER, _OURS) if with_liger else (_STOCK, _OURS):
+        print(f"{name}: training {steps} steps", file=sys.stderr, flush=True)
+        arms.append({"arm": name} | _in_a_process(args.recipe, words, name, steps))
+    if all("error" in arm for arm in arms):
+        raise RecipeError(" ".join(dict.fromkeys(arm["error"] for arm in arms)))
+    from liger_trainer.command.run.summary import hardware
+
+    _note_losses(arms)
+    result = {"recipe": args.recipe, "options": words, "hardware": hardware(), "arms": arms}
+    if "json" in given:
+        Path(given["json"]).write_text(json.dumps(result, indent=1))
+    if "chart" in given:
+        from liger_trainer.command.run.pictures import draw_comparison
+
+        draw_comparison(arms, f"{args.recipe}, {result['hardware']}", given["chart"])
+    print(_table(result))
+    if not with_liger:
+        print("liger-kernel is not installed, so the stock trainer is not shown with it.")
+    return 0
+
+
+def _in_a_process(recipe: str, words: list[str], arm: str, steps: int) -> dict[str, Any]:
+    """Return what `_run_arm` does, or else the last line that its process has written."""
+    with tempfile.TemporaryDirectory() as folder:
+        path, output = Path(folder, "arm.json"), Path(folder, "output.txt")
+        gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]  # of several, TRL and transformers use all
+        own = ["--arm", arm, "--steps", str(steps), "--json", str(path)]
+        with output.open("w") as file:
+            code = _run_to_its_end(
+                [sys.executable, "-m", "liger_trainer", "compare", recipe, *own, *words],
+                file,
+                os.environ | {"CUDA_VISIBLE_DEVICES": gpu},
+            )
+        if path.exists():
+            return json.loads(path.read_text())
+        last = output.read_text(errors="replace").strip().rpartition("\n")[2]
+        return {"error": f"its process ended with code {code}: {last}"}
+
+
+def _run_to_its_end(command: list[str], output: IO[str], environment: dict[str, str]) -> int:
+    """Run `command` and return its exit code; end it too if this process gets SIGTERM, which then exits with 143.
+
+    Without a handler, SIGTERM would end this process alone and leave the command running."""
+    process: subprocess.Popen[bytes] | None = None
+    received: list[int] = []
+
+    def stop(number: int, frame: Any) -> None:
+        received.append(number)
+        # An exception inside Popen would lose the child's handle while the child runs, so there it waits.
+        if process is not None:
+            sys.exit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=environment
+        )
+        if received:
+            sys.exit(128 + received[0])
+        return process.wait()
+    finally:
+        if process is not None:
+            process.kill()  # does nothing to a process that has ended
+            process.wait()
+        signal.signal(signal.SIGTERM, before)
+
+
+def _run_arm(name: str, words: list[str], arm: str, steps: int) -> dict[str, Any]:
+    """Train the first `steps` steps of the recipe `name`, and return the numbers of the arm, or why it has none."""
+    with tempfile.TemporaryDirectory() as folder, own_environment():
+        off = [word for key, value in (_ALONE | {"output_dir": folder}).items() for word in (f"--{key}", value)]
+        try:
+            recipe = parse_recipe(name, [*words, *off], _USAGE)
+            return _train(recipe, arm, steps)
+        except RecipeError as error:
+            return {"error": str(error)}
+        except Exception as error:  # of memory, or of a stock trainer that does not know what the recipe asks for
+            return {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
+
+
+def _train(recipe: Recipe, arm: str, steps: int) -> dict[str, Any]:
+    import torch
+    from transformers import TrainerCallback
+
+    import liger_trainer
+    from liger_trainer.command.rows.sources import find_sources
+    from liger_trainer.command.run.summary import peak_bytes
+    from liger_trainer.command.run.train import build_trainer
+    from liger_trainer.trainers.base import stock_class
+
+    class Clock(TrainerCallback):
+        def __init__(self) -> None:
+            self.times: list[float] = []
+            self.losses: list[float] = []
+            self.tokens: list[float] = []
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            self.times.append(time.perf_counter())
+            if state.global_step >= steps:  # max_steps stays, since learning rates go by it
+                control.should_training_stop = True
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+            if "loss" in logs:
+                self.losses.append(float(logs["loss"]))
+                self.tokens += [logs["num_tokens"]] if "num_tokens" in logs else []  # TRL's, which leaves out padding
+
+    if arm == _LIGER and not torch.accelerator.is_available():
+        raise RecipeError("liger-kernel has kernels for GPUs alone.")
+    trainer_class = getattr(liger_trainer, recipe.entry.trainer)
+    left_out: list[str] = []
+    if arm != _OURS:
+        if recipe.entry.trainer == "LigerMedusaTrainer":
+            raise RecipeError("No stock trainer trains Medusa heads.")
+        trainer_class = stock_class(trainer_class)
+        recipe.training, left_out = _stock_arguments(recipe, use_liger_kernel=arm == _LIGER)
+    sources, clock = find_sources(recipe)._replace(eval_rows=None), Clock()
+    trainer = build_trainer(recipe, sources, [clock], trainer_class)
+    trainer.train()
+    ran = len(clock.times)
+    untimed = min(5, ran // 4) or 1
+    if ran <= untimed:
+        raise RecipeError(f"Of {ran} steps none is left to be timed. Compare at least 2 steps.")
+    seconds = clock.times[-1] - clock.times[untimed - 1]
+    tokens = clock.tokens[-1] - clock.tokens[untimed - 1] if clock.tokens else None
+    chosen, captured = getattr(trainer, "checkpointing", None), getattr(trainer, "captured_steps", None)
+    peak = peak_bytes(0 if chosen is None else chosen.highest)
+    return {
+        "steps": ran,
+        "untimed": untimed,
+        "step_s": seconds / (ran - untimed),
+        "tokens_per_s": None if tokens is None else tokens / seconds,
+        "peak_gib": None if peak is None else peak / 2**30,
+        "losses": clock.losses,
+        "in_16_bits": bool(trainer.args.bf16 or trainer.args.fp16),
+        "left_out": left_out,
+        "captured": None if captured is None else captured.to_dict(),
+        "captured_in_words": None if captured is None else captured.in_words(),
+    }
+
+
+def _stock_arguments(recipe: Recipe, use_liger_kernel: bool) -> tuple[Any, list[str]]:
+    """The config of the stock trainer with the keys of `recipe`, and those that it does not have."""
+    from liger_trainer.trainers.base import stock_class
+
+    stock = stock_class(type(recipe.training))
+    known = {field.name for field in dataclasses.fields(stock) if field.init}
+    values = dict(recipe.chosen)
+    for suffix in ("", "_kwargs"):  # the older name is known to all versions
+        if (value := values.pop(f"activation_checkpointing{suffix}", None)) is not None:
+            values[f"gradient_checkpointing{suffix}"] = value if suffix else str(value).lower() != "false"
+    switches = ("use_liger", "liger_config")
+    left_out = [key for key in values if hasattr(recipe.training, key) and key not in (*known, *switches)]
+    values = {key: value for key, value in values.items() if key in known}
+    return stock(**values | {"use_liger_kernel": use_liger_kernel}), left_out
+
+
+def _note_losses(arms: list[dict[str, Any]]) -> None:
+    """Note where an arm's losses are not the stock trainer's, but for rounding, which later steps drive apart."""
+    want: list[float] = next((arm["losses"] for arm in arms if arm["arm"] == _STOCK and "losses" in arm), [])
+    for arm in arms:
+        first, later = (0.01, 0.05) if arm.get("in_16_bits") else (0.001, 0.01)
+        for step, got in enumerate(arm.get("losses", ()), 1):
+            if not math.isfinite(got):
+                arm["note"] = f"has the loss {got} at step {step}"
+                break
+            loss = want[step - 1] if step <= len(want) else got
+            if not abs(got - loss) <= (first if step == 1 else later) * max(map(abs, want), default=0.0):
+                stock = f"{loss:.4f}, which is the stock trainer's"
+                arm["note"] = f"differs by more than rounding: loss {got:.4f} at step {step}, and not {stock}"
+                break
+
+
+def _table(result: dict[str, Any]) -> str:
+    arms = result["arms"]
+    ran = [arm for arm in arms if "losses" in arm]
+    stock = next((arm["step_s"] for arm in ran if arm["arm"] == _STOCK), None)
+    memory = "the process" if result["hardware"].startswith("CPU") else "tensors on the GPU"
+    lines = [
+        f"{result['recipe']} on {result['hardware']}: {ran[0]['steps']} steps, the first {ran[0]['untimed']} not timed",
+        "",
+        _ROW.format("", "useful tokens/s", "x stock", "s a step", "peak GiB", "first loss", "last loss"),
+    ]
+    for arm in arms:
+        if "error" in arm:
+            lines.append(f"{arm['arm']:14} failed: {arm['error']}")
+            continue
+        lines.append(_ROW.format(
+            arm["arm"],
+            "not counted" if arm["tokens_per_s"] is None else f"{arm['tokens_per_s']:,.0f}",
+            "" if stock is None else f"{stock / arm['step_s']:.2f}",
+            f"{arm['step_s']:.3f}",
+            "" if arm["peak_gib"] is None else f"{arm['peak_gib']:.2f}",
+            *(f"{arm['losses'][at]:.4f}" if arm["losses"] else "" for at in (0, -1)),
+        ))  # fmt: skip
+    lines += ["", f"Useful tokens are those that are not padding; the peak is that of {memory}."]
+    lines += [f"{arm['arm']} {arm['note']}." for arm in ran if "note" in arm]
+    for arm in ran:
+        if (captured := arm.get("captured_in_words")) is not None:
+            lines.append(f"{arm['arm']} captured (cuda_graphs): {captured}.")
+            if arm["captured"]["sizes"]:
+                lines.append("Its timed steps include captures, which a longer run makes once for each size.")
+    if left_out := next((arm["left_out"] for arm in ran if arm["left_out"]), None):
+        lines.append(f"The stock trainer has no {', '.join(left_out)}, and trained without.")
+    return "\n".join(lines)

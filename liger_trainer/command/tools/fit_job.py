@@ -1,0 +1,172 @@
+"""From a recipe to the training whose memory `liger-trainer fit` counts."""
+
+import importlib.util
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from liger_trainer.command.recipe.model_source import ModelSource, quantization_of
+from liger_trainer.command.recipe.read import Recipe
+from liger_trainer.command.rows.sources import model_of
+from liger_trainer.errors import RecipeError, refusal
+from liger_trainer.fitting import losses, optimizers
+from liger_trainer.fitting.hollow import Shape
+from liger_trainer.fitting.images import RowImages, row_images
+from liger_trainer.fitting.sharding import Sharding
+from liger_trainer.fitting.step import Job
+from liger_trainer.memory.host_inputs import OPTION
+from liger_trainer.trainers.cuda_graphs import why_not_by_arguments
+
+LOSSES = {
+    "LigerSFTTrainer": losses.of_labels,
+    "LigerDPOTrainer": losses.of_pairs,
+    "LigerORPOTrainer": losses.of_pairs,
+    "LigerCPOTrainer": losses.of_pairs,
+    "LigerKTOTrainer": losses.of_answers,
+}
+_IN_FP32 = ("LigerORPOTrainer", "LigerCPOTrainer")  # what is not in four bits
+_WITH_REFERENCE = ("LigerDPOTrainer", "LigerKTOTrainer")
+_OPTIONS_NOT_KNOWN = {"every_n_layers": 1, "selective": False}  # and their values without effect
+
+
+def job_of(recipe: Recipe, gpus: int, images: Sequence[tuple[int, int]] = ()) -> Job:
+    """The training of `recipe` on `gpus` GPUs. RecipeError if nothing is known of a part of it.
+
+    `images` are the sizes of the images of a row.
+    """
+    import torch
+    import trl
+    from transformers import AutoConfig, BitsAndBytesConfig
+
+    training, model = recipe.training, recipe.model
+    _refuse_unknown(recipe, gpus)
+    init = dict(training.model_init_kwargs or {})
+    source = model_of(recipe)
+    config = source.load(AutoConfig)
+    stored = (getattr(config, "quantization_config", None) or {}).get("quant_method")
+    if stored not in (None, "mxfp4"):
+        raise _unknown(recipe, f"a checkpoint in {stored}")
+    four_bits = quantization_of(config, model)
+    if isinstance(four_bits, BitsAndBytesConfig) and importlib.util.find_spec("bitsandbytes") is None:
+        raise RecipeError(
+            f"{recipe.path}: load_in_4bit is true, whose layers liger-trainer fit makes with bitsandbytes. Run "
+            "`pip install bitsandbytes`, which needs no GPU."
+        )
+    name = init.get("dtype", model.dtype)
+    dtype = getattr(torch, str(name), None) if name not in (None, "auto") else getattr(config, "dtype", None)
+    precomputed = getattr(training, "precompute_ref_log_probs", False)
+    autocast = torch.bfloat16 if training.bf16 else torch.float16 if training.fp16 else None
+    shape = Shape(
+        config, dtype or torch.float32, trl.get_peft_config(model), fp8=training.fp8,
+        four_bits=four_bits,
+        liger_config=training.liger_config,
+        trust_remote_code=source.options.get("trust_remote_code", False),
+    )  # fmt: skip
+    if images and not shape.has_tower:
+        raise RecipeError(f"--images is given, but {source.path} is a model of text alone. Leave it out.")
+    return Job(
+        shape=shape,
+        loss=LOSSES[recipe.entry.trainer],
+        optimizer=lambda weights: optimizers.make(training, weights),
+        autocast=autocast,
+        sharding=_sharding(recipe, gpus, autocast),
+        accumulates=training.gradient_accumulation_steps > 1,
+        checkpointing=_options_of_checkpointing(recipe),
+        reference=recipe.entry.trainer in _WITH_REFERENCE and not precomputed,
+        budget=training.memory_budget,
+        in_backward=training.optimizer_in_backward,
+        images=_row_images(source, images) if images else None,
+    )
+
+
+def _row_images(source: ModelSource, sizes: Sequence[tuple[int, int]]) -> RowImages:
+    from transformers import AutoProcessor
+
+    processor = source.load(AutoProcessor)
+    try:
+        return row_images(processor, sizes)
+    except Exception as error:
+        if (said := refusal(error)) is None:
+            raise
+        raise RecipeError(f"of --images the processor of {source.path} makes no row: {said}") from error
+
+
+def size_of(recipe: Recipe, images: RowImages | None = None) -> tuple[int, int]:
+    """The rows of a micro-batch, and the tokens of its longest row."""
+    length = getattr(recipe.training, "max_length", None)
+    if length is None:
+        raise RecipeError(
+            f"{recipe.path}: max_length is unset, so that rows have any length. Pass --max_length 2048, or the "
+            "tokens of the longest row with its pictures."
+        )
+    if images is not None and length < images.tokens:
+        raise RecipeError(
+            f"{recipe.path}: max_length is {length}, but the images of a row alone have {images.tokens} tokens. "
+            f"Pass --max_length {images.tokens + 256}, or smaller --images."
+        )
+    return recipe.training.per_device_train_batch_size, length
+
+
+def checkpointing_of(recipe: Recipe) -> bool | str:
+    given = getattr(recipe.training, "activation_checkpointing", None)
+    return bool(recipe.training.gradient_checkpointing) if given is None else given
+
+
+def may_capture(recipe: Recipe, gpus: int) -> bool:
+    """Whether steps may be captured (`cuda_graphs`), as far as the recipe says."""
+    training = recipe.training
+    return training.cuda_graphs is not False and gpus == 1 and why_not_by_arguments(training) is None
+
+
+def _options_of_checkpointing(recipe: Recipe) -> dict[str, Any]:
+    """The options that PyTorch's function gets."""
+    training = recipe.training
+    given = getattr(training, "activation_checkpointing_kwargs", None) or training.gradient_checkpointing_kwargs
+    options = dict(given or {})
+    for key, without in _OPTIONS_NOT_KNOWN.items():
+        if (value := options.pop(key, without)) != without:
+            raise _unknown(recipe, f"activation_checkpointing_kwargs: {key}: {value}")
+    return {"use_reentrant": False} | options
+
+
+def _unknown(recipe: Recipe, what: str) -> RecipeError:
+    mend = "" if what == recipe.entry.trainer else " Set another value to see the step without it."
+    return RecipeError(f"{recipe.path}: liger-trainer fit does not know what a step takes with {what}.{mend}")
+
+
+def _refuse_unknown(recipe: Recipe, gpus: int) -> None:
+    training, model = recipe.training, recipe.model
+    sharded, offloads = recipe.sharding == "FSDP", os.environ.get("FSDP_OFFLOAD_PARAMS", "false").lower() == "true"
+    unknown = {
+        recipe.entry.trainer: recipe.entry.trainer not in LOSSES,
+        "use_liger: false": not training.use_liger,
+        "load_in_4bit: true where FSDP shards the weights": model.load_in_4bit and sharded,
+        f"load_in_4bit: true and {recipe.entry.trainer}": model.load_in_4bit and recipe.entry.trainer in _IN_FP32,
+        "load_in_8bit: true": model.load_in_8bit,
+        "torch_compile: true": training.torch_compile,
+        "fp8: true and use_peft: false": training.fp8 and not model.use_peft,
+        "offload: true where FSDP shards the weights": sharded and bool(_options_of_checkpointing(recipe).get(OPTION)),
+        "activation_offloading: true": getattr(training, "activation_offloading", False),
+        "DeepSpeed": training.deepspeed or recipe.sharding == "DEEPSPEED",
+        "context parallelism": os.environ.get("PARALLELISM_CONFIG_CP_SIZE", "1") != "1",
+        "optimizer_in_backward: true on more than one GPU": training.optimizer_in_backward
+        and (gpus > 1 or recipe.sharding is not None),
+        "fsdp_offload_params: true": sharded and offloads,
+    }
+    for what, given in unknown.items():
+        if given:
+            raise _unknown(recipe, what)
+
+
+def _sharding(recipe: Recipe, gpus: int, autocast: Any) -> Sharding:
+    import torch
+
+    if recipe.sharding != "FSDP":
+        return Sharding("ddp" if gpus > 1 else "none", gpus)
+    options = (recipe.training.fsdp_config if recipe.training.fsdp else None) or {}
+    default = "2" if recipe.training.fsdp else "1"
+    version = str(options.get("version", os.environ.get("FSDP_VERSION", default)))
+    if version != "2":
+        raise _unknown(recipe, f"FSDP of version {version}")
+    reshard = os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() != "false"
+    return Sharding("fsdp2", gpus, autocast, torch.float32 if autocast is not None else None, reshard)

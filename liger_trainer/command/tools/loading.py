@@ -1,0 +1,93 @@
+"""Models and adapters for the commands that load one: chat, merge, and Medusa's two."""
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any
+
+from liger_trainer.command.recipe.model_source import dequantised, find_model
+from liger_trainer.errors import RecipeError
+from liger_trainer.paths import find_beside
+
+
+def add_command(commands, name: str, run, description: str) -> argparse.ArgumentParser:
+    """Add a command whose `run(args)` loads a model, and whose errors of libraries are shown in a line."""
+    parser = commands.add_parser(name, help=description, allow_abbrev=False)
+    parser.set_defaults(run=lambda args: _run(run, args))
+    return parser
+
+
+def add_model_options(parser) -> None:
+    """The options that `load_to_answer` reads."""
+    parser.add_argument(
+        "--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"),
+        help="the dtype of the model; auto, the default, means the one that it is saved in",
+    )  # fmt: skip
+    parser.add_argument("--gguf_file", help="a GGUF file in the folder of the model")
+    parser.add_argument("--trust_remote_code", action="store_true", help="run model code that comes with the model")
+
+
+def _run(command, args) -> int:
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as `liger-trainer train` does, before torch loads
+    try:
+        command(args)
+    except (ValueError, OSError) as error:  # libraries raise these for bad input; a bug elsewhere keeps its traceback
+        raise RecipeError(str(error)) from error
+    return 0
+
+
+def load_to_answer(name: str, args, gets_adapter: bool = False, shows_images: bool = False, **options):
+    """The model, in eval mode and on the GPU if there is one, and its tokenizer.
+
+    With `shows_images`, a model of images keeps its towers, and its processor takes the tokenizer's place.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoProcessor, AutoTokenizer, GgufConfig
+
+    from liger_trainer.fitting.hollow import auto_class_of
+
+    source = find_model(name, args.gguf_file, trust_remote_code=args.trust_remote_code, **options)
+    config = source.load(AutoConfig) if gets_adapter or shows_images else None  # an adapter's folder has none
+    init: dict[str, Any] = {"dtype": args.dtype}
+    if source.is_gguf:  # the dtype that it is saved in is that of quantised blocks
+        init = {"dtype": "float32" if args.dtype == "auto" else args.dtype}
+        init["quantization_config"] = GgufConfig(dequantize=True)
+    elif gets_adapter:
+        init |= dequantised(config)
+    sees = shows_images and getattr(config, "vision_config", None) is not None
+    model = source.load(auto_class_of(config) if sees else AutoModelForCausalLM, **init)
+    reader = source.load(AutoProcessor if sees else AutoTokenizer)
+    return model.eval().to("cuda" if torch.cuda.is_available() else "cpu"), reader
+
+
+def with_adapter(model, adapter: str):
+    """`model`, a base, with the adapter in the folder `adapter` on it."""
+    from peft import PeftModel
+    from safetensors.torch import load_file
+
+    path = Path(adapter, "adapter_model.safetensors")
+    saved = load_file(path) if path.is_file() else {}
+    embeddings = next(name for name, module in model.named_modules() if module is model.get_input_embeddings())
+    for name, tensor in saved.items():
+        if name.endswith(f"{embeddings}.weight") and len(tensor) != model.get_input_embeddings().num_embeddings:
+            model.resize_token_embeddings(len(tensor))  # the adapter was trained with further tokens
+    return PeftModel.from_pretrained(model, adapter)
+
+
+def tokenizer_of(adapter: str, trust_remote_code: bool = False):
+    """The tokenizer that was saved with an adapter, or the processor of images; None if there is none."""
+    from transformers import AutoProcessor, AutoTokenizer
+
+    if not os.path.isfile(os.path.join(adapter, "tokenizer_config.json")):
+        return None
+    sees = any(os.path.isfile(os.path.join(adapter, f"{name}_config.json")) for name in ("processor", "preprocessor"))
+    return (AutoProcessor if sees else AutoTokenizer).from_pretrained(adapter, trust_remote_code=trust_remote_code)
+
+
+def find_base(name: str | None, adapter: str) -> str:
+    """The base that an adapter names. A relative path is looked up in the working directory and next to the adapter."""
+    if not name:
+        raise RecipeError(f"{adapter} does not name its base. Say where the base is with --model.")
+    folder = Path(adapter).absolute()  # the output_dir of a training, or a checkpoint in it
+    beside = folder.parents[1] if folder.name.startswith("checkpoint-") else folder.parent
+    return str(find_beside(name, beside) or name)

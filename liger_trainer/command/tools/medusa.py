@@ -1,0 +1,72 @@
+"""`liger-trainer medusa-eval` and `medusa-export`: the work after training Medusa heads."""
+
+from liger_trainer.command.tools.loading import add_command, add_model_options, load_to_answer
+
+_MODEL = "a folder, a name on the Hub, or smollm2-135m-instruct"
+
+
+def add_medusa_commands(commands) -> None:
+    """Add the two commands to the subparsers of `liger-trainer`."""
+    evaluation = add_command(
+        commands,
+        "medusa-eval",
+        _eval,
+        "measure the accuracy and the acceptance length of heads on their model's text",
+    )
+    evaluation.add_argument("model", metavar="MODEL", help=f"{_MODEL}; after stage 2, the output_dir")
+    evaluation.add_argument("heads", metavar="HEADS", help="the output_dir of a Medusa training, or a folder of heads")
+    evaluation.add_argument(
+        "--prompts", required=True, metavar="FILE",
+        help="a .json or .jsonl file; each row has prompt, messages, conversations (ShareGPT) or instruction (Alpaca)",
+    )  # fmt: skip
+    evaluation.add_argument("--max_rows", type=int, help="how many prompts are used, the first ones; if unset, all")
+    evaluation.add_argument(
+        "--max_new_tokens", type=int, default=128, help="how many tokens an answer may have; default 128"
+    )
+    evaluation.add_argument(
+        "--batch_size", type=int, default=16, help="how many prompts are answered at once; default 16"
+    )
+    add_model_options(evaluation)
+
+    export = add_command(
+        commands, "medusa-export", _export, "write heads for servers (FasterDecoding, TGI, vLLM <= 0.32)"
+    )
+    export.add_argument("checkpoint", metavar="CHECKPOINT", help="the output_dir of a training, or a checkpoint in it")
+    export.add_argument("--output", required=True, help="a new directory")
+    export.add_argument("--model", help="the model that is served with the heads; if unset, the one in CHECKPOINT, or "
+                        "else the one that the heads were trained on")  # fmt: skip
+    add_model_options(export)
+
+
+def _eval(args) -> None:
+    from liger_trainer.medusa.evaluate import evaluate
+    from liger_trainer.medusa.export import load_heads
+    from liger_trainer.medusa.heads import attach_heads
+    from liger_trainer.medusa.prompts import encode, end_tokens, read_prompts
+
+    model, tokenizer = load_to_answer(args.model, args)
+    prompts = read_prompts(args.prompts, bool(tokenizer.chat_template), args.max_rows)
+    heads = attach_heads(model, load_heads(args.heads))
+    report = evaluate(
+        model,
+        heads,
+        [encode(tokenizer, prompt) for prompt in prompts],
+        end_tokens(model, tokenizer),
+        max_new_tokens=args.max_new_tokens,
+        batch_size=args.batch_size,
+    )
+    print(report)
+
+
+def _export(args) -> None:
+    import torch
+
+    from liger_trainer.command.recipe.model_source import name_for_servers
+    from liger_trainer.medusa.export import export_heads, lm_head_of, load_heads, served_model
+
+    heads = load_heads(args.checkpoint)
+    base = args.model or served_model(args.checkpoint, heads)
+    lm_head = lm_head_of(load_to_answer(base, args)[0]) if heads.config.tied else None
+    dtype = None if args.dtype == "auto" else getattr(torch, args.dtype)
+    served = name_for_servers(base)
+    print(f"{export_heads(heads, args.output, served, lm_head, dtype)}: for {served}")

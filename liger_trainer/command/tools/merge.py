@@ -1,0 +1,100 @@
+"""`liger-trainer merge` makes one ordinary model of an adapter and its base."""
+
+import os
+import re
+from pathlib import Path
+
+from liger_trainer.command.recipe.model_source import dequantised, find_model
+from liger_trainer.command.tools.loading import add_command, find_base, tokenizer_of, with_adapter
+from liger_trainer.errors import RecipeError
+
+
+def add_merge_command(commands) -> None:
+    """Add `merge` to the subparsers of `liger-trainer`."""
+    about = "merge a LoRA into its base model, and save model and tokenizer"
+    parser = add_command(commands, "merge", _merge, about)
+    parser.add_argument(
+        "adapter", metavar="ADAPTER_DIR", help="the output_dir of a training with use_peft, or one of its checkpoints"
+    )
+    parser.add_argument("output", metavar="OUTPUT_DIR", help="a new folder, or an empty one")
+    parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"),
+                        help="the dtype of the merged model; auto, the default, means that of the base. The sum is "
+                        "computed in float32, which needs 4 bytes of memory for each parameter")  # fmt: skip
+    parser.add_argument("--model", help="the base model, if it is not where the adapter says")
+    parser.add_argument(
+        "--without_unloaded_weights",
+        action="store_true",
+        help="leave out the weights of the base that transformers does not load, such as prediction layers (MTP); "
+        "config.json then says that there are none",
+    )
+    parser.add_argument("--trust_remote_code", action="store_true", help="run model code that comes with the base")
+
+
+def _merge(args) -> None:
+    import torch
+    from peft import PeftConfig
+    from transformers import AutoConfig, AutoProcessor, AutoTokenizer
+
+    from liger_trainer.base_weights.unloaded import find_checkpoint, keep_unloaded_weights
+    from liger_trainer.fitting.hollow import auto_class_of
+    from liger_trainer.head.merge import merge
+
+    if os.path.exists(args.output) and (not os.path.isdir(args.output) or any(Path(args.output).iterdir())):
+        raise RecipeError(f"OUTPUT_DIR is {args.output!r}, which is not empty. Give the path of a new folder.")
+    if os.path.isdir(args.adapter) and not os.path.isfile(os.path.join(args.adapter, "adapter_config.json")):
+        raise RecipeError(
+            f"ADAPTER_DIR is {args.adapter!r}, which has no adapter_config.json. Give the output_dir of a training "
+            "with use_peft: true, or a checkpoint in it. A whole model needs no merging."
+        )
+    config = PeftConfig.from_pretrained(args.adapter)
+    if config.is_prompt_learning:
+        kind = config.peft_type.value
+        raise RecipeError(f"ADAPTER_DIR is an adapter of {kind}, whose tokens stand before the text, not in a weight.")
+    name = args.model or find_base(config.base_model_name_or_path, args.adapter)
+    try:
+        source = find_model(name, revision=config.revision, trust_remote_code=args.trust_remote_code)
+        base = source.load(AutoConfig)
+        dtype = getattr(torch, args.dtype) if args.dtype != "auto" else base.dtype or torch.float32
+        in_16_bits = dequantised(base)
+        model = source.load(auto_class_of(base), dtype=torch.float32, **in_16_bits)  # nothing is rounded before the sum
+        if in_16_bits:  # transformers 5.17 gives bf16 all the same, and would save experts by the names of their blocks
+            model.float()
+            vars(model).pop("_weight_conversions", None)
+    except RecipeError as error:
+        raise RecipeError(f"{error} It is the base of {args.adapter}. Say where the base is with --model.") from error
+    tokenizer = tokenizer_of(args.adapter, args.trust_remote_code) or source.load(
+        AutoProcessor if getattr(base, "vision_config", None) is not None else AutoTokenizer
+    )
+    try:
+        merged = merge(with_adapter(model, args.adapter))
+    except (ValueError, RuntimeError, OSError, AttributeError) as error:
+        reason = " ".join(str(error).split())[:300]  # torch lists every weight that does not fit, each on a line
+        raise RecipeError(f"{args.adapter} cannot be merged into {model.name_or_path!r}: {reason}") from error
+    _round(merged, dtype)
+    merged.save_pretrained(args.output)
+    checkpoint = find_checkpoint(source.path, config.revision)
+    kept = keep_unloaded_weights(merged, checkpoint, Path(args.output), not args.without_unloaded_weights)
+    tokenizer.save_pretrained(args.output)
+    print(
+        f"{args.output}: {model.name_or_path} with {args.adapter} merged into it, in "
+        f"{str(dtype).removeprefix('torch.')}"
+    )
+    if str(kept):
+        print(kept)
+
+
+def _round(model, dtype) -> None:
+    """Round `model` to `dtype`, but for what transformers has in another dtype when it loads such a model in `dtype`.
+
+    That is the router of many mixtures of experts, in fp32.
+    """
+    import torch
+
+    with torch.device("meta"):
+        made = type(model)._from_config(model.config, dtype=dtype)
+    dtypes = {name: t.dtype for name, t in (*made.named_parameters(), *made.named_buffers())}
+    in_another = made._get_dtype_plan(dtype)  # by parts of names
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_floating_point():
+            own = (kind for part, kind in in_another.items() if re.search(part.replace("*", ".*"), name))
+            tensor.data = tensor.data.to(next(own, dtypes.get(name, dtype)))

@@ -1,0 +1,157 @@
+"""`liger-trainer verify RECIPE` compares a recipe with the stock trainer, on a small copy of its model."""
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections import Counter
+from typing import Any
+
+from liger_trainer.command.options import add_recipe_command
+from liger_trainer.command.recipe.accelerate_file import own_environment
+from liger_trainer.command.recipe.model_source import find_model
+from liger_trainer.command.recipe.parser import load_yaml
+from liger_trainer.command.recipe.read import Recipe, find_recipe, parse_recipe
+from liger_trainer.command.rows.columns import columns_of
+from liger_trainer.command.rows.load import load_rows
+from liger_trainer.errors import RecipeError
+
+_USAGE = "liger-trainer verify RECIPE [--json] [--key value ...]"
+_ROWS, _READ = 24, 96  # rows that are used, and those from which they are taken
+_NEED_A_PACKAGE = {  # or a GPU: the recipe's key has this value before it is checked
+    "load_in_4bit": "false", "load_in_8bit": "false", "use_vllm": "false", "fp8": "false", "optim": "adamw_torch",
+}  # fmt: skip
+_NOT_VERIFIED = (
+    "fp16", *_NEED_A_PACKAGE, "optim_args", "optim_target_modules", "optimizer_in_backward", "torch_compile", "tf32",
+    "accelerate_config", "accelerator_config", "parallelism_config", "fsdp", "deepspeed", "auto_find_batch_size",
+    "dataloader_drop_last", "lora_dropout", "reward_funcs", "reward_weights", "generation_batch_size",
+    "steps_per_generation", "mask_truncated_completions", "chat_template_path", "medusa_init_heads_from",
+    "neftune_noise_alpha", "load_best_model_at_end", "eval_packing", "eval_predictions",
+)  # fmt: skip
+_NEVER_VERIFIED = (
+    "kernels on a GPU", "several processes", "the model's own weights, tokenizer and chat template",
+    "batches, lengths and learning rates of the recipe's size", "generation by a server", "quantized weights",
+)  # fmt: skip
+_OF_LOADING = (
+    "gguf_file", "revision", "dtype", "device_map", "quantization_config", "use_kernels", "trust_remote_code",
+)  # fmt: skip
+
+
+def add_verify_command(commands: Any) -> None:
+    """Add `verify` to the subparsers of `liger-trainer`."""
+    add_recipe_command(
+        commands, "verify", _verify, _USAGE,
+        "show that a recipe trains as the stock trainer does, on a small copy of its model; needs no GPU",
+        "Train a small copy of a recipe's model for a few steps, with its trainer, adapter, options and "
+        "rows, and with the stock trainer, and compare: losses, every logged number, gradients, weights, evaluation, "
+        "what trains, packing, padding, batches, bf16, reference, saving, merging, resuming. "
+        "Only the config of the model is read, so a folder with a config.json is enough. "
+        "With --json, print JSON. The exit code is 1 if a check has failed.",
+    )  # fmt: skip
+
+
+def _verify(args: argparse.Namespace) -> int:
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as `liger-trainer train` does, before torch loads
+    words = [word for word in args.options if word != "--json"]
+    as_json, start = len(words) < len(args.options), time.perf_counter()
+    filed = load_yaml(find_recipe(args.recipe))
+    print("building small copies of the model: the first line takes some seconds", file=sys.stderr, flush=True)
+    from liger_trainer.verify import HEADER, OPTIMIZERS, Check, quiet, verify
+
+    for key, value in _NEED_A_PACKAGE.items():
+        if key == "optim" and filed.get(key) in OPTIMIZERS:
+            continue
+        if filed.get(key) and f"--{key}" not in words:
+            words += [f"--{key}", value]
+
+    import torch
+
+    never_verified = list(_NEVER_VERIFIED)
+    if not torch.cuda.is_available():
+        never_verified.append("captured steps (cuda_graphs), which need a GPU")
+        # transformers would refuse bf16
+        words += ["--use_cpu", "true"]
+
+    with quiet(), own_environment():
+        recipe = parse_recipe(args.recipe, words, _USAGE)
+        setup = setup_of(recipe)
+    left_out = [key for key in _NOT_VERIFIED if filed.get(key) or recipe.chosen.get(key)]
+    if filed.get("optim", recipe.chosen.get("optim")) in OPTIMIZERS:
+        left_out.remove("optim")
+    heading = [HEADER]
+
+    def tell(check: Check) -> None:
+        if not as_json:
+            print(*heading, check.line, sep="\n", flush=True)
+        heading.clear()
+
+    report = verify(setup, tell)
+    seconds = time.perf_counter() - start
+    if as_json:
+        heads = {"recipe": str(recipe.path), "seconds": seconds, "left_out": left_out}
+        print(json.dumps(heads | {"always_left_out": never_verified} | report.to_dict()))
+    else:
+        print(f"\n{recipe.entry.trainer}, compared with {report.compared_with}\n{report.swapped}")
+        if left_out:
+            print(f"left out of this recipe: {', '.join(left_out)}")
+        print(f"left out of every recipe: {'; '.join(never_verified)}")
+        print(f"{len(report.failed)} of {len(report.checks)} checks failed, {seconds:.0f} s")
+    return 1 if report.failed else 0
+
+
+def setup_of(recipe: Recipe) -> Any:
+    """The training of `recipe` as `liger_trainer.verify` takes it."""
+    import trl
+
+    import liger_trainer
+    from liger_trainer.verify import Setup
+
+    training, init = recipe.training, dict(recipe.training.model_init_kwargs or {})
+    config = _config(recipe.model.model_name_or_path, "model_name_or_path", init, recipe.model.model_revision)
+    init = {key: value for key, value in init.items() if key not in _OF_LOADING}
+    if "flash" not in str(attention := init.pop("attn_implementation", recipe.model.attn_implementation)):
+        init |= {} if attention is None else {"attn_implementation": attention}
+    teacher = getattr(training, "teacher_model_name_or_path", None)
+    own = dict(getattr(training, "teacher_model_init_kwargs", None) or {})
+    return Setup(
+        trainer=getattr(liger_trainer, recipe.entry.trainer),
+        arguments=type(training),
+        config=config,
+        rows=_rows(recipe),
+        options={key: value for key, value in recipe.chosen.items() if hasattr(training, key)},
+        peft_config=trl.get_peft_config(recipe.model),
+        model_init=init,
+        teacher=None if teacher is None else _config(teacher, "teacher_model_name_or_path", own),
+        rewards=len(recipe.args.reward_funcs or ()),
+    )
+
+
+def _config(name: str | None, key: str, init: dict[str, Any], revision: str = "main") -> Any:
+    from transformers import AutoConfig
+
+    options = {"revision": init.get("revision", revision), "trust_remote_code": init.get("trust_remote_code", False)}
+    try:
+        return find_model(name, init.get("gguf_file"), **options).load(AutoConfig)
+    except RecipeError as error:
+        raise RecipeError(f"{error} A folder with its config.json is enough here: pass --{key} FOLDER.") from error
+
+
+def _rows(recipe: Recipe) -> list[dict[str, Any]]:
+    """Rows of the recipe, with the columns that its trainer reads; good and bad answers take turns."""
+    needed = columns_of(recipe)
+    recipe.args.max_rows = min(recipe.args.max_rows or _READ, _READ)
+    recipe.args.eval_fraction = recipe.args.eval_dataset_name = recipe.args.dataset_eval_split = None
+    try:
+        rows, _ = load_rows(recipe.args, recipe.path.parent, needed, recipe.training.seed)
+    except RecipeError as error:
+        raise RecipeError(f"{str(error).rstrip('.')}. A few rows are enough here: pass --dataset_name FILE.") from error
+    kept = {name for names in needed for name in names} | {"prompt", "labels", "completion_mask", "assistant_masks"}
+    found = rows.select_columns([name for name in rows.column_names if name in kept]).to_list()
+    counts: Counter[bool] = Counter()
+
+    def turn(row: dict[str, Any]) -> int:
+        counts[bool(row.get("label"))] += 1
+        return counts[bool(row.get("label"))]
+
+    return sorted(found, key=turn)[:_ROWS]

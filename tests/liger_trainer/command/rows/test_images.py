@@ -1,0 +1,124 @@
+"""Rows with pictures in a recipe: each fault is one line with the mend, before training; and packed rows."""
+
+import io
+import json
+import re
+
+import pytest
+import torch
+from datasets import Dataset, Features, Image, List
+from image_models import image_model
+from image_processors import noise_image, processor_of
+from recipe_fixtures import command, write_recipe
+from transformers.image_utils import load_image
+
+from liger_trainer.command.rows.images import broken_picture
+
+MODEL = "idefics3"  # whose processor has no part for videos
+IMAGE = {"type": "image"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A tiny model of images with its processor, a picture, and a file that is none."""
+    found, source = tmp_path_factory.mktemp("pictures"), torch.Generator().manual_seed(0)
+    image_model(MODEL).save_pretrained(found / "model")
+    try:
+        processor = processor_of(MODEL)
+    except ImportError as error:  # in transformers 5.17 this one needs torchvision
+        pytest.skip(str(error).strip().splitlines()[0])
+    processor.save_pretrained(found / "model")
+    noise_image(40, 60, source).save(found / "a.png")
+    (found / "text.png").write_text("a text")
+    return found
+
+
+def row(images=("a.png",), content="w3 w4", column="images"):
+    turns = {"prompt": [{"role": "user", "content": content}], "completion": [{"role": "assistant", "content": "w5"}]}
+    return turns | {column: images}
+
+
+def train(folder, capsys, rows, tmp_path, **keys):
+    (folder / "rows.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
+    keys = {"prompt_template": None, "max_length": 1024, "max_steps": 1, "output_dir": str(tmp_path / "out")} | keys
+    return command(capsys, "train", write_recipe(folder, **keys))
+
+
+PAIR = {"prompt": row()["prompt"], "images": ["a.png"], "chosen": row()["completion"], "rejected": row()["prompt"]}
+BAD = {
+    "another column": (
+        [row(column="picture")], {}, "pictures are read from images or image. Set columns: {images: picture}",
+    ),
+    "a column with one picture": ([row("a.png", column="photo")], {}, "Set columns: {image: photo}"),
+    "no list": ([row("a.png")], {}, "images has 'a.png', and expected is a list .* set columns: {image: images}"),
+    "no picture": ([row(), row(["text.png"])], {}, "has the picture 'text.png', a file that is none"),
+    "more places than pictures": (
+        [row(content=[IMAGE, IMAGE, {"type": "text", "text": "w3"}])], {},
+        r"no batch can be made: Number of images provided \(1\) does not match number of image placeholders \(2\)",
+    ),
+    "tokens of pictures cut": ([row()], {"max_length": 3}, "is 3, and .* tokens of its pictures would be cut"),
+    "the answer cut": ([row()], {"max_length": 33}, "max_length is 33, and .* all that it would learn would be cut"),
+    "answers of a pair cut": (
+        [PAIR],
+        {"trainer": "dpo", "max_length": 10}, "max_length is 10, and .* Set max_length: null",
+    ),
+    "a trainer without images": (
+        [{"prompt": "w3", "chosen": "w4", "rejected": "w5", "images": ["a.png"]}], {"trainer": "orpo"},
+        "the rows have pictures, which LigerORPOTrainer does not read. Take one of sft, dpo, kto",
+    ),
+    "the word set": ([row()], {"router_aux_loss_coef": 0.1}, "yaml: `router_aux_loss_coef` is set to 0.1"),
+    "packing of longer rows": ([row()], {"packing": True, "max_length": 8}, "is 8, and 1 of 1 rows have more"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("rows, keys, said", BAD.values(), ids=BAD)
+def test_what_is_refused(rows, keys, said, folder, tmp_path, capsys):
+    code, _, err = train(folder, capsys, rows, tmp_path, **keys)
+    assert code == 2, err
+    assert re.search(said, err.strip().splitlines()[-1])
+
+
+@pytest.mark.parametrize("kind", ["file", "Parquet", "packed"])
+def test_a_picture_that_is_broken_after_its_header_is_named(kind, folder, tmp_path, capsys):
+    """Readers of pictures name no file. The rows of the first batch are tried before training, and here are whole."""
+    whole, count = (folder / "a.png").read_bytes(), 6
+    (folder / "half.png").write_bytes(whole[: len(whole) // 2])
+    rows = [row(["half.png" if index == 3 else "a.png"]) for index in range(count)]
+    keys = {"packing": True, "max_length": 70} if kind == "packed" else {}
+    if kind == "Parquet":
+        for one in rows:
+            one["images"] = [{"bytes": (folder / one["images"][0]).read_bytes(), "path": None}]
+        features = Features({**Dataset.from_list(rows).features, "images": List(Image())})
+        Dataset.from_list(rows, features=features).to_parquet(folder / "rows.parquet")
+        keys["dataset_name"] = "rows.parquet"
+        rows = [row()]
+    code, _, err = train(folder, capsys, rows, tmp_path, max_steps=count, per_device_train_batch_size=1, **keys)
+    said = err.strip().splitlines()[-1]
+    assert "Row 3 of the dataset has" in said and "cannot be read: image file is truncated" in said, err
+    assert kind == "Parquet" or "half.png" in said
+    assert code == (2 if kind == "packed" else 1)
+    assert kind == "packed" or "No checkpoint was saved" in said
+
+
+def test_another_error_is_not_laid_on_a_broken_picture(tmp_path):
+    (tmp_path / "broken.png").write_bytes(b"no picture")
+    rows = Dataset.from_dict({"images": [[str(tmp_path / "broken.png")]]})
+    try:
+        load_image(str(tmp_path / "broken.png"))
+    except (OSError, ValueError) as error:
+        assert "Row 0 of the dataset has the picture" in broken_picture(error, rows)
+    assert broken_picture(OSError("No space left on device"), rows) is None
+
+
+def test_chat_about_a_file_that_is_no_picture(folder, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("w3"))
+    code, _, err = command(capsys, "chat", folder / "model", "--images", folder / "text.png")
+    assert code == 2 and "--images names" in err and "text.png" in err.strip().splitlines()[-1], err
+
+
+def test_packed_rows_are_counted(folder, tmp_path, capsys):
+    code, out, err = train(
+        folder, capsys, [row(), row(["a.png", "a.png"]), row([])], tmp_path, packing=True, max_length=70
+    )
+    assert code == 0, err
+    assert "3 used of 3" in out

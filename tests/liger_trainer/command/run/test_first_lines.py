@@ -1,0 +1,75 @@
+"""What a user reads before the first step: few lines, and no warning that a recipe or the command brings about."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from checkout import ROOT
+from recipe_fixtures import command, write_model, write_recipe, write_rows
+from transformers import TrainingArguments
+
+from liger_trainer.command.recipe.read import parse_recipe
+from liger_trainer.errors import RecipeError
+
+HAS_NEW_NAMES = "activation_checkpointing" in {f.name for f in dataclasses.fields(TrainingArguments)}
+needs_new_names = pytest.mark.skipif(not HAS_NEW_NAMES, reason="this transformers has the old names only")
+
+
+def write_pairs(path):
+    rows = [{"prompt": f"w{3 + i} w4", "chosen": f"w{6 + i} w8", "rejected": f"w{40 + i} w9"} for i in range(12)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.mark.parametrize("trainer", ["sft", *(pytest.param(name, marks=pytest.mark.slow) for name in ("dpo", "orpo"))])
+def test_at_most_ten_lines_before_the_first_step(trainer, tmp_path):
+    """In a process and with caches of its own, as the first time. Evaluation doubles what TRL does to the rows."""
+    write_model(tmp_path / "model")
+    keys = {"disable_tqdm": None, "gradient_checkpointing": True, "eval_fraction": 0.25, "eval_strategy": "epoch"}
+    if trainer == "sft":
+        write_rows(tmp_path / "rows.jsonl")
+    else:
+        write_pairs(tmp_path / "rows.jsonl")
+        keys |= {"trainer": trainer, "prompt_template": None}
+        if trainer == "orpo":
+            keys["remove_unused_columns"] = False  # as the shipped recipe says, or else TRL tells the user to
+    env = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")]),
+        "HF_HOME": str(tmp_path / "cache"),
+        "HF_HUB_OFFLINE": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    for name in ("TQDM_DELAY", "TRL_EXPERIMENTAL_SILENCE", "PYTHONWARNINGS"):
+        env.pop(name, None)
+    done = subprocess.run(
+        [sys.executable, "-m", "liger_trainer", "train", write_recipe(tmp_path, **keys)],
+        cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=300,
+    )  # fmt: skip
+    text = done.stdout.decode()
+    assert done.returncode == 0, text
+    before, first, _ = text.partition("{'loss'")
+    assert first, text
+    assert before.count("\n") <= 10, before  # a bar that is drawn again is one line
+    assert "Warning" not in before and "deprecated" not in before, before
+    assert "ForCausalLM: rms_norm 5/5" in before, "what was patched is one of them"
+
+
+@needs_new_names
+@pytest.mark.parametrize("filed", ["gradient_checkpointing", "activation_checkpointing"])
+@pytest.mark.parametrize("given", ["gradient_checkpointing", "activation_checkpointing"])
+def test_command_line_beats_the_file_under_either_name(filed, given, tmp_path):
+    """Of two names for one option, transformers takes the new one."""
+    path = write_recipe(tmp_path, **{"gradient_checkpointing": None, filed: True})
+    training = parse_recipe(str(path), [f"--{given}", "false"]).training
+    assert training.gradient_checkpointing is training.activation_checkpointing is False
+
+
+@needs_new_names
+def test_two_names_that_disagree(tmp_path, capsys):
+    path = write_recipe(tmp_path, gradient_checkpointing=True, activation_checkpointing=False)
+    with pytest.raises(RecipeError, match="are two names of one option"):
+        parse_recipe(str(path))
+    code, _, err = command(capsys, "train", path, "--dry_run")
+    assert code == 2 and "Keep one of them" in err
