@@ -8,11 +8,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 from liger_trainer.errors import RecipeError
-from liger_trainer.verify import sixteen_bits
+from liger_trainer.verify import options, sixteen_bits
 from liger_trainer.verify.figures import (
     EPS,
     RTOL,
@@ -28,6 +27,7 @@ from liger_trainer.verify.figures import (
 from liger_trainer.verify.observed import copies, differences, numbers
 from liger_trainer.verify.runs import Bench, OtherOrder, Run, in_chunks
 from liger_trainer.verify.second import SecondTraining, in_bf16
+from liger_trainer.verify.small import more_padding, padding_around
 
 UNMOVED = 1e-3  # what a reward may be for a policy that is its reference, by that for another policy
 
@@ -75,6 +75,8 @@ class Checks:
             ("padded rows = unpadded rows", self._padded),
             ("padding on the left", self._padded_left),
             ("dropout drawn once", self._dropout),
+            ("dropout = stock's", self._of_options(options.dropout_as_stock)),
+            ("optimizer in backward = after it", self._of_options(options.optimizer_in_backward)),
             ("accumulation 1 x 4 = 4 x 1", self._accumulation),
             ("reference model", self._reference),
             ("adapter merged = applied", self._merged),
@@ -164,6 +166,12 @@ class Checks:
 
         return made
 
+    def _of_options(self, check: Callable[[Bench, str, dict[str, float]], Check]) -> Callable[[], Check]:
+        return lambda: check(self.bench, self.kind, self.noise)
+
+    def _dropout(self) -> Check:
+        return options.dropout_drawn_once(self.bench, self.kind, self.noise, self.ours, self.stock)
+
     # Who trains
 
     def _what_trains(self) -> Check:
@@ -243,7 +251,7 @@ class Checks:
             words = "the trainer pads what it writes itself" if self.setup.writes else "packed rows have no padding"
             return Check(words)
         pad = self.bench.tokenizer.pad_token_id
-        padded = self.bench.run("ours", collate=lambda collator: lambda rows: _more_padding(collator(rows), pad))
+        padded = self.bench.run("ours", collate=lambda collator: lambda rows: more_padding(collator(rows), pad))
         return worst(steps_of(padded), steps_of(self.ours), self.noise)
 
     def _padded_left(self) -> Check:
@@ -252,36 +260,10 @@ class Checks:
             return Check(words)
         pad = self.bench.tokenizer.pad_token_id
         ours, stock = (
-            self.bench.run(
-                kind, collate=lambda collator: lambda rows: _padding_around(collator(rows), pad), max_steps=1
-            )
+            self.bench.run(kind, collate=lambda collator: lambda rows: padding_around(collator(rows), pad), max_steps=1)
             for kind in ("ours", self.kind)
         )
         return worst(steps_of(ours), steps_of(stock), self.noise)
-
-    def _dropout(self) -> Check:
-        if self.setup.is_medusa and self.ours.trainer.args.medusa_stage == 1:
-            return Check("the model is frozen, and runs without dropout")
-        if not self.bench.dropouts() and self.setup.peft_config is None:
-            return Check("nothing in the model drops out")
-        options: dict[str, Any] = {"dropout": 0.2, "max_steps": 1}
-        try:
-            kept = self.bench.run("ours", **options, gradient_checkpointing=False)
-        except ValueError:
-            try:
-                self.bench.run(self.kind, **options, gradient_checkpointing=False)
-            except ValueError as error:
-                return Check(f"the model refuses dropout: {error}")
-            raise
-        if kept.logs[0]["loss"] == self.ours.logs[0]["loss"]:
-            stock = self.bench.run(self.kind, **options, gradient_checkpointing=False)
-            if stock.logs[0]["loss"] == self.stock.logs[0]["loss"]:
-                return Check("nothing in the model drops out")
-            return Check("dropout has no effect", math.inf, RTOL)
-        again = self.bench.run("ours", **options, gradient_checkpointing=True)
-        found = worst(steps_of(again), steps_of(kept), self.noise)
-        found.detail = f"recomputed with what the forward pass has dropped, {found.detail}"
-        return found
 
     def _accumulation(self) -> Check:
         if self.setup.writes:
@@ -355,11 +337,11 @@ class Checks:
         return found if effect >= 100 * RTOL else Check(f"{found.detail} only", math.inf, RTOL)
 
     def _resumed(self) -> Check:
-        options: dict[str, Any] = {"optim": "adamw_torch", "gradient_accumulation_steps": 1, "learning_rate": 1e-2}
-        options |= {"max_steps": 4}
+        chosen: dict[str, Any] = {"optim": "adamw_torch", "gradient_accumulation_steps": 1, "learning_rate": 1e-2}
+        chosen |= {"max_steps": 4}
         folder = os.path.join(self.bench.folder, "saved")
-        whole = self.bench.run("ours", **options, save_strategy="steps", save_steps=2, output_dir=folder)
-        resumed = self.bench.run("ours", disturbed=False, resume=os.path.join(folder, "checkpoint-2"), **options)
+        whole = self.bench.run("ours", **chosen, save_strategy="steps", save_steps=2, output_dir=folder)
+        resumed = self.bench.run("ours", disturbed=False, resume=os.path.join(folder, "checkpoint-2"), **chosen)
         logs = [[numbers(log) for log in run.logs[-2:]] for run in (whole, resumed)]
         for log in (*logs[0], *logs[1]):
             log.pop("num_tokens", None)  # which TRL counts from the restart on
@@ -373,31 +355,3 @@ def _distance(run: Run) -> float:
     """Return how far the policy is from its reference at the first step, as the trainer has logged it."""
     values = [run.logs[0].get(name, math.nan) for name in ("rewards/chosen", "rewards/rejected", "kl")]
     return max((abs(value) for value in values if math.isfinite(value)), default=0.0)
-
-
-def _padding_around(batch: dict[str, Any], pad: int) -> dict[str, Any]:
-    """`batch` with seven more columns on the left and three on the right, none of which counts.
-
-    Nor does the first token of a row, which nothing but padding would predict.
-    """
-    found = {}
-    for name, value in batch.items():
-        if isinstance(value, torch.Tensor) and value.ndim == 2:
-            is_labels = name.endswith("labels")
-            fill = -100 if is_labels else pad if name.endswith("input_ids") else 0
-            value = F.pad(value, (7, 3), value=fill)
-            if is_labels:
-                value[:, 7] = -100
-        found[name] = value
-    return found
-
-
-def _more_padding(batch: dict[str, Any], pad: int) -> dict[str, Any]:
-    """`batch` with seven more columns, none of which counts."""
-    found = {}
-    for name, value in batch.items():
-        if isinstance(value, torch.Tensor) and value.ndim == 2:
-            fill = -100 if name.endswith("labels") else pad if name.endswith("input_ids") else 0
-            value = F.pad(value, (0, 7), value=fill)
-        found[name] = value
-    return found

@@ -1,9 +1,10 @@
-"""The small model, tokenizer and rows that a recipe is verified on."""
+"""The small model, tokenizer, rows and padded batches that a recipe is verified on."""
 
 import zlib
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -130,3 +131,31 @@ def _short(value: Any, length: int, tokens: range, name: str = "") -> Any:
 def chance(completions: list[Any], **columns: Any) -> list[float]:
     """A reward that hardly two completions have in common, whatever they say."""
     return [zlib.crc32(str(text).encode()) % 1009 / 1009 for text in completions]
+
+
+def padding_around(batch: dict[str, Any], pad: int) -> dict[str, Any]:
+    """`batch` with seven more columns on the left and three on the right, none of which counts.
+
+    Nor does the first token of a row, which nothing but padding would predict.
+    """
+    found = {}
+    for name, value in batch.items():
+        if isinstance(value, torch.Tensor) and value.ndim == 2:
+            is_labels = name.endswith("labels")
+            fill = -100 if is_labels else pad if name.endswith("input_ids") else 0
+            value = F.pad(value, (7, 3), value=fill)
+            if is_labels:
+                value[:, 7] = -100
+        found[name] = value
+    return found
+
+
+def more_padding(batch: dict[str, Any], pad: int) -> dict[str, Any]:
+    """`batch` with seven more columns, none of which counts."""
+    found = {}
+    for name, value in batch.items():
+        if isinstance(value, torch.Tensor) and value.ndim == 2:
+            fill = -100 if name.endswith("labels") else pad if name.endswith("input_ids") else 0
+            value = F.pad(value, (0, 7), value=fill)
+        found[name] = value
+    return found
