@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from liger_trainer.errors import RecipeError
-from liger_trainer.verify import sixteen_bits
+from liger_trainer.verify import options, sixteen_bits
 from liger_trainer.verify.captured import captured
 from liger_trainer.verify.figures import (
     EPS,
@@ -77,6 +77,8 @@ class Checks:
             ("padded rows = unpadded rows", self._padded),
             ("padding on the left", self._padded_left),
             ("dropout drawn once", self._dropout),
+            ("dropout = stock's", self._of_options(options.dropout_as_stock)),
+            ("optimizer in backward = after it", self._of_options(options.optimizer_in_backward)),
             ("accumulation 1 x 4 = 4 x 1", self._accumulation),
             ("reference model", self._reference),
             ("adapter merged = applied", self._merged),
@@ -165,6 +167,12 @@ class Checks:
             return check(self.second)
 
         return made
+
+    def _of_options(self, check: Callable[[Bench, str, dict[str, float]], Check]) -> Callable[[], Check]:
+        return lambda: check(self.bench, self.kind, self.noise)
+
+    def _dropout(self) -> Check:
+        return options.dropout_drawn_once(self.bench, self.kind, self.noise, self.ours, self.stock)
 
     # Who trains
 
@@ -262,30 +270,6 @@ class Checks:
         )
         return worst(steps_of(ours), steps_of(stock), self.noise)
 
-    def _dropout(self) -> Check:
-        if self.setup.is_medusa and self.ours.trainer.args.medusa_stage == 1:
-            return Check("the model is frozen, and runs without dropout")
-        if not self.bench.dropouts() and self.setup.peft_config is None:
-            return Check("nothing in the model drops out")
-        options: dict[str, Any] = {"dropout": 0.2, "max_steps": 1}
-        try:
-            kept = self.bench.run("ours", **options, gradient_checkpointing=False)
-        except ValueError:
-            try:
-                self.bench.run(self.kind, **options, gradient_checkpointing=False)
-            except ValueError as error:
-                return Check(f"the model refuses dropout: {error}")
-            raise
-        if kept.logs[0]["loss"] == self.ours.logs[0]["loss"]:
-            stock = self.bench.run(self.kind, **options, gradient_checkpointing=False)
-            if stock.logs[0]["loss"] == self.stock.logs[0]["loss"]:
-                return Check("nothing in the model drops out")
-            return Check("dropout has no effect", math.inf, RTOL)
-        again = self.bench.run("ours", **options, gradient_checkpointing=True)
-        found = worst(steps_of(again), steps_of(kept), self.noise)
-        found.detail = f"recomputed with what the forward pass has dropped, {found.detail}"
-        return found
-
     def _accumulation(self) -> Check:
         if self.setup.writes:
             return Check("each micro-batch writes completions of its own")
@@ -358,11 +342,11 @@ class Checks:
         return found if effect >= 100 * RTOL else Check(f"{found.detail} only", math.inf, RTOL)
 
     def _resumed(self) -> Check:
-        options: dict[str, Any] = {"optim": "adamw_torch", "gradient_accumulation_steps": 1, "learning_rate": 1e-2}
-        options |= {"max_steps": 4}
+        chosen: dict[str, Any] = {"optim": "adamw_torch", "gradient_accumulation_steps": 1, "learning_rate": 1e-2}
+        chosen |= {"max_steps": 4}
         folder = os.path.join(self.bench.folder, "saved")
-        whole = self.bench.run("ours", **options, save_strategy="steps", save_steps=2, output_dir=folder)
-        resumed = self.bench.run("ours", disturbed=False, resume=os.path.join(folder, "checkpoint-2"), **options)
+        whole = self.bench.run("ours", **chosen, save_strategy="steps", save_steps=2, output_dir=folder)
+        resumed = self.bench.run("ours", disturbed=False, resume=os.path.join(folder, "checkpoint-2"), **chosen)
         logs = [[numbers(log) for log in run.logs[-2:]] for run in (whole, resumed)]
         for log in (*logs[0], *logs[1]):
             log.pop("num_tokens", None)  # which TRL counts from the restart on

@@ -51,7 +51,7 @@ class SecondTraining:
             "eval_steps": 1,
             "per_device_eval_batch_size": 2,
         }
-        options["optim"] = _optimizer(setup)
+        options["optim"] = chosen_optimizer(setup)
         if setup.options.get("max_length", 0) is not None:
             options["max_length"] = LONG
         if setup.options.get("num_iterations", 1) == 1:
@@ -210,7 +210,8 @@ def _name(run: Run) -> str:
     return type(getattr(optimizer, "optimizer", optimizer)).__name__
 
 
-def _optimizer(setup: Any) -> str:
+def chosen_optimizer(setup: Any) -> str:
+    """Return the recipe's optimizer, or AdamW in place of one that PyTorch alone does not run."""
     chosen = str(getattr(setup.options.get("optim"), "value", setup.options.get("optim")))
     return chosen if chosen in OPTIMIZERS else "adamw_torch"
 

@@ -1,4 +1,4 @@
-"""The small model, tokenizer and rows that a recipe is verified on."""
+"""The small model, tokenizer, rows and padded batches that a recipe is verified on."""
 
 import zlib
 from typing import Any

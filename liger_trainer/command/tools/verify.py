@@ -23,7 +23,7 @@ _NEED_A_PACKAGE = {  # or a GPU: the recipe's key has this value before it is ch
     "load_in_4bit": "false", "load_in_8bit": "false", "use_vllm": "false", "fp8": "false", "optim": "adamw_torch",
 }  # fmt: skip
 _NOT_VERIFIED = (
-    "fp16", *_NEED_A_PACKAGE, "optim_args", "optim_target_modules", "optimizer_in_backward", "torch_compile", "tf32",
+    "fp16", *_NEED_A_PACKAGE, "optim_args", "optim_target_modules", "torch_compile", "tf32",
     "accelerate_config", "accelerator_config", "parallelism_config", "fsdp", "deepspeed", "auto_find_batch_size",
     "dataloader_drop_last", "lora_dropout", "reward_funcs", "reward_weights", "generation_batch_size",
     "steps_per_generation", "mask_truncated_completions", "chat_template_path", "medusa_init_heads_from",

@@ -62,7 +62,7 @@ def test_what_applies_is_checked_and_what_does_not_says_so():
     found = {check.name: check for check in report.checks}
     left_out = {name for name, check in found.items() if check.verdict == "-"}
     assert left_out == {
-        "captured steps = uncaptured", "padded rows = unpadded rows", "padding on the left", "reference model",
+        "captured steps = uncaptured", "optimizer in backward = after it", "padded rows = unpadded rows", "padding on the left", "reference model",
     }  # fmt: skip
     assert all(check.figure is None for check in report.checks if check.verdict == "-")
     assert 0 < found["gradients"].figure < 1e-5 and found["gradients"].tolerance >= RTOL
@@ -145,7 +145,7 @@ def test_the_table_and_what_was_left_out(recipe, capsys):
     assert lines[-3] == "left out of this recipe: optim, lora_dropout"
     assert lines[-2].startswith("left out of every recipe: kernels on a GPU; several processes; ")
     assert lines[-2].endswith("; captured steps (cuda_graphs), which need a GPU") or torch.cuda.is_available()
-    assert lines[-1].startswith("0 of 26 checks failed, ")
+    assert lines[-1].startswith("0 of 28 checks failed, ")
     assert not (recipe.parent / "out").exists()
 
 

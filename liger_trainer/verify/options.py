@@ -1,0 +1,79 @@
+"""Checks of options that the two trainings leave at their defaults: dropout, and the optimizer in the backward pass."""
+
+import math
+from typing import Any
+
+from liger_trainer.verify.figures import RTOL, Check, steps_of, worst
+from liger_trainer.verify.observed import KeepGradients
+from liger_trainer.verify.runs import Bench, Run
+from liger_trainer.verify.second import chosen_optimizer, exact
+
+
+class _KeepNothing(KeepGradients):
+    """Looks at no gradient: each is freed in the backward pass."""
+
+    def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+        pass
+
+
+def dropout_drawn_once(bench: Bench, kind: str, noise: dict[str, float], ours: Run, stock: Run) -> Check:
+    """Compare a step of recomputed layers with one that keeps its activations. `ours` and `stock` drop out nothing."""
+    if bench.setup.is_medusa and ours.trainer.args.medusa_stage == 1:
+        return Check("the model is frozen, and runs without dropout")
+    if not bench.dropouts() and bench.setup.peft_config is None:
+        return Check("nothing in the model drops out")
+    options: dict[str, Any] = {"dropout": 0.2, "max_steps": 1}
+    try:
+        kept = bench.run("ours", **options, gradient_checkpointing=False)
+    except ValueError:
+        try:
+            bench.run(kind, **options, gradient_checkpointing=False)
+        except ValueError as error:
+            return Check(f"the model refuses dropout: {error}")
+        raise
+    if kept.logs[0]["loss"] == ours.logs[0]["loss"]:
+        other = bench.run(kind, **options, gradient_checkpointing=False)
+        if other.logs[0]["loss"] == stock.logs[0]["loss"]:
+            return Check("nothing in the model drops out")
+        return Check("dropout has no effect", math.inf, RTOL)
+    again = bench.run("ours", **options, gradient_checkpointing=True)
+    found = worst(steps_of(again), steps_of(kept), noise)
+    found.detail = f"recomputed with what the forward pass has dropped, {found.detail}"
+    return found
+
+
+def dropout_as_stock(bench: Bench, kind: str, noise: dict[str, float]) -> Check:
+    """Compare a step of single rows, in which both trainers draw the same masks because there is no padding."""
+    setup = bench.setup
+    if setup.stock.__name__ not in ("SFTTrainer", "Trainer") or setup.is_medusa:
+        return Check("its batches have padding, for which the stock trainer draws too")
+    if not bench.dropouts() and setup.peft_config is None:
+        return Check("nothing in the model drops out")
+    options: dict[str, Any] = {
+        "dropout": 0.2,
+        "max_steps": 1,
+        "per_device_train_batch_size": 1,
+        "gradient_checkpointing": False,
+        "packing": False,
+        "padding_free": False,
+    }
+    ours, stock = (bench.run(each, **options) for each in ("ours", kind))
+    return worst(steps_of(ours), steps_of(stock), noise)
+
+
+def optimizer_in_backward(bench: Bench, *_: Any) -> Check:
+    """Compare steps in the backward pass with those after it, where the recipe asks for them."""
+    if not bench.setup.options.get("optimizer_in_backward"):
+        return Check("the recipe steps after the backward pass")
+    options: dict[str, Any] = {
+        "max_grad_norm": 0.0,
+        "gradient_accumulation_steps": 1,
+        "learning_rate": 1e-2,
+        "optim": chosen_optimizer(bench.setup),
+    }
+    within, after = (
+        bench.run("ours", seen=_KeepNothing(), optimizer_in_backward=early, **options) for early in (True, False)
+    )
+    found = exact([within.after, within.states], [after.after, after.states])
+    found.detail = f"weights and states, {found.detail}"
+    return found

@@ -1,0 +1,75 @@
+"""The checks of dropout and of the optimizer in the backward pass: clean code passes, and seeded bugs fail."""
+
+from unittest import mock
+
+import pytest
+from transformers import Trainer
+from verify_setups import lora, setup_of
+
+from liger_trainer.lora import layers as lora_layers
+from liger_trainer.trainers import optimizer_in_backward as early
+from liger_trainer.verify import options
+from liger_trainer.verify.runs import Bench, quiet
+
+WITHIN = {"options": {"optimizer_in_backward": True}}
+
+
+def dropout_check(folder, *what, **parts):
+    with quiet(), mock.patch.object(lora_layers, "LEAST_WORK", 0):
+        return options.dropout_as_stock(Bench(setup_of(*what, **parts), str(folder)), "stock", {})
+
+
+def backward_check(folder, **parts):
+    with quiet():
+        return options.optimizer_in_backward(Bench(setup_of("SFT", **parts), str(folder)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", [("SFT",), ("SFT", "gpt2"), ("",)])
+def test_the_same_masks_are_drawn_as_by_the_stock_trainer(what, tmp_path):
+    assert dropout_check(tmp_path, *what).verdict == "ok"
+
+
+@pytest.mark.slow
+def test_adapters_drop_out_as_in_the_stock_trainer(tmp_path):
+    assert dropout_check(tmp_path, "SFT", peft_config=lora()).verdict == "ok"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "faulty",
+    [
+        pytest.param(lambda stock, x, part: (x, [part]), id="nothing is dropped"),
+        pytest.param(lambda stock, x, part: (stock(x, part)[0], [part]), id="what is kept is not scaled"),
+    ],
+)
+def test_wrong_dropout_of_an_adapter_is_found(faulty, tmp_path, monkeypatch):
+    stock, train = lora_layers.without_dropped, Trainer.train
+
+    def with_the_bug(self, *args, **kwargs):  # not before: the proof of a layer would refuse it
+        with mock.patch.object(lora_layers, "without_dropped", lambda x, part: faulty(stock, x, part)):
+            return train(self, *args, **kwargs)
+
+    monkeypatch.setattr(Trainer, "train", with_the_bug)
+    assert dropout_check(tmp_path, "SFT", peft_config=lora()).verdict == "FAILED"
+
+
+def test_dropout_is_compared_only_where_both_draw_alike(tmp_path):
+    assert dropout_check(tmp_path, "DPO").verdict == "-"
+
+
+def test_steps_in_the_backward_pass_are_those_after_it(tmp_path):
+    assert backward_check(tmp_path, **WITHIN).verdict == "ok"
+    assert backward_check(tmp_path).verdict == "-"
+
+
+def test_a_second_step_with_the_same_gradient_is_found(tmp_path, monkeypatch):
+    stock = early.step_alone
+
+    def gradient_kept(optimizer, group, weight, place=0):
+        gradient = weight.grad
+        stock(optimizer, group, weight, place)
+        weight.grad = gradient
+
+    monkeypatch.setattr(early, "step_alone", gradient_kept)
+    assert backward_check(tmp_path, **WITHIN).verdict == "FAILED"
