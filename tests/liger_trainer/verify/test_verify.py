@@ -62,7 +62,8 @@ def test_what_applies_is_checked_and_what_does_not_says_so():
     found = {check.name: check for check in report.checks}
     left_out = {name for name, check in found.items() if check.verdict == "-"}
     assert left_out == {
-        "captured steps = uncaptured", "optimizer in backward = after it", "padded rows = unpadded rows", "padding on the left", "reference model",
+        "captured steps = uncaptured", "optimizer in backward = after it", "padded rows = unpadded rows",
+        "padding on the left", "reference model",
     }  # fmt: skip
     assert all(check.figure is None for check in report.checks if check.verdict == "-")
     assert 0 < found["gradients"].figure < 1e-5 and found["gradients"].tolerance >= RTOL
