@@ -31,17 +31,19 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 from transformers.utils import ModelOutput
 
 from liger_trainer.head import masks
-from liger_trainer.head.deferred import DeferredLogits, real
+from liger_trainer.head.deferred import DeferredLogits, defer_logits, materialize
 from liger_trainer.head.module import (
     FusedHeadBinding,
     base_model_of,
     bind_all,
+    caps_in_chunks,
     capture,
     head_options,
     head_reason,
     output_head,
     report_unfused,
     who_sees_outputs,
+    why_model_needs_logits,
     why_not_fusable,
 )
 from liger_trainer.head.outputs import EXTRA_OUTPUTS, TOKEN_OUTPUTS, FusedLMOutput, HeadOptions
@@ -221,7 +223,7 @@ def _own_outputs(call: _Call, skip_logits: bool) -> Any:
 def _without_stand_ins(outputs: Any) -> Any:
     """The `ModelOutput` of the model's own forward without the fields that are stand-ins. Others have real logits."""
     if not isinstance(outputs, ModelOutput):
-        return tree_map(real, outputs, is_leaf=lambda x: x is not outputs)
+        return tree_map(materialize, outputs, is_leaf=lambda x: x is not outputs)
     taken = [name for name, value in outputs.items() if isinstance(value, DeferredLogits)]
     if torch.compiler.is_compiling() or vars(outputs).keys() == getattr(outputs, "__dataclass_fields__", {}).keys():
         return type(outputs)(**{name: value for name, value in outputs.items() if name not in taken})
@@ -250,10 +252,10 @@ def _deferred(call: _Call, use: Callable[[Any], Any] | None = None) -> Any:
     called_in = _gradient_modes()
 
     def stand_in(hidden: torch.Tensor, vocab_size: int) -> DeferredLogits | None:
-        if _gradient_modes() != called_in:
+        if _gradient_modes() != called_in or caps_in_chunks(call.model, hidden.shape[-2]):
             return None
         # PEFT wraps a head that it saves, and the wrapper may be the sharded unit: parameters are read in calls of it.
-        logits = DeferredLogits(hidden, call.head, vocab_size)
+        logits = defer_logits(hidden, call.head, vocab_size)
         if not torch.compiler.is_compiling():
             made.append(weakref.ref(logits))
         return logits
@@ -263,8 +265,10 @@ def _deferred(call: _Call, use: Callable[[Any], Any] | None = None) -> Any:
         # The functions that would get a stand-in are compiled one by one, and cannot be.
         reason: str | None = "torch.compile has not compiled its call as a whole"
         torch.compiler.disable(report_unfused)(call.model, reason)
-    elif (reason := why_not_fusable(call.head, call.options.cast_lm_head_to_fp32)) is not None:
-        report_unfused(call.model, reason)
+    else:
+        reason = why_model_needs_logits(call.model) or why_not_fusable(call.head, call.options.cast_lm_head_to_fp32)
+        if reason is not None:
+            report_unfused(call.model, reason)
     outputs = capture(call.head, stand_in if reason is None else None, run)
     if use is None:
         return outputs
@@ -320,7 +324,8 @@ def _scores(call: _Call, outputs: Any) -> dict[str, Any]:
     options, wanted, all_logits = call.options, call.token_outputs, _field(outputs, "logits")
     logits, target = call.shifted(all_logits)
     if "hidden_states" in wanted and not isinstance(logits, DeferredLogits):
-        raise ValueError(f"token_outputs has 'hidden_states', but {head_reason(call.model)}.")
+        reason = head_reason(call.model) or "this call built real logits"
+        raise ValueError(f"token_outputs has 'hidden_states', but {reason}.")
     scores = token_scores(
         logits, target, tuple(name for name in TOKEN_OUTPUTS if name in wanted or name == "log_probs"),
         temperature=options.temperature, label_smoothing=call.label_smoothing, uniform_grad=call.uniform_grad,

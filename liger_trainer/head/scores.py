@@ -5,7 +5,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from liger_trainer.head.deferred import DeferredLogits, is_deferred, real
+from liger_trainer.head.deferred import DeferredLogits, is_deferred, materialize
 from liger_trainer.head.module import LoRA
 from liger_trainer.head.outputs import TOKEN_OUTPUTS
 from liger_triton import linear_logprobs, linear_token_ranks, token_ranks
@@ -38,7 +38,7 @@ def token_scores(
                 label_smoothing=label_smoothing, uniform_grad=uniform_grad,
             )  # fmt: skip
         return dict(zip(TOKEN_OUTPUTS, found, strict=True))  # None for those that are not wanted
-    z = real(logits).float() / temperature
+    z = materialize(logits).float() / temperature
     return logprobs(z, target.to(z.device), outputs, label_smoothing)
 
 
@@ -47,7 +47,7 @@ def predictions(logits: Logits, target: torch.Tensor) -> dict[str, torch.Tensor]
     if is_deferred(logits):
         token_ids, log_probs, ranks = logits.fused(linear_token_ranks, target)
     else:
-        token_ids, log_probs, ranks = token_ranks(real(logits), target.to(logits.device))
+        token_ids, log_probs, ranks = token_ranks(materialize(logits), target.to(logits.device))
     return {"token_ids": token_ids, "log_probs": log_probs, "ranks": ranks, "labels": target.to(token_ids.device)}
 
 
@@ -55,7 +55,7 @@ def predictions(logits: Logits, target: torch.Tensor) -> dict[str, torch.Tensor]
 def vocab_mean(logits: Logits, temperature: float) -> torch.Tensor:
     """The mean over the vocabulary of each row of logits (B, S, V), divided by `temperature`: (B, S), fp32."""
     if not is_deferred(logits):
-        return real(logits).float().mean(-1) / temperature
+        return materialize(logits).float().mean(-1) / temperature
     no_target = torch.zeros(logits.shape[:-1], dtype=torch.long, device=logits.device)
     return logits.fused(_mean_of_rows, no_target) / temperature
 
