@@ -19,7 +19,7 @@ should have failed, and `torch.compile` traces the methods of a plain class with
 import contextlib
 import functools
 from collections.abc import Callable
-from typing import Any, NoReturn, TypeGuard
+from typing import TYPE_CHECKING, Any, NoReturn, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -106,6 +106,10 @@ class DeferredLogits:
 
     def dim(self) -> int:
         return self.hidden.ndim
+
+    if TYPE_CHECKING:  # of `RULES`
+
+        def __getitem__(self, index: Any) -> Any: ...
 
     def __len__(self) -> int:
         return self.shape[0]

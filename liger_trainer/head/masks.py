@@ -23,6 +23,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
+from liger_trainer.head.model_call import ModelCall
 from liger_trainer.head.module import head_options
 from liger_trainer.instance.hooks import comes_from
 from liger_trainer.varlen.attention import attend_by_rows, refuse_rows, row_mask
@@ -120,8 +121,8 @@ def _is_needless(
     return may_return_none and is_square and (local_size is None or kv_length < local_size)
 
 
-def run_without_masks(call: Any) -> Any:
-    """Run `call`, a traced one of a model's forward (`head/calls.py`), which then builds no needless masks."""
+def run_without_masks(call: ModelCall) -> Any:
+    """Run a traced call of a model's forward, which then builds no needless masks."""
     global _nothing_is_padding
     ids = call.kwargs.get("input_ids")
     if call.args or ids is None or not _nothing_is_masked(call.model, call.kwargs):
