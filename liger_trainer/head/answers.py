@@ -18,23 +18,22 @@ from transformers.utils import ModelOutput
 
 from liger_trainer.head import masks
 from liger_trainer.head.deferred import DeferredLogits, defer_logits, materialize
-from liger_trainer.head.model_call import ModelCall
 from liger_trainer.head.module import (
-    caps_in_chunks,
     capture,
     head_reason,
+    longest_rows_of_stand_ins,
     report_unfused,
-    why_model_needs_logits,
     why_not_fusable,
 )
 from liger_trainer.head.outputs import TOKEN_OUTPUTS, FusedLMOutput
+from liger_trainer.head.request import ModelCall
 from liger_trainer.head.scores import predictions, token_scores, vocab_mean
 
 MakeStandIn: TypeAlias = Callable[[torch.Tensor, int], DeferredLogits | None]
 
 
-def answer(call: ModelCall, skip_logits: bool) -> Any:
-    """Return what the request of `call` asks for. `skip_logits` holds for the model's own outputs."""
+def answer(call: ModelCall) -> Any:
+    """Return what the request of `call` asks for."""
     consumer = call.request.logits_consumer
     if consumer is not None:
         return consumer(functools.partial(_outputs_with_stand_ins, call))
@@ -42,7 +41,7 @@ def answer(call: ModelCall, skip_logits: bool) -> Any:
         return _token_scores(call)
     if call.request.label_smoothing:
         return _smoothed_loss(call)
-    if skip_logits:
+    if call.skip_logits:
         return _from_stand_ins(call, functools.partial(_own_outputs, call))
     # A call inside another one, which has stand-ins: this one gets real logits.
     outputs = capture(call.head, None, call.run)
@@ -58,12 +57,13 @@ class _StandIns:
     def __init__(self, call: ModelCall):
         self._call = call
         self._gradient_modes = _gradient_modes()
+        self._longest_rows = longest_rows_of_stand_ins(call.model)
         self._made: list[weakref.ref[DeferredLogits]] = []
 
     def __call__(self, hidden: torch.Tensor, vocab_size: int) -> DeferredLogits | None:
         if _gradient_modes() != self._gradient_modes:
             return None
-        if caps_in_chunks(self._call.model, hidden.shape[-2]):
+        if self._longest_rows is not None and hidden.shape[-2] > self._longest_rows:
             return None
         # PEFT wraps a head that it saves, and the wrapper may be the sharded unit: parameters are read in calls of it.
         logits = defer_logits(hidden, self._call.head, vocab_size)
@@ -91,34 +91,26 @@ def _gradient_modes() -> tuple[bool, Any]:
 def _run_with_stand_ins(call: ModelCall, stand_ins: MakeStandIn) -> Any:
     """Run the model's own forward, in which the head returns stand-ins, or real logits if it cannot be fused now.
 
-    Adapters and hooks come and go after patching, so every call asks again. The head also returns real logits where
-    gradients are switched inside the forward, or in a checkpoint.
+    Adapters and hooks come and go after patching, so every call asks again (`ModelCall.unfused`). The head also returns
+    real logits where gradients are switched inside the forward, or in a checkpoint.
     """
-    reason = _why_no_stand_ins(call)
+    reason = call.unfused
+    if not torch.compiler.is_compiling() and torch._C._dynamo.eval_frame.get_eval_frame_callback():
+        # The functions that would get a stand-in are compiled one by one, and cannot be.
+        reason = "torch.compile has not compiled its call as a whole"
+        torch.compiler.disable(report_unfused)(call.model, reason)
+    elif reason is not None:
+        report_unfused(call.model, reason)
     run = call.run
     if torch.compiler.is_compiling():
         run = functools.partial(masks.run_without_masks, call)
     return capture(call.head, stand_ins if reason is None else None, run)
 
 
-def _why_no_stand_ins(call: ModelCall) -> str | None:
-    """Return the reason why the head has to return real logits in this call, which is reported, or None."""
-    if not torch.compiler.is_compiling() and torch._C._dynamo.eval_frame.get_eval_frame_callback():
-        # The functions that would get a stand-in are compiled one by one, and cannot be.
-        reason: str | None = "torch.compile has not compiled its call as a whole"
-        torch.compiler.disable(report_unfused)(call.model, reason)
-        return reason
-    reason = why_model_needs_logits(call.model)
-    if reason is None:
-        reason = why_not_fusable(call.head, call.options.cast_lm_head_to_fp32)
-    if reason is not None:
-        report_unfused(call.model, reason)
-    return reason
-
-
 def _outputs_with_stand_ins(call: ModelCall) -> Any:
-    """Return the outputs of the model's own forward, with stand-ins, under the gradient mode of now."""
-    return _run_with_stand_ins(call, _StandIns(call))
+    """Return the outputs of the model's own forward, with stand-ins, by the gradient mode and the adapters of now."""
+    unfused = why_not_fusable(call.head, call.options.cast_lm_head_to_fp32)
+    return _run_with_stand_ins(call._replace(unfused=unfused), _StandIns(call))
 
 
 def _from_stand_ins(call: ModelCall, use: Callable[[Any], Any]) -> Any:

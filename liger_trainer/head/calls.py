@@ -22,7 +22,6 @@ from torch import nn
 
 from liger_trainer.head import masks
 from liger_trainer.head.answers import answer
-from liger_trainer.head.model_call import ModelCall
 from liger_trainer.head.module import (
     FusedHeadBinding,
     base_model_of,
@@ -35,7 +34,7 @@ from liger_trainer.head.module import (
     why_not_fusable,
 )
 from liger_trainer.head.outputs import EXTRA_OUTPUTS, TOKEN_OUTPUTS, HeadOptions
-from liger_trainer.head.request import HeadRequest
+from liger_trainer.head.request import HeadRequest, ModelCall
 from liger_trainer.instance.binding import bind, in_place_of
 from liger_trainer.instance.hooks import replaced_forward
 from liger_trainer.instance.report import Place
@@ -93,46 +92,49 @@ def _forward_of(model_class: type[nn.Module]) -> Callable:
     @in_place_of(model_class.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         request = HeadRequest.taken_from(kwargs)
+        call = _model_call(self, request, args, kwargs)
         if request.replaces_loss and takes_cache and cache_of(kwargs) is None:
             kwargs["use_cache"] = bool(kwargs.get("use_cache"))  # off by default, since only scores are wanted
-        return _run(self, request, args, kwargs)
+        backbone = bound_backbone(self)
+        if backbone is None:
+            return answer(call)
+        shown = _states_shown(call, backbone)
+        plan, reason = decide(self, backbone, args, kwargs, shown, functools.partial(_why_unfit, call))
+        if reason is not None and reason.instead is not None:
+            backbone.tell(reason.text, reason.instead)
+        with running(plan):  # None too: calls may lie in others
+            return answer(call)
 
     return forward
 
 
-def _run(model: nn.Module, request: HeadRequest, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Answer a call of `model`, on real tokens only if nothing in it may read padding."""
+def _model_call(model: nn.Module, request: HeadRequest, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelCall:
+    """Find out what a call of `model` needs of the head, and whether the head can be fused now."""
     options = head_options(model)
     assert options is not None, "a binding that has been removed steps aside"
     head = output_head(model)
     assert head is not None, "a model without a head is not bound"
-    call = ModelCall(model, head, args, kwargs, options, request)
-    skip_logits = _skips_logits(call)
-    backbone = bound_backbone(model)
-    if backbone is None:
-        return answer(call, skip_logits)
-    shown = _states_shown(call, backbone, skip_logits)
-    plan, reason = decide(model, backbone, args, kwargs, shown, functools.partial(_why_unfit, call))
-    if reason is not None and reason.instead is not None:
-        backbone.tell(reason.text, reason.instead)
-    with running(plan):  # None too: calls may lie in others
-        return answer(call, skip_logits)
+    replaces_loss = request.replaces_loss
+    skip_logits = not replaces_loss and _skips_logits(model, request, kwargs)
+    unfused = None
+    if replaces_loss or skip_logits:
+        unfused = why_not_fusable(head, options.cast_lm_head_to_fp32)
+    return ModelCall(model, head, args, kwargs, options, request, skip_logits, unfused)
 
 
-def _skips_logits(call: ModelCall) -> bool:
+def _skips_logits(model: nn.Module, request: HeadRequest, kwargs: dict[str, Any]) -> bool:
     """Return whether the model's own outputs are returned without logits: by default with labels, in training."""
-    if call.request.replaces_loss or not call.has_labels:
+    asked = model.training if request.skip_logits is None else request.skip_logits
+    has_labels = kwargs.get("labels") is not None or kwargs.get("shift_labels") is not None
+    if not asked or not has_labels:
         return False
-    asked = call.request.skip_logits
-    if not (call.model.training if asked is None else asked):
-        return False
-    reason = who_sees_outputs(call.model)
+    reason = who_sees_outputs(model)
     if reason is not None:
-        report_unfused(call.model, reason)
+        report_unfused(model, reason)
     return reason is None
 
 
-def _states_shown(call: ModelCall, backbone: BackboneBinding, skip_logits: bool) -> str | None:
+def _states_shown(call: ModelCall, backbone: BackboneBinding) -> str | None:
     """Name what the answer has of every position, padding included, or return None."""
     request = call.request
     if request.logits_consumer is not None:
@@ -140,7 +142,7 @@ def _states_shown(call: ModelCall, backbone: BackboneBinding, skip_logits: bool)
     if request.replaces_loss:
         of_all = sorted(_OF_EVERY_POSITION.intersection(call.token_outputs))
         return f"the call asks for {', '.join(of_all)}" if of_all else None
-    if not skip_logits:
+    if not call.skip_logits:
         return "the call returns logits"
     return states_shown(call.model, backbone, call.kwargs)
 
@@ -154,5 +156,4 @@ def _why_unfit(call: ModelCall, plan: Plan) -> str | None:
     replaced = None if binding is None else replaced_forward(call.model, binding.previous)
     if replaced is not None:
         return f"{replaced} on the {type(call.model).__name__} may read what is computed for padding"
-    unfused = why_not_fusable(call.head, call.options.cast_lm_head_to_fp32)
-    return None if unfused is None else f"the LM head is not fused, since {unfused}"
+    return None if call.unfused is None else f"the LM head is not fused, since {call.unfused}"

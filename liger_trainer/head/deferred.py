@@ -27,9 +27,18 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from liger_trainer._logging import logger
-from liger_trainer.head.call_state import WAY_OUT, HeadCallState, version_of, was_written
 from liger_trainer.head.module import call_within, head_parameters, plain_forward
-from liger_trainer.head.recorded import FLOATS, RULES, TAKES_KEYWORDS, RecordedLogits, writes
+from liger_trainer.head.recorded import (
+    FLOATS,
+    RULES,
+    TAKES_KEYWORDS,
+    WAY_OUT,
+    HeadCallState,
+    RecordedLogits,
+    version_of,
+    was_written,
+    writes,
+)
 from liger_triton import linear_cross_entropy
 
 
@@ -163,10 +172,10 @@ class DeferredLogits:
 
         no_autocast: contextlib.AbstractContextManager = contextlib.nullcontext()
         if in_fp32:
-            no_autocast = torch.autocast(self.hidden.device.type, enabled=False)
+            no_autocast = torch.autocast(recorded.hidden.device.type, enabled=False)
         with self.call_state.under_autocast(), no_autocast:
-            result = call_within(self.head, self.hidden, compute)
-        return _each_tensor(lambda x: x.to(self.device), result)
+            result = call_within(self.head, recorded.hidden, compute)
+        return _each_tensor(lambda x: x.to(recorded.device), result)
 
     def materialize(self, operation: str | None = None) -> torch.Tensor:
         """Return the real logits, from the head's own forward. `operation` needs them, which is logged once.

@@ -23,8 +23,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
-from liger_trainer.head.model_call import ModelCall
 from liger_trainer.head.module import head_options
+from liger_trainer.head.request import ModelCall
 from liger_trainer.instance.hooks import comes_from
 from liger_trainer.varlen.attention import attend_by_rows, refuse_rows, row_mask
 from liger_trainer.varlen.padding import cache_of

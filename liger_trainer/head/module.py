@@ -250,27 +250,19 @@ def output_head(model: nn.Module) -> nn.Module | None:
     return None if get_head is None else get_head()
 
 
-# Model types of transformers whose own forward writes into the logits of its head. A stand-in refuses that, so the head
-# returns real logits to them.
-_RULES_OUT_WORDS = ("chameleon",)  # of images, in every call
-_CAPS_IN_CHUNKS = ("xlstm",)  # in evaluation, rows longer than `max_inference_chunksize`
+def longest_rows_of_stand_ins(model: nn.Module) -> int | None:
+    """Return how many tokens a row may have for `model` to get stand-ins for its logits, or None for any number.
 
-
-def _model_type(model: nn.Module) -> str | None:
-    return getattr(getattr(model, "config", None), "model_type", None)
-
-
-def why_model_needs_logits(model: nn.Module) -> str | None:
-    """Return the reason why every call of the transformers model `model` needs real logits, or None."""
-    return "the model writes into its logits" if _model_type(model) in _RULES_OUT_WORDS else None
-
-
-def caps_in_chunks(model: nn.Module, length: int) -> bool:
-    """Return whether this call of `model`, for rows of `length` tokens, writes soft-capped logits over its logits."""
-    if model.training or _model_type(model) not in _CAPS_IN_CHUNKS:
-        return False
-    config: Any = model.config
-    return length > config.max_inference_chunksize
+    A few model types of transformers write into their logits in their own forward, which a stand-in refuses. Their
+    heads return real logits.
+    """
+    model_type = getattr(getattr(model, "config", None), "model_type", None)
+    if model_type == "chameleon":  # rules out the words of images, in every call
+        return 0
+    if model_type == "xlstm" and not model.training:  # caps longer rows chunk by chunk
+        config: Any = model.config
+        return config.max_inference_chunksize
+    return None
 
 
 def head_reason(model: nn.Module, options: HeadOptions | None = None) -> str | None:
@@ -279,8 +271,9 @@ def head_reason(model: nn.Module, options: HeadOptions | None = None) -> str | N
     head, options = output_head(model), options or head_options(model)
     if head is None:
         return f"{type(model).__name__} has no LM head (get_output_embeddings() is None)"
-    reason = why_model_needs_logits(model)
-    if reason is None:
+    if longest_rows_of_stand_ins(model) == 0:
+        reason: str | None = "the model writes into its logits"
+    else:
         reason = why_not_fusable(head, options is not None and options.cast_lm_head_to_fp32)
     return None if reason is None else f"the LM head of {type(model).__name__} cannot be fused: {reason}"
 

@@ -1,9 +1,10 @@
-"""The operations on logits that a stand-in records instead of running them.
+"""What a stand-in for logits knows: the state of the head's call, and the operations that are recorded instead of run.
 
 `RULES` has a rule for each method of tensors that is recorded. A rule gets what has been recorded so far and the
 method's arguments. It returns what is recorded afterwards, or None where the operation needs real logits.
 """
 
+import contextlib
 import math
 import numbers
 from collections.abc import Callable
@@ -12,6 +13,59 @@ from typing import Any, NamedTuple
 import torch
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+WAY_OUT = 'Call the model with skip_logits=False, or set liger_config={"fused_linear_cross_entropy": false}.'
+
+
+class HeadCallState:
+    """State shared by all stand-ins of one call of a head.
+
+    Attributes:
+        hidden (`torch.Tensor`): The head's input.
+        grad (`bool`): Whether gradients were on.
+        autocast (`tuple`): The arguments of `torch.autocast` in effect, after the type of the device.
+        is_materialized (`bool`): Whether the logits that the head returned have become real.
+    """
+
+    def __init__(self, hidden: torch.Tensor):
+        self.hidden = hidden
+        self.grad = torch.is_grad_enabled()
+        self.autocast = _autocast_of(hidden.device.type)
+        self.is_materialized = False
+        self._version = version_of(hidden)
+
+    def under_autocast(self) -> contextlib.AbstractContextManager:
+        """Return a context with the autocast of the call.
+
+        Raises:
+            RuntimeError: The head's input has been changed in place since, so the logits would be different ones.
+        """
+        if was_written(self.hidden, self._version):
+            raise RuntimeError(
+                f"The input of the LM head was changed in place between the call of the head and the loss. {WAY_OUT}"
+            )
+        device_type = self.hidden.device.type
+        if self.autocast == _autocast_of(device_type):
+            return contextlib.nullcontext()
+        return torch.autocast(device_type, *self.autocast)
+
+
+def _autocast_of(device_type: str) -> tuple[torch.dtype, bool, bool]:
+    """Read the arguments of `torch.autocast` after the type of the device: dtype, whether it is on, its cache."""
+    dtype = torch.get_autocast_dtype(device_type)
+    return dtype, torch.is_autocast_enabled(device_type), torch.is_autocast_cache_enabled()
+
+
+def version_of(tensor: torch.Tensor) -> int | None:
+    """Count the writes into a tensor, or return None where PyTorch does not count them."""
+    if torch.compiler.is_compiling() or tensor.is_inference():
+        return None
+    return tensor._version
+
+
+def was_written(tensor: torch.Tensor, version: int | None) -> bool:
+    """Return whether a tensor is known to have been written into since `version_of` returned `version`."""
+    now = version_of(tensor)
+    return version is not None and now is not None and now != version
 
 
 class RecordedLogits(NamedTuple):
@@ -105,8 +159,15 @@ def _indexed(logits: RecordedLogits, index: Any) -> RecordedLogits | None:
     """Choose rows, and the first words of the vocabulary by a slice in the last place."""
     dims = logits.hidden.ndim
     items = index if isinstance(index, tuple) else (index,)
-    indexed = sum(_dims_indexed(item) for item in items)
-    has_ellipsis = any(item is Ellipsis for item in items)
+    indexed = 0
+    has_ellipsis = False
+    for item in items:
+        if item is Ellipsis:
+            has_ellipsis = True
+        elif isinstance(item, torch.Tensor) and item.dtype == torch.bool:
+            indexed += item.ndim
+        elif item is not None:
+            indexed += 1
     if indexed < dims and not has_ellipsis:
         items = (*items, Ellipsis)
     last = items[-1]
@@ -120,15 +181,6 @@ def _indexed(logits: RecordedLogits, index: Any) -> RecordedLogits | None:
         return None
     vocab_size = len(range(*last.indices(logits.vocab_size)))
     return logits._replace(hidden=logits.hidden[(*items[:-1], slice(None))], vocab_size=vocab_size)
-
-
-def _dims_indexed(item: object) -> int:
-    """Count the dimensions of a tensor that one item of an index takes up."""
-    if item is None or item is Ellipsis:
-        return 0
-    if isinstance(item, torch.Tensor) and item.dtype == torch.bool:
-        return item.ndim
-    return 1
 
 
 RULES: dict[str, Rule] = {

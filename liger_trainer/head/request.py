@@ -1,11 +1,22 @@
-"""What a call asks of a model with a fused LM head, in one object."""
+"""What a call asks of a model with a fused LM head, and the call of the model's own forward that this needs."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
+import torch
+from torch import nn
+
+from liger_trainer.head.deferred import DeferredLogits
+from liger_trainer.head.module import FusedHeadBinding
+from liger_trainer.head.outputs import HeadOptions
+from liger_trainer.instance.binding import call_previous
+from liger_trainer.varlen.host_copies import values_of
+
+LogitsT = TypeVar("LogitsT", torch.Tensor, DeferredLogits)
 LogitsConsumer: TypeAlias = Callable[[Callable[[], Any]], Any]
 
+_FOR_THE_LOSS = ("labels", "shift_labels", "num_items_in_batch")  # from these a model would compute a loss
 _ARGUMENT = "head_request"  # of the forward that `install_fused_head` binds
 # The same things as keywords of a call of the model: for users, and for TRL, which passes `fused_lm_head=True`.
 _FIELD_OF_KEYWORD = {
@@ -91,3 +102,72 @@ def run_request(model: Callable[..., Any], request: HeadRequest, **inputs: Any) 
         What `request` asks for: the model's own outputs, a `FusedLMOutput`, or what `logits_consumer` returns.
     """
     return model(**request.added_to(inputs))
+
+
+class ModelCall(NamedTuple):
+    """A call of the model's own forward, and what it asks of the head.
+
+    Attributes:
+        model (`nn.Module`): The model.
+        head (`nn.Module`): Its LM head.
+        args (`tuple`): Arguments of the model's own forward by position.
+        kwargs (`dict`): Its arguments by name.
+        options (`HeadOptions`): Options of the head.
+        request (`HeadRequest`): What the call asks for.
+        skip_logits (`bool`): Whether the model's own outputs are returned without logits.
+        unfused (`str` or `None`): Why the head returns real logits, or None.
+    """
+
+    model: nn.Module
+    head: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    options: HeadOptions
+    request: HeadRequest
+    skip_logits: bool
+    unfused: str | None
+
+    @property
+    def token_outputs(self) -> tuple[str, ...]:
+        """The fields of `FusedLMOutput` that the call asks for."""
+        asked = self.request.token_outputs
+        return self.options.outputs if asked is None else asked
+
+    @property
+    def has_labels(self) -> bool:
+        """Whether the model's own forward computes a loss."""
+        return self.kwargs.get("labels") is not None or self.kwargs.get("shift_labels") is not None
+
+    def run(self) -> Any:
+        """Run the forward that the model would have without ours."""
+        kwargs = self.kwargs
+        if self.request.replaces_loss:
+            kwargs = {name: value for name, value in kwargs.items() if name not in _FOR_THE_LOSS}
+        return call_previous(self.model, FusedHeadBinding, self.args, kwargs)
+
+    def shifted(self, logits: LogitsT) -> tuple[LogitsT, torch.Tensor]:
+        """Pair the logits that predict a label with the labels: the next tokens, or `shift_labels` as they are.
+
+        Raises:
+            ValueError: The call has neither `labels` nor `shift_labels`.
+        """
+        labels = self.kwargs.get("labels")
+        shift_labels = self.kwargs.get("shift_labels")
+        if shift_labels is not None:
+            return logits, shift_labels
+        if labels is None:
+            raise ValueError(
+                "labels is None; pass labels=(B, S) or shift_labels=(B, S) with fused_lm_head or label_smoothing."
+            )
+        return logits[:, :-1], labels[:, 1:]
+
+    def labels_on_host(self) -> torch.Tensor | None:
+        """Return the labels of `shifted` on the CPU, or None where the host does not know them."""
+        shift_labels = self.kwargs.get("shift_labels")
+        labels = self.kwargs["labels"] if shift_labels is None else shift_labels
+        if torch.compiler.is_compiling() or labels.device.type == "cpu":
+            return None
+        known = values_of(labels)[0]
+        if known.device.type != "cpu":
+            return None
+        return known[:, 1:] if shift_labels is None else known

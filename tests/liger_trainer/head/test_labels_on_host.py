@@ -7,7 +7,7 @@ from tiny_models import tiny_model
 
 import liger_trainer.head.scores
 from liger_trainer import apply_liger
-from liger_trainer.head.model_call import ModelCall
+from liger_trainer.head.request import ModelCall
 from liger_trainer.varlen.host_copies import remember
 
 VALUES = torch.tensor([[-100, 5, 7, 9], [3, -100, 4, 8]])
