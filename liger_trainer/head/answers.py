@@ -1,4 +1,4 @@
-"""The answers of a model with a fused LM head: what is returned for each `HeadRequest`.
+"""Answer the calls of a model with a fused LM head: one function for each kind of `HeadRequest`.
 
 Each answer runs the model's own forward with stand-ins for the logits, and makes of its outputs what is asked for.
 """
@@ -9,7 +9,7 @@ import functools
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map
@@ -19,6 +19,7 @@ from transformers.utils import ModelOutput
 from liger_trainer.head import masks
 from liger_trainer.head.deferred import DeferredLogits, defer_logits, materialize
 from liger_trainer.head.module import (
+    MakeStandIn,
     capture,
     head_reason,
     longest_rows_of_stand_ins,
@@ -28,8 +29,6 @@ from liger_trainer.head.module import (
 from liger_trainer.head.outputs import TOKEN_OUTPUTS, FusedLMOutput
 from liger_trainer.head.request import ModelCall
 from liger_trainer.head.scores import predictions, token_scores, vocab_mean
-
-MakeStandIn: TypeAlias = Callable[[torch.Tensor, int], DeferredLogits | None]
 
 
 def answer(call: ModelCall) -> Any:
@@ -89,7 +88,7 @@ def _gradient_modes() -> tuple[bool, Any]:
 
 
 def _run_with_stand_ins(call: ModelCall, stand_ins: MakeStandIn) -> Any:
-    """Run the model's own forward, in which the head returns stand-ins, or real logits if it cannot be fused now.
+    """Run the model's own forward. The head returns stand-ins to it, or real logits if it cannot be fused now.
 
     Adapters and hooks come and go after patching, so every call asks again (`ModelCall.unfused`). The head also returns
     real logits where gradients are switched inside the forward, or in a checkpoint.
@@ -201,7 +200,8 @@ def _smoothed_loss(call: ModelCall) -> FusedLMOutput:
 
 def _score_fields(call: ModelCall, outputs: Any) -> dict[str, Any]:
     """Compute the fields of `FusedLMOutput` that `call` asks for, from what the model's own forward has returned."""
-    options, wanted = call.options, call.token_outputs
+    options = call.options
+    wanted = call.token_outputs
     all_logits = _field(outputs, "logits")
     logits, target = call.shifted(all_logits)
     if "hidden_states" in wanted and not isinstance(logits, DeferredLogits):

@@ -1,4 +1,4 @@
-"""The forward of a model with a fused LM head: the model's own `forward` runs, and no logits are built for the loss.
+"""Bind the forward of a model with a fused LM head: the model's own `forward` runs, and the loss needs no logits.
 
 `install_fused_head(model)` binds it. A call says by a `HeadRequest`, or by keywords, what it asks for:
 
@@ -47,8 +47,8 @@ _OF_EVERY_POSITION = {"hidden_states", "vocab_mean"}  # TRL's ORPO and CPO log t
 def install_fused_head(model: nn.Module, options: HeadOptions | None = None, place: Place | None = None) -> str | None:
     """Bind the fused forward to `model`. Where it is bound, or a wrapper calls it, only `options` and `place` change.
 
-    A model whose head cannot be fused, because of a DoRA on it for example, answers the same calls from real logits. A
-    model without a head is left alone.
+    If the head cannot be fused, because of a DoRA on it for example, the model answers the same calls from real logits.
+    A model without a head is left alone.
 
     Args:
         model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]): Model with an LM head.

@@ -1,4 +1,4 @@
-"""The stand-in for logits that a captured LM head returns.
+"""Stand in for logits: what a captured LM head returns.
 
 `DeferredLogits` holds the head's input in place of logits. It records what models do to logits before the loss:
 scaling, soft-capping (`c * tanh(z / c)`), casts, a slice of the vocabulary (`recorded.py`). A choice of rows, or
@@ -10,7 +10,7 @@ call. From then on the other stand-ins of this call run what they have recorded 
 
 A write into a stand-in is an error: others may have been made from it, and would have to change too. A write into real
 logits (a view that was read) is an error at the next use of a stand-in that was made from them before, as far as
-PyTorch counts writes: not through `numpy`, and not in inference mode or in traced code.
+PyTorch counts writes. It does not count them through `numpy`, in inference mode or in traced code.
 
 It is a plain class with `__torch_function__` and not a tensor subclass: a tensor without storage answers C++ code that
 should have failed, and `torch.compile` traces the methods of a plain class without a graph break.
@@ -86,7 +86,7 @@ class DeferredLogits:
 
     @property
     def hidden(self) -> torch.Tensor:
-        """The rows of the head's input that these logits are made of, (..., H)."""
+        """Return the rows of the head's input that these logits are made of, (..., H)."""
         return self.recorded.hidden
 
     @property
@@ -107,7 +107,7 @@ class DeferredLogits:
 
     @property
     def is_materialized(self) -> bool:
-        """Whether real logits of this call have been built."""
+        """Return whether real logits of this call have been built."""
         return self.call_state.is_materialized
 
     def size(self, dim: int | None = None) -> torch.Size | int:
@@ -128,7 +128,7 @@ class DeferredLogits:
 
     @property
     def may_record(self) -> bool:
-        """Whether operations may be recorded now: on logits that are not real, with the gradients they have."""
+        """Return whether operations may be recorded now: on logits that are not real, with the gradients they have."""
         return not self.is_materialized and (torch.is_grad_enabled() or not self.call_state.grad)
 
     def _call_method(self, name: str, *args: Any, **kwargs: Any) -> Any:
@@ -265,8 +265,9 @@ for _name in {*RULES, *_special_methods()}:
 def defer_logits(hidden: torch.Tensor, head: nn.Module, vocab_size: int) -> DeferredLogits:
     """Return the stand-in for what `head` returns for `hidden` (..., H): logits (..., vocab_size)."""
     call_state = HeadCallState(hidden)
-    autocast_dtype, autocast_is_on, _ = call_state.autocast
-    dtype = autocast_dtype if autocast_is_on and hidden.dtype in FLOATS else hidden.dtype
+    dtype = hidden.dtype
+    if torch.is_autocast_enabled(hidden.device.type) and dtype in FLOATS:
+        dtype = torch.get_autocast_dtype(hidden.device.type)
     return DeferredLogits(RecordedLogits(hidden, vocab_size, dtype, hidden.device), head, call_state)
 
 
@@ -285,7 +286,7 @@ def _refuse_in_a_function() -> None:
     """Raise RuntimeError inside an `autograd.Function`, where a stand-in would count as a constant, without gradients.
 
     Such a function switches forward-mode AD off as well as gradients, in C++, and `torch.no_grad` gradients alone. It
-    leaves no other trace: its `apply` is no Python code since torch 2.15. In inference mode no gradient is expected.
+    leaves no other trace: its `apply` is not Python code since torch 2.15. In inference mode no gradient is expected.
     """
     if torch.compiler.is_compiling() or torch.is_inference_mode_enabled() or torch._C._is_fwd_grad_enabled():
         return

@@ -1,4 +1,4 @@
-"""What a stand-in for logits knows: the state of the head's call, and the operations that are recorded instead of run.
+"""Keep what a stand-in for logits knows: the state of the head's call, and operations that are recorded instead of run.
 
 `RULES` has a rule for each method of tensors that is recorded. A rule gets what has been recorded so far and the
 method's arguments. It returns what is recorded afterwards, or None where the operation needs real logits.
@@ -91,7 +91,7 @@ class RecordedLogits(NamedTuple):
 
     @property
     def shape(self) -> torch.Size:
-        """The shape of the logits, (..., V)."""
+        """Return the shape of the logits, (..., V)."""
         return torch.Size((*self.hidden.shape[:-1], self.vocab_size))
 
 

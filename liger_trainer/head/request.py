@@ -1,4 +1,4 @@
-"""What a call asks of a model with a fused LM head, and the call of the model's own forward that this needs."""
+"""Say what a call asks of a model with a fused LM head, and make the call of the model's own forward for it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -31,7 +31,7 @@ _FIELD_OF_KEYWORD = {
 
 @dataclass(frozen=True)
 class HeadRequest:
-    """What a call asks of a model with a fused LM head. `run_request` makes the call.
+    """Say what a call asks of a model with a fused LM head. `run_request` makes the call.
 
     A request without any field set asks for the model's own outputs.
 
@@ -41,7 +41,7 @@ class HeadRequest:
         token_scores (`bool`, *optional*, defaults to `False`): Return a `FusedLMOutput` with the log-probability of
             each label in place of the model's own outputs.
         token_outputs (`tuple[str, ...]`, *optional*): Which fields of `FusedLMOutput` `token_scores` computes. Unset:
-            those of the model's `HeadOptions`.
+            the ones in the model's `HeadOptions`.
         label_smoothing (`float`, *optional*, defaults to 0.0): Smoothing of the labels. Without `token_scores`, the
             call returns the smoothed loss.
         uniform_grad (`bool`, *optional*, defaults to `False`): Promises that the upstream gradients of all labels are
@@ -73,7 +73,7 @@ class HeadRequest:
 
     @property
     def replaces_loss(self) -> bool:
-        """Whether the answer is made from the logits, so that the model's own code need not compute a loss."""
+        """Return whether the answer is made from the logits, so that the model's own code need not compute a loss."""
         return bool(self.token_scores or self.label_smoothing or self.logits_consumer is not None)
 
     @classmethod
@@ -105,7 +105,7 @@ def run_request(model: Callable[..., Any], request: HeadRequest, **inputs: Any) 
 
 
 class ModelCall(NamedTuple):
-    """A call of the model's own forward, and what it asks of the head.
+    """Hold a call of the model's own forward, and what it asks of the head.
 
     Attributes:
         model (`nn.Module`): The model.
@@ -129,13 +129,13 @@ class ModelCall(NamedTuple):
 
     @property
     def token_outputs(self) -> tuple[str, ...]:
-        """The fields of `FusedLMOutput` that the call asks for."""
+        """Return the fields of `FusedLMOutput` that the call asks for."""
         asked = self.request.token_outputs
         return self.options.outputs if asked is None else asked
 
     @property
     def has_labels(self) -> bool:
-        """Whether the model's own forward computes a loss."""
+        """Return whether the model's own forward computes a loss."""
         return self.kwargs.get("labels") is not None or self.kwargs.get("shift_labels") is not None
 
     def run(self) -> Any:

@@ -586,7 +586,7 @@ def written_without_gradients(m, h, labels):
     [written_after_a_view, written_after_a_product, written_through_a_view_of_a_view, written_without_gradients],
 )
 def test_a_write_into_real_logits_is_an_error_for_what_was_made_before(rest):
-    """The write is one of PyTorch's, which asks nobody. The first use of a stand-in finds it."""
+    """PyTorch writes without asking. The next use of a stand-in finds it."""
     message = "were written into, in place, after others had been made from them. Call the model with skip_logits=False"
     with pytest.raises(RuntimeError, match=message):
         trained(rest, True)
