@@ -155,6 +155,10 @@ def _field(outputs: Any, name: str) -> Any:
 
 # Scores of each label
 
+# Classes that have returned the auxiliary loss of experts from their own forward. For the others each call has a hook
+# on the backbone, and a backbone with a new hook is not replayed (`varlen/snapshot.py`).
+_computes_aux_loss: weakref.WeakSet[type] = weakref.WeakSet()
+
 
 def _token_scores(call: ModelCall) -> FusedLMOutput:
     """Answer a call with `fused_lm_head=True`."""
@@ -162,6 +166,8 @@ def _token_scores(call: ModelCall) -> FusedLMOutput:
 
     def scored(outputs: Any) -> FusedLMOutput:
         fields = _score_fields(call, outputs)
+        if _field(outputs, "aux_loss") is not None:
+            _computes_aux_loss.add(type(call.model))
         aux_loss = _aux_loss(call, outputs, router_logits)
         if aux_loss is not None:
             config: Any = call.model.config
@@ -173,7 +179,7 @@ def _token_scores(call: ModelCall) -> FusedLMOutput:
     def keep_router_logits(module: Any, args: tuple, outputs: Any) -> None:
         router_logits.append(_field(outputs, "router_logits"))
 
-    if not call.kwargs.get("output_router_logits"):
+    if not call.kwargs.get("output_router_logits") or type(call.model) in _computes_aux_loss:
         return _from_stand_ins(call, scored)
     backbone: Any = call.model.base_model
     hook = backbone.register_forward_hook(keep_router_logits)

@@ -87,6 +87,17 @@ def test_a_consumer_makes_the_answer_alone():
         HeadRequest(logits_consumer=lambda run: run(), token_scores=True)
 
 
+def test_scores_keep_no_keys_and_values():
+    """Only scores are wanted, so the default of the model's config does not hold; a call may still ask for them."""
+    model, batch = fused(), collate(ragged_rows(4))
+    seen = []
+    model.model.register_forward_pre_hook(lambda m, args, kwargs: seen.append(kwargs["use_cache"]), with_kwargs=True)
+    model(**batch, fused_lm_head=True)
+    model(**batch, fused_lm_head=True, use_cache=True)
+    model(**batch)
+    assert seen == [False, True, None]
+
+
 def test_predictions_are_there_with_logits_too():
     """As where a hook of the user's sees the outputs, which then have logits."""
     model, batch = fused(), collate(ragged_rows(4))
