@@ -1,1 +1,1 @@
-"""The fused LM head: the module and its parameters, the stand-in for its logits, and the calls that it answers."""
+"""Fuse the LM head with the loss: the head and its parameters, the stand-in for its logits, requests and answers."""

@@ -6,8 +6,8 @@ each layer reads a (B, 1, S, S) mask and computes both halves. But in a call wit
 masked or packed. The model is then given a mask of ones, and `sdpa_mask` is told so. transformers still decides whether
 anything else needs a mask, such as a sliding window.
 
-Models with sinks or soft caps have no SDPA. They attend by a function of their own under the name `eager`, which is no
-key of a registry: `_interface` answers the call with which each layer asks for its function.
+Models with sinks or soft caps have no SDPA. They attend by a function of their own under the name `eager`, and no
+registry has that name. Each layer asks for its function by `get_interface`: `_interface` answers that call.
 """
 
 import functools
@@ -24,18 +24,20 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask,
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from liger_trainer.head.module import head_options
+from liger_trainer.head.request import ModelCall
 from liger_trainer.instance.hooks import comes_from
 from liger_trainer.varlen.attention import attend_by_rows, refuse_rows, row_mask
 from liger_trainer.varlen.padding import cache_of
 from liger_trainer.varlen.segments import attention
 
-_nothing_is_padding = False  # True while a call is traced in which nothing is padding
+_nothing_is_padding = False  # True while a call without padding is traced
 
 
 @functools.wraps(sdpa_mask)
 def _mask(*args: Any, **kwargs: Any) -> Any:
-    """`sdpa_mask`, but the mask of rows that are known, and None for one that masks no more than `is_causal=True`."""
-    if (known := row_mask(args, kwargs)) is not None:
+    """Make the mask of `sdpa_mask`, or of rows that are known; None if it masks no more than `is_causal=True` does."""
+    known = row_mask(args, kwargs)
+    if known is not None:
         return known
     if _nothing_is_padding and torch.compiler.is_compiling() and not args and _is_needless(**kwargs):
         return None
@@ -44,16 +46,18 @@ def _mask(*args: Any, **kwargs: Any) -> Any:
 
 @functools.wraps(eager_mask)
 def _eager_mask(*args: Any, **kwargs: Any) -> Any:
-    """`eager_mask`, but the mask of rows that are known."""
-    return known if (known := row_mask(args, kwargs)) is not None else eager_mask(*args, **kwargs)
+    """Make the mask of `eager_mask`, or of rows that are known."""
+    known = row_mask(args, kwargs)
+    return eager_mask(*args, **kwargs) if known is None else known
 
 
 def _interface(name: str, default: Callable) -> Callable:
-    """`get_interface` of transformers, but ours over `default`, a model's own eager attention."""
-    found = AttentionInterface.get_interface(ALL_ATTENTION_FUNCTIONS, name, default)
-    if name != "eager" or found is not default or torch.compiler.is_compiling():
-        return found
-    return functools.partial(attend_by_rows if comes_from(found, "transformers.") else refuse_rows, found)
+    """Answer for `get_interface` of transformers, with ours over `default`, a model's own eager attention."""
+    attention_function = AttentionInterface.get_interface(ALL_ATTENTION_FUNCTIONS, name, default)
+    if name != "eager" or attention_function is not default or torch.compiler.is_compiling():
+        return attention_function
+    wrapper = attend_by_rows if comes_from(attention_function, "transformers.") else refuse_rows
+    return functools.partial(wrapper, attention_function)
 
 
 _FUNCTIONS = (  # transformers' registry, the name and its function there, ours
@@ -63,7 +67,7 @@ _FUNCTIONS = (  # transformers' registry, the name and its function there, ours
 )
 
 
-_users: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models whose forward needs our functions
+_users: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models that need our functions in their forward
 
 
 def install(model: nn.Module) -> None:
@@ -97,7 +101,7 @@ def release() -> None:
 
 
 def why_not_ours(model: nn.Module) -> str | None:
-    """Tell why layers of `model` would not be given our attention and our masks, or return None."""
+    """Return the reason why layers of `model` would not be given our attention and our masks, or None."""
     install(model)
     config: Any = model.config
     asked = config.get_text_config()._attn_implementation
@@ -111,17 +115,24 @@ def why_not_ours(model: nn.Module) -> str | None:
 
 
 def _is_needless(
-    *, q_length, kv_length, q_offset=0, kv_offset=0, local_size=None, allow_is_causal_skip=True,
-    allow_is_bidirectional_skip=False, **_,
-) -> bool:  # fmt: skip
+    *,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
+    **_: Any,
+) -> bool:
     """Return whether `sdpa_mask`, called with these arguments, could return None if it knew that nothing is padding."""
     may_return_none = allow_is_causal_skip or allow_is_bidirectional_skip
     is_square = q_length == kv_length and (q_offset, kv_offset) == (0, 0)
     return may_return_none and is_square and (local_size is None or kv_length < local_size)
 
 
-def run_without_masks(call: Any) -> Any:
-    """Run `call`, a traced one of a model's forward (`head/calls.py`), which then builds no needless masks."""
+def run_without_masks(call: ModelCall) -> Any:
+    """Run a traced call of a model's forward, which then builds no needless masks."""
     global _nothing_is_padding
     ids = call.kwargs.get("input_ids")
     if call.args or ids is None or not _nothing_is_masked(call.model, call.kwargs):
@@ -147,10 +158,10 @@ def _nothing_is_masked(model: nn.Module, kwargs: dict[str, Any]) -> bool:
     return decodes_text and is_sdpa and all(x is None for x in masking)
 
 
-def without_mask_of_ones(compiled: Callable, model: nn.Module) -> Callable:
-    """A function that calls `compiled`, the compiled `model`, without an `attention_mask` (B, S) that masks nothing."""
+def without_mask_of_ones(compiled: Callable[..., Any], model: nn.Module) -> Callable[..., Any]:
+    """Return a function that calls `compiled`, the compiled `model`, without a mask (B, S) that masks nothing."""
 
-    def forward(**kwargs):
+    def forward(**kwargs: Any) -> Any:
         mask = kwargs.pop("attention_mask", None)
         if mask is not None and not (mask.ndim == 2 and _nothing_is_masked(model, kwargs) and bool(mask.all())):
             kwargs["attention_mask"] = mask

@@ -1,4 +1,4 @@
-"""The output of calls of a fused head, and the options that stay the same from call to call."""
+"""Define the output of calls of a fused head, and the options that stay the same from call to call."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ EXTRA_OUTPUTS = ("hidden_states", "vocab_mean")
 
 @dataclass
 class FusedLMOutput(ModelOutput):
-    """The output of `model(..., labels=labels, fused_lm_head=True)`.
+    """Hold what `model(..., labels=labels, fused_lm_head=True)` returns.
 
     It has the fields of TRL's `FusedCausalLMOutput`, and some of its own. Fields with one value per token have the
     shape `(B, S - 1)` for labels `(B, S)`, or `(B, S)` with `shift_labels`. They are fp32, except `is_top1`, zero where
@@ -34,7 +34,7 @@ class FusedLMOutput(ModelOutput):
             without a label, when asked for; without gradient.
         predictions (`dict`, *optional*): With `token_predictions=True`, a dict of `token_ids` (the most likely tokens),
             `log_probs`, `ranks` and `labels`, each `(B, S - 1)` and -100 where the label is -100. The log-probabilities
-            are those of the model's own distribution, whatever the temperature and the label smoothing are.
+            are of the model's own distribution, without temperature and label smoothing.
     """
 
     loss: torch.Tensor | None = None
@@ -52,7 +52,7 @@ class FusedLMOutput(ModelOutput):
 
 @dataclass
 class HeadOptions:
-    """The options that TRL's `add_fused_lm_head` sets once for a model.
+    """Hold the options that TRL's `add_fused_lm_head` sets once for a model.
 
     Attributes:
         temperature (`float`): What logits are divided by.

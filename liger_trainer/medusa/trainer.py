@@ -17,6 +17,7 @@ from transformers.trainer import TRAINING_ARGS_NAME
 from liger_trainer.head.deferred import DeferredLogits
 from liger_trainer.head.module import base_model_of, head_reason
 from liger_trainer.head.outputs import HeadOptions
+from liger_trainer.head.request import HeadRequest, run_request
 from liger_trainer.medusa.config import LigerMedusaConfig, schedule_of
 from liger_trainer.medusa.files import HEADS_FOLDER
 from liger_trainer.medusa.heads import HEADS_NAME, MedusaHeads, attach_heads, heads_detached, heads_of
@@ -146,8 +147,9 @@ class LigerMedusaTrainer(LigerSFTTrainer):
         call = {name: value for name, value in inputs.items() if name != "labels"} | {"use_cache": False}
         if self.aux_loss_enabled and args.medusa_stage == 2:
             call["output_router_logits"] = True
-        scorer = partial(self._scores, targets=targets, weight=weight)
-        scores = model(**call, scored_by=scorer, shift_labels=targets[0])  # the other heads have no targets in padding
+        request = HeadRequest(logits_consumer=partial(self._scores, targets=targets, weight=weight))
+        # The other heads have no targets in padding.
+        scores = run_request(model, request, **call, shift_labels=targets[0])
 
         count = targets[0].ne(-100).sum() if num_items_in_batch is None else num_items_in_batch
         loss = scores["loss"] / torch.as_tensor(count, device=scores["loss"].device).clamp(min=1)

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from liger_trainer.feature import Run
 from liger_trainer.head import masks
 from liger_trainer.head.module import base_model_of, has_fused_head
 from liger_trainer.head.outputs import FusedLMOutput, HeadOptions
+from liger_trainer.head.request import HeadRequest, run_request
 from liger_trainer.instance.hooks import comes_from
 from liger_trainer.memory.memory import GpuMemory
 from liger_trainer.memory.summary import CheckpointingSummary
@@ -334,7 +336,8 @@ class LigerTrainerMixin(LoadsRenamedWeights):
         def forward(**call: Any) -> Any:
             if call.get("labels") is None and call.get("shift_labels") is None:
                 return model(**call)
-            outputs = model(**call, token_predictions=True)
+            request = replace(HeadRequest.taken_from(call), token_predictions=True)
+            outputs = run_request(model, request, **call)
             predicted.append(outputs["predictions"])
             return outputs
 

@@ -18,6 +18,7 @@ from trl import DistillationConfig, DistillationTrainer
 
 from liger_trainer.head.deferred import DeferredLogits
 from liger_trainer.head.module import head_reason
+from liger_trainer.head.request import HeadRequest, run_request
 from liger_trainer.trainers.arguments import LigerArguments
 from liger_trainer.trainers.fsdp2 import give_weights_of_first_process
 from liger_trainer.trainers.trl import LigerTRLMixin, NoAdapterIsRefused, with_globals
@@ -126,7 +127,7 @@ class _LogitsForHiddenStates(nn.Module):
                 return run()
 
         # Not a call of the module: its hooks would shard the weights again before the call that we are in has ended.
-        outputs = self.model.forward(**inputs, scored_by=score)
+        outputs = run_request(self.model.forward, HeadRequest(logits_consumer=score), **inputs)
         return SimpleNamespace(last_hidden_state=outputs.logits)
 
 

@@ -15,6 +15,7 @@ from torch import nn
 from transformers.utils import ModelOutput
 
 from liger_trainer.head.module import base_model_of, why_peft_needs_logits
+from liger_trainer.head.request import HeadRequest, run_request
 from liger_trainer.trainers.trl import LigerTRLMixin
 
 _DEFAULTS = {"ignore_index": -100, "reduction": "mean", "label_smoothing": 0.0}  # of cross_entropy; others are None
@@ -156,12 +157,12 @@ class LigerPairMixin(LigerTRLMixin):
             if self.learns_prompts:
                 is_prompt = (labels[:chosen] == -100) & (attention_mask[:chosen] == 1)
                 labels[:chosen] = torch.where(is_prompt, input_ids[:chosen], labels[:chosen])
-            outputs = model(
+            outputs = run_request(
+                model,
+                HeadRequest(token_scores=True, token_outputs=("log_probs", "vocab_mean")),
                 input_ids=input_ids,
                 attention_mask=attention_mask,
                 labels=labels,
-                fused_lm_head=True,
-                token_outputs=("log_probs", "vocab_mean"),
                 **options,
             )
             # A prompt-learning adapter puts rows of its own first. The last row predicts no token that has a label.

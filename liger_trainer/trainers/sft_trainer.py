@@ -14,6 +14,7 @@ from trl import SFTConfig, SFTTrainer
 from liger_trainer.data.formats import has_images
 from liger_trainer.head.module import who_sees_outputs
 from liger_trainer.head.outputs import FusedLMOutput
+from liger_trainer.head.request import HeadRequest, run_request
 from liger_trainer.trainers.arguments import LigerArguments
 from liger_trainer.trainers.late_metrics import LateMetrics
 from liger_trainer.trainers.packed_images import pack_images
@@ -72,24 +73,27 @@ class LigerSFTTrainer(LigerTRLMixin, SFTTrainer):
         if not self.head_is_ours or self.compute_loss_func is not None or (is_read and not own_loss):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         smoothed = not own_loss and smoother is not None and self.args.loss_type == "nll"
-        options: dict[str, Any] = {}
-        if own_loss:
-            options["token_outputs"] = ("log_probs", "entropy", "is_top1", *self.token_outputs)
-        elif self.args.loss_type == "nll":
-            # TRL reduces by `-log_probs.sum() / num_tokens`, so that all tokens have one upstream gradient. Then the
-            # head computes its gradients in the forward pass. It checks the promise: a broken one gives NaN.
-            options["uniform_grad"] = True
-            if smoothed:
-                options["label_smoothing"] = smoother.epsilon
+        token_outputs = ("log_probs", "entropy", "is_top1", *self.token_outputs) if own_loss else None
+        # TRL reduces by `-log_probs.sum() / num_tokens`, so that all tokens have one upstream gradient. Then the head
+        # computes its gradients in the forward pass. It checks the promise: a broken one gives NaN.
+        uniform_grad = not own_loss and self.args.loss_type == "nll"
+        label_smoothing = smoother.epsilon if smoothed else 0.0
 
         late = self._metrics_may_be_late(is_read or return_outputs, num_items_in_batch)
         given, on_device = self._counted_on_host(inputs) if late else (inputs, {})
         replaced: list[FusedLMOutput] = []
 
         def scored(**call: Any) -> Any:
-            if not call.get("fused_lm_head"):
-                return model(**call)
-            outputs = model(**(call | on_device), **options)
+            request = HeadRequest.taken_from(call)  # TRL's, or one that asks for predictions too
+            if not request.token_scores:
+                return run_request(model, request, **call)
+            request = dataclasses.replace(
+                request,
+                token_outputs=token_outputs,
+                uniform_grad=uniform_grad,
+                label_smoothing=label_smoothing,
+            )
+            outputs = run_request(model, request, **(call | on_device))
             if own_loss:
                 outputs.log_probs = -self._token_loss_of(outputs, given | on_device)
             if smoothed and outputs.aux_loss is not None:

@@ -1,7 +1,7 @@
 """`LigerTrainer`: a `transformers.Trainer` that patches its model and computes the loss without logits."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -11,6 +11,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from liger_trainer.head.module import base_model_of, report_unfused, who_sees_outputs, why_peft_needs_logits
+from liger_trainer.head.request import HeadRequest, run_request
 from liger_trainer.instance.binding import own_class
 from liger_trainer.trainers.arguments import LigerArguments
 from liger_trainer.trainers.base import LigerTrainerMixin
@@ -58,15 +59,19 @@ class LigerTrainer(LigerTrainerMixin, Trainer):
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, Any]:
-        if self._loss_only and self.head_is_ours:
-            inputs = {"skip_logits": True} | inputs
-        if not self.head_is_ours or "labels" not in inputs or self.compute_loss_func is not None:
+        if not self.head_is_ours:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        inputs = dict(inputs)
+        request = HeadRequest.taken_from(inputs)  # an overriding `compute_loss` may have passed skip_logits
+        if self._loss_only and request.skip_logits is None:
+            request = replace(request, skip_logits=True)
+        if "labels" not in inputs or self.compute_loss_func is not None:
+            return super().compute_loss(model, request.added_to(inputs), return_outputs, num_items_in_batch)
         seen = who_sees_outputs(model) if isinstance(model, nn.Module) and not self.has_own_loss else None
         if seen is not None:
             report_unfused(self.model, seen)
-            inputs = {**inputs, "skip_logits": False}
-        wants_logits = not inputs.get("skip_logits", not return_outputs)
+            request = replace(request, skip_logits=False)
+        wants_logits = return_outputs if request.skip_logits is None else not request.skip_logits
         model = self._without_needless_mask(self._gathering_predictions(model))
         if self.has_own_loss:
             return super().compute_loss(
@@ -74,21 +79,22 @@ class LigerTrainer(LigerTrainerMixin, Trainer):
             )
         smoother, kind = self.label_smoother, own_class(base_model_of(self.model)).__name__
         if smoother is None or kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            return super().compute_loss(model, request.added_to(inputs), return_outputs, num_items_in_batch)
         if wants_logits:  # the stock trainer knows a causal model by the name of its class, which FSDP2 changes
             self.label_smoother = partial(smoother, shift_labels=True)
         else:  # the model keeps its labels and smooths them itself
-            self.label_smoother, inputs = None, {**inputs, "label_smoothing": smoother.epsilon}
+            self.label_smoother, request = None, replace(request, label_smoothing=smoother.epsilon)
         try:
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            return super().compute_loss(model, request.added_to(inputs), return_outputs, num_items_in_batch)
         finally:
             self.label_smoother = smoother
 
     def _own_loss_model(self, model: Callable[..., Any], wants_logits: bool) -> Callable[..., dict[str, torch.Tensor]]:
         """A stand-in for `model` that returns the loss of `token_loss`. `Trainer.compute_loss` scales it as usual."""
+        request = HeadRequest(token_scores=True, token_outputs=("log_probs", *self.token_outputs))
 
-        def forward(skip_logits: Any = None, num_items_in_batch: Any = None, **inputs: Any) -> dict[str, torch.Tensor]:
-            outputs = model(**inputs, fused_lm_head=True, token_outputs=("log_probs", *self.token_outputs))
+        def forward(num_items_in_batch: Any = None, **inputs: Any) -> dict[str, torch.Tensor]:
+            outputs = run_request(model, request, **inputs)
             per_token = self._token_loss_of(outputs, inputs)
             count = outputs.label_mask.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
             loss = per_token.sum() / torch.as_tensor(count, device=per_token.device)

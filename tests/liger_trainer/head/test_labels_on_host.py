@@ -7,7 +7,7 @@ from tiny_models import tiny_model
 
 import liger_trainer.head.scores
 from liger_trainer import apply_liger
-from liger_trainer.head.calls import _Call
+from liger_trainer.head.request import ModelCall
 from liger_trainer.varlen.host_copies import remember
 
 VALUES = torch.tensor([[-100, 5, 7, 9], [3, -100, 4, 8]])
@@ -22,7 +22,7 @@ def labels_of_a_device(remembered=True):
 
 
 def known(**kwargs):
-    return _Call.labels_on_host(SimpleNamespace(kwargs=kwargs))
+    return ModelCall.labels_on_host(SimpleNamespace(kwargs=kwargs))
 
 
 def test_labels_are_shifted_as_the_head_s_targets():
@@ -45,7 +45,7 @@ def test_they_reach_the_head(monkeypatch):
     scores = liger_trainer.head.scores
     stock = scores.targets_on_host
     monkeypatch.setattr(scores, "targets_on_host", lambda values: got.append(values) or stock(values))
-    monkeypatch.setattr(_Call, "labels_on_host", lambda call: VALUES[:, 1:])
+    monkeypatch.setattr(ModelCall, "labels_on_host", lambda call: VALUES[:, 1:])
     ids = VALUES.clamp(min=0)
     model(input_ids=ids, labels=VALUES, fused_lm_head=True)
     assert len(got) == 1 and torch.equal(got[0], VALUES[:, 1:])

@@ -46,10 +46,17 @@ def test_sft_gives_what_trl_gives(smoothing, tmp_path):
     losses = []
     for trainer_class, config in ((SFTTrainer, SFTConfig), (LigerSFTTrainer, LigerSFTConfig)):
         args = config(
-            str(tmp_path), max_steps=1, use_cpu=True, report_to="none", bf16=False, logging_steps=1,
-            label_smoothing_factor=smoothing, logging_nan_inf_filter=False, save_strategy="no",
+            str(tmp_path),
+            max_steps=1,
+            use_cpu=True,
+            report_to="none",
+            bf16=False,
+            logging_steps=1,
+            label_smoothing_factor=smoothing,
+            logging_nan_inf_filter=False,
+            save_strategy="no",
             dataset_kwargs={"skip_prepare_dataset": True},
-        )  # fmt: skip
+        )
         trainer = trainer_class(tiny_model("llama"), args, train_dataset=rows, processing_class=tiny_tokenizer())
         trainer.train()
         losses.append(trainer.state.log_history[0]["loss"])

@@ -1,4 +1,4 @@
-"""Forwards that do with the logits what no model of transformers does: each trains a step as it does unpatched."""
+"""Forwards that do with the logits what no model of transformers does: each trains a step as unpatched, or raises."""
 
 import copy
 import gc
@@ -17,7 +17,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from transformers.utils import ModelOutput
 
 from liger_trainer.head.calls import install_fused_head
-from liger_trainer.head.deferred import is_deferred, real
+from liger_trainer.head.deferred import is_deferred, materialize
 
 VOCAB, WIDTH = 31, 16
 
@@ -169,86 +169,7 @@ def head_under_inference_mode(m, h, labels):
     return next_token_loss(m.lm_head(h), labels)
 
 
-# Where what is written into a tensor is seen through another
-
-
-def write_through_a_slice(m, h, labels):
-    logits = m.lm_head(h)
-    logits[..., :5].fill_(-1e9)
-    return next_token_loss(logits, labels.clamp(min=5))
-
-
-def write_through_a_view(m, h, labels):
-    logits = m.lm_head(h)
-    logits.view(-1, VOCAB)[:, :5].fill_(-1e9)
-    return next_token_loss(logits, labels.clamp(min=5))
-
-
-def write_through_reshape(m, h, labels):
-    logits = m.lm_head(h)
-    logits.reshape(-1, VOCAB).flatten(0, 0)[3] *= 0.5
-    return next_token_loss(logits, labels)
-
-
-def write_after_the_view(m, h, labels):
-    logits = m.lm_head(h)
-    shifted = logits[:, :-1]
-    logits[..., :5] = -9.0
-    return F.cross_entropy(shifted.flatten(0, 1), labels[:, 1:].flatten())
-
-
-def write_after_a_product(m, h, labels):
-    logits = m.lm_head(h)
-    halved = logits / 2.0
-    logits[..., :5] = -9.0
-    return next_token_loss(halved, labels) + next_token_loss(logits, labels)
-
-
-def write_into_a_cast_that_is_none(m, h, labels):
-    logits = m.lm_head(h)
-    logits.float().contiguous().to("cpu")[..., 3] = -9.0
-    return next_token_loss(logits, labels)
-
-
-def write_into_a_copy(m, h, labels):
-    logits = m.lm_head(h)
-    rows = logits[:, :-1].contiguous()
-    rows[..., 3] = -9.0
-    return next_token_loss(logits, labels)
-
-
-def write_into_chosen_rows(m, h, labels):
-    logits = m.lm_head(h)
-    logits[:, torch.tensor([0, 1])][..., 3] = -9.0
-    return next_token_loss(logits, labels)
-
-
-def scale_in_place(m, h, labels):
-    logits = m.lm_head(h)
-    same = logits
-    logits *= 2.0
-    return next_token_loss(same, labels)
-
-
-def divide_in_place(m, h, labels):
-    logits = m.lm_head(h)
-    shifted = logits[:, :-1]
-    logits /= 3.0
-    return F.cross_entropy(shifted.flatten(0, 1), labels[:, 1:].flatten())
-
-
-def add_in_place(m, h, labels):
-    logits = m.lm_head(h)
-    same = logits
-    logits += 0.5 * torch.arange(VOCAB)
-    return next_token_loss(same, labels)
-
-
-def functions_in_place(m, h, labels):
-    logits = m.lm_head(h)
-    F.threshold(logits, -1.0, -2.0, inplace=True)
-    logits.mul_(2.0).add_(1.0)
-    return next_token_loss(logits, labels)
+# What is written into a tensor of its own
 
 
 def write_to_out(m, h, labels):
@@ -260,6 +181,13 @@ def write_to_out(m, h, labels):
         m.kept.append(torch.mul(input=logits, other=3.0))
         m.kept.append(torch.div(input=logits, other=3.0, rounding_mode="floor"))
     return next_token_loss(torch.mul(input=logits, other=2.0), labels)
+
+
+def write_into_real_logits(m, h, labels):
+    logits = m.lm_head(h)
+    transposed = logits.transpose(0, 1)
+    transposed[..., 3] = -9.0
+    return next_token_loss(transposed.transpose(0, 1), labels) + next_token_loss(logits, labels)
 
 
 def hooks_on_the_logits(m, h, labels):
@@ -314,18 +242,33 @@ def input_written_after_the_head(m, h, labels):
 
 
 FORWARDS = [
-    head_without_grad, head_without_grad_scaled_by_a_number, metric_without_grad, loss_without_grad,
-    scaled_without_grad, head_with_grad_inside_no_grad, head_in_a_reentrant_checkpoint, head_in_a_checkpoint,
-    loss_in_a_checkpoint, loss_in_a_reentrant_checkpoint, head_under_inference_mode, write_through_a_slice,
-    write_through_a_view, write_through_reshape, write_after_the_view, write_after_a_product,
-    write_into_a_cast_that_is_none, write_into_a_copy, write_into_chosen_rows, scale_in_place, divide_in_place,
-    add_in_place, functions_in_place, write_to_out, hooks_on_the_logits, gradient_is_kept,
-    functions_by_keyword_and_in_lists, einsum_of_both, two_calls_of_the_head, python_of_a_tensor,
+    head_without_grad,
+    head_without_grad_scaled_by_a_number,
+    metric_without_grad,
+    loss_without_grad,
+    scaled_without_grad,
+    head_with_grad_inside_no_grad,
+    head_in_a_reentrant_checkpoint,
+    head_in_a_checkpoint,
+    loss_in_a_checkpoint,
+    loss_in_a_reentrant_checkpoint,
+    head_under_inference_mode,
+    write_to_out,
+    write_into_real_logits,
+    hooks_on_the_logits,
+    gradient_is_kept,
+    functions_by_keyword_and_in_lists,
+    einsum_of_both,
+    two_calls_of_the_head,
+    python_of_a_tensor,
     input_written_after_the_head,
-]  # fmt: skip
+]
 IN_BF16 = [
-    autocast_around_all, autocast_around_the_head, autocast_around_the_loss, autocast_around_the_head_and_real_logits,
-]  # fmt: skip
+    autocast_around_all,
+    autocast_around_the_head,
+    autocast_around_the_loss,
+    autocast_around_the_head_and_real_logits,
+]
 
 
 @pytest.mark.parametrize("rest", FORWARDS, ids=lambda f: f.__name__)
@@ -417,7 +360,7 @@ def test_what_came_is_returned_without_the_stand_ins(name):
     want, got = parts(want), parts(got)
     if name in ("own-class", "key-and-attribute", "model-output"):
         assert got.get("logits") is None
-        got["logits"] = real(parts(model.kept[0])["logits"])  # what the model has kept has them
+        got["logits"] = materialize(parts(model.kept[0])["logits"])  # what the model has kept has them
     assert got.keys() == want.keys()
     for key, ref in want.items():
         for x, y in zip(*(v if isinstance(v, tuple) else (v,) for v in (got[key], ref)), strict=True):
@@ -508,6 +451,145 @@ def test_what_would_lose_gradients_is_an_error(rest, message):
         model = tiny(rest, True)
         want = trained(rest, False)[0]
         assert torch.equal(model(input_ids=ids(), labels=ids(), skip_logits=False).detach(), want)
+
+
+def assign(logits):
+    logits[..., :5] = -9.0
+
+
+def scale(logits):
+    logits *= 2.0
+
+
+def divide(logits):
+    logits /= 3.0
+
+
+def add(logits):
+    logits += torch.arange(VOCAB)
+
+
+def fill_a_slice(logits):
+    logits[..., :5].fill_(-9.0)
+
+
+def assign_into_a_view(logits):
+    logits.view(-1, VOCAB)[:, :5] = -9.0
+
+
+def assign_into_a_copy(logits):
+    logits[:, :-1].contiguous()[..., 3] = -9.0
+
+
+def assign_into_what_was_read(logits):
+    logits.argmax(-1)
+    logits[..., 3] = -9.0
+
+
+def write_by_keyword(logits):
+    torch.relu_(input=logits)
+
+
+def write_into_an_argument_of_a_function(logits):
+    F.threshold(logits, -1.0, -2.0, inplace=True)
+
+
+def write_results_into(logits):
+    torch.mul(torch.ones(2, 7, VOCAB), 2.0, out=logits)
+
+
+def write_into_a_list(logits):
+    torch._foreach_mul_([logits], 2.0)
+
+
+def write_past_autograd(logits):
+    logits.data.fill_(-9.0)
+
+
+WRITES = {
+    assign: "__setitem__",
+    scale: "__imul__",
+    divide: "__itruediv__",
+    add: "__iadd__",
+    fill_a_slice: "fill_",
+    assign_into_a_view: "__setitem__",
+    assign_into_a_copy: "__setitem__",
+    assign_into_what_was_read: "__setitem__",
+    write_by_keyword: "relu_",
+    write_into_an_argument_of_a_function: "_threshold",
+    write_results_into: "mul",
+    write_into_a_list: "_foreach_mul_",
+    write_past_autograd: "data",
+}
+
+
+@pytest.mark.parametrize("write", WRITES, ids=lambda write: write.__name__)
+def test_a_write_into_a_stand_in_is_an_error(write):
+    """The error names what was done. What was made from the logits before could not follow."""
+
+    def rest(m, h, labels):
+        logits = m.lm_head(h)
+        halved = logits / 2.0
+        write(logits)
+        return next_token_loss(halved, labels)
+
+    message = f"`{WRITES[write]}` writes into logits that the fused LM head has not computed. Call the model with "
+    with pytest.raises(RuntimeError, match=message + "skip_logits=False"):
+        trained(rest, True)
+
+
+@pytest.mark.parametrize("write", [assign, scale, divide, add, fill_a_slice, assign_into_a_view])
+def test_a_write_is_right_with_real_logits(write):
+    """The way out that the error names."""
+
+    def rest(m, h, labels):
+        logits = 1.0 * m.lm_head(h)
+        shifted = logits[:, :-1]
+        write(logits)
+        return F.cross_entropy(shifted.flatten(0, 1), labels[:, 1:].flatten())
+
+    want = tiny(rest, False)(input_ids=ids(), labels=ids())
+    got = tiny(rest, True)(input_ids=ids(), labels=ids(), skip_logits=False)
+    assert torch.equal(got, want)
+
+
+def written_after_a_view(m, h, labels):
+    logits = m.lm_head(h)
+    shifted = logits[:, :-1]
+    logits.transpose(0, 1)[..., :5] = -9.0
+    return F.cross_entropy(shifted.flatten(0, 1), labels[:, 1:].flatten())
+
+
+def written_after_a_product(m, h, labels):
+    logits = m.lm_head(h)
+    halved = logits / 2.0
+    logits.transpose(0, 1)[..., :5] = -9.0
+    return next_token_loss(halved, labels)
+
+
+def written_through_a_view_of_a_view(m, h, labels):
+    logits = m.lm_head(h)
+    halved = logits / 2.0
+    logits[:, :-1].transpose(0, 1)[..., :5] = -9.0
+    return next_token_loss(halved, labels)
+
+
+def written_without_gradients(m, h, labels):
+    logits = m.lm_head(h)
+    halved = logits / 2.0
+    logits.detach().fill_(-9.0)
+    return next_token_loss(halved, labels)
+
+
+@pytest.mark.parametrize(
+    "rest",
+    [written_after_a_view, written_after_a_product, written_through_a_view_of_a_view, written_without_gradients],
+)
+def test_a_write_into_real_logits_is_an_error_for_what_was_made_before(rest):
+    """PyTorch writes without asking. The next use of a stand-in finds it."""
+    message = "were written into, in place, after others had been made from them. Call the model with skip_logits=False"
+    with pytest.raises(RuntimeError, match=message):
+        trained(rest, True)
 
 
 def test_attributes_of_real_logits_cannot_be_set():

@@ -5,7 +5,7 @@ import torch
 from datasets import Dataset
 from tiny_models import tiny_model, tiny_tokenizer
 
-import liger_trainer.head.calls
+import liger_trainer.head.answers
 from liger_trainer import LigerSFTConfig, LigerSFTTrainer
 from liger_trainer.varlen.host_copies import remember
 
@@ -58,12 +58,12 @@ def test_the_logs_are_the_same_to_the_last_digit(options, tmp_path):
 
 
 def test_nothing_is_read_before_the_metrics_are(tmp_path, monkeypatch):
-    stock = liger_trainer.head.calls.token_scores
+    stock = liger_trainer.head.answers.token_scores
 
     def on_device(*args, **kwargs):
         return {name: x.as_subclass(OnDevice) for name, x in stock(*args, **kwargs).items() if x is not None}
 
-    monkeypatch.setattr(liger_trainer.head.calls, "token_scores", on_device)
+    monkeypatch.setattr(liger_trainer.head.answers, "token_scores", on_device)
     trainer = build(tmp_path)
     batch = next(iter(trainer.get_train_dataloader()))
     trainer.model.train()
@@ -101,13 +101,13 @@ def test_tokens_are_counted_on_the_host_and_the_model_gets_the_mask_of_the_devic
     mask = batch["attention_mask"].clone()
     remember(mask, batch["attention_mask"] * 3)  # other values, to tell which were counted
     seen = []
-    stock = liger_trainer.head.calls._token_outputs
+    stock = liger_trainer.head.answers._token_scores
 
     def spy(call):
         seen.append(call.kwargs["attention_mask"])
         return stock(call)
 
-    monkeypatch.setattr(liger_trainer.head.calls, "_token_outputs", spy)
+    monkeypatch.setattr(liger_trainer.head.answers, "_token_scores", spy)
     trainer.compute_loss(trainer.model, batch | {"attention_mask": mask}, num_items_in_batch=torch.tensor(9))
     assert len(seen) == 1 and seen[0] is mask
     assert trainer._metrics["train"]["num_tokens"] == [3 * int(mask.sum())]

@@ -3,6 +3,7 @@
 import functools
 import importlib
 
+import numpy as np
 import pytest
 import torch
 from dpo_runs import build as build_dpo
@@ -99,6 +100,24 @@ def test_the_same_as_from_logits_without_them_and_in_one_forward(kind, smoothing
     assert torch.equal(got["ranks"], want.rank)
     torch.testing.assert_close(got["log_probs"], want.log_probs, rtol=1e-5, atol=1e-6)
     assert (labels != -100).sum() > 30 and all((value[labels == -100] == -100).all() for value in got.values())
+
+
+@pytest.mark.parametrize("kind", ["hf", "sft", "dpo"])
+def test_a_hook_that_sees_the_outputs(kind, tmp_path):
+    """The model returns logits to it, and the same predictions to the metrics."""
+    predicted = []
+    for has_hook in (False, True):
+        found = []
+        options = {"eval_predictions": "tokens"}
+        trainer = build(kind, tiny_model("llama"), tmp_path, functools.partial(keep, found), **options)
+        if has_hook:
+            trainer.model.register_forward_hook(lambda module, args, outputs: None)
+        trainer.evaluate()
+        predicted.append(found[0].predictions)
+    want, got = predicted
+    assert got.keys() == want.keys()
+    for name, value in want.items():
+        np.testing.assert_allclose(got[name], value, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
 @pytest.mark.parametrize("kind", ["hf", "sft", "dpo", "kto"])

@@ -9,6 +9,7 @@ from transformers import DataCollatorWithFlattening
 from varlen_batches import LENGTHS, ON, assert_same_step, batch, model_of, patched, rows_of, step
 
 from liger_trainer import apply_liger
+from liger_trainer.head.request import HeadRequest, run_request
 
 
 def backward(model, loss):
@@ -112,7 +113,7 @@ def test_a_call_inside_of_a_call_has_a_plan_of_its_own(tokens):
         run()
         return model(**inner, use_cache=True)  # the same mask, but logits and a cache are asked for
 
-    got = model(**inner, use_cache=False, scored_by=score)
+    got = run_request(model, HeadRequest(logits_consumer=score), **inner, use_cache=False)
     assert tokens == [sum(LENGTHS)]
     torch.testing.assert_close(got.logits, want.logits, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(got.past_key_values.layers[1].keys, want.past_key_values.layers[1].keys)

@@ -1,0 +1,262 @@
+"""Answer the calls of a model with a fused LM head: one function for each kind of `HeadRequest`.
+
+Each answer runs the model's own forward with stand-ins for the logits, and makes of its outputs what is asked for.
+"""
+
+import copy
+import dataclasses
+import functools
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+from transformers.utils import ModelOutput
+
+from liger_trainer.head import masks
+from liger_trainer.head.deferred import DeferredLogits, defer_logits, materialize
+from liger_trainer.head.module import (
+    MakeStandIn,
+    capture,
+    head_reason,
+    longest_rows_of_stand_ins,
+    report_unfused,
+    why_not_fusable,
+)
+from liger_trainer.head.outputs import TOKEN_OUTPUTS, FusedLMOutput
+from liger_trainer.head.request import ModelCall
+from liger_trainer.head.scores import predictions, token_scores, vocab_mean
+
+
+def answer(call: ModelCall) -> Any:
+    """Return what the request of `call` asks for."""
+    consumer = call.request.logits_consumer
+    if consumer is not None:
+        return consumer(functools.partial(_outputs_with_stand_ins, call))
+    if call.request.token_scores:
+        return _token_scores(call)
+    if call.request.label_smoothing:
+        return _smoothed_loss(call)
+    if call.skip_logits:
+        return _from_stand_ins(call, functools.partial(_own_outputs, call))
+    # A call inside another one, which has stand-ins: this one gets real logits.
+    outputs = capture(call.head, None, call.run)
+    return _own_outputs(call, outputs) if call.request.token_predictions else outputs
+
+
+# Running the model's own forward
+
+
+class _StandIns:
+    """Makes the stand-ins of one call of a model. The head gets None where it has to return real logits."""
+
+    def __init__(self, call: ModelCall):
+        self._call = call
+        self._gradient_modes = _gradient_modes()
+        self._longest_rows = longest_rows_of_stand_ins(call.model)
+        self._made: list[weakref.ref[DeferredLogits]] = []
+
+    def __call__(self, hidden: torch.Tensor, vocab_size: int) -> DeferredLogits | None:
+        if _gradient_modes() != self._gradient_modes:
+            return None
+        if self._longest_rows is not None and hidden.shape[-2] > self._longest_rows:
+            return None
+        # PEFT wraps a head that it saves, and the wrapper may be the sharded unit: parameters are read in calls of it.
+        logits = defer_logits(hidden, self._call.head, vocab_size)
+        if not torch.compiler.is_compiling():
+            self._made.append(weakref.ref(logits))
+        return logits
+
+    def materialize_kept(self) -> None:
+        """Make those real that the model has kept: the head's weights will change."""
+        for reference in self._made:
+            logits = reference()
+            if logits is not None:
+                logits.materialize("keeping it after the model's call")
+
+
+def _gradient_modes() -> tuple[bool, Any]:
+    """Return whether gradients are on, and the checkpoint that we are in, if any: it would call the head again."""
+    if torch.compiler.is_compiling():
+        return torch.is_grad_enabled(), None
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    in_checkpoint = hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"
+    return torch.is_grad_enabled(), hooks[0] if in_checkpoint else None
+
+
+def _run_with_stand_ins(call: ModelCall, stand_ins: MakeStandIn) -> Any:
+    """Run the model's own forward. The head returns stand-ins to it, or real logits if it cannot be fused now.
+
+    Adapters and hooks come and go after patching, so every call asks again (`ModelCall.unfused`). The head also returns
+    real logits where gradients are switched inside the forward, or in a checkpoint.
+    """
+    reason = call.unfused
+    if not torch.compiler.is_compiling() and torch._C._dynamo.eval_frame.get_eval_frame_callback():
+        # The functions that would get a stand-in are compiled one by one, and cannot be.
+        reason = "torch.compile has not compiled its call as a whole"
+        torch.compiler.disable(report_unfused)(call.model, reason)
+    elif reason is not None:
+        report_unfused(call.model, reason)
+    run = call.run
+    if torch.compiler.is_compiling():
+        run = functools.partial(masks.run_without_masks, call)
+    return capture(call.head, stand_ins if reason is None else None, run)
+
+
+def _outputs_with_stand_ins(call: ModelCall) -> Any:
+    """Return the outputs of the model's own forward, with stand-ins, by the gradient mode and the adapters of now."""
+    unfused = why_not_fusable(call.head, call.options.cast_lm_head_to_fp32)
+    return _run_with_stand_ins(call._replace(unfused=unfused), _StandIns(call))
+
+
+def _from_stand_ins(call: ModelCall, use: Callable[[Any], Any]) -> Any:
+    """Return `use(outputs)` of the model's own forward. A stand-in that the model has kept then becomes real."""
+    stand_ins = _StandIns(call)
+    outputs = _run_with_stand_ins(call, stand_ins)
+    result = use(outputs)
+    del outputs  # its stand-ins have not been kept
+    stand_ins.materialize_kept()
+    return result
+
+
+# The model's own outputs
+
+
+def _own_outputs(call: ModelCall, outputs: Any) -> Any:
+    """Return the outputs of the model's own forward without stand-ins, and with predictions if they are asked for."""
+    shown = _without_stand_ins(outputs)
+    if call.request.token_predictions and call.has_labels:
+        shown["predictions"] = predictions(*call.shifted(_field(outputs, "logits")))
+    return shown
+
+
+def _without_stand_ins(outputs: Any) -> Any:
+    """Return a `ModelOutput` without the fields that are stand-ins. Other outputs get real logits."""
+    if not isinstance(outputs, ModelOutput):
+        return tree_map(materialize, outputs, is_leaf=lambda x: x is not outputs)
+    stand_ins = [name for name, value in outputs.items() if isinstance(value, DeferredLogits)]
+    # Traced copies have no keys to compare.
+    if torch.compiler.is_compiling() or vars(outputs).keys() == getattr(outputs, "__dataclass_fields__", {}).keys():
+        return type(outputs)(**{name: value for name, value in outputs.items() if name not in stand_ins})
+    outputs = copy.copy(outputs)  # it has more than its class; this takes longer
+    for name in stand_ins:
+        OrderedDict.__delitem__(outputs, name)  # a `ModelOutput` refuses
+        object.__setattr__(outputs, name, None)
+    return outputs
+
+
+def _field(outputs: Any, name: str) -> Any:
+    """Return a field of what a model's own forward returns, or None."""
+    return outputs.get(name) if isinstance(outputs, dict) else getattr(outputs, name, None)
+
+
+# Scores of each label
+
+# Classes that have returned the auxiliary loss of experts from their own forward. For the others each call has a hook
+# on the backbone, and a backbone with a new hook is not replayed (`varlen/snapshot.py`).
+_computes_aux_loss: weakref.WeakSet[type] = weakref.WeakSet()
+
+
+def _token_scores(call: ModelCall) -> FusedLMOutput:
+    """Answer a call with `fused_lm_head=True`."""
+    router_logits: list[Any] = []
+
+    def scored(outputs: Any) -> FusedLMOutput:
+        fields = _score_fields(call, outputs)
+        if _field(outputs, "aux_loss") is not None:
+            _computes_aux_loss.add(type(call.model))
+        aux_loss = _aux_loss(call, outputs, router_logits)
+        if aux_loss is not None:
+            config: Any = call.model.config
+            weight = getattr(config.get_text_config(), "router_aux_loss_coef", 0.0)
+            fields["loss"] = fields["loss"] + weight * aux_loss
+            fields["aux_loss"] = aux_loss
+        return FusedLMOutput(**fields)
+
+    def keep_router_logits(module: Any, args: tuple, outputs: Any) -> None:
+        router_logits.append(_field(outputs, "router_logits"))
+
+    if not call.kwargs.get("output_router_logits") or type(call.model) in _computes_aux_loss:
+        return _from_stand_ins(call, scored)
+    backbone: Any = call.model.base_model
+    hook = backbone.register_forward_hook(keep_router_logits)
+    try:
+        return _from_stand_ins(call, scored)
+    finally:
+        hook.remove()
+
+
+def _smoothed_loss(call: ModelCall) -> FusedLMOutput:
+    """Answer a call with `label_smoothing` alone as `LabelSmoother` of transformers does, without an auxiliary loss."""
+    call = call._replace(
+        options=dataclasses.replace(call.options, temperature=1.0),
+        # The sum of log-probabilities is enough, and it has one gradient for all labels.
+        request=dataclasses.replace(call.request, token_outputs=(), uniform_grad=True),
+    )
+    fields = _from_stand_ins(call, functools.partial(_score_fields, call))
+    loss = fields["loss"]
+    if call.kwargs.get("num_items_in_batch") is None:
+        has_labels = fields["label_mask"].any()
+        loss = torch.where(has_labels, loss, torch.nan)  # `LabelSmoother` divides 0 by 0, TRL's calls do not
+    return FusedLMOutput(loss=loss, predictions=fields["predictions"])
+
+
+def _score_fields(call: ModelCall, outputs: Any) -> dict[str, Any]:
+    """Compute the fields of `FusedLMOutput` that `call` asks for, from what the model's own forward has returned."""
+    options = call.options
+    wanted = call.token_outputs
+    all_logits = _field(outputs, "logits")
+    logits, target = call.shifted(all_logits)
+    if "hidden_states" in wanted and not isinstance(logits, DeferredLogits):
+        reason = head_reason(call.model) or "this call built real logits"
+        raise ValueError(f"token_outputs has 'hidden_states', but {reason}.")
+    fields = token_scores(
+        logits,
+        target,
+        tuple(name for name in TOKEN_OUTPUTS if name in wanted or name == "log_probs"),
+        temperature=options.temperature,
+        label_smoothing=call.request.label_smoothing,
+        uniform_grad=call.request.uniform_grad,
+        in_fp32=options.cast_lm_head_to_fp32,
+        on_host=call.labels_on_host(),
+    )
+    mask = target.to(fields["log_probs"].device) != -100
+    fields["label_mask"] = mask
+    fields["loss"] = -fields["log_probs"].sum() / _count_of_labels(call, mask)
+    fields["hidden_states"] = logits.hidden if "hidden_states" in wanted else None
+    fields["vocab_mean"] = vocab_mean(all_logits, options.temperature) if "vocab_mean" in wanted else None
+    fields["predictions"] = predictions(logits, target) if call.request.token_predictions else None
+    return fields
+
+
+def _count_of_labels(call: ModelCall, mask: torch.Tensor) -> torch.Tensor | int:
+    """Return the number that a sum over the labels is divided by: the call's, or the labels in `mask`, at least 1."""
+    count = call.kwargs.get("num_items_in_batch")
+    if count is None:
+        return mask.sum().clamp(min=1)
+    return count.to(mask.device) if isinstance(count, torch.Tensor) else count
+
+
+def _aux_loss(call: ModelCall, outputs: Any, router_logits: list[Any]) -> torch.Tensor | None:
+    """Return the model's auxiliary loss of experts. If a call asks for router logits, compute Mixtral's, as TRL does.
+
+    Raises:
+        ValueError: The call asks for router logits, and the model has neither a loss nor what TRL's needs.
+    """
+    aux_loss = _field(outputs, "aux_loss")
+    if aux_loss is not None or not call.kwargs.get("output_router_logits"):
+        return aux_loss
+    model_config: Any = call.model.config
+    config = model_config.get_text_config()
+    has_router_logits = bool(router_logits and router_logits[-1])
+    if not has_router_logits or not hasattr(config, "num_experts"):
+        name = type(call.model).__name__
+        raise ValueError(
+            f"{name} computes no auxiliary loss, and TRL's needs router logits of its backbone and num_experts of its "
+            "config, which are missing. Set router_aux_loss_coef to 0.0."
+        )
+    mask = call.kwargs.get("attention_mask")
+    return load_balancing_loss_func(router_logits[-1], config.num_experts, config.num_experts_per_tok, mask)

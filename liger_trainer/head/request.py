@@ -1,0 +1,173 @@
+"""Say what a call asks of a model with a fused LM head, and make the call of the model's own forward for it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, TypeAlias, TypeVar
+
+import torch
+from torch import nn
+
+from liger_trainer.head.deferred import DeferredLogits
+from liger_trainer.head.module import FusedHeadBinding
+from liger_trainer.head.outputs import HeadOptions
+from liger_trainer.instance.binding import call_previous
+from liger_trainer.varlen.host_copies import values_of
+
+LogitsT = TypeVar("LogitsT", torch.Tensor, DeferredLogits)
+LogitsConsumer: TypeAlias = Callable[[Callable[[], Any]], Any]
+
+_FOR_THE_LOSS = ("labels", "shift_labels", "num_items_in_batch")  # from these a model would compute a loss
+_ARGUMENT = "head_request"  # of the forward that `install_fused_head` binds
+# The same things as keywords of a call of the model: for users, and for TRL, which passes `fused_lm_head=True`.
+_FIELD_OF_KEYWORD = {
+    "fused_lm_head": "token_scores",
+    "token_outputs": "token_outputs",
+    "token_predictions": "token_predictions",
+    "label_smoothing": "label_smoothing",
+    "uniform_grad": "uniform_grad",
+    "skip_logits": "skip_logits",
+}
+
+
+@dataclass(frozen=True)
+class HeadRequest:
+    """Say what a call asks of a model with a fused LM head. `run_request` makes the call.
+
+    A request without any field set asks for the model's own outputs.
+
+    Attributes:
+        skip_logits (`bool`, *optional*): With labels, whether the model's own outputs have no logits. Unset: in
+            training mode.
+        token_scores (`bool`, *optional*, defaults to `False`): Return a `FusedLMOutput` with the log-probability of
+            each label in place of the model's own outputs.
+        token_outputs (`tuple[str, ...]`, *optional*): Which fields of `FusedLMOutput` `token_scores` computes. Unset:
+            the ones in the model's `HeadOptions`.
+        label_smoothing (`float`, *optional*, defaults to 0.0): Smoothing of the labels. Without `token_scores`, the
+            call returns the smoothed loss.
+        uniform_grad (`bool`, *optional*, defaults to `False`): Promises that the upstream gradients of all labels are
+            equal, which saves a matrix product. A broken promise gives gradients of NaN.
+        token_predictions (`bool`, *optional*, defaults to `False`): Add `predictions` to the outputs of a call with
+            labels, for metrics: a dict of `token_ids`, `log_probs`, `ranks` and `labels`.
+        logits_consumer (`Callable`, *optional*): Return `logits_consumer(run)` instead, called inside the model's
+            forward, where sharded weights have been gathered. `run()` calls the model's own forward, which then
+            returns `DeferredLogits`.
+
+    Raises:
+        ValueError: `logits_consumer` is set together with another answer.
+    """
+
+    skip_logits: bool | None = None
+    token_scores: bool = False
+    token_outputs: tuple[str, ...] | None = None
+    label_smoothing: float = 0.0
+    uniform_grad: bool = False
+    token_predictions: bool = False
+    logits_consumer: LogitsConsumer | None = None
+
+    def __post_init__(self) -> None:
+        if self.logits_consumer is not None and (self.token_scores or self.label_smoothing or self.token_predictions):
+            raise ValueError(
+                "logits_consumer is set, which makes the answer itself, and so is token_scores, label_smoothing or "
+                "token_predictions. Leave those out."
+            )
+
+    @property
+    def replaces_loss(self) -> bool:
+        """Return whether the answer is made from the logits, so that the model's own code need not compute a loss."""
+        return bool(self.token_scores or self.label_smoothing or self.logits_consumer is not None)
+
+    @classmethod
+    def taken_from(cls, call: dict[str, Any]) -> "HeadRequest":
+        """Take the request out of the keywords of a call of the model, and leave the model's own in `call`."""
+        request: HeadRequest | None = call.pop(_ARGUMENT, None)
+        changes = {field: call.pop(keyword) for keyword, field in _FIELD_OF_KEYWORD.items() if keyword in call}
+        if request is None:
+            return cls(**changes)
+        return replace(request, **changes) if changes else request
+
+    def added_to(self, call: dict[str, Any]) -> dict[str, Any]:
+        """Return the keywords of a call of the model that makes this request: `call` itself if it asks for nothing."""
+        return call if self == HeadRequest() else {**call, _ARGUMENT: self}
+
+
+def run_request(model: Callable[..., Any], request: HeadRequest, **inputs: Any) -> Any:
+    """Call a model that has a fused LM head, or a wrapper of one, with a request.
+
+    Args:
+        model (`Callable`): The model, or anything that calls it with the same keywords.
+        request (`HeadRequest`): What the call asks for.
+        **inputs: The model's own arguments: `input_ids`, `labels`, ...
+
+    Returns:
+        What `request` asks for: the model's own outputs, a `FusedLMOutput`, or what `logits_consumer` returns.
+    """
+    return model(**request.added_to(inputs))
+
+
+class ModelCall(NamedTuple):
+    """Hold a call of the model's own forward, and what it asks of the head.
+
+    Attributes:
+        model (`nn.Module`): The model.
+        head (`nn.Module`): Its LM head.
+        args (`tuple`): Arguments of the model's own forward by position.
+        kwargs (`dict`): Its arguments by name.
+        options (`HeadOptions`): Options of the head.
+        request (`HeadRequest`): What the call asks for.
+        skip_logits (`bool`): Whether the model's own outputs are returned without logits.
+        unfused (`str` or `None`): Why the head returns real logits, or None.
+    """
+
+    model: nn.Module
+    head: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    options: HeadOptions
+    request: HeadRequest
+    skip_logits: bool
+    unfused: str | None
+
+    @property
+    def token_outputs(self) -> tuple[str, ...]:
+        """Return the fields of `FusedLMOutput` that the call asks for."""
+        asked = self.request.token_outputs
+        return self.options.outputs if asked is None else asked
+
+    @property
+    def has_labels(self) -> bool:
+        """Return whether the model's own forward computes a loss."""
+        return self.kwargs.get("labels") is not None or self.kwargs.get("shift_labels") is not None
+
+    def run(self) -> Any:
+        """Run the forward that the model would have without ours."""
+        kwargs = self.kwargs
+        if self.request.replaces_loss:
+            kwargs = {name: value for name, value in kwargs.items() if name not in _FOR_THE_LOSS}
+        return call_previous(self.model, FusedHeadBinding, self.args, kwargs)
+
+    def shifted(self, logits: LogitsT) -> tuple[LogitsT, torch.Tensor]:
+        """Pair the logits that predict a label with the labels: the next tokens, or `shift_labels` as they are.
+
+        Raises:
+            ValueError: The call has neither `labels` nor `shift_labels`.
+        """
+        labels = self.kwargs.get("labels")
+        shift_labels = self.kwargs.get("shift_labels")
+        if shift_labels is not None:
+            return logits, shift_labels
+        if labels is None:
+            raise ValueError(
+                "labels is None; pass labels=(B, S) or shift_labels=(B, S) with fused_lm_head or label_smoothing."
+            )
+        return logits[:, :-1], labels[:, 1:]
+
+    def labels_on_host(self) -> torch.Tensor | None:
+        """Return the labels of `shifted` on the CPU, or None where the host does not know them."""
+        shift_labels = self.kwargs.get("shift_labels")
+        labels = self.kwargs["labels"] if shift_labels is None else shift_labels
+        if torch.compiler.is_compiling() or labels.device.type == "cpu":
+            return None
+        known = values_of(labels)[0]
+        if known.device.type != "cpu":
+            return None
+        return known[:, 1:] if shift_labels is None else known
