@@ -9,16 +9,14 @@ from torch import nn
 
 from liger_trainer.varlen.attention import rows_known
 from liger_trainer.varlen.recorder import Recorder
+from liger_trainer.varlen.refusals import NotCapturable
+from liger_trainer.varlen.snapshot import Snapshot
 from liger_trainer.varlen.static_batch import Batch, Size
 from liger_trainer.varlen.static_gradients import GradientBuffers
 
 WORTHWHILE = 0.95  # of the time of Python's code; a replay that takes more is not used
 CLOSE = 0.05  # largest relative difference of a replay and the code it was captured from, in the L2 norm
 SAMPLE = 4096  # elements of each tensor that are compared after a capture
-
-
-class NotCapturable(Exception):  # noqa: N818 - no error of the user's
-    """Raised where a call cannot be captured; the message is the reason in the report."""
 
 
 class DoesNotPay(Exception):  # noqa: N818
@@ -34,7 +32,7 @@ class CapturedRun:
         recorder (`Recorder`): Of the device.
         forward (`Callable`): The forward of the backbone.
         constants (`dict`): Arguments of it that are the same in every replay.
-        modules (`list[nn.Module]`): Those that hold the parameters.
+        snapshot (`Snapshot`): The state of the modules that hold the parameters.
         parameters (`list[nn.Parameter]`): Those that are trained.
         trains (`bool`): Whether there is a backward.
 
@@ -51,16 +49,17 @@ class CapturedRun:
         recorder: Recorder,
         forward: Callable[..., Any],
         constants: dict[str, Any],
-        modules: list[nn.Module],
+        snapshot: Snapshot,
         parameters: list[nn.Parameter],
         trains: bool,
     ):
         self.size, self.gradients, self.recorder = size, gradients, recorder
         self.trains = trains
+        size.gradients, size.snapshot = gradients, snapshot
         self.alias_of = {p: nn.Parameter(p.detach(), requires_grad=True) for p in parameters}
         self._places = [
             (module._parameters, name, p)
-            for module in modules
+            for module in snapshot.modules
             for name, p in module._parameters.items()
             if p is not None and p in self.alias_of
         ]

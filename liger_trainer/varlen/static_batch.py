@@ -8,6 +8,8 @@ from torch import nn
 from liger_trainer.varlen.attention import StaticRows
 from liger_trainer.varlen.host_copies import sent
 from liger_trainer.varlen.recorder import Graph
+from liger_trainer.varlen.snapshot import Snapshot
+from liger_trainer.varlen.static_gradients import GradientBuffers
 
 STEP = 64  # tokens; sizes are multiples of it, which keeps Triton's kernels in one class of alignment
 
@@ -63,6 +65,8 @@ class Size:
     Attributes:
         embeds (`torch.Tensor`): (1, T, H), the part of the buffer that the forward reads.
         learned (`list`): The parameters whose gradients the backward adds to.
+        gradients (`GradientBuffers` or None): What holds these gradients, once it is captured.
+        snapshot (`Snapshot` or None): The state that it was captured in.
     """
 
     def __init__(
@@ -79,6 +83,8 @@ class Size:
         self.rows = StaticRows(offsets, tokens, longest)
         self.output_class: Any = None
         self.learned: list[nn.Parameter] = []
+        self.gradients: GradientBuffers | None = None
+        self.snapshot: Snapshot | None = None
         self.forward: Graph | None = None
         self.backward: Graph | None = None
         self.last_used = 0
