@@ -291,6 +291,7 @@ class BackboneGraphs:
             raise NotCapturable(str(error)) from error
         except DoesNotPay as error:
             self.too_large, self.why_too_large = size.tokens, str(error)
+            self.gradients.drop_new()
             raise NotCapturable(str(error)) from error
         except (RuntimeError, NotCapturable) as error:  # also torch.OutOfMemoryError and torch.AcceleratorError
             text = str(error).split("\n")[0]

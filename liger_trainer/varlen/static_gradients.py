@@ -42,6 +42,11 @@ class GradientBuffers:
         for parameter, buffer in self.buffers.items():
             self._holders.setdefault(parameter, _holders(buffer))
 
+    def drop_new(self) -> None:
+        """Forget the buffers of a capture that has failed: no graph adds to them."""
+        for parameter in self.buffers.keys() - self._holders.keys():
+            del self.buffers[parameter]
+
     def zero(self, parameters: Iterable[nn.Parameter]) -> None:
         """Set the buffers of those of `parameters` that have one to zero."""
         buffers = [self.buffers[p] for p in parameters if p in self.buffers]

@@ -25,6 +25,7 @@ from liger_trainer.varlen.static_batch import Batch, round_up
 from liger_trainer.varlen.step_graphs import StepGraphs, step_graphs
 
 SIZES = ((7, 1, 11, 12), (9, 3, 12, 10), (5, 6, 7, 8), (12, 12, 12, 12))
+BIG = (20, 20, 20, 20)  # tokens, of another size
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NEEDS_GPU])]
 
@@ -664,7 +665,7 @@ def test_a_second_derivative_is_refused(device):
 # Gradients of the user's
 
 
-@pytest.mark.parametrize("lengths", [SIZES[1], (20, 20, 20, 20)], ids=["replayed", "captured"])
+@pytest.mark.parametrize("lengths", [SIZES[1], BIG], ids=["replayed", "captured"])
 @pytest.mark.parametrize("part", [lambda grad: grad, lambda grad: grad[:2]], ids=["itself", "view"])
 def test_what_the_user_keeps_of_a_gradient_stays(part, lengths, device):
     pair = Pair(model_of(), device)
@@ -777,6 +778,23 @@ def test_nothing_is_captured_that_is_not_faster():
         pair.step(lengths)
     assert pair.replayed == 0
     assert "64 tokens and more: replaying is not faster" in pair.summary["calls_not_captured"]
+
+
+def test_a_smaller_size_is_captured_after_one_that_does_not_pay(device):
+    pair = Pair(model_of(), device)
+    pair.step(BIG)
+    pair.recorder.seconds = iter([1.0, 0.99, 1.0, 0.5])
+    pair.step(BIG)
+    assert "128 tokens and more: replaying is not faster" in pair.summary["calls_not_captured"]
+    for loss in pair.losses(SIZES[0]):
+        loss.backward()
+    kept = pair.captured.model.layers[0].mlp.down_proj.weight.grad[:2]
+    before = kept.clone()
+    for one in (pair.captured, pair.plain):
+        one.zero_grad()
+    pair.step(SIZES[1])
+    assert pair.replayed == 2, pair.summary
+    assert torch.equal(kept, before)
 
 
 def test_other_calls_are_not_captured(device):
