@@ -90,7 +90,8 @@ class Snapshot:
         self._filled = [container for container in containers if container]
         self._contents = [container.copy() for container in self._filled]
 
-        self._versioned = [tensor for tensor in self.tensors if not tensor.is_inference()]
+        parameters = [tensor for tensor in self.tensors if isinstance(tensor, nn.Parameter)]
+        self._versioned = [p for p in parameters if not p.is_inference()]
         self._addresses = [tensor.data_ptr() for tensor in self.tensors]
         self._strides = [tensor.stride() for tensor in self.tensors]
         self._sizes = [tensor.numel() for tensor in self.tensors]
@@ -112,7 +113,7 @@ class Snapshot:
                 yield from _lookups_in(guards)
 
     def versions(self) -> list[int]:
-        """Return how often each tensor has been written to. An optimizer's step, or a loading of weights, raises it."""
+        """Return how often each parameter has been written to. An optimizer's step, or a loading, raises it."""
         return [tensor._version for tensor in self._versioned]
 
     def is_as_in_forward(self, versions: list[int]) -> bool:

@@ -15,7 +15,7 @@ import torch
 import trainer_runs
 from captured_trainers import capture_on_cpu
 from peft import LoraConfig
-from tiny_models import ragged_rows
+from tiny_models import ragged_rows, tiny_model
 from transformers import Trainer, TrainerCallback
 from trl import DPOTrainer, SFTTrainer
 from varlen_batches import model_of
@@ -109,23 +109,25 @@ def test_trainer(case, adapters, recorders, tmp_path):
 @pytest.mark.parametrize("reference", ["model", "adapters off"])
 @pytest.mark.parametrize("split", [(4, 1), (2, 2)], ids=str)
 def test_dpo(reference, split, recorders, tmp_path):
-    options = {}
-    if reference == "adapters off":
-        config = LoraConfig(r=4, target_modules=TARGETS, lora_dropout=0.0)
-        options = {"trainer_options": {"peft_config": config}}
-    model = model_of("llama")
+    model, other = model_of("llama"), tiny_model("llama", seed=7)
+    other.set_attn_implementation("sdpa")
+    with_adapters = reference == "adapters off"
+    config = LoraConfig(r=4, target_modules=TARGETS, lora_dropout=0.0)
     trainers = []
 
     def run(trainer_class, more):
         torch.manual_seed(5)  # of new adapters
-        trainer = dpo_runs.build(trainer_class, model, tmp_path, split, dpo_runs.pairs(24), **options, **more)
+        given = {"peft_config": config} if with_adapters else {"ref_model": copy.deepcopy(other)}
+        trainer = dpo_runs.build(
+            trainer_class, model, tmp_path, split, dpo_runs.pairs(24), trainer_options=given, **more
+        )
         trainers.append(trainer)
         return dpo_runs.train(trainer)
 
     got = run(LigerDPOTrainer, {"cuda_graphs": "true"})
     dpo_runs.assert_same_run(got, run(LigerDPOTrainer, {"cuda_graphs": "false"}))
     dpo_runs.assert_same_run(got, run(DPOTrainer, {}))
-    assert replayed(trainers[0]) >= 5, trainers[0].captured_steps.to_dict()
+    assert replayed(trainers[0]) >= 10, trainers[0].captured_steps.to_dict()  # of the model, and of the reference
     assert_same_weights(trainers[0], trainers[1])
     assert_same_weights(trainers[0], trainers[2])
 
