@@ -125,6 +125,9 @@ class CapturedRun:
             DoesNotPay: The memory would be missed or, with `timed`, the replay is not faster.
         """
         size, recorder = self.size, self.recorder
+        if not size.buffers.zeros_stay_finite:
+            with recorder.warm_up():
+                self._refuse_zeros_that_overflow(batch)
         size.fill(batch)
         with recorder.warm_up():
             wanted = self._results_of(self._run_python, random_state)
@@ -141,6 +144,17 @@ class CapturedRun:
             raise DoesNotPay(f"{size.tokens} tokens and more: replaying is not faster")
         if recorder.bytes_free() < 0:
             raise DoesNotPay(f"{size.tokens} tokens and more: too little memory is left beside their graphs")
+
+    def _refuse_zeros_that_overflow(self, batch: Batch) -> None:
+        """Raise `NotCapturable` where a row of zeros, as it fills a size up, becomes NaN, such as in a norm without an
+        epsilon. The gradients of all weights would be NaN then."""
+        size = self.size
+        size.fill(batch._replace(embeds=torch.zeros_like(batch.embeds)))
+        self.forward()
+        self._hidden = None
+        if not bool(size.exchange.isfinite().all()):
+            raise NotCapturable("embeddings of zero, with which a size is filled up, become NaN in it")
+        size.buffers.zeros_stay_finite = True
 
     def _run_python(self) -> None:
         free = self.recorder.bytes_free()

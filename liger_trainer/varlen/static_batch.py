@@ -43,12 +43,14 @@ class Buffers:
         embeds (`torch.Tensor`): (1, tokens, H), what a forward reads.
         exchange (`torch.Tensor` or `None`): (1, tokens, H), what passes in and out: the output of a forward, then the
             gradient of the output, then the gradient of the embeddings. It is made by the first forward.
+        zeros_stay_finite (`bool`): Whether embeddings of zero were seen to give finite outputs.
     """
 
     def __init__(self, embeds: torch.Tensor, tokens: int):
         self.tokens = tokens
         self.embeds = torch.zeros(1, tokens, embeds.shape[-1], dtype=embeds.dtype, device=embeds.device)
         self.exchange: torch.Tensor | None = None
+        self.zeros_stay_finite = False
 
 
 class Size:

@@ -780,6 +780,18 @@ def test_nothing_is_captured_that_is_not_faster():
     assert "64 tokens and more: replaying is not faster" in pair.summary["calls_not_captured"]
 
 
+def test_a_norm_without_an_epsilon_is_not_captured(device):
+    """It makes NaN of the zeros that fill a size up, and the gradients of all weights would be NaN. The first batch of
+    the size is full."""
+    pair = Pair(model_of(rms_norm_eps=0.0), device)
+    pair.step((20, 20, 20, 4))
+    pair.step((20, 20, 20, 4))
+    pair.step(SIZES[0])
+    assert pair.replayed == 0
+    assert all(p.isfinite().all() for p in pair.captured.parameters())
+    assert "become NaN" in " ".join(pair.summary["calls_not_captured"])
+
+
 def test_a_smaller_size_is_captured_after_one_that_does_not_pay(device):
     pair = Pair(model_of(), device)
     pair.step(BIG)
