@@ -147,14 +147,27 @@ class CapturedRun:
 
     def _refuse_zeros_that_overflow(self, batch: Batch) -> None:
         """Raise `NotCapturable` where a row of zeros, as it fills a size up, becomes NaN, such as in a norm without an
-        epsilon. The gradients of all weights would be NaN then."""
+        epsilon, or in the backward of a square root. The gradients of all weights would be NaN then."""
         size = self.size
         size.fill(batch._replace(embeds=torch.zeros_like(batch.embeds)))
         self.forward()
-        self._hidden = None
-        if not bool(size.exchange.isfinite().all()):
+        found = [size.exchange.detach().norm()]
+        if self.trains:
+            size.exchange.zero_()  # as the gradient of the filling row is
+            self._begin_gradients()
+            self.backward()
+            gradients = [alias.grad for alias in self.alias_of.values() if alias.grad is not None]
+            found += [size.exchange.norm(), *(torch._foreach_norm(gradients) if gradients else ())]
+            self._begin_gradients()
+        if not bool(torch.stack([x.float() for x in found]).isfinite().all()):
             raise NotCapturable("embeddings of zero, with which a size is filled up, become NaN in it")
         size.buffers.zeros_stay_finite = True
+
+    def _begin_gradients(self) -> None:
+        """Let all gradients begin at zero: those that have a buffer in it."""
+        self.gradients.zero(self.alias_of)
+        for p, alias in self.alias_of.items():
+            alias.grad = self.gradients.buffers.get(p)
 
     def _run_python(self) -> None:
         free = self.recorder.bytes_free()
@@ -198,9 +211,7 @@ class CapturedRun:
     def _results_of(self, run: Callable[[], None], random_state: Any) -> list[torch.Tensor]:
         """Run forward and backward from zero gradients. Returns samples of all results."""
         self.recorder.set_random_state(random_state)
-        self.gradients.zero(self.alias_of)
-        for p, alias in self.alias_of.items():
-            alias.grad = self.gradients.buffers.get(p)
+        self._begin_gradients()
         run()
         size = self.size
         results = [self._output]
