@@ -74,7 +74,7 @@ class BackboneGraphs:
 
     Args:
         backbone (`nn.Module`): The backbone. Its input embedding stays outside of the capture.
-        around (`Callable`): Lists the modules whose state decides about calls of the backbone, those of now.
+        around (`Callable`): Lists the modules that decide about calls of the backbone, as they are now.
         recorder (`Recorder`): Of the device.
         summary (`Summary`): What the training reports.
     """

@@ -30,7 +30,7 @@ def refuse_process() -> None:
 
 
 def refuse_hooks(backbone: nn.Module) -> None:
-    """Raise `NotCapturable` where Python code of somebody's is attached to a module in the capture.
+    """Raise `NotCapturable` where Python code is attached to a module in the capture.
 
     Hooks by which transformers collects outputs do nothing where none is asked for. A forward that is not ours is, for
     example, that by which accelerate calls its hooks.

@@ -6,6 +6,7 @@ CUDA graphs to the bit.
 
 import copy
 import gc
+import itertools
 import weakref
 
 import dpo_runs
@@ -78,8 +79,14 @@ PACKED = {
 }
 
 
-@pytest.mark.parametrize("adapters", ["full", "lora"])
-@pytest.mark.parametrize("case", [*CASES, *PACKED])
+OFTEN = [("accumulation", "full"), ("checkpointing", "lora"), ("evaluation", "full"), ("packing", "full")]
+CELLS = [  # what is not run often is slow
+    pytest.param(*cell, marks=() if cell in OFTEN else pytest.mark.slow)
+    for cell in itertools.product([*CASES, *PACKED], ("full", "lora"))
+]
+
+
+@pytest.mark.parametrize(("case", "adapters"), CELLS)
 def test_sft(case, adapters, recorders, tmp_path):
     model = model_of("llama")
     if adapters == "lora":
@@ -92,8 +99,7 @@ def test_sft(case, adapters, recorders, tmp_path):
     assert_same_three(run, (LigerSFTTrainer, SFTTrainer), least=4)
 
 
-@pytest.mark.parametrize("adapters", ["full", "lora"])
-@pytest.mark.parametrize("case", ["accumulation", "checkpointing"])
+@pytest.mark.parametrize(("case", "adapters"), [("accumulation", "full"), ("checkpointing", "lora")])
 def test_trainer(case, adapters, recorders, tmp_path):
     model = model_of("llama")
     if adapters == "lora":
@@ -107,7 +113,7 @@ def test_trainer(case, adapters, recorders, tmp_path):
 
 
 @pytest.mark.parametrize("reference", ["model", "adapters off"])
-@pytest.mark.parametrize("split", [(4, 1), (2, 2)], ids=str)
+@pytest.mark.parametrize("split", [pytest.param((4, 1), marks=pytest.mark.slow), (2, 2)], ids=str)
 def test_dpo(reference, split, recorders, tmp_path):
     model, other = model_of("llama"), tiny_model("llama", seed=7)
     other.set_attn_implementation("sdpa")

@@ -397,7 +397,7 @@ def test_a_change_of_adapters_takes_effect_in_the_next_call(change, device):
 
 
 def test_an_adapter_that_is_added_is_captured_too(device):
-    """Its modules are those of no earlier capture."""
+    """No earlier capture knows its modules."""
     pair = Pair(checkpointed(lora(model_of())), device)
     pair.warm()
     for one in (pair.captured, pair.plain):
