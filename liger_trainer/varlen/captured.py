@@ -107,11 +107,11 @@ class BackboneGraphs:
         self._snapshot = self._difference = None
         snapshots = [mode.snapshot for mode in sorted(self.modes, key=lambda mode: -mode.last_used)]
         for snapshot in dict.fromkeys(snapshots):
-            difference = snapshot.difference()
-            if difference is None:
+            if snapshot.holds():
                 self._snapshot = snapshot
                 return True
-            self._difference = self._difference or difference
+        if snapshots:
+            self._difference = snapshots[0].difference()
         return False
 
     def run(

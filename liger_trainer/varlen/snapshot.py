@@ -124,17 +124,15 @@ class Snapshot:
             and [tensor.requires_grad for tensor in self.tensors] == self._require_grad
         )
 
-    def difference(self) -> str | None:
-        """Name what has changed since the snapshot, or return None.
+    def holds(self) -> bool:
+        """Return whether nothing has changed since the snapshot.
 
         A tensor or an array in place of another one is compared by `==`, which may raise: then it has changed too.
         """
         try:
-            if self._is_unchanged():
-                return None
+            return self._is_unchanged()
         except (RuntimeError, TypeError, ValueError):  # the truth of a comparison of tensors, or of arrays
-            pass
-        return self._name_difference()
+            return False
 
     def _is_unchanged(self) -> bool:
         return (
@@ -154,8 +152,8 @@ class Snapshot:
             and all([getattr(owner, name, _MISSING) is value for owner, name, value in self._lookups])
         )
 
-    def _name_difference(self) -> str:
-        """Say what has changed, for a log. It is looked for one by one, since it is asked for once."""
+    def difference(self) -> str:
+        """Say what has changed where the snapshot does not hold, for a log. It takes some milliseconds."""
         if self._process != process_state():
             return "a flag of the process, such as autocast, a mode of PyTorch or a global hook, has changed"
         for module, kind in zip(self.modules, self._types, strict=True):
