@@ -30,6 +30,8 @@ _COMPARABLE = (
 )  # fmt: skip
 _WALKED_IN_TORCH = ("torch.nn.modules.", "torch.utils._contextlib")
 _TORCHS_LINEAR = nn.Linear.forward, torch._C._nn.linear
+# What runs in a call of a module.
+_CALLED_ON_MODULES = ("forward", "__call__", "_call_impl", "_wrapped_call_impl", "__getattr__", "__getattribute__")
 _IS_GENUINE = home(nn.Linear.forward) == "torch.nn.modules.linear"
 _ZERO3S_LINEAR = ("deepspeed.runtime.zero.linear", "zero3_linear_wrap")
 
@@ -121,6 +123,30 @@ def code_guards_of(cls: type[nn.Module], *others: type[nn.Module]) -> Guards:
     return Guards(cls, itertools.chain(*found))
 
 
+def code_lookups_of(classes: Iterable[type[nn.Module]]) -> list[Lookup]:
+    """List what calls of modules of these classes look up by name, in classes, in Python modules and in `torch`.
+
+    Unlike `guards_of` it asks for no proof, and leaves out what cannot be compared by identity.
+    """
+    found: list[Lookup] = []
+    for cls in classes:
+        bases = _classes(cls)
+        functions: dict[types.FunctionType, None] = {}
+        for name in _CALLED_ON_MODULES:
+            for base in bases:
+                _walk(vars(base).get(name), [*map(vars, bases)], functions)
+        names = dict.fromkeys((*_CALLED_ON_MODULES, *(n for one in functions for n in _names(one.__code__))))
+        of_class = [name for name in names if any(name in vars(base) for base in cls.__mro__)]
+        found += _class_lookups(list(cls.__mro__[:-1]), of_class)
+        for function in functions:
+            if is_of_its_module(function):
+                found += global_lookups(function)
+            found += _functional(function)
+            found += ((torch, n, vars(torch)[n]) for n in _names(function.__code__) if n in vars(torch))
+    distinct = {(id(owner), name): (owner, name, value) for owner, name, value in found}
+    return [(owner, name, value) for owner, name, value in distinct.values() if getattr(owner, name) is value]
+
+
 def lookups_of(function: Any) -> tuple[Lookup, ...]:
     """List what a rotary function, or a module in its place, looks up. Raises `NotProven` as `guards_of` does."""
     return guards_of(function).lookups if isinstance(function, nn.Module) else _read_by(function)[1]
@@ -145,6 +171,12 @@ def _read_by(function: Any) -> tuple[dict[types.FunctionType, None], tuple[Looku
     lookups = tuple(itertools.chain(*map(_function_lookups, functions)))
     _check(lookups, functions)
     return functions, lookups
+
+
+def is_of_its_module(function: types.FunctionType) -> bool:
+    """Return whether the globals of `function` are those of the Python module that it names."""
+    module = sys.modules.get(home(function))
+    return module is not None and vars(module) is function.__globals__
 
 
 def global_lookups(function: types.FunctionType) -> list[Lookup]:

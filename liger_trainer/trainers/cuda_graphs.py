@@ -60,10 +60,14 @@ class CudaGraphs(Feature):
             return
         graphs = StepGraphs()
         trainer.captured_steps = graphs.summary
-        began_at = trainer.state.global_step
+        began_at: int | None = None
 
         def run(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             # The first step of the optimizer makes its states, and before it nobody knows what memory they leave.
+            # The trainer knows only now at which step it begins: it may have trained before, or go on from a save.
+            nonlocal began_at
+            if began_at is None:
+                began_at = trainer.state.global_step
             graphs.may_capture = trainer.state.global_step > began_at
             try:
                 with step_graphs(graphs):

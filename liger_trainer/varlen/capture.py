@@ -9,16 +9,14 @@ from torch import nn
 
 from liger_trainer.varlen.attention import rows_known
 from liger_trainer.varlen.recorder import Recorder
+from liger_trainer.varlen.refusals import NotCapturable
+from liger_trainer.varlen.snapshot import Snapshot
 from liger_trainer.varlen.static_batch import Batch, Size
 from liger_trainer.varlen.static_gradients import GradientBuffers
 
 WORTHWHILE = 0.95  # of the time of Python's code; a replay that takes more is not used
 CLOSE = 0.05  # largest relative difference of a replay and the code it was captured from, in the L2 norm
 SAMPLE = 4096  # elements of each tensor that are compared after a capture
-
-
-class NotCapturable(Exception):  # noqa: N818 - no error of the user's
-    """Raised where a call cannot be captured; the message is the reason in the report."""
 
 
 class DoesNotPay(Exception):  # noqa: N818
@@ -34,7 +32,7 @@ class CapturedRun:
         recorder (`Recorder`): Of the device.
         forward (`Callable`): The forward of the backbone.
         constants (`dict`): Arguments of it that are the same in every replay.
-        modules (`list[nn.Module]`): Those that hold the parameters.
+        snapshot (`Snapshot`): The state of the modules that hold the parameters.
         parameters (`list[nn.Parameter]`): Those that are trained.
         trains (`bool`): Whether there is a backward.
 
@@ -51,16 +49,17 @@ class CapturedRun:
         recorder: Recorder,
         forward: Callable[..., Any],
         constants: dict[str, Any],
-        modules: list[nn.Module],
+        snapshot: Snapshot,
         parameters: list[nn.Parameter],
         trains: bool,
     ):
         self.size, self.gradients, self.recorder = size, gradients, recorder
         self.trains = trains
+        size.gradients, size.snapshot = gradients, snapshot
         self.alias_of = {p: nn.Parameter(p.detach(), requires_grad=True) for p in parameters}
         self._places = [
             (module._parameters, name, p)
-            for module in modules
+            for module in snapshot.modules
             for name, p in module._parameters.items()
             if p is not None and p in self.alias_of
         ]
@@ -126,6 +125,9 @@ class CapturedRun:
             DoesNotPay: The memory would be missed or, with `timed`, the replay is not faster.
         """
         size, recorder = self.size, self.recorder
+        if not size.buffers.zeros_stay_finite:
+            with recorder.warm_up():
+                self._refuse_zeros_that_overflow(batch)
         size.fill(batch)
         with recorder.warm_up():
             wanted = self._results_of(self._run_python, random_state)
@@ -142,6 +144,30 @@ class CapturedRun:
             raise DoesNotPay(f"{size.tokens} tokens and more: replaying is not faster")
         if recorder.bytes_free() < 0:
             raise DoesNotPay(f"{size.tokens} tokens and more: too little memory is left beside their graphs")
+
+    def _refuse_zeros_that_overflow(self, batch: Batch) -> None:
+        """Raise `NotCapturable` where a row of zeros, as it fills a size up, becomes NaN, such as in a norm without an
+        epsilon, or in the backward of a square root. The gradients of all weights would be NaN then."""
+        size = self.size
+        size.fill(batch._replace(embeds=torch.zeros_like(batch.embeds)))
+        self.forward()
+        found = [buffer.detach().norm() for buffer in size.exchange]
+        if self.trains:
+            torch._foreach_zero_(size.exchange)  # as the gradient of the filling row is
+            self._begin_gradients()
+            self.backward()
+            gradients = [alias.grad for alias in self.alias_of.values() if alias.grad is not None]
+            found += [size.exchange[0].norm(), *(torch._foreach_norm(gradients) if gradients else ())]
+            self._begin_gradients()
+        if not bool(torch.stack([x.float() for x in found]).isfinite().all()):
+            raise NotCapturable("embeddings of zero, with which a size is filled up, become NaN in it")
+        size.buffers.zeros_stay_finite = True
+
+    def _begin_gradients(self) -> None:
+        """Let all gradients begin at zero: those that have a buffer in it."""
+        self.gradients.zero(self.alias_of)
+        for p, alias in self.alias_of.items():
+            alias.grad = self.gradients.buffers.get(p)
 
     def _run_python(self) -> None:
         free = self.recorder.bytes_free()
@@ -185,9 +211,7 @@ class CapturedRun:
     def _results_of(self, run: Callable[[], None], random_state: Any) -> list[torch.Tensor]:
         """Run forward and backward from zero gradients. Returns samples of all results."""
         self.recorder.set_random_state(random_state)
-        self.gradients.zero(self.alias_of)
-        for p, alias in self.alias_of.items():
-            alias.grad = self.gradients.buffers.get(p)
+        self._begin_gradients()
         run()
         size = self.size
         results = list(self._samples)

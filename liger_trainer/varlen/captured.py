@@ -27,14 +27,13 @@ import torch
 from torch import nn
 
 from liger_trainer._logging import logger
-from liger_trainer.instance.hooks import HOOK_DICTS, home
-from liger_trainer.instance.kept import hooks_in_force
 from liger_trainer.varlen.attention import NotForRows, Rows
-from liger_trainer.varlen.capture import CapturedRun, DoesNotPay, NotCapturable
+from liger_trainer.varlen.capture import CapturedRun, DoesNotPay
 from liger_trainer.varlen.capture_summary import Summary
 from liger_trainer.varlen.recorder import Recorder
+from liger_trainer.varlen.refusals import NotCapturable, SideEffects, refuse_hooks, refuse_process
 from liger_trainer.varlen.replay import Replayed
-from liger_trainer.varlen.snapshot import Snapshot, dropout_is_active
+from liger_trainer.varlen.snapshot import Snapshot
 from liger_trainer.varlen.static_batch import Batch, Buffers, Size, bounds_of, power_of_2, round_up
 from liger_trainer.varlen.static_gradients import GradientBuffers
 
@@ -44,7 +43,6 @@ LEAST_LONGEST = 64  # tokens of the longest row that a size has room for at leas
 
 # What transformers hands through to a backbone, and no layer that a proof has run reads.
 _UNREAD = ("num_items_in_batch", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
-_GLOBAL_HOOKS = [getattr(nn.modules.module, f"_global{name}") for name in HOOK_DICTS]
 _ROUTERS = "output_router_logits"  # the one output besides hidden states that graphs have
 _STATIC_INPUTS = ("input_ids", "inputs_embeds", "position_ids", "attention_mask", "use_cache")
 
@@ -57,14 +55,16 @@ class Mode:
         key (`tuple`): What a call has to have in common: gradients, dtypes, arguments.
         snapshot (`Snapshot`): What else has to be as it was.
         trains (`bool`): Whether there is a backward.
-        draws (`bool`): Whether a layer draws random numbers.
+        draws (`bool`): Whether a layer draws random numbers, as its first call has shown.
+        why_not (`str` or None): Why nothing of it is captured, as its first call has shown.
         sizes (`dict[int, Size]`): By their tokens.
     """
 
     key: tuple
     snapshot: Snapshot
     trains: bool
-    draws: bool
+    draws: bool = True
+    why_not: str | None = "its first call has not come to its end"
     sizes: dict[int, Size] = field(default_factory=dict)
     buffers: Buffers | None = None
     last_used: int = 0
@@ -75,12 +75,14 @@ class BackboneGraphs:
 
     Args:
         backbone (`nn.Module`): The backbone. Its input embedding stays outside of the capture.
-        around (`list[nn.Module]`): The modules whose state decides about calls of the backbone.
+        around (`Callable`): Lists the modules that decide about calls of the backbone, as they are now.
         recorder (`Recorder`): Of the device.
         summary (`Summary`): What the training reports.
     """
 
-    def __init__(self, backbone: nn.Module, around: list[nn.Module], recorder: Recorder, summary: Summary):
+    def __init__(
+        self, backbone: nn.Module, around: Callable[[], list[nn.Module]], recorder: Recorder, summary: Summary
+    ):
         self.backbone, self.around, self.recorder, self.summary = backbone, around, recorder, summary
         self.gradients = GradientBuffers()
         self.modes: list[Mode] = []
@@ -95,6 +97,7 @@ class BackboneGraphs:
         self.carrier = torch.zeros((), requires_grad=True)
         self._unmatched = 0  # modes that were replaced without a replay
         self._snapshot: Snapshot | None = None  # that of the running call
+        self._begun: Mode | None = None  # by the running call
         self._difference: str | None = None  # why no snapshot is that of the running call
 
     def is_unchanged(self) -> bool:
@@ -105,11 +108,11 @@ class BackboneGraphs:
         self._snapshot = self._difference = None
         snapshots = [mode.snapshot for mode in sorted(self.modes, key=lambda mode: -mode.last_used)]
         for snapshot in dict.fromkeys(snapshots):
-            difference = snapshot.difference()
-            if difference is None:
+            if snapshot.holds():
                 self._snapshot = snapshot
                 return True
-            self._difference = self._difference or difference
+        if snapshots:
+            self._difference = snapshots[0].difference()
         return False
 
     def run(
@@ -134,6 +137,7 @@ class BackboneGraphs:
         if embeds is None:
             embeds = self.backbone.get_input_embeddings()(call["input_ids"])
         batch, shape = _batch_of(rows, embeds, call)
+        self._begun = None
         if self._snapshot is None:  # the call may have put the model into evaluation mode since, as Medusa's does
             self.is_unchanged()
         try:
@@ -141,6 +145,8 @@ class BackboneGraphs:
             size = self._size(mode, batch, forward, dict(constants))
         except NotCapturable as reason:
             self.summary.count(str(reason))
+            if self._begun is not None:
+                return self._run_first(self._begun, embeds, run_uncaptured)
             return run_uncaptured(embeds)  # their hooks and random numbers are those of one call
         self.summary.replayed += 1
         self.clock += 1
@@ -162,23 +168,14 @@ class BackboneGraphs:
         """Raise `NotCapturable` where nothing is captured any more, or the process does more than run the model."""
         if self.off is not None:
             raise NotCapturable(self.off)
-        if hooks_in_force() is not None:
-            raise NotCapturable("hooks decide about the tensors that autograd saves")
-        if torch.is_inference_mode_enabled() or torch.is_anomaly_enabled() or torch._C._len_torch_function_stack():
-            raise NotCapturable("a mode of PyTorch is on (inference, anomaly detection or a function mode)")
-        if any(_GLOBAL_HOOKS):
-            raise NotCapturable("a hook is registered for all modules")
+        refuse_process()
 
-    def _refuse_hooks(self) -> None:
-        """Raise `NotCapturable` where a module in the capture has a hook, except those by which transformers collects
-        outputs: they do nothing where none is asked for."""
-        outside = {id(module) for module in self.backbone.get_input_embeddings().modules()}
-        for module in self.backbone.modules():
-            if module is self.backbone or id(module) in outside:
-                continue
-            hooks = [hook for name in HOOK_DICTS for hook in module.__dict__[name].values()]
-            if not all(home(hook).startswith("transformers.") for hook in hooks):
-                raise NotCapturable(f"a {type(module).__name__} has a hook")
+    def _run_first(self, mode: Mode, embeds: torch.Tensor, run_uncaptured: Callable[..., Any]) -> Any:
+        """Run the first call of a mode, and note what it does besides computing."""
+        effects = SideEffects(mode.snapshot.modules, self.recorder, embeds.device)
+        outputs = run_uncaptured(embeds)
+        mode.draws, mode.why_not = effects.draws(), effects.why_not()
+        return outputs
 
     def _mode(self, batch: Batch, constants: tuple) -> Mode:
         """Find the mode whose state is that of the model now, or begin one and raise `NotCapturable`."""
@@ -200,12 +197,14 @@ class BackboneGraphs:
                 self._turn_off(f"the model changes from call to call: {self._difference}")
                 return
         if self._snapshot is None:
-            self._refuse_hooks()
-        snapshot = self._snapshot or Snapshot(self.around, self.backbone.get_input_embeddings())
+            refuse_hooks(self.backbone)
+        # The modules of now: an adapter or a layer may have been added since the last snapshot.
+        snapshot = self._snapshot or Snapshot(self.around(), self.backbone.get_input_embeddings())
         grad, embeds_require_grad = key[0], key[1]
         trains = grad and (embeds_require_grad or any(True for _ in self._captured_parameters(snapshot)))
         self.clock += 1
-        self.modes.append(Mode(key, snapshot, trains, dropout_is_active(self.around), last_used=self.clock))
+        self._begun = Mode(key, snapshot, trains, last_used=self.clock)
+        self.modes.append(self._begun)
 
     def _captured_parameters(self, snapshot: Snapshot) -> Iterator[nn.Parameter]:
         """Yield the trained parameters inside the capture: those of the backbone without its input embedding."""
@@ -224,6 +223,8 @@ class BackboneGraphs:
 
     def _size(self, mode: Mode, batch: Batch, forward: Callable[..., Any], constants: dict[str, Any]) -> Size:
         """Find the graphs for a batch, or capture them. Raises `NotCapturable`."""
+        if mode.why_not is not None:
+            raise NotCapturable(mode.why_not)
         tokens = round_up(batch.tokens)
         size = mode.sizes.get(tokens)
         if size is not None and size.takes(batch):
@@ -233,7 +234,7 @@ class BackboneGraphs:
         if not self.may_capture:
             raise NotCapturable("captures begin after the first step of the optimizer")
         if mode.trains and self.gradients.in_use():
-            raise NotCapturable("captures wait for the first micro-batch of a step")
+            raise NotCapturable("captures wait until no gradient of the user's lies in a buffer")
         if tokens > self.largest:
             self._begin_pool(tokens)
         return self._captured_size(mode, batch, tokens, forward, constants)
@@ -286,7 +287,7 @@ class BackboneGraphs:
         try:
             with self._capture_conditions():
                 run = CapturedRun(
-                    size, self.gradients, self.recorder, forward, constants, self.around, parameters, mode.trains
+                    size, self.gradients, self.recorder, forward, constants, mode.snapshot, parameters, mode.trains
                 )
                 run.capture(batch, state, timed)
             self.gradients.count_holders()
@@ -296,6 +297,7 @@ class BackboneGraphs:
             raise NotCapturable(str(error)) from error
         except DoesNotPay as error:
             self.too_large, self.why_too_large = size.tokens, str(error)
+            self.gradients.drop_new()
             raise NotCapturable(str(error)) from error
         except (RuntimeError, NotCapturable) as error:  # also torch.OutOfMemoryError and torch.AcceleratorError
             text = str(error).split("\n")[0]

@@ -3,12 +3,10 @@
 from typing import Protocol
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
 
 from liger_trainer.varlen.recorder import Recorder
 from liger_trainer.varlen.static_batch import Batch, Size
-from liger_trainer.varlen.static_gradients import GradientBuffers
 
 
 class Captures(Protocol):
@@ -22,7 +20,6 @@ class Captures(Protocol):
     generation: int
     carrier: torch.Tensor
     recorder: Recorder
-    gradients: GradientBuffers
 
     def replay_forward(self, size: Size, batch: Batch) -> tuple[torch.Tensor, ...]: ...
 
@@ -41,12 +38,17 @@ class Replayed(torch.autograd.Function):
         ctx.given = graphs, size, batch._replace(embeds=embeds.detach())
         ctx.random_state = graphs.recorder.random_state() if draws else None
         outputs = graphs.replay_forward(size, batch)
-        ctx.generation, ctx.versions = graphs.generation, _versions(size)
+        assert size.snapshot is not None, "it was captured"
+        ctx.generation, ctx.versions = graphs.generation, size.snapshot.versions()
         return outputs
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, *gradients):  # noqa: ANN001 - zeros for an output that nobody has used
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "The backbone of this step is captured (cuda_graphs), so that its gradients have no gradients of their "
+                "own (create_graph=True). Set cuda_graphs: false for a second derivative."
+            )
         graphs, size, batch = ctx.given
         if not torch._C._will_engine_execute_node(get_gradient_edge(graphs.carrier).node):
             raise RuntimeError(
@@ -54,10 +56,10 @@ class Replayed(torch.autograd.Function):
                 "loss.backward() alone. Set cuda_graphs: false to call torch.autograd.grad or backward(inputs=...)."
             )
         ctx.saved_tensors  # noqa: B018 - raises if they were modified in place
-        if ctx.versions != _versions(size):
+        if not size.snapshot.is_as_in_forward(ctx.versions):
             raise RuntimeError(
-                "A weight of the captured backbone has been modified by an inplace operation between its forward and "
-                "its backward pass."
+                "A weight of the captured backbone has been modified by an inplace operation, moved to other memory or "
+                "frozen between its forward and its backward pass. Set cuda_graphs: false where that is intended."
             )
         now = None if ctx.random_state is None else graphs.recorder.random_state()
         if ctx.random_state is not None:  # layers that are computed again draw what they drew in the forward
@@ -70,18 +72,13 @@ class Replayed(torch.autograd.Function):
         for buffer, gradient in zip(size.exchange, gradients, strict=True):
             buffer[:, : batch.tokens].copy_(gradient)
             buffer[:, batch.tokens :].zero_()
-        elsewhere = graphs.gradients.begin(size.learned)
+        # Of the size, since the captures of the backbone may have been released since the forward.
+        handed = size.gradients.begin(size.learned)
         size.backward.replay()
-        graphs.gradients.end(size.learned, elsewhere)
+        size.gradients.end(handed)
         if now is not None:
             graphs.recorder.set_random_state(now)
         of_embeds = None
         if ctx.needs_input_grad[0]:
             of_embeds = size.exchange[0][:, : batch.tokens].clone()
         return of_embeds, None, None, None, None, None
-
-
-def _versions(size: Size) -> tuple[int, ...]:
-    """The versions of the first and the last weight: an optimizer's step, or a loading of weights, raises all."""
-    ends = size.learned[:1] + size.learned[-1:]
-    return tuple(p._version for p in ends)

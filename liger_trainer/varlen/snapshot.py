@@ -7,12 +7,12 @@ through the model's own Python code.
 The comparison is a few sweeps over lists that were made once, each a loop inside the interpreter: an 8B model with
 adapters has 2,665 modules, and one line of Python for each of them would cost more than all sweeps together.
 
-It cannot see numbers inside closures, objects of the user's that are changed in place, and functions whose code object
-was replaced.
+It cannot see numbers inside closures, what lies deeper inside objects that are changed in place, functions whose code
+object was replaced, and hooks on the nodes of autograd that add to gradients (`p.expand_as(p).grad_fn...`).
 """
 
 from collections.abc import Iterable, Iterator
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from types import FunctionType
 from typing import Any
 
@@ -20,11 +20,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import _len_torch_dispatch_stack
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from liger_trainer.instance.binding import Binding
-from liger_trainer.instance.guards import Guards, Lookup
+from liger_trainer.instance.guards import Guards, Lookup, code_lookups_of
 from liger_trainer.instance.kept import hooks_in_force
 from liger_trainer.memory.switches import are_alike
 
@@ -35,9 +36,9 @@ _HOOK_DICTS = (
     "_backward_hooks",
 )
 _GLOBAL_HOOKS = [getattr(nn.modules.module, f"_global{name}") for name in _HOOK_DICTS]
-# The forward of these reads no attribute but its weights and children, which are compared for every module.
-# Of them it is enough that no attribute was added or removed, such as a `forward` of the instance.
-_WITHOUT_NUMBERS = (nn.Linear, nn.Identity, nn.ModuleList, nn.ModuleDict)
+# These have no forward: only what they hold matters.
+_HOLDERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+_what_is_held = itemgetter("_modules", "_parameters")
 # What no forward and no backward reads: hooks of `state_dict`, and what is known about hooks that are there.
 _UNREAD_CONTAINERS = {
     "_forward_hooks_always_called",
@@ -55,6 +56,7 @@ _UNREAD_CONTAINERS = {
 # each call of a model of images: what its next token in a generation needs.
 _NOTES = ("_require_grads_hooks", "_require_grads_hook", "rope_deltas")
 _CHECKPOINT = "_gradient_checkpointing_func"
+_INCOMPARABLE = (RuntimeError, TypeError, ValueError)  # the truth of a comparison of tensors, or of arrays
 _MISSING = object()
 
 
@@ -68,42 +70,52 @@ class Snapshot:
             anew from the same code, like the one by which transformers has embeddings require a gradient.
 
     Attributes:
+        modules (`list[nn.Module]`): These, each once.
+        tensors (`list[torch.Tensor]`): Their parameters, buffers and scales, each once.
         trained (`list[nn.Parameter]`): The parameters that require a gradient, each once.
     """
 
     def __init__(self, modules: list[nn.Module], embedding: nn.Module | None = None):
-        self._with_numbers = [module for module in modules if type(module) not in _WITHOUT_NUMBERS]
-        self._attributes = [dict(vars(module)) for module in self._with_numbers]
-        self._without_numbers = [module for module in modules if type(module) in _WITHOUT_NUMBERS]
-        self._attribute_counts = [len(vars(module)) for module in self._without_numbers]
+        self.modules = list({id(module): module for module in modules}.values())
+        self._types = list(map(type, self.modules))
+        self._running = [module for module in self.modules if type(module) not in _HOLDERS]
+        self._attributes = [dict(vars(module)) for module in self._running]
+        self._holder_states = [vars(module) for module in self.modules if type(module) in _HOLDERS]
+        self._in_holders = list(map(_what_is_held, self._holder_states))
 
+        # Attributes of tensors and of objects: quantised weights hold their scales there, bindings whether they run.
+        tensors = [tensor for module in self.modules for tensor in _tensors_of(module)]
+        self.tensors = _distinct(tensors)
+        scales = [x for state in _states_of(self.tensors) for x in state.values() if isinstance(x, torch.Tensor)]
+        self.tensors = _distinct([*self.tensors, *scales])
+        self._bindings = [x for state in map(vars, self.modules) for x in state.values() if isinstance(x, Binding)]
+        # Configs, and the states of quantised layers.
+        objects = _distinct(x for state in map(vars, self.modules) for x in state.values() if _is_plain_object(x))
+        held = [*_states_of(self.tensors), *map(vars, self._bindings), *map(vars, objects)]
+        self._held = held
+        self._held_contents = [dict(state) for state in held]
+
+        states: list[dict[str, Any]] = [x.__dict__ for x in (*self.modules, *objects)]
+        containers = _distinct(container for state in states for container in _containers_of(state))
         self._hooks_before = {} if embedding is None else embedding._forward_hooks
         self._codes_before = _codes_of(self._hooks_before)
-        containers = [container for module in modules for container in _containers_of(vars(module))]
         containers = [container for container in containers if container is not self._hooks_before]
         self._empty = [container for container in containers if not container]
         self._filled = [container for container in containers if container]
         self._contents = [container.copy() for container in self._filled]
 
-        tensors = [tensor for module in modules for tensor in _tensors_of(module)]
-        self._tensors = list({id(tensor): tensor for tensor in tensors}.values())
-        scales = [x for state in _states_of(self._tensors) for x in state.values() if isinstance(x, torch.Tensor)]
-        self._tensors = list({id(tensor): tensor for tensor in (*self._tensors, *scales)}.values())
-        self._addresses = [tensor.data_ptr() for tensor in self._tensors]
-        self._require_grad = [tensor.requires_grad for tensor in self._tensors]
-        self.trained = [x for x in self._tensors if x.requires_grad and isinstance(x, nn.Parameter)]
+        parameters = [tensor for tensor in self.tensors if isinstance(tensor, nn.Parameter)]
+        self._versioned = [p for p in parameters if not p.is_inference()]
+        self._addresses = [tensor.data_ptr() for tensor in self.tensors]
+        self._strides = [tensor.stride() for tensor in self.tensors]
+        self._sizes = [tensor.numel() for tensor in self.tensors]
+        self._require_grad = [tensor.requires_grad for tensor in self.tensors]
+        self.trained = [x for x in self.tensors if x.requires_grad and isinstance(x, nn.Parameter)]
+        holders: list[Any] = [*states, *held, *(container for container in self._filled if isinstance(container, dict))]
+        self._scalars = list(_scalars_in(holders))
 
-        # Attributes of tensors and of objects: quantised weights hold their scales there, bindings whether they run.
-        held = list(_states_of(self._tensors))
-        self._bindings = [x for m in modules for x in vars(m).values() if isinstance(x, Binding)]
-        held += [vars(binding) for binding in self._bindings]
-        configs = {id(config): config for m in modules if (config := vars(m).get("config")) is not None}
-        held += [vars(config) for config in configs.values() if hasattr(config, "__dict__")]
-        self._held = held
-        self._held_contents = [dict(state) for state in held]
-
-        classes = {type(module): None for module in modules}
-        self._lookups = _deduplicated([*((cls, "forward", cls.forward) for cls in classes), *self._guarded()])
+        classes = dict.fromkeys(self._types)
+        self._lookups = _deduplicated([*code_lookups_of(classes), *self._guarded()])
         self._process = process_state()
 
     def _guarded(self) -> Iterator[Lookup]:
@@ -114,39 +126,53 @@ class Snapshot:
             for _, _, guards in getattr(binding, "parts", ()):  # of what makes the angles of a rotary function
                 yield from _lookups_in(guards)
 
-    def difference(self) -> str | None:
-        """Name what has changed since the snapshot, or return None.
+    def versions(self) -> list[int]:
+        """Return how often each parameter has been written to. An optimizer's step, or a loading, raises it."""
+        return [tensor._version for tensor in self._versioned]
 
-        A tensor in place of another one is compared by `==`, which may raise: then it has changed too.
+    def is_as_in_forward(self, versions: list[int]) -> bool:
+        """Return whether a backward finds the tensors where they are, as they were in a forward with `versions`."""
+        return (
+            self.versions() == versions
+            and [tensor.data_ptr() for tensor in self.tensors] == self._addresses
+            and [tensor.requires_grad for tensor in self.tensors] == self._require_grad
+        )
+
+    def holds(self) -> bool:
+        """Return whether nothing has changed since the snapshot.
+
+        A tensor or an array in place of another one is compared by `==`, which may raise: then it has changed too.
         """
-        if self._holds() or (self._adopt_equals() and self._holds()):
-            return None
-        return self._name_difference()
+        return self._is_equal() or (self._adopt_equals() and self._is_equal())
 
-    def _holds(self) -> bool:
+    def _is_equal(self) -> bool:
         try:
             return self._is_unchanged()
-        except RuntimeError:  # the truth of a comparison of tensors
+        except _INCOMPARABLE:
             return False
 
     def _is_unchanged(self) -> bool:
         return (
             self._process == process_state()
-            and list(map(len, map(_dict_of, self._without_numbers))) == self._attribute_counts
-            and list(map(_dict_of, self._with_numbers)) == self._attributes
+            and list(map(type, self.modules)) == self._types
+            and list(map(_dict_of, self._running)) == self._attributes
+            and list(map(_what_is_held, self._holder_states)) == self._in_holders
             and not any(self._empty)
             and _codes_of(self._hooks_before) == self._codes_before
             and self._filled == self._contents
             and self._held == self._held_contents
-            and [tensor.data_ptr() for tensor in self._tensors] == self._addresses
-            and [tensor.requires_grad for tensor in self._tensors] == self._require_grad
+            and [tensor.data_ptr() for tensor in self.tensors] == self._addresses
+            and [tensor.stride() for tensor in self.tensors] == self._strides
+            and [tensor.numel() for tensor in self.tensors] == self._sizes
+            and [tensor.requires_grad for tensor in self.tensors] == self._require_grad
+            and all([holder.get(name) is tensor for holder, name, tensor in self._scalars])
             and not any([x._backward_hooks or x._post_accumulate_grad_hooks for x in self.trained])
             and all([getattr(owner, name, _MISSING) is value for owner, name, value in self._lookups])
         )
 
     def _adopt_equals(self) -> bool:
         """Take what transformers has made anew for what was there before. Return whether that was all that changed."""
-        for module, before in zip(self._with_numbers, self._attributes, strict=True):
+        for module, before in zip(self._running, self._attributes, strict=True):
             now = vars(module)
             if _are_equal(now, before):
                 continue
@@ -161,14 +187,14 @@ class Snapshot:
                 return False
         return True
 
-    def _name_difference(self) -> str:
-        """Say what has changed, for a log. It is looked for one by one, since it is asked for once."""
+    def difference(self) -> str:
+        """Say what has changed where the snapshot does not hold, for a log. It takes some milliseconds."""
         if self._process != process_state():
             return "a flag of the process, such as autocast, a mode of PyTorch or a global hook, has changed"
-        for module, count in zip(self._without_numbers, self._attribute_counts, strict=True):
-            if len(vars(module)) != count:
-                return f"an attribute of a {type(module).__name__} was added or removed"
-        for module, before in zip(self._with_numbers, self._attributes, strict=True):
+        for module, kind in zip(self.modules, self._types, strict=True):
+            if type(module) is not kind:
+                return f"a {kind.__name__} is a {type(module).__name__} now"
+        for module, before in zip(self._running, self._attributes, strict=True):
             if vars(module).keys() != before.keys():
                 return f"an attribute of a {type(module).__name__} was added or removed"
             for name, value in vars(module).items():
@@ -178,9 +204,10 @@ class Snapshot:
             return "a hook of the input embedding has changed"
         if any(self._empty):
             return "a hook, a parameter or an adapter was added to a module"
-        for tensor, address, required in zip(self._tensors, self._addresses, self._require_grad, strict=True):
-            if tensor.data_ptr() != address:
-                return f"a weight {tuple(tensor.shape)} was moved to other memory"
+        layouts = zip(self._addresses, self._strides, self._sizes, strict=True)
+        for tensor, layout, required in zip(self.tensors, layouts, self._require_grad, strict=True):
+            if (tensor.data_ptr(), tensor.stride(), tensor.numel()) != layout:
+                return f"a weight {tuple(tensor.shape)} was moved to other memory, or has another shape"
             if tensor.requires_grad != required:
                 return f"requires_grad of a weight {tuple(tensor.shape)} has changed"
         if any([x._backward_hooks or x._post_accumulate_grad_hooks for x in self.trained]):
@@ -198,7 +225,7 @@ def _are_equal(one: Any, other: Any) -> bool:
     """Return whether two containers are equal. With different tensors in the same place they are not."""
     try:
         return one == other
-    except RuntimeError:
+    except _INCOMPARABLE:
         return False
 
 
@@ -216,11 +243,30 @@ def _codes_of(hooks: dict[int, Any]) -> list[Any]:
     return codes
 
 
+def _distinct(values: Iterable[Any]) -> list[Any]:
+    """Keep each object once, by identity."""
+    return list({id(value): value for value in values}.values())
+
+
 def _containers_of(state: dict[str, Any]) -> Iterator[Any]:
-    """Yield the dicts, lists and sets among the attributes of a module. Their contents may change in place."""
+    """Yield the dicts, lists and sets among the attributes of an object, and those inside dicts, such as the rotary
+    parameters of each kind of layer. Their contents may change in place."""
     for name, value in state.items():
-        if isinstance(value, dict | list | set) and name not in _UNREAD_CONTAINERS:
+        if name in _UNREAD_CONTAINERS:
+            continue
+        if isinstance(value, dict | list | set):
             yield value
+        if isinstance(value, dict):
+            yield from (inner for inner in value.values() if isinstance(inner, dict | list | set))
+
+
+def _scalars_in(holders: Iterable[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
+    """Yield the tensors of one element, with what holds them. Of two such tensors `==` says whether they are equal, not
+    whether they are one: one in place of another would go unseen until its value changes."""
+    for holder in holders:
+        for name, value in holder.items():
+            if isinstance(value, torch.Tensor) and value.numel() == 1 and name not in _NOTES:
+                yield holder, name, value
 
 
 def _tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
@@ -235,7 +281,7 @@ def _tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
 def _states_of(tensors: Iterable[torch.Tensor]) -> Iterator[dict[str, Any]]:
     """Yield the attributes of tensors, and those of the objects among them: scales of a 4-bit weight, and theirs."""
     for tensor in tensors:
-        waiting = [tensor]
+        waiting: list[Any] = [tensor]
         for _ in range(3):
             states = [vars(value) for value in waiting if getattr(value, "__dict__", None)]
             yield from states
@@ -243,7 +289,9 @@ def _states_of(tensors: Iterable[torch.Tensor]) -> Iterator[dict[str, Any]]:
 
 
 def _is_plain_object(value: Any) -> bool:
-    return hasattr(value, "__dict__") and not isinstance(value, type | torch.Tensor) and not callable(value)
+    """Return whether a value is an object of some class that has attributes, such as a config or a state of scales."""
+    known = isinstance(value, type | torch.Tensor | dict | list | set)
+    return hasattr(value, "__dict__") and not known and not callable(value)
 
 
 def _lookups_in(guards: Guards) -> Iterator[Lookup]:
@@ -267,9 +315,10 @@ def process_state() -> tuple:
         torch.is_autocast_enabled("cuda"),
         torch.is_autocast_enabled("cpu"),
         torch.get_autocast_dtype("cuda"),
+        torch.get_autocast_dtype("cpu"),
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
-        torch.get_float32_matmul_precision(),
+        cuda.matmul.fp32_precision,  # `torch.get_float32_matmul_precision` raises after `torch.backends.fp32_precision`
         torch.get_default_dtype(),
         torch.is_inference_mode_enabled(),
         torch.is_anomaly_enabled(),
@@ -278,6 +327,7 @@ def process_state() -> tuple:
         hooks_in_force() is None,
         cuda.matmul.allow_bf16_reduced_precision_reduction,
         cuda.matmul.allow_fp16_reduced_precision_reduction,
+        cuda.matmul.allow_fp16_accumulation,
         cuda.flash_sdp_enabled(),
         cuda.mem_efficient_sdp_enabled(),
         cuda.math_sdp_enabled(),
@@ -287,18 +337,7 @@ def process_state() -> tuple:
         nn.Module._call_impl,
         F.linear,
         F.scaled_dot_product_attention,
-        ALL_ATTENTION_FUNCTIONS.get("sdpa"),
-        ALL_MASK_ATTENTION_FUNCTIONS.get("sdpa"),
-        ALL_MASK_ATTENTION_FUNCTIONS.get("eager"),
+        *ALL_ATTENTION_FUNCTIONS.values(),
+        *ALL_MASK_ATTENTION_FUNCTIONS.values(),
+        *ALL_EXPERTS_FUNCTIONS.values(),
     )
-
-
-def dropout_is_active(modules: Iterable[nn.Module]) -> bool:
-    """Return whether a module would draw random numbers now."""
-    for module in modules:
-        if isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p > 0:
-            return True
-        rate = vars(module).get("attention_dropout", 0.0)
-        if module.training and isinstance(rate, float) and rate > 0:
-            return True
-    return False

@@ -8,6 +8,8 @@ from torch import nn
 from liger_trainer.varlen.attention import StaticRows
 from liger_trainer.varlen.host_copies import sent
 from liger_trainer.varlen.recorder import Graph
+from liger_trainer.varlen.snapshot import Snapshot
+from liger_trainer.varlen.static_gradients import GradientBuffers
 
 STEP = 64  # tokens; sizes are multiples of it, which keeps Triton's kernels in one class of alignment
 
@@ -42,12 +44,14 @@ class Buffers:
         exchange (`list[torch.Tensor]`): What passes in and out, made by the first forward. First (1, tokens, H): the
             hidden states, then their gradient, then the gradient of the embeddings. Where a call asks for the logits of
             routers, they and their gradients are second: (layers, tokens, experts).
+        zeros_stay_finite (`bool`): Whether embeddings of zero were seen to give finite outputs.
     """
 
     def __init__(self, embeds: torch.Tensor, tokens: int):
         self.tokens = tokens
         self.embeds = torch.zeros(1, tokens, embeds.shape[-1], dtype=embeds.dtype, device=embeds.device)
         self.exchange: list[torch.Tensor] = []
+        self.zeros_stay_finite = False
 
 
 class Size:
@@ -64,6 +68,8 @@ class Size:
     Attributes:
         embeds (`torch.Tensor`): (1, T, H), the part of the buffer that the forward reads.
         learned (`list`): The parameters whose gradients the backward adds to.
+        gradients (`GradientBuffers` or None): What holds these gradients, once it is captured.
+        snapshot (`Snapshot` or None): The state that it was captured in.
     """
 
     def __init__(
@@ -80,6 +86,8 @@ class Size:
         self.rows = StaticRows(offsets, tokens, longest)
         self.output_class: Any = None
         self.learned: list[nn.Parameter] = []
+        self.gradients: GradientBuffers | None = None
+        self.snapshot: Snapshot | None = None
         self.forward: Graph | None = None
         self.backward: Graph | None = None
         self.last_used = 0

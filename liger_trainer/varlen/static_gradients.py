@@ -2,9 +2,22 @@
 
 import weakref
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import torch
 from torch import nn
+
+
+class Handed(NamedTuple):
+    """What one backward hands out.
+
+    Attributes:
+        fresh (`list`): The parameters whose gradient was no alias of their buffer before.
+        kept (`dict`): The values of those buffers that something of the user's refers to.
+    """
+
+    fresh: list[nn.Parameter]
+    kept: dict[nn.Parameter, torch.Tensor]
 
 
 class GradientBuffers:
@@ -29,6 +42,11 @@ class GradientBuffers:
         for parameter, buffer in self.buffers.items():
             self._holders.setdefault(parameter, _holders(buffer))
 
+    def drop_new(self) -> None:
+        """Forget the buffers of a capture that has failed: no graph adds to them."""
+        for parameter in self.buffers.keys() - self._holders.keys():
+            del self.buffers[parameter]
+
     def zero(self, parameters: Iterable[nn.Parameter]) -> None:
         """Set the buffers of those of `parameters` that have one to zero."""
         buffers = [self.buffers[p] for p in parameters if p in self.buffers]
@@ -36,47 +54,56 @@ class GradientBuffers:
             torch._foreach_zero_(buffers)
 
     def in_use(self) -> bool:
-        """Return whether a gradient of the user's lies in a buffer."""
-        return any(self._is_alias(p) for p in self.buffers)
+        """Return whether a gradient of the user's lies in a buffer: `.grad`, or something that was kept of it."""
+        if any(self._is_alias(p) for p in self.buffers):
+            return True
+        for p in self.buffers:
+            self._move_kept_alias(p)
+        return any(self._is_held(p) for p in self.buffers)
 
     def _is_alias(self, p: nn.Parameter) -> bool:
-        return p.grad is not None and p.grad.data_ptr() == self.buffers[p].data_ptr()
+        buffer = self.buffers[p]
+        return p.grad is not None and p.grad.data_ptr() == buffer.data_ptr() and p.grad.stride() == buffer.stride()
 
-    def begin(self, learned: list[nn.Parameter]) -> list[nn.Parameter]:
-        """Make the buffers ready for a backward that adds to them.
+    def begin(self, learned: list[nn.Parameter]) -> Handed:
+        """Make the buffers ready for a backward that adds to them. `end` hands out what it has added.
 
-        Returns the parameters whose gradient is a tensor of its own, to which the buffer is added afterwards.
+        A gradient that the user kept, though `.grad` is another tensor or None now, keeps its values: the tensor itself
+        gets memory of its own, and where views of it are left the buffer gets its values back afterwards.
         """
-        elsewhere = [p for p in learned if p.grad is not None and not self._is_alias(p)]
-        unset = [p for p in learned if p.grad is None]
-        for p in unset:
-            self._leave_to_its_holders(p)
-        self.zero((*elsewhere, *unset))
-        return elsewhere
+        fresh = [p for p in learned if not self._is_alias(p)]
+        for p in fresh:
+            self._move_kept_alias(p)
+        kept = {p: self.buffers[p].clone() for p in fresh if self._is_held(p)}
+        self.zero(fresh)
+        return Handed(fresh, kept)
 
-    def end(self, learned: list[nn.Parameter], elsewhere: list[nn.Parameter]) -> None:
+    def end(self, handed: Handed) -> None:
         """Hand the gradients out after the backward."""
-        for p in elsewhere:
-            assert p.grad is not None, "it has one, or it would not be elsewhere"
-            p.grad.add_(self.buffers[p])
-        for p in learned:
-            if p.grad is None:
-                alias = self.buffers[p].detach()
-                p.grad = alias
-                self._alias[p] = weakref.ref(alias)
+        for p in handed.fresh:
+            buffer = self.buffers[p]
+            values = handed.kept.get(p)
+            gradient = buffer.detach()
+            if values is not None:
+                gradient = buffer.clone()
+                buffer.copy_(values)
+            if p.grad is not None:
+                p.grad.add_(gradient)
+                continue
+            p.grad = gradient
+            if values is None:
+                self._alias[p] = weakref.ref(gradient)
 
-    def _leave_to_its_holders(self, p: nn.Parameter) -> None:
-        """Give a gradient that the user kept, though `.grad` is None, memory of its own."""
-        buffer, find = self.buffers[p], self._alias.get(p)
+    def _move_kept_alias(self, p: nn.Parameter) -> None:
+        """Give what was `.grad` memory of its own, if the user kept it and `.grad` is something else now."""
+        find = self._alias.pop(p, None)
         alias = None if find is None else find()
         if alias is not None:
             alias.data = alias.detach().clone()
-        if _holders(buffer) > self._holders[p]:
-            raise RuntimeError(
-                f"Something holds a view of the gradient of a parameter {tuple(p.shape)}, though its .grad was set to "
-                "None. The next backward would write over it, since the step is captured (cuda_graphs). Keep a clone "
-                "of the gradient, or set cuda_graphs: false."
-            )
+
+    def _is_held(self, p: nn.Parameter) -> bool:
+        """Return whether there are views of a buffer."""
+        return _holders(self.buffers[p]) > self._holders[p]
 
 
 def _holders(tensor: torch.Tensor) -> int:

@@ -26,7 +26,7 @@ class StepGraphs:
         graphs = self._of.get(id(backbone))
         if graphs is None:
             device = next(backbone.parameters()).device
-            graphs = BackboneGraphs(backbone, around(), self._make_recorder(device), self.summary)
+            graphs = BackboneGraphs(backbone, around, self._make_recorder(device), self.summary)
             self._of[id(backbone)] = graphs
         graphs.may_capture = self.may_capture
         return graphs

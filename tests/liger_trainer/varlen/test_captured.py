@@ -7,21 +7,28 @@ import contextlib
 import copy
 import gc
 import itertools
+import random
+from collections import OrderedDict
 
 import pytest
 import torch
+from accelerate.hooks import ModelHook, add_hook_to_module
 from image_models import image_batch, image_model
 from peft import LoraConfig, get_peft_model
 from rerun_recorder import RerunRecorder
+from transformers.models.llama import modeling_llama
 from varlen_batches import batch, model_of
 
 from liger_trainer import apply_liger, remove_liger
+from liger_trainer.varlen import decide
 from liger_trainer.varlen.captured import MOST_MODES
 from liger_trainer.varlen.recorder import CudaRecorder
-from liger_trainer.varlen.static_batch import round_up
+from liger_trainer.varlen.snapshot import Snapshot
+from liger_trainer.varlen.static_batch import Batch, round_up
 from liger_trainer.varlen.step_graphs import StepGraphs, step_graphs
 
 SIZES = ((7, 1, 11, 12), (9, 3, 12, 10), (5, 6, 7, 8), (12, 12, 12, 12))
+BIG = (20, 20, 20, 20)  # tokens, of another size
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NEEDS_GPU])]
 
@@ -329,9 +336,37 @@ def change_scaling(model):
         layer.self_attn.scaling *= 2
 
 
+def replace_class(model):
+    layer = decoder_layers(model)[0].mlp
+
+    class Doubled(type(layer)):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    layer.__class__ = Doubled
+
+
+def replace_hook_dict(model):
+    decoder_layers(model)[0].mlp.down_proj._forward_hooks = OrderedDict({1: lambda *seen: None})
+
+
+def hook_of_accelerate(model):
+    add_hook_to_module(decoder_layers(model)[0].mlp, ModelHook())
+
+
+def transpose_square_weight(model):
+    weight = decoder_layers(model)[0].self_attn.o_proj.weight
+    weight.data = weight.detach().t()
+
+
+def change_theta_in_config(model):
+    model.model.config.rope_parameters["rope_theta"] = 5.0
+
+
 CHANGES = (
     add_hook, add_hook_by_dict, freeze_one, move_weight, replace_weight, hook_gradient, hook_accumulation,
-    replace_forward, change_epsilon, to_eval, unpatch, replace_layer, change_scaling,
+    replace_forward, change_epsilon, to_eval, unpatch, replace_layer, change_scaling, replace_class, replace_hook_dict,
+    hook_of_accelerate, transpose_square_weight, change_theta_in_config,
 )  # fmt: skip
 
 
@@ -349,6 +384,48 @@ def test_a_change_takes_effect_in_the_next_call(change, device):
     pair.warm()
     for one in (pair.captured, pair.plain):
         change(one)
+    pair.assert_falls_back()
+
+
+def test_a_hook_of_accelerate_is_called_in_each_step(device):
+    """It stands in a forward, not among the hooks. A hook of FSDP's would do so too, and misses nothing uncaptured."""
+    pair = Pair(model_of(), device)
+    for one in (pair.captured, pair.plain):
+        hook_of_accelerate(one)
+    for _ in range(3):
+        pair.step(SIZES[0])
+    assert pair.replayed == 0
+    assert "a LlamaMLP has a forward of its own" in pair.summary["calls_not_captured"]
+
+
+CODE = ((modeling_llama.LlamaMLP, "__call__"), (modeling_llama, "create_causal_mask"), (torch, "rsqrt"))
+
+
+@pytest.mark.parametrize(("owner", "name"), CODE, ids=[name for _, name in CODE])
+def test_code_that_is_replaced_runs_in_the_next_call(owner, name, device, monkeypatch):
+    pair = Pair(model_of(), device)
+    pair.warm()
+    own = getattr(owner, name)
+    monkeypatch.setattr(owner, name, lambda *args, **kwargs: own(*args, **kwargs))
+    pair.assert_falls_back()
+
+
+def test_a_scalar_weight_in_place_of_an_equal_one(device):
+    """Of tensors of one element `==` tells whether they are equal, and not whether they are one tensor."""
+    model = model_of()
+    model.model.layers[0].mlp.gain = torch.nn.Parameter(torch.ones(1))
+    pair = Pair(model, device)
+    pair.warm()
+    for one in (pair.captured, pair.plain):
+        one.model.layers[0].mlp.gain = torch.nn.Parameter(torch.ones(1, device=device))
+    pair.assert_falls_back()
+
+
+def test_layer_types_that_change_in_place(device):
+    pair = Pair(model_of("gemma3_text", layer_types=["sliding_attention", "full_attention"]), device)
+    pair.warm()
+    for one in (pair.captured, pair.plain):
+        one.model.config.layer_types.reverse()
     pair.assert_falls_back()
 
 
@@ -378,6 +455,69 @@ def test_a_change_of_adapters_takes_effect_in_the_next_call(change, device):
     for one in (pair.captured, pair.plain):
         change(one)
     pair.assert_falls_back()
+
+
+def test_an_adapter_that_is_added_is_captured_too(device):
+    """No earlier capture knows its modules."""
+    pair = Pair(checkpointed(lora(model_of())), device)
+    pair.warm()
+    for one in (pair.captured, pair.plain):
+        torch.manual_seed(3)
+        add_adapter(one)
+    pair.assert_falls_back()
+    before = pair.replayed
+    pair.step(SIZES[1])
+    pair.step(SIZES[0])
+    assert pair.replayed == before + 2, pair.summary
+    for one in (pair.captured, pair.plain):
+        for name, p in one.named_parameters():
+            if ".second." in name:
+                p.requires_grad_(False)
+    pair.assert_falls_back()
+
+
+def count_tokens(layer, hidden):
+    layer.input_layernorm.seen += hidden.shape[1]
+
+
+def draw_on_host(layer, hidden):
+    random.random()
+
+
+EFFECTS = ((count_tokens, "it writes to seen of a LlamaRMSNorm"), (draw_on_host, "it draws random numbers on the host"))
+
+
+@pytest.mark.parametrize(("effect", "reason"), EFFECTS, ids=[effect.__name__ for effect, _ in EFFECTS])
+def test_code_with_side_effects_is_not_captured(effect, reason, device, monkeypatch):
+    own = modeling_llama.LlamaDecoderLayer.forward
+
+    def forward(self, hidden_states, *args, **kwargs):
+        effect(self, hidden_states)
+        return own(self, hidden_states, *args, **kwargs)
+
+    model = model_of()
+    for layer in model.model.layers:
+        layer.input_layernorm.register_buffer("seen", torch.zeros(1))
+    pair = Pair(model, device)
+    pair.warm()
+    monkeypatch.setattr(decide, "unknown_forward", lambda *given: None)  # as if a library had such a layer
+    monkeypatch.setattr(modeling_llama.LlamaDecoderLayer, "forward", forward)
+    for _ in range(3):
+        pair.assert_falls_back()
+    assert reason in pair.summary["calls_not_captured"]
+
+
+def test_precision_that_is_set_by_the_names_of_pytorch_2_9(device):
+    """As transformers does for `tf32=True`. `torch.get_float32_matmul_precision` raises from then on."""
+    before = torch.backends.fp32_precision
+    torch.backends.fp32_precision = "tf32"
+    try:
+        pair = Pair(model_of(), device)
+        pair.warm()
+        torch.backends.fp32_precision = "ieee"
+        pair.assert_falls_back()
+    finally:
+        torch.backends.fp32_precision = before
 
 
 def test_modes_of_the_process(device):
@@ -443,6 +583,24 @@ def test_a_reference_without_adapters_has_captures_of_its_own(device):
         for optimizer in pair.optimizers:
             optimizer.step()
             optimizer.zero_grad()
+    assert pair.replayed == 6, pair.summary
+
+
+def test_modes_in_turn_look_for_no_names_of_differences(monkeypatch):
+    """That would take some milliseconds in each call."""
+    pair = Pair(checkpointed(lora(model_of())), "cpu")
+
+    def both(model):
+        call = pair.batch(SIZES[0])
+        with torch.no_grad(), model.disable_adapter():
+            model(**call, use_cache=False)
+        return model(**call, use_cache=False).loss
+
+    pair.run(both)
+    pair.run(both)
+    monkeypatch.delattr(Snapshot, "difference")
+    for _ in range(2):
+        pair.run(both)
     assert pair.replayed == 6, pair.summary
 
 
@@ -545,33 +703,117 @@ def test_outputs_that_are_kept_do_not_change(device):
     assert torch.equal(first, kept)
 
 
+def test_a_second_capture_that_fails_leaves_the_backward_of_the_first(device):
+    """Which releases all captures between the forward and the backward of another one."""
+    pair = Pair(model_of(), device)
+    pair.warm()
+
+    def both(model):
+        first = model(**pair.batch(SIZES[0]), use_cache=False).loss
+        if model is pair.captured:
+            pair.graphs._of[id(model.model)]._turn_off("a capture has failed")
+        return first + model(**pair.batch(SIZES[1]), use_cache=False).loss
+
+    for loss in pair.run(both):
+        loss.backward()
+    pair.assert_same_gradients()
+
+
+def move_all(model):
+    for p in model.parameters():
+        p.data = p.data.clone()
+
+
+def freeze_all(model):
+    model.model.layers.requires_grad_(False)
+
+
+def write_to_one(model):
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight.mul_(2)
+
+
+@pytest.mark.parametrize("change", [move_all, freeze_all, write_to_one], ids=lambda change: change.__name__)
+def test_weights_that_change_between_forward_and_backward_are_an_error(change, device):
+    """A replay would read what lies at their old addresses, or give a gradient to what is frozen."""
+    pair = Pair(model_of(), device)
+    pair.warm()
+    loss, _ = pair.losses(SIZES[0])
+    change(pair.captured)
+    with pytest.raises(RuntimeError, match="between its forward and its backward"):
+        loss.backward()
+
+
+def test_frozen_weights_that_change_between_forward_and_backward_are_an_error(device):
+    pair = Pair(checkpointed(lora(model_of())), device)
+    pair.warm()
+    loss, _ = pair.losses(SIZES[0])
+    with torch.no_grad():
+        decoder_layers(pair.captured)[0].mlp.down_proj.base_layer.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="between its forward and its backward"):
+        loss.backward()
+
+
+def test_a_second_derivative_is_refused(device):
+    """Otherwise that of the weights outside of the capture would be all there is of it. Our heads refuse it too."""
+    pair = Pair(model_of(), device)
+    pair.warm()
+    (graphs,) = pair.graphs._of.values()
+    (mode,) = graphs.modes
+    (size,) = mode.sizes.values()
+    positions = torch.arange(20, device=device)[None]
+    batch = Batch(torch.ones(1, 20, 32, device=device, dtype=size.embeds.dtype, requires_grad=True), positions, [20])
+    (hidden,) = graphs._replay(mode, size, batch)
+    with pytest.raises(RuntimeError, match=r"cuda_graphs.*create_graph=True"):
+        hidden.sum().backward(create_graph=True)
+
+
 # Gradients of the user's
 
 
-def test_a_gradient_that_the_user_keeps_stays(device):
+@pytest.mark.parametrize("lengths", [SIZES[1], BIG], ids=["replayed", "captured"])
+@pytest.mark.parametrize("part", [lambda grad: grad, lambda grad: grad[:2]], ids=["itself", "view"])
+def test_what_the_user_keeps_of_a_gradient_stays(part, lengths, device):
     pair = Pair(model_of(), device)
     pair.warm()
-    got, want = pair.losses(SIZES[0])
-    got.backward()
-    weight = pair.captured.model.layers[0].mlp.down_proj.weight
-    kept = weight.grad
+    for loss in pair.losses(SIZES[0]):
+        loss.backward()
+    kept = part(pair.captured.model.layers[0].mlp.down_proj.weight.grad)
     before = kept.clone()
     pair.captured.zero_grad()
     pair.plain.zero_grad()
+    gc.collect()
+    for _ in range(3):
+        pair.step(lengths)
+    assert torch.equal(kept, before)
+
+
+def test_a_kept_gradient_stays_where_another_one_was_set(device):
+    pair = Pair(model_of(), device)
+    pair.warm()
+    for loss in pair.losses(SIZES[0]):
+        loss.backward()
+    kept = pair.captured.model.layers[0].mlp.down_proj.weight.grad
+    before = kept.clone()
+    for one in (pair.captured, pair.plain):
+        for p in one.parameters():
+            p.grad = torch.zeros_like(p)
     pair.step(SIZES[1])
     assert torch.equal(kept, before)
 
 
-def test_a_view_of_a_gradient_that_the_user_keeps_is_an_error(device):
+def test_gradients_that_the_user_exchanges(device):
+    """Of two weights of one shape, and of one that is square."""
     pair = Pair(model_of(), device)
     pair.warm()
-    pair.losses(SIZES[0])[0].backward()
-    view = pair.captured.model.layers[0].mlp.down_proj.weight.grad[:2]
-    pair.captured.zero_grad()
-    gc.collect()
-    with pytest.raises(RuntimeError, match="Keep a clone"):
-        pair.losses(SIZES[1])[0].backward()
-    del view
+    for loss in pair.losses(SIZES[0]):
+        loss.backward()
+    for one in (pair.captured, pair.plain):
+        layer = one.model.layers[0]
+        up, gate, square = layer.mlp.up_proj.weight, layer.mlp.gate_proj.weight, layer.self_attn.o_proj.weight
+        up.grad, gate.grad = gate.grad, up.grad
+        square.grad = square.grad.t()
+    pair.step(SIZES[1])
 
 
 def test_a_gradient_set_by_hand_is_added_to(device):
@@ -642,6 +884,43 @@ def test_nothing_is_captured_that_is_not_faster():
         pair.step(lengths)
     assert pair.replayed == 0
     assert "64 tokens and more: replaying is not faster" in pair.summary["calls_not_captured"]
+
+
+def by_square_root(self, x):
+    return self.weight * x / (x.pow(2).mean(-1, keepdim=True).sqrt() + 1e-6)
+
+
+@pytest.mark.parametrize("epsilon", ["no epsilon", "by a square root"])
+def test_a_norm_that_makes_nan_of_zeros_is_not_captured(epsilon, device, monkeypatch):
+    """A size is filled up with them, and the gradients of all weights would be NaN. The first batch is full."""
+    pair = Pair(model_of(rms_norm_eps=0.0 if epsilon == "no epsilon" else 1e-6), device)
+    if epsilon == "by a square root":
+        # Finite in the forward, and 0 * inf in the backward. As if a library had such a norm.
+        monkeypatch.setattr(decide, "unknown_forward", lambda *given: None)
+        monkeypatch.setattr(modeling_llama.LlamaRMSNorm, "forward", by_square_root)
+    pair.step((20, 20, 20, 4))
+    pair.step((20, 20, 20, 4))
+    pair.step(SIZES[0])
+    assert pair.replayed == 0
+    assert all(p.isfinite().all() for p in pair.captured.parameters())
+    assert "become NaN" in " ".join(pair.summary["calls_not_captured"])
+
+
+def test_a_smaller_size_is_captured_after_one_that_does_not_pay(device):
+    pair = Pair(model_of(), device)
+    pair.step(BIG)
+    pair.recorder.seconds = iter([1.0, 0.99, 1.0, 0.5])
+    pair.step(BIG)
+    assert "128 tokens and more: replaying is not faster" in pair.summary["calls_not_captured"]
+    for loss in pair.losses(SIZES[0]):
+        loss.backward()
+    kept = pair.captured.model.layers[0].mlp.down_proj.weight.grad[:2]
+    before = kept.clone()
+    for one in (pair.captured, pair.plain):
+        one.zero_grad()
+    pair.step(SIZES[1])
+    assert pair.replayed == 2, pair.summary
+    assert torch.equal(kept, before)
 
 
 def test_other_calls_are_not_captured(device):
