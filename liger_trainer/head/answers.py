@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._pytree import tree_map
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 from transformers.utils import ModelOutput
@@ -60,6 +61,7 @@ class _StandIns:
         self._made: list[weakref.ref[DeferredLogits]] = []
 
     def __call__(self, hidden: torch.Tensor, vocab_size: int) -> DeferredLogits | None:
+        # The loss would be computed in another mode than the head was called in, or a checkpoint would not find it.
         if _gradient_modes() != self._gradient_modes:
             return None
         if self._longest_rows is not None and hidden.shape[-2] > self._longest_rows:
@@ -148,7 +150,7 @@ def _without_stand_ins(outputs: Any) -> Any:
     return outputs
 
 
-def _field(outputs: Any, name: str) -> Any:
+def _field(outputs: object, name: str) -> Any:
     """Return a field of what a model's own forward returns, or None."""
     return outputs.get(name) if isinstance(outputs, dict) else getattr(outputs, name, None)
 
@@ -176,7 +178,7 @@ def _token_scores(call: ModelCall) -> FusedLMOutput:
             fields["aux_loss"] = aux_loss
         return FusedLMOutput(**fields)
 
-    def keep_router_logits(module: Any, args: tuple, outputs: Any) -> None:
+    def keep_router_logits(module: nn.Module, args: tuple, outputs: object) -> None:
         router_logits.append(_field(outputs, "router_logits"))
 
     if not call.kwargs.get("output_router_logits") or type(call.model) in _computes_aux_loss:

@@ -117,7 +117,7 @@ def _model_call(model: nn.Module, request: HeadRequest, args: tuple[Any, ...], k
     replaces_loss = request.replaces_loss
     skip_logits = not replaces_loss and _skips_logits(model, request, kwargs)
     unfused = None
-    if replaces_loss or skip_logits:
+    if replaces_loss or skip_logits:  # generation has no use for the answer
         unfused = why_not_fusable(head, options.cast_lm_head_to_fp32)
     return ModelCall(model, head, args, kwargs, options, request, skip_logits, unfused)
 

@@ -135,6 +135,7 @@ class DeferredLogits:
         """Call the method `name` of these logits. If `RULES` has a rule for it, return another stand-in."""
         if writes(name):
             _refuse_write(name)
+        # A method with keywords is recorded only if its rule reads them: another one might change what it computes.
         recorded = None
         if name in RULES and self.may_record and (not kwargs or name in TAKES_KEYWORDS):
             recorded = RULES[name](self.recorded, *args, **kwargs)
@@ -201,8 +202,10 @@ class DeferredLogits:
         if self._source is None or self._step is None:
             with self.call_state.under_autocast():
                 logits = plain_forward(self.head, self.hidden).to(self.device)
+            # All that is made of these logits is real from now on. A kernel would not see a hook that is put on them.
             self.call_state.is_materialized = True
             return logits
+        # The step runs now, though the model has called it earlier: only a write in between makes a difference.
         source = self._source.materialize()
         if was_written(source, self._source._real_version):
             raise RuntimeError(
@@ -216,18 +219,18 @@ class DeferredLogits:
             raise AttributeError(name)
         if name == "data":  # writes into it are not counted
             _refuse_write(name)
-        if writes(name):
+        if writes(name):  # at the call, since `hasattr` only asks
             return functools.partial(_refuse_write, name)
         return getattr(self.materialize(name), name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         if name not in DeferredLogits.__slots__:  # such as `data`, which would have to be one of the real logits
             raise AttributeError(f"{name} of logits that the fused LM head has not computed cannot be set. {WAY_OUT}")
         object.__setattr__(self, name, value)
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+        cls, func: Callable, types: object, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if func is F.cross_entropy:
@@ -235,6 +238,7 @@ class DeferredLogits:
         if func in _METHODS and args and isinstance(args[0], DeferredLogits) and not kwargs:
             return args[0]._call_method(_METHODS[func], *args[1:])
         name = getattr(func, "__name__", str(func))
+        # Functions of torch write into their first argument or into `out`, never into others.
         if writes(name) or kwargs.get("inplace"):
             first = next(iter((*args, *kwargs.values())))
             _refuse_to_change(first, name)
@@ -271,12 +275,12 @@ def defer_logits(hidden: torch.Tensor, head: nn.Module, vocab_size: int) -> Defe
     return DeferredLogits(RecordedLogits(hidden, vocab_size, dtype, hidden.device), head, call_state)
 
 
-def _refuse_write(name: str, *args: Any, **kwargs: Any) -> NoReturn:
+def _refuse_write(name: str, *args: object, **kwargs: object) -> NoReturn:
     """Raise RuntimeError: `name` writes into a stand-in, or would let its reader write without being seen."""
     raise RuntimeError(f"`{name}` writes into logits that the fused LM head has not computed. {WAY_OUT}")
 
 
-def _refuse_to_change(changed: Any, name: str) -> None:
+def _refuse_to_change(changed: object, name: str) -> None:
     """Raise RuntimeError if what the function `name` changes is a stand-in, or has one."""
     if any(isinstance(x, DeferredLogits) for x in tree_leaves(changed)):
         _refuse_write(name)
@@ -302,7 +306,7 @@ def materialize(x: Any) -> Any:
     return x.materialize("an operation of torch") if isinstance(x, DeferredLogits) else x
 
 
-def is_deferred(logits: Any) -> TypeGuard[DeferredLogits]:
+def is_deferred(logits: object) -> TypeGuard[DeferredLogits]:
     """Return whether `logits` stands in for logits that have not been computed."""
     return isinstance(logits, DeferredLogits) and not logits.is_materialized
 

@@ -296,6 +296,8 @@ def longest_rows_of_stand_ins(model: nn.Module) -> int | None:
     A few model types of transformers write into their logits in their own forward, which a stand-in refuses. Their
     heads return real logits.
     """
+    # By name, because a forward is not known before it has run. A type that is missing here raises in its first step,
+    # and tests/liger_trainer/patching/test_all_architectures.py trains each type that transformers has.
     model_type = getattr(getattr(model, "config", None), "model_type", None)
     if model_type == "chameleon":  # rules out the words of images, in every call
         return 0

@@ -17,7 +17,8 @@ LogitsT = TypeVar("LogitsT", torch.Tensor, DeferredLogits)
 LogitsConsumer: TypeAlias = Callable[[Callable[[], Any]], Any]
 
 _FOR_THE_LOSS = ("labels", "shift_labels", "num_items_in_batch")  # from these a model would compute a loss
-_ARGUMENT = "head_request"  # of the forward that `install_fused_head` binds
+# One argument of the bound forward: wrappers of a model (PEFT, DDP, FSDP, DeepSpeed) pass keywords on as they are.
+_ARGUMENT = "head_request"
 # The same things as keywords of a call of the model: for users, and for TRL, which passes `fused_lm_head=True`.
 _FIELD_OF_KEYWORD = {
     "fused_lm_head": "token_scores",
@@ -87,6 +88,7 @@ class HeadRequest:
 
     def added_to(self, call: dict[str, Any]) -> dict[str, Any]:
         """Return the keywords of a call of the model that makes this request: `call` itself if it asks for nothing."""
+        # So a wrapper of the user's that takes no other keywords than the model's is called as in stock.
         return call if self == HeadRequest() else {**call, _ARGUMENT: self}
 
 

@@ -53,6 +53,7 @@ def token_scores(
                 uniform_grad=uniform_grad,
             )
         return dict(zip(TOKEN_OUTPUTS, scores, strict=True))
+    # Real logits are 16-bit where the model is. The kernels accumulate in fp32, and so does this.
     scaled = materialize(logits).float() / temperature
     return logprobs(scaled, target.to(scaled.device), outputs, label_smoothing)
 
