@@ -11,7 +11,6 @@ from transformers import Trainer
 from liger_trainer.head.module import output_head
 from liger_trainer.medusa.config import schedule_of
 from liger_trainer.medusa.heads import MedusaHead, heads_of
-from liger_trainer.medusa.labels import head_targets
 from liger_trainer.medusa.trainer import LigerMedusaTrainer
 
 
@@ -25,7 +24,7 @@ class PlainMedusaTrainer(LigerMedusaTrainer):
         call = {name: value for name, value in inputs.items() if name != "labels"} | {"use_cache": False}
         if args.medusa_stage == 2 and self.aux_loss_enabled:
             call["output_router_logits"] = True
-        own, targets = model(**call), head_targets(inputs, args.medusa_num_heads)
+        own, targets = model(**call), _targets(inputs, args.medusa_num_heads)
         training, joint = self.model.training, args.medusa_stage == 2
         teacher = torch.log_softmax(own.logits.detach().float(), -1) if args.medusa_targets == "soft" else None
         share = self.state.global_step / max(self.state.max_steps, 1)
@@ -74,6 +73,40 @@ class PlainMedusaTrainer(LigerMedusaTrainer):
             if own:
                 optimizer.add_param_group(group | {"params": own, "lr": group["lr"] * self.args.medusa_lr_multiplier})
         return optimizer
+
+
+def _targets(inputs: dict[str, Any], heads: int) -> torch.Tensor:
+    """Return what each head is to guess (K + 1, B, S), int64, the LM head first, -100 where there is nothing to guess.
+
+    It is looked up here by the documents, and in `medusa/labels.py` by positions: a mistake there must not be here too.
+    """
+    labels, documents = inputs["labels"], _documents(inputs)
+    targets = labels.new_full((heads + 1, *labels.shape), -100)
+    for place in range(labels.shape[1]):
+        for k in range(heads + 1):
+            guessed = place + k + 1
+            if guessed == labels.shape[1]:
+                break
+            of_one = (documents[:, place] == documents[:, guessed]) & (documents[:, place] >= 0)
+            # The LM head learns across documents, as in the stock trainers: their first token has the label -100.
+            targets[k, :, place] = torch.where(of_one | (k == 0), labels[:, guessed], -100)
+    return targets
+
+
+def _documents(inputs: dict[str, Any]) -> torch.Tensor:
+    """Return the number of the document that each token (B, S) is in, -1 for padding."""
+    labels, mask = inputs["labels"], inputs.get("attention_mask")
+    positions, borders = inputs.get("position_ids"), inputs.get("cu_seq_lens_q")
+    documents = torch.zeros_like(labels)
+    if positions is not None:
+        positions = (positions[0] if positions.ndim == 3 else positions).expand(labels.shape)
+        documents[:, 1:] = (positions.diff(dim=1) != 1).cumsum(1)
+    elif inputs.get("seq_idx") is not None:
+        documents = inputs["seq_idx"].long()
+    elif borders is not None:
+        places = torch.arange(labels.numel(), device=labels.device)
+        documents = torch.bucketize(places, borders[1:].long(), right=True).view(labels.shape)
+    return documents if mask is None or mask.ndim != 2 else documents.masked_fill(mask == 0, -1)
 
 
 def _counts(loss: torch.Tensor, logits: torch.Tensor, target: torch.Tensor) -> list[float]:

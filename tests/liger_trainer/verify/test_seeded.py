@@ -213,6 +213,20 @@ def target_off_by_one(stock, inputs, num_heads):
     return targets
 
 
+def across_documents_and_one_too_near(inputs, num_heads):
+    labels = inputs["labels"]
+    targets = labels.new_full((num_heads + 1, *labels.shape), -100)
+    for k in range(num_heads + 1):
+        ahead = max(k, 1)
+        targets[k, :, :-ahead] = labels[:, ahead:]
+    return targets
+
+
+def in_the_targets_of_medusa(patch):
+    """The function itself has the bug, whoever calls it."""
+    patch.setattr(medusa_trainer.head_targets, "__code__", across_documents_and_one_too_near.__code__)
+
+
 # Bugs in what only a longer run, an evaluation or 16 bits show
 
 
@@ -411,6 +425,7 @@ SEEDS = {
         {"options": {"medusa_tied": False}}, {LOSSES, TRAINS}),
     "the targets of Medusa heads are off by one (medusa#85)": (
         once_built(medusa_trainer, "head_targets", target_off_by_one), ("Medusa",), {}, {LOSSES, GRADIENTS}),
+    "Medusa heads guess a token too near": (in_the_targets_of_medusa, ("Medusa",), {}, {LOSSES, GRADIENTS}),
     "every row has the first one's gradient (liger-kernel#968)": (
         once_built(scores, "linear_logprobs", one_gradient_for_all_rows), ("DPO",), {}, {GRADIENTS}),
     "the completion mask is dropped (trl#3484)": (
