@@ -1,6 +1,7 @@
 """What can be seen of a training: after each step, in each evaluation, and of the model that is saved."""
 
 import copy
+import functools
 import hashlib
 import os
 import pickle
@@ -125,7 +126,7 @@ class Recorder(KeepGradients):
         around (`list`): What a callback sees, after each step and each evaluation.
         changed (`set[str]`): What an evaluation has changed that it should not.
         batches (`list`): The inputs of each micro-batch.
-        calls (`set`): In which states the model was called: mode, gradients, autocast.
+        calls (`set`): In which states the model, its reference and its teacher were called: mode, gradients, autocast.
     """
 
     def __init__(self, instead: list[Tensors] | None = None) -> None:
@@ -148,14 +149,17 @@ class Recorder(KeepGradients):
             return stock(model, inputs, *args, **kwargs)
 
         trainer.training_step = training_step
-        trainer.model.get_input_embeddings().register_forward_pre_hook(self._called)
+        for whose in ("model", "ref_model", "teacher_model"):
+            model = getattr(trainer, whose, None)
+            if isinstance(model, nn.Module):  # DPO has no second model where its reference is precomputed or an adapter
+                model.get_input_embeddings().register_forward_pre_hook(functools.partial(self._called, whose))  # type: ignore[operator]
 
-    def _called(self, module: nn.Module, args: tuple) -> None:
+    def _called(self, whose: str, module: nn.Module, args: tuple) -> None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
         autocast = (
             f"autocast to {torch.get_autocast_dtype(device)}" if torch.is_autocast_enabled(device) else "no autocast"
         )
-        mode = "training" if module.training else "evaluation"
+        mode = f"{whose} in {'training' if module.training else 'evaluation'}"
         self.calls.add((mode, "gradients" if torch.is_grad_enabled() else "no gradients", autocast))
 
     def on_pre_optimizer_step(

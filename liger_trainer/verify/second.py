@@ -157,17 +157,17 @@ def by_distance(got: Tensors, stock: Tensors, exact_gradients: Tensors, noise: d
 
 
 def _states(run: Run) -> set[tuple[str, ...]]:
-    """Return the mode and the autocast of each call of the model."""
+    """Return the mode and the autocast of each call of a model."""
     return {(mode, autocast) for mode, _, autocast in _seen(run).calls}
 
 
 def _calls(ours: Run, stock: Run) -> list[str]:
-    """Compare in which states the model was called."""
+    """Compare in which states the model, its reference and its teacher were called."""
     # Without gradients, stock calls the model once more for metrics where a loss hides the logits
     one, other = _states(ours), _states(stock)
     if isinstance(stock.trainer, PlainMedusaTrainer):  # which does not run a frozen model as it is served
         one, other = {call[-1:] for call in one}, {call[-1:] for call in other}
-    return [] if one == other else [f"the model is called with {sorted(one)}, and not {sorted(other)}"]
+    return [] if one == other else [f"called are {sorted(one)}, and not {sorted(other)}"]
 
 
 def exact(got: list[Tensors], want: list[Tensors]) -> Check:

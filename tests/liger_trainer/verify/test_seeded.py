@@ -168,6 +168,11 @@ def no_reference(patch):
     patch.setattr(dpo_trainer, "use_adapter", lambda *args, **kwargs: contextlib.nullcontext())
 
 
+def reference_trains(stock, self, *args, **kwargs):
+    self.ref_model.train()
+    return stock(self, *args, **kwargs)
+
+
 def one_gradient_for_all_rows(stock, *args, **kwargs):
     found = stock(*args, **kwargs)
     if found[0].requires_grad:  # it does not for the reference
@@ -425,6 +430,8 @@ SEEDS = {
         {"options": {"medusa_tied": False}}, {LOSSES, TRAINS}),
     "the targets of Medusa heads are off by one (medusa#85)": (
         once_built(medusa_trainer, "head_targets", target_off_by_one), ("Medusa",), {}, {LOSSES, GRADIENTS}),
+    "the reference drops out (it is in training mode)": (
+        of_a_trainer(LigerDPOTrainer, "training_step", reference_trains), ("DPO",), {}, {SEEN}),
     "Medusa heads guess a token too near": (in_the_targets_of_medusa, ("Medusa",), {}, {LOSSES, GRADIENTS}),
     "every row has the first one's gradient (liger-kernel#968)": (
         once_built(scores, "linear_logprobs", one_gradient_for_all_rows), ("DPO",), {}, {GRADIENTS}),
