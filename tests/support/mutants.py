@@ -80,6 +80,8 @@ MUTANTS = (
      "tests/kernels/test_gates.py"),
     ("kernels/liger_triton/row_attention.py", "near & (query - key < window)", "near & (query - key <= window)",
      "tests/kernels/test_row_attention.py"),
+    ("kernels/liger_triton/short_conv.py", "tl.where(starts[m] <= complete, gs[m], 0.0)", "gs[m]",
+     "tests/kernels/test_short_conv.py"),
     ("kernels/liger_triton/_chunks.py", "if lean and like.dtype != torch.float16 else", "if lean else",
      "tests/kernels/test_linear_cross_entropy.py tests/kernels/test_float64.py"),
     ("kernels/liger_triton/_routed.py", "expert = tl.sum((last <= tile)", "expert = tl.sum((last < tile)",
