@@ -122,7 +122,7 @@ def _rows_stay_apart(backbone, attention: str, batch: dict[str, Any]) -> tuple[_
     copy = small_copy(backbone, probe.SEED, attention).eval()
     rows = [torch.tensor([row["input_ids"]]) for row in _rows()]
     total = sum(_LENGTHS)
-    with torch.no_grad(), _kernels_in_torch(copy):
+    with torch.no_grad(), kernels_in_torch(copy):
         one_by_one = torch.cat([copy(input_ids=ids, use_cache=False)[0] for ids in rows], 1)
         packed, raised = attempt(lambda given: (copy(**given, use_cache=False)[0], None), batch)
     if packed is None:
@@ -131,7 +131,7 @@ def _rows_stay_apart(backbone, attention: str, batch: dict[str, Any]) -> tuple[_
 
 
 @contextlib.contextmanager
-def _kernels_in_torch(model: nn.Module) -> Iterator[None]:
+def kernels_in_torch(model: nn.Module) -> Iterator[None]:
     """A context in which layers of `model`, on the CPU, run PyTorch's code in place of a package's GPU kernels.
 
     A kernel that takes rows and is told them runs row by row. One that is not told them runs on, as on the GPU.
