@@ -141,7 +141,7 @@ def kernels_in_torch(model: nn.Module) -> Iterator[None]:
     try:
         for scope in scopes.values():
             for name, value in list(scope.items()):
-                kernel = _kernel_behind(value)
+                kernel = kernel_behind(value)
                 if kernel is not None:
                     replaced.append((scope, name, value))
                     scope[name] = _row_by_row(kernel)
@@ -151,7 +151,7 @@ def kernels_in_torch(model: nn.Module) -> Iterator[None]:
             scope[name] = value
 
 
-def _kernel_behind(value: Any) -> _Kernel | None:
+def kernel_behind(value: Any) -> _Kernel | None:
     """What a global of a modeling file calls, if it calls a package; None if it is PyTorch's code or something else."""
     function = type(value).forward if isinstance(value, nn.Module) else value  # `kernels` makes a module of a function
     for _ in range(3):

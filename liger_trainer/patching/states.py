@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from liger_trainer.instance.binding import Binding, own_class
+from liger_trainer.instance.binding import own_class
 from liger_trainer.instance.guards import Guards, NotProven, code_guards_of, global_lookups
 from liger_trainer.instance.kind import slot_of
+from liger_trainer.patching import convolutions
 from liger_trainer.patching.rotary import decorated_like, forward_with_globals
 from liger_trainer.varlen import states
 
@@ -29,21 +30,21 @@ class Told(NamedTuple):
         guards (`Guards`): The globals that the forward has read.
     """
 
-    layers: list[tuple[str, nn.Module, Binding]]
+    layers: list[tuple[str, nn.Module, states.StateBinding]]
     forward: Callable
     guards: Guards
 
 
 def told_by(backbone: nn.Module) -> tuple[Told | None, str | None]:
     """(what tells the state layers of `backbone` their rows, or None if it has none; why they cannot be told)."""
-    layers: list[tuple[str, nn.Module, Binding]] = []
+    layers: list[tuple[str, nn.Module, states.StateBinding]] = []
     for name, module in backbone.named_modules():
         if not _is_nominated(module):
             continue
         slot, reason = slot_of(module)
         if reason is not None:
             return None, f"{name} keeps a state, and {reason}"
-        layers.append((name, module, states.StateBinding(_forward_for(module), slot)))
+        layers.append((name, module, _binding_for(module, slot)))
     if not layers:
         return None, None
     decorated = own_class(backbone).forward
@@ -59,9 +60,20 @@ def told_by(backbone: nn.Module) -> tuple[Told | None, str | None]:
     return Told(layers, decorated_like(decorated, forward_with_globals(own, replaced)), guards), None
 
 
-def _forward_for(layer: nn.Module) -> Callable:
+def _binding_for(layer: nn.Module, slot: str) -> states.StateBinding:
+    """With it, a layer takes rows, and runs with our convolution where that is proven."""
     cls: Any = own_class(layer)  # mypy takes no class for hashable
-    return states.forward_of(cls)
+    forward, decorated = states.forward_of(cls), cls.forward
+    own = inspect.unwrap(decorated)
+    replaced = convolutions.replacement(own.__globals__) if convolutions.NAME in own.__code__.co_names else ()
+    if not replaced:
+        return states.StateBinding(forward, slot)
+    try:
+        read = global_lookups(own)
+    except NotProven:
+        return states.StateBinding(forward, slot)
+    with_ours = decorated_like(decorated, forward_with_globals(own, replaced))
+    return states.StateBinding(forward, slot, with_ours, Guards(cls, [*code_guards_of(cls).lookups, *read]))
 
 
 def _is_nominated(module: nn.Module) -> bool:

@@ -37,6 +37,7 @@ OPERATION = "varlen_attention"
 _LENGTHS, _WIDTH = (7, 1, 11, 12), 12  # longer and shorter than the window of a small copy
 _OUTPUTS = {"loss", "logits", "aux_loss", "router_logits"}  # calls that get the last compute padding
 _RTOL = 2e-4  # of the largest element, through whole layers in fp32; a token too many or too few is off by 1e-2
+_BY_OURS = "; on a GPU, its convolution by liger_triton.short_conv"
 _ATTENDS_BY = {  # what a layer attends by -> what runs for it on a GPU
     "causal": "causal layers by SDPA, by PyTorch's varlen kernel where rows are of several lengths",
     "sliding window": "sliding windows by PyTorch's varlen kernel",
@@ -81,7 +82,8 @@ def find_backbone(model) -> Iterator[Found]:
     binding = padding.binding_of(backbone, proven, *(() if told is None else (told.forward, told.guards)))
     yield Found(OPERATION, name, backbone, "; ".join([runs, *kinds]), binding)
     for layer_name, layer, of_layer in () if told is None else told.layers:
-        yield Found(OPERATION, f"{name}.{layer_name}", layer, "on rows side by side", of_layer)
+        text = "on rows side by side" + ("" if of_layer.own is None else _BY_OURS)
+        yield Found(OPERATION, f"{name}.{layer_name}", layer, text, of_layer)
 
 
 def _why_not(model, around, backbone) -> str | None:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from liger_trainer.instance.binding import Binding, call_previous, in_place_of
+from liger_trainer.instance.binding import Binding, Rests, call_previous, in_place_of
 from liger_trainer.varlen.attention import NotForRows, RowMask, Rows, rows_of_call
 
 KIND = "state"  # of `Rows.kinds`
@@ -28,7 +28,27 @@ _TOLD_BY = {  # by which stock layers are told the rows of a packed row, which h
 
 
 class StateBinding(Binding):
-    """The binding of a layer that keeps a state."""
+    """The binding of a layer that keeps a state.
+
+    Args:
+        function (`Callable`): What `forward_of` has made.
+        slot (`str`): As in `Binding`.
+        own (`Callable`, *optional*): What runs in place of the forward of its class: the same code with another
+            convolution. Unset: the forward of its class.
+        rest (`Rests`, *optional*): What `own` rests on. Where it no longer holds, the forward of the class runs.
+    """
+
+    def __init__(self, function: Callable, slot: str, own: Callable | None = None, rest: Rests | None = None):
+        super().__init__(function, slot)
+        self.own, self.rest = own, rest
+
+    def run(self, layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Call the layer's own code."""
+        holds = self.own is not None and self.previous is None
+        if not holds or (self.rest is not None and self.rest.broken(layer) is not None):
+            return call_previous(layer, StateBinding, args, kwargs)
+        assert self.own is not None  # as `holds` says
+        return self.own(layer, *args, **kwargs)
 
 
 @functools.cache
@@ -56,10 +76,17 @@ def forward_of(layer_class: Any) -> Callable:
         if len(args) > len(names) or (not masks and rows_of_call() is not None):
             raise NotForRows(f"{type(self).__name__} keeps a state and is not told where rows begin")
         if not masks:
-            return call_previous(self, StateBinding, args, kwargs)
+            return _run(self, args, kwargs)
         return _on_rows(self, call, masks)
 
     return forward
+
+
+def _run(layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+    bound = StateBinding.of(layer)
+    if bound is None:
+        return call_previous(layer, StateBinding, args, kwargs)
+    return bound.run(layer, args, kwargs)
 
 
 def _on_rows(layer: nn.Module, call: dict[str, Any], masks: list[str]) -> Any:
@@ -70,10 +97,10 @@ def _on_rows(layer: nn.Module, call: dict[str, Any], masks: list[str]) -> Any:
     rows.kinds.add(KIND)
     call = {name: value for name, value in call.items() if name not in _TOLD_BY}
     if rows.full:
-        return call_previous(layer, StateBinding, (), call | dict.fromkeys(masks))
+        return _run(layer, (), call | dict.fromkeys(masks))
     laid_out = tree_map(lambda x: _side_by_side(x, rows), {n: x for n, x in call.items() if n not in masks})
     real = None if rows.equal else rows.side_by_side[1].to(_device_of(call, rows))
-    outputs = call_previous(layer, StateBinding, (), laid_out | dict.fromkeys(masks, real))
+    outputs = _run(layer, (), laid_out | dict.fromkeys(masks, real))
     return tree_map(lambda x: _one_after_the_other(x, rows), outputs)
 
 
