@@ -16,6 +16,8 @@ import torch
 from liger_trainer.instance import probe
 from liger_trainer.instance.kind import PLAIN_TENSORS, attempt
 from liger_trainer.patching.packed_rows import kernel_behind
+from liger_trainer.varlen.attention import NotForRows
+from liger_trainer.varlen.states import rows_of_layer
 from liger_triton import short_conv
 from liger_triton.short_conv import MOST_TAPS
 
@@ -51,6 +53,12 @@ def _convolution(own: Callable) -> Callable:
         **kwargs: Any,
     ) -> torch.Tensor:
         told = any(kwargs.get(name) is not None for name in _TOLD_BY)  # for which transformers raises; it drops others
+        rows = rows_of_layer()
+        if rows is not None:
+            if told or not fits(hidden_states, weight, bias, activation):
+                raise NotForRows("liger_triton.short_conv does not take the convolution of its layers")
+            offsets = rows.offsets.to(hidden_states.device)  # layers may be spread over devices
+            return by_kernel(hidden_states, weight, bias, activation, offsets)
         if told or not _takes(hidden_states, weight, bias, activation):
             return own(hidden_states, weight, bias, activation=activation, **kwargs)
         return by_kernel(hidden_states, weight, bias, activation)
@@ -74,16 +82,28 @@ def fits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activ
     )
 
 
-def by_kernel(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None) -> torch.Tensor:
+def by_kernel(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str | None,
+    offsets: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Convolve x (B, C, L) along L. Neither x nor the result is copied if the memory of x is (B, L, C).
+
+    Args:
+        x, weight, bias, activation: As transformers' function takes them.
+        offsets (`torch.Tensor`, *optional*): int32 (rows + 1,), where the rows begin that lie in x (1, C, L). Unset:
+            each of B is a row.
 
     Returns:
         `torch.Tensor`: (B, C, L), whose memory is (B, L, C).
     """
     batch, channels, length = x.shape
     tokens = x.transpose(1, 2).reshape(batch * length, channels)
-    rows = None if batch == 1 else _equal_rows(batch, length, x.device)
-    y = short_conv(tokens, weight, bias, cu_seqlens=rows, activation=_ACTIVATIONS[activation])
+    if offsets is None and batch > 1:
+        offsets = _equal_rows(batch, length, x.device)
+    y = short_conv(tokens, weight, bias, cu_seqlens=offsets, activation=_ACTIVATIONS[activation])
     return y.view(batch, length, channels).transpose(1, 2)
 
 

@@ -31,7 +31,7 @@ _STATE_KINDS = {"linear_attention", "conv", "mamba", "recurrent", "hybrid"}  # o
 _TOLD_BY = ("seq_idx", "cu_seqlens")  # how a convolution, and a rule or scan, are told where rows begin
 
 
-class _Kernel(NamedTuple):
+class Kernel(NamedTuple):
     """A function of transformers that calls a package where one is installed, and its own PyTorch code elsewhere."""
 
     torch_function: Callable
@@ -151,7 +151,7 @@ def kernels_in_torch(model: nn.Module) -> Iterator[None]:
             scope[name] = value
 
 
-def kernel_behind(value: Any) -> _Kernel | None:
+def kernel_behind(value: Any) -> Kernel | None:
     """What a global of a modeling file calls, if it calls a package; None if it is PyTorch's code or something else."""
     function = type(value).forward if isinstance(value, nn.Module) else value  # `kernels` makes a module of a function
     for _ in range(3):
@@ -159,12 +159,12 @@ def kernel_behind(value: Any) -> _Kernel | None:
             return None
         held = inspect.getclosurevars(function).nonlocals
         if held.get("is_new_implementation") is True:
-            return _Kernel(held["torch_function"], held["applicable_params"])
+            return Kernel(held["torch_function"], held["applicable_params"])
         function = held.get("func")
     return None
 
 
-def _row_by_row(kernel: _Kernel) -> Callable:
+def _row_by_row(kernel: Kernel) -> Callable:
     total = sum(_LENGTHS)
 
     def run(*args: Any, **kwargs: Any) -> Any:

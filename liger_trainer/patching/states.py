@@ -12,7 +12,7 @@ from torch import nn
 from liger_trainer.instance.binding import own_class
 from liger_trainer.instance.guards import Guards, NotProven, code_guards_of, global_lookups
 from liger_trainer.instance.kind import slot_of
-from liger_trainer.patching import convolutions
+from liger_trainer.patching import convolutions, rules
 from liger_trainer.patching.rotary import decorated_like, forward_with_globals
 from liger_trainer.varlen import states
 
@@ -61,11 +61,12 @@ def told_by(backbone: nn.Module) -> tuple[Told | None, str | None]:
 
 
 def _binding_for(layer: nn.Module, slot: str) -> states.StateBinding:
-    """With it, a layer takes rows, and runs with our convolution where that is proven."""
+    """With it, a layer takes rows, and runs with our convolution where that is proven, and a rule that takes rows."""
     cls: Any = own_class(layer)  # mypy takes no class for hashable
     forward, decorated = states.forward_of(cls), cls.forward
     own = inspect.unwrap(decorated)
     replaced = convolutions.replacement(own.__globals__) if convolutions.NAME in own.__code__.co_names else ()
+    replaced += rules.replacements(own)
     if not replaced:
         return states.StateBinding(forward, slot)
     try:
@@ -74,6 +75,11 @@ def _binding_for(layer: nn.Module, slot: str) -> states.StateBinding:
         return states.StateBinding(forward, slot)
     with_ours = decorated_like(decorated, forward_with_globals(own, replaced))
     return states.StateBinding(forward, slot, with_ours, Guards(cls, [*code_guards_of(cls).lookups, *read]))
+
+
+def may_go_by_rows(layer: nn.Module, binding: states.StateBinding) -> bool:
+    """Return whether what a proof shows of rows one after the other, on a CPU, can hold for `layer` on a GPU."""
+    return binding.own is not None and not rules.asks_for_device(inspect.unwrap(own_class(layer).forward))
 
 
 def _is_nominated(module: nn.Module) -> bool:

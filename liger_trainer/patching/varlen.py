@@ -16,11 +16,11 @@ from transformers import PreTrainedModel
 
 from liger_trainer.head import masks
 from liger_trainer.instance import probe
-from liger_trainer.instance.binding import bind
+from liger_trainer.instance.binding import bind, own_class
 from liger_trainer.instance.kind import Found, attempt
 from liger_trainer.patching.packed_rows import kernels_in_torch
 from liger_trainer.patching.small_model import small_copy
-from liger_trainer.patching.states import Told, told_by
+from liger_trainer.patching.states import Told, may_go_by_rows, told_by
 from liger_trainer.varlen import padding
 from liger_trainer.varlen.decide import (
     backbone_of,
@@ -37,6 +37,7 @@ OPERATION = "varlen_attention"
 _LENGTHS, _WIDTH = (7, 1, 11, 12), 12  # longer and shorter than the window of a small copy
 _OUTPUTS = {"loss", "logits", "aux_loss", "router_logits"}  # calls that get the last compute padding
 _RTOL = 2e-4  # of the largest element, through whole layers in fp32; a token too many or too few is off by 1e-2
+_ON_ROWS = {False: "on rows side by side", True: "on a GPU, on rows one after the other; elsewhere side by side"}
 _BY_OURS = "; on a GPU, its convolution by liger_triton.short_conv"
 _ATTENDS_BY = {  # what a layer attends by -> what runs for it on a GPU
     "causal": "causal layers by SDPA, by PyTorch's varlen kernel where rows are of several lengths",
@@ -81,9 +82,23 @@ def find_backbone(model) -> Iterator[Found]:
     kinds = [how for kind, how in _ATTENDS_BY.items() if kind in proven.kinds]
     binding = padding.binding_of(backbone, proven, *(() if told is None else (told.forward, told.guards)))
     yield Found(OPERATION, name, backbone, "; ".join([runs, *kinds]), binding)
-    for layer_name, layer, of_layer in () if told is None else told.layers:
-        text = "on rows side by side" + ("" if of_layer.own is None else _BY_OURS)
-        yield Found(OPERATION, f"{name}.{layer_name}", layer, text, of_layer)
+    if told is not None:
+        yield from _layers_of(model, told, name)
+
+
+def _layers_of(model, told: Told, name: str) -> Iterator[Found]:
+    """The layers of the backbone `name` that keep a state, each with what tells it its rows."""
+    by_rows = False
+    if _has_gpu() and all(may_go_by_rows(layer, binding) for _, layer, binding in told.layers):
+        by_rows, _ = attempt(lambda given: (_is_proven_by_rows(given, told), None), model)
+    for layer_name, layer, binding in told.layers:
+        binding.by_rows = bool(by_rows)
+        text = _ON_ROWS[binding.by_rows] + ("" if binding.own is None else _BY_OURS)
+        yield Found(OPERATION, f"{name}.{layer_name}", layer, text, binding)
+
+
+def _has_gpu() -> bool:
+    return torch.cuda.is_available()
 
 
 def _why_not(model, around, backbone) -> str | None:
@@ -117,8 +132,19 @@ def _prove_with_states(model):
     return proven, reason
 
 
-def _prove(model, with_states: bool = False):
-    """(`Proven`, None), or (None, what differs).
+def _is_proven_by_rows(model, told: Told) -> bool:
+    """Return whether layers keep rows apart that lie one after the other, if convolution and rule are told of them.
+
+    The functions of the copy's layers are those of the model's, which a rule of a package does not run on a CPU.
+    """
+    own = {own_class(layer): binding.own for _, layer, binding in told.layers}
+    with kernels_in_torch(model):
+        proven, reason = _prove(model, with_states=True, by_rows=own)
+    return reason is None and proven.keeps_padding is None
+
+
+def _prove(model, with_states: bool = False, by_rows: dict[type, Any] | None = None):
+    """(`Proven`, None), or (None, what differs). `by_rows`: the forwards of layers that are given rows as they lie.
 
     Of a model of images and text it is its decoder that is copied: what is around it sees the batch as it is.
     """
@@ -148,7 +174,7 @@ def _prove(model, with_states: bool = False):
     forwards, reason = code_of([*own.modules(), model, around]), None
     proven = padding.Proven(attention, kinds, None, mixes, forwards, own_loss_of(model))
     copied = ours if subject is backbone else backbone_of(ours)
-    _bind(copied, proven, with_states)
+    _bind(copied, proven, with_states, by_rows)
     batches = [
         ("rows padded on the right", right, right), ("rows padded on the left", left, left),
         ("a packed row", one_row, within), ("one padded row", _first(right), _first(right)),
@@ -171,7 +197,7 @@ def _prove(model, with_states: bool = False):
     return proven._replace(keeps_padding=reason, needs_ids=needs_ids or error), None
 
 
-def _bind(copied, proven: padding.Proven, with_states: bool) -> None:
+def _bind(copied, proven: padding.Proven, with_states: bool, by_rows: dict[type, Any] | None = None) -> None:
     """Bind to a small copy what will be bound to the model."""
     if not with_states:
         bind(copied, padding.binding_of(copied, proven))
@@ -181,6 +207,9 @@ def _bind(copied, proven: padding.Proven, with_states: bool) -> None:
         raise ValueError(f"a small copy of it cannot be told rows: {reason or 'it has no layer that keeps a state'}")
     bind(copied, padding.binding_of(copied, proven, told.forward, told.guards))
     for _, layer, binding in told.layers:
+        if by_rows is not None:
+            binding.own, binding.rest = by_rows[own_class(layer)], None  # the globals of the file are others now
+            binding.by_rows = binding.on_cpu = True
         bind(layer, binding)
 
 

@@ -4,13 +4,18 @@ Such a layer runs on from token to token, and nothing tells it where a row begin
 padded on the right, with the mask of real tokens, as in a padded batch: what is on the right of a row does not reach
 it. Of what it returns the real tokens are taken back. Attention, MLPs, experts, norms and the head never see padding.
 
+On a GPU, a layer whose convolution and rule are told where rows begin gets the rows as they are, one after the other
+(`rows_told`). What stands for them in its globals asks `rows_of_layer`.
+
 The rows travel with the call, in the argument that the decoder makes a mask for: checkpointing runs a layer again in
 the backward pass, when the context of the call is gone.
 """
 
+import contextlib
+import contextvars
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -34,9 +39,15 @@ class StateBinding(Binding):
         function (`Callable`): What `forward_of` has made.
         slot (`str`): As in `Binding`.
         own (`Callable`, *optional*): What runs in place of the forward of its class: the same code with another
-            convolution. Unset: the forward of its class.
+            convolution and rule. Unset: the forward of its class.
         rest (`Rests`, *optional*): What `own` rests on. Where it no longer holds, the forward of the class runs.
+
+    Attributes:
+        by_rows (`bool`): Whether `own` was shown to keep rows apart that lie one after the other (`rows_told`).
+        on_cpu (`bool`): Whether it runs so on a CPU too, as in its proof.
     """
+
+    by_rows = on_cpu = False
 
     def __init__(self, function: Callable, slot: str, own: Callable | None = None, rest: Rests | None = None):
         super().__init__(function, slot)
@@ -44,11 +55,32 @@ class StateBinding(Binding):
 
     def run(self, layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Call the layer's own code."""
-        holds = self.own is not None and self.previous is None
-        if not holds or (self.rest is not None and self.rest.broken(layer) is not None):
-            return call_previous(layer, StateBinding, args, kwargs)
-        assert self.own is not None  # as `holds` says
-        return self.own(layer, *args, **kwargs)
+        own = self.own if self.holds(layer) else None
+        return call_previous(layer, StateBinding, args, kwargs) if own is None else own(layer, *args, **kwargs)
+
+    def holds(self, layer: nn.Module) -> bool:
+        """Return whether `own` runs."""
+        if self.own is None or self.previous is not None:
+            return False
+        return self.rest is None or self.rest.broken(layer) is None
+
+
+_told: contextvars.ContextVar[Rows | None] = contextvars.ContextVar("rows of the running layer", default=None)
+
+
+@contextlib.contextmanager
+def rows_told(rows: Rows) -> Iterator[None]:
+    """Within it, the convolution and the rule of a layer begin anew at each row of its only one."""
+    token = _told.set(rows)
+    try:
+        yield
+    finally:
+        _told.reset(token)
+
+
+def rows_of_layer() -> Rows | None:
+    """The rows that the running layer was given one after the other; None where it runs on a batch."""
+    return None if torch.compiler.is_compiling() else _told.get()
 
 
 @functools.cache
@@ -98,6 +130,11 @@ def _on_rows(layer: nn.Module, call: dict[str, Any], masks: list[str]) -> Any:
     call = {name: value for name, value in call.items() if name not in _TOLD_BY}
     if rows.full:
         return _run(layer, (), call | dict.fromkeys(masks))
+    bound = StateBinding.of(layer)
+    if bound is not None and bound.by_rows and bound.holds(layer):
+        if bound.on_cpu or _device_of(call, rows).type == "cuda":
+            with rows_told(rows):
+                return _run(layer, (), call | dict.fromkeys(masks))
     laid_out = tree_map(lambda x: _side_by_side(x, rows), {n: x for n, x in call.items() if n not in masks})
     real = None if rows.equal else rows.side_by_side[1].to(_device_of(call, rows))
     outputs = _run(layer, (), laid_out | dict.fromkeys(masks, real))

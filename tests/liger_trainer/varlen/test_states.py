@@ -6,14 +6,13 @@ import types
 
 import pytest
 import torch
-from attentions import with_own_attention
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
-from step_parity import KeepGradients, assert_same_gradients
+from step_parity import KeepGradients
 from tiny_models import ragged_rows, tiny_tokenizer
 from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
-from varlen_batches import ON, assert_same_step, batch, rows_of
+from varlen_batches import ON, assert_same_with_states, batch, drawn_model, rows_of
 
 from liger_trainer import (
     LigerSFTConfig,
@@ -32,17 +31,6 @@ TYPES = ("qwen3_5_text", "qwen3_next", "lfm2", "lfm2_moe")
 OTHERS = ("bamba", "falcon_h1", "kimi_linear", "zamba2", "zaya", "minimax", "jamba", "nemotron_h", "lfm3")
 ALL = [*TYPES, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
 LENGTHS = (7, 1, 20, 13)
-
-
-def stock_model(name):
-    model, reason = with_own_attention(name)
-    assert model is not None, reason
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():  # as initialised, attention would be the same everywhere
-        for p in model.parameters():
-            if p.ndim > 1:
-                p.normal_(0, p.shape[-1] ** -0.5, generator=generator)
-    return model.train()
 
 
 def patched(model):
@@ -83,7 +71,7 @@ def planned(monkeypatch):
 
 @pytest.mark.parametrize("name", ALL)
 def test_rows_together_are_rows_alone(name, planned):
-    model = stock_model(name)
+    model = drawn_model(name)
     right, left = batch(LENGTHS), batch(LENGTHS, "left")
     want, wanted_of_left = step_of(model, *alone(right)), step_of(model, *alone(left))
     patched(model)
@@ -91,18 +79,18 @@ def test_rows_together_are_rows_alone(name, planned):
         planned.clear()
         got = step_of(model, call)
         assert [plan.rows.tokens for plan in planned] == [sum(LENGTHS)]
-        assert_same_step(got, wanted)
+        assert_same_with_states(got, wanted)
 
 
 @pytest.mark.parametrize("name", TYPES)
 def test_rows_of_one_token(name):
     """Alone, such a row has nothing to predict; beside others it must not change them."""
-    model = stock_model(name)
+    model = drawn_model(name)
     right, left = batch((1, 9, 1), width=9), batch((1, 9, 1), "left", width=9)
     want, wanted_of_left = step_of(model, *alone(right)), step_of(model, *alone(left))
     patched(model)
     for given, wanted in ((right, want), (left, wanted_of_left), (packed(right), want)):
-        assert_same_step(step_of(model, given), wanted)
+        assert_same_with_states(step_of(model, given), wanted)
     ones = batch((1, 1, 1), width=4, prompt=0)
     shifted = {"shift_labels": ones["input_ids"].masked_fill(ones["attention_mask"] == 0, -100)}
     given = {name: ones[name] for name in ("input_ids", "attention_mask")} | {"labels": ones["labels"]} | shifted
@@ -111,12 +99,14 @@ def test_rows_of_one_token(name):
     wanted, wanted_grads = step_of(model, given)
     attended = {name for name, grad in wanted_grads.items() if grad.norm() > 1e-6}  # a token alone is all it sees
     assert len(attended) > 5
-    assert_same_step((loss, {name: grads[name] for name in attended}), (wanted, {n: wanted_grads[n] for n in attended}))
+    assert_same_with_states(
+        (loss, {name: grads[name] for name in attended}), (wanted, {n: wanted_grads[n] for n in attended})
+    )
 
 
 @pytest.mark.parametrize("name", TYPES)
 def test_rows_of_one_length_and_full_rows(name, planned):
-    model = stock_model(name)
+    model = drawn_model(name)
     full = batch((9, 9), width=9)
     full["attention_mask"] = torch.ones_like(full["input_ids"])
     padded = batch((9, 9), width=12)
@@ -124,28 +114,28 @@ def test_rows_of_one_length_and_full_rows(name, planned):
     patched(model)
     planned.clear()
     for call, wanted in zip((full, padded), want, strict=True):
-        assert_same_step(step_of(model, call), wanted)
-        assert_same_step(step_of(model, packed(call)), wanted)
+        assert_same_with_states(step_of(model, call), wanted)
+        assert_same_with_states(step_of(model, packed(call)), wanted)
     assert len(planned) == 4
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("name", TYPES)
 def test_checkpointing(name, reentrant):
-    model = stock_model(name)
+    model = drawn_model(name)
     right, left = batch(LENGTHS), batch(LENGTHS, "left")
     want, wanted_of_left = step_of(model, *alone(right)), step_of(model, *alone(left))
     patched(model)
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     for given, wanted in ((right, want), (left, wanted_of_left), (packed(right), want)):
-        assert_same_step(step_of(model, given), wanted)
+        assert_same_with_states(step_of(model, given), wanted)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("name", TYPES)
 def test_lora_on_the_projections(name, checkpointing):
     torch.manual_seed(0)
-    base = stock_model(name)
+    base = drawn_model(name)
     projections = {n.split(".")[-1] for n, _ in base.named_modules() if n.split(".")[-1].startswith("in_proj")}
     config = LoraConfig(r=4, lora_alpha=8, target_modules=[*projections, "out_proj"], init_lora_weights=False)
     model = get_peft_model(base, config).train()
@@ -155,18 +145,18 @@ def test_lora_on_the_projections(name, checkpointing):
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     for given in (call, packed(call)):
-        assert_same_step(step_of(model, given), want)
+        assert_same_with_states(step_of(model, given), want)
 
 
 def test_a_copy_and_a_model_without_ours():
-    model = stock_model("lfm2")
+    model = drawn_model("lfm2")
     call, before = batch(LENGTHS), {name: dict(vars(m)) for name, m in model.named_modules()}
     want = step_of(model, *alone(call))
     patched(model)
     twin = copy.deepcopy(model)
     remove_liger(model)
     assert {name: dict(vars(m)) for name, m in model.named_modules()} == before
-    assert_same_step(step_of(twin, packed(call)), want)
+    assert_same_with_states(step_of(twin, packed(call)), want)
 
 
 def test_context_that_is_gone_in_a_recomputation_is_seen_by_the_proof(monkeypatch):
@@ -185,7 +175,7 @@ def test_context_that_is_gone_in_a_recomputation_is_seen_by_the_proof(monkeypatc
 
     monkeypatch.setattr(states, "forward_of", forward_of)
     monkeypatch.setattr(states, "mask_or_rows", lambda create: lambda *args, **kwargs: None)
-    report = apply_liger(stock_model("lfm2"), ON)["varlen_attention"]
+    report = apply_liger(drawn_model("lfm2"), ON)["varlen_attention"]
     assert not report.swapped
     assert "recomputed in the backward pass" in str(report.unsuited) or "CheckpointError" in str(report.unsuited)
 
@@ -194,18 +184,18 @@ def test_a_layer_that_lets_rows_mix_is_seen_by_the_proof(monkeypatch):
     monkeypatch.setattr(
         states, "_on_rows", lambda layer, call, masks: type(layer).forward(layer, **call | {masks[0]: None})
     )
-    report = apply_liger(stock_model("lfm2"), ON)["varlen_attention"]
+    report = apply_liger(drawn_model("lfm2"), ON)["varlen_attention"]
     assert not report.swapped
     assert "what is computed for real tokens differs" in str(report.unsuited)
 
 
 def test_packed_rows_never_run_in_the_models_own_code():
     """They would mix there without a sign, as in stock: that is an error, and padded rows run as they are."""
-    model = patched(stock_model("qwen3_5_text"))
+    model = patched(drawn_model("qwen3_5_text"))
     call = batch(LENGTHS)
     want = step_of(model, call)
     hook = model.model.layers[0].register_forward_hook(lambda module, given, output: None)
-    assert_same_step(step_of(model, call), want)
+    assert_same_with_states(step_of(model, call), want)
     with pytest.raises(ValueError, match="Packed rows would see each other.*a forward hook"):
         step_of(model, packed(call))
     hook.remove()
@@ -216,7 +206,7 @@ def test_packed_rows_never_run_in_the_models_own_code():
 
 def test_a_global_of_the_decoder_that_has_changed(monkeypatch):
     """The decoder runs with globals of its own. Where the module has others now, its own code runs."""
-    model = patched(stock_model("lfm2"))
+    model = patched(drawn_model("lfm2"))
     call = batch(LENGTHS)
     want = step_of(model, call)
     scope = importlib.import_module(type(model).__module__)
@@ -224,11 +214,11 @@ def test_a_global_of_the_decoder_that_has_changed(monkeypatch):
     monkeypatch.setattr(scope, "create_causal_mask", lambda *args, **kwargs: own(*args, **kwargs))
     with pytest.raises(ValueError, match="Packed rows would see each other.*create_causal_mask.*has changed"):
         step_of(model, packed(call))
-    assert_same_step(step_of(model, call), want)
+    assert_same_with_states(step_of(model, call), want)
 
 
 def test_rows_may_be_packed_once_they_are_told():
-    model = stock_model("qwen3_5_text")
+    model = drawn_model("qwen3_5_text")
     assert "packed rows see each other" in why_rows_mix(model)
     patched(model)
     assert why_rows_mix(model) is None
@@ -257,14 +247,14 @@ def assert_same_training(got, want):
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(wanted_losses), rtol=1e-5, atol=0)
     for one, two in zip(steps, wanted_steps, strict=True):
         assert set(one) == set(two)
-        assert_same_gradients(one, two)
+        assert_same_with_states((torch.ones(()), one), (torch.ones(()), two))
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("name", TYPES)
 def test_trainer_with_flattened_rows(name, checkpointing, tmp_path):
     """`LigerTrainer` with `DataCollatorWithFlattening` beside `Trainer` with one row a micro-batch."""
-    model, rows = stock_model(name), rows_of(batch((7, 2, 20, 13, 5, 9, 3, 11)))
+    model, rows = drawn_model(name), rows_of(batch((7, 2, 20, 13, 5, 9, 3, 11)))
     flatten = DataCollatorWithFlattening()
     want = trained(
         Trainer, TrainingArguments, model, rows, tmp_path, size=1, collator=flatten, gradient_accumulation_steps=4,
@@ -280,7 +270,7 @@ def test_trainer_with_flattened_rows(name, checkpointing, tmp_path):
 @pytest.mark.parametrize("name", TYPES)
 def test_sft_packing(name, tmp_path):
     """All rows in a step: packed in ours, padded in TRL's."""
-    model, rows = stock_model(name), ragged_rows()
+    model, rows = drawn_model(name), ragged_rows()
     want = trained(SFTTrainer, SFTConfig, model, rows, tmp_path, size=len(rows), max_length=64)
     got = trained(
         LigerSFTTrainer, LigerSFTConfig, model, rows, tmp_path, size=len(rows), max_length=64, packing=True,
@@ -292,18 +282,18 @@ def test_sft_packing(name, tmp_path):
 def test_a_model_that_cannot_be_told_keeps_its_padding(monkeypatch):
     """A decoder that makes no mask for its state layers, as those of transformers before 5.24, is as before."""
     monkeypatch.setattr(states, "MASK_OF_STATES", "create_no_such_mask")
-    model = stock_model("qwen3_5_text")
+    model = drawn_model("qwen3_5_text")
     report = apply_liger(model, ON)["varlen_attention"]
     assert "makes no mask for its layers that keep a state" in str(report.unsuited)
     assert "packed rows see each other" in why_rows_mix(model)
     call = batch(LENGTHS)
     got = step_of(model, call)
     remove_liger(model)
-    assert_same_step(got, step_of(model, call))
+    assert_same_with_states(got, step_of(model, call))
 
 
 def test_the_forward_of_a_layer_that_was_replaced():
-    model = stock_model("lfm2")
+    model = drawn_model("lfm2")
     layer = model.model.layers[0].conv
     layer.forward = types.MethodType(lambda self, *args, **kwargs: type(self).forward(self, *args, **kwargs), layer)
     report = apply_liger(model, ON)["varlen_attention"]
