@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 from installed_packages import install_packages
+from parity_models import largest_difference
 from transformers import DataCollatorWithFlattening
 from varlen_batches import ON, assert_same_with_states, batch, drawn_model, rows_of, step
 
@@ -145,3 +146,20 @@ def test_a_convolution_that_the_kernel_does_not_take_computes_padding(gpu, monke
     assert_same_with_states(step(model, call), want)
     with pytest.raises(ValueError, match="Packed rows would see each other"):
         step(model, dict(DataCollatorWithFlattening()(rows_of(call))))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", ["lfm2", "lfm2_moe", "qwen3_5_text", "bamba"])
+def test_on_a_gpu(name):
+    """With the kernels, in fp32, whose products are of fp32 in stock too; `lfm2` computes no padding."""
+    model = drawn_model(name).cuda()
+    stock = copy.deepcopy(model)
+    report = apply_liger(model, ON)["varlen_attention"]
+    by_rows = any("one after the other" in text for text in report.swapped.values())
+    assert by_rows or not name.startswith("lfm2")
+    right, left = ({name: x.cuda() for name, x in batch(side=side).items()} for side in ("right", "left"))
+    want = [step(stock, call) for call in (right, left)]
+    packed = {name: x.cuda() for name, x in DataCollatorWithFlattening()(rows_of(right)).items()}
+    for call, wanted in ((right, want[0]), (left, want[1]), (packed, want[0])):
+        assert largest_difference(step(model, call), wanted) <= 1e-4
