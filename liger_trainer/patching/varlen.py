@@ -2,9 +2,10 @@
 
 The proof runs a batch padded on the right, one padded on the left and a packed row through two small copies with the
 same weights, one with the model's own code and one with ours. The logits of real tokens, the loss and the gradients of
-all weights must agree. A model whose rows would reach each other by anything but attention (a state, a convolution), or
-whose loss counts padding, shows it there. Where layers have a window, chunks, sinks or a soft cap, rows without padding
-are run too. If they alone agree, they alone take our attention.
+all weights must agree. A model whose rows would reach each other by anything but attention, or whose loss counts
+padding, shows it there. Layers that keep a state are told where rows begin (`states.py`), and are run again in the
+backward pass too. Where layers have a window, chunks, sinks or a soft cap, rows without padding are run too. If they
+alone agree, they alone take our attention.
 """
 
 import inspect

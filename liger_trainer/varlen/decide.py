@@ -221,7 +221,8 @@ def decide(
         reason = check(asked)
         if reason is not None:
             if bound.proven.keeps_state and holds_packed_rows(call):
-                raise MixedRows.of(bound, reason.text)
+                needs = "; use_cache has to be False" if check is _rows_unknown else ""
+                raise MixedRows.of(bound, reason.text + needs)
             return Decision(None, reason)
     assert asked.plan is not None, "a check has looked"
     if asked.graphs is not None:

@@ -254,7 +254,7 @@ class MixedRows(ValueError):
     def of(cls, bound: BackboneBinding, why: str) -> "MixedRows":
         """Make the error that says `why` the model's own code would run."""
         return cls(
-            f"Packed rows would see each other in {type(bound.module.to()).__name__}, whose own attention has to run: "
+            f"Packed rows would see each other in {type(bound.module.to()).__name__}, whose own code has to run: "
             f"{why}. Take that away, or switch packing off."
         )
 

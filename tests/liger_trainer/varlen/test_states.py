@@ -57,8 +57,8 @@ def alone(call):
     return [row | {"num_items_in_batch": count} for row in rows if (row["labels"][:, 1:] != -100).any()]
 
 
-def packed(call):
-    return dict(DataCollatorWithFlattening()(rows_of(call)))
+def packed(call, **options):
+    return dict(DataCollatorWithFlattening(**options)(rows_of(call)))
 
 
 @pytest.fixture
@@ -75,7 +75,8 @@ def test_rows_together_are_rows_alone(name, planned):
     right, left = batch(LENGTHS), batch(LENGTHS, "left")
     want, wanted_of_left = step_of(model, *alone(right)), step_of(model, *alone(left))
     patched(model)
-    for call, wanted in ((right, want), (left, wanted_of_left), (packed(right), want)):
+    told = packed(right, return_flash_attn_kwargs=True, return_seq_idx=True)  # for which stock raises, or mixes
+    for call, wanted in ((right, want), (left, wanted_of_left), (packed(right), want), (told, want)):
         planned.clear()
         got = step_of(model, call)
         assert [plan.rows.tokens for plan in planned] == [sum(LENGTHS)]
@@ -200,7 +201,9 @@ def test_packed_rows_never_run_in_the_models_own_code():
         step_of(model, packed(call))
     hook.remove()
     step_of(model, packed(call))
-    with pytest.raises(ValueError, match="Packed rows would see each other.*its rows cannot be told"):
+    with pytest.raises(
+        ValueError, match="Packed rows would see each other.*its rows cannot be told; use_cache has to be False"
+    ):
         model(**packed(call), use_cache=True)
 
 
