@@ -29,6 +29,7 @@ from .results import Divergence, HeadsLoss, LogProbs, TokenRanks
 from .rms_norm import add_rms_norm, gated_rms_norm, rms_norm
 from .rope import rope
 from .row_attention import row_attention
+from .short_conv import short_conv
 from .token_ranks import linear_token_ranks, token_ranks
 
 __all__ = [
@@ -70,6 +71,7 @@ __all__ = [
     "rms_norm",
     "rope",
     "row_attention",
+    "short_conv",
     "swiglu",
     "token_ranks",
 ]

@@ -70,6 +70,24 @@ def layer_norm(x, weight, bias, eps, *, offset=0.0):
     return F.layer_norm(x.to(wide), x.shape[-1:], weight, bias, eps).to(x.dtype)
 
 
+def short_conv(x, weight, bias=None, *, cu_seqlens=None, activation=None):
+    """See `liger_triton.short_conv`."""
+    wide = wide_dtype(*(t.dtype for t in (x, weight, bias) if t is not None))
+    tokens, taps = len(x), weight.flatten(1).to(wide).unbind(1)
+    at = torch.arange(tokens, device=x.device)
+    starts = torch.zeros_like(at)
+    if cu_seqlens is not None:
+        before = torch.searchsorted(cu_seqlens, at, right=True) - 1  # -1: the token is before the first row
+        starts = torch.where(before < 0, 0, cu_seqlens[before.clamp(min=0)])
+    y = x.new_zeros(x.shape, dtype=wide)
+    if bias is not None:
+        y = y + bias.to(wide)
+    for back, tap in enumerate(reversed(taps)):
+        moved = F.pad(x.to(wide), (0, 0, back, 0))[:tokens]
+        y = y + tap * torch.where((at - back >= starts)[:, None], moved, 0.0)
+    return (y if activation is None else F.silu(y)).to(x.dtype)
+
+
 def row_attention(q, k, v, offsets, longest, *, scale=None, window=None, softcap=None, sinks=None):
     """See `liger_triton.row_attention`."""
     wide = wide_dtype(q.dtype)

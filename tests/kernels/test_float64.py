@@ -38,6 +38,15 @@ def rotated(x, cos, sin):
     return x * cos.unsqueeze(1) + torch.cat((-second, first), -1) * sin.unsqueeze(1)
 
 
+def convolved(x, w, b):
+    """Rows of 4 and of 3 tokens."""
+    done = []
+    for row in (x[:4], x[4:]):
+        y = F.conv1d(row.t()[None], w[:, None], b, padding=w.shape[1] - 1, groups=len(w))
+        done.append(y[0, :, : len(row)].t())
+    return F.silu(torch.cat(done))
+
+
 def angles():
     angle = torch.randn(2, 5, 4, dtype=F64).repeat(1, 1, 2)
     return angle.cos(), angle.sin()
@@ -61,6 +70,10 @@ def cases():
     )  # fmt: skip
     found["layer_norm"] = (
         lambda x, w, b: lt.layer_norm(x, w, b, 1e-6), lambda x, w, b: F.layer_norm(x, (H,), w, b, 1e-6), [x, w, b],
+    )  # fmt: skip
+    rows = torch.tensor([0, 4, T], dtype=torch.int32)
+    found["short_conv"] = (
+        lambda x, w, b: lt.short_conv(x, w, b, cu_seqlens=rows, activation="silu"), convolved, [x, randn(H, 4), b],
     )  # fmt: skip
     gates = [x, randn(T, H)]
     found["swiglu"] = lt.swiglu, lambda g, u: F.silu(g) * u, gates

@@ -151,6 +151,11 @@ def row_attention(n):
     return liger_triton.row_attention(q, k, v, torch.zeros(3, dtype=torch.int32), n, softcap=10.0)
 
 
+def short_conv(n):
+    cu_seqlens = torch.zeros(3, dtype=torch.int32)
+    return liger_triton.short_conv(rows(n, 32), rows(32, 4), rows(32), cu_seqlens=cu_seqlens, activation="silu")
+
+
 def target(*shape):
     return torch.zeros(shape, dtype=torch.int64)
 
@@ -174,6 +179,7 @@ OPERATIONS = {
     "lora": lora,
     "experts": experts,
     "row_attention": row_attention,
+    "short_conv": short_conv,
 }
 
 

@@ -72,3 +72,15 @@ def test_eight_bits_change_threads_in_words(case, source, capability, compiled):
     assert all("b8" not in access and "b16" not in access for access in found["inside"]), found["inside"]
     large = [access for access in found["accesses"] if "v4" in access]
     assert len(found["accesses"]) - len(large) <= 2 and all(map(wide, large))  # beside the maxima and the scale
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("direction", ["convolution", "convolution, backward"])
+def test_a_convolution_loads_each_token_once(direction, capability, compiled):
+    """Of the tokens before a program, and of those of a run, and nothing of it through shared memory."""
+    before, run, upstream = 3, 8, 8 if "backward" in direction else 0
+    for name in (direction, f"{direction} of fp32"):
+        found = compiled(capability)[name]
+        vectors = [a for a in found["accesses"] if a.startswith("ld") and (".v4." in a or ".v2." in a)]
+        assert len(vectors) == before + run + upstream, found["accesses"]
+        assert found["shared"] == 0

@@ -37,7 +37,7 @@ KERNELS = {
     "experts", "float8_cast", "float8_linear", "frozen_float8_linear",
     "gated_rms_norm", "geglu", "layer_norm", "linear_cross_entropy", "linear_divergence",
     "linear_heads_cross_entropy", "linear_heads_kl", "linear_logprobs", "linear_token_ranks", "lora_linear",
-    "lora_mlp", "rms_norm", "rope", "row_attention", "swiglu",
+    "lora_mlp", "rms_norm", "rope", "row_attention", "short_conv", "swiglu",
     "token_ranks",
     *KERNEL_MODULES,
 }  # fmt: skip
