@@ -6,6 +6,7 @@ from pathlib import Path
 from liger_trainer.command.recipe.keys import RecipeArguments
 from liger_trainer.command.rows.columns import prepare, renamed
 from liger_trainer.command.rows.files import FILE_BUILDERS, broken_json, read_rows
+from liger_trainer.command.rows.image_places import place_images
 from liger_trainer.command.rows.images import find_images
 from liger_trainer.command.rows.mixture import with_shared_columns
 from liger_trainer.errors import RecipeError
@@ -88,7 +89,7 @@ def _rows_of(args: RecipeArguments, key: str, name: str | None, mapping, folder:
         rows = rows.select(range(min(max_rows, len(rows))))
     try:
         rows = prepare(renamed(rows, mapping), args.prompt_template, columns, set(mapping))
-        return find_images(rows, [Path(), folder, *([] if path is None else [Path(path).parent])])
+        return place_images(find_images(rows, [Path(), folder, *([] if path is None else [Path(path).parent])]))
     except RecipeError as error:
         of_split = "" if split == "train" else f", split {split!r}"
         raise RecipeError(f"{key} {name!r}{of_split}: {error}") from error

@@ -9,6 +9,7 @@ from liger_trainer.command.recipe.read import Recipe
 from liger_trainer.command.recipe.trainers import TRAINERS
 from liger_trainer.command.rows.chat_template import find_template, settle_named_template
 from liger_trainer.command.rows.columns import columns_of
+from liger_trainer.command.rows.image_places import check_image_tokens
 from liger_trainer.command.rows.images import unread_pictures
 from liger_trainer.command.rows.load import load_rows
 from liger_trainer.command.rows.rewards import check_columns_of, find_reward
@@ -40,7 +41,7 @@ def model_of(recipe: Recipe) -> ModelSource:
 
 def find_sources(recipe: Recipe) -> Sources:
     """Read and check everything that a recipe names, but for the weights of its model."""
-    from transformers import AutoConfig
+    from transformers import AutoConfig, AutoProcessor
 
     training, source = recipe.training, model_of(recipe)
     config = source.load(AutoConfig)
@@ -50,6 +51,10 @@ def find_sources(recipe: Recipe) -> Sources:
         train_rows, eval_rows = load_rows(recipe.args, recipe.path.parent, columns_of(recipe), training.seed)
     check_rows(recipe, train_rows.column_names)
     _check_pictures(recipe, config, train_rows)
+    if has_images(train_rows) and getattr(config, "vision_config", None) is not None:
+        processor = source.load(AutoProcessor)
+        for rows in (train_rows, eval_rows):
+            check_image_tokens(rows, processor)
     rewards = [find_reward(name, recipe.path.parent) for name in recipe.args.reward_funcs or ()]
     for name, reward in zip(recipe.args.reward_funcs or (), rewards, strict=True):
         check_columns_of(name, reward, train_rows.column_names)
