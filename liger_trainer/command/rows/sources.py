@@ -13,6 +13,7 @@ from liger_trainer.command.rows.image_places import check_image_tokens
 from liger_trainer.command.rows.images import unread_pictures
 from liger_trainer.command.rows.load import load_rows
 from liger_trainer.command.rows.rewards import check_columns_of, find_reward
+from liger_trainer.command.rows.template_keys import check_template_keys
 from liger_trainer.data.formats import has_images
 from liger_trainer.errors import RecipeError
 
@@ -91,3 +92,5 @@ def _check_template(recipe: Recipe, source: ModelSource, rows: Any) -> None:
             else "Take a model with one: trainer: sft with chat_template_path: chatml saves it with the model."
         )
         raise RecipeError(f"the rows are messages, and {where} has no chat template. {mend}")
+    if messages:
+        check_template_keys(tokenizer, where, rows)
