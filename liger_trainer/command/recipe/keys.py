@@ -60,7 +60,8 @@ class RecipeArguments:
     max_rows: int | None = _key(None, "Train on this many rows only, the first ones. If unset, on all rows.")
     prompt_template: Literal["none", "alpaca", "sharegpt", "last_turn"] = _key(
         "none",
-        "'alpaca' turns rows of instruction, input and output into prompt and completion. 'sharegpt' turns "
+        "'alpaca' turns rows of instruction, input and output, with or without system and history, into prompt and "
+        "completion. 'sharegpt' turns "
         "conversations of from and value, with or without chosen and rejected, into messages. 'last_turn' splits "
         "messages into a prompt and, as the completion, the last turn. 'none' hands the rows to the trainer as "
         "they are.",

@@ -4,9 +4,10 @@ import json
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from liger_trainer.command.processes import say
 from liger_trainer.command.recipe.parser import nearest
 from liger_trainer.command.rows.checks import check_rows
-from liger_trainer.data.formats import alpaca_row, last_turn_row, sharegpt_row
+from liger_trainer.data.formats import ALPACA_COLUMNS, alpaca_row, has_images, last_turn_row, sharegpt_row
 from liger_trainer.errors import RecipeError, short
 
 # What trainers read besides the columns that they need
@@ -16,16 +17,18 @@ ALSO_READ = ("prompt", "image", "images", "tools", "chat_template_kwargs", "ref_
 class _Template(NamedTuple):
     """A `prompt_template`: `convert(row, index)` makes new columns of `needed` ones, and of others that it knows.
 
-    `replaced` are the columns that are removed then; None means all of them.
+    `replaced` are the columns that are removed then; None means all of them. `read`, where all are removed, are those
+    that `convert` makes use of.
     """
 
     convert: Callable[[dict, int], dict]
     needed: tuple[str, ...]
     replaced: tuple[str, ...] | None = None
+    read: tuple[str, ...] = ()
 
 
 _TEMPLATES = {
-    "alpaca": _Template(alpaca_row, ("instruction", "output")),
+    "alpaca": _Template(alpaca_row, ("instruction", "output"), read=ALPACA_COLUMNS),
     "sharegpt": _Template(sharegpt_row, ("conversations",), ("conversations", "chosen", "rejected", "system")),
     "last_turn": _Template(last_turn_row, ("messages",), ("messages",)),
 }
@@ -56,6 +59,8 @@ def prepare(rows, name: str, columns: tuple[tuple[str, ...], ...], mapped: set[s
         if not set(template.needed) <= set(rows.column_names):
             needs = " and ".join(template.needed)
             raise RecipeError(f"it has the columns {listed}; prompt_template: {name} needs {needs}.")
+        if template.replaced is None:
+            _tell_unread(rows, name, template)
         rows = _applied(rows, template, f"Applying the template {name}")
     have = set(rows.column_names)
     fitting = [needed for needed in columns if set(needed) <= have]
@@ -85,6 +90,19 @@ def prepare(rows, name: str, columns: tuple[tuple[str, ...], ...], mapped: set[s
         rows = rows.map(_with_tools, with_indices=True, desc="Reading the tools")
     check_rows(rows, needed)
     return rows
+
+
+def _tell_unread(rows, name: str, template: _Template) -> None:
+    """Say which columns a template leaves out. RecipeError if they hold pictures."""
+    unread = [column for column in rows.column_names if column not in template.read]
+    if has_images(rows):
+        pictures = " and ".join(sorted({"image", "images"}.intersection(unread)))
+        raise RecipeError(
+            f"it has pictures in {pictures}, which prompt_template: {name} does not read. Write the rows as "
+            "messages of role and content, and unset prompt_template."
+        )
+    if unread:
+        say(f"prompt_template: {name} does not read the columns {', '.join(unread)}, which are left out.")
 
 
 def _with_tools(row: dict[str, Any], index: int) -> dict[str, str]:
