@@ -113,7 +113,26 @@ def sharegpt_messages(row: dict, index: int) -> list[dict[str, Any]]:
     if not isinstance(turns, list) or not turns:
         raise RecipeError(f"Row {index} of the dataset has conversations {short(turns)}; expected a list of turns.")
     messages = [_sharegpt_message(turn, f"conversations[{i}]", index) for i, turn in enumerate(turns)]
-    return [{"role": "system", "content": row["system"]}, *messages] if row.get("system") else messages
+    return with_system(row.get("system"), messages, index)
+
+
+def with_system(system: str | None, messages: list[dict[str, Any]], index: int) -> list[dict[str, Any]]:
+    """The messages after the system prompt `system`, which may be empty or be their first message already.
+
+    Raises:
+        RecipeError: The first message is another system prompt. `index` is the row's number.
+    """
+    first = messages[0] if messages else {}
+    if not system or not isinstance(first, dict):
+        return messages
+    if first.get("role") != "system":
+        return [{"role": "system", "content": system}, *messages]
+    if first.get("content") != system:
+        raise RecipeError(
+            f"Row {index} of the dataset has two system prompts: {short(system)} in the column system, and "
+            f"{short(first.get('content'))} in the first message. Keep one of them."
+        )
+    return messages
 
 
 def _sharegpt_message(turn: Any, where: str, index: int) -> dict[str, Any]:
@@ -132,7 +151,8 @@ def _sharegpt_message(turn: Any, where: str, index: int) -> dict[str, Any]:
         )
     if not turn["value"].strip():
         raise RecipeError(f"Row {index} of the dataset has an empty text in {where}. Correct or remove the row.")
-    message = {"role": _ROLES[turn["from"]], "content": turn["value"]}
+    others = {key: value for key, value in turn.items() if key not in ("from", "value") and value is not None}
+    message = {**others, "role": _ROLES[turn["from"]], "content": turn["value"]}
     if turn["from"] != "function_call":
         return message
     return message | {"content": "", "tool_calls": _tool_calls(turn["value"], where, index)}

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 from liger_trainer.command.processes import say
 from liger_trainer.command.recipe.parser import nearest
 from liger_trainer.command.rows.checks import check_rows
+from liger_trainer.command.rows.convert import convert_rows
+from liger_trainer.command.rows.system_prompts import place_system_prompts
 from liger_trainer.data.formats import ALPACA_COLUMNS, alpaca_row, has_images, last_turn_row, sharegpt_row
 from liger_trainer.errors import RecipeError, short
 
@@ -61,7 +63,8 @@ def prepare(rows, name: str, columns: tuple[tuple[str, ...], ...], mapped: set[s
             raise RecipeError(f"it has the columns {listed}; prompt_template: {name} needs {needs}.")
         if template.replaced is None:
             _tell_unread(rows, name, template)
-        rows = _applied(rows, template, f"Applying the template {name}")
+        replaced = template.replaced or rows.column_names
+        rows = convert_rows(rows, template.convert, replaced, f"Applying the template {name}")
     have = set(rows.column_names)
     fitting = [needed for needed in columns if set(needed) <= have]
     needed = next((needed for needed in fitting if mapped & set(needed)), fitting[0] if fitting else None)
@@ -88,6 +91,7 @@ def prepare(rows, name: str, columns: tuple[tuple[str, ...], ...], mapped: set[s
     rows = _without_other_prompt(rows, needed)
     if getattr(rows.features.get("tools"), "dtype", None) == "string":  # JSON for TRL, which takes no empty text
         rows = rows.map(_with_tools, with_indices=True, desc="Reading the tools")
+    rows = place_system_prompts(rows, needed)
     check_rows(rows, needed)
     return rows
 
@@ -114,22 +118,6 @@ def _with_tools(row: dict[str, Any], index: int) -> dict[str, str]:
             f"Row {index} of the dataset has tools {short(tools)}, which is no JSON: {error}. Correct or remove it."
         ) from error
     return {"tools": tools}
-
-
-def _applied(rows, template: _Template, desc: str):
-    """The rows after `template.convert`, whose messages may have keys of their own, such as `tool_calls`."""
-    from datasets import Features, Json, List
-
-    replaced = [column for column in rows.column_names if column in (template.replaced or rows.column_names)]
-    options = {"with_indices": True, "remove_columns": replaced, "desc": desc}
-    try:
-        return rows.map(template.convert, **options)
-    except RecipeError:
-        raise
-    except (ValueError, TypeError):  # no message has such a key in the first rows, by which datasets goes
-        kept = {name: feature for name, feature in rows.features.items() if name not in replaced}
-        made = {name: List(Json()) for name in template.convert(rows[0], 0)}
-        return rows.map(template.convert, features=Features(kept | made), **options)
 
 
 def _without_other_prompt(rows, needed: tuple[str, ...]):

@@ -14,6 +14,7 @@ from liger_trainer.command.rows.images import unread_pictures
 from liger_trainer.command.rows.load import load_rows
 from liger_trainer.command.rows.rewards import check_columns_of, find_reward
 from liger_trainer.command.rows.template_keys import check_template_keys
+from liger_trainer.command.rows.turn_weights import check_turn_weights
 from liger_trainer.data.formats import has_images
 from liger_trainer.errors import RecipeError
 
@@ -51,6 +52,9 @@ def find_sources(recipe: Recipe) -> Sources:
     with training.main_process_first(desc="loading the dataset"):
         train_rows, eval_rows = load_rows(recipe.args, recipe.path.parent, columns_of(recipe), training.seed)
     check_rows(recipe, train_rows.column_names)
+    for rows in (train_rows, eval_rows):
+        if rows is not None:
+            check_turn_weights(rows, bool(getattr(training, "assistant_only_loss", False)))
     _check_pictures(recipe, config, train_rows)
     if has_images(train_rows) and getattr(config, "vision_config", None) is not None:
         processor = source.load(AutoProcessor)

@@ -9,10 +9,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from liger_trainer.command.processes import say
+from liger_trainer.command.rows.turn_weights import TURN_FLAGS
 from liger_trainer.errors import RecipeError, short, without_nulls
 
 _TRIED = 8  # rows that are rendered for one part: a template may need a part in some turns alone
 _COLUMNS = ("messages", "prompt", "completion", "chosen", "rejected")
+_EMPTY = (None, False, "", [], {})
 Part = tuple[str, str]  # the role of a message and a key of it, or ("", "tools")
 
 
@@ -62,13 +64,14 @@ def _is_messages(value: Any) -> bool:
 def _parts_of(row: dict[str, Any]) -> Iterator[Part]:
     for conversation in _conversations(row):
         for turn in conversation:
-            yield from ((turn["role"], key) for key, value in turn.items() if key != "role" and not _is_empty(value))
+            yield from ((turn["role"], key) for key in _said(turn))
     if row.get("tools") not in (None, "", "[]", []):
         yield "", "tools"
 
 
-def _is_empty(value: Any) -> bool:
-    return value is None or value is False or value in ("", [], {})
+def _said(turn: dict[str, Any]) -> list[str]:
+    """The keys of a message that hold something for the chat template."""
+    return [key for key, value in turn.items() if key not in ("role", *TURN_FLAGS) and value not in _EMPTY]
 
 
 def _find_examples(rows: Any) -> dict[Part, list[tuple[int, dict[str, Any]]]]:
@@ -155,5 +158,5 @@ def _is_lost(turn: dict[str, Any], unread: set[Part]) -> bool:
     """Tell whether a message of the assistant has nothing left without the parts `unread`, and had something."""
     if turn["role"] != "assistant":
         return False
-    said = {key: value for key, value in turn.items() if key != "role" and not _is_empty(value)}
+    said = _said(turn)
     return bool(said) and all(("assistant", key) in unread for key in said)
