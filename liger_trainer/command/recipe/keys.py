@@ -21,9 +21,9 @@ class RecipeArguments:
     # None stands before str because transformers' parser then takes several words after the option.
     dataset_name: list[str] | None | str = _key(
         None,
-        "A .json, .jsonl, .parquet, .csv or .txt file (a row is a line), a folder of such files of one kind, or the "
-        "name of a Hub dataset; or a list of them, whose rows are joined. A relative path is looked up in the working "
-        "directory first, and then in the folder of the recipe.",
+        "A .json, .jsonl (.ndjson), .parquet, .csv (.tsv) or .txt file (a row is a line), a folder of such files of "
+        "one kind, or the name of a Hub dataset; or a list of them, whose rows are joined. A relative path is looked "
+        "up in the working directory first, and then in the folder of the recipe.",
     )
     columns: dict[str, str] | str | None | list[dict[str, str]] = _key(
         None,

@@ -70,7 +70,7 @@ def _fits(value: Any, kind: str) -> bool:
     if kind == TEXT:
         return isinstance(value, str)
     if kind == LABEL:
-        return isinstance(value, int) and value in (0, 1)
+        return isinstance(value, (int, float)) and value in (0, 1)
     # The content of a message is text or a list of parts; tool calls, for example, may take its place.
     return (
         isinstance(value, list)

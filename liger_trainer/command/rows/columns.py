@@ -42,6 +42,14 @@ def columns_of(recipe: Any) -> tuple[tuple[str, ...], ...]:
     return tuple(tuple(text if name == "text" else name for name in needed) for needed in recipe.entry.columns)
 
 
+def text_columns(columns: tuple[tuple[str, ...], ...], mapping: dict[str, str]) -> frozenset[str]:
+    """The columns of the data, by their names there, that are read as texts if their file has no types."""
+    read = {name for needed in columns for name in needed} | {"prompt", "tools", "system", "solution", "image"}
+    for template in _TEMPLATES.values():
+        read |= {*template.needed, *template.read, *(template.replaced or ())}
+    return frozenset(mapping.get(name, name) for name in read - {"label", "input_ids"})
+
+
 def renamed(rows, mapping: dict[str, str]):
     """The rows with the columns of the data, the values of `mapping`, under the names that are its keys."""
     if missing := [name for name in mapping.values() if name not in rows.column_names]:
