@@ -8,6 +8,7 @@ from liger_trainer.command.processes import say
 from liger_trainer.command.recipe.parser import nearest
 from liger_trainer.command.rows.checks import check_rows
 from liger_trainer.command.rows.convert import convert_rows
+from liger_trainer.command.rows.repeated_prompts import without_repeated_prompts
 from liger_trainer.command.rows.system_prompts import place_system_prompts
 from liger_trainer.data.formats import ALPACA_COLUMNS, alpaca_row, has_images, last_turn_row, sharegpt_row
 from liger_trainer.errors import RecipeError, short
@@ -99,7 +100,7 @@ def prepare(rows, name: str, columns: tuple[tuple[str, ...], ...], mapped: set[s
     rows = _without_other_prompt(rows, needed)
     if getattr(rows.features.get("tools"), "dtype", None) == "string":  # JSON for TRL, which takes no empty text
         rows = rows.map(_with_tools, with_indices=True, desc="Reading the tools")
-    rows = place_system_prompts(rows, needed)
+    rows = place_system_prompts(without_repeated_prompts(rows, needed), needed)
     check_rows(rows, needed)
     return rows
 

@@ -14,7 +14,7 @@ from liger_trainer.errors import RecipeError, short, without_nulls
 
 _TRIED = 8  # rows that are rendered for one part: a template may need a part in some turns alone
 _COLUMNS = ("messages", "prompt", "completion", "chosen", "rejected")
-_EMPTY = (None, False, "", [], {})
+_EMPTY: tuple[Any, ...] = (None, False, "", [], {})
 Part = tuple[str, str]  # the role of a message and a key of it, or ("", "tools")
 
 

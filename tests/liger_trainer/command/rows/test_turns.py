@@ -114,3 +114,27 @@ def test_a_recipe_refuses_them_before_a_model_is_loaded(folder, capsys):
     assert code == 2 and "messages[1] with weight 0" in err.strip().splitlines()[-1]
     code, _, err = command(capsys, "train", recipe, "--dry_run", "--prompt_template", "last_turn")
     assert code == 0 and "weight" not in err, err
+
+
+def test_answers_of_messages_that_repeat_the_prompt(tmp_path, capsys):
+    other = ANSWER | {"content": "w6"}
+    once = {"prompt": [SYSTEM, USER], "chosen": [ANSWER], "rejected": [other]}
+    twice = once | {"chosen": [SYSTEM, USER, ANSWER], "rejected": [SYSTEM, USER, other]}
+    assert load(tmp_path, [once, once], "dpo").to_list() == [once] * 2
+    assert "begins with the prompt" not in capsys.readouterr().err
+    assert load(tmp_path, [once, twice], "dpo").to_list() == [once] * 2
+    told = capsys.readouterr().err
+    for name in ("chosen", "rejected"):
+        assert f"{name} begins with the prompt in 1 of 2 rows, first in row 1, and is read without it." in told
+    row = {"prompt": [USER], "completion": [USER, ANSWER], "label": True}
+    assert load(tmp_path, [row, row | {"label": False}], "kto")["completion"] == [[ANSWER]] * 2
+    assert load(tmp_path, [row | {"system": "w3"}])[0]["prompt"] == [SYSTEM, USER]
+
+
+def test_texts_that_repeat_the_prompt_are_told(tmp_path, capsys):
+    row = {"prompt": "Which colour has the sky? ", "chosen": "Which colour has the sky? Blue", "rejected": "Red"}
+    assert load(tmp_path, [row], "dpo").to_list() == [row]
+    told = "chosen begins with the prompt in 1 of 1 rows, first in row 0, so that the model reads it twice. Remove it"
+    assert told in capsys.readouterr().err
+    load(tmp_path, [{"prompt": "The", "chosen": "The sky", "rejected": "Them"}], "dpo")
+    assert "begins with the prompt" not in capsys.readouterr().err
