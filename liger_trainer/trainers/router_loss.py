@@ -21,7 +21,8 @@ def router_loss_weights(model: Any) -> list[tuple[Any, str, float]]:
     found = []
     for owner in (base, base.config.get_text_config()):
         for name in _NAMES:
-            if (weight := getattr(owner, name, None)) is not None:
+            weight = getattr(owner, name, None)
+            if weight is not None:
                 found.append((owner, name, weight))
     return found
 

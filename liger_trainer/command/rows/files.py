@@ -11,15 +11,37 @@ from liger_trainer.command.processes import say
 from liger_trainer.errors import RecipeError, short
 
 FILE_BUILDERS = {
-    ".json": "json", ".jsonl": "json", ".ndjson": "json", ".parquet": "parquet", ".csv": "csv", ".tsv": "csv",
+    ".json": "json",
+    ".jsonl": "json",
+    ".ndjson": "json",
+    ".parquet": "parquet",
+    ".csv": "csv",
+    ".tsv": "csv",
     ".txt": "text",
-}  # fmt: skip
+}
 
 # What pandas takes for a null, but for words in columns of text
 _NULLS = (
-    "", "#N/A", "#N/A N/A", "#NA", "-1.#IND", "-1.#QNAN", "-NaN", "-nan", "1.#IND", "1.#QNAN", "<NA>", "N/A", "NA",
-    "NULL", "NaN", "None", "n/a", "nan", "null",
-)  # fmt: skip
+    "",
+    "#N/A",
+    "#N/A N/A",
+    "#NA",
+    "-1.#IND",
+    "-1.#QNAN",
+    "-NaN",
+    "-nan",
+    "1.#IND",
+    "1.#QNAN",
+    "<NA>",
+    "N/A",
+    "NA",
+    "NULL",
+    "NaN",
+    "None",
+    "n/a",
+    "nan",
+    "null",
+)
 
 
 def builder_of(path: str | os.PathLike, default: str | None = None) -> str | None:
@@ -50,7 +72,8 @@ def read_rows(source: str, config: str | None, split: str, texts: frozenset[str]
         return Dataset.from_dict({})
     if builder == "csv":
         return load_dataset(builder, data_files=source, split=split, **_csv_options(source, texts))
-    if builder == "json" and (key := _key_of_rows(source, texts)) is not None:
+    key = _key_of_rows(source, texts) if builder == "json" else None
+    if key is not None:
         say(f"{Path(source).name} is one JSON object, and the rows are read from its key {key!r}.")
         return _rows_under(source, key, split)
     try:

@@ -48,7 +48,15 @@ def check_image_tokens(rows: Any, processor: Any) -> None:
     if not tokens or not has_images(rows):
         return
     columns = [name for name in _TEXTS if name in rows.column_names]
+    counts = _picture_counts(rows)
     for index, row in enumerate(_iterate(rows, columns)):
+        texts = [row[name] for name in ("text", "prompt") if isinstance(row.get(name), str)]
+        places = texts[0].count(MARKER) if texts else 0
+        if texts and MARKER in tokens and places != counts[index]:
+            raise RecipeError(
+                f"Row {index} of the dataset has {MARKER} {places} times in {short(texts[0])}, and pictures: "
+                f"{counts[index]}. Write it once for each picture."
+            )
         for name in columns:
             if isinstance(row[name], str) and MARKER in row[name] and MARKER not in tokens:
                 raise RecipeError(
@@ -56,7 +64,8 @@ def check_image_tokens(rows: Any, processor: Any) -> None:
                     f"text. Write the row as messages of role and content, or write {' or '.join(sorted(tokens))}."
                 )
             for text in _texts(row[name]) if _is_messages(row[name]) else ():
-                if found := sorted(token for token in tokens if token in text):
+                found = sorted(token for token in tokens if token in text)
+                if found:
                     raise RecipeError(
                         f"Row {index} of the dataset has {found[0]} in {name} {short(text)}, which the chat template "
                         f"adds itself. Write {MARKER} in its place."

@@ -89,7 +89,7 @@ def _rows_of(args: RecipeArguments, key: str, name: str | None, mapping, folder:
     if max_rows is not None:
         rows = rows.select(range(min(max_rows, len(rows))))
     try:
-        rows = as_meant(renamed(rows, mapping))
+        rows = as_meant(renamed(rows, mapping), has_labels=any("label" in needed for needed in columns))
         rows = prepare(rows, args.prompt_template, columns, set(mapping))
         return place_images(find_images(rows, [Path(), folder, *([] if path is None else [Path(path).parent])]))
     except RecipeError as error:

@@ -12,12 +12,14 @@ _LISTS = ("messages", "conversations", "history")
 _EITHER = ("prompt", "completion", "chosen", "rejected")  # texts, or lists of messages
 
 
-def as_meant(rows: Any) -> Any:
+def as_meant(rows: Any, has_labels: bool) -> Any:
     """The rows with messages for their JSON, without nulls that Arrow has added, and with labels of true or false.
 
-    RecipeError for a row in which such a column is no JSON, while others are.
+    With `has_labels`, a column `label` says whether an answer is good. RecipeError for a row in which messages are no
+    JSON, while others are.
     """
-    return _labels_as_booleans(_without_added_nulls(_messages_from_text(rows)))
+    rows = _without_added_nulls(_messages_from_text(rows))
+    return _labels_as_booleans(rows) if has_labels else rows
 
 
 def _messages_from_text(rows: Any) -> Any:

@@ -76,7 +76,8 @@ def _merge(args) -> None:
     checkpoint = find_checkpoint(source.path, config.revision)
     kept = keep_unloaded_weights(merged, checkpoint, Path(args.output), not args.without_unloaded_weights)
     tokenizer.save_pretrained(args.output)
-    if (form := read_prompt_form(args.adapter)) is not None:
+    form = read_prompt_form(args.adapter)
+    if form is not None:
         write_prompt_form(args.output, form)
     print(
         f"{args.output}: {model.name_or_path} with {args.adapter} merged into it, in "

@@ -24,10 +24,11 @@ PROMPTS = {
     ),
     "alpaca": ({"instruction": "w3 w4", "input": "", "output": "w5"}, [USER]),
     "alpaca with system and history": (
-        {"instruction": "w3 w4", "system": "w9", "history": [["w3 w4", "w5"]]}, [SYSTEM, USER, ANSWER, USER],
+        {"instruction": "w3 w4", "system": "w9", "history": [["w3 w4", "w5"]]},
+        [SYSTEM, USER, ANSWER, USER],
     ),
     "alpaca with input": ({"instruction": "w3", "input": "w4"}, [{"role": "user", "content": "w3\n\nw4"}]),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("row, prompt", PROMPTS.values(), ids=PROMPTS)

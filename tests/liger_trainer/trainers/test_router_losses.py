@@ -78,10 +78,22 @@ def _trained_once(rows_at_once, steps, tmp_path, trainer_class=LigerTrainer, **k
     rows = [{"input_ids": row, "labels": row} for row in ids]
     arguments = LigerTrainingArguments if trainer_class is LigerTrainer else transformers.TrainingArguments
     args = arguments(
-        str(tmp_path), per_device_train_batch_size=rows_at_once, gradient_accumulation_steps=steps, max_steps=1,
-        learning_rate=1.0, optim="sgd", lr_scheduler_type="constant", max_grad_norm=0.0, logging_steps=1, bf16=False,
-        save_strategy="no", report_to="none", use_cpu=True, disable_tqdm=True, **keys,
-    )  # fmt: skip
+        str(tmp_path),
+        per_device_train_batch_size=rows_at_once,
+        gradient_accumulation_steps=steps,
+        max_steps=1,
+        learning_rate=1.0,
+        optim="sgd",
+        lr_scheduler_type="constant",
+        max_grad_norm=0.0,
+        logging_steps=1,
+        bf16=False,
+        save_strategy="no",
+        report_to="none",
+        use_cpu=True,
+        disable_tqdm=True,
+        **keys,
+    )
     batches = []
 
     def collate(part):

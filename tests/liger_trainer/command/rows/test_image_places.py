@@ -51,8 +51,11 @@ def test_markers_become_parts_in_their_turn(load):
         ]
     )
     assert rows["messages"][0] == [
-        user([text("One?")]), answer([text("a")]), user([PLACE, text("\nTwo?")]), answer([text("b")])
-    ]  # fmt: skip
+        user([text("One?")]),
+        answer([text("a")]),
+        user([PLACE, text("\nTwo?")]),
+        answer([text("b")]),
+    ]
     assert rows["messages"][1][0] == user([PLACE, text(" or "), PLACE, text("?")])
     assert rows["messages"][2][0] == user([text("None?")])
     assert rows["messages"][3][0] == user([PLACE, text("Before the turn")])
@@ -86,12 +89,14 @@ REFUSED = {
         "<image> in a message of the role tool in messages.*Move it",
     ),
     "an answer": (
-        {"prompt": [user("?")], "completion": [answer("<image>")], "images": ["a.png"]}, "completion: 1 .* go there: 0",
+        {"prompt": [user("?")], "completion": [answer("<image>")], "images": ["a.png"]},
+        "completion: 1 .* go there: 0",
     ),
     "a video": (
-        {"messages": [user("<video>?"), answer("a")], "videos": ["a.mp4"]}, "<video> in its text and a column video"
+        {"messages": [user("<video>?"), answer("a")], "videos": ["a.mp4"]},
+        "<video> in its text and a column video",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("row, said", REFUSED.values(), ids=REFUSED)
@@ -107,6 +112,13 @@ def test_a_marker_that_the_model_reads_as_text(load):
     rows = Dataset.from_list([{"prompt": "<image>?", "completion": "a", "images": ["a.png"]}])
     check_image_tokens(rows, SimpleNamespace(image_token="<image>"))
     check_image_tokens(rows, SimpleNamespace())  # a tokenizer
+    twice = Dataset.from_list(
+        [{"prompt": f"{m}?", "completion": "a", "images": ["a"]} for m in ("<image>", "<image>" * 2)]
+    )
+    with pytest.raises(
+        RecipeError, match="Row 1 of the dataset has <image> 2 times in .*, and pictures: 1. Write it once"
+    ):
+        check_image_tokens(twice, SimpleNamespace(image_token="<image>"))
     with pytest.raises(RecipeError, match=r"Row 0 .* <image> in prompt '<image>\?'.*or write <\|image_pad\|>"):
         check_image_tokens(rows, SimpleNamespace(image_token="<|image_pad|>"))
     rows = Dataset.from_list([{"messages": [user("<|image_pad|>?"), answer("a")], "images": ["a.png"]}])

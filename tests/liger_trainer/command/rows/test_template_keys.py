@@ -58,7 +58,7 @@ READ = {
     "a template that refuses": ("{{ raise_exception('no') }}", [{"messages": [USER, REASONED]}]),
     "pairs": (QWEN, [{"prompt": [USER], "chosen": [REASONED], "rejected": [ANSWER]}]),
     "texts": (PLAIN, [{"prompt": "w3", "completion": "w4"}]),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("template, rows", READ.values(), ids=READ)

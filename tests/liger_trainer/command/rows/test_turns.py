@@ -30,7 +30,9 @@ def load(folder, rows, trainer="sft", **keys):
 PLACED = {
     "messages": ("sft", {"messages": [USER, ANSWER]}, {"messages": [SYSTEM, USER, ANSWER]}),
     "a prompt": (
-        "sft", {"prompt": [USER], "completion": [ANSWER]}, {"prompt": [SYSTEM, USER], "completion": [ANSWER]},
+        "sft",
+        {"prompt": [USER], "completion": [ANSWER]},
+        {"prompt": [SYSTEM, USER], "completion": [ANSWER]},
     ),
     "a pair": (
         "dpo",
@@ -38,7 +40,7 @@ PLACED = {
         {"chosen": [SYSTEM, USER, ANSWER], "rejected": [SYSTEM, USER, ANSWER | {"content": "w6"}]},
     ),
     "the same once more": ("sft", {"messages": [SYSTEM, USER, ANSWER]}, {"messages": [SYSTEM, USER, ANSWER]}),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("trainer, row, expected", PLACED.values(), ids=PLACED)

@@ -19,10 +19,13 @@ FORMS = {
     "chat": ({"messages": [USER, ANSWER]}, None, "messages, through the chat template", "u w3 "),
     "text": ({"prompt": "w4 ", "completion": "w5"}, None, "texts as they are, without a chat template", "w3"),
     "alpaca": (
-        ALPACA, "alpaca", "prompt_template: alpaca, without a chat template", alpaca_row(ALPACA)["prompt"],
+        ALPACA,
+        "alpaca",
+        "prompt_template: alpaca, without a chat template",
+        alpaca_row(ALPACA)["prompt"],
     ),
     "tokens": ({"input_ids": [4, 5, 6]}, None, "token ids as they are", "w3"),
-}  # fmt: skip
+}
 
 
 @pytest.fixture
