@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from liger_trainer.data.formats import alpaca_row, sharegpt_messages
+from liger_trainer.data.formats import alpaca_history, alpaca_row, sharegpt_messages
 
 Prompt = str | list[dict[str, str]]
 _COLUMNS = "prompt; messages; conversations; instruction (and input)"
@@ -43,7 +43,8 @@ def read_prompts(path: str, chat: bool, max_rows: int | None = None) -> list[Pro
 def prompt_of(row: dict, chat: bool, index: int = 0) -> Prompt:
     """Return the prompt of a row: its `prompt`, or its `messages` or `conversations` up to the first answer.
 
-    The `instruction` and `input` of an Alpaca row become one message with `chat`, and Alpaca's template without.
+    The `instruction` and `input` of an Alpaca row become one message with `chat`, after its `system` and `history`, and
+    Alpaca's template without.
 
     Raises:
         ValueError: The row has no such column, nothing before the first answer, or what goes into a template with it.
@@ -66,7 +67,12 @@ def prompt_of(row: dict, chat: bool, index: int = 0) -> Prompt:
     if row.get("instruction"):
         if not chat:
             return alpaca_row({"output": "", **row}, index)["prompt"]
-        return [{"role": "user", "content": "\n\n".join(filter(None, (row["instruction"], row.get("input"))))}]
+        messages = [{"role": "system", "content": row["system"]}] if row.get("system") else []
+        for instruction, output in alpaca_history(row.get("history"), index):
+            messages.append({"role": "user", "content": instruction})
+            messages.append({"role": "assistant", "content": output})
+        question = "\n\n".join(filter(None, (row["instruction"], row.get("input"))))
+        return [*messages, {"role": "user", "content": question}]
     raise ValueError(f"Row {index} of the prompts has {', '.join(row)}; expected one of: {_COLUMNS}.")
 
 

@@ -19,6 +19,7 @@ from liger_trainer.command.rows.chat_template import answers_marked, raised_by_t
 from liger_trainer.command.rows.counts import account_for_rows, check_token_ids
 from liger_trainer.command.rows.images import broken_picture, check_first_batch
 from liger_trainer.command.rows.preview import show_rows
+from liger_trainer.command.rows.prompt_form import prompt_form, tell_unused_template
 from liger_trainer.command.rows.sources import Sources, find_sources
 from liger_trainer.command.run.manifest import facts_of
 from liger_trainer.command.run.output_dir import find_beginning, own_folder
@@ -52,7 +53,7 @@ def _run(recipe: Recipe, resumes: str, preview_rows: int | None, stop: SaveOnSig
     if preview_rows is not None:
         train_rows = train_rows.select(range(min(preview_rows, total)))
         eval_rows = None if eval_rows is None else eval_rows.select(range(1))
-    recorder = RunRecorder()
+    recorder = RunRecorder(prompt_form(recipe.args.prompt_template, train_rows))
     callbacks: list[Any] = [keeper, recorder]
     if recipe.args.early_stopping_patience is not None:
         recorder.early_stopping = EarlyStoppingCallback(recipe.args.early_stopping_patience)
@@ -68,6 +69,7 @@ def _run(recipe: Recipe, resumes: str, preview_rows: int | None, stop: SaveOnSig
     if eval_rows is not None and trainer.eval_dataset is not None:
         check_token_ids(trainer, "eval")
     check_first_batch(trainer)
+    tell_unused_template(trainer.processing_class, recorder.form, train_rows)
     if preview_rows is not None:
         return show_rows(trainer, train_rows, total)
     recorder.rows = account_for_rows(trainer, train_rows, eval_rows)

@@ -1,5 +1,6 @@
 """`liger-trainer medusa-eval` and `medusa-export`: the work after training Medusa heads."""
 
+from liger_trainer.command.rows.prompt_form import read_prompt_form
 from liger_trainer.command.tools.loading import add_command, add_model_options, load_to_answer
 
 _MODEL = "a folder, a name on the Hub, or smollm2-135m-instruct"
@@ -45,7 +46,9 @@ def _eval(args) -> None:
     from liger_trainer.medusa.prompts import encode, end_tokens, read_prompts
 
     model, tokenizer = load_to_answer(args.model, args)
-    prompts = read_prompts(args.prompts, bool(tokenizer.chat_template), args.max_rows)
+    form = read_prompt_form(args.heads) or read_prompt_form(args.model)
+    chats = bool(tokenizer.chat_template) and form in (None, "chat")
+    prompts = read_prompts(args.prompts, chats, args.max_rows)
     heads = attach_heads(model, load_heads(args.heads))
     report = evaluate(
         model,

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 from liger_trainer.command.recipe.model_source import dequantised, find_model
+from liger_trainer.command.rows.prompt_form import read_prompt_form, write_prompt_form
 from liger_trainer.command.tools.loading import add_command, find_base, tokenizer_of, with_adapter
 from liger_trainer.errors import RecipeError
 
@@ -75,6 +76,9 @@ def _merge(args) -> None:
     checkpoint = find_checkpoint(source.path, config.revision)
     kept = keep_unloaded_weights(merged, checkpoint, Path(args.output), not args.without_unloaded_weights)
     tokenizer.save_pretrained(args.output)
+    form = read_prompt_form(args.adapter)
+    if form is not None:
+        write_prompt_form(args.output, form)
     print(
         f"{args.output}: {model.name_or_path} with {args.adapter} merged into it, in "
         f"{str(dtype).removeprefix('torch.')}"

@@ -23,6 +23,10 @@ PROMPTS = {
         [SYSTEM, USER],
     ),
     "alpaca": ({"instruction": "w3 w4", "input": "", "output": "w5"}, [USER]),
+    "alpaca with system and history": (
+        {"instruction": "w3 w4", "system": "w9", "history": [["w3 w4", "w5"]]},
+        [SYSTEM, USER, ANSWER, USER],
+    ),
     "alpaca with input": ({"instruction": "w3", "input": "w4"}, [{"role": "user", "content": "w3\n\nw4"}]),
 }
 
