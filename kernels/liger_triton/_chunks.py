@@ -59,9 +59,16 @@ class Chunks:
     """
 
     def __init__(
-        self, total: int, kept: torch.Tensor | None, chunk_rows: int | None, vocab: int, dtype: torch.dtype,
-        device_type: str, allowed: int = 0, all_rows: bool = False,
-    ):  # fmt: skip
+        self,
+        total: int,
+        kept: torch.Tensor | None,
+        chunk_rows: int | None,
+        vocab: int,
+        dtype: torch.dtype,
+        device_type: str,
+        allowed: int = 0,
+        all_rows: bool = False,
+    ):
         """`chunk_rows` is the size of a chunk. If it is 0 or None, `chunk_size` chooses it by the other arguments."""
         self.kept = kept
         self.rows = total if kept is None else kept.shape[0]

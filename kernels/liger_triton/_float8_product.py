@@ -36,9 +36,18 @@ def scale_(y: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     a, b, (m, n) = a.contiguous(), b.contiguous(), y.shape
     tiles_per_row = cdiv(n, TILE_COLUMNS)
     launch(
-        _scale_kernel, (cdiv(m, TILE_ROWS) * tiles_per_row,), y, a, b, m, n, tiles_per_row,
-        BLOCK_M=TILE_ROWS, BLOCK_N=TILE_COLUMNS, num_warps=8,
-    )  # fmt: skip
+        _scale_kernel,
+        (cdiv(m, TILE_ROWS) * tiles_per_row,),
+        y,
+        a,
+        b,
+        m,
+        n,
+        tiles_per_row,
+        BLOCK_M=TILE_ROWS,
+        BLOCK_N=TILE_COLUMNS,
+        num_warps=8,
+    )
     return y
 
 

@@ -51,14 +51,17 @@ def launch(kernel, grid: tuple[int, ...], *args, **constants) -> None:
     key = (
         device,
         *[
-            ((a & 15 and 1 + (a == 1)) if a <= MAX_INT32 else 3 + (a & 15 and 1)) if (kind := type(a)) is int
-            else kind if kind is float
-            else (a.dtype, a.data_ptr() & 15 == 0) if isinstance(a, torch.Tensor)
+            ((a & 15 and 1 + (a == 1)) if a <= MAX_INT32 else 3 + (a & 15 and 1))
+            if (kind := type(a)) is int
+            else kind
+            if kind is float
+            else (a.dtype, a.data_ptr() & 15 == 0)
+            if isinstance(a, torch.Tensor)
             else a
             for a in args
         ],
         *constants.values(),
-    )  # fmt: skip
+    )
     found = kernel.__dict__.get("_liger_compiled", {}).get(key)
     if found is None:
         compiled = kernel[grid](*args, **constants)

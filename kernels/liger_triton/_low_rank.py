@@ -36,9 +36,23 @@ SUMS = 512  # numbers of dh or dB of a program that adds up what the programs of
 
 @jit(do_not_specialize=["rows"])
 def _low_rank_gradients_kernel(
-    DY, H, SB, DH, DB, rows, columns, rank, columns_per_program, dy_stride, h_stride, sb_stride,
-    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, WIDEN: tl.constexpr,
-):  # fmt: skip
+    DY,
+    H,
+    SB,
+    DH,
+    DB,
+    rows,
+    columns,
+    rank,
+    columns_per_program,
+    dy_stride,
+    h_stride,
+    sb_stride,
+    BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
     """DH[program_id(1)] = DY SB of some columns of DY, and DB[program_id(0)] = DY^T H of some of its rows."""
     row = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     r = tl.arange(0, BLOCK_R)
@@ -95,9 +109,23 @@ def _total(PARTIAL, row, column, rows, rank, programs, PARTS: tl.constexpr, BLOC
 
 @jit(do_not_specialize=["rows", "dh_programs", "db_programs", "dh_tiles"])
 def _sums_kernel(
-    DH, DB, OUT, DB_OUT, rows, columns, rank, dh_programs, db_programs, out_stride, rest, of_h, scaling, dh_tiles,
-    PARTS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    DH,
+    DB,
+    OUT,
+    DB_OUT,
+    rows,
+    columns,
+    rank,
+    dh_programs,
+    db_programs,
+    out_stride,
+    rest,
+    of_h,
+    scaling,
+    dh_tiles,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """OUT = of_h times the total of DH, and DB_OUT = scaling times that of DB. With two parts OUT gets what its dtype
     rounds off as well, `rest` columns further."""
     pid = tl.program_id(0)
@@ -148,16 +176,48 @@ def low_rank_gradients(
     db = torch.empty((columns, rank), dtype=torch.float32, device=dy.device)
     dh_tiles = cdiv(rows * rank, SUMS)
     launch(
-        _low_rank_gradients_kernel, (row_programs, column_programs),
-        dy, h, sb, dh, all_db, rows, columns, width, per_program, dy.stride(0), h.stride(0), sb.stride(0),
-        BLOCK_T=block_t, BLOCK_N=BLOCK_N, BLOCK_R=block_r, WIDEN=INTERPRET, num_warps=8, num_stages=stages,
-    )  # fmt: skip
+        _low_rank_gradients_kernel,
+        (row_programs, column_programs),
+        dy,
+        h,
+        sb,
+        dh,
+        all_db,
+        rows,
+        columns,
+        width,
+        per_program,
+        dy.stride(0),
+        h.stride(0),
+        sb.stride(0),
+        BLOCK_T=block_t,
+        BLOCK_N=BLOCK_N,
+        BLOCK_R=block_r,
+        WIDEN=INTERPRET,
+        num_warps=8,
+        num_stages=stages,
+    )
     launch(
-        _sums_kernel, (dh_tiles + cdiv(columns * rank, SUMS),),
-        dh, all_db, out, db, rows, columns, rank, column_programs, row_programs, out.stride(0),
-        out.stride(1) if parts == 2 else 0, float(of_h), float(scaling), dh_tiles, PARTS=parts, BLOCK=SUMS,
+        _sums_kernel,
+        (dh_tiles + cdiv(columns * rank, SUMS),),
+        dh,
+        all_db,
+        out,
+        db,
+        rows,
+        columns,
+        rank,
+        column_programs,
+        row_programs,
+        out.stride(0),
+        out.stride(1) if parts == 2 else 0,
+        float(of_h),
+        float(scaling),
+        dh_tiles,
+        PARTS=parts,
+        BLOCK=SUMS,
         num_warps=4,
-    )  # fmt: skip
+    )
     return db
 
 

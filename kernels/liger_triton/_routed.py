@@ -98,9 +98,23 @@ def _dot(a, b, acc, PRECISION: tl.constexpr, WIDEN: tl.constexpr):
 
 @jit
 def _add_low(
-    acc, P, Q, expert, place, valid, columns, n, rank, p_stride, q_stride_e, q_stride_r, q_stride_n,
-    BLOCK_R: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
-):  # fmt: skip
+    acc,
+    P,
+    Q,
+    expert,
+    place,
+    valid,
+    columns,
+    n,
+    rank,
+    p_stride,
+    q_stride_e,
+    q_stride_r,
+    q_stride_n,
+    BLOCK_R: tl.constexpr,
+    PRECISION: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
     """acc + P Q, for rows at `place` and the given columns. A block of 0: there is no product."""
     if BLOCK_R > 0:
         r = tl.arange(0, BLOCK_R)
@@ -114,11 +128,36 @@ def _add_low(
 
 @jit
 def _tile_product(
-    X, W, BIAS, P, Q, expert, row, place, valid, column,
-    x_stride, w_stride_e, w_stride_k, w_stride_n, p_stride, q_stride_e, q_stride_r, q_stride_n, n, k, rank,
-    HAS_BIAS: tl.constexpr, EVEN: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
-):  # fmt: skip
+    X,
+    W,
+    BIAS,
+    P,
+    Q,
+    expert,
+    row,
+    place,
+    valid,
+    column,
+    x_stride,
+    w_stride_e,
+    w_stride_k,
+    w_stride_n,
+    p_stride,
+    q_stride_e,
+    q_stride_r,
+    q_stride_n,
+    n,
+    k,
+    rank,
+    HAS_BIAS: tl.constexpr,
+    EVEN: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
     """x W + P Q + bias in fp32, of one expert: for the pairs `place`, whose rows of X are `row`, and some columns."""
     kk = tl.arange(0, BLOCK_K)
     x_at = X + row[:, None] * x_stride + kk[None]
@@ -134,9 +173,23 @@ def _tile_product(
         x_at += BLOCK_K
         w_at += BLOCK_K * w_stride_k
     acc = _add_low(
-        acc, P, Q, expert, place, valid, column, n, rank, p_stride, q_stride_e, q_stride_r, q_stride_n,
-        BLOCK_R, PRECISION, WIDEN,
-    )  # fmt: skip
+        acc,
+        P,
+        Q,
+        expert,
+        place,
+        valid,
+        column,
+        n,
+        rank,
+        p_stride,
+        q_stride_e,
+        q_stride_r,
+        q_stride_n,
+        BLOCK_R,
+        PRECISION,
+        WIDEN,
+    )
     if HAS_BIAS:
         acc += tl.load(BIAS + expert.to(tl.int64) * n + column, mask=column < n, other=0.0).to(tl.float32)[None]
     return acc
@@ -144,13 +197,40 @@ def _tile_product(
 
 @jit
 def _product_kernel(
-    X, W, OUT, PAIRS, TOKENS, OFFSETS, BIAS, P, Q,
-    x_stride, w_stride_e, w_stride_k, w_stride_n, p_stride, q_stride_e, q_stride_r, q_stride_n,
-    experts, n, k, rank, scale,
-    GATHER: tl.constexpr, SCATTER: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    PRECISION: tl.constexpr, WIDEN: tl.constexpr,
-):  # fmt: skip
+    X,
+    W,
+    OUT,
+    PAIRS,
+    TOKENS,
+    OFFSETS,
+    BIAS,
+    P,
+    Q,
+    x_stride,
+    w_stride_e,
+    w_stride_k,
+    w_stride_n,
+    p_stride,
+    q_stride_e,
+    q_stride_r,
+    q_stride_n,
+    experts,
+    n,
+    k,
+    rank,
+    scale,
+    GATHER: tl.constexpr,
+    SCATTER: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    EVEN: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
     expert, place, valid, across = _tile_of(OFFSETS, experts, n, BLOCK_E, BLOCK_M, BLOCK_N)
     if expert >= experts:
         return
@@ -159,10 +239,36 @@ def _product_kernel(
         row = tl.load(TOKENS + place, mask=valid, other=0)
     column = across * BLOCK_N + tl.arange(0, BLOCK_N)
     acc = _tile_product(
-        X, W, BIAS, P, Q, expert, row.to(tl.int64), place, valid, column,
-        x_stride, w_stride_e, w_stride_k, w_stride_n, p_stride, q_stride_e, q_stride_r, q_stride_n, n, k, rank,
-        HAS_BIAS, EVEN, BLOCK_R, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION, WIDEN,
-    )  # fmt: skip
+        X,
+        W,
+        BIAS,
+        P,
+        Q,
+        expert,
+        row.to(tl.int64),
+        place,
+        valid,
+        column,
+        x_stride,
+        w_stride_e,
+        w_stride_k,
+        w_stride_n,
+        p_stride,
+        q_stride_e,
+        q_stride_r,
+        q_stride_n,
+        n,
+        k,
+        rank,
+        HAS_BIAS,
+        EVEN,
+        BLOCK_R,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_K,
+        PRECISION,
+        WIDEN,
+    )
     out = place
     if SCATTER:
         out = tl.load(PAIRS + place, mask=valid, other=0)
@@ -172,13 +278,43 @@ def _product_kernel(
 
 @jit
 def _gated_product_kernel(
-    X, W, H, A, TOKENS, OFFSETS, BIAS, P, Q,
-    x_stride, w_stride_e, w_stride_k, w_stride_n, p_stride, q_stride_e, q_stride_r, q_stride_n,
-    experts, n, k, rank, limit, alpha, up_offset, gate_scale,
-    ACT: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    PRECISION: tl.constexpr, WIDEN: tl.constexpr,
-):  # fmt: skip
+    X,
+    W,
+    H,
+    A,
+    TOKENS,
+    OFFSETS,
+    BIAS,
+    P,
+    Q,
+    x_stride,
+    w_stride_e,
+    w_stride_k,
+    w_stride_n,
+    p_stride,
+    q_stride_e,
+    q_stride_r,
+    q_stride_n,
+    experts,
+    n,
+    k,
+    rank,
+    limit,
+    alpha,
+    up_offset,
+    gate_scale,
+    ACT: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    EVEN: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
     """H (S, 2 n) gets the product, A (S, n) the gate of what H holds."""
     expert, place, valid, across = _tile_of(OFFSETS, experts, n, BLOCK_E, BLOCK_M, BLOCK_N)
     if expert >= experts:
@@ -190,10 +326,36 @@ def _gated_product_kernel(
     if INTERLEAVED:
         wide = across * (2 * BLOCK_N) + tl.arange(0, 2 * BLOCK_N)
         acc = _tile_product(
-            X, W, BIAS, P, Q, expert, row, place, valid, wide,
-            x_stride, w_stride_e, w_stride_k, w_stride_n, p_stride, q_stride_e, q_stride_r, q_stride_n, 2 * n, k, rank,
-            HAS_BIAS, EVEN, BLOCK_R, BLOCK_M, 2 * BLOCK_N, BLOCK_K, PRECISION, WIDEN,
-        )  # fmt: skip
+            X,
+            W,
+            BIAS,
+            P,
+            Q,
+            expert,
+            row,
+            place,
+            valid,
+            wide,
+            x_stride,
+            w_stride_e,
+            w_stride_k,
+            w_stride_n,
+            p_stride,
+            q_stride_e,
+            q_stride_r,
+            q_stride_n,
+            2 * n,
+            k,
+            rank,
+            HAS_BIAS,
+            EVEN,
+            BLOCK_R,
+            BLOCK_M,
+            2 * BLOCK_N,
+            BLOCK_K,
+            PRECISION,
+            WIDEN,
+        )
         h = acc.to(H.dtype.element_ty)
         tl.store(h_at + wide[None], h, mask=valid[:, None] & (wide < 2 * n)[None])
         g, u = tl.split(tl.reshape(h, [BLOCK_M, BLOCK_N, 2]))
@@ -218,13 +380,41 @@ def _gated_product_kernel(
             g_at += BLOCK_K * w_stride_k
             u_at += BLOCK_K * w_stride_k
         acc_g = _add_low(
-            acc_g, P, Q, expert, place, valid, column, n, rank, p_stride, q_stride_e, q_stride_r, q_stride_n,
-            BLOCK_R, PRECISION, WIDEN,
-        )  # fmt: skip
+            acc_g,
+            P,
+            Q,
+            expert,
+            place,
+            valid,
+            column,
+            n,
+            rank,
+            p_stride,
+            q_stride_e,
+            q_stride_r,
+            q_stride_n,
+            BLOCK_R,
+            PRECISION,
+            WIDEN,
+        )
         acc_u = _add_low(
-            acc_u, P, Q, expert, place, valid, up, 2 * n, rank, p_stride, q_stride_e, q_stride_r, q_stride_n,
-            BLOCK_R, PRECISION, WIDEN,
-        )  # fmt: skip
+            acc_u,
+            P,
+            Q,
+            expert,
+            place,
+            valid,
+            up,
+            2 * n,
+            rank,
+            p_stride,
+            q_stride_e,
+            q_stride_r,
+            q_stride_n,
+            BLOCK_R,
+            PRECISION,
+            WIDEN,
+        )
         if HAS_BIAS:
             BIAS += expert.to(tl.int64) * 2 * n
             acc_g += tl.load(BIAS + column, mask=column < n, other=0.0).to(tl.float32)[None]
@@ -238,9 +428,25 @@ def _gated_product_kernel(
 
 @jit
 def _gate_gradients_kernel(
-    DA, H, DH, SHARE, D_SHARE, PAIRS, OFFSETS, experts, n, limit, alpha, up_offset, gate_scale,
-    ACT: tl.constexpr, AT_LIMIT: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+    DA,
+    H,
+    DH,
+    SHARE,
+    D_SHARE,
+    PAIRS,
+    OFFSETS,
+    experts,
+    n,
+    limit,
+    alpha,
+    up_offset,
+    gate_scale,
+    ACT: tl.constexpr,
+    AT_LIMIT: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     """With a row's share s: DH gets the gradient of H, DA is written over with s a, and D_SHARE gets da . a, which is
     the gradient of s. DH may be H."""
     place = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -262,7 +468,7 @@ def _gate_gradients_kernel(
         da = tl.load(DA + a_row + column[None], mask=known, other=0.0).to(tl.float32)
         dg, du, a = gate_slopes(
             da * share, g.to(tl.float32), u.to(tl.float32), limit, alpha, up_offset, gate_scale, ACT, AT_LIMIT
-        )  # fmt: skip
+        )
         if INTERLEAVED:
             dh = tl.reshape(tl.join(dg, du), [BLOCK_M, 2 * BLOCK_N])
             tl.store(DH + h_row + wide[None], dh.to(DH.dtype.element_ty), mask=inside)
@@ -276,9 +482,24 @@ def _gate_gradients_kernel(
 
 @jit
 def _add_rows(
-    acc, L, R, TOKENS, place, end, column_l, column_r, l_stride, r_stride, m, n,
-    GATHER_L: tl.constexpr, GATHER_R: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
-):  # fmt: skip
+    acc,
+    L,
+    R,
+    TOKENS,
+    place,
+    end,
+    column_l,
+    column_r,
+    l_stride,
+    r_stride,
+    m,
+    n,
+    GATHER_L: tl.constexpr,
+    GATHER_R: tl.constexpr,
+    MASKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
     """acc + l^T r of the rows at `place`, of which those from `end` on count as 0 if MASKED."""
     row_l, row_r = place, place
     if GATHER_L or GATHER_R:
@@ -302,10 +523,28 @@ def _add_rows(
 
 @jit
 def _weight_gradient_kernel(
-    L, R, OUT, TOKENS, OFFSETS, l_stride, r_stride, out_stride_e, out_stride_m, out_stride_n, m, n, scale,
-    GATHER_L: tl.constexpr, GATHER_R: tl.constexpr, EVEN: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
-):  # fmt: skip
+    L,
+    R,
+    OUT,
+    TOKENS,
+    OFFSETS,
+    l_stride,
+    r_stride,
+    out_stride_e,
+    out_stride_m,
+    out_stride_n,
+    m,
+    n,
+    scale,
+    GATHER_L: tl.constexpr,
+    GATHER_R: tl.constexpr,
+    EVEN: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
     pid = tl.program_id(0)
     down, across = tl.cdiv(m, BLOCK_M), tl.cdiv(n, BLOCK_N)
     expert = pid // (down * across)
@@ -319,23 +558,62 @@ def _weight_gradient_kernel(
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in range(first, whole, BLOCK_K):
         acc = _add_rows(
-            acc, L, R, TOKENS, start + tl.arange(0, BLOCK_K), end, column_l, column_r, l_stride, r_stride, m, n,
-            GATHER_L, GATHER_R, False, PRECISION, WIDEN,
-        )  # fmt: skip
+            acc,
+            L,
+            R,
+            TOKENS,
+            start + tl.arange(0, BLOCK_K),
+            end,
+            column_l,
+            column_r,
+            l_stride,
+            r_stride,
+            m,
+            n,
+            GATHER_L,
+            GATHER_R,
+            False,
+            PRECISION,
+            WIDEN,
+        )
     for start in range(whole, end, BLOCK_K):
         acc = _add_rows(
-            acc, L, R, TOKENS, start + tl.arange(0, BLOCK_K), end, column_l, column_r, l_stride, r_stride, m, n,
-            GATHER_L, GATHER_R, True, PRECISION, WIDEN,
-        )  # fmt: skip
+            acc,
+            L,
+            R,
+            TOKENS,
+            start + tl.arange(0, BLOCK_K),
+            end,
+            column_l,
+            column_r,
+            l_stride,
+            r_stride,
+            m,
+            n,
+            GATHER_L,
+            GATHER_R,
+            True,
+            PRECISION,
+            WIDEN,
+        )
     at = OUT + expert.to(tl.int64) * out_stride_e + column_l[:, None] * out_stride_m + column_r[None] * out_stride_n
     tl.store(at, (acc * scale).to(OUT.dtype.element_ty), mask=(column_l < m)[:, None] & (column_r < n)[None])
 
 
 @jit
 def _bias_gradient_kernel(
-    X, OUT, PAIRS, TOKENS, OFFSETS, SHARE, x_stride, n,
-    SHARED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+    X,
+    OUT,
+    PAIRS,
+    TOKENS,
+    OFFSETS,
+    SHARE,
+    x_stride,
+    n,
+    SHARED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     """OUT[e] = sum over the pairs of e of x, or with SHARED of s x of the rows of tokens."""
     pid = tl.program_id(0)
     across = tl.cdiv(n, BLOCK_N)
@@ -376,9 +654,14 @@ def _combine_kernel(Y, IDS, SHARE, OUT, experts, n, top_k, HAS_SHARE: tl.constex
 
 @functools.cache
 def _block(
-    dtype: torch.dtype, device: torch.device, block_n: int, *, block_m: int = 128, stages: int = 4,
+    dtype: torch.dtype,
+    device: torch.device,
+    block_n: int,
+    *,
+    block_m: int = 128,
+    stages: int = 4,
     indirect: bool = False,
-) -> dict:  # fmt: skip
+) -> dict:
     """The options of a product: tiles of `block_m` x `block_n` in 16 bits, and smaller ones in fp32, never in tf32.
 
     At most `stages` blocks of a tile's factors are in shared memory, and as many as it has room for. `indirect`: the
@@ -414,9 +697,16 @@ def _is_even(blocks: dict, n: int, k: int) -> bool:
 
 
 def product(
-    x: torch.Tensor, weight: torch.Tensor, routing: Routing, *, gathered: bool, scattered: bool = False,
-    bias: torch.Tensor | None = None, low: Low | None = None, scale: float = 1.0,
-) -> torch.Tensor:  # fmt: skip
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    routing: Routing,
+    *,
+    gathered: bool,
+    scattered: bool = False,
+    bias: torch.Tensor | None = None,
+    low: Low | None = None,
+    scale: float = 1.0,
+) -> torch.Tensor:
     """(x W + bias + low) * scale (S, N), of x (T, K) if `gathered`, else (S, K), and `weight` (E, K, N) of any strides.
 
     Rows of the result are those of sorted pairs or, if `scattered`, of pairs.
@@ -426,12 +716,30 @@ def product(
     blocks = _block(x.dtype, x.device, 256 if n > 128 else max(16, next_power_of_2(n)))
     tensors, strides, rank, block_r = _low(low, x)
     launch(
-        _product_kernel, (_row_tiles(routing, blocks["BLOCK_M"]) * cdiv(n, blocks["BLOCK_N"]),),
-        x, weight, out, *routing, x if bias is None else bias, *tensors,
-        x.stride(0), *weight.stride(), *strides, routing.experts, n, k, rank, scale,
-        GATHER=gathered, SCATTER=scattered, HAS_BIAS=bias is not None, EVEN=_is_even(blocks, n, k), BLOCK_R=block_r,
-        BLOCK_E=next_power_of_2(routing.experts), **blocks,
-    )  # fmt: skip
+        _product_kernel,
+        (_row_tiles(routing, blocks["BLOCK_M"]) * cdiv(n, blocks["BLOCK_N"]),),
+        x,
+        weight,
+        out,
+        *routing,
+        x if bias is None else bias,
+        *tensors,
+        x.stride(0),
+        *weight.stride(),
+        *strides,
+        routing.experts,
+        n,
+        k,
+        rank,
+        scale,
+        GATHER=gathered,
+        SCATTER=scattered,
+        HAS_BIAS=bias is not None,
+        EVEN=_is_even(blocks, n, k),
+        BLOCK_R=block_r,
+        BLOCK_E=next_power_of_2(routing.experts),
+        **blocks,
+    )
     return out
 
 
@@ -446,12 +754,32 @@ def gated_product(
     blocks = _block(x.dtype, x.device, 128, stages=3)
     tensors, strides, rank, block_r = _low(low, x)
     launch(
-        _gated_product_kernel, (_row_tiles(routing, blocks["BLOCK_M"]) * cdiv(n, blocks["BLOCK_N"]),),
-        x, weight, h, a, routing.tokens, routing.offsets, x if bias is None else bias, *tensors,
-        x.stride(0), *weight.stride(), *strides, routing.experts, n, k, rank, *form[1:5],
-        ACT=form.act, INTERLEAVED=form.interleaved, HAS_BIAS=bias is not None, EVEN=_is_even(blocks, n, k),
-        BLOCK_R=block_r, BLOCK_E=next_power_of_2(routing.experts), **blocks,
-    )  # fmt: skip
+        _gated_product_kernel,
+        (_row_tiles(routing, blocks["BLOCK_M"]) * cdiv(n, blocks["BLOCK_N"]),),
+        x,
+        weight,
+        h,
+        a,
+        routing.tokens,
+        routing.offsets,
+        x if bias is None else bias,
+        *tensors,
+        x.stride(0),
+        *weight.stride(),
+        *strides,
+        routing.experts,
+        n,
+        k,
+        rank,
+        *form[1:5],
+        ACT=form.act,
+        INTERLEAVED=form.interleaved,
+        HAS_BIAS=bias is not None,
+        EVEN=_is_even(blocks, n, k),
+        BLOCK_R=block_r,
+        BLOCK_E=next_power_of_2(routing.experts),
+        **blocks,
+    )
     return h, a
 
 
@@ -467,11 +795,24 @@ def gate_gradients(
     d_share = torch.zeros(rows, dtype=torch.float32, device=h.device)  # ids outside [0, E) keep the 0
     block_m = 16
     launch(
-        _gate_gradients_kernel, (cdiv(rows, block_m),),
-        da, h, dh, share, d_share, routing.pairs, routing.offsets, routing.experts, n, *form[1:5],
-        ACT=form.act, AT_LIMIT=PASSES_AT_LIMIT, INTERLEAVED=form.interleaved, BLOCK_M=block_m,
+        _gate_gradients_kernel,
+        (cdiv(rows, block_m),),
+        da,
+        h,
+        dh,
+        share,
+        d_share,
+        routing.pairs,
+        routing.offsets,
+        routing.experts,
+        n,
+        *form[1:5],
+        ACT=form.act,
+        AT_LIMIT=PASSES_AT_LIMIT,
+        INTERLEAVED=form.interleaved,
+        BLOCK_M=block_m,
         BLOCK_N=min(256, next_power_of_2(n)),
-    )  # fmt: skip
+    )
     return dh, d_share
 
 
@@ -496,11 +837,24 @@ def weight_gradient(
     block_m, block_n = (max(16, min(most, next_power_of_2(size))) for most, size in ((128, m), (256, n)))
     blocks = _block(left.dtype, left.device, block_n, block_m=block_m, stages=3, indirect=gathered != "none")
     launch(
-        _weight_gradient_kernel, (experts * cdiv(m, blocks["BLOCK_M"]) * cdiv(n, blocks["BLOCK_N"]),),
-        left, right, out, routing.tokens, routing.offsets, left.stride(0), right.stride(0), *out.stride(), m, n,
-        scale, GATHER_L=gathered == "left", GATHER_R=gathered == "right",
-        EVEN=m % blocks["BLOCK_M"] == 0 and n % blocks["BLOCK_N"] == 0, **blocks,
-    )  # fmt: skip
+        _weight_gradient_kernel,
+        (experts * cdiv(m, blocks["BLOCK_M"]) * cdiv(n, blocks["BLOCK_N"]),),
+        left,
+        right,
+        out,
+        routing.tokens,
+        routing.offsets,
+        left.stride(0),
+        right.stride(0),
+        *out.stride(),
+        m,
+        n,
+        scale,
+        GATHER_L=gathered == "left",
+        GATHER_R=gathered == "right",
+        EVEN=m % blocks["BLOCK_M"] == 0 and n % blocks["BLOCK_N"] == 0,
+        **blocks,
+    )
     return out
 
 
@@ -513,10 +867,18 @@ def bias_gradient(
     n = like.shape[1]
     block_m, block_n = (16, 16) if INTERPRET else (32, 128)
     launch(
-        _bias_gradient_kernel, (routing.experts * cdiv(n, block_n),),
-        x, out, *routing, x if share is None else share, x.stride(0), n,
-        SHARED=share is not None, BLOCK_M=block_m, BLOCK_N=block_n,
-    )  # fmt: skip
+        _bias_gradient_kernel,
+        (routing.experts * cdiv(n, block_n),),
+        x,
+        out,
+        *routing,
+        x if share is None else share,
+        x.stride(0),
+        n,
+        SHARED=share is not None,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+    )
     return out
 
 
@@ -529,8 +891,16 @@ def combine(
     out = torch.empty(tokens, n, dtype=dtype, device=y.device)
     block = min(2048, next_power_of_2(n))
     launch(
-        _combine_kernel, (tokens * cdiv(n, block),),
-        y, expert_ids, y if share is None else share, out, experts, n, top_k,
-        HAS_SHARE=share is not None, BLOCK=block,
-    )  # fmt: skip
+        _combine_kernel,
+        (tokens * cdiv(n, block),),
+        y,
+        expert_ids,
+        y if share is None else share,
+        out,
+        experts,
+        n,
+        top_k,
+        HAS_SHARE=share is not None,
+        BLOCK=block,
+    )
     return out

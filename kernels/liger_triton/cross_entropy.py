@@ -30,16 +30,27 @@ def _pass_over(logits, grad, target, stats, g_loss, spec, do_stats=True):
     for start in range(0, n, max(1, step)):
         rows = slice(start, start + step)
         row_pass(
-            logits[rows], None if grad is None else grad[rows], target[rows], stats[:, rows],
-            None if g_loss is None else g_loss[rows], None, spec, do_stats,
-        )  # fmt: skip
+            logits[rows],
+            None if grad is None else grad[rows],
+            target[rows],
+            stats[:, rows],
+            None if g_loss is None else g_loss[rows],
+            None,
+            spec,
+            do_stats,
+        )
 
 
 @kernel_op("cross_entropy_statistics")
 def _statistics(
-    logits: torch.Tensor, target: torch.Tensor, ignore_index: int, scale: float, softcap: float, smoothing: float,
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    ignore_index: int,
+    scale: float,
+    softcap: float,
+    smoothing: float,
     z_loss: float,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     stats = logits.new_zeros((N_STATS, logits.shape[0]), dtype=torch.float32)
     _pass_over(as_rows(logits), None, target, stats, None, RowSpec(ignore_index, scale, softcap, smoothing, z_loss))
     return stats
@@ -52,9 +63,16 @@ def _(logits, target, *spec):
 
 @kernel_op("cross_entropy_gradient")
 def _gradient(
-    logits: torch.Tensor, target: torch.Tensor, stats: torch.Tensor, g_loss: torch.Tensor, ignore_index: int,
-    scale: float, softcap: float, smoothing: float, z_loss: float,
-) -> torch.Tensor:  # fmt: skip
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    stats: torch.Tensor,
+    g_loss: torch.Tensor,
+    ignore_index: int,
+    scale: float,
+    softcap: float,
+    smoothing: float,
+    z_loss: float,
+) -> torch.Tensor:
     grad = logits.new_empty(logits.shape)
     spec = RowSpec(ignore_index, scale, softcap, smoothing, z_loss)
     _pass_over(as_rows(logits), grad, target, stats, g_loss, spec, do_stats=False)
@@ -181,9 +199,15 @@ def cross_entropy(
         check_target_of_twin(target, ignore_index, logits.shape[1], logits)
     if twin:
         return reference.cross_entropy(
-            logits, target.long(), ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing,
-            softcap=softcap, logit_scale=logit_scale, z_loss=z_loss,
-        )  # fmt: skip
+            logits,
+            target.long(),
+            ignore_index=ignore_index,
+            reduction=reduction,
+            label_smoothing=label_smoothing,
+            softcap=softcap,
+            logit_scale=logit_scale,
+            z_loss=z_loss,
+        )
     spec = RowSpec(ignore_index, float(logit_scale), float(softcap or 0.0), float(label_smoothing), float(z_loss))
     target = target.long().contiguous()
     kept = target != ignore_index

@@ -110,9 +110,18 @@ class Nested(NamedTuple):
 
 @jit
 def _dequantize_4bit_kernel(
-    PACKED, CODE, ABSMAX, NESTED_CODE, NESTED_ABSMAX, OFFSET, OUT, words,
-    BLOCKSIZE: tl.constexpr, NESTED_BLOCKSIZE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    PACKED,
+    CODE,
+    ABSMAX,
+    NESTED_CODE,
+    NESTED_ABSMAX,
+    OFFSET,
+    OUT,
+    words,
+    BLOCKSIZE: tl.constexpr,
+    NESTED_BLOCKSIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """OUT = the eight numbers of each word of PACKED. NESTED_BLOCKSIZE 0: ABSMAX is not nested."""
     word = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = word < words
@@ -165,11 +174,20 @@ def dequantize_4bit(
     out = torch.empty(shape, dtype=dtype, device=packed.device)
     tensors = (code,) * 3 if nested is None else (nested.code, nested.absmax, nested.offset)
     launch(
-        _dequantize_4bit_kernel, (cdiv(count // 8, BLOCK),),
-        packed.view(torch.int32), code, absmax, *tensors, out, count // 8,
-        BLOCKSIZE=blocksize, NESTED_BLOCKSIZE=0 if nested is None else nested.blocksize, BLOCK=BLOCK,
-        num_warps=WARPS, enable_fp_fusion=False,
-    )  # fmt: skip
+        _dequantize_4bit_kernel,
+        (cdiv(count // 8, BLOCK),),
+        packed.view(torch.int32),
+        code,
+        absmax,
+        *tensors,
+        out,
+        count // 8,
+        BLOCKSIZE=blocksize,
+        NESTED_BLOCKSIZE=0 if nested is None else nested.blocksize,
+        BLOCK=BLOCK,
+        num_warps=WARPS,
+        enable_fp_fusion=False,
+    )
     return out
 
 
@@ -208,9 +226,11 @@ def dequantize_mxfp4(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dt
     Raises:
         ValueError: The shapes do not belong together, or a tensor is not of bytes.
     """
-    if blocks.dtype != torch.uint8 or scales.dtype != torch.uint8 or blocks.shape != (
-        *scales.shape[:-1], 16 * scales.shape[-1]
-    ):  # fmt: skip
+    if (
+        blocks.dtype != torch.uint8
+        or scales.dtype != torch.uint8
+        or blocks.shape != (*scales.shape[:-1], 16 * scales.shape[-1])
+    ):
         raise ValueError(
             f"blocks is {tuple(blocks.shape)} {blocks.dtype}, scales {tuple(scales.shape)} {scales.dtype}; expected "
             "uint8, and 16 bytes of blocks for each scale."
@@ -222,7 +242,13 @@ def dequantize_mxfp4(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dt
     out = torch.empty(*rows, 2 * half, dtype=dtype, device=blocks.device)
     words = blocks.numel() // 4
     launch(
-        _dequantize_mxfp4_kernel, (cdiv(words, BLOCK),),
-        blocks.view(torch.int32), scales, out, words, BLOCK=BLOCK, num_warps=WARPS,
-    )  # fmt: skip
+        _dequantize_mxfp4_kernel,
+        (cdiv(words, BLOCK),),
+        blocks.view(torch.int32),
+        scales,
+        out,
+        words,
+        BLOCK=BLOCK,
+        num_warps=WARPS,
+    )
     return out

@@ -77,10 +77,21 @@ def _matrix(w: torch.Tensor, scales: torch.Tensor | None, like: torch.Tensor) ->
 
 @kernel_op("experts_gate")
 def _gate(
-    x: torch.Tensor, ids: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, a_w: torch.Tensor | None,
-    b_w: torch.Tensor | None, w_scales: torch.Tensor | None, act: str, limit: float, alpha: float, up_offset: float,
-    gate_scale: float, interleaved: bool, scale_w: float,
-) -> list[torch.Tensor]:  # fmt: skip
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    w: torch.Tensor,
+    b: torch.Tensor | None,
+    a_w: torch.Tensor | None,
+    b_w: torch.Tensor | None,
+    w_scales: torch.Tensor | None,
+    act: str,
+    limit: float,
+    alpha: float,
+    up_offset: float,
+    gate_scale: float,
+    interleaved: bool,
+    scale_w: float,
+) -> list[torch.Tensor]:
     """[a, h, x A of the LoRA on W (empty without one), and the three tensors of the routing]"""
     form = GateForm(act, limit, alpha, up_offset, gate_scale, interleaved)
     routing = route(ids, w.shape[0])
@@ -99,10 +110,19 @@ def _(x, ids, w, b, a_w, *rest):
 
 @kernel_op("experts_down")
 def _down(
-    a: torch.Tensor, ids: torch.Tensor, share: torch.Tensor, v: torch.Tensor, c: torch.Tensor | None,
-    a_v: torch.Tensor | None, b_v: torch.Tensor | None, v_scales: torch.Tensor | None, scale_v: float,
-    pairs: torch.Tensor, tokens: torch.Tensor, offsets: torch.Tensor,
-) -> torch.Tensor:  # fmt: skip
+    a: torch.Tensor,
+    ids: torch.Tensor,
+    share: torch.Tensor,
+    v: torch.Tensor,
+    c: torch.Tensor | None,
+    a_v: torch.Tensor | None,
+    b_v: torch.Tensor | None,
+    v_scales: torch.Tensor | None,
+    scale_v: float,
+    pairs: torch.Tensor,
+    tokens: torch.Tensor,
+    offsets: torch.Tensor,
+) -> torch.Tensor:
     """out"""
     routing = Routing(pairs, tokens, offsets)
     low = None if a_v is None else Low(product(a, a_v, routing, gathered=False, scale=scale_v), b_v)
@@ -117,13 +137,36 @@ def _(a, ids, share, v, *rest):
 
 @kernel_op("experts_bwd")
 def _backward(
-    dout: torch.Tensor, x: torch.Tensor, ids: torch.Tensor, share: torch.Tensor, w: torch.Tensor, v: torch.Tensor,
-    b: torch.Tensor | None, c: torch.Tensor | None, a_w: torch.Tensor | None, b_w: torch.Tensor | None,
-    a_v: torch.Tensor | None, b_v: torch.Tensor | None, w_scales: torch.Tensor | None, v_scales: torch.Tensor | None,
-    h: torch.Tensor, rows_w: torch.Tensor, pairs: torch.Tensor, tokens: torch.Tensor, offsets: torch.Tensor,
-    needed: list[bool], act: str, limit: float, alpha: float, up_offset: float, gate_scale: float, interleaved: bool,
-    scale_w: float, scale_v: float, reuse: bool,
-) -> list[torch.Tensor]:  # fmt: skip
+    dout: torch.Tensor,
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    share: torch.Tensor,
+    w: torch.Tensor,
+    v: torch.Tensor,
+    b: torch.Tensor | None,
+    c: torch.Tensor | None,
+    a_w: torch.Tensor | None,
+    b_w: torch.Tensor | None,
+    a_v: torch.Tensor | None,
+    b_v: torch.Tensor | None,
+    w_scales: torch.Tensor | None,
+    v_scales: torch.Tensor | None,
+    h: torch.Tensor,
+    rows_w: torch.Tensor,
+    pairs: torch.Tensor,
+    tokens: torch.Tensor,
+    offsets: torch.Tensor,
+    needed: list[bool],
+    act: str,
+    limit: float,
+    alpha: float,
+    up_offset: float,
+    gate_scale: float,
+    interleaved: bool,
+    scale_w: float,
+    scale_v: float,
+    reuse: bool,
+) -> list[torch.Tensor]:
     """The gradients of `_INPUTS`, empty where none is `needed`. With `reuse`, h is written over."""
     form = GateForm(act, limit, alpha, up_offset, gate_scale, interleaved)
     routing, needs, found, low = Routing(pairs, tokens, offsets), dict(zip(_INPUTS, needed, strict=True)), {}, None
@@ -221,10 +264,15 @@ def _turned(b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _check(
-    hidden: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor | Packed,
-    down: torch.Tensor | Packed, transposed: bool, biases: tuple[torch.Tensor | None, torch.Tensor | None],
+    hidden: torch.Tensor,
+    expert_ids: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up: torch.Tensor | Packed,
+    down: torch.Tensor | Packed,
+    transposed: bool,
+    biases: tuple[torch.Tensor | None, torch.Tensor | None],
     loras: tuple[ExpertLoRA | None, ExpertLoRA | None],
-) -> None:  # fmt: skip
+) -> None:
     """ValueError unless the shapes belong together."""
     if gate_up.ndim != 3 or down.ndim != 3:
         raise ValueError(f"gate_up is {tuple(gate_up.shape)}, down {tuple(down.shape)}; expected three dimensions.")
@@ -255,8 +303,10 @@ def _check(
         if lora is not None:
             rank = lora.lora_a.shape[1]
             if tuple(lora.lora_a.shape) != (experts, rank, sizes[0]) or tuple(lora.lora_b.shape) != (
-                experts, sizes[1], rank
-            ):  # fmt: skip
+                experts,
+                sizes[1],
+                rank,
+            ):
                 raise ValueError(
                     f"{name} has lora_a {tuple(lora.lora_a.shape)} and lora_b {tuple(lora.lora_b.shape)}; expected "
                     f"({experts}, r, {sizes[0]}) and ({experts}, {sizes[1]}, r)."
@@ -326,10 +376,23 @@ def experts(
     if not runs_triton(x, *floats, weights) or expert_ids.numel() == 0 or any(map(is_wrapped, (expert_ids, *scales))):
         with no_autocast(x.device.type):
             out = reference.experts(
-                x, expert_ids, weights, gate_up, down, gate_up_bias, down_bias, activation=activation, limit=limit,
-                alpha=alpha, up_offset=up_offset, gate_scale=gate_scale, interleaved=interleaved, transposed=transposed,
-                gate_up_lora=loras[0], down_lora=loras[1],
-            )  # fmt: skip
+                x,
+                expert_ids,
+                weights,
+                gate_up,
+                down,
+                gate_up_bias,
+                down_bias,
+                activation=activation,
+                limit=limit,
+                alpha=alpha,
+                up_offset=up_offset,
+                gate_scale=gate_scale,
+                interleaved=interleaved,
+                transposed=transposed,
+                gate_up_lora=loras[0],
+                down_lora=loras[1],
+            )
         return out.to(hidden.dtype)
     form = (activation if numbers == UNCHANGED else "clamped", *numbers, interleaved)
     w, v = matrices if transposed else (t.mT for t in matrices)

@@ -129,9 +129,17 @@ def _scaled(x, scale, LARGEST: tl.constexpr):
 
 @jit
 def _rows_kernel(
-    X, MAXIMA, ROWS, INVERSE, numel,
-    LARGEST: tl.constexpr, POWER_OF_2: tl.constexpr, LEAST: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    X,
+    MAXIMA,
+    ROWS,
+    INVERSE,
+    numel,
+    LARGEST: tl.constexpr,
+    POWER_OF_2: tl.constexpr,
+    LEAST: tl.constexpr,
+    COUNT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     pid = tl.program_id(0).to(tl.int64)
     off = pid * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(X + off, mask=off < numel, other=0.0)
@@ -154,10 +162,24 @@ def _quarter(X, ROWS, row, col, t, k, scale, LARGEST: tl.constexpr, KEEP_ROWS: t
 
 @jit(do_not_specialize=["t"])
 def _columns_kernel(
-    X, MAXIMA, ROWS, COLUMNS, INVERSE, t, k, quarters, tiles_per_row,
-    LARGEST: tl.constexpr, POWER_OF_2: tl.constexpr, LEAST: tl.constexpr, COUNT: tl.constexpr,
-    KEEP_ROWS: tl.constexpr, PACK: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
+    X,
+    MAXIMA,
+    ROWS,
+    COLUMNS,
+    INVERSE,
+    t,
+    k,
+    quarters,
+    tiles_per_row,
+    LARGEST: tl.constexpr,
+    POWER_OF_2: tl.constexpr,
+    LEAST: tl.constexpr,
+    COUNT: tl.constexpr,
+    KEEP_ROWS: tl.constexpr,
+    PACK: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
     """Write the transpose of a tile of x and, with KEEP_ROWS, the tile itself. The COUNT numbers in MAXIMA give one
     scale; with a COUNT of 0 each column has its own.
 
@@ -215,10 +237,22 @@ def packing(dtype: torch.dtype) -> str:
 
 @jit(do_not_specialize=["t", "tiles"])
 def _each_row_kernel(
-    X, ROWS, INVERSE, MAXIMA, stride, t, k, tiles,
-    LARGEST: tl.constexpr, POWER_OF_2: tl.constexpr, LEAST: tl.constexpr, KEEP_MAXIMA: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    X,
+    ROWS,
+    INVERSE,
+    MAXIMA,
+    stride,
+    t,
+    k,
+    tiles,
+    LARGEST: tl.constexpr,
+    POWER_OF_2: tl.constexpr,
+    LEAST: tl.constexpr,
+    KEEP_MAXIMA: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     """Whole rows, each with a scale of its own, and the maxima of the columns of those that this program reads. They
     are those of the bits, as in `_maxima_kernel`."""
     pid = tl.program_id(0)
@@ -262,10 +296,27 @@ def _store_part(x, OUT, scale, n, LARGEST: tl.constexpr, BLOCK: tl.constexpr):
 
 @jit
 def _row_cast_kernel(
-    A, B, C, FA, FB, FC, OUT, INVERSE, na, nb, nc, stride_a, stride_b, stride_c,
-    LARGEST: tl.constexpr, LEAST: tl.constexpr, HAS_FACTOR: tl.constexpr,
-    BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_C: tl.constexpr,
-):  # fmt: skip
+    A,
+    B,
+    C,
+    FA,
+    FB,
+    FC,
+    OUT,
+    INVERSE,
+    na,
+    nb,
+    nc,
+    stride_a,
+    stride_b,
+    stride_c,
+    LARGEST: tl.constexpr,
+    LEAST: tl.constexpr,
+    HAS_FACTOR: tl.constexpr,
+    BLOCK_A: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
     """One row of up to three matrices, side by side, with one scale for all of it. A block of 0: there is no such
     matrix."""
     row = tl.program_id(0).to(tl.int64)
@@ -289,9 +340,22 @@ def _row_cast_kernel(
 
 @jit
 def _transposed_kernel(
-    A, B, C, COLUMNS, quarters_a, quarters_b, quarters_c, words, stride, tiles_per_row, tiles_a, tiles_b,
-    TURN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
+    A,
+    B,
+    C,
+    COLUMNS,
+    quarters_a,
+    quarters_b,
+    quarters_c,
+    words,
+    stride,
+    tiles_per_row,
+    tiles_a,
+    tiles_b,
+    TURN: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
     """A tile of one of up to three matrices (N_i, K) in eight bits, written as its transpose, side by side.
 
     They, (N_i, K / 4), and COLUMNS (K, stride) are int32. Four rows of one word are sixteen numbers, and `TURN` turns
@@ -399,10 +463,20 @@ def float8_cast(
         as_columns = _columns_of(x, maxima, as_rows, inverse, dtype, power_of_2, maxima.shape[0])
         return Float8(as_rows, as_columns, inverse, maxima)
     launch(
-        _rows_kernel, (cdiv(x.numel(), BLOCK),), x, maxima, as_rows, inverse, x.numel(),
-        LARGEST=torch.finfo(dtype).max, POWER_OF_2=power_of_2, LEAST=LEAST, COUNT=maxima.shape[0], BLOCK=BLOCK,
+        _rows_kernel,
+        (cdiv(x.numel(), BLOCK),),
+        x,
+        maxima,
+        as_rows,
+        inverse,
+        x.numel(),
+        LARGEST=torch.finfo(dtype).max,
+        POWER_OF_2=power_of_2,
+        LEAST=LEAST,
+        COUNT=maxima.shape[0],
+        BLOCK=BLOCK,
         num_warps=8,
-    )  # fmt: skip
+    )
     return Float8(as_rows, None, inverse, maxima)
 
 
@@ -412,20 +486,40 @@ def _is_short(x: torch.Tensor) -> bool:
 
 
 def _columns_of(
-    x: torch.Tensor, maxima: torch.Tensor, as_rows: torch.Tensor | None, inverse: torch.Tensor, dtype: torch.dtype,
-    power_of_2: bool, count: int,
-) -> torch.Tensor:  # fmt: skip
+    x: torch.Tensor,
+    maxima: torch.Tensor,
+    as_rows: torch.Tensor | None,
+    inverse: torch.Tensor,
+    dtype: torch.dtype,
+    power_of_2: bool,
+    count: int,
+) -> torch.Tensor:
     """The transpose of x. The kernel fills `inverse` too and, if it is given, `as_rows`."""
     t, k = x.shape
     as_columns = torch.empty((k, padded(t)), dtype=dtype, device=x.device)
     tiles_per_row = cdiv(k, TILE_COLUMNS)
     launch(
-        _columns_kernel, (cdiv(padded(t), TILE_ROWS) * tiles_per_row,),
-        x, maxima, as_columns if as_rows is None else as_rows, as_columns.view(torch.int32), inverse,
-        t, k, padded(t) // 4, tiles_per_row, LARGEST=torch.finfo(dtype).max, POWER_OF_2=power_of_2, LEAST=LEAST,
-        COUNT=count, KEEP_ROWS=as_rows is not None, PACK=packing(dtype), BLOCK_T=TILE_ROWS, BLOCK_K=TILE_COLUMNS,
+        _columns_kernel,
+        (cdiv(padded(t), TILE_ROWS) * tiles_per_row,),
+        x,
+        maxima,
+        as_columns if as_rows is None else as_rows,
+        as_columns.view(torch.int32),
+        inverse,
+        t,
+        k,
+        padded(t) // 4,
+        tiles_per_row,
+        LARGEST=torch.finfo(dtype).max,
+        POWER_OF_2=power_of_2,
+        LEAST=LEAST,
+        COUNT=count,
+        KEEP_ROWS=as_rows is not None,
+        PACK=packing(dtype),
+        BLOCK_T=TILE_ROWS,
+        BLOCK_K=TILE_COLUMNS,
         num_warps=TILE_WARPS,
-    )  # fmt: skip
+    )
     return as_columns
 
 
@@ -450,10 +544,25 @@ def float8_rows(x: torch.Tensor, power_of_2: bool = True, maxima: bool = False) 
     inverse = torch.empty(t, dtype=torch.float32, device=x.device)
     most = torch.empty((programs, k), dtype=torch.int32, device=x.device) if maxima else None
     launch(
-        _each_row_kernel, (programs,), x, rows, inverse, inverse if most is None else most, x.stride(0), t, k, tiles,
-        LARGEST=LARGEST, POWER_OF_2=power_of_2, LEAST=LEAST, KEEP_MAXIMA=maxima, BLOCK_T=block_t, BLOCK_K=block_k,
-        STAGES=stages, num_warps=num_warps,
-    )  # fmt: skip
+        _each_row_kernel,
+        (programs,),
+        x,
+        rows,
+        inverse,
+        inverse if most is None else most,
+        x.stride(0),
+        t,
+        k,
+        tiles,
+        LARGEST=LARGEST,
+        POWER_OF_2=power_of_2,
+        LEAST=LEAST,
+        KEEP_MAXIMA=maxima,
+        BLOCK_T=block_t,
+        BLOCK_K=block_k,
+        STAGES=stages,
+        num_warps=num_warps,
+    )
     return Float8Rows(rows, inverse, None if most is None else most.amax(0))
 
 
@@ -494,11 +603,22 @@ def row_cast(parts: list[torch.Tensor], factors: list[torch.Tensor] | None = Non
     scales = [inverse] * MOST_PARTS if factors is None else [f.contiguous() for f in (*factors, *factors[:1] * missing)]
     block = sum(blocks)
     launch(
-        _row_cast_kernel, (rows,), *given, *scales, out, inverse, *widths,
-        *[part.stride(0) for part in given], LARGEST=LARGEST, LEAST=LEAST_OF_ROWS, HAS_FACTOR=factors is not None,
-        BLOCK_A=blocks[0], BLOCK_B=blocks[1], BLOCK_C=blocks[2],
+        _row_cast_kernel,
+        (rows,),
+        *given,
+        *scales,
+        out,
+        inverse,
+        *widths,
+        *[part.stride(0) for part in given],
+        LARGEST=LARGEST,
+        LEAST=LEAST_OF_ROWS,
+        HAS_FACTOR=factors is not None,
+        BLOCK_A=blocks[0],
+        BLOCK_B=blocks[1],
+        BLOCK_C=blocks[2],
         num_warps=4 if block <= 2048 else 8 if block <= 8192 else 16 if block <= 2**15 else 32,
-    )  # fmt: skip
+    )
     return out, inverse
 
 
@@ -513,8 +633,20 @@ def transposed(all_bits: list[torch.Tensor]) -> torch.Tensor:
     tiles_per_row, tiles = cdiv(k // 4, TURNED_TILE), [cdiv(q, TURNED_TILE) for q in quarters]
     words = [bits.contiguous().view(torch.int32) for bits in all_bits]
     launch(
-        _transposed_kernel, (sum(tiles) * tiles_per_row,),
-        *words, *words[:1] * missing, columns.view(torch.int32), *quarters, k // 4, total // 4, tiles_per_row,
-        tiles[0], tiles[1], TURN=_TURN, BLOCK_N=TURNED_TILE, BLOCK_K=TURNED_TILE, num_warps=4,
-    )  # fmt: skip
+        _transposed_kernel,
+        (sum(tiles) * tiles_per_row,),
+        *words,
+        *words[:1] * missing,
+        columns.view(torch.int32),
+        *quarters,
+        k // 4,
+        total // 4,
+        tiles_per_row,
+        tiles[0],
+        tiles[1],
+        TURN=_TURN,
+        BLOCK_N=TURNED_TILE,
+        BLOCK_K=TURNED_TILE,
+        num_warps=4,
+    )
     return columns

@@ -118,9 +118,20 @@ def gate_slopes(dy, g, u, limit, alpha, up_offset, gate_scale, ACT: tl.constexpr
 
 @jit(do_not_specialize=["tiles_per_row"])
 def _gate_fwd_kernel(
-    G, U, Y, g_stride, u_stride, n, tiles_per_row, limit, alpha, up_offset, gate_scale,
-    ACT: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    G,
+    U,
+    Y,
+    g_stride,
+    u_stride,
+    n,
+    tiles_per_row,
+    limit,
+    alpha,
+    up_offset,
+    gate_scale,
+    ACT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     pid = tl.program_id(0)
     row = (pid // tiles_per_row).to(tl.int64)
     col = (pid % tiles_per_row).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # int64: a contiguous input is one row
@@ -132,9 +143,26 @@ def _gate_fwd_kernel(
 
 @jit(do_not_specialize=["tiles_per_row"])
 def _gate_bwd_kernel(
-    DY, G, U, DG, DU, dy_stride, g_stride, u_stride, d_stride, n, tiles_per_row, limit, alpha, up_offset, gate_scale,
-    ACT: tl.constexpr, AT_LIMIT: tl.constexpr, PRODUCT: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    DY,
+    G,
+    U,
+    DG,
+    DU,
+    dy_stride,
+    g_stride,
+    u_stride,
+    d_stride,
+    n,
+    tiles_per_row,
+    limit,
+    alpha,
+    up_offset,
+    gate_scale,
+    ACT: tl.constexpr,
+    AT_LIMIT: tl.constexpr,
+    PRODUCT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """With PRODUCT, DY is written over with y."""
     pid = tl.program_id(0)
     row = (pid // tiles_per_row).to(tl.int64)
@@ -152,9 +180,20 @@ def _gate_bwd_kernel(
 
 @jit
 def _load_with_product(
-    X, H, F, row, column, rows, columns, rank, h_stride, f_stride_r, f_stride_i,
-    BLOCK_R: tl.constexpr, WIDEN: tl.constexpr,
-):  # fmt: skip
+    X,
+    H,
+    F,
+    row,
+    column,
+    rows,
+    columns,
+    rank,
+    h_stride,
+    f_stride_r,
+    f_stride_i,
+    BLOCK_R: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
     """A tile of X and the parts of H and F that belong to it. A block of 0: there is no product."""
     mask = (row < rows)[:, None] & (column < columns)[None]
     x = tl.load(X + row[:, None] * columns + column[None], mask=mask, other=0.0)
@@ -180,11 +219,31 @@ def _sum(x, h, f, BLOCK_R: tl.constexpr):
 
 @jit(do_not_specialize=["rows"])
 def _lora_gate_fwd_kernel(
-    G, U, Y, GH, GF, UH, UF, rows, columns, tiles_per_row,
-    g_rank, gh_stride, gf_stride_r, gf_stride_i, u_rank, uh_stride, uf_stride_r, uf_stride_i,
-    ACT: tl.constexpr, BLOCK_GR: tl.constexpr, BLOCK_UR: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_I: tl.constexpr, WIDEN: tl.constexpr,
-):  # fmt: skip
+    G,
+    U,
+    Y,
+    GH,
+    GF,
+    UH,
+    UF,
+    rows,
+    columns,
+    tiles_per_row,
+    g_rank,
+    gh_stride,
+    gf_stride_r,
+    gf_stride_i,
+    u_rank,
+    uh_stride,
+    uf_stride_r,
+    uf_stride_i,
+    ACT: tl.constexpr,
+    BLOCK_GR: tl.constexpr,
+    BLOCK_UR: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
     pid = tl.program_id(0)
     row = (pid // tiles_per_row).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     column = (pid % tiles_per_row).to(tl.int64) * BLOCK_I + tl.arange(0, BLOCK_I)
@@ -203,12 +262,40 @@ def _lora_gate_fwd_kernel(
 
 @jit(do_not_specialize=["rows"])
 def _lora_gate_bwd_kernel(
-    DA, G, U, DG, DU, AH, AF, GH, GF, UH, UF, rows, columns, tiles_per_row,
-    a_rank, ah_stride, af_stride_r, af_stride_i,
-    g_rank, gh_stride, gf_stride_r, gf_stride_i, u_rank, uh_stride, uf_stride_r, uf_stride_i,
-    ACT: tl.constexpr, BLOCK_AR: tl.constexpr, BLOCK_GR: tl.constexpr, BLOCK_UR: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_I: tl.constexpr, WIDEN: tl.constexpr,
-):  # fmt: skip
+    DA,
+    G,
+    U,
+    DG,
+    DU,
+    AH,
+    AF,
+    GH,
+    GF,
+    UH,
+    UF,
+    rows,
+    columns,
+    tiles_per_row,
+    a_rank,
+    ah_stride,
+    af_stride_r,
+    af_stride_i,
+    g_rank,
+    gh_stride,
+    gf_stride_r,
+    gf_stride_i,
+    u_rank,
+    uh_stride,
+    uf_stride_r,
+    uf_stride_i,
+    ACT: tl.constexpr,
+    BLOCK_AR: tl.constexpr,
+    BLOCK_GR: tl.constexpr,
+    BLOCK_UR: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
     """DA is written over with a."""
     pid = tl.program_id(0)
     row = (pid // tiles_per_row).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -286,10 +373,22 @@ def _forward(
     y = _new_like(gate)
     (_, g, u), n, tiles_per_row, grid, block = _tiles(y, gate, up)
     launch(
-        _gate_fwd_kernel, grid,
-        g, u, y, g.stride(0), u.stride(0), n, tiles_per_row, limit, alpha, up_offset, gate_scale,
-        ACT=act, BLOCK=block,
-    )  # fmt: skip
+        _gate_fwd_kernel,
+        grid,
+        g,
+        u,
+        y,
+        g.stride(0),
+        u.stride(0),
+        n,
+        tiles_per_row,
+        limit,
+        alpha,
+        up_offset,
+        gate_scale,
+        ACT=act,
+        BLOCK=block,
+    )
     return y
 
 
@@ -300,9 +399,16 @@ def _(gate, up, *form):
 
 @kernel_op("gate_bwd")
 def _backward(
-    dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, act: str, limit: float, alpha: float, up_offset: float,
-    gate_scale: float, reuse: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    dy: torch.Tensor,
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    act: str,
+    limit: float,
+    alpha: float,
+    up_offset: float,
+    gate_scale: float,
+    reuse: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
     dg, du = gate_gradients(gate, up, reuse)  # not over dy, which another branch may read
     _launch_backward(dy, gate, up, dg, du, act, limit, alpha, up_offset, gate_scale)
     return dg, du
@@ -311,11 +417,28 @@ def _backward(
 def _launch_backward(dy, gate, up, dg, du, act, limit, alpha, up_offset, gate_scale, product=False) -> None:
     (dy, g, u, dg, du), n, tiles_per_row, grid, block = _tiles(dy, gate, up, dg, du)
     launch(
-        _gate_bwd_kernel, grid,
-        dy, g, u, dg, du, dy.stride(0), g.stride(0), u.stride(0), dg.stride(0), n, tiles_per_row,
-        limit, alpha, up_offset, gate_scale,
-        ACT=act, AT_LIMIT=PASSES_AT_LIMIT, PRODUCT=product, BLOCK=block,
-    )  # fmt: skip
+        _gate_bwd_kernel,
+        grid,
+        dy,
+        g,
+        u,
+        dg,
+        du,
+        dy.stride(0),
+        g.stride(0),
+        u.stride(0),
+        dg.stride(0),
+        n,
+        tiles_per_row,
+        limit,
+        alpha,
+        up_offset,
+        gate_scale,
+        ACT=act,
+        AT_LIMIT=PASSES_AT_LIMIT,
+        PRODUCT=product,
+        BLOCK=block,
+    )
 
 
 @_backward.register_fake
@@ -431,18 +554,38 @@ def gate_of_sums(
     (tensors_g, of_g, block_g), (tensors_u, of_u, block_u) = _arguments(to_g, g), _arguments(to_u, g)
     tiles_per_row = cdiv(columns, BLOCK_I)
     launch(
-        _lora_gate_fwd_kernel, (cdiv(rows, BLOCK_T) * tiles_per_row,),
-        g, u, a, *tensors_g, *tensors_u, rows, columns, tiles_per_row, *of_g, *of_u,
-        ACT=act, BLOCK_GR=block_g, BLOCK_UR=block_u, BLOCK_T=BLOCK_T, BLOCK_I=BLOCK_I, WIDEN=INTERPRET,
+        _lora_gate_fwd_kernel,
+        (cdiv(rows, BLOCK_T) * tiles_per_row,),
+        g,
+        u,
+        a,
+        *tensors_g,
+        *tensors_u,
+        rows,
+        columns,
+        tiles_per_row,
+        *of_g,
+        *of_u,
+        ACT=act,
+        BLOCK_GR=block_g,
+        BLOCK_UR=block_u,
+        BLOCK_T=BLOCK_T,
+        BLOCK_I=BLOCK_I,
+        WIDEN=INTERPRET,
         num_warps=WARPS,
-    )  # fmt: skip
+    )
     return a
 
 
 def gradients_of_sums(
-    dy: torch.Tensor, g: torch.Tensor, u: torch.Tensor, to_dy: Product | None, to_g: Product | None,
-    to_u: Product | None, act: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    dy: torch.Tensor,
+    g: torch.Tensor,
+    u: torch.Tensor,
+    to_dy: Product | None,
+    to_g: Product | None,
+    to_u: Product | None,
+    act: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dg, du, y) of contiguous dy, g and u (T, I) and the products that belong to them, in one pass.
 
     y lies over `dy`, and dg and du over `g` and `u`, unless the backward pass may run again or PyTorch computes it.
@@ -462,10 +605,25 @@ def gradients_of_sums(
     dg, du = gate_gradients(g, u, reuse=True)
     tiles_per_row = cdiv(columns, BLOCK_I)
     launch(
-        _lora_gate_bwd_kernel, (cdiv(rows, BLOCK_T) * tiles_per_row,),
-        dy, g, u, dg, du, *[t for tensors, _, _ in parts for t in tensors], rows, columns, tiles_per_row,
+        _lora_gate_bwd_kernel,
+        (cdiv(rows, BLOCK_T) * tiles_per_row,),
+        dy,
+        g,
+        u,
+        dg,
+        du,
+        *[t for tensors, _, _ in parts for t in tensors],
+        rows,
+        columns,
+        tiles_per_row,
         *[number for _, numbers, _ in parts for number in numbers],
-        ACT=act, BLOCK_AR=parts[0][2], BLOCK_GR=parts[1][2], BLOCK_UR=parts[2][2],
-        BLOCK_T=BLOCK_T, BLOCK_I=BLOCK_I, WIDEN=INTERPRET, num_warps=WARPS,
-    )  # fmt: skip
+        ACT=act,
+        BLOCK_AR=parts[0][2],
+        BLOCK_GR=parts[1][2],
+        BLOCK_UR=parts[2][2],
+        BLOCK_T=BLOCK_T,
+        BLOCK_I=BLOCK_I,
+        WIDEN=INTERPRET,
+        num_warps=WARPS,
+    )
     return dg, du, dy

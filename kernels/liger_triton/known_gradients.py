@@ -59,9 +59,19 @@ def launch_scale(grad: torch.Tensor, factor: torch.Tensor, out: torch.Tensor) ->
     if factor.ndim == 0 and grad.is_contiguous() and out.is_contiguous() and grad.numel() % 2048 == 0:
         g, o = (t.view(-1, 2048) for t in (g, o))  # now all rows start at a multiple of 16 bytes
     launch(
-        _scale_kernel, (g.shape[0],), g, o, factor, g.stride(0), o.stride(0), factor.stride(0) if factor.ndim else 0,
-        g.shape[1], IN_PLACE=out is grad, BLOCK=min(2048, next_power_of_2(g.shape[1])), num_warps=8,
-    )  # fmt: skip
+        _scale_kernel,
+        (g.shape[0],),
+        g,
+        o,
+        factor,
+        g.stride(0),
+        o.stride(0),
+        factor.stride(0) if factor.ndim else 0,
+        g.shape[1],
+        IN_PLACE=out is grad,
+        BLOCK=min(2048, next_power_of_2(g.shape[1])),
+        num_warps=8,
+    )
 
 
 def one_number(g, counted):

@@ -27,9 +27,22 @@ def _shifted(w, offset, W):
 
 @jit(do_not_specialize=["m"])
 def _layer_norm_fwd_kernel(
-    X, W, B, Y, MEAN, RSTD, x_stride, m, n, eps, offset,
-    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+    X,
+    W,
+    B,
+    Y,
+    MEAN,
+    RSTD,
+    x_stride,
+    m,
+    n,
+    eps,
+    offset,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)  # int64: row * n passes 2**31
     col = tl.arange(0, BLOCK_N)
     mask = (row < m)[:, None] & (col < n)[None, :]
@@ -49,10 +62,27 @@ def _layer_norm_fwd_kernel(
 
 @jit(do_not_specialize=["m", "tiles"])
 def _layer_norm_bwd_kernel(
-    DY, X, W, MEAN, RSTD, DX, DW, DB, dy_stride, x_stride, m, n, offset, tiles,
-    HAS_WEIGHT: tl.constexpr, NEED_DW: tl.constexpr, NEED_DB: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    DY,
+    X,
+    W,
+    MEAN,
+    RSTD,
+    DX,
+    DW,
+    DB,
+    dy_stride,
+    x_stride,
+    m,
+    n,
+    offset,
+    tiles,
+    HAS_WEIGHT: tl.constexpr,
+    NEED_DW: tl.constexpr,
+    NEED_DB: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     pid = tl.program_id(0)
     col = tl.arange(0, BLOCK_N)
     if HAS_WEIGHT:
@@ -93,10 +123,25 @@ def _forward(
     block_m, block_n, num_warps = row_tile(n)
     w, b = (rows if p is None else p.contiguous() for p in (weight, bias))
     launch(
-        _layer_norm_fwd_kernel, (cdiv(m, block_m),),
-        rows, w, b, y, mean, rstd, rows.stride(0), m, n, eps, offset,
-        HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=num_warps,
-    )  # fmt: skip
+        _layer_norm_fwd_kernel,
+        (cdiv(m, block_m),),
+        rows,
+        w,
+        b,
+        y,
+        mean,
+        rstd,
+        rows.stride(0),
+        m,
+        n,
+        eps,
+        offset,
+        HAS_WEIGHT=weight is not None,
+        HAS_BIAS=bias is not None,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        num_warps=num_warps,
+    )
     return y, mean, rstd
 
 
@@ -109,9 +154,15 @@ def _(x, weight, bias, eps, offset):
 
 @kernel_op("layer_norm_bwd")
 def _backward(
-    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor | None, mean: torch.Tensor, rstd: torch.Tensor,
-    offset: float, need_dw: bool, need_db: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    mean: torch.Tensor,
+    rstd: torch.Tensor,
+    offset: float,
+    need_dw: bool,
+    need_db: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dx, dw, db), the last two in fp32, and empty unless needed."""
     rows, dy_rows = as_rows(x), as_rows(dy)
     m, n = rows.shape
@@ -122,12 +173,30 @@ def _backward(
     dw = torch.empty((programs, n) if need_dw else (0,), dtype=torch.float32, device=x.device)
     db = torch.empty((programs, n) if need_db else (0,), dtype=torch.float32, device=x.device)
     launch(
-        _layer_norm_bwd_kernel, (programs,),
-        dy_rows, rows, rows if weight is None else weight.contiguous(), mean, rstd, dx, dw, db,
-        dy_rows.stride(0), rows.stride(0), m, n, offset, tiles,
-        HAS_WEIGHT=weight is not None, NEED_DW=need_dw, NEED_DB=need_db, BLOCK_M=block_m, BLOCK_N=block_n,
-        STAGES=stages, num_warps=num_warps,
-    )  # fmt: skip
+        _layer_norm_bwd_kernel,
+        (programs,),
+        dy_rows,
+        rows,
+        rows if weight is None else weight.contiguous(),
+        mean,
+        rstd,
+        dx,
+        dw,
+        db,
+        dy_rows.stride(0),
+        rows.stride(0),
+        m,
+        n,
+        offset,
+        tiles,
+        HAS_WEIGHT=weight is not None,
+        NEED_DW=need_dw,
+        NEED_DB=need_db,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        STAGES=stages,
+        num_warps=num_warps,
+    )
     return dx, dw.sum(0) if need_dw else dw, db.sum(0) if need_db else db
 
 

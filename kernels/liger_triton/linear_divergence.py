@@ -266,11 +266,24 @@ def linear_divergence(
         raise ValueError(f"Of the teacher's head: {error}") from None
     if takes_twin(*student, *teacher, mask):
         return reference.linear_divergence(
-            hidden, weight, teacher_hidden, teacher_weight, bias, teacher_bias, beta=float(beta),
-            temperature=temperature, softcap=softcap, logit_scale=logit_scale, lora=lora, lora_input=lora_input,
-            teacher_softcap=teacher_softcap, teacher_logit_scale=teacher_logit_scale, teacher_lora=teacher_lora,
-            teacher_lora_input=teacher_lora_input, mask=None if mask is None else mask.to(hidden.device),
-        )  # fmt: skip
+            hidden,
+            weight,
+            teacher_hidden,
+            teacher_weight,
+            bias,
+            teacher_bias,
+            beta=float(beta),
+            temperature=temperature,
+            softcap=softcap,
+            logit_scale=logit_scale,
+            lora=lora,
+            lora_input=lora_input,
+            teacher_softcap=teacher_softcap,
+            teacher_logit_scale=teacher_logit_scale,
+            teacher_lora=teacher_lora,
+            teacher_lora_input=teacher_lora_input,
+            mask=None if mask is None else mask.to(hidden.device),
+        )
     teacher = Head(*(None if t is None else t.detach() for t in teacher))
     needs = student.needs()
     spec = _Spec(

@@ -168,11 +168,26 @@ def _walk(head: Head, target, chunks: Chunks, needs, lean, spec: HeadSpec, g_los
 
 @kernel_op("linear_head")
 def _op(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, u: torch.Tensor | None,
-    lora_b: torch.Tensor | None, target: torch.Tensor, stats: torch.Tensor | None, g_loss: torch.Tensor | None,
-    g_entropy: torch.Tensor | None, ignore_index: int, scale: float, softcap: float, smoothing: float, z_loss: float,
-    extras: int, needs: int, lean: bool, chunk_rows: int, compute_dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    u: torch.Tensor | None,
+    lora_b: torch.Tensor | None,
+    target: torch.Tensor,
+    stats: torch.Tensor | None,
+    g_loss: torch.Tensor | None,
+    g_entropy: torch.Tensor | None,
+    ignore_index: int,
+    scale: float,
+    softcap: float,
+    smoothing: float,
+    z_loss: float,
+    extras: int,
+    needs: int,
+    lean: bool,
+    chunk_rows: int,
+    compute_dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Statistics, unless they are given, and gradients. An op returns nothing but tensors: an empty one stands for
     None."""
     rows = RowSpec(ignore_index, scale, softcap, smoothing, z_loss, extras)
@@ -395,10 +410,20 @@ def linear_cross_entropy(
     if takes_twin(*head, target, token_weights):
         check_target_of_twin(y, ignore_index, weight.shape[0], hidden)
         return reference.linear_cross_entropy(
-            hidden, weight, target.long(), bias, ignore_index=ignore_index, reduction=reduction,
-            label_smoothing=label_smoothing, softcap=softcap, logit_scale=logit_scale, z_loss=z_loss,
-            token_weights=token_weights, lora=lora, lora_input=lora_input,
-        )  # fmt: skip
+            hidden,
+            weight,
+            target.long(),
+            bias,
+            ignore_index=ignore_index,
+            reduction=reduction,
+            label_smoothing=label_smoothing,
+            softcap=softcap,
+            logit_scale=logit_scale,
+            z_loss=z_loss,
+            token_weights=token_weights,
+            lora=lora,
+            lora_input=lora_input,
+        )
     if token_weights is not None:
         row_weight = torch.where(y != ignore_index, token_weights.reshape(-1), 0.0)
     divisor = None  # it is launched before the head, which waits for the device
@@ -473,10 +498,19 @@ def linear_logprobs(
     if takes_twin(*head, target):
         check_target_of_twin(y, ignore_index, weight.shape[0], hidden)
         return reference.linear_logprobs(
-            hidden, weight, target.long(), bias, temperature=temperature, softcap=softcap, logit_scale=logit_scale,
-            label_smoothing=label_smoothing, ignore_index=ignore_index, lora=lora, lora_input=lora_input,
+            hidden,
+            weight,
+            target.long(),
+            bias,
+            temperature=temperature,
+            softcap=softcap,
+            logit_scale=logit_scale,
+            label_smoothing=label_smoothing,
+            ignore_index=ignore_index,
+            lora=lora,
+            lora_input=lora_input,
             outputs=outputs,
-        )  # fmt: skip
+        )
     extras = sum(1 << _STATISTIC[name] for name in set(outputs) - {"log_probs"})
     rows = RowSpec(
         ignore_index, logit_scale / temperature, (softcap or 0.0) / temperature, float(label_smoothing), 0.0, extras
@@ -589,9 +623,14 @@ def linear_heads_cross_entropy(
         compute_dtype(hidden[0], *(("weight", w) for w in weights))
         check_target_of_twin(target, ignore_index, weights[0].shape[0], hidden[0])
         return reference.linear_heads_cross_entropy(
-            hidden, weight, target.long(), row_weight=share, ignore_index=ignore_index, softcap=softcap,
+            hidden,
+            weight,
+            target.long(),
+            row_weight=share,
+            ignore_index=ignore_index,
+            softcap=softcap,
             logit_scale=logit_scale,
-        )  # fmt: skip
+        )
     spec = RowSpec(ignore_index, float(logit_scale), float(softcap or 0.0), extras=1 << IS_TOP1)
     if tied:
         x = hidden if isinstance(hidden, torch.Tensor) else torch.stack(tuple(hidden))

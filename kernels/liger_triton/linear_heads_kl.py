@@ -96,9 +96,23 @@ def _teacher_kernel(X, STATS, TOP, x_stride, V, scale, softcap, SOFTCAP: tl.cons
 
 @jit
 def _kl_kernel(
-    X, Q, STATS, TEACHER_ROW, WEIGHT, LOSS, TOP, x_stride, q_stride, V, scale, softcap,
-    DO_GRAD: tl.constexpr, HAS_WEIGHT: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    X,
+    Q,
+    STATS,
+    TEACHER_ROW,
+    WEIGHT,
+    LOSS,
+    TOP,
+    x_stride,
+    q_stride,
+    V,
+    scale,
+    softcap,
+    DO_GRAD: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Writes LOSS and TOP (n,) of row `program_id(0)` of X, and with DO_GRAD the gradient of the row over it."""
     row = tl.program_id(0).to(tl.int64)
     teacher = tl.load(TEACHER_ROW + row)
@@ -168,9 +182,18 @@ def teacher_pass(teacher, scale: float, softcap: float):
     stats = torch.empty((n, 2), dtype=torch.float32, device=teacher.device)
     top = torch.empty(n, dtype=torch.int32, device=teacher.device)
     launch(
-        _teacher_kernel, (n,), teacher, stats, top, teacher.stride(0), vocab, scale, softcap,
-        SOFTCAP=softcap != 0.0, **_block(vocab),
-    )  # fmt: skip
+        _teacher_kernel,
+        (n,),
+        teacher,
+        stats,
+        top,
+        teacher.stride(0),
+        vocab,
+        scale,
+        softcap,
+        SOFTCAP=softcap != 0.0,
+        **_block(vocab),
+    )
     return stats, top
 
 
@@ -185,10 +208,25 @@ def kl_pass(student, teacher, stats, teacher_row, row_weight, scale: float, soft
     loss = torch.empty(n, dtype=torch.float32, device=student.device)
     top = torch.empty(n, dtype=torch.int32, device=student.device)
     launch(
-        _kl_kernel, (n,), student, teacher, stats, teacher_row, loss if row_weight is None else row_weight, loss, top,
-        student.stride(0), teacher.stride(0), vocab, scale, softcap,
-        DO_GRAD=want_grad, HAS_WEIGHT=row_weight is not None, SOFTCAP=softcap != 0.0, **_block(vocab),
-    )  # fmt: skip
+        _kl_kernel,
+        (n,),
+        student,
+        teacher,
+        stats,
+        teacher_row,
+        loss if row_weight is None else row_weight,
+        loss,
+        top,
+        student.stride(0),
+        teacher.stride(0),
+        vocab,
+        scale,
+        softcap,
+        DO_GRAD=want_grad,
+        HAS_WEIGHT=row_weight is not None,
+        SOFTCAP=softcap != 0.0,
+        **_block(vocab),
+    )
     return loss, top
 
 
@@ -244,10 +282,21 @@ def _windows(valid, size):
 
 @kernel_op("linear_heads_kl")
 def _kl_op(
-    teacher_hidden: torch.Tensor, teacher_weight: torch.Tensor, hidden: list[torch.Tensor],
-    weights: list[torch.Tensor], valid: torch.Tensor, row_weight: torch.Tensor | None, target: torch.Tensor | None,
-    scale: float, softcap: float, want_dx: bool, want_dw: list[bool], lean: bool, chunk_rows: int, dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:  # fmt: skip
+    teacher_hidden: torch.Tensor,
+    teacher_weight: torch.Tensor,
+    hidden: list[torch.Tensor],
+    weights: list[torch.Tensor],
+    valid: torch.Tensor,
+    row_weight: torch.Tensor | None,
+    target: torch.Tensor | None,
+    scale: float,
+    softcap: float,
+    want_dx: bool,
+    want_dw: list[bool],
+    lean: bool,
+    chunk_rows: int,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     """KL (K, T), whether the argmax of the student is that of the teacher or the target (K, T), dx (K, T, H), and dW of
     each weight for which it is wanted. `weights` is one for all heads, or one for each."""
     heads, (rows, width), vocab, device = len(hidden), hidden[0].shape, teacher_weight.shape[0], valid.device
@@ -304,9 +353,21 @@ def _kl_op(
 
 @_kl_op.register_fake
 def _(
-    teacher_hidden, teacher_weight, hidden, weights, valid, row_weight, target, scale, softcap, want_dx, want_dw, lean,
-    chunk_rows, dtype,
-):  # fmt: skip
+    teacher_hidden,
+    teacher_weight,
+    hidden,
+    weights,
+    valid,
+    row_weight,
+    target,
+    scale,
+    softcap,
+    want_dx,
+    want_dw,
+    lean,
+    chunk_rows,
+    dtype,
+):
     kl, agree = (valid.new_empty(valid.shape, dtype=torch.float32) for _ in range(2))
     dx = hidden[0].new_empty((*valid.shape, hidden[0].shape[1]) if want_dx else 0)
     sums = [w.new_empty(w.shape, dtype=sum_dtype(w, lean)) for w, want in zip(weights, want_dw, strict=True) if want]
@@ -377,9 +438,16 @@ def linear_heads_kl(
     share = spread(row_weight, valid, first)
     if takes_twin(*hidden, *weights, teacher_hidden, teacher_weight, valid, share):
         return reference.linear_heads_kl(
-            hidden, weight, teacher_hidden, teacher_weight, valid, row_weight=share, target=target, softcap=softcap,
+            hidden,
+            weight,
+            teacher_hidden,
+            teacher_weight,
+            valid,
+            row_weight=share,
+            target=target,
+            softcap=softcap,
             logit_scale=logit_scale,
-        )  # fmt: skip
+        )
     inputs = [hidden] if isinstance(hidden, torch.Tensor) else list(hidden)
     grads_on = torch.is_grad_enabled()
     want_dx = grads_on and any(t.requires_grad for t in inputs)
@@ -387,9 +455,21 @@ def linear_heads_kl(
     with torch.no_grad(), torch.autocast(first.device.type, enabled=False):
         factor, later = folded(share, logit_scale, dtype, valid)
         kl, agree, dx, dws = _kl_op(
-            teacher_hidden, teacher_weight, list(hidden), weights, valid, factor, target, float(logit_scale),
-            float(softcap or 0.0), want_dx, want_dw, accumulate == "lean", chunk_rows or 0, dtype,
-        )  # fmt: skip
+            teacher_hidden,
+            teacher_weight,
+            list(hidden),
+            weights,
+            valid,
+            factor,
+            target,
+            float(logit_scale),
+            float(softcap or 0.0),
+            want_dx,
+            want_dw,
+            accumulate == "lean",
+            chunk_rows or 0,
+            dtype,
+        )
         loss = (kl if share is None else kl * share).sum()
         grads = []
         if want_dx:

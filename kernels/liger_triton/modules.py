@@ -232,15 +232,28 @@ class LigerCrossEntropyLoss(_Loss):
     """
 
     def __init__(
-        self, weight: torch.Tensor | None = None, ignore_index: int = -100, lse_square_scale: float = 0.0,
-        label_smoothing: float = 0.0, reduction: str = "mean", softcap: float | None = None,
-        return_z_loss: bool = False, return_token_accuracy: bool = False, return_predicted_tokens: bool = False,
-    ):  # fmt: skip
+        self,
+        weight: torch.Tensor | None = None,
+        ignore_index: int = -100,
+        lse_square_scale: float = 0.0,
+        label_smoothing: float = 0.0,
+        reduction: str = "mean",
+        softcap: float | None = None,
+        return_z_loss: bool = False,
+        return_token_accuracy: bool = False,
+        return_predicted_tokens: bool = False,
+    ):
         super().__init__(
-            {"weight": weight}, ignore_index, lse_square_scale, label_smoothing, reduction, softcap,
-            return_z_loss=return_z_loss, return_token_accuracy=return_token_accuracy,
+            {"weight": weight},
+            ignore_index,
+            lse_square_scale,
+            label_smoothing,
+            reduction,
+            softcap,
+            return_z_loss=return_z_loss,
+            return_token_accuracy=return_token_accuracy,
             return_predicted_tokens=return_predicted_tokens,
-        )  # fmt: skip
+        )
 
     def forward(self, _input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return cross_entropy(_input, target, **self.options())
@@ -264,16 +277,30 @@ class LigerFusedLinearCrossEntropyLoss(_Loss):
     """
 
     def __init__(
-        self, ce_weight: torch.Tensor | None = None, ignore_index: int = -100, lse_square_scale: float = 0.0,
-        label_smoothing: float = 0.0, reduction: str = "mean", softcap: float | None = None,
-        return_z_loss: bool = False, accum_dtype: torch.dtype | None = None, use_token_scaling: bool = False,
-        return_token_accuracy: bool = False, return_predicted_tokens: bool = False,
-    ):  # fmt: skip
+        self,
+        ce_weight: torch.Tensor | None = None,
+        ignore_index: int = -100,
+        lse_square_scale: float = 0.0,
+        label_smoothing: float = 0.0,
+        reduction: str = "mean",
+        softcap: float | None = None,
+        return_z_loss: bool = False,
+        accum_dtype: torch.dtype | None = None,
+        use_token_scaling: bool = False,
+        return_token_accuracy: bool = False,
+        return_predicted_tokens: bool = False,
+    ):
         super().__init__(
-            {"ce_weight": ce_weight}, ignore_index, lse_square_scale, label_smoothing, reduction, softcap,
-            return_z_loss=return_z_loss, return_token_accuracy=return_token_accuracy,
+            {"ce_weight": ce_weight},
+            ignore_index,
+            lse_square_scale,
+            label_smoothing,
+            reduction,
+            softcap,
+            return_z_loss=return_z_loss,
+            return_token_accuracy=return_token_accuracy,
             return_predicted_tokens=return_predicted_tokens,
-        )  # fmt: skip
+        )
         mend = "Pass liger_triton.linear_cross_entropy the token_weights that you want."
         _refuse(self, mend, use_token_scaling=use_token_scaling)
         self.accum_dtype = accum_dtype

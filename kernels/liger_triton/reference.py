@@ -111,9 +111,18 @@ def _rotate(x, cos, sin, interleaved, out_interleaved, rotate_last, cast):
 
 
 def rope(
-    q, k, cos, sin, *, interleaved=False, out_interleaved=None, cos_layout="half", rotate_last=False, cast="promote",
+    q,
+    k,
+    cos,
+    sin,
+    *,
+    interleaved=False,
+    out_interleaved=None,
+    cos_layout="half",
+    rotate_last=False,
+    cast="promote",
     unsqueeze_dim=1,
-):  # fmt: skip
+):
     """See `liger_triton.rope`."""
     if cos_layout == "half":
         cos, sin = (t[..., : t.shape[-1] // 2] for t in (cos, sin))
@@ -152,9 +161,24 @@ def gated(gate, up, activation, **form):
 
 
 def experts(
-    hidden, expert_ids, weights, gate_up, down, gate_up_bias=None, down_bias=None, *, activation="silu", limit=None,
-    alpha=1.0, up_offset=0.0, gate_scale=1.0, interleaved=False, transposed=False, gate_up_lora=None, down_lora=None,
-):  # fmt: skip
+    hidden,
+    expert_ids,
+    weights,
+    gate_up,
+    down,
+    gate_up_bias=None,
+    down_bias=None,
+    *,
+    activation="silu",
+    limit=None,
+    alpha=1.0,
+    up_offset=0.0,
+    gate_scale=1.0,
+    interleaved=False,
+    transposed=False,
+    gate_up_lora=None,
+    down_lora=None,
+):
     """See `liger_triton.experts`. One expert after the other."""
     gate_up, down = (t if isinstance(t, torch.Tensor) else t.unpack() for t in (gate_up, down))
 
@@ -269,9 +293,17 @@ def head_logits(hidden, weight, bias, lora, lora_input):
 
 
 def cross_entropy(
-    logits, target, *, ignore_index=-100, reduction="mean", label_smoothing=0.0, softcap=None, logit_scale=1.0,
-    z_loss=0.0, token_weights=None,
-):  # fmt: skip
+    logits,
+    target,
+    *,
+    ignore_index=-100,
+    reduction="mean",
+    label_smoothing=0.0,
+    softcap=None,
+    logit_scale=1.0,
+    z_loss=0.0,
+    token_weights=None,
+):
     """See `liger_triton.cross_entropy`. The logits are left alone. `token_weights` are those of
     `linear_cross_entropy`."""
     z = transformed(logits, softcap, logit_scale)
@@ -288,24 +320,57 @@ def cross_entropy(
 
 
 def linear_cross_entropy(
-    hidden, weight, target, bias=None, *, ignore_index=-100, reduction="mean", label_smoothing=0.0, softcap=None,
-    logit_scale=1.0, z_loss=0.0, token_weights=None, lora=None, lora_input=None, accumulate="fp32", chunk_rows=None,
-):  # fmt: skip
+    hidden,
+    weight,
+    target,
+    bias=None,
+    *,
+    ignore_index=-100,
+    reduction="mean",
+    label_smoothing=0.0,
+    softcap=None,
+    logit_scale=1.0,
+    z_loss=0.0,
+    token_weights=None,
+    lora=None,
+    lora_input=None,
+    accumulate="fp32",
+    chunk_rows=None,
+):
     """See `liger_triton.linear_cross_entropy`, which runs without Triton too. This one makes all logits."""
     logits = head_logits(hidden, weight, bias, lora, lora_input).flatten(0, -2)
     loss = cross_entropy(
-        logits, target.flatten(), ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing,
-        softcap=softcap, logit_scale=logit_scale, z_loss=z_loss,
+        logits,
+        target.flatten(),
+        ignore_index=ignore_index,
+        reduction=reduction,
+        label_smoothing=label_smoothing,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        z_loss=z_loss,
         token_weights=None if token_weights is None else token_weights.flatten(),
-    )  # fmt: skip
+    )
     return loss.view(target.shape) if reduction == "none" else loss
 
 
 def linear_logprobs(
-    hidden, weight, target, bias=None, *, temperature=1.0, softcap=None, logit_scale=1.0, label_smoothing=0.0,
-    ignore_index=-100, lora=None, lora_input=None, outputs=("log_probs",), uniform_grad=False, accumulate="fp32",
+    hidden,
+    weight,
+    target,
+    bias=None,
+    *,
+    temperature=1.0,
+    softcap=None,
+    logit_scale=1.0,
+    label_smoothing=0.0,
+    ignore_index=-100,
+    lora=None,
+    lora_input=None,
+    outputs=("log_probs",),
+    uniform_grad=False,
+    accumulate="fp32",
     chunk_rows=None,
-):  # fmt: skip
+):
     """See `liger_triton.linear_logprobs`, which runs without Triton too. This one makes all logits."""
     z = transformed(head_logits(hidden, weight, bias, lora, lora_input), softcap, logit_scale, temperature)
     return LogProbs(**logprobs(z, target, outputs, label_smoothing, ignore_index))
@@ -333,10 +398,28 @@ def logprobs(z, target, outputs, label_smoothing=0.0, ignore_index=-100):
 
 
 def linear_divergence(
-    hidden, weight, teacher_hidden, teacher_weight, bias=None, teacher_bias=None, *, beta, temperature=1.0,
-    softcap=None, logit_scale=1.0, lora=None, lora_input=None, teacher_softcap=None, teacher_logit_scale=1.0,
-    teacher_lora=None, teacher_lora_input=None, mask=None, uniform_grad=False, accumulate="fp32", chunk_rows=None,
-):  # fmt: skip
+    hidden,
+    weight,
+    teacher_hidden,
+    teacher_weight,
+    bias=None,
+    teacher_bias=None,
+    *,
+    beta,
+    temperature=1.0,
+    softcap=None,
+    logit_scale=1.0,
+    lora=None,
+    lora_input=None,
+    teacher_softcap=None,
+    teacher_logit_scale=1.0,
+    teacher_lora=None,
+    teacher_lora_input=None,
+    mask=None,
+    uniform_grad=False,
+    accumulate="fp32",
+    chunk_rows=None,
+):
     """See `liger_triton.linear_divergence`. This one makes all logits of both heads."""
     wide = wide_dtype(hidden.dtype, teacher_hidden.dtype)
 
@@ -375,9 +458,17 @@ def _heads_loss(hidden, weight, rows_of_head, row_weight, counted):
 
 
 def linear_heads_cross_entropy(
-    hidden, weight, target, *, row_weight=None, ignore_index=-100, softcap=None, logit_scale=1.0, accumulate="fp32",
+    hidden,
+    weight,
+    target,
+    *,
+    row_weight=None,
+    ignore_index=-100,
+    softcap=None,
+    logit_scale=1.0,
+    accumulate="fp32",
     chunk_rows=None,
-):  # fmt: skip
+):
     """See `liger_triton.linear_heads_cross_entropy`, which runs without Triton too. This one makes all logits."""
 
     def rows(k, logits):
@@ -389,9 +480,19 @@ def linear_heads_cross_entropy(
 
 
 def linear_heads_kl(
-    hidden, weight, teacher_hidden, teacher_weight, valid, *, row_weight=None, target=None, softcap=None,
-    logit_scale=1.0, accumulate="fp32", chunk_rows=None,
-):  # fmt: skip
+    hidden,
+    weight,
+    teacher_hidden,
+    teacher_weight,
+    valid,
+    *,
+    row_weight=None,
+    target=None,
+    softcap=None,
+    logit_scale=1.0,
+    accumulate="fp32",
+    chunk_rows=None,
+):
     """See `liger_triton.linear_heads_kl`, which runs without Triton too. This one makes all logits."""
     n = teacher_hidden.shape[0]
     log_q = transformed(F.linear(teacher_hidden, teacher_weight), softcap, logit_scale).log_softmax(-1).detach()

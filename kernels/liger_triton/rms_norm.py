@@ -51,10 +51,27 @@ def _act(z, SILU: tl.constexpr):
 
 @jit(do_not_specialize=["m"])
 def _rms_norm_fwd_kernel(
-    X, OTHER, W, S, Y, RSTD, x_stride, other_stride, y_stride, m, n, eps, offset,
-    ROLE: tl.constexpr, SILU: tl.constexpr, HAS_WEIGHT: tl.constexpr, CAST: tl.constexpr,
-    GROUPED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+    X,
+    OTHER,
+    W,
+    S,
+    Y,
+    RSTD,
+    x_stride,
+    other_stride,
+    y_stride,
+    m,
+    n,
+    eps,
+    offset,
+    ROLE: tl.constexpr,
+    SILU: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    CAST: tl.constexpr,
+    GROUPED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     """ROLE says what OTHER is. Without a residual, S is X and gives the dtype of what is normed."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)  # int64: row * n passes 2**31
     inside = tl.arange(0, BLOCK_N)
@@ -99,10 +116,31 @@ def _rms_norm_fwd_kernel(
 
 @jit(do_not_specialize=["m", "tiles"])
 def _rms_norm_bwd_kernel(
-    DY, X, OTHER, W, RSTD, DX, DGATE, DW, dy_stride, x_stride, other_stride, d_stride, m, n, offset, tiles,
-    ROLE: tl.constexpr, SILU: tl.constexpr, HAS_WEIGHT: tl.constexpr, NEED_DW: tl.constexpr,
-    GROUPED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    DY,
+    X,
+    OTHER,
+    W,
+    RSTD,
+    DX,
+    DGATE,
+    DW,
+    dy_stride,
+    x_stride,
+    other_stride,
+    d_stride,
+    m,
+    n,
+    offset,
+    tiles,
+    ROLE: tl.constexpr,
+    SILU: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    NEED_DW: tl.constexpr,
+    GROUPED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     """OTHER is the gate or, for a residual, the gradient that the sum has from its other uses."""
     pid = tl.program_id(0)
     inside = tl.arange(0, BLOCK_N)
@@ -165,19 +203,44 @@ def _launch_forward(x, other, role, activation, weight, s, y, rstd, eps, offset,
     m, width = rows.shape
     block_m, block_n, num_warps = row_tile(group)
     launch(
-        _rms_norm_fwd_kernel, (cdiv(m, block_m), width // group),
-        rows, others, rows if weight is None else weight.contiguous(), rows if s is None else s, y, rstd,
-        rows.stride(0), others.stride(0), width, m, group, eps, offset, ROLE=role, SILU=activation == "silu",
-        HAS_WEIGHT=weight is not None, CAST=cast, GROUPED=group < width, BLOCK_M=block_m, BLOCK_N=block_n,
+        _rms_norm_fwd_kernel,
+        (cdiv(m, block_m), width // group),
+        rows,
+        others,
+        rows if weight is None else weight.contiguous(),
+        rows if s is None else s,
+        y,
+        rstd,
+        rows.stride(0),
+        others.stride(0),
+        width,
+        m,
+        group,
+        eps,
+        offset,
+        ROLE=role,
+        SILU=activation == "silu",
+        HAS_WEIGHT=weight is not None,
+        CAST=cast,
+        GROUPED=group < width,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
         num_warps=num_warps,
-    )  # fmt: skip
+    )
 
 
 @kernel_op("rms_norm_fwd")
 def _forward(
-    x: torch.Tensor, gate: torch.Tensor | None, weight: torch.Tensor | None, eps: float, offset: float, cast: str,
-    role: str, activation: str, group: int,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    x: torch.Tensor,
+    gate: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    eps: float,
+    offset: float,
+    cast: str,
+    role: str,
+    activation: str,
+    group: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
     y, rstd = _memory(x, weight, cast, group, role)
     _launch_forward(x, gate, role, activation, weight, None, y, rstd, eps, offset, cast, group)
     return y, rstd
@@ -210,9 +273,17 @@ def _gradients(x: torch.Tensor, other: torch.Tensor | None, role: str) -> list[t
 
 @kernel_op("rms_norm_bwd")
 def _backward(
-    dy: torch.Tensor, x: torch.Tensor, other: torch.Tensor | None, weight: torch.Tensor | None, rstd: torch.Tensor,
-    offset: float, role: str, activation: str, group: int, need_dw: bool,
-) -> list[torch.Tensor]:  # fmt: skip
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    other: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    rstd: torch.Tensor,
+    offset: float,
+    role: str,
+    activation: str,
+    group: int,
+    need_dw: bool,
+) -> list[torch.Tensor]:
     """dx, with a gate dgate, and with need_dw dw."""
     rows, dy_rows = as_rows(x), as_rows(dy)
     others = rows if other is None else as_rows(other)
@@ -225,12 +296,34 @@ def _backward(
     found = _gradients(x, other, role)
     dw = torch.empty((programs, width), dtype=torch.float32, device=x.device) if need_dw else rstd
     launch(
-        _rms_norm_bwd_kernel, (programs, groups),
-        dy_rows, rows, others, rows if weight is None else weight.contiguous(), rstd, found[0], found[-1], dw,
-        dy_rows.stride(0), rows.stride(0), others.stride(0), width, m, group, offset, tiles, ROLE=role,
-        SILU=activation == "silu", HAS_WEIGHT=weight is not None, NEED_DW=need_dw, GROUPED=group < width,
-        BLOCK_M=block_m, BLOCK_N=block_n, STAGES=stages, num_warps=num_warps,
-    )  # fmt: skip
+        _rms_norm_bwd_kernel,
+        (programs, groups),
+        dy_rows,
+        rows,
+        others,
+        rows if weight is None else weight.contiguous(),
+        rstd,
+        found[0],
+        found[-1],
+        dw,
+        dy_rows.stride(0),
+        rows.stride(0),
+        others.stride(0),
+        width,
+        m,
+        group,
+        offset,
+        tiles,
+        ROLE=role,
+        SILU=activation == "silu",
+        HAS_WEIGHT=weight is not None,
+        NEED_DW=need_dw,
+        GROUPED=group < width,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        STAGES=stages,
+        num_warps=num_warps,
+    )
     return [*found, dw.sum(0).to(weight.dtype)] if need_dw else found
 
 
@@ -326,9 +419,14 @@ def rms_norm(
 
 
 def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, eps: float, *, offset: float = 0.0,
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    *,
+    offset: float = 0.0,
     cast: str = "llama",
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(rms_norm(x + residual, weight, eps), x + residual), both differentiable in x, residual and weight.
 
     Args:
@@ -405,9 +503,16 @@ def gated_rms_norm(
         raise ValueError(f"group_size is {group_size}, x {tuple(x.shape)}; expected a divisor of {width}, or None.")
     if group > MAX_COLUMNS or width // group > MAX_GROUPS or not runs_triton(x, weight, gate):
         return reference.gated_rms_norm(
-            x, gate, weight, eps, activation=activation, gate_first=gate_first, group_size=group, offset=offset,
+            x,
+            gate,
+            weight,
+            eps,
+            activation=activation,
+            gate_first=gate_first,
+            group_size=group,
+            offset=offset,
             cast=cast,
-        )  # fmt: skip
+        )
     role = "" if gate is None else GATE_FIRST if gate_first else GATE_LAST
     options = (float(eps), float(offset), cast, role, activation, int(group))
     if not records_graph():

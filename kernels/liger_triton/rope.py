@@ -29,10 +29,38 @@ COS_LAYOUTS = ("half", "interleaved", "single")
 
 @jit
 def _turn_tile(
-    X, Y, COS, SIN, tile, rows, n1, n2, x0, x1, x2, y0, y1, y2, c0, c1, c2, c3, s0, s1, s2, s3, sign,
-    D: tl.constexpr, HALF: tl.constexpr, FIRST: tl.constexpr, IN_PAIRS: tl.constexpr, OUT_PAIRS: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
-):  # fmt: skip
+    X,
+    Y,
+    COS,
+    SIN,
+    tile,
+    rows,
+    n1,
+    n2,
+    x0,
+    x1,
+    x2,
+    y0,
+    y1,
+    y2,
+    c0,
+    c1,
+    c2,
+    c3,
+    s0,
+    s1,
+    s2,
+    s3,
+    sign,
+    D: tl.constexpr,
+    HALF: tl.constexpr,
+    FIRST: tl.constexpr,
+    IN_PAIRS: tl.constexpr,
+    OUT_PAIRS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+):
     """Turns the BLOCK_R rows of X from tile * BLOCK_R on, into Y. A row is one head of one token, and the last leading
     dimension runs fastest."""
     row = tile * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -73,23 +101,118 @@ def _turn_tile(
 
 @jit(do_not_specialize=["q_tiles", "q_rows", "q_n1", "q_n2", "k_rows", "k_n1", "k_n2"])
 def _rope_kernel(
-    Q, QY, K, KY, COS, SIN, q_tiles, q_rows, q_n1, q_n2, q0, q1, q2, qy0, qy1, qy2,
-    k_rows, k_n1, k_n2, k0, k1, k2, ky0, ky1, ky2, c0, c1, c2, c3, s0, s1, s2, s3, sign,
-    D: tl.constexpr, HALF: tl.constexpr, FIRST: tl.constexpr, IN_PAIRS: tl.constexpr, OUT_PAIRS: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
-):  # fmt: skip
+    Q,
+    QY,
+    K,
+    KY,
+    COS,
+    SIN,
+    q_tiles,
+    q_rows,
+    q_n1,
+    q_n2,
+    q0,
+    q1,
+    q2,
+    qy0,
+    qy1,
+    qy2,
+    k_rows,
+    k_n1,
+    k_n2,
+    k0,
+    k1,
+    k2,
+    ky0,
+    ky1,
+    ky2,
+    c0,
+    c1,
+    c2,
+    c3,
+    s0,
+    s1,
+    s2,
+    s3,
+    sign,
+    D: tl.constexpr,
+    HALF: tl.constexpr,
+    FIRST: tl.constexpr,
+    IN_PAIRS: tl.constexpr,
+    OUT_PAIRS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+):
     pid = tl.program_id(0)
     if pid < q_tiles:
         _turn_tile(
-            Q, QY, COS, SIN, pid, q_rows, q_n1, q_n2, q0, q1, q2, qy0, qy1, qy2, c0, c1, c2, c3, s0, s1, s2, s3, sign,
-            D, HALF, FIRST, IN_PAIRS, OUT_PAIRS, BLOCK_R, BLOCK_HALF, BLOCK_REST,
-        )  # fmt: skip
+            Q,
+            QY,
+            COS,
+            SIN,
+            pid,
+            q_rows,
+            q_n1,
+            q_n2,
+            q0,
+            q1,
+            q2,
+            qy0,
+            qy1,
+            qy2,
+            c0,
+            c1,
+            c2,
+            c3,
+            s0,
+            s1,
+            s2,
+            s3,
+            sign,
+            D,
+            HALF,
+            FIRST,
+            IN_PAIRS,
+            OUT_PAIRS,
+            BLOCK_R,
+            BLOCK_HALF,
+            BLOCK_REST,
+        )
     else:
         _turn_tile(
-            K, KY, COS, SIN, pid - q_tiles, k_rows, k_n1, k_n2, k0, k1, k2, ky0, ky1, ky2,
-            c0, c1, c2, c3, s0, s1, s2, s3, sign,
-            D, HALF, FIRST, IN_PAIRS, OUT_PAIRS, BLOCK_R, BLOCK_HALF, BLOCK_REST,
-        )  # fmt: skip
+            K,
+            KY,
+            COS,
+            SIN,
+            pid - q_tiles,
+            k_rows,
+            k_n1,
+            k_n2,
+            k0,
+            k1,
+            k2,
+            ky0,
+            ky1,
+            ky2,
+            c0,
+            c1,
+            c2,
+            c3,
+            s0,
+            s1,
+            s2,
+            s3,
+            sign,
+            D,
+            HALF,
+            FIRST,
+            IN_PAIRS,
+            OUT_PAIRS,
+            BLOCK_R,
+            BLOCK_HALF,
+            BLOCK_REST,
+        )
 
 
 def _memory_order(strides: tuple[int, ...]) -> list[int]:
@@ -127,9 +250,18 @@ def _angle_strides(shape, strides, ndim: int, cos_layout: str, unsqueeze_dim: in
 
 @functools.lru_cache(maxsize=1024)
 def _plan(
-    q_shape, q_memory, q_strides, k_shape, k_memory, k_strides, cos_shape, cos_strides, sin_strides, cos_layout,
+    q_shape,
+    q_memory,
+    q_strides,
+    k_shape,
+    k_memory,
+    k_strides,
+    cos_shape,
+    cos_strides,
+    sin_strides,
+    cos_layout,
     unsqueeze_dim,
-):  # fmt: skip
+):
     """(strides of the two results, numbers of programs, integer arguments of the kernel, HALF, sizes of its blocks).
 
     `memory` are the strides that the results follow, `strides` those that are read. The plan is cached, because for the
@@ -154,27 +286,59 @@ def _plan(
 
 @kernel_op("rope")
 def _rotate(
-    q: torch.Tensor, k: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool,
-    out_interleaved: bool, cos_layout: str, rotate_last: bool, q_dtype: torch.dtype, k_dtype: torch.dtype,
-    unsqueeze_dim: int, sign: float,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    interleaved: bool,
+    out_interleaved: bool,
+    cos_layout: str,
+    rotate_last: bool,
+    q_dtype: torch.dtype,
+    k_dtype: torch.dtype,
+    unsqueeze_dim: int,
+    sign: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(q, k), turned. The second is empty if k is None. A sign of -1.0 turns back."""
     other = q if k is None else k
     q_memory, k_memory = q.stride(), other.stride()
     q, other = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, other))
     (q_out, k_out), tiles, integers, half, (block_r, block_half, block_rest) = _plan(
-        q.shape, q_memory, q.stride(), other.shape, k_memory, other.stride(), cos.shape, cos.stride(), sin.stride(),
-        cos_layout, unsqueeze_dim,
-    )  # fmt: skip
+        q.shape,
+        q_memory,
+        q.stride(),
+        other.shape,
+        k_memory,
+        other.stride(),
+        cos.shape,
+        cos.stride(),
+        sin.stride(),
+        cos_layout,
+        unsqueeze_dim,
+    )
     qy = torch.empty_strided(q.shape, q_out, dtype=q_dtype, device=q.device)
     ky = q.new_empty(0) if k is None else torch.empty_strided(k.shape, k_out, dtype=k_dtype, device=k.device)
     d = q.shape[-1]
     launch(
-        _rope_kernel, (tiles[0] if k is None else sum(tiles),),
-        q, qy, other, qy if k is None else ky, cos, sin, *integers, sign,
-        D=d, HALF=half, FIRST=d - 2 * half if rotate_last else 0, IN_PAIRS=interleaved, OUT_PAIRS=out_interleaved,
-        BLOCK_R=block_r, BLOCK_HALF=block_half, BLOCK_REST=block_rest,
-    )  # fmt: skip
+        _rope_kernel,
+        (tiles[0] if k is None else sum(tiles),),
+        q,
+        qy,
+        other,
+        qy if k is None else ky,
+        cos,
+        sin,
+        *integers,
+        sign,
+        D=d,
+        HALF=half,
+        FIRST=d - 2 * half if rotate_last else 0,
+        IN_PAIRS=interleaved,
+        OUT_PAIRS=out_interleaved,
+        BLOCK_R=block_r,
+        BLOCK_HALF=block_half,
+        BLOCK_REST=block_rest,
+    )
     return qy, ky
 
 
@@ -246,10 +410,18 @@ def misfit(q, k, cos, sin, cos_layout, unsqueeze_dim) -> str | None:
 
 
 def rope(
-    q: torch.Tensor, k: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool = False,
-    out_interleaved: bool | None = None, cos_layout: str = "half", rotate_last: bool = False, cast: str = "promote",
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *,
+    interleaved: bool = False,
+    out_interleaved: bool | None = None,
+    cos_layout: str = "half",
+    rotate_last: bool = False,
+    cast: str = "promote",
     unsqueeze_dim: int = 1,
-) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """q and k with each pair of rotary numbers turned by its angle, in one launch; differentiable in q and k.
 
     With R rotary numbers in a head, h = R/2 and i = 0 ... h-1, in offsets from the first rotary number:
@@ -304,9 +476,17 @@ def rope(
     fits = all(t is None or 0 < t.numel() // t.shape[-1] < 2**31 for t in (q, k))  # the kernel counts rows in int32
     if not fits or cos.requires_grad or sin.requires_grad or not runs_triton(q, k, cos, sin):
         return reference.rope(
-            q, k, cos, sin, interleaved=interleaved, out_interleaved=out_interleaved, cos_layout=cos_layout,
-            rotate_last=rotate_last, cast=cast, unsqueeze_dim=unsqueeze_dim,
-        )  # fmt: skip
+            q,
+            k,
+            cos,
+            sin,
+            interleaved=interleaved,
+            out_interleaved=out_interleaved,
+            cos_layout=cos_layout,
+            rotate_last=rotate_last,
+            cast=cast,
+            unsqueeze_dim=unsqueeze_dim,
+        )
     angle_dtype = torch.promote_types(cos.dtype, sin.dtype)
     dtypes = [
         t.dtype if cast == "input" else torch.promote_types(t.dtype, angle_dtype) for t in (q, q if k is None else k)

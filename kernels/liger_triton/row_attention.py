@@ -76,9 +76,7 @@ def _store_tile(X, x, start, at, length, head, heads, D: tl.constexpr, BLOCK_D: 
 
 
 @jit
-def _queries(
-    OFFSETS, heads, groups, window, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOWED: tl.constexpr
-):  # fmt: skip
+def _queries(OFFSETS, heads, groups, window, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOWED: tl.constexpr):
     """(head, its group of keys, start and length of the row, the first query, the first key) of this program."""
     head = tl.program_id(1)
     start = tl.load(OFFSETS + tl.program_id(2))
@@ -102,10 +100,28 @@ def _upstream(Q, DO, L, DELTA, start, at, length, head, tokens, heads, D: tl.con
 
 @jit(do_not_specialize=["tokens"])
 def _forward_kernel(
-    Q, K, V, SINKS, OFFSETS, OUT, L, tokens, heads, groups, scale, cap, window,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAPPED: tl.constexpr,
-    WINDOWED: tl.constexpr, HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    Q,
+    K,
+    V,
+    SINKS,
+    OFFSETS,
+    OUT,
+    L,
+    tokens,
+    heads,
+    groups,
+    scale,
+    cap,
+    window,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    CAPPED: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     head, group, start, length, first, low = _queries(OFFSETS, heads, groups, window, BLOCK_M, BLOCK_N, WINDOWED)
     if first < length:
         at = first + tl.arange(0, BLOCK_M)
@@ -136,8 +152,15 @@ def _forward_kernel(
 
 @jit(do_not_specialize=["tokens"])
 def _delta_kernel(
-    OUT, DO, DELTA, tokens, heads, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
-):  # fmt: skip
+    OUT,
+    DO,
+    DELTA,
+    tokens,
+    heads,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
     head = tl.program_id(1)
     at = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     o = _tile(OUT, 0, at, tokens, head, heads, D, BLOCK_D).to(tl.float32)
@@ -147,10 +170,29 @@ def _delta_kernel(
 
 @jit(do_not_specialize=["tokens"])
 def _query_gradient_kernel(
-    Q, K, V, DO, L, DELTA, OFFSETS, DQ, tokens, heads, groups, factor, scale, cap, window,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAPPED: tl.constexpr,
-    WINDOWED: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    Q,
+    K,
+    V,
+    DO,
+    L,
+    DELTA,
+    OFFSETS,
+    DQ,
+    tokens,
+    heads,
+    groups,
+    factor,
+    scale,
+    cap,
+    window,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    CAPPED: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     head, group, start, length, first, low = _queries(OFFSETS, heads, groups, window, BLOCK_M, BLOCK_N, WINDOWED)
     if first < length:
         at = first + tl.arange(0, BLOCK_M)
@@ -170,10 +212,30 @@ def _query_gradient_kernel(
 
 @jit(do_not_specialize=["tokens"])
 def _key_gradient_kernel(
-    Q, K, V, DO, L, DELTA, OFFSETS, DK, DV, tokens, heads, groups, factor, scale, cap, window,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAPPED: tl.constexpr,
-    WINDOWED: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    Q,
+    K,
+    V,
+    DO,
+    L,
+    DELTA,
+    OFFSETS,
+    DK,
+    DV,
+    tokens,
+    heads,
+    groups,
+    factor,
+    scale,
+    cap,
+    window,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    CAPPED: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     group, row = tl.program_id(1), tl.program_id(2)
     start = tl.load(OFFSETS + row)
     length = tl.load(OFFSETS + row + 1) - start
@@ -231,11 +293,29 @@ def _by_kernels(q, k, v, offsets, longest, scale, window, softcap, sinks):
     tile = _tiles(d, q.dtype, q.device, False)
     block = tile.pop("mine")
     launch(
-        _forward_kernel, (cdiv(longest, block), heads, len(offsets) - 1),
-        q, k, v, q if sinks is None else sinks, offsets, o, level, tokens, heads, groups, *_factors(scale, softcap),
-        window or 0, D=d, BLOCK_M=block, BLOCK_N=tile.pop("other"), CAPPED=softcap is not None,
-        WINDOWED=window is not None, HAS_SINKS=sinks is not None, PRECISION=_precision(q), **tile,
-    )  # fmt: skip
+        _forward_kernel,
+        (cdiv(longest, block), heads, len(offsets) - 1),
+        q,
+        k,
+        v,
+        q if sinks is None else sinks,
+        offsets,
+        o,
+        level,
+        tokens,
+        heads,
+        groups,
+        *_factors(scale, softcap),
+        window or 0,
+        D=d,
+        BLOCK_M=block,
+        BLOCK_N=tile.pop("other"),
+        CAPPED=softcap is not None,
+        WINDOWED=window is not None,
+        HAS_SINKS=sinks is not None,
+        PRECISION=_precision(q),
+        **tile,
+    )
     return o, level
 
 
@@ -243,22 +323,51 @@ def _gradients_by_kernels(do, q, k, v, o, level, offsets, longest, scale, window
     (tokens, heads, d), groups = q.shape, k.shape[1]
     dq, dk, dv, delta = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), _delta(o, do)
     constants = {
-        "D": d, "CAPPED": softcap is not None, "WINDOWED": window is not None, "PRECISION": _precision(q),
-    }  # fmt: skip
+        "D": d,
+        "CAPPED": softcap is not None,
+        "WINDOWED": window is not None,
+        "PRECISION": _precision(q),
+    }
     integers = tokens, heads, groups, scale, *_factors(scale, softcap), window or 0
     tile = _tiles(d, q.dtype, q.device, True)
     block = tile.pop("mine")
     launch(
-        _query_gradient_kernel, (cdiv(longest, block), heads, len(offsets) - 1),
-        q, k, v, do, level, delta, offsets, dq, *integers, BLOCK_M=block, BLOCK_N=tile.pop("other"), **constants, **tile
-    )  # fmt: skip
+        _query_gradient_kernel,
+        (cdiv(longest, block), heads, len(offsets) - 1),
+        q,
+        k,
+        v,
+        do,
+        level,
+        delta,
+        offsets,
+        dq,
+        *integers,
+        BLOCK_M=block,
+        BLOCK_N=tile.pop("other"),
+        **constants,
+        **tile,
+    )
     tile = _tiles(d, q.dtype, q.device, True)
     block = tile.pop("mine")
     launch(
-        _key_gradient_kernel, (cdiv(longest, block), groups, len(offsets) - 1),
-        q, k, v, do, level, delta, offsets, dk, dv, *integers, BLOCK_N=block, BLOCK_M=tile.pop("other"), **constants,
+        _key_gradient_kernel,
+        (cdiv(longest, block), groups, len(offsets) - 1),
+        q,
+        k,
+        v,
+        do,
+        level,
+        delta,
+        offsets,
+        dk,
+        dv,
+        *integers,
+        BLOCK_N=block,
+        BLOCK_M=tile.pop("other"),
+        **constants,
         **tile,
-    )  # fmt: skip
+    )
     return dq, dk, dv
 
 
@@ -276,9 +385,7 @@ def _delta(o: torch.Tensor, do: torch.Tensor) -> torch.Tensor:
     delta = o.new_empty(heads, tokens, dtype=torch.float32)
     wide = next_power_of_2(max(16, d))
     block = max(1, 8192 // wide)
-    launch(
-        _delta_kernel, (cdiv(tokens, block), heads), o, do, delta, tokens, heads, D=d, BLOCK_D=wide, BLOCK_M=block
-    )  # fmt: skip
+    launch(_delta_kernel, (cdiv(tokens, block), heads), o, do, delta, tokens, heads, D=d, BLOCK_D=wide, BLOCK_M=block)
     return delta
 
 
@@ -288,9 +395,20 @@ class _RowAttention(torch.autograd.Function):
         ctx.given, ctx.state = (longest, scale, window, softcap), None
         if _is_flash(q, softcap):
             o, level, *ctx.state, _ = torch.ops.aten._flash_attention_forward(
-                q, k, v, offsets, offsets, longest, longest, 0.0, window is None, False, scale=scale,
-                window_size_left=-1 if window is None else window - 1, window_size_right=0,
-            )  # fmt: skip
+                q,
+                k,
+                v,
+                offsets,
+                offsets,
+                longest,
+                longest,
+                0.0,
+                window is None,
+                False,
+                scale=scale,
+                window_size_left=-1 if window is None else window - 1,
+                window_size_right=0,
+            )
             if sinks is not None:
                 z = sinks.float()[:, None]
                 # Not in place: what keeps the result of attention for a recomputation looks whether it has changed.
@@ -308,9 +426,23 @@ class _RowAttention(torch.autograd.Function):
         do, (longest, scale, window, softcap), dz = do.contiguous(), ctx.given, None
         if ctx.state is not None:
             dq, dk, dv = torch.ops.aten._flash_attention_backward(
-                do, q, k, v, o, level, offsets, offsets, longest, longest, 0.0, window is None, *ctx.state, scale=scale,
-                window_size_left=-1 if window is None else window - 1, window_size_right=0,
-            )  # fmt: skip
+                do,
+                q,
+                k,
+                v,
+                o,
+                level,
+                offsets,
+                offsets,
+                longest,
+                longest,
+                0.0,
+                window is None,
+                *ctx.state,
+                scale=scale,
+                window_size_left=-1 if window is None else window - 1,
+                window_size_right=0,
+            )
         else:
             dq, dk, dv = _gradients_by_kernels(do, q, k, v, o, level, offsets, longest, scale, window, softcap)
         if ctx.needs_input_grad[3]:
@@ -333,10 +465,17 @@ def flash_is_built(device: torch.device) -> bool:
 
 
 def row_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, offsets: torch.Tensor, longest: int, *,
-    scale: float | None = None, window: int | None = None, softcap: float | None = None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    offsets: torch.Tensor,
+    longest: int,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
     sinks: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """Causal attention within each of the rows that lie one after the other; differentiable in q, k, v and sinks.
 
     Args:
@@ -367,6 +506,6 @@ def row_attention(
     if is_float64(q, sinks) or not use_triton(q) or q.numel() == 0:
         return reference.row_attention(
             q, k, v, offsets, longest, scale=scale, window=window, softcap=softcap, sinks=sinks
-        )  # fmt: skip
+        )
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     return _RowAttention.apply(q, k, v, sinks, offsets, longest, scale, window, softcap)

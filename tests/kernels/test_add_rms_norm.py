@@ -43,7 +43,7 @@ def test_one_output_used(used, device, check_close):
         lambda x, r, w: add_rms_norm(x, r, w, 1e-5)[used] + 0 * w,
         lambda x, r, w: oracle(x, r, w)[used] + 0 * w,
         [t.requires_grad_() for t in inputs((5, 40), torch.float32, device)],
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

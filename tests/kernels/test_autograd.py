@@ -37,9 +37,11 @@ def logprobs(**options):
 
 
 def divergence(**options):
-    return lambda ops, x, w, b: ops.linear_divergence(
-        x, w, *(t.to(x.device) for t in TEACHER), b, beta=0.3, mask=Y.to(x.device) != -100, **options
-    ).divergence  # fmt: skip
+    return lambda ops, x, w, b: (
+        ops.linear_divergence(
+            x, w, *(t.to(x.device) for t in TEACHER), b, beta=0.3, mask=Y.to(x.device) != -100, **options
+        ).divergence
+    )
 
 
 def inplace_cross_entropy(ops, z):
@@ -78,12 +80,14 @@ OPS = {
         (ROWS, ROWS, WEIGHT, WEIGHT),
     ),
     "linear_heads_kl": (
-        lambda ops, *t: ops.linear_heads_kl(
-            list(t[:2]), list(t[2:]), *(s.to(t[0].device) for s in TEACHER), VALID.to(t[0].device)
-        ).loss,
+        lambda ops, *t: (
+            ops.linear_heads_kl(
+                list(t[:2]), list(t[2:]), *(s.to(t[0].device) for s in TEACHER), VALID.to(t[0].device)
+            ).loss
+        ),
         (ROWS, ROWS, WEIGHT, WEIGHT),
     ),
-}  # fmt: skip
+}
 
 
 def reuse(ops):

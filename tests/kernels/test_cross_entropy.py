@@ -37,8 +37,9 @@ def test_matches_float64(inplace, options, dtype, device, row_pass, check_close)
     leaf, y = inputs(device, dtype)
     check_close(
         lambda z: cross_entropy(z * 1.0, y, **options, inplace=inplace),
-        lambda z: reference.cross_entropy(z, y, **options), [leaf],
-    )  # fmt: skip
+        lambda z: reference.cross_entropy(z, y, **options),
+        [leaf],
+    )
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
@@ -259,8 +260,9 @@ def test_rows_of_any_stride(device, row_pass, check_close):
     for inplace in (False, True):
         check_close(
             lambda w, inplace=inplace: cross_entropy((w * 1.0)[:, :V], y, inplace=inplace),
-            lambda w: reference.cross_entropy(w[:, :V], y), [wide],
-        )  # fmt: skip
+            lambda w: reference.cross_entropy(w[:, :V], y),
+            [wide],
+        )
     made = wide * 1.0
     cross_entropy(made[:, :V], y, inplace=True)
     assert torch.equal(made[:, V:], wide[:, V:]) and not torch.equal(made[:, :V], wide[:, :V])

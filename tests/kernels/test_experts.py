@@ -60,9 +60,11 @@ def call(function, ids, options):
 
 
 PAIRS = [  # the first two have each option, which is enough for the interpreter: it takes 4 s a case
-    pytest.param(0, False, id="plain"), pytest.param(3, True, id="bias-lora"), pytest.param(0, True, id="bias"),
+    pytest.param(0, False, id="plain"),
+    pytest.param(3, True, id="bias-lora"),
+    pytest.param(0, True, id="bias"),
     pytest.param(3, False, id="lora"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -54,27 +54,35 @@ def cases():
     x, w, b = randn(T, H), randn(H), randn(H)
     for cast in ("llama", "gemma", "none"):
         found[f"rms_norm-{cast}"] = (
-            lambda x, w, cast=cast: lt.rms_norm(x, w, 1e-6, offset=1.0, cast=cast), lambda x, w: rms(x, w + 1), [x, w],
-        )  # fmt: skip
+            lambda x, w, cast=cast: lt.rms_norm(x, w, 1e-6, offset=1.0, cast=cast),
+            lambda x, w: rms(x, w + 1),
+            [x, w],
+        )
     found["add_rms_norm"] = (
-        lambda x, r, w: lt.add_rms_norm(x, r, w, 1e-6), lambda x, r, w: (rms(x + r, w), x + r), [x, randn(T, H), w],
-    )  # fmt: skip
+        lambda x, r, w: lt.add_rms_norm(x, r, w, 1e-6),
+        lambda x, r, w: (rms(x + r, w), x + r),
+        [x, randn(T, H), w],
+    )
     found["layer_norm"] = (
-        lambda x, w, b: lt.layer_norm(x, w, b, 1e-6), lambda x, w, b: F.layer_norm(x, (H,), w, b, 1e-6), [x, w, b],
-    )  # fmt: skip
+        lambda x, w, b: lt.layer_norm(x, w, b, 1e-6),
+        lambda x, w, b: F.layer_norm(x, (H,), w, b, 1e-6),
+        [x, w, b],
+    )
     gates = [x, randn(T, H)]
     found["swiglu"] = lt.swiglu, lambda g, u: F.silu(g) * u, gates
     found["swiglu-reuse"] = lambda g, u: lt.swiglu(g, u, reuse_inputs=True), lambda g, u: F.silu(g) * u, gates
     for kind in ("tanh", "none"):
         found[f"geglu-{kind}"] = (
             lambda g, u, kind=kind: lt.geglu(g, u, approximate=kind),
-            lambda g, u, kind=kind: F.gelu(g, approximate=kind) * u, gates,
-        )  # fmt: skip
+            lambda g, u, kind=kind: F.gelu(g, approximate=kind) * u,
+            gates,
+        )
     cos, sin = angles()
     found["rope"] = (
-        lambda q, k: lt.rope(q, k, cos, sin), lambda q, k: (rotated(q, cos, sin), rotated(k, cos, sin)),
+        lambda q, k: lt.rope(q, k, cos, sin),
+        lambda q, k: (rotated(q, cos, sin), rotated(k, cos, sin)),
         [randn(2, 3, 5, 8), randn(2, 1, 5, 8)],
-    )  # fmt: skip
+    )
 
     y = targets(T)
     for reduction in ("mean", "sum", "none"):
@@ -82,22 +90,23 @@ def cases():
             lambda z, r=reduction: lt.cross_entropy(
                 z * 1.0, y, reduction=r, label_smoothing=0.1, softcap=3.0, logit_scale=0.7
             ),
-            lambda z, r=reduction: F.cross_entropy(capped(z), y, reduction=r, label_smoothing=0.1), [randn(T, V)],
-        )  # fmt: skip
+            lambda z, r=reduction: F.cross_entropy(capped(z), y, reduction=r, label_smoothing=0.1),
+            [randn(T, V)],
+        )
         found[f"linear_cross_entropy-{reduction}"] = (
             lambda x, w, b, a, c, r=reduction: lt.linear_cross_entropy(
                 x, w, y, b, reduction=r, label_smoothing=0.1, softcap=3.0, logit_scale=0.7, lora=(a, c, 0.5)
             ),
             lambda *head, r=reduction: F.cross_entropy(capped(head_logits(*head)), y, reduction=r, label_smoothing=0.1),
             [randn(T, H), randn(V, H), randn(V), randn(2, H), randn(V, 2)],
-        )  # fmt: skip
+        )
     share = torch.rand(T, dtype=F64)
     for dtype in (torch.float32, F64):
         found[f"linear_cross_entropy-weights-{dtype}"] = (
             lambda x, w, dtype=dtype: lt.linear_cross_entropy(x, w, y, z_loss=0.1, token_weights=share.to(dtype)),
             lambda x, w, dtype=dtype: weighted(head_logits(x, w), y, share.to(dtype).double()),
             [randn(T, H), randn(V, H)],
-        )  # fmt: skip
+        )
 
     def logprobs(x, w, b):
         found = lt.linear_logprobs(x, w, y, b, temperature=0.9, outputs=lt.LogProbs._fields)
@@ -106,8 +115,9 @@ def cases():
     found["linear_logprobs"] = logprobs, plain_logprobs(y), [randn(T, H), randn(V, H), randn(V)]
     found["linear_token_ranks"] = (
         lambda x, w, b: tuple(lt.linear_token_ranks(x, w, y, b, softcap=3.0, logit_scale=0.7)),
-        lambda x, w, b: plain_ranks(capped(head_logits(x, w, b)), y), [randn(T, H), randn(V, H), randn(V)],
-    )  # fmt: skip
+        lambda x, w, b: plain_ranks(capped(head_logits(x, w, b)), y),
+        [randn(T, H), randn(V, H), randn(V)],
+    )
     found["token_ranks"] = lambda z: tuple(lt.token_ranks(z, y)), lambda z: plain_ranks(z, y), [randn(T, V)]
 
     teacher = [randn(T, 4, grad=False), randn(V, 4, grad=False)]
@@ -115,8 +125,9 @@ def cases():
     for beta in (0.0, 0.3, 1.0):
         found[f"linear_divergence-{beta}"] = (
             lambda x, w, beta=beta: tuple(lt.linear_divergence(x, w, *teacher, beta=beta, mask=kept)),
-            lambda x, w, beta=beta: plain_divergence(x, w, *teacher, beta, kept), [randn(T, H), randn(V, H)],
-        )  # fmt: skip
+            lambda x, w, beta=beta: plain_divergence(x, w, *teacher, beta, kept),
+            [randn(T, H), randn(V, H)],
+        )
     ys, per_row = targets(K, T), torch.rand(K, T, dtype=F64)
     untied = [randn(T, H) for _ in range(K)] + [randn(V, H) for _ in range(K)]
     for name, inputs in (("tied", [randn(K, T, H), randn(V, H)]), ("untied", untied)):
@@ -126,14 +137,19 @@ def cases():
 
         found[f"linear_heads_cross_entropy-{name}"] = (
             lambda *t, split=split: tuple(lt.linear_heads_cross_entropy(*split(t), ys, row_weight=per_row)),
-            lambda *t, split=split: plain_heads(*split(t), per_row, lambda k, z: (
-                F.cross_entropy(z, ys[k], reduction="none"), z.argmax(-1) == ys[k]), ys != -100),
+            lambda *t, split=split: plain_heads(
+                *split(t),
+                per_row,
+                lambda k, z: (F.cross_entropy(z, ys[k], reduction="none"), z.argmax(-1) == ys[k]),
+                ys != -100,
+            ),
             inputs,
-        )  # fmt: skip
+        )
         found[f"linear_heads_kl-{name}"] = (
             lambda *t, split=split: tuple(lt.linear_heads_kl(*split(t), *teacher, ys != -100, row_weight=per_row)),
-            lambda *t, split=split: plain_heads_kl(*split(t), *teacher, ys != -100, per_row), inputs,
-        )  # fmt: skip
+            lambda *t, split=split: plain_heads_kl(*split(t), *teacher, ys != -100, per_row),
+            inputs,
+        )
     return found
 
 
@@ -148,9 +164,12 @@ def plain_logprobs(y):
         log_p = z.log_softmax(-1)
         p, ignored = log_p.exp(), y == -100
         found = (
-            log_p.gather(-1, y.clamp(min=0).unsqueeze(-1)).squeeze(-1), -(p * log_p).sum(-1),
-            p.detach().square().sum(-1).log(), z.detach().mean(-1), z.argmax(-1) == y,
-        )  # fmt: skip
+            log_p.gather(-1, y.clamp(min=0).unsqueeze(-1)).squeeze(-1),
+            -(p * log_p).sum(-1),
+            p.detach().square().sum(-1).log(),
+            z.detach().mean(-1),
+            z.argmax(-1) == y,
+        )
         return tuple(t.masked_fill(ignored, 0) for t in found)
 
     return run

@@ -114,9 +114,7 @@ def test_non_contiguous(form, view, device, check_close):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_non_contiguous_upstream(form, device, check_upstream_strides):
-    check_upstream_strides(
-        lambda *t: gated_rms_norm(*t, 1e-5, **FORMS[form]), inputs((4, 21), torch.float32, device)
-    )  # fmt: skip
+    check_upstream_strides(lambda *t: gated_rms_norm(*t, 1e-5, **FORMS[form]), inputs((4, 21), torch.float32, device))
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -193,9 +191,7 @@ def test_float64_is_exact(device):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["kernel", "twin"])
 def test_compiles(dtype, form, device, check_compiled):
-    check_compiled(
-        lambda *t: gated_rms_norm(*t, 1e-6, group_size=8, **FORMS[form]), inputs((2, 3, 24), dtype, device)
-    )  # fmt: skip
+    check_compiled(lambda *t: gated_rms_norm(*t, 1e-6, group_size=8, **FORMS[form]), inputs((2, 3, 24), dtype, device))
 
 
 @pytest.mark.parametrize(

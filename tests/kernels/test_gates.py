@@ -84,9 +84,7 @@ def test_variants(options, parts, dtype, device, check_close):
 
     if parts is None:
         given = [(10 * t).detach().requires_grad_() for t in inputs((3, 5, 1001), dtype, device)]
-        check_close(
-            lambda g, u: swiglu(g, u, **options), lambda g, u: variant_oracle(g, u, **options), given
-        )  # fmt: skip
+        check_close(lambda g, u: swiglu(g, u, **options), lambda g, u: variant_oracle(g, u, **options), given)
     else:
         fused = (10 * torch.randn(3, 5, 2002, device=device)).to(dtype).requires_grad_()
         check_close(lambda t: swiglu(*split(t), **options), lambda t: variant_oracle(*split(t), **options), [fused])

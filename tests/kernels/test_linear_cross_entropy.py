@@ -399,10 +399,14 @@ def test_compile(dtype, reduction, device, check_compiled):
 def test_chunk_size():
     """Bounded memory; on a GPU a power of two, or all rows where one chunk of them needs no fp32 sum of that size."""
     for rows, vocab, dtype, device in [
-        (8192, 128256, torch.bfloat16, "cuda"), (32768, 151936, torch.bfloat16, "cuda"),
-        (3, 32000, torch.float32, "cuda"), (2048, 49152, torch.float32, "cpu"), (5, 10**9, torch.float32, "cpu"),
-        (0, 100, torch.float32, "cpu"), (10**6, 10**7, torch.bfloat16, "cuda"),
-    ]:  # fmt: skip
+        (8192, 128256, torch.bfloat16, "cuda"),
+        (32768, 151936, torch.bfloat16, "cuda"),
+        (3, 32000, torch.float32, "cuda"),
+        (2048, 49152, torch.float32, "cpu"),
+        (5, 10**9, torch.float32, "cpu"),
+        (0, 100, torch.float32, "cpu"),
+        (10**6, 10**7, torch.bfloat16, "cuda"),
+    ]:
         size = chunk_size(rows, vocab, dtype, device)
         most, least = (64, 4) if device == "cpu" else (640, 128 * dtype.itemsize)  # MiB; bytes a word
         assert size >= 1 and size * vocab * dtype.itemsize <= max(

@@ -88,9 +88,10 @@ def test_frozen_head_with_lora(beta, device, check_close):
     for trained in (True, False):
         a.requires_grad_(trained), lb.requires_grad_(trained)
         check_close(
-            objective(linear_divergence), objective(reference.linear_divergence),
+            objective(linear_divergence),
+            objective(reference.linear_divergence),
             [x, w, a, lb, dropped, xt, wt, at, lbt],
-        )  # fmt: skip
+        )
 
 
 @pytest.mark.parametrize("beta", BETAS)

@@ -256,7 +256,7 @@ def test_errors():
         ({"softcap": -1.0}, "softcap is -1.0"),
         ({"accumulate": "bf16"}, "accumulate is 'bf16'"),
         ({"chunk_rows": 0}, "chunk_rows is 0"),
-    ]:  # fmt: skip
+    ]:
         with pytest.raises(ValueError, match=message):
             linear_heads_cross_entropy(**(good | changes))
     y[1, 4] = V

@@ -381,7 +381,7 @@ def test_errors():
         ({"logit_scale": float("inf")}, "logit_scale is inf"),
         ({"accumulate": "half"}, "accumulate is 'half'"),
         ({"chunk_rows": 0}, "chunk_rows is 0"),
-    ]:  # fmt: skip
+    ]:
         with pytest.raises(ValueError, match=message):
             linear_heads_kl(**(good | changes))
 

@@ -274,9 +274,12 @@ def test_nan_reaches_the_output(device):
 )
 def test_bad_input(change, message):
     given = {
-        "x": torch.ones(9, 40), "weight": torch.ones(72, 40), "bias": None, "lora_input": None,
+        "x": torch.ones(9, 40),
+        "weight": torch.ones(72, 40),
+        "bias": None,
+        "lora_input": None,
         "lora": (torch.ones(4, 40), torch.ones(72, 4), 1.0),
-    }  # fmt: skip
+    }
     with pytest.raises(ValueError, match=message):
         lora_linear(**(given | change))
 

@@ -218,9 +218,10 @@ def test_compiles(device):
 def test_bad_input(change, message):
     lora = (torch.ones(2, K), torch.ones(INNER, 2), 1.0)
     given = {
-        "gate": (torch.ones(INNER, K), None, lora), "up": (torch.ones(INNER, K), None, None),
+        "gate": (torch.ones(INNER, K), None, lora),
+        "up": (torch.ones(INNER, K), None, None),
         "down": (torch.ones(N, INNER), None, None),
-    }  # fmt: skip
+    }
     with pytest.raises(ValueError, match=message):
         lora_mlp(torch.ones(9, K), **(given | change))
 

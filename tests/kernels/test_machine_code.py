@@ -60,10 +60,12 @@ def test_logits_are_loaded_16_bytes_at_a_time(case, capability, compiled):
 @pytest.mark.parametrize(
     "source, capability",
     [
-        pytest.param("", 89, id="89", marks=pytest.mark.slow), pytest.param("", 90, id="90"),
-        pytest.param("", 120, id="120", marks=pytest.mark.slow), pytest.param(" of fp32", 90, id="fp32-90"),
+        pytest.param("", 89, id="89", marks=pytest.mark.slow),
+        pytest.param("", 90, id="90"),
+        pytest.param("", 120, id="120", marks=pytest.mark.slow),
+        pytest.param(" of fp32", 90, id="fp32-90"),
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("case", ["rows", "both", "columns", "by row", "by wide row", "by column"])
 def test_eight_bits_change_threads_in_words(case, source, capability, compiled):
     """Single bytes that change threads, or are put together from registers, came out wrong: see `_columns_kernel`."""

@@ -26,13 +26,28 @@ LOSS = {"ignore_index": -100, "lse_square_scale": 0.0, "label_smoothing": 0.0, "
 EXTRA = {"return_token_accuracy": False, "return_predicted_tokens": False}
 SIGNATURES = {  # name: (arguments of the constructor and their defaults, in order; names of the inputs)
     "LigerRMSNorm": (
-        {"hidden_size": None, "eps": 1e-6, "offset": 0.0, "casting_mode": "llama", "init_fn": "ones", "in_place": True,
-         "row_mode": None, "elementwise_affine": True},
+        {
+            "hidden_size": None,
+            "eps": 1e-6,
+            "offset": 0.0,
+            "casting_mode": "llama",
+            "init_fn": "ones",
+            "in_place": True,
+            "row_mode": None,
+            "elementwise_affine": True,
+        },
         ["hidden_states"],
     ),
     "LigerLayerNorm": (
-        {"hidden_size": None, "eps": 1e-6, "bias": False, "init_fn": "ones", "impl": None, "mode": None,
-         "backend": None},
+        {
+            "hidden_size": None,
+            "eps": 1e-6,
+            "bias": False,
+            "init_fn": "ones",
+            "impl": None,
+            "mode": None,
+            "backend": None,
+        },
         ["hidden_states"],
     ),
     "LigerSwiGLUMLP": ({"config": None, "intermediate_size": None}, ["x"]),
@@ -42,7 +57,7 @@ SIGNATURES = {  # name: (arguments of the constructor and their defaults, in ord
         {"ce_weight": None, **LOSS, "return_z_loss": False, "accum_dtype": None, "use_token_scaling": False, **EXTRA},
         ["lin_weight", "_input", "target", "bias"],
     ),
-}  # fmt: skip
+}
 NOT_HERE = [  # class, an argument of liger-kernel without a counterpart, a value
     (LigerRMSNorm, "row_mode", False),
     (LigerLayerNorm, "impl", "cutedsl"),
@@ -219,9 +234,7 @@ def test_losses(options, device, check_close):
     fused = LigerFusedLinearCrossEntropyLoss(**options)
     shapes = ((33, 20), (7, 20), (33,))
     inputs = [torch.randn(shape, device=device).requires_grad_() for shape in shapes]
-    check_close(
-        lambda w, x, b: fused(w, x, target, b), lambda w, x, b: eager(x @ w.T + b, target, options), inputs
-    )  # fmt: skip
+    check_close(lambda w, x, b: fused(w, x, target, b), lambda w, x, b: eager(x @ w.T + b, target, options), inputs)
 
 
 def test_all_rows_ignored(device):

@@ -76,9 +76,7 @@ def test_rstd_is_rounded_before_the_product(device):
 @pytest.mark.parametrize("weight", [True, False])
 def test_rstd_is_a_norm(weight, device, check_close):
     x, w = inputs((37, 5, 20), torch.float32, device, weight=weight)
-    check_close(
-        lambda x, w: rms_norm(x, w, 1e-5, cast="rstd"), lambda x, w: oracle(x, 1 if w is None else w), [x, w]
-    )  # fmt: skip
+    check_close(lambda x, w: rms_norm(x, w, 1e-5, cast="rstd"), lambda x, w: oracle(x, 1 if w is None else w), [x, w])
 
 
 @pytest.mark.gpu

@@ -27,8 +27,18 @@ def angles(rot, device, cos_layout="half", dtype=torch.float32, batch=B, seq=S):
     return tuple(f(doubled[cos_layout]).to(dtype) for f in (torch.cos, torch.sin))
 
 
-def oracle(q, k, cos, sin, interleaved=False, out_interleaved=None, cos_layout="half", rotate_last=False, cast=None,
-           unsqueeze_dim=1):  # fmt: skip
+def oracle(
+    q,
+    k,
+    cos,
+    sin,
+    interleaved=False,
+    out_interleaved=None,
+    cos_layout="half",
+    rotate_last=False,
+    cast=None,
+    unsqueeze_dim=1,
+):
     half = cos.shape[-1] if cos_layout == "single" else cos.shape[-1] // 2
     step = 2 if cos_layout == "interleaved" else 1
     cos, sin = (t[..., : step * half : step].double().unsqueeze(unsqueeze_dim) for t in (cos, sin))
@@ -59,9 +69,7 @@ def test_matches_float64(layout, rot, dtype, device, check_close):
     """20 and 12 are no powers of two, nor are their halves; 1 head of k is multi-latent attention."""
     q, k = heads(3, 1, 20, dtype, device, layout.get("unsqueeze_dim", 1))
     cos, sin = angles(rot, device, layout.get("cos_layout", "half"))
-    check_close(
-        lambda q, k: rope(q, k, cos, sin, **layout), lambda q, k: oracle(q, k, cos, sin, **layout), [q, k]
-    )  # fmt: skip
+    check_close(lambda q, k: rope(q, k, cos, sin, **layout), lambda q, k: oracle(q, k, cos, sin, **layout), [q, k])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
@@ -126,9 +134,7 @@ def test_cos_layouts_in_memory(layout, device, check_close):
     elif layout == "complex-views":
         freqs = torch.polar(torch.ones(B, S, 8, device=device), torch.rand(B, S, 8, device=device))
         cos, sin, options = freqs.real, freqs.imag, {"cos_layout": "single", "interleaved": True}
-    check_close(
-        lambda q, k: rope(q, k, cos, sin, **options), lambda q, k: oracle(q, k, cos, sin, **options), [q, k]
-    )  # fmt: skip
+    check_close(lambda q, k: rope(q, k, cos, sin, **options), lambda q, k: oracle(q, k, cos, sin, **options), [q, k])
 
 
 def test_unsqueeze_dim_0(device, check_close):
@@ -136,9 +142,7 @@ def test_unsqueeze_dim_0(device, check_close):
     q, k = heads(3, 3, 16, torch.float32, device)
     cos, sin = angles(16, device, batch=3)
     options = {"unsqueeze_dim": 0}
-    check_close(
-        lambda q, k: rope(q, k, cos, sin, **options), lambda q, k: oracle(q, k, cos, sin, **options), [q, k]
-    )  # fmt: skip
+    check_close(lambda q, k: rope(q, k, cos, sin, **options), lambda q, k: oracle(q, k, cos, sin, **options), [q, k])
 
 
 @pytest.mark.parametrize("cast", ["promote", "input"])

@@ -89,7 +89,7 @@ def test_float64(device):
     at = offsets(device, (4, 2))
     assert torch.autograd.gradcheck(
         lambda *x: row_attention(*x[:3], at, 4, window=3, softcap=2.0, sinks=x[3]), (q, k, v, z)
-    )  # fmt: skip
+    )
 
 
 def test_a_kept_graph_is_walked_twice(device):
