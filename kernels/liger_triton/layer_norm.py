@@ -4,7 +4,7 @@ rstd = 1 / sqrt(mean((x - mean(x))^2) + eps). Ba, Kiros and Hinton 2016, arXiv:1
     dx = rstd * (g - mean(g) - xhat * mean(g * xhat)),  g = dy * (w + offset)
     dw = sum over rows of dy * xhat,  db = sum over rows of dy
 
-Shapes  x, y, dx (..., N), read as M rows of N; w, b (N,), each of which may be missing; mean and rstd (M,) in fp32.
+Shapes  x, y, dx (..., N), read as M rows of N; w, b (N,), both optional; mean and rstd (M,) in fp32.
 Dtypes  bf16, fp16, fp32; w and b may have dtypes of their own. Arithmetic in fp32, one rounding per store, y and dx in
         the dtype of x. The variance is computed from the centred row in registers, because E[x^2] - E[x]^2 cancels.
 Bytes   b per element, n = M * N. Forward reads x and writes y: 2nb. Backward reads dy and x, and writes dx: 3nb, and
@@ -21,7 +21,7 @@ from ._launch import MAX_COLUMNS, as_rows, backward_tile, cdiv, check_norm, laun
 
 @jit
 def _shifted(w, offset, W):
-    """w + offset in fp32, rounded to the dtype of w in between, as PyTorch rounds such a sum. W is a pointer."""
+    """Return w + offset in fp32, rounded to the dtype of w in between as PyTorch rounds such a sum. W is a pointer."""
     return (w.to(tl.float32) + offset).to(W.dtype.element_ty).to(tl.float32)
 
 
@@ -96,7 +96,7 @@ def _layer_norm_bwd_kernel(
         dy = tl.load(DY + row[:, None] * dy_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
         mean = tl.load(MEAN + row, mask=row < m, other=0.0)[:, None]
         rstd = tl.load(RSTD + row, mask=row < m, other=0.0)[:, None]
-        xhat = (x - mean) * rstd  # it is not 0 in masked columns, but dy is
+        xhat = (x - mean) * rstd  # xhat is not 0 in masked columns, but dy is
         if NEED_DW:
             dw += dy * xhat
         if NEED_DB:
@@ -163,7 +163,7 @@ def _backward(
     need_dw: bool,
     need_db: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(dx, dw, db), the last two in fp32, and empty unless needed."""
+    """Return (dx, dw, db). dw and db are fp32, and empty if they are not needed."""
     rows, dy_rows = as_rows(x), as_rows(dy)
     m, n = rows.shape
     block_m, block_n, num_warps, stages = backward_tile(n, x.device, rows, dy_rows)
@@ -228,12 +228,12 @@ class _LayerNorm(torch.autograd.Function):
 def layer_norm(
     x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float, *, offset: float = 0.0
 ) -> torch.Tensor:
-    """(weight + offset) * (x - mean(x)) / sqrt(var(x) + eps) + bias over the last dimension, differentiable in all
-    three.
+    """Compute (weight + offset) * (x - mean(x)) / sqrt(var(x) + eps) + bias over the last dimension, differentiable in
+    x, weight and bias.
 
-    All arithmetic is in fp32, and one rounding to x.dtype comes at the end; weight + offset is rounded to the dtype of
-    the weight too. That is `nn.LayerNorm` for equal dtypes and, with `bias=None`, `CohereLayerNorm` for any dtype of
-    the weight. Under autocast `F.layer_norm` returns fp32; pass `x.float()` for that.
+    All arithmetic is in fp32, with one rounding to x.dtype at the end; weight + offset is also rounded to the dtype of
+    the weight. This equals `nn.LayerNorm` for equal dtypes and, with `bias=None`, `CohereLayerNorm` for any weight
+    dtype. Under autocast `F.layer_norm` returns fp32; pass `x.float()` for that.
 
     Args:
         x (`torch.Tensor`): (..., N), any strides; bf16, fp16 or fp32. The PyTorch twin computes float64 and N > 65536.
