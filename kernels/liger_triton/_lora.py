@@ -1,7 +1,9 @@
-"""Linear layers with a LoRA: one as a step of autograd, and the parts of one with several layers of one input.
+"""Linear layers with a LoRA: one layer as an autograd step, and the parts for layers that share an input.
 
-`_Kept` keeps what the backward pass needs and makes the r-wide product; the stub that it returns carries the gradient
-from the output, which is computed after it (`_autograd.py`).
+`_Kept` saves what backward needs and computes the r-wide product. The output is computed after it, and the stub that it
+returns carries the output's gradient back (`_autograd.py`).
+
+Shapes  x (T, K), W (N, K), y (T, N). An adapter has A (r, K), B (N, r) and h = x A^T (T, r). R is the sum of the ranks.
 """
 
 from collections.abc import Sequence
@@ -23,7 +25,7 @@ Weight: TypeAlias = torch.Tensor | Float8Weight | PackedWeight
 
 
 class Adapter(NamedTuple):
-    """The LoRA of one layer: A (r, K), B (N, r) and what their product is multiplied by."""
+    """The LoRA of one layer: A (r, K), B (N, r) and the scaling of their product."""
 
     a: torch.Tensor
     b: torch.Tensor
@@ -39,13 +41,13 @@ class Layer(NamedTuple):
 
 
 class Form(NamedTuple):
-    """What defines a group of layers, apart from its tensors.
+    """Describe a group of layers, without its tensors.
 
     Attributes:
-        scalings (`tuple`): Of the LoRA of each layer; None where a layer has none.
-        dtype: Of the products and of the results.
-        parts (`int`): How many 16-bit numbers stand for one of an r-wide factor, 1 or 2 (see `_low_rank.py`).
-        frozen (`tuple`): Of each layer, its weight if that is no tensor, else None.
+        scalings (`tuple`): The scaling of each layer's LoRA; None for a layer without one.
+        dtype: Dtype of the products and of the results.
+        parts (`int`): How many 16-bit numbers represent one r-wide factor, 1 or 2 (see `_low_rank.py`).
+        frozen (`tuple`): Each layer's weight if it is a packed object instead of a tensor, else None.
     """
 
     scalings: tuple[float | None, ...]
@@ -54,7 +56,7 @@ class Form(NamedTuple):
     frozen: tuple[Float8Weight | PackedWeight | None, ...]
 
     def layers(self, tensors) -> list[Layer]:
-        """The layers whose tensors are flattened: weight, bias, A, B of each."""
+        """Rebuild the layers from their flattened tensors: weight, bias, A, B of each."""
         found = []
         for k, (scaling, frozen) in enumerate(zip(self.scalings, self.frozen, strict=True)):
             weight, bias, a, b = tensors[4 * k : 4 * k + 4]
@@ -64,7 +66,7 @@ class Form(NamedTuple):
 
 
 def flattened(layers: list[Layer]) -> list[torch.Tensor | None]:
-    """The tensors of `layers`, in the order of `Form.layers`. A weight that is no tensor is not among them."""
+    """Return the tensors of `layers` in the order of `Form.layers`, without packed weights."""
     tensors: list[torch.Tensor | None] = []
     for weight, bias, adapter in layers:
         tensors += (
@@ -76,11 +78,11 @@ def flattened(layers: list[Layer]) -> list[torch.Tensor | None]:
 
 
 class Rounded(NamedTuple):
-    """The adapters of a group in the dtype of its products. Made once for both passes.
+    """The adapters of a group in the dtype of its products, made once for both passes.
 
     Attributes:
-        a: The A of all adapters over one another: (R, K), or (2 R, K) in two parts.
-        b (`list`): s B of each layer: (N, r), or (N, 2 r) in two parts; None where it has no adapter.
+        a: The A of all adapters, stacked: (R, K), or (2 R, K) in two parts.
+        b (`list`): s B of each layer: (N, r), or (N, 2 r) in two parts; None for a layer without an adapter.
     """
 
     a: torch.Tensor | None
@@ -88,7 +90,7 @@ class Rounded(NamedTuple):
 
 
 def rounded(layers: list[Layer], form: Form) -> Rounded:
-    """`Rounded` of `layers`."""
+    """Return `Rounded` of `layers`."""
     adapters = [layer.adapter for layer in layers]
     all_a = [adapter.a for adapter in adapters if adapter is not None]
     all_b = [
@@ -103,7 +105,7 @@ def rounded(layers: list[Layer], form: Form) -> Rounded:
 
 
 def low_rank(source: torch.Tensor, a: torch.Tensor | None, form: Form) -> torch.Tensor:
-    """h (T, R) of all adapters side by side, from one product with `Rounded.a`; (T, 2 R) in two parts."""
+    """Return h (T, R) of all adapters side by side, from one product with `Rounded.a`; (T, 2 R) in two parts."""
     if a is None:
         return source.new_empty((source.shape[0], 0))
     if form.parts == 1:
@@ -112,15 +114,15 @@ def low_rank(source: torch.Tensor, a: torch.Tensor | None, form: Form) -> torch.
 
 
 def _ranges(layers: list[Layer]) -> list[slice]:
-    """Which of the R numbers of h belong to each layer."""
+    """Return which of the R columns of h belong to each layer."""
     ends = list(accumulate([0 if layer.adapter is None else layer.adapter.a.shape[0] for layer in layers]))
     return [slice(start, stop) for start, stop in zip([0, *ends], ends, strict=False)]
 
 
 def columns_of(h: torch.Tensor, layers: list[Layer], form: Form) -> list[tuple[torch.Tensor, ...]]:
-    """The columns of h that belong to each layer: (rounded,), or (rounded, rest). Empty where it has no adapter."""
+    """Return the columns of h of each layer: (rounded,), (rounded, rest), or () without an adapter."""
     parts = (h,) if form.parts == 1 else h.chunk(2, 1)
-    if len(layers) == 1:  # h is its own
+    if len(layers) == 1:  # all of h belongs to it
         return [() if layers[0].adapter is None else parts]
     return [
         () if layer.adapter is None else tuple([part[:, own] for part in parts])
@@ -131,7 +133,7 @@ def columns_of(h: torch.Tensor, layers: list[Layer], form: Form) -> list[tuple[t
 def adapter_of_output(
     layer: Layer, h: tuple[torch.Tensor, ...], b: torch.Tensor | None, form: Form
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """The factors (T, r) and (r, N) of what y has from the adapter of a layer, from its `Rounded.b`; None without."""
+    """Return the factors (T, r) and (r, N) that a layer's adapter adds to y, from its `Rounded.b`; None without one."""
     if layer.adapter is None or b is None:
         return None
     of_h = factors_of(layer.adapter.scaling, form.dtype)[1]
@@ -141,10 +143,10 @@ def adapter_of_output(
 def output(
     rows: SharedRows, layer: Layer, h: tuple[torch.Tensor, ...], b: torch.Tensor | None, form: Form
 ) -> torch.Tensor:
-    """y (T, N) of one layer."""
+    """Return y (T, N) of one layer."""
     small = adapter_of_output(layer, h, b, form)
     bias = None if layer.bias is None else layer.bias.to(form.dtype)
-    if isinstance(layer.weight, Float8Weight):  # its product cannot add to what is there
+    if isinstance(layer.weight, Float8Weight):  # its product cannot accumulate into an existing tensor
         y = rows.times(layer.weight, bias)
     elif isinstance(layer.weight, PackedWeight) and layer.weight.product is not None:
         y = layer.weight.product(rows.rows)
@@ -154,12 +156,12 @@ def output(
 
 
 class Gradients(NamedTuple):
-    """The gradients of a group that are known from those of its outputs and from h.
+    """Gradients of a group that follow from the gradients of its outputs and from h.
 
     Attributes:
         dh: (T, R), in the dtype of the form; (T, 2 R) in two parts.
-        large (`list`): The factors of the products whose sum is the gradient of x, but for the adapters' part of it.
-            The second may be no tensor yet.
+        large (`list`): Pairs of factors. Their products sum to the gradient of x, without the adapters' share. The
+            second factor may still be packed.
         tensors (`list`): Gradients of the layers' tensors, in the order of `flattened`. None where there is none yet.
     """
 
@@ -176,8 +178,7 @@ def gradients(
     form: Form,
     needs: Sequence[bool],
 ) -> Gradients:
-    """dh, dB and db of a group from the gradients (T, N) of its outputs and `Rounded.b`. `needs` says which tensors
-    want a gradient."""
+    """Compute dh, dB and db of a group from the gradients (T, N) of its outputs. `needs` selects the tensors."""
     tensors: list[torch.Tensor | None] = [None] * len(needs)
     dh, large, ranges = torch.empty_like(h), [], _ranges(layers)
     for k, (dy, layer, columns) in enumerate(zip(dys, layers, columns_of(h, layers, form), strict=True)):
@@ -195,7 +196,7 @@ def gradients(
 
 
 def add_gradients_of_factors(found: Gradients, dys, rows, source, layers: list[Layer], form: Form, needs) -> None:
-    """Put dA and dW of a group, which need its input, into `found.tensors`. `source` is the input of the adapters."""
+    """Add dA and dW of a group to `found.tensors`. They need its input; `source` is the input of the adapters."""
     for k, dy in enumerate(dys):
         if needs[4 * k]:
             found.tensors[4 * k] = torch.mm(dy.t(), rows)
@@ -208,8 +209,7 @@ def add_gradients_of_factors(found: Gradients, dys, rows, source, layers: list[L
 
 
 def adapters_part(found: Gradients, a: torch.Tensor | None, form: Form) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """The factors dh and A of what the gradient of the input has from the adapters, whose `Rounded.a` is given; None if
-    there are none."""
+    """Return dh and A, the factors of the adapters' share of dx, from `Rounded.a`; None without adapters."""
     if a is None or form.parts == 1:
         return None if a is None else (found.dh, a)
     rank = a.shape[0] // form.parts
@@ -217,7 +217,7 @@ def adapters_part(found: Gradients, a: torch.Tensor | None, form: Form) -> tuple
 
 
 def gradient_of_input(small: tuple[torch.Tensor, torch.Tensor] | None, found: Gradients) -> torch.Tensor:
-    """dx (T, K): the products in `found.large`, and the adapters' part `small` if there is one."""
+    """Return dx (T, K): the products in `found.large`, plus the adapters' share `small` if there is one."""
     of_float8 = [(dy, weight) for dy, weight in found.large if isinstance(weight, Float8Weight)]
     others = (
         weight.of_gradient(dy) if isinstance(weight, PackedWeight) else (dy, as_dtype(weight, dy.dtype))
@@ -234,12 +234,12 @@ def gradient_of_input(small: tuple[torch.Tensor, torch.Tensor] | None, found: Gr
 
 
 def rounded_like(grads: list[torch.Tensor | None], tensors: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    """Each gradient in the dtype of its tensor."""
+    """Return each gradient in the dtype of its tensor."""
     return [None if g is None or t is None else as_dtype(g, t.dtype) for g, t in zip(grads, tensors, strict=True)]
 
 
 class _Kept(torch.autograd.Function):
-    """Keeps what the backward pass of a layer needs, and returns a tensor without memory in place of its output."""
+    """Save what the backward pass of a layer needs, and return a stub without memory for its output."""
 
     @staticmethod
     def forward(ctx, form, layers, made, x, source, *tensors):
@@ -275,7 +275,7 @@ class _Kept(torch.autograd.Function):
 
 
 def output_of(x: torch.Tensor, source: torch.Tensor | None, layer: Layer, form: Form) -> torch.Tensor:
-    """The output y (..., N) of a layer with a LoRA. `source` is the input of the adapter, if it is another one."""
+    """Compute the output y (..., N) of a layer with a LoRA. `source` is the adapter's input if it differs from x."""
     made: list[tuple[torch.Tensor, torch.Tensor, Rounded]] = []
     layers, stub = [layer], None
     with no_autocast(x.device.type):

@@ -1,7 +1,7 @@
-"""Products of rows that are routed to experts, each with the matrix of its expert.
+"""Matrix products of rows that are routed to experts: each row is multiplied by its expert's matrix.
 
-A pair is a token and one of its K experts; pair p belongs to token p // K. `Routing` sorts the pairs by expert, stably,
-and nothing waits for the GPU: grids are as large as the worst distribution needs, and programs without a tile end.
+A pair is a token and one of its K experts; pair p belongs to token p // K. `Routing` sorts the pairs by expert, stably.
+Nothing waits for the GPU: a grid is large enough for the worst distribution, and programs without a tile return.
 
     product           out[p] = x[p] W[e(p)]                                 tiles of rows of one expert
     gated_product     the same with a gate in its epilogue
@@ -9,9 +9,11 @@ and nothing waits for the GPU: grids are as large as the worst distribution need
     weight_gradient   dW[e] = sum over the pairs of e of l[p]^T r[p]
     combine           out[t] = sum over k of w[t, k] y[t, k]                 in fp32, in the order of k
 
-Rows of x are those of tokens, gathered by the loads, or of sorted pairs, one after the other. Results are in the order
-of sorted pairs or, to be combined, in that of pairs. All accumulate in fp32 and round once. None uses atomics, so that
-results do not depend on the order in which programs run. Ids outside [0, E) take part in nothing.
+Rows of x are tokens (gathered by the loads) or sorted pairs. Results are in the order of sorted pairs, or of pairs if
+they are combined next. Sums are in fp32 and rounded once. There are no atomics, so results do not depend on the order
+of programs. Ids outside [0, E) are skipped.
+
+Shapes  T tokens, K experts a token, S = T * K pairs, E experts; x (T, k) or (S, k), W (E, k, n), results (S, n).
 
 The layout follows the grouped products of ScatterMoE (arXiv:2403.08245) and SonicMoE (arXiv:2512.14080).
 """
@@ -27,12 +29,12 @@ from .gates import PASSES_AT_LIMIT, gate_slopes, gate_value
 
 
 class Routing(NamedTuple):
-    """Where the pairs of a call lie once they are sorted by expert.
+    """Places of the pairs of a call, sorted by expert.
 
     Attributes:
         pairs (`torch.Tensor`): (T * K,), int32: the pair at each place.
         tokens (`torch.Tensor`): (T * K,), int32: its token.
-        offsets (`torch.Tensor`): (E + 1,), int32: the first place of each expert, and the end of the last one.
+        offsets (`torch.Tensor`): (E + 1,), int32: the first place of each expert, then the end of the last one.
     """
 
     pairs: torch.Tensor
@@ -54,14 +56,14 @@ def route(expert_ids: torch.Tensor, experts: int) -> Routing:
 
 
 class Low(NamedTuple):
-    """A product of small rank that is added: rows (S, r) of sorted pairs times factor (E, r, N)."""
+    """A low-rank product to add: rows (S, r) of sorted pairs times factor (E, r, N)."""
 
     rows: torch.Tensor
     factor: torch.Tensor
 
 
 class GateForm(NamedTuple):
-    """What is computed of gate and up, and whether they are the even and odd columns of a row or its halves."""
+    """The gate's activation and constants. `interleaved`: gate and up are even and odd columns instead of halves."""
 
     act: str
     limit: float
@@ -73,9 +75,11 @@ class GateForm(NamedTuple):
 
 @jit
 def _tile_of(OFFSETS, experts, n, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """(expert, places of rows, which of them are the expert's, block of columns) of this program. Programs whose expert
-    is `experts` have no tile. Tiles of one row block follow each other, so that its rows are read from L2, as are the
-    expert's matrices."""
+    """Return (expert, places of the rows, mask of the expert's rows, block of columns) of this program.
+
+    Programs without a tile get `experts` as their expert. Tiles of one row block are consecutive, so that its rows, and
+    the expert's matrices, are read from L2.
+    """
     across = tl.cdiv(n, BLOCK_N)
     tile = tl.program_id(0) // across
     e = tl.arange(0, BLOCK_E)
@@ -115,7 +119,7 @@ def _add_low(
     PRECISION: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """acc + P Q, for rows at `place` and the given columns. A block of 0: there is no product."""
+    """Return acc + P Q for rows at `place` and the given columns. BLOCK_R = 0 means that there is no product."""
     if BLOCK_R > 0:
         r = tl.arange(0, BLOCK_R)
         p_at = P + place.to(tl.int64)[:, None] * p_stride + r[None]
@@ -158,7 +162,7 @@ def _tile_product(
     PRECISION: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """x W + P Q + bias in fp32, of one expert: for the pairs `place`, whose rows of X are `row`, and some columns."""
+    """Return x W + P Q + bias in fp32 for one expert: pairs `place`, their rows `row` of X, and some columns."""
     kk = tl.arange(0, BLOCK_K)
     x_at = X + row[:, None] * x_stride + kk[None]
     w_at = W + expert.to(tl.int64) * w_stride_e + kk[:, None] * w_stride_k + column[None] * w_stride_n
@@ -315,7 +319,7 @@ def _gated_product_kernel(
     PRECISION: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """H (S, 2 n) gets the product, A (S, n) the gate of what H holds."""
+    """Store the product into H (S, 2 n), and the gate of H into A (S, n)."""
     expert, place, valid, across = _tile_of(OFFSETS, experts, n, BLOCK_E, BLOCK_M, BLOCK_N)
     if expert >= experts:
         return
@@ -447,8 +451,10 @@ def _gate_gradients_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """With a row's share s: DH gets the gradient of H, DA is written over with s a, and D_SHARE gets da . a, which is
-    the gradient of s. DH may be H."""
+    """Store the gradient of H into DH, s * a over DA, and da . a (the gradient of s) into D_SHARE.
+
+    s is the routing share of a row. DH may be H.
+    """
     place = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     valid = (place >= tl.load(OFFSETS)) & (place < tl.load(OFFSETS + experts))
     pair = tl.load(PAIRS + place, mask=valid, other=0)
@@ -500,7 +506,7 @@ def _add_rows(
     PRECISION: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """acc + l^T r of the rows at `place`, of which those from `end` on count as 0 if MASKED."""
+    """Return acc + l^T r over the rows at `place`. With MASKED, rows from `end` on count as 0."""
     row_l, row_r = place, place
     if GATHER_L or GATHER_R:
         if MASKED:
@@ -614,7 +620,7 @@ def _bias_gradient_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """OUT[e] = sum over the pairs of e of x, or with SHARED of s x of the rows of tokens."""
+    """Store OUT[e], the sum of x over the pairs of e. With SHARED, x are rows of tokens, times their shares."""
     pid = tl.program_id(0)
     across = tl.cdiv(n, BLOCK_N)
     expert = pid // across
@@ -662,10 +668,11 @@ def _block(
     stages: int = 4,
     indirect: bool = False,
 ) -> dict:
-    """The options of a product: tiles of `block_m` x `block_n` in 16 bits, and smaller ones in fp32, never in tf32.
+    """Return the launch options of a product: tiles of `block_m` x `block_n` for 16 bits, smaller ones for fp32; never
+    tf32.
 
-    At most `stages` blocks of a tile's factors are in shared memory, and as many as it has room for. `indirect`: the
-    places of rows are loaded in the loop too, and then Triton keeps a block for every second of its stages.
+    At most `stages` blocks of the factors are in shared memory, fewer if it is too small. `indirect`: the loop also
+    loads the places of rows; Triton then keeps a block for every second stage.
     """
     options = {"PRECISION": "ieee" if dtype == torch.float32 else "tf32", "WIDEN": INTERPRET}
     if INTERPRET:
@@ -679,13 +686,13 @@ def _block(
 
 
 def _row_tiles(routing: Routing, block_m: int) -> int:
-    """As many tiles of rows as any distribution over the experts needs."""
+    """Return how many row tiles the worst distribution over the experts needs."""
     pairs = routing.pairs.shape[0]
     return cdiv(pairs, block_m) + min(routing.experts, pairs)
 
 
 def _low(low: Low | None, like: torch.Tensor) -> tuple[list[torch.Tensor], list[int], int, int]:
-    """The two tensors, the strides, the rank and the block of a product of small rank."""
+    """Return the two tensors, the strides, the rank and the block of a low-rank product."""
     if low is None:
         return [like, like], [0, 0, 0, 0], 0, 0
     rank = low.rows.shape[1]
@@ -707,9 +714,10 @@ def product(
     low: Low | None = None,
     scale: float = 1.0,
 ) -> torch.Tensor:
-    """(x W + bias + low) * scale (S, N), of x (T, K) if `gathered`, else (S, K), and `weight` (E, K, N) of any strides.
+    """Return (x W + bias + low) * scale (S, N).
 
-    Rows of the result are those of sorted pairs or, if `scattered`, of pairs.
+    x is (T, K) if `gathered`, else (S, K); `weight` is (E, K, N) with any strides. Rows of the result are sorted pairs,
+    or pairs if `scattered`.
     """
     _, k, n = weight.shape
     out = torch.empty(routing.pairs.shape[0], n, dtype=x.dtype, device=x.device)
@@ -746,7 +754,7 @@ def product(
 def gated_product(
     x: torch.Tensor, weight: torch.Tensor, routing: Routing, form: GateForm, bias: torch.Tensor | None, low: Low | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(h, a) of sorted pairs: h = x W + bias + low (S, 2 I) and its gate (S, I). x (T, H), `weight` (E, H, 2 I)."""
+    """Return (h, a) of sorted pairs: h = x W + bias + low (S, 2 I) and its gate a (S, I). x (T, H), W (E, H, 2 I)."""
     _, k, n = weight.shape
     n //= 2
     h = torch.empty(routing.pairs.shape[0], 2 * n, dtype=x.dtype, device=x.device)
@@ -786,9 +794,9 @@ def gated_product(
 def gate_gradients(
     da: torch.Tensor, h: torch.Tensor, share: torch.Tensor, routing: Routing, form: GateForm, reuse: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(dh, ds) of da (S, I) and h (S, 2 I) of sorted pairs, and of the shares (T * K,): ds (T * K,) in fp32.
+    """Return (dh, ds) from da (S, I) and h (S, 2 I) of sorted pairs and the shares (T * K,). ds (T * K,) is fp32.
 
-    `da` is written over with the gate's value times the pair's share. With `reuse`, dh lies over h.
+    `da` is overwritten with the gate's value times the pair's share. With `reuse`, dh overwrites h.
     """
     dh = h if reuse else torch.empty_like(h)
     rows, n = da.shape
@@ -819,17 +827,17 @@ def gate_gradients(
 def weight_gradient(
     left: torch.Tensor, right: torch.Tensor, like: torch.Tensor, routing: Routing, *, gathered: str, scale: float = 1.0
 ) -> torch.Tensor:
-    """The gradient (E, M, N) of a weight: for each expert the sum of left^T right over its pairs, times `scale`.
+    """Return the gradient (E, M, N) of a weight: the sum of left^T right over each expert's pairs, times `scale`.
 
     Args:
         left (`torch.Tensor`): (T, M) if `gathered` is `"left"`, else rows of sorted pairs (S, M).
         right (`torch.Tensor`): (T, N) if `gathered` is `"right"`, else (S, N).
-        like (`torch.Tensor`): The weight (E, M, N), whose strides and dtype the gradient has.
-        routing (`Routing`): Which pairs are whose.
-        gathered (`str`): Which of the two is of tokens: `"left"`, `"right"` or `"none"`.
-        scale (`float`, *optional*, defaults to 1.0): A factor of the sum.
+        like (`torch.Tensor`): The weight (E, M, N). The gradient gets its strides and dtype.
+        routing (`Routing`): The pairs of each expert.
+        gathered (`str`): Which of the two has rows of tokens: `"left"`, `"right"` or `"none"`.
+        scale (`float`, *optional*, defaults to 1.0): Multiplies the sum.
     """
-    if like.stride(1) == 1 and like.stride(2) != 1:  # rows of the kernel's result are contiguous
+    if like.stride(1) == 1 and like.stride(2) != 1:  # the kernel writes contiguous rows
         other = {"left": "right", "right": "left"}.get(gathered, gathered)
         return weight_gradient(right, left, like.mT, routing, gathered=other, scale=scale).mT
     experts, m, n = like.shape
@@ -861,8 +869,7 @@ def weight_gradient(
 def bias_gradient(
     x: torch.Tensor, like: torch.Tensor, routing: Routing, share: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The gradient (E, N) of a bias: the sum of the rows (S, N) of each expert or, with `share` (T * K,), of those of
-    tokens (T, N) times their shares."""
+    """Return the gradient (E, N) of a bias: each expert's sum of rows (S, N), or of tokens (T, N) times `share`."""
     out = torch.empty_like(like, memory_format=torch.contiguous_format)
     n = like.shape[1]
     block_m, block_n = (16, 16) if INTERPRET else (32, 128)
@@ -885,7 +892,7 @@ def bias_gradient(
 def combine(
     y: torch.Tensor, expert_ids: torch.Tensor, experts: int, share: torch.Tensor | None, dtype: torch.dtype
 ) -> torch.Tensor:
-    """out (T, N) of `dtype`: the sum over k of the pairs (T * K, N), times their shares (T * K,) if there are any."""
+    """Return out (T, N) in `dtype`: the sum over k of the pairs (T * K, N), times their shares (T * K,) if given."""
     tokens, top_k = expert_ids.shape
     n = y.shape[1]
     out = torch.empty(tokens, n, dtype=dtype, device=y.device)

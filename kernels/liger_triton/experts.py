@@ -9,16 +9,17 @@
     dV = (s a)^T dout,  dW = x^T dh,  dx[t] = sum over k of W dh[t, k],  dc = sum of s dout,  db = sum of dh
 
     a LoRA     W + scaling B A and V + scaling B A take the places of W and V; their sum is never formed
-    packed     W and V are frozen and stored in four bits (MXFP4) or eight (e4m3 with a scale for each output); each is
-               made once a pass, used, and freed before the other
+    packed     W and V are frozen and stored as 4-bit MXFP4 or as fp8 (e4m3 with a scale for each output); each is
+               unpacked once a pass, used, and freed before the other
 
 Shapes  x (T, H), ids and s (T, K), W (E, 2 I, H), V (E, H, I), b (E, 2 I), c (E, H); transposed: W (E, H, 2 I), V
         (E, I, H). A of a LoRA (E, r, in), B (E, out, r), of any strides. S = T * K pairs.
 Dtypes  bf16, fp16, fp32; s in any of them. h, a and y are rounded once each, and products, sums over K and the gradient
         of s accumulate in fp32.
-Bytes   b per element. Rows of x and dout are gathered inside the loads of a product, where a copy takes 2 S H b each.
-        Kept for backward: x, s, h, and r numbers a pair of a LoRA. Not a, which is the gate of h, and no y, because the
-        gradient of s is a dot product of what the backward pass has anyway. Packed: E * 2 I * H * b more for a moment.
+Bytes   b per element. Rows of x and dout are gathered inside the loads of a product; a copy would take 2 S H b each.
+        Kept for backward: x, s, h, and r numbers a pair for a LoRA. a is recomputed from h. y is not needed: the
+        gradient of s is a dot product of tensors that backward has anyway. Packed: E * 2 I * H * b more while a matrix
+        is unpacked.
 Exactness  No atomics: the same inputs give the same bits. Ids outside [0, E) take no part, and their s gets a gradient
         of 0.
 """
@@ -67,7 +68,7 @@ class ExpertLoRA(NamedTuple):
 
 
 def _matrix(w: torch.Tensor, scales: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
-    """W (E, in, out), which with `scales` is made of e4m3, or of blocks (E, in / 2, out), in the dtype of `like`."""
+    """Return W (E, in, out) in the dtype of `like`. With `scales`, it is unpacked from fp8 or MXFP4 blocks."""
     if scales is None:
         return w
     if scales.dtype == torch.uint8:
@@ -92,7 +93,7 @@ def _gate(
     interleaved: bool,
     scale_w: float,
 ) -> list[torch.Tensor]:
-    """[a, h, x A of the LoRA on W (empty without one), and the three tensors of the routing]"""
+    """Return [a, h, x A for the LoRA on W (empty without one), and the three tensors of the routing]."""
     form = GateForm(act, limit, alpha, up_offset, gate_scale, interleaved)
     routing = route(ids, w.shape[0])
     low = None if a_w is None else Low(product(x, a_w, routing, gathered=True, scale=scale_w), b_w)
@@ -123,7 +124,7 @@ def _down(
     tokens: torch.Tensor,
     offsets: torch.Tensor,
 ) -> torch.Tensor:
-    """out"""
+    """Return the result (T, H)."""
     routing = Routing(pairs, tokens, offsets)
     low = None if a_v is None else Low(product(a, a_v, routing, gathered=False, scale=scale_v), b_v)
     y = product(a, _matrix(v, v_scales, a), routing, gathered=False, scattered=True, bias=c, low=low)
@@ -167,13 +168,13 @@ def _backward(
     scale_v: float,
     reuse: bool,
 ) -> list[torch.Tensor]:
-    """The gradients of `_INPUTS`, empty where none is `needed`. With `reuse`, h is written over."""
+    """Return the gradients of `_INPUTS`, empty where `needed` is False. With `reuse`, h is overwritten."""
     form = GateForm(act, limit, alpha, up_offset, gate_scale, interleaved)
     routing, needs, found, low = Routing(pairs, tokens, offsets), dict(zip(_INPUTS, needed, strict=True)), {}, None
     dout = dout if dout.stride(-1) == 1 else dout.contiguous()
     if a_v is not None:
         low = Low(product(dout, b_v.mT, routing, gathered=True, scale=scale_v), a_v.mT)
-    a = product(dout, _matrix(v, v_scales, x).mT, routing, gathered=True, low=low)  # da, which the gate writes over
+    a = product(dout, _matrix(v, v_scales, x).mT, routing, gathered=True, low=low)  # da; the gate overwrites it
     dh, d_share = gate_gradients(a, h, share, routing, form, reuse)
     if needs["share"]:
         d_share = d_share if c is None else d_share + _bias_shares(dout, c, ids)
@@ -210,10 +211,10 @@ def _(dout, x, ids, share, w, v, b, c, a_w, b_w, a_v, b_v, w_scales, v_scales, h
 
 
 class _Gate(torch.autograd.Function):
-    """Keeps all that the backward pass needs. Returns a stub of the result, a, and the tensors of the routing.
+    """Save what the backward pass needs. Return a stub of the result, a, and the tensors of the routing.
 
-    Weights come as (E, in, out), or packed with their scales (see `_matrix`), and the factors of a LoRA so too: A
-    (E, in, r), B (E, r, out).
+    Weights are (E, in, out), or packed with their scales (see `_matrix`). LoRA factors are A (E, in, r) and B (E, r,
+    out).
     """
 
     @staticmethod
@@ -222,7 +223,7 @@ class _Gate(torch.autograd.Function):
         a, h, rows_w, *routing = _gate(x, ids, w, b, a_w, b_w, w_scales, *form[:-1])
         ctx.save_for_backward(x, ids, *rest[:11], h, rows_w, *routing)
         ctx.form = form
-        ctx.set_materialize_grads(False)  # of a, zeros of its size would be made
+        ctx.set_materialize_grads(False)  # otherwise autograd would allocate zeros of the size of a
         ctx.mark_non_differentiable(a, *routing)
         return without_memory(x.shape, x.dtype, x), a, *routing
 
@@ -239,7 +240,7 @@ class _Gate(torch.autograd.Function):
 
 
 class _Down(torch.autograd.Function):
-    """Computes the result and keeps nothing. Its gradient goes to the stub."""
+    """Compute the result and save nothing. The gradient goes to the stub."""
 
     @staticmethod
     def forward(ctx, stub, *rest):
@@ -252,14 +253,14 @@ class _Down(torch.autograd.Function):
 
 
 def _bias_shares(dout: torch.Tensor, c: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """dout . c of each pair (T * K,), in fp32: what the bias of the down projection adds to the gradient of s."""
+    """Return dout . c of each pair (T * K,) in fp32: the down bias's part of the gradient of s."""
     all_experts = (dout @ c.to(dout.dtype).t()).float()
     known = (ids >= 0) & (ids < c.shape[0])
     return all_experts.gather(1, torch.where(known, ids, 0)).masked_fill(~known, 0).view(-1)
 
 
 def _turned(b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """B (E, out, r) in `dtype`, with unit stride in `out`: of PEFT's, where experts are fastest, in one copy."""
+    """Return B (E, out, r) in `dtype` with unit stride in `out`. PEFT stores experts fastest; this is one copy."""
     return b.mT.to(dtype, memory_format=torch.contiguous_format).contiguous().mT
 
 
@@ -273,7 +274,7 @@ def _check(
     biases: tuple[torch.Tensor | None, torch.Tensor | None],
     loras: tuple[ExpertLoRA | None, ExpertLoRA | None],
 ) -> None:
-    """ValueError unless the shapes belong together."""
+    """Raise ValueError unless the shapes belong together."""
     if gate_up.ndim != 3 or down.ndim != 3:
         raise ValueError(f"gate_up is {tuple(gate_up.shape)}, down {tuple(down.shape)}; expected three dimensions.")
     if isinstance(gate_up, Packed) != isinstance(down, Packed) or (
@@ -332,11 +333,11 @@ def experts(
     gate_up_lora: ExpertLoRA | None = None,
     down_lora: ExpertLoRA | None = None,
 ) -> torch.Tensor:
-    """The sum over a token's K experts of their gated MLPs, each times its routing weight. Nothing waits for the GPU.
+    """Sum the gated MLPs of each token's K experts, times their routing weights. Nothing waits for the GPU.
 
     Args:
         hidden (`torch.Tensor`): (T, H); bf16, fp16 or fp32 (float64: the PyTorch twin). It is cast to the dtype of
-            `gate_up`, in which everything is computed, as the grouped products of transformers do.
+            `gate_up`; everything is computed in that dtype, as in transformers' grouped products.
         expert_ids (`torch.Tensor`): (T, K), integers. Pairs with an id outside [0, E) count as 0.
         weights (`torch.Tensor`): (T, K), floating point: the routing weights.
         gate_up (`torch.Tensor`, `MXFP4Weight` or `Float8Matrices`): (E, 2 I, H), or (E, H, 2 I) if `transposed`.
@@ -345,7 +346,7 @@ def experts(
         activation (`str`, *optional*, defaults to `"silu"`): `"silu"`, `"gelu_tanh"` or `"gelu"`.
         limit, alpha, up_offset, gate_scale: As in `swiglu`; with other than the defaults `activation` must be "silu".
         interleaved (`bool`, *optional*, defaults to `False`): Gate and up are the even and odd outputs of `gate_up`, as
-            in gpt-oss, and not its halves.
+            in gpt-oss, instead of its halves.
         transposed (`bool`, *optional*, defaults to `False`): How the weights are stored.
         gate_up_lora, down_lora (`ExpertLoRA`, *optional*): A LoRA on either, cast to the dtype of `gate_up`.
 
