@@ -156,7 +156,8 @@ def cross_entropy(
     z_loss: float = 0.0,
     inplace: bool = False,
 ) -> torch.Tensor:
-    """Compute F.cross_entropy(z.float(), target), z = softcap * tanh(logit_scale * logits / softcap), in nats and fp32.
+    """Compute F.cross_entropy(z.float(), target, ...) with z = softcap * tanh(logit_scale * logits / softcap), in nats
+    and fp32.
 
     The logits are not changed, and backward may run more than once. Backward reads them again, so changing them in
     place before it is an error.

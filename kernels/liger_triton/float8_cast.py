@@ -484,7 +484,7 @@ def float8_cast(
 
 
 def _is_short(x: torch.Tensor) -> bool:
-    """Return whether x has one row. Transposed alone, fp32 rows had wrong bytes on an H200 with Triton 3.6."""
+    """Return whether x has under 16 rows. With one fp32 row, the transpose alone had wrong bytes (H200, Triton 3.6)."""
     return x.shape[0] < MULTIPLE and not computes_nothing()
 
 

@@ -1,4 +1,4 @@
-"""The gates of gated MLPs, y = act(g) * u, alone or with the products of rank r that a LoRA adds to g, u and dy.
+"""Gates of gated MLPs, y = act(g) * u, alone or with the rank-r products that a LoRA adds to g, u and dy.
 
     du = dy * act(g),  dg = dy * u * act'(g)
 
@@ -8,18 +8,18 @@
                  z = 2 * sqrt(2 / pi) * (g + 0.044715 * g^3).  It equals the usual form, since (1 + tanh(z / 2)) / 2 is
                  sigmoid(z), but 1 + tanh would cancel for negative g.
     "clamped"    c = min(gate_scale * g, limit),  v = clamp(u, -limit, limit) + up_offset,  y = v * c * sigmoid(alpha c)
-                 (gpt-oss, DeepSeek V4, MiniMax M3, Falcon-H1). The gradient of a number is 0 where it is cut off. At
-                 the limit itself it is what the installed `torch.clamp` passes there: all until 2.14, nothing since
-                 2.15. Ties are no rarity: 10 * randn in bf16 has the limit 7 in 1 of 800 numbers.
+                 (gpt-oss, DeepSeek V4, MiniMax M3, Falcon-H1). Clamped numbers get gradient 0. A number equal to the
+                 limit gets what the installed `torch.clamp` passes: all until 2.14, nothing since 2.15. Such ties are
+                 common: in 10 * randn in bf16, 1 of 800 numbers is 7.
     a LoRA       g' = g + h_g F_g,  u' = u + h_u F_u,  dy' = dy + h_y F_y  take the places of g, u and dy
 
 SwiGLU and GeGLU: Shazeer 2020, arXiv:2002.05202, section 2. gelu: Hendrycks and Gimpel 2016, arXiv:1606.08415.
 
 Shapes  g, u, y and their gradients (..., I). g and u may be the halves of one tensor (..., 2I). With a LoRA they are
-        contiguous (T, I), h (T, r) and F (r, I) with r at most `LARGEST_RANK`; ranks may differ, and each product may
-        be missing.
-Dtypes  bf16, fp16, fp32; with a LoRA 16 bits. Arithmetic in fp32, one rounding per store. Eager PyTorch rounds act(g)
-        too, so that 16-bit results are not bit-equal to it; on average they are nearer to the float64 value.
+        contiguous (T, I), h (T, r) and F (r, I), r at most `LARGEST_RANK`. Ranks may differ, and each product is
+        optional.
+Dtypes  bf16, fp16, fp32; with a LoRA 16 bits. Arithmetic in fp32, one rounding per store. Eager PyTorch also rounds
+        act(g), so 16-bit results are not bit-equal to it; on average they are closer to float64.
 Bytes   b per element. Forward 3nb (eager 5nb, clamped 9nb). Backward 5nb (eager 9nb, clamped 17nb), and 6nb with y.
         A pass for each product of a LoRA would be 7nb and 8nb. Kept for backward: g, u (eager also keeps act(g)).
 """
@@ -43,10 +43,10 @@ Product = tuple[torch.Tensor, torch.Tensor]
 
 
 def _asked_of_clamp() -> bool:
-    """Whether `torch.clamp` passes the gradient of a number that equals its limit: up to torch 2.14 it does.
+    """Return whether `torch.clamp` passes the gradient of a number equal to its limit. It does up to torch 2.14.
 
-    The node of the graph is called by itself. `backward` would start autograd's threads, after which a process may not
-    fork, and torch.compile could not trace the question in a later call.
+    The autograd node is called directly: `backward` would start autograd's threads, and then a process must not fork.
+    Nor could torch.compile trace the check in a later call.
     """
     with torch.inference_mode(False), torch.enable_grad():
         at_limit = torch.zeros((), dtype=torch.float32, device="cpu", requires_grad=True)
@@ -61,13 +61,13 @@ ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
 
 @jit
 def _act(g, ACT: tl.constexpr):
-    """(act(g), act'(g))"""
+    """Return (act(g), act'(g))."""
     if ACT == "silu":
         s = tl.sigmoid(g)
         slope = s * (1.0 + g * (1.0 - s))
     elif ACT == "gelu_tanh":
         s = tl.sigmoid(1.5957691216057308 * g * (1.0 + 0.044715 * g * g))  # 2 * sqrt(2 / pi)
-        # Beyond |g| = 15, s is 0 or 1 in fp32 and its derivative 0. Without the clamp g * g could be inf, and 0 * inf
+        # Beyond |g| = 15, s is 0 or 1 in fp32 and its derivative 0. Without the clamp, g * g could be inf and 0 * inf
         # NaN.
         b = tl.minimum(tl.maximum(g, -15.0), 15.0)
         slope = s + b * s * (1.0 - s) * 1.5957691216057308 * (1.0 + 0.134145 * b * b)  # 3 * 0.044715
@@ -79,10 +79,10 @@ def _act(g, ACT: tl.constexpr):
 
 @jit
 def gate_value(g, u, limit, alpha, up_offset, gate_scale, ACT: tl.constexpr):
-    """y of g and u in fp32."""
+    """Return y for fp32 g and u."""
     if ACT == "clamped":
         g *= gate_scale
-        g = tl.where(g > limit, limit, g)  # and not tl.minimum, which would hide a NaN
+        g = tl.where(g > limit, limit, g)  # tl.minimum would hide a NaN
         u = tl.where(u > limit, limit, tl.where(u < -limit, -limit, u)) + up_offset
         y = g * tl.sigmoid(alpha * g) * u
     else:
@@ -93,14 +93,14 @@ def gate_value(g, u, limit, alpha, up_offset, gate_scale, ACT: tl.constexpr):
 
 @jit
 def gate_slopes(dy, g, u, limit, alpha, up_offset, gate_scale, ACT: tl.constexpr, AT_LIMIT: tl.constexpr):
-    """(dg, du, y) of dy, g and u in fp32. AT_LIMIT is `PASSES_AT_LIMIT`."""
+    """Return (dg, du, y) for fp32 dy, g and u. AT_LIMIT is `PASSES_AT_LIMIT`."""
     if ACT == "clamped":
         g *= gate_scale
         if AT_LIMIT:
             g_cut = g > limit
             u_cut = (u > limit) | (u < -limit)
         else:
-            has_limit = limit < float("inf")  # without one, no infinite number is cut off
+            has_limit = limit < float("inf")  # without a limit, even infinity is not clamped
             g_cut = (g >= limit) & has_limit
             u_cut = ((u >= limit) | (u <= -limit)) & has_limit
         g = tl.where(g_cut, limit, g)
@@ -163,7 +163,7 @@ def _gate_bwd_kernel(
     PRODUCT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """With PRODUCT, DY is written over with y."""
+    """Store dg and du. With PRODUCT, DY is overwritten with y."""
     pid = tl.program_id(0)
     row = (pid // tiles_per_row).to(tl.int64)
     col = (pid % tiles_per_row).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -194,7 +194,7 @@ def _load_with_product(
     BLOCK_R: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """A tile of X and the parts of H and F that belong to it. A block of 0: there is no product."""
+    """Load a tile of X and its parts of H and F. A block of 0 means that there is no product."""
     mask = (row < rows)[:, None] & (column < columns)[None]
     x = tl.load(X + row[:, None] * columns + column[None], mask=mask, other=0.0)
     h, f = x, x
@@ -210,7 +210,7 @@ def _load_with_product(
 
 @jit
 def _sum(x, h, f, BLOCK_R: tl.constexpr):
-    """X + H F in fp32."""
+    """Return X + H F in fp32."""
     x = x.to(tl.float32)
     if BLOCK_R > 0:
         x = tl.dot(h, f, x)
@@ -247,7 +247,7 @@ def _lora_gate_fwd_kernel(
     pid = tl.program_id(0)
     row = (pid // tiles_per_row).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     column = (pid % tiles_per_row).to(tl.int64) * BLOCK_I + tl.arange(0, BLOCK_I)
-    # All loads before the first product, so that the waiting for one is that for all.
+    # All loads come before the first product, so that they wait for memory together.
     g, gh, gf = _load_with_product(
         G, GH, GF, row, column, rows, columns, g_rank, gh_stride, gf_stride_r, gf_stride_i, BLOCK_GR, WIDEN
     )
@@ -296,7 +296,7 @@ def _lora_gate_bwd_kernel(
     BLOCK_I: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """DA is written over with a."""
+    """Store dg and du, and overwrite DA with a."""
     pid = tl.program_id(0)
     row = (pid // tiles_per_row).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     column = (pid % tiles_per_row).to(tl.int64) * BLOCK_I + tl.arange(0, BLOCK_I)
@@ -319,7 +319,7 @@ def _lora_gate_bwd_kernel(
 
 
 def _check(gate: torch.Tensor, up: torch.Tensor) -> None:
-    """ValueError unless both are floating point of one shape, dtype and device."""
+    """Raise ValueError unless both are floating point of one shape, dtype and device."""
     if (gate.shape, gate.dtype, gate.device) != (up.shape, up.dtype, up.device) or not gate.is_floating_point():
         raise ValueError(
             f"gate is {tuple(gate.shape)} {gate.dtype} on {gate.device}, up is {tuple(up.shape)} {up.dtype} on "
@@ -333,7 +333,7 @@ def gate_gradients(gate: torch.Tensor, up: torch.Tensor, reuse: bool) -> tuple[t
     If `reuse` allows it and the backward pass cannot run again, they lie over `gate` and `up`: a program of the kernel
     reads all its elements before it writes any. A function that has saved the two then gets an error.
     """
-    if runs_as_op():  # then the two may not share memory
+    if runs_as_op():  # the results of an op must not share memory
         return _new_like(gate), _new_like(up)
     again = not reuse or graph_is_kept()
     if (whole := joined(gate, up)) is not None:
@@ -355,7 +355,7 @@ def _new_like(t: torch.Tensor) -> torch.Tensor:
 
 
 def _tiles(*given: torch.Tensor):
-    """(the tensors as rows, row length, tiles per row, grid, BLOCK). If all are contiguous, each is one long row."""
+    """Return (tensors as rows, row length, tiles per row, grid, BLOCK). Contiguous tensors become one long row each."""
     if all(t.is_contiguous() for t in given):
         rows = [t.view(1, -1) for t in given]
     else:
@@ -409,7 +409,7 @@ def _backward(
     gate_scale: float,
     reuse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    dg, du = gate_gradients(gate, up, reuse)  # not over dy, which another branch may read
+    dg, du = gate_gradients(gate, up, reuse)  # never over dy: another branch may read it
     _launch_backward(dy, gate, up, dg, du, act, limit, alpha, up_offset, gate_scale)
     return dg, du
 
@@ -474,22 +474,21 @@ def swiglu(
     gate_scale: float = 1.0,
     reuse_inputs: bool = False,
 ) -> torch.Tensor:
-    """silu(gate) * up in one pass, differentiable in both; or, with other than the defaults,
-    c * sigmoid(alpha * c) * (clamp(up, -limit, limit) + up_offset) with c = min(gate_scale * gate, limit).
+    """Compute silu(gate) * up in one pass, differentiable in both. With other options, it is c * sigmoid(alpha * c) *
+    (clamp(up, -limit, limit) + up_offset), c = min(gate_scale * gate, limit).
 
     Args:
-        gate (`torch.Tensor`): (..., I); bf16, fp16 or fp32 (float64: the PyTorch twin). Rows may lie apart, as the
-            halves of a fused projection do; no copy is made of them.
+        gate (`torch.Tensor`): (..., I); bf16, fp16 or fp32 (float64: the PyTorch twin). Rows may have gaps, as in the
+            halves of a fused projection; they are not copied.
         up (`torch.Tensor`): Shape, dtype and device of `gate`.
-        limit (`float`, *optional*): Cuts off the gate above it, and up on both sides; 7 in gpt-oss. Unset: neither.
-        alpha (`float`, *optional*, defaults to 1.0): Of the sigmoid; 1.702 in gpt-oss.
+        limit (`float`, *optional*): Clamps the gate from above and `up` on both sides; 7 in gpt-oss. Unset: neither.
+        alpha (`float`, *optional*, defaults to 1.0): Factor inside the sigmoid; 1.702 in gpt-oss.
         up_offset (`float`, *optional*, defaults to 0.0): Added to up; 1 in gpt-oss.
         gate_scale (`float`, *optional*, defaults to 1.0): Multiplies the gate before anything else.
-        reuse_inputs (`bool`, *optional*, defaults to `False`): The backward pass may write the two gradients over
-            `gate` and `up` if they are contiguous or the halves of a contiguous tensor, which saves two tensors of
-            their size. Allow it only if nothing reads the two any more, neither later code nor the backward
-            pass of what made them. It does nothing with `retain_graph=True`, for leaf tensors, under torch.compile and
-            on the PyTorch twin.
+        reuse_inputs (`bool`, *optional*, defaults to `False`): Let backward write the gradients over `gate` and `up` if
+            they are contiguous or halves of a contiguous tensor. This saves two tensors of their size. Allow it only if
+            nothing reads the two again: neither later code nor the backward of the operations that made them. Ignored
+            with `retain_graph=True`, for leaf tensors, under torch.compile and on the PyTorch twin.
 
     Returns:
         `torch.Tensor`, contiguous, of the shape and dtype of `gate`.
@@ -509,11 +508,11 @@ def swiglu(
 def geglu(
     gate: torch.Tensor, up: torch.Tensor, *, approximate: str = "tanh", reuse_inputs: bool = False
 ) -> torch.Tensor:
-    """gelu(gate) * up in one pass, differentiable in both.
+    """Compute gelu(gate) * up in one pass, differentiable in both.
 
     Args:
-        gate (`torch.Tensor`): (..., I); bf16, fp16 or fp32 (float64: the PyTorch twin). Rows may lie apart, as the
-            halves of a fused projection do; no copy is made of them.
+        gate (`torch.Tensor`): (..., I); bf16, fp16 or fp32 (float64: the PyTorch twin). Rows may have gaps, as in the
+            halves of a fused projection; they are not copied.
         up (`torch.Tensor`): Shape, dtype and device of `gate`.
         approximate (`str`, *optional*, defaults to `"tanh"`): `"tanh"`, or `"none"` for the exact gelu; as in `F.gelu`.
         reuse_inputs (`bool`, *optional*, defaults to `False`): As in `swiglu`.
@@ -522,7 +521,8 @@ def geglu(
         `torch.Tensor`, contiguous, of the shape and dtype of `gate`.
 
     Raises:
-        ValueError: Shape, dtype or device of the two disagree, none is floating point, or `approximate` is unknown.
+        ValueError: Shape, dtype or device of the two disagree, they are not floating point, or `approximate` is
+        unknown.
     """
     _check(gate, up)
     check_in("approximate", approximate, APPROXIMATIONS)
@@ -532,12 +532,12 @@ def geglu(
 
 
 def takes(dtype: torch.dtype, device_of: torch.Tensor, ranks: list[int]) -> bool:
-    """Whether the kernels add products of these ranks; 0 is a missing one."""
+    """Return whether the kernels add products of these ranks. Rank 0 stands for a missing product."""
     return use_triton(device_of) and dtype.itemsize == 2 and 0 < max(ranks) <= LARGEST_RANK
 
 
 def _arguments(product: Product | None, like: torch.Tensor) -> tuple[list[torch.Tensor], list[int], int]:
-    """The two tensors, rank and strides, and the block of a product."""
+    """Return the two tensors, the rank, the strides and the block of a product."""
     if product is None:
         return [like, like], [0, 0, 0, 0], 0
     h, f = product
@@ -547,7 +547,7 @@ def _arguments(product: Product | None, like: torch.Tensor) -> tuple[list[torch.
 def gate_of_sums(
     g: torch.Tensor, u: torch.Tensor, to_g: Product | None, to_u: Product | None, act: str
 ) -> torch.Tensor:
-    """y of contiguous g and u (T, I) and the products that belong to them, in the dtype of g."""
+    """Return y from contiguous g and u (T, I) and the products to add to them, in the dtype of g."""
     if to_g is None and to_u is None:
         return _forward(g, u, act, *UNCHANGED) if runs_triton(g, u) else reference.gated(g, u, act)
     a, (rows, columns) = torch.empty_like(g), g.shape
@@ -586,9 +586,10 @@ def gradients_of_sums(
     to_u: Product | None,
     act: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(dg, du, y) of contiguous dy, g and u (T, I) and the products that belong to them, in one pass.
+    """Return (dg, du, y) from contiguous dy, g and u (T, I) and the products to add to them, in one pass.
 
-    y lies over `dy`, and dg and du over `g` and `u`, unless the backward pass may run again or PyTorch computes it.
+    y overwrites `dy`, and dg and du overwrite `g` and `u`, unless the backward pass may run again or PyTorch computes
+    it.
     """
     products = (to_dy, to_g, to_u)
     if products == (None, None, None):

@@ -1,4 +1,4 @@
-"""A gated MLP whose projections may have a LoRA: down(act(gate(x)) * up(x)), each of the three as in `lora_linear`.
+"""A gated MLP, down(act(gate(x)) * up(x)), with an optional LoRA on each of its projections (see `lora_linear`).
 
     g, u = gate(x), up(x);  a = act(g) * u;  y = down(a)
 
@@ -7,9 +7,9 @@ Dtypes  As in `lora_linear` and `swiglu`.
 Bytes   b per element of the width I, apart from large products: forward reads g, u and a, and writes a. Backward reads
         da, g and u, writes dg, du and a in their place, and reads each of these once. The adapters are added in these
         passes (`gates.py`), but for ranks above 64 and fp32. Kept for backward: x, g, u, and what is r wide.
-Slices  If g has more than `SLICE_ABOVE` bytes, both passes go through slices of the rows, whose g has at most
-        `SLICE_BYTES`. Kept for backward: x. It computes g and u of a slice again, and adds up the gradients of
-        weights in fp32. Not with a packed weight whose product is not row by row.
+Slices  If g has more than `SLICE_ABOVE` bytes, both passes process slices of the rows, with at most `SLICE_BYTES` of g
+        each. Kept for backward: x. Backward recomputes g and u slice by slice and sums the gradients of weights in
+        fp32. There are no slices if the product of a packed weight mixes rows.
 """
 
 from typing import NamedTuple
@@ -28,25 +28,24 @@ from .lora_linear import Lora, Weight, as_tensors, checked_layers, form_of, runs
 
 Sums = tuple[Product | None, Product | None]
 Projection = tuple[Weight, torch.Tensor | None, Lora | None]
-Factors = tuple[Rounded, Rounded]  # of the group of gate and up, and of down
+Factors = tuple[Rounded, Rounded]  # for the group of gate and up, and for down
 
 SLICE_ABOVE, SLICE_BYTES = 1 << 30, 256 << 20
 SLICE_UNIT = 128  # rows
 
 
 def goes_in_slices(x: torch.Tensor, width: int) -> bool:
-    """Whether an MLP of this inner width goes through slices of the rows of `x`."""
+    """Return whether an MLP of this inner width processes the rows of `x` in slices."""
     return x.shape[:-1].numel() * width * result_dtype(x).itemsize > SLICE_ABOVE
 
 
 class Plan(NamedTuple):
-    """How an MLP is computed, apart from its tensors.
+    """Describe how an MLP is computed, without its tensors.
 
     Attributes:
-        forms (`tuple`): Of the group of gate and up, and of down.
+        forms (`tuple`): The forms of the group of gate and up, and of down.
         activation (`str`): One of `ACTIVATIONS`.
-        adds_in_gate (`bool`): Whether the adapters of gate and up are added in the gate. The g and u that are kept are
-            without them then.
+        adds_in_gate (`bool`): Add the adapters of gate and up inside the gate kernel. The saved g and u then lack them.
     """
 
     forms: tuple[Form, Form]
@@ -54,11 +53,11 @@ class Plan(NamedTuple):
     adds_in_gate: bool
 
     def layers(self, tensors) -> list[Layer]:
-        """The three projections, whose tensors are flattened."""
+        """Rebuild the three projections from their flattened tensors."""
         return [*self.forms[0].layers(tensors[:8]), *self.forms[1].layers(tensors[8:])]
 
     def slices(self, rows: int, layers: list[Layer]) -> list[slice]:
-        """Which rows are computed together; one slice of all where g is small, or where rows depend on one another."""
+        """Return the rows that are computed together: one slice if g is small, or if rows depend on one another."""
         row = layers[0].weight.shape[0] * self.forms[0].dtype.itemsize
         by_row = all(layer.weight.by_row for layer in layers if isinstance(layer.weight, PackedWeight))
         if rows * row <= SLICE_ABOVE or not by_row:
@@ -67,7 +66,7 @@ class Plan(NamedTuple):
         return [slice(start, min(rows, start + each)) for start in range(0, rows, each)]
 
     def sums(self, layers: list[Layer], h: torch.Tensor, all_b: list[torch.Tensor | None]) -> Sums:
-        """What the gate adds to g and to u."""
+        """Return what the gate kernel adds to g and to u."""
         if not self.adds_in_gate:
             return None, None
         form, columns = self.forms[0], _lora.columns_of(h, layers, self.forms[0])
@@ -76,7 +75,7 @@ class Plan(NamedTuple):
 
 
 class _Inner(NamedTuple):
-    """What is known of an MLP before its down projection. The backward pass makes a anew."""
+    """The state of an MLP before its down projection. Backward recomputes a."""
 
     g: torch.Tensor
     u: torch.Tensor
@@ -115,7 +114,7 @@ def _gradients(
     needs_x: bool,
     needs: list[bool],
 ) -> tuple[torch.Tensor | None, list[torch.Tensor | None]]:
-    """dx or None, and the gradients of the tensors of `layers`. It writes over g and u; a is not read."""
+    """Return dx or None, and the gradients of the tensors of `layers`. It overwrites g and u and does not read a."""
     (form, form_down), (of_inner, factors_down), both, down = plan.forms, factors, layers[:2], layers[2:]
     g, u, _, h, h_down = inner
     of_down = _lora.gradients([dy], h_down, down, factors_down.b, form_down, needs[8:])
@@ -138,7 +137,7 @@ def _gradients(
 
 
 class _KeptMLP(torch.autograd.Function):
-    """Keeps what the backward pass of an MLP needs, and returns a tensor without memory in place of its output."""
+    """Save what the backward pass of an MLP needs, and return a stub without memory for its output."""
 
     @staticmethod
     def forward(ctx, plan, made, x, *tensors):
@@ -169,7 +168,7 @@ class _KeptMLP(torch.autograd.Function):
 
 
 class _SlicedMLP(torch.autograd.Function):
-    """Keeps the input of an MLP, and returns a tensor without memory in place of its output."""
+    """Save only the input of an MLP, and return a stub without memory for its output."""
 
     @staticmethod
     def forward(ctx, plan, x, *tensors):
@@ -204,7 +203,7 @@ class _SlicedMLP(torch.autograd.Function):
 
 
 def _unpacked(layers: list[Layer], plan: Plan) -> list[Layer]:
-    """`layers` with matrices of the products' dtype, which each slice would make of packed or fp32 weights."""
+    """Return `layers` with matrices in the dtype of the products. Otherwise each slice would unpack or convert them."""
 
     def unpacked(layer: Layer) -> Layer:
         weight = layer.weight
@@ -216,7 +215,7 @@ def _unpacked(layers: list[Layer], plan: Plan) -> list[Layer]:
 
 
 def _sliced(x: torch.Tensor, layers: list[Layer], plan: Plan) -> torch.Tensor:
-    """y (T, N)."""
+    """Return y (T, N), computed slice by slice."""
     layers, rows = _unpacked(layers, plan), as_matrix(x, plan.forms[0].dtype)
     factors, y = _factors(layers, plan), rows.new_empty((len(rows), layers[2].weight.shape[0]))
     for own in plan.slices(len(rows), layers):
@@ -227,7 +226,7 @@ def _sliced(x: torch.Tensor, layers: list[Layer], plan: Plan) -> torch.Tensor:
 def lora_mlp(
     x: torch.Tensor, gate: Projection, up: Projection, down: Projection, *, activation: str = "silu"
 ) -> torch.Tensor:
-    """down(act(gate(x)) * up(x)) with or without a LoRA on each projection, differentiable in all tensors.
+    """Compute down(act(gate(x)) * up(x)) with an optional LoRA on each projection, differentiable in all tensors.
 
     Args:
         x (`torch.Tensor`): (..., K); bf16, fp16 or fp32 (float64: the PyTorch twin).
@@ -237,7 +236,7 @@ def lora_mlp(
         activation (`str`, *optional*, defaults to `"silu"`): `"silu"`, `"gelu_tanh"`, or `"gelu"` for the exact one.
 
     Returns:
-        `torch.Tensor` (..., N) in the dtype of `x`, under autocast in that of autocast. It runs without Triton too.
+        `torch.Tensor` (..., N) in the dtype of `x`, or in the autocast dtype. It runs without Triton too.
 
     Raises:
         ValueError: A shape, dtype or device does not fit, or `activation` is unknown.

@@ -1,9 +1,8 @@
-"""Every operation of the package in plain PyTorch. This is how it is defined, what the tests compare it with, and what
-runs without Triton.
+"""Every operation of the package in plain PyTorch. These twins define the operations, the tests compare with them, and
+they run where Triton does not.
 
-Signatures and results are those of the kernels: the arithmetic is in fp32 (in float64 for float64 inputs), with one
-rounding where the docstring of the operation puts it. Arguments are taken as valid, since the public functions check
-them.
+Signatures and results match the kernels: arithmetic in fp32 (float64 for float64 inputs), with one rounding where the
+operation's docstring says. Arguments are not checked: the public functions do that.
 """
 
 import math
@@ -15,7 +14,7 @@ from .results import Divergence, HeadsLoss, LogProbs
 
 
 def wide_dtype(*dtypes: torch.dtype) -> torch.dtype:
-    """The dtype of the arithmetic: fp32, or float64 where an input is float64."""
+    """Return the dtype of the arithmetic: fp32, or float64 if an input is float64."""
     return torch.float64 if torch.float64 in dtypes else torch.float32
 
 
@@ -92,8 +91,7 @@ def row_attention(q, k, v, offsets, longest, *, scale=None, window=None, softcap
 
 
 def _rotate(x, cos, sin, interleaved, out_interleaved, rotate_last, cast):
-    """x (..., D), turned by the angles of cos and sin (..., R/2), which broadcast against the leading dimensions of
-    x."""
+    """Rotate x (..., D) by the angles of cos and sin (..., R/2). They broadcast against the leading dimensions of x."""
     wide = wide_dtype(x.dtype, cos.dtype, sin.dtype)
     out_dtype = x.dtype if cast == "input" else torch.promote_types(x.dtype, torch.promote_types(cos.dtype, sin.dtype))
     rot = 2 * cos.shape[-1]
@@ -154,7 +152,7 @@ def geglu(gate, up, *, approximate="tanh"):
 
 
 def gated(gate, up, activation, **form):
-    """act(gate) * up of the activation with this name. `form` are options of `swiglu`."""
+    """Compute act(gate) * up for the named activation. `form` are options of `swiglu`."""
     if activation == "silu":
         return swiglu(gate, up, **form)
     return geglu(gate, up, approximate="tanh" if activation == "gelu_tanh" else "none")
@@ -179,7 +177,7 @@ def experts(
     gate_up_lora=None,
     down_lora=None,
 ):
-    """See `liger_triton.experts`. One expert after the other."""
+    """See `liger_triton.experts`. This twin computes one expert after another."""
     gate_up, down = (t if isinstance(t, torch.Tensor) else t.unpack() for t in (gate_up, down))
 
     def linear(x, e, weight, bias, lora):
@@ -203,7 +201,7 @@ def experts(
 
 
 def lora_linear(x, weight, bias=None, *, lora, lora_input=None):
-    """See `liger_triton.lora_linear`, which runs without Triton too."""
+    """See `liger_triton.lora_linear`, which also runs without Triton."""
     y = F.linear(x, weight, bias)
     if lora is None:
         return y
@@ -215,26 +213,26 @@ def lora_linear(x, weight, bias=None, *, lora, lora_input=None):
 
 
 def lora_mlp(x, gate, up, down, *, activation="silu"):
-    """See `liger_triton.lora_mlp`, which runs without Triton too."""
+    """See `liger_triton.lora_mlp`, which also runs without Triton."""
     g, u = (lora_linear(x, weight, bias, lora=lora) for weight, bias, lora in (gate, up))
     weight, bias, lora = down
     return lora_linear(gated(g, u, activation), weight, bias, lora=lora)
 
 
 def float8_maxima(x):
-    """(1,), int32: the bits of max|x|."""
+    """Return (1,), int32: the bits of max|x|."""
     return x.abs().amax().float().view(torch.int32).view(1)
 
 
 def float8_cast(x, dtype, rows=True, columns=False, power_of_2=False, maxima=None):
-    """The four parts of `liger_triton.float8_cast.Float8`. Zeros fill the transpose up to a multiple of 16."""
+    """Return the four parts of `liger_triton.float8_cast.Float8`. Zeros pad the transpose to a multiple of 16."""
     maxima = float8_maxima(x) if maxima is None else maxima
     q, inverse = _eight_bits(x, maxima.amax(), dtype, power_of_2)
     return q if rows else None, _turned(q) if columns else None, inverse, maxima
 
 
 def _eight_bits(x, maxima, dtype, power_of_2, least=1e-12):
-    """x in eight bits, and what that has to be multiplied by. `maxima` are bits, in a shape that goes with x."""
+    """Return x in fp8, and the factor that restores it. `maxima` are bits, in a shape that broadcasts against x."""
     largest = torch.finfo(dtype).max
     scale = (largest / maxima.view(torch.float32).double().clamp(min=least)).float()
     scale = scale.log2().floor().exp2() if power_of_2 else scale
@@ -248,7 +246,7 @@ def _turned(q):
 
 
 def float8_rows(x, power_of_2=True, maxima=False):
-    """The three parts of `liger_triton.float8_cast.Float8Rows`."""
+    """Return the three parts of `liger_triton.float8_cast.Float8Rows`."""
     bits = x.abs().float().view(torch.int32)
     q, inverse = _eight_bits(x, bits.amax(1, keepdim=True), torch.float8_e4m3fn, power_of_2)
     return q, inverse.view(-1), bits.amax(0) if maxima else None
@@ -270,12 +268,12 @@ def float8_row_cast(parts, factors=None):
 
 
 def float8_product(a, a_inverse, b, b_inverse, dtype):
-    """a b of two matrices in eight bits, in fp32 and rounded once."""
+    """Return a b for two fp8 matrices, computed in fp32 and rounded once."""
     return (torch.mm(a.float(), b.float()) * (a_inverse * b_inverse)).to(dtype)
 
 
 def transformed(logits, softcap, logit_scale, temperature=1.0):
-    """z of the vocabulary losses, in the dtype of the arithmetic."""
+    """Return z of the vocabulary losses, in the dtype of the arithmetic."""
     z = logits.to(wide_dtype(logits.dtype)) * logit_scale
     if softcap is not None:
         z = softcap * torch.tanh(z / softcap)
@@ -283,7 +281,7 @@ def transformed(logits, softcap, logit_scale, temperature=1.0):
 
 
 def head_logits(hidden, weight, bias, lora, lora_input):
-    """The logits of a head with or without a LoRA, rounded as the model's own head rounds them."""
+    """Return the logits of a head with or without a LoRA, rounded as the model's own head rounds them."""
     logits = F.linear(hidden, weight, bias)
     if lora is not None:
         lora_a, lora_b, scaling = lora
@@ -304,7 +302,7 @@ def cross_entropy(
     z_loss=0.0,
     token_weights=None,
 ):
-    """See `liger_triton.cross_entropy`. The logits are left alone. `token_weights` are those of
+    """See `liger_triton.cross_entropy`. It does not change the logits. For `token_weights` see
     `linear_cross_entropy`."""
     z = transformed(logits, softcap, logit_scale)
     rows = F.cross_entropy(z, target, ignore_index=ignore_index, reduction="none", label_smoothing=label_smoothing)
@@ -337,7 +335,7 @@ def linear_cross_entropy(
     accumulate="fp32",
     chunk_rows=None,
 ):
-    """See `liger_triton.linear_cross_entropy`, which runs without Triton too. This one makes all logits."""
+    """See `liger_triton.linear_cross_entropy`, which also runs without Triton. This twin computes all logits."""
     logits = head_logits(hidden, weight, bias, lora, lora_input).flatten(0, -2)
     loss = cross_entropy(
         logits,
@@ -371,13 +369,13 @@ def linear_logprobs(
     accumulate="fp32",
     chunk_rows=None,
 ):
-    """See `liger_triton.linear_logprobs`, which runs without Triton too. This one makes all logits."""
+    """See `liger_triton.linear_logprobs`, which also runs without Triton. This twin computes all logits."""
     z = transformed(head_logits(hidden, weight, bias, lora, lora_input), softcap, logit_scale, temperature)
     return LogProbs(**logprobs(z, target, outputs, label_smoothing, ignore_index))
 
 
 def logprobs(z, target, outputs, label_smoothing=0.0, ignore_index=-100):
-    """The fields `outputs` of `liger_triton.linear_logprobs`, of logits z (..., V) in the dtype of the arithmetic."""
+    """Return the fields `outputs` of `liger_triton.linear_logprobs` from logits z (..., V) in wide dtype."""
     ignored = target == ignore_index
     y = torch.where(ignored, 0, target).unsqueeze(-1)
     log_p = z.log_softmax(-1)
@@ -420,7 +418,7 @@ def linear_divergence(
     accumulate="fp32",
     chunk_rows=None,
 ):
-    """See `liger_triton.linear_divergence`. This one makes all logits of both heads."""
+    """See `liger_triton.linear_divergence`. This twin computes all logits of both heads at once."""
     wide = wide_dtype(hidden.dtype, teacher_hidden.dtype)
 
     def log_softmax(head, cap, scale):
@@ -446,8 +444,10 @@ def linear_divergence(
 
 
 def _heads_loss(hidden, weight, rows_of_head, row_weight, counted):
-    """The result of several heads. `rows_of_head(k, logits)` gives loss and top-1 of the rows of head k, and `counted`
-    (K, T) says which rows count."""
+    """Return the `HeadsLoss` of several heads.
+
+    `rows_of_head(k, logits)` gives loss and top-1 for the rows of head k. `counted` (K, T) is True for rows that count.
+    """
     weights = weight if isinstance(weight, list | tuple) else [weight] * len(hidden)
     per_head = [rows_of_head(k, F.linear(x, w)) for k, (x, w) in enumerate(zip(hidden, weights, strict=True))]
     loss, top1 = (torch.stack(t) for t in zip(*per_head, strict=True))
@@ -469,7 +469,7 @@ def linear_heads_cross_entropy(
     accumulate="fp32",
     chunk_rows=None,
 ):
-    """See `liger_triton.linear_heads_cross_entropy`, which runs without Triton too. This one makes all logits."""
+    """See `liger_triton.linear_heads_cross_entropy`, which also runs without Triton. This twin computes all logits."""
 
     def rows(k, logits):
         z = transformed(logits, softcap, logit_scale)
@@ -493,14 +493,14 @@ def linear_heads_kl(
     accumulate="fp32",
     chunk_rows=None,
 ):
-    """See `liger_triton.linear_heads_kl`, which runs without Triton too. This one makes all logits."""
+    """See `liger_triton.linear_heads_kl`, which also runs without Triton. This twin computes all logits."""
     n = teacher_hidden.shape[0]
     log_q = transformed(F.linear(teacher_hidden, teacher_weight), softcap, logit_scale).log_softmax(-1).detach()
     valid = torch.stack([v & (torch.arange(n, device=v.device) + k < n) for k, v in enumerate(valid, 1)])
 
     def rows(k, logits):
         log_p = transformed(logits, softcap, logit_scale).log_softmax(-1)
-        ahead = log_q.roll(-k - 1, 0)  # the rows that wrap around do not count
+        ahead = log_q.roll(-k - 1, 0)  # rows that wrap around do not count
         loss = F.kl_div(log_p, ahead, reduction="none", log_target=True).sum(-1)
         return loss, log_p.argmax(-1) == (ahead.argmax(-1) if target is None else target[k])
 

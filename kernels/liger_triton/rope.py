@@ -1,14 +1,14 @@
 """Rotary position embedding of q and k in one launch. Su et al. 2021, RoFormer, arXiv:2104.09864, section 3.2.
 
-A head of D numbers has R <= D rotary ones, in R/2 pairs (x1, x2). Pair i of token t is turned by the angle of (t, i):
+In a head of D numbers, R <= D are rotary and form R/2 pairs (x1, x2). The angle of (t, i) rotates pair i of token t:
 
     y1 = x1 * cos - x2 * sin
-    y2 = x2 * cos + x1 * sin        backward: the same with -sin, and the layouts of input and output exchanged
+    y2 = x2 * cos + x1 * sin        backward: the same with -sin, with input and output layouts swapped
 
 Shapes  q, k and results have up to three leading dimensions in any order, with any strides, and then D. For cos and sin
         see `rope`.
-Dtypes  bf16, fp16, fp32, each tensor its own. Arithmetic in fp32, one rounding at the store. Eager PyTorch in bf16
-        rounds both products too, so that 16-bit results agree up to rounding, not bit for bit.
+Dtypes  bf16, fp16, fp32, each tensor its own. Arithmetic in fp32, one rounding at the store. Eager PyTorch in bf16 also
+        rounds both products, so 16-bit results agree only up to rounding.
 Bytes   b per element, n elements of q and k together. Forward and backward each read and write them once: 2nb. Kept for
         backward: cos, sin.
 """
@@ -61,8 +61,8 @@ def _turn_tile(
     BLOCK_HALF: tl.constexpr,
     BLOCK_REST: tl.constexpr,
 ):
-    """Turns the BLOCK_R rows of X from tile * BLOCK_R on, into Y. A row is one head of one token, and the last leading
-    dimension runs fastest."""
+    """Rotate the BLOCK_R rows of X from tile * BLOCK_R on, into Y. A row is one head of one token; the last leading
+    dimension varies fastest."""
     row = tile * BLOCK_R + tl.arange(0, BLOCK_R)
     live = (row < rows)[:, None]
     i2 = (row % n2).to(tl.int64)  # int64: offsets pass 2**31, the number of rows does not
@@ -77,7 +77,7 @@ def _turn_tile(
     sin = tl.load(SIN + (i0 * s0 + i1 * s1 + i2 * s2)[:, None] + half * s3, mask=mask, other=0.0).to(tl.float32) * sign
 
     both = tl.arange(0, 2 * BLOCK_HALF)[None, :]
-    if IN_PAIRS:  # read as one run and then split, since each load with a step of 2 would fetch the whole run
+    if IN_PAIRS:  # read as one run and split: two loads with stride 2 would each fetch the whole run
         x = tl.load(x_row + FIRST + both, mask=live & (both < 2 * HALF), other=0.0).to(tl.float32)
         a, b = tl.split(tl.reshape(x, [BLOCK_R, BLOCK_HALF, 2]))
     else:
@@ -92,7 +92,7 @@ def _turn_tile(
         tl.store(y_row + FIRST + half, u, mask=mask)
         tl.store(y_row + FIRST + HALF + half, v, mask=mask)
 
-    if D > 2 * HALF:  # what is not rotary passes through
+    if D > 2 * HALF:  # non-rotary numbers pass through
         rest = tl.arange(0, BLOCK_REST)[None, :]
         rest_mask = live & (rest < D - 2 * HALF)
         rest += 0 if FIRST > 0 else 2 * HALF
@@ -216,13 +216,12 @@ def _rope_kernel(
 
 
 def _memory_order(strides: tuple[int, ...]) -> list[int]:
-    """The leading dimensions of a tensor, from the one with the longest stride to the one with the shortest."""
+    """Return the leading dimensions of a tensor, ordered from the longest stride to the shortest."""
     return sorted(range(len(strides) - 1), key=lambda d: -strides[d])
 
 
 def _dense_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of a dense tensor of that shape whose leading dimensions have the memory order of `strides`, and
-    whose heads are contiguous."""
+    """Return strides of a dense tensor of that shape, with leading dimensions in the memory order of `strides`."""
     dense, step = [1] * len(shape), shape[-1]
     for d in reversed(_memory_order(strides)):
         dense[d] = step
@@ -235,13 +234,12 @@ def _empty_in_order(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _lead(values: tuple[int, ...], order: list[int], fill: int) -> list[int]:
-    """The values of the leading dimensions in `order`, filled up in front to be three."""
+    """Return the values of the leading dimensions in `order`, padded in front to three."""
     return [fill] * (3 - len(order)) + [values[d] for d in order]
 
 
 def _angle_strides(shape, strides, ndim: int, cos_layout: str, unsqueeze_dim: int) -> list[int]:
-    """The strides with which cos or sin, unsqueezed and read as one number per pair, broadcasts against `ndim`
-    dimensions."""
+    """Return strides of cos or sin, read as one number per pair, that broadcast against `ndim` dimensions."""
     found = [0 if size == 1 else stride for size, stride in zip(shape, strides, strict=True)]
     found[-1] = strides[-1] * (2 if cos_layout == "interleaved" else 1)
     found.insert(unsqueeze_dim % (len(shape) + 1), 0)
@@ -262,11 +260,12 @@ def _plan(
     cos_layout,
     unsqueeze_dim,
 ):
-    """(strides of the two results, numbers of programs, integer arguments of the kernel, HALF, sizes of its blocks).
+    """Return (strides of the two results, numbers of programs, integer kernel arguments, HALF, block sizes).
 
-    `memory` are the strides that the results follow, `strides` those that are read. The plan is cached, because for the
-    host it is most of a call."""
-    order, d = _memory_order(q_memory), q_shape[-1]  # rows that are neighbours in memory share cache lines and angles
+    `memory` are the strides that the results follow; `strides` are read. The plan is cached, because it is most of a
+    call's host time.
+    """
+    order, d = _memory_order(q_memory), q_shape[-1]  # neighbouring rows in memory share cache lines and angles
     half = cos_shape[-1] if cos_layout == "single" else (cos_shape[-1] + 1) // 2
     block_half = next_power_of_2(half)
     block_r = max(1, TILE // (2 * block_half))
@@ -299,7 +298,7 @@ def _rotate(
     unsqueeze_dim: int,
     sign: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(q, k), turned. The second is empty if k is None. A sign of -1.0 turns back."""
+    """Return q and k, rotated. The second is empty if k is None. A sign of -1.0 rotates back."""
     other = q if k is None else k
     q_memory, k_memory = q.stride(), other.stride()
     q, other = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, other))
@@ -367,9 +366,9 @@ class _Rope(torch.autograd.Function):
 
 
 def misfit(q, k, cos, sin, cos_layout, unsqueeze_dim) -> str | None:
-    """What `rope` does not take of these tensors, in words. None if it takes them.
+    """Return why `rope` does not take these tensors, or None if it does.
 
-    Callers that have another way to compute the same use this too.
+    Callers with another way to compute the same use this check too.
     """
     ndim, given = q.ndim, {"q": q, "k": k, "cos": cos, "sin": sin}
 
@@ -422,7 +421,7 @@ def rope(
     cast: str = "promote",
     unsqueeze_dim: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """q and k with each pair of rotary numbers turned by its angle, in one launch; differentiable in q and k.
+    """Rotate each pair of rotary numbers of q and k by its angle, in one launch; differentiable in q and k.
 
     With R rotary numbers in a head, h = R/2 and i = 0 ... h-1, in offsets from the first rotary number:
 
@@ -457,10 +456,9 @@ def rope(
         cos_layout (`str`, *optional*, defaults to `"half"`): `"half"`, `"interleaved"` or `"single"`; see above.
         rotate_last (`bool`, *optional*, defaults to `False`): If R < D, the last R numbers of a head are rotary instead
             of the first. The others pass through.
-        cast (`str`, *optional*, defaults to `"promote"`): The dtype of the results. `"promote"` is the common one of q
-            (or k), cos and sin, which `q * cos` has; `"input"` is that of q (or k), as in models that cast to fp32 and
-            back.
-        unsqueeze_dim (`int`, *optional*, defaults to 1): Where the dimension of the heads goes into cos and sin.
+        cast (`str`, *optional*, defaults to `"promote"`): Dtype of the results. `"promote"`: the common dtype of q (or
+            k), cos and sin, as in `q * cos`. `"input"`: the dtype of q (or k), as in models that cast to fp32 and back.
+        unsqueeze_dim (`int`, *optional*, defaults to 1): Where cos and sin get the dimension of the heads.
 
     Returns:
         `tuple` of two new tensors, in the memory order of q and k; the second is `None` if `k` is.
