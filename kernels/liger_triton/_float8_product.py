@@ -33,7 +33,9 @@ def scale_(y: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Multiply a contiguous y (M, N) in place, by a (M,) for each row and by b (N,) for each column."""
     if not use_triton(y):
         return y.copy_(y.to(torch.float32) * a.view(-1, 1) * b.view(1, -1))
-    a, b, (m, n) = a.contiguous(), b.contiguous(), y.shape
+    a = a.contiguous()
+    b = b.contiguous()
+    m, n = y.shape
     tiles_per_row = cdiv(n, TILE_COLUMNS)
     launch(
         _scale_kernel,

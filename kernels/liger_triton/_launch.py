@@ -48,28 +48,38 @@ def launch(kernel, grid: tuple[int, ...], *args, **constants) -> None:
     if HIP:  # on AMD, Triton also specializes on the size of a tensor's memory
         kernel[grid](*args, **constants)
         return
-    key = (
-        device,
-        *[
-            ((a & 15 and 1 + (a == 1)) if a <= MAX_INT32 else 3 + (a & 15 and 1))
-            if (kind := type(a)) is int
-            else kind
-            if kind is float
-            else (a.dtype, a.data_ptr() & 15 == 0)
-            if isinstance(a, torch.Tensor)
-            else a
-            for a in args
-        ],
-        *constants.values(),
-    )
-    found = kernel.__dict__.get("_liger_compiled", {}).get(key)
-    if found is None:
+    key = _version_key(device, args, constants)
+    version = kernel.__dict__.get("_liger_compiled", {}).get(key)
+    if version is None:
         compiled = kernel[grid](*args, **constants)
         in_order = [constants[name] for name in kernel.arg_names[len(args) :]]
         kernel.__dict__.setdefault("_liger_compiled", {})[key] = compiled, in_order
     else:
-        compiled, in_order = found
+        compiled, in_order = version
         compiled[*grid, 1, 1](*args, *in_order)
+
+
+def _version_key(device: int, args: tuple, constants: dict) -> tuple:
+    """Return the key of the compiled version that fits these arguments. It follows what Triton specializes on."""
+    key: list = [device]
+    for a in args:
+        kind = type(a)
+        if kind is int:
+            aligned = a & 15 == 0
+            if a > MAX_INT32:
+                key.append(3 if aligned else 4)
+            elif aligned:
+                key.append(0)
+            else:
+                key.append(2 if a == 1 else 1)
+        elif kind is float:
+            key.append(kind)
+        elif isinstance(a, torch.Tensor):
+            key.append((a.dtype, a.data_ptr() & 15 == 0))
+        else:
+            key.append(a)
+    key.extend(constants.values())
+    return tuple(key)
 
 
 def check_in(name: str, value: str, known: Collection[str]) -> None:

@@ -124,10 +124,13 @@ def columns_of(h: torch.Tensor, layers: list[Layer], form: Form) -> list[tuple[t
     parts = (h,) if form.parts == 1 else h.chunk(2, 1)
     if len(layers) == 1:  # all of h belongs to it
         return [() if layers[0].adapter is None else parts]
-    return [
-        () if layer.adapter is None else tuple([part[:, own] for part in parts])
-        for layer, own in zip(layers, _ranges(layers), strict=True)
-    ]
+    columns: list[tuple[torch.Tensor, ...]] = []
+    for layer, own in zip(layers, _ranges(layers), strict=True):
+        if layer.adapter is None:
+            columns.append(())
+        else:
+            columns.append(tuple([part[:, own] for part in parts]))
+    return columns
 
 
 def adapter_of_output(
@@ -180,7 +183,9 @@ def gradients(
 ) -> Gradients:
     """Compute dh, dB and db of a group from the gradients (T, N) of its outputs. `needs` selects the tensors."""
     tensors: list[torch.Tensor | None] = [None] * len(needs)
-    dh, large, ranges = torch.empty_like(h), [], _ranges(layers)
+    dh = torch.empty_like(h)
+    large = []
+    ranges = _ranges(layers)
     for k, (dy, layer, columns) in enumerate(zip(dys, layers, columns_of(h, layers, form), strict=True)):
         own = dh if form.parts == 1 else dh.unflatten(1, (2, -1))
         own = own if len(layers) == 1 else own[..., ranges[k]]
@@ -188,7 +193,8 @@ def gradients(
         if needs[4 * k + 1]:
             tensors[4 * k + 1] = dy.sum(0)
         if layer.adapter is not None:
-            both, scaling = columns[0] if form.parts == 1 else torch.cat(columns, 1), layer.adapter.scaling
+            both = columns[0] if form.parts == 1 else torch.cat(columns, 1)
+            scaling = layer.adapter.scaling
             db = low_rank_gradients(dy, both, all_b[k], own, form.parts, factors_of(scaling, form.dtype)[1], scaling)
             if needs[4 * k + 3]:
                 tensors[4 * k + 3] = db
@@ -257,8 +263,11 @@ class _Kept(torch.autograd.Function):
         if dy is None:
             return (None,) * 9
         x, source, h, a, b, *tensors = ctx.saved_tensors
-        form, (needs_x, needs_source, *needs) = ctx.form, ctx.needs_input_grad[3:]
-        layers, dx, dsource = form.layers(tensors), None, None
+        form = ctx.form
+        needs_x, needs_source, *needs = ctx.needs_input_grad[3:]
+        layers = form.layers(tensors)
+        dx = None
+        dsource = None
         with no_autocast(x.device.type):
             dys = [as_matrix(dy, form.dtype)]
             found = gradients(dys, h, layers, [b], form, needs)

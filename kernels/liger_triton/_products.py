@@ -67,7 +67,9 @@ def _add(total, a, b, started: bool) -> None:
         a, b = F.pad(a, (0, 7)), F.pad(b, (0, 0, 0, 7))
     wider = a.dtype != total.dtype
     if wider and not on_cuda(a):
-        a, b, wider = a.to(total.dtype), b.to(total.dtype), False
+        a = a.to(total.dtype)
+        b = b.to(total.dtype)
+        wider = False
     more = {"out_dtype": total.dtype} if wider else {}
     if started:
         torch.addmm(total, a, b, out=total, **more)

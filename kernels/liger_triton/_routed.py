@@ -373,7 +373,9 @@ def _gated_product_kernel(
         acc_u = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for start in range(0, k, BLOCK_K):
             if EVEN:
-                x, w_g, w_u = tl.load(x_at), tl.load(g_at), tl.load(u_at)
+                x = tl.load(x_at)
+                w_g = tl.load(g_at)
+                w_u = tl.load(u_at)
             else:
                 mask = (start + kk < k)[:, None] & (column < n)[None]
                 x = tl.load(x_at, mask=(start + kk < k)[None], other=0.0)

@@ -170,7 +170,10 @@ def _backward(
 ) -> list[torch.Tensor]:
     """Return the gradients of `_INPUTS`, empty where `needed` is False. With `reuse`, h is overwritten."""
     form = GateForm(act, limit, alpha, up_offset, gate_scale, interleaved)
-    routing, needs, found, low = Routing(pairs, tokens, offsets), dict(zip(_INPUTS, needed, strict=True)), {}, None
+    routing = Routing(pairs, tokens, offsets)
+    needs = dict(zip(_INPUTS, needed, strict=True))
+    found = {}
+    low = None
     dout = dout if dout.stride(-1) == 1 else dout.contiguous()
     if a_v is not None:
         low = Low(product(dout, b_v.mT, routing, gathered=True, scale=scale_v), a_v.mT)
@@ -284,9 +287,12 @@ def _check(
             f"gate_up is a {type(gate_up).__name__}, down a {type(down).__name__}, transposed {transposed}; expected "
             "two tensors, or both packed alike and not transposed."
         )
-    (experts, width, two), (_, inner, out) = (
-        (e, *(sizes if transposed else sizes[::-1])) for e, *sizes in (gate_up.shape, down.shape)
-    )
+    if transposed:
+        experts, width, two = gate_up.shape
+        _, inner, out = down.shape
+    else:
+        experts, two, width = gate_up.shape
+        _, out, inner = down.shape
     if two != 2 * inner or down.shape[0] != experts or out != width:
         stored = "(E, H, 2 I) and (E, I, H)" if transposed else "(E, 2 I, H) and (E, H, I)"
         raise ValueError(f"gate_up is {tuple(gate_up.shape)}, down {tuple(down.shape)}; expected {stored}.")
@@ -303,11 +309,9 @@ def _check(
     for name, lora, sizes in zip(("gate_up_lora", "down_lora"), loras, ((width, two), (inner, out)), strict=True):
         if lora is not None:
             rank = lora.lora_a.shape[1]
-            if tuple(lora.lora_a.shape) != (experts, rank, sizes[0]) or tuple(lora.lora_b.shape) != (
-                experts,
-                sizes[1],
-                rank,
-            ):
+            fits_a = tuple(lora.lora_a.shape) == (experts, rank, sizes[0])
+            fits_b = tuple(lora.lora_b.shape) == (experts, sizes[1], rank)
+            if not (fits_a and fits_b):
                 raise ValueError(
                     f"{name} has lora_a {tuple(lora.lora_a.shape)} and lora_b {tuple(lora.lora_b.shape)}; expected "
                     f"({experts}, r, {sizes[0]}) and ({experts}, {sizes[1]}, r)."
@@ -372,8 +376,12 @@ def experts(
     matrices, scales = (gate_up, down), (None, None)
     if isinstance(gate_up, Packed):
         matrices, scales = zip(gate_up[:2], down[:2], strict=True)
-    floats = [] if isinstance(gate_up, Packed) else [gate_up, down]
-    floats += [gate_up_bias, down_bias, *(t for lora in loras if lora is not None for t in lora[:2])]
+    floats = [gate_up_bias, down_bias]
+    if not isinstance(gate_up, Packed):
+        floats += [gate_up, down]
+    for lora in loras:
+        if lora is not None:
+            floats += [lora.lora_a, lora.lora_b]
     if not runs_triton(x, *floats, weights) or expert_ids.numel() == 0 or any(map(is_wrapped, (expert_ids, *scales))):
         with no_autocast(x.device.type):
             out = reference.experts(
@@ -397,8 +405,12 @@ def experts(
         return out.to(hidden.dtype)
     form = (activation if numbers == UNCHANGED else "clamped", *numbers, interleaved)
     w, v = matrices if transposed else (t.mT for t in matrices)
-    factors = [t for lora in loras for t in ((None, None) if lora is None else (lora.lora_a.mT, lora.lora_b.mT))]
-    scalings = [0.0 if lora is None else float(lora.scaling) for lora in loras]
+    factors = []
+    scalings = []
+    for lora in loras:
+        # Autograd functions take flat arguments: a missing LoRA is two Nones and a scaling that is not read.
+        factors += [None, None] if lora is None else [lora.lora_a.mT, lora.lora_b.mT]
+        scalings.append(0.0 if lora is None else float(lora.scaling))
     x = x if x.stride(1) == 1 else x.contiguous()
     given = (x, expert_ids.contiguous(), weights.contiguous(), w, v, gate_up_bias, down_bias, *factors, *scales)
     stub, a, *routing = _Gate.apply(*given, *form, *scalings)

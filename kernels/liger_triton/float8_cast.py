@@ -37,7 +37,9 @@ ROW_PROGRAMS = 2  # programs of `float8_rows` on each multiprocessor; one if it 
 MOST_PARTS = 3  # matrices that `row_cast` and `transposed` take: the gradients of q, k and v
 LARGEST_ROW = 2**16  # elements that a program of `row_cast` keeps in registers
 BLOCK = 8192
-TILE_ROWS, TILE_COLUMNS, TILE_WARPS = 128, 128, 4
+TILE_ROWS = 128
+TILE_COLUMNS = 128
+TILE_WARPS = 4
 TURNED_TILE = 32  # tile of `transposed`, in words of four numbers, in both directions
 
 

@@ -180,7 +180,9 @@ class Float8Input:
     def __init__(self, x: torch.Tensor, form: Form, keeps_input: bool = False):
         self.x = weakref.ref(x, functools.partial(_forget, weakref.ref(self)))
         self.version = _version(x)
-        self.dtype, self.form, self.keeps_input = result_dtype(x), form, keeps_input
+        self.dtype = result_dtype(x)
+        self.form = form
+        self.keeps_input = keeps_input
         self.columns = _Columns()
         self.cast: _Cast | None = None
 
@@ -213,8 +215,9 @@ def _version(x: torch.Tensor) -> int:
 
 def _forget(given: "weakref.ref[Float8Input]", x: weakref.ref) -> None:
     """Drop the cast when x is gone: no further layer can get x."""
-    if (found := given()) is not None:
-        found.cast = None
+    alive = given()
+    if alive is not None:
+        alive.cast = None
 
 
 class _Kept(torch.autograd.Function):
@@ -237,7 +240,10 @@ class _Kept(torch.autograd.Function):
         ctx.save_for_backward(kept, inverse, maxima, weight if needs_x else None, prepared.maxima)
         ctx.set_materialize_grads(False)
         ctx.form, ctx.columns = form, given.columns
-        ctx.dtype, ctx.weight_dtype, ctx.x_dtype, ctx.shape = given.dtype, weight.dtype, x.dtype, x.shape
+        ctx.dtype = given.dtype
+        ctx.weight_dtype = weight.dtype
+        ctx.x_dtype = x.dtype
+        ctx.shape = x.shape
         return without_memory((*x.shape[:-1], weight.shape[0]), given.dtype, x)
 
     @staticmethod
@@ -355,5 +361,6 @@ def _check(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
     for name, t in (("weight", weight), ("bias", bias)):
         if t is not None and t.device != x.device:
             raise ValueError(f"{name} is on {t.device}, x on {x.device}; move {name} to {x.device}.")
-    if (fault := fault_of_device(x.device)) is not None:
+    fault = fault_of_device(x.device)
+    if fault is not None:
         raise ValueError(f"{fault}. Use torch.nn.functional.linear.")

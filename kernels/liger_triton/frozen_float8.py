@@ -191,7 +191,10 @@ class _Frozen(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, dtype):
         ctx.set_materialize_grads(False)
-        ctx.weight, ctx.dtype, ctx.x_dtype, ctx.shape = weight, dtype, x.dtype, x.shape
+        ctx.weight = weight
+        ctx.dtype = dtype
+        ctx.x_dtype = x.dtype
+        ctx.shape = x.shape
         ctx.bias_dtype = None if bias is None else bias.dtype
         return _forward(x, weight, bias, dtype)
 
@@ -240,7 +243,8 @@ def frozen_float8_linear(x: torch.Tensor, weight: Float8Weight, bias: torch.Tens
     dtype = result_dtype(x)
     if torch.compiler.is_compiling() or dtype == torch.float64 or any(map(is_wrapped, (x, *weight, bias))):
         return F.linear(x.to(dtype), dequantized(weight, dtype), None if bias is None else bias.to(dtype))
-    if (fault := fault_of_device(x.device)) is not None:
+    fault = fault_of_device(x.device)
+    if fault is not None:
         raise ValueError(f"{fault}. Use torch.nn.functional.linear.")
     with no_autocast(x.device.type):
         if not records_graph():

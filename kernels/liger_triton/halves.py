@@ -15,7 +15,9 @@ def joined(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor | None:
         or first.untyped_storage().data_ptr() != second.untyped_storage().data_ptr()
     ):
         return None
-    shape, strides, step = (*first.shape[:-1], 2 * first.shape[-1]), [], 1
+    shape = (*first.shape[:-1], 2 * first.shape[-1])
+    strides = []
+    step = 1
     for size in reversed(shape):
         strides.insert(0, step)
         step *= size

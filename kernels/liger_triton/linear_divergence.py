@@ -120,7 +120,9 @@ class _Spec(NamedTuple):
 
 def _walk(student: Head, teacher: Head, kept, spec: _Spec, needs: int, g=None):
     """Return divergence (T,), entropy (T,) and the gradients in `needs` of sum(g * divergence). g is (T,) or None."""
-    total, vocab, dtype = student.x.shape[0], student.weight.shape[0], spec.student.dtype
+    total = student.x.shape[0]
+    vocab = student.weight.shape[0]
+    dtype = spec.student.dtype
     chunks = Chunks(total, kept, spec.chunk_rows, 2 * vocab, torch.float32, student.x.device.type)  # two heads
     # Two tensors: halves of one would be views, and autograd forbids changing those in place.
     divergence, entropy = (torch.zeros(total, dtype=torch.float32, device=student.x.device) for _ in range(2))

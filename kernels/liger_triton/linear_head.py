@@ -133,7 +133,9 @@ def _walk(head: Head, target, chunks: Chunks, needs, lean, spec: HeadSpec, g_los
     `buffer`.
     """
     x, weight, bias, u, lora_b = head
-    vocab, dtype, every_row = weight.shape[0], spec.compute_dtype, chunks.kept is None
+    vocab = weight.shape[0]
+    dtype = spec.compute_dtype
+    every_row = chunks.kept is None
     w = weight.to(dtype)
     b = None if bias is None else bias.to(dtype)
     lb = None if lora_b is None else lora_b.to(dtype)
@@ -253,8 +255,12 @@ class _LinearHead(torch.autograd.Function):
     def forward(ctx, x, weight, bias, u, lora_b, target, row_weight, mode, spec, may_keep_logits):
         ctx.set_materialize_grads(False)
         head, traced = Head(x, weight, bias, u, lora_b), torch.compiler.is_compiling()
-        ctx.mode, ctx.spec, ctx.kept_logits = mode, spec, None
-        dtypes, factor, later = [None if t is None else t.dtype for t in head], row_weight, None
+        ctx.mode = mode
+        ctx.spec = spec
+        ctx.kept_logits = None
+        dtypes = [None if t is None else t.dtype for t in head]
+        factor = row_weight
+        later = None
         if mode != "recompute":
             factor, later = folded(row_weight, spec.rows.scale, spec.compute_dtype, target)
         if traced:

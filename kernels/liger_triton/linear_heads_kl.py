@@ -272,7 +272,10 @@ def _windows(valid, size):
     wanted = needed.nonzero().squeeze(1)
     counted = valid.any(0).nonzero().squeeze(1)
     end, total = 0, wanted.shape[0]
-    while (nearest := int(torch.searchsorted(counted, end))) < counted.shape[0]:
+    while True:
+        nearest = int(torch.searchsorted(counted, end))
+        if nearest >= counted.shape[0]:
+            return
         begin = int(counted[nearest])
         low = int(torch.searchsorted(wanted, begin + 1))
         end = rows if low + size >= total else int(wanted[low + size]) - heads
@@ -304,7 +307,10 @@ def _kl_op(
     A hit means that the student's argmax equals the target, or the teacher's argmax without targets. `weights` is one
     for all heads, or one for each.
     """
-    heads, (rows, width), vocab, device = len(hidden), hidden[0].shape, teacher_weight.shape[0], valid.device
+    heads = len(hidden)
+    rows, width = hidden[0].shape
+    vocab = teacher_weight.shape[0]
+    device = valid.device
     on_cpu = valid.cpu()  # only here does the host wait for the device
     tied = len(weights) == 1
     groups = [range(heads)] if tied else [range(k, k + 1) for k in range(heads)]

@@ -105,7 +105,9 @@ def checked_layers(x: torch.Tensor, layers: list[tuple[Weight, torch.Tensor | No
     """Return `layers` if all fit `x`; raise ValueError if one does not."""
     if x.ndim == 0 or x.dtype not in (*KERNEL_DTYPES, torch.float64):
         raise ValueError(f"x is {tuple(x.shape)} {x.dtype}; expected (..., K) in bfloat16, float16, float32, float64.")
-    width, device, found = x.shape[-1], x.device, []
+    width = x.shape[-1]
+    device = x.device
+    found = []
     casts = autocast_dtype(x) is not None
     for weight, bias, lora in layers:
         if weight.ndim != 2 or weight.shape[1] != width:
@@ -113,7 +115,8 @@ def checked_layers(x: torch.Tensor, layers: list[tuple[Weight, torch.Tensor | No
         if isinstance(weight, Float8Weight):
             if any([width % MULTIPLE for width in weight.shape]):
                 raise ValueError(f"weight is {tuple(weight.shape)} in fp8; expected multiples of {MULTIPLE}.")
-            if (fault := fault_of_device(device)) is not None:
+            fault = fault_of_device(device)
+            if fault is not None:
                 raise ValueError(f"{fault}; take a weight in 16 bits.")
         elif weight.dtype != x.dtype and not casts:
             raise ValueError(f"weight is {weight.dtype}, x {x.dtype}; convert one of them, or use autocast.")

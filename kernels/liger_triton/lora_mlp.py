@@ -89,7 +89,9 @@ def _factors(layers: list[Layer], plan: Plan) -> Factors:
 
 
 def _inner(rows: torch.Tensor, layers: list[Layer], plan: Plan, factors: Factors) -> _Inner:
-    form, inner, (of_inner, of_down) = plan.forms[0], layers[:2], factors
+    form = plan.forms[0]
+    inner = layers[:2]
+    of_inner, of_down = factors
     h, shared = _lora.low_rank(rows, of_inner.a, form), SharedRows(rows)
     own = [(), ()] if plan.adds_in_gate else _lora.columns_of(h, inner, form)
     all_b = [None, None] if plan.adds_in_gate else of_inner.b
@@ -115,7 +117,10 @@ def _gradients(
     needs: list[bool],
 ) -> tuple[torch.Tensor | None, list[torch.Tensor | None]]:
     """Return dx or None, and the gradients of the tensors of `layers`. It overwrites g and u and does not read a."""
-    (form, form_down), (of_inner, factors_down), both, down = plan.forms, factors, layers[:2], layers[2:]
+    form, form_down = plan.forms
+    of_inner, factors_down = factors
+    both = layers[:2]
+    down = layers[2:]
     g, u, _, h, h_down = inner
     of_down = _lora.gradients([dy], h_down, down, factors_down.b, form_down, needs[8:])
     sums = plan.sums(both, h, of_inner.b)

@@ -76,7 +76,9 @@ class LigerRMSNorm(nn.Module):
         weight = _initial(self, hidden_size, init_fn)
         self.weight = nn.Parameter(weight) if elementwise_affine else None
         self.elementwise_affine, self.in_place = elementwise_affine, in_place
-        self.variance_epsilon, self.offset, self.casting_mode = eps, offset, casting_mode
+        self.variance_epsilon = eps
+        self.offset = offset
+        self.casting_mode = casting_mode
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         y = rms_norm(
@@ -116,7 +118,9 @@ class LigerLayerNorm(nn.Module):
     ):
         super().__init__()
         _refuse(self, "There is one kernel here: leave it out.", impl=impl, mode=mode, backend=backend)
-        self.hidden_size, self.eps, self.variance_epsilon = hidden_size, eps, eps
+        self.hidden_size = hidden_size
+        self.eps = eps
+        self.variance_epsilon = eps
         self.weight = nn.Parameter(_initial(self, hidden_size, init_fn))
         self.bias = nn.Parameter(torch.randn(hidden_size) if bias else torch.zeros(hidden_size))
 
@@ -199,7 +203,9 @@ class _Loss(nn.Module):
         super().__init__()
         check_numbers(reduction, label_smoothing, softcap, 1.0, lse_square_scale)
         self.ignore_index, self.lse_square_scale = ignore_index, lse_square_scale
-        self.label_smoothing, self.reduction, self.softcap = label_smoothing, reduction, softcap
+        self.label_smoothing = label_smoothing
+        self.reduction = reduction
+        self.softcap = softcap
         _refuse(self, "For class weights use torch.nn.CrossEntropyLoss.", **class_weights)
         _refuse(self, "Compute it from the logits under torch.no_grad(), and leave the argument out.", **refused)
 

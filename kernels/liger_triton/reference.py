@@ -186,7 +186,9 @@ def experts(
 
     tokens, top_k = expert_ids.shape
     wide = wide_dtype(hidden.dtype, weights.dtype)
-    ids, parts, pairs = expert_ids.flatten(), [], []
+    ids = expert_ids.flatten()
+    parts = []
+    pairs = []
     for e in range(gate_up.shape[0]):
         here = (ids == e).nonzero().flatten()
         h = linear(hidden[here // top_k], e, gate_up, gate_up_bias, gate_up_lora)

@@ -36,7 +36,9 @@ ACTIVATIONS = ("silu", "sigmoid")
 GATED_CASTS = ("llama", "gemma")
 MAX_GROUPS = 65535  # CUDA's limit on the second dimension of a grid
 # The role of the kernels' second input, as a constant of the kernel.
-RESIDUAL, GATE_FIRST, GATE_LAST = "residual", "gate first", "gate last"
+RESIDUAL = "residual"
+GATE_FIRST = "gate first"
+GATE_LAST = "gate last"
 
 
 @jit

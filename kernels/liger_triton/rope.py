@@ -269,7 +269,9 @@ def _plan(
     half = cos_shape[-1] if cos_layout == "single" else (cos_shape[-1] + 1) // 2
     block_half = next_power_of_2(half)
     block_r = max(1, TILE // (2 * block_half))
-    out, sizes_and_strides, tiles = [], [], []
+    out = []
+    sizes_and_strides = []
+    tiles = []
     for shape, memory, strides in ((q_shape, q_memory, q_strides), (k_shape, k_memory, k_strides)):
         rows = math.prod(shape[:-1])
         out.append(_dense_strides(shape, memory))
@@ -468,7 +470,8 @@ def rope(
     """
     check_in("cast", cast, CASTS)
     check_in("cos_layout", cos_layout, COS_LAYOUTS)
-    if (message := misfit(q, k, cos, sin, cos_layout, unsqueeze_dim)) is not None:
+    message = misfit(q, k, cos, sin, cos_layout, unsqueeze_dim)
+    if message is not None:
         raise ValueError(message)
     out_interleaved = interleaved if out_interleaved is None else out_interleaved
     fits = all(t is None or 0 < t.numel() // t.shape[-1] < 2**31 for t in (q, k))  # the kernel counts rows in int32

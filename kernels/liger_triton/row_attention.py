@@ -270,7 +270,9 @@ def _tiles(d: int, dtype: torch.dtype, device: torch.device, backward: bool) -> 
     wide = next_power_of_2(max(16, d))
     mine = 64 if backward and wide > 128 else 128
     other = 32 if wide > 128 or (backward and wide > 64) else 64
-    stages, room, width = 2, shared_memory(device), wide * dtype.itemsize
+    stages = 2
+    room = shared_memory(device)
+    width = wide * dtype.itemsize
 
     def bytes_of() -> int:
         return width * ((1 + backward) * mine + 2 * stages * other) + 2 * mine * other * dtype.itemsize
@@ -321,7 +323,10 @@ def _by_kernels(q, k, v, offsets, longest, scale, window, softcap, sinks):
 
 def _gradients_by_kernels(do, q, k, v, o, level, offsets, longest, scale, window, softcap):
     (tokens, heads, d), groups = q.shape, k.shape[1]
-    dq, dk, dv, delta = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), _delta(o, do)
+    dq = torch.empty_like(q)
+    dk = torch.empty_like(k)
+    dv = torch.empty_like(v)
+    delta = _delta(o, do)
     constants = {
         "D": d,
         "CAPPED": softcap is not None,
@@ -424,7 +429,9 @@ class _RowAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, do):
         q, k, v, sinks, offsets, o, level = ctx.saved_tensors
-        do, (longest, scale, window, softcap), dz = do.contiguous(), ctx.given, None
+        do = do.contiguous()
+        longest, scale, window, softcap = ctx.given
+        dz = None
         if ctx.state is not None:
             dq, dk, dv = torch.ops.aten._flash_attention_backward(
                 do,
@@ -508,5 +515,7 @@ def row_attention(
         return reference.row_attention(
             q, k, v, offsets, longest, scale=scale, window=window, softcap=softcap, sinks=sinks
         )
-    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    q = q.contiguous()
+    k = k.contiguous()
+    v = v.contiguous()
     return _RowAttention.apply(q, k, v, sinks, offsets, longest, scale, window, softcap)

@@ -20,7 +20,10 @@ def pytest_collection_modifyitems(config, items):
     parameters at least once, instead of their product: the interpreter takes minutes for that."""
     if torch.cuda.is_available():
         return
-    dtypes, seen, kept, left = {}, {}, [], []
+    dtypes = {}
+    seen = {}
+    kept = []
+    left = []
     for item in items:
         dtypes.setdefault(_function(item), set()).add(_dtype(item))
     for item in items:

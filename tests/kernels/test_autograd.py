@@ -48,7 +48,9 @@ def inplace_cross_entropy(ops, z):
     return lt.cross_entropy(z, Y.to(z.device), inplace=True) if ops is lt else ops.cross_entropy(z, Y.to(z.device))
 
 
-ROWS, WEIGHT, HEAD = (T, H), (V, H), ((T, H), (V, H), (V,))
+ROWS = (T, H)
+WEIGHT = (V, H)
+HEAD = ((T, H), (V, H), (V,))
 OPS = {
     "rms_norm": (lambda ops, x, w: ops.rms_norm(x, w, 1e-6), (ROWS, (H,))),
     "add_rms_norm": (lambda ops, x, r, w: ops.add_rms_norm(x, r, w, 1e-6), (ROWS, ROWS, (H,))),

@@ -346,7 +346,9 @@ def test_rows_at_the_least_number(dtype, device, row_pass):
     """All logits at `finfo.min` make a uniform row; beside larger ones they have no probability."""
     lowest = torch.finfo(dtype).min
     logits = torch.full((4, V), lowest, dtype=dtype, device=device)
-    logits[1, 3], logits[2, 5], logits[3, 3] = lowest / 2, 1e30, -1e31
+    logits[1, 3] = lowest / 2
+    logits[2, 5] = 1e30
+    logits[3, 3] = -1e31
     logits, y = logits.requires_grad_(), torch.tensor([3, 3, 5, 3], device=device)
     got = cross_entropy(logits, y, reduction="none")
     want = F.cross_entropy(logits.double(), y, reduction="none")

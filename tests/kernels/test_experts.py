@@ -206,7 +206,9 @@ def test_kept_and_repeated(device, triton_only):
 @pytest.fixture
 def noted(monkeypatch):
     """The calls of products in `experts`, each (name, shape of the weight), and weak references to their results."""
-    module, calls, results = importlib.import_module("liger_triton.experts"), [], []
+    module = importlib.import_module("liger_triton.experts")
+    calls = []
+    results = []
 
     def note(name, function):
         def run(x, weight, *args, **named):

@@ -51,7 +51,9 @@ def cases():
     """Name: (ours, the same in plain PyTorch, inputs). What is not differentiable has no gradient in both."""
     torch.manual_seed(0)
     found = {}
-    x, w, b = randn(T, H), randn(H), randn(H)
+    x = randn(T, H)
+    w = randn(H)
+    b = randn(H)
     for cast in ("llama", "gemma", "none"):
         found[f"rms_norm-{cast}"] = (
             lambda x, w, cast=cast: lt.rms_norm(x, w, 1e-6, offset=1.0, cast=cast),
@@ -274,7 +276,10 @@ def test_compiles(name, case):
 
 
 F32 = torch.float32
-X, W, X32, W32 = torch.ones(T, H, dtype=F64), torch.ones(V, H, dtype=F64), torch.ones(T, H), torch.ones(V, H)
+X = torch.ones(T, H, dtype=F64)
+W = torch.ones(V, H, dtype=F64)
+X32 = torch.ones(T, H)
+W32 = torch.ones(V, H)
 Y = torch.zeros(T, dtype=torch.long)
 TEACHER = torch.ones(T, 4, dtype=F64), torch.ones(V, 4, dtype=F64)
 

@@ -55,7 +55,9 @@ def rounded(t, dtype, form):
 
 
 def wanted(x, weight, dy, form):
-    x8, w8, dy8 = rounded(x, E4M3, form), rounded(weight, E4M3, form), rounded(dy, form.grad_dtype, form)
+    x8 = rounded(x, E4M3, form)
+    w8 = rounded(weight, E4M3, form)
+    dy8 = rounded(dy, form.grad_dtype, form)
     return F.linear(x8, w8), dy8 @ w8, dy8.flatten(0, -2).t() @ x8.flatten(0, -2)
 
 

@@ -56,7 +56,9 @@ def by_row(t, form):
 
 
 def wanted(x, weight, dy, form):
-    x, dy, weight = x.detach().flatten(0, -2), dy.flatten(0, -2), weight.detach()
+    x = x.detach().flatten(0, -2)
+    dy = dy.flatten(0, -2)
+    weight = weight.detach()
     turned = by_row(weight.t().contiguous(), form).t()
     if form.gw_hp:
         whole, _, inverse, _ = reference.float8_cast(weight, E4M3, power_of_2=form.power_of_2)

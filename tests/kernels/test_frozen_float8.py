@@ -264,7 +264,7 @@ def test_what_does_not_fit(device):
     with pytest.raises(ValueError, match=r"bias is \(3,\); expected \(80,\)"):
         frozen_float8_linear(x, w8, torch.zeros(3, device=device))
     odd = Float8Weight(torch.zeros(80, 40, device=device).to(E4M3), torch.ones(80, device=device))
-    with pytest.raises(ValueError, match="in eight bits; expected multiples of 16"):
+    with pytest.raises(ValueError, match="in fp8; expected multiples of 16"):
         lora_linear(x[:, :40], odd, lora=adapter(device, (40, 80)))
 
 

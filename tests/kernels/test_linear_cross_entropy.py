@@ -15,7 +15,9 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 def inputs(device, dtype=torch.float32, rows=T, ignored=True):
     """hidden, weight, bias that require gradients, and target with ignored rows."""
-    x, w, b = torch.randn(rows, H), torch.randn(V, H) / H**0.5, torch.randn(V) * 0.3
+    x = torch.randn(rows, H)
+    w = torch.randn(V, H) / H**0.5
+    b = torch.randn(V) * 0.3
     y = torch.randint(0, V, (rows,))
     if ignored:
         y[::4] = -100
@@ -257,7 +259,9 @@ def test_one_chunk_is_as_accurate_as_pytorch(reduction, with_bias, device, row_p
     PyTorch does, whose errors are no smaller; no sum of the weight's gradient in fp32 is made."""
     x, w, b, y = inputs(device, torch.bfloat16, rows=64)
     if with_bias:  # 208 words: a bias is added before the logits are rounded where the vocabulary is a multiple of 16
-        w, b, y = w[:208].detach().requires_grad_(), b[:208], y.clamp(max=207)
+        w = w[:208].detach().requires_grad_()
+        b = b[:208]
+        y = y.clamp(max=207)
     b = b.detach() if with_bias else None
     x64, w64 = (t.detach().double().requires_grad_() for t in (x, w))
     b64 = None if b is None else b.double()

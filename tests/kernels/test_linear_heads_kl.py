@@ -126,7 +126,9 @@ def test_rows_that_do_not_count(tied, device, row_pass):
     want = linear_heads_kl(x, weight, states, head, valid, row_weight=share, chunk_rows=CHUNK)
     counts = valid & (torch.arange(T, device=device) + torch.arange(1, 4, device=device).unsqueeze(1) < T)
     with torch.no_grad():
-        x[~counts], states[6:9], states[0] = torch.nan, torch.nan, torch.nan
+        x[~counts] = torch.nan
+        states[6:9] = torch.nan
+        states[0] = torch.nan
     share[~counts] = torch.nan
     got = linear_heads_kl(x, weight, states, head, valid, row_weight=share, chunk_rows=CHUNK)
     got.loss.backward()

@@ -10,7 +10,9 @@ FIELDS = LogProbs._fields
 
 
 def inputs(device, dtype=torch.float32):
-    x, w, b = torch.randn(T, H), torch.randn(V, H) / H**0.5, torch.randn(V) * 0.3
+    x = torch.randn(T, H)
+    w = torch.randn(V, H) / H**0.5
+    b = torch.randn(V) * 0.3
     y = torch.randint(0, V, (T,))
     y[::4] = -100
     return *(t.to(device, dtype).requires_grad_() for t in (x, w, b)), y.to(device)

@@ -128,12 +128,16 @@ def test_cos_layouts_in_memory(layout, device, check_close):
         cos, sin = cos[:1], sin[:1]
     elif layout == "two-dimensional":  # (S, C), as vision towers and packed inputs have it, with q (S, H, D)
         q, k = (t.detach()[0].transpose(0, 1).requires_grad_() for t in (q, k))
-        cos, sin, options = cos[0], sin[0], {"unsqueeze_dim": -2}
+        cos = cos[0]
+        sin = sin[0]
+        options = {"unsqueeze_dim": -2}
     elif layout == "strided":
         cos, sin = cos.transpose(0, 1).contiguous().transpose(0, 1), sin
     elif layout == "complex-views":
         freqs = torch.polar(torch.ones(B, S, 8, device=device), torch.rand(B, S, 8, device=device))
-        cos, sin, options = freqs.real, freqs.imag, {"cos_layout": "single", "interleaved": True}
+        cos = freqs.real
+        sin = freqs.imag
+        options = {"cos_layout": "single", "interleaved": True}
     check_close(lambda q, k: rope(q, k, cos, sin, **options), lambda q, k: oracle(q, k, cos, sin, **options), [q, k])
 
 

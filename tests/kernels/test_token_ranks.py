@@ -10,7 +10,9 @@ H, V = 24, 211
 
 
 def inputs(device, dtype=torch.float32):
-    x, w, b = torch.randn(3, 9, H), torch.randn(V, H) / H**0.5, torch.randn(V) * 0.3
+    x = torch.randn(3, 9, H)
+    w = torch.randn(V, H) / H**0.5
+    b = torch.randn(V) * 0.3
     y = torch.randint(0, V, (3, 9))
     y[:, ::4] = -100
     return *(t.to(device, dtype) for t in (x, w, b)), y.to(device)
@@ -18,7 +20,9 @@ def inputs(device, dtype=torch.float32):
 
 def expected(logits, y):
     """By sorting, row by row, in float64."""
-    argmax, log_probs, rank = y.clone(), torch.full(y.shape, -100.0, dtype=torch.float64), y.clone()
+    argmax = y.clone()
+    log_probs = torch.full(y.shape, -100.0, dtype=torch.float64)
+    rank = y.clone()
     for i in (y != -100).nonzero().tolist():
         row, target = logits[tuple(i)].double().cpu(), int(y[tuple(i)])
         argmax[tuple(i)] = row.tolist().index(max(row.tolist()))
