@@ -66,9 +66,7 @@ class LigerRMSNorm(nn.Module):
     ):
         super().__init__()
         if row_mode is not None:
-            raise ValueError(
-                f"LigerRMSNorm has no row_mode, which was {row_mode!r}: there is one kernel here. Leave it out."
-            )
+            raise ValueError(f"LigerRMSNorm has no row_mode, got {row_mode!r}. There is one kernel here: leave it out.")
         if casting_mode not in CASTS:
             raise ValueError(f"LigerRMSNorm got casting_mode={casting_mode!r}; expected one of {', '.join(CASTS)}.")
         if offset and not elementwise_affine:

@@ -1,4 +1,4 @@
-"""float64: every operation computes in it on any device, which is what `gradcheck` and models in float64 need."""
+"""Every operation computes in float64 on any device, as `gradcheck` and float64 models need."""
 
 import pytest
 import torch
@@ -48,7 +48,7 @@ def row_kl(log_a, log_b):
 
 
 def cases():
-    """Name: (ours, the same in plain PyTorch, inputs). What is not differentiable has no gradient in both."""
+    """Return {name: (ours, plain PyTorch, inputs)}. Results without a derivative have no gradient in either."""
     torch.manual_seed(0)
     found = {}
     x = randn(T, H)
@@ -219,7 +219,7 @@ NAMES = list(cases())
 
 @pytest.fixture
 def case(device):
-    """(ours, the same in plain PyTorch, inputs) of a name, on the device."""
+    """Return (ours, the same in plain PyTorch, inputs) of a name, on the device."""
 
     def found(name):
         with torch.device(device):
@@ -231,7 +231,7 @@ def case(device):
 @pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
 @pytest.mark.parametrize("name", NAMES)
 def test_is_plain_pytorch(name, autocast, case, device):
-    """Values and gradients; also inside autocast, which leaves float64 alone."""
+    """Values and gradients agree, also inside autocast: it leaves float64 alone."""
     ours, plain, inputs = case(name)
     results = []
     for function in (ours, plain):
@@ -253,7 +253,7 @@ def test_is_plain_pytorch(name, autocast, case, device):
 
 @pytest.mark.parametrize("name", [name for name in NAMES if "ranks" not in name])
 def test_gradcheck(name, case):
-    """Only what has a gradient is asked of: `row_weight` and such are constants."""
+    """Check only differentiable inputs: `row_weight` and such are constants."""
     ours, _, inputs = case(name)
 
     def differentiable(*leaves):
@@ -267,7 +267,7 @@ def test_gradcheck(name, case):
 def test_compiles(name, case):
     ours, _, inputs = case(name)
     if "ranks" in name:
-        pytest.skip("drops rows, whose number no trace knows; it is not for training")
+        pytest.skip("drops rows, and no trace knows how many; it is not for training")
     torch._dynamo.reset()
     got, want = torch.compile(ours, fullgraph=True, backend="eager")(*inputs), ours(*inputs)
     got, want = (t if isinstance(t, tuple) else (t,) for t in (got, want))
@@ -317,7 +317,7 @@ def test_mixed_with_another_dtype(call, message, autocast):
 
 
 def test_a_norm_of_two_dtypes_is_computed_in_the_wider(device):
-    """As PyTorch promotes them: float64 in x or the weight is not rounded to fp32 on the way."""
+    """PyTorch promotes the dtypes: float64 in x or the weight is never rounded to fp32."""
     x, w = torch.randn(T, H, dtype=F64, device=device), torch.randn(H, dtype=F64, device=device)
     for x_dtype, w_dtype in ((F64, F32), (F32, F64)):
         a, b = x.to(x_dtype), w.to(w_dtype)
@@ -358,7 +358,7 @@ def test_no_rows_and_no_row_that_counts(device):
 
 
 def test_words_without_probability(device):
-    """Logits of -inf, as a bias masks words: no NaN, and the values of the words that are left."""
+    """Logits of -inf, from a bias that masks words, give no NaN and the values of the remaining words."""
     x, w = torch.randn(T, H, dtype=F64, device=device), torch.randn(V, H, dtype=F64, device=device)
     x.requires_grad_()
     bias = torch.zeros(V, dtype=F64, device=device)

@@ -1,4 +1,4 @@
-"""argmax, log-probability and rank of given tokens: against whole logits, with ties, for every shape of head."""
+"""Argmax, log-probability and rank of tokens: against whole logits, with ties, for every shape of head."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def inputs(device, dtype=torch.float32):
 
 
 def expected(logits, y):
-    """By sorting, row by row, in float64."""
+    """Compute them by sorting, row by row, in float64."""
     argmax = y.clone()
     log_probs = torch.full(y.shape, -100.0, dtype=torch.float64)
     rank = y.clone()
@@ -58,7 +58,7 @@ def test_against_sorted_logits(options, chunk_rows, dtype, device):
 
 
 def test_ties():
-    """The argmax is the first of equals; a tie does not cost rank."""
+    """The argmax is the first of equals. A tie does not cost rank."""
     logits = torch.tensor([[1.0, 3.0, 3.0, 0.0], [1.0, 3.0, 3.0, 0.0], [1.0, 3.0, 3.0, 0.0]])
     found = token_ranks(logits, torch.tensor([2, 0, -100]))
     assert found.argmax.tolist() == [1, 1, -100]
