@@ -145,6 +145,7 @@ class HeadGradients:
         for grad, factor in ((self.dx, w), (self.du, lb)):
             if grad is None:
                 continue
+            # `grad[rows]` is a view only if rows is a slice, and a product can write only its own dtype.
             if self.fill and grad.dtype == dl.dtype:
                 product(dl, factor, out=grad[rows])
             else:

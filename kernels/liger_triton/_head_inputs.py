@@ -2,6 +2,9 @@
 
 Losses of several heads take `hidden` as one tensor (K, T, H) or K tensors (T, H). `weight` is one tensor (V, H) for
 tied heads, or K tensors (V, H) for untied heads.
+
+Shapes  T rows, H hidden width, V vocabulary, r rank of a LoRA on the head, K heads. hidden (..., H) becomes x (T, H),
+        target (...) becomes (T,), and A (r, H), B (V, r) of a LoRA become u (T, r) and lora_b (V, r).
 """
 
 import math

@@ -1,4 +1,8 @@
-"""Launch kernels. Row-wise kernels share the checks, the views of tensors as rows, and the block and grid sizes."""
+"""Launch kernels. Row-wise kernels share the checks, the views of tensors as rows, and the block and grid sizes.
+
+Arguments of a kernel stand in this order: pointers (upper case), sizes and strides, numbers of the formula (scale, eps,
+limit), then constants (`tl.constexpr`, upper case): flags first, block sizes last.
+"""
 
 import functools
 from collections.abc import Collection
@@ -52,6 +56,7 @@ def launch(kernel, grid: tuple[int, ...], *args, **constants) -> None:
     version = kernel.__dict__.get("_liger_compiled", {}).get(key)
     if version is None:
         compiled = kernel[grid](*args, **constants)
+        # Remember the constants in the kernel's order, so that a later launch need not look up their names.
         in_order = [constants[name] for name in kernel.arg_names[len(args) :]]
         kernel.__dict__.setdefault("_liger_compiled", {})[key] = compiled, in_order
     else:

@@ -15,6 +15,7 @@ Parts   If adapters are fp32 and the layer has 16 bits, an r-wide fp32 factor be
         h, dh and the gradients of A and B then keep fp32 precision. Under autocast, PEFT's layer rounds them all to 16
         bits, so one part is enough. Two fp16 numbers cannot represent small fp32 values such as gradients, so fp16 with
         fp32 adapters runs on the PyTorch twin.
+Shapes  x (T, K), W (N, K), y and dy (T, N); A (r, K), B (N, r), h and dh (T, r). R sums r over a group.
 """
 
 import math
@@ -170,6 +171,7 @@ def low_rank_gradients(
     # One program for each multiprocessor. Programs with the same rows split the columns among them.
     per_program = cdiv(cdiv(columns, max(1, multiprocessors(dy.device) // row_programs)), BLOCK_N) * BLOCK_N
     column_programs = cdiv(columns, per_program)
+    # Each program writes its own sums, and a second kernel adds them: no atomics, so equal inputs give equal bits.
     dh = torch.empty((column_programs, rows, width), dtype=torch.float32, device=dy.device)
     all_db = torch.empty((row_programs, columns, width), dtype=torch.float32, device=dy.device)
     db = torch.empty((columns, rank), dtype=torch.float32, device=dy.device)
@@ -255,7 +257,7 @@ def scaled_b(b: torch.Tensor, scaling: float, dtype: torch.dtype, parts: int) ->
     return torch.mul(b, scaling, out=torch.empty(b.shape, dtype=dtype, device=b.device))
 
 
-def added(small: Factors | None, large: Iterable[Factors], bias: torch.Tensor | None = None) -> torch.Tensor:
+def sum_of_products(small: Factors | None, large: Iterable[Factors], bias: torch.Tensor | None = None) -> torch.Tensor:
     """Sum the products of the pair `small` (if any) and of the pairs in `large`, plus `bias`."""
     total: torch.Tensor | None = None
     for product in chain(() if small is None else (small,), large):

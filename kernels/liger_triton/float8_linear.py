@@ -194,7 +194,7 @@ class Float8Input:
             and (self.dtype, self.form, self.keeps_input) == (result_dtype(x), form, keeps_input)
         )
 
-    def in_eight_bits(self, x: torch.Tensor, turn: bool) -> _Cast:
+    def as_fp8(self, x: torch.Tensor, turn: bool) -> _Cast:
         """Return the cast of x. `turn` adds what the gradient of a weight needs."""
         form, known = self.form, self.cast
         finds = turn and not form.gw_hp
@@ -227,7 +227,7 @@ class _Kept(torch.autograd.Function):
     def forward(ctx, given, made, x, weight):
         form = given.form
         needs_x, needs_weight = ctx.needs_input_grad[2:]
-        cast = given.in_eight_bits(x, turn=needs_weight)
+        cast = given.as_fp8(x, turn=needs_weight)
         prepared = form.prepared(weight.contiguous(), needs_x)
         made += (cast, prepared)
         kept = inverse = None
@@ -333,7 +333,7 @@ def _without_bias(x: torch.Tensor, weight: torch.Tensor, given: Float8Input) -> 
     made: list[Any] = []
 
     def compute() -> torch.Tensor:
-        form, (cast, prepared) = given.form, made or (given.in_eight_bits(x, turn=False), None)
+        form, (cast, prepared) = given.form, made or (given.as_fp8(x, turn=False), None)
         w8 = form.upright(weight, prepared)[:2]
         return form.product(cast.rows, cast.inverse, *w8, given.dtype, fast_sums=form.fast_accum[0])
 

@@ -44,7 +44,7 @@ WARPS = 4
 Product = tuple[torch.Tensor, torch.Tensor]
 
 
-def _asked_of_clamp() -> bool:
+def _clamp_passes_at_limit() -> bool:
     """Return whether `torch.clamp` passes the gradient of a number equal to its limit. It does up to torch 2.14.
 
     The autograd node is called directly: `backward` would start autograd's threads, and then a process must not fork.
@@ -57,7 +57,8 @@ def _asked_of_clamp() -> bool:
     return bool(gradient)
 
 
-PASSES_AT_LIMIT = _asked_of_clamp()
+# With the wrong answer, gates of 10 * randn in bf16 had a dg off by 8.4% of its norm, and by 0.4% with the right one.
+PASSES_AT_LIMIT = _clamp_passes_at_limit()
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
 
 

@@ -86,7 +86,7 @@ def one_number(g, counted):
     return torch.where(counted.any(), value, 0.0)
 
 
-def folded(row_weight: torch.Tensor | None, scale: float, dtype: torch.dtype, rows: torch.Tensor):
+def split_pow2_scale(row_weight: torch.Tensor | None, scale: float, dtype: torch.dtype, rows: torch.Tensor):
     """Return (the row weights for a gradient computed in `dtype`, the factor to multiply it by later).
 
     In fp16, before the loss scale is known, a weight of 1e-6 would underflow and one of 1e5 would overflow. So a power
@@ -104,7 +104,7 @@ def folded(row_weight: torch.Tensor | None, scale: float, dtype: torch.dtype, ro
     return row_weight / later, later
 
 
-def hold(ctx, grads, dtypes, *saved) -> None:
+def stash_grads(ctx, grads, dtypes, *saved) -> None:
     """Keep `grads`, the known gradients of inputs in `dtypes` (or None), and the tensors `saved` for backward."""
     ctx.dtypes, ctx.held = dtypes, None
     if torch.compiler.is_compiling():
@@ -114,8 +114,8 @@ def hold(ctx, grads, dtypes, *saved) -> None:
         ctx.held = list(grads)
 
 
-def give_away(ctx, saved, factor: torch.Tensor) -> list[torch.Tensor | None]:
-    """Return the gradients that `hold` kept, times `factor`, each in the dtype of its input.
+def take_scaled_grads(ctx, saved, factor: torch.Tensor) -> list[torch.Tensor | None]:
+    """Return the gradients that `stash_grads` kept, times `factor`, each in the dtype of its input.
 
     `saved` is `ctx.saved_tensors`: reading it raises if an earlier backward pass did not keep the graph.
     """
@@ -141,7 +141,7 @@ class _WithGradients(torch.autograd.Function):
     @staticmethod
     def forward(ctx, loss, later, *grads_and_inputs):
         half = len(grads_and_inputs) // 2
-        hold(ctx, grads_and_inputs[:half], [t.dtype for t in grads_and_inputs[half:]], later)
+        stash_grads(ctx, grads_and_inputs[:half], [t.dtype for t in grads_and_inputs[half:]], later)
         return loss.clone()
 
     @staticmethod
@@ -149,7 +149,7 @@ class _WithGradients(torch.autograd.Function):
     def backward(ctx, g):
         saved = ctx.saved_tensors
         g = g.float()
-        out = give_away(ctx, saved, g if saved[0] is None else g * saved[0])
+        out = take_scaled_grads(ctx, saved, g if saved[0] is None else g * saved[0])
         return None, None, *[None] * len(out), *out
 
 

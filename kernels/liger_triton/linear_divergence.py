@@ -29,7 +29,7 @@ from ._autograd import once_differentiable
 from ._chunks import Chunks, HeadGradients
 from ._dispatch import on_cuda, takes_twin
 from ._head_inputs import DB, DBIAS, DU, DW, DX, Head, prepare
-from .known_gradients import folded, give_away, hold, one_number
+from .known_gradients import one_number, split_pow2_scale, stash_grads, take_scaled_grads
 from .results import Divergence
 
 
@@ -164,9 +164,9 @@ class _LinearDivergence(torch.autograd.Function):
                 ctx.save_for_backward(kept, *student, *teacher)
                 ctx.dtypes = dtypes
             else:
-                factor, later = folded(None, spec.student.scale, spec.student.dtype, x[:, 0])
+                factor, later = split_pow2_scale(None, spec.student.scale, spec.student.dtype, x[:, 0])
                 divergence, entropy, grads = _walk(student, teacher, kept, spec, spec.needs, factor)
-                hold(ctx, grads, dtypes, kept, later)
+                stash_grads(ctx, grads, dtypes, kept, later)
         ctx.mark_non_differentiable(entropy)
         return divergence, entropy
 
@@ -187,7 +187,7 @@ class _LinearDivergence(torch.autograd.Function):
             counted = torch.zeros_like(counted).index_fill_(0, kept, True)
         factor = one_number(g, counted) if ctx.mode == "uniform" else torch.where(counted, g, 0.0)
         later = tensors[0]
-        return *give_away(ctx, saved, factor if later is None else factor * later), None, None, None, None
+        return *take_scaled_grads(ctx, saved, factor if later is None else factor * later), None, None, None, None
 
 
 def linear_divergence(

@@ -57,7 +57,7 @@ from ._head_inputs import (
 )
 from ._products import project
 from ._row_pass import ENTROPY, IS_TOP1, LOG_SUM_SQ, LOSS, MEAN_LOGITS, N_STATS, RowSpec, row_pass
-from .known_gradients import folded, give_away, hold, one_number, with_gradients
+from .known_gradients import one_number, split_pow2_scale, stash_grads, take_scaled_grads, with_gradients
 from .results import HeadsLoss, LogProbs
 
 EVERY_ROW = -(2**31)  # an ignore_index that promises: all targets count, and `counted_rows` has checked them
@@ -148,6 +148,7 @@ def _walk(head: Head, target, chunks: Chunks, needs, lean, spec: HeadSpec, g_los
         # cuBLAS rounds the product before it adds the bias.
         buffer = logits_buffer(chunks.size, vocab, dtype, x, align=64 if bias is None else 16)
 
+    # A second walk starts where the first one ended: the logits of the last chunk are still in the buffer.
     for rows in chunks.each(last_first=not do_stats):
         x_c, y_c = x[rows].to(dtype), target[rows]
         u_c = None if u is None else u[rows].to(dtype)
@@ -156,7 +157,7 @@ def _walk(head: Head, target, chunks: Chunks, needs, lean, spec: HeadSpec, g_los
             project(x_c, w, logits, b)
             if u_c is not None:
                 project(u_c, lb, logits, add=True)
-        held = False
+        held = False  # the other chunks need their logits again
         stats_c = stats[:, rows]  # a copy, if rows were dropped
         g_loss_c, g_entropy_c = (None if g is None else g[rows] for g in (g_loss, g_entropy))
         dl = logits if needs else None  # dl overwrites the logits
@@ -205,12 +206,12 @@ def _(x, weight, bias, u, lora_b, target, stats, g_loss, g_entropy, *flat):
     shapes = (x.shape, weight.shape, weight.shape[:1], *((None, None) if u is None else (u.shape, lora_b.shape)))
     of_lora = (None, None) if u is None else (u.dtype, sum_dtype(lora_b, lean))
     sums = (x.dtype, sum_dtype(weight, lean), torch.float32, *of_lora)
-    found = [
+    grads = [
         x.new_empty(shape if needs >> k & 1 else 0, dtype=dtype if needs >> k & 1 else x.dtype)
         for k, (shape, dtype) in enumerate(zip(shapes, sums, strict=True))
     ]
     rows = x.new_empty((N_STATS, x.shape[0]), dtype=torch.float32) if stats is None else x.new_empty(0)
-    return rows, *found
+    return rows, *grads
 
 
 def _where_wanted(grads, needs):
@@ -262,7 +263,7 @@ class _LinearHead(torch.autograd.Function):
         factor = row_weight
         later = None
         if mode != "recompute":
-            factor, later = folded(row_weight, spec.rows.scale, spec.compute_dtype, target)
+            factor, later = split_pow2_scale(row_weight, spec.rows.scale, spec.compute_dtype, target)
         if traced:
             now = spec._replace(needs=0) if mode == "recompute" else spec
             stats, *grads = _op(*head, target, None, factor, None, *now.flat())
@@ -271,7 +272,7 @@ class _LinearHead(torch.autograd.Function):
             stats, grads, ctx.kept_logits = _statistics(head, target, factor, mode, spec, may_keep_logits)
         ctx.early = grads is not None
         if ctx.early:
-            hold(ctx, grads, dtypes, target, later)
+            stash_grads(ctx, grads, dtypes, target, later)
         else:
             ctx.save_for_backward(*head, target, row_weight, stats)
             ctx.dtypes = dtypes
@@ -302,7 +303,7 @@ class _LinearHead(torch.autograd.Function):
             factor = one_number(g, counted) if ctx.mode == "uniform" else torch.where(counted, g, 0.0)
             if g_entropy is not None:  # traced: a value other than 0 gives NaN, like any broken promise
                 factor = torch.where((g_entropy == 0).all(), factor, torch.nan)
-            return *give_away(ctx, saved, factor if later is None else factor * later), *(None,) * 5
+            return *take_scaled_grads(ctx, saved, factor if later is None else factor * later), *(None,) * 5
         *tensors, target, row_weight, stats = saved
         head, kept_logits = Head(*tensors), ctx.kept_logits
         if kept_logits is not None and graph_is_kept():
@@ -519,14 +520,14 @@ def linear_logprobs(
         ignore_index, logit_scale / temperature, (softcap or 0.0) / temperature, float(label_smoothing), 0.0, extras
     )
     loss, entropy, stats = run_head(head, y, dtype, None, rows, uniform_grad, accumulate, chunk_rows)
-    found = {name: stats[_STATISTIC[name]].view(target.shape) for name in _STATISTIC}
-    found["is_top1"] = found["is_top1"] > 0
+    fields = {name: stats[_STATISTIC[name]].view(target.shape) for name in _STATISTIC}
+    fields["is_top1"] = fields["is_top1"] > 0
     # A result with a gradient must not be a view. FSDP2 attaches its gather to what a module returns, and a write into
     # a view would drop it.
-    found["log_probs"] = -loss.view(target.shape)
+    fields["log_probs"] = -loss.view(target.shape)
     if "entropy" in outputs:
-        found["entropy"] = entropy.view(target.shape).clone()
-    return LogProbs(**{name: found[name] for name in outputs})
+        fields["entropy"] = entropy.view(target.shape).clone()
+    return LogProbs(**{name: fields[name] for name in outputs})
 
 
 def _head(x, weight, target, share, rows, accumulate, chunk_rows, may_keep_logits=False):

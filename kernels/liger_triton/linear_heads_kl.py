@@ -45,7 +45,7 @@ from ._head_inputs import check_chunking, check_heads, check_options, check_per_
 from ._launch import launch, next_power_of_2
 from ._products import back, project
 from ._row_pass import LOWEST, transform
-from .known_gradients import folded, with_gradients
+from .known_gradients import split_pow2_scale, with_gradients
 from .results import HeadsLoss
 
 MAX_BLOCK = 4096  # three vectors of a block live in registers: 8 elements a thread with 16 warps
@@ -463,7 +463,7 @@ def linear_heads_kl(
     want_dx = grads_on and any(t.requires_grad for t in inputs)
     want_dw = [grads_on and w.requires_grad for w in weights]
     with torch.no_grad(), torch.autocast(first.device.type, enabled=False):
-        factor, later = folded(share, logit_scale, dtype, valid)
+        factor, later = split_pow2_scale(share, logit_scale, dtype, valid)
         kl, agree, dx, dws = _kl_op(
             teacher_hidden,
             teacher_weight,

@@ -107,7 +107,7 @@ def checked_layers(x: torch.Tensor, layers: list[tuple[Weight, torch.Tensor | No
         raise ValueError(f"x is {tuple(x.shape)} {x.dtype}; expected (..., K) in bfloat16, float16, float32, float64.")
     width = x.shape[-1]
     device = x.device
-    found = []
+    checked = []
     casts = autocast_dtype(x) is not None
     for weight, bias, lora in layers:
         if weight.ndim != 2 or weight.shape[1] != width:
@@ -134,5 +134,5 @@ def checked_layers(x: torch.Tensor, layers: list[tuple[Weight, torch.Tensor | No
             if t is not None and (t.device != device or not t.dtype.is_floating_point):
                 name = ("weight", "bias", "lora A", "lora B")[k]
                 raise ValueError(f"{name} is {t.dtype} on {t.device}, x on {x.device}; expected floating point there.")
-        found.append(Layer(weight, bias, adapter))
-    return found
+        checked.append(Layer(weight, bias, adapter))
+    return checked

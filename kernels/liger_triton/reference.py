@@ -3,6 +3,8 @@ they run where Triton does not.
 
 Signatures and results match the kernels: arithmetic in fp32 (float64 for float64 inputs), with one rounding where the
 operation's docstring says. Arguments are not checked: the public functions do that.
+
+Shapes  as in the kernels' files: rows T or (..., N), hidden width H, vocabulary V, experts E, rank r.
 """
 
 import math
@@ -229,11 +231,11 @@ def float8_maxima(x):
 def float8_cast(x, dtype, rows=True, columns=False, power_of_2=False, maxima=None):
     """Return the four parts of `liger_triton.float8_cast.Float8`. Zeros pad the transpose to a multiple of 16."""
     maxima = float8_maxima(x) if maxima is None else maxima
-    q, inverse = _eight_bits(x, maxima.amax(), dtype, power_of_2)
+    q, inverse = _to_fp8(x, maxima.amax(), dtype, power_of_2)
     return q if rows else None, _turned(q) if columns else None, inverse, maxima
 
 
-def _eight_bits(x, maxima, dtype, power_of_2, least=1e-12):
+def _to_fp8(x, maxima, dtype, power_of_2, least=1e-12):
     """Return x in fp8, and the factor that restores it. `maxima` are bits, in a shape that broadcasts against x."""
     largest = torch.finfo(dtype).max
     scale = (largest / maxima.view(torch.float32).double().clamp(min=least)).float()
@@ -250,13 +252,13 @@ def _turned(q):
 def float8_rows(x, power_of_2=True, maxima=False):
     """Return the three parts of `liger_triton.float8_cast.Float8Rows`."""
     bits = x.abs().float().view(torch.int32)
-    q, inverse = _eight_bits(x, bits.amax(1, keepdim=True), torch.float8_e4m3fn, power_of_2)
+    q, inverse = _to_fp8(x, bits.amax(1, keepdim=True), torch.float8_e4m3fn, power_of_2)
     return q, inverse.view(-1), bits.amax(0) if maxima else None
 
 
 def float8_columns(x, maxima, power_of_2=True):
     """See `liger_triton.float8_cast.float8_columns`."""
-    q, inverse = _eight_bits(x, maxima, torch.float8_e4m3fn, power_of_2)
+    q, inverse = _to_fp8(x, maxima, torch.float8_e4m3fn, power_of_2)
     return _turned(q), inverse
 
 
@@ -266,7 +268,7 @@ def float8_row_cast(parts, factors=None):
     if factors is not None:
         wide = [part * factor for part, factor in zip(wide, factors, strict=True)]
     x = torch.cat(wide, 1)
-    return _eight_bits(x, x.abs().amax(1, keepdim=True).view(torch.int32), torch.float8_e4m3fn, False, least=1e-30)
+    return _to_fp8(x, x.abs().amax(1, keepdim=True).view(torch.int32), torch.float8_e4m3fn, False, least=1e-30)
 
 
 def float8_product(a, a_inverse, b, b_inverse, dtype):
@@ -383,8 +385,8 @@ def logprobs(z, target, outputs, label_smoothing=0.0, ignore_index=-100):
     log_p = z.log_softmax(-1)
 
     def log_probs():
-        found = log_p.gather(-1, y).squeeze(-1)
-        return torch.lerp(found, log_p.mean(-1), label_smoothing) if label_smoothing else found
+        target_log_p = log_p.gather(-1, y).squeeze(-1)
+        return torch.lerp(target_log_p, log_p.mean(-1), label_smoothing) if label_smoothing else target_log_p
 
     ways = {
         "log_probs": log_probs,

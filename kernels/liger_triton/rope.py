@@ -240,10 +240,10 @@ def _lead(values: tuple[int, ...], order: list[int], fill: int) -> list[int]:
 
 def _angle_strides(shape, strides, ndim: int, cos_layout: str, unsqueeze_dim: int) -> list[int]:
     """Return strides of cos or sin, read as one number per pair, that broadcast against `ndim` dimensions."""
-    found = [0 if size == 1 else stride for size, stride in zip(shape, strides, strict=True)]
-    found[-1] = strides[-1] * (2 if cos_layout == "interleaved" else 1)
-    found.insert(unsqueeze_dim % (len(shape) + 1), 0)
-    return [0] * (ndim - len(found)) + found
+    broadcast = [0 if size == 1 else stride for size, stride in zip(shape, strides, strict=True)]
+    broadcast[-1] = strides[-1] * (2 if cos_layout == "interleaved" else 1)
+    broadcast.insert(unsqueeze_dim % (len(shape) + 1), 0)
+    return [0] * (ndim - len(broadcast)) + broadcast
 
 
 @functools.lru_cache(maxsize=1024)
@@ -279,8 +279,8 @@ def _plan(
         sizes_and_strides += [rows, *_lead(shape, order, 1)[1:], *_lead(strides, order, 0), *_lead(out[-1], order, 0)]
     angles = []
     for strides in (cos_strides, sin_strides):
-        found = _angle_strides(cos_shape, strides, len(q_shape), cos_layout, unsqueeze_dim)
-        angles += [*_lead(found, order, 0), found[-1]]
+        broadcast = _angle_strides(cos_shape, strides, len(q_shape), cos_layout, unsqueeze_dim)
+        angles += [*_lead(broadcast, order, 0), broadcast[-1]]
     blocks = (block_r, block_half, next_power_of_2(max(1, d - 2 * half)))
     return out, tiles, (tiles[0], *sizes_and_strides, *angles), half, blocks
 

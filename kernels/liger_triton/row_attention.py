@@ -268,6 +268,7 @@ def _tiles(d: int, dtype: torch.dtype, device: torch.device, backward: bool) -> 
     """Return the tile that a program keeps and the tile it loops over: the largest without register spills on sm_90,
     smaller if shared memory is too small."""
     wide = next_power_of_2(max(16, d))
+    # Larger tiles spill registers on sm_90.
     mine = 64 if backward and wide > 128 else 128
     other = 32 if wide > 128 or (backward and wide > 64) else 64
     stages = 2

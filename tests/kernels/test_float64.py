@@ -195,9 +195,9 @@ def plain_divergence(x, w, teacher_x, teacher_w, beta, kept):
 
 def plain_heads(hidden, weight, row_weight, rows, counted):
     weights = weight if isinstance(weight, list) else [weight] * K
-    loss, top1 = (
-        torch.stack(t) for t in zip(*(rows(k, F.linear(hidden[k], weights[k])) for k in range(K)), strict=True)
-    )
+    per_head = [rows(k, F.linear(hidden[k], weights[k])) for k in range(K)]
+    loss = torch.stack([head[0] for head in per_head])
+    top1 = torch.stack([head[1] for head in per_head])
     loss = torch.where(counted, loss, 0.0)
     return (loss * row_weight).sum(), loss.detach().sum(1), (top1 & counted).sum(1), counted.sum(1)
 

@@ -147,7 +147,7 @@ def test_a_gpu_without_fp8(monkeypatch):
     assert "NVIDIA A10 (compute capability 8.6) has no matrix units for fp8" in fault(torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
     assert fault(torch.device("cuda", 0)) is None and fault(torch.device("cpu")) is None
-    assert "no NVIDIA GPU" in fault(torch.device("xpu", 0))
+    assert "not an NVIDIA GPU" in fault(torch.device("xpu", 0))
 
 
 @pytest.mark.gpu

@@ -304,7 +304,7 @@ def test_slices_in_a_checkpoint(reentrant, device, slices, monkeypatch):
 
 
 def test_sizes_of_slices():
-    plan = kernel.Plan((types.SimpleNamespace(dtype=torch.bfloat16),) * 2, "silu", True)
+    plan = kernel.MLPForm((types.SimpleNamespace(dtype=torch.bfloat16),) * 2, "silu", True)
     layers = [types.SimpleNamespace(weight=torch.empty(14336, 4096, device="meta"))]
     assert plan.slices(37449, layers) == [slice(37449)]
     long = plan.slices(131072, layers)
