@@ -47,7 +47,8 @@ def _size_by_memory(rows: int, vocab: int, dtype: torch.dtype, device_type: str,
     if device_type == "cpu" and not computes_nothing():
         most = max(1, _CPU_CHUNK_BYTES // (4 * vocab))
         return max(1, -(-rows // max(1, -(-rows // most))))
-    allowed, row_bytes = max(_GPU_CHUNK_BYTES, allowed), vocab * dtype.itemsize
+    allowed = max(_GPU_CHUNK_BYTES, allowed)
+    row_bytes = vocab * dtype.itemsize
     if rows * row_bytes <= (allowed if all_rows else _GPU_CHUNK_BYTES):
         return max(1, rows)
     fitting = allowed // row_bytes

@@ -75,7 +75,8 @@ def row_product(
 
     `fast_sums` allows the matrix units to keep sums in registers with fewer bits than fp32. A CPU computes in fp32.
     """
-    a_inverse, b_inverse = a_inverse.view(-1, 1), b_inverse.view(1, -1)
+    a_inverse = a_inverse.view(-1, 1)
+    b_inverse = b_inverse.view(1, -1)
     if not on_cuda(a):
         y = (a.to(torch.float32) @ b.to(torch.float32).t()) * a_inverse * b_inverse
         return (y if bias is None else y + bias).to(dtype)

@@ -163,9 +163,15 @@ def prepare(hidden, weight, target, bias, lora, lora_input, accumulate, chunk_ro
     check_target("hidden", hidden, target)
     check_chunking(accumulate, chunk_rows)
     u, lora_b = _lora_branch(hidden, weight, lora, lora_input)
-    flat = [t if t is None else t.flatten(0, -2) if t.ndim > 1 else t.unsqueeze(0) for t in (hidden, u)]
-    x, u = (t if t is None or t.stride(-1) == 1 else t.contiguous() for t in flat)
+    x = _as_unit_rows(hidden)
+    u = None if u is None else _as_unit_rows(u)
     return Head(x, weight, bias, u, lora_b), target.reshape(-1).long().contiguous(), dtype
+
+
+def _as_unit_rows(t: torch.Tensor) -> torch.Tensor:
+    """Return t (..., n) as rows (T, n) with unit stride. One vector is one row."""
+    rows = t.flatten(0, -2) if t.ndim > 1 else t.unsqueeze(0)
+    return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 
 def _lora_branch(hidden, weight, lora, lora_input):
@@ -262,4 +268,5 @@ def spread(row_weight, counted, first):
         return None
     check_weights("row_weight", row_weight, (counted.shape[:1], counted.shape), first)
     # `torch.where` keeps the layout of its arguments, and the kernels index rows of a contiguous tensor.
-    return torch.where(counted, row_weight if row_weight.ndim == 2 else row_weight.unsqueeze(1), 0.0).contiguous()
+    per_row = row_weight if row_weight.ndim == 2 else row_weight.unsqueeze(1)
+    return torch.where(counted, per_row, 0.0).contiguous()

@@ -143,7 +143,9 @@ def adapter_of_output(
     if layer.adapter is None or b is None:
         return None
     of_h = factors_of(layer.adapter.scaling, form.dtype)[1]
-    return h[0] if of_h == 1.0 else h[0] * of_h, (b if form.parts == 1 else b[:, : h[0].shape[1]]).t()
+    rounded_h = h[0] if of_h == 1.0 else h[0] * of_h
+    rounded_b = b if form.parts == 1 else b[:, : h[0].shape[1]]
+    return rounded_h, rounded_b.t()
 
 
 def output(
@@ -252,7 +254,8 @@ class _Kept(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, form, layers, made, x, source, *tensors):
-        factors, rows = rounded(layers, form), as_matrix(x, form.dtype)
+        factors = rounded(layers, form)
+        rows = as_matrix(x, form.dtype)
         h = low_rank(rows if source is None else as_matrix(source, form.dtype), factors.a, form)
         made.append((rows, h, factors))
         ctx.save_for_backward(x, source, h, factors.a, *factors.b, *tensors)
@@ -295,7 +298,8 @@ def output_of(x: torch.Tensor, source: torch.Tensor | None, layer: Layer, form: 
             stub = _Kept.apply(form, layers, made, x, source, *flattened(layers))
         else:
             with torch.no_grad():
-                factors, rows = rounded(layers, form), as_matrix(x, form.dtype)
+                factors = rounded(layers, form)
+                rows = as_matrix(x, form.dtype)
                 h = low_rank(rows if source is None else as_matrix(source, form.dtype), factors.a, form)
                 made.append((rows, h, factors))
         rows, h, factors = made[0]

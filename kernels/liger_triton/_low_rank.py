@@ -165,7 +165,8 @@ def low_rank_gradients(
         else:
             out.copy_(parts_of(dh, out.dtype, parts, 1).view(out.shape))
         return sum_of_parts(wide_product(dy.t(), h), parts, 1).mul_(scaling)
-    rank, block_r = width // parts, max(16, next_power_of_2(width))
+    rank = width // parts
+    block_r = max(16, next_power_of_2(width))
     block_t, stages = _tile_of(rows, block_r, dy.device)
     row_programs = cdiv(rows, block_t)
     # One program for each multiprocessor. Programs with the same rows split the columns among them.

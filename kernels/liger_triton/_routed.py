@@ -369,7 +369,8 @@ def _gated_product_kernel(
         kk = tl.arange(0, BLOCK_K)
         x_at = X + row[:, None] * x_stride + kk[None]
         w_at = W + expert.to(tl.int64) * w_stride_e + kk[:, None] * w_stride_k
-        g_at, u_at = w_at + column[None] * w_stride_n, w_at + up[None] * w_stride_n
+        g_at = w_at + column[None] * w_stride_n
+        u_at = w_at + up[None] * w_stride_n
         acc_g = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         acc_u = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for start in range(0, k, BLOCK_K):
@@ -380,7 +381,8 @@ def _gated_product_kernel(
             else:
                 mask = (start + kk < k)[:, None] & (column < n)[None]
                 x = tl.load(x_at, mask=(start + kk < k)[None], other=0.0)
-                w_g, w_u = tl.load(g_at, mask=mask, other=0.0), tl.load(u_at, mask=mask, other=0.0)
+                w_g = tl.load(g_at, mask=mask, other=0.0)
+                w_u = tl.load(u_at, mask=mask, other=0.0)
             acc_g = _dot(x, w_g, acc_g, PRECISION, WIDEN)
             acc_u = _dot(x, w_u, acc_u, PRECISION, WIDEN)
             x_at += BLOCK_K
@@ -426,7 +428,8 @@ def _gated_product_kernel(
             BIAS += expert.to(tl.int64) * 2 * n
             acc_g += tl.load(BIAS + column, mask=column < n, other=0.0).to(tl.float32)[None]
             acc_u += tl.load(BIAS + up, mask=column < n, other=0.0).to(tl.float32)[None]
-        g, u = acc_g.to(H.dtype.element_ty), acc_u.to(H.dtype.element_ty)
+        g = acc_g.to(H.dtype.element_ty)
+        u = acc_u.to(H.dtype.element_ty)
         tl.store(h_at + column[None], g, mask=known)
         tl.store(h_at + up[None], u, mask=known)
     a = gate_value(g.to(tl.float32), u.to(tl.float32), limit, alpha, up_offset, gate_scale, ACT)
@@ -462,12 +465,14 @@ def _gate_gradients_kernel(
     valid = (place >= tl.load(OFFSETS)) & (place < tl.load(OFFSETS + experts))
     pair = tl.load(PAIRS + place, mask=valid, other=0)
     share = tl.load(SHARE + pair, mask=valid, other=0.0).to(tl.float32)[:, None]
-    h_row, a_row = place.to(tl.int64)[:, None] * (2 * n), place.to(tl.int64)[:, None] * n
+    h_row = place.to(tl.int64)[:, None] * (2 * n)
+    a_row = place.to(tl.int64)[:, None] * n
     d_share = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in range(0, n, BLOCK_N):
         column = start + tl.arange(0, BLOCK_N)
         wide = 2 * start + tl.arange(0, 2 * BLOCK_N)
-        known, inside = valid[:, None] & (column < n)[None], valid[:, None] & (wide < 2 * n)[None]
+        known = valid[:, None] & (column < n)[None]
+        inside = valid[:, None] & (wide < 2 * n)[None]
         if INTERLEAVED:
             h = tl.load(H + h_row + wide[None], mask=inside, other=0.0)
             g, u = tl.split(tl.reshape(h, [BLOCK_M, BLOCK_N, 2]))
@@ -560,7 +565,8 @@ def _weight_gradient_kernel(
     pid %= down * across
     column_l = (pid // across) * BLOCK_M + tl.arange(0, BLOCK_M)
     column_r = (pid % across) * BLOCK_N + tl.arange(0, BLOCK_N)
-    first, end = tl.load(OFFSETS + expert), tl.load(OFFSETS + expert + 1)
+    first = tl.load(OFFSETS + expert)
+    end = tl.load(OFFSETS + expert + 1)
     whole = first
     if EVEN:
         whole = first + (end - first) // BLOCK_K * BLOCK_K
@@ -628,7 +634,8 @@ def _bias_gradient_kernel(
     across = tl.cdiv(n, BLOCK_N)
     expert = pid // across
     column = (pid % across) * BLOCK_N + tl.arange(0, BLOCK_N)
-    first, end = tl.load(OFFSETS + expert), tl.load(OFFSETS + expert + 1)
+    first = tl.load(OFFSETS + expert)
+    end = tl.load(OFFSETS + expert + 1)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in range(first, end, BLOCK_M):
         place = start + tl.arange(0, BLOCK_M)

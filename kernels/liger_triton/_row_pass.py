@@ -283,7 +283,8 @@ def _row_kernel(
 def _triton_pass(logits, grad, target, stats, g_loss, g_entropy, spec, do_stats, width):
     n, vocab = logits.shape
     block, num_warps = _tile(vocab, logits.element_size(), do_stats, grad is not None)
-    out, vec = logits if grad is None else grad, 16 // logits.element_size()
+    out = logits if grad is None else grad
+    vec = 16 // logits.element_size()
     # LEAD handles rows that do not start or end at multiples of 16 bytes (50257 columns, say). It needs both tensors to
     # start at such a multiple, and strides that differ by one.
     lead = width is None and (logits.stride(0) % vec != 0 or vocab % vec != 0)

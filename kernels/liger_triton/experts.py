@@ -213,7 +213,8 @@ def _backward(
 
 @_backward.register_fake
 def _(dout, x, ids, share, w, v, b, c, a_w, b_w, a_v, b_v, w_scales, v_scales, h, rows_w, *rest):
-    inputs, needed = (x, share, w, v, b, c, a_w, b_w, a_v, b_v), rest[3]
+    inputs = (x, share, w, v, b, c, a_w, b_w, a_v, b_v)
+    needed = rest[3]
     return [torch.empty_like(t) if need else x.new_empty(0) for t, need in zip(inputs, needed, strict=True)]
 
 

@@ -545,7 +545,8 @@ def float8_rows(x: torch.Tensor, power_of_2: bool = True, maxima: bool = False) 
     if not _casts(x) or k > MAX_COLUMNS:
         return Float8Rows(*reference.float8_rows(x, power_of_2, maxima))
     block_t, block_k, num_warps, stages = backward_tile(k, x.device, x)
-    tiles, each = cdiv(t, block_t), ROW_PROGRAMS if num_warps <= 8 else 1
+    tiles = cdiv(t, block_t)
+    each = ROW_PROGRAMS if num_warps <= 8 else 1
     programs = each * persistent_grid(cdiv(tiles, each), x.device)
     rows = torch.empty((t, k), dtype=E4M3, device=x.device)
     inverse = torch.empty(t, dtype=torch.float32, device=x.device)
@@ -597,7 +598,8 @@ def row_cast(parts: list[torch.Tensor], factors: list[torch.Tensor] | None = Non
     Returns:
         (T, N) in e4m3, and the factor (T, 1) of each row in fp32. A row with a NaN or an infinity is NaN.
     """
-    rows, total = parts[0].shape[0], sum(part.shape[1] for part in parts)
+    rows = parts[0].shape[0]
+    total = sum(part.shape[1] for part in parts)
     blocks = [next_power_of_2(part.shape[1]) for part in parts] + [0] * (MOST_PARTS - len(parts))
     if not (on_cuda(parts[0]) and _casts(*parts)) or sum(blocks) > LARGEST_ROW:
         return reference.float8_row_cast(parts, factors)
@@ -606,8 +608,20 @@ def row_cast(parts: list[torch.Tensor], factors: list[torch.Tensor] | None = Non
     missing = MOST_PARTS - len(parts)
     given = [*parts, *parts[:1] * missing]
     widths = [part.shape[1] for part in parts] + [0] * missing
-    scales = [inverse] * MOST_PARTS if factors is None else [f.contiguous() for f in (*factors, *factors[:1] * missing)]
+    if factors is None:
+        scales = [inverse] * MOST_PARTS  # never read
+    else:
+        scales = [f.contiguous() for f in (*factors, *factors[:1] * missing)]
+    # The whole row is in registers: more warps for wider rows.
     block = sum(blocks)
+    if block <= 2048:
+        warps = 4
+    elif block <= 8192:
+        warps = 8
+    elif block <= 2**15:
+        warps = 16
+    else:
+        warps = 32
     launch(
         _row_cast_kernel,
         (rows,),
@@ -623,7 +637,7 @@ def row_cast(parts: list[torch.Tensor], factors: list[torch.Tensor] | None = Non
         BLOCK_A=blocks[0],
         BLOCK_B=blocks[1],
         BLOCK_C=blocks[2],
-        num_warps=4 if block <= 2048 else 8 if block <= 8192 else 16 if block <= 2**15 else 32,
+        num_warps=warps,
     )
     return out, inverse
 
@@ -632,11 +646,13 @@ def transposed(all_bits: list[torch.Tensor]) -> torch.Tensor:
     """Return the transposes of at most three fp8 matrices (N_i, K), side by side: (K, N)."""
     if not on_cuda(all_bits[0]) or fault_of_device(all_bits[0].device) or any(map(is_wrapped, all_bits)):
         return torch.cat([bits.view(torch.uint8).t() for bits in all_bits], 1).contiguous().view(E4M3)
-    k, total = all_bits[0].shape[1], sum(bits.shape[0] for bits in all_bits)
+    k = all_bits[0].shape[1]
+    total = sum(bits.shape[0] for bits in all_bits)
     columns = torch.empty((k, total), dtype=E4M3, device=all_bits[0].device)
     missing = MOST_PARTS - len(all_bits)
     quarters = [bits.shape[0] // 4 for bits in all_bits] + [0] * missing
-    tiles_per_row, tiles = cdiv(k // 4, TURNED_TILE), [cdiv(q, TURNED_TILE) for q in quarters]
+    tiles_per_row = cdiv(k // 4, TURNED_TILE)
+    tiles = [cdiv(q, TURNED_TILE) for q in quarters]
     words = [bits.contiguous().view(torch.int32) for bits in all_bits]
     launch(
         _transposed_kernel,

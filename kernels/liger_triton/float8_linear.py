@@ -333,7 +333,8 @@ def _without_bias(x: torch.Tensor, weight: torch.Tensor, given: Float8Input) -> 
     made: list[Any] = []
 
     def compute() -> torch.Tensor:
-        form, (cast, prepared) = given.form, made or (given.as_fp8(x, turn=False), None)
+        form = given.form
+        cast, prepared = made or (given.as_fp8(x, turn=False), None)
         w8 = form.upright(weight, prepared)[:2]
         return form.product(cast.rows, cast.inverse, *w8, given.dtype, fast_sums=form.fast_accum[0])
 

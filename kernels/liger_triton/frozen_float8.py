@@ -136,7 +136,8 @@ def dequantized(weight: Float8Weight, dtype: torch.dtype) -> torch.Tensor:
     fits = bits.is_contiguous() and scale.is_contiguous() and bits.numel() and dtype in KERNEL_DTYPES
     if torch.compiler.is_compiling() or not (fits and use_triton(bits)) or fault_of_device(bits.device) is not None:
         return (bits.to(torch.float32) * scale[..., None]).to(dtype)
-    out, k = torch.empty(bits.shape, dtype=dtype, device=bits.device), bits.shape[-1]
+    out = torch.empty(bits.shape, dtype=dtype, device=bits.device)
+    k = bits.shape[-1]
     block = min(2048, next_power_of_2(k))
     launch(_dequantize_kernel, (scale.numel() * cdiv(k, block),), bits, scale, out, k, BLOCK=block)
     return out

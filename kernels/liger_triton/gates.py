@@ -558,7 +558,8 @@ def gate_of_sums(
     if to_g is None and to_u is None:
         return _forward(g, u, act, *UNCHANGED) if runs_triton(g, u) else reference.gated(g, u, act)
     a, (rows, columns) = torch.empty_like(g), g.shape
-    (tensors_g, of_g, block_g), (tensors_u, of_u, block_u) = _arguments(to_g, g), _arguments(to_u, g)
+    tensors_g, of_g, block_g = _arguments(to_g, g)
+    tensors_u, of_u, block_u = _arguments(to_u, g)
     tiles_per_row = cdiv(columns, BLOCK_I)
     launch(
         _lora_gate_fwd_kernel,

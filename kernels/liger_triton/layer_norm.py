@@ -197,7 +197,9 @@ def _backward(
         STAGES=stages,
         num_warps=num_warps,
     )
-    return dx, dw.sum(0) if need_dw else dw, db.sum(0) if need_db else db
+    dw = dw.sum(0) if need_dw else dw
+    db = db.sum(0) if need_db else db
+    return dx, dw, db
 
 
 @_backward.register_fake
@@ -222,7 +224,9 @@ class _LayerNorm(torch.autograd.Function):
         x, weight, mean, rstd = ctx.saved_tensors
         _, need_dw, need_db, *_ = ctx.needs_input_grad
         dx, dw, db = _backward(dy, x, weight, mean, rstd, ctx.offset, need_dw, need_db)
-        return dx, dw.to(weight.dtype) if need_dw else None, db.to(ctx.bias_dtype) if need_db else None, None, None
+        dw = dw.to(weight.dtype) if need_dw else None
+        db = db.to(ctx.bias_dtype) if need_db else None
+        return dx, dw, db, None, None
 
 
 def layer_norm(

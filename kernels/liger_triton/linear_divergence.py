@@ -127,7 +127,8 @@ def _walk(student: Head, teacher: Head, kept, spec: _Spec, needs: int, g=None):
     # Two tensors: halves of one would be views, and autograd forbids changing those in place.
     divergence, entropy = (torch.zeros(total, dtype=torch.float32, device=student.x.device) for _ in range(2))
     gradients = HeadGradients(student, needs, spec.lean, chunks.number, fill=False)
-    wide, wide_teacher = spec.student.tensors(student), spec.teacher.tensors(teacher)
+    wide = spec.student.tensors(student)
+    wide_teacher = spec.teacher.tensors(teacher)
     w = student.weight.to(dtype) if needs & DX else None
     lb = student.lora_b.to(dtype) if needs & DU else None
 
@@ -300,6 +301,11 @@ def linear_divergence(
         chunk_rows,
     )
     kept = None if mask is None else mask.reshape(-1).to(hidden.device).nonzero().squeeze(1)
-    mode = "uniform" if uniform_grad else "recompute" if needs & (DW | DBIAS | DB) else "rows"
+    if uniform_grad:
+        mode = "uniform"
+    elif needs & (DW | DBIAS | DB):
+        mode = "recompute"
+    else:
+        mode = "rows"  # dx and du have rows of their own, so each can be scaled later
     divergence, entropy = _LinearDivergence.apply(*student, teacher, kept, mode, spec)
     return Divergence(divergence.view(rows), entropy.view(rows))

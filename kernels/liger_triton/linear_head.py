@@ -193,11 +193,13 @@ def _op(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return statistics (unless given) and gradients. An op returns only tensors, so an empty one stands for None."""
     rows = RowSpec(ignore_index, scale, softcap, smoothing, z_loss, extras)
-    spec, head = HeadSpec(rows, needs, lean, chunk_rows, compute_dtype), Head(x, weight, bias, u, lora_b)
+    spec = HeadSpec(rows, needs, lean, chunk_rows, compute_dtype)
+    head = Head(x, weight, bias, u, lora_b)
     with no_autocast(x.device.type):
         chunks = _chunks_of(head, target, spec, all_rows=False)
         made, grads, _ = _walk(head, target, chunks, needs, lean, spec, g_loss, g_entropy, stats)
-    return tuple([x.new_empty(0) if t is None else t for t in (made if stats is None else None, *grads)])
+    results = (made if stats is None else None, *grads)
+    return tuple([x.new_empty(0) if t is None else t for t in results])
 
 
 @_op.register_fake
@@ -206,10 +208,10 @@ def _(x, weight, bias, u, lora_b, target, stats, g_loss, g_entropy, *flat):
     shapes = (x.shape, weight.shape, weight.shape[:1], *((None, None) if u is None else (u.shape, lora_b.shape)))
     of_lora = (None, None) if u is None else (u.dtype, sum_dtype(lora_b, lean))
     sums = (x.dtype, sum_dtype(weight, lean), torch.float32, *of_lora)
-    grads = [
-        x.new_empty(shape if needs >> k & 1 else 0, dtype=dtype if needs >> k & 1 else x.dtype)
-        for k, (shape, dtype) in enumerate(zip(shapes, sums, strict=True))
-    ]
+    grads = []
+    for k, (shape, dtype) in enumerate(zip(shapes, sums, strict=True)):
+        needed = needs >> k & 1
+        grads.append(x.new_empty(shape, dtype=dtype) if needed else x.new_empty(0))
     rows = x.new_empty((N_STATS, x.shape[0]), dtype=torch.float32) if stats is None else x.new_empty(0)
     return rows, *grads
 
@@ -255,7 +257,8 @@ class _LinearHead(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, u, lora_b, target, row_weight, mode, spec, may_keep_logits):
         ctx.set_materialize_grads(False)
-        head, traced = Head(x, weight, bias, u, lora_b), torch.compiler.is_compiling()
+        head = Head(x, weight, bias, u, lora_b)
+        traced = torch.compiler.is_compiling()
         ctx.mode = mode
         ctx.spec = spec
         ctx.kept_logits = None
@@ -339,7 +342,8 @@ def run_head(
         row_weight = row_weight.contiguous()  # the kernel indexes rows of a contiguous tensor
     if not needs:
         stats = _op(*head, target, None, None, None, *spec.flat())[0]
-        return stats[LOSS] if row_weight is None else stats[LOSS] * row_weight, stats[ENTROPY], stats
+        loss = stats[LOSS] if row_weight is None else stats[LOSS] * row_weight
+        return loss, stats[ENTROPY], stats
     if known_upstream:
         mode = "uniform"
     elif not needs & (DW | DBIAS | DB) and not rows.extras >> ENTROPY & 1:
@@ -648,5 +652,6 @@ def linear_heads_cross_entropy(
             own = None if share is None else share[k]
             per_head.append(run(hidden[k], w, target[k], own, spec, accumulate, chunk_rows))
         losses, all_stats = zip(*per_head, strict=True)
-        loss, stats = torch.stack(losses).sum(), torch.stack(all_stats, 1)
+        loss = torch.stack(losses).sum()
+        stats = torch.stack(all_stats, 1)
     return HeadsLoss(loss, stats[LOSS].sum(1), (stats[IS_TOP1] > 0).sum(1), counted.sum(1))

@@ -339,7 +339,8 @@ def _kl_op(
         teacher = buffer[: of_teacher.shape[0], :vocab]
         project(teacher_hidden[of_teacher].to(dtype), teacher_factor, teacher)
         stats, teacher_top = teacher_pass(teacher, scale, softcap)
-        head_rows, head_places = of_heads.split(per_head), places.split(per_head)
+        head_rows = of_heads.split(per_head)
+        head_places = places.split(per_head)
         for group, factor, dw in zip(groups, factors, sums, strict=True):
             mine = [k for k in group if per_head[k]]
             if not mine:
@@ -432,7 +433,8 @@ def linear_heads_kl(
         ValueError: Shapes, vocabularies, dtypes or devices disagree, or an option is out of its range.
     """
     heads, rows, tied = check_heads(hidden, weight)
-    first, weights = hidden[0], [weight] if tied else list(weight)
+    first = hidden[0]
+    weights = [weight] if tied else list(weight)
     check_per_row("valid", valid, heads, rows, first)
     if valid.dtype != torch.bool:
         raise ValueError(f"valid is {valid.dtype}; expected torch.bool: which rows count, such as target != -100.")

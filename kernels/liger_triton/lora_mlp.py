@@ -72,7 +72,8 @@ class MLPForm(NamedTuple):
         """Return what the gate kernel adds to g and to u."""
         if not self.adds_in_gate:
             return None, None
-        form, columns = self.forms[0], _lora.columns_of(h, layers, self.forms[0])
+        form = self.forms[0]
+        columns = _lora.columns_of(h, layers, self.forms[0])
         to_g, to_u = (_lora.adapter_of_output(*of_one, form) for of_one in zip(layers, columns, all_b, strict=True))
         return to_g, to_u
 
@@ -95,7 +96,8 @@ def _inner(rows: torch.Tensor, layers: list[Layer], mlp: MLPForm, factors: Facto
     form = mlp.forms[0]
     inner = layers[:2]
     of_inner, of_down = factors
-    h, shared = _lora.low_rank(rows, of_inner.a, form), SharedRows(rows)
+    h = _lora.low_rank(rows, of_inner.a, form)
+    shared = SharedRows(rows)
     own = [(), ()] if mlp.adds_in_gate else _lora.columns_of(h, inner, form)
     all_b = [None, None] if mlp.adds_in_gate else of_inner.b
     g, u = (_lora.output(shared, *of_one, form) for of_one in zip(inner, own, all_b, strict=True))
@@ -166,7 +168,8 @@ class _KeptMLP(torch.autograd.Function):
         if dy is None:
             return (None,) * 15
         x, g, u, h, h_down, a_inner, b_gate, b_up, a_down, b_down, *tensors = ctx.saved_tensors
-        factors, dtype = (Rounded(a_inner, [b_gate, b_up]), Rounded(a_down, [b_down])), ctx.mlp.forms[0].dtype
+        factors = (Rounded(a_inner, [b_gate, b_up]), Rounded(a_down, [b_down]))
+        dtype = ctx.mlp.forms[0].dtype
         needs_x, *needs = ctx.needs_input_grad[2:]
         inner = _Inner(g, u, None, h, h_down)
         with no_autocast(x.device.type):
@@ -194,9 +197,12 @@ class _SlicedMLP(torch.autograd.Function):
         x, *tensors = ctx.saved_tensors
         mlp, (needs_x, *needs) = ctx.mlp, ctx.needs_input_grad[1:]
         with no_autocast(x.device.type):
-            rows, dy = as_matrix(x, mlp.forms[0].dtype), as_matrix(dy, mlp.forms[0].dtype)
-            layers, total = _unpacked(mlp.layers(tensors), mlp), [None] * len(tensors)
-            factors, dx = _factors(layers, mlp), torch.empty_like(rows) if needs_x else None
+            rows = as_matrix(x, mlp.forms[0].dtype)
+            dy = as_matrix(dy, mlp.forms[0].dtype)
+            layers = _unpacked(mlp.layers(tensors), mlp)
+            total = [None] * len(tensors)
+            factors = _factors(layers, mlp)
+            dx = torch.empty_like(rows) if needs_x else None
             for own in mlp.slices(len(rows), layers):
                 inner = _inner(rows[own], layers, mlp, factors)
                 of_slice, grads = _gradients(rows[own], dy[own], inner, layers, mlp, factors, needs_x, needs)
@@ -225,8 +231,10 @@ def _unpacked(layers: list[Layer], mlp: MLPForm) -> list[Layer]:
 
 def _sliced(x: torch.Tensor, layers: list[Layer], mlp: MLPForm) -> torch.Tensor:
     """Return y (T, N), computed slice by slice."""
-    layers, rows = _unpacked(layers, mlp), as_matrix(x, mlp.forms[0].dtype)
-    factors, y = _factors(layers, mlp), rows.new_empty((len(rows), layers[2].weight.shape[0]))
+    layers = _unpacked(layers, mlp)
+    rows = as_matrix(x, mlp.forms[0].dtype)
+    factors = _factors(layers, mlp)
+    y = rows.new_empty((len(rows), layers[2].weight.shape[0]))
     for own in mlp.slices(len(rows), layers):
         y[own] = _output(_inner(rows[own], layers, mlp, factors), layers[2:], factors, mlp)
     return y
@@ -277,7 +285,8 @@ def lora_mlp(
         return _output(known, outer, factors, mlp)
 
     with no_autocast(x.device.type):
-        tensors, stub = (*_lora.flattened(inner), *_lora.flattened(outer)), None
+        tensors = (*_lora.flattened(inner), *_lora.flattened(outer))
+        stub = None
         if records_graph():
             stub = _SlicedMLP.apply(mlp, x, *tensors) if sliced else _KeptMLP.apply(mlp, made, x, *tensors)
         return computed(compute, x.shape[:-1], stub)

@@ -128,7 +128,8 @@ def rope(
         cos, sin = (t[..., : t.shape[-1] // 2] for t in (cos, sin))
     elif cos_layout == "interleaved":
         cos, sin = cos[..., 0::2], sin[..., 0::2]
-    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    cos = cos.unsqueeze(unsqueeze_dim)
+    sin = sin.unsqueeze(unsqueeze_dim)
     out_interleaved = interleaved if out_interleaved is None else out_interleaved
     turn = (interleaved, out_interleaved, rotate_last, cast)
     return _rotate(q, cos, sin, *turn), None if k is None else _rotate(k, cos, sin, *turn)

@@ -516,7 +516,9 @@ def gated_rms_norm(
             offset=offset,
             cast=cast,
         )
-    role = "" if gate is None else GATE_FIRST if gate_first else GATE_LAST
+    role = ""
+    if gate is not None:
+        role = GATE_FIRST if gate_first else GATE_LAST
     options = (float(eps), float(offset), cast, role, activation, int(group))
     if not records_graph():
         return _forward(x, gate, weight, *options)[0]

@@ -372,7 +372,8 @@ def misfit(q, k, cos, sin, cos_layout, unsqueeze_dim) -> str | None:
 
     Callers with another way to compute the same use this check too.
     """
-    ndim, given = q.ndim, {"q": q, "k": k, "cos": cos, "sin": sin}
+    ndim = q.ndim
+    given = {"q": q, "k": k, "cos": cos, "sin": sin}
 
     def shapes() -> str:
         return ", ".join(f"{name} is {None if t is None else tuple(t.shape)}" for name, t in given.items())

@@ -292,7 +292,8 @@ def _tiles(d: int, dtype: torch.dtype, device: torch.device, backward: bool) -> 
 def _by_kernels(q, k, v, offsets, longest, scale, window, softcap, sinks):
     """Return (o, L) by the kernel of this file."""
     (tokens, heads, d), groups = q.shape, k.shape[1]
-    o, level = torch.empty_like(q), q.new_empty(heads, tokens, dtype=torch.float32)
+    o = torch.empty_like(q)
+    level = q.new_empty(heads, tokens, dtype=torch.float32)
     tile = _tiles(d, q.dtype, q.device, False)
     block = tile.pop("mine")
     launch(
@@ -398,7 +399,8 @@ def _delta(o: torch.Tensor, do: torch.Tensor) -> torch.Tensor:
 class _RowAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, sinks, offsets, longest, scale, window, softcap):
-        ctx.given, ctx.state = (longest, scale, window, softcap), None
+        ctx.given = (longest, scale, window, softcap)
+        ctx.state = None
         if _is_flash(q, softcap):
             o, level, *ctx.state, _ = torch.ops.aten._flash_attention_forward(
                 q,
