@@ -1,7 +1,7 @@
 """Triton kernels for training language models, each with a plain PyTorch twin in `liger_triton.reference`.
 
-They need torch, and Triton if the tensors are on a GPU. A file holds one operation or a family of them, and
-`modules.py` `torch.nn` modules over them.
+They need torch, and Triton for tensors on a GPU. Each file holds one operation or one family of operations;
+`modules.py` holds `torch.nn` modules that call them.
 """
 
 from .cross_entropy import cross_entropy

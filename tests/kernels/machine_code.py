@@ -1,7 +1,7 @@
-"""Compiles kernels for GPUs that need not be there and prints what their code does to memory, as one line of JSON.
+"""Compile kernels for GPUs that need not be present, and print their memory accesses as one line of JSON.
 
-`machine_code.py CAPABILITY`, such as 90: a script of its own, because under TRITON_INTERPRET=1, with which the tests
-run, nothing is compiled.
+Run it as `machine_code.py CAPABILITY`, such as 90. It is a script because the tests run with TRITON_INTERPRET=1, and
+then nothing is compiled.
 """
 
 import json
@@ -24,7 +24,7 @@ ROW |= dict.fromkeys(("softcap", "smoothing", "z_loss"), "fp32")
 
 
 def row(block, aligned, **flags):
-    """The pass over logits, of rows that start at 16 bytes or anywhere. V is no multiple of 16 in either."""
+    """Return the row pass, with rows that start at 16 bytes or anywhere. V is never a multiple of 16."""
     flags = {"DO_STATS": True, "DO_GRAD": True, "TOP1": True} | flags
     names = ("HAS_GLOSS", "HAS_GENT", "SOFTCAP", "SMOOTH", "ENTROPY_", "SUMSQ", "MEAN")
     constants = dict.fromkeys(names, False) | flags | {"scale": None, "LEAD": not aligned, "BLOCK": block, "VEC": 8}
@@ -39,7 +39,7 @@ def gate(act):
 
 
 def float8(kernel, dtype, eight, **flags):
-    """The casts to eight bits, e4m3 (8e4nv for Triton) or e5m2."""
+    """Return the fp8 casts, e4m3 (8e4nv for Triton) or e5m2."""
     pointers = {"X": f"*{dtype}", "MAXIMA": "*i32", "ROWS": f"*fp{eight}", "COLUMNS": "*i32", "INVERSE": "*fp32"}
     constants = {"LARGEST": 448.0, "POWER_OF_2": False, "LEAST": 1e-12, "COUNT": 512} | flags
     sixteen = [name for name in (*pointers, "numel", "t", "k", "quarters") if name in kernel.arg_names]
@@ -52,7 +52,7 @@ def float8_columns(dtype, eight, rows):
 
 
 def float8_by_row(kernel, dtype, num_warps, **flags):
-    """The casts with scales by row: whole rows in tiles of 8192 numbers, or the transpose."""
+    """Return the casts with row scales: whole rows in tiles of 8192 numbers, or the transpose."""
     pointers = {"X": f"*{dtype}", "ROWS": "*fp8e4nv", "INVERSE": "*fp32", "MAXIMA": "*i32", "COLUMNS": "*i32"}
     constants = {"LARGEST": 448.0, "POWER_OF_2": True, "LEAST": 1e-12} | flags
     sixteen = [name for name in (*pointers, "stride", "t", "k", "quarters") if name in kernel.arg_names]
@@ -107,7 +107,7 @@ CASES = {
 
 
 def accesses(case, capability):
-    """Accesses of global memory in the order of the code, and the bytes of shared memory."""
+    """Return the global memory accesses in code order, and the bytes of shared memory."""
     kernel, pointers, constants, sixteen, num_warps = case
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else pointers.get(name, "i32") for name in names}
