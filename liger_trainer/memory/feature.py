@@ -16,9 +16,9 @@ from transformers import TrainingArguments
 from liger_trainer._logging import logger
 from liger_trainer.feature import Feature, Run
 from liger_trainer.memory import recompute, switches
-from liger_trainer.memory.chooser import Chooser
 from liger_trainer.memory.host_inputs import OPTION, HostInputs
 from liger_trainer.memory.memory import GpuMemory, PinnedMemory, room_of
+from liger_trainer.memory.planner import ActivationPlanner
 
 AUTO = "auto"
 KNOWS_NEW_NAME = "activation_checkpointing" in {field.name for field in dataclasses.fields(TrainingArguments)}
@@ -60,7 +60,7 @@ class MemoryFields:
 
 
 class Checkpointing(Feature):
-    """Activation checkpointing: by the `Chooser` of `auto`, or by `recompute.py`."""
+    """Activation checkpointing: by the `ActivationPlanner` of `auto`, or by `recompute.py`."""
 
     def settle(self, args: Any) -> None:
         """Give both names of checkpointing their values."""
@@ -106,14 +106,14 @@ class Checkpointing(Feature):
                     "checkpointed."
                 )
         if memory is not None:
-            chooser = Chooser(memory, args.memory_budget, args.host_memory_budget)
-            trainer.checkpointing = chooser.summary
+            planner = ActivationPlanner(memory, args.memory_budget, args.host_memory_budget)
+            trainer.checkpointing = planner.summary
             try:
-                yield lambda step, *given, **named: chooser.run(
+                yield lambda step, *given, **named: planner.run(
                     trainer.model, step, given, named, trainer.real_tokens(*given, **named)
                 )
             finally:
-                chooser.end()
+                planner.end()
         elif trainer.uses_liger and not (trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled):
             with _switched(trainer) as run:
                 yield run

@@ -7,6 +7,7 @@ import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, Protocol
 
 import psutil  # type: ignore[import-untyped]  # accelerate needs it
 import torch
@@ -20,6 +21,47 @@ SMALL = 1 << 20  # bytes: smaller tensors stay on the GPU
 SHARE = 0.5  # of the host's free memory, for all processes of this machine
 TRIED = 64 << 20  # bytes that are copied to measure the rate
 _CGROUP = Path("/sys/fs/cgroup")
+
+
+class HostTransport(Protocol):
+    """What the planner knows of copies between the device and the host, such as `Transport`."""
+
+    host: "PinnedMemory"
+
+    @property
+    def stream(self) -> torch.cuda.Stream | None:
+        """The stream of the copies; None if the device copies at once."""
+
+    @property
+    def rate(self) -> float:
+        """Bytes a second in the slower direction."""
+
+    def mark(self) -> Any:
+        """Return the device's time after all that it has been given until now, for `seconds`."""
+
+    def seconds(self, begin: Any, end: Any) -> float:
+        """Return the seconds from one mark to another."""
+
+
+class DeviceMemory(Protocol):
+    """What the planner asks of a device's memory, in bytes of this process's tensors, such as `GpuMemory`."""
+
+    highest: int  # the peak until torch's own counter was last reset
+
+    def allocated(self) -> int:
+        """Return the bytes that are allocated now."""
+
+    def peak(self) -> int:
+        """Return the most bytes since it was last called."""
+
+    def capacity(self) -> int:
+        """Return the most bytes that tensors could take up."""
+
+    def retries(self) -> int:
+        """Return how often the allocator has had to release its cache."""
+
+    def transport(self, host_gib: float | None) -> HostTransport | None:
+        """Return what copies to `host_gib` GiB of the host's memory; None without room there."""
 
 
 class GpuMemory:

@@ -178,6 +178,29 @@ class Measurement:
         return largest / rate / (self.seconds / len(self.calls)) * SLACK if self.seconds else math.inf
 
 
+class Measurements:
+    """The measurements of one training. None of them covers another."""
+
+    def __init__(self) -> None:
+        self._all: list[Measurement] = []
+
+    def covering(self, sizes: Sizes, accumulates: bool, long: bool) -> list[Measurement]:
+        """Return the measurements from which a micro-batch of `sizes` can be planned."""
+        return [each for each in self._all if each.covers(sizes, accumulates, long)]
+
+    def add(self, new: Measurement) -> None:
+        """Add `new` in place of those that it covers, with their largest margin. Nothing if it is covered itself."""
+        smaller = [each for each in self._all if new.covers(each.sizes, each.accumulates, each.long)]
+        new.margin = max((each.margin for each in smaller), default=0)
+        if smaller or not self.covering(new.sizes, new.accumulates, new.long):
+            self._all = [each for each in self._all if each not in smaller]
+            self._all.append(new)
+
+    def forget(self, wrong: Measurement) -> None:
+        """Remove a measurement that has not foreseen what a micro-batch did."""
+        self._all = [each for each in self._all if each is not wrong]
+
+
 def choose(measured: Measurement, base: int, limit: int, sizes: Sizes, long: bool, link: Link | None = None) -> Plan:
     """Return the plan that keeps the most. Nothing that is kept adds to a phase that exceeds `limit`.
 
