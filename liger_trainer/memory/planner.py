@@ -5,10 +5,7 @@ layer asks for its policy in `call_layer`. `recorder.py` measures, `plan.py` mak
 """
 
 from collections.abc import Callable
-from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
-from enum import Enum
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,9 +15,9 @@ from liger_trainer._logging import logger
 from liger_trainer.instance.kept import hooks_in_force
 from liger_trainer.memory import selective, summary, switches
 from liger_trainer.memory.memory import GIB, DeviceMemory, is_out_of_memory, limit_of
+from liger_trainer.memory.micro_batch import MicroBatch, Phase
 from liger_trainer.memory.offload import Offload
 from liger_trainer.memory.plan import (
-    NOTHING,
     Call,
     Link,
     Measurement,
@@ -31,21 +28,12 @@ from liger_trainer.memory.plan import (
     choose,
     sizes_of,
 )
-from liger_trainer.memory.policy import CALLS, LayerCall, LayerPolicy, allow_rebuilding
+from liger_trainer.memory.policy import CALLS, LayerCall, LayerPolicy
 from liger_trainer.memory.ranks import Ranks
 from liger_trainer.memory.recorder import Recorder
 
 _REAL_TOKENS = "real tokens"  # their place among the sizes of a batch
 LESS = 0.98  # of the limit, after the allocator had to release its cache
-
-
-class Phase(Enum):
-    """What a micro-batch is for. Once it is in one of the last two, nothing is learned from it."""
-
-    MEASURE = "every layer is recomputed, and what it holds is recorded"
-    FOLLOW_PLAN = "layers keep what the plan says"
-    FAILED = "a call has failed"
-    UNFORESEEN = "a call was not measured like this, or the host was full: from here, layers are recomputed"
 
 
 @dataclass(frozen=True)
@@ -87,41 +75,6 @@ class LastMicroBatch:
     not_recomputed: frozenset[int] = frozenset()  # its layers
 
 
-@dataclass
-class _MicroBatch:
-    """One micro-batch while it runs."""
-
-    sizes: Sizes
-    accumulates: bool  # whether gradients are there already
-    record: Recorder
-    phase: Phase = Phase.MEASURE
-    long: bool = False  # whether rows are so long that it pays to keep the results of attention, if that is possible
-    limit: int = 0  # bytes that the plan may fill
-    measurement: Measurement | None = None  # the plan's
-    plan: Plan = NOTHING
-    offload: Offload | None = None
-    policies: dict[int, LayerPolicy] = field(default_factory=dict)  # how each layer was called
-    in_layer: bool = False  # whether a layer is running, which decides for the layers inside it
-
-    @property
-    def is_measured(self) -> bool:
-        """Return whether layers are recorded: the plan keeps nothing, so each of them is recomputed."""
-        return self.plan.is_empty
-
-    def foresees(self, call: Call) -> bool:
-        """Return whether the measurement covers `call`, the last one until now."""
-        if self.measurement is None:
-            return False
-        number = sum(other.layer == call.layer for other in self.record.calls) - 1
-        measured = self.measurement.layers.get(call.layer, [])
-        return number < len(measured) and measured[number].size.covers(call.size)
-
-    def fail(self) -> None:
-        """Note that a call has failed."""
-        if self.phase is not Phase.UNFORESEEN:  # which also says how the calls that follow are run
-            self.phase = Phase.FAILED
-
-
 class ActivationPlanner:
     """Decides for each layer what is kept: all activations, on the GPU or the host, its attention, or nothing.
 
@@ -152,7 +105,7 @@ class ActivationPlanner:
         self._last = LastMicroBatch(memory.retries())
         self._is_warm = warm
         self._watched: WatchedModel | None = None
-        self._now: _MicroBatch | None = None
+        self._now: MicroBatch | None = None
 
     def end(self) -> None:
         """Leave the model as it was before the first micro-batch."""
@@ -196,7 +149,7 @@ class ActivationPlanner:
             self._look_back(now)
         return result
 
-    def _begin(self, model: nn.Module, sizes: Sizes, tokens: int | None) -> _MicroBatch:
+    def _begin(self, model: nn.Module, sizes: Sizes, tokens: int | None) -> MicroBatch:
         """Return a micro-batch that has not begun, and watch the layers of `model`."""
         if self._watched is None:  # only now the model is sharded and wrapped
             self._watched = WatchedModel(model, tuple(model.parameters()))
@@ -207,7 +160,7 @@ class ActivationPlanner:
             self._watched = replace(self._watched, trained=trained)
         if tokens is not None:
             sizes[_REAL_TOKENS] = Size(1, tokens)
-        return _MicroBatch(sizes, self._watched.has_gradients(), Recorder(self.memory, self._transport))
+        return MicroBatch(sizes, self._watched.has_gradients(), Recorder(self.memory, self._transport))
 
     # A layer
 
@@ -223,9 +176,9 @@ class ActivationPlanner:
             now.long = longest >= selective.LONG and selective.is_possible(switch.checkpointed)
             now.sizes[None] = switches.size_of(hidden)
             self._plan(now)
-        call = _record_call(now, switch, hidden)
+        call = now.record_call(switch, hidden)
         policy = now.policies[call.layer] = self.policy_of(now, call, switch)
-        run = _runner(now, call, policy, function)
+        run = now.runner(call, policy, function)
         layer = LayerCall(switch, function, args, run, number, now.offload)
         if now.offload is not None:
             now.offload.before_call(number)
@@ -244,7 +197,7 @@ class ActivationPlanner:
             now.offload.after_call(number, switches.tensors_in(output))
         return output
 
-    def policy_of(self, now: _MicroBatch, call: Call, switch: switches.Switch) -> LayerPolicy:
+    def policy_of(self, now: MicroBatch, call: Call, switch: switches.Switch) -> LayerPolicy:
         """Return what becomes of the activations of `call`."""
         plan = now.plan
         if now.phase is not Phase.UNFORESEEN and not (plan.is_empty or now.foresees(call)):
@@ -261,7 +214,7 @@ class ActivationPlanner:
 
     # Planning
 
-    def _plan(self, now: _MicroBatch) -> None:
+    def _plan(self, now: MicroBatch) -> None:
         """Plan a micro-batch that is about to call its first layer."""
         now.limit = self._budget.limit(self.memory.capacity())
         now.record.start()
@@ -305,7 +258,7 @@ class ActivationPlanner:
 
     # Looking back
 
-    def _look_back(self, now: _MicroBatch) -> None:
+    def _look_back(self, now: MicroBatch) -> None:
         """Learn from a micro-batch that is over."""
         peak = now.record.end_last_phase()
         self.summary.highest = self.memory.highest
@@ -323,7 +276,7 @@ class ActivationPlanner:
         elif now.measurement is not None:
             self._measurements.forget(now.measurement)
 
-    def _lower_ceiling(self, now: _MicroBatch, peak: int) -> None:
+    def _lower_ceiling(self, now: MicroBatch, peak: int) -> None:
         """Fill less from now on if the same plan as before has left the allocator short of memory."""
         retries = self.memory.retries()
         kept = now.plan.once
@@ -331,7 +284,7 @@ class ActivationPlanner:
             self._budget = replace(self._budget, ceiling=int(min(now.limit, peak) * LESS))
         self._last = LastMicroBatch(retries, kept)
 
-    def _learn(self, now: _MicroBatch, peak: int) -> None:
+    def _learn(self, now: MicroBatch, peak: int) -> None:
         """Add the measurement of a micro-batch with every layer checkpointed."""
         budget = self._budget.gib
         size = now.record.size
@@ -342,7 +295,7 @@ class ActivationPlanner:
         if measurement is not None:
             self._measurements.add(measurement)
 
-    def _note(self, now: _MicroBatch, peak: int) -> None:
+    def _note(self, now: MicroBatch, peak: int) -> None:
         """Count a planned micro-batch in the summary, and log the plan of a new largest one."""
         size = now.record.size
         if now.measurement is None or size is None:
@@ -358,35 +311,3 @@ class ActivationPlanner:
         )
         if changed and self._ranks.is_first:
             logger.info(self.summary.log_line(now.limit))
-
-
-def _record_call(now: _MicroBatch, switch: switches.Switch, hidden: torch.Tensor) -> Call:
-    """Add a call of the layer of `switch` with input `hidden` to the record."""
-    casts = switch.casts if torch.is_autocast_enabled(hidden.device.type) else 0
-    size = switches.size_of(hidden)
-    call = Call(switch.layer, switch.group, size, now.record.phase, casts=casts, given=hidden.nbytes)
-    now.record.calls.append(call)
-    return call
-
-
-def _runner(now: _MicroBatch, call: Call, policy: LayerPolicy, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that runs a layer as `function` does, in the forward pass and when it is recomputed."""
-    measured = now.is_measured
-
-    def run(*args: Any) -> Any:
-        before = now.in_layer
-        now.in_layer = True
-        try:
-            with ExitStack() as stack:
-                if measured and torch._C._current_graph_task_id() != -1:  # in a backward pass
-                    stack.enter_context(now.record.recomputing(call))
-                elif measured and now.long:
-                    stack.enter_context(selective.measuring(partial(setattr, call, "attention")))
-                hooks = hooks_in_force() if policy.recomputes else None
-                if hooks is not None:
-                    stack.enter_context(allow_rebuilding(hooks))
-                return function(*args)
-        finally:
-            now.in_layer = before
-
-    return run
