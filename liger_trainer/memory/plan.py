@@ -59,7 +59,10 @@ def sizes_of(batch: Any, place: tuple[Hashable, ...] = ()) -> Sizes:
         items = batch.items()
     elif isinstance(batch, (list, tuple)):
         items = enumerate(batch)
-    return {where: size for key, part in items for where, size in sizes_of(part, (*place, key)).items()}
+    found: Sizes = {}
+    for key, part in items:
+        found |= sizes_of(part, (*place, key))
+    return found
 
 
 @dataclass
@@ -139,6 +142,7 @@ class Measurement:
 
     @property
     def layers(self) -> dict[int, list[Call]]:
+        """The calls of each layer."""
         found: dict[int, list[Call]] = {}
         for call in self.calls:
             found.setdefault(call.layer, []).append(call)
@@ -153,12 +157,13 @@ class Measurement:
         """
         last = self.calls[-1].size
         shown = any(size == last for place, size in self.sizes.items() if place is not None)
-        able = {
-            layer: calls
-            for layer, calls in self.layers.items()
-            if all(call.last is not None and (shown or call.size == last) for call in calls)
-        }
-        return dict(sorted(able.items(), key=lambda item: min(call.last or 0 for call in item[1])))
+        able = []
+        for layer, calls in self.layers.items():
+            recomputed = [call.last for call in calls if call.last is not None and (shown or call.size == last)]
+            if len(recomputed) == len(calls):
+                able.append((min(recomputed), layer, calls))
+        able.sort(key=lambda entry: entry[0])
+        return {layer: calls for _, layer, calls in able}
 
     def covers(self, sizes: Sizes, accumulates: bool, long: bool) -> bool:
         """Return whether a micro-batch of `sizes` needs no more than this one."""
