@@ -64,7 +64,7 @@ class MicroBatch:
         """Add a call of the layer of `switch` with the input `hidden` to the record."""
         casts = switch.casts if torch.is_autocast_enabled(hidden.device.type) else 0
         size = switches.size_of(hidden)
-        call = Call(switch.layer, switch.group, size, self.record.phase, casts=casts, given=hidden.nbytes)
+        call = Call(switch.layer, switch.group, size, self.record.interval, casts=casts, hidden_bytes=hidden.nbytes)
         self.record.calls.append(call)
         return call
 

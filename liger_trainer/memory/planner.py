@@ -139,7 +139,7 @@ class ActivationPlanner:
         except RuntimeError as error:
             if is_out_of_memory(error):
                 peak = max(self.memory.peak(), *now.record.peaks, 0)
-                kept = len(now.plan.once)
+                kept = len(now.plan.not_recomputed)
                 error.args = (summary.out_of_memory(now.record.size, kept, min(now.limit, peak), str(error)),)
             raise
         finally:
@@ -231,7 +231,9 @@ class ActivationPlanner:
         if not now.plan.is_empty:
             now.phase = Phase.FOLLOW_PLAN
         if now.plan.on_host and self._transport is not None:
-            now.offload = Offload(self._transport.host, self._transport.stream, now.plan.lag, now.plan.ahead)
+            now.offload = Offload(
+                self._transport.host, self._transport.stream, now.plan.offload_lag, now.plan.prefetch_depth
+            )
 
     def _link(self, covering: list[Measurement]) -> Link | None:
         """Return the link to the host's memory, at the pace of the slowest process."""
@@ -240,7 +242,7 @@ class ActivationPlanner:
         if self._transport is not None:
             room = 0 if self._transport.host.is_full else self._transport.host.room
             rate = self._transport.rate
-            pace = max((each.pace(rate) for each in covering), default=0.0)
+            pace = max((each.layers_per_copy(rate) for each in covering), default=0.0)
         # Ranks agree on whole numbers and on the least of each, hence thousandths of a pace, negated
         room, least = self._ranks.least(room, -round(min(1000 * pace, 10**9)))
         return Link(room, -least / 1000) if room else None
@@ -249,7 +251,7 @@ class ActivationPlanner:
         """Return `plan` with all layers recomputed that another process recomputes, since that may communicate."""
         assert self._watched is not None
         layers = [switch.layer for switch in switches.switches_of(self._watched.model)]
-        once_here = [layer in plan.once for layer in layers]
+        once_here = [layer in plan.not_recomputed for layer in layers]
         attention_here = [layer in plan.attention | plan.kept for layer in layers]
         agreed = self._ranks.least(*once_here, *attention_here)
         once = {layer for layer, yes in zip(layers, agreed[: len(layers)], strict=True) if yes}
@@ -260,7 +262,7 @@ class ActivationPlanner:
 
     def _look_back(self, now: MicroBatch) -> None:
         """Learn from a micro-batch that is over."""
-        peak = now.record.end_last_phase()
+        peak = now.record.end_last_interval()
         self.summary.highest = self.memory.highest
         self._lower_ceiling(now, peak)
         self._note(now, peak)
@@ -279,7 +281,7 @@ class ActivationPlanner:
     def _lower_ceiling(self, now: MicroBatch, peak: int) -> None:
         """Fill less from now on if the same plan as before has left the allocator short of memory."""
         retries = self.memory.retries()
-        kept = now.plan.once
+        kept = now.plan.not_recomputed
         if retries > self._last.retries and kept and kept == self._last.not_recomputed:
             self._budget = replace(self._budget, ceiling=int(min(now.limit, peak) * LESS))
         self._last = LastMicroBatch(retries, kept)

@@ -1,6 +1,6 @@
-"""Records one micro-batch: its layer calls, the memory peak of each phase, the bytes and the seconds of a layer.
+"""Records one micro-batch: its layer calls, the memory peak of each interval, the bytes and the seconds of a layer.
 
-The recorder measures and decides nothing. `plan.py` says what the phases are; `planner.py` chooses from the records.
+The recorder measures and decides nothing. `plan.py` says what the intervals are; `planner.py` chooses from the records.
 """
 
 import traceback
@@ -19,7 +19,7 @@ class Recorder:
     Attributes:
         base (`int`): Bytes allocated when the first layer was called.
         calls (`list`): The calls of layers, in their order.
-        peaks (`list`): Bytes, the peak of each phase that is over.
+        peaks (`list`): Bytes, the peak of each interval that is over.
     """
 
     def __init__(self, memory: DeviceMemory, transport: HostTransport | None):
@@ -31,8 +31,8 @@ class Recorder:
         self._is_open = True
 
     @property
-    def phase(self) -> int:
-        """Return the number of the phase that is running."""
+    def interval(self) -> int:
+        """Return the number of the interval that is running."""
         return len(self.peaks)
 
     @property
@@ -41,8 +41,8 @@ class Recorder:
         return max((call.size for call in self.calls), key=lambda size: size.tokens, default=None)
 
     def start(self) -> None:
-        """Begin the first phase, when the first layer is about to be called."""
-        self.memory.peak()  # resets the counter, so that the first phase begins here
+        """Begin the first interval, when the first layer is about to be called."""
+        self.memory.peak()  # resets the counter, so that the first interval begins here
         self.base = self.memory.allocated()
 
     def mark(self) -> None:
@@ -52,12 +52,12 @@ class Recorder:
 
     @contextmanager
     def recomputing(self, call: Call) -> Iterator[None]:
-        """Context manager: the backward pass recomputes the layer of `call`. Begins a phase, and counts its bytes."""
+        """Context manager: the backward pass recomputes `call`. Begins an interval, and counts the layer's bytes."""
         if not self._is_open or call.last is not None:  # a backward pass that comes later, or a second one
             yield
             return
         self.peaks.append(self.memory.peak())
-        call.last = self.phase
+        call.last = self.interval
         before = self.memory.allocated()
         try:
             yield
@@ -71,8 +71,8 @@ class Recorder:
         """End the record: what a later backward pass recomputes is not measured."""
         self._is_open = False
 
-    def end_last_phase(self) -> int:
-        """Note the peak of the last phase. Returns the peak of all, in bytes."""
+    def end_last_interval(self) -> int:
+        """Note the peak of the last interval. Returns the peak of all, in bytes."""
         self.peaks.append(self.memory.peak())
         return max(self.peaks)
 
