@@ -25,10 +25,10 @@ from liger_trainer.fitting.sharding import Sharding, Units
 from liger_trainer.fitting.simulated_memory import SimulatedMemory
 from liger_trainer.fp8.quantize_base import prepare_for_shards
 from liger_trainer.memory import switches
-from liger_trainer.memory.chooser import Chooser
 from liger_trainer.memory.feature import AUTO
 from liger_trainer.memory.host_inputs import OPTION, HostInputs
 from liger_trainer.memory.memory import GIB, PinnedMemory
+from liger_trainer.memory.planner import ActivationPlanner
 from liger_trainer.memory.summary import CheckpointingSummary
 from liger_trainer.trainers.optimizer_in_backward import step_alone
 from liger_triton.sizes import sizes_only
@@ -170,10 +170,10 @@ class _Run:
 
     def steps(self, rows: int, length: int, checkpointing: bool | str, like: Need | None) -> Need:
         need, memory = self.need, self.memory
-        chooser = None
+        planner = None
         if checkpointing == AUTO:
-            chooser = Chooser(memory, self.job.budget, warm=True)
-            need.chosen = chooser.summary
+            planner = ActivationPlanner(memory, self.job.budget, warm=True)
+            need.chosen = planner.summary
         with memory:
             memory.count(self.existing)
             memory.add(need.weights + need.others + need.reference - memory.allocated())
@@ -187,27 +187,27 @@ class _Run:
                 memory.add(need.states)
             if like is not None:
                 need.step = like.step
-                self._micro_batches(rows, length, chooser)
-            for _ in range(0 if like is not None else 3 if chooser else 2):
-                self._micro_batches(rows, length, chooser)
+                self._micro_batches(rows, length, planner)
+            for _ in range(0 if like is not None else 3 if planner else 2):
+                self._micro_batches(rows, length, planner)
                 self.memory.highest = self.memory.allocated()
                 self._optimize()
                 need.step = self.memory.highest
-        if chooser is not None:
-            chooser.end()
+        if planner is not None:
+            planner.end()
         return need
 
-    def _micro_batches(self, rows: int, length: int, chooser: Chooser | None) -> None:
+    def _micro_batches(self, rows: int, length: int, planner: ActivationPlanner | None) -> None:
         for _ in range(2 if self.job.accumulates else 1):
             self.memory.highest = 0
             if self.units is not None:
                 self.units.begin()
             inputs = self.job.inputs(rows, length)
             self.memory.count(inputs.values())
-            if chooser is None:
+            if planner is None:
                 self._micro_batch(inputs)
             else:
-                chooser.run(self.model, self._micro_batch, (inputs,), {})
+                planner.run(self.model, self._micro_batch, (inputs,), {})
             del inputs
             if self.units is not None:
                 self.units.end()

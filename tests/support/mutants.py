@@ -44,7 +44,7 @@ MUTANTS = (
      T + "memory/test_rebuild.py " + T + "instance/test_hooks.py"),
     ("liger_trainer/memory/selective.py", "if kind is func and version == _version(out):", "if kind is func:",
      T + "memory/test_selective.py"),
-    ("liger_trainer/memory/plan.py", "            if grown[phase] > limit:", "            if grown[phase] < limit:",
+    ("liger_trainer/memory/plan.py", "            if grown[i] > limit:", "            if grown[i] < limit:",
      T + "memory/test_plan.py"),
     ("liger_trainer/trainers/trainer.py", "loss + self._aux_loss_weight() * outputs", "loss + 0 * outputs",
      T + "trainers/test_custom_loss.py " + T + "trainers/test_router_losses.py"),
