@@ -136,7 +136,7 @@ def check_packages(recipe: Any) -> None:
     training, model = recipe.training, recipe.model
     optimizer = str(getattr(training.optim, "value", training.optim))
     by_bitsandbytes = any(word in optimizer for word in ("8bit", "bnb", "paged", "ademamix"))
-    needed = [
+    needed: list[tuple[str, Any, tuple[str, ...]]] = [
         ("load_in_4bit", model.load_in_4bit, ("bitsandbytes",)),
         ("load_in_8bit", model.load_in_8bit, ("bitsandbytes",)),
         ("optim", optimizer if by_bitsandbytes and "torch" not in optimizer else None, ("bitsandbytes",)),
