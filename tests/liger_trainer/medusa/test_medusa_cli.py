@@ -165,7 +165,7 @@ def test_mistakes_exit_2(folder, capsys, tmp_path):
     for argv, message in (
         (("medusa-eval", folder / "model", folder / "model", *rows), "has no medusa_lm_head.safetensors"),
         (("medusa-eval", folder / "none", "x", *rows), "there is no such folder"),
-        (("medusa-eval", folder / "model", folder / "heads", "--prompts", "none"), "prompts is 'none', which cannot be read"),
+        (("medusa-eval", folder / "model", folder / "heads", "--prompts", "none"), "prompts is 'none', which"),
         (("medusa-export", folder / "model", "--output", tmp_path / "o"), "Give the output_dir of a Medusa training"),
     ):  # fmt: skip
         code, out, err = command(capsys, *argv)
