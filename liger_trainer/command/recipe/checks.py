@@ -127,17 +127,14 @@ _TRACKERS = {"tensorboard": ("tensorboard", "tensorboardX"), "wandb": ("wandb",)
 
 
 def check_packages(recipe: Any) -> None:
-    """RecipeError if a key needs a package that is not installed, or a network that HF_HUB_OFFLINE rules out.
+    """RecipeError if a key needs a package that is not installed.
 
     Called by a training alone: a recipe may be read, and its memory counted, on a machine without these packages.
     """
-    from huggingface_hub import constants
-
     training, model = recipe.training, recipe.model
     optimizer = str(getattr(training.optim, "value", training.optim))
     by_bitsandbytes = any(word in optimizer for word in ("8bit", "bnb", "paged", "ademamix"))
     needed: list[tuple[str, Any, tuple[str, ...]]] = [
-        ("load_in_4bit", model.load_in_4bit, ("bitsandbytes",)),
         ("load_in_8bit", model.load_in_8bit, ("bitsandbytes",)),
         ("optim", optimizer if by_bitsandbytes and "torch" not in optimizer else None, ("bitsandbytes",)),
     ]
@@ -149,10 +146,6 @@ def check_packages(recipe: Any) -> None:
                 f"{key} is {value!r}, and the package {packages[0]} is missing. Run `pip install {packages[0]}`, or "
                 f"leave {key} out."
             )
-    if training.push_to_hub and constants.HF_HUB_OFFLINE:
-        raise RecipeError(
-            "push_to_hub is true, and HF_HUB_OFFLINE is set. Unset HF_HUB_OFFLINE, or push_to_hub: false."
-        )
 
 
 def check_rows(recipe: Any, columns: list[str]) -> None:

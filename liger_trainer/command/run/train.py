@@ -142,6 +142,12 @@ def build_trainer(recipe: Recipe, sources: Sources, callbacks: list[Any], traine
             and (unanswered := row_without_answer(train_rows, eval_rows)) is not None
         ):
             raise RecipeError(unanswered) from error
+        if recipe.model.load_in_4bit and isinstance(error, ImportError) and "bitsandbytes" in str(error):
+            raise RecipeError(f"load_in_4bit is True: {' '.join(str(error).split())}") from error
+        if training.push_to_hub and "offline mode is enabled" in str(error):
+            raise RecipeError(
+                "push_to_hub is true, and HF_HUB_OFFLINE is set. Unset HF_HUB_OFFLINE, or push_to_hub: false."
+            ) from error
         if isinstance(error, ImportError) and "FlashAttention" in str(error):
             attention = recipe.model.attn_implementation
             reason = " ".join(str(error).split())

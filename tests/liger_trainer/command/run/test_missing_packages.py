@@ -15,7 +15,7 @@ def folder(tmp_path_factory):
 
 
 REFUSED = {
-    "load_in_4bit": ({"load_in_4bit": True, "use_peft": True}, "load_in_4bit is True, and the package bitsandbytes"),
+    "load_in_4bit": ({"load_in_4bit": True, "use_peft": True}, "load_in_4bit is True: Using `bitsandbytes` 4-bit"),
     "optim": ({"optim": "paged_adamw_8bit"}, "optim is 'paged_adamw_8bit', and the package bitsandbytes is missing"),
     "report_to": ({"report_to": "tensorboard"}, "report_to is 'tensorboard', and the package tensorboard is missing"),
     "push_to_hub": ({"push_to_hub": True}, "push_to_hub is true, and HF_HUB_OFFLINE is set. Unset HF_HUB_OFFLINE"),
