@@ -20,7 +20,7 @@ from liger_trainer.command.run.output_dir import WEIGHTS, Beginning, matches
 from liger_trainer.command.run.pictures import CURVES, draw_curves
 from liger_trainer.command.run.preemption import SaveOnSigterm, Terminated
 from liger_trainer.command.run.summary import RunRecorder, hardware
-from liger_trainer.errors import RecipeError, RunError, refusal
+from liger_trainer.errors import RecipeError, RewardError, RunError, refusal
 from liger_trainer.trainers.model_card import CardText, card_without_risk
 
 
@@ -193,6 +193,10 @@ def train_and_save(trainer: Any, recipe: Recipe) -> None:
         trainer.callback_handler.on_train_end(trainer.args, trainer.state, trainer.control)
         trainer.stop.any_asked()  # a barrier: the launcher ends the others once one has ended
         raise
+    except RewardError as error:
+        if trainer.state.global_step == 0:
+            raise RecipeError(str(error)) from error
+        raise RunError(f"{error} {what_is_left(recipe)}") from error
     except _CannotSave as error:
         raise RunError(f"{error} {_keep_model(trainer)}{what_is_left(recipe)}") from error
     except Exception as error:

@@ -47,7 +47,15 @@ def _merge(args) -> None:
             f"ADAPTER_DIR is {args.adapter!r}, which has no adapter_config.json. Give the output_dir of a training "
             "with use_peft: true, or a checkpoint in it. A whole model needs no merging."
         )
-    config = PeftConfig.from_pretrained(args.adapter)
+    try:
+        config = PeftConfig.from_pretrained(args.adapter)
+    except ValueError as error:  # PEFT says so of a folder that is missing and of a name that the Hub does not have
+        if "adapter_config.json" not in str(error):
+            raise
+        raise RecipeError(
+            f"ADAPTER_DIR is {args.adapter!r}, and there is no such folder, nor an adapter of this name on the Hub. "
+            "Give the output_dir of a training with use_peft: true, or a checkpoint in it."
+        ) from error
     if config.is_prompt_learning:
         kind = config.peft_type.value
         raise RecipeError(f"ADAPTER_DIR is an adapter of {kind}, whose tokens stand before the text, not in a weight.")

@@ -174,8 +174,9 @@ def test_the_recipe_s_sharding_and_adapter(short_search, recipe, capsys):
         (
             {"trainer": "grpo", "reward_funcs": ["boxed_answer"], "max_length": "absent", "num_generations": 2},
             (),
-            "does not know what a step takes with LigerGRPOTrainer",
+            "does not know what a step takes with LigerGRPOTrainer. It knows sft, dpo, orpo, cpo, kto: a copy of the",
         ),
+        ({"model_name_or_path": "org/gated"}, (), "needs the file config.json alone: save it in a folder, such as"),
         ({"max_length": None}, (), "max_length is unset"),
         (
             {"load_in_4bit": True, "use_peft": True},
