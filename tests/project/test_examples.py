@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import runpy
 import sys
 
@@ -92,8 +93,12 @@ def test_script_is_short_and_needs_no_permission(name):
     assert ROWS[name][0].keys() <= first.keys(), "the rows of this test have the form of those that the script names"
 
 
-def test_notebook(model, losses, tmp_path, monkeypatch, capsys):
-    """Each cell in turn, in one namespace, as a notebook runs it. `%pip` lines install, and are left out."""
+@pytest.mark.parametrize("old_gpu", [False, True], ids=["fused", "stock"])
+def test_notebook(old_gpu, model, losses, tmp_path, monkeypatch, capsys):
+    """Each cell in turn, in one namespace, as a notebook runs it. `%pip` lines install, and are left out.
+
+    The choice for an old GPU is made here, without fp16, which a CPU refuses.
+    """
     monkeypatch.setenv("MODEL", str(model))
     monkeypatch.setenv("ROWS", str(write_lines(tmp_path / "rows.jsonl", INSTRUCTIONS)))
     monkeypatch.chdir(tmp_path)
@@ -104,8 +109,13 @@ def test_notebook(model, losses, tmp_path, monkeypatch, capsys):
             continue
         assert cell["outputs"] == [] and cell["execution_count"] is None, "a notebook is committed without outputs"
         lines = [line for line in cell["source"] if not line.startswith("%")]
-        exec("".join(lines), namespace)
-    assert "rms_norm" in capsys.readouterr().out, "the report"
+        source = "".join(lines)
+        if old_gpu and "old_gpu = " in source:
+            source = re.sub(r"^old_gpu = .*$", "old_gpu = True", source, flags=re.MULTILINE)
+            source = source.replace("fp16=old_gpu", "fp16=False")
+        exec(source, namespace)
+    assert namespace["args"].use_liger != old_gpu
+    assert ("rms_norm" in capsys.readouterr().out) != old_gpu, "the report"
     assert losses and all(math.isfinite(loss) and loss != 0 for loss in losses)
     assert list((tmp_path / "outputs/notebook").glob("adapter_model.safetensors"))
     shipped = "../recipes/data/alpaca_quickstart.jsonl"
