@@ -67,7 +67,7 @@ BAD_FILES = {
     "none.json": (None, "'.*none.json', and there is no such file"),
     "broken.jsonl": ('{"prompt": "w3"}\n{', "which cannot be read: line 2 is no JSON"),
     "empty.jsonl": ("", "which has no rows"),
-    "rows.docx": ("w3", "expected a file whose name ends in one of .json, .jsonl, .parquet"),
+    "rows.docx": ("w3", "expected a file whose name ends in one of .json, .jsonl, .ndjson, .parquet"),
 }
 
 
