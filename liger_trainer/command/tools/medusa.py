@@ -55,7 +55,7 @@ def _eval(args) -> None:
     model, tokenizer = load_to_answer(args.model, args)
     form = read_prompt_form(args.heads) or read_prompt_form(args.model)
     chats = bool(tokenizer.chat_template) and form in (None, "chat")
-    prompts = _prompts_in(args.prompts, chats, args.max_rows)
+    prompts = prompts_in(args.prompts, chats, args.max_rows)
     heads = attach_heads(model, load_heads(args.heads))
     report = evaluate(
         model,
@@ -68,7 +68,7 @@ def _eval(args) -> None:
     print(report)
 
 
-def _prompts_in(name: str, chat: bool, max_rows: int | None) -> list[Any]:
+def prompts_in(name: str, chat: bool, max_rows: int | None) -> list[Any]:
     """The prompts of the first `max_rows` rows of a file, a folder or a Hub dataset, which `train` would read too."""
     from datasets.exceptions import DatasetGenerationError
 

@@ -9,7 +9,7 @@ from datasets import Dataset
 from recipe_fixtures import command, write_model, write_recipe, write_rows
 from tiny_models import tiny_tokenizer
 
-from liger_trainer.command.tools.medusa import _prompts_in
+from liger_trainer.command.tools.medusa import prompts_in
 from liger_trainer.errors import RecipeError
 from liger_trainer.medusa.export import load_heads
 from liger_trainer.medusa.prompts import answer, encode, prompt_of
@@ -59,15 +59,15 @@ def test_prompts_are_read_as_rows_to_train_on(cache, tmp_path):
     table.to_json(tmp_path / "rows.jsonl")
     (tmp_path / "rows.json").write_text(json.dumps(rows))
     for kind in ("parquet", "csv", "jsonl", "json"):
-        assert _prompts_in(str(tmp_path / f"rows.{kind}"), True, None) == plain, kind
-    assert _prompts_in(str(tmp_path / "rows.json"), True, 2) == plain[:2]
+        assert prompts_in(str(tmp_path / f"rows.{kind}"), True, None) == plain, kind
+    assert prompts_in(str(tmp_path / "rows.json"), True, 2) == plain[:2]
 
 
 BAD_FILES = {
     "none.json": (None, "'.*none.json', and there is no such file"),
     "broken.jsonl": ('{"prompt": "w3"}\n{', "which cannot be read: line 2 is no JSON"),
     "empty.jsonl": ("", "which has no rows"),
-    "rows.docx": ("w3", "expected a file whose name ends in one of .json, .jsonl, .parquet"),
+    "rows.docx": ("w3", "expected a file whose name ends in one of .json, .jsonl, .ndjson, .parquet"),
 }
 
 
@@ -77,7 +77,7 @@ def test_prompts_that_cannot_be_read(name, cache, tmp_path):
     if text is not None:
         (tmp_path / name).write_text(text)
     with pytest.raises(RecipeError, match=f"--prompts is .*{message}"):
-        _prompts_in(str(tmp_path / name), True, None)
+        prompts_in(str(tmp_path / name), True, None)
 
 
 def printed(out):
