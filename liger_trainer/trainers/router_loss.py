@@ -16,10 +16,14 @@ _NAMES = ("router_aux_loss_coef", "aux_loss_coef")
 
 
 def router_loss_weights(model: Any) -> list[tuple[Any, str, float]]:
-    """Where a model reads the weight of its auxiliary loss: an object, its attribute and the weight. May be empty."""
+    """Return where a model reads the weight of its auxiliary loss: an object, its attribute and the weight.
+
+    The list is empty for a model without such a loss, and for a module without a config of transformers.
+    """
     base = base_model_of(model)
+    config = _text_config_of(base)
     found = []
-    for owner in (base, base.config.get_text_config()):
+    for owner in (base, config):
         for name in _NAMES:
             weight = getattr(owner, name, None)
             if weight is not None:
@@ -27,8 +31,13 @@ def router_loss_weights(model: Any) -> list[tuple[Any, str, float]]:
     return found
 
 
+def _text_config_of(base: Any) -> Any:
+    config: Any = getattr(base, "config", None)
+    return config.get_text_config() if hasattr(config, "get_text_config") else None
+
+
 def _is_added(model: Any) -> bool:
-    config = base_model_of(model).config.get_text_config()
+    config = _text_config_of(base_model_of(model))
     weights = router_loss_weights(model)
     return bool(getattr(config, "output_router_logits", False)) and bool(weights) and weights[0][2] != 0
 
