@@ -1,4 +1,4 @@
-"""Cases of the layers: norms, gated activations, rotary embeddings. The floor of each is its bytes."""
+"""Cases of the layers: norms, gates, rotary embeddings, short convolutions. The floor of each is its bytes."""
 
 import torch
 import torch.nn.functional as F
@@ -21,14 +21,17 @@ def exact_rms_norm(x, w, eps=1e-6):
 def layer(operation, size, inputs, passes, ours, eager, peer, exact=None, outputs=1, **more):
     """A case whose outputs have the shapes of the first inputs, and which reads or writes such an input `passes` times.
 
-    `peer` is Liger's function. `more` are further providers.
+    `peer` is Liger's function, if it has one. `more` are further providers.
     """
     dtype, like = inputs[0].dtype, inputs[:outputs]
+    providers = {"ours": ours, "eager": eager, "compile": compiled(eager)}
+    if peer is not None:
+        providers["liger"] = peer
     return Case(
         operation,
         size,
         inputs,
-        {"ours": ours, "eager": eager, "compile": compiled(eager), "liger": peer} | more,
+        providers | more,
         float64(exact or eager),
         dtype,
         bytes=dtype.itemsize * passes * inputs[0].numel(),
@@ -121,3 +124,32 @@ def rope(batch, tokens, heads, kv_heads, dim, *, dtype):
         bytes=dtype.itemsize * 4 * (q.numel() + k.numel()),
         upstream=tuple(randn(*t.shape, dtype=dtype, grad=False) for t in (q, k)),
     )
+
+
+def short_conv(rows, tokens, channels, taps, *, dtype):
+    """The convolution of a gated delta net, of rows of one length that lie one after the other."""
+    total = rows * tokens
+    inputs = randn(total, channels, dtype=dtype), randn(channels, taps, dtype=dtype)
+    cu_seqlens = torch.arange(0, total + 1, tokens, device=DEVICE, dtype=torch.int32)
+
+    def ours(x, w):
+        return lt.short_conv(x, w, cu_seqlens=cu_seqlens, activation="silu")
+
+    def eager(x, w):
+        by_channel = x.view(rows, tokens, channels).transpose(1, 2)
+        y = F.conv1d(by_channel, w[:, None], padding=taps - 1, groups=channels)[..., :tokens]
+        return F.silu(y).transpose(1, 2).reshape(total, channels)
+
+    def fla(x, w):
+        from fla.modules.conv import causal_conv1d
+
+        return causal_conv1d(x[None], w, activation="silu", cu_seqlens=cu_seqlens)[0][0]
+
+    def of_dao(x, w):
+        from causal_conv1d import causal_conv1d_fn
+
+        by_channel = x.view(rows, tokens, channels).transpose(1, 2)
+        return causal_conv1d_fn(by_channel, w, activation="silu").transpose(1, 2).reshape(total, channels)
+
+    size = f"{rows}x{tokens}, {channels} channels, {taps} taps"
+    return layer("short_conv", size, inputs, 5, ours, eager, None, fla=fla, causal_conv1d=of_dao)

@@ -18,9 +18,10 @@ from _measure import DEVICE, Record, arguments, table
 from _models import trained
 
 from liger_trainer import LigerMedusaConfig, LigerMedusaTrainer
+from liger_trainer.command.tools.medusa import prompts_in
 from liger_trainer.medusa.evaluate import evaluate
 from liger_trainer.medusa.heads import heads_of
-from liger_trainer.medusa.prompts import answer, encode, end_tokens, read_prompts
+from liger_trainer.medusa.prompts import answer, encode, end_tokens
 
 
 def split(prompts, seed):
@@ -85,7 +86,7 @@ def main(argv=None):
 
     model, tokenizer = trained(options.model, torch.float32)
     model.to(DEVICE).eval()
-    train, held_out = split(read_prompts(options.data, bool(tokenizer.chat_template), options.rows), options.seed)
+    train, held_out = split(prompts_in(options.data, bool(tokenizer.chat_template), options.rows), options.seed)
     ends = end_tokens(model, tokenizer)  # asked now, since Trainer.train leaves only the tokenizer's
     lap("load")
     rows, counts = answered(model, tokenizer, train, ends, options)

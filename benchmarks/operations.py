@@ -9,7 +9,7 @@
 
 The floor of a row is the larger of bytes / copy bandwidth (each input read once, each output written once) and FLOP /
 matmul rate, both of which are measured first in the same run. TFLOP/s are of the floor's FLOP, and "kept" is what
-autograd keeps for the backward pass besides the inputs. Norms, gates and rope are timed as CUDA graphs, which
+autograd keeps for the backward pass besides the inputs. Norms, gates, rope and convolutions are timed as graphs, which
 give the time of the GPU and not of the host; "host us" is what launching one forward and backward costs the host. A GPU
 that is hot or short of power lowers its clock. Therefore all providers of a case are first checked against float64,
 which heats it, and then take turns twice, the second time in reverse order. Forward + backward is the mean of the two
@@ -30,7 +30,7 @@ from _cases_attention import attention
 from _cases_bases import BASES, lora_base
 from _cases_experts import experts, experts_frozen, experts_lora
 from _cases_head import cross_entropy, dpo_head, linear_cross_entropy, logprobs_entropy
-from _cases_layers import add_rms_norm, geglu, layer_norm, rms_norm, rope, swiglu
+from _cases_layers import add_rms_norm, geglu, layer_norm, rms_norm, rope, short_conv, swiglu
 from _cases_lora import lora_linear, lora_mlp
 from _first_call import FIRST_STEP, first_calls, first_step
 from _measure import (
@@ -56,6 +56,7 @@ CASES = {
     "swiglu": [(swiglu, 16384, 14336)],
     "geglu": [(geglu, 16384, 14336)],
     "rope": [(rope, 4, 4096, 32, 8, 128)],
+    "short_conv": [(short_conv, 8, 1024, 8192, 4), (short_conv, 1, 8192, 8192, 4), (short_conv, 8, 1024, 2048, 3)],
     "lora_linear": [
         (lora_linear, 8192, 4096, 4096, 16),
         (lora_linear, 8192, 4096, 14336, 16),
@@ -97,6 +98,7 @@ TINY = {
     "swiglu": [(swiglu, 64, 96)],
     "geglu": [(geglu, 64, 96)],
     "rope": [(rope, 1, 32, 4, 2, 16)],
+    "short_conv": [(short_conv, 3, 11, 40, 4)],
     "lora_linear": [(lora_linear, 64, 32, 48, 4)],
     "lora_mlp": [(lora_mlp, 64, 32, 48, 4)],
     "experts": [

@@ -12,6 +12,10 @@ class RunError(RuntimeError):
     """A run ended for a reason outside the recipe, such as a full disk. The message says what is left of the run."""
 
 
+class RewardError(RunError):
+    """A reward function of the recipe raised, or returned something else than rewards. The message names it."""
+
+
 def without_tokens(text: str) -> str:
     """A text without tokens of the Hub in it, because what is printed often ends up in a shared log."""
     return re.sub(r"\bhf_\w{8,}", "hf_***", text)

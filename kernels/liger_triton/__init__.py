@@ -1,7 +1,7 @@
 """Triton kernels for training language models, each with a plain PyTorch twin in `liger_triton.reference`.
 
-They need torch, and Triton if the tensors are on a GPU. A file holds one operation or a family of them, and
-`modules.py` `torch.nn` modules over them.
+They need torch, and Triton for tensors on a GPU. Each file holds one operation or one family of operations;
+`modules.py` holds `torch.nn` modules that call them.
 """
 
 from .cross_entropy import cross_entropy
@@ -29,6 +29,7 @@ from .results import Divergence, HeadsLoss, LogProbs, TokenRanks
 from .rms_norm import add_rms_norm, gated_rms_norm, rms_norm
 from .rope import rope
 from .row_attention import row_attention
+from .short_conv import short_conv
 from .token_ranks import linear_token_ranks, token_ranks
 
 __all__ = [
@@ -70,6 +71,7 @@ __all__ = [
     "rms_norm",
     "rope",
     "row_attention",
+    "short_conv",
     "swiglu",
     "token_ranks",
 ]

@@ -1,8 +1,8 @@
-"""What the autograd functions share: derivatives they refuse, and stubs that carry a gradient in place of a result.
+"""Helpers of the autograd functions: they refuse second derivatives and make stubs that carry a gradient.
 
-A layer keeps what its backward pass needs in a first function and computes its result in a second one, which keeps
-nothing. In between is a stub: a tensor of the shape of the result without memory. A checkpoint that recomputes the
-layer stops at the last tensor that is kept, so that it does not repeat the large product that the layer ends with.
+A layer runs as two functions. The first saves what backward needs and returns a stub: a tensor that has the shape of
+the result and no memory. The second computes the result and saves nothing. A checkpoint that recomputes the layer stops
+at the last saved tensor, so it does not repeat the large product at the end of the layer.
 """
 
 import functools
@@ -13,35 +13,38 @@ from torch.autograd import forward_ad
 
 
 def records_graph(*tensors: torch.Tensor) -> bool:
-    """Whether a call must go through its `autograd.Function`: one of `tensors`, if there are any, gets a gradient, or
-    forward-mode AD is running, which the function refuses. Skipping the function halves the time of the host."""
+    """Return whether a call must go through its `autograd.Function`.
+
+    It must if one of `tensors` needs a gradient, if grad mode is on and no tensors are given, or if forward-mode AD is
+    running (the function then refuses it). Skipping the function halves the host time of a call.
+    """
     if torch.is_grad_enabled() and (not tensors or any([t.requires_grad for t in tensors])):
         return True
     return forward_ad._current_level >= 0
 
 
 def is_of_leaf(t: torch.Tensor) -> bool:
-    """Whether `t` is a leaf or a view of one, whose owner reads it again."""
+    """Return whether `t` is a leaf or a view of a leaf. Its owner will read such a tensor again."""
     return t.is_leaf or (t._base is not None and t._base.is_leaf)
 
 
 def graph_is_kept() -> bool:
-    """Whether the running backward pass may be repeated (`retain_graph=True`) and so must keep what a second one
-    needs."""
+    """Return whether the running backward pass may be repeated (`retain_graph=True`), so it must not free tensors."""
     return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 def once_differentiable(backward):
-    """Marks the `backward` of an `autograd.Function` whose gradients have no derivative that PyTorch knows.
+    """Make the `backward` of an `autograd.Function` raise under `create_graph=True`.
 
-    It raises under `create_graph=True`. PyTorch's own decorator waits until a second backward pass comes to the
-    gradients, which `torch.autograd.grad` never does, and it does nothing where the upstream gradient is the 1 of a
-    loss: the gradients would count as constants, and a gradient penalty would be wrong in silence.
+    For functions with gradients that PyTorch cannot differentiate. PyTorch's own decorator raises only when a second
+    backward pass reaches the gradients. `torch.autograd.grad` never starts one, and the decorator does nothing where
+    the upstream gradient is the 1 of a loss. The gradients would then count as constants, and a gradient penalty would
+    be wrong without an error.
     """
 
     @functools.wraps(backward)
     def once(ctx, *upstream):
-        if not torch.is_grad_enabled():  # as in every backward pass that does not build a graph of its own
+        if not torch.is_grad_enabled():  # the usual case: this backward pass builds no graph
             return backward(ctx, *upstream)
         if torch.compiler.is_compiling():
             with torch.no_grad():
@@ -66,19 +69,19 @@ class _Computed(torch.autograd.Function):
 
 
 def without_memory(shape: tuple[int, ...], dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
-    """A stub of this shape: it has one element of memory, whose value is never read."""
+    """Return a stub of this shape. It has one element of memory, and its value is never read."""
     return torch.empty((), dtype=dtype, device=like.device).expand(shape)  # zeros would be a launch
 
 
 def in_shape(y: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """A new y (T, N) as (*shape, N). A function may not return a view of it, which could not be changed in place."""
+    """Return a new y (T, N) as (*shape, N). Not a view: autograd forbids in-place changes of those."""
     shape = (*shape, y.shape[1])
-    # The same in half the time of the host; a new tensor has no views that would see it.
+    # resize_ takes half the host time, and a new tensor has no other views that would notice.
     return y.resize_(shape) if y.is_contiguous() else torch.ops.aten._unsafe_view.default(y, shape)
 
 
 def computed(compute: Callable[[], torch.Tensor], shape: tuple[int, ...], stub: torch.Tensor | None) -> torch.Tensor:
-    """What `compute` returns, (T, N), as (*shape, N). Its gradient goes to what made the `stub`, if there is one."""
+    """Call `compute` and return its result (T, N) as (*shape, N). Its gradient goes to `stub`."""
     if stub is not None:
         return _Computed.apply(compute, shape, stub)
     with torch.no_grad():

@@ -1,8 +1,10 @@
-"""The size of a chunk of logits, the memory for them, and the gradients that are collected from chunk to chunk.
+"""Chunks of logits: their size, their memory, and the gradients summed over them.
 
 Three loops use this: `linear_head.py` projects one head into a buffer that a backward pass may keep,
-`linear_divergence.py` needs fp32 logits of two heads at once, and `linear_heads_kl.py` cuts windows in which all heads
-share the rows of a teacher. Chunking: Liger report, arXiv:2410.10989.
+`linear_divergence.py` needs fp32 logits of two heads at once, and `linear_heads_kl.py` cuts windows, so that all heads
+share the teacher's rows in a window. Chunking: Liger report, arXiv:2410.10989.
+
+Shapes  hidden states x (T, H), weight W (V, H), logits and their gradient dl (C, V) for the C rows of a chunk.
 """
 
 from collections.abc import Iterator
@@ -14,7 +16,7 @@ from ._head_inputs import DB, DBIAS, DU, DW, DX, Head
 from ._products import add_outer, back
 from .sizes import computes_nothing, most_chunk_rows
 
-# Past 4096 rows the products hardly get faster. 640 MiB hold 2048 rows of the vocabularies of 150 thousand.
+# Beyond 4096 rows the matrix products hardly get faster. 640 MiB hold 2048 rows for a vocabulary of 150 thousand.
 _GPU_CHUNK_BYTES, _GPU_CHUNK_ROWS = 640 << 20, 4096
 _CPU_CHUNK_BYTES = 64 << 20  # of fp32 logits
 
@@ -22,16 +24,19 @@ _CPU_CHUNK_BYTES = 64 << 20  # of fp32 logits
 def chunk_size(
     rows: int, vocab: int, dtype: torch.dtype, device_type: str, allowed: int = 0, all_rows: bool = False
 ) -> int:
-    """How many rows a chunk has. Its memory is bounded. On a GPU it has all rows, or a power of two of them (below 1024
-    a multiple of 128).
+    """Return how many rows a chunk has, so that its logits stay within a bound on memory.
 
-    A power of two is chosen because the tiles of 128 x 128 elements of dx, (rows, H), then fill the multiprocessors in
-    whole rounds more often: with H = 1024 and 132 multiprocessors, 2048 rows are one round and 2176 are two.
+    On a GPU a chunk has all rows, or a power of two of them, or a multiple of 128 below 1024 rows. With a power of two,
+    the 128 x 128 tiles of dx (rows, H) more often fill the multiprocessors in whole rounds: with H = 1024 and 132
+    multiprocessors, 2048 rows are one round and 2176 are two.
 
-    `allowed` is how many bytes a chunk may have, if that is more than `_GPU_CHUNK_BYTES`. All rows make one chunk if
-    they fit into `_GPU_CHUNK_BYTES`, and with `all_rows` also if they fit into `allowed`.
+    Args:
+        rows, vocab, dtype, device_type: Describe the logits.
+        allowed: Bytes that a chunk may take, if more than `_GPU_CHUNK_BYTES`.
+        all_rows: Make one chunk of all rows if they fit into `allowed`. Unset: only if they fit into
+            `_GPU_CHUNK_BYTES`.
 
-    Within `sizes.chunks_of_at_most` a chunk has no more rows than that says.
+    Inside `sizes.chunks_of_at_most`, a chunk has no more rows than that context allows.
     """
     size = _size_by_memory(rows, vocab, dtype, device_type, allowed, all_rows)
     most = most_chunk_rows()
@@ -42,7 +47,8 @@ def _size_by_memory(rows: int, vocab: int, dtype: torch.dtype, device_type: str,
     if device_type == "cpu" and not computes_nothing():
         most = max(1, _CPU_CHUNK_BYTES // (4 * vocab))
         return max(1, -(-rows // max(1, -(-rows // most))))
-    allowed, row_bytes = max(_GPU_CHUNK_BYTES, allowed), vocab * dtype.itemsize
+    allowed = max(_GPU_CHUNK_BYTES, allowed)
+    row_bytes = vocab * dtype.itemsize
     if rows * row_bytes <= (allowed if all_rows else _GPU_CHUNK_BYTES):
         return max(1, rows)
     fitting = allowed // row_bytes
@@ -52,17 +58,26 @@ def _size_by_memory(rows: int, vocab: int, dtype: torch.dtype, device_type: str,
 
 
 class Chunks:
-    """Rows cut into chunks.
+    """Cut rows into chunks.
 
-    `kept` holds the indices of the rows that count, or is None if all `total` rows do. There are `rows` of them, and
-    `number` chunks of `size` rows each, the last of which may be shorter.
+    Attributes:
+        kept: Indices of the rows that count. None: all `total` rows count.
+        rows: Number of rows that count.
+        number, size: Number of chunks, and rows in each. The last chunk may be shorter.
     """
 
     def __init__(
-        self, total: int, kept: torch.Tensor | None, chunk_rows: int | None, vocab: int, dtype: torch.dtype,
-        device_type: str, allowed: int = 0, all_rows: bool = False,
-    ):  # fmt: skip
-        """`chunk_rows` is the size of a chunk. If it is 0 or None, `chunk_size` chooses it by the other arguments."""
+        self,
+        total: int,
+        kept: torch.Tensor | None,
+        chunk_rows: int | None,
+        vocab: int,
+        dtype: torch.dtype,
+        device_type: str,
+        allowed: int = 0,
+        all_rows: bool = False,
+    ):
+        """Use `chunk_rows` as the size. If it is 0 or None, `chunk_size` chooses one from the other arguments."""
         self.kept = kept
         self.rows = total if kept is None else kept.shape[0]
         size = chunk_rows or chunk_size(self.rows, vocab, dtype, device_type, allowed, all_rows)
@@ -70,7 +85,7 @@ class Chunks:
         self.number = -(-self.rows // self.size)
 
     def each(self, last_first: bool = False) -> Iterator[slice | torch.Tensor]:
-        """Where the rows of each chunk are found: a slice, or indices if some rows do not count."""
+        """Yield the rows of each chunk: a slice, or indices if some rows do not count."""
         starts = range(0, self.rows, self.size)
         for start in reversed(starts) if last_first else starts:
             rows = slice(start, min(start + self.size, self.rows))
@@ -78,20 +93,22 @@ class Chunks:
 
 
 def logits_buffer(rows: int, vocab: int, dtype: torch.dtype, like: torch.Tensor, align: int = 64) -> torch.Tensor:
-    """Memory for the logits of every chunk in turn: (rows, V), with V rounded up to a multiple of `align` where Triton
-    kernels run on the device of `like`. With 64 elements each row starts at a cache line, whatever the vocabulary."""
+    """Allocate a buffer (rows, V) that holds the logits of one chunk after another.
+
+    Where Triton kernels run on the device of `like`, V is rounded up to a multiple of `align`. With 64 elements, each
+    row starts at a cache line for any vocabulary.
+    """
     width = -(-vocab // align) * align if use_triton(like) else vocab
     return torch.empty((rows, width), dtype=dtype, device=like.device)
 
 
 def sum_dtype(like: torch.Tensor, lean: bool) -> torch.dtype:
-    """The dtype in which a gradient is summed over chunks. A sum in fp16 would overflow, because it is not yet divided
-    by the number of rows."""
+    """Return the dtype for a gradient summed over chunks: never fp16, where an undivided sum would overflow."""
     return like.dtype if lean and like.dtype != torch.float16 else torch.float32
 
 
 class Accumulator:
-    """The sum over the chunks of dl^T x, (V, k), where k is the last dimension of `like`."""
+    """Sum dl^T x over the chunks into (V, k). k is the last dimension of `like`."""
 
     def __init__(self, like: torch.Tensor, lean: bool, chunks: int):
         new = torch.empty if chunks else torch.zeros
@@ -104,10 +121,10 @@ class Accumulator:
 
 
 class HeadGradients:
-    """The gradients in `needs` of the tensors of `head`, collected from the gradients dl (n, V) of chunks of logits.
+    """Collect the gradients in `needs` for the tensors of `head`, from the gradients dl (n, V) of each chunk.
 
-    dx and du get rows of their own from each chunk; dW, dbias and dB are sums over the chunks. With `fill`, no row is
-    left out, and the products write straight into the rows of dx and du; otherwise dx and du begin as zeros.
+    Each chunk fills its own rows of dx and du; dW, dbias and dB are sums over chunks. `fill` promises that no row is
+    left out: the products then write straight into the rows of dx and du. Otherwise dx and du start as zeros.
     """
 
     def __init__(self, head: Head, needs: int, lean: bool, chunks: int, fill: bool):
@@ -121,11 +138,15 @@ class HeadGradients:
         self.dbias = torch.zeros(weight.shape[0], dtype=torch.float32, device=x.device) if needs & DBIAS else None
 
     def add(self, dl, rows, w, lb, x=None, u=None, product=back) -> None:
-        """Add a chunk to all but dbias. w and lb are W and B in the dtype of dl; so are x and u, which hold only the
-        rows of the chunk and are looked up in the head if they are not given. `product` multiplies dl by w and lb."""
+        """Add a chunk to all gradients but dbias.
+
+        `w` and `lb` are W and B in the dtype of dl. `x` and `u` are the rows of the chunk in the same dtype; unset,
+        they are read from the head. `product` multiplies dl by w and by lb.
+        """
         for grad, factor in ((self.dx, w), (self.du, lb)):
             if grad is None:
                 continue
+            # `grad[rows]` is a view only if rows is a slice, and a product can write only its own dtype.
             if self.fill and grad.dtype == dl.dtype:
                 product(dl, factor, out=grad[rows])
             else:
@@ -140,6 +161,6 @@ class HeadGradients:
             self.dbias += dl.sum(0, dtype=torch.float32)
 
     def all(self) -> tuple[torch.Tensor | None, ...]:
-        """(dx, dW, dbias, du, dB) in the order of `Head`; None for a gradient that is not wanted."""
+        """Return (dx, dW, dbias, du, dB) in the order of `Head`, with None for gradients that are not needed."""
         dw, dlora_b = (None if total is None else total.sum for total in (self.dw, self.dlora_b))
         return self.dx, dw, self.dbias, self.du, dlora_b

@@ -1,6 +1,6 @@
-"""Decides where a call runs, and makes a kernel an op that `torch.compile(fullgraph=True)` traces.
+"""Choose where a call runs, and register kernels as ops that `torch.compile(fullgraph=True)` can trace.
 
-Import `triton` and `tl` from here: without Triton installed they are stand-ins that let the kernel files be imported,
+Import `triton` and `tl` from here. Without Triton they are stand-ins, so that the kernel files can still be imported,
 and `use_triton` sends every call to the plain PyTorch twin.
 """
 
@@ -40,29 +40,29 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def is_float64(*tensors: torch.Tensor | None) -> bool:
-    """True if one of them is float64, in which the kernels, whose arithmetic is in fp32, do not compute."""
+    """Return whether any tensor is float64. Kernels compute in fp32, so they do not take float64."""
     return any(t is not None and t.dtype == torch.float64 for t in tensors)
 
 
 def is_wrapped(t: torch.Tensor | None) -> bool:
-    """True for a subclass, in which a kernel may find no memory: a fake tensor, a DTensor or another wrapper."""
+    """Return whether `t` is a subclass that may lack memory for a kernel, such as a fake tensor or a DTensor."""
     if t is None or type(t) in _PLAIN:
         return False
     return not (computes_nothing() or torch.compiler.is_compiling())
 
 
 def takes_twin(*tensors: torch.Tensor | None) -> bool:
-    """True if plain PyTorch computes a call with these tensors, on any device."""
+    """Return whether plain PyTorch computes a call with these tensors, on any device."""
     return is_float64(*tensors) or any(t is not None and (t.is_meta or is_wrapped(t)) for t in tensors)
 
 
 def on_cuda(x: torch.Tensor) -> bool:
-    """Whether `x` is on a CUDA GPU, or counts as such a tensor."""
+    """Return whether `x` is on a CUDA GPU, or counts as if it were (see `sizes.sizes_only`)."""
     return x.is_cuda or computes_nothing()
 
 
 def use_triton(x: torch.Tensor) -> bool:
-    """True if the Triton kernel runs for `x`: on a GPU, or on a CPU under `TRITON_INTERPRET=1`, and not in float64."""
+    """Return whether the Triton kernel runs for `x`: on a GPU, or under `TRITON_INTERPRET=1`; never in float64."""
     if x.dtype == torch.float64:
         return False
     if computes_nothing():
@@ -73,7 +73,7 @@ def use_triton(x: torch.Tensor) -> bool:
 
 
 def runs_triton(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
-    """True if the kernel takes these tensors. The PyTorch twin takes empty ones, other dtypes and wrappers."""
+    """Return whether the kernel takes these tensors. The PyTorch twin takes all others."""
     if x.dtype not in KERNEL_DTYPES or not use_triton(x) or x.numel() == 0:
         return False
     for t in others:
@@ -83,7 +83,7 @@ def runs_triton(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
 
 
 def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
-    """The dtype to which autocast rounds the factors of a product with `x`. None outside of it, and for float64."""
+    """Return the dtype to which autocast casts a product with `x`. None without autocast and for float64."""
     device = x.device.type
     if x.dtype == torch.float64 or device == "meta" or not torch.is_autocast_enabled(device):
         return None
@@ -91,12 +91,12 @@ def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
 
 
 def result_dtype(x: torch.Tensor) -> torch.dtype:
-    """The dtype in which a linear layer computes: that of autocast, else that of `x`."""
+    """Return the dtype in which a linear layer computes: the autocast dtype, or the dtype of `x` without autocast."""
     return autocast_dtype(x) or x.dtype
 
 
 class _WithoutAutocast:
-    """`torch.autocast(..., enabled=False)`, which takes the host 10 us to enter and leave, inside an autocast."""
+    """Disable autocast. Entering and leaving `torch.autocast(..., enabled=False)` costs the host 10 us."""
 
     def __init__(self, device_type: str):
         self.device_type = device_type
@@ -109,7 +109,7 @@ class _WithoutAutocast:
 
 
 def no_autocast(device_type: str) -> contextlib.AbstractContextManager:
-    """A context without autocast: the products choose their dtypes themselves."""
+    """Return a context without autocast, for code that chooses the dtypes of its products itself."""
     if device_type == "meta" or not torch.is_autocast_enabled(device_type):
         return contextlib.nullcontext()
     return _WithoutAutocast(device_type)
@@ -119,15 +119,15 @@ _op = threading.local()
 
 
 def runs_as_op() -> bool:
-    """Whether the host function that asks was called as an op, whose results may not share memory."""
+    """Return whether the calling host function runs as an op. The results of an op must not share memory."""
     return getattr(_op, "running", False)
 
 
 def kernel_op(name: str, mutates_args=()):
     """Register the decorated function as `torch.ops.liger_triton.<name>`; its first argument is a tensor.
 
-    Traced by `torch.compile`, a call is that one opaque op (give its output shapes with `@fn.register_fake`). Eager
-    calls skip the dispatcher, which costs about as much as the launch itself.
+    `torch.compile` traces a call as one opaque op; give its output shapes with `@fn.register_fake`. Eager calls skip
+    the dispatcher, because it costs about as much as the launch itself.
     """
 
     def decorate(fn):

@@ -1,7 +1,10 @@
-"""The arguments of the vocabulary losses: checked, and flattened to rows. Errors name field, value and mend.
+"""Check the arguments of the vocabulary losses and flatten them to rows. Errors name the field, the value and the fix.
 
-Losses of several heads take `hidden` as one tensor (K, T, H) or K tensors (T, H). `weight` is one tensor (V, H) for all
-heads, which are then tied, or K tensors (V, H) for untied heads.
+Losses of several heads take `hidden` as one tensor (K, T, H) or K tensors (T, H). `weight` is one tensor (V, H) for
+tied heads, or K tensors (V, H) for untied heads.
+
+Shapes  T rows, H hidden width, V vocabulary, r rank of a LoRA on the head, K heads. hidden (..., H) becomes x (T, H),
+        target (...) becomes (T,), and A (r, H), B (V, r) of a LoRA become u (T, r) and lora_b (V, r).
 """
 
 import math
@@ -18,14 +21,14 @@ REDUCTIONS = ("mean", "sum", "none")
 
 
 def check_options(name, x, target, reduction, label_smoothing, softcap, logit_scale, z_loss) -> None:
-    """ValueError unless dtypes and devices of x (called `name`) and target fit and the options are in range."""
+    """Raise ValueError unless dtypes and devices of x (called `name`) and target fit and the options are in range."""
     check_float(name, x)
     check_target(name, x, target)
     check_numbers(reduction, label_smoothing, softcap, logit_scale, z_loss)
 
 
 def check_numbers(reduction, label_smoothing, softcap, logit_scale, z_loss) -> None:
-    """ValueError unless the options of a loss, which need no tensors, are in range."""
+    """Raise ValueError unless the options of a loss are in range. It needs no tensors."""
     if reduction not in REDUCTIONS:
         raise ValueError(f'reduction is {reduction!r}; expected "mean", "sum" or "none".')
     if not 0.0 <= label_smoothing <= 1.0:
@@ -45,9 +48,11 @@ def check_float(name, x) -> None:
 
 
 def compute_dtype(hidden, *others) -> torch.dtype:
-    """The dtype of logits and products: inside autocast the one of autocast, which leaves float64 alone, otherwise the
-    one of `hidden`. `others` are pairs of a name and a tensor or None; ValueError unless these tensors fit `hidden` and
-    are on its device."""
+    """Return the dtype of logits and products: the autocast dtype, or without it the dtype of `hidden`.
+
+    Autocast leaves float64 alone. `others` are pairs of a name and a tensor or None. Raise ValueError unless these
+    tensors fit `hidden` and are on its device.
+    """
     to = autocast_dtype(hidden)
     for name, t in (("hidden", hidden), *others):
         if t is None:
@@ -55,14 +60,14 @@ def compute_dtype(hidden, *others) -> torch.dtype:
         check_float(name, t)
         if t.dtype != hidden.dtype and (to is None or is_float64(t)):
             inside = f", or call under torch.autocast({hidden.device.type!r})"
-            mend = "" if is_float64(t, hidden) else inside
-            raise ValueError(f"hidden is {hidden.dtype}, {name} {t.dtype}; expected one dtype. Convert one{mend}.")
+            remedy = "" if is_float64(t, hidden) else inside
+            raise ValueError(f"hidden is {hidden.dtype}, {name} {t.dtype}; expected one dtype. Convert one{remedy}.")
         check_device(name, t, "hidden", hidden)
     return hidden.dtype if to is None else to
 
 
 def check_chunking(accumulate: str, chunk_rows: int | None) -> None:
-    """ValueError unless the options of the sum over chunks and of their size are in range."""
+    """Raise ValueError unless the options of the sum over chunks and of their size are in range."""
     if accumulate not in ("fp32", "lean"):
         raise ValueError(f'accumulate is {accumulate!r}; expected "fp32", or "lean" (the dtype of the weight).')
     if chunk_rows is not None and chunk_rows < 1:
@@ -76,9 +81,9 @@ def check_target(name, x, target) -> None:
 
 
 def check_target_of_twin(target: torch.Tensor, ignore_index: int, vocab: int, x: torch.Tensor) -> None:
-    """IndexError as in `check_target_range`, except where the host cannot read the target: in a trace or a capture, and
-    without values."""
-    if torch.compiler.is_compiling():  # this comes first, because dynamo cannot trace the questions below
+    """Raise IndexError as `check_target_range` does, unless the host cannot read the target: in a trace, in a CUDA
+    graph capture, and for tensors without values."""
+    if torch.compiler.is_compiling():  # first, because dynamo cannot trace the checks below
         return
     if target.is_meta or is_wrapped(target) or is_wrapped(x):
         return
@@ -95,8 +100,7 @@ def check_device(name, tensor, other_name, other) -> None:
 
 @jit(do_not_specialize=["n"])
 def _count_kernel(TARGET, OUT, n, vocab, ignore_index, BLOCK: tl.constexpr):
-    """Adds two counts to OUT (2,): of the n targets that are not `ignore_index`, and of those among them that are
-    outside [0, vocab)."""
+    """Add two counts to OUT (2,): the targets among n that are not `ignore_index`, and those outside [0, vocab)."""
     off = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     y = tl.load(TARGET + off, mask=off < n, other=ignore_index)
     kept = y != ignore_index
@@ -105,8 +109,8 @@ def _count_kernel(TARGET, OUT, n, vocab, ignore_index, BLOCK: tl.constexpr):
 
 
 def check_target_range(target: torch.Tensor, ignore_index: int, vocab: int) -> int:
-    """The number of targets that are not ignored. IndexError if one of these is outside [0, vocab). The host waits for
-    the device once."""
+    """Return how many targets are not ignored; raise IndexError if one of them is outside [0, vocab). The host waits
+    for the device once."""
     if computes_nothing():
         return target.numel()
     if use_triton(target) and target.is_contiguous() and 0 < target.numel() < 2**31:
@@ -137,7 +141,7 @@ class Head(NamedTuple):
     lora_b: torch.Tensor | None
 
     def needs(self) -> int:
-        """Which gradients autograd wants: the sum of `DX` to `DB`."""
+        """Return the gradients that autograd needs, as a sum of `DX` to `DB`."""
         grads_on = torch.is_grad_enabled()
         return sum(1 << k for k, t in enumerate(self) if grads_on and t is not None and t.requires_grad)
 
@@ -159,13 +163,19 @@ def prepare(hidden, weight, target, bias, lora, lora_input, accumulate, chunk_ro
     check_target("hidden", hidden, target)
     check_chunking(accumulate, chunk_rows)
     u, lora_b = _lora_branch(hidden, weight, lora, lora_input)
-    flat = [t if t is None else t.flatten(0, -2) if t.ndim > 1 else t.unsqueeze(0) for t in (hidden, u)]
-    x, u = (t if t is None or t.stride(-1) == 1 else t.contiguous() for t in flat)
+    x = _as_unit_rows(hidden)
+    u = None if u is None else _as_unit_rows(u)
     return Head(x, weight, bias, u, lora_b), target.reshape(-1).long().contiguous(), dtype
 
 
+def _as_unit_rows(t: torch.Tensor) -> torch.Tensor:
+    """Return t (..., n) as rows (T, n) with unit stride. One vector is one row."""
+    rows = t.flatten(0, -2) if t.ndim > 1 else t.unsqueeze(0)
+    return rows if rows.stride(-1) == 1 else rows.contiguous()
+
+
 def _lora_branch(hidden, weight, lora, lora_input):
-    """u = scaling * lora_input A^T (..., r), which plain autograd differentiates because it is small, and B."""
+    """Return u = scaling * lora_input A^T (..., r) and B. Plain autograd differentiates u, because it is small."""
     if lora is None:
         if lora_input is not None:
             raise ValueError("lora_input was given without lora; pass lora=(A, B, scaling) too, or drop it.")
@@ -191,7 +201,7 @@ def _lora_branch(hidden, weight, lora, lora_input):
 
 
 def check_heads(hidden, weight) -> tuple[int, int, bool]:
-    """(K, T, tied). ValueError unless the shapes fit each other and all heads have one dtype and device."""
+    """Return (K, T, tied). Raise ValueError unless the shapes fit and all heads share one dtype and device."""
     listed = isinstance(hidden, list | tuple)
     if listed:
         if not hidden:
@@ -230,14 +240,14 @@ def check_heads(hidden, weight) -> tuple[int, int, bool]:
 
 
 def check_per_row(name, t, heads, rows, first) -> None:
-    """ValueError unless t is (K, T) on the device of the heads."""
+    """Raise ValueError unless t is (K, T) on the device of the heads."""
     if t.shape != (heads, rows):
         raise ValueError(f"{name} is {tuple(t.shape)}; expected ({heads}, {rows}): a row for each head.")
     check_device(name, t, "hidden", first)
 
 
 def check_weights(name, weights, shapes, x) -> None:
-    """ValueError unless `weights`, factors of the rows of x, have one of `shapes`, and no gradient."""
+    """Raise ValueError unless `weights`, the factors of the rows of x, have one of `shapes` and need no gradient."""
     dtypes = (torch.float32, torch.float64) if is_float64(x) else (torch.float32,)
     if weights.shape not in shapes or weights.dtype not in dtypes or weights.requires_grad:
         raise ValueError(
@@ -249,10 +259,14 @@ def check_weights(name, weights, shapes, x) -> None:
 
 
 def spread(row_weight, counted, first):
-    """`row_weight`, (K,) or (K, T), as contiguous (K, T), with zeros for the rows that do not count. None stays None.
-    `first` are the hidden states of one head."""
+    """Return `row_weight`, (K,) or (K, T), as a contiguous (K, T) with zeros for rows that do not count. None stays
+    None.
+
+    `first` are the hidden states of one head.
+    """
     if row_weight is None:
         return None
     check_weights("row_weight", row_weight, (counted.shape[:1], counted.shape), first)
-    # Contiguous: `torch.where` keeps the layout of its arguments, and the kernels read rows by number.
-    return torch.where(counted, row_weight if row_weight.ndim == 2 else row_weight.unsqueeze(1), 0.0).contiguous()
+    # `torch.where` keeps the layout of its arguments, and the kernels index rows of a contiguous tensor.
+    per_row = row_weight if row_weight.ndim == 2 else row_weight.unsqueeze(1)
+    return torch.where(counted, per_row, 0.0).contiguous()

@@ -1,5 +1,8 @@
-"""The launch of a kernel, and what row-wise kernels share: checks, views of tensors as rows, sizes of blocks and
-grids."""
+"""Launch kernels. Row-wise kernels share the checks, the views of tensors as rows, and the block and grid sizes.
+
+Arguments of a kernel stand in this order: pointers (upper case), sizes and strides, numbers of the formula (scale, eps,
+limit), then constants (`tl.constexpr`, upper case): flags first, block sizes last.
+"""
 
 import functools
 from collections.abc import Collection
@@ -18,7 +21,7 @@ TILE = 4096  # elements of a tile of narrow rows: 16 a thread with 8 warps, two 
 
 
 def cdiv(a: int, b: int) -> int:
-    """ceil(a / b). `triton.cdiv` and its siblings are functions of the compiler, and a call of one takes 8 us."""
+    """Return ceil(a / b). `triton.cdiv` belongs to the compiler: one call costs the host 8 us."""
     return -(-a // b)
 
 
@@ -27,14 +30,15 @@ def next_power_of_2(n: int) -> int:
 
 
 def launch(kernel, grid: tuple[int, ...], *args, **constants) -> None:
-    """Run `kernel[grid](*args, **constants)` on the device of the first argument. A call of a kind that is known costs
-    the host half as much as Triton's own launch.
+    """Run `kernel[grid](*args, **constants)` on the device of the first argument.
 
-    Triton asks at every launch for what it has compiled the kernel: the dtype and alignment of each tensor, and which
-    integers are 1, multiples of 16 or wider than 32 bits. The same is the key here, so that rows of every length are of
-    a few kinds. A kernel names the numbers that follow from the number of rows in `do_not_specialize`; otherwise a
-    training would wait for the compiler again when the first of its steps has a multiple of 16 of them. `constants` are
-    all those that the kernel declares as `tl.constexpr`, in any order, and options of the compiler.
+    If the kernel was compiled for such arguments before, this costs the host half as much as Triton's own launch.
+
+    Triton looks up at every launch which version of a kernel fits: by the dtype and alignment of each tensor, and by
+    which integers are 1, multiples of 16, or wider than 32 bits. The key here is the same, so rows of any length share
+    a few versions. A kernel lists the arguments that depend on the number of rows in `do_not_specialize`; otherwise
+    training would wait for the compiler again at the first step with a multiple of 16 rows. `constants` are the
+    kernel's `tl.constexpr` arguments, all of them, in any order, and compiler options.
     """
     if computes_nothing():
         return
@@ -42,31 +46,45 @@ def launch(kernel, grid: tuple[int, ...], *args, **constants) -> None:
         kernel[grid](*args, **constants)
         return
     device = args[0].get_device()
-    if device != torch.cuda.current_device():  # on which Triton launches; with `device_map` it may be another
+    if device != torch.cuda.current_device():  # with `device_map`, tensors may be on another one
         with torch.cuda.device(device):
             return launch(kernel, grid, *args, **constants)
-    if HIP:  # there the size of a tensor's memory counts too
+    if HIP:  # on AMD, Triton also specializes on the size of a tensor's memory
         kernel[grid](*args, **constants)
         return
-    key = (
-        device,
-        *[
-            ((a & 15 and 1 + (a == 1)) if a <= MAX_INT32 else 3 + (a & 15 and 1)) if (kind := type(a)) is int
-            else kind if kind is float
-            else (a.dtype, a.data_ptr() & 15 == 0) if isinstance(a, torch.Tensor)
-            else a
-            for a in args
-        ],
-        *constants.values(),
-    )  # fmt: skip
-    found = kernel.__dict__.get("_liger_compiled", {}).get(key)
-    if found is None:
+    key = _version_key(device, args, constants)
+    version = kernel.__dict__.get("_liger_compiled", {}).get(key)
+    if version is None:
         compiled = kernel[grid](*args, **constants)
+        # Remember the constants in the kernel's order, so that a later launch need not look up their names.
         in_order = [constants[name] for name in kernel.arg_names[len(args) :]]
         kernel.__dict__.setdefault("_liger_compiled", {})[key] = compiled, in_order
     else:
-        compiled, in_order = found
+        compiled, in_order = version
         compiled[*grid, 1, 1](*args, *in_order)
+
+
+def _version_key(device: int, args: tuple, constants: dict) -> tuple:
+    """Return the key of the compiled version that fits these arguments. It follows what Triton specializes on."""
+    key: list = [device]
+    for a in args:
+        kind = type(a)
+        if kind is int:
+            aligned = a & 15 == 0
+            if a > MAX_INT32:
+                key.append(3 if aligned else 4)
+            elif aligned:
+                key.append(0)
+            else:
+                key.append(2 if a == 1 else 1)
+        elif kind is float:
+            key.append(kind)
+        elif isinstance(a, torch.Tensor):
+            key.append((a.dtype, a.data_ptr() & 15 == 0))
+        else:
+            key.append(a)
+    key.extend(constants.values())
+    return tuple(key)
 
 
 def check_in(name: str, value: str, known: Collection[str]) -> None:
@@ -75,7 +93,7 @@ def check_in(name: str, value: str, known: Collection[str]) -> None:
 
 
 def check_norm(x: torch.Tensor, **parameters: torch.Tensor | None) -> None:
-    """ValueError unless x (..., N) and all parameters (N,) are floating point and on one device."""
+    """Raise ValueError unless x (..., N) and all parameters (N,) are floating point and on one device."""
     if x.ndim == 0 or not x.is_floating_point():
         raise ValueError(f"x is {tuple(x.shape)} {x.dtype}; expected a floating-point tensor (..., N).")
     for name, p in parameters.items():
@@ -91,26 +109,25 @@ def check_norm(x: torch.Tensor, **parameters: torch.Tensor | None) -> None:
 
 
 def as_rows(x: torch.Tensor) -> torch.Tensor:
-    """x (..., N) as (M, N) with unit stride in N. It is a view if the strides allow that, and a copy if not."""
+    """Return x (..., N) as (M, N) with unit stride in N: a view if the strides allow one, else a copy."""
     n = x.shape[-1]
     rows = x.reshape(x.numel() // n, n)
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
 def as_dtype(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """x in `dtype`. PyTorch's own `to` takes the host ten times as long where it has nothing to do."""
+    """Return x in `dtype`. PyTorch's `to` takes ten times as much host time when there is nothing to convert."""
     return x if x.dtype == dtype else x.to(dtype)
 
 
 def as_matrix(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """x (..., K) as (T, K) of `dtype`, with unit stride in rows. A view where that is possible."""
+    """Return x (..., K) as (T, K) in `dtype`, with unit stride in rows. It is a view where possible."""
     rows = as_dtype(x.reshape(-1, x.shape[-1]), dtype)
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
 def row_tile(n: int) -> tuple[int, int, int]:
-    """(BLOCK_M, BLOCK_N, num_warps) for rows of n elements. A program takes one wide row, or as many narrow ones as
-    fill a tile."""
+    """Return (BLOCK_M, BLOCK_N, num_warps) for rows of n elements: one wide row, or narrow ones that fill a tile."""
     block_n = next_power_of_2(n)
     block_m = max(1, TILE // block_n)
     return block_m, block_n, min(MAX_WARPS, max(4, block_m * block_n // 512))
@@ -120,15 +137,16 @@ def row_tile(n: int) -> tuple[int, int, int]:
 def multiprocessors(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).multi_processor_count
-    return 2 if INTERPRET else 64  # any number gives right results, and the interpreter runs one program after another
+    return 2 if INTERPRET else 64  # any number is correct; the interpreter runs programs one after another
 
 
 def backward_tile(n: int, device: torch.device, *loaded: torch.Tensor) -> tuple[int, int, int, int]:
-    """(BLOCK_M, BLOCK_N, num_warps, stages) of the backward pass of a norm, which loads a tile of each of `loaded`.
+    """Return (BLOCK_M, BLOCK_N, num_warps, stages) for the backward pass of a norm, which loads a tile of each of
+    `loaded`.
 
-    On each multiprocessor, one program loops over tiles of 8192 elements and loads two of them ahead of the arithmetic.
-    For rows of 128 to 8192 that reaches 0.93 to 0.99 of the copy bandwidth of an H200; smaller tiles or more programs
-    were slower. There are fewer stages where the shared memory of the device does not hold three tiles of every tensor.
+    One program on each multiprocessor loops over tiles of 8192 elements and loads two tiles ahead of the arithmetic.
+    For rows of 128 to 8192 elements, that reaches 0.93 to 0.99 of the copy bandwidth of an H200; smaller tiles and more
+    programs were slower. There are fewer stages if shared memory cannot hold three tiles of every tensor.
     """
     block_n = next_power_of_2(n)
     block_m = max(1, BACKWARD_TILE // block_n)
@@ -138,14 +156,14 @@ def backward_tile(n: int, device: torch.device, *loaded: torch.Tensor) -> tuple[
 
 
 def persistent_grid(tiles: int, device: torch.device) -> int:
-    """The number of programs that share the tiles of `backward_tile`: one on each multiprocessor."""
+    """Return how many programs share the tiles of `backward_tile`: one for each multiprocessor."""
     return min(tiles, multiprocessors(device))
 
 
 @functools.cache
 def shared_memory(device: torch.device) -> int:
-    """The bytes of shared memory that one program may use. Every GPU gives 48 KiB."""
+    """Return the bytes of shared memory that one program may use. Every GPU has at least 48 KiB."""
     if device.type != "cuda":
         return 48 << 10
     properties = torch.cuda.get_device_properties(device)
-    return getattr(properties, "shared_memory_per_block_optin", 48 << 10) - 2048  # reductions need 2048
+    return getattr(properties, "shared_memory_per_block_optin", 48 << 10) - 2048  # reductions use 2048 of them

@@ -1,20 +1,21 @@
-"""The products of rank r next to a frozen matrix product, and the order in which the large tensors are passed over.
+"""Rank-r products that accompany a frozen matrix product, and the order in which the large tensors are read.
 
-For T rows, a layer (K -> N) and an adapter of rank r, whose h (T, r) is x A^T, where s is the scaling:
+For T rows, a layer (K -> N), and an adapter of rank r with h = x A^T (T, r) and scaling s:
 
     y  = h (s B)^T, then y += x W^T in the same memory
     dx = dh A, then dx += dy W in the same memory
     dh = s dy B and dB = s dy^T h from one read of dy, and a second kernel for the sums over its programs
     dA = dh^T x
 
-The large product comes second, because it reads what it adds to while it computes. A small one that came last would
-wait for both a read and a write.
+The large product comes second: it can read the sum it adds to while it computes. A small product at the end would wait
+for both the read and the write.
 
-Parts   Where adapters are fp32 and the layer has 16 bits, r-wide factors are two 16-bit numbers for each of fp32, the
-        rounded one and the rest, side by side: [hi | lo]. That doubles r, and costs nothing as long as the products
-        wait for memory. So h, dh and the gradients of A and B are those of fp32. Under autocast, PEFT's layer rounds
-        all of them to 16 bits, and one part is enough. Two numbers of fp16 are no fp32 where they are small, as
-        gradients are: there the PyTorch twin runs.
+Parts   If adapters are fp32 and the layer has 16 bits, an r-wide fp32 factor becomes two 16-bit numbers side by side,
+        the rounded value and the rest: [hi | lo]. That doubles r and costs nothing while the products wait for memory.
+        h, dh and the gradients of A and B then keep fp32 precision. Under autocast, PEFT's layer rounds them all to 16
+        bits, so one part is enough. Two fp16 numbers cannot represent small fp32 values such as gradients, so fp16 with
+        fp32 adapters runs on the PyTorch twin.
+Shapes  x (T, K), W (N, K), y and dy (T, N); A (r, K), B (N, r), h and dh (T, r). R sums r over a group.
 """
 
 import math
@@ -31,15 +32,29 @@ Factors = tuple[torch.Tensor, torch.Tensor]
 
 FUSED_RANK = 64  # up to this width of h, dh and dB come from one read of dy; beyond it, from two products
 BLOCK_N = 64
-SUMS = 512  # numbers of dh or dB of a program that adds up what the programs of `_low_rank_gradients_kernel` found
+SUMS = 512  # elements of dh or dB per program of `_sums_kernel`
 
 
 @jit(do_not_specialize=["rows"])
 def _low_rank_gradients_kernel(
-    DY, H, SB, DH, DB, rows, columns, rank, columns_per_program, dy_stride, h_stride, sb_stride,
-    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, WIDEN: tl.constexpr,
-):  # fmt: skip
-    """DH[program_id(1)] = DY SB of some columns of DY, and DB[program_id(0)] = DY^T H of some of its rows."""
+    DY,
+    H,
+    SB,
+    DH,
+    DB,
+    rows,
+    columns,
+    rank,
+    columns_per_program,
+    dy_stride,
+    h_stride,
+    sb_stride,
+    BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """Store DH[program_id(1)] = DY SB for a range of columns, and DB[program_id(0)] = DY^T H for a block of rows."""
     row = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     r = tl.arange(0, BLOCK_R)
     row_mask, r_mask = row < rows, r < rank
@@ -67,9 +82,9 @@ def _low_rank_gradients_kernel(
 
 
 def _tile_of(rows: int, block_r: int, device: torch.device) -> tuple[int, int]:
-    """(BLOCK_T, num_stages) of the kernel: the largest of the known tiles whose shared memory the device has.
+    """Return (BLOCK_T, num_stages): the largest known tile that fits into the shared memory of the device.
 
-    It holds `num_stages` tiles of dy and of SB, one of H, all of 16 bits, and one of DB in fp32.
+    Shared memory holds `num_stages` tiles of dy and of SB and one of H, all with 16 bits, and one tile of DB in fp32.
     """
     memory = shared_memory(device)
     for block_t, stages in ((512, 3), (512, 2), (256, 3), (256, 2), (128, 2), (64, 2), (32, 1)):
@@ -81,8 +96,7 @@ def _tile_of(rows: int, block_r: int, device: torch.device) -> tuple[int, int]:
 
 @jit
 def _total(PARTIAL, row, column, rows, rank, programs, PARTS: tl.constexpr, BLOCK: tl.constexpr):
-    """The sum of PARTIAL (programs, rows, PARTS * rank) over its first dimension, and over the halves of its rows if
-    there are two parts."""
+    """Sum PARTIAL (programs, rows, PARTS * rank) over its programs and, with two parts, over both halves of a row."""
     total = tl.zeros((BLOCK,), tl.float32)
     part = PARTIAL + row * (PARTS * rank) + column
     for _ in range(programs):
@@ -95,11 +109,25 @@ def _total(PARTIAL, row, column, rows, rank, programs, PARTS: tl.constexpr, BLOC
 
 @jit(do_not_specialize=["rows", "dh_programs", "db_programs", "dh_tiles"])
 def _sums_kernel(
-    DH, DB, OUT, DB_OUT, rows, columns, rank, dh_programs, db_programs, out_stride, rest, of_h, scaling, dh_tiles,
-    PARTS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """OUT = of_h times the total of DH, and DB_OUT = scaling times that of DB. With two parts OUT gets what its dtype
-    rounds off as well, `rest` columns further."""
+    DH,
+    DB,
+    OUT,
+    DB_OUT,
+    rows,
+    columns,
+    rank,
+    dh_programs,
+    db_programs,
+    out_stride,
+    rest,
+    of_h,
+    scaling,
+    dh_tiles,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Store OUT = of_h * sum of DH, and DB_OUT = scaling * sum of DB. With two parts, OUT also gets the rounding rest,
+    `rest` columns further on."""
     pid = tl.program_id(0)
     if pid < dh_tiles:
         place = pid.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -120,13 +148,13 @@ def _sums_kernel(
 def low_rank_gradients(
     dy: torch.Tensor, h: torch.Tensor, sb: torch.Tensor, out: torch.Tensor, parts: int, of_h: float, scaling: float
 ) -> torch.Tensor:
-    """Put dh = of_h * dy sb into `out`, and return dB = scaling * dy^T h in fp32.
+    """Store dh = of_h * dy sb into `out`, and return dB = scaling * dy^T h in fp32.
 
     Args:
         dy: (T, N), of one dtype with `h` and `sb`. Each has unit stride in rows.
-        h, sb: (T, r) and (N, r); with two parts (T, 2 r) and (N, 2 r), of which the halves are added in the end.
-        out: (T, r), a slice of columns of a matrix (T, R); with two parts (T, 2, r) of one (T, 2, R), for what is
-            rounded and for the rest.
+        h, sb: (T, r) and (N, r); with two parts (T, 2 r) and (N, 2 r). The halves are added at the end.
+        out: (T, r), a slice of columns of a matrix (T, R); with two parts (T, 2, r) of a (T, 2, R), for the rounded
+            values and the rest.
     """
     (rows, columns), width = dy.shape, h.shape[1]
     if not (use_triton(dy) and dy.element_size() == 2 and 0 < width <= FUSED_RANK and dy.numel() > 0):
@@ -137,32 +165,66 @@ def low_rank_gradients(
         else:
             out.copy_(parts_of(dh, out.dtype, parts, 1).view(out.shape))
         return sum_of_parts(wide_product(dy.t(), h), parts, 1).mul_(scaling)
-    rank, block_r = width // parts, max(16, next_power_of_2(width))
+    rank = width // parts
+    block_r = max(16, next_power_of_2(width))
     block_t, stages = _tile_of(rows, block_r, dy.device)
     row_programs = cdiv(rows, block_t)
-    # As many programs as there are multiprocessors: those of the same rows share the columns.
+    # One program for each multiprocessor. Programs with the same rows split the columns among them.
     per_program = cdiv(cdiv(columns, max(1, multiprocessors(dy.device) // row_programs)), BLOCK_N) * BLOCK_N
     column_programs = cdiv(columns, per_program)
+    # Each program writes its own sums, and a second kernel adds them: no atomics, so equal inputs give equal bits.
     dh = torch.empty((column_programs, rows, width), dtype=torch.float32, device=dy.device)
     all_db = torch.empty((row_programs, columns, width), dtype=torch.float32, device=dy.device)
     db = torch.empty((columns, rank), dtype=torch.float32, device=dy.device)
     dh_tiles = cdiv(rows * rank, SUMS)
     launch(
-        _low_rank_gradients_kernel, (row_programs, column_programs),
-        dy, h, sb, dh, all_db, rows, columns, width, per_program, dy.stride(0), h.stride(0), sb.stride(0),
-        BLOCK_T=block_t, BLOCK_N=BLOCK_N, BLOCK_R=block_r, WIDEN=INTERPRET, num_warps=8, num_stages=stages,
-    )  # fmt: skip
+        _low_rank_gradients_kernel,
+        (row_programs, column_programs),
+        dy,
+        h,
+        sb,
+        dh,
+        all_db,
+        rows,
+        columns,
+        width,
+        per_program,
+        dy.stride(0),
+        h.stride(0),
+        sb.stride(0),
+        BLOCK_T=block_t,
+        BLOCK_N=BLOCK_N,
+        BLOCK_R=block_r,
+        WIDEN=INTERPRET,
+        num_warps=8,
+        num_stages=stages,
+    )
     launch(
-        _sums_kernel, (dh_tiles + cdiv(columns * rank, SUMS),),
-        dh, all_db, out, db, rows, columns, rank, column_programs, row_programs, out.stride(0),
-        out.stride(1) if parts == 2 else 0, float(of_h), float(scaling), dh_tiles, PARTS=parts, BLOCK=SUMS,
+        _sums_kernel,
+        (dh_tiles + cdiv(columns * rank, SUMS),),
+        dh,
+        all_db,
+        out,
+        db,
+        rows,
+        columns,
+        rank,
+        column_programs,
+        row_programs,
+        out.stride(0),
+        out.stride(1) if parts == 2 else 0,
+        float(of_h),
+        float(scaling),
+        dh_tiles,
+        PARTS=parts,
+        BLOCK=SUMS,
         num_warps=4,
-    )  # fmt: skip
+    )
     return db
 
 
 def parts_of(wide: torch.Tensor, dtype: torch.dtype, parts: int, dim: int) -> torch.Tensor:
-    """`wide` in `dtype`; with two parts [rounded | rest] along `dim`."""
+    """Return `wide` in `dtype`; with two parts, [rounded | rest] along `dim`."""
     rounded = wide.to(dtype)
     if parts == 1:
         return rounded
@@ -170,7 +232,7 @@ def parts_of(wide: torch.Tensor, dtype: torch.dtype, parts: int, dim: int) -> to
 
 
 def sum_of_parts(wide: torch.Tensor, parts: int, dim: int) -> torch.Tensor:
-    """The sum of the two halves along `dim`, for what has been computed with factors of two parts."""
+    """Add the two halves along `dim` of a product that had a factor in two parts."""
     if parts == 1:
         return wide
     first, second = wide.chunk(2, dim)
@@ -178,10 +240,10 @@ def sum_of_parts(wide: torch.Tensor, parts: int, dim: int) -> torch.Tensor:
 
 
 def factors_of(scaling: float, dtype: torch.dtype) -> tuple[float, float]:
-    """Two numbers whose product is `scaling`: what B is multiplied by, and what h and dh are.
+    """Split `scaling` into two factors: one for B, one for h and dh.
 
-    The second is 1, but for a small scaling in fp16, whose smallest numbers a small B times the scaling would come to.
-    There it is a power of two, which rounds nothing.
+    The second is 1, except for a small scaling in fp16: there B times the scaling could underflow, so a power of two is
+    moved to h and dh. That rounds nothing.
     """
     if dtype != torch.float16 or isinstance(scaling, torch.Tensor) or not 0 < abs(scaling) < 1:
         return scaling, 1.0
@@ -190,20 +252,20 @@ def factors_of(scaling: float, dtype: torch.dtype) -> tuple[float, float]:
 
 
 def scaled_b(b: torch.Tensor, scaling: float, dtype: torch.dtype, parts: int) -> torch.Tensor:
-    """scaling * B (N, r) in `dtype`, multiplied before it is rounded; with two parts (N, 2 r)."""
+    """Return scaling * B (N, r) in `dtype`, multiplied before it is rounded; with two parts (N, 2 r)."""
     if parts == 2:
         return parts_of(b * scaling, dtype, parts, 1)
     return torch.mul(b, scaling, out=torch.empty(b.shape, dtype=dtype, device=b.device))
 
 
-def added(small: Factors | None, large: Iterable[Factors], bias: torch.Tensor | None = None) -> torch.Tensor:
-    """The sum of the products of two factors each: `small`, if there is one, those in `large`, and `bias`."""
+def sum_of_products(small: Factors | None, large: Iterable[Factors], bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Sum the products of the pair `small` (if any) and of the pairs in `large`, plus `bias`."""
     total: torch.Tensor | None = None
     for product in chain(() if small is None else (small,), large):
         if total is not None:
             total.addmm_(*product)
         else:
             total = torch.mm(*product) if bias is None else torch.addmm(bias, *product)
-        del product  # which may be an unpacked weight, before the next one is made
+        del product  # free a factor that may be an unpacked weight before the next one is made
     assert total is not None, "there is a product"
     return total

@@ -1,4 +1,4 @@
-"""The pass over rows of logits that the vocabulary losses are made of: first statistics, then the gradient.
+"""The pass over rows of logits behind the vocabulary losses: first the statistics, then the gradient.
 
 For a row of logits l (V,): z = scale * l, or with a softcap c: z = c * tanh(scale * l / c). With y the target,
 m = max z, rest = sum of exp(z_v - m) over v != y, s = rest + exp(z_y - m), log_s = log s, lse = m + log_s and
@@ -11,12 +11,12 @@ p_v = exp(z_v - m) / s:
 The first line is (1 - smoothing) * nll + smoothing * mean_v(-log p_v), which is the label smoothing of F.cross_entropy.
 The gradient with respect to l is dz_v * scale, times (1 - tanh**2) with a softcap.
 
-Exactness. Every difference is taken against m or z_y, never against lse, so that a common offset of the logits cancels.
-p_y - 1 of the target is computed as -rest / s. Since rest leaves out the target, a confident token (p_y = 0.9999) keeps
-a gradient, where 1 - p_y would cancel. A NaN in the row, or a target outside [0, V), makes its loss and gradient NaN.
+Exactness. Differences are taken against m or z_y, never against lse, so a common offset of the logits cancels. p_y - 1
+is computed as -rest / s: rest excludes the target, so a confident token (p_y = 0.9999) keeps a gradient that 1 - p_y
+would cancel. A NaN in the row, or a target outside [0, V), makes its loss and gradient NaN.
 
 Shapes  logits and grad (n, V), with rows of any stride; grad may be logits itself; target (n,) int64; stats (7, n)
-        fp32, one row for each constant below. All are 0 for a row whose target is `ignore_index`.
+        fp32, one row for each constant below. All are 0 for rows with the target `ignore_index`.
 Bytes   b per element. The statistics read nVb. The gradient reads another nVb (from L2, if a row fits) and writes nVb.
 """
 
@@ -35,8 +35,11 @@ LOWEST = tl.constexpr(-3.4028234663852886e38)  # the least number of fp32: a row
 
 
 def _tile(vocab: int, itemsize: int, do_stats: bool, do_grad: bool) -> tuple[int, int]:
-    """(BLOCK, num_warps), the fastest on an H200. A row that is read twice is partly in the L2 cache the second time; a
-    wide row is so only if few rows are worked on at once, which larger blocks bring about."""
+    """Return (BLOCK, num_warps), the fastest on an H200.
+
+    A row that is read twice is partly in the L2 cache the second time. For wide rows that only works if few rows are in
+    flight, so they get larger blocks.
+    """
     block, num_warps = 4096, 16 if do_grad else 8
     if do_stats and do_grad and vocab * itemsize > 1 << 17:
         block, num_warps = 8192, MAX_WARPS
@@ -45,7 +48,7 @@ def _tile(vocab: int, itemsize: int, do_stats: bool, do_grad: bool) -> tuple[int
 
 
 class RowSpec(NamedTuple):
-    """What is computed for each row. A `softcap` of 0.0 is none. `extras` has the bits 1 << k of more statistics k."""
+    """Options of the pass over a row. `softcap` 0.0: no cap. `extras` has the bit 1 << k for each extra statistic k."""
 
     ignore_index: int = -100
     scale: float = 1.0
@@ -57,8 +60,7 @@ class RowSpec(NamedTuple):
 
 @jit
 def transform(v, scale, softcap, SOFTCAP: tl.constexpr):
-    """z and dz/dl of logits v. A `scale` of None is 1. tanh is computed from exp(-2|x|), which keeps 1 - tanh**2 exact
-    where tanh saturates."""
+    """Return z and dz/dl of logits v; `scale` None is 1. tanh from exp(-2|x|) keeps 1 - tanh**2 exact at saturation."""
     if scale is None:
         z = v
         slope = 1.0
@@ -76,7 +78,7 @@ def transform(v, scale, softcap, SOFTCAP: tl.constexpr):
 
 @jit
 def _loaded(start, vector, lane, end, W, LEAD: tl.constexpr):
-    """The mask of a load: one condition for a vector, whose elements would be loaded one by one otherwise."""
+    """Return the mask of a load: one condition for a vector. Otherwise its elements would be loaded one by one."""
     if LEAD:
         return tl.broadcast_to(start + vector < end, lane.shape)
     return start + lane < W
@@ -84,7 +86,7 @@ def _loaded(start, vector, lane, end, W, LEAD: tl.constexpr):
 
 @jit
 def _store(D, value, start, lane, lead, end, W, LEAD: tl.constexpr, BLOCK: tl.constexpr, CACHE: tl.constexpr):
-    """Store `value` to a block of D, under LEAD without the ends of other rows. CACHE is an eviction policy."""
+    """Store `value` to a block of D; with LEAD, mask the ends of neighbouring rows. CACHE is an eviction policy."""
     off = start + lane
     value = value.to(D.dtype.element_ty)
     if LEAD:
@@ -98,21 +100,45 @@ def _store(D, value, start, lane, lead, end, W, LEAD: tl.constexpr, BLOCK: tl.co
 
 @jit(do_not_specialize=["stats_stride"])
 def _row_kernel(
-    X, D, TARGET, STATS, GLOSS, GENT, x_stride, d_stride, stats_stride, V, W,
-    ignore_index, scale, softcap, smoothing, z_loss,
-    DO_STATS: tl.constexpr, DO_GRAD: tl.constexpr, HAS_GLOSS: tl.constexpr, HAS_GENT: tl.constexpr,
-    SOFTCAP: tl.constexpr, SMOOTH: tl.constexpr, ENTROPY_: tl.constexpr, SUMSQ: tl.constexpr, MEAN: tl.constexpr,
-    TOP1: tl.constexpr, LEAD: tl.constexpr, BLOCK: tl.constexpr, VEC: tl.constexpr,
-):  # fmt: skip
-    """One row per program; the docstring of the module has the formulas. Without DO_STATS, MAX, REST and ENTROPY are
-    read from STATS.
+    X,
+    D,
+    TARGET,
+    STATS,
+    GLOSS,
+    GENT,
+    x_stride,
+    d_stride,
+    stats_stride,
+    V,
+    W,
+    ignore_index,
+    scale,
+    softcap,
+    smoothing,
+    z_loss,
+    DO_STATS: tl.constexpr,
+    DO_GRAD: tl.constexpr,
+    HAS_GLOSS: tl.constexpr,
+    HAS_GENT: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SMOOTH: tl.constexpr,
+    ENTROPY_: tl.constexpr,
+    SUMSQ: tl.constexpr,
+    MEAN: tl.constexpr,
+    TOP1: tl.constexpr,
+    LEAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    VEC: tl.constexpr,
+):
+    """Process one row per program; see the module docstring for the formulas. Without DO_STATS, MAX, REST and ENTROPY
+    are read from STATS.
 
-    A block is (BLOCK / VEC, VEC), where VEC elements are the 16 bytes that a thread loads at once, so that sums over
-    the last dimension stay in a thread. What concerns only the block of the target and the last block (masks, and the
-    target's own term) is done in those alone, because the pass is bound by instructions as much as by bytes.
+    A block is (BLOCK / VEC, VEC). VEC elements are the 16 bytes that a thread loads at once, so sums over the last
+    dimension stay in a thread. Masks and the target's own term are computed only in the last block and in the target's
+    block: the pass is bound by instructions as much as by bytes.
 
-    With LEAD, a row starts `lead` elements after a multiple of 16 bytes. Its blocks begin at that multiple: the vectors
-    at both ends are loaded whole, elements of the rows before and after it are masked, and nothing is stored over them.
+    With LEAD, a row starts `lead` elements after a multiple of 16 bytes, and its blocks begin at that multiple. The
+    vectors at both ends are loaded whole; elements of neighbouring rows are masked and never overwritten.
     """
     row = tl.program_id(0).to(tl.int64)  # int64: row * stride passes 2**31
     lead = 0
@@ -130,7 +156,7 @@ def _row_kernel(
     end = V + lead
     if y == ignore_index:
         if DO_STATS:
-            for k in tl.static_range(7):  # here and below, rows of STATS go by number: LOSS is 0, IS_TOP1 6
+            for k in tl.static_range(7):  # a kernel cannot read the constants above: LOSS is 0, IS_TOP1 is 6
                 tl.store(STATS + k * stats_stride, 0.0)
         if DO_GRAD:
             for start in range(0, end, BLOCK):
@@ -138,11 +164,11 @@ def _row_kernel(
         return
 
     y_ok = (y >= 0) & (y < V)
-    y = y.to(tl.int32) + lead  # from here on it counts from the start of the first block, like `off`
+    y = y.to(tl.int32) + lead  # counts from the start of the first block, like `off`
     zy, slope_y = transform(tl.load(X + y, mask=y_ok, other=float("nan")).to(tl.float32), scale, softcap, SOFTCAP)
 
     if DO_STATS:
-        # Every thread keeps its own maximum and sums, so that nothing is exchanged between threads inside the loop.
+        # Each thread keeps its own maximum and sums: threads exchange nothing inside the loop.
         m_v = tl.full((BLOCK // VEC,), LOWEST, tl.float32)  # finite, so that no difference below is inf - inf
         rest_v = tl.zeros((BLOCK // VEC,), tl.float32)
         dot_v = tl.zeros((BLOCK // VEC,), tl.float32)
@@ -164,7 +190,7 @@ def _row_kernel(
             corr = tl.exp(m_v - grown)
             d = z_other - grown[:, None]
             e = tl.exp(d)
-            if ENTROPY_:  # the sum of exp(z - m) * (z - m), which changes by m - grown for each unit of rest_v
+            if ENTROPY_:  # sum of exp(z - m) * (z - m): changes by m - grown per unit of rest_v
                 grew = tl.maximum(m_v - grown, -1e4)  # where it is cut off, corr is 0, and 0 * inf would be NaN
                 dot_v = corr * (dot_v + rest_v * grew) + tl.sum(tl.where(e > 0, e * d, 0.0), axis=1)
             if SUMSQ:
@@ -232,11 +258,11 @@ def _row_kernel(
         smooth_share = g * smoothing / V
         py = ey * inv_s
         gy = g * (smoothing - rest * inv_s + 2.0 * z_loss * lse * py) - smooth_share
-        # What is read a second time is not needed any more, so that its place in the L2 cache goes to rows that will be
-        # read again. This has not been tried where a cache line belongs to two rows.
+        # A block is not needed after its second read, so its place in the L2 cache goes to rows that will be read
+        # again. This has not been measured for rows that share a cache line.
         CACHE: tl.constexpr = "evict_first" if DO_STATS and not LEAD else ""
         last = (end - 1) // BLOCK * BLOCK
-        for back in range(0, end, BLOCK):  # backwards, because what was read last is still in the L2 cache
+        for back in range(0, end, BLOCK):  # backwards: the blocks read last are still in the L2 cache
             start = last - back
             off = start + lane
             mask = _loaded(start, vector, lane, end, W, LEAD)
@@ -257,28 +283,52 @@ def _row_kernel(
 def _triton_pass(logits, grad, target, stats, g_loss, g_entropy, spec, do_stats, width):
     n, vocab = logits.shape
     block, num_warps = _tile(vocab, logits.element_size(), do_stats, grad is not None)
-    out, vec = logits if grad is None else grad, 16 // logits.element_size()
-    # LEAD is for rows that do not start or end at multiples of 16 bytes, such as those of 50257 columns, if both
-    # tensors start at one and their rows lie alike.
+    out = logits if grad is None else grad
+    vec = 16 // logits.element_size()
+    # LEAD handles rows that do not start or end at multiples of 16 bytes (50257 columns, say). It needs both tensors to
+    # start at such a multiple, and strides that differ by one.
     lead = width is None and (logits.stride(0) % vec != 0 or vocab % vec != 0)
     lead = lead and (logits.stride(0) - out.stride(0)) % vec == 0
     lead = lead and logits.data_ptr() % 16 == out.data_ptr() % 16 == 0
     scale = None if spec.scale == 1.0 and not spec.softcap else spec.scale
     launch(
-        _row_kernel, (n,),
-        logits, out, target, stats, stats if g_loss is None else g_loss, stats if g_entropy is None else g_entropy,
-        logits.stride(0), out.stride(0), stats.stride(0), vocab, width or vocab,
-        spec.ignore_index, scale, spec.softcap, spec.smoothing, spec.z_loss,
-        DO_STATS=do_stats, DO_GRAD=grad is not None, HAS_GLOSS=g_loss is not None, HAS_GENT=g_entropy is not None,
-        SOFTCAP=spec.softcap != 0.0, SMOOTH=spec.smoothing != 0.0, ENTROPY_=bool(spec.extras >> ENTROPY & 1),
-        SUMSQ=bool(spec.extras >> LOG_SUM_SQ & 1), TOP1=bool(spec.extras >> IS_TOP1 & 1),
+        _row_kernel,
+        (n,),
+        logits,
+        out,
+        target,
+        stats,
+        stats if g_loss is None else g_loss,
+        stats if g_entropy is None else g_entropy,
+        logits.stride(0),
+        out.stride(0),
+        stats.stride(0),
+        vocab,
+        width or vocab,
+        spec.ignore_index,
+        scale,
+        spec.softcap,
+        spec.smoothing,
+        spec.z_loss,
+        DO_STATS=do_stats,
+        DO_GRAD=grad is not None,
+        HAS_GLOSS=g_loss is not None,
+        HAS_GENT=g_entropy is not None,
+        SOFTCAP=spec.softcap != 0.0,
+        SMOOTH=spec.smoothing != 0.0,
+        ENTROPY_=bool(spec.extras >> ENTROPY & 1),
+        SUMSQ=bool(spec.extras >> LOG_SUM_SQ & 1),
+        TOP1=bool(spec.extras >> IS_TOP1 & 1),
         MEAN=spec.smoothing != 0.0 or bool(spec.extras >> MEAN_LOGITS & 1),
-        LEAD=lead, BLOCK=block, VEC=vec, num_warps=num_warps,
-    )  # fmt: skip
+        LEAD=lead,
+        BLOCK=block,
+        VEC=vec,
+        num_warps=num_warps,
+    )
 
 
 def _torch_pass(logits, grad, target, stats, g_loss, g_entropy, spec, do_stats, width):
-    """`_row_kernel` in plain PyTorch. It takes whole rows at once, and holds up to four fp32 copies of `logits`."""
+    """Run `_row_kernel` in plain PyTorch: whole rows at once, with up to four fp32 copies of `logits`."""
     vocab = logits.shape[1]
     z, slope = logits.float(), spec.scale
     if spec.softcap:
@@ -337,12 +387,12 @@ def _torch_pass(logits, grad, target, stats, g_loss, g_entropy, spec, do_stats, 
 
 
 def row_pass(logits, grad, target, stats, g_loss, g_entropy, spec: RowSpec, do_stats=True, width=None) -> None:
-    """Fill `stats`, or read it if `do_stats` is False, and fill `grad` with the gradient unless it is None.
+    """Fill `stats` (or read it if `do_stats` is False), and fill `grad` unless it is None.
 
-    `g_loss` and `g_entropy`, (n,) in fp32, are the gradients of the rows' loss and entropy. If `g_loss` is None, all
-    are 1. If `g_entropy` is None, there is no such term; with it, `stats` must hold the entropy. `width` is how many
-    columns the rows have in memory, V or more, all of which may be read and written over. If it is a multiple of 16,
-    every vocabulary is loaded in full width.
+    `g_loss` and `g_entropy`, (n,) in fp32, are the gradients of each row's loss and entropy. `g_loss` None means ones.
+    `g_entropy` None drops that term; with it, `stats` must hold the entropy. `width` is the number of columns in
+    memory, V or more; all of them may be read and overwritten. If it is a multiple of 16, any vocabulary gets
+    full-width loads.
     """
     if logits.shape[0] == 0:
         return

@@ -1,4 +1,4 @@
-"""Cross-entropy of given logits. Its formulas, and how exact they are, are in `_row_pass.py`.
+"""Cross-entropy of given logits. `_row_pass.py` has the formulas and their exactness.
 
 Shapes  logits (T, V), target (T,) int64; loss () or (T,) fp32.
 Dtypes  bf16, fp16, fp32. Arithmetic in fp32; the gradient is rounded once, to the dtype of the logits.
@@ -17,29 +17,39 @@ from ._dispatch import kernel_op, takes_twin, use_triton
 from ._head_inputs import check_options, check_target_of_twin
 from ._launch import as_rows
 from ._row_pass import LOSS, N_STATS, RowSpec, row_pass
-from .known_gradients import folded, scaled
+from .known_gradients import scaled, split_pow2_scale
 
 _TORCH_ELEMENTS = 1 << 24  # logits that the plain PyTorch pass takes at a time: 64 MiB for each of its fp32 copies
 
 
 def _pass_over(logits, grad, target, stats, g_loss, spec, do_stats=True):
-    """`row_pass` over all rows. In plain PyTorch it makes copies of the logits, so that it gets a few rows at a
-    time."""
+    """Run `row_pass` over all rows. Plain PyTorch copies the logits, so it gets a few rows at a time."""
     n, vocab = logits.shape
     step = n if use_triton(logits) else max(1, _TORCH_ELEMENTS // vocab)
     for start in range(0, n, max(1, step)):
         rows = slice(start, start + step)
         row_pass(
-            logits[rows], None if grad is None else grad[rows], target[rows], stats[:, rows],
-            None if g_loss is None else g_loss[rows], None, spec, do_stats,
-        )  # fmt: skip
+            logits[rows],
+            None if grad is None else grad[rows],
+            target[rows],
+            stats[:, rows],
+            None if g_loss is None else g_loss[rows],
+            None,
+            spec,
+            do_stats,
+        )
 
 
 @kernel_op("cross_entropy_statistics")
 def _statistics(
-    logits: torch.Tensor, target: torch.Tensor, ignore_index: int, scale: float, softcap: float, smoothing: float,
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    ignore_index: int,
+    scale: float,
+    softcap: float,
+    smoothing: float,
     z_loss: float,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     stats = logits.new_zeros((N_STATS, logits.shape[0]), dtype=torch.float32)
     _pass_over(as_rows(logits), None, target, stats, None, RowSpec(ignore_index, scale, softcap, smoothing, z_loss))
     return stats
@@ -52,9 +62,16 @@ def _(logits, target, *spec):
 
 @kernel_op("cross_entropy_gradient")
 def _gradient(
-    logits: torch.Tensor, target: torch.Tensor, stats: torch.Tensor, g_loss: torch.Tensor, ignore_index: int,
-    scale: float, softcap: float, smoothing: float, z_loss: float,
-) -> torch.Tensor:  # fmt: skip
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    stats: torch.Tensor,
+    g_loss: torch.Tensor,
+    ignore_index: int,
+    scale: float,
+    softcap: float,
+    smoothing: float,
+    z_loss: float,
+) -> torch.Tensor:
     grad = logits.new_empty(logits.shape)
     spec = RowSpec(ignore_index, scale, softcap, smoothing, z_loss)
     _pass_over(as_rows(logits), grad, target, stats, g_loss, spec, do_stats=False)
@@ -67,7 +84,7 @@ def _(logits, target, stats, g_loss, *spec):
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """The loss of each row."""
+    """Return the loss of each row."""
 
     @staticmethod
     def forward(ctx, logits, target, spec):
@@ -84,8 +101,8 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 class _CrossEntropyInPlace(torch.autograd.Function):
-    """The loss of each row times fold * later, both () in fp32. The forward pass multiplies the gradient by `fold`, and
-    the backward pass by `later`."""
+    """Return each row's loss times fold * later, both () in fp32. The gradient is multiplied by `fold` in forward and
+    by `later` in backward."""
 
     @staticmethod
     def forward(ctx, logits, target, fold, later, spec):
@@ -95,8 +112,8 @@ class _CrossEntropyInPlace(torch.autograd.Function):
         _pass_over(logits, logits, target, stats, fold.expand(target.shape).contiguous(), spec)
         loss = stats[LOSS] * (fold * later)
         # An operation that saved the logits for its own backward now gets PyTorch's error "modified by an inplace
-        # operation". Where the logits are an output, a later differentiable use of them is noticed too, and the
-        # backward refuses it. A view cannot be an output, because PyTorch would copy the gradient of its base.
+        # operation". If the logits are an output, a later differentiable use is noticed too, and backward refuses it. A
+        # view cannot be an output: PyTorch would copy the gradient of its base.
         if logits._is_view():
             torch.autograd.graph.increment_version(logits)
             ctx.save_for_backward(logits, later)
@@ -139,10 +156,11 @@ def cross_entropy(
     z_loss: float = 0.0,
     inplace: bool = False,
 ) -> torch.Tensor:
-    """F.cross_entropy(z.float(), target, ...), z = softcap * tanh(logit_scale * logits / softcap), in nats and fp32.
+    """Compute F.cross_entropy(z.float(), target, ...) with z = softcap * tanh(logit_scale * logits / softcap), in nats
+    and fp32.
 
-    The logits stay as they are, and the backward pass may run more than once. It reads them again, so that logits which
-    were changed in place before it are an error.
+    The logits are not changed, and backward may run more than once. Backward reads them again, so changing them in
+    place before it is an error.
 
     Args:
         logits (`torch.Tensor`): (T, V); bf16, fp16 or fp32 (float64: the PyTorch twin).
@@ -154,12 +172,11 @@ def cross_entropy(
         logit_scale (`float`, *optional*, defaults to 1.0): Multiplies the logits.
         z_loss (`float`, *optional*, defaults to 0.0): Adds z_loss * logsumexp(z)**2 to each row.
         inplace (`bool`, *optional*, defaults to `False`): Write the gradient over the logits, in the forward pass.
-            That saves T * V elements of memory, and a third of what is read and written. Read what you need of the
-            logits (argmax, say) before the call. A RuntimeError is raised instead of computing with the overwritten
-            values: for an earlier operation that saved the logits, a second backward pass, a change of the logits since
-            the call and a later differentiable use (which is not noticed if `logits` is a view). Leaf tensors and views
-            of them, rows without unit stride, float64, and logits under `torch.no_grad()` or `torch.compile` stay as
-            they are all the same.
+            This saves T * V elements of memory and a third of the memory traffic. Read what you need from the logits
+            (argmax, say) before the call. Later uses of the overwritten values raise a RuntimeError: an earlier
+            operation that saved the logits, a second backward pass, a change of the logits since the call, and a later
+            differentiable use (not noticed if `logits` is a view). Ignored for leaf tensors and their views, rows
+            without unit stride, float64, and under `torch.no_grad()` or `torch.compile`.
 
     Returns:
         `torch.Tensor`, fp32 (float64 for float64): () or, for `"none"`, (T,). All rows ignored: 0
@@ -181,13 +198,19 @@ def cross_entropy(
         check_target_of_twin(target, ignore_index, logits.shape[1], logits)
     if twin:
         return reference.cross_entropy(
-            logits, target.long(), ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing,
-            softcap=softcap, logit_scale=logit_scale, z_loss=z_loss,
-        )  # fmt: skip
+            logits,
+            target.long(),
+            ignore_index=ignore_index,
+            reduction=reduction,
+            label_smoothing=label_smoothing,
+            softcap=softcap,
+            logit_scale=logit_scale,
+            z_loss=z_loss,
+        )
     spec = RowSpec(ignore_index, float(logit_scale), float(softcap or 0.0), float(label_smoothing), float(z_loss))
     target = target.long().contiguous()
     kept = target != ignore_index
-    share = torch.ones((), device=logits.device)  # what one row contributes to the result
+    share = torch.ones((), device=logits.device)  # the weight of one row in the result
     if reduction == "mean":
         share = kept.sum().clamp(min=1).reciprocal()
     if not records_graph(logits):
@@ -197,11 +220,11 @@ def cross_entropy(
     if not (can and logits.stride(1) == 1 and logits.stride(0) >= logits.shape[1]):
         rows = _CrossEntropy.apply(logits, target, spec)
         return rows if reduction == "none" else rows.sum() * share
-    # fp16 has no room for p / T. There the share waits for the backward pass, whose upstream gradient carries a loss
-    # scale. In other dtypes it is folded in now, so that an upstream gradient of 1 leaves nothing to do.
+    # p / T would underflow in fp16, so the share is applied in backward, where the upstream gradient carries the loss
+    # scale. Other dtypes apply it now: an upstream gradient of 1 then leaves nothing to do.
     fold, later = share, torch.ones_like(share)
     if logits.dtype == torch.float16:
-        fold, later = folded(torch.ones_like(share), logit_scale, torch.float16, share)
+        fold, later = split_pow2_scale(torch.ones_like(share), logit_scale, torch.float16, share)
         later = share * later
     rows, _ = _CrossEntropyInPlace.apply(logits, target, fold, later, spec)
     return rows if reduction == "none" else rows.sum()

@@ -1,11 +1,11 @@
-"""Frozen weights that are stored in few bits, and the numbers (N, K) that four bits stand for.
+"""Frozen weights in packed formats, and their dequantization from 4-bit to a matrix (N, K).
 
-    w_i = code[q_i] * m_b                            b = i // blocksize, each code of four bits
+    w_i = code[q_i] * m_b                            b = i // blocksize, each code is 4-bit
     m_b = nested.code[absmax_b] * nested.absmax_c + nested.offset     c = b // nested.blocksize, if there is a `nested`
     w_i = e2m1(q_i) * 2^(s_b - 127)                  MXFP4, b = i // 32
 
-in fp32, each operation rounded by itself, and w rounded once to the dtype that is asked for: to the bit what
-bitsandbytes makes of NF4 and FP4, with double quantisation or without, and transformers of MXFP4.
+Each operation is rounded in fp32, and w is rounded once to the requested dtype. The result is bit-equal to bitsandbytes
+for NF4 and FP4, with and without double quantization, and to transformers for MXFP4.
 
 Shapes  packed (N * K / 2,) bytes, the first number of each in its upper half; absmax (blocks,); code (16,).
         MXFP4: blocks (E, N, K / 2) bytes, the first number of each in its lower half; scales (E, N, K / 32) bytes.
@@ -21,22 +21,22 @@ import torch
 from ._dispatch import KERNEL_DTYPES, jit, runs_triton, tl, use_triton
 from ._launch import MAX_INT32, cdiv, launch
 
-BLOCK, WARPS = 512, 8  # words of eight numbers each
+BLOCK, WARPS = 512, 8  # a word packs eight numbers
 
 
 class PackedWeight(NamedTuple):
-    """A frozen weight W (N, K) in another form than a matrix, from which the matrix is made each time that it is used.
+    """A frozen weight W (N, K) in a packed format. The matrix is made again for each use.
 
     Attributes:
         shape: (N, K).
-        dtype: Of the numbers that it stands for.
+        dtype: Dtype of the numbers it represents.
         device: Where the matrix is made.
         unpack: Returns a new matrix in the dtype that it is given.
-        stored: The tensors that it is made from.
-        product: Returns x W^T + b of x (T, K), where that is not a product with the matrix.
-        scale: (N,), what each row of the matrix is still to be multiplied by; only with `product`.
-        by_row (`bool`): Whether a row of the product depends on that row of x alone, so that some rows can be
-            multiplied apart from the others.
+        stored: The tensors it is made from.
+        product: Returns x W^T + b for x (T, K), for formats with a product of their own.
+        scale: (N,), still to be multiplied into each row of the matrix; only with `product`.
+        by_row (`bool`): Whether a row of the product depends on that row of x alone, so that rows can be multiplied in
+            slices.
     """
 
     shape: torch.Size
@@ -57,17 +57,17 @@ class PackedWeight(NamedTuple):
         return w if self.scale is None else w.mul_(self.scale[:, None])
 
     def of_gradient(self, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The factors of dy W. A scale multiplies dy (T, N), so that no weight is rounded."""
+        """Return the factors of dy W. A scale multiplies dy (T, N) instead of the weight, which is then not rounded."""
         return (dy if self.scale is None else dy * self.scale.to(dy.dtype)), self.unpack(dy.dtype)
 
 
 class MXFP4Weight(NamedTuple):
-    """Frozen matrices W (E, N, K), such as those of experts, as MXFP4 stores them: 4.25 bits a number.
+    """Frozen matrices W (E, N, K), such as experts, stored as MXFP4: 4.25 bits a number.
 
     Attributes:
         blocks (`torch.Tensor`): (E, N, K / 2), uint8, contiguous.
         scales (`torch.Tensor`): (E, N, K / 32), uint8, contiguous.
-        dtype (`torch.dtype`): Of the numbers that it stands for, in which products with them are computed.
+        dtype (`torch.dtype`): Dtype of the numbers it represents, and of products with them.
     """
 
     blocks: torch.Tensor
@@ -84,7 +84,7 @@ class MXFP4Weight(NamedTuple):
         return self.blocks.ndim
 
     def to(self, dtype: torch.dtype) -> "MXFP4Weight":
-        """Return the same weight, which is to be computed with in another dtype."""
+        """Return the same weight with another dtype for its products."""
         return self._replace(dtype=dtype)
 
     def unpack(self) -> torch.Tensor:
@@ -93,7 +93,7 @@ class MXFP4Weight(NamedTuple):
 
 
 class Nested(NamedTuple):
-    """The scales of blocks, in eight bits.
+    """The 8-bit scales of blocks, themselves quantized in blocks (double quantization).
 
     Attributes:
         code: (256,), fp32.
@@ -110,10 +110,19 @@ class Nested(NamedTuple):
 
 @jit
 def _dequantize_4bit_kernel(
-    PACKED, CODE, ABSMAX, NESTED_CODE, NESTED_ABSMAX, OFFSET, OUT, words,
-    BLOCKSIZE: tl.constexpr, NESTED_BLOCKSIZE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """OUT = the eight numbers of each word of PACKED. NESTED_BLOCKSIZE 0: ABSMAX is not nested."""
+    PACKED,
+    CODE,
+    ABSMAX,
+    NESTED_CODE,
+    NESTED_ABSMAX,
+    OFFSET,
+    OUT,
+    words,
+    BLOCKSIZE: tl.constexpr,
+    NESTED_BLOCKSIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Write the eight numbers of each word of PACKED to OUT. NESTED_BLOCKSIZE 0: ABSMAX is not nested."""
     word = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = word < words
     packed = tl.load(PACKED + word, mask=mask, other=0)
@@ -129,7 +138,7 @@ def _dequantize_4bit_kernel(
 
 
 def _twin(packed, code, absmax, blocksize, shape, nested, dtype) -> torch.Tensor:
-    """`dequantize_4bit` in plain PyTorch."""
+    """Run `dequantize_4bit` in plain PyTorch."""
     if nested is not None:
         blocks = torch.arange(absmax.numel(), device=absmax.device) // nested.blocksize
         absmax = nested.code[absmax.int()] * nested.absmax[blocks] + nested.offset
@@ -148,7 +157,7 @@ def dequantize_4bit(
     nested: Nested | None,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """W (N, K) in `dtype`, in new memory.
+    """Return W (N, K) in `dtype`, in new memory.
 
     Args:
         packed: The bytes, of any dtype, contiguous.
@@ -156,7 +165,7 @@ def dequantize_4bit(
         absmax: (blocks,), fp32, or uint8 with `nested`.
         blocksize: Numbers in a block.
         shape: (N, K).
-        nested (`Nested`, *optional*): Of the scales, if they are in eight bits.
+        nested (`Nested`, *optional*): Quantization of the scales, if they are 8-bit.
     """
     packed, count = packed.view(-1), shape.numel()
     aligned = count % 8 == 0 and blocksize % 8 == 0 and packed.storage_offset() * packed.itemsize % 4 == 0
@@ -165,17 +174,26 @@ def dequantize_4bit(
     out = torch.empty(shape, dtype=dtype, device=packed.device)
     tensors = (code,) * 3 if nested is None else (nested.code, nested.absmax, nested.offset)
     launch(
-        _dequantize_4bit_kernel, (cdiv(count // 8, BLOCK),),
-        packed.view(torch.int32), code, absmax, *tensors, out, count // 8,
-        BLOCKSIZE=blocksize, NESTED_BLOCKSIZE=0 if nested is None else nested.blocksize, BLOCK=BLOCK,
-        num_warps=WARPS, enable_fp_fusion=False,
-    )  # fmt: skip
+        _dequantize_4bit_kernel,
+        (cdiv(count // 8, BLOCK),),
+        packed.view(torch.int32),
+        code,
+        absmax,
+        *tensors,
+        out,
+        count // 8,
+        BLOCKSIZE=blocksize,
+        NESTED_BLOCKSIZE=0 if nested is None else nested.blocksize,
+        BLOCK=BLOCK,
+        num_warps=WARPS,
+        enable_fp_fusion=False,
+    )
     return out
 
 
 @jit
 def _dequantize_mxfp4_kernel(BLOCKS, SCALES, OUT, words, BLOCK: tl.constexpr):
-    """OUT = the eight numbers of each word of BLOCKS. Bits of fp32 are put together, since a fast exp2 loses 2^-127."""
+    """Write the eight numbers of each word of BLOCKS to OUT. It assembles fp32 bits: a fast exp2 would lose 2^-127."""
     word = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = word < words
     packed = tl.load(BLOCKS + word, mask=mask, other=0)
@@ -190,7 +208,7 @@ def _dequantize_mxfp4_kernel(BLOCKS, SCALES, OUT, words, BLOCK: tl.constexpr):
 
 
 def _mxfp4_twin(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`dequantize_mxfp4` in plain PyTorch."""
+    """Run `dequantize_mxfp4` in plain PyTorch."""
     sizes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], device=blocks.device)
     pairs = torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2).int()
     numbers = torch.cat((sizes, -sizes))[pairs].unflatten(-1, (-1, 32))
@@ -198,7 +216,7 @@ def _mxfp4_twin(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) 
 
 
 def dequantize_mxfp4(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """W (E, N, K) in `dtype`, in new memory.
+    """Return W (E, N, K) in `dtype`, in new memory.
 
     Args:
         blocks (`torch.Tensor`): (E, N, K / 2), uint8, contiguous.
@@ -208,9 +226,11 @@ def dequantize_mxfp4(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dt
     Raises:
         ValueError: The shapes do not belong together, or a tensor is not of bytes.
     """
-    if blocks.dtype != torch.uint8 or scales.dtype != torch.uint8 or blocks.shape != (
-        *scales.shape[:-1], 16 * scales.shape[-1]
-    ):  # fmt: skip
+    if (
+        blocks.dtype != torch.uint8
+        or scales.dtype != torch.uint8
+        or blocks.shape != (*scales.shape[:-1], 16 * scales.shape[-1])
+    ):
         raise ValueError(
             f"blocks is {tuple(blocks.shape)} {blocks.dtype}, scales {tuple(scales.shape)} {scales.dtype}; expected "
             "uint8, and 16 bytes of blocks for each scale."
@@ -222,7 +242,13 @@ def dequantize_mxfp4(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dt
     out = torch.empty(*rows, 2 * half, dtype=dtype, device=blocks.device)
     words = blocks.numel() // 4
     launch(
-        _dequantize_mxfp4_kernel, (cdiv(words, BLOCK),),
-        blocks.view(torch.int32), scales, out, words, BLOCK=BLOCK, num_warps=WARPS,
-    )  # fmt: skip
+        _dequantize_mxfp4_kernel,
+        (cdiv(words, BLOCK),),
+        blocks.view(torch.int32),
+        scales,
+        out,
+        words,
+        BLOCK=BLOCK,
+        num_warps=WARPS,
+    )
     return out

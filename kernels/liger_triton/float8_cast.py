@@ -1,11 +1,11 @@
-"""Matrices in eight bits, q = round(x * s) with s = max(q) / max|x|, so that x ~ q / s. Micikevicius et al. 2022,
-arXiv:2209.05433, section 3; the scales are "dynamic" in torchao's words.
+"""Cast matrices to fp8: q = round(x * s) with s = max(q) / max|x|, so x ~ q / s. Micikevicius et al. 2022,
+arXiv:2209.05433, section 3. torchao calls such scales "dynamic".
 
     float8_cast      one scale for all of x ("tensorwise"): its rows, its transpose, or both
     float8_rows      a scale for each row of x ("rowwise"): the factor of products that sum along rows
     float8_columns   the transpose, with a scale for each of its rows: the factor of products that sum over rows of x
     row_cast         up to three matrices side by side, with one scale for each row of all
-    transposed       the transpose of what has eight bits already: bits are moved, and none is changed
+    transposed       the transpose of an fp8 matrix: a copy of its bytes, without rounding
 
 Shapes  x (T, K) -> rows (T, K), and columns (K, T'), its transpose with zeros up to the next multiple of 16: matrix
         units multiply along contiguous rows and want 16 bytes at a time.
@@ -14,7 +14,7 @@ Bytes   b per element of x. One scale: a pass reads x for its maximum, b, unless
         and writes one result or both: b + 1 or b + 2. A scale for each row: b + 1 for the rows, which also finds the
         maxima of the columns, and b + 1 for the columns. Moving bits: 2.
 
-A GPU without matrix units for eight bits (`fault_of_device`) cannot run these kernels either, and takes the twins.
+A GPU without fp8 matrix units (`fault_of_device`) cannot run these kernels and uses the twins.
 """
 
 import functools
@@ -29,26 +29,30 @@ from .sizes import computes_nothing
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 LARGEST = 448.0  # of e4m3
-LEAST = 1e-12  # what max|x| counts as if it is smaller, as in torchao
-LEAST_OF_ROWS = 1e-30  # the same of `row_cast`: gradients of a mean over many tokens may well be below 1e-12
-MULTIPLE = 16  # of both dimensions of what is multiplied in eight bits
-PROGRAMS = 512  # at most, of the pass that reads the maxima; each leaves one
-ROW_PROGRAMS = 2  # on each multiprocessor, of `float8_rows`; one where it has more than 8 warps and their registers
-MOST_PARTS = 3  # of `row_cast` and `transposed`: the gradients of q, k and v
-LARGEST_ROW = 2**16  # numbers that a program of `row_cast` keeps in its registers
+LEAST = 1e-12  # lower bound of max|x|, as in torchao
+# The bound in `row_cast`. Gradients of a mean over many tokens can be below 1e-12: with that bound, adapters of a small
+# Llama had gradients off by 0.64 for a loss times 1e-12, and off by 0.07 with this one.
+LEAST_OF_ROWS = 1e-30
+MULTIPLE = 16  # fp8 products need both dimensions to be multiples of it
+PROGRAMS = 512  # most programs of the maxima pass; each writes one maximum
+ROW_PROGRAMS = 2  # programs of `float8_rows` on each multiprocessor; one if it needs more than 8 warps
+MOST_PARTS = 3  # matrices that `row_cast` and `transposed` take: the gradients of q, k and v
+LARGEST_ROW = 2**16  # elements that a program of `row_cast` keeps in registers
 BLOCK = 8192
-TILE_ROWS, TILE_COLUMNS, TILE_WARPS = 128, 128, 4
-TURNED_TILE = 32  # of `transposed`: words of four numbers in both directions
+TILE_ROWS = 128
+TILE_COLUMNS = 128
+TILE_WARPS = 4
+TURNED_TILE = 32  # tile of `transposed`, in words of four numbers, in both directions
 
 
 class Float8(NamedTuple):
-    """A matrix in eight bits, with one scale.
+    """An fp8 matrix with one scale.
 
     Attributes:
-        rows: (T, K), or None if it was not asked for.
+        rows: (T, K), or None if it was not requested.
         columns: (K, T'), the transpose with zeros at the end of each row, or None.
-        inverse: (), fp32: what the numbers have to be multiplied by.
-        maxima: (P,), int32: the bits of max|x| of P parts of x, which lead to the scale.
+        inverse: (), fp32: multiply the numbers by it to get x.
+        maxima: (P,), int32: the bits of max|x| over P parts of x, for another cast of the same x.
     """
 
     rows: torch.Tensor | None
@@ -58,12 +62,12 @@ class Float8(NamedTuple):
 
 
 class Float8Rows(NamedTuple):
-    """A matrix in e4m3, with a scale for each row.
+    """An e4m3 matrix with a scale for each row.
 
     Attributes:
         rows: (T, K).
-        inverse: (T,), fp32: what each row has to be multiplied by.
-        maxima: (K,), int32: the bits of max|x| of each column of x, or None if they were not asked for.
+        inverse: (T,), fp32: multiply each row by it to get x.
+        maxima: (K,), int32: the bits of max|x| of each column of x, or None if they were not requested.
     """
 
     rows: torch.Tensor
@@ -71,16 +75,16 @@ class Float8Rows(NamedTuple):
     maxima: torch.Tensor | None
 
 
-Turned = tuple[torch.Tensor, torch.Tensor]  # a transpose (K, T') in eight bits, and what it or each row is times
+Turned = tuple[torch.Tensor, torch.Tensor]  # an fp8 transpose (K, T'), and the factor of it or of each row
 
 
 @functools.cache
 def fault_of_device(device: torch.device) -> str | None:
-    """Why products in eight bits cannot be computed on `device`; None where they can. A CPU computes them in fp32."""
+    """Return why `device` cannot compute fp8 products, or None if it can. A CPU computes them in fp32."""
     if device.type == "cpu":
         return None
     if device.type != "cuda" or torch.version.hip:
-        return f"{device} is no NVIDIA GPU"
+        return f"{device} is not an NVIDIA GPU"
     major, minor = torch.cuda.get_device_capability(device)
     if (major, minor) < (8, 9):
         name = torch.cuda.get_device_name(device)
@@ -90,8 +94,11 @@ def fault_of_device(device: torch.device) -> str | None:
 
 @jit
 def _maxima_kernel(X, MAXIMA, numel, rounds, programs, BLOCK: tl.constexpr):
-    """The bits of max|x| of what this program reads. As integers they are in the order of the numbers, and above all of
-    them is NaN, which is found in this way where a maximum of numbers may pass over it."""
+    """Store the bits of max|x| of this program's part of x.
+
+    Compared as integers, the bits have the order of the numbers, and NaN is the largest. A floating-point maximum could
+    drop a NaN.
+    """
     pid = tl.program_id(0).to(tl.int64)
     most = tl.zeros([BLOCK], tl.int32)
     for k in range(rounds):
@@ -103,9 +110,11 @@ def _maxima_kernel(X, MAXIMA, numel, rounds, programs, BLOCK: tl.constexpr):
 
 @jit
 def _scale_for(bits, LARGEST: tl.constexpr, POWER_OF_2: tl.constexpr, LEAST: tl.constexpr):
-    """The scales of numbers whose maxima have these bits. No maximum or minimum of floating-point numbers is taken in
-    these kernels: a NaN has to pass, and the instructions for that made Triton write a transposed tile of single bytes
-    wrongly (triton-lang/triton#11111)."""
+    """Return the scales for maxima with these bits.
+
+    These kernels never take a maximum or minimum of floating-point numbers: a NaN has to pass through, and the
+    instructions for that made Triton write a transposed tile of single bytes wrongly (triton-lang/triton#11111).
+    """
     most = bits.to(tl.float32, bitcast=True)
     most = tl.where(most < LEAST, LEAST, most)
     scale = tl.div_rn(tl.full([], LARGEST, tl.float32), most)
@@ -117,7 +126,7 @@ def _scale_for(bits, LARGEST: tl.constexpr, POWER_OF_2: tl.constexpr, LEAST: tl.
 
 @jit
 def _scale_of(MAXIMA, LARGEST: tl.constexpr, POWER_OF_2: tl.constexpr, LEAST: tl.constexpr, COUNT: tl.constexpr):
-    """The scale of all numbers."""
+    """Return the one scale of all numbers."""
     return _scale_for(tl.max(tl.load(MAXIMA + tl.arange(0, COUNT)), 0), LARGEST, POWER_OF_2, LEAST)
 
 
@@ -129,9 +138,17 @@ def _scaled(x, scale, LARGEST: tl.constexpr):
 
 @jit
 def _rows_kernel(
-    X, MAXIMA, ROWS, INVERSE, numel,
-    LARGEST: tl.constexpr, POWER_OF_2: tl.constexpr, LEAST: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    X,
+    MAXIMA,
+    ROWS,
+    INVERSE,
+    numel,
+    LARGEST: tl.constexpr,
+    POWER_OF_2: tl.constexpr,
+    LEAST: tl.constexpr,
+    COUNT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     pid = tl.program_id(0).to(tl.int64)
     off = pid * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(X + off, mask=off < numel, other=0.0)
@@ -154,16 +171,30 @@ def _quarter(X, ROWS, row, col, t, k, scale, LARGEST: tl.constexpr, KEEP_ROWS: t
 
 @jit(do_not_specialize=["t"])
 def _columns_kernel(
-    X, MAXIMA, ROWS, COLUMNS, INVERSE, t, k, quarters, tiles_per_row,
-    LARGEST: tl.constexpr, POWER_OF_2: tl.constexpr, LEAST: tl.constexpr, COUNT: tl.constexpr,
-    KEEP_ROWS: tl.constexpr, PACK: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
+    X,
+    MAXIMA,
+    ROWS,
+    COLUMNS,
+    INVERSE,
+    t,
+    k,
+    quarters,
+    tiles_per_row,
+    LARGEST: tl.constexpr,
+    POWER_OF_2: tl.constexpr,
+    LEAST: tl.constexpr,
+    COUNT: tl.constexpr,
+    KEEP_ROWS: tl.constexpr,
+    PACK: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
     """Write the transpose of a tile of x and, with KEEP_ROWS, the tile itself. The COUNT numbers in MAXIMA give one
-    scale; with a COUNT of 0 each column has its own.
+    scale; with COUNT 0, each column has its own.
 
-    COLUMNS is int32. Each element holds four numbers of one column, so that they move between threads together. With
-    Triton 3.6, moving single bytes or joining them by shifts leaves registers undefined, and the result on an H200 had
-    wrong bytes (a bug like triton-lang/triton#11111). Two instructions join them instead.
+    COLUMNS is int32: each element holds four numbers of one column, so they move between threads together. With Triton
+    3.6, moving single bytes or joining them by shifts left registers undefined, and results on an H200 had wrong bytes
+    (a bug like triton-lang/triton#11111). Two PTX instructions join them instead.
     """
     pid = tl.program_id(0)
     quarter = (pid // tiles_per_row).to(tl.int64) * (BLOCK_T // 4) + tl.arange(0, BLOCK_T // 4)
@@ -192,7 +223,7 @@ def _columns_kernel(
 
 @jit
 def _four(a, b, c, d, ROWS, PACK: tl.constexpr):
-    """Four numbers, rounded to the dtype of ROWS, as one word."""
+    """Round four numbers to the dtype of ROWS and return them as one word."""
     if PACK == "":  # for Triton's interpreter
         four = _byte(a, ROWS) | (_byte(b, ROWS) << 8) | (_byte(c, ROWS) << 16) | (_byte(d, ROWS) << 24)
     else:
@@ -206,7 +237,7 @@ def _byte(y, ROWS):
 
 
 def packing(dtype: torch.dtype) -> str:
-    """PTX with which `_four` rounds four numbers to e4m3 or e5m2, the first into the lowest byte. It keeps NaN."""
+    """Return PTX that rounds four numbers to e4m3 or e5m2, the first into the lowest byte. It keeps NaN."""
     if INTERPRET:
         return ""
     convert = f"cvt.rn.satfinite.{'e4m3' if dtype == E4M3 else 'e5m2'}x2.f32"
@@ -215,12 +246,23 @@ def packing(dtype: torch.dtype) -> str:
 
 @jit(do_not_specialize=["t", "tiles"])
 def _each_row_kernel(
-    X, ROWS, INVERSE, MAXIMA, stride, t, k, tiles,
-    LARGEST: tl.constexpr, POWER_OF_2: tl.constexpr, LEAST: tl.constexpr, KEEP_MAXIMA: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """Whole rows, each with a scale of its own, and the maxima of the columns of those that this program reads. They
-    are those of the bits, as in `_maxima_kernel`."""
+    X,
+    ROWS,
+    INVERSE,
+    MAXIMA,
+    stride,
+    t,
+    k,
+    tiles,
+    LARGEST: tl.constexpr,
+    POWER_OF_2: tl.constexpr,
+    LEAST: tl.constexpr,
+    KEEP_MAXIMA: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Write rows, each with its own scale, and the column maxima of this program's rows as bits."""
     pid = tl.program_id(0)
     col = tl.arange(0, BLOCK_K)
     most = tl.zeros([BLOCK_T, BLOCK_K], tl.int32)
@@ -250,7 +292,7 @@ def _part_of_row(X, FACTOR, row, n, stride, BLOCK: tl.constexpr, HAS_FACTOR: tl.
 
 @jit
 def _most_of(x):
-    """The bits of max|x|, which as integers are in the order of the numbers, NaN above all of them."""
+    """Return the bits of max|x|. As integers they have the order of the numbers, with NaN above all."""
     return tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
 
 
@@ -262,12 +304,28 @@ def _store_part(x, OUT, scale, n, LARGEST: tl.constexpr, BLOCK: tl.constexpr):
 
 @jit
 def _row_cast_kernel(
-    A, B, C, FA, FB, FC, OUT, INVERSE, na, nb, nc, stride_a, stride_b, stride_c,
-    LARGEST: tl.constexpr, LEAST: tl.constexpr, HAS_FACTOR: tl.constexpr,
-    BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_C: tl.constexpr,
-):  # fmt: skip
-    """One row of up to three matrices, side by side, with one scale for all of it. A block of 0: there is no such
-    matrix."""
+    A,
+    B,
+    C,
+    FA,
+    FB,
+    FC,
+    OUT,
+    INVERSE,
+    na,
+    nb,
+    nc,
+    stride_a,
+    stride_b,
+    stride_c,
+    LARGEST: tl.constexpr,
+    LEAST: tl.constexpr,
+    HAS_FACTOR: tl.constexpr,
+    BLOCK_A: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """Write one row of up to three matrices side by side, with one scale. A block of 0: no such matrix."""
     row = tl.program_id(0).to(tl.int64)
     a = _part_of_row(A, FA, row, na, stride_a, BLOCK_A, HAS_FACTOR)
     bits = _most_of(a)
@@ -289,13 +347,26 @@ def _row_cast_kernel(
 
 @jit
 def _transposed_kernel(
-    A, B, C, COLUMNS, quarters_a, quarters_b, quarters_c, words, stride, tiles_per_row, tiles_a, tiles_b,
-    TURN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """A tile of one of up to three matrices (N_i, K) in eight bits, written as its transpose, side by side.
+    A,
+    B,
+    C,
+    COLUMNS,
+    quarters_a,
+    quarters_b,
+    quarters_c,
+    words,
+    stride,
+    tiles_per_row,
+    tiles_a,
+    tiles_b,
+    TURN: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Write the transpose of a tile of one of up to three fp8 matrices (N_i, K), side by side.
 
-    They, (N_i, K / 4), and COLUMNS (K, stride) are int32. Four rows of one word are sixteen numbers, and `TURN` turns
-    them into four columns of one word, since single bytes must not change threads (see `_columns_kernel`).
+    The matrices (N_i, K / 4) and COLUMNS (K, stride) are int32. Four rows of one word are sixteen numbers; `TURN` turns
+    them into four columns of one word, since single bytes must not move between threads (see `_columns_kernel`).
     """
     pid = tl.program_id(0)
     tile = pid // tiles_per_row
@@ -323,7 +394,7 @@ def _transposed_kernel(
     tl.store(turned + 3 * stride, tl.trans(d), mask=mask)
 
 
-# PTX that turns a square of 4 x 4 bytes: first the halves of two rows each, then their halves.
+# PTX that transposes 4 x 4 bytes: first the halves of two rows each, then their halves.
 _TURN = """{
     .reg .b32 ab, cd, ef, gh;
     prmt.b32 ab, $4, $5, 0x5140; prmt.b32 cd, $6, $7, 0x5140;
@@ -334,17 +405,17 @@ _TURN = """{
 
 
 def padded(rows: int) -> int:
-    """The next multiple of 16."""
+    """Round `rows` up to a multiple of 16."""
     return cdiv(rows, MULTIPLE) * MULTIPLE
 
 
 def _casts(*tensors: torch.Tensor) -> bool:
-    """Whether the kernels round these tensors to eight bits."""
+    """Return whether the kernels cast these tensors to fp8."""
     return runs_triton(*tensors) and fault_of_device(tensors[0].device) is None
 
 
 def maxima_of(x: torch.Tensor) -> torch.Tensor:
-    """(P,), int32: the bits of the maxima of |x| over P parts of a contiguous x. The largest of them is that of x."""
+    """Return (P,), int32: the bits of max|x| over P parts of a contiguous x. The largest gives max|x|."""
     if not runs_triton(x):
         return reference.float8_maxima(x)
     programs = min(PROGRAMS, next_power_of_2(cdiv(x.numel(), BLOCK)))
@@ -363,20 +434,20 @@ def float8_cast(
     power_of_2: bool = False,
     maxima: torch.Tensor | None = None,
 ) -> Float8:
-    """x in eight bits, with one scale for all of it, as it is, transposed, or both. No gradient.
+    """Cast x to fp8 with one scale: as it is, transposed, or both. Without gradient.
 
     Args:
         x (`torch.Tensor`): (T, K), contiguous; bf16, fp16 or fp32.
         dtype (`torch.dtype`, *optional*): `torch.float8_e4m3fn`, the default, or `torch.float8_e5m2`.
-        rows, columns (`bool`, *optional*): Which of the two results are wanted, at least one.
+        rows, columns (`bool`, *optional*): Which of the two results to return, at least one.
         power_of_2 (`bool`, *optional*, defaults to `False`): Round the scale down to a power of two.
         maxima (`torch.Tensor`, *optional*): `maxima` of an earlier cast of the same x, which saves a pass.
 
     Returns:
-        `Float8`. Zeros stay zeros; with a NaN in `x` all is NaN, and so it is, but for zeros, with an infinity.
+        `Float8`. Zeros stay zeros. A NaN in `x` makes everything NaN; an infinity makes everything but zeros NaN.
 
     Raises:
-        ValueError: `x` is no contiguous matrix of these dtypes, `dtype` is another, or nothing is asked for.
+        ValueError: `x` is not a contiguous matrix of these dtypes, `dtype` is another, or no result is requested.
     """
     if x.ndim != 2 or not x.is_contiguous() or x.dtype not in KERNEL_DTYPES:
         raise ValueError(
@@ -388,7 +459,7 @@ def float8_cast(
     if not (rows or columns):
         raise ValueError("rows and columns are both False; ask for one of them, or for both.")
     if maxima is not None and (maxima.dtype != torch.int32 or not maxima.is_contiguous() or maxima.device != x.device):
-        raise ValueError(f"maxima is {maxima.dtype} on {maxima.device}; expected those of an earlier cast of x.")
+        raise ValueError(f"maxima is {maxima.dtype} on {maxima.device}; expected the maxima of an earlier cast of x.")
     if not _casts(x) or (columns and _is_short(x)):
         return Float8(*reference.float8_cast(x, dtype, rows, columns, power_of_2, maxima))
     if maxima is None:
@@ -399,70 +470,116 @@ def float8_cast(
         as_columns = _columns_of(x, maxima, as_rows, inverse, dtype, power_of_2, maxima.shape[0])
         return Float8(as_rows, as_columns, inverse, maxima)
     launch(
-        _rows_kernel, (cdiv(x.numel(), BLOCK),), x, maxima, as_rows, inverse, x.numel(),
-        LARGEST=torch.finfo(dtype).max, POWER_OF_2=power_of_2, LEAST=LEAST, COUNT=maxima.shape[0], BLOCK=BLOCK,
+        _rows_kernel,
+        (cdiv(x.numel(), BLOCK),),
+        x,
+        maxima,
+        as_rows,
+        inverse,
+        x.numel(),
+        LARGEST=torch.finfo(dtype).max,
+        POWER_OF_2=power_of_2,
+        LEAST=LEAST,
+        COUNT=maxima.shape[0],
+        BLOCK=BLOCK,
         num_warps=8,
-    )  # fmt: skip
+    )
     return Float8(as_rows, None, inverse, maxima)
 
 
 def _is_short(x: torch.Tensor) -> bool:
-    """With one row, the transpose alone of an fp32 matrix still had wrong bytes on an H200 with Triton 3.6."""
+    """Return whether x has under 16 rows. With one fp32 row, the transpose alone had wrong bytes (H200, Triton 3.6)."""
     return x.shape[0] < MULTIPLE and not computes_nothing()
 
 
 def _columns_of(
-    x: torch.Tensor, maxima: torch.Tensor, as_rows: torch.Tensor | None, inverse: torch.Tensor, dtype: torch.dtype,
-    power_of_2: bool, count: int,
-) -> torch.Tensor:  # fmt: skip
-    """The transpose of x. The kernel fills `inverse` too and, if it is given, `as_rows`."""
+    x: torch.Tensor,
+    maxima: torch.Tensor,
+    as_rows: torch.Tensor | None,
+    inverse: torch.Tensor,
+    dtype: torch.dtype,
+    power_of_2: bool,
+    count: int,
+) -> torch.Tensor:
+    """Return the transpose of x. The kernel fills `inverse` too and, if given, `as_rows`."""
     t, k = x.shape
     as_columns = torch.empty((k, padded(t)), dtype=dtype, device=x.device)
     tiles_per_row = cdiv(k, TILE_COLUMNS)
     launch(
-        _columns_kernel, (cdiv(padded(t), TILE_ROWS) * tiles_per_row,),
-        x, maxima, as_columns if as_rows is None else as_rows, as_columns.view(torch.int32), inverse,
-        t, k, padded(t) // 4, tiles_per_row, LARGEST=torch.finfo(dtype).max, POWER_OF_2=power_of_2, LEAST=LEAST,
-        COUNT=count, KEEP_ROWS=as_rows is not None, PACK=packing(dtype), BLOCK_T=TILE_ROWS, BLOCK_K=TILE_COLUMNS,
+        _columns_kernel,
+        (cdiv(padded(t), TILE_ROWS) * tiles_per_row,),
+        x,
+        maxima,
+        as_columns if as_rows is None else as_rows,
+        as_columns.view(torch.int32),
+        inverse,
+        t,
+        k,
+        padded(t) // 4,
+        tiles_per_row,
+        LARGEST=torch.finfo(dtype).max,
+        POWER_OF_2=power_of_2,
+        LEAST=LEAST,
+        COUNT=count,
+        KEEP_ROWS=as_rows is not None,
+        PACK=packing(dtype),
+        BLOCK_T=TILE_ROWS,
+        BLOCK_K=TILE_COLUMNS,
         num_warps=TILE_WARPS,
-    )  # fmt: skip
+    )
     return as_columns
 
 
 def float8_rows(x: torch.Tensor, power_of_2: bool = True, maxima: bool = False) -> Float8Rows:
-    """x in eight bits, with a scale for each row. No gradient.
+    """Cast x to e4m3 with a scale for each row. Without gradient.
 
     Args:
         x (`torch.Tensor`): (T, K), with unit stride in rows; bf16, fp16 or fp32.
         power_of_2 (`bool`, *optional*, defaults to `True`): Round the scales down to powers of two.
-        maxima (`bool`, *optional*, defaults to `False`): Find those of the columns too.
+        maxima (`bool`, *optional*, defaults to `False`): Find the maxima of the columns too.
 
     Returns:
-        `Float8Rows`. A row with a NaN or an infinity has neither rows nor an inverse that are finite.
+        `Float8Rows`. A row with a NaN or an infinity gets non-finite numbers and a non-finite inverse.
     """
     t, k = x.shape
     if not _casts(x) or k > MAX_COLUMNS:
         return Float8Rows(*reference.float8_rows(x, power_of_2, maxima))
     block_t, block_k, num_warps, stages = backward_tile(k, x.device, x)
-    tiles, each = cdiv(t, block_t), ROW_PROGRAMS if num_warps <= 8 else 1
+    tiles = cdiv(t, block_t)
+    each = ROW_PROGRAMS if num_warps <= 8 else 1
     programs = each * persistent_grid(cdiv(tiles, each), x.device)
     rows = torch.empty((t, k), dtype=E4M3, device=x.device)
     inverse = torch.empty(t, dtype=torch.float32, device=x.device)
     most = torch.empty((programs, k), dtype=torch.int32, device=x.device) if maxima else None
     launch(
-        _each_row_kernel, (programs,), x, rows, inverse, inverse if most is None else most, x.stride(0), t, k, tiles,
-        LARGEST=LARGEST, POWER_OF_2=power_of_2, LEAST=LEAST, KEEP_MAXIMA=maxima, BLOCK_T=block_t, BLOCK_K=block_k,
-        STAGES=stages, num_warps=num_warps,
-    )  # fmt: skip
+        _each_row_kernel,
+        (programs,),
+        x,
+        rows,
+        inverse,
+        inverse if most is None else most,
+        x.stride(0),
+        t,
+        k,
+        tiles,
+        LARGEST=LARGEST,
+        POWER_OF_2=power_of_2,
+        LEAST=LEAST,
+        KEEP_MAXIMA=maxima,
+        BLOCK_T=block_t,
+        BLOCK_K=block_k,
+        STAGES=stages,
+        num_warps=num_warps,
+    )
     return Float8Rows(rows, inverse, None if most is None else most.amax(0))
 
 
 def float8_columns(x: torch.Tensor, maxima: torch.Tensor, power_of_2: bool = True) -> Turned:
-    """The transpose of x in eight bits, (K, T'), and what each of its rows has to be multiplied by, (K,). No gradient.
+    """Return the fp8 transpose (K, T') of x, and the factor (K,) of each of its rows. Without gradient.
 
     Args:
         x (`torch.Tensor`): (T, K), contiguous; bf16, fp16 or fp32.
-        maxima (`torch.Tensor`): (K,), int32, of `float8_rows` of this x.
+        maxima (`torch.Tensor`): (K,), int32, from `float8_rows` of this x.
         power_of_2 (`bool`, *optional*, defaults to `True`): Round the scales down to powers of two.
     """
     if not _casts(x) or _is_short(x):
@@ -472,17 +589,17 @@ def float8_columns(x: torch.Tensor, maxima: torch.Tensor, power_of_2: bool = Tru
 
 
 def row_cast(parts: list[torch.Tensor], factors: list[torch.Tensor] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Matrices side by side in e4m3, with one scale for each row.
+    """Cast matrices side by side to e4m3, with one scale for each row.
 
     Args:
-        parts (`list`): At most three of (T, N_i), with unit stride in rows; bf16, fp16 or fp32.
-        factors (`list`, *optional*): (N_i,), fp32, by which the columns are multiplied before.
+        parts (`list`): At most three matrices (T, N_i), with unit stride in rows; bf16, fp16 or fp32.
+        factors (`list`, *optional*): (N_i,), fp32, multiplied into the columns before the cast.
 
     Returns:
-        (T, N) in e4m3, and (T, 1) in fp32: what its rows have to be multiplied by. A row with a NaN or an infinity is
-        NaN.
+        (T, N) in e4m3, and the factor (T, 1) of each row in fp32. A row with a NaN or an infinity is NaN.
     """
-    rows, total = parts[0].shape[0], sum(part.shape[1] for part in parts)
+    rows = parts[0].shape[0]
+    total = sum(part.shape[1] for part in parts)
     blocks = [next_power_of_2(part.shape[1]) for part in parts] + [0] * (MOST_PARTS - len(parts))
     if not (on_cuda(parts[0]) and _casts(*parts)) or sum(blocks) > LARGEST_ROW:
         return reference.float8_row_cast(parts, factors)
@@ -491,30 +608,67 @@ def row_cast(parts: list[torch.Tensor], factors: list[torch.Tensor] | None = Non
     missing = MOST_PARTS - len(parts)
     given = [*parts, *parts[:1] * missing]
     widths = [part.shape[1] for part in parts] + [0] * missing
-    scales = [inverse] * MOST_PARTS if factors is None else [f.contiguous() for f in (*factors, *factors[:1] * missing)]
+    if factors is None:
+        scales = [inverse] * MOST_PARTS  # never read
+    else:
+        scales = [f.contiguous() for f in (*factors, *factors[:1] * missing)]
+    # The whole row is in registers: more warps for wider rows.
     block = sum(blocks)
+    if block <= 2048:
+        warps = 4
+    elif block <= 8192:
+        warps = 8
+    elif block <= 2**15:
+        warps = 16
+    else:
+        warps = 32
     launch(
-        _row_cast_kernel, (rows,), *given, *scales, out, inverse, *widths,
-        *[part.stride(0) for part in given], LARGEST=LARGEST, LEAST=LEAST_OF_ROWS, HAS_FACTOR=factors is not None,
-        BLOCK_A=blocks[0], BLOCK_B=blocks[1], BLOCK_C=blocks[2],
-        num_warps=4 if block <= 2048 else 8 if block <= 8192 else 16 if block <= 2**15 else 32,
-    )  # fmt: skip
+        _row_cast_kernel,
+        (rows,),
+        *given,
+        *scales,
+        out,
+        inverse,
+        *widths,
+        *[part.stride(0) for part in given],
+        LARGEST=LARGEST,
+        LEAST=LEAST_OF_ROWS,
+        HAS_FACTOR=factors is not None,
+        BLOCK_A=blocks[0],
+        BLOCK_B=blocks[1],
+        BLOCK_C=blocks[2],
+        num_warps=warps,
+    )
     return out, inverse
 
 
 def transposed(all_bits: list[torch.Tensor]) -> torch.Tensor:
-    """The transposes of at most three (N_i, K) in eight bits side by side: (K, N)."""
+    """Return the transposes of at most three fp8 matrices (N_i, K), side by side: (K, N)."""
     if not on_cuda(all_bits[0]) or fault_of_device(all_bits[0].device) or any(map(is_wrapped, all_bits)):
         return torch.cat([bits.view(torch.uint8).t() for bits in all_bits], 1).contiguous().view(E4M3)
-    k, total = all_bits[0].shape[1], sum(bits.shape[0] for bits in all_bits)
+    k = all_bits[0].shape[1]
+    total = sum(bits.shape[0] for bits in all_bits)
     columns = torch.empty((k, total), dtype=E4M3, device=all_bits[0].device)
     missing = MOST_PARTS - len(all_bits)
     quarters = [bits.shape[0] // 4 for bits in all_bits] + [0] * missing
-    tiles_per_row, tiles = cdiv(k // 4, TURNED_TILE), [cdiv(q, TURNED_TILE) for q in quarters]
+    tiles_per_row = cdiv(k // 4, TURNED_TILE)
+    tiles = [cdiv(q, TURNED_TILE) for q in quarters]
     words = [bits.contiguous().view(torch.int32) for bits in all_bits]
     launch(
-        _transposed_kernel, (sum(tiles) * tiles_per_row,),
-        *words, *words[:1] * missing, columns.view(torch.int32), *quarters, k // 4, total // 4, tiles_per_row,
-        tiles[0], tiles[1], TURN=_TURN, BLOCK_N=TURNED_TILE, BLOCK_K=TURNED_TILE, num_warps=4,
-    )  # fmt: skip
+        _transposed_kernel,
+        (sum(tiles) * tiles_per_row,),
+        *words,
+        *words[:1] * missing,
+        columns.view(torch.int32),
+        *quarters,
+        k // 4,
+        total // 4,
+        tiles_per_row,
+        tiles[0],
+        tiles[1],
+        TURN=_TURN,
+        BLOCK_N=TURNED_TILE,
+        BLOCK_K=TURNED_TILE,
+        num_warps=4,
+    )
     return columns

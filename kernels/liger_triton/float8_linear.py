@@ -1,6 +1,6 @@
-"""A linear layer whose three products are computed in eight bits: y = x W^T, dx = dy W, dW = dy^T x.
+"""A linear layer with its three products in fp8: y = x W^T, dx = dy W, dW = dy^T x.
 
-There are two forms, which are recipes of torchao. Sums are in fp32, and a result is rounded once:
+There are two forms, both recipes of torchao. Sums are in fp32, and a result is rounded once:
 
     Float8Form          "tensorwise": one scale for each tensor; e4m3, and e5m2 for gradients unless told otherwise
     Float8RowwiseForm   "rowwise": a scale for each row and column of the result, that is along the sum; all in e4m3
@@ -10,16 +10,16 @@ There are two forms, which are recipes of torchao. Sums are in fp32, and a resul
                         Each tensor is rounded twice, and the two differ by more than their layout.
     ... with `gw_hp`    "rowwise_with_gw_hp": dW is computed in the dtype of the results, and in dx W has one scale
 
-Shapes  x (..., K), W (N, K), y (..., N), with N and K multiples of 16. The number of rows of x is free: where they are
-        summed over, zeros are added.
-Dtypes  x and W bf16, fp16, fp32. y and dx have the dtype of x, under autocast that of autocast. dW has that of W; by
-        row it is rounded to the dtype of y first, as a linear layer does it.
-Bytes   b per element, without the products, which move half of what products in 16 bits do: x and W are read twice and
-        written once in the forward pass; dy is read twice and written twice, and W read and written once more, in the
-        backward pass. By row x is written twice. Layers of one x share its cast.
-        Kept for backward: the transpose of x, one byte an element, or x itself where that costs nothing, or with
-        `gw_hp`; and W. W is cast in every call, although its bits stay the same in all micro-batches of a step, because
-        optimizers write to weights without PyTorch's version counter.
+Shapes  x (..., K), W (N, K), y (..., N), with N and K multiples of 16. x may have any number of rows: products that sum
+        over rows are padded with zeros.
+Dtypes  x and W bf16, fp16, fp32. y and dx have the dtype of x, or the autocast dtype. dW has the dtype of W; with row
+        scales it is rounded to the dtype of y first, as in a linear layer.
+Bytes   b per element, besides the products (they move half the bytes of 16-bit products). Forward reads x and W twice
+        and writes them once. Backward reads and writes dy twice, and W once more. With row scales x is written twice.
+        Layers with the same x share its cast.
+        Kept for backward: W, and the transpose of x (one byte an element), or x itself where that costs nothing or with
+        `gw_hp`. W is cast in every call, even for micro-batches of one step: optimizers write to weights without
+        changing PyTorch's version counter.
 """
 
 import functools
@@ -50,8 +50,8 @@ from .float8_cast import (
 
 
 class _Cast(NamedTuple):
-    """A matrix in eight bits, as far as it was asked for: its rows and what they are multiplied by, maxima that lead to
-    its transpose, the transpose, and the matrix itself in the dtype of the product where only that is kept."""
+    """The parts of an fp8 matrix that were requested: its rows and their factor, the maxima for a later transpose, the
+    transpose, and the matrix itself in the dtype of the product if only that is kept."""
 
     rows: torch.Tensor | None = None
     inverse: torch.Tensor | None = None
@@ -61,13 +61,13 @@ class _Cast(NamedTuple):
 
 
 class Float8Form(NamedTuple):
-    """How a layer is computed in eight bits, with one scale for each tensor.
+    """Compute a layer in fp8 with one scale for each tensor.
 
     Attributes:
-        grad_dtype: What the gradient of the output is rounded to, e5m2 or e4m3.
-        power_of_2 (`bool`): Whether scales are rounded down to powers of two.
-        fast_accum (`tuple`): Whether the sums of y, dx and dW may be kept in the registers of the matrix units, which
-            have fewer bits than fp32.
+        grad_dtype: Dtype of the cast of the output's gradient, e5m2 or e4m3.
+        power_of_2 (`bool`): Round scales down to powers of two.
+        fast_accum (`tuple`): For y, dx and dW: allow sums in the registers of the matrix units, which have fewer bits
+            than fp32.
     """
 
     grad_dtype: torch.dtype = E5M2
@@ -80,7 +80,7 @@ class Float8Form(NamedTuple):
 
     @staticmethod
     def product(a, a_inverse, b, b_inverse, dtype: torch.dtype, *, fast_sums: bool) -> torch.Tensor:
-        """a b^T (M, N) of two factors in eight bits, times what both have to be multiplied by."""
+        """Return a b^T (M, N) of two fp8 matrices, times the factors of both."""
         if not on_cuda(a):
             return reference.float8_product(a, a_inverse, b.t(), b_inverse, dtype)
         return torch._scaled_mm(
@@ -88,10 +88,10 @@ class Float8Form(NamedTuple):
         )
 
     def cast(self, matrix, rows=True, turn=False, finds=False, maxima=None, gradient=False) -> _Cast:
-        """A contiguous matrix in eight bits.
+        """Cast a contiguous matrix to fp8.
 
-        `rows`, `turn`: whether it and its transpose are wanted. `finds`: whether the maxima are, with which a later
-        call makes the transpose. `gradient`: whether it is that of the output.
+        `rows`, `turn`: return it, return its transpose. `finds`: return the maxima that a later call needs for the
+        transpose. `gradient`: the matrix is the gradient of the output.
         """
         dtype = self.grad_dtype if gradient else E4M3
         x8 = float8_cast(matrix, dtype, rows=rows, columns=turn, power_of_2=self.power_of_2, maxima=maxima)
@@ -101,21 +101,21 @@ class Float8Form(NamedTuple):
         return self.cast(weight, rows=False, turn=True, maxima=maxima).turned
 
     def prepared(self, weight: torch.Tensor, turns: bool) -> _Cast:
-        """What `upright` and `turned_weight` both need of a weight."""
+        """Return what `upright` and `turned_weight` both need from a weight."""
         return _Cast(maxima=maxima_of(weight))
 
     def upright(self, weight: torch.Tensor, prepared: _Cast | None) -> _Cast:
-        """W (N, K) in eight bits."""
+        """Cast W (N, K) to fp8."""
         return self.cast(weight.contiguous(), maxima=None if prepared is None else prepared.maxima)
 
 
 class Float8RowwiseForm(NamedTuple):
-    """How a layer is computed in eight bits, with scales by row.
+    """Compute a layer in fp8 with row scales.
 
     Attributes:
-        power_of_2 (`bool`): Whether scales are rounded down to powers of two.
-        gw_hp (`bool`): Whether the gradient of the weight is computed in the dtype of the results, and the weight has
-            one scale for all of it where the gradient of the input is.
+        power_of_2 (`bool`): Round scales down to powers of two.
+        gw_hp (`bool`): Compute the gradient of the weight in the dtype of the results, and use one scale for the weight
+            in the gradient of the input.
         fast_accum (`tuple`): As in `Float8Form`.
     """
 
@@ -151,8 +151,8 @@ Form = Float8Form | Float8RowwiseForm
 
 
 class _Columns:
-    """The transpose of an input in the backward passes of the layers that share it. It is made for the first of them
-    and dropped after the last."""
+    """The transpose of an input for the backward passes of the layers that share it. The first one makes it, and it is
+    dropped after the last."""
 
     def __init__(self) -> None:
         self.layers = self.asked = 0
@@ -168,32 +168,34 @@ class _Columns:
 
 
 class Float8Input:
-    """One x in eight bits, for all linear layers that get it, one after the other.
+    """The fp8 cast of one x, for consecutive linear layers with that input.
 
     Args:
         x (`torch.Tensor`): (..., K), the input. It is not kept alive.
-        form (`Float8Form` or `Float8RowwiseForm`): Of all these layers.
-        keeps_input (`bool`): For the backward pass keep `x` itself, and not its transpose in eight bits. That is less
-            where it is kept anyway, or where what it can be computed from again is kept.
+        form (`Float8Form` or `Float8RowwiseForm`): The form of all these layers.
+        keeps_input (`bool`): Save `x` for backward instead of its fp8 transpose. That takes less memory if `x`, or what
+            it is recomputed from, is kept anyway.
     """
 
     def __init__(self, x: torch.Tensor, form: Form, keeps_input: bool = False):
         self.x = weakref.ref(x, functools.partial(_forget, weakref.ref(self)))
         self.version = _version(x)
-        self.dtype, self.form, self.keeps_input = result_dtype(x), form, keeps_input
+        self.dtype = result_dtype(x)
+        self.form = form
+        self.keeps_input = keeps_input
         self.columns = _Columns()
         self.cast: _Cast | None = None
 
     def fits(self, x: torch.Tensor, form: Form, keeps_input: bool) -> bool:
-        """Whether this is of `x` as it is now."""
+        """Return whether this is the cast of `x` as it is now."""
         return (
             self.x() is x
             and _version(x) == self.version
             and (self.dtype, self.form, self.keeps_input) == (result_dtype(x), form, keeps_input)
         )
 
-    def in_eight_bits(self, x: torch.Tensor, turn: bool) -> _Cast:
-        """x, with what the gradient of a weight needs if `turn` asks for it."""
+    def as_fp8(self, x: torch.Tensor, turn: bool) -> _Cast:
+        """Return the cast of x. `turn` adds what the gradient of a weight needs."""
         form, known = self.form, self.cast
         finds = turn and not form.gw_hp
         turn = finds and not self.keeps_input
@@ -207,24 +209,25 @@ class Float8Input:
 
 
 def _version(x: torch.Tensor) -> int:
-    """Counts the changes of x in place; a tensor of inference mode does not count them."""
+    """Return the version counter of x. Tensors of inference mode have none."""
     return 0 if x.is_inference() else x._version
 
 
 def _forget(given: "weakref.ref[Float8Input]", x: weakref.ref) -> None:
-    """Drops the cast when x is gone: no layer will get x any more."""
-    if (found := given()) is not None:
-        found.cast = None
+    """Drop the cast when x is gone: no further layer can get x."""
+    alive = given()
+    if alive is not None:
+        alive.cast = None
 
 
 class _Kept(torch.autograd.Function):
-    """Keeps what the backward pass of a layer needs, and returns a stub in place of its output."""
+    """Save what the backward pass of a layer needs, and return a stub for its output."""
 
     @staticmethod
     def forward(ctx, given, made, x, weight):
         form = given.form
         needs_x, needs_weight = ctx.needs_input_grad[2:]
-        cast = given.in_eight_bits(x, turn=needs_weight)
+        cast = given.as_fp8(x, turn=needs_weight)
         prepared = form.prepared(weight.contiguous(), needs_x)
         made += (cast, prepared)
         kept = inverse = None
@@ -237,7 +240,10 @@ class _Kept(torch.autograd.Function):
         ctx.save_for_backward(kept, inverse, maxima, weight if needs_x else None, prepared.maxima)
         ctx.set_materialize_grads(False)
         ctx.form, ctx.columns = form, given.columns
-        ctx.dtype, ctx.weight_dtype, ctx.x_dtype, ctx.shape = given.dtype, weight.dtype, x.dtype, x.shape
+        ctx.dtype = given.dtype
+        ctx.weight_dtype = weight.dtype
+        ctx.x_dtype = x.dtype
+        ctx.shape = x.shape
         return without_memory((*x.shape[:-1], weight.shape[0]), given.dtype, x)
 
     @staticmethod
@@ -274,9 +280,10 @@ _latest = threading.local()
 
 
 def shared_input(x: torch.Tensor, form: Form, keeps_input: bool = False, alone: bool = False) -> Float8Input:
-    """`Float8Input` of x: that of the call before in this thread, if it was for this very x and nothing has changed.
+    """Return the `Float8Input` of the previous call in this thread if it was for this x, unchanged; else a new one.
 
-    With `alone`, it is a new one that no other call gets: for an x that is written over without its version counter.
+    With `alone`, return a new one that no other call gets. Use it for an x that is overwritten without its version
+    counter.
     """
     known: Float8Input | None = getattr(_latest, "input", None)
     if known is None or alone or x.is_inference() or not known.fits(x, form, keeps_input):
@@ -293,23 +300,21 @@ def float8_linear(
     form: Form | None = None,
     given: Float8Input | None = None,
 ) -> torch.Tensor:
-    """x W^T + b, differentiable in all three. These are not the numbers of a linear layer in 16 bits.
+    """Compute x W^T + b in fp8, differentiable in all three. The result differs from a 16-bit linear layer.
 
     Args:
         x (`torch.Tensor`): (..., K); bf16, fp16 or fp32.
         weight (`torch.Tensor`): (N, K), in one of these dtypes. N and K are multiples of 16.
         bias (`torch.Tensor`, *optional*): (N,). It is added to the rounded product.
-        form (`Float8Form` or `Float8RowwiseForm`, *optional*): Unset: the defaults of `Float8Form`, which are those of
-            torchao.
-        given (`Float8Input`, *optional*): Of this `x`, for several layers that share it; it has a form of its own.
+        form (`Float8Form` or `Float8RowwiseForm`, *optional*): Unset: `Float8Form()`, with torchao's defaults.
+        given (`Float8Input`, *optional*): The cast of this `x`, for layers that share it; it has its own form.
 
     Returns:
-        `torch.Tensor` (..., N) in the dtype of `x`, under autocast in that of autocast. On a CPU the numbers in eight
-        bits are multiplied in fp32.
+        `torch.Tensor` (..., N) in the dtype of `x`, or in the autocast dtype. A CPU multiplies the fp8 numbers in fp32.
 
     Raises:
-        ValueError: A shape, dtype or device does not fit, or the GPU has no matrix units for eight bits.
-        RuntimeError: `torch.compile` traces the call.
+        ValueError: A shape, dtype or device does not fit, or the GPU has no fp8 matrix units. RuntimeError:
+        `torch.compile` traces the call.
     """
     if torch.compiler.is_compiling():
         raise RuntimeError("float8_linear is for eager code; under torch.compile, use torchao's Float8Linear.")
@@ -328,7 +333,8 @@ def _without_bias(x: torch.Tensor, weight: torch.Tensor, given: Float8Input) -> 
     made: list[Any] = []
 
     def compute() -> torch.Tensor:
-        form, (cast, prepared) = given.form, made or (given.in_eight_bits(x, turn=False), None)
+        form = given.form
+        cast, prepared = made or (given.as_fp8(x, turn=False), None)
         w8 = form.upright(weight, prepared)[:2]
         return form.product(cast.rows, cast.inverse, *w8, given.dtype, fast_sums=form.fast_accum[0])
 
@@ -338,7 +344,7 @@ def _without_bias(x: torch.Tensor, weight: torch.Tensor, given: Float8Input) -> 
 
 
 def _check(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-    """ValueError unless the three fit one another and can be multiplied in eight bits where they are."""
+    """Raise ValueError unless the tensors fit one another and their device can multiply them in fp8."""
     if x.ndim == 0 or x.dtype not in KERNEL_DTYPES:
         raise ValueError(f"x is {tuple(x.shape)} {x.dtype}; expected (..., K) in bfloat16, float16 or float32.")
     if weight.ndim != 2 or weight.shape[1] != x.shape[-1] or weight.dtype not in KERNEL_DTYPES:
@@ -348,13 +354,14 @@ def _check(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
         )
     if any(width % MULTIPLE for width in weight.shape):
         raise ValueError(
-            f"weight is {tuple(weight.shape)}; expected multiples of {MULTIPLE}, in which matrix units multiply eight "
-            "bits. Use torch.nn.functional.linear."
+            f"weight is {tuple(weight.shape)}; expected multiples of {MULTIPLE} for fp8 products. "
+            "Use torch.nn.functional.linear."
         )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias is {tuple(bias.shape)}; expected ({weight.shape[0]},) or None.")
     for name, t in (("weight", weight), ("bias", bias)):
         if t is not None and t.device != x.device:
             raise ValueError(f"{name} is on {t.device}, x on {x.device}; move {name} to {x.device}.")
-    if (fault := fault_of_device(x.device)) is not None:
+    fault = fault_of_device(x.device)
+    if fault is not None:
         raise ValueError(f"{fault}. Use torch.nn.functional.linear.")

@@ -1,16 +1,16 @@
-"""A frozen weight of eight bits and its two products, y = x W^T + b and dx = dy W, with a scale for each row.
+"""A frozen fp8 weight and its two products, y = x W^T + b and dx = dy W, with a scale for each row.
 
     W ~ w8 * s_n    once, with s_n = max|W_n| / 448 for each output feature n
     y  = (x8 w8^T) * s_t * s_n          x8 is x rounded to e4m3 with a scale s_t for each token
     dx = (d8 w8) * s_t                  d8 is dy * s_n, rounded to e4m3 with a scale for each token
 
-The sum of dx runs over n, so that the scales s_n cannot be taken out of it and are put into dy before it is rounded.
+The sum of dx runs over n, so the scales s_n cannot be factored out; they are multiplied into dy before it is rounded.
 
-Shapes  x (..., K), W (N, K), y (..., N), with N and K multiples of 16. The number of tokens is free.
-Dtypes  x bf16, fp16, fp32. y and dx have the dtype of x, under autocast that of autocast; sums are in fp32.
-Bytes   b per element of x, apart from products: x is read once or twice, the second time from the cache, and written in
-        one byte. The same for dy. The weight is read and written in one byte for dx, since the matrix units want both
-        factors contiguous along the sum. Kept for backward: nothing but the weight.
+Shapes  x (..., K), W (N, K), y (..., N), with N and K multiples of 16. Any number of tokens.
+Dtypes  x bf16, fp16, fp32. y and dx have the dtype of x, or the autocast dtype; sums are in fp32.
+Bytes   b per element of x, besides the products: x is read once or twice (the second time from cache) and written as
+        one byte; so is dy. For dx the weight is read and written once, one byte each: matrix units need both factors
+        contiguous along the sum. Kept for backward: nothing but the weight.
 """
 
 from collections.abc import Sequence
@@ -26,13 +26,13 @@ from ._launch import as_matrix, cdiv, launch, next_power_of_2
 from .float8_cast import E4M3, MOST_PARTS, MULTIPLE, fault_of_device, row_cast, transposed
 from .sizes import computes_nothing
 
-# Whether the matrix units may keep sums in registers of fewer bits than fp32. On an H200 sums of 14336 products are off
-# by 3.3e-3 then, and by 1.7e-3 otherwise, from rounding the result to bf16. Rounding the factors makes 3.7e-2 of both.
+# Let the matrix units keep sums in registers with fewer bits than fp32. On an H200, sums of 14336 products are then off
+# by 3.3e-3, against 1.7e-3 from rounding the result to bf16. Casting the factors to fp8 costs 3.7e-2 either way.
 FAST_SUMS = True
 
 
 class Float8Weight(NamedTuple):
-    """A weight W (N, K) in eight bits, W ~ bits * scale[:, None].
+    """An fp8 weight W (N, K), W ~ bits * scale[:, None].
 
     Attributes:
         bits: (N, K), e4m3, contiguous.
@@ -60,12 +60,12 @@ class Float8Weight(NamedTuple):
 
 
 class Float8Matrices(NamedTuple):
-    """Frozen matrices W (E, N, K), such as those of experts, in eight bits: W ~ bits * scale[:, :, None].
+    """Frozen fp8 matrices W (E, N, K), such as experts: W ~ bits * scale[:, :, None].
 
     Attributes:
         bits (`torch.Tensor`): (E, N, K), e4m3, contiguous.
         scale (`torch.Tensor`): (E, N), fp32, contiguous.
-        dtype (`torch.dtype`): Of the numbers that it stands for, in which products with them are computed.
+        dtype (`torch.dtype`): Dtype of the numbers it represents, and of products with them.
     """
 
     bits: torch.Tensor
@@ -81,7 +81,7 @@ class Float8Matrices(NamedTuple):
         return self.bits.ndim
 
     def to(self, dtype: torch.dtype) -> "Float8Matrices":
-        """Return the same weight, which is to be computed with in another dtype."""
+        """Return the same weight with another dtype for its products."""
         return self._replace(dtype=dtype)
 
     def unpack(self) -> torch.Tensor:
@@ -90,15 +90,15 @@ class Float8Matrices(NamedTuple):
 
 
 def quantized(weight: torch.Tensor) -> Float8Weight:
-    """W (N, K) in eight bits, with a scale for each of its rows.
+    """Cast W (N, K) to fp8 with a scale for each row.
 
     Raises:
-        ValueError: `weight` is no matrix of 16- or 32-bit numbers, or a width is no multiple of 16.
+        ValueError: `weight` is not a matrix of 16- or 32-bit numbers, or a width is not a multiple of 16.
     """
     if weight.ndim != 2 or weight.dtype not in KERNEL_DTYPES or any(width % MULTIPLE for width in weight.shape):
         raise ValueError(
-            f"weight is {tuple(weight.shape)} {weight.dtype}; expected a matrix in bfloat16, float16 or float32 whose "
-            f"widths are multiples of {MULTIPLE}. Leave such a layer as it is."
+            f"weight is {tuple(weight.shape)} {weight.dtype}; expected a matrix in bfloat16, float16 or float32 with "
+            f"widths that are multiples of {MULTIPLE}. Leave such a layer as it is."
         )
     with torch.no_grad():
         bits, inverse = row_cast([weight.detach().contiguous()])
@@ -106,9 +106,10 @@ def quantized(weight: torch.Tensor) -> Float8Weight:
 
 
 def quantized_matrices(weight: torch.Tensor, device: torch.device | None = None) -> Float8Matrices:
-    """W (E, N, K) in eight bits, with a scale for each row of each matrix, made one matrix after the other.
+    """Cast W (E, N, K) to fp8 with a scale for each row, one matrix after another.
 
-    `device` is where that is done. Unset, that is where `weight` is, as the result is. ValueError as in `quantized`.
+    `device` is where the cast runs; unset, on the device of `weight`. The result is on the device of `weight`.
+    ValueError as in `quantized`.
     """
     bits = torch.empty(weight.shape, dtype=E4M3, device=weight.device)
     scale = torch.empty(weight.shape[:2], dtype=torch.float32, device=weight.device)
@@ -130,27 +131,27 @@ def _dequantize_kernel(BITS, SCALE, OUT, k, BLOCK: tl.constexpr):
 
 
 def dequantized(weight: Float8Weight, dtype: torch.dtype) -> torch.Tensor:
-    """The numbers (..., N, K) that the eight bits stand for, in new memory. Each is multiplied in fp32 and rounded
-    once."""
+    """Return the numbers (..., N, K) of the weight in new memory: multiplied in fp32, rounded once."""
     bits, scale = weight
     fits = bits.is_contiguous() and scale.is_contiguous() and bits.numel() and dtype in KERNEL_DTYPES
     if torch.compiler.is_compiling() or not (fits and use_triton(bits)) or fault_of_device(bits.device) is not None:
         return (bits.to(torch.float32) * scale[..., None]).to(dtype)
-    out, k = torch.empty(bits.shape, dtype=dtype, device=bits.device), bits.shape[-1]
+    out = torch.empty(bits.shape, dtype=dtype, device=bits.device)
+    k = bits.shape[-1]
     block = min(2048, next_power_of_2(k))
     launch(_dequantize_kernel, (scale.numel() * cdiv(k, block),), bits, scale, out, k, BLOCK=block)
     return out
 
 
 class SharedRows:
-    """An input (T, K) of layers, which is rounded to eight bits when the first of them asks for it."""
+    """An input (T, K) of several layers. It is cast to fp8 when the first of them needs that."""
 
     def __init__(self, rows: torch.Tensor):
         self.rows = rows
         self._made: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def times(self, weight: Float8Weight, bias: torch.Tensor | None) -> torch.Tensor:
-        """x W^T + b (T, N), in the dtype of the rows."""
+        """Return x W^T + b (T, N), in the dtype of the rows."""
         if self.rows.numel() == 0:
             return F.linear(self.rows, dequantized(weight, self.rows.dtype), bias)
         if self._made is None:
@@ -160,7 +161,7 @@ class SharedRows:
 
 
 def input_gradient(grads: Sequence[tuple[torch.Tensor, Float8Weight]]) -> torch.Tensor:
-    """The sum of dy W (T, K) over (dy (T, N_i), W (N_i, K)), in the dtype of the first dy."""
+    """Sum dy W (T, K) over pairs (dy (T, N_i), W (N_i, K)), in the dtype of the first dy."""
     dy, k = grads[0][0], grads[0][1].shape[1]
     if dy.numel() == 0:
         return dy.new_zeros((dy.shape[0], k))
@@ -179,7 +180,7 @@ _known_ones: dict[tuple[int, torch.device], torch.Tensor] = {}
 
 
 def _ones(k: int, like: torch.Tensor) -> torch.Tensor:
-    """(1, k) in fp32. On a GPU they are made once, since a step would make them for each of its products."""
+    """Return fp32 ones (1, k). On a GPU they are cached: a step would make them for each of its products."""
     if not like.is_cuda or computes_nothing() or torch.cuda.is_current_stream_capturing():
         return torch.ones((1, k), dtype=torch.float32, device=like.device)
     if (k, like.device) not in _known_ones:
@@ -191,7 +192,10 @@ class _Frozen(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, dtype):
         ctx.set_materialize_grads(False)
-        ctx.weight, ctx.dtype, ctx.x_dtype, ctx.shape = weight, dtype, x.dtype, x.shape
+        ctx.weight = weight
+        ctx.dtype = dtype
+        ctx.x_dtype = x.dtype
+        ctx.shape = x.shape
         ctx.bias_dtype = None if bias is None else bias.dtype
         return _forward(x, weight, bias, dtype)
 
@@ -214,7 +218,7 @@ def _forward(x, weight, bias, dtype) -> torch.Tensor:
 
 
 def frozen_float8_linear(x: torch.Tensor, weight: Float8Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x W^T + b, differentiable in x and b. These are not the numbers of a linear layer in 16 bits.
+    """Compute x W^T + b in fp8, differentiable in x and b. The result differs from a 16-bit linear layer.
 
     Args:
         x (`torch.Tensor`): (..., K); bf16, fp16 or fp32.
@@ -222,11 +226,11 @@ def frozen_float8_linear(x: torch.Tensor, weight: Float8Weight, bias: torch.Tens
         bias (`torch.Tensor`, *optional*): (N,).
 
     Returns:
-        `torch.Tensor` (..., N) in the dtype of `x`, under autocast in that of autocast. On a CPU the numbers in eight
-        bits are multiplied in fp32; traced by `torch.compile`, x is not rounded to eight bits.
+        `torch.Tensor` (..., N) in the dtype of `x`, or in the autocast dtype. A CPU multiplies the fp8 numbers in fp32;
+        under `torch.compile`, x is not cast to fp8.
 
     Raises:
-        ValueError: A shape, dtype or device does not fit, or the GPU has no matrix units for eight bits.
+        ValueError: A shape, dtype or device does not fit, or the GPU has no fp8 matrix units.
     """
     if x.ndim == 0 or x.dtype not in (*KERNEL_DTYPES, torch.float64) or x.shape[-1] != weight.shape[1]:
         raise ValueError(
@@ -240,7 +244,8 @@ def frozen_float8_linear(x: torch.Tensor, weight: Float8Weight, bias: torch.Tens
     dtype = result_dtype(x)
     if torch.compiler.is_compiling() or dtype == torch.float64 or any(map(is_wrapped, (x, *weight, bias))):
         return F.linear(x.to(dtype), dequantized(weight, dtype), None if bias is None else bias.to(dtype))
-    if (fault := fault_of_device(x.device)) is not None:
+    fault = fault_of_device(x.device)
+    if fault is not None:
         raise ValueError(f"{fault}. Use torch.nn.functional.linear.")
     with no_autocast(x.device.type):
         if not records_graph():

@@ -1,13 +1,13 @@
-"""The halves [gate | up] of a fused projection, whose gradients are put together without a copy.
+"""Split a fused projection into its halves [gate | up], and join their gradients without a copy.
 
-That is possible because the gates of this package write the gradients of two halves of one tensor into such halves.
+That works because the gates of this package write the gradients of two halves into two halves of one tensor.
 """
 
 import torch
 
 
 def joined(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor | None:
-    """The contiguous tensor (..., 2 N) whose halves the two (..., N) are, without a copy. None if they are not."""
+    """Return the contiguous (..., 2 N) if the two tensors (..., N) are its halves, without a copy; else None."""
     if (
         first.ndim == 0
         or (first.shape, first.stride(), first.dtype) != (second.shape, second.stride(), second.dtype)
@@ -15,7 +15,9 @@ def joined(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor | None:
         or first.untyped_storage().data_ptr() != second.untyped_storage().data_ptr()
     ):
         return None
-    shape, strides, step = (*first.shape[:-1], 2 * first.shape[-1]), [], 1
+    shape = (*first.shape[:-1], 2 * first.shape[-1])
+    strides = []
+    step = 1
     for size in reversed(shape):
         strides.insert(0, step)
         step *= size
@@ -36,5 +38,5 @@ class _Halves(torch.autograd.Function):
 
 
 def halves(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`x.chunk(2, dim=-1)`. Its gradient is not copied if the gradients of the two are halves of one tensor."""
+    """Return `x.chunk(2, dim=-1)`. Backward copies nothing if both gradients are halves of one tensor."""
     return x.chunk(2, dim=-1) if torch.compiler.is_compiling() else _Halves.apply(x)

@@ -4,7 +4,7 @@ rstd = 1 / sqrt(mean((x - mean(x))^2) + eps). Ba, Kiros and Hinton 2016, arXiv:1
     dx = rstd * (g - mean(g) - xhat * mean(g * xhat)),  g = dy * (w + offset)
     dw = sum over rows of dy * xhat,  db = sum over rows of dy
 
-Shapes  x, y, dx (..., N), read as M rows of N; w, b (N,), each of which may be missing; mean and rstd (M,) in fp32.
+Shapes  x, y, dx (..., N), read as M rows of N; w, b (N,), both optional; mean and rstd (M,) in fp32.
 Dtypes  bf16, fp16, fp32; w and b may have dtypes of their own. Arithmetic in fp32, one rounding per store, y and dx in
         the dtype of x. The variance is computed from the centred row in registers, because E[x^2] - E[x]^2 cancels.
 Bytes   b per element, n = M * N. Forward reads x and writes y: 2nb. Backward reads dy and x, and writes dx: 3nb, and
@@ -21,15 +21,28 @@ from ._launch import MAX_COLUMNS, as_rows, backward_tile, cdiv, check_norm, laun
 
 @jit
 def _shifted(w, offset, W):
-    """w + offset in fp32, rounded to the dtype of w in between, as PyTorch rounds such a sum. W is a pointer."""
+    """Return w + offset in fp32, rounded to the dtype of w in between as PyTorch rounds such a sum. W is a pointer."""
     return (w.to(tl.float32) + offset).to(W.dtype.element_ty).to(tl.float32)
 
 
 @jit(do_not_specialize=["m"])
 def _layer_norm_fwd_kernel(
-    X, W, B, Y, MEAN, RSTD, x_stride, m, n, eps, offset,
-    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+    X,
+    W,
+    B,
+    Y,
+    MEAN,
+    RSTD,
+    x_stride,
+    m,
+    n,
+    eps,
+    offset,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)  # int64: row * n passes 2**31
     col = tl.arange(0, BLOCK_N)
     mask = (row < m)[:, None] & (col < n)[None, :]
@@ -49,10 +62,27 @@ def _layer_norm_fwd_kernel(
 
 @jit(do_not_specialize=["m", "tiles"])
 def _layer_norm_bwd_kernel(
-    DY, X, W, MEAN, RSTD, DX, DW, DB, dy_stride, x_stride, m, n, offset, tiles,
-    HAS_WEIGHT: tl.constexpr, NEED_DW: tl.constexpr, NEED_DB: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    DY,
+    X,
+    W,
+    MEAN,
+    RSTD,
+    DX,
+    DW,
+    DB,
+    dy_stride,
+    x_stride,
+    m,
+    n,
+    offset,
+    tiles,
+    HAS_WEIGHT: tl.constexpr,
+    NEED_DW: tl.constexpr,
+    NEED_DB: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     pid = tl.program_id(0)
     col = tl.arange(0, BLOCK_N)
     if HAS_WEIGHT:
@@ -66,7 +96,7 @@ def _layer_norm_bwd_kernel(
         dy = tl.load(DY + row[:, None] * dy_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
         mean = tl.load(MEAN + row, mask=row < m, other=0.0)[:, None]
         rstd = tl.load(RSTD + row, mask=row < m, other=0.0)[:, None]
-        xhat = (x - mean) * rstd  # it is not 0 in masked columns, but dy is
+        xhat = (x - mean) * rstd  # xhat is not 0 in masked columns, but dy is
         if NEED_DW:
             dw += dy * xhat
         if NEED_DB:
@@ -93,10 +123,25 @@ def _forward(
     block_m, block_n, num_warps = row_tile(n)
     w, b = (rows if p is None else p.contiguous() for p in (weight, bias))
     launch(
-        _layer_norm_fwd_kernel, (cdiv(m, block_m),),
-        rows, w, b, y, mean, rstd, rows.stride(0), m, n, eps, offset,
-        HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=num_warps,
-    )  # fmt: skip
+        _layer_norm_fwd_kernel,
+        (cdiv(m, block_m),),
+        rows,
+        w,
+        b,
+        y,
+        mean,
+        rstd,
+        rows.stride(0),
+        m,
+        n,
+        eps,
+        offset,
+        HAS_WEIGHT=weight is not None,
+        HAS_BIAS=bias is not None,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        num_warps=num_warps,
+    )
     return y, mean, rstd
 
 
@@ -109,10 +154,16 @@ def _(x, weight, bias, eps, offset):
 
 @kernel_op("layer_norm_bwd")
 def _backward(
-    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor | None, mean: torch.Tensor, rstd: torch.Tensor,
-    offset: float, need_dw: bool, need_db: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """(dx, dw, db), the last two in fp32, and empty unless needed."""
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    mean: torch.Tensor,
+    rstd: torch.Tensor,
+    offset: float,
+    need_dw: bool,
+    need_db: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return (dx, dw, db). dw and db are fp32, and empty if they are not needed."""
     rows, dy_rows = as_rows(x), as_rows(dy)
     m, n = rows.shape
     block_m, block_n, num_warps, stages = backward_tile(n, x.device, rows, dy_rows)
@@ -122,13 +173,33 @@ def _backward(
     dw = torch.empty((programs, n) if need_dw else (0,), dtype=torch.float32, device=x.device)
     db = torch.empty((programs, n) if need_db else (0,), dtype=torch.float32, device=x.device)
     launch(
-        _layer_norm_bwd_kernel, (programs,),
-        dy_rows, rows, rows if weight is None else weight.contiguous(), mean, rstd, dx, dw, db,
-        dy_rows.stride(0), rows.stride(0), m, n, offset, tiles,
-        HAS_WEIGHT=weight is not None, NEED_DW=need_dw, NEED_DB=need_db, BLOCK_M=block_m, BLOCK_N=block_n,
-        STAGES=stages, num_warps=num_warps,
-    )  # fmt: skip
-    return dx, dw.sum(0) if need_dw else dw, db.sum(0) if need_db else db
+        _layer_norm_bwd_kernel,
+        (programs,),
+        dy_rows,
+        rows,
+        rows if weight is None else weight.contiguous(),
+        mean,
+        rstd,
+        dx,
+        dw,
+        db,
+        dy_rows.stride(0),
+        rows.stride(0),
+        m,
+        n,
+        offset,
+        tiles,
+        HAS_WEIGHT=weight is not None,
+        NEED_DW=need_dw,
+        NEED_DB=need_db,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        STAGES=stages,
+        num_warps=num_warps,
+    )
+    dw = dw.sum(0) if need_dw else dw
+    db = db.sum(0) if need_db else db
+    return dx, dw, db
 
 
 @_backward.register_fake
@@ -153,18 +224,20 @@ class _LayerNorm(torch.autograd.Function):
         x, weight, mean, rstd = ctx.saved_tensors
         _, need_dw, need_db, *_ = ctx.needs_input_grad
         dx, dw, db = _backward(dy, x, weight, mean, rstd, ctx.offset, need_dw, need_db)
-        return dx, dw.to(weight.dtype) if need_dw else None, db.to(ctx.bias_dtype) if need_db else None, None, None
+        dw = dw.to(weight.dtype) if need_dw else None
+        db = db.to(ctx.bias_dtype) if need_db else None
+        return dx, dw, db, None, None
 
 
 def layer_norm(
     x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float, *, offset: float = 0.0
 ) -> torch.Tensor:
-    """(weight + offset) * (x - mean(x)) / sqrt(var(x) + eps) + bias over the last dimension, differentiable in all
-    three.
+    """Compute (weight + offset) * (x - mean(x)) / sqrt(var(x) + eps) + bias over the last dimension, differentiable in
+    x, weight and bias.
 
-    All arithmetic is in fp32, and one rounding to x.dtype comes at the end; weight + offset is rounded to the dtype of
-    the weight too. That is `nn.LayerNorm` for equal dtypes and, with `bias=None`, `CohereLayerNorm` for any dtype of
-    the weight. Under autocast `F.layer_norm` returns fp32; pass `x.float()` for that.
+    All arithmetic is in fp32, with one rounding to x.dtype at the end; weight + offset is also rounded to the dtype of
+    the weight. This equals `nn.LayerNorm` for equal dtypes and, with `bias=None`, `CohereLayerNorm` for any weight
+    dtype. Under autocast `F.layer_norm` returns fp32; pass `x.float()` for that.
 
     Args:
         x (`torch.Tensor`): (..., N), any strides; bf16, fp16 or fp32. The PyTorch twin computes float64 and N > 65536.

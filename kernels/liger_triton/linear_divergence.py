@@ -7,13 +7,15 @@
     beta = 1      D = KL(p || q)                                dD/dz = p (log p - log q - D)
     0 < beta < 1  D = beta KL(q || m) + (1 - beta) KL(p || m)   dD/dz = (1 - beta) p (log p - log m - KL(p || m))
 
-Here z is that of the student, which alone gets gradients. This is generalised knowledge distillation, arXiv:2306.13649,
-with the ends beta = 0 and 1 as TRL defines them, where the formula of the middle would be 0.
+z is the student's; only the student gets gradients. This is generalised knowledge distillation, arXiv:2306.13649. The
+ends beta = 0 and 1 follow TRL: the formula for the middle would give 0 there.
 
-Rows that do not count are dropped first. Logits are fp32 whatever the inputs are, because a divergence is a small
-difference of large numbers; dl is rounded to the compute dtype before the products with it. The modes are those of
-`linear_head.py`: four products a chunk where the gradients are computed with the values, one of them the teacher's,
-and six with a second walk. Memory beyond inputs and gradients: about six tensors of C * V in fp32.
+Rows that do not count are dropped first. Logits are always fp32, because a divergence is a small difference of large
+numbers; dl is rounded to the compute dtype before its products. `linear_head.py` explains the modes. A chunk takes four
+products, one of them for the teacher, if gradients are computed with the values, and six with a second walk. Memory
+beyond inputs and gradients: about six fp32 tensors of C * V.
+
+Shapes  student x (T, H), W (V, H); teacher x (T, H'), W (V, H'); logits of a chunk (C, V); results (T,).
 """
 
 import math
@@ -27,25 +29,27 @@ from ._autograd import once_differentiable
 from ._chunks import Chunks, HeadGradients
 from ._dispatch import on_cuda, takes_twin
 from ._head_inputs import DB, DBIAS, DU, DW, DX, Head, prepare
-from .known_gradients import folded, give_away, hold, one_number
+from .known_gradients import one_number, split_pow2_scale, stash_grads, take_scaled_grads
 from .results import Divergence
 
 
 class _Transform(NamedTuple):
-    """How z is made of l. `scale` and `softcap`, where 0.0 is none, are already divided by the temperature."""
+    """Map l to z. `scale` and `softcap` (0.0: no cap) are already divided by the temperature."""
 
     scale: float
     softcap: float
-    dtype: torch.dtype  # of the factors of the product
+    dtype: torch.dtype  # dtype of the factors of the product
 
     def tensors(self, head: Head) -> Head:
-        """The parameters as factors of products, converted once for all chunks. fp32 logits need factors of fp32,
-        except on CUDA, whose mm takes 16-bit factors too."""
+        """Return the parameters as factors of products, converted once for all chunks.
+
+        fp32 logits need fp32 factors, except on CUDA: its mm takes 16-bit factors too.
+        """
         wide = self.dtype if on_cuda(head.x) else torch.float32
         return Head(head.x, *(None if t is None else t.to(wide) for t in head[1:]))
 
     def z(self, head: Head, rows):
-        """z of `rows` in fp32, and the tanh of the softcap, or None if there is no softcap."""
+        """Return z of `rows` in fp32, and the tanh of the softcap (None without one)."""
         z = _product(head.x[rows], head.weight)
         if head.bias is not None:
             z += head.bias
@@ -58,14 +62,14 @@ class _Transform(NamedTuple):
         return tanh * self.softcap, tanh
 
     def dl(self, dz, tanh):
-        """dD/dl from dD/dz, in place."""
+        """Compute dD/dl from dD/dz, in place."""
         if tanh is not None:
             dz *= torch.addcmul(torch.ones_like(tanh), tanh, tanh, value=-1)
         return dz.mul_(self.scale)
 
 
 def _product(a, b):
-    """a b^T in fp32."""
+    """Return a b^T in fp32."""
     a = a.to(b.dtype)
     if b.dtype == torch.float32:
         return torch.mm(a, b.t())
@@ -73,13 +77,13 @@ def _product(a, b):
 
 
 def _log_softmax(z):
-    """log_softmax, in place. The maximum is subtracted first, so that log p of a likely token keeps its digits."""
+    """Apply log_softmax in place. The maximum is subtracted first, so log p of a likely token keeps its digits."""
     z.sub_(z.amax(-1, keepdim=True))
     return z.sub_(z.exp().sum(-1, keepdim=True).log_())
 
 
 def _row_divergence(z, z_teacher, beta, want_dz):
-    """(D, entropy of p, dD/dz or None) of rows (C, V). Both arguments are written over."""
+    """Return (D, entropy of p, dD/dz or None) of rows (C, V). Both arguments are written over."""
     log_p, log_q = _log_softmax(z), _log_softmax(z_teacher)
     p = log_p.exp()
     entropy = -(p * log_p).sum(-1)
@@ -92,8 +96,8 @@ def _row_divergence(z, z_teacher, beta, want_dz):
         divergence = (p * gap).sum(-1)
         return divergence, entropy, gap.sub_(divergence.unsqueeze(-1)).mul_(p) if want_dz else None
     # With s = log(beta q) - log((1 - beta) p): log p - log m = -log(1 - beta) - softplus(s), and log q - log m =
-    # -log(beta) - softplus(-s). The constants are left out of dD/dz, because where p and q hardly overlap, everything
-    # else in it is tiny.
+    # -log(beta) - softplus(-s). dD/dz leaves out the constants: where p and q hardly overlap, everything else in it is
+    # tiny.
     q = log_q.exp()
     s = log_q.sub_(log_p).add_(math.log(beta / (1 - beta)))
     kl_q = -math.log(beta) - (q * F.softplus(-s)).sum(-1)
@@ -115,13 +119,16 @@ class _Spec(NamedTuple):
 
 
 def _walk(student: Head, teacher: Head, kept, spec: _Spec, needs: int, g=None):
-    """Divergence (T,), entropy (T,), and the gradients in `needs` of sum(g * divergence), g (T,) or None for ones."""
-    total, vocab, dtype = student.x.shape[0], student.weight.shape[0], spec.student.dtype
-    chunks = Chunks(total, kept, spec.chunk_rows, 2 * vocab, torch.float32, student.x.device.type)  # of two heads
-    # These are two tensors, because halves of one would be views, which autograd forbids to change in place.
+    """Return divergence (T,), entropy (T,) and the gradients in `needs` of sum(g * divergence). g is (T,) or None."""
+    total = student.x.shape[0]
+    vocab = student.weight.shape[0]
+    dtype = spec.student.dtype
+    chunks = Chunks(total, kept, spec.chunk_rows, 2 * vocab, torch.float32, student.x.device.type)  # two heads
+    # Two tensors: halves of one would be views, and autograd forbids changing those in place.
     divergence, entropy = (torch.zeros(total, dtype=torch.float32, device=student.x.device) for _ in range(2))
     gradients = HeadGradients(student, needs, spec.lean, chunks.number, fill=False)
-    wide, wide_teacher = spec.student.tensors(student), spec.teacher.tensors(teacher)
+    wide = spec.student.tensors(student)
+    wide_teacher = spec.teacher.tensors(teacher)
     w = student.weight.to(dtype) if needs & DX else None
     lb = student.lora_b.to(dtype) if needs & DU else None
 
@@ -144,7 +151,7 @@ def _walk(student: Head, teacher: Head, kept, spec: _Spec, needs: int, g=None):
 
 
 class _LinearDivergence(torch.autograd.Function):
-    """(divergence, entropy), each of T rows. The modes are those of `linear_head.py`."""
+    """Return (divergence, entropy), each (T,). `linear_head.py` explains the modes."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, u, lora_b, teacher, kept, mode, spec):
@@ -158,9 +165,9 @@ class _LinearDivergence(torch.autograd.Function):
                 ctx.save_for_backward(kept, *student, *teacher)
                 ctx.dtypes = dtypes
             else:
-                factor, later = folded(None, spec.student.scale, spec.student.dtype, x[:, 0])
+                factor, later = split_pow2_scale(None, spec.student.scale, spec.student.dtype, x[:, 0])
                 divergence, entropy, grads = _walk(student, teacher, kept, spec, spec.needs, factor)
-                hold(ctx, grads, dtypes, kept, later)
+                stash_grads(ctx, grads, dtypes, kept, later)
         ctx.mark_non_differentiable(entropy)
         return divergence, entropy
 
@@ -181,7 +188,7 @@ class _LinearDivergence(torch.autograd.Function):
             counted = torch.zeros_like(counted).index_fill_(0, kept, True)
         factor = one_number(g, counted) if ctx.mode == "uniform" else torch.where(counted, g, 0.0)
         later = tensors[0]
-        return *give_away(ctx, saved, factor if later is None else factor * later), None, None, None, None
+        return *take_scaled_grads(ctx, saved, factor if later is None else factor * later), None, None, None, None
 
 
 def linear_divergence(
@@ -207,26 +214,25 @@ def linear_divergence(
     accumulate: str = "fp32",
     chunk_rows: int | None = None,
 ) -> Divergence:
-    """Forward KL, reverse KL or generalised Jensen-Shannon divergence of each row, in nats, from the student's to the
-    teacher's distribution, and the entropy of the student's. The logits of all rows never exist, neither of the
-    student's head nor of the teacher's.
+    """Compute forward KL, reverse KL or generalised Jensen-Shannon divergence of each row between student and teacher,
+    in nats, and the student's entropy. Neither head ever holds the logits of all rows.
 
-    The gradient reaches the student's tensors only. A frozen weight costs neither its product nor its memory.
+    Only the student's tensors get gradients. A frozen weight costs neither its product nor its memory.
 
     Args:
-        hidden, weight, bias, lora, lora_input, accumulate: Those of the student, as in `linear_cross_entropy`.
-        teacher_hidden, teacher_weight, teacher_bias, teacher_lora, teacher_lora_input: Those of the teacher, whose
-            width H' and dtype may differ. No gradient reaches them. If student or teacher is in float64, all is
-            computed in it.
+        hidden, weight, bias, lora, lora_input, accumulate: The student's, as in `linear_cross_entropy`.
+        teacher_hidden, teacher_weight, teacher_bias, teacher_lora, teacher_lora_input: The teacher's. Width H' and
+            dtype may differ from the student's. They get no gradient. If either is float64, everything is computed in
+            float64.
         beta (`float`): In [0, 1]. 0 is KL(teacher || student), and 1 is KL(student || teacher). Between them it is
             beta * KL(teacher || m) + (1 - beta) * KL(student || m) with m = (1 - beta) * student + beta * teacher.
         temperature (`float`, *optional*, defaults to 1.0): Divides the logits of both, after the softcap. The result is
             not multiplied by its square.
         softcap, logit_scale, teacher_softcap, teacher_logit_scale: As in `linear_cross_entropy`, for each head.
-        mask (`torch.Tensor`, *optional*): Bool, (...), which says which rows count. The others are dropped before the
+        mask (`torch.Tensor`, *optional*): Bool, (...): True for rows that count. Other rows are dropped before the
             products.
-        uniform_grad (`bool`, *optional*, defaults to `False`): Promise that all rows that count get one and the same
-            upstream gradient, which spares a second walk over the logits. A broken promise makes every gradient NaN.
+        uniform_grad (`bool`, *optional*, defaults to `False`): Promise that all rows that count get the same upstream
+            gradient. This saves a second walk over the logits. If the promise is broken, every gradient is NaN.
         chunk_rows (`int`, *optional*): Rows of logits alive at once. Unset: as many as fit 640 MiB (CPU: 64).
 
     Returns:
@@ -255,7 +261,7 @@ def linear_divergence(
             raise ValueError(f"{name} is {value}; expected a positive number, or None for no softcap.")
     if mask is not None and (mask.dtype != torch.bool or mask.shape != rows):
         raise ValueError(f"mask is {mask.dtype} {tuple(mask.shape)}; expected torch.bool {tuple(rows)}.")
-    target = torch.zeros(rows, dtype=torch.int64, device=hidden.device)  # `prepare` asks for one
+    target = torch.zeros(rows, dtype=torch.int64, device=hidden.device)  # `prepare` requires a target
     student, _, dtype = prepare(hidden, weight, target, bias, lora, lora_input, accumulate, chunk_rows)
     try:
         with torch.no_grad():
@@ -266,11 +272,24 @@ def linear_divergence(
         raise ValueError(f"Of the teacher's head: {error}") from None
     if takes_twin(*student, *teacher, mask):
         return reference.linear_divergence(
-            hidden, weight, teacher_hidden, teacher_weight, bias, teacher_bias, beta=float(beta),
-            temperature=temperature, softcap=softcap, logit_scale=logit_scale, lora=lora, lora_input=lora_input,
-            teacher_softcap=teacher_softcap, teacher_logit_scale=teacher_logit_scale, teacher_lora=teacher_lora,
-            teacher_lora_input=teacher_lora_input, mask=None if mask is None else mask.to(hidden.device),
-        )  # fmt: skip
+            hidden,
+            weight,
+            teacher_hidden,
+            teacher_weight,
+            bias,
+            teacher_bias,
+            beta=float(beta),
+            temperature=temperature,
+            softcap=softcap,
+            logit_scale=logit_scale,
+            lora=lora,
+            lora_input=lora_input,
+            teacher_softcap=teacher_softcap,
+            teacher_logit_scale=teacher_logit_scale,
+            teacher_lora=teacher_lora,
+            teacher_lora_input=teacher_lora_input,
+            mask=None if mask is None else mask.to(hidden.device),
+        )
     teacher = Head(*(None if t is None else t.detach() for t in teacher))
     needs = student.needs()
     spec = _Spec(
@@ -282,6 +301,11 @@ def linear_divergence(
         chunk_rows,
     )
     kept = None if mask is None else mask.reshape(-1).to(hidden.device).nonzero().squeeze(1)
-    mode = "uniform" if uniform_grad else "recompute" if needs & (DW | DBIAS | DB) else "rows"
+    if uniform_grad:
+        mode = "uniform"
+    elif needs & (DW | DBIAS | DB):
+        mode = "recompute"
+    else:
+        mode = "rows"  # dx and du have rows of their own, so each can be scaled later
     divergence, entropy = _LinearDivergence.apply(*student, teacher, kept, mode, spec)
     return Divergence(divergence.view(rows), entropy.view(rows))

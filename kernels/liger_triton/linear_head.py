@@ -1,19 +1,20 @@
-"""Losses and statistics of the logits of an LM head, which never exist as a whole: a few rows of them at a time.
+"""Losses and statistics of LM head logits, computed for a few rows at a time: all logits never exist at once.
 
     l = x W^T + bias + u B^T      x (T, H), W (V, H), bias (V,), u (T, r) = scaling * x' A^T and B (V, r) of a LoRA
     dx = dl W,  dW = dl^T x,  dbias = sum over rows of dl,  du = dl B,  dB = dl^T u
 
-Rows with an ignored target are dropped first. The others are walked in chunks of C rows (`_chunks.py`). The logits of a
-chunk are one matrix product; `_row_pass.row_pass`, which has the formulas, turns them into statistics and, in place,
-into dl; further products give the gradients. The mode says what is known of the upstream gradient of the losses:
+Rows with an ignored target are dropped first. The rest is processed in chunks of C rows (`_chunks.py`). One matrix
+product gives the logits of a chunk. `_row_pass.row_pass` (see there for the formulas) turns them into statistics and,
+in place, into dl. Further products give the gradients. The mode says what is known about the upstream gradient of the
+losses:
 
     "uniform"    It is one number for all rows, as for a sum or a mean. (Row weights are factors of dl.) The forward
                  pass computes the gradients, three products in all, and the backward pass multiplies them by the
-                 number. If it is not one number, which is compared on the device, the gradients become NaN.
+                 number. The device checks that it is one number; if not, the gradients become NaN.
     "rows"       Nothing is known, but W, bias and B are frozen. The forward pass computes dx and du, and the backward
                  pass multiplies each of their rows by a number of its own. Two products.
     "recompute"  Nothing is known, and there may be one of the entropy too. The backward pass computes the logits again,
-                 except those of the last chunk, which are kept. Four products, or three if there is one chunk.
+                 except for the last chunk, which is kept. Four products, or three if there is one chunk.
 
 One chunk. If all logits take no more memory than the fp32 sum of dW (up to 2 H rows of 16 bits), they are kept in the
 mode "uniform" too, and the backward pass computes the gradients: three products, and no sum.
@@ -56,16 +57,15 @@ from ._head_inputs import (
 )
 from ._products import project
 from ._row_pass import ENTROPY, IS_TOP1, LOG_SUM_SQ, LOSS, MEAN_LOGITS, N_STATS, RowSpec, row_pass
-from .known_gradients import folded, give_away, hold, one_number, with_gradients
+from .known_gradients import one_number, split_pow2_scale, stash_grads, take_scaled_grads, with_gradients
 from .results import HeadsLoss, LogProbs
 
-EVERY_ROW = -(2**31)  # as ignore_index: all targets count, and `counted_rows` has checked them
+EVERY_ROW = -(2**31)  # an ignore_index that promises: all targets count, and `counted_rows` has checked them
 _STATISTIC = {"entropy": ENTROPY, "log_sum_sq_probs": LOG_SUM_SQ, "mean_logits": MEAN_LOGITS, "is_top1": IS_TOP1}
 
 
 class HeadSpec(NamedTuple):
-    """What stays constant over a call. With `chunk_rows` 0, `chunk_size` chooses it. `compute_dtype` is the dtype of
-    logits and products."""
+    """Constants of a call. `chunk_rows` 0: `chunk_size` chooses. `compute_dtype` is the dtype of products."""
 
     rows: RowSpec
     needs: int
@@ -74,7 +74,7 @@ class HeadSpec(NamedTuple):
     compute_dtype: torch.dtype
 
     def flat(self):
-        """As arguments of an op, whose schema knows no tuples of mixed types."""
+        """Return the fields as arguments of an op: its schema has no tuples of mixed types."""
         return (*self.rows, self.needs, self.lean, self.chunk_rows, self.compute_dtype)
 
 
@@ -83,11 +83,11 @@ _on_host: ContextVar[torch.Tensor | None] = ContextVar("the targets of the head 
 
 @contextmanager
 def targets_on_host(values: torch.Tensor | None) -> Iterator[None]:
-    """A context for one call of a head, whose targets have these values. The host then does not wait for the device.
+    """Tell one call of a head its target values, so that the host does not wait for the device.
 
     Args:
-        values (`torch.Tensor`, *optional*): The targets on the CPU, in the shape in which the call gets them. None: not
-            known, so that the call waits.
+        values (`torch.Tensor`, *optional*): The targets on the CPU, in the shape that the call gets. None: the call
+            waits.
     """
     before = _on_host.set(values)
     try:
@@ -97,8 +97,8 @@ def targets_on_host(values: torch.Tensor | None) -> Iterator[None]:
 
 
 def _kept_rows(target, ignore_index, vocab):
-    """The indices of the rows that count, or None if all do. This is the one place where the host waits for the
-    device, unless it knows the targets."""
+    """Return the indices of the rows that count, or None if all do. Only here does the host wait for the device, unless
+    it knows the targets."""
     if ignore_index == EVERY_ROW or (target.is_cuda and torch.cuda.is_current_stream_capturing()):
         return None  # a CUDA graph cannot wait: row_pass gives ignored rows zeros and bad targets NaN
     known = _on_host.get()
@@ -116,24 +116,26 @@ def _kept_rows(target, ignore_index, vocab):
 
 
 def _chunks_of(head: Head, target, spec: HeadSpec, all_rows: bool) -> Chunks:
-    """`all_rows` says that the gradients need no sum over chunks if there is only one."""
+    """Cut the rows into chunks. `all_rows`: the gradients need no sum over chunks if there is only one."""
     x, weight = head.x, head.weight
     summed = spec.needs & DW and sum_dtype(weight, spec.lean) != weight.dtype
     allowed = 4 * weight.numel() if summed else 0
-    all_rows = all_rows and weight.dtype != torch.float16  # the gradient of fp16 is summed in fp32 even then
+    all_rows = all_rows and weight.dtype != torch.float16  # a gradient in fp16 is summed in fp32 even for one chunk
     vocab = weight.shape[0]
     kept = _kept_rows(target, spec.rows.ignore_index, vocab)
     return Chunks(x.shape[0], kept, spec.chunk_rows, vocab, spec.compute_dtype, x.device.type, allowed, all_rows)
 
 
 def _walk(head: Head, target, chunks: Chunks, needs, lean, spec: HeadSpec, g_loss, g_entropy, stats=None, buffer=None):
-    """(statistics (7, T), the gradients in `needs`, buffer of the logits). A gradient that is not wanted is None.
+    """Return (statistics (7, T), the gradients in `needs`, logits buffer). Gradients that are not needed are None.
 
-    Statistics that are given are not computed again. The walk then begins at the last chunk, because the logits of that
-    one may still be in `buffer`.
+    Given statistics are not computed again. The walk then starts at the last chunk: its logits may still be in
+    `buffer`.
     """
     x, weight, bias, u, lora_b = head
-    vocab, dtype, every_row = weight.shape[0], spec.compute_dtype, chunks.kept is None
+    vocab = weight.shape[0]
+    dtype = spec.compute_dtype
+    every_row = chunks.kept is None
     w = weight.to(dtype)
     b = None if bias is None else bias.to(dtype)
     lb = None if lora_b is None else lora_b.to(dtype)
@@ -142,10 +144,11 @@ def _walk(head: Head, target, chunks: Chunks, needs, lean, spec: HeadSpec, g_los
         stats = torch.zeros((N_STATS, x.shape[0]), dtype=torch.float32, device=x.device)
     gradients = HeadGradients(head, needs, lean, chunks.number, fill=every_row)
     if not held:
-        # With a bias, columns are padded to 16 elements only, so that most vocabularies need no padding: where rows do
-        # not follow one another directly, cuBLAS rounds the product before it adds the bias.
+        # With a bias, columns are padded only to 16 elements, so most vocabularies need no padding: if rows have gaps,
+        # cuBLAS rounds the product before it adds the bias.
         buffer = logits_buffer(chunks.size, vocab, dtype, x, align=64 if bias is None else 16)
 
+    # A second walk starts where the first one ended: the logits of the last chunk are still in the buffer.
     for rows in chunks.each(last_first=not do_stats):
         x_c, y_c = x[rows].to(dtype), target[rows]
         u_c = None if u is None else u[rows].to(dtype)
@@ -154,10 +157,10 @@ def _walk(head: Head, target, chunks: Chunks, needs, lean, spec: HeadSpec, g_los
             project(x_c, w, logits, b)
             if u_c is not None:
                 project(u_c, lb, logits, add=True)
-        held = False
+        held = False  # the other chunks need their logits again
         stats_c = stats[:, rows]  # a copy, if rows were dropped
         g_loss_c, g_entropy_c = (None if g is None else g[rows] for g in (g_loss, g_entropy))
-        dl = logits if needs else None  # written over the logits
+        dl = logits if needs else None  # dl overwrites the logits
         row_pass(logits, dl, y_c, stats_c, g_loss_c, g_entropy_c, spec.rows, do_stats, buffer.shape[1])
         if do_stats and not every_row:
             stats[:, rows] = stats_c
@@ -168,19 +171,35 @@ def _walk(head: Head, target, chunks: Chunks, needs, lean, spec: HeadSpec, g_los
 
 @kernel_op("linear_head")
 def _op(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, u: torch.Tensor | None,
-    lora_b: torch.Tensor | None, target: torch.Tensor, stats: torch.Tensor | None, g_loss: torch.Tensor | None,
-    g_entropy: torch.Tensor | None, ignore_index: int, scale: float, softcap: float, smoothing: float, z_loss: float,
-    extras: int, needs: int, lean: bool, chunk_rows: int, compute_dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Statistics, unless they are given, and gradients. An op returns nothing but tensors: an empty one stands for
-    None."""
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    u: torch.Tensor | None,
+    lora_b: torch.Tensor | None,
+    target: torch.Tensor,
+    stats: torch.Tensor | None,
+    g_loss: torch.Tensor | None,
+    g_entropy: torch.Tensor | None,
+    ignore_index: int,
+    scale: float,
+    softcap: float,
+    smoothing: float,
+    z_loss: float,
+    extras: int,
+    needs: int,
+    lean: bool,
+    chunk_rows: int,
+    compute_dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return statistics (unless given) and gradients. An op returns only tensors, so an empty one stands for None."""
     rows = RowSpec(ignore_index, scale, softcap, smoothing, z_loss, extras)
-    spec, head = HeadSpec(rows, needs, lean, chunk_rows, compute_dtype), Head(x, weight, bias, u, lora_b)
+    spec = HeadSpec(rows, needs, lean, chunk_rows, compute_dtype)
+    head = Head(x, weight, bias, u, lora_b)
     with no_autocast(x.device.type):
         chunks = _chunks_of(head, target, spec, all_rows=False)
         made, grads, _ = _walk(head, target, chunks, needs, lean, spec, g_loss, g_entropy, stats)
-    return tuple([x.new_empty(0) if t is None else t for t in (made if stats is None else None, *grads)])
+    results = (made if stats is None else None, *grads)
+    return tuple([x.new_empty(0) if t is None else t for t in results])
 
 
 @_op.register_fake
@@ -189,12 +208,12 @@ def _(x, weight, bias, u, lora_b, target, stats, g_loss, g_entropy, *flat):
     shapes = (x.shape, weight.shape, weight.shape[:1], *((None, None) if u is None else (u.shape, lora_b.shape)))
     of_lora = (None, None) if u is None else (u.dtype, sum_dtype(lora_b, lean))
     sums = (x.dtype, sum_dtype(weight, lean), torch.float32, *of_lora)
-    found = [
-        x.new_empty(shape if needs >> k & 1 else 0, dtype=dtype if needs >> k & 1 else x.dtype)
-        for k, (shape, dtype) in enumerate(zip(shapes, sums, strict=True))
-    ]
+    grads = []
+    for k, (shape, dtype) in enumerate(zip(shapes, sums, strict=True)):
+        needed = needs >> k & 1
+        grads.append(x.new_empty(shape, dtype=dtype) if needed else x.new_empty(0))
     rows = x.new_empty((N_STATS, x.shape[0]), dtype=torch.float32) if stats is None else x.new_empty(0)
-    return rows, *found
+    return rows, *grads
 
 
 def _where_wanted(grads, needs):
@@ -202,18 +221,18 @@ def _where_wanted(grads, needs):
 
 
 class _KeptLogits(NamedTuple):
-    """What the forward pass leaves to a backward pass that computes the gradients: the chunks, and in `buffer` the
-    logits of the last one. It is None in a backward pass that may not write over them."""
+    """Kept by forward for a backward that computes the gradients: the chunks, and the last chunk's logits in `buffer`.
+    `buffer` is None in a backward that must not overwrite them."""
 
     chunks: Chunks
     buffer: torch.Tensor | None
 
 
 def _statistics(head: Head, target, row_weight, mode, spec: HeadSpec, may_keep_logits):
-    """(statistics, gradients or None, `_KeptLogits` or None)."""
+    """Return (statistics, gradients or None, `_KeptLogits` or None)."""
     with no_autocast(head.x.device.type):
-        # In one chunk, the memory of the kept logits is paid for by the sum that is not needed, unless several calls
-        # keep theirs at the same time.
+        # With one chunk, the kept logits replace the fp32 sum, so they cost no memory, unless several calls keep theirs
+        # at the same time.
         summed = spec.needs & DW and spec.compute_dtype != torch.float16
         all_rows = mode == "recompute" or bool(may_keep_logits and summed)
         chunks = _chunks_of(head, target, spec, all_rows)
@@ -225,24 +244,29 @@ def _statistics(head: Head, target, row_weight, mode, spec: HeadSpec, may_keep_l
 
 
 def _gradients(head: Head, target, kept_logits: _KeptLogits | None, stats, g_loss, g_entropy, spec: HeadSpec):
-    """The gradients in `spec.needs`, from `kept_logits` and from the logits of the other chunks, computed again."""
+    """Return the gradients in `spec.needs`, from `kept_logits` and from recomputed logits of the other chunks."""
     with no_autocast(head.x.device.type):
         chunks, buffer = kept_logits or (_chunks_of(head, target, spec, True), None)
-        lean = spec.lean or chunks.number <= 1  # one chunk has nothing to sum up, and dl includes the upstream gradient
+        lean = spec.lean or chunks.number <= 1  # one chunk needs no sum, and dl includes the upstream gradient
         return _walk(head, target, chunks, spec.needs, lean, spec, g_loss, g_entropy, stats, buffer)[1]
 
 
 class _LinearHead(torch.autograd.Function):
-    """(loss * row_weight, entropy or None, statistics), each of T rows. The docstring of the module explains `mode`."""
+    """Return (loss * row_weight, entropy or None, statistics) of T rows. The module docstring explains `mode`."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, u, lora_b, target, row_weight, mode, spec, may_keep_logits):
         ctx.set_materialize_grads(False)
-        head, traced = Head(x, weight, bias, u, lora_b), torch.compiler.is_compiling()
-        ctx.mode, ctx.spec, ctx.kept_logits = mode, spec, None
-        dtypes, factor, later = [None if t is None else t.dtype for t in head], row_weight, None
+        head = Head(x, weight, bias, u, lora_b)
+        traced = torch.compiler.is_compiling()
+        ctx.mode = mode
+        ctx.spec = spec
+        ctx.kept_logits = None
+        dtypes = [None if t is None else t.dtype for t in head]
+        factor = row_weight
+        later = None
         if mode != "recompute":
-            factor, later = folded(row_weight, spec.rows.scale, spec.compute_dtype, target)
+            factor, later = split_pow2_scale(row_weight, spec.rows.scale, spec.compute_dtype, target)
         if traced:
             now = spec._replace(needs=0) if mode == "recompute" else spec
             stats, *grads = _op(*head, target, None, factor, None, *now.flat())
@@ -251,7 +275,7 @@ class _LinearHead(torch.autograd.Function):
             stats, grads, ctx.kept_logits = _statistics(head, target, factor, mode, spec, may_keep_logits)
         ctx.early = grads is not None
         if ctx.early:
-            hold(ctx, grads, dtypes, target, later)
+            stash_grads(ctx, grads, dtypes, target, later)
         else:
             ctx.save_for_backward(*head, target, row_weight, stats)
             ctx.dtypes = dtypes
@@ -266,7 +290,7 @@ class _LinearHead(torch.autograd.Function):
     def backward(ctx, g_loss, g_entropy, _):
         spec, traced = ctx.spec, torch.compiler.is_compiling()
         if not spec.rows.extras >> ENTROPY & 1:
-            g_entropy = None  # it was not asked for, but while a call is traced it gets a gradient of zeros
+            g_entropy = None  # not requested, but a traced call gets a gradient of zeros for it
         if ctx.mode != "recompute":
             if g_entropy is not None and not traced:
                 raise RuntimeError(
@@ -280,9 +304,9 @@ class _LinearHead(torch.autograd.Function):
             target, later = saved[:2]
             g, counted = g_loss.float(), target != spec.rows.ignore_index
             factor = one_number(g, counted) if ctx.mode == "uniform" else torch.where(counted, g, 0.0)
-            if g_entropy is not None:  # it is traced: a value other than 0 gives NaN, as any broken promise does
+            if g_entropy is not None:  # traced: a value other than 0 gives NaN, like any broken promise
                 factor = torch.where((g_entropy == 0).all(), factor, torch.nan)
-            return *give_away(ctx, saved, factor if later is None else factor * later), *(None,) * 5
+            return *take_scaled_grads(ctx, saved, factor if later is None else factor * later), *(None,) * 5
         *tensors, target, row_weight, stats = saved
         head, kept_logits = Head(*tensors), ctx.kept_logits
         if kept_logits is not None and graph_is_kept():
@@ -298,7 +322,7 @@ class _LinearHead(torch.autograd.Function):
             _, *grads = _op(*head, target, stats, g, g_entropy, *spec.flat())
         else:
             grads = _gradients(head, target, kept_logits, stats, g, g_entropy, spec)
-        del kept_logits  # frees the logits before an fp32 sum is rounded
+        del kept_logits  # free the logits before an fp32 sum is rounded
         grads = _where_wanted(grads, spec.needs)
         return *[None if g is None else g.to(d) for g, d in zip(grads, ctx.dtypes, strict=True)], *(None,) * 5
 
@@ -306,19 +330,20 @@ class _LinearHead(torch.autograd.Function):
 def run_head(
     head: Head, target, dtype, row_weight, rows: RowSpec, known_upstream, accumulate, chunk_rows, may_keep_logits=True
 ):
-    """(loss, entropy, stats), each of T rows, in the mode that fits.
+    """Return (loss, entropy, stats), each for T rows, in the mode that fits.
 
-    `head`, `target` and `dtype` are what `prepare` returned. `known_upstream` promises that the upstream gradient of
-    the loss is one number for all rows. `may_keep_logits` allows the call to hold a chunk of logits until its backward
-    pass; it is False for calls of which several wait for one backward pass.
+    `head`, `target` and `dtype` come from `prepare`. `known_upstream` promises that the upstream gradient of the loss
+    is one number for all rows. `may_keep_logits` lets the call hold a chunk of logits until its backward pass; it is
+    False if several calls wait for one backward pass.
     """
     needs = head.needs()
     spec = HeadSpec(rows, needs, accumulate == "lean", chunk_rows or 0, dtype)
     if row_weight is not None:
-        row_weight = row_weight.contiguous()  # the kernel reads rows by number
+        row_weight = row_weight.contiguous()  # the kernel indexes rows of a contiguous tensor
     if not needs:
         stats = _op(*head, target, None, None, None, *spec.flat())[0]
-        return stats[LOSS] if row_weight is None else stats[LOSS] * row_weight, stats[ENTROPY], stats
+        loss = stats[LOSS] if row_weight is None else stats[LOSS] * row_weight
+        return loss, stats[ENTROPY], stats
     if known_upstream:
         mode = "uniform"
     elif not needs & (DW | DBIAS | DB) and not rows.extras >> ENTROPY & 1:
@@ -346,17 +371,16 @@ def linear_cross_entropy(
     accumulate: str = "fp32",
     chunk_rows: int | None = None,
 ) -> torch.Tensor:
-    """F.cross_entropy(z.float(), target, ...) of z = softcap * tanh(logit_scale * l / softcap), in nats and in fp32,
-    with l = F.linear(hidden, weight, bias) + scaling * lora_input @ A.T @ B.T. The logits of all rows never exist.
+    """Compute F.cross_entropy(z.float(), target, ...) with z = softcap * tanh(logit_scale * l / softcap), in nats and
+    fp32, and l = F.linear(hidden, weight, bias) + scaling * lora_input @ A.T @ B.T. The logits of all rows never exist.
 
-    For `"mean"` and `"sum"` the gradients are computed with the loss. Any upstream gradient is honoured. A frozen
-    weight costs neither its product nor its memory. Inside torch.autocast everything is cast as F.linear would cast it,
-    and the gradient of an fp32 weight stays in fp32.
+    For `"mean"` and `"sum"`, the gradients are computed with the loss. Any upstream gradient is honoured. A frozen
+    weight costs neither a product nor memory. Inside torch.autocast everything is cast as in F.linear, and the gradient
+    of an fp32 weight stays in fp32.
 
     Args:
-        hidden (`torch.Tensor`): (..., H); bf16, fp16 or fp32 (float64: the PyTorch twin, with all logits). A slice
-            such as `hidden[:, :-1]` is copied; to avoid that, pass all of it and a target whose last position is
-            `ignore_index`.
+        hidden (`torch.Tensor`): (..., H); bf16, fp16 or fp32 (float64: the PyTorch twin, with all logits). A slice such
+            as `hidden[:, :-1]` is copied; to avoid that, pass all of it and set the last target to `ignore_index`.
         weight (`torch.Tensor`): (V, H), dtype and device of `hidden` (the dtype may differ under autocast).
         target (`torch.Tensor`): Class ids (...), integers in [0, V) or `ignore_index`.
         bias (`torch.Tensor`, *optional*): (V,).
@@ -375,8 +399,8 @@ def linear_cross_entropy(
             `"lean"` sums it in its own dtype, which for bf16 halves its memory and rounds once per chunk instead of
             once.
         chunk_rows (`int`, *optional*): Rows of logits alive at once. Unset: all rows, if their logits take no more
-            memory than the fp32 sum of the weight's gradient, which one chunk does not need. Otherwise at most 4096
-            rows, whose logits take no more than that sum, or 640 MiB if that is more. On a CPU: 64 MiB.
+            memory than the fp32 sum of the weight's gradient (one chunk needs no sum). Otherwise at most 4096 rows,
+            with logits no larger than that sum, or 640 MiB if that is more. On a CPU: 64 MiB.
 
     Returns:
         `torch.Tensor`, fp32 (float64 for float64): () or, for `"none"`, the shape of `target`. Nothing to average
@@ -395,13 +419,23 @@ def linear_cross_entropy(
     if takes_twin(*head, target, token_weights):
         check_target_of_twin(y, ignore_index, weight.shape[0], hidden)
         return reference.linear_cross_entropy(
-            hidden, weight, target.long(), bias, ignore_index=ignore_index, reduction=reduction,
-            label_smoothing=label_smoothing, softcap=softcap, logit_scale=logit_scale, z_loss=z_loss,
-            token_weights=token_weights, lora=lora, lora_input=lora_input,
-        )  # fmt: skip
+            hidden,
+            weight,
+            target.long(),
+            bias,
+            ignore_index=ignore_index,
+            reduction=reduction,
+            label_smoothing=label_smoothing,
+            softcap=softcap,
+            logit_scale=logit_scale,
+            z_loss=z_loss,
+            token_weights=token_weights,
+            lora=lora,
+            lora_input=lora_input,
+        )
     if token_weights is not None:
         row_weight = torch.where(y != ignore_index, token_weights.reshape(-1), 0.0)
-    divisor = None  # it is launched before the head, which waits for the device
+    divisor = None  # launched before the head, because the head waits for the device
     if reduction == "mean" and row_weight is None:
         divisor = (y != ignore_index).sum().clamp(min=1)
     elif reduction == "mean":
@@ -432,26 +466,25 @@ def linear_logprobs(
     accumulate: str = "fp32",
     chunk_rows: int | None = None,
 ) -> LogProbs:
-    """log_softmax(z)[target] of z = softcap * tanh(logit_scale * l / softcap) / temperature, with the logits l of
-    `linear_cross_entropy`, and further per-token quantities of p = softmax(z). The logits of all rows never exist.
+    """Compute log_softmax(z)[target] with z = softcap * tanh(logit_scale * l / softcap) / temperature and the logits l
+    of `linear_cross_entropy`, and further per-token quantities of p = softmax(z). The logits of all rows never exist.
 
-    Any upstream gradient is honoured. For that the backward pass computes the logits again (four products in all),
-    except those of the last chunk, or the only one, which are kept until then (three products). If the weight is frozen
-    and no entropy is asked for, it only scales what the forward pass computed (two products). `uniform_grad=True`
-    spares the fourth product of every chunk.
+    Any upstream gradient is honoured. So backward recomputes the logits (four products in all), except for the last or
+    only chunk, which is kept (three products). With a frozen weight and no entropy, it only scales what forward
+    computed (two products). `uniform_grad=True` saves the fourth product of every chunk.
 
     Args:
         hidden, weight, target, bias, softcap, logit_scale, ignore_index, lora, lora_input, accumulate, chunk_rows:
             As in `linear_cross_entropy`.
         temperature (`float`, *optional*, defaults to 1.0): Divides the logits, after the softcap.
         label_smoothing (`float`, *optional*, defaults to 0.0): With e, `log_probs` is
-            (1 - e) * log p_target + e * mean_v log p_v, whose negative is the row's term of a label-smoothed loss.
-        outputs (`tuple`, *optional*, defaults to `("log_probs",)`): Which fields are wanted. `entropy` is
+            (1 - e) * log p_target + e * mean_v log p_v: minus the row's term of a label-smoothed loss.
+        outputs (`tuple`, *optional*, defaults to `("log_probs",)`): Fields to return. `entropy` is
             -sum_v p_v log p_v, `log_sum_sq_probs` is log(sum_v p_v**2), `mean_logits` is mean_v z_v, and `is_top1` says
             whether the target has the first largest logit. Only `log_probs` and `entropy` are differentiable.
-        uniform_grad (`bool`, *optional*, defaults to `False`): Promise that all rows that are not ignored get one and
-            the same upstream gradient, as from a sum or mean of `log_probs`. A broken promise makes every gradient NaN,
-            and a gradient that reaches the entropy raises a RuntimeError.
+        uniform_grad (`bool`, *optional*, defaults to `False`): Promise that all rows that are not ignored get the same
+            upstream gradient, as from a sum or mean of `log_probs`. If the promise is broken, every gradient is NaN; a
+            gradient for the entropy raises a RuntimeError.
 
     Returns:
         `LogProbs`.
@@ -473,35 +506,44 @@ def linear_logprobs(
     if takes_twin(*head, target):
         check_target_of_twin(y, ignore_index, weight.shape[0], hidden)
         return reference.linear_logprobs(
-            hidden, weight, target.long(), bias, temperature=temperature, softcap=softcap, logit_scale=logit_scale,
-            label_smoothing=label_smoothing, ignore_index=ignore_index, lora=lora, lora_input=lora_input,
+            hidden,
+            weight,
+            target.long(),
+            bias,
+            temperature=temperature,
+            softcap=softcap,
+            logit_scale=logit_scale,
+            label_smoothing=label_smoothing,
+            ignore_index=ignore_index,
+            lora=lora,
+            lora_input=lora_input,
             outputs=outputs,
-        )  # fmt: skip
+        )
     extras = sum(1 << _STATISTIC[name] for name in set(outputs) - {"log_probs"})
     rows = RowSpec(
         ignore_index, logit_scale / temperature, (softcap or 0.0) / temperature, float(label_smoothing), 0.0, extras
     )
     loss, entropy, stats = run_head(head, y, dtype, None, rows, uniform_grad, accumulate, chunk_rows)
-    found = {name: stats[_STATISTIC[name]].view(target.shape) for name in _STATISTIC}
-    found["is_top1"] = found["is_top1"] > 0
+    fields = {name: stats[_STATISTIC[name]].view(target.shape) for name in _STATISTIC}
+    fields["is_top1"] = fields["is_top1"] > 0
     # A result with a gradient must not be a view. FSDP2 attaches its gather to what a module returns, and a write into
     # a view would drop it.
-    found["log_probs"] = -loss.view(target.shape)
+    fields["log_probs"] = -loss.view(target.shape)
     if "entropy" in outputs:
-        found["entropy"] = entropy.view(target.shape).clone()
-    return LogProbs(**{name: found[name] for name in outputs})
+        fields["entropy"] = entropy.view(target.shape).clone()
+    return LogProbs(**{name: fields[name] for name in outputs})
 
 
 def _head(x, weight, target, share, rows, accumulate, chunk_rows, may_keep_logits=False):
-    """(loss (), statistics) of the rows of x with one weight. `may_keep_logits` promises that no other head waits for
-    its backward pass meanwhile."""
+    """Return (loss (), statistics) of the rows of x with one weight. `may_keep_logits` promises that no other head
+    waits for its backward pass meanwhile."""
     prepared = prepare(x, weight, target, None, None, None, accumulate, chunk_rows)
     loss, _, stats = run_head(*prepared, share, rows, True, accumulate, chunk_rows, may_keep_logits)
     return loss.sum(), stats
 
 
 def _head_and_gradients(x, weight, *options):
-    """`_head`, with its backward pass done at once, which frees its logits or the fp32 sum of the weight's gradient."""
+    """Run `_head` and its backward pass at once. This frees its logits, or the fp32 sum of the weight's gradient."""
     leaves = [t.detach().requires_grad_(t.requires_grad) for t in (x, weight)]
     loss, stats = _head(*leaves, *options, may_keep_logits=True)
     grads = torch.autograd.grad(loss, [t for t in leaves if t.requires_grad])
@@ -509,10 +551,10 @@ def _head_and_gradients(x, weight, *options):
 
 
 def counted_rows(target: torch.Tensor, vocab: int, ignore_index: int = -100) -> list[torch.Tensor]:
-    """The rows t of each head, int64, whose target counts.
+    """Return, for each head, the rows t (int64) with a target that counts.
 
-    Called with these rows alone and with `ignore_index=EVERY_ROW`, `linear_heads_cross_entropy` does not wait for the
-    device. So the host waits once for all heads instead of twice for each, and hurries ahead of the first of them.
+    Given only these rows and `ignore_index=EVERY_ROW`, `linear_heads_cross_entropy` does not wait for the device. So
+    the host waits once for all heads instead of twice for each, and runs ahead of the device from the first head on.
 
     Args:
         target (`torch.Tensor`): Class ids (K, T), integers in [0, V) or `ignore_index`.
@@ -538,33 +580,32 @@ def linear_heads_cross_entropy(
     accumulate: str = "fp32",
     chunk_rows: int | None = None,
 ) -> HeadsLoss:
-    """Sum over heads k and rows t of row_weight[k, t] * F.cross_entropy(z[k, t], target[k, t]), in nats and in fp32,
-    with z[k] = softcap * tanh(logit_scale * l / softcap) and l = hidden[k] @ weight[k].T. The logits of one chunk of
-    rows are all that ever exists, whatever K.
+    """Sum row_weight[k, t] * F.cross_entropy(z[k, t], target[k, t]) over heads k and rows t, in nats and fp32, with
+    z[k] = softcap * tanh(logit_scale * l / softcap) and l = hidden[k] @ weight[k].T. Only one chunk of logits exists at
+    a time, for any K.
 
-    The gradients are computed with the loss. Any upstream gradient is honoured. A frozen weight costs neither its
-    product nor its memory. Tied heads are one call on K * T rows. Inside torch.autocast everything is cast as F.linear
-    would cast it.
+    The gradients are computed with the loss. Any upstream gradient is honoured. A frozen weight costs neither a product
+    nor memory. Tied heads are one call on K * T rows. Inside torch.autocast everything is cast as in F.linear.
 
     Rounding. The gradient of a tied weight is summed in fp32 over all heads and chunks and rounded once, after the
     multiplication by the upstream gradient. The gradients of untied bf16 weights are summed in fp32 too, but each is
-    rounded as soon as its head is done, so that K sums of V * H * 4 bytes never exist together. An upstream gradient
-    that is not a power of two then rounds it a second time (two roundings of at most 2**-9 each, where a tensor of bf16
-    cannot do with less than one). fp16 weights keep their fp32 sums until the backward pass, since a sum that is not
-    yet multiplied by the upstream gradient may overflow. So do bf16 weights under torch.compile.
+    rounded as soon as its head is done: K sums of V * H * 4 bytes never exist together. An upstream gradient that is
+    not a power of two then rounds it again (two roundings of at most 2**-9 each; bf16 needs at least one). fp16 weights
+    keep their fp32 sums until backward, because a sum before the upstream gradient may overflow. So do bf16 weights
+    under torch.compile.
 
     Args:
-        hidden (`torch.Tensor` or `list`): The rows that meet the weight, of each head: (K, T, H) or K tensors (T, H);
-            bf16, fp16 or fp32 (float64: the PyTorch twin, with all logits). A list is copied into one tensor for a tied
-            weight; for untied ones nothing is copied.
+        hidden (`torch.Tensor` or `list`): Rows of each head, (K, T, H) or K tensors (T, H); bf16, fp16 or fp32
+            (float64: the PyTorch twin, with all logits). A list is copied into one tensor for a tied weight; for untied
+            ones nothing is copied.
         weight (`torch.Tensor` or `list`): (V, H), tied, or K tensors (V, H), untied; dtype and device of `hidden` (the
             dtype may differ under autocast).
-        target (`torch.Tensor`): Class ids (K, T), integers in [0, V) or `ignore_index`. The caller shifts those of each
-            head: head k of Medusa, counted from 1, predicts the token k + 1 places ahead.
+        target (`torch.Tensor`): Class ids (K, T), integers in [0, V) or `ignore_index`. The caller shifts them for each
+            head: Medusa's head k, counted from 1, predicts the token k + 1 places ahead.
         row_weight (`torch.Tensor`, *optional*): fp32, (K,) or (K, T), without gradient; the factor of each row's loss.
             Unset: 1. Nothing is divided by a number of rows.
         ignore_index (`int`, *optional*, defaults to -100): Rows with this target are dropped before the product.
-            `EVERY_ROW` promises that there is none, and that no target is outside [0, V).
+            `EVERY_ROW` promises that no row is ignored and no target is outside [0, V).
         softcap (`float`, *optional*): Unset: z = logit_scale * l.
         logit_scale (`float`, *optional*, defaults to 1.0): Multiplies the logits.
         accumulate (`str`, *optional*, defaults to `"fp32"`): Where the weight's gradient is summed over the chunks.
@@ -589,9 +630,14 @@ def linear_heads_cross_entropy(
         compute_dtype(hidden[0], *(("weight", w) for w in weights))
         check_target_of_twin(target, ignore_index, weights[0].shape[0], hidden[0])
         return reference.linear_heads_cross_entropy(
-            hidden, weight, target.long(), row_weight=share, ignore_index=ignore_index, softcap=softcap,
+            hidden,
+            weight,
+            target.long(),
+            row_weight=share,
+            ignore_index=ignore_index,
+            softcap=softcap,
             logit_scale=logit_scale,
-        )  # fmt: skip
+        )
     spec = RowSpec(ignore_index, float(logit_scale), float(softcap or 0.0), extras=1 << IS_TOP1)
     if tied:
         x = hidden if isinstance(hidden, torch.Tensor) else torch.stack(tuple(hidden))
@@ -606,5 +652,6 @@ def linear_heads_cross_entropy(
             own = None if share is None else share[k]
             per_head.append(run(hidden[k], w, target[k], own, spec, accumulate, chunk_rows))
         losses, all_stats = zip(*per_head, strict=True)
-        loss, stats = torch.stack(losses).sum(), torch.stack(all_stats, 1)
+        loss = torch.stack(losses).sum()
+        stats = torch.stack(all_stats, 1)
     return HeadsLoss(loss, stats[LOSS].sum(1), (stats[IS_TOP1] > 0).sum(1), counted.sum(1))

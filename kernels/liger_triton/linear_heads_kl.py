@@ -1,36 +1,35 @@
-"""Forward KL of K heads from a teacher of the same vocabulary, whose rows lie k places ahead (self-distilled Medusa
-heads), without the logits of all rows of any of them.
+"""Forward KL of K heads from a teacher with the same vocabulary, k rows ahead (self-distilled Medusa heads). The logits
+of all rows never exist.
 
     teacher of head k at row t (k = 1 ... K):  q = softmax(z(teacher_hidden[t + k] @ teacher_weight.T))
     student:                                   p = softmax(z(hidden[k - 1, t] @ weight[k - 1].T))
 
 For both, z = scale * l, or z = softcap * tanh(scale * l / softcap) with a softcap. With m = max z, a its first
-position, rest = sum of exp(z_v - m) over v != a, log_s = log(1 + rest) and p_v = exp(z_v - m) / (1 + rest); p is that
-of the student, q that of the teacher, and x_v = log(p_v / q_v):
+position, rest = sum of exp(z_v - m) over v != a, log_s = log(1 + rest) and p_v = exp(z_v - m) / (1 + rest); p is the
+student's, q the teacher's, and x_v = log(p_v / q_v):
 
     KL(q || p) = sum_v q_v log(q_v / p_v) = sum_v q_v (exp(x_v) - 1 - x_v)        since the p_v and the q_v sum to 1
     dz_v       = w * (p_v - q_v) = w * q_v * (exp(x_v) - 1)                       w: the weight of the row
 
 The gradient with respect to l is dz_v * scale, times (1 - tanh**2) with a softcap.
 
-Exactness. No term of the second sum is negative, so that nothing cancels. Where |x_v| < 1/2, exp(x) - 1 - x comes from
-its series (relative error 4e-8). Two nearly equal rows then have an exact small KL, and two rows that are sure of the
-same token an exact gradient, where p - q would cancel. rest leaves out the largest logit, so that log_s of such a row
-keeps its digits. Differences are taken against m. A token that has probability 0 under the teacher adds p_v; if only
-the student gives it 0, the KL is infinite. A NaN in either row makes its loss and gradient NaN.
+Exactness. No term of the second sum is negative, so nothing cancels. For |x_v| < 1/2, exp(x) - 1 - x comes from its
+series (relative error 4e-8). Two nearly equal rows then get an exact small KL. Two rows that are sure of the same token
+get an exact gradient, where p - q would cancel. rest excludes the largest logit, so log_s of such a row keeps its
+digits. Differences are taken against m. A token that has probability 0 under the teacher adds p_v; if only the student
+gives it 0, the KL is infinite. A NaN in either row makes its loss and gradient NaN.
 
-The rows t are cut into windows of consecutive rows, which overlap by K - 1 rows of the teacher. In each window, the
-rows of the teacher that some head needs are projected once. Then the rows of the heads that count are projected, in one
-product if the heads are tied, turned into KL and gradient in place, and multiplied by the weight and by the hidden
-states. So a token costs one projection of the teacher and one of each head, instead of two of each head.
+The rows t are cut into windows of consecutive rows; windows overlap by K - 1 rows of the teacher. In each window, the
+teacher's rows that any head needs are projected once. Then the heads' rows that count are projected (one product for
+tied heads), turned into KL and gradient in place, and multiplied by the weight and by the hidden states. So a token
+costs one projection of the teacher and one of each head, instead of two of each head.
 
 Memory beyond inputs and gradients: the logits of a window in the compute dtype, 640 MiB in all on a GPU whatever K (64
 MiB of fp32 on a CPU; plain PyTorch takes about eight times its rows of the student); the fp32 sums of the gradients of
 trained weights, until the backward pass rounds them; and converted weights under autocast.
 
 Shapes  student (n, V), over which its gradient is written; teacher (m, V); rows of any stride. `teacher_row` (n,) int64
-        is the row of the teacher that belongs to a row of the student, so that several heads share one row of teacher
-        logits.
+        is the teacher's row for a row of the student: several heads share one row of teacher logits.
 Bytes   b per element. The statistics of the teacher read mVb, once. The pass over the student reads 2nVb of it and nVb
         of the teacher, and with the gradient writes nVb.
 """
@@ -46,7 +45,7 @@ from ._head_inputs import check_chunking, check_heads, check_options, check_per_
 from ._launch import launch, next_power_of_2
 from ._products import back, project
 from ._row_pass import LOWEST, transform
-from .known_gradients import folded, with_gradients
+from .known_gradients import split_pow2_scale, with_gradients
 from .results import HeadsLoss
 
 MAX_BLOCK = 4096  # three vectors of a block live in registers: 8 elements a thread with 16 warps
@@ -54,9 +53,9 @@ MAX_BLOCK = 4096  # three vectors of a block live in registers: 8 elements a thr
 
 @jit
 def _largest_and_rest(X, V, scale, softcap, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr):
-    """(m, rest, a) of a row. Every lane keeps numbers of its own until the end. The lane that holds a is then the one
-    whose largest logit is left out of rest. m_v begins finite, so that no difference is inf - inf, with a logit that is
-    not in the row: the -1 in rest_v takes it out, unless the row has this number after all, in its first column."""
+    """Return (m, rest, a) of a row. Each lane keeps its own numbers until the end. Then the lane that holds a leaves
+    its largest logit out of rest. m_v starts at a finite number, so no difference is inf - inf. That number is not a
+    logit of the row: the -1 in rest_v removes it, unless the row does have it, in its first column."""
     lane = tl.arange(0, BLOCK)
     m_v = tl.full((BLOCK,), LOWEST, tl.float32)
     rest_v = tl.full((BLOCK,), -1.0, tl.float32)
@@ -66,7 +65,7 @@ def _largest_and_rest(X, V, scale, softcap, SOFTCAP: tl.constexpr, BLOCK: tl.con
         z, _ = transform(tl.load(X + off, mask=off < V, other=0.0).to(tl.float32), scale, softcap, SOFTCAP)
         z = tl.where(off < V, z, float("-inf"))
         d = z - m_v
-        grows = z > m_v  # not d > 0, since the compiler may have left out the rounding of z in d
+        grows = z > m_v  # d > 0 would be wrong: the compiler may leave out the rounding of z in d
         e = tl.exp(-tl.abs(d))
         rest_v = tl.where(grows, (rest_v + 1.0) * e, rest_v + e)  # the former largest joins the rest
         at_v = tl.where(grows, off, at_v)
@@ -79,14 +78,14 @@ def _largest_and_rest(X, V, scale, softcap, SOFTCAP: tl.constexpr, BLOCK: tl.con
 
 @jit
 def _log1p(r):
-    """log(1 + r) as log(u) * r / (u - 1) with u = 1 + r."""
+    """Return log(1 + r), as log(u) * r / (u - 1) with u = 1 + r."""
     u = 1.0 + r
     return tl.where(u == 1.0, r, tl.log(u) * (r / tl.where(u == 1.0, 1.0, u - 1.0)))
 
 
 @jit
 def _teacher_kernel(X, STATS, TOP, x_stride, V, scale, softcap, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr):
-    """Writes m and rest of row `program_id(0)` to STATS (n, 2), and a to TOP (n,)."""
+    """Write m and rest of row `program_id(0)` to STATS (n, 2), and a to TOP (n,)."""
     row = tl.program_id(0).to(tl.int64)  # int64: row * stride passes 2**31
     m, rest, at = _largest_and_rest(X + row * x_stride, V, scale, softcap, SOFTCAP, BLOCK)
     tl.store(STATS + 2 * row, m)
@@ -96,10 +95,24 @@ def _teacher_kernel(X, STATS, TOP, x_stride, V, scale, softcap, SOFTCAP: tl.cons
 
 @jit
 def _kl_kernel(
-    X, Q, STATS, TEACHER_ROW, WEIGHT, LOSS, TOP, x_stride, q_stride, V, scale, softcap,
-    DO_GRAD: tl.constexpr, HAS_WEIGHT: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Writes LOSS and TOP (n,) of row `program_id(0)` of X, and with DO_GRAD the gradient of the row over it."""
+    X,
+    Q,
+    STATS,
+    TEACHER_ROW,
+    WEIGHT,
+    LOSS,
+    TOP,
+    x_stride,
+    q_stride,
+    V,
+    scale,
+    softcap,
+    DO_GRAD: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Write LOSS and TOP (n,) of row `program_id(0)` of X. With DO_GRAD, overwrite the row with its gradient."""
     row = tl.program_id(0).to(tl.int64)
     teacher = tl.load(TEACHER_ROW + row)
     X += row * x_stride
@@ -117,7 +130,7 @@ def _kl_kernel(
     lane = tl.arange(0, BLOCK)
     kl_v = tl.zeros((BLOCK,), tl.float32)
     last = (V - 1) // BLOCK * BLOCK
-    for read in range(0, V, BLOCK):  # backwards, because what was read last is still in a cache
+    for read in range(0, V, BLOCK):  # backwards: the blocks read last are still in a cache
         off = last - read + lane
         inside = off < V
         z, slope = transform(tl.load(X + off, mask=inside, other=0.0).to(tl.float32), scale, softcap, SOFTCAP)
@@ -139,13 +152,13 @@ def _kl_kernel(
 
 
 def _block(vocab):
-    """(BLOCK, num_warps)."""
+    """Return (BLOCK, num_warps)."""
     block = min(MAX_BLOCK, next_power_of_2(vocab))
     return {"BLOCK": block, "num_warps": max(4, block // 256)}
 
 
 def _torch_z(logits, scale, softcap):
-    """z and dz/dl in fp32; 1 - tanh**2 by exp(-2|x|), as in `_row_pass._transform`."""
+    """Return z and dz/dl in fp32; 1 - tanh**2 comes from exp(-2|x|), as in `_row_pass.transform`."""
     z = logits.float() * scale
     if not softcap:
         return z, scale
@@ -160,7 +173,7 @@ def _torch_largest_and_rest(z):
 
 
 def teacher_pass(teacher, scale: float, softcap: float):
-    """(stats (m, 2) fp32, argmax (m,)) of teacher logits (m, V). `softcap` 0.0: none."""
+    """Return (stats (m, 2) fp32, argmax (m,)) of teacher logits (m, V). `softcap` 0.0 means no cap."""
     n, vocab = teacher.shape
     if not use_triton(teacher):
         m, rest, at = _torch_largest_and_rest(_torch_z(teacher, scale, softcap)[0])
@@ -168,16 +181,26 @@ def teacher_pass(teacher, scale: float, softcap: float):
     stats = torch.empty((n, 2), dtype=torch.float32, device=teacher.device)
     top = torch.empty(n, dtype=torch.int32, device=teacher.device)
     launch(
-        _teacher_kernel, (n,), teacher, stats, top, teacher.stride(0), vocab, scale, softcap,
-        SOFTCAP=softcap != 0.0, **_block(vocab),
-    )  # fmt: skip
+        _teacher_kernel,
+        (n,),
+        teacher,
+        stats,
+        top,
+        teacher.stride(0),
+        vocab,
+        scale,
+        softcap,
+        SOFTCAP=softcap != 0.0,
+        **_block(vocab),
+    )
     return stats, top
 
 
 def kl_pass(student, teacher, stats, teacher_row, row_weight, scale: float, softcap: float, want_grad: bool):
-    """(KL (n,) fp32, argmax (n,)) of the student's rows; with `want_grad` their gradient over `student`.
+    """Return (KL (n,) fp32, argmax (n,)) of the student's rows. With `want_grad`, overwrite `student` with the
+    gradient.
 
-    `stats`: what `teacher_pass` found. `row_weight` (n,) fp32 is a factor of the gradient alone; None: 1.
+    `stats` comes from `teacher_pass`. `row_weight` (n,) fp32 is a factor of the gradient alone; None: 1.
     """
     n, vocab = student.shape
     if not use_triton(student):
@@ -185,15 +208,30 @@ def kl_pass(student, teacher, stats, teacher_row, row_weight, scale: float, soft
     loss = torch.empty(n, dtype=torch.float32, device=student.device)
     top = torch.empty(n, dtype=torch.int32, device=student.device)
     launch(
-        _kl_kernel, (n,), student, teacher, stats, teacher_row, loss if row_weight is None else row_weight, loss, top,
-        student.stride(0), teacher.stride(0), vocab, scale, softcap,
-        DO_GRAD=want_grad, HAS_WEIGHT=row_weight is not None, SOFTCAP=softcap != 0.0, **_block(vocab),
-    )  # fmt: skip
+        _kl_kernel,
+        (n,),
+        student,
+        teacher,
+        stats,
+        teacher_row,
+        loss if row_weight is None else row_weight,
+        loss,
+        top,
+        student.stride(0),
+        teacher.stride(0),
+        vocab,
+        scale,
+        softcap,
+        DO_GRAD=want_grad,
+        HAS_WEIGHT=row_weight is not None,
+        SOFTCAP=softcap != 0.0,
+        **_block(vocab),
+    )
     return loss, top
 
 
 def _torch_kl_pass(student, teacher, stats, teacher_row, row_weight, scale, softcap, want_grad):
-    """`_kl_kernel` in plain PyTorch. It takes whole rows at once, and holds about eight fp32 copies of `student`."""
+    """Run `_kl_kernel` in plain PyTorch: whole rows at once, with about eight fp32 copies of `student`."""
     z, slope = _torch_z(student, scale, softcap)
     m, rest, at = _torch_largest_and_rest(z)
     m_q, rest_q = stats[teacher_row].unbind(1)
@@ -212,7 +250,7 @@ def _torch_kl_pass(student, teacher, stats, teacher_row, row_weight, scale, soft
 
 
 def _expm1_minus(x):
-    """exp(x) - 1 - x for |x| < 1/2, by its series."""
+    """Return exp(x) - 1 - x for |x| < 1/2, by its series."""
     series = torch.full_like(x, 1.0 / 40320)
     for k in (5040, 720, 120, 24, 6, 2):
         series.mul_(x).add_(1.0 / k)
@@ -220,10 +258,12 @@ def _expm1_minus(x):
 
 
 def _windows(valid, size):
-    """For each window: the rows of the teacher (m,), with m <= size; the rows t of the heads (n,), those of head 1
-    first; the place of the teacher of each among the m rows (n,); and how many of the n belong to head 1, 2 ... K.
+    """Yield for each window: teacher rows, head rows, the teacher's place for each head row, and the count per head.
 
-    `valid` (K, T) is a bool tensor on the CPU and False where the teacher would lie past the last row; size >= K."""
+    Teacher rows are (m,), m <= size. Head rows t are (n,), head 1 first. Places (n,) index the m teacher rows. The
+    counts say how many of the n rows belong to head 1, 2 ... K. `valid` (K, T) is a bool tensor on the CPU, False where
+    the teacher would lie past the last row; size >= K.
+    """
     heads, rows = valid.shape
     needed = torch.zeros(rows, dtype=torch.bool)
     for k in range(heads):
@@ -232,7 +272,10 @@ def _windows(valid, size):
     wanted = needed.nonzero().squeeze(1)
     counted = valid.any(0).nonzero().squeeze(1)
     end, total = 0, wanted.shape[0]
-    while (nearest := int(torch.searchsorted(counted, end))) < counted.shape[0]:
+    while True:
+        nearest = int(torch.searchsorted(counted, end))
+        if nearest >= counted.shape[0]:
+            return
         begin = int(counted[nearest])
         low = int(torch.searchsorted(wanted, begin + 1))
         end = rows if low + size >= total else int(wanted[low + size]) - heads
@@ -244,17 +287,34 @@ def _windows(valid, size):
 
 @kernel_op("linear_heads_kl")
 def _kl_op(
-    teacher_hidden: torch.Tensor, teacher_weight: torch.Tensor, hidden: list[torch.Tensor],
-    weights: list[torch.Tensor], valid: torch.Tensor, row_weight: torch.Tensor | None, target: torch.Tensor | None,
-    scale: float, softcap: float, want_dx: bool, want_dw: list[bool], lean: bool, chunk_rows: int, dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:  # fmt: skip
-    """KL (K, T), whether the argmax of the student is that of the teacher or the target (K, T), dx (K, T, H), and dW of
-    each weight for which it is wanted. `weights` is one for all heads, or one for each."""
-    heads, (rows, width), vocab, device = len(hidden), hidden[0].shape, teacher_weight.shape[0], valid.device
-    on_cpu = valid.cpu()  # the one place where the host waits for the device
+    teacher_hidden: torch.Tensor,
+    teacher_weight: torch.Tensor,
+    hidden: list[torch.Tensor],
+    weights: list[torch.Tensor],
+    valid: torch.Tensor,
+    row_weight: torch.Tensor | None,
+    target: torch.Tensor | None,
+    scale: float,
+    softcap: float,
+    want_dx: bool,
+    want_dw: list[bool],
+    lean: bool,
+    chunk_rows: int,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    """Return KL (K, T), top-1 hits (K, T), dx (K, T, H), and dW of each weight that needs one.
+
+    A hit means that the student's argmax equals the target, or the teacher's argmax without targets. `weights` is one
+    for all heads, or one for each.
+    """
+    heads = len(hidden)
+    rows, width = hidden[0].shape
+    vocab = teacher_weight.shape[0]
+    device = valid.device
+    on_cpu = valid.cpu()  # only here does the host wait for the device
     tied = len(weights) == 1
     groups = [range(heads)] if tied else [range(k, k + 1) for k in range(heads)]
-    most = max(len(group) for group in groups)  # how many rows of the student a row of the teacher may have
+    most = max(len(group) for group in groups)  # the most student rows per teacher row
     rounded = [
         w.numel() * w.element_size()
         for w, want in zip(weights, want_dw, strict=True)
@@ -279,7 +339,8 @@ def _kl_op(
         teacher = buffer[: of_teacher.shape[0], :vocab]
         project(teacher_hidden[of_teacher].to(dtype), teacher_factor, teacher)
         stats, teacher_top = teacher_pass(teacher, scale, softcap)
-        head_rows, head_places = of_heads.split(per_head), places.split(per_head)
+        head_rows = of_heads.split(per_head)
+        head_places = places.split(per_head)
         for group, factor, dw in zip(groups, factors, sums, strict=True):
             mine = [k for k in group if per_head[k]]
             if not mine:
@@ -304,9 +365,21 @@ def _kl_op(
 
 @_kl_op.register_fake
 def _(
-    teacher_hidden, teacher_weight, hidden, weights, valid, row_weight, target, scale, softcap, want_dx, want_dw, lean,
-    chunk_rows, dtype,
-):  # fmt: skip
+    teacher_hidden,
+    teacher_weight,
+    hidden,
+    weights,
+    valid,
+    row_weight,
+    target,
+    scale,
+    softcap,
+    want_dx,
+    want_dw,
+    lean,
+    chunk_rows,
+    dtype,
+):
     kl, agree = (valid.new_empty(valid.shape, dtype=torch.float32) for _ in range(2))
     dx = hidden[0].new_empty((*valid.shape, hidden[0].shape[1]) if want_dx else 0)
     sums = [w.new_empty(w.shape, dtype=sum_dtype(w, lean)) for w, want in zip(weights, want_dw, strict=True) if want]
@@ -327,41 +400,41 @@ def linear_heads_kl(
     accumulate: str = "fp32",
     chunk_rows: int | None = None,
 ) -> HeadsLoss:
-    """Sum over heads k = 1 ... K and rows t of row_weight * KL(q || p), in nats and in fp32, where p is the
-    distribution of head k at row t, and q that of the teacher at row t + k. The logits of one window of rows are all
-    that ever exists, whatever K, and each row of the teacher is projected once for all heads.
+    """Sum row_weight * KL(q || p) over heads k = 1 ... K and rows t, in nats and fp32. p is the distribution of head k
+    at row t; q is the teacher's at row t + k. Only one window of logits exists at a time, for any K, and each teacher
+    row is projected once for all heads.
 
-    Only `hidden` and `weight` get gradients, which are computed with the loss. Any upstream gradient is honoured. A
-    frozen weight costs neither its product nor its memory. The gradient of each trained weight is summed in fp32 and
-    rounded once, after the multiplication by the upstream gradient. The sums take K * V * H * 4 bytes for K untied
-    weights, and half of that with `accumulate="lean"`. The logits of both are those of F.linear in the dtype of the
-    inputs. In bf16 their rounding is most of the error, as without fusing: 0.3% of a gradient for logits of standard
-    deviation 1, and 1% for logits of standard deviation 4.
+    Only `hidden` and `weight` get gradients, computed with the loss. Any upstream gradient is honoured. A frozen weight
+    costs neither a product nor memory. The gradient of each trained weight is summed in fp32 and rounded once, after
+    the multiplication by the upstream gradient. The sums take K * V * H * 4 bytes for K untied weights, half of that
+    with `accumulate="lean"`. Logits are computed as in F.linear, in the dtype of the inputs. In bf16 their rounding is
+    most of the error, as without fusing: 0.3% of a gradient for logits of standard deviation 1, and 1% for standard
+    deviation 4.
 
     Args:
         hidden, weight, row_weight, softcap, logit_scale: As in `linear_heads_cross_entropy`. softcap and logit_scale
             transform the teacher's logits too.
         teacher_hidden (`torch.Tensor`): (T, H'), the base model's last hidden states of the same rows, not shifted.
-        teacher_weight (`torch.Tensor`): (V, H'), its LM head, which may be `weight` itself.
-        valid (`torch.Tensor`): Bool (K, T), which says which rows count. Rows whose teacher t + k would lie past the
-            last row never do. If the rows are several sequences or documents, one after the other, the last k rows of
-            each must be False for head k.
+        teacher_weight (`torch.Tensor`): (V, H'), its LM head. It may be `weight` itself.
+        valid (`torch.Tensor`): Bool (K, T): True for rows that count. Rows with t + k past the last row never count. If
+            the rows hold several sequences or documents, the last k rows of each must be False for head k.
         target (`torch.Tensor`, *optional*): Class ids (K, T) for `head_top1`, read where `valid`. Unset: the argmax of
             the teacher.
         accumulate (`str`, *optional*, defaults to `"fp32"`): Where the gradient of a weight is summed over the windows.
             `"lean"` sums it in its own dtype, which for bf16 halves that memory and rounds once per window.
-        chunk_rows (`int`, *optional*): Rows of teacher logits alive at once, at least K. Rows of student logits are K
-            times as many for tied heads, and as many for untied ones. Unset: as many as fit into 640 MiB (64 MiB on a
-            CPU) together.
+        chunk_rows (`int`, *optional*): Rows of teacher logits alive at once, at least K. Tied heads have K times as
+            many rows of student logits, untied heads equally many. Unset: as many as fit into 640 MiB (64 MiB on a CPU)
+            together.
 
     Returns:
-        `HeadsLoss`. No row that counts: 0 with zero gradients.
+        `HeadsLoss`. If no row counts: 0 with zero gradients.
 
     Raises:
         ValueError: Shapes, vocabularies, dtypes or devices disagree, or an option is out of its range.
     """
     heads, rows, tied = check_heads(hidden, weight)
-    first, weights = hidden[0], [weight] if tied else list(weight)
+    first = hidden[0]
+    weights = [weight] if tied else list(weight)
     check_per_row("valid", valid, heads, rows, first)
     if valid.dtype != torch.bool:
         raise ValueError(f"valid is {valid.dtype}; expected torch.bool: which rows count, such as target != -100.")
@@ -377,19 +450,38 @@ def linear_heads_kl(
     share = spread(row_weight, valid, first)
     if takes_twin(*hidden, *weights, teacher_hidden, teacher_weight, valid, share):
         return reference.linear_heads_kl(
-            hidden, weight, teacher_hidden, teacher_weight, valid, row_weight=share, target=target, softcap=softcap,
+            hidden,
+            weight,
+            teacher_hidden,
+            teacher_weight,
+            valid,
+            row_weight=share,
+            target=target,
+            softcap=softcap,
             logit_scale=logit_scale,
-        )  # fmt: skip
+        )
     inputs = [hidden] if isinstance(hidden, torch.Tensor) else list(hidden)
     grads_on = torch.is_grad_enabled()
     want_dx = grads_on and any(t.requires_grad for t in inputs)
     want_dw = [grads_on and w.requires_grad for w in weights]
     with torch.no_grad(), torch.autocast(first.device.type, enabled=False):
-        factor, later = folded(share, logit_scale, dtype, valid)
+        factor, later = split_pow2_scale(share, logit_scale, dtype, valid)
         kl, agree, dx, dws = _kl_op(
-            teacher_hidden, teacher_weight, list(hidden), weights, valid, factor, target, float(logit_scale),
-            float(softcap or 0.0), want_dx, want_dw, accumulate == "lean", chunk_rows or 0, dtype,
-        )  # fmt: skip
+            teacher_hidden,
+            teacher_weight,
+            list(hidden),
+            weights,
+            valid,
+            factor,
+            target,
+            float(logit_scale),
+            float(softcap or 0.0),
+            want_dx,
+            want_dw,
+            accumulate == "lean",
+            chunk_rows or 0,
+            dtype,
+        )
         loss = (kl if share is None else kl * share).sum()
         grads = []
         if want_dx:
@@ -402,7 +494,7 @@ def linear_heads_kl(
 
 
 def _check_teacher(first, weights, teacher_hidden, teacher_weight, rows) -> torch.dtype:
-    """The dtype of logits and products. ValueError unless the teacher fits the heads and the dtypes fit each other."""
+    """Return the dtype of logits and products. Raise ValueError unless the teacher fits the heads."""
     if teacher_hidden.ndim != 2 or teacher_hidden.shape[0] != rows:
         raise ValueError(f"teacher_hidden is {tuple(teacher_hidden.shape)}; expected ({rows}, H): the heads' rows.")
     vocab = weights[0].shape[0]

@@ -6,9 +6,8 @@
 
 Shapes  x (..., K), y (..., N).
 Dtypes  W and x bf16, fp16, fp32 (float64: the PyTorch twin). A and B may be fp32 with a W of 16 bits. The products run
-        in the dtype of W, under autocast in that of autocast, and accumulate in fp32. Without autocast, A, B and h
-        keep what fp32 has beyond 16 bits (`_low_rank.py`); fp32 A and B with fp16: the PyTorch twin, since fp16 has
-        no small numbers.
+        in the dtype of W, or in the autocast dtype, and accumulate in fp32. Without autocast, A, B and h keep their
+        fp32 precision (`_low_rank.py`). fp32 A and B with an fp16 layer use the PyTorch twin, because fp16 underflows.
 Bytes   b per element, without the product x W^T itself: forward reads x, and writes and reads y once more; backward
         reads dy and x, and writes and reads dx once more. Kept for backward: x itself, h, and A and s B in the dtype of
         the products, where PEFT's layer keeps a 16-bit copy of x for each adapter.
@@ -34,20 +33,20 @@ def lora_linear(
     lora: Lora,
     lora_input: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x W^T + b + s (x A^T) B^T, differentiable in all tensors. No gradient of a frozen W is computed.
+    """Compute x W^T + b + s (x A^T) B^T, differentiable in all tensors. A frozen W gets no gradient.
 
     Args:
         x (`torch.Tensor`): (..., K); bf16, fp16 or fp32 (float64: the PyTorch twin).
-        weight (`torch.Tensor`): (N, K), of the dtype of `x`, or of any under autocast. Or a frozen `Float8Weight`, with
-            which x W^T and dy W are computed in eight bits: these are not the same numbers. Or a frozen `PackedWeight`,
-            which is unpacked for each product, and kept packed for the backward pass.
+        weight (`torch.Tensor`): (N, K), of the dtype of `x`, or of any under autocast. A frozen `Float8Weight` computes
+            x W^T and dy W in fp8, so results differ. A frozen `PackedWeight` is unpacked for each product and kept
+            packed for backward.
         bias (`torch.Tensor`, *optional*): (N,).
         lora (`tuple`): (A, B, s), with A (r, K) and B (N, r) of any floating-point dtype and a number s.
-        lora_input (`torch.Tensor`, *optional*): What goes into A in place of `x`, such as `x` after a dropout. Its
-            gradient is apart from that of `x`.
+        lora_input (`torch.Tensor`, *optional*): Input of A instead of `x`, such as `x` after a dropout. It gets its own
+            gradient.
 
     Returns:
-        `torch.Tensor` (..., N) in the dtype of `x`, under autocast in that of autocast. It runs without Triton too.
+        `torch.Tensor` (..., N) in the dtype of `x`, or in the autocast dtype. It runs without Triton too.
 
     Raises:
         ValueError: A shape, dtype or device does not fit.
@@ -64,7 +63,7 @@ def lora_linear(
 
 
 def form_of(x: torch.Tensor, layers: list[Layer]) -> Form:
-    """How a group of layers is computed, see `Form`."""
+    """Return the `Form` of a group of layers."""
     cast = autocast_dtype(x)
     dtype = x.dtype if cast is None else cast
     split = cast is None and dtype.itemsize == 2 and _has_fp32(layers)
@@ -74,7 +73,7 @@ def form_of(x: torch.Tensor, layers: list[Layer]) -> Form:
 
 
 def as_tensors(layers: list[tuple[Weight, torch.Tensor | None, Lora | None]], x: torch.Tensor) -> list:
-    """`layers` for the PyTorch twin, in which each weight is a tensor."""
+    """Return `layers` for the PyTorch twin, with each weight unpacked into a tensor."""
     dtype = result_dtype(x)
 
     def as_tensor(weight: Weight) -> torch.Tensor:
@@ -86,32 +85,38 @@ def as_tensors(layers: list[tuple[Weight, torch.Tensor | None, Lora | None]], x:
 
 
 def _has_fp32(layers: list[Layer]) -> bool:
-    """Whether a LoRA of `layers` is in fp32."""
+    """Return whether any LoRA of `layers` is in fp32."""
     adapters = [layer.adapter for layer in layers if layer.adapter is not None]
     return any([a.dtype == torch.float32 or b.dtype == torch.float32 for a, b, _ in adapters])
 
 
 def runs_as_twin(x: torch.Tensor, layers: list[Layer]) -> bool:
-    """Whether plain PyTorch computes these layers: in float64, while a compiler traces, which puts the passes together
-    by itself, and for fp32 adapters with fp16 and without autocast, which two numbers of fp16 could not stand for."""
+    """Return whether plain PyTorch computes these layers.
+
+    It does in float64, while a compiler traces (the compiler fuses the passes itself), and for fp32 adapters on an fp16
+    layer without autocast (two fp16 numbers cannot represent them).
+    """
     if x.dtype == torch.float64 or torch.compiler.is_compiling() or any(map(is_wrapped, (x, *flattened(layers)))):
         return True
     return x.dtype == torch.float16 and _has_fp32(layers) and autocast_dtype(x) is None
 
 
 def checked_layers(x: torch.Tensor, layers: list[tuple[Weight, torch.Tensor | None, Lora | None]]) -> list[Layer]:
-    """`layers`, of which all fit `x`; ValueError if one does not."""
+    """Return `layers` if all fit `x`; raise ValueError if one does not."""
     if x.ndim == 0 or x.dtype not in (*KERNEL_DTYPES, torch.float64):
         raise ValueError(f"x is {tuple(x.shape)} {x.dtype}; expected (..., K) in bfloat16, float16, float32, float64.")
-    width, device, found = x.shape[-1], x.device, []
+    width = x.shape[-1]
+    device = x.device
+    checked = []
     casts = autocast_dtype(x) is not None
     for weight, bias, lora in layers:
         if weight.ndim != 2 or weight.shape[1] != width:
             raise ValueError(f"weight is {tuple(weight.shape)}, x {tuple(x.shape)}; expected weight (N, {width}).")
         if isinstance(weight, Float8Weight):
             if any([width % MULTIPLE for width in weight.shape]):
-                raise ValueError(f"weight is {tuple(weight.shape)} in eight bits; expected multiples of {MULTIPLE}.")
-            if (fault := fault_of_device(device)) is not None:
+                raise ValueError(f"weight is {tuple(weight.shape)} in fp8; expected multiples of {MULTIPLE}.")
+            fault = fault_of_device(device)
+            if fault is not None:
                 raise ValueError(f"{fault}; take a weight in 16 bits.")
         elif weight.dtype != x.dtype and not casts:
             raise ValueError(f"weight is {weight.dtype}, x {x.dtype}; convert one of them, or use autocast.")
@@ -129,5 +134,5 @@ def checked_layers(x: torch.Tensor, layers: list[tuple[Weight, torch.Tensor | No
             if t is not None and (t.device != device or not t.dtype.is_floating_point):
                 name = ("weight", "bias", "lora A", "lora B")[k]
                 raise ValueError(f"{name} is {t.dtype} on {t.device}, x on {x.device}; expected floating point there.")
-        found.append(Layer(weight, bias, adapter))
-    return found
+        checked.append(Layer(weight, bias, adapter))
+    return checked

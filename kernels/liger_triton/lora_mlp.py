@@ -1,4 +1,4 @@
-"""A gated MLP whose projections may have a LoRA: down(act(gate(x)) * up(x)), each of the three as in `lora_linear`.
+"""A gated MLP, down(act(gate(x)) * up(x)), with an optional LoRA on each of its projections (see `lora_linear`).
 
     g, u = gate(x), up(x);  a = act(g) * u;  y = down(a)
 
@@ -7,9 +7,9 @@ Dtypes  As in `lora_linear` and `swiglu`.
 Bytes   b per element of the width I, apart from large products: forward reads g, u and a, and writes a. Backward reads
         da, g and u, writes dg, du and a in their place, and reads each of these once. The adapters are added in these
         passes (`gates.py`), but for ranks above 64 and fp32. Kept for backward: x, g, u, and what is r wide.
-Slices  If g has more than `SLICE_ABOVE` bytes, both passes go through slices of the rows, whose g has at most
-        `SLICE_BYTES`. Kept for backward: x. It computes g and u of a slice again, and adds up the gradients of
-        weights in fp32. Not with a packed weight whose product is not row by row.
+Slices  If g has more than `SLICE_ABOVE` bytes, both passes process slices of the rows, with at most `SLICE_BYTES` of g
+        each. Kept for backward: x. Backward recomputes g and u slice by slice and sums the gradients of weights in
+        fp32. There are no slices if the product of a packed weight mixes rows.
 """
 
 from typing import NamedTuple
@@ -28,25 +28,27 @@ from .lora_linear import Lora, Weight, as_tensors, checked_layers, form_of, runs
 
 Sums = tuple[Product | None, Product | None]
 Projection = tuple[Weight, torch.Tensor | None, Lora | None]
-Factors = tuple[Rounded, Rounded]  # of the group of gate and up, and of down
+Factors = tuple[Rounded, Rounded]  # for the group of gate and up, and for down
 
-SLICE_ABOVE, SLICE_BYTES = 1 << 30, 256 << 20
-SLICE_UNIT = 128  # rows
+# For 131,072 tokens of a Llama-3-8B, g, u and da take 10.5 GiB at once, and 0.8 GiB in slices of 9,472 rows. Under
+# checkpointing, slices add no work: the recomputation of the layer stops before the MLP.
+SLICE_ABOVE = 1 << 30
+SLICE_BYTES = 256 << 20
+SLICE_UNIT = 128  # slices have a multiple of this many rows
 
 
 def goes_in_slices(x: torch.Tensor, width: int) -> bool:
-    """Whether an MLP of this inner width goes through slices of the rows of `x`."""
+    """Return whether an MLP of this inner width processes the rows of `x` in slices."""
     return x.shape[:-1].numel() * width * result_dtype(x).itemsize > SLICE_ABOVE
 
 
-class Plan(NamedTuple):
-    """How an MLP is computed, apart from its tensors.
+class MLPForm(NamedTuple):
+    """Describe how an MLP is computed, without its tensors.
 
     Attributes:
-        forms (`tuple`): Of the group of gate and up, and of down.
+        forms (`tuple`): The forms of the group of gate and up, and of down.
         activation (`str`): One of `ACTIVATIONS`.
-        adds_in_gate (`bool`): Whether the adapters of gate and up are added in the gate. The g and u that are kept are
-            without them then.
+        adds_in_gate (`bool`): Add the adapters of gate and up inside the gate kernel. The saved g and u then lack them.
     """
 
     forms: tuple[Form, Form]
@@ -54,11 +56,11 @@ class Plan(NamedTuple):
     adds_in_gate: bool
 
     def layers(self, tensors) -> list[Layer]:
-        """The three projections, whose tensors are flattened."""
+        """Rebuild the three projections from their flattened tensors."""
         return [*self.forms[0].layers(tensors[:8]), *self.forms[1].layers(tensors[8:])]
 
     def slices(self, rows: int, layers: list[Layer]) -> list[slice]:
-        """Which rows are computed together; one slice of all where g is small, or where rows depend on one another."""
+        """Return the rows that are computed together: one slice if g is small, or if rows depend on one another."""
         row = layers[0].weight.shape[0] * self.forms[0].dtype.itemsize
         by_row = all(layer.weight.by_row for layer in layers if isinstance(layer.weight, PackedWeight))
         if rows * row <= SLICE_ABOVE or not by_row:
@@ -67,16 +69,17 @@ class Plan(NamedTuple):
         return [slice(start, min(rows, start + each)) for start in range(0, rows, each)]
 
     def sums(self, layers: list[Layer], h: torch.Tensor, all_b: list[torch.Tensor | None]) -> Sums:
-        """What the gate adds to g and to u."""
+        """Return what the gate kernel adds to g and to u."""
         if not self.adds_in_gate:
             return None, None
-        form, columns = self.forms[0], _lora.columns_of(h, layers, self.forms[0])
+        form = self.forms[0]
+        columns = _lora.columns_of(h, layers, self.forms[0])
         to_g, to_u = (_lora.adapter_of_output(*of_one, form) for of_one in zip(layers, columns, all_b, strict=True))
         return to_g, to_u
 
 
 class _Inner(NamedTuple):
-    """What is known of an MLP before its down projection. The backward pass makes a anew."""
+    """The state of an MLP before its down projection. Backward recomputes a."""
 
     g: torch.Tensor
     u: torch.Tensor
@@ -85,22 +88,25 @@ class _Inner(NamedTuple):
     h_down: torch.Tensor
 
 
-def _factors(layers: list[Layer], plan: Plan) -> Factors:
-    return _lora.rounded(layers[:2], plan.forms[0]), _lora.rounded(layers[2:], plan.forms[1])
+def _factors(layers: list[Layer], mlp: MLPForm) -> Factors:
+    return _lora.rounded(layers[:2], mlp.forms[0]), _lora.rounded(layers[2:], mlp.forms[1])
 
 
-def _inner(rows: torch.Tensor, layers: list[Layer], plan: Plan, factors: Factors) -> _Inner:
-    form, inner, (of_inner, of_down) = plan.forms[0], layers[:2], factors
-    h, shared = _lora.low_rank(rows, of_inner.a, form), SharedRows(rows)
-    own = [(), ()] if plan.adds_in_gate else _lora.columns_of(h, inner, form)
-    all_b = [None, None] if plan.adds_in_gate else of_inner.b
+def _inner(rows: torch.Tensor, layers: list[Layer], mlp: MLPForm, factors: Factors) -> _Inner:
+    form = mlp.forms[0]
+    inner = layers[:2]
+    of_inner, of_down = factors
+    h = _lora.low_rank(rows, of_inner.a, form)
+    shared = SharedRows(rows)
+    own = [(), ()] if mlp.adds_in_gate else _lora.columns_of(h, inner, form)
+    all_b = [None, None] if mlp.adds_in_gate else of_inner.b
     g, u = (_lora.output(shared, *of_one, form) for of_one in zip(inner, own, all_b, strict=True))
-    a = gate_of_sums(g, u, *plan.sums(inner, h, of_inner.b), plan.activation)
-    return _Inner(g, u, a, h, _lora.low_rank(a, of_down.a, plan.forms[1]))
+    a = gate_of_sums(g, u, *mlp.sums(inner, h, of_inner.b), mlp.activation)
+    return _Inner(g, u, a, h, _lora.low_rank(a, of_down.a, mlp.forms[1]))
 
 
-def _output(inner: _Inner, down: list[Layer], factors: Factors, plan: Plan) -> torch.Tensor:
-    form = plan.forms[1]
+def _output(inner: _Inner, down: list[Layer], factors: Factors, mlp: MLPForm) -> torch.Tensor:
+    form = mlp.forms[1]
     h = _lora.columns_of(inner.h_down, down, form)[0]
     return _lora.output(SharedRows(inner.a), down[0], h, factors[1].b[0], form)
 
@@ -110,47 +116,51 @@ def _gradients(
     dy: torch.Tensor,
     inner: _Inner,
     layers: list[Layer],
-    plan: Plan,
+    mlp: MLPForm,
     factors: Factors,
     needs_x: bool,
     needs: list[bool],
 ) -> tuple[torch.Tensor | None, list[torch.Tensor | None]]:
-    """dx or None, and the gradients of the tensors of `layers`. It writes over g and u; a is not read."""
-    (form, form_down), (of_inner, factors_down), both, down = plan.forms, factors, layers[:2], layers[2:]
+    """Return dx or None, and the gradients of the tensors of `layers`. It overwrites g and u and does not read a."""
+    form, form_down = mlp.forms
+    of_inner, factors_down = factors
+    both = layers[:2]
+    down = layers[2:]
     g, u, _, h, h_down = inner
     of_down = _lora.gradients([dy], h_down, down, factors_down.b, form_down, needs[8:])
-    sums = plan.sums(both, h, of_inner.b)
+    sums = mlp.sums(both, h, of_inner.b)
     if not (needs_x or any(needs[:8])):
-        a = gate_of_sums(g, u, *sums, plan.activation)
+        a = gate_of_sums(g, u, *sums, mlp.activation)
         _lora.add_gradients_of_factors(of_down, [dy], a, a, down, form_down, needs[8:])
         return None, [None] * 8 + of_down.tensors
     to_da = _lora.adapters_part(of_down, factors_down.a, form_down)
     adds_to_da = to_da is not None and g.numel() > 0 and takes(form.dtype, rows, [to_da[0].shape[1]])
+    # The gate kernel adds the adapter's part of da in registers; a pass of its own would read and write da once more.
     da = _lora.gradient_of_input(None if adds_to_da else to_da, of_down)
-    dg, du, a = gradients_of_sums(da, g, u, to_da if adds_to_da else None, *sums, plan.activation)
-    del da
+    dg, du, a = gradients_of_sums(da, g, u, to_da if adds_to_da else None, *sums, mlp.activation)
+    del da  # g, u and da are the largest tensors of the pass: free each as soon as it is read
     _lora.add_gradients_of_factors(of_down, [dy], a, a, down, form_down, needs[8:])
     del a
-    found = _lora.gradients([dg, du], h, both, of_inner.b, form, needs[:8])
-    _lora.add_gradients_of_factors(found, [dg, du], rows, rows, both, form, needs[:8])
-    dx = _lora.gradient_of_input(_lora.adapters_part(found, of_inner.a, form), found) if needs_x else None
-    return dx, found.tensors + of_down.tensors
+    grads = _lora.gradients([dg, du], h, both, of_inner.b, form, needs[:8])
+    _lora.add_gradients_of_factors(grads, [dg, du], rows, rows, both, form, needs[:8])
+    dx = _lora.gradient_of_input(_lora.adapters_part(grads, of_inner.a, form), grads) if needs_x else None
+    return dx, grads.tensors + of_down.tensors
 
 
 class _KeptMLP(torch.autograd.Function):
-    """Keeps what the backward pass of an MLP needs, and returns a tensor without memory in place of its output."""
+    """Save what the backward pass of an MLP needs, and return a stub without memory for its output."""
 
     @staticmethod
-    def forward(ctx, plan, made, x, *tensors):
-        layers = plan.layers(tensors)
-        factors = _factors(layers, plan)
-        inner = _inner(as_matrix(x, plan.forms[0].dtype), layers, plan, factors)
+    def forward(ctx, mlp, made, x, *tensors):
+        layers = mlp.layers(tensors)
+        factors = _factors(layers, mlp)
+        inner = _inner(as_matrix(x, mlp.forms[0].dtype), layers, mlp, factors)
         made.append((inner, factors))
         of_both = (factors[0].a, *factors[0].b, factors[1].a, *factors[1].b)
         ctx.save_for_backward(x, inner.g, inner.u, inner.h, inner.h_down, *of_both, *tensors)
         ctx.set_materialize_grads(False)
-        ctx.plan = plan
-        return without_memory((*x.shape[:-1], layers[2].weight.shape[0]), plan.forms[1].dtype, x)
+        ctx.mlp = mlp
+        return without_memory((*x.shape[:-1], layers[2].weight.shape[0]), mlp.forms[1].dtype, x)
 
     @staticmethod
     @once_differentiable
@@ -158,25 +168,26 @@ class _KeptMLP(torch.autograd.Function):
         if dy is None:
             return (None,) * 15
         x, g, u, h, h_down, a_inner, b_gate, b_up, a_down, b_down, *tensors = ctx.saved_tensors
-        factors, dtype = (Rounded(a_inner, [b_gate, b_up]), Rounded(a_down, [b_down])), ctx.plan.forms[0].dtype
+        factors = (Rounded(a_inner, [b_gate, b_up]), Rounded(a_down, [b_down]))
+        dtype = ctx.mlp.forms[0].dtype
         needs_x, *needs = ctx.needs_input_grad[2:]
         inner = _Inner(g, u, None, h, h_down)
         with no_autocast(x.device.type):
-            given = as_matrix(x, dtype), as_matrix(dy, dtype), inner, ctx.plan.layers(tensors)
-            dx, found = _gradients(*given, ctx.plan, factors, needs_x, needs)
+            given = as_matrix(x, dtype), as_matrix(dy, dtype), inner, ctx.mlp.layers(tensors)
+            dx, grads = _gradients(*given, ctx.mlp, factors, needs_x, needs)
             dx = None if dx is None else as_dtype(dx.view(x.shape), x.dtype)
-            return None, None, dx, *_lora.rounded_like(found, tensors)
+            return None, None, dx, *_lora.rounded_like(grads, tensors)
 
 
 class _SlicedMLP(torch.autograd.Function):
-    """Keeps the input of an MLP, and returns a tensor without memory in place of its output."""
+    """Save only the input of an MLP, and return a stub without memory for its output."""
 
     @staticmethod
-    def forward(ctx, plan, x, *tensors):
+    def forward(ctx, mlp, x, *tensors):
         ctx.save_for_backward(x, *tensors)
         ctx.set_materialize_grads(False)
-        ctx.plan = plan
-        return without_memory((*x.shape[:-1], plan.layers(tensors)[2].weight.shape[0]), plan.forms[1].dtype, x)
+        ctx.mlp = mlp
+        return without_memory((*x.shape[:-1], mlp.layers(tensors)[2].weight.shape[0]), mlp.forms[1].dtype, x)
 
     @staticmethod
     @once_differentiable
@@ -184,50 +195,55 @@ class _SlicedMLP(torch.autograd.Function):
         if dy is None:
             return (None,) * 14
         x, *tensors = ctx.saved_tensors
-        plan, (needs_x, *needs) = ctx.plan, ctx.needs_input_grad[1:]
+        mlp, (needs_x, *needs) = ctx.mlp, ctx.needs_input_grad[1:]
         with no_autocast(x.device.type):
-            rows, dy = as_matrix(x, plan.forms[0].dtype), as_matrix(dy, plan.forms[0].dtype)
-            layers, total = _unpacked(plan.layers(tensors), plan), [None] * len(tensors)
-            factors, dx = _factors(layers, plan), torch.empty_like(rows) if needs_x else None
-            for own in plan.slices(len(rows), layers):
-                inner = _inner(rows[own], layers, plan, factors)
-                of_slice, found = _gradients(rows[own], dy[own], inner, layers, plan, factors, needs_x, needs)
+            rows = as_matrix(x, mlp.forms[0].dtype)
+            dy = as_matrix(dy, mlp.forms[0].dtype)
+            layers = _unpacked(mlp.layers(tensors), mlp)
+            total = [None] * len(tensors)
+            factors = _factors(layers, mlp)
+            dx = torch.empty_like(rows) if needs_x else None
+            for own in mlp.slices(len(rows), layers):
+                inner = _inner(rows[own], layers, mlp, factors)
+                of_slice, grads = _gradients(rows[own], dy[own], inner, layers, mlp, factors, needs_x, needs)
                 del inner
                 if dx is not None:
                     dx[own] = of_slice
                 del of_slice
-                for k, t in enumerate(found):
+                for k, t in enumerate(grads):
                     if t is not None:
                         total[k] = t.float() if total[k] is None else total[k].add_(t)
             dx = None if dx is None else dx.view(x.shape).to(x.dtype)
             return None, dx, *_lora.rounded_like(total, tensors)
 
 
-def _unpacked(layers: list[Layer], plan: Plan) -> list[Layer]:
-    """`layers` with matrices of the products' dtype, which each slice would make of packed or fp32 weights."""
+def _unpacked(layers: list[Layer], mlp: MLPForm) -> list[Layer]:
+    """Return `layers` with matrices in the dtype of the products. Otherwise each slice would unpack or convert them."""
 
     def unpacked(layer: Layer) -> Layer:
         weight = layer.weight
         if isinstance(weight, Float8Weight) or (isinstance(weight, PackedWeight) and weight.product is not None):
             return layer
-        return layer._replace(weight=weight.to(plan.forms[0].dtype))
+        return layer._replace(weight=weight.to(mlp.forms[0].dtype))
 
     return [unpacked(layer) for layer in layers]
 
 
-def _sliced(x: torch.Tensor, layers: list[Layer], plan: Plan) -> torch.Tensor:
-    """y (T, N)."""
-    layers, rows = _unpacked(layers, plan), as_matrix(x, plan.forms[0].dtype)
-    factors, y = _factors(layers, plan), rows.new_empty((len(rows), layers[2].weight.shape[0]))
-    for own in plan.slices(len(rows), layers):
-        y[own] = _output(_inner(rows[own], layers, plan, factors), layers[2:], factors, plan)
+def _sliced(x: torch.Tensor, layers: list[Layer], mlp: MLPForm) -> torch.Tensor:
+    """Return y (T, N), computed slice by slice."""
+    layers = _unpacked(layers, mlp)
+    rows = as_matrix(x, mlp.forms[0].dtype)
+    factors = _factors(layers, mlp)
+    y = rows.new_empty((len(rows), layers[2].weight.shape[0]))
+    for own in mlp.slices(len(rows), layers):
+        y[own] = _output(_inner(rows[own], layers, mlp, factors), layers[2:], factors, mlp)
     return y
 
 
 def lora_mlp(
     x: torch.Tensor, gate: Projection, up: Projection, down: Projection, *, activation: str = "silu"
 ) -> torch.Tensor:
-    """down(act(gate(x)) * up(x)) with or without a LoRA on each projection, differentiable in all tensors.
+    """Compute down(act(gate(x)) * up(x)) with an optional LoRA on each projection, differentiable in all tensors.
 
     Args:
         x (`torch.Tensor`): (..., K); bf16, fp16 or fp32 (float64: the PyTorch twin).
@@ -237,7 +253,7 @@ def lora_mlp(
         activation (`str`, *optional*, defaults to `"silu"`): `"silu"`, `"gelu_tanh"`, or `"gelu"` for the exact one.
 
     Returns:
-        `torch.Tensor` (..., N) in the dtype of `x`, under autocast in that of autocast. It runs without Triton too.
+        `torch.Tensor` (..., N) in the dtype of `x`, or in the autocast dtype. It runs without Triton too.
 
     Raises:
         ValueError: A shape, dtype or device does not fit, or `activation` is unknown.
@@ -254,22 +270,23 @@ def lora_mlp(
         return reference.lora_mlp(x, *as_tensors(projections, x), activation=activation)
     forms, made = (form_of(x, inner), form_of(x, outer)), []
     ranks = [0 if lora is None else lora[0].shape[0] for _, _, lora in projections[:2]]
-    plan = Plan(forms, activation, takes(forms[0].dtype, x, ranks) and x.numel() > 0)
+    mlp = MLPForm(forms, activation, takes(forms[0].dtype, x, ranks) and x.numel() > 0)
 
     layers = [*inner, *outer]
-    sliced = len(plan.slices(x.shape[:-1].numel(), layers)) > 1
+    sliced = len(mlp.slices(x.shape[:-1].numel(), layers)) > 1
 
     def compute() -> torch.Tensor:
         if sliced:
-            return _sliced(x, layers, plan)
+            return _sliced(x, layers, mlp)
         if not made:
-            factors = _factors(layers, plan)
-            made.append((_inner(as_matrix(x, forms[0].dtype), layers, plan, factors), factors))
+            factors = _factors(layers, mlp)
+            made.append((_inner(as_matrix(x, forms[0].dtype), layers, mlp, factors), factors))
         known, factors = made.pop()
-        return _output(known, outer, factors, plan)
+        return _output(known, outer, factors, mlp)
 
     with no_autocast(x.device.type):
-        tensors, stub = (*_lora.flattened(inner), *_lora.flattened(outer)), None
+        tensors = (*_lora.flattened(inner), *_lora.flattened(outer))
+        stub = None
         if records_graph():
-            stub = _SlicedMLP.apply(plan, x, *tensors) if sliced else _KeptMLP.apply(plan, made, x, *tensors)
+            stub = _SlicedMLP.apply(mlp, x, *tensors) if sliced else _KeptMLP.apply(mlp, made, x, *tensors)
         return computed(compute, x.shape[:-1], stub)

@@ -1,8 +1,8 @@
 """`torch.nn` modules over single kernels, for composing a model.
 
-Classes, arguments, parameters and children have the names and order of liger-kernel: change the import line of a
-script, and its checkpoints load. An argument without a counterpart here is an error that names it, unless it has its
-default.
+Classes, arguments, parameters and children have the names and order of liger-kernel. Change the import line of a
+script, and its checkpoints load. An argument without a counterpart here raises an error that names it, unless it has
+its default value.
 """
 
 from typing import Any
@@ -21,11 +21,11 @@ _SILU = ("silu", "swish")
 _TANH_GELU = ("gelu_pytorch_tanh", "gelu_new")
 
 
-def _refuse(owner: nn.Module, mend: str, **arguments: Any) -> None:
-    """ValueError if one of `arguments`, which liger-kernel has and this package has not, is neither None nor False."""
+def _refuse(owner: nn.Module, remedy: str, **arguments: Any) -> None:
+    """Raise ValueError if an argument that only liger-kernel supports is neither None nor False."""
     for name, value in arguments.items():
         if value is not None and value is not False:
-            raise ValueError(f"{type(owner).__name__} has no {name}, which was {value!r}. {mend}")
+            raise ValueError(f"{type(owner).__name__} has no {name}, got {value!r}. {remedy}")
 
 
 def _initial(owner: nn.Module, hidden_size: int, init_fn: str) -> torch.Tensor:
@@ -35,7 +35,7 @@ def _initial(owner: nn.Module, hidden_size: int, init_fn: str) -> torch.Tensor:
 
 
 class LigerRMSNorm(nn.Module):
-    """RMSNorm by `liger_triton.rms_norm`, with a result of the dtype of its input.
+    """RMSNorm by `liger_triton.rms_norm`. The result has the dtype of the input.
 
     Args:
         hidden_size (`int`): The last dimension of the input.
@@ -43,9 +43,9 @@ class LigerRMSNorm(nn.Module):
         offset (`float`, *optional*, defaults to 0.0): Added to the weight.
         casting_mode (`str`, *optional*, defaults to `"llama"`): `"llama"`, `"gemma"` or `"none"`: the `cast` of
             `liger_triton.rms_norm`. With `"none"` the arithmetic is in fp32 too.
-        init_fn (`str`, *optional*, defaults to `"ones"`): What the weight starts as, `"ones"` or `"zeros"`.
-        in_place (`bool`, *optional*, defaults to `True`): Permits liger-kernel to write the gradient of the input over
-            that of the output. This module needs no such permission and computes the same with either value.
+        init_fn (`str`, *optional*, defaults to `"ones"`): Initial weight, `"ones"` or `"zeros"`.
+        in_place (`bool`, *optional*, defaults to `True`): Accepted for compatibility and ignored. It lets liger-kernel
+            overwrite the gradient of the output with the gradient of the input.
         row_mode (*optional*): Only `None`. In liger-kernel it chooses between two kernels.
         elementwise_affine (`bool`, *optional*, defaults to `True`): Whether there is a weight.
 
@@ -66,9 +66,7 @@ class LigerRMSNorm(nn.Module):
     ):
         super().__init__()
         if row_mode is not None:
-            raise ValueError(
-                f"LigerRMSNorm has no row_mode, which was {row_mode!r}: there is one kernel here. Leave it out."
-            )
+            raise ValueError(f"LigerRMSNorm has no row_mode, got {row_mode!r}. There is one kernel here: leave it out.")
         if casting_mode not in CASTS:
             raise ValueError(f"LigerRMSNorm got casting_mode={casting_mode!r}; expected one of {', '.join(CASTS)}.")
         if offset and not elementwise_affine:
@@ -76,7 +74,9 @@ class LigerRMSNorm(nn.Module):
         weight = _initial(self, hidden_size, init_fn)
         self.weight = nn.Parameter(weight) if elementwise_affine else None
         self.elementwise_affine, self.in_place = elementwise_affine, in_place
-        self.variance_epsilon, self.offset, self.casting_mode = eps, offset, casting_mode
+        self.variance_epsilon = eps
+        self.offset = offset
+        self.casting_mode = casting_mode
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         y = rms_norm(
@@ -95,9 +95,9 @@ class LigerLayerNorm(nn.Module):
     Args:
         hidden_size (`int`): The last dimension of the input.
         eps (`float`, *optional*, defaults to 1e-6): Added to the variance.
-        bias (`bool`, *optional*, defaults to `False`): Whether the bias starts as normal random numbers instead of
-            zeros, as in liger-kernel. There is a bias, which is trained, either way.
-        init_fn (`str`, *optional*, defaults to `"ones"`): What the weight starts as, `"ones"` or `"zeros"`.
+        bias (`bool`, *optional*, defaults to `False`): Start the bias with normal random numbers instead of zeros, as
+            in liger-kernel. There is a trained bias either way.
+        init_fn (`str`, *optional*, defaults to `"ones"`): Initial weight, `"ones"` or `"zeros"`.
         impl, mode, backend (*optional*): Only `None`. In liger-kernel they choose between kernels.
 
     Raises:
@@ -116,7 +116,9 @@ class LigerLayerNorm(nn.Module):
     ):
         super().__init__()
         _refuse(self, "There is one kernel here: leave it out.", impl=impl, mode=mode, backend=backend)
-        self.hidden_size, self.eps, self.variance_epsilon = hidden_size, eps, eps
+        self.hidden_size = hidden_size
+        self.eps = eps
+        self.variance_epsilon = eps
         self.weight = nn.Parameter(_initial(self, hidden_size, init_fn))
         self.bias = nn.Parameter(torch.randn(hidden_size) if bias else torch.zeros(hidden_size))
 
@@ -166,8 +168,8 @@ class LigerSwiGLUMLP(_GatedMLP):
 class LigerGEGLUMLP(_GatedMLP):
     """down_proj(gelu(gate_proj(x)) * up_proj(x)), three linear layers without biases and `liger_triton.geglu`.
 
-    The gelu is the one with a tanh. That of liger-kernel is too, whatever activation `config` names; here a config that
-    names another one is an error.
+    The gelu is the tanh approximation, as in liger-kernel. liger-kernel ignores the activation that `config` names;
+    here a config with another one is an error.
 
     Args:
         config: Anything with `hidden_size` and `intermediate_size`. Its `hidden_activation` or, where that is missing,
@@ -182,7 +184,7 @@ class LigerGEGLUMLP(_GatedMLP):
         act = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None)
         if act is not None and act not in _TANH_GELU:
             raise ValueError(
-                f"LigerGEGLUMLP got a config whose activation is {act!r}, but computes the gelu with a tanh; expected "
+                f"LigerGEGLUMLP got a config with the activation {act!r}, but computes the tanh gelu; expected "
                 f"one of {', '.join(_TANH_GELU)}. Set hidden_act='gelu_pytorch_tanh' if that is what was meant."
             )
 
@@ -191,7 +193,7 @@ class LigerGEGLUMLP(_GatedMLP):
 
 
 class _Loss(nn.Module):
-    """The options that both losses have. `refused` are those of liger-kernel that neither has."""
+    """Options that both losses share. `refused` are options of liger-kernel that neither loss supports."""
 
     def __init__(
         self, class_weights, ignore_index, lse_square_scale, label_smoothing, reduction, softcap, **refused: bool
@@ -199,12 +201,14 @@ class _Loss(nn.Module):
         super().__init__()
         check_numbers(reduction, label_smoothing, softcap, 1.0, lse_square_scale)
         self.ignore_index, self.lse_square_scale = ignore_index, lse_square_scale
-        self.label_smoothing, self.reduction, self.softcap = label_smoothing, reduction, softcap
+        self.label_smoothing = label_smoothing
+        self.reduction = reduction
+        self.softcap = softcap
         _refuse(self, "For class weights use torch.nn.CrossEntropyLoss.", **class_weights)
         _refuse(self, "Compute it from the logits under torch.no_grad(), and leave the argument out.", **refused)
 
     def options(self) -> dict[str, Any]:
-        """The options as the functions of `liger_triton` name them."""
+        """Return the options under the names that the functions of `liger_triton` use."""
         names = {"lse_square_scale": "z_loss"}
         known = ("ignore_index", "reduction", "label_smoothing", "softcap", "lse_square_scale")
         return {names.get(name, name): getattr(self, name) for name in known}
@@ -216,10 +220,10 @@ class _Loss(nn.Module):
 class LigerCrossEntropyLoss(_Loss):
     """Cross-entropy of logits (T, V) by `liger_triton.cross_entropy`, in fp32.
 
-    The logits stay as they are; liger-kernel writes their gradient over them.
+    The logits are not changed; liger-kernel overwrites them with their gradient.
 
     Args:
-        weight (*optional*): Only `None`: there are no class weights here.
+        weight (*optional*): Only `None`: class weights are not supported.
         ignore_index (`int`, *optional*, defaults to -100): Rows with this target do not count.
         lse_square_scale (`float`, *optional*, defaults to 0.0): Adds lse_square_scale * logsumexp**2 to each row.
         label_smoothing (`float`, *optional*, defaults to 0.0): As in `torch.nn.CrossEntropyLoss`.
@@ -232,15 +236,28 @@ class LigerCrossEntropyLoss(_Loss):
     """
 
     def __init__(
-        self, weight: torch.Tensor | None = None, ignore_index: int = -100, lse_square_scale: float = 0.0,
-        label_smoothing: float = 0.0, reduction: str = "mean", softcap: float | None = None,
-        return_z_loss: bool = False, return_token_accuracy: bool = False, return_predicted_tokens: bool = False,
-    ):  # fmt: skip
+        self,
+        weight: torch.Tensor | None = None,
+        ignore_index: int = -100,
+        lse_square_scale: float = 0.0,
+        label_smoothing: float = 0.0,
+        reduction: str = "mean",
+        softcap: float | None = None,
+        return_z_loss: bool = False,
+        return_token_accuracy: bool = False,
+        return_predicted_tokens: bool = False,
+    ):
         super().__init__(
-            {"weight": weight}, ignore_index, lse_square_scale, label_smoothing, reduction, softcap,
-            return_z_loss=return_z_loss, return_token_accuracy=return_token_accuracy,
+            {"weight": weight},
+            ignore_index,
+            lse_square_scale,
+            label_smoothing,
+            reduction,
+            softcap,
+            return_z_loss=return_z_loss,
+            return_token_accuracy=return_token_accuracy,
             return_predicted_tokens=return_predicted_tokens,
-        )  # fmt: skip
+        )
 
     def forward(self, _input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return cross_entropy(_input, target, **self.options())
@@ -250,12 +267,12 @@ class LigerFusedLinearCrossEntropyLoss(_Loss):
     """Cross-entropy of F.linear(_input, lin_weight, bias) by `liger_triton.linear_cross_entropy`, without its logits.
 
     Args:
-        ce_weight (*optional*): Only `None`: there are no class weights here.
+        ce_weight (*optional*): Only `None`: class weights are not supported.
         ignore_index, lse_square_scale, label_smoothing, reduction, softcap (*optional*): As in `LigerCrossEntropyLoss`.
         return_z_loss, return_token_accuracy, return_predicted_tokens (*optional*): Only `False`: it returns the loss.
-        accum_dtype (`torch.dtype`, *optional*): Where the gradient of `lin_weight` is summed over the chunks: fp32
-            unless the dtype of `lin_weight` is asked for, which halves the memory of that sum in bf16. (Unset,
-            liger-kernel takes the dtype of `lin_weight`.)
+        accum_dtype (`torch.dtype`, *optional*): Dtype in which the gradient of `lin_weight` is summed over the chunks:
+            fp32 or the dtype of `lin_weight`. The latter halves the memory of that sum in bf16. Unset: fp32
+            (liger-kernel: the dtype of `lin_weight`).
         use_token_scaling (*optional*): Only `False`.
 
     Raises:
@@ -264,18 +281,32 @@ class LigerFusedLinearCrossEntropyLoss(_Loss):
     """
 
     def __init__(
-        self, ce_weight: torch.Tensor | None = None, ignore_index: int = -100, lse_square_scale: float = 0.0,
-        label_smoothing: float = 0.0, reduction: str = "mean", softcap: float | None = None,
-        return_z_loss: bool = False, accum_dtype: torch.dtype | None = None, use_token_scaling: bool = False,
-        return_token_accuracy: bool = False, return_predicted_tokens: bool = False,
-    ):  # fmt: skip
+        self,
+        ce_weight: torch.Tensor | None = None,
+        ignore_index: int = -100,
+        lse_square_scale: float = 0.0,
+        label_smoothing: float = 0.0,
+        reduction: str = "mean",
+        softcap: float | None = None,
+        return_z_loss: bool = False,
+        accum_dtype: torch.dtype | None = None,
+        use_token_scaling: bool = False,
+        return_token_accuracy: bool = False,
+        return_predicted_tokens: bool = False,
+    ):
         super().__init__(
-            {"ce_weight": ce_weight}, ignore_index, lse_square_scale, label_smoothing, reduction, softcap,
-            return_z_loss=return_z_loss, return_token_accuracy=return_token_accuracy,
+            {"ce_weight": ce_weight},
+            ignore_index,
+            lse_square_scale,
+            label_smoothing,
+            reduction,
+            softcap,
+            return_z_loss=return_z_loss,
+            return_token_accuracy=return_token_accuracy,
             return_predicted_tokens=return_predicted_tokens,
-        )  # fmt: skip
-        mend = "Pass liger_triton.linear_cross_entropy the token_weights that you want."
-        _refuse(self, mend, use_token_scaling=use_token_scaling)
+        )
+        remedy = "Pass liger_triton.linear_cross_entropy the token_weights that you want."
+        _refuse(self, remedy, use_token_scaling=use_token_scaling)
         self.accum_dtype = accum_dtype
 
     def forward(

@@ -1,9 +1,10 @@
-"""Every operation of the package in plain PyTorch. This is how it is defined, what the tests compare it with, and what
-runs without Triton.
+"""Every operation of the package in plain PyTorch. These twins define the operations, the tests compare with them, and
+they run where Triton does not.
 
-Signatures and results are those of the kernels: the arithmetic is in fp32 (in float64 for float64 inputs), with one
-rounding where the docstring of the operation puts it. Arguments are taken as valid, since the public functions check
-them.
+Signatures and results match the kernels: arithmetic in fp32 (float64 for float64 inputs), with one rounding where the
+operation's docstring says. Arguments are not checked: the public functions do that.
+
+Shapes  as in the kernels' files: rows T or (..., N), hidden width H, vocabulary V, experts E, rank r.
 """
 
 import math
@@ -15,7 +16,7 @@ from .results import Divergence, HeadsLoss, LogProbs
 
 
 def wide_dtype(*dtypes: torch.dtype) -> torch.dtype:
-    """The dtype of the arithmetic: fp32, or float64 where an input is float64."""
+    """Return the dtype of the arithmetic: fp32, or float64 if an input is float64."""
     return torch.float64 if torch.float64 in dtypes else torch.float32
 
 
@@ -70,6 +71,24 @@ def layer_norm(x, weight, bias, eps, *, offset=0.0):
     return F.layer_norm(x.to(wide), x.shape[-1:], weight, bias, eps).to(x.dtype)
 
 
+def short_conv(x, weight, bias=None, *, cu_seqlens=None, activation=None):
+    """See `liger_triton.short_conv`."""
+    wide = wide_dtype(*(t.dtype for t in (x, weight, bias) if t is not None))
+    tokens, taps = len(x), weight.flatten(1).to(wide).unbind(1)
+    at = torch.arange(tokens, device=x.device)
+    starts = torch.zeros_like(at)
+    if cu_seqlens is not None:
+        before = torch.searchsorted(cu_seqlens, at, right=True) - 1  # -1: the token is before the first row
+        starts = torch.where(before < 0, 0, cu_seqlens[before.clamp(min=0)])
+    y = x.new_zeros(x.shape, dtype=wide)
+    if bias is not None:
+        y = y + bias.to(wide)
+    for back, tap in enumerate(reversed(taps)):
+        moved = F.pad(x.to(wide), (0, 0, back, 0))[:tokens]
+        y = y + tap * torch.where((at - back >= starts)[:, None], moved, 0.0)
+    return (y if activation is None else F.silu(y)).to(x.dtype)
+
+
 def row_attention(q, k, v, offsets, longest, *, scale=None, window=None, softcap=None, sinks=None):
     """See `liger_triton.row_attention`."""
     wide = wide_dtype(q.dtype)
@@ -92,8 +111,7 @@ def row_attention(q, k, v, offsets, longest, *, scale=None, window=None, softcap
 
 
 def _rotate(x, cos, sin, interleaved, out_interleaved, rotate_last, cast):
-    """x (..., D), turned by the angles of cos and sin (..., R/2), which broadcast against the leading dimensions of
-    x."""
+    """Rotate x (..., D) by the angles of cos and sin (..., R/2). They broadcast against the leading dimensions of x."""
     wide = wide_dtype(x.dtype, cos.dtype, sin.dtype)
     out_dtype = x.dtype if cast == "input" else torch.promote_types(x.dtype, torch.promote_types(cos.dtype, sin.dtype))
     rot = 2 * cos.shape[-1]
@@ -111,15 +129,25 @@ def _rotate(x, cos, sin, interleaved, out_interleaved, rotate_last, cast):
 
 
 def rope(
-    q, k, cos, sin, *, interleaved=False, out_interleaved=None, cos_layout="half", rotate_last=False, cast="promote",
+    q,
+    k,
+    cos,
+    sin,
+    *,
+    interleaved=False,
+    out_interleaved=None,
+    cos_layout="half",
+    rotate_last=False,
+    cast="promote",
     unsqueeze_dim=1,
-):  # fmt: skip
+):
     """See `liger_triton.rope`."""
     if cos_layout == "half":
         cos, sin = (t[..., : t.shape[-1] // 2] for t in (cos, sin))
     elif cos_layout == "interleaved":
         cos, sin = cos[..., 0::2], sin[..., 0::2]
-    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    cos = cos.unsqueeze(unsqueeze_dim)
+    sin = sin.unsqueeze(unsqueeze_dim)
     out_interleaved = interleaved if out_interleaved is None else out_interleaved
     turn = (interleaved, out_interleaved, rotate_last, cast)
     return _rotate(q, cos, sin, *turn), None if k is None else _rotate(k, cos, sin, *turn)
@@ -145,17 +173,32 @@ def geglu(gate, up, *, approximate="tanh"):
 
 
 def gated(gate, up, activation, **form):
-    """act(gate) * up of the activation with this name. `form` are options of `swiglu`."""
+    """Compute act(gate) * up for the named activation. `form` are options of `swiglu`."""
     if activation == "silu":
         return swiglu(gate, up, **form)
     return geglu(gate, up, approximate="tanh" if activation == "gelu_tanh" else "none")
 
 
 def experts(
-    hidden, expert_ids, weights, gate_up, down, gate_up_bias=None, down_bias=None, *, activation="silu", limit=None,
-    alpha=1.0, up_offset=0.0, gate_scale=1.0, interleaved=False, transposed=False, gate_up_lora=None, down_lora=None,
-):  # fmt: skip
-    """See `liger_triton.experts`. One expert after the other."""
+    hidden,
+    expert_ids,
+    weights,
+    gate_up,
+    down,
+    gate_up_bias=None,
+    down_bias=None,
+    *,
+    activation="silu",
+    limit=None,
+    alpha=1.0,
+    up_offset=0.0,
+    gate_scale=1.0,
+    interleaved=False,
+    transposed=False,
+    gate_up_lora=None,
+    down_lora=None,
+):
+    """See `liger_triton.experts`. This twin computes one expert after another."""
     gate_up, down = (t if isinstance(t, torch.Tensor) else t.unpack() for t in (gate_up, down))
 
     def linear(x, e, weight, bias, lora):
@@ -164,7 +207,9 @@ def experts(
 
     tokens, top_k = expert_ids.shape
     wide = wide_dtype(hidden.dtype, weights.dtype)
-    ids, parts, pairs = expert_ids.flatten(), [], []
+    ids = expert_ids.flatten()
+    parts = []
+    pairs = []
     for e in range(gate_up.shape[0]):
         here = (ids == e).nonzero().flatten()
         h = linear(hidden[here // top_k], e, gate_up, gate_up_bias, gate_up_lora)
@@ -179,7 +224,7 @@ def experts(
 
 
 def lora_linear(x, weight, bias=None, *, lora, lora_input=None):
-    """See `liger_triton.lora_linear`, which runs without Triton too."""
+    """See `liger_triton.lora_linear`, which also runs without Triton."""
     y = F.linear(x, weight, bias)
     if lora is None:
         return y
@@ -191,26 +236,26 @@ def lora_linear(x, weight, bias=None, *, lora, lora_input=None):
 
 
 def lora_mlp(x, gate, up, down, *, activation="silu"):
-    """See `liger_triton.lora_mlp`, which runs without Triton too."""
+    """See `liger_triton.lora_mlp`, which also runs without Triton."""
     g, u = (lora_linear(x, weight, bias, lora=lora) for weight, bias, lora in (gate, up))
     weight, bias, lora = down
     return lora_linear(gated(g, u, activation), weight, bias, lora=lora)
 
 
 def float8_maxima(x):
-    """(1,), int32: the bits of max|x|."""
+    """Return (1,), int32: the bits of max|x|."""
     return x.abs().amax().float().view(torch.int32).view(1)
 
 
 def float8_cast(x, dtype, rows=True, columns=False, power_of_2=False, maxima=None):
-    """The four parts of `liger_triton.float8_cast.Float8`. Zeros fill the transpose up to a multiple of 16."""
+    """Return the four parts of `liger_triton.float8_cast.Float8`. Zeros pad the transpose to a multiple of 16."""
     maxima = float8_maxima(x) if maxima is None else maxima
-    q, inverse = _eight_bits(x, maxima.amax(), dtype, power_of_2)
+    q, inverse = _to_fp8(x, maxima.amax(), dtype, power_of_2)
     return q if rows else None, _turned(q) if columns else None, inverse, maxima
 
 
-def _eight_bits(x, maxima, dtype, power_of_2, least=1e-12):
-    """x in eight bits, and what that has to be multiplied by. `maxima` are bits, in a shape that goes with x."""
+def _to_fp8(x, maxima, dtype, power_of_2, least=1e-12):
+    """Return x in fp8, and the factor that restores it. `maxima` are bits, in a shape that broadcasts against x."""
     largest = torch.finfo(dtype).max
     scale = (largest / maxima.view(torch.float32).double().clamp(min=least)).float()
     scale = scale.log2().floor().exp2() if power_of_2 else scale
@@ -224,15 +269,15 @@ def _turned(q):
 
 
 def float8_rows(x, power_of_2=True, maxima=False):
-    """The three parts of `liger_triton.float8_cast.Float8Rows`."""
+    """Return the three parts of `liger_triton.float8_cast.Float8Rows`."""
     bits = x.abs().float().view(torch.int32)
-    q, inverse = _eight_bits(x, bits.amax(1, keepdim=True), torch.float8_e4m3fn, power_of_2)
+    q, inverse = _to_fp8(x, bits.amax(1, keepdim=True), torch.float8_e4m3fn, power_of_2)
     return q, inverse.view(-1), bits.amax(0) if maxima else None
 
 
 def float8_columns(x, maxima, power_of_2=True):
     """See `liger_triton.float8_cast.float8_columns`."""
-    q, inverse = _eight_bits(x, maxima, torch.float8_e4m3fn, power_of_2)
+    q, inverse = _to_fp8(x, maxima, torch.float8_e4m3fn, power_of_2)
     return _turned(q), inverse
 
 
@@ -242,16 +287,16 @@ def float8_row_cast(parts, factors=None):
     if factors is not None:
         wide = [part * factor for part, factor in zip(wide, factors, strict=True)]
     x = torch.cat(wide, 1)
-    return _eight_bits(x, x.abs().amax(1, keepdim=True).view(torch.int32), torch.float8_e4m3fn, False, least=1e-30)
+    return _to_fp8(x, x.abs().amax(1, keepdim=True).view(torch.int32), torch.float8_e4m3fn, False, least=1e-30)
 
 
 def float8_product(a, a_inverse, b, b_inverse, dtype):
-    """a b of two matrices in eight bits, in fp32 and rounded once."""
+    """Return a b for two fp8 matrices, computed in fp32 and rounded once."""
     return (torch.mm(a.float(), b.float()) * (a_inverse * b_inverse)).to(dtype)
 
 
 def transformed(logits, softcap, logit_scale, temperature=1.0):
-    """z of the vocabulary losses, in the dtype of the arithmetic."""
+    """Return z of the vocabulary losses, in the dtype of the arithmetic."""
     z = logits.to(wide_dtype(logits.dtype)) * logit_scale
     if softcap is not None:
         z = softcap * torch.tanh(z / softcap)
@@ -259,7 +304,7 @@ def transformed(logits, softcap, logit_scale, temperature=1.0):
 
 
 def head_logits(hidden, weight, bias, lora, lora_input):
-    """The logits of a head with or without a LoRA, rounded as the model's own head rounds them."""
+    """Return the logits of a head with or without a LoRA, rounded as the model's own head rounds them."""
     logits = F.linear(hidden, weight, bias)
     if lora is not None:
         lora_a, lora_b, scaling = lora
@@ -269,10 +314,18 @@ def head_logits(hidden, weight, bias, lora, lora_input):
 
 
 def cross_entropy(
-    logits, target, *, ignore_index=-100, reduction="mean", label_smoothing=0.0, softcap=None, logit_scale=1.0,
-    z_loss=0.0, token_weights=None,
-):  # fmt: skip
-    """See `liger_triton.cross_entropy`. The logits are left alone. `token_weights` are those of
+    logits,
+    target,
+    *,
+    ignore_index=-100,
+    reduction="mean",
+    label_smoothing=0.0,
+    softcap=None,
+    logit_scale=1.0,
+    z_loss=0.0,
+    token_weights=None,
+):
+    """See `liger_triton.cross_entropy`. It does not change the logits. For `token_weights` see
     `linear_cross_entropy`."""
     z = transformed(logits, softcap, logit_scale)
     rows = F.cross_entropy(z, target, ignore_index=ignore_index, reduction="none", label_smoothing=label_smoothing)
@@ -288,38 +341,71 @@ def cross_entropy(
 
 
 def linear_cross_entropy(
-    hidden, weight, target, bias=None, *, ignore_index=-100, reduction="mean", label_smoothing=0.0, softcap=None,
-    logit_scale=1.0, z_loss=0.0, token_weights=None, lora=None, lora_input=None, accumulate="fp32", chunk_rows=None,
-):  # fmt: skip
-    """See `liger_triton.linear_cross_entropy`, which runs without Triton too. This one makes all logits."""
+    hidden,
+    weight,
+    target,
+    bias=None,
+    *,
+    ignore_index=-100,
+    reduction="mean",
+    label_smoothing=0.0,
+    softcap=None,
+    logit_scale=1.0,
+    z_loss=0.0,
+    token_weights=None,
+    lora=None,
+    lora_input=None,
+    accumulate="fp32",
+    chunk_rows=None,
+):
+    """See `liger_triton.linear_cross_entropy`, which also runs without Triton. This twin computes all logits."""
     logits = head_logits(hidden, weight, bias, lora, lora_input).flatten(0, -2)
     loss = cross_entropy(
-        logits, target.flatten(), ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing,
-        softcap=softcap, logit_scale=logit_scale, z_loss=z_loss,
+        logits,
+        target.flatten(),
+        ignore_index=ignore_index,
+        reduction=reduction,
+        label_smoothing=label_smoothing,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        z_loss=z_loss,
         token_weights=None if token_weights is None else token_weights.flatten(),
-    )  # fmt: skip
+    )
     return loss.view(target.shape) if reduction == "none" else loss
 
 
 def linear_logprobs(
-    hidden, weight, target, bias=None, *, temperature=1.0, softcap=None, logit_scale=1.0, label_smoothing=0.0,
-    ignore_index=-100, lora=None, lora_input=None, outputs=("log_probs",), uniform_grad=False, accumulate="fp32",
+    hidden,
+    weight,
+    target,
+    bias=None,
+    *,
+    temperature=1.0,
+    softcap=None,
+    logit_scale=1.0,
+    label_smoothing=0.0,
+    ignore_index=-100,
+    lora=None,
+    lora_input=None,
+    outputs=("log_probs",),
+    uniform_grad=False,
+    accumulate="fp32",
     chunk_rows=None,
-):  # fmt: skip
-    """See `liger_triton.linear_logprobs`, which runs without Triton too. This one makes all logits."""
+):
+    """See `liger_triton.linear_logprobs`, which also runs without Triton. This twin computes all logits."""
     z = transformed(head_logits(hidden, weight, bias, lora, lora_input), softcap, logit_scale, temperature)
     return LogProbs(**logprobs(z, target, outputs, label_smoothing, ignore_index))
 
 
 def logprobs(z, target, outputs, label_smoothing=0.0, ignore_index=-100):
-    """The fields `outputs` of `liger_triton.linear_logprobs`, of logits z (..., V) in the dtype of the arithmetic."""
+    """Return the fields `outputs` of `liger_triton.linear_logprobs` from logits z (..., V) in wide dtype."""
     ignored = target == ignore_index
     y = torch.where(ignored, 0, target).unsqueeze(-1)
     log_p = z.log_softmax(-1)
 
     def log_probs():
-        found = log_p.gather(-1, y).squeeze(-1)
-        return torch.lerp(found, log_p.mean(-1), label_smoothing) if label_smoothing else found
+        target_log_p = log_p.gather(-1, y).squeeze(-1)
+        return torch.lerp(target_log_p, log_p.mean(-1), label_smoothing) if label_smoothing else target_log_p
 
     ways = {
         "log_probs": log_probs,
@@ -333,11 +419,29 @@ def logprobs(z, target, outputs, label_smoothing=0.0, ignore_index=-100):
 
 
 def linear_divergence(
-    hidden, weight, teacher_hidden, teacher_weight, bias=None, teacher_bias=None, *, beta, temperature=1.0,
-    softcap=None, logit_scale=1.0, lora=None, lora_input=None, teacher_softcap=None, teacher_logit_scale=1.0,
-    teacher_lora=None, teacher_lora_input=None, mask=None, uniform_grad=False, accumulate="fp32", chunk_rows=None,
-):  # fmt: skip
-    """See `liger_triton.linear_divergence`. This one makes all logits of both heads."""
+    hidden,
+    weight,
+    teacher_hidden,
+    teacher_weight,
+    bias=None,
+    teacher_bias=None,
+    *,
+    beta,
+    temperature=1.0,
+    softcap=None,
+    logit_scale=1.0,
+    lora=None,
+    lora_input=None,
+    teacher_softcap=None,
+    teacher_logit_scale=1.0,
+    teacher_lora=None,
+    teacher_lora_input=None,
+    mask=None,
+    uniform_grad=False,
+    accumulate="fp32",
+    chunk_rows=None,
+):
+    """See `liger_triton.linear_divergence`. This twin computes all logits of both heads at once."""
     wide = wide_dtype(hidden.dtype, teacher_hidden.dtype)
 
     def log_softmax(head, cap, scale):
@@ -363,8 +467,10 @@ def linear_divergence(
 
 
 def _heads_loss(hidden, weight, rows_of_head, row_weight, counted):
-    """The result of several heads. `rows_of_head(k, logits)` gives loss and top-1 of the rows of head k, and `counted`
-    (K, T) says which rows count."""
+    """Return the `HeadsLoss` of several heads.
+
+    `rows_of_head(k, logits)` gives loss and top-1 for the rows of head k. `counted` (K, T) is True for rows that count.
+    """
     weights = weight if isinstance(weight, list | tuple) else [weight] * len(hidden)
     per_head = [rows_of_head(k, F.linear(x, w)) for k, (x, w) in enumerate(zip(hidden, weights, strict=True))]
     loss, top1 = (torch.stack(t) for t in zip(*per_head, strict=True))
@@ -375,10 +481,18 @@ def _heads_loss(hidden, weight, rows_of_head, row_weight, counted):
 
 
 def linear_heads_cross_entropy(
-    hidden, weight, target, *, row_weight=None, ignore_index=-100, softcap=None, logit_scale=1.0, accumulate="fp32",
+    hidden,
+    weight,
+    target,
+    *,
+    row_weight=None,
+    ignore_index=-100,
+    softcap=None,
+    logit_scale=1.0,
+    accumulate="fp32",
     chunk_rows=None,
-):  # fmt: skip
-    """See `liger_triton.linear_heads_cross_entropy`, which runs without Triton too. This one makes all logits."""
+):
+    """See `liger_triton.linear_heads_cross_entropy`, which also runs without Triton. This twin computes all logits."""
 
     def rows(k, logits):
         z = transformed(logits, softcap, logit_scale)
@@ -389,17 +503,27 @@ def linear_heads_cross_entropy(
 
 
 def linear_heads_kl(
-    hidden, weight, teacher_hidden, teacher_weight, valid, *, row_weight=None, target=None, softcap=None,
-    logit_scale=1.0, accumulate="fp32", chunk_rows=None,
-):  # fmt: skip
-    """See `liger_triton.linear_heads_kl`, which runs without Triton too. This one makes all logits."""
+    hidden,
+    weight,
+    teacher_hidden,
+    teacher_weight,
+    valid,
+    *,
+    row_weight=None,
+    target=None,
+    softcap=None,
+    logit_scale=1.0,
+    accumulate="fp32",
+    chunk_rows=None,
+):
+    """See `liger_triton.linear_heads_kl`, which also runs without Triton. This twin computes all logits."""
     n = teacher_hidden.shape[0]
     log_q = transformed(F.linear(teacher_hidden, teacher_weight), softcap, logit_scale).log_softmax(-1).detach()
     valid = torch.stack([v & (torch.arange(n, device=v.device) + k < n) for k, v in enumerate(valid, 1)])
 
     def rows(k, logits):
         log_p = transformed(logits, softcap, logit_scale).log_softmax(-1)
-        ahead = log_q.roll(-k - 1, 0)  # the rows that wrap around do not count
+        ahead = log_q.roll(-k - 1, 0)  # rows that wrap around do not count
         loss = F.kl_div(log_p, ahead, reduction="none", log_target=True).sum(-1)
         return loss, log_p.argmax(-1) == (ahead.argmax(-1) if target is None else target[k])
 

@@ -1,4 +1,4 @@
-"""What operations with several results return. The kernels and their twins share these."""
+"""Result types of the operations that return several tensors, for the kernels and their PyTorch twins."""
 
 from typing import NamedTuple
 
@@ -6,8 +6,11 @@ import torch
 
 
 class LogProbs(NamedTuple):
-    """Fields that were not asked for are None. The others have the shape of `target` and are fp32, or float64 if the
-    inputs are; `is_top1` is bool. They are zero at ignored positions."""
+    """Log-probabilities and statistics of each row.
+
+    Fields that were not requested are None. The others have the shape of `target` and are fp32, or float64 for float64
+    inputs; `is_top1` is bool. They are zero at ignored positions.
+    """
 
     log_probs: torch.Tensor | None = None
     entropy: torch.Tensor | None = None
@@ -17,15 +20,19 @@ class LogProbs(NamedTuple):
 
 
 class Divergence(NamedTuple):
-    """Both have the shape of `hidden` without its last dimension, are fp32 or float64, and are zero where `mask` is
-    False."""
+    """Divergence and entropy of each row.
+
+    Both have the shape of `hidden` without its last dimension. They are fp32 or float64, and zero where `mask` is
+    False.
+    """
 
     divergence: torch.Tensor
     entropy: torch.Tensor
 
 
 class TokenRanks(NamedTuple):
-    """All three have the shape of `target`, and are -100 at ignored positions.
+    """Argmax, log-probability and rank of each target. All have the shape of `target` and are -100 at ignored
+    positions.
 
     Args:
         argmax (`torch.Tensor`): int64, the first of the largest logits.
@@ -42,9 +49,9 @@ class TokenRanks(NamedTuple):
 class HeadsLoss(NamedTuple):
     """`loss` (), fp32 (float64 for float64), is differentiable: the sum of row_weight * loss over all rows that count.
 
-    The others have no gradient and are (K,), one number for each head. `head_losses`, of the dtype of `loss`, are the
-    sums of the rows' losses without row_weight. `head_top1`, int64, says for how many rows the target has the first
-    largest logit, and `head_rows`, int64, how many rows count."""
+    The others have no gradient and are (K,), one number for each head. `head_losses`, in the dtype of `loss`, are sums
+    of row losses without row_weight. `head_top1`, int64, counts rows with the target at the first largest logit.
+    `head_rows`, int64, counts rows that are not ignored."""
 
     loss: torch.Tensor
     head_losses: torch.Tensor

@@ -1,5 +1,5 @@
 """RMSNorm: y = (w + offset) * xhat, with xhat = x * rstd and rstd = 1 / sqrt(mean(x^2) + eps). Zhang and Sennrich 2019,
-arXiv:1910.07467. In the same pass, a residual addition before it, or a gate z before or after it:
+arXiv:1910.07467. The same pass can add a residual first, or apply a gate z before or after the norm:
 
     norm        n = (w + offset) * xhat          dx = B(dy), with B(d) = rstd * (g - xhat * mean(g * xhat)) and
                                                  g = d * (w + offset);  dw = sum over rows of d * xhat
@@ -12,14 +12,14 @@ arXiv:1910.07467. In the same pass, a residual addition before it, or a gate z b
 Gate last: Qwen3-Next, Qwen3.5, OLMo hybrid (silu), Kimi Linear (sigmoid). Gate first: Mamba 2 (Dao and Gu 2024,
 arXiv:2405.21060) and its hybrids.
 
-Shapes  x, residual, z, s, y and their gradients (..., N), read as M rows of N; w, dw (N,). With a gate, a mean may be
-        over the N / group columns of a group. A program has one group of some rows: the second index of the grid is the
-        group. rstd (groups * M,) in fp32.
-Dtypes  bf16, fp16, fp32; w and z may have dtypes of their own. Arithmetic in fp32, with the roundings that `cast`
-        names. s is rounded to the common dtype of x and residual, and the norm reads the rounded s, as two separate
-        steps would. Gradients are those of the formula without roundings, rounded once.
+Shapes  x, residual, z, s, y and their gradients (..., N), read as M rows of N; w, dw (N,). With a gate, a mean may
+        cover only the N / group columns of a group. A program takes one group of some rows; the second grid index is
+        the group. rstd (groups * M,) in fp32.
+Dtypes  bf16, fp16, fp32; w and z may have dtypes of their own. Arithmetic in fp32, rounded where `cast` says. s is
+        rounded to the common dtype of x and residual, and the norm reads the rounded s, as in two separate steps.
+        Gradients follow the formula without roundings and are rounded once.
 Bytes   b per element, n = M * N. Forward reads x and writes y: 2nb. Backward reads dy and x, and writes dx: 3nb, and
-        for each program an fp32 row of dw, which a second pass adds up. There are no atomics, so that equal inputs give
+        for each program an fp32 row of dw, which a second pass adds up. There are no atomics, so equal inputs give
         equal bits. Kept for backward: x, rstd. With a residual 4nb each (two steps: 5nb and 6nb). Kept: s, rstd. With a
         gate 3nb (eager about 14nb) and 5nb. Kept: x, z, rstd.
 """
@@ -34,14 +34,16 @@ from ._launch import MAX_COLUMNS, as_rows, backward_tile, cdiv, check_in, check_
 CASTS = ("llama", "gemma", "none", "rstd")
 ACTIVATIONS = ("silu", "sigmoid")
 GATED_CASTS = ("llama", "gemma")
-MAX_GROUPS = 65535  # the most programs that the second dimension of a grid may have
-# What the second input of the kernels is: a constant of theirs.
-RESIDUAL, GATE_FIRST, GATE_LAST = "residual", "gate first", "gate last"
+MAX_GROUPS = 65535  # CUDA's limit on the second dimension of a grid
+# The role of the kernels' second input, as a constant of the kernel.
+RESIDUAL = "residual"
+GATE_FIRST = "gate first"
+GATE_LAST = "gate last"
 
 
 @jit
 def _act(z, SILU: tl.constexpr):
-    """(a(z), a'(z))"""
+    """Return (a(z), a'(z))."""
     s = tl.sigmoid(z)
     if SILU:
         return z * s, s * (1.0 + z * (1.0 - s))
@@ -51,11 +53,28 @@ def _act(z, SILU: tl.constexpr):
 
 @jit(do_not_specialize=["m"])
 def _rms_norm_fwd_kernel(
-    X, OTHER, W, S, Y, RSTD, x_stride, other_stride, y_stride, m, n, eps, offset,
-    ROLE: tl.constexpr, SILU: tl.constexpr, HAS_WEIGHT: tl.constexpr, CAST: tl.constexpr,
-    GROUPED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """ROLE says what OTHER is. Without a residual, S is X and gives the dtype of what is normed."""
+    X,
+    OTHER,
+    W,
+    S,
+    Y,
+    RSTD,
+    x_stride,
+    other_stride,
+    y_stride,
+    m,
+    n,
+    eps,
+    offset,
+    ROLE: tl.constexpr,
+    SILU: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    CAST: tl.constexpr,
+    GROUPED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Store y, rstd and, with a residual, s. ROLE says what OTHER is. Without a residual, S is X."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)  # int64: row * n passes 2**31
     inside = tl.arange(0, BLOCK_N)
     col = inside
@@ -99,11 +118,32 @@ def _rms_norm_fwd_kernel(
 
 @jit(do_not_specialize=["m", "tiles"])
 def _rms_norm_bwd_kernel(
-    DY, X, OTHER, W, RSTD, DX, DGATE, DW, dy_stride, x_stride, other_stride, d_stride, m, n, offset, tiles,
-    ROLE: tl.constexpr, SILU: tl.constexpr, HAS_WEIGHT: tl.constexpr, NEED_DW: tl.constexpr,
-    GROUPED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """OTHER is the gate or, for a residual, the gradient that the sum has from its other uses."""
+    DY,
+    X,
+    OTHER,
+    W,
+    RSTD,
+    DX,
+    DGATE,
+    DW,
+    dy_stride,
+    x_stride,
+    other_stride,
+    d_stride,
+    m,
+    n,
+    offset,
+    tiles,
+    ROLE: tl.constexpr,
+    SILU: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    NEED_DW: tl.constexpr,
+    GROUPED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Store dx, dw and, with a gate, dgate. OTHER is the gate, or the gradient of the sum from its other uses."""
     pid = tl.program_id(0)
     inside = tl.arange(0, BLOCK_N)
     col = inside
@@ -145,7 +185,7 @@ def _rms_norm_bwd_kernel(
 
 
 def _memory(x: torch.Tensor, weight: torch.Tensor | None, cast: str, group: int, role: str = ""):
-    """Memory for y and rstd. y has the dtype of x, except where `cast` lets a wider weight widen it."""
+    """Allocate y and rstd. y has the dtype of x, unless `cast` lets a wider weight widen it."""
     narrow = weight is None or cast == "gemma" or role == GATE_LAST
     dtype = x.dtype if narrow else torch.promote_types(x.dtype, weight.dtype)
     rstd = torch.empty(x.numel() // group, dtype=torch.float32, device=x.device)
@@ -153,7 +193,7 @@ def _memory(x: torch.Tensor, weight: torch.Tensor | None, cast: str, group: int,
 
 
 def _memory_with_sum(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, cast: str):
-    """Memory for y, s and rstd."""
+    """Allocate y, s and rstd."""
     s = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, residual.dtype), device=x.device)
     y, rstd = _memory(s, weight, cast, x.shape[-1])
     return y, s, rstd
@@ -165,19 +205,44 @@ def _launch_forward(x, other, role, activation, weight, s, y, rstd, eps, offset,
     m, width = rows.shape
     block_m, block_n, num_warps = row_tile(group)
     launch(
-        _rms_norm_fwd_kernel, (cdiv(m, block_m), width // group),
-        rows, others, rows if weight is None else weight.contiguous(), rows if s is None else s, y, rstd,
-        rows.stride(0), others.stride(0), width, m, group, eps, offset, ROLE=role, SILU=activation == "silu",
-        HAS_WEIGHT=weight is not None, CAST=cast, GROUPED=group < width, BLOCK_M=block_m, BLOCK_N=block_n,
+        _rms_norm_fwd_kernel,
+        (cdiv(m, block_m), width // group),
+        rows,
+        others,
+        rows if weight is None else weight.contiguous(),
+        rows if s is None else s,
+        y,
+        rstd,
+        rows.stride(0),
+        others.stride(0),
+        width,
+        m,
+        group,
+        eps,
+        offset,
+        ROLE=role,
+        SILU=activation == "silu",
+        HAS_WEIGHT=weight is not None,
+        CAST=cast,
+        GROUPED=group < width,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
         num_warps=num_warps,
-    )  # fmt: skip
+    )
 
 
 @kernel_op("rms_norm_fwd")
 def _forward(
-    x: torch.Tensor, gate: torch.Tensor | None, weight: torch.Tensor | None, eps: float, offset: float, cast: str,
-    role: str, activation: str, group: int,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    x: torch.Tensor,
+    gate: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    eps: float,
+    offset: float,
+    cast: str,
+    role: str,
+    activation: str,
+    group: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
     y, rstd = _memory(x, weight, cast, group, role)
     _launch_forward(x, gate, role, activation, weight, None, y, rstd, eps, offset, cast, group)
     return y, rstd
@@ -203,17 +268,25 @@ def _(x, residual, weight, eps, offset, cast):
 
 
 def _gradients(x: torch.Tensor, other: torch.Tensor | None, role: str) -> list[torch.Tensor]:
-    """Memory for dx and, with a gate, for dgate."""
+    """Allocate dx and, with a gate, dgate."""
     wanted = (x, other) if role in (GATE_FIRST, GATE_LAST) else (x,)
     return [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in wanted]
 
 
 @kernel_op("rms_norm_bwd")
 def _backward(
-    dy: torch.Tensor, x: torch.Tensor, other: torch.Tensor | None, weight: torch.Tensor | None, rstd: torch.Tensor,
-    offset: float, role: str, activation: str, group: int, need_dw: bool,
-) -> list[torch.Tensor]:  # fmt: skip
-    """dx, with a gate dgate, and with need_dw dw."""
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    other: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    rstd: torch.Tensor,
+    offset: float,
+    role: str,
+    activation: str,
+    group: int,
+    need_dw: bool,
+) -> list[torch.Tensor]:
+    """Return dx, with a gate dgate, and with need_dw dw."""
     rows, dy_rows = as_rows(x), as_rows(dy)
     others = rows if other is None else as_rows(other)
     m, width = rows.shape
@@ -225,12 +298,34 @@ def _backward(
     found = _gradients(x, other, role)
     dw = torch.empty((programs, width), dtype=torch.float32, device=x.device) if need_dw else rstd
     launch(
-        _rms_norm_bwd_kernel, (programs, groups),
-        dy_rows, rows, others, rows if weight is None else weight.contiguous(), rstd, found[0], found[-1], dw,
-        dy_rows.stride(0), rows.stride(0), others.stride(0), width, m, group, offset, tiles, ROLE=role,
-        SILU=activation == "silu", HAS_WEIGHT=weight is not None, NEED_DW=need_dw, GROUPED=group < width,
-        BLOCK_M=block_m, BLOCK_N=block_n, STAGES=stages, num_warps=num_warps,
-    )  # fmt: skip
+        _rms_norm_bwd_kernel,
+        (programs, groups),
+        dy_rows,
+        rows,
+        others,
+        rows if weight is None else weight.contiguous(),
+        rstd,
+        found[0],
+        found[-1],
+        dw,
+        dy_rows.stride(0),
+        rows.stride(0),
+        others.stride(0),
+        width,
+        m,
+        group,
+        offset,
+        tiles,
+        ROLE=role,
+        SILU=activation == "silu",
+        HAS_WEIGHT=weight is not None,
+        NEED_DW=need_dw,
+        GROUPED=group < width,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        STAGES=stages,
+        num_warps=num_warps,
+    )
     return [*found, dw.sum(0).to(weight.dtype)] if need_dw else found
 
 
@@ -278,7 +373,7 @@ class _AddRMSNorm(torch.autograd.Function):
 
 
 def _check(x: torch.Tensor, weight: torch.Tensor | None, offset: float, cast: str) -> None:
-    """ValueError on what `rms_norm` does not take."""
+    """Raise ValueError for arguments that `rms_norm` does not take."""
     check_norm(x, weight=weight)
     check_in("cast", cast, CASTS)
     if weight is None and offset != 0:
@@ -288,17 +383,16 @@ def _check(x: torch.Tensor, weight: torch.Tensor | None, offset: float, cast: st
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor | None, eps: float, *, offset: float = 0.0, cast: str = "llama"
 ) -> torch.Tensor:
-    """(weight + offset) * x / sqrt(mean(x^2) + eps) over the last dimension, differentiable in x and weight.
+    """Compute (weight + offset) * x / sqrt(mean(x^2) + eps) over the last dimension, differentiable in x and weight.
 
-    `cast` says where the result of the fp32 arithmetic is rounded; x̂ is x / sqrt(mean(x^2) + eps) in fp32:
+    `cast` says where the fp32 result is rounded; x̂ is x / sqrt(mean(x^2) + eps) in fp32:
 
     - `"llama"`: (weight + offset) * round(x̂ to x.dtype). Sum and product are rounded as PyTorch does for those dtypes,
       so that an fp32 weight gives an fp32 result. This is the form of `LlamaRMSNorm` and most others.
     - `"gemma"`: round((weight + offset) * x̂ to x.dtype), with all arithmetic in fp32. This is the form of
       `Gemma2RMSNorm` (offset 1) and `GptOssRMSNorm` (offset 0).
-    - `"none"`: round((weight + offset) * x̂ to the common dtype of weight and x), with all arithmetic in fp32. It is for
-      a norm that was written without any cast; that one rounds after each of its steps, while here there is one
-      rounding at the end.
+    - `"none"`: round((weight + offset) * x̂ to the common dtype of weight and x), with all arithmetic in fp32. It is
+      for norms written without any cast. Such a norm rounds after each step; this one rounds once at the end.
 
     Args:
         x (`torch.Tensor`): (..., N), any strides; bf16, fp16 or fp32. The PyTorch twin computes float64 and N > 65536.
@@ -308,8 +402,8 @@ def rms_norm(
         cast (`str`, *optional*, defaults to `"llama"`): `"llama"`, `"gemma"`, `"none"` or `"rstd"`.
 
     Returns:
-        `torch.Tensor` of the shape of `x`, contiguous, or transposed as heads (B, H, S, N) of a projection are. Dtype:
-        that of `x` for `"gemma"` and without a weight, else the common dtype of `x` and `weight`.
+        `torch.Tensor` of the shape of `x`, contiguous, or transposed like the heads (B, H, S, N) of a projection. Dtype
+        of `x` for `"gemma"` and without a weight, else the common dtype of `x` and `weight`.
 
     Raises:
         ValueError: `weight` is not (N,) or on another device, `cast` is unknown, or `offset` is given without a weight.
@@ -317,7 +411,9 @@ def rms_norm(
     _check(x, weight, offset, cast)
     if x.shape[-1] > MAX_COLUMNS or not runs_triton(x, weight):
         return reference.rms_norm(x, weight, eps, offset=offset, cast=cast)
-    if x.ndim == 4 and not x.is_contiguous() and x.transpose(1, 2).is_contiguous():  # of which no copy is needed
+    # Gemma 3 transposes its heads before it norms queries and keys. Copying them took 20 of 520 ms a step, and a norm
+    # may take its rows in any order.
+    if x.ndim == 4 and not x.is_contiguous() and x.transpose(1, 2).is_contiguous():
         return rms_norm(x.transpose(1, 2), weight, eps, offset=offset, cast=cast).transpose(1, 2)
     options = (float(eps), float(offset), cast, "", "", x.shape[-1])
     if not records_graph():
@@ -326,22 +422,27 @@ def rms_norm(
 
 
 def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, eps: float, *, offset: float = 0.0,
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    *,
+    offset: float = 0.0,
     cast: str = "llama",
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """(rms_norm(x + residual, weight, eps), x + residual), both differentiable in x, residual and weight.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (rms_norm(x + residual, weight, eps), x + residual), both differentiable in x, residual and weight.
 
     Args:
         x (`torch.Tensor`): (..., N), any strides; bf16, fp16 or fp32. The PyTorch twin computes float64 and N > 65536.
         residual (`torch.Tensor`): Shape and device of `x`.
-        weight, eps, offset, cast: As in `rms_norm`, where "x.dtype" is now the dtype of the sum.
+        weight, eps, offset, cast: As in `rms_norm`, with the dtype of the sum for "x.dtype".
 
     Returns:
-        `tuple` of two contiguous `torch.Tensor` of the shape of `x`: the norm, with the dtype that `rms_norm` gives it,
-        and the sum, in the common dtype of `x` and `residual`.
+        `tuple` of two contiguous `torch.Tensor` of the shape of `x`: the norm, in the dtype as in `rms_norm`, and the
+        sum, in the common dtype of `x` and `residual`.
 
     Raises:
-        ValueError: `residual` has another shape or device than `x` (nothing is broadcast), or as `rms_norm`.
+        ValueError: `residual` has another shape or device than `x` (there is no broadcasting), or as in `rms_norm`.
     """
     _check(x, weight, offset, cast)
     if residual.shape != x.shape or residual.device != x.device or not residual.is_floating_point():
@@ -366,11 +467,11 @@ def gated_rms_norm(
     offset: float = 0.0,
     cast: str = "llama",
 ) -> torch.Tensor:
-    """rms_norm(x) * activation(gate), or rms_norm(x * activation(gate)), differentiable in x, gate and weight.
+    """Compute rms_norm(x) * activation(gate), or rms_norm(x * activation(gate)), differentiable in x, gate and weight.
 
-    `cast` says where the result of the fp32 arithmetic is rounded, as in `rms_norm`. With `"llama"`, the norm of
-    `gate_first=False` is rounded again before the product, as `Qwen3NextRMSNormGated` does; with `"gemma"` there is one
-    rounding at the end, as in `KimiLinearRMSNormGated`.
+    `cast` says where the fp32 result is rounded, as in `rms_norm`. With `"llama"`, the norm of `gate_first=False` is
+    rounded again before the product, as `Qwen3NextRMSNormGated` does; with `"gemma"` there is one rounding at the end,
+    as in `KimiLinearRMSNormGated`.
 
     Args:
         x (`torch.Tensor`): (..., N), any strides; bf16, fp16 or fp32. The PyTorch twin computes float64, groups of more
@@ -385,8 +486,8 @@ def gated_rms_norm(
         cast (`str`, *optional*, defaults to `"llama"`): `"llama"` or `"gemma"`.
 
     Returns:
-        `torch.Tensor`, contiguous, of the shape of `x`. Dtype: that of `x`, except with `"llama"` where the norm comes
-        last, whose dtype is the common one of `x` and `weight`.
+        `torch.Tensor`, contiguous, of the shape of `x`. Dtype of `x`; with `"llama"` and the norm last, the common
+        dtype of `x` and `weight`.
 
     Raises:
         ValueError: Shapes or devices disagree, an option is unknown, or `group_size` does not divide N.
@@ -405,10 +506,19 @@ def gated_rms_norm(
         raise ValueError(f"group_size is {group_size}, x {tuple(x.shape)}; expected a divisor of {width}, or None.")
     if group > MAX_COLUMNS or width // group > MAX_GROUPS or not runs_triton(x, weight, gate):
         return reference.gated_rms_norm(
-            x, gate, weight, eps, activation=activation, gate_first=gate_first, group_size=group, offset=offset,
+            x,
+            gate,
+            weight,
+            eps,
+            activation=activation,
+            gate_first=gate_first,
+            group_size=group,
+            offset=offset,
             cast=cast,
-        )  # fmt: skip
-    role = "" if gate is None else GATE_FIRST if gate_first else GATE_LAST
+        )
+    role = ""
+    if gate is not None:
+        role = GATE_FIRST if gate_first else GATE_LAST
     options = (float(eps), float(offset), cast, role, activation, int(group))
     if not records_graph():
         return _forward(x, gate, weight, *options)[0]

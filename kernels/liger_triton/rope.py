@@ -1,14 +1,14 @@
 """Rotary position embedding of q and k in one launch. Su et al. 2021, RoFormer, arXiv:2104.09864, section 3.2.
 
-A head of D numbers has R <= D rotary ones, in R/2 pairs (x1, x2). Pair i of token t is turned by the angle of (t, i):
+In a head of D numbers, R <= D are rotary and form R/2 pairs (x1, x2). The angle of (t, i) rotates pair i of token t:
 
     y1 = x1 * cos - x2 * sin
-    y2 = x2 * cos + x1 * sin        backward: the same with -sin, and the layouts of input and output exchanged
+    y2 = x2 * cos + x1 * sin        backward: the same with -sin, with input and output layouts swapped
 
 Shapes  q, k and results have up to three leading dimensions in any order, with any strides, and then D. For cos and sin
         see `rope`.
-Dtypes  bf16, fp16, fp32, each tensor its own. Arithmetic in fp32, one rounding at the store. Eager PyTorch in bf16
-        rounds both products too, so that 16-bit results agree up to rounding, not bit for bit.
+Dtypes  bf16, fp16, fp32, each tensor its own. Arithmetic in fp32, one rounding at the store. Eager PyTorch in bf16 also
+        rounds both products, so 16-bit results agree only up to rounding.
 Bytes   b per element, n elements of q and k together. Forward and backward each read and write them once: 2nb. Kept for
         backward: cos, sin.
 """
@@ -29,12 +29,40 @@ COS_LAYOUTS = ("half", "interleaved", "single")
 
 @jit
 def _turn_tile(
-    X, Y, COS, SIN, tile, rows, n1, n2, x0, x1, x2, y0, y1, y2, c0, c1, c2, c3, s0, s1, s2, s3, sign,
-    D: tl.constexpr, HALF: tl.constexpr, FIRST: tl.constexpr, IN_PAIRS: tl.constexpr, OUT_PAIRS: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
-):  # fmt: skip
-    """Turns the BLOCK_R rows of X from tile * BLOCK_R on, into Y. A row is one head of one token, and the last leading
-    dimension runs fastest."""
+    X,
+    Y,
+    COS,
+    SIN,
+    tile,
+    rows,
+    n1,
+    n2,
+    x0,
+    x1,
+    x2,
+    y0,
+    y1,
+    y2,
+    c0,
+    c1,
+    c2,
+    c3,
+    s0,
+    s1,
+    s2,
+    s3,
+    sign,
+    D: tl.constexpr,
+    HALF: tl.constexpr,
+    FIRST: tl.constexpr,
+    IN_PAIRS: tl.constexpr,
+    OUT_PAIRS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+):
+    """Rotate the BLOCK_R rows of X from tile * BLOCK_R on, into Y. A row is one head of one token; the last leading
+    dimension varies fastest."""
     row = tile * BLOCK_R + tl.arange(0, BLOCK_R)
     live = (row < rows)[:, None]
     i2 = (row % n2).to(tl.int64)  # int64: offsets pass 2**31, the number of rows does not
@@ -49,7 +77,7 @@ def _turn_tile(
     sin = tl.load(SIN + (i0 * s0 + i1 * s1 + i2 * s2)[:, None] + half * s3, mask=mask, other=0.0).to(tl.float32) * sign
 
     both = tl.arange(0, 2 * BLOCK_HALF)[None, :]
-    if IN_PAIRS:  # read as one run and then split, since each load with a step of 2 would fetch the whole run
+    if IN_PAIRS:  # read as one run and split: two loads with stride 2 would each fetch the whole run
         x = tl.load(x_row + FIRST + both, mask=live & (both < 2 * HALF), other=0.0).to(tl.float32)
         a, b = tl.split(tl.reshape(x, [BLOCK_R, BLOCK_HALF, 2]))
     else:
@@ -64,7 +92,7 @@ def _turn_tile(
         tl.store(y_row + FIRST + half, u, mask=mask)
         tl.store(y_row + FIRST + HALF + half, v, mask=mask)
 
-    if D > 2 * HALF:  # what is not rotary passes through
+    if D > 2 * HALF:  # non-rotary numbers pass through
         rest = tl.arange(0, BLOCK_REST)[None, :]
         rest_mask = live & (rest < D - 2 * HALF)
         rest += 0 if FIRST > 0 else 2 * HALF
@@ -73,33 +101,127 @@ def _turn_tile(
 
 @jit(do_not_specialize=["q_tiles", "q_rows", "q_n1", "q_n2", "k_rows", "k_n1", "k_n2"])
 def _rope_kernel(
-    Q, QY, K, KY, COS, SIN, q_tiles, q_rows, q_n1, q_n2, q0, q1, q2, qy0, qy1, qy2,
-    k_rows, k_n1, k_n2, k0, k1, k2, ky0, ky1, ky2, c0, c1, c2, c3, s0, s1, s2, s3, sign,
-    D: tl.constexpr, HALF: tl.constexpr, FIRST: tl.constexpr, IN_PAIRS: tl.constexpr, OUT_PAIRS: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
-):  # fmt: skip
+    Q,
+    QY,
+    K,
+    KY,
+    COS,
+    SIN,
+    q_tiles,
+    q_rows,
+    q_n1,
+    q_n2,
+    q0,
+    q1,
+    q2,
+    qy0,
+    qy1,
+    qy2,
+    k_rows,
+    k_n1,
+    k_n2,
+    k0,
+    k1,
+    k2,
+    ky0,
+    ky1,
+    ky2,
+    c0,
+    c1,
+    c2,
+    c3,
+    s0,
+    s1,
+    s2,
+    s3,
+    sign,
+    D: tl.constexpr,
+    HALF: tl.constexpr,
+    FIRST: tl.constexpr,
+    IN_PAIRS: tl.constexpr,
+    OUT_PAIRS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+):
     pid = tl.program_id(0)
     if pid < q_tiles:
         _turn_tile(
-            Q, QY, COS, SIN, pid, q_rows, q_n1, q_n2, q0, q1, q2, qy0, qy1, qy2, c0, c1, c2, c3, s0, s1, s2, s3, sign,
-            D, HALF, FIRST, IN_PAIRS, OUT_PAIRS, BLOCK_R, BLOCK_HALF, BLOCK_REST,
-        )  # fmt: skip
+            Q,
+            QY,
+            COS,
+            SIN,
+            pid,
+            q_rows,
+            q_n1,
+            q_n2,
+            q0,
+            q1,
+            q2,
+            qy0,
+            qy1,
+            qy2,
+            c0,
+            c1,
+            c2,
+            c3,
+            s0,
+            s1,
+            s2,
+            s3,
+            sign,
+            D,
+            HALF,
+            FIRST,
+            IN_PAIRS,
+            OUT_PAIRS,
+            BLOCK_R,
+            BLOCK_HALF,
+            BLOCK_REST,
+        )
     else:
         _turn_tile(
-            K, KY, COS, SIN, pid - q_tiles, k_rows, k_n1, k_n2, k0, k1, k2, ky0, ky1, ky2,
-            c0, c1, c2, c3, s0, s1, s2, s3, sign,
-            D, HALF, FIRST, IN_PAIRS, OUT_PAIRS, BLOCK_R, BLOCK_HALF, BLOCK_REST,
-        )  # fmt: skip
+            K,
+            KY,
+            COS,
+            SIN,
+            pid - q_tiles,
+            k_rows,
+            k_n1,
+            k_n2,
+            k0,
+            k1,
+            k2,
+            ky0,
+            ky1,
+            ky2,
+            c0,
+            c1,
+            c2,
+            c3,
+            s0,
+            s1,
+            s2,
+            s3,
+            sign,
+            D,
+            HALF,
+            FIRST,
+            IN_PAIRS,
+            OUT_PAIRS,
+            BLOCK_R,
+            BLOCK_HALF,
+            BLOCK_REST,
+        )
 
 
 def _memory_order(strides: tuple[int, ...]) -> list[int]:
-    """The leading dimensions of a tensor, from the one with the longest stride to the one with the shortest."""
+    """Return the leading dimensions of a tensor, ordered from the longest stride to the shortest."""
     return sorted(range(len(strides) - 1), key=lambda d: -strides[d])
 
 
 def _dense_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of a dense tensor of that shape whose leading dimensions have the memory order of `strides`, and
-    whose heads are contiguous."""
+    """Return strides of a dense tensor of that shape, with leading dimensions in the memory order of `strides`."""
     dense, step = [1] * len(shape), shape[-1]
     for d in reversed(_memory_order(strides)):
         dense[d] = step
@@ -112,33 +234,44 @@ def _empty_in_order(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _lead(values: tuple[int, ...], order: list[int], fill: int) -> list[int]:
-    """The values of the leading dimensions in `order`, filled up in front to be three."""
+    """Return the values of the leading dimensions in `order`, padded in front to three."""
     return [fill] * (3 - len(order)) + [values[d] for d in order]
 
 
 def _angle_strides(shape, strides, ndim: int, cos_layout: str, unsqueeze_dim: int) -> list[int]:
-    """The strides with which cos or sin, unsqueezed and read as one number per pair, broadcasts against `ndim`
-    dimensions."""
-    found = [0 if size == 1 else stride for size, stride in zip(shape, strides, strict=True)]
-    found[-1] = strides[-1] * (2 if cos_layout == "interleaved" else 1)
-    found.insert(unsqueeze_dim % (len(shape) + 1), 0)
-    return [0] * (ndim - len(found)) + found
+    """Return strides of cos or sin, read as one number per pair, that broadcast against `ndim` dimensions."""
+    broadcast = [0 if size == 1 else stride for size, stride in zip(shape, strides, strict=True)]
+    broadcast[-1] = strides[-1] * (2 if cos_layout == "interleaved" else 1)
+    broadcast.insert(unsqueeze_dim % (len(shape) + 1), 0)
+    return [0] * (ndim - len(broadcast)) + broadcast
 
 
 @functools.lru_cache(maxsize=1024)
 def _plan(
-    q_shape, q_memory, q_strides, k_shape, k_memory, k_strides, cos_shape, cos_strides, sin_strides, cos_layout,
+    q_shape,
+    q_memory,
+    q_strides,
+    k_shape,
+    k_memory,
+    k_strides,
+    cos_shape,
+    cos_strides,
+    sin_strides,
+    cos_layout,
     unsqueeze_dim,
-):  # fmt: skip
-    """(strides of the two results, numbers of programs, integer arguments of the kernel, HALF, sizes of its blocks).
+):
+    """Return (strides of the two results, numbers of programs, integer kernel arguments, HALF, block sizes).
 
-    `memory` are the strides that the results follow, `strides` those that are read. The plan is cached, because for the
-    host it is most of a call."""
-    order, d = _memory_order(q_memory), q_shape[-1]  # rows that are neighbours in memory share cache lines and angles
+    `memory` are the strides that the results follow; `strides` are read. The plan is cached, because it is most of a
+    call's host time.
+    """
+    order, d = _memory_order(q_memory), q_shape[-1]  # neighbouring rows in memory share cache lines and angles
     half = cos_shape[-1] if cos_layout == "single" else (cos_shape[-1] + 1) // 2
     block_half = next_power_of_2(half)
     block_r = max(1, TILE // (2 * block_half))
-    out, sizes_and_strides, tiles = [], [], []
+    out = []
+    sizes_and_strides = []
+    tiles = []
     for shape, memory, strides in ((q_shape, q_memory, q_strides), (k_shape, k_memory, k_strides)):
         rows = math.prod(shape[:-1])
         out.append(_dense_strides(shape, memory))
@@ -146,35 +279,67 @@ def _plan(
         sizes_and_strides += [rows, *_lead(shape, order, 1)[1:], *_lead(strides, order, 0), *_lead(out[-1], order, 0)]
     angles = []
     for strides in (cos_strides, sin_strides):
-        found = _angle_strides(cos_shape, strides, len(q_shape), cos_layout, unsqueeze_dim)
-        angles += [*_lead(found, order, 0), found[-1]]
+        broadcast = _angle_strides(cos_shape, strides, len(q_shape), cos_layout, unsqueeze_dim)
+        angles += [*_lead(broadcast, order, 0), broadcast[-1]]
     blocks = (block_r, block_half, next_power_of_2(max(1, d - 2 * half)))
     return out, tiles, (tiles[0], *sizes_and_strides, *angles), half, blocks
 
 
 @kernel_op("rope")
 def _rotate(
-    q: torch.Tensor, k: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool,
-    out_interleaved: bool, cos_layout: str, rotate_last: bool, q_dtype: torch.dtype, k_dtype: torch.dtype,
-    unsqueeze_dim: int, sign: float,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """(q, k), turned. The second is empty if k is None. A sign of -1.0 turns back."""
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    interleaved: bool,
+    out_interleaved: bool,
+    cos_layout: str,
+    rotate_last: bool,
+    q_dtype: torch.dtype,
+    k_dtype: torch.dtype,
+    unsqueeze_dim: int,
+    sign: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return q and k, rotated. The second is empty if k is None. A sign of -1.0 rotates back."""
     other = q if k is None else k
     q_memory, k_memory = q.stride(), other.stride()
     q, other = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, other))
     (q_out, k_out), tiles, integers, half, (block_r, block_half, block_rest) = _plan(
-        q.shape, q_memory, q.stride(), other.shape, k_memory, other.stride(), cos.shape, cos.stride(), sin.stride(),
-        cos_layout, unsqueeze_dim,
-    )  # fmt: skip
+        q.shape,
+        q_memory,
+        q.stride(),
+        other.shape,
+        k_memory,
+        other.stride(),
+        cos.shape,
+        cos.stride(),
+        sin.stride(),
+        cos_layout,
+        unsqueeze_dim,
+    )
     qy = torch.empty_strided(q.shape, q_out, dtype=q_dtype, device=q.device)
     ky = q.new_empty(0) if k is None else torch.empty_strided(k.shape, k_out, dtype=k_dtype, device=k.device)
     d = q.shape[-1]
     launch(
-        _rope_kernel, (tiles[0] if k is None else sum(tiles),),
-        q, qy, other, qy if k is None else ky, cos, sin, *integers, sign,
-        D=d, HALF=half, FIRST=d - 2 * half if rotate_last else 0, IN_PAIRS=interleaved, OUT_PAIRS=out_interleaved,
-        BLOCK_R=block_r, BLOCK_HALF=block_half, BLOCK_REST=block_rest,
-    )  # fmt: skip
+        _rope_kernel,
+        (tiles[0] if k is None else sum(tiles),),
+        q,
+        qy,
+        other,
+        qy if k is None else ky,
+        cos,
+        sin,
+        *integers,
+        sign,
+        D=d,
+        HALF=half,
+        FIRST=d - 2 * half if rotate_last else 0,
+        IN_PAIRS=interleaved,
+        OUT_PAIRS=out_interleaved,
+        BLOCK_R=block_r,
+        BLOCK_HALF=block_half,
+        BLOCK_REST=block_rest,
+    )
     return qy, ky
 
 
@@ -203,11 +368,12 @@ class _Rope(torch.autograd.Function):
 
 
 def misfit(q, k, cos, sin, cos_layout, unsqueeze_dim) -> str | None:
-    """What `rope` does not take of these tensors, in words. None if it takes them.
+    """Return why `rope` does not take these tensors, or None if it does.
 
-    Callers that have another way to compute the same use this too.
+    Callers with another way to compute the same use this check too.
     """
-    ndim, given = q.ndim, {"q": q, "k": k, "cos": cos, "sin": sin}
+    ndim = q.ndim
+    given = {"q": q, "k": k, "cos": cos, "sin": sin}
 
     def shapes() -> str:
         return ", ".join(f"{name} is {None if t is None else tuple(t.shape)}" for name, t in given.items())
@@ -246,11 +412,19 @@ def misfit(q, k, cos, sin, cos_layout, unsqueeze_dim) -> str | None:
 
 
 def rope(
-    q: torch.Tensor, k: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool = False,
-    out_interleaved: bool | None = None, cos_layout: str = "half", rotate_last: bool = False, cast: str = "promote",
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *,
+    interleaved: bool = False,
+    out_interleaved: bool | None = None,
+    cos_layout: str = "half",
+    rotate_last: bool = False,
+    cast: str = "promote",
     unsqueeze_dim: int = 1,
-) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
-    """q and k with each pair of rotary numbers turned by its angle, in one launch; differentiable in q and k.
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Rotate each pair of rotary numbers of q and k by its angle, in one launch; differentiable in q and k.
 
     With R rotary numbers in a head, h = R/2 and i = 0 ... h-1, in offsets from the first rotary number:
 
@@ -285,10 +459,9 @@ def rope(
         cos_layout (`str`, *optional*, defaults to `"half"`): `"half"`, `"interleaved"` or `"single"`; see above.
         rotate_last (`bool`, *optional*, defaults to `False`): If R < D, the last R numbers of a head are rotary instead
             of the first. The others pass through.
-        cast (`str`, *optional*, defaults to `"promote"`): The dtype of the results. `"promote"` is the common one of q
-            (or k), cos and sin, which `q * cos` has; `"input"` is that of q (or k), as in models that cast to fp32 and
-            back.
-        unsqueeze_dim (`int`, *optional*, defaults to 1): Where the dimension of the heads goes into cos and sin.
+        cast (`str`, *optional*, defaults to `"promote"`): Dtype of the results. `"promote"`: the common dtype of q (or
+            k), cos and sin, as in `q * cos`. `"input"`: the dtype of q (or k), as in models that cast to fp32 and back.
+        unsqueeze_dim (`int`, *optional*, defaults to 1): Where cos and sin get the dimension of the heads.
 
     Returns:
         `tuple` of two new tensors, in the memory order of q and k; the second is `None` if `k` is.
@@ -298,15 +471,24 @@ def rope(
     """
     check_in("cast", cast, CASTS)
     check_in("cos_layout", cos_layout, COS_LAYOUTS)
-    if (message := misfit(q, k, cos, sin, cos_layout, unsqueeze_dim)) is not None:
+    message = misfit(q, k, cos, sin, cos_layout, unsqueeze_dim)
+    if message is not None:
         raise ValueError(message)
     out_interleaved = interleaved if out_interleaved is None else out_interleaved
     fits = all(t is None or 0 < t.numel() // t.shape[-1] < 2**31 for t in (q, k))  # the kernel counts rows in int32
     if not fits or cos.requires_grad or sin.requires_grad or not runs_triton(q, k, cos, sin):
         return reference.rope(
-            q, k, cos, sin, interleaved=interleaved, out_interleaved=out_interleaved, cos_layout=cos_layout,
-            rotate_last=rotate_last, cast=cast, unsqueeze_dim=unsqueeze_dim,
-        )  # fmt: skip
+            q,
+            k,
+            cos,
+            sin,
+            interleaved=interleaved,
+            out_interleaved=out_interleaved,
+            cos_layout=cos_layout,
+            rotate_last=rotate_last,
+            cast=cast,
+            unsqueeze_dim=unsqueeze_dim,
+        )
     angle_dtype = torch.promote_types(cos.dtype, sin.dtype)
     dtypes = [
         t.dtype if cast == "input" else torch.promote_types(t.dtype, angle_dtype) for t in (q, q if k is None else k)

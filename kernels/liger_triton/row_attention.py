@@ -1,4 +1,4 @@
-"""Causal attention over rows that lie one after the other, with a window, a soft cap of the scores, and sinks.
+"""Causal attention over concatenated rows, with an optional window, a soft cap of the scores, and sinks.
 
 With s_ij = scale * q_i . k_j, capped to c * tanh(s_ij / c), over the tokens j of the row of i up to i and, with a
 window w, after i - w; and with the sink z of the head:
@@ -7,13 +7,13 @@ window w, after i - w; and with the sink z of the head:
     d_i  = do_i . o_i                           dv_j = sum_i p_ij do_i
     ds_ij = p_ij (do_i . v_j - d_i) (1 - tanh^2(s_ij / c))                    dz = -sum_i exp(z - L_i) d_i
 
-A sink is a key that every token sees and whose value is zero. So the backward pass of attention without sinks gives dq,
-dk and dv, if it is handed o and L of those with sinks. That is how PyTorch's flash attention runs where nothing is
-capped. It has no cap, and takes no fp32: there the kernels of this file run.
+A sink is a key that every token sees, with value zero. So a backward pass without sinks gives dq, dk and dv if it gets
+o and L with sinks. That is how this file uses PyTorch's flash attention. Flash attention has no cap and no fp32: for
+those, the kernels of this file run.
 
 Shapes  q and o (T, H, D), k and v (T, G, D), H a multiple of G, L and d (H, T). Rows by their offsets.
-Dtypes  bf16, fp16, fp32, one for q, k and v. Scores and sums in fp32. Probabilities are rounded to that dtype for the
-        product with v, as in every flash attention.
+Dtypes  bf16, fp16, fp32, the same for q, k and v. Scores and sums in fp32. Probabilities are rounded to that dtype for
+        the product with v, as in any flash attention.
 Bytes   Kept for backward: q, k, v, o, L. Scores are never stored.
 """
 
@@ -32,8 +32,8 @@ LOG2E = 1.4426950408889634
 
 @jit
 def _scores(dots, scale, cap, CAPPED: tl.constexpr):
-    """Scores of products of q and k, times log2(e), and the slope of the cap. With a cap c, `scale` is that of the
-    scores times 2 * log2(e) / c, and `cap` is c * log2(e); without one, `scale` is times log2(e).
+    """Return scores times log2(e) from products of q and k, and the slope of the cap. With a cap c, `scale` is the
+    scale of the scores times 2 * log2(e) / c, and `cap` is c * log2(e). Without a cap, `scale` includes log2(e).
 
     r = 1 / (exp(2x) + 1) gives tanh(x) = 1 - 2r and 1 - tanh^2(x) = 4r(1 - r).
     """
@@ -57,7 +57,7 @@ def _seen(query, key, length, window, WINDOWED: tl.constexpr):
 
 @jit
 def _places(X, start, at, length, head, heads, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Where tokens `at` of a row are in one head of X (T, heads, D), and which of them there are."""
+    """Return pointers to tokens `at` of a row in one head of X (T, heads, D), and the mask of tokens that exist."""
     d = tl.arange(0, BLOCK_D)
     places = X + ((start + at).to(tl.int64)[:, None] * heads + head) * D + d[None, :]
     return places, (at < length)[:, None] & (d < D)[None, :]
@@ -76,14 +76,12 @@ def _store_tile(X, x, start, at, length, head, heads, D: tl.constexpr, BLOCK_D: 
 
 
 @jit
-def _queries(
-    OFFSETS, heads, groups, window, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOWED: tl.constexpr
-):  # fmt: skip
-    """(head, its group of keys, start and length of the row, the first query, the first key) of this program."""
+def _queries(OFFSETS, heads, groups, window, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOWED: tl.constexpr):
+    """Return (head, its group of keys, start and length of the row, first query, first key) of this program."""
     head = tl.program_id(1)
     start = tl.load(OFFSETS + tl.program_id(2))
     length = tl.load(OFFSETS + tl.program_id(2) + 1) - start
-    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M  # the longest loops begin first
+    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M  # programs with the longest loops start first
     low = 0
     if WINDOWED:
         low = tl.maximum(first - window + 1, 0) // BLOCK_N * BLOCK_N
@@ -92,7 +90,7 @@ def _queries(
 
 @jit
 def _upstream(Q, DO, L, DELTA, start, at, length, head, tokens, heads, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """What the backward pass reads of queries: q, the gradient of their output, log2 of their sums, and delta."""
+    """Load what backward needs of the queries: q, the gradient of their output, log2 of their sums, and delta."""
     q = _tile(Q, start, at, length, head, heads, D, BLOCK_D)
     do = _tile(DO, start, at, length, head, heads, D, BLOCK_D)
     place = head * tokens + start + at
@@ -102,10 +100,28 @@ def _upstream(Q, DO, L, DELTA, start, at, length, head, tokens, heads, D: tl.con
 
 @jit(do_not_specialize=["tokens"])
 def _forward_kernel(
-    Q, K, V, SINKS, OFFSETS, OUT, L, tokens, heads, groups, scale, cap, window,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAPPED: tl.constexpr,
-    WINDOWED: tl.constexpr, HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    Q,
+    K,
+    V,
+    SINKS,
+    OFFSETS,
+    OUT,
+    L,
+    tokens,
+    heads,
+    groups,
+    scale,
+    cap,
+    window,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    CAPPED: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     head, group, start, length, first, low = _queries(OFFSETS, heads, groups, window, BLOCK_M, BLOCK_N, WINDOWED)
     if first < length:
         at = first + tl.arange(0, BLOCK_M)
@@ -122,7 +138,7 @@ def _forward_kernel(
             s, _ = _scores(tl.dot(q, tl.trans(k), input_precision=PRECISION), scale, cap, CAPPED)
             s = tl.where(_seen(at[:, None], key[None, :], length, window, WINDOWED), s, float("-inf"))
             new = tl.maximum(most, tl.max(s, 1))
-            safe = tl.where(new == float("-inf"), 0.0, new)  # nothing seen yet
+            safe = tl.where(new == float("-inf"), 0.0, new)  # no key seen yet
             p = tl.exp2(s - safe[:, None])
             shrink = tl.exp2(most - safe)
             total = total * shrink + tl.sum(p, 1)
@@ -136,8 +152,15 @@ def _forward_kernel(
 
 @jit(do_not_specialize=["tokens"])
 def _delta_kernel(
-    OUT, DO, DELTA, tokens, heads, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
-):  # fmt: skip
+    OUT,
+    DO,
+    DELTA,
+    tokens,
+    heads,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
     head = tl.program_id(1)
     at = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     o = _tile(OUT, 0, at, tokens, head, heads, D, BLOCK_D).to(tl.float32)
@@ -147,10 +170,29 @@ def _delta_kernel(
 
 @jit(do_not_specialize=["tokens"])
 def _query_gradient_kernel(
-    Q, K, V, DO, L, DELTA, OFFSETS, DQ, tokens, heads, groups, factor, scale, cap, window,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAPPED: tl.constexpr,
-    WINDOWED: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    Q,
+    K,
+    V,
+    DO,
+    L,
+    DELTA,
+    OFFSETS,
+    DQ,
+    tokens,
+    heads,
+    groups,
+    factor,
+    scale,
+    cap,
+    window,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    CAPPED: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     head, group, start, length, first, low = _queries(OFFSETS, heads, groups, window, BLOCK_M, BLOCK_N, WINDOWED)
     if first < length:
         at = first + tl.arange(0, BLOCK_M)
@@ -170,10 +212,30 @@ def _query_gradient_kernel(
 
 @jit(do_not_specialize=["tokens"])
 def _key_gradient_kernel(
-    Q, K, V, DO, L, DELTA, OFFSETS, DK, DV, tokens, heads, groups, factor, scale, cap, window,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAPPED: tl.constexpr,
-    WINDOWED: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    Q,
+    K,
+    V,
+    DO,
+    L,
+    DELTA,
+    OFFSETS,
+    DK,
+    DV,
+    tokens,
+    heads,
+    groups,
+    factor,
+    scale,
+    cap,
+    window,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    CAPPED: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     group, row = tl.program_id(1), tl.program_id(2)
     start = tl.load(OFFSETS + row)
     length = tl.load(OFFSETS + row + 1) - start
@@ -203,12 +265,15 @@ def _key_gradient_kernel(
 
 
 def _tiles(d: int, dtype: torch.dtype, device: torch.device, backward: bool) -> dict[str, int]:
-    """The tile that a program keeps, and that which it loops over, as large as its registers hold without a spill on
-    sm_90. Smaller where the shared memory of the device does not hold them."""
+    """Return the tile that a program keeps and the tile it loops over: the largest without register spills on sm_90,
+    smaller if shared memory is too small."""
     wide = next_power_of_2(max(16, d))
+    # Larger tiles spill registers on sm_90.
     mine = 64 if backward and wide > 128 else 128
     other = 32 if wide > 128 or (backward and wide > 64) else 64
-    stages, room, width = 2, shared_memory(device), wide * dtype.itemsize
+    stages = 2
+    room = shared_memory(device)
+    width = wide * dtype.itemsize
 
     def bytes_of() -> int:
         return width * ((1 + backward) * mine + 2 * stages * other) + 2 * mine * other * dtype.itemsize
@@ -225,45 +290,96 @@ def _tiles(d: int, dtype: torch.dtype, device: torch.device, backward: bool) -> 
 
 
 def _by_kernels(q, k, v, offsets, longest, scale, window, softcap, sinks):
-    """(o, L) by the kernel of this file."""
+    """Return (o, L) by the kernel of this file."""
     (tokens, heads, d), groups = q.shape, k.shape[1]
-    o, level = torch.empty_like(q), q.new_empty(heads, tokens, dtype=torch.float32)
+    o = torch.empty_like(q)
+    level = q.new_empty(heads, tokens, dtype=torch.float32)
     tile = _tiles(d, q.dtype, q.device, False)
     block = tile.pop("mine")
     launch(
-        _forward_kernel, (cdiv(longest, block), heads, len(offsets) - 1),
-        q, k, v, q if sinks is None else sinks, offsets, o, level, tokens, heads, groups, *_factors(scale, softcap),
-        window or 0, D=d, BLOCK_M=block, BLOCK_N=tile.pop("other"), CAPPED=softcap is not None,
-        WINDOWED=window is not None, HAS_SINKS=sinks is not None, PRECISION=_precision(q), **tile,
-    )  # fmt: skip
+        _forward_kernel,
+        (cdiv(longest, block), heads, len(offsets) - 1),
+        q,
+        k,
+        v,
+        q if sinks is None else sinks,
+        offsets,
+        o,
+        level,
+        tokens,
+        heads,
+        groups,
+        *_factors(scale, softcap),
+        window or 0,
+        D=d,
+        BLOCK_M=block,
+        BLOCK_N=tile.pop("other"),
+        CAPPED=softcap is not None,
+        WINDOWED=window is not None,
+        HAS_SINKS=sinks is not None,
+        PRECISION=_precision(q),
+        **tile,
+    )
     return o, level
 
 
 def _gradients_by_kernels(do, q, k, v, o, level, offsets, longest, scale, window, softcap):
     (tokens, heads, d), groups = q.shape, k.shape[1]
-    dq, dk, dv, delta = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), _delta(o, do)
+    dq = torch.empty_like(q)
+    dk = torch.empty_like(k)
+    dv = torch.empty_like(v)
+    delta = _delta(o, do)
     constants = {
-        "D": d, "CAPPED": softcap is not None, "WINDOWED": window is not None, "PRECISION": _precision(q),
-    }  # fmt: skip
+        "D": d,
+        "CAPPED": softcap is not None,
+        "WINDOWED": window is not None,
+        "PRECISION": _precision(q),
+    }
     integers = tokens, heads, groups, scale, *_factors(scale, softcap), window or 0
     tile = _tiles(d, q.dtype, q.device, True)
     block = tile.pop("mine")
     launch(
-        _query_gradient_kernel, (cdiv(longest, block), heads, len(offsets) - 1),
-        q, k, v, do, level, delta, offsets, dq, *integers, BLOCK_M=block, BLOCK_N=tile.pop("other"), **constants, **tile
-    )  # fmt: skip
+        _query_gradient_kernel,
+        (cdiv(longest, block), heads, len(offsets) - 1),
+        q,
+        k,
+        v,
+        do,
+        level,
+        delta,
+        offsets,
+        dq,
+        *integers,
+        BLOCK_M=block,
+        BLOCK_N=tile.pop("other"),
+        **constants,
+        **tile,
+    )
     tile = _tiles(d, q.dtype, q.device, True)
     block = tile.pop("mine")
     launch(
-        _key_gradient_kernel, (cdiv(longest, block), groups, len(offsets) - 1),
-        q, k, v, do, level, delta, offsets, dk, dv, *integers, BLOCK_N=block, BLOCK_M=tile.pop("other"), **constants,
+        _key_gradient_kernel,
+        (cdiv(longest, block), groups, len(offsets) - 1),
+        q,
+        k,
+        v,
+        do,
+        level,
+        delta,
+        offsets,
+        dk,
+        dv,
+        *integers,
+        BLOCK_N=block,
+        BLOCK_M=tile.pop("other"),
+        **constants,
         **tile,
-    )  # fmt: skip
+    )
     return dq, dk, dv
 
 
 def _factors(scale: float, softcap: float | None) -> tuple[float, float]:
-    """`scale` and `cap` as `_scores` takes them."""
+    """Return `scale` and `cap` as `_scores` takes them."""
     return (scale * LOG2E, 0.0) if softcap is None else (2 * LOG2E * scale / softcap, softcap * LOG2E)
 
 
@@ -276,24 +392,35 @@ def _delta(o: torch.Tensor, do: torch.Tensor) -> torch.Tensor:
     delta = o.new_empty(heads, tokens, dtype=torch.float32)
     wide = next_power_of_2(max(16, d))
     block = max(1, 8192 // wide)
-    launch(
-        _delta_kernel, (cdiv(tokens, block), heads), o, do, delta, tokens, heads, D=d, BLOCK_D=wide, BLOCK_M=block
-    )  # fmt: skip
+    launch(_delta_kernel, (cdiv(tokens, block), heads), o, do, delta, tokens, heads, D=d, BLOCK_D=wide, BLOCK_M=block)
     return delta
 
 
 class _RowAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, sinks, offsets, longest, scale, window, softcap):
-        ctx.given, ctx.state = (longest, scale, window, softcap), None
+        ctx.given = (longest, scale, window, softcap)
+        ctx.state = None
         if _is_flash(q, softcap):
             o, level, *ctx.state, _ = torch.ops.aten._flash_attention_forward(
-                q, k, v, offsets, offsets, longest, longest, 0.0, window is None, False, scale=scale,
-                window_size_left=-1 if window is None else window - 1, window_size_right=0,
-            )  # fmt: skip
+                q,
+                k,
+                v,
+                offsets,
+                offsets,
+                longest,
+                longest,
+                0.0,
+                window is None,
+                False,
+                scale=scale,
+                window_size_left=-1 if window is None else window - 1,
+                window_size_right=0,
+            )
             if sinks is not None:
                 z = sinks.float()[:, None]
-                # Not in place: what keeps the result of attention for a recomputation looks whether it has changed.
+                # Not in place: a checkpoint that keeps the attention result for recomputation checks that it is
+                # unchanged.
                 o = torch.mul(o, torch.sigmoid(level - z).t()[..., None], out=torch.empty_like(o))
                 level = torch.logaddexp(level, z)
         else:
@@ -305,12 +432,28 @@ class _RowAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, do):
         q, k, v, sinks, offsets, o, level = ctx.saved_tensors
-        do, (longest, scale, window, softcap), dz = do.contiguous(), ctx.given, None
+        do = do.contiguous()
+        longest, scale, window, softcap = ctx.given
+        dz = None
         if ctx.state is not None:
             dq, dk, dv = torch.ops.aten._flash_attention_backward(
-                do, q, k, v, o, level, offsets, offsets, longest, longest, 0.0, window is None, *ctx.state, scale=scale,
-                window_size_left=-1 if window is None else window - 1, window_size_right=0,
-            )  # fmt: skip
+                do,
+                q,
+                k,
+                v,
+                o,
+                level,
+                offsets,
+                offsets,
+                longest,
+                longest,
+                0.0,
+                window is None,
+                *ctx.state,
+                scale=scale,
+                window_size_left=-1 if window is None else window - 1,
+                window_size_right=0,
+            )
         else:
             dq, dk, dv = _gradients_by_kernels(do, q, k, v, o, level, offsets, longest, scale, window, softcap)
         if ctx.needs_input_grad[3]:
@@ -319,7 +462,7 @@ class _RowAttention(torch.autograd.Function):
 
 
 def _is_flash(q: torch.Tensor, softcap: float | None) -> bool:
-    """Return whether PyTorch's flash attention takes it: 16 bits, an Ampere GPU or a later one, no cap."""
+    """Return whether PyTorch's flash attention takes the call: 16 bits, an Ampere GPU or later, no cap."""
     if softcap is not None or not q.is_cuda or q.dtype not in (torch.bfloat16, torch.float16) or q.shape[-1] % 8:
         return False
     return flash_is_built(q.device)
@@ -333,11 +476,18 @@ def flash_is_built(device: torch.device) -> bool:
 
 
 def row_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, offsets: torch.Tensor, longest: int, *,
-    scale: float | None = None, window: int | None = None, softcap: float | None = None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    offsets: torch.Tensor,
+    longest: int,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
     sinks: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
-    """Causal attention within each of the rows that lie one after the other; differentiable in q, k, v and sinks.
+) -> torch.Tensor:
+    """Compute causal attention within each of the concatenated rows; differentiable in q, k, v and sinks.
 
     Args:
         q (`torch.Tensor`): (T, H, D), D at most 256. bf16, fp16, fp32 (float64: the PyTorch twin).
@@ -345,9 +495,9 @@ def row_attention(
         offsets (`torch.Tensor`): int32 (rows + 1,): where each row begins, and T.
         longest (`int`): Tokens of the longest row. A smaller number leaves tokens out.
         scale (`float`, *optional*): Factor of the products of q and k. Unset: 1 / sqrt(D).
-        window (`int`, *optional*): How many tokens up to itself a token sees. Unset: all of its row.
-        softcap (`float`, *optional*): c, by which scores become c * tanh(score / c).
-        sinks (`torch.Tensor`, *optional*): (H,), the score of a key whose value is zero, for each head.
+        window (`int`, *optional*): How many tokens a token sees, itself included. Unset: all of its row up to itself.
+        softcap (`float`, *optional*): c: scores become c * tanh(score / c).
+        sinks (`torch.Tensor`, *optional*): (H,), for each head the score of an extra key with value zero.
 
     Returns:
         `torch.Tensor`: (T, H, D).
@@ -367,6 +517,8 @@ def row_attention(
     if is_float64(q, sinks) or not use_triton(q) or q.numel() == 0:
         return reference.row_attention(
             q, k, v, offsets, longest, scale=scale, window=window, softcap=softcap, sinks=sinks
-        )  # fmt: skip
-    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        )
+    q = q.contiguous()
+    k = k.contiguous()
+    v = v.contiguous()
     return _RowAttention.apply(q, k, v, sinks, offsets, longest, scale, window, softcap)

@@ -1,4 +1,4 @@
-"""Contexts that change the sizes operations work with: allocate without computing, and cut logits into small chunks."""
+"""Contexts that change how operations run: allocate without computing, or cut logits into small chunks."""
 
 import contextlib
 import threading
@@ -15,10 +15,10 @@ _now = _Now()
 
 @contextlib.contextmanager
 def sizes_only() -> Iterator[None]:
-    """While this is open, in this thread, tensors on CPUs count as tensors on a CUDA GPU, and no kernel is launched.
+    """Make operations allocate what they would allocate on a GPU, and compute nothing.
 
-    Every operation allocates what it would allocate on a GPU, and computes nothing. That is for tensors without values,
-    those of PyTorch's `FakeTensorMode`: it tells how much memory a step would take.
+    While the context is open, in this thread, CPU tensors count as CUDA tensors and no kernel is launched. Use it with
+    the tensors of PyTorch's `FakeTensorMode`, which have no values, to learn how much memory a step would take.
     """
     before, _now.on = computes_nothing(), True
     try:
@@ -33,9 +33,9 @@ def computes_nothing() -> bool:
 
 @contextlib.contextmanager
 def chunks_of_at_most(rows: int) -> Iterator[None]:
-    """While this is open, in this thread, a chunk of logits has at most `rows` rows.
+    """Limit a chunk of logits to `rows` rows while the context is open, in this thread.
 
-    The results stay the same but for the order of sums. This is for tests of what happens between chunks: with real
+    The results stay the same but for the order of sums. Tests use it to see what happens between chunks: with real
     sizes, a small model's logits are one chunk.
 
     Raises:

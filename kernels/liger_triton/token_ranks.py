@@ -1,6 +1,6 @@
-"""Argmax, log-probability and rank of tokens, which an evaluation asks for, without the logits of all rows.
+"""Argmax, log-probability and rank of tokens for evaluation, without the logits of all rows at once.
 
-It is plain PyTorch in chunks of rows, for any device, because it runs where metrics are computed and not in training.
+Plain PyTorch in chunks of rows, for any device: it runs when metrics are computed, outside of training.
 """
 
 import torch
@@ -14,9 +14,11 @@ _CHUNK_BYTES = 256 * 2**20  # of fp32 logits
 
 @torch.no_grad()
 def token_ranks(logits: torch.Tensor, target: torch.Tensor, *, ignore_index: int = -100) -> TokenRanks:
-    """`TokenRanks` of logits `(..., V)`, any float dtype, and targets `(...)`, integers in [0, V) or `ignore_index`.
+    """Return `TokenRanks` for logits (..., V) of any float dtype and targets (...), integers in [0, V) or
+    `ignore_index`.
 
-    IndexError if a target is neither.
+    Raises:
+        IndexError: A target is neither.
     """
     check_target("logits", logits, target)
     check_target_of_twin(target, ignore_index, logits.shape[-1], logits)
@@ -38,10 +40,10 @@ def linear_token_ranks(
     lora_input: torch.Tensor | None = None,  # (..., H)
     chunk_rows: int | None = None,
 ) -> TokenRanks:
-    """`token_ranks` of the logits that `linear_logprobs` takes its probabilities from, at temperature 1.
+    """Return `token_ranks` of the logits that `linear_logprobs` uses, at temperature 1.
 
-    The product is rounded to the dtype of `hidden`, as the model's own head rounds it, so that the argmax is that of
-    the model's logits. There are no gradients.
+    The product is rounded to the dtype of `hidden` as the model's own head rounds it, so the argmax agrees with the
+    model's logits. There are no gradients.
 
     Args:
         hidden, weight, target, bias, softcap, logit_scale, ignore_index, lora, lora_input: As in `linear_logprobs`.
@@ -71,7 +73,7 @@ def linear_token_ranks(
 
 
 def _of_rows(logits, target):
-    """argmax, log-probability and rank of fp32 or float64 logits (N, V) and targets (N,)."""
+    """Return argmax, log-probability and rank for fp32 or float64 logits (N, V) and targets (N,)."""
     own = logits.gather(-1, target.long().unsqueeze(-1))
     log_probs = own.squeeze(-1) - torch.logsumexp(logits, -1)
     return logits.argmax(-1), log_probs, (logits > own).sum(-1)

@@ -1,1 +1,1 @@
-"""Weights of the base as its checkpoint has them: what transformers does not load, and experts that stay in MXFP4."""
+"""Keeps weights as the base's checkpoint has them: layers that transformers does not load, and MXFP4 experts."""

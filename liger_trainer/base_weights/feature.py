@@ -1,4 +1,4 @@
-"""The option `keep_unloaded_weights`: saved models have what the base has and transformers does not load."""
+"""The option `keep_unloaded_weights`: saved models keep the weights of the base that transformers does not load."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,17 +20,17 @@ class BaseWeightsFields:
         default=True,
         metadata={
             "help": "Saved models have the weights of the base that transformers does not load, such as prediction "
-            "layers (MTP), untrained and bit for bit. False: they are left out, and config.json says that there are no "
-            "prediction layers."
+            "layers (MTP), untrained and bit for bit. False: they are left out, and config.json counts no prediction "
+            "layers."
         },
     )
 
 
 class BaseWeights(Feature):
-    """`keep_unloaded_weights`. The base is looked up when a trainer is built, and read when it saves.
+    """Finds the base when a trainer is built, and copies its unloaded weights when the trainer saves.
 
-    Every checkpoint with a whole model gets them, not only the last: which one is the last is not known in advance, the
-    best one is loaded and served too, and one layer more costs less than the optimizer's state of that layer would.
+    Every checkpoint of a whole model gets them. The last one is not known in advance, the best one may be served, and
+    one more layer is smaller than its optimizer state would be.
     """
 
     def check(self, args: Any) -> None:
@@ -38,7 +38,7 @@ class BaseWeights(Feature):
             raise ValueError(f"keep_unloaded_weights is {args.keep_unloaded_weights!r}; expected true or false.")
 
     def check_trainer(self, trainer: Any) -> None:
-        """Find the base. ValueError if the model would be saved over the prediction layers that it has to keep."""
+        """Find the base. Raise if saving would overwrite the prediction layers that have to be kept."""
         if not trainer.args.should_save:
             return
         base = _base_of(trainer.model, getattr(trainer.args, "model_init_kwargs", None) or {})
@@ -48,19 +48,20 @@ class BaseWeights(Feature):
             return
         if Path(folder).resolve() == base.folder.resolve():
             raise ValueError(
-                f"output_dir is {folder!r}, the folder of the base, whose prediction layers would be overwritten. Set "
+                f"output_dir is {folder!r}, the folder of the base, so its prediction layers would be overwritten. Set "
                 "another output_dir, or keep_unloaded_weights: false."
             )
 
     def after_save(self, trainer: Any, folder: Path) -> None:
-        if not isinstance(trainer.model, PreTrainedModel):  # an adapter is loaded onto its base, which has them
+        if not isinstance(trainer.model, PreTrainedModel):  # an adapter needs none: its base has them
             return
-        known = trainer.kept_weights
-        kept = keep_unloaded_weights(trainer.model, trainer.base_checkpoint, folder, _keeps(trainer.args))
-        trainer.kept_weights = kept
-        if str(kept) and kept != known:
-            say = logger.warning if kept.reason is not None and _keeps(trainer.args) else logger.info
-            say(f"{folder}: {kept}")
+        previous = trainer.kept_weights
+        kept_weights = keep_unloaded_weights(trainer.model, trainer.base_checkpoint, folder, _keeps(trainer.args))
+        trainer.kept_weights = kept_weights
+        if str(kept_weights) and kept_weights != previous:
+            is_unwanted = kept_weights.reason is not None and _keeps(trainer.args)
+            log = logger.warning if is_unwanted else logger.info
+            log(f"{folder}: {kept_weights}")
 
 
 def _keeps(args: Any) -> bool:
@@ -68,11 +69,10 @@ def _keeps(args: Any) -> bool:
 
 
 def _base_of(model: Any, init: dict[str, Any]) -> Base | None:
-    """The checkpoint that `model` was loaded from; None for an adapter, and for a model that was made from a config.
+    """Return the checkpoint that `model` was loaded from, or None for an adapter and for a model built from a config.
 
-    Only a model knows whether its weights came from files: its config names a folder in both cases. A revision is known
-    from `init`, a trainer's `model_init_kwargs`; a model of the Hub that was loaded without them is that of its main
-    branch.
+    The config names a folder in both cases, so this looks at what loading leaves on the model. `init` is the trainer's
+    `model_init_kwargs`, for revision and subfolder. Without them a Hub model is taken for its main branch.
     """
     if not isinstance(model, PreTrainedModel):
         return None

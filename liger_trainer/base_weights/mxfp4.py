@@ -1,8 +1,7 @@
-"""Experts of gpt-oss that stay in the four bits of their checkpoint (MXFP4) while adapters are trained around them.
+"""Keeps the experts of gpt-oss in the 4-bit MXFP4 of their checkpoint while adapters are trained around them.
 
-transformers trains such a checkpoint only in 16 bits. With our `Mxfp4Config` it loads the blocks and scales as they
-are stored, and their numbers are made in 16 bits each time that a layer uses them: to the bit those that transformers
-would have made once for all.
+transformers trains such a checkpoint only after dequantizing it. With our `Mxfp4Config` it loads the stored blocks and
+scales. Each use of a layer dequantizes them to 16-bit, bit for bit as transformers would have done once.
 """
 
 from typing import Any
@@ -22,24 +21,27 @@ _METHOD = "liger_mxfp4"
 
 
 class Mxfp4Config(transformers.Mxfp4Config):
-    """The `quantization_config` that keeps the experts of an MXFP4 checkpoint in four bits, frozen, for training.
+    """The `quantization_config` that keeps the experts of an MXFP4 checkpoint 4-bit and frozen in training.
 
-    It has the name of the class of transformers, which takes no other for such a checkpoint.
+    It has the name of transformers' own class: transformers accepts no other name for such a checkpoint.
 
         AutoModelForCausalLM.from_pretrained("openai/gpt-oss-20b", quantization_config=Mxfp4Config())
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.quant_method = _METHOD  # type: ignore[assignment]  # by which transformers finds the quantizer
+        self.quant_method = _METHOD  # type: ignore[assignment]  # transformers finds the quantizer by this name
 
     def get_loading_attributes(self) -> dict[str, Any]:
         return {"quant_method": self.quant_method, "dequantize": False}
 
 
 class PackedGptOssExperts(GptOssExperts):
-    """Experts with `gate_up_proj_blocks` (E, 2 I, H / 32, 16) and `gate_up_proj_scales` (E, 2 I, H / 32), and the same
-    of `down_proj`, in uint8. The code of transformers reads the weights that they stand for, made anew each time."""
+    """Experts that store MXFP4 blocks and scales, and dequantize a weight each time transformers' code reads it.
+
+    `gate_up_proj_blocks` is (E, 2 I, H / 32, 16) and `gate_up_proj_scales` (E, 2 I, H / 32), both uint8. `down_proj` is
+    stored in the same way.
+    """
 
     unpacked_class = GptOssExperts
 
@@ -58,45 +60,45 @@ class PackedGptOssExperts(GptOssExperts):
 
 
 def pack_experts(model: nn.Module, kept: list[str] | None = None) -> int:
-    """Give the experts of `model`, which is on the meta device, the parameters of an MXFP4 checkpoint.
+    """Give the experts of a `meta` model the parameters of an MXFP4 checkpoint. Return how many modules changed.
 
-    Modules that `kept` names, as `modules_to_not_convert`, stay as they are. Returns how many were changed.
+    Modules that `kept` names stay as they are; it has the form of `modules_to_not_convert`.
     """
-    found = [
+    modules = [
         module
         for name, module in model.named_modules()
         if type(module) is GptOssExperts and should_convert_module(name, kept)
     ]
-    for module in found:
+    for module in modules:
         for name in ("gate_up_proj", "down_proj"):
             experts, inputs, outputs = module._parameters.pop(name).shape  # type: ignore[union-attr]
             for part, size in (("blocks", (inputs // 32, 16)), ("scales", (inputs // 32,))):
                 tensor = torch.empty(experts, outputs, *size, dtype=torch.uint8, device="meta")
                 module.register_parameter(f"{name}_{part}", nn.Parameter(tensor, requires_grad=False))
         module.__class__ = PackedGptOssExperts
-    return len(found)
+    return len(modules)
 
 
 @register_quantizer(_METHOD)
 class _Quantizer(HfQuantizer):
-    """Loads the blocks and scales by the names that the checkpoint gives them."""
+    """Loads blocks and scales under the names in the checkpoint."""
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
         if not self.pre_quantized:
             raise ValueError(
-                "quantization_config is the Mxfp4Config of liger_trainer, but the checkpoint is not in MXFP4. Load it "
-                "without."
+                "quantization_config is liger_trainer's Mxfp4Config, but the checkpoint is not in MXFP4. Load it "
+                "without quantization_config."
             )
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
         if not pack_experts(model, self.quantization_config.modules_to_not_convert):
             raise ValueError(
-                f"quantization_config is the Mxfp4Config of liger_trainer, which knows experts of gpt-oss, and "
+                f"quantization_config is liger_trainer's Mxfp4Config, for the experts of gpt-oss, but "
                 f"{type(model).__name__} has none in MXFP4. Load it with transformers.Mxfp4Config(dequantize=True)."
             )
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
-        self.quantization_config.quant_method = QuantizationMethod.MXFP4  # what the model is saved as
+        self.quantization_config.quant_method = QuantizationMethod.MXFP4  # the saved model names transformers' method
         model.quantization_method = QuantizationMethod.MXFP4
         return model
 

@@ -1,8 +1,8 @@
-"""Reads and extends checkpoints of safetensors, without a tensor in memory.
+"""Reads and extends safetensors checkpoints without loading a tensor.
 
-A file of safetensors is 8 bytes with the length of its header, the header, and the tensors. The header is JSON: the
-name, dtype, shape and place of each tensor. So a tensor is copied as bytes. That keeps it bit for bit, in dtypes that
-torch does not have too, and takes no more memory than one block, however large a mixture's prediction layer is.
+A safetensors file has 8 bytes with the length of the header, then the header, then the tensors. The header is JSON: the
+name, dtype, shape and offsets of each tensor. Tensors are copied as bytes, one block at a time. So they stay bit for
+bit, even in dtypes that torch does not have, and a large prediction layer needs no more memory than a small one.
 """
 
 import json
@@ -15,14 +15,14 @@ from typing import Any, BinaryIO
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 SHARD_BYTES = 5 * 10**9
-KEPT_FILES = "unloaded_weights"  # in the metadata of an index: the files whose weights the model's class does not load
+KEPT_FILES = "unloaded_weights"  # key in the metadata of an index: the files that the model's class does not load
 _BLOCK = 16 * 2**20
 _ALIGNMENT = 8  # of the header, as the library safetensors writes it
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor lies: bytes `begin` to `end` of `file`. `dtype` is safetensors' name, such as `BF16`."""
+    """The location of a tensor: bytes `begin` to `end` of `file`. `dtype` is safetensors' name, such as `BF16`."""
 
     file: Path
     dtype: str
@@ -43,24 +43,24 @@ class StoredTensor:
 
 
 def tensors_of(file: Path) -> dict[str, StoredTensor]:
-    """The tensors of one file by their names. ValueError if its header cannot be read."""
+    """Return the tensors of one file by name. ValueError if the file is cut off or not safetensors."""
     with open(file, "rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         if length > os.path.getsize(file):
-            raise ValueError(f"{file} is not a file of safetensors, or it is cut off. Download or save it again.")
+            raise ValueError(f"{file} is not a safetensors file, or it is cut off. Download or save it again.")
         header = json.loads(stream.read(length))
     start = 8 + length
-    found = {}
+    tensors = {}
     for name, entry in header.items():
         if name == "__metadata__":
             continue
         begin, end = entry["data_offsets"]
-        found[name] = StoredTensor(file, entry["dtype"], tuple(entry["shape"]), start + begin, start + end)
-    return found
+        tensors[name] = StoredTensor(file, entry["dtype"], tuple(entry["shape"]), start + begin, start + end)
+    return tensors
 
 
 def read_index(folder: Path) -> dict[str, Any] | None:
-    """The index of a checkpoint in several files, or None if there is none."""
+    """Return the index of a checkpoint in several files, or None."""
     path = folder / SAFE_WEIGHTS_INDEX_NAME
     if not path.is_file():
         return None
@@ -69,7 +69,7 @@ def read_index(folder: Path) -> dict[str, Any] | None:
 
 
 def files_of(folder: Path) -> list[Path]:
-    """The files of safetensors of the model in `folder`, as `from_pretrained` chooses them. Empty without any."""
+    """Return the safetensors files that `from_pretrained` would read in `folder`."""
     single = folder / SAFE_WEIGHTS_NAME
     if single.is_file():
         return [single]
@@ -80,11 +80,11 @@ def files_of(folder: Path) -> list[Path]:
 
 
 def add_shards(folder: Path, tensors: dict[str, StoredTensor], shard_bytes: int = SHARD_BYTES) -> list[str]:
-    """Add `tensors` to the model in `folder`, in files of their own, and return the names of these files.
+    """Add `tensors` to the model in `folder` as separate files, and return the names of these files.
 
-    A model in one file becomes the first of several, because `from_pretrained` does not look for an index where there
-    is a `model.safetensors`. All files are numbered again, so that tools that trust the numbers find them whole. The
-    index is written before the last file gets its name: a copy that is cut off leaves no model that looks whole.
+    A `model.safetensors` is renamed to the first shard: next to it, `from_pretrained` would ignore an index. All shards
+    are renumbered for tools that trust the numbers. The index is written before the new files get their names, so an
+    interrupted copy does not look complete.
     """
     own_files = files_of(folder)
     index = read_index(folder)
@@ -124,7 +124,7 @@ def add_shards(folder: Path, tensors: dict[str, StoredTensor], shard_bytes: int 
 
 
 def drop_old_index(folder: Path) -> None:
-    """Delete the index of an earlier `add_shards` beside a model in one file, which servers would not look at."""
+    """Delete the index and shards of an earlier `add_shards` if the model is now in one file. They are outdated."""
     index = read_index(folder)
     if index is None or not (folder / SAFE_WEIGHTS_NAME).is_file():
         return
@@ -135,7 +135,7 @@ def drop_old_index(folder: Path) -> None:
 
 
 def loaded_names(index: dict[str, Any]) -> set[str]:
-    """The names in an index without those that only `add_shards` has added."""
+    """Return the names in an index, without the ones that `add_shards` has added."""
     kept_files = set((index.get("metadata") or {}).get(KEPT_FILES, ()))
     return {name for name, file in index["weight_map"].items() if file not in kept_files}
 
@@ -149,7 +149,7 @@ def _tensor_bytes(file: Path) -> int:
 
 
 def _grouped(tensors: dict[str, StoredTensor], shard_bytes: int) -> list[dict[str, StoredTensor]]:
-    """`tensors` in groups of at most `shard_bytes`; a larger tensor is a group by itself."""
+    """Return `tensors` in groups of at most `shard_bytes`. A larger tensor gets its own group."""
     groups: list[dict[str, StoredTensor]] = []
     room = 0
     for name in sorted(tensors):

@@ -1,12 +1,12 @@
-"""Finds what a base has and transformers does not load, and adds it to what is saved.
+"""Finds the weights of a base that transformers does not load, and adds them to the saved model.
 
-Many models come with layers that predict further tokens (`mtp.*`, or `model.layers.N` beyond the depth). transformers
-ignores them, while the config.json that it saves still says that they are there, so a server looks for them.
+Many models come with prediction layers (MTP: `mtp.*`, or `model.layers.N` beyond the depth). transformers ignores them,
+but the config.json that it saves still counts them, so a server looks for them.
 
-What counts is the names in the files: that of the base beside that of the saved model, which transformers writes under
-the base's names. Nothing is said of how a class renames its weights while it loads them.
+The names in the files decide: the base's names are compared with the saved model's. transformers saves under the base's
+names, so renaming while a class loads does not matter.
 
-Types of transformers 5.24 whose classes ignore such layers, by `_keys_to_ignore_on_load_unexpected`:
+Model types of transformers 5.24 that ignore such layers (`_keys_to_ignore_on_load_unexpected`):
 
 - under a name with `mtp`: deepseek_v4, dots3_note, ernie4_5_moe, exaone4_5, exaone_moe, granite_docling, hy_v4,
   hy_v4_vl, inkling, longcat_flash, mellum, mimo_v2_flash, minimax_m3_vl, mistral_large4, nemotron3_5_transcribe,
@@ -14,7 +14,7 @@ Types of transformers 5.24 whose classes ignore such layers, by `_keys_to_ignore
 - as layers beyond the depth: bailing_hybrid, deepseek_v3, deepseek_v32, dots3_note, glm4_moe, glm4_moe_lite, glm4v_moe,
   glm5_next, glm_moe_dsa, glm_ocr, hy_v3, step3p7
 
-These lists decide nothing; a type that is new works if its names are of either form.
+The code does not use these lists. A new type works if its names have one of the two forms.
 """
 
 import functools
@@ -34,22 +34,22 @@ from liger_trainer.instance.binding import own_class
 
 _PREDICTS = re.compile(r"(?:^|\.)(?:mtp|nextn)[^.]*\.")
 _LAYER = re.compile(r"^(?P<prefix>(?:.*\.)?layers\.)(?P<number>\d+)\.")
-# Old checkpoints have these, which every class computes; a server takes them for weights that it does not know
+# Old checkpoints store these, but every class computes them. A server would take them for unknown weights.
 _COMPUTED = re.compile(r"inv_freq$|attn\.bias$|attention\.bias$|masked_bias$|causal_mask$|relative_position_index$")
-# The keys of config.json that say how many prediction layers there are, over all model types of transformers
+# Keys of config.json that count prediction layers, in all model types of transformers
 _COUNTS = re.compile(r"^(num_nextn_predict_layers|mtp_num(_hidden)?_layers|num_mtp_(layers|modules)|num_mtp)$")
 _SIXTEEN_BITS_OR_MORE = ("BF16", "F16", "F32", "F64")
 
 
 @dataclass(frozen=True)
 class KeptWeights:
-    """What was added to a saved model from its base, or why not.
+    """Counts the weights that were copied from the base to a saved model, or says why none were.
 
     Attributes:
-        parameters (`int`): The elements of the tensors that were added.
-        tensors (`int`): How many tensors.
-        reason (`str` or `None`): Why prediction layers of the base were left out; config.json then says that there are
-            none. None if nothing was left out.
+        parameters (`int`): Number of elements in the copied tensors.
+        tensors (`int`): Number of copied tensors.
+        reason (`str` or `None`): Why the base's prediction layers were left out. config.json then counts none. None if
+            nothing was left out.
     """
 
     parameters: int = 0
@@ -70,7 +70,7 @@ class KeptWeights:
 class Base:
     """The checkpoint that a model was loaded from: its config.json, and its tensors by name.
 
-    `unread` says why its weights are not known, and is None if they are.
+    `unread` is the reason if the tensors could not be read, else None.
     """
 
     folder: Path
@@ -80,27 +80,28 @@ class Base:
 
     @functools.cached_property
     def predicts(self) -> dict[str, StoredTensor]:
-        """Tensors of prediction layers, by their names alone."""
+        """The tensors of prediction layers, recognised by name."""
         beyond = _beyond_depth(self.config)
         layers = _layers_in(self.tensors)
         return {name: tensor for name, tensor in self.tensors.items() if _is_prediction(name, layers, beyond)}
 
 
 def find_checkpoint(name: str, revision: str | None = None, subfolder: str = "") -> Base:
-    """The checkpoint in the folder `name`, or of that name in the cache of the Hub.
+    """Return the checkpoint in the folder `name`, or with this name in the Hub's cache.
 
-    Only safetensors are read: models with prediction layers all come so, and what a `.bin` has cannot be copied as
-    bytes. For a `.bin`, a GGUF file, or a folder that is gone, the `unread` of what is returned names the reason.
+    Only safetensors are read: all models with prediction layers use them, and tensors of a `.bin` cannot be copied as
+    bytes. For a `.bin`, a GGUF file or a missing folder, `unread` of the result is the reason.
     """
     folder = Path(name, subfolder) if Path(name).is_dir() else _cached_folder(name, revision, subfolder)
     if folder is None or not (folder / "config.json").is_file():
-        return Base(Path(name), {}, {}, f"{name!r} is neither a folder with a config.json nor in the cache of the Hub")
+        return Base(Path(name), {}, {}, f"{name!r} is neither a folder with a config.json nor in the Hub's cache")
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     files = files_of(folder)
     missing = [str(file) for file in files if not file.is_file()]
     if not files:
-        found = ", ".join(sorted(path.name for path in folder.glob("*.bin"))[:3]) or "none"
-        return Base(folder, config, {}, f"only safetensors are read, and the weights in {folder} are: {found}")
+        bin_files = sorted(path.name for path in folder.glob("*.bin"))[:3]
+        reason = f"only safetensors are read, and the weights in {folder} are: {', '.join(bin_files) or 'none'}"
+        return Base(folder, config, {}, reason)
     if missing:
         return Base(folder, config, {}, f"{missing[0]} is missing")
     tensors: dict[str, StoredTensor] = {}
@@ -110,20 +111,21 @@ def find_checkpoint(name: str, revision: str | None = None, subfolder: str = "")
 
 
 def _cached_folder(name: str, revision: str | None, subfolder: str) -> Path | None:
-    """The folder of a model in the cache of the Hub; None if it is not there, or `name` is none of the Hub's."""
-    inside = f"{subfolder}/" if subfolder else ""
+    """Return the folder of a model in the Hub's cache, or None if it is not there or `name` is not a Hub name."""
+    prefix = f"{subfolder}/" if subfolder else ""
     try:
-        found = try_to_load_from_cache(name, f"{inside}config.json", revision=revision)
-    except HFValidationError:  # the path of a folder that is gone, or no name at all
+        config_path = try_to_load_from_cache(name, f"{prefix}config.json", revision=revision)
+    except HFValidationError:  # the path of a folder that is gone, or an empty name
         return None
-    return Path(found).parent if isinstance(found, str) else None
+    return Path(config_path).parent if isinstance(config_path, str) else None
 
 
 def keep_unloaded_weights(model: PreTrainedModel, base: Base | None, folder: Path, keep: bool = True) -> KeptWeights:
-    """Add to the model saved in `folder` the weights of `base` that the class of `model` does not load, bit for bit.
+    """Copy the weights of `base` that the class of `model` does not load to the model saved in `folder`, bit for bit.
 
-    Call it on the main process, right after `save_pretrained`. Names stay those of the base, which servers look for. If
-    prediction layers are left out, because `keep` is false or they do not fit the saved model, config.json says so.
+    Call it on the main process, right after `save_pretrained`. The names stay the base's, because servers look for
+    them. If `keep` is false or prediction layers do not fit the saved model, they are left out and config.json counts
+    none.
     """
     if not files_of(folder):
         return KeptWeights()
@@ -141,7 +143,7 @@ def keep_unloaded_weights(model: PreTrainedModel, base: Base | None, folder: Pat
     reason = None
     if base.unread is not None:
         reason = _why_unread(base.unread, config, saved, keep)
-    elif in_base and not any(name in saved for name in in_base):  # otherwise the class has loaded and trained them
+    elif in_base and not any(name in saved for name in in_base):  # else the class has loaded and trained them
         reason = _why_left_out(base, config, predicts, keep)
     kept = {} if reason is not None else predicts
     if keep:
@@ -149,7 +151,7 @@ def keep_unloaded_weights(model: PreTrainedModel, base: Base | None, folder: Pat
     gone = _gone(kept)
     if kept and folder.resolve() == base.folder.resolve():
         gone = f"{folder}, where the trained model is saved now"
-    if gone is not None:  # the trained model is saved, and must not be lost for what was not trained
+    if gone is not None:  # leave them out instead of raising: the trained model is already saved
         kept = {}
         reason = f"they are no longer in {gone}"
     if kept:
@@ -161,20 +163,20 @@ def keep_unloaded_weights(model: PreTrainedModel, base: Base | None, folder: Pat
 
 
 def _predictions(base: Base, saved: set[str]) -> dict[str, StoredTensor]:
-    """The prediction layers of `base` that continue the layers of the saved model, or have names of their own."""
+    """Return the prediction layers of `base` that continue the layers of the saved model or have an `mtp` name."""
     beyond = _beyond_depth(base.config)
     layers = _layers_in(saved)
-    found = {}
+    predictions = {}
     for name, tensor in base.predicts.items():
         if name not in saved and _is_prediction(name, layers, beyond):
-            found[name] = tensor
-    return found
+            predictions[name] = tensor
+    return predictions
 
 
 def _beyond_depth(config: dict[str, Any]) -> range:
-    """The numbers of the layers beyond the depth that config.json counts as prediction layers.
+    """Return the numbers of the prediction layers that config.json counts after the last layer.
 
-    Some checkpoints number their layers otherwise than the model, so a number alone says nothing.
+    A number alone does not decide: some checkpoints number their layers differently from the model.
     """
     depth = _text(config).get("num_hidden_layers") or 0
     return range(depth, depth + (_count(config) or _count(_text(config))))
@@ -186,16 +188,16 @@ def _count(config: dict[str, Any]) -> int:
 
 
 def _layers_in(names: Iterable[str]) -> set[tuple[str, int]]:
-    """(prefix, number) of each layer that has a weight among `names`: `model.layers.3.a` has `("model.layers.", 3)`."""
+    """Return (prefix, number) of each layer in `names`: `model.layers.3.a` gives `("model.layers.", 3)`."""
     matches = (_LAYER.match(name) for name in names)
     return {(layer["prefix"], int(layer["number"])) for layer in matches if layer is not None}
 
 
 def _is_prediction(name: str, layers: set[tuple[str, int]], beyond: range) -> bool:
-    """Whether `name` is of a layer that predicts further tokens, where the model has `layers`.
+    """Return whether `name` is a weight of a prediction layer of a model with `layers`.
 
-    A layer beyond the depth counts if the last one within has the same prefix: towers have layers too, and more of them
-    sometimes.
+    A layer beyond the depth counts if the model's last layer has the same prefix. Towers have layers too, sometimes
+    more than the language model.
     """
     if _PREDICTS.search(name):
         return True
@@ -211,26 +213,26 @@ def _is_of_text(prefix: str) -> bool:
 
 
 def _gone(tensors: dict[str, StoredTensor]) -> str | None:
-    """The first file that no longer has one of `tensors` where it was found; None if all have.
+    """Return the first file that no longer has one of `tensors` at its offsets, or None.
 
-    A training takes days, and a base that is downloaded or saved again meanwhile has other bytes at these places.
+    A training takes days. If the base is downloaded or saved again meanwhile, other bytes are at these offsets.
     """
     for file in sorted({tensor.file for tensor in tensors.values()}):
-        own = {name: tensor for name, tensor in tensors.items() if tensor.file == file}
+        expected = {name: tensor for name, tensor in tensors.items() if tensor.file == file}
         try:
-            there = tensors_of(file)
+            current = tensors_of(file)
         except (OSError, ValueError):
             return str(file)
-        end = max(tensor.end for tensor in own.values())
-        if file.stat().st_size < end or any(there.get(name) != tensor for name, tensor in own.items()):
+        end = max(tensor.end for tensor in expected.values())
+        if file.stat().st_size < end or any(current.get(name) != tensor for name, tensor in expected.items()):
             return str(file)
     return None
 
 
 def _why_unread(unread: str, config: dict[str, Any], saved: set[str], keep: bool) -> str | None:
-    """Why the saved model has none of the prediction layers that `config` counts; None if it counts none, or has them.
+    """Return why the saved model lacks the prediction layers that `config` counts, or None if it lacks none.
 
-    What an unread base has is not known, but what the saved model has not is.
+    The weights of the base are unknown here, so only `config` and the saved names are compared.
     """
     counted = _count(config) or _count(_text(config))
     layers = _layers_in(saved)
@@ -241,7 +243,7 @@ def _why_unread(unread: str, config: dict[str, Any], saved: set[str], keep: bool
 
 
 def _why_left_out(base: Base, config: dict[str, Any], predicts: dict[str, StoredTensor], keep: bool) -> str | None:
-    """Why the prediction layers of `base` do not go with the saved model; None if they do."""
+    """Return why the prediction layers of `base` do not fit the saved model, or None if they do."""
     if not keep:
         return "keep_unloaded_weights is false"
     old, new = _text(base.config), _text(config)
@@ -256,14 +258,15 @@ def _why_left_out(base: Base, config: dict[str, Any], predicts: dict[str, Stored
         return "the saved model has its layers under other names than the base"
     packed = [name for name, tensor in predicts.items() if tensor.dtype not in _SIXTEEN_BITS_OR_MORE]
     if packed and "quantization_config" not in config:
-        return f"{packed[0]} is quantised ({predicts[packed[0]].dtype}), and the saved model is not"
+        return f"{packed[0]} is quantized ({predicts[packed[0]].dtype}), and the saved model is not"
     return None
 
 
 def _declared(model: PreTrainedModel, base: Base, known: set[str], config: dict[str, Any]) -> dict[str, StoredTensor]:
-    """What the class of `model` says that it ignores, if it is the class that the base's config.json names.
+    """Return the tensors that the class of `model` declares to ignore, without the names in `known`.
 
-    Another class, such as that of the text alone, leaves the rest out on purpose. `known` are names to leave out.
+    Only the class that the base's config.json names counts. Another class, such as the text-only one, leaves the rest
+    out on purpose.
     """
     model_class = own_class(model).__name__
     if model_class not in (base.config.get("architectures") or ()):
@@ -271,7 +274,7 @@ def _declared(model: PreTrainedModel, base: Base, known: set[str], config: dict[
     patterns = [re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
     depth = _text(config).get("num_hidden_layers") or 0
     is_cut = depth != _text(base.config).get("num_hidden_layers")  # loaded with fewer layers than the base has
-    found = {}
+    declared = {}
     for name, tensor in base.tensors.items():
         if name in known or _COMPUTED.search(name):
             continue
@@ -279,18 +282,18 @@ def _declared(model: PreTrainedModel, base: Base, known: set[str], config: dict[
         if is_cut and layer is not None and int(layer["number"]) >= depth:
             continue
         if any(pattern.search(name) for pattern in patterns):
-            found[name] = tensor
-    return found
+            declared[name] = tensor
+    return declared
 
 
 def _text(config: dict[str, Any]) -> dict[str, Any]:
-    """The part of a config.json about the language model."""
+    """Return the part of a config.json that describes the language model."""
     text: dict[str, Any] = config.get("text_config") or config
     return text
 
 
 def _say_none(config: dict[str, Any]) -> None:
-    """Set every count of prediction layers in `config` to 0, in its parts too."""
+    """Set every count of prediction layers in `config` to 0, also in nested configs."""
     for key, value in config.items():
         if isinstance(value, dict):
             _say_none(value)

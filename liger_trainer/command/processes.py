@@ -22,6 +22,12 @@ def say(line: str) -> None:
         print(f"liger-trainer: {without_tokens(line)}", file=sys.stderr)
 
 
+def say_loading() -> None:
+    """Say that libraries are being loaded, which takes seconds and shows nothing; silent if they are there already."""
+    if "transformers" not in sys.modules:
+        say("loading torch, transformers and TRL")
+
+
 def say_error(line: str) -> None:
     """Print an error of this process."""
     print(f"liger-trainer: error: {without_tokens(line)}", file=sys.stderr)

@@ -13,35 +13,57 @@ def has_images(rows: Any) -> bool:
 
 # The template of the Alpaca data (github.com/tatsu-lab/stanford_alpaca). The response starts on its own line, so that
 # no token spans the end of the prompt.
-_ALPACA_WITH_INPUT = (
+_ALPACA_SYSTEM = (
+    "Below is an instruction that describes a task. Write a response that appropriately completes the request."
+)
+_ALPACA_SYSTEM_WITH_INPUT = (
     "Below is an instruction that describes a task, paired with an input that provides further context. "
-    "Write a response that appropriately completes the request.\n\n"
-    "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
+    "Write a response that appropriately completes the request."
 )
-_ALPACA_WITHOUT_INPUT = (
-    "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
-    "### Instruction:\n{instruction}\n\n### Response:\n"
-)
+ALPACA_COLUMNS = ("instruction", "input", "output", "system", "history")
 
 
 def alpaca_row(row: dict, index: int = 0) -> dict[str, str]:
-    """An Alpaca row as `{"prompt", "completion"}`; TRL adds the end-of-text token. `input` may be empty or missing.
+    """An Alpaca row as `{"prompt", "completion"}`; TRL adds the end-of-text token.
+
+    Args:
+        row (`dict`): Has `instruction` and `output`. It may have `input`; `system`, a text in place of the template's
+            first sentences; and `history`, earlier turns as pairs of instruction and output, which become a part of the
+            prompt.
+        index (`int`): The row's number, for error messages.
 
     Raises:
-        RecipeError: `instruction`, `input` or `output` is not a string, or `instruction` is empty.
+        RecipeError: One of the columns has another form, or `instruction` is empty.
     """
-    for key in ("instruction", "input", "output"):
+    for key in ("instruction", "input", "output", "system"):
         value = row.get(key)
-        if key == "input" and value is None:
+        if key in ("input", "system") and value is None:
             continue
         if not isinstance(value, str) or (key == "instruction" and not value.strip()):
             raise RecipeError(
                 f"Row {index} of the dataset has {key} {short(value)}; expected text. Correct or remove the row."
             )
-    template = _ALPACA_WITH_INPUT if row.get("input") else _ALPACA_WITHOUT_INPUT
-    # Braces in the row's text are safe here: format reads those of the template and leaves inserted values alone.
-    prompt = template.format(instruction=row["instruction"], input=row.get("input") or "")
-    return {"prompt": prompt, "completion": row["output"]}
+    default = _ALPACA_SYSTEM_WITH_INPUT if row.get("input") else _ALPACA_SYSTEM
+    parts = [row.get("system") or default]
+    for instruction, output in alpaca_history(row.get("history"), index):
+        parts.append(f"### Instruction:\n{instruction}\n\n### Response:\n{output}")
+    parts.append(f"### Instruction:\n{row['instruction']}")
+    if row.get("input"):
+        parts.append(f"### Input:\n{row['input']}")
+    parts.append("### Response:\n")
+    return {"prompt": "\n\n".join(parts), "completion": row["output"]}
+
+
+def alpaca_history(history: Any, index: int) -> list[list[str]]:
+    """The column `history` of an Alpaca row: earlier turns, each an instruction and its output."""
+    turns = [] if history is None else history
+    pairs = isinstance(turns, list) and all(isinstance(turn, list) and len(turn) == 2 for turn in turns)
+    if not pairs or not all(isinstance(text, str) for turn in turns for text in turn):
+        raise RecipeError(
+            f"Row {index} of the dataset has history {short(history)}; expected a list of pairs of texts, such as "
+            '[["One?", "unus"]]. Correct or remove it.'
+        )
+    return turns
 
 
 _ROLES = {
@@ -91,7 +113,26 @@ def sharegpt_messages(row: dict, index: int) -> list[dict[str, Any]]:
     if not isinstance(turns, list) or not turns:
         raise RecipeError(f"Row {index} of the dataset has conversations {short(turns)}; expected a list of turns.")
     messages = [_sharegpt_message(turn, f"conversations[{i}]", index) for i, turn in enumerate(turns)]
-    return [{"role": "system", "content": row["system"]}, *messages] if row.get("system") else messages
+    return with_system(row.get("system"), messages, index)
+
+
+def with_system(system: str | None, messages: list[dict[str, Any]], index: int) -> list[dict[str, Any]]:
+    """The messages after the system prompt `system`, which may be empty or be their first message already.
+
+    Raises:
+        RecipeError: The first message is another system prompt. `index` is the row's number.
+    """
+    first = messages[0] if messages else {}
+    if not system or not isinstance(first, dict):
+        return messages
+    if first.get("role") != "system":
+        return [{"role": "system", "content": system}, *messages]
+    if first.get("content") != system:
+        raise RecipeError(
+            f"Row {index} of the dataset has two system prompts: {short(system)} in the column system, and "
+            f"{short(first.get('content'))} in the first message. Keep one of them."
+        )
+    return messages
 
 
 def _sharegpt_message(turn: Any, where: str, index: int) -> dict[str, Any]:
@@ -110,7 +151,8 @@ def _sharegpt_message(turn: Any, where: str, index: int) -> dict[str, Any]:
         )
     if not turn["value"].strip():
         raise RecipeError(f"Row {index} of the dataset has an empty text in {where}. Correct or remove the row.")
-    message = {"role": _ROLES[turn["from"]], "content": turn["value"]}
+    others = {key: value for key, value in turn.items() if key not in ("from", "value") and value is not None}
+    message = {**others, "role": _ROLES[turn["from"]], "content": turn["value"]}
     if turn["from"] != "function_call":
         return message
     return message | {"content": "", "tool_calls": _tool_calls(turn["value"], where, index)}

@@ -1,1 +1,1 @@
-"""Counts what a training step takes up on a GPU, without a GPU: the step runs on tensors without values."""
+"""Estimates the GPU memory of a training step without a GPU: the step runs on tensors without values."""

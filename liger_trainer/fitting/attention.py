@@ -1,4 +1,4 @@
-"""Stands for attention on a GPU, whose kernels neither keep nor build the scores of all pairs of tokens."""
+"""Stands in for attention on a GPU: the kernels there never build the matrix of scores."""
 
 from typing import Any
 
@@ -28,8 +28,8 @@ _operation.register_fake(_results)
 class _Attention(torch.autograd.Function):
     """Allocates what PyTorch's flash attention does: (B, H, S, D) to (B, S, H, D).
 
-    It keeps query, key, value, the output, and one number for each query and head in fp32. The backward pass sums the
-    gradient of the queries in fp32. Where several heads share a key, it makes the gradients of each head first.
+    Forward saves query, key, value, the output, and one fp32 number for each query and head. Backward sums the gradient
+    of the queries in fp32. If several heads share a key, backward computes the gradient of each head first.
     """
 
     @staticmethod
@@ -56,11 +56,11 @@ def _attention(
 
 
 def _mask(*args: Any, **kwargs: Any) -> None:
-    """Return no mask: rows are full, and the kernels know what is causal."""
+    """Return no mask: rows have no padding, and the kernels apply the causal mask."""
 
 
 def register() -> None:
-    """Let models of transformers have `attn_implementation=NAME`."""
+    """Register the stand-in with transformers as `attn_implementation=NAME`."""
     selective.FUSED.add(_OPERATION)
     for name in (NAME, _OF_TOWERS):
         AttentionInterface.register(name, _attention)
@@ -68,7 +68,7 @@ def register() -> None:
 
 
 def attend_once(model: torch.nn.Module) -> None:
-    """Let the towers of `model` attend once for all images and windows, as on a GPU, and not once for each."""
+    """Make the towers of `model` call attention once for all images and windows, as on a GPU."""
     for module in model.modules():
         if towers.nominated(module):
             module.config._attn_implementation = _OF_TOWERS  # type: ignore[union-attr]

@@ -1,5 +1,4 @@
-"""A base in four bits without values: layers of bitsandbytes, or experts, whose packed weights have the sizes of real
-ones."""
+"""Builds a 4-bit base without values: bitsandbytes layers, or MXFP4 experts, with packed weights of the true sizes."""
 
 import copy
 from typing import Any
@@ -7,12 +6,11 @@ from typing import Any
 import torch
 from torch import nn
 
-_NESTED_BLOCK = 256  # scales with a scale of their own, as bitsandbytes quantises
+_NESTED_BLOCK = 256  # bitsandbytes quantizes scales in blocks of this size
 
 
 def quantize(model: Any, config: Any) -> None:
-    """Put the linear layers of `model`, which is on the meta device, or its experts in MXFP4 into four bits as
-    `from_pretrained` does."""
+    """Quantize the linear layers of a `meta` model to 4-bit, or pack its MXFP4 experts, as `from_pretrained` does."""
     from liger_trainer.base_weights.mxfp4 import Mxfp4Config, pack_experts
 
     if isinstance(config, Mxfp4Config):
@@ -31,14 +29,17 @@ def quantize(model: Any, config: Any) -> None:
 
 
 def _packed(layer: Any, dtype: torch.dtype) -> nn.Parameter:
-    """Return the packed weight of `layer`, which was of `dtype`: a plain parameter, since one of bitsandbytes cannot be
-    copied on the meta device."""
+    """Return the packed weight as a plain parameter. bitsandbytes' own class cannot be copied on the meta device."""
     from bitsandbytes.functional import QuantState  # type: ignore[import-not-found]
 
-    weight, offset, nested = layer.weight, None, None
-    absmax, code = torch.empty(-(-weight.numel() // weight.blocksize)), torch.empty(16)
+    weight = layer.weight
+    offset = None
+    nested = None
+    absmax = torch.empty(-(-weight.numel() // weight.blocksize))
+    code = torch.empty(16)
     if weight.compress_statistics:
-        offset, scales = torch.empty(()), torch.empty(-(-absmax.numel() // _NESTED_BLOCK))
+        offset = torch.empty(())
+        scales = torch.empty(-(-absmax.numel() // _NESTED_BLOCK))
         nested = QuantState(scales, code=torch.empty(256), blocksize=_NESTED_BLOCK, dtype=torch.float32)
         absmax = absmax.to(torch.uint8)
     layer.quant_state = QuantState(
@@ -46,16 +47,14 @@ def _packed(layer: Any, dtype: torch.dtype) -> nn.Parameter:
     )
     size = weight.numel() // 2 // weight.quant_storage.itemsize
     packed: Any = nn.Parameter(torch.empty(size, 1, dtype=weight.quant_storage), False)
-    packed.quant_state, packed.quant_type = layer.quant_state, weight.quant_type
+    packed.quant_state = layer.quant_state
+    packed.quant_type = weight.quant_type
     packed.compress_statistics = weight.compress_statistics
     return packed
 
 
 def add_state(layer: Any, weight: nn.Parameter) -> list[torch.Tensor]:
-    """Give the `weight` of `layer`, which has no values, its scales without values, and return them.
-
-    That is for a layer in four bits. No other has any.
-    """
+    """Attach scales without values to the `weight` of a 4-bit `layer`, and return them. Other layers have none."""
     state = layer.__dict__.get("quant_state")
     if state is None:
         return []

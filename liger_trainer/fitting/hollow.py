@@ -1,4 +1,4 @@
-"""Builds the model of a recipe without values: its classes, shapes, dtypes and our patches, and no memory."""
+"""Builds the model of a recipe without values: its classes, shapes, dtypes and our patches, but no memory."""
 
 import copy
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Pret
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from liger_trainer.fitting import attention, four_bits
-from liger_trainer.fp8.frozen_layer import InEightBits
+from liger_trainer.fp8.frozen_layer import FrozenFP8Module
 from liger_trainer.fp8.quantize_base import quantize_base
 from liger_trainer.patching import apply_liger
 
@@ -20,37 +20,39 @@ class Shape:
     """Everything that decides the sizes of a model's tensors."""
 
     config: PretrainedConfig
-    dtype: torch.dtype  # of its weights
-    peft_config: Any = None  # of the adapter that is trained in its place
-    fp8: bool = False  # whether the frozen layers under the adapter are in eight bits
-    four_bits: Any = None  # a `BitsAndBytesConfig` that puts them into four, or a `Mxfp4Config` that keeps them there
+    dtype: torch.dtype  # of the weights
+    peft_config: Any = None  # the adapter; None: the model itself is trained
+    fp8: bool = False  # whether the frozen base under the adapter is FP8
+    four_bits: Any = None  # `BitsAndBytesConfig` or `Mxfp4Config` of a 4-bit base
     liger_config: dict[str, bool] | None = None  # as in `apply_liger`
     trust_remote_code: bool = False
 
     @property
     def has_tower(self) -> bool:
-        """Return whether the model sees images."""
+        """Return whether the model takes images."""
         return getattr(self.config, "vision_config", None) is not None
 
 
 def auto_class_of(config: PretrainedConfig) -> Any:
-    """The class that builds the model of `config`, which may be one of images and text."""
+    """Return the auto class for `config`: image-text-to-text or causal LM."""
     name = (config.architectures or [MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(config.model_type)])[0]
-    sees = name in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values()
-    return AutoModelForImageTextToText if sees else AutoModelForCausalLM
+    takes_images = name in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values()
+    return AutoModelForImageTextToText if takes_images else AutoModelForCausalLM
 
 
 def on_meta(shape: Shape, adapter: bool = True) -> nn.Module:
-    """Return the model as the trainer would train it, on PyTorch's meta device.
+    """Return the model that the trainer would train, on PyTorch's meta device.
 
-    The reference model of a preference loss is built without `adapter`.
+    The reference model of a preference loss is built with `adapter=False`.
     """
     attention.register()
     with torch.device("meta"):
         model: Any = auto_class_of(shape.config).from_config(
-            copy.deepcopy(shape.config), dtype=shape.dtype, attn_implementation=attention.NAME,
+            copy.deepcopy(shape.config),
+            dtype=shape.dtype,
+            attn_implementation=attention.NAME,
             trust_remote_code=shape.trust_remote_code,
-        )  # fmt: skip
+        )
         if shape.four_bits is not None:
             four_bits.quantize(model, shape.four_bits)
         if adapter and shape.peft_config is not None:
@@ -68,17 +70,17 @@ def on_meta(shape: Shape, adapter: bool = True) -> nn.Module:
 
 
 def freed_by_fp8(model: nn.Module) -> int:
-    """Return how many bytes fewer the layers and experts in eight bits take than before."""
-    return sum(module.freed() for module in model.modules() if isinstance(module, InEightBits))
+    """Return how many bytes the FP8 layers and experts take less than before they were quantized."""
+    return sum(module.freed() for module in model.modules() if isinstance(module, FrozenFP8Module))
 
 
 @dataclass(frozen=True)
 class Weight:
     """A parameter without values."""
 
-    fake: nn.Parameter  # in the last module that has it, with the dtype of the computation
-    dtype: torch.dtype  # in which it is stored and trained
-    first: nn.Parameter  # in the first module that has it, whose gradient arrives last
+    fake: nn.Parameter  # the copy in the last module that has it, in the compute dtype
+    dtype: torch.dtype  # of the stored and trained weight
+    first: nn.Parameter  # the copy in the first module that has it: its gradient arrives last
 
     @property
     def trained(self) -> bool:
@@ -89,32 +91,33 @@ class Weight:
 
 
 def without_values(model: nn.Module, dtype: torch.dtype | None = None) -> list[Weight]:
-    """Replace all parameters and buffers of `model`, which is on the meta device, by tensors of the `FakeTensorMode`.
+    """Replace all parameters and buffers of a `meta` model by fake tensors, in the dtype of the computation.
 
-    A parameter that several modules share becomes one for each of them, and the last is listed. The gradients of the
-    others are dropped at once, as if they were added to the gradient of the last: autograd does not add tensors without
-    values in place, as it does all others. `dtype` is the dtype of the computation, if it is not their own.
+    A shared parameter becomes one parameter per module, and the last one is listed. The gradients of the others are
+    dropped at once: autograd adds real gradients in place, but not fake ones. `dtype` None: each parameter's own dtype.
     """
-    found: dict[int, Weight] = {}
-    originals = list(model.parameters())  # alive, so that each has an id of its own
+    weights: dict[int, Weight] = {}
+    originals = list(model.parameters())  # kept alive, so that no id is used twice
     assert all(original.is_meta for original in originals)
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is None:
                 continue
-            to = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
-            fake = nn.Parameter(torch.empty(parameter.shape, dtype=to), parameter.requires_grad)
+            compute_dtype = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
+            fake = nn.Parameter(torch.empty(parameter.shape, dtype=compute_dtype), parameter.requires_grad)
             module._parameters[name] = fake
-            scales = [nn.Parameter(t, False) for t in (four_bits.add_state(module, fake) if name == "weight" else ())]
-            found |= {id(scale): Weight(scale, scale.dtype, scale) for scale in scales}
-            before = found.pop(id(parameter), None)
+            if name == "weight":
+                for tensor in four_bits.add_state(module, fake):
+                    scale = nn.Parameter(tensor, False)
+                    weights[id(scale)] = Weight(scale, scale.dtype, scale)
+            before = weights.pop(id(parameter), None)
             if before is not None and before.trained:
                 before.fake.register_post_accumulate_grad_hook(_forget)
-            found[id(parameter)] = Weight(fake, parameter.dtype, fake if before is None else before.first)
+            weights[id(parameter)] = Weight(fake, parameter.dtype, fake if before is None else before.first)
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
-    return list(found.values())
+    return list(weights.values())
 
 
 def _forget(parameter: torch.Tensor) -> None:

@@ -1,7 +1,7 @@
-"""Rows with images: what a processor makes of them, and the numbers from which a model computes their sizes.
+"""Builds rows with images, and computes real numbers where a model derives sizes from them.
 
-From the sizes of images a model computes how many patches, windows and tokens they become. Tensors without values have
-no sizes to tell, so that in a step with images all that follows from known numbers alone is computed.
+A model computes the number of patches, windows and tokens from the sizes of its images. A fake tensor has no values, so
+in a step with images every operation that reads known numbers only runs for real.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,15 +25,15 @@ _INDEXED = (torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default, torch
 
 
 class UnknownSizes(Exception):
-    """What a model does with images depends on values that are not there."""
+    """Raised when a size in the model depends on the values of pixels, which are not there."""
 
 
 @contextmanager
 def known_numbers() -> Iterator[None]:
-    """Within it, under a `FakeTensorMode`, what depends on no tensor without values is computed.
+    """Context manager for a `FakeTensorMode`: operations without fake inputs compute real numbers.
 
     Raises:
-        UnknownSizes: A size depends on such a tensor.
+        UnknownSizes: A size depends on a fake tensor.
     """
     try:
         with _Known():
@@ -47,9 +47,9 @@ class RowImages:
     """The images of a row.
 
     Args:
-        ids (`torch.Tensor`): (1, tokens): their tokens, and those around them.
-        inputs (`dict`): What a model gets besides. A tensor of the shape of `ids` says something of each token; of the
-            others, the first dimension grows with the rows.
+        ids (`torch.Tensor`): (1, tokens): the image tokens and the tokens around them.
+        inputs (`dict`): Further arguments of the model. A tensor with the shape of `ids` has one entry per token. The
+            first dimension of the others grows with the rows.
     """
 
     ids: torch.Tensor
@@ -61,42 +61,44 @@ class RowImages:
 
     def batch(self, rows: int, length: int) -> dict[str, torch.Tensor]:
         """Return the arguments of a model for `rows` rows of `length` tokens, each with these images."""
-        found = {}
+        arguments = {}
         for name, value in {"input_ids": self.ids, **self.inputs}.items():
             if value.is_floating_point():
-                found[name] = torch.empty(rows * value.shape[0], *value.shape[1:], dtype=value.dtype)
+                arguments[name] = torch.empty(rows * value.shape[0], *value.shape[1:], dtype=value.dtype)
                 continue
             with unset_fake_temporarily():
                 if value.shape == self.ids.shape:
                     value = torch.nn.functional.pad(value, (0, length - self.tokens))
-                found[name] = value.repeat(rows, *[1] * (value.ndim - 1))
-        return found
+                arguments[name] = value.repeat(rows, *[1] * (value.ndim - 1))
+        return arguments
 
 
 def row_images(processor: Any, sizes: Sequence[tuple[int, int]]) -> RowImages:
-    """Return what `processor` makes of a row with images of `sizes` (width, height), and without text of its own."""
+    """Process a row that has images of `sizes` (width, height) and no other text."""
     from PIL import Image
 
     content = [{"type": "image"} for _ in sizes]
     text = processor.apply_chat_template([{"role": "user", "content": content}], tokenize=False)
     images = [Image.new("RGB", size) for size in sizes]
-    found = processor(text=[text], images=[images], return_tensors="pt")
-    return RowImages(found["input_ids"], {name: value for name, value in found.items() if name not in _TEXT})
+    processed = processor(text=[text], images=[images], return_tensors="pt")
+    inputs = {name: value for name, value in processed.items() if name not in _TEXT}
+    return RowImages(processed["input_ids"], inputs)
 
 
 class _Known(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-        if any(not _is_known(x) for x in given):
+        inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        if any(not _is_known(x) for x in inputs):
             if func._schema.is_mutable and isinstance(args[0], torch.Tensor) and _is_known(args[0]):
                 raise UnknownSizes(f"{func} writes pixels into a tensor of known numbers")
             return func(*_with_numbers(func, args), **kwargs)
-        if not given:
+        if not inputs:
             out = func(*args, **kwargs)
-            made = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
-            if not made or (func.overloadpacket not in _SEQUENCES and any(x.is_floating_point() for x in made)):
-                return out  # room for results of kernels
+            outputs = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
+            is_float = any(x.is_floating_point() for x in outputs)
+            if not outputs or (func.overloadpacket not in _SEQUENCES and is_float):
+                return out  # a buffer for the result of a kernel
         with unset_fake_temporarily():
             return func(*args, **kwargs)
 
@@ -106,7 +108,7 @@ def _is_known(x: torch.Tensor) -> bool:
 
 
 def _with_numbers(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return `args` with the places of known masks, whose number decides how large the result is, as integers."""
+    """Return `args` with known masks replaced by their indices: the size of the result depends on their number."""
     if func not in _INDEXED:
         return args
     places: list[Any] = []

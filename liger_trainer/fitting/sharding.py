@@ -1,4 +1,4 @@
-"""Shares out weights, gradients and optimizer states over several GPUs, and counts what that takes on each of them."""
+"""Counts the memory of sharded weights, gradients and optimizer states on each of several GPUs."""
 
 import functools
 import math
@@ -16,21 +16,21 @@ from liger_trainer.fitting.simulated_memory import SimulatedMemory
 
 @dataclass(frozen=True)
 class Sharding:
-    """The way in which a model is shared out.
+    """How a model is distributed over GPUs.
 
     Attributes:
-        kind (`str`): `"none"`; `"ddp"`: gradients are summed in buckets of as many bytes; `"fsdp2"`: each GPU has a
-            share of everything, and gathers a layer when it is computed.
+        kind (`str`): `"none"`; `"ddp"`: gradients are also held in buckets of the same size; `"fsdp2"`: each GPU holds
+            a shard of everything, and all-gathers a layer when it runs.
     """
 
     kind: str = "none"
     gpus: int = 1
-    compute: torch.dtype | None = None  # in which FSDP2 gathers weights and sums gradients
-    master: torch.dtype | None = None  # to which accelerate widens the trained weights under FSDP2
-    reshard: bool = True  # whether a layer is freed between its forward and its backward pass
+    compute: torch.dtype | None = None  # dtype of FSDP2's all-gather and reduce-scatter
+    master: torch.dtype | None = None  # dtype of the trained weights under FSDP2, if accelerate upcasts them
+    reshard: bool = True  # whether a layer is freed between its forward and its backward
 
     def share(self, weight: Weight) -> int:
-        """Return how many numbers of a weight are on one GPU."""
+        """Return the number of elements of `weight` on one GPU."""
         numbers = weight.fake.numel()
         if self.kind != "fsdp2":
             return numbers
@@ -46,39 +46,50 @@ class Sharding:
 
 
 class Units:
-    """Counts what FSDP2 holds besides shares while a micro-batch runs, and this GPU's shares of the gradients.
+    """Counts what FSDP2 holds besides shards while a micro-batch runs, and this GPU's shards of the gradients.
 
-    Gathered are the layer that is computed, the next one, and the embedding or the head. While the gradients of a layer
-    are computed, all gradients of the layer before are still there.
+    The running layer, the next layer, and the embedding or the head are gathered at the same time. While the gradients
+    of a layer are computed, the full gradients of the layer before are still held.
     """
 
     def __init__(
-        self, sharding: Sharding, model: nn.Module, layers: list[nn.Module], weights: list[Weight],
+        self,
+        sharding: Sharding,
+        model: nn.Module,
+        layers: list[nn.Module],
+        weights: list[Weight],
         memory: SimulatedMemory,
-    ):  # fmt: skip
-        self.sharding, self.memory = sharding, memory
-        self._shares: dict[int, int] = {}  # bytes of the gradients of this GPU
-        inside = {id(p): k for k, layer in enumerate(layers) for p in layer.parameters()}
+    ):
+        self.sharding = sharding
+        self.memory = memory
+        self._shares: dict[int, int] = {}  # bytes of this GPU's gradients
+        layer_of: dict[int, int] = {}
+        for number, layer in enumerate(layers):
+            layer_of.update(dict.fromkeys(map(id, layer.parameters()), number))
         embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
-        first = {id(p) for p in embedding.parameters()} if embedding is not None else set()
-        gathered, trained = Counter[int](), Counter[int]()
+        in_embedding = set[int]() if embedding is None else set(map(id, embedding.parameters()))
+        gathered = Counter[int]()  # bytes by unit: the number of a layer, or one of the two below
+        trained = Counter[int]()
+        embedding_unit = -1
+        head_unit = -2  # the head and the last norm
         for weight in weights:
-            unit = inside.get(id(weight.fake), -1 if id(weight.fake) in first else -2)  # -2: the head and the last norm
+            outside = embedding_unit if id(weight.fake) in in_embedding else head_unit
+            unit = layer_of.get(id(weight.fake), outside)
             gathered[unit] += weight.bytes(weight.fake.dtype)
             if weight.trained:
                 trained[unit] += weight.bytes(weight.fake.dtype)
                 weight.fake.register_post_accumulate_grad_hook(functools.partial(self._arrived, weight))
-        of_layers = [size for unit, size in gathered.items() if unit >= 0] or [0]
-        self._held = 2 * max(of_layers) if sharding.reshard else sum(of_layers)
-        self._held += max(gathered[-1], gathered[-2])
+        layer_bytes = [size for unit, size in gathered.items() if unit >= 0] or [0]
+        self._held = 2 * max(layer_bytes) if sharding.reshard else sum(layer_bytes)
+        self._held += max(gathered[embedding_unit], gathered[head_unit])
         self._held += 2 * max((size for unit, size in trained.items() if unit >= 0), default=0)
 
     def begin(self) -> None:
-        """To be called before a micro-batch."""
+        """Add the gathered layers before a micro-batch."""
         self.memory.add(self._held)
 
     def end(self) -> None:
-        """To be called after a micro-batch."""
+        """Remove the gathered layers after a micro-batch."""
         self.memory.add(-self._held)
 
     def _arrived(self, weight: Weight, parameter: torch.Tensor) -> None:
@@ -88,6 +99,6 @@ class Units:
             self.memory.add(self._shares[id(parameter)])
 
     def forget_gradients(self) -> None:
-        """Free this GPU's shares of the gradients."""
+        """Free this GPU's shards of the gradients."""
         self.memory.add(-sum(self._shares.values()))
         self._shares = {}

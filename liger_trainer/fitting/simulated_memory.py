@@ -1,4 +1,4 @@
-"""Simulates the memory of a device: counts the bytes that the tensors of a step would take up."""
+"""Simulates the memory of a GPU: counts the bytes of the tensors of a step."""
 
 import functools
 import weakref
@@ -9,17 +9,17 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-ALIGNED = 512  # the bytes to which the allocator of a GPU rounds up
+ALIGNED = 512  # bytes; the GPU's allocator rounds up to multiples of it
 
 
 class SimulatedMemory(TorchDispatchMode):
-    """Stands for `GpuMemory`: counts the tensors that are made while the mode is active, until they are freed.
+    """Stands in for `GpuMemory`: counts the tensors that are made while the mode is active, until they are freed.
 
     Args:
-        size (`int`): How many bytes tensors may take up.
+        size (`int`): Bytes of the GPU.
 
     Attributes:
-        highest (`int`): The most bytes since it was last set.
+        highest (`int`): The most bytes in use since it was last set.
     """
 
     def __init__(self, size: int):
@@ -29,19 +29,20 @@ class SimulatedMemory(TorchDispatchMode):
         self._known: dict[int, weakref.ref] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.addmm.dtype_out:  # torch 2.11 fails to say its shape; the result is in `out`
+        if func is torch.ops.aten.addmm.dtype_out:  # torch 2.11 cannot infer its shape; the result is in `out`
             return kwargs["out"]
         out = func(*args, **(kwargs or {}))
         self.count(tensor for tensor in tree_leaves(out) if isinstance(tensor, torch.Tensor))
         return out
 
     def count(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Count tensors that were made before the mode was active, too."""
+        """Count tensors, also ones that were made before the mode was active."""
         for tensor in tensors:
-            if tensor.device.type == "meta":  # it stands for something on the host
+            if tensor.device.type == "meta":  # stands for a tensor on the host
                 continue
             storage = tensor.untyped_storage()
-            key, size = id(storage), -(-storage.nbytes() // ALIGNED) * ALIGNED
+            key = id(storage)
+            size = -(-storage.nbytes() // ALIGNED) * ALIGNED
             if key not in self._known and size:
                 self._known[key] = weakref.ref(storage, functools.partial(self._gone, key, size))
                 self.add(size)
@@ -51,9 +52,10 @@ class SimulatedMemory(TorchDispatchMode):
         self.add(-size)
 
     def add(self, size: int) -> None:
-        """Count bytes without a tensor."""
+        """Count bytes that no tensor stands for."""
         self._now += size
-        self._peak, self.highest = max(self._peak, self._now), max(self.highest, self._now)
+        self._peak = max(self._peak, self._now)
+        self.highest = max(self.highest, self._now)
 
     def allocated(self) -> int:
         return self._now
@@ -69,4 +71,4 @@ class SimulatedMemory(TorchDispatchMode):
         return 0
 
     def transport(self, host_gib: float | None) -> None:
-        """Return None: how many activations could be swapped out in time is not known here."""
+        """Return None: without a GPU, the time of an offload to the host is unknown."""

@@ -1,7 +1,7 @@
-"""Runs a few training steps of a model without values, and counts the memory that they take.
+"""Runs a few training steps of a model without values, and counts their memory.
 
-The model, its patches and PyTorch's autograd run their own code on tensors that have sizes only, so what is kept,
-recomputed and allocated is found by doing it. Three things have stand-ins: attention (`attention.py`), communication
+The model, its patches and autograd run their real code on tensors that only have sizes. So everything that they save,
+recompute and allocate is counted. Three things have stand-ins: attention (`attention.py`), communication
 (`sharding.py`), and the states of 8-bit optimizers (`optimizers.py`).
 """
 
@@ -25,63 +25,63 @@ from liger_trainer.fitting.sharding import Sharding, Units
 from liger_trainer.fitting.simulated_memory import SimulatedMemory
 from liger_trainer.fp8.quantize_base import prepare_for_shards
 from liger_trainer.memory import switches
-from liger_trainer.memory.chooser import Chooser
 from liger_trainer.memory.feature import AUTO
 from liger_trainer.memory.host_inputs import OPTION, HostInputs
 from liger_trainer.memory.memory import GIB, PinnedMemory
+from liger_trainer.memory.planner import ActivationPlanner
 from liger_trainer.memory.summary import CheckpointingSummary
 from liger_trainer.trainers.optimizer_in_backward import step_alone
 from liger_triton.sizes import sizes_only
 
 WORKSPACE = 32 << 20  # of cuBLAS, on one stream
 _ENDLESS = 1 << 50  # bytes
-_WITHOUT_RANDOM_STATES = {"preserve_rng_state": False}  # this machine's are of no use
+_WITHOUT_RANDOM_STATES = {"preserve_rng_state": False}  # nothing random is computed
 
 
 @dataclass
 class Job:
-    """A training."""
+    """The settings of a training that decide its memory."""
 
     shape: Shape
-    loss: Callable[..., torch.Tensor]  # of `losses.py`
-    optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer | int]  # or the bytes of its states
+    loss: Callable[..., torch.Tensor]  # a function of `losses.py`
+    optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer | int]  # int: the bytes of its states
     autocast: torch.dtype | None = None
     sharding: Sharding = Sharding()
     accumulates: bool = False  # whether a step has several micro-batches
-    checkpointing: dict[str, Any] = field(default_factory=dict)  # its options
-    reference: bool = False  # whether a reference model scores the rows as well
+    checkpointing: dict[str, Any] = field(default_factory=dict)  # options of activation_checkpointing
+    reference: bool = False  # whether a reference model also scores the rows
     budget: float | None = None  # memory_budget, in GiB
     in_backward: bool = False  # optimizer_in_backward
     images: RowImages | None = None  # of each row
     built: dict[bool, nn.Module] = field(default_factory=dict, repr=False)
 
     def inputs(self, rows: int, length: int) -> dict[str, torch.Tensor]:
-        """Return the arguments of a call for a micro-batch."""
+        """Return the model's arguments for a micro-batch."""
         rows *= sequences(self.loss)
         if self.images is not None:
             return self.images.batch(rows, length)
         return {"input_ids": torch.zeros(rows, length, dtype=torch.long)}
 
     def model(self, adapter: bool = True) -> nn.Module:
-        """Return a copy of the model on the meta device. To build it takes longer than to run it."""
+        """Return a copy of the model on the meta device. It is built once, since building takes longer than a step."""
         if adapter not in self.built:
             self.built[adapter] = on_meta(self.shape, adapter)
         return copy.deepcopy(self.built[adapter])
 
 
 @dataclass
-class Need:
+class MemoryEstimate:
     """The memory of a step, in bytes."""
 
     weights: int = 0
-    gradients: int = 0  # of all weights if they exist together, otherwise the largest
+    gradients: int = 0  # of all weights; with optimizer_in_backward, of the largest one
     states: int = 0  # of the optimizer
-    reference: int = 0  # the weights of a reference model
-    others: int = 0  # the workspace of cuBLAS, and the buckets of DDP
-    micro_batch: int = 0  # the peak of the forward and the backward pass
+    reference: int = 0  # weights of the reference model
+    others: int = 0  # cuBLAS' workspace and DDP's buckets
+    micro_batch: int = 0  # the peak of forward and backward
     step: int = 0  # the peak of the optimizer's step
-    host: int = 0  # on the host
-    loaded: int = 0  # the weights before fp8 has put the frozen layers into eight bits
+    host: int = 0  # pinned memory of the host
+    loaded: int = 0  # the weights as loaded, before the frozen base is quantized to FP8
     chosen: CheckpointingSummary | None = None  # by `auto`
 
     @property
@@ -90,16 +90,17 @@ class Need:
 
 
 def need(
-    job: Job, rows: int, length: int, checkpointing: bool | str, memory_bytes: int, like: Need | None = None
-) -> Need:
-    """Return what steps with micro-batches of `rows` x `length` tokens need.
+    job: Job, rows: int, length: int, checkpointing: bool | str, memory_bytes: int, like: MemoryEstimate | None = None
+) -> MemoryEstimate:
+    """Estimate the memory of steps with micro-batches of `rows` x `length` tokens.
 
     Args:
-        job (`Job`): What is trained.
-        rows (`int`), length (`int`): A micro-batch. For pairs, there are two sequences of `length` in a row.
-        checkpointing (`bool` or `"auto"`): As `activation_checkpointing`.
-        memory_bytes (`int`): How much memory there is, by which `auto` chooses.
-        like (`Need`, *optional*): What another size needs, for what does not depend on the size.
+        job (`Job`): The training.
+        rows (`int`), length (`int`): Size of a micro-batch. A row of pairs has two sequences of `length`.
+        checkpointing (`bool` or `"auto"`): The option `activation_checkpointing`.
+        memory_bytes (`int`): Memory of the GPU, for the choice of `auto`.
+        like (`MemoryEstimate`, *optional*): The estimate of another size. The parts that do not depend on the size are
+            taken from it.
     """
     model = job.model()
     if checkpointing:
@@ -114,14 +115,17 @@ def need(
         if checkpointing is True and job.checkpointing.get(OPTION):
             host = PinnedMemory(_ENDLESS, lambda size: torch.empty(size, dtype=torch.uint8, device="meta"), slab=GIB)
             switches.install(model, HostInputs(host))
-        found = _Run(job, model, reference, SimulatedMemory(memory_bytes)).steps(rows, length, checkpointing, like)
-        found.host = 0 if host is None else host.taken
-        return found
+        simulation = _Simulation(job, model, reference, SimulatedMemory(memory_bytes))
+        estimate = simulation.steps(rows, length, checkpointing, like)
+        estimate.host = 0 if host is None else host.taken
+        return estimate
 
 
-class _Run:
+class _Simulation:
     def __init__(self, job: Job, model: nn.Module, reference: nn.Module | None, memory: SimulatedMemory):
-        self.job, self.model, self.memory = job, model, memory
+        self.job = job
+        self.model = model
+        self.memory = memory
         sharding = job.sharding
         compute = sharding.compute if sharding.kind == "fsdp2" else None
         if sharding.kind == "fsdp2":
@@ -129,12 +133,13 @@ class _Run:
         self.weights = without_values(model, compute)
         self.trained = [weight for weight in self.weights if weight.trained]
         layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-        self.need = Need(
+        self.need = MemoryEstimate(
             weights=sharding.stored(self.weights),
             gradients=sharding.stored(self.trained),
             others=WORKSPACE + (sharding.stored(self.trained) if sharding.kind == "ddp" else 0),
         )
-        if (freed := freed_by_fp8(model)) and sharding.kind != "fsdp2":  # it is sharded when all is in eight bits
+        freed = freed_by_fp8(model)
+        if freed and sharding.kind != "fsdp2":  # FSDP2 shards after quantizing, so it never holds the 16-bit weights
             self.need.loaded = self.need.weights + freed
         self.units = None
         self.masters = [weight.fake for weight in self.trained]
@@ -160,7 +165,7 @@ class _Run:
                 weight.first.register_post_accumulate_grad_hook(functools.partial(self._step_alone, weight.fake))
 
     def _autocast(self, model: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `model` with autocast around each call, as accelerate does it."""
+        """Return `model` with autocast around each call, like accelerate."""
 
         def call(**inputs: Any) -> Any:
             with torch.autocast("cpu", dtype=self.job.autocast, enabled=self.job.autocast is not None):
@@ -168,46 +173,50 @@ class _Run:
 
         return call
 
-    def steps(self, rows: int, length: int, checkpointing: bool | str, like: Need | None) -> Need:
-        need, memory = self.need, self.memory
-        chooser = None
+    def steps(self, rows: int, length: int, checkpointing: bool | str, like: MemoryEstimate | None) -> MemoryEstimate:
+        """Run the steps and return the estimate. With `like`, run one micro-batch without an optimizer step."""
+        need = self.need
+        memory = self.memory
+        planner = None
         if checkpointing == AUTO:
-            chooser = Chooser(memory, self.job.budget, warm=True)
-            need.chosen = chooser.summary
+            planner = ActivationPlanner(memory, self.job.budget, warm=True)
+            need.chosen = planner.summary
         with memory:
             memory.count(self.existing)
             memory.add(need.weights + need.others + need.reference - memory.allocated())
-            # The first step makes the states of the optimizer, auto measures in the second, and then it chooses.
+            # The first step creates the optimizer states. auto measures in the second and chooses in the third.
             if self.job.in_backward:
                 for weight in self.masters:
                     weight.grad = torch.empty_like(weight)
-                self._optimize()  # for the states, which would come one by one
+                self._optimize()  # creates the states now; in backward they would come one by one
             elif like is not None:
                 need.states = like.states
                 memory.add(need.states)
+            steps = 3 if planner else 2
             if like is not None:
                 need.step = like.step
-                self._micro_batches(rows, length, chooser)
-            for _ in range(0 if like is not None else 3 if chooser else 2):
-                self._micro_batches(rows, length, chooser)
+                self._micro_batches(rows, length, planner)
+                steps = 0
+            for _ in range(steps):
+                self._micro_batches(rows, length, planner)
                 self.memory.highest = self.memory.allocated()
                 self._optimize()
                 need.step = self.memory.highest
-        if chooser is not None:
-            chooser.end()
+        if planner is not None:
+            planner.end()
         return need
 
-    def _micro_batches(self, rows: int, length: int, chooser: Chooser | None) -> None:
+    def _micro_batches(self, rows: int, length: int, planner: ActivationPlanner | None) -> None:
         for _ in range(2 if self.job.accumulates else 1):
             self.memory.highest = 0
             if self.units is not None:
                 self.units.begin()
             inputs = self.job.inputs(rows, length)
             self.memory.count(inputs.values())
-            if chooser is None:
+            if planner is None:
                 self._micro_batch(inputs)
             else:
-                chooser.run(self.model, self._micro_batch, (inputs,), {})
+                planner.run(self.model, self._micro_batch, (inputs,), {})
             del inputs
             if self.units is not None:
                 self.units.end()
@@ -224,9 +233,10 @@ class _Run:
             step_alone(self.optimizer, self.optimizer.param_groups[0], weight)
 
     def _optimize(self) -> None:
-        if self.job.shape.has_tower:  # which rows of text do not reach
+        if self.job.shape.has_tower:  # rows of text give the tower no gradient
             for master in self.masters:
-                master.grad = torch.empty_like(master) if master.grad is None else master.grad
+                if master.grad is None:
+                    master.grad = torch.empty_like(master)
         before = self.memory.allocated()
         if isinstance(self.optimizer, int):
             if not self.need.states:

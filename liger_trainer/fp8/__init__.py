@@ -1,1 +1,1 @@
-"""Products in eight bits: torchao's layers on our kernels, a frozen base for adapters, and the option `fp8`."""
+"""FP8 training: torchao's layers on our kernels, a frozen FP8 base for adapters, and the option `fp8`."""

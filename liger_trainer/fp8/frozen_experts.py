@@ -1,4 +1,4 @@
-"""Blocks of routed experts of a frozen base in eight bits: those of transformers, whatever their class."""
+"""Quantizes the routed experts of a frozen base to FP8: every block class that follows transformers' layout."""
 
 import functools
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from liger_trainer.fp8.frozen_layer import InEightBits, ReadOnly
+from liger_trainer.fp8.frozen_layer import FrozenFP8Module, ReadOnly
 from liger_trainer.instance.binding import own_class
 from liger_triton import Float8Matrices
 from liger_triton.frozen_float8 import quantized_matrices
@@ -14,11 +14,11 @@ from liger_triton.frozen_float8 import quantized_matrices
 WEIGHTS = ("gate_up_proj", "down_proj")
 
 
-class FrozenFloat8Experts(InEightBits):
-    """What a block of experts in eight bits has besides the code of its class, which computes with its weights.
+class FrozenFloat8Experts(FrozenFP8Module):
+    """Mixin that stores the weights of a block of experts in FP8. The forward is still the one of the block's class.
 
-    Each weight has bits (E, N, K) and a scale (E, N), one for each output of an expert, in whichever order the block
-    stored it before. The weights are made in 16 bits each time that they are used.
+    Each weight has bits (E, N, K) and a scale (E, N), one per output of an expert, whether or not the block stores its
+    weights transposed. Weights are dequantized to 16-bit at every use.
     """
 
     weights = {name: (f"{name}_bits", f"{name}_scale") for name in WEIGHTS}
@@ -28,21 +28,21 @@ class FrozenFloat8Experts(InEightBits):
         """Return `gate_up_proj` (E, 2 I, H) or `down_proj` (E, H, I)."""
         return Float8Matrices(*self.stored(name), self.compute_dtype)
 
-    def _made(self, name: str) -> torch.Tensor:
+    def _dequantized(self, name: str) -> torch.Tensor:
         weight = self.packed(name).unpack()
         weight = weight.mT if self.is_transposed else weight
         return weight if torch.compiler.is_compiling() else weight.as_subclass(ReadOnly)
 
     @property
     def gate_up_proj(self) -> torch.Tensor:
-        return self._made("gate_up_proj")
+        return self._dequantized("gate_up_proj")
 
     @property
     def down_proj(self) -> torch.Tensor:
-        return self._made("down_proj")
+        return self._dequantized("down_proj")
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """Copy and pickle a block by its class of transformers, since its own class has no place in a module."""
+        """Copy and pickle by the transformers class: the generated class is not importable."""
         return _new, (self.unpacked_class,), self.__getstate__()
 
 
@@ -56,13 +56,14 @@ def _new(cls: Any) -> nn.Module:
 
 
 def is_block(module: nn.Module) -> bool:
-    """Return whether `module` is a block of experts of transformers with weights of three dimensions."""
-    own = (module._parameters.get(name) for name in WEIGHTS)
-    return hasattr(own_class(module).forward, "__wrapped__") and all(p is not None and p.ndim == 3 for p in own)
+    """Return whether `module` is one of transformers' blocks of experts with stacked (3-D) weights."""
+    weights = [module._parameters.get(name) for name in WEIGHTS]
+    are_stacked = all(weight is not None and weight.ndim == 3 for weight in weights)
+    return are_stacked and hasattr(own_class(module).forward, "__wrapped__")
 
 
-def put_into_eight_bits(block: nn.Module, device: torch.device | None = None) -> None:
-    """Put the weights of `block` into eight bits in their place, on `device` if it is given."""
+def quantize_block(block: nn.Module, device: torch.device | None = None) -> None:
+    """Quantize the weights of `block` to FP8 in place, on `device` if it is given."""
     for name, names in FrozenFloat8Experts.weights.items():
         weight = block._parameters.pop(name)
         float8 = quantized_matrices(weight.mT if block.is_transposed else weight, device)

@@ -1,4 +1,4 @@
-"""A linear layer of a frozen base model in eight bits, for adapters on top of it. `liger_triton` multiplies."""
+"""Stores a frozen linear layer in FP8, for adapters on top of it. The matmuls are `liger_triton`'s."""
 
 from collections.abc import Callable
 from typing import Any, Self
@@ -11,8 +11,8 @@ from liger_triton.frozen_float8 import Float8Weight, dequantized, frozen_float8_
 
 _WRITES = ("__setitem__", "__set__", *(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "and", "or", "xor")))
 _NO_WRITES = ("requires_grad_", "detach_")
-_CODES = torch.uint8  # holds the bits: converting a model to another dtype leaves it alone, and NCCL can send it
-# For FSDP2, which takes no integers before torch 2.13, and rounds other floating-point numbers where it gathers them
+_CODES = torch.uint8  # FP8 numbers as bytes: `model.to(dtype)` does not convert integers, and NCCL can send them
+# FP8 bytes in pairs, for FSDP2: before torch 2.13 it shards no integers, and it rounds other floating-point dtypes
 _WORDS = torch.bfloat16
 
 
@@ -21,12 +21,13 @@ class ReadOnly(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
         in_place = name in _WRITES or (name.endswith("_") and name.strip("_") + "_" == name and name not in _NO_WRITES)
         if isinstance(kwargs.get("out"), cls) or (in_place and isinstance(args[0], cls)):
             raise RuntimeError(
-                f"{name} would write to a weight of the base, which has eight bits (fp8), and be lost. To merge an "
-                "adapter, save it and load it next to the model in 16 bits: liger-trainer merge."
+                f"{name} would write to an fp8 weight of the base, and the result would be lost. To merge an adapter, "
+                "save it and merge it into the 16-bit model: liger-trainer merge."
             )
         with torch._C.DisableTorchFunctionSubclass():
             memory = {t.untyped_storage()._cdata for t in args if isinstance(t, cls)}
@@ -41,70 +42,77 @@ class ReadOnly(torch.Tensor):
             return self.as_subclass(torch.Tensor).clone()
 
 
-class InEightBits(nn.Module):
-    """A module with frozen weights of eight bits, each of which has `bits` (..., K) and a `scale` (...).
+class FrozenFP8Module(nn.Module):
+    """A module with frozen FP8 weights. Each weight is stored as `bits` (..., K), uint8, and `scale` (...), fp32.
 
-    They are parameters, uint8 and fp32, without a gradient, and stay as they are whatever the model is converted to.
-    After `hold_words` they are (..., K / 2) and (..., 2), bf16, of the same bytes. They are no buffers, because DDP
-    sends the buffers of a model in every forward pass. `compute_dtype` is the dtype of the weights before they were
-    quantised. A state dict has the bits under the name of the weight.
+    Both are parameters without a gradient. Converting the model does not change them. They are not buffers because DDP
+    broadcasts buffers in every forward. After `hold_words` the same bytes are bf16: (..., K / 2) and (..., 2).
+    A state dict has the bits under the name of the weight.
+
+    Attributes:
+        weights: Maps the name of each weight to the names of its bits and its scale.
+        compute_dtype: The dtype of the weights before they were quantized.
     """
 
-    weights: dict[str, tuple[str, str]]  # names of bits and scale, by that of the weight
+    weights: dict[str, tuple[str, str]]
     compute_dtype: torch.dtype
 
     def hold_words(self) -> None:
-        """Hold bits and scales as words of 16 bits, which FSDP2 shards by their first dimension and gathers as they
-        are.
+        """View bits and scales as bf16. FSDP2 then shards them by the first dimension and gathers them unchanged.
 
-        From then on a state dict has the names of the parameters, by which torch's distributed checkpoints go.
+        From then on the state dict has the names of the parameters: torch's distributed checkpoints go by these.
         """
         for names in self.weights.values():
             bits, scale = map(self.get_parameter, names)
             if bits.dtype == _CODES:
-                words = bits.detach().view(_WORDS), scale.detach().view(len(scale), -1).view(_WORDS)
+                words = (bits.detach().view(_WORDS), scale.detach().view(len(scale), -1).view(_WORDS))
                 for name, tensor in zip(names, words, strict=True):
                     self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
 
     def stored(self, weight: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the bits (..., K) in e4m3 and the scale (...) in fp32 of the weight of that name."""
+        """Return the bits (..., K), e4m3, and the scale (...), fp32, of the weight with this name."""
         bits, scale = (self._parameters[name] for name in self.weights[weight])
         assert bits is not None and scale is not None, "neither is ever taken away"
         if hasattr(bits, "full_tensor"):
             raise RuntimeError(
-                "A frozen layer in eight bits was read outside the calls in which FSDP2 gathers it. To merge an "
-                "adapter, save it and load it next to the model in 16 bits: liger-trainer merge."
+                "A frozen fp8 layer was read while FSDP2 had not gathered it. To merge an adapter, save it and merge "
+                "it into the 16-bit model: liger-trainer merge."
             )
         if bits.dtype == scale.dtype == _WORDS:
             bits = bits.view(torch.float8_e4m3fn)
             return bits, scale.view(torch.float32).view(bits.shape[:-1])
         if bits.dtype != _CODES or scale.dtype != torch.float32:
             raise RuntimeError(
-                f"A frozen layer in eight bits has bits of {bits.dtype} and a scale of {scale.dtype}; expected "
-                f"{_CODES} and torch.float32. They were converted by `.data` or `.type()`. Build the trainer on a "
-                "model that is loaded anew."
+                f"A frozen fp8 layer has bits of {bits.dtype} and a scale of {scale.dtype}; expected {_CODES} and "
+                "torch.float32. `.data` or `.type()` converted them. Load the model again and build the trainer on it."
             )
         return bits.view(torch.float8_e4m3fn), scale
 
     def freed(self) -> int:
-        """Return how many bytes fewer the weights take than before."""
-        kept = [self.get_parameter(name).nbytes for names in self.weights.values() for name in names]
-        return sum(kept[::2]) * (self.compute_dtype.itemsize - 1) - sum(kept[1::2])
+        """Return how many bytes the weights take less than before they were quantized."""
+        saved_bytes = 0
+        for bits, scale in self.weights.values():
+            saved_bytes += self.get_parameter(bits).nbytes * (self.compute_dtype.itemsize - 1)
+            saved_bytes -= self.get_parameter(scale).nbytes
+        return saved_bytes
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
-        """Move or convert the module, except its bits and its scales, which keep their dtypes and their values."""
+        """Move or convert the module. Bits and scales are moved, but keep their dtypes and values."""
         names = [name for pair in self.weights.values() for name in pair]
-        kept = {name: self.get_parameter(name).detach() for name in names}  # which `_apply` does not reach
+        # `_apply` replaces the parameters, so these tensors stay unconverted
+        originals = {name: self.get_parameter(name).detach() for name in names}
         super()._apply(fn, recurse)
-        for name, before in kept.items():
-            if (now := self.get_parameter(name)).dtype != before.dtype:
-                self.register_parameter(name, nn.Parameter(before.to(now.device), requires_grad=False))
+        for name, original in originals.items():
+            applied = self.get_parameter(name)
+            if applied.dtype != original.dtype:
+                self.register_parameter(name, nn.Parameter(original.to(applied.device), requires_grad=False))
         return self
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        """Save the bits as a weight (1, ..., K), a view, which no other module loads, not even with `strict=False`.
+        """Save a view (1, ..., K) of the bits under the name of the weight.
 
-        Its `copy_` would make a number of each byte.
+        The extra dimension makes other modules refuse it, even with `strict=False`. Otherwise their `copy_` would turn
+        each byte into a number.
         """
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for weight, (bits, _) in self.weights.items():
@@ -112,37 +120,40 @@ class InEightBits(nn.Module):
                 destination[prefix + weight] = destination.pop(prefix + bits)[None]
 
     def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], strict: bool,
-        missing_keys: list[str], unexpected_keys: list[str], error_msgs: list[str],
-    ) -> None:  # fmt: skip
-        """Load weight and scale together. A weight of numbers is an error: `copy_` would make a byte of each."""
-        given = state_dict
-        for own, names in self.weights.items():
-            weight, bits, scale = (state_dict.get(prefix + name) for name in (own, *names))
-            is_held = bits is not None and bits.dtype == self.get_parameter(names[0]).dtype
-            if is_held or (weight is None and scale is None):
-                continue  # such as the state of a sharded model, or of an adapter
-            if weight is None or scale is None or not _is_ours(weight, scale):
-                found = " and ".join(
-                    f"{name} is {'missing' if t is None else f'{tuple(t.shape)} {t.dtype}'}"
-                    for name, t in ((own, weight), (names[1], scale))
-                )
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Load weight and scale together. A 16-bit weight is an error: `copy_` would turn each number into a byte."""
+        renamed = state_dict
+        for name, (bits_name, scale_name) in self.weights.items():
+            weight = state_dict.get(prefix + name)
+            bits = state_dict.get(prefix + bits_name)
+            scale = state_dict.get(prefix + scale_name)
+            has_own_names = bits is not None and bits.dtype == self.get_parameter(bits_name).dtype
+            if has_own_names or (weight is None and scale is None):
+                continue  # the state of a sharded model, or of an adapter
+            if weight is None or scale is None or not _is_saved_fp8(weight, scale):
                 error_msgs.append(
-                    f"{prefix.rstrip('.')} has eight bits (fp8), but in this state its {found}; expected {_CODES} with "
-                    "a first dimension of 1 and torch.float32, as it saves them. Load weights in 16 bits before the "
-                    "trainer is built."
+                    f"{prefix.rstrip('.')} is an fp8 layer, but in this state its {name} is {_described(weight)} and "
+                    f"{scale_name} is {_described(scale)}; expected {_CODES} with a first dimension of 1 and "
+                    "torch.float32, as it saves them. Load 16-bit weights before you build the trainer."
                 )
                 return
-            given = {**given, prefix + names[0]: weight[0]}
-            del given[prefix + own]
-        super()._load_from_state_dict(given, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+            renamed = {**renamed, prefix + bits_name: weight[0]}
+            del renamed[prefix + name]
+        super()._load_from_state_dict(
+            renamed, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
 
 
-class FrozenFloat8Linear(InEightBits):
-    """x W^T + b with a frozen W of eight bits, W ~ bits * scale[:, None].
-
-    Code that reads the `weight` of a layer gets the dequantised numbers.
-    """
+class FrozenFloat8Linear(FrozenFP8Module):
+    """x W^T + b with a frozen FP8 W, W ~ bits * scale[:, None]. Reading `weight` returns the dequantized matrix."""
 
     weights = {"weight": ("bits", "scale")}
 
@@ -156,9 +167,9 @@ class FrozenFloat8Linear(InEightBits):
 
     @classmethod
     def of(cls, linear: nn.Linear, device: torch.device | None = None) -> Self:
-        """Return a layer for `linear`, with its bias and its mode. On `meta` it has no values either.
+        """Return an FP8 layer for `linear`, with its bias and its training mode. A `meta` layer gives a `meta` layer.
 
-        `device` is where the weight is put into eight bits. Unset, that is where it is.
+        The weight is quantized on `device`, or where it is if `device` is None, and returns to its own device.
         """
         weight = linear.weight
         if weight.is_meta:
@@ -188,8 +199,12 @@ class FrozenFloat8Linear(InEightBits):
         )
 
 
-def _is_ours(weight: torch.Tensor, scale: torch.Tensor) -> bool:
-    """Return whether a layer in eight bits has saved these."""
-    return (
-        weight.dtype == _CODES and weight.ndim == scale.ndim + 2 and len(weight) == 1 and scale.dtype == torch.float32
-    )
+def _is_saved_fp8(weight: torch.Tensor, scale: torch.Tensor) -> bool:
+    """Return whether a frozen FP8 module has saved these."""
+    if weight.dtype != _CODES or scale.dtype != torch.float32:
+        return False
+    return weight.ndim == scale.ndim + 2 and len(weight) == 1
+
+
+def _described(tensor: torch.Tensor | None) -> str:
+    return "missing" if tensor is None else f"{tuple(tensor.shape)} {tensor.dtype}"

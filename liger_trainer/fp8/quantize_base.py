@@ -1,11 +1,10 @@
-"""Puts frozen linear layers and experts of a model with adapters, or of one that is frozen as a whole, into eight bits.
+"""Quantizes the frozen linear layers and experts of a model to FP8: the base under adapters, or a frozen model.
 
-Each layer becomes a `FrozenFloat8Linear` in its place, and a block of experts gets another class, so half of its memory
-is free before the next one is looked at. What is trained or shared stays as it is.
+Layers are converted one at a time, so only one layer exists in both precisions. Trained and shared weights stay as
+they are, and so do layers that PEFT wraps with another method than LoRA.
 
-PEFT must not write to such a base, since that would be lost: to merge adapters into it, or to begin another one from it
-(PiSSA, OLoRA). The weights that it reads are read-only. DoRA, which reads alone, works.
-Layers that another method than LoRA wraps stay as they are.
+PEFT reads dequantized copies, and a write to them would be lost: merging an adapter, or starting one from the base
+(PiSSA, OLoRA). The copies are read-only, so PEFT raises. DoRA only reads, and works.
 """
 
 from collections import Counter
@@ -14,8 +13,8 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from liger_trainer.fp8.frozen_experts import WEIGHTS, is_block, put_into_eight_bits
-from liger_trainer.fp8.frozen_layer import FrozenFloat8Linear, InEightBits
+from liger_trainer.fp8.frozen_experts import WEIGHTS, is_block, quantize_block
+from liger_trainer.fp8.frozen_layer import FrozenFloat8Linear, FrozenFP8Module
 from liger_trainer.head.module import base_model_of, modules_called_by, output_head
 from liger_trainer.instance.binding import own_class
 from liger_trainer.instance.hooks import HOOK_DICTS
@@ -29,54 +28,56 @@ _LORA = ("peft.tuners.lora.layer", "Linear")
 _LAYER = ("peft.tuners.tuners_utils", "BaseTunerLayer")
 _WRAPPER = ("peft.utils.other", "AuxiliaryTrainingWrapper")
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_READ_BY_MIXERS = ("x_proj", "dt_proj", "out_proj")  # of state-space models such as Mamba, by kernels for the GPU
-_ROUTERS = ("gate", "router", "wg"), ("Router", "Gating")  # names of layers, and parts of the names of their owners
+_READ_BY_MIXERS = ("x_proj", "dt_proj", "out_proj")  # GPU kernels of state-space models (Mamba) read these weights
+_ROUTER_NAMES = ("gate", "router", "wg")
+_ROUTER_CLASSES = ("Router", "Gating")  # parts of the class names of the modules that own a router
 
 
 def quantize_base(model: nn.Module, device: torch.device | None = None) -> OperationReport:
-    """Put the frozen linear layers and experts of `model` into eight bits.
-
-    Those that are in eight bits already count as swapped.
+    """Quantize the frozen linear layers and experts of `model` to FP8. Already quantized ones count as swapped.
 
     Args:
-        model (`nn.Module`): A model with adapters of PEFT, or one whose trained parameters are no part of its base.
-        device (`torch.device`, *optional*): Where the weights are put into eight bits. Unset, that is where they are.
+        model (`nn.Module`): A model with PEFT adapters, or a model without trained parameters in its base.
+        device (`torch.device`, *optional*): Device that quantizes. Unset: the device of each weight.
 
     Raises:
-        ValueError: One of the adapters is merged into the weights.
+        ValueError: An adapter is merged into the weights.
     """
-    report, base = OperationReport(), base_model_of(model)
+    report = OperationReport()
+    base = base_model_of(model)
     output = output_head(model)
     head = [] if output is None else modules_called_by(output)
-    owners = Counter(id(p) for _, p in base.named_parameters(remove_duplicate=False))
-    found = _layers_of_base(base)
-    for name, chain in found.items():
-        if merged := getattr(chain[-1], "merged_adapters", None):
+    owners = Counter(id(parameter) for _, parameter in base.named_parameters(remove_duplicate=False))
+    ancestors = _linear_layers(base)
+    for name, chain in ancestors.items():  # all of them before the first layer is converted
+        merged = getattr(chain[-1], "merged_adapters", None)
+        if merged:
             raise ValueError(
-                f"The adapters {merged} are merged into {name}, from which they could not be taken out in eight bits. "
-                "Call unmerge_adapter() before the trainer is built, or leave out fp8."
+                f"The adapters {merged} are merged into {name}, and could not be unmerged from an fp8 weight. Call "
+                "unmerge_adapter() before the trainer is built, or leave out fp8."
             )
-    for name, chain in found.items():
+    for name, chain in ancestors.items():
         linear = base.get_submodule(name)
         if linear in head:
             reason: str | None = "it is the LM head, which is fused with the loss"
         elif type(linear) is not nn.Linear:
-            reason = f"it is a {type(linear).__name__}, whose product may be another"
+            reason = f"it is a {type(linear).__name__}, which may not compute x W^T + b"
         elif owners[id(linear.weight)] > 1:
             reason = "its weight is shared with another module"
         else:
-            reason = _why_left(name, chain, linear)
+            reason = _layer_reason(name, chain, linear)
         if reason is None:
             parent, _, child = name.rpartition(".")
             base.get_submodule(parent)._modules[child] = FrozenFloat8Linear.of(linear, device)
         else:
             report.skipped[name] = reason
-    for name, block in [(name, module) for name, module in base.named_modules() if is_block(module)]:
+    blocks = [(name, module) for name, module in base.named_modules() if is_block(module)]
+    for name, block in blocks:
         parts = name.split(".")
-        chain = [base.get_submodule(".".join(parts[:k])) for k in range(len(parts))]
-        reason = _why_block_left(chain, block, owners)
+        chain = [base.get_submodule(".".join(parts[:depth])) for depth in range(len(parts))]
+        reason = _block_reason(chain, block, owners)
         if reason is None:
-            put_into_eight_bits(block, device)
+            quantize_block(block, device)
         else:
             report.skipped[name] = reason
     report.swapped = quantized_before(model).swapped
@@ -84,17 +85,17 @@ def quantize_base(model: nn.Module, device: torch.device | None = None) -> Opera
 
 
 def prepare_for_shards(model: nn.Module) -> None:
-    """Have the layers of `model` that are in eight bits hold them as FSDP2 takes them."""
+    """Store the FP8 weights of `model` in the dtype that FSDP2 can shard."""
     for module in base_model_of(model).modules():
-        if isinstance(module, InEightBits):
+        if isinstance(module, FrozenFP8Module):
             module.hold_words()
 
 
 def quantized_before(model: nn.Module) -> OperationReport:
-    """Return the layers and experts of `model` that are in eight bits."""
+    """Return a report of the layers and experts of `model` that are already FP8."""
     report = OperationReport()
     for name, module in base_model_of(model).named_modules():
-        if isinstance(module, InEightBits):
+        if isinstance(module, FrozenFP8Module):
             report.swapped[name] = f"e4m3 with a scale for each row, from {str(module.compute_dtype)[6:]}"
     return report
 
@@ -103,40 +104,46 @@ def _is(module: nn.Module, names: tuple[str, str]) -> bool:
     return any(names_of(cls) == names for cls in type(module).__mro__)
 
 
-def _layers_of_base(base: nn.Module) -> dict[str, list[nn.Module]]:
-    """Return the name of each linear layer of the base, without adapters, and the modules around it.
+def _linear_layers(base: nn.Module) -> dict[str, list[nn.Module]]:
+    """Return the names of the base's linear layers, each with its ancestors from the root to the parent.
 
-    The layers themselves are not returned, so that no caller holds one that was replaced.
+    Adapters do not count. The layers themselves are not returned: holding them would keep the replaced ones in memory.
     """
-    modules, found = dict(base.named_modules()), {}
+    modules = dict(base.named_modules())
+    ancestors = {}
     for name, module in modules.items():
         if not isinstance(module, (nn.Linear, Conv1D)):
             continue
         parts = name.split(".")
-        chain = [modules[".".join(parts[:k])] for k in range(len(parts))]
-        inside = zip(chain, parts, strict=True)
-        of_adapter = any(
-            (_is(around, _LAYER) and part != "base_layer") or (_is(around, _WRAPPER) and part != "original_module")
-            for around, part in inside
-        )
-        if not of_adapter:
-            found[name] = chain
-    return found
+        chain = [modules[".".join(parts[:depth])] for depth in range(len(parts))]
+        if not _is_of_adapter(chain, parts):
+            ancestors[name] = chain
+    return ancestors
 
 
-def _why_block_left(chain: list[nn.Module], block: nn.Module, owners: Counter) -> str | None:
-    """Return why a block of experts stays as it is, or None."""
+def _is_of_adapter(chain: list[nn.Module], parts: list[str]) -> bool:
+    """Return whether a module belongs to PEFT instead of the base, by its ancestors and the parts of its name."""
+    for ancestor, child in zip(chain, parts, strict=True):
+        if _is(ancestor, _LAYER) and child != "base_layer":
+            return True
+        if _is(ancestor, _WRAPPER) and child != "original_module":
+            return True
+    return False
+
+
+def _block_reason(chain: list[nn.Module], block: nn.Module, owners: Counter) -> str | None:
+    """Return why a block of experts is not quantized, or None if it can be."""
     weights = [block._parameters[name] for name in WEIGHTS]
-    if any(_is(around, _LAYER) for around in chain):
-        return "PEFT adapts its weights, and its code for that is for 16 bits"
+    if any(_is(ancestor, _LAYER) for ancestor in chain):
+        return "PEFT adapts its weights, and PEFT's code needs them in 16-bit"
     if any(owners[id(weight)] > 1 for weight in weights):
         return "its weights are shared with another module"
-    return _why_weights_left(chain, block, weights) or slot_of(block, around=True)[1]
+    return _weights_reason(chain, block, weights) or slot_of(block, around=True)[1]
 
 
-def _why_weights_left(chain: list[nn.Module], module: nn.Module, weights: list) -> str | None:
-    """Return why a module that owns the `weights` stays as it is, or None."""
-    if any(_is(around, _WRAPPER) for around in chain):
+def _weights_reason(chain: list[nn.Module], module: nn.Module, weights: list) -> str | None:
+    """Return why the `weights` of `module` are not quantized, or None if they can be."""
+    if any(_is(ancestor, _WRAPPER) for ancestor in chain):
         return "modules_to_save has a trained copy of it"
     for weight in weights:
         if type(weight) is not nn.Parameter:
@@ -147,23 +154,30 @@ def _why_weights_left(chain: list[nn.Module], module: nn.Module, weights: list) 
             return f"its weight is {str(weight.dtype)[6:]}"
         if any(width % MULTIPLE for width in weight.shape[-2:]):
             return f"its widths, {weight.shape[-1]} and {weight.shape[-2]}, are not both multiples of {MULTIPLE}"
-    hooked = any(hasattr(weight, "ds_id") for weight in weights) or any(getattr(module, hooks) for hooks in HOOK_DICTS)
-    return "a hook on it gathers its weight, or would be lost" if hooked or "_hf_hook" in module.__dict__ else None
+    is_gathered = any(hasattr(weight, "ds_id") for weight in weights)  # DeepSpeed ZeRO-3
+    has_hooks = any(getattr(module, hooks) for hooks in HOOK_DICTS) or "_hf_hook" in module.__dict__
+    if is_gathered or has_hooks:
+        return "a hook on it gathers its weight, or would be lost"
+    return None
 
 
-def _why_left(name: str, chain: list[nn.Module], linear: nn.Linear) -> str | None:
-    """Return why a layer that is neither the LM head nor shared stays as it is, or None."""
-    weight, parent = linear.weight, chain[-1]
-    if (reason := _why_weights_left(chain, linear, [weight])) is not None:
+def _layer_reason(name: str, chain: list[nn.Module], linear: nn.Linear) -> str | None:
+    """Return why a layer is not quantized, or None if it can be. The LM head and shared layers are checked before."""
+    reason = _weights_reason(chain, linear, [linear.weight]) or slot_of(linear)[1]
+    if reason is not None:
         return reason
-    if (replaced := slot_of(linear)[1]) is not None:
-        return replaced
-    around = [module for module in chain if _is(module, _LAYER)]
-    if around and (around != [parent] or names_of(own_class(parent)) != _LORA):
-        return f"{'.'.join(names_of(own_class(around[0])))} of PEFT has code of its own for it"
-    called, caller = name.split(".")[-2 if around else -1], chain[-2] if around else parent
-    if called in _ROUTERS[0] or any(word in own_class(caller).__name__ for word in _ROUTERS[1]):
+    parent = chain[-1]
+    peft_layers = [module for module in chain if _is(module, _LAYER)]
+    if peft_layers and (peft_layers != [parent] or names_of(own_class(parent)) != _LORA):
+        return f"PEFT's {'.'.join(names_of(own_class(peft_layers[0])))} has its own code for it"
+    if peft_layers:  # the layer is `base_layer` of a LoRA, which has its name and its place in the model
+        layer_name = name.split(".")[-2]
+        owner = chain[-2]
+    else:
+        layer_name = name.split(".")[-1]
+        owner = parent
+    if layer_name in _ROUTER_NAMES or any(word in own_class(owner).__name__ for word in _ROUTER_CLASSES):
         return "it chooses experts, and a rounding may change which"
-    if called in _READ_BY_MIXERS and hasattr(caller, "ssm_state_size"):
-        return "a state-space mixer hands its weight to a kernel, which would take numbers in 16 bits"
+    if layer_name in _READ_BY_MIXERS and hasattr(owner, "ssm_state_size"):
+        return "a state-space mixer hands its weight to a kernel, which needs it in 16-bit"
     return None

@@ -1,1 +1,1 @@
-"""Ways into other trainers, a file each. A file imports its tool only where it is used."""
+"""Integrations with other trainers, one file per tool. Each file imports its tool only when it is used."""

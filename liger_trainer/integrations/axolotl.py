@@ -8,33 +8,41 @@ try:
     from pydantic import BaseModel, ConfigDict, field_validator, model_validator
 except ImportError as error:
     raise ImportError(
-        f"liger_trainer.integrations.axolotl is a plugin of Axolotl, which cannot be imported ({error}). Run `pip "
-        "install axolotl` in the environment that trains."
+        f"liger_trainer.integrations.axolotl is a plugin of Axolotl, but Axolotl cannot be imported ({error}). Run: "
+        "pip install axolotl"
     ) from error
 
 from liger_trainer.patching import apply_liger, check_config
 
-logger = logging.getLogger("axolotl.liger_trainer")  # of other names Axolotl shows warnings only
+logger = logging.getLogger("axolotl.liger_trainer")  # Axolotl shows only warnings of loggers outside "axolotl"
 
-# Axolotl switches these on by itself for adapters, unless one of them is in the config.
+# Axolotl switches these on for adapters, unless the config has one of them.
 _LORA_KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel")
-# Options of Axolotl and of its plugins that swap the same modules, or the loss.
+# Options of Axolotl and its plugins that replace the same modules, or the loss.
 _SWAPS = (
-    "liger_rope", "liger_rms_norm", "liger_rms_norm_gated", "liger_layer_norm", "liger_glu_activation",
-    "liger_cross_entropy", "liger_fused_linear_cross_entropy", "cut_cross_entropy", "chunked_cross_entropy",
-    *_LORA_KERNELS, "use_kernels",
-)  # fmt: skip
+    "liger_rope",
+    "liger_rms_norm",
+    "liger_rms_norm_gated",
+    "liger_layer_norm",
+    "liger_glu_activation",
+    "liger_cross_entropy",
+    "liger_fused_linear_cross_entropy",
+    "cut_cross_entropy",
+    "chunked_cross_entropy",
+    *_LORA_KERNELS,
+    "use_kernels",
+)
 
 
 class LigerTrainerArgs(BaseModel):
-    """The keys that the plugin adds to a config of Axolotl.
+    """Keys that the plugin adds to Axolotl's config.
 
     Attributes:
-        use_liger (`bool`): Patch the model with fused kernels, and compute the loss without logits.
-        liger_config (`dict`): Switches single operations off, such as `{rope: false}`.
+        use_liger (`bool`): Patch the model with fused kernels and compute the loss without logits.
+        liger_config (`dict`): Switches single operations off, for example `{rope: false}`.
     """
 
-    model_config = ConfigDict(extra="allow")  # the keys of the config that are not the plugin's
+    model_config = ConfigDict(extra="allow")  # Axolotl's own keys
 
     use_liger: bool = True
     liger_config: dict[str, bool | float] | None = None
@@ -48,20 +56,22 @@ class LigerTrainerArgs(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _one_patch(cls, data: Any) -> Any:
-        given = [name for name in _SWAPS if isinstance(data, dict) and data.get(name)]
-        if given and data.get("use_liger", True) is not False:
+        if not isinstance(data, dict):
+            return data
+        conflicts = [name for name in _SWAPS if data.get(name)]
+        if conflicts and data.get("use_liger", True) is not False:
             raise ValueError(
-                f"{', '.join(given)} of the config swap the modules that LigerTrainerPlugin swaps. Remove them, or set "
-                "use_liger: false."
+                f"{', '.join(conflicts)} of the config swap the modules that LigerTrainerPlugin swaps. Remove them, or "
+                "set use_liger: false."
             )
         return data
 
 
 class LigerTrainerPlugin(BasePlugin):
-    """Patches the model once it is loaded, with its adapters, and leaves the trainer to Axolotl."""
+    """Patches the loaded model and its adapters. The trainer stays Axolotl's."""
 
     def register(self, cfg: Any) -> None:
-        """Switch Axolotl's own kernels for adapters off, unless the config names one."""
+        """Switch Axolotl's LoRA kernels off, unless the config names one of them."""
         if cfg.get("use_liger") is not False and all(cfg.get(name) is None for name in _LORA_KERNELS):
             cfg.update(dict.fromkeys(_LORA_KERNELS, False))
 
@@ -69,8 +79,8 @@ class LigerTrainerPlugin(BasePlugin):
         return f"{__name__}.{LigerTrainerArgs.__name__}"
 
     def post_model_load(self, cfg: Any, model: Any) -> None:
-        if cfg.use_liger is False:  # a key that is not there reads as None
+        if cfg.use_liger is False:  # a missing key is None, and means true
             return
-        given = cfg.liger_config
-        report = apply_liger(model, None if given is None else dict(given))
+        liger_config = None if cfg.liger_config is None else dict(cfg.liger_config)
+        report = apply_liger(model, liger_config)
         logger.info(report.one_line())

@@ -1,4 +1,4 @@
-"""Any tool that trains with a `Trainer` of transformers and takes callbacks, such as LLaMA-Factory."""
+"""A callback for any tool that trains with transformers' `Trainer`, such as LLaMA-Factory."""
 
 from typing import Any
 
@@ -12,35 +12,36 @@ from liger_trainer.patching import apply_liger
 
 
 class LigerCallback(TrainerCallback):
-    """Patches the model of the trainer that it is given to, when that trainer has been built.
+    """Patches the trainer's model once the trainer is built.
 
-    With `model_init` the trainer makes a model each time it trains, and the callback patches that one too.
+    With `model_init` the trainer builds a new model for each training, and the callback patches that one too.
 
     ```python
     trainer = Trainer(model, args, train_dataset=rows, callbacks=[LigerCallback()])
     ```
 
-    The trainer's own code runs, and finds no logits where the model computes the loss. If you can choose the trainer,
-    use `LigerTrainer` or one of its siblings, which refuse what would not work.
+    The trainer's own code still runs, and its model returns no logits when it computes the loss. If you can choose the
+    trainer, use `LigerTrainer` or one of its siblings: they raise for options that would not work.
 
     Args:
         liger_config (`dict`, *optional*): Switches single operations off, as in `apply_liger`.
-        strict (`bool`, *optional*, defaults to `False`): Raise if something that is recognised keeps its own code.
+        strict (`bool`, *optional*, defaults to `False`): Raise if a recognised module keeps its own code.
 
     Attributes:
-        liger_report (`LigerReport` or `None`): What was patched in the trainer's model, once it has one.
+        liger_report (`LigerReport` or `None`): The patches in the trainer's model, or None before there are any.
     """
 
     def __init__(self, liger_config: dict | None = None, strict: bool = False) -> None:
-        self.liger_config, self.strict = liger_config, strict
+        self.liger_config = liger_config
+        self.strict = strict
         self.liger_report: LigerReport | None = None
         self._patched = Weakly()
 
     def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         if getattr(args, "use_liger_kernel", False):
             raise ValueError(
-                "use_liger_kernel is true, which has liger-kernel patch the model once more when training starts. "
-                "Remove use_liger_kernel, or LigerCallback."
+                "use_liger_kernel is true, so liger-kernel would patch the model again when training starts. Remove "
+                "use_liger_kernel, or LigerCallback."
             )
         self._patch(args, model)
 
@@ -49,7 +50,7 @@ class LigerCallback(TrainerCallback):
             return
         if isinstance(model, FullyShardedDataParallel):
             raise ValueError(
-                "FSDP has sharded the model of model_init before LigerCallback could patch it. Pass model instead of "
+                "FSDP sharded the model from model_init before LigerCallback could patch it. Pass model instead of "
                 "model_init, set fsdp_version: 2, or use LigerTrainer."
             )
         self._patch(args, model)

@@ -1,4 +1,4 @@
-"""`AutoLigerKernelForCausalLM`, and a function per model type, such as `apply_liger_kernel_to_llama(model=...)`."""
+"""liger-kernel's names: `AutoLigerKernelForCausalLM`, and `apply_liger_kernel_to_llama(model=...)` for each type."""
 
 import functools
 from collections.abc import Callable
@@ -14,19 +14,19 @@ _PREFIX = "apply_liger_kernel_to_"
 
 
 class AutoLigerKernelForCausalLM:
-    """[`~transformers.AutoModelForCausalLM`] that patches its models. Takes the same arguments, and `liger_config`."""
+    """Patches the models of [`~transformers.AutoModelForCausalLM`]. Takes its arguments and `liger_config`."""
 
     @classmethod
     def from_pretrained(cls, *args: Any, liger_config: dict | None = None, **kwargs: Any) -> PreTrainedModel:
-        """`AutoModelForCausalLM.from_pretrained(...)`, then `apply_liger(model, liger_config)`."""
-        check_config(liger_config)  # before the model is loaded, which may take minutes
+        """Call `AutoModelForCausalLM.from_pretrained(...)`, then `apply_liger(model, liger_config)`."""
+        check_config(liger_config)  # raise before loading the model, which may take minutes
         model = AutoModelForCausalLM.from_pretrained(*args, **kwargs)
         apply_liger(model, liger_config)
         return model
 
     @classmethod
     def from_config(cls, *args: Any, liger_config: dict | None = None, **kwargs: Any) -> PreTrainedModel:
-        """`AutoModelForCausalLM.from_config(...)`, then `apply_liger(model, liger_config)`."""
+        """Call `AutoModelForCausalLM.from_config(...)`, then `apply_liger(model, liger_config)`."""
         check_config(liger_config)
         model = AutoModelForCausalLM.from_config(*args, **kwargs)
         apply_liger(model, liger_config)
@@ -34,7 +34,7 @@ class AutoLigerKernelForCausalLM:
 
 
 def _model_types() -> dict[str, str]:
-    """Maps each model type, spelt as in the name of its function, to the model type itself."""
+    """Map the spelling in a function's name to the model type: `xlm_roberta` to `xlm-roberta`, for example."""
     return {name.replace("-", "_").replace(".", "_"): name for name in CONFIG_MAPPING_NAMES}
 
 
@@ -45,13 +45,13 @@ def _function_for(model_type: str, name: str) -> Callable[..., LigerReport]:
     ) -> LigerReport:
         if cross_entropy:
             raise ValueError(
-                "cross_entropy=True: a cross-entropy of logits is not swapped here. Leave it out, and the loss is "
+                "cross_entropy is True, but the cross-entropy of logits is not swapped here. Leave it out: the loss is "
                 "fused with the LM head."
             )
         if model is None:
             raise ValueError(
-                f"{name} patches one model that has been built, and not the classes of transformers. After the line "
-                f"that builds the model, write {name}(model=model)."
+                f"{name} patches a built model instead of the classes of transformers. After the line that builds the "
+                f"model, write {name}(model=model)."
             )
         return apply_liger(model, config, strict)
 
@@ -65,10 +65,11 @@ def _function_for(model_type: str, name: str) -> Callable[..., LigerReport]:
 def __getattr__(name: str) -> Callable[..., LigerReport]:
     if not name.startswith(_PREFIX):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    types, wanted = _model_types(), name.removeprefix(_PREFIX)
-    if wanted not in types:
-        raise AttributeError(f"transformers has no model type {wanted!r}; apply_liger(model) takes any model.")
-    return _function_for(types[wanted], name)
+    types = _model_types()
+    spelling = name.removeprefix(_PREFIX)
+    if spelling not in types:
+        raise AttributeError(f"transformers has no model type {spelling!r}; apply_liger(model) takes any model.")
+    return _function_for(types[spelling], name)
 
 
 def __dir__() -> list[str]:

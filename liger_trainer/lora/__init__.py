@@ -1,1 +1,1 @@
-"""PEFT's LoRA on linear layers: recognised, proven, and computed with the base layer."""
+"""Recognises PEFT's LoRA on linear layers, proves it, and computes it together with the base layer."""

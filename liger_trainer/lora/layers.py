@@ -1,12 +1,12 @@
-"""PEFT's LoRA on linear layers, `peft.tuners.lora.Linear`, nominated by its class.
+"""Runs PEFT's LoRA on linear layers (`peft.tuners.lora.Linear`) as one function of base and adapters.
 
-Its formula is the same for all sizes, so it is proven on a small copy with the instance's own adapters, scalings and
-dropout. Each call asks PEFT's own state what the layer does, because adapters can be switched, disabled, merged, added
-and removed after the swap. If that is anything but plain LoRAs added to a plain linear layer, as with DoRA, the layer's
-own code runs for that call.
+Candidates are found by class. The formula does not depend on sizes, so it is proven on a small copy that has the
+adapters, scalings and dropout of the layer. Adapters can be switched, disabled, merged, added and removed after the
+swap, so each call reads PEFT's state. A call that is not a sum of plain LoRAs on a plain linear layer (DoRA, for
+example) runs PEFT's code.
 
-Our forward reads weights without calling the modules that own them. If one of these has a hook, the user's or one that
-gathers its weights (ZeRO-3, `device_map`), the layer runs its own code from then on.
+The fused forward reads weights without calling the modules that own them. If one of those modules has a hook, set by
+the user or by something that gathers weights (ZeRO-3, `device_map`), the layer runs PEFT's code from then on.
 """
 
 from dataclasses import dataclass
@@ -22,8 +22,8 @@ from liger_trainer.instance.binding import Binding, is_bound, own_class
 from liger_trainer.instance.guards import code_guards_of
 from liger_trainer.instance.hooks import has_hooks, hook_on
 from liger_trainer.instance.kind import Kind, Proof, names_of
-from liger_trainer.lora.parts import (
-    Part,
+from liger_trainer.lora.peft_state import (
+    LoraAdapter,
     Tensors,
     active_parts,
     called_by,
@@ -39,42 +39,48 @@ from liger_triton import lora_linear
 
 _CLASS = ("peft.tuners.lora.layer", "Linear")
 _BASE_CLASS = ("peft.tuners.lora.layer", "LoraLayer")
-_WIDTHS, _FLOAT8_WIDTHS, _RANK = (6, 10), (16, 32), 3  # of the small copy
 
-# The least tokens * width * width for which our function runs without autocast: 2048 tokens of a width of 4096. With
-# fewer, the GPU waits for the host, and PEFT's own code launches less than ours. Under autocast, which casts each of
-# its factors, it launches more: 224 kernels, where ours launches 130, for a layer of a checkpointed Llama with a LoRA
-# on everything, forward and backward.
+# Sizes of the small copy. The fp8 kernels take multiples of 16.
+_WIDTHS = (6, 10)
+_FP8_WIDTHS = (16, 32)
+_RANK = 3
+
+# Without autocast the fused function runs from this many tokens * width * width: 2048 tokens of width 4096. Below it
+# the GPU waits for the host, and PEFT launches fewer kernels. Under autocast PEFT casts every factor and launches more:
+# 224 kernels against 130 (a checkpointed Llama layer with a LoRA on everything, forward and backward).
 LEAST_WORK = 2**35
 
 
 @dataclass(frozen=True)
 class LoRA:
-    """What a layer was proven to compute, with the adapters that it had then."""
+    """The proven formula of a layer, with the adapters it had at the time."""
 
     adapters: tuple[str, ...]
     bias: bool
     form: str = ""
 
     def __str__(self) -> str:
-        words = ("linear", *filter(None, (self.form, "with bias" if self.bias else "")))
+        words = ["linear"]
+        if self.form:
+            words.append(self.form)
+        if self.bias:
+            words.append("with bias")
         return f"{' '.join(words)} + {', '.join(self.adapters)}"
 
 
-def nominated(module: nn.Module) -> bool:
-    """Return whether `module` is PEFT's LoRA on a linear layer, or on a layer with a file of its own in PEFT.
+def is_candidate(module: nn.Module) -> bool:
+    """Return whether `module` is a LoRA on a linear layer, or one that PEFT defines in a file of its own.
 
-    The latter, such as LoRA on quantised layers, are not proven and keep their code. LoRA on embeddings, convolutions
-    and parameters is not nominated.
+    PEFT has such files for quantized bases. LoRA on embeddings, convolutions and parameters is not a candidate.
     """
     cls = own_class(module)
-    return names_of(cls) == _CLASS or (
-        cls.__module__ != _CLASS[0] and any(names_of(c) == _BASE_CLASS for c in cls.__mro__)
-    )
+    if names_of(cls) == _CLASS:
+        return True
+    return cls.__module__ != _CLASS[0] and any(names_of(parent) == _BASE_CLASS for parent in cls.__mro__)
 
 
-def _attached(modules: list[nn.Module]) -> str | None:
-    """Return what is attached to one of `modules` and would be missed if it is not called."""
+def _hook_reason(modules: list[nn.Module]) -> str | None:
+    """Return why `modules` have to be called, or None if nothing is lost by reading their weights instead."""
     for module in modules:
         if not has_hooks(module) and "forward" not in module.__dict__:
             continue
@@ -82,46 +88,57 @@ def _attached(modules: list[nn.Module]) -> str | None:
         if attached is not None:
             return f"{attached} on a part of the layer would not be called"
         if has_hooks(module) or CaptureBinding.of(module) is None:
-            return "hooks on a part of the layer gather its weights in calls of it"
+            return "hooks gather the weights of a part of the layer when that part is called"
     return None
 
 
 def why_not(layer: nn.Module) -> str | None:
-    """Return why `layer`, with the adapters that are active now, has to run its own code, or None."""
+    """Return why `layer` has to run PEFT's code with its active adapters, or None."""
+    variants = layer.__dict__["lora_variant"]
     active = layer.__dict__["_active_adapter"]
     for name in (active,) if isinstance(active, str) else active:
-        if name in layer.__dict__["lora_variant"]:
-            return f"its adapter is a LoRA variant ({type(layer.__dict__['lora_variant'][name]).__name__})"
+        if name in variants:
+            return f"its adapter is a LoRA variant ({type(variants[name]).__name__})"
     base = layer._modules["base_layer"]
     if not (type(base) is nn.Linear or is_quantized(base)):
         return f"its base is a {type(base).__name__}, not a linear layer"
-    library, parts = library_of(base), active_parts(layer)
-    if library is not None and (reason := library.why_not(base)) is not None:
+    library = library_of(base)
+    reason = None if library is None else library.why_not(base)
+    if reason is not None:
         return reason
-    if parts is None:
-        return _attached([base])
-    if any(part.b.bias is not None for part in parts):
+    adapters = active_parts(layer)
+    if adapters is None:
+        return _hook_reason([base])
+    if any(adapter.b.bias is not None for adapter in adapters):
         return "its LoRA has a bias (lora_bias=True)"
-    return _attached(called_by(layer, parts))
+    return _hook_reason(called_by(layer, adapters))
 
 
 def prove(layer: nn.Module) -> tuple[Proof | None, str | None]:
-    """Return (what this layer computes, None), or (None, why it keeps its code)."""
-    cls, base = own_class(layer), layer._modules.get("base_layer")
+    """Return (what this layer computes, None), or (None, why it keeps PEFT's code)."""
+    cls = own_class(layer)
+    base = layer._modules.get("base_layer")
     library = library_of(base)
     if names_of(cls) != (_CLASS if library is None else library.lora):
-        kind = type(base).__name__
-        return None, f"its base is a {kind}, for which {cls.__module__}.{cls.__qualname__} has code of its own"
-    if (reason := why_not(layer)) is not None:
+        base_name = type(base).__name__
+        return None, f"its base is a {base_name}, for which {cls.__module__}.{cls.__qualname__} has code of its own"
+    reason = why_not(layer)
+    if reason is not None:
         return None, reason
-    widths = _FLOAT8_WIDTHS if type(base) is FrozenFloat8Linear else _WIDTHS if library is None else library.widths
-    form = "in eight bits" if type(base) is FrozenFloat8Linear else "" if library is None else kind_of(base).__name__
+    widths = _WIDTHS
+    form = ""
+    if type(base) is FrozenFloat8Linear:
+        widths = _FP8_WIDTHS
+        form = "in fp8"
+    elif library is not None:
+        widths = library.widths
+        form = kind_of(base).__name__
     proven = LoRA(tuple(layer._modules["lora_A"]._modules), base.bias is not None, form)
     for training in (True, False):
         for dtype, rtol in ((torch.float32, probe.FP32_RTOL), (torch.bfloat16, 0.02)):
             results = []
             for run in (fused, type(layer).forward):
-                source = probe.generator()
+                source = probe.generator()  # the same numbers for both
                 copy = _small_copy(layer, source, dtype, widths)
                 probe.set_training(copy, training)
                 results.append(probe.trained(run, copy, widths, source, dtype))
@@ -131,7 +148,7 @@ def prove(layer: nn.Module) -> tuple[Proof | None, str | None]:
 
 
 def _small_copy(layer: nn.Module, source: torch.Generator, dtype: torch.dtype, widths: tuple[int, int]) -> nn.Module:
-    """Return a narrow layer with the attributes of `layer`, and fp32 adapters of a small rank with random weights."""
+    """Return a narrow layer with the attributes of `layer`, random weights, and fp32 adapters of a small rank."""
 
     def linear(width_in: int, width_out: int, bias: bool, dtype: torch.dtype) -> nn.Linear:
         module = nn.Linear(width_in, width_out, bias=bias, device="meta", dtype=dtype)
@@ -140,23 +157,24 @@ def _small_copy(layer: nn.Module, source: torch.Generator, dtype: torch.dtype, w
                 module._parameters[name] = nn.Parameter(probe.randn(p.shape, source, dtype))
         return module
 
-    of_layer = layer._modules["base_layer"]
-    base = linear(*widths, of_layer.bias is not None, dtype)
-    if (library := library_of(of_layer)) is not None:
-        base = library.copy(of_layer, base)
-    elif type(of_layer) is FrozenFloat8Linear:
+    full_base = layer._modules["base_layer"]
+    base = linear(*widths, full_base.bias is not None, dtype)
+    library = library_of(full_base)
+    if library is not None:
+        base = library.copy(full_base, base)
+    elif type(full_base) is FrozenFloat8Linear:
         base = FrozenFloat8Linear.of(base)
-    children = {name: base for name, child in layer._modules.items() if child is of_layer}  # GPTQ's has two names
-    for name, of_adapter in (("lora_A", (widths[0], _RANK)), ("lora_B", (_RANK, widths[1]))):
+    children = {name: base for name, child in layer._modules.items() if child is full_base}  # GPTQ's has two names
+    for name, adapter_widths in (("lora_A", (widths[0], _RANK)), ("lora_B", (_RANK, widths[1]))):
         adapters = layer._modules[name]._modules
-        children[name] = nn.ModuleDict({key: linear(*of_adapter, False, torch.float32) for key in adapters})
+        children[name] = nn.ModuleDict({key: linear(*adapter_widths, False, torch.float32) for key in adapters})
     copy = probe.clone(layer, source, children=children)
     copy.__dict__ |= {"_disable_adapters": False, "merged_adapters": []}
     return copy
 
 
 def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Run our forward where the call has enough to do, otherwise PEFT's."""
+    """Run the fused function if the call is large enough for it, else PEFT's forward."""
     if args or kwargs or not _pays(x) or torch.compiler.is_compiling():
         return type(self).forward(self, x, *args, **kwargs)
     return fused(self, x)
@@ -166,37 +184,46 @@ def _pays(x: torch.Tensor) -> bool:
     return x.ndim > 0 and (torch.is_autocast_enabled(x.device.type) or x.numel() * x.shape[-1] >= LEAST_WORK)
 
 
-def _parts_now(layer: nn.Module, x: torch.Tensor, width: int | None = None) -> tuple[list[Part] | None, str | None]:
-    """Return (the adapters of `layer` in a call with `x`, None) if it is plain; else (None, why for good, if so)."""
-    parts = active_parts(layer)
-    if parts is None or not is_plain(layer, parts):
+def _plain_adapters(
+    layer: nn.Module, x: torch.Tensor, width: int | None = None
+) -> tuple[list[LoraAdapter] | None, str | None]:
+    """Return (adapters, None), or (None, reason). The reason is None if only this call must run PEFT's code."""
+    adapters = active_parts(layer)
+    if adapters is None or not is_plain(layer, adapters):
         return None, None
-    if (reason := _attached(called_by(layer, parts))) is not None:
+    reason = _hook_reason(called_by(layer, adapters))
+    if reason is not None:
         return None, reason
-    return (parts if computes(x, layer._modules["base_layer"], parts, width) else None), None
+    if not computes(x, layer._modules["base_layer"], adapters, width):
+        return None, None
+    return adapters, None
 
 
 def fused(self, x: torch.Tensor) -> torch.Tensor:
-    """Run the layer, with the adapter added to the product in place if the layer is plain now."""
-    (parts, reason), dropped, binding = _parts_now(self, x), None, Binding.of(self)
+    """Run base and adapters as one function if this call is plain, else PEFT's forward."""
+    adapters, reason = _plain_adapters(self, x)
+    binding = Binding.of(self)
     if reason is not None and binding is not None:
         binding.step_aside(reason)
-    if parts is not None and any([part.drops() for part in parts]):
-        # Each adapter has a mask of its own; 1 / (1 - p) may be infinite
-        alone = len(parts) == 1 and parts[0].dropout.p != 1
-        dropped, parts = without_dropped(x, parts[0]) if alone else (None, None)
-    if parts is None:
+    lora_input = None
+    if adapters is not None and any([adapter.drops() for adapter in adapters]):
+        # PEFT draws one mask per adapter, but the function takes one input. With p = 1 the scaling would be infinite.
+        if len(adapters) == 1 and adapters[0].dropout.p != 1:
+            lora_input, adapters = without_dropped(x, adapters[0])
+        else:
+            adapters = None
+    if adapters is None:
         return type(self).forward(self, x)
-    weight, bias, adapter = tensors_of(self._modules["base_layer"], parts, x)
-    assert adapter is not None, "there are parts"
-    return lora_linear(x, weight, bias, lora=adapter, lora_input=dropped)
+    weight, bias, lora = tensors_of(self._modules["base_layer"], adapters, x)
+    assert lora is not None, "there are adapters"
+    return lora_linear(x, weight, bias, lora=lora, lora_input=lora_input)
 
 
 def tensors_now(module: nn.Module, x: torch.Tensor, width: int | None = None) -> Tensors | None:
-    """Return (weight, bias, adapter or None) of a linear layer or a swapped LoRA, for code that calls neither.
+    """Return (weight, bias, adapter or None) of a linear layer or a swapped LoRA, for code that does not call it.
 
-    Return None if a call with `x`, or with something of its dtype and another width, would be anything but the sum of
-    their products now, if a user's hook would see it, or if it has too little to do.
+    Return None if a call now would not be the plain sum of their products, if a user's hook would see the call, or if
+    the call is too small. `width` replaces the last dimension of `x` in these checks.
     """
     if has_hooks(module) or not _pays(x):
         return None
@@ -206,15 +233,14 @@ def tensors_now(module: nn.Module, x: torch.Tensor, width: int | None = None) ->
     binding = Binding.of(module)
     if binding is None or binding.function is not forward or binding.aside or not is_bound(module, binding):
         return None
-    parts, _ = _parts_now(module, x, width)
-    if parts is None or any([part.drops() for part in parts]):
+    adapters, _ = _plain_adapters(module, x, width)
+    if adapters is None or any([adapter.drops() for adapter in adapters]):
         return None
-    return tensors_of(module._modules["base_layer"], parts, x)
+    return tensors_of(module._modules["base_layer"], adapters, x)
 
 
-KIND = Kind(
-    nominated, prove, lambda module: "lora", why_not=why_not,
-    guards=lambda module: code_guards_of(
-        own_class(module), nn.Linear, nn.Dropout, own_class(module._modules["base_layer"])
-    ),
-)  # fmt: skip
+def _guards(module: nn.Module) -> Any:
+    return code_guards_of(own_class(module), nn.Linear, nn.Dropout, own_class(module._modules["base_layer"]))
+
+
+KIND = Kind(is_candidate, prove, lambda module: "lora", why_not=why_not, guards=_guards)

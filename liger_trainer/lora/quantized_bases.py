@@ -1,11 +1,10 @@
-"""Base layers of a library of quantisation, as LoRA has them under its adapters.
+"""Reads the base layers of quantization libraries (bitsandbytes, HQQ, torchao, gptqmodel) under LoRA adapters.
 
-Each gives our functions a `PackedWeight`: its matrix in 16 bits, made by our kernel or by the library's own code each
-time that it is used. Where the library multiplies in another way than by that matrix, its own forward is the product,
-and the matrix is what its backward pass multiplies by. So the numbers are those of the library.
+Each reader returns a `PackedWeight`. It unpacks the 16-bit matrix at every use, with our kernel or the library's code.
+Some libraries do not multiply by that matrix in forward. There the library's forward computes the product, and the
+matrix is used in backward, as the library does. The numbers are the library's in every case.
 
-What is asked of a layer in each call is read from dictionaries, because an attribute of a quantised parameter goes
-through `__torch_function__`.
+Per-call checks read `__dict__`: attribute access on quantized parameters goes through `__torch_function__`.
 """
 
 import functools
@@ -23,14 +22,14 @@ from liger_triton.dequantize import Nested, PackedWeight, dequantize_4bit
 
 
 class Library(NamedTuple):
-    """How layers of one kind are read.
+    """Functions that read and copy the layers of one quantization library.
 
     Attributes:
-        lora: Names of PEFT's class for a LoRA on such a layer.
-        read: Returns the weight for an input like the one that it is given; None where the layer's own code has to run.
+        lora: Module and name of PEFT's LoRA class for such a layer.
+        read: Returns the weight for an input like `x`, or None if the layer's own code has to run.
         why_not: Returns why the layer always runs its own code, or None.
-        copy: Returns a layer with the settings of one, and the weight and bias of a linear layer.
-        widths: (K, N) of such a linear layer.
+        copy: Returns a layer with the settings of the first argument, and weight and bias of the linear layer given.
+        widths: (K, N) of that linear layer.
     """
 
     lora: tuple[str, str]
@@ -41,86 +40,97 @@ class Library(NamedTuple):
 
 
 def kind_of(layer: nn.Module) -> type:
-    """The class of `layer`, or that of its weight if it is a linear layer of PyTorch, as torchao leaves it."""
+    """Return the class that names the library: torchao replaces the weight of an `nn.Linear`, others the layer."""
     return type(layer._parameters.get("weight")) if type(layer) is nn.Linear else type(layer)
 
 
 def library_of(layer: nn.Module) -> Library | None:
-    """How `layer` is read; None where it is none of a known library, or its forward was replaced."""
-    found = _LIBRARIES.get(names_of(kind_of(layer)))
-    return found if found is not None and home(type(layer).forward) == type(layer).__module__ else None
+    """Return the readers for `layer`, or None if its library is unknown or its forward was replaced."""
+    library = _LIBRARIES.get(names_of(kind_of(layer)))
+    if library is None or home(type(layer).forward) != type(layer).__module__:
+        return None
+    return library
 
 
 def weight_of(layer: nn.Module, x: torch.Tensor) -> PackedWeight | None:
-    """The weight of a layer of a known library that multiplies `x`, in whose dtype it computes and returns.
+    """Return the packed weight of a layer of a known library, or None if its own code has to run for `x`.
 
-    None where the layer does it otherwise: by fp32 within an autocast, for example.
+    The layer must compute in the dtype of `x`. An fp32 input within autocast, for example, is left to the library.
     """
-    library, device = library_of(layer), x.device.type
+    library = library_of(layer)
+    device = x.device.type
     if library is None or (torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) != x.dtype):
         return None
     return library.read(layer, x)
 
 
-def _plain(parameter: torch.Tensor) -> torch.Tensor:
+def _without_subclass(parameter: torch.Tensor) -> torch.Tensor:
     with torch._C.DisableTorchFunctionSubclass():
         return parameter.detach()
 
 
-# bitsandbytes, four bits: NF4 and FP4, blocks of any size, scales in fp32 or in eight bits
+# bitsandbytes 4-bit: NF4 and FP4, blocks of any size, scales in fp32 or quantized to 8-bit
 
 
 def _read_4bit(layer: Any, x: torch.Tensor) -> PackedWeight | None:
-    parameter, shape = layer._parameters["weight"], torch.Size((layer.out_features, layer.in_features))
+    parameter = layer._parameters["weight"]
+    shape = torch.Size((layer.out_features, layer.in_features))
     state = parameter.__dict__.get("quant_state")
     if (type(parameter) is not FakeTensor and names_of(type(parameter)) != _PARAMETER_4BIT) or state is None:
         return None
-    if not layer.compute_type_is_set:  # the first call decides
+    if not layer.compute_type_is_set:  # bitsandbytes decides this in its first forward, which does not run here
         layer.set_compute_type(x)
         layer.compute_type_is_set = True
     if layer.compute_dtype not in (None, x.dtype) or state.dtype != x.dtype or state.shape != shape:
-        return None  # it casts, or rounds its weight twice in the backward pass
-    if x.device.type == "cpu" and _is_other_on_cpus(layer, state, x):
+        return None  # bitsandbytes casts, or rounds its weight twice in backward
+    if x.device.type == "cpu" and _differs_on_cpu(layer, state, x):
         return None
-    second, packed = state.__dict__.get("state2"), _plain(parameter)
+    packed = _without_subclass(parameter)
     if packed.numel() * packed.itemsize * 2 != shape.numel():
         return None
+    second = state.__dict__.get("state2")
     nested = None if second is None else Nested(second.code, second.absmax, second.blocksize, state.offset)
     unpack = functools.partial(dequantize_4bit, packed, state.code, state.absmax, state.blocksize, shape, nested)
     return PackedWeight(shape, x.dtype, packed.device, unpack, (packed, state.absmax))
 
 
-def _is_other_on_cpus(layer: Any, state: Any, x: torch.Tensor) -> bool:
-    """Whether bitsandbytes has other numbers there, or may have: it packs its weight anew where nothing is trained,
-    with rounded scales, and keeps it so. With rows that are no multiple of a block, its 0.50 unpacks wrong ones."""
-    packs_anew = not (layer.training or x.requires_grad)
-    return packs_anew or getattr(state, "packing_format_for_cpu", False) or state.shape[1] % state.blocksize != 0
+def _differs_on_cpu(layer: Any, state: Any, x: torch.Tensor) -> bool:
+    """Return whether bitsandbytes computes other numbers on a CPU, or may do so.
+
+    In a forward without training it repacks its weight with rounded scales, and keeps it so. bitsandbytes 0.50 unpacks
+    wrong numbers if a row is not a multiple of the block size.
+    """
+    repacks = not (layer.training or x.requires_grad)
+    return repacks or getattr(state, "packing_format_for_cpu", False) or state.shape[1] % state.blocksize != 0
 
 
 def _why_not_4bit(layer: Any) -> str | None:
-    state, dtype = layer._parameters["weight"].__dict__.get("quant_state"), layer.compute_dtype
+    state = layer._parameters["weight"].__dict__.get("quant_state")
+    dtype = layer.compute_dtype
     if state is None:
-        return "its base has no quantised weight yet"
+        return "its base has no quantized weight yet"
     if layer.compute_type_is_set and dtype not in (None, state.dtype):
-        other = f"its base was quantised from {state.dtype} and computes in {dtype}"
-        return f"{other}: set bnb_4bit_compute_dtype to the first"
+        mismatch = f"its base was quantized from {state.dtype} and computes in {dtype}"
+        return f"{mismatch}: set bnb_4bit_compute_dtype: {str(state.dtype).removeprefix('torch.')}"
     return None
 
 
 def _copy_4bit(layer: Any, linear: nn.Linear) -> nn.Module:
-    state, library = layer.weight.quant_state, importlib.import_module("bitsandbytes").nn
+    state = layer.weight.quant_state
+    library = importlib.import_module("bitsandbytes").nn
     settings = {"compress_statistics": state.nested, "quant_type": state.quant_type}
     copy = library.Linear4bit(*_widths(linear), False, compute_dtype=linear.weight.dtype, **settings)
-    weight = library.Params4bit(linear.weight.detach(), False, module=copy, **settings)
-    copy.weight, copy.bias = weight.to("cpu"), _frozen(linear.bias)
+    copy.weight = library.Params4bit(linear.weight.detach(), False, module=copy, **settings).to("cpu")
+    copy.bias = _frozen(linear.bias)
     return copy
 
 
-# bitsandbytes, int8: its own forward rounds the input as well
+# bitsandbytes int8: its forward quantizes the input too
 
 
 def _read_8bit(layer: Any, x: torch.Tensor) -> PackedWeight | None:
-    parameter, state = layer._parameters["weight"], layer.state
+    parameter = layer._parameters["weight"]
+    state = layer.state
     if names_of(type(parameter)) != _PARAMETER_8BIT or state.has_fp16_weights or parameter.dtype != torch.int8:
         return None
 
@@ -128,12 +138,12 @@ def _read_8bit(layer: Any, x: torch.Tensor) -> PackedWeight | None:
         return state.CB.to(dtype, copy=True).mul_(state.SCB.unsqueeze(1).mul(1 / 127))
 
     shape = torch.Size((layer.out_features, layer.in_features))
-    by_row = not state.threshold  # columns that have an outlier in any row are multiplied in 16 bits
+    by_row = not state.threshold  # with a threshold, a column with an outlier in any row is multiplied in 16-bit
     return PackedWeight(shape, x.dtype, parameter.device, unpack, (), layer.forward, by_row=by_row)
 
 
 def _why_not_8bit(layer: Any) -> str | None:
-    return "its base has weights in 16 bits" if layer.state.has_fp16_weights else None
+    return "its base has 16-bit weights (has_fp16_weights)" if layer.state.has_fp16_weights else None
 
 
 def _copy_8bit(layer: Any, linear: nn.Linear) -> nn.Module:
@@ -145,7 +155,7 @@ def _copy_8bit(layer: Any, linear: nn.Linear) -> nn.Module:
     return copy
 
 
-# HQQ: 1 to 8 bits, by its own code
+# HQQ: 1-bit to 8-bit, unpacked by HQQ's code
 
 
 def _read_hqq(layer: Any, x: torch.Tensor) -> PackedWeight | None:
@@ -155,11 +165,12 @@ def _read_hqq(layer: Any, x: torch.Tensor) -> PackedWeight | None:
     def unpack(dtype: torch.dtype) -> torch.Tensor:
         return layer.dequantize().to(dtype)
 
-    return PackedWeight(torch.Size(layer.meta["shape"]), x.dtype, layer.W_q.device, unpack, (_plain(layer.W_q),))
+    shape = torch.Size(layer.meta["shape"])
+    return PackedWeight(shape, x.dtype, layer.W_q.device, unpack, (_without_subclass(layer.W_q),))
 
 
 def _why_not_hqq(layer: Any) -> str | None:
-    return None if layer.ready else "its base has no quantised weight yet"
+    return None if layer.ready else "its base has no quantized weight yet"
 
 
 def _copy_hqq(layer: Any, linear: nn.Linear) -> nn.Module:
@@ -167,7 +178,7 @@ def _copy_hqq(layer: Any, linear: nn.Linear) -> nn.Module:
     return type(layer)(linear, config, compute_dtype=linear.weight.dtype, device="cpu")
 
 
-# torchao, int8 weights: its own product, which scales what it has multiplied by a whole row
+# torchao int8 weights: its forward multiplies the integers and scales each row of the result
 
 
 def _read_torchao(layer: Any, x: torch.Tensor) -> PackedWeight | None:
@@ -177,37 +188,41 @@ def _read_torchao(layer: Any, x: torch.Tensor) -> PackedWeight | None:
     packed = weight.qdata
 
     def unpack(dtype: torch.dtype) -> torch.Tensor:
-        return packed.to(dtype) if in_rows else weight.dequantize().to(dtype)
+        return packed.to(dtype) if scaled_by_row else weight.dequantize().to(dtype)
 
-    in_rows = weight.block_size[-1] == packed.shape[1]
-    by_row = (layer.forward, weight.scale.flatten().expand(packed.shape[0])) if in_rows else ()
+    scaled_by_row = weight.block_size[-1] == packed.shape[1]
+    by_row = (layer.forward, weight.scale.flatten().expand(packed.shape[0])) if scaled_by_row else ()
     return PackedWeight(packed.shape, x.dtype, packed.device, unpack, (packed, weight.scale), *by_row)
 
 
 def _why_not_torchao(layer: Any) -> str | None:
     weight = layer._parameters["weight"]
     if weight.act_quant_kwargs is not None or weight.act_pre_scale is not None:
-        return "its base quantises or scales its input"
+        return "its base quantizes or scales its input"
     return None
 
 
 def _copy_torchao(layer: Any, linear: nn.Linear) -> nn.Module:
-    of_layer, granularity = layer._parameters["weight"], importlib.import_module("torchao.quantization.granularity")
-    if of_layer.block_size[-1] != of_layer.shape[1]:
-        grain = granularity.PerGroup(32)
+    full_weight = layer._parameters["weight"]
+    library = importlib.import_module("torchao.quantization.granularity")
+    if full_weight.block_size[-1] != full_weight.shape[1]:
+        granularity = library.PerGroup(32)
+    elif full_weight.scale.numel() == 1:
+        granularity = library.PerTensor()
     else:
-        grain = granularity.PerTensor() if of_layer.scale.numel() == 1 else granularity.PerRow()
-    linear.weight = nn.Parameter(type(of_layer).from_hp(linear.weight.detach(), grain), requires_grad=False)
+        granularity = library.PerRow()
+    weight = type(full_weight).from_hp(linear.weight.detach(), granularity)
+    linear.weight = nn.Parameter(weight, requires_grad=False)
     return linear
 
 
-# gptqmodel: GPTQ of any bits, groups and order, by its own code
+# gptqmodel GPTQ: any bits, group size and order, unpacked by gptqmodel's code
 
 
 def _read_gptq(layer: Any, x: torch.Tensor) -> PackedWeight | None:
     buffers = layer._buffers
     if buffers["g_idx"].numel() != layer.in_features or not (layer.training or type(layer).__name__ == "TorchLinear"):
-        return None  # out of training, TritonV2Linear rounds its weight to the dtype of x alone
+        return None  # in evaluation, TritonV2Linear rounds its weight once, to the dtype of x
 
     def unpack(dtype: torch.dtype) -> torch.Tensor:
         return layer.dequantize_weight().to(dtype).t()
@@ -219,7 +234,7 @@ def _read_gptq(layer: Any, x: torch.Tensor) -> PackedWeight | None:
 
 def _why_not_gptqmodel(layer: Any) -> str | None:
     if any(getattr(layer, name, None) for name in ("adapter", "online_full_had", "online_partial_had")):
-        return "its base rotates its input, or has an adapter of gptqmodel"
+        return "its base rotates its input, or has a gptqmodel adapter"
     return None
 
 
@@ -230,7 +245,7 @@ def _copy_gptq(layer: Any, linear: nn.Linear) -> nn.Module:
 
 
 def _with_random_numbers(copy: Any, linear: nn.Linear) -> nn.Module:
-    """`copy` with some weight, since packing that of `linear` has gptqmodel compile an extension."""
+    """Return `copy` with random packed weights. Packing a real weight makes gptqmodel compile an extension."""
     source = torch.Generator().manual_seed(0)
     for name in ("qweight", "qzeros"):
         copy._buffers[name].random_(-(2**31), 2**31, generator=source)
@@ -240,12 +255,12 @@ def _with_random_numbers(copy: Any, linear: nn.Linear) -> nn.Module:
     return copy
 
 
-# gptqmodel: AWQ, by its own code
+# gptqmodel AWQ, unpacked by gptqmodel's code
 
 
 def _read_awq(layer: Any, x: torch.Tensor) -> PackedWeight | None:
     if x.dtype not in (torch.float16, torch.bfloat16):
-        return None  # it casts
+        return None  # gptqmodel casts the input
     packed, zeros, scales = (layer._buffers[name] for name in ("qweight", "qzeros", "scales"))
 
     def unpack(dtype: torch.dtype) -> torch.Tensor:
@@ -257,8 +272,8 @@ def _read_awq(layer: Any, x: torch.Tensor) -> PackedWeight | None:
 
 
 def _copy_awq(layer: Any, linear: nn.Linear) -> nn.Module:
-    settings, bias = (layer.bits, 32, layer.sym, layer.desc_act, *_widths(linear)), linear.bias is not None
-    return _with_random_numbers(type(layer)(*settings, bias, register_buffers=True, dtype=torch.bfloat16), linear)
+    settings = layer.bits, 32, layer.sym, layer.desc_act, *_widths(linear), linear.bias is not None
+    return _with_random_numbers(type(layer)(*settings, register_buffers=True, dtype=torch.bfloat16), linear)
 
 
 def _widths(linear: nn.Linear) -> tuple[int, int]:

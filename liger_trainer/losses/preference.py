@@ -4,11 +4,11 @@ Shapes  B pairs (`kto_loss`: B rows). Log-probabilities, references and the loss
 Dtypes  any floating one. Losses are computed and returned in fp32, or in fp64 for fp64.
 Units   nats. "Summed" and "averaged" mean over the tokens of the completion, which `sequence_logprobs` does.
 
-Each function returns `(loss, metrics)`: the loss, () or (B,), and a dict of detached tensors (), which are means over
-this batch under the names that TRL logs: `rewards/chosen`, `rewards/rejected`, `rewards/margins`,
-`rewards/accuracies`, `logps/chosen`, `logps/rejected`. `reduction` is `"mean"`, `"sum"` or `"none"`. With several
-processes, or micro-batches of different sizes, take `"sum"` and divide by the number of pairs in all of them.
-A ValueError says which shapes disagree, or which option is unknown, out of range or without effect.
+Each function returns `(loss, metrics)`. The loss is () or (B,). The metrics are means over this batch, detached
+tensors () under TRL's names: `rewards/chosen`, `rewards/rejected`, `rewards/margins`, `rewards/accuracies`,
+`logps/chosen`, `logps/rejected`. `reduction` is `"mean"`, `"sum"` or `"none"`. With several processes, or with
+micro-batches of different sizes, take `"sum"` and divide by the total number of pairs.
+A ValueError names the shapes that disagree, or the option that is unknown, out of range or without effect.
 """
 
 import torch
@@ -29,13 +29,13 @@ _SMOOTHED = ("sigmoid", "robust")
 
 
 def sequence_logprobs(log_probs: torch.Tensor, mask: torch.Tensor, average: bool = False) -> torch.Tensor:
-    """Log-probability of each sequence (B,) from its tokens' log-probabilities.
+    """Sum the log-probabilities of the tokens of each sequence, to (B,).
 
     Args:
         log_probs (`torch.Tensor`): Log-probabilities of tokens (B, S), as in `outputs.log_probs` of a patched model.
-        mask (`torch.Tensor`): Which tokens count (B, S), bool or 0 and 1, as in `outputs.label_mask`.
+        mask (`torch.Tensor`): True or 1 for each token that counts (B, S), as in `outputs.label_mask`.
         average (`bool`, *optional*, defaults to `False`): Divide by the number of tokens that count. A sequence
-            without any gets 0.
+            without such tokens gets 0.
     """
     if log_probs.shape != mask.shape or log_probs.ndim != 2:
         raise ValueError(
@@ -86,7 +86,8 @@ def dpo_loss(
         ref_chosen_logps=ref_chosen_logps,
         ref_rejected_logps=ref_rejected_logps,
     )
-    c, r = beta * (chosen - ref_chosen.detach()), beta * (rejected - ref_rejected.detach())
+    c = beta * (chosen - ref_chosen.detach())
+    r = beta * (rejected - ref_rejected.detach())
     losses = _pair_losses(c, r, beta, loss_type, label_smoothing, tuple(_PAIR_LOSSES))
     return _reduced(losses, reduction), _metrics(c, r, chosen, rejected)
 
@@ -117,7 +118,8 @@ def cpo_loss(
         loss_type, label_smoothing: As in `dpo_loss`.
     """
     chosen, rejected = _checked(beta, chosen_logps=chosen_logps, rejected_logps=rejected_logps)
-    c, r = beta * chosen, beta * rejected
+    c = beta * chosen
+    r = beta * rejected
     losses = _pair_losses(c, r, beta, loss_type, label_smoothing, ("sigmoid", "hinge", "ipo"))
     losses = losses + cpo_alpha * _nll(chosen_nll, chosen)
     return _reduced(losses, reduction), _metrics(c, r, chosen, rejected)
@@ -200,14 +202,14 @@ def kto_loss(
         loss = w * (1 - sigmoid(s * beta * (log p - log p_ref - max(kl, 0)))),   s = 1 and w = desirable_weight
                                                                    where desirable, else -1 and undesirable_weight
 
-    In the metrics "chosen" means the desirable rows and "rejected" the rest; a kind without rows has NaN. There is
-    `kl`, and no `rewards/accuracies`.
+    In the metrics "chosen" means the desirable rows and "rejected" the rest; the mean of no rows is NaN. The metrics
+    have `kl` instead of `rewards/accuracies`.
 
     Args:
         logps, ref_logps (`torch.Tensor`): Summed log-probabilities (B,) under the model and the reference.
         desirable (`torch.Tensor`): (B,), bool.
-        kl (`torch.Tensor` or `float`): Estimate of KL(model || reference), (). It is the mean of log p - log p_ref
-            over prompts joined with completions of other prompts, over all processes. Its gradient is not used.
+        kl (`torch.Tensor` or `float`): Estimate of KL(model || reference), (): the mean of log p - log p_ref over
+            prompts joined with completions of other prompts, in all processes. It gets no gradient.
         beta (`float`, *optional*, defaults to 0.1): Strength of the tie to the reference.
         desirable_weight, undesirable_weight (`float`, *optional*, defaults to 1.0): Weights of the two kinds of rows;
             the paper wants the ratio of the weighted counts between 1 and 4/3.
@@ -215,8 +217,8 @@ def kto_loss(
     logps, ref_logps = _checked(beta, logps=logps, ref_logps=ref_logps)
     if desirable.dtype != torch.bool or desirable.shape != logps.shape:
         raise ValueError(
-            f"desirable is {tuple(desirable.shape)} {desirable.dtype}; expected {tuple(logps.shape)} torch.bool, one "
-            "for each of logps."
+            f"desirable is {tuple(desirable.shape)} {desirable.dtype}; expected {tuple(logps.shape)} torch.bool, the "
+            "shape of logps."
         )
     kl = torch.as_tensor(kl, dtype=logps.dtype, device=logps.device).detach().clamp(min=0)
     if kl.ndim:
@@ -234,13 +236,13 @@ def kto_loss(
 
 
 def _checked(beta: float, **named: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors in fp32 or fp64. ValueError unless all are (B,) and floating, and beta is positive."""
+    """Return the tensors in fp32 or fp64. Raise unless all are (B,) and floating-point, and beta is positive."""
     shape = next(iter(named.values())).shape
     if any(x.shape != shape or x.ndim != 1 or not x.is_floating_point() for x in named.values()):
         got = ", ".join(f"{name} {tuple(x.shape)} {x.dtype}" for name, x in named.items())
         raise ValueError(
             f"Got {got}; expected one floating-point log-probability per completion, (B,), in all of them. "
-            "sequence_logprobs(log_probs, mask) makes them from log-probabilities of tokens."
+            "sequence_logprobs(log_probs, mask) sums the log-probabilities of tokens."
         )
     if not beta > 0:
         raise ValueError(f"beta is {beta}; expected a positive number.")
@@ -257,8 +259,8 @@ def _pair_losses(
         raise ValueError(f"label_smoothing is {label_smoothing}; expected a probability in [0, 0.5).")
     if label_smoothing and loss_type not in _SMOOTHED:
         raise ValueError(
-            f"label_smoothing is {label_smoothing}, which the loss_type {loss_type!r} has no use for. Set it to 0, or "
-            f"take the loss_type {' or '.join(map(repr, _SMOOTHED))}."
+            f"label_smoothing is {label_smoothing}, but the loss_type {loss_type!r} ignores it. Set it to 0, or use "
+            f"the loss_type {' or '.join(map(repr, _SMOOTHED))}."
         )
     return _PAIR_LOSSES[loss_type](c, r, beta, label_smoothing)
 
@@ -270,14 +272,13 @@ def _nll(nll: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def _log1mexp(x: torch.Tensor) -> torch.Tensor:
-    """log(1 - exp(x)) for x <= 0, by the more accurate of two forms (Maechler 2012, vignette of the R package Rmpfr).
-
-    The first form is given no argument from the range of the second, because its gradient is infinite at 0 and would
-    make the whole gradient NaN.
-    """
+    """Return log(1 - exp(x)) for x <= 0, from the more accurate of two forms (Maechler 2012, R package Rmpfr)."""
     split = -0.6931471805599453  # -log 2
     x = x.clamp(max=-torch.finfo(x.dtype).tiny)
-    return torch.where(x < split, torch.log1p(-torch.exp(x.clamp(max=split))), torch.log(-torch.expm1(x)))
+    # The clamp keeps the unused branch finite: its gradient is infinite at 0, and `where` would turn that into NaN
+    below_split = torch.log1p(-torch.exp(x.clamp(max=split)))
+    above_split = torch.log(-torch.expm1(x))
+    return torch.where(x < split, below_split, above_split)
 
 
 def _reduced(losses: torch.Tensor, reduction: str) -> torch.Tensor:
@@ -292,7 +293,8 @@ def _metrics(
     chosen_logps: torch.Tensor,
     rejected_logps: torch.Tensor,
 ) -> dict[str, torch.Tensor]:
-    c, r = chosen_rewards.detach(), rejected_rewards.detach()
+    c = chosen_rewards.detach()
+    r = rejected_rewards.detach()
     return {
         "rewards/chosen": c.mean(),
         "rewards/rejected": r.mean(),

@@ -3,47 +3,22 @@
 A prompt is plain text, or a list of messages (`{"role", "content"}`) for models with a chat template.
 """
 
-import json
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from liger_trainer.data.formats import alpaca_row, sharegpt_messages
+from liger_trainer.data.formats import alpaca_history, alpaca_row, sharegpt_messages
 
 Prompt = str | list[dict[str, str]]
 _COLUMNS = "prompt; messages; conversations; instruction (and input)"
 
 
-def read_prompts(path: str, chat: bool, max_rows: int | None = None) -> list[Prompt]:
-    """Return the prompts in a .json file (a list of rows) or a .jsonl file (one row per line).
-
-    Args:
-        path (`str`): The file. `prompt_of` says what counts as the prompt of a row.
-        chat (`bool`): Whether the model has a chat template. Alpaca rows become messages if it has, and text if not.
-        max_rows (`int`, *optional*): How many rows to read from the beginning of the file. Unset: all.
-
-    Raises:
-        ValueError: The file is missing, empty or not JSON, or a row has no prompt.
-    """
-    file = Path(path).expanduser()
-    if not file.is_file() or file.suffix not in (".json", ".jsonl"):
-        raise ValueError(f"prompts is {path!r}; expected a .json or .jsonl file of rows with one of: {_COLUMNS}.")
-    text = file.read_text(encoding="utf-8")
-    try:
-        rows = json.loads(text) if file.suffix == ".json" else [json.loads(x) for x in text.split("\n") if x.strip()]
-    except json.JSONDecodeError as error:
-        raise ValueError(f"prompts is {path!r}, which is not valid JSON: {error}.") from error
-    if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
-        raise ValueError(f"prompts is {path!r}; expected a list of one or more rows, each with one of: {_COLUMNS}.")
-    return [prompt_of(row, chat, index) for index, row in enumerate(rows[:max_rows])]
-
-
 def prompt_of(row: dict, chat: bool, index: int = 0) -> Prompt:
     """Return the prompt of a row: its `prompt`, or its `messages` or `conversations` up to the first answer.
 
-    The `instruction` and `input` of an Alpaca row become one message with `chat`, and Alpaca's template without.
+    The `instruction` and `input` of an Alpaca row become one message with `chat`, after its `system` and `history`, and
+    Alpaca's template without.
 
     Raises:
         ValueError: The row has no such column, nothing before the first answer, or what goes into a template with it.
@@ -66,7 +41,12 @@ def prompt_of(row: dict, chat: bool, index: int = 0) -> Prompt:
     if row.get("instruction"):
         if not chat:
             return alpaca_row({"output": "", **row}, index)["prompt"]
-        return [{"role": "user", "content": "\n\n".join(filter(None, (row["instruction"], row.get("input"))))}]
+        messages = [{"role": "system", "content": row["system"]}] if row.get("system") else []
+        for instruction, output in alpaca_history(row.get("history"), index):
+            messages.append({"role": "user", "content": instruction})
+            messages.append({"role": "assistant", "content": output})
+        question = "\n\n".join(filter(None, (row["instruction"], row.get("input"))))
+        return [*messages, {"role": "user", "content": question}]
     raise ValueError(f"Row {index} of the prompts has {', '.join(row)}; expected one of: {_COLUMNS}.")
 
 

@@ -9,20 +9,23 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
+import torch
+from torch import nn
 from transformers import TrainingArguments
 
 from liger_trainer._logging import logger
 from liger_trainer.feature import Feature, Run
 from liger_trainer.memory import recompute, switches
-from liger_trainer.memory.chooser import Chooser
 from liger_trainer.memory.host_inputs import OPTION, HostInputs
-from liger_trainer.memory.memory import GpuMemory, PinnedMemory, room_of
+from liger_trainer.memory.memory import DeviceMemory, GpuMemory, PinnedMemory, room_of
+from liger_trainer.memory.planner import ActivationPlanner
+from liger_trainer.memory.summary import CheckpointingSummary
 
 AUTO = "auto"
 KNOWS_NEW_NAME = "activation_checkpointing" in {field.name for field in dataclasses.fields(TrainingArguments)}
-_WORDS = {"true": True, "false": False, AUTO: AUTO}
+_WORDS: dict[str, bool | str] = {"true": True, "false": False, AUTO: AUTO}
 
 
 @dataclass
@@ -59,10 +62,39 @@ class MemoryFields:
     )
 
 
-class Checkpointing(Feature):
-    """Activation checkpointing: by the `Chooser` of `auto`, or by `recompute.py`."""
+class CheckpointingArguments(Protocol):
+    """What activation checkpointing reads of a trainer's arguments, and writes (the first four)."""
 
-    def settle(self, args: Any) -> None:
+    activation_checkpointing: bool | str | None
+    activation_checkpointing_kwargs: dict[str, Any] | str | None
+    gradient_checkpointing: bool
+    gradient_checkpointing_kwargs: dict[str, Any] | str | None  # a dict, once the stock class has looked
+    memory_budget: float | None
+    host_memory_budget: float | None
+    torch_compile: bool
+    device: torch.device
+    process_index: int
+
+
+class CheckpointedTrainer(Protocol):
+    """What activation checkpointing reads of a trainer, and writes (`checkpointing`)."""
+
+    args: CheckpointingArguments
+    model: nn.Module
+    checkpointing: CheckpointingSummary | None
+    device_memory: DeviceMemory | None  # in place of the GPU's; None: the GPU's
+    uses_liger: bool
+    is_deepspeed_enabled: bool
+    is_fsdp_enabled: bool
+
+    def real_tokens(self, *args: Any, **kwargs: Any) -> int | None:
+        """Return how many tokens layers get of a step with these arguments; None if the host does not know."""
+
+
+class Checkpointing(Feature):
+    """Activation checkpointing: by the `ActivationPlanner` of `auto`, or by `recompute.py`."""
+
+    def settle(self, args: CheckpointingArguments) -> None:
         """Give both names of checkpointing their values."""
         value = args.activation_checkpointing
         if isinstance(value, str):
@@ -73,47 +105,38 @@ class Checkpointing(Feature):
         _check_budget(args)
         if value == AUTO and args.torch_compile:
             raise ValueError(
-                "activation_checkpointing is 'auto', and torch_compile would compile the model anew for each plan. Set "
-                "activation_checkpointing to true or false, or remove torch_compile."
+                "activation_checkpointing is 'auto', and torch_compile would compile the model again for each plan. "
+                "Set activation_checkpointing to true or false, or remove torch_compile."
             )
         if value == AUTO and getattr(args, "activation_offloading", False):
             raise _offloads("activation_offloading is true", "activation_offloading")
         if not KNOWS_NEW_NAME and value is not None:
             args.gradient_checkpointing = bool(value)
-        if not KNOWS_NEW_NAME and (given := args.activation_checkpointing_kwargs) is not None:
-            if isinstance(given, str):  # as the command line has it
-                try:
-                    given = json.loads(given)
-                except ValueError as error:
-                    raise ValueError(
-                        f"activation_checkpointing_kwargs is {given!r}; expected a mapping in JSON, such as "
-                        '{"use_reentrant": false}.'
-                    ) from error
-            args.activation_checkpointing_kwargs = args.gradient_checkpointing_kwargs = given
+        if not KNOWS_NEW_NAME and args.activation_checkpointing_kwargs is not None:
+            options = _parse_options(args.activation_checkpointing_kwargs)
+            args.activation_checkpointing_kwargs = options
+            args.gradient_checkpointing_kwargs = options
 
-    def check(self, args: Any) -> None:
+    def check(self, args: CheckpointingArguments) -> None:
         if args.activation_checkpointing == AUTO and _offloading(args):
             raise _offloads("its option offload is true", "offload from activation_checkpointing_kwargs")
 
     @contextmanager
-    def around_training(self, trainer: Any) -> Iterator[Run | None]:
-        args, memory = trainer.args, None
-        if getattr(args, "activation_checkpointing", None) == AUTO:
-            memory = trainer.device_memory or (GpuMemory(args.device) if args.device.type == "cuda" else None)
-            if memory is None and args.process_index == 0:
-                logger.info(
-                    "activation_checkpointing: auto goes by the memory of a CUDA GPU. There is none, so every layer is "
-                    "checkpointed."
-                )
+    def around_training(self, trainer: CheckpointedTrainer) -> Iterator[Run | None]:
+        args = trainer.args
+        memory = _memory_of(trainer)
         if memory is not None:
-            chooser = Chooser(memory, args.memory_budget, args.host_memory_budget)
-            trainer.checkpointing = chooser.summary
+            planner = ActivationPlanner(memory, args.memory_budget, args.host_memory_budget)
+            trainer.checkpointing = planner.summary
             try:
-                yield lambda step, *given, **named: chooser.run(
-                    trainer.model, step, given, named, trainer.real_tokens(*given, **named)
-                )
+
+                def run(step: Callable[..., Any], *given: Any, **named: Any) -> Any:
+                    tokens = trainer.real_tokens(*given, **named)
+                    return planner.run(trainer.model, step, given, named, tokens)
+
+                yield run
             finally:
-                chooser.end()
+                planner.end()
         elif trainer.uses_liger and not (trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled):
             with _switched(trainer) as run:
                 yield run
@@ -121,17 +144,49 @@ class Checkpointing(Feature):
             yield None
 
 
+def _memory_of(trainer: CheckpointedTrainer) -> DeviceMemory | None:
+    """Return the memory that `auto` plans with; None without `auto`, or without a GPU."""
+    args = trainer.args
+    if getattr(args, "activation_checkpointing", None) != AUTO:  # arguments of another class have no such field
+        return None
+    if trainer.device_memory is not None:
+        return trainer.device_memory
+    if args.device.type == "cuda":
+        return GpuMemory(args.device)
+    if args.process_index == 0:
+        logger.info(
+            "activation_checkpointing: auto goes by the memory of a CUDA GPU. There is none, so every layer is "
+            "checkpointed."
+        )
+    return None
+
+
+def _parse_options(options: dict[str, Any] | str) -> dict[str, Any]:
+    """Return the options of checkpointing. ValueError if a text, as the command line has it, is no JSON."""
+    if not isinstance(options, str):
+        return options
+    try:
+        return json.loads(options)
+    except ValueError as error:
+        raise ValueError(
+            f"activation_checkpointing_kwargs is {options!r}; expected a mapping in JSON, such as "
+            '{"use_reentrant": false}.'
+        ) from error
+
+
 @contextmanager
-def _switched(trainer: Any) -> Iterator[Run]:
-    """Return a context in which layers are checkpointed by `recompute.py`, or with their inputs on the host."""
-    model = None
+def _switched(trainer: CheckpointedTrainer) -> Iterator[Run]:
+    """Context manager: layers are checkpointed by `recompute.py`, or with their inputs on the host."""
+    model: nn.Module | None = None
 
     def run(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         nonlocal model
         if model is None:  # with `model_init` there is none before training has begun
             model = trainer.model
-            on_host = trainer.args.device.type == "cuda" and _offloading(trainer.args)
-            switches.install(model, HostInputs(PinnedMemory(room_of(None))) if on_host else recompute.checkpoint)
+            call_layer: switches.Decide = recompute.checkpoint
+            if trainer.args.device.type == "cuda" and _offloading(trainer.args):
+                call_layer = HostInputs(PinnedMemory(room_of(None)))
+            switches.install(model, call_layer)
         return step(*args, **kwargs)
 
     try:
@@ -141,20 +196,22 @@ def _switched(trainer: Any) -> Iterator[Run]:
             switches.remove(model)
 
 
-def _offloading(args: Any) -> bool:
+def _offloading(args: CheckpointingArguments) -> bool:
     """Return whether the inputs of recomputed layers are to wait on the host."""
-    options = args.gradient_checkpointing_kwargs  # a dict, once the stock class has looked
+    options = args.gradient_checkpointing_kwargs
     return isinstance(options, dict) and bool(options.get(OPTION))
 
 
 def _offloads(what: str, remove: str) -> ValueError:
+    """Return the error for `auto` with another offload: `what` it is, and what to `remove`."""
     return ValueError(
         f"activation_checkpointing is 'auto' and {what}, and each of them decides what waits in the host's memory. "
         f"Remove {remove}, or set activation_checkpointing to true or false."
     )
 
 
-def _check_budget(args: Any) -> None:
+def _check_budget(args: CheckpointingArguments) -> None:
+    """Refuse a budget that is no number of GiB, or that nothing reads."""
     for name, least in (("memory_budget", "above 0, such as 70"), ("host_memory_budget", "of 0 or more, such as 32")):
         budget = getattr(args, name)
         if budget is None:

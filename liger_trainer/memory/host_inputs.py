@@ -40,10 +40,14 @@ class _Input:
         self.back: torch.Tensor | None = None  # what came back from the host
         self.x: torch.Tensor | None = x  # as long as it is on the GPU
         self.like = torch.empty_like(x, device="meta")
-        self.is_leaf, self.version, self.requires_grad, self.device = x.is_leaf, x._version, x.requires_grad, x.device
+        self.is_leaf = x.is_leaf
+        self.version = x._version
+        self.requires_grad = x.requires_grad
+        self.device = x.device
         self.changed = False
         self.event: torch.cuda.Event | None = None  # the end of the last copy
-        self.before, self.stream = inputs.last, inputs.stream_of(x.device)
+        self.before = inputs.last  # of the layer in front
+        self.stream = inputs.stream_of(x.device)
         self.slot = inputs.host.take(x.nbytes) if x.is_contiguous() else None
         if self.slot is not None:
             self._copy(self._on_host(), x.detach())
@@ -84,8 +88,10 @@ class _Input:
 
     def value(self) -> torch.Tensor:
         """Return it: itself while its layer runs, or what is equal to it when the layer runs again."""
-        if torch._C._current_graph_task_id() != -1 and (before := self.before()) is not None:
-            before.fetch()
+        if torch._C._current_graph_task_id() != -1:  # in a backward pass, the layer in front is recomputed next
+            before = self.before()
+            if before is not None:
+                before.fetch()
         if self.changed or (self.x is not None and self.x._version != self.version):
             raise RuntimeError(
                 "The input of a checkpointed layer has been modified by an inplace operation since its forward pass."
@@ -125,23 +131,26 @@ class HostInputs:
     def __call__(self, switch: Switch, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Call a layer whose switch was asked."""
         given = _without_option(switch.checkpointed)
+        hidden = args[0]
         plain = torch.is_grad_enabled() and hooks_in_force() is None and not torch.compiler.is_compiling()
-        if not plain or options_of(given) is None or getattr(args[0], "ndim", 0) < 2 or not args[0].is_floating_point():
+        plain = plain and options_of(given) is not None
+        if not plain or getattr(hidden, "ndim", 0) < 2 or not hidden.is_floating_point():
             known = OPTION in getattr(switch.checkpointed, "keywords", ())  # transformers 5.17 hands it on to PyTorch
             return (given if known else switch.checkpointed)(function, *args)
-        if (before := self.last()) is not None:
+        before = self.last()
+        if before is not None:
             before.leave()
-        hidden = _Input(args[0], self)
-        self.last = weakref.ref(hidden)
+        kept = _Input(hidden, self)
+        self.last = weakref.ref(kept)
 
-        def run(device: torch.Tensor, hidden: _Input, *others: Any) -> Any:
-            return function(hidden.value(), *others)
+        def run(device: torch.Tensor, kept: _Input, *others: Any) -> Any:
+            return function(kept.value(), *others)
 
-        return given(run, args[0].new_empty(()), hidden, *args[1:])  # PyTorch looks for the device of a tensor
+        return given(run, hidden.new_empty(()), kept, *args[1:])  # PyTorch looks for the device of a tensor
 
 
-def _without_option(checkpointed: Any) -> Any:
-    """Return the function of PyTorch by which a layer is checkpointed that transformers was to offload."""
+def _without_option(checkpointed: Callable[..., Any]) -> Callable[..., Any]:
+    """Return PyTorch's function in place of the one by which transformers offloads, with the other options."""
     if not isinstance(checkpointed, functools.partial) or checkpointed.args:
         return checkpointed
     if checkpointed.func is not checkpoint_of_torch and checkpointed.func.__name__ != "checkpoint_func":

@@ -7,6 +7,7 @@ import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, Protocol
 
 import psutil  # type: ignore[import-untyped]  # accelerate needs it
 import torch
@@ -20,6 +21,47 @@ SMALL = 1 << 20  # bytes: smaller tensors stay on the GPU
 SHARE = 0.5  # of the host's free memory, for all processes of this machine
 TRIED = 64 << 20  # bytes that are copied to measure the rate
 _CGROUP = Path("/sys/fs/cgroup")
+
+
+class HostTransport(Protocol):
+    """What the planner knows of copies between the device and the host, such as `Transport`."""
+
+    host: "PinnedMemory"
+
+    @property
+    def stream(self) -> torch.cuda.Stream | None:
+        """The stream of the copies; None if the device copies at once."""
+
+    @property
+    def rate(self) -> float:
+        """Bytes a second in the slower direction."""
+
+    def mark(self) -> Any:
+        """Return the device's time after all that it has been given until now, for `seconds`."""
+
+    def seconds(self, begin: Any, end: Any) -> float:
+        """Return the seconds from one mark to another."""
+
+
+class DeviceMemory(Protocol):
+    """What the planner asks of a device's memory, in bytes of this process's tensors, such as `GpuMemory`."""
+
+    highest: int  # the peak until torch's own counter was last reset
+
+    def allocated(self) -> int:
+        """Return the bytes that are allocated now."""
+
+    def peak(self) -> int:
+        """Return the most bytes since it was last called."""
+
+    def capacity(self) -> int:
+        """Return the most bytes that tensors could take up."""
+
+    def retries(self) -> int:
+        """Return how often the allocator has had to release its cache."""
+
+    def transport(self, host_gib: float | None) -> HostTransport | None:
+        """Return what copies to `host_gib` GiB of the host's memory; None without room there."""
 
 
 class GpuMemory:
@@ -95,7 +137,9 @@ class _Slab:
     """Memory that is handed out from its start to its end, and again when all of it has come back."""
 
     def __init__(self, memory: torch.Tensor):
-        self.memory, self.slots, self._used = memory, 0, 0
+        self.memory = memory
+        self.slots = 0  # in use
+        self._used = 0  # bytes from the start
 
     def take(self, size: int) -> Slot | None:
         if not self.slots:
@@ -119,7 +163,10 @@ class PinnedMemory:
     """
 
     def __init__(self, room: int, pin: Callable[[int], torch.Tensor] = _pinned, slab: int = GIB, small: int = SMALL):
-        self.room, self.small, self._pin, self._slab = room, small, pin, slab
+        self.room = room
+        self.small = small
+        self._pin = pin
+        self._slab = slab
         self._slabs: list[_Slab] = []
         self.is_full = False  # whether it has had no room for a tensor
 
@@ -130,7 +177,8 @@ class PinnedMemory:
     def take(self, size: int) -> Slot | None:
         """Return a slot of `size` bytes, or None if there is no room left."""
         for slab in self._slabs:
-            if (slot := slab.take(size)) is not None:
+            slot = slab.take(size)
+            if slot is not None:
                 return slot
         new = max(min(self._slab, self.room - self.taken), _aligned(size))  # the last slab may be a smaller one
         if self.taken + new > self.room:
@@ -159,7 +207,9 @@ class Transport:
     """Copies between a CUDA GPU and pinned memory, on a stream of its own."""
 
     def __init__(self, host: PinnedMemory, device: torch.device):
-        self.host, self.device, self.stream = host, device, torch.cuda.Stream(device)
+        self.host = host
+        self.device = device
+        self.stream = torch.cuda.Stream(device)
 
     @functools.cached_property
     def rate(self) -> float:
@@ -200,9 +250,11 @@ def _left_in_cgroup() -> float:
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file "),
     ):
         try:
-            limit, used = int((_CGROUP / most).read_text()), int((_CGROUP / now).read_text())
+            limit = int((_CGROUP / most).read_text())
+            used = int((_CGROUP / now).read_text())
             lines = ((_CGROUP / most).parent / "memory.stat").read_text().splitlines()
         except (OSError, ValueError):  # there is no such file, or it says "max"
             continue
-        return limit - used + sum(int(line.split()[1]) for line in lines if line.startswith(cache))
+        reclaimable = sum(int(line.split()[1]) for line in lines if line.startswith(cache))
+        return limit - used + reclaimable
     return float("inf")

@@ -15,7 +15,7 @@ takes longer than to recompute the layer.
 import contextlib
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -51,7 +51,8 @@ class _Storage:
             elif x.untyped_storage().nbytes() != self.size:
                 self.broken = f"The memory of a tensor {tuple(x.shape)} was freed while it was copied to the host. "
                 self.broken += "Set host_memory_budget: 0, so that activations stay on the GPU, and please report this."
-        self.tensors, self.storage = [], None
+        self.tensors = []
+        self.storage = None
 
 
 class _Part:
@@ -79,16 +80,24 @@ class _Call:
 
     keeps_values = True  # tells `rebuild.py` that what it leaves to this hook comes back with the same values
 
-    def __init__(self, host: PinnedMemory, stream: torch.cuda.Stream | None, module: nn.Module | None, given: Any):
-        self.host, self.stream, self._module = host, stream, module
-        self._elsewhere = {x.untyped_storage()._cdata for x in _plain_in(given)}
+    def __init__(
+        self,
+        host: PinnedMemory,
+        stream: torch.cuda.Stream | None,
+        module: nn.Module | None,
+        shared: Sequence[Any],
+    ):
+        self.host = host
+        self.stream = stream
+        self._module = module
+        self._elsewhere = {x.untyped_storage()._cdata for x in _plain_in(shared)}  # storages that stay on the GPU
         self._storages: weakref.WeakValueDictionary[int, _Storage] = weakref.WeakValueDictionary()
         self._event: torch.cuda.Event | None = None  # the end of the copies
         self._compute: torch.cuda.Stream | None = None
 
     # While the layer runs
 
-    def __call__(self, x: torch.Tensor) -> Any:
+    def __call__(self, x: torch.Tensor) -> "_Part | Kept":
         """Return what stands for `x` in the graph."""
         if self._module is not None:  # the weights that FSDP has gathered are there now
             tensors = (*self._module.parameters(), *self._module.buffers())
@@ -182,18 +191,26 @@ class Offload:
     """
 
     def __init__(self, host: PinnedMemory, stream: torch.cuda.Stream | None, lag: int, ahead: int):
-        self.host, self.stream, self.lag, self.ahead = host, stream, lag, ahead
+        self.host = host
+        self.stream = stream
+        self.lag = lag
+        self.ahead = ahead
         self._leaving: dict[int, _Call] = {}  # by the call that waits for the copy
         self._swapped_in: defaultdict[int, list[_Call]] = defaultdict(list)  # by the call whose backward pass begins it
 
     def call(
-        self, number: int, module: nn.Module | None, run: Callable[..., Any], args: tuple[Any, ...], given: Any
+        self,
+        number: int,
+        module: nn.Module | None,
+        run: Callable[..., Any],
+        args: tuple[Any, ...],
+        shared: Sequence[Any],
     ) -> Any:
         """Return `run(*args)`, call `number` of a layer, and swap out what autograd keeps of it.
 
-        The weights of `module` stay on the GPU, and so do the tensors in `given`, which all layers get.
+        The weights of `module` stay on the GPU, and so do the tensors in `shared`, which all layers get.
         """
-        call = _Call(self.host, self.stream, module, given)
+        call = _Call(self.host, self.stream, module, shared)
         self._leaving[number + 1 + self.lag] = call
         self._swapped_in[number + self.ahead].append(call)
         with saved_tensors_hooks(call, _value_of):
@@ -211,7 +228,7 @@ class Offload:
         calls = self._swapped_in.pop(number, ())
         node = next((x.grad_fn for x in outputs if x.grad_fn is not None), None)
 
-        def swap_in(_: Any) -> None:
+        def swap_in(_: tuple[torch.Tensor, ...]) -> None:
             for call in calls:
                 call.swap_in()
 
@@ -219,8 +236,9 @@ class Offload:
             node.register_prehook(swap_in)
 
 
-def _value_of(found: Any) -> torch.Tensor:
-    return found.value() if type(found) is _Part else unchanged(found)
+def _value_of(found: _Part | Kept) -> torch.Tensor:
+    """Return the tensor that `found` stands for in the graph."""
+    return found.value() if isinstance(found, _Part) else unchanged(found)
 
 
 def _plain_in(value: Any) -> Iterator[torch.Tensor]:

@@ -1,8 +1,8 @@
 """From the measurement of a micro-batch to a plan: what each layer keeps within a limit of memory.
 
-A micro-batch is cut into phases. The first begins with the first layer, each of the others where the backward pass
-recomputes a layer. The peak of each phase is known. A layer that keeps its activations adds at most their bytes, and
-only to the phases from its call to its backward pass. So the largest sum is a bound of the new peak. The layer whose
+A micro-batch is cut into intervals. The first begins with the first layer, each of the others where the backward pass
+recomputes a layer. The peak of each interval is known. A layer that keeps its activations adds at most their bytes, and
+only to the intervals from its call to its backward pass. So the largest sum is a bound of the new peak. The layer whose
 backward pass is first is chosen first: its activations are freed before the gradients of the other layers have grown.
 All sizes are bytes.
 """
@@ -17,7 +17,7 @@ import torch
 
 SLACK = 1.05  # copies to the host may take longer than planned by this factor
 ROOM = 0.9  # of the host's memory is planned with: tensors do not fill slabs to the last byte
-_Span = tuple[int, int, int]  # (first, last, bytes): allocated in the phases from `first` to before `last`
+_Span = tuple[int, int, int]  # (first, last, bytes): allocated in the intervals from `first` to before `last`
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,10 @@ def sizes_of(batch: Any, place: tuple[Hashable, ...] = ()) -> Sizes:
         items = batch.items()
     elif isinstance(batch, (list, tuple)):
         items = enumerate(batch)
-    return {where: size for key, part in items for where, size in sizes_of(part, (*place, key)).items()}
+    found: Sizes = {}
+    for key, part in items:
+        found |= sizes_of(part, (*place, key))
+    return found
 
 
 @dataclass
@@ -69,12 +72,12 @@ class Call:
     layer: int
     group: Hashable  # equal for layers that are built alike
     size: Size  # of its input
-    first: int  # the phase in which it is called
-    last: int | None = None  # the phase that begins when it is recomputed; None: it was not
+    first: int  # the interval in which it is called
+    last: int | None = None  # the interval that begins when it is recomputed; None: it was not
     extra: int = 0  # the bytes that it holds more if its activations are kept
     casts: int = 0  # the part of `extra` that is copies of weights by autocast, which do not grow with the tokens
     attention: int = 0  # the bytes that it holds more if the results of its attention are kept; 0: it has none
-    given: int = 0  # the bytes of its hidden states
+    hidden_bytes: int = 0  # the bytes of its hidden states
 
     def bytes(self, share: float) -> int:
         """Return `extra` for a share of the tokens."""
@@ -94,15 +97,15 @@ class Plan:
     attention: frozenset[int] = frozenset()  # the results of attention, of other layers
     on_host: frozenset[int] = frozenset()  # all activations of other layers, in the host's memory
     peak: int = 0  # a bound of the bytes that will be allocated
-    lag: int = 0  # how many calls later a copy to the host is waited for
+    offload_lag: int = 0  # how many calls later a copy to the host is waited for
 
     @property
-    def ahead(self) -> int:
-        """By how many calls a swap-in begins before its backward pass, which takes twice as long as a forward pass."""
-        return max(1, self.lag // 2)
+    def prefetch_depth(self) -> int:
+        """How many calls ahead of its backward pass a swap-in begins: that takes twice as long as a forward pass."""
+        return max(1, self.offload_lag // 2)
 
     @property
-    def once(self) -> frozenset[int]:
+    def not_recomputed(self) -> frozenset[int]:
         """The layers that are not recomputed."""
         return self.kept | self.on_host
 
@@ -112,7 +115,7 @@ class Plan:
 
     @property
     def amount(self) -> tuple[int, int]:
-        return len(self.once), len(self.attention)
+        return len(self.not_recomputed), len(self.attention)
 
 
 NOTHING = Plan()
@@ -121,8 +124,8 @@ NOTHING = Plan()
 class Link(NamedTuple):
     """The link to the host's memory."""
 
-    room: int  # the bytes that the host takes at most
-    pace: float  # how many layers are computed while the activations of one are copied
+    host_bytes_free: int
+    layers_per_copy: float  # how many layers are computed while the activations of one are copied
 
 
 @dataclass
@@ -132,13 +135,14 @@ class Measurement:
     sizes: Sizes
     accumulates: bool  # whether it has added to gradients of an earlier one
     long: bool  # whether its rows were long enough to measure the results of attention
-    peaks: list[int]  # of the phases, above what was allocated when the first layer was called
+    peaks: list[int]  # of the intervals, above what was allocated when the first layer was called
     calls: list[Call]  # in their order
     seconds: float = 0.0  # of its calls in the forward pass; 0: not measured
     margin: int = 0  # by how many bytes a plan made from this was too low
 
     @property
     def layers(self) -> dict[int, list[Call]]:
+        """The calls of each layer."""
         found: dict[int, list[Call]] = {}
         for call in self.calls:
             found.setdefault(call.layer, []).append(call)
@@ -153,12 +157,13 @@ class Measurement:
         """
         last = self.calls[-1].size
         shown = any(size == last for place, size in self.sizes.items() if place is not None)
-        able = {
-            layer: calls
-            for layer, calls in self.layers.items()
-            if all(call.last is not None and (shown or call.size == last) for call in calls)
-        }
-        return dict(sorted(able.items(), key=lambda item: min(call.last or 0 for call in item[1])))
+        able = []
+        for layer, calls in self.layers.items():
+            recomputed = [call.last for call in calls if call.last is not None and (shown or call.size == last)]
+            if len(recomputed) == len(calls):
+                able.append((min(recomputed), layer, calls))
+        able.sort(key=lambda entry: entry[0])
+        return {layer: calls for _, layer, calls in able}
 
     def covers(self, sizes: Sizes, accumulates: bool, long: bool) -> bool:
         """Return whether a micro-batch of `sizes` needs no more than this one."""
@@ -172,14 +177,37 @@ class Measurement:
             return self.sizes[None].share(sizes[None])
         return max(self.sizes[place].share(size) for place, size in sizes.items())
 
-    def pace(self, rate: float) -> float:
+    def layers_per_copy(self, rate: float) -> float:
         """Return how many calls are computed while a call is copied to the host, at `rate` bytes a second."""
-        largest = max(call.extra + call.given for call in self.calls)
+        largest = max(call.extra + call.hidden_bytes for call in self.calls)
         return largest / rate / (self.seconds / len(self.calls)) * SLACK if self.seconds else math.inf
 
 
+class Measurements:
+    """The measurements of one training. None of them covers another."""
+
+    def __init__(self) -> None:
+        self._all: list[Measurement] = []
+
+    def covering(self, sizes: Sizes, accumulates: bool, long: bool) -> list[Measurement]:
+        """Return the measurements from which a micro-batch of `sizes` can be planned."""
+        return [each for each in self._all if each.covers(sizes, accumulates, long)]
+
+    def add(self, new: Measurement) -> None:
+        """Add `new` in place of those that it covers, with their largest margin. Nothing if it is covered itself."""
+        smaller = [each for each in self._all if new.covers(each.sizes, each.accumulates, each.long)]
+        new.margin = max((each.margin for each in smaller), default=0)
+        if smaller or not self.covering(new.sizes, new.accumulates, new.long):
+            self._all = [each for each in self._all if each not in smaller]
+            self._all.append(new)
+
+    def forget(self, wrong: Measurement) -> None:
+        """Remove a measurement that has not foreseen what a micro-batch did."""
+        self._all = [each for each in self._all if each is not wrong]
+
+
 def choose(measured: Measurement, base: int, limit: int, sizes: Sizes, long: bool, link: Link | None = None) -> Plan:
-    """Return the plan that keeps the most. Nothing that is kept adds to a phase that exceeds `limit`.
+    """Return the plan that keeps the most. Nothing that is kept adds to an interval that exceeds `limit`.
 
     Args:
         measured (`Measurement`): A micro-batch that covers `sizes`, the sizes of this one.
@@ -191,37 +219,38 @@ def choose(measured: Measurement, base: int, limit: int, sizes: Sizes, long: boo
     share, able = measured.share(sizes), measured.choosable
     peaks = [base + peak for peak in measured.peaks]
     best = _filled(measured, peaks, limit, share, long, NOTHING)
-    if link is None or len(best.once) == len(able):
+    if link is None or len(best.not_recomputed) == len(able):
         return best
-    lag, room = math.ceil(link.pace), link.room * ROOM
-    spots = _spots(measured, lag, link.pace)
+    lag = math.ceil(link.layers_per_copy)
+    room = link.host_bytes_free * ROOM
+    spots = _spots(measured, lag, link.layers_per_copy)
     for number, i in enumerate(spots, 1):
         call = measured.calls[i]
-        room -= call.bytes(share) + call.given
+        room -= call.bytes(share) + call.hidden_bytes
         # After its swap-in its hidden states count a second time: a hook or the caller may still hold the first copy
         swap_in, last = measured.calls[i + max(1, lag // 2)].last or 0, call.last or 0
-        grown = _grown(peaks, limit, [(swap_in, last, call.bytes(share)), (swap_in, last + 1, call.given)])
+        grown = _grown(peaks, limit, [(swap_in, last, call.bytes(share)), (swap_in, last + 1, call.hidden_bytes)])
         if room < 0 or grown is None:
             break
         peaks, on_host = grown, frozenset(measured.calls[k].layer for k in spots[:number])
-        plan = _filled(measured, peaks, limit, share, long, Plan(on_host=on_host, lag=lag))
+        plan = _filled(measured, peaks, limit, share, long, Plan(on_host=on_host, offload_lag=lag))
         # While these are copied, they take room that the layers behind them need later only
         behind = {c.layer for c in measured.calls[spots[0] + 1 :]} & plan.kept
-        if len(behind) < min(number, int((lag + 1) / max(link.pace, 1)) + 1):
+        if len(behind) < min(number, int((lag + 1) / max(link.layers_per_copy, 1)) + 1):
             break
         best = plan if plan.amount > best.amount else best
-        if len(plan.once) == len(able):
+        if len(plan.not_recomputed) == len(able):
             break
     return best
 
 
 def _grown(peaks: list[int], limit: int, spans: Iterable[_Span]) -> list[int] | None:
-    """Return `peaks` with `spans`; None if one of these phases exceeds `limit` then. Others may exceed it anyhow."""
+    """Return `peaks` with `spans`; None if one of these intervals exceeds `limit` then. Others may exceed it anyhow."""
     grown = list(peaks)
     for first, last, size in spans:
-        for phase in range(first, last):
-            grown[phase] += size
-            if grown[phase] > limit:
+        for i in range(first, last):
+            grown[i] += size
+            if grown[i] > limit:
                 return None
     return grown
 
@@ -247,7 +276,7 @@ def _filled(measured: Measurement, peaks: list[int], limit: int, share: float, l
             break
         peaks = grown
         kept.add(layer)
-    return Plan(frozenset(kept), frozenset(attention) - kept, plan.on_host, max(peaks), plan.lag)
+    return Plan(frozenset(kept), frozenset(attention) - kept, plan.on_host, max(peaks), plan.offload_lag)
 
 
 def _spots(measured: Measurement, lag: int, pace: float) -> list[int]:
@@ -255,7 +284,9 @@ def _spots(measured: Measurement, lag: int, pace: float) -> list[int]:
 
     They are of the largest group of layers, and `pace` calls apart. Enough other calls come after them.
     """
-    able, ahead, spots = measured.choosable, max(1, lag // 2), []
+    able = measured.choosable
+    ahead = max(1, lag // 2)
+    spots: list[int] = []
     groups = Counter(call.group for call in measured.calls if call.layer in able and len(able[call.layer]) == 1)
     below = float(len(measured.calls) - 2 - max(lag, ahead))
     for i in range(int(below), -1, -1) if groups else ():

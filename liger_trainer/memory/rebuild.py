@@ -31,9 +31,11 @@ from liger_trainer.instance.kind import PLAIN_TENSORS
 
 # Python modules whose forwards keep nothing of what they return: linear layers, LoRA and its parts
 _PROJECTIONS = (
-    "torch.nn.modules.linear", "peft.tuners.lora.layer", "transformers.pytorch_utils",
+    "torch.nn.modules.linear",
+    "peft.tuners.lora.layer",
+    "transformers.pytorch_utils",
     "liger_trainer.fp8.frozen_layer",
-)  # fmt: skip
+)
 _INSIDE = (*_PROJECTIONS, "torch.nn.modules.dropout", "torch.nn.modules.module")
 REBUILD_ABOVE_BYTES = 16 << 20  # tensors of up to this size are kept unless a caller says otherwise
 
@@ -47,10 +49,12 @@ class _Rebuilt:
     """
 
     def __init__(self, tensor: torch.Tensor, make: Callable, parents: tuple[torch.Tensor | None, ...]):
-        self.tensor, self.version = weakref.ref(tensor), tensor._version
+        self.tensor = weakref.ref(tensor)
+        self.version = tensor._version
         self.make = make
         keep, self.value_of = _hooks()
-        self.parents = [None if t is None else keep(t.detach()) for t in parents]  # detached, of the same version
+        # Detached, or they would keep their graphs alive; a detached tensor still has the version of its source
+        self.parents = [None if t is None else keep(t.detach()) for t in parents]
         self.numel = tensor.numel()
         self.kept = self.used = 0
         self.value: torch.Tensor | None = None
@@ -67,8 +71,9 @@ class _Rebuilt:
     def get(self, shape: torch.Size) -> torch.Tensor:
         """Return the value. It is computed for the first operation that asks, and dropped after the last."""
         if self.value is None:
+            parents = [None if parent is None else self.value_of(parent) for parent in self.parents]
             with torch.no_grad():
-                self.value = self.make(*(None if parent is None else self.value_of(parent) for parent in self.parents))
+                self.value = self.make(*parents)
         value = self.value
         self.used += 1
         if self.used == self.kept:
@@ -84,7 +89,8 @@ def rebuildable(
     `make` gets the `parents` detached, which are kept anyway, and must compute the same bits. A tensor of at most
     `above` bytes gets no note.
     """
-    if _applies(tensor) and tensor.nbytes > above:
+    # The size is asked first, since most tensors of small steps are small. Not in traced code, which would guard it
+    if not torch.compiler.is_compiling() and tensor.nbytes > above and _applies(tensor):
         tensor._liger_rebuilt = _Rebuilt(tensor, make, parents)
     return tensor
 
@@ -140,9 +146,9 @@ def forward_rebuilding(forward: Callable) -> Callable:
     @functools.wraps(forward)
     def call(self, *args, **kwargs):
         if not torch.compiler.is_compiling():
-            for given in (*args, *kwargs.values()):
-                if isinstance(given, torch.Tensor) and is_rebuildable(given):
-                    with rebuilding(given, self):
+            for argument in (*args, *kwargs.values()):
+                if isinstance(argument, torch.Tensor) and is_rebuildable(argument):
+                    with rebuilding(argument, self):
                         return forward(self, *args, **kwargs)
         return forward(self, *args, **kwargs)
 
@@ -150,9 +156,13 @@ def forward_rebuilding(forward: Callable) -> Callable:
 
 
 def call_rebuilding(
-    module: Callable, gate: Callable, a: torch.Tensor, b: torch.Tensor, reuse: bool = False,
+    module: Callable,
+    gate: Callable,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    reuse: bool = False,
     above: int = REBUILD_ABOVE_BYTES,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """Return `module(gate(a, b))`, keeping a and b for the backward pass but not the product, whatever `module` is.
 
     With `reuse`, the gradients of a and b may be written over a and b, see `only_caller_reads`. A product of at most
@@ -173,12 +183,17 @@ def only_caller_reads(projection: torch.nn.Module, output: torch.Tensor) -> bool
     if torch.compiler.is_compiling() or torch.nn.modules.module._global_forward_hooks or output.grad_fn is None:
         return False
     for module in projection.modules():
-        ours = Binding.of(module)
-        replaced = "forward" in module.__dict__ and (ours is None or not is_bound(module, ours))
-        known = home(type(module).forward) in (_PROJECTIONS if module is projection else _INSIDE)
-        plain = all(p is None or type(p) in PLAIN_TENSORS for p in module._parameters.values())
-        if module._forward_hooks or replaced or not known or not plain:
+        if module._forward_hooks:
             return False
+        if "forward" in module.__dict__:  # replaced, if not by us
+            ours = Binding.of(module)
+            if ours is None or not is_bound(module, ours):
+                return False
+        if home(type(module).forward) not in (_PROJECTIONS if module is projection else _INSIDE):
+            return False
+        for parameter in module._parameters.values():
+            if parameter is not None and type(parameter) not in PLAIN_TENSORS:
+                return False
     return not isinstance(projection, torch.nn.Identity)
 
 

@@ -27,20 +27,25 @@ class _AllMade(Exception):  # noqa: N818 - no error
 
 
 class _Placeholder:
-    """Stands for a tensor in the graph: where its value will be, and what it must be like."""
+    """Stands for a tensor in the graph: where its value will be, and what it must be like.
+
+    There is one for each kept tensor, so it has no `__init__`: that would be one more call of Python for each.
+    """
 
     __slots__ = ("__weakref__", "call", "like", "value")
 
-    def __init__(self, call: "_Call", x: torch.Tensor):
-        self.call, self.like = call, (x.shape, x.dtype, x.device)
-        self.value: torch.Tensor | None = None
+    call: "_Call"
+    like: tuple[torch.Size, torch.dtype, torch.device]
+    value: torch.Tensor | None
 
 
 class _Call:
     """One call of a layer, and what it takes to run it again."""
 
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], device: torch.device):
-        self.function, self.args, self.versions = function, args, _versions(args)
+        self.function = function
+        self.args = args
+        self.versions = _versions(args)
         on_gpu = [torch.cuda.default_generators[device.index]] if device.type == "cuda" else []
         self.generators = [torch.default_generator, *on_gpu]
         self.drawn: list[torch.Tensor] = []  # their states, if the layer draws numbers
@@ -53,29 +58,24 @@ class _Call:
         before = [generator.get_state() for generator in self.generators]
         with saved_tensors_hooks(self._keep, _value_of):
             result = self.function(*self.args)
-        if not all(torch.equal(x.get_state(), state) for x, state in zip(self.generators, before, strict=True)):
-            self.drawn = before
+        for generator, state in zip(self.generators, before, strict=True):
+            if not torch.equal(generator.get_state(), state):
+                self.drawn = before
         return result
 
     def _keep(self, x: torch.Tensor) -> Any:
+        """Return what autograd keeps for `x`."""
         if type(x) is Parameter:
             return x
-        kept = _Placeholder(self, x)
+        kept = _Placeholder()
+        kept.call = self
+        kept.like = (x.shape, x.dtype, x.device)
+        kept.value = None
         self.kept.append(weakref.ref(kept))
         return kept
 
-    def value_of(self, kept: _Placeholder) -> torch.Tensor:
-        """Return the tensor that `kept` stands for, once in each backward pass."""
-        backward = torch._C._current_graph_task_id()
-        if backward != self.backward or backward == -1:  # -1: other code looks at what is kept
-            self._run_again()
-            self.backward = backward
-        value, kept.value = kept.value, None
-        if value is None:
-            raise CheckpointError("A tensor of a checkpointed layer was asked for twice in one backward pass.")
-        return value
-
-    def _run_again(self) -> None:
+    def run_again(self) -> None:
+        """Recompute the layer, and give the placeholders that are still in the graph their values."""
         waiting = iter(self.kept)
         left = len(self.kept)
 
@@ -84,9 +84,11 @@ class _Call:
             if type(x) is Parameter:
                 return x
             x = x.detach() if x.requires_grad else x  # with its graph, it would keep all that it was made from
-            kept, left = next(waiting)(), left - 1
+            kept = next(waiting)()
+            left -= 1
             if kept is not None:
-                if kept.like != (like := (x.shape, x.dtype, x.device)):
+                like = (x.shape, x.dtype, x.device)
+                if kept.like != like:
                     raise CheckpointError(
                         f"A recomputed layer keeps {like} where it kept {kept.like} in the forward pass. It has to "
                         "compute the same both times."
@@ -119,15 +121,29 @@ class _Call:
             )
 
 
-def _value_of(kept: Any) -> torch.Tensor:
-    return kept.call.value_of(kept) if type(kept) is _Placeholder else kept
+def _value_of(kept: _Placeholder | Parameter) -> torch.Tensor:
+    """Return the tensor that `kept` stands for, once in each backward pass."""
+    if type(kept) is not _Placeholder:
+        return kept
+    call = kept.call
+    backward = torch._C._current_graph_task_id()
+    if backward != call.backward or backward == -1:  # -1: other code looks at what is kept
+        call.run_again()
+        call.backward = backward
+    value = kept.value
+    kept.value = None
+    if value is None:
+        raise CheckpointError("A tensor of a checkpointed layer was asked for twice in one backward pass.")
+    return value
 
 
 def _versions(args: tuple[Any, ...]) -> list[int]:
+    """Return the versions of the tensors in `args`, which change when a tensor is written to."""
     return [x._version for x in args if isinstance(x, torch.Tensor)]
 
 
 def _autocast_on(kind: str) -> tuple[bool, torch.dtype]:
+    """Return whether autocast is on for devices of `kind`, and its dtype."""
     return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
 
 
@@ -135,11 +151,24 @@ def checkpoint(switch: Switch, function: Callable[..., Any], args: tuple[Any, ..
     """Call the layer of `switch`, checkpointed."""
     if torch.compiler.is_compiling():  # it cannot trace what is asked of the tensors below
         return switch.checkpointed(function, *args)
-    tensors = [x for x in args if isinstance(x, torch.Tensor)]
-    devices = {x.device for x in tensors}
-    plain = len(devices) == 1 and all(device.type in ("cpu", "cuda") for device in devices)
-    plain = plain and torch.is_grad_enabled() and not any(x.is_inference() for x in tensors)
-    others = hooks_in_force() is not None or torch._C._len_torch_function_stack()
-    if plain and not others and options_of(switch.checkpointed) == {"use_reentrant": False}:
-        return _Call(function, args, devices.pop()).run()
-    return switch.checkpointed(function, *args)
+    device = _device_of(args)
+    others = hooks_in_force() is not None or torch._C._len_torch_function_stack() > 0
+    if device is None or others or not torch.is_grad_enabled():
+        return switch.checkpointed(function, *args)
+    if options_of(switch.checkpointed) != {"use_reentrant": False}:
+        return switch.checkpointed(function, *args)
+    return _Call(function, args, device).run()
+
+
+def _device_of(args: tuple[Any, ...]) -> torch.device | None:
+    """Return the device of all tensors in `args`, a CPU or a CUDA GPU; None if there is no such, or for inference."""
+    found: torch.device | None = None
+    for x in args:
+        if not isinstance(x, torch.Tensor):
+            continue
+        if x.is_inference() or x.device.type not in ("cpu", "cuda"):
+            return None
+        if found is not None and x.device != found:
+            return None
+        found = x.device
+    return found

@@ -31,20 +31,23 @@ FUSED = {  # operations that compute attention as a whole, whose results are kep
 }
 
 
-def is_possible(given: Callable[..., Any]) -> bool:
-    """Return whether `checkpoint` can checkpoint layers that are checkpointed by `given`."""
-    options = options_of(given)
+_Result = tuple[torch._ops.OpOverload, Any, int]  # an operation, its result, and the versions of its tensors
+
+
+def is_possible(checkpointed: Callable[..., Any]) -> bool:
+    """Return whether `checkpoint` can checkpoint layers that are checkpointed by `checkpointed`."""
+    options = options_of(checkpointed)
     return options is not None and "context_fn" not in options and not options.get("debug")
 
 
-def checkpoint(given: Callable[..., Any], function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """Return `given(function, *args)`, which checkpoints a layer, and keep the results of its attention."""
-    kept: list[Any] = []
+def checkpoint(checkpointed: Callable[..., Any], function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """Return `checkpointed(function, *args)`, which checkpoints a layer, and keep the results of its attention."""
+    kept: list[_Result] = []
 
-    def keep(func: Any, out: Any) -> None:
+    def keep(func: torch._ops.OpOverload, out: Any) -> None:
         kept.append((func, tree_map_only(torch.Tensor, _alias, out), _version(out)))
 
-    return given(function, *args, context_fn=lambda: (_Attention(keep), _Attention(kept=kept)))
+    return checkpointed(function, *args, context_fn=lambda: (_Attention(keep), _Attention(kept=kept)))
 
 
 @contextmanager
@@ -57,6 +60,7 @@ def measuring(note: Callable[[int], None]) -> Iterator[None]:
 
 
 def _version(out: Any) -> int:
+    """Return a number that grows when a tensor in `out` is written to."""
     return sum(x._version for x in tensors_in(out))
 
 
@@ -79,9 +83,12 @@ class _Attention(TorchDispatchMode):
     def ignore_compile_internals(cls) -> bool:
         return True
 
-    def __init__(self, note: Callable[[Any, Any], None] = lambda func, out: None, kept: Sequence[Any] = ()):
+    def __init__(
+        self, note: Callable[[torch._ops.OpOverload, Any], None] = lambda func, out: None, kept: Sequence[_Result] = ()
+    ):
         super().__init__()
-        self.note, self.kept = note, kept
+        self.note = note
+        self.kept = kept
 
     def __enter__(self) -> "_Attention":
         self.left = iter(self.kept)

@@ -28,13 +28,18 @@ class CheckpointingSummary:
     def add(self, size: Size, peak: int, layers: int, kept: int, attention: int, on_host: int) -> bool:
         """Count a micro-batch. Return whether it is the largest so far and was not planned like the last such one."""
         self.least = kept if self.size is None else min(self.least, kept)
-        self.most, self.most_attention = max(self.most, kept), max(self.most_attention, attention)
+        self.most = max(self.most, kept)
+        self.most_attention = max(self.most_attention, attention)
         self.most_on_host = max(self.most_on_host, on_host)
         if self.size is not None and size.tokens < self.size.tokens:
             return False
-        before = self.size, self.kept, self.attention, self.on_host
-        self.size, self.kept, self.attention, self.on_host = size, kept, attention, on_host
-        self.layers, self.peak = layers, peak
+        before = (self.size, self.kept, self.attention, self.on_host)
+        self.size = size
+        self.kept = kept
+        self.attention = attention
+        self.on_host = on_host
+        self.layers = layers
+        self.peak = peak
         return before != (size, kept, attention, on_host)
 
     def to_dict(self) -> dict[str, Any]:
@@ -46,18 +51,26 @@ class CheckpointingSummary:
             found |= {"kept_least": self.least, "kept_most": self.most, "attention_most": self.most_attention}
             found["host_most"] = self.most_on_host
             found["largest"] = {
-                "rows": self.size.rows, "length": self.size.length, "kept": self.kept, "attention": self.attention,
-                "host": self.on_host, "gib": round(self.peak / GIB, 2),
-            }  # fmt: skip
+                "rows": self.size.rows,
+                "length": self.size.length,
+                "kept": self.kept,
+                "attention": self.attention,
+                "host": self.on_host,
+                "gib": round(self.peak / GIB, 2),
+            }
         return found
 
     def __str__(self) -> str:
         if self.size is None:
             return "every layer was checkpointed"
         parts = [f"{self.kept} of {self.layers} layers kept their activations"]
-        parts += [f"{self.on_host} had them in the host's memory"] * (self.on_host > 0)
-        parts += [f"{self.attention} kept the results of attention"] * (self.attention > 0)
-        listed = " and ".join(filter(None, [", ".join(parts[:-1]), parts[-1]]))
+        if self.on_host:
+            parts.append(f"{self.on_host} had them in the host's memory")
+        if self.attention:
+            parts.append(f"{self.attention} kept the results of attention")
+        listed = parts[-1]
+        if len(parts) > 1:
+            listed = f"{', '.join(parts[:-1])} and {listed}"
         others = f", {self.least} to {self.most} for others" if self.least < self.most else ""
         return f"{listed} for {_shape(self.size)}{others}"
 

@@ -58,6 +58,7 @@ class Switch:
 
 
 def _plain() -> Callable[..., Any]:
+    """Return PyTorch's non-reentrant checkpointing, for the copy of a switch."""
     return functools.partial(checkpoint, use_reentrant=False)
 
 
@@ -98,11 +99,13 @@ def remove(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(vars(module).get(_SETTER), _Setter):
             del module.__dict__[_SETTER]
-        if isinstance(switch := vars(module).get(_ATTRIBUTE), Switch):
+        switch = vars(module).get(_ATTRIBUTE)
+        if isinstance(switch, Switch):
             setattr(module, _ATTRIBUTE, switch.checkpointed)
 
 
 def _put(model: nn.Module, decide: Decide) -> None:
+    """Put a switch in each place that has none."""
     for module in model.modules():
         function = vars(module).get(_ATTRIBUTE)
         if function is not None and not isinstance(function, Switch):
@@ -125,6 +128,7 @@ class _Setter:
 
 
 def _setter_of(model: nn.Module) -> types.MethodType:
+    """Return the method that the class of `model` has for turning checkpointing on and off."""
     return types.MethodType(getattr(type(model), _SETTER), model)
 
 
@@ -139,6 +143,7 @@ def hidden_of(function: Callable[..., Any], args: tuple[Any, ...]) -> torch.Tens
 
 
 def size_of(hidden: torch.Tensor) -> Size:
+    """Return the size of hidden states: (rows, length, ...), or (tokens, width) of rows packed into one."""
     return Size(1, hidden.shape[0]) if hidden.ndim == 2 else Size(hidden.shape[0], hidden.shape[1])
 
 

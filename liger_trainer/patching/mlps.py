@@ -22,7 +22,7 @@ from liger_trainer.instance import probe
 from liger_trainer.instance.guards import Guards, guards_of
 from liger_trainer.instance.kind import Kind, Proof
 from liger_trainer.lora.layers import tensors_now
-from liger_trainer.lora.parts import Tensors
+from liger_trainer.lora.peft_state import Tensors
 from liger_trainer.memory.rebuild import (
     REBUILD_ABOVE_BYTES,
     call_rebuilding,

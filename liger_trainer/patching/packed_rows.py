@@ -31,7 +31,7 @@ _STATE_KINDS = {"linear_attention", "conv", "mamba", "recurrent", "hybrid"}  # o
 _TOLD_BY = ("seq_idx", "cu_seqlens")  # how a convolution, and a rule or scan, are told where rows begin
 
 
-class _Kernel(NamedTuple):
+class Kernel(NamedTuple):
     """A function of transformers that calls a package where one is installed, and its own PyTorch code elsewhere."""
 
     torch_function: Callable
@@ -122,7 +122,7 @@ def _rows_stay_apart(backbone, attention: str, batch: dict[str, Any]) -> tuple[_
     copy = small_copy(backbone, probe.SEED, attention).eval()
     rows = [torch.tensor([row["input_ids"]]) for row in _rows()]
     total = sum(_LENGTHS)
-    with torch.no_grad(), _kernels_in_torch(copy):
+    with torch.no_grad(), kernels_in_torch(copy):
         one_by_one = torch.cat([copy(input_ids=ids, use_cache=False)[0] for ids in rows], 1)
         packed, raised = attempt(lambda given: (copy(**given, use_cache=False)[0], None), batch)
     if packed is None:
@@ -131,7 +131,7 @@ def _rows_stay_apart(backbone, attention: str, batch: dict[str, Any]) -> tuple[_
 
 
 @contextlib.contextmanager
-def _kernels_in_torch(model: nn.Module) -> Iterator[None]:
+def kernels_in_torch(model: nn.Module) -> Iterator[None]:
     """A context in which layers of `model`, on the CPU, run PyTorch's code in place of a package's GPU kernels.
 
     A kernel that takes rows and is told them runs row by row. One that is not told them runs on, as on the GPU.
@@ -141,7 +141,7 @@ def _kernels_in_torch(model: nn.Module) -> Iterator[None]:
     try:
         for scope in scopes.values():
             for name, value in list(scope.items()):
-                kernel = _kernel_behind(value)
+                kernel = kernel_behind(value)
                 if kernel is not None:
                     replaced.append((scope, name, value))
                     scope[name] = _row_by_row(kernel)
@@ -151,7 +151,7 @@ def _kernels_in_torch(model: nn.Module) -> Iterator[None]:
             scope[name] = value
 
 
-def _kernel_behind(value: Any) -> _Kernel | None:
+def kernel_behind(value: Any) -> Kernel | None:
     """What a global of a modeling file calls, if it calls a package; None if it is PyTorch's code or something else."""
     function = type(value).forward if isinstance(value, nn.Module) else value  # `kernels` makes a module of a function
     for _ in range(3):
@@ -159,12 +159,12 @@ def _kernel_behind(value: Any) -> _Kernel | None:
             return None
         held = inspect.getclosurevars(function).nonlocals
         if held.get("is_new_implementation") is True:
-            return _Kernel(held["torch_function"], held["applicable_params"])
+            return Kernel(held["torch_function"], held["applicable_params"])
         function = held.get("func")
     return None
 
 
-def _row_by_row(kernel: _Kernel) -> Callable:
+def _row_by_row(kernel: Kernel) -> Callable:
     total = sum(_LENGTHS)
 
     def run(*args: Any, **kwargs: Any) -> Any:

@@ -21,7 +21,7 @@ _SIZES = {
     "sliding_window": 4, "attention_chunk_size": 4, "floor_scale": 4, "num_experts": 4, "num_local_experts": 4,
     "n_routed_experts": 4, "num_experts_per_tok": 2, "num_experts_per_token": 2, "n_group": 1, "topk_group": 1,
     "num_expert_group": 1, "moe_intermediate_size": 24, "lru_width": _WIDTH,
-    "linear_num_heads": _HEADS, "linear_head_dim": _HEAD_DIM,
+    "linear_num_heads": _HEADS, "linear_head_dim": _HEAD_DIM, "chunk_size": 8, "mamba_chunk_size": 8,
     "shared_expert_intermediate_size": 24, "first_k_dense_replace": 1, "q_lora_rank": 16, "kv_lora_rank": 16,
     "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "vocab_size_per_layer_input": 48,
     "hidden_size_per_layer_input": 8,

@@ -2,9 +2,10 @@
 
 The proof runs a batch padded on the right, one padded on the left and a packed row through two small copies with the
 same weights, one with the model's own code and one with ours. The logits of real tokens, the loss and the gradients of
-all weights must agree. A model whose rows would reach each other by anything but attention (a state, a convolution), or
-whose loss counts padding, shows it there. Where layers have a window, chunks, sinks or a soft cap, rows without padding
-are run too. If they alone agree, they alone take our attention.
+all weights must agree. A model whose rows would reach each other by anything but attention, or whose loss counts
+padding, shows it there. Layers that keep a state are told where rows begin (`states.py`), and are run again in the
+backward pass too. Where layers have a window, chunks, sinks or a soft cap, rows without padding are run too. If they
+alone agree, they alone take our attention.
 """
 
 import inspect
@@ -16,9 +17,11 @@ from transformers import PreTrainedModel
 
 from liger_trainer.head import masks
 from liger_trainer.instance import probe
-from liger_trainer.instance.binding import bind
+from liger_trainer.instance.binding import bind, own_class
 from liger_trainer.instance.kind import Found, attempt
+from liger_trainer.patching.packed_rows import kernels_in_torch
 from liger_trainer.patching.small_model import small_copy
+from liger_trainer.patching.states import Told, may_go_by_rows, told_by
 from liger_trainer.varlen import padding
 from liger_trainer.varlen.decide import (
     backbone_of,
@@ -35,12 +38,15 @@ OPERATION = "varlen_attention"
 _LENGTHS, _WIDTH = (7, 1, 11, 12), 12  # longer and shorter than the window of a small copy
 _OUTPUTS = {"loss", "logits", "aux_loss", "router_logits"}  # calls that get the last compute padding
 _RTOL = 2e-4  # of the largest element, through whole layers in fp32; a token too many or too few is off by 1e-2
+_ON_ROWS = {False: "on rows side by side", True: "on a GPU, on rows one after the other; elsewhere side by side"}
+_BY_OURS = "; on a GPU, its convolution by liger_triton.short_conv"
 _ATTENDS_BY = {  # what a layer attends by -> what runs for it on a GPU
     "causal": "causal layers by SDPA, by PyTorch's varlen kernel where rows are of several lengths",
     "sliding window": "sliding windows by PyTorch's varlen kernel",
     "chunks": "chunks as rows of their own",
     "sinks": "layers with sinks by PyTorch's varlen kernel",
     "soft cap": "layers with a soft cap by liger_triton.row_attention",
+    "state": "layers that keep a state on rows side by side",
 }
 
 
@@ -49,6 +55,7 @@ def find_backbone(model) -> Iterator[Found]:
     if not isinstance(model, PreTrainedModel):
         return
     around, backbone = base_of(model), backbone_of(model)
+    told: Told | None = None
     if backbone is None:
         if model.get_output_embeddings() is not None:
             yield Found(OPERATION, type(model).__name__, model, "no part before its head was found", is_rare=True)
@@ -56,7 +63,16 @@ def find_backbone(model) -> Iterator[Found]:
     proven: Any = None
     reason = _why_not(model, around, backbone)
     if reason is None:
-        proven, reason = attempt(_prove, model)
+        told, reason = told_by(backbone)
+        if told is not None:
+            proven, reason = attempt(_prove_with_states, model)
+        if told is None or reason is not None:
+            told, of_states = None, reason
+            if model._is_stateful or backbone._is_stateful:
+                reason = of_states or "its layers keep a state, which goes from row to row"
+            else:
+                proven, reason = attempt(_prove, model)
+                reason = reason and (of_states or reason)
     if reason is None:
         reason = unknown_forward(model, proven.forwards)
     name = next((name for name, module in model.named_modules() if module is backbone), model.base_model_prefix)
@@ -65,7 +81,25 @@ def find_backbone(model) -> Iterator[Found]:
         return
     runs = "runs on real tokens" if proven.keeps_padding is None else f"computes padding ({proven.keeps_padding})"
     kinds = [how for kind, how in _ATTENDS_BY.items() if kind in proven.kinds]
-    yield Found(OPERATION, name, backbone, "; ".join([runs, *kinds]), padding.binding_of(backbone, proven))
+    binding = padding.binding_of(backbone, proven, *(() if told is None else (told.forward, told.guards)))
+    yield Found(OPERATION, name, backbone, "; ".join([runs, *kinds]), binding)
+    if told is not None:
+        yield from _layers_of(model, told, name)
+
+
+def _layers_of(model, told: Told, name: str) -> Iterator[Found]:
+    """The layers of the backbone `name` that keep a state, each with what tells it its rows."""
+    by_rows = False
+    if _has_gpu() and all(may_go_by_rows(layer, binding) for _, layer, binding in told.layers):
+        by_rows, _ = attempt(lambda given: (_is_proven_by_rows(given, told), None), model)
+    for layer_name, layer, binding in told.layers:
+        binding.by_rows = bool(by_rows)
+        text = _ON_ROWS[binding.by_rows] + ("" if binding.own is None else _BY_OURS)
+        yield Found(OPERATION, f"{name}.{layer_name}", layer, text, binding)
+
+
+def _has_gpu() -> bool:
+    return torch.cuda.is_available()
 
 
 def _why_not(model, around, backbone) -> str | None:
@@ -78,8 +112,6 @@ def _why_not(model, around, backbone) -> str | None:
         return f"attn_implementation is {text._attn_implementation!r}, which stays as it is"
     if config.is_encoder_decoder or type(getattr(backbone, "config", None)) is not type(text):
         return "the model is more than a decoder of text"
-    if model._is_stateful or backbone._is_stateful:
-        return "its layers keep a state, which goes from row to row"
     if not isinstance(backbone, PreTrainedModel) or backbone is model:
         return "it has no backbone apart from its head"
     if around is not backbone and _makes_masks(around):
@@ -92,8 +124,28 @@ def _makes_masks(module) -> bool:
     return any(name.startswith("create_") and "mask" in name for name in getattr(code, "co_names", ()))
 
 
-def _prove(model):
-    """(`Proven`, None), or (None, what differs).
+def _prove_with_states(model):
+    """`_prove` of a model whose layers keep a state: with them on rows side by side, and with checkpointing too."""
+    with kernels_in_torch(model):
+        proven, reason = _prove(model, with_states=True)
+    if reason is None and proven.keeps_padding is not None:
+        return None, proven.keeps_padding
+    return proven, reason
+
+
+def _is_proven_by_rows(model, told: Told) -> bool:
+    """Return whether layers keep rows apart that lie one after the other, if convolution and rule are told of them.
+
+    The functions of the copy's layers are those of the model's, which a rule of a package does not run on a CPU.
+    """
+    own = {own_class(layer): binding.own for _, layer, binding in told.layers}
+    with kernels_in_torch(model):
+        proven, reason = _prove(model, with_states=True, by_rows=own)
+    return reason is None and proven.keeps_padding is None
+
+
+def _prove(model, with_states: bool = False, by_rows: dict[type, Any] | None = None):
+    """(`Proven`, None), or (None, what differs). `by_rows`: the forwards of layers that are given rows as they lie.
 
     Of a model of images and text it is its decoder that is copied: what is around it sees the batch as it is.
     """
@@ -123,7 +175,7 @@ def _prove(model):
     forwards, reason = code_of([*own.modules(), model, around]), None
     proven = padding.Proven(attention, kinds, None, mixes, forwards, own_loss_of(model))
     copied = ours if subject is backbone else backbone_of(ours)
-    bind(copied, padding.binding_of(copied, proven))
+    _bind(copied, proven, with_states, by_rows)
     batches = [
         ("rows padded on the right", right, right), ("rows padded on the left", left, left),
         ("a packed row", one_row, within), ("one padded row", _first(right), _first(right)),
@@ -140,10 +192,46 @@ def _prove(model):
                 return None, reason or differs
     if reason is not None and not proven.is_local:
         return None, reason
+    if with_states:
+        return _prove_recomputed(own, ours, batches[:3], proven)
     needs_ids, error = attempt(lambda copy: (_why_ids_are_needed(copy, copied, batches[0][1]), None), ours)
     if error is not None:
         needs_ids = f"given embeddings in place of ids, {error}"
     return proven._replace(keeps_padding=reason, needs_ids=needs_ids), None
+
+
+def _bind(copied, proven: padding.Proven, with_states: bool, by_rows: dict[type, Any] | None = None) -> None:
+    """Bind to a small copy what will be bound to the model."""
+    if not with_states:
+        bind(copied, padding.binding_of(copied, proven))
+        return
+    told, reason = told_by(copied)
+    if told is None:
+        raise ValueError(f"a small copy of it cannot be told rows: {reason or 'it has no layer that keeps a state'}")
+    bind(copied, padding.binding_of(copied, proven, told.forward, told.guards))
+    for _, layer, binding in told.layers:
+        if by_rows is not None:
+            binding.own, binding.rest = by_rows[own_class(layer)], None  # the globals of the file are others now
+            binding.by_rows = binding.on_cpu = True
+        bind(layer, binding)
+
+
+def _prove_recomputed(own, ours, batches, proven: padding.Proven):
+    """(`Proven`, None), or (None, what differs) if layers run again in the backward pass, where no context is left."""
+    if not proven.keeps_state:
+        return None, "no layer was seen that keeps a state"
+    reason = None
+    for reentrant in (False, True) if ours.supports_gradient_checkpointing else ():
+        for model in (own, ours):  # with use_reentrant, stock loses gradients of router logits
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        for what, given, stock_given in batches:
+            what = f"{what}, recomputed in the backward pass (use_reentrant={reentrant})"
+            reason = reason or _differs(ours, given, _run(own, stock_given), what, proven.kinds)
+        for model in (own, ours):
+            model.gradient_checkpointing_disable()
+    if reason is not None:
+        return None, reason
+    return proven._replace(needs_ids="its layers keep a state, and run on as many rows as a batch has"), None
 
 
 def _why_ids_are_needed(ours, backbone, batch) -> str | None:

@@ -1,9 +1,9 @@
 """`LigerTrainer`: a `transformers.Trainer` that patches its model and computes the loss without logits."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -16,11 +16,21 @@ from liger_trainer.instance.binding import own_class
 from liger_trainer.trainers.arguments import LigerArguments
 from liger_trainer.trainers.base import LigerTrainerMixin
 from liger_trainer.trainers.patched_models import PatchedModels
+from liger_trainer.trainers.router_loss import check_router_loss, router_loss_of_step, router_loss_weights
 
 
 @dataclass
 class LigerTrainingArguments(LigerArguments, TrainingArguments):
     """[`~transformers.TrainingArguments`] with the fields of [`LigerArguments`], for [`LigerTrainer`]."""
+
+    router_aux_loss: Literal["per_micro_batch", "per_step"] = field(
+        default="per_micro_batch",
+        metadata={
+            "help": "How the auxiliary loss of a mixture of experts counts in a step of several micro-batches. "
+            "'per_micro_batch': once for each, as in the stock trainer, so that it grows with "
+            "gradient_accumulation_steps. 'per_step': as their mean, as in TRL's trainers."
+        },
+    )
 
 
 class LigerTrainer(LigerTrainerMixin, Trainer):
@@ -43,6 +53,7 @@ class LigerTrainer(LigerTrainerMixin, Trainer):
         if self.model_init is None:  # otherwise call_model_init has patched the model
             self._apply_liger(self.model)
         self._finish_init()
+        check_router_loss(self)
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         model = super().call_model_init(trial)
@@ -58,6 +69,12 @@ class LigerTrainer(LigerTrainerMixin, Trainer):
         inputs: dict[str, Any],
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, Any]:
+        with router_loss_of_step(self, num_items_in_batch):
+            return self._fused_loss(model, inputs, return_outputs, num_items_in_batch)
+
+    def _fused_loss(
+        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool, num_items_in_batch: Any
     ) -> torch.Tensor | tuple[torch.Tensor, Any]:
         if not self.head_is_ours:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
@@ -110,9 +127,5 @@ class LigerTrainer(LigerTrainerMixin, Trainer):
 
     def _aux_loss_weight(self) -> float:
         """The factor by which the model's own forward adds its auxiliary loss to a loss."""
-        model = base_model_of(self.model)
-        for owner in (model, model.config.get_text_config()):
-            for name in ("router_aux_loss_coef", "aux_loss_coef"):
-                if (weight := getattr(owner, name, None)) is not None:
-                    return weight
-        return 0.0
+        weights = router_loss_weights(self.model)
+        return weights[0][2] if weights else 0.0

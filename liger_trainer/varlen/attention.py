@@ -15,6 +15,7 @@ Every other call is transformers' own. `head/masks.py` hands models that have no
 
 import contextlib
 import contextvars
+import functools
 
 import torch
 import torch.nn.functional as F
@@ -49,7 +50,8 @@ class Rows:
         offsets (`torch.Tensor`): int32 (rows + 1,), on the device: where each row begins, and the end.
         tokens (`int`): Of all rows together.
         longest (`int`): Tokens of the longest row.
-        kinds (`set[str]`): What the layers were found to attend by: causal, sliding window, chunks, sinks, soft cap.
+        kinds (`set[str]`): What the layers were found to attend by: causal, sliding window, chunks, sinks, soft cap;
+            and state, where they keep one.
     """
 
     def __init__(self, lengths: list[int], device: torch.device, batch: int = 1):
@@ -67,6 +69,15 @@ class Rows:
     def equal(self) -> bool:
         """Return whether all are of one length."""
         return min(self.lengths) == self.longest
+
+    @functools.cached_property
+    def side_by_side(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """For rows that lie side by side, padded on the right, on the device: where each token is in (rows * longest),
+        int64 (tokens,), and the mask of real tokens, int64 (rows, longest)."""
+        lengths = torch.tensor(self.lengths, device="cpu")
+        real = torch.arange(self.longest, device="cpu") < lengths[:, None]
+        places = real.flatten().nonzero()[:, 0]
+        return sent(places, self.offsets.device), sent(real.long(), self.offsets.device)
 
     def in_chunks(self, size: int) -> "Rows":
         """Cut these rows into rows of `size` tokens, from the beginning of each."""
@@ -145,9 +156,14 @@ def rows_known(rows: Rows):
         _rows.reset(token)
 
 
+def rows_of_call() -> Rows | None:
+    """The rows of the running call of a backbone. None in a call that has no plan, and in a recomputation."""
+    return None if torch.compiler.is_compiling() else _rows.get()
+
+
 def row_mask(args: tuple, kwargs: dict) -> RowMask | None:
     """The mask of one kind of layer, from the arguments of transformers' `sdpa_mask`; None where no rows are known."""
-    rows = None if torch.compiler.is_compiling() else _rows.get()
+    rows = rows_of_call()
     if rows is None:
         return None
     return RowMask(rows, unknown="its mask is asked for in an unknown way") if args else _row_mask(rows, **kwargs)

@@ -18,8 +18,8 @@ from transformers.loss.loss_utils import LOSS_MAPPING
 from liger_trainer.instance.binding import Binding, own_class
 from liger_trainer.instance.hooks import comes_from, has_hooks, hook_on
 from liger_trainer.varlen.captured import BackboneGraphs
-from liger_trainer.varlen.padding import COMPUTES_PADDING, BackboneBinding, Plan
-from liger_trainer.varlen.plans import plan_of, rotates_by_length
+from liger_trainer.varlen.padding import COMPUTES_PADDING, BackboneBinding, MixedRows, Plan
+from liger_trainer.varlen.plans import holds_packed_rows, plan_of, rotates_by_length
 from liger_trainer.varlen.step_graphs import active_graphs
 
 # Inputs that require gradients. Other hooks of PEFT say which adapter is for which row, or from which token on.
@@ -183,10 +183,7 @@ def _unfit(asked: BackboneCall) -> Reason | None:
     if why is None:
         return None
     if asked.bound.proven.mixes and not asked.plan.leaves_out and not asked.is_full:
-        raise ValueError(
-            f"Packed rows would see each other in {type(asked.backbone).__name__}, whose own attention has to run: "
-            f"{why}. Take that away, or switch packing off."
-        )
+        raise MixedRows.of(asked.bound, why)
     return Reason(why, "attends with masks" if asked.is_full else COMPUTES_PADDING)
 
 
@@ -223,6 +220,9 @@ def decide(
     for check in _CHECKS:
         reason = check(asked)
         if reason is not None:
+            if bound.proven.keeps_state and holds_packed_rows(call):
+                needs = "; use_cache has to be False" if check is _rows_unknown else ""
+                raise MixedRows.of(bound, reason.text + needs)
             if asked.graphs is not None and torch.is_grad_enabled():  # generation would count each token
                 asked.graphs.summary.count(reason.text)
             return Decision(None, reason)
@@ -315,6 +315,8 @@ def _why_whole(model, backbone, bound: BackboneBinding) -> str | None:
     Every call asks this, and a model with adapters has thousands of modules.
     """
     known = bound.known
+    if bound.told is not None and (changed := bound.broken(backbone)) is not None:
+        return changed
     for module in _without_head(model):
         attributes, kind = module.__dict__, type(module)
         if known.get(kind) is not kind.forward:

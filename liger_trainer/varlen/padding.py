@@ -19,11 +19,12 @@ import torch
 from torch.utils._pytree import tree_leaves
 from transformers.utils import ModelOutput
 
-from liger_trainer.instance.binding import Binding, call_previous, in_place_of
+from liger_trainer.instance.binding import Binding, Rests, call_previous, in_place_of
 from liger_trainer.varlen.attention import NotForRows, Rows, rows_known
 from liger_trainer.varlen.captured import BackboneGraphs
 from liger_trainer.varlen.host_copies import values_of
 from liger_trainer.varlen.known import Known, is_stale
+from liger_trainer.varlen.states import KIND
 
 _PER_TOKEN = ("input_ids", "inputs_embeds", "visual_pos_masks")
 _PER_IMAGE_TOKEN = "deepstack_visual_embeds"  # in the order of the tokens, of which none is padding
@@ -45,8 +46,8 @@ class Proven(NamedTuple):
         mixes (`bool`): Whether the rows of a packed row see each other with the model's own attention.
         forwards (`dict`): The classes of its modules, with their forwards.
         loss (`Callable`): The function that its forward calls for the loss.
-        needs_ids (`str` or None): Why the backbone, given embeddings, computes something else than given their ids,
-            or None. A capture begins at the embeddings.
+        needs_ids (`str` or None): Why the backbone cannot be captured, or None: given embeddings, with which a capture
+            begins, it computes something else than given their ids, or its layers keep a state.
     """
 
     attention: str
@@ -58,19 +59,32 @@ class Proven(NamedTuple):
     needs_ids: str | None = None
 
     @property
+    def keeps_state(self) -> bool:
+        """Return whether there are layers that keep a state, which go by rows that lie side by side."""
+        return KIND in self.kinds
+
+    @property
     def is_local(self) -> bool:
         """Return whether there are layers that need more than SDPA does in rows without padding."""
         return self.kinds != {"causal"}
 
 
 class BackboneBinding(Binding):
-    """The binding of a backbone."""
+    """The binding of a backbone.
+
+    Attributes:
+        proven (`Proven`): The result of its proof.
+        told (`Callable` or None): The forward of its class in which layers that keep a state are told where rows begin;
+            None where it has none.
+    """
 
     key = "_liger_varlen"
 
-    def __init__(self, function: Callable, proven: Proven):
-        super().__init__(function)
-        self.proven = proven
+    def __init__(
+        self, function: Callable, proven: Proven, told: Callable | None = None, guards: Rests | None = None
+    ):  # fmt: skip
+        super().__init__(function, guards=guards)
+        self.proven, self.told = proven, told
         self.known = dict(proven.forwards)  # other modules that turn out to be harmless are added
 
 
@@ -209,6 +223,7 @@ def _forward_of(backbone_class):
         if "use_cache" in names:  # a decoder's own config may ask for one where that of the whole model does not
             call["use_cache"] = False
         if len(args) > len(names) or not plan.fits(call):
+            _refuse_mixing(bound, plan, "its inputs are made by the model around it")
             if plan.leaves_out:
                 bound.tell("its mask or other inputs are made by the model around it", COMPUTES_PADDING)
             return call_previous(self, BackboneBinding, args, kwargs)
@@ -217,6 +232,7 @@ def _forward_of(backbone_class):
                 outputs = _run(self, plan, call)
         except NotForRows as error:
             bound.aside = True
+            _refuse_mixing(bound, plan, str(error))
             bound.tell(str(error), COMPUTES_PADDING)
             return call_previous(self, BackboneBinding, args, kwargs)
         plan.used = True
@@ -225,12 +241,34 @@ def _forward_of(backbone_class):
     return forward
 
 
+def _refuse_mixing(bound: BackboneBinding, plan: Plan, why: str) -> None:
+    """ValueError where the model's own code would run on packed rows whose states it does not keep apart."""
+    if bound.proven.keeps_state and not plan.leaves_out and not plan.rows.full:
+        raise MixedRows.of(bound, why)
+
+
+class MixedRows(ValueError):
+    """Packed rows would see each other in the model's own attention or state layers, which would have to run."""
+
+    @classmethod
+    def of(cls, bound: BackboneBinding, why: str) -> "MixedRows":
+        """Make the error that says `why` the model's own code would run."""
+        return cls(
+            f"Packed rows would see each other in {type(bound.module.to()).__name__}, whose own code has to run: "
+            f"{why}. Take that away, or switch packing off."
+        )
+
+
 def _run(backbone, plan: Plan, call: dict[str, Any]):
     """Call `backbone` on real tokens, by a replay where one is at hand."""
     packed = plan.packed(call)
+    bound = BackboneBinding.of(backbone)
+    told = None if bound is None else bound.told
+    if told is not None and bound is not None and bound.previous is not None:
+        raise NotForRows("its forward was replaced on the instance, and its layers keep a state")
 
     def own_forward(**given):
-        return call_previous(backbone, BackboneBinding, (), given)
+        return call_previous(backbone, BackboneBinding, (), given) if told is None else told(backbone, **given)
 
     def run_uncaptured(embeds: torch.Tensor | None = None):
         """Run its own code, from `embeds` where its input embedding has run already."""
@@ -247,6 +285,8 @@ def _run(backbone, plan: Plan, call: dict[str, Any]):
     return plan.graphs.run(own_forward, run_uncaptured, plan.rows, packed)
 
 
-def binding_of(backbone, proven: Proven) -> BackboneBinding:
+def binding_of(
+    backbone, proven: Proven, told: Callable | None = None, guards: Rests | None = None
+) -> BackboneBinding:  # fmt: skip
     """With it, calls of `backbone` that have a plan leave out padding, and layers attend to rows of uneven length."""
-    return BackboneBinding(_forward_of(type(backbone)), proven)  # type: ignore[arg-type]
+    return BackboneBinding(_forward_of(type(backbone)), proven, told, guards)  # type: ignore[arg-type]

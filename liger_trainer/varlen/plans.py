@@ -46,6 +46,16 @@ def _full_plan(call, tokens) -> Plan:
     return Plan(call, Rows([length] * batch, tokens.device, batch))
 
 
+def holds_packed_rows(call: dict[str, Any]) -> bool:
+    """Return whether the positions of a call without a mask say that several rows lie in its only one."""
+    tokens, positions = tokens_of(call), call.get("position_ids")
+    if call.get("attention_mask") is not None or not isinstance(tokens, torch.Tensor) or positions is None:
+        return False
+    if tokens.ndim < 2 or tokens.shape[0] != 1 or tokens.shape[1] == 1 or positions.shape != tokens.shape[:2]:
+        return False
+    return bool((values_of(positions)[0].diff() != 1).any())
+
+
 def _packed_plan(call, tokens, full) -> Plan | None:
     """Of a batch of one row in which several lie one after the other.
 

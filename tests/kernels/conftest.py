@@ -1,4 +1,4 @@
-"""The kernels run on the GPU where there is one, else on the CPU through Triton's interpreter: TRITON_INTERPRET=1."""
+"""Run the kernels on a GPU if there is one, else on the CPU through Triton's interpreter (TRITON_INTERPRET=1)."""
 
 import importlib
 import os
@@ -11,16 +11,23 @@ from torch.utils._pytree import tree_leaves
 if os.environ.get("TRITON_INTERPRET") == "1":
     import fast_interpreter  # noqa: F401
 
-# Relative error against float64, see check_close. Triton's interpreter truncates to bf16 where a GPU rounds: twice it.
+# Relative error against float64, see check_close. Triton's interpreter truncates to bf16 where a GPU rounds, so bf16
+# gets twice the bound there.
 BOUND = {torch.float32: 1e-5, torch.bfloat16: 5e-3 if torch.cuda.is_available() else 1e-2, torch.float16: 1e-3}
 
 
 def pytest_collection_modifyitems(config, items):
-    """Without a GPU, a test of several dtypes runs all its cases in fp32. In 16 bits it runs each value of its other
-    parameters at least once, instead of their product: the interpreter takes minutes for that."""
+    """Reduce the cases without a GPU: the interpreter takes minutes for all of them.
+
+    A test with several dtypes runs all its cases in fp32. In 16 bits it runs each value of its other parameters at
+    least once.
+    """
     if torch.cuda.is_available():
         return
-    dtypes, seen, kept, left = {}, {}, [], []
+    dtypes = {}
+    seen = {}
+    kept = []
+    left = []
     for item in items:
         dtypes.setdefault(_function(item), set()).add(_dtype(item))
     for item in items:
@@ -44,7 +51,7 @@ def _function(item):
 
 
 def _dtype(item):
-    """The dtype that a test is parametrised with, or None."""
+    """Return the dtype that a test is parametrised with, or None."""
     params = item.callspec.params if hasattr(item, "callspec") else {}
     return params.get("dtype", params.get("x_dtype"))
 
@@ -56,7 +63,7 @@ def device():
 
 @pytest.fixture
 def triton_only(device):
-    """For what holds for the kernels and not for the PyTorch twins."""
+    """Skip tests that hold for the kernels but not for the PyTorch twins."""
     if not importlib.import_module("liger_triton._dispatch").use_triton(torch.empty(0, device=device)):
         pytest.skip("needs a GPU, or TRITON_INTERPRET=1")
 
@@ -68,13 +75,13 @@ def seed():
 
 @pytest.fixture(autouse=True)
 def few_programs(monkeypatch):
-    """One multiprocessor, so that in small tests too each of the persistent programs loops over tiles."""
+    """Pretend to have one multiprocessor, so that persistent programs loop over tiles in small tests too."""
     monkeypatch.setattr(importlib.import_module("liger_triton._launch"), "multiprocessors", lambda device: 1)
 
 
 @pytest.fixture(autouse=True)
 def nan_filled_memory():
-    """`torch.empty` gives NaN, so that an element which a kernel forgot to write fails its test."""
+    """Fill `torch.empty` with NaN, so that a test fails if a kernel forgets to write an element."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     yield
@@ -82,10 +89,10 @@ def nan_filled_memory():
 
 
 def _check_close(fn, oracle, inputs):
-    """Values and gradients of `fn` against `oracle` on float64 copies of `inputs`: |got - want| <= bound * |want|.
+    """Compare values and gradients of `fn` with `oracle` on float64 copies of `inputs`: |got - want| <= bound * |want|.
 
-    The upstream gradients are random: all ones would hide a missing one. The bound is that of the dtype of each result,
-    no tighter than that of the least precise input. Returns the results of `fn`.
+    The upstream gradients are random: all ones would hide a missing factor. The bound follows the dtype of each result
+    and the least precise input. Returns the results of `fn`.
     """
 
     def run(f, tensors, upstream):
@@ -120,7 +127,7 @@ def check_close():
 
 
 def _check_upstream_strides(fn, inputs):
-    """Upstream gradients whose rows lie apart, each by its own stride, give the gradients that contiguous ones give."""
+    """Check that upstream gradients with gaps between rows give the gradients that contiguous ones give."""
     out = fn(*inputs)
     out = out if isinstance(out, tuple) else (out,)
     views = [torch.randn(*t.shape[:-1], t.shape[-1] + 3 + i, device=t.device)[..., 3 + i :] for i, t in enumerate(out)]
@@ -137,7 +144,7 @@ def check_upstream_strides():
 
 
 def _check_compiled(fn, inputs):
-    """`torch.compile(fullgraph=True)` of `fn` gives the values and gradients of eager, bit for bit."""
+    """Check that `torch.compile(fullgraph=True)` of `fn` gives the values and gradients of eager, bit for bit."""
 
     def run(f):
         leaves = [t if t is None else t.detach().requires_grad_(t.requires_grad) for t in inputs]
@@ -160,7 +167,7 @@ def check_compiled():
 
 @pytest.fixture(params=["triton", "torch"])
 def row_pass(request, monkeypatch, device):
-    """The vocabulary losses with their Triton pass over rows of logits, and with the plain PyTorch one."""
+    """Run the vocabulary losses with their Triton row pass, and with the plain PyTorch one."""
     modules = {
         m: importlib.import_module(f"liger_triton.{m}")
         for m in ("_chunks", "_dispatch", "linear_heads_kl", "cross_entropy", "known_gradients")
@@ -176,7 +183,7 @@ def row_pass(request, monkeypatch, device):
 
 
 class _Allocations(TorchDispatchMode):
-    """Counts the matrix products, and lists the sizes in elements of the tensors that operations create."""
+    """Count the matrix products, and list the sizes in elements of the tensors that operations create."""
 
     def __init__(self):
         super().__init__()
@@ -187,7 +194,7 @@ class _Allocations(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         self.products += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_)
         if func.overloadpacket is torch.ops.aten.set_:
-            return out  # memory that exists already, by which Triton's interpreter reads its arguments
+            return out  # existing memory: Triton's interpreter reads its arguments this way
         for t in tree_leaves(out):
             if isinstance(t, torch.Tensor) and t.untyped_storage().data_ptr() not in before:
                 self.sizes.append(t.untyped_storage().nbytes() // t.element_size())

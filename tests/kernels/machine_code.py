@@ -1,7 +1,7 @@
-"""Compiles kernels for GPUs that need not be there and prints what their code does to memory, as one line of JSON.
+"""Compile kernels for GPUs that need not be present, and print their memory accesses as one line of JSON.
 
-`machine_code.py CAPABILITY`, such as 90: a script of its own, because under TRITON_INTERPRET=1, with which the tests
-run, nothing is compiled.
+Run it as `machine_code.py CAPABILITY`, such as 90. It is a script because the tests run with TRITON_INTERPRET=1, and
+then nothing is compiled.
 """
 
 import json
@@ -15,6 +15,7 @@ from triton.compiler import ASTSource
 from liger_triton import _row_pass
 from liger_triton.float8_cast import E4M3, E5M2, _columns_kernel, _each_row_kernel, _rows_kernel, packing
 from liger_triton.gates import PASSES_AT_LIMIT, _gate_bwd_kernel
+from liger_triton.short_conv import _backward_kernel, _forward_kernel
 
 GATE = {"DY": "*bf16", "G": "*bf16", "U": "*bf16", "DG": "*bf16", "DU": "*bf16"}
 GATE_SIXTEEN = [*GATE, "dy_stride", "g_stride", "u_stride", "d_stride", "n"]
@@ -23,7 +24,7 @@ ROW |= dict.fromkeys(("softcap", "smoothing", "z_loss"), "fp32")
 
 
 def row(block, aligned, **flags):
-    """The pass over logits, of rows that start at 16 bytes or anywhere. V is no multiple of 16 in either."""
+    """Return the row pass, with rows that start at 16 bytes or anywhere. V is never a multiple of 16."""
     flags = {"DO_STATS": True, "DO_GRAD": True, "TOP1": True} | flags
     names = ("HAS_GLOSS", "HAS_GENT", "SOFTCAP", "SMOOTH", "ENTROPY_", "SUMSQ", "MEAN")
     constants = dict.fromkeys(names, False) | flags | {"scale": None, "LEAD": not aligned, "BLOCK": block, "VEC": 8}
@@ -38,7 +39,7 @@ def gate(act):
 
 
 def float8(kernel, dtype, eight, **flags):
-    """The casts to eight bits, e4m3 (8e4nv for Triton) or e5m2."""
+    """Return the fp8 casts, e4m3 (8e4nv for Triton) or e5m2."""
     pointers = {"X": f"*{dtype}", "MAXIMA": "*i32", "ROWS": f"*fp{eight}", "COLUMNS": "*i32", "INVERSE": "*fp32"}
     constants = {"LARGEST": 448.0, "POWER_OF_2": False, "LEAST": 1e-12, "COUNT": 512} | flags
     sixteen = [name for name in (*pointers, "numel", "t", "k", "quarters") if name in kernel.arg_names]
@@ -51,7 +52,7 @@ def float8_columns(dtype, eight, rows):
 
 
 def float8_by_row(kernel, dtype, num_warps, **flags):
-    """The casts with scales by row: whole rows in tiles of 8192 numbers, or the transpose."""
+    """Return the casts with row scales: whole rows in tiles of 8192 numbers, or the transpose."""
     pointers = {"X": f"*{dtype}", "ROWS": "*fp8e4nv", "INVERSE": "*fp32", "MAXIMA": "*i32", "COLUMNS": "*i32"}
     constants = {"LARGEST": 448.0, "POWER_OF_2": True, "LEAST": 1e-12} | flags
     sixteen = [name for name in (*pointers, "stride", "t", "k", "quarters") if name in kernel.arg_names]
@@ -68,6 +69,16 @@ def columns_of(dtype):
     return float8_by_row(_columns_kernel, dtype, 4, **flags)
 
 
+def short_conv(kernel, dtype, channels, **flags):
+    pointers = dict.fromkeys(("DY", "X", "W", "B", "Y", "DX"), f"*{dtype}") | {"STARTS": "*i32"}
+    pointers |= {"DW": "*fp32", "DB": "*fp32"}
+    constants = {"K": 4, "HAS_BIAS": False, "SILU": True, "HAS_ROWS": True, "RUN": 8, "BLOCK_C": channels} | flags
+    sixteen = [name for name in (*pointers, "x_stride", "dy_stride", "c") if name in kernel.arg_names]
+    return kernel, {name: kind for name, kind in pointers.items() if name in kernel.arg_names}, constants, sixteen, 1
+
+
+FORWARD = {"TOKENS": 64}
+BACKWARD = {"NEED_DX": True, "NEED_DW": True, "NEED_DB": False, "TOKENS": 256}
 # Kernel, types of the pointers and floats, constants, which arguments are multiples of 16, warps.
 CASES = {
     "swiglu": gate("silu"),
@@ -88,11 +99,15 @@ CASES = {
     "float8 by wide row of fp32": rows_of("fp32", 16384, 16),
     "float8 by column": columns_of("bf16"),
     "float8 by column of fp32": columns_of("fp32"),
+    "convolution": short_conv(_forward_kernel, "bf16", 256, **FORWARD),
+    "convolution of fp32": short_conv(_forward_kernel, "fp32", 128, **FORWARD),
+    "convolution, backward": short_conv(_backward_kernel, "bf16", 128, **BACKWARD),
+    "convolution, backward of fp32": short_conv(_backward_kernel, "fp32", 128, **BACKWARD),
 }
 
 
 def accesses(case, capability):
-    """Accesses of global memory in the order of the code, and the bytes of shared memory."""
+    """Return the global memory accesses in code order, and the bytes of shared memory."""
     kernel, pointers, constants, sixteen, num_warps = case
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else pointers.get(name, "i32") for name in names}

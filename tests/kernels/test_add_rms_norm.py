@@ -31,7 +31,7 @@ def oracle(x, residual, w):
     ],
 )
 def test_matches_float64(shape, weight, cast, dtype, device, check_close):
-    """Both outputs get a random upstream gradient of their own: the gradient of the sum has two parts."""
+    """Give both outputs random upstream gradients: the gradient of the sum has two parts."""
     check_close(
         lambda x, r, w: add_rms_norm(x, r, w, 1e-5, cast=cast), oracle, inputs(shape, dtype, device, weight=weight)
     )
@@ -43,13 +43,13 @@ def test_one_output_used(used, device, check_close):
         lambda x, r, w: add_rms_norm(x, r, w, 1e-5)[used] + 0 * w,
         lambda x, r, w: oracle(x, r, w)[used] + 0 * w,
         [t.requires_grad_() for t in inputs((5, 40), torch.float32, device)],
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("residual_dtype", DTYPES, ids=str)
 def test_dtypes_and_values_are_those_of_two_steps(dtype, residual_dtype, device):
-    """The norm reads the rounded sum, so the two results are bit for bit those of an addition and rms_norm."""
+    """The norm reads the rounded sum, so both results are bit-equal to an addition followed by rms_norm."""
     x, residual, w = inputs((5, 40), dtype, device, residual_dtype)
     y, s = add_rms_norm(x, residual, w, 1e-6, offset=1.0, cast="gemma")
     if device == "cuda":  # the interpreter truncates the sum to bf16, PyTorch rounds it
@@ -161,7 +161,7 @@ def test_bad_weight():
 
 @pytest.mark.gpu
 def test_offsets_past_int32():
-    """2**31 + 4096 elements: the last rows are those of the same call on their own."""
+    """Use 2**31 + 4096 elements. The last rows equal a call on those rows alone."""
     x, residual = (torch.randn(2**19 + 1, 4096, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(2))
     w = torch.randn(4096, device="cuda", dtype=torch.bfloat16)
     tails = [t[-3:].detach().requires_grad_() for t in (x, residual)]

@@ -1,5 +1,5 @@
-"""What every operation owes to autograd, beside its plain PyTorch twin: graphs that are run twice, inputs and results
-that are changed in place, graphs that are never run."""
+"""Autograd behaviour of every operation, compared with its PyTorch twin: graphs that run twice, inputs and results
+changed in place, graphs that never run."""
 
 import gc
 import weakref
@@ -37,16 +37,20 @@ def logprobs(**options):
 
 
 def divergence(**options):
-    return lambda ops, x, w, b: ops.linear_divergence(
-        x, w, *(t.to(x.device) for t in TEACHER), b, beta=0.3, mask=Y.to(x.device) != -100, **options
-    ).divergence  # fmt: skip
+    return lambda ops, x, w, b: (
+        ops.linear_divergence(
+            x, w, *(t.to(x.device) for t in TEACHER), b, beta=0.3, mask=Y.to(x.device) != -100, **options
+        ).divergence
+    )
 
 
 def inplace_cross_entropy(ops, z):
     return lt.cross_entropy(z, Y.to(z.device), inplace=True) if ops is lt else ops.cross_entropy(z, Y.to(z.device))
 
 
-ROWS, WEIGHT, HEAD = (T, H), (V, H), ((T, H), (V, H), (V,))
+ROWS = (T, H)
+WEIGHT = (V, H)
+HEAD = ((T, H), (V, H), (V,))
 OPS = {
     "rms_norm": (lambda ops, x, w: ops.rms_norm(x, w, 1e-6), (ROWS, (H,))),
     "add_rms_norm": (lambda ops, x, r, w: ops.add_rms_norm(x, r, w, 1e-6), (ROWS, ROWS, (H,))),
@@ -78,12 +82,14 @@ OPS = {
         (ROWS, ROWS, WEIGHT, WEIGHT),
     ),
     "linear_heads_kl": (
-        lambda ops, *t: ops.linear_heads_kl(
-            list(t[:2]), list(t[2:]), *(s.to(t[0].device) for s in TEACHER), VALID.to(t[0].device)
-        ).loss,
+        lambda ops, *t: (
+            ops.linear_heads_kl(
+                list(t[:2]), list(t[2:]), *(s.to(t[0].device) for s in TEACHER), VALID.to(t[0].device)
+            ).loss
+        ),
         (ROWS, ROWS, WEIGHT, WEIGHT),
     ),
-}  # fmt: skip
+}
 
 
 def reuse(ops):
@@ -91,7 +97,7 @@ def reuse(ops):
 
 
 def made(name, device):
-    """Leaves, and what a model would have computed of them: an operation never gets a leaf but for parameters."""
+    """Return leaves, and tensors that a model would compute from them: only parameters reach an operation as leaves."""
     torch.manual_seed(0)
     leaves = [torch.randn(shape, device=device).requires_grad_() for shape in OPS[name][1]]
     return leaves, [t * 1.0 for t in leaves]
@@ -114,7 +120,7 @@ def close(got, want):
 
 @pytest.mark.parametrize("name", [name for name in OPS if name != "cross_entropy-inplace"])
 def test_two_backward_passes_of_a_kept_graph(name, device):
-    """And a third, which does not keep it; a fourth is PyTorch's own error."""
+    """The third pass does not keep the graph; the fourth raises PyTorch's own error."""
     results = []
     for ops in (lt, reference):
         leaves, tensors = made(name, device)
@@ -132,7 +138,7 @@ def test_two_backward_passes_of_a_kept_graph(name, device):
 @pytest.mark.parametrize("at", range(4))
 @pytest.mark.parametrize("name", OPS)
 def test_input_changed_before_the_backward_pass(name, at, device):
-    """Where that is an error of the twin, ours is one too, or its gradient was known before: never another gradient."""
+    """If the twin raises, ours raises too or knew its gradient before. It never returns another gradient."""
     found = []
     for ops in (lt, reference):
         leaves, tensors = made(name, device)
@@ -150,7 +156,7 @@ def test_input_changed_before_the_backward_pass(name, at, device):
     out = outputs(name, reference, tensors)
     want = torch.autograd.grad(out, leaves, upstream(name, out))
     known = "linear" in name and name not in NEEDED_LATER
-    needless = name == "layer_norm" and at == 2  # PyTorch keeps the bias too, which no gradient needs
+    needless = name == "layer_norm" and at == 2  # PyTorch also keeps the bias, although no gradient needs it
     if found[0] is not None:
         assert found[1] is not None or known or needless, "the twin raises"
         close(found[0], want)
@@ -161,7 +167,7 @@ NEEDED_LATER = ("linear_logprobs", "linear_logprobs-chunks", "linear_cross_entro
 
 @pytest.mark.parametrize("name", OPS)
 def test_results_changed_in_place(name, device):
-    """As a model does it: the gradients are those of the twin, whose results are changed alike, or both raise."""
+    """Models change results in place. The gradients equal the twin's after the same change, or both raise."""
     found = []
     for ops in (lt, reference):
         leaves, tensors = made(name, device)
@@ -181,7 +187,7 @@ def test_results_changed_in_place(name, device):
 @pytest.mark.parametrize("view", [False, True], ids=["leaf", "view"])
 @pytest.mark.parametrize("name", OPS)
 def test_a_leaf_is_never_written_over(name, view, device):
-    """The owner of a parameter reads it again, even where the caller allowed its memory to be reused."""
+    """The owner of a parameter reads it again, even if the caller allowed reuse of its memory."""
     leaves, _ = made(name, device)
     before = [t.detach().clone() for t in leaves]
     out = outputs(name, lt, [t.view(-1).view(t.shape) for t in leaves] if view else leaves)
@@ -193,7 +199,7 @@ def test_a_leaf_is_never_written_over(name, view, device):
 
 
 def python_nodes(out):
-    """The nodes of the graph that our own functions made: each is the `ctx` that they write on."""
+    """Return the graph nodes of our own functions. Each is the `ctx` that they write on."""
     seen, stack = set(), [t.grad_fn for t in out]
     while stack:
         node = stack.pop()
@@ -207,10 +213,10 @@ def python_nodes(out):
 @pytest.mark.parametrize("name", OPS)
 @pytest.mark.parametrize("run", [False, True], ids=["without-backward", "after-backward"])
 def test_nothing_is_held_without_the_results(name, run, device, triton_only):
-    """No cycle: what the graph keeps is freed with the results, not by the garbage collector some time later."""
+    """There is no cycle: the graph's tensors are freed with the results, before any garbage collection."""
     leaves, tensors = made(name, device)
     gc.disable()
-    gc.freeze()  # `get_objects` lists what is made from here on
+    gc.freeze()  # `get_objects` then lists only objects made from here on
     try:
         out = outputs(name, lt, tensors)
         nodes = python_nodes(out)
@@ -229,7 +235,7 @@ def test_nothing_is_held_without_the_results(name, run, device, triton_only):
 
 @pytest.mark.parametrize("name", OPS)
 def test_a_second_derivative_is_right_or_an_error(name, device):
-    """Under `create_graph=True` gradients may not pass for constants: a gradient penalty would be wrong in silence."""
+    """With `create_graph=True`, gradients must not count as constants: a gradient penalty would be silently wrong."""
     call, shapes = OPS[name]
     results = []
     for ops in (reference, lt):
@@ -255,7 +261,7 @@ def test_a_second_derivative_is_right_or_an_error(name, device):
 @pytest.mark.parametrize("grad", [True, False], ids=["grad", "no-grad"])
 @pytest.mark.parametrize("name", OPS)
 def test_forward_mode_raises(name, grad, device, triton_only):
-    """As PyTorch does for a custom function without a `jvp`. A missing tangent would count as zero."""
+    """PyTorch raises for a custom function without a `jvp`. A missing tangent would count as zero."""
     leaves, tensors = made(name, device)
     with torch.set_grad_enabled(grad), forward_ad.dual_level():
         duals = [forward_ad.make_dual(t, torch.ones_like(t)) for t in (tensors if grad else map(torch.detach, tensors))]
@@ -266,7 +272,7 @@ def test_forward_mode_raises(name, grad, device, triton_only):
 @pytest.mark.parametrize("which", ["all", "first", "last"])
 @pytest.mark.parametrize("name", OPS)
 def test_wrappers_take_the_twin(name, which, device):
-    """A subclass that holds its values elsewhere, as DTensor does, has no memory that a kernel could read."""
+    """A subclass such as DTensor holds its values elsewhere, so it has no memory for a kernel to read."""
     _, tensors = made(name, device)
     kept = [t.detach() for t in tensors]
     at = {"all": range(len(kept)), "first": [0], "last": [len(kept) - 1]}[which]
@@ -278,7 +284,7 @@ def test_wrappers_take_the_twin(name, which, device):
 
 @pytest.mark.parametrize("name", OPS)
 def test_tensors_without_values(name, device):
-    """Shapes and dtypes of fake tensors and on `meta`, with gradients: nothing is launched."""
+    """Fake tensors and `meta` tensors give shapes and dtypes, also of gradients, and launch nothing."""
     leaves, tensors = made(name, device)
     want = [(t.shape, t.dtype) for t in outputs(name, reference, tensors)]
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:

@@ -13,7 +13,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 
 def inputs(device, dtype=torch.float32, scale=1.0):
-    """A leaf, and target with ignored rows. `leaf * 1.0` stands for the logits that a model computes."""
+    """Return a leaf and a target with ignored rows. `leaf * 1.0` stands for logits that a model computed."""
     leaf = (torch.randn(T, V) * scale).to(device, dtype).requires_grad_()
     y = torch.randint(0, V, (T,))
     y[::4] = -100
@@ -33,18 +33,19 @@ CASES = [
 @pytest.mark.parametrize("options", CASES)
 @pytest.mark.parametrize("inplace", [False, True], ids=["", "inplace"])
 def test_matches_float64(inplace, options, dtype, device, row_pass, check_close):
-    """Random upstream gradients: the gradient written in the forward pass is multiplied by them."""
+    """Upstream gradients are random: the gradient from the forward pass is multiplied by them."""
     leaf, y = inputs(device, dtype)
     check_close(
         lambda z: cross_entropy(z * 1.0, y, **options, inplace=inplace),
-        lambda z: reference.cross_entropy(z, y, **options), [leaf],
-    )  # fmt: skip
+        lambda z: reference.cross_entropy(z, y, **options),
+        [leaf],
+    )
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("view", ["made", "view", "leaf", "columns"])
 def test_the_logits_are_intact(view, reduction, device, row_pass):
-    """After the forward and two backward passes, beside another use of them, with the gradients of plain PyTorch."""
+    """Forward and two backward passes leave the logits unchanged, also for a second use of them."""
     leaf, y = inputs(device)
     results = []
     for loss_of in (cross_entropy, F.cross_entropy):
@@ -67,7 +68,7 @@ def test_the_logits_are_intact(view, reduction, device, row_pass):
 
 
 def test_logits_changed_since_the_call(device, row_pass):
-    """An error: the backward pass reads the logits again, or finds its gradient in their memory."""
+    """Changed logits raise: backward reads them again, or finds its gradient in their memory."""
     leaf, y = inputs(device)
     for inplace in (False, True):
         for view in (False, True):
@@ -81,7 +82,7 @@ def test_logits_changed_since_the_call(device, row_pass):
 
 
 def test_what_is_kept_and_made(device, row_pass, allocations):
-    """No copy of the logits is kept, and the gradient is the only tensor of their size that is made."""
+    """No copy of the logits is saved, and the gradient is the only new tensor of their size."""
     if row_pass == "torch":
         pytest.skip("plain PyTorch copies the logits to fp32")
     leaf, y = inputs(device)
@@ -175,7 +176,7 @@ def test_overwritten_logits_cannot_be_used_in_silence(view, device, row_pass):
 
 
 def test_an_operation_before_that_saved_its_output(device, row_pass):
-    """tanh keeps its output, which is the logits here."""
+    """tanh saves its output, and here the output is the logits."""
     leaf, y = inputs(device)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         cross_entropy(leaf.tanh(), y, inplace=True).backward()
@@ -199,7 +200,7 @@ def test_no_rows(device, row_pass):
 
 
 def test_nan_and_infinity(device, row_pass):
-    """NaN reaches its own row only. -inf, a masked token, has p = 0 and gradient 0, as in PyTorch."""
+    """NaN stays in its own row. -inf, a masked token, has p = 0 and gradient 0, as in PyTorch."""
     leaf, y = inputs(device)
     y[1], y[2] = 3, 4
     with torch.no_grad():
@@ -219,7 +220,7 @@ def test_nan_and_infinity(device, row_pass):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("p", [0.9, 0.99, 0.999, 0.9999])
 def test_confident_tokens(p, dtype, device, row_pass):
-    """Softmax near 1, where p - 1 cancels: the gradient is at least as accurate as PyTorch's in that dtype."""
+    """Where softmax is near 1, p - 1 cancels: the gradient is at least as accurate as PyTorch's in that dtype."""
     z = torch.zeros(4, V, device=device)
     y = torch.tensor([0, 127, 128, V - 1], device=device)
     z[torch.arange(4), y] = torch.tensor((V - 1) * p / (1 - p)).log()
@@ -241,7 +242,7 @@ def test_confident_tokens(p, dtype, device, row_pass):
 
 
 def test_common_offset(device, row_pass):
-    """Adding 10000 to all logits changes nothing: they are eighths, so fp32 holds them exactly either way."""
+    """Adding 10000 to all logits changes nothing. They are eighths, so fp32 holds them exactly either way."""
     z, y = torch.randint(-40, 40, (T, V), device=device) / 8, inputs(device)[1]
     got = []
     for offset in (0.0, 10000.0):
@@ -253,14 +254,15 @@ def test_common_offset(device, row_pass):
 
 
 def test_rows_of_any_stride(device, row_pass, check_close):
-    """Logits that are a slice of the vocabulary: rows far apart, and what lies between them stays."""
+    """Logits are a slice of the vocabulary: rows have gaps, and the gaps are not written."""
     leaf, y = inputs(device)
     wide = torch.cat([leaf.detach(), torch.full((T, 9), 7.0, device=device)], dim=1).requires_grad_()
     for inplace in (False, True):
         check_close(
             lambda w, inplace=inplace: cross_entropy((w * 1.0)[:, :V], y, inplace=inplace),
-            lambda w: reference.cross_entropy(w[:, :V], y), [wide],
-        )  # fmt: skip
+            lambda w: reference.cross_entropy(w[:, :V], y),
+            [wide],
+        )
     made = wide * 1.0
     cross_entropy(made[:, :V], y, inplace=True)
     assert torch.equal(made[:, V:], wide[:, V:]) and not torch.equal(made[:, :V], wide[:, :V])
@@ -278,7 +280,7 @@ def test_compile(reduction, dtype, device, row_pass, check_compiled):
 @pytest.mark.parametrize("columns, first", [(V, 0), (V + 6, 0), (V + 13, 3), (V + 13, 0), (320, 0), (320, 1)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_rows_that_start_anywhere(columns, first, dtype, device, row_pass):
-    """In place in some columns of a wider tensor: the gradient is right, the other columns are as they were."""
+    """In place in some columns of a wider tensor, the gradient is right and the other columns are unchanged."""
     wide = torch.randn(T, columns, device=device).to(dtype)
     before, y = wide.clone(), inputs(device)[1]
     y[1], y[2] = 0, V - 1
@@ -296,13 +298,13 @@ def test_rows_that_start_anywhere(columns, first, dtype, device, row_pass):
 
 @pytest.mark.gpu
 def test_offsets_past_2_31():
-    """Nine rows 2**28 elements apart: the last begins at element 2**31."""
+    """Nine rows are 2**28 elements apart: the last begins at element 2**31."""
     far = torch.zeros(9 * 2**28, device="cuda", dtype=torch.bfloat16).view(9, 2**28)[:, :V]
     z, y = torch.randn(9, V, device="cuda").bfloat16(), torch.arange(9, device="cuda")
     stats = torch.zeros(2, N_STATS, 9, device="cuda")
     for logits, rows in ((far.copy_(z), stats[0]), (z, stats[1])):
         run_row_pass(logits, logits, y, rows, None, None, RowSpec())
-    torch.testing.assert_close(far, z)  # not bit for bit: rows that start at other alignments are other machine code
+    torch.testing.assert_close(far, z)  # not bit for bit: another alignment selects other machine code
     torch.testing.assert_close(stats[0], stats[1])
     assert far[8].float().sum().abs() < 1e-2 and far[8, 8] < -0.5  # a gradient: sums to 0, negative at the target
 
@@ -327,7 +329,7 @@ def test_errors(logits, target, options, message):
 
 
 def test_target_outside_the_vocabulary(device, row_pass):
-    """An error on CPU. On a GPU, where that would make the host wait, NaN in that row alone."""
+    """A CPU raises. A GPU would have to wait, so the row becomes NaN there."""
     leaf, y = inputs(device)
     y[5] = V
     if device == "cpu":
@@ -341,10 +343,12 @@ def test_target_outside_the_vocabulary(device, row_pass):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_rows_at_the_least_number(dtype, device, row_pass):
-    """All logits at `finfo.min` make a uniform row; beside larger ones they have no probability."""
+    """If all logits are `finfo.min`, the row is uniform. Next to larger logits, they have no probability."""
     lowest = torch.finfo(dtype).min
     logits = torch.full((4, V), lowest, dtype=dtype, device=device)
-    logits[1, 3], logits[2, 5], logits[3, 3] = lowest / 2, 1e30, -1e31
+    logits[1, 3] = lowest / 2
+    logits[2, 5] = 1e30
+    logits[3, 3] = -1e31
     logits, y = logits.requires_grad_(), torch.tensor([3, 3, 5, 3], device=device)
     got = cross_entropy(logits, y, reduction="none")
     want = F.cross_entropy(logits.double(), y, reduction="none")

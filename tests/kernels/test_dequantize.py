@@ -1,4 +1,4 @@
-"""Four bits, unpacked: to the bit the numbers of bitsandbytes, whose tables are written down here."""
+"""4-bit dequantization is bit-equal to bitsandbytes. Its tables are written down here."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ EXACT = {torch.float32: 0.0, torch.float16: 0.0, torch.bfloat16: 0.0 if torch.cu
 
 
 def stored(shape, blocksize, code, nested, device):
-    """The arguments of `dequantize_4bit` for random bytes, but for the dtype."""
+    """Return the arguments of `dequantize_4bit`, without the dtype, for random bytes."""
     count = shape[0] * shape[1]
     packed = torch.randint(256, ((count + 1) // 2, 1), dtype=torch.uint8, device=device)
     blocks, of_scales = -(-count // blocksize), None
@@ -32,7 +32,7 @@ def stored(shape, blocksize, code, nested, device):
 
 
 def written_out(packed, code, absmax, blocksize, shape, nested):
-    """The numbers, in fp32, each operation by itself."""
+    """Compute the numbers in fp32, one operation at a time."""
     if nested is not None:
         of_block = nested.absmax.repeat_interleave(nested.blocksize)[: absmax.numel()]
         absmax = (nested.code[absmax.long()] * of_block) + nested.offset
@@ -44,7 +44,7 @@ def written_out(packed, code, absmax, blocksize, shape, nested):
 @pytest.mark.parametrize("nested", [0, 256, 64])
 @pytest.mark.parametrize("blocksize", [32, 64, 4096])
 @pytest.mark.parametrize("code", [NF4, FP4], ids=["nf4", "fp4"])
-@pytest.mark.parametrize("shape", [(16, 32), (24, 200), (3, 5), (7, 8)])  # 15 numbers are no whole words
+@pytest.mark.parametrize("shape", [(16, 32), (24, 200), (3, 5), (7, 8)])  # 15 numbers do not fill whole words
 def test_is_what_was_stored(shape, code, blocksize, nested, dtype, device):
     given = stored(shape, blocksize, code, nested, device)
     got, want = dequantize_4bit(*given, dtype), written_out(*given)
@@ -68,7 +68,7 @@ def test_a_part_that_begins_within_a_word(device):
 
 
 class Stored:
-    """A weight that counts how often it is unpacked, and how many of its matrices there are at once."""
+    """A weight that counts how often it is unpacked, and how many of its matrices are alive at once."""
 
     def __init__(self, shape, device, dtype=torch.float32):
         self.matrix = torch.randn(shape, device=device, dtype=dtype)
@@ -116,7 +116,7 @@ def test_an_mlp_unpacks_once_a_product(device):
 
 
 def test_a_product_of_its_own(device):
-    """As of int8, where the forward rounds the input too, and the backward multiplies by the matrix."""
+    """int8 formats round the input in forward too, and multiply by the matrix in backward."""
     stored, x = Stored((24, 16), device), torch.randn(5, 16, device=device).requires_grad_()
     a, b = lora(24, 16, device)
     weight = stored.weight._replace(product=lambda rows: rows.round() @ stored.matrix.t())
@@ -127,7 +127,7 @@ def test_a_product_of_its_own(device):
 
 
 def test_a_product_that_is_scaled_afterwards(device):
-    """As of torchao's int8. The matrix of the twin is the scaled one, and the gradient scales dy."""
+    """torchao's int8 scales the product. The twin's matrix includes the scale, and the gradient scales dy."""
     numbers = torch.randint(-127, 128, (24, 16), device=device).float()
     scale, x = torch.rand(24, device=device) + 0.5, torch.randn(5, 16, device=device).requires_grad_()
     a, b = lora(24, 16, device)
@@ -183,7 +183,7 @@ def test_mxfp4_is_what_was_stored(shape, dtype, device):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_mxfp4_of_all_scales_is_that_of_transformers(dtype, device):
-    """Every scale but 255, which is no number, with every number: zeros of both signs, subnormal and infinite ones."""
+    """Test each number with each scale but 255 (NaN): zeros of both signs, subnormals, infinities."""
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     least = 2 if INTERPRET and dtype == torch.bfloat16 else 0  # the interpreter has no subnormal bf16

@@ -28,7 +28,7 @@ FORMS = {
 def inputs(
     device, dtype, tokens=23, hidden=40, inner=24, experts=5, top_k=3, transposed=False, bias=False, rank=0, **_
 ):
-    """With five experts, expert 1 gets no token, and some of the others more than a tile of the interpreter has."""
+    """With five experts, expert 1 gets no token, and some others get more than one tile of the interpreter."""
 
     def randn(*shape, scale=1.0):
         return (scale * torch.randn(*shape)).to(device, dtype).requires_grad_()
@@ -59,10 +59,12 @@ def call(function, ids, options):
     return run
 
 
-PAIRS = [  # the first two have each option, which is enough for the interpreter: it takes 4 s a case
-    pytest.param(0, False, id="plain"), pytest.param(3, True, id="bias-lora"), pytest.param(0, True, id="bias"),
+PAIRS = [  # the first two cover each option; the interpreter takes 4 s a case and runs only them
+    pytest.param(0, False, id="plain"),
+    pytest.param(3, True, id="bias-lora"),
+    pytest.param(0, True, id="bias"),
     pytest.param(3, False, id="lora"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -75,7 +77,7 @@ def test_matches_float64(options, rank, bias, dtype, device, check_close):
 
 @pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
 def test_numbers_at_the_limit(interleaved, device, check_close):
-    """The first product returns its input, much of which is at the limit: gradients are as those of torch.clamp."""
+    """The first product returns its input, and much of it is at the limit: gradients follow torch.clamp."""
     ids, (x, shares, w, v, *_) = inputs(device, torch.float32, hidden=16, inner=8, experts=4, top_k=2)
     values = torch.tensor([-9.0, -7.0, -7.0, 0.5, 7.0, 7.0, 9.0], device=device)
     numbers = values[torch.randint(len(values), x.shape, device=device)].requires_grad_()
@@ -123,8 +125,8 @@ def test_sizes(sizes, device, check_close):
 @pytest.mark.gpu
 @pytest.mark.parametrize(("hidden", "inner"), [(64, 512), (1024, 64)], ids=["wide-gate", "wide-result"])
 def test_more_than_2_31_elements(hidden, inner, device):
-    """2,200,000 pairs of 1024 columns. The last tokens get the same as in a call of their own, and so do weights, if no
-    other token has a gradient."""
+    """2,200,000 pairs have 1024 columns. The last tokens equal a separate call; so do weights with gradients from them
+    only."""
     ids, given = inputs(device, torch.bfloat16, tokens=1_100_000, hidden=hidden, inner=inner, experts=4, top_k=2)
     x, shares, w, v = given[:4]
     few = [t.detach()[-50:].clone().requires_grad_() for t in (x, shares)]
@@ -145,7 +147,7 @@ def test_no_tokens(device):
 
 
 def test_factors_of_an_adapter_are_cast_and_turned_in_one_copy(device, triton_only, monkeypatch):
-    """PEFT keeps B as (out, r E), in which experts are fastest, and in fp32. The kernels read runs of outputs."""
+    """PEFT stores B as fp32 (out, r E), experts fastest. The kernels read contiguous outputs."""
     module, found = importlib.import_module("liger_triton.experts"), []
     stock = module._gate
     monkeypatch.setattr(module, "_gate", lambda *args: found.append(args[5]) or stock(*args))
@@ -162,7 +164,7 @@ def test_factors_of_an_adapter_are_cast_and_turned_in_one_copy(device, triton_on
 
 
 class Copies(TorchDispatchMode):
-    """Counts casts and copies."""
+    """Count casts and copies."""
 
     count = 0
 
@@ -172,7 +174,7 @@ class Copies(TorchDispatchMode):
 
 
 def test_only_what_is_trained_gets_a_gradient(device, triton_only):
-    """Of frozen weights nothing is computed, and of a LoRA on them all is."""
+    """Frozen weights get no gradient; all factors of a LoRA on them do."""
     ids, given = small(device, rank=3)
     frozen = [t if t is None or i not in (2, 3) else t.detach() for i, t in enumerate(given)]
     y = call(experts, ids, {})(*frozen)
@@ -186,7 +188,7 @@ def test_only_what_is_trained_gets_a_gradient(device, triton_only):
 
 
 def test_kept_and_repeated(device, triton_only):
-    """What is kept are the inputs and h, and a second backward pass over a kept graph gives the same gradients."""
+    """Only the inputs and h are saved. A second backward over a kept graph gives the same gradients."""
     ids, given = small(device)
     x, shares, w, v, *_ = given
     kept = []
@@ -203,8 +205,10 @@ def test_kept_and_repeated(device, triton_only):
 
 @pytest.fixture
 def noted(monkeypatch):
-    """The calls of products in `experts`, each (name, shape of the weight), and weak references to their results."""
-    module, calls, results = importlib.import_module("liger_triton.experts"), [], []
+    """Record the calls of products in `experts`, (name, shape of the weight), with weak references to their results."""
+    module = importlib.import_module("liger_triton.experts")
+    calls = []
+    results = []
 
     def note(name, function):
         def run(x, weight, *args, **named):
@@ -223,7 +227,7 @@ def noted(monkeypatch):
 @pytest.mark.parametrize("rank", [0, 3], ids=["plain", "lora"])
 @pytest.mark.parametrize("keeps", [False, True], ids=["", "result-is-kept"])
 def test_recomputation_ends_at_the_gate(keeps, rank, device, triton_only, noted):
-    """A checkpoint makes h again, and the result only if something keeps it. Gradients are the same bits."""
+    """A checkpoint recomputes h, and the result only if something saves it. Gradients are bit-equal."""
     calls, _ = noted
     ids, given = small(device, rank=rank)
     leaves = [t for t in given if t is not None]
@@ -247,7 +251,7 @@ def test_recomputation_ends_at_the_gate(keeps, rank, device, triton_only, noted)
 
 @pytest.mark.parametrize("trained", [True, False])
 def test_the_gated_tensor_is_not_kept(trained, device, triton_only, noted):
-    """Of what a forward pass makes, h alone is left, and nothing without gradients."""
+    """After forward only h is left, and without gradients nothing is."""
     ids, given = small(device)
     with torch.set_grad_enabled(trained):
         y = call(experts, ids, {})(*given)
@@ -268,7 +272,7 @@ def test_compiled(device, check_compiled, triton_only):
 
 
 def test_hidden_of_another_dtype(device):
-    """As transformers' grouped products: computed in the dtype of the weights, and returned in that of hidden."""
+    """Computed in the dtype of the weights and returned in hidden's, as in transformers' grouped products."""
     ids, (x, shares, w, v, *_) = small(device, torch.float16)
     y = experts(x.float(), ids, shares, w, v)
     assert y.dtype == torch.float32 and torch.equal(y, experts(x, ids, shares, w, v).float())
@@ -310,7 +314,7 @@ def in_mxfp4(weight):
 @pytest.mark.parametrize(("rank", "interleaved"), [(0, False), (3, True)], ids=["plain-halves", "lora-pairs"])
 @pytest.mark.parametrize("pack", [in_mxfp4, quantized_matrices], ids=["mxfp4", "float8"])
 def test_packed_weights(pack, rank, interleaved, device):
-    """The same bits as with the matrices that they stand for, and nothing of their size is kept."""
+    """Results are bit-equal to unpacked matrices, and nothing of their size is saved."""
     ids, given = inputs(device, torch.float32, 7, hidden=64, inner=32, experts=3, top_k=2, bias=True, rank=rank)
     packed = [pack(given[2]), pack(given[3])]
     results, kept = [], []

@@ -1,4 +1,4 @@
-"""float64: every operation computes in it on any device, which is what `gradcheck` and models in float64 need."""
+"""Every operation computes in float64 on any device, as `gradcheck` and float64 models need."""
 
 import pytest
 import torch
@@ -38,6 +38,15 @@ def rotated(x, cos, sin):
     return x * cos.unsqueeze(1) + torch.cat((-second, first), -1) * sin.unsqueeze(1)
 
 
+def convolved(x, w, b):
+    """Rows of 4 and of 3 tokens."""
+    done = []
+    for row in (x[:4], x[4:]):
+        y = F.conv1d(row.t()[None], w[:, None], b, padding=w.shape[1] - 1, groups=len(w))
+        done.append(y[0, :, : len(row)].t())
+    return F.silu(torch.cat(done))
+
+
 def angles():
     angle = torch.randn(2, 5, 4, dtype=F64).repeat(1, 1, 2)
     return angle.cos(), angle.sin()
@@ -48,33 +57,49 @@ def row_kl(log_a, log_b):
 
 
 def cases():
-    """Name: (ours, the same in plain PyTorch, inputs). What is not differentiable has no gradient in both."""
+    """Return {name: (ours, plain PyTorch, inputs)}. Results without a derivative have no gradient in either."""
     torch.manual_seed(0)
     found = {}
-    x, w, b = randn(T, H), randn(H), randn(H)
+    x = randn(T, H)
+    w = randn(H)
+    b = randn(H)
     for cast in ("llama", "gemma", "none"):
         found[f"rms_norm-{cast}"] = (
-            lambda x, w, cast=cast: lt.rms_norm(x, w, 1e-6, offset=1.0, cast=cast), lambda x, w: rms(x, w + 1), [x, w],
-        )  # fmt: skip
+            lambda x, w, cast=cast: lt.rms_norm(x, w, 1e-6, offset=1.0, cast=cast),
+            lambda x, w: rms(x, w + 1),
+            [x, w],
+        )
     found["add_rms_norm"] = (
-        lambda x, r, w: lt.add_rms_norm(x, r, w, 1e-6), lambda x, r, w: (rms(x + r, w), x + r), [x, randn(T, H), w],
-    )  # fmt: skip
+        lambda x, r, w: lt.add_rms_norm(x, r, w, 1e-6),
+        lambda x, r, w: (rms(x + r, w), x + r),
+        [x, randn(T, H), w],
+    )
     found["layer_norm"] = (
-        lambda x, w, b: lt.layer_norm(x, w, b, 1e-6), lambda x, w, b: F.layer_norm(x, (H,), w, b, 1e-6), [x, w, b],
-    )  # fmt: skip
+        lambda x, w, b: lt.layer_norm(x, w, b, 1e-6),
+        lambda x, w, b: F.layer_norm(x, (H,), w, b, 1e-6),
+        [x, w, b],
+    )
+    rows = torch.tensor([0, 4, T], dtype=torch.int32)
+    found["short_conv"] = (
+        lambda x, w, b: lt.short_conv(x, w, b, cu_seqlens=rows, activation="silu"),
+        convolved,
+        [x, randn(H, 4), b],
+    )
     gates = [x, randn(T, H)]
     found["swiglu"] = lt.swiglu, lambda g, u: F.silu(g) * u, gates
     found["swiglu-reuse"] = lambda g, u: lt.swiglu(g, u, reuse_inputs=True), lambda g, u: F.silu(g) * u, gates
     for kind in ("tanh", "none"):
         found[f"geglu-{kind}"] = (
             lambda g, u, kind=kind: lt.geglu(g, u, approximate=kind),
-            lambda g, u, kind=kind: F.gelu(g, approximate=kind) * u, gates,
-        )  # fmt: skip
+            lambda g, u, kind=kind: F.gelu(g, approximate=kind) * u,
+            gates,
+        )
     cos, sin = angles()
     found["rope"] = (
-        lambda q, k: lt.rope(q, k, cos, sin), lambda q, k: (rotated(q, cos, sin), rotated(k, cos, sin)),
+        lambda q, k: lt.rope(q, k, cos, sin),
+        lambda q, k: (rotated(q, cos, sin), rotated(k, cos, sin)),
         [randn(2, 3, 5, 8), randn(2, 1, 5, 8)],
-    )  # fmt: skip
+    )
 
     y = targets(T)
     for reduction in ("mean", "sum", "none"):
@@ -82,22 +107,23 @@ def cases():
             lambda z, r=reduction: lt.cross_entropy(
                 z * 1.0, y, reduction=r, label_smoothing=0.1, softcap=3.0, logit_scale=0.7
             ),
-            lambda z, r=reduction: F.cross_entropy(capped(z), y, reduction=r, label_smoothing=0.1), [randn(T, V)],
-        )  # fmt: skip
+            lambda z, r=reduction: F.cross_entropy(capped(z), y, reduction=r, label_smoothing=0.1),
+            [randn(T, V)],
+        )
         found[f"linear_cross_entropy-{reduction}"] = (
             lambda x, w, b, a, c, r=reduction: lt.linear_cross_entropy(
                 x, w, y, b, reduction=r, label_smoothing=0.1, softcap=3.0, logit_scale=0.7, lora=(a, c, 0.5)
             ),
             lambda *head, r=reduction: F.cross_entropy(capped(head_logits(*head)), y, reduction=r, label_smoothing=0.1),
             [randn(T, H), randn(V, H), randn(V), randn(2, H), randn(V, 2)],
-        )  # fmt: skip
+        )
     share = torch.rand(T, dtype=F64)
     for dtype in (torch.float32, F64):
         found[f"linear_cross_entropy-weights-{dtype}"] = (
             lambda x, w, dtype=dtype: lt.linear_cross_entropy(x, w, y, z_loss=0.1, token_weights=share.to(dtype)),
             lambda x, w, dtype=dtype: weighted(head_logits(x, w), y, share.to(dtype).double()),
             [randn(T, H), randn(V, H)],
-        )  # fmt: skip
+        )
 
     def logprobs(x, w, b):
         found = lt.linear_logprobs(x, w, y, b, temperature=0.9, outputs=lt.LogProbs._fields)
@@ -106,8 +132,9 @@ def cases():
     found["linear_logprobs"] = logprobs, plain_logprobs(y), [randn(T, H), randn(V, H), randn(V)]
     found["linear_token_ranks"] = (
         lambda x, w, b: tuple(lt.linear_token_ranks(x, w, y, b, softcap=3.0, logit_scale=0.7)),
-        lambda x, w, b: plain_ranks(capped(head_logits(x, w, b)), y), [randn(T, H), randn(V, H), randn(V)],
-    )  # fmt: skip
+        lambda x, w, b: plain_ranks(capped(head_logits(x, w, b)), y),
+        [randn(T, H), randn(V, H), randn(V)],
+    )
     found["token_ranks"] = lambda z: tuple(lt.token_ranks(z, y)), lambda z: plain_ranks(z, y), [randn(T, V)]
 
     teacher = [randn(T, 4, grad=False), randn(V, 4, grad=False)]
@@ -115,8 +142,9 @@ def cases():
     for beta in (0.0, 0.3, 1.0):
         found[f"linear_divergence-{beta}"] = (
             lambda x, w, beta=beta: tuple(lt.linear_divergence(x, w, *teacher, beta=beta, mask=kept)),
-            lambda x, w, beta=beta: plain_divergence(x, w, *teacher, beta, kept), [randn(T, H), randn(V, H)],
-        )  # fmt: skip
+            lambda x, w, beta=beta: plain_divergence(x, w, *teacher, beta, kept),
+            [randn(T, H), randn(V, H)],
+        )
     ys, per_row = targets(K, T), torch.rand(K, T, dtype=F64)
     untied = [randn(T, H) for _ in range(K)] + [randn(V, H) for _ in range(K)]
     for name, inputs in (("tied", [randn(K, T, H), randn(V, H)]), ("untied", untied)):
@@ -126,14 +154,19 @@ def cases():
 
         found[f"linear_heads_cross_entropy-{name}"] = (
             lambda *t, split=split: tuple(lt.linear_heads_cross_entropy(*split(t), ys, row_weight=per_row)),
-            lambda *t, split=split: plain_heads(*split(t), per_row, lambda k, z: (
-                F.cross_entropy(z, ys[k], reduction="none"), z.argmax(-1) == ys[k]), ys != -100),
+            lambda *t, split=split: plain_heads(
+                *split(t),
+                per_row,
+                lambda k, z: (F.cross_entropy(z, ys[k], reduction="none"), z.argmax(-1) == ys[k]),
+                ys != -100,
+            ),
             inputs,
-        )  # fmt: skip
+        )
         found[f"linear_heads_kl-{name}"] = (
             lambda *t, split=split: tuple(lt.linear_heads_kl(*split(t), *teacher, ys != -100, row_weight=per_row)),
-            lambda *t, split=split: plain_heads_kl(*split(t), *teacher, ys != -100, per_row), inputs,
-        )  # fmt: skip
+            lambda *t, split=split: plain_heads_kl(*split(t), *teacher, ys != -100, per_row),
+            inputs,
+        )
     return found
 
 
@@ -148,9 +181,12 @@ def plain_logprobs(y):
         log_p = z.log_softmax(-1)
         p, ignored = log_p.exp(), y == -100
         found = (
-            log_p.gather(-1, y.clamp(min=0).unsqueeze(-1)).squeeze(-1), -(p * log_p).sum(-1),
-            p.detach().square().sum(-1).log(), z.detach().mean(-1), z.argmax(-1) == y,
-        )  # fmt: skip
+            log_p.gather(-1, y.clamp(min=0).unsqueeze(-1)).squeeze(-1),
+            -(p * log_p).sum(-1),
+            p.detach().square().sum(-1).log(),
+            z.detach().mean(-1),
+            z.argmax(-1) == y,
+        )
         return tuple(t.masked_fill(ignored, 0) for t in found)
 
     return run
@@ -174,9 +210,9 @@ def plain_divergence(x, w, teacher_x, teacher_w, beta, kept):
 
 def plain_heads(hidden, weight, row_weight, rows, counted):
     weights = weight if isinstance(weight, list) else [weight] * K
-    loss, top1 = (
-        torch.stack(t) for t in zip(*(rows(k, F.linear(hidden[k], weights[k])) for k in range(K)), strict=True)
-    )
+    per_head = [rows(k, F.linear(hidden[k], weights[k])) for k in range(K)]
+    loss = torch.stack([head[0] for head in per_head])
+    top1 = torch.stack([head[1] for head in per_head])
     loss = torch.where(counted, loss, 0.0)
     return (loss * row_weight).sum(), loss.detach().sum(1), (top1 & counted).sum(1), counted.sum(1)
 
@@ -198,7 +234,7 @@ NAMES = list(cases())
 
 @pytest.fixture
 def case(device):
-    """(ours, the same in plain PyTorch, inputs) of a name, on the device."""
+    """Return (ours, the same in plain PyTorch, inputs) of a name, on the device."""
 
     def found(name):
         with torch.device(device):
@@ -210,7 +246,7 @@ def case(device):
 @pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
 @pytest.mark.parametrize("name", NAMES)
 def test_is_plain_pytorch(name, autocast, case, device):
-    """Values and gradients; also inside autocast, which leaves float64 alone."""
+    """Values and gradients agree, also inside autocast: it leaves float64 alone."""
     ours, plain, inputs = case(name)
     results = []
     for function in (ours, plain):
@@ -232,7 +268,7 @@ def test_is_plain_pytorch(name, autocast, case, device):
 
 @pytest.mark.parametrize("name", [name for name in NAMES if "ranks" not in name])
 def test_gradcheck(name, case):
-    """Only what has a gradient is asked of: `row_weight` and such are constants."""
+    """Check only differentiable inputs: `row_weight` and such are constants."""
     ours, _, inputs = case(name)
 
     def differentiable(*leaves):
@@ -246,7 +282,7 @@ def test_gradcheck(name, case):
 def test_compiles(name, case):
     ours, _, inputs = case(name)
     if "ranks" in name:
-        pytest.skip("drops rows, whose number no trace knows; it is not for training")
+        pytest.skip("drops rows, and no trace knows how many; it is not for training")
     torch._dynamo.reset()
     got, want = torch.compile(ours, fullgraph=True, backend="eager")(*inputs), ours(*inputs)
     got, want = (t if isinstance(t, tuple) else (t,) for t in (got, want))
@@ -255,7 +291,10 @@ def test_compiles(name, case):
 
 
 F32 = torch.float32
-X, W, X32, W32 = torch.ones(T, H, dtype=F64), torch.ones(V, H, dtype=F64), torch.ones(T, H), torch.ones(V, H)
+X = torch.ones(T, H, dtype=F64)
+W = torch.ones(V, H, dtype=F64)
+X32 = torch.ones(T, H)
+W32 = torch.ones(V, H)
 Y = torch.zeros(T, dtype=torch.long)
 TEACHER = torch.ones(T, 4, dtype=F64), torch.ones(V, 4, dtype=F64)
 
@@ -293,7 +332,7 @@ def test_mixed_with_another_dtype(call, message, autocast):
 
 
 def test_a_norm_of_two_dtypes_is_computed_in_the_wider(device):
-    """As PyTorch promotes them: float64 in x or the weight is not rounded to fp32 on the way."""
+    """PyTorch promotes the dtypes: float64 in x or the weight is never rounded to fp32."""
     x, w = torch.randn(T, H, dtype=F64, device=device), torch.randn(H, dtype=F64, device=device)
     for x_dtype, w_dtype in ((F64, F32), (F32, F64)):
         a, b = x.to(x_dtype), w.to(w_dtype)
@@ -334,7 +373,7 @@ def test_no_rows_and_no_row_that_counts(device):
 
 
 def test_words_without_probability(device):
-    """Logits of -inf, as a bias masks words: no NaN, and the values of the words that are left."""
+    """Logits of -inf, from a bias that masks words, give no NaN and the values of the remaining words."""
     x, w = torch.randn(T, H, dtype=F64, device=device), torch.randn(V, H, dtype=F64, device=device)
     x.requires_grad_()
     bias = torch.zeros(V, dtype=F64, device=device)

@@ -1,5 +1,5 @@
-"""A matrix in eight bits. Triton's interpreter rounds some numbers to fp8 wrongly (15.9 to 8), so that what is about
-rounding is compared on a GPU and for the twin alone; which numbers are read and where they are written, everywhere."""
+"""fp8 casts. Triton's interpreter rounds some numbers to fp8 wrongly (15.9 to 8), so rounding is tested on a GPU and
+for the twin only. Which numbers are read and where they are written is tested everywhere."""
 
 import importlib
 
@@ -20,7 +20,7 @@ SHAPES = [
 
 @pytest.fixture
 def rounds_right(device, monkeypatch):
-    """On a CPU the twin is in the place of the kernel."""
+    """Use the twin instead of the kernel on a CPU."""
     if device == "cpu":
         monkeypatch.setattr(module, "runs_triton", lambda *tensors: False)
 
@@ -32,7 +32,7 @@ def kernel_rounds_right(device):
 
 
 def numbers(shape, device, dtype=torch.bfloat16):
-    """Of many sizes, so that some are too small for the scale of all."""
+    """Return numbers of many sizes, some too small for the common scale."""
     return (torch.randn(shape, device=device) * torch.logspace(-5, 1, shape[1], device=device)).to(dtype)
 
 
@@ -41,7 +41,7 @@ def numbers(shape, device, dtype=torch.bfloat16):
 @pytest.mark.parametrize("x_dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_matches_float64(shape, x_dtype, dtype, most, bits, least, power_of_2, device, rounds_right):
-    """Each number is within half a step of what it should be, for the scale that float64 gives."""
+    """Each number is within half a step of its float64 value, for the float64 scale."""
     x = numbers(shape, device, x_dtype)
     found = float8_cast(x, dtype, power_of_2=power_of_2)
     scale = most / x.double().abs().max()
@@ -69,14 +69,14 @@ def test_matches_the_twin(shape, x_dtype, dtype, device, kernel_rounds_right):
 @pytest.mark.parametrize("x_dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_layouts(shape, x_dtype, dtype, device):
-    """The transpose has the same numbers, and zeros up to a multiple of 16; each layout by itself is as both are."""
+    """The transpose has the same numbers, padded with zeros. Each layout alone equals both together."""
     x = numbers(shape, device, x_dtype)
     both = float8_cast(x, dtype, columns=True)
     rows, columns = float8_cast(x, dtype), float8_cast(x, dtype, rows=False, columns=True)
     assert both.columns.shape == (shape[1], -(-shape[0] // 16) * 16)
     assert torch.equal(both.columns[:, : shape[0]].t().float(), both.rows.float())
     assert not both.columns[:, shape[0] :].float().any()
-    if shape[0] >= 16 or device == "cuda":  # with fewer rows, the twin makes the transpose, and rounds right
+    if shape[0] >= 16 or device == "cuda":  # with fewer rows, the twin makes the transpose and rounds correctly
         assert torch.equal(rows.rows.float(), both.rows.float())
     assert rows.columns is None
     assert torch.equal(columns.columns.float(), both.columns.float()) and columns.rows is None
@@ -85,7 +85,7 @@ def test_layouts(shape, x_dtype, dtype, device):
 
 
 def test_several_rounds_of_maxima(device, triton_only, monkeypatch):
-    """The maximum is found wherever it is, by programs that read several blocks."""
+    """The maximum is found anywhere, by programs that read several blocks."""
     monkeypatch.setattr(module, "PROGRAMS", 2)
     monkeypatch.setattr(module, "BLOCK", 64)
     x = torch.randn(9, 100, device=device)
@@ -147,12 +147,12 @@ def test_a_gpu_without_fp8(monkeypatch):
     assert "NVIDIA A10 (compute capability 8.6) has no matrix units for fp8" in fault(torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
     assert fault(torch.device("cuda", 0)) is None and fault(torch.device("cpu")) is None
-    assert "no NVIDIA GPU" in fault(torch.device("xpu", 0))
+    assert "not an NVIDIA GPU" in fault(torch.device("xpu", 0))
 
 
 @pytest.mark.gpu
 def test_offsets_past_int32():
-    """More than 2**31 elements: the last rows and columns are those of a small matrix of the same maximum."""
+    """Use more than 2**31 elements. The last rows and columns equal a small matrix with the same maximum."""
     x = torch.randn(2**17 + 16, 16384, device="cuda", dtype=torch.bfloat16)
     x[0, 0] = x[-1, -1] = 100.0
     found, tail = float8_cast(x, columns=True), float8_cast(x[-16:].contiguous(), columns=True)
@@ -161,7 +161,7 @@ def test_offsets_past_int32():
 
 
 def test_a_gpu_without_fp8_takes_the_twins(monkeypatch, device):
-    """The kernels do not compile there."""
+    """The kernels do not compile on such a GPU."""
     x = torch.randn(32, 48, device=device)
 
     def refuse(*args, **options):
@@ -178,5 +178,5 @@ def test_a_gpu_without_fp8_takes_the_twins(monkeypatch, device):
 
 
 def test_maxima_that_are_none(device):
-    with pytest.raises(ValueError, match="expected those of an earlier cast"):
+    with pytest.raises(ValueError, match="expected the maxima of an earlier cast"):
         float8_cast(torch.randn(16, 16, device=device), maxima=torch.ones(4, device=device))

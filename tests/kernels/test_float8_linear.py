@@ -1,4 +1,5 @@
-"""The kernels are used on a GPU alone. On a CPU their twins are, since Triton's interpreter rounds to fp8 wrongly."""
+"""fp8 linear layers. Only a GPU runs the kernels: Triton's interpreter rounds to fp8 wrongly, so a CPU runs the
+twins."""
 
 import importlib
 import weakref
@@ -14,7 +15,7 @@ from liger_triton.float8_linear import Float8Input
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 cast_module = importlib.import_module("liger_triton.float8_cast")
 module = importlib.import_module("liger_triton.float8_linear")
-# Against float64 products of the same numbers in eight bits. The matrix units of a GPU keep some 14 bits of a sum.
+# Against float64 products of the same fp8 numbers. The matrix units of a GPU keep about 14 bits of a sum.
 BOUND = {torch.bfloat16: 5e-3, torch.float16: 2e-3, torch.float32: 1e-3 if torch.cuda.is_available() else 1e-5}
 FORMS = {
     "torchao's": Float8Form(),
@@ -31,7 +32,7 @@ def twins_on_a_cpu(device, monkeypatch):
 
 @pytest.fixture
 def products(monkeypatch):
-    """How many products in eight bits have been computed."""
+    """Count the fp8 products."""
     count = []
 
     def counted(*args, own=Float8Form.product, **options):
@@ -49,13 +50,15 @@ def inputs(shape, device, dtype=torch.bfloat16, widths=(48, 80)):
 
 
 def rounded(t, dtype, form):
-    """t to eight bits and back, in float64."""
+    """Cast t to fp8 and back, in float64."""
     rows, _, inverse, _ = reference.float8_cast(t.detach().flatten(0, -2), dtype, power_of_2=form.power_of_2)
     return (rows.double() * inverse.double()).view(t.shape)
 
 
 def wanted(x, weight, dy, form):
-    x8, w8, dy8 = rounded(x, E4M3, form), rounded(weight, E4M3, form), rounded(dy, form.grad_dtype, form)
+    x8 = rounded(x, E4M3, form)
+    w8 = rounded(weight, E4M3, form)
+    dy8 = rounded(dy, form.grad_dtype, form)
     return F.linear(x8, w8), dy8 @ w8, dy8.flatten(0, -2).t() @ x8.flatten(0, -2)
 
 
@@ -68,7 +71,7 @@ def error(got, want):
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 @pytest.mark.parametrize("shape", [(32,), (3, 7), (1,)], ids=str)
 def test_products_match_float64(shape, form, dtype, keeps_input, device):
-    """The three products are those of the numbers in eight bits, for any number of rows."""
+    """The three products use the fp8 numbers, for any number of rows."""
     x, weight, dy = inputs(shape, device, dtype)
     y = float8_linear(x, weight, given=Float8Input(x, form, keeps_input))
     grads = torch.autograd.grad(y, (x, weight), dy)
@@ -77,7 +80,7 @@ def test_products_match_float64(shape, form, dtype, keeps_input, device):
 
 
 def test_error_of_eight_bits(device):
-    """It is that of three bits behind the leading one, for gradients two: these are not the numbers of 16 bits."""
+    """The error comes from three mantissa bits, and of two for gradients: it differs from 16 bits."""
     x, weight, dy = inputs((512,), device, torch.float32, (256, 256))
     y = float8_linear(x, weight)
     dx, dw = torch.autograd.grad(y, (x, weight), dy)
@@ -96,7 +99,7 @@ def test_bias(device):
 
 @pytest.mark.parametrize("keeps_input", [False, True])
 def test_layers_that_share_their_input(keeps_input, device, monkeypatch):
-    """The same results as apart; x is cast once, and its transpose is made once."""
+    """Results equal separate layers. x is cast once, and its transpose is made once."""
     x, q, dy = inputs((3, 7), device)
     k, v = (torch.randn_like(q).requires_grad_() for _ in range(2))
     leaves = (x, q, k, v)
@@ -157,7 +160,7 @@ def test_not_shared_once_something_has_changed(change, device):
 
 @pytest.mark.parametrize("keeps_input", [False, True])
 def test_what_is_kept(keeps_input, device):
-    """The transpose of x in eight bits, or x itself; beside it the weight, and some maxima."""
+    """Saved are the fp8 transpose of x, or x itself; the weight; and some maxima."""
     x, weight, _ = inputs((3, 7), device)
     x = x * 1
     kept = []
@@ -186,7 +189,7 @@ def test_only_what_is_wanted(device, products):
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_in_a_checkpoint(reentrant, device, products):
-    """The same gradients. Without reentrance, the product that a checkpoint ends with is not repeated."""
+    """Gradients are the same. Without reentrance, the last product of a checkpoint is not repeated."""
     x, weight, _ = inputs((3, 7), device)
     want = torch.autograd.grad(float8_linear(x, weight).square().mean(), (x, weight))
     products.clear()
@@ -200,7 +203,7 @@ def test_in_a_checkpoint(reentrant, device, products):
 
 
 def test_weights_are_read_in_every_call(device):
-    """Also what was written behind the back of the version counter, as some optimizers do."""
+    """Changes that bypass the version counter, as some optimizers make, are noticed too."""
     x, weight, _ = inputs((3, 7), device)
     y = float8_linear(x, weight)
     weight.data.mul_(4)
@@ -244,7 +247,7 @@ def test_no_gradient_no_graph(device):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_autocast(dtype, device):
-    """The output in the dtype of autocast, gradients in those of the tensors. fp32 weights are rounded once."""
+    """The output has the autocast dtype, and gradients the dtypes of the tensors. fp32 weights are rounded once."""
     x, weight, dy = inputs((3, 7), device, torch.float32)
     x = x.detach().to(dtype).requires_grad_()
     with torch.autocast(device, dtype=torch.bfloat16):

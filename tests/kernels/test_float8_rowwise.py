@@ -1,6 +1,6 @@
-"""A matrix in eight bits with scales by row, and its transpose with scales by column. Triton's interpreter rounds some
-numbers to fp8 wrongly, so that what is about rounding is compared on a GPU and for the twin alone; scales, maxima and
-where numbers are read and written, everywhere."""
+"""fp8 casts with row scales, and of the transpose with column scales. Triton's interpreter rounds some numbers to fp8
+wrongly, so rounding is tested on a GPU and for the twin only. Scales, maxima and the places of numbers are tested
+everywhere."""
 
 import importlib
 
@@ -24,7 +24,7 @@ SHAPES = [
 
 @pytest.fixture
 def rounds_right(device, monkeypatch):
-    """On a CPU the twin is in the place of the kernel."""
+    """Use the twin instead of the kernel on a CPU."""
     if device == "cpu":
         monkeypatch.setattr(module, "runs_triton", lambda *tensors: False)
 
@@ -34,7 +34,7 @@ def rounds_wrong(device):
 
 
 def numbers(shape, device, dtype=torch.bfloat16):
-    """Rows and columns of many sizes."""
+    """Return rows and columns of many sizes."""
     x = torch.randn(shape, device=device) * torch.logspace(-5, 1, shape[1], device=device)
     return (x * torch.logspace(2, -2, shape[0], device=device)[:, None]).to(dtype)
 
@@ -52,7 +52,7 @@ def same_bits(got, want):
 @pytest.mark.parametrize("x_dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_matches_float64(shape, x_dtype, power_of_2, device, rounds_right):
-    """Each number is within half a step of what it should be, for the scales that float64 gives."""
+    """Each number is within half a step of its float64 value, for the float64 scales."""
     x = numbers(shape, device, x_dtype)
     rows, columns = cast(x, power_of_2)
     for got, inverse, wide in ((rows.rows, rows.inverse, x), (columns[0][:, : shape[0]], columns[1], x.t())):
@@ -70,7 +70,7 @@ def test_matches_float64(shape, x_dtype, power_of_2, device, rounds_right):
 @pytest.mark.parametrize("x_dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_matches_the_twin(shape, x_dtype, power_of_2, device):
-    """Scales and maxima to the bit, and the numbers too where rounding is right."""
+    """Scales and maxima are bit-equal, and so are the numbers where rounding is correct."""
     x = numbers(shape, device, x_dtype)
     rows, columns = cast(x, power_of_2)
     want_rows, want_inverse, want_maxima = reference.float8_rows(x, power_of_2, True)
@@ -90,7 +90,7 @@ def test_matches_the_twin(shape, x_dtype, power_of_2, device):
 
 @pytest.mark.parametrize("each", [1, 3])
 def test_maxima_wherever_they_are(each, device, monkeypatch):
-    """Of programs that read several tiles each, and of programs that read none."""
+    """Programs may read several tiles each, or none."""
     monkeypatch.setattr(module, "ROW_PROGRAMS", each)
     monkeypatch.setattr(module, "backward_tile", lambda n, *rest: (4, 128, 4, 1))
     x = torch.randn(29, 100, device=device)
@@ -174,7 +174,7 @@ def test_real_sizes(shape):
 
 @pytest.mark.gpu
 def test_offsets_past_int32():
-    """More than 2**31 elements: the last rows are those of a small matrix, the columns those of its maxima."""
+    """Use more than 2**31 elements. The last rows equal a small matrix, the columns its maxima."""
     x = torch.randn(2**17 + 16, 16384, device="cuda", dtype=torch.bfloat16)
     rows, columns = cast(x)
     tail = x[-16:].contiguous()
@@ -184,8 +184,8 @@ def test_offsets_past_int32():
 
 @pytest.mark.parametrize("power_of_2, least, most", [(True, 1 / 16, 0.1), (False, 0, 0.01)])
 def test_weights_of_a_file_lie_between_two_numbers(power_of_2, least, most):
-    """As docs/fp8.md says of weights in bf16: what a small update tips over is a sixteenth of them or more, by a step
-    of e4m3, unless the scales are no powers of two."""
+    """docs/fp8.md states this for bf16 weights: a small update moves a sixteenth of them or more by an e4m3 step,
+    unless the scales are not powers of two."""
     weight = torch.randn(64, 512, generator=torch.Generator().manual_seed(0)).bfloat16().float()
     signs = torch.randint(0, 2, weight.shape, generator=torch.Generator().manual_seed(1)) * 2 - 1
     up, down = (reference.float8_rows(weight * (1 + by * signs), power_of_2, False)[0].float() for by in (1e-5, -1e-5))

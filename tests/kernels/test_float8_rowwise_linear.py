@@ -13,7 +13,7 @@ from liger_triton.float8_linear import Float8Input
 
 E4M3 = torch.float8_e4m3fn
 module = importlib.import_module("liger_triton.float8_linear")
-# Against float64 products of the same numbers in eight bits. The matrix units of a GPU keep some 14 bits of a sum.
+# Against float64 products of the same fp8 numbers. The matrix units of a GPU keep about 14 bits of a sum.
 BOUND = {torch.bfloat16: 5e-3, torch.float16: 2e-3, torch.float32: 1e-3 if torch.cuda.is_available() else 1e-5}
 FORMS = {
     "rowwise": Float8RowwiseForm(),
@@ -31,7 +31,7 @@ def twins_on_a_cpu(device, monkeypatch):
 
 @pytest.fixture
 def casts(monkeypatch):
-    """The shapes that were cast by rows and by columns."""
+    """Record the shapes that were cast by rows and by columns."""
     seen = []
     for name, own in (("rows", module.float8_rows), ("columns", module.float8_columns)):
 
@@ -50,13 +50,15 @@ def inputs(shape, device, dtype=torch.bfloat16, widths=(48, 80)):
 
 
 def by_row(t, form):
-    """t with a scale for each row, to eight bits and back, in float64."""
+    """Cast t to fp8 with row scales and back, in float64."""
     rows, inverse, _ = reference.float8_rows(t.detach(), form.power_of_2)
     return rows.double() * inverse.double()[:, None]
 
 
 def wanted(x, weight, dy, form):
-    x, dy, weight = x.detach().flatten(0, -2), dy.flatten(0, -2), weight.detach()
+    x = x.detach().flatten(0, -2)
+    dy = dy.flatten(0, -2)
+    weight = weight.detach()
     turned = by_row(weight.t().contiguous(), form).t()
     if form.gw_hp:
         whole, _, inverse, _ = reference.float8_cast(weight, E4M3, power_of_2=form.power_of_2)
@@ -76,7 +78,7 @@ def error(got, want):
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 @pytest.mark.parametrize("shape", [(32,), (3, 7), (1,)], ids=str)
 def test_products_match_float64(shape, form, dtype, keeps_input, device):
-    """The three products are those of the numbers in eight bits, for any number of rows."""
+    """The three products use the fp8 numbers, for any number of rows."""
     x, weight, dy = inputs(shape, device, dtype)
     y = float8_linear(x, weight, given=Float8Input(x, form, keeps_input))
     grads = torch.autograd.grad(y, (x, weight), dy)
@@ -87,7 +89,7 @@ def test_products_match_float64(shape, form, dtype, keeps_input, device):
 
 @pytest.mark.parametrize("form", BOTH)
 def test_error_of_eight_bits(form, device):
-    """That of three bits behind the leading one, for the gradients too; with `gw_hp`, none in that of the weight."""
+    """The error comes from three mantissa bits, for gradients too. With `gw_hp`, the weight's gradient has none."""
     x, weight, dy = inputs((512,), device, torch.float32, (256, 256))
     y = float8_linear(x, weight, form=form)
     dx, dw = torch.autograd.grad(y, (x, weight), dy)
@@ -99,7 +101,7 @@ def test_error_of_eight_bits(form, device):
 
 
 def test_a_large_token_costs_the_others_nothing(device):
-    """With one scale for all of it, they would be zero. The same holds for a large feature of dy in dW."""
+    """With one scale for all tokens they would be zero. The same holds for a large feature of dy in dW."""
     x, weight, dy = inputs((64,), device, torch.float32)
     with torch.no_grad():
         x[3] *= 1e6
@@ -113,7 +115,7 @@ def test_a_large_token_costs_the_others_nothing(device):
 
 
 def test_the_weight_has_one_scale_for_the_gradient_of_the_input_with_gw_hp(device):
-    """So that an input feature with weights of 1e-7 gets nothing."""
+    """So an input feature with weights of 1e-7 gets no gradient."""
     x, weight, dy = inputs((64,), device, torch.float32)
     with torch.no_grad():
         weight[:, 5] *= 1e-7
@@ -137,7 +139,7 @@ def test_bias(device):
 @pytest.mark.parametrize("keeps_input", [False, True])
 @pytest.mark.parametrize("form", BOTH)
 def test_layers_that_share_their_input(form, keeps_input, device, casts):
-    """The same bits as apart; each of the two casts of x is made once, and the second one where it is wanted."""
+    """Results are bit-equal to separate layers. Each of the two casts of x runs once, the second only if needed."""
     x, q, dy = inputs((3, 7), device)
     k, v = (torch.randn_like(q).requires_grad_() for _ in range(2))
     apart = [torch.autograd.grad(float8_linear(x, w, form=form), (x, w), dy) for w in (q, k, v)]
@@ -157,7 +159,7 @@ def test_layers_that_share_their_input(form, keeps_input, device, casts):
 
 @pytest.mark.parametrize("form", BOTH)
 def test_a_first_layer_that_is_frozen(form, device):
-    """The second one gets what the gradient of its weight needs, of the input that the first one has cast."""
+    """The second layer gets what its weight's gradient needs from the input that the first layer cast."""
     x, q, dy = inputs((3, 7), device)
     k = torch.randn_like(q).requires_grad_()
     want = torch.autograd.grad(float8_linear(x, k, form=form), k, dy)
@@ -191,8 +193,10 @@ def test_nothing_of_a_shared_input_outlives_it(device):
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("form", BOTH)
 def test_what_is_kept(form, autocast, keeps_input, device):
-    """The columns of x in eight bits; or x itself, in 16 bits unless somebody has it anyway; beside it the weight and
-    numbers for each column."""
+    """Saved are the weight, numbers for each column, and the fp8 columns of x or x itself.
+
+    x itself is saved in 16 bits, unless somebody keeps it anyway.
+    """
     x, weight, _ = inputs((3, 7), device, torch.float32 if autocast else torch.bfloat16)
     x, kept = x * 1, []
 
@@ -243,7 +247,7 @@ def test_checkpointing(form, reentrant, device):
 
 
 def test_weights_are_read_in_every_call(device):
-    """Also what was written behind the back of the version counter, as some optimizers do."""
+    """Changes that bypass the version counter, as some optimizers make, are noticed too."""
     x, weight, _ = inputs((3, 7), device)
     y = float8_linear(x, weight, form=Float8RowwiseForm())
     weight.data.mul_(4)
@@ -288,7 +292,7 @@ def test_no_gradient_no_graph(device, casts):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("form", BOTH)
 def test_autocast(form, dtype, device):
-    """The output in the dtype of autocast, gradients in those of the tensors. fp32 weights are rounded once."""
+    """The output has the autocast dtype, and gradients the dtypes of the tensors. fp32 weights are rounded once."""
     x, weight, dy = inputs((3, 7), device, torch.float32)
     x = x.detach().to(dtype).requires_grad_()
     with torch.autocast(device, dtype=torch.bfloat16):

@@ -1,4 +1,4 @@
-"""Eight bits transposed, for the input gradients of frozen weights and of those that arrive in eight bits."""
+"""Transposes of fp8 matrices, for the input gradients of frozen fp8 weights."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A frozen weight in eight bits. On a CPU the twins run, since Triton's interpreter rounds to fp8 wrongly."""
+"""Frozen fp8 weights. A CPU runs the twins, because Triton's interpreter rounds to fp8 wrongly."""
 
 import importlib
 
@@ -20,13 +20,13 @@ from liger_triton.frozen_float8 import dequantized, quantized, quantized_matrice
 E4M3 = torch.float8_e4m3fn
 TOKENS = [(1,), (5,), (2, 17), (300,)]
 WIDTHS = [(48, 80), (64, 16), (128, 144)]
-# Against float64 products of the same numbers in eight bits. The matrix units of a GPU keep some 14 bits of a sum.
+# Against float64 products of the same fp8 numbers. The matrix units of a GPU keep about 14 bits of a sum.
 BOUND = {torch.bfloat16: 5e-3, torch.float16: 2e-3, torch.float32: 2e-3 if torch.cuda.is_available() else 1e-5}
-ROUNDED = 0.06  # of what has been rounded to eight bits, against float64 of the numbers before
+ROUNDED = 0.06  # error of fp8 results against float64 of the numbers before the cast
 
 
 def apart(got, want):
-    """The norm of the difference over the norm."""
+    """Return the norm of the difference over the norm."""
     return ((got.double() - want.double()).norm() / want.double().norm()).item()
 
 
@@ -38,13 +38,13 @@ def layer_of(device, widths=(48, 80), dtype=torch.bfloat16, outliers=False):
 
 
 def rounded(parts, factors=None):
-    """The matrices side by side, rounded with a scale for each row, in float64."""
+    """Cast the matrices side by side with row scales and back, in float64."""
     bits, inverse = reference.float8_row_cast(parts, factors)
     return bits.double() * inverse.double()
 
 
 def products(x, weight, dy):
-    """(y, dx) in float64 of the numbers in eight bits, and of those before they are rounded."""
+    """Return (y, dx) in float64, from the fp8 numbers and from the numbers before the cast."""
     w8 = quantized(weight)
     codes, scale = w8.bits.double(), w8.scale.double()
     flat, grads = x.detach().flatten(0, -2), dy.flatten(0, -2)
@@ -71,7 +71,7 @@ def test_both_products(tokens, widths, dtype, device):
 
 
 def test_a_row_of_large_numbers_costs_the_others_nothing(device):
-    """With one scale for all of it, what is 1e6 times smaller than the largest number would be zero."""
+    """With one scale, numbers 1e6 times smaller than the largest would be zero."""
     torch.manual_seed(0)
     weight = layer_of(device, (128, 144), torch.float32)
     weight[0] *= 1e6
@@ -84,7 +84,7 @@ def test_a_row_of_large_numbers_costs_the_others_nothing(device):
 @pytest.mark.parametrize("size", [1e-10, 1e-18, 1e-25])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_small_gradients_are_rounded_like_large_ones(size, dtype, device):
-    """Those of a mean over many tokens are small, and times the scale of a weight's row they are smaller still."""
+    """Gradients of a mean over many tokens are small. Times the scale of a weight's row they are smaller still."""
     torch.manual_seed(0)
     weight = layer_of(device, (128, 144), dtype)
     x = torch.randn(300, 128, device=device, dtype=dtype).requires_grad_()
@@ -187,14 +187,14 @@ def adapter(device, widths, rank=8, dtype=torch.float32):
 
 
 def with_lora(x, weight, lora):
-    """What PEFT's layer computes."""
+    """Compute what PEFT's layer computes."""
     return frozen_float8_linear(x, weight) + (lora[2] * (x.float() @ lora[0].float().t() @ lora[1].float().t())).to(
         x.dtype
     )
 
 
 def compare(got, want, leaves, rtol):
-    """Outputs and all gradients of two ways to compute the same."""
+    """Compare outputs and all gradients of two implementations."""
     dys = [torch.randn_like(y) for y in got]
     for y, other in zip(got, want, strict=True):
         assert y.dtype == other.dtype and apart(y, other) < rtol
@@ -225,7 +225,7 @@ def test_lora_mlp(activation, device):
     act = F.silu if activation == "silu" else lambda g: F.gelu(g, approximate="tanh")
     inner = act(with_lora(x, gate[0], gate[2]).float()) * with_lora(x, up[0], up[2]).float()
     want = with_lora(inner.to(x.dtype), down[0], down[2])
-    leaves = [x, *(t for layer in (gate, up, down) for t in layer[2][:2])]
+    leaves = [x, *gate[2][:2], *up[2][:2], *down[2][:2]]
     compare([lora_mlp(x, gate, up, down, activation=activation)], [want], leaves, 0.05)
 
 
@@ -264,13 +264,13 @@ def test_what_does_not_fit(device):
     with pytest.raises(ValueError, match=r"bias is \(3,\); expected \(80,\)"):
         frozen_float8_linear(x, w8, torch.zeros(3, device=device))
     odd = Float8Weight(torch.zeros(80, 40, device=device).to(E4M3), torch.ones(80, device=device))
-    with pytest.raises(ValueError, match="in eight bits; expected multiples of 16"):
+    with pytest.raises(ValueError, match="in fp8; expected multiples of 16"):
         lora_linear(x[:, :40], odd, lora=adapter(device, (40, 80)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_matrices(dtype, device):
-    """Each is quantised as by itself, and comes back as one fp32 product, rounded once, subnormal numbers too."""
+    """Each matrix is quantized as if alone, and comes back as one fp32 product, rounded once, subnormals included."""
     if dtype == torch.bfloat16 and INTERPRET:
         pytest.skip("the interpreter truncates bf16")
     w = (torch.randn(2, 16, 2064, device=device) * torch.logspace(-6, 0, 16, device=device)[:, None]).to(dtype)

@@ -6,7 +6,7 @@ import torch
 from liger_triton import gated_rms_norm, reference, rms_norm
 
 DTYPES = [torch.float32, torch.bfloat16]
-FORMS = {  # as in the families of models that have them
+FORMS = {  # as in the model families that use them
     "qwen3-next": {},
     "kimi-linear": {"activation": "sigmoid", "cast": "gemma"},
     "mamba2": {"gate_first": True},
@@ -54,7 +54,7 @@ def test_matches_float64(shape, group_size, form, dtype, device, check_close):
 
 @pytest.mark.parametrize("cast, offset", [("llama", 0.0), ("gemma", 1.0)])
 def test_without_a_gate_it_is_a_norm_of_groups(cast, offset, device, check_close):
-    """And over whole rows it is `rms_norm`, bit for bit."""
+    """Over whole rows it is `rms_norm`, bit for bit."""
     x, _, w = inputs((5, 7, 60), torch.float32, device)
     options = {"cast": cast, "offset": offset}
     check_close(
@@ -79,7 +79,7 @@ def test_dtype_is_that_of_the_twin(form, gate_dtype, w_dtype, x_dtype, device):
 
 
 def test_casts_round_where_they_say(device):
-    """With a gate of all ones (sigmoid of a large number), an fp32 weight of powers of two and bf16 rows."""
+    """The gate is all ones (sigmoid of a large number), the fp32 weight powers of two, and the rows bf16."""
     x = torch.randn(5, 64, device=device, dtype=torch.bfloat16)
     gate, w = torch.full_like(x, 50.0), 2.0 ** torch.randint(-3, 3, (64,), device=device)
     last = gated_rms_norm(x, gate, w, 1e-6, activation="sigmoid", gate_first=True)
@@ -106,7 +106,7 @@ def test_16_bits_are_those_of_the_twin(form, dtype, device):
 )
 @pytest.mark.parametrize("form", ["qwen3-next", "mamba2"])
 def test_non_contiguous(form, view, device, check_close):
-    """Rows that lie apart, as those of a slice of a fused projection, and others that need a copy."""
+    """Rows have gaps, as in a slice of a fused projection, or need a copy."""
     x, gate = (view(torch.randn(3, 8, 64, device=device)).requires_grad_() for _ in range(2))
     w = torch.randn(2 * x.shape[-1], device=device)[::2].requires_grad_()
     check(check_close, FORMS[form] | {"group_size": x.shape[-1] // 4}, [x, gate, w])
@@ -114,9 +114,7 @@ def test_non_contiguous(form, view, device, check_close):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_non_contiguous_upstream(form, device, check_upstream_strides):
-    check_upstream_strides(
-        lambda *t: gated_rms_norm(*t, 1e-5, **FORMS[form]), inputs((4, 21), torch.float32, device)
-    )  # fmt: skip
+    check_upstream_strides(lambda *t: gated_rms_norm(*t, 1e-5, **FORMS[form]), inputs((4, 21), torch.float32, device))
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -166,7 +164,7 @@ def test_nan_stays_in_its_group(place, form, device):
 
 
 def test_extreme_gates(device):
-    """Finite at both ends in value and gradients, gate first too, where a row of zeros is left of the rows."""
+    """Values and gradients are finite at both ends, also with the gate first, where a row becomes zeros."""
     for options in FORMS.values():
         x, _, w = inputs((4, 24), torch.float32, device)
         gate = torch.tensor([-1e4, -100.0, 100.0, 1e4], device=device)[:, None].expand(4, 24).clone().requires_grad_()
@@ -193,9 +191,7 @@ def test_float64_is_exact(device):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["kernel", "twin"])
 def test_compiles(dtype, form, device, check_compiled):
-    check_compiled(
-        lambda *t: gated_rms_norm(*t, 1e-6, group_size=8, **FORMS[form]), inputs((2, 3, 24), dtype, device)
-    )  # fmt: skip
+    check_compiled(lambda *t: gated_rms_norm(*t, 1e-6, group_size=8, **FORMS[form]), inputs((2, 3, 24), dtype, device))
 
 
 @pytest.mark.parametrize(
@@ -220,7 +216,7 @@ def test_bad_input(change, message):
 @pytest.mark.gpu
 @pytest.mark.parametrize("form", ["qwen3-next", "mamba2"])
 def test_offsets_past_int32(form):
-    """2**31 + 8192 elements: the last rows are those of the same call on their own."""
+    """Use 2**31 + 8192 elements. The last rows equal a call on those rows alone."""
     x, gate = (torch.randn(2**18 + 1, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     w = torch.randn(8192, device="cuda", dtype=torch.bfloat16)
     tails = [t[-3:].clone().requires_grad_() for t in (x, gate)]
@@ -234,7 +230,7 @@ def test_offsets_past_int32(form):
 
 
 def test_more_groups_than_a_grid_has_programs(device):
-    """65,536 groups of one column: the PyTorch twin computes them."""
+    """65,536 groups of one column run on the PyTorch twin."""
     x = torch.randn(2, 65536, device=device)
     got = gated_rms_norm(x, x, torch.ones(65536, device=device), 1e-6, group_size=1)
     torch.testing.assert_close(
@@ -243,7 +239,7 @@ def test_more_groups_than_a_grid_has_programs(device):
 
 
 def test_stages_are_counted_by_the_size_of_each_tensor(monkeypatch):
-    """Three tiles of 8192 numbers of dy in fp32, x and z in 16 bits are 192 KiB, which an A100 does not hold."""
+    """Three tiles of 8192 numbers, dy in fp32 and x and z in 16 bits, take 192 KiB: too much for an A100."""
     module = importlib.import_module("liger_triton._launch")
     monkeypatch.setattr(module, "shared_memory", lambda device: 166912 - 2048)
     x, dy = torch.empty(1, dtype=torch.bfloat16), torch.empty(1)

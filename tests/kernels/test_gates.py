@@ -48,7 +48,7 @@ def test_matches_float64(gate, shape, scale, dtype, device, check_close):
 )
 @pytest.mark.parametrize("gate", [swiglu, geglu])
 def test_views_of_one_projection(gate, views, device, check_close):
-    """The gradient runs back into the fused projection; 2100 is more than a tile."""
+    """The gradient flows back into the fused projection. 2100 is more than a tile."""
     fused = torch.randn(3, 5, 4200, device=device, requires_grad=True)
     check_close(lambda t: gate(*views(t)), lambda t: oracle(gate)(*views(t)), [fused])
 
@@ -77,16 +77,14 @@ def variant_oracle(gate, up, limit=None, alpha=1.0, up_offset=0.0, gate_scale=1.
 @pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS)
 @pytest.mark.parametrize("parts", [None, "halves", "pairs"])
 def test_variants(options, parts, dtype, device, check_close):
-    """At inputs of which a good part is cut off; the gradients of parts of one tensor run back into it."""
+    """Many inputs are clamped. Gradients of parts of one tensor flow back into it."""
 
     def split(t):
         return t.chunk(2, -1) if parts == "halves" else (t[..., ::2], t[..., 1::2])
 
     if parts is None:
         given = [(10 * t).detach().requires_grad_() for t in inputs((3, 5, 1001), dtype, device)]
-        check_close(
-            lambda g, u: swiglu(g, u, **options), lambda g, u: variant_oracle(g, u, **options), given
-        )  # fmt: skip
+        check_close(lambda g, u: swiglu(g, u, **options), lambda g, u: variant_oracle(g, u, **options), given)
     else:
         fused = (10 * torch.randn(3, 5, 2002, device=device)).to(dtype).requires_grad_()
         check_close(lambda t: swiglu(*split(t), **options), lambda t: variant_oracle(*split(t), **options), [fused])
@@ -101,8 +99,11 @@ def test_twin_of_variants(options):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_at_the_limit_and_beyond(dtype, device):
-    """As the installed torch.clamp: nothing passes beyond the limit, on both sides of up, and at the limit all or
-    nothing, which torch 2.15 changed. NaN stays NaN."""
+    """Follows the installed torch.clamp.
+
+    Nothing passes beyond the limit, on both sides of up. At the limit all or nothing passes (torch 2.15 changed that).
+    NaN stays NaN.
+    """
     values = torch.tensor([-8.0, -7.0, 0.5, 7.0, 8.0, float("nan")], dtype=dtype)
     gate, up = (t.flatten().to(device).requires_grad_() for t in torch.meshgrid(values, values, indexing="ij"))
     options = VARIANTS["gpt-oss"]
@@ -119,7 +120,7 @@ def test_at_the_limit_and_beyond(dtype, device):
 
 
 def test_infinite_numbers_without_a_limit(device):
-    """None is cut off, so that what PyTorch does not know stays NaN, and an infinite up passes its gradient."""
+    """Nothing is clamped: NaN stays where PyTorch has NaN, and an infinite up passes its gradient."""
     gate = torch.tensor([float("inf"), 1.0, 1.0], device=device, requires_grad=True)
     up = torch.tensor([1.0, float("inf"), float("-inf")], device=device, requires_grad=True)
     options = {"alpha": 1.702, "up_offset": 1.0}
@@ -169,7 +170,7 @@ def test_second_backward_raises(gate, device):
 
 @each_gate
 def test_extreme_gates(gate, device, triton_only):
-    """Finite at both ends, in value and gradient, where the square of the gate is inf in fp32 too; NaN stays NaN."""
+    """Value and gradient are finite at both ends, even where the gate's square is inf in fp32. NaN stays NaN."""
     g = torch.tensor([-1e30, -200.0, 0.0, 200.0, 1e30, float("nan")], device=device, requires_grad=True)
     y = gate(g, torch.ones_like(g))
     y.sum().backward()
@@ -190,7 +191,7 @@ def test_compiles(dtype, device, check_compiled):
     for gate in (swiglu, EXACT):
         check_compiled(gate, inputs((2, 3, 24), dtype, device))
     fused = torch.randn(2, 3, 48, device=device).to(dtype).requires_grad_()
-    # The two gradients, which are parts of one tensor in eager, may not be that here.
+    # In eager the two gradients are parts of one tensor; here they need not be.
     check_compiled(lambda t: CLAMPED(*halves(t)), [fused])
 
 
@@ -217,7 +218,7 @@ def test_bad_approximation():
 @pytest.mark.parametrize("fused", [False, True], ids=["contiguous", "halves"])
 @each_gate
 def test_offsets_past_int32(gate, fused):
-    """More than 2**31 elements: the last rows are those of the same call on their own."""
+    """Use more than 2**31 elements. The last rows equal a call on those rows alone."""
     rows, n = 2**17 + 1, 16384
     g, u = (t.detach() for t in torch.randn(rows, 2 * n, device="cuda", dtype=torch.bfloat16).chunk(2, dim=-1))
     if not fused:
@@ -240,7 +241,7 @@ GATES = [swiglu, CLAMPED, geglu, EXACT]
 @pytest.mark.parametrize("shape", [(3, 5, 1000), (7,)], ids=str)
 @pytest.mark.parametrize("layout", ["apart", "halves", "up-first"])
 def test_gradients_over_the_inputs(layout, gate, shape, device, triton_only):
-    """`reuse_inputs` changes where the gradients lie, not what they are; a graph that is kept is left alone."""
+    """`reuse_inputs` changes only where the gradients lie. A kept graph is left alone."""
     leaves, dy = inputs(shape, torch.float32, device), torch.randn(shape, device=device)
     want = torch.autograd.grad(gate(*leaves), leaves, dy)
 

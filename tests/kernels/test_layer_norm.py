@@ -8,7 +8,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 
 def inputs(shape, dtype, device, weight=True, bias=True, parameter_dtype=None):
-    """x has a mean of 2: what a kernel forgets to subtract shows."""
+    """Return inputs with mean 2 in x, so that a mean that is not subtracted shows."""
     x = (torch.randn(shape, device=device) * 3 + 2).to(dtype).requires_grad_()
     parameters = (
         torch.randn(shape[-1], device=device).to(parameter_dtype or dtype).requires_grad_() if given else None
@@ -37,7 +37,7 @@ def test_matches_float64(shape, weight, bias, dtype, device, check_close):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_offset(dtype, device, check_close):
-    """Weights around zero, as in Nemotron. A sum of one binade with 1 is exact in bf16, to which it is rounded."""
+    """Weights are around zero, as in Nemotron. Numbers of one binade plus 1 are exact in bf16."""
     x, w, b = inputs((7, 41), dtype, device)
     w = (w.detach().sign() * 0.5).requires_grad_()
     check_close(lambda x, w, b: layer_norm(x, w, b, 1e-5, offset=1.0), lambda x, w, b: oracle(x, w + 1, b), [x, w, b])
@@ -52,7 +52,7 @@ def test_offset_is_added_in_the_dtype_of_the_weight(device):
 
 
 def test_is_coheres(device):
-    """CohereLayerNorm: fp32 inside, fp32 weight allowed, no bias, the dtype of x."""
+    """CohereLayerNorm computes in fp32, allows an fp32 weight, has no bias, and returns the dtype of x."""
     x, w, _ = inputs((5, 40), torch.bfloat16, device, bias=False, parameter_dtype=torch.float32)
     centred = x.float() - x.float().mean(-1, keepdim=True)
     want = (w * (centred * torch.rsqrt(centred.pow(2).mean(-1, keepdim=True) + 1e-5))).to(x.dtype)
@@ -73,14 +73,14 @@ def test_dtype_is_that_of_the_twin(dtype, parameter_dtype, device):
 
 
 def test_large_mean_keeps_the_variance(device):
-    """Mean 1000, deviation 0.1: E[x^2] - E[x]^2 in fp32 would lose the variance."""
+    """With mean 1000 and deviation 0.1, E[x^2] - E[x]^2 in fp32 would lose the variance."""
     x = 1000 + 0.1 * torch.randn(4, 100, device=device)
     want = F.layer_norm(x.double(), (100,), None, None, 1e-5)
     assert (layer_norm(x, None, None, 1e-5) - want).norm() / want.norm() < 1e-3
 
 
 def test_non_contiguous(device, check_close):
-    """Rows that lie apart, and an input that needs a copy."""
+    """Rows have gaps, or the input needs a copy."""
     x = torch.randn(6, 4, 30, device=device) + 1
     w, b = (torch.randn(30, device=device)[::2].requires_grad_() for _ in range(2))
     for view in (x[..., 15:], x.transpose(0, 1)[..., ::2]):
@@ -152,7 +152,7 @@ def test_bad_input(weight, bias, message):
 
 @pytest.mark.gpu
 def test_offsets_past_int32():
-    """2**31 + 4096 elements: the last rows are those of the same call on their own."""
+    """Use 2**31 + 4096 elements. The last rows equal a call on those rows alone."""
     x = torch.randn(2**19 + 1, 4096, device="cuda", dtype=torch.bfloat16).requires_grad_()
     w, b = (torch.randn(4096, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     tail = x[-3:].detach().requires_grad_()

@@ -14,8 +14,10 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 
 def inputs(device, dtype=torch.float32, rows=T, ignored=True):
-    """hidden, weight, bias that require gradients, and target with ignored rows."""
-    x, w, b = torch.randn(rows, H), torch.randn(V, H) / H**0.5, torch.randn(V) * 0.3
+    """Return hidden, weight and bias that require gradients, and a target with ignored rows."""
+    x = torch.randn(rows, H)
+    w = torch.randn(V, H) / H**0.5
+    b = torch.randn(V) * 0.3
     y = torch.randint(0, V, (rows,))
     if ignored:
         y[::4] = -100
@@ -44,10 +46,10 @@ def test_matches_float64(options, dtype, device, row_pass, check_close):
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_token_weights(reduction, device, row_pass, check_close):
-    """Weights by class are F.cross_entropy's, whose mean divides by their sum."""
+    """Weights by class equal F.cross_entropy's, including the mean over the sum of weights."""
     x, w, b, y = inputs(device)
     classes = torch.rand(V, device=device) + 0.1
-    weights = torch.where(y == -100, torch.nan, classes[y.clamp(min=0)])  # what ignored rows carry must not matter
+    weights = torch.where(y == -100, torch.nan, classes[y.clamp(min=0)])  # values of ignored rows must not matter
     check_close(
         lambda x, w, b: linear_cross_entropy(x, w, y, b, token_weights=weights, reduction=reduction, chunk_rows=CHUNK),
         lambda x, w, b: F.cross_entropy(F.linear(x, w, b), y, weight=classes.double(), reduction=reduction),
@@ -67,7 +69,7 @@ def test_reference_is_f_cross_entropy(device):
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_lora(dtype, reduction, device, row_pass, check_close):
-    """fp32 adapters, as PEFT keeps them on a bf16 model, and an input of their own, as dropout gives them."""
+    """Adapters are fp32, as PEFT keeps them on a bf16 model, with their own input, as after dropout."""
     x, w, b, y = inputs(device, dtype)
     w.requires_grad_(False)
     a = (torch.randn(3, H, device=device) / H**0.5).requires_grad_()
@@ -85,7 +87,7 @@ def test_lora(dtype, reduction, device, row_pass, check_close):
 
 
 def test_leading_dimensions_and_strides(device, check_close):
-    """hidden (B, S, H) as the slice [:, :-1], a transposed weight, strided labels."""
+    """hidden (B, S, H) is the slice [:, :-1], the weight is transposed, the labels are strided."""
     x = torch.randn(3, 8, H, device=device, requires_grad=True)
     w = torch.randn(H, V, device=device, requires_grad=True)
     y = torch.randint(0, V, (3, 8), device=device)[:, 1:]
@@ -99,7 +101,7 @@ def test_leading_dimensions_and_strides(device, check_close):
 
 
 def test_wide_vocabulary(device, check_close):
-    """More than one block of the size used outside the tests."""
+    """The vocabulary needs more than one block of the production size."""
     x, w = torch.randn(2, 3, device=device, requires_grad=True), torch.randn(9001, 3, device=device, requires_grad=True)
     y = torch.tensor([9000, 8191], device=device)
     check_close(
@@ -122,7 +124,7 @@ def test_scaled_and_added_to_another_loss(reduction, device, check_close):
 
 @pytest.mark.parametrize("frozen", [False, True])
 def test_upstream_gradient_is_not_rounded(frozen, device):
-    """In several chunks a bf16 gradient is multiplied by the fp32 number, not by that number in bf16."""
+    """With several chunks, a bf16 gradient is multiplied by the fp32 number, unrounded."""
     x, w, _, y = inputs(device, torch.bfloat16)
     w.requires_grad_(not frozen)
     reduction = "none" if frozen else "sum"
@@ -138,7 +140,7 @@ def test_upstream_gradient_is_not_rounded(frozen, device):
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_second_backward(reduction, frozen, chunk_rows, device):
-    """A graph that is kept may be run again; one that is not, not."""
+    """A kept graph may run again; a freed one may not."""
     x, w, b, y = inputs(device)
     if frozen:
         w, b = w.detach(), b.detach()
@@ -165,7 +167,7 @@ def test_all_rows_ignored(reduction, device, row_pass):
 
 @pytest.mark.parametrize("reduction", ["sum", "none"])
 def test_all_rows_ignored_and_divided_by_their_number(reduction, device, row_pass):
-    """0 / 0 is NaN, and its gradient infinite; that of the inputs is 0, as from F.cross_entropy."""
+    """0 / 0 is NaN with an infinite gradient. The inputs get gradient 0, as from F.cross_entropy."""
     x, w, b, y = inputs(device)
     loss = linear_cross_entropy(x, w, torch.full_like(y, -100), b, reduction=reduction).sum()
     (loss / torch.zeros((), device=device)).backward()
@@ -182,7 +184,7 @@ def test_no_rows(device, row_pass):
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_nan(reduction, device, row_pass):
-    """A NaN in a row that counts reaches loss and gradient; in an ignored row it is never read."""
+    """A NaN in a row that counts reaches loss and gradient. In an ignored row it is never read."""
     x, w, b, y = inputs(device)
     y[3], y[4] = 1, -100
     with torch.no_grad():
@@ -200,7 +202,7 @@ def test_nan(reduction, device, row_pass):
 @pytest.mark.parametrize("p", [0.9, 0.99, 0.999, 0.9999])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_confident_tokens(dtype, p, device, row_pass):
-    """Softmax near 1, where p - 1 cancels: the gradient is at least as accurate as PyTorch's in that dtype."""
+    """Where softmax is near 1, p - 1 cancels: the gradient is at least as accurate as PyTorch's in that dtype."""
     logits = torch.zeros(6, 40)
     y = torch.arange(6) * 6
     logits[torch.arange(6), y] = torch.tensor(39 * p / (1 - p)).log()
@@ -217,7 +219,7 @@ def test_confident_tokens(dtype, p, device, row_pass):
 
 
 def test_common_offset(device, row_pass):
-    """Adding 10000 to all logits changes nothing: they are sums of eighths, so fp32 holds them exactly either way."""
+    """Adding 10000 to all logits changes nothing. They are sums of eighths, so fp32 holds them exactly either way."""
     x = torch.randint(-3, 4, (T, H), device=device).float().requires_grad_()
     w = (torch.randint(-3, 4, (V, H), device=device) / 8).requires_grad_()
     y = torch.randint(0, V, (T,), device=device)
@@ -231,8 +233,7 @@ def test_common_offset(device, row_pass):
 
 
 def test_weight_gradient_is_as_accurate_in_many_chunks_as_in_one_product(device):
-    """bf16, 32 chunks: the fp32 sum has the error of one full product; the lean one does not, which shows the test
-    can."""
+    """In 32 bf16 chunks, the fp32 sum has the error of one product. The lean sum has more, so the test can fail."""
     x, w, b, y = inputs(device, torch.bfloat16, rows=32, ignored=False)
     x64, w64 = (t.detach().double().requires_grad_() for t in (x, w))
     reference.linear_cross_entropy(x64, w64, y, reduction="sum").backward()
@@ -253,11 +254,16 @@ def test_weight_gradient_is_as_accurate_in_many_chunks_as_in_one_product(device)
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("reduction", ["sum", "none"])
 def test_one_chunk_is_as_accurate_as_pytorch(reduction, with_bias, device, row_pass):
-    """bf16, one chunk, an upstream gradient that is no power of two: it is rounded with the gradient of the logits, as
-    PyTorch does, whose errors are no smaller; no sum of the weight's gradient in fp32 is made."""
+    """Uses bf16, one chunk, and an upstream gradient that is not a power of two.
+
+    It is rounded with the gradient of the logits, as in PyTorch, so our errors are no larger. There is no fp32 sum of
+    the weight's gradient.
+    """
     x, w, b, y = inputs(device, torch.bfloat16, rows=64)
     if with_bias:  # 208 words: a bias is added before the logits are rounded where the vocabulary is a multiple of 16
-        w, b, y = w[:208].detach().requires_grad_(), b[:208], y.clamp(max=207)
+        w = w[:208].detach().requires_grad_()
+        b = b[:208]
+        y = y.clamp(max=207)
     b = b.detach() if with_bias else None
     x64, w64 = (t.detach().double().requires_grad_() for t in (x, w))
     b64 = None if b is None else b.double()
@@ -273,12 +279,12 @@ def test_one_chunk_is_as_accurate_as_pytorch(reduction, with_bias, device, row_p
         return F.cross_entropy(F.linear(x, w, b).float(), y, reduction=reduction)
 
     for ours, pytorch in zip(errors(linear_cross_entropy), errors(plain), strict=True):
-        truncated = row_pass == "triton" and device == "cpu"  # by Triton's interpreter, which does not round to bf16
+        truncated = row_pass == "triton" and device == "cpu"  # Triton's interpreter truncates to bf16
         assert ours <= (1.6 if truncated else 1.05) * pytorch < 5e-3
 
 
 def test_one_chunk_makes_no_sum(device, allocations):
-    """The gradient of a bf16 weight is all there is of its size, and nothing of the forward pass outlives backward."""
+    """The gradient of a bf16 weight is the only tensor of its size. Nothing from forward outlives backward."""
     x, w, _, y = inputs(device, torch.bfloat16, rows=16, ignored=False)
     with allocations() as seen:
         gc.collect()
@@ -295,7 +301,7 @@ def test_one_chunk_makes_no_sum(device, allocations):
 
 
 class _AliveAtRounding(TorchDispatchMode):
-    """Whether a tensor is still there when an fp32 sum of the weight's size is rounded."""
+    """Record whether a tensor is still alive when an fp32 sum of the weight's size is rounded."""
 
     def __init__(self, tensor):
         super().__init__()
@@ -312,7 +318,7 @@ class _AliveAtRounding(TorchDispatchMode):
 
 
 def test_kept_logits_are_gone_before_the_sum_is_rounded(device):
-    """Else they would add to the peak."""
+    """Otherwise they would add to the peak."""
     x, w, _, y = inputs(device, torch.bfloat16, ignored=False)
     gc.collect()
     loss = linear_cross_entropy(x, w, y, reduction="none", chunk_rows=9).sum()
@@ -325,7 +331,7 @@ def test_kept_logits_are_gone_before_the_sum_is_rounded(device):
 
 
 def test_fp16_keeps_small_probabilities(device):
-    """p / T underflows in fp16 (here 2e-6, against a smallest step of 6e-8): it is never formed."""
+    """p / T would underflow in fp16 (2e-6 here, smallest step 6e-8), so it is never formed."""
     rows, vocab = 128, 4001
     x = (torch.randn(rows, 8, device=device) / 4).half().requires_grad_()
     w = (torch.randn(vocab, 8, device=device) / 4).half().requires_grad_()
@@ -340,8 +346,11 @@ def test_fp16_keeps_small_probabilities(device):
 
 
 def test_products_and_memory(device, row_pass, allocations):
-    """Three products a chunk, two if the weight is frozen, four for uneven gradients but in the last, one without
-    gradients. No tensor of T x V elements; none of V x H either if the weight is frozen, and one if it is not."""
+    """A chunk takes three products, two with a frozen weight, one without gradients.
+
+    Uneven gradients take four, but not in the last chunk. No tensor has T x V elements. V x H elements appear once, or
+    never with a frozen weight.
+    """
     rows, chunks = 30, 2
     x, w, _, y = inputs(device, rows=rows, ignored=False)
     u = (torch.randn(2, H, device=device), torch.randn(V, 2, device=device).requires_grad_(), 1.0)
@@ -367,7 +376,7 @@ def test_products_and_memory(device, row_pass, allocations):
 
 
 def test_autocast(device):
-    """bf16 hidden states and an fp32 weight, as under mixed precision: the values of F.linear, gradients in fp32."""
+    """Mixed precision has bf16 hidden states and an fp32 weight: values equal F.linear's, gradients are fp32."""
     x, w, b, y = inputs(device, torch.bfloat16)
     w, b = (t.detach().float().requires_grad_() for t in (w, b))
     x64, w64, b64 = (t.detach().double().requires_grad_() for t in (x, w, b))
@@ -397,12 +406,16 @@ def test_compile(dtype, reduction, device, check_compiled):
 
 
 def test_chunk_size():
-    """Bounded memory; on a GPU a power of two, or all rows where one chunk of them needs no fp32 sum of that size."""
+    """Memory is bounded. On a GPU a chunk has a power of two rows, or all rows if one chunk saves the fp32 sum."""
     for rows, vocab, dtype, device in [
-        (8192, 128256, torch.bfloat16, "cuda"), (32768, 151936, torch.bfloat16, "cuda"),
-        (3, 32000, torch.float32, "cuda"), (2048, 49152, torch.float32, "cpu"), (5, 10**9, torch.float32, "cpu"),
-        (0, 100, torch.float32, "cpu"), (10**6, 10**7, torch.bfloat16, "cuda"),
-    ]:  # fmt: skip
+        (8192, 128256, torch.bfloat16, "cuda"),
+        (32768, 151936, torch.bfloat16, "cuda"),
+        (3, 32000, torch.float32, "cuda"),
+        (2048, 49152, torch.float32, "cpu"),
+        (5, 10**9, torch.float32, "cpu"),
+        (0, 100, torch.float32, "cpu"),
+        (10**6, 10**7, torch.bfloat16, "cuda"),
+    ]:
         size = chunk_size(rows, vocab, dtype, device)
         most, least = (64, 4) if device == "cpu" else (640, 128 * dtype.itemsize)  # MiB; bytes a word
         assert size >= 1 and size * vocab * dtype.itemsize <= max(
@@ -445,7 +458,7 @@ def test_runs_on_the_device_of_its_tensors():
 
 
 def bad(**changes):
-    """Arguments of a call that is right but for `changes`; a function changes the value."""
+    """Return valid arguments of a call except for `changes`; a function changes the value."""
     x, w, b, y = inputs("cpu")
     args = {"hidden": x, "weight": w, "target": y, "bias": b} | {k: v for k, v in changes.items() if not callable(v)}
     return args | {k: v(args[k]) for k, v in changes.items() if callable(v)}
@@ -492,7 +505,7 @@ def test_target_outside_the_vocabulary(wrong, device):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_where_a_gradient_is_summed(dtype):
-    """In fp16 never: the sum over chunks is not divided by the number of rows yet, and would overflow."""
+    """Never in fp16: the sum over chunks is not yet divided by the number of rows, and would overflow."""
     like = torch.empty(0, dtype=dtype)
     assert sum_dtype(like, lean=False) == torch.float32
     assert sum_dtype(like, lean=True) == (torch.float32 if dtype == torch.float16 else dtype)

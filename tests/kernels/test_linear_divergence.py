@@ -10,7 +10,7 @@ BETAS = [0.0, 0.3, 1.0]
 
 
 def inputs(device, dtype=torch.float32):
-    """hidden, weight and bias of the student (with gradients) and of the teacher, and a mask."""
+    """Return hidden, weight and bias of the student (with gradients) and of the teacher, and a mask."""
     student = torch.randn(T, HS), torch.randn(V, HS) / HS**0.5, torch.randn(V) * 0.3
     teacher = torch.randn(T, HT), torch.randn(V, HT) / HT**0.5, torch.randn(V) * 0.3
     mask = torch.ones(T, dtype=torch.bool)
@@ -23,7 +23,7 @@ def inputs(device, dtype=torch.float32):
 
 
 def call(function, **options):
-    """Value and entropy of `function` as `check_close` wants it: of the tensors in the order of `inputs`."""
+    """Wrap `function` for `check_close`: value and entropy of tensors in the order of `inputs`."""
 
     def run(x, w, b, xt, wt, bt):
         out = function(x, w, xt, wt, b, bt, **options)
@@ -43,7 +43,7 @@ OPTIONS = [
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("beta", BETAS)
 def test_matches_float64(beta, options, dtype, device, check_close):
-    """Any upstream gradient: the backward pass walks again."""
+    """Upstream gradients are arbitrary: backward walks again."""
     *tensors, mask = inputs(device, dtype)
     options = options | {"beta": beta, "mask": mask}
     check_close(
@@ -54,7 +54,7 @@ def test_matches_float64(beta, options, dtype, device, check_close):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("beta", BETAS)
 def test_uniform_grad(beta, dtype, device, check_close):
-    """Gradients that come with the values; rows that do not count may get any gradient."""
+    """Gradients come with the values. Rows that do not count may get any gradient."""
     *tensors, mask = inputs(device, dtype)
     factor = torch.where(mask, -0.37, torch.arange(T, device=device))
 
@@ -71,7 +71,7 @@ def test_uniform_grad(beta, dtype, device, check_close):
 
 @pytest.mark.parametrize("beta", BETAS)
 def test_frozen_head_with_lora(beta, device, check_close):
-    """fp32 adapters on heads of bf16, of student and teacher; per-row upstream gradients."""
+    """Student and teacher have fp32 adapters on bf16 heads. Upstream gradients differ by row."""
     x, w, _, xt, wt, _, mask = inputs(device, torch.bfloat16)
     w.requires_grad_(False)
     a, lb = torch.randn(3, HS, device=device) / HS**0.5, torch.randn(V, 3, device=device) / 2
@@ -88,9 +88,10 @@ def test_frozen_head_with_lora(beta, device, check_close):
     for trained in (True, False):
         a.requires_grad_(trained), lb.requires_grad_(trained)
         check_close(
-            objective(linear_divergence), objective(reference.linear_divergence),
+            objective(linear_divergence),
+            objective(reference.linear_divergence),
             [x, w, a, lb, dropped, xt, wt, at, lbt],
-        )  # fmt: skip
+        )
 
 
 @pytest.mark.parametrize("beta", BETAS)
@@ -104,7 +105,7 @@ def test_entropy(beta, device):
 
 
 def test_the_ends_are_kl_divergences(device):
-    """F.kl_div(log q, p) is KL(p || q), which names its arguments the other way round."""
+    """F.kl_div(log q, p) is KL(p || q): its arguments are swapped."""
     x, w, b, xt, wt, bt, _ = inputs(device)
     log_p, log_q = F.linear(x, w, b).log_softmax(-1), F.linear(xt, wt, bt).log_softmax(-1)
     ends = {0.0: (log_p, log_q.exp()), 1.0: (log_q, log_p.exp())}
@@ -134,7 +135,7 @@ def test_is_trl_s(beta, device):
 
 @pytest.mark.parametrize("beta", BETAS)
 def test_equal_heads(beta, device):
-    """The student is the teacher: divergence and gradient are zero but for rounding."""
+    """If the student is the teacher, divergence and gradient are zero up to rounding."""
     x, w, b, *_ = inputs(device)
     divergence = linear_divergence(x, w, x.detach(), w.detach(), b, b.detach(), beta=beta).divergence
     assert divergence.abs().max() < 1e-6
@@ -143,7 +144,7 @@ def test_equal_heads(beta, device):
 
 @pytest.mark.parametrize("beta", BETAS)
 def test_confident_heads(beta, device, check_close):
-    """Softmax near 1, of different tokens: where training starts, and where p of the teacher's choice is tiny."""
+    """Softmax is near 1 for different tokens, as at the start of training: p of the teacher's choice is tiny."""
     *tensors, _ = inputs(device)
     for k in (1, 4):
         tensors[k] = (tensors[k].detach() * 12).requires_grad_(k == 1)
@@ -151,7 +152,7 @@ def test_confident_heads(beta, device, check_close):
 
 
 def test_products(device, allocations):
-    """Four a chunk with the promise, six without, three if the head is frozen, two without gradients."""
+    """A chunk takes four products with the promise, six without, three with a frozen head, two without gradients."""
     x, w, _, xt, wt, _, _ = inputs(device)
 
     def count(x, w, **options):

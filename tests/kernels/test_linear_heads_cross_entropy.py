@@ -11,7 +11,7 @@ BF16, FP32 = torch.bfloat16, torch.float32
 
 
 def inputs(device, heads=3, tied=True, dtype=FP32, rows=T):
-    """hidden (K, T, H), weights and target, some rows of it ignored, others of each head its first largest logit."""
+    """Return hidden (K, T, H), weights and a target: some rows ignored, others each head's first largest logit."""
     x = torch.randn(heads, rows, H).to(device, dtype)
     w = [(torch.randn(V, H) / H**0.5).to(device, dtype) for _ in range(1 if tied else heads)]
     y = torch.randint(0, V, (heads, rows), device=device)
@@ -22,12 +22,12 @@ def inputs(device, heads=3, tied=True, dtype=FP32, rows=T):
 
 
 def loss_of(fn, y, tied=True, **options):
-    """`fn` as a function of the tensors that `inputs` gives; its differentiable result."""
+    """Wrap `fn` as a function of the tensors from `inputs` that returns its differentiable result."""
     return lambda x, *w: fn(x, w[0] if tied else w, y, **options).loss
 
 
 def heads_of(y, tied, **options):
-    """Ours and the reference's, for `check_close`."""
+    """Return ours and the reference's, for `check_close`."""
     return loss_of(linear_heads_cross_entropy, y, tied, chunk_rows=CHUNK, **options), loss_of(
         reference.linear_heads_cross_entropy, y, tied, **options
     )
@@ -51,7 +51,7 @@ def test_fp16(tied, device, check_close):
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_sums_of_each_head(tied, device, row_pass):
-    """Unweighted, and without gradient; top-1 counts the first of the largest logits only."""
+    """Sums are unweighted and have no gradient. Top-1 counts only the first of the largest logits."""
     (x, *w), y = inputs(device, 3, tied)
     with torch.no_grad():
         w[0][150] = w[0][20]
@@ -71,7 +71,7 @@ def test_sums_of_each_head(tied, device, row_pass):
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_lists_and_strides(tied, device, check_close):
-    """Heads side by side in memory (T, K, H), a list of slices, a transposed weight."""
+    """Heads are side by side in memory (T, K, H), a list of slices; the weight is transposed."""
     x = torch.randn(T, 3, H, device=device, requires_grad=True)
     w = [torch.randn(H, V, device=device, requires_grad=True) for _ in range(1 if tied else 3)]
     _, y = inputs(device)
@@ -96,7 +96,7 @@ def test_scaled_and_added_to_another_loss(tied, device, check_close):
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_ignored_rows(tied, device, row_pass):
-    """What an ignored row carries, weight included, is never read; one head without a row; none with one; no rows."""
+    """Values and weights of ignored rows are never read. Heads have no row, one row, or all are empty."""
     (x, *w), y = inputs(device, 3, tied)
     weight, share = w[0] if tied else w, torch.rand(3, T, device=device)
     want = linear_heads_cross_entropy(x, weight, y, row_weight=share)
@@ -130,8 +130,11 @@ def test_nan(tied, device, row_pass):
 
 
 def test_untied_gradients_are_rounded_head_by_head(device):
-    """bf16: between forward and backward no fp32 sum of V * H lives. The error is that of two roundings, less than of
-    one a chunk; where the upstream gradient is a power of two, it is that of one."""
+    """In bf16, no fp32 sum of V * H lives between forward and backward.
+
+    The error is two roundings, less than one for each chunk. For a power of two as upstream gradient it is one
+    rounding.
+    """
     tensors, y = inputs(device, 2, False, BF16, rows=32)
     x64 = [t.detach().double().requires_grad_() for t in tensors]
     loss_of(reference.linear_heads_cross_entropy, y, False)(*x64).backward()
@@ -155,7 +158,7 @@ def test_untied_gradients_are_rounded_head_by_head(device):
 
 
 def test_fp16_sums_may_exceed_fp16(device):
-    """A frequent token under a large hidden state: 2e5 before the division by the number of rows, 4000 after it."""
+    """A frequent token with a large hidden state gives 2e5 before the division by the rows, 4000 after it."""
     x = torch.full((2, 50, 1), 6000.0, device=device, dtype=torch.float16)
     w = [torch.zeros(3, 1, device=device, dtype=torch.float16).requires_grad_() for _ in range(2)]
     y = torch.zeros(2, 50, dtype=torch.long, device=device)
@@ -165,8 +168,10 @@ def test_fp16_sums_may_exceed_fp16(device):
 
 
 def test_products_and_memory(device, row_pass, allocations):
-    """Three products a chunk, two if the weight is frozen, one without gradients; a chunk of logits is all there is,
-    whatever K; a frozen weight has no buffer of its gradient."""
+    """A chunk takes three products, two with a frozen weight, one without gradients.
+
+    Only one chunk of logits is alive, for any K. A frozen weight has no gradient buffer.
+    """
 
     def count(heads, tied, frozen):
         (x, *w), y = inputs(device, heads, tied, rows=30)
@@ -196,7 +201,7 @@ def test_products_and_memory(device, row_pass, allocations):
 @pytest.mark.parametrize("accumulate", ["fp32", "lean"])
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
 def test_untied_heads_hold_no_logits(dtype, accumulate, device):
-    """Though each fits one chunk, a head does not keep its logits for a backward pass that waits for all of them."""
+    """Each head fits one chunk, but it does not keep its logits: one backward pass waits for all heads."""
     (x, *w), y = inputs(device, tied=False, dtype=dtype)
     gc.collect()
     loss = linear_heads_cross_entropy(x, w, y, accumulate=accumulate).loss
@@ -217,7 +222,7 @@ def test_second_backward(dtype, device):
 
 
 def test_autocast(device):
-    """fp32 weights of the heads under mixed precision: gradients in fp32, untied and tied."""
+    """Heads have fp32 weights under mixed precision: gradients are fp32, untied and tied."""
     for tied in (True, False):
         (x, *w), y = inputs(device, 3, tied)
         want = loss_of(reference.linear_heads_cross_entropy, y, tied)(x.double(), *(t.double() for t in w))
@@ -256,7 +261,7 @@ def test_errors():
         ({"softcap": -1.0}, "softcap is -1.0"),
         ({"accumulate": "bf16"}, "accumulate is 'bf16'"),
         ({"chunk_rows": 0}, "chunk_rows is 0"),
-    ]:  # fmt: skip
+    ]:
         with pytest.raises(ValueError, match=message):
             linear_heads_cross_entropy(**(good | changes))
     y[1, 4] = V
@@ -266,7 +271,7 @@ def test_errors():
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_rows_of_any_layout(tied, device, row_pass):
-    """Column-major targets and weights of rows, as `labels.t()` gives them: kernels read rows by number."""
+    """Targets and row weights are column-major, as from `labels.t()`. Kernels index contiguous rows."""
     (x, *w), y = inputs(device, 3, tied)
     share = torch.rand(3, T, device=device)
     found = []
@@ -282,7 +287,7 @@ def test_rows_of_any_layout(tied, device, row_pass):
 @pytest.mark.parametrize("size", [1e-6, 1e5])
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_fp16_takes_weights_of_any_size(tied, size, device, row_pass):
-    """With a loss scale, gradients are those of float64 up to the rounding of fp16."""
+    """With a loss scale, gradients equal float64 up to fp16 rounding."""
     tensors, y = inputs(device, 3, tied, torch.float16)
     share, scale = size * (0.5 + torch.rand(3, T, device=device)), 1.0 / (size * T)
     (x, *w) = tensors
@@ -298,7 +303,7 @@ def test_fp16_takes_weights_of_any_size(tied, size, device, row_pass):
 
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
 def test_rows_that_are_known_to_count(dtype, device, monkeypatch):
-    """The loss and the gradients of a call with all rows, and each row is checked once, for all heads."""
+    """Loss and gradients equal a call with all rows. Each row is checked once for all heads."""
     (x, w), y = inputs(device, dtype=dtype)
     want = linear_heads_cross_entropy(x, w, y, chunk_rows=CHUNK)
     want_dx = torch.autograd.grad(want.loss, x)[0]

@@ -10,7 +10,7 @@ BF16, FP32 = torch.bfloat16, torch.float32
 
 
 def inputs(device, heads=3, tied=True, dtype=FP32, rows=T):
-    """hidden (K, T, H) and weights that require gradients; the teacher's two; which rows count."""
+    """Return hidden (K, T, H) and weights with gradients, the teacher's two tensors, and the rows that count."""
     x = torch.randn(heads, rows, H).to(device, dtype)
     w = [(torch.randn(V, H) / H**0.5).to(device, dtype) for _ in range(1 if tied else heads)]
     teacher = torch.randn(rows, H).to(device, dtype), (torch.randn(V, H) / H**0.5).to(device, dtype)
@@ -19,7 +19,7 @@ def inputs(device, heads=3, tied=True, dtype=FP32, rows=T):
 
 
 def heads_of(teacher, valid, tied, dtype=None, **options):
-    """Ours and the reference's loss as functions of the tensors that `inputs` gives, for `check_close`."""
+    """Return ours and the reference's loss as functions of the tensors from `inputs`, for `check_close`."""
 
     def call(fn, wide):
         own = [t.double() for t in teacher] if wide else teacher
@@ -41,7 +41,7 @@ def test_matches_float64(dtype, tied, heads, device, row_pass, check_close):
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_fp16_and_lists(tied, device, check_close):
-    """Heads side by side in memory, (T, K, H), and a list of slices of it."""
+    """Heads are side by side in memory (T, K, H), or a list of slices of it."""
     tensors, teacher, valid = inputs(device, 3, tied, torch.float16)
     tensors[0] = tensors[0].detach().transpose(0, 1).contiguous().requires_grad_()
     ours, oracle = heads_of(teacher, valid, tied, row_weight=0.8 ** torch.arange(1, 4, device=device))
@@ -50,7 +50,7 @@ def test_fp16_and_lists(tied, device, check_close):
 
 
 def test_teacher_is_k_rows_ahead(device, row_pass):
-    """By hand: teacher and students are one-hot in what they predict, so only the right row gives a KL near 0."""
+    """Teacher and students predict one-hot, so only the right row gives a KL near 0."""
     n, heads = 9, 3
     tokens = torch.arange(n, device=device)
     head = torch.eye(n, device=device) * 30
@@ -105,7 +105,7 @@ def test_scaled_and_added_to_another_loss(tied, device, check_close):
 
 
 def test_the_teacher_gets_no_gradient(device, check_close):
-    """Not even where its head is the students', and trains: its part of the gradient is the students' alone."""
+    """It gets none even if its head is the students' trained head: only the students' part counts."""
     (x, w), (states, _), valid = inputs(device)
     states.requires_grad_()
     frozen = w.detach().clone()
@@ -119,14 +119,16 @@ def test_the_teacher_gets_no_gradient(device, check_close):
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_rows_that_do_not_count(tied, device, row_pass):
-    """What they carry is never read, weight and teacher included; one head without a row; none with one; no rows."""
+    """Their values, weight and teacher are never read. Covers a head without rows, one with one row, no rows at all."""
     (x, *w), (states, head), valid = inputs(device, 3, tied)
     valid[:, 3:8] = False  # no head needs the teacher's rows 6 to 8
     weight, share = w[0] if tied else w, torch.rand(3, T, device=device)
     want = linear_heads_kl(x, weight, states, head, valid, row_weight=share, chunk_rows=CHUNK)
     counts = valid & (torch.arange(T, device=device) + torch.arange(1, 4, device=device).unsqueeze(1) < T)
     with torch.no_grad():
-        x[~counts], states[6:9], states[0] = torch.nan, torch.nan, torch.nan
+        x[~counts] = torch.nan
+        states[6:9] = torch.nan
+        states[0] = torch.nan
     share[~counts] = torch.nan
     got = linear_heads_kl(x, weight, states, head, valid, row_weight=share, chunk_rows=CHUNK)
     got.loss.backward()
@@ -148,7 +150,7 @@ def test_rows_that_do_not_count(tied, device, row_pass):
 
 @pytest.mark.parametrize("of", ["student", "teacher"])
 def test_nan(of, device, row_pass):
-    """A NaN reaches the losses of the rows it belongs to, and no other."""
+    """A NaN reaches the losses of its own rows and no other."""
     (x, w), (states, head), valid = inputs(device)
     valid[:] = True
     with torch.no_grad():
@@ -162,7 +164,7 @@ def test_nan(of, device, row_pass):
 
 
 def rows_against_float64(student, teacher, **options):
-    """Loss and dl of `kl_pass` on logits, with the errors of both, relative to the largest of the row."""
+    """Return loss and dl of `kl_pass` on logits, with both errors relative to the row's largest value."""
     places = torch.arange(len(student), device=student.device)
     stats, _ = teacher_pass(teacher, 1.0, 0.0)
     z = student.detach().double().requires_grad_()
@@ -175,8 +177,10 @@ def rows_against_float64(student, teacher, **options):
 
 @pytest.mark.parametrize("gap", [1e-3, 1e-2, 0.3, 3.0])
 def test_nearly_equal_rows_keep_a_small_loss(gap, device, row_pass):
-    """The sum of q log(q / p) cancels: at a gap of 1e-3 far fewer digits are left of it. Logits are sums of 2**-12,
-    so that no rounding of the inputs hides what the pass does."""
+    """The sum of q log(q / p) cancels: at a gap of 1e-3 it keeps far fewer digits.
+
+    Logits are sums of 2**-12, so rounding of the inputs does not hide the pass.
+    """
     z = (torch.randn(7, 1000, device=device) * 3 * 4096).round() / 4096
     student = z + (torch.randn_like(z) * gap * 4096).round() / 4096
     loss, error, grad_error = rows_against_float64(student, z)
@@ -188,7 +192,7 @@ def test_nearly_equal_rows_keep_a_small_loss(gap, device, row_pass):
 
 @pytest.mark.parametrize("rest", [1e-2, 1e-4, 1e-6])
 def test_confident_rows(rest, device, row_pass):
-    """Both sure of one token, p = 1 - rest and q = 1 - rest / 2: p - q would keep no digit of rest = 1e-6."""
+    """Both are sure of one token, p = 1 - rest and q = 1 - rest / 2. p - q would keep no digit of rest = 1e-6."""
     student, teacher = torch.zeros(2, 3, 500, device=device)
     student[:, 123], teacher[:, 123] = (torch.tensor([2.0, 1.0]) * 499 / rest).log().flip(0).to(device)
     loss, error, grad_error = rows_against_float64(student, teacher)
@@ -196,7 +200,7 @@ def test_confident_rows(rest, device, row_pass):
 
 
 def test_impossible_tokens(device, row_pass):
-    """Logits of -inf: nothing under both, p under the student alone, infinite under the teacher alone."""
+    """A logit of -inf in both adds 0; in the teacher alone p; in the student alone infinity."""
     student, teacher = torch.randn(2, 3, 300, device=device)
     student[0, 7:9] = teacher[0, 7:9] = float("-inf")
     teacher[1, 200:] = float("-inf")
@@ -212,7 +216,7 @@ def test_impossible_tokens(device, row_pass):
 
 
 def test_first_of_equals(device, row_pass):
-    """The argmax of both is the first of the largest logits: in one lane of a program, a block apart, or in two."""
+    """Both argmaxes are the first of equal logits: in one lane, a block apart, or in two lanes."""
     z = torch.randn(4, 500, device=device)
     for row, places in enumerate(([5, 133], [133, 261, 7 + 128], [130, 3], [499])):
         z[row, places] = 9.0
@@ -223,7 +227,7 @@ def test_first_of_equals(device, row_pass):
 
 
 def test_common_offset(device, row_pass):
-    """10000 more in all logits of the student, or of the teacher, changes nothing: sums of 2**-9, exact either way."""
+    """Adding 10000 to all logits of student or teacher changes nothing: sums of 2**-9 are exact either way."""
     student, teacher = (torch.randn(2, 3, 300, device=device) * 512).round() / 512
     plain, *_ = rows_against_float64(student, teacher)
     for offset in ((10000.0, 0.0), (0.0, 10000.0)):
@@ -232,7 +236,7 @@ def test_common_offset(device, row_pass):
 
 
 def test_cross_entropy_is_its_limit(device, row_pass):
-    """A teacher sure of one token gives the cross-entropy of that token, gradients too."""
+    """A teacher that is sure of one token gives the cross-entropy of that token, gradients too."""
     (x, w), _, valid = inputs(device)
     states, head = torch.zeros(T, V, device=device), torch.eye(V, device=device)
     tokens = torch.randint(0, V, (T,), device=device)
@@ -248,7 +252,7 @@ def test_cross_entropy_is_its_limit(device, row_pass):
 
 @pytest.mark.parametrize("heads, share", [(1, 1.0), (3, 1.0), (3, 0.5), (5, 0.1), (5, 0.01), (5, 0.0)])
 def test_windows(heads, share):
-    """Each row that counts is in one window, with its teacher; no window needs more teacher rows than there is room."""
+    """Each row that counts is in one window with its teacher. No window needs more teacher rows than fit."""
     valid = torch.rand(heads, 101) < share
     for k in range(heads):
         valid[k, 101 - k - 1 :] = False
@@ -265,8 +269,11 @@ def test_windows(heads, share):
 
 
 def test_products_and_memory(device, row_pass, allocations, monkeypatch):
-    """One product a token for the teacher; for each head two, three if its weight trains, one without gradients. The
-    logits alive are no more for five heads than for one; a frozen weight has no buffer of its gradient."""
+    """A token takes one product for the teacher and two for each head.
+
+    Heads take three if their weight trains, and one without gradients. Five heads hold no more logits than one. A
+    frozen weight has no gradient buffer.
+    """
     monkeypatch.setattr("liger_triton._chunks._CPU_CHUNK_BYTES", 4 * V * 36)  # 36 rows
     monkeypatch.setattr("liger_triton._chunks._GPU_CHUNK_BYTES", 0)
 
@@ -301,7 +308,7 @@ def test_products_and_memory(device, row_pass, allocations, monkeypatch):
 
 
 def test_weight_gradient_is_rounded_once(device):
-    """bf16, many windows: the fp32 sum has the error of one window; the lean one has more."""
+    """With bf16 and many windows, the fp32 sum has the error of one window. The lean sum has more."""
     (x, w), teacher, valid = inputs(device, 1, dtype=BF16, rows=24)
     x64, w64 = (t.detach().double().requires_grad_() for t in (x, w))
     reference.linear_heads_kl(x64, w64, *(t.double() for t in teacher), valid).loss.backward()
@@ -317,7 +324,7 @@ def test_weight_gradient_is_rounded_once(device):
 
 
 def test_bf16_loses_what_pytorch_loses(device):
-    """Logits of a spread of 4 in bf16 move every log(p / q) by their rounding: no more than those of F.linear do."""
+    """bf16 logits with a spread of 4 move every log(p / q) by their rounding, no more than F.linear does."""
     (x, w), (states, head), valid = inputs(device, dtype=BF16, rows=40)
     with torch.no_grad():
         w *= 4
@@ -345,7 +352,7 @@ def test_second_backward(device):
 
 
 def test_autocast(device):
-    """fp32 heads on a bf16 teacher: the gradients are in fp32."""
+    """With fp32 heads on a bf16 teacher, gradients are fp32."""
     (x, *w), teacher, valid = inputs(device, 3, False)
     teacher = [t.bfloat16() for t in teacher]
     want = heads_of(teacher, valid, False)[1](x.double(), *(t.double() for t in w))
@@ -381,14 +388,14 @@ def test_errors():
         ({"logit_scale": float("inf")}, "logit_scale is inf"),
         ({"accumulate": "half"}, "accumulate is 'half'"),
         ({"chunk_rows": 0}, "chunk_rows is 0"),
-    ]:  # fmt: skip
+    ]:
         with pytest.raises(ValueError, match=message):
             linear_heads_kl(**(good | changes))
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_rows_of_any_layout(tied, device, row_pass):
-    """Column-major `valid` and weights of rows; weights of any size in fp16."""
+    """`valid` and row weights are column-major; fp16 weights have any size."""
     for dtype, size in ((torch.float32, 1.0), (torch.float16, 1e-6), (torch.float16, 1e5)):
         tensors, teacher, valid = inputs(device, 3, tied, dtype)
         share, found = size * (0.5 + torch.rand(3, T, device=device)), []
@@ -407,7 +414,7 @@ def column_major(t):
 
 
 def test_rows_at_the_least_number(device, row_pass):
-    """All logits at `finfo.min` are a uniform row, in student and teacher. One more logit, and its token has all."""
+    """If all logits are `finfo.min`, the rows are uniform. One larger logit takes all probability."""
     lowest = torch.finfo(torch.float32).min
     student = torch.full((3, 300), lowest, device=device)
     student[1, 200] = 0.0

@@ -10,7 +10,9 @@ FIELDS = LogProbs._fields
 
 
 def inputs(device, dtype=torch.float32):
-    x, w, b = torch.randn(T, H), torch.randn(V, H) / H**0.5, torch.randn(V) * 0.3
+    x = torch.randn(T, H)
+    w = torch.randn(V, H) / H**0.5
+    b = torch.randn(V) * 0.3
     y = torch.randint(0, V, (T,))
     y[::4] = -100
     return *(t.to(device, dtype).requires_grad_() for t in (x, w, b)), y.to(device)
@@ -26,7 +28,7 @@ CASES = [
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("options", CASES)
 def test_matches_float64(options, dtype, device, row_pass, check_close):
-    """log_probs and entropy with random upstream gradients; values and gradients."""
+    """Compare values and gradients of log_probs and entropy for random upstream gradients."""
     x, w, b, y = inputs(device, dtype)
     options = options | {"outputs": ("log_probs", "entropy")}
     check_close(
@@ -58,7 +60,7 @@ def test_every_field(options, device, row_pass):
 
 
 def test_fields_are_those_of_trl(device, row_pass):
-    """TRL's trainers read these fields; its own computation of them gives the same numbers."""
+    """TRL's trainers read these fields. TRL's own computation gives the same numbers."""
     kernel = pytest.importorskip("trl.kernels").ChunkedLogProbFunction
     x, w, b, y = inputs(device)
     y = y.clamp(min=0)
@@ -74,7 +76,7 @@ def test_fields_are_those_of_trl(device, row_pass):
 
 
 def test_label_smoothing_is_the_trainers(device):
-    """-log_probs averaged is transformers' LabelSmoother: (1 - e) * nll + e * mean_v(-log p_v)."""
+    """The mean of -log_probs is transformers' LabelSmoother: (1 - e) * nll + e * mean_v(-log p_v)."""
     x, w, b, y = inputs(device)
     log_p = F.linear(x, w, b).double().log_softmax(-1)
     kept = y != -100
@@ -86,7 +88,7 @@ def test_label_smoothing_is_the_trainers(device):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_uniform_grad(dtype, device, row_pass, check_close):
-    """The promise kept: a sum times any number. Ignored rows may get any gradient."""
+    """The promise is kept: a sum times any number. Ignored rows may get any gradient."""
     x, w, b, y = inputs(device, dtype)
     factor = torch.where(y == -100, torch.arange(T, device=device), -0.37)
     check_close(
@@ -130,7 +132,7 @@ def test_broken_promise_when_compiled(device):
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("field", ["log_probs", "entropy"])
 def test_lora(field, frozen, device, row_pass, check_close):
-    """Adapters train, or the hidden states only, with uneven upstream gradients."""
+    """Adapters train, or only the hidden states, with uneven upstream gradients."""
     x, w, b, y = inputs(device)
     w, b = w.detach(), b.detach()
     a = (torch.randn(3, H, device=device) / H**0.5).requires_grad_(not frozen)
@@ -143,8 +145,7 @@ def test_lora(field, frozen, device, row_pass, check_close):
 
 
 def test_products(device, allocations):
-    """Four products a chunk, three for the last or with the promise, two if the weight is frozen, one without
-    gradients."""
+    """A chunk takes 4 products, 3 with the promise or if it is last, 2 with a frozen weight, 1 without gradients."""
     x, w, _, y = inputs(device)
 
     def count(*args, chunk_rows=T, **options):
@@ -218,7 +219,7 @@ def test_errors(options, message):
 
 @pytest.mark.parametrize("all_count", [False, True], ids=["some", "all"])
 def test_targets_that_the_host_knows_are_not_read_from_the_device(all_count, device, row_pass, monkeypatch):
-    """The values and gradients are the same to the last bit, and another number of targets is an error."""
+    """Values and gradients are bit-equal. Another number of targets raises."""
     x, w, b, y = inputs(device)
     y = y.abs() if all_count else y
     host = y.cpu().clone()

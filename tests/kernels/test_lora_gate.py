@@ -11,8 +11,10 @@ ACTIVATIONS = {"silu": F.silu, "gelu_tanh": lambda g: F.gelu(g, approximate="tan
 
 
 def given(rows, columns, ranks, dtype, device):
-    """da, g, u and their products; a rank of 0 stands for no product. Factors are slices of wider tensors, one of which
-    is laid out the other way round."""
+    """Return da, g, u and their products; rank 0 means no product.
+
+    Factors are slices of wider tensors, one of them in the other memory order.
+    """
     tiles = [torch.randn(rows, columns, device=device).to(dtype) for _ in range(3)]
     products = []
     for k, rank in enumerate(ranks):
@@ -75,7 +77,7 @@ def test_a_nan_is_not_hidden(device, triton_only):
 @pytest.mark.parametrize("ranks", [(3, 5, 4), (0, 0, 4), (3, 0, 0), (0, 5, 4), (3, 5, 0)], ids=str)
 @pytest.mark.parametrize("retain", [False, True])
 def test_an_mlp_is_as_near_to_float64_as_with_products_of_their_own(ranks, retain, device, triton_only, monkeypatch):
-    """In bf16, where g and u are rounded either way; twice, where the first backward pass keeps the graph."""
+    """In bf16 g and u are rounded either way. Backward runs twice; the first keeps the graph."""
     torch.manual_seed(0)
     x = torch.randn(45, 24, device=device).bfloat16().requires_grad_()
     projections = []

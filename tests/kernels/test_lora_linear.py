@@ -17,7 +17,7 @@ def oracle(x, weight, bias, a, b, scaling=0.5, source=None):
 
 
 def inputs(shape, dtype, device, rank=5, widths=WIDTHS, adapter=None, bias=True):
-    """x, weight (frozen), bias, A, B. The result of the adapter is as large as that of the weight."""
+    """Return x, weight (frozen), bias, A, B. The adapter's result is as large as the weight's."""
     k, n = widths
     x = torch.randn(*shape, k, device=device).to(dtype).requires_grad_()
     weight = (torch.randn(n, k, device=device) / k**0.5).to(dtype)
@@ -49,14 +49,14 @@ def test_matches_float64(shape, rank, dtype, adapter, device, check_close):
 
 
 def test_several_programs_of_columns(device, monkeypatch, check_close):
-    """Four multiprocessors and two blocks of rows: each half of the columns has programs of its own."""
+    """With four multiprocessors and two row blocks, each half of the columns has its own programs."""
     monkeypatch.setattr(low_rank_file, "multiprocessors", lambda device: 4)
     check_close(ours, oracle, inputs((600,), torch.bfloat16, device, 3, (24, 200)))
 
 
 @pytest.mark.parametrize("parts", [1, 2])
 def test_the_gradients_of_one_read(parts, device, triton_only):
-    """(dy sb, dy^T h) of the kernel beside float64; the sums over blocks of rows and of columns are in fp32."""
+    """Compare (dy sb, dy^T h) of the kernel with float64. Sums over row and column blocks are fp32."""
     dy, h, sb = (torch.randn(s, device=device).bfloat16() for s in ((530, 136), (530, 7 * parts), (136, 7 * parts)))
     whole = torch.full((530, parts, 10), 3.0, device=device, dtype=torch.bfloat16)
     out = whole[..., 2:9] if parts == 2 else whole[:, 0, 2:9]
@@ -69,11 +69,11 @@ def test_the_gradients_of_one_read(parts, device, triton_only):
         torch.testing.assert_close(out.double(), dh / 2, rtol=1e-2, atol=1e-3)
     assert db.dtype == torch.float32
     torch.testing.assert_close(db.double(), want / 4, rtol=1e-4, atol=1e-4)
-    assert (whole[..., :2] == 3).all() and (whole[..., 9:] == 3).all()  # what belongs to other layers
+    assert (whole[..., :2] == 3).all() and (whole[..., 9:] == 3).all()  # columns of other layers are unchanged
 
 
 def test_fp32_adapters_lose_nothing_to_16_bits(device):
-    """Without autocast, PEFT computes the adapter in fp32: gradients are as near to float64 as if we did."""
+    """Without autocast PEFT computes the adapter in fp32. Our gradients are as close to float64."""
     x, weight, _, a, b = inputs((50,), torch.bfloat16, device, adapter=torch.float32, bias=False)
     dy = torch.randn(50, WIDTHS[1], device=device).bfloat16()
     got = torch.autograd.grad(ours(x, weight, None, a, b), (a, b), dy)
@@ -84,7 +84,7 @@ def test_fp32_adapters_lose_nothing_to_16_bits(device):
 
 
 def test_small_gradients_of_fp32_adapters_beside_fp16(device):
-    """Without autocast. In two numbers of fp16 a gradient of 1e-7 would have one digit."""
+    """Runs without autocast. Two fp16 numbers would keep one digit of a gradient of 1e-7."""
     x, weight, _, a, b = inputs((50,), torch.float16, device, adapter=torch.float32, bias=False)
     b.data *= 1e-3
     dy = (1e-4 * torch.randn(50, WIDTHS[1], device=device)).half()
@@ -97,7 +97,7 @@ def test_small_gradients_of_fp32_adapters_beside_fp16(device):
 
 @pytest.mark.parametrize("scaling", [1 / 64, -0.003, 0.0])
 def test_a_small_scaling_in_fp16(scaling, device):
-    """Under autocast. Of B times the scaling, in fp16, little would be left."""
+    """Runs under autocast. In fp16, B times the scaling would lose most of its digits."""
     x, weight, _, a, b = inputs((50,), torch.float16, device, adapter=torch.float32, bias=False)
     b.data *= 1e-3
     with torch.autocast(torch.device(device).type, dtype=torch.float16):
@@ -131,7 +131,7 @@ def test_only_gradients_that_are_wanted(trained, device, check_close):
 
 
 def test_a_frozen_weight_costs_two_large_products(device, allocations):
-    """y and dx; beside them only products of the rank, and no tensor of the size of the weight."""
+    """Only y and dx are large products; others have the rank. No tensor has the size of the weight."""
     x, weight, _, a, b = inputs((31,), torch.float32, device, 5, (40, 72), bias=False)
     with allocations() as seen:
         ours(x, weight, None, a, b).square().mean().backward()
@@ -157,7 +157,7 @@ def test_x_itself_and_what_is_of_the_rank_are_all_that_is_kept(device):
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_in_a_checkpoint(reentrant, device, allocations):
-    """The same gradients. Without reentrance, the large product that a checkpoint ends with is not repeated."""
+    """Gradients are the same. Without reentrance, the last large product of a checkpoint is not repeated."""
     x, weight, _, a, b = inputs((31,), torch.float32, device, bias=False)
     want = torch.autograd.grad(ours(x, weight, None, a, b).square().mean(), (x, a, b))
     with allocations() as seen:
@@ -212,7 +212,7 @@ def test_non_contiguous_upstream(device, check_upstream_strides):
 
 @pytest.mark.parametrize("weight_dtype", DTYPES, ids=str)
 def test_autocast(weight_dtype, device):
-    """Results in the dtype of autocast, gradients in those of the tensors; one part, as PEFT's layer rounds there."""
+    """Results have the autocast dtype, gradients the tensors' dtypes. One part is enough: PEFT's layer rounds there."""
     x, weight, bias, a, b = inputs((9,), weight_dtype, device, adapter=torch.float32)
     dy = torch.randn(9, WIDTHS[1], device=device).bfloat16()
     results = []
@@ -274,16 +274,19 @@ def test_nan_reaches_the_output(device):
 )
 def test_bad_input(change, message):
     given = {
-        "x": torch.ones(9, 40), "weight": torch.ones(72, 40), "bias": None, "lora_input": None,
+        "x": torch.ones(9, 40),
+        "weight": torch.ones(72, 40),
+        "bias": None,
+        "lora_input": None,
         "lora": (torch.ones(4, 40), torch.ones(72, 4), 1.0),
-    }  # fmt: skip
+    }
     with pytest.raises(ValueError, match=message):
         lora_linear(**(given | change))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_rank_0(dtype, device):
-    """The layer itself. A and B get empty gradients."""
+    """The layer runs alone. A and B get empty gradients."""
     x, w = torch.randn(5, 24, device=device, dtype=dtype), torch.randn(16, 24, device=device, dtype=dtype)
     a, b = (torch.zeros(s, device=device, requires_grad=True) for s in ((0, 24), (16, 0)))
     x.requires_grad_()

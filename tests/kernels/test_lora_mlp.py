@@ -18,7 +18,7 @@ RANKS = (3, 5, 4)
 
 
 def tensors(shape, dtype, device, adapter=None, ranks=RANKS, bias=False):
-    """x, then weight (frozen), bias, A and B of gate, up and down. A rank of 0 stands for no adapter."""
+    """Return x, then weight (frozen), bias, A and B of gate, up and down. Rank 0 means no adapter."""
     found = [torch.randn(*shape, K, device=device).to(dtype).requires_grad_()]
     for (k, n), rank in zip(((K, INNER), (K, INNER), (INNER, N)), ranks, strict=True):
         found.append((torch.randn(n, k, device=device) / k**0.5).to(dtype))
@@ -59,7 +59,7 @@ def test_matches_float64_in_fp32(shape, adapter, activation, device, check_close
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("adapter", [None, torch.float32], ids=["adapters-alike", "adapters-fp32"])
 def test_no_further_from_float64_than_its_parts(adapter, activation, device):
-    """In bf16 g, u and a are rounded, by which the gradients of any code are off. PyTorch's own are the measure."""
+    """In bf16 g, u and a are rounded, so any implementation's gradients are off. PyTorch's errors are the bound."""
     given = tensors((3, 37), torch.bfloat16, device, adapter)
     dy = torch.randn(3, 37, N, device=device).bfloat16()
     results = []
@@ -75,7 +75,7 @@ def test_no_further_from_float64_than_its_parts(adapter, activation, device):
 
 
 def stock(x, *flat, activation):
-    """As PEFT's layers and the MLP of transformers compute it."""
+    """Compute it as PEFT's layers and transformers' MLP do."""
 
     def call(x, weight, bias, lora):
         y = F.linear(x, weight, bias)
@@ -101,7 +101,7 @@ def test_only_gradients_that_are_wanted(trained, device, check_close):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_the_product_is_neither_kept_nor_made_apart(activation, dtype, device, triton_only):
-    """Kept are x, g, u and what is of the rank; in backward dg, du and a are written over u, g and da."""
+    """Saved are x, g, u and rank-wide tensors. In backward dg, du and a overwrite u, g and da."""
     x, *flat = tensors((64,), dtype, device)
     kept = []
 
@@ -122,7 +122,7 @@ def test_the_product_is_neither_kept_nor_made_apart(activation, dtype, device, t
 
 
 def test_a_gradient_of_none(device):
-    """What comes after the MLP may say that it has no gradient."""
+    """The operation after the MLP may return no gradient."""
 
     class Constant(torch.autograd.Function):
         @staticmethod
@@ -151,7 +151,7 @@ def test_two_backward_passes(device):
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_in_a_checkpoint(reentrant, device, allocations):
-    """The same gradients. Without reentrance, the down projection is not computed a second time."""
+    """Gradients are the same. Without reentrance, the down projection is not computed a second time."""
     x, *flat = tensors((9,), torch.float32, device)
     leaves = [t for t in (x, *flat) if t is not None and t.requires_grad]
     want = torch.autograd.grad(ours(x, *flat).square().mean(), leaves)
@@ -218,16 +218,17 @@ def test_compiles(device):
 def test_bad_input(change, message):
     lora = (torch.ones(2, K), torch.ones(INNER, 2), 1.0)
     given = {
-        "gate": (torch.ones(INNER, K), None, lora), "up": (torch.ones(INNER, K), None, None),
+        "gate": (torch.ones(INNER, K), None, lora),
+        "up": (torch.ones(INNER, K), None, None),
         "down": (torch.ones(N, INNER), None, None),
-    }  # fmt: skip
+    }
     with pytest.raises(ValueError, match=message):
         lora_mlp(torch.ones(9, K), **(given | change))
 
 
 @pytest.fixture
 def slices(monkeypatch):
-    """Has every MLP computed in slices of eight rows."""
+    """Compute every MLP in slices of eight rows."""
     monkeypatch.setattr(kernel, "SLICE_ABOVE", 0)
     monkeypatch.setattr(kernel, "SLICE_BYTES", 1)
     monkeypatch.setattr(kernel, "SLICE_UNIT", 8)
@@ -242,7 +243,7 @@ def test_slices_match_float64(shape, activation, device, check_close, slices):
 
 @pytest.mark.parametrize("autocast", [False, True])
 def test_slices_without_adapters(autocast, device, check_close, slices):
-    """All weights are trained. Under autocast they and their gradients are in fp32."""
+    """All weights train. Under autocast they and their gradients are fp32."""
     given = tensors((21,), torch.float32, device, ranks=(0, 0, 0), bias=True)
     given = [None if t is None else t.detach().requires_grad_() for t in given]
     if not autocast:
@@ -264,7 +265,7 @@ def test_gradients_of_slices_that_are_wanted(trained, device, check_close, slice
 
 
 def test_slices_agree_with_one_slice(device, slices, monkeypatch):
-    """Rows do not depend on one another. Only sums over them, the gradients of adapters, are added otherwise."""
+    """Rows are independent. Only sums over rows, the adapters' gradients, are added in another order."""
     x, *flat = tensors((21,), torch.bfloat16, device, torch.float32)
     dy = torch.randn(21, N, device=device).bfloat16()
     leaves, found = [t for t in (x, *flat) if t is not None and t.requires_grad], []
@@ -290,7 +291,7 @@ def test_slices_keep_their_input_alone(device, slices):
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_slices_in_a_checkpoint(reentrant, device, slices, monkeypatch):
-    """Without reentrance, what makes them is called in the forward and the backward pass alone."""
+    """Without reentrance, the forward and the backward pass each make the slices once."""
     x, *flat = tensors((21,), torch.float32, device)
     leaves, called = [t for t in (x, *flat) if t is not None and t.requires_grad], []
     want = torch.autograd.grad(ours(x, *flat).sum(), leaves)
@@ -303,7 +304,7 @@ def test_slices_in_a_checkpoint(reentrant, device, slices, monkeypatch):
 
 
 def test_sizes_of_slices():
-    plan = kernel.Plan((types.SimpleNamespace(dtype=torch.bfloat16),) * 2, "silu", True)
+    plan = kernel.MLPForm((types.SimpleNamespace(dtype=torch.bfloat16),) * 2, "silu", True)
     layers = [types.SimpleNamespace(weight=torch.empty(14336, 4096, device="meta"))]
     assert plan.slices(37449, layers) == [slice(37449)]
     long = plan.slices(131072, layers)

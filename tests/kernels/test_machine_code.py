@@ -1,4 +1,4 @@
-"""What is promised of the machine code, compiled for sm_90 and, slowly, for sm_80, sm_89 and sm_120: no GPU needed."""
+"""Check promises about the machine code for sm_90 and, marked slow, for sm_80, sm_89 and sm_120. It needs no GPU."""
 
 import functools
 import json
@@ -15,7 +15,7 @@ CAPABILITIES = (pytest.param(80, marks=pytest.mark.slow), 90, pytest.param(120, 
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory):
-    """What the code of each kernel does on a GPU of a capability."""
+    """Return the memory accesses of each kernel on a GPU of a capability."""
 
     @functools.cache
     def of(capability):
@@ -36,7 +36,7 @@ def wide(access):
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("gate", ["swiglu", "clamped swiglu", "geglu"])
 def test_a_gate_loads_before_it_stores(gate, capability, compiled):
-    """Its gradients may be written over its inputs: a thread has loaded all that it needs, and no other has a part."""
+    """Gradients may overwrite the inputs: a thread has loaded all it needs, and no other thread reads that part."""
     found = compiled(capability)[gate]
     kinds = [access[:2] for access in found["accesses"]]
     assert kinds == sorted(kinds) and set(kinds) == {"ld", "st"}, found
@@ -47,11 +47,16 @@ def test_a_gate_loads_before_it_stores(gate, capability, compiled):
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("case", ["rows", "rows anywhere", "statistics"])
 def test_logits_are_loaded_16_bytes_at_a_time(case, capability, compiled):
-    """Narrow are the target's own logit and, where it ties with the maximum, those before it; of rows that start
-    anywhere, what is stored at both ends."""
+    """Only a few accesses are narrow.
+
+    They are the target's own logit, the logits before it if it ties with the maximum, and stores at both ends of rows
+    that start anywhere.
+    """
     accesses = compiled(capability)[case]["accesses"]
-    narrow = {kind: sum(a.startswith(kind) and "16" in a for a in accesses) for kind in ("ld", "st")}
-    assert narrow["ld"] == 1 + 8 and narrow["st"] <= (16 if case == "rows anywhere" else 0), accesses
+    narrow = [a for a in accesses if "16" in a]
+    loads = sum(a.startswith("ld") for a in narrow)
+    stores = sum(a.startswith("st") for a in narrow)
+    assert loads == 1 + 8 and stores <= (16 if case == "rows anywhere" else 0), accesses
     sweeps = sum(wide(a) for a in accesses if a.startswith("ld"))
     assert sweeps == (1 if case == "statistics" else 2)
     assert any(wide(a) for a in accesses if a.startswith("st")) == (case != "statistics")
@@ -60,15 +65,29 @@ def test_logits_are_loaded_16_bytes_at_a_time(case, capability, compiled):
 @pytest.mark.parametrize(
     "source, capability",
     [
-        pytest.param("", 89, id="89", marks=pytest.mark.slow), pytest.param("", 90, id="90"),
-        pytest.param("", 120, id="120", marks=pytest.mark.slow), pytest.param(" of fp32", 90, id="fp32-90"),
+        pytest.param("", 89, id="89", marks=pytest.mark.slow),
+        pytest.param("", 90, id="90"),
+        pytest.param("", 120, id="120", marks=pytest.mark.slow),
+        pytest.param(" of fp32", 90, id="fp32-90"),
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("case", ["rows", "both", "columns", "by row", "by wide row", "by column"])
 def test_eight_bits_change_threads_in_words(case, source, capability, compiled):
-    """Single bytes that change threads, or are put together from registers, came out wrong: see `_columns_kernel`."""
+    """Single bytes that move between threads, or are joined from registers, came out wrong: see `_columns_kernel`."""
     found = compiled(capability)[f"float8 {case}{source}"]
     assert found["bytes_moved"] == 0
     assert all("b8" not in access and "b16" not in access for access in found["inside"]), found["inside"]
     large = [access for access in found["accesses"] if "v4" in access]
-    assert len(found["accesses"]) - len(large) <= 2 and all(map(wide, large))  # beside the maxima and the scale
+    assert len(found["accesses"]) - len(large) <= 2 and all(map(wide, large))  # besides the maxima and the scale
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("direction", ["convolution", "convolution, backward"])
+def test_a_convolution_loads_each_token_once(direction, capability, compiled):
+    """Of the tokens before a program, and of those of a run, and nothing of it through shared memory."""
+    before, run, upstream = 3, 8, 8 if "backward" in direction else 0
+    for name in (direction, f"{direction} of fp32"):
+        found = compiled(capability)[name]
+        vectors = [a for a in found["accesses"] if a.startswith("ld") and (".v4." in a or ".v2." in a)]
+        assert len(vectors) == before + run + upstream, found["accesses"]
+        assert found["shared"] == 0

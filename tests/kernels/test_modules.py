@@ -1,6 +1,6 @@
-"""The modules: values and gradients of the formula, names and order of liger-kernel's arguments, and no argument lost.
+"""Modules compute the formula, have liger-kernel's argument names and order, and drop no argument silently.
 
-The signatures of liger-kernel 0.8.5 are written out here, so that the tests run where it is not installed.
+The signatures of liger-kernel 0.8.5 are written out here, so the tests run without it.
 """
 
 import copy
@@ -26,13 +26,28 @@ LOSS = {"ignore_index": -100, "lse_square_scale": 0.0, "label_smoothing": 0.0, "
 EXTRA = {"return_token_accuracy": False, "return_predicted_tokens": False}
 SIGNATURES = {  # name: (arguments of the constructor and their defaults, in order; names of the inputs)
     "LigerRMSNorm": (
-        {"hidden_size": None, "eps": 1e-6, "offset": 0.0, "casting_mode": "llama", "init_fn": "ones", "in_place": True,
-         "row_mode": None, "elementwise_affine": True},
+        {
+            "hidden_size": None,
+            "eps": 1e-6,
+            "offset": 0.0,
+            "casting_mode": "llama",
+            "init_fn": "ones",
+            "in_place": True,
+            "row_mode": None,
+            "elementwise_affine": True,
+        },
         ["hidden_states"],
     ),
     "LigerLayerNorm": (
-        {"hidden_size": None, "eps": 1e-6, "bias": False, "init_fn": "ones", "impl": None, "mode": None,
-         "backend": None},
+        {
+            "hidden_size": None,
+            "eps": 1e-6,
+            "bias": False,
+            "init_fn": "ones",
+            "impl": None,
+            "mode": None,
+            "backend": None,
+        },
         ["hidden_states"],
     ),
     "LigerSwiGLUMLP": ({"config": None, "intermediate_size": None}, ["x"]),
@@ -42,7 +57,7 @@ SIGNATURES = {  # name: (arguments of the constructor and their defaults, in ord
         {"ce_weight": None, **LOSS, "return_z_loss": False, "accum_dtype": None, "use_token_scaling": False, **EXTRA},
         ["lin_weight", "_input", "target", "bias"],
     ),
-}  # fmt: skip
+}
 NOT_HERE = [  # class, an argument of liger-kernel without a counterpart, a value
     (LigerRMSNorm, "row_mode", False),
     (LigerLayerNorm, "impl", "cutedsl"),
@@ -61,7 +76,7 @@ NOT_HERE = [  # class, an argument of liger-kernel without a counterpart, a valu
 
 @pytest.mark.parametrize("name", SIGNATURES)
 def test_arguments_are_those_of_liger_kernel(name):
-    """In its order, since they may be passed by position, and with its defaults."""
+    """The order matters because arguments may be passed by position. Defaults are the same too."""
     constructor, inputs = SIGNATURES[name]
     own = list(inspect.signature(getattr(modules, name).__init__).parameters.values())[1:]
     assert {p.name: None if p.default is p.empty else p.default for p in own} == constructor
@@ -72,7 +87,7 @@ def test_arguments_are_those_of_liger_kernel(name):
 @pytest.mark.parametrize("owner, name, value", NOT_HERE, ids=lambda value: getattr(value, "__name__", None))
 def test_an_argument_without_a_counterpart_is_named(owner, name, value):
     first = (8,) if owner in (LigerRMSNorm, LigerLayerNorm) else ()
-    with pytest.raises(ValueError, match=f"{owner.__name__} has no {name}, which was "):
+    with pytest.raises(ValueError, match=f"{owner.__name__} has no {name}, got "):
         owner(*first, **{name: value})
 
 
@@ -88,7 +103,7 @@ def config(**values):
         (lambda: LigerRMSNorm(8, offset=1.0, elementwise_affine=False), "offset=1.0 and no weight"),
         (lambda: LigerLayerNorm(8, init_fn="random"), "LigerLayerNorm got init_fn='random'"),
         (lambda: LigerSwiGLUMLP(config(hidden_act="gelu")), "hidden_act='gelu'; expected one of silu, swish"),
-        (lambda: LigerGEGLUMLP(config()), "whose activation is 'silu'"),
+        (lambda: LigerGEGLUMLP(config()), "with the activation 'silu'"),
         (lambda: LigerGEGLUMLP(config(hidden_act="gelu")), "Set hidden_act='gelu_pytorch_tanh'"),
         (lambda: LigerCrossEntropyLoss(reduction="avg"), "reduction is 'avg'"),
         (lambda: LigerFusedLinearCrossEntropyLoss(softcap=-1.0), "softcap is -1.0"),
@@ -106,7 +121,7 @@ def test_bad_arguments(call, message):
 
 
 def check_module(check_close, module, oracle, *inputs):
-    """`check_close` of a module with its parameters as further inputs."""
+    """Run `check_close` on a module, with its parameters as further inputs."""
     names, parameters = zip(*module.named_parameters(), strict=True) if list(module.parameters()) else ((), ())
 
     def call(*given):
@@ -139,7 +154,7 @@ def test_rms_norm(options, dtype, device, check_close):
 
 @pytest.mark.parametrize("cast", ["llama", "gemma", "none"])
 def test_rms_norm_returns_the_dtype_of_its_input(cast, device):
-    """With an fp32 weight too, as liger-kernel does and transformers' LlamaRMSNorm does not."""
+    """This holds with an fp32 weight too, as in liger-kernel and unlike transformers' LlamaRMSNorm."""
     x = torch.randn(5, 16, device=device).bfloat16().requires_grad_()
     module = LigerRMSNorm(16, casting_mode=cast).to(device)
     y = module(x)
@@ -219,9 +234,7 @@ def test_losses(options, device, check_close):
     fused = LigerFusedLinearCrossEntropyLoss(**options)
     shapes = ((33, 20), (7, 20), (33,))
     inputs = [torch.randn(shape, device=device).requires_grad_() for shape in shapes]
-    check_close(
-        lambda w, x, b: fused(w, x, target, b), lambda w, x, b: eager(x @ w.T + b, target, options), inputs
-    )  # fmt: skip
+    check_close(lambda w, x, b: fused(w, x, target, b), lambda w, x, b: eager(x @ w.T + b, target, options), inputs)
 
 
 def test_all_rows_ignored(device):

@@ -1,4 +1,4 @@
-"""Products whose last words are multiplied on their own: here on any device, in the package on GPUs in 16 bits."""
+"""Products that multiply the last words separately: here on any device, in the package on GPUs with 16 bits."""
 
 from types import SimpleNamespace
 
@@ -21,7 +21,7 @@ def test_word_slices():
 
 @pytest.fixture
 def split(monkeypatch):
-    """The words past the last multiple of 8 apart, on any device and in any dtype; counts how often."""
+    """Split off the words past the last multiple of 8 on any device and in any dtype; count how often."""
     calls = []
 
     def word_slices(vocab, like):

@@ -3,7 +3,7 @@ import torch
 
 from liger_triton import reference, rms_norm
 
-CASTS = ["llama", "gemma", "none"]  # "rstd" rounds a factor of whole rows, which bf16 shows: it has tests of its own
+CASTS = ["llama", "gemma", "none"]  # "rstd" rounds a factor of whole rows, which shows in bf16: it has its own tests
 DTYPES = [torch.float32, torch.bfloat16]
 
 
@@ -57,7 +57,7 @@ def test_dtype_is_that_of_the_twin(cast, x_dtype, w_dtype, device):
 
 
 def test_casts_round_where_they_say(device):
-    """fp32 weight: llama rounds before the product, so division by the weight gives bf16 numbers; none does not."""
+    """With an fp32 weight, llama rounds before the product: dividing by the weight gives bf16 numbers."""
     x, _ = inputs((5, 64), torch.bfloat16, device)
     w = 2.0 ** torch.randint(-3, 3, (64,), device=device)  # powers of two: the division is exact
     llama, none = (rms_norm(x, w, 1e-6, cast=cast) / w for cast in ("llama", "none"))
@@ -76,15 +76,13 @@ def test_rstd_is_rounded_before_the_product(device):
 @pytest.mark.parametrize("weight", [True, False])
 def test_rstd_is_a_norm(weight, device, check_close):
     x, w = inputs((37, 5, 20), torch.float32, device, weight=weight)
-    check_close(
-        lambda x, w: rms_norm(x, w, 1e-5, cast="rstd"), lambda x, w: oracle(x, 1 if w is None else w), [x, w]
-    )  # fmt: skip
+    check_close(lambda x, w: rms_norm(x, w, 1e-5, cast="rstd"), lambda x, w: oracle(x, 1 if w is None else w), [x, w])
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("cast", [*CASTS, "rstd"])
 def test_bf16_is_bit_equal_to_the_twin(cast):
-    """Only the order of the sum differs, so a rounding may flip in a few elements; the wrong cast changes a quarter."""
+    """Only the order of the sum differs, so a few elements may round differently. A wrong cast changes a quarter."""
     x, w = inputs((64, 4096), torch.bfloat16, "cuda")
     got, want = rms_norm(x, w, 1e-6, cast=cast), reference.rms_norm(x, w, 1e-6, cast=cast)
     assert (got != want).float().mean() < 1e-3
@@ -147,7 +145,7 @@ def test_second_backward_raises(device):
 
 
 def test_double_backward_raises(device, triton_only):
-    """The kernels have no second derivative; it must not be taken for zero."""
+    """The kernels have no second derivative; it must not count as zero."""
     x, w = inputs((5, 24), torch.float32, device)
     with pytest.raises(RuntimeError, match="A second derivative was asked for"):
         torch.autograd.grad(rms_norm(x, w, 1e-6).pow(2).sum(), x, create_graph=True)
@@ -162,7 +160,7 @@ def test_nan_stays_in_its_row(device):
 
 
 def test_zeros_and_large_values(device):
-    """A zero row is 0, not NaN; the largest bf16 squares to inf in fp32 and gives 0, as in PyTorch."""
+    """A zero row gives 0 instead of NaN. The largest bf16 squares to inf in fp32 and gives 0, as in PyTorch."""
     x = torch.zeros(3, 24, device=device, dtype=torch.bfloat16)
     x[1], x[2] = 1e18, torch.finfo(torch.bfloat16).max
     w = torch.ones(24, device=device, dtype=torch.bfloat16)
@@ -209,7 +207,7 @@ def test_bad_input(change, message):
 
 @pytest.mark.gpu
 def test_offsets_past_int32():
-    """2**31 + 4096 elements: the last rows are those of the same call on their own."""
+    """Use 2**31 + 4096 elements. The last rows equal a call on those rows alone."""
     x = torch.randn(2**19 + 1, 4096, device="cuda", dtype=torch.bfloat16).requires_grad_()
     w = torch.randn(4096, device="cuda", dtype=torch.bfloat16)
     tail = x[-3:].detach().requires_grad_()
@@ -223,7 +221,7 @@ def test_offsets_past_int32():
 
 @pytest.mark.parametrize("given", [True, False], ids=["gradient like x", "contiguous gradient"])
 def test_heads_of_a_projection_are_not_copied(given, device, triton_only):
-    """(B, H, S, N), transposed as Gemma 3 hands them to the norm of its queries: the results of contiguous rows."""
+    """Gemma 3 hands transposed queries (B, H, S, N) to their norm. The results equal contiguous rows."""
     x = torch.randn(2, 5, 3, 16, device=device).transpose(1, 2).requires_grad_()
     weight = torch.randn(16, device=device, requires_grad=True)
     dy = torch.randn(2, 5, 3, 16, device=device).transpose(1, 2)

@@ -1,4 +1,5 @@
-"""The oracle multiplies complex numbers, at index lists written per layout, so it shares no code path with the twin."""
+"""rope against an oracle of complex products. Its index lists are written per layout, so it shares no code with the
+twin."""
 
 import pytest
 import torch
@@ -27,8 +28,18 @@ def angles(rot, device, cos_layout="half", dtype=torch.float32, batch=B, seq=S):
     return tuple(f(doubled[cos_layout]).to(dtype) for f in (torch.cos, torch.sin))
 
 
-def oracle(q, k, cos, sin, interleaved=False, out_interleaved=None, cos_layout="half", rotate_last=False, cast=None,
-           unsqueeze_dim=1):  # fmt: skip
+def oracle(
+    q,
+    k,
+    cos,
+    sin,
+    interleaved=False,
+    out_interleaved=None,
+    cos_layout="half",
+    rotate_last=False,
+    cast=None,
+    unsqueeze_dim=1,
+):
     half = cos.shape[-1] if cos_layout == "single" else cos.shape[-1] // 2
     step = 2 if cos_layout == "interleaved" else 1
     cos, sin = (t[..., : step * half : step].double().unsqueeze(unsqueeze_dim) for t in (cos, sin))
@@ -47,7 +58,7 @@ def oracle(q, k, cos, sin, interleaved=False, out_interleaved=None, cos_layout="
 
 
 def heads(q_heads, k_heads, d, dtype, device, unsqueeze_dim=1, seq=S):
-    """q and k as a projection gives them: (B, S, H, D) in memory, transposed where the heads come first."""
+    """Return q and k as from a projection: (B, S, H, D) in memory, transposed where the heads come first."""
     q, k = (torch.randn(B, seq, h, d, device=device).to(dtype) for h in (q_heads, k_heads))
     return [(t.transpose(1, 2) if unsqueeze_dim == 1 else t).requires_grad_() for t in (q, k)]
 
@@ -56,12 +67,10 @@ def heads(q_heads, k_heads, d, dtype, device, unsqueeze_dim=1, seq=S):
 @pytest.mark.parametrize("rot", [pytest.param(20, id="full"), pytest.param(12, id="partial")])
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_matches_float64(layout, rot, dtype, device, check_close):
-    """20 and 12 are no powers of two, nor are their halves; 1 head of k is multi-latent attention."""
+    """20, 12 and their halves are not powers of two. One head of k is multi-latent attention."""
     q, k = heads(3, 1, 20, dtype, device, layout.get("unsqueeze_dim", 1))
     cos, sin = angles(rot, device, layout.get("cos_layout", "half"))
-    check_close(
-        lambda q, k: rope(q, k, cos, sin, **layout), lambda q, k: oracle(q, k, cos, sin, **layout), [q, k]
-    )  # fmt: skip
+    check_close(lambda q, k: rope(q, k, cos, sin, **layout), lambda q, k: oracle(q, k, cos, sin, **layout), [q, k])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
@@ -73,7 +82,7 @@ def test_is_the_twin(layout, device):
 
 
 def test_many_tiles(device, check_close):
-    """Heads of 128 in tiles of 32 rows: 2 * 5 * 7 rows of q are three tiles, the last in part, then those of k."""
+    """Heads of 128 use tiles of 32 rows: 2 * 5 * 7 rows of q are three tiles, the last partial, followed by k."""
     q, k = heads(7, 3, 128, torch.float32, device)
     cos, sin = angles(128, device)
     check_close(lambda q, k: rope(q, k, cos, sin), lambda q, k: oracle(q, k, cos, sin), [q, k])
@@ -120,25 +129,25 @@ def test_cos_layouts_in_memory(layout, device, check_close):
         cos, sin = cos[:1], sin[:1]
     elif layout == "two-dimensional":  # (S, C), as vision towers and packed inputs have it, with q (S, H, D)
         q, k = (t.detach()[0].transpose(0, 1).requires_grad_() for t in (q, k))
-        cos, sin, options = cos[0], sin[0], {"unsqueeze_dim": -2}
+        cos = cos[0]
+        sin = sin[0]
+        options = {"unsqueeze_dim": -2}
     elif layout == "strided":
         cos, sin = cos.transpose(0, 1).contiguous().transpose(0, 1), sin
     elif layout == "complex-views":
         freqs = torch.polar(torch.ones(B, S, 8, device=device), torch.rand(B, S, 8, device=device))
-        cos, sin, options = freqs.real, freqs.imag, {"cos_layout": "single", "interleaved": True}
-    check_close(
-        lambda q, k: rope(q, k, cos, sin, **options), lambda q, k: oracle(q, k, cos, sin, **options), [q, k]
-    )  # fmt: skip
+        cos = freqs.real
+        sin = freqs.imag
+        options = {"cos_layout": "single", "interleaved": True}
+    check_close(lambda q, k: rope(q, k, cos, sin, **options), lambda q, k: oracle(q, k, cos, sin, **options), [q, k])
 
 
 def test_unsqueeze_dim_0(device, check_close):
-    """cos (H, S, C) for q (B, H, S, D): angles of their own for each head, shared by the batch."""
+    """cos is (H, S, C) for q (B, H, S, D): each head has its own angles, shared by the batch."""
     q, k = heads(3, 3, 16, torch.float32, device)
     cos, sin = angles(16, device, batch=3)
     options = {"unsqueeze_dim": 0}
-    check_close(
-        lambda q, k: rope(q, k, cos, sin, **options), lambda q, k: oracle(q, k, cos, sin, **options), [q, k]
-    )  # fmt: skip
+    check_close(lambda q, k: rope(q, k, cos, sin, **options), lambda q, k: oracle(q, k, cos, sin, **options), [q, k])
 
 
 @pytest.mark.parametrize("cast", ["promote", "input"])
@@ -157,7 +166,7 @@ def test_dtypes(q_dtype, k_dtype, cos_dtype, cast, device):
 
 
 def test_backward_undoes_forward(device):
-    """A rotation keeps lengths, so the gradient of half the squared length of the result is the input itself."""
+    """A rotation keeps lengths, so half the squared length of the result has the input as its gradient."""
     q, k = heads(3, 2, 20, torch.float32, device)
     q_out, k_out = rope(q, k, *angles(20, device), interleaved=True, out_interleaved=False)
     (q_out.pow(2).sum() / 2 + k_out.pow(2).sum() / 2).backward()
@@ -174,7 +183,7 @@ def test_without_k(device, check_close):
 
 @pytest.mark.parametrize("only", [0, 1], ids=["q", "k"])
 def test_one_of_two_used(only, device):
-    """The gradient of the other is zero, and its kernel rows must not read a missing upstream gradient."""
+    """The other gets gradient zero, and its kernel rows must not read a missing upstream gradient."""
     tensors = heads(3, 2, 16, torch.float32, device)
     rope(*tensors, *angles(16, device))[only].sum().backward()
     other = tensors[1 - only].grad
@@ -250,7 +259,7 @@ def test_bad_input(change, message):
 
 @pytest.mark.gpu
 def test_offsets_past_int32():
-    """2**31 + 2**21 elements in q: the last token is that of the same call on its own."""
+    """q has 2**31 + 2**21 elements. The last token equals a call on it alone."""
     q = torch.randn(1, 2**17 + 128, 128, 128, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
     cos, sin = angles(128, "cuda", batch=1, seq=q.shape[2])
     tail = [t[..., -3:, :] for t in (q, cos, sin)]

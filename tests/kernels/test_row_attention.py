@@ -1,4 +1,4 @@
-"""Attention by rows beside float64 with all scores written out: windows, soft caps, sinks, and rows of every length."""
+"""Row attention against float64 with all scores written out: windows, soft caps, sinks, and rows of any length."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from liger_triton import reference, row_attention
 
 LENGTHS = (5, 1, 40, 0, 23)
 TOKENS = sum(LENGTHS)
-# Triton's interpreter has no products of bf16, which the tests on a GPU have.
+# Triton's interpreter cannot multiply bf16; only a GPU tests it.
 DTYPES = [torch.float32, torch.bfloat16 if torch.cuda.is_available() else torch.float16]
 
 
@@ -16,7 +16,7 @@ def offsets(device, lengths=LENGTHS):
 
 
 def oracle(q, k, v, sinks=None, *, lengths=LENGTHS, scale=None, window=None, softcap=None):
-    """(T, H, D) by one softmax over all tokens."""
+    """Return (T, H, D) by one softmax over all tokens."""
     row = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(q.device)
     distance = torch.arange(len(q), device=q.device)[:, None] - torch.arange(len(q), device=q.device)
     seen = (distance >= 0) & (row[:, None] == row)
@@ -63,7 +63,7 @@ def test_heads_and_head_sizes(heads, groups, dim, device, check_close):
 
 
 def test_more_than_a_tile(device, check_close):
-    """150 tokens are more than the 128 of a program, and a window of 70 more than the 64 of a step of its loop."""
+    """150 tokens exceed a program's 128; a window of 70 exceeds the 64 of a loop step."""
     lengths = (150, 3)
     check_close(
         lambda q, k, v, z: row_attention(q, k, v, offsets(device, lengths), 150, softcap=5.0, sinks=z, window=70),
@@ -73,7 +73,7 @@ def test_more_than_a_tile(device, check_close):
 
 
 def test_a_saturated_cap_and_a_large_sink(device, check_close):
-    """Scores far above the cap have no gradient, and a sink of 30 leaves nothing for tokens; neither gives NaN."""
+    """Scores far above the cap have no gradient, and a sink of 30 takes all probability. Neither gives NaN."""
     q, k, v, z = inputs(device)
     z = torch.tensor([30.0, -30.0, 0.0, 5.0], device=device, requires_grad=True)
     given = [(20 * q).detach().requires_grad_(), (20 * k).detach().requires_grad_(), v, z]
@@ -89,7 +89,7 @@ def test_float64(device):
     at = offsets(device, (4, 2))
     assert torch.autograd.gradcheck(
         lambda *x: row_attention(*x[:3], at, 4, window=3, softcap=2.0, sinks=x[3]), (q, k, v, z)
-    )  # fmt: skip
+    )
 
 
 def test_a_kept_graph_is_walked_twice(device):
@@ -127,8 +127,11 @@ def test_what_does_not_fit_is_an_error(change, message, device):
 @pytest.mark.parametrize("window", [None, 128])
 @pytest.mark.parametrize("heads, groups, dim", [(8, 1, 64), (4, 2, 128), (4, 2, 256)])
 def test_at_the_sizes_of_models(heads, groups, dim, window, softcap, device, check_close):
-    """Without a cap, PyTorch's flash attention runs, with the sinks put in. What tokens add to the gradient of a sink
-    has both signs: its error is measured by the size of that, not by the sum, in which most of it cancels."""
+    """Without a cap, PyTorch's flash attention runs, with the sinks added.
+
+    Tokens contribute to a sink's gradient with both signs, and most of the sum cancels. So its error is relative to the
+    size of the contributions.
+    """
     lengths, options = (700, 1, 0, 333, 1024), {"window": window, "softcap": softcap}
     given = inputs(device, torch.bfloat16, heads, groups, dim, False, sum(lengths))
     z = inputs(device, heads=heads)[-1]

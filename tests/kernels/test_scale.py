@@ -1,4 +1,4 @@
-"""`_scale`: the kernel against a product in float64, and the ways in which `scaled` reuses memory."""
+"""The scale kernel against a float64 product, and how `scaled` reuses memory."""
 
 import pytest
 import torch

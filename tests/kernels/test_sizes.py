@@ -1,4 +1,4 @@
-"""The contexts that change the sizes operations work with."""
+"""Contexts that change how operations run."""
 
 import pytest
 import torch

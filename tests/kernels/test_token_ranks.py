@@ -1,4 +1,4 @@
-"""argmax, log-probability and rank of given tokens: against whole logits, with ties, for every shape of head."""
+"""Argmax, log-probability and rank of tokens: against whole logits, with ties, for every shape of head."""
 
 import pytest
 import torch
@@ -10,15 +10,19 @@ H, V = 24, 211
 
 
 def inputs(device, dtype=torch.float32):
-    x, w, b = torch.randn(3, 9, H), torch.randn(V, H) / H**0.5, torch.randn(V) * 0.3
+    x = torch.randn(3, 9, H)
+    w = torch.randn(V, H) / H**0.5
+    b = torch.randn(V) * 0.3
     y = torch.randint(0, V, (3, 9))
     y[:, ::4] = -100
     return *(t.to(device, dtype) for t in (x, w, b)), y.to(device)
 
 
 def expected(logits, y):
-    """By sorting, row by row, in float64."""
-    argmax, log_probs, rank = y.clone(), torch.full(y.shape, -100.0, dtype=torch.float64), y.clone()
+    """Compute them by sorting, row by row, in float64."""
+    argmax = y.clone()
+    log_probs = torch.full(y.shape, -100.0, dtype=torch.float64)
+    rank = y.clone()
     for i in (y != -100).nonzero().tolist():
         row, target = logits[tuple(i)].double().cpu(), int(y[tuple(i)])
         argmax[tuple(i)] = row.tolist().index(max(row.tolist()))
@@ -54,7 +58,7 @@ def test_against_sorted_logits(options, chunk_rows, dtype, device):
 
 
 def test_ties():
-    """The argmax is the first of equals; a tie does not cost rank."""
+    """The argmax is the first of equals. A tie does not cost rank."""
     logits = torch.tensor([[1.0, 3.0, 3.0, 0.0], [1.0, 3.0, 3.0, 0.0], [1.0, 3.0, 3.0, 0.0]])
     found = token_ranks(logits, torch.tensor([2, 0, -100]))
     assert found.argmax.tolist() == [1, 1, -100]

@@ -19,6 +19,12 @@ from liger_trainer.command.recipe.shipped_files import find_shipped
 
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
+# Pages that are no documentation, but have links.
+FRONT = [
+    *(ROOT / name for name in ("CHANGELOG.md", "SECURITY.md", "CODE_OF_CONDUCT.md")),
+    ROOT / "kernels" / "README.md",
+    ROOT / ".github" / "pull_request_template.md",
+]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
@@ -41,7 +47,7 @@ def by_name(paths):
     return [pytest.param(path, id=path.name) for path in paths]
 
 
-@pytest.mark.parametrize("page", by_name(PAGES))
+@pytest.mark.parametrize("page", by_name([*PAGES, *FRONT]))
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
         if target.startswith(("http://", "https://")):
@@ -53,7 +59,7 @@ def test_links_lead_somewhere(page):
 
 
 def test_readme_takes_two_minutes():
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 100
 
 
 @pytest.mark.parametrize("page", by_name(PAGES))
@@ -185,7 +191,7 @@ def test_type_checkers_may_read_the_hints(package):
     assert (Path(package.__file__).parent / "py.typed").exists()
 
 
-@pytest.mark.parametrize("page", by_name(PAGES))
+@pytest.mark.parametrize("page", by_name([*PAGES, *FRONT]))
 def test_sentences_name_who_acts(page):
     """By these words a sentence says less than the reader needs."""
     words = r"\b(?:nobody|somebody|whoever|reckon\w*|numbers are others|that of which)\b"

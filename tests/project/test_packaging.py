@@ -1,6 +1,7 @@
 """A wheel, an sdist and an editable install each find recipes/ and configs/, and carry both packages."""
 
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -9,7 +10,10 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
 from checkout import ROOT
+
+import liger_trainer
 
 SHIPPED = {
     "recipes/quickstart.yaml",
@@ -107,4 +111,28 @@ def test_triton_is_required_on_linux_only():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     (triton,) = [line for line in project["dependencies"] if line.startswith("triton")]
     assert triton.endswith("sys_platform == 'linux'")
-    assert project["version"] == __import__("liger_trainer").__version__
+
+
+def test_the_version_is_in_one_place(built):
+    """`liger_trainer.__version__` is the only one to edit. Names of images follow it."""
+    version = liger_trainer.__version__
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert "version" in project["dynamic"] and "version" not in project
+    assert [path.name.split("-")[1] for path in built] == [f"{version}.tar.gz", version]
+    assert "version" not in yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    tags = {}
+    for path in [*(ROOT / "deploy").rglob("*"), *(ROOT / "docs").glob("*.md")]:
+        if path.is_file() and path.suffix != ".pyc":
+            tags |= dict.fromkeys(re.findall(r"liger-trainer:(\d[\w.]*)", path.read_text()), path.name)
+    assert set(tags) == {version}, tags
+
+
+def test_the_image_has_what_the_wheel_is_built_from():
+    """A file that pyproject.toml names and the Dockerfile does not copy would fail the build of the image."""
+    pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    wheel = pyproject["tool"]["hatch"]["build"]["targets"]["wheel"]
+    named = [pyproject["project"]["readme"], *pyproject["project"]["license-files"], *wheel["force-include"]]
+    named += [Path(folder).parts[0] for folder in wheel["packages"]]
+    lines = (ROOT / "deploy" / "Dockerfile").read_text().splitlines()
+    copied = {word for line in lines if line.startswith("COPY") for word in line.split()[1:-1]}
+    assert not set(named) - copied

@@ -1,17 +1,21 @@
-"""What users import and type. A name that goes, or comes, is a decision: change the list here, and CHANGELOG.md."""
+"""What users import and type. A name that goes, or comes, is a decision: change it here and in docs/reference.md."""
 
 import ast
 import dataclasses
 import importlib
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from checkout import ROOT
 
 import liger_trainer
 import liger_triton
 from liger_trainer import losses
+from liger_trainer.command.recipe.keys import RecipeArguments
+from liger_trainer.patching import check_config
 
 KERNEL_MODULES = {  # public in both packages
     "LigerRMSNorm", "LigerLayerNorm", "LigerSwiGLUMLP", "LigerGEGLUMLP", "LigerCrossEntropyLoss",
@@ -30,6 +34,7 @@ MODULES = {  # where else something public is imported from
     "liger_trainer.data.rewards": {"boxed_answer", "REWARDS"},
     "liger_trainer.patching": {"OPERATIONS", "LigerReport", "apply_liger", "check_config", "remove_liger"},
     "liger_trainer.medusa.export": {"load_heads"},
+    "liger_trainer.integrations.callback": {"LigerCallback"},
 }  # fmt: skip
 KERNELS = {
     "Divergence", "ExpertLoRA", "Float8", "Float8Form", "Float8Matrices", "Float8RowwiseForm", "Float8Weight",
@@ -37,7 +42,7 @@ KERNELS = {
     "experts", "float8_cast", "float8_linear", "frozen_float8_linear",
     "gated_rms_norm", "geglu", "layer_norm", "linear_cross_entropy", "linear_divergence",
     "linear_heads_cross_entropy", "linear_heads_kl", "linear_logprobs", "linear_token_ranks", "lora_linear",
-    "lora_mlp", "rms_norm", "rope", "row_attention", "swiglu",
+    "lora_mlp", "rms_norm", "rope", "row_attention", "short_conv", "swiglu",
     "token_ranks",
     *KERNEL_MODULES,
 }  # fmt: skip
@@ -116,8 +121,9 @@ def test_options_beside_the_stock_ones(name):
     own = getattr(liger_trainer, name)
     stock = next(base for base in own.__mro__ if base.__module__.partition(".")[0] in ("trl", "transformers"))
     names, stock_names = ({f.name for f in dataclasses.fields(each)} for each in (own, stock))
-    assert names >= OWN_OPTIONS | NEWER_NAMES
-    assert names - stock_names - NEWER_NAMES == OWN_OPTIONS
+    options = OWN_OPTIONS | ({"router_aux_loss"} if name == "LigerTrainingArguments" else set())  # TRL averages it
+    assert names >= options | NEWER_NAMES
+    assert names - stock_names - NEWER_NAMES == options
 
 
 def test_commands_and_recipes():
@@ -132,3 +138,34 @@ def test_commands_and_recipes():
     recipes, configs = output("recipes").split("\n\n")
     assert {line.split()[0] for line in recipes.splitlines()} == RECIPES
     assert {line.split()[0] for line in configs.splitlines()} == CONFIGS
+
+
+def stable_names():
+    """Return the table "What is stable" of docs/reference.md: what each row names, by its first cell."""
+    text = (ROOT / "docs" / "reference.md").read_text()
+    section = text.split("## What is stable\n")[1].split("\n## ")[0]
+    rows = {}
+    for line in section.splitlines():
+        if not line.startswith("| ") or line.startswith("| where"):
+            continue
+        where, names = line.strip("| ").split(" | ")
+        listed = re.findall(r"`([^`]+)`", names)
+        assert len(set(listed)) == len(listed), where
+        rows[where.replace("`", "")] = set(listed)
+    return rows
+
+
+def test_the_page_on_what_is_stable_has_these_lists():
+    assert stable_names() == {
+        "liger_trainer": NAMES,
+        **MODULES,
+        "liger_triton": KERNELS,
+        "options of every config beside the stock ones": OWN_OPTIONS,
+        "keys of liger_config": set(check_config(None)),
+        "keys of a recipe beside the options of its trainer and of TRL's ModelConfig": {
+            field.name for field in dataclasses.fields(RecipeArguments)
+        },
+        "liger-trainer": COMMANDS,
+        "shipped recipes": RECIPES,
+        "shipped configs": CONFIGS,
+    }

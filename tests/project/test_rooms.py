@@ -32,11 +32,11 @@ LAYERS = (  # a module imports from its own layer and from those before it
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 FILES = sorted([*(ROOT / "liger_trainer").rglob("*.py"), *(ROOT / "kernels" / "liger_triton").rglob("*.py")])
-LONGEST = 380  # lines; a longer file needs a reason
+LONGEST = 500  # lines, with one argument a line; a longer file needs a reason
 REASONS = {
     "kernels/liger_triton/_routed.py": "the five products of experts share their tiles and their routing",
-    "kernels/liger_triton/float8_cast.py": "all casts to eight bits share their scales and their rounding",
-    "kernels/liger_triton/float8_linear.py": "both forms of a layer in eight bits run through one function",
+    "kernels/liger_triton/float8_cast.py": "all casts to fp8 share their scales and their rounding",
+    "kernels/liger_triton/float8_linear.py": "both forms of an fp8 layer run through one function",
     "kernels/liger_triton/gates.py": "all gates of gated MLPs, with a LoRA and without",
     "kernels/liger_triton/linear_head.py": "the losses of an LM head are one walk over chunks of logits",
     "kernels/liger_triton/linear_heads_kl.py": "a kernel, its twin for CPUs and the walk over windows",

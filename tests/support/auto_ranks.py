@@ -17,8 +17,8 @@ from launching import shard_on_cpus
 from tiny_models import tiny_model
 
 from liger_trainer.memory import selective
-from liger_trainer.memory.chooser import Ranks
 from liger_trainer.memory.memory import RESERVE
+from liger_trainer.memory.ranks import Ranks
 
 
 def whole(weights):

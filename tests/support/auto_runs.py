@@ -9,7 +9,7 @@ from tiny_models import collate, ragged_rows, tiny_model
 from transformers import TrainerCallback
 
 from liger_trainer import LigerTrainer, LigerTrainingArguments
-from liger_trainer.memory.chooser import Chooser
+from liger_trainer.memory.planner import ActivationPlanner
 
 LAYERS = 6
 
@@ -84,14 +84,14 @@ def train(trainer, **resume):
 
 def planned_and_real(monkeypatch):
     """A list that gets, for each micro-batch with a plan, the peak that was predicted and the real one."""
-    found, note = [], Chooser._note
+    found, note = [], ActivationPlanner._note
 
     def noting(self, now, peak):
         if not now.plan.is_empty:
             found.append((now.plan.peak, peak))
         return note(self, now, peak)
 
-    monkeypatch.setattr(Chooser, "_note", noting)
+    monkeypatch.setattr(ActivationPlanner, "_note", noting)
     return found
 
 

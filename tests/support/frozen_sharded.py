@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 
 from liger_trainer import LigerMedusaConfig, LigerMedusaTrainer, LigerSFTConfig, LigerSFTTrainer
 from liger_trainer.fp8 import feature as fp8_fields
-from liger_trainer.fp8.frozen_layer import InEightBits
+from liger_trainer.fp8.frozen_layer import FrozenFP8Module
 
 # Name: the dtype in which the base is loaded, options. "resumed" goes on from a checkpoint of the second step.
 CASES = {
@@ -79,7 +79,7 @@ def train(out, name, world):
     )  # fmt: skip
     trainer.train(resume_from_checkpoint=None if resume is None else f"{out}/{resume}/checkpoint-2")
     trainer.save_model(f"{out}/{name}/saved")
-    layers = [module for module in trainer.model.modules() if isinstance(module, InEightBits)]
+    layers = [module for module in trainer.model.modules() if isinstance(module, FrozenFP8Module)]
     base = [layer.get_parameter(name) for layer in layers for names in layer.weights.values() for name in names]
     held = [getattr(p, "_local_tensor", p) for p in base]
     return {

@@ -3,6 +3,8 @@
 import warnings
 
 import torch
+from attentions import with_own_attention
+from parity_models import CANCELLING
 from step_parity import assert_same_gradients
 from tiny_models import VOCAB, tiny_model
 
@@ -15,6 +17,18 @@ LENGTHS = (7, 1, 20, 13)
 def model_of(name="llama", **config):
     model = tiny_model(name, **config)
     model.set_attn_implementation("sdpa")
+    return model.train()
+
+
+def drawn_model(name):
+    """A tiny model of any type, with its own attention and weights by which tokens see each other."""
+    model, reason = with_own_attention(name)
+    assert model is not None, reason
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():  # as initialised, attention would be the same everywhere
+        for p in model.parameters():
+            if p.ndim > 1:
+                p.normal_(0, p.shape[-1] ** -0.5, generator=generator)
     return model.train()
 
 
@@ -40,6 +54,15 @@ def step(model, call):
 def assert_same_step(got, want, rtol=1e-5):
     torch.testing.assert_close(got[0], want[0], rtol=rtol, atol=0)
     assert_same_gradients(got[1], want[1], rtol)
+
+
+def assert_same_with_states(got, want):
+    """As `assert_same_step`, with more room for the decay of a gated delta rule, whose gradient cancels."""
+    assert got[1].keys() == want[1].keys()
+    decays = [name for name in want[1] if name.endswith(CANCELLING)]
+    assert_same_step(*((loss, {n: g for n, g in grads.items() if n not in decays}) for loss, grads in (got, want)))
+    for name in decays:
+        torch.testing.assert_close(got[1][name], want[1][name], rtol=0, atol=5e-5 * want[1][name].norm().item())
 
 
 def patched(model, config=ON):

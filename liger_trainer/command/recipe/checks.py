@@ -5,6 +5,7 @@ rows. What the libraries refuse themselves is left to them.
 """
 
 import fnmatch
+import importlib.util
 import math
 from collections.abc import Callable
 from typing import Any
@@ -100,6 +101,11 @@ def settle(
             raise RecipeError(f"{key} is {value(key)}, which has no effect: the command trains. Remove it.")
     if value("enable_jit_checkpoint"):
         raise RecipeError("enable_jit_checkpoint is true. Remove it: at SIGTERM a run saves all its processes anyway.")
+    if value("use_liger_kernel"):
+        raise RecipeError(
+            "use_liger_kernel is true, which would have the package liger-kernel patch the model too. Remove it; "
+            "use_liger: true is the key for the kernels here."
+        )
     for key, mend in NOT_ON_EXPERTS.items():
         if value("lora_target_parameters") and value(key):
             raise RecipeError(
@@ -113,6 +119,33 @@ def settle(
     if "teacher_model_name_or_path" in defaults and not value("teacher_model_name_or_path"):
         raise RecipeError(f"{entry.trainer} needs teacher_model_name_or_path.")
     return chosen
+
+
+# The packages of which a tracker of `report_to` needs one.
+_TRACKERS = {"tensorboard": ("tensorboard", "tensorboardX"), "wandb": ("wandb",), "mlflow": ("mlflow",),
+             "trackio": ("trackio",), "swanlab": ("swanlab",)}  # fmt: skip
+
+
+def check_packages(recipe: Any) -> None:
+    """RecipeError if a key needs a package that is not installed.
+
+    Called by a training alone: a recipe may be read, and its memory counted, on a machine without these packages.
+    """
+    training, model = recipe.training, recipe.model
+    optimizer = str(getattr(training.optim, "value", training.optim))
+    by_bitsandbytes = any(word in optimizer for word in ("8bit", "bnb", "paged", "ademamix"))
+    needed: list[tuple[str, Any, tuple[str, ...]]] = [
+        ("load_in_8bit", model.load_in_8bit, ("bitsandbytes",)),
+        ("optim", optimizer if by_bitsandbytes and "torch" not in optimizer else None, ("bitsandbytes",)),
+    ]
+    trackers = [training.report_to] if isinstance(training.report_to, str) else training.report_to or []
+    needed += [("report_to", name, _TRACKERS[name]) for name in trackers if name in _TRACKERS]
+    for key, value, packages in needed:
+        if value and not any(importlib.util.find_spec(package) for package in packages):
+            raise RecipeError(
+                f"{key} is {value!r}, and the package {packages[0]} is missing. Run `pip install {packages[0]}`, or "
+                f"leave {key} out."
+            )
 
 
 def check_rows(recipe: Any, columns: list[str]) -> None:

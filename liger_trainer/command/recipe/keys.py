@@ -21,9 +21,9 @@ class RecipeArguments:
     # None stands before str because transformers' parser then takes several words after the option.
     dataset_name: list[str] | None | str = _key(
         None,
-        "A .json, .jsonl, .parquet, .csv or .txt file (a row is a line), a folder of such files of one kind, or the "
-        "name of a Hub dataset; or a list of them, whose rows are joined. A relative path is looked up in the working "
-        "directory first, and then in the folder of the recipe.",
+        "A .json, .jsonl (.ndjson), .parquet, .csv (.tsv) or .txt file (a row is a line), a folder of such files of "
+        "one kind, or the name of a Hub dataset; or a list of them, whose rows are joined. A relative path is looked "
+        "up in the working directory first, and then in the folder of the recipe.",
     )
     columns: dict[str, str] | str | None | list[dict[str, str]] = _key(
         None,
@@ -60,7 +60,8 @@ class RecipeArguments:
     max_rows: int | None = _key(None, "Train on this many rows only, the first ones. If unset, on all rows.")
     prompt_template: Literal["none", "alpaca", "sharegpt", "last_turn"] = _key(
         "none",
-        "'alpaca' turns rows of instruction, input and output into prompt and completion. 'sharegpt' turns "
+        "'alpaca' turns rows of instruction, input and output, with or without system and history, into prompt and "
+        "completion. 'sharegpt' turns "
         "conversations of from and value, with or without chosen and rejected, into messages. 'last_turn' splits "
         "messages into a prompt and, as the completion, the last turn. 'none' hands the rows to the trainer as "
         "they are.",

@@ -33,6 +33,10 @@ _OTHER_NAMES = {
     "model": "model_name_or_path", "base_model": "model_name_or_path", "dataset": "dataset_name",
     "sequence_len": "max_length", "cutoff_len": "max_length", "grad_accum": "gradient_accumulation_steps",
 }  # fmt: skip
+# Keys that another key has taken over with another form of its value.
+_MOVED = {
+    "warmup_ratio": "Set warmup_steps, which takes a share too: warmup_steps: 0.1 is a tenth of the steps.",
+}
 _NOT_GIVEN = object()
 SWITCHES_AND_TEXTS = ("resume_from_checkpoint", "activation_checkpointing", "cuda_graphs")
 """Keys that are strings for the parser, which may be true and false as well."""
@@ -152,6 +156,8 @@ def _why_unknown(key: str, keys: Iterable[str], entry: TrainerEntry) -> str:
 
     configs = {name: getattr(liger_trainer, other.config) for name, other in TRAINERS.items()}
     having = [name for name, config in configs.items() if key in {field.name for field in dataclasses.fields(config)}]
+    if key in _MOVED:
+        return f"is not a key of a recipe. {_MOVED[key]}"
     if having:
         return f"is a key of the trainers {', '.join(having)}, and not of {entry.trainer}. Remove it."
     return "is not a key of a recipe." + (nearest(key, keys) or " `liger-trainer train RECIPE --help` lists all keys.")
@@ -196,6 +202,11 @@ def load_yaml(path: Path) -> dict[str, Any]:
     except RecipeError as error:
         raise RecipeError(f"{path}, {error}") from None
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        mark = getattr(error, "problem_mark", None)
+        if mark is not None and "'\\t'" in str(error):
+            raise RecipeError(
+                f"{path}, line {mark.line + 1}: YAML is indented with spaces; replace the tab by spaces."
+            ) from error
         raise RecipeError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         raise RecipeError(f"{path} is no mapping of names to values; expected one `key: value` a line.")

@@ -5,6 +5,7 @@ repeated keys, and values of the wrong YAML type.
 """
 
 import contextlib
+import importlib.util
 import re
 import shlex
 from collections.abc import Callable, Iterator, Sequence
@@ -166,4 +167,6 @@ def _settle_sharding(path: Path, chosen: dict[str, Any]) -> str | None:
         raise RecipeError(f"{' and '.join(keys)} each say how a model is shared out over processes. Keep one of them.")
     if keys == ["accelerate_config"]:
         return apply_config(path, chosen["accelerate_config"])
+    if keys == ["deepspeed"] and importlib.util.find_spec("deepspeed") is None:
+        raise RecipeError(f"deepspeed is {chosen['deepspeed']!r}, and the package is missing: `pip install deepspeed`.")
     return {"fsdp": "FSDP", "deepspeed": "DEEPSPEED"}.get(keys[0]) if keys else None

@@ -117,6 +117,7 @@ def find_template(recipe: Recipe, source: ModelSource) -> tuple[Any, str]:
     tokenizer, where = source.load(AutoTokenizer), f"model_name_or_path {recipe.model.model_name_or_path!r}"
     if own is not None:
         tokenizer.chat_template = Path(own).read_text(encoding="utf-8")
+        where = f"chat_template_path {Path(own).name!r}"
     elif tokenizer.chat_template is None and not source.is_gguf:
         tokenizer = source.load(AutoProcessor)  # of a model of images, which may have the template alone
     return tokenizer, where

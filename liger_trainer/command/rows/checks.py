@@ -7,6 +7,7 @@ from typing import Any
 import pyarrow.compute as pc
 
 from liger_trainer.command.processes import say
+from liger_trainer.command.rows.turn_weights import TURN_FLAGS
 from liger_trainer.errors import RecipeError, short
 
 # What a column may hold, in words.
@@ -60,7 +61,8 @@ def check_rows(rows: Any, needed: tuple[str, ...]) -> None:
 def _says_nothing(value: Any) -> bool:
     """Tell whether a text, or all that the assistant says in messages, is empty."""
     turns = value if isinstance(value, list) else [{"role": "assistant", "content": value}]
-    said = [part for turn in turns if turn["role"] == "assistant" for name, part in turn.items() if name != "role"]
+    answers = [turn for turn in turns if turn["role"] == "assistant"]
+    said = [part for turn in answers for name, part in turn.items() if name not in ("role", *TURN_FLAGS)]
     return bool(said) and not any(part.strip() if isinstance(part, str) else part for part in said)
 
 
@@ -68,7 +70,7 @@ def _fits(value: Any, kind: str) -> bool:
     if kind == TEXT:
         return isinstance(value, str)
     if kind == LABEL:
-        return isinstance(value, int) and value in (0, 1)
+        return isinstance(value, (int, float)) and value in (0, 1)
     # The content of a message is text or a list of parts; tool calls, for example, may take its place.
     return (
         isinstance(value, list)

@@ -4,9 +4,13 @@ import json
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from liger_trainer.command.processes import say
 from liger_trainer.command.recipe.parser import nearest
 from liger_trainer.command.rows.checks import check_rows
-from liger_trainer.data.formats import alpaca_row, last_turn_row, sharegpt_row
+from liger_trainer.command.rows.convert import convert_rows
+from liger_trainer.command.rows.repeated_prompts import without_repeated_prompts
+from liger_trainer.command.rows.system_prompts import place_system_prompts
+from liger_trainer.data.formats import ALPACA_COLUMNS, alpaca_row, has_images, last_turn_row, sharegpt_row
 from liger_trainer.errors import RecipeError, short
 
 # What trainers read besides the columns that they need
@@ -16,16 +20,18 @@ ALSO_READ = ("prompt", "image", "images", "tools", "chat_template_kwargs", "ref_
 class _Template(NamedTuple):
     """A `prompt_template`: `convert(row, index)` makes new columns of `needed` ones, and of others that it knows.
 
-    `replaced` are the columns that are removed then; None means all of them.
+    `replaced` are the columns that are removed then; None means all of them. `read`, where all are removed, are those
+    that `convert` makes use of.
     """
 
     convert: Callable[[dict, int], dict]
     needed: tuple[str, ...]
     replaced: tuple[str, ...] | None = None
+    read: tuple[str, ...] = ()
 
 
 _TEMPLATES = {
-    "alpaca": _Template(alpaca_row, ("instruction", "output")),
+    "alpaca": _Template(alpaca_row, ("instruction", "output"), read=ALPACA_COLUMNS),
     "sharegpt": _Template(sharegpt_row, ("conversations",), ("conversations", "chosen", "rejected", "system")),
     "last_turn": _Template(last_turn_row, ("messages",), ("messages",)),
 }
@@ -35,6 +41,14 @@ def columns_of(recipe: Any) -> tuple[tuple[str, ...], ...]:
     """The sets of columns that the recipe's trainer takes, under the name that the recipe gives the text."""
     text = getattr(recipe.training, "dataset_text_field", "text")
     return tuple(tuple(text if name == "text" else name for name in needed) for needed in recipe.entry.columns)
+
+
+def text_columns(columns: tuple[tuple[str, ...], ...], mapping: dict[str, str]) -> frozenset[str]:
+    """The columns of the data, by their names there, that are read as texts if their file has no types."""
+    read = {name for needed in columns for name in needed} | {"prompt", "tools", "system", "solution", "image"}
+    for template in _TEMPLATES.values():
+        read |= {*template.needed, *template.read, *(template.replaced or ())}
+    return frozenset(mapping.get(name, name) for name in read - {"label", "input_ids"})
 
 
 def renamed(rows, mapping: dict[str, str]):
@@ -56,7 +70,10 @@ def prepare(rows, name: str, columns: tuple[tuple[str, ...], ...], mapped: set[s
         if not set(template.needed) <= set(rows.column_names):
             needs = " and ".join(template.needed)
             raise RecipeError(f"it has the columns {listed}; prompt_template: {name} needs {needs}.")
-        rows = _applied(rows, template, f"Applying the template {name}")
+        if template.replaced is None:
+            _tell_unread(rows, name, template)
+        replaced = template.replaced or rows.column_names
+        rows = convert_rows(rows, template.convert, replaced, f"Applying the template {name}")
     have = set(rows.column_names)
     fitting = [needed for needed in columns if set(needed) <= have]
     needed = next((needed for needed in fitting if mapped & set(needed)), fitting[0] if fitting else None)
@@ -83,8 +100,22 @@ def prepare(rows, name: str, columns: tuple[tuple[str, ...], ...], mapped: set[s
     rows = _without_other_prompt(rows, needed)
     if getattr(rows.features.get("tools"), "dtype", None) == "string":  # JSON for TRL, which takes no empty text
         rows = rows.map(_with_tools, with_indices=True, desc="Reading the tools")
+    rows = place_system_prompts(without_repeated_prompts(rows, needed), needed)
     check_rows(rows, needed)
     return rows
+
+
+def _tell_unread(rows, name: str, template: _Template) -> None:
+    """Say which columns a template leaves out. RecipeError if they hold pictures."""
+    unread = [column for column in rows.column_names if column not in template.read]
+    if has_images(rows):
+        pictures = " and ".join(sorted({"image", "images"}.intersection(unread)))
+        raise RecipeError(
+            f"it has pictures in {pictures}, which prompt_template: {name} does not read. Write the rows as "
+            "messages of role and content, and unset prompt_template."
+        )
+    if unread:
+        say(f"prompt_template: {name} does not read the columns {', '.join(unread)}, which are left out.")
 
 
 def _with_tools(row: dict[str, Any], index: int) -> dict[str, str]:
@@ -96,22 +127,6 @@ def _with_tools(row: dict[str, Any], index: int) -> dict[str, str]:
             f"Row {index} of the dataset has tools {short(tools)}, which is no JSON: {error}. Correct or remove it."
         ) from error
     return {"tools": tools}
-
-
-def _applied(rows, template: _Template, desc: str):
-    """The rows after `template.convert`, whose messages may have keys of their own, such as `tool_calls`."""
-    from datasets import Features, Json, List
-
-    replaced = [column for column in rows.column_names if column in (template.replaced or rows.column_names)]
-    options = {"with_indices": True, "remove_columns": replaced, "desc": desc}
-    try:
-        return rows.map(template.convert, **options)
-    except RecipeError:
-        raise
-    except (ValueError, TypeError):  # no message has such a key in the first rows, by which datasets goes
-        kept = {name: feature for name, feature in rows.features.items() if name not in replaced}
-        made = {name: List(Json()) for name in template.convert(rows[0], 0)}
-        return rows.map(template.convert, features=Features(kept | made), **options)
 
 
 def _without_other_prompt(rows, needed: tuple[str, ...]):

@@ -1,29 +1,81 @@
 """Reads rows: a file, a folder of files of one kind, or a data set of the Hub, by `datasets`."""
 
+import csv
 import json
 import os
+import tempfile
 from pathlib import Path
+from typing import Any
 
 from liger_trainer.command.processes import say
 from liger_trainer.errors import RecipeError, short
 
-FILE_BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv", ".txt": "text"}
+FILE_BUILDERS = {
+    ".json": "json",
+    ".jsonl": "json",
+    ".ndjson": "json",
+    ".parquet": "parquet",
+    ".csv": "csv",
+    ".tsv": "csv",
+    ".txt": "text",
+}
+
+# What pandas takes for a null, but for words in columns of text
+_NULLS = (
+    "",
+    "#N/A",
+    "#N/A N/A",
+    "#NA",
+    "-1.#IND",
+    "-1.#QNAN",
+    "-NaN",
+    "-nan",
+    "1.#IND",
+    "1.#QNAN",
+    "<NA>",
+    "N/A",
+    "NA",
+    "NULL",
+    "NaN",
+    "None",
+    "n/a",
+    "nan",
+    "null",
+)
 
 
-def read_rows(source: str, config: str | None, split: str):
-    """The rows of a file, a folder or a data set of the Hub."""
+def builder_of(path: str | os.PathLike, default: str | None = None) -> str | None:
+    """The reader of `datasets` for a file, by the end of its name in small or capital letters."""
+    return FILE_BUILDERS.get(Path(path).suffix.lower(), default)
+
+
+def read_rows(source: str, config: str | None, split: str, texts: frozenset[str] = frozenset()):
+    """The rows of a file, a folder or a data set of the Hub.
+
+    Args:
+        source (`str`): A path, or a name on the Hub.
+        config (`str`, *optional*): The configuration of a data set of the Hub.
+        split (`str`): The split.
+        texts (`frozenset[str]`): Columns of a CSV file that are texts, even where they look like numbers or nulls.
+    """
     from datasets import Dataset, load_dataset
     from datasets.exceptions import DatasetGenerationError
 
     if not os.path.isfile(source):
-        rows = load_dataset(source, config, split=split)
+        rows = load_dataset(source, config, split=split, **_folder_options(Path(source), texts))
         _check_kinds(Path(source), rows.info.builder_name)
         return rows
-    size, builder = os.path.getsize(source), FILE_BUILDERS.get(Path(source).suffix)
+    size, builder = os.path.getsize(source), builder_of(source)
     if builder is None:
         raise RecipeError(f"expected a file whose name ends in one of {', '.join(FILE_BUILDERS)}.")
     if size == 0:  # each reader fails on an empty file in its own way
         return Dataset.from_dict({})
+    if builder == "csv":
+        return load_dataset(builder, data_files=source, split=split, **_csv_options(source, texts))
+    key = _key_of_rows(source, texts) if builder == "json" else None
+    if key is not None:
+        say(f"{Path(source).name} is one JSON object, and the rows are read from its key {key!r}.")
+        return _rows_under(source, key, split)
     try:
         rows = load_dataset(builder, data_files=source, split=split)
     except DatasetGenerationError:
@@ -33,9 +85,99 @@ def read_rows(source: str, config: str | None, split: str):
         rows = load_dataset(builder, data_files=source, split=split, chunksize=size)
     if builder == "json":  # its reader takes any bytes for text
         rows.data.validate(full=True)
+        rows = _with_dates_as_texts(rows, source, split)
     elif builder == "text":
         rows = rows.filter(lambda row: row["text"].strip(), desc="Leaving out empty lines")
     return rows
+
+
+def _cell(text: str) -> str | None:
+    """The text of a cell, which pandas would make numbers, nulls and dates of. An empty one stays a null."""
+    return text or None
+
+
+def _folder_options(folder: Path, texts: frozenset[str]) -> dict[str, Any]:
+    """The options for a folder of CSV files; none for another folder or a name on the Hub."""
+    files = [path for path in sorted(folder.rglob("*")) if builder_of(path) == "csv"] if folder.is_dir() else []
+    kinds = {builder_of(path) for path in folder.rglob("*")} - {None, "text"} if files else set()
+    if kinds != {"csv"}:
+        return {}
+    return _csv_options(files[0], texts)
+
+
+def _csv_options(path: str | os.PathLike, texts: frozenset[str]) -> dict[str, Any]:
+    """The options of the CSV reader with which the columns `texts` are read as they stand in a file.
+
+    The separator is a comma, if the first line has one.
+    """
+    with open(path, "rb") as file:
+        first = file.readline().decode("utf-8-sig", errors="replace")
+    separators = "\t" if Path(path).suffix.lower() == ".tsv" else ",;\t|"
+    separator = next((each for each in separators if each in first), separators[0])
+    names = next(csv.reader([first.rstrip("\r\n")], delimiter=separator), [])
+    return {
+        "sep": separator,
+        "converters": dict.fromkeys(texts.intersection(names), _cell),
+        "keep_default_na": False,
+        "na_values": {name: list(_NULLS) for name in names if name not in texts},
+    }
+
+
+def _key_of_rows(path: str, columns: frozenset[str]) -> str | None:
+    """The key under which a JSON object has its rows, as in `{"data": [...]}`; None for any other file.
+
+    An object may also be a single row, so a list of turns or of a column that is read is no list of rows.
+    """
+    with open(path, "rb") as file:
+        if Path(path).suffix.lower() != ".json" or not file.read(64).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"{"):
+            return None
+        file.seek(0)
+        try:
+            whole = json.loads(file.read().decode("utf-8-sig"))
+        except ValueError:  # a line for each row, or a broken file
+            return None
+    found = [key for key, value in whole.items() if key not in columns and _are_rows(value)]
+    return found[0] if len(found) == 1 and not columns.intersection(whole) else None
+
+
+def _are_rows(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(row, dict) and not {"role", "from"}.intersection(row) for row in value)
+    )
+
+
+def _rows_under(path: str, key: str, split: str):
+    """The rows under `key` of a JSON object, read as lines are, because the reader of a key guesses at types."""
+    with open(path, encoding="utf-8-sig") as file:
+        rows = json.load(file)[key]
+    with tempfile.TemporaryDirectory() as folder:
+        lines = Path(folder) / "rows.jsonl"
+        lines.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        return read_rows(str(lines), None, split).map(keep_in_memory=True)
+
+
+def _with_dates_as_texts(rows, source: str, split: str):
+    """The rows with the texts of which the reader of JSON has made dates."""
+    from datasets import Features, Json, Value, load_dataset
+
+    def replaced(kind: Any, by: Any) -> Any:
+        if getattr(kind, "dtype", "").startswith(("timestamp", "date", "time")) and isinstance(kind, Value):
+            return by
+        if isinstance(kind, dict):
+            return {key: replaced(one, by) for key, one in kind.items()}
+        inner = getattr(kind, "feature", None)
+        return kind if inner is None else type(kind)(replaced(inner, by))
+
+    exact = Features({name: replaced(kind, Json()) for name, kind in rows.features.items()})
+    if exact == rows.features:
+        return rows
+    names = [name for name in exact if exact[name] != rows.features[name]]
+    texts = Features({name: replaced(kind, Value("string")) for name, kind in rows.features.items()})
+    # What is JSON in `features` reaches the reader as it stands in the file.
+    rows = load_dataset("json", data_files=source, split=split, features=exact)
+    return rows.map(lambda row: {name: row[name] for name in names}, features=texts, desc="Reading dates")
 
 
 def _check_kinds(folder: Path, builder: str) -> None:
@@ -43,7 +185,7 @@ def _check_kinds(folder: Path, builder: str) -> None:
     if builder not in FILE_BUILDERS.values():  # of pictures, of which metadata.jsonl tells more
         return
     about = ("dataset_infos.json", "dataset_dict.json", "state.json")
-    unread = [path for path in sorted(folder.rglob("*")) if FILE_BUILDERS.get(path.suffix, builder) != builder]
+    unread = [path for path in sorted(folder.rglob("*")) if builder_of(path, builder) != builder]
     if rows := [path for path in unread if path.suffix not in (".txt", ".json")]:
         raise RecipeError(f"{rows[0]} is of another kind than the files that were read. List the files by name.")
     if left := [path for path in unread if path.name not in about]:  # licences, or what describes the rows
@@ -52,7 +194,7 @@ def _check_kinds(folder: Path, builder: str) -> None:
 
 def broken_json(path: str | os.PathLike | None) -> str | None:
     """Say where a JSON file is broken, because its reader counts bytes, or rows from 0. None for any other file."""
-    if path is None or not os.path.isfile(path) or Path(path).suffix not in (".json", ".jsonl"):
+    if path is None or not os.path.isfile(path) or builder_of(path) != "json":
         return None
     with open(path, "rb") as file:
         first = file.readline().strip()

@@ -4,10 +4,12 @@ import os
 from pathlib import Path
 
 from liger_trainer.command.recipe.keys import RecipeArguments
-from liger_trainer.command.rows.columns import prepare, renamed
-from liger_trainer.command.rows.files import FILE_BUILDERS, broken_json, read_rows
+from liger_trainer.command.rows.columns import prepare, renamed, text_columns
+from liger_trainer.command.rows.files import FILE_BUILDERS, broken_json, builder_of, read_rows
+from liger_trainer.command.rows.image_places import place_images
 from liger_trainer.command.rows.images import find_images
 from liger_trainer.command.rows.mixture import with_shared_columns
+from liger_trainer.command.rows.values import as_meant
 from liger_trainer.errors import RecipeError
 from liger_trainer.paths import find_beside
 
@@ -69,14 +71,14 @@ def _rows_of(args: RecipeArguments, key: str, name: str | None, mapping, folder:
             f"{key} is missing; set it to a file ({', '.join(FILE_BUILDERS)}), a folder, or a Hub dataset."
         )
     path = find_beside(name, folder)
-    is_path = Path(name).suffix in FILE_BUILDERS or name.startswith((".", "~", os.sep)) or name.count("/") > 1
+    is_path = builder_of(name) is not None or name.startswith((".", "~", os.sep)) or name.count("/") > 1
     if path is None and (is_path or key == "eval_dataset_name"):
         hint = " To use a split of a Hub dataset, set dataset_eval_split." if key == "eval_dataset_name" else ""
         raise RecipeError(f"{key} is {name!r}, and there is no such file, here nor in {folder.absolute()}.{hint}")
     from datasets.exceptions import DatasetGenerationError
 
     try:
-        rows = read_rows(str(path or name), args.dataset_config, split)
+        rows = read_rows(str(path or name), args.dataset_config, split, text_columns(columns, mapping))
     except (OSError, ValueError, DatasetGenerationError) as error:  # of which the cause says what is wrong with a file
         reason = broken_json(path) or " ".join(str(error.__cause__ or error).split())
         if path is None:
@@ -87,8 +89,9 @@ def _rows_of(args: RecipeArguments, key: str, name: str | None, mapping, folder:
     if max_rows is not None:
         rows = rows.select(range(min(max_rows, len(rows))))
     try:
-        rows = prepare(renamed(rows, mapping), args.prompt_template, columns, set(mapping))
-        return find_images(rows, [Path(), folder, *([] if path is None else [Path(path).parent])])
+        rows = as_meant(renamed(rows, mapping), has_labels=any("label" in needed for needed in columns))
+        rows = prepare(rows, args.prompt_template, columns, set(mapping))
+        return place_images(find_images(rows, [Path(), folder, *([] if path is None else [Path(path).parent])]))
     except RecipeError as error:
         of_split = "" if split == "train" else f", split {split!r}"
         raise RecipeError(f"{key} {name!r}{of_split}: {error}") from error

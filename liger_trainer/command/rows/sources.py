@@ -9,9 +9,12 @@ from liger_trainer.command.recipe.read import Recipe
 from liger_trainer.command.recipe.trainers import TRAINERS
 from liger_trainer.command.rows.chat_template import find_template, settle_named_template
 from liger_trainer.command.rows.columns import columns_of
+from liger_trainer.command.rows.image_places import check_image_tokens
 from liger_trainer.command.rows.images import unread_pictures
 from liger_trainer.command.rows.load import load_rows
 from liger_trainer.command.rows.rewards import check_columns_of, find_reward
+from liger_trainer.command.rows.template_keys import check_template_keys
+from liger_trainer.command.rows.turn_weights import check_turn_weights
 from liger_trainer.data.formats import has_images
 from liger_trainer.errors import RecipeError
 
@@ -40,7 +43,7 @@ def model_of(recipe: Recipe) -> ModelSource:
 
 def find_sources(recipe: Recipe) -> Sources:
     """Read and check everything that a recipe names, but for the weights of its model."""
-    from transformers import AutoConfig
+    from transformers import AutoConfig, AutoProcessor
 
     training, source = recipe.training, model_of(recipe)
     config = source.load(AutoConfig)
@@ -49,7 +52,14 @@ def find_sources(recipe: Recipe) -> Sources:
     with training.main_process_first(desc="loading the dataset"):
         train_rows, eval_rows = load_rows(recipe.args, recipe.path.parent, columns_of(recipe), training.seed)
     check_rows(recipe, train_rows.column_names)
+    for rows in (train_rows, eval_rows):
+        if rows is not None:
+            check_turn_weights(rows, bool(getattr(training, "assistant_only_loss", False)))
     _check_pictures(recipe, config, train_rows)
+    if has_images(train_rows) and getattr(config, "vision_config", None) is not None:
+        processor = source.load(AutoProcessor)
+        for rows in (train_rows, eval_rows):
+            check_image_tokens(rows, processor)
     rewards = [find_reward(name, recipe.path.parent) for name in recipe.args.reward_funcs or ()]
     for name, reward in zip(recipe.args.reward_funcs or (), rewards, strict=True):
         check_columns_of(name, reward, train_rows.column_names)
@@ -86,3 +96,5 @@ def _check_template(recipe: Recipe, source: ModelSource, rows: Any) -> None:
             else "Take a model with one: trainer: sft with chat_template_path: chatml saves it with the model."
         )
         raise RecipeError(f"the rows are messages, and {where} has no chat template. {mend}")
+    if messages:
+        check_template_keys(tokenizer, where, rows)

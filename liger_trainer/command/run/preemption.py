@@ -11,7 +11,7 @@ from typing import Any
 from transformers import TrainerCallback
 from transformers.trainer_utils import SaveStrategy
 
-from liger_trainer.memory.chooser import Ranks
+from liger_trainer.memory.ranks import Ranks
 
 
 class Terminated(KeyboardInterrupt):

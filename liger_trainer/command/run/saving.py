@@ -13,13 +13,14 @@ from transformers import TrainerCallback
 
 from liger_trainer.command.processes import on_all
 from liger_trainer.command.recipe.read import Recipe
+from liger_trainer.command.rows.prompt_form import IN_WORDS, write_prompt_form
 from liger_trainer.command.run import manifest
 from liger_trainer.command.run.manifest import checkpoints_in
 from liger_trainer.command.run.output_dir import WEIGHTS, Beginning, matches
 from liger_trainer.command.run.pictures import CURVES, draw_curves
 from liger_trainer.command.run.preemption import SaveOnSigterm, Terminated
 from liger_trainer.command.run.summary import RunRecorder, hardware
-from liger_trainer.errors import RecipeError, RunError, refusal
+from liger_trainer.errors import RecipeError, RewardError, RunError, refusal
 from liger_trainer.trainers.model_card import CardText, card_without_risk
 
 
@@ -101,6 +102,8 @@ class SavesWithManifest:
         with _saving("A checkpoint", self):
             self.keeper.begin(self)
             super()._save_checkpoint(model, trial)  # type: ignore[misc]
+            if self.args.should_save:
+                write_prompt_form(_checkpoint_of(self), self.recorder.form)
             self.keeper.finish(self)
         if self.args.push_to_hub:
             self.keeper.wait(self)
@@ -122,7 +125,7 @@ class SavesWithManifest:
     def card_text(self: Any) -> CardText:
         stock = super().card_text()  # type: ignore[misc]
         # The example asks by a chat template.
-        chats = self.recipe.args.prompt_template != "alpaca" and getattr(self.processing_class, "chat_template", None)
+        chats = self.recorder.form == "chat" and getattr(self.processing_class, "chat_template", None)
         return CardText(
             base_model=_shown(self.keeper.facts["base"][0]),
             quick_start=bool(chats) and (stock is None or stock.quick_start),
@@ -146,6 +149,7 @@ class SavesWithManifest:
             f"- liger_trainer {liger_trainer.__version__}, `{type(self).__name__}`",
             f"- Base model: `{_shown(base)}` {base_print}",
             f"- Data: `{rows}` {rows_print}",
+            f"- Form of the prompts: {IN_WORDS[self.recorder.form]}",
             f"- Loss: {loss}",
             f"- Hardware: {machine}",
             "",
@@ -189,6 +193,10 @@ def train_and_save(trainer: Any, recipe: Recipe) -> None:
         trainer.callback_handler.on_train_end(trainer.args, trainer.state, trainer.control)
         trainer.stop.any_asked()  # a barrier: the launcher ends the others once one has ended
         raise
+    except RewardError as error:
+        if trainer.state.global_step == 0:
+            raise RecipeError(str(error)) from error
+        raise RunError(f"{error} {what_is_left(recipe)}") from error
     except _CannotSave as error:
         raise RunError(f"{error} {_keep_model(trainer)}{what_is_left(recipe)}") from error
     except Exception as error:
@@ -216,6 +224,8 @@ def _save_model(trainer: Any) -> None:
         with _saving("The trained model", trainer):
             trainer.save_model(trainer.args.output_dir, _internal_call=True)  # without a push
             trainer.save_state()
+            if trainer.args.should_save:
+                write_prompt_form(folder, trainer.recorder.form)
             if trainer.is_world_process_zero():
                 with card_without_risk(trainer.args.output_dir):
                     trainer.curves = draw_curves(trainer.state.log_history, folder / CURVES)

@@ -11,6 +11,7 @@ import torch
 from transformers import TrainerCallback
 
 from liger_trainer.command.rows.counts import RowCounts
+from liger_trainer.command.rows.prompt_form import IN_WORDS
 
 # What the trainers log of their loss and rewards: the key, and what it is called in the summary.
 _LOGGED = {
@@ -26,7 +27,8 @@ class RunRecorder(TrainerCallback):
     many there are) and, if there is one, `early_stopping` (the callback).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, form: str = "chat") -> None:
+        self.form = form  # of the prompts, a key of `IN_WORDS`
         self.rows: RowCounts | None = None
         self.parameters: tuple[int, int] | None = None
         self.early_stopping: Any = None
@@ -64,6 +66,7 @@ class RunRecorder(TrainerCallback):
         lines = ["Summary", f"  steps    {state.global_step - self._first_step}{resumed}{self._stopped(args, state)}"]
         if self.rows is not None:
             lines.append(f"  rows     {self.rows}")
+        lines.append(f"  form     {IN_WORDS[self.form]}")
         if self.parameters is not None:
             trained, total = self.parameters
             lines.append(f"  trains   {trained:,} of {total:,} parameters ({trained / total:.2%})")

@@ -4,6 +4,7 @@ import inspect
 import os
 from typing import Any
 
+import torch
 import trl
 from accelerate.utils import parse_flag_from_env
 from peft import PeftModel
@@ -12,20 +13,24 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, EarlyStoppingCallb
 import liger_trainer
 from liger_trainer._logging import logger
 from liger_trainer.command.processes import is_main_process
-from liger_trainer.command.recipe.checks import NOT_ON_EXPERTS
+from liger_trainer.command.recipe.checks import NOT_ON_EXPERTS, check_packages
 from liger_trainer.command.recipe.model_source import ModelSource, find_model, quantization_of, trainable
+from liger_trainer.command.recipe.parser import nearest
 from liger_trainer.command.recipe.read import Recipe
 from liger_trainer.command.rows.chat_template import answers_marked, raised_by_template, row_without_answer
 from liger_trainer.command.rows.counts import account_for_rows, check_token_ids
 from liger_trainer.command.rows.images import broken_picture, check_first_batch
 from liger_trainer.command.rows.preview import show_rows
+from liger_trainer.command.rows.prompt_form import prompt_form, tell_unused_template
 from liger_trainer.command.rows.sources import Sources, find_sources
 from liger_trainer.command.run.manifest import facts_of
 from liger_trainer.command.run.output_dir import find_beginning, own_folder
 from liger_trainer.command.run.preemption import SaveOnSigterm
+from liger_trainer.command.run.reward_calls import checked_reward
 from liger_trainer.command.run.saving import Keeper, SavesWithManifest, train_and_save, what_is_left
 from liger_trainer.command.run.summary import RunRecorder
 from liger_trainer.errors import RecipeError, RunError, refusal, short
+from liger_trainer.fitting.hollow import auto_class_of
 from liger_trainer.trainers.world import fault_of_world
 
 
@@ -37,6 +42,7 @@ def run(recipe: Recipe, preview_rows: int | None = None, stop: SaveOnSigterm | N
     training = recipe.training
     if fault := fault_of_world(os.environ, training.distributed_state, recipe.sharding):
         raise RecipeError(f"{fault}")
+    check_packages(recipe)
     with own_folder(recipe) as resumes:
         return _run(recipe, resumes, preview_rows, stop or SaveOnSigterm())
 
@@ -52,7 +58,7 @@ def _run(recipe: Recipe, resumes: str, preview_rows: int | None, stop: SaveOnSig
     if preview_rows is not None:
         train_rows = train_rows.select(range(min(preview_rows, total)))
         eval_rows = None if eval_rows is None else eval_rows.select(range(1))
-    recorder = RunRecorder()
+    recorder = RunRecorder(prompt_form(recipe.args.prompt_template, train_rows))
     callbacks: list[Any] = [keeper, recorder]
     if recipe.args.early_stopping_patience is not None:
         recorder.early_stopping = EarlyStoppingCallback(recipe.args.early_stopping_patience)
@@ -68,6 +74,7 @@ def _run(recipe: Recipe, resumes: str, preview_rows: int | None, stop: SaveOnSig
     if eval_rows is not None and trainer.eval_dataset is not None:
         check_token_ids(trainer, "eval")
     check_first_batch(trainer)
+    tell_unused_template(trainer.processing_class, recorder.form, train_rows)
     if preview_rows is not None:
         return show_rows(trainer, train_rows, total)
     recorder.rows = account_for_rows(trainer, train_rows, eval_rows)
@@ -106,7 +113,9 @@ def build_trainer(recipe: Recipe, sources: Sources, callbacks: list[Any], traine
         "callbacks": callbacks,
     }
     if rewards:
-        given["reward_funcs"] = rewards
+        given["reward_funcs"] = [
+            checked_reward(name, reward) for name, reward in zip(recipe.args.reward_funcs or (), rewards, strict=True)
+        ]
     if getattr(training, "teacher_model_name_or_path", None) is not None:
         given["teacher_model"] = find_model(training.teacher_model_name_or_path).path
     quantization = quantization_of(config, recipe.model)
@@ -135,6 +144,18 @@ def build_trainer(recipe: Recipe, sources: Sources, callbacks: list[Any], traine
             and (unanswered := row_without_answer(train_rows, eval_rows)) is not None
         ):
             raise RecipeError(unanswered) from error
+        if recipe.model.load_in_4bit and isinstance(error, ImportError) and "bitsandbytes" in str(error):
+            raise RecipeError(f"load_in_4bit is True: {' '.join(str(error).split())}") from error
+        if training.push_to_hub and "offline mode is enabled" in str(error):
+            raise RecipeError(
+                "push_to_hub is true, and HF_HUB_OFFLINE is set. Unset HF_HUB_OFFLINE, or push_to_hub: false."
+            ) from error
+        if isinstance(error, ImportError) and "FlashAttention" in str(error):
+            attention = recipe.model.attn_implementation
+            reason = " ".join(str(error).split())
+            raise RecipeError(
+                f"attn_implementation is {attention!r}: {reason} Install it, or set attn_implementation: sdpa."
+            ) from error
         if isinstance(error, AttributeError) and "'generation_config'" in str(error):
             kind = (getattr(config, "architectures", None) or ["model"])[0]
             name = recipe.model.model_name_or_path
@@ -162,6 +183,13 @@ def _refused_adapter(error: Exception, args: Any, config: Any) -> str | None:
             f"lora_target_modules is unset, and PEFT knows none for model type {kind!r}. Set it to the names of linear "
             "layers, such as [q_proj, v_proj], or to all-linear."
         )
+    if isinstance(targets, list) and "Target modules" in text and "not found" in text:
+        known = _linear_names(config)
+        hints = [nearest(name, known) for name in targets if name not in known]
+        listed = ", ".join(known)
+        return (
+            f"lora_target_modules is {targets}, and the model has none of them.{hints[0]} Its linear layers: {listed}."
+        )
     key = next((key for key in NOT_ON_EXPERTS if key in text), None)
     if "ParamWrapper" not in text or key is None:
         return None
@@ -170,6 +198,14 @@ def _refused_adapter(error: Exception, args: Any, config: Any) -> str | None:
         f"{short(targets)} means experts too. Set {key}: {NOT_ON_EXPERTS[key]}, or name modules of attention alone, "
         "such as [q_proj, k_proj, v_proj, o_proj]."
     )
+
+
+def _linear_names(config: Any) -> list[str]:
+    """The names of the linear layers of a model with `config`, each once, without its weights."""
+    with torch.device("meta"):
+        model = auto_class_of(config).from_config(config)
+    paths = [path for path, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+    return sorted({path.rpartition(".")[2] for path in paths})
 
 
 def _check_adapter(args: Any, model: Any) -> None:

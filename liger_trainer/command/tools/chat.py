@@ -9,6 +9,8 @@ import os
 import sys
 from typing import Any
 
+from liger_trainer.command.processes import say
+from liger_trainer.command.rows.prompt_form import IN_WORDS, read_prompt_form
 from liger_trainer.command.tools.loading import (
     add_command,
     add_model_options,
@@ -37,7 +39,7 @@ def add_chat_command(commands: Any) -> None:
     parser.add_argument(
         "--prompt_template", choices=("chat", "alpaca", "none"),
         help="how your lines reach the model: by its chat template, as the instruction of prompt_template: alpaca, or "
-        "as they are; by default, by the chat template if there is one, and otherwise as they are",
+        "as they are; by default, as the model was trained or, if that is unknown, by its chat template if it has one",
     )  # fmt: skip
     parser.add_argument("--max_new_tokens", type=int, default=512, help="how long an answer may be; default 512")
     parser.add_argument("--temperature", type=float, help="0 decodes greedily; by default, as the model's config says")
@@ -52,7 +54,7 @@ def _chat(args: Any) -> None:
         if given and not is_adapter:
             raise RecipeError(f"{option} is about the base of an adapter, and {args.model!r} is none. Remove it.")
     model, reader = _load(args, is_adapter)
-    template = args.prompt_template or ("chat" if reader.chat_template else "none")
+    template = args.prompt_template or _trained_template(args.model, reader)
     if template == "chat" and not reader.chat_template:
         raise RecipeError(f"The tokenizer of {args.model!r} has no chat template. Pass --prompt_template none.")
     if args.system and template != "chat":
@@ -93,6 +95,19 @@ def _chat(args: Any) -> None:
                 _answer(model, reader, prompt, args)
             print("adapter:")
         history.append({"role": "assistant", "content": _answer(model, reader, prompt, args)})
+
+
+def _trained_template(model: str, reader: Any) -> str:
+    """The way in which lines reach a model that was trained by this command; else its chat template, if it has one."""
+    usual = "chat" if reader.chat_template else "none"
+    form = read_prompt_form(model)
+    trained = {"alpaca": "alpaca", "text": "none", "tokens": "none"}.get(form or "chat", usual)
+    if trained != usual:
+        say(
+            f"{model} was trained on {IN_WORDS[form or 'chat']}, and your lines reach it in that form. Pass "
+            "--prompt_template to ask in another one."
+        )
+    return trained
 
 
 def _load(args: Any, is_adapter: bool) -> tuple[Any, Any]:

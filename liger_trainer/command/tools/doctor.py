@@ -3,6 +3,8 @@
 import argparse
 from typing import Any
 
+from liger_trainer.command.processes import say_loading
+
 
 def add_doctor_command(commands: Any) -> None:
     """Add `doctor` to the subparsers of `liger-trainer`."""
@@ -14,6 +16,7 @@ def add_doctor_command(commands: Any) -> None:
 
 
 def _doctor(args: argparse.Namespace) -> int:
+    say_loading()
     import torch
     from transformers import AutoConfig
 

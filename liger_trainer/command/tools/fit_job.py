@@ -7,6 +7,7 @@ from typing import Any
 
 from liger_trainer.command.recipe.model_source import ModelSource, quantization_of
 from liger_trainer.command.recipe.read import Recipe
+from liger_trainer.command.recipe.trainers import TRAINERS
 from liger_trainer.command.rows.sources import model_of
 from liger_trainer.errors import RecipeError, refusal
 from liger_trainer.fitting import losses, optimizers
@@ -36,13 +37,13 @@ def job_of(recipe: Recipe, gpus: int, images: Sequence[tuple[int, int]] = ()) ->
     """
     import torch
     import trl
-    from transformers import AutoConfig, BitsAndBytesConfig
+    from transformers import BitsAndBytesConfig
 
     training, model = recipe.training, recipe.model
     _refuse_unknown(recipe, gpus)
     init = dict(training.model_init_kwargs or {})
     source = model_of(recipe)
-    config = source.load(AutoConfig)
+    config = _load_config(source)
     stored = (getattr(config, "quantization_config", None) or {}).get("quant_method")
     if stored not in (None, "mxfp4"):
         raise _unknown(recipe, f"a checkpoint in {stored}")
@@ -129,8 +130,26 @@ def _options_of_checkpointing(recipe: Recipe) -> dict[str, Any]:
     return {"use_reentrant": False} | options
 
 
+def _load_config(source: ModelSource) -> Any:
+    """The config of the model. RecipeError that says what `fit` needs of a model that cannot be downloaded here."""
+    from transformers import AutoConfig
+
+    try:
+        return source.load(AutoConfig)
+    except RecipeError as error:
+        if os.path.isdir(source.path):
+            raise
+        raise RecipeError(
+            f"{error} Of a model behind a gate or out of reach, liger-trainer fit needs the file config.json alone: "
+            "save it in a folder, such as my_model/config.json, and add --model_name_or_path ./my_model."
+        ) from error
+
+
 def _unknown(recipe: Recipe, what: str) -> RecipeError:
-    mend = "" if what == recipe.entry.trainer else " Set another value to see the step without it."
+    mend = " Set another value to see the step without it."
+    if what == recipe.entry.trainer:
+        known = ", ".join(name for name, entry in TRAINERS.items() if entry.trainer in LOSSES)
+        mend = f" It knows {known}: a copy of the recipe with one of them and rows as long gives a first idea."
     return RecipeError(f"{recipe.path}: liger-trainer fit does not know what a step takes with {what}.{mend}")
 
 

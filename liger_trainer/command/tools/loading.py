@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from liger_trainer.command.processes import say_loading
 from liger_trainer.command.recipe.model_source import dequantised, find_model
 from liger_trainer.errors import RecipeError
 from liger_trainer.paths import find_beside
@@ -29,6 +30,7 @@ def add_model_options(parser) -> None:
 
 def _run(command, args) -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as `liger-trainer train` does, before torch loads
+    say_loading()
     try:
         command(args)
     except (ValueError, OSError) as error:  # libraries raise these for bad input; a bug elsewhere keeps its traceback

@@ -1,6 +1,13 @@
 """`liger-trainer medusa-eval` and `medusa-export`: the work after training Medusa heads."""
 
+import os
+from pathlib import Path
+from typing import Any
+
+from liger_trainer.command.rows.files import FILE_BUILDERS, broken_json, read_rows
+from liger_trainer.command.rows.prompt_form import read_prompt_form
 from liger_trainer.command.tools.loading import add_command, add_model_options, load_to_answer
+from liger_trainer.errors import RecipeError, without_nulls
 
 _MODEL = "a folder, a name on the Hub, or smollm2-135m-instruct"
 
@@ -17,7 +24,8 @@ def add_medusa_commands(commands) -> None:
     evaluation.add_argument("heads", metavar="HEADS", help="the output_dir of a Medusa training, or a folder of heads")
     evaluation.add_argument(
         "--prompts", required=True, metavar="FILE",
-        help="a .json or .jsonl file; each row has prompt, messages, conversations (ShareGPT) or instruction (Alpaca)",
+        help="rows as `train` reads them (.json, .jsonl, .parquet, .csv, a folder or a Hub dataset); each has prompt, "
+        "messages, conversations (ShareGPT) or instruction (Alpaca)",
     )  # fmt: skip
     evaluation.add_argument("--max_rows", type=int, help="how many prompts are used, the first ones; if unset, all")
     evaluation.add_argument(
@@ -42,10 +50,12 @@ def _eval(args) -> None:
     from liger_trainer.medusa.evaluate import evaluate
     from liger_trainer.medusa.export import load_heads
     from liger_trainer.medusa.heads import attach_heads
-    from liger_trainer.medusa.prompts import encode, end_tokens, read_prompts
+    from liger_trainer.medusa.prompts import encode, end_tokens
 
     model, tokenizer = load_to_answer(args.model, args)
-    prompts = read_prompts(args.prompts, bool(tokenizer.chat_template), args.max_rows)
+    form = read_prompt_form(args.heads) or read_prompt_form(args.model)
+    chats = bool(tokenizer.chat_template) and form in (None, "chat")
+    prompts = prompts_in(args.prompts, chats, args.max_rows)
     heads = attach_heads(model, load_heads(args.heads))
     report = evaluate(
         model,
@@ -56,6 +66,30 @@ def _eval(args) -> None:
         batch_size=args.batch_size,
     )
     print(report)
+
+
+def prompts_in(name: str, chat: bool, max_rows: int | None) -> list[Any]:
+    """The prompts of the first `max_rows` rows of a file, a folder or a Hub dataset, which `train` would read too."""
+    from datasets.exceptions import DatasetGenerationError
+
+    from liger_trainer.medusa.prompts import prompt_of
+
+    path = os.path.expanduser(name)
+    is_file = Path(path).suffix in FILE_BUILDERS
+    if is_file and not os.path.exists(path):
+        raise RecipeError(f"--prompts is {name!r}, and there is no such file. Give the path of a file of rows.")
+    try:
+        rows = read_rows(path, None, "train")
+    except (OSError, ValueError, DatasetGenerationError) as error:  # its cause says what is wrong with a file
+        reason = broken_json(path) or " ".join(str(error.__cause__ or error).split())
+        if not os.path.exists(path):
+            reason = f"{reason.rstrip('.')}. No file or folder has this name."
+        raise RecipeError(f"--prompts is {name!r}, which cannot be read: {reason}") from error
+    if len(rows) == 0:
+        raise RecipeError(f"--prompts is {name!r}, which has no rows.")
+    if max_rows is not None:
+        rows = rows.select(range(min(max_rows, len(rows))))
+    return [prompt_of(without_nulls(row), chat, index) for index, row in enumerate(rows)]
 
 
 def _export(args) -> None:

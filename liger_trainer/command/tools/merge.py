@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 from liger_trainer.command.recipe.model_source import dequantised, find_model
+from liger_trainer.command.rows.prompt_form import read_prompt_form, write_prompt_form
 from liger_trainer.command.tools.loading import add_command, find_base, tokenizer_of, with_adapter
 from liger_trainer.errors import RecipeError
 
@@ -46,7 +47,15 @@ def _merge(args) -> None:
             f"ADAPTER_DIR is {args.adapter!r}, which has no adapter_config.json. Give the output_dir of a training "
             "with use_peft: true, or a checkpoint in it. A whole model needs no merging."
         )
-    config = PeftConfig.from_pretrained(args.adapter)
+    try:
+        config = PeftConfig.from_pretrained(args.adapter)
+    except ValueError as error:  # PEFT says so of a folder that is missing and of a name that the Hub does not have
+        if "adapter_config.json" not in str(error):
+            raise
+        raise RecipeError(
+            f"ADAPTER_DIR is {args.adapter!r}, and there is no such folder, nor an adapter of this name on the Hub. "
+            "Give the output_dir of a training with use_peft: true, or a checkpoint in it."
+        ) from error
     if config.is_prompt_learning:
         kind = config.peft_type.value
         raise RecipeError(f"ADAPTER_DIR is an adapter of {kind}, whose tokens stand before the text, not in a weight.")
@@ -75,6 +84,9 @@ def _merge(args) -> None:
     checkpoint = find_checkpoint(source.path, config.revision)
     kept = keep_unloaded_weights(merged, checkpoint, Path(args.output), not args.without_unloaded_weights)
     tokenizer.save_pretrained(args.output)
+    form = read_prompt_form(args.adapter)
+    if form is not None:
+        write_prompt_form(args.output, form)
     print(
         f"{args.output}: {model.name_or_path} with {args.adapter} merged into it, in "
         f"{str(dtype).removeprefix('torch.')}"

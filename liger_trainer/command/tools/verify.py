@@ -13,8 +13,6 @@ from liger_trainer.command.recipe.accelerate_file import own_environment
 from liger_trainer.command.recipe.model_source import find_model
 from liger_trainer.command.recipe.parser import load_yaml
 from liger_trainer.command.recipe.read import Recipe, find_recipe, parse_recipe
-from liger_trainer.command.rows.columns import columns_of
-from liger_trainer.command.rows.load import load_rows
 from liger_trainer.errors import RecipeError
 
 _USAGE = "liger-trainer verify RECIPE [--json] [--key value ...]"
@@ -139,6 +137,9 @@ def _config(name: str | None, key: str, init: dict[str, Any], revision: str = "m
 
 def _rows(recipe: Recipe) -> list[dict[str, Any]]:
     """Rows of the recipe, with the columns that its trainer reads; good and bad answers take turns."""
+    from liger_trainer.command.rows.columns import columns_of  # here: pyarrow is two thirds of the start of a --help
+    from liger_trainer.command.rows.load import load_rows
+
     needed = columns_of(recipe)
     recipe.args.max_rows = min(recipe.args.max_rows or _READ, _READ)
     recipe.args.eval_fraction = recipe.args.eval_dataset_name = recipe.args.dataset_eval_split = None

@@ -152,7 +152,7 @@ def test_quantised_layers_beside_a_model_that_is_not(tmp_path):
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     base = find_checkpoint(str(tmp_path / "base"))
     model.save_pretrained(tmp_path / "out")
-    assert "is quantised (F8_E4M3)" in str(keep_unloaded_weights(model, base, tmp_path / "out"))
+    assert "is quantized (F8_E4M3)" in str(keep_unloaded_weights(model, base, tmp_path / "out"))
     model.save_pretrained(tmp_path / "out")
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "fp8"}  # of a model that is saved as it was loaded

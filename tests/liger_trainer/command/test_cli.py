@@ -293,3 +293,14 @@ def test_unknown_recipe_and_version(capsys):
 def test_module_entry_point(tmp_path):
     done = run_elsewhere(sys.executable, "-m", "liger_trainer", "recipes", cwd=tmp_path)
     assert done.returncode == 0 and "quickstart" in done.stdout, done.stderr
+
+
+def test_a_command_says_first_that_it_loads_libraries(capsys, monkeypatch):
+    from liger_trainer.command.processes import say_loading
+
+    monkeypatch.delitem(sys.modules, "transformers", raising=False)
+    say_loading()
+    assert capsys.readouterr().err == "liger-trainer: loading torch, transformers and TRL\n"
+    monkeypatch.setitem(sys.modules, "transformers", sys)
+    say_loading()
+    assert capsys.readouterr().err == ""

@@ -30,6 +30,24 @@ def test_template_with_input_keeps_braces():
     }
 
 
+def test_alpaca_system_and_history():
+    """As LLaMA-Factory writes such rows: the system prompt in place of the first sentences, then turn by turn."""
+    row = {"system": "Answer in Latin.", "instruction": "And two?", "output": "duo", "history": [["One?", "unus"]]}
+    assert alpaca_row(row) == {
+        "prompt": "Answer in Latin.\n\n### Instruction:\nOne?\n\n### Response:\nunus\n\n### Instruction:\nAnd two?\n\n"
+        "### Response:\n",
+        "completion": "duo",
+    }
+    single = {"instruction": "Name {a}.", "input": "b", "output": "c"}
+    assert alpaca_row(single | {"system": "", "history": []}) == alpaca_row(single)
+    assert alpaca_row(single | {"system": None, "history": None}) == alpaca_row(single)
+    with pytest.raises(RecipeError, match="Row 3 of the dataset has system 5; expected text"):
+        alpaca_row(single | {"system": 5}, 3)
+    for history in ("One?", [["One?"]], [["One?", None]], [{"One?": "unus"}]):
+        with pytest.raises(RecipeError, match="Row 3 of the dataset has history .*; expected a list of pairs of texts"):
+            alpaca_row(single | {"history": history}, 3)
+
+
 @pytest.mark.parametrize(
     "row, message",
     [

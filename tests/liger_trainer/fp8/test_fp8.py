@@ -185,13 +185,13 @@ def test_switched_off_in_liger_config(torchao, launched, tmp_path):
 
 
 def test_without_a_gpu_it_is_refused_at_construction(torchao, launched, tmp_path):
-    with pytest.raises(ValueError, match="torchao's fp8 is asked for .* cpu is no GPU. Use bf16"):
+    with pytest.raises(ValueError, match="torchao's fp8 is asked for .* cpu is not a GPU. Use bf16"):
         run(LigerTrainer, tiny_model("llama"), tmp_path)
 
 
 def test_a_converted_model_without_a_gpu_is_refused_at_construction(torchao, fresh, tmp_path):
     model = torchao.convert_to_float8_training(tiny_model("llama"), module_filter_fn=lambda m, name: name != "lm_head")
-    with pytest.raises(ValueError, match="convert_to_float8_training.*cpu is no GPU"):
+    with pytest.raises(ValueError, match="convert_to_float8_training.*cpu is not a GPU"):
         run(LigerTrainer, model, tmp_path)
 
 
@@ -270,9 +270,9 @@ def test_a_name_in_the_file_goes_with_what_the_command_line_switches_off(torchao
     "options, message",
     [
         ({"fp8": "yes"}, "fp8 is 'yes'; expected true or false"),
-        ({"fp8": True, "use_liger": False}, "fp8 is true, and use_liger is False"),
-        ({"fp8": True, "fp16": True}, "fp8 is true, and fp16 is True"),
-        ({"fp8_recipe": "rowwise"}, "fp8_recipe is 'rowwise', and fp8 is false, so that it has no effect"),
+        ({"fp8": True, "use_liger": False}, "fp8 is true, but it does not work with use_liger = False"),
+        ({"fp8": True, "fp16": True}, "fp8 is true, but it does not work with fp16 = True"),
+        ({"fp8_recipe": "rowwise"}, "fp8_recipe is 'rowwise', but it has no effect: fp8 is false. Set fp8 to true"),
     ],
 )
 def test_bad_options(options, message, tmp_path):
@@ -284,9 +284,9 @@ def test_a_recipe_and_the_launcher_s_precision(torchao, launched, tmp_path):
     """A name goes with fp8, whoever has asked for it, and with nothing else."""
     assert LigerTrainingArguments(**options_of(tmp_path), fp8_recipe="rowwise").mixed_precision == "fp8"
     assert LigerSFTConfig(**options_of(tmp_path), fp8_recipe="rowwise").fp8
-    with pytest.raises(ValueError, match="fp8_recipe is 'rowwise', and fp8 is false"):
+    with pytest.raises(ValueError, match="fp8_recipe is 'rowwise', but it has no effect: fp8 is false"):
         LigerSFTConfig(**options_of(tmp_path), fp8_recipe="rowwise", bf16=True)
-    with pytest.raises(ValueError, match="fp8_recipe is 'rowwise', and use_liger is False"):
+    with pytest.raises(ValueError, match="fp8_recipe is 'rowwise', but it has no effect: use_liger is False"):
         LigerTrainingArguments(**options_of(tmp_path), fp8_recipe="rowwise", use_liger=False)
 
 
@@ -297,7 +297,7 @@ def test_a_name_that_torchao_does_not_know(torchao, tmp_path):
 
 def test_a_recipe_with_adapters(torchao, fresh, tmp_path):
     model = get_peft_model(tiny_model("llama"), LoraConfig(r=16, target_modules=["q_proj"]))
-    with pytest.raises(ValueError, match="fp8_recipe is 'rowwise', and the base.*is frozen.*Remove fp8_recipe"):
+    with pytest.raises(ValueError, match="fp8_recipe is 'rowwise', but the base.*is frozen.*Remove fp8_recipe"):
         run(LigerTrainer, model, tmp_path, fp8=True, fp8_recipe="rowwise")
 
 

@@ -66,7 +66,7 @@ def test_stage_2_with_adapters(tmp_path):
 
 
 def test_a_recipe_of_torchao_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="fp8_recipe is 'rowwise', and the base of the model is frozen"):
+    with pytest.raises(ValueError, match="fp8_recipe is 'rowwise', but the base of the model is frozen"):
         medusa_trainer(tiny_model("llama"), tmp_path, fp8=True, fp8_recipe="rowwise")
 
 

@@ -61,7 +61,7 @@ def test_the_weights(kind):
         want = torch.stack([dequantized(quantized(matrix), torch.bfloat16) for matrix in turned])
         got = getattr(block, name)
         assert torch.equal(got, want.mT if before.is_transposed else want) and got.dtype == torch.bfloat16
-        with pytest.raises(RuntimeError, match="would write to a weight of the base"), torch.no_grad():
+        with pytest.raises(RuntimeError, match="would write to an fp8 weight of the base"), torch.no_grad():
             got.zero_()
     assert len(blocks(model)) == 2 and quantize_base(model).swapped == report.swapped, "there is nothing left to do"
 
@@ -116,7 +116,7 @@ def test_states_and_files_do_not_fit_16_bits(tmp_path):
     """A loader that took bits for numbers would train on noise."""
     packed, plain = moe(), moe()
     quantize_base(packed)
-    for one, other, reason in ((plain, packed, "size mismatch"), (packed, plain, "has eight bits")):
+    for one, other, reason in ((plain, packed, "size mismatch"), (packed, plain, "is an fp8 layer")):
         state = {name: t for name, t in other.state_dict().items() if "experts" in name}
         with pytest.raises(RuntimeError, match=reason):
             one.load_state_dict(state, strict=False)

@@ -12,7 +12,7 @@ def test_numbers_are_not_loaded_as_bits(strict):
     want, before = step(model), {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with pytest.raises(
         RuntimeError,
-        match=r"q_proj.base_layer has eight bits.*its weight is \(32, 32\) torch.float32 and scale is missing",
+        match=r"q_proj.base_layer is an fp8 layer.*its weight is \(32, 32\) torch.float32 and scale is missing",
     ):
         model.load_state_dict(numbers, strict=strict)
     for name, tensor in model.state_dict().items():

@@ -65,7 +65,7 @@ def test_each_layer_alone(options, calls):
     report = apply_liger(model, OTHERS)["lora"]
     expected = 2 * len(options.get("target_modules", range(7)))
     assert len(report.swapped) == expected and not report.skipped
-    assert set(report.swapped.values()) == {"linear in eight bits + default"}
+    assert set(report.swapped.values()) == {"linear in fp8 + default"}
     assert_same(step(model), step(stock), 1e-4)  # a sum in another order may be rounded to the other neighbour
     assert len(calls) == expected and all(isinstance(weight, Float8Weight) for weight in calls)
 
@@ -201,7 +201,7 @@ def test_x_of_another_kind_runs_peft_s_code():
 
 def test_the_proof_is_of_a_layer_in_eight_bits():
     layer = frozen().get_base_model().model.layers[0].self_attn.q_proj
-    assert lora.prove(layer) == (("lora", LoRA(("default",), False, "in eight bits"), lora.forward), None)
+    assert lora.prove(layer) == (("lora", LoRA(("default",), False, "in fp8"), lora.forward), None)
     copied = lora._small_copy(layer, torch.Generator().manual_seed(0), torch.float32, (16, 32))
     assert type(copied._modules["base_layer"]) is FrozenFloat8Linear
 

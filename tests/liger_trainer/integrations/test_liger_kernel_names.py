@@ -67,7 +67,7 @@ def test_as_scripts_call_it_that_come_from_liger_kernel():
         liger_kernel_names.apply_liger_kernel_to_llama(rope=True)
     model = tiny_model("llama")
     assert liger_kernel_names.apply_liger_kernel_to_llama(model=model, cross_entropy=False, rope=True)["rope"].swapped
-    with pytest.raises(ValueError, match="cross_entropy=True: a cross-entropy of logits is not swapped"):
+    with pytest.raises(ValueError, match="cross_entropy is True, but the cross-entropy of logits is not swapped"):
         liger_kernel_names.apply_liger_kernel_to_llama(
             model=model, cross_entropy=True, fused_linear_cross_entropy=False
         )

@@ -161,8 +161,7 @@ def test_what_computes_in_another_dtype_keeps_its_code(saved, patched, calls):
     stock, model = (quantised(saved, dtype=torch.bfloat16, compute=torch.float32) for _ in range(2))
     report = patched(model)
     assert set(report.skipped.values()) == {
-        "its base was quantised from torch.bfloat16 and computes in torch.float32: set bnb_4bit_compute_dtype to the "
-        "first"
+        "its base was quantized from torch.bfloat16 and computes in torch.float32: set bnb_4bit_compute_dtype: bfloat16"
     }
     assert_same(step(model), step(stock), 0)
     stock, model = (quantised(saved) for _ in range(2))

@@ -137,4 +137,4 @@ def test_a_base_that_quantises_its_input_keeps_its_code(saved, monkeypatch):
         quantization.quantize_(layer.self_attn.q_proj.base_layer, quantization.Int8DynamicActivationInt8WeightConfig())
     report = patched(model, monkeypatch)
     assert len(report.swapped) == 12
-    assert set(report.skipped.values()) == {"its base quantises or scales its input"}
+    assert set(report.skipped.values()) == {"its base quantizes or scales its input"}

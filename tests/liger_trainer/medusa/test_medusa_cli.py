@@ -5,11 +5,14 @@ import re
 
 import pytest
 import torch
+from datasets import Dataset
 from recipe_fixtures import command, write_model, write_recipe, write_rows
 from tiny_models import tiny_tokenizer
 
+from liger_trainer.command.tools.medusa import prompts_in
+from liger_trainer.errors import RecipeError
 from liger_trainer.medusa.export import load_heads
-from liger_trainer.medusa.prompts import answer, encode, read_prompts
+from liger_trainer.medusa.prompts import answer, encode, prompt_of
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +24,8 @@ def folder(tmp_path_factory):
     write_model(folder / "model")
     write_rows(folder / "rows.jsonl")
     model = AutoModelForCausalLM.from_pretrained(folder / "model")
-    prompts = read_prompts(str(folder / "rows.jsonl"), chat=False)
+    lines = (folder / "rows.jsonl").read_text().splitlines()
+    prompts = [prompt_of(json.loads(line), chat=False) for line in lines]
     tokenizer = tiny_tokenizer()
     ids = [encode(tokenizer, prompt) for prompt in prompts]
     late = [text[8:] for text in answer(model, ids, set(), 24)]
@@ -43,6 +47,37 @@ def cache(tmp_path, monkeypatch):
 def medusa_recipe(folder, **keys):
     keys = {"trainer": "medusa", "medusa_num_heads": 2, "dataset_name": "answers.jsonl", "prompt_template": None} | keys
     return write_recipe(folder, **keys)
+
+
+def test_prompts_are_read_as_rows_to_train_on(cache, tmp_path):
+    rows: list[dict] = [{"instruction": f"w{i} w4", "output": "w5", "prompt": None} for i in range(3, 6)]
+    rows.append({"instruction": None, "output": None, "prompt": "w7"})
+    plain = [prompt_of(row, True) for row in rows]
+    table = Dataset.from_list(rows)
+    table.to_parquet(tmp_path / "rows.parquet")
+    table.to_csv(tmp_path / "rows.csv")
+    table.to_json(tmp_path / "rows.jsonl")
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    for kind in ("parquet", "csv", "jsonl", "json"):
+        assert prompts_in(str(tmp_path / f"rows.{kind}"), True, None) == plain, kind
+    assert prompts_in(str(tmp_path / "rows.json"), True, 2) == plain[:2]
+
+
+BAD_FILES = {
+    "none.json": (None, "'.*none.json', and there is no such file"),
+    "broken.jsonl": ('{"prompt": "w3"}\n{', "which cannot be read: line 2 is no JSON"),
+    "empty.jsonl": ("", "which has no rows"),
+    "rows.docx": ("w3", "expected a file whose name ends in one of .json, .jsonl, .ndjson, .parquet"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_FILES)
+def test_prompts_that_cannot_be_read(name, cache, tmp_path):
+    text, message = BAD_FILES[name]
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    with pytest.raises(RecipeError, match=f"--prompts is .*{message}"):
+        prompts_in(str(tmp_path / name), True, None)
 
 
 def printed(out):
@@ -130,7 +165,7 @@ def test_mistakes_exit_2(folder, capsys, tmp_path):
     for argv, message in (
         (("medusa-eval", folder / "model", folder / "model", *rows), "has no medusa_lm_head.safetensors"),
         (("medusa-eval", folder / "none", "x", *rows), "there is no such folder"),
-        (("medusa-eval", folder / "model", folder / "heads", "--prompts", "none"), "prompts is 'none'; expected"),
+        (("medusa-eval", folder / "model", folder / "heads", "--prompts", "none"), "prompts is 'none', which"),
         (("medusa-export", folder / "model", "--output", tmp_path / "o"), "Give the output_dir of a Medusa training"),
     ):  # fmt: skip
         code, out, err = command(capsys, *argv)

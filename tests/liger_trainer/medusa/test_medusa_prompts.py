@@ -1,11 +1,9 @@
 """The prompts of `medusa-eval`: which are read of a file, and how they reach a model."""
 
-import json
-
 import pytest
 from tiny_models import tiny_tokenizer
 
-from liger_trainer.medusa.prompts import encode, prompt_of, read_prompts
+from liger_trainer.medusa.prompts import encode, prompt_of
 
 USER = {"role": "user", "content": "w3 w4"}
 ANSWER = {"role": "assistant", "content": "w5"}
@@ -23,6 +21,10 @@ PROMPTS = {
         [SYSTEM, USER],
     ),
     "alpaca": ({"instruction": "w3 w4", "input": "", "output": "w5"}, [USER]),
+    "alpaca with system and history": (
+        {"instruction": "w3 w4", "system": "w9", "history": [["w3 w4", "w5"]]},
+        [SYSTEM, USER, ANSWER, USER],
+    ),
     "alpaca with input": ({"instruction": "w3", "input": "w4"}, [{"role": "user", "content": "w3\n\nw4"}]),
 }
 
@@ -50,21 +52,6 @@ BAD = {
 def test_row_without_a_prompt(row, message):
     with pytest.raises(ValueError, match=message):
         prompt_of(row, True, 4)
-
-
-def test_files(tmp_path):
-    rows = [{"instruction": f"w{i}\u2028w4"} for i in range(3, 6)]
-    lines, whole = tmp_path / "rows.jsonl", tmp_path / "rows.json"
-    lines.write_text("\n".join(json.dumps(row, ensure_ascii=False) for row in rows) + "\n\n", encoding="utf-8")
-    whole.write_text(json.dumps(rows))
-    assert read_prompts(str(lines), True) == read_prompts(str(whole), True)
-    assert [p[0]["content"] for p in read_prompts(str(lines), True, max_rows=2)] == ["w3\u2028w4", "w4\u2028w4"]
-    for text, message in (("{", "not valid JSON"), ("[]", "one or more rows"), ('["w3"]', "one or more rows")):
-        whole.write_text(text)
-        with pytest.raises(ValueError, match=message):
-            read_prompts(str(whole), True)
-    with pytest.raises(ValueError, match=r"expected a .json or .jsonl file"):
-        read_prompts(str(tmp_path / "none.json"), True)
 
 
 def test_chat_template_is_applied_with_the_header_of_the_answer():

@@ -52,7 +52,7 @@ class Step:
             add(scaled(self.given))
             add(scaled(self.extra[i]))
             if i in plan.on_host:
-                flying.append((i + 1 + plan.lag, scaled(self.extra[i])))
+                flying.append((i + 1 + plan.offload_lag, scaled(self.extra[i])))
             elif i not in plan.kept:
                 add(-scaled(self.extra[i]))
                 add(scaled(self.attention[i]) if i in plan.attention else 0)
@@ -60,9 +60,9 @@ class Step:
         add(-scaled(self.head))
         for i in reversed(self.layers):
             for number in plan.on_host:
-                if number + plan.ahead == i:
+                if number + plan.prefetch_depth == i:
                     add(scaled(self.extra[number]) + scaled(self.given))
-            if i not in plan.once:
+            if i not in plan.not_recomputed:
                 moments.append(most)
                 most, calls[i].last, calls[i].extra = now, len(moments), self.extra[i]
                 add(scaled(self.extra[i]) - (scaled(self.attention[i]) if i in plan.attention else 0))
@@ -93,7 +93,7 @@ def test_a_plan_takes_no_more_than_it_says(seed, long, host):
             plan = step.plan(limit, sizes, long, link)
             real = BASE + max(step.run(plan, share).peaks)
             assert real <= plan.peak + 10 * (share < 1) and plan.peak <= limit  # each size is rounded
-            kept += [len(plan.once)] * (share == 1)
+            kept += [len(plan.not_recomputed)] * (share == 1)
     assert kept == sorted(kept) and kept[-1] == 10, "more memory is more layers"
 
 
@@ -122,11 +122,11 @@ def test_host_memory_is_for_what_does_not_fit():
     link = Link(10**6, 2.0)
     assert not step.plan(BASE + most, link=link).on_host
     half = step.plan(BASE + (least + most) // 2, link=link)
-    assert len(half.once) > len(step.plan(BASE + (least + most) // 2).once)
+    assert len(half.not_recomputed) > len(step.plan(BASE + (least + most) // 2).not_recomputed)
     numbers = sorted(half.on_host)
     assert all(b - a >= 2 for a, b in zip(numbers, numbers[1:], strict=False)), "copies keep up with the layers"
-    assert len(step.plan(BASE + (least + most) // 2, link=link._replace(room=90)).on_host) == 2
-    assert not step.plan(BASE + (least + most) // 2, link=link._replace(pace=50.0)).on_host
+    assert len(step.plan(BASE + (least + most) // 2, link=link._replace(host_bytes_free=90)).on_host) == 2
+    assert not step.plan(BASE + (least + most) // 2, link=link._replace(layers_per_copy=50.0)).on_host
 
 
 def test_what_the_batch_does_not_show_is_not_kept_before_it_comes():

@@ -4,6 +4,7 @@ import copy
 import functools
 import gc
 import pickle
+import sys
 import weakref
 from types import SimpleNamespace
 
@@ -89,6 +90,40 @@ def test_of_a_model_with_dropout():
         results.append([loss.detach(), *(p.grad for p in model.parameters())])
     for a, b in zip(*results, strict=True):
         assert torch.equal(a, b)
+
+
+class Chain(nn.Module):
+    """Keeps `length` tensors."""
+
+    def __init__(self, length):
+        super().__init__()
+        self.length = length
+
+    def forward(self, x):
+        for _ in range(self.length):
+            x = x.exp()
+        return x
+
+
+def python_calls(length):
+    """How many calls of Python `recompute.py` makes for a forward and a backward pass of a `Chain`."""
+    module, x = Chain(length), torch.zeros(3, requires_grad=True)
+    calls = 0
+
+    def count(frame, event, _):
+        nonlocal calls
+        calls += event == "call" and frame.f_code.co_filename == recompute.__file__
+
+    sys.setprofile(count)
+    try:
+        ours(module, x).sum().backward()
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+def test_a_kept_tensor_costs_the_host_one_call_when_it_is_kept_made_again_and_read():
+    assert python_calls(12) - python_calls(4) == 3 * 8
 
 
 def test_gradients_of_some_inputs_and_then_of_others():

@@ -57,7 +57,7 @@ def test_not_in_layers_that_auto_measures(inner):
     setting = ("sdpa", "kept", "fp32")
     want, model = step(model_of(setting)), patched(model_of(setting))
     keep = functools.partial(lambda x: x)
-    keep.keeps_values = True  # as `chooser.py` marks them
+    keep.keeps_values = True  # as `policy.py` marks them
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
         assert_same_step(step(model), want, "fp32")
     assert not inner

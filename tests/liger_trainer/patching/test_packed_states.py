@@ -5,15 +5,15 @@ What a tiny model does with the batch in stock is the measure: its rows see each
     pytest -m slow tests/liger_trainer/patching/test_packed_states.py
 """
 
+import functools
 import sys
-import types
 
 import pytest
 import torch
 from architectures import MODEL_TYPES
 from attentions import with_own_attention
+from installed_packages import install_packages
 from transformers import DataCollatorWithFlattening
-from transformers.integrations import hub_kernels
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from liger_trainer.patching.packed_rows import keeps_state, why_rows_mix
@@ -99,41 +99,10 @@ def test_a_state_that_cannot_be_tried_is_refused(monkeypatch):
     assert "keep a state, and a small copy could not show" in why_rows_mix(model, COLLATORS["positions"])
 
 
-def conv_on_gpu(x, weight, bias=None, activation=None, seq_idx=None):
-    raise RuntimeError("there is no GPU")  # as Triton does with tensors of the CPU
-
-
-def rule_on_gpu(q, k, v, g, beta, cu_seqlens=None, use_qk_l2norm_in_kernel=False):
-    raise RuntimeError("there is no GPU")
-
-
-KERNELS = {  # a global of a modeling file -> the function of a package that it calls
-    "causal_conv1d_fn": ("causal_conv1d_fn", conv_on_gpu),
-    "torch_chunk_gated_delta_rule": ("chunk_gated_delta_rule", rule_on_gpu),
-    "chunk_kimi_delta_attention": ("chunk_kda", rule_on_gpu),
-}
-
-
 @pytest.fixture
 def packages(monkeypatch):
     """`install(module)` has the functions of a modeling file call packages that need a GPU."""
-    decorator = getattr(hub_kernels, "use_kernel_func_from_hub_with_fallback", None)
-    if decorator is None:
-        pytest.skip("this transformers chooses packages in another way")
-
-    def install(modeling: str):
-        scope = sys.modules[modeling]
-        for name, (kernel, function) in KERNELS.items():
-            if not hasattr(scope, name):
-                continue
-            package, inner = types.ModuleType(f"installed_{name}"), types.SimpleNamespace(**{kernel: function})
-            package.ops = types.SimpleNamespace(gated_delta_rule=inner, kda=inner)
-            setattr(package, kernel, function)
-            monkeypatch.setitem(sys.modules, package.__name__, package)
-            decorated = decorator(kernel, package.__name__)(getattr(scope, name).__wrapped__)
-            monkeypatch.setattr(scope, name, decorated)
-
-    return install
+    return functools.partial(install_packages, monkeypatch)
 
 
 def test_with_packages_that_are_told_where_rows_begin(packages):

@@ -111,11 +111,14 @@ def test_context_parallelism_splits_rows_itself(split, tmp_path, monkeypatch):
     assert trainer.liger_report["varlen_attention"].enabled is not split
 
 
-@pytest.mark.parametrize("name", ["qwen3_5_text", "lfm2"])
-def test_flattened_rows_of_a_model_that_keeps_a_state_are_an_error(name, tmp_path):
-    """A state goes from row to row, whatever keeps attention apart; only rows with padding can be trained."""
+OFF = {"varlen_attention": False}
+
+
+@pytest.mark.parametrize("name, config", [("qwen3_5_text", OFF), ("lfm2", OFF), ("recurrent_gemma", {})])
+def test_flattened_rows_of_a_model_that_keeps_a_state_are_an_error(name, config, tmp_path):
+    """A state goes from row to row where no layer is told rows; only rows with padding can be trained then."""
     model, _ = with_own_attention(name)
-    args = LigerTrainingArguments(**options_of(tmp_path))
+    args = LigerTrainingArguments(**options_of(tmp_path), liger_config=config)
     flattened, padded = DataCollatorWithFlattening(), DataCollatorForSeq2Seq(tiny_tokenizer())
     trl_s = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
     given = {"model": model, "args": args, "train_dataset": ragged_rows(12)}
@@ -130,8 +133,27 @@ def test_flattened_rows_of_a_model_that_keeps_a_state_are_an_error(name, tmp_pat
 def test_so_are_packed_ones_in_sft(options, tmp_path):
     model, _ = with_own_attention("qwen3_5_text")
     given = {"train_dataset": Dataset.from_list(text_rows(24)), "processing_class": tiny_tokenizer()}
+    options = options_of(tmp_path, **options)
     with pytest.raises(ValueError, match="(can't keep packed|packed rows see each other).*switch packing and"):
-        LigerSFTTrainer(model=model, args=LigerSFTConfig(**options_of(tmp_path, **options)), **given)
+        LigerSFTTrainer(model=model, args=LigerSFTConfig(**options, liger_config=OFF), **given)
+    LigerSFTTrainer(model=model, args=LigerSFTConfig(**options), **given)
+
+
+@pytest.mark.parametrize("kind", PACKINGS)
+@pytest.mark.parametrize("name", ["qwen3_5_text", "lfm2"])
+def test_sft_of_a_model_that_is_told_rows(kind, name, tmp_path, rows_of_calls):
+    """All rows in one step, so that it is TRL's on padded rows, however they are packed."""
+    model, _ = with_own_attention(name)
+    rows = text_rows(12)
+    given = {"train_dataset": Dataset.from_list(rows), "processing_class": tiny_tokenizer()}
+    whole = {"per_device_train_batch_size": len(rows), "max_steps": 1}
+    padded = SFTConfig(**options_of(tmp_path, **whole, max_length=32))
+    want = logged(SFTTrainer(model=copy.deepcopy(model), args=padded, **given))
+    args = LigerSFTConfig(**options_of(tmp_path, **whole, **PACKINGS[kind]))
+    trainer = LigerSFTTrainer(model=copy.deepcopy(model), args=args, **given)
+    rows_of_calls.clear()
+    torch.testing.assert_close(logged(trainer), want, rtol=1e-5, atol=0)
+    assert len(rows_of_calls) == 1 and len(rows_of_calls[0]) >= len(rows)
 
 
 def test_rows_without_positions_are_one_row_to_every_model(tmp_path):
@@ -147,13 +169,14 @@ def packs(rows):
     return dict(DataCollatorWithFlattening()(rows))
 
 
-@pytest.mark.parametrize("name", ["qwen3_5_text", "qwen3"])
-def test_a_collator_of_the_user_s_is_tested_at_the_first_step(name, tmp_path, rows_of_calls):
+@pytest.mark.parametrize("name, config", [("qwen3_5_text", OFF), ("qwen3_5_text", {}), ("qwen3", {})])
+def test_a_collator_of_the_user_s_is_tested_at_the_first_step(name, config, tmp_path, rows_of_calls):
     model, _ = with_own_attention(name)
-    given = {"args": LigerTrainingArguments(**options_of(tmp_path)), "train_dataset": ragged_rows(12)}
+    args = LigerTrainingArguments(**options_of(tmp_path), liger_config=config)
+    given = {"args": args, "train_dataset": ragged_rows(12)}
     trainer = LigerTrainer(model=model, data_collator=packs, **given)
     rows_of_calls.clear()
-    if name == "qwen3":
+    if config != OFF:
         trainer.train()
         assert len(rows_of_calls) == 3
         return

@@ -10,9 +10,11 @@ import transformers
 from architectures import LIMIT, MODEL_TYPES, build, left_padded_batch
 from parity_models import largest_difference
 from step_parity import assert_same_training
+from tiny_models import tiny_model
 from trl.trainer.utils import add_fused_lm_head
 from trl_trainers import STOCK, one, ours
 
+from liger_trainer import LigerTrainer, LigerTrainingArguments
 from liger_trainer.head.calls import install_fused_head
 
 QUICK = ("qwen3_moe", "deepseek_v2", "lfm2_moe", "deepseek_v3")  # with a loss of its own, two without, none in TRL
@@ -66,3 +68,75 @@ def test_trainers_of_a_model_that_computes_none(method, tmp_path):
             trainers.append(one(method, classes, tmp_path, copy.deepcopy(model), router_aux_loss_coef=0.3))
     if trainers:
         assert_same_training(*trainers, metrics=("aux_loss",))
+
+
+def _trained_once(rows_at_once, steps, tmp_path, trainer_class=LigerTrainer, **keys):
+    """A trainer after one step of SGD with the learning rate 1 over the same six rows, and what it logged."""
+    torch.manual_seed(0)
+    model = tiny_model("qwen3_moe", output_router_logits=True, router_aux_loss_coef=1.0)
+    ids = torch.randint(3, 131, (6, 12), generator=torch.Generator().manual_seed(0)).tolist()
+    rows = [{"input_ids": row, "labels": row} for row in ids]
+    arguments = LigerTrainingArguments if trainer_class is LigerTrainer else transformers.TrainingArguments
+    args = arguments(
+        str(tmp_path),
+        per_device_train_batch_size=rows_at_once,
+        gradient_accumulation_steps=steps,
+        max_steps=1,
+        learning_rate=1.0,
+        optim="sgd",
+        lr_scheduler_type="constant",
+        max_grad_norm=0.0,
+        logging_steps=1,
+        bf16=False,
+        save_strategy="no",
+        report_to="none",
+        use_cpu=True,
+        disable_tqdm=True,
+        **keys,
+    )
+    batches = []
+
+    def collate(part):
+        batches.append(transformers.default_data_collator(part))
+        return batches[-1]
+
+    trainer = trainer_class(model=model, args=args, train_dataset=rows, data_collator=collate)
+    trainer.train()
+    trainer.batches = [batch["input_ids"].cpu() for batch in batches]
+    return trainer, next(entry["loss"] for entry in trainer.state.log_history if "loss" in entry)
+
+
+def test_the_auxiliary_loss_of_a_step_is_the_mean_of_its_micro_batches(tmp_path):
+    """One token's loss and each micro-batch's auxiliary loss are those of the model itself; the weights follow."""
+    model = tiny_model("qwen3_moe", output_router_logits=True, router_aux_loss_coef=1.0)
+    for rows_at_once, steps in ((6, 1), (2, 3), (1, 6)):
+        trainer, loss = _trained_once(rows_at_once, steps, tmp_path, router_aux_loss="per_step")
+        assert [len(part) for part in trainer.batches] == [rows_at_once] * steps
+        expected = copy.deepcopy(model)
+        total = torch.zeros(())
+        for part in trainer.batches:
+            outputs = expected(part, labels=part)
+            total = total + outputs.loss / steps
+        total.backward()
+        assert loss == pytest.approx(total.item(), rel=1e-4)
+        trained = dict(trainer.model.named_parameters())
+        for name, parameter in expected.named_parameters():
+            torch.testing.assert_close(trained[name], parameter - parameter.grad, rtol=1e-4, atol=1e-5)
+        assert trainer.model.router_aux_loss_coef == 1.0
+
+
+def test_the_default_is_the_stock_trainer_s_and_is_told(tmp_path, caplog):
+    with caplog.at_level("WARNING"):
+        _, loss = _trained_once(1, 6, tmp_path)
+    _, stock = _trained_once(1, 6, tmp_path, transformers.Trainer)
+    _, whole = _trained_once(6, 1, tmp_path)
+    assert loss == pytest.approx(stock, rel=1e-5) and loss > whole + 4
+    told = [record.getMessage() for record in caplog.records if "auxiliary loss" in record.getMessage()]
+    assert len(told) == 1 and "each of 6 micro-batches" in told[0] and "router_aux_loss='per_step'" in told[0]
+
+
+def test_options_that_would_have_no_effect(tmp_path):
+    args = LigerTrainingArguments(str(tmp_path), router_aux_loss="per_step", report_to="none", use_cpu=True, bf16=False)
+    for model in (tiny_model("llama"), tiny_model("qwen3_moe")):
+        with pytest.raises(ValueError, match="router_aux_loss is 'per_step', and the model adds no auxiliary loss"):
+            LigerTrainer(model=model, args=args)

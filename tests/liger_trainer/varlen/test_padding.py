@@ -6,7 +6,6 @@ import pickle
 import pytest
 import torch
 from attentions import with_own_attention
-from tiny_models import tiny_model
 from transformers import DataCollatorWithFlattening
 from varlen_batches import LENGTHS, ON, assert_same_step, batch, model_of, patched, rows_of, step
 
@@ -192,9 +191,8 @@ def test_an_error_in_the_middle_leaves_nothing_behind():
     assert_same_step(step(model, call), want)
 
 
-def test_a_model_with_states_keeps_its_own_code():
-    model = tiny_model("qwen3_next")
-    model.set_attn_implementation("sdpa")
+def test_a_model_whose_states_cannot_be_told_rows_keeps_its_own_code():
+    model, _ = with_own_attention("recurrent_gemma")
     report = apply_liger(model, ON)
     assert not report["varlen_attention"].swapped and report["varlen_attention"].unsuited
 

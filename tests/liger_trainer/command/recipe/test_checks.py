@@ -159,7 +159,7 @@ def test_trackers_that_are_unknown_or_not_installed(folder, capsys, monkeypatch)
     assert code == 2 and "tensorbord is not supported, only " in err
     monkeypatch.setattr("transformers.integrations.integration_utils.is_wandb_available", lambda: False)
     code, _, err = command(capsys, "train", write_recipe(folder, report_to="wandb"))
-    assert code == 2 and "report_to: WandbCallback requires wandb to be installed. Run `pip install wandb`." in err
+    assert code == 2 and "report_to is 'wandb', and the package wandb is missing. Run `pip install wandb`, or" in err
 
 
 def test_a_metric_that_no_evaluation_has(folder, capsys):

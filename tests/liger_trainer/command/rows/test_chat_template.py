@@ -103,6 +103,27 @@ def test_named_templates_are_the_public_formats():
     assert text == "<s>[INST] w3\n\nw4 w5 [/INST] w6</s>[INST] w7 [/INST] w8 w9</s>"
 
 
+REASONED = ANSWER | {"reasoning_content": "\nw10 w11\n"}
+INLINE = {"role": "assistant", "content": "<think>\nw10\n</think>\n\nw6"}
+RESULT = {"role": "tool", "content": "w7"}
+
+
+@pytest.mark.parametrize("prompt", [False, True])
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [USER, REASONED],
+        [SYSTEM, USER, REASONED, USER, REASONED],
+        [USER, INLINE, USER, REASONED],
+        [USER, CALL | {"reasoning_content": "w12"}, RESULT, REASONED],
+        [USER, INLINE | {"tool_calls": CALL["tool_calls"]}, RESULT, INLINE],
+    ],
+)
+def test_qwen_renders_reasoning_as_qwen_3_does(messages, prompt):
+    options = {"add_generation_prompt": prompt, "tools": TOOLS}
+    assert render(ours("qwen"), messages, **options) == render(theirs("qwen3"), messages, **options)
+
+
 @pytest.mark.parametrize("name", ["chatml", "llama3", "gemma", "mistral"])
 def test_named_templates_drop_nothing_in_silence(name):
     for messages, tools in (

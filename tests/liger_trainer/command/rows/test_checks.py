@@ -109,7 +109,7 @@ BAD = {
     ),
     "a label as text": (
         "kto",
-        [{"prompt": "a", "completion": "b", "label": True}, {"prompt": "a", "completion": "b", "label": "true"}],
+        [{"prompt": "a", "completion": "b", "label": True}, {"prompt": "a", "completion": "b", "label": "good"}],
         "label .*expected true or false, without quotes",
     ),
     "null label": (

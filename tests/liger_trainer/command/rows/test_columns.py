@@ -37,6 +37,17 @@ def load(folder, rows=None, trainer="sft", seed=0, **keys):
     return load_rows(RecipeArguments(trainer=trainer, **keys), folder, TRAINERS[trainer].columns, seed)[0]
 
 
+def test_alpaca_tells_once_what_it_leaves_out_and_refuses_pictures(tmp_path, capsys):
+    row = {"instruction": "w3", "output": "w4", "system": "w5", "history": [["w6", "w7"]]}
+    assert load(tmp_path, [row] * 3, prompt_template="alpaca").to_list() == [alpaca_row(row)] * 3
+    assert "does not read" not in capsys.readouterr().err
+    load(tmp_path, [row | {"source": "a", "id": i} for i in range(3)], prompt_template="alpaca")
+    said = "liger-trainer: prompt_template: alpaca does not read the columns source, id, which are left out."
+    assert capsys.readouterr().err.splitlines().count(said) == 1
+    with pytest.raises(RecipeError, match="pictures in images, which prompt_template: alpaca does not read. Write"):
+        load(tmp_path, [row | {"images": ["a.png"]}], prompt_template="alpaca")
+
+
 @pytest.mark.parametrize(
     "trainer, columns, row, expected",
     [

@@ -117,7 +117,7 @@ def test_missing_sources(tmp_path):
 
 def test_unreadable_sources(tmp_path):
     (tmp_path / "rows.xml").write_text("hello")
-    with pytest.raises(RecipeError, match="expected a file whose name ends in one of .json, .jsonl, .parquet, .csv"):
+    with pytest.raises(RecipeError, match="expected a file whose name ends in one of .json, .jsonl, .ndjson, .parquet"):
         load(tmp_path, dataset_name="rows.xml")
     (tmp_path / "broken.jsonl").write_text('{"text": "a"}\n{"text": ')
     with pytest.raises(

@@ -54,7 +54,7 @@ BAD = {
     "no picture": ([row(), row(["text.png"])], {}, "has the picture 'text.png', a file that is none"),
     "more places than pictures": (
         [row(content=[IMAGE, IMAGE, {"type": "text", "text": "w3"}])], {},
-        r"no batch can be made: Number of images provided \(1\) does not match number of image placeholders \(2\)",
+        r"Row 0 of the dataset has places for pictures in prompt: 2 \(.*\), and pictures that go there: 1\.",
     ),
     "tokens of pictures cut": ([row()], {"max_length": 3}, "is 3, and .* tokens of its pictures would be cut"),
     "the answer cut": ([row()], {"max_length": 33}, "max_length is 33, and .* all that it would learn would be cut"),
@@ -98,6 +98,29 @@ def test_a_picture_that_is_broken_after_its_header_is_named(kind, folder, tmp_pa
     assert kind == "Parquet" or "half.png" in said
     assert code == (2 if kind == "packed" else 1)
     assert kind == "packed" or "No checkpoint was saved" in said
+
+
+def test_a_marker_in_the_second_turn_is_the_picture_of_that_turn(folder, tmp_path, capsys):
+    """The batch has as many image tokens as with parts written by hand, after the words of the first answer."""
+    words = [("user", "w3"), ("assistant", "w4"), ("user", "<image> w5"), ("assistant", "w6")]
+    turns = [{"role": role, "content": content} for role, content in words]
+    parts = [[{"type": "text", "text": content}] for _, content in words]
+    parts[2] = [IMAGE, {"type": "text", "text": " w5"}]
+    by_hand = [{"role": role, "content": part} for (role, _), part in zip(words, parts, strict=True)]
+    shown = []
+    for number, messages in enumerate((turns, by_hand)):
+        rows = [{"messages": messages, "images": ["a.png"]}]
+        code, out, err = train(
+            folder, capsys, rows, tmp_path, output_dir=str(tmp_path / str(number)), save_strategy="no"
+        )
+        assert code == 0, err
+        code, out, err = command(
+            capsys, "train", folder / "recipe.yaml", "--preview", "--output_dir", tmp_path / f"shown{number}"
+        )
+        assert code == 0, err
+        shown.append(out.partition("Row 0")[2])
+    assert shown[0] == shown[1]
+    assert re.search(r"w3.* w4 .*<image> .* w5 w6", shown[0])
 
 
 def test_another_error_is_not_laid_on_a_broken_picture(tmp_path):

@@ -99,7 +99,7 @@ def test_too_few_rewards(folder, tmp_path, capsys, monkeypatch):
     path = write_recipe(folder, trainer="grpo", output_dir=str(tmp_path / "out"), **keys)
     code, _, err = command(capsys, "train", path)
     assert code == 2 and "Traceback" not in err
-    assert "The reward function 'one' returned 1 rewards, but 4 were expected" in err.strip().splitlines()[-1]
+    assert "reward_funcs has 'too_few.one', which returned " in err.strip().splitlines()[-1]
 
 
 @pytest.mark.parametrize("trainer", RECIPES)

@@ -1,0 +1,22 @@
+"""Applies a function to each row, where messages may have keys that other messages lack."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from liger_trainer.errors import RecipeError
+
+
+def convert_rows(rows: Any, convert: Callable[[dict, int], dict], replaced: Iterable[str], desc: str) -> Any:
+    """The rows with what `convert(row, index)` makes of each, in place of the columns `replaced`."""
+    from datasets import Features, Json, List
+
+    removed = [column for column in rows.column_names if column in set(replaced)]
+    options: dict[str, Any] = {"with_indices": True, "remove_columns": removed, "desc": desc}
+    try:
+        return rows.map(convert, **options)
+    except RecipeError:
+        raise
+    except (ValueError, TypeError):  # no message has such a key in the first rows, by which datasets goes
+        kept = {name: feature for name, feature in rows.features.items() if name not in removed}
+        made = {name: List(Json()) for name in convert(rows[0], 0)}
+        return rows.map(convert, features=Features(kept | made), **options)

@@ -1,0 +1,188 @@
+"""Places of pictures in rows: `<image>` in a message becomes a part of its content, as chat templates take it."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pyarrow.compute as pc
+
+from liger_trainer.data.formats import has_images
+from liger_trainer.errors import RecipeError, short
+
+# What LLaVA and LLaMA-Factory write into a text where a picture belongs, and what they write for other media.
+MARKER = "<image>"
+_UNREAD = {"<video>": ("video", "videos"), "<audio>": ("audio", "audios")}
+_TEXTS = ("messages", "prompt", "completion", "chosen", "rejected", "text")
+
+
+def place_images(rows: Any) -> Any:
+    """Split the texts of messages at `<image>` into parts, in rows that have pictures.
+
+    Raises:
+        RecipeError: A row has more or fewer places than pictures, or has one where trainers read no picture.
+    """
+    _refuse_other_media(rows)
+    columns = [name for name in _TEXTS if name in rows.column_names and _is_messages(rows[0][name])]
+    if not has_images(rows) or not columns:
+        return rows
+    counts = _picture_counts(rows)
+    # Trainers look for pictures in the prompt. Preferences without one have it at the beginning of both conversations.
+    with_places = [name for name in columns if name in ("messages", "prompt")] or [
+        name for name in columns if name in ("chosen", "rejected")
+    ]
+    marked = False
+    for index, row in enumerate(_iterate(rows, columns)):
+        for name in columns:
+            marked |= _check_places(index, name, row[name], counts[index] if name in with_places else 0)
+    if not marked:
+        return rows
+    return _split(rows, columns, with_places, counts)
+
+
+def check_image_tokens(rows: Any, processor: Any) -> None:
+    """RecipeError for a text that has a marker other than the one that reaches the model as a picture.
+
+    Messages get the model's own token from the chat template; texts have to hold it.
+    """
+    names = ("image_token", "boi_token")
+    tokens = {str(getattr(processor, name)) for name in names if getattr(processor, name, None) is not None}
+    if not tokens or not has_images(rows):
+        return
+    columns = [name for name in _TEXTS if name in rows.column_names]
+    counts = _picture_counts(rows)
+    for index, row in enumerate(_iterate(rows, columns)):
+        texts = [row[name] for name in ("text", "prompt") if isinstance(row.get(name), str)]
+        places = texts[0].count(MARKER) if texts else 0
+        if texts and MARKER in tokens and places != counts[index]:
+            raise RecipeError(
+                f"Row {index} of the dataset has {MARKER} {places} times in {short(texts[0])}, and pictures: "
+                f"{counts[index]}. Write it once for each picture."
+            )
+        for name in columns:
+            if isinstance(row[name], str) and MARKER in row[name] and MARKER not in tokens:
+                raise RecipeError(
+                    f"Row {index} of the dataset has {MARKER} in {name} {short(row[name])}, which this model reads as "
+                    f"text. Write the row as messages of role and content, or write {' or '.join(sorted(tokens))}."
+                )
+            for text in _texts(row[name]) if _is_messages(row[name]) else ():
+                found = sorted(token for token in tokens if token in text)
+                if found:
+                    raise RecipeError(
+                        f"Row {index} of the dataset has {found[0]} in {name} {short(text)}, which the chat template "
+                        f"adds itself. Write {MARKER} in its place."
+                    )
+
+
+def _refuse_other_media(rows: Any) -> None:
+    """RecipeError for rows with videos or sounds, which no trainer here reads, and their marker in the text."""
+    for marker, names in _UNREAD.items():
+        column = next((name for name in names if name in rows.column_names), None)
+        if column is None:
+            continue
+        for index, row in enumerate(_iterate(rows, [name for name in _TEXTS if name in rows.column_names])):
+            if any(marker in str(value) for value in row.values()):
+                raise RecipeError(
+                    f"Row {index} of the dataset has {marker} in its text and a column {column}, which no trainer "
+                    f"reads: {marker} would be learned as text. Remove such rows."
+                )
+
+
+def _is_messages(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and isinstance(value[0], dict)
+
+
+def _iterate(rows: Any, columns: list[str]) -> Iterator[dict[str, Any]]:
+    """The rows, of `columns` alone, because reading a picture takes time."""
+    selected = rows.select_columns(columns)
+    return iter(selected) if columns else iter(())
+
+
+def _picture_counts(rows: Any) -> list[int]:
+    """The number of pictures in each row, without reading one."""
+    name = "image" if "image" in rows.column_names else "images"  # TRL takes the first where both are there
+    column = rows.select_columns([name]).with_format("arrow")[:].column(0)
+    found = pc.is_valid(column) if name == "image" else pc.fill_null(pc.list_value_length(column), 0)
+    return [int(count) for count in found.to_pylist()]
+
+
+def _texts(turns: list[dict[str, Any]]) -> Iterator[str]:
+    """The texts in the content of messages."""
+    for turn in turns:
+        content = turn.get("content")
+        if isinstance(content, str):
+            yield content
+        for part in content if isinstance(content, list) else ():
+            if isinstance(part, dict) and isinstance(part.get("text"), str):
+                yield part["text"]
+
+
+def _unfilled(content: Any) -> int:
+    """How many parts of a content are places for a picture from the column of pictures."""
+    parts = content if isinstance(content, list) else []
+    return sum(isinstance(part, dict) and part.get("type") == "image" and part.get("image") is None for part in parts)
+
+
+def _check_places(index: int, column: str, turns: list[dict[str, Any]], pictures: int) -> bool:
+    """Tell whether a text of `turns` has the marker. RecipeError unless there are as many places as `pictures`."""
+    markers = sum(text.count(MARKER) for text in _texts(turns))
+    if any(turn["role"] == "tool" and any(MARKER in text for text in _texts([turn])) for turn in turns):
+        raise RecipeError(
+            f"Row {index} of the dataset has {MARKER} in a message of the role tool in {column}, where trainers read "
+            "no picture. Move it to a message of the user."
+        )
+    places = markers + sum(_unfilled(turn.get("content")) for turn in turns)
+    first = next((turn for turn in turns if turn["role"] == "user"), None)
+    if places == 0 and first is not None and isinstance(first.get("content"), str):
+        return False  # the pictures go before the first turn of the user, as in TRL
+    if places != pictures:
+        raise RecipeError(
+            f"Row {index} of the dataset has places for pictures in {column}: {places} ({MARKER}, or a part of the "
+            f"type image), and pictures that go there: {pictures}. Write one place for each picture of the row, in "
+            "messages or in the prompt."
+        )
+    return markers > 0
+
+
+def _split(rows: Any, columns: list[str], with_places: list[str], counts: list[int]) -> Any:
+    """The rows with a list of parts as the content of every message, in all rows alike."""
+    from datasets import Features, Json, List
+
+    def convert(row: dict[str, Any], index: int) -> dict[str, Any]:
+        pictures = {name: counts[index] if name in with_places else 0 for name in columns}
+        return {name: _in_parts(row[name], pictures[name]) for name in columns}
+
+    # JSON, because parts of two kinds have other keys, which Arrow would fill with nulls
+    features = Features(rows.features | {name: List(Json()) for name in columns})
+    return rows.map(convert, with_indices=True, features=features, desc=f"Placing pictures at {MARKER}")
+
+
+def _in_parts(turns: list[dict[str, Any]], pictures: int) -> list[dict[str, Any]]:
+    """Messages with contents of parts, in which the places of pictures are those of `MARKER`."""
+    made = []
+    for turn in turns:
+        content = turn.get("content")
+        kept = {name: value for name, value in turn.items() if value is not None}
+        if content is not None:
+            kept["content"] = [part for text in _parts(content) for part in _at_markers(text)]
+        made.append(kept)
+    if pictures and not any(_unfilled(turn.get("content")) for turn in made):
+        first = next(turn for turn in made if turn["role"] == "user")
+        first["content"] = [{"type": "image"}] * pictures + first["content"]
+    return made
+
+
+def _parts(content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    return [{name: value for name, value in part.items() if value is not None} for part in parts]
+
+
+def _at_markers(part: dict[str, Any]) -> list[dict[str, Any]]:
+    """A part of a content, split at the markers in its text."""
+    if MARKER not in (part.get("text") or ""):
+        return [part]
+    made: list[dict[str, Any]] = []
+    for number, text in enumerate(part["text"].split(MARKER)):
+        if number:
+            made.append({"type": "image"})
+        if text:
+            made.append({**part, "text": text})
+    return made

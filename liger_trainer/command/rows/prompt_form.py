@@ -1,0 +1,50 @@
+"""The form in which a run has learned its prompts, kept beside the model so that later commands ask in the same one."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from liger_trainer.command.processes import say
+
+NAME = "prompt_form.json"
+# What a form is called in the summary and in the card of a model
+IN_WORDS = {
+    "chat": "messages, through the chat template",
+    "alpaca": "prompt_template: alpaca, without a chat template",
+    "text": "texts as they are, without a chat template",
+    "tokens": "token ids as they are",
+}
+
+
+def prompt_form(prompt_template: str, rows: Any) -> str:
+    """The form of `rows`, a key of `IN_WORDS`, after `prompt_template` has been applied."""
+    first = rows[0]
+    if any(isinstance(first.get(name), list) for name in ("messages", "prompt", "completion", "chosen")):
+        return "chat"
+    if prompt_template == "alpaca":
+        return "alpaca"
+    return "tokens" if "input_ids" in first else "text"
+
+
+def tell_unused_template(reader: Any, form: str, rows: Any) -> None:
+    """Say that prompts of text do not go through the chat template of `reader`, a tokenizer or processor, if any."""
+    if form == "text" and "prompt" in rows.column_names and getattr(reader, "chat_template", None):
+        say(
+            "the prompts are texts, so that the model learns them without its chat template, and `liger-trainer chat` "
+            "asks without it. To train a chat, write prompt and completion as messages of role and content."
+        )
+
+
+def write_prompt_form(folder: str | Path, form: str) -> None:
+    """Write the form into the folder of a model or a checkpoint."""
+    Path(folder, NAME).write_text(json.dumps({"prompt_form": form}) + "\n", encoding="utf-8")
+
+
+def read_prompt_form(folder: str | Path) -> str | None:
+    """The form that was written into `folder`; None where there is none, as on the Hub."""
+    try:
+        found = json.loads(Path(folder, NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    form = found.get("prompt_form") if isinstance(found, dict) else None
+    return form if form in IN_WORDS else None

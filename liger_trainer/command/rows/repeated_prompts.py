@@ -1,0 +1,51 @@
+"""Answers that begin with the prompt of their row, which trainers put before them once more."""
+
+from typing import Any
+
+from liger_trainer.command.processes import say
+from liger_trainer.command.rows.convert import convert_rows
+from liger_trainer.errors import without_nulls
+
+_ANSWERS = ("completion", "chosen", "rejected")
+_LONG = 20  # characters of a prompt that no answer begins with by chance
+
+
+def without_repeated_prompts(rows: Any, needed: tuple[str, ...]) -> Any:
+    """The rows with answers of messages that begin after the prompt, and a line about texts that repeat it.
+
+    Where a text begins with the prompt, nothing tells whether a blank or a line belongs between the two.
+    """
+    names = [name for name in _ANSWERS if name in needed]
+    if "prompt" not in rows.column_names or not names:
+        return rows
+    of_messages = False
+    for name in names:
+        repeated = [
+            index
+            for index, row in enumerate(rows.select_columns(["prompt", name]))
+            if _repeats(row["prompt"], row[name])
+        ]
+        if not repeated:
+            continue
+        said = f"{name} begins with the prompt in {len(repeated)} of {len(rows)} rows, first in row {repeated[0]}"
+        if isinstance(rows[repeated[0]]["prompt"], list):
+            of_messages = True
+            say(f"{said}, and is read without it.")
+        else:
+            say(f"{said}, so that the model reads it twice. Remove it from {name}, or from prompt.")
+    if not of_messages:
+        return rows
+
+    def convert(row: dict[str, Any], index: int) -> dict[str, Any]:
+        count = len(row["prompt"])
+        return {name: row[name][count:] if _repeats(row["prompt"], row[name]) else row[name] for name in names}
+
+    return convert_rows(rows, convert, names, "Leaving out repeated prompts")
+
+
+def _repeats(prompt: Any, answer: Any) -> bool:
+    if isinstance(prompt, str) and isinstance(answer, str):
+        return len(prompt.strip()) >= _LONG and answer.startswith(prompt)
+    if not isinstance(prompt, list) or not isinstance(answer, list) or not 0 < len(prompt) < len(answer):
+        return False
+    return without_nulls(answer[: len(prompt)]) == without_nulls(prompt)

@@ -1,0 +1,128 @@
+"""Values that a file cannot hold as they are meant: messages as JSON in a text, keys that Arrow filled with nulls, and
+labels that a reader has made numbers of.
+"""
+
+import ast
+import json
+from typing import Any
+
+from liger_trainer.errors import RecipeError, short, without_nulls
+
+_LISTS = ("messages", "conversations", "history")
+_EITHER = ("prompt", "completion", "chosen", "rejected")  # texts, or lists of messages
+
+
+def as_meant(rows: Any, has_labels: bool) -> Any:
+    """The rows with messages for their JSON, without nulls that Arrow has added, and with labels of true or false.
+
+    With `has_labels`, a column `label` says whether an answer is good. RecipeError for a row in which messages are no
+    JSON, while others are.
+    """
+    rows = _without_added_nulls(_messages_from_text(rows))
+    return _labels_as_booleans(rows) if has_labels else rows
+
+
+def _messages_from_text(rows: Any) -> Any:
+    """The rows with messages that CSV holds as JSON, or as Python writes lists, as lists."""
+    texts = [name for name in (*_LISTS, *_EITHER) if getattr(rows.features.get(name), "dtype", "") in _TEXT_TYPES]
+    names = [name for name in texts if _is_list_of_messages(_first(rows, name), name)]
+    if not names:
+        return rows
+
+    def convert(row: dict[str, Any], index: int) -> dict[str, Any]:
+        return {name: _parsed(row[name], name, index) for name in names}
+
+    return _mapped(rows, convert, names, "Reading messages")
+
+
+_TEXT_TYPES = ("string", "large_string")
+
+
+def _first(rows: Any, name: str) -> str | None:
+    """The first value of a column that is not empty."""
+    return next((row[name] for row in rows.select_columns([name]) if row[name]), None)
+
+
+def _is_list_of_messages(text: str | None, name: str) -> bool:
+    if text is None or not text.lstrip().startswith("["):
+        return False
+    if name in _LISTS:
+        return True
+    found = _literal(text)
+    return isinstance(found, list) and bool(found) and all(isinstance(x, dict) and "role" in x for x in found)
+
+
+def _literal(text: str) -> Any:
+    """The value of JSON, or of a literal of Python; None for another text."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        pass
+    try:
+        return ast.literal_eval(text.strip())
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return None
+
+
+def _parsed(text: str | None, name: str, index: int) -> Any:
+    if not text:
+        return None
+    found = _literal(text)
+    if not isinstance(found, list):
+        raise RecipeError(
+            f"Row {index} of the dataset has {name} {short(text)}, which is no JSON list, as in other rows. Correct or "
+            "remove it."
+        )
+    return found
+
+
+def _without_added_nulls(rows: Any) -> Any:
+    """The rows without nulls inside of tool calls, schemas of tools and parts of contents.
+
+    A column of Arrow has one set of keys, so an argument that one call has is null in all others.
+    """
+    names = [name for name in (*_LISTS, *_EITHER, "tools") if _has_nested_keys(rows.features.get(name))]
+    if not names:
+        return rows
+
+    def convert(row: dict[str, Any], index: int) -> dict[str, Any]:
+        return {name: without_nulls(row[name]) for name in names}
+
+    return _mapped(rows, convert, names, "Leaving out nulls")
+
+
+def _has_nested_keys(feature: Any) -> bool:
+    """Tell whether a list of dictionaries has dictionaries inside, and no pictures."""
+    keys = getattr(feature, "feature", None)
+    if not isinstance(keys, dict) or _contains(keys, lambda kind: type(kind).__name__ in ("Image", "Audio", "Video")):
+        return False
+    return any(_contains(kind, lambda inner: isinstance(inner, dict)) for kind in keys.values())
+
+
+def _contains(kind: Any, wanted: Any) -> bool:
+    if wanted(kind):
+        return True
+    inner = list(kind.values()) if isinstance(kind, dict) else [getattr(kind, "feature", None)]
+    return any(_contains(one, wanted) for one in inner if one is not None)
+
+
+def _mapped(rows: Any, convert: Any, names: list[str], desc: str) -> Any:
+    from datasets import Features, Json, List
+
+    features = Features(rows.features | {name: List(Json()) for name in names})
+    return rows.map(convert, with_indices=True, features=features, desc=desc)
+
+
+def _labels_as_booleans(rows: Any) -> Any:
+    """The rows with labels such as 1.0, which readers make of 1 in a column with a gap or of 1.0, as true and false."""
+    from datasets import Features, Value
+
+    feature = rows.features.get("label")
+    kind = type(feature).__name__ if getattr(feature, "dtype", "") != "float64" else "float64"
+    if kind not in ("float64", "Json"):
+        return rows
+    for row in rows.select_columns(["label"]):
+        if row["label"] is None or isinstance(row["label"], str) or row["label"] not in (0, 1):
+            return rows  # what reads the column says what is wrong with it
+    features = Features(rows.features | {"label": Value("bool")})
+    return rows.map(lambda row: {"label": bool(row["label"])}, features=features, desc="Reading labels")

@@ -1,0 +1,60 @@
+"""Models whose layers keep a state in the trainers of pairs and of completions, whose rows are padded on both sides."""
+
+import pytest
+import torch
+from pair_parity import build as build_pairs
+from step_parity import assert_same_training, build, letters, words
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer
+from varlen_batches import drawn_model
+
+from liger_trainer import LigerDPOConfig, LigerDPOTrainer, LigerGRPOConfig, LigerGRPOTrainer
+from liger_trainer.varlen import padding
+
+TYPES = ("qwen3_5_text", "lfm2")
+
+
+@pytest.fixture
+def planned(monkeypatch):
+    """The plans by which backbones have run, without those of proofs."""
+    found, own = [], padding.Plan.padded
+    monkeypatch.setattr(padding.Plan, "padded", lambda self, *given: found.append(self) or own(self, *given))
+    return found
+
+
+def model_with_reference(name, folder):
+    """A model, from whose folder TRL's trainers load another one as its reference."""
+    model = drawn_model(name)
+    model.save_pretrained(folder / "reference")
+    model.config._name_or_path = str(folder / "reference")
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(1.05)
+    return model
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_dpo(name, tmp_path, planned):
+    model = model_with_reference(name, tmp_path)
+    ours, stock = (
+        build_pairs(trainer, args, model, tmp_path, max_steps=1, optim="sgd", max_grad_norm=0.0)
+        for trainer, args in ((LigerDPOTrainer, LigerDPOConfig), (DPOTrainer, DPOConfig))
+    )
+    planned.clear()
+    assert_same_training(ours, stock, loss_size=10.0)
+    assert any(plan.leaves_out for plan in planned)
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_grpo(name, tmp_path, planned):
+    generator = torch.Generator().manual_seed(4)
+    model, rows = model_with_reference(name, tmp_path), [{"prompt": words(generator, 2, 6)} for _ in range(8)]
+    ours, stock = (
+        build(
+            trainer, args, model, tmp_path, rows, trainer_options={"reward_funcs": letters}, num_generations=2,
+            max_completion_length=6, beta=0.1,
+        )
+        for trainer, args in ((LigerGRPOTrainer, LigerGRPOConfig), (GRPOTrainer, GRPOConfig))
+    )  # fmt: skip
+    planned.clear()
+    assert_same_training(ours, stock)
+    assert any(plan.leaves_out for plan in planned)
