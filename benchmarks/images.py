@@ -132,7 +132,10 @@ def train(options, batch, inputs, **more):
     if peak is not None and (chosen := getattr(trainer, "checkpointing", None)) is not None:  # it has reset the counter
         peak = max(peak, chosen.highest / 2**30)
     losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    captured = getattr(trainer, "captured_steps", None)
     row = {"arm": options.arm, "model": options.model, "batch": options.batch, "gib": peak, "losses": losses[:5]}
+    if captured is not None:
+        row["captured"] = captured.to_dict()
     return clock.ends, row | {"loss": losses[-1]}
 
 

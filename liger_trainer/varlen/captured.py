@@ -298,6 +298,9 @@ class BackboneGraphs:
         except DoesNotPay as error:
             self.too_large, self.why_too_large = size.tokens, str(error)
             self.gradients.drop_new()
+            size.forward = size.backward = None
+            if not any(mode.sizes for mode in self.modes):
+                self._begin_pool(0)  # gives back the memory of this attempt
             raise NotCapturable(str(error)) from error
         except (RuntimeError, NotCapturable) as error:  # also torch.OutOfMemoryError and torch.AcceleratorError
             text = str(error).split("\n")[0]

@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -54,6 +55,7 @@ class CudaRecorder:
     def __init__(self, device: torch.device):
         self.device = device
         self.pool = torch.cuda.graph_pool_handle()
+        self._in_pool: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
         self.stream = torch.cuda.Stream(device)
         self._generator = torch.cuda.default_generators[torch.device(device).index or 0]
 
@@ -66,6 +68,8 @@ class CudaRecorder:
         current.wait_stream(self.stream)
 
     def record(self, function: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        if not self._in_pool:
+            self.pool = torch.cuda.graph_pool_handle()  # PyTorch gives up a pool whose last graph is gone
         # Not `torch.cuda.graph`, which empties the allocator's cache and collects garbage at each capture.
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self.device)
@@ -83,11 +87,13 @@ class CudaRecorder:
             if collects:
                 gc.enable()
         torch.cuda.synchronize(self.device)
+        self._in_pool.add(graph)
         return graph
 
     def begin_pool(self) -> None:
         torch.cuda.synchronize(self.device)
         self.pool = torch.cuda.graph_pool_handle()
+        self._in_pool.clear()
         torch.cuda.empty_cache()
 
     def random_state(self) -> torch.Tensor:

@@ -41,6 +41,7 @@ def train(out, checkpointing, budget=None, callbacks=()):
         output_dir=str(out), max_steps=7, per_device_train_batch_size=4, gradient_accumulation_steps=2, bf16=True,
         learning_rate=1e-3, logging_steps=1, save_strategy="no", report_to="none", disable_tqdm=True,
         activation_checkpointing=checkpointing, memory_budget=budget, remove_unused_columns=False,
+        cuda_graphs="false",  # captured rows of one length attend by another kernel; 'auto' is uncaptured
     )  # fmt: skip
     trainer = LigerTrainer(
         model=model, args=args, train_dataset=[row | {"labels": row["input_ids"]} for row in rows],
