@@ -27,10 +27,11 @@ def published():
 
 
 def listed(plan):
-    """Every record that a table or figure is made of, or that a sentence quotes."""
+    """Every record that a table or figure is made of, that a sentence quotes, or that newer ones have replaced."""
     found = [path for spec in plan["tables"].values() for path, _ in entries(spec)]
     found += [path for spec in plan["figures"].values() for path, _ in entries(spec)]
     found += [path for paths in plan["quoted"].values() for path in paths]
+    found += plan["older"]
     return list(dict.fromkeys(found))
 
 
