@@ -3,10 +3,10 @@
 from typing import Any
 
 from liger_trainer.trainers.cuda_graphs import why_not_captured
+from liger_trainer.verify.bf16 import LOSS_IN_BF16, by_distance
 from liger_trainer.verify.figures import Check, number_errors
 from liger_trainer.verify.observed import KeepGradients, Tensors
 from liger_trainer.verify.runs import Bench, Run
-from liger_trainer.verify.second import LOSS_IN_BF16, by_distance
 
 _STEPS = 6  # the first two run uncaptured, at least in part
 

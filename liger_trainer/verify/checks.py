@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from liger_trainer.errors import RecipeError
 from liger_trainer.verify import options, sixteen_bits
+from liger_trainer.verify.bf16 import in_bf16
 from liger_trainer.verify.captured import captured
 from liger_trainer.verify.figures import (
     EPS,
@@ -28,7 +29,7 @@ from liger_trainer.verify.figures import (
 from liger_trainer.verify.observed import copies, differences, numbers
 from liger_trainer.verify.padded import more_padding, padding_around
 from liger_trainer.verify.runs import Bench, OtherOrder, Run, in_chunks
-from liger_trainer.verify.second import SecondTraining, in_bf16
+from liger_trainer.verify.second import SecondTraining
 
 UNMOVED = 1e-3  # what a reward may be for a policy that is its reference, by that for another policy
 
@@ -235,7 +236,7 @@ class Checks:
         return sixteen_bits.head(self.bench.model(), self._ids(4, 120))
 
     def _autocast(self) -> Check:
-        return in_bf16(self.bench, self.kind, self.stock.gradients[0], self.noise)
+        return in_bf16(self.bench, self.kind, self.noise)
 
     def _captured(self) -> Check:
         return captured(self.bench, self.ours.trainer, self.noise)

@@ -32,6 +32,7 @@ HEAD = "fused_linear_cross_entropy"
 MAX_LENGTH = 256  # tokens, which are bytes here
 LONG = 384  # tokens of a long row: more than 256, so that blocks of 128 and 256 have a second one
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adafactor", "rmsprop", "adagrad")  # that PyTorch alone runs
+BF16_EPS = torch.finfo(torch.bfloat16).eps / 2  # a number's largest relative error in bf16
 CHUNK_ROWS = 8  # of logits, where a head is cut into chunks
 
 # Options that have a value of their own in every run, whatever the recipe says.
@@ -198,16 +199,19 @@ class Bench:
 
     def run(
         self, kind: str, disturbed: bool = True, collate: Callable | None = None, resume: str | None = None,
-        seen: KeepGradients | None = None, **options: Any,
+        seen: KeepGradients | None = None, nudge: int = 0, **options: Any,
     ) -> Run:  # fmt: skip
         """Build a trainer of `kind` with `options` and train, from the checkpoint `resume` if it is given.
 
         `disturbed` moves the trained weights from where they begin, so that an adapter has an effect, and the policy is
-        not its reference. `collate` gets the trainer's collator and returns another.
+        not its reference. `nudge` is the seed of a further move, by about what a weight loses in bf16. `collate` gets
+        the trainer's collator and returns another.
         """
         trainer = self.build(kind, **options)
         if disturbed:
             _disturb(trainer.model, self.setup.seed)
+        if nudge:
+            _nudge(trainer.model, nudge)
         if collate is not None:
             trainer.data_collator = collate(trainer.data_collator)
         keep = KeepGradients() if seen is None else seen
@@ -250,6 +254,15 @@ def _disturb(model: nn.Module, seed: int) -> None:
                 p.copy_(0.5 * drawn / p.shape[-1] ** 0.5)
             else:
                 p.mul_(1 + 0.05 * drawn)
+
+
+def _nudge(model: nn.Module, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.requires_grad:
+                drawn = torch.randn(p.shape, generator=generator).to(p)
+                p.mul_(1 + BF16_EPS * drawn)
 
 
 @as_of_a_user

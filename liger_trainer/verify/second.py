@@ -8,20 +8,16 @@ gradient compares bit for bit. Adam's first steps take the sign of a gradient, e
 
 import json
 import os
-import statistics
 from typing import Any
 
 import torch
 
-from liger_trainer.verify.figures import RTOL, Check, equal, errors, number_errors, worst, worst_number
+from liger_trainer.verify.figures import RTOL, Check, equal, errors, worst, worst_number
 from liger_trainer.verify.medusa import PlainMedusaTrainer
 from liger_trainer.verify.observed import Recorder, Tensors, differences, saved_tensors
-from liger_trainer.verify.runs import LONG, OPTIMIZERS, Bench, Run, in_chunks
+from liger_trainer.verify.runs import LONG, OPTIMIZERS, Bench, Run
 
 EXACT = 1e-6  # of the norm of a tensor: one formula in two kernels of PyTorch, such as Adam's fused one
-LOSS_IN_BF16 = 2e-2  # by which losses may differ from stock's
-TIMES_STOCK_IN_BF16, MOST_IN_THE_MIDDLE = 4.0, 1.3  # how far a gradient is from fp32's, by stock's own distance
-LEAST_IN_BF16 = 5e-3  # of that distance
 _TRAINED, _EVALUATED = 5, 3  # rows: two micro-batches and one of a single row, in windows of two
 _OF_VERSION = ("transformers_version", "_name_or_path", "torch_dtype")
 
@@ -69,7 +65,7 @@ class SecondTraining:
 
     def weights(self) -> Check:
         """Compare what the optimizer has made of the same gradients."""
-        ours, stock = _seen(self.ours), _seen(self.stock)
+        ours, stock = seen_of(self.ours), seen_of(self.stock)
         if other := differences(ours.options, stock.options):
             return equal(other, "")
         found = exact([*ours.weights, *ours.states], [*stock.weights, *stock.states])
@@ -78,13 +74,13 @@ class SecondTraining:
 
     def surroundings(self) -> Check:
         """Compare batches, random numbers, and what a callback sees."""
-        ours, stock = _seen(self.ours), _seen(self.stock)
+        ours, stock = seen_of(self.ours), seen_of(self.stock)
         other = differences(ours.batches, stock.batches, RTOL)  # of a reference, whose scores may be in them
         around = [ours.around, stock.around]
         if self.bench.draws():  # for each token that is computed, and padding is left out
             around = [[_without_torch(one) for one in each] for each in around]
         other += differences(around[0], around[1])
-        other += _calls(self.ours, self.stock)
+        other += calls(self.ours, self.stock)
         return equal(other, f"{len(ours.batches)} micro-batches, random numbers, state and modes")
 
     def evaluation(self) -> Check:
@@ -98,7 +94,7 @@ class SecondTraining:
         return logits if logits.verdict == "FAILED" else found
 
     def nothing_changed(self) -> Check:
-        changed = sorted(_seen(self.ours).changed - _seen(self.stock).changed)
+        changed = sorted(seen_of(self.ours).changed - seen_of(self.stock).changed)
         words = "weights, buffers, gradients and the optimizer's state are as before"
         return equal([f"an evaluation changes {name}" for name in changed], words)
 
@@ -124,44 +120,12 @@ class SecondTraining:
         return found
 
 
-def in_bf16(bench: Bench, kind: str, exact_gradients: Tensors, noise: dict[str, float]) -> Check:
-    """One step and one evaluation under autocast to bf16: ours is as near to the gradients of fp32 as stock is."""
-    evaluated = bench.rows.select(range(min(2, len(bench.rows))))
-    options: dict[str, Any] = {
-        "max_steps": 1, "bf16": True, "eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 2,
-        "given": {"eval_dataset": evaluated},
-    }  # fmt: skip
-    with in_chunks():
-        ours = bench.run("ours", seen=Recorder(), **options)
-    stock = bench.run(kind, seen=Recorder(), **options)
-    if other := _calls(ours, stock) + [f"an evaluation changes {name}" for name in sorted(_seen(ours).changed)]:
-        return equal(other, "")
-    names = ("loss", "eval_loss")
-    logs = [[{n: log[n] for n in names if n in log} for log in run.trainer.state.log_history] for run in (ours, stock)]
-    losses = max(number_errors(*logs).values(), default=0.0)
-    if losses > LOSS_IN_BF16:
-        return Check(f"losses are {logs[0]}, and not {logs[1]}", losses, LOSS_IN_BF16)
-    return by_distance(ours.gradients[0], stock.gradients[0], exact_gradients, noise, "stock")
-
-
-def by_distance(got: Tensors, stock: Tensors, exact_gradients: Tensors, noise: dict[str, float], whose: str) -> Check:
-    """Judge gradients in bf16 by how far they are from those of fp32, in units of how far those of `whose` are."""
-    mine, theirs = (errors(gradients, exact_gradients) for gradients in (got, stock))
-    found = {name: mine[name] / max(theirs[name], LEAST_IN_BF16, 20 * noise.get(name, 0.0)) for name in mine}
-    middle = statistics.median(found.values())
-    if middle > MOST_IN_THE_MIDDLE:
-        return Check(f"times the error of {whose} in bf16, in the middle of all tensors", middle, MOST_IN_THE_MIDDLE)
-    name = max(found, key=lambda name: found[name])
-    words = f"times the error of {whose} in bf16, most in {name}, in the middle {middle:.2f}"
-    return Check(words, found[name], TIMES_STOCK_IN_BF16)
-
-
 def _states(run: Run) -> set[tuple[str, ...]]:
     """Return the mode and the autocast of each call of a model."""
-    return {(mode, autocast) for mode, _, autocast in _seen(run).calls}
+    return {(mode, autocast) for mode, _, autocast in seen_of(run).calls}
 
 
-def _calls(ours: Run, stock: Run) -> list[str]:
+def calls(ours: Run, stock: Run) -> list[str]:
     """Compare in which states the model, its reference and its teacher were called."""
     # Without gradients, stock calls the model once more for metrics where a loss hides the logits
     one, other = _states(ours), _states(stock)
@@ -200,7 +164,7 @@ def _predicted(run: Run) -> Tensors:
     return {"logits": logits[:, :-1][labels[:, 1:] != -100]}
 
 
-def _seen(run: Run) -> Recorder:
+def seen_of(run: Run) -> Recorder:
     assert run.seen is not None
     return run.seen
 

@@ -3,9 +3,11 @@
 from unittest import mock
 
 import pytest
+import torch
 from transformers import Trainer
 from verify_setups import lora, setup_of
 
+from liger_trainer.head import deferred
 from liger_trainer.lora import layers as lora_layers
 from liger_trainer.trainers import optimizer_in_backward as early
 from liger_trainer.verify import options
@@ -14,9 +16,14 @@ from liger_trainer.verify.runs import Bench, quiet
 WITHIN = {"options": {"optimizer_in_backward": True}}
 
 
-def dropout_check(folder, *what, **parts):
+def dropout_check(folder, *what, kind="stock", **parts):
     with quiet(), mock.patch.object(lora_layers, "LEAST_WORK", 0):
-        return options.dropout_as_stock(Bench(setup_of(*what, **parts), str(folder)), "stock", {})
+        return options.dropout_as_stock(Bench(setup_of(*what, **parts), str(folder)), kind, {})
+
+
+def dropout_of_the_head(folder):
+    """The check for an adapter on the head, which TRL's `SFTTrainer` refuses."""
+    return dropout_check(folder, "SFT", kind="plain", peft_config=lora("q_proj", "lm_head"))
 
 
 def backward_check(folder, **parts):
@@ -52,6 +59,40 @@ def test_wrong_dropout_of_an_adapter_is_found(faulty, tmp_path, monkeypatch):
 
     monkeypatch.setattr(Trainer, "train", with_the_bug)
     assert dropout_check(tmp_path, "SFT", peft_config=lora()).verdict == "FAILED"
+
+
+def test_an_adapter_on_the_head_drops_out_as_with_full_logits(tmp_path):
+    found = dropout_of_the_head(tmp_path)
+    assert (found.verdict, found.tolerance) == ("ok", 1e-4)
+    assert "each micro-batch has its own seed" in found.detail
+
+
+def nothing_is_dropped(parameters, hidden, kept):
+    parameters["lora_input"] = None
+
+
+def what_is_kept_is_not_scaled(parameters, hidden, kept):
+    parameters["lora_input"] = parameters["lora_input"] * 0.8
+
+
+def a_mask_is_used_twice(parameters, hidden, kept):  # which only the second micro-batch shows
+    mask = kept.setdefault("mask", (parameters["lora_input"] != 0).detach())
+    width = min(mask.shape[1], hidden.shape[1])
+    masked = hidden[:, :width] * mask[:, :width] / 0.8
+    parameters["lora_input"] = torch.cat([masked, parameters["lora_input"][:, width:]], dim=1)
+
+
+@pytest.mark.parametrize("faulty", [nothing_is_dropped, what_is_kept_is_not_scaled, a_mask_is_used_twice])
+def test_wrong_dropout_of_an_adapter_on_the_head_is_found(faulty, tmp_path, monkeypatch):
+    stock, kept = deferred.head_parameters, {}
+
+    def with_the_bug(head, hidden, vocab_size):
+        parameters = stock(head, hidden, vocab_size)
+        faulty(parameters, hidden, kept)
+        return parameters
+
+    monkeypatch.setattr(deferred, "head_parameters", with_the_bug)
+    assert dropout_of_the_head(tmp_path).verdict == "FAILED"
 
 
 def test_dropout_is_compared_only_where_both_draw_alike(tmp_path):

@@ -1,0 +1,78 @@
+"""Completions that trainers write, kept from one run and given to another.
+
+A model writes another text in bf16 than in fp32, as soon as rounding tips one drawn token over. The two gradients have
+nothing in common from then on, so runs that compare precisions have to train on the same completions.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from liger_trainer.verify.observed import Recorder, Tensors
+
+
+@dataclass
+class Written:
+    """What one call of `generate` has returned."""
+
+    prompts: torch.Tensor  # ids (B, P)
+    ids: torch.Tensor  # of the prompts and their completions, (B, P + C)
+    random: list[torch.Tensor]  # the states of the generators after it
+
+
+class WritingRecorder(Recorder):
+    """A recorder that also keeps what the model writes.
+
+    Args:
+        instead (`list[Tensors]`, *optional*): As of `KeepGradients`.
+        given (`list[Written]`, *optional*): What another run has written, call by call. The model still writes, so that
+            the states of its calls are seen, but the trainer gets these, and the random numbers that follow on them.
+
+    Attributes:
+        written (`list[Written]`): What the trainer has got of each call.
+    """
+
+    def __init__(self, instead: list[Tensors] | None = None, given: list[Written] | None = None) -> None:
+        super().__init__(instead)
+        self.given = given
+        self.written: list[Written] = []
+
+    def attach(self, trainer: Any) -> None:
+        """Look at `trainer` as a `Recorder` does, and at what its model writes.
+
+        A run raises `ValueError` if it asks for other completions than those that are given.
+        """
+        super().attach(trainer)
+        own = trainer.model.generate
+
+        def generate(*args: Any, **kwargs: Any) -> torch.Tensor:
+            found = Written(kwargs["input_ids"].clone(), own(*args, **kwargs), _random_states())
+            if self.given is not None:
+                found = self._given_for(found.prompts)
+                _set_random_states(found.random)
+            self.written.append(found)
+            return found.ids.clone()
+
+        trainer.model.generate = generate
+
+    def _given_for(self, prompts: torch.Tensor) -> Written:
+        assert self.given is not None
+        place = len(self.written)
+        if place == len(self.given):
+            raise ValueError(f"the model is asked to write more often than {place} times, as it is in fp32")
+        found = self.given[place]
+        if not torch.equal(found.prompts, prompts):
+            raise ValueError(f"call {place + 1} of generate has other prompts than in fp32")
+        return found
+
+
+def _random_states() -> list[torch.Tensor]:
+    on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    return [torch.get_rng_state(), *on_gpus]
+
+
+def _set_random_states(states: list[torch.Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    if torch.cuda.is_available():
+        torch.cuda.set_rng_state_all(states[1:])
