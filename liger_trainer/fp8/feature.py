@@ -23,7 +23,7 @@ from liger_trainer.feature import Feature
 from liger_trainer.fp8.layers import configs_of, is_candidate
 from liger_trainer.fp8.quantize_base import OPERATION, prepare_for_shards, quantize_base, quantized_before
 from liger_trainer.head.module import base_model_of
-from liger_trainer.instance.report import OperationReport
+from liger_trainer.patching.core.report import OperationReport
 from liger_triton.float8_cast import fault_of_device as fault_of_gpu
 
 

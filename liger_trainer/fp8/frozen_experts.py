@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from liger_trainer.fp8.frozen_layer import FrozenFP8Module, ReadOnly
-from liger_trainer.instance.binding import own_class
+from liger_trainer.patching.core.binding import own_class
 from liger_triton import Float8Matrices
 from liger_triton.frozen_float8 import quantized_matrices
 

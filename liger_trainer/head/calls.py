@@ -35,9 +35,9 @@ from liger_trainer.head.module import (
 )
 from liger_trainer.head.outputs import EXTRA_OUTPUTS, TOKEN_OUTPUTS, HeadOptions
 from liger_trainer.head.request import HeadRequest, ModelCall
-from liger_trainer.instance.binding import bind, in_place_of
-from liger_trainer.instance.hooks import replaced_forward
-from liger_trainer.instance.report import Place
+from liger_trainer.patching.core.binding import bind, in_place_of
+from liger_trainer.patching.core.hooks import replaced_forward
+from liger_trainer.patching.core.report import Place
 from liger_trainer.varlen.decide import bound_backbone, decide, states_shown
 from liger_trainer.varlen.padding import BackboneBinding, Plan, cache_of, running
 

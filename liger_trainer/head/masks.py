@@ -25,7 +25,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 
 from liger_trainer.head.module import head_options
 from liger_trainer.head.request import ModelCall
-from liger_trainer.instance.hooks import comes_from
+from liger_trainer.patching.core.hooks import comes_from
 from liger_trainer.varlen.attention import attend_by_rows, refuse_rows, row_mask
 from liger_trainer.varlen.padding import cache_of
 from liger_trainer.varlen.segments import attention

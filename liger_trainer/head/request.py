@@ -10,7 +10,7 @@ from torch import nn
 from liger_trainer.head.deferred import DeferredLogits
 from liger_trainer.head.module import FusedHeadBinding
 from liger_trainer.head.outputs import HeadOptions
-from liger_trainer.instance.binding import call_previous
+from liger_trainer.patching.core.binding import call_previous
 from liger_trainer.varlen.host_copies import values_of
 
 LogitsT = TypeVar("LogitsT", torch.Tensor, DeferredLogits)

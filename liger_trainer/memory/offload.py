@@ -23,9 +23,9 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from liger_trainer.instance.kept import Kept, how_modified, keep, unchanged
 from liger_trainer.memory.memory import PinnedMemory, Slot
 from liger_trainer.memory.switches import tensors_in
+from liger_trainer.patching.core.kept import Kept, how_modified, keep, unchanged
 
 
 class _Storage:

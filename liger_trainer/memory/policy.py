@@ -16,10 +16,10 @@ from typing import Any
 
 from torch.autograd.graph import saved_tensors_hooks
 
-from liger_trainer.instance.kept import Hooks
 from liger_trainer.memory import selective, switches
 from liger_trainer.memory.offload import Offload
 from liger_trainer.memory.switches import Switch
+from liger_trainer.patching.core.kept import Hooks
 
 
 class LayerPolicy(Enum):

@@ -24,10 +24,10 @@ from typing import Any
 
 import torch
 
-from liger_trainer.instance import kept
-from liger_trainer.instance.binding import Binding, is_bound
-from liger_trainer.instance.hooks import has_hooks, home
-from liger_trainer.instance.kind import PLAIN_TENSORS
+from liger_trainer.patching.core import kept
+from liger_trainer.patching.core.binding import Binding, is_bound
+from liger_trainer.patching.core.hooks import has_hooks, home
+from liger_trainer.patching.core.kind import PLAIN_TENSORS
 
 # Python modules whose forwards keep nothing of what they return: linear layers, LoRA and its parts
 _PROJECTIONS = (

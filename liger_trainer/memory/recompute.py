@@ -18,8 +18,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter
 from torch.utils.checkpoint import CheckpointError
 
-from liger_trainer.instance.kept import hooks_in_force
 from liger_trainer.memory.switches import Switch, options_of
+from liger_trainer.patching.core.kept import hooks_in_force
 
 
 class _AllMade(Exception):  # noqa: N818 - no error

@@ -15,13 +15,13 @@ from liger_trainer.head import masks
 from liger_trainer.head.calls import install_fused_head
 from liger_trainer.head.module import base_model_of, modules_called_by, output_head
 from liger_trainer.head.outputs import HeadOptions
-from liger_trainer.instance import probe
-from liger_trainer.instance.binding import Binding, bind, unbind_all
-from liger_trainer.instance.kind import Found, Kind, find
-from liger_trainer.instance.report import OPERATIONS, LigerReport, OperationReport, Place
 from liger_trainer.lora import layers as lora
 from liger_trainer.memory.rebuild import REBUILD_ABOVE_BYTES
 from liger_trainer.patching import experts, image_positions, mlps, norms, rotary, towers, varlen
+from liger_trainer.patching.core import probe
+from liger_trainer.patching.core.binding import Binding, bind, unbind_all
+from liger_trainer.patching.core.kind import Found, Kind, find
+from liger_trainer.patching.core.report import OPERATIONS, LigerReport, OperationReport, Place
 
 REBUILD_ABOVE_MIB = "rebuild_above_mib"
 _HEAD = "fused_linear_cross_entropy"

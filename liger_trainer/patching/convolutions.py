@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from liger_trainer.instance import probe
-from liger_trainer.instance.kind import PLAIN_TENSORS, attempt
+from liger_trainer.patching.core import probe
+from liger_trainer.patching.core.kind import PLAIN_TENSORS, attempt
 from liger_trainer.patching.packed_rows import kernel_behind
 from liger_trainer.varlen.attention import NotForRows
 from liger_trainer.varlen.states import rows_of_layer

@@ -20,12 +20,12 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 from transformers.integrations import moe
 
-from liger_trainer.instance import probe
-from liger_trainer.instance.binding import Binding, is_bound, own_class
-from liger_trainer.instance.guards import KNOWN, Guards, NotProven, code_guards_of, guards_of, lookups_of
-from liger_trainer.instance.hooks import comes_from, has_hooks, replaced_forward
-from liger_trainer.instance.kind import PLAIN_TENSORS, Kind, Proof, names_of, slot_of
 from liger_trainer.lora.peft_state import active_parts, is_linear
+from liger_trainer.patching.core import probe
+from liger_trainer.patching.core.binding import Binding, is_bound, own_class
+from liger_trainer.patching.core.guards import KNOWN, Guards, NotProven, code_guards_of, guards_of, lookups_of
+from liger_trainer.patching.core.hooks import comes_from, has_hooks, replaced_forward
+from liger_trainer.patching.core.kind import PLAIN_TENSORS, Kind, Proof, names_of, slot_of
 from liger_trainer.patching.gates import SCALES, Gate, candidates, limits_of, with_limits
 from liger_triton import ExpertLoRA, experts
 

@@ -16,11 +16,11 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from liger_trainer.instance.binding import Binding, in_place_of, own_class
-from liger_trainer.instance.guards import Guards, code_guards_of, global_lookups
-from liger_trainer.instance.hooks import comes_from, home
-from liger_trainer.instance.kind import Kind, Proof
-from liger_trainer.instance.probe import one_thread
+from liger_trainer.patching.core.binding import Binding, in_place_of, own_class
+from liger_trainer.patching.core.guards import Guards, code_guards_of, global_lookups
+from liger_trainer.patching.core.hooks import comes_from, home
+from liger_trainer.patching.core.kind import Kind, Proof
+from liger_trainer.patching.core.probe import one_thread
 from liger_trainer.patching.rotary import decorated_like, forward_with_globals, is_decorated_by
 from liger_trainer.varlen.host_copies import remember, sent, values_of
 from liger_trainer.varlen.known import Known

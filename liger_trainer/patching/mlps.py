@@ -18,9 +18,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from liger_trainer.instance import probe
-from liger_trainer.instance.guards import Guards, guards_of
-from liger_trainer.instance.kind import Kind, Proof
 from liger_trainer.lora.layers import tensors_now
 from liger_trainer.lora.peft_state import Tensors
 from liger_trainer.memory.rebuild import (
@@ -30,6 +27,9 @@ from liger_trainer.memory.rebuild import (
     other_hooks_active,
     rebuilding,
 )
+from liger_trainer.patching.core import probe
+from liger_trainer.patching.core.guards import Guards, guards_of
+from liger_trainer.patching.core.kind import Kind, Proof
 from liger_trainer.patching.gates import SCALES, Gate, candidates, guessed_operation, numbers, scale_names, with_limits
 from liger_triton import lora_mlp
 from liger_triton.halves import halves

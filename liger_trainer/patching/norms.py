@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from liger_trainer.instance import probe
-from liger_trainer.instance.hooks import has_hooks
-from liger_trainer.instance.kind import Kind, Proof
 from liger_trainer.memory.rebuild import REBUILD_ABOVE_BYTES, rebuildable
+from liger_trainer.patching.core import probe
+from liger_trainer.patching.core.hooks import has_hooks
+from liger_trainer.patching.core.kind import Kind, Proof
 from liger_triton import gated_rms_norm, layer_norm, rms_norm
 
 # (operation, offset, cast), ordered by how many families of models have them, most first

@@ -18,8 +18,8 @@ from torch import nn
 from transformers import DataCollatorWithFlattening, PreTrainedModel
 
 from liger_trainer.head.module import base_model_of
-from liger_trainer.instance import probe
-from liger_trainer.instance.kind import attempt
+from liger_trainer.patching.core import probe
+from liger_trainer.patching.core.kind import attempt
 from liger_trainer.patching.small_model import small_copy
 from liger_trainer.varlen import padding
 from liger_trainer.varlen.decide import backbone_of

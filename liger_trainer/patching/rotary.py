@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from liger_trainer.instance import guards
-from liger_trainer.instance.binding import Binding, Weakly, own_class
-from liger_trainer.instance.guards import Guards, NotProven, code_guards_of, global_lookups, key_of, lookups_of
-from liger_trainer.instance.hooks import comes_from, home, hook_on
-from liger_trainer.instance.kind import Found, attempt, slot_of
 from liger_trainer.memory.rebuild import forward_rebuilding
+from liger_trainer.patching.core import guards
+from liger_trainer.patching.core.binding import Binding, Weakly, own_class
+from liger_trainer.patching.core.guards import Guards, NotProven, code_guards_of, global_lookups, key_of, lookups_of
+from liger_trainer.patching.core.hooks import comes_from, home, hook_on
+from liger_trainer.patching.core.kind import Found, attempt, slot_of
 from liger_trainer.patching.rotary_proof import Rotation, Signature, layouts_of, makes_angles, prove, size_of
 from liger_triton import rope
 from liger_triton.rope import misfit

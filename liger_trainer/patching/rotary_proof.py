@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from liger_trainer.instance import probe
+from liger_trainer.patching.core import probe
 from liger_triton import rope
 
 COMPLEX = ("freqs_cis", "freqs_ci")  # names of a parameter that is cos + i sin, in one complex tensor

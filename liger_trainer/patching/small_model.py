@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers.modeling_utils import set_zero3_state
 
-from liger_trainer.instance.binding import own_class
+from liger_trainer.patching.core.binding import own_class
 
 _WIDTH, _HEADS, _HEAD_DIM = 64, 4, 16
 _SIZES = {

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from liger_trainer.instance.binding import own_class
-from liger_trainer.instance.guards import Guards, NotProven, code_guards_of, global_lookups
-from liger_trainer.instance.kind import slot_of
 from liger_trainer.patching import convolutions, rules
+from liger_trainer.patching.core.binding import own_class
+from liger_trainer.patching.core.guards import Guards, NotProven, code_guards_of, global_lookups
+from liger_trainer.patching.core.kind import slot_of
 from liger_trainer.patching.rotary import decorated_like, forward_with_globals
 from liger_trainer.varlen import states
 

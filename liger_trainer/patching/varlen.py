@@ -16,9 +16,9 @@ import torch
 from transformers import PreTrainedModel
 
 from liger_trainer.head import masks
-from liger_trainer.instance import probe
-from liger_trainer.instance.binding import bind, own_class
-from liger_trainer.instance.kind import Found, attempt
+from liger_trainer.patching.core import probe
+from liger_trainer.patching.core.binding import bind, own_class
+from liger_trainer.patching.core.kind import Found, attempt
 from liger_trainer.patching.packed_rows import kernels_in_torch
 from liger_trainer.patching.small_model import small_copy
 from liger_trainer.patching.states import Told, may_go_by_rows, told_by

@@ -23,10 +23,10 @@ from liger_trainer.head import masks
 from liger_trainer.head.module import base_model_of, has_fused_head
 from liger_trainer.head.outputs import FusedLMOutput, HeadOptions
 from liger_trainer.head.request import HeadRequest, run_request
-from liger_trainer.instance.hooks import comes_from
 from liger_trainer.memory.memory import GpuMemory
 from liger_trainer.memory.summary import CheckpointingSummary
 from liger_trainer.patching import LigerReport
+from liger_trainer.patching.core.hooks import comes_from
 from liger_trainer.trainers import init_checks
 from liger_trainer.trainers.features import FEATURES
 from liger_trainer.trainers.fsdp2 import keep_losses_in_fp32

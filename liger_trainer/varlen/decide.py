@@ -15,8 +15,8 @@ import torch
 from torch import nn
 from transformers.loss.loss_utils import LOSS_MAPPING
 
-from liger_trainer.instance.binding import Binding, own_class
-from liger_trainer.instance.hooks import comes_from, has_hooks, hook_on
+from liger_trainer.patching.core.binding import Binding, own_class
+from liger_trainer.patching.core.hooks import comes_from, has_hooks, hook_on
 from liger_trainer.varlen.captured import BackboneGraphs
 from liger_trainer.varlen.padding import COMPUTES_PADDING, BackboneBinding, MixedRows, Plan
 from liger_trainer.varlen.plans import holds_packed_rows, plan_of, rotates_by_length

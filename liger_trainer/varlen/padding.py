@@ -19,7 +19,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 from transformers.utils import ModelOutput
 
-from liger_trainer.instance.binding import Binding, Rests, call_previous, in_place_of
+from liger_trainer.patching.core.binding import Binding, Rests, call_previous, in_place_of
 from liger_trainer.varlen.attention import NotForRows, Rows, rows_known
 from liger_trainer.varlen.captured import BackboneGraphs
 from liger_trainer.varlen.host_copies import values_of

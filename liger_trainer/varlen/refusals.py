@@ -7,9 +7,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from liger_trainer.instance.binding import Binding
-from liger_trainer.instance.hooks import HOOK_DICTS, home
-from liger_trainer.instance.kept import hooks_in_force
+from liger_trainer.patching.core.binding import Binding
+from liger_trainer.patching.core.hooks import HOOK_DICTS, home
+from liger_trainer.patching.core.kept import hooks_in_force
 from liger_trainer.varlen.recorder import Recorder
 
 _GLOBAL_HOOKS = [getattr(nn.modules.module, f"_global{name}") for name in HOOK_DICTS]

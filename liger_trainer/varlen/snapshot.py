@@ -24,10 +24,10 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from liger_trainer.instance.binding import Binding
-from liger_trainer.instance.guards import Guards, Lookup, code_lookups_of
-from liger_trainer.instance.kept import hooks_in_force
 from liger_trainer.memory.switches import are_alike
+from liger_trainer.patching.core.binding import Binding
+from liger_trainer.patching.core.guards import Guards, Lookup, code_lookups_of
+from liger_trainer.patching.core.kept import hooks_in_force
 
 _HOOK_DICTS = (
     "_forward_pre_hooks",

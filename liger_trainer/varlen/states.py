@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from liger_trainer.instance.binding import Binding, Rests, call_previous, in_place_of
+from liger_trainer.patching.core.binding import Binding, Rests, call_previous, in_place_of
 from liger_trainer.varlen.attention import NotForRows, RowMask, Rows, rows_of_call
 
 KIND = "state"  # of `Rows.kinds`

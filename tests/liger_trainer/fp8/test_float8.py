@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from liger_trainer import apply_liger, remove_liger
 from liger_trainer.fp8 import layers as float8
-from liger_trainer.instance.binding import Binding
+from liger_trainer.patching.core.binding import Binding
 
 pytest.importorskip("torchao", reason="torchao is not installed")
 from fp8_models import LAYERS, assert_same, config_of, fp8_model, patched, step  # noqa: E402

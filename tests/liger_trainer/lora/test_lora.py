@@ -10,10 +10,10 @@ from tiny_models import collate, ragged_rows, tiny_model
 from torch import nn
 
 from liger_trainer import apply_liger, remove_liger
-from liger_trainer.instance import kind
 from liger_trainer.lora import layers as lora
 from liger_trainer.lora.layers import LoRA
 from liger_trainer.patching import mlps
+from liger_trainer.patching.core import kind
 
 LAYERS = 14  # two layers of seven projections
 

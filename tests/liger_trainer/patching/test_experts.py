@@ -15,9 +15,9 @@ from tiny_models import tiny_model
 from transformers.integrations import moe
 
 from liger_trainer import apply_liger
-from liger_trainer.instance import probe
-from liger_trainer.instance.binding import Binding
 from liger_trainer.patching import experts as patterns
+from liger_trainer.patching.core import probe
+from liger_trainer.patching.core.binding import Binding
 
 IMPLEMENTATIONS = ["eager", "grouped_mm", "batched_mm"]
 PLAIN = ("sdpa", "kept", "fp32")

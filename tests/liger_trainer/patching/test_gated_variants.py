@@ -13,10 +13,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers.activations import ACT2FN
 
-from liger_trainer.instance import guards, probe
-from liger_trainer.instance.binding import Binding
-from liger_trainer.instance.kind import attempt
 from liger_trainer.patching import apply_liger, experts, mlps, norms, remove_liger
+from liger_trainer.patching.core import guards, probe
+from liger_trainer.patching.core.binding import Binding
+from liger_trainer.patching.core.kind import attempt
 from liger_triton import reference
 
 

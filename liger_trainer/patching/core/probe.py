@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import nn
 
-from liger_trainer.instance.binding import Binding
+from liger_trainer.patching.core.binding import Binding
 
 SEED = 20240817
 SLOTS = ("forward", "_old_forward", "_apply_gate")  # where methods are bound

@@ -14,7 +14,7 @@ from torch import nn
 
 from liger_trainer import apply_liger, remove_liger
 from liger_trainer.head.calls import install_fused_head
-from liger_trainer.instance.hooks import as_of_a_user, hook_on
+from liger_trainer.patching.core.hooks import as_of_a_user, hook_on
 
 HEAD = "fused_linear_cross_entropy"
 

@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from liger_trainer.instance.binding import own_class
-from liger_trainer.instance.hooks import home, hook_on
+from liger_trainer.patching.core.binding import own_class
+from liger_trainer.patching.core.hooks import home, hook_on
 
 _ABSENT = ...  # stands for what is not there
 KNOWN: tuple[str, ...] = ("transformers.", "torch.", "peft.", "torchao.", "kernels.", "liger_trainer.")

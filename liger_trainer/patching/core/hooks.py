@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from liger_trainer.instance.binding import Binding, is_bound
+from liger_trainer.patching.core.binding import Binding, is_bound
 
 HOOK_DICTS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _GLOBAL_HOOKS = [getattr(nn.modules.module, f"_global{attribute}") for attribute in HOOK_DICTS]

@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from liger_trainer._logging import logger
-from liger_trainer.instance.report import Place
+from liger_trainer.patching.core.report import Place
 
 
 class Rests(Protocol):

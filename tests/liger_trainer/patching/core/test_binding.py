@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from liger_trainer.instance.binding import Binding, bind, call_previous, in_place_of, unbind_all
-from liger_trainer.instance.kind import Kind, Proof, find, slot_of
-from liger_trainer.instance.report import LigerReport
 from liger_trainer.patching.apply import _swap
+from liger_trainer.patching.core.binding import Binding, bind, call_previous, in_place_of, unbind_all
+from liger_trainer.patching.core.kind import Kind, Proof, find, slot_of
+from liger_trainer.patching.core.report import LigerReport
 
 
 class Outer(Binding):

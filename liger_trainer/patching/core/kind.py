@@ -10,9 +10,9 @@ from torch import nn
 from torch._subclasses import FakeTensor
 from torch.nn.utils.parametrize import is_parametrized
 
-from liger_trainer.instance import probe
-from liger_trainer.instance.binding import Binding
-from liger_trainer.instance.guards import Guards, NotProven, guards_of
+from liger_trainer.patching.core import probe
+from liger_trainer.patching.core.binding import Binding
+from liger_trainer.patching.core.guards import Guards, NotProven, guards_of
 
 PLAIN_TENSORS = (nn.Parameter, torch.Tensor, FakeTensor)  # no DTensor, nothing quantised; fake while memory is counted
 _MODULE_STATE = {*nn.Module().__dict__}

@@ -17,7 +17,7 @@ from transformers.models.gemma2 import modeling_gemma2
 from transformers.models.llama import modeling_llama
 
 from liger_trainer import apply_liger
-from liger_trainer.instance.guards import linear_is_torchs
+from liger_trainer.patching.core.guards import linear_is_torchs
 
 HEAD = "fused_linear_cross_entropy"
 LLAMA, GEMMA = modeling_llama, modeling_gemma2
