@@ -19,6 +19,7 @@ from liger_trainer.patching.core.binding import Binding, Weakly, own_class
 from liger_trainer.patching.core.guards import Guards, NotProven, code_guards_of, global_lookups, key_of, lookups_of
 from liger_trainer.patching.core.hooks import comes_from, home, hook_on
 from liger_trainer.patching.core.kind import Found, attempt, slot_of
+from liger_trainer.patching.core.own_globals import decorated_like, forward_with_globals, is_decorated_by
 from liger_trainer.patching.rotary_proof import Rotation, Signature, layouts_of, makes_angles, prove, size_of
 from liger_triton import rope
 from liger_triton.rope import misfit
@@ -142,39 +143,11 @@ def _proven_at(function: Callable, key: tuple) -> tuple[Any, str | None]:
     return attempt(prove, function)
 
 
-def is_decorated_by(forward: Any, is_known: Callable[[Any, list], bool]) -> bool:
-    """Return whether each decorator of a forward is known and has what it decorates in a cell.
-
-    `is_known` gets the decorated function and what is in its cells.
-    """
-    while (inner := getattr(forward, "__wrapped__", None)) is not None:
-        cells = [cell.cell_contents for cell in getattr(forward, "__closure__", None) or ()]
-        if not is_known(forward, cells) or all(cell is not inner for cell in cells):
-            return False
-        forward = inner
-    return True
-
-
 def _is_known(decorated: Any, cells: list) -> bool:
     """Whether it is decorated by `@torch.no_grad()`, or by transformers' `@deprecate_kwarg`."""
     without_grad = any(type(getattr(cell, "__self__", None)) is torch.no_grad for cell in cells)
     room = home(decorated)
     return room == "transformers.utils.deprecation" or (room == "torch.utils._contextlib" and without_grad)
-
-
-@functools.cache
-def decorated_like(decorated: Callable, forward: Callable) -> Callable:
-    """`forward` under the decorators of `decorated`, each of which has the function that it decorates in a cell."""
-    inner = getattr(decorated, "__wrapped__", None)
-    if inner is None:
-        return forward
-    below = decorated_like(inner, forward)
-    cells = (types.CellType(below) if x.cell_contents is inner else x for x in decorated.__closure__)  # type: ignore
-    function = types.FunctionType(
-        decorated.__code__, decorated.__globals__, decorated.__name__, decorated.__defaults__, tuple(cells)
-    )
-    function.__kwdefaults__ = decorated.__kwdefaults__  # type: ignore[attr-defined]
-    return functools.update_wrapper(function, below)
 
 
 def _nearest_embeddings(name: str, layouts: dict[str, frozenset[tuple[int, str]]]) -> list[str]:
@@ -242,25 +215,3 @@ def replacement(function: Callable, signature: Signature, plans: tuple[Plan, ...
         return q if single else (q, k)
 
     return apply_rotary
-
-
-_forwards: dict[tuple, tuple[Callable, list[Any]]] = {}
-
-
-def forward_with_globals(own: types.FunctionType, replaced: tuple[tuple[str, Callable], ...]) -> Callable:
-    """The function `own` with its code unchanged and a dict of globals of its own: those it reads, some replaced.
-
-    Guards compare these globals with what the Python module has later. A dict that looks there itself would have
-    torch.compile guard on all that the module has.
-    """
-    scope = own.__globals__
-    names = [name for _, name, _ in global_lookups(own)]
-    key = (own, replaced, tuple((name, id(scope[name])) for name in names))
-    if key not in _forwards:
-        own_globals = {name: scope[name] for name in (*names, "__builtins__")} | dict(replaced)
-        own_globals["__package__"] = scope.get("__package__")  # for an import inside the function
-        function = types.FunctionType(own.__code__, own_globals, own.__name__, own.__defaults__, own.__closure__)
-        function.__kwdefaults__ = own.__kwdefaults__
-        # The globals are kept as well, so that no other object gets one of their ids, which are part of the key.
-        _forwards[key] = (functools.update_wrapper(function, own), [scope[name] for name in names])
-    return _forwards[key][0]

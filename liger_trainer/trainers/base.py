@@ -19,7 +19,6 @@ from transformers.trainer_utils import TrainOutput
 from liger_trainer._logging import logger
 from liger_trainer.base_weights.unloaded import Base, KeptWeights
 from liger_trainer.feature import Run
-from liger_trainer.head import masks
 from liger_trainer.head.module import base_model_of, has_fused_head
 from liger_trainer.head.outputs import FusedLMOutput, HeadOptions
 from liger_trainer.head.request import HeadRequest, run_request
@@ -34,8 +33,9 @@ from liger_trainer.trainers.module_walks import WithParameters
 from liger_trainer.trainers.patched_models import PatchedModels
 from liger_trainer.trainers.renamed_weights import LoadsRenamedWeights
 from liger_trainer.trainers.world import fault_of_world
-from liger_trainer.varlen.capture_summary import Summary
+from liger_trainer.varlen import masks
 from liger_trainer.varlen.decide import bound_backbone
+from liger_trainer.varlen.graphs.capture_summary import Summary
 from liger_trainer.varlen.host_copies import real_tokens, remembering
 
 _LIBRARIES = ("liger_trainer.", "trl.", "transformers.")

@@ -9,9 +9,9 @@ from liger_trainer._logging import logger
 from liger_trainer.feature import Feature, Run
 from liger_trainer.head.module import base_model_of
 from liger_trainer.memory.memory import is_out_of_memory
-from liger_trainer.varlen.capture_summary import Summary
 from liger_trainer.varlen.decide import bound_backbone
-from liger_trainer.varlen.step_graphs import StepGraphs, step_graphs
+from liger_trainer.varlen.graphs.capture_summary import Summary
+from liger_trainer.varlen.graphs.step_graphs import StepGraphs, step_graphs
 
 AUTO = "auto"
 CAPTURES_ON = ("cuda",)  # types of devices

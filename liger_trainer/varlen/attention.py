@@ -1,6 +1,6 @@
 """Causal attention over rows of uneven length that lie one after the other, in PyTorch alone.
 
-transformers' models ask one registry for their attention function and another for its mask. `head/masks.py` registers
+transformers' models ask one registry for their attention function and another for its mask. `masks.py` registers
 `varlen_attention` and `row_mask` there under the name `sdpa`, which configs keep. While the rows of a call are known
 (`rows_known`), the mask is a `RowMask`, which says where each row ends. What runs then is a fixed rule:
 
@@ -10,7 +10,7 @@ transformers' models ask one registry for their attention function and another f
 - sinks and soft caps: `liger_triton.row_attention`
 - a window that is no shorter than the longest row is plain causal, and chunks are rows of their own
 
-Every other call is transformers' own. `head/masks.py` hands models that have no SDPA `attend_by_rows` in the same way.
+Every other call is transformers' own. `masks.py` hands models that have no SDPA `attend_by_rows` in the same way.
 """
 
 import contextlib

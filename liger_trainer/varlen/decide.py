@@ -1,7 +1,7 @@
 """Decides which calls may leave padding out, and finds the rows of real tokens of a call.
 
 Padding is left out where all code that reads hidden states is known: the forwards of transformers that a proof has run
-(`patching/varlen.py`), layers of PyTorch and of adapters through which each token goes by itself, and the loss function
+(`proof/backbone.py`), layers of PyTorch and of adapters through which each token goes by itself, and the loss function
 of the proof. With anything else that may see rows or padding (a class or a function of the user's, a hook, an output of
 every position) the batch goes through as it is, and the report names it.
 """
@@ -17,10 +17,10 @@ from transformers.loss.loss_utils import LOSS_MAPPING
 
 from liger_trainer.patching.core.binding import Binding, own_class
 from liger_trainer.patching.core.hooks import comes_from, has_hooks, hook_on
-from liger_trainer.varlen.captured import BackboneGraphs
+from liger_trainer.varlen.graphs.captured import BackboneGraphs
+from liger_trainer.varlen.graphs.step_graphs import active_graphs
 from liger_trainer.varlen.padding import COMPUTES_PADDING, BackboneBinding, MixedRows, Plan
 from liger_trainer.varlen.plans import holds_packed_rows, plan_of, rotates_by_length
-from liger_trainer.varlen.step_graphs import active_graphs
 
 # Inputs that require gradients. Other hooks of PEFT say which adapter is for which row, or from which token on.
 _HARMLESS_HOOKS = (

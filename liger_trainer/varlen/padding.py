@@ -21,7 +21,7 @@ from transformers.utils import ModelOutput
 
 from liger_trainer.patching.core.binding import Binding, Rests, call_previous, in_place_of
 from liger_trainer.varlen.attention import NotForRows, Rows, rows_known
-from liger_trainer.varlen.captured import BackboneGraphs
+from liger_trainer.varlen.graphs.captured import BackboneGraphs
 from liger_trainer.varlen.host_copies import values_of
 from liger_trainer.varlen.known import Known, is_stale
 from liger_trainer.varlen.states import KIND

@@ -15,6 +15,7 @@ LAYERS = (  # a module imports from its own layer and from those before it
     ("base_weights", "memory"),
     ("varlen",),
     ("head",),
+    ("varlen.proof",),
     ("fp8",),
     ("lora",),
     ("patching",),

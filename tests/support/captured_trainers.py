@@ -4,7 +4,7 @@ import torch
 from rerun_recorder import RerunRecorder
 
 from liger_trainer.trainers import cuda_graphs
-from liger_trainer.varlen.step_graphs import StepGraphs
+from liger_trainer.varlen.graphs.step_graphs import StepGraphs
 
 
 class OnGpu:

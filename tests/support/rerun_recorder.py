@@ -10,7 +10,7 @@ import itertools
 import torch
 
 from liger_trainer.trainers import cuda_graphs
-from liger_trainer.varlen.step_graphs import StepGraphs
+from liger_trainer.varlen.graphs.step_graphs import StepGraphs
 
 
 class Rerun:

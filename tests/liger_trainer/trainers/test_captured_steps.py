@@ -1,7 +1,7 @@
 """Trainers with captured steps train as with `cuda_graphs: false`, and as the stock trainers.
 
-What is recorded runs again as Python here (`RerunRecorder`). `tests/liger_trainer/varlen/test_captured_gpu.py` compares
-CUDA graphs to the bit.
+What is recorded runs again as Python here (`RerunRecorder`). `varlen/graphs/test_captured_gpu.py` compares CUDA
+graphs to the bit.
 """
 
 import copy

@@ -1,7 +1,7 @@
 """Trainers whose rows have images, with the processors of their models, beside TRL's own on the same rows.
 
 Llama 4 is missing: TRL's own SFTTrainer fails on it. It is in `varlen/test_images.py`, its tower in
-`patching/test_towers.py`.
+`varlen/proof/test_towers.py`.
 """
 
 import copy

@@ -10,7 +10,7 @@ from torch import nn
 from liger_trainer.patching.core.binding import Binding
 from liger_trainer.patching.core.hooks import HOOK_DICTS, home
 from liger_trainer.patching.core.kept import hooks_in_force
-from liger_trainer.varlen.recorder import Recorder
+from liger_trainer.varlen.graphs.recorder import Recorder
 
 _GLOBAL_HOOKS = [getattr(nn.modules.module, f"_global{name}") for name in HOOK_DICTS]
 

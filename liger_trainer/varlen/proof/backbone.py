@@ -15,14 +15,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from liger_trainer.head import masks
 from liger_trainer.patching.core import probe
 from liger_trainer.patching.core.binding import bind, own_class
 from liger_trainer.patching.core.kind import Found, attempt
-from liger_trainer.patching.packed_rows import kernels_in_torch
-from liger_trainer.patching.small_model import small_copy
-from liger_trainer.patching.states import Told, may_go_by_rows, told_by
-from liger_trainer.varlen import padding
+from liger_trainer.varlen import masks, padding
 from liger_trainer.varlen.decide import (
     backbone_of,
     base_of,
@@ -33,6 +29,9 @@ from liger_trainer.varlen.decide import (
     why_not_theirs,
 )
 from liger_trainer.varlen.plans import plan_of
+from liger_trainer.varlen.proof.packed_rows import kernels_in_torch
+from liger_trainer.varlen.proof.small_model import small_copy
+from liger_trainer.varlen.proof.states import Told, may_go_by_rows, told_by
 
 OPERATION = "varlen_attention"
 _LENGTHS, _WIDTH = (7, 1, 11, 12), 12  # longer and shorter than the window of a small copy

@@ -1,6 +1,7 @@
 """Captured backbones on a GPU: to the bit, with dropout, on 4-bit bases, and what memory they take.
 
-CUDA_VISIBLE_DEVICES=0 CUBLAS_WORKSPACE_CONFIG=:4096:8 pytest -m gpu tests/liger_trainer/varlen/test_captured_gpu.py
+CUDA_VISIBLE_DEVICES=0 CUBLAS_WORKSPACE_CONFIG=:4096:8 \\
+    pytest -m gpu tests/liger_trainer/varlen/graphs/test_captured_gpu.py
 """
 
 import copy
@@ -12,8 +13,8 @@ from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from liger_trainer import apply_liger
-from liger_trainer.varlen.recorder import CudaRecorder
-from liger_trainer.varlen.step_graphs import StepGraphs, step_graphs
+from liger_trainer.varlen.graphs.recorder import CudaRecorder
+from liger_trainer.varlen.graphs.step_graphs import StepGraphs, step_graphs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 LENGTHS = (130, 1, 300, 81)  # 512 together, which is a size, so that no row fills it up

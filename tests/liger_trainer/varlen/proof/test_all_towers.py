@@ -2,7 +2,7 @@
 
 The towers run, in one attention where they take offsets, and the decoder leaves padding out where that is proven:
 
-    pytest -s -m slow tests/liger_trainer/patching/test_all_towers.py
+    pytest -s -m slow tests/liger_trainer/varlen/proof/test_all_towers.py
 """
 
 import pytest

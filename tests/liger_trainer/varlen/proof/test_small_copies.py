@@ -15,7 +15,7 @@ from transformers import (
 from varlen_batches import assert_same_step
 
 from liger_trainer import apply_liger
-from liger_trainer.patching.small_model import small_config, small_copy
+from liger_trainer.varlen.proof.small_model import small_config, small_copy
 
 SIZES = {
     "hidden_size": 64, "intermediate_size": 48, "moe_intermediate_size": 24, "num_attention_heads": 4, "head_dim": 16,

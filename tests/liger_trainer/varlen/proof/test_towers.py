@@ -13,10 +13,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from varlen_batches import waits_for_gpu
 
 from liger_trainer import apply_liger, remove_liger
-from liger_trainer.head import masks
-from liger_trainer.patching import towers
-from liger_trainer.varlen import segments
+from liger_trainer.varlen import masks, segments
 from liger_trainer.varlen.host_copies import HostBatch, remember
+from liger_trainer.varlen.proof import towers
 
 TOWER = "model.visual.blocks"
 

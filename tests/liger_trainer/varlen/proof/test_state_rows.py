@@ -11,10 +11,10 @@ from transformers import DataCollatorWithFlattening
 from varlen_batches import ON, assert_same_with_states, batch, drawn_model, rows_of, step
 
 from liger_trainer import apply_liger
-from liger_trainer.patching import convolutions, rules, varlen
-from liger_trainer.patching.packed_rows import kernel_behind
 from liger_trainer.varlen import states
 from liger_trainer.varlen.attention import Rows
+from liger_trainer.varlen.proof import backbone, convolutions, rules
+from liger_trainer.varlen.proof.packed_rows import kernel_behind
 
 RULES = ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention")
 
@@ -22,7 +22,7 @@ RULES = ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention")
 @pytest.fixture
 def gpu(monkeypatch):
     """`gpu(model)` patches a model as on a machine with a GPU; its layers run on the CPU as they would there."""
-    monkeypatch.setattr(varlen, "_has_gpu", lambda: True)
+    monkeypatch.setattr(backbone, "_has_gpu", lambda: True)
 
     def patched(model):
         report = apply_liger(model, ON)["varlen_attention"]
@@ -99,7 +99,7 @@ def test_a_rule_that_is_told_nothing_keeps_rows_side_by_side(name, gpu):
 
 def test_without_a_gpu_rows_are_side_by_side(monkeypatch):
     model = drawn_model("lfm2")
-    monkeypatch.setattr(varlen, "_has_gpu", lambda: False)
+    monkeypatch.setattr(backbone, "_has_gpu", lambda: False)
     report = apply_liger(model, ON)["varlen_attention"]
     assert not any("one after the other" in text for text in report.swapped.values())
 

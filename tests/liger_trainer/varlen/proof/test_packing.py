@@ -6,7 +6,7 @@ from architectures import build
 from tiny_models import tiny_model
 
 from liger_trainer import apply_liger
-from liger_trainer.patching.packed_rows import why_rows_mix
+from liger_trainer.varlen.proof.packed_rows import why_rows_mix
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe", "gemma2", "gemma3_text", "deepseek_v3", "phi"])

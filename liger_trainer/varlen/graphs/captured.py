@@ -28,14 +28,14 @@ from torch import nn
 
 from liger_trainer._logging import logger
 from liger_trainer.varlen.attention import NotForRows, Rows
-from liger_trainer.varlen.capture import CapturedRun, DoesNotPay
-from liger_trainer.varlen.capture_summary import Summary
-from liger_trainer.varlen.recorder import Recorder
-from liger_trainer.varlen.refusals import NotCapturable, SideEffects, refuse_hooks, refuse_process
-from liger_trainer.varlen.replay import Replayed
-from liger_trainer.varlen.snapshot import Snapshot
-from liger_trainer.varlen.static_batch import Batch, Buffers, Size, bounds_of, power_of_2, round_up
-from liger_trainer.varlen.static_gradients import GradientBuffers
+from liger_trainer.varlen.graphs.capture import CapturedRun, DoesNotPay
+from liger_trainer.varlen.graphs.capture_summary import Summary
+from liger_trainer.varlen.graphs.recorder import Recorder
+from liger_trainer.varlen.graphs.refusals import NotCapturable, SideEffects, refuse_hooks, refuse_process
+from liger_trainer.varlen.graphs.replay import Replayed
+from liger_trainer.varlen.graphs.snapshot import Snapshot
+from liger_trainer.varlen.graphs.static_batch import Batch, Buffers, Size, bounds_of, power_of_2, round_up
+from liger_trainer.varlen.graphs.static_gradients import GradientBuffers
 
 MOST_MODES = 4  # states of the model, such as adapters switched on and off
 MOST_SIZES = 16  # of each mode

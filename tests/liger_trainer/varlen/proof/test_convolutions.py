@@ -12,7 +12,7 @@ from transformers.integrations import hub_kernels
 from varlen_batches import ON, assert_same_step, batch, rows_of, step
 
 from liger_trainer import apply_liger
-from liger_trainer.patching import convolutions
+from liger_trainer.varlen.proof import convolutions
 
 TYPES = ("qwen3_5_text", "lfm2", "bamba")
 MODELING = "transformers.models.{0}.modeling_{0}"

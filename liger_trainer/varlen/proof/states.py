@@ -1,6 +1,6 @@
 """Finds the layers of a decoder that keep a state between tokens, and makes what tells them their rows.
 
-What is found is only nominated. The proof of `patching/varlen.py` decides whether rows together are rows alone.
+What is found is only nominated. The proof of `backbone.py` decides whether rows together are rows alone.
 """
 
 import inspect
@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from liger_trainer.patching import convolutions, rules
 from liger_trainer.patching.core.binding import own_class
 from liger_trainer.patching.core.guards import Guards, NotProven, code_guards_of, global_lookups
 from liger_trainer.patching.core.kind import slot_of
-from liger_trainer.patching.rotary import decorated_like, forward_with_globals
+from liger_trainer.patching.core.own_globals import decorated_like, forward_with_globals
 from liger_trainer.varlen import states
+from liger_trainer.varlen.proof import convolutions, rules
 
 _CONVOLUTIONS = "causal_conv1d"  # in the names of functions of transformers that a forward calls
 _RULES = ("chunk_", "torch_chunk", "mamba_", "selective_scan")  # how those of rules and scans begin

@@ -2,7 +2,7 @@
 
 What a tiny model does with the batch in stock is the measure: its rows see each other, it raises, or they stay apart.
 
-    pytest -m slow tests/liger_trainer/patching/test_packed_states.py
+    pytest -m slow tests/liger_trainer/varlen/proof/test_packed_states.py
 """
 
 import functools
@@ -16,8 +16,8 @@ from installed_packages import install_packages
 from transformers import DataCollatorWithFlattening
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from liger_trainer.patching.packed_rows import keeps_state, why_rows_mix
 from liger_trainer.varlen.decide import backbone_of
+from liger_trainer.varlen.proof.packed_rows import keeps_state, why_rows_mix
 
 KEEP_STATE = (
     "bailing_hybrid", "bamba", "deepseek_v4", "falcon_h1", "falcon_mamba", "glm5_next", "granitemoehybrid", "inkling2",

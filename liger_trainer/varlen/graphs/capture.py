@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 from liger_trainer.varlen.attention import rows_known
-from liger_trainer.varlen.recorder import Recorder
-from liger_trainer.varlen.refusals import NotCapturable
-from liger_trainer.varlen.snapshot import Snapshot
-from liger_trainer.varlen.static_batch import Batch, Size
-from liger_trainer.varlen.static_gradients import GradientBuffers
+from liger_trainer.varlen.graphs.recorder import Recorder
+from liger_trainer.varlen.graphs.refusals import NotCapturable
+from liger_trainer.varlen.graphs.snapshot import Snapshot
+from liger_trainer.varlen.graphs.static_batch import Batch, Size
+from liger_trainer.varlen.graphs.static_gradients import GradientBuffers
 
 WORTHWHILE = 0.95  # of the time of Python's code; a replay that takes more is not used
 CLOSE = 0.05  # largest relative difference of a replay and the code it was captured from, in the L2 norm

@@ -20,8 +20,8 @@ from liger_trainer.patching.core.binding import Binding, in_place_of, own_class
 from liger_trainer.patching.core.guards import Guards, code_guards_of, global_lookups
 from liger_trainer.patching.core.hooks import comes_from, home
 from liger_trainer.patching.core.kind import Kind, Proof
+from liger_trainer.patching.core.own_globals import decorated_like, forward_with_globals, is_decorated_by
 from liger_trainer.patching.core.probe import one_thread
-from liger_trainer.patching.rotary import decorated_like, forward_with_globals, is_decorated_by
 from liger_trainer.varlen.host_copies import remember, sent, values_of
 from liger_trainer.varlen.known import Known
 

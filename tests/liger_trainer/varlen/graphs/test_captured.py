@@ -21,11 +21,11 @@ from varlen_batches import batch, model_of
 
 from liger_trainer import apply_liger, remove_liger
 from liger_trainer.varlen import decide
-from liger_trainer.varlen.captured import MOST_MODES
-from liger_trainer.varlen.recorder import CudaRecorder
-from liger_trainer.varlen.snapshot import Snapshot
-from liger_trainer.varlen.static_batch import Batch, round_up
-from liger_trainer.varlen.step_graphs import StepGraphs, step_graphs
+from liger_trainer.varlen.graphs.captured import MOST_MODES
+from liger_trainer.varlen.graphs.recorder import CudaRecorder
+from liger_trainer.varlen.graphs.snapshot import Snapshot
+from liger_trainer.varlen.graphs.static_batch import Batch, round_up
+from liger_trainer.varlen.graphs.step_graphs import StepGraphs, step_graphs
 
 SIZES = ((7, 1, 11, 12), (9, 3, 12, 10), (5, 6, 7, 8), (12, 12, 12, 12))
 BIG = (20, 20, 20, 20)  # tokens, of another size

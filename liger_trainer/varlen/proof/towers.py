@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from liger_trainer.head import masks
 from liger_trainer.patching.core import probe
 from liger_trainer.patching.core.binding import Binding, bind, call_previous, in_place_of, own_class
 from liger_trainer.patching.core.guards import NotProven, code_guards_of
 from liger_trainer.patching.core.hooks import comes_from
 from liger_trainer.patching.core.kind import Kind, Proof
+from liger_trainer.varlen import masks
 from liger_trainer.varlen.segments import NotInSegments, segments_known, segments_of
 
 OPERATION = "varlen_attention"

@@ -5,8 +5,8 @@ from typing import Protocol
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from liger_trainer.varlen.recorder import Recorder
-from liger_trainer.varlen.static_batch import Batch, Size
+from liger_trainer.varlen.graphs.recorder import Recorder
+from liger_trainer.varlen.graphs.static_batch import Batch, Size
 
 
 class Captures(Protocol):

@@ -13,7 +13,7 @@ registry has that name. Each layer asks for its function by `get_interface`: `_i
 import functools
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -23,8 +23,6 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
-from liger_trainer.head.module import head_options
-from liger_trainer.head.request import ModelCall
 from liger_trainer.patching.core.hooks import comes_from
 from liger_trainer.varlen.attention import attend_by_rows, refuse_rows, row_mask
 from liger_trainer.varlen.padding import cache_of
@@ -82,8 +80,8 @@ def install(model: nn.Module) -> None:
     vars(ALL_ATTENTION_FUNCTIONS).setdefault("get_interface", _interface)
 
 
-def release() -> None:
-    """Give transformers its own functions back, if no model is patched.
+def release(is_patched: Callable[[nn.Module], bool]) -> None:
+    """Give transformers its own functions back, if `is_patched` of no model for which ours were installed.
 
     `remove_liger` asks for this, and the garbage collector does not: it could run while another model is compiled,
     which would then fail. Within a compilation ours stay until the next `remove_liger`. A patched copy that is not
@@ -91,7 +89,7 @@ def release() -> None:
     """
     if TracingContext.try_get() is not None:
         return
-    if any(head_options(model) is not None for model in _users):
+    if any(map(is_patched, _users)):
         return
     for registry, name, own, ours in _FUNCTIONS:
         if registry[name] is ours:
@@ -131,7 +129,24 @@ def _is_needless(
     return may_return_none and is_square and (local_size is None or kv_length < local_size)
 
 
-def run_without_masks(call: ModelCall) -> Any:
+class TracedCall(Protocol):
+    """A call of a model's own forward, as `head/request.py` makes it."""
+
+    @property
+    def model(self) -> nn.Module: ...
+
+    @property
+    def args(self) -> tuple[Any, ...]: ...
+
+    @property
+    def kwargs(self) -> dict[str, Any]: ...
+
+    def run(self) -> Any: ...
+
+    def _replace(self, *, kwargs: dict[str, Any]) -> "TracedCall": ...
+
+
+def run_without_masks(call: TracedCall) -> Any:
     """Run a traced call of a model's forward, which then builds no needless masks."""
     global _nothing_is_padding
     ids = call.kwargs.get("input_ids")

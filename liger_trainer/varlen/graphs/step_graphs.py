@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import nn
 
-from liger_trainer.varlen.capture_summary import Summary
-from liger_trainer.varlen.captured import BackboneGraphs
-from liger_trainer.varlen.recorder import CudaRecorder, Recorder
+from liger_trainer.varlen.graphs.capture_summary import Summary
+from liger_trainer.varlen.graphs.captured import BackboneGraphs
+from liger_trainer.varlen.graphs.recorder import CudaRecorder, Recorder
 
 
 class StepGraphs:
