@@ -23,6 +23,7 @@ from transformers.integrations import moe
 from liger_trainer.lora.peft_state import active_parts, is_linear
 from liger_trainer.patching.core import probe
 from liger_trainer.patching.core.binding import Binding, is_bound, own_class
+from liger_trainer.patching.core.contracts import PackedExperts
 from liger_trainer.patching.core.guards import KNOWN, Guards, NotProven, code_guards_of, guards_of, lookups_of
 from liger_trainer.patching.core.hooks import comes_from, has_hooks, replaced_forward
 from liger_trainer.patching.core.kind import PLAIN_TENSORS, Kind, Proof, names_of, slot_of
@@ -82,7 +83,7 @@ class Experts:
 
 def _is_packed(block: nn.Module) -> bool:
     """Return whether its weights are in few bits: `packed` gives them, and no parameters have their names."""
-    return hasattr(own_class(block), "unpacked_class")
+    return issubclass(own_class(block), PackedExperts)
 
 
 def _weights_of(block: nn.Module) -> list[Any]:
@@ -173,7 +174,7 @@ def _pass_inputs_on(block: nn.Module) -> None:
 def small_copy(module: nn.Module, source: torch.Generator, dtype: torch.dtype) -> nn.Module:
     """A block with the attributes of `module` and few small experts with random weights, not in four bits."""
     block = probe.clone(module, source, parameters=False)
-    block.__class__ = getattr(module, "unpacked_class", type(block))
+    block.__class__ = module.unpacked_class if isinstance(module, PackedExperts) else type(block)
     for name, value in vars(module).items():
         for word, size in (("num_experts", _EXPERTS), ("hidden", _WIDTH), ("intermediate", _INNER)):
             if word in name and type(value) is int:

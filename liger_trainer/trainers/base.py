@@ -222,7 +222,8 @@ class LigerTrainerMixin(LoadsRenamedWeights):
             )
 
     @property
-    def _overrides_compute_loss(self) -> bool:
+    def overrides_compute_loss(self) -> bool:
+        """Return whether a class of the user's has its own `compute_loss`."""
         methods = [vars(owner).get("compute_loss") for owner in (self, *type(self).__mro__)]
         return not all(method is None or comes_from(method, _LIBRARIES) for method in methods)
 
@@ -244,7 +245,7 @@ class LigerTrainerMixin(LoadsRenamedWeights):
                 error.add_note(init_checks.WHAT_FUSED_LAYERS_KEEP)
             of_none = "NoneType" in str(error) or error.args == ("logits",)
             unpacked = str(error).startswith("not enough values to unpack")  # `loss, logits = model(...)[:2]`
-            if (of_none or unpacked) and self.head_is_ours and self._overrides_compute_loss:
+            if (of_none or unpacked) and self.head_is_ours and self.overrides_compute_loss:
                 error.add_note(self._ways_to_a_loss_of_logits())
             raise
 
@@ -358,7 +359,7 @@ class LigerTrainerMixin(LoadsRenamedWeights):
         if self.uses_liger:
             init_checks.refuse_packed_rows_that_mix(self)
             init_checks.refuse_adapters_without_parameters(self)
-        if self.head_is_ours and self._overrides_compute_loss:
+        if self.head_is_ours and self.overrides_compute_loss:
             logger.info(self._ways_to_a_loss_of_logits())
         if self.head_is_ours and self.compute_loss_func is not None:
             also = " and TRL's metrics cost a second forward" if self.stock_class() is not Trainer else ""

@@ -26,6 +26,7 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
+from liger_trainer.patching.core.contracts import LimitsAttention
 from liger_trainer.varlen.host_copies import sent
 from liger_triton import row_attention
 from liger_triton.row_attention import flash_is_built
@@ -122,7 +123,7 @@ class StaticRows(Rows):
         raise NotForRows("its layers attend in chunks, whose number depends on the lengths of rows")
 
 
-class RowMask:
+class RowMask(LimitsAttention):
     """The mask that layers get: a token sees the tokens of its own row up to itself, and at most `window` of them.
     `chunked` says that the rows are chunks.
 
@@ -133,7 +134,14 @@ class RowMask:
     def __init__(
         self, rows: Rows, window: int | None = None, unknown: str | None = None, chunked: bool = False
     ):  # fmt: skip
-        self.rows, self.window, self.unknown, self.chunked = rows, window, unknown, chunked
+        self.rows = rows
+        self.window = window
+        self.unknown = unknown
+        self.chunked = chunked
+
+    def most_seen(self) -> int:
+        longest = self.rows.longest
+        return longest if self.window is None else min(longest, self.window)
 
     def __getitem__(self, index: object) -> "RowMask":
         """The mask itself for slices that take all of it, as Gemma 4 asks for before layers that reuse keys."""

@@ -16,6 +16,7 @@ from torch import nn
 from transformers.loss.loss_utils import LOSS_MAPPING
 
 from liger_trainer.patching.core.binding import Binding, own_class
+from liger_trainer.patching.core.contracts import PackedExperts
 from liger_trainer.patching.core.hooks import comes_from, has_hooks, hook_on
 from liger_trainer.varlen.graphs.captured import BackboneGraphs
 from liger_trainer.varlen.graphs.step_graphs import active_graphs
@@ -277,7 +278,11 @@ def own_loss_of(model) -> Callable:
 def code_of(modules: Iterable[nn.Module]) -> dict[Any, Callable]:
     """The classes of modules, with their forwards. Experts in four bits run the code of their class in 16 bits."""
     kinds: Iterable[Any] = map(own_class, modules)
-    return {own: own.forward for own in (getattr(kind, "unpacked_class", kind) for kind in kinds)}
+    found = {}
+    for kind in kinds:
+        own = kind.unpacked_class if issubclass(kind, PackedExperts) else kind
+        found[own] = own.forward
+    return found
 
 
 def foreign_class(modules: Iterable[nn.Module]) -> str | None:
