@@ -397,7 +397,7 @@ def _why_block_is_not_ours(block: nn.Module) -> str | None:
         return "a hook on its block of experts would not be called"
     if binding.aside:
         return "its block of experts keeps its own code"
-    reason = binding.broken(block)
+    reason = None if binding.guards is None else binding.guards.broken(block)
     if reason is not None:
         binding.step_aside(reason)  # as a call of the block itself would
     return reason

@@ -71,8 +71,9 @@ class MLP:
 
 def _widths(module: nn.Module | None) -> tuple[int, int] | None:
     """(width of the input, width of the output) of a linear layer or of a `Conv1D` of transformers, else None."""
-    for names in (("in_features", "out_features"), ("nx", "nf")):
-        width_in, width_out = (getattr(module, name, None) for name in names)
+    for name_in, name_out in (("in_features", "out_features"), ("nx", "nf")):
+        width_in = getattr(module, name_in, None)
+        width_out = getattr(module, name_out, None)
         if isinstance(width_in, int) and isinstance(width_out, int):
             return width_in, width_out
     return None
@@ -210,12 +211,16 @@ def build(mlp: MLP, rebuild_above: int = REBUILD_ABOVE_BYTES) -> Callable:
     def tensors_of_projections(self, x: torch.Tensor) -> list[Tensors] | None:
         """The tensors of gate, up and down where one function computes all three now: with a LoRA on one of them, or
         where all would be computed again in the backward pass, and have so many rows that it takes them in slices."""
-        projections = [self._modules[name] for name in names]
         if torch.compiler.is_compiling():
             return None
-        adapted = any("base_layer" in module._modules for module in projections)
-        if not adapted and not (goes_in_slices(x, (_widths(projections[0]) or (0, 0))[1]) and keeps_nothing()):
-            return None
+        projections = [self._modules[name] for name in names]
+        adapted = False
+        for projection in projections:
+            adapted = adapted or "base_layer" in projection._modules
+        if not adapted:
+            _, width = _widths(projections[0]) or (0, 0)
+            if not (goes_in_slices(x, width) and keeps_nothing()):
+                return None
         found: list[Tensors] = []
         for name, module in zip(names, projections, strict=True):
             tensors = tensors_now(module, x, found[0][0].shape[0] if name == mlp.down else None)

@@ -4,10 +4,11 @@ A patched attention runs its own code, with globals in which the name of the rot
 (`forward_with_globals`). Ours hands calls of unproven shapes to the original function.
 """
 
+import copy
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -28,8 +29,8 @@ OPERATION = "rope"
 Plan = tuple[Rotation, frozenset[int] | None]  # a proof, and the widths of cos for which it holds (None: all)
 
 
-class RotaryBinding(Binding):
-    """The binding of an attention.
+class RotaryGuards(Guards):
+    """The guards of an attention, and of the modules that make its angles.
 
     Attributes:
         parent (`Weakly`): The parent of what makes its angles.
@@ -37,20 +38,35 @@ class RotaryBinding(Binding):
             turns by them. A hook on one may change the angles, of which ours reads only half of the numbers.
     """
 
-    def __init__(self, function: Callable, slot: str, guards: Guards, parent: nn.Module, parts: list):
-        super().__init__(function, slot, guards=guards)
+    def __init__(self, cls: type, lookups: Iterable[guards.Lookup], parent: nn.Module, parts: list):
+        super().__init__(cls, lookups)
         self.parent = Weakly(parent)
         self.parts = [(name, part, code_guards_of(own_class(part))) for name, part in parts]
 
-    def broken(self, module: nn.Module) -> str | None:
-        reason = super().broken(module)
+    def __deepcopy__(self, memo: dict[int, Any]) -> "RotaryGuards":
+        """Guard the modules of the copy."""
+        twin = copy.copy(self)
+        twin.parent = copy.deepcopy(self.parent, memo)
+        twin.parts = copy.deepcopy(self.parts, memo)
+        return twin
+
+    def all_lookups(self) -> Iterator[guards.Lookup]:
+        yield from super().all_lookups()
+        for _, _, its_guards in self.parts:
+            yield from its_guards.all_lookups()
+
+    def broken(self, module: nn.Module, label: str = "it") -> str | None:
+        reason = super().broken(module, label)
         for name, part, its_guards in self.parts:
             parent = self.parent.to()
+            kind = type(part).__name__
             if name and (parent is None or parent._modules.get(name) is not part):
-                return f"{name}, which makes the angles, is no longer the {type(part).__name__} that it was"
-            if reason is None and (reason := its_guards.broken(part, type(part).__name__)) is None:
+                return f"{name}, which makes the angles, is no longer the {kind} that it was"
+            if reason is None:
+                reason = its_guards.broken(part, kind)
+            if reason is None:
                 attached = hook_on(part)
-                reason = attached and f"{attached} on {type(part).__name__} may change the angles"
+                reason = attached and f"{attached} on {kind} may change the angles"
         return reason
 
 
@@ -83,7 +99,7 @@ def find_attentions(model: nn.Module) -> Iterator[Found]:
 
 def _binding_of(
     way: list[nn.Module], makers: list[str], seen: frozenset[tuple[int, str]], prove_once: Callable
-) -> tuple["RotaryBinding", str]:
+) -> tuple[Binding, str]:
     """Make the binding of an attention, and say what it computes. Raises `NotProven` where it keeps its own code.
 
     Args:
@@ -123,10 +139,11 @@ def _binding_of(
     forward = forward_rebuilding(forward_with_globals(own, tuple(turned_by.items())))
     forward = decorated_like(decorated, forward)
     parts += [("", scope[name]) for name in names if isinstance(scope[name], nn.Module)]
-    binding = RotaryBinding(forward, slot, Guards(own_class(module), lookups), way[0], parts)
-    if (reason := binding.broken(module)) is not None:
+    of_attention = RotaryGuards(own_class(module), lookups, way[0], parts)
+    reason = of_attention.broken(module)
+    if reason is not None:
         raise NotProven(reason)
-    return binding, f"{', '.join(names)}: {' | '.join(dict.fromkeys(texts))}"
+    return Binding(forward, slot, guards=of_attention), f"{', '.join(names)}: {' | '.join(dict.fromkeys(texts))}"
 
 
 def _proven(function: Callable) -> tuple[Any, str | None]:

@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,12 @@ _LIBRARIES = ("liger_trainer.", "trl.", "transformers.")
 def stock_class(ours: type) -> type:
     """Return the class of transformers or TRL that `ours`, a trainer or a config of one, extends."""
     return next(base for base in ours.__mro__ if base.__module__.partition(".")[0] in ("trl", "transformers"))
+
+
+@lru_cache(maxsize=16)
+def _are_overridden(methods: tuple[Callable[..., Any] | None, ...]) -> bool:
+    """Return whether one of `methods`, of the classes of a trainer, is not of a library. Each step asks this."""
+    return not all(method is None or comes_from(method, _LIBRARIES) for method in methods)
 
 
 class LigerTrainerMixin(LoadsRenamedWeights):
@@ -224,8 +230,10 @@ class LigerTrainerMixin(LoadsRenamedWeights):
     @property
     def overrides_compute_loss(self) -> bool:
         """Return whether a class of the user's has its own `compute_loss`."""
-        methods = [vars(owner).get("compute_loss") for owner in (self, *type(self).__mro__)]
-        return not all(method is None or comes_from(method, _LIBRARIES) for method in methods)
+        replaced = vars(self).get("compute_loss")
+        if replaced is not None and not comes_from(replaced, _LIBRARIES):
+            return True
+        return _are_overridden(tuple([vars(owner).get("compute_loss") for owner in type(self).__mro__]))
 
     def _ways_to_a_loss_of_logits(self) -> str:
         hook = f"override {self.loss_hook} instead, which builds none; " if self.loss_hook else ""

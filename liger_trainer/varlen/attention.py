@@ -1,8 +1,8 @@
 """Causal attention over rows of uneven length that lie one after the other, in PyTorch alone.
 
 transformers' models ask one registry for their attention function and another for its mask. `masks.py` registers
-`varlen_attention` and `row_mask` there under the name `sdpa`, which configs keep. While the rows of a call are known
-(`rows_known`), the mask is a `RowMask`, which says where each row ends. What runs then is a fixed rule:
+`attention` of `segments.py` and `row_mask` there under the name `sdpa`, which configs keep. While the rows of a call
+are known (`rows_known`), the mask is a `RowMask`, which says where each row ends. What runs then is a fixed rule:
 
 - plain causal attention over rows of one length: PyTorch's SDPA, the fastest there
 - rows of several lengths, and sliding windows: the kernel under `torch.nn.attention.varlen`, which skips what is not
@@ -19,7 +19,6 @@ import functools
 
 import torch
 import torch.nn.functional as F
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import (
     causal_mask_function,
     chunked_causal_mask_function,
@@ -249,11 +248,6 @@ def refuse_rows(own, *args, **kwargs):
     return own(*args, **kwargs)
 
 
-def varlen_attention(*args, **kwargs):
-    """Attend over the rows of a `RowMask`, else as transformers does for SDPA."""
-    return attend_by_rows(sdpa_attention_forward, *args, **kwargs)
-
-
 def _by_rows(query, key, value, mask: RowMask, dropout=0.0, scaling=None, softcap=None, s_aux=None, **others):
     if mask.unknown is not None:
         raise NotForRows(mask.unknown)
@@ -362,14 +356,22 @@ def _near(length: int, window: int | None, device: torch.device) -> torch.Tensor
 
 
 def _row_by_row(query, key, value, rows: Rows, window, dropout, scaling):
-    grouped = query.shape[1] != key.shape[1]
-    flat, done, start = [_flat(x).transpose(0, 1) for x in (query, key, value)], [], 0
-    for length in filter(None, rows.lengths):
-        q, k, v = (x[None, :, start : start + length] for x in flat)
-        start += length
-        near = _near(length, window, query.device)
+    lengths = [length for length in rows.lengths if length]
+    queries = _flat(query).transpose(0, 1).split(lengths, 1)
+    keys = _flat(key).transpose(0, 1).split(lengths, 1)
+    values = _flat(value).transpose(0, 1).split(lengths, 1)
+    done = []
+    for q, k, v in zip(queries, keys, values, strict=True):
+        near = _near(q.shape[1], window, query.device)
         out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=near, dropout_p=dropout, is_causal=near is None, scale=scaling, enable_gqa=grouped
+            q[None],
+            k[None],
+            v[None],
+            attn_mask=near,
+            dropout_p=dropout,
+            is_causal=near is None,
+            scale=scaling,
+            enable_gqa=query.shape[1] != key.shape[1],
         )
         done.append(out[0].transpose(0, 1))
     return torch.cat(done)

@@ -17,7 +17,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING
 
 from liger_trainer.patching.core.binding import Binding, own_class
 from liger_trainer.patching.core.contracts import PackedExperts
-from liger_trainer.patching.core.hooks import comes_from, has_hooks, hook_on
+from liger_trainer.patching.core.hooks import comes_from, hook_on, with_hooks
 from liger_trainer.varlen.graphs.captured import BackboneGraphs
 from liger_trainer.varlen.graphs.step_graphs import active_graphs
 from liger_trainer.varlen.padding import COMPUTES_PADDING, BackboneBinding, MixedRows, Plan
@@ -320,17 +320,26 @@ def _why_whole(model, backbone, bound: BackboneBinding) -> str | None:
     Every call asks this, and a model with adapters has thousands of modules.
     """
     known = bound.known
-    if bound.told is not None and (changed := bound.broken(backbone)) is not None:
-        return changed
-    for module in _without_head(model):
-        attributes, kind = module.__dict__, type(module)
+    if bound.told is not None and bound.guards is not None:
+        changed = bound.guards.broken(backbone)
+        if changed is not None:
+            return changed
+    modules = _without_head(model)
+    hooked = set(with_hooks(modules))
+    for module in modules:
+        attributes = module.__dict__
+        kind = type(module)
         if known.get(kind) is not kind.forward:
-            if (why := unknown_forward(model, bound.proven.forwards)) is not None:
+            why = unknown_forward(model, bound.proven.forwards)
+            if why is not None:
                 return why
             known[kind] = kind.forward
-        if module is not model and (has_hooks(module) or "forward" in attributes):
+        forward = attributes.get("forward")
+        has_own_code = forward is None or (isinstance(forward, Binding) and forward.previous is None)
+        if module is not model and (module in hooked or not has_own_code):
             ours = bound if module is backbone else Binding.of(module)
-            if (why := hook_on(module, ours, _HARMLESS_HOOKS)) is not None:
+            why = hook_on(module, ours, _HARMLESS_HOOKS)
+            if why is not None:
                 return f"{why} on a {kind.__name__} would see rows without padding"
         if attributes.get("_compiled_call_impl") is not None:
             return f"a {kind.__name__} is compiled by itself, which each new length would do anew"

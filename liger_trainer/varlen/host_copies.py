@@ -37,8 +37,13 @@ class _HostCopy:
 
 def values_of(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The values of `tensors` on the host if all are known there, else `tensors` as they are."""
-    known = [_known(x) for x in tensors]
-    return tensors if any(x is None for x in known) else tuple(known)
+    known = []
+    for x in tensors:
+        values = _known(x)
+        if values is None:
+            return tensors
+        known.append(values)
+    return tuple(known)
 
 
 def _known(x: torch.Tensor) -> torch.Tensor | None:

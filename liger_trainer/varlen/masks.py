@@ -107,9 +107,10 @@ def why_not_ours(model: nn.Module) -> str | None:
         "eager" in ALL_ATTENTION_FUNCTIONS or vars(ALL_ATTENTION_FUNCTIONS)["get_interface"] is not _interface
     ):
         return "a function of your own is registered for the attention 'eager'"
-    if all(registry[name] is ours for registry, name, _, ours in _FUNCTIONS if name == asked):
-        return None
-    return f"a function of your own is registered for the attention {asked!r} or for its mask"
+    for registry, name, _, ours in _FUNCTIONS:
+        if name == asked and registry[name] is not ours:
+            return f"a function of your own is registered for the attention {asked!r} or for its mask"
+    return None
 
 
 def _is_needless(

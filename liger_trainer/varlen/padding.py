@@ -121,15 +121,20 @@ class Plan:
 
         A model of images and text makes the positions of its decoder, in one dimension or several: (..., B or 1, S).
         """
-        shape, positions = tokens_of(self.given).shape[:2], call.get("position_ids")
-        same = call.get("attention_mask") is self.given.get("attention_mask")
+        shape = tokens_of(self.given).shape[:2]
+        positions = call.get("position_ids")
+        if call.get("attention_mask") is not self.given.get("attention_mask") or tokens_of(call).shape[:2] != shape:
+            return False
         if positions is not self.given.get("position_ids"):
             known = self.leaves_out or self.rows.full
             of_tokens = positions is not None and positions.shape[-2:] in (shape, (1, shape[1]))
-            same = same and known and of_tokens
-        others = tree_leaves([x for name, x in call.items() if name not in _KNOWN_TENSORS])
-        same = same and tokens_of(call).shape[:2] == shape
-        return same and not any(isinstance(x, torch.Tensor) and x.ndim > 0 for x in others)  # a count is of no token
+            if not (known and of_tokens):
+                return False
+        others = [x for name, x in call.items() if name not in _KNOWN_TENSORS]
+        for x in tree_leaves(others):
+            if isinstance(x, torch.Tensor) and x.ndim > 0:  # a count is of no token
+                return False
+        return True
 
     def packed(self, call: dict[str, Any]) -> dict[str, Any]:
         """The arguments of the backbone with one row of real tokens for the batch.
@@ -143,9 +148,13 @@ class Plan:
         if self.index is None:
             return call | {"attention_mask": mask}
         batch, length = tokens.shape[:2]
-        packed = {name: call[name] for name in _PER_TOKEN if call.get(name) is not None}
-        packed = {name: self._taken(x)[None] for name, x in packed.items()}  # by which a `Known` stays one
-        if (positions := call.get("position_ids")) is None:
+        packed = {}
+        for name in _PER_TOKEN:
+            x = call.get(name)
+            if x is not None:
+                packed[name] = self._taken(x)[None]  # by which a `Known` stays one
+        positions = call.get("position_ids")
+        if positions is None:
             positions = (self.index % length).unsqueeze(0)
         else:
             positions = positions.expand(*positions.shape[:-2], batch, length).flatten(-2)[..., None, self.index]

@@ -77,15 +77,22 @@ def _padded_plan(call, tokens, mask, full) -> Plan | None:
     labels = call["shift_labels"] if shifted else call.get("labels")
     if labels is not None and (labels.shape != mask.shape or labels.device != mask.device):
         return None
-    mask, *labels = values_of(mask, *(() if labels is None else (labels,)))
-    real, *labelled = torch.stack((mask != 0, *(x != -100 for x in labels))).cpu()  # waits as above
+    labelled = None
+    if labels is None:
+        real = (values_of(mask)[0] != 0).cpu()  # waits as above
+    else:
+        mask, labels = values_of(mask, labels)
+        real, labelled = torch.stack((mask != 0, labels != -100)).cpu()  # waits once for both
     if full and real.all():
         return _full_plan(call, tokens)
-    predicting = labelled if shifted else [F.pad(x[:, 1:], (0, 1)) for x in labelled]
     lengths = real.sum(1).tolist()
     runs = (real & ~F.pad(real[:, :-1], (1, 0))).sum(1)
-    if (runs > 1).any() or any((x & ~real).any() for x in predicting) or sum(lengths) in (0, real.numel()):
+    if (runs > 1).any() or sum(lengths) in (0, real.numel()):
         return None
+    if labelled is not None:
+        predicting = labelled if shifted else F.pad(labelled[:, 1:], (0, 1))
+        if (predicting & ~real).any():
+            return None
     places = real.flatten().nonzero()[:, 0]
     index = sent(places, tokens.device)
     if index is not places:

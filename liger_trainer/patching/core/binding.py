@@ -71,7 +71,10 @@ class Binding:
         guards: Rests | None = None,
         key: str | None = None,
     ):
-        self.function, self.slot, self.place, self.guards = function, slot, place, guards
+        self.function = function
+        self.slot = slot
+        self.place = place
+        self.guards = guards
         self.key = key or type(self).key
         self.previous: Callable | None = None
         self.aside = False
@@ -87,17 +90,15 @@ class Binding:
         module = self.module.to()
         if module is None:
             raise ReferenceError("The module of this forward has been freed. Keep the model, not its forward alone.")
-        reason = None if self.aside else self.broken(module)
-        if reason is not None:
-            self.step_aside(reason)
+        reason = None
+        if self.guards is not None and not self.aside:
+            reason = self.guards.broken(module)
+            if reason is not None:
+                self.step_aside(reason)
         if self.aside or reason is not None:
             own = self.previous
             return getattr(type(module), self.name)(module, *args, **kwargs) if own is None else own(*args, **kwargs)
         return self.function(module, *args, **kwargs)
-
-    def broken(self, module: nn.Module) -> str | None:
-        """Tell why the proof no longer holds for `module`, or return None."""
-        return None if self.guards is None else self.guards.broken(module)
 
     def step_aside(self, reason: str) -> None:
         """Leave all calls to the module's own code from now on, and say so in the log and in the report."""

@@ -72,6 +72,12 @@ class Guards:
     def __deepcopy__(self, memo: dict[int, Any]) -> "Guards":
         return self
 
+    def all_lookups(self) -> Iterator[Lookup]:
+        """Yield the lookups of this, and of the children that our method does not call."""
+        yield from self.lookups
+        for _, guards in self.children:
+            yield from guards.all_lookups()
+
     def broken(self, module: nn.Module, label: str = "it") -> str | None:
         """Tell why the proof does not hold for `module` now, or return None. The reason calls the module `label`."""
         if type(module) is not self.cls and own_class(module) is not self.cls:

@@ -28,13 +28,22 @@ def has_hooks(module: nn.Module) -> bool:
     return any(map(module.__dict__.get, HOOK_DICTS)) or any(_GLOBAL_HOOKS)
 
 
+def with_hooks(modules: list[nn.Module]) -> list[nn.Module]:
+    """Return those of `modules` for which `has_hooks` is true, asked of all of them at once."""
+    if any(_GLOBAL_HOOKS):
+        return modules
+    return [module for module in modules if any(map(module.__dict__.get, HOOK_DICTS))]
+
+
 def hook_on(module: nn.Module, ours: Binding | None = None, allowed: tuple[str, ...] = ()) -> str | None:
     """Describe what was attached to `module` that the model's own code would run: a hook, or a forward; None without.
 
     Hooks that gather sharded weights, `ours`, and what Python modules whose names begin with one of `allowed` have
     attached do not count. A description is, for example, `"a forward hook (count_calls)"`.
     """
-    if not has_hooks(module) and "forward" not in module.__dict__:  # as nearly always; this is asked in every call
+    found = module.__dict__.get("forward")
+    is_as_bound = found is None or (ours is not None and found is ours and ours.previous is None)
+    if is_as_bound and not has_hooks(module):  # as nearly always; this is asked in every call
         return None
     not_counted = (*_HOOKS_THAT_MISS_NOTHING, *allowed)
     forward = ours.previous if ours is not None and is_bound(module, ours) else module.__dict__.get("forward")

@@ -121,10 +121,11 @@ class Snapshot:
     def _guarded(self) -> Iterator[Lookup]:
         """Yield what the guards of all bindings look up in classes and Python modules."""
         for binding in self._bindings:
-            if isinstance(binding.guards, Guards):
-                yield from _lookups_in(binding.guards)
-            for _, _, guards in getattr(binding, "parts", ()):  # of what makes the angles of a rotary function
-                yield from _lookups_in(guards)
+            if not isinstance(binding.guards, Guards):
+                continue
+            for lookup in binding.guards.all_lookups():
+                if lookup[0] is not None:  # those of the instance are among its attributes
+                    yield lookup
 
     def versions(self) -> list[int]:
         """Return how often each parameter has been written to. An optimizer's step, or a loading, raises it."""
@@ -292,14 +293,6 @@ def _is_plain_object(value: Any) -> bool:
     """Return whether a value is an object of some class that has attributes, such as a config or a state of scales."""
     known = isinstance(value, type | torch.Tensor | dict | list | set)
     return hasattr(value, "__dict__") and not known and not callable(value)
-
-
-def _lookups_in(guards: Guards) -> Iterator[Lookup]:
-    for lookup in guards.lookups:
-        if lookup[0] is not None:  # those of the instance are among its attributes
-            yield lookup
-    for _, of_child in guards.children:
-        yield from _lookups_in(of_child)
 
 
 def _deduplicated(lookups: Iterable[Lookup]) -> list[Lookup]:
