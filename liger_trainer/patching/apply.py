@@ -96,8 +96,13 @@ def apply_liger(
 def kinds_of(rebuild_above: int) -> tuple[Kind, ...]:
     """The kinds of modules that are swapped. A result of more than `rebuild_above` bytes is computed again backward."""
     return (
-        norms.kind(rebuild_above), mlps.kind(rebuild_above), experts.KIND, lora.KIND, experts.WRAPPER_KIND, float8.KIND,
-    )  # fmt: skip
+        norms.kind(rebuild_above),
+        mlps.kind(rebuild_above),
+        experts.KIND,
+        lora.KIND,
+        experts.WRAPPER_KIND,
+        float8.KIND,
+    )
 
 
 def remove_liger(model: nn.Module) -> None:

@@ -201,7 +201,9 @@ def replacement(function: Callable, signature: Signature, plans: tuple[Plan, ...
         q_dims, cos_dims, heads_dim = proof.call
         key = (q_dims, cos_dims, heads_dim if signature.unsqueeze_dim is not None else None, proof.size)
         table[key] = (heads_dim, widths, proof.geometry.sign, proof.geometry.arguments())
-    names, turned_names, single = signature.names, signature.turned, len(signature.turned) == 1
+    names = signature.names
+    turned_names = signature.turned
+    single = len(signature.turned) == 1
     proven_names = (*turned_names, signature.cos, signature.sin, "unsqueeze_dim")
 
     def apply_rotary(*args, **kwargs):

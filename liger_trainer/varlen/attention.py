@@ -57,7 +57,9 @@ class Rows:
     def __init__(self, lengths: list[int], device: torch.device, batch: int = 1):
         self.lengths: list[int] = lengths
         self.tokens, self.longest = sum(lengths), max(lengths)
-        self.batch, self.kinds, self._chunks = batch, set[str](), dict[int, Rows]()
+        self.batch = batch
+        self.kinds = set[str]()
+        self._chunks = dict[int, Rows]()
         self.offsets = sent(torch.tensor([0, *lengths], device="cpu").cumsum(0).int(), device)
 
     @property
@@ -82,7 +84,9 @@ class Rows:
     def in_chunks(self, size: int) -> "Rows":
         """Cut these rows into rows of `size` tokens, from the beginning of each."""
         if size not in self._chunks:
-            cut = [min(size, n - done) for n in self.lengths for done in range(0, n, size)]
+            cut = []
+            for length in self.lengths:
+                cut += [min(size, length - done) for done in range(0, length, size)]
             self._chunks[size] = Rows(cut, self.offsets.device, self.batch)
             self._chunks[size].kinds = self.kinds
         return self._chunks[size]
@@ -99,8 +103,12 @@ class StaticRows(Rows):
     """
 
     def __init__(self, offsets: torch.Tensor, tokens: int, longest: int):
-        self.offsets, self.tokens, self.longest = offsets, tokens, longest
-        self.batch, self.kinds, self._chunks = 1, set[str](), dict[int, Rows]()
+        self.offsets = offsets
+        self.tokens = tokens
+        self.longest = longest
+        self.batch = 1
+        self.kinds = set[str]()
+        self._chunks = dict[int, Rows]()
 
     @property
     def lengths(self) -> list[int]:  # type: ignore[override]
@@ -130,9 +138,7 @@ class RowMask(LimitsAttention):
     `unknown` says why the mask that was asked for is another one; some models ask for masks that no layer uses.
     """
 
-    def __init__(
-        self, rows: Rows, window: int | None = None, unknown: str | None = None, chunked: bool = False
-    ):  # fmt: skip
+    def __init__(self, rows: Rows, window: int | None = None, unknown: str | None = None, chunked: bool = False):
         self.rows = rows
         self.window = window
         self.unknown = unknown
@@ -177,9 +183,18 @@ def row_mask(args: tuple, kwargs: dict) -> RowMask | None:
 
 
 def _row_mask(
-    rows, *, q_length, kv_length, mask_function=causal_mask_function, local_size=None, allow_is_causal_skip=True,
-    use_vmap=False, q_offset=0, kv_offset=0, **_,
-) -> RowMask:  # fmt: skip
+    rows,
+    *,
+    q_length,
+    kv_length,
+    mask_function=causal_mask_function,
+    local_size=None,
+    allow_is_causal_skip=True,
+    use_vmap=False,
+    q_offset=0,
+    kv_offset=0,
+    **_,
+) -> RowMask:
     """`row_mask` of the arguments of a function of `AttentionMaskInterface`."""
     if not (q_length * rows.batch == kv_length * rows.batch == rows.tokens and q_offset == kv_offset == 0):
         return RowMask(rows, unknown="it attends to more than the tokens of the call")
@@ -216,9 +231,15 @@ def _held(function) -> list:
 
 
 def attend_by_rows(
-    own, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask,
-    *args, **kwargs,
-):  # fmt: skip
+    own,
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask,
+    *args,
+    **kwargs,
+):
     """Attend over the rows of a `RowMask`; for any other mask, call `own`, a function of `AttentionInterface`.
 
     Args:
@@ -293,10 +314,12 @@ def _by_sdpa(query, key, value, rows: Rows, dropout, scaling):
         query, key, value = (x.view(-1, rows.longest, *x.shape[1:]).transpose(1, 2) for x in flat)
     groups = query.shape[1] // key.shape[1]
     if groups > 1 and not key.shape[-1] == value.shape[-1] <= _MOST_HEAD_DIM:  # as transformers: no fast kernel has it
-        key, value, groups = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1), 1
+        key = key.repeat_interleave(groups, 1)
+        value = value.repeat_interleave(groups, 1)
+        groups = 1
     out = F.scaled_dot_product_attention(
         query, key, value, dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=groups > 1
-    )  # fmt: skip
+    )
     return out.transpose(1, 2).flatten(0, 1)
 
 
@@ -310,9 +333,16 @@ def _capped(query, key, value, rows: Rows, window, dropout, scaling, softcap, si
     value = F.pad(value, (0, dim - width)) if width < dim else value
     offsets = rows.offsets.to(query.device)
     out = row_attention(
-        _flat(query), _flat(key), _flat(value), offsets, rows.longest, scale=scaling, window=window, softcap=softcap,
+        _flat(query),
+        _flat(key),
+        _flat(value),
+        offsets,
+        rows.longest,
+        scale=scaling,
+        window=window,
+        softcap=softcap,
         sinks=sinks,
-    )  # fmt: skip
+    )
     return (out if width == dim else out[..., :width].contiguous()).unflatten(0, (batch, -1))
 
 
@@ -340,9 +370,20 @@ def by_kernel(query, key, value, offsets, longest: int, scaling, causal: bool, w
     query, key, value = (_flat(x).contiguous() for x in (query, key, value))
     offsets = offsets.to(query.device)  # layers may be spread over devices
     out, *_ = torch.ops.aten._flash_attention_forward(
-        query, key, value, offsets, offsets, longest, longest, 0.0, causal, False, scale=scaling,
-        window_size_left=window[0], window_size_right=window[1],
-    )  # fmt: skip
+        query,
+        key,
+        value,
+        offsets,
+        offsets,
+        longest,
+        longest,
+        0.0,
+        causal,
+        False,
+        scale=scaling,
+        window_size_left=window[0],
+        window_size_right=window[1],
+    )
     return out if width == out.shape[-1] else out[..., :width]
 
 

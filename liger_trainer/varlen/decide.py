@@ -25,24 +25,57 @@ from liger_trainer.varlen.plans import holds_packed_rows, plan_of, rotates_by_le
 
 # Inputs that require gradients. Other hooks of PEFT say which adapter is for which row, or from which token on.
 _HARMLESS_HOOKS = (
-    "transformers.modeling_utils", "transformers.utils.", "peft.utils.", "peft.peft_model", "peft.helpers",
-)  # fmt: skip
+    "transformers.modeling_utils",
+    "transformers.utils.",
+    "peft.utils.",
+    "peft.peft_model",
+    "peft.helpers",
+)
 _TORCH = ("torch.nn.", "torch.utils._contextlib")  # the last has `no_grad`
 _THEIRS = ("transformers.", *_TORCH)  # what a proof may run
 # Modules that the proof need not have run: each token goes through them by itself, or they only hold others.
 _KINDS = (
-    nn.Linear, nn.Embedding, nn.Dropout, nn.Identity, nn.LayerNorm, nn.RMSNorm, nn.ModuleList, nn.ModuleDict,
-    nn.ParameterList, nn.ParameterDict,
-)  # fmt: skip
+    nn.Linear,
+    nn.Embedding,
+    nn.Dropout,
+    nn.Identity,
+    nn.LayerNorm,
+    nn.RMSNorm,
+    nn.ModuleList,
+    nn.ModuleDict,
+    nn.ParameterList,
+    nn.ParameterDict,
+)
 _PER_TOKEN = {kind: kind.forward for kind in _KINDS}
 _TUNERS = (
-    "_buffer_dict", "adalora", "boft", "fourierft", "hra", "ia3", "ln_tuning", "loha", "lokr", "lora", "lycoris_utils",
-    "miss", "oft", "randlora", "trainable_tokens", "tuners_utils", "vblora", "vera",
-)  # fmt: skip
+    "_buffer_dict",
+    "adalora",
+    "boft",
+    "fourierft",
+    "hra",
+    "ia3",
+    "ln_tuning",
+    "loha",
+    "lokr",
+    "lora",
+    "lycoris_utils",
+    "miss",
+    "oft",
+    "randlora",
+    "trainable_tokens",
+    "tuners_utils",
+    "vblora",
+    "vera",
+)
 _PER_TOKEN_ROOMS = (
-    *(f"peft.tuners.{name}" for name in _TUNERS), "peft.utils.", "transformers.integrations.", "liger_trainer.",
-    "bitsandbytes.", "hqq.core.quantize", "gptqmodel.nn_modules.qlinear.",
-)  # fmt: skip
+    *(f"peft.tuners.{name}" for name in _TUNERS),
+    "peft.utils.",
+    "transformers.integrations.",
+    "liger_trainer.",
+    "bitsandbytes.",
+    "hqq.core.quantize",
+    "gptqmodel.nn_modules.qlinear.",
+)
 
 
 def base_of(model):
@@ -59,9 +92,15 @@ def backbone_of(model):
     """
     base = base_of(model)
     config = getattr(base, "config", None)
-    if config is None or config.is_encoder_decoder or (text := config.get_text_config()) is config:
+    if config is None or config.is_encoder_decoder:
         return base
-    return next((part for part in base._modules.values() if type(getattr(part, "config", None)) is type(text)), base)
+    text = config.get_text_config()
+    if text is config:
+        return base
+    for part in base._modules.values():
+        if type(getattr(part, "config", None)) is type(text):
+            return part
+    return base
 
 
 def bound_backbone(model) -> BackboneBinding | None:
@@ -295,7 +334,8 @@ def foreign_class(modules: Iterable[nn.Module]) -> str | None:
 
 def why_not_theirs(model) -> str | None:
     """A class or a function that would take part in a proof and is not transformers' own, or None."""
-    if (reason := foreign_class(model.modules())) is not None:
+    reason = foreign_class(model.modules())
+    if reason is not None:
         return reason
     loss = own_loss_of(model)
     return None if comes_from(loss, "transformers.loss.") else f"the loss function {loss!r} is not transformers' own"
@@ -348,7 +388,9 @@ def _why_whole(model, backbone, bound: BackboneBinding) -> str | None:
 
 def _without_head(model) -> list[nn.Module]:
     """`model` and its modules but for the LM head, shared ones twice: `modules()` takes five times as long."""
-    head, found, backbone = model.get_output_embeddings(), [model], backbone_of(model)
+    head = model.get_output_embeddings()
+    found = [model]
+    backbone = backbone_of(model)
     base = base_of(model)
     if backbone is not None and base is not backbone:  # its towers see no rows of tokens
         return [model, base, *_without_head(backbone)]

@@ -29,8 +29,14 @@ from liger_trainer.varlen.states import KIND
 _PER_TOKEN = ("input_ids", "inputs_embeds", "visual_pos_masks")
 _PER_IMAGE_TOKEN = "deepstack_visual_embeds"  # in the order of the tokens, of which none is padding
 _KNOWN_TENSORS = (
-    "attention_mask", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx", _PER_IMAGE_TOKEN, *_PER_TOKEN,
-)  # fmt: skip
+    "attention_mask",
+    "position_ids",
+    "cu_seq_lens_q",
+    "cu_seq_lens_k",
+    "seq_idx",
+    _PER_IMAGE_TOKEN,
+    *_PER_TOKEN,
+)
 
 
 COMPUTES_PADDING = "computes padding too"  # what a backbone does without a plan
@@ -80,9 +86,7 @@ class BackboneBinding(Binding):
 
     key = "_liger_varlen"
 
-    def __init__(
-        self, function: Callable, proven: Proven, told: Callable | None = None, guards: Rests | None = None
-    ):  # fmt: skip
+    def __init__(self, function: Callable, proven: Proven, told: Callable | None = None, guards: Rests | None = None):
         super().__init__(function, guards=guards)
         self.proven, self.told = proven, told
         self.known = dict(proven.forwards)  # other modules that turn out to be harmless are added
@@ -109,7 +113,11 @@ class Plan:
     only_replayed: bool = False
 
     def __init__(self, given: dict[str, Any], rows: Rows, index: torch.Tensor | None = None, reaches_end: bool = True):
-        self.given, self.rows, self.index, self.reaches_end, self.used = given, rows, index, reaches_end, False
+        self.given = given
+        self.rows = rows
+        self.index = index
+        self.reaches_end = reaches_end
+        self.used = False
 
     @property
     def leaves_out(self) -> bool:
@@ -294,8 +302,6 @@ def _run(backbone, plan: Plan, call: dict[str, Any]):
     return plan.graphs.run(own_forward, run_uncaptured, plan.rows, packed)
 
 
-def binding_of(
-    backbone, proven: Proven, told: Callable | None = None, guards: Rests | None = None
-) -> BackboneBinding:  # fmt: skip
+def binding_of(backbone, proven: Proven, told: Callable | None = None, guards: Rests | None = None) -> BackboneBinding:
     """With it, calls of `backbone` that have a plan leave out padding, and layers attend to rows of uneven length."""
     return BackboneBinding(_forward_of(type(backbone)), proven, told, guards)  # type: ignore[arg-type]

@@ -24,7 +24,9 @@ def plan_of(config, call: dict[str, Any], attention: str = "sdpa", full: bool = 
         full (`bool`, *optional*, defaults to `False`): Whether rows without padding have a plan too, for layers with
             more than causal attention.
     """
-    tokens, mask, positions = tokens_of(call), call.get("attention_mask"), call.get("position_ids")
+    tokens = tokens_of(call)
+    mask = call.get("attention_mask")
+    positions = call.get("position_ids")
     text = config.get_text_config()
     keeps = getattr(config, "use_cache", getattr(text, "use_cache", None))  # trainers set that of the whole model
     keeps = keeps if call.get("use_cache") is None else call["use_cache"]

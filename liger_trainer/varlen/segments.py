@@ -80,9 +80,15 @@ def segments_known(segments: Segments | None):
 
 
 def attention(
-    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask=None,
-    dropout: float = 0.0, scaling: float | None = None, **kwargs,
-) -> tuple[torch.Tensor, None]:  # fmt: skip
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask=None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs,
+) -> tuple[torch.Tensor, None]:
     """Attend within segments where they are known, else over the rows of a `RowMask`, else as transformers' SDPA.
 
     Args:

@@ -25,9 +25,18 @@ from liger_trainer.patching.core.hooks import home, hook_on
 _ABSENT = ...  # stands for what is not there
 KNOWN: tuple[str, ...] = ("transformers.", "torch.", "peft.", "torchao.", "kernels.", "liger_trainer.")
 _COMPARABLE = (
-    type(None), bool, int, float, str, tuple, torch.dtype, types.FunctionType, types.BuiltinFunctionType,
-    types.MethodType, types.EllipsisType,
-)  # fmt: skip
+    type(None),
+    bool,
+    int,
+    float,
+    str,
+    tuple,
+    torch.dtype,
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.MethodType,
+    types.EllipsisType,
+)
 _WALKED_IN_TORCH = ("torch.nn.modules.", "torch.utils._contextlib")
 _TORCHS_LINEAR = nn.Linear.forward, torch._C._nn.linear
 # What runs in a call of a module.
@@ -92,9 +101,11 @@ class Guards:
                 return f"{label} has a {name} now"
         for name, guards in self.children:
             child = state["_modules"].get(name)
-            if (reason := guards.broken(child, name)) is not None:
+            reason = guards.broken(child, name)
+            if reason is not None:
                 return reason
-            if (attached := hook_on(child)) is not None:
+            attached = hook_on(child)
+            if attached is not None:
                 return f"{attached} on {name} would not be called"
         return None
 
@@ -111,14 +122,15 @@ def guards_of(module: nn.Module, method: str = "forward", called: Collection[str
     for name in (method, "__getattr__", "__getattribute__"):
         for base in classes:
             _walk(vars(base).get(name), [state, *map(vars, classes)], functions)
-    names = dict.fromkeys([method, *(name for function in functions for name in _names(function.__code__))])
-    of_class = [name for name in names if any(name in vars(base) for base in classes)]
+    names = _all_names([method], functions)
+    of_class = _defined_by(classes, names)
     own = [name for name in names if name in (state.keys() | of_class) - {method, "training"}]
     lookups: list[Lookup] = [*_class_lookups(classes, of_class), *((None, n, state.get(n, _ABSENT)) for n in own)]
     guards = Guards(cls, itertools.chain(lookups, *map(_function_lookups, functions)))
     held = {**module._buffers, **module._parameters, **module._modules}
     guards.missing = tuple(name for name in names if name in held and held[name] is None)
-    guards.children = tuple((n, guards_of(c)) for n, c in module._modules.items() if c is not None and n not in called)
+    left_out = {name: child for name, child in module._modules.items() if child is not None and name not in called}
+    guards.children = tuple((name, guards_of(child)) for name, child in left_out.items())
     _check(guards.lookups, functions)
     return guards
 
@@ -141,8 +153,7 @@ def code_lookups_of(classes: Iterable[type[nn.Module]]) -> list[Lookup]:
         for name in _CALLED_ON_MODULES:
             for base in bases:
                 _walk(vars(base).get(name), [*map(vars, bases)], functions)
-        names = dict.fromkeys((*_CALLED_ON_MODULES, *(n for one in functions for n in _names(one.__code__))))
-        of_class = [name for name in names if any(name in vars(base) for base in cls.__mro__)]
+        of_class = _defined_by(cls.__mro__, _all_names(_CALLED_ON_MODULES, functions))
         found += _class_lookups(list(cls.__mro__[:-1]), of_class)
         for function in functions:
             if is_of_its_module(function):
@@ -219,7 +230,9 @@ def _walk(value: Any, scopes: list[Mapping[str, Any]], functions: dict[types.Fun
     if home(value).startswith("torch.") and not home(value).startswith(_WALKED_IN_TORCH):
         return
     functions[value] = None
-    called = [scope.get(name) for name in _names(value.__code__) for scope in scopes]
+    called = []
+    for name in _names(value.__code__):
+        called += [scope.get(name) for scope in scopes]
     called += [value.__globals__.get(name) for name in _globals(value.__code__)]
     called += [cell.cell_contents for cell in value.__closure__ or ()]  # of a decorator
     for other in called:
@@ -258,17 +271,44 @@ def _classes(cls: type) -> list[type]:
     return [base for base in cls.__mro__ if base not in (nn.Module, object)]
 
 
+def _all_names(methods: Iterable[str], functions: Iterable[types.FunctionType]) -> list[str]:
+    """`methods`, and the names that the code of `functions` has, each once."""
+    names = dict.fromkeys(methods)
+    for function in functions:
+        names |= dict.fromkeys(_names(function.__code__))
+    return list(names)
+
+
+def _defined_by(classes: Iterable[type], names: Iterable[str]) -> list[str]:
+    """Those of `names` that one of `classes` defines."""
+    defined: set[str] = set()
+    for base in classes:
+        defined.update(vars(base))
+    return [name for name in names if name in defined]
+
+
 def _codes(code: types.CodeType) -> list[types.CodeType]:
     """`code` and those of the functions inside it."""
-    return [code, *(one for c in code.co_consts if isinstance(c, types.CodeType) for one in _codes(c))]
+    found = [code]
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            found += _codes(constant)
+    return found
 
 
 def _names(code: types.CodeType) -> list[str]:
-    return [name for one in _codes(code) for name in one.co_names]
+    found: list[str] = []
+    for one in _codes(code):
+        found += one.co_names
+    return found
 
 
 @functools.cache
 def _globals(code: types.CodeType) -> list[str]:
     """The names of globals that `code` and the functions inside it read."""
-    found = [step.argval for one in _codes(code) for step in dis.get_instructions(one) if step.opname == "LOAD_GLOBAL"]
-    return list(dict.fromkeys(found))
+    found: dict[str, None] = {}
+    for one in _codes(code):
+        for step in dis.get_instructions(one):
+            if step.opname == "LOAD_GLOBAL":
+                found[step.argval] = None
+    return list(found)

@@ -17,8 +17,12 @@ HOOK_DICTS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backw
 _GLOBAL_HOOKS = [getattr(nn.modules.module, f"_global{attribute}") for attribute in HOOK_DICTS]
 # The hooks of Python modules whose names begin so run in our calls too, or have nothing to see there.
 _HOOKS_THAT_MISS_NOTHING = (
-    "torch.distributed.", "deepspeed.", "accelerate.", "liger_trainer.", "trl.models.activation_offloading",
-)  # fmt: skip
+    "torch.distributed.",
+    "deepspeed.",
+    "accelerate.",
+    "liger_trainer.",
+    "trl.models.activation_offloading",
+)
 
 _OF_LIBRARIES = ("torch.", "transformers.", "peft.", "trl.")  # which read no logits of a whole model
 
@@ -47,7 +51,8 @@ def hook_on(module: nn.Module, ours: Binding | None = None, allowed: tuple[str, 
         return None
     not_counted = (*_HOOKS_THAT_MISS_NOTHING, *allowed)
     forward = ours.previous if ours is not None and is_bound(module, ours) else module.__dict__.get("forward")
-    if (replaced := replaced_forward(module, forward, allowed)) is not None:
+    replaced = replaced_forward(module, forward, allowed)
+    if replaced is not None:
         return replaced
     for attribute, global_hooks in zip(HOOK_DICTS, _GLOBAL_HOOKS, strict=True):
         for hook in (*getattr(module, attribute).values(), *global_hooks.values()):
@@ -69,7 +74,8 @@ def output_seen_by(module: nn.Module, ours: Binding | None) -> str | None:
     """Describe a hook, or a forward around `ours`, which gets what `module` returns; None without."""
     forward = module.__dict__.get("forward")
     if forward is not None and (ours is None or not is_bound(module, ours)):
-        if (replaced := replaced_forward(module, forward, _OF_LIBRARIES)) is not None:
+        replaced = replaced_forward(module, forward, _OF_LIBRARIES)
+        if replaced is not None:
             return replaced
     for hook in module._forward_hooks.values():
         if _counts(hook, (*_HOOKS_THAT_MISS_NOTHING, *_OF_LIBRARIES)):

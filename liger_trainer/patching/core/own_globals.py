@@ -49,9 +49,11 @@ def is_decorated_by(forward: Any, is_known: Callable[[Any, list], bool]) -> bool
 
     `is_known` gets the decorated function and what is in its cells.
     """
-    while (inner := getattr(forward, "__wrapped__", None)) is not None:
+    inner = getattr(forward, "__wrapped__", None)
+    while inner is not None:
         cells = [cell.cell_contents for cell in getattr(forward, "__closure__", None) or ()]
         if not is_known(forward, cells) or all(cell is not inner for cell in cells):
             return False
         forward = inner
+        inner = getattr(forward, "__wrapped__", None)
     return True

@@ -7,9 +7,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 OPERATIONS = (
-    "rms_norm", "layer_norm", "rope", "swiglu", "geglu", "experts", "lora", "float8", "fused_linear_cross_entropy",
+    "rms_norm",
+    "layer_norm",
+    "rope",
+    "swiglu",
+    "geglu",
+    "experts",
+    "lora",
+    "float8",
+    "fused_linear_cross_entropy",
     "varlen_attention",
-)  # fmt: skip
+)
 
 
 @dataclass
@@ -85,7 +93,10 @@ class LigerReport:
     @property
     def skipped(self) -> dict[str, str]:
         """Module name -> why it keeps its own code, over all operations."""
-        return {name: why for operation in self.operations.values() for name, why in operation.skipped.items()}
+        found: dict[str, str] = {}
+        for operation in self.operations.values():
+            found |= operation.skipped
+        return found
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain dicts and lists. A name such as `model.layers.*.mlp` stands for `count` modules."""
@@ -121,8 +132,10 @@ class LigerReport:
             if operation.found or not operation.enabled
         ]
         line = f"{self.model_name}: {', '.join(counts) if counts else 'nothing recognised, nothing swapped'}"
-        unsuited = [reason for operation in self.operations.values() for reason in operation.unsuited.values()]
-        reasons = sorted({*self.skipped.values(), *unsuited})
+        found = set(self.skipped.values())
+        for operation in self.operations.values():
+            found.update(operation.unsuited.values())
+        reasons = sorted(found)
         return f"{line} (kept: {'; '.join(reasons)})" if reasons else line
 
     def __str__(self) -> str:

@@ -53,16 +53,17 @@ class CapturedRun:
         parameters: list[nn.Parameter],
         trains: bool,
     ):
-        self.size, self.gradients, self.recorder = size, gradients, recorder
+        self.size = size
+        self.gradients = gradients
+        self.recorder = recorder
         self.trains = trains
         size.gradients, size.snapshot = gradients, snapshot
         self.alias_of = {p: nn.Parameter(p.detach(), requires_grad=True) for p in parameters}
-        self._places = [
-            (module._parameters, name, p)
-            for module in snapshot.modules
-            for name, p in module._parameters.items()
-            if p is not None and p in self.alias_of
-        ]
+        self._places = []
+        for module in snapshot.modules:
+            for name, p in module._parameters.items():
+                if p is not None and p in self.alias_of:
+                    self._places.append((module._parameters, name, p))
         self._forward, self._constants = forward, constants
         self._outputs: list[torch.Tensor] = []  # with their autograd graph, between forward and backward
         self._bytes_kept = 0  # by the forward for the backward

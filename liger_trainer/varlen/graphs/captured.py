@@ -83,7 +83,10 @@ class BackboneGraphs:
     def __init__(
         self, backbone: nn.Module, around: Callable[[], list[nn.Module]], recorder: Recorder, summary: Summary
     ):
-        self.backbone, self.around, self.recorder, self.summary = backbone, around, recorder, summary
+        self.backbone = backbone
+        self.around = around
+        self.recorder = recorder
+        self.summary = summary
         self.gradients = GradientBuffers()
         self.modes: list[Mode] = []
         self.off: str | None = None  # why nothing is captured from now on

@@ -39,9 +39,10 @@ def refuse_hooks(backbone: nn.Module) -> None:
     for module in backbone.modules():
         if module is backbone or id(module) in outside:
             continue
-        hooks = [hook for name in HOOK_DICTS for hook in module.__dict__[name].values()]
-        if not all(home(hook).startswith("transformers.") for hook in hooks):
-            raise NotCapturable(f"a {type(module).__name__} has a hook")
+        for name in HOOK_DICTS:
+            hooks = module.__dict__[name].values()
+            if not all(home(hook).startswith("transformers.") for hook in hooks):
+                raise NotCapturable(f"a {type(module).__name__} has a hook")
         forward = module.__dict__.get("forward")
         while isinstance(forward, Binding):
             forward = forward.previous
@@ -60,8 +61,11 @@ class SideEffects:
 
     def __init__(self, modules: list[nn.Module], recorder: Recorder, device: torch.device):
         self._recorder, self._device = recorder, device
-        buffers = [(type(module), name, x) for module in modules for name, x in module._buffers.items()]
-        self._buffers = [found for found in buffers if found[2] is not None and not found[2].is_inference()]
+        self._buffers = []
+        for module in modules:
+            for name, x in module._buffers.items():
+                if x is not None and not x.is_inference():
+                    self._buffers.append((type(module), name, x))
         self._versions = [x._version for *_, x in self._buffers]
         self._drawn_on_device = recorder.random_state()
         self._drawn_on_host = _random_states_of_host(device)

@@ -11,6 +11,7 @@ It cannot see numbers inside closures, what lies deeper inside objects that are 
 object was replaced, and hooks on the nodes of autograd that add to gradients (`p.expand_as(p).grad_fn...`).
 """
 
+import itertools
 from collections.abc import Iterable, Iterator
 from operator import attrgetter, itemgetter
 from types import FunctionType
@@ -84,19 +85,19 @@ class Snapshot:
         self._in_holders = list(map(_what_is_held, self._holder_states))
 
         # Attributes of tensors and of objects: quantised weights hold their scales there, bindings whether they run.
-        tensors = [tensor for module in self.modules for tensor in _tensors_of(module)]
-        self.tensors = _distinct(tensors)
-        scales = [x for state in _states_of(self.tensors) for x in state.values() if isinstance(x, torch.Tensor)]
+        self.tensors = _distinct(itertools.chain(*map(_tensors_of, self.modules)))
+        scales = [x for x in _values_in(_states_of(self.tensors)) if isinstance(x, torch.Tensor)]
         self.tensors = _distinct([*self.tensors, *scales])
-        self._bindings = [x for state in map(vars, self.modules) for x in state.values() if isinstance(x, Binding)]
+        attributes = list(_values_in(map(vars, self.modules)))
+        self._bindings = [x for x in attributes if isinstance(x, Binding)]
         # Configs, and the states of quantised layers.
-        objects = _distinct(x for state in map(vars, self.modules) for x in state.values() if _is_plain_object(x))
+        objects = _distinct(filter(_is_plain_object, attributes))
         held = [*_states_of(self.tensors), *map(vars, self._bindings), *map(vars, objects)]
         self._held = held
         self._held_contents = [dict(state) for state in held]
 
         states: list[dict[str, Any]] = [x.__dict__ for x in (*self.modules, *objects)]
-        containers = _distinct(container for state in states for container in _containers_of(state))
+        containers = _distinct(itertools.chain(*map(_containers_of, states)))
         self._hooks_before = {} if embedding is None else embedding._forward_hooks
         self._codes_before = _codes_of(self._hooks_before)
         containers = [container for container in containers if container is not self._hooks_before]
@@ -286,7 +287,13 @@ def _states_of(tensors: Iterable[torch.Tensor]) -> Iterator[dict[str, Any]]:
         for _ in range(3):
             states = [vars(value) for value in waiting if getattr(value, "__dict__", None)]
             yield from states
-            waiting = [x for state in states for x in state.values() if _is_plain_object(x)]
+            waiting = list(filter(_is_plain_object, _values_in(states)))
+
+
+def _values_in(states: Iterable[dict[str, Any]]) -> Iterator[Any]:
+    """Yield what all these dicts of attributes hold."""
+    for state in states:
+        yield from state.values()
 
 
 def _is_plain_object(value: Any) -> bool:

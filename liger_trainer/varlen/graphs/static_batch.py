@@ -72,11 +72,11 @@ class Size:
         snapshot (`Snapshot` or None): The state that it was captured in.
     """
 
-    def __init__(
-        self, batch: Batch, tokens: int, most_rows: int, longest: int, buffers: Buffers, needs_grad: bool
-    ):  # fmt: skip
+    def __init__(self, batch: Batch, tokens: int, most_rows: int, longest: int, buffers: Buffers, needs_grad: bool):
         positions, device = batch.positions, batch.embeds.device
-        self.tokens, self.most_rows, self.longest = tokens, most_rows, longest
+        self.tokens = tokens
+        self.most_rows = most_rows
+        self.longest = longest
         self.buffers, self.needs_grad = buffers, needs_grad
         self.embeds = buffers.embeds[:, :tokens].requires_grad_(needs_grad)
         self.positions = positions.new_zeros(*positions.shape[:-1], tokens)

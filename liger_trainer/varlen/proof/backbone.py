@@ -152,20 +152,20 @@ def _prove(model, with_states: bool = False, by_rows: dict[type, Any] | None = N
     subject = model if around is backbone else backbone
     attention = model.config.get_text_config()._attn_implementation
     own, ours = (small_copy(subject, probe.SEED, attention) for _ in range(2))
-    if (reason := why_not_theirs(own)) is not None:
+    reason = why_not_theirs(own)
+    if reason is not None:
         return None, reason
-    if subject is backbone and (reason := foreign_class([model, around])) is not None:
+    reason = foreign_class([model, around]) if subject is backbone else None
+    if reason is not None:
         return None, reason
     ids = torch.randint(3, 40, (len(_LENGTHS), _WIDTH), generator=probe.generator())
     real = torch.arange(_WIDTH) < torch.tensor(_LENGTHS)[:, None]
-    right, left = (
-        # Predicted from real tokens; one may itself stand on padding. Nothing may predict the first column.
-        {"labels": ids.masked_fill(~(kept.roll(1, 1) | (torch.arange(_WIDTH) == 0)), -100)}
-        | {"input_ids": ids, "attention_mask": kept.long()}
-        for kept in (real, real.flip(1))
-    )
-    if subject is model and (more := set(own(**right, use_cache=False)) - _OUTPUTS):
-        return None, f"it returns {', '.join(sorted(more))} in addition to logits and loss"
+    right = _padded(ids, real)
+    left = _padded(ids, real.flip(1))
+    if subject is model:
+        more = set(own(**right, use_cache=False)) - _OUTPUTS
+        if more:
+            return None, f"it returns {', '.join(sorted(more))} in addition to logits and loss"
     within = right | {"labels": right["labels"].masked_fill(~real, -100)}
     one_row = {"input_ids": ids[real][None], "position_ids": torch.arange(_WIDTH).expand_as(ids)[real][None]}
     one_row["labels"] = within["labels"][real][None].masked_fill(one_row["position_ids"] == 0, -100)
@@ -176,9 +176,11 @@ def _prove(model, with_states: bool = False, by_rows: dict[type, Any] | None = N
     copied = ours if subject is backbone else backbone_of(ours)
     _bind(copied, proven, with_states, by_rows)
     batches = [
-        ("rows padded on the right", right, right), ("rows padded on the left", left, left),
-        ("a packed row", one_row, within), ("one padded row", _first(right), _first(right)),
-    ]  # fmt: skip
+        ("rows padded on the right", right, right),
+        ("rows padded on the left", left, left),
+        ("a packed row", one_row, within),
+        ("one padded row", _first(right), _first(right)),
+    ]
     if subject is backbone:
         with_images = [(f"images in {what}", _with_images(own, given)) for what, given, _ in batches[:2]]
         batches += [(what, given, given) for what, given in with_images if given]
@@ -187,7 +189,8 @@ def _prove(model, with_states: bool = False, by_rows: dict[type, Any] | None = N
     if proven.is_local:
         full = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
         for what, given in (("rows without padding", full), ("one row without padding", _first(full))):
-            if (differs := _differs(ours, given, _run(own, given), what, kinds)) is not None:
+            differs = _differs(ours, given, _run(own, given), what, kinds)
+            if differs is not None:
                 return None, reason or differs
     if reason is not None and not proven.is_local:
         return None, reason
@@ -197,6 +200,13 @@ def _prove(model, with_states: bool = False, by_rows: dict[type, Any] | None = N
     if error is not None:
         needs_ids = f"given embeddings in place of ids, {error}"
     return proven._replace(keeps_padding=reason, needs_ids=needs_ids), None
+
+
+def _padded(ids: torch.Tensor, real: torch.Tensor) -> dict[str, torch.Tensor]:
+    """A padded batch of `ids` (B, S), whose tokens are `real` (B, S)."""
+    # Predicted from real tokens; one may itself stand on padding. Nothing may predict the first column.
+    predicted = real.roll(1, 1) | (torch.arange(_WIDTH) == 0)
+    return {"labels": ids.masked_fill(~predicted, -100), "input_ids": ids, "attention_mask": real.long()}
 
 
 def _bind(copied, proven: padding.Proven, with_states: bool, by_rows: dict[type, Any] | None = None) -> None:

@@ -72,7 +72,8 @@ def _places(own: Callable, call: inspect.BoundArguments) -> Any:
     """`get_placeholder_mask` on the host. It looks at embeddings and features for their sizes alone."""
     given = call.arguments
     embeds = given.get("inputs_embeds")
-    if (values := _value_of(given.get("input_ids"))) is None or not isinstance(embeds, torch.Tensor):
+    values = _value_of(given.get("input_ids"))
+    if values is None or not isinstance(embeds, torch.Tensor):
         return own(*call.args, **call.kwargs)
     more = {n: _stand_in(x) for n, x in given.items() if n != "input_ids"}
     with one_thread():
@@ -87,7 +88,8 @@ def _stand_in(x: Any) -> Any:
 def _features(sizes: str, own: Callable, call: inspect.BoundArguments) -> Any:
     """`get_image_features` with known `sizes`, by which it splits what its tower returns."""
     given = call.arguments.get(sizes)
-    if (values := _value_of(given)) is not None:
+    values = _value_of(given)
+    if values is not None:
         call.arguments[sizes] = Known.around(given, values)
     return own(*call.args, **call.kwargs)
 
@@ -123,10 +125,13 @@ def _prove_method(name: str, module: nn.Module) -> tuple[Proof | None, str | Non
 def _method_kind(name: str) -> Kind:
     """The kind of models that have a method `name`, which is then called with values on the host."""
     return Kind(
-        lambda module: _own(module, name) is not None, functools.partial(_prove_method, name), lambda module: "",
+        lambda module: _own(module, name) is not None,
+        functools.partial(_prove_method, name),
+        lambda module: "",
         guards=lambda module: Guards(own_class(module), [(own_class(module), name, _own(module, name))]),
-        binding=functools.partial(Binding, key=f"_liger_{name}"), method=name,
-    )  # fmt: skip
+        binding=functools.partial(Binding, key=f"_liger_{name}"),
+        method=name,
+    )
 
 
 def _helpers_of(own: Any) -> list[str]:
@@ -168,8 +173,11 @@ def _helper(function: Callable) -> Callable:
 
 KINDS = (
     Kind(
-        _is_tower, _prove_tower, lambda module: "", guards=_tower_guards,
+        _is_tower,
+        _prove_tower,
+        lambda module: "",
+        guards=_tower_guards,
         binding=functools.partial(Binding, key="_liger_sizes"),
     ),
     *map(_method_kind, _METHODS),
-)  # fmt: skip
+)

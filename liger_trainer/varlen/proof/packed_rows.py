@@ -136,10 +136,11 @@ def kernels_in_torch(model: nn.Module) -> Iterator[None]:
 
     A kernel that takes rows and is told them runs row by row. One that is not told them runs on, as on the GPU.
     """
-    scopes = {id(scope): scope for scope in (vars(sys.modules[type(m).__module__]) for m in model.modules())}
+    names = {type(module).__module__ for module in model.modules()}
+    scopes = [vars(sys.modules[name]) for name in sorted(names)]
     replaced: list[tuple[dict, str, Any]] = []
     try:
-        for scope in scopes.values():
+        for scope in scopes:
             for name, value in list(scope.items()):
                 kernel = kernel_behind(value)
                 if kernel is not None:

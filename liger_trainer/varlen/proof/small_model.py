@@ -12,28 +12,65 @@ from transformers.modeling_utils import set_zero3_state
 
 from liger_trainer.patching.core.binding import own_class
 
-_WIDTH, _HEADS, _HEAD_DIM = 64, 4, 16
+_WIDTH = 64
+_HEADS = 4
+_HEAD_DIM = 16
 _SIZES = {
-    "vocab_size": 48, "hidden_size": _WIDTH, "n_embd": _WIDTH, "d_model": _WIDTH, "word_embed_proj_dim": _WIDTH,
-    "embedding_size": _WIDTH, "intermediate_size": 48, "n_inner": 48, "ffn_dim": 48, "num_attention_heads": _HEADS,
-    "n_head": _HEADS, "n_heads": _HEADS, "num_heads": _HEADS, "num_key_value_heads": 2, "head_dim": _HEAD_DIM,
-    "global_head_dim": _HEAD_DIM, "rotary_dim": 8, "max_position_embeddings": 64, "n_positions": 64,
-    "sliding_window": 4, "attention_chunk_size": 4, "floor_scale": 4, "num_experts": 4, "num_local_experts": 4,
-    "n_routed_experts": 4, "num_experts_per_tok": 2, "num_experts_per_token": 2, "n_group": 1, "topk_group": 1,
-    "num_expert_group": 1, "moe_intermediate_size": 24, "lru_width": _WIDTH,
-    "linear_num_heads": _HEADS, "linear_head_dim": _HEAD_DIM, "chunk_size": 8, "mamba_chunk_size": 8,
-    "shared_expert_intermediate_size": 24, "first_k_dense_replace": 1, "q_lora_rank": 16, "kv_lora_rank": 16,
-    "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "vocab_size_per_layer_input": 48,
+    "vocab_size": 48,
+    "hidden_size": _WIDTH,
+    "n_embd": _WIDTH,
+    "d_model": _WIDTH,
+    "word_embed_proj_dim": _WIDTH,
+    "embedding_size": _WIDTH,
+    "intermediate_size": 48,
+    "n_inner": 48,
+    "ffn_dim": 48,
+    "num_attention_heads": _HEADS,
+    "n_head": _HEADS,
+    "n_heads": _HEADS,
+    "num_heads": _HEADS,
+    "num_key_value_heads": 2,
+    "head_dim": _HEAD_DIM,
+    "global_head_dim": _HEAD_DIM,
+    "rotary_dim": 8,
+    "max_position_embeddings": 64,
+    "n_positions": 64,
+    "sliding_window": 4,
+    "attention_chunk_size": 4,
+    "floor_scale": 4,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "num_experts_per_token": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_expert_group": 1,
+    "moe_intermediate_size": 24,
+    "lru_width": _WIDTH,
+    "linear_num_heads": _HEADS,
+    "linear_head_dim": _HEAD_DIM,
+    "chunk_size": 8,
+    "mamba_chunk_size": 8,
+    "shared_expert_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "vocab_size_per_layer_input": 48,
     "hidden_size_per_layer_input": 8,
-}  # fmt: skip
+}
 _DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _KINDS_OF_LAYERS = ("layer_types", "layers_block_type", "no_rope_layers")
 _PER_LAYER = ("layer_types", "mlp_layer_types", "layers_block_type", "no_rope_layers")
 # Heads of a state space layer, their width, and the field that says how much wider than the model they are together.
 _STATE_HEADS = (
-    ("mamba_n_heads", "mamba_d_head", "mamba_expand"), ("n_mamba_heads", "mamba_headdim", "mamba_expand"),
+    ("mamba_n_heads", "mamba_d_head", "mamba_expand"),
+    ("n_mamba_heads", "mamba_headdim", "mamba_expand"),
     ("num_heads", "head_dim", "expand"),
-)  # fmt: skip
+)
 _MOST_PARAMETERS = 4_000_000  # a decoder of two layers has 50 thousand; experts and layers of four kinds make it more
 _TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}  # rows are drawn from the other tokens
 
@@ -62,7 +99,8 @@ def small_config(config, **sizes_of_caller: int):
     of_layers.append(_shared_blocks(known, depth))
     first_reusing = depth - (known.get("num_kv_shared_layers") or 0)
     of_layers.append([layer >= first_reusing for layer in range(depth)])
-    if isinstance(dense := known.get("mlp_only_layers"), list):  # the others have experts
+    dense = known.get("mlp_only_layers")
+    if isinstance(dense, list):  # the others have experts
         of_layers.append([layer in dense for layer in range(depth)])
     kinds = list(zip(*of_layers, strict=False))
     # The last layer of Gemma 4 has to attend to all tokens, and reuses keys and values where layers do.
@@ -91,13 +129,14 @@ def small_config(config, **sizes_of_caller: int):
         if name in _TOKENS and value is not None:
             setattr(small, name, _TOKENS[name])
     _plain_rope(small, known.get("head_dim") or _quotient(known.get("hidden_size"), known.get("num_attention_heads")))
-    if own := {int(layer): values for layer, values in (known.get("per_layer_config") or {}).items()}:
+    own = {int(layer): values for layer, values in (known.get("per_layer_config") or {}).items()}
+    if own:
         made = small.to_dict()
-        made["per_layer_config"] = {
-            i: {name: size * made[name] // known[name] for name, size in own[layer].items()}
-            for i, layer in enumerate(kept)
-            if layer in own
-        }
+        sizes_of_layers = {}
+        for i, layer in enumerate(kept):
+            if layer in own:
+                sizes_of_layers[i] = {name: size * made[name] // known[name] for name, size in own[layer].items()}
+        made["per_layer_config"] = sizes_of_layers
         small = type(small)(**made)  # its constructor reads them
     return small
 

@@ -73,7 +73,8 @@ def _forward_of(cls: type[nn.Module]) -> Callable:
             reason = f"it asks for attention {segments.calls} times"
         except NotInSegments as error:
             reason = str(error)
-        if (bound := TowerBinding.of(self)) is not None:
+        bound = TowerBinding.of(self)
+        if bound is not None:
             bound.step_aside(reason)
         return call_previous(self, TowerBinding, args, kwargs)
 
@@ -82,7 +83,8 @@ def _forward_of(cls: type[nn.Module]) -> Callable:
 
 def prove(module: nn.Module) -> tuple[Proof | None, str | None]:
     """(that one call attends in all segments, None), or (None, what differs)."""
-    if (reason := _why_not(module)) is not None:
+    reason = _why_not(module)
+    if reason is not None:
         return None, reason
     forward: Any = _forward_of(own_class(module))  # type: ignore[arg-type]
     copies = [_drawn(module) for _ in range(2)]
@@ -141,6 +143,10 @@ def _run(module: nn.Module, given: dict[str, Any]) -> list[torch.Tensor]:
 
 
 KIND = Kind(
-    nominated, prove, lambda module: OPERATION, guards=lambda module: code_guards_of(own_class(module)),
-    binding=TowerBinding, is_rare=True,
-)  # fmt: skip
+    nominated,
+    prove,
+    lambda module: OPERATION,
+    guards=lambda module: code_guards_of(own_class(module)),
+    binding=TowerBinding,
+    is_rare=True,
+)
