@@ -7,19 +7,18 @@ every position) the batch goes through as it is, and the report names it.
 """
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from transformers.loss.loss_utils import LOSS_MAPPING
 
-from liger_trainer.patching.core.binding import Binding, own_class
-from liger_trainer.patching.core.contracts import PackedExperts
-from liger_trainer.patching.core.hooks import comes_from, hook_on, with_hooks
+from liger_trainer.patching.core.binding import Binding
+from liger_trainer.patching.core.hooks import hook_on, with_hooks
 from liger_trainer.varlen.graphs.captured import BackboneGraphs
 from liger_trainer.varlen.graphs.step_graphs import active_graphs
+from liger_trainer.varlen.known_code import backbone_of, own_loss_of, unknown_forward, without_head
 from liger_trainer.varlen.padding import COMPUTES_PADDING, BackboneBinding, MixedRows, Plan
 from liger_trainer.varlen.plans import holds_packed_rows, plan_of, rotates_by_length
 
@@ -31,76 +30,6 @@ _HARMLESS_HOOKS = (
     "peft.peft_model",
     "peft.helpers",
 )
-_TORCH = ("torch.nn.", "torch.utils._contextlib")  # the last has `no_grad`
-_THEIRS = ("transformers.", *_TORCH)  # what a proof may run
-# Modules that the proof need not have run: each token goes through them by itself, or they only hold others.
-_KINDS = (
-    nn.Linear,
-    nn.Embedding,
-    nn.Dropout,
-    nn.Identity,
-    nn.LayerNorm,
-    nn.RMSNorm,
-    nn.ModuleList,
-    nn.ModuleDict,
-    nn.ParameterList,
-    nn.ParameterDict,
-)
-_PER_TOKEN = {kind: kind.forward for kind in _KINDS}
-_TUNERS = (
-    "_buffer_dict",
-    "adalora",
-    "boft",
-    "fourierft",
-    "hra",
-    "ia3",
-    "ln_tuning",
-    "loha",
-    "lokr",
-    "lora",
-    "lycoris_utils",
-    "miss",
-    "oft",
-    "randlora",
-    "trainable_tokens",
-    "tuners_utils",
-    "vblora",
-    "vera",
-)
-_PER_TOKEN_ROOMS = (
-    *(f"peft.tuners.{name}" for name in _TUNERS),
-    "peft.utils.",
-    "transformers.integrations.",
-    "liger_trainer.",
-    "bitsandbytes.",
-    "hqq.core.quantize",
-    "gptqmodel.nn_modules.qlinear.",
-)
-
-
-def base_of(model):
-    """The part of a transformers model before its head, with towers if it has any, or None."""
-    name = getattr(model, "base_model_prefix", "")
-    # The prefix of Llama 4's decoder is that of the model of images.
-    return model._modules.get(name, model._modules.get("model")) if name else None
-
-
-def backbone_of(model):
-    """The part of a transformers model before its head, or None.
-
-    In a model of images and text it is the decoder of text inside that part, which sees images as embeddings.
-    """
-    base = base_of(model)
-    config = getattr(base, "config", None)
-    if config is None or config.is_encoder_decoder:
-        return base
-    text = config.get_text_config()
-    if text is config:
-        return base
-    for part in base._modules.values():
-        if type(getattr(part, "config", None)) is type(text):
-            return part
-    return base
 
 
 def bound_backbone(model) -> BackboneBinding | None:
@@ -256,7 +185,7 @@ def decide(
     asked = BackboneCall(model, backbone, bound, args, call, shown, unfit)
     step = active_graphs()
     if step is not None:
-        asked.graphs = step.of(backbone, functools.partial(_without_head, model))
+        asked.graphs = step.of(backbone, functools.partial(without_head, model))
     for check in _CHECKS:
         reason = check(asked)
         if reason is not None:
@@ -309,51 +238,6 @@ def _of_config(config, name: str) -> Any:
     return getattr(config.get_text_config(), name, None) if found is None or found is False else found
 
 
-def own_loss_of(model) -> Callable:
-    """The function that a model of transformers calls for its loss, while no other one is set."""
-    return LOSS_MAPPING.get(str(getattr(model, "loss_type", None)), LOSS_MAPPING["ForCausalLM"])
-
-
-def code_of(modules: Iterable[nn.Module]) -> dict[Any, Callable]:
-    """The classes of modules, with their forwards. Experts in four bits run the code of their class in 16 bits."""
-    kinds: Iterable[Any] = map(own_class, modules)
-    found = {}
-    for kind in kinds:
-        own = kind.unpacked_class if issubclass(kind, PackedExperts) else kind
-        found[own] = own.forward
-    return found
-
-
-def foreign_class(modules: Iterable[nn.Module]) -> str | None:
-    """A class among those of `modules` that is not transformers' own, or None."""
-    for kind, forward in code_of(modules).items():
-        if not _is_of(kind, forward, _THEIRS):
-            return f"{kind.__name__} is not a class of transformers with its own forward"
-    return None
-
-
-def why_not_theirs(model) -> str | None:
-    """A class or a function that would take part in a proof and is not transformers' own, or None."""
-    reason = foreign_class(model.modules())
-    if reason is not None:
-        return reason
-    loss = own_loss_of(model)
-    return None if comes_from(loss, "transformers.loss.") else f"the loss function {loss!r} is not transformers' own"
-
-
-def unknown_forward(model, forwards: dict[type, Callable]) -> str | None:
-    """A forward in `model` that may not take each token by itself, or None. `forwards` are those that are proven."""
-    for kind, forward in code_of(_without_head(model)).items():
-        proven = forward in (forwards.get(kind), _PER_TOKEN.get(kind))
-        if not (proven or _is_of(kind, forward, _PER_TOKEN_ROOMS)):
-            return f"the forward of {kind.__name__} is not proven to work without padding"
-    return None
-
-
-def _is_of(kind: type, forward: Callable, rooms: tuple[str, ...]) -> bool:
-    return kind.__module__.startswith(rooms) and comes_from(forward, (*rooms, *_TORCH))
-
-
 def _why_whole(model, backbone, bound: BackboneBinding) -> str | None:
     """Name what has been put into the model that has to see a batch as it is: a hook, or code that is not proven.
 
@@ -364,7 +248,7 @@ def _why_whole(model, backbone, bound: BackboneBinding) -> str | None:
         changed = bound.guards.broken(backbone)
         if changed is not None:
             return changed
-    modules = _without_head(model)
+    modules = without_head(model)
     hooked = set(with_hooks(modules))
     for module in modules:
         attributes = module.__dict__
@@ -384,17 +268,3 @@ def _why_whole(model, backbone, bound: BackboneBinding) -> str | None:
         if attributes.get("_compiled_call_impl") is not None:
             return f"a {kind.__name__} is compiled by itself, which each new length would do anew"
     return None
-
-
-def _without_head(model) -> list[nn.Module]:
-    """`model` and its modules but for the LM head, shared ones twice: `modules()` takes five times as long."""
-    head = model.get_output_embeddings()
-    found = [model]
-    backbone = backbone_of(model)
-    base = base_of(model)
-    if backbone is not None and base is not backbone:  # its towers see no rows of tokens
-        return [model, base, *_without_head(backbone)]
-    for module in found:
-        if module._modules:
-            found += [child for child in module._modules.values() if child is not None and child is not head]
-    return found

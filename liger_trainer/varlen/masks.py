@@ -24,8 +24,9 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask,
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from liger_trainer.patching.core.hooks import comes_from
-from liger_trainer.varlen.attention import attend_by_rows, refuse_rows, row_mask
+from liger_trainer.varlen.attention import attend_by_rows, refuse_rows
 from liger_trainer.varlen.padding import cache_of
+from liger_trainer.varlen.rows import row_mask
 from liger_trainer.varlen.segments import attention
 
 _nothing_is_padding = False  # True while a call without padding is traced

@@ -20,10 +20,10 @@ from torch.utils._pytree import tree_leaves
 from transformers.utils import ModelOutput
 
 from liger_trainer.patching.core.binding import Binding, Rests, call_previous, in_place_of
-from liger_trainer.varlen.attention import NotForRows, Rows, rows_known
 from liger_trainer.varlen.graphs.captured import BackboneGraphs
 from liger_trainer.varlen.host_copies import values_of
 from liger_trainer.varlen.known import Known, is_stale
+from liger_trainer.varlen.rows import NotForRows, Rows, rows_known
 from liger_trainer.varlen.states import KIND
 
 _PER_TOKEN = ("input_ids", "inputs_embeds", "visual_pos_masks")

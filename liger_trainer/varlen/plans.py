@@ -5,9 +5,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from liger_trainer.varlen.attention import Rows
 from liger_trainer.varlen.host_copies import remember, sent, values_of
 from liger_trainer.varlen.padding import Plan, cache_of, tokens_of
+from liger_trainer.varlen.rows import Rows
 
 _STATIC_ROPES = ("default", "linear", "yarn", "llama3", "proportional")
 

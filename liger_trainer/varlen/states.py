@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from liger_trainer.patching.core.binding import Binding, Rests, call_previous, in_place_of
-from liger_trainer.varlen.attention import NotForRows, RowMask, Rows, rows_of_call
+from liger_trainer.varlen.rows import NotForRows, RowMask, Rows, rows_of_call
 
 KIND = "state"  # of `Rows.kinds`
 MASK_OF_STATES = "create_recurrent_attention_mask"  # the global by which decoders of transformers make their mask

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from liger_trainer.varlen.attention import rows_known
 from liger_trainer.varlen.graphs.recorder import Recorder
 from liger_trainer.varlen.graphs.refusals import NotCapturable
 from liger_trainer.varlen.graphs.snapshot import Snapshot
 from liger_trainer.varlen.graphs.static_batch import Batch, Size
 from liger_trainer.varlen.graphs.static_gradients import GradientBuffers
+from liger_trainer.varlen.rows import rows_known
 
 WORTHWHILE = 0.95  # of the time of Python's code; a replay that takes more is not used
 CLOSE = 0.05  # largest relative difference of a replay and the code it was captured from, in the L2 norm

@@ -27,7 +27,6 @@ import torch
 from torch import nn
 
 from liger_trainer._logging import logger
-from liger_trainer.varlen.attention import NotForRows, Rows
 from liger_trainer.varlen.graphs.capture import CapturedRun, DoesNotPay
 from liger_trainer.varlen.graphs.capture_summary import Summary
 from liger_trainer.varlen.graphs.recorder import Recorder
@@ -36,6 +35,7 @@ from liger_trainer.varlen.graphs.replay import Replayed
 from liger_trainer.varlen.graphs.snapshot import Snapshot
 from liger_trainer.varlen.graphs.static_batch import Batch, Buffers, Size, bounds_of, power_of_2, round_up
 from liger_trainer.varlen.graphs.static_gradients import GradientBuffers
+from liger_trainer.varlen.rows import NotForRows, Rows
 
 MOST_MODES = 4  # states of the model, such as adapters switched on and off
 MOST_SIZES = 16  # of each mode

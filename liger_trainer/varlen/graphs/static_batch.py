@@ -5,11 +5,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from liger_trainer.varlen.attention import StaticRows
 from liger_trainer.varlen.graphs.recorder import Graph
 from liger_trainer.varlen.graphs.snapshot import Snapshot
 from liger_trainer.varlen.graphs.static_gradients import GradientBuffers
 from liger_trainer.varlen.host_copies import sent
+from liger_trainer.varlen.rows import StaticRows
 
 STEP = 64  # tokens; sizes are multiples of it, which keeps Triton's kernels in one class of alignment
 

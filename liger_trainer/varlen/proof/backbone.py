@@ -19,7 +19,7 @@ from liger_trainer.patching.core import probe
 from liger_trainer.patching.core.binding import bind, own_class
 from liger_trainer.patching.core.kind import Found, attempt
 from liger_trainer.varlen import masks, padding
-from liger_trainer.varlen.decide import (
+from liger_trainer.varlen.known_code import (
     backbone_of,
     base_of,
     code_of,

@@ -15,8 +15,8 @@ import torch
 
 from liger_trainer.patching.core import probe
 from liger_trainer.patching.core.kind import PLAIN_TENSORS, attempt
-from liger_trainer.varlen.attention import NotForRows
 from liger_trainer.varlen.proof.packed_rows import kernel_behind
+from liger_trainer.varlen.rows import NotForRows
 from liger_trainer.varlen.states import rows_of_layer
 from liger_triton import short_conv
 from liger_triton.short_conv import MOST_TAPS

@@ -21,7 +21,7 @@ from liger_trainer.head.module import base_model_of
 from liger_trainer.patching.core import probe
 from liger_trainer.patching.core.kind import attempt
 from liger_trainer.varlen import padding
-from liger_trainer.varlen.decide import backbone_of
+from liger_trainer.varlen.known_code import backbone_of
 from liger_trainer.varlen.proof.small_model import small_copy
 
 _SHOWN = ("eager", "sdpa")  # what runs on a CPU; others, such as flash-attn, read the lengths of rows

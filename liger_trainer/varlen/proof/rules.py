@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from liger_trainer.varlen.attention import Rows
 from liger_trainer.varlen.proof.packed_rows import Kernel, kernel_behind
+from liger_trainer.varlen.rows import Rows
 from liger_trainer.varlen.states import rows_of_layer
 
 _TOLD_BY = "cu_seqlens"

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from liger_trainer.memory.memory import GIB, RESERVE, limit_of
 from liger_trainer.memory.plan import NOTHING, Call, Link, Measurement, Plan, Size, choose, sizes_of
 from liger_trainer.memory.switches import Switch, longest_of, switches_of
-from liger_trainer.varlen.attention import RowMask, Rows
+from liger_trainer.varlen.rows import RowMask, Rows
 
 SIZE, BASE = Size(4, 100), 1000
 

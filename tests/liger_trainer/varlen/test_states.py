@@ -23,8 +23,8 @@ from liger_trainer import (
     remove_liger,
 )
 from liger_trainer.varlen import padding, states
-from liger_trainer.varlen.attention import RowMask, rows_of_call
 from liger_trainer.varlen.proof.packed_rows import why_rows_mix
+from liger_trainer.varlen.rows import RowMask, rows_of_call
 
 # A gated delta net, the same with experts, short convolutions with and without experts, a layer with both, Mamba 2.
 TYPES = ("qwen3_5_text", "qwen3_next", "lfm2", "lfm2_moe")

@@ -12,9 +12,9 @@ from varlen_batches import ON, assert_same_with_states, batch, drawn_model, rows
 
 from liger_trainer import apply_liger
 from liger_trainer.varlen import states
-from liger_trainer.varlen.attention import Rows
 from liger_trainer.varlen.proof import backbone, convolutions, rules
 from liger_trainer.varlen.proof.packed_rows import kernel_behind
+from liger_trainer.varlen.rows import Rows
 
 RULES = ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention")
 
