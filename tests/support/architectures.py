@@ -19,8 +19,8 @@ import pytest
 import torch
 import transformers
 from checkout import ROOT
+from parity import LogitRows
 from parity_models import largest_difference
-from step_parity import LogitRows
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,

@@ -19,13 +19,14 @@ import yaml
 from liger_trainer.paths import shipped
 
 HERE = Path(__file__).parent
+PROCESSES = HERE.parent / "processes"  # the scripts that train in processes of their own
 DEEPSPEED = Path(sys.prefix, "deepspeed")  # where the Makefile puts it
 _TIMEOUT_S = 400
 _ALONE = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
 def in_processes(script, *arguments, processes=2, config=None):
-    """Run `script` of this folder in two processes, or in one, with the variables that torchrun sets for them.
+    """Run `script` of `PROCESSES` in two processes, or in one, with the variables that torchrun sets for them.
 
     With `config`, an accelerate config, also with those of `accelerate launch`. AssertionError with all that they have
     written if one of them fails.
@@ -37,7 +38,13 @@ def in_processes(script, *arguments, processes=2, config=None):
         ranks = []
         for rank in range(processes):
             variables = _ALONE | {name: str(x) for name, x in (group | {"RANK": rank, "LOCAL_RANK": rank}).items()}
-            given = (str(HERE / script), [*map(str, arguments)], os.environ | variables, f"{folder}/{rank}", config)
+            given = (
+                str(PROCESSES / script),
+                [*map(str, arguments)],
+                os.environ | variables,
+                f"{folder}/{rank}",
+                config,
+            )
             ranks.append(_importing().Process(target=_run_forked, args=given))
             ranks[-1].start()
         try:
@@ -93,7 +100,7 @@ def torchrun_deepspeed(script, *arguments):
         if importlib.util.find_spec("deepspeed") is None:
             pytest.skip("DeepSpeed is not installed")
         options = ("--nproc_per_node", "2", "--standalone")
-        return _run("torch.distributed.run", *options, HERE / script, *arguments, DS_ACCELERATOR="cpu")
+        return _run("torch.distributed.run", *options, PROCESSES / script, *arguments, DS_ACCELERATOR="cpu")
 
 
 def accelerate_fsdp2(folder, *command):
@@ -115,7 +122,7 @@ def _fsdp2_on_cpus(folder):
 
 
 def _run(module, *arguments, **variables):
-    env = os.environ | variables | _ALONE | {"PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])}
+    env = os.environ | variables | _ALONE | {"PYTHONPATH": os.pathsep.join([str(HERE), str(PROCESSES), *sys.path])}
     command = [sys.executable, "-m", module, *map(str, arguments)]
     result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=_TIMEOUT_S)
     assert result.returncode == 0, result.stdout + result.stderr

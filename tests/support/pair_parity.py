@@ -4,8 +4,8 @@ import copy
 
 import torch
 from datasets import Dataset
-from largest_tensor import LargestTensor
-from step_parity import KeepGradients, words
+from parity import KeepGradients, LargestTensor
+from step_parity import words
 from tiny_models import tiny_tokenizer
 
 from liger_trainer.trainers.base import LigerTrainerMixin

@@ -4,8 +4,8 @@ import warnings
 
 import torch
 from attentions import with_own_attention
+from parity import assert_same_gradients
 from parity_models import CANCELLING
-from step_parity import assert_same_gradients
 from tiny_models import VOCAB, tiny_model
 
 from liger_trainer import apply_liger

@@ -14,8 +14,8 @@ import pytest
 import sft_runs
 import torch
 import trainer_runs
-from captured_trainers import capture_on_cpu
 from peft import LoraConfig
+from rerun_recorder import capture_on_cpu
 from tiny_models import ragged_rows, tiny_model
 from transformers import Trainer, TrainerCallback
 from trl import DPOTrainer, SFTTrainer

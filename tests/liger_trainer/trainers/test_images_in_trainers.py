@@ -9,8 +9,7 @@ import copy
 import pytest
 import torch
 from datasets import Dataset
-from image_models import image_model
-from image_processors import PROCESSED, noise_image, placeholder, processor_of
+from image_models import PROCESSED, image_model, noise_image, placeholder, processor_of
 from peft import LoraConfig
 from step_parity import assert_same_training, letters, moved
 from trl import (

@@ -7,8 +7,8 @@ import types
 import pytest
 import torch
 from datasets import Dataset
+from parity import KeepGradients
 from peft import LoraConfig, get_peft_model
-from step_parity import KeepGradients
 from tiny_models import ragged_rows, tiny_tokenizer
 from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer

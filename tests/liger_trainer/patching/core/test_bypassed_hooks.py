@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from parity import step
 from peft import LoraConfig, get_peft_model
 from tiny_models import collate, ragged_rows, tiny_model
 from torch import nn
@@ -42,15 +43,6 @@ HOOKS = {
     "backward": lambda module: module.register_full_backward_hook(halve_gradient),
     "replaced-forward": replace_forward,
 }
-
-
-def step(model, **options):
-    """Loss, and the gradients of all parameters that have one."""
-    model.zero_grad()
-    batch = collate(ragged_rows(4))
-    loss = model(**batch, **options).loss
-    loss.backward()
-    return {"loss": loss.detach()} | {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
 def patched_beside_stock(make, hook, when, **options):

@@ -9,6 +9,7 @@ import weakref
 
 import pytest
 import torch
+from parity import LogitRows
 from peft import LoraConfig, get_peft_model
 from sft_runs import run as run_sft
 from side_by_side import (
@@ -22,7 +23,6 @@ from side_by_side import (
     patched,
     step,
 )
-from step_parity import LogitRows
 from tiny_models import VOCAB, tiny_model
 from trainer_runs import run as run_trainer
 from transformers import Trainer

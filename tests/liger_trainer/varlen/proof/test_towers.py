@@ -6,7 +6,7 @@ import pickle
 import pytest
 import torch
 from image_models import image_batch, image_model, image_step
-from step_parity import assert_same_gradients
+from parity import assert_same_gradients
 from torch import nn
 from torch.testing import assert_close
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -34,7 +34,7 @@ def calls(monkeypatch):
 
     monkeypatch.setattr(segments, "_length_by_length", counted("within", segments._length_by_length))
     monkeypatch.setattr(
-        "liger_trainer.varlen.attention.sdpa_attention_forward", counted("apart", sdpa_attention_forward)
+        "liger_trainer.varlen.segments.sdpa_attention_forward", counted("apart", sdpa_attention_forward)
     )
     return found
 

@@ -10,8 +10,8 @@ import sys
 import torch
 import torch.distributed as dist
 from frozen_bases import adapted
+from parity import KeepGradients
 from tiny_models import collate, ragged_rows
-from two_ranks import SaveGradients
 
 from liger_trainer import LigerTrainer, LigerTrainingArguments
 from liger_trainer.fp8 import feature as fp8_fields
@@ -24,7 +24,7 @@ def main(folder, world):
         output_dir=folder, max_steps=2, per_device_train_batch_size=8 // world, logging_steps=1, report_to="none",
         use_cpu=True, save_strategy="no", disable_tqdm=True, max_grad_norm=0.0, fp8=True, optim="sgd",
     )  # fmt: skip
-    save = SaveGradients()
+    save = KeepGradients()
     trainer = LigerTrainer(
         adapted(), args, train_dataset=ragged_rows(16), data_collator=collate, callbacks=[save]
     )  # fmt: skip

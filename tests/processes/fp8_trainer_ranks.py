@@ -10,7 +10,7 @@ import sys
 
 import torch
 import torch.distributed as dist
-from exact_products import multiply_exactly
+from fp8_models import multiply_exactly
 from launching import shard_on_cpus
 from tiny_models import collate, ragged_rows, tiny_model
 from torch.distributed.fsdp import FSDPModule

@@ -10,7 +10,7 @@ import sys
 
 import torch
 import torch.distributed as dist
-from exact_products import multiply_exactly
+from fp8_models import multiply_exactly
 from tiny_models import collate, ragged_rows, tiny_model
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard

@@ -11,23 +11,10 @@ import torch
 import torch.distributed as dist
 from datasets import Dataset
 from pair_parity import pair_rows
+from parity import KeepGradients
 from tiny_models import collate, ragged_rows, tiny_model, tiny_tokenizer
-from transformers import TrainerCallback
 
 from liger_trainer import LigerSFTConfig, LigerSFTTrainer, LigerTrainer, LigerTrainingArguments, apply_liger
-
-
-class SaveGradients(TrainerCallback):
-    """After the backward of the first step: the gradient of every parameter, and the loss logged for it."""
-
-    def __init__(self):
-        self.grads = None
-
-    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-        if self.grads is None:
-            self.grads = {
-                n.removeprefix("module."): p.grad.clone() for n, p in model.named_parameters() if p.grad is not None
-            }
 
 
 def train(trainer_class, args_class, out, accumulation=1, varlen=False, **options):
@@ -42,7 +29,7 @@ def train(trainer_class, args_class, out, accumulation=1, varlen=False, **option
         gradient_accumulation_steps=accumulation, report_to="none", use_cpu=True, save_strategy="no", disable_tqdm=True,
         max_grad_norm=0.0, **options,
     )  # fmt: skip
-    save = SaveGradients()
+    save = KeepGradients()
     rows = ragged_rows(16)
     if trainer_class is LigerSFTTrainer:
         extra = {"train_dataset": Dataset.from_list(rows), "processing_class": tiny_tokenizer()}
@@ -63,7 +50,7 @@ def train_on_pairs(trainer_class, args_class, out, ref_model=None, **options):
         report_to="none", use_cpu=True, save_strategy="no", disable_tqdm=True, max_grad_norm=0.0, bf16=False,
         gradient_checkpointing=False, **options,
     )  # fmt: skip
-    save = SaveGradients()
+    save = KeepGradients()
     trainer_class(
         model=tiny_model("llama"), args=args, callbacks=[save], train_dataset=Dataset.from_list(pair_rows(16)),
         processing_class=tiny_tokenizer(), **({} if ref_model is None else {"ref_model": ref_model}),
