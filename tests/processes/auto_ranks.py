@@ -11,9 +11,8 @@ import sys
 
 import torch
 import torch.distributed as dist
-from auto_runs import LAYERS, At, build, train
-from counted_memory import Carries, CountedMemory
 from launching import shard_on_cpus
+from memory_runs import LAYERS, At, Carries, CountedMemory, build, train
 from tiny_models import tiny_model
 
 from liger_trainer.memory import selective

@@ -12,8 +12,9 @@ import torch.distributed as dist
 from datasets import Dataset
 from frozen_bases import adapted, fresh_state
 from launching import shard_on_cpus
+from parity import KeepGradients
 from tiny_models import ragged_rows, tiny_model, tiny_tokenizer
-from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers import AutoModelForCausalLM
 
 from liger_trainer import LigerMedusaConfig, LigerMedusaTrainer, LigerSFTConfig, LigerSFTTrainer
 from liger_trainer.fp8 import feature as fp8_fields
@@ -40,19 +41,6 @@ def policy_of(trainer):
     return getattr(getattr(trainer.accelerator.state, "fsdp_plugin", None), "mixed_precision_policy", None)
 
 
-class SaveGradients(TrainerCallback):
-    """The gradients of the first step."""
-
-    grads = None
-
-    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-        if self.grads is None:
-            named = model.named_parameters()
-            self.grads = {
-                name.removeprefix("module."): whole(p.grad).clone() for name, p in named if p.grad is not None
-            }
-
-
 def train(out, name, world):
     """Four steps of 8 rows, however many processes there are."""
     dtype, options = CASES[name]
@@ -65,7 +53,7 @@ def train(out, name, world):
         disable_tqdm=True, adam_epsilon=1e-3,  # else gradients that are nothing but rounding make steps of full length
         max_length=64, **({"save_strategy": "no", "gradient_checkpointing": False} | options),
     )  # fmt: skip
-    save = SaveGradients()
+    save = KeepGradients(whole)
     if name == "from a file":
         model = AutoModelForCausalLM.from_pretrained(f"{out}/model", dtype=dtype, attn_implementation="eager")
     elif name == "experts":

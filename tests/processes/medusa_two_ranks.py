@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from medusa_brute_force import medusa_trainer, model_with_heads
+from parity import KeepGradients
 from tiny_models import ragged_rows
-from transformers import TrainerCallback
 
 DDP = {
     "stage1-tied-hard": {},
@@ -21,16 +21,9 @@ DDP = {
 }
 
 
-class SaveGradients(TrainerCallback):
-    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-        self.grads = {
-            n.removeprefix("module."): p.grad.clone() for n, p in model.named_parameters() if p.grad is not None
-        }
-
-
 def ddp(options, out):
     """One optimizer step over 16 rows, however many processes there are, in two micro-batches; the heads are saved."""
-    world, save = int(os.environ.get("WORLD_SIZE", 1)), SaveGradients()
+    world, save = int(os.environ.get("WORLD_SIZE", 1)), KeepGradients()
     trainer = medusa_trainer(
         model_with_heads(tied=options.get("medusa_tied", True)), Path(out), ragged_rows(16), {"callbacks": [save]},
         max_steps=1, per_device_train_batch_size=8 // world, gradient_accumulation_steps=2, **options,

@@ -7,7 +7,7 @@ import architectures
 import pytest
 import torch
 import torch.nn.functional as F
-from parity_models import largest_difference
+from parity import largest_difference
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora.layer import ParamWrapper
 from side_by_side import assert_same_step, model_of, step

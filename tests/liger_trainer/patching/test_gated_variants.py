@@ -7,7 +7,7 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
-from parity_models import NO_HEAD, largest_difference, loss_and_grads
+from parity import NO_HEAD, largest_difference, loss_and_grads
 from tiny_models import tiny_model
 from torch import nn
 from torch.utils.checkpoint import checkpoint

@@ -8,7 +8,7 @@ import types
 
 import pytest
 import torch
-from parity_models import NO_HEAD, SWAPPED, largest_difference, loss_and_grads, token_ids
+from parity import NO_HEAD, SWAPPED, largest_difference, loss_and_grads, token_ids
 from peft import LoraConfig, get_peft_model
 from tiny_models import tiny_model
 from transformers import AutoModelForCausalLM

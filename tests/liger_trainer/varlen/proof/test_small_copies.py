@@ -4,6 +4,7 @@ import pytest
 import torch
 from architectures import small_config as tiny_config
 from image_models import image_step
+from parity import assert_same_step
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
@@ -12,7 +13,6 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
-from varlen_batches import assert_same_step
 
 from liger_trainer import apply_liger
 from liger_trainer.varlen.proof.small_model import small_config, small_copy

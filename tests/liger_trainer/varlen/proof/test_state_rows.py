@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 from installed_packages import install_packages
-from parity_models import largest_difference
+from parity import largest_difference
 from transformers import DataCollatorWithFlattening
 from varlen_batches import ON, assert_same_with_states, batch, drawn_model, rows_of, step
 
