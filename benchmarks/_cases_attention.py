@@ -12,6 +12,7 @@ from _cases import Case
 from _measure import DEVICE
 
 from liger_trainer.varlen import attention as ours
+from liger_trainer.varlen.rows import RowMask, Rows
 
 _MOST_SCORES = 8 << 30  # bytes, of the eager attention
 
@@ -48,7 +49,7 @@ def _providers(rows, length, heads, groups, dim, window, sinks, dtype):
     from transformers.models.llama.modeling_llama import eager_attention_forward as eager_without_sinks
 
     layer = SimpleNamespace(is_causal=True, training=True, num_key_value_groups=heads // groups)
-    known, scale = ours.Rows([length] * rows, torch.device(DEVICE), rows), dim**-0.5
+    known, scale = Rows([length] * rows, torch.device(DEVICE), rows), dim**-0.5
     at = torch.arange(length, device=DEVICE)
     seen = (at[:, None] >= at) & (at[:, None] - at < (window or length))
     short = None if window is None or window >= length else window
@@ -59,7 +60,7 @@ def _providers(rows, length, heads, groups, dim, window, sinks, dtype):
         return (eager_attention_forward if sinks else eager_without_sinks)(layer, q, k, v, mask, scale)[0]
 
     def by_rule(q, k, v, *sinks):
-        mask = ours.RowMask(known, window)
+        mask = RowMask(known, window)
         return ours.attend_by_rows(None, layer, q, k, v, mask, scaling=scale, s_aux=sinks[0] if sinks else None)[0]
 
     def varlen(q, k, v):

@@ -2,14 +2,15 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 from liger_trainer._logging import logger
-from liger_trainer.base_weights.unloaded import Base, find_checkpoint, keep_unloaded_weights
-from liger_trainer.feature import Feature
+from liger_trainer.base_weights.unloaded import Base, KeptWeights, find_checkpoint, keep_unloaded_weights
+from liger_trainer.feature import Feature, FeatureTrainer
 
 
 @dataclass
@@ -26,18 +27,35 @@ class BaseWeightsFields:
     )
 
 
-class BaseWeights(Feature):
+class BaseWeightsArguments(Protocol):
+    """What the weights of the base need of a trainer's arguments, which they only read."""
+
+    keep_unloaded_weights: bool
+    output_dir: str | None
+    should_save: bool
+
+
+class SavingTrainer(FeatureTrainer, Protocol):
+    """What the weights of the base read of a trainer, and write (the last two)."""
+
+    args: BaseWeightsArguments
+    model: nn.Module
+    base_checkpoint: Base | None
+    kept_weights: KeptWeights | None
+
+
+class BaseWeights(Feature[BaseWeightsArguments, SavingTrainer]):
     """Finds the base when a trainer is built, and copies its unloaded weights when the trainer saves.
 
     Every checkpoint of a whole model gets them. The last one is not known in advance, the best one may be served, and
     one more layer is smaller than its optimizer state would be.
     """
 
-    def check(self, args: Any) -> None:
+    def check(self, args: BaseWeightsArguments) -> None:
         if not isinstance(args.keep_unloaded_weights, bool):
             raise ValueError(f"keep_unloaded_weights is {args.keep_unloaded_weights!r}; expected true or false.")
 
-    def check_trainer(self, trainer: Any) -> None:
+    def check_trainer(self, trainer: SavingTrainer) -> None:
         """Find the base. Raise if saving would overwrite the prediction layers that have to be kept."""
         if not trainer.args.should_save:
             return
@@ -52,7 +70,7 @@ class BaseWeights(Feature):
                 "another output_dir, or keep_unloaded_weights: false."
             )
 
-    def after_save(self, trainer: Any, folder: Path) -> None:
+    def after_save(self, trainer: SavingTrainer, folder: Path) -> None:
         if not isinstance(trainer.model, PreTrainedModel):  # an adapter needs none: its base has them
             return
         previous = trainer.kept_weights
@@ -64,11 +82,11 @@ class BaseWeights(Feature):
             log(f"{folder}: {kept_weights}")
 
 
-def _keeps(args: Any) -> bool:
+def _keeps(args: BaseWeightsArguments) -> bool:
     return getattr(args, "keep_unloaded_weights", True)  # stock arguments have no such field
 
 
-def _base_of(model: Any, init: dict[str, Any]) -> Base | None:
+def _base_of(model: nn.Module, init: dict[str, Any]) -> Base | None:
     """Return the checkpoint that `model` was loaded from, or None for an adapter and for a model built from a config.
 
     The config names a folder in both cases, so this looks at what loading leaves on the model. `init` is the trainer's

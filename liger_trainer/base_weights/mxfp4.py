@@ -15,6 +15,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils.quantization_config import QuantizationMethod
 
+from liger_trainer.patching.core.contracts import PackedExperts
 from liger_triton import MXFP4Weight
 
 _METHOD = "liger_mxfp4"
@@ -36,7 +37,7 @@ class Mxfp4Config(transformers.Mxfp4Config):
         return {"quant_method": self.quant_method, "dequantize": False}
 
 
-class PackedGptOssExperts(GptOssExperts):
+class PackedGptOssExperts(PackedExperts, GptOssExperts):
     """Experts that store MXFP4 blocks and scales, and dequantize a weight each time transformers' code reads it.
 
     `gate_up_proj_blocks` is (E, 2 I, H / 32, 16) and `gate_up_proj_scales` (E, 2 I, H / 32), both uint8. `down_proj` is

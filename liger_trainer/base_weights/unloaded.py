@@ -30,7 +30,7 @@ from huggingface_hub.errors import HFValidationError
 from transformers import PreTrainedModel
 
 from liger_trainer.base_weights.shards import StoredTensor, add_shards, drop_old_index, files_of, tensors_of
-from liger_trainer.instance.binding import own_class
+from liger_trainer.patching.core.binding import own_class
 
 _PREDICTS = re.compile(r"(?:^|\.)(?:mtp|nextn)[^.]*\.")
 _LAYER = re.compile(r"^(?P<prefix>(?:.*\.)?layers\.)(?P<number>\d+)\.")

@@ -6,7 +6,7 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from liger_trainer.memory import selective
-from liger_trainer.patching import towers
+from liger_trainer.varlen.proof import towers
 
 NAME = "liger_fit"
 _OF_TOWERS = "liger_fit_flash"  # with "flash" in it, a tower asks once for all images and windows

@@ -14,16 +14,17 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from accelerate import Accelerator
 from torch import nn
 
-from liger_trainer.feature import Feature
+from liger_trainer.feature import Feature, FeatureTrainer
 from liger_trainer.fp8.layers import configs_of, is_candidate
 from liger_trainer.fp8.quantize_base import OPERATION, prepare_for_shards, quantize_base, quantized_before
 from liger_trainer.head.module import base_model_of
-from liger_trainer.instance.report import OperationReport
+from liger_trainer.patching.core.report import OperationReport
 from liger_triton.float8_cast import fault_of_device as fault_of_gpu
 
 
@@ -50,10 +51,31 @@ class Fp8Fields:
     )
 
 
-class Fp8(Feature):
+class Fp8Arguments(Protocol):
+    """What FP8 reads of a trainer's arguments, and writes (the first two)."""
+
+    fp8: bool
+    mixed_precision: str
+    bf16: bool | None
+    device: torch.device
+    fp16: bool
+    fp8_recipe: str | None
+    use_liger: bool
+
+
+class Fp8Trainer(FeatureTrainer, Protocol):
+    """What FP8 reads of a trainer, and writes (`freezes_in_eight_bits`)."""
+
+    args: Fp8Arguments
+    model: nn.Module
+    freezes_model: bool
+    freezes_in_eight_bits: bool
+
+
+class Fp8(Feature[Fp8Arguments, Fp8Trainer]):
     """Sets up `fp8` for a trained model or for a frozen base."""
 
-    def settle(self, args: Any) -> None:
+    def settle(self, args: Fp8Arguments) -> None:
         """Turn fp8 on if a launcher asks for it and `bf16` is unset."""
         if not isinstance(args.fp8, bool):
             raise ValueError(f"fp8 is {args.fp8!r}; expected true or false.")
@@ -67,7 +89,7 @@ class Fp8(Feature):
                     f"fp8 is true, but it does not work with {name} = {getattr(args, name)!r}. Remove one of the two."
                 )
 
-    def check(self, args: Any) -> None:
+    def check(self, args: Fp8Arguments) -> None:
         """Set `mixed_precision` for accelerate, and check `fp8_recipe`."""
         if args.fp8:
             args.mixed_precision = "fp8"
@@ -75,7 +97,7 @@ class Fp8(Feature):
             _check_recipe(args)
 
     @contextmanager
-    def around_accelerator(self, trainer: Any) -> Iterator[None]:
+    def around_accelerator(self, trainer: Fp8Trainer) -> Iterator[None]:
         """Choose between torchao's layers and a frozen FP8 base, and hide `fp8` from accelerate for a frozen base."""
         args = trainer.args
         has_frozen_base = _has_adapters(getattr(trainer, "model", None)) or trainer.freezes_model
@@ -100,14 +122,15 @@ class Fp8(Feature):
         precision = args.mixed_precision
         # TRL's configs default `bf16` to None and turn None into True, so there False was set by the user. Trainer's
         # default is False, which says nothing.
-        bf16_is_off = type(args).__dataclass_fields__["bf16"].default is None and args.bf16 is False
+        stock: Any = type(args)
+        bf16_is_off = stock.__dataclass_fields__["bf16"].default is None and args.bf16 is False
         args.mixed_precision = "no" if bf16_is_off else "bf16"
         try:
             yield
         finally:
             args.mixed_precision = precision
 
-    def before_patch(self, model: nn.Module, trainer: Any) -> dict[str, OperationReport]:
+    def before_patch(self, model: nn.Module, trainer: Fp8Trainer) -> dict[str, OperationReport]:
         """Quantize the frozen base of `model` to FP8 if `trainer` asks for it, before patches refer to its layers.
 
         Quantizing cannot be undone, so everything is checked first. If building the trainer fails later, another
@@ -130,7 +153,7 @@ class Fp8(Feature):
             )
         return {OPERATION: report}
 
-    def check_trainer(self, trainer: Any) -> None:
+    def check_trainer(self, trainer: Fp8Trainer) -> None:
         """Raise if torchao's FP8 is asked for on a device without FP8, or if accelerate would convert adapters."""
         if not trainer.uses_liger:
             return
@@ -155,7 +178,7 @@ class Fp8(Feature):
         _check_some_layer_converts(trainer.model, handler)
 
 
-def _check_recipe(args: Any) -> None:
+def _check_recipe(args: Fp8Arguments) -> None:
     is_recipe = f"fp8_recipe is {args.fp8_recipe!r}"
     if not args.use_liger:
         raise ValueError(
@@ -176,12 +199,12 @@ def fault_of_device(device: torch.device) -> str | None:
     return f"{device} is not a GPU" if device.type == "cpu" else fault_of_gpu(device)
 
 
-def handler_of(accelerator: Any) -> Any:
+def handler_of(accelerator: Accelerator) -> Any:
     """Return accelerate's settings for torchao's FP8, or None if it converts no models."""
     return getattr(accelerator, "ao_recipe_handler", None) if str(accelerator.mixed_precision) == "fp8" else None
 
 
-def prepare(args: Any, accelerator: Any) -> None:
+def prepare(args: Fp8Arguments, accelerator: Accelerator) -> None:
     """Set the recipe that accelerate converts with, and have FSDP2 all-gather 16-bit weights.
 
     accelerate 1.15 wraps every weight for an FP8 all-gather by default, sharded or not. Without FSDP2 the wrapper is a
@@ -203,7 +226,7 @@ def _has_adapters(model: Any) -> bool:
     return bool(getattr(model, "peft_config", None))
 
 
-def _check_frozen_base(trainer: Any, model: nn.Module) -> None:
+def _check_frozen_base(trainer: Fp8Trainer, model: nn.Module) -> None:
     """Raise if the device, the way of sharding, the base or TRL's vLLM does not work with a frozen FP8 base."""
     base = base_model_of(model)
     fault = fault_of_device(trainer.args.device)

@@ -7,14 +7,15 @@ import torch
 from torch import nn
 
 from liger_trainer.fp8.frozen_layer import FrozenFP8Module, ReadOnly
-from liger_trainer.instance.binding import own_class
+from liger_trainer.patching.core.binding import own_class
+from liger_trainer.patching.core.contracts import PackedExperts
 from liger_triton import Float8Matrices
 from liger_triton.frozen_float8 import quantized_matrices
 
 WEIGHTS = ("gate_up_proj", "down_proj")
 
 
-class FrozenFloat8Experts(FrozenFP8Module):
+class FrozenFloat8Experts(FrozenFP8Module, PackedExperts):
     """Mixin that stores the weights of a block of experts in FP8. The forward is still the one of the block's class.
 
     Each weight has bits (E, N, K) and a scale (E, N), one per output of an expert, whether or not the block stores its
@@ -22,7 +23,6 @@ class FrozenFloat8Experts(FrozenFP8Module):
     """
 
     weights = {name: (f"{name}_bits", f"{name}_scale") for name in WEIGHTS}
-    unpacked_class: type[nn.Module]
 
     def packed(self, name: str) -> Float8Matrices:
         """Return `gate_up_proj` (E, 2 I, H) or `down_proj` (E, H, I)."""

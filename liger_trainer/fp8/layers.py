@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from liger_trainer.instance import probe
-from liger_trainer.instance.binding import Binding, own_class
-from liger_trainer.instance.guards import code_guards_of
-from liger_trainer.instance.hooks import has_hooks
-from liger_trainer.instance.kind import PLAIN_TENSORS, Kind, Proof, names_of
 from liger_trainer.memory.rebuild import is_rebuildable
+from liger_trainer.patching.core import probe
+from liger_trainer.patching.core.binding import Binding, own_class
+from liger_trainer.patching.core.guards import code_guards_of
+from liger_trainer.patching.core.hooks import has_hooks
+from liger_trainer.patching.core.kind import PLAIN_TENSORS, Kind, Proof, names_of
 from liger_triton.float8_cast import E4M3, E5M2, MULTIPLE
 from liger_triton.float8_linear import Float8Form, Float8RowwiseForm, float8_linear, result_dtype, shared_input
 

@@ -17,7 +17,6 @@ from torch.utils._pytree import tree_map
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 from transformers.utils import ModelOutput
 
-from liger_trainer.head import masks
 from liger_trainer.head.deferred import DeferredLogits, defer_logits, materialize
 from liger_trainer.head.module import (
     MakeStandIn,
@@ -30,6 +29,7 @@ from liger_trainer.head.module import (
 from liger_trainer.head.outputs import TOKEN_OUTPUTS, FusedLMOutput
 from liger_trainer.head.request import ModelCall
 from liger_trainer.head.scores import predictions, token_scores, vocab_mean
+from liger_trainer.varlen import masks
 
 
 def answer(call: ModelCall) -> Any:

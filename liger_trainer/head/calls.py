@@ -20,7 +20,6 @@ from typing import Any
 
 from torch import nn
 
-from liger_trainer.head import masks
 from liger_trainer.head.answers import answer
 from liger_trainer.head.module import (
     FusedHeadBinding,
@@ -35,9 +34,10 @@ from liger_trainer.head.module import (
 )
 from liger_trainer.head.outputs import EXTRA_OUTPUTS, TOKEN_OUTPUTS, HeadOptions
 from liger_trainer.head.request import HeadRequest, ModelCall
-from liger_trainer.instance.binding import bind, in_place_of
-from liger_trainer.instance.hooks import replaced_forward
-from liger_trainer.instance.report import Place
+from liger_trainer.patching.core.binding import bind, in_place_of
+from liger_trainer.patching.core.hooks import replaced_forward
+from liger_trainer.patching.core.report import Place
+from liger_trainer.varlen import masks
 from liger_trainer.varlen.decide import bound_backbone, decide, states_shown
 from liger_trainer.varlen.padding import BackboneBinding, Plan, cache_of, running
 

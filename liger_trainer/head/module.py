@@ -15,10 +15,10 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from liger_trainer.head.outputs import HeadOptions
-from liger_trainer.instance.binding import Binding, bind, call_previous, own_class
-from liger_trainer.instance.guards import linear_is_torchs
-from liger_trainer.instance.hooks import has_hooks, hook_on, output_seen_by
-from liger_trainer.instance.kind import PLAIN_TENSORS
+from liger_trainer.patching.core.binding import Binding, bind, call_previous, own_class
+from liger_trainer.patching.core.guards import linear_is_torchs
+from liger_trainer.patching.core.hooks import has_hooks, hook_on, output_seen_by
+from liger_trainer.patching.core.kind import PLAIN_TENSORS
 
 LoRA = tuple[torch.Tensor, torch.Tensor, float]  # A (R, H), B (V, R) and the scaling
 MakeStandIn: TypeAlias = Callable[[torch.Tensor, int], Any]  # gets the head's input and V; returns None for real logits

@@ -10,7 +10,7 @@ from torch import nn
 from liger_trainer.head.deferred import DeferredLogits
 from liger_trainer.head.module import FusedHeadBinding
 from liger_trainer.head.outputs import HeadOptions
-from liger_trainer.instance.binding import call_previous
+from liger_trainer.patching.core.binding import call_previous
 from liger_trainer.varlen.host_copies import values_of
 
 LogitsT = TypeVar("LogitsT", torch.Tensor, DeferredLogits)
@@ -80,16 +80,20 @@ class HeadRequest:
     @classmethod
     def taken_from(cls, call: dict[str, Any]) -> "HeadRequest":
         """Take the request out of the keywords of a call of the model, and leave the model's own in `call`."""
-        request: HeadRequest | None = call.pop(_ARGUMENT, None)
-        changes = {field: call.pop(keyword) for keyword, field in _FIELD_OF_KEYWORD.items() if keyword in call}
-        if request is None:
-            return cls(**changes)
+        request: HeadRequest = call.pop(_ARGUMENT, _ASKS_FOR_NOTHING)
+        changes = {}
+        for keyword, field in _FIELD_OF_KEYWORD.items():
+            if keyword in call:
+                changes[field] = call.pop(keyword)
         return replace(request, **changes) if changes else request
 
     def added_to(self, call: dict[str, Any]) -> dict[str, Any]:
         """Return the keywords of a call of the model that makes this request: `call` itself if it asks for nothing."""
         # So a wrapper of the user's that takes no other keywords than the model's is called as in stock.
-        return call if self == HeadRequest() else {**call, _ARGUMENT: self}
+        return call if self == _ASKS_FOR_NOTHING else {**call, _ARGUMENT: self}
+
+
+_ASKS_FOR_NOTHING = HeadRequest()
 
 
 def run_request(model: Callable[..., Any], request: HeadRequest, **inputs: Any) -> Any:

@@ -6,9 +6,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers import TrainerCallback
 
 from liger_trainer._logging import logger
-from liger_trainer.instance.binding import Weakly
-from liger_trainer.instance.report import LigerReport
 from liger_trainer.patching import apply_liger
+from liger_trainer.patching.core.binding import Weakly
+from liger_trainer.patching.core.report import LigerReport
 
 
 class LigerCallback(TrainerCallback):

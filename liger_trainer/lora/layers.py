@@ -17,11 +17,6 @@ from torch import nn
 
 from liger_trainer.fp8.frozen_layer import FrozenFloat8Linear
 from liger_trainer.head.module import CaptureBinding
-from liger_trainer.instance import probe
-from liger_trainer.instance.binding import Binding, is_bound, own_class
-from liger_trainer.instance.guards import code_guards_of
-from liger_trainer.instance.hooks import has_hooks, hook_on
-from liger_trainer.instance.kind import Kind, Proof, names_of
 from liger_trainer.lora.peft_state import (
     LoraAdapter,
     Tensors,
@@ -35,6 +30,11 @@ from liger_trainer.lora.peft_state import (
     without_dropped,
 )
 from liger_trainer.lora.quantized_bases import kind_of, library_of
+from liger_trainer.patching.core import probe
+from liger_trainer.patching.core.binding import Binding, is_bound, own_class
+from liger_trainer.patching.core.guards import code_guards_of
+from liger_trainer.patching.core.hooks import has_hooks, hook_on
+from liger_trainer.patching.core.kind import Kind, Proof, names_of
 from liger_triton import lora_linear
 
 _CLASS = ("peft.tuners.lora.layer", "Linear")

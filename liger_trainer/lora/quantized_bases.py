@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from torch._subclasses import FakeTensor
 
-from liger_trainer.instance.hooks import home
-from liger_trainer.instance.kind import names_of
+from liger_trainer.patching.core.hooks import home
+from liger_trainer.patching.core.kind import names_of
 from liger_triton.dequantize import Nested, PackedWeight, dequantize_4bit
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import TrainingArguments
 
 from liger_trainer._logging import logger
-from liger_trainer.feature import Feature, Run
+from liger_trainer.feature import Feature, FeatureTrainer, Run
 from liger_trainer.memory import recompute, switches
 from liger_trainer.memory.host_inputs import OPTION, HostInputs
 from liger_trainer.memory.memory import DeviceMemory, GpuMemory, PinnedMemory, room_of
@@ -76,22 +76,19 @@ class CheckpointingArguments(Protocol):
     process_index: int
 
 
-class CheckpointedTrainer(Protocol):
+class CheckpointedTrainer(FeatureTrainer, Protocol):
     """What activation checkpointing reads of a trainer, and writes (`checkpointing`)."""
 
     args: CheckpointingArguments
     model: nn.Module
     checkpointing: CheckpointingSummary | None
     device_memory: DeviceMemory | None  # in place of the GPU's; None: the GPU's
-    uses_liger: bool
-    is_deepspeed_enabled: bool
-    is_fsdp_enabled: bool
 
     def real_tokens(self, *args: Any, **kwargs: Any) -> int | None:
         """Return how many tokens layers get of a step with these arguments; None if the host does not know."""
 
 
-class Checkpointing(Feature):
+class Checkpointing(Feature[CheckpointingArguments, CheckpointedTrainer]):
     """Activation checkpointing: by the `ActivationPlanner` of `auto`, or by `recompute.py`."""
 
     def settle(self, args: CheckpointingArguments) -> None:

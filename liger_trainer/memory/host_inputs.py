@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint as checkpoint_of_torch
 
-from liger_trainer.instance.kept import hooks_in_force
 from liger_trainer.memory.memory import PinnedMemory
 from liger_trainer.memory.switches import Switch, options_of
+from liger_trainer.patching.core.kept import hooks_in_force
 
 OPTION = "offload"  # of activation_checkpointing_kwargs
 

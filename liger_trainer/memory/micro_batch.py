@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from liger_trainer.instance.kept import hooks_in_force
 from liger_trainer.memory import selective, switches
 from liger_trainer.memory.offload import Offload
 from liger_trainer.memory.plan import NOTHING, Call, Measurement, Plan, Sizes
 from liger_trainer.memory.policy import LayerPolicy, allow_rebuilding
 from liger_trainer.memory.recorder import Recorder
+from liger_trainer.patching.core.kept import hooks_in_force
 
 
 class Phase(Enum):

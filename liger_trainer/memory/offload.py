@@ -23,9 +23,10 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from liger_trainer.instance.kept import Kept, how_modified, keep, unchanged
 from liger_trainer.memory.memory import PinnedMemory, Slot
 from liger_trainer.memory.switches import tensors_in
+from liger_trainer.patching.core.contracts import KeepsValues
+from liger_trainer.patching.core.kept import Kept, how_modified, keep, unchanged
 
 
 class _Storage:
@@ -75,10 +76,8 @@ class _Part:
         return torch.empty(0, dtype=dtype, device=found.device).set_(found.untyped_storage(), offset, shape, stride)
 
 
-class _Call:
+class _Call(KeepsValues):
     """One call of a layer, which is also the hook by which autograd keeps its tensors."""
-
-    keeps_values = True  # tells `rebuild.py` that what it leaves to this hook comes back with the same values
 
     def __init__(
         self,

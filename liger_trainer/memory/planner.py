@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from liger_trainer._logging import logger
-from liger_trainer.instance.kept import hooks_in_force
 from liger_trainer.memory import selective, summary, switches
 from liger_trainer.memory.memory import GIB, DeviceMemory, is_out_of_memory, limit_of
 from liger_trainer.memory.micro_batch import MicroBatch, Phase
@@ -31,6 +30,7 @@ from liger_trainer.memory.plan import (
 from liger_trainer.memory.policy import CALLS, LayerCall, LayerPolicy
 from liger_trainer.memory.ranks import Ranks
 from liger_trainer.memory.recorder import Recorder
+from liger_trainer.patching.core.kept import hooks_in_force
 
 _REAL_TOKENS = "real tokens"  # their place among the sizes of a batch
 LESS = 0.98  # of the limit, after the allocator had to release its cache

@@ -11,15 +11,16 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from functools import partial
 from typing import Any
 
+import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from liger_trainer.instance.kept import Hooks
 from liger_trainer.memory import selective, switches
 from liger_trainer.memory.offload import Offload
 from liger_trainer.memory.switches import Switch
+from liger_trainer.patching.core.contracts import KeepsValues
+from liger_trainer.patching.core.kept import Hooks
 
 
 class LayerPolicy(Enum):
@@ -95,6 +96,14 @@ def allow_rebuilding(hooks: Hooks) -> saved_tensors_hooks:
     A recomputed layer then holds what it would keep, so its measured bytes are those of a layer that keeps all.
     """
     pack, unpack = hooks
-    marked = partial(pack)
-    marked.keeps_values = True  # type: ignore[attr-defined]
-    return saved_tensors_hooks(marked, unpack)
+    return saved_tensors_hooks(_Recomputed(pack), unpack)
+
+
+class _Recomputed(KeepsValues):
+    """The pack half of checkpointing's hooks: a recomputed layer gives the values that it gave before."""
+
+    def __init__(self, pack: Callable[[torch.Tensor], Any]):
+        self.pack = pack
+
+    def __call__(self, x: torch.Tensor) -> Any:
+        return self.pack(x)

@@ -11,8 +11,8 @@ Where nothing else reads gate and up, their gradients are written over them. The
 four tensors of the intermediate width at its peak, not five.
 
 Under torch.compile nothing is rebuilt: it does as much by itself. Nor is anything inside the saved-tensor hooks of
-others, such as checkpointing and TRL's offloading, which decide for themselves what is kept. Hooks with a true
-`keeps_values`, as in `offload.py`, give back the same values, so they keep what is left. Small tensors are kept: to
+others, such as checkpointing and TRL's offloading, which decide for themselves what is kept. Hooks that
+are `KeepsValues`, as in `offload.py`, give back the same values, so they keep what is left. Small tensors are kept: to
 rebuild one costs the host about 0.1 ms, for which a step of few rows would wait.
 """
 
@@ -24,10 +24,11 @@ from typing import Any
 
 import torch
 
-from liger_trainer.instance import kept
-from liger_trainer.instance.binding import Binding, is_bound
-from liger_trainer.instance.hooks import has_hooks, home
-from liger_trainer.instance.kind import PLAIN_TENSORS
+from liger_trainer.patching.core import kept
+from liger_trainer.patching.core.binding import Binding, is_bound
+from liger_trainer.patching.core.contracts import KeepsValues
+from liger_trainer.patching.core.hooks import has_hooks, home
+from liger_trainer.patching.core.kind import PLAIN_TENSORS
 
 # Python modules whose forwards keep nothing of what they return: linear layers, LoRA and its parts
 _PROJECTIONS = (
@@ -205,4 +206,4 @@ def _hooks() -> kept.Hooks:
 def other_hooks_active() -> bool:
     """Return whether saved-tensor hooks of others decide what is kept."""
     hooks = kept.hooks_in_force()
-    return hooks is not None and not getattr(hooks[0], "keeps_values", False)
+    return hooks is not None and not isinstance(hooks[0], KeepsValues)

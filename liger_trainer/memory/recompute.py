@@ -18,8 +18,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter
 from torch.utils.checkpoint import CheckpointError
 
-from liger_trainer.instance.kept import hooks_in_force
 from liger_trainer.memory.switches import Switch, options_of
+from liger_trainer.patching.core.kept import hooks_in_force
 
 
 class _AllMade(Exception):  # noqa: N818 - no error
@@ -49,7 +49,9 @@ class _Call:
         on_gpu = [torch.cuda.default_generators[device.index]] if device.type == "cuda" else []
         self.generators = [torch.default_generator, *on_gpu]
         self.drawn: list[torch.Tensor] = []  # their states, if the layer draws numbers
-        self.autocasts = {kind: _autocast_on(kind) for kind in (device.type, "cpu")}
+        self.autocasts = {device.type: _autocast_on(device.type)}
+        if device.type != "cpu":
+            self.autocasts["cpu"] = _autocast_on("cpu")
         self.kept: list[weakref.ref[_Placeholder]] = []  # in their order; those that are gone get no value again
         self.backward = -1  # the backward pass for which the layer has run again
 

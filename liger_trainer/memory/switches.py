@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from liger_trainer.memory.plan import Size
+from liger_trainer.patching.core.contracts import LimitsAttention
 
 _ATTRIBUTE = "_gradient_checkpointing_func"
 _SETTER = "_set_gradient_checkpointing"
@@ -150,12 +151,12 @@ def size_of(hidden: torch.Tensor) -> Size:
 def longest_of(function: Callable[..., Any], args: tuple[Any, ...], hidden: torch.Tensor) -> int:
     """Return how many tokens a token of the layer attends to at most.
 
-    For rows packed into one, the layer gets a mask that knows them: `RowMask` of `varlen/`, known here by its
-    attributes alone. With other masks attention computes all pairs of tokens.
+    For rows packed into one, the layer gets a mask that knows them. With other masks attention computes all pairs of
+    tokens.
     """
     for x in inputs_of(function, args):
-        if hasattr(x, "rows") and hasattr(x, "window"):
-            return x.rows.longest if x.window is None else min(x.rows.longest, x.window)
+        if isinstance(x, LimitsAttention):
+            return x.most_seen()
     return size_of(hidden).length
 
 

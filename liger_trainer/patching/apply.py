@@ -1,8 +1,9 @@
 """`apply_liger` and `remove_liger`, which walk over the modules of a model and write the report.
 
-Each pattern that is recognised has a file in this folder. Where it is one kind of module, the file has a `KIND`, which
-`kinds_of` lists. Rotary functions and rows without padding need more of the model than one module, so their files have
-a function that gets the model. All of them return what they have found, and what is to be bound to it.
+Each pattern that is recognised has a file in this folder, or in `varlen/proof/` if it is about rows without padding.
+Where it is one kind of module, the file has a `KIND`, which `kinds_of` lists. Rotary functions and backbones need more
+of the model than one module, so their files have a function that gets the model. All of them return what they have
+found, and what is to be bound to it.
 """
 
 import difflib
@@ -11,17 +12,18 @@ from collections.abc import Iterable
 from torch import nn
 
 from liger_trainer.fp8 import layers as float8
-from liger_trainer.head import masks
 from liger_trainer.head.calls import install_fused_head
-from liger_trainer.head.module import base_model_of, modules_called_by, output_head
+from liger_trainer.head.module import base_model_of, has_fused_head, modules_called_by, output_head
 from liger_trainer.head.outputs import HeadOptions
-from liger_trainer.instance import probe
-from liger_trainer.instance.binding import Binding, bind, unbind_all
-from liger_trainer.instance.kind import Found, Kind, find
-from liger_trainer.instance.report import OPERATIONS, LigerReport, OperationReport, Place
 from liger_trainer.lora import layers as lora
 from liger_trainer.memory.rebuild import REBUILD_ABOVE_BYTES
-from liger_trainer.patching import experts, image_positions, mlps, norms, rotary, towers, varlen
+from liger_trainer.patching import experts, mlps, norms, rotary
+from liger_trainer.patching.core import probe
+from liger_trainer.patching.core.binding import Binding, bind, unbind_all
+from liger_trainer.patching.core.kind import Found, Kind, find
+from liger_trainer.patching.core.report import OPERATIONS, LigerReport, OperationReport, Place
+from liger_trainer.varlen import masks
+from liger_trainer.varlen.proof import backbone, image_positions, towers
 
 REBUILD_ABOVE_MIB = "rebuild_above_mib"
 _HEAD = "fused_linear_cross_entropy"
@@ -36,8 +38,8 @@ def apply_liger(
     Norms, gated MLPs, experts and rotary functions are nominated by their structure. Each original and its
     replacement are run on small random inputs on the CPU, and the replacement is bound to the instance only where the
     values and the gradients agree. Other instances, classes and Python modules stay as they are, with one exception:
-    with a fused head, transformers asks `liger_trainer.head.masks` for SDPA attention and its masks, and gets the same
-    values. A second call replaces what the first one has done.
+    with a fused head, transformers asks `liger_trainer.varlen.masks` for SDPA attention and its masks, and gets the
+    same values. A second call replaces what the first one has done.
 
     Args:
         model (`nn.Module`): A model of transformers, wrapped by PEFT or not, on any device.
@@ -68,7 +70,7 @@ def apply_liger(
     report = LigerReport(type(model).__name__)
     for name, operation in report.operations.items():
         operation.enabled = bool(wanted[name])
-    attends = report[varlen.OPERATION]
+    attends = report[backbone.OPERATION]
     attends.enabled = attends.enabled and report[_HEAD].enabled  # its forward sees the labels
     unbind_all(model)
     kinds = kinds_of(int(wanted[REBUILD_ABOVE_MIB] * 2**20))
@@ -82,7 +84,7 @@ def apply_liger(
         _swap_head(model, head, head_options, report)
     if attends.enabled:
         with probe.isolated():
-            _swap(varlen.find_backbone(inner), report)
+            _swap(backbone.find_backbone(inner), report)
             _swap(find((*image_positions.KINDS, towers.KIND), model.named_modules()), report)
     if strict and (report.skipped or not any(operation.swapped for operation in report.operations.values())):
         remove_liger(model)
@@ -94,8 +96,13 @@ def apply_liger(
 def kinds_of(rebuild_above: int) -> tuple[Kind, ...]:
     """The kinds of modules that are swapped. A result of more than `rebuild_above` bytes is computed again backward."""
     return (
-        norms.kind(rebuild_above), mlps.kind(rebuild_above), experts.KIND, lora.KIND, experts.WRAPPER_KIND, float8.KIND,
-    )  # fmt: skip
+        norms.kind(rebuild_above),
+        mlps.kind(rebuild_above),
+        experts.KIND,
+        lora.KIND,
+        experts.WRAPPER_KIND,
+        float8.KIND,
+    )
 
 
 def remove_liger(model: nn.Module) -> None:
@@ -105,7 +112,7 @@ def remove_liger(model: nn.Module) -> None:
     functions again.
     """
     unbind_all(getattr(model, "_orig_mod", model))
-    masks.release()
+    masks.release(has_fused_head)
 
 
 def swap_converted(model: nn.Module, report: LigerReport) -> int:

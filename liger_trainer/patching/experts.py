@@ -20,26 +20,40 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 from transformers.integrations import moe
 
-from liger_trainer.instance import probe
-from liger_trainer.instance.binding import Binding, is_bound, own_class
-from liger_trainer.instance.guards import KNOWN, Guards, NotProven, code_guards_of, guards_of, lookups_of
-from liger_trainer.instance.hooks import comes_from, has_hooks, replaced_forward
-from liger_trainer.instance.kind import PLAIN_TENSORS, Kind, Proof, names_of, slot_of
 from liger_trainer.lora.peft_state import active_parts, is_linear
+from liger_trainer.patching.core import probe
+from liger_trainer.patching.core.binding import Binding, is_bound, own_class
+from liger_trainer.patching.core.contracts import PackedExperts
+from liger_trainer.patching.core.guards import KNOWN, Guards, NotProven, code_guards_of, guards_of, lookups_of
+from liger_trainer.patching.core.hooks import comes_from, has_hooks, replaced_forward
+from liger_trainer.patching.core.kind import PLAIN_TENSORS, Kind, Proof, names_of, slot_of
 from liger_trainer.patching.gates import SCALES, Gate, candidates, limits_of, with_limits
 from liger_triton import ExpertLoRA, experts
 
 _IMPLEMENTATIONS = {  # by their names in the config, and what transformers has registered for them
-    "eager": None, "grouped_mm": moe.grouped_mm_experts_forward, "batched_mm": moe.batched_mm_experts_forward,
-}  # fmt: skip
+    "eager": None,
+    "grouped_mm": moe.grouped_mm_experts_forward,
+    "batched_mm": moe.batched_mm_experts_forward,
+}
 _FLAGS = (
-    "num_experts", "has_gate", "has_bias", "is_transposed", "is_concatenated", "has_post_expert_norm",
-    "_is_expert_parallel", "_apply_gate",
-)  # fmt: skip
+    "num_experts",
+    "has_gate",
+    "has_bias",
+    "is_transposed",
+    "is_concatenated",
+    "has_post_expert_norm",
+    "_is_expert_parallel",
+    "_apply_gate",
+)
 _WEIGHTS = ("gate_up_proj", "down_proj")
 _WRAPPER = ("peft.tuners.lora.layer", "ParamWrapper")
 _METHODS = ("_activate_lora", "get_delta_factors", "get_delta_weight")  # of it
-_EXPERTS, _WIDTH, _INNER, _TOKENS, _RANK = 4, 16, 8, 7, 2  # of the small copy
+# of the small copy
+_EXPERTS = 4
+_WIDTH = 16
+_INNER = 8
+_TOKENS = 7
+_RANK = 2
 
 
 @dataclass(frozen=True)
@@ -63,9 +77,14 @@ class Experts:
         return f"{self.gate}{', interleaved' if self.interleaved else ''}, {self.implementation}{adapters}"
 
     def compute(
-        self, block: nn.Module, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, *,
+        self,
+        block: nn.Module,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        *,
         loras: dict[str, ExpertLoRA],
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> torch.Tensor:
         """The result of `block`, with the LoRAs on its parameters of these names."""
         tensors = [*_weights_of(block), *(block._parameters[name] for name in _biases_of(block))]
         dtype = tensors[0].dtype
@@ -73,16 +92,23 @@ class Experts:
             dtype = torch.get_autocast_dtype(x.device.type)
             tensors = [t if t is None else t.to(dtype) for t in tensors]
         return experts(
-            x, ids, weights, *tensors, activation=self.gate.activation,
-            up_offset=self.gate.up_offset, interleaved=self.interleaved,
+            x,
+            ids,
+            weights,
+            *tensors,
+            activation=self.gate.activation,
+            up_offset=self.gate.up_offset,
+            interleaved=self.interleaved,
             transposed=block.is_transposed and not _is_packed(block),
-            gate_up_lora=loras.get("gate_up_proj"), down_lora=loras.get("down_proj"), **self.gate.numbers(block),
-        )  # fmt: skip
+            gate_up_lora=loras.get("gate_up_proj"),
+            down_lora=loras.get("down_proj"),
+            **self.gate.numbers(block),
+        )
 
 
 def _is_packed(block: nn.Module) -> bool:
     """Return whether its weights are in few bits: `packed` gives them, and no parameters have their names."""
-    return hasattr(own_class(block), "unpacked_class")
+    return issubclass(own_class(block), PackedExperts)
 
 
 def _weights_of(block: nn.Module) -> list[Any]:
@@ -126,11 +152,11 @@ def prove(module: nn.Module) -> tuple[Proof | None, str | None]:
                 _pass_inputs_on(copy)
             found.append(_trained(forward, copy, source, dtype, scale, at_limits))
         want, *got = found
-        likely = [
-            one
-            for one, its in zip(likely, got, strict=True)
-            if all(probe.same(g, w, rtol) for g, w in zip(its, want, strict=True))
-        ]
+        alike = []
+        for one, its in zip(likely, got, strict=True):
+            if all(probe.same(g, w, rtol) for g, w in zip(its, want, strict=True)):
+                alike.append(one)
+        likely = alike
     if not likely:
         return None, (
             "it is not the weighted sum of down(act(gate) * up) of its experts with silu or gelu, plain or clamped, "
@@ -173,7 +199,7 @@ def _pass_inputs_on(block: nn.Module) -> None:
 def small_copy(module: nn.Module, source: torch.Generator, dtype: torch.dtype) -> nn.Module:
     """A block with the attributes of `module` and few small experts with random weights, not in four bits."""
     block = probe.clone(module, source, parameters=False)
-    block.__class__ = getattr(module, "unpacked_class", type(block))
+    block.__class__ = module.unpacked_class if isinstance(module, PackedExperts) else type(block)
     for name, value in vars(module).items():
         for word, size in (("num_experts", _EXPERTS), ("hidden", _WIDTH), ("intermediate", _INNER)):
             if word in name and type(value) is int:
@@ -234,7 +260,8 @@ def _runs(block: nn.Module, proven: Experts, x: torch.Tensor) -> bool:
     tensors = [*block._parameters.values(), x]
     if any([type(t) not in PLAIN_TENSORS or t.device != x.device for t in tensors if t is not None]):
         return False
-    dtypes = {t.dtype for t in (*_weights_of(block), *(block._parameters[name] for name in _biases_of(block)))}
+    biases = [block._parameters[name] for name in _biases_of(block)]
+    dtypes = {t.dtype for t in (*_weights_of(block), *biases)}
     if len(dtypes) != 1:
         return False
     (computed,) = dtypes
@@ -396,7 +423,7 @@ def _why_block_is_not_ours(block: nn.Module) -> str | None:
         return "a hook on its block of experts would not be called"
     if binding.aside:
         return "its block of experts keeps its own code"
-    reason = binding.broken(block)
+    reason = None if binding.guards is None else binding.guards.broken(block)
     if reason is not None:
         binding.step_aside(reason)  # as a call of the block itself would
     return reason
@@ -411,9 +438,10 @@ def _loras_now(outer: nn.Module, wrappers: list[nn.Module], block: nn.Module) ->
             return None
         if wrapper is not outer and (has_hooks(wrapper) or replaced_forward(wrapper, state.get("forward"))):
             return None
-        layers = [layer for part in parts for layer in (part.a, part.b)]
-        if not all(is_linear(one) and one.bias is None and not has_hooks(one) for one in layers):
-            return None
+        for part in parts:
+            for layer in (part.a, part.b):
+                if not is_linear(layer) or layer.bias is not None or has_hooks(layer):
+                    return None
         pairs = [_factors(part.a.weight, part.b.weight, block.num_experts) for part in parts]
         if len(pairs) == 1:
             loras[state["parameter_name"]] = ExpertLoRA(*pairs[0], parts[0].scaling)

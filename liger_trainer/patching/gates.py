@@ -106,7 +106,7 @@ def with_limits(values: torch.Tensor, module: nn.Module, source: torch.Generator
 
 def scale_names(module: nn.Module) -> list[str]:
     """The names of the attributes of `module` that may multiply something, and are not 1."""
-    names = [name for word in ("multiplier", "scale") for name in numbers(module, word)]
+    names = [*numbers(module, "multiplier"), *numbers(module, "scale")]
     return [name for name in names if getattr(module, name) != 1]
 
 

@@ -18,9 +18,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from liger_trainer.instance import probe
-from liger_trainer.instance.guards import Guards, guards_of
-from liger_trainer.instance.kind import Kind, Proof
 from liger_trainer.lora.layers import tensors_now
 from liger_trainer.lora.peft_state import Tensors
 from liger_trainer.memory.rebuild import (
@@ -30,6 +27,9 @@ from liger_trainer.memory.rebuild import (
     other_hooks_active,
     rebuilding,
 )
+from liger_trainer.patching.core import probe
+from liger_trainer.patching.core.guards import Guards, guards_of
+from liger_trainer.patching.core.kind import Kind, Proof
 from liger_trainer.patching.gates import SCALES, Gate, candidates, guessed_operation, numbers, scale_names, with_limits
 from liger_triton import lora_mlp
 from liger_triton.halves import halves
@@ -71,8 +71,9 @@ class MLP:
 
 def _widths(module: nn.Module | None) -> tuple[int, int] | None:
     """(width of the input, width of the output) of a linear layer or of a `Conv1D` of transformers, else None."""
-    for names in (("in_features", "out_features"), ("nx", "nf")):
-        width_in, width_out = (getattr(module, name, None) for name in names)
+    for name_in, name_out in (("in_features", "out_features"), ("nx", "nf")):
+        width_in = getattr(module, name_in, None)
+        width_out = getattr(module, name_out, None)
         if isinstance(width_in, int) and isinstance(width_out, int):
             return width_in, width_out
     return None
@@ -86,7 +87,11 @@ def projections_of(module: nn.Module) -> tuple[list[str], str] | None:
     """(names of the projections before the gate, name of the one after it), or None if the widths do not fit an MLP."""
     if any(p is not None for p in module._parameters.values()):
         return None
-    linear = {name: widths for name, child in module._modules.items() if (widths := _widths(child)) is not None}
+    linear = {}
+    for name, child in module._modules.items():
+        widths = _widths(child)
+        if widths is not None:
+            linear[name] = widths
     others = [name for name, child in module._modules.items() if name not in linear and _has_parameters(child)]
     if len(linear) == 3:
         for down, (wide, narrow) in linear.items():
@@ -113,7 +118,9 @@ class _Recorder(nn.Module):
 
     def __init__(self, name: str, value: torch.Tensor | None, calls: list[tuple[str, torch.Tensor]]):
         super().__init__()
-        self.name, self.value, self.calls = name, value, calls
+        self.name = name
+        self.value = value
+        self.calls = calls
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls.append((self.name, x))
@@ -124,7 +131,9 @@ class _Cases:
     """Runs of an MLP's own code on random inputs, its projections recorded, to compare our forwards with."""
 
     def __init__(self, module: nn.Module, inner: list[str], down: str):
-        self.module, self.inner, self.down = module, inner, down
+        self.module = module
+        self.inner = inner
+        self.down = down
         self.cases = list(itertools.product((True, False), SCALES, (torch.float32, torch.bfloat16)))
         self.wanted = [self.run(type(module).forward, *case) for case in self.cases]
 
@@ -184,12 +193,18 @@ def prove(module: nn.Module, rebuild_above: int = REBUILD_ABOVE_BYTES) -> tuple[
     order = cases.wanted[0][0]
     if sorted(order) != sorted((*inner, down)) or order[-1] != down:
         return None, f"it calls its projections in the order {', '.join(order)}; expected each once, {down} last"
-    unchanged = all(torch.equal(x, given.view_as(x)) for _, (x, *rest) in cases.wanted for given in rest[: len(inner)])
+    unchanged = True
+    for _, (x, *rest) in cases.wanted:
+        for given in rest[: len(inner)]:
+            unchanged = unchanged and torch.equal(x, given.view_as(x))
     dropout = next(iter(numbers(module, "drop")), None)
     factors = [None, *scale_names(module)]
     for gate, gate_first, factor in itertools.product(candidates(module), (True, False), factors if unchanged else ()):
+        if factor is not None and factor == gate.scale:
+            continue
         mlp = MLP(gate, tuple(order[:-1]), down, gate_first, dropout, factor)
-        if (factor is None or factor != gate.scale) and cases.agree(forward := build(mlp, rebuild_above)):
+        forward = build(mlp, rebuild_above)
+        if cases.agree(forward):
             return Proof(gate.operation, mlp, forward), None
     return None, "it is not down(act(gate) * up) with silu or gelu, nor one of the known clamps and scales of that"
 
@@ -203,19 +218,25 @@ def keeps_nothing() -> bool:
 @functools.cache
 def build(mlp: MLP, rebuild_above: int = REBUILD_ABOVE_BYTES) -> Callable:
     """The `forward` to bind to a gated MLP. A larger product than `rebuild_above` bytes is computed again backward."""
-    first, second, gate_first = mlp.inner[0], mlp.inner[-1], mlp.gate_first
+    first = mlp.inner[0]
+    second = mlp.inner[-1]
+    gate_first = mlp.gate_first
     names = (first, second, mlp.down) if gate_first else (second, first, mlp.down)
     activation = mlp.gate.activation if mlp.gate.is_plain and first != second else None  # of `lora_mlp`
 
     def tensors_of_projections(self, x: torch.Tensor) -> list[Tensors] | None:
         """The tensors of gate, up and down where one function computes all three now: with a LoRA on one of them, or
         where all would be computed again in the backward pass, and have so many rows that it takes them in slices."""
-        projections = [self._modules[name] for name in names]
         if torch.compiler.is_compiling():
             return None
-        adapted = any("base_layer" in module._modules for module in projections)
-        if not adapted and not (goes_in_slices(x, (_widths(projections[0]) or (0, 0))[1]) and keeps_nothing()):
-            return None
+        projections = [self._modules[name] for name in names]
+        adapted = False
+        for projection in projections:
+            adapted = adapted or "base_layer" in projection._modules
+        if not adapted:
+            _, width = _widths(projections[0]) or (0, 0)
+            if not (goes_in_slices(x, width) and keeps_nothing()):
+                return None
         found: list[Tensors] = []
         for name, module in zip(names, projections, strict=True):
             tensors = tensors_now(module, x, found[0][0].shape[0] if name == mlp.down else None)
@@ -245,7 +266,8 @@ def build(mlp: MLP, rebuild_above: int = REBUILD_ABOVE_BYTES) -> Callable:
         if len(args) + len(named) != 1 and any(given is not None for given in (*args[1:], *named.values())):
             return type(self).forward(self, *args, **named)
         x = args[0] if args else next(iter(named.values()))
-        if activation is not None and (found := tensors_of_projections(self, x)) is not None:
+        found = None if activation is None else tensors_of_projections(self, x)
+        if found is not None and activation is not None:
             with rebuilding(x, self):
                 y = lora_mlp(x, *found, activation=activation)
         else:

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from liger_trainer.instance import probe
-from liger_trainer.instance.hooks import has_hooks
-from liger_trainer.instance.kind import Kind, Proof
 from liger_trainer.memory.rebuild import REBUILD_ABOVE_BYTES, rebuildable
+from liger_trainer.patching.core import probe
+from liger_trainer.patching.core.hooks import has_hooks
+from liger_trainer.patching.core.kind import Kind, Proof
 from liger_triton import gated_rms_norm, layer_norm, rms_norm
 
 # (operation, offset, cast), ordered by how many families of models have them, most first
@@ -124,7 +124,8 @@ def prove(module: nn.Module, rebuild_above: int = REBUILD_ABOVE_BYTES) -> tuple[
     norms = _gated(module, weight, inputs[1]) if gated else _plain(module, weight, bias)
     cases = Cases(module, gated)
     for norm in norms:
-        if cases.agree(forward := build(norm, rebuild_above)):
+        forward = build(norm, rebuild_above)
+        if cases.agree(forward):
             return Proof(norm.operation, norm, forward), None
     if gated:
         return None, f"its forward takes {taken}, and is no RMSNorm and a product with silu or sigmoid of the second"
@@ -187,9 +188,15 @@ def _gated_forward(norm: Norm, rebuild_above: int) -> Callable:
 
     def make(x: torch.Tensor, z: torch.Tensor | None, w: torch.Tensor) -> torch.Tensor:
         return gated_rms_norm(
-            x, z, w, norm.eps, activation=norm.activation, gate_first=norm.gate_first, group_size=norm.group,
+            x,
+            z,
+            w,
+            norm.eps,
+            activation=norm.activation,
+            gate_first=norm.gate_first,
+            group_size=norm.group,
             cast=norm.cast,
-        )  # fmt: skip
+        )
 
     def forward(self, *args: Any, **named: Any) -> Any:
         gate = args[1] if len(args) == 2 else named.get(second) if len(args) == 1 else None
@@ -268,9 +275,7 @@ class Cases:
         except RuntimeError:
             return
 
-    def _run(
-        self, forward: Callable, module: nn.Module, x: list[torch.Tensor], training: bool
-    ) -> list[torch.Tensor]:  # fmt: skip
+    def _run(self, forward: Callable, module: nn.Module, x: list[torch.Tensor], training: bool) -> list[torch.Tensor]:
         """The result of `forward`, and for fp32 rows also the gradients of its inputs and of the parameters."""
         probe.set_training(module, training)
         x = [t.clone().requires_grad_(t.dtype == torch.float32) for t in x]

@@ -4,21 +4,23 @@ A patched attention runs its own code, with globals in which the name of the rot
 (`forward_with_globals`). Ours hands calls of unproven shapes to the original function.
 """
 
+import copy
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
-from liger_trainer.instance import guards
-from liger_trainer.instance.binding import Binding, Weakly, own_class
-from liger_trainer.instance.guards import Guards, NotProven, code_guards_of, global_lookups, key_of, lookups_of
-from liger_trainer.instance.hooks import comes_from, home, hook_on
-from liger_trainer.instance.kind import Found, attempt, slot_of
 from liger_trainer.memory.rebuild import forward_rebuilding
+from liger_trainer.patching.core import guards
+from liger_trainer.patching.core.binding import Binding, Weakly, own_class
+from liger_trainer.patching.core.guards import Guards, NotProven, code_guards_of, global_lookups, key_of, lookups_of
+from liger_trainer.patching.core.hooks import comes_from, home, hook_on
+from liger_trainer.patching.core.kind import Found, attempt, slot_of
+from liger_trainer.patching.core.own_globals import decorated_like, forward_with_globals, is_decorated_by
 from liger_trainer.patching.rotary_proof import Rotation, Signature, layouts_of, makes_angles, prove, size_of
 from liger_triton import rope
 from liger_triton.rope import misfit
@@ -27,8 +29,8 @@ OPERATION = "rope"
 Plan = tuple[Rotation, frozenset[int] | None]  # a proof, and the widths of cos for which it holds (None: all)
 
 
-class RotaryBinding(Binding):
-    """The binding of an attention.
+class RotaryGuards(Guards):
+    """The guards of an attention, and of the modules that make its angles.
 
     Attributes:
         parent (`Weakly`): The parent of what makes its angles.
@@ -36,20 +38,35 @@ class RotaryBinding(Binding):
             turns by them. A hook on one may change the angles, of which ours reads only half of the numbers.
     """
 
-    def __init__(self, function: Callable, slot: str, guards: Guards, parent: nn.Module, parts: list):
-        super().__init__(function, slot, guards=guards)
+    def __init__(self, cls: type, lookups: Iterable[guards.Lookup], parent: nn.Module, parts: list):
+        super().__init__(cls, lookups)
         self.parent = Weakly(parent)
         self.parts = [(name, part, code_guards_of(own_class(part))) for name, part in parts]
 
-    def broken(self, module: nn.Module) -> str | None:
-        reason = super().broken(module)
+    def __deepcopy__(self, memo: dict[int, Any]) -> "RotaryGuards":
+        """Guard the modules of the copy."""
+        twin = copy.copy(self)
+        twin.parent = copy.deepcopy(self.parent, memo)
+        twin.parts = copy.deepcopy(self.parts, memo)
+        return twin
+
+    def all_lookups(self) -> Iterator[guards.Lookup]:
+        yield from super().all_lookups()
+        for _, _, its_guards in self.parts:
+            yield from its_guards.all_lookups()
+
+    def broken(self, module: nn.Module, label: str = "it") -> str | None:
+        reason = super().broken(module, label)
         for name, part, its_guards in self.parts:
             parent = self.parent.to()
+            kind = type(part).__name__
             if name and (parent is None or parent._modules.get(name) is not part):
-                return f"{name}, which makes the angles, is no longer the {type(part).__name__} that it was"
-            if reason is None and (reason := its_guards.broken(part, type(part).__name__)) is None:
+                return f"{name}, which makes the angles, is no longer the {kind} that it was"
+            if reason is None:
+                reason = its_guards.broken(part, kind)
+            if reason is None:
                 attached = hook_on(part)
-                reason = attached and f"{attached} on {type(part).__name__} may change the angles"
+                reason = attached and f"{attached} on {kind} may change the angles"
         return reason
 
 
@@ -82,7 +99,7 @@ def find_attentions(model: nn.Module) -> Iterator[Found]:
 
 def _binding_of(
     way: list[nn.Module], makers: list[str], seen: frozenset[tuple[int, str]], prove_once: Callable
-) -> tuple["RotaryBinding", str]:
+) -> tuple[Binding, str]:
     """Make the binding of an attention, and say what it computes. Raises `NotProven` where it keeps its own code.
 
     Args:
@@ -122,10 +139,11 @@ def _binding_of(
     forward = forward_rebuilding(forward_with_globals(own, tuple(turned_by.items())))
     forward = decorated_like(decorated, forward)
     parts += [("", scope[name]) for name in names if isinstance(scope[name], nn.Module)]
-    binding = RotaryBinding(forward, slot, Guards(own_class(module), lookups), way[0], parts)
-    if (reason := binding.broken(module)) is not None:
+    of_attention = RotaryGuards(own_class(module), lookups, way[0], parts)
+    reason = of_attention.broken(module)
+    if reason is not None:
         raise NotProven(reason)
-    return binding, f"{', '.join(names)}: {' | '.join(dict.fromkeys(texts))}"
+    return Binding(forward, slot, guards=of_attention), f"{', '.join(names)}: {' | '.join(dict.fromkeys(texts))}"
 
 
 def _proven(function: Callable) -> tuple[Any, str | None]:
@@ -142,39 +160,11 @@ def _proven_at(function: Callable, key: tuple) -> tuple[Any, str | None]:
     return attempt(prove, function)
 
 
-def is_decorated_by(forward: Any, is_known: Callable[[Any, list], bool]) -> bool:
-    """Return whether each decorator of a forward is known and has what it decorates in a cell.
-
-    `is_known` gets the decorated function and what is in its cells.
-    """
-    while (inner := getattr(forward, "__wrapped__", None)) is not None:
-        cells = [cell.cell_contents for cell in getattr(forward, "__closure__", None) or ()]
-        if not is_known(forward, cells) or all(cell is not inner for cell in cells):
-            return False
-        forward = inner
-    return True
-
-
 def _is_known(decorated: Any, cells: list) -> bool:
     """Whether it is decorated by `@torch.no_grad()`, or by transformers' `@deprecate_kwarg`."""
     without_grad = any(type(getattr(cell, "__self__", None)) is torch.no_grad for cell in cells)
     room = home(decorated)
     return room == "transformers.utils.deprecation" or (room == "torch.utils._contextlib" and without_grad)
-
-
-@functools.cache
-def decorated_like(decorated: Callable, forward: Callable) -> Callable:
-    """`forward` under the decorators of `decorated`, each of which has the function that it decorates in a cell."""
-    inner = getattr(decorated, "__wrapped__", None)
-    if inner is None:
-        return forward
-    below = decorated_like(inner, forward)
-    cells = (types.CellType(below) if x.cell_contents is inner else x for x in decorated.__closure__)  # type: ignore
-    function = types.FunctionType(
-        decorated.__code__, decorated.__globals__, decorated.__name__, decorated.__defaults__, tuple(cells)
-    )
-    function.__kwdefaults__ = decorated.__kwdefaults__  # type: ignore[attr-defined]
-    return functools.update_wrapper(function, below)
 
 
 def _nearest_embeddings(name: str, layouts: dict[str, frozenset[tuple[int, str]]]) -> list[str]:
@@ -211,7 +201,9 @@ def replacement(function: Callable, signature: Signature, plans: tuple[Plan, ...
         q_dims, cos_dims, heads_dim = proof.call
         key = (q_dims, cos_dims, heads_dim if signature.unsqueeze_dim is not None else None, proof.size)
         table[key] = (heads_dim, widths, proof.geometry.sign, proof.geometry.arguments())
-    names, turned_names, single = signature.names, signature.turned, len(signature.turned) == 1
+    names = signature.names
+    turned_names = signature.turned
+    single = len(signature.turned) == 1
     proven_names = (*turned_names, signature.cos, signature.sin, "unsqueeze_dim")
 
     def apply_rotary(*args, **kwargs):
@@ -242,25 +234,3 @@ def replacement(function: Callable, signature: Signature, plans: tuple[Plan, ...
         return q if single else (q, k)
 
     return apply_rotary
-
-
-_forwards: dict[tuple, tuple[Callable, list[Any]]] = {}
-
-
-def forward_with_globals(own: types.FunctionType, replaced: tuple[tuple[str, Callable], ...]) -> Callable:
-    """The function `own` with its code unchanged and a dict of globals of its own: those it reads, some replaced.
-
-    Guards compare these globals with what the Python module has later. A dict that looks there itself would have
-    torch.compile guard on all that the module has.
-    """
-    scope = own.__globals__
-    names = [name for _, name, _ in global_lookups(own)]
-    key = (own, replaced, tuple((name, id(scope[name])) for name in names))
-    if key not in _forwards:
-        own_globals = {name: scope[name] for name in (*names, "__builtins__")} | dict(replaced)
-        own_globals["__package__"] = scope.get("__package__")  # for an import inside the function
-        function = types.FunctionType(own.__code__, own_globals, own.__name__, own.__defaults__, own.__closure__)
-        function.__kwdefaults__ = own.__kwdefaults__
-        # The globals are kept as well, so that no other object gets one of their ids, which are part of the key.
-        _forwards[key] = (functools.update_wrapper(function, own), [scope[name] for name in names])
-    return _forwards[key][0]

@@ -14,12 +14,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from liger_trainer.instance import probe
+from liger_trainer.patching.core import probe
 from liger_triton import rope
 
 COMPLEX = ("freqs_cis", "freqs_ci")  # names of a parameter that is cos + i sin, in one complex tensor
 ANGLES = 8  # numbers in a row of cos, which make four pairs: all layouts of a single pair are the same
-HEADS, KV_HEADS, BATCH, TOKENS = 4, 2, 3, 5  # all different, so that no wrong broadcast fits
+# all different, so that no wrong broadcast fits
+HEADS = 4
+KV_HEADS = 2
+BATCH = 3
+TOKENS = 5
 # The kinds of call that are tried: (dimensions of q, dimensions of cos, unsqueeze_dim).
 CALLS = ((4, 3, 1), (4, 3, 2), (3, 2, 1), (3, 2, 0), (4, 2, 0))
 # The sizes of a head that are tried, by how they compare with the numbers in a row of cos.
@@ -70,10 +74,12 @@ class Geometry:
 GEOMETRIES = tuple(
     Geometry(interleaved, out_interleaved, layout, last, sign)
     for sign, last, (interleaved, out_interleaved), layout in itertools.product(
-        (1.0, -1.0), (False, True), ((False, False), (True, True), (True, False), (False, True)),
+        (1.0, -1.0),
+        (False, True),
+        ((False, False), (True, True), (True, False), (False, True)),
         ("half", "interleaved", "single"),
     )
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True)

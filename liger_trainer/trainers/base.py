@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +19,13 @@ from transformers.trainer_utils import TrainOutput
 from liger_trainer._logging import logger
 from liger_trainer.base_weights.unloaded import Base, KeptWeights
 from liger_trainer.feature import Run
-from liger_trainer.head import masks
 from liger_trainer.head.module import base_model_of, has_fused_head
 from liger_trainer.head.outputs import FusedLMOutput, HeadOptions
 from liger_trainer.head.request import HeadRequest, run_request
-from liger_trainer.instance.hooks import comes_from
 from liger_trainer.memory.memory import GpuMemory
 from liger_trainer.memory.summary import CheckpointingSummary
 from liger_trainer.patching import LigerReport
+from liger_trainer.patching.core.hooks import comes_from
 from liger_trainer.trainers import init_checks
 from liger_trainer.trainers.features import FEATURES
 from liger_trainer.trainers.fsdp2 import keep_losses_in_fp32
@@ -34,8 +33,9 @@ from liger_trainer.trainers.module_walks import WithParameters
 from liger_trainer.trainers.patched_models import PatchedModels
 from liger_trainer.trainers.renamed_weights import LoadsRenamedWeights
 from liger_trainer.trainers.world import fault_of_world
-from liger_trainer.varlen.capture_summary import Summary
+from liger_trainer.varlen import masks
 from liger_trainer.varlen.decide import bound_backbone
+from liger_trainer.varlen.graphs.capture_summary import Summary
 from liger_trainer.varlen.host_copies import real_tokens, remembering
 
 _LIBRARIES = ("liger_trainer.", "trl.", "transformers.")
@@ -44,6 +44,12 @@ _LIBRARIES = ("liger_trainer.", "trl.", "transformers.")
 def stock_class(ours: type) -> type:
     """Return the class of transformers or TRL that `ours`, a trainer or a config of one, extends."""
     return next(base for base in ours.__mro__ if base.__module__.partition(".")[0] in ("trl", "transformers"))
+
+
+@lru_cache(maxsize=16)
+def _are_overridden(methods: tuple[Callable[..., Any] | None, ...]) -> bool:
+    """Return whether one of `methods`, of the classes of a trainer, is not of a library. Each step asks this."""
+    return not all(method is None or comes_from(method, _LIBRARIES) for method in methods)
 
 
 class LigerTrainerMixin(LoadsRenamedWeights):
@@ -222,9 +228,12 @@ class LigerTrainerMixin(LoadsRenamedWeights):
             )
 
     @property
-    def _overrides_compute_loss(self) -> bool:
-        methods = [vars(owner).get("compute_loss") for owner in (self, *type(self).__mro__)]
-        return not all(method is None or comes_from(method, _LIBRARIES) for method in methods)
+    def overrides_compute_loss(self) -> bool:
+        """Return whether a class of the user's has its own `compute_loss`."""
+        replaced = vars(self).get("compute_loss")
+        if replaced is not None and not comes_from(replaced, _LIBRARIES):
+            return True
+        return _are_overridden(tuple([vars(owner).get("compute_loss") for owner in type(self).__mro__]))
 
     def _ways_to_a_loss_of_logits(self) -> str:
         hook = f"override {self.loss_hook} instead, which builds none; " if self.loss_hook else ""
@@ -244,7 +253,7 @@ class LigerTrainerMixin(LoadsRenamedWeights):
                 error.add_note(init_checks.WHAT_FUSED_LAYERS_KEEP)
             of_none = "NoneType" in str(error) or error.args == ("logits",)
             unpacked = str(error).startswith("not enough values to unpack")  # `loss, logits = model(...)[:2]`
-            if (of_none or unpacked) and self.head_is_ours and self._overrides_compute_loss:
+            if (of_none or unpacked) and self.head_is_ours and self.overrides_compute_loss:
                 error.add_note(self._ways_to_a_loss_of_logits())
             raise
 
@@ -358,7 +367,7 @@ class LigerTrainerMixin(LoadsRenamedWeights):
         if self.uses_liger:
             init_checks.refuse_packed_rows_that_mix(self)
             init_checks.refuse_adapters_without_parameters(self)
-        if self.head_is_ours and self._overrides_compute_loss:
+        if self.head_is_ours and self.overrides_compute_loss:
             logger.info(self._ways_to_a_loss_of_logits())
         if self.head_is_ours and self.compute_loss_func is not None:
             also = " and TRL's metrics cost a second forward" if self.stock_class() is not Trainer else ""

@@ -3,19 +3,23 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from transformers import TrainerState
 
 from liger_trainer._logging import logger
-from liger_trainer.feature import Feature, Run
+from liger_trainer.feature import Feature, FeatureTrainer, Run
 from liger_trainer.head.module import base_model_of
 from liger_trainer.memory.memory import is_out_of_memory
-from liger_trainer.varlen.capture_summary import Summary
 from liger_trainer.varlen.decide import bound_backbone
-from liger_trainer.varlen.step_graphs import StepGraphs, step_graphs
+from liger_trainer.varlen.graphs.capture_summary import Summary
+from liger_trainer.varlen.graphs.step_graphs import StepGraphs, step_graphs
 
 AUTO = "auto"
 CAPTURES_ON = ("cuda",)  # types of devices
-_WORDS = {"true": True, "false": False, AUTO: AUTO}
+_WORDS: dict[str, bool | str] = {"true": True, "false": False, AUTO: AUTO}
 
 
 @dataclass
@@ -35,10 +39,34 @@ class CudaGraphsFields:
     )
 
 
-class CudaGraphs(Feature):
+class CapturedArguments(Protocol):
+    """What captured steps read of a trainer's arguments, and write (the first)."""
+
+    cuda_graphs: bool | str | None
+    device: torch.device
+    gradient_checkpointing_kwargs: dict[str, Any] | str | None
+    n_gpu: int
+    process_index: int
+    torch_compile: bool
+
+
+class CapturedTrainer(FeatureTrainer, Protocol):
+    """What captured steps read of a trainer, and write (`captured_steps`)."""
+
+    args: CapturedArguments
+    model: nn.Module | None
+    state: TrainerState
+    captured_steps: Summary | None
+
+    @property
+    def overrides_compute_loss(self) -> bool:
+        """Return whether a class of the user's has its own `compute_loss`."""
+
+
+class CudaGraphs(Feature[CapturedArguments, CapturedTrainer]):
     """Captures the backbones that a trainer calls in its training steps."""
 
-    def settle(self, args: Any) -> None:
+    def settle(self, args: CapturedArguments) -> None:
         value = args.cuda_graphs
         if isinstance(value, str):
             value = _WORDS.get(value.lower(), value)
@@ -47,7 +75,7 @@ class CudaGraphs(Feature):
         args.cuda_graphs = value
 
     @contextmanager
-    def around_training(self, trainer: Any) -> Iterator[Run | None]:
+    def around_training(self, trainer: CapturedTrainer) -> Iterator[Run | None]:
         wanted = getattr(trainer.args, "cuda_graphs", False)
         reason = "cuda_graphs is false" if wanted is False else why_not_captured(trainer)
         if reason is not None and wanted is True:
@@ -87,7 +115,7 @@ class CudaGraphs(Feature):
             _tell(trainer)
 
 
-def _tell(trainer: Any) -> None:
+def _tell(trainer: CapturedTrainer) -> None:
     """Log what was captured, as a warning if it was asked for and nothing was."""
     summary = trainer.captured_steps
     if summary is None or trainer.args.process_index != 0:
@@ -96,7 +124,7 @@ def _tell(trainer: Any) -> None:
     (logger.warning if missed else logger.info)(summary.one_line())
 
 
-def why_not_by_arguments(args: Any) -> str | None:
+def why_not_by_arguments(args: CapturedArguments) -> str | None:
     """Name the argument that keeps all steps from being captured, whatever is trained on which device, or None."""
     if args.torch_compile:
         return "torch_compile is set"
@@ -111,7 +139,7 @@ def why_not_by_arguments(args: Any) -> str | None:
     return None
 
 
-def why_not_captured(trainer: Any) -> str | None:
+def why_not_captured(trainer: CapturedTrainer) -> str | None:
     """Name what in a trainer and its arguments keeps all steps from being captured, or return None.
 
     What depends on a call, and may change in a training, is asked in each call (`varlen/decide.py`).
@@ -128,7 +156,7 @@ def why_not_captured(trainer: Any) -> str | None:
     reason = why_not_by_arguments(args)
     if reason is not None:
         return reason
-    if trainer._overrides_compute_loss:
+    if trainer.overrides_compute_loss:
         return f"{type(trainer).__name__} overrides compute_loss"
     if trainer.model is None:  # with `model_init` there is none before training has begun
         return None

@@ -1,27 +1,53 @@
 """All features of the trainers, and two without an option: the filter of logged losses, and the report."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from transformers import TrainerCallback
+from torch import nn
+from transformers import TrainerCallback, TrainerState
 
 from liger_trainer._logging import logger
-from liger_trainer.base_weights.feature import BaseWeights, BaseWeightsFields
-from liger_trainer.feature import Feature
-from liger_trainer.fp8.feature import Fp8, Fp8Fields
-from liger_trainer.memory.feature import Checkpointing, MemoryFields
+from liger_trainer.base_weights.feature import BaseWeights, BaseWeightsArguments, BaseWeightsFields, SavingTrainer
+from liger_trainer.feature import Feature, FeatureTrainer
+from liger_trainer.fp8.feature import Fp8, Fp8Arguments, Fp8Fields, Fp8Trainer
+from liger_trainer.memory.feature import CheckpointedTrainer, Checkpointing, CheckpointingArguments, MemoryFields
+from liger_trainer.memory.summary import CheckpointingSummary
 from liger_trainer.patching.apply import swap_converted
-from liger_trainer.trainers.cuda_graphs import CudaGraphs, CudaGraphsFields
-from liger_trainer.trainers.module_walks import ModuleWalks
-from liger_trainer.trainers.optimizer_in_backward import InBackward, InBackwardFields
-from liger_trainer.trainers.trackers import Trackers
+from liger_trainer.patching.core.report import LigerReport
+from liger_trainer.trainers.cuda_graphs import CapturedArguments, CapturedTrainer, CudaGraphs, CudaGraphsFields
+from liger_trainer.trainers.module_walks import ModuleWalks, WalkedArguments, WalkedTrainer
+from liger_trainer.trainers.optimizer_in_backward import (
+    InBackward,
+    InBackwardArguments,
+    InBackwardFields,
+    InBackwardTrainer,
+)
+from liger_trainer.trainers.trackers import TrackedTrainer, Trackers
+from liger_trainer.varlen.graphs.capture_summary import Summary
 
 
-class LossFilter(Feature):
+class FilteringArguments(Protocol):
+    """What the filter reads of a trainer's arguments, and writes while a step is added."""
+
+    logging_nan_inf_filter: bool | None
+
+
+class FilteringTrainer(FeatureTrainer, Protocol):
+    """What the filter reads of a trainer, and writes (the first two)."""
+
+    training_step: Callable[..., torch.Tensor]
+    floating_point_ops: Callable[..., Any]
+    args: FilteringArguments
+    state: TrainerState
+    _globalstep_last_logged: int
+    _tr_loss: torch.Tensor
+
+
+class LossFilter(Feature[FilteringArguments, FilteringTrainer]):
     """Filters logged losses as `logging_nan_inf_filter` asks, without making the host wait for the GPU.
 
     `Trainer` asks every loss whether it is NaN or infinite, and waits for the answer. If so, it adds the mean of the
@@ -30,8 +56,10 @@ class LossFilter(Feature):
     """
 
     @contextmanager
-    def around_training(self, trainer: Any) -> Iterator[None]:
-        args, step, operations = trainer.args, trainer.training_step, trainer.floating_point_ops
+    def around_training(self, trainer: FilteringTrainer) -> Iterator[None]:
+        args = trainer.args
+        step = trainer.training_step
+        operations = trainer.floating_point_ops
         if not (trainer.uses_liger and args.logging_nan_inf_filter):
             yield
             return
@@ -67,10 +95,22 @@ class LossFilter(Feature):
             trainer.__dict__.update(before)
 
 
-class Report(Feature):
+class ReportedTrainer(FeatureTrainer, Protocol):
+    """What the report reads of a trainer."""
+
+    model: nn.Module
+    liger_report: LigerReport | None
+    checkpointing: CheckpointingSummary | None
+    captured_steps: Summary | None
+
+    def add_callback(self, callback: TrainerCallback) -> None:
+        """Call `callback` at the events of the training."""
+
+
+class Report(Feature[object, ReportedTrainer]):
     """Writes `liger_report.json` into `output_dir`."""
 
-    def check_trainer(self, trainer: Any) -> None:
+    def check_trainer(self, trainer: ReportedTrainer) -> None:
         if trainer.liger_report is not None:
             trainer.add_callback(_ReportCallback(trainer))
 
@@ -78,12 +118,19 @@ class Report(Feature):
 class _ReportCallback(TrainerCallback):
     """Writes the report when training starts, and when it ends what was chosen meanwhile."""
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: ReportedTrainer) -> None:
         self.trainer = trainer
+
+    @property
+    def report(self) -> LigerReport:
+        """Return the report of now: with `model_init` each model has its own."""
+        report = self.trainer.liger_report
+        assert report is not None, "the models of this trainer are patched"
+        return report
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Swap the fp8 layers that accelerate has made of linear ones since (`mixed_precision: fp8`), and write."""
-        report = self.trainer.liger_report
+        report = self.report
         if swap_converted(self.trainer.model, report) and args.process_index == 0:
             logger.info(report.one_line())
         self._write(args, state)
@@ -93,7 +140,8 @@ class _ReportCallback(TrainerCallback):
             self._write(args, state)
 
     def _write(self, args: Any, state: Any) -> None:
-        report, chosen = self.trainer.liger_report, self.trainer.checkpointing
+        report = self.report
+        chosen = self.trainer.checkpointing
         if state.is_world_process_zero and args.output_dir is not None:
             report.checkpointing = None if chosen is None else chosen.to_dict()
             captured = self.trainer.captured_steps
@@ -102,7 +150,41 @@ class _ReportCallback(TrainerCallback):
             report.to_json(os.path.join(args.output_dir, "liger_report.json"))
 
 
-FEATURES: tuple[Feature, ...] = (
+class FeatureArguments(
+    BaseWeightsArguments,
+    CapturedArguments,
+    CheckpointingArguments,
+    FilteringArguments,
+    Fp8Arguments,
+    InBackwardArguments,
+    WalkedArguments,
+    Protocol,
+):
+    """What all features read and write of a trainer's arguments."""
+
+    # Each reads of these what the stock class may have put there
+    gradient_checkpointing_kwargs: dict[str, Any] | str | None
+
+
+class FeaturedTrainer(
+    CapturedTrainer,
+    CheckpointedTrainer,
+    FilteringTrainer,
+    Fp8Trainer,
+    InBackwardTrainer,
+    ReportedTrainer,
+    SavingTrainer,
+    TrackedTrainer,
+    WalkedTrainer,
+    Protocol,
+):
+    """What all features read and write of a trainer. `LigerTrainerMixin` in `base.py` has it."""
+
+    args: FeatureArguments
+    model: nn.Module
+
+
+FEATURES: tuple[Feature[FeatureArguments, FeaturedTrainer], ...] = (
     Checkpointing(),
     CudaGraphs(),
     LossFilter(),

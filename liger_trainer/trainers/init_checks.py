@@ -14,9 +14,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_N
 
 from liger_trainer.head.module import base_model_of, has_fused_head, head_reason, output_head
 from liger_trainer.head.outputs import EXTRA_OUTPUTS, TOKEN_OUTPUTS
-from liger_trainer.instance.binding import Binding, own_class
-from liger_trainer.patching.packed_rows import keeps_state, why_rows_mix
+from liger_trainer.patching.core.binding import Binding, own_class
 from liger_trainer.varlen.host_copies import values_of
+from liger_trainer.varlen.proof.packed_rows import keeps_state, why_rows_mix
 
 IN_PLACE = "needed for gradient computation has been modified by an inplace operation"  # PyTorch's words
 _CAPPED = ("gemma2", "t5_gemma_module", "vaultgemma")  # Gemma 3 has the field in its config and never had the cap

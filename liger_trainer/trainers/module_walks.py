@@ -5,18 +5,18 @@ some microseconds for each. Nothing is remembered from call to call: each walks 
 and goes PyTorch's way where a class or a module has a method of its own.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import chain, repeat
 from operator import attrgetter, contains, is_, itemgetter
 from types import MethodType
-from typing import Any
+from typing import Any, Protocol
 
 from accelerate import DistributedType
 from torch import nn
 from transformers import PreTrainedModel
 
-from liger_trainer.feature import Feature
+from liger_trainer.feature import Feature, FeatureTrainer
 
 # The methods that PyTorch's `train` and `parameters` call on each module, or on the model alone, and whose they may be.
 # transformers' `train` does more only where the mode changes.
@@ -117,11 +117,25 @@ class WithParameters:
         return self._model.parameters() if found is None else iter(found)
 
 
-class ModuleWalks(Feature):
+class WalkedArguments(Protocol):
+    """What the walks read of a trainer's arguments."""
+
+    n_gpu: int
+
+
+class WalkedTrainer(FeatureTrainer, Protocol):
+    """What the walks read of a trainer. They write to its model alone."""
+
+    args: WalkedArguments
+    model: nn.Module | None
+    model_init: Callable[..., Any] | None
+
+
+class ModuleWalks(Feature[WalkedArguments, WalkedTrainer]):
     """Binds `train` and `zero_grad` to the model while it is trained, unless several processes share it."""
 
     @contextmanager
-    def around_training(self, trainer: Any) -> Iterator[None]:
+    def around_training(self, trainer: WalkedTrainer) -> Iterator[None]:
         alone = trainer.accelerator.distributed_type == DistributedType.NO and trainer.args.n_gpu <= 1
         # With `model_init` the model of now is replaced when training begins.
         model_stays = isinstance(trainer.model, nn.Module) and trainer.model_init is None

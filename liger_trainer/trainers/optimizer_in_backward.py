@@ -15,7 +15,7 @@ import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from accelerate.utils import DistributedType
@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import Trainer
 from transformers.optimization import Adafactor
 
-from liger_trainer.feature import Feature, Run
+from liger_trainer.feature import Feature, FeatureTrainer, Run
 
 # Optimizers whose step of a weight depends on that weight, its gradient, its state and its group alone
 _CLASSES = (
@@ -54,10 +54,31 @@ class InBackwardFields:
     )
 
 
-class InBackward(Feature):
+class InBackwardArguments(Protocol):
+    """What `optimizer_in_backward` reads of a trainer's arguments."""
+
+    auto_find_batch_size: bool
+    fp16: bool
+    gradient_accumulation_steps: int
+    max_grad_norm: float
+    n_gpu: int
+    optimizer_in_backward: bool
+
+
+class InBackwardTrainer(FeatureTrainer, Protocol):
+    """What `optimizer_in_backward` reads of a trainer, and writes (`grad_norm_of_step`)."""
+
+    args: InBackwardArguments
+    model: nn.Module
+    optimizer: torch.optim.Optimizer | None
+    optimizer_cls_and_kwargs: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None
+    grad_norm_of_step: Callable[[], torch.Tensor] | None
+
+
+class InBackward(Feature[InBackwardArguments, InBackwardTrainer]):
     """`optimizer_in_backward`. Whatever would train wrongly with it is refused."""
 
-    def check(self, args: Any) -> None:
+    def check(self, args: InBackwardArguments) -> None:
         if not isinstance(args.optimizer_in_backward, bool):
             raise ValueError(f"optimizer_in_backward is {args.optimizer_in_backward!r}; expected true or false.")
         if not args.optimizer_in_backward:
@@ -86,7 +107,7 @@ class InBackward(Feature):
             if is_refused:
                 raise _refusal(f"{name} is {value}: {why}")
 
-    def check_trainer(self, trainer: Any) -> None:
+    def check_trainer(self, trainer: InBackwardTrainer) -> None:
         if not getattr(trainer.args, "optimizer_in_backward", False):
             return
         self.check(trainer.args)
@@ -109,7 +130,7 @@ class InBackward(Feature):
         _check_class(optimizer)
 
     @contextmanager
-    def around_training(self, trainer: Any) -> Iterator[Run | None]:
+    def around_training(self, trainer: InBackwardTrainer) -> Iterator[Run | None]:
         if not getattr(trainer.args, "optimizer_in_backward", False):
             yield None
             return
@@ -158,7 +179,7 @@ class OptimizerInBackward:
     Weights have hooks from the beginning of a training step until its optimizer step.
     """
 
-    def __init__(self, trainer: Any):
+    def __init__(self, trainer: InBackwardTrainer):
         self.trainer = trainer
         self._stepped: dict[nn.Parameter, tuple[type, torch.Tensor]] = {}  # weight -> (its class, norm of its gradient)
         self._lock = threading.Lock()  # autograd has a thread for each device

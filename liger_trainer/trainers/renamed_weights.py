@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from liger_trainer.base_weights.shards import loaded_names
-from liger_trainer.instance import probe
-from liger_trainer.instance.binding import own_class
+from liger_trainer.patching.core import probe
+from liger_trainer.patching.core.binding import own_class
 
 if TYPE_CHECKING:  # the mixins of this package always go before a class of transformers or TRL
     from transformers import Trainer as StockTrainer

@@ -68,7 +68,7 @@ class LigerSFTTrainer(LigerTRLMixin, SFTTrainer):
     ) -> torch.Tensor | tuple[torch.Tensor, Any]:
         own_loss, smoother = self.has_own_loss, self.label_smoother
         # Code that is not TRL's may give the log-probabilities of labels different gradients, or read the entropy's.
-        is_read = self._overrides_compute_loss or not isinstance(model, nn.Module) or bool(who_sees_outputs(model))
+        is_read = self.overrides_compute_loss or not isinstance(model, nn.Module) or bool(who_sees_outputs(model))
         model = self._without_needless_mask(model)
         if not self.head_is_ours or self.compute_loss_func is not None or (is_read and not own_loss):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)

@@ -8,22 +8,29 @@ wrongly should be known at once.
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 from transformers import TrainerCallback
 from transformers.integrations import integration_utils
+from transformers.trainer_callback import CallbackHandler
 
 from liger_trainer._logging import logger
-from liger_trainer.feature import Feature
+from liger_trainer.feature import Feature, FeatureTrainer
 
 _BEFORE_TRAINING = ("on_init_end", "on_train_begin")
 
 
-class Trackers(Feature):
+class TrackedTrainer(FeatureTrainer, Protocol):
+    """What this reads of a trainer. It writes to the trackers alone."""
+
+    callback_handler: CallbackHandler
+
+
+class Trackers(Feature[object, TrackedTrainer]):
     """Has the trackers of transformers tell their errors in a warning, once for each event, while a trainer trains."""
 
     @contextmanager
-    def around_training(self, trainer: Any) -> Iterator[None]:
+    def around_training(self, trainer: TrackedTrainer) -> Iterator[None]:
         trackers = [callback for callback in trainer.callback_handler.callbacks if _is_tracker(callback)]
         guarded = []
         for tracker in trackers:

@@ -12,7 +12,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from liger_trainer.head.module import base_model_of, report_unfused, who_sees_outputs, why_peft_needs_logits
 from liger_trainer.head.request import HeadRequest, run_request
-from liger_trainer.instance.binding import own_class
+from liger_trainer.patching.core.binding import own_class
 from liger_trainer.trainers.arguments import LigerArguments
 from liger_trainer.trainers.base import LigerTrainerMixin
 from liger_trainer.trainers.patched_models import PatchedModels

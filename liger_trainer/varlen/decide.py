@@ -1,66 +1,35 @@
 """Decides which calls may leave padding out, and finds the rows of real tokens of a call.
 
 Padding is left out where all code that reads hidden states is known: the forwards of transformers that a proof has run
-(`patching/varlen.py`), layers of PyTorch and of adapters through which each token goes by itself, and the loss function
+(`proof/backbone.py`), layers of PyTorch and of adapters through which each token goes by itself, and the loss function
 of the proof. With anything else that may see rows or padding (a class or a function of the user's, a hook, an output of
 every position) the batch goes through as it is, and the report names it.
 """
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from transformers.loss.loss_utils import LOSS_MAPPING
 
-from liger_trainer.instance.binding import Binding, own_class
-from liger_trainer.instance.hooks import comes_from, has_hooks, hook_on
-from liger_trainer.varlen.captured import BackboneGraphs
+from liger_trainer.patching.core.binding import Binding
+from liger_trainer.patching.core.hooks import hook_on, with_hooks
+from liger_trainer.varlen.graphs.captured import BackboneGraphs
+from liger_trainer.varlen.graphs.step_graphs import active_graphs
+from liger_trainer.varlen.known_code import backbone_of, own_loss_of, unknown_forward, without_head
 from liger_trainer.varlen.padding import COMPUTES_PADDING, BackboneBinding, MixedRows, Plan
 from liger_trainer.varlen.plans import holds_packed_rows, plan_of, rotates_by_length
-from liger_trainer.varlen.step_graphs import active_graphs
 
 # Inputs that require gradients. Other hooks of PEFT say which adapter is for which row, or from which token on.
 _HARMLESS_HOOKS = (
-    "transformers.modeling_utils", "transformers.utils.", "peft.utils.", "peft.peft_model", "peft.helpers",
-)  # fmt: skip
-_TORCH = ("torch.nn.", "torch.utils._contextlib")  # the last has `no_grad`
-_THEIRS = ("transformers.", *_TORCH)  # what a proof may run
-# Modules that the proof need not have run: each token goes through them by itself, or they only hold others.
-_KINDS = (
-    nn.Linear, nn.Embedding, nn.Dropout, nn.Identity, nn.LayerNorm, nn.RMSNorm, nn.ModuleList, nn.ModuleDict,
-    nn.ParameterList, nn.ParameterDict,
-)  # fmt: skip
-_PER_TOKEN = {kind: kind.forward for kind in _KINDS}
-_TUNERS = (
-    "_buffer_dict", "adalora", "boft", "fourierft", "hra", "ia3", "ln_tuning", "loha", "lokr", "lora", "lycoris_utils",
-    "miss", "oft", "randlora", "trainable_tokens", "tuners_utils", "vblora", "vera",
-)  # fmt: skip
-_PER_TOKEN_ROOMS = (
-    *(f"peft.tuners.{name}" for name in _TUNERS), "peft.utils.", "transformers.integrations.", "liger_trainer.",
-    "bitsandbytes.", "hqq.core.quantize", "gptqmodel.nn_modules.qlinear.",
-)  # fmt: skip
-
-
-def base_of(model):
-    """The part of a transformers model before its head, with towers if it has any, or None."""
-    name = getattr(model, "base_model_prefix", "")
-    # The prefix of Llama 4's decoder is that of the model of images.
-    return model._modules.get(name, model._modules.get("model")) if name else None
-
-
-def backbone_of(model):
-    """The part of a transformers model before its head, or None.
-
-    In a model of images and text it is the decoder of text inside that part, which sees images as embeddings.
-    """
-    base = base_of(model)
-    config = getattr(base, "config", None)
-    if config is None or config.is_encoder_decoder or (text := config.get_text_config()) is config:
-        return base
-    return next((part for part in base._modules.values() if type(getattr(part, "config", None)) is type(text)), base)
+    "transformers.modeling_utils",
+    "transformers.utils.",
+    "peft.utils.",
+    "peft.peft_model",
+    "peft.helpers",
+)
 
 
 def bound_backbone(model) -> BackboneBinding | None:
@@ -216,7 +185,7 @@ def decide(
     asked = BackboneCall(model, backbone, bound, args, call, shown, unfit)
     step = active_graphs()
     if step is not None:
-        asked.graphs = step.of(backbone, functools.partial(_without_head, model))
+        asked.graphs = step.of(backbone, functools.partial(without_head, model))
     for check in _CHECKS:
         reason = check(asked)
         if reason is not None:
@@ -269,76 +238,33 @@ def _of_config(config, name: str) -> Any:
     return getattr(config.get_text_config(), name, None) if found is None or found is False else found
 
 
-def own_loss_of(model) -> Callable:
-    """The function that a model of transformers calls for its loss, while no other one is set."""
-    return LOSS_MAPPING.get(str(getattr(model, "loss_type", None)), LOSS_MAPPING["ForCausalLM"])
-
-
-def code_of(modules: Iterable[nn.Module]) -> dict[Any, Callable]:
-    """The classes of modules, with their forwards. Experts in four bits run the code of their class in 16 bits."""
-    kinds: Iterable[Any] = map(own_class, modules)
-    return {own: own.forward for own in (getattr(kind, "unpacked_class", kind) for kind in kinds)}
-
-
-def foreign_class(modules: Iterable[nn.Module]) -> str | None:
-    """A class among those of `modules` that is not transformers' own, or None."""
-    for kind, forward in code_of(modules).items():
-        if not _is_of(kind, forward, _THEIRS):
-            return f"{kind.__name__} is not a class of transformers with its own forward"
-    return None
-
-
-def why_not_theirs(model) -> str | None:
-    """A class or a function that would take part in a proof and is not transformers' own, or None."""
-    if (reason := foreign_class(model.modules())) is not None:
-        return reason
-    loss = own_loss_of(model)
-    return None if comes_from(loss, "transformers.loss.") else f"the loss function {loss!r} is not transformers' own"
-
-
-def unknown_forward(model, forwards: dict[type, Callable]) -> str | None:
-    """A forward in `model` that may not take each token by itself, or None. `forwards` are those that are proven."""
-    for kind, forward in code_of(_without_head(model)).items():
-        proven = forward in (forwards.get(kind), _PER_TOKEN.get(kind))
-        if not (proven or _is_of(kind, forward, _PER_TOKEN_ROOMS)):
-            return f"the forward of {kind.__name__} is not proven to work without padding"
-    return None
-
-
-def _is_of(kind: type, forward: Callable, rooms: tuple[str, ...]) -> bool:
-    return kind.__module__.startswith(rooms) and comes_from(forward, (*rooms, *_TORCH))
-
-
 def _why_whole(model, backbone, bound: BackboneBinding) -> str | None:
     """Name what has been put into the model that has to see a batch as it is: a hook, or code that is not proven.
 
     Every call asks this, and a model with adapters has thousands of modules.
     """
     known = bound.known
-    if bound.told is not None and (changed := bound.broken(backbone)) is not None:
-        return changed
-    for module in _without_head(model):
-        attributes, kind = module.__dict__, type(module)
+    if bound.told is not None and bound.guards is not None:
+        changed = bound.guards.broken(backbone)
+        if changed is not None:
+            return changed
+    modules = without_head(model)
+    hooked = set(with_hooks(modules))
+    for module in modules:
+        attributes = module.__dict__
+        kind = type(module)
         if known.get(kind) is not kind.forward:
-            if (why := unknown_forward(model, bound.proven.forwards)) is not None:
+            why = unknown_forward(model, bound.proven.forwards)
+            if why is not None:
                 return why
             known[kind] = kind.forward
-        if module is not model and (has_hooks(module) or "forward" in attributes):
+        forward = attributes.get("forward")
+        has_own_code = forward is None or (isinstance(forward, Binding) and forward.previous is None)
+        if module is not model and (module in hooked or not has_own_code):
             ours = bound if module is backbone else Binding.of(module)
-            if (why := hook_on(module, ours, _HARMLESS_HOOKS)) is not None:
+            why = hook_on(module, ours, _HARMLESS_HOOKS)
+            if why is not None:
                 return f"{why} on a {kind.__name__} would see rows without padding"
         if attributes.get("_compiled_call_impl") is not None:
             return f"a {kind.__name__} is compiled by itself, which each new length would do anew"
     return None
-
-
-def _without_head(model) -> list[nn.Module]:
-    """`model` and its modules but for the LM head, shared ones twice: `modules()` takes five times as long."""
-    head, found, backbone = model.get_output_embeddings(), [model], backbone_of(model)
-    base = base_of(model)
-    if backbone is not None and base is not backbone:  # its towers see no rows of tokens
-        return [model, base, *_without_head(backbone)]
-    for module in found:
-        if module._modules:
-            found += [child for child in module._modules.values() if child is not None and child is not head]
-    return found

@@ -15,9 +15,16 @@ from transformers import BatchFeature
 
 _ATTRIBUTE = "_liger_host_copy"
 _REMEMBERED = (
-    "attention_mask", "position_ids", "labels", "shift_labels", "input_ids", "mm_token_type_ids", "image_grid_thw",
-    "video_grid_thw", "second_per_grid_ts",
-)  # fmt: skip
+    "attention_mask",
+    "position_ids",
+    "labels",
+    "shift_labels",
+    "input_ids",
+    "mm_token_type_ids",
+    "image_grid_thw",
+    "video_grid_thw",
+    "second_per_grid_ts",
+)
 
 
 class _HostCopy:
@@ -37,8 +44,13 @@ class _HostCopy:
 
 def values_of(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The values of `tensors` on the host if all are known there, else `tensors` as they are."""
-    known = [_known(x) for x in tensors]
-    return tensors if any(x is None for x in known) else tuple(known)
+    known = []
+    for x in tensors:
+        values = _known(x)
+        if values is None:
+            return tensors
+        known.append(values)
+    return tuple(known)
 
 
 def _known(x: torch.Tensor) -> torch.Tensor | None:

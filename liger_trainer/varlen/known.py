@@ -124,18 +124,29 @@ def _picks(parts: tuple) -> bool:
 
 
 def _with_indices(parts: tuple) -> tuple:
-    return tuple(one for part in parts for one in (part.indices if isinstance(part, Known) else (part,)))
+    found: list[Any] = []
+    for part in parts:
+        found += part.indices if isinstance(part, Known) else (part,)
+    return tuple(found)
 
 
 _OWN = {
-    torch.Tensor.masked_scatter: _masked_scatter, torch.Tensor.__getitem__: _getitem,
-    torch.Tensor.__setitem__: _setitem, torch.Tensor.to: _to,
+    torch.Tensor.masked_scatter: _masked_scatter,
+    torch.Tensor.__getitem__: _getitem,
+    torch.Tensor.__setitem__: _setitem,
+    torch.Tensor.to: _to,
     torch.Tensor.tolist: lambda x: x.values.tolist() if isinstance(x, Known) else NotImplemented,
-}  # fmt: skip
+}
 # What hands out the memory so that autograd does not count what is written to it
 _PAST_VERSIONS = {
-    torch.Tensor.data.__get__, torch.Tensor.data.__set__, torch.Tensor.numpy, torch.Tensor.__array__,  # type: ignore[attr-defined]
-    torch.Tensor.untyped_storage, torch.Tensor.storage, torch.Tensor.data_ptr, torch.Tensor.__dlpack__,
+    torch.Tensor.data.__get__,
+    torch.Tensor.data.__set__,
+    torch.Tensor.numpy,
+    torch.Tensor.__array__,  # type: ignore[attr-defined]
+    torch.Tensor.untyped_storage,
+    torch.Tensor.storage,
+    torch.Tensor.data_ptr,
+    torch.Tensor.__dlpack__,
     torch.Tensor.set_,
-}  # fmt: skip
+}
 _ON_BOTH = {torch.Tensor.__or__, torch.Tensor.prod, torch.Tensor.__floordiv__, torch.Tensor.__mul__}

@@ -19,18 +19,24 @@ import torch
 from torch.utils._pytree import tree_leaves
 from transformers.utils import ModelOutput
 
-from liger_trainer.instance.binding import Binding, Rests, call_previous, in_place_of
-from liger_trainer.varlen.attention import NotForRows, Rows, rows_known
-from liger_trainer.varlen.captured import BackboneGraphs
+from liger_trainer.patching.core.binding import Binding, Rests, call_previous, in_place_of
+from liger_trainer.varlen.graphs.captured import BackboneGraphs
 from liger_trainer.varlen.host_copies import values_of
 from liger_trainer.varlen.known import Known, is_stale
+from liger_trainer.varlen.rows import NotForRows, Rows, rows_known
 from liger_trainer.varlen.states import KIND
 
 _PER_TOKEN = ("input_ids", "inputs_embeds", "visual_pos_masks")
 _PER_IMAGE_TOKEN = "deepstack_visual_embeds"  # in the order of the tokens, of which none is padding
 _KNOWN_TENSORS = (
-    "attention_mask", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx", _PER_IMAGE_TOKEN, *_PER_TOKEN,
-)  # fmt: skip
+    "attention_mask",
+    "position_ids",
+    "cu_seq_lens_q",
+    "cu_seq_lens_k",
+    "seq_idx",
+    _PER_IMAGE_TOKEN,
+    *_PER_TOKEN,
+)
 
 
 COMPUTES_PADDING = "computes padding too"  # what a backbone does without a plan
@@ -80,9 +86,7 @@ class BackboneBinding(Binding):
 
     key = "_liger_varlen"
 
-    def __init__(
-        self, function: Callable, proven: Proven, told: Callable | None = None, guards: Rests | None = None
-    ):  # fmt: skip
+    def __init__(self, function: Callable, proven: Proven, told: Callable | None = None, guards: Rests | None = None):
         super().__init__(function, guards=guards)
         self.proven, self.told = proven, told
         self.known = dict(proven.forwards)  # other modules that turn out to be harmless are added
@@ -109,7 +113,11 @@ class Plan:
     only_replayed: bool = False
 
     def __init__(self, given: dict[str, Any], rows: Rows, index: torch.Tensor | None = None, reaches_end: bool = True):
-        self.given, self.rows, self.index, self.reaches_end, self.used = given, rows, index, reaches_end, False
+        self.given = given
+        self.rows = rows
+        self.index = index
+        self.reaches_end = reaches_end
+        self.used = False
 
     @property
     def leaves_out(self) -> bool:
@@ -121,15 +129,20 @@ class Plan:
 
         A model of images and text makes the positions of its decoder, in one dimension or several: (..., B or 1, S).
         """
-        shape, positions = tokens_of(self.given).shape[:2], call.get("position_ids")
-        same = call.get("attention_mask") is self.given.get("attention_mask")
+        shape = tokens_of(self.given).shape[:2]
+        positions = call.get("position_ids")
+        if call.get("attention_mask") is not self.given.get("attention_mask") or tokens_of(call).shape[:2] != shape:
+            return False
         if positions is not self.given.get("position_ids"):
             known = self.leaves_out or self.rows.full
             of_tokens = positions is not None and positions.shape[-2:] in (shape, (1, shape[1]))
-            same = same and known and of_tokens
-        others = tree_leaves([x for name, x in call.items() if name not in _KNOWN_TENSORS])
-        same = same and tokens_of(call).shape[:2] == shape
-        return same and not any(isinstance(x, torch.Tensor) and x.ndim > 0 for x in others)  # a count is of no token
+            if not (known and of_tokens):
+                return False
+        others = [x for name, x in call.items() if name not in _KNOWN_TENSORS]
+        for x in tree_leaves(others):
+            if isinstance(x, torch.Tensor) and x.ndim > 0:  # a count is of no token
+                return False
+        return True
 
     def packed(self, call: dict[str, Any]) -> dict[str, Any]:
         """The arguments of the backbone with one row of real tokens for the batch.
@@ -143,9 +156,13 @@ class Plan:
         if self.index is None:
             return call | {"attention_mask": mask}
         batch, length = tokens.shape[:2]
-        packed = {name: call[name] for name in _PER_TOKEN if call.get(name) is not None}
-        packed = {name: self._taken(x)[None] for name, x in packed.items()}  # by which a `Known` stays one
-        if (positions := call.get("position_ids")) is None:
+        packed = {}
+        for name in _PER_TOKEN:
+            x = call.get(name)
+            if x is not None:
+                packed[name] = self._taken(x)[None]  # by which a `Known` stays one
+        positions = call.get("position_ids")
+        if positions is None:
             positions = (self.index % length).unsqueeze(0)
         else:
             positions = positions.expand(*positions.shape[:-2], batch, length).flatten(-2)[..., None, self.index]
@@ -285,8 +302,6 @@ def _run(backbone, plan: Plan, call: dict[str, Any]):
     return plan.graphs.run(own_forward, run_uncaptured, plan.rows, packed)
 
 
-def binding_of(
-    backbone, proven: Proven, told: Callable | None = None, guards: Rests | None = None
-) -> BackboneBinding:  # fmt: skip
+def binding_of(backbone, proven: Proven, told: Callable | None = None, guards: Rests | None = None) -> BackboneBinding:
     """With it, calls of `backbone` that have a plan leave out padding, and layers attend to rows of uneven length."""
     return BackboneBinding(_forward_of(type(backbone)), proven, told, guards)  # type: ignore[arg-type]

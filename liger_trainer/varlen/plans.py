@@ -5,9 +5,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from liger_trainer.varlen.attention import Rows
 from liger_trainer.varlen.host_copies import remember, sent, values_of
 from liger_trainer.varlen.padding import Plan, cache_of, tokens_of
+from liger_trainer.varlen.rows import Rows
 
 _STATIC_ROPES = ("default", "linear", "yarn", "llama3", "proportional")
 
@@ -24,7 +24,9 @@ def plan_of(config, call: dict[str, Any], attention: str = "sdpa", full: bool = 
         full (`bool`, *optional*, defaults to `False`): Whether rows without padding have a plan too, for layers with
             more than causal attention.
     """
-    tokens, mask, positions = tokens_of(call), call.get("attention_mask"), call.get("position_ids")
+    tokens = tokens_of(call)
+    mask = call.get("attention_mask")
+    positions = call.get("position_ids")
     text = config.get_text_config()
     keeps = getattr(config, "use_cache", getattr(text, "use_cache", None))  # trainers set that of the whole model
     keeps = keeps if call.get("use_cache") is None else call["use_cache"]
@@ -77,15 +79,22 @@ def _padded_plan(call, tokens, mask, full) -> Plan | None:
     labels = call["shift_labels"] if shifted else call.get("labels")
     if labels is not None and (labels.shape != mask.shape or labels.device != mask.device):
         return None
-    mask, *labels = values_of(mask, *(() if labels is None else (labels,)))
-    real, *labelled = torch.stack((mask != 0, *(x != -100 for x in labels))).cpu()  # waits as above
+    labelled = None
+    if labels is None:
+        real = (values_of(mask)[0] != 0).cpu()  # waits as above
+    else:
+        mask, labels = values_of(mask, labels)
+        real, labelled = torch.stack((mask != 0, labels != -100)).cpu()  # waits once for both
     if full and real.all():
         return _full_plan(call, tokens)
-    predicting = labelled if shifted else [F.pad(x[:, 1:], (0, 1)) for x in labelled]
     lengths = real.sum(1).tolist()
     runs = (real & ~F.pad(real[:, :-1], (1, 0))).sum(1)
-    if (runs > 1).any() or any((x & ~real).any() for x in predicting) or sum(lengths) in (0, real.numel()):
+    if (runs > 1).any() or sum(lengths) in (0, real.numel()):
         return None
+    if labelled is not None:
+        predicting = labelled if shifted else F.pad(labelled[:, 1:], (0, 1))
+        if (predicting & ~real).any():
+            return None
     places = real.flatten().nonzero()[:, 0]
     index = sent(places, tokens.device)
     if index is not places:

@@ -13,8 +13,9 @@ import itertools
 
 import torch
 import torch.nn.functional as F
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from liger_trainer.varlen.attention import as_autocast, by_kernel, kernel_takes, varlen_attention
+from liger_trainer.varlen.attention import as_autocast, attend_by_rows, by_kernel, kernel_takes
 from liger_trainer.varlen.host_copies import sent, values_of
 
 _ATTRIBUTE = "_liger_segments"
@@ -79,10 +80,16 @@ def segments_known(segments: Segments | None):
 
 
 def attention(
-    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask=None,
-    dropout: float = 0.0, scaling: float | None = None, **kwargs,
-) -> tuple[torch.Tensor, None]:  # fmt: skip
-    """Attention for `AttentionInterface`: within segments where they are known, else `varlen_attention`.
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask=None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs,
+) -> tuple[torch.Tensor, None]:
+    """Attend within segments where they are known, else over the rows of a `RowMask`, else as transformers' SDPA.
 
     Args:
         module (`nn.Module`): The attention layer.
@@ -98,7 +105,17 @@ def attention(
     """
     segments = None if torch.compiler.is_compiling() else _segments.get()
     if segments is None:
-        return varlen_attention(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
+        return attend_by_rows(
+            sdpa_attention_forward,
+            module,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout=dropout,
+            scaling=scaling,
+            **kwargs,
+        )
     segments.calls += 1
     if attention_mask is not None or kwargs.get("is_causal") or any(kwargs.get(n) is not None for n in _NOT_KNOWN):
         raise NotInSegments("its attention is more than that within segments")

@@ -22,14 +22,19 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from liger_trainer.instance.binding import Binding, Rests, call_previous, in_place_of
-from liger_trainer.varlen.attention import NotForRows, RowMask, Rows, rows_of_call
+from liger_trainer.patching.core.binding import Binding, Rests, call_previous, in_place_of
+from liger_trainer.varlen.rows import NotForRows, RowMask, Rows, rows_of_call
 
 KIND = "state"  # of `Rows.kinds`
 MASK_OF_STATES = "create_recurrent_attention_mask"  # the global by which decoders of transformers make their mask
 _TOLD_BY = {  # by which stock layers are told the rows of a packed row, which here lie side by side
-    "seq_idx", "cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k",
-}  # fmt: skip
+    "seq_idx",
+    "cu_seqlens",
+    "cu_seq_lens_q",
+    "cu_seq_lens_k",
+    "max_length_q",
+    "max_length_k",
+}
 
 
 class StateBinding(Binding):

@@ -322,7 +322,7 @@ class Checks:
             return Check("there is no adapter")
         from peft import PeftModel
 
-        from liger_trainer.head.merge import merge
+        from liger_trainer.lora.merge import merge
 
         folder, ids, trainer = os.path.join(self.bench.folder, "adapter"), self._ids(2, 48), self.ours.trainer
         trainer.save_model(folder)

@@ -19,9 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, PrinterCallback, set_seed
 
 from liger_trainer.head.module import output_head
-from liger_trainer.instance.hooks import as_of_a_user
-from liger_trainer.instance.report import OPERATIONS
 from liger_trainer.medusa.trainer import LigerMedusaTrainer
+from liger_trainer.patching.core.hooks import as_of_a_user
+from liger_trainer.patching.core.report import OPERATIONS
 from liger_trainer.trainers.base import stock_class
 from liger_trainer.verify.medusa import PlainMedusaTrainer
 from liger_trainer.verify.observed import KeepGradients, Recorder, Tensors, copies, optimizer_states

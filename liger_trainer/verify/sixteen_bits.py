@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from liger_trainer.head.module import output_head
-from liger_trainer.instance.report import OPERATIONS
 from liger_trainer.patching import apply_liger, remove_liger
+from liger_trainer.patching.core.report import OPERATIONS
 from liger_trainer.verify.figures import Check, errors
 from liger_trainer.verify.observed import Tensors
 from liger_trainer.verify.runs import HEAD, in_chunks

@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from liger_trainer.errors import RecipeError
-from liger_trainer.patching.small_model import drawn, small_config
+from liger_trainer.varlen.proof.small_model import drawn, small_config
 
 POSITIONS = 512
 _WIDTH, _HEAD_DIM = 64, 16  # as in `small_config`

@@ -7,12 +7,13 @@ from checkout import ROOT
 
 PAGE = (ROOT / "docs" / "captured_steps.md").read_text()
 PACKAGE = ROOT / "liger_trainer"
+GRAPHS = PACKAGE / "varlen" / "graphs"
 RAISED = ("NotCapturable", "DoesNotPay", "_turn_off")
 # Of functions that return a reason, or None.
 RETURNED = {
     "trainers/cuda_graphs.py": ("why_not_captured", "why_not_by_arguments"),
-    "varlen/snapshot.py": ("difference",),
-    "varlen/refusals.py": ("why_not",),
+    "varlen/graphs/snapshot.py": ("difference",),
+    "varlen/graphs/refusals.py": ("why_not",),
 }
 # In the report there is none with use_liger: false. The others are of rows, and the page links where they are told.
 ELSEWHERE = ("use_liger is false",)
@@ -27,7 +28,7 @@ def longest_part(node):
 
 
 def reasons():
-    for path in sorted([*(PACKAGE / "varlen").glob("capture*.py"), PACKAGE / "varlen" / "refusals.py"]):
+    for path in sorted([*GRAPHS.glob("capture*.py"), GRAPHS / "refusals.py"]):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call):
                 name = getattr(node.func, "id", getattr(node.func, "attr", None))

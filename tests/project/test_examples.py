@@ -83,9 +83,8 @@ def test_script(name, model, losses, tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_script_is_short_and_needs_no_permission(name):
+def test_script_needs_no_permission(name):
     text = (EXAMPLES / f"{name}.py").read_text()
-    assert len(text.splitlines()) < 60
     default = text.split('"--model", default="')[1].split('"')[0]
     assert default.split("/")[0] in ("Qwen", "HuggingFaceTB"), "a model that anybody may download"
     shipped = text.split('parents[1] / "')[1].split('"')[0]

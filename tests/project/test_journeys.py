@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from checkout import ROOT
+from launching import ADDRESSES, on_both, two_machines
 from medusa_readers import vllm
 from recipe_fixtures import losses
 from tokenizers import Tokenizer
@@ -29,7 +30,6 @@ from transformers import (
     LlavaProcessor,
     PreTrainedTokenizerFast,
 )
-from two_machines import ADDRESSES, on_both, two_machines
 
 from liger_trainer.command.recipe.model_source import find_model
 from liger_trainer.medusa.heads import MedusaHeads

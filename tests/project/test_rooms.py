@@ -11,10 +11,11 @@ LAYERS = (  # a module imports from its own layer and from those before it
     ("liger_triton",),
     ("_logging", "errors", "feature", "paths"),
     ("data",),
-    ("instance",),
+    ("patching.core",),
     ("base_weights", "memory"),
     ("varlen",),
     ("head",),
+    ("varlen.proof",),
     ("fp8",),
     ("lora",),
     ("patching",),
@@ -48,14 +49,15 @@ REASONS = {
 
 
 def room(path: Path) -> str:
-    """The room of a file: its first folder in `liger_trainer`, the first two in `command`, or `liger_triton`."""
+    """The room of a file: its first folder in `liger_trainer`, the first two where it has rooms, or `liger_triton`."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     return "liger_triton" if parts[0] == "kernels" else _room(parts[1:])
 
 
 def _room(parts: tuple[str, ...]) -> str:
     """The room of a module, by the parts of its name below `liger_trainer`."""
-    return ".".join(parts[:2]) if parts[0] == "command" else parts[0]
+    inner = ".".join(parts[:2])
+    return inner if parts[0] == "command" or inner in LEVEL else parts[0]
 
 
 def imports(path: Path):

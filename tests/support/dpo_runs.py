@@ -5,9 +5,9 @@ import copy
 import pytest
 import torch
 from datasets import Dataset
+from parity import KeepGradients
 from tiny_models import ragged_rows, tiny_model, tiny_tokenizer
 from trl import DPOConfig
-from two_ranks import SaveGradients
 
 from liger_trainer import LigerDPOConfig, LigerDPOTrainer
 
@@ -51,7 +51,7 @@ def build(trainer_class, model, tmp_path, split=(4, 1), rows=None, trainer_optio
 
 def train(trainer):
     """The log of every step, and the gradients of the first."""
-    save = SaveGradients()
+    save = KeepGradients()
     trainer.add_callback(save)
     trainer.train()
     logs = [log for log in trainer.state.log_history if "loss" in log]

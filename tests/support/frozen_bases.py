@@ -38,17 +38,6 @@ def frozen(dtype=torch.float32, model=None, **options):
     return model
 
 
-def step(model, autocast=None, seed=1, backwards=1):
-    """Loss and the gradients of all parameters."""
-    model.zero_grad()
-    torch.manual_seed(seed)
-    with torch.autocast("cpu", dtype=autocast, enabled=autocast is not None):
-        loss = model(**collate(ragged_rows(4))).loss
-    for left in reversed(range(backwards)):
-        loss.backward(retain_graph=left > 0)
-    return {"loss": loss.detach()} | {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-
-
 def distance(got, want):
     """The relative distance of the losses, and that of all gradients together."""
     assert list(got) == list(want)

@@ -1,4 +1,4 @@
-"""Two processes on CPUs: forked, where a script trains in them, or by a launcher, where that is what is tested."""
+"""Processes on CPUs: forked, by a launcher where that is what is tested, or on two machines of one host."""
 
 import functools
 import importlib.util
@@ -9,23 +9,26 @@ import socket
 import subprocess
 import sys
 import tempfile
+from contextlib import contextmanager
 from multiprocessing import connection, forkserver
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import yaml
+from checkout import ROOT
 
 from liger_trainer.paths import shipped
 
 HERE = Path(__file__).parent
+PROCESSES = HERE.parent / "processes"  # the scripts that train in processes of their own
 DEEPSPEED = Path(sys.prefix, "deepspeed")  # where the Makefile puts it
 _TIMEOUT_S = 400
 _ALONE = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
 def in_processes(script, *arguments, processes=2, config=None):
-    """Run `script` of this folder in two processes, or in one, with the variables that torchrun sets for them.
+    """Run `script` of `PROCESSES` in two processes, or in one, with the variables that torchrun sets for them.
 
     With `config`, an accelerate config, also with those of `accelerate launch`. AssertionError with all that they have
     written if one of them fails.
@@ -37,7 +40,13 @@ def in_processes(script, *arguments, processes=2, config=None):
         ranks = []
         for rank in range(processes):
             variables = _ALONE | {name: str(x) for name, x in (group | {"RANK": rank, "LOCAL_RANK": rank}).items()}
-            given = (str(HERE / script), [*map(str, arguments)], os.environ | variables, f"{folder}/{rank}", config)
+            given = (
+                str(PROCESSES / script),
+                [*map(str, arguments)],
+                os.environ | variables,
+                f"{folder}/{rank}",
+                config,
+            )
             ranks.append(_importing().Process(target=_run_forked, args=given))
             ranks[-1].start()
         try:
@@ -93,7 +102,7 @@ def torchrun_deepspeed(script, *arguments):
         if importlib.util.find_spec("deepspeed") is None:
             pytest.skip("DeepSpeed is not installed")
         options = ("--nproc_per_node", "2", "--standalone")
-        return _run("torch.distributed.run", *options, HERE / script, *arguments, DS_ACCELERATOR="cpu")
+        return _run("torch.distributed.run", *options, PROCESSES / script, *arguments, DS_ACCELERATOR="cpu")
 
 
 def accelerate_fsdp2(folder, *command):
@@ -115,7 +124,7 @@ def _fsdp2_on_cpus(folder):
 
 
 def _run(module, *arguments, **variables):
-    env = os.environ | variables | _ALONE | {"PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])}
+    env = os.environ | variables | _ALONE | {"PYTHONPATH": os.pathsep.join([str(HERE), str(PROCESSES), *sys.path])}
     command = [sys.executable, "-m", module, *map(str, arguments)]
     result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=_TIMEOUT_S)
     assert result.returncode == 0, result.stdout + result.stderr
@@ -144,3 +153,60 @@ def shard_on_cpus():
             self.distributed_type = DistributedType.MULTI_GPU
 
     PartialState.__init__ = init
+
+
+NAMES = ("liger-a", "liger-b")
+ADDRESSES = ("10.77.0.1", "10.77.0.2")
+_CARD = "liger0"  # in each of them
+
+
+def _ip(*words, check=True):
+    return subprocess.run(["ip", *words], check=check, capture_output=True, text=True)
+
+
+def _remove():
+    for name in NAMES:
+        _ip("netns", "delete", name, check=False)  # which takes its card, and so the cable, with it
+
+
+@contextmanager
+def two_machines():
+    """Make the namespaces, and remove them afterwards. Skips the test, saying why, where the rights are missing."""
+    try:
+        _remove()
+        for name in NAMES:
+            _ip("netns", "add", name)
+        _ip("link", "add", _CARD, "netns", NAMES[0], "type", "veth", "peer", "name", _CARD, "netns", NAMES[1])
+        for name, address in zip(NAMES, ADDRESSES, strict=True):
+            _ip("-n", name, "address", "add", f"{address}/24", "dev", _CARD)
+            for card in (_CARD, "lo"):
+                _ip("-n", name, "link", "set", card, "up")
+    except (OSError, subprocess.CalledProcessError) as error:
+        _remove()
+        pytest.skip(f"two machines need root and iproute2: {getattr(error, 'stderr', None) or error}")
+    try:
+        yield
+    finally:
+        _remove()
+
+
+def start(machine, *command, cwd, **env):
+    """Start Python with `command` on machine 0 or 1, in a process group of its own."""
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")])
+    env = os.environ | {
+        "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "",
+        "GLOO_SOCKET_IFNAME": _CARD,
+    } | env  # fmt: skip
+    words = ["ip", "netns", "exec", NAMES[machine], sys.executable, *map(str, command)]
+    return subprocess.Popen(
+        words, cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+
+
+def on_both(*command, cwd, per_machine, env=lambda machine: {}):
+    """Run `command` on both machines, each with the words that `per_machine` adds; what machine 0 has printed."""
+    processes = [start(i, *per_machine(i, command), cwd=cwd, **env(i)) for i in range(2)]
+    ended = [process.communicate(timeout=240) for process in processes]
+    for process, (out, err) in zip(processes, ended, strict=True):
+        assert process.returncode == 0, out + err
+    return ended[0]

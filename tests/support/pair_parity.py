@@ -4,8 +4,8 @@ import copy
 
 import torch
 from datasets import Dataset
-from largest_tensor import LargestTensor
-from step_parity import KeepGradients, words
+from parity import KeepGradients, LargestTensor, without_times
+from step_parity import words
 from tiny_models import tiny_tokenizer
 
 from liger_trainer.trainers.base import LigerTrainerMixin
@@ -58,10 +58,6 @@ def trained(trainer):
     trainer.add_callback(keep)
     trainer.train()
     return [without_times(log) for log in trainer.state.log_history], keep.steps[0]
-
-
-def without_times(metrics):
-    return {name: value for name, value in metrics.items() if "time" not in name and "_per_second" not in name}
 
 
 def assert_same_training(ours, stock):

@@ -71,7 +71,8 @@ def command(capsys, *argv):
 
 def run_elsewhere(*argv, cwd, **env):
     """Run a command in a process of its own, away from the checkout, with the checkout importable."""
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")])
+    ours = (ROOT, ROOT / "kernels", ROOT / "tests" / "support")
+    paths = os.pathsep.join([*map(str, ours), os.environ.get("PYTHONPATH", "")])
     env = (
         os.environ
         | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}

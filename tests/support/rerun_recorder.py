@@ -10,7 +10,7 @@ import itertools
 import torch
 
 from liger_trainer.trainers import cuda_graphs
-from liger_trainer.varlen.step_graphs import StepGraphs
+from liger_trainer.varlen.graphs.step_graphs import StepGraphs
 
 
 class Rerun:
@@ -66,6 +66,13 @@ class RerunRecorder:
 
 
 def capture_on_cpu(monkeypatch, recorder=RerunRecorder):
-    """Let trainers on a CPU capture their steps as `RerunRecorder` does."""
+    """Have trainers on a CPU capture their steps as `RerunRecorder` does. Returns the recorders, as they are made."""
+    recorders = []
+
+    def make_recorder(device):
+        recorders.append(recorder())
+        return recorders[-1]
+
     monkeypatch.setattr(cuda_graphs, "CAPTURES_ON", ("cpu",))
-    monkeypatch.setattr(cuda_graphs, "StepGraphs", functools.partial(StepGraphs, lambda device: recorder()))
+    monkeypatch.setattr(cuda_graphs, "StepGraphs", functools.partial(StepGraphs, make_recorder))
+    return recorders

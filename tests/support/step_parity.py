@@ -9,25 +9,13 @@ import re
 
 import torch
 from datasets import Dataset
+from parity import KeepGradients, assert_same_gradients, without_times
 from peft import LoraConfig
 from tiny_models import VOCAB, tiny_model, tiny_tokenizer
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from transformers import TrainerCallback
 from transformers.trainer_utils import set_seed
 from trl.trainer.base_config import _BaseConfig
 
 from liger_trainer.trainers.base import LigerTrainerMixin
-
-
-class KeepGradients(TrainerCallback):
-    """What the optimizer is given, step by step."""
-
-    def __init__(self):
-        self.steps = []
-
-    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-        self.steps.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
 
 
 def words(generator, low, high):
@@ -91,10 +79,6 @@ def moved(trainer, part="lora_B"):
     return trainer
 
 
-def without_times(log):
-    return {name: value for name, value in log.items() if "time" not in name and "_per_second" not in name}
-
-
 def trained(trainer):
     """Train from one seed; the logs without times, and the gradients of every step."""
     keep = KeepGradients()
@@ -133,14 +117,6 @@ def assert_same_metrics(got, want, rtol, smallest):
             assert abs(got[name] - value) <= rtol * size, f"{name}: {got[name]} against {value}"
 
 
-def assert_same_gradients(got, want, rtol=1e-5):
-    assert got.keys() == want.keys(), got.keys() ^ want.keys()
-    largest = max(grad.norm() for grad in want.values())
-    for name, grad in want.items():
-        error, size = (got[name] - grad).norm(), grad.norm()
-        assert error <= rtol * max(size, 1e-3 * largest), f"{name}: error {error:.1e} of {size:.1e}"
-
-
 def loss_types(trainer_class) -> list[str]:
     """What the source of `trainer_class` compares a loss type with."""
     found = re.findall(r"loss_type (?:==|!=|in|not in) (\[[^\]]*\]|\"\w+\")", inspect.getsource(trainer_class))
@@ -164,20 +140,3 @@ WRITING = {
     "log_completions", "log_multimodal", "num_completions_to_print", "log_unique_prompts", "log_completions_hub_repo",
     "use_transformers_continuous_batching", "transformers_continuous_batching_config", "use_transformers_paged",
 }  # fmt: skip
-
-
-class LogitRows(TorchDispatchMode):
-    """The most rows of a vocabulary, or of any other dimension of its size, that one tensor of floats had."""
-
-    def __init__(self, vocab=VOCAB):
-        super().__init__()
-        self.vocab, self.rows = vocab, 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        known = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
-        result = func(*args, **(kwargs or {}))
-        for x in tree_leaves(result):
-            logits = isinstance(x, torch.Tensor) and x.is_floating_point() and x.ndim > 1 and x.shape[-1] == self.vocab
-            if logits and x.untyped_storage().data_ptr() not in known:  # a view, such as a transposed head, is not new
-                self.rows = max(self.rows, x.numel() // self.vocab)
-        return result

@@ -4,8 +4,7 @@ import warnings
 
 import torch
 from attentions import with_own_attention
-from parity_models import CANCELLING
-from step_parity import assert_same_gradients
+from parity import CANCELLING, assert_same_step
 from tiny_models import VOCAB, tiny_model
 
 from liger_trainer import apply_liger
@@ -49,11 +48,6 @@ def step(model, call):
     outputs = model(**call, use_cache=False)
     outputs.loss.backward()
     return outputs.loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-def assert_same_step(got, want, rtol=1e-5):
-    torch.testing.assert_close(got[0], want[0], rtol=rtol, atol=0)
-    assert_same_gradients(got[1], want[1], rtol)
 
 
 def assert_same_with_states(got, want):

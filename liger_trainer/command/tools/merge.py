@@ -38,7 +38,7 @@ def _merge(args) -> None:
 
     from liger_trainer.base_weights.unloaded import find_checkpoint, keep_unloaded_weights
     from liger_trainer.fitting.hollow import auto_class_of
-    from liger_trainer.head.merge import merge
+    from liger_trainer.lora.merge import merge
 
     if os.path.exists(args.output) and (not os.path.isdir(args.output) or any(Path(args.output).iterdir())):
         raise RecipeError(f"OUTPUT_DIR is {args.output!r}, which is not empty. Give the path of a new folder.")

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from base_checkpoints import KINDS, assert_kept, names_of, tensor_of, write_base
 from packaging import version
-from predicting_bases import KINDS, assert_kept, names_of, tensor_of, write_base
 from recipe_fixtures import command, write_recipe, write_rows
 from safetensors.torch import load_file, save_file
 from tiny_models import tiny_model

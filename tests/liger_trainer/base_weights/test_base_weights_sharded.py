@@ -1,8 +1,8 @@
 """Sharded over two ranks, the process that writes keeps what the base has and transformers does not load."""
 
 import pytest
+from base_checkpoints import assert_kept, names_of, write_base
 from launching import in_processes_fsdp2, torchrun_deepspeed
-from predicting_bases import assert_kept, names_of, write_base
 
 
 @pytest.mark.parametrize("mode", ["fsdp2", pytest.param("zero3", marks=pytest.mark.slow)])

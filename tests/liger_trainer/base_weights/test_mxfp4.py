@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from base_checkpoints import write_gpt_oss
 from datasets import Dataset
-from mxfp4 import write_gpt_oss
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from tiny_models import tiny_model, tiny_tokenizer

@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 from checkout import ROOT
-from launching import HERE
+from launching import PROCESSES
 from recipe_fixtures import command, losses, run_elsewhere, write_recipe
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -107,7 +107,7 @@ def test_two_processes_print_one_summary(folder):
     done = run_elsewhere(
         sys.executable, "-m", "accelerate.commands.launch", "--config_file", ROOT / "configs" / "ddp.yaml",
         "--num_processes", "2", "--mixed_precision", "no", "--main_process_port", "0",
-        HERE / "launched_cli.py", "train", recipe, cwd=folder,
+        PROCESSES / "launched_cli.py", "train", recipe, cwd=folder,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("Summary") == 1

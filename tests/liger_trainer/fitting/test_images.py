@@ -4,8 +4,7 @@ import functools
 
 import pytest
 import torch
-from image_models import image_model
-from image_processors import processor_of
+from image_models import image_model, processor_of
 
 from liger_trainer.fitting import losses
 from liger_trainer.fitting.hollow import Shape

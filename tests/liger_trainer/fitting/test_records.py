@@ -5,9 +5,11 @@ import re
 
 import pytest
 import torch
-from benchmark_scripts import benchmarks_on_path  # noqa: F401 - a fixture
+from benchmark_scripts import (
+    benchmarks_on_path,  # noqa: F401 - a fixture
+    newest,
+)
 from checkout import ROOT
-from recorded_runs import newest
 
 from liger_trainer.fitting import losses
 from liger_trainer.fitting.hollow import Shape

@@ -14,7 +14,8 @@ from liger_trainer import apply_liger
 from liger_trainer.fp8 import layers as float8
 
 pytest.importorskip("torchao", reason="torchao is not installed")
-from fp8_models import LAYERS, assert_same, config_of, fp8_model, patched, step  # noqa: E402
+from fp8_models import LAYERS, RTOL, config_of, fp8_model, patched  # noqa: E402
+from parity import assert_same, step  # noqa: E402
 from torchao.float8.float8_linear import Float8Linear  # noqa: E402
 
 kernels = importlib.import_module("liger_triton.float8_linear")
@@ -87,7 +88,7 @@ def test_with_a_bias(theirs):
     model = fp8_model(config=config_of("rowwise"), attention_bias=True)
     assert "rowwise, scales in powers of 2, with bias" in patched(model).swapped.values()
     theirs.clear()
-    assert_same(step(model), want)
+    assert_same(step(model), want, rtol=RTOL)
     assert not theirs
 
 
@@ -102,7 +103,7 @@ def test_inside_the_other_operations(recipe, theirs):
     theirs.clear()
     got = step(model)
     assert not theirs
-    assert_same(got, want)
+    assert_same(got, want, rtol=RTOL)
 
 
 @pytest.mark.parametrize("rebuilds", [False, True])
@@ -135,7 +136,7 @@ def test_checkpointing(reentrant, recipe, theirs):
     want, model = step(fp8_model(config=config_of(recipe))), prepared(recipe)
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     theirs.clear()
-    assert_same(step(model), want)
+    assert_same(step(model), want, rtol=RTOL)
     assert not theirs
 
 
@@ -145,7 +146,7 @@ def test_a_step_without_a_backward_pass_and_evaluation_between(recipe, theirs):
     model(**collate(ragged_rows(4)))
     with torch.no_grad():
         model.eval()(**collate(ragged_rows(3)))
-    assert_same(step(model.train()), step(stock))
+    assert_same(step(model.train()), step(stock), rtol=RTOL)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -157,7 +158,7 @@ def test_weights_that_an_optimizer_has_changed(recipe):
         for p in model.parameters():
             p.data.sub_(0.1 * p.grad)
         results.append(step(model))
-    assert_same(*results)
+    assert_same(*results, rtol=RTOL)
 
 
 def test_layers_of_two_recipes_in_one_model(theirs):
@@ -175,7 +176,7 @@ def test_layers_of_two_recipes_in_one_model(theirs):
     theirs.clear()
     got = step(model)
     assert not theirs
-    assert_same(got, step(mixed()))
+    assert_same(got, step(mixed()), rtol=RTOL)
 
 
 def test_a_copy_with_another_recipe_runs_torchao_s_code(theirs):

@@ -11,7 +11,7 @@ import types
 import checkout
 import pytest
 import torch
-from in_backward_runs import same_training
+from memory_runs import same_training
 from peft import LoraConfig, get_peft_model
 from tiny_models import tiny_model
 from trainer_runs import run

@@ -155,7 +155,7 @@ def test_the_launcher_and_trl_s_bf16(tmp_path, monkeypatch):
 
 def test_layers_that_are_checkpointed_as_memory_allows(any_device, tmp_path):
     """What is recomputed is rounded to the same bits."""
-    from counted_memory import CountedMemory
+    from memory_runs import CountedMemory
 
     found = []
     for way in ("true", "auto"):

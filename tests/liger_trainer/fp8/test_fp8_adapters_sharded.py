@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from frozen_bases import LAYERS, adapted, built, fresh_state, frozen, step
+from frozen_bases import LAYERS, adapted, built, fresh_state, frozen
 from launching import in_processes, in_processes_fsdp2
+from parity import step
 from peft import PeftModel
 from safetensors.torch import load_file
 from tiny_models import tiny_model

@@ -5,8 +5,9 @@ import pickle
 
 import pytest
 import torch
-from frozen_bases import adapted, built, distance, fresh_state, step
+from frozen_bases import adapted, built, distance, fresh_state
 from medusa_brute_force import medusa_trainer
+from parity import step
 from peft import PeftModel
 from safetensors.torch import load_file
 from tiny_models import tiny_model

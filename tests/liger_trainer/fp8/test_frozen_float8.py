@@ -5,7 +5,8 @@ import pickle
 
 import pytest
 import torch
-from frozen_bases import LAYERS, adapted, distance, frozen, step
+from frozen_bases import LAYERS, adapted, distance, frozen
+from parity import step
 from peft import IA3Config, LoraConfig, PromptTuningConfig, VeraConfig, get_peft_model
 from tiny_models import tiny_model
 from torch import nn

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from frozen_bases import LAYERS, adapted, frozen, step
+from frozen_bases import LAYERS, adapted, frozen
+from parity import step
 
 
 @pytest.mark.parametrize("strict", [False, True])

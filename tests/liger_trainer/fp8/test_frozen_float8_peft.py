@@ -6,7 +6,8 @@ import pickle
 
 import pytest
 import torch
-from frozen_bases import adapted, add_inside, distance, frozen, step
+from frozen_bases import adapted, add_inside, distance, frozen
+from parity import step
 from peft import LoraConfig, PeftModel, get_peft_model
 from tiny_models import tiny_model
 

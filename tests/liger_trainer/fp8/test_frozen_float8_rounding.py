@@ -7,7 +7,8 @@ twice, or scaled otherwise.
 
 import pytest
 import torch
-from frozen_bases import adapted, distance, step
+from frozen_bases import adapted, distance
+from parity import step
 from tiny_models import tiny_model
 from torch import nn
 

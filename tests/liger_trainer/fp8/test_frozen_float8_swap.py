@@ -9,7 +9,8 @@ import pickle
 
 import pytest
 import torch
-from frozen_bases import LAYERS, adapted, distance, frozen, step
+from frozen_bases import LAYERS, adapted, distance, frozen
+from parity import assert_same, step
 from peft import LoraConfig
 from tiny_models import collate, ragged_rows, tiny_model
 from torch import nn
@@ -50,13 +51,6 @@ def calls(monkeypatch):
     monkeypatch.setattr(lora, "lora_linear", counted)
     monkeypatch.setattr(mlps, "lora_mlp", counted_mlp)
     return seen
-
-
-def assert_same(got, want, rtol):
-    assert list(got) == list(want)
-    for name, w in want.items():
-        assert got[name].dtype == w.dtype
-        assert (got[name] - w).norm() <= rtol * w.norm() + 1e-7, name
 
 
 @pytest.mark.parametrize("options", OPTIONS)

@@ -10,7 +10,7 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
-from largest_tensor import LargestTensor
+from parity import LargestTensor
 from tiny_models import VOCAB, collate, ragged_rows, tiny_model
 
 from liger_trainer._logging import logger

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from parity_models import NO_HEAD, largest_difference, loss_and_grads
+from parity import NO_HEAD, largest_difference, loss_and_grads
 from tiny_models import tiny_model
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from launching import HERE
+from launching import PROCESSES
 from recipe_fixtures import run_elsewhere
 from tiny_models import tiny_model
 
@@ -17,8 +17,8 @@ def weights_of(folder, processes, strategy):
     """What a run of Lightning leaves, as whole weights."""
     out = folder / f"{processes}.pt"
     done = run_elsewhere(
-        sys.executable, HERE / "lightning_ranks.py", out, processes, strategy, cwd=folder,
-        PYTHONPATH=os.pathsep.join([str(HERE), *sys.path]),
+        sys.executable, PROCESSES / "lightning_ranks.py", out, processes, strategy, cwd=folder,
+        PYTHONPATH=os.pathsep.join([str(PROCESSES), *sys.path]),
         CUDA_VISIBLE_DEVICES="" if strategy == "cpu" else os.environ.get("CUDA_VISIBLE_DEVICES", "0,1"),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -5,15 +5,16 @@ import pickle
 
 import pytest
 import torch
+from parity import assert_same, step
 from peft import LoraConfig, get_peft_model
 from tiny_models import collate, ragged_rows, tiny_model
 from torch import nn
 
 from liger_trainer import apply_liger, remove_liger
-from liger_trainer.instance import kind
 from liger_trainer.lora import layers as lora
 from liger_trainer.lora.layers import LoRA
 from liger_trainer.patching import mlps
+from liger_trainer.patching.core import kind
 
 LAYERS = 14  # two layers of seven projections
 
@@ -25,27 +26,10 @@ def peft_model(dtype=torch.float32, **options):
     return get_peft_model(model, LoraConfig(**config)).train()
 
 
-def step(model, autocast=None, seed=1):
-    """Loss and the gradients of all parameters."""
-    model.zero_grad()
-    torch.manual_seed(seed)
-    with torch.autocast("cpu", dtype=autocast, enabled=autocast is not None):
-        loss = model(**collate(ragged_rows(4))).loss
-    loss.backward()
-    return {"loss": loss.detach()} | {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-
-
 def only_lora(model, mlp=False):
     """With each LoRA layer swapped by itself, or with the whole MLP too."""
     config = dict.fromkeys(("rms_norm", "rope", "swiglu", "fused_linear_cross_entropy"), False)
     return apply_liger(model, config | {"swiglu": mlp, "rebuild_above_mib": 0})
-
-
-def assert_same(got, want, rtol=1e-5):
-    assert list(got) == list(want)
-    for name, w in want.items():
-        assert got[name].dtype == w.dtype
-        assert (got[name] - w).norm() <= rtol * w.norm() + 1e-7, name
 
 
 def test_a_proof_seeds_no_generator_of_a_gpu(monkeypatch):

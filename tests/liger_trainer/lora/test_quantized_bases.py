@@ -5,6 +5,7 @@ import importlib
 
 import pytest
 import torch
+from parity import assert_same, step
 from peft import LoraConfig, get_peft_model
 from tiny_models import collate, ragged_rows, tiny_model
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
@@ -44,23 +45,6 @@ def quantised(saved, kind="nf4-nested", dtype=torch.float32, compute=None, **opt
     torch.manual_seed(3)
     options = {"r": 4, "target_modules": "all-linear", "init_lora_weights": False} | options
     return get_peft_model(model, LoraConfig(**options)).train()
-
-
-def step(model, autocast=None):
-    """Loss and the gradients of all parameters."""
-    model.zero_grad()
-    torch.manual_seed(1)
-    with torch.autocast("cpu", dtype=autocast, enabled=autocast is not None):
-        loss = model(**collate(ragged_rows(4))).loss
-    loss.backward()
-    return {"loss": loss.detach()} | {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-
-
-def assert_same(got, want, rtol):
-    assert list(got) == list(want)
-    for name, w in want.items():
-        assert got[name].dtype == w.dtype
-        assert (got[name] - w).norm() <= rtol * w.norm() + 1e-7, name
 
 
 @pytest.fixture

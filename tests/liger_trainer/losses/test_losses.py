@@ -10,8 +10,8 @@ import types
 import pytest
 import torch
 from checkout import ROOT
-from largest_tensor import LargestTensor
 from pair_parity import pair_rows
+from parity import LargestTensor
 from tiny_models import VOCAB, tiny_model, tiny_tokenizer
 from trl import DPOTrainer, KTOTrainer
 from trl.experimental.cpo import CPOTrainer

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from datasets import Dataset
-from largest_tensor import LargestTensor
 from medusa_brute_force import (
     assert_gradients,
     brute_force,
@@ -14,8 +13,8 @@ from medusa_brute_force import (
     plain_copy,
     ragged_batch,
 )
+from parity import KeepGradients, LargestTensor
 from tiny_models import collate, ragged_rows, tiny_model, tiny_tokenizer
-from transformers import TrainerCallback
 
 import liger_trainer.medusa.loss as medusa_loss
 from liger_trainer import LigerSFTConfig, LigerSFTTrainer
@@ -79,11 +78,6 @@ def test_the_rest_of_stage_2_is_the_loss_of_sft(tmp_path):
     heads = sum(0.5 * 0.7**k * loss * rows for k, (loss, _, rows) in enumerate(report) if k) / report[0][2]
     assert float(got.detach()) == pytest.approx(float(want.detach()) + heads, rel=1e-5)
     assert float(want.detach()) != pytest.approx(report[0][0], rel=1e-5)  # there is an auxiliary loss
-
-
-class KeepGradients(TrainerCallback):
-    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-        self.grads = getattr(self, "grads", None) or gradients(model)
 
 
 SPLITS = [

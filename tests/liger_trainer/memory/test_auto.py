@@ -8,8 +8,7 @@ import weakref
 
 import pytest
 import torch
-from auto_runs import LAYERS, At, build, same_bits, train
-from counted_memory import CountedMemory
+from memory_runs import LAYERS, At, CountedMemory, build, same_bits, train
 from tiny_models import tiny_model
 from torch.utils.checkpoint import checkpoint
 

@@ -1,8 +1,7 @@
 """`activation_checkpointing: auto` for rows that count as long: layers keep the results of attention."""
 
 import pytest
-from auto_runs import LAYERS, At, build, same_bits, train
-from counted_memory import CountedMemory
+from memory_runs import LAYERS, At, CountedMemory, build, same_bits, train
 from tiny_models import tiny_model
 
 from liger_trainer import LigerSFTConfig, LigerTrainer

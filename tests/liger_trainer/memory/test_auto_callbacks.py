@@ -1,8 +1,7 @@
 """`activation_checkpointing: auto` where an adapter is switched off for the reference."""
 
 import dpo_runs
-from auto_runs import same_bits, train
-from counted_memory import CountedMemory
+from memory_runs import CountedMemory, same_bits, train
 from peft import LoraConfig
 from tiny_models import tiny_model
 

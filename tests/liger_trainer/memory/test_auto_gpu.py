@@ -7,7 +7,7 @@ import gc
 
 import pytest
 import torch
-from auto_runs import At, same_bits
+from memory_runs import At, same_bits
 from tiny_models import ragged_rows
 from transformers import LlamaConfig, LlamaForCausalLM, default_data_collator
 

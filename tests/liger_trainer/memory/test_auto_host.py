@@ -2,11 +2,10 @@
 
 import json
 
-import auto_runs
+import memory_runs
 import pytest
 import torch
-from auto_runs import build, memory_with, rows_of_one_length, same_bits, train
-from counted_memory import Carries, CountedMemory
+from memory_runs import Carries, CountedMemory, build, memory_with, rows_of_one_length, same_bits, train
 from tiny_models import tiny_model
 
 from liger_trainer.memory.memory import GIB
@@ -71,7 +70,7 @@ class PinsLess(Carries):
 
 def test_a_host_that_takes_less_than_it_should(tmp_path, monkeypatch, caplog):
     """As soon as activations stay on the GPU, the other layers are checkpointed, and none goes there any more."""
-    monkeypatch.setattr(auto_runs, "uneven_rows", rows_of_one_length)
+    monkeypatch.setattr(memory_runs, "uneven_rows", rows_of_one_length)
     highest, runs, options = {}, {}, {"max_steps": 6, "gradient_accumulation_steps": 1}
     for checkpointing in (False, True, "auto"):
         memory = memory_with(PinsLess() if checkpointing == "auto" else None)

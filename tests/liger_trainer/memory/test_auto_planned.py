@@ -1,10 +1,20 @@
 """With `activation_checkpointing: auto` a micro-batch takes no more than was planned, and no more than the budget."""
 
-import auto_runs
+import memory_runs
 import pytest
 import torch
-from auto_runs import At, build, frozen_model, memory_with, planned_and_real, rows_of_one_length, same_bits, train
-from counted_memory import Carries, CountedMemory
+from memory_runs import (
+    At,
+    Carries,
+    CountedMemory,
+    build,
+    frozen_model,
+    memory_with,
+    planned_and_real,
+    rows_of_one_length,
+    same_bits,
+    train,
+)
 from tiny_models import tiny_model
 from transformers import LlamaConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -15,7 +25,7 @@ from liger_trainer.memory.memory import GIB
 
 @pytest.fixture(autouse=True)
 def one_length(monkeypatch):
-    monkeypatch.setattr(auto_runs, "uneven_rows", rows_of_one_length)
+    monkeypatch.setattr(memory_runs, "uneven_rows", rows_of_one_length)
 
 
 @pytest.fixture
@@ -55,7 +65,7 @@ def test_hidden_states_that_are_held_elsewhere(budget, rate, with_hooks, peaks, 
 @pytest.mark.parametrize("shrinks", [1, 8])
 def test_weights_that_autocast_has_made_of_others(shrinks, peaks, tmp_path, monkeypatch):
     """A layer that keeps its activations keeps these too, however few tokens there are."""
-    monkeypatch.setattr(auto_runs, "uneven_rows", lambda: rows_of_one_length(64))
+    monkeypatch.setattr(memory_runs, "uneven_rows", lambda: rows_of_one_length(64))
     model = tiny_model("llama", num_hidden_layers=8, intermediate_size=512)
 
     class Shrinking(LigerTrainer):

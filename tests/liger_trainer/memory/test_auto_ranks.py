@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from auto_runs import LAYERS, same_bits
 from launching import in_processes, in_processes_fsdp2
+from memory_runs import LAYERS, same_bits
 
 
 def run_ranks(mode, out):

@@ -3,12 +3,11 @@
 import copy
 import functools
 
-import auto_runs
+import memory_runs
 import pytest
 import torch
-from auto_runs import build, frozen_model, rows_of_one_length, same_bits, train
-from counted_memory import CountedMemory
 from image_models import image_batch, image_model
+from memory_runs import CountedMemory, build, frozen_model, rows_of_one_length, same_bits, train
 from transformers import (
     BartConfig,
     BartForConditionalGeneration,
@@ -155,7 +154,7 @@ def test_a_tower_before_a_decoder_that_leaves_padding_out(tmp_path):
 @pytest.mark.parametrize("layers", [2, 12])
 def test_what_is_measured_stays_within_the_budget(layers, tmp_path, monkeypatch):
     """Where nearly all is frozen, the peak is at the end of the forward pass, and every kept layer adds to it."""
-    monkeypatch.setattr(auto_runs, "uneven_rows", rows_of_one_length)
+    monkeypatch.setattr(memory_runs, "uneven_rows", rows_of_one_length)
     highest = {}
     for checkpointing in (True, "auto"):
         budget = None if checkpointing is True else highest[True] / GIB

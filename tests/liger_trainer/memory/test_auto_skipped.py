@@ -1,10 +1,9 @@
 """`activation_checkpointing: auto` in a trainer that skips batches, also the one that is measured."""
 
-import auto_runs
+import memory_runs
 import pytest
 import torch
-from auto_runs import build, memory_with, rows_of_one_length, same_bits, train
-from counted_memory import Carries
+from memory_runs import Carries, build, memory_with, rows_of_one_length, same_bits, train
 
 from liger_trainer import LigerTrainer
 
@@ -44,10 +43,10 @@ class AfterAnError(LigerTrainer):
 @pytest.mark.parametrize("trainer_class", [WithoutTheModel, AfterAnError])
 def test_a_batch_that_is_skipped(trainer_class, skips, tmp_path, monkeypatch):
     """The next one is measured, and layers keep their activations from then on."""
-    monkeypatch.setattr(auto_runs, "uneven_rows", rows_of_one_length)
+    monkeypatch.setattr(memory_runs, "uneven_rows", rows_of_one_length)
     monkeypatch.setattr(trainer_class, "skips", skips)
     options = {"max_steps": 5, "gradient_accumulation_steps": 1, "trainer_class": trainer_class}
     want = train(build(tmp_path, False, **options))
     trainer = build(tmp_path, "auto", memory_with(Carries()), **options)
     assert same_bits(train(trainer), want)
-    assert trainer.checkpointing.kept == auto_runs.LAYERS
+    assert trainer.checkpointing.kept == memory_runs.LAYERS

@@ -8,9 +8,9 @@ import functools
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from side_by_side import Gate
 from tiny_models import collate, ragged_rows, tiny_model
 from torch import nn
-from writing_gate import Gate
 
 from liger_trainer import apply_liger
 from liger_trainer.memory.rebuild import only_caller_reads

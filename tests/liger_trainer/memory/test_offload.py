@@ -6,8 +6,7 @@ import weakref
 
 import pytest
 import torch
-from counted_memory import CountedMemory
-from offloaded import GPU, Host, Layer, offload_of, on_device, plain, randn, run, same, through
+from memory_runs import GPU, CountedMemory, Host, Layer, offload_of, on_device, plain, randn, run, same, through
 from tiny_models import collate, ragged_rows, tiny_model
 from torch import nn
 

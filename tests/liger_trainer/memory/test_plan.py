@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from liger_trainer.memory.memory import GIB, RESERVE, limit_of
 from liger_trainer.memory.plan import NOTHING, Call, Link, Measurement, Plan, Size, choose, sizes_of
 from liger_trainer.memory.switches import Switch, longest_of, switches_of
+from liger_trainer.varlen.rows import RowMask, Rows
 
 SIZE, BASE = Size(4, 100), 1000
 
@@ -174,16 +175,14 @@ def test_limits():
 # Of the switches
 
 
-class RowMask:
-    """As that of `liger_trainer.varlen`."""
-
-    def __init__(self, longest, window):
-        self.rows, self.window = type("Rows", (), {"longest": longest}), window
+def rows_of(window):
+    """The mask that layers get for rows packed into one, the longest of 20 tokens."""
+    return RowMask(Rows([20, 7], torch.device("cpu")), window)
 
 
 @pytest.mark.parametrize(
     ("mask", "longest"),
-    [(None, 50), (torch.zeros(2, 1, 50, 50), 50), (RowMask(20, None), 20), (RowMask(20, 5), 5), (RowMask(20, 40), 20)],
+    [(None, 50), (torch.zeros(2, 1, 50, 50), 50), (rows_of(None), 20), (rows_of(5), 5), (rows_of(40), 20)],
     ids=["none", "dense", "rows", "window", "wide window"],
 )
 def test_how_many_tokens_a_token_attends_to(mask, longest):

@@ -5,8 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from counted_memory import Carries, CountedMemory
-from offloaded import Host
+from memory_runs import Carries, CountedMemory, Host
 from torch import nn
 from torch.utils.checkpoint import checkpoint as checkpoint_of_torch
 

@@ -18,7 +18,7 @@ from liger_trainer import (
     apply_liger,
     remove_liger,
 )
-from liger_trainer.head import masks
+from liger_trainer.varlen import masks
 
 CALLS = {"labels": {}, "smoothing": {"label_smoothing": 0.1}, "trl": {"fused_lm_head": True, "uniform_grad": True}}
 QUICK = (("llama", "labels"), ("gemma2", "trl"))  # the others are slow

@@ -7,7 +7,7 @@ import architectures
 import pytest
 import torch
 import torch.nn.functional as F
-from parity_models import largest_difference
+from parity import largest_difference
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora.layer import ParamWrapper
 from side_by_side import assert_same_step, model_of, step
@@ -15,9 +15,9 @@ from tiny_models import tiny_model
 from transformers.integrations import moe
 
 from liger_trainer import apply_liger
-from liger_trainer.instance import probe
-from liger_trainer.instance.binding import Binding
 from liger_trainer.patching import experts as patterns
+from liger_trainer.patching.core import probe
+from liger_trainer.patching.core.binding import Binding
 
 IMPLEMENTATIONS = ["eager", "grouped_mm", "batched_mm"]
 PLAIN = ("sdpa", "kept", "fp32")

@@ -7,16 +7,16 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
-from parity_models import NO_HEAD, largest_difference, loss_and_grads
+from parity import NO_HEAD, largest_difference, loss_and_grads
 from tiny_models import tiny_model
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers.activations import ACT2FN
 
-from liger_trainer.instance import guards, probe
-from liger_trainer.instance.binding import Binding
-from liger_trainer.instance.kind import attempt
 from liger_trainer.patching import apply_liger, experts, mlps, norms, remove_liger
+from liger_trainer.patching.core import guards, probe
+from liger_trainer.patching.core.binding import Binding
+from liger_trainer.patching.core.kind import attempt
 from liger_triton import reference
 
 

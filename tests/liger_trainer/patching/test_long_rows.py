@@ -1,12 +1,13 @@
 """Gated MLPs without adapters whose rows are many, in checkpointed layers: in slices, with the numbers of stock."""
 
-import functools
 import sys
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from side_by_side import assert_same_step, batch, model_of, patched, step
+
+from liger_trainer.patching.core.contracts import KeepsValues
 
 kernel = sys.modules["liger_triton.lora_mlp"]
 
@@ -56,9 +57,12 @@ def test_not_in_layers_that_auto_measures(inner):
     """What they hold is to be what they would keep."""
     setting = ("sdpa", "kept", "fp32")
     want, model = step(model_of(setting)), patched(model_of(setting))
-    keep = functools.partial(lambda x: x)
-    keep.keeps_values = True  # as `policy.py` marks them
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+
+    class Keep(KeepsValues):  # as that of `policy.py`
+        def __call__(self, x):
+            return x
+
+    with torch.autograd.graph.saved_tensors_hooks(Keep(), lambda x: x):
         assert_same_step(step(model), want, "fp32")
     assert not inner
 

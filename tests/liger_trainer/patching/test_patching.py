@@ -8,13 +8,13 @@ import types
 
 import pytest
 import torch
-from parity_models import NO_HEAD, SWAPPED, largest_difference, loss_and_grads, token_ids
+from parity import NO_HEAD, SWAPPED, largest_difference, loss_and_grads, token_ids
 from peft import LoraConfig, get_peft_model
 from tiny_models import tiny_model
 from transformers import AutoModelForCausalLM
 
-from liger_trainer.instance.binding import Binding
 from liger_trainer.patching import apply_liger, remove_liger
+from liger_trainer.patching.core.binding import Binding
 from liger_triton import reference
 
 KERNELS = ("rms_norm", "layer_norm", "rope", "swiglu", "geglu", "experts")

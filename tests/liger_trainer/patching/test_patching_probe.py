@@ -8,17 +8,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 from checkout import ROOT
-from parity_models import NO_HEAD
+from parity import NO_HEAD
 from tiny_models import tiny_model
 from torch import nn
 from transformers.activations import ACT2FN
 
 from liger_trainer import LigerTrainingArguments
-from liger_trainer.instance import guards, probe
-from liger_trainer.instance.kind import attempt
-from liger_trainer.instance.report import LigerReport, compress
 from liger_trainer.patching import OPERATIONS, apply_liger, check_config, mlps, norms, remove_liger, rotary_proof
 from liger_trainer.patching.apply import CONFIG_KEYS
+from liger_trainer.patching.core import guards, probe
+from liger_trainer.patching.core.kind import attempt
+from liger_trainer.patching.core.report import LigerReport, compress
 
 
 @pytest.fixture(autouse=True)

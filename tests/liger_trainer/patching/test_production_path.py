@@ -8,6 +8,7 @@ import gc
 
 import pytest
 import torch
+from parity import assert_same_gradients, gradients
 from peft import LoraConfig, get_peft_model
 from sft_runs import run as run_sft
 from side_by_side import (
@@ -16,13 +17,12 @@ from side_by_side import (
     as_at_real_size,
     assert_same_step,
     batch,
-    gradients,
     model_of,
     outcome,
     patched,
     step,
 )
-from step_parity import assert_same_gradients, trained
+from step_parity import trained
 from tiny_models import ragged_rows, tiny_model
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode

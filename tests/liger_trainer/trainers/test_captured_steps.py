@@ -1,7 +1,7 @@
 """Trainers with captured steps train as with `cuda_graphs: false`, and as the stock trainers.
 
-What is recorded runs again as Python here (`RerunRecorder`). `tests/liger_trainer/varlen/test_captured_gpu.py` compares
-CUDA graphs to the bit.
+What is recorded runs again as Python here (`RerunRecorder`). `varlen/graphs/test_captured_gpu.py` compares CUDA
+graphs to the bit.
 """
 
 import copy
@@ -14,8 +14,8 @@ import pytest
 import sft_runs
 import torch
 import trainer_runs
-from captured_trainers import capture_on_cpu
 from peft import LoraConfig
+from rerun_recorder import capture_on_cpu
 from tiny_models import ragged_rows, tiny_model
 from transformers import Trainer, TrainerCallback
 from trl import DPOTrainer, SFTTrainer

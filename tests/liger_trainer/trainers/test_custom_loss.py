@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from largest_tensor import LargestTensor
+from parity import LargestTensor
 from sft_runs import run as run_sft
 from tiny_models import collate, masked_lm, ragged_rows, tiny_model
 from trainer_runs import SPLITS, Plain, assert_same

@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 import torch
-from launching import HERE, accelerate_fsdp2, in_processes, in_processes_fsdp2
+from launching import PROCESSES, accelerate_fsdp2, in_processes, in_processes_fsdp2
 from recipe_fixtures import command, write_model, write_recipe, write_rows
 from safetensors.torch import load_file
 from tiny_models import collate, ragged_rows, tiny_model
@@ -61,7 +61,7 @@ def test_fsdp2_through_accelerate_launch(options, tmp_path, capsys):
     recipe = write_recipe(tmp_path, use_cpu=True, adam_epsilon=1e-3, **steps, **options)
     out = [tmp_path / name for name in ("sharded", "whole")]
     train = ("train", recipe, "--output_dir")
-    done = accelerate_fsdp2(tmp_path, HERE / "launched_cli.py", *train, out[0])
+    done = accelerate_fsdp2(tmp_path, PROCESSES / "launched_cli.py", *train, out[0])
     assert done.stdout.count("Summary") == 1
     code, _, err = command(capsys, *train, out[1], "--per_device_train_batch_size", 4)
     assert code == 0, err

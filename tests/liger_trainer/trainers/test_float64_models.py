@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from step_parity import KeepGradients
+from parity import KeepGradients
 from tiny_models import collate, ragged_rows, tiny_model
 from torch.overrides import TorchFunctionMode
 from transformers import Trainer, TrainingArguments

@@ -1,7 +1,7 @@
 """Trainers whose rows have images, with the processors of their models, beside TRL's own on the same rows.
 
 Llama 4 is missing: TRL's own SFTTrainer fails on it. It is in `varlen/test_images.py`, its tower in
-`patching/test_towers.py`.
+`varlen/proof/test_towers.py`.
 """
 
 import copy
@@ -9,8 +9,7 @@ import copy
 import pytest
 import torch
 from datasets import Dataset
-from image_models import image_model
-from image_processors import PROCESSED, noise_image, placeholder, processor_of
+from image_models import PROCESSED, image_model, noise_image, placeholder, processor_of
 from peft import LoraConfig
 from step_parity import assert_same_training, letters, moved
 from trl import (

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from accelerate.utils import DistributedType
-from in_backward_runs import make
+from memory_runs import make
 from tiny_models import collate, ragged_rows, tiny_model
 from transformers.optimization import Adafactor
 

@@ -7,10 +7,8 @@ import dpo_runs
 import pytest
 import sft_runs
 import torch
-from auto_runs import LAYERS, At, same_bits, train
-from counted_memory import CountedMemory
-from in_backward_runs import logs_of, make, same_training
 from medusa_brute_force import medusa_trainer
+from memory_runs import LAYERS, At, CountedMemory, logs_of, make, same_bits, same_training, train
 from tiny_models import tiny_model
 from trainer_runs import lora
 from transformers import TrainerCallback

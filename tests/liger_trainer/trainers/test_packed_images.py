@@ -6,10 +6,9 @@ import itertools
 import pytest
 import torch
 from datasets import Dataset
-from image_models import image_model
-from image_processors import noise_image, placeholder, processor_of
+from image_models import image_model, noise_image, placeholder, processor_of
+from parity import KeepGradients, assert_same_gradients
 from peft import LoraConfig
-from step_parity import KeepGradients, assert_same_gradients
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from datasets import Dataset
 from dpo_runs import LORA, assert_same_run, build, first_batch, logps_of_logits, pairs, train
-from largest_tensor import LargestTensor
+from parity import LargestTensor
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from step_parity import own_fields
 from tiny_models import tiny_model

@@ -5,11 +5,10 @@ import re
 
 import pytest
 import torch
+from parity import LogitRows, assert_same_gradients
 from peft import LoraConfig, PromptTuningConfig
 from step_parity import (
     WRITING,
-    LogitRows,
-    assert_same_gradients,
     assert_same_training,
     build,
     letters,

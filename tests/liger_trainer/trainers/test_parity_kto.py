@@ -4,18 +4,9 @@ import copy
 
 import pytest
 import torch
+from parity import LogitRows, assert_same_gradients
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
-from step_parity import (
-    LogitRows,
-    assert_same_gradients,
-    assert_same_training,
-    build,
-    kto_rows,
-    lora,
-    loss_types,
-    moved,
-    own_fields,
-)
+from step_parity import assert_same_training, build, kto_rows, lora, loss_types, moved, own_fields
 from tiny_models import VOCAB, tiny_model
 from trl import KTOConfig, KTOTrainer
 

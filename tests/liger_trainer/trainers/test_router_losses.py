@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 from architectures import LIMIT, MODEL_TYPES, build, left_padded_batch
-from parity_models import largest_difference
+from parity import largest_difference
 from step_parity import assert_same_training
 from tiny_models import tiny_model
 from trl.trainer.utils import add_fused_lm_head

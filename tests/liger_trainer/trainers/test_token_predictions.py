@@ -8,7 +8,7 @@ import pytest
 import torch
 from dpo_runs import build as build_dpo
 from dpo_runs import pairs
-from largest_tensor import LargestTensor
+from parity import LargestTensor
 from sft_runs import run as run_sft
 from step_parity import build as build_step
 from step_parity import kto_rows

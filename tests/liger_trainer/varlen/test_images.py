@@ -8,12 +8,11 @@ import pytest
 import torch
 from datasets import Dataset
 from image_models import as_videos, image_batch, image_model, image_step, let_llama4_return
+from parity import KeepGradients, assert_same_gradients, assert_same_step
 from peft import LoraConfig, get_peft_model
-from step_parity import KeepGradients, assert_same_gradients
 from tiny_models import tiny_tokenizer
 from transformers import Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
-from varlen_batches import assert_same_step
 
 from liger_trainer import LigerSFTConfig, LigerSFTTrainer, LigerTrainer, LigerTrainingArguments, apply_liger
 

@@ -3,15 +3,15 @@
 import pytest
 import torch
 from image_models import as_videos, image_batch, image_model, image_step
-from varlen_batches import assert_same_step
+from parity import assert_same_step
 
 from liger_trainer import apply_liger
-from liger_trainer.patching import image_positions
 from liger_trainer.varlen import known
-from liger_trainer.varlen.attention import Rows
 from liger_trainer.varlen.host_copies import values_of
 from liger_trainer.varlen.known import Known
 from liger_trainer.varlen.padding import Plan
+from liger_trainer.varlen.proof import image_positions
+from liger_trainer.varlen.rows import Rows
 
 MASK = torch.tensor([[True, False, True, False], [False, False, True, True]])
 

@@ -11,9 +11,9 @@ from varlen_batches import LENGTHS, ON, assert_same_step, batch, model_of, patch
 
 from liger_trainer import apply_liger, remove_liger
 from liger_trainer.varlen import padding
-from liger_trainer.varlen.attention import Rows
 from liger_trainer.varlen.padding import Plan
 from liger_trainer.varlen.plans import plan_of
+from liger_trainer.varlen.rows import Rows
 
 FAMILIES = (
     "llama", "qwen3", "qwen3_moe", "gemma3_text", "gemma4_text", "granite", "cohere2", "glm4", "phi", "deepseek_v3",

@@ -12,8 +12,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from varlen_batches import LENGTHS, ON, assert_same_step, batch, model_of, patched, step
 
 from liger_trainer import apply_liger, remove_liger
-from liger_trainer.head import masks
-from liger_trainer.head.module import head_options
+from liger_trainer.head.module import has_fused_head, head_options
+from liger_trainer.varlen import masks
 
 
 def test_models_that_share_a_config(tokens):
@@ -92,7 +92,7 @@ def test_the_registries_are_transformers_own_after_the_last_model():
 
     gc.collect()
     first, second = tiny_model("llama"), tiny_model("llama")
-    masks.release()
+    masks.release(has_fused_head)
     assert all(head_options(model) is None for model in masks._users), "models of other tests are patched"
     for model in (first, second):
         apply_liger(model)

@@ -7,8 +7,8 @@ import types
 import pytest
 import torch
 from datasets import Dataset
+from parity import KeepGradients
 from peft import LoraConfig, get_peft_model
-from step_parity import KeepGradients
 from tiny_models import ragged_rows, tiny_tokenizer
 from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
@@ -22,9 +22,9 @@ from liger_trainer import (
     apply_liger,
     remove_liger,
 )
-from liger_trainer.patching.packed_rows import why_rows_mix
 from liger_trainer.varlen import padding, states
-from liger_trainer.varlen.attention import RowMask, rows_of_call
+from liger_trainer.varlen.proof.packed_rows import why_rows_mix
+from liger_trainer.varlen.rows import RowMask, rows_of_call
 
 # A gated delta net, the same with experts, short convolutions with and without experts, a layer with both, Mamba 2.
 TYPES = ("qwen3_5_text", "qwen3_next", "lfm2", "lfm2_moe")

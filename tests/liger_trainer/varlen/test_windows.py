@@ -13,8 +13,8 @@ from transformers.models.gpt_oss import modeling_gpt_oss
 from varlen_batches import LENGTHS, ON, assert_same_step, batch, model_of, patched, rows_of, step
 
 from liger_trainer import apply_liger, remove_liger
-from liger_trainer.patching.packed_rows import why_rows_mix
 from liger_trainer.varlen import attention
+from liger_trainer.varlen.proof.packed_rows import why_rows_mix
 
 KINDS = {
     "gemma3_text": {"causal", "sliding window"},

@@ -5,8 +5,8 @@ import torch
 from rerun_recorder import RerunRecorder, capture_on_cpu
 from verify_setups import lora, setup_of
 
-from liger_trainer.varlen.static_batch import Size
-from liger_trainer.varlen.static_gradients import GradientBuffers, Handed
+from liger_trainer.varlen.graphs.static_batch import Size
+from liger_trainer.varlen.graphs.static_gradients import GradientBuffers, Handed
 from liger_trainer.verify import quiet
 from liger_trainer.verify.captured import captured
 from liger_trainer.verify.runs import Bench

@@ -15,10 +15,10 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 from verify_setups import failed, lora
 
 from liger_trainer import LigerDPOTrainer, LigerKTOTrainer, LigerMedusaTrainer, LigerSFTTrainer
-from liger_trainer.head import merge as merging
 from liger_trainer.head import scores
 from liger_trainer.head.deferred import DeferredLogits
 from liger_trainer.lora import layers as lora_layers
+from liger_trainer.lora import merge as merging
 from liger_trainer.medusa import trainer as medusa_trainer
 from liger_trainer.medusa.heads import ResBlock
 from liger_trainer.patching import gates, norms

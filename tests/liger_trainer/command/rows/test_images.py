@@ -7,8 +7,7 @@ import re
 import pytest
 import torch
 from datasets import Dataset, Features, Image, List
-from image_models import image_model
-from image_processors import noise_image, processor_of
+from image_models import image_model, noise_image, processor_of
 from recipe_fixtures import command, write_recipe
 from transformers.image_utils import load_image
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import yaml
-from launching import HERE
+from launching import PROCESSES
 from recipe_fixtures import command, losses, run_elsewhere, write_recipe
 
 from liger_trainer.command.recipe.accelerate_file import apply_config, own_environment
@@ -51,7 +51,7 @@ def test_fsdp_on_a_cpu_host_is_ddp(folder):
 
 @pytest.mark.slow
 def test_torchrun_without_a_gpu_and_without_use_cpu_in_a_script(tmp_path):
-    done = run_elsewhere(sys.executable, *TORCHRUN, HERE / "trains_apart.py", tmp_path, cwd=tmp_path)
+    done = run_elsewhere(sys.executable, *TORCHRUN, PROCESSES / "trains_apart.py", tmp_path, cwd=tmp_path)
     assert done.returncode != 0 and "WORLD_SIZE is 2" in done.stderr, done.stderr
     assert "trained" not in done.stdout
 
@@ -91,7 +91,7 @@ def test_accelerate_config_sets_what_accelerate_launch_would(tmp_path, monkeypat
             mine = {k: v for k, v in os.environ.items() if k.startswith(("ACCELERATE_", "FSDP_", "PARALLELISM_"))}
         seen = run_elsewhere(
             sys.executable, "-m", "accelerate.commands.launch", "--config_file", path, "--num_processes", "1",
-            "--num_machines", "1", "--main_process_port", "0", HERE / "shown_environment.py", cwd=tmp_path,
+            "--num_machines", "1", "--main_process_port", "0", PROCESSES / "shown_environment.py", cwd=tmp_path,
         )  # fmt: skip
         theirs = dict(re.findall(r"^(\w+)=(.*)$", seen.stdout, re.M))
         theirs.pop("ACCELERATE_USE_CPU", None)  # false where there is one process

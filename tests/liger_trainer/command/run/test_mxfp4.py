@@ -4,7 +4,7 @@ import io
 
 import pytest
 import torch
-from mxfp4 import write_gpt_oss
+from base_checkpoints import write_gpt_oss
 from recipe_fixtures import command, losses, write_rows
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 

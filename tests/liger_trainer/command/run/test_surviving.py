@@ -11,7 +11,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from launching import HERE, in_processes
+from launching import PROCESSES, in_processes
 from preempted_cli import Hit
 from recipe_fixtures import command, losses, run_elsewhere, write_model, write_recipe, write_rows
 from safetensors.torch import load_file
@@ -26,7 +26,7 @@ SAVING = {"save_strategy": "steps", "save_steps": 2, "max_steps": 8}
 def torchrun(folder, recipe, *options, restarts=0, **env):
     return run_elsewhere(
         sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--max-restarts", restarts,
-        "--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0", HERE / "preempted_cli.py", "train", recipe,
+        "--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0", PROCESSES / "preempted_cli.py", "train", recipe,
         "--use_cpu", "true", *options, cwd=folder, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1", **env,
     )  # fmt: skip
 
@@ -160,7 +160,7 @@ def test_a_killed_rank_of_one_of_two_machines(dropping, whole):
         return run_elsewhere(
             sys.executable, "-m", "torch.distributed.run", "--nnodes", 2, "--nproc_per_node", 1, "--max-restarts", 1,
             "--rdzv_backend", "c10d", "--rdzv_endpoint", f"127.0.0.1:{port}", "--rdzv_conf", f"is_host={1 - i}",
-            "--local_addr", "127.0.0.1", HERE / "preempted_cli.py", "train", recipe, cwd=dropping, HIT="1:5:9",
+            "--local_addr", "127.0.0.1", PROCESSES / "preempted_cli.py", "train", recipe, cwd=dropping, HIT="1:5:9",
             TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",
         )  # fmt: skip
 
@@ -222,7 +222,7 @@ def test_a_finished_run_of_fsdp2_is_not_trained_on(folder):
     from launching import accelerate_fsdp2
 
     recipe = write_recipe(folder, **SAVING, resume_from_checkpoint="auto", use_cpu=True)
-    command = (HERE / "launched_cli.py", "train", recipe)
+    command = (PROCESSES / "launched_cli.py", "train", recipe)
     accelerate_fsdp2(folder, *command)
     first = losses(folder / "out")
     done = accelerate_fsdp2(folder, *command)

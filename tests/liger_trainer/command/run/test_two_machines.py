@@ -6,8 +6,8 @@ import time
 
 import pytest
 import yaml
+from launching import ADDRESSES, on_both, start, two_machines
 from recipe_fixtures import command, losses, write_recipe, write_rows
-from two_machines import ADDRESSES, on_both, start, two_machines
 
 from liger_trainer.paths import shipped
 

@@ -6,8 +6,7 @@ import re
 import pytest
 import yaml
 from architectures import small_config
-from image_models import image_model
-from image_processors import processor_of
+from image_models import image_model, processor_of
 from recipe_fixtures import command
 from transformers import LlamaConfig
 

@@ -55,8 +55,7 @@ def test_merged_model_gives_the_logits_of_the_adapter(folder, tmp_path, capsys):
 
 def test_a_model_of_images(tmp_path, capsys):
     """Of Gemma 3, whose processor needs no package: model, adapter on the tower too, and processor."""
-    from image_models import image_batch, image_model
-    from image_processors import processor_of
+    from image_models import image_batch, image_model, processor_of
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForImageTextToText, AutoProcessor
 

@@ -1,0 +1,216 @@
+"""Binding our methods to single instances of modules, and taking them away again.
+
+A `Binding` stands in the `__dict__` of one instance in the place of a method of its class. It refers to the instance
+weakly, so that a patched model is freed when its last reference goes, as a stock one is. `deepcopy` takes it to the
+copy, where it runs with the copy's own weights. In a pickle it is the class's own method: a model that has been
+unpickled is unpatched, needs nothing of this package, and `Binding.of` returns None for its modules.
+"""
+
+import copy
+import functools
+import inspect
+import types
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol, Self, TypeVar
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from liger_trainer._logging import logger
+from liger_trainer.patching.core.report import Place
+
+
+class Rests(Protocol):
+    """The guards of a proof, on which a method rests."""
+
+    def broken(self, module: nn.Module) -> str | None:
+        """Tell why it does not hold for `module` now, or return None."""
+
+
+class Weakly:
+    """A reference to a module that does not keep it alive. In a deep copy it leads to the copy, in a pickle nowhere."""
+
+    def __init__(self, module: nn.Module | None = None):
+        self.to: Callable[[], nn.Module | None] = (lambda: None) if module is None else weakref.ref(module)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Weakly":
+        return Weakly(memo.get(id(self.to())))
+
+    def __reduce__(self) -> tuple[type["Weakly"], tuple[()]]:
+        return Weakly, ()
+
+
+class Binding:
+    """A method of ours that is bound to one instance.
+
+    A subclass remembers more, and has a `key` of its own.
+
+    Args:
+        function: Our method, unbound. `function.__name__` must be the name of the class's method that it replaces.
+        slot (`str`): The attribute of the instance that holds the method.
+        place (`Place`, *optional*): The module's place in a report, which is told when the method steps aside.
+        guards (`Rests`, *optional*): What the method rests on. Where it no longer holds, the method steps aside.
+        key (`str`, *optional*): The key under which the `__dict__` of the instance has the binding a second time, where
+            it stays if the method is wrapped. It begins with `_liger_`. Unset: that of the class.
+
+    Attributes:
+        previous: What the slot held before, or None where the class's own method was in effect.
+        aside (`bool`): Whether calls go to the class's own method from now on: a proof no longer holds, or ours was
+            removed, and a wrapper may still call it. A checkpoint that recomputes a call must take the same path again.
+    """
+
+    key = "_liger_patch"
+
+    def __init__(
+        self,
+        function: Callable,
+        slot: str = "forward",
+        place: Place | None = None,
+        guards: Rests | None = None,
+        key: str | None = None,
+    ):
+        self.function = function
+        self.slot = slot
+        self.place = place
+        self.guards = guards
+        self.key = key or type(self).key
+        self.previous: Callable | None = None
+        self.aside = False
+        self.module = Weakly()
+
+    @classmethod
+    def of(cls, module: nn.Module) -> Self | None:
+        """The binding of `module`; None where it has none, or has been pickled since."""
+        found = module.__dict__.get(cls.key)
+        return found if isinstance(found, cls) else None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self.module.to()
+        if module is None:
+            raise ReferenceError("The module of this forward has been freed. Keep the model, not its forward alone.")
+        reason = None
+        if self.guards is not None and not self.aside:
+            reason = self.guards.broken(module)
+            if reason is not None:
+                self.step_aside(reason)
+        if self.aside or reason is not None:
+            own = self.previous
+            return getattr(type(module), self.name)(module, *args, **kwargs) if own is None else own(*args, **kwargs)
+        return self.function(module, *args, **kwargs)
+
+    def step_aside(self, reason: str) -> None:
+        """Leave all calls to the module's own code from now on, and say so in the log and in the report."""
+        if not torch.compiler.is_compiling():
+            self.aside = True
+            self.tell(reason, "runs its own code instead of a fused kernel")
+
+    def tell(self, reason: str, what: str) -> None:
+        """Say in the report and, once, in the log what the module does without what is bound, and why."""
+        if self.place is not None:
+            self.place.keeps_its_code(reason)
+        logger.warning_once(f"{type(self.module.to()).__name__} {what}: {reason}.")
+
+    @property
+    def name(self) -> str:
+        """The name of the class's method."""
+        return self.function.__name__
+
+    @property
+    def __self__(self) -> nn.Module | None:
+        return self.module.to()
+
+    @property
+    def __func__(self) -> Callable:
+        return self.function
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(types.MethodType(self.function, self))
+
+    def __reduce__(self) -> tuple[Callable, tuple[nn.Module | None, str]]:
+        return getattr, (self.module.to(), self.name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        twin = object.__new__(type(self))
+        memo[id(self)] = twin
+        twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return twin
+
+
+BindingT = TypeVar("BindingT", bound=Binding)
+
+
+def bind(module: nn.Module, binding: BindingT) -> BindingT:
+    """Put `binding` on this one instance."""
+    slot = binding.slot
+    previous = module.__dict__.get(slot)
+    if getattr(previous, "__func__", None) is getattr(type(module), slot.removeprefix("_old_"), None):
+        previous = None  # unpickling leaves the class's own method in the instance
+    binding.previous, binding.module = previous, Weakly(module)
+    module.__dict__[slot] = module.__dict__[binding.key] = binding
+    return binding
+
+
+def in_place_of(own: Callable, name: str = "forward") -> Callable[[Callable], Callable]:
+    """Decorate a method that is to be bound in the place of `own`, whose name is `name`, with the signature of `own`.
+
+    `Trainer` and `generate` read it. accelerate takes a method with a `__wrapped__` for its own wrapper and removes it.
+    """
+
+    def decorated(method: Any) -> Callable:
+        functools.update_wrapper(method, own)
+        method.__name__, method.__module__ = name, method.__globals__["__name__"]
+        method.__signature__ = inspect.signature(own)
+        del method.__wrapped__
+        return method
+
+    return decorated
+
+
+def is_bound(module: nn.Module, binding: Binding) -> bool:
+    """Return whether a call reaches the method of `binding` first, as it does until the method is wrapped."""
+    return getattr(module.__dict__.get(binding.slot), "__func__", None) is binding.function
+
+
+def unbind_all(model: nn.Module) -> None:
+    """Undo every `bind` in `model`, the last one first: the `__dict__` of each module is as before.
+
+    Where our method has been wrapped since, the wrapper stays, and so does the method inside it, which steps aside.
+    """
+    for module in model.modules():
+        _unbind(module)
+
+
+def _unbind(module: nn.Module) -> None:
+    state = module.__dict__
+    for key in reversed([key for key in state if key.startswith("_liger_")]):
+        binding = state.pop(key)
+        if not isinstance(binding, Binding):  # it has been pickled since
+            continue
+        binding.aside = True
+        if not is_bound(module, binding):
+            state[key] = binding
+        elif binding.previous is None and binding.slot != "_old_forward":
+            del state[binding.slot]
+        else:  # accelerate's hook calls `_old_forward`, which must stay there
+            state[binding.slot] = binding.previous or types.MethodType(type(module).forward, module)
+
+
+def call_previous(module: nn.Module, kind: type[Binding], args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Call the forward that `module` would have without ours."""
+    binding = kind.of(module)
+    previous = None if binding is None else binding.previous
+    return type(module).forward(module, *args, **kwargs) if previous is None else previous(*args, **kwargs)
+
+
+def own_class(module: nn.Module) -> type[nn.Module]:
+    """The class that `module` had before FSDP2 gave it a class of another name that derives from it."""
+    cls: Any = type(module)
+    return _without_fsdp(cls)
+
+
+@functools.cache
+def _without_fsdp(cls: type) -> type:
+    return next(c for c in cls.__mro__ if not issubclass(c, FSDPModule))

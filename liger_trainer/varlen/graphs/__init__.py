@@ -1,0 +1,1 @@
+"""The backbone as CUDA graphs: what is captured, what a replay relies on, and the buffers of a size."""

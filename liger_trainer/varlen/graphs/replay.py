@@ -1,0 +1,84 @@
+"""A captured backbone in autograd."""
+
+from typing import Protocol
+
+import torch
+from torch.autograd.graph import get_gradient_edge
+
+from liger_trainer.varlen.graphs.recorder import Recorder
+from liger_trainer.varlen.graphs.static_batch import Batch, Size
+
+
+class Captures(Protocol):
+    """What a replay uses of the captures of its backbone (`captured.py`).
+
+    Attributes:
+        generation (`int`): Of the activations in the pool: every replay writes over those of the one before.
+        carrier (`torch.Tensor`): A scalar that requires a gradient.
+    """
+
+    generation: int
+    carrier: torch.Tensor
+    recorder: Recorder
+
+    def replay_forward(self, size: Size, batch: Batch) -> tuple[torch.Tensor, ...]: ...
+
+
+class Replayed(torch.autograd.Function):
+    """The captured backbone in autograd: a function of the embeddings and of a scalar that requires a gradient.
+
+    The parameters are no inputs: 448 of them would take the host longer than all else in a step. The backward adds to
+    their gradients itself, which is right where the engine would do so too (`loss.backward()`). In other backward
+    passes it is an error.
+    """
+
+    @staticmethod
+    def forward(ctx, embeds, carrier, graphs: Captures, draws: bool, size: Size, batch: Batch):  # noqa: ANN001
+        ctx.save_for_backward(embeds)
+        ctx.given = graphs, size, batch._replace(embeds=embeds.detach())
+        ctx.random_state = graphs.recorder.random_state() if draws else None
+        outputs = graphs.replay_forward(size, batch)
+        assert size.snapshot is not None, "it was captured"
+        ctx.generation, ctx.versions = graphs.generation, size.snapshot.versions()
+        return outputs
+
+    @staticmethod
+    def backward(ctx, *gradients):  # noqa: ANN001 - zeros for an output that nobody has used
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "The backbone of this step is captured (cuda_graphs), so that its gradients have no gradients of their "
+                "own (create_graph=True). Set cuda_graphs: false for a second derivative."
+            )
+        graphs, size, batch = ctx.given
+        if not torch._C._will_engine_execute_node(get_gradient_edge(graphs.carrier).node):
+            raise RuntimeError(
+                "The backbone of this step is captured (cuda_graphs), so that its weights get their gradients from "
+                "loss.backward() alone. Set cuda_graphs: false to call torch.autograd.grad or backward(inputs=...)."
+            )
+        ctx.saved_tensors  # noqa: B018 - raises if they were modified in place
+        if not size.snapshot.is_as_in_forward(ctx.versions):
+            raise RuntimeError(
+                "A weight of the captured backbone has been modified by an inplace operation, moved to other memory or "
+                "frozen between its forward and its backward pass. Set cuda_graphs: false where that is intended."
+            )
+        now = None if ctx.random_state is None else graphs.recorder.random_state()
+        if ctx.random_state is not None:  # layers that are computed again draw what they drew in the forward
+            graphs.recorder.set_random_state(ctx.random_state)
+        if ctx.generation != graphs.generation:
+            graphs.replay_forward(size, batch)
+            if ctx.random_state is not None:
+                graphs.recorder.set_random_state(ctx.random_state)
+        graphs.generation += 1  # what the forward has kept is used up
+        for buffer, gradient in zip(size.exchange, gradients, strict=True):
+            buffer[:, : batch.tokens].copy_(gradient)
+            buffer[:, batch.tokens :].zero_()
+        # Of the size, since the captures of the backbone may have been released since the forward.
+        handed = size.gradients.begin(size.learned)
+        size.backward.replay()
+        size.gradients.end(handed)
+        if now is not None:
+            graphs.recorder.set_random_state(now)
+        of_embeds = None
+        if ctx.needs_input_grad[0]:
+            of_embeds = size.exchange[0][:, : batch.tokens].clone()
+        return of_embeds, None, None, None, None, None

@@ -1,0 +1,54 @@
+"""The captures of all backbones that a trainer calls in its steps."""
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import nn
+
+from liger_trainer.varlen.graphs.capture_summary import Summary
+from liger_trainer.varlen.graphs.captured import BackboneGraphs
+from liger_trainer.varlen.graphs.recorder import CudaRecorder, Recorder
+
+
+class StepGraphs:
+    """The captures of all backbones that a trainer calls in its steps."""
+
+    def __init__(self, make_recorder: Callable[[torch.device], Recorder] = CudaRecorder):
+        self._make_recorder = make_recorder
+        self._of: dict[int, BackboneGraphs] = {}
+        self.summary = Summary()
+        self.may_capture = False
+
+    def of(self, backbone: nn.Module, around: Callable[[], list[nn.Module]]) -> BackboneGraphs:
+        """Return the captures of a backbone. `around` lists the modules that decide about its calls."""
+        graphs = self._of.get(id(backbone))
+        if graphs is None:
+            device = next(backbone.parameters()).device
+            graphs = BackboneGraphs(backbone, around, self._make_recorder(device), self.summary)
+            self._of[id(backbone)] = graphs
+        graphs.may_capture = self.may_capture
+        return graphs
+
+    def release(self) -> None:
+        for graphs in self._of.values():
+            graphs.release()
+        self._of.clear()
+
+
+_active: contextvars.ContextVar[StepGraphs | None] = contextvars.ContextVar("graphs of the step", default=None)
+
+
+@contextlib.contextmanager
+def step_graphs(graphs: StepGraphs | None) -> Iterator[None]:
+    """Within it, backbones on real tokens are captured and replayed."""
+    token = _active.set(graphs)
+    try:
+        yield
+    finally:
+        _active.reset(token)
+
+
+def active_graphs() -> StepGraphs | None:
+    return _active.get()

@@ -1,0 +1,141 @@
+"""The parts of a model by which padding is left out, and whether their code is known to take each token by itself."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import nn
+from transformers.loss.loss_utils import LOSS_MAPPING
+
+from liger_trainer.patching.core.binding import own_class
+from liger_trainer.patching.core.contracts import PackedExperts
+from liger_trainer.patching.core.hooks import comes_from
+
+_TORCH = ("torch.nn.", "torch.utils._contextlib")  # the last has `no_grad`
+_THEIRS = ("transformers.", *_TORCH)  # what a proof may run
+# Modules that the proof need not have run: each token goes through them by itself, or they only hold others.
+_KINDS = (
+    nn.Linear,
+    nn.Embedding,
+    nn.Dropout,
+    nn.Identity,
+    nn.LayerNorm,
+    nn.RMSNorm,
+    nn.ModuleList,
+    nn.ModuleDict,
+    nn.ParameterList,
+    nn.ParameterDict,
+)
+_PER_TOKEN = {kind: kind.forward for kind in _KINDS}
+_TUNERS = (
+    "_buffer_dict",
+    "adalora",
+    "boft",
+    "fourierft",
+    "hra",
+    "ia3",
+    "ln_tuning",
+    "loha",
+    "lokr",
+    "lora",
+    "lycoris_utils",
+    "miss",
+    "oft",
+    "randlora",
+    "trainable_tokens",
+    "tuners_utils",
+    "vblora",
+    "vera",
+)
+_PER_TOKEN_ROOMS = (
+    *(f"peft.tuners.{name}" for name in _TUNERS),
+    "peft.utils.",
+    "transformers.integrations.",
+    "liger_trainer.",
+    "bitsandbytes.",
+    "hqq.core.quantize",
+    "gptqmodel.nn_modules.qlinear.",
+)
+
+
+def base_of(model):
+    """The part of a transformers model before its head, with towers if it has any, or None."""
+    name = getattr(model, "base_model_prefix", "")
+    # The prefix of Llama 4's decoder is that of the model of images.
+    return model._modules.get(name, model._modules.get("model")) if name else None
+
+
+def backbone_of(model):
+    """The part of a transformers model before its head, or None.
+
+    In a model of images and text it is the decoder of text inside that part, which sees images as embeddings.
+    """
+    base = base_of(model)
+    config = getattr(base, "config", None)
+    if config is None or config.is_encoder_decoder:
+        return base
+    text = config.get_text_config()
+    if text is config:
+        return base
+    for part in base._modules.values():
+        if type(getattr(part, "config", None)) is type(text):
+            return part
+    return base
+
+
+def own_loss_of(model) -> Callable:
+    """The function that a model of transformers calls for its loss, while no other one is set."""
+    return LOSS_MAPPING.get(str(getattr(model, "loss_type", None)), LOSS_MAPPING["ForCausalLM"])
+
+
+def code_of(modules: Iterable[nn.Module]) -> dict[Any, Callable]:
+    """The classes of modules, with their forwards. Experts in four bits run the code of their class in 16 bits."""
+    kinds: Iterable[Any] = map(own_class, modules)
+    found = {}
+    for kind in kinds:
+        own = kind.unpacked_class if issubclass(kind, PackedExperts) else kind
+        found[own] = own.forward
+    return found
+
+
+def foreign_class(modules: Iterable[nn.Module]) -> str | None:
+    """A class among those of `modules` that is not transformers' own, or None."""
+    for kind, forward in code_of(modules).items():
+        if not _is_of(kind, forward, _THEIRS):
+            return f"{kind.__name__} is not a class of transformers with its own forward"
+    return None
+
+
+def why_not_theirs(model) -> str | None:
+    """A class or a function that would take part in a proof and is not transformers' own, or None."""
+    reason = foreign_class(model.modules())
+    if reason is not None:
+        return reason
+    loss = own_loss_of(model)
+    return None if comes_from(loss, "transformers.loss.") else f"the loss function {loss!r} is not transformers' own"
+
+
+def unknown_forward(model, forwards: dict[type, Callable]) -> str | None:
+    """A forward in `model` that may not take each token by itself, or None. `forwards` are those that are proven."""
+    for kind, forward in code_of(without_head(model)).items():
+        proven = forward in (forwards.get(kind), _PER_TOKEN.get(kind))
+        if not (proven or _is_of(kind, forward, _PER_TOKEN_ROOMS)):
+            return f"the forward of {kind.__name__} is not proven to work without padding"
+    return None
+
+
+def _is_of(kind: type, forward: Callable, rooms: tuple[str, ...]) -> bool:
+    return kind.__module__.startswith(rooms) and comes_from(forward, (*rooms, *_TORCH))
+
+
+def without_head(model) -> list[nn.Module]:
+    """`model` and its modules but for the LM head, shared ones twice: `modules()` takes five times as long."""
+    head = model.get_output_embeddings()
+    found = [model]
+    backbone = backbone_of(model)
+    base = base_of(model)
+    if backbone is not None and base is not backbone:  # its towers see no rows of tokens
+        return [model, base, *without_head(backbone)]
+    for module in found:
+        if module._modules:
+            found += [child for child in module._modules.values() if child is not None and child is not head]
+    return found

@@ -1,0 +1,328 @@
+"""Rows without their padding: proven on a small copy of the model, and installed in its backbone.
+
+The proof runs a batch padded on the right, one padded on the left and a packed row through two small copies with the
+same weights, one with the model's own code and one with ours. The logits of real tokens, the loss and the gradients of
+all weights must agree. A model whose rows would reach each other by anything but attention, or whose loss counts
+padding, shows it there. Layers that keep a state are told where rows begin (`states.py`), and are run again in the
+backward pass too. Where layers have a window, chunks, sinks or a soft cap, rows without padding are run too. If they
+alone agree, they alone take our attention.
+"""
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from liger_trainer.patching.core import probe
+from liger_trainer.patching.core.binding import bind, own_class
+from liger_trainer.patching.core.kind import Found, attempt
+from liger_trainer.varlen import masks, padding
+from liger_trainer.varlen.known_code import (
+    backbone_of,
+    base_of,
+    code_of,
+    foreign_class,
+    own_loss_of,
+    unknown_forward,
+    why_not_theirs,
+)
+from liger_trainer.varlen.plans import plan_of
+from liger_trainer.varlen.proof.packed_rows import kernels_in_torch
+from liger_trainer.varlen.proof.small_model import small_copy
+from liger_trainer.varlen.proof.states import Told, may_go_by_rows, told_by
+
+OPERATION = "varlen_attention"
+_LENGTHS, _WIDTH = (7, 1, 11, 12), 12  # longer and shorter than the window of a small copy
+_OUTPUTS = {"loss", "logits", "aux_loss", "router_logits"}  # calls that get the last compute padding
+_RTOL = 2e-4  # of the largest element, through whole layers in fp32; a token too many or too few is off by 1e-2
+_ON_ROWS = {False: "on rows side by side", True: "on a GPU, on rows one after the other; elsewhere side by side"}
+_BY_OURS = "; on a GPU, its convolution by liger_triton.short_conv"
+_ATTENDS_BY = {  # what a layer attends by -> what runs for it on a GPU
+    "causal": "causal layers by SDPA, by PyTorch's varlen kernel where rows are of several lengths",
+    "sliding window": "sliding windows by PyTorch's varlen kernel",
+    "chunks": "chunks as rows of their own",
+    "sinks": "layers with sinks by PyTorch's varlen kernel",
+    "soft cap": "layers with a soft cap by liger_triton.row_attention",
+    "state": "layers that keep a state on rows side by side",
+}
+
+
+def find_backbone(model) -> Iterator[Found]:
+    """Find the backbone of `model`, with a forward that leaves out padding where that is proven."""
+    if not isinstance(model, PreTrainedModel):
+        return
+    around, backbone = base_of(model), backbone_of(model)
+    told: Told | None = None
+    if backbone is None:
+        if model.get_output_embeddings() is not None:
+            yield Found(OPERATION, type(model).__name__, model, "no part before its head was found", is_rare=True)
+        return
+    proven: Any = None
+    reason = _why_not(model, around, backbone)
+    if reason is None:
+        told, reason = told_by(backbone)
+        if told is not None:
+            proven, reason = attempt(_prove_with_states, model)
+        if told is None or reason is not None:
+            told, of_states = None, reason
+            if model._is_stateful or backbone._is_stateful:
+                reason = of_states or "its layers keep a state, which goes from row to row"
+            else:
+                proven, reason = attempt(_prove, model)
+                reason = reason and (of_states or reason)
+    if reason is None:
+        reason = unknown_forward(model, proven.forwards)
+    name = next((name for name, module in model.named_modules() if module is backbone), model.base_model_prefix)
+    if reason is not None:
+        yield Found(OPERATION, name, backbone, reason, is_rare=True)
+        return
+    runs = "runs on real tokens" if proven.keeps_padding is None else f"computes padding ({proven.keeps_padding})"
+    kinds = [how for kind, how in _ATTENDS_BY.items() if kind in proven.kinds]
+    binding = padding.binding_of(backbone, proven, *(() if told is None else (told.forward, told.guards)))
+    yield Found(OPERATION, name, backbone, "; ".join([runs, *kinds]), binding)
+    if told is not None:
+        yield from _layers_of(model, told, name)
+
+
+def _layers_of(model, told: Told, name: str) -> Iterator[Found]:
+    """The layers of the backbone `name` that keep a state, each with what tells it its rows."""
+    by_rows = False
+    if _has_gpu() and all(may_go_by_rows(layer, binding) for _, layer, binding in told.layers):
+        by_rows, _ = attempt(lambda given: (_is_proven_by_rows(given, told), None), model)
+    for layer_name, layer, binding in told.layers:
+        binding.by_rows = bool(by_rows)
+        text = _ON_ROWS[binding.by_rows] + ("" if binding.own is None else _BY_OURS)
+        yield Found(OPERATION, f"{name}.{layer_name}", layer, text, binding)
+
+
+def _has_gpu() -> bool:
+    return torch.cuda.is_available()
+
+
+def _why_not(model, around, backbone) -> str | None:
+    config = model.config
+    if model.get_output_embeddings() is None:
+        return "it has no LM head, whose forward would see the labels"
+    # A model with sinks or soft caps has no SDPA. Of one that has it, eager is what the user asked for.
+    text, lacks_sdpa = config.get_text_config(), model._supports_attention_backend and not model._supports_sdpa
+    if text._attn_implementation != ("eager" if lacks_sdpa else "sdpa"):
+        return f"attn_implementation is {text._attn_implementation!r}, which stays as it is"
+    if config.is_encoder_decoder or type(getattr(backbone, "config", None)) is not type(text):
+        return "the model is more than a decoder of text"
+    if not isinstance(backbone, PreTrainedModel) or backbone is model:
+        return "it has no backbone apart from its head"
+    if around is not backbone and _makes_masks(around):
+        return "the mask of its decoder is made by the model around it, in which tokens of an image see each other"
+    return masks.why_not_ours(model)
+
+
+def _makes_masks(module) -> bool:
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return any(name.startswith("create_") and "mask" in name for name in getattr(code, "co_names", ()))
+
+
+def _prove_with_states(model):
+    """`_prove` of a model whose layers keep a state: with them on rows side by side, and with checkpointing too."""
+    with kernels_in_torch(model):
+        proven, reason = _prove(model, with_states=True)
+    if reason is None and proven.keeps_padding is not None:
+        return None, proven.keeps_padding
+    return proven, reason
+
+
+def _is_proven_by_rows(model, told: Told) -> bool:
+    """Return whether layers keep rows apart that lie one after the other, if convolution and rule are told of them.
+
+    The functions of the copy's layers are those of the model's, which a rule of a package does not run on a CPU.
+    """
+    own = {own_class(layer): binding.own for _, layer, binding in told.layers}
+    with kernels_in_torch(model):
+        proven, reason = _prove(model, with_states=True, by_rows=own)
+    return reason is None and proven.keeps_padding is None
+
+
+def _prove(model, with_states: bool = False, by_rows: dict[type, Any] | None = None):
+    """(`Proven`, None), or (None, what differs). `by_rows`: the forwards of layers that are given rows as they lie.
+
+    Of a model of images and text it is its decoder that is copied: what is around it sees the batch as it is.
+    """
+    around, backbone = base_of(model), backbone_of(model)
+    subject = model if around is backbone else backbone
+    attention = model.config.get_text_config()._attn_implementation
+    own, ours = (small_copy(subject, probe.SEED, attention) for _ in range(2))
+    reason = why_not_theirs(own)
+    if reason is not None:
+        return None, reason
+    reason = foreign_class([model, around]) if subject is backbone else None
+    if reason is not None:
+        return None, reason
+    ids = torch.randint(3, 40, (len(_LENGTHS), _WIDTH), generator=probe.generator())
+    real = torch.arange(_WIDTH) < torch.tensor(_LENGTHS)[:, None]
+    right = _padded(ids, real)
+    left = _padded(ids, real.flip(1))
+    if subject is model:
+        more = set(own(**right, use_cache=False)) - _OUTPUTS
+        if more:
+            return None, f"it returns {', '.join(sorted(more))} in addition to logits and loss"
+    within = right | {"labels": right["labels"].masked_fill(~real, -100)}
+    one_row = {"input_ids": ids[real][None], "position_ids": torch.arange(_WIDTH).expand_as(ids)[real][None]}
+    one_row["labels"] = within["labels"][real][None].masked_fill(one_row["position_ids"] == 0, -100)
+    mixes = _apart(_run(own, one_row), _run(own, within)) is not None
+    kinds: set[str] = set()
+    forwards, reason = code_of([*own.modules(), model, around]), None
+    proven = padding.Proven(attention, kinds, None, mixes, forwards, own_loss_of(model))
+    copied = ours if subject is backbone else backbone_of(ours)
+    _bind(copied, proven, with_states, by_rows)
+    batches = [
+        ("rows padded on the right", right, right),
+        ("rows padded on the left", left, left),
+        ("a packed row", one_row, within),
+        ("one padded row", _first(right), _first(right)),
+    ]
+    if subject is backbone:
+        with_images = [(f"images in {what}", _with_images(own, given)) for what, given, _ in batches[:2]]
+        batches += [(what, given, given) for what, given in with_images if given]
+    for what, given, stock_given in batches:
+        reason = reason or _differs(ours, given, _run(own, stock_given), what, kinds)
+    if proven.is_local:
+        full = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+        for what, given in (("rows without padding", full), ("one row without padding", _first(full))):
+            differs = _differs(ours, given, _run(own, given), what, kinds)
+            if differs is not None:
+                return None, reason or differs
+    if reason is not None and not proven.is_local:
+        return None, reason
+    if with_states:
+        return _prove_recomputed(own, ours, batches[:3], proven)
+    needs_ids, error = attempt(lambda copy: (_why_ids_are_needed(copy, copied, batches[0][1]), None), ours)
+    if error is not None:
+        needs_ids = f"given embeddings in place of ids, {error}"
+    return proven._replace(keeps_padding=reason, needs_ids=needs_ids), None
+
+
+def _padded(ids: torch.Tensor, real: torch.Tensor) -> dict[str, torch.Tensor]:
+    """A padded batch of `ids` (B, S), whose tokens are `real` (B, S)."""
+    # Predicted from real tokens; one may itself stand on padding. Nothing may predict the first column.
+    predicted = real.roll(1, 1) | (torch.arange(_WIDTH) == 0)
+    return {"labels": ids.masked_fill(~predicted, -100), "input_ids": ids, "attention_mask": real.long()}
+
+
+def _bind(copied, proven: padding.Proven, with_states: bool, by_rows: dict[type, Any] | None = None) -> None:
+    """Bind to a small copy what will be bound to the model."""
+    if not with_states:
+        bind(copied, padding.binding_of(copied, proven))
+        return
+    told, reason = told_by(copied)
+    if told is None:
+        raise ValueError(f"a small copy of it cannot be told rows: {reason or 'it has no layer that keeps a state'}")
+    bind(copied, padding.binding_of(copied, proven, told.forward, told.guards))
+    for _, layer, binding in told.layers:
+        if by_rows is not None:
+            binding.own, binding.rest = by_rows[own_class(layer)], None  # the globals of the file are others now
+            binding.by_rows = binding.on_cpu = True
+        bind(layer, binding)
+
+
+def _prove_recomputed(own, ours, batches, proven: padding.Proven):
+    """(`Proven`, None), or (None, what differs) if layers run again in the backward pass, where no context is left."""
+    if not proven.keeps_state:
+        return None, "no layer was seen that keeps a state"
+    reason = None
+    for reentrant in (False, True) if ours.supports_gradient_checkpointing else ():
+        for model in (own, ours):  # with use_reentrant, stock loses gradients of router logits
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        for what, given, stock_given in batches:
+            what = f"{what}, recomputed in the backward pass (use_reentrant={reentrant})"
+            reason = reason or _differs(ours, given, _run(own, stock_given), what, proven.kinds)
+        for model in (own, ours):
+            model.gradient_checkpointing_disable()
+    if reason is not None:
+        return None, reason
+    return proven._replace(needs_ids="its layers keep a state, and run on as many rows as a batch has"), None
+
+
+def _why_ids_are_needed(ours, backbone, batch) -> str | None:
+    """Name what differs if `backbone` gets embeddings in place of the ids of `batch`, or return None.
+
+    Some models read ids again in later layers (per-layer embeddings). A capture begins at the embeddings.
+    """
+    embeds = backbone.get_input_embeddings()(batch["input_ids"])
+    with_embeds = {name: x for name, x in batch.items() if name != "input_ids"} | {"inputs_embeds": embeds}
+    apart = _apart(_run(ours, with_embeds), _run(ours, batch))
+    if apart is not None:
+        return f"given embeddings in place of ids, {apart}"
+    # A capture fills its row up with embeddings of zero. Gemma 4 looks for the id of each embedding, and raises.
+    _run(ours, with_embeds | {"inputs_embeds": torch.zeros_like(embeds)})
+    return None
+
+
+def _first(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The first row of a batch, as a batch of one: what attention returns has other strides then."""
+    return {name: x[:1] for name, x in batch.items()}
+
+
+def _differs(ours, batch, wanted, what: str, kinds: set[str]) -> str | None:
+    """Name what differs, or return None. Adds to `kinds` what the layers attend by."""
+    plan = plan_of(ours.config, batch | {"use_cache": False}, ours.config._attn_implementation, full=True)
+    with padding.running(plan):
+        got = _run(ours, batch)
+    if plan is None or not plan.used:
+        return f"with {what}, its backbone cannot be given real tokens alone"
+    kinds |= plan.rows.kinds
+    apart = _apart(got, wanted)
+    return None if apart is None else f"with {what}, {apart} from that of the padded batch"
+
+
+def _with_images(decoder, batch) -> dict[str, Any]:
+    """`batch` with what the decoder of a model of images and text gets in addition, as far as it takes it."""
+    names, config = inspect.signature(decoder.forward).parameters, decoder.config
+    real, source = batch["attention_mask"].bool(), probe.generator()
+    more: dict[str, Any] = {}
+    if "mrope_section" in (getattr(config, "rope_parameters", None) or {}):
+        more["position_ids"] = torch.randint(0, 20, (3, *real.shape), generator=source)
+    if "deepstack_visual_embeds" in names and "visual_pos_masks" in names:
+        images = real & (torch.rand(real.shape, generator=source) < 0.5)
+        embeds = [probe.randn((int(images.sum()), config.hidden_size), source).requires_grad_() for _ in range(2)]
+        more |= {"visual_pos_masks": images, "deepstack_visual_embeds": embeds}
+    return batch | more if more else {}
+
+
+def _apart(got, wanted) -> str | None:
+    """Name what differs in two results of `_run`, or return None."""
+    (logits, loss, grads), (wanted_logits, wanted_loss, wanted_grads) = got, wanted
+    if not probe.same(logits, wanted_logits, _RTOL):
+        return "what is computed for real tokens differs"
+    if not probe.same(loss, wanted_loss, _RTOL):
+        return "the loss differs"
+    largest = max(grad.abs().max() for grad in wanted_grads.values())
+    for name, grad in wanted_grads.items():
+        # Of some weights, such as the bias of keys, the gradient is zero but for rounding.
+        off = (grads[name] - grad).abs().max() if name in grads else largest
+        if not off <= _RTOL * max(grad.abs().max(), 1e-3 * largest):
+            return f"the gradient of {name} differs"
+    return None
+
+
+def _run(model, batch) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """Logits (N, V) of the real tokens, the loss, and the gradients of the loss and a function of those logits.
+
+    Of a model without a head it is the hidden states, and the loss is 0.
+    """
+    embeds = batch.get("deepstack_visual_embeds", ())
+    leaves = dict(model.named_parameters()) | {f"the visual embeddings {i}": x for i, x in enumerate(embeds)}
+    for x in leaves.values():
+        x.grad = None
+    with_head = model.get_output_embeddings() is not None
+    given = {name: x for name, x in batch.items() if with_head or name != "labels"}
+    routers = {"output_router_logits": True} if hasattr(model.config, "output_router_logits") else {}  # for their loss
+    outputs = model(**given, **routers, use_cache=False)
+    found = outputs.logits if with_head else outputs[0]
+    found = found[batch["attention_mask"].bool()] if "attention_mask" in batch else found[0]
+    loss = outputs.loss if with_head else found.new_zeros(())
+    total = loss + (found * probe.randn(found.shape, probe.generator())).mean()
+    if outputs.get("aux_loss") is not None:
+        total = total + outputs.aux_loss
+    total.backward()
+    return found.detach(), total.detach(), {n: x.grad for n, x in leaves.items() if x.grad is not None}

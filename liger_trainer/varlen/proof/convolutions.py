@@ -1,0 +1,139 @@
+"""The short convolution of layers that keep a state: on a GPU by `liger_triton.short_conv`, in the layout that
+projections write, where transformers would transpose its input and its result and run PyTorch's `conv1d`.
+
+transformers looks `causal_conv1d_fn` up among the globals of a modeling file. Where the package `causal_conv1d` is
+installed it calls that, which stays. Else it calls a function of its own, which is compared with ours before a layer
+runs with ours in its place.
+"""
+
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from liger_trainer.patching.core import probe
+from liger_trainer.patching.core.kind import PLAIN_TENSORS, attempt
+from liger_trainer.varlen.proof.packed_rows import kernel_behind
+from liger_trainer.varlen.rows import NotForRows
+from liger_trainer.varlen.states import rows_of_layer
+from liger_triton import short_conv
+from liger_triton.short_conv import MOST_TAPS
+
+NAME = "causal_conv1d_fn"
+_TOLD_BY = ("seq_idx", "cu_seqlens")
+_ACTIVATIONS = {None: None, "silu": "silu", "swish": "silu"}
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_RTOL = 1e-5  # of the largest element, in fp32
+
+
+def replacement(scope: dict[str, Any]) -> tuple[tuple[str, Callable], ...]:
+    """(name, function) of what is to stand among the globals of a modeling file; nothing where its own function stays.
+
+    Args:
+        scope (`dict`): The globals of the file.
+    """
+    own = scope.get(NAME)
+    if not isinstance(own, types.FunctionType) or kernel_behind(own) is not None or not _is_proven(own):
+        return ()
+    return ((NAME, _convolution(own)),)
+
+
+@functools.cache
+def _convolution(own: Callable) -> Callable:
+    """What runs in place of `own`: ours for what it takes."""
+
+    @functools.wraps(own)
+    def convolve(
+        hidden_states: torch.Tensor,  # (B, C, L)
+        weight: torch.Tensor,  # (C, K)
+        bias: torch.Tensor | None = None,  # (C,)
+        activation: str | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        told = any(kwargs.get(name) is not None for name in _TOLD_BY)  # for which transformers raises; it drops others
+        rows = rows_of_layer()
+        if rows is not None:
+            if told or not fits(hidden_states, weight, bias, activation):
+                raise NotForRows("liger_triton.short_conv does not take the convolution of its layers")
+            offsets = rows.offsets.to(hidden_states.device)  # layers may be spread over devices
+            return by_kernel(hidden_states, weight, bias, activation, offsets)
+        if told or not _takes(hidden_states, weight, bias, activation):
+            return own(hidden_states, weight, bias, activation=activation, **kwargs)
+        return by_kernel(hidden_states, weight, bias, activation)
+
+    return convolve
+
+
+def _takes(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None) -> bool:
+    """Return whether a call is the kernel's: on a GPU, of a few taps, outside of a trace."""
+    if not x.is_cuda or torch.compiler.is_compiling():
+        return False
+    return fits(x, weight, bias, activation)
+
+
+def fits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None) -> bool:
+    """Return whether `by_kernel` computes this call on any device."""
+    tensors = [t for t in (x, weight, bias) if t is not None]
+    same = all(t.device == x.device and t.dtype in _DTYPES and type(t) in PLAIN_TENSORS for t in tensors)
+    return (
+        same and x.ndim == 3 and weight.ndim == 2 and 2 <= weight.shape[1] <= MOST_TAPS and activation in _ACTIVATIONS
+    )
+
+
+def by_kernel(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str | None,
+    offsets: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Convolve x (B, C, L) along L. Neither x nor the result is copied if the memory of x is (B, L, C).
+
+    Args:
+        x, weight, bias, activation: As transformers' function takes them.
+        offsets (`torch.Tensor`, *optional*): int32 (rows + 1,), where the rows begin that lie in x (1, C, L). Unset:
+            each of B is a row.
+
+    Returns:
+        `torch.Tensor`: (B, C, L), whose memory is (B, L, C).
+    """
+    batch, channels, length = x.shape
+    tokens = x.transpose(1, 2).reshape(batch * length, channels)
+    if offsets is None and batch > 1:
+        offsets = _equal_rows(batch, length, x.device)
+    y = short_conv(tokens, weight, bias, cu_seqlens=offsets, activation=_ACTIVATIONS[activation])
+    return y.view(batch, length, channels).transpose(1, 2)
+
+
+@functools.lru_cache(maxsize=32)
+def _equal_rows(batch: int, length: int, device: torch.device) -> torch.Tensor:
+    """int32 (batch + 1,), where each of some rows of one length begins. All layers of a call have the same."""
+    with torch.inference_mode(False):
+        return torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=device)
+
+
+@functools.cache
+def _is_proven(own: Callable) -> bool:
+    """Return whether `own` computes what ours computes, values and gradients, with and without bias and SiLU."""
+    shown, _ = attempt(lambda function: (all(map(functools.partial(_agrees, function), (2, 3, 4, 8))), None), own)
+    return bool(shown)
+
+
+def _agrees(own: Callable, taps: int) -> bool:
+    source = probe.generator()
+    drawn = [probe.randn(shape, source) for shape in ((2, 11, 6), (6, taps), (6,))]
+    for activation in (None, "silu"):
+        for with_bias in (True, False):
+            results = []
+            for function in (own, by_kernel):
+                tokens, weight, bias = (t.clone().requires_grad_() for t in drawn)
+                given = (tokens.transpose(1, 2), weight, bias if with_bias else None)
+                y = function(*given, activation=activation)
+                leaves = (tokens, weight, bias) if with_bias else (tokens, weight)
+                grads = torch.autograd.grad(y, leaves, probe.randn(y.shape, probe.generator()))
+                results.append((y, *grads))
+            if not all(probe.same(one, other, _RTOL) for one, other in zip(*results, strict=True)):
+                return False
+    return True

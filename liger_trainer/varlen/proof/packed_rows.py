@@ -1,0 +1,202 @@
+"""Whether packed rows would see each other in a model: shown on a small copy, with the batch that a collator makes.
+
+Attention keeps packed rows apart by their positions. A layer that keeps a state (a convolution, linear attention, a
+state space) needs to be told where rows begin, by other arguments, and runs on from row to row without a word where it
+is not told. So the copy gets exactly what the collator gives, and a model that keeps a state has to show that its rows
+stay apart.
+"""
+
+import contextlib
+import inspect
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers import DataCollatorWithFlattening, PreTrainedModel
+
+from liger_trainer.head.module import base_model_of
+from liger_trainer.patching.core import probe
+from liger_trainer.patching.core.kind import attempt
+from liger_trainer.varlen import padding
+from liger_trainer.varlen.known_code import backbone_of
+from liger_trainer.varlen.proof.small_model import small_copy
+
+_SHOWN = ("eager", "sdpa")  # what runs on a CPU; others, such as flash-attn, read the lengths of rows
+_LENGTHS = (7, 5, 11)  # their sum is a prime number, which no other size of a small copy is
+_RTOL = 1e-3  # of the largest hidden state; a token of another row moves it by 1e-2 and more
+_STATE_KINDS = {"linear_attention", "conv", "mamba", "recurrent", "hybrid"}  # of layers, in a config
+_TOLD_BY = ("seq_idx", "cu_seqlens")  # how a convolution, and a rule or scan, are told where rows begin
+
+
+class Kernel(NamedTuple):
+    """A function of transformers that calls a package where one is installed, and its own PyTorch code elsewhere."""
+
+    torch_function: Callable
+    parameters: tuple[str, ...]  # of the package's function; others are dropped before it is called
+
+
+def why_rows_mix(model, collate: Callable[[list[dict]], dict] | None = None) -> str | None:
+    """Tell why packed rows would see each other in `model`, or return None.
+
+    A model whose layers keep a state has to show that they stay apart. Another one has to show that they mix.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]): The model.
+        collate (`Callable`, *optional*): Makes a packed batch of a list of rows with `input_ids` and `labels`. Unset:
+            [`~transformers.DataCollatorWithFlattening`] with its defaults. A batch of several rows, or with an
+            `attention_mask`, is not packed.
+    """
+    model = base_model_of(model)
+    batch = packed_batch(collate)
+    if batch is None:
+        return None
+    backbone = backbone_of(model) if isinstance(model, PreTrainedModel) else None
+    config, stateful = getattr(model, "config", None), keeps_state(model)
+    attention = getattr(config, "_attn_implementation", None)
+    name = f"{type(model).__name__} with attn_implementation={attention!r}"
+    unshown = f"the layers of {name} keep a state, and a small copy could not show that packed rows stay apart in it"
+    if not isinstance(backbone, PreTrainedModel):
+        return f"{unshown}: no part before its head was found" if stateful else None
+    ours = padding.BackboneBinding.of(backbone)
+    if ours is not None and not ours.aside and ours.proven.keeps_padding is None and "position_ids" in batch:
+        return None
+    if attention not in _SHOWN:
+        if not stateful:
+            return None
+        attention = "sdpa" if backbone._supports_sdpa else "eager"
+    with probe.isolated():
+        shown, failed = attempt(lambda part: _rows_stay_apart(part, attention, batch), backbone)
+    if shown is None:
+        return f"{unshown}: {failed}" if stateful else None
+    if shown.raised is not None:
+        return f"with rows packed in this way, {name} fails: {shown.raised}"
+    if shown.apart:
+        return None
+    return f"in {name}, packed rows see each other, so that it would learn from tokens that it must not see"
+
+
+def keeps_state(model) -> bool:
+    """Return whether layers of `model` keep a state between tokens other than keys and values."""
+    backbone = backbone_of(model) if isinstance(model, PreTrainedModel) else None
+    if any(getattr(module, "_is_stateful", False) for module in (model, *(model.children()))):
+        return True
+    if backbone is None:
+        return False
+    if _STATE_KINDS & {*(getattr(backbone.config, "layer_types", None) or ())}:
+        return True
+    stack = getattr(backbone, "layers", None)  # and not an encoder of sound beside it
+    layers = stack.modules() if isinstance(stack, nn.ModuleList) else ()
+    return any(isinstance(layer, nn.Conv1d) and layer.groups == layer.in_channels > 1 for layer in layers)
+
+
+def packed_batch(collate: Callable[[list[dict]], dict] | None) -> dict[str, Any] | None:
+    """A batch that `collate` makes of a few rows, without its labels; None if rows are not packed in it.
+
+    The collator of a user may need more than tokens and labels. Then it is what a packed batch has at least: positions.
+    """
+    flatten = DataCollatorWithFlattening()
+    batch, _ = attempt(lambda given: (dict(given(_rows())), None), flatten if collate is None else collate)
+    if batch is None or not isinstance(batch.get("input_ids"), torch.Tensor):
+        batch = dict(flatten(_rows()))
+    if batch["input_ids"].shape[0] != 1 or batch.get("attention_mask") is not None:
+        return None
+    return {key: value for key, value in batch.items() if key != "labels"}
+
+
+def _rows() -> list[dict[str, list[int]]]:
+    source = probe.generator()
+    rows = [torch.randint(3, 40, (length,), generator=source).tolist() for length in _LENGTHS]
+    return [{"input_ids": row, "labels": row} for row in rows]
+
+
+class _Shown(NamedTuple):
+    apart: bool
+    raised: str | None = None
+
+
+def _rows_stay_apart(backbone, attention: str, batch: dict[str, Any]) -> tuple[_Shown, None]:
+    """Run rows one by one, which has to work, and packed. An error that the packed batch alone raises is an answer."""
+    copy = small_copy(backbone, probe.SEED, attention).eval()
+    rows = [torch.tensor([row["input_ids"]]) for row in _rows()]
+    total = sum(_LENGTHS)
+    with torch.no_grad(), kernels_in_torch(copy):
+        one_by_one = torch.cat([copy(input_ids=ids, use_cache=False)[0] for ids in rows], 1)
+        packed, raised = attempt(lambda given: (copy(**given, use_cache=False)[0], None), batch)
+    if packed is None:
+        return _Shown(False, raised), None
+    return _Shown(probe.same(packed[:, :total], one_by_one, _RTOL)), None  # the collator may have padded the end
+
+
+@contextlib.contextmanager
+def kernels_in_torch(model: nn.Module) -> Iterator[None]:
+    """A context in which layers of `model`, on the CPU, run PyTorch's code in place of a package's GPU kernels.
+
+    A kernel that takes rows and is told them runs row by row. One that is not told them runs on, as on the GPU.
+    """
+    names = {type(module).__module__ for module in model.modules()}
+    scopes = [vars(sys.modules[name]) for name in sorted(names)]
+    replaced: list[tuple[dict, str, Any]] = []
+    try:
+        for scope in scopes:
+            for name, value in list(scope.items()):
+                kernel = kernel_behind(value)
+                if kernel is not None:
+                    replaced.append((scope, name, value))
+                    scope[name] = _row_by_row(kernel)
+        yield
+    finally:
+        for scope, name, value in replaced:
+            scope[name] = value
+
+
+def kernel_behind(value: Any) -> Kernel | None:
+    """What a global of a modeling file calls, if it calls a package; None if it is PyTorch's code or something else."""
+    function = type(value).forward if isinstance(value, nn.Module) else value  # `kernels` makes a module of a function
+    for _ in range(3):
+        if not isinstance(function, types.FunctionType):
+            return None
+        held = inspect.getclosurevars(function).nonlocals
+        if held.get("is_new_implementation") is True:
+            return Kernel(held["torch_function"], held["applicable_params"])
+        function = held.get("func")
+    return None
+
+
+def _row_by_row(kernel: Kernel) -> Callable:
+    total = sum(_LENGTHS)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        told = [kwargs.pop(name, None) for name in _TOLD_BY if name in kernel.parameters]
+        kwargs = {name: value for name, value in kwargs.items() if name not in _TOLD_BY}
+        if all(rows is None for rows in told):
+            return kernel.torch_function(*args, **kwargs)
+        outputs, start = [], 0
+        for length in _LENGTHS:
+            of_row = [_narrowed(x, start, length, total) for x in args]
+            named = {name: _narrowed(x, start, length, total) for name, x in kwargs.items()}
+            outputs.append(kernel.torch_function(*of_row, **named))
+            start += length
+        return _joined(outputs)
+
+    return run
+
+
+def _narrowed(x: Any, start: int, length: int, total: int) -> Any:
+    """Of a tensor that has all tokens along a dimension, the tokens of a row."""
+    if not isinstance(x, torch.Tensor) or total not in x.shape:
+        return x
+    return x.narrow(x.shape.index(total), start, length)
+
+
+def _joined(outputs: list) -> Any:
+    """What was computed row by row as one. A state, which has no tokens, is that of the last row."""
+    if isinstance(outputs[0], tuple):
+        return tuple(_joined(list(parts)) for parts in zip(*outputs, strict=True))
+    if not isinstance(outputs[0], torch.Tensor):
+        return outputs[-1]
+    shapes = zip(*(output.shape for output in outputs), strict=True)
+    along = next((i for i, sizes in enumerate(shapes) if sizes == _LENGTHS), None)
+    return outputs[-1] if along is None else torch.cat(outputs, along)

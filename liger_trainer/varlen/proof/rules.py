@@ -1,0 +1,71 @@
+"""The rules of linear attention that a package computes, told where rows begin.
+
+transformers calls flash-linear-attention through a function that is chosen when a modeling file is imported. Some
+layers hand `cu_seqlens` on to it and some do not. Here it is given by what stands in the place of that function.
+"""
+
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from liger_trainer.varlen.proof.packed_rows import Kernel, kernel_behind
+from liger_trainer.varlen.rows import Rows
+from liger_trainer.varlen.states import rows_of_layer
+
+_TOLD_BY = "cu_seqlens"
+
+
+def asks_for_device(forward: types.FunctionType) -> bool:
+    """Return whether a forward may run other code on a GPU than in a proof on the CPU."""
+    code = forward.__code__
+    words = [word for word in code.co_consts if isinstance(word, str)]
+    return bool({"is_cuda", "device"} & {*code.co_names}) or any("cuda" in word for word in (*words, *code.co_names))
+
+
+def replacements(forward: types.FunctionType) -> tuple[tuple[str, Callable], ...]:
+    """(name, function) of what is to stand among the globals of a layer's forward, for each rule that takes rows."""
+    found = []
+    for name in forward.__code__.co_names:
+        own = forward.__globals__.get(name)
+        kernel = kernel_behind(own)
+        if kernel is not None and _TOLD_BY in kernel.parameters:
+            found.append((name, _told(own, kernel)))
+    return tuple(found)
+
+
+@functools.cache
+def _told(own: Callable, kernel: Kernel) -> Callable:
+    """What runs in place of `own`: the same, with the rows of the layer."""
+
+    @functools.wraps(own)
+    def rule(*args: Any, **kwargs: Any) -> Any:
+        rows = rows_of_layer()
+        if rows is not None:
+            kwargs[_TOLD_BY] = rows.offsets.to(args[0].device)  # layers may be spread over devices
+        if args[0].is_cuda or (rows is None and kwargs.get(_TOLD_BY) is not None):
+            return own(*args, **kwargs)
+        kwargs.pop(_TOLD_BY, None)  # on a CPU, as in a proof, where the package's kernel raises
+        if rows is None:
+            return kernel.torch_function(*args, **kwargs)
+        return _row_by_row(kernel.torch_function, rows, args, kwargs)
+
+    return rule
+
+
+def _row_by_row(function: Callable, rows: Rows, args: tuple, kwargs: dict[str, Any]) -> tuple:
+    """What a rule returns for rows that lie one after the other in (1, T, ...), and no state."""
+    outputs, start = [], 0
+    for length in filter(None, rows.lengths):
+        row = slice(start, start + length)
+        of_row = [_narrowed(x, row, rows.tokens) for x in args]
+        named = {name: _narrowed(x, row, rows.tokens) for name, x in kwargs.items()}
+        outputs.append(function(*of_row, **named)[0])
+        start += length
+    return torch.cat(outputs, 1), None
+
+
+def _narrowed(x: Any, row: slice, tokens: int) -> Any:
+    return x[:, row] if isinstance(x, torch.Tensor) and x.ndim > 1 and x.shape[1] == tokens else x

@@ -1,0 +1,242 @@
+"""A small copy of a model, made from its config: the same class and switches with small sizes and random weights.
+
+What is shown on it holds for the code of the model, whatever its weights, its device and how it is sharded.
+"""
+
+import copy
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from transformers.modeling_utils import set_zero3_state
+
+from liger_trainer.patching.core.binding import own_class
+
+_WIDTH = 64
+_HEADS = 4
+_HEAD_DIM = 16
+_SIZES = {
+    "vocab_size": 48,
+    "hidden_size": _WIDTH,
+    "n_embd": _WIDTH,
+    "d_model": _WIDTH,
+    "word_embed_proj_dim": _WIDTH,
+    "embedding_size": _WIDTH,
+    "intermediate_size": 48,
+    "n_inner": 48,
+    "ffn_dim": 48,
+    "num_attention_heads": _HEADS,
+    "n_head": _HEADS,
+    "n_heads": _HEADS,
+    "num_heads": _HEADS,
+    "num_key_value_heads": 2,
+    "head_dim": _HEAD_DIM,
+    "global_head_dim": _HEAD_DIM,
+    "rotary_dim": 8,
+    "max_position_embeddings": 64,
+    "n_positions": 64,
+    "sliding_window": 4,
+    "attention_chunk_size": 4,
+    "floor_scale": 4,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "num_experts_per_token": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_expert_group": 1,
+    "moe_intermediate_size": 24,
+    "lru_width": _WIDTH,
+    "linear_num_heads": _HEADS,
+    "linear_head_dim": _HEAD_DIM,
+    "chunk_size": 8,
+    "mamba_chunk_size": 8,
+    "shared_expert_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "vocab_size_per_layer_input": 48,
+    "hidden_size_per_layer_input": 8,
+}
+_DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+_KINDS_OF_LAYERS = ("layer_types", "layers_block_type", "no_rope_layers")
+_PER_LAYER = ("layer_types", "mlp_layer_types", "layers_block_type", "no_rope_layers")
+# Heads of a state space layer, their width, and the field that says how much wider than the model they are together.
+_STATE_HEADS = (
+    ("mamba_n_heads", "mamba_d_head", "mamba_expand"),
+    ("n_mamba_heads", "mamba_headdim", "mamba_expand"),
+    ("num_heads", "head_dim", "expand"),
+)
+_MOST_PARAMETERS = 4_000_000  # a decoder of two layers has 50 thousand; experts and layers of four kinds make it more
+_TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}  # rows are drawn from the other tokens
+
+
+def small_config(config, **sizes_of_caller: int):
+    """A copy of `config`, of a decoder of text, with small sizes, a layer of each kind, and nothing random in training.
+
+    Layers that share weights, or keys and values, with other layers are kinds of their own. `sizes_of_caller` are for
+    fields that the config may have.
+    """
+    small = copy.deepcopy(config)
+    known = small.to_dict()
+    given = _SIZES | sizes_of_caller
+    sizes = {name: size for name, size in given.items() if isinstance(known.get(name), int)}
+    sizes = {name: size for name, size in sizes.items() if known[name] != 0}  # a size of 0: the model has no such part
+    grouped = known.get("num_key_value_heads") != known.get("num_attention_heads")
+    is_latent = isinstance(known.get("qk_rope_head_dim"), int)
+    if "num_key_value_heads" in sizes and (is_latent or not grouped):
+        sizes["num_key_value_heads"] = _HEADS
+    if "qk_rope_head_dim" in sizes and "head_dim" in sizes:  # of which a part turns
+        turned = known["qk_rope_head_dim"] or known["head_dim"]
+        sizes["head_dim"] = sizes["qk_rope_head_dim"] * known["head_dim"] // turned
+    sizes |= _state_heads(known) | _wide_heads(known)
+    depth = next((known[name] for name in _DEPTHS if isinstance(known.get(name), int)), 2)
+    of_layers = [known[name] for name in _KINDS_OF_LAYERS if isinstance(known.get(name), list)]
+    of_layers.append(_shared_blocks(known, depth))
+    first_reusing = depth - (known.get("num_kv_shared_layers") or 0)
+    of_layers.append([layer >= first_reusing for layer in range(depth)])
+    dense = known.get("mlp_only_layers")
+    if isinstance(dense, list):  # the others have experts
+        of_layers.append([layer in dense for layer in range(depth)])
+    kinds = list(zip(*of_layers, strict=False))
+    # The last layer of Gemma 4 has to attend to all tokens, and reuses keys and values where layers do.
+    reusing = {kind: layer for layer, kind in enumerate(kinds) if layer >= first_reusing}
+    kept = [0, 1] if not kinds else sorted({reusing.get(kind, kinds.index(kind)) for kind in kinds} | {0})
+    kept = kept if len(kept) > 1 else [0, 1]
+    kept = [layer for layer in kept if layer < depth]
+    for name in _PER_LAYER:
+        if isinstance(known.get(name), list) and len(known[name]) == depth:
+            setattr(small, name, [known[name][layer] for layer in kept])
+    if isinstance(dense, list):
+        small.mlp_only_layers = [i for i, layer in enumerate(kept) if layer in dense]
+    for name in _DEPTHS:
+        if isinstance(known.get(name), int):
+            setattr(small, name, len(kept))
+    if first_reusing < depth:
+        small.num_kv_shared_layers = sum(layer >= first_reusing for layer in kept)
+    if isinstance(known.get("hybrid_layer_ids"), list):
+        small.hybrid_layer_ids = [i for i, kind in enumerate(small.layers_block_type) if kind == "hybrid"]
+    _keep_attention(small, known)
+    for name, size in sizes.items():
+        setattr(small, name, size)
+    for name, value in known.items():
+        if isinstance(value, float) and ("drop" in name or "jitter" in name):
+            setattr(small, name, 0.0)
+        if name in _TOKENS and value is not None:
+            setattr(small, name, _TOKENS[name])
+    _plain_rope(small, known.get("head_dim") or _quotient(known.get("hidden_size"), known.get("num_attention_heads")))
+    own = {int(layer): values for layer, values in (known.get("per_layer_config") or {}).items()}
+    if own:
+        made = small.to_dict()
+        sizes_of_layers = {}
+        for i, layer in enumerate(kept):
+            if layer in own:
+                sizes_of_layers[i] = {name: size * made[name] // known[name] for name, size in own[layer].items()}
+        made["per_layer_config"] = sizes_of_layers
+        small = type(small)(**made)  # its constructor reads them
+    return small
+
+
+def _state_heads(known: dict) -> dict[str, int]:
+    """Sizes of the heads of a state space layer, which together are `expand` times as wide as the model."""
+    if isinstance(known.get("mamba_d_ssm"), int):  # a width of their own
+        return {}
+    for heads, width, expand in _STATE_HEADS:
+        if all(isinstance(known.get(name), int) for name in (heads, width, expand)):
+            return {width: _HEAD_DIM, heads: known[expand] * _WIDTH // _HEAD_DIM}
+    return {}
+
+
+def _wide_heads(known: dict) -> dict[str, int]:
+    """Sizes of attention that is wider than the model by a factor, as in Zamba, which attends to its embeddings too."""
+    wide, width = known.get("attention_hidden_size"), known.get("hidden_size")
+    if not isinstance(wide, int) or not isinstance(width, int):
+        return {}
+    small_wide = wide * _WIDTH // width
+    heads = {"attention_head_dim": small_wide // _HEADS} if isinstance(known.get("attention_head_dim"), int) else {}
+    return {"attention_hidden_size": small_wide} | heads
+
+
+def _shared_blocks(known: dict, depth: int) -> list[int]:
+    """A number for each layer, by which as many hybrid layers are kept as it takes for two to share their weights."""
+    kinds, blocks = known.get("layers_block_type"), known.get("num_mem_blocks") or 1
+    if not isinstance(kinds, list):
+        return [0] * depth
+    places = [kinds[:layer].count("hybrid") if kind == "hybrid" else 0 for layer, kind in enumerate(kinds)]
+    return [min(place, blocks) for place in places]
+
+
+def _keep_attention(small, known: dict) -> None:
+    """Make the second layer one that attends, where fields other than a list of kinds say which layers do."""
+    if known.get("attn_layer_indices"):
+        small.attn_layer_indices = [1]
+    if isinstance(known.get("attn_layer_period"), int):
+        small.attn_layer_period, small.attn_layer_offset = 2, 1
+
+
+def _quotient(a, b) -> int | None:
+    return a // b if isinstance(a, int) and isinstance(b, int) else None
+
+
+def _plain_rope(config, head_dim: int | None) -> None:
+    """Lists of factors have the length of a head of the real size, `head_dim`: the default takes their place."""
+    for name in ("rope_parameters", "rope_scaling"):
+        rope = vars(config).get(name)  # and not getattr: newer configs have the old name as an alias that warns
+        if isinstance(rope, dict):
+            # Queries are scaled by how many times their position has this number in it
+            scaled = {"original_max_position_embeddings": 4} if "llama_4_scaling_beta" in rope else {}
+            setattr(config, name, _without_lists(rope) | _sections(rope, head_dim) | scaled)
+
+
+def _sections(rope: dict, head_dim: int | None) -> dict[str, list[int]]:
+    """How many frequencies turn by each of the three positions of an image, for a small head."""
+    section = rope.get("mrope_section")
+    if not section or not head_dim:
+        return {}
+    half = sum(section) * _HEAD_DIM // head_dim
+    first, second = (half * part // sum(section) for part in section[:2])
+    return {"mrope_section": [first, second, half - first - second]}
+
+
+def _without_lists(rope: dict) -> dict:
+    if any(isinstance(value, dict) for value in rope.values()):
+        return {name: _without_lists(value) if isinstance(value, dict) else value for name, value in rope.items()}
+    if not any(isinstance(value, list) for value in rope.values()):
+        return rope
+    kept = {name: rope[name] for name in ("rope_theta", "partial_rotary_factor") if name in rope}
+    return {"rope_type": "default"} | kept
+
+
+def small_copy(module, seed: int, attention: str = "sdpa"):
+    """A model of the class of `module`, which has a `config`, in fp32 and training mode on the CPU.
+
+    Raises:
+        ValueError: Its config has sizes that are not known here, so that the copy would not be small.
+    """
+    config = small_config(module.config)
+    with set_zero3_state():  # under ZeRO-3 every model is divided among the ranks, but for those within this
+        return drawn(
+            lambda: own_class(module)._from_config(config, attn_implementation=attention, dtype=torch.float32), seed
+        )
+
+
+def drawn(build: Callable[[], nn.Module], seed: int):
+    """Build a model on the CPU, in training mode, with random weights. ValueError if it is not small."""
+    with torch.device("meta"):
+        size = sum(parameter.numel() for parameter in build().parameters())
+    if size > _MOST_PARAMETERS:
+        raise ValueError(f"a small copy of it would have {size:,} parameters; its config has sizes that are not known")
+    torch.default_generator.manual_seed(seed)  # `torch.manual_seed` would seed the GPUs of the user as well
+    with torch.device("cpu"):
+        model = build()
+    generator = torch.Generator("cpu").manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():  # as initialised, attention would be the same everywhere
+            random = torch.randn(parameter.shape, generator=generator, dtype=torch.float32, device="cpu")
+            norm = "norm" in name and parameter.ndim == 1
+            parameter.copy_(1 + 0.1 * random if norm else 2 * random / max(1, parameter.shape[-1]) ** 0.5)
+    return model.train()

@@ -1,0 +1,98 @@
+"""Finds the layers of a decoder that keep a state between tokens, and makes what tells them their rows.
+
+What is found is only nominated. The proof of `backbone.py` decides whether rows together are rows alone.
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from liger_trainer.patching.core.binding import own_class
+from liger_trainer.patching.core.guards import Guards, NotProven, code_guards_of, global_lookups
+from liger_trainer.patching.core.kind import slot_of
+from liger_trainer.patching.core.own_globals import decorated_like, forward_with_globals
+from liger_trainer.varlen import states
+from liger_trainer.varlen.proof import convolutions, rules
+
+_CONVOLUTIONS = "causal_conv1d"  # in the names of functions of transformers that a forward calls
+_RULES = ("chunk_", "torch_chunk", "mamba_", "selective_scan")  # how those of rules and scans begin
+_CLASSES = ("LightningAttention",)  # of layers that have their rule in their own forward
+
+
+class Told(NamedTuple):
+    """What tells the layers of a decoder that keep a state where rows begin.
+
+    Attributes:
+        layers (`list`): (name in the decoder, layer, binding) of each.
+        forward (`Callable`): The decoder's forward, in which the mask of these layers is the rows of the call.
+        guards (`Guards`): The globals that the forward has read.
+    """
+
+    layers: list[tuple[str, nn.Module, states.StateBinding]]
+    forward: Callable
+    guards: Guards
+
+
+def told_by(backbone: nn.Module) -> tuple[Told | None, str | None]:
+    """(what tells the state layers of `backbone` their rows, or None if it has none; why they cannot be told)."""
+    layers: list[tuple[str, nn.Module, states.StateBinding]] = []
+    for name, module in backbone.named_modules():
+        if not _is_nominated(module):
+            continue
+        slot, reason = slot_of(module)
+        if reason is not None:
+            return None, f"{name} keeps a state, and {reason}"
+        layers.append((name, module, _binding_for(module, slot)))
+    if not layers:
+        return None, None
+    decorated = own_class(backbone).forward
+    own = inspect.unwrap(decorated)
+    try:
+        read = global_lookups(own)
+    except NotProven as error:
+        return None, str(error)
+    if states.MASK_OF_STATES not in [name for _, name, _ in read]:
+        return None, "its decoder makes no mask for its layers that keep a state"
+    guards = Guards(own_class(backbone), [*code_guards_of(own_class(backbone)).lookups, *read])
+    replaced = ((states.MASK_OF_STATES, states.mask_or_rows(own.__globals__[states.MASK_OF_STATES])),)
+    return Told(layers, decorated_like(decorated, forward_with_globals(own, replaced)), guards), None
+
+
+def _binding_for(layer: nn.Module, slot: str) -> states.StateBinding:
+    """With it, a layer takes rows, and runs with our convolution where that is proven, and a rule that takes rows."""
+    cls: Any = own_class(layer)  # mypy takes no class for hashable
+    forward, decorated = states.forward_of(cls), cls.forward
+    own = inspect.unwrap(decorated)
+    replaced = convolutions.replacement(own.__globals__) if convolutions.NAME in own.__code__.co_names else ()
+    replaced += rules.replacements(own)
+    if not replaced:
+        return states.StateBinding(forward, slot)
+    try:
+        read = global_lookups(own)
+    except NotProven:
+        return states.StateBinding(forward, slot)
+    with_ours = decorated_like(decorated, forward_with_globals(own, replaced))
+    return states.StateBinding(forward, slot, with_ours, Guards(cls, [*code_guards_of(cls).lookups, *read]))
+
+
+def may_go_by_rows(layer: nn.Module, binding: states.StateBinding) -> bool:
+    """Return whether what a proof shows of rows one after the other, on a CPU, can hold for `layer` on a GPU."""
+    return binding.own is not None and not rules.asks_for_device(inspect.unwrap(own_class(layer).forward))
+
+
+def _is_nominated(module: nn.Module) -> bool:
+    """Return whether it looks like a layer with a state: it takes a mask, and has a convolution, a rule or a scan."""
+    own = inspect.unwrap(own_class(module).forward)
+    code = getattr(own, "__code__", None)
+    if code is None or not any("mask" in name for name in inspect.signature(own).parameters):
+        return False
+    if any(_is_depthwise(child) for child in module.children()) or type(module).__name__.endswith(_CLASSES):
+        return True
+    called = [name for name in code.co_names if callable(own.__globals__.get(name))]
+    return any(_CONVOLUTIONS in name or name.startswith(_RULES) for name in called)
+
+
+def _is_depthwise(module: nn.Module) -> bool:
+    return isinstance(module, nn.Conv1d) and module.groups == module.in_channels > 1

@@ -1,0 +1,211 @@
+"""Rows of uneven length, the mask that says which tokens are in one row, and the rows of the running call."""
+
+import contextlib
+import contextvars
+import functools
+
+import torch
+from transformers.masking_utils import (
+    causal_mask_function,
+    chunked_causal_mask_function,
+    sliding_window_causal_mask_function,
+)
+
+from liger_trainer.patching.core.contracts import LimitsAttention
+from liger_trainer.varlen.host_copies import sent
+
+
+class NotForRows(Exception):
+    """A layer wants attention that is more than causal over rows of uneven length."""
+
+
+class Rows:
+    """Rows that lie one after the other in one row of tokens, or in a batch that has no padding.
+
+    Args:
+        lengths (`list[int]`): Tokens of each row.
+        device (`torch.device`): Where their tokens are.
+        batch (`int`, *optional*, defaults to 1): Rows of the batch, of as many tokens each, in which they lie.
+
+    Attributes:
+        offsets (`torch.Tensor`): int32 (rows + 1,), on the device: where each row begins, and the end.
+        tokens (`int`): Of all rows together.
+        longest (`int`): Tokens of the longest row.
+        kinds (`set[str]`): What the layers were found to attend by: causal, sliding window, chunks, sinks, soft cap;
+            and state, where they keep one.
+    """
+
+    def __init__(self, lengths: list[int], device: torch.device, batch: int = 1):
+        self.lengths: list[int] = lengths
+        self.tokens, self.longest = sum(lengths), max(lengths)
+        self.batch = batch
+        self.kinds = set[str]()
+        self._chunks = dict[int, Rows]()
+        self.offsets = sent(torch.tensor([0, *lengths], device="cpu").cumsum(0).int(), device)
+
+    @property
+    def full(self) -> bool:
+        """Return whether they are the rows of the batch."""
+        return len(self.lengths) == self.batch
+
+    @property
+    def equal(self) -> bool:
+        """Return whether all are of one length."""
+        return min(self.lengths) == self.longest
+
+    @functools.cached_property
+    def side_by_side(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """For rows that lie side by side, padded on the right, on the device: where each token is in (rows * longest),
+        int64 (tokens,), and the mask of real tokens, int64 (rows, longest)."""
+        lengths = torch.tensor(self.lengths, device="cpu")
+        real = torch.arange(self.longest, device="cpu") < lengths[:, None]
+        places = real.flatten().nonzero()[:, 0]
+        return sent(places, self.offsets.device), sent(real.long(), self.offsets.device)
+
+    def in_chunks(self, size: int) -> "Rows":
+        """Cut these rows into rows of `size` tokens, from the beginning of each."""
+        if size not in self._chunks:
+            cut = []
+            for length in self.lengths:
+                cut += [min(size, length - done) for done in range(0, length, size)]
+            self._chunks[size] = Rows(cut, self.offsets.device, self.batch)
+            self._chunks[size].kinds = self.kinds
+        return self._chunks[size]
+
+
+class StaticRows(Rows):
+    """Rows whose lengths change from one replay of a captured backbone to the next, within bounds.
+
+    Args:
+        offsets (`torch.Tensor`): int32 (rows + 1,), a buffer that is written before each replay. Rows after the last
+            one are empty.
+        tokens (`int`): Of all rows together, the same in every replay.
+        longest (`int`): Tokens that a row may have.
+    """
+
+    def __init__(self, offsets: torch.Tensor, tokens: int, longest: int):
+        self.offsets = offsets
+        self.tokens = tokens
+        self.longest = longest
+        self.batch = 1
+        self.kinds = set[str]()
+        self._chunks = dict[int, Rows]()
+
+    @property
+    def lengths(self) -> list[int]:  # type: ignore[override]
+        """The lengths now, on a CPU. `NotForRows` on a GPU, where reading them would bake them into a capture."""
+        if self.offsets.device.type != "cpu":
+            raise NotForRows("its attention needs lengths on the host (dtype, head size or dropout)")
+        return self.offsets.diff().tolist()
+
+    @property
+    def full(self) -> bool:
+        return False
+
+    @property
+    def equal(self) -> bool:
+        """Not even if they are now: one kernel attends in all replays."""
+        return False
+
+    def in_chunks(self, size: int) -> Rows:
+        raise NotForRows("its layers attend in chunks, whose number depends on the lengths of rows")
+
+
+class RowMask(LimitsAttention):
+    """The mask that layers get: a token sees the tokens of its own row up to itself, and at most `window` of them.
+    `chunked` says that the rows are chunks.
+
+    It is opaque to whatever handles the arguments of layers on their way (checkpointing, FSDP, hooks of accelerate).
+    `unknown` says why the mask that was asked for is another one; some models ask for masks that no layer uses.
+    """
+
+    def __init__(self, rows: Rows, window: int | None = None, unknown: str | None = None, chunked: bool = False):
+        self.rows = rows
+        self.window = window
+        self.unknown = unknown
+        self.chunked = chunked
+
+    def most_seen(self) -> int:
+        longest = self.rows.longest
+        return longest if self.window is None else min(longest, self.window)
+
+    def __getitem__(self, index: object) -> "RowMask":
+        """The mask itself for slices that take all of it, as Gemma 4 asks for before layers that reuse keys."""
+        parts = index if isinstance(index, tuple) else (index,)
+        if all(isinstance(part, slice) and part in (slice(None), slice(0, None)) for part in parts):
+            return self
+        raise TypeError("'RowMask' object is not subscriptable")
+
+
+_rows: contextvars.ContextVar[Rows | None] = contextvars.ContextVar("rows of the running call", default=None)
+
+
+@contextlib.contextmanager
+def rows_known(rows: Rows):
+    """Within it, masks that a model asks for are `RowMask`s over `rows`."""
+    token = _rows.set(rows)
+    try:
+        yield
+    finally:
+        _rows.reset(token)
+
+
+def rows_of_call() -> Rows | None:
+    """The rows of the running call of a backbone. None in a call that has no plan, and in a recomputation."""
+    return None if torch.compiler.is_compiling() else _rows.get()
+
+
+def row_mask(args: tuple, kwargs: dict) -> RowMask | None:
+    """The mask of one kind of layer, from the arguments of transformers' `sdpa_mask`; None where no rows are known."""
+    rows = rows_of_call()
+    if rows is None:
+        return None
+    return RowMask(rows, unknown="its mask is asked for in an unknown way") if args else _row_mask(rows, **kwargs)
+
+
+def _row_mask(
+    rows,
+    *,
+    q_length,
+    kv_length,
+    mask_function=causal_mask_function,
+    local_size=None,
+    allow_is_causal_skip=True,
+    use_vmap=False,
+    q_offset=0,
+    kv_offset=0,
+    **_,
+) -> RowMask:
+    """`row_mask` of the arguments of a function of `AttentionMaskInterface`."""
+    if not (q_length * rows.batch == kv_length * rows.batch == rows.tokens and q_offset == kv_offset == 0):
+        return RowMask(rows, unknown="it attends to more than the tokens of the call")
+    if use_vmap or not allow_is_causal_skip or (local_size is None and mask_function is not causal_mask_function):
+        return RowMask(rows, unknown="its mask is more than causal")
+    if local_size is None:
+        return RowMask(rows)
+    size, no_padding = int(local_size), torch.zeros(1, dtype=torch.long, device="cpu")
+    if _is_same(mask_function, sliding_window_causal_mask_function(size)):
+        return RowMask(rows, size)
+    if _is_same(mask_function, chunked_causal_mask_function(size, no_padding)):
+        return RowMask(rows.in_chunks(size), chunked=True)
+    return RowMask(rows, unknown="its local attention is neither a sliding window nor chunks")
+
+
+def _is_same(given, own) -> bool:
+    """Whether two mask functions are of one code and hold the same functions and numbers.
+
+    What they answer is not compared: chunks read a tensor on the device, the padding on the left of each row, which is
+    zero in a call whose rows are known.
+    """
+    if not callable(own):
+        return isinstance(own, torch.Tensor) or given == own
+    if given is own or getattr(given, "__code__", None) is not own.__code__:
+        return given is own
+    held = [_held(function) for function in (given, own)]
+    return len(held[0]) == len(held[1]) and all(map(_is_same, *held))
+
+
+def _held(function) -> list:
+    """What a function of transformers' masks holds: the functions of `and_masks`, or the size of a window or chunk."""
+    values = [cell.cell_contents for cell in function.__closure__ or ()]
+    return [*values[0]] if len(values) == 1 and isinstance(values[0], tuple) else values

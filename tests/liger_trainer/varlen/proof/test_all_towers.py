@@ -1,0 +1,42 @@
+"""Every image-text model of transformers that can be fed here trains a step with pixels as it does unpatched.
+
+The towers run, in one attention where they take offsets, and the decoder leaves padding out where that is proven:
+
+    pytest -s -m slow tests/liger_trainer/varlen/proof/test_all_towers.py
+"""
+
+import pytest
+from architectures import LIMIT, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+from checkout import ROOT
+from image_models import image_batch, image_model, image_step
+from parity import largest_difference
+
+from liger_trainer import apply_liger
+from liger_trainer.varlen import padding
+
+TABLE = [line.split("|") for line in (ROOT / "docs" / "padding.md").read_text().splitlines() if line.count("|") == 4]
+FED = ("qwen2_5_vl", "qwen3_vl", "glm4v", "gemma3", "llava", "internvl", "smolvlm")  # which have to run
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("model_type", sorted(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES))
+def test_one_step_with_pixels(model_type, monkeypatch):
+    try:
+        model = image_model(model_type)
+        batch = image_batch(model)
+        want = image_step(model, batch)
+    except Exception as error:  # noqa: BLE001 - it is fed otherwise, or needs a package
+        assert model_type not in FED, error
+        pytest.skip(f"not fed: {type(error).__name__} {str(error)[:80]}")
+    used, packed = [], padding.Plan.packed
+    report = apply_liger(model)["varlen_attention"]
+    monkeypatch.setattr(padding.Plan, "packed", lambda self, *given: used.append(self) or packed(self, *given))
+    assert largest_difference(image_step(model, batch), want) <= LIMIT
+    towers = sum("one attention" in variant for variant in report.swapped.values())
+    kept = {*report.skipped.values(), *report.unsuited.values()}
+    print(f"\n{model_type}: {'real tokens' if used else 'padded'}, {towers} attentions of towers in one call, {kept}")
+    assert bool(used) == any(text.startswith("runs on real tokens") for text in report.swapped.values())
+    rows = [row for row in TABLE if f"`{model_type}`" in row[3]]
+    cells = [(row[1].strip().startswith("one call"), row[2].strip().startswith("real tokens")) for row in rows]
+    assert cells == [(towers > 0, bool(used))], "the table of docs/padding.md"

@@ -1,0 +1,232 @@
+"""One rank of `test_distributed.py`: `torchrun --nproc_per_node 2 two_ranks.py MODE OUT_DIR`, gloo on CPU.
+
+Saves its gradients.
+"""
+
+import os
+import sys
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+from datasets import Dataset
+from pair_parity import pair_rows
+from parity import KeepGradients
+from tiny_models import collate, ragged_rows, tiny_model, tiny_tokenizer
+
+from liger_trainer import LigerSFTConfig, LigerSFTTrainer, LigerTrainer, LigerTrainingArguments, apply_liger
+
+
+def train(trainer_class, args_class, out, accumulation=1, varlen=False, **options):
+    """One optimizer step over all 16 rows, however many processes there are; with `varlen`, without their padding."""
+    model = tiny_model("llama")
+    if varlen:
+        model.set_attn_implementation("sdpa")
+        options["liger_config"] = {"varlen_attention": int(os.environ.get("WORLD_SIZE", 1)) > 1}
+    world = int(os.environ.get("WORLD_SIZE", 1))  # from torchrun; torch.distributed knows it once `args` exist
+    args = args_class(
+        output_dir=f"{out}/run", max_steps=1, per_device_train_batch_size=16 // world // accumulation, logging_steps=1,
+        gradient_accumulation_steps=accumulation, report_to="none", use_cpu=True, save_strategy="no", disable_tqdm=True,
+        max_grad_norm=0.0, **options,
+    )  # fmt: skip
+    save = KeepGradients()
+    rows = ragged_rows(16)
+    if trainer_class is LigerSFTTrainer:
+        extra = {"train_dataset": Dataset.from_list(rows), "processing_class": tiny_tokenizer()}
+    else:
+        extra = {"train_dataset": rows, "data_collator": collate}
+    trainer = trainer_class(model=model, args=args, callbacks=[save], **extra)
+    if varlen and world > 1:
+        assert trainer.liger_report["varlen_attention"].swapped
+    trainer.train()
+    return save.grads
+
+
+def train_on_pairs(trainer_class, args_class, out, ref_model=None, **options):
+    """One optimizer step over 16 pairs, 8 at a time: means over the tokens of 8 pairs depend on which these are."""
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    args = args_class(
+        output_dir=f"{out}/run", max_steps=1, per_device_train_batch_size=8, gradient_accumulation_steps=2 // world,
+        report_to="none", use_cpu=True, save_strategy="no", disable_tqdm=True, max_grad_norm=0.0, bf16=False,
+        gradient_checkpointing=False, **options,
+    )  # fmt: skip
+    save = KeepGradients()
+    trainer_class(
+        model=tiny_model("llama"), args=args, callbacks=[save], train_dataset=Dataset.from_list(pair_rows(16)),
+        processing_class=tiny_tokenizer(), **({} if ref_model is None else {"ref_model": ref_model}),
+    ).train()  # fmt: skip
+    return {f"{trainer_class.__name__}.{name}": grad for name, grad in save.grads.items()}
+
+
+def pairs(out):
+    """Several trainers in one launch, which costs more than their steps."""
+    from liger_trainer import (
+        LigerCPOConfig,
+        LigerCPOTrainer,
+        LigerDPOConfig,
+        LigerDPOTrainer,
+        LigerORPOConfig,
+        LigerORPOTrainer,
+    )
+
+    return (
+        train_on_pairs(LigerORPOTrainer, LigerORPOConfig, out)
+        | train_on_pairs(LigerCPOTrainer, LigerCPOConfig, out, loss_type="simpo")
+        | train_on_pairs(LigerDPOTrainer, LigerDPOConfig, out, tiny_model("llama", seed=7), use_weighting=True)
+    )
+
+
+def sampled(out):
+    """KTO and the trainers that write their own completions, ours and TRL's: a rank draws with a seed of its own."""
+    from pathlib import Path
+
+    import trl
+    from step_parity import build, letters, trained, with_reference, words
+
+    import liger_trainer
+
+    folder = Path(out) / os.environ["RANK"]
+    model = with_reference(tiny_model("llama"), folder)  # before the process group exists: only rank 0 saves in one
+    generator = torch.Generator().manual_seed(4)
+    prompts = [{"prompt": words(generator, 2, 6)} for _ in range(8)]
+    answers = [row | {"completion": " " + words(generator, 2, 6), "label": i % 3 != 1} for i, row in enumerate(prompts)]
+    writes = {"max_completion_length": 4}
+    groups = writes | {"num_generations": 2}
+    rewards = {"reward_funcs": letters}
+    cases = {
+        "KTO": (answers, {}, {"ref_model": tiny_model("llama", seed=7)}),
+        "GRPO": (prompts, groups | {"beta": 0.2, "loss_type": "dapo"}, rewards),
+        "RLOO": (prompts, groups | {"beta": 0.2}, rewards),
+        "Distillation": (prompts, writes | {"beta": 0.5}, {"teacher_model": tiny_model("llama", seed=7)}),
+    }
+    grads = {}
+    for name, (rows, options, given) in cases.items():
+        for module, prefix in ((liger_trainer, "Liger"), (trl, "")):
+            trainer_class, args_class = (getattr(module, f"{prefix}{name}{kind}") for kind in ("Trainer", "Config"))
+            trainer = build(trainer_class, args_class, model, folder, rows, trainer_options=given, **options)
+            step = trained(trainer)[1][0]
+            grads |= {f"{prefix}{name}.{key.removeprefix('module.')}": grad for key, grad in step.items()}
+    return grads
+
+
+def fsdp2(out):
+    """The plain loop: patch, shard every layer and the root, one step on this rank's half of the rows."""
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("gloo")
+    model = tiny_model("llama").train()
+    apply_liger(model)
+    mesh = dist.init_device_mesh("cpu", (2,)) if hasattr(dist, "init_device_mesh") else None
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    rows = ragged_rows(16)[dist.get_rank() :: 2]
+    model(**collate(rows), num_items_in_batch=torch.tensor(40.0)).loss.backward()
+    grads = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+    with torch.no_grad():
+        scores = model(**collate(rows), fused_lm_head=True, token_outputs=("log_probs", "vocab_mean"))
+    return grads | {"log_probs": scores.log_probs, "vocab_mean": scores.vocab_mean} | references()
+
+
+def references():
+    """What a process has of a reference that only the first has read: the others have zeros, or no memory for it."""
+    from liger_trainer.trainers.fsdp2 import give_weights_of_first_process
+
+    os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
+    state = SimpleNamespace(fsdp_plugin=SimpleNamespace(fsdp_version=2))
+    found = {}
+    for kind in ("zeros", "meta"):
+        model = tiny_model("llama", tie_word_embeddings=True)
+        if dist.get_rank() > 0:
+            model = model.to("meta") if kind == "meta" else model
+            for p in model.parameters():
+                p.data.zero_()
+        give_weights_of_first_process(model, SimpleNamespace(state=state, device=torch.device("cpu")))
+        assert model.lm_head.weight is model.model.embed_tokens.weight
+        found |= {f"{kind}.{name}": p.detach() for name, p in model.named_parameters()}
+    return found
+
+
+def fsdp2_lora(out):
+    """FSDP2 of two processes, a LoRA on every linear layer: gradients of stock and patched, and what was patched."""
+    from peft import LoraConfig, get_peft_model
+    from torch.distributed.fsdp import fully_shard
+
+    from liger_trainer.lora import layers as patched_lora
+
+    patched_lora.LEAST_WORK = 0
+    dist.init_process_group("gloo")
+    lora = LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
+    found = {}
+    for checkpointing in (False, True):
+        for patched in (False, True):
+            torch.manual_seed(3)
+            model = get_peft_model(tiny_model("llama"), lora).train()
+            if checkpointing:
+                model.gradient_checkpointing_enable({"use_reentrant": False})
+                model.enable_input_require_grads()
+            report = apply_liger(model) if patched else None
+            for layer in model.base_model.model.model.layers:
+                fully_shard(layer)
+            fully_shard(model)
+            for _ in range(2):  # the second pass finds the memory of the first sharded again
+                batch = collate(ragged_rows(16)[dist.get_rank() :: 2])
+                model(**batch, num_items_in_batch=torch.tensor(40.0)).loss.backward()
+            for name, p in model.named_parameters():
+                if p.grad is not None:
+                    found[checkpointing, patched, name] = p.grad.full_tensor()
+        found["swapped", checkpointing] = len(report["lora"].swapped)
+    return found
+
+
+def fsdp1(out):
+    """FSDP1 in the units that PEFT gives it, a LoRA on the LM head: gradients (as sharded) of stock and patched."""
+    from peft import LoraConfig, get_peft_model
+    from peft.utils.other import fsdp_auto_wrap_policy
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    dist.init_process_group("gloo")
+    os.environ["FSDP_TRANSFORMER_CLS_TO_WRAP"] = "LlamaDecoderLayer"
+    lora = LoraConfig(r=2, target_modules=["q_proj", "lm_head"], init_lora_weights=False)
+    grads = {}
+    for patched in (False, True):
+        torch.manual_seed(3)
+        model = get_peft_model(tiny_model("llama"), lora).train()
+        if patched:
+            apply_liger(model)
+        policy = fsdp_auto_wrap_policy(model)
+        sharded = FullyShardedDataParallel(
+            model, auto_wrap_policy=policy, use_orig_params=True, device_id=torch.device("cpu")
+        )
+        batch = collate(ragged_rows(16)[dist.get_rank() :: 2])
+        outputs = sharded(**batch, num_items_in_batch=torch.tensor(40.0))
+        assert (outputs.logits is None) == patched
+        outputs.loss.backward()
+        grads |= {(patched, name): p.grad for name, p in sharded.named_parameters() if p.grad is not None}
+    return grads
+
+
+MODES = {
+    "trainer": lambda out: train(LigerTrainer, LigerTrainingArguments, out, remove_unused_columns=False),
+    "trainer-accumulation": lambda out: train(
+        LigerTrainer, LigerTrainingArguments, out, 4, remove_unused_columns=False
+    ),
+    "sft": lambda out: train(LigerSFTTrainer, LigerSFTConfig, out, bf16=False, gradient_checkpointing=False),
+    "sft-accumulation": lambda out: train(LigerSFTTrainer, LigerSFTConfig, out, 4, bf16=False),
+    "varlen": lambda out: train(LigerTrainer, LigerTrainingArguments, out, varlen=True, remove_unused_columns=False),
+    "pairs": pairs,
+    "sampled": sampled,
+    "fsdp2": fsdp2,
+    "fsdp2-lora": fsdp2_lora,
+    "fsdp1": fsdp1,
+}
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    mode, out = sys.argv[1:]
+    grads = MODES[mode](out)
+    torch.save(grads, f"{out}/{dist.get_rank()}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # gloo's threads may abort the interpreter on its way out, when all is done
