@@ -23,7 +23,7 @@ The embeddings are the target's: both servers take them from there if the file h
 
 import json
 import os
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -218,8 +218,3 @@ def _layers_in(values: dict[str, Any], path: str) -> tuple[int, int, int] | None
     if len(layers) != 3:
         raise ValueError(f"{path} says {_LAYERS}: {layers}; only drafters that read three hidden states are known.")
     return tuple(layers)
-
-
-def with_base(config: DrafterConfig, base: str | None) -> DrafterConfig:
-    """`config` with the name of the model that the drafter is for."""
-    return replace(config, base_model_name_or_path=base)

@@ -147,7 +147,7 @@ class LigerEagleTrainer(LigerSFTTrainer):
             rows,
             torch.cat([rows.of(x) for x in seen], -1),
             embedding_of(self.model),
-            args.gradient_checkpointing and self.model.training,
+            bool(args.gradient_checkpointing) and self.model.training,
             row_weight=torch.tensor(weights, device=logits.device),
         )
         loss, *sums = logits.fused(score, targets[1:])
