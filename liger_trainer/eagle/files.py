@@ -17,8 +17,9 @@ vocabularies of target and drafter:
     d2t                                                  (Vd,) int64: the target's id of a draft id, minus the draft id
     t2d                                                  (V,) bool: whether the drafter has the token
 
-The embeddings are the target's: both servers take them from there if the file has none. SGLang knows the layer as
-`midlayer` alone; vLLM and speculators call it `layers.0`, which is read too.
+The embeddings are the target's: both servers take them from there if the file has none. Older SGLang knows the layer as
+`midlayer` alone; vLLM and speculators call it `layers.0`, which is read too. With the whole vocabulary (Vd = V) the
+file has neither d2t nor t2d: vLLM then has no parameter for d2t and refuses it.
 """
 
 import json
@@ -112,7 +113,7 @@ class DrafterConfig:
         )
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The names of the tensors in the file, and their shapes."""
+        """The names of the tensors of a drafter, and their shapes."""
         hidden, inner = self.hidden_size, self.intermediate_size
         queries = self.num_attention_heads * self.head_dim
         keys = self.num_key_value_heads * self.head_dim
@@ -133,6 +134,11 @@ class DrafterConfig:
         found["norm.weight"] = (hidden,)
         found["lm_head.weight"] = (self.draft_vocab_size, hidden)
         return found | {"d2t": (self.draft_vocab_size,), "t2d": (self.vocab_size,)}
+
+    @property
+    def has_all_tokens(self) -> bool:
+        """Whether draft ids are the target's."""
+        return self.draft_vocab_size == self.vocab_size
 
 
 def drafter_folder(folder: str | os.PathLike) -> str:
@@ -163,6 +169,8 @@ def write_drafter(folder: str, config: DrafterConfig, tensors: dict[str, torch.T
     """Write the two files. The folder is made if it is missing. ValueError if a tensor is missing or misshapen."""
     check_tensors(config, tensors, "the drafter to be saved")
     os.makedirs(folder, exist_ok=True)
+    left_out = _VOCABULARY if config.has_all_tokens else ()
+    tensors = {name: tensor for name, tensor in tensors.items() if name not in left_out}
     save_file(tensors, os.path.join(folder, WEIGHTS_FILE), metadata={"format": "pt"})
     values = config.to_dict() | {"torch_dtype": str(tensors["fc.weight"].dtype).removeprefix("torch.")}
     with open(os.path.join(folder, CONFIG_FILE), "w", encoding="utf-8") as file:
@@ -185,7 +193,7 @@ def read_drafter(folder: str | os.PathLike) -> tuple[DrafterConfig, dict[str, to
     for name, tensor in load_file(os.path.join(folder, WEIGHTS_FILE)).items():
         if name != "embed_tokens.weight":
             tensors[name.replace(_OTHER_LAYER, LAYER, 1)] = tensor
-    if config.draft_vocab_size == config.vocab_size and not any(name in tensors for name in _VOCABULARY):
+    if config.has_all_tokens and not any(name in tensors for name in _VOCABULARY):
         tensors["d2t"] = torch.zeros(config.vocab_size, dtype=torch.int64)
         tensors["t2d"] = torch.ones(config.vocab_size, dtype=torch.bool)
     check_tensors(config, tensors, os.path.join(folder, WEIGHTS_FILE))

@@ -32,10 +32,21 @@ def test_names_and_shapes_are_those_of_the_table(saved):
     _, folder = saved
     tensors = load_file(folder / "model.safetensors")
     assert tensors.keys() == TABLE.keys()
-    for name, (first, second, dtype, vllm, sglang) in TABLE.items():
+    for name, (first, second, dtype, parameter) in TABLE.items():
         assert tensors[name].shape == tuple(SIZES[size] for size in (first, second) if size), name
         assert str(tensors[name].dtype) == f"torch.{dtype or 'float32'}", name
-        assert (vllm_parameter(name), sglang_parameter(name)) == (vllm, sglang), name
+        assert vllm_parameter(name) == sglang_parameter(name) == parameter, name
+
+
+def test_all_tokens(tmp_path):
+    """vLLM refuses d2t where the draft vocabulary is the target's, and neither server needs it."""
+    drafter = with_random_drafter(eagle_target(), VOCAB).eagle_drafter
+    drafter.save_pretrained(tmp_path)
+    names = load_file(tmp_path / "model.safetensors").keys()
+    assert names == TABLE.keys() - {"d2t", "t2d"}
+    assert all(vllm_parameter(name, has_all_tokens=True) == TABLE[name][-1] for name in names)
+    for name, tensor in EagleDrafter.from_pretrained(tmp_path).state_dict().items():
+        assert torch.equal(tensor, drafter.state_dict()[name]), name
 
 
 def test_the_config_as_servers_read_it(saved):
