@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # what editors and type checkers see; a test compares these names with `_WHERE`
     from liger_trainer import losses as losses
     from liger_trainer.base_weights.mxfp4 import Mxfp4Config as Mxfp4Config
-    from liger_trainer.integrations.liger_kernel_names import AutoLigerKernelForCausalLM as AutoLigerKernelForCausalLM
     from liger_trainer.eagle.config import LigerEagleConfig as LigerEagleConfig
     from liger_trainer.eagle.drafter import EagleDrafter as EagleDrafter
     from liger_trainer.eagle.trainer import LigerEagleTrainer as LigerEagleTrainer
+    from liger_trainer.integrations.liger_kernel_names import AutoLigerKernelForCausalLM as AutoLigerKernelForCausalLM
     from liger_trainer.medusa.config import LigerMedusaConfig as LigerMedusaConfig
     from liger_trainer.medusa.heads import MedusaHeads as MedusaHeads
     from liger_trainer.medusa.trainer import LigerMedusaTrainer as LigerMedusaTrainer

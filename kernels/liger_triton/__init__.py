@@ -27,8 +27,8 @@ from .modules import (
 )
 from .results import Divergence, HeadsLoss, LogProbs, TokenRanks
 from .rms_norm import add_rms_norm, gated_rms_norm, rms_norm
-from .rope import rope
 from .rollout_attention import rollout_attention
+from .rope import rope
 from .row_attention import row_attention
 from .short_conv import short_conv
 from .token_ranks import linear_token_ranks, token_ranks

@@ -54,19 +54,33 @@ class DrafterAttention(nn.Module):
         self.o_proj = nn.Linear(queries, config.hidden_size, bias=False)
 
     def forward(
-        self, x: torch.Tensor, angles: torch.Tensor, keys: list[torch.Tensor], values: list[torch.Tensor],
-        offsets: torch.Tensor, longest: int,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+        self,
+        x: torch.Tensor,
+        angles: torch.Tensor,
+        keys: list[torch.Tensor],
+        values: list[torch.Tensor],
+        offsets: torch.Tensor,
+        longest: int,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return (T, H), and the keys and values (T, G, D) of this step. `keys` has those of the steps before."""
-        q, k, v = (project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.q_proj, self.k_proj, self.v_proj))
-        cos, sin = angles.cos().unsqueeze(0), angles.sin().unsqueeze(0)
-        turned = rope(q.unsqueeze(0), k.unsqueeze(0), cos, sin, cos_layout="single", cast="input", unsqueeze_dim=2)
-        q, k = (x.squeeze(0) for x in turned)
+        q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))
+        k = self.k_proj(x).unflatten(-1, (-1, self.head_dim))
+        v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
+        q = _rotated(q, angles)
+        k = _rotated(k, angles)
         if keys:
             out = rollout_attention(q, keys[0], values[0], [*keys[1:], k], [*values[1:], v], offsets, longest)
         else:
             out = row_attention(q, k, v, offsets, longest)
         return self.o_proj(out.flatten(1)), k, v
+
+
+def _rotated(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+    """`x` (T, heads, D) rotated by angles (T, D / 2)."""
+    cos = angles.cos().unsqueeze(0)
+    sin = angles.sin().unsqueeze(0)
+    turned, _ = rope(x.unsqueeze(0), None, cos, sin, cos_layout="single", cast="input", unsqueeze_dim=2)
+    return turned.squeeze(0)
 
 
 class DrafterMLP(nn.Module):
@@ -159,9 +173,14 @@ class EagleDrafter(nn.Module):
         return outputs
 
     def _step(
-        self, hidden: torch.Tensor, embedding: torch.Tensor, rows: FlatRows, k: int, keys: list[torch.Tensor],
+        self,
+        hidden: torch.Tensor,
+        embedding: torch.Tensor,
+        rows: FlatRows,
+        k: int,
+        keys: list[torch.Tensor],
         values: list[torch.Tensor],
-    ) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    ) -> tuple[torch.Tensor, ...]:
         embeds = F.embedding(rows.ids.roll(-k), embedding)
         angles = self.angles(rows.positions + (k - 1))
         hidden, key, value = self.midlayer(embeds, hidden, angles, keys, values, rows.offsets, rows.longest)

@@ -38,8 +38,8 @@ class EagleReport:
 
     def __str__(self) -> str:
         lines = [
-            f"EAGLE-3: {len(self.accuracy)} steps, {self.draft_vocab_size} tokens to guess from, on {self.tokens} tokens "
-            f"of greedy text after {self.rows} prompts",
+            f"EAGLE-3: {len(self.accuracy)} steps, {self.draft_vocab_size} tokens to guess from, on {self.tokens} "
+            f"tokens of greedy text after {self.rows} prompts",
             "  step   accuracy   accepted after those before it",
         ]
         for k, (right, accepted) in enumerate(zip(self.accuracy, self.accepted, strict=True), 1):
@@ -49,9 +49,15 @@ class EagleReport:
 
 @torch.no_grad()
 def evaluate(
-    model: PreTrainedModel, drafter: EagleDrafter, prompts: Sequence[list[int]], ends: set[int], *, steps: int = 7,
-    max_new_tokens: int = 128, batch_size: int = 16,
-) -> EagleReport:  # fmt: skip
+    model: PreTrainedModel,
+    drafter: EagleDrafter,
+    prompts: Sequence[list[int]],
+    ends: set[int],
+    *,
+    steps: int = 7,
+    max_new_tokens: int = 128,
+    batch_size: int = 16,
+) -> EagleReport:
     """Return accuracy and acceptance length of `drafter` on the greedy text of `model`.
 
     Args:

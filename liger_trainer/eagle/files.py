@@ -37,8 +37,12 @@ LAYER = "midlayer."
 _OTHER_LAYER = "layers.0."
 _LAYERS = "eagle_aux_hidden_state_layer_ids"
 _SHAPE = (
-    "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size",
-)  # fmt: skip
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+)
 _VOCABULARY = ("d2t", "t2d")
 
 
@@ -91,10 +95,17 @@ class DrafterConfig:
         if missing:
             raise ValueError(f"{path} has no {missing[0]}, which the config of an EAGLE-3 drafter says.")
         expected = {
-            "num_hidden_layers": 1, "hidden_act": "silu", "attention_bias": False, "mlp_bias": False,
-            "norm_before_residual": False, "norm_before_fc": False, "norm_output": False, "fc_norm": False,
-            "tie_word_embeddings": False, "target_hidden_size": values["hidden_size"],
-        }  # fmt: skip
+            "num_hidden_layers": 1,
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "mlp_bias": False,
+            "norm_before_residual": False,
+            "norm_before_fc": False,
+            "norm_output": False,
+            "fc_norm": False,
+            "tie_word_embeddings": False,
+            "target_hidden_size": values["hidden_size"],
+        }
         for name, only in expected.items():
             if values.get(name, only) not in (only, None):
                 raise ValueError(f"{path} says {name}: {values[name]!r}; only drafters with {only!r} are known.")

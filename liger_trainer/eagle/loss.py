@@ -13,10 +13,19 @@ from liger_triton import HeadsLoss, linear_heads_kl
 
 
 def drafter_loss(
-    drafter: EagleDrafter, rows: FlatRows, states: torch.Tensor, embedding: torch.Tensor, recompute: bool,
-    hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, row_weight: torch.Tensor,
-    logit_scale: float, softcap: float | None, **_: Any,
-) -> HeadsLoss:  # fmt: skip
+    drafter: EagleDrafter,
+    rows: FlatRows,
+    states: torch.Tensor,
+    embedding: torch.Tensor,
+    recompute: bool,
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    row_weight: torch.Tensor,
+    logit_scale: float,
+    softcap: float | None,
+    **_: Any,
+) -> HeadsLoss:
     """The losses of all K steps, summed over their rows. No logits of drafter or target exist beyond a few rows.
 
     Row t of the target's hidden states predicts token t + 1, so that step k at t learns from row t + k: what

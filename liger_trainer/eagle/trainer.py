@@ -32,7 +32,7 @@ from liger_trainer.trainers.sft_trainer import LigerSFTTrainer
 
 
 class LigerEagleTrainer(LigerSFTTrainer):
-    """[`LigerSFTTrainer`] for an EAGLE-3 drafter: its data, packing and arguments, and the loss of [`LigerEagleConfig`].
+    """[`LigerSFTTrainer`] for an EAGLE-3 drafter: its data, packing and arguments, [`LigerEagleConfig`]'s loss.
 
     The model is frozen. Only the logits of a few rows exist at any time, of the model and the drafter together. Once
     the trainer is built, the drafter is the model's attribute `eagle_drafter`. Training and evaluation log
@@ -90,9 +90,7 @@ class LigerEagleTrainer(LigerSFTTrainer):
         args = self.args
         if args.eagle_init_from is not None:
             return EagleDrafter.from_pretrained(args.eagle_init_from)
-        config = fresh_config(
-            self.model, args.eagle_draft_vocab_size, args.eagle_layers, args.eagle_intermediate_size
-        )
+        config = fresh_config(self.model, args.eagle_draft_vocab_size, args.eagle_layers, args.eagle_intermediate_size)
         if self.train_dataset is None:
             raise ValueError("train_dataset is None, and its labels are counted for the draft vocabulary. Pass it.")
         counts = count_labels(self.train_dataset, self.data_collator, config.vocab_size)
@@ -104,16 +102,20 @@ class LigerEagleTrainer(LigerSFTTrainer):
     # The loss
 
     def compute_loss(
-        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False,
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | int | None = None,
-    ) -> torch.Tensor | tuple[torch.Tensor, Any]:  # fmt: skip
+    ) -> torch.Tensor | tuple[torch.Tensor, Any]:
         if images := sorted(name for name in inputs if name.startswith(("pixel_values", "image_", "video_", "audio_"))):
             raise ValueError(f"The batch has {images[0]}, and a drafter is trained on text. Remove rows with images.")
         args, training = self.args, self.model.training
         rows = flat_rows(inputs)
         targets = flat_targets(inputs, rows, args.eagle_steps)
         call = {name: value for name, value in inputs.items() if name != "labels"} | {"use_cache": False}
-        scores = run_request(model, HeadRequest(logits_consumer=partial(self._scores, rows=rows, targets=targets)), **call)
+        request = HeadRequest(logits_consumer=partial(self._scores, rows=rows, targets=targets))
+        scores = run_request(model, request, **call)
 
         count = targets[0].ne(-100).sum() if num_items_in_batch is None else num_items_in_batch
         loss = scores["loss"] / torch.as_tensor(count, device=scores["loss"].device).clamp(min=1)

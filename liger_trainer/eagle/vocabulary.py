@@ -36,7 +36,7 @@ def draft_vocabulary(counts: torch.Tensor, size: int) -> tuple[torch.Tensor, tor
         ValueError: There are fewer tokens than `size`.
     """
     if not 0 < size <= len(counts):
-        raise ValueError(f"The draft vocabulary has {size} tokens; expected 1 to {len(counts)}, the target's vocabulary.")
+        raise ValueError(f"The draft vocabulary has {size} tokens; expected 1 to {len(counts)}, all of the target's.")
     ids = counts.sort(descending=True, stable=True).indices[:size].sort().values
     t2d = torch.zeros(len(counts), dtype=torch.bool)
     t2d[ids] = True

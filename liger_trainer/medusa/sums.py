@@ -25,6 +25,6 @@ class HeadSums:
         self._tokens[mode] += inputs["labels"].numel() if mask is None or mask.ndim != 2 else mask.sum()
 
     def take(self, mode: str, accelerator: Any) -> tuple[list[list[float]], torch.Tensor]:
-        """Return the three sums of each head and the tokens of this rank, and forget them. All ranks have to call it."""
+        """Return the sums of each head and the tokens of this rank, and forget both. All ranks have to call it."""
         sums = accelerator.reduce(self._sums.pop(mode), "sum")
         return sums.tolist(), torch.as_tensor(self._tokens.pop(mode), device=sums.device)

@@ -21,6 +21,7 @@ LAYERS = (  # a module imports from its own layer and from those before it
     ("losses",),
     ("trainers",),
     ("medusa",),
+    ("eagle",),
     ("fitting", "verify"),
     ("command.options", "command.processes"),
     ("command.recipe",),

@@ -18,19 +18,36 @@ DEPTH = 4
 def eagle_trainer(model, tmp_path, rows=None, trainer_options=None, **options):
     """A `LigerEagleTrainer` with the defaults of these tests; `options` go to `LigerEagleConfig`."""
     defaults = {
-        "per_device_train_batch_size": 8, "per_device_eval_batch_size": 8, "max_steps": 2, "learning_rate": 1e-2,
-        "max_length": 64, "bf16": False, "gradient_checkpointing": False, "max_grad_norm": 0.0, "logging_steps": 1,
-        "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "use_cpu": True, "eagle_decay": 0.7,
-        "eagle_steps": 3, "eagle_draft_vocab_size": 60, "eagle_layers": LAYERS,
-    }  # fmt: skip
+        "per_device_train_batch_size": 8,
+        "per_device_eval_batch_size": 8,
+        "max_steps": 2,
+        "learning_rate": 1e-2,
+        "max_length": 64,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "max_grad_norm": 0.0,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "eagle_decay": 0.7,
+        "eagle_steps": 3,
+        "eagle_draft_vocab_size": 60,
+        "eagle_layers": LAYERS,
+    }
     if options.get("eagle_init_from"):
         del defaults["eagle_layers"]
     args = LigerEagleConfig(output_dir=str(tmp_path / "eagle"), **(defaults | options))
     rows = Dataset.from_list(rows or ragged_rows())
     return LigerEagleTrainer(
-        model, args, train_dataset=rows, eval_dataset=rows, processing_class=tiny_tokenizer(),
+        model,
+        args,
+        train_dataset=rows,
+        eval_dataset=rows,
+        processing_class=tiny_tokenizer(),
         **(trainer_options or {}),
-    )  # fmt: skip
+    )
 
 
 def eagle_target(model_type="llama", **config):

@@ -1,7 +1,7 @@
 """What servers read of an EAGLE-3 drafter, as the sources of their loaders say, and how they name it.
 
-Read in the wheels of vLLM 0.33.0 (model_executor/models/llama_eagle3.py, v1/worker/gpu_model_runner.py) and SGLang 0.5.23
-(srt/models/llama_eagle3.py, srt/models/llama.py, srt/model_executor/model_runner_components/spec_aux_hidden_state.py).
+Read in the wheels of vLLM 0.33.0 (model_executor/models/llama_eagle3.py, v1/worker/gpu_model_runner.py) and SGLang
+0.5.23 (srt/models/llama_eagle3.py, srt/models/llama.py, .../model_runner_components/spec_aux_hidden_state.py).
 """
 
 H, INNER, QUERIES, KEYS, V, DRAFT = "H", "I", "Q", "G", "V", "Vd"
@@ -19,11 +19,16 @@ TABLE = {  # name in the file: shape, dtype if it is not that of the weights, pa
     "midlayer.mlp.down_proj.weight": (H, INNER, None, "model.layers.0.mlp.down_proj.weight"),
     "norm.weight": (H, None, None, "model.norm.weight"),
     "lm_head.weight": (DRAFT, H, None, "lm_head.weight"),
-    "d2t": (DRAFT, None, "int64", "draft ids"),  # vLLM: draft_id_to_target_id; SGLang: hot_token_id = d2t + the draft id
+    "d2t": (DRAFT, None, "int64", "draft ids"),  # vLLM: draft_id_to_target_id; SGLang: hot_token_id
     "t2d": (V, None, "bool", None),  # both leave it out
 }
-SHARDS = (("q_proj", "qkv_proj", "q"), ("k_proj", "qkv_proj", "k"), ("v_proj", "qkv_proj", "v"),
-          ("gate_proj", "gate_up_proj", "0"), ("up_proj", "gate_up_proj", "1"))  # fmt: skip
+SHARDS = (
+    ("q_proj", "qkv_proj", "q"),
+    ("k_proj", "qkv_proj", "k"),
+    ("v_proj", "qkv_proj", "v"),
+    ("gate_proj", "gate_up_proj", "0"),
+    ("up_proj", "gate_up_proj", "1"),
+)
 ARCHITECTURE = "LlamaForCausalLMEagle3"  # SGLang's class; vLLM's registry knows it too
 
 

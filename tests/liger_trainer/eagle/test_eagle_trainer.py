@@ -86,7 +86,8 @@ def test_the_most_frequent_labels_are_counted(tmp_path):
     given = []
     for row in rows:
         ids = row["prompt_ids"] + row["completion_ids"]
-        given.append({"input_ids": ids, "completion_mask": [0] * len(row["prompt_ids"]) + [1] * len(row["completion_ids"])})
+        mask = [0] * len(row["prompt_ids"]) + [1] * len(row["completion_ids"])
+        given.append({"input_ids": ids, "completion_mask": mask})
     trainer = eagle_trainer(
         eagle_target(), tmp_path, given, eagle_draft_vocab_size=4, completion_only_loss=True
     )  # 7: three times, 5: twice, 6: once, then id 0
@@ -134,9 +135,16 @@ def test_resumes_exactly_and_saves_what_loads(tmp_path):
 
 def test_the_best_checkpoint_is_loaded_at_the_end(tmp_path):
     trainer = built(
-        tmp_path, save_strategy="steps", eval_strategy="steps", eval_steps=2, save_steps=2, learning_rate=10.0,
-        load_best_model_at_end=True, metric_for_best_model="loss", lr_scheduler_type="constant",
-    )  # fmt: skip
+        tmp_path,
+        save_strategy="steps",
+        eval_strategy="steps",
+        eval_steps=2,
+        save_steps=2,
+        learning_rate=10.0,
+        load_best_model_at_end=True,
+        metric_for_best_model="loss",
+        lr_scheduler_type="constant",
+    )
     trainer.train()
     saved = {}
     for step in (2, 4):
@@ -174,7 +182,7 @@ def test_the_card_does_not_load_a_model(tmp_path):
         ({"eagle_decay": 1.1}, "eagle_decay is 1.1"),
         ({"eagle_draft_vocab_size": 0}, "eagle_draft_vocab_size is 0; expected 1 or more"),
         ({"eagle_intermediate_size": -1}, "eagle_intermediate_size is -1; expected 1 or more"),
-        ({"eagle_init_from": "a", "eagle_layers": [1, 2, 3]}, "whose drafter has its own shape, and eagle_layers is set"),
+        ({"eagle_init_from": "a", "eagle_layers": [1, 2, 3]}, "drafter has its own shape, and eagle_layers is set"),
     ],
 )
 def test_bad_arguments(options, message, tmp_path):
