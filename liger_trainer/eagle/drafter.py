@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from liger_trainer.eagle.files import DrafterConfig, read_drafter, write_drafter
-from liger_trainer.eagle.rows import FlatRows
+from liger_trainer.head.flat_rows import FlatRows
 from liger_triton import add_rms_norm, rms_norm, rollout_attention, rope, row_attention, swiglu
 
 INIT_STD = 0.02

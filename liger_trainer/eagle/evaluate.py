@@ -13,8 +13,8 @@ import torch
 from transformers import PreTrainedModel
 
 from liger_trainer.eagle.drafter import EagleDrafter
-from liger_trainer.eagle.rows import FlatRows, flat_rows
 from liger_trainer.eagle.target import decoder_layers, default_layers, embedding_of, tapped
+from liger_trainer.head.flat_rows import FlatRows, flat_rows
 from liger_trainer.medusa.evaluate import walk
 from liger_trainer.medusa.prompts import answer
 

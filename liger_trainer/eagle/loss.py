@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from liger_trainer.eagle.drafter import EagleDrafter
-from liger_trainer.eagle.rows import FlatRows
+from liger_trainer.head.flat_rows import FlatRows
 from liger_triton import HeadsLoss, linear_heads_kl
 
 

@@ -78,7 +78,7 @@ class PlainMedusaTrainer(LigerMedusaTrainer):
 def _targets(inputs: dict[str, Any], heads: int) -> torch.Tensor:
     """Return what each head is to guess (K + 1, B, S), int64, the LM head first, -100 where there is nothing to guess.
 
-    It is looked up here by the documents, and in `medusa/labels.py` by positions: a mistake there must not be here too.
+    It is looked up here by the documents, and in `head/targets.py` by positions: a mistake there must not be here too.
     """
     labels, documents = inputs["labels"], _documents(inputs)
     targets = labels.new_full((heads + 1, *labels.shape), -100)

@@ -18,7 +18,7 @@ LAYERS = (  # a module imports from its own layer and from those before it
     ("fp8",),
     ("lora",),
     ("patching",),
-    ("losses",),
+    ("losses", "mtp"),
     ("trainers",),
     ("medusa",),
     ("eagle",),

@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from liger_trainer.medusa.labels import head_targets, token_positions
+from liger_trainer.head.targets import head_targets, token_positions
 
 
 class FlatRows(NamedTuple):
