@@ -15,7 +15,7 @@ from liger_trainer.varlen.host_copies import values_of
 
 LogitsT = TypeVar("LogitsT", torch.Tensor, DeferredLogits)
 LogitsConsumer: TypeAlias = Callable[[Callable[[], Any]], Any]
-LogitsObserver: TypeAlias = Callable[[Any], None]
+LogitsObserver: TypeAlias = Callable[[Any], torch.Tensor]
 
 _FOR_THE_LOSS = ("labels", "shift_labels", "num_items_in_batch")  # from these a model would compute a loss
 # One argument of the bound forward: wrappers of a model (PEFT, DDP, FSDP, DeepSpeed) pass keywords on as they are.
@@ -55,7 +55,8 @@ class HeadRequest:
             returns `DeferredLogits`.
 
         logits_observer (`Callable`, *optional*): With `token_scores`, is called with the logits of the call once they
-            are scored, as `DeferredLogits` where the head is fused, inside the model's forward.
+            are scored, as `DeferredLogits` where the head is fused, inside the model's forward. What it returns is the
+            field `observed` of the answer, where DDP looks for the parameters that it has used.
 
     Raises:
         ValueError: `logits_consumer` is set together with another answer, or `logits_observer` without scores.

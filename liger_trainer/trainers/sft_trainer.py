@@ -100,7 +100,7 @@ class LigerSFTTrainer(LigerTRLMixin, SFTTrainer):
         observer = None
         beside: list[torch.Tensor] = []
         if self._mtp is not None:
-            observer = partial(self._add_mtp_loss, self._mtp, inputs, num_items_in_batch, beside)
+            observer = partial(self._mtp_loss, self._mtp, inputs, num_items_in_batch)
         # TRL reduces by `-log_probs.sum() / num_tokens`, so that all tokens have one upstream gradient. Then the head
         # computes its gradients in the forward pass. It checks the promise: a broken one gives NaN.
         uniform_grad = not own_loss and self.args.loss_type == "nll"
@@ -122,6 +122,8 @@ class LigerSFTTrainer(LigerTRLMixin, SFTTrainer):
                 logits_observer=observer,
             )
             outputs = run_request(model, request, **(call | on_device))
+            if outputs.observed is not None:
+                beside.append(outputs.observed)
             if own_loss:
                 outputs.log_probs = -self._token_loss_of(outputs, given | on_device)
             if smoothed and outputs.aux_loss is not None:
@@ -154,15 +156,14 @@ class LigerSFTTrainer(LigerTRLMixin, SFTTrainer):
             return result[0] + beside[0], result[1]
         return result + beside[0]
 
-    def _add_mtp_loss(
+    def _mtp_loss(
         self,
         mtp: TrainedPredictor,
         inputs: dict[str, Any],
         num_items_in_batch: torch.Tensor | int | None,
-        found: list[torch.Tensor],
         logits: Any,
-    ) -> None:
-        """Append the loss of the MTP head to `found`, as something to add to the model's own loss.
+    ) -> torch.Tensor:
+        """The loss of the MTP head, as something to add to the model's own loss.
 
         Its value is 0, so that `loss` stays the model's. It is divided by the labels of the LM head in the accumulated
         batch, as the model's loss is.
@@ -173,7 +174,7 @@ class LigerSFTTrainer(LigerTRLMixin, SFTTrainer):
         loss = loss / torch.as_tensor(count, device=loss.device).clamp(min=1)
         if self.args.average_tokens_across_devices and num_items_in_batch is not None:
             loss = loss * self.accelerator.num_processes  # DDP averages over ranks
-        found.append(loss - loss.detach())
+        return loss - loss.detach()
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         mode = "train" if self.model.training else "eval"
