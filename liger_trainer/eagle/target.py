@@ -30,9 +30,13 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
 
 
 def default_layers(depth: int) -> tuple[int, int, int]:
-    """The hidden states that vLLM and SGLang give a drafter whose config names none. ValueError below 6 layers."""
+    """The hidden states that vLLM and SGLang give a drafter whose config names none. ValueError below 7 layers."""
     layers = (2, depth // 2, depth - 3)
-    check_layers(layers, depth)
+    if depth < 7:
+        raise ValueError(
+            f"eagle_layers is unset, which means {list(layers)} for a model of {depth} layers: not three hidden states "
+            f"in rising order. Set eagle_layers to three numbers from 0 to {depth - 1}."
+        )
     return layers
 
 
@@ -42,7 +46,7 @@ def check_layers(layers: Sequence[int], depth: int) -> None:
     if len(layers) != 3 or not whole or not 0 <= layers[0] < layers[1] < layers[2] < depth:
         raise ValueError(
             f"eagle_layers is {list(layers)}; expected three rising numbers from 0 to {depth - 1}. Number i is the "
-            f"hidden state that goes into layer i. Unset, it is [2, {depth // 2}, {depth - 3}], which takes 6 layers."
+            "hidden state that goes into layer i."
         )
 
 

@@ -56,6 +56,7 @@ class LigerEagleTrainer(LigerSFTTrainer):
     loss_hook = None
     gives_token_predictions = False
     freezes_model = True
+    _batch_loss: Callable[..., Any] = staticmethod(drafter_loss)
 
     def __init__(
         self, model: str | PreTrainedModel | nn.Module, args: LigerEagleConfig | None = None, **kwargs: Any
@@ -144,7 +145,7 @@ class LigerEagleTrainer(LigerSFTTrainer):
             raise ValueError(f"A drafter needs the input of the LM head, but {head_reason(self.model)}.")
         weights = [args.eagle_decay**k for k in range(args.eagle_steps)]
         score = partial(
-            drafter_loss,
+            self._batch_loss,
             self._drafter,
             rows,
             torch.cat([rows.of(x) for x in seen], -1),

@@ -76,5 +76,6 @@ def test_taps_are_the_hidden_states_of_transformers():
 
 def test_default_layers():
     assert default_layers(32) == (2, 16, 29) and default_layers(36) == (2, 18, 33)
-    with pytest.raises(ValueError, match=r"eagle_layers is \[2, 2, 2\]; expected three rising numbers from 0 to 4"):
-        default_layers(5)
+    assert default_layers(7) == (2, 3, 4)
+    with pytest.raises(ValueError, match=r"eagle_layers is unset, which means \[2, 3, 3\] for a model of 6 layers"):
+        default_layers(6)
