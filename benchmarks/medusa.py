@@ -78,7 +78,7 @@ def add_heads(model, case):
 
 def unfused_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
     """The loss of `LigerMedusaTrainer` with the logits of every head, as the `compute_loss` of a trainer."""
-    from liger_trainer.medusa.labels import head_targets
+    from liger_trainer.head.targets import head_targets
 
     def cross_entropy(logits, targets, ahead):
         rows, target = logits[:, :-ahead].flatten(0, 1), targets[:, :-ahead].flatten()

@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # what editors and type checkers see; a test compares these names with `_WHERE`
     from liger_trainer import losses as losses
     from liger_trainer.base_weights.mxfp4 import Mxfp4Config as Mxfp4Config
+    from liger_trainer.eagle.config import LigerEagleConfig as LigerEagleConfig
+    from liger_trainer.eagle.drafter import EagleDrafter as EagleDrafter
+    from liger_trainer.eagle.trainer import LigerEagleTrainer as LigerEagleTrainer
     from liger_trainer.integrations.liger_kernel_names import AutoLigerKernelForCausalLM as AutoLigerKernelForCausalLM
     from liger_trainer.medusa.config import LigerMedusaConfig as LigerMedusaConfig
     from liger_trainer.medusa.heads import MedusaHeads as MedusaHeads
@@ -52,6 +55,9 @@ _NAMES = {  # module: public names
     "liger_trainer.trainers.grpo_trainer": ("LigerGRPOConfig", "LigerGRPOTrainer"),
     "liger_trainer.trainers.rloo_trainer": ("LigerRLOOConfig", "LigerRLOOTrainer"),
     "liger_trainer.trainers.distillation_trainer": ("LigerDistillationConfig", "LigerDistillationTrainer"),
+    "liger_trainer.eagle.config": ("LigerEagleConfig",),
+    "liger_trainer.eagle.drafter": ("EagleDrafter",),
+    "liger_trainer.eagle.trainer": ("LigerEagleTrainer",),
     "liger_trainer.medusa.config": ("LigerMedusaConfig",),
     "liger_trainer.medusa.heads": ("MedusaHeads",),
     "liger_trainer.medusa.trainer": ("LigerMedusaTrainer",),

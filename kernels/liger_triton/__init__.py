@@ -27,6 +27,7 @@ from .modules import (
 )
 from .results import Divergence, HeadsLoss, LogProbs, TokenRanks
 from .rms_norm import add_rms_norm, gated_rms_norm, rms_norm
+from .rollout_attention import rollout_attention
 from .rope import rope
 from .row_attention import row_attention
 from .short_conv import short_conv
@@ -70,6 +71,7 @@ __all__ = [
     "lora_mlp",
     "rms_norm",
     "rope",
+    "rollout_attention",
     "row_attention",
     "short_conv",
     "swiglu",

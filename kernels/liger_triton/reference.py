@@ -110,6 +110,33 @@ def row_attention(q, k, v, offsets, longest, *, scale=None, window=None, softcap
     return torch.cat(done)
 
 
+def rollout_attention(q, k, v, own_keys, own_values, offsets, longest, *, scale=None):
+    """See `liger_triton.rollout_attention`."""
+    wide = wide_dtype(q.dtype)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    shared = q.shape[1] // k.shape[1]
+    ends = offsets.tolist()
+    done = [q[:0]]
+    for start, end in zip(ends, ends[1:], strict=False):
+        row = slice(start, end)
+        keys, values = (x[row].repeat_interleave(shared, 1).to(wide) for x in (k, v))
+        queries = q[row].to(wide)
+        scores = torch.einsum("thd,uhd->htu", queries, keys) * scale
+        at = torch.arange(end - start, device=q.device)
+        scores = scores.masked_fill(at[:, None] < at, float("-inf"))
+        own_values_of_row = [x[row].repeat_interleave(shared, 1).to(wide) for x in own_values]
+        own_scores = []
+        for x in own_keys:
+            key = x[row].repeat_interleave(shared, 1).to(wide)
+            own_scores.append((queries * key).sum(-1).t().unsqueeze(-1) * scale)  # (H, t, 1)
+        weights = torch.cat([scores, *own_scores], -1).softmax(-1)
+        out = torch.einsum("htu,uhd->thd", weights[..., : len(at)], values)
+        for i, value in enumerate(own_values_of_row, len(at)):
+            out = out + weights[..., i].t().unsqueeze(-1) * value
+        done.append(out.to(q.dtype))
+    return torch.cat(done)
+
+
 def _rotate(x, cos, sin, interleaved, out_interleaved, rotate_last, cast):
     """Rotate x (..., D) by the angles of cos and sin (..., R/2). They broadcast against the leading dimensions of x."""
     wide = wide_dtype(x.dtype, cos.dtype, sin.dtype)

@@ -289,7 +289,7 @@ def _tiles(d: int, dtype: torch.dtype, device: torch.device, backward: bool) -> 
     return {"mine": mine, "other": other, "BLOCK_D": wide, "num_warps": warps, "num_stages": stages}
 
 
-def _by_kernels(q, k, v, offsets, longest, scale, window, softcap, sinks):
+def kernels_forward(q, k, v, offsets, longest, scale, window, softcap, sinks):
     """Return (o, L) by the kernel of this file."""
     (tokens, heads, d), groups = q.shape, k.shape[1]
     o = torch.empty_like(q)
@@ -323,7 +323,7 @@ def _by_kernels(q, k, v, offsets, longest, scale, window, softcap, sinks):
     return o, level
 
 
-def _gradients_by_kernels(do, q, k, v, o, level, offsets, longest, scale, window, softcap):
+def kernels_backward(do, q, k, v, o, level, offsets, longest, scale, window, softcap):
     (tokens, heads, d), groups = q.shape, k.shape[1]
     dq = torch.empty_like(q)
     dk = torch.empty_like(k)
@@ -396,27 +396,55 @@ def _delta(o: torch.Tensor, do: torch.Tensor) -> torch.Tensor:
     return delta
 
 
+def flash_forward(q, k, v, offsets, longest, scale, window):
+    """Return o (T, H, D), L (H, T) in fp32 and two tensors for `flash_backward`, by PyTorch's flash attention."""
+    o, level, seed, unused, _ = torch.ops.aten._flash_attention_forward(
+        q,
+        k,
+        v,
+        offsets,
+        offsets,
+        longest,
+        longest,
+        0.0,
+        window is None,
+        False,
+        scale=scale,
+        window_size_left=-1 if window is None else window - 1,
+        window_size_right=0,
+    )
+    return o, level, seed, unused
+
+
+def flash_backward(do, q, k, v, o, level, offsets, longest, scale, window, state):
+    """Return dq, dk and dv. `o` and `level` may be those of more keys than k; then dq is the part of these."""
+    return torch.ops.aten._flash_attention_backward(
+        do,
+        q,
+        k,
+        v,
+        o,
+        level,
+        offsets,
+        offsets,
+        longest,
+        longest,
+        0.0,
+        window is None,
+        *state,
+        scale=scale,
+        window_size_left=-1 if window is None else window - 1,
+        window_size_right=0,
+    )
+
+
 class _RowAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, sinks, offsets, longest, scale, window, softcap):
         ctx.given = (longest, scale, window, softcap)
         ctx.state = None
-        if _is_flash(q, softcap):
-            o, level, *ctx.state, _ = torch.ops.aten._flash_attention_forward(
-                q,
-                k,
-                v,
-                offsets,
-                offsets,
-                longest,
-                longest,
-                0.0,
-                window is None,
-                False,
-                scale=scale,
-                window_size_left=-1 if window is None else window - 1,
-                window_size_right=0,
-            )
+        if is_flash(q, softcap):
+            o, level, *ctx.state = flash_forward(q, k, v, offsets, longest, scale, window)
             if sinks is not None:
                 z = sinks.float()[:, None]
                 # Not in place: a checkpoint that keeps the attention result for recomputation checks that it is
@@ -424,7 +452,7 @@ class _RowAttention(torch.autograd.Function):
                 o = torch.mul(o, torch.sigmoid(level - z).t()[..., None], out=torch.empty_like(o))
                 level = torch.logaddexp(level, z)
         else:
-            o, level = _by_kernels(q, k, v, offsets, longest, scale, window, softcap, sinks)
+            o, level = kernels_forward(q, k, v, offsets, longest, scale, window, softcap, sinks)
         ctx.save_for_backward(q, k, v, sinks, offsets, o, level)
         return o
 
@@ -436,32 +464,15 @@ class _RowAttention(torch.autograd.Function):
         longest, scale, window, softcap = ctx.given
         dz = None
         if ctx.state is not None:
-            dq, dk, dv = torch.ops.aten._flash_attention_backward(
-                do,
-                q,
-                k,
-                v,
-                o,
-                level,
-                offsets,
-                offsets,
-                longest,
-                longest,
-                0.0,
-                window is None,
-                *ctx.state,
-                scale=scale,
-                window_size_left=-1 if window is None else window - 1,
-                window_size_right=0,
-            )
+            dq, dk, dv = flash_backward(do, q, k, v, o, level, offsets, longest, scale, window, ctx.state)
         else:
-            dq, dk, dv = _gradients_by_kernels(do, q, k, v, o, level, offsets, longest, scale, window, softcap)
+            dq, dk, dv = kernels_backward(do, q, k, v, o, level, offsets, longest, scale, window, softcap)
         if ctx.needs_input_grad[3]:
             dz = -(torch.exp(sinks.float()[:, None] - level) * _delta(o, do)).sum(1).to(sinks.dtype)
         return dq, dk, dv, dz, *(None,) * 5
 
 
-def _is_flash(q: torch.Tensor, softcap: float | None) -> bool:
+def is_flash(q: torch.Tensor, softcap: float | None) -> bool:
     """Return whether PyTorch's flash attention takes the call: 16 bits, an Ampere GPU or later, no cap."""
     if softcap is not None or not q.is_cuda or q.dtype not in (torch.bfloat16, torch.float16) or q.shape[-1] % 8:
         return False

@@ -1,4 +1,4 @@
-"""The command `liger-trainer`: train recipes, say what fits, verify, compare, merge, chat, prepare Medusa heads.
+"""The command `liger-trainer`: train recipes, say what fits, verify, compare, merge, chat, prepare speculative heads.
 
 The modules of the commands import torch and transformers when a command runs, because `--help` must not wait for them.
 """
@@ -20,7 +20,7 @@ from liger_trainer.command.tools.chat import add_chat_command
 from liger_trainer.command.tools.compare import add_compare_command
 from liger_trainer.command.tools.doctor import add_doctor_command
 from liger_trainer.command.tools.fit import add_fit_command
-from liger_trainer.command.tools.medusa import add_medusa_commands
+from liger_trainer.command.tools.heads import add_head_commands
 from liger_trainer.command.tools.merge import add_merge_command
 from liger_trainer.command.tools.verify import add_verify_command
 from liger_trainer.errors import RecipeError, RunError
@@ -77,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     add_doctor_command(commands)
     add_merge_command(commands)
     add_chat_command(commands)
-    add_medusa_commands(commands)
+    add_head_commands(commands)
     return parser
 
 

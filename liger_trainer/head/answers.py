@@ -168,6 +168,8 @@ def _token_scores(call: ModelCall) -> FusedLMOutput:
 
     def scored(outputs: Any) -> FusedLMOutput:
         fields = _score_fields(call, outputs)
+        if call.request.logits_observer is not None:
+            fields["observed"] = call.request.logits_observer(_field(outputs, "logits"))
         if _field(outputs, "aux_loss") is not None:
             _computes_aux_loss.add(type(call.model))
         aux_loss = _aux_loss(call, outputs, router_logits)

@@ -35,6 +35,7 @@ class FusedLMOutput(ModelOutput):
         predictions (`dict`, *optional*): With `token_predictions=True`, a dict of `token_ids` (the most likely tokens),
             `log_probs`, `ranks` and `labels`, each `(B, S - 1)` and -100 where the label is -100. The log-probabilities
             are of the model's own distribution, without temperature and label smoothing.
+        observed (`torch.Tensor`, *optional*): What the request's `logits_observer` has returned.
     """
 
     loss: torch.Tensor | None = None
@@ -48,6 +49,7 @@ class FusedLMOutput(ModelOutput):
     hidden_states: torch.Tensor | None = None
     vocab_mean: torch.Tensor | None = None
     predictions: dict[str, torch.Tensor] | None = None
+    observed: torch.Tensor | None = None
 
 
 @dataclass

@@ -15,6 +15,7 @@ from liger_trainer.varlen.host_copies import values_of
 
 LogitsT = TypeVar("LogitsT", torch.Tensor, DeferredLogits)
 LogitsConsumer: TypeAlias = Callable[[Callable[[], Any]], Any]
+LogitsObserver: TypeAlias = Callable[[Any], torch.Tensor]
 
 _FOR_THE_LOSS = ("labels", "shift_labels", "num_items_in_batch")  # from these a model would compute a loss
 # One argument of the bound forward: wrappers of a model (PEFT, DDP, FSDP, DeepSpeed) pass keywords on as they are.
@@ -53,8 +54,12 @@ class HeadRequest:
             forward, where sharded weights have been gathered. `run()` calls the model's own forward, which then
             returns `DeferredLogits`.
 
+        logits_observer (`Callable`, *optional*): With `token_scores`, is called with the logits of the call once they
+            are scored, as `DeferredLogits` where the head is fused, inside the model's forward. What it returns is the
+            field `observed` of the answer, where DDP looks for the parameters that it has used.
+
     Raises:
-        ValueError: `logits_consumer` is set together with another answer.
+        ValueError: `logits_consumer` is set together with another answer, or `logits_observer` without scores.
     """
 
     skip_logits: bool | None = None
@@ -64,6 +69,7 @@ class HeadRequest:
     uniform_grad: bool = False
     token_predictions: bool = False
     logits_consumer: LogitsConsumer | None = None
+    logits_observer: LogitsObserver | None = None
 
     def __post_init__(self) -> None:
         if self.logits_consumer is not None and (self.token_scores or self.label_smoothing or self.token_predictions):
@@ -71,6 +77,9 @@ class HeadRequest:
                 "logits_consumer is set, which makes the answer itself, and so is token_scores, label_smoothing or "
                 "token_predictions. Leave those out."
             )
+
+        if self.logits_observer is not None and not self.token_scores:
+            raise ValueError("logits_observer is set and token_scores is not, so that it would see nothing. Set both.")
 
     @property
     def replaces_loss(self) -> bool:

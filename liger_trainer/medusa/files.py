@@ -55,11 +55,21 @@ def check_shape(num_heads: int, num_layers: int, tied: bool) -> None:
         )
 
 
+def _candidates(folder: str) -> list[str]:
+    """The head directories among `folder` and the one that a training writes in it."""
+    both = (os.fspath(folder), os.path.join(folder, HEADS_FOLDER))
+    return [candidate for candidate in both if os.path.isfile(os.path.join(candidate, WEIGHTS_FILE))]
+
+
+def has_heads(folder: str) -> bool:
+    """Whether `heads_folder` finds Medusa heads."""
+    return bool(_candidates(folder))
+
+
 def heads_folder(folder: str) -> str:
     """`folder` if it is a head directory, or else the head directory in it. ValueError if there is none."""
-    for candidate in (os.fspath(folder), os.path.join(folder, HEADS_FOLDER)):
-        if os.path.isfile(os.path.join(candidate, WEIGHTS_FILE)):
-            return candidate
+    for candidate in _candidates(folder):
+        return candidate
     raise ValueError(
         f"{os.fspath(folder)!r} has no {WEIGHTS_FILE}, and no {HEADS_FOLDER}/{WEIGHTS_FILE}. Give the output_dir of a "
         "Medusa training, or the folder of its heads."

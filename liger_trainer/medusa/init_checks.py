@@ -21,6 +21,7 @@ def check_args(args: LigerMedusaConfig, kwargs: dict[str, Any]) -> None:
         "label_smoothing_factor": args.label_smoothing_factor or None,
         "loss_type": None if args.loss_type == "nll" else args.loss_type,
         "compute_loss_func": kwargs.get("compute_loss_func"),
+        "train_mtp": args.train_mtp or None,
     }
     for name, value in ignored.items():
         if value is not None:

@@ -1,9 +1,8 @@
 """`LigerMedusaTrainer`: Medusa heads on a frozen model (stage 1), or together with it (stage 2)."""
 
 import os
-from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,11 +17,13 @@ from liger_trainer.head.deferred import DeferredLogits
 from liger_trainer.head.module import base_model_of, head_reason
 from liger_trainer.head.outputs import HeadOptions
 from liger_trainer.head.request import HeadRequest, run_request
+from liger_trainer.head.sums import HeadSums
+from liger_trainer.head.targets import head_targets
 from liger_trainer.medusa.config import LigerMedusaConfig, schedule_of
 from liger_trainer.medusa.files import HEADS_FOLDER
+from liger_trainer.medusa.frozen import as_served
 from liger_trainer.medusa.heads import HEADS_NAME, MedusaHeads, attach_heads, heads_detached, heads_of
 from liger_trainer.medusa.init_checks import check_args, check_setup
-from liger_trainer.medusa.labels import head_targets
 from liger_trainer.medusa.loss import heads_loss
 from liger_trainer.trainers.model_card import CardText
 from liger_trainer.trainers.sft_trainer import LigerSFTTrainer
@@ -63,9 +64,7 @@ class LigerMedusaTrainer(LigerSFTTrainer):
         check_args(args, kwargs)
         super().__init__(model, args, **kwargs)
         self._schedule = schedule_of(args.medusa_schedule)
-        # For each mode, the sums of losses, of hits and of rows since the last log: (3, heads)
-        self._sums: dict[str, torch.Tensor] = {}
-        self._tokens: defaultdict[str, Any] = defaultdict(int)
+        self._sums = HeadSums()
 
     @property
     def _heads(self) -> Any:
@@ -158,7 +157,7 @@ class LigerMedusaTrainer(LigerSFTTrainer):
         if "aux_loss" in scores:  # it is a mean over the micro-batch, as in SFTTrainer
             steps = self.current_gradient_accumulation_steps if num_items_in_batch is not None else 1
             loss = loss + self.router_aux_loss_coef * scores["aux_loss"] / steps
-        self._count("train" if training else "eval", scores["sums"], inputs)
+        self._sums.add("train" if training else "eval", scores["sums"], inputs)
         if not return_outputs:
             return loss
         with torch.no_grad():
@@ -177,7 +176,7 @@ class LigerMedusaTrainer(LigerSFTTrainer):
             [1.0] * joint + [weight * args.medusa_decay**k for k in range(1, args.medusa_num_heads + 1)],
             device=targets.device,
         )
-        with nullcontext() if joint else _as_served(base_model_of(self.model)):
+        with nullcontext() if joint else as_served(base_model_of(self.model)):
             outputs = run()
         logits = outputs.logits
         if not isinstance(logits, DeferredLogits) or logits.is_materialized:
@@ -191,12 +190,6 @@ class LigerMedusaTrainer(LigerSFTTrainer):
 
     # What is logged
 
-    def _count(self, mode: str, sums: torch.Tensor, inputs: dict[str, Any]) -> None:
-        sums = sums.detach()
-        self._sums[mode] = self._sums[mode] + sums if mode in self._sums else sums
-        mask = inputs.get("attention_mask")
-        self._tokens[mode] += inputs["labels"].numel() if mask is None or mask.ndim != 2 else mask.sum()
-
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         mode = "train" if self.model.training else "eval"
         if mode in self._sums:
@@ -205,11 +198,9 @@ class LigerMedusaTrainer(LigerSFTTrainer):
 
     def _mean_metrics(self, mode: str) -> dict[str, float]:
         """Means over all rows since the last log, on all ranks. All ranks have to call this."""
-        sums = self.accelerator.reduce(self._sums.pop(mode), "sum")
-        tokens = torch.as_tensor(self._tokens.pop(mode), device=sums.device)
+        (losses, hits, rows), tokens = self._sums.take(mode, self.accelerator)
         if mode == "train":
             self._total_train_tokens += int(self.accelerator.reduce(tokens, "sum")) // self.get_tp_size()
-        losses, hits, rows = sums.tolist()
         first = 0 if self.args.medusa_stage == 2 else 1
         metrics: dict[str, float] = {"num_tokens": self._total_train_tokens}
         for k, (loss, hit, row) in enumerate(zip(losses, hits, rows, strict=True), first):
@@ -260,15 +251,3 @@ class LigerMedusaTrainer(LigerSFTTrainer):
                 load()
         saved = MedusaHeads.from_pretrained(checkpoint).state_dict()
         set_model_state_dict(self._heads, saved, options=StateDictOptions(full_state_dict=True))
-
-
-@contextmanager
-def _as_served(model: nn.Module) -> Iterator[None]:
-    """Within the block a frozen model runs as it will be served: without dropout, and without a graph."""
-    training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        model.train(training)

@@ -3,7 +3,8 @@
 import dataclasses
 import inspect
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from liger_trainer.data.formats import has_images
 from liger_trainer.head.module import who_sees_outputs
 from liger_trainer.head.outputs import FusedLMOutput
 from liger_trainer.head.request import HeadRequest, run_request
+from liger_trainer.head.sums import HeadSums
+from liger_trainer.mtp.training import TrainedPredictor
 from liger_trainer.trainers.arguments import LigerArguments
 from liger_trainer.trainers.late_metrics import LateMetrics
 from liger_trainer.trainers.packed_images import pack_images
@@ -25,6 +28,19 @@ from liger_trainer.varlen.host_copies import values_of
 @dataclass
 class LigerSFTConfig(LigerArguments, SFTConfig):
     """[`~trl.SFTConfig`] with the fields of [`LigerArguments`], for [`LigerSFTTrainer`]."""
+
+    train_mtp: bool = field(
+        default=False,
+        metadata={
+            "help": "Train the multi-token prediction head (`mtp.*`) of the model's checkpoint beside it, and save it "
+            "with the model under its own names. The model learns as without it."
+        },
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.train_mtp, bool):
+            raise ValueError(f"train_mtp is {self.train_mtp!r}; expected true or false.")
 
 
 class LigerSFTTrainer(LigerTRLMixin, SFTTrainer):
@@ -59,6 +75,11 @@ class LigerSFTTrainer(LigerTRLMixin, SFTTrainer):
         if packs_images:
             pack_images(self)
 
+    def _finish_init(self) -> None:
+        super()._finish_init()
+        self._mtp = TrainedPredictor(self) if getattr(self.args, "train_mtp", False) else None
+        self._mtp_sums = HeadSums()
+
     def compute_loss(
         self,
         model: nn.Module,
@@ -71,9 +92,15 @@ class LigerSFTTrainer(LigerTRLMixin, SFTTrainer):
         is_read = self.overrides_compute_loss or not isinstance(model, nn.Module) or bool(who_sees_outputs(model))
         model = self._without_needless_mask(model)
         if not self.head_is_ours or self.compute_loss_func is not None or (is_read and not own_loss):
+            if self._mtp is not None:
+                raise ValueError("train_mtp is true, and code that is not TRL's reads the model's outputs. Remove one.")
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         smoothed = not own_loss and smoother is not None and self.args.loss_type == "nll"
         token_outputs = ("log_probs", "entropy", "is_top1", *self.token_outputs) if own_loss else None
+        observer = None
+        beside: list[torch.Tensor] = []
+        if self._mtp is not None:
+            observer = partial(self._mtp_loss, self._mtp, inputs, num_items_in_batch)
         # TRL reduces by `-log_probs.sum() / num_tokens`, so that all tokens have one upstream gradient. Then the head
         # computes its gradients in the forward pass. It checks the promise: a broken one gives NaN.
         uniform_grad = not own_loss and self.args.loss_type == "nll"
@@ -92,8 +119,11 @@ class LigerSFTTrainer(LigerTRLMixin, SFTTrainer):
                 token_outputs=token_outputs,
                 uniform_grad=uniform_grad,
                 label_smoothing=label_smoothing,
+                logits_observer=observer,
             )
             outputs = run_request(model, request, **(call | on_device))
+            if outputs.observed is not None:
+                beside.append(outputs.observed)
             if own_loss:
                 outputs.log_probs = -self._token_loss_of(outputs, given | on_device)
             if smoothed and outputs.aux_loss is not None:
@@ -115,9 +145,44 @@ class LigerSFTTrainer(LigerTRLMixin, SFTTrainer):
         recording = self._late_metrics.recording(replaced) if late else nullcontext()
         try:
             with recording:
-                return super().compute_loss(scored, given, return_outputs, num_items_in_batch)
+                result = super().compute_loss(scored, given, return_outputs, num_items_in_batch)
         finally:
             self.label_smoother, self.router_aux_loss_coef = stock
+        if self._mtp is None:
+            return result
+        if len(beside) != 1:
+            raise ValueError(f"train_mtp is true, and the model was called {len(beside)} times with labels, not once.")
+        if isinstance(result, tuple):
+            return result[0] + beside[0], result[1]
+        return result + beside[0]
+
+    def _mtp_loss(
+        self,
+        mtp: TrainedPredictor,
+        inputs: dict[str, Any],
+        num_items_in_batch: torch.Tensor | int | None,
+        logits: Any,
+    ) -> torch.Tensor:
+        """The loss of the MTP head, as something to add to the model's own loss.
+
+        Its value is 0, so that `loss` stays the model's. It is divided by the labels of the LM head in the accumulated
+        batch, as the model's loss is.
+        """
+        loss, sums = mtp.loss(logits, inputs)
+        self._mtp_sums.add("train" if self.model.training else "eval", sums, inputs)
+        count = inputs["labels"][:, 1:].ne(-100).sum() if num_items_in_batch is None else num_items_in_batch
+        loss = loss / torch.as_tensor(count, device=loss.device).clamp(min=1)
+        if self.args.average_tokens_across_devices and num_items_in_batch is not None:
+            loss = loss * self.accelerator.num_processes  # DDP averages over ranks
+        return loss - loss.detach()
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        mode = "train" if self.model.training else "eval"
+        if mode in self._mtp_sums:
+            (losses, hits, rows), _ = self._mtp_sums.take(mode, self.accelerator)
+            self._metrics[mode]["mtp_loss"] = [losses[0] / max(rows[0], 1)]
+            self._metrics[mode]["mtp_accuracy"] = [hits[0] / max(rows[0], 1)]
+        super().log(logs, start_time)
 
     @property
     def _metrics(self) -> dict[str, Any]:

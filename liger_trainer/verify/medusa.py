@@ -47,16 +47,16 @@ class PlainMedusaTrainer(LigerMedusaTrainer):
         if call.get("output_router_logits"):
             steps = self.current_gradient_accumulation_steps if num_items_in_batch is not None else 1
             loss = loss + self.router_aux_loss_coef * own.aux_loss / steps
-        self._count("train" if training else "eval", torch.tensor(seen).T, inputs)
+        self._sums.add("train" if training else "eval", torch.tensor(seen).T, inputs)
         return (loss, own) if return_outputs else loss
 
     def _mean_metrics(self, mode: str) -> dict[str, float]:
         """Losses and accuracies of the heads, over all of their targets since the last log."""
-        tokens = int(self._tokens.pop(mode))
-        self._total_train_tokens += tokens if mode == "train" else 0
+        sums, tokens = self._sums.take(mode, self.accelerator)
+        self._total_train_tokens += int(tokens) if mode == "train" else 0
         metrics: dict[str, float] = {"num_tokens": self._total_train_tokens}
         joint = self.args.medusa_stage == 2
-        for k, (loss, right, targets) in enumerate(self._sums.pop(mode).T.tolist(), 0 if joint else 1):
+        for k, (loss, right, targets) in enumerate(zip(*sums, strict=True), 0 if joint else 1):
             metrics[f"medusa_head{k}_loss" if k else "lm_loss"] = loss / max(targets, 1)
             metrics[f"medusa_head{k}_accuracy" if k else "mean_token_accuracy"] = right / max(targets, 1)
         return metrics
@@ -78,7 +78,7 @@ class PlainMedusaTrainer(LigerMedusaTrainer):
 def _targets(inputs: dict[str, Any], heads: int) -> torch.Tensor:
     """Return what each head is to guess (K + 1, B, S), int64, the LM head first, -100 where there is nothing to guess.
 
-    It is looked up here by the documents, and in `medusa/labels.py` by positions: a mistake there must not be here too.
+    It is looked up here by the documents, and in `head/targets.py` by positions: a mistake there must not be here too.
     """
     labels, documents = inputs["labels"], _documents(inputs)
     targets = labels.new_full((heads + 1, *labels.shape), -100)

@@ -151,6 +151,11 @@ def row_attention(n):
     return liger_triton.row_attention(q, k, v, torch.zeros(3, dtype=torch.int32), n, softcap=10.0)
 
 
+def rollout_attention(n):
+    q, k, v, own_key, own_value = (rows(n, heads, 16) for heads in (4, 2, 2, 2, 2))
+    return liger_triton.rollout_attention(q, k, v, [own_key], [own_value], torch.zeros(3, dtype=torch.int32), n)
+
+
 def short_conv(n):
     cu_seqlens = torch.zeros(3, dtype=torch.int32)
     return liger_triton.short_conv(rows(n, 32), rows(32, 4), rows(32), cu_seqlens=cu_seqlens, activation="silu")
@@ -178,6 +183,7 @@ OPERATIONS = {
     "fp8 casts": casts,
     "lora": lora,
     "experts": experts,
+    "rollout_attention": rollout_attention,
     "row_attention": row_attention,
     "short_conv": short_conv,
 }

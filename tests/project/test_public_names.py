@@ -24,6 +24,7 @@ KERNEL_MODULES = {  # public in both packages
 TRAINERS = ("SFT", "DPO", "ORPO", "CPO", "KTO", "GRPO", "RLOO", "Distillation")
 NAMES = {
     "LigerTrainer", "LigerTrainingArguments", "LigerMedusaConfig", "MedusaHeads", "LigerMedusaTrainer", "LigerReport",
+    "LigerEagleConfig", "EagleDrafter", "LigerEagleTrainer",
     "apply_liger", "remove_liger", "AutoLigerKernelForCausalLM", "Mxfp4Config", *KERNEL_MODULES,
     *(f"Liger{name}{kind}" for name in TRAINERS for kind in ("Config", "Trainer")),
 }  # fmt: skip
@@ -42,7 +43,7 @@ KERNELS = {
     "experts", "float8_cast", "float8_linear", "frozen_float8_linear",
     "gated_rms_norm", "geglu", "layer_norm", "linear_cross_entropy", "linear_divergence",
     "linear_heads_cross_entropy", "linear_heads_kl", "linear_logprobs", "linear_token_ranks", "lora_linear",
-    "lora_mlp", "rms_norm", "rope", "row_attention", "short_conv", "swiglu",
+    "lora_mlp", "rms_norm", "rollout_attention", "rope", "row_attention", "short_conv", "swiglu",
     "token_ranks",
     *KERNEL_MODULES,
 }  # fmt: skip
@@ -61,13 +62,13 @@ OWN_OPTIONS = {
 NEWER_NAMES = {"activation_checkpointing", "activation_checkpointing_kwargs"}  # which older transformers lacks
 COMMANDS = {
     "train", "recipes", "init", "path", "fit", "verify", "chat", "compare", "doctor", "merge", "medusa-eval",
-    "medusa-export",
+    "medusa-export", "eagle-eval", "export",
 }  # fmt: skip
 RECIPES = {
     "quickstart", "quickstart_dpo", "quickstart_medusa", "llama3_8b/sft_alpaca", "llama3_8b/sft_alpaca_lora",
     "llama3_8b/sft_alpaca_qlora", "llama3_8b/sft_qlora_16gb", "llama3_8b/sft_qlora_24gb",
     "llama3_8b/dpo_ultrafeedback", "llama3_8b/orpo", "llama3_8b/kto", "llama3_8b/grpo", "llama3_8b/medusa_stage1",
-    "llama3_8b/medusa_stage2", "llama3_2_3b/sft_lora_24gb", "qwen2_5_vl_3b/sft",
+    "llama3_8b/medusa_stage2", "llama3_8b/eagle3", "llama3_2_3b/sft_lora_24gb", "qwen2_5_vl_3b/sft",
     "qwen3_30b_a3b/sft_lora", "gpt_oss_20b/sft_lora", "gpt_oss_20b/sft_lora_16gb",
 }  # fmt: skip
 CONFIGS = {

@@ -66,7 +66,7 @@ MUTANTS = (
      "    reason = None", T + "lora"),
     ("liger_trainer/fp8/frozen_layer.py", "        if bits.dtype != _CODES or scale.dtype != torch.float32:",
      "        if False:", T + "fp8/test_frozen_float8.py"),
-    ("liger_trainer/medusa/labels.py", "positions[:, :-ahead] + ahead)", "positions[:, :-ahead] + 1)",
+    ("liger_trainer/head/targets.py", "positions[:, :-ahead] + ahead)", "positions[:, :-ahead] + 1)",
      T + "medusa/test_medusa_loss.py"),
     ("liger_trainer/medusa/loss.py", "return lm.loss + found.loss", "return found.loss",
      T + "medusa/test_medusa_loss.py"),

@@ -22,7 +22,7 @@ from liger_trainer.errors import RecipeError
 _TOPICS = {
     "recipe": "rows, rewards, and what this command does",
     "model": "the model, its adapter and its quantisation",
-    "ours": "kernels, memory, fp8, Medusa",
+    "ours": "kernels, memory, fp8, speculative heads",
     "trainer": "the trainer's loss and data",
     "training": "steps, optimizer, precision, evaluation, saving, logging",
 }

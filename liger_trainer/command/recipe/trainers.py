@@ -40,4 +40,9 @@ TRAINERS = {
         (("messages",), ("prompt", "completion"), ("text",), ("input_ids",)),
         images=True,
     ),
+    "eagle": TrainerEntry(
+        "LigerEagleConfig",
+        "LigerEagleTrainer",
+        (("messages",), ("prompt", "completion"), ("text",), ("input_ids",)),
+    ),
 }

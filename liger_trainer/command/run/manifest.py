@@ -28,6 +28,7 @@ _THREADS = 8  # zlib frees the interpreter's lock: 3 GB/s a core were measured
 _REFUSED = (
     "trainer", "optim", "optim_args", "optim_target_modules", "use_peft", "lora_r", "lora_alpha", "lora_target_*",
     "lora_modules_to_save", "use_rslora", "use_dora", "load_in_*", "medusa_num_*", "medusa_tied",
+    "eagle_draft_vocab_size", "eagle_layers", "eagle_intermediate_size",
 )  # fmt: skip
 _SAME_STATES = {"adamw_torch", "adamw_torch_fused"}
 # The states of optimizer and scheduler hold these, and loading the states overwrites what the recipe has set.

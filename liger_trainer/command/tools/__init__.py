@@ -1,1 +1,1 @@
-"""The commands beside training: fit, verify, compare, chat, merge, doctor and Medusa's two."""
+"""The commands beside training: fit, verify, compare, chat, merge, doctor, and those of speculative heads."""

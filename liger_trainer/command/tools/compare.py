@@ -29,6 +29,7 @@ _ALONE = {  # what a run does besides training, or writes
     "push_to_hub": "false", "logging_strategy": "steps", "logging_steps": "1", "disable_tqdm": "true",
     "logging_nan_inf_filter": "false",
 }  # fmt: skip
+_WITHOUT_STOCK = {"LigerMedusaTrainer": "Medusa heads", "LigerEagleTrainer": "EAGLE-3 drafters"}
 _ROW = "{:14} {:>15} {:>9} {:>9} {:>9} {:>11} {:>10}"
 
 
@@ -183,8 +184,8 @@ def _train(recipe: Recipe, arm: str, steps: int) -> dict[str, Any]:
     trainer_class = getattr(liger_trainer, recipe.entry.trainer)
     left_out: list[str] = []
     if arm != _OURS:
-        if recipe.entry.trainer == "LigerMedusaTrainer":
-            raise RecipeError("No stock trainer trains Medusa heads.")
+        if (trained := _WITHOUT_STOCK.get(recipe.entry.trainer)) is not None:
+            raise RecipeError(f"No stock trainer trains {trained}.")
         trainer_class = stock_class(trainer_class)
         recipe.training, left_out = _stock_arguments(recipe, use_liger_kernel=arm == _LIGER)
     sources, clock = find_sources(recipe)._replace(eval_rows=None), Clock()

@@ -1,4 +1,4 @@
-"""Models and adapters for the commands that load one: chat, merge, and Medusa's two."""
+"""Models and adapters for the commands that load one: chat, merge, and those of speculative heads."""
 
 import argparse
 import os

@@ -105,6 +105,12 @@ def setup_of(recipe: Recipe) -> Any:
     import liger_trainer
     from liger_trainer.verify import Setup
 
+    if recipe.entry.trainer == "LigerEagleTrainer":
+        raise RecipeError(
+            "trainer is eagle, and verify has no other trainer of drafters to compare with. Try the recipe with "
+            "--max_steps 2, and measure the drafter with liger-trainer eagle-eval."
+        )
+
     training, init = recipe.training, dict(recipe.training.model_init_kwargs or {})
     config = _config(recipe.model.model_name_or_path, "model_name_or_path", init, recipe.model.model_revision)
     init = {key: value for key, value in init.items() if key not in _OF_LOADING}

@@ -18,7 +18,7 @@ from tiny_models import collate, ragged_rows, tiny_model, tiny_tokenizer
 
 import liger_trainer.medusa.loss as medusa_loss
 from liger_trainer import LigerSFTConfig, LigerSFTTrainer
-from liger_trainer.medusa.labels import head_targets, token_positions
+from liger_trainer.head.targets import head_targets, token_positions
 
 CASES = [
     pytest.param("llama", 1, True, "hard", packed_batch, id="stage1-tied-hard-packed"),

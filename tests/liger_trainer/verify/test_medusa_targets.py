@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from liger_trainer.medusa.labels import head_targets
+from liger_trainer.head.targets import head_targets
 from liger_trainer.verify.medusa import _targets
 
 HEADS, LENGTH = 3, 17

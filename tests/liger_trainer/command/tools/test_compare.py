@@ -157,9 +157,10 @@ def test_an_arm_has_the_color_that_it_has_in_the_docs(monkeypatch):
     assert [(to_hex(bar), line) for bar, line in colors] == [(OURS, OURS)] * 2
 
 
-def test_medusa_has_no_stock_trainer(folder, capsys):
-    path = write_recipe(folder, trainer="medusa")
-    assert arm(capsys, path, "stock") == {"error": "No stock trainer trains Medusa heads."}
+@pytest.mark.parametrize("trainer, name", [("medusa", "Medusa heads"), ("eagle", "EAGLE-3 drafters")])
+def test_heads_have_no_stock_trainer(trainer, name, folder, capsys):
+    path = write_recipe(folder, trainer=trainer)
+    assert arm(capsys, path, "stock") == {"error": f"No stock trainer trains {name}."}
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="liger-kernel runs here")

@@ -1,0 +1,246 @@
+"""Samples/s and memory of training an EAGLE-3 drafter without logits, beside the same drafter with both logits.
+
+    python benchmarks/eagle.py --json eagle.json
+    python benchmarks/eagle.py --data rows.npz --rows padded --arms LigerEagleTrainer "both logits"
+    python benchmarks/eagle.py --recompute --fp8
+    python benchmarks/eagle.py --tiny
+
+`both logits` is the plain way, as other trainers of drafters have it: the logits of the target over the draft
+vocabulary, those of the drafter for each step, log_softmax of both in fp32, and the sum of q (log q - log p), with
+PyTorch's autograd. All else is the same in both arms: the frozen model and its layers, the drafter and its attention.
+Weights are random. The learning rate is 0, so that every arm sees the same weights at every step; losses of all steps
+and gradient norms of those that are logged are compared, and an arm that differs is flagged.
+
+Weights and gradients are bf16, as is the fused AdamW. With --recompute each step of the drafter is computed again in
+the backward pass, in both arms; the logits of `both logits` are not. With --fp8 the frozen model is in eight bits, in
+both arms. Rows are full, padded or packed (see training.py), and samples/s those of the rows that were trained on.
+`static` is the memory of the weights, and of the gradients and both optimizer states of what is trained; `above` is the
+peak minus that.
+"""
+
+import tempfile
+
+import torch
+from _measure import DEVICE, Record, arguments, table
+from _processes import emit, is_out_of_memory, release, rows_from
+from _rows import KINDS, sft_rows
+from _steps import Run, build, clock_of, counting, timed_steps, tokenizer_of
+from medusa import static_bytes
+from training import profiler
+
+OURS, PLAIN = "LigerEagleTrainer", "both logits"
+ARMS = (OURS, PLAIN)
+SKIP = 3  # steps before the clock starts
+LOG = 3  # steps from one log, which waits for the GPU, to the next; the first is logged too
+
+
+def logits_loss(
+    drafter,
+    rows,
+    states,
+    embedding,
+    recompute,
+    hidden,
+    weight,
+    target,
+    row_weight,
+    logit_scale,
+    softcap,
+    **_,
+):
+    """`liger_trainer.eagle.loss.drafter_loss` with all logits of target and drafter."""
+    from liger_triton import HeadsLoss
+
+    outputs = drafter(states, embedding, rows, len(target), recompute)
+    valid = (target != -100) & drafter.t2d[target.clamp(min=0)]
+    draft_ids = drafter.t2d.cumsum(0) - 1
+    with torch.no_grad():
+        log_q = (rows.of(hidden) @ weight[drafter.target_ids].T).float().log_softmax(-1)
+        q = log_q.exp()
+    losses, hits = [], []
+    for k, output in enumerate(outputs, 1):
+        log_p = drafter.lm_head(output).float().log_softmax(-1)
+        ahead = torch.roll(q, -k, 0), torch.roll(log_q, -k, 0)
+        kl = (ahead[0] * (ahead[1] - log_p)).sum(-1)
+        losses.append(torch.where(valid[k - 1], kl, 0.0).sum())
+        wanted = draft_ids[target[k - 1].clamp(min=0)]
+        hits.append(((log_p.argmax(-1) == wanted) & valid[k - 1]).sum())
+    losses = torch.stack(losses)
+    return HeadsLoss((losses * row_weight).sum(), losses.detach(), torch.stack(hits), valid.sum(1))
+
+
+def run_of(options):
+    return Run(
+        options.model,
+        options.batch,
+        options.length,
+        steps=options.steps,
+        skip=SKIP,
+        layers=options.layers,
+        data=options.data,
+        rows=options.rows,
+    )
+
+
+def make_trainer(arm, options, callbacks):
+    from datasets import Dataset
+
+    from liger_trainer import LigerEagleConfig, LigerEagleTrainer
+
+    run = run_of(options)
+    model = build(run)
+    rows, _ = sft_rows(run, model.config.vocab_size, tokenizer_of())
+    args = LigerEagleConfig(
+        output_dir=tempfile.mkdtemp(),
+        max_steps=options.steps,
+        per_device_train_batch_size=options.batch,
+        logging_steps=LOG,
+        logging_first_step=True,
+        dataloader_num_workers=4 if DEVICE == "cuda" else 0,
+        learning_rate=0.0,
+        weight_decay=0.0,
+        lr_scheduler_type="constant",
+        bf16=DEVICE == "cuda",
+        optim="adamw_torch_fused",
+        report_to="none",
+        save_strategy="no",
+        use_cpu=DEVICE == "cpu",
+        disable_tqdm=True,
+        activation_checkpointing=options.recompute,
+        max_length=options.length,
+        dataset_kwargs={"skip_prepare_dataset": True},
+        dataloader_drop_last=True,
+        packing=run.rows == "packed",
+        train_sampling_strategy="random" if run.rows == "full" else "sequential",
+        fp8=options.fp8,
+        eagle_steps=options.eagle_steps,
+        eagle_draft_vocab_size=options.draft_vocab,
+        eagle_layers=options.eagle_layers,
+    )
+    torch.manual_seed(0)
+    own = {} if arm == OURS else {"_batch_loss": staticmethod(logits_loss)}
+    return counting(LigerEagleTrainer, **own)(
+        model, args, train_dataset=Dataset.from_list(rows), processing_class=tokenizer_of(), callbacks=callbacks
+    )
+
+
+def measure(arm, options):
+    """Train, and return a row."""
+    run = run_of(options)
+    clock = clock_of(run)
+    trainer = make_trainer(arm, options, [clock, *([profiler(run.skip)] if options.profile else [])])
+    if DEVICE == "cuda":
+        release()
+        torch.cuda.reset_peak_memory_stats()  # that of making the model
+    row, _ = timed_steps(trainer, run, clock)
+    logs = [log for log in trainer.state.log_history if "loss" in log]
+    static = static_bytes(trainer.model) / 2**30
+    return row | {
+        "arm": arm,
+        "samples_per_s": options.batch / row["ms"] * 1e3,
+        "static": static,
+        "above": row["gib"] and row["gib"] - static,
+        "trained": sum(p.numel() for p in trainer.model.parameters() if p.requires_grad),
+        "losses": [log["loss"] for log in logs],
+        "grad_norms": [float(log["grad_norm"]) for log in logs],
+    }
+
+
+def run_arm(options):
+    """Run one arm in this process, and emit its row."""
+    try:
+        emit(measure(options.arm, options))
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        emit({"arm": options.arm, "note": "out of memory"})
+
+
+def flag(rows):
+    """Compare losses and gradient norms of every row with ours, step by step, with room for the rounding of bf16."""
+    ours = next((row for row in rows if row["arm"] == OURS and "losses" in row), None)
+    for row in rows:
+        row.pop("wrong", None)
+        if ours is None or row is ours or "losses" not in row:
+            continue
+        for name, allowed in (("losses", 0.005), ("grad_norms", 0.03), ("step_tokens", 0)):
+            for got, want in zip(row[name], ours[name], strict=True):
+                if not abs(got - want) <= allowed * abs(want):
+                    row["wrong"] = f"{name} {got:.4f}, ours {want:.4f}"
+        row["faster"] = ours["samples_per_s"] / row["samples_per_s"]
+        if row["gib"]:
+            row["less"] = 1 - ours["gib"] / row["gib"]
+
+
+COLUMNS = {
+    "arm": ("arm", ""),
+    "samples_per_s": ("samples/s", ".2f"),
+    "tokens_per_s": ("tokens/s", ".0f"),
+    "ms": ("ms a step", ".0f"),
+    "gib": ("peak GiB", ".1f"),
+    "static": ("static", ".1f"),
+    "above": ("above", ".1f"),
+    "first_loss": ("loss", ".4f"),
+    "faster": ("ours x faster", ".2f"),
+    "less": ("ours less peak", ".0%"),
+    "note": ("", ""),
+}
+
+
+def show(rows):
+    printed = []
+    for row in rows:
+        more = {"first_loss": row.get("losses", [None])[0]}
+        if "wrong" in row:
+            more["note"] = "WRONG: " + row["wrong"]
+        printed.append(row | more)
+    table(printed, COLUMNS)
+
+
+def parsed(argv=None):
+    parser = arguments(__doc__, "--arm")
+    parser.add_argument("--model", default="Llama-3-8B")
+    parser.add_argument("--layers", type=int, help="instead of the model's own number")
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--length", type=int, default=2048)
+    parser.add_argument("--eagle-steps", type=int, default=7)
+    parser.add_argument("--draft-vocab", type=int, default=32000)
+    parser.add_argument("--steps", type=int, default=12, help=f"training steps, more than {SKIP}")
+    parser.add_argument("--rows", choices=KINDS, default="full", help="padded and packed are those of --data")
+    parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=ARMS)
+    parser.add_argument("--recompute", action="store_true", help="compute the drafter's steps again in backward")
+    parser.add_argument("--fp8", action="store_true", help="the frozen model in eight bits")
+    parser.add_argument("--data", help=".npz or .json of token ids; random ids without it")
+    parser.add_argument("--profile", action="store_true", help="print where the GPU time of two steps goes")
+    parser.add_argument("--tiny", action="store_true", help="a model and rows that a CPU can do")
+    parser.add_argument("--minutes", type=float, default=30, help="stop an arm after so long")
+    options = parser.parse_args(argv)
+    options.eagle_layers = None
+    if options.tiny:
+        options.model, options.layers, options.batch, options.length = "tiny", 7, 2, 48
+        options.draft_vocab, options.eagle_steps, options.steps = 200, 3, 7
+    if options.steps <= SKIP:
+        parser.error(f"--steps is {options.steps}; the clock starts after {SKIP}, so take at least {SKIP + 1}")
+    if options.rows != "full" and not options.data:
+        parser.error(f"--rows {options.rows} takes the rows of a file: name it with --data")
+    return options
+
+
+def main(argv=None):
+    options = parsed(argv)
+    if options.arm:
+        run_arm(options)
+        return
+    record = Record("eagle", options.model.lower(), options.json, options.tiny, argv)
+    rows = []
+    for arm in options.arms:
+        rows += rows_from(arm, options.minutes * 60, echo=options.profile)
+        flag(rows)
+        kept = {name: value for name, value in vars(options).items() if name != "arm"}
+        record.write({"options": kept, "rows": rows})
+    show(rows)
+    record.say_where()
+
+
+if __name__ == "__main__":
+    main()

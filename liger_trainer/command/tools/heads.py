@@ -1,0 +1,175 @@
+"""`liger-trainer medusa-eval`, `eagle-eval` and `export`: the work after training speculative heads."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from liger_trainer.command.rows.files import FILE_BUILDERS, broken_json, read_rows
+from liger_trainer.command.rows.prompt_form import read_prompt_form
+from liger_trainer.command.tools.loading import add_command, add_model_options, load_to_answer
+from liger_trainer.errors import RecipeError, without_nulls
+
+_MODEL = "a folder, a name on the Hub, or smollm2-135m-instruct"
+
+
+def add_head_commands(commands) -> None:
+    """Add the commands to the subparsers of `liger-trainer`."""
+    medusa = add_command(
+        commands,
+        "medusa-eval",
+        _medusa_eval,
+        "measure the accuracy and the acceptance length of Medusa heads on their model's text",
+    )
+    medusa.add_argument("model", metavar="MODEL", help=f"{_MODEL}; after stage 2, the output_dir")
+    medusa.add_argument("heads", metavar="HEADS", help="the output_dir of a Medusa training, or a folder of heads")
+    _add_eval_options(medusa)
+
+    eagle = add_command(
+        commands,
+        "eagle-eval",
+        _eagle_eval,
+        "measure the accuracy and the acceptance length of an EAGLE-3 drafter on its model's text",
+    )
+    eagle.add_argument("model", metavar="MODEL", help=_MODEL)
+    eagle.add_argument("drafter", metavar="DRAFTER", help="the output_dir of an EAGLE training, or a drafter's folder")
+    eagle.add_argument("--steps", type=int, default=7, help="how many tokens are guessed for a pass; default 7")
+    _add_eval_options(eagle)
+
+    export = add_command(
+        commands,
+        "export",
+        _export,
+        "write heads for servers: a drafter of EAGLE-3 (vLLM, SGLang), Medusa heads (TGI, vLLM <= 0.32)",
+    )
+    _add_export_options(export)
+    _add_export_options(add_command(commands, "medusa-export", _medusa_export, "former name of export"))
+
+
+def _add_export_options(export) -> None:
+    export.add_argument("checkpoint", metavar="CHECKPOINT", help="the output_dir of a training, or a checkpoint in it")
+    export.add_argument("--output", required=True, help="a new directory")
+    export.add_argument(
+        "--model",
+        help="the model that is served with the heads; if unset, the one in CHECKPOINT, or "
+        "else the one that the heads were trained on",
+    )
+    add_model_options(export)
+
+
+def _add_eval_options(evaluation) -> None:
+    evaluation.add_argument(
+        "--prompts",
+        required=True,
+        metavar="FILE",
+        help="rows as `train` reads them (.json, .jsonl, .parquet, .csv, a folder or a Hub dataset); each has prompt, "
+        "messages, conversations (ShareGPT) or instruction (Alpaca)",
+    )
+    evaluation.add_argument("--max_rows", type=int, help="how many prompts are used, the first ones; if unset, all")
+    evaluation.add_argument(
+        "--max_new_tokens", type=int, default=128, help="how many tokens an answer may have; default 128"
+    )
+    evaluation.add_argument(
+        "--batch_size", type=int, default=16, help="how many prompts are answered at once; default 16"
+    )
+    add_model_options(evaluation)
+
+
+def _medusa_eval(args) -> None:
+    from liger_trainer.medusa.evaluate import evaluate
+    from liger_trainer.medusa.export import load_heads
+    from liger_trainer.medusa.heads import attach_heads
+
+    model, prompts, ends = _asked(args, args.heads)
+    heads = attach_heads(model, load_heads(args.heads))
+    options = {"max_new_tokens": args.max_new_tokens, "batch_size": args.batch_size}
+    print(evaluate(model, heads, prompts, ends, **options))
+
+
+def _eagle_eval(args) -> None:
+    from liger_trainer.eagle.drafter import EagleDrafter
+    from liger_trainer.eagle.evaluate import evaluate
+    from liger_trainer.eagle.fresh import attach_drafter
+
+    if args.steps < 1:
+        raise RecipeError(f"--steps is {args.steps}; expected 1 or more.")
+    model, prompts, ends = _asked(args, args.drafter)
+    drafter = attach_drafter(model, EagleDrafter.from_pretrained(args.drafter))
+    options = {"max_new_tokens": args.max_new_tokens, "batch_size": args.batch_size}
+    print(evaluate(model, drafter, prompts, ends, steps=args.steps, **options))
+
+
+def _asked(args, trained: str) -> tuple[Any, list[list[int]], set[int]]:
+    """The model, the tokens of the prompts as those of `trained` were written, and the tokens that end an answer."""
+    from liger_trainer.medusa.prompts import encode, end_tokens
+
+    model, tokenizer = load_to_answer(args.model, args)
+    form = read_prompt_form(trained) or read_prompt_form(args.model)
+    chats = bool(tokenizer.chat_template) and form in (None, "chat")
+    prompts = prompts_in(args.prompts, chats, args.max_rows)
+    return model, [encode(tokenizer, prompt) for prompt in prompts], end_tokens(model, tokenizer)
+
+
+def prompts_in(name: str, chat: bool, max_rows: int | None) -> list[Any]:
+    """The prompts of the first `max_rows` rows of a file, a folder or a Hub dataset, which `train` would read too."""
+    from datasets.exceptions import DatasetGenerationError
+
+    from liger_trainer.medusa.prompts import prompt_of
+
+    path = os.path.expanduser(name)
+    is_file = Path(path).suffix in FILE_BUILDERS
+    if is_file and not os.path.exists(path):
+        raise RecipeError(f"--prompts is {name!r}, and there is no such file. Give the path of a file of rows.")
+    try:
+        rows = read_rows(path, None, "train")
+    except (OSError, ValueError, DatasetGenerationError) as error:  # its cause says what is wrong with a file
+        reason = broken_json(path) or " ".join(str(error.__cause__ or error).split())
+        if not os.path.exists(path):
+            reason = f"{reason.rstrip('.')}. No file or folder has this name."
+        raise RecipeError(f"--prompts is {name!r}, which cannot be read: {reason}") from error
+    if len(rows) == 0:
+        raise RecipeError(f"--prompts is {name!r}, which has no rows.")
+    if max_rows is not None:
+        rows = rows.select(range(min(max_rows, len(rows))))
+    return [prompt_of(without_nulls(row), chat, index) for index, row in enumerate(rows)]
+
+
+def _export(args) -> None:
+    from liger_trainer.eagle.files import has_drafter
+    from liger_trainer.medusa.files import has_heads
+
+    if has_drafter(args.checkpoint):
+        _eagle_export(args)
+    elif has_heads(args.checkpoint):
+        _medusa_export(args)
+    else:
+        raise RecipeError(
+            f"{args.checkpoint} has neither an EAGLE-3 drafter nor Medusa heads. Give the output_dir of a training of "
+            "one of them. A model with trained MTP heads is served as it was saved."
+        )
+
+
+def _eagle_export(args) -> None:
+    import torch
+
+    from liger_trainer.command.recipe.model_source import name_for_servers
+    from liger_trainer.eagle.export import export_drafter
+    from liger_trainer.eagle.files import read_drafter
+
+    base = args.model or read_drafter(args.checkpoint)[0].base_model_name_or_path
+    served = name_for_servers(base) if base else None
+    dtype = None if args.dtype == "auto" else getattr(torch, args.dtype)
+    print(f"{args.output}: for {export_drafter(args.checkpoint, args.output, served, dtype)}")
+
+
+def _medusa_export(args) -> None:
+    import torch
+
+    from liger_trainer.command.recipe.model_source import name_for_servers
+    from liger_trainer.medusa.export import export_heads, lm_head_of, load_heads, served_model
+
+    heads = load_heads(args.checkpoint)
+    base = args.model or served_model(args.checkpoint, heads)
+    lm_head = lm_head_of(load_to_answer(base, args)[0]) if heads.config.tied else None
+    dtype = None if args.dtype == "auto" else getattr(torch, args.dtype)
+    served = name_for_servers(base)
+    print(f"{export_heads(heads, args.output, served, lm_head, dtype)}: for {served}")

@@ -1,0 +1,68 @@
+"""`LigerEagleConfig`: the arguments of `LigerEagleTrainer`."""
+
+from dataclasses import dataclass, field
+
+from liger_trainer.trainers.sft_trainer import LigerSFTConfig
+
+
+@dataclass
+class LigerEagleConfig(LigerSFTConfig):
+    """[`LigerSFTConfig`] with the options of an EAGLE-3 drafter, for [`LigerEagleTrainer`].
+
+    The loss, with N the labels in the accumulated batch over all ranks and p_k what the drafter guesses k steps ahead:
+
+        L = sum over k = 1..K of decay^(k - 1) * sum over t of KL(q_{t+k} || p_{k,t}) / N
+
+    q is the target's own distribution for the same token, over the draft vocabulary alone. A guess counts where its
+    token has a label and is in the draft vocabulary. Li et al. 2025, arXiv:2503.01840, section 3.2.
+
+    Raises:
+        ValueError: A field is out of its range.
+    """
+
+    eagle_steps: int = field(
+        default=7, metadata={"help": "K, how many tokens the drafter guesses from each token in training."}
+    )
+    eagle_decay: float = field(
+        default=0.8, metadata={"help": "Step k weighs decay to the power of k - 1. Above 0, at most 1."}
+    )
+    eagle_draft_vocab_size: int = field(
+        default=32000,
+        metadata={
+            "help": "How many tokens the drafter can guess: the most frequent ones in the labels of the training rows. "
+            "The vocabulary of the model, or more: all tokens."
+        },
+    )
+    eagle_layers: list[int] | None = field(
+        default=None,
+        metadata={
+            "help": "The three hidden states that the drafter reads; number i goes into layer i. Unset: 2, half of "
+            "the layers, and the number of layers minus 3, as servers have it."
+        },
+    )
+    eagle_intermediate_size: int | None = field(
+        default=None, metadata={"help": "Width of the drafter's MLP. Unset: the model's intermediate_size."}
+    )
+    eagle_init_from: str | None = field(
+        default=None,
+        metadata={
+            "help": "Output directory of an earlier EAGLE training, or a folder with a published drafter, that is "
+            "trained further. Its shape and its draft vocabulary stay."
+        },
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("eagle_steps", "eagle_draft_vocab_size", "eagle_intermediate_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}; expected 1 or more.")
+        if not 0 < self.eagle_decay <= 1:
+            raise ValueError(f"eagle_decay is {self.eagle_decay}; expected a number above 0 and at most 1.")
+        own = {"eagle_layers": self.eagle_layers, "eagle_intermediate_size": self.eagle_intermediate_size}
+        given = [name for name, value in own.items() if value is not None]
+        if self.eagle_init_from is not None and given:
+            raise ValueError(
+                f"eagle_init_from is {self.eagle_init_from!r}, whose drafter has its own shape, and {given[0]} is set. "
+                f"Remove {given[0]}."
+            )

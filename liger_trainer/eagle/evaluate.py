@@ -1,0 +1,123 @@
+"""Measures a drafter on the greedy text of its own model.
+
+With y the greedy text, step k at the place before y[i] is right where its first choice is y[i + k]. The acceptance
+length is the number of tokens that a forward pass of a decoder yields. One pass of the model over the text and K steps
+of the drafter tell it, since a decoder gives the drafter the same tokens as the text as long as it keeps its guesses:
+walk the text as a decoder would (`medusa.evaluate.walk`). `decode.py` has the decoder, which a test compares.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from liger_trainer.eagle.drafter import EagleDrafter
+from liger_trainer.eagle.target import decoder_layers, default_layers, embedding_of, tapped
+from liger_trainer.head.flat_rows import FlatRows, flat_rows
+from liger_trainer.medusa.evaluate import walk
+from liger_trainer.medusa.prompts import answer
+
+
+@dataclass(frozen=True)
+class EagleReport:
+    """The result of `evaluate`. Its `str()` is a table.
+
+    Attributes:
+        accuracy: For each step, the share of positions whose token is its first choice, after the right tokens.
+        accepted: For each step, how often its guess was accepted where all guesses before it were right.
+        chain: Tokens per forward pass, without the pass over the prompt and its token. It is 1 without a drafter.
+    """
+
+    draft_vocab_size: int
+    rows: int
+    tokens: int
+    accuracy: list[float]
+    accepted: list[float | None]
+    chain: float
+
+    def __str__(self) -> str:
+        lines = [
+            f"EAGLE-3: {len(self.accuracy)} steps, {self.draft_vocab_size} tokens to guess from, on {self.tokens} "
+            f"tokens of greedy text after {self.rows} prompts",
+            "  step   accuracy   accepted after those before it",
+        ]
+        for k, (right, accepted) in enumerate(zip(self.accuracy, self.accepted, strict=True), 1):
+            lines.append(f"  {k:<6} {right:.3f}      {'-' if accepted is None else f'{accepted:.3f}'}")
+        return "\n".join([*lines, f"  tokens per forward pass  {self.chain:.3f}  (1 without a drafter)"])
+
+
+@torch.no_grad()
+def evaluate(
+    model: PreTrainedModel,
+    drafter: EagleDrafter,
+    prompts: Sequence[list[int]],
+    ends: set[int],
+    *,
+    steps: int = 7,
+    max_new_tokens: int = 128,
+    batch_size: int = 16,
+) -> EagleReport:
+    """Return accuracy and acceptance length of `drafter` on the greedy text of `model`.
+
+    Args:
+        model (`PreTrainedModel`): Its mode is put back afterwards.
+        drafter (`EagleDrafter`): On the device of the LM head and in its dtype, attached to the model or not.
+        prompts, ends: Token ids of each prompt; tokens that end a text, as `end_tokens` gives them.
+        steps (`int`): Tokens that are guessed for a pass.
+        max_new_tokens, batch_size (`int`): Length at which a greedy text is cut; prompts answered at once.
+
+    Raises:
+        ValueError: No text has two tokens, so that there is nothing to guess.
+    """
+    training = model.training
+    model.eval()
+    try:
+        texts = []
+        for first in range(0, len(prompts), batch_size):
+            texts += answer(model, prompts[first : first + batch_size], ends, max_new_tokens)
+        pairs = [(prompt, text) for prompt, text in zip(prompts, texts, strict=True) if len(text) > 1]
+        rows = [right_guesses(model, drafter, prompt, text, steps) for prompt, text in pairs]
+    finally:
+        model.train(training)
+    if not rows:
+        raise ValueError(f"The model ends all {len(prompts)} texts after one token: there is nothing to guess.")
+    chain, accepted = walk(rows)
+    accuracy = []
+    for right in torch.cat(rows, dim=1):
+        accuracy.append(float((right == 1).sum() / (right >= 0).sum().clamp(min=1)))
+    return EagleReport(len(drafter.d2t), len(prompts), sum(map(len, texts)), accuracy, accepted, chain)
+
+
+def right_guesses(
+    model: PreTrainedModel, drafter: EagleDrafter, prompt: list[int], text: list[int], steps: int
+) -> torch.Tensor:
+    """Return whether each step guesses the right token, in one forward pass over prompt and text.
+
+    Returns:
+        `torch.Tensor`: (steps, n - 1) int64 on the CPU, for a text of n tokens. Row k, column i is 1 if step k + 1
+        guesses `text[i + k + 1]` at the position whose next token is `text[i]`, 0 if not, and -1 if the text has ended.
+    """
+    ids = torch.tensor([prompt + text], device=model.device)
+    states, _ = read_target(model, drafter, ids)
+    outputs = drafter(states, embedding_of(model), one_row(ids), steps)
+    wanted = ids[0, len(prompt) :]
+    right = torch.full((steps, len(text) - 1), -1)
+    for k, x in enumerate(outputs[: len(text) - 1]):
+        guesses = drafter.target_ids[drafter.lm_head(x[len(prompt) - 1 : -2 - k]).argmax(-1)]
+        right[k, : len(guesses)] = (guesses == wanted[k + 1 :]).cpu()
+    return right
+
+
+def read_target(model: PreTrainedModel, drafter: EagleDrafter, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the hidden states (n, 3 H) that the drafter reads, and the greedy next tokens (n,), of ids (1, n)."""
+    layers = decoder_layers(model)
+    numbers = drafter.config.layers or default_layers(len(layers))
+    with tapped(layers, numbers) as seen:
+        logits = model(input_ids=ids, use_cache=False).logits
+    return torch.cat([x[0] for x in seen], -1), logits[0].argmax(-1)
+
+
+def one_row(ids: torch.Tensor) -> FlatRows:
+    """The row `ids` (1, n)."""
+    return flat_rows({"input_ids": ids, "labels": ids})

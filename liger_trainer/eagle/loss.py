@@ -1,0 +1,67 @@
+"""The loss of a drafter: divergence from the target's distribution, over the draft vocabulary, of all steps at once.
+
+`LigerEagleTrainer` calls `drafter_loss` inside the call of the LM head, through `DeferredLogits.fused`.
+"""
+
+from typing import Any
+
+import torch
+
+from liger_trainer.eagle.drafter import EagleDrafter
+from liger_trainer.head.flat_rows import FlatRows
+from liger_triton import HeadsLoss, linear_heads_kl
+
+
+def drafter_loss(
+    drafter: EagleDrafter,
+    rows: FlatRows,
+    states: torch.Tensor,
+    embedding: torch.Tensor,
+    recompute: bool,
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    row_weight: torch.Tensor,
+    logit_scale: float,
+    softcap: float | None,
+    **_: Any,
+) -> HeadsLoss:
+    """The losses of all K steps, summed over their rows. No logits of drafter or target exist beyond a few rows.
+
+    Row t of the target's hidden states predicts token t + 1, so that step k at t learns from row t + k: what
+    `linear_heads_kl` calls head k.
+
+    Args:
+        drafter (`EagleDrafter`): Whose parameters get gradients.
+        rows (`FlatRows`): The real tokens of the batch.
+        states (`torch.Tensor`): (T, 3 H), the hidden states that the drafter reads.
+        embedding (`torch.Tensor`): (V, H).
+        recompute (`bool`): Compute each step again in the backward pass.
+        hidden, weight (`torch.Tensor`): The input (B, S, H) and the weight (V, H) of the LM head.
+        target (`torch.Tensor`): (K, T) int64, ids of the target's vocabulary, -100 where there is nothing to guess.
+        row_weight (`torch.Tensor`): (K,) fp32, what a row of each step counts.
+        logit_scale, softcap (`float`): What the model does to its logits. Both have to be off.
+
+    Returns:
+        `HeadsLoss`: The loss, and for each step the sum of its divergences, the number of its targets that were its
+        first choice, and the number of its targets.
+
+    Raises:
+        ValueError: The model scales or caps its logits, which no server does to those of a drafter.
+    """
+    if logit_scale != 1.0 or softcap is not None:
+        done = f"scales its logits by {logit_scale}" if softcap is None else f"caps its logits at {softcap}"
+        raise ValueError(f"The model {done}, and servers leave that out for a drafter. Use another model.")
+    outputs = drafter(states, embedding, rows, len(target), recompute)
+    given = target != -100
+    known = drafter.t2d[target.clamp(min=0)]
+    draft_ids = drafter.t2d.cumsum(0) - 1
+    return linear_heads_kl(
+        [x.to(hidden.dtype) for x in outputs],
+        drafter.lm_head.weight,
+        rows.of(hidden),
+        weight[drafter.target_ids],
+        given & known,
+        row_weight=row_weight,
+        target=draft_ids[target.clamp(min=0)].clamp(min=0),
+    )

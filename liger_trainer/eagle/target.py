@@ -1,0 +1,85 @@
+"""What a drafter reads of its target: three hidden states, the last one, the embeddings and rows of the LM head."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from liger_trainer.head.module import base_model_of, head_reason, innermost, output_head
+
+
+def text_config(model: nn.Module) -> Any:
+    """The config of the language model."""
+    config: Any = base_model_of(model).config
+    return config.get_text_config(decoder=True)
+
+
+def decoder_layers(model: nn.Module) -> nn.ModuleList:
+    """The decoder layers of a transformers or PEFT model. ValueError if they are not found."""
+    base: Any = base_model_of(model)
+    layers = getattr(base.get_decoder(), "layers", None)
+    depth = getattr(text_config(model), "num_hidden_layers", None)
+    if not isinstance(layers, nn.ModuleList) or len(layers) != depth:
+        raise ValueError(
+            f"{type(base).__name__} has no list `layers` of {depth} decoder layers, whose inputs a drafter reads. "
+            "EAGLE-3 drafters are for decoder-only models of transformers."
+        )
+    return layers
+
+
+def default_layers(depth: int) -> tuple[int, int, int]:
+    """The hidden states that vLLM and SGLang give a drafter whose config names none. ValueError below 7 layers."""
+    layers = (2, depth // 2, depth - 3)
+    if depth < 7:
+        raise ValueError(
+            f"eagle_layers is unset, which means {list(layers)} for a model of {depth} layers: not three hidden states "
+            f"in rising order. Set eagle_layers to three numbers from 0 to {depth - 1}."
+        )
+    return layers
+
+
+def check_layers(layers: Sequence[int], depth: int) -> None:
+    """ValueError unless `layers` are three hidden states of a model of `depth` layers, in rising order."""
+    whole = all(isinstance(i, int) for i in layers)
+    if len(layers) != 3 or not whole or not 0 <= layers[0] < layers[1] < layers[2] < depth:
+        raise ValueError(
+            f"eagle_layers is {list(layers)}; expected three rising numbers from 0 to {depth - 1}. Number i is the "
+            "hidden state that goes into layer i."
+        )
+
+
+def lm_head_of(model: nn.Module) -> nn.Linear:
+    """The LM head. ValueError if it is not fused, or has a bias or an adapter, which a drafter would leave out."""
+    if (reason := head_reason(model)) is not None:
+        raise ValueError(f"A drafter learns from the input and the weight of the LM head, but {reason}.")
+    head: Any = innermost(output_head(model))
+    name = type(base_model_of(model)).__name__
+    if hasattr(head, "base_layer"):
+        raise ValueError(f"The LM head of {name} has an adapter. Merge it into the model (merge_and_unload) first.")
+    if head.bias is not None:
+        raise ValueError(f"The LM head of {name} has a bias, and drafters have none. Use a model without one.")
+    return head
+
+
+def embedding_of(model: nn.Module) -> torch.Tensor:
+    """The weight (V, H) of the input embeddings."""
+    base: Any = base_model_of(model)
+    return base.get_input_embeddings().weight
+
+
+@contextmanager
+def tapped(layers: nn.ModuleList, numbers: Sequence[int]) -> Iterator[list[torch.Tensor]]:
+    """Within it, a call of the model puts the inputs of the layers `numbers` into the list that it gives."""
+    seen: list[torch.Tensor] = []
+
+    def keep(_: nn.Module, args: tuple, kwargs: dict) -> None:
+        seen.append(args[0] if args else kwargs["hidden_states"])
+
+    hooks = [layers[i].register_forward_pre_hook(keep, with_kwargs=True) for i in numbers]
+    try:
+        yield seen
+    finally:
+        for hook in hooks:
+            hook.remove()

@@ -1,0 +1,199 @@
+"""`LigerEagleTrainer`: an EAGLE-3 drafter for a frozen model."""
+
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.trainer import TRAINING_ARGS_NAME
+
+from liger_trainer._logging import logger
+from liger_trainer.eagle.config import LigerEagleConfig
+from liger_trainer.eagle.drafter import EagleDrafter
+from liger_trainer.eagle.files import DRAFTER_FOLDER
+from liger_trainer.eagle.fresh import attach_drafter, drafter_of, fresh_config, fresh_drafter
+from liger_trainer.eagle.init_checks import check_args, check_setup
+from liger_trainer.eagle.loss import drafter_loss
+from liger_trainer.eagle.target import decoder_layers, default_layers, embedding_of, lm_head_of, tapped
+from liger_trainer.eagle.vocabulary import count_labels, draft_vocabulary
+from liger_trainer.head.deferred import DeferredLogits
+from liger_trainer.head.flat_rows import FlatRows, flat_rows, flat_targets
+from liger_trainer.head.module import base_model_of, head_reason
+from liger_trainer.head.outputs import HeadOptions
+from liger_trainer.head.request import HeadRequest, run_request
+from liger_trainer.head.sums import HeadSums
+from liger_trainer.medusa.frozen import as_served
+from liger_trainer.trainers.model_card import CardText
+from liger_trainer.trainers.sft_trainer import LigerSFTTrainer
+
+
+class LigerEagleTrainer(LigerSFTTrainer):
+    """[`LigerSFTTrainer`] for an EAGLE-3 drafter: its data, packing and arguments, [`LigerEagleConfig`]'s loss.
+
+    The model is frozen. Only the logits of a few rows exist at any time, of the model and the drafter together. Once
+    the trainer is built, the drafter is the model's attribute `eagle_drafter`. Training and evaluation log
+    `eagle_step{k}_loss` and `eagle_step{k}_accuracy` for each step k: means over all its targets since the last log, on
+    all ranks. An accuracy is that of the first choice, after the right tokens.
+
+    `output_dir` and every checkpoint get the drafter, as `eagle_drafter/config.json` and
+    `eagle_drafter/model.safetensors`, which vLLM and SGLang load. The model stays as it was and is not saved again.
+    With `gradient_checkpointing`, each step of the drafter is computed again in the backward pass.
+
+    Args:
+        model (`str` or [`~transformers.PreTrainedModel`]): The target.
+        args (`LigerEagleConfig`): Steps, draft vocabulary and everything else.
+        kwargs: The other arguments of `SFTTrainer`.
+
+    Raises:
+        ValueError: The model has no decoder layers or LM head that a drafter can learn from, the drafter that
+            `eagle_init_from` names is for another model, or an option would be silently ignored.
+    """
+
+    loss_hook = None
+    gives_token_predictions = False
+    freezes_model = True
+    _batch_loss: Callable[..., Any] = staticmethod(drafter_loss)
+
+    def __init__(
+        self, model: str | PreTrainedModel | nn.Module, args: LigerEagleConfig | None = None, **kwargs: Any
+    ) -> None:
+        if args is None:
+            name = model if isinstance(model, str) else model.config.name_or_path
+            args = LigerEagleConfig(f"{name.split('/')[-1]}-EAGLE3")
+        check_args(args, kwargs)
+        super().__init__(model, args, **kwargs)
+        self._sums = HeadSums()
+
+    @property
+    def _drafter(self) -> EagleDrafter:
+        """The drafter of the model, which it has once the trainer is built."""
+        return drafter_of(self.model)
+
+    # What is trained
+
+    def _apply_liger(self, model: nn.Module, options: HeadOptions | None = None) -> None:
+        model.requires_grad_(False)
+        super()._apply_liger(model, options)
+
+    def _finish_init(self) -> None:
+        super()._finish_init()
+        check_setup(self.model, self.accelerator, self.train_dataset)
+        lm_head_of(self.model)
+        self._target_layers = decoder_layers(self.model)
+        drafter = attach_drafter(self.model, self._initial_drafter())
+        self._layers = drafter.config.layers or default_layers(len(self._target_layers))
+
+    def _initial_drafter(self) -> EagleDrafter:
+        args = self.args
+        if args.eagle_init_from is not None:
+            return EagleDrafter.from_pretrained(args.eagle_init_from)
+        config = fresh_config(self.model, args.eagle_draft_vocab_size, args.eagle_layers, args.eagle_intermediate_size)
+        if self.train_dataset is None:
+            raise ValueError("train_dataset is None, and its labels are counted for the draft vocabulary. Pass it.")
+        counts = count_labels(self.train_dataset, self.data_collator, config.vocab_size)
+        d2t, t2d = draft_vocabulary(counts, config.draft_vocab_size)
+        share = float(counts[t2d].sum() / counts.sum().clamp(min=1))
+        logger.info(f"Draft vocabulary: {len(d2t)} of {len(t2d)} tokens, with {share:.2%} of the labels")
+        return fresh_drafter(self.model, config, d2t, t2d)
+
+    # The loss
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, Any]:
+        if images := sorted(name for name in inputs if name.startswith(("pixel_values", "image_", "video_", "audio_"))):
+            raise ValueError(f"The batch has {images[0]}, and a drafter is trained on text. Remove rows with images.")
+        args, training = self.args, self.model.training
+        rows = flat_rows(inputs)
+        targets = flat_targets(inputs, rows, args.eagle_steps)
+        call = {name: value for name, value in inputs.items() if name != "labels"} | {"use_cache": False}
+        request = HeadRequest(logits_consumer=partial(self._scores, rows=rows, targets=targets))
+        scores = run_request(model, request, **call)
+
+        count = targets[0].ne(-100).sum() if num_items_in_batch is None else num_items_in_batch
+        loss = scores["loss"] / torch.as_tensor(count, device=scores["loss"].device).clamp(min=1)
+        if args.average_tokens_across_devices and num_items_in_batch is not None:
+            loss = loss * self.accelerator.num_processes  # DDP averages over ranks
+        self._sums.add("train" if training else "eval", scores["sums"], inputs)
+        if not return_outputs:
+            return loss
+        with torch.no_grad():
+            return loss, model(**call)
+
+    def _scores(self, run: Callable[[], Any], rows: FlatRows, targets: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The losses of one batch, computed inside the forward of the model. `run` calls the model's own forward.
+
+        Returns:
+            `dict`: `loss` (), the sum of all losses, not yet divided by the number of labels. `sums` (3, K), fp32: for
+            each step its unweighted losses, the targets that were its first choice, and its targets.
+        """
+        base, args = base_model_of(self.model), self.args
+        with as_served(base), tapped(self._target_layers, self._layers) as seen:
+            outputs = run()
+        if len(seen) != len(self._layers):
+            raise ValueError(f"{len(seen)} of the layers {list(self._layers)} were called; expected each of them once.")
+        logits = outputs.logits
+        if not isinstance(logits, DeferredLogits) or logits.is_materialized:
+            raise ValueError(f"A drafter needs the input of the LM head, but {head_reason(self.model)}.")
+        weights = [args.eagle_decay**k for k in range(args.eagle_steps)]
+        score = partial(
+            self._batch_loss,
+            self._drafter,
+            rows,
+            torch.cat([rows.of(x) for x in seen], -1),
+            embedding_of(self.model),
+            bool(args.gradient_checkpointing) and self.model.training,
+            row_weight=torch.tensor(weights, device=logits.device),
+        )
+        loss, *sums = logits.fused(score, targets[1:])
+        return {"loss": loss, "sums": torch.stack([s.float() for s in sums])}
+
+    # What is logged
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        mode = "train" if self.model.training else "eval"
+        if mode in self._sums:
+            self._metrics[mode] |= {name: [value] for name, value in self._mean_metrics(mode).items()}
+        super().log(logs, start_time)
+
+    def _mean_metrics(self, mode: str) -> dict[str, float]:
+        """Means over all rows since the last log, on all ranks. All ranks have to call this."""
+        (losses, hits, rows), tokens = self._sums.take(mode, self.accelerator)
+        if mode == "train":
+            self._total_train_tokens += int(self.accelerator.reduce(tokens, "sum"))
+        metrics: dict[str, float] = {"num_tokens": self._total_train_tokens}
+        for k, (loss, hit, count) in enumerate(zip(losses, hits, rows, strict=True), 1):
+            metrics[f"eagle_step{k}_loss"] = loss / max(count, 1)
+            metrics[f"eagle_step{k}_accuracy"] = hit / max(count, 1)
+        return metrics
+
+    # Checkpoints
+
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        if not self.args.should_save:
+            return
+        output_dir = self.args.output_dir if output_dir is None else output_dir
+        self._drafter.save_pretrained(os.path.join(output_dir, DRAFTER_FOLDER))
+        self.processing_class.save_pretrained(output_dir)
+        torch.save(self.args, os.path.join(output_dir, TRAINING_ARGS_NAME))
+
+    def card_text(self) -> CardText | None:
+        """Leave out TRL's example: it would load a model from a folder that has a drafter alone."""
+        return CardText(Path(self.model.config._name_or_path).name, quick_start=False)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        self._load_drafter(resume_from_checkpoint)
+
+    def _load_best_model(self) -> None:
+        self._load_drafter(self.state.best_model_checkpoint)
+
+    def _load_drafter(self, checkpoint: str) -> None:
+        self._drafter.load_state_dict(EagleDrafter.from_pretrained(checkpoint).state_dict())

@@ -1,0 +1,43 @@
+"""The draft vocabulary: the tokens that the answers in the data have most often.
+
+Ids of the drafter are in the order of the target's. `d2t` (Vd,) int64 has the target's id minus the draft id, and `t2d`
+(V,) bool says which tokens of the target are in.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+
+def count_labels(rows: Iterable[dict[str, Any]], collate: Any, vocab_size: int, at_once: int = 64) -> torch.Tensor:
+    """Return how often each token is a label, int64 (V,): what `collate` leaves in `labels` of batches of `rows`."""
+    counts = torch.zeros(vocab_size, dtype=torch.int64)
+    batch: list[dict[str, Any]] = []
+
+    def count() -> None:
+        labels = collate([dict(row) for row in batch])["labels"]
+        counts.add_(torch.bincount(labels[labels != -100].flatten(), minlength=vocab_size))
+        batch.clear()
+
+    for row in rows:
+        batch.append(row)
+        if len(batch) == at_once:
+            count()
+    if batch:
+        count()
+    return counts
+
+
+def draft_vocabulary(counts: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (d2t, t2d) of the `size` most frequent tokens. Equally frequent ones: the lower id first.
+
+    Raises:
+        ValueError: There are fewer tokens than `size`.
+    """
+    if not 0 < size <= len(counts):
+        raise ValueError(f"The draft vocabulary has {size} tokens; expected 1 to {len(counts)}, all of the target's.")
+    ids = counts.sort(descending=True, stable=True).indices[:size].sort().values
+    t2d = torch.zeros(len(counts), dtype=torch.bool)
+    t2d[ids] = True
+    return ids - torch.arange(size), t2d

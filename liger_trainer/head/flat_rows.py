@@ -1,0 +1,67 @@
+"""The real tokens of a batch, one after the other, as a drafter computes them: padded and packed rows are one case."""
+
+from typing import Any, NamedTuple
+
+import torch
+
+from liger_trainer.head.targets import head_targets, token_positions
+
+
+class FlatRows(NamedTuple):
+    """The T real tokens of a batch (B, S).
+
+    Attributes:
+        places (`torch.Tensor`): (T,) int64, where each token is in the batch of B * S.
+        ids (`torch.Tensor`): (T,) int64.
+        positions (`torch.Tensor`): (T,) int64, in its document.
+        offsets (`torch.Tensor`): (documents + 1,) int32: where each document begins, and T.
+        longest (`int`): Tokens of the longest document.
+    """
+
+    places: torch.Tensor
+    ids: torch.Tensor
+    positions: torch.Tensor
+    offsets: torch.Tensor
+    longest: int
+
+    def of(self, x: torch.Tensor) -> torch.Tensor:
+        """The rows of `x` (B, S, ...) or, if the model left padding out itself, (1, T, ...), that are real: (T, ...).
+
+        ValueError if `x` has neither number of tokens.
+        """
+        flat = x.flatten(0, 1)
+        if len(flat) == len(self.places):
+            return flat
+        if len(flat) > int(self.places[-1]):
+            return flat[self.places]
+        raise ValueError(
+            f"A layer of the model sees {tuple(x.shape)}, and the batch has {len(self.places)} real tokens. Set "
+            "liger_config: {varlen_attention: false}."
+        )
+
+
+def flat_rows(inputs: dict[str, Any]) -> FlatRows:
+    """Find the documents of a batch, as `token_positions` does. It waits for the device once."""
+    ids = inputs["input_ids"]
+    positions = token_positions(inputs)
+    mask = inputs.get("attention_mask")
+    real = torch.ones_like(ids, dtype=torch.bool)
+    if mask is not None and mask.ndim == 2:
+        real = mask.bool()
+    places = real.flatten().nonzero()[:, 0]
+    positions = positions.flatten()[places]
+    row = places // ids.shape[1]
+    begins = torch.ones_like(places, dtype=torch.bool)
+    begins[1:] = (positions[1:] != positions[:-1] + 1) | (row[1:] != row[:-1])
+    starts = begins.nonzero()[:, 0]
+    offsets = torch.cat([starts, starts.new_tensor([len(places)])]).int()
+    return FlatRows(places, ids.flatten()[places], positions, offsets, int(offsets.diff().max()))
+
+
+def flat_targets(inputs: dict[str, Any], rows: FlatRows, steps: int) -> torch.Tensor:
+    """Return class ids (steps + 1, T) of the target's vocabulary, -100 where there is nothing to guess.
+
+    Index 0 is for the LM head. Index k has at t the label of the token k + 1 places further in the same document, which
+    step k of the drafter guesses.
+    """
+    return head_targets(inputs, steps).flatten(1)[:, rows.places]

@@ -1,0 +1,99 @@
+"""The MTP head of a checkpoint whose tensors are `mtp.*`, as in Qwen3.5, on the model's own classes.
+
+With h_t the input of the LM head at token t and e(x) the model's embedding of token x:
+
+    f_t = fc([pre_fc_norm_embedding(e(x_{t+1})), pre_fc_norm_hidden(h_t)])
+    logits = LM head(norm(layers(f)_t))                     a guess at token t + 2
+
+The layers are decoder layers with full attention, at the positions of t. Embedding and LM head are the model's. Servers
+call the head again with its own output for further tokens.
+
+The head is the class of the model's own backbone with as many layers as the checkpoint has, so that masks, packed rows,
+rotary angles and norms are its own. It hangs on the model as `mtp`, and is saved with it under the names of the base.
+"""
+
+import copy
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors import safe_open
+from torch import nn
+
+from liger_trainer.base_weights.unloaded import Base
+from liger_trainer.head.flat_rows import FlatRows
+
+ATTRIBUTE = "mtp"  # of the model, and the first part of the names
+_PREFIX = f"{ATTRIBUTE}."
+
+
+def load_predictor(model: Any, base: Base) -> nn.Module:
+    """Make the MTP head of `base` the child `mtp` of `model`, trainable, with the weights of the checkpoint.
+
+    Args:
+        model (`PreTrainedModel`): The model, whose class does not load the head.
+        base (`Base`): The checkpoint that it was loaded from.
+
+    Returns:
+        `nn.Module`: The head. `predict` runs it.
+
+    Raises:
+        ValueError: The checkpoint has no tensors `mtp.*`, or the model's classes have no such parts.
+    """
+    tensors = {name: tensor for name, tensor in base.tensors.items() if name.startswith(_PREFIX)}
+    if not tensors:
+        reason = base.unread or f"{base.folder} has no tensors {_PREFIX}*"
+        raise ValueError(
+            f"train_mtp is true, and {reason}. Only MTP heads of that name are known, as in Qwen3.5. Remove train_mtp."
+        )
+    predictor = _empty(model)
+    own = {_PREFIX + name: tensor for name, tensor in predictor.state_dict().items()}
+    differing = sorted(own.keys() ^ tensors.keys())
+    if differing:
+        where = "the checkpoint lacks" if differing[0] in own else "the model's classes lack"
+        raise ValueError(f"train_mtp is true, but {where} {differing[0]}, so that the head is another one. Remove it.")
+    for name, tensor in own.items():
+        if tuple(tensor.shape) != tensors[name].shape:
+            raise ValueError(f"{name} is {tensors[name].shape} in {base.folder}; expected {tuple(tensor.shape)}.")
+    with torch.no_grad():
+        for file in sorted({tensor.file for tensor in tensors.values()}):
+            with safe_open(file, "pt") as stored:
+                for name in stored.keys():
+                    if name in own:
+                        own[name].copy_(stored.get_tensor(name))
+    setattr(model, ATTRIBUTE, predictor)
+    return predictor
+
+
+def _empty(model: Any) -> nn.Module:
+    """The head with random weights, on the device of the model and in its dtype."""
+    backbone = model.get_decoder()
+    config = copy.deepcopy(model.config.get_text_config(decoder=True))
+    depth = getattr(config, "mtp_num_hidden_layers", None) or 1
+    size, eps = config.hidden_size, config.rms_norm_eps
+    weight = model.get_input_embeddings().weight
+    config.num_hidden_layers = depth
+    config.layer_types = ["full_attention"] * depth
+    config.vocab_size = 1  # its embeddings are the model's
+    config.pad_token_id = None
+    predictor: Any = type(backbone)(config)
+    predictor.embed_tokens = None
+    predictor.fc = nn.Linear(2 * size, size, bias=False)
+    predictor.pre_fc_norm_embedding = type(backbone.norm)(size, eps=eps)
+    predictor.pre_fc_norm_hidden = type(backbone.norm)(size, eps=eps)
+    return predictor.to(weight.device, weight.dtype)
+
+
+def predict(predictor: Any, hidden: torch.Tensor, embedding: torch.Tensor, rows: FlatRows) -> torch.Tensor:
+    """Return (T, H), the input of the LM head from which token t + 2 is guessed at token t.
+
+    Args:
+        predictor (`nn.Module`): What `load_predictor` returned.
+        hidden (`torch.Tensor`): (T, H), the input of the LM head.
+        embedding (`torch.Tensor`): (V, H), the weight of the model's embeddings.
+        rows (`FlatRows`): The tokens and their documents. The last token of a document gets numbers without a meaning.
+    """
+    embeds = predictor.pre_fc_norm_embedding(F.embedding(rows.ids.roll(-1), embedding))
+    x = predictor.fc(torch.cat([embeds, predictor.pre_fc_norm_hidden(hidden)], -1))
+    outputs = predictor(inputs_embeds=x.unsqueeze(0), position_ids=rows.positions.unsqueeze(0), use_cache=False)
+    return outputs.last_hidden_state[0]

@@ -1,0 +1,115 @@
+"""The MTP head beside a model that trains: what is refused, and its loss.
+
+The head learns from what it will be given: the model's hidden states, and the same labels. It gives nothing back. Its
+loss has no gradient for the model, the embeddings and the LM head, so the model learns as it does without it.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+from accelerate import DistributedType
+from transformers import PreTrainedModel
+
+from liger_trainer.base_weights.unloaded import find_checkpoint
+from liger_trainer.head.deferred import DeferredLogits
+from liger_trainer.head.flat_rows import FlatRows, flat_rows
+from liger_trainer.head.module import head_reason, innermost, output_head
+from liger_trainer.head.targets import head_targets
+from liger_trainer.mtp.predictor import load_predictor, predict
+from liger_triton import HeadsLoss, linear_heads_cross_entropy
+
+_PLAIN = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
+
+
+class TrainedPredictor:
+    """The MTP head of `trainer.model`, loaded from its base, and the loss that trains it.
+
+    Args:
+        trainer (`Any`): A `LigerSFTTrainer` that has just been built.
+
+    Raises:
+        ValueError: The model's checkpoint has no head that is known, or the trainer could not train or save it.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        model, args = trainer.model, trainer.args
+        _check(trainer)
+        init = getattr(args, "model_init_kwargs", None) or {}
+        base = find_checkpoint(model.name_or_path, init.get("revision"), init.get("subfolder") or "")
+        self._model = model
+        self._predictor = load_predictor(model, base)
+
+    def loss(self, logits: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        """The cross-entropy of the head for a batch, without its logits. It runs inside the forward of the model.
+
+        Args:
+            logits (`DeferredLogits`): The model's, (B, S, V), with the input and the weight of the LM head.
+            inputs (`dict`): The batch, with `input_ids` and `labels` (B, S).
+
+        Returns:
+            `tuple`: The sum of the losses (), with a gradient for the head alone, and (3, 1) fp32 for the metrics: the
+            sum, the targets that were its first choice, and its targets.
+
+        Raises:
+            ValueError: The batch has images, or the LM head made real logits.
+        """
+        images = next((name for name in inputs if name.startswith(("pixel_", "image_", "video_"))), None)
+        if images is not None:
+            raise ValueError(f"The batch has {images}, and train_mtp is for text. Remove such rows, or train_mtp.")
+        if not isinstance(logits, DeferredLogits) or logits.is_materialized:
+            raise ValueError(f"train_mtp needs the input of the LM head, but {head_reason(self._model)}.")
+        rows = flat_rows(inputs)
+        target = head_targets(inputs, 1)[1:].flatten(1)[:, rows.places]
+        loss, *sums = logits.fused(partial(self._cross_entropy, rows), target)
+        return loss, torch.stack([s.float() for s in sums])
+
+    def _cross_entropy(
+        self,
+        rows: FlatRows,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        target: torch.Tensor,
+        logit_scale: float,
+        softcap: float | None,
+        **_: Any,
+    ) -> HeadsLoss:
+        """`linear_heads_cross_entropy` of the head. `hidden` (B, S, H) and `weight` (V, H) get no gradient."""
+        embedding = self._model.get_input_embeddings().weight.detach()
+        guessed = predict(self._predictor, rows.of(hidden.detach()), embedding, rows)
+        return linear_heads_cross_entropy(
+            [guessed.to(hidden.dtype)], weight.detach(), target, softcap=softcap, logit_scale=logit_scale
+        )
+
+
+def _check(trainer: Any) -> None:
+    model, accelerator = trainer.model, trainer.accelerator
+    if not trainer.head_is_ours:
+        raise ValueError(
+            "train_mtp is true, but the fused LM head is off (use_liger, liger_config). Remove one of them."
+        )
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(
+            "train_mtp is true, and the model has an adapter, with which the head would not be saved. Train the whole "
+            "model, or remove train_mtp: the head of the base is kept as it is."
+        )
+    if accelerator.distributed_type not in _PLAIN:
+        raise ValueError(
+            f"train_mtp is true, and the launch is {accelerator.distributed_type.value}, which shards weights. Train "
+            "on one process, or on several with DDP."
+        )
+    if trainer.args.label_smoothing_factor:
+        smoothing = trainer.args.label_smoothing_factor
+        raise ValueError(
+            f"train_mtp is true, and label_smoothing_factor is {smoothing}, which the loss of the head does not have. "
+            "Remove one of them."
+        )
+    if trainer.compute_loss_func is not None:
+        raise ValueError("train_mtp is true, and compute_loss_func is set, which has no head. Remove one of them.")
+    if (reason := head_reason(model)) is not None:
+        raise ValueError(f"train_mtp is true, and the head learns from the input of the LM head, but {reason}.")
+    head: Any = innermost(output_head(model))
+    if head.bias is not None:
+        raise ValueError(f"train_mtp is true, and the LM head of {type(model).__name__} has a bias. Remove train_mtp.")
+    if not getattr(trainer.args, "keep_unloaded_weights", True):
+        raise ValueError("train_mtp is true, and keep_unloaded_weights is false, which leaves the head out. Remove it.")

@@ -1,0 +1,81 @@
+"""The acceptance length of a drafter: by one pass over the text, and by a decoder that drafts and verifies."""
+
+import pytest
+import torch
+from eagle_brute_force import eagle_target, eagle_trainer
+from medusa_fixtures import ENDS, prompts_of
+from tiny_models import VOCAB
+
+from liger_trainer.eagle.decode import decode
+from liger_trainer.eagle.evaluate import evaluate, right_guesses
+from liger_trainer.eagle.target import default_layers, tapped
+from liger_trainer.medusa.evaluate import walk
+from liger_trainer.medusa.prompts import answer
+
+
+@pytest.fixture(scope="module")
+def fitted(tmp_path_factory):
+    """A tiny model, and a drafter that was fitted, not to the end, to its greedy texts after four prompts."""
+    model = eagle_target().eval()
+    model.generation_config.eos_token_id = 2
+    texts = answer(model, prompts_of(4), ENDS, 24)
+    rows = [{"input_ids": p + text} for p, text in zip(prompts_of(4), texts, strict=True)]
+    trainer = eagle_trainer(
+        model, tmp_path_factory.mktemp("fitted"), rows, max_steps=40, learning_rate=5e-3, eagle_draft_vocab_size=VOCAB
+    )
+    trainer.train()
+    return model.eval(), model.eagle_drafter.requires_grad_(False)
+
+
+def test_a_decoder_accepts_what_the_walk_says(fitted):
+    """Each prompt by itself: the decoder's text is the greedy one, and its passes are those of the walk."""
+    model, drafter = fitted
+    lengths = []
+    for prompt in prompts_of(4) + prompts_of(3, seed=9):
+        text = answer(model, [prompt], ENDS, 24)[0]
+        decoded = decode(model, drafter, prompt, ENDS, 3, 24)
+        assert decoded.text == text
+        if len(text) > 1:
+            chain, _ = walk([right_guesses(model, drafter, prompt, text, 3)])
+            assert decoded.tokens_per_pass == pytest.approx(chain)
+            lengths.append(chain)
+    assert max(lengths) > 1.5 and min(lengths) < max(lengths)
+
+
+def test_the_report(fitted):
+    model, drafter = fitted
+    model.train()
+    report = evaluate(model, drafter, prompts_of(4), ENDS, steps=3, max_new_tokens=24, batch_size=3)
+    assert model.training
+    model.eval()
+    rows = []
+    for prompt in prompts_of(4):
+        text = answer(model, [prompt], ENDS, 24)[0]
+        rows.append(right_guesses(model, drafter, prompt, text, 3))
+    assert report.chain == pytest.approx(walk(rows)[0]) and report.chain > 1.2
+    assert len(report.accuracy) == 3 and 0 < report.accuracy[0] <= 1
+    assert f"tokens per forward pass  {report.chain:.3f}" in str(report)
+
+
+def test_texts_of_one_token(fitted):
+    model, drafter = fitted
+    with pytest.raises(ValueError, match="ends all 2 texts after one token"):
+        evaluate(model, drafter, prompts_of(2), set(range(VOCAB)), steps=2)
+
+
+def test_taps_are_the_hidden_states_of_transformers():
+    model = eagle_target().eval()
+    ids = torch.tensor([[5, 9, 11, 40, 3]])
+    want = model(ids, output_hidden_states=True).hidden_states
+    with tapped(model.model.layers, (0, 2, 3)) as seen:
+        model(ids)
+    for i, x in zip((0, 2, 3), seen, strict=True):
+        assert torch.equal(x, want[i])
+    assert not any(layer._forward_pre_hooks for layer in model.model.layers)
+
+
+def test_default_layers():
+    assert default_layers(32) == (2, 16, 29) and default_layers(36) == (2, 18, 33)
+    assert default_layers(7) == (2, 3, 4)
+    with pytest.raises(ValueError, match=r"eagle_layers is unset, which means \[2, 3, 3\] for a model of 6 layers"):
+        default_layers(6)

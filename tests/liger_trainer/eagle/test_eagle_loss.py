@@ -1,0 +1,92 @@
+"""The loss of `LigerEagleTrainer` against EAGLE-3 written out in float64: value, every gradient, metrics."""
+
+import pytest
+import torch
+from eagle_brute_force import brute_force, eagle_target, eagle_trainer, with_random_drafter
+from medusa_brute_force import packed_batch, ragged_batch
+
+BATCHES = {"padded": ragged_batch, "packed": packed_batch}
+
+
+def trained(model, tmp_path, batch, **options):
+    """Loss, gradients of the drafter and metrics of one batch."""
+    trainer = eagle_trainer(eagle_target(), tmp_path, **options)
+    layers = trainer._layers
+    trainer.model.eagle_drafter.load_state_dict(model.eagle_drafter.state_dict())
+    loss = trainer.compute_loss(trainer.model.train(), dict(batch))
+    loss.backward()
+    gradients = {name: p.grad for name, p in trainer.model.eagle_drafter.named_parameters()}
+    assert all(p.grad is None for n, p in trainer.model.named_parameters() if "eagle_drafter" not in n)
+    return float(loss), gradients, trainer._mean_metrics("train"), layers
+
+
+def assert_same(got, want, tolerance=1e-5):
+    loss, gradients, metrics, _ = got
+    assert loss == pytest.approx(want[0], rel=tolerance)
+    assert gradients.keys() == want[1].keys()
+    for name, grad in gradients.items():
+        error = float((grad - want[1][name]).norm() / want[1][name].norm())
+        assert want[1][name].norm() > 0 and error < tolerance, f"{name}: relative error {error:.1e}"
+    for k, (step_loss, accuracy, count) in enumerate(want[2], 1):
+        assert count > 0
+        assert metrics[f"eagle_step{k}_loss"] == pytest.approx(step_loss, rel=tolerance)
+        assert metrics[f"eagle_step{k}_accuracy"] == pytest.approx(accuracy)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("kind", BATCHES)
+def test_matches_float64(kind, recompute, tmp_path):
+    batch = BATCHES[kind]()
+    model = with_random_drafter(eagle_target())
+    want = brute_force(model, batch, steps=3, decay=0.7)
+    assert_same(trained(model, tmp_path, batch, gradient_checkpointing=recompute), want)
+
+
+def test_seven_steps_and_rows_that_are_shorter(tmp_path):
+    """Rows with fewer tokens than steps have targets for the first steps alone."""
+    batch = packed_batch(lengths=(9, 3, 12, 2))
+    model = with_random_drafter(eagle_target())
+    assert_same(trained(model, tmp_path, batch, eagle_steps=7), brute_force(model, batch, steps=7, decay=0.7))
+
+
+def test_rows_padded_on_the_left(tmp_path):
+    batch = ragged_batch(4)
+    model = with_random_drafter(eagle_target())
+    want = brute_force(model, batch, steps=3, decay=0.7)
+    moved = {name: torch.empty_like(x) for name, x in batch.items()}
+    for b, mask in enumerate(batch["attention_mask"]):
+        for name, x in batch.items():
+            moved[name][b] = x[b].roll(int((mask == 0).sum()))
+    moved["position_ids"] = (moved["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    assert (moved["attention_mask"][:, 0] == 0).any()
+    assert_same(trained(model, tmp_path, moved), want)
+
+
+def test_the_loss_does_not_depend_on_how_a_batch_is_split(tmp_path):
+    batch = ragged_batch(4)
+    trainer = eagle_trainer(eagle_target(), tmp_path)
+    count = batch["labels"][:, 1:].ne(-100).sum()
+    whole = trainer.compute_loss(trainer.model.train(), dict(batch), num_items_in_batch=count)
+    parts = [
+        trainer.compute_loss(trainer.model, {n: x[b : b + 1] for n, x in batch.items()}, num_items_in_batch=count)
+        for b in range(4)
+    ]
+    torch.testing.assert_close(sum(parts), whole, rtol=1e-5, atol=0)
+
+
+def test_nothing_to_guess(tmp_path):
+    """A batch without labels: a loss of zero and gradients of zero, which DDP waits for."""
+    batch = ragged_batch(2)
+    batch["labels"] = torch.full_like(batch["labels"], -100)
+    trainer = eagle_trainer(eagle_target(), tmp_path)
+    loss = trainer.compute_loss(trainer.model.train(), batch)
+    loss.backward()
+    assert loss == 0
+    for name, p in trainer.model.eagle_drafter.named_parameters():
+        assert p.grad is not None and not p.grad.any(), name
+
+
+def test_a_model_that_caps_its_logits_is_refused(tmp_path):
+    trainer = eagle_trainer(eagle_target("gemma2"), tmp_path)
+    with pytest.raises(ValueError, match=r"caps its logits at 5.0, and servers leave that out"):
+        trainer.compute_loss(trainer.model.train(), ragged_batch(2))

@@ -1,0 +1,204 @@
+"""`train_mtp`: the MTP head of a base is loaded, trained beside the model, and saved under its own names."""
+
+import copy
+import json
+
+import pytest
+import torch
+from medusa_brute_force import documents, packed_batch, ragged_batch
+from mtp_bases import SHAPES, mtp_trainer, write_base
+from peft import LoraConfig
+from predicting_bases import names_of, tensor_of
+from tiny_models import tiny_model
+from transformers import AutoModelForCausalLM
+
+from liger_trainer import LigerMedusaConfig, LigerMedusaTrainer
+
+
+def brute_force(model, tensors, batch):
+    """Summed loss, the gradients of the head by name, accuracy and targets, in float64 and document by document.
+
+    The decoder layer is transformers' own; all else is written out.
+    """
+    plain = copy.deepcopy(model).double().eval()
+    p = {name: tensor.double().requires_grad_() for name, tensor in tensors.items()}
+    config = copy.deepcopy(plain.config)
+    config.layer_types = ["full_attention"]
+    config._attn_implementation = "eager"
+    layer = type(plain.model.layers[0])(config, 0).double()
+
+    def norm(x, weight):
+        return x * (x.square().mean(-1, keepdim=True) + config.rms_norm_eps).rsqrt() * (1 + weight)
+
+    total, hits, count = 0.0, 0, 0
+    for b, places in documents(batch):
+        ids = batch["input_ids"][b, places][None]
+        with torch.no_grad():
+            hidden = plain.model(input_ids=ids).last_hidden_state[0]
+        embeds = plain.model.embed_tokens.weight.detach()[ids[0, 1:]]
+        joined = [norm(embeds, p["mtp.pre_fc_norm_embedding.weight"])]
+        joined.append(norm(hidden[:-1], p["mtp.pre_fc_norm_hidden.weight"]))
+        x = torch.cat(joined, -1) @ p["mtp.fc.weight"].T
+        n = len(x)
+        positions = torch.arange(n)[None]
+        angles = plain.model.rotary_emb(x[None], positions.expand(3, 1, n))
+        mask = torch.full((n, n), float("-inf"), dtype=x.dtype).triu(1)[None, None]
+        own = {name.removeprefix("mtp.layers.0."): t for name, t in p.items() if name.startswith("mtp.layers.0.")}
+        call = {"position_embeddings": angles, "attention_mask": mask, "position_ids": positions}
+        out = torch.func.functional_call(layer, own, (x[None],), call)[0]
+        log_p = (norm(out, p["mtp.norm.weight"]) @ plain.lm_head.weight.detach().T).log_softmax(-1)
+        for t in range(n - 1):
+            label = int(batch["labels"][b, places[t + 2]])
+            if label == -100:
+                continue
+            total = total - log_p[t, label]
+            hits += int(log_p[t].argmax()) == label
+            count += 1
+    names = sorted(p)
+    gradients = dict(zip(names, torch.autograd.grad(total, [p[name] for name in names]), strict=True))
+    return float(total.detach()), gradients, hits, count
+
+
+@pytest.mark.parametrize("kind", ["padded", "packed"])
+def test_matches_float64(kind, tmp_path):
+    extra = write_base(tmp_path / "base")
+    batch = {"padded": ragged_batch, "packed": packed_batch}[kind]()
+    trainer = mtp_trainer(tmp_path / "base", tmp_path / "out")
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    total, gradients, hits, count = brute_force(plain, extra, batch)
+    labels = int(batch["labels"][:, 1:].ne(-100).sum())
+
+    trainer.compute_loss(trainer.model.train(), dict(batch)).backward()
+    logs = {}
+    trainer.log(logs)
+    logged = trainer.state.log_history[-1]
+    assert logged["mtp_loss"] == pytest.approx(total / count, rel=1e-5)
+    assert logged["mtp_accuracy"] == pytest.approx(hits / count)
+    for name, want in gradients.items():
+        got = trainer.model.get_parameter(name).grad
+        error = float((got - want / labels).norm() / (want / labels).norm())
+        assert want.norm() > 0 and error < 2e-5, f"{name}: relative error {error:.1e}"
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_the_model_learns_as_without_it(packing, tmp_path):
+    """The same losses, gradients and weights, bit for bit, and still without padding."""
+    write_base(tmp_path / "base")
+    trained = []
+    for train_mtp in (True, False):
+        trainer = mtp_trainer(tmp_path / "base", tmp_path / str(train_mtp), train_mtp=train_mtp, packing=packing)
+        trainer.train()
+        trained.append(trainer)
+    ours, plain = trained
+    reports = [str(trainer.liger_report["varlen_attention"]) for trainer in trained]
+    assert reports[0] == reports[1]
+    for log, want in zip(ours.state.log_history, plain.state.log_history, strict=True):
+        same = {"loss", "entropy", "mean_token_accuracy", "num_tokens", "train_loss"} & want.keys()
+        assert same and all(log[name] == want[name] for name in same)
+    weights = dict(ours.model.named_parameters())
+    for name, p in plain.model.named_parameters():
+        assert torch.equal(weights.pop(name), p), name
+    assert weights.keys() == SHAPES.keys()
+
+
+def test_every_parameter_of_the_head_moves_and_is_saved(tmp_path):
+    extra = write_base(tmp_path / "base")
+    trainer = mtp_trainer(tmp_path / "base", tmp_path / "out", eval_strategy="steps", eval_steps=2)
+    for name, tensor in extra.items():
+        assert torch.equal(trainer.model.get_parameter(name), tensor), name
+    trainer.train()
+    trainer.save_model()
+    assert names_of(tmp_path / "out") == names_of(tmp_path / "base")
+    for name, tensor in extra.items():
+        saved = tensor_of(tmp_path / "out", name)
+        assert torch.equal(saved, trainer.model.get_parameter(name)) and not torch.equal(saved, tensor), name
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["mtp_num_hidden_layers"] == 1
+    assert any("eval_mtp_loss" in log for log in trainer.state.log_history)
+    assert trainer.kept_weights.tensors == 0, "nothing of the base is copied"
+
+    reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    for name, p in reloaded.named_parameters():
+        assert torch.equal(p, trainer.model.get_parameter(name)), name
+    again = mtp_trainer(tmp_path / "out", tmp_path / "again")
+    assert torch.equal(again.model.mtp.fc.weight, trainer.model.mtp.fc.weight)
+
+
+def test_the_loss_of_the_head_falls_and_a_resumed_run_continues(tmp_path):
+    write_base(tmp_path / "base")
+    options = {"max_steps": 6, "activation_checkpointing": True}
+    whole = mtp_trainer(tmp_path / "base", tmp_path / "whole", save_strategy="steps", save_steps=3, **options)
+    whole.train()
+    resumed = mtp_trainer(tmp_path / "base", tmp_path / "resumed", **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-3"))
+    logged = [[log["mtp_loss"] for log in t.state.log_history if "mtp_loss" in log] for t in (whole, resumed)]
+    assert logged[0] == logged[1] and len(logged[0]) == 6 and logged[0][-1] < logged[0][0]
+    for (name, p), (_, q) in zip(whole.model.named_parameters(), resumed.model.named_parameters(), strict=True):
+        assert torch.equal(p, q), name
+
+
+def test_the_loss_does_not_depend_on_accumulation(tmp_path):
+    write_base(tmp_path / "base")
+    fc = []
+    for size, steps in ((8, 1), (2, 4)):
+        options = {"per_device_train_batch_size": size, "gradient_accumulation_steps": steps, "optim": "sgd"}
+        trainer = mtp_trainer(tmp_path / "base", tmp_path / str(size), max_steps=1, **options)
+        trainer.train()
+        fc.append(trainer.model.mtp.fc.weight.detach())
+    torch.testing.assert_close(*fc, rtol=1e-5, atol=1e-7)
+
+
+# Refused
+
+
+def test_bases_without_a_head_that_is_known(tmp_path):
+    tiny_model("llama").save_pretrained(tmp_path / "llama")
+    with pytest.raises(ValueError, match=r"llama has no tensors mtp\.\*. Only MTP heads of that name are known"):
+        mtp_trainer(tmp_path / "llama", tmp_path / "out")
+    shapes = {name: shape for name, shape in SHAPES.items() if name != "mtp.norm.weight"}
+    write_base(tmp_path / "less", shapes)
+    with pytest.raises(ValueError, match="the checkpoint lacks mtp.norm.weight, so that the head is another one"):
+        mtp_trainer(tmp_path / "less", tmp_path / "out")
+    write_base(tmp_path / "more", SHAPES | {"mtp.layers.0.mlp.experts.0.up_proj.weight": (2, 2)})
+    with pytest.raises(ValueError, match="the model's classes lack mtp.layers.0.mlp.experts.0.up_proj.weight"):
+        mtp_trainer(tmp_path / "more", tmp_path / "out")
+    write_base(tmp_path / "other", SHAPES | {"mtp.fc.weight": (32, 32)})
+    with pytest.raises(ValueError, match=r"mtp.fc.weight is \(32, 32\) in .*; expected \(32, 64\)"):
+        mtp_trainer(tmp_path / "other", tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    "options, trainer_options, message",
+    [
+        ({"use_liger": False}, {}, "the fused LM head is off"),
+        (
+            {"label_smoothing_factor": 0.1},
+            {},
+            "label_smoothing_factor is 0.1, which the loss of the head",
+        ),
+        ({"keep_unloaded_weights": False}, {}, "keep_unloaded_weights is false, which leaves the head out"),
+        ({}, {"compute_loss_func": print}, "compute_loss_func is set, which has no head"),
+        (
+            {},
+            {"peft_config": LoraConfig(r=2, target_modules=["q_proj"])},
+            "the model has an adapter, with which",
+        ),
+        ({"train_mtp": 1}, {}, "train_mtp is 1; expected true or false"),
+    ],
+)
+def test_what_would_train_or_save_wrongly(options, trainer_options, message, tmp_path):
+    write_base(tmp_path / "base")
+    with pytest.raises(ValueError, match=message):
+        mtp_trainer(tmp_path / "base", tmp_path / "out", trainer_options=trainer_options, **options)
+
+
+def test_rows_with_images(tmp_path):
+    write_base(tmp_path / "base")
+    trainer = mtp_trainer(tmp_path / "base", tmp_path / "out")
+    with pytest.raises(ValueError, match="The batch has image_grid_thw, and train_mtp is for text"):
+        trainer._mtp.loss(None, ragged_batch(2) | {"image_grid_thw": torch.ones(1, 3)})
+
+
+def test_trainers_of_other_heads_refuse_it(tmp_path):
+    args = LigerMedusaConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, train_mtp=True)
+    with pytest.raises(ValueError, match="train_mtp is True, which the Medusa loss does not have"):
+        LigerMedusaTrainer(tiny_model("llama"), args)

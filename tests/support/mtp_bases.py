@@ -1,0 +1,64 @@
+"""Tiny bases whose checkpoint has an MTP head with the tensors of Qwen3.5's, and a trainer that trains it."""
+
+import torch
+from datasets import Dataset
+from safetensors.torch import load_file, save_file
+from tiny_models import ragged_rows, tiny_model, tiny_tokenizer
+from transformers import AutoModelForCausalLM
+
+from liger_trainer import LigerSFTConfig, LigerSFTTrainer
+
+HIDDEN, INNER, HEADS, GROUPS, DIM = 32, 48, 4, 2, 16
+SHAPES = {  # of the tensors in the checkpoints of Qwen3.5; q_proj has the gate of the attention too
+    "mtp.fc.weight": (HIDDEN, 2 * HIDDEN),
+    "mtp.pre_fc_norm_embedding.weight": (HIDDEN,),
+    "mtp.pre_fc_norm_hidden.weight": (HIDDEN,),
+    "mtp.norm.weight": (HIDDEN,),
+    "mtp.layers.0.input_layernorm.weight": (HIDDEN,),
+    "mtp.layers.0.post_attention_layernorm.weight": (HIDDEN,),
+    "mtp.layers.0.self_attn.q_proj.weight": (2 * HEADS * DIM, HIDDEN),
+    "mtp.layers.0.self_attn.k_proj.weight": (GROUPS * DIM, HIDDEN),
+    "mtp.layers.0.self_attn.v_proj.weight": (GROUPS * DIM, HIDDEN),
+    "mtp.layers.0.self_attn.o_proj.weight": (HIDDEN, HEADS * DIM),
+    "mtp.layers.0.self_attn.q_norm.weight": (DIM,),
+    "mtp.layers.0.self_attn.k_norm.weight": (DIM,),
+    "mtp.layers.0.mlp.gate_proj.weight": (INNER, HIDDEN),
+    "mtp.layers.0.mlp.up_proj.weight": (INNER, HIDDEN),
+    "mtp.layers.0.mlp.down_proj.weight": (HIDDEN, INNER),
+}
+
+
+def write_base(folder, shapes=SHAPES, **config):
+    """A tiny Qwen3.5 whose checkpoint has an MTP head. Returns the tensors of the head."""
+    model = tiny_model("qwen3_5_text", mtp_num_hidden_layers=1, **config)
+    model.save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    generator = torch.Generator().manual_seed(1)
+    extra = {name: 0.2 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    save_file(load_file(folder / "model.safetensors") | extra, folder / "model.safetensors", {"format": "pt"})
+    return extra
+
+
+def mtp_trainer(base, output, rows=None, trainer_options=None, **options):
+    defaults = {
+        "per_device_train_batch_size": 8,
+        "per_device_eval_batch_size": 8,
+        "max_steps": 2,
+        "learning_rate": 1e-2,
+        "max_length": 64,
+        "bf16": False,
+        "activation_checkpointing": False,
+        "max_grad_norm": 0.0,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "train_mtp": True,
+    }
+    args = LigerSFTConfig(output_dir=str(output), **(defaults | options))
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    rows = Dataset.from_list(rows or ragged_rows())
+    return LigerSFTTrainer(
+        model, args, train_dataset=rows, eval_dataset=rows, processing_class=tiny_tokenizer(), **(trainer_options or {})
+    )
