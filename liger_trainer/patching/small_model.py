@@ -19,8 +19,8 @@ _SIZES = {
     "n_head": _HEADS, "n_heads": _HEADS, "num_heads": _HEADS, "num_key_value_heads": 2, "head_dim": _HEAD_DIM,
     "global_head_dim": _HEAD_DIM, "rotary_dim": 8, "max_position_embeddings": 64, "n_positions": 64,
     "sliding_window": 4, "attention_chunk_size": 4, "floor_scale": 4, "num_experts": 4, "num_local_experts": 4,
-    "n_routed_experts": 4, "num_experts_per_tok": 2, "num_experts_per_token": 2, "n_group": 1, "topk_group": 1,
-    "num_expert_group": 1, "moe_intermediate_size": 24, "lru_width": _WIDTH,
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "num_experts_per_token": 2, "top_k_experts": 2,
+    "n_group": 1, "topk_group": 1, "num_expert_group": 1, "moe_intermediate_size": 24, "lru_width": _WIDTH,
     "linear_num_heads": _HEADS, "linear_head_dim": _HEAD_DIM, "chunk_size": 8, "mamba_chunk_size": 8,
     "shared_expert_intermediate_size": 24, "first_k_dense_replace": 1, "q_lora_rank": 16, "kv_lora_rank": 16,
     "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "vocab_size_per_layer_input": 48,
@@ -94,7 +94,7 @@ def small_config(config, **sizes_of_caller: int):
     if own := {int(layer): values for layer, values in (known.get("per_layer_config") or {}).items()}:
         made = small.to_dict()
         made["per_layer_config"] = {
-            i: {name: size * made[name] // known[name] for name, size in own[layer].items()}
+            i: {name: max(1, size * made[name] // known[name]) for name, size in own[layer].items()}
             for i, layer in enumerate(kept)
             if layer in own
         }
