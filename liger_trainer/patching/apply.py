@@ -21,7 +21,7 @@ from liger_trainer.instance.kind import Found, Kind, find
 from liger_trainer.instance.report import OPERATIONS, LigerReport, OperationReport, Place
 from liger_trainer.lora import layers as lora
 from liger_trainer.memory.rebuild import REBUILD_ABOVE_BYTES
-from liger_trainer.patching import experts, image_positions, mlps, norms, rotary, towers, varlen
+from liger_trainer.patching import experts, image_positions, mlps, norms, rotary, rule_packages, towers, varlen
 
 REBUILD_ABOVE_MIB = "rebuild_above_mib"
 _HEAD = "fused_linear_cross_entropy"
@@ -84,6 +84,7 @@ def apply_liger(
         with probe.isolated():
             _swap(varlen.find_backbone(inner), report)
             _swap(find((*image_positions.KINDS, towers.KIND), model.named_modules()), report)
+    report.advice = rule_packages.advice(model)
     if strict and (report.skipped or not any(operation.swapped for operation in report.operations.values())):
         remove_liger(model)
         problem = "not everything recognised could be swapped" if report.skipped else "nothing was recognised"
