@@ -17,7 +17,7 @@ from liger_trainer.head.module import base_model_of, has_fused_head, modules_cal
 from liger_trainer.head.outputs import HeadOptions
 from liger_trainer.lora import layers as lora
 from liger_trainer.memory.rebuild import REBUILD_ABOVE_BYTES
-from liger_trainer.patching import experts, mlps, norms, rotary
+from liger_trainer.patching import experts, mlps, norms, rotary, rule_packages
 from liger_trainer.patching.core import probe
 from liger_trainer.patching.core.binding import Binding, bind, unbind_all
 from liger_trainer.patching.core.kind import Found, Kind, find
@@ -86,6 +86,7 @@ def apply_liger(
         with probe.isolated():
             _swap(backbone.find_backbone(inner), report)
             _swap(find((*image_positions.KINDS, towers.KIND), model.named_modules()), report)
+    report.advice = rule_packages.advice(model)
     if strict and (report.skipped or not any(operation.swapped for operation in report.operations.values())):
         remove_liger(model)
         problem = "not everything recognised could be swapped" if report.skipped else "nothing was recognised"

@@ -80,10 +80,13 @@ def pack_images(trainer: Any) -> None:
         raise ValueError(
             "packing is True for rows with images, which are streamed. Load them, or set packing to False."
         )
-    if bound_backbone(base_model_of(trainer.model)) is None:
+    bound = bound_backbone(base_model_of(trainer.model))
+    if bound is None or bound.proven.sees_both_ways:
         found = trainer.liger_report["varlen_attention"] if trainer.liger_report else None
         why = "use_liger or varlen_attention is switched off"
-        if found is not None and found.enabled:
+        if bound is not None:
+            why = "tokens of an image see each other"
+        elif found is not None and found.enabled:
             kept = {*found.unsuited.values(), *found.skipped.values()}
             why = "; ".join(sorted(kept)) or "no decoder of text was found in it"
         raise ValueError(

@@ -106,15 +106,23 @@ def _by_sdpa(query, key, value, rows: Rows, dropout, scaling):
     if not rows.full:
         flat = map(_flat, (query, key, value))
         query, key, value = (x.view(-1, rows.longest, *x.shape[1:]).transpose(1, 2) for x in flat)
-    groups = query.shape[1] // key.shape[1]
-    if groups > 1 and not key.shape[-1] == value.shape[-1] <= _MOST_HEAD_DIM:  # as transformers: no fast kernel has it
-        key = key.repeat_interleave(groups, 1)
-        value = value.repeat_interleave(groups, 1)
-        groups = 1
+    key, value, grouped = _grouped(query, key, value)
     out = F.scaled_dot_product_attention(
-        query, key, value, dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=groups > 1
+        query, key, value, dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=grouped
     )
     return out.transpose(1, 2).flatten(0, 1)
+
+
+def _grouped(query, key, value) -> tuple[torch.Tensor, torch.Tensor, bool]:
+    """(keys, values, whether SDPA has to know of groups), of (B, H, S, D), expanded where no fast kernel has groups.
+
+    That is transformers' rule too. Of heads of more than 256 (Gemma 4's have 512) only the memory-efficient kernel
+    stores no scores, and it takes as many heads of keys as of queries.
+    """
+    groups = query.shape[1] // key.shape[1]
+    if groups == 1 or key.shape[-1] == value.shape[-1] <= _MOST_HEAD_DIM:
+        return key, value, groups > 1
+    return key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1), False
 
 
 def _capped(query, key, value, rows: Rows, window, dropout, scaling, softcap, sinks):
@@ -191,6 +199,7 @@ def _near(length: int, window: int | None, device: torch.device) -> torch.Tensor
 
 
 def _row_by_row(query, key, value, rows: Rows, window, dropout, scaling):
+    key, value, grouped = _grouped(query, key, value)
     lengths = [length for length in rows.lengths if length]
     queries = _flat(query).transpose(0, 1).split(lengths, 1)
     keys = _flat(key).transpose(0, 1).split(lengths, 1)
@@ -206,7 +215,7 @@ def _row_by_row(query, key, value, rows: Rows, window, dropout, scaling):
             dropout_p=dropout,
             is_causal=near is None,
             scale=scaling,
-            enable_gqa=query.shape[1] != key.shape[1],
+            enable_gqa=grouped,
         )
         done.append(out[0].transpose(0, 1))
     return torch.cat(done)

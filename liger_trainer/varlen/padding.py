@@ -26,7 +26,7 @@ from liger_trainer.varlen.known import Known, is_stale
 from liger_trainer.varlen.rows import NotForRows, Rows, rows_known
 from liger_trainer.varlen.states import KIND
 
-_PER_TOKEN = ("input_ids", "inputs_embeds", "visual_pos_masks")
+_PER_TOKEN = ("input_ids", "inputs_embeds", "visual_pos_masks", "per_layer_inputs")
 _PER_IMAGE_TOKEN = "deepstack_visual_embeds"  # in the order of the tokens, of which none is padding
 _KNOWN_TENSORS = (
     "attention_mask",
@@ -37,7 +37,7 @@ _KNOWN_TENSORS = (
     _PER_IMAGE_TOKEN,
     *_PER_TOKEN,
 )
-
+_OF_THE_HEAD = ("labels", "shift_labels")  # Gemma 4's model of images hands them to its decoder, which reads neither
 
 COMPUTES_PADDING = "computes padding too"  # what a backbone does without a plan
 
@@ -54,6 +54,7 @@ class Proven(NamedTuple):
         loss (`Callable`): The function that its forward calls for the loss.
         needs_ids (`str` or None): Why the backbone cannot be captured, or None: given embeddings, with which a capture
             begins, it computes something else than given their ids, or its layers keep a state.
+        sees_both_ways (`bool`): Whether tokens of an image see each other, so that a batch of images stays as it is.
     """
 
     attention: str
@@ -63,6 +64,7 @@ class Proven(NamedTuple):
     forwards: dict[type, Callable]
     loss: Callable
     needs_ids: str | None = None
+    sees_both_ways: bool = False
 
     @property
     def keeps_state(self) -> bool:
@@ -138,7 +140,8 @@ class Plan:
             of_tokens = positions is not None and positions.shape[-2:] in (shape, (1, shape[1]))
             if not (known and of_tokens):
                 return False
-        others = [x for name, x in call.items() if name not in _KNOWN_TENSORS]
+        of_the_head = [name for name in _OF_THE_HEAD if call.get(name) is self.given.get(name)]
+        others = [x for name, x in call.items() if name not in (*_KNOWN_TENSORS, *of_the_head)]
         for x in tree_leaves(others):
             if isinstance(x, torch.Tensor) and x.ndim > 0:  # a count is of no token
                 return False
@@ -150,6 +153,7 @@ class Plan:
         Their positions are the columns where the call has none, as in every model that a proof accepts.
         """
         tokens = tokens_of(call)
+        call = {name: x for name, x in call.items() if name not in _OF_THE_HEAD}
         # A mask of ones, since without one transformers looks for rows in the values of position_ids, and waits.
         shape = (self.rows.batch, self.rows.tokens // self.rows.batch)
         mask = torch.ones(shape, dtype=torch.long, device=tokens.device)
@@ -216,6 +220,11 @@ def running(plan: Plan | None):
         _plan.reset(token)
 
 
+def plan_of_call() -> Plan | None:
+    """The plan of the running call of a model, until its backbone begins."""
+    return None if torch.compiler.is_compiling() else _plan.get()
+
+
 def tokens_of(call: dict[str, Any]) -> Any:
     """The ids (B, S) or embeddings (B, S, H) that a call brings, or None."""
     return call.get("inputs_embeds") if call.get("input_ids") is None else call["input_ids"]
@@ -232,7 +241,7 @@ def _forward_of(backbone_class):
 
     @in_place_of(backbone_class.forward)
     def forward(self, *args, **kwargs):
-        plan = None if torch.compiler.is_compiling() else _plan.get()
+        plan = plan_of_call()
         bound = BackboneBinding.of(self)
         if plan is None or bound is None or bound.aside:
             return call_previous(self, BackboneBinding, args, kwargs)
@@ -241,7 +250,7 @@ def _forward_of(backbone_class):
             call["use_cache"] = False
         if len(args) > len(names) or not plan.fits(call):
             _refuse_mixing(bound, plan, "its inputs are made by the model around it")
-            if plan.leaves_out:
+            if plan.leaves_out and not bound.proven.sees_both_ways:  # the report has said that
                 bound.tell("its mask or other inputs are made by the model around it", COMPUTES_PADDING)
             return call_previous(self, BackboneBinding, args, kwargs)
         try:

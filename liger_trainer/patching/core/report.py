@@ -79,6 +79,7 @@ class LigerReport:
         operations (`dict[str, OperationReport]`): One entry for each key of the config, in the order of `OPERATIONS`.
         checkpointing (`dict` or `None`): What `activation_checkpointing: auto` has chosen while the model was trained.
         cuda_graphs (`dict` or `None`): Which sizes of steps were captured, and why others were not.
+        advice (`list[str]`): What to install, and what it costs to go without.
     """
 
     def __init__(self, model_name: str):
@@ -86,6 +87,7 @@ class LigerReport:
         self.operations = {name: OperationReport() for name in OPERATIONS}
         self.checkpointing: dict[str, Any] | None = None
         self.cuda_graphs: dict[str, Any] | None = None
+        self.advice: list[str] = []
 
     def __getitem__(self, operation: str) -> OperationReport:
         return self.operations[operation]
@@ -103,6 +105,8 @@ class LigerReport:
         chosen = {} if self.checkpointing is None else {"activation_checkpointing": self.checkpointing}
         if self.cuda_graphs is not None:
             chosen["cuda_graphs"] = self.cuda_graphs
+        if self.advice:
+            chosen["advice"] = self.advice  # type: ignore[assignment]
         return {
             "model": self.model_name,
             "operations": {
@@ -136,7 +140,8 @@ class LigerReport:
         for operation in self.operations.values():
             found.update(operation.unsuited.values())
         reasons = sorted(found)
-        return f"{line} (kept: {'; '.join(reasons)})" if reasons else line
+        line = f"{line} (kept: {'; '.join(reasons)})" if reasons else line
+        return ". ".join([line, *self.advice])
 
     def __str__(self) -> str:
         lines = [self.model_name, f"{'operation':<28}{'found':>6}{'swapped':>9}{'skipped':>9}"]
@@ -149,6 +154,7 @@ class LigerReport:
             for sign, modules in (("+", swapped), ("-", skipped), (".", operation.unsuited)):
                 for names, count, text in compress(modules):
                     lines.append(f"  {sign} {names}{f' x{count}' if count > 1 else ''}: {text}")
+        lines += self.advice
         return "\n".join(lines)
 
 

@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from liger_trainer.patching.core import probe
-from liger_trainer.patching.core.binding import bind, own_class
+from liger_trainer.patching.core.binding import Binding, bind, own_class
 from liger_trainer.patching.core.kind import Found, attempt
 from liger_trainer.varlen import masks, padding
 from liger_trainer.varlen.known_code import (
@@ -29,6 +29,7 @@ from liger_trainer.varlen.known_code import (
     why_not_theirs,
 )
 from liger_trainer.varlen.plans import plan_of
+from liger_trainer.varlen.proof import image_masks
 from liger_trainer.varlen.proof.packed_rows import kernels_in_torch
 from liger_trainer.varlen.proof.small_model import small_copy
 from liger_trainer.varlen.proof.states import Told, may_go_by_rows, told_by
@@ -37,6 +38,7 @@ OPERATION = "varlen_attention"
 _LENGTHS, _WIDTH = (7, 1, 11, 12), 12  # longer and shorter than the window of a small copy
 _OUTPUTS = {"loss", "logits", "aux_loss", "router_logits"}  # calls that get the last compute padding
 _RTOL = 2e-4  # of the largest element, through whole layers in fp32; a token too many or too few is off by 1e-2
+_MASKS_AROUND = "the mask of its decoder is made by the model around it, in which tokens of an image see each other"
 _ON_ROWS = {False: "on rows side by side", True: "on a GPU, on rows one after the other; elsewhere side by side"}
 _BY_OURS = "; on a GPU, its convolution by liger_triton.short_conv"
 _ATTENDS_BY = {  # what a layer attends by -> what runs for it on a GPU
@@ -55,6 +57,7 @@ def find_backbone(model) -> Iterator[Found]:
         return
     around, backbone = base_of(model), backbone_of(model)
     told: Told | None = None
+    of_masks: Binding | None = None
     if backbone is None:
         if model.get_output_embeddings() is not None:
             yield Found(OPERATION, type(model).__name__, model, "no part before its head was found", is_rare=True)
@@ -72,6 +75,8 @@ def find_backbone(model) -> Iterator[Found]:
             else:
                 proven, reason = attempt(_prove, model)
                 reason = reason and (of_states or reason)
+    if reason is None and around is not backbone and image_masks.made_by(around):
+        of_masks, reason = (None, _MASKS_AROUND) if told is not None else image_masks.binding_for(around)
     if reason is None:
         reason = unknown_forward(model, proven.forwards)
     name = next((name for name, module in model.named_modules() if module is backbone), model.base_model_prefix)
@@ -80,8 +85,13 @@ def find_backbone(model) -> Iterator[Found]:
         return
     runs = "runs on real tokens" if proven.keeps_padding is None else f"computes padding ({proven.keeps_padding})"
     kinds = [how for kind, how in _ATTENDS_BY.items() if kind in proven.kinds]
+    if proven.sees_both_ways:
+        kinds.append("a batch of images computes padding, as tokens of an image see each other")
     binding = padding.binding_of(backbone, proven, *(() if told is None else (told.forward, told.guards)))
     yield Found(OPERATION, name, backbone, "; ".join([runs, *kinds]), binding)
+    if of_masks is not None:
+        around_name = next((name for name, module in model.named_modules() if module is around), "")
+        yield Found(OPERATION, around_name, around, "leaves the masks of text to its decoder", of_masks)
     if told is not None:
         yield from _layers_of(model, told, name)
 
@@ -113,14 +123,11 @@ def _why_not(model, around, backbone) -> str | None:
         return "the model is more than a decoder of text"
     if not isinstance(backbone, PreTrainedModel) or backbone is model:
         return "it has no backbone apart from its head"
-    if around is not backbone and _makes_masks(around):
-        return "the mask of its decoder is made by the model around it, in which tokens of an image see each other"
+    if around is not backbone and image_masks.made_by(around):
+        _, failed = attempt(lambda whole: (image_masks.small_whole_copy(whole, probe.SEED, "sdpa"), None), model)
+        if failed is not None:
+            return _MASKS_AROUND
     return masks.why_not_ours(model)
-
-
-def _makes_masks(module) -> bool:
-    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    return any(name.startswith("create_") and "mask" in name for name in getattr(code, "co_names", ()))
 
 
 def _prove_with_states(model):
@@ -146,16 +153,19 @@ def _is_proven_by_rows(model, told: Told) -> bool:
 def _prove(model, with_states: bool = False, by_rows: dict[type, Any] | None = None):
     """(`Proven`, None), or (None, what differs). `by_rows`: the forwards of layers that are given rows as they lie.
 
-    Of a model of images and text it is its decoder that is copied: what is around it sees the batch as it is.
+    Of a model of images and text it is its decoder that is copied: what is around it sees the batch as it is. Where
+    that makes masks, it is copied too, without its towers.
     """
     around, backbone = base_of(model), backbone_of(model)
-    subject = model if around is backbone else backbone
+    makes_masks = around is not backbone and bool(image_masks.made_by(around))
+    subject = model if around is backbone or makes_masks else backbone
     attention = model.config.get_text_config()._attn_implementation
-    own, ours = (small_copy(subject, probe.SEED, attention) for _ in range(2))
+    copied_by = image_masks.small_whole_copy if makes_masks else small_copy
+    own, ours = (copied_by(subject, probe.SEED, attention) for _ in range(2))
     reason = why_not_theirs(own)
     if reason is not None:
         return None, reason
-    reason = foreign_class([model, around]) if subject is backbone else None
+    reason = foreign_class([model, around]) if around is not backbone else None
     if reason is not None:
         return None, reason
     ids = torch.randint(3, 40, (len(_LENGTHS), _WIDTH), generator=probe.generator())
@@ -172,7 +182,7 @@ def _prove(model, with_states: bool = False, by_rows: dict[type, Any] | None = N
     mixes = _apart(_run(own, one_row), _run(own, within)) is not None
     kinds: set[str] = set()
     forwards, reason = code_of([*own.modules(), model, around]), None
-    proven = padding.Proven(attention, kinds, None, mixes, forwards, own_loss_of(model))
+    proven = padding.Proven(attention, kinds, None, mixes, forwards, own_loss_of(model), sees_both_ways=makes_masks)
     copied = ours if subject is backbone else backbone_of(ours)
     _bind(copied, proven, with_states, by_rows)
     batches = [
@@ -181,6 +191,10 @@ def _prove(model, with_states: bool = False, by_rows: dict[type, Any] | None = N
         ("a packed row", one_row, within),
         ("one padded row", _first(right), _first(right)),
     ]
+    if makes_masks:
+        _bind_masks(base_of(ours))
+        text = image_masks.batch_of_text(own, right)
+        batches.append(("tokens that are said to be text", text, text))
     if subject is backbone:
         with_images = [(f"images in {what}", _with_images(own, given)) for what, given, _ in batches[:2]]
         batches += [(what, given, given) for what, given in with_images if given]
@@ -196,10 +210,37 @@ def _prove(model, with_states: bool = False, by_rows: dict[type, Any] | None = N
         return None, reason
     if with_states:
         return _prove_recomputed(own, ours, batches[:3], proven)
+    sees_both_ways = False
+    if makes_masks:
+        sees_both_ways, differs = _with_masks_of_images(own, ours, right, left)
+        if differs is not None:
+            return None, differs
     needs_ids, error = attempt(lambda copy: (_why_ids_are_needed(copy, copied, batches[0][1]), None), ours)
     if error is not None:
         needs_ids = f"given embeddings in place of ids, {error}"
-    return proven._replace(keeps_padding=reason, needs_ids=needs_ids), None
+    return proven._replace(keeps_padding=reason, needs_ids=needs_ids, sees_both_ways=sees_both_ways), None
+
+
+def _bind_masks(around) -> None:
+    binding, reason = image_masks.binding_for(around)
+    if binding is None:
+        raise ValueError(reason)
+    bind(around, binding)
+
+
+def _with_masks_of_images(own, ours, *batches) -> tuple[bool, str | None]:
+    """(whether a batch of images stays as it is, what differs in one from that of the padded batch or None)."""
+    used = []
+    for batch in batches:
+        batch = image_masks.batch_of_images(own, batch)
+        plan = plan_of(ours.config, batch | {"use_cache": False}, ours.config._attn_implementation, full=True)
+        with padding.running(plan):
+            got = _run(ours, batch)
+        apart = _apart(got, _run(own, batch))
+        if plan is None or apart is not None:
+            return False, f"with images, {apart or 'its rows cannot be told'}"
+        used.append(plan.used)
+    return not all(used), None
 
 
 def _padded(ids: torch.Tensor, real: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -154,13 +154,21 @@ def kernels_in_torch(model: nn.Module) -> Iterator[None]:
 
 def kernel_behind(value: Any) -> Kernel | None:
     """What a global of a modeling file calls, if it calls a package; None if it is PyTorch's code or something else."""
+    held = choice_behind(value)
+    if held is None or held["is_new_implementation"] is not True:
+        return None
+    return Kernel(held["torch_function"], held["applicable_params"])
+
+
+def choice_behind(value: Any) -> dict[str, Any] | None:
+    """What transformers knows where it chooses between a package and its own code; None if `value` chooses nothing."""
     function = type(value).forward if isinstance(value, nn.Module) else value  # `kernels` makes a module of a function
     for _ in range(3):
         if not isinstance(function, types.FunctionType):
             return None
         held = inspect.getclosurevars(function).nonlocals
-        if held.get("is_new_implementation") is True:
-            return Kernel(held["torch_function"], held["applicable_params"])
+        if "is_new_implementation" in held:
+            return dict(held)
         function = held.get("func")
     return None
 

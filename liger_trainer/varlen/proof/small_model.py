@@ -43,6 +43,7 @@ _SIZES = {
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,
     "num_experts_per_token": 2,
+    "top_k_experts": 2,
     "n_group": 1,
     "topk_group": 1,
     "num_expert_group": 1,
@@ -135,7 +136,9 @@ def small_config(config, **sizes_of_caller: int):
         sizes_of_layers = {}
         for i, layer in enumerate(kept):
             if layer in own:
-                sizes_of_layers[i] = {name: size * made[name] // known[name] for name, size in own[layer].items()}
+                sizes_of_layers[i] = {
+                    name: max(1, size * made[name] // known[name]) for name, size in own[layer].items()
+                }
         made["per_layer_config"] = sizes_of_layers
         small = type(small)(**made)  # its constructor reads them
     return small

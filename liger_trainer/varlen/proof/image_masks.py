@@ -1,0 +1,117 @@
+"""Masks that the model around a decoder of text makes for it, as in Gemma 4: left to the decoder, which goes by rows.
+
+Where tokens of an image see each other both ways, such a mask is more than causal, and the batch stays as it is. Every
+other mask is what the decoder makes of the mask of padding. So in a call that has a plan, the functions that make masks
+return the mask of padding. The proof of `proof/backbone.py` shows it on a small copy of the whole model, without its
+towers.
+"""
+
+import copy
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.modeling_utils import set_zero3_state
+
+from liger_trainer.patching.core.binding import Binding, in_place_of, own_class
+from liger_trainer.patching.core.guards import Guards, code_guards_of, global_lookups
+from liger_trainer.patching.core.kind import slot_of
+from liger_trainer.patching.rotary import decorated_like, forward_with_globals
+from liger_trainer.varlen.host_copies import values_of
+from liger_trainer.varlen.padding import plan_of_call
+from liger_trainer.varlen.proof.small_model import drawn, small_config
+
+# What a function that makes masks takes for a causal one, with a window or without.
+_CAUSAL = {"config", "inputs_embeds", "attention_mask", "cache", "past_key_values", "position_ids"}
+_KINDS_OF_TOKENS = ("mm_token_type_ids", "token_type_ids")  # 0 for text
+_IMAGE_TOKEN = 41  # of a small copy; rows of text are drawn from those before it
+
+
+def made_by(module: nn.Module) -> list[str]:
+    """The names of the functions by which the forward of `module` makes masks."""
+    code = getattr(inspect.unwrap(own_class(module).forward), "__code__", None)
+    return [name for name in getattr(code, "co_names", ()) if name.startswith("create_") and "mask" in name]
+
+
+def binding_for(around: nn.Module) -> tuple[Binding | None, str | None]:
+    """(what leaves the masks of `around` to its decoder, None), or (None, why they stay)."""
+    slot, reason = slot_of(around)
+    if reason is not None:
+        return None, reason
+    cls: Any = own_class(around)  # mypy takes no class for hashable
+    own = inspect.unwrap(cls.forward)
+    replaced = tuple((name, _mask_of_padding(own.__globals__[name])) for name in made_by(around))
+    guards = Guards(cls, [*code_guards_of(cls).lookups, *global_lookups(own)])
+    ours = decorated_like(cls.forward, forward_with_globals(own, replaced))
+
+    @in_place_of(cls.forward)
+    def forward(self, *args, **kwargs):
+        return ours(self, *args, **kwargs)
+
+    return Binding(forward, slot, guards=guards, key="_liger_masks"), None
+
+
+@functools.cache
+def _mask_of_padding(own: Callable) -> Callable:
+    """What runs in place of `own`, which makes masks: it returns the mask of padding in a call that has a plan.
+
+    Where tokens of images may see each other, it is `own` that answers.
+    """
+
+    @functools.wraps(own)
+    def created(*args: Any, **kwargs: Any) -> Any:
+        plan = plan_of_call()
+        if plan is None or args or "attention_mask" not in kwargs:
+            return own(*args, **kwargs)
+        asks_for_more = any(x is not None for name, x in kwargs.items() if name not in _CAUSAL)
+        if asks_for_more and _holds_images(plan.given):
+            return own(**kwargs)
+        return kwargs["attention_mask"]
+
+    return created
+
+
+def _holds_images(call: dict[str, Any]) -> bool:
+    """Return whether some tokens of a call are no text. It waits for the GPU if the host has not kept their kinds."""
+    kinds = [call[name] for name in _KINDS_OF_TOKENS if call.get(name) is not None]
+    return any(bool((values != 0).any()) for values in values_of(*kinds))
+
+
+def small_whole_copy(model, seed: int, attention: str):
+    """A small copy of a model of images and text without its towers, in fp32 and training mode on the CPU.
+
+    Raises:
+        Exception: Its class needs its towers, or see `small_copy`.
+    """
+    config = copy.deepcopy(model.config)
+    for name in type(config).sub_configs:
+        part = getattr(config, name, None)
+        if part is not None:
+            setattr(config, name, small_config(part) if part is config.get_text_config() else None)
+    if isinstance(getattr(config, "image_token_id", None), int):
+        config.image_token_id = _IMAGE_TOKEN
+    with set_zero3_state():
+        return drawn(
+            lambda: own_class(model)._from_config(config, attn_implementation=attention, dtype=torch.float32), seed
+        )
+
+
+def batch_of_text(model, batch: dict[str, Any]) -> dict[str, Any]:
+    """`batch` with the kinds of its tokens, which are all text."""
+    return batch | {name: torch.zeros_like(batch["input_ids"]) for name in _names(model)}
+
+
+def batch_of_images(model, batch: dict[str, Any]) -> dict[str, Any]:
+    """`batch` with images in the place of some tokens of text."""
+    real = batch["attention_mask"].bool()
+    places = real & (torch.arange(real.shape[1]) % 5 > 2)
+    ids = batch["input_ids"].masked_fill(places, _IMAGE_TOKEN)
+    labels = batch["labels"].masked_fill(places, -100)
+    return batch | {"input_ids": ids, "labels": labels} | {name: places.long() for name in _names(model)}
+
+
+def _names(model) -> list[str]:
+    return [name for name in _KINDS_OF_TOKENS if name in inspect.signature(model.forward).parameters]
