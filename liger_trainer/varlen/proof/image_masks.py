@@ -19,7 +19,7 @@ from transformers.modeling_utils import set_zero3_state
 from liger_trainer.patching.core.binding import Binding, in_place_of, own_class
 from liger_trainer.patching.core.guards import Guards, code_guards_of, global_lookups
 from liger_trainer.patching.core.kind import slot_of
-from liger_trainer.patching.rotary import decorated_like, forward_with_globals
+from liger_trainer.patching.core.own_globals import decorated_like, forward_with_globals
 from liger_trainer.varlen.host_copies import values_of
 from liger_trainer.varlen.padding import plan_of_call
 from liger_trainer.varlen.proof.small_model import drawn, small_config
