@@ -15,6 +15,7 @@ from liger_trainer.feature import Feature
 from liger_trainer.fp8.feature import Fp8, Fp8Fields
 from liger_trainer.memory.feature import Checkpointing, MemoryFields
 from liger_trainer.patching.apply import swap_converted
+from liger_trainer.preflight.feature import Preflight, PreflightFields
 from liger_trainer.trainers.cuda_graphs import CudaGraphs, CudaGraphsFields
 from liger_trainer.trainers.module_walks import ModuleWalks
 from liger_trainer.trainers.optimizer_in_backward import InBackward, InBackwardFields
@@ -112,9 +113,10 @@ FEATURES: tuple[Feature, ...] = (
     Report(),
     ModuleWalks(),
     Trackers(),
+    Preflight(),
 )
 
 
 @dataclass
-class FeatureFields(Fp8Fields, InBackwardFields, MemoryFields, CudaGraphsFields, BaseWeightsFields):
+class FeatureFields(Fp8Fields, InBackwardFields, MemoryFields, CudaGraphsFields, BaseWeightsFields, PreflightFields):
     """The fields of `FEATURES`."""

@@ -57,6 +57,7 @@ OWN_OPTIONS = {
     "optimizer_in_backward",
     "fp8",
     "fp8_recipe",
+    "skip_checks",
 }
 NEWER_NAMES = {"activation_checkpointing", "activation_checkpointing_kwargs"}  # which older transformers lacks
 COMMANDS = {

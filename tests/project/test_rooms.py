@@ -19,6 +19,7 @@ LAYERS = (  # a module imports from its own layer and from those before it
     ("lora",),
     ("patching",),
     ("losses",),
+    ("preflight",),
     ("trainers",),
     ("medusa",),
     ("fitting", "verify"),
