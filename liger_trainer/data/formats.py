@@ -116,11 +116,14 @@ def sharegpt_messages(row: dict, index: int) -> list[dict[str, Any]]:
     return with_system(row.get("system"), messages, index)
 
 
-def with_system(system: str | None, messages: list[dict[str, Any]], index: int) -> list[dict[str, Any]]:
+def with_system(
+    system: str | None, messages: list[dict[str, Any]], index: int, where: str = "in the column system"
+) -> list[dict[str, Any]]:
     """The messages after the system prompt `system`, which may be empty or be their first message already.
 
     Raises:
-        RecipeError: The first message is another system prompt. `index` is the row's number.
+        RecipeError: The first message is another system prompt. `index` is the row's number, `where` the first one's
+            place.
     """
     first = messages[0] if messages else {}
     if not system or not isinstance(first, dict):
@@ -129,7 +132,7 @@ def with_system(system: str | None, messages: list[dict[str, Any]], index: int) 
         return [{"role": "system", "content": system}, *messages]
     if first.get("content") != system:
         raise RecipeError(
-            f"Row {index} of the dataset has two system prompts: {short(system)} in the column system, and "
+            f"Row {index} of the dataset has two system prompts: {short(system)} {where}, and "
             f"{short(first.get('content'))} in the first message. Keep one of them."
         )
     return messages

@@ -103,7 +103,7 @@ class SavesWithManifest:
             self.keeper.begin(self)
             super()._save_checkpoint(model, trial)  # type: ignore[misc]
             if self.args.should_save:
-                write_prompt_form(_checkpoint_of(self), self.recorder.form)
+                write_prompt_form(_checkpoint_of(self), self.recorder.form, self.recipe.args.system_prompt)
             self.keeper.finish(self)
         if self.args.push_to_hub:
             self.keeper.wait(self)
@@ -225,7 +225,7 @@ def _save_model(trainer: Any) -> None:
             trainer.save_model(trainer.args.output_dir, _internal_call=True)  # without a push
             trainer.save_state()
             if trainer.args.should_save:
-                write_prompt_form(folder, trainer.recorder.form)
+                write_prompt_form(folder, trainer.recorder.form, trainer.recipe.args.system_prompt)
             if trainer.is_world_process_zero():
                 with card_without_risk(trainer.args.output_dir):
                     trainer.curves = draw_curves(trainer.state.log_history, folder / CURVES)

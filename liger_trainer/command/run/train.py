@@ -17,7 +17,7 @@ from liger_trainer.command.recipe.checks import NOT_ON_EXPERTS, check_packages
 from liger_trainer.command.recipe.model_source import ModelSource, find_model, quantization_of, trainable
 from liger_trainer.command.recipe.parser import nearest
 from liger_trainer.command.recipe.read import Recipe
-from liger_trainer.command.rows.chat_template import answers_marked, raised_by_template, row_without_answer
+from liger_trainer.command.rows.chat_template import answers_marked, raised_by_template
 from liger_trainer.command.rows.counts import account_for_rows, check_token_ids
 from liger_trainer.command.rows.images import broken_picture, check_first_batch
 from liger_trainer.command.rows.preview import show_rows
@@ -129,7 +129,7 @@ def build_trainer(recipe: Recipe, sources: Sources, callbacks: list[Any], traine
                 given["ref_model"], _ = _load_gguf(source, config, init, recipe)  # reading it again takes seconds
         else:
             given["model"] = source.path
-        with answers_marked(recipe, source) as settle_template:
+        with answers_marked(recipe, source, train_rows, eval_rows) as settle_template:
             trainer = trainer_class(args=training, **given)
             settle_template(trainer)
     except RecipeError:
@@ -139,11 +139,6 @@ def build_trainer(recipe: Recipe, sources: Sources, callbacks: list[Any], traine
             raise RecipeError(said) from error
         if (broken := broken_picture(error, train_rows, eval_rows)) is not None:
             raise RecipeError(broken) from error
-        if (
-            "no assistant tokens" in str(error)
-            and (unanswered := row_without_answer(train_rows, eval_rows)) is not None
-        ):
-            raise RecipeError(unanswered) from error
         if recipe.model.load_in_4bit and isinstance(error, ImportError) and "bitsandbytes" in str(error):
             raise RecipeError(f"load_in_4bit is True: {' '.join(str(error).split())}") from error
         if training.push_to_hub and "offline mode is enabled" in str(error):
