@@ -11,6 +11,20 @@ def has_images(rows: Any) -> bool:
     return not {"image", "images"}.isdisjoint(getattr(rows, "column_names", None) or ())
 
 
+def first_conversation(rows: Any) -> list[dict[str, Any]] | None:
+    """The messages of the first row of a `datasets.Dataset`; None for rows without messages, and for other datasets."""
+    known = getattr(rows, "column_names", None)
+    names = [name for name in ("messages", "prompt", "chosen") if name in known] if isinstance(known, list) else []
+    if not names or not hasattr(rows, "select_columns") or not hasattr(rows, "__len__") or not len(rows):
+        return None
+    values = rows.select_columns(names)[0].values()
+    return next((value for value in values if _is_conversation(value)), None)
+
+
+def _is_conversation(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and isinstance(value[0], dict) and "role" in value[0]
+
+
 # The template of the Alpaca data (github.com/tatsu-lab/stanford_alpaca). The response starts on its own line, so that
 # no token spans the end of the prompt.
 _ALPACA_SYSTEM = (

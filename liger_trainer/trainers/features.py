@@ -19,6 +19,7 @@ from liger_trainer.preflight.feature import Preflight, PreflightFields
 from liger_trainer.trainers.cuda_graphs import CudaGraphs, CudaGraphsFields
 from liger_trainer.trainers.module_walks import ModuleWalks
 from liger_trainer.trainers.optimizer_in_backward import InBackward, InBackwardFields
+from liger_trainer.trainers.samples import SampleFields, Samples
 from liger_trainer.trainers.trackers import Trackers
 
 
@@ -114,9 +115,18 @@ FEATURES: tuple[Feature, ...] = (
     ModuleWalks(),
     Trackers(),
     Preflight(),
+    Samples(),
 )
 
 
 @dataclass
-class FeatureFields(Fp8Fields, InBackwardFields, MemoryFields, CudaGraphsFields, BaseWeightsFields, PreflightFields):
+class FeatureFields(
+    Fp8Fields,
+    InBackwardFields,
+    MemoryFields,
+    CudaGraphsFields,
+    BaseWeightsFields,
+    PreflightFields,
+    SampleFields,
+):
     """The fields of `FEATURES`."""

@@ -16,6 +16,7 @@ import trl
 from torch import nn
 from transformers.integrations import is_fsdp_enabled
 
+from liger_trainer.data.formats import first_conversation
 from liger_trainer.head.module import base_model_of, why_peft_needs_logits
 from liger_trainer.head.outputs import HeadOptions
 from liger_trainer.trainers.base import LigerTrainerMixin
@@ -106,6 +107,10 @@ class LigerTRLMixin(LigerTrainerMixin, WritesCards):
         self._patched = PatchedModels()
         rows = given.get("train_dataset")
         self.rows_given = len(rows) if isinstance(rows, Sized) else None
+        first = first_conversation(rows)
+        self.rows_are_chats = first is not None
+        if first is not None and first[0]["role"] == "system" and isinstance(first[0].get("content"), str):
+            self.system_prompt = first[0]["content"]
         replaced = _for_fsdp(sys.modules[self.stock_class().__module__]) | self._replaced_globals()
         init = with_globals(self._stock_init(stock_init), replaced)
         init(self, *args, **kwargs)

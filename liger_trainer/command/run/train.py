@@ -29,6 +29,7 @@ from liger_trainer.command.run.preemption import SaveOnSigterm
 from liger_trainer.command.run.reward_calls import checked_reward
 from liger_trainer.command.run.saving import Keeper, SavesWithManifest, train_and_save, what_is_left
 from liger_trainer.command.run.summary import RunRecorder
+from liger_trainer.data.formats import alpaca_row
 from liger_trainer.errors import RecipeError, RunError, refusal, short
 from liger_trainer.fitting.hollow import auto_class_of
 from liger_trainer.trainers.world import fault_of_world
@@ -64,6 +65,9 @@ def _run(recipe: Recipe, resumes: str, preview_rows: int | None, stop: SaveOnSig
         recorder.early_stopping = EarlyStoppingCallback(recipe.args.early_stopping_patience)
         callbacks.append(recorder.early_stopping)
     callbacks.append(stop)  # the last, because it may end the run
+    if training.sample_prompts and recorder.form == "alpaca":
+        asked = [alpaca_row({"instruction": text, "output": ""}) for text in training.sample_prompts]
+        training.sample_prompts = [row["prompt"] for row in asked]
     plain = getattr(liger_trainer, recipe.entry.trainer)
     named = {"__doc__": plain.__doc__, "__module__": plain.__module__}
     trainer_class = type(plain.__name__, (SavesWithManifest, plain), named)

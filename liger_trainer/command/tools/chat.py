@@ -141,7 +141,7 @@ def _read(reader: Any, prompt: Any) -> Any:
     """The inputs of the model for a text, or for messages and the pictures in them: a batch of one row."""
     import torch
 
-    from liger_trainer.medusa.prompts import encode
+    from liger_trainer.data.answers import encode
 
     if isinstance(prompt, str) or not hasattr(reader, "image_processor"):
         ids = torch.tensor([encode(getattr(reader, "tokenizer", reader), prompt)])
@@ -160,7 +160,7 @@ def _answer(model: Any, reader: Any, prompt: Any, args: Any) -> str:
     from jinja2 import TemplateError
     from transformers import TextStreamer
 
-    from liger_trainer.medusa.prompts import end_tokens
+    from liger_trainer.data.answers import end_tokens
 
     tokenizer = getattr(reader, "tokenizer", reader)
 

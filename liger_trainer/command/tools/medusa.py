@@ -47,10 +47,10 @@ def add_medusa_commands(commands) -> None:
 
 
 def _eval(args) -> None:
+    from liger_trainer.data.answers import encode, end_tokens
     from liger_trainer.medusa.evaluate import evaluate
     from liger_trainer.medusa.export import load_heads
     from liger_trainer.medusa.heads import attach_heads
-    from liger_trainer.medusa.prompts import encode, end_tokens
 
     model, tokenizer = load_to_answer(args.model, args)
     form = read_prompt_form(args.heads) or read_prompt_form(args.model)
