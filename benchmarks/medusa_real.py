@@ -19,9 +19,9 @@ from _models import trained
 
 from liger_trainer import LigerMedusaConfig, LigerMedusaTrainer
 from liger_trainer.command.tools.heads import prompts_in
+from liger_trainer.data.answers import answer, encode, end_tokens
 from liger_trainer.medusa.evaluate import evaluate
 from liger_trainer.medusa.heads import heads_of
-from liger_trainer.medusa.prompts import answer, encode, end_tokens
 
 
 def split(prompts, seed):

@@ -11,6 +11,20 @@ def has_images(rows: Any) -> bool:
     return not {"image", "images"}.isdisjoint(getattr(rows, "column_names", None) or ())
 
 
+def first_conversation(rows: Any) -> list[dict[str, Any]] | None:
+    """The messages of the first row of a `datasets.Dataset`; None for rows without messages, and for other datasets."""
+    known = getattr(rows, "column_names", None)
+    names = [name for name in ("messages", "prompt", "chosen") if name in known] if isinstance(known, list) else []
+    if not names or not hasattr(rows, "select_columns") or not hasattr(rows, "__len__") or not len(rows):
+        return None
+    values = rows.select_columns(names)[0].values()
+    return next((value for value in values if _is_conversation(value)), None)
+
+
+def _is_conversation(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and isinstance(value[0], dict) and "role" in value[0]
+
+
 # The template of the Alpaca data (github.com/tatsu-lab/stanford_alpaca). The response starts on its own line, so that
 # no token spans the end of the prompt.
 _ALPACA_SYSTEM = (
@@ -116,11 +130,14 @@ def sharegpt_messages(row: dict, index: int) -> list[dict[str, Any]]:
     return with_system(row.get("system"), messages, index)
 
 
-def with_system(system: str | None, messages: list[dict[str, Any]], index: int) -> list[dict[str, Any]]:
+def with_system(
+    system: str | None, messages: list[dict[str, Any]], index: int, where: str = "in the column system"
+) -> list[dict[str, Any]]:
     """The messages after the system prompt `system`, which may be empty or be their first message already.
 
     Raises:
-        RecipeError: The first message is another system prompt. `index` is the row's number.
+        RecipeError: The first message is another system prompt. `index` is the row's number, `where` the first one's
+            place.
     """
     first = messages[0] if messages else {}
     if not system or not isinstance(first, dict):
@@ -129,7 +146,7 @@ def with_system(system: str | None, messages: list[dict[str, Any]], index: int) 
         return [{"role": "system", "content": system}, *messages]
     if first.get("content") != system:
         raise RecipeError(
-            f"Row {index} of the dataset has two system prompts: {short(system)} in the column system, and "
+            f"Row {index} of the dataset has two system prompts: {short(system)} {where}, and "
             f"{short(first.get('content'))} in the first message. Keep one of them."
         )
     return messages

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
+from liger_trainer.data.answers import answer
 from liger_trainer.eagle.drafter import EagleDrafter
 from liger_trainer.eagle.target import decoder_layers, default_layers, embedding_of, tapped
 from liger_trainer.head.flat_rows import FlatRows, flat_rows
 from liger_trainer.medusa.evaluate import walk
-from liger_trainer.medusa.prompts import answer
 
 
 @dataclass(frozen=True)

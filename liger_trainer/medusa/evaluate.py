@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
+from liger_trainer.data.answers import answer
 from liger_trainer.head.module import innermost, output_head
 from liger_trainer.medusa.heads import MedusaHeads
-from liger_trainer.medusa.prompts import answer
 
 
 @dataclass(frozen=True)

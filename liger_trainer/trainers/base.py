@@ -82,6 +82,8 @@ class LigerTrainerMixin(LoadsRenamedWeights):
         device_memory (`GpuMemory` or `None`): Another memory than the GPU's, by which it chooses.
         base_checkpoint (`Base` or `None`): The files that the model was loaded from, where they may have more than it.
         kept_weights (`KeptWeights` or `None`): What the last save took over from them.
+        rows_are_chats (`bool`): Whether rows are messages, by which `sample_prompts` are asked. True where unknown.
+        system_prompt (`str` or `None`): With which `sample_prompts` are asked then: that of the first row.
         grad_norm_of_step (`Callable` or `None`): What finds the norm of the gradients in place of the stock trainer.
     """
 
@@ -100,6 +102,8 @@ class LigerTrainerMixin(LoadsRenamedWeights):
     device_memory: GpuMemory | None = None
     base_checkpoint: Base | None = None
     kept_weights: KeptWeights | None = None
+    rows_are_chats: bool = True
+    system_prompt: str | None = None
     grad_norm_of_step: Callable[[], torch.Tensor] | None = None
     _runs: Sequence[Run] = ()  # what runs training steps while training, the outermost first
     _ops_of_token: int | None = None  # once they are counted

@@ -18,6 +18,7 @@ from liger_trainer.memory.feature import CheckpointedTrainer, Checkpointing, Che
 from liger_trainer.memory.summary import CheckpointingSummary
 from liger_trainer.patching.apply import swap_converted
 from liger_trainer.patching.core.report import LigerReport
+from liger_trainer.preflight.feature import Preflight, PreflightFields
 from liger_trainer.trainers.cuda_graphs import CapturedArguments, CapturedTrainer, CudaGraphs, CudaGraphsFields
 from liger_trainer.trainers.module_walks import ModuleWalks, WalkedArguments, WalkedTrainer
 from liger_trainer.trainers.optimizer_in_backward import (
@@ -26,6 +27,7 @@ from liger_trainer.trainers.optimizer_in_backward import (
     InBackwardFields,
     InBackwardTrainer,
 )
+from liger_trainer.trainers.samples import SampleFields, Samples
 from liger_trainer.trainers.trackers import TrackedTrainer, Trackers
 from liger_trainer.varlen.graphs.capture_summary import Summary
 
@@ -194,9 +196,19 @@ FEATURES: tuple[Feature[FeatureArguments, FeaturedTrainer], ...] = (
     Report(),
     ModuleWalks(),
     Trackers(),
+    Preflight(),
+    Samples(),
 )
 
 
 @dataclass
-class FeatureFields(Fp8Fields, InBackwardFields, MemoryFields, CudaGraphsFields, BaseWeightsFields):
+class FeatureFields(
+    Fp8Fields,
+    InBackwardFields,
+    MemoryFields,
+    CudaGraphsFields,
+    BaseWeightsFields,
+    PreflightFields,
+    SampleFields,
+):
     """The fields of `FEATURES`."""

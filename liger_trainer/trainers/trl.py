@@ -9,13 +9,14 @@ temperature and precision it wants for which model, and each model is patched be
 import inspect
 import sys
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Sized
 from typing import Any
 
 import trl
 from torch import nn
 from transformers.integrations import is_fsdp_enabled
 
+from liger_trainer.data.formats import first_conversation
 from liger_trainer.head.module import base_model_of, why_peft_needs_logits
 from liger_trainer.head.outputs import HeadOptions
 from liger_trainer.trainers.base import LigerTrainerMixin
@@ -91,8 +92,10 @@ class LigerTRLMixin(LigerTrainerMixin, WritesCards):
     Attributes:
         ignored_fields (`tuple[str, ...]`): Fields that the config inherits and the stock trainer does not use; setting
             one is an error.
+        rows_given (`int` or `None`): How many training rows the trainer was given. TRL may have dropped some since.
     """
 
+    rows_given: int | None = None
     loss_hook: str | None = None
     ignored_fields: tuple[str, ...] = ("label_smoothing_factor",)
 
@@ -102,6 +105,12 @@ class LigerTRLMixin(LigerTrainerMixin, WritesCards):
         config: Any = given.get("args")
         self.args = config  # `uses_liger` and `wants_part` read it
         self._patched = PatchedModels()
+        rows = given.get("train_dataset")
+        self.rows_given = len(rows) if isinstance(rows, Sized) else None
+        first = first_conversation(rows)
+        self.rows_are_chats = first is not None
+        if first is not None and first[0]["role"] == "system" and isinstance(first[0].get("content"), str):
+            self.system_prompt = first[0]["content"]
         replaced = _for_fsdp(sys.modules[self.stock_class().__module__]) | self._replaced_globals()
         init = with_globals(self._stock_init(stock_init), replaced)
         init(self, *args, **kwargs)

@@ -44,6 +44,7 @@ _OWN = {
     "dataloader_pin_memory": False, "max_length": MAX_LENGTH, "max_completion_length": 8, "num_generations": 2,
     "mask_truncated_completions": False, "logging_nan_inf_filter": False,
     "cuda_graphs": "false",  # captured steps have a check of their own
+    "skip_checks": ["all"],  # the rates and lengths of these runs are not the user's
 }  # fmt: skip
 # Keys of a recipe, by their beginnings, that decide nothing of what a step computes, or that need another machine, or
 # that draw noise of the shape of a batch.
@@ -52,7 +53,7 @@ _LEFT_OUT = (
     "eval_", "fp8", "fsdp", "generation_batch", "greater_is_better", "host_memory", "hub_", "include_", "jit_",
     "load_best", "log_completions", "logging_", "medusa_init", "memory_budget", "metric_for",
     "model_init_kwargs", "neftune", "num_train_epochs", "optim", "output_dir", "parallelism", "push_", "resume_",
-    "reward_weights", "run_name", "save_", "steps_per_generation", "teacher_model", "tf32", "torch_compile",
+    "reward_weights", "run_name", "sample_", "save_", "steps_per_generation", "teacher_model", "tf32", "torch_compile",
     "use_cpu", "use_vllm", "vllm_", "warmup",
 )  # fmt: skip
 

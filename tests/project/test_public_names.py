@@ -58,6 +58,10 @@ OWN_OPTIONS = {
     "optimizer_in_backward",
     "fp8",
     "fp8_recipe",
+    "sample_max_new_tokens",
+    "sample_prompts",
+    "sample_steps",
+    "skip_checks",
 }
 NEWER_NAMES = {"activation_checkpointing", "activation_checkpointing_kwargs"}  # which older transformers lacks
 COMMANDS = {

@@ -20,6 +20,7 @@ LAYERS = (  # a module imports from its own layer and from those before it
     ("lora",),
     ("patching",),
     ("losses", "mtp"),
+    ("preflight",),
     ("trainers",),
     ("medusa",),
     ("eagle",),

@@ -4,8 +4,8 @@ import torch
 import torch.nn.functional as F
 from tiny_models import VOCAB, tiny_model
 
+from liger_trainer.data.answers import answer
 from liger_trainer.medusa.heads import MedusaHeads
-from liger_trainer.medusa.prompts import answer
 
 ENDS = {2}
 

@@ -106,6 +106,12 @@ def settle(
             "use_liger_kernel is true, which would have the package liger-kernel patch the model too. Remove it; "
             "use_liger: true is the key for the kernels here."
         )
+    if value("train_on"):
+        if "assistant_only_loss" not in defaults:
+            raise RecipeError(f"train_on is {value('train_on')}, which {entry.trainer} does not read. Remove it.")
+        if chosen.get("assistant_only_loss") is False:
+            raise RecipeError(f"train_on is {value('train_on')}, and assistant_only_loss false. Remove one of them.")
+        chosen["assistant_only_loss"] = True  # with which TRL learns what the chat template marks
     for key, mend in NOT_ON_EXPERTS.items():
         if value("lora_target_parameters") and value(key):
             raise RecipeError(

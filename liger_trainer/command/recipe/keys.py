@@ -28,7 +28,16 @@ class RecipeArguments:
     columns: dict[str, str] | str | None | list[dict[str, str]] = _key(
         None,
         "Which columns of the data are those that the trainer or the template reads, such as {prompt: question, "
-        "completion: answer}. A list has one mapping for each name in `dataset_name`.",
+        "completion: answer}. With {question: ..., answer: ...} the texts become turns of a chat. A list has one "
+        "mapping for each name in `dataset_name`.",
+    )
+    system_prompt: str | None = _key(
+        None, "A system prompt that goes before the messages of each row, such as 'Answer in one sentence.'"
+    )
+    train_on: list[str] | None = _key(
+        None,
+        "The roles whose messages are learned, such as [assistant]. A message with `train` or `weight` says it for "
+        "itself. If unset, `assistant_only_loss` decides. For 'sft' and 'medusa'.",
     )
     dataset_weights: list[float] | None = _key(
         None,
@@ -106,6 +115,8 @@ class RecipeArguments:
             raise RecipeError(f"{' and '.join(given)} are both set; keep one of them.")
         if self.eval_fraction is not None:
             self._check_that_rows_are_there_once()
+        if self.train_on == []:
+            raise RecipeError("train_on is an empty list; expected roles, such as [assistant].")
         for name in ("early_stopping_patience", "max_rows"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise RecipeError(f"{name} is {value}; expected 1 or more.")

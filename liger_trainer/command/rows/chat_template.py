@@ -2,14 +2,16 @@
 
 import contextlib
 import os
+import re
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from liger_trainer.command.recipe.model_source import ModelSource
 from liger_trainer.command.recipe.read import Recipe
+from liger_trainer.command.rows.turn_weights import has_turn_weights
 from liger_trainer.errors import RecipeError
 from liger_trainer.paths import PACKAGE
 
@@ -22,15 +24,23 @@ _NAMED: dict[str, tuple[str, ...]] = {
     "mistral": (),
 }
 
-# Renders the template that stands in it for each answer: up to the answer, and with it. The second text must continue
-# the first one, and the whole conversation must continue both, so what is emitted is the whole, part by part.
+# Renders the template that stands in it for each learned message: up to its text, and with it. The second text must
+# continue the first one, and the whole conversation must continue both, so what is emitted is the whole, part by part.
+# An answer begins after the generation prompt. Other messages, and an answer that nothing comes before, begin where
+# another text would stand in their place.
 _MARKING = """\
 {%- macro rendered_(messages, add_generation_prompt) +%}TEMPLATE{%+ endmacro -%}
 {%- set so_far_ = namespace(text='') -%}
 {%- for message in messages -%}
-    {%- if message['role'] == 'assistant' -%}
-        {%- set before_ = rendered_(messages[:loop.index0], true) -%}
+    {%- set flags_ = [message['train'], message['weight']] | select('defined') | reject('none') | list -%}
+    {%- if (flags_[0] if flags_ else message['role'] in ROLES) -%}
         {%- set after_ = rendered_(messages[:loop.index], false) -%}
+        {%- if message['role'] == 'assistant' and not loop.first -%}
+            {%- set before_ = rendered_(messages[:loop.index0], true) -%}
+        {%- else -%}
+            {%- set other_ = dict(message, content='OTHER_TEXT') -%}
+            {%- set before_ = rendered_(messages[:loop.index0] + [other_], false).split('OTHER_TEXT')[0] -%}
+        {%- endif -%}
         {%- if not (before_.startswith(so_far_.text) and after_.startswith(before_)) -%}
             {%- set named_ = loop.index0 ~ " (" ~ (message['content'] | string)[:60] ~ ")" -%}
             {{- raise_exception("before message " ~ named_ ~ ", REFUSAL") -}}
@@ -46,6 +56,11 @@ _MARKING = """\
 {%- endif -%}
 {{- whole_[so_far_.text | length:] -}}
 """
+# The marks of a template, and what keeps the spaces around them as they are
+_MARKS = (
+    (re.compile(r"\{%([-+]?)\s*generation\s*([-+]?)%\}"), r"{%\1 if true \2%}"),
+    (re.compile(r"\{%([-+]?)\s*endgeneration\s*([-+]?)%\}"), r"{%\1 endif \2%}"),
+)
 _REFUSAL = (
     "the chat template renders turns in another way than where they are the last ones, so that assistant_only_loss "
     "cannot tell the answers apart. Write {% generation %}{{ message['content'] }}{% endgeneration %} where a copy of "
@@ -54,13 +69,17 @@ _REFUSAL = (
 )
 
 
-def mark_answers(template: str) -> str:
-    """A template with the texts of `template` and `{% generation %}` around each answer.
+def mark_answers(template: str, roles: Sequence[str] = ("assistant",)) -> str:
+    """A template with the texts of `template` and `{% generation %}` around each learned message.
 
-    An answer begins after the generation prompt and ends with its turn. The marked template raises an error of jinja2's
-    for a conversation whose parts, rendered one by one, do not add up to the whole.
+    A message is learned if its role is one of `roles`, or as its own `train` or `weight` says. It ends with its turn.
+    The marked template raises an error of jinja2's for a conversation whose parts, rendered one by one, do not add up
+    to the whole.
     """
-    return _MARKING.replace("REFUSAL", _REFUSAL).replace("TEMPLATE", template.removesuffix("\n"))
+    for mark, instead in _MARKS:
+        template = mark.sub(instead, template)
+    marking = _MARKING.replace("REFUSAL", _REFUSAL).replace("ROLES", str(list(roles)))
+    return marking.replace("TEMPLATE", template.removesuffix("\n"))
 
 
 def _check_answers(tokenizer: Any, marked: str) -> None:
@@ -131,43 +150,33 @@ def raised_by_template(error: Exception) -> bool:
     return isinstance(error, TemplateError) or frames[-1:] == ["<template>"]
 
 
-def row_without_answer(*datasets: Any) -> str | None:
-    """Name the first row of messages in `datasets`, of which some may be None, without an answer to learn."""
-    for rows in datasets:
-        if "messages" in getattr(rows, "column_names", ()):
-            for index, messages in enumerate(rows["messages"]):
-                if not any(message["role"] == "assistant" for message in messages):
-                    return (
-                        f"assistant_only_loss is true, and row {index} of the dataset has no message of the role "
-                        "assistant to learn. Remove the row."
-                    )
-    return None
-
-
 @contextlib.contextmanager
-def answers_marked(recipe: Recipe, source: ModelSource) -> Iterator[Callable[[Any], None]]:
+def answers_marked(recipe: Recipe, source: ModelSource, *datasets: Any) -> Iterator[Callable[[Any], None]]:
     """While this is open, `assistant_only_loss` finds the answers in any template that renders them one after another.
 
     Call what it yields with the trainer once that is built, so that the template is saved as it was. Templates with
-    marks, and those for which TRL has such a template, are left to TRL.
+    marks, and those for which TRL has such a template, are left to TRL; but not where `train_on` or the messages of
+    `datasets`, of which some may be None, say what is learned.
     """
     from trl.chat_template_utils import get_training_chat_template, has_generation_markers
 
-    training = recipe.training
+    training, roles = recipe.training, recipe.args.train_on or ["assistant"]
     own = getattr(training, "chat_template_path", None)
     tokenizer: Any = find_template(recipe, source)[0] if getattr(training, "assistant_only_loss", False) else None
     template = getattr(tokenizer, "chat_template", None)
+    text = template["default"] if isinstance(template, dict) else template
+    by_trl = None  # the text with marks
     with contextlib.suppress(ValueError):  # TRL has no template with marks for this one
-        if template is not None and not has_generation_markers(template):
-            get_training_chat_template(tokenizer)
-        template = None
-    if template is None:
+        if template is not None:
+            by_trl = text if has_generation_markers(template) else get_training_chat_template(tokenizer)
+    chooses = roles != ["assistant"] or any(has_turn_weights(rows) for rows in datasets)
+    if text is None or (by_trl is not None and not chooses):
         yield lambda trainer: None
         return
-    if isinstance(template, dict):
-        template = template["default"]
-    marked = mark_answers(template)
-    _check_answers(tokenizer, marked)
+    template = text
+    marked = mark_answers(by_trl or text, roles)
+    if roles == ["assistant"]:
+        _check_answers(tokenizer, marked)
     with tempfile.TemporaryDirectory() as folder:
         if own is None or os.path.isfile(own):
             training.chat_template_path = os.path.join(folder, "marked.jinja")

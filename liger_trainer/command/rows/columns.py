@@ -8,6 +8,7 @@ from liger_trainer.command.processes import say
 from liger_trainer.command.recipe.parser import nearest
 from liger_trainer.command.rows.checks import check_rows
 from liger_trainer.command.rows.convert import convert_rows
+from liger_trainer.command.rows.question_answer import QUESTION_ANSWER
 from liger_trainer.command.rows.repeated_prompts import without_repeated_prompts
 from liger_trainer.command.rows.system_prompts import place_system_prompts
 from liger_trainer.data.formats import ALPACA_COLUMNS, alpaca_row, has_images, last_turn_row, sharegpt_row
@@ -46,6 +47,7 @@ def columns_of(recipe: Any) -> tuple[tuple[str, ...], ...]:
 def text_columns(columns: tuple[tuple[str, ...], ...], mapping: dict[str, str]) -> frozenset[str]:
     """The columns of the data, by their names there, that are read as texts if their file has no types."""
     read = {name for needed in columns for name in needed} | {"prompt", "tools", "system", "solution", "image"}
+    read |= set(QUESTION_ANSWER)
     for template in _TEMPLATES.values():
         read |= {*template.needed, *template.read, *(template.replaced or ())}
     return frozenset(mapping.get(name, name) for name in read - {"label", "input_ids"})
@@ -60,7 +62,7 @@ def renamed(rows, mapping: dict[str, str]):
     return rows.remove_columns(replaced).rename_columns({old: new for new, old in mapping.items()}) if mapping else rows
 
 
-def prepare(rows, name: str, columns: tuple[tuple[str, ...], ...], mapped: set[str]):
+def prepare(rows, name: str, columns: tuple[tuple[str, ...], ...], mapped: set[str], system_prompt: str | None = None):
     """The rows after the template `name` has been applied, without columns that compete with those in `mapped`."""
     listed = ", ".join(rows.column_names)
     if name != "none":
@@ -88,7 +90,10 @@ def prepare(rows, name: str, columns: tuple[tuple[str, ...], ...], mapped: set[s
         if name == "none" and (unknown := sorted(mapped - read)):
             hints = f" columns sets {unknown[0]!r}.{nearest(unknown[0], sorted(read))}"
         elif name == "none" and not hints and not mapped:
-            hints = " If they have other names there, say which, as in columns: {prompt: question, completion: answer}."
+            hints = (
+                " If they have other names there, say which: columns: {question: ..., answer: ...} makes turns of a "
+                "chat, columns: {prompt: ..., completion: ...} takes the texts as they are."
+            )
         made = "" if name == "none" else f", of which prompt_template: {name} makes {', '.join(rows.column_names)}"
         raise RecipeError(f"it has the columns {listed}{made}; the trainer needs one of: {needs}.{hints}")
     if mapped & set(needed):
@@ -100,7 +105,7 @@ def prepare(rows, name: str, columns: tuple[tuple[str, ...], ...], mapped: set[s
     rows = _without_other_prompt(rows, needed)
     if getattr(rows.features.get("tools"), "dtype", None) == "string":  # JSON for TRL, which takes no empty text
         rows = rows.map(_with_tools, with_indices=True, desc="Reading the tools")
-    rows = place_system_prompts(without_repeated_prompts(rows, needed), needed)
+    rows = place_system_prompts(without_repeated_prompts(rows, needed), needed, system_prompt)
     check_rows(rows, needed)
     return rows
 

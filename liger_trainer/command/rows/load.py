@@ -9,6 +9,7 @@ from liger_trainer.command.rows.files import FILE_BUILDERS, broken_json, builder
 from liger_trainer.command.rows.image_places import place_images
 from liger_trainer.command.rows.images import find_images
 from liger_trainer.command.rows.mixture import with_shared_columns
+from liger_trainer.command.rows.question_answer import as_chat
 from liger_trainer.command.rows.values import as_meant
 from liger_trainer.errors import RecipeError
 from liger_trainer.paths import find_beside
@@ -90,7 +91,8 @@ def _rows_of(args: RecipeArguments, key: str, name: str | None, mapping, folder:
         rows = rows.select(range(min(max_rows, len(rows))))
     try:
         rows = as_meant(renamed(rows, mapping), has_labels=any("label" in needed for needed in columns))
-        rows = prepare(rows, args.prompt_template, columns, set(mapping))
+        rows, mapped = as_chat(rows, mapping, columns)
+        rows = prepare(rows, args.prompt_template, columns, mapped, args.system_prompt)
         return place_images(find_images(rows, [Path(), folder, *([] if path is None else [Path(path).parent])]))
     except RecipeError as error:
         of_split = "" if split == "train" else f", split {split!r}"

@@ -35,16 +35,27 @@ def tell_unused_template(reader: Any, form: str, rows: Any) -> None:
         )
 
 
-def write_prompt_form(folder: str | Path, form: str) -> None:
-    """Write the form into the folder of a model or a checkpoint."""
-    Path(folder, NAME).write_text(json.dumps({"prompt_form": form}) + "\n", encoding="utf-8")
+def write_prompt_form(folder: str | Path, form: str, system_prompt: str | None = None) -> None:
+    """Write the form, and the system prompt of all rows, into the folder of a model or a checkpoint."""
+    said = {"prompt_form": form} | ({} if system_prompt is None else {"system_prompt": system_prompt})
+    Path(folder, NAME).write_text(json.dumps(said) + "\n", encoding="utf-8")
 
 
 def read_prompt_form(folder: str | Path) -> str | None:
     """The form that was written into `folder`; None where there is none, as on the Hub."""
+    form = _read(folder).get("prompt_form")
+    return form if form in IN_WORDS else None
+
+
+def read_system_prompt(folder: str | Path) -> str | None:
+    """The system prompt that all rows had; None where there was none, or where it was not written."""
+    prompt = _read(folder).get("system_prompt")
+    return prompt if isinstance(prompt, str) else None
+
+
+def _read(folder: str | Path) -> dict[str, Any]:
     try:
         found = json.loads(Path(folder, NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return None
-    form = found.get("prompt_form") if isinstance(found, dict) else None
-    return form if form in IN_WORDS else None
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -52,9 +52,16 @@ def find_sources(recipe: Recipe) -> Sources:
     with training.main_process_first(desc="loading the dataset"):
         train_rows, eval_rows = load_rows(recipe.args, recipe.path.parent, columns_of(recipe), training.seed)
     check_rows(recipe, train_rows.column_names)
+    has_messages = any(isinstance(train_rows[0].get(name), list) for name in ("messages", "completion"))
+    if recipe.args.train_on and not has_messages:
+        raise RecipeError(
+            f"train_on is {recipe.args.train_on}, and the rows have {', '.join(train_rows.column_names)} and no "
+            "messages. Remove it, or write the rows as messages of role and content."
+        )
     for rows in (train_rows, eval_rows):
         if rows is not None:
-            check_turn_weights(rows, bool(getattr(training, "assistant_only_loss", False)))
+            answers_alone = bool(getattr(training, "assistant_only_loss", False))
+            check_turn_weights(rows, answers_alone, recipe.args.train_on or ("assistant",))
     _check_pictures(recipe, config, train_rows)
     if has_images(train_rows) and getattr(config, "vision_config", None) is not None:
         processor = source.load(AutoProcessor)

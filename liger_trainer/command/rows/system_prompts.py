@@ -8,16 +8,20 @@ from liger_trainer.data.formats import with_system
 from liger_trainer.errors import RecipeError, short
 
 
-def place_system_prompts(rows: Any, needed: tuple[str, ...]) -> Any:
-    """The rows with the column `system` as a message before the others. Rows without that column stay as they are.
+def place_system_prompts(rows: Any, needed: tuple[str, ...], system_prompt: str | None = None) -> Any:
+    """The rows with `system_prompt`, or else the column `system`, as a message before the others.
 
     Args:
-        rows (`Dataset`): Rows after a `prompt_template`.
+        rows (`Dataset`): Rows after a `prompt_template`. Without a system prompt they stay as they are.
         needed (`tuple[str, ...]`): The columns that the trainer reads of them.
+        system_prompt (`str`, *optional*): One for all rows, the key of the recipe.
 
     Raises:
-        RecipeError: A row has a `system` that is no text, or another system prompt in its messages.
+        RecipeError: A row has a `system` that is no text, or another system prompt; or `system_prompt` is given for
+            rows without messages.
     """
+    if system_prompt is not None:
+        return _place_one_for_all(rows, needed, system_prompt)
     others = [name for name in ("system_prompt", "system_message") if name in rows.column_names]
     if "system" not in rows.column_names:
         if others:
@@ -26,7 +30,7 @@ def place_system_prompts(rows: Any, needed: tuple[str, ...]) -> Any:
                 f"{{system: {others[0]}}}."
             )
         return rows
-    names = ["prompt"] if "prompt" in rows.column_names else [name for name in needed if name != "completion"]
+    names = _beginnings(rows, needed)
     if not isinstance(rows[0][names[0]], list) or "input_ids" in needed:
         say(
             f"the column system is not read, because {names[0]} is no list of messages. Write the rows as messages of "
@@ -42,3 +46,26 @@ def place_system_prompts(rows: Any, needed: tuple[str, ...]) -> Any:
 
     removed = () if needed == ("prompt",) else ("system",)  # rewards read any column
     return convert_rows(rows, convert, (*names, *removed), "Placing system prompts")
+
+
+def _place_one_for_all(rows: Any, needed: tuple[str, ...], system_prompt: str) -> Any:
+    names = _beginnings(rows, needed)
+    if "input_ids" in needed or not isinstance(rows[0][names[0]], list):
+        raise RecipeError(
+            f"system_prompt is {short(system_prompt)}, and {names[0]} is no list of messages. Write the rows as "
+            "messages of role and content, or map their columns with columns: {question: ..., answer: ...}."
+        )
+    if "system" in rows.column_names:
+        raise RecipeError(
+            f"system_prompt is {short(system_prompt)}, and the rows have a column system. Keep one of them."
+        )
+
+    def convert(row: dict[str, Any], index: int) -> dict[str, Any]:
+        return {name: with_system(system_prompt, row[name], index, "in system_prompt") for name in names}
+
+    return convert_rows(rows, convert, names, "Placing the system prompt")
+
+
+def _beginnings(rows: Any, needed: tuple[str, ...]) -> list[str]:
+    """The columns with which a conversation begins."""
+    return ["prompt"] if "prompt" in rows.column_names else [name for name in needed if name != "completion"]

@@ -19,7 +19,7 @@ from liger_trainer.command.run.manifest import checkpoints_in
 from liger_trainer.command.run.output_dir import WEIGHTS, Beginning, matches
 from liger_trainer.command.run.pictures import CURVES, draw_curves
 from liger_trainer.command.run.preemption import SaveOnSigterm, Terminated
-from liger_trainer.command.run.summary import RunRecorder, hardware
+from liger_trainer.command.run.summary import RunRecorder, best_evaluation, hardware
 from liger_trainer.errors import RecipeError, RewardError, RunError, refusal
 from liger_trainer.trainers.model_card import CardText, card_without_risk
 
@@ -103,7 +103,7 @@ class SavesWithManifest:
             self.keeper.begin(self)
             super()._save_checkpoint(model, trial)  # type: ignore[misc]
             if self.args.should_save:
-                write_prompt_form(_checkpoint_of(self), self.recorder.form)
+                write_prompt_form(_checkpoint_of(self), self.recorder.form, self.recipe.args.system_prompt)
             self.keeper.finish(self)
         if self.args.push_to_hub:
             self.keeper.wait(self)
@@ -132,6 +132,15 @@ class SavesWithManifest:
             trained=self._what_was_trained(),
         )
 
+    def _evaluation(self: Any) -> list[str]:
+        """The line of the card about the loss of the evaluation, if there was any."""
+        losses = [log["eval_loss"] for log in self.state.log_history if "eval_loss" in log]
+        if not losses:
+            return []
+        best = best_evaluation(self.state.log_history)
+        saved = "the best is saved" if self.args.load_best_model_at_end else "the last is saved"
+        return [f"- Loss of the evaluation: from {losses[0]:.4g} to {losses[-1]:.4g}, {best}; {saved}"]
+
     def _what_was_trained(self: Any) -> str:
         """The lines of the card about this run, in Markdown."""
         import liger_trainer
@@ -151,6 +160,7 @@ class SavesWithManifest:
             f"- Data: `{rows}` {rows_print}",
             f"- Form of the prompts: {IN_WORDS[self.recorder.form]}",
             f"- Loss: {loss}",
+            *self._evaluation(),
             f"- Hardware: {machine}",
             "",
         ]
@@ -225,7 +235,7 @@ def _save_model(trainer: Any) -> None:
             trainer.save_model(trainer.args.output_dir, _internal_call=True)  # without a push
             trainer.save_state()
             if trainer.args.should_save:
-                write_prompt_form(folder, trainer.recorder.form)
+                write_prompt_form(folder, trainer.recorder.form, trainer.recipe.args.system_prompt)
             if trainer.is_world_process_zero():
                 with card_without_risk(trainer.args.output_dir):
                     trainer.curves = draw_curves(trainer.state.log_history, folder / CURVES)

@@ -81,7 +81,8 @@ class RunRecorder(TrainerCallback):
             lines.append(f"  loss     {'not logged' if mean is None else f'{mean:.3f}, the mean of all steps'}")
         for key, name in _LOGGED.items():
             if logged := self._logged.get(key):
-                lines.append(f"  {name:8} {logged[0]:.3f} -> {logged[-1]:.3f}")
+                best = best_evaluation(state.log_history) if key == "eval_loss" else None
+                lines.append(f"  {name:8} {logged[0]:.3f} -> {logged[-1]:.3f}{'' if best is None else f', {best}'}")
         if math.isnan(self._norm):
             lines.append("  warning  the last gradient norm is NaN, and a loss that is NaN is left out above")
         lines += [
@@ -111,6 +112,15 @@ class RunRecorder(TrainerCallback):
             f" of {state.max_steps}, stopped early: eval_{args.metric_for_best_model.removeprefix('eval_')} was best "
             f"at step {state.best_global_step}, with {state.best_metric:.3f}, and that model is saved"
         )
+
+
+def best_evaluation(history: list[dict[str, Any]]) -> str | None:
+    """The least loss of the evaluations and its step, in words; None without an evaluation."""
+    evaluated = [log for log in history if "eval_loss" in log]
+    if not evaluated:
+        return None
+    best = min(evaluated, key=lambda log: log["eval_loss"])
+    return f"best {best['eval_loss']:.3f} at step {best['step']}"
 
 
 def hardware(processes: int = 1) -> str:

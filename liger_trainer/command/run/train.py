@@ -17,7 +17,7 @@ from liger_trainer.command.recipe.checks import NOT_ON_EXPERTS, check_packages
 from liger_trainer.command.recipe.model_source import ModelSource, find_model, quantization_of, trainable
 from liger_trainer.command.recipe.parser import nearest
 from liger_trainer.command.recipe.read import Recipe
-from liger_trainer.command.rows.chat_template import answers_marked, raised_by_template, row_without_answer
+from liger_trainer.command.rows.chat_template import answers_marked, raised_by_template
 from liger_trainer.command.rows.counts import account_for_rows, check_token_ids
 from liger_trainer.command.rows.images import broken_picture, check_first_batch
 from liger_trainer.command.rows.preview import show_rows
@@ -29,6 +29,7 @@ from liger_trainer.command.run.preemption import SaveOnSigterm
 from liger_trainer.command.run.reward_calls import checked_reward
 from liger_trainer.command.run.saving import Keeper, SavesWithManifest, train_and_save, what_is_left
 from liger_trainer.command.run.summary import RunRecorder
+from liger_trainer.data.formats import alpaca_row
 from liger_trainer.errors import RecipeError, RunError, refusal, short
 from liger_trainer.fitting.hollow import auto_class_of
 from liger_trainer.trainers.world import fault_of_world
@@ -64,6 +65,9 @@ def _run(recipe: Recipe, resumes: str, preview_rows: int | None, stop: SaveOnSig
         recorder.early_stopping = EarlyStoppingCallback(recipe.args.early_stopping_patience)
         callbacks.append(recorder.early_stopping)
     callbacks.append(stop)  # the last, because it may end the run
+    if training.sample_prompts and recorder.form == "alpaca":
+        asked = [alpaca_row({"instruction": text, "output": ""}) for text in training.sample_prompts]
+        training.sample_prompts = [row["prompt"] for row in asked]
     plain = getattr(liger_trainer, recipe.entry.trainer)
     named = {"__doc__": plain.__doc__, "__module__": plain.__module__}
     trainer_class = type(plain.__name__, (SavesWithManifest, plain), named)
@@ -129,7 +133,7 @@ def build_trainer(recipe: Recipe, sources: Sources, callbacks: list[Any], traine
                 given["ref_model"], _ = _load_gguf(source, config, init, recipe)  # reading it again takes seconds
         else:
             given["model"] = source.path
-        with answers_marked(recipe, source) as settle_template:
+        with answers_marked(recipe, source, train_rows, eval_rows) as settle_template:
             trainer = trainer_class(args=training, **given)
             settle_template(trainer)
     except RecipeError:
@@ -139,11 +143,6 @@ def build_trainer(recipe: Recipe, sources: Sources, callbacks: list[Any], traine
             raise RecipeError(said) from error
         if (broken := broken_picture(error, train_rows, eval_rows)) is not None:
             raise RecipeError(broken) from error
-        if (
-            "no assistant tokens" in str(error)
-            and (unanswered := row_without_answer(train_rows, eval_rows)) is not None
-        ):
-            raise RecipeError(unanswered) from error
         if recipe.model.load_in_4bit and isinstance(error, ImportError) and "bitsandbytes" in str(error):
             raise RecipeError(f"load_in_4bit is True: {' '.join(str(error).split())}") from error
         if training.push_to_hub and "offline mode is enabled" in str(error):

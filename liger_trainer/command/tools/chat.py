@@ -10,7 +10,7 @@ import sys
 from typing import Any
 
 from liger_trainer.command.processes import say
-from liger_trainer.command.rows.prompt_form import IN_WORDS, read_prompt_form
+from liger_trainer.command.rows.prompt_form import IN_WORDS, read_prompt_form, read_system_prompt
 from liger_trainer.command.tools.loading import (
     add_command,
     add_model_options,
@@ -20,7 +20,7 @@ from liger_trainer.command.tools.loading import (
     with_adapter,
 )
 from liger_trainer.data.formats import alpaca_row
-from liger_trainer.errors import RecipeError
+from liger_trainer.errors import RecipeError, short
 
 
 def add_chat_command(commands: Any) -> None:
@@ -31,7 +31,9 @@ def add_chat_command(commands: Any) -> None:
     parser.add_argument("model", metavar="MODEL", help="an output_dir, a checkpoint, a folder, or a name on the Hub")
     parser.add_argument("--base", action="store_true", help="show what the base of an adapter answers too")
     parser.add_argument("--model", dest="base_model", help="the base model, if it is not where the adapter says")
-    parser.add_argument("--system", metavar="TEXT", help="a system message")
+    parser.add_argument(
+        "--system", metavar="TEXT", help="a system message; by default, that of the training, if it had one"
+    )
     parser.add_argument(
         "--images", nargs="+", metavar="FILE", default=[],
         help="pictures that go with the first line of each conversation, for a model of images",
@@ -63,7 +65,8 @@ def _chat(args: Any) -> None:
         )
     if args.images and (template != "chat" or not hasattr(reader, "image_processor")):
         raise RecipeError(f"--images needs a model of images with a chat template; {args.model!r} is none. Remove it.")
-    start = [{"role": "system", "content": args.system}] if args.system else []
+    system = _system_prompt(args) if template == "chat" else None
+    start: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
     history, in_terminal = list(start), sys.stdin.isatty()
     if in_terminal:
         with contextlib.suppress(ImportError):  # not on Windows
@@ -97,6 +100,17 @@ def _chat(args: Any) -> None:
         history.append({"role": "assistant", "content": _answer(model, reader, prompt, args)})
 
 
+def _system_prompt(args: Any) -> str | None:
+    """The system prompt that was given, or else the one that the model was trained with."""
+    if args.system is not None:
+        return args.system
+    trained = read_system_prompt(args.model)
+    if trained is not None:
+        said = f"{args.model} was trained with the system prompt {short(trained)}, which goes first."
+        say(f"{said} Pass --system for another one.")
+    return trained
+
+
 def _trained_template(model: str, reader: Any) -> str:
     """The way in which lines reach a model that was trained by this command; else its chat template, if it has one."""
     usual = "chat" if reader.chat_template else "none"
@@ -127,7 +141,7 @@ def _read(reader: Any, prompt: Any) -> Any:
     """The inputs of the model for a text, or for messages and the pictures in them: a batch of one row."""
     import torch
 
-    from liger_trainer.medusa.prompts import encode
+    from liger_trainer.data.answers import encode
 
     if isinstance(prompt, str) or not hasattr(reader, "image_processor"):
         ids = torch.tensor([encode(getattr(reader, "tokenizer", reader), prompt)])
@@ -146,7 +160,7 @@ def _answer(model: Any, reader: Any, prompt: Any, args: Any) -> str:
     from jinja2 import TemplateError
     from transformers import TextStreamer
 
-    from liger_trainer.medusa.prompts import end_tokens
+    from liger_trainer.data.answers import end_tokens
 
     tokenizer = getattr(reader, "tokenizer", reader)
 

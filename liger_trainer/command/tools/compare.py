@@ -188,6 +188,8 @@ def _train(recipe: Recipe, arm: str, steps: int) -> dict[str, Any]:
             raise RecipeError(f"No stock trainer trains {trained}.")
         trainer_class = stock_class(trainer_class)
         recipe.training, left_out = _stock_arguments(recipe, use_liger_kernel=arm == _LIGER)
+    else:
+        recipe.training.sample_prompts = None
     sources, clock = find_sources(recipe)._replace(eval_rows=None), Clock()
     trainer = build_trainer(recipe, sources, [clock], trainer_class)
     trainer.train()
@@ -223,7 +225,7 @@ def _stock_arguments(recipe: Recipe, use_liger_kernel: bool) -> tuple[Any, list[
     for suffix in ("", "_kwargs"):  # the older name is known to all versions
         if (value := values.pop(f"activation_checkpointing{suffix}", None)) is not None:
             values[f"gradient_checkpointing{suffix}"] = value if suffix else str(value).lower() != "false"
-    switches = ("use_liger", "liger_config")
+    switches = ("use_liger", "liger_config", "skip_checks", "sample_prompts", "sample_steps", "sample_max_new_tokens")
     left_out = [key for key in values if hasattr(recipe.training, key) and key not in (*known, *switches)]
     values = {key: value for key, value in values.items() if key in known}
     return stock(**values | {"use_liger_kernel": use_liger_kernel}), left_out

@@ -100,7 +100,7 @@ def _eagle_eval(args) -> None:
 
 def _asked(args, trained: str) -> tuple[Any, list[list[int]], set[int]]:
     """The model, the tokens of the prompts as those of `trained` were written, and the tokens that end an answer."""
-    from liger_trainer.medusa.prompts import encode, end_tokens
+    from liger_trainer.data.answers import encode, end_tokens
 
     model, tokenizer = load_to_answer(args.model, args)
     form = read_prompt_form(trained) or read_prompt_form(args.model)

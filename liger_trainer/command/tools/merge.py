@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 from liger_trainer.command.recipe.model_source import dequantised, find_model
-from liger_trainer.command.rows.prompt_form import read_prompt_form, write_prompt_form
+from liger_trainer.command.rows.prompt_form import read_prompt_form, read_system_prompt, write_prompt_form
 from liger_trainer.command.tools.loading import add_command, find_base, tokenizer_of, with_adapter
 from liger_trainer.errors import RecipeError
 
@@ -86,7 +86,7 @@ def _merge(args) -> None:
     tokenizer.save_pretrained(args.output)
     form = read_prompt_form(args.adapter)
     if form is not None:
-        write_prompt_form(args.output, form)
+        write_prompt_form(args.output, form, read_system_prompt(args.adapter))
     print(
         f"{args.output}: {model.name_or_path} with {args.adapter} merged into it, in "
         f"{str(dtype).removeprefix('torch.')}"

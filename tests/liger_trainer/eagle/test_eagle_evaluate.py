@@ -6,11 +6,11 @@ from eagle_brute_force import eagle_target, eagle_trainer
 from medusa_fixtures import ENDS, prompts_of
 from tiny_models import VOCAB
 
+from liger_trainer.data.answers import answer
 from liger_trainer.eagle.decode import decode
 from liger_trainer.eagle.evaluate import evaluate, right_guesses
 from liger_trainer.eagle.target import default_layers, tapped
 from liger_trainer.medusa.evaluate import walk
-from liger_trainer.medusa.prompts import answer
 
 
 @pytest.fixture(scope="module")

@@ -10,9 +10,10 @@ from recipe_fixtures import command, write_model, write_recipe, write_rows
 from tiny_models import tiny_tokenizer
 
 from liger_trainer.command.tools.heads import prompts_in
+from liger_trainer.data.answers import answer, encode
 from liger_trainer.errors import RecipeError
 from liger_trainer.medusa.export import load_heads
-from liger_trainer.medusa.prompts import answer, encode, prompt_of
+from liger_trainer.medusa.prompts import prompt_of
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,8 @@
 import pytest
 from tiny_models import tiny_tokenizer
 
-from liger_trainer.medusa.prompts import encode, prompt_of
+from liger_trainer.data.answers import encode
+from liger_trainer.medusa.prompts import prompt_of
 
 USER = {"role": "user", "content": "w3 w4"}
 ANSWER = {"role": "assistant", "content": "w5"}

@@ -133,7 +133,7 @@ def test_columns(tmp_path):
     path = write(tmp_path / "rows.jsonl", [{"question": "a", "answer": "b"}])
     with pytest.raises(
         RecipeError,
-        match="the columns question, answer; the trainer needs one of: messages; .* say which, as in columns: ",
+        match="the columns question, answer; the trainer needs one of: messages; .* say which: columns: ",
     ):
         load(tmp_path, dataset_name=path)
     with pytest.raises(RecipeError, match="needs instruction and output"):

@@ -6,9 +6,12 @@ import pytest
 from datasets import Dataset
 from recipe_fixtures import command, write_recipe
 
-from liger_trainer.command.recipe.read import TRAINERS, RecipeArguments
+from liger_trainer import LigerSFTTrainer
+from liger_trainer.command.recipe.read import TRAINERS, RecipeArguments, parse_recipe
 from liger_trainer.command.rows.load import load_rows
+from liger_trainer.command.rows.sources import find_sources
 from liger_trainer.command.rows.turn_weights import check_turn_weights
+from liger_trainer.command.run.train import build_trainer
 from liger_trainer.data.formats import sharegpt_row
 from liger_trainer.errors import RecipeError
 
@@ -76,10 +79,9 @@ def test_two_system_prompts(tmp_path, capsys):
 
 OFF, ON = ANSWER | {"weight": 0}, ANSWER | {"weight": 1}
 REFUSED = {
-    "weight 0": ([USER, OFF, USER, ON], True, r"messages\[1\] with weight 0 and the role 'assistant', .* be learned"),
-    "train false": ([USER, ANSWER | {"train": False}], True, r"messages\[1\] with train False .* be learned"),
-    "a user": ([USER | {"train": False}, ANSWER], False, r"messages\[0\] .* Set assistant_only_loss: true"),
-    "a user to learn": ([USER | {"train": True}, ANSWER], True, "would not be learned, because of assistant_only_loss"),
+    "weight 0": ([USER, OFF, USER, ON], False, r"messages\[1\] with weight 0 and the role 'assistant', .* be learned"),
+    "train false": ([USER, ANSWER | {"train": False}], False, r"messages\[1\] with train False .* be learned"),
+    "a user": ([USER | {"train": False}, ANSWER], False, r"messages\[0\] .* Set train_on: \[assistant\]"),
     "half": ([USER, ANSWER | {"weight": 0.5}], True, "with weight 0.5; expected 0 or 1"),
     "parts": ([USER, ANSWER | {"train_detail": [{"begin": 0}]}], True, "with train_detail .* whole messages"),
 }
@@ -93,14 +95,104 @@ def test_weights_that_the_training_would_not_follow(messages, answers_alone, sai
 
 
 def test_weights_that_the_training_follows():
-    answers = [USER | {"train": False}, ON, USER | {"weight": 0}, ANSWER | {"train": True}]
+    answers = [USER | {"train": False}, ON, USER | {"weight": 0}, OFF, USER | {"train": True}]
     check_turn_weights(Dataset.from_list([{"messages": answers}]), answers_alone=True)
     check_turn_weights(Dataset.from_list([{"prompt": [USER, OFF, USER], "completion": [ON]}]), answers_alone=False)
     pair = {"chosen": [USER | {"weight": 0}, ON], "rejected": [USER | {"weight": 0}, ON]}
     check_turn_weights(Dataset.from_list([pair]), answers_alone=False)
     check_turn_weights(Dataset.from_list([{"text": "w3"}]), answers_alone=False)
-    with pytest.raises(RecipeError, match=r"completion\[0\] with weight 0 .* Remove the row, or weight"):
-        check_turn_weights(Dataset.from_list([{"prompt": [USER], "completion": [OFF]}]), answers_alone=False)
+    with pytest.raises(RecipeError, match=r"chosen\[1\] with weight 0 .* Remove the row, or weight"):
+        check_turn_weights(Dataset.from_list([{"chosen": [USER, OFF], "rejected": [USER, ON]}]), answers_alone=False)
+
+
+FIRST, SECOND, LAST = ({"role": "assistant", "content": f"w{number}"} for number in (10, 20, 30))
+CHAT = [USER, FIRST, USER | {"content": "w5"}, SECOND, USER | {"content": "w6"}, LAST]
+LEARNED = {
+    "answers": (CHAT, ["assistant"], [10, 20, 30]),
+    "without one": ([*CHAT[:3], SECOND | {"weight": 0}, *CHAT[4:]], ["assistant"], [10, 30]),
+    "a user too": ([CHAT[0] | {"train": True}, *CHAT[1:]], ["assistant"], [4, 10, 20, 30]),
+    "users": (CHAT, ["user"], [4, 5, 6]),
+    "all": (CHAT, ["user", "assistant"], [4, 10, 5, 20, 6, 30]),
+    "assistant first": ([FIRST, *CHAT[2:]], ["assistant"], [10, 20, 30]),
+}
+TEMPLATES = {
+    "plain": "{% for m in messages %}{{ '<s> ' if not loop.first }}{{ m['content'] + ' </s> ' }}{% endfor %}",
+    "marked": (
+        "{% for m in messages %}{{ '<s> ' if not loop.first }}{% if m['role'] == 'assistant' %}{% generation %}"
+        "{{ m['content'] + ' </s> ' }}{% endgeneration %}{% else %}{{ m['content'] + ' </s> ' }}{% endif %}{% endfor %}"
+    ),
+    "no empty list": (
+        "{{ messages[0]['role'][:0] }}{% for m in messages %}{{ '<s> ' if not loop.first }}"
+        "{{ m['content'] + ' </s> ' }}{% endfor %}"
+    ),
+}
+
+
+@pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
+@pytest.mark.parametrize("messages, roles, learned", LEARNED.values(), ids=LEARNED)
+def test_what_is_learned_of_messages(messages, roles, learned, template, folder):
+    """Each learned message counts with the end of its turn, and nothing else does."""
+    (folder / "model" / "chat_template.jinja").write_text(template)
+    (folder / "rows.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
+    recipe = parse_recipe(str(write_recipe(folder, prompt_template=None, train_on=roles)))
+    trainer = build_trainer(recipe, find_sources(recipe), [], LigerSFTTrainer)
+    row = trainer.train_dataset[0]
+    want = [token for number in learned for token in (number, 2)]
+    got = [label for label in row["labels"] if label != -100]
+    assert [token for token in got if token != 1] == want  # 1 is the generation prompt, before each other turn
+    contents = [int(turn["content"][1:]) for turn in messages]
+    assert [token for token in row["input_ids"] if token > 2] == contents
+
+
+def test_train_on_where_it_has_no_meaning(folder, capsys):
+    write = {"prompt_template": None, "train_on": ["assistant"]}
+    (folder / "rows.jsonl").write_text(json.dumps({"prompt": "w3", "completion": "w4"}) + "\n")
+    code, _, err = command(capsys, "train", write_recipe(folder, **write), "--dry_run")
+    assert code == 2 and "train_on is ['assistant'], and the rows have prompt, completion and no messages" in err
+    code, _, err = command(capsys, "train", write_recipe(folder, **write), "--dry_run", "--trainer", "dpo")
+    assert code == 2 and "train_on is ['assistant'], which LigerDPOTrainer does not read" in err
+    code, _, err = command(capsys, "train", write_recipe(folder, **write, assistant_only_loss=False), "--dry_run")
+    assert code == 2 and "and assistant_only_loss false. Remove one of them" in err
+
+
+ASKED = {
+    "sft": ({"q": "w3", "a": "w4", "prompt": "w9"}, {"question": "q", "answer": "a"},
+            {"prompt": [{"role": "user", "content": "w3"}], "completion": [{"role": "assistant", "content": "w4"}]}),
+    "dpo": ({"q": "w3", "chosen": "w4", "rejected": "w5"}, {"question": "q"},
+            {"prompt": [{"role": "user", "content": "w3"}], "chosen": [{"role": "assistant", "content": "w4"}],
+             "rejected": [{"role": "assistant", "content": "w5"}]}),
+    "grpo": ({"q": "w3", "a": "4"}, {"question": "q", "answer": "a"},
+             {"answer": "4", "prompt": [{"role": "user", "content": "w3"}]}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("trainer, row, columns, expected", [(k, *v) for k, v in ASKED.items()], ids=ASKED)
+def test_questions_and_answers_become_turns(trainer, row, columns, expected, tmp_path):
+    assert load(tmp_path, [row], trainer, columns=columns).to_list() == [expected]
+    first = next(name for name in ("prompt", "chosen") if name in expected)
+    with_prompt = expected | {first: [SYSTEM, *expected[first]]}
+    assert load(tmp_path, [row], trainer, columns=columns, system_prompt="w3").to_list() == [with_prompt]
+
+
+def test_questions_and_answers_that_are_none(tmp_path):
+    row = {"q": "w3", "a": "w4", "p": "w5"}
+    with pytest.raises(RecipeError, match="which has question and prompt. Keep one form"):
+        load(tmp_path, [row], columns={"question": "q", "prompt": "p"})
+    with pytest.raises(RecipeError, match="Row 1 of the dataset has answer 7; expected text"):
+        load(tmp_path, [row, row | {"a": 7}], columns={"question": "q", "answer": "a"})
+    with pytest.raises(RecipeError, match="system_prompt is 'w3', and prompt is no list of messages"):
+        load(tmp_path, [row], columns={"prompt": "q", "completion": "a"}, system_prompt="w3")
+    with pytest.raises(RecipeError, match="system_prompt is 'w3', and the rows have a column system"):
+        load(tmp_path, [{"system": "w5", "messages": [USER, ANSWER]}], system_prompt="w3")
+    with pytest.raises(RecipeError, match="Row 0 of the dataset has two system prompts: 'w9' in system_prompt"):
+        load(tmp_path, [{"messages": [SYSTEM, USER, ANSWER]}], system_prompt="w9")
+
+
+def test_rows_without_a_message_to_learn():
+    for messages in ([USER, OFF], [USER]):
+        rows = Dataset.from_list([{"messages": [USER, ANSWER]}, {"messages": messages}])
+        with pytest.raises(RecipeError, match="row 1 of the dataset has no message of the role assistant in messages"):
+            check_turn_weights(rows, answers_alone=True)
 
 
 def test_keys_of_sharegpt_turns_stay():

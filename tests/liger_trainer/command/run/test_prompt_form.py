@@ -61,6 +61,24 @@ def test_summary_card_and_chat_follow_the_form(form, with_template, capsys, monk
     assert (f"was trained on {words}, and your lines" in err) == (form != "chat")
 
 
+def test_questions_with_a_system_prompt_are_asked_with_it(with_template, capsys, monkeypatch):
+    (with_template / "rows.jsonl").write_text('{"q": "w4", "a": "w5"}\n' * 8)
+    keys = {"prompt_template": None, "columns": {"question": "q", "answer": "a"}, "system_prompt": "w9"}
+    lora = {"use_peft": True, "lora_target_modules": ["q_proj"]}
+    code, _, err = command(capsys, "train", write_recipe(with_template, **keys, **lora))
+    assert code == 0, err
+    code, _, err = command(capsys, "merge", with_template / "out", with_template / "merged")
+    assert code == 0, err
+    model = AutoModelForCausalLM.from_pretrained(with_template / "merged")
+    for words, prompt in (((), "s w9 u w3 "), (("--system", ""), "u w3 "), (("--system", "w8"), "s w8 u w3 ")):
+        monkeypatch.setattr("sys.stdin", io.StringIO("w3"))
+        options = ("--temperature", "0", "--max_new_tokens", "6")
+        code, said, err = command(capsys, "chat", with_template / "merged", *options, *words)
+        assert code == 0, err
+        assert said.splitlines() == [says(model, prompt)]
+        assert ("was trained with the system prompt 'w9'" in err) == (not words)
+
+
 def test_another_form_may_be_asked_for_and_merge_keeps_it(with_template, capsys, monkeypatch):
     (with_template / "rows.jsonl").write_text('{"prompt": "w4 ", "completion": "w5"}\n' * 8)
     keys = {"prompt_template": None, "use_peft": True, "lora_target_modules": ["q_proj"]}

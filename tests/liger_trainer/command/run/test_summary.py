@@ -12,6 +12,7 @@ from liger_trainer.command.recipe.read import parse_recipe
 from liger_trainer.command.run import manifest
 from liger_trainer.command.run.manifest import checkpoints_in
 from liger_trainer.command.run.pictures import CURVES, draw_curves
+from liger_trainer.data.formats import alpaca_row
 
 TRAINED = {
     "sft": ({}, "nll", "loss"),
@@ -47,6 +48,30 @@ def test_what_a_run_has_learned(keys, loss, line, folder, capsys):
     assert "\nliger-trainer train recipe.yaml\n" in card and "\nmodel_name_or_path: model\n" in card
     assert f"]({CURVES})" in card and Image.open(folder / "out" / CURVES).width > 700
     assert str(folder) not in card.replace(f'model="{folder}', "")
+
+
+def test_the_best_evaluation_is_in_summary_and_card(folder, capsys):
+    keys = {"eval_fraction": 0.25, "eval_strategy": "steps", "eval_steps": 1, "learning_rate": 0.5}
+    code, out, err = command(capsys, "train", write_recipe(folder, **keys))
+    assert code == 0, err
+    history = json.loads((folder / "out" / "trainer_state.json").read_text())["log_history"]
+    losses = {entry["step"]: entry["eval_loss"] for entry in history if "eval_loss" in entry}
+    step = min(losses, key=losses.get)
+    best = f"best {losses[step]:.3f} at step {step}"
+    assert f"\n  eval     loss {losses[1]:.3f} -> {losses[4]:.3f}, {best}\n" in out, out
+    assert re.search(rf"^- Loss of the evaluation: from .*, {best}; the last is saved$", card_of(folder), re.M)
+
+
+def card_of(folder):
+    return (folder / "out" / "README.md").read_text()
+
+
+def test_prompts_are_answered_in_the_form_of_the_rows(folder, capsys):
+    code, _, err = command(capsys, "train", write_recipe(folder, sample_prompts=["w3 w4"], sample_steps=2))
+    assert code == 0, err
+    lines = [json.loads(line) for line in (folder / "out" / "samples.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [0, 2, 4]
+    assert lines[0]["prompt"] == alpaca_row({"instruction": "w3 w4", "output": ""})["prompt"]
 
 
 def test_a_run_that_ends_in_nan_says_so(folder, capsys):

@@ -1,0 +1,59 @@
+"""Prompts as tokens, and the tokens with which a model answers them.
+
+A prompt is plain text, or a list of messages (`{"role", "content"}`) for models with a chat template.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+Prompt = str | list[dict[str, str]]
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[int]:
+    """Return the token ids of a prompt. Messages go through the chat template, with the header of an answer.
+
+    transformers raises a ValueError where there is no chat template.
+    """
+    if isinstance(prompt, str):
+        return tokenizer(prompt)["input_ids"]
+    return list(tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"])
+
+
+def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """Return the ids that end an answer, from the model's generation config and the tokenizer."""
+    own = getattr(model.generation_config, "eos_token_id", None)
+    ends = [own] if isinstance(own, int) else list(own or ())
+    return {end for end in (*ends, tokenizer.eos_token_id) if end is not None}
+
+
+@torch.no_grad()
+def answer(
+    model: PreTrainedModel, prompts: Sequence[list[int]], ends: set[int], max_new_tokens: int
+) -> list[list[int]]:
+    """Return the new tokens that `model.generate` answers, with the end token where it was reached.
+
+    The model's own generation config, such as a repetition penalty, is left out. So each token is the argmax of the
+    logits, which is what a decoder with heads verifies.
+
+    Args:
+        model (`PreTrainedModel`): In eval mode.
+        prompts: Token ids, one list per prompt, none of them empty.
+        ends (`set[int]`): Tokens that end an answer.
+        max_new_tokens (`int`): Length at which an answer is cut.
+    """
+    width = max(map(len, prompts))
+    pad = min(ends, default=0)
+    ids = torch.tensor([[pad] * (width - len(p)) + p for p in prompts], device=model.device)
+    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=model.device)
+    config = GenerationConfig(
+        max_new_tokens=max_new_tokens, eos_token_id=sorted(ends) or None, pad_token_id=pad, use_cache=True
+    )
+    own, model.generation_config = model.generation_config, config
+    try:
+        new = model.generate(input_ids=ids, attention_mask=mask)[:, width:].tolist()
+    finally:
+        model.generation_config = own
+    stops = [next((i for i, token in enumerate(tokens, 1) if token in ends), None) for tokens in new]
+    return [tokens[:stop] for tokens, stop in zip(new, stops, strict=True)]

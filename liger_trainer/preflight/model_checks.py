@@ -1,0 +1,128 @@
+"""Checks of the model: code that is slow, weights that are not loaded, adapters that servers do not take."""
+
+import inspect
+import sys
+import types
+from typing import Any
+
+from liger_trainer.patching import convolutions
+from liger_trainer.patching.core.binding import own_class
+from liger_trainer.preflight.run import Run
+
+_DISTRIBUTIONS = {"fla": "flash-linear-attention", "causal_conv1d": "causal-conv1d", "mamba_ssm": "mamba-ssm"}
+_NOT_IN_SGLANG = ("in_proj_a", "in_proj_b")
+
+
+def slow_attention(run: Run) -> str | None:
+    """Attention writes all scores to memory, on a GPU."""
+    implementation = getattr(run.text_config, "_attn_implementation", None)
+    report = run.trainer.liger_report
+    if not run.on_gpu or implementation != "eager" or (report is not None and report["varlen_attention"].swapped):
+        return None
+    return (
+        "attn_implementation is 'eager', which writes all scores to memory. Load the model with "
+        "attn_implementation='sdpa', or 'flash_attention_2' with the package flash-attn."
+    )
+
+
+def slow_layers(run: Run) -> str | None:
+    """Layers with a state, such as linear attention, run in plain PyTorch on a GPU, for want of a package."""
+    missing = missing_packages(run.model)
+    if not run.on_gpu or not missing:
+        return None
+    return (
+        f"layers of {type(run.model).__name__} run in plain PyTorch, which is several times slower, because "
+        f"{' and '.join(missing)} cannot be imported. Run `pip install {' '.join(missing)}`."
+    )
+
+
+def missing_packages(model: Any) -> list[str]:
+    """Return the distributions that code of `model` would call if they were installed, sorted.
+
+    transformers chooses between a package and its own PyTorch code when a modeling file is imported. A convolution that
+    `liger_triton` computes needs no package.
+    """
+    missing: set[str] = set()
+    for module_class in {own_class(module) for module in model.modules()}:
+        scope: dict[str, Any] = vars(sys.modules[module_class.__module__])
+        ours = {name for name, _ in convolutions.replacement(scope)}
+        forward = inspect.unwrap(module_class.forward)
+        names = forward.__code__.co_names if isinstance(forward, types.FunctionType) else ()
+        for name in set(names) - ours:
+            package = _package_of_fallback(scope.get(name))
+            if package is not None and not name.endswith("_update"):  # of generation
+                missing.add(_DISTRIBUTIONS.get(package, package))
+    return sorted(missing)
+
+
+def _package_of_fallback(function: Any) -> str | None:
+    """The package that a function of transformers would call; None if it calls one, or is another function."""
+    for _ in range(3):
+        if not isinstance(function, types.FunctionType):
+            return None
+        held = inspect.getclosurevars(function).nonlocals
+        if "is_new_implementation" in held:
+            return None if held["is_new_implementation"] else held.get("package")
+        function = held.get("func")
+    return None
+
+
+def unloaded_weights(run: Run) -> str | None:
+    """The checkpoint has prediction layers (MTP), which transformers does not load."""
+    base = run.trainer.base_checkpoint
+    if base is None or not base.predicts or not hasattr(run.model, "state_dict"):
+        return None
+    trained = {name for name, _ in run.model.named_parameters()}
+    names = sorted(name for name in base.predicts if name not in trained)
+    if not names:
+        return None
+    kept = getattr(run.trainer.args, "keep_unloaded_weights", True)
+    fate = "are saved as they were" if kept else "are left out of what is saved"
+    return (
+        f"{len(names)} tensors of the checkpoint are prediction layers (MTP), such as {names[0]}, which transformers "
+        f"does not load. They are not trained and {fate}; a server that drafts with them may see fewer drafts accepted."
+    )
+
+
+def served_adapter(run: Run) -> str | None:
+    """Servers refuse the adapter, or leave a part of it out."""
+    reasons: list[str] = []
+    for config in getattr(run.trainer.model, "peft_config", {}).values():
+        if str(getattr(config.peft_type, "value", config.peft_type)) == "LORA":
+            reasons.extend(_reasons_against(config, run.trainer.model))
+    if not reasons:
+        return None
+    return (
+        f"the adapter trains {'; '.join(dict.fromkeys(reasons))}. Merge it into its base before serving "
+        "(`liger-trainer merge`), or leave these parts out."
+    )
+
+
+def _reasons_against(config: Any, model: Any) -> list[str]:
+    adapted = _adapted_names(model)
+    reasons = []
+    if config.modules_to_save:
+        reasons.append(f"whole modules ({', '.join(sorted(config.modules_to_save))}), which vLLM refuses")
+    if getattr(config, "trainable_token_indices", None):
+        reasons.append("rows of the embeddings (trainable_token_indices), which vLLM does not load")
+    if config.use_dora:
+        reasons.append("with DoRA, which vLLM refuses")
+    if config.bias != "none":
+        reasons.append(f"biases (bias={config.bias!r}), which vLLM does not load")
+    if getattr(config, "target_parameters", None):
+        reasons.append("experts (target_parameters), which servers take for some models only")
+    dropped = sorted(adapted.intersection(_NOT_IN_SGLANG))
+    if dropped:
+        reasons.append(f"{' and '.join(dropped)}, which releases of SGLang leave out with a warning")
+    if "embed_tokens" in adapted:
+        reasons.append("embed_tokens, which vLLM and SGLang take for some models only")
+    return reasons
+
+
+def _adapted_names(model: Any) -> set[str]:
+    """The last part of the name of each module that has a LoRA."""
+    names = set()
+    for path, module in model.named_modules():
+        if len(getattr(module, "lora_A", ())) or len(getattr(module, "lora_embedding_A", ())):
+            names.add(path.rpartition(".")[2])
+    return names

@@ -1,0 +1,94 @@
+"""What the checks look at: a trainer right before its first step."""
+
+from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from liger_trainer.head.module import base_model_of
+from liger_trainer.preflight.sequences import Sequence, read_sequences
+
+
+@dataclass
+class Run:
+    """A trainer right before its first step.
+
+    Attributes:
+        trainer: The trainer.
+        steps (`int`): How many steps it is going to train.
+    """
+
+    trainer: Any
+    steps: int
+
+    @cached_property
+    def sequences(self) -> list[Sequence]:
+        return read_sequences(self.trainer)
+
+    @cached_property
+    def max_length(self) -> int | None:
+        """The length at which rows are cut, None if they are not or if the trainer does not know."""
+        limit = getattr(self.trainer, "max_length", None)
+        return getattr(self.trainer.args, "max_length", None) if limit is None else limit
+
+    @cached_property
+    def whole_sequences(self) -> list[Sequence]:
+        """The sequences that were not cut.
+
+        A row of the longest length counts as cut where the trainer does not know the limit, as chunks of a text have
+        that length.
+        """
+        limit = self.max_length
+        if limit is None and self.sequences:
+            lengths = Counter(len(sequence.ids) for sequence in self.sequences)
+            longest = max(lengths)
+            limit = longest if lengths[longest] > 1 and not hasattr(self.trainer.args, "max_length") else None
+        return [sequence for sequence in self.sequences if limit is None or len(sequence.ids) < limit]
+
+    @cached_property
+    def model(self) -> Any:
+        """The model below an adapter and other wrappers."""
+        return base_model_of(self.trainer.model)
+
+    @cached_property
+    def text_config(self) -> Any:
+        config: Any = getattr(self.model, "config", None)
+        return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The tokenizer, also of a processor; None if the trainer has none."""
+        reader = self.trainer.processing_class
+        return getattr(reader, "tokenizer", reader)
+
+    @cached_property
+    def stop_tokens(self) -> set[int]:
+        """The tokens at which `generate` stops, and servers that read the generation config."""
+        stops = getattr(getattr(self.model, "generation_config", None), "eos_token_id", None)
+        if stops is None:
+            return set()
+        return set(stops) if isinstance(stops, list) else {stops}
+
+    @cached_property
+    def end_tokens(self) -> set[int]:
+        """The tokens that may end an answer: those at which generation stops, and special tokens of the tokenizer."""
+        special: set[int] = set()
+        if hasattr(self.tokenizer, "all_special_ids"):
+            added = self.tokenizer.added_tokens_decoder.items()
+            special = {*self.tokenizer.all_special_ids, *(number for number, token in added if token.special)}
+            special -= {self.tokenizer.bos_token_id, self.tokenizer.unk_token_id}
+            if self.tokenizer.pad_token_id != self.tokenizer.eos_token_id:
+                special.discard(self.tokenizer.pad_token_id)
+        return special | self.stop_tokens
+
+    def name_of(self, token: int) -> str:
+        """A token as text, or its number without a tokenizer."""
+        return str(token) if self.tokenizer is None else repr(self.tokenizer.decode([token]))
+
+    @cached_property
+    def is_adapter(self) -> bool:
+        return bool(getattr(self.trainer.model, "peft_config", None))
+
+    @cached_property
+    def on_gpu(self) -> bool:
+        return str(self.trainer.args.device).startswith("cuda")

@@ -1,0 +1,98 @@
+"""The first rows of a trainer as token ids, each with whether it counts in the loss."""
+
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from datasets import Dataset
+from transformers import DataCollatorForLanguageModeling
+
+MOST_ROWS = 2000  # a second of reading, also for long rows
+
+# Columns of prepared rows: the tokens, and their labels or the tokens that come before them
+_LABELLED = (("input_ids", "labels"), ("chosen_input_ids", "chosen_labels"))
+_PROMPTED = (("prompt_ids", "chosen_ids"), ("prompt_ids", "completion_ids"))
+
+
+class Sequence(NamedTuple):
+    """A row, or one of several in a packed row.
+
+    Attributes:
+        ids (`list[int]`): Its tokens.
+        learned (`list[bool]`): For each token, whether it counts in the loss. The first one never does.
+    """
+
+    ids: list[int]
+    learned: list[bool]
+
+    @property
+    def has_prompt(self) -> bool:
+        """Whether tokens that are not learned come before the first one that is."""
+        return any(self.learned) and self.learned.index(True) > 1
+
+    @property
+    def last_learned(self) -> int | None:
+        """The position of the last token that counts; None if none does."""
+        return None if not any(self.learned) else len(self.ids) - 1 - self.learned[::-1].index(True)
+
+
+def read_sequences(trainer: Any, most: int = MOST_ROWS) -> list[Sequence]:
+    """Return the sequences in the first rows that `trainer` will train on.
+
+    Only datasets whose rows can be read twice are: a `datasets.Dataset` without a transform of the user's, or a list.
+    Empty for others, and for trainers that write their rows themselves, such as GRPO.
+    """
+    sequences: list[Sequence] = []
+    for row in _first_rows(trainer.train_dataset, most):
+        sequences.extend(_sequences_of(row, trainer.data_collator))
+    return sequences
+
+
+def _first_rows(dataset: Any, most: int) -> Iterator[Mapping[str, Any]]:
+    known = {name for names in (*_LABELLED, *_PROMPTED) for name in names} | {"seq_lengths", "label"}
+    if isinstance(dataset, Dataset):
+        if dataset.format["type"] == "custom":
+            return
+        columns = [name for name in dataset.column_names if name in known]
+        rows = dataset.with_format(None).select(range(min(most, len(dataset)))).select_columns(columns)
+        yield from rows if columns else ()
+    elif isinstance(dataset, list):
+        yield from (row for row in itertools.islice(dataset, most) if isinstance(row, Mapping))
+
+
+def _sequences_of(row: Mapping[str, Any], collator: Any) -> list[Sequence]:
+    if _is_language_modeling(collator) and _is_tokens(row.get("input_ids")):
+        return [_as_collated(row["input_ids"], collator)]
+    for tokens, labels in _LABELLED:
+        if _is_tokens(row.get(tokens)) and _is_tokens(row.get(labels)):
+            learned = [label != -100 for label in row[labels]]
+            return _split(list(row[tokens]), learned, row.get("seq_lengths"))
+    for prompt, answer in _PROMPTED:
+        if _is_tokens(row.get(prompt)) and _is_tokens(row.get(answer)) and row.get("label", True):
+            learned = [False] * len(row[prompt]) + [True] * len(row[answer])
+            return _split([*row[prompt], *row[answer]], learned, None)
+    return []
+
+
+def _is_tokens(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and isinstance(value[0], int)
+
+
+def _is_language_modeling(collator: Any) -> bool:
+    """Whether labels are made by transformers' collator, which copies the tokens and masks those of padding."""
+    return type(collator) is DataCollatorForLanguageModeling and not collator.mlm
+
+
+def _as_collated(ids: list[int], collator: Any) -> Sequence:
+    padding = collator.tokenizer.pad_token_id
+    return Sequence(ids, [number > 0 and token != padding for number, token in enumerate(ids)])
+
+
+def _split(ids: list[int], learned: list[bool], lengths: list[int] | None) -> list[Sequence]:
+    sequences = []
+    start = 0
+    for length in lengths or [len(ids)]:
+        part = slice(start, start + length)
+        sequences.append(Sequence(ids[part], [False, *learned[part][1:]]))
+        start += length
+    return sequences

@@ -1,0 +1,143 @@
+"""The option `sample_prompts`: fixed prompts are answered while a model trains, which goes on as without them.
+
+An answer is greedy, so it needs no random numbers, and the model runs as in evaluation. The mode of each module and the
+generation config are put back. Gradient checkpointing and captured steps are for training mode alone.
+"""
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import TrainerCallback
+
+from liger_trainer._logging import logger
+from liger_trainer.data.answers import Prompt, answer, encode, end_tokens
+from liger_trainer.feature import Feature
+from liger_trainer.head.module import base_model_of
+
+SAMPLES = "samples.jsonl"
+_TRACKERS_OF_TEXT = ("TensorBoardCallback", "WandbCallback", "TrackioCallback")  # others take numbers alone
+
+
+@dataclass
+class SampleFields:
+    """The fields of the answers while training."""
+
+    sample_prompts: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "Two or three prompts that are answered before the first step, every `sample_steps` steps and "
+            "after the last step. The answers are logged, sent to TensorBoard, wandb or trackio, and kept in "
+            "samples.jsonl of `output_dir`. Training goes on bit for bit as without them."
+        },
+    )
+    sample_steps: int = field(default=100, metadata={"help": "After how many steps `sample_prompts` are answered."})
+    sample_max_new_tokens: int = field(
+        default=64, metadata={"help": "How many tokens an answer to `sample_prompts` may have."}
+    )
+
+
+class Samples(Feature):
+    """Answers `sample_prompts` while a trainer trains."""
+
+    def check(self, args: Any) -> None:
+        if args.sample_prompts == []:
+            raise ValueError("sample_prompts is an empty list; expected prompts, or leave it out.")
+        for name in ("sample_steps", "sample_max_new_tokens"):
+            if getattr(args, name) < 1:
+                raise ValueError(f"{name} is {getattr(args, name)}; expected 1 or more.")
+
+    def check_trainer(self, trainer: Any) -> None:
+        prompts = getattr(trainer.args, "sample_prompts", None)  # stock arguments have no such field
+        if not prompts:
+            return
+        reason = _why_no_answers(trainer)
+        if reason is not None:
+            raise ValueError(f"sample_prompts is set, but {reason}. Remove sample_prompts.")
+        trainer.add_callback(_SampleCallback(trainer))
+
+
+def _why_no_answers(trainer: Any) -> str | None:
+    if getattr(trainer.processing_class, "tokenizer", trainer.processing_class) is None:
+        return "the trainer has no processing_class to read them with"
+    if not hasattr(base_model_of(trainer.model), "generate"):
+        return f"{type(base_model_of(trainer.model)).__name__} does not generate text"
+    if any(config.is_prompt_learning for config in getattr(trainer.model, "peft_config", {}).values()):
+        return "the adapter is a learned prompt, which is not a part of the model"
+    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+        return "the model is shared out over processes (FSDP, DeepSpeed)"
+    return None
+
+
+class _SampleCallback(TrainerCallback):
+    """Answers the prompts on the main process."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 0:  # otherwise it is resumed, and the run before has answered
+            self._answer(args, state, control)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step % args.sample_steps == 0 or state.global_step >= state.max_steps:
+            self._answer(args, state, control)
+
+    def _answer(self, args: Any, state: Any, control: Any) -> None:
+        if not state.is_world_process_zero:
+            return
+        trainer = self.trainer
+        tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
+        lines = []
+        for text in args.sample_prompts:
+            ids = encode(tokenizer, _as_trained(text, trainer, tokenizer))
+            with _in_evaluation(trainer.model):
+                model = base_model_of(trainer.model)
+                new = answer(model, [ids], end_tokens(model, tokenizer), args.sample_max_new_tokens)[0]
+            said = tokenizer.decode(new, skip_special_tokens=True)
+            lines.append({"step": state.global_step, "prompt": text, "answer": said})
+        self._tell(args, state, control, lines)
+
+    def _tell(self, args: Any, state: Any, control: Any, lines: list[dict[str, Any]]) -> None:
+        for line in lines:
+            logger.info(f"step {line['step']}, {line['prompt']!r} is answered: {line['answer']!r}")
+        if args.output_dir is not None:
+            os.makedirs(args.output_dir, exist_ok=True)
+            first = state.global_step == 0  # of a new run in a folder that may have another one's
+            with open(Path(args.output_dir, SAMPLES), "w" if first else "a", encoding="utf-8") as file:
+                file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+        logs = {f"sample_{number}": f"{line['prompt']}\n\n{line['answer']}" for number, line in enumerate(lines, 1)}
+        for callback in self.trainer.callback_handler.callbacks:
+            if type(callback).__name__ in _TRACKERS_OF_TEXT:
+                # Called alone: `Trainer.log` would add the text to the history, and TRL's would end its metrics.
+                callback.on_log(args, state, control, model=self.trainer.model, logs=logs)
+
+
+def _as_trained(text: str, trainer: Any, tokenizer: Any) -> Prompt:
+    """The prompt in the form of the rows: as a message, after their system prompt, or as text."""
+    if not trainer.rows_are_chats or not tokenizer.chat_template:
+        return text
+    system = [] if trainer.system_prompt is None else [{"role": "system", "content": trainer.system_prompt}]
+    return [*system, {"role": "user", "content": text}]
+
+
+@contextmanager
+def _in_evaluation(model: nn.Module) -> Iterator[None]:
+    """A context with `model` in evaluation mode. Afterwards the random state and all modes are as before."""
+    was_training = model.training
+    modes = [(module, module.training) for module in model.modules()]
+    devices = sorted({parameter.device for parameter in model.parameters() if parameter.is_cuda}, key=str)
+    model.eval()
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        model.train(was_training)  # a class may do more than set modes, such as transformers' with use_kernels
+        for module, training in modes:
+            module.training = training

@@ -1,0 +1,207 @@
+"""Fifteen faults of a training that raise no error, each as a trainer of TRL or as ours, and what is said of it."""
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset
+from peft import LoraConfig
+from predicting_bases import write_base
+from tiny_models import tiny_model, tiny_tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoModelForCausalLM, DataCollatorForLanguageModeling, TrainerCallback
+from trl import SFTConfig, SFTTrainer
+
+from liger_trainer import LigerSFTConfig, LigerSFTTrainer
+
+_TURN = "{% for m in messages %}{{ m['role'] == 'user' and 'w3 ' or 'w4 ' }}"
+_ANSWER = "{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}"
+# The end of a turn is written after the mark of the answer, and inside of it
+END_OUTSIDE = _TURN + _ANSWER + "{% endgeneration %}{% else %}{{ m['content'] }}{% endif %} </s> {% endfor %}"
+END_INSIDE = _TURN + _ANSWER + " </s>{% endgeneration %}{% else %}{{ m['content'] }} </s>{% endif %} {% endfor %}"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault: what it is, the check that should find it, how to build it, and words of TRL's that name it."""
+
+    what: str
+    check: str
+    build: Callable[[bool, Path], Any]
+    said_by_trl: str = ""
+    needs_gpu: bool = False
+
+
+class _Stop(Exception):
+    """Raised before the first step."""
+
+
+class _StopBeforeFirstStep(TrainerCallback):
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        raise _Stop
+
+
+def trainer(ours: bool, folder: Path, rows: list[dict], model: Any = None, **given: Any) -> Any:
+    """An SFT trainer of six steps. `given` are fields of its config, and arguments of the trainer."""
+    names = ("processing_class", "data_collator", "peft_config")
+    arguments = {name: given.pop(name) for name in names if name in given}
+    defaults = {"learning_rate": 1e-3, "max_length": 64, "max_steps": 6, "per_device_train_batch_size": 2}
+    config = (LigerSFTConfig if ours else SFTConfig)(
+        output_dir=str(folder / "out"), gradient_checkpointing=False, bf16=False, use_cpu=True, report_to="none",
+        disable_tqdm=True, save_strategy="no", **(defaults | given),
+    )  # fmt: skip
+    arguments.setdefault("processing_class", tiny_tokenizer())
+    return (LigerSFTTrainer if ours else SFTTrainer)(
+        model=tiny_model("llama") if model is None else model, args=config, train_dataset=Dataset.from_list(rows),
+        **arguments,
+    )  # fmt: skip
+
+
+def said_before_first_step(build: Callable[[], Any]) -> list[str]:
+    """The warnings and errors while a trainer is built and begins to train, without its first step."""
+    said: list[str] = []
+
+    class Kept(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+
+    handler = Kept(logging.WARNING)
+    loggers = [logging.getLogger(name) for name in ("liger_trainer", "transformers", "trl")]
+    for logger in loggers:
+        logger.addHandler(handler)
+    try:
+        with warnings.catch_warnings(record=True) as caught, contextlib.suppress(_Stop):
+            warnings.simplefilter("always")
+            built = build()
+            built.add_callback(_StopBeforeFirstStep())
+            built.train()
+    finally:
+        for logger in loggers:
+            logger.removeHandler(handler)
+    return said + [str(warning.message) for warning in caught]
+
+
+def answers(n: int = 8, length: int = 4, prompt: int = 3, end: tuple[int, ...] = (2,)) -> list[dict]:
+    """Rows of tokens: a prompt, which is not learned, an answer, and what ends it. Their lengths differ."""
+    rows = []
+    for i in range(n):
+        asked = [5 + i] * prompt
+        answer = [40 + i] * (length + i) + list(end)
+        rows.append({"input_ids": asked + answer, "labels": [-100] * prompt + answer})
+    return rows
+
+
+def chats(n: int = 8) -> list[dict]:
+    turns = [("user", "w10 w11"), ("assistant", "w12 w13")]
+    return [{"messages": [{"role": role, "content": f"{text} w{20 + i}"} for role, text in turns]} for i in range(n)]
+
+
+def with_template(template: str) -> Any:
+    tokenizer = tiny_tokenizer()
+    words = {**tokenizer.get_vocab(), "dummy": 130}  # by which TRL tries a template
+    del words["w130"]
+    tokenizer.backend_tokenizer.model = WordLevel(words, unk_token="<pad>")
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def _end_outside(ours: bool, folder: Path) -> Any:
+    return trainer(ours, folder, chats(), assistant_only_loss=True, processing_class=with_template(END_OUTSIDE))
+
+
+def _padding_is_end(ours: bool, folder: Path) -> Any:
+    tokenizer = tiny_tokenizer()
+    tokenizer.pad_token = tokenizer.eos_token
+    rows = [{"input_ids": row["input_ids"]} for row in answers()]
+    collator = DataCollatorForLanguageModeling(tokenizer, mlm=False)
+    return trainer(ours, folder, rows, processing_class=tokenizer, data_collator=collator)
+
+
+def _no_end(ours: bool, folder: Path) -> Any:
+    return trainer(ours, folder, answers(end=()))
+
+
+def _other_end(ours: bool, folder: Path) -> Any:
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["w130"]})
+    return trainer(ours, folder, answers(end=(130,)), processing_class=tokenizer)
+
+
+def _two_begins(ours: bool, folder: Path) -> Any:
+    rows = [{"input_ids": [1, 1, *row["input_ids"]], "labels": [-100, -100, *row["labels"]]} for row in answers()]
+    return trainer(ours, folder, rows)
+
+
+def _all_masked(ours: bool, folder: Path) -> Any:
+    rows = [{"input_ids": row["input_ids"], "labels": [-100] * len(row["labels"])} for row in answers()]
+    return trainer(ours, folder, rows, max_length=None)
+
+
+def _answers_gone(ours: bool, folder: Path) -> Any:
+    return trainer(ours, folder, answers(6) + answers(2, prompt=30), max_length=24)
+
+
+def _answers_cut(ours: bool, folder: Path) -> Any:
+    return trainer(ours, folder, answers(6) + answers(2, length=40), max_length=24)
+
+
+def _loaded(folder: Path) -> Any:
+    """A loaded model of a width at which rates are judged."""
+    tiny_model("llama", hidden_size=512, num_hidden_layers=1).save_pretrained(folder / "wide")
+    return AutoModelForCausalLM.from_pretrained(folder / "wide")
+
+
+def _rate_too_high(ours: bool, folder: Path) -> Any:
+    return trainer(ours, folder, answers(), _loaded(folder), learning_rate=2e-2)
+
+
+def _rate_too_low(ours: bool, folder: Path) -> Any:
+    return trainer(ours, folder, answers(), learning_rate=1e-9)
+
+
+def _long_warmup(ours: bool, folder: Path) -> Any:
+    return trainer(ours, folder, answers(), warmup_steps=100)
+
+
+def _eager(ours: bool, folder: Path) -> Any:
+    return trainer(ours, folder, answers())
+
+
+def _linear_attention(ours: bool, folder: Path) -> Any:
+    model = tiny_model("qwen3_5_text")
+    model.set_attn_implementation("sdpa")
+    return trainer(ours, folder, answers(), model)
+
+
+def _prediction_layers(ours: bool, folder: Path) -> Any:
+    write_base(folder / "base", "glm4_moe")
+    return trainer(ours, folder, answers(), AutoModelForCausalLM.from_pretrained(folder / "base"))
+
+
+def _unserved_adapter(ours: bool, folder: Path) -> Any:
+    adapter = LoraConfig(target_modules=["in_proj_a", "q_proj"], modules_to_save=["lm_head"])
+    return trainer(ours, folder, answers(), tiny_model("qwen3_5_text"), peft_config=adapter)
+
+
+FAULTS = (
+    Fault("The chat template leaves the end of a turn out of the answer", "end_token_learned", _end_outside,
+          "end-of-turn token in the loss mask"),
+    Fault("The padding token is the end token, and the collator masks both", "end_token_learned", _padding_is_end),
+    Fault("Tokenised answers have no end", "end_token_learned", _no_end),
+    Fault("Answers end with a token at which generation does not stop", "end_token_stops", _other_end),
+    Fault("Rows begin with the begin token twice", "two_begin_tokens", _two_begins),
+    Fault("All labels are -100", "nothing_learned", _all_masked),
+    Fault("Prompts fill `max_length`, so that rows are left out", "cut_answers", _answers_gone),
+    Fault("Answers are cut by `max_length`", "cut_answers", _answers_cut),
+    Fault("A learning rate of 2e-2 for all weights", "learning_rate", _rate_too_high),
+    Fault("A learning rate of 1e-9", "learning_rate", _rate_too_low),
+    Fault("100 steps of warmup in a run of 6", "warmup", _long_warmup),
+    Fault("Eager attention on a GPU", "slow_attention", _eager, needs_gpu=True),
+    Fault("Linear attention on a GPU without flash-linear-attention", "slow_layers", _linear_attention, needs_gpu=True),
+    Fault("The checkpoint has prediction layers, which are not loaded", "unloaded_weights", _prediction_layers),
+    Fault("An adapter on `in_proj_a`, with `modules_to_save`", "served_adapter", _unserved_adapter),
+)  # fmt: skip
