@@ -71,6 +71,7 @@ class LigerReport:
         operations (`dict[str, OperationReport]`): One entry for each key of the config, in the order of `OPERATIONS`.
         checkpointing (`dict` or `None`): What `activation_checkpointing: auto` has chosen while the model was trained.
         cuda_graphs (`dict` or `None`): Which sizes of steps were captured, and why others were not.
+        shared_prompts (`dict` or `None`): What rows that begin alike have shared, and why others have not.
     """
 
     def __init__(self, model_name: str):
@@ -78,6 +79,7 @@ class LigerReport:
         self.operations = {name: OperationReport() for name in OPERATIONS}
         self.checkpointing: dict[str, Any] | None = None
         self.cuda_graphs: dict[str, Any] | None = None
+        self.shared_prompts: dict[str, Any] | None = None
 
     def __getitem__(self, operation: str) -> OperationReport:
         return self.operations[operation]
@@ -92,6 +94,8 @@ class LigerReport:
         chosen = {} if self.checkpointing is None else {"activation_checkpointing": self.checkpointing}
         if self.cuda_graphs is not None:
             chosen["cuda_graphs"] = self.cuda_graphs
+        if self.shared_prompts is not None:
+            chosen["shared_prompts"] = self.shared_prompts
         return {
             "model": self.model_name,
             "operations": {

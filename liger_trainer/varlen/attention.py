@@ -16,6 +16,7 @@ Every other call is transformers' own. `head/masks.py` hands models that have no
 import contextlib
 import contextvars
 import functools
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -52,7 +53,10 @@ class Rows:
         longest (`int`): Tokens of the longest row.
         kinds (`set[str]`): What the layers were found to attend by: causal, sliding window, chunks, sinks, soft cap;
             and state, where they keep one.
+        attend (`Callable` or None): What attends in place of this module, for rows that share prompts.
     """
+
+    attend: Callable | None = None
 
     def __init__(self, lengths: list[int], device: torch.device, batch: int = 1):
         self.lengths: list[int] = lengths
@@ -254,6 +258,9 @@ def _by_rows(query, key, value, mask: RowMask, dropout=0.0, scaling=None, softca
             raise NotForRows(f"its attention has a {name}")
     query, key, value = as_autocast(query, key, value)
     rows, window = mask.rows, mask.window
+    if rows.attend is not None:  # before all else: a prefix and a private part may be of one length by chance
+        out = rows.attend(query, key, value, window, dropout, scaling, softcap, s_aux)
+        return out.view(query.shape[0], -1, *out.shape[1:])
     if window is not None and window >= rows.longest:
         window = None
     if softcap is not None or s_aux is not None:
@@ -279,7 +286,7 @@ def as_autocast(*tensors: torch.Tensor) -> list[torch.Tensor]:
     return [x if x.dtype == dtype else x.to(dtype) for x in tensors]
 
 
-def _flat(x: torch.Tensor) -> torch.Tensor:
+def flat(x: torch.Tensor) -> torch.Tensor:
     """(B, H, S, D) as (B * S, H, D). Not x[0], whose gradient is filled with zeros and then copied into."""
     return x.transpose(1, 2).flatten(0, 1)
 
@@ -287,8 +294,8 @@ def _flat(x: torch.Tensor) -> torch.Tensor:
 def _by_sdpa(query, key, value, rows: Rows, dropout, scaling):
     """(T, Hq, Dv), of rows of one length, in which every token sees all before it."""
     if not rows.full:
-        flat = map(_flat, (query, key, value))
-        query, key, value = (x.view(-1, rows.longest, *x.shape[1:]).transpose(1, 2) for x in flat)
+        laid = map(flat, (query, key, value))
+        query, key, value = (x.view(-1, rows.longest, *x.shape[1:]).transpose(1, 2) for x in laid)
     groups = query.shape[1] // key.shape[1]
     if groups > 1 and not key.shape[-1] == value.shape[-1] <= _MOST_HEAD_DIM:  # as transformers: no fast kernel has it
         key, value, groups = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1), 1
@@ -308,7 +315,7 @@ def _capped(query, key, value, rows: Rows, window, dropout, scaling, softcap, si
     value = F.pad(value, (0, dim - width)) if width < dim else value
     offsets = rows.offsets.to(query.device)
     out = row_attention(
-        _flat(query), _flat(key), _flat(value), offsets, rows.longest, scale=scaling, window=window, softcap=softcap,
+        flat(query), flat(key), flat(value), offsets, rows.longest, scale=scaling, window=window, softcap=softcap,
         sinks=sinks,
     )  # fmt: skip
     return (out if width == dim else out[..., :width].contiguous()).unflatten(0, (batch, -1))
@@ -335,7 +342,7 @@ def by_kernel(query, key, value, offsets, longest: int, scaling, causal: bool, w
     width = value.shape[-1]
     if width < query.shape[-1]:  # multi-head latent attention; the kernel wants one size
         value = F.pad(value, (0, query.shape[-1] - width))
-    query, key, value = (_flat(x).contiguous() for x in (query, key, value))
+    query, key, value = (flat(x).contiguous() for x in (query, key, value))
     offsets = offsets.to(query.device)  # layers may be spread over devices
     out, *_ = torch.ops.aten._flash_attention_forward(
         query, key, value, offsets, offsets, longest, longest, 0.0, causal, False, scale=scaling,
@@ -355,9 +362,9 @@ def _near(length: int, window: int | None, device: torch.device) -> torch.Tensor
 
 def _row_by_row(query, key, value, rows: Rows, window, dropout, scaling):
     grouped = query.shape[1] != key.shape[1]
-    flat, done, start = [_flat(x).transpose(0, 1) for x in (query, key, value)], [], 0
+    laid, done, start = [flat(x).transpose(0, 1) for x in (query, key, value)], [], 0
     for length in filter(None, rows.lengths):
-        q, k, v = (x[None, :, start : start + length] for x in flat)
+        q, k, v = (x[None, :, start : start + length] for x in laid)
         start += length
         near = _near(length, window, query.device)
         out = F.scaled_dot_product_attention(

@@ -16,7 +16,7 @@ from transformers import BatchFeature
 _ATTRIBUTE = "_liger_host_copy"
 _REMEMBERED = (
     "attention_mask", "position_ids", "labels", "shift_labels", "input_ids", "mm_token_type_ids", "image_grid_thw",
-    "video_grid_thw", "second_per_grid_ts",
+    "video_grid_thw", "second_per_grid_ts", "completion_mask",
 )  # fmt: skip
 
 
