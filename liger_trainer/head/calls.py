@@ -99,7 +99,8 @@ def _forward_of(model_class: type[nn.Module]) -> Callable:
         if backbone is None:
             return answer(call)
         shown = _states_shown(call, backbone)
-        plan, reason = decide(self, backbone, args, kwargs, shown, functools.partial(_why_unfit, call))
+        sharing = call.options.sharing
+        plan, reason = decide(self, backbone, args, kwargs, shown, functools.partial(_why_unfit, call), sharing)
         if reason is not None and reason.instead is not None:
             backbone.tell(reason.text, reason.instead)
         with running(plan):  # None too: calls may lie in others

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import torch
 from transformers.utils import ModelOutput
 
+from liger_trainer.varlen.groups import SharingRule
+
 TOKEN_OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 EXTRA_OUTPUTS = ("hidden_states", "vocab_mean")
 
@@ -60,8 +62,10 @@ class HeadOptions:
         temperature (`float`): What logits are divided by.
         cast_lm_head_to_fp32 (`bool`): Whether the head projects in fp32, outside autocast.
         outputs (`tuple`): Fields of `FusedLMOutput` that a call computes unless it asks for others.
+        sharing (`SharingRule`, *optional*): When rows of a call that begin alike share it. Unset: never.
     """
 
     temperature: float = 1.0
     cast_lm_head_to_fp32: bool = False
     outputs: tuple[str, ...] = ("log_probs",)
+    sharing: SharingRule | None = None

@@ -5,9 +5,9 @@ import sys
 import types
 from typing import Any
 
-from liger_trainer.patching import convolutions
 from liger_trainer.patching.core.binding import own_class
 from liger_trainer.preflight.run import Run
+from liger_trainer.varlen.proof import convolutions
 
 _DISTRIBUTIONS = {"fla": "flash-linear-attention", "causal_conv1d": "causal-conv1d", "mamba_ssm": "mamba-ssm"}
 _NOT_IN_SGLANG = ("in_proj_a", "in_proj_b")

@@ -1,18 +1,22 @@
 """`LigerDPOTrainer`: `trl.DPOTrainer` with our fused head in the place of TRL's own."""
 
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from trl import DPOConfig, DPOTrainer
 
 from liger_trainer.trainers.arguments import LigerArguments
+from liger_trainer.trainers.shared_prompts import SharedPromptFields
 from liger_trainer.trainers.trl import LigerTRLMixin
+from liger_trainer.varlen.host_copies import remember, values_of
 
 _SMOOTHED = ("exo_pair", "robust", "aot", "aot_unpaired")  # the loss types in which TRL reads label_smoothing
 
 
 @dataclass
-class LigerDPOConfig(LigerArguments, DPOConfig):
-    """[`~trl.DPOConfig`] with the fields of [`LigerArguments`], for [`LigerDPOTrainer`]."""
+class LigerDPOConfig(SharedPromptFields, LigerArguments, DPOConfig):
+    """[`~trl.DPOConfig`] with `share_prompts` and the fields of [`LigerArguments`], for [`LigerDPOTrainer`]."""
 
 
 class LigerDPOTrainer(LigerTRLMixin, DPOTrainer):
@@ -26,6 +30,7 @@ class LigerDPOTrainer(LigerTRLMixin, DPOTrainer):
     """
 
     gives_token_predictions = True
+    shares_prompts = True
     args: DPOConfig
 
     def _finish_init(self) -> None:
@@ -36,3 +41,15 @@ class LigerDPOTrainer(LigerTRLMixin, DPOTrainer):
                 f"{self.args.loss_type}. Remove it, or take one of {', '.join(_SMOOTHED)}; 'robust' is 'sigmoid' for "
                 "preferences some of which are wrong."
             )
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool) -> Any:
+        """Compute the stock loss, from a call whose labels the host knows where it knows the batch."""
+        ids, mask = values_of(inputs["input_ids"], inputs["completion_mask"])
+
+        def call(**given: Any) -> Any:
+            labels = given.get("labels")
+            if isinstance(labels, torch.Tensor) and labels.shape == ids.shape and ids.device.type == "cpu":
+                remember(labels, ids.masked_fill(mask == 0, -100))  # as the stock trainer has made them
+            return model(**given)
+
+        return super()._compute_loss(call, inputs, return_outputs)

@@ -28,6 +28,7 @@ from liger_trainer.trainers.optimizer_in_backward import (
     InBackwardTrainer,
 )
 from liger_trainer.trainers.samples import SampleFields, Samples
+from liger_trainer.trainers.shared_prompts import shared_prompts_of
 from liger_trainer.trainers.trackers import TrackedTrainer, Trackers
 from liger_trainer.varlen.graphs.capture_summary import Summary
 
@@ -138,7 +139,9 @@ class _ReportCallback(TrainerCallback):
         self._write(args, state)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.trainer.checkpointing is not None or self.trainer.captured_steps is not None:
+        shared = shared_prompts_of(self.trainer.model)
+        found = (self.trainer.checkpointing, self.trainer.captured_steps, shared)
+        if any(x is not None for x in found):
             self._write(args, state)
 
     def _write(self, args: Any, state: Any) -> None:
@@ -148,6 +151,8 @@ class _ReportCallback(TrainerCallback):
             report.checkpointing = None if chosen is None else chosen.to_dict()
             captured = self.trainer.captured_steps
             report.cuda_graphs = None if captured is None else captured.to_dict()
+            shared = shared_prompts_of(self.trainer.model)
+            report.shared_prompts = None if shared is None else shared.to_dict()
             os.makedirs(args.output_dir, exist_ok=True)
             report.to_json(os.path.join(args.output_dir, "liger_report.json"))
 

@@ -6,15 +6,17 @@ from trl import GRPOConfig, GRPOTrainer
 
 from liger_trainer.head.module import output_head
 from liger_trainer.trainers.arguments import LigerArguments
+from liger_trainer.trainers.online_rows import KnowsOnlineRows
+from liger_trainer.trainers.shared_prompts import SharedPromptFields
 from liger_trainer.trainers.trl import LigerTRLMixin
 
 
 @dataclass
-class LigerGRPOConfig(LigerArguments, GRPOConfig):
-    """[`~trl.GRPOConfig`] with the fields of [`LigerArguments`], for [`LigerGRPOTrainer`]."""
+class LigerGRPOConfig(SharedPromptFields, LigerArguments, GRPOConfig):
+    """[`~trl.GRPOConfig`] with `share_prompts` and the fields of [`LigerArguments`], for [`LigerGRPOTrainer`]."""
 
 
-class LigerGRPOTrainer(LigerTRLMixin, GRPOTrainer):
+class LigerGRPOTrainer(KnowsOnlineRows, LigerTRLMixin, GRPOTrainer):
     """[`~trl.GRPOTrainer`] with the same losses, gradients and metrics, on fused kernels.
 
     The policy and the reference model are patched, and neither builds logits except for the tokens that it generates.
@@ -26,6 +28,7 @@ class LigerGRPOTrainer(LigerTRLMixin, GRPOTrainer):
         ValueError: `cast_lm_head_to_fp32` is set with an adapter on `lm_head`.
     """
 
+    shares_prompts = True
     args: GRPOConfig
 
     def _finish_init(self) -> None:

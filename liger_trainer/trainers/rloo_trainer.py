@@ -5,17 +5,21 @@ from dataclasses import dataclass
 from trl import RLOOConfig, RLOOTrainer
 
 from liger_trainer.trainers.arguments import LigerArguments
+from liger_trainer.trainers.online_rows import KnowsOnlineRows
+from liger_trainer.trainers.shared_prompts import SharedPromptFields
 from liger_trainer.trainers.trl import LigerTRLMixin
 
 
 @dataclass
-class LigerRLOOConfig(LigerArguments, RLOOConfig):
-    """[`~trl.RLOOConfig`] with the fields of [`LigerArguments`], for [`LigerRLOOTrainer`]."""
+class LigerRLOOConfig(SharedPromptFields, LigerArguments, RLOOConfig):
+    """[`~trl.RLOOConfig`] with `share_prompts` and the fields of [`LigerArguments`], for [`LigerRLOOTrainer`]."""
 
 
-class LigerRLOOTrainer(LigerTRLMixin, RLOOTrainer):
+class LigerRLOOTrainer(KnowsOnlineRows, LigerTRLMixin, RLOOTrainer):
     """[`~trl.RLOOTrainer`] with the same losses, gradients and metrics, on fused kernels.
 
     It takes the arguments of `RLOOTrainer`, with a [`LigerRLOOConfig`] as `args`; a plain `RLOOConfig` counts as one
     with `use_liger=True`. All that [`LigerGRPOTrainer`] says of its models, its options and a LoRA holds here too.
     """
+
+    shares_prompts = True

@@ -23,6 +23,7 @@ from liger_trainer.trainers.base import LigerTrainerMixin
 from liger_trainer.trainers.fsdp2 import give_weights_of_first_process
 from liger_trainer.trainers.model_card import WritesCards
 from liger_trainer.trainers.patched_models import PatchedModels
+from liger_trainer.trainers.shared_prompts import sharing_rule
 
 
 class NoAdapterIsRefused:
@@ -93,9 +94,11 @@ class LigerTRLMixin(LigerTrainerMixin, WritesCards):
         ignored_fields (`tuple[str, ...]`): Fields that the config inherits and the stock trainer does not use; setting
             one is an error.
         rows_given (`int` or `None`): How many training rows the trainer was given. TRL may have dropped some since.
+        shares_prompts (`bool`): Whether rows that begin alike may share it, as `share_prompts` asks.
     """
 
     rows_given: int | None = None
+    shares_prompts: bool = False
     loss_hook: str | None = None
     ignored_fields: tuple[str, ...] = ("label_smoothing_factor",)
 
@@ -159,7 +162,8 @@ class LigerTRLMixin(LigerTrainerMixin, WritesCards):
                 "LigerTrainer, or another adapter, such as PromptTuningConfig."
             )
         self._needs_heads = True  # the stock trainer calls its models with `fused_lm_head=True`
-        self._patch(model, HeadOptions(temperature, cast_lm_head_to_fp32, tuple(outputs)))
+        sharing = sharing_rule(self.args) if self.shares_prompts else None
+        self._patch(model, HeadOptions(temperature, cast_lm_head_to_fp32, tuple(outputs), sharing))
 
     def _patch(self, model: nn.Module, options: HeadOptions | None = None) -> None:
         """Patch the policy, whose report becomes the trainer's, or a model that is frozen."""

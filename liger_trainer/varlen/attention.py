@@ -71,6 +71,9 @@ def _by_rows(query, key, value, mask: RowMask, dropout=0.0, scaling=None, softca
             raise NotForRows(f"its attention has a {name}")
     query, key, value = as_autocast(query, key, value)
     rows, window = mask.rows, mask.window
+    if rows.attend is not None:  # before all else: a prefix and a private part may be of one length by chance
+        out = rows.attend(query, key, value, window, dropout, scaling, softcap, s_aux)
+        return out.view(query.shape[0], -1, *out.shape[1:])
     if window is not None and window >= rows.longest:
         window = None
     if softcap is not None or s_aux is not None:
@@ -96,7 +99,7 @@ def as_autocast(*tensors: torch.Tensor) -> list[torch.Tensor]:
     return [x if x.dtype == dtype else x.to(dtype) for x in tensors]
 
 
-def _flat(x: torch.Tensor) -> torch.Tensor:
+def flat(x: torch.Tensor) -> torch.Tensor:
     """(B, H, S, D) as (B * S, H, D). Not x[0], whose gradient is filled with zeros and then copied into."""
     return x.transpose(1, 2).flatten(0, 1)
 
@@ -104,8 +107,8 @@ def _flat(x: torch.Tensor) -> torch.Tensor:
 def _by_sdpa(query, key, value, rows: Rows, dropout, scaling):
     """(T, Hq, Dv), of rows of one length, in which every token sees all before it."""
     if not rows.full:
-        flat = map(_flat, (query, key, value))
-        query, key, value = (x.view(-1, rows.longest, *x.shape[1:]).transpose(1, 2) for x in flat)
+        laid = map(flat, (query, key, value))
+        query, key, value = (x.view(-1, rows.longest, *x.shape[1:]).transpose(1, 2) for x in laid)
     key, value, grouped = _grouped(query, key, value)
     out = F.scaled_dot_product_attention(
         query, key, value, dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=grouped
@@ -135,9 +138,9 @@ def _capped(query, key, value, rows: Rows, window, dropout, scaling, softcap, si
     value = F.pad(value, (0, dim - width)) if width < dim else value
     offsets = rows.offsets.to(query.device)
     out = row_attention(
-        _flat(query),
-        _flat(key),
-        _flat(value),
+        flat(query),
+        flat(key),
+        flat(value),
         offsets,
         rows.longest,
         scale=scaling,
@@ -169,7 +172,7 @@ def by_kernel(query, key, value, offsets, longest: int, scaling, causal: bool, w
     width = value.shape[-1]
     if width < query.shape[-1]:  # multi-head latent attention; the kernel wants one size
         value = F.pad(value, (0, query.shape[-1] - width))
-    query, key, value = (_flat(x).contiguous() for x in (query, key, value))
+    query, key, value = (flat(x).contiguous() for x in (query, key, value))
     offsets = offsets.to(query.device)  # layers may be spread over devices
     out, *_ = torch.ops.aten._flash_attention_forward(
         query,
@@ -201,9 +204,9 @@ def _near(length: int, window: int | None, device: torch.device) -> torch.Tensor
 def _row_by_row(query, key, value, rows: Rows, window, dropout, scaling):
     key, value, grouped = _grouped(query, key, value)
     lengths = [length for length in rows.lengths if length]
-    queries = _flat(query).transpose(0, 1).split(lengths, 1)
-    keys = _flat(key).transpose(0, 1).split(lengths, 1)
-    values = _flat(value).transpose(0, 1).split(lengths, 1)
+    queries = flat(query).transpose(0, 1).split(lengths, 1)
+    keys = flat(key).transpose(0, 1).split(lengths, 1)
+    values = flat(value).transpose(0, 1).split(lengths, 1)
     done = []
     for q, k, v in zip(queries, keys, values, strict=True):
         near = _near(q.shape[1], window, query.device)

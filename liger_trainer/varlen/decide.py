@@ -18,9 +18,11 @@ from liger_trainer.patching.core.binding import Binding
 from liger_trainer.patching.core.hooks import hook_on, with_hooks
 from liger_trainer.varlen.graphs.captured import BackboneGraphs
 from liger_trainer.varlen.graphs.step_graphs import active_graphs
-from liger_trainer.varlen.known_code import backbone_of, own_loss_of, unknown_forward, without_head
+from liger_trainer.varlen.groups import SharingRule
+from liger_trainer.varlen.known_code import backbone_of, base_of, own_loss_of, unknown_forward, without_head
 from liger_trainer.varlen.padding import COMPUTES_PADDING, BackboneBinding, MixedRows, Plan
 from liger_trainer.varlen.plans import holds_packed_rows, plan_of, rotates_by_length
+from liger_trainer.varlen.randomness import what_is_random
 
 # Inputs that require gradients. Other hooks of PEFT say which adapter is for which row, or from which token on.
 _HARMLESS_HOOKS = (
@@ -76,6 +78,7 @@ class BackboneCall:
         shown (`str` or None): What the answer has of every position. A packed row has no padding.
         unfit (`Callable`): Says what in the model keeps a plan from being used, or None.
         graphs (`BackboneGraphs` or None): The captures of the backbone, within the step of a trainer.
+        sharing (`SharingRule` or None): When rows that begin alike share it.
     """
 
     model: Any
@@ -86,6 +89,7 @@ class BackboneCall:
     shown: str | None
     unfit: Callable[[Plan], str | None]
     graphs: BackboneGraphs | None = None
+    sharing: SharingRule | None = None
 
     @functools.cached_property
     def plan(self) -> Plan | None:
@@ -94,15 +98,41 @@ class BackboneCall:
         Rows without padding have one where layers need more than causal attention, and where they may be replayed.
         """
         proven, may_replay = self.bound.proven, self.graphs is not None
-        plan = plan_of(self.model.config, self.call, proven.attention, full=proven.is_local or may_replay)
-        if plan is not None and plan.rows.full and not plan.leaves_out:
-            plan.only_replayed = not proven.is_local
+        full = proven.is_local or may_replay
+        sharing = None if self.shown is not None else self.sharing
+        plan = plan_of(self.model.config, self.call, proven.attention, full, sharing)
+        if plan is None:
+            return None
+        unshared = plan.unshared if plan.saved else plan
+        if unshared is not None and unshared.rows.full and not unshared.leaves_out:
+            unshared.only_replayed = not proven.is_local
+        why = _why_unshared(self, plan) if plan.saved else None
+        if why is not None:
+            self.bound.sharing.refuse(why)
+            return unshared
         return plan
 
     @property
     def is_full(self) -> bool:
         """Whether the batch has no padding. A batch of one padded row has some."""
         return self.plan is not None and self.plan.rows.full and not self.plan.leaves_out
+
+
+def _why_unshared(asked: BackboneCall, plan: Plan) -> str | None:
+    """Name why rows that begin alike share nothing in this call, or return None."""
+    proven, never = asked.bound.proven, asked.bound.sharing.never
+    assert asked.sharing is not None, "the plan was made by it"
+    if proven.keeps_state:
+        return "its layers keep a state"
+    if proven.keeps_padding is not None:
+        return proven.keeps_padding
+    if never is not None:
+        return never
+    if base_of(asked.model) is not asked.backbone:
+        return "the model takes images too"
+    if asked.graphs is not None and plan.rows.tokens < asked.sharing.least_uncaptured:
+        return "steps of few tokens are faster as CUDA graphs, which know no shared prompts"
+    return what_is_random(asked.model, without_head(asked.model))
 
 
 def _not_in_force(asked: BackboneCall) -> Reason | None:
@@ -175,6 +205,7 @@ def decide(
     call: dict[str, Any],
     shown: str | None,
     unfit: Callable[[Plan], str | None],
+    sharing: SharingRule | None = None,
 ) -> Decision:
     """Decide how a call of `model` goes through its backbone. The arguments are those of `BackboneCall`.
 
@@ -182,7 +213,7 @@ def decide(
         ValueError: The rows of a packed row would see each other in the model's own code, which has to run.
     """
     backbone: Any = bound.module.to()
-    asked = BackboneCall(model, backbone, bound, args, call, shown, unfit)
+    asked = BackboneCall(model, backbone, bound, args, call, shown, unfit, sharing=sharing)
     step = active_graphs()
     if step is not None:
         asked.graphs = step.of(backbone, functools.partial(without_head, model))
@@ -197,7 +228,10 @@ def decide(
             return Decision(None, reason)
     assert asked.plan is not None, "a check has looked"
     if asked.graphs is not None:
-        asked.plan.graphs = _if_capturable(asked, asked.graphs)
+        if asked.plan.saved:
+            asked.graphs.summary.count("its rows share their prompts, in a layout that changes with each batch")
+        else:
+            asked.plan.graphs = _if_capturable(asked, asked.graphs)
     return Decision(asked.plan)
 
 

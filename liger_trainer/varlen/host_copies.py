@@ -24,6 +24,7 @@ _REMEMBERED = (
     "image_grid_thw",
     "video_grid_thw",
     "second_per_grid_ts",
+    "completion_mask",
 )
 
 

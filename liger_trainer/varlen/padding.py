@@ -24,6 +24,7 @@ from liger_trainer.varlen.graphs.captured import BackboneGraphs
 from liger_trainer.varlen.host_copies import values_of
 from liger_trainer.varlen.known import Known, is_stale
 from liger_trainer.varlen.rows import NotForRows, Rows, rows_known
+from liger_trainer.varlen.shared_prompts import SharedPrompts
 from liger_trainer.varlen.states import KIND
 
 _PER_TOKEN = ("input_ids", "inputs_embeds", "visual_pos_masks", "per_layer_inputs")
@@ -55,6 +56,7 @@ class Proven(NamedTuple):
         needs_ids (`str` or None): Why the backbone cannot be captured, or None: given embeddings, with which a capture
             begins, it computes something else than given their ids, or its layers keep a state.
         sees_both_ways (`bool`): Whether tokens of an image see each other, so that a batch of images stays as it is.
+        keeps_prompts (`str` or None): Why rows that begin alike share nothing, or None.
     """
 
     attention: str
@@ -65,6 +67,7 @@ class Proven(NamedTuple):
     loss: Callable
     needs_ids: str | None = None
     sees_both_ways: bool = False
+    keeps_prompts: str | None = None
 
     @property
     def keeps_state(self) -> bool:
@@ -84,6 +87,7 @@ class BackboneBinding(Binding):
         proven (`Proven`): The result of its proof.
         told (`Callable` or None): The forward of its class in which layers that keep a state are told where rows begin;
             None where it has none.
+        sharing (`SharedPrompts`): What rows that begin alike have shared.
     """
 
     key = "_liger_varlen"
@@ -91,6 +95,7 @@ class BackboneBinding(Binding):
     def __init__(self, function: Callable, proven: Proven, told: Callable | None = None, guards: Rests | None = None):
         super().__init__(function, guards=guards)
         self.proven, self.told = proven, told
+        self.sharing = SharedPrompts(proven.keeps_prompts)
         self.known = dict(proven.forwards)  # other modules that turn out to be harmless are added
 
 
@@ -109,10 +114,14 @@ class Plan:
         graphs (`BackboneGraphs` or `None`): What may replay the backbone in place of its code.
         only_replayed (`bool`): Whether the call is as it came where it is not replayed: rows without padding in a model
             that needs no other attention for them than its own.
+        saved (`int`): Tokens that are not computed, since rows share them.
+        unshared (`Plan` or `None`): The plan of a call whose rows share, without that.
     """
 
     graphs: BackboneGraphs | None = None
     only_replayed: bool = False
+    saved: int = 0
+    unshared: "Plan | None" = None
 
     def __init__(self, given: dict[str, Any], rows: Rows, index: torch.Tensor | None = None, reaches_end: bool = True):
         self.given = given
@@ -248,6 +257,13 @@ def _forward_of(backbone_class):
         call = dict(zip(names, args, strict=False)) | kwargs
         if "use_cache" in names:  # a decoder's own config may ask for one where that of the whole model does not
             call["use_cache"] = False
+        if plan.saved:
+            found = _shared(self, bound, plan, call, len(args) > len(names))
+            if found is not None:
+                return found
+            if plan.unshared is None:
+                return call_previous(self, BackboneBinding, args, kwargs)
+            plan = plan.unshared
         if len(args) > len(names) or not plan.fits(call):
             _refuse_mixing(bound, plan, "its inputs are made by the model around it")
             if plan.leaves_out and not bound.proven.sees_both_ways:  # the report has said that
@@ -265,6 +281,22 @@ def _forward_of(backbone_class):
         return plan.padded(outputs)
 
     return forward
+
+
+def _shared(backbone, bound: BackboneBinding, plan: Plan, call: dict[str, Any], is_unknown: bool):
+    """Run `backbone` on rows that share, and return its outputs; None, with the reason noted, where they cannot."""
+    if is_unknown or not plan.fits(call):
+        bound.sharing.refuse("its inputs are made by the model around it")
+        return None
+    try:
+        with running(None):
+            outputs = _run(backbone, plan, call)
+    except NotForRows as error:
+        bound.sharing.refuse(str(error), for_good=True)
+        return None
+    plan.used = True
+    bound.sharing.count(plan.rows.tokens, plan.saved)
+    return plan.padded(outputs)
 
 
 def _refuse_mixing(bound: BackboneBinding, plan: Plan, why: str) -> None:

@@ -5,14 +5,18 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from liger_trainer.varlen.groups import SharingRule, find_groups, worthwhile
 from liger_trainer.varlen.host_copies import remember, sent, values_of
 from liger_trainer.varlen.padding import Plan, cache_of, tokens_of
 from liger_trainer.varlen.rows import Rows
+from liger_trainer.varlen.shared_plan import SharedPlan
 
 _STATIC_ROPES = ("default", "linear", "yarn", "llama3", "proportional")
 
 
-def plan_of(config, call: dict[str, Any], attention: str = "sdpa", full: bool = False) -> Plan | None:
+def plan_of(
+    config, call: dict[str, Any], attention: str = "sdpa", full: bool = False, sharing: SharingRule | None = None
+) -> Plan | None:
     """Plan how a call goes through the backbone on real tokens; None where it stays as it is.
 
     Args:
@@ -23,6 +27,8 @@ def plan_of(config, call: dict[str, Any], attention: str = "sdpa", full: bool = 
         attention (`str`, *optional*, defaults to `"sdpa"`): The attention of the config that has been proven.
         full (`bool`, *optional*, defaults to `False`): Whether rows without padding have a plan too, for layers with
             more than causal attention.
+        sharing (`SharingRule`, *optional*): When rows that begin alike share it. Unset: never. They need labels, and
+            positions that are their columns.
     """
     tokens = tokens_of(call)
     mask = call.get("attention_mask")
@@ -40,7 +46,7 @@ def plan_of(config, call: dict[str, Any], attention: str = "sdpa", full: bool = 
         return _packed_plan(call, tokens, full)
     if not isinstance(mask, torch.Tensor) or mask.shape != tokens.shape[:2]:
         return None
-    return _padded_plan(call, tokens, mask, full)
+    return _padded_plan(call, tokens, mask, full, sharing)
 
 
 def _full_plan(call, tokens) -> Plan:
@@ -74,27 +80,38 @@ def _packed_plan(call, tokens, full) -> Plan | None:
     return Plan(call, Rows(lengths, tokens.device)) if full or len(lengths) > 1 else None
 
 
-def _padded_plan(call, tokens, mask, full) -> Plan | None:
+def _padded_plan(call, tokens, mask, full, sharing) -> Plan | None:
     shifted = call.get("shift_labels") is not None
     labels = call["shift_labels"] if shifted else call.get("labels")
     if labels is not None and (labels.shape != mask.shape or labels.device != mask.device):
         return None
-    labelled = None
-    if labels is None:
-        real = (values_of(mask)[0] != 0).cpu()  # waits as above
-    else:
-        mask, labels = values_of(mask, labels)
-        real, labelled = torch.stack((mask != 0, labels != -100)).cpu()  # waits once for both
-    if full and real.all():
-        return _full_plan(call, tokens)
-    lengths = real.sum(1).tolist()
+    shares = sharing is not None and labels is not None and may_share(call)
+    given = (mask, *(() if labels is None else (labels,)), *((call["input_ids"],) if shares else ()))
+    mask, *others = values_of(*given)
+    ids = others.pop().cpu() if shares else None  # waits for the device, where the values are not known on the host
+    real, *labelled = torch.stack((mask != 0, *(x != -100 for x in others))).cpu()
+    predicting = labelled if shifted else [F.pad(x[:, 1:], (0, 1)) for x in labelled]
     runs = (real & ~F.pad(real[:, :-1], (1, 0))).sum(1)
-    if (runs > 1).any() or sum(lengths) in (0, real.numel()):
-        return None
-    if labelled is not None:
-        predicting = labelled if shifted else F.pad(labelled[:, 1:], (0, 1))
-        if (predicting & ~real).any():
-            return None
+    lengths = real.sum(1).tolist()
+    broken = (runs > 1).any() or any((x & ~real).any() for x in predicting) or sum(lengths) == 0
+    unshared = None
+    if full and real.all():
+        unshared = _full_plan(call, tokens)
+    elif not broken and sum(lengths) < real.numel():
+        unshared = _plan_of_tokens(call, tokens, real, lengths)
+    if shares and ids is not None and sharing is not None and not broken:
+        groups = worthwhile(find_groups(ids, real, predicting[0]), sum(lengths), sharing)
+        if groups:
+            return SharedPlan(call, real, groups, unshared)
+    return unshared
+
+
+def may_share(call: dict[str, Any]) -> bool:
+    """Return whether rows of a call may share a beginning: it brings ids, and no positions of their own."""
+    return call.get("input_ids") is not None and call.get("position_ids") is None
+
+
+def _plan_of_tokens(call, tokens, real: torch.Tensor, lengths: list[int]) -> Plan:
     places = real.flatten().nonzero()[:, 0]
     index = sent(places, tokens.device)
     if index is not places:

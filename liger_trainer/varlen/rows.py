@@ -3,6 +3,7 @@
 import contextlib
 import contextvars
 import functools
+from collections.abc import Callable
 
 import torch
 from transformers.masking_utils import (
@@ -33,7 +34,10 @@ class Rows:
         longest (`int`): Tokens of the longest row.
         kinds (`set[str]`): What the layers were found to attend by: causal, sliding window, chunks, sinks, soft cap;
             and state, where they keep one.
+        attend (`Callable` or None): What attends in place of `attention.py`, for rows that share prompts.
     """
+
+    attend: Callable | None = None
 
     def __init__(self, lengths: list[int], device: torch.device, batch: int = 1):
         self.lengths: list[int] = lengths

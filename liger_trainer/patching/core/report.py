@@ -80,6 +80,7 @@ class LigerReport:
         checkpointing (`dict` or `None`): What `activation_checkpointing: auto` has chosen while the model was trained.
         cuda_graphs (`dict` or `None`): Which sizes of steps were captured, and why others were not.
         advice (`list[str]`): What to install, and what it costs to go without.
+        shared_prompts (`dict` or `None`): What rows that begin alike have shared, and why others have not.
     """
 
     def __init__(self, model_name: str):
@@ -88,6 +89,7 @@ class LigerReport:
         self.checkpointing: dict[str, Any] | None = None
         self.cuda_graphs: dict[str, Any] | None = None
         self.advice: list[str] = []
+        self.shared_prompts: dict[str, Any] | None = None
 
     def __getitem__(self, operation: str) -> OperationReport:
         return self.operations[operation]
@@ -105,6 +107,8 @@ class LigerReport:
         chosen = {} if self.checkpointing is None else {"activation_checkpointing": self.checkpointing}
         if self.cuda_graphs is not None:
             chosen["cuda_graphs"] = self.cuda_graphs
+        if self.shared_prompts is not None:
+            chosen["shared_prompts"] = self.shared_prompts
         if self.advice:
             chosen["advice"] = self.advice  # type: ignore[assignment]
         return {

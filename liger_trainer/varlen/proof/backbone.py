@@ -5,7 +5,7 @@ same weights, one with the model's own code and one with ours. The logits of rea
 all weights must agree. A model whose rows would reach each other by anything but attention, or whose loss counts
 padding, shows it there. Layers that keep a state are told where rows begin (`states.py`), and are run again in the
 backward pass too. Where layers have a window, chunks, sinks or a soft cap, rows without padding are run too. If they
-alone agree, they alone take our attention.
+alone agree, they alone take our attention. Last, rows that begin alike share that (`alike_rows.py`).
 """
 
 import inspect
@@ -30,6 +30,7 @@ from liger_trainer.varlen.known_code import (
 )
 from liger_trainer.varlen.plans import plan_of
 from liger_trainer.varlen.proof import image_masks
+from liger_trainer.varlen.proof.alike_rows import why_prompts_are_kept
 from liger_trainer.varlen.proof.packed_rows import kernels_in_torch
 from liger_trainer.varlen.proof.small_model import small_copy
 from liger_trainer.varlen.proof.states import Told, may_go_by_rows, told_by
@@ -218,7 +219,11 @@ def _prove(model, with_states: bool = False, by_rows: dict[type, Any] | None = N
     needs_ids, error = attempt(lambda copy: (_why_ids_are_needed(copy, copied, batches[0][1]), None), ours)
     if error is not None:
         needs_ids = f"given embeddings in place of ids, {error}"
-    return proven._replace(keeps_padding=reason, needs_ids=needs_ids, sees_both_ways=sees_both_ways), None
+    keeps_prompts: str | None = "the model takes images too"
+    if around is backbone:
+        _, keeps_prompts = attempt(lambda copy: (None, why_prompts_are_kept(own, copy, copied, _run, _apart)), ours)
+    proven = proven._replace(keeps_padding=reason, needs_ids=needs_ids, keeps_prompts=keeps_prompts)
+    return proven._replace(sees_both_ways=sees_both_ways), None
 
 
 def _bind_masks(around) -> None:

@@ -1,0 +1,106 @@
+"""The rows of GRPO and RLOO, known on the host.
+
+These trainers make their batches on the device, from completions. To find the rows of a call there, the host would wait
+until the device is done with all that was launched before. Here one host copy is taken of each generation batch, right
+after it was generated, when the device has nothing to do. Calls of the model then come with values that the host knows.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from liger_trainer.varlen.host_copies import remember, values_of
+
+_KEPT = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
+
+
+class KnowsOnlineRows:
+    """Goes before `LigerTRLMixin` in a trainer that generates its rows."""
+
+    _trained: dict[str, Any] | None = None  # the micro-batch, while its loss is computed
+
+    def _prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:
+        inputs = super()._prepare_inputs(*args, **kwargs)  # type: ignore[misc]
+        if self.wants_part("varlen_attention"):  # type: ignore[attr-defined]
+            for batch in (inputs, *(self._buffered_inputs or ())):  # type: ignore[attr-defined]
+                _keep_on_host(batch)
+        return inputs
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+        self._trained = inputs
+        try:
+            return super()._compute_loss(model, inputs)  # type: ignore[misc]
+        finally:
+            self._trained = None
+
+    def _get_per_token_logps_and_entropies(
+        self,
+        model: Any,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        logits_to_keep: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        if self.wants_part("varlen_attention"):  # type: ignore[attr-defined]
+            if self._trained is not None:
+                _join_on_host(self._trained, input_ids, attention_mask)
+            # Elsewhere the reference gets the same tensors as the old policy, which the first of the two copies.
+            for x in (input_ids, attention_mask):
+                _keep(x)
+            ids, mask = values_of(input_ids, attention_mask)
+            model = _with_known_rows(model, ids, mask, logits_to_keep)
+        return super()._get_per_token_logps_and_entropies(  # type: ignore[misc]
+            model, input_ids, attention_mask, logits_to_keep, *args, **kwargs
+        )
+
+
+def _keep_on_host(batch: dict[str, Any]) -> None:
+    for name in _KEPT:
+        _keep(batch[name])
+
+
+def _keep(x: torch.Tensor) -> None:
+    if not _is_on_host(x):
+        remember(x, x.cpu())
+
+
+def _is_on_host(x: torch.Tensor) -> bool:
+    return values_of(x)[0].device.type == "cpu"
+
+
+def _join_on_host(batch: dict[str, Any], input_ids: torch.Tensor, attention_mask: torch.Tensor) -> None:
+    """Have the host know prompts and completions of a micro-batch that TRL has joined."""
+    parts = [batch[name] for name in _KEPT]
+    if not all(map(_is_on_host, parts)):
+        return
+    values = values_of(*parts)
+    prompt_ids, prompt_mask, completion_ids, completion_mask = values
+    ids, mask = torch.cat((prompt_ids, completion_ids), 1), torch.cat((prompt_mask, completion_mask), 1)
+    if ids.shape == input_ids.shape and mask.shape == attention_mask.shape:
+        remember(input_ids, ids)
+        remember(attention_mask, mask)
+
+
+def _with_known_rows(
+    model: Callable[..., Any], ids: torch.Tensor, mask: torch.Tensor, logits_to_keep: int
+) -> Callable[..., Any]:  # fmt: skip
+    """`model`, of whose calls, one after the other over the rows of a batch, the host knows ids, mask and labels.
+
+    The labels are TRL's: the ids of completions, and -100 for prompts and padding.
+    """
+    labels = ids.masked_fill(mask == 0, -100)
+    labels[:, :-logits_to_keep] = -100
+    done = 0
+
+    def call(**inputs: Any) -> Any:
+        nonlocal done
+        rows = slice(done, done + len(inputs["input_ids"]))
+        done = rows.stop
+        for name, values in (("input_ids", ids), ("attention_mask", mask), ("labels", labels)):
+            if inputs[name].shape == values[rows].shape:
+                remember(inputs[name], values[rows])
+        return model(**inputs)
+
+    return call

@@ -1,0 +1,27 @@
+"""What in a model draws random numbers for each token, so that equal tokens of several rows are not equal inside."""
+
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
+
+_WORDS = ("drop", "jitter", "noise")  # in the name of a field of a config
+
+
+def what_is_random(model: Any, modules: list[nn.Module]) -> str | None:
+    """Name what draws random numbers in a call of `model` now, or return None.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]): The model.
+        modules (`list[nn.Module]`): Those of its modules that see tokens before the head.
+    """
+    for module in modules:
+        if module.training and isinstance(module, _DropoutNd) and module.p > 0:
+            return f"a {type(module).__name__} with p={module.p:g} is on"
+    if not any(module.training for module in modules):
+        return None
+    # Functions of dropout, and of the noise of routers, that no module shows.
+    for name, value in vars(model.config.get_text_config()).items():
+        if isinstance(value, float) and value > 0 and any(word in name for word in _WORDS):
+            return f"{name} of its config is {value:g}"
+    return None

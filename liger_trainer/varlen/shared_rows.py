@@ -1,0 +1,130 @@
+"""Attention of rows that share their prompts.
+
+- A token of a prefix, or of a row that shares nothing, sees what is before it in its segment.
+- A private token sees its own part up to itself, and the whole prefix. All private parts of a group are one row of
+  queries of a second call, which is not causal. `liger_triton.shared_attention` merges both calls.
+- With a window shorter than the longest row, no single call says what a private token sees of the prefix. Then each
+  private part gets a copy of the prefix's tail before its own keys, and there is one call.
+"""
+
+import functools
+from itertools import accumulate
+
+import torch
+import torch.nn.functional as F
+
+from liger_trainer.varlen.attention import flat
+from liger_trainer.varlen.groups import Layout
+from liger_trainer.varlen.host_copies import sent
+from liger_trainer.varlen.rows import NotForRows, Rows
+from liger_triton.shared_attention import AttentionCall, shared_attention, why_not
+
+
+class SharedRows(Rows):
+    """The segments of a layout: prefixes, rows that share nothing, and private parts.
+
+    Args:
+        layout (`Layout`): Where the tokens lie.
+        device (`torch.device`): Where their tokens are.
+    """
+
+    def __init__(self, layout: Layout, device: torch.device):
+        private = [length for parts in layout.private for length in parts]
+        super().__init__([*layout.prefixes, *layout.lone, *private], device)
+        self.layout = layout
+        self._windowed: dict[int, tuple[torch.Tensor, AttentionCall]] = {}
+
+    @property
+    def full(self) -> bool:
+        """Not even if there are as many segments as rows."""
+        return False
+
+    @property
+    def equal(self) -> bool:
+        """Not even if all segments are of one length."""
+        return False
+
+    def in_chunks(self, size: int) -> Rows:
+        raise NotForRows("its layers attend in chunks")
+
+    @functools.cached_property
+    def calls(self) -> list[AttentionCall]:
+        """Segments, causal; private parts against their prefix, not causal."""
+        layout, device = self.layout, self.offsets.device
+        of_groups = [sum(parts) for parts in layout.private]
+        prefixes = sum(layout.prefixes)
+        within = AttentionCall(0, self.offsets, self.longest, self.tokens, self.offsets, self.longest, causal=True)
+        across = AttentionCall(
+            self.tokens - sum(of_groups), _offsets(of_groups, device), max(of_groups), prefixes,
+            _offsets(layout.prefixes, device), max(layout.prefixes), causal=False,
+        )  # fmt: skip
+        return [within, across]
+
+    def windowed(self, window: int) -> tuple[torch.Tensor, AttentionCall]:
+        """Which tokens are the keys, int64 (keys,) on the device, and the one call, in which a token sees `window`."""
+        if window not in self._windowed:
+            self._windowed[window] = self._with_copied_tails(window)
+        return self._windowed[window]
+
+    def _with_copied_tails(self, window: int) -> tuple[torch.Tensor, AttentionCall]:
+        ends = [*accumulate(self.lengths)]
+        segments = [torch.arange(end - n, end, device="cpu") for end, n in zip(ends, self.lengths, strict=True)]
+        count = len(self.layout.prefixes) + len(self.layout.lone)
+        keys = segments[:count]
+        for prefix, parts in zip(segments, self.layout.private, strict=False):
+            tail = prefix[max(0, len(prefix) - window + 1) :]
+            for _ in parts:
+                keys.append(torch.cat((tail, segments[len(keys)])))
+        lengths = [*map(len, keys)]
+        device = self.offsets.device
+        call = AttentionCall(
+            0, self.offsets, self.longest, sum(lengths), _offsets(lengths, device), max(lengths), True, window
+        )
+        return sent(torch.cat(keys), device), call
+
+    def attend(self, query, key, value, window, dropout, scaling, softcap, sinks):  # type: ignore[override]
+        """(T, Hq, Dv), from queries (1, Hq, T, D). Raises `NotForRows` where these rows cannot be attended so."""
+        reason = why_not(query)
+        if softcap is not None:
+            reason = "its attention has a soft cap"
+        if dropout:
+            reason = "its attention has dropout"
+        if value.shape[-1] > query.shape[-1] or (sinks is not None and sinks.shape != query.shape[1:2]):
+            reason = "its values are wider than its queries, or it has sinks for each token"
+        if not query.dtype == key.dtype == value.dtype:
+            reason = "its queries, keys and values are of several dtypes"
+        if reason is not None:
+            raise NotForRows(reason)
+        self.kinds.add("sinks" if sinks is not None else "causal" if window is None else "sliding window")
+        width = value.shape[-1]
+        if width < query.shape[-1]:  # multi-head latent attention; the kernel wants one size
+            value = F.pad(value, (0, query.shape[-1] - width))
+        query, key, value = flat(query), flat(key), flat(value)
+        calls = self.calls
+        if window is not None and window < self.layout.longest_row:
+            index, call = self.windowed(window)
+            index = index.to(key.device)
+            key, value, calls = Copied.apply(key, index), Copied.apply(value, index), [call]
+        out = shared_attention(query, key, value, calls, scale=scaling, sinks=sinks)
+        return out if width == out.shape[-1] else out[..., :width].contiguous()
+
+
+class Copied(torch.autograd.Function):
+    """`x.index_select(0, index)`, where the gradients of copies are added in fp32 and rounded once."""
+
+    @staticmethod
+    def forward(ctx, x, index):
+        ctx.save_for_backward(index)
+        ctx.size = x.shape
+        return x.index_select(0, index)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, gradient):
+        (index,) = ctx.saved_tensors
+        wide = gradient if gradient.dtype == torch.float64 else gradient.float()
+        return wide.new_zeros(ctx.size).index_add_(0, index, wide).to(gradient.dtype), None
+
+
+def _offsets(lengths: list[int], device: torch.device) -> torch.Tensor:
+    return sent(torch.tensor([0, *lengths], device="cpu").cumsum(0).int(), device)

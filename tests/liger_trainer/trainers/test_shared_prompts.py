@@ -1,0 +1,158 @@
+"""Prompts computed once, in GRPO, RLOO and DPO: beside the stock trainers, by every gradient and number."""
+
+import json
+
+import pytest
+import torch
+from dpo_runs import LORA, assert_same_run, pairs, train
+from dpo_runs import build as build_pairs
+from peft import LoraConfig
+from step_parity import assert_same_training, build, letters, lora, moved, with_reference, words
+from tiny_models import tiny_model
+from trl import DPOTrainer, GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+
+from liger_trainer import (
+    LigerDPOConfig,
+    LigerDPOTrainer,
+    LigerGRPOConfig,
+    LigerGRPOTrainer,
+    LigerRLOOConfig,
+    LigerRLOOTrainer,
+)
+from liger_trainer.trainers.shared_prompts import shared_prompts_of
+from liger_trainer.varlen import groups, host_copies, plans
+
+METRICS = ("loss", "grad_norm", "entropy", "reward", "kl")
+CLASSES = {
+    "grpo": (LigerGRPOTrainer, LigerGRPOConfig, GRPOTrainer, GRPOConfig),
+    "rloo": (LigerRLOOTrainer, LigerRLOOConfig, RLOOTrainer, RLOOConfig),
+}
+
+
+@pytest.fixture(autouse=True)
+def always(monkeypatch):
+    """Share prompts of any length."""
+    monkeypatch.setattr(groups, "PAYS", groups.ALWAYS)
+
+
+def model_of(name="llama"):
+    model = tiny_model(name)
+    model.set_attn_implementation("sdpa")
+    model.generation_config.eos_token_id = [*range(2, 12)]  # some completions end before the others
+    return model
+
+
+def online(trainer_class, args_class, folder, model_type="llama", trainer_options=None, **options):
+    generator = torch.Generator().manual_seed(4)
+    rows = [{"prompt": words(generator, 2, 6)} for _ in range(8)]
+    options = {"num_generations": 4, "max_completion_length": 6, "beta": 0.2} | options
+    given = {"reward_funcs": letters} | (trainer_options or {})
+    model = with_reference(model_of(model_type), folder)
+    return moved(build(trainer_class, args_class, model, folder, rows, trainer_options=given, **options))
+
+
+def compare(kind, folder, metrics=METRICS, **options):
+    ours_class, ours_args, stock_class, stock_args = CLASSES[kind]
+    ours = online(ours_class, ours_args, folder, **options)
+    stock = online(stock_class, stock_args, folder, **options)
+    assert_same_training(ours, stock, metrics, loss_size=1.0)
+    return ours
+
+
+OPTIONS = [
+    pytest.param({"split": (8, 1)}, id="two-groups"),
+    pytest.param({"num_iterations": 2, "max_steps": 2, "learning_rate": 0.2}, id="two-updates"),
+    pytest.param({"steps_per_generation": 2, "split": (4, 2), "max_steps": 2}, id="two-steps-a-generation"),
+    pytest.param({"gradient_checkpointing": True, "temperature": 0.7}, id="checkpointing"),
+    pytest.param({"trainer_options": {"peft_config": lora()}}, id="lora"),
+    pytest.param({"model_type": "qwen3_moe", "router_aux_loss_coef": 0.3}, id="experts"),
+    pytest.param({"model_type": "gemma3_text"}, id="windows"),
+    pytest.param({"mask_truncated_completions": True}, id="truncated-masked"),
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("kind", CLASSES)
+def test_completions_of_a_prompt_share_it(kind, options, tmp_path):
+    trainer = compare(kind, tmp_path, **options)
+    shared = shared_prompts_of(trainer.model)
+    assert shared.saved > 0
+    assert shared.unshared == {}
+    report = json.loads((tmp_path / type(trainer).__name__ / "liger_report.json").read_text())
+    assert report["shared_prompts"] == shared.to_dict()
+
+
+def test_the_reference_and_the_old_policy_share_too(tmp_path, monkeypatch):
+    """Of a model without an adapter, the reference is another one."""
+    trainer = compare("grpo", tmp_path, num_iterations=2, max_steps=2)
+    policy, reference = shared_prompts_of(trainer.model), shared_prompts_of(trainer.ref_model)
+    assert reference.calls == 1  # once a generation batch
+    assert policy.calls == 1 + 2  # the old policy once, then each update
+
+
+def test_dropout_of_an_adapter_keeps_rows_apart(tmp_path):
+    ours, args, *_ = CLASSES["grpo"]
+    config = LoraConfig(r=4, target_modules=["q_proj"], lora_dropout=0.1, task_type="CAUSAL_LM")
+    trainer = online(ours, args, tmp_path, trainer_options={"peft_config": config})
+    trainer.train()
+    assert [*shared_prompts_of(trainer.model).unshared] == ["a Dropout with p=0.1 is on"]
+
+
+def test_share_prompts_false_shares_nothing(tmp_path):
+    ours, args, *_ = CLASSES["grpo"]
+    trainer = online(ours, args, tmp_path, share_prompts=False)
+    trainer.train()
+    assert shared_prompts_of(trainer.model) is None
+
+
+def test_a_bad_value_is_refused(tmp_path):
+    for args in (LigerGRPOConfig, LigerDPOConfig, LigerRLOOConfig):
+        with pytest.raises(ValueError, match="share_prompts is 'no'; expected true or false"):
+            args(output_dir=str(tmp_path), share_prompts="no", use_cpu=True, bf16=False)
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_the_host_knows_the_rows_of_every_call(kind, tmp_path, monkeypatch):
+    """Without a wait for the device: ids, masks and labels of each call are what was remembered of them."""
+    known = []
+    stock = plans.values_of
+
+    def values(*tensors):
+        for x in tensors:
+            copy = host_copies._known(x)
+            known.append(copy is not None and torch.equal(copy, x.cpu()))
+        return stock(*tensors)
+
+    ours, args, *_ = CLASSES[kind]
+    trainer = online(ours, args, tmp_path, split=(4, 2), num_iterations=2, max_steps=3)
+    monkeypatch.setattr(plans, "values_of", values)  # not before: a proof makes its batches on the host
+    monkeypatch.setattr("liger_trainer.trainers.online_rows._is_on_host", lambda x: host_copies._known(x) is not None)
+    trainer.train()
+    assert known and all(known)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id="full"),
+        pytest.param({"trainer_options": {"peft_config": LoraConfig(r=4, target_modules=LORA)}}, id="lora"),
+        pytest.param({"ld_alpha": 0.5, "loss_type": ["sigmoid", "sft"]}, id="prompts-and-lengths"),
+        pytest.param({"precompute_ref_log_probs": True}, id="precomputed"),
+        pytest.param({"gradient_checkpointing": True}, id="checkpointing"),
+    ],
+)
+def test_pairs_share_their_prompt(options, tmp_path):
+    want = train(build_pairs(DPOTrainer, model_of(), tmp_path, **options))
+    trainer = build_pairs(LigerDPOTrainer, model_of(), tmp_path, **options)
+    assert_same_run(train(trainer), want)
+    shared = shared_prompts_of(trainer.model)
+    steps = len(trainer.train_dataset) // 4
+    assert shared.saved >= steps * 4 * 2  # prompts of three tokens: each pair saves two
+    assert shared.unshared == {}
+
+
+def test_pairs_without_a_prompt_of_two_tokens_are_as_before(tmp_path):
+    rows = [row | {"prompt": row["prompt"].split()[0]} for row in pairs()]
+    trainer = build_pairs(LigerDPOTrainer, model_of(), tmp_path, rows=rows)
+    train(trainer)
+    assert shared_prompts_of(trainer.model) is None
