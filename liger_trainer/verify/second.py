@@ -30,7 +30,9 @@ class SecondTraining:
     """The runs, and the checks of what they have shown. Raises what a trainer raises."""
 
     def __init__(self, bench: Bench, kind: str, noise: dict[str, float]) -> None:
-        self.bench, self.kind, self.noise = bench, kind, noise
+        self.bench = bench
+        self.kind = kind
+        self.noise = noise
         self.ours = self._run("ours", Recorder())
         self.stock = self._run(kind, Recorder(self.ours.gradients))
 
@@ -128,9 +130,13 @@ def in_bf16(bench: Bench, kind: str, exact_gradients: Tensors, noise: dict[str, 
     """One step and one evaluation under autocast to bf16: ours is as near to the gradients of fp32 as stock is."""
     evaluated = bench.rows.select(range(min(2, len(bench.rows))))
     options: dict[str, Any] = {
-        "max_steps": 1, "bf16": True, "eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 2,
+        "max_steps": 1,
+        "bf16": True,
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "per_device_eval_batch_size": 2,
         "given": {"eval_dataset": evaluated},
-    }  # fmt: skip
+    }
     with in_chunks():
         ours = bench.run("ours", seen=Recorder(), **options)
     stock = bench.run(kind, seen=Recorder(), **options)
