@@ -100,7 +100,8 @@ class Checks:
     def _losses(self) -> Check:
         self.tokens: set[int] = set()
         self.ours = self.bench.run("ours", collate=lambda collator: lambda rows: self._with_tokens(collator(rows)))
-        if (report := self.ours.trainer.liger_report) is not None:
+        report = self.ours.trainer.liger_report
+        if report is not None:
             self.swapped = report.one_line()
         try:
             self.stock = self.bench.run(self.kind)
@@ -324,7 +325,9 @@ class Checks:
 
         from liger_trainer.lora.merge import merge
 
-        folder, ids, trainer = os.path.join(self.bench.folder, "adapter"), self._ids(2, 48), self.ours.trainer
+        folder = os.path.join(self.bench.folder, "adapter")
+        ids = self._ids(2, 48)
+        trainer = self.ours.trainer
         trainer.save_model(folder)
         is_prompt = self.setup.peft_config.is_prompt_learning  # of tokens before the row, which no weight can hold
         base = self.bench.model(adapter=False).eval()

@@ -37,25 +37,75 @@ CHUNK_ROWS = 8  # of logits, where a head is cut into chunks
 
 # Options that have a value of their own in every run, whatever the recipe says.
 _OWN = {
-    "max_steps": 2, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "learning_rate": 0.05,
+    "max_steps": 2,
+    "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": 2,
+    "learning_rate": 0.05,
     # Plain SGD hands an error in a gradient on as it is. Adam's first steps take the sign of it, even of rounding.
-    "optim": "sgd", "warmup_steps": 0, "logging_steps": 1, "save_strategy": "no",
-    "eval_strategy": "no", "report_to": "none", "bf16": False, "fp16": False, "disable_tqdm": True,
-    "dataloader_pin_memory": False, "max_length": MAX_LENGTH, "max_completion_length": 8, "num_generations": 2,
-    "mask_truncated_completions": False, "logging_nan_inf_filter": False,
+    "optim": "sgd",
+    "warmup_steps": 0,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "eval_strategy": "no",
+    "report_to": "none",
+    "bf16": False,
+    "fp16": False,
+    "disable_tqdm": True,
+    "dataloader_pin_memory": False,
+    "max_length": MAX_LENGTH,
+    "max_completion_length": 8,
+    "num_generations": 2,
+    "mask_truncated_completions": False,
+    "logging_nan_inf_filter": False,
     "cuda_graphs": "false",  # captured steps have a check of their own
     "skip_checks": ["all"],  # the rates and lengths of these runs are not the user's
-}  # fmt: skip
+}
 # Keys of a recipe, by their beginnings, that decide nothing of what a step computes, or that need another machine, or
 # that draw noise of the shape of a batch.
 _LEFT_OUT = (
-    "accelerator_config", "auto_find", "chat_template_path", "dataloader_", "dataset_num_proc", "ddp_", "deepspeed",
-    "eval_", "fp8", "fsdp", "generation_batch", "greater_is_better", "host_memory", "hub_", "include_", "jit_",
-    "load_best", "log_completions", "logging_", "medusa_init", "memory_budget", "metric_for",
-    "model_init_kwargs", "neftune", "num_train_epochs", "optim", "output_dir", "parallelism", "push_", "resume_",
-    "reward_weights", "run_name", "sample_", "save_", "steps_per_generation", "teacher_model", "tf32", "torch_compile",
-    "use_cpu", "use_vllm", "vllm_", "warmup",
-)  # fmt: skip
+    "accelerator_config",
+    "auto_find",
+    "chat_template_path",
+    "dataloader_",
+    "dataset_num_proc",
+    "ddp_",
+    "deepspeed",
+    "eval_",
+    "fp8",
+    "fsdp",
+    "generation_batch",
+    "greater_is_better",
+    "host_memory",
+    "hub_",
+    "include_",
+    "jit_",
+    "load_best",
+    "log_completions",
+    "logging_",
+    "medusa_init",
+    "memory_budget",
+    "metric_for",
+    "model_init_kwargs",
+    "neftune",
+    "num_train_epochs",
+    "optim",
+    "output_dir",
+    "parallelism",
+    "push_",
+    "resume_",
+    "reward_weights",
+    "run_name",
+    "sample_",
+    "save_",
+    "steps_per_generation",
+    "teacher_model",
+    "tf32",
+    "torch_compile",
+    "use_cpu",
+    "use_vllm",
+    "vllm_",
+    "warmup",
+)
 
 
 @dataclass
@@ -199,9 +249,15 @@ class Bench:
         return trainer
 
     def run(
-        self, kind: str, disturbed: bool = True, collate: Callable | None = None, resume: str | None = None,
-        seen: KeepGradients | None = None, nudge: int = 0, **options: Any,
-    ) -> Run:  # fmt: skip
+        self,
+        kind: str,
+        disturbed: bool = True,
+        collate: Callable | None = None,
+        resume: str | None = None,
+        seen: KeepGradients | None = None,
+        nudge: int = 0,
+        **options: Any,
+    ) -> Run:
         """Build a trainer of `kind` with `options` and train, from the checkpoint `resume` if it is given.
 
         `disturbed` moves the trained weights from where they begin, so that an adapter has an effect, and the policy is

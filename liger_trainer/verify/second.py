@@ -26,7 +26,9 @@ class SecondTraining:
     """The runs, and the checks of what they have shown. Raises what a trainer raises."""
 
     def __init__(self, bench: Bench, kind: str, noise: dict[str, float]) -> None:
-        self.bench, self.kind, self.noise = bench, kind, noise
+        self.bench = bench
+        self.kind = kind
+        self.noise = noise
         self.ours = self._run("ours", Recorder())
         self.stock = self._run(kind, Recorder(self.ours.gradients))
 

@@ -137,7 +137,9 @@ def _run(module: nn.Module, inputs: tuple[Any, ...]) -> Tensors:
 
 def _beside(got: Tensors, stock: Tensors, exact: Tensors) -> dict[str, tuple[float, float]]:
     """The errors of `got`, each with what is allowed: from fp32, by what `stock` is off, and from `stock`."""
-    ours, theirs, apart = errors(got, exact), errors(stock, exact), errors(got, stock)
+    ours = errors(got, exact)
+    theirs = errors(stock, exact)
+    apart = errors(got, stock)
     found = {}
     for name in ours:
         allowed = max(TIMES_STOCK * theirs[name], LEAST if name != "loss" else 4 * LEAST)

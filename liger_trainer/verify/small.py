@@ -14,10 +14,16 @@ from liger_trainer.varlen.proof.small_model import drawn, small_config
 POSITIONS = 512
 _WIDTH, _HEAD_DIM = 64, 16  # as in `small_config`
 _FURTHER_SIZES = {
-    "num_kv_heads": 4, "ffn_hidden_size": 48, "dim_ff": 48,
-    "lru_width": _WIDTH, "mamba_d_head": _HEAD_DIM, "decoder_ffn_dim": 48, "encoder_ffn_dim": 48,
-    "decoder_attention_heads": 4, "encoder_attention_heads": 4,
-}  # fmt: skip
+    "num_kv_heads": 4,
+    "ffn_hidden_size": 48,
+    "dim_ff": 48,
+    "lru_width": _WIDTH,
+    "mamba_d_head": _HEAD_DIM,
+    "decoder_ffn_dim": 48,
+    "encoder_ffn_dim": 48,
+    "decoder_attention_heads": 4,
+    "encoder_attention_heads": 4,
+}
 _LEAST_EPSILON = 1e-3  # next to a variance near 1, a wrong 1e-6 would hide in the rounding
 _SPECIAL = ("<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>")
 _NAMES = ("role", "from", "name", "type", "id")  # of messages and tools: not text that may be longer
@@ -38,9 +44,13 @@ def small_tokenizer(*special: str | None) -> PreTrainedTokenizerFast:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(name, special=True) for name in names])
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>", model_max_length=POSITIONS,
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="</s>",
+        model_max_length=POSITIONS,
         chat_template=_TEMPLATE,
-    )  # fmt: skip
+    )
 
 
 def write_model(config: Any, vocab: int, seed: int, folder: str) -> None:

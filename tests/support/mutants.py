@@ -16,10 +16,10 @@ COPIED = ("liger_trainer", "kernels", "tests", "recipes", "configs", "benchmarks
 T = "tests/liger_trainer/"
 # (file, what stands there once, what takes its place, the tests of its room)
 MUTANTS = (
-    ("liger_trainer/head/deferred.py", "if self.version is not None and self", "if False and self", T + "head"),
-    ("liger_trainer/head/deferred.py", "abs(logits.softcap * factor)", "logits.softcap * factor", T + "head"),
-    ("liger_trainer/head/calls.py", "if _gradient_modes() != called_in:", "if False:", T + "head"),
-    ("liger_trainer/head/calls.py", "count = mask.sum().clamp(min=1)", "count = mask.sum()", T + "head"),
+    ("liger_trainer/head/recorded.py", "now is not None and now != version", "False", T + "head"),
+    ("liger_trainer/head/recorded.py", "abs(logits.softcap * scale)", "logits.softcap * scale", T + "head"),
+    ("liger_trainer/head/answers.py", "if _gradient_modes() != self._gradient_modes:", "if False:", T + "head"),
+    ("liger_trainer/head/answers.py", "return mask.sum().clamp(min=1)", "return mask.sum()", T + "head"),
     ("liger_trainer/head/module.py", "        if outer is not None:", "        if False:", T + "head"),
     ("liger_trainer/varlen/plans.py", "(runs > 1).any() or ", "", T + "varlen/test_padding.py"),
     ("liger_trainer/varlen/plans.py", "if (predicting & ~real).any():", "if False:", T + "varlen/test_padding.py"),
