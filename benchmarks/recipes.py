@@ -47,6 +47,7 @@ RECIPES = {
     "llama3_8b/sft_alpaca_lora": ("Llama-3-8B", []),
     "llama3_8b/medusa_stage1": ("Llama-3-8B", []),
     "llama3_8b/medusa_stage2": ("Llama-3-8B", []),
+    "llama3_8b/eagle3": ("Llama-3-8B", []),
     "llama3_8b/sft_alpaca_qlora": ("Llama-3-8B", []),
     "llama3_8b/sft_qlora_24gb": ("Llama-3-8B", ["--memory_budget", "22"]),  # what such a GPU has for training
     "llama3_8b/sft_qlora_16gb": ("Llama-3-8B", ["--memory_budget", "14.5"]),
@@ -71,6 +72,7 @@ ROWS = {
     "kto": ("kto_en_demo.json", ["--prompt_template", "last_turn"]),
     "grpo": ("questions.jsonl", []),
     "medusa": ("answers.jsonl", []),
+    "eagle": ("answers.jsonl", []),
 }
 IMAGES = "images.parquet"
 WARM = 2  # steps before the clock of tokens/s starts
@@ -305,11 +307,14 @@ def words_of(recipe, given, options, model):
 
 def after(given, out, model, folder):
     """The commands of a recipe's header that follow the training."""
+    prompts = ["--prompts", folder / "prompts.json", "--max_new_tokens", 32]
+    if given.get("trainer") == "eagle":
+        steps = [["eagle-eval", model, out, *prompts], ["export", out, "--output", f"{out}_servers"]]
+        return [[str(word) for word in words] for words in steps]
     if given.get("trainer") != "medusa":
         return []
     merged = given.get("use_peft", False)
-    evaluated, export = out if merged else model, ["medusa-export", out, "--output", f"{out}_servers"]
-    prompts = ["--prompts", folder / "prompts.json", "--max_new_tokens", 32]
+    evaluated, export = out if merged else model, ["export", out, "--output", f"{out}_servers"]
     steps = [["medusa-eval", evaluated, out, *prompts]]
     steps += [["merge", out, f"{out}_merged"], [*export, "--model", f"{out}_merged"]] if merged else [export]
     return [[str(word) for word in words] for words in steps]
@@ -321,9 +326,13 @@ def reload(out, texts):
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
     from liger_trainer.command.recipe.model_source import dequantised
+    from liger_trainer.eagle.drafter import EagleDrafter
     from liger_trainer.medusa.heads import MedusaHeads
 
     found, adapter = {}, (out / "adapter_config.json").exists()
+    if (out / "eagle_drafter").is_dir():
+        drafter = EagleDrafter.from_pretrained(out)
+        return {"drafter": [sum(p.float().norm().item() for p in drafter.parameters())]}
     if (out / "medusa_heads").is_dir():
         heads = MedusaHeads.from_pretrained(out / "medusa_heads")
         found["heads"] = [sum(p.float().norm().item() for p in heads.parameters())]

@@ -38,7 +38,7 @@ def main():
     trainer = LigerMedusaTrainer(options.model, args, train_dataset=rows["train"], eval_dataset=rows["test"])
     trainer.train()
     print(trainer.evaluate())  # how often each head is right, on rows that were held out
-    trainer.save_model()  # `liger-trainer medusa-export` writes the heads for a server
+    trainer.save_model()  # `liger-trainer export` writes the heads for a server
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import sys
 import time
 from importlib.util import find_spec
 
+import eagle_servers
 import numpy as np
 import pytest
 import torch
@@ -18,6 +19,7 @@ from checkout import ROOT
 from launching import ADDRESSES, on_both, two_machines
 from medusa_readers import vllm
 from recipe_fixtures import losses
+from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -32,6 +34,7 @@ from transformers import (
 )
 
 from liger_trainer.command.recipe.model_source import find_model
+from liger_trainer.eagle.drafter import EagleDrafter
 from liger_trainer.medusa.heads import MedusaHeads
 
 pytestmark = [
@@ -196,6 +199,23 @@ def test_from_a_reward_to_a_model(tmp_path):
             said.append([{"content": tokenizer.decode(got, skip_special_tokens=True)}])
         rewards.append(sum(made["brief"](said)))
     assert rewards[1] > rewards[0], "the saved model is the one that was rewarded"
+
+
+def test_from_answers_to_a_drafter(tmp_path):
+    text = section("heads.md", "A drafter of your own, step by step")
+    (tmp_path / "answers.jsonl").write_text(block(text, "json"))
+    (tmp_path / "drafter.yaml").write_text(block(text, "yaml"))
+    train, evaluate, export = block(text, "bash").splitlines()
+    shell(f"{train} --bf16 false", tmp_path)
+    per_pass = float(re.search(r"tokens per forward pass +(\S+)", shell(evaluate, tmp_path))[1])
+    assert per_pass > 2, "the drafter guesses the answers that it was trained on"
+    shell(export, tmp_path)
+    served = load_file(tmp_path / "drafter_for_servers" / "model.safetensors")
+    trained = EagleDrafter.from_pretrained(tmp_path / "outputs" / "drafter").state_dict()
+    assert served.keys() == eagle_servers.TABLE.keys()
+    assert all(torch.equal(tensor, trained[name]) for name, tensor in served.items())
+    config = json.loads((tmp_path / "drafter_for_servers" / "config.json").read_text())
+    assert eagle_servers.vllm_layers(config) == eagle_servers.sglang_layers(config) == [2, 15, 27]
 
 
 def test_from_answers_to_heads(tmp_path):

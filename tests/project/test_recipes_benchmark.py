@@ -29,7 +29,10 @@ def test_a_recipe_gets_rows_of_its_trainer(name, tmp_path):
     assert recipes.RECIPES[name][0] in {**recipes.MODELS, **images.MODELS}
     assert name in options.recipes or name in recipes.SEVERAL_GPUS
     then = [words[0] for words in recipes.after(given, out, tmp_path / "model", tmp_path)]
-    heads = ["medusa-eval", *["merge"] * ("use_peft" in given), "medusa-export"]
-    assert then == (heads if given.get("trainer") == "medusa" else [])
+    heads = {
+        "medusa": ["medusa-eval", *["merge"] * ("use_peft" in given), "export"],
+        "eagle": ["eagle-eval", "export"],
+    }
+    assert then == heads.get(given.get("trainer"), [])
     if stage1 := recipe.training.to_dict().get("medusa_init_heads_from"):
         assert stage1 == str(options.folder / "outputs/llama3_8b/medusa_stage1")

@@ -1,4 +1,4 @@
-"""From a model's answers to a directory for servers, as a user goes: train, medusa-eval, medusa-export."""
+"""From a model's answers to a directory for servers, as a user goes: train, medusa-eval, export and its former name."""
 
 import json
 import re
@@ -100,7 +100,7 @@ def test_from_answers_to_servers(folder, cache, capsys):
     assert code == 0, err
     assert printed(out) >= 1 and "of greedy text after 3 prompts" in out
 
-    code, out, err = command(capsys, "medusa-export", folder / "out", "--output", folder / "served")
+    code, out, err = command(capsys, "export", folder / "out", "--output", folder / "served")
     assert code == 0, err
     assert f"{folder / 'served'}: for {folder / 'model'}" in out
     trained, served = load_heads(folder / "out"), load_heads(folder / "served")
