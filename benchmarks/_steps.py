@@ -17,9 +17,9 @@ from _rows import pairs_of, sft_rows, tokens_of
 # "+ Liger" stands for use_liger_kernel=True, "+ compile" for torch_compile=True, "+ compile_layers" for the same with
 # accelerate's use_regional_compilation, "- varlen" and "- float8" for liger_config={"varlen_attention": False} and
 # {"float8": False}, "- graphs" for cuda_graphs="false", "- shared" for share_prompts=False, "- host" for auto without
-# the host's memory, and "- in_backward" for the ordinary step beside --optimizer_in_backward. "+ fp8" needs torchao. It is fp8=True for ours;
-# for the others, whose fp8 accelerate leaves untrained on one GPU, torchao converts the same layers before the trainer
-# is built. "+ rowwise" is fp8_recipe="rowwise".
+# the host's memory, and "- in_backward" for the ordinary step beside --optimizer_in_backward. "+ fp8" needs torchao. It
+# is fp8=True for ours; for the others, whose fp8 accelerate leaves untrained on one GPU, torchao converts the same
+# layers before the trainer is built. "+ rowwise" is fp8_recipe="rowwise".
 ARMS = {
     "sft": (
         "LigerSFTTrainer",
