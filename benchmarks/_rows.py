@@ -77,7 +77,7 @@ def sft_rows(run, vocab, tokenizer):
 def pairs_of(run, vocab):
     """The pairs of all steps of `run`."""
     if run.rows == "full":
-        return preferences.pairs(run.data, vocab, run.length, run.batch * run.steps * run.processes)
+        return preferences.pairs(run.data, vocab, run.length, run.batch * run.steps * run.processes, run.prompt)
     return _taken(run, preferences.real_pairs(run.data, vocab, run.length))
 
 

@@ -5,6 +5,7 @@ import tempfile
 import time
 from dataclasses import dataclass
 
+import preferences
 import torch
 from _cases_bases import BASES
 from _measure import DEVICE
@@ -15,10 +16,10 @@ from _rows import pairs_of, sft_rows, tokens_of
 
 # "+ Liger" stands for use_liger_kernel=True, "+ compile" for torch_compile=True, "+ compile_layers" for the same with
 # accelerate's use_regional_compilation, "- varlen" and "- float8" for liger_config={"varlen_attention": False} and
-# {"float8": False}, "- graphs" for cuda_graphs="false", "- host" for auto without the host's memory, and
-# "- in_backward" for the ordinary step beside --optimizer_in_backward. "+ fp8" needs torchao. It is fp8=True for ours;
-# for the others, whose fp8 accelerate leaves untrained on one GPU, torchao converts the same layers before the trainer
-# is built. "+ rowwise" is fp8_recipe="rowwise".
+# {"float8": False}, "- graphs" for cuda_graphs="false", "- shared" for share_prompts=False, "- host" for auto without
+# the host's memory, and "- in_backward" for the ordinary step beside --optimizer_in_backward. "+ fp8" needs torchao. It
+# is fp8=True for ours; for the others, whose fp8 accelerate leaves untrained on one GPU, torchao converts the same
+# layers before the trainer is built. "+ rowwise" is fp8_recipe="rowwise".
 ARMS = {
     "sft": (
         "LigerSFTTrainer",
@@ -47,7 +48,9 @@ ARMS = {
     ),
     "dpo": (
         "LigerDPOTrainer",
+        "LigerDPOTrainer - shared",
         "LigerDPOTrainer - graphs",
+        "LigerDPOTrainer - graphs - shared",
         "LigerDPOTrainer - varlen",
         "DPOTrainer",
         "DPOTrainer + Liger",
@@ -84,6 +87,7 @@ class Run:
     waits: bool = True  # as the stock trainer: until a batch is on the GPU, and for each loss, to see if it is finite
     processes: int = 1
     rows: str = "full"  # a kind of `_rows.py`
+    prompt: int = preferences.RANDOM_PROMPT  # tokens of the prompts of random pairs
 
 
 def build(run, dtype=torch.bfloat16):
@@ -188,6 +192,8 @@ def make_trainer(arm, run, callbacks, **more):
         options["liger_config"] = {"varlen_attention" if name == "varlen" else name: False for name in off}
     if "graphs" in switches:
         options["cuda_graphs"] = "false"
+    if "shared" in switches:
+        options["share_prompts"] = False
     if run.rows != "full":
         options["train_sampling_strategy"] = "sequential"
     if is_trl:
@@ -334,7 +340,11 @@ def train(arm, run, callbacks=()):
     }
     report = getattr(trainer, "liger_report", None)
     if report is not None:
-        row["patched"] = report.one_line()
+        from liger_trainer.trainers.shared_prompts import shared_prompts_of
+
+        row["patched"], shared = report.one_line(), shared_prompts_of(trainer.model)
+        if shared is not None:
+            row["shared_prompts"] = shared.to_dict()
     if (chosen := getattr(trainer, "checkpointing", None)) is not None:  # it has reset torch's counter of the peak
         row["chosen"], row["gib"] = chosen.to_dict(), max(row["gib"] or 0, chosen.highest / 2**30)
     trainer.accelerator.free_memory()

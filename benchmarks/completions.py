@@ -2,11 +2,12 @@
 GRPOTrainer and ours.
 
     python benchmarks/completions.py [--model Llama-3.2-1B] [--prompt 512] [--completions 8] [--lora 16]
-        [--arms GRPOTrainer LigerGRPOTrainer "LigerGRPOTrainer - graphs"]
+        [--arms GRPOTrainer "LigerGRPOTrainer - shared" LigerGRPOTrainer "LigerGRPOTrainer - graphs"]
 
 A step trains on `--completions` completions of one prompt. Prompts and completions are random ids. The lengths of
 completions are drawn from 64 to `--longest`, and are the same in all arms. Nothing is generated or scored. Weights are
-random, in bf16 with checkpointing, and AdamW is fused. "- graphs" is cuda_graphs="false".
+random, in bf16 with checkpointing, and AdamW is fused. "- graphs" is cuda_graphs="false", and "- shared" is
+share_prompts=False. `--always` shares however little that saves, to find where it begins to pay.
 
 `ms` is the median of the steps on the clock, by events on the GPU's stream. Each arm has a process of its own.
 """
@@ -22,7 +23,13 @@ from _processes import emit, rows_from
 from _steps import ATTENTION, Run, build, classes_of, tokenizer_of
 from small_steps import gib_used, milliseconds_between, stamp
 
-ARMS = ("GRPOTrainer", "LigerGRPOTrainer", "LigerGRPOTrainer - graphs")
+ARMS = (
+    "GRPOTrainer",
+    "LigerGRPOTrainer",
+    "LigerGRPOTrainer - graphs",
+    "LigerGRPOTrainer - shared",
+    "LigerGRPOTrainer - graphs - shared",
+)
 LEAST = 64  # tokens of a completion
 
 
@@ -61,6 +68,9 @@ def one_arm(options):
     from peft import LoraConfig
     from transformers import TrainerCallback
 
+    from liger_trainer.trainers.shared_prompts import shared_prompts_of
+    from liger_trainer.varlen import groups
+
     before = gib_used()
     stamps, used = [], []
 
@@ -72,7 +82,12 @@ def one_arm(options):
     model = build(Run(options.model, options.completions, options.prompt + options.longest, layers=options.layers))
     trainer_class, args_class = classes_of(options.arm)
     steps = options.batches * options.rounds
-    more = {"cuda_graphs": "false"} if options.arm.endswith("- graphs") else {}
+    without = options.arm.split(" - ")[1:]
+    more = {"cuda_graphs": "false"} if "graphs" in without else {}
+    if "shared" in without:
+        more["share_prompts"] = False
+    if options.always:
+        groups.PAYS = groups.ALWAYS
     args = args_class(
         output_dir=tempfile.mkdtemp(), max_steps=steps, per_device_train_batch_size=options.completions,
         num_generations=options.completions, max_completion_length=options.longest, logging_steps=4,
@@ -101,6 +116,8 @@ def one_arm(options):
         row |= {"gib_used": max(used[-options.batches :]) - before}
     if (captured := getattr(trainer, "captured_steps", None)) is not None:
         row["captured"] = captured.to_dict()
+    if (shared := shared_prompts_of(trainer.model)) is not None:
+        row["shared_prompts"] = shared.to_dict()
     emit(row)
 
 
@@ -114,6 +131,7 @@ def main():
     parser.add_argument("--lora", type=int, help="rank of adapters on attention")
     parser.add_argument("--batches", type=int, default=8, help="steps on the clock, each with completions of its own")
     parser.add_argument("--rounds", type=int, default=3, help="how often they are trained on, the clock included")
+    parser.add_argument("--always", action="store_true", help="share prompts however little that saves")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS)
     options = parser.parse_args()
     if options.arm:

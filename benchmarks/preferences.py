@@ -41,12 +41,12 @@ def tokenize(path, tokenizer, out):
     np.savez_compressed(out, **arrays)
 
 
-def read(path, vocab):
+def read(path, vocab, prompt=RANDOM_PROMPT):
     """{name: list of rows of token ids}. A .json file comes without its tokenizer, so that its rows are random ids, one
-    for every four characters. Without a file there is one row of random ids."""
+    for every four characters. Without a file there is one row of random ids, whose prompt has `prompt` tokens."""
     draw = np.random.default_rng(0)
     if path is None:
-        return {part: [draw.integers(0, vocab, RANDOM_PROMPT if part == "prompt" else 4096)] for part in PARTS}
+        return {part: [draw.integers(0, vocab, prompt if part == "prompt" else 4096)] for part in PARTS}
     if path.endswith(".npz"):
         arrays = np.load(path)
         flat = {part: arrays[f"{part}_ids"].astype(np.int64) % vocab for part in PARTS}
@@ -58,13 +58,13 @@ def read(path, vocab):
     }
 
 
-def pairs(path, vocab, length, count):
+def pairs(path, vocab, length, count, prompt=RANDOM_PROMPT):
     """`count` pairs without padding, whose two sequences have exactly `length` tokens each.
 
     Pair i has the prompt of row i, which is cut to half of `length` at most. Its answers are those of row i and of the
     rows after it, joined and cut. Every token after the prompt is scored. If there are too few rows, they are repeated.
     """
-    rows = read(path, vocab)
+    rows = read(path, vocab, prompt)
     total = len(rows["prompt"])
     found = []
     for i in range(count):

@@ -108,7 +108,7 @@ def one_arm(options):
         offload=options.offload,
         workers=4 if DEVICE == "cuda" else 0,
         autocast=not options.no_autocast, waits=not options.no_waits, processes=options.processes, rows=options.rows,
-        skip=skip_of(options), layers=options.layers,
+        skip=skip_of(options), layers=options.layers, prompt=options.prompt,
     )  # fmt: skip
     emit(train(options.arm, run, [profiler(run.skip)] if options.profile else []))
     if options.processes > 1:
@@ -125,6 +125,7 @@ def skip_of(options):
 def default_arms(options):
     arms = LORA_ARMS if options.lora and options.trainer == "sft" else ARMS[options.trainer]
     left_out = ("compile", "fp8", "rowwise", "float8") + ("varlen",) * (options.rows == "full")
+    left_out += ("shared",) if options.rows == "full" else ()  # its random prompts are short
     left_out += () if options.optimizer_in_backward else ("in_backward",)
     left_out += () if options.auto else ("host",)
     return [arm for arm in arms if not arm.endswith(left_out)]
@@ -185,6 +186,7 @@ def main():
     parser.add_argument("--steps", type=int, help="; ".join(f"{kind}: {steps}" for kind, steps in STEPS.items()))
     parser.add_argument("--skip", type=int, help="steps before the clock starts, where rows are full (default 4)")
     parser.add_argument("--layers", type=int, help="cut the model to so many")
+    parser.add_argument("--prompt", type=int, default=Run.prompt, help="tokens of the prompts of random pairs")
     parser.add_argument("--data")
     parser.add_argument("--rows", choices=KINDS, default="full", help="for DPO full or padded")
     parser.add_argument("--checkpointing", action="store_true")

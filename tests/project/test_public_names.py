@@ -47,6 +47,7 @@ KERNELS = {
     "token_ranks",
     *KERNEL_MODULES,
 }  # fmt: skip
+SHARING = {f"Liger{name}Config" for name in ("DPO", "GRPO", "RLOO")}
 OWN_OPTIONS = {
     "cuda_graphs",
     "use_liger",
@@ -131,6 +132,8 @@ def test_options_beside_the_stock_ones(name):
     stock = next(base for base in own.__mro__ if base.__module__.partition(".")[0] in ("trl", "transformers"))
     names, stock_names = ({f.name for f in dataclasses.fields(each)} for each in (own, stock))
     options = OWN_OPTIONS | OF_ONE_CONFIG.get(name, set())
+    if name in SHARING:
+        options = options | {"share_prompts"}
     assert names >= options | NEWER_NAMES
     assert names - stock_names - NEWER_NAMES == options
 
