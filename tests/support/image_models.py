@@ -30,6 +30,10 @@ _WHOLE = {
     "llava_onevision": {"image_grid_pinpoints": [[28, 56], [28, 28]]},
     "paligemma": {"projection_dim": 64},
 }
+_TEXT = {  # an eighth of a head turns in checkpoints, where heads are large enough for three positions
+    "qwen3_5": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5,
+                                    "mrope_section": [2, 1, 1], "mrope_interleaved": True}},
+}  # fmt: skip
 
 
 def image_model(model_type, attention="sdpa"):
@@ -40,6 +44,8 @@ def image_model(model_type, attention="sdpa"):
             setattr(config, name, value)
     for name, value in _OWN.get(model_type, {}).items():
         setattr(config.vision_config, name, value)
+    for name, value in _TEXT.get(model_type, {}).items():
+        setattr(config.text_config, name, value)
     with torch.device("meta"):
         size = sum(p.numel() for p in AutoModelForImageTextToText.from_config(config).parameters())
     if size > architectures.MAX_PARAMETERS:

@@ -19,6 +19,7 @@ PLAIN = dict(zip(_NAMES, ("<image>", "<video>", "<start>", "<end>"), strict=True
 _KINDS = {
     "qwen2_5_vl": ("<|vision_start|><|image_pad|><|vision_end|>", QWEN, "Qwen2_5_VLProcessor", "Qwen2VL", {}),
     "qwen3_vl": ("<|vision_start|><|image_pad|><|vision_end|>", QWEN, "Qwen3VLProcessor", "Qwen2VL", {}),
+    "qwen3_5": ("<|vision_start|><|image_pad|><|vision_end|>", QWEN, "Qwen3VLProcessor", "Qwen2VL", {}),
     "gemma3": (
         "<start>", {"image_token": "<image>", "boi_token": "<start>", "eoi_token": "<end>"}, "Gemma3Processor",
         "Gemma3", {"image_seq_length": 4},
@@ -45,7 +46,8 @@ _PIXELS = {
     "GotOcr2": {"size": {"height": 28, "width": 28}, "max_patches": 2},
 }
 _VIDEOS = {
-    "qwen2_5_vl": "Qwen2VLVideoProcessor", "qwen3_vl": "Qwen3VLVideoProcessor", "smolvlm": "SmolVLMVideoProcessor",
+    "qwen2_5_vl": "Qwen2VLVideoProcessor", "qwen3_vl": "Qwen3VLVideoProcessor",
+    "qwen3_5": "Qwen3VLVideoProcessor", "smolvlm": "SmolVLMVideoProcessor",
     "internvl": "InternVLVideoProcessor", "llava_onevision": "LlavaOnevisionVideoProcessor",
 }  # fmt: skip
 _TEMPLATE = """{% for message in messages %}{% if message.content is string %}{{ message.content }} {% else %}
