@@ -36,6 +36,10 @@ _WHOLE = {
     "llava_onevision": {"image_grid_pinpoints": [[28, 56], [28, 28]]},
     "paligemma": {"projection_dim": 64},
 }
+_TEXT = {  # an eighth of a head turns in checkpoints, where heads are large enough for three positions
+    "qwen3_5": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5,
+                                    "mrope_section": [2, 1, 1], "mrope_interleaved": True}},
+}  # fmt: skip
 
 
 def image_model(model_type, attention="sdpa"):
@@ -46,6 +50,8 @@ def image_model(model_type, attention="sdpa"):
             setattr(config, name, value)
     for name, value in _OWN.get(model_type, {}).items():
         setattr(config.vision_config, name, value)
+    for name, value in _TEXT.get(model_type, {}).items():
+        setattr(config.text_config, name, value)
     with torch.device("meta"):
         size = sum(p.numel() for p in AutoModelForImageTextToText.from_config(config).parameters())
     if size > architectures.MAX_PARAMETERS:
@@ -163,6 +169,7 @@ PLAIN = dict(zip(_NAMES, ("<image>", "<video>", "<start>", "<end>"), strict=True
 _KINDS = {
     "qwen2_5_vl": ("<|vision_start|><|image_pad|><|vision_end|>", QWEN, "Qwen2_5_VLProcessor", "Qwen2VL", {}),
     "qwen3_vl": ("<|vision_start|><|image_pad|><|vision_end|>", QWEN, "Qwen3VLProcessor", "Qwen2VL", {}),
+    "qwen3_5": ("<|vision_start|><|image_pad|><|vision_end|>", QWEN, "Qwen3VLProcessor", "Qwen2VL", {}),
     "gemma3": (
         "<start>", {"image_token": "<image>", "boi_token": "<start>", "eoi_token": "<end>"}, "Gemma3Processor",
         "Gemma3", {"image_seq_length": 4},
@@ -189,7 +196,8 @@ _PIXELS = {
     "GotOcr2": {"size": {"height": 28, "width": 28}, "max_patches": 2},
 }
 _VIDEO_PROCESSORS = {
-    "qwen2_5_vl": "Qwen2VLVideoProcessor", "qwen3_vl": "Qwen3VLVideoProcessor", "smolvlm": "SmolVLMVideoProcessor",
+    "qwen2_5_vl": "Qwen2VLVideoProcessor", "qwen3_vl": "Qwen3VLVideoProcessor",
+    "qwen3_5": "Qwen3VLVideoProcessor", "smolvlm": "SmolVLMVideoProcessor",
     "internvl": "InternVLVideoProcessor", "llava_onevision": "LlavaOnevisionVideoProcessor",
 }  # fmt: skip
 _TEMPLATE = """{% for message in messages %}{% if message.content is string %}{{ message.content }} {% else %}

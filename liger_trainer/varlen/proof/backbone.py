@@ -326,7 +326,9 @@ def _with_images(decoder, batch) -> dict[str, Any]:
     names, config = inspect.signature(decoder.forward).parameters, decoder.config
     real, source = batch["attention_mask"].bool(), probe.generator()
     more: dict[str, Any] = {}
-    if "mrope_section" in (getattr(config, "rope_parameters", None) or {}):
+    if any(hasattr(module, "mrope_section") for module in decoder.modules()) or (
+        "mrope_section" in (getattr(config, "rope_parameters", None) or {})
+    ):
         more["position_ids"] = torch.randint(0, 20, (3, *real.shape), generator=source)
     if "deepstack_visual_embeds" in names and "visual_pos_masks" in names:
         images = real & (torch.rand(real.shape, generator=source) < 0.5)

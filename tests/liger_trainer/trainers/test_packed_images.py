@@ -124,6 +124,7 @@ def of_qwen(trainer_class, args_class, model, folder, dataset, batch, **options)
 FORMS = {
     "qwen2_5_vl": ("plain", "no image", "adapters", "frozen tower"),
     "qwen3_vl": ("plain", "prompts", "grey and alpha", "frozen decoder"),
+    "qwen3_5": ("plain", "adapters"),
 }
 
 

@@ -13,8 +13,10 @@ from peft import LoraConfig, get_peft_model
 from tiny_models import tiny_tokenizer
 from transformers import Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
+from varlen_batches import assert_same_with_states
 
 from liger_trainer import LigerSFTConfig, LigerSFTTrainer, LigerTrainer, LigerTrainingArguments, apply_liger
+from liger_trainer.varlen import padding
 
 TYPES = (
     "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v", "llava", "llava_onevision", "idefics3", "smolvlm", "internvl",
@@ -34,6 +36,52 @@ def test_a_step_is_that_of_the_padded_batch(model_type, side, tokens):
     tokens.clear()
     assert_same_step(image_step(model, batch), want)
     assert tokens == [int(batch["attention_mask"].sum())] and not report.skipped
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_images_beside_layers_that_keep_a_state(side, checkpointing, monkeypatch):
+    """As in Qwen3.5: real tokens have their positions in three dimensions, and its states begin anew at each row."""
+    model, seen, packed = image_model("qwen3_5"), [], padding.Plan.packed
+    batch = image_batch(model, side=side)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    want = image_step(model, batch)
+    alone = [image_step(model, row)[0] for row in rows_alone(batch)]
+    shares = (batch["labels"][:, 1:] != -100).sum(1) / (batch["labels"][:, 1:] != -100).sum()
+    torch.testing.assert_close(want[0], (torch.stack(alone) * shares).sum(), rtol=1e-5, atol=0)
+    report = apply_liger(model)["varlen_attention"]
+    assert "layers that keep a state on rows side by side" in report.swapped["model.language_model"]
+
+    def noted(self, call):
+        given = packed(self, call)
+        seen.append((self.rows.lengths, call["position_ids"], given["position_ids"]))
+        return given
+
+    monkeypatch.setattr(padding.Plan, "packed", noted)
+    assert_same_with_states(image_step(model, batch), want)
+    real = batch["attention_mask"].bool()
+    ((lengths, of_batch, of_tokens),) = seen
+    assert lengths == real.sum(1).tolist() and of_tokens.shape == (3, 1, sum(lengths)) and not report.skipped
+    assert torch.equal(of_tokens[:, 0], of_batch[:, real])
+    assert not torch.equal(of_tokens[1], of_tokens[2]), "an image has rows and columns"
+
+
+def rows_alone(batch):
+    """The rows of a batch as batches of one row, each with its images."""
+    patches = batch["image_grid_thw"].prod(1).tolist()
+    images = iter(zip(batch["pixel_values"].split(patches), batch["image_grid_thw"], strict=True))
+    found = []
+    for row in range(len(batch["input_ids"])):
+        real = batch["attention_mask"][row].bool()
+        of_tokens = {name: x[row][real][None] for name, x in batch.items() if x.shape[:2] == batch["input_ids"].shape}
+        count = int((of_tokens["input_ids"] == image_models.START).sum())
+        own = [next(images) for _ in range(count)]
+        if own:
+            of_tokens["pixel_values"] = torch.cat([pixels for pixels, _ in own])
+            of_tokens["image_grid_thw"] = torch.stack([grid for _, grid in own])
+        found.append(of_tokens)
+    return found
 
 
 @pytest.mark.parametrize("images", IMAGES)
