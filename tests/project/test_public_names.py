@@ -64,8 +64,8 @@ OWN_OPTIONS = {
 }
 NEWER_NAMES = {"activation_checkpointing", "activation_checkpointing_kwargs"}  # which older transformers lacks
 COMMANDS = {
-    "train", "recipes", "init", "path", "fit", "verify", "chat", "compare", "doctor", "merge", "medusa-eval",
-    "medusa-export",
+    "train", "recipes", "init", "path", "fit", "verify", "chat", "compare", "doctor", "evaluate", "merge",
+    "medusa-eval", "medusa-export",
 }  # fmt: skip
 RECIPES = {
     "quickstart", "quickstart_dpo", "quickstart_medusa", "llama3_8b/sft_alpaca", "llama3_8b/sft_alpaca_lora",
