@@ -19,6 +19,7 @@ from liger_trainer.command.run import launch
 from liger_trainer.command.tools.chat import add_chat_command
 from liger_trainer.command.tools.compare import add_compare_command
 from liger_trainer.command.tools.doctor import add_doctor_command
+from liger_trainer.command.tools.evaluate import add_evaluate_command
 from liger_trainer.command.tools.fit import add_fit_command
 from liger_trainer.command.tools.heads import add_head_commands
 from liger_trainer.command.tools.merge import add_merge_command
@@ -77,6 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     add_doctor_command(commands)
     add_merge_command(commands)
     add_chat_command(commands)
+    add_evaluate_command(commands)
     add_head_commands(commands)
     return parser
 

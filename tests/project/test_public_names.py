@@ -70,8 +70,8 @@ OF_ONE_CONFIG = {
 }
 NEWER_NAMES = {"activation_checkpointing", "activation_checkpointing_kwargs"}  # which older transformers lacks
 COMMANDS = {
-    "train", "recipes", "init", "path", "fit", "verify", "chat", "compare", "doctor", "merge", "medusa-eval",
-    "medusa-export", "eagle-eval", "export",
+    "train", "recipes", "init", "path", "fit", "verify", "chat", "compare", "doctor", "evaluate", "merge",
+    "medusa-eval", "medusa-export", "eagle-eval", "export",
 }  # fmt: skip
 RECIPES = {
     "quickstart", "quickstart_dpo", "quickstart_medusa", "llama3_8b/sft_alpaca", "llama3_8b/sft_alpaca_lora",

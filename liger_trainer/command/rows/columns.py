@@ -56,6 +56,12 @@ def text_columns(columns: tuple[tuple[str, ...], ...], mapping: dict[str, str]) 
 def renamed(rows, mapping: dict[str, str]):
     """The rows with the columns of the data, the values of `mapping`, under the names that are its keys."""
     if missing := [name for name in mapping.values() if name not in rows.column_names]:
+        if set(mapping) <= set(rows.column_names):
+            turned = ", ".join(f"{new}: {old}" for old, new in mapping.items())
+            raise RecipeError(
+                f"it has the columns {', '.join(rows.column_names)}, and columns maps them the wrong way round. The "
+                f"trainer's name comes first: columns: {{{turned}}}."
+            )
         near = nearest(missing[0], rows.column_names)
         raise RecipeError(f"it has the columns {', '.join(rows.column_names)}, and columns names {missing[0]!r}.{near}")
     replaced = [name for name in mapping if name in rows.column_names and name not in mapping.values()]
@@ -71,7 +77,12 @@ def prepare(rows, name: str, columns: tuple[tuple[str, ...], ...], mapped: set[s
             rows = rows.rename_column("messages", "conversations")
         if not set(template.needed) <= set(rows.column_names):
             needs = " and ".join(template.needed)
-            raise RecipeError(f"it has the columns {listed}; prompt_template: {name} needs {needs}.")
+            missing = [column for column in template.needed if column not in rows.column_names]
+            example = ", ".join(f"{column}: its name here" for column in missing)
+            raise RecipeError(
+                f"it has the columns {listed}; prompt_template: {name} needs {needs}. If they have other names there, say "
+                f"which: columns: {{{example}}}."
+            )
         if template.replaced is None:
             _tell_unread(rows, name, template)
         replaced = template.replaced or rows.column_names
@@ -84,8 +95,13 @@ def prepare(rows, name: str, columns: tuple[tuple[str, ...], ...], mapped: set[s
         hints = "".join(
             f" Its rows look like those of {other!r}: set prompt_template: {other}."
             for other, template in _TEMPLATES.items()
-            if name == "none" and set(template.needed) <= have
+            if name == "none" and set(template.needed) <= have and _makes_one_of(columns, template, rows)
         )
+        if not hints and "messages" in have and columns == (("chosen", "rejected"),):
+            hints = (
+                " Such a trainer compares two answers: write them into chosen and rejected. To learn the answers of "
+                "messages, set trainer: sft."
+            )
         read = {*ALSO_READ, *(column for each in columns for column in each)}
         if name == "none" and (unknown := sorted(mapped - read)):
             hints = f" columns sets {unknown[0]!r}.{nearest(unknown[0], sorted(read))}"
@@ -108,6 +124,17 @@ def prepare(rows, name: str, columns: tuple[tuple[str, ...], ...], mapped: set[s
     rows = place_system_prompts(without_repeated_prompts(rows, needed), needed, system_prompt)
     check_rows(rows, needed)
     return rows
+
+
+def _makes_one_of(columns: tuple[tuple[str, ...], ...], template: _Template, rows: Any) -> bool:
+    """Tell whether the template would leave one of the sets in `columns`, as far as the first row shows."""
+    try:
+        made = template.convert(rows[0], 0)
+    except RecipeError:
+        return True  # what is wrong with the row is said once the template is set
+    replaced = rows.column_names if template.replaced is None else template.replaced
+    kept = {column for column in rows.column_names if column not in replaced}
+    return any(set(needed) <= kept | set(made) for needed in columns)
 
 
 def _tell_unread(rows, name: str, template: _Template) -> None:

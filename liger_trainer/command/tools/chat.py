@@ -15,6 +15,7 @@ from liger_trainer.command.tools.loading import (
     add_command,
     add_model_options,
     find_base,
+    is_adapter,
     load_to_answer,
     tokenizer_of,
     with_adapter,
@@ -51,11 +52,10 @@ def add_chat_command(commands: Any) -> None:
 def _chat(args: Any) -> None:
     if lost := [name for name in args.images if not os.path.isfile(name)]:
         raise RecipeError(f"--images names {lost[0]!r}, and there is no such file.")
-    is_adapter = os.path.isfile(os.path.join(args.model, "adapter_config.json"))
     for option, given in (("--base", args.base), ("--model", args.base_model)):
-        if given and not is_adapter:
+        if given and not is_adapter(args.model):
             raise RecipeError(f"{option} is about the base of an adapter, and {args.model!r} is none. Remove it.")
-    model, reader = _load(args, is_adapter)
+    model, reader = load_model(args)
     template = args.prompt_template or _trained_template(args.model, reader)
     if template == "chat" and not reader.chat_template:
         raise RecipeError(f"The tokenizer of {args.model!r} has no chat template. Pass --prompt_template none.")
@@ -124,9 +124,12 @@ def _trained_template(model: str, reader: Any) -> str:
     return trained
 
 
-def _load(args: Any, is_adapter: bool) -> tuple[Any, Any]:
-    """The model, an adapter on its base if it is one, and its tokenizer or its processor of images."""
-    if not is_adapter:
+def load_model(args: Any) -> tuple[Any, Any]:
+    """The model, an adapter on its base if it is one, and its tokenizer or its processor of images.
+
+    `args` have `model`, `base_model` and what `add_model_options` adds.
+    """
+    if not is_adapter(args.model):
         return load_to_answer(args.model, args, shows_images=True)
     from peft import PeftConfig
 

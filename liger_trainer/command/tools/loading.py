@@ -62,6 +62,11 @@ def load_to_answer(name: str, args, gets_adapter: bool = False, shows_images: bo
     return model.eval().to("cuda" if torch.cuda.is_available() else "cpu"), reader
 
 
+def is_adapter(folder: str) -> bool:
+    """Tell whether `folder` holds an adapter of PEFT, and no whole model."""
+    return os.path.isfile(os.path.join(folder, "adapter_config.json"))
+
+
 def with_adapter(model, adapter: str):
     """`model`, a base, with the adapter in the folder `adapter` on it."""
     from peft import PeftModel

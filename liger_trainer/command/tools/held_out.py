@@ -1,0 +1,162 @@
+"""Measures a model on held-out rows: the loss of their answers, and how many it writes to the letter."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from liger_trainer.command.rows.chat_template import mark_answers
+from liger_trainer.data.answers import Prompt, answer, encode, end_tokens
+from liger_trainer.errors import RecipeError
+from liger_trainer.head.module import base_model_of
+from liger_trainer.patching import apply_liger
+
+_UNREAD = ("image", "images", "tools", "chat_template_kwargs")
+
+
+@dataclass
+class Measured:
+    """What was measured.
+
+    Attributes:
+        rows (`int`): How many rows count in the loss.
+        tokens (`int`): How many tokens count in it.
+        loss (`float`): The mean of their negative log-probabilities, in nats.
+        first_choice (`float`): The share of them that the model finds most likely.
+        asked (`int`): How many rows were answered.
+        exact (`int`): How many of these answers are the row's, but for spaces at both ends.
+    """
+
+    rows: int = 0
+    tokens: int = 0
+    loss: float = 0.0
+    first_choice: float = 0.0
+    asked: int = 0
+    exact: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"perplexity": math.exp(self.loss)}
+
+    def __str__(self) -> str:
+        lines = [
+            f"  loss     {self.loss:.4f} a token (perplexity {math.exp(self.loss):.2f}), {self.tokens} tokens of "
+            f"{self.rows} rows",
+            f"  tokens   {self.first_choice:.1%} are the model's first choice",
+        ]
+        if self.asked:
+            lines.append(f"  answers  {self.exact} of {self.asked} are the row's to the letter")
+        return "\n".join(lines)
+
+
+@torch.no_grad()
+def measure(model: Any, tokenizer: Any, rows: Any, max_length: int, answers: int, max_new_tokens: int) -> Measured:
+    """Measure a model on rows as the `sft` trainer takes them.
+
+    Of messages the assistant's turns count, of a prompt and a completion the completion, and of texts every token. One
+    row runs at a time, so that no padding changes a number.
+
+    Args:
+        model (`PreTrainedModel` or `PeftModel`): In evaluation mode. Its kernels are replaced.
+        tokenizer (`PreTrainedTokenizerBase`): Its tokenizer.
+        rows (`Dataset`): After a `prompt_template`.
+        max_length (`int`): Where rows are cut.
+        answers (`int`): How many of the first rows the model answers, greedily; 0 for none.
+        max_new_tokens (`int`): How long an answer may be.
+
+    Raises:
+        RecipeError: A row cannot be read, or no token counts.
+    """
+    apply_liger(model)
+    model = base_model_of(model)  # with the layers of an adapter in it, and the generation config of its own
+    measured = Measured()
+    total = 0.0
+    right = 0
+    for index, row in enumerate(rows):
+        ids, learned = tokens_of(row, index, tokenizer)
+        labels = [token if counts else -100 for token, counts in zip(ids, learned, strict=True)]
+        input_ids = torch.tensor([ids[:max_length]], device=model.device)
+        targets = torch.tensor([labels[:max_length]], device=model.device)
+        if not bool((targets[:, 1:] != -100).any()):
+            continue
+        outputs = model(input_ids=input_ids, labels=targets, fused_lm_head=True, token_outputs=("log_probs", "is_top1"))
+        counted = outputs.label_mask
+        total -= float(outputs.log_probs[counted].double().sum())
+        right += int(outputs.is_top1[counted].sum())
+        measured.tokens += int(counted.sum())
+        measured.rows += 1
+    if not measured.tokens:
+        raise RecipeError(f"No token of the {len(rows)} rows counts within --max_length {max_length}. Raise it.")
+    measured.loss = total / measured.tokens
+    measured.first_choice = right / measured.tokens
+    for prompt, expected in _questions(rows.select(range(min(answers, len(rows))))):
+        new = answer(model, [encode(tokenizer, prompt)], end_tokens(model, tokenizer), max_new_tokens)[0]
+        measured.asked += 1
+        measured.exact += tokenizer.decode(new, skip_special_tokens=True).strip() == expected.strip()
+    return measured
+
+
+def tokens_of(row: dict[str, Any], index: int, tokenizer: Any) -> tuple[list[int], list[bool]]:
+    """Return the tokens of a row, and for each whether it counts: as in TRL's SFT trainer, but answers of messages."""
+    unread = [name for name in _UNREAD if row.get(name) not in (None, "", "[]", [], {})]
+    if unread:
+        raise RecipeError(f"Row {index} of the dataset has {unread[0]}, which evaluate does not read. Remove it.")
+    if row.get("input_ids"):
+        ids = list(row["input_ids"])
+        labels = row.get("labels") or ids
+        return ids, [label != -100 for label in labels]
+    if row.get("messages"):
+        return _marked(row["messages"], index, tokenizer)
+    if row.get("prompt"):
+        end = tokenizer.eos_token or ""
+        if isinstance(row["prompt"], list):
+            before = encode(tokenizer, row["prompt"])
+            whole = [*row["prompt"], *row["completion"]]
+            ids = list(tokenizer.apply_chat_template(whole, return_dict=True)["input_ids"])
+        else:
+            before = tokenizer(row["prompt"])["input_ids"]
+            text = row["completion"]
+            ids = tokenizer(row["prompt"] + text + ("" if text.endswith(end) else end))["input_ids"]
+        common = 0
+        while common < min(len(before), len(ids)) and before[common] == ids[common]:
+            common += 1
+        return ids, [position >= common for position in range(len(ids))]
+    text = row["text"]
+    end = tokenizer.eos_token or ""
+    ids = tokenizer(text if text.endswith(end) else text + end)["input_ids"]
+    return ids, [True] * len(ids)
+
+
+def _marked(messages: list[dict[str, Any]], index: int, tokenizer: Any) -> tuple[list[int], list[bool]]:
+    from jinja2 import TemplateError
+
+    template = tokenizer.chat_template
+    if template is None:
+        raise RecipeError("The rows are messages, and the tokenizer of the model has no chat template.")
+    text = template["default"] if isinstance(template, dict) else template
+    try:
+        found = tokenizer.apply_chat_template(
+            messages, chat_template=mark_answers(text), return_dict=True, return_assistant_tokens_mask=True
+        )
+    except TemplateError as error:
+        raise RecipeError(f"Row {index} of the dataset: {error}") from error
+    return list(found["input_ids"]), [bool(marked) for marked in found["assistant_masks"]]
+
+
+def _questions(rows: Any) -> Iterator[tuple[Prompt, str]]:
+    """The prompt and the last answer of each row that has both as text."""
+    for row in rows:
+        if row.get("messages"):
+            prompt, last = row["messages"][:-1], row["messages"][-1]
+        elif row.get("prompt"):
+            prompt, last = row["prompt"], row["completion"]
+            if isinstance(last, list):
+                prompt, last = [*prompt, *last[:-1]], last[-1]
+        else:
+            continue
+        if isinstance(last, dict) and last["role"] != "assistant":
+            continue
+        expected = last["content"] if isinstance(last, dict) else last
+        if prompt and isinstance(expected, str):
+            yield prompt, expected
