@@ -23,14 +23,14 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
     depth = getattr(text_config(model), "num_hidden_layers", None)
     if not isinstance(layers, nn.ModuleList) or len(layers) != depth:
         raise ValueError(
-            f"{type(base).__name__} has no list `layers` of {depth} decoder layers, whose inputs a drafter reads. "
+            f"{type(base).__name__} has no list `layers` of {depth} decoder layers, and a drafter reads their inputs. "
             "EAGLE-3 drafters are for decoder-only models of transformers."
         )
     return layers
 
 
 def default_layers(depth: int) -> tuple[int, int, int]:
-    """The hidden states that vLLM and SGLang give a drafter whose config names none. ValueError below 7 layers."""
+    """The hidden states that vLLM and SGLang give a drafter if its config names none. ValueError below 7 layers."""
     layers = (2, depth // 2, depth - 3)
     if depth < 7:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The MTP head of a checkpoint whose tensors are `mtp.*`, as in Qwen3.5, on the model's own classes.
+"""The MTP head of a checkpoint with tensors `mtp.*`, such as Qwen3.5's, on the model's own classes.
 
 With h_t the input of the LM head at token t and e(x) the model's embedding of token x:
 
@@ -31,7 +31,7 @@ def load_predictor(model: Any, base: Base) -> nn.Module:
     """Make the MTP head of `base` the child `mtp` of `model`, trainable, with the weights of the checkpoint.
 
     Args:
-        model (`PreTrainedModel`): The model, whose class does not load the head.
+        model (`PreTrainedModel`): The model. Its class does not load the head.
         base (`Base`): The checkpoint that it was loaded from.
 
     Returns:

@@ -28,7 +28,7 @@ def fitted(tmp_path_factory):
 
 
 def test_a_decoder_accepts_what_the_walk_says(fitted):
-    """Each prompt by itself: the decoder's text is the greedy one, and its passes are those of the walk."""
+    """Each prompt by itself: the decoder's text is the greedy one, and it takes as many passes as the walk says."""
     model, drafter = fitted
     lengths = []
     for prompt in prompts_of(4) + prompts_of(3, seed=9):
