@@ -13,10 +13,11 @@ import torch
 from transformers import PreTrainedModel
 
 from liger_trainer.eagle.drafter import EagleDrafter
-from liger_trainer.eagle.target import decoder_layers, default_layers, embedding_of, tapped
+from liger_trainer.eagle.target import decoder_layers, default_layers, embedding_of
 from liger_trainer.head.flat_rows import FlatRows, flat_rows
 from liger_trainer.medusa.evaluate import walk
 from liger_trainer.medusa.prompts import answer
+from liger_trainer.varlen.taps import tapped
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,6 @@
 """What a drafter reads of its target: three hidden states, the last one, the embeddings and rows of the LM head."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -67,19 +66,3 @@ def embedding_of(model: nn.Module) -> torch.Tensor:
     """The weight (V, H) of the input embeddings."""
     base: Any = base_model_of(model)
     return base.get_input_embeddings().weight
-
-
-@contextmanager
-def tapped(layers: nn.ModuleList, numbers: Sequence[int]) -> Iterator[list[torch.Tensor]]:
-    """Within it, a call of the model puts the inputs of the layers `numbers` into the list that it gives."""
-    seen: list[torch.Tensor] = []
-
-    def keep(_: nn.Module, args: tuple, kwargs: dict) -> None:
-        seen.append(args[0] if args else kwargs["hidden_states"])
-
-    hooks = [layers[i].register_forward_pre_hook(keep, with_kwargs=True) for i in numbers]
-    try:
-        yield seen
-    finally:
-        for hook in hooks:
-            hook.remove()

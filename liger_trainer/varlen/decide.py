@@ -25,6 +25,7 @@ from liger_trainer.varlen.step_graphs import active_graphs
 # Inputs that require gradients. Other hooks of PEFT say which adapter is for which row, or from which token on.
 _HARMLESS_HOOKS = (
     "transformers.modeling_utils", "transformers.utils.", "peft.utils.", "peft.peft_model", "peft.helpers",
+    "liger_trainer.varlen.taps",
 )  # fmt: skip
 _TORCH = ("torch.nn.", "torch.utils._contextlib")  # the last has `no_grad`
 _THEIRS = ("transformers.", *_TORCH)  # what a proof may run

@@ -8,9 +8,10 @@ from tiny_models import VOCAB
 
 from liger_trainer.eagle.decode import decode
 from liger_trainer.eagle.evaluate import evaluate, right_guesses
-from liger_trainer.eagle.target import default_layers, tapped
+from liger_trainer.eagle.target import default_layers
 from liger_trainer.medusa.evaluate import walk
 from liger_trainer.medusa.prompts import answer
+from liger_trainer.varlen.taps import tapped
 
 
 @pytest.fixture(scope="module")
