@@ -52,7 +52,7 @@ _LEFT_OUT = (
     "load_best", "log_completions", "logging_", "medusa_init", "memory_budget", "metric_for",
     "model_init_kwargs", "neftune", "num_train_epochs", "optim", "output_dir", "parallelism", "push_", "resume_",
     "reward_weights", "run_name", "save_", "steps_per_generation", "teacher_model", "tf32", "torch_compile",
-    "use_cpu", "use_vllm", "vllm_", "warmup",
+    "train_mtp", "use_cpu", "use_vllm", "vllm_", "warmup",
 )  # fmt: skip
 
 
