@@ -6,14 +6,14 @@
     python benchmarks/eagle.py --tiny
 
 `both logits` is the plain way, as other trainers of drafters have it: the logits of the target over the draft
-vocabulary, those of the drafter for each step, log_softmax of both in fp32, and the sum of q (log q - log p), with
+vocabulary, the logits of the drafter for each step, log_softmax of both in fp32, and the sum of q (log q - log p), with
 PyTorch's autograd. All else is the same in both arms: the frozen model and its layers, the drafter and its attention.
 Weights are random. The learning rate is 0, so that every arm sees the same weights at every step; losses of all steps
 and gradient norms of those that are logged are compared, and an arm that differs is flagged.
 
 Weights and gradients are bf16, as is the fused AdamW. With --recompute each step of the drafter is computed again in
 the backward pass, in both arms; the logits of `both logits` are not. With --fp8 the frozen model is in eight bits, in
-both arms. Rows are full, padded or packed (see training.py), and samples/s those of the rows that were trained on.
+both arms. Rows are full, padded or packed (see training.py), and samples/s counts the rows that were trained on.
 `static` is the memory of the weights, and of the gradients and both optimizer states of what is trained; `above` is the
 peak minus that.
 """
@@ -206,7 +206,7 @@ def parsed(argv=None):
     parser.add_argument("--eagle-steps", type=int, default=7)
     parser.add_argument("--draft-vocab", type=int, default=32000)
     parser.add_argument("--steps", type=int, default=12, help=f"training steps, more than {SKIP}")
-    parser.add_argument("--rows", choices=KINDS, default="full", help="padded and packed are those of --data")
+    parser.add_argument("--rows", choices=KINDS, default="full", help="padded and packed rows come from --data")
     parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=ARMS)
     parser.add_argument("--recompute", action="store_true", help="compute the drafter's steps again in backward")
     parser.add_argument("--fp8", action="store_true", help="the frozen model in eight bits")

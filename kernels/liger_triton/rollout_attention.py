@@ -102,7 +102,7 @@ def rollout_attention(
 
     Args:
         q (`torch.Tensor`): (T, H, D), D at most 256. bf16, fp16, fp32 (float64: the PyTorch twin).
-        k, v (`torch.Tensor`): (T, G, D) of the same dtype, H a multiple of G: those of step 0.
+        k, v (`torch.Tensor`): (T, G, D) of the same dtype, H a multiple of G: the keys and values of step 0.
         own_keys, own_values (sequences of `torch.Tensor`): One (T, G, D) for each later step, at least one. The query
             at t sees their rows t alone.
         offsets (`torch.Tensor`): int32 (rows + 1,): where each row begins, and T.

@@ -63,6 +63,6 @@ class LigerEagleConfig(LigerSFTConfig):
         given = [name for name, value in own.items() if value is not None]
         if self.eagle_init_from is not None and given:
             raise ValueError(
-                f"eagle_init_from is {self.eagle_init_from!r}, whose drafter has its own shape, and {given[0]} is set. "
-                f"Remove {given[0]}."
+                f"eagle_init_from is {self.eagle_init_from!r}, and its drafter has its own shape, but {given[0]} is "
+                f"set. Remove {given[0]}."
             )

@@ -1,7 +1,7 @@
 """A plain decoder with a drafter, to be read and compared with: no cache, one text at a time, a chain of guesses.
 
 Each pass of the model over the text so far and the guesses after it says for each guess what the model itself writes
-there. Guesses are kept up to the first wrong one, whose place the model's own token takes. So the text is the model's
+there. Guesses are kept up to the first wrong one. The model's own token takes its place. So the text is the model's
 greedy text. A server does the same with caches, for many texts at once.
 """
 

@@ -8,7 +8,7 @@ With h the three hidden states of the target at token t, side by side, and e(x) 
     logits of step k = norm(f_{k+1}) @ lm_head.T                   a guess at token t + k + 1
 
 Queries and keys of step k are rotated by the position of t plus k - 1. A query of step k sees the keys of step 1 at the
-tokens of its document up to t, and those of steps 2 to k at t: what a server's drafter would see after it has read the
+tokens of its document up to t, and the keys of steps 2 to k at t. A server's drafter sees these after it has read the
 target's hidden states up to t, and then k - 1 of its own. In training x_{t+k} is the token of the text. In decoding it
 is the drafter's guess; they are the same as long as all guesses before were right, and later ones do not count.
 """
@@ -41,7 +41,7 @@ class DrafterNorm(nn.Module):
 
 
 class DrafterAttention(nn.Module):
-    """Attention whose queries, keys and values come from an embedding and a hidden state side by side (T, 2 H)."""
+    """Attention that makes its queries, keys and values of an embedding and a hidden state side by side (T, 2 H)."""
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class DrafterAttention(nn.Module):
         offsets: torch.Tensor,
         longest: int,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return (T, H), and the keys and values (T, G, D) of this step. `keys` has those of the steps before."""
+        """Return (T, H), and the keys and values (T, G, D) of this step. `keys` has the ones of the steps before."""
         q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))
         k = self.k_proj(x).unflatten(-1, (-1, self.head_dim))
         v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))

@@ -14,9 +14,10 @@ from transformers import PreTrainedModel
 
 from liger_trainer.data.answers import answer
 from liger_trainer.eagle.drafter import EagleDrafter
-from liger_trainer.eagle.target import decoder_layers, default_layers, embedding_of, tapped
+from liger_trainer.eagle.target import decoder_layers, default_layers, embedding_of
 from liger_trainer.head.flat_rows import FlatRows, flat_rows
 from liger_trainer.medusa.evaluate import walk
+from liger_trainer.varlen.taps import tapped
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class EagleReport:
     """The result of `evaluate`. Its `str()` is a table.
 
     Attributes:
-        accuracy: For each step, the share of positions whose token is its first choice, after the right tokens.
+        accuracy: For each step, the share of positions at which its first choice is right, after the right tokens.
         accepted: For each step, how often its guess was accepted where all guesses before it were right.
         chain: Tokens per forward pass, without the pass over the prompt and its token. It is 1 without a drafter.
     """
@@ -96,7 +97,7 @@ def right_guesses(
 
     Returns:
         `torch.Tensor`: (steps, n - 1) int64 on the CPU, for a text of n tokens. Row k, column i is 1 if step k + 1
-        guesses `text[i + k + 1]` at the position whose next token is `text[i]`, 0 if not, and -1 if the text has ended.
+        guesses `text[i + k + 1]` at the position before `text[i]`, 0 if not, and -1 if the text has ended.
     """
     ids = torch.tensor([prompt + text], device=model.device)
     states, _ = read_target(model, drafter, ids)

@@ -212,7 +212,7 @@ def read_drafter(folder: str | os.PathLike) -> tuple[DrafterConfig, dict[str, to
 
 
 def check_tensors(config: DrafterConfig, tensors: dict[str, torch.Tensor], where: str) -> None:
-    """ValueError unless `tensors` are those of a drafter of this shape, with a draft vocabulary that fits itself."""
+    """ValueError unless `tensors` make a drafter of this shape, with a draft vocabulary that fits itself."""
     shapes = config.shapes()
     if differing := sorted(shapes.keys() ^ tensors.keys()):
         state = "is missing" if differing[0] in shapes else "is no part of a drafter"

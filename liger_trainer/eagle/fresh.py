@@ -56,7 +56,7 @@ def _rope_theta(config: Any) -> float:
 
 
 def fresh_drafter(model: nn.Module, config: DrafterConfig, d2t: torch.Tensor, t2d: torch.Tensor) -> EagleDrafter:
-    """A random drafter whose head has the rows of the model's LM head for the tokens of the draft vocabulary."""
+    """A random drafter. Its head has the rows of the model's LM head for the tokens of the draft vocabulary."""
     drafter = EagleDrafter(config)
     drafter.d2t.copy_(d2t)
     drafter.t2d.copy_(t2d)

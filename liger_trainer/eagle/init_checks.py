@@ -53,6 +53,6 @@ def check_setup(model: nn.Module, accelerator: Any, train_dataset: Any) -> None:
         )
     if train_dataset is not None and not isinstance(train_dataset, Dataset):
         raise ValueError(
-            f"train_dataset is a {type(train_dataset).__name__}; expected a Dataset, whose labels are counted for the "
+            f"train_dataset is a {type(train_dataset).__name__}; expected a Dataset: its labels are counted for the "
             "draft vocabulary. Set streaming to false."
         )

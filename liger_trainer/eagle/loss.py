@@ -32,7 +32,7 @@ def drafter_loss(
     `linear_heads_kl` calls head k.
 
     Args:
-        drafter (`EagleDrafter`): Whose parameters get gradients.
+        drafter (`EagleDrafter`): Its parameters get gradients.
         rows (`FlatRows`): The real tokens of the batch.
         states (`torch.Tensor`): (T, 3 H), the hidden states that the drafter reads.
         embedding (`torch.Tensor`): (V, H).
@@ -47,7 +47,7 @@ def drafter_loss(
         first choice, and the number of its targets.
 
     Raises:
-        ValueError: The model scales or caps its logits, which no server does to those of a drafter.
+        ValueError: The model scales or caps its logits, which no server does for a drafter.
     """
     if logit_scale != 1.0 or softcap is not None:
         done = f"scales its logits by {logit_scale}" if softcap is None else f"caps its logits at {softcap}"
@@ -56,11 +56,12 @@ def drafter_loss(
     given = target != -100
     known = drafter.t2d[target.clamp(min=0)]
     draft_ids = drafter.t2d.cumsum(0) - 1
+    teacher = weight if drafter.config.has_all_tokens else weight[drafter.target_ids]
     return linear_heads_kl(
         [x.to(hidden.dtype) for x in outputs],
         drafter.lm_head.weight,
         rows.of(hidden),
-        weight[drafter.target_ids],
+        teacher,
         given & known,
         row_weight=row_weight,
         target=draft_ids[target.clamp(min=0)].clamp(min=0),

@@ -1,7 +1,6 @@
 """What a drafter reads of its target: three hidden states, the last one, the embeddings and rows of the LM head."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,14 +22,14 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
     depth = getattr(text_config(model), "num_hidden_layers", None)
     if not isinstance(layers, nn.ModuleList) or len(layers) != depth:
         raise ValueError(
-            f"{type(base).__name__} has no list `layers` of {depth} decoder layers, whose inputs a drafter reads. "
+            f"{type(base).__name__} has no list `layers` of {depth} decoder layers, and a drafter reads their inputs. "
             "EAGLE-3 drafters are for decoder-only models of transformers."
         )
     return layers
 
 
 def default_layers(depth: int) -> tuple[int, int, int]:
-    """The hidden states that vLLM and SGLang give a drafter whose config names none. ValueError below 7 layers."""
+    """The hidden states that vLLM and SGLang give a drafter if its config names none. ValueError below 7 layers."""
     layers = (2, depth // 2, depth - 3)
     if depth < 7:
         raise ValueError(
@@ -67,19 +66,3 @@ def embedding_of(model: nn.Module) -> torch.Tensor:
     """The weight (V, H) of the input embeddings."""
     base: Any = base_model_of(model)
     return base.get_input_embeddings().weight
-
-
-@contextmanager
-def tapped(layers: nn.ModuleList, numbers: Sequence[int]) -> Iterator[list[torch.Tensor]]:
-    """Within it, a call of the model puts the inputs of the layers `numbers` into the list that it gives."""
-    seen: list[torch.Tensor] = []
-
-    def keep(_: nn.Module, args: tuple, kwargs: dict) -> None:
-        seen.append(args[0] if args else kwargs["hidden_states"])
-
-    hooks = [layers[i].register_forward_pre_hook(keep, with_kwargs=True) for i in numbers]
-    try:
-        yield seen
-    finally:
-        for hook in hooks:
-            hook.remove()

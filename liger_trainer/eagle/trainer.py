@@ -18,7 +18,7 @@ from liger_trainer.eagle.files import DRAFTER_FOLDER
 from liger_trainer.eagle.fresh import attach_drafter, drafter_of, fresh_config, fresh_drafter
 from liger_trainer.eagle.init_checks import check_args, check_setup
 from liger_trainer.eagle.loss import drafter_loss
-from liger_trainer.eagle.target import decoder_layers, default_layers, embedding_of, lm_head_of, tapped
+from liger_trainer.eagle.target import decoder_layers, default_layers, embedding_of, lm_head_of
 from liger_trainer.eagle.vocabulary import count_labels, draft_vocabulary
 from liger_trainer.head.deferred import DeferredLogits
 from liger_trainer.head.flat_rows import FlatRows, flat_rows, flat_targets
@@ -29,6 +29,7 @@ from liger_trainer.head.sums import HeadSums
 from liger_trainer.medusa.frozen import as_served
 from liger_trainer.trainers.model_card import CardText
 from liger_trainer.trainers.sft_trainer import LigerSFTTrainer
+from liger_trainer.varlen.taps import tapped
 
 
 class LigerEagleTrainer(LigerSFTTrainer):

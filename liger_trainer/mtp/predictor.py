@@ -1,4 +1,4 @@
-"""The MTP head of a checkpoint whose tensors are `mtp.*`, as in Qwen3.5, on the model's own classes.
+"""The MTP head of a checkpoint with tensors `mtp.*`, such as Qwen3.5's, on the model's own classes.
 
 With h_t the input of the LM head at token t and e(x) the model's embedding of token x:
 
@@ -10,20 +10,25 @@ call the head again with its own output for further tokens.
 
 The head is the class of the model's own backbone with as many layers as the checkpoint has, so that masks, packed rows,
 rotary angles and norms are its own. It hangs on the model as `mtp`, and is saved with it under the names of the base.
+Where an adapter alone is saved, the head is in `mtp.safetensors` beside it, which `liger-trainer merge` takes.
 """
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import nn
 
+from liger_trainer.base_weights.shards import StoredTensor, tensors_of
 from liger_trainer.base_weights.unloaded import Base
 from liger_trainer.head.flat_rows import FlatRows
 
 ATTRIBUTE = "mtp"  # of the model, and the first part of the names
+FILE = "mtp.safetensors"  # in the folder of an adapter
 _PREFIX = f"{ATTRIBUTE}."
 
 
@@ -31,7 +36,7 @@ def load_predictor(model: Any, base: Base) -> nn.Module:
     """Make the MTP head of `base` the child `mtp` of `model`, trainable, with the weights of the checkpoint.
 
     Args:
-        model (`PreTrainedModel`): The model, whose class does not load the head.
+        model (`PreTrainedModel`): The model. Its class does not load the head.
         base (`Base`): The checkpoint that it was loaded from.
 
     Returns:
@@ -63,6 +68,26 @@ def load_predictor(model: Any, base: Base) -> nn.Module:
                         own[name].copy_(stored.get_tensor(name))
     setattr(model, ATTRIBUTE, predictor)
     return predictor
+
+
+def save_beside(predictor: nn.Module, folder: str) -> None:
+    """Write the head into the folder of an adapter, under the names of the base."""
+    tensors = {_PREFIX + name: t.detach().cpu().contiguous() for name, t in predictor.state_dict().items()}
+    save_file(tensors, Path(folder, FILE), metadata={"format": "pt"})
+
+
+def load_beside(predictor: nn.Module, folder: str) -> None:
+    """Read what `save_beside` has written. ValueError if the folder has no head."""
+    path = Path(folder, FILE)
+    if not path.is_file():
+        raise ValueError(f"train_mtp is true, and {folder}, trained without it, has no {FILE}. Remove train_mtp.")
+    predictor.load_state_dict({name.removeprefix(_PREFIX): t for name, t in load_file(path).items()})
+
+
+def trained_beside(adapter: str) -> dict[str, StoredTensor]:
+    """Where the tensors of a head lie that was trained with the adapter in the folder `adapter`. Empty without one."""
+    path = Path(adapter, FILE)
+    return tensors_of(path) if path.is_file() else {}
 
 
 def _empty(model: Any) -> nn.Module:

@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 from accelerate import DistributedType
-from transformers import PreTrainedModel
+from torch import nn
 
 from liger_trainer.base_weights.unloaded import find_checkpoint
 from liger_trainer.head.deferred import DeferredLogits
 from liger_trainer.head.flat_rows import FlatRows, flat_rows
-from liger_trainer.head.module import head_reason, innermost, output_head
+from liger_trainer.head.module import base_model_of, head_reason, innermost, output_head
 from liger_trainer.head.targets import head_targets
-from liger_trainer.mtp.predictor import load_predictor, predict
+from liger_trainer.mtp.predictor import load_beside, load_predictor, predict, save_beside
 from liger_triton import HeadsLoss, linear_heads_cross_entropy
 
 _PLAIN = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
@@ -33,12 +33,24 @@ class TrainedPredictor:
     """
 
     def __init__(self, trainer: Any) -> None:
-        model, args = trainer.model, trainer.args
         _check(trainer)
+        model: Any = base_model_of(trainer.model)
+        args = trainer.args
         init = getattr(args, "model_init_kwargs", None) or {}
         base = find_checkpoint(model.name_or_path, init.get("revision"), init.get("subfolder") or "")
         self._model = model
         self._predictor = load_predictor(model, base)
+        self._has_adapter = trainer.model is not model  # and is saved alone
+
+    def save(self, folder: str) -> None:
+        """Write the head beside an adapter. A whole model has it among its weights."""
+        if self._has_adapter:
+            save_beside(self._predictor, folder)
+
+    def load(self, checkpoint: str) -> None:
+        """Read the head of a checkpoint that has an adapter. ValueError if it has none."""
+        if self._has_adapter:
+            load_beside(self._predictor, checkpoint)
 
     def loss(self, logits: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
         """The cross-entropy of the head for a batch, without its logits. It runs inside the forward of the model.
@@ -83,15 +95,18 @@ class TrainedPredictor:
 
 
 def _check(trainer: Any) -> None:
-    model, accelerator = trainer.model, trainer.accelerator
+    model: Any = base_model_of(trainer.model)
+    accelerator = trainer.accelerator
     if not trainer.head_is_ours:
         raise ValueError(
             "train_mtp is true, but the fused LM head is off (use_liger, liger_config). Remove one of them."
         )
-    if not isinstance(model, PreTrainedModel):
+    if any(config.is_prompt_learning for config in getattr(trainer.model, "peft_config", {}).values()):
+        raise ValueError("train_mtp is true, and the adapter puts tokens before the text. Remove train_mtp.")
+    if not isinstance(model.get_input_embeddings(), nn.Embedding):
         raise ValueError(
-            "train_mtp is true, and the model has an adapter, with which the head would not be saved. Train the whole "
-            "model, or remove train_mtp: the head of the base is kept as it is."
+            "train_mtp is true, and the adapter trains the input embeddings, which the head reads as the base has "
+            "them. Leave them out of the adapter, or remove train_mtp."
         )
     if accelerator.distributed_type not in _PLAIN:
         raise ValueError(
@@ -109,6 +124,8 @@ def _check(trainer: Any) -> None:
     if (reason := head_reason(model)) is not None:
         raise ValueError(f"train_mtp is true, and the head learns from the input of the LM head, but {reason}.")
     head: Any = innermost(output_head(model))
+    if hasattr(head, "base_layer"):
+        raise ValueError("train_mtp is true, and the LM head has an adapter. Leave it out, or remove train_mtp.")
     if head.bias is not None:
         raise ValueError(f"train_mtp is true, and the LM head of {type(model).__name__} has a bias. Remove train_mtp.")
     if not getattr(trainer.args, "keep_unloaded_weights", True):

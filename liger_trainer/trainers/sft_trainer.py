@@ -176,6 +176,23 @@ class LigerSFTTrainer(LigerTRLMixin, SFTTrainer):
             loss = loss * self.accelerator.num_processes  # DDP averages over ranks
         return loss - loss.detach()
 
+    # Where an adapter alone is saved, the MTP head is saved beside it.
+
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        super()._save(output_dir, state_dict)
+        if self._mtp is not None and self.args.should_save:
+            self._mtp.save(output_dir or self.args.output_dir)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        if self._mtp is not None:
+            self._mtp.load(resume_from_checkpoint)
+
+    def _load_best_model(self) -> None:
+        super()._load_best_model()
+        if self._mtp is not None:
+            self._mtp.load(self.state.best_model_checkpoint)
+
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         mode = "train" if self.model.training else "eval"
         if mode in self._mtp_sums:

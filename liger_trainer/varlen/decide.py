@@ -31,6 +31,7 @@ _HARMLESS_HOOKS = (
     "peft.utils.",
     "peft.peft_model",
     "peft.helpers",
+    "liger_trainer.varlen.taps",
 )
 
 

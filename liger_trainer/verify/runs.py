@@ -101,6 +101,7 @@ _LEFT_OUT = (
     "teacher_model",
     "tf32",
     "torch_compile",
+    "train_mtp",
     "use_cpu",
     "use_vllm",
     "vllm_",

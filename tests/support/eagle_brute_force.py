@@ -55,7 +55,7 @@ def eagle_target(model_type="llama", **config):
 
 
 def with_random_drafter(model, draft_vocab_size=60, seed=5):
-    """`model` with a drafter far from zero, whose draft vocabulary is random."""
+    """`model` with a drafter far from zero, and with a random draft vocabulary."""
     config = fresh_config(model, draft_vocab_size, LAYERS)
     generator = torch.Generator().manual_seed(seed)
     counts = torch.rand(VOCAB, generator=generator).mul(1000).long()

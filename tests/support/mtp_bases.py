@@ -1,4 +1,4 @@
-"""Tiny bases whose checkpoint has an MTP head with the tensors of Qwen3.5's, and a trainer that trains it."""
+"""Tiny bases with an MTP head in their checkpoint, with the tensors of Qwen3.5's, and a trainer that trains it."""
 
 import torch
 from datasets import Dataset
@@ -29,7 +29,7 @@ SHAPES = {  # of the tensors in the checkpoints of Qwen3.5; q_proj has the gate 
 
 
 def write_base(folder, shapes=SHAPES, **config):
-    """A tiny Qwen3.5 whose checkpoint has an MTP head. Returns the tensors of the head."""
+    """A tiny Qwen3.5 with an MTP head in its checkpoint. Returns the tensors of the head."""
     model = tiny_model("qwen3_5_text", mtp_num_hidden_layers=1, **config)
     model.save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)

@@ -80,8 +80,8 @@ def prepare(rows, name: str, columns: tuple[tuple[str, ...], ...], mapped: set[s
             missing = [column for column in template.needed if column not in rows.column_names]
             example = ", ".join(f"{column}: its name here" for column in missing)
             raise RecipeError(
-                f"it has the columns {listed}; prompt_template: {name} needs {needs}. If they have other names there, say "
-                f"which: columns: {{{example}}}."
+                f"it has the columns {listed}; prompt_template: {name} needs {needs}. If they have other names there, "
+                f"say which: columns: {{{example}}}."
             )
         if template.replaced is None:
             _tell_unread(rows, name, template)

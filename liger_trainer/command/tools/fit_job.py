@@ -165,6 +165,7 @@ def _refuse_unknown(recipe: Recipe, gpus: int) -> None:
         "torch_compile: true": training.torch_compile,
         "fp8: true and use_peft: false": training.fp8 and not model.use_peft,
         "offload: true where FSDP shards the weights": sharded and bool(_options_of_checkpointing(recipe).get(OPTION)),
+        "train_mtp: true": getattr(training, "train_mtp", False),
         "activation_offloading: true": getattr(training, "activation_offloading", False),
         "DeepSpeed": training.deepspeed or recipe.sharding == "DEEPSPEED",
         "context parallelism": os.environ.get("PARALLELISM_CONFIG_CP_SIZE", "1") != "1",

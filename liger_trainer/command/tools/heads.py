@@ -99,7 +99,7 @@ def _eagle_eval(args) -> None:
 
 
 def _asked(args, trained: str) -> tuple[Any, list[list[int]], set[int]]:
-    """The model, the tokens of the prompts as those of `trained` were written, and the tokens that end an answer."""
+    """The model, the tokens of the prompts in the form that `trained` has, and the tokens that end an answer."""
     from liger_trainer.data.answers import encode, end_tokens
 
     model, tokenizer = load_to_answer(args.model, args)

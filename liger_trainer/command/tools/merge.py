@@ -1,5 +1,6 @@
 """`liger-trainer merge` makes one ordinary model of an adapter and its base."""
 
+import dataclasses
 import os
 import re
 from pathlib import Path
@@ -39,6 +40,7 @@ def _merge(args) -> None:
     from liger_trainer.base_weights.unloaded import find_checkpoint, keep_unloaded_weights
     from liger_trainer.fitting.hollow import auto_class_of
     from liger_trainer.lora.merge import merge
+    from liger_trainer.mtp.predictor import trained_beside
 
     if os.path.exists(args.output) and (not os.path.isdir(args.output) or any(Path(args.output).iterdir())):
         raise RecipeError(f"OUTPUT_DIR is {args.output!r}, which is not empty. Give the path of a new folder.")
@@ -82,6 +84,8 @@ def _merge(args) -> None:
     _round(merged, dtype)
     merged.save_pretrained(args.output)
     checkpoint = find_checkpoint(source.path, config.revision)
+    trained = trained_beside(args.adapter)
+    checkpoint = dataclasses.replace(checkpoint, tensors=checkpoint.tensors | trained)
     kept = keep_unloaded_weights(merged, checkpoint, Path(args.output), not args.without_unloaded_weights)
     tokenizer.save_pretrained(args.output)
     form = read_prompt_form(args.adapter)
@@ -93,6 +97,8 @@ def _merge(args) -> None:
     )
     if str(kept):
         print(kept)
+    if trained and kept.reason is None and not args.without_unloaded_weights:
+        print(f"{len(trained)} of them are the MTP head that was trained with the adapter")
 
 
 def _round(model, dtype) -> None:

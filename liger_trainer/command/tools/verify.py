@@ -25,7 +25,7 @@ _NOT_VERIFIED = (
     "accelerate_config", "accelerator_config", "parallelism_config", "fsdp", "deepspeed", "auto_find_batch_size",
     "dataloader_drop_last", "lora_dropout", "reward_funcs", "reward_weights", "generation_batch_size",
     "steps_per_generation", "mask_truncated_completions", "chat_template_path", "medusa_init_heads_from",
-    "neftune_noise_alpha", "load_best_model_at_end", "eval_packing", "eval_predictions",
+    "neftune_noise_alpha", "load_best_model_at_end", "eval_packing", "eval_predictions", "train_mtp",
 )  # fmt: skip
 _NEVER_VERIFIED = (
     "kernels on a GPU", "several processes", "the model's own weights, tokenizer and chat template",

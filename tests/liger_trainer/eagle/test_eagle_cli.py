@@ -83,3 +83,12 @@ def test_refusals(folder, tmp_path, capsys):
     assert code == 2 and "verify has no other trainer of drafters" in err
     code, _, err = command(capsys, "fit", eagle_recipe(folder))
     assert code == 2 and "does not know what a step takes with LigerEagleTrainer" in err
+
+
+@pytest.mark.slow
+def test_verify_leaves_an_mtp_head_out(folder, capsys):
+    """Its small copy has no checkpoint to load the head from; the rest of the recipe is verified."""
+    path = write_recipe(folder, train_mtp=True, max_steps=2)
+    code, out, err = command(capsys, "verify", path)
+    assert code == 0, out + err
+    assert "left out of this recipe: train_mtp" in out

@@ -9,8 +9,9 @@ from tiny_models import VOCAB
 from liger_trainer.data.answers import answer
 from liger_trainer.eagle.decode import decode
 from liger_trainer.eagle.evaluate import evaluate, right_guesses
-from liger_trainer.eagle.target import default_layers, tapped
+from liger_trainer.eagle.target import default_layers
 from liger_trainer.medusa.evaluate import walk
+from liger_trainer.varlen.taps import tapped
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +29,7 @@ def fitted(tmp_path_factory):
 
 
 def test_a_decoder_accepts_what_the_walk_says(fitted):
-    """Each prompt by itself: the decoder's text is the greedy one, and its passes are those of the walk."""
+    """Each prompt by itself: the decoder's text is the greedy one, and it takes as many passes as the walk says."""
     model, drafter = fitted
     lengths = []
     for prompt in prompts_of(4) + prompts_of(3, seed=9):

@@ -182,7 +182,7 @@ def test_the_card_does_not_load_a_model(tmp_path):
         ({"eagle_decay": 1.1}, "eagle_decay is 1.1"),
         ({"eagle_draft_vocab_size": 0}, "eagle_draft_vocab_size is 0; expected 1 or more"),
         ({"eagle_intermediate_size": -1}, "eagle_intermediate_size is -1; expected 1 or more"),
-        ({"eagle_init_from": "a", "eagle_layers": [1, 2, 3]}, "drafter has its own shape, and eagle_layers is set"),
+        ({"eagle_init_from": "a", "eagle_layers": [1, 2, 3]}, "its drafter has its own shape, but eagle_layers is set"),
     ],
 )
 def test_bad_arguments(options, message, tmp_path):

@@ -53,7 +53,7 @@ def test_keywords_and_a_request_ask_for_the_same(name, wrapped):
 
 
 def test_each_field_has_a_keyword():
-    """But a function that makes the answer itself, which trainers pass."""
+    """But functions that make the answer themselves or read the logits, which trainers pass."""
     call = {
         "input_ids": None,
         "skip_logits": True,
@@ -66,7 +66,7 @@ def test_each_field_has_a_keyword():
     request = HeadRequest.taken_from(call)
     assert call == {"input_ids": None}
     unset = [field.name for field in fields(HeadRequest) if getattr(request, field.name) == field.default]
-    assert unset == ["logits_consumer"]
+    assert unset == ["logits_consumer", "logits_observer"]
 
 
 def test_keywords_refine_a_request():
@@ -124,3 +124,24 @@ def test_a_compiled_model_takes_requests_without_being_compiled_again():
         torch.testing.assert_close(got.log_probs, want.log_probs, rtol=1e-5, atol=1e-6)
     assert len(graphs) == 1
     torch._dynamo.reset()
+
+
+def test_an_observer_sees_the_logits_once_they_are_scored():
+    """As stand-ins; what it returns is a field of the answer. Without scores it would see nothing."""
+    model = tiny_model("llama")
+    install_fused_head(model)
+    ids = torch.tensor([[5, 9, 11, 40]])
+    seen = []
+
+    def observe(logits):
+        seen.append((logits.is_materialized, logits.hidden))
+        return logits.hidden.sum()
+
+    request = HeadRequest(token_scores=True, logits_observer=observe)
+    got = run_request(model, request, input_ids=ids, labels=ids)
+    want = run_request(model, HeadRequest(token_scores=True), input_ids=ids, labels=ids)
+    assert torch.equal(got.log_probs, want.log_probs) and want.observed is None
+    ((was_built, hidden),) = seen
+    assert not was_built and torch.equal(got.observed, hidden.sum())
+    with pytest.raises(ValueError, match="logits_observer is set and token_scores is not"):
+        HeadRequest(logits_observer=observe)

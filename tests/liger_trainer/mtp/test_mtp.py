@@ -7,8 +7,10 @@ import pytest
 import torch
 from medusa_brute_force import documents, packed_batch, ragged_batch
 from mtp_bases import SHAPES, mtp_trainer, write_base
-from peft import LoraConfig
+from peft import LoraConfig, PromptTuningConfig
 from predicting_bases import names_of, tensor_of
+from recipe_fixtures import command
+from safetensors.torch import load_file
 from tiny_models import tiny_model
 from transformers import AutoModelForCausalLM
 
@@ -147,6 +149,42 @@ def test_the_loss_does_not_depend_on_accumulation(tmp_path):
     torch.testing.assert_close(*fc, rtol=1e-5, atol=1e-7)
 
 
+LORA = {"peft_config": LoraConfig(r=4, target_modules="all-linear")}
+
+
+def test_beside_an_adapter_it_is_saved_resumed_and_merged(tmp_path, capsys):
+    """The adapter learns as without the head, bit for bit. The merged model has the trained head."""
+    extra = write_base(tmp_path / "base")
+    options = {"trainer_options": LORA, "max_steps": 4}
+    whole = mtp_trainer(tmp_path / "base", tmp_path / "whole", save_strategy="steps", save_steps=2, **options)
+    whole.train()
+    whole.save_model()
+    plain = mtp_trainer(tmp_path / "base", tmp_path / "plain", train_mtp=False, **options)
+    plain.train()
+    weights = dict(whole.model.named_parameters())
+    for name, p in plain.model.named_parameters():
+        assert torch.equal(weights.pop(name), p), name
+    assert len(weights) == len(SHAPES) and all(p.requires_grad for p in weights.values())
+
+    resumed = mtp_trainer(tmp_path / "base", tmp_path / "resumed", **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
+    for (name, p), (_, q) in zip(whole.model.named_parameters(), resumed.model.named_parameters(), strict=True):
+        assert torch.equal(p, q), name
+    with pytest.raises(ValueError, match="trained without it, has no mtp.safetensors"):
+        whole._mtp.load(str(tmp_path / "plain"))
+
+    assert not any("mtp" in name for name in load_file(tmp_path / "whole" / "adapter_model.safetensors"))
+    code, out, err = command(capsys, "merge", tmp_path / "whole", tmp_path / "merged", "--model", tmp_path / "base")
+    assert code == 0, err
+    assert "15 of them are the MTP head that was trained with the adapter" in out
+    assert names_of(tmp_path / "merged") == names_of(tmp_path / "base")
+    head = whole.model.get_base_model().mtp
+    for name, tensor in extra.items():
+        merged = tensor_of(tmp_path / "merged", name)
+        assert torch.equal(merged, head.get_parameter(name.removeprefix("mtp."))), name
+        assert not torch.equal(merged, tensor), name
+
+
 # Refused
 
 
@@ -179,8 +217,18 @@ def test_bases_without_a_head_that_is_known(tmp_path):
         ({}, {"compute_loss_func": print}, "compute_loss_func is set, which has no head"),
         (
             {},
-            {"peft_config": LoraConfig(r=2, target_modules=["q_proj"])},
-            "the model has an adapter, with which",
+            {"peft_config": LoraConfig(r=2, target_modules=["q_proj", "lm_head"])},
+            "train_mtp is true, and the LM head has an adapter",
+        ),
+        (
+            {},
+            {"peft_config": LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["embed_tokens"])},
+            "the adapter trains the input embeddings, which the head reads as the base has them",
+        ),
+        (
+            {},
+            {"peft_config": PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)},
+            "the adapter puts tokens before the text",
         ),
         ({"train_mtp": 1}, {}, "train_mtp is 1; expected true or false"),
     ],

@@ -189,6 +189,7 @@ def test_the_recipe_s_sharding_and_adapter(short_search, recipe, capsys):
         ),
         ({"fp8": True}, (), "fp8: true"),
         ({"use_liger": False}, (), "use_liger: false"),
+        ({"train_mtp": True}, (), "train_mtp: true"),
         ({}, ("--accelerate_config", "context_parallel"), "context parallelism"),
         ({"activation_checkpointing_kwargs": {"every_n_layers": 2}}, (), "kwargs: every_n_layers: 2"),
         (

@@ -1,0 +1,30 @@
+"""Reads what goes into decoder layers, in a call that computes padding and in one that does not.
+
+Padding is left out of a call only if no hook sees its rows. The hooks of this file may: their caller takes rows either
+way.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+
+@contextmanager
+def tapped(layers: nn.ModuleList, numbers: Sequence[int]) -> Iterator[list[torch.Tensor]]:
+    """Within it, a call of the model puts the inputs of the layers `numbers` into the list that it gives.
+
+    They are (B, S, H) or, where the model left padding out, (1, T, H) with the T real tokens of the batch.
+    """
+    seen: list[torch.Tensor] = []
+
+    def keep(_: nn.Module, args: tuple, kwargs: dict) -> None:
+        seen.append(args[0] if args else kwargs["hidden_states"])
+
+    hooks = [layers[i].register_forward_pre_hook(keep, with_kwargs=True) for i in numbers]
+    try:
+        yield seen
+    finally:
+        for hook in hooks:
+            hook.remove()
