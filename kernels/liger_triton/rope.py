@@ -367,6 +367,14 @@ class _Rope(torch.autograd.Function):
         return dq, dk if ctx.has_k else None, *(None,) * 9
 
 
+def _broadcasts(lead, shape) -> bool:
+    """Return whether a tensor with the leading dimensions `lead` broadcasts to as many dimensions of `shape`."""
+    for one, other in zip(lead, shape, strict=True):
+        if one not in (1, other):
+            return False
+    return True
+
+
 def misfit(q, k, cos, sin, cos_layout, unsqueeze_dim) -> str | None:
     """Return why `rope` does not take these tensors, or None if it does.
 
@@ -399,10 +407,7 @@ def misfit(q, k, cos, sin, cos_layout, unsqueeze_dim) -> str | None:
     lead = list(cos.shape[:-1])
     lead.insert(unsqueeze_dim if unsqueeze_dim >= 0 else unsqueeze_dim + cos.ndim + 1, 1)
     for name, t in (("q", q), ("k", k)):
-        if t is not None and (
-            cos.ndim >= ndim
-            or any(c not in (1, n) for c, n in zip(lead, t.shape[ndim - 1 - len(lead) : -1], strict=True))
-        ):
+        if t is not None and (cos.ndim >= ndim or not _broadcasts(lead, t.shape[ndim - 1 - len(lead) : -1])):
             return (
                 f"{shapes()}: cos.unsqueeze({unsqueeze_dim}) has leading dimensions {tuple(lead)}, which do not "
                 f"broadcast to the {tuple(t.shape[:-1])} of {name}. unsqueeze_dim is where the heads are: 1 in "
