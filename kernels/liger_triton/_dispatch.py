@@ -41,7 +41,10 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 def is_float64(*tensors: torch.Tensor | None) -> bool:
     """Return whether any tensor is float64. Kernels compute in fp32, so they do not take float64."""
-    return any(t is not None and t.dtype == torch.float64 for t in tensors)
+    for t in tensors:
+        if t is not None and t.dtype == torch.float64:
+            return True
+    return False
 
 
 def is_wrapped(t: torch.Tensor | None) -> bool:
@@ -53,7 +56,10 @@ def is_wrapped(t: torch.Tensor | None) -> bool:
 
 def takes_twin(*tensors: torch.Tensor | None) -> bool:
     """Return whether plain PyTorch computes a call with these tensors, on any device."""
-    return is_float64(*tensors) or any(t is not None and (t.is_meta or is_wrapped(t)) for t in tensors)
+    for t in tensors:
+        if t is not None and (t.dtype == torch.float64 or t.is_meta or is_wrapped(t)):
+            return True
+    return False
 
 
 def on_cuda(x: torch.Tensor) -> bool:

@@ -5,7 +5,7 @@ limit), then constants (`tl.constexpr`, upper case): flags first, block sizes la
 """
 
 import functools
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import torch
 
@@ -106,6 +106,14 @@ def check_norm(x: torch.Tensor, **parameters: torch.Tensor | None) -> None:
             raise ValueError(f"{name} is on {p.device}, x on {x.device}; move {name} to {x.device}.")
         if not p.is_floating_point():
             raise ValueError(f"{name} is {p.dtype}; expected a floating-point tensor, such as {x.dtype}.")
+
+
+def broadcasts(lead: Sequence[int], shape: Sequence[int]) -> bool:
+    """Return whether a tensor with the leading dimensions `lead` broadcasts to as many dimensions of `shape`."""
+    for one, other in zip(lead, shape, strict=True):
+        if one not in (1, other):
+            return False
+    return True
 
 
 def as_rows(x: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,7 @@ import torch
 from . import reference
 from ._autograd import once_differentiable
 from ._dispatch import jit, kernel_op, runs_triton, tl
-from ._launch import TILE, cdiv, check_in, launch, next_power_of_2
+from ._launch import TILE, broadcasts, cdiv, check_in, launch, next_power_of_2
 
 CASTS = ("promote", "input")
 COS_LAYOUTS = ("half", "interleaved", "single")
@@ -399,10 +399,7 @@ def misfit(q, k, cos, sin, cos_layout, unsqueeze_dim) -> str | None:
     lead = list(cos.shape[:-1])
     lead.insert(unsqueeze_dim if unsqueeze_dim >= 0 else unsqueeze_dim + cos.ndim + 1, 1)
     for name, t in (("q", q), ("k", k)):
-        if t is not None and (
-            cos.ndim >= ndim
-            or any(c not in (1, n) for c, n in zip(lead, t.shape[ndim - 1 - len(lead) : -1], strict=True))
-        ):
+        if t is not None and (cos.ndim >= ndim or not broadcasts(lead, t.shape[ndim - 1 - len(lead) : -1])):
             return (
                 f"{shapes()}: cos.unsqueeze({unsqueeze_dim}) has leading dimensions {tuple(lead)}, which do not "
                 f"broadcast to the {tuple(t.shape[:-1])} of {name}. unsqueeze_dim is where the heads are: 1 in "
