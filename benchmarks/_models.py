@@ -1,5 +1,10 @@
 """Shapes of published models by name: the model type of transformers, and its config. And models that are trained."""
 
+QWEN3_5_4B = dict(
+    hidden_size=2560, intermediate_size=9216, num_hidden_layers=32, full_attention_interval=4, num_attention_heads=16,
+    num_key_value_heads=4, head_dim=256, linear_num_key_heads=16, linear_num_value_heads=32, linear_key_head_dim=128,
+    linear_value_head_dim=128, vocab_size=248320, max_position_embeddings=262144, tie_word_embeddings=True,
+)  # fmt: skip
 MODELS = {
     "Llama-3-8B": ("llama", dict(
         hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
@@ -37,6 +42,27 @@ MODELS = {
     "Gemma-3-4B": ("gemma3_text", dict(
         hidden_size=2560, intermediate_size=10240, num_hidden_layers=34, num_attention_heads=8, num_key_value_heads=4,
         head_dim=256, vocab_size=262208, max_position_embeddings=131072, sliding_window=1024)),
+    "Gemma-4-E4B": ("gemma4_text", dict(
+        hidden_size=2560, intermediate_size=10240, num_hidden_layers=42, num_attention_heads=8, num_key_value_heads=2,
+        head_dim=256, global_head_dim=512, num_kv_shared_layers=18, hidden_size_per_layer_input=256,
+        vocab_size_per_layer_input=262144, vocab_size=262144, max_position_embeddings=131072, sliding_window=512,
+        final_logit_softcapping=30.0)),
+    "Qwen3.5-4B-16-layers": ("qwen3_5_text", QWEN3_5_4B | dict(num_hidden_layers=16)),
+    "Qwen3.5-4B": ("qwen3_5_text", QWEN3_5_4B),
+    "Qwen3.5-9B": ("qwen3_5_text", QWEN3_5_4B | dict(
+        hidden_size=4096, intermediate_size=12288, tie_word_embeddings=False)),
+    "Qwen3.5-35B-A3B": ("qwen3_5_moe_text", dict(
+        hidden_size=2048, moe_intermediate_size=512, shared_expert_intermediate_size=512, num_hidden_layers=40,
+        full_attention_interval=4, num_attention_heads=16, num_key_value_heads=2, head_dim=256, num_experts=256,
+        num_experts_per_tok=8, linear_num_key_heads=16, linear_num_value_heads=32, linear_key_head_dim=128,
+        linear_value_head_dim=128, vocab_size=248320, max_position_embeddings=262144)),
+    "Granite-4.0-H-Tiny": ("granitemoehybrid", dict(
+        hidden_size=1536, intermediate_size=512, shared_intermediate_size=1024, num_hidden_layers=40,
+        layer_types=["full_attention" if layer % 10 == 5 else "linear_attention" for layer in range(40)],
+        num_attention_heads=12, num_key_value_heads=4, num_local_experts=64, num_experts_per_tok=6, mamba_n_heads=48,
+        mamba_d_head=64, mamba_d_state=128, mamba_expand=2, vocab_size=100352, max_position_embeddings=131072,
+        embedding_multiplier=12, logits_scaling=6, residual_multiplier=0.22, attention_multiplier=0.0078125,
+        tie_word_embeddings=True)),
     "SmolLM2-135M": ("llama", dict(
         hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3,
         vocab_size=49152, max_position_embeddings=8192, rms_norm_eps=1e-5, tie_word_embeddings=True)),
@@ -47,6 +73,10 @@ MODELS = {
     "tiny": ("llama", dict(
         hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
         vocab_size=1031, max_position_embeddings=512)),
+    "tiny-states": ("qwen3_5_text", dict(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, full_attention_interval=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16,
+        linear_value_head_dim=16, vocab_size=1031, max_position_embeddings=512, tie_word_embeddings=True)),
 }  # fmt: skip
 
 

@@ -37,6 +37,7 @@ CASES = {
     "8b-full": {"model": "Llama-3-8B", "checkpointing": True},
     "1b-full": {"model": "Llama-3.2-1B"},
     "135m-full": {"model": "SmolLM2-135M"},
+    "qwen3.5-lora": {"model": "Qwen3.5-4B-16-layers", "lora": 16, "checkpointing": True},
     "moe24-lora-attn": {"model": "Qwen3-30B-A3B", "layers": 24, "lora": 16, "checkpointing": True},
 }
 ROWS = ("alpaca", "128", "256", "512", "1024", "2048", "4096")
@@ -64,12 +65,19 @@ DEFAULT_ARMS = tuple(arm for arm in ARMS if arm != "ours_auto")
 PROFILED = 4  # steps
 
 
+def tiny_of(model):
+    """The name of a tiny model with layers like those of `model`."""
+    if model.startswith("Qwen3.5"):
+        return "tiny-states"
+    return "tiny-moe" if "A3B" in model else "tiny"
+
+
 def run_of(case, rows, options):
     """What is trained, and how many steps are on the clock. Batches of real rows recur after so many steps."""
     kind = dict(CASES[case])
     batches, rounds = options.batches, options.rounds
     if options.tiny:
-        kind["model"] = "tiny-moe" if "A3B" in kind["model"] else "tiny"
+        kind["model"] = tiny_of(kind["model"])
         kind.pop("layers", None)
     steps = batches * (rounds + 1) + (min(PROFILED, batches) if options.profile else 0)
     kind |= {"steps": steps, "skip": steps - batches, "data": options.data}
