@@ -88,8 +88,8 @@ SMALL = {
     "full_attention_interval": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
     "linear_value_head_dim": 16, "shared_expert_intermediate_size": 32, "global_head_dim": 32,
     "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 2048,
-    "shared_intermediate_size": 32, "layer_types": ["linear_attention", "full_attention"], "mamba_n_heads": 8, "mamba_d_head": 16,
-    "mamba_d_state": 16,
+    "shared_intermediate_size": 32, "layer_types": ["linear_attention", "full_attention"], "mamba_n_heads": 8,
+    "mamba_d_head": 16, "mamba_d_state": 16,
 }  # fmt: skip
 QWEN_TOKENS = {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"}
 QWEN_TOKENS |= {"vision_start_token": "<|vision_start|>", "vision_end_token": "<|vision_end|>"}
