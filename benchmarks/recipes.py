@@ -38,6 +38,8 @@ from _processes import release
 
 from liger_trainer.paths import shipped
 
+# The shape here is a decoder alone, whose modules have no `language_model` in their names.
+ON_A_DECODER = ["--lora_target_modules", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 # The shape of a recipe's model, and what it is given here beside its own keys.
 RECIPES = {
     "quickstart": ("SmolLM2-135M", []),
@@ -60,6 +62,11 @@ RECIPES = {
     "gpt_oss_20b/sft_lora": ("gpt-oss-20b", []),
     "gpt_oss_20b/sft_lora_16gb": ("gpt-oss-20b", []),
     "qwen3_30b_a3b/sft_lora": ("Qwen3-30B-A3B", []),
+    "qwen3_5_4b/sft_lora_16gb": ("Qwen3.5-4B", ["--memory_budget", "14.5"]),
+    "qwen3_5_9b/sft_qlora_24gb": ("Qwen3.5-9B", ["--memory_budget", "22"]),
+    "gemma4_e4b/sft_lora": ("Gemma-4-E4B", ["--memory_budget", "22", *ON_A_DECODER]),
+    "granite4_h_tiny/sft_lora": ("Granite-4.0-H-Tiny", []),
+    "qwen3_5_35b_a3b/sft_lora": ("Qwen3.5-35B-A3B", []),
 }
 # What a recipe for 8 GPUs is given on one, by its header. Those without a line here have no room on one.
 ON_ONE_GPU = {"llama3_8b/sft_alpaca": ["--dtype", "bfloat16", "--gradient_accumulation_steps", "8"]}
@@ -80,6 +87,11 @@ SMALL = {
     "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16,
     "num_key_value_heads": 2, "moe_intermediate_size": 32, "num_experts": 8, "num_local_experts": 8, "vocab_size": 2048,
     "depth": 2, "num_heads": 4, "out_hidden_size": 64, "fullatt_block_indexes": [1],
+    "full_attention_interval": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16, "shared_expert_intermediate_size": 32, "global_head_dim": 32,
+    "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 2048,
+    "shared_intermediate_size": 32, "layer_types": ["linear_attention", "full_attention"], "mamba_n_heads": 8,
+    "mamba_d_head": 16, "mamba_d_state": 16,
 }  # fmt: skip
 QWEN_TOKENS = {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"}
 QWEN_TOKENS |= {"vision_start_token": "<|vision_start|>", "vision_end_token": "<|vision_end|>"}
@@ -264,7 +276,8 @@ def drawn(name, x):
         return torch.randint(256, x.shape, dtype=x.dtype, device=DEVICE)
     if x.ndim > 1:
         return torch.empty(x.shape, dtype=x.dtype, device=DEVICE).normal_(0, 0.02)
-    return torch.full(x.shape, float(name.endswith(".weight")), dtype=x.dtype, device=DEVICE)  # norms; biases
+    ones = name.endswith((".weight", "layer_scalar"))
+    return torch.full(x.shape, float(ones), dtype=x.dtype, device=DEVICE)  # norms; biases
 
 
 def write_weights(tensors, path):

@@ -78,7 +78,8 @@ RECIPES = {
     "llama3_8b/sft_alpaca_qlora", "llama3_8b/sft_qlora_16gb", "llama3_8b/sft_qlora_24gb",
     "llama3_8b/dpo_ultrafeedback", "llama3_8b/orpo", "llama3_8b/kto", "llama3_8b/grpo", "llama3_8b/medusa_stage1",
     "llama3_8b/medusa_stage2", "llama3_8b/eagle3", "llama3_2_3b/sft_lora_24gb", "qwen2_5_vl_3b/sft",
-    "qwen3_30b_a3b/sft_lora", "gpt_oss_20b/sft_lora", "gpt_oss_20b/sft_lora_16gb",
+    "qwen3_30b_a3b/sft_lora", "gpt_oss_20b/sft_lora", "gpt_oss_20b/sft_lora_16gb", "qwen3_5_4b/sft_lora_16gb",
+    "qwen3_5_9b/sft_qlora_24gb", "qwen3_5_35b_a3b/sft_lora", "gemma4_e4b/sft_lora", "granite4_h_tiny/sft_lora",
 }  # fmt: skip
 CONFIGS = {
     "configs/single_gpu",

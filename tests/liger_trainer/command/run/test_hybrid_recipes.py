@@ -1,0 +1,115 @@
+"""The recipes of Qwen3.5, Gemma 4 and Granite 4 on tiny checkpoints of these types: trained, saved, loaded, merged."""
+
+import pytest
+import torch
+from architectures import small_config
+from image_models import _TEXT as WITH_SECTIONS
+from peft import PeftModel
+from recipe_fixtures import command, losses, write_rows
+from tiny_models import tiny_tokenizer
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    PreTrainedTokenizerFast,
+)
+
+from liger_trainer.command.recipe.model_source import find_model
+from liger_trainer.command.recipe.read import parse_recipe
+
+IDS = torch.arange(3, 27).reshape(2, 12)
+GEMMA4 = {
+    "model_type": "gemma4_text", "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "global_head_dim": 32, "hidden_size_per_layer_input": 8,
+    "vocab_size": 131, "vocab_size_per_layer_input": 131, "sliding_window": 16, "final_logit_softcapping": 30.0,
+}  # fmt: skip
+GEMMA4_VISION = {
+    "model_type": "gemma4_vision", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "position_embedding_size": 16,
+}  # fmt: skip
+RECIPES = {  # and the model type of the checkpoint
+    "qwen3_5_4b/sft_lora_16gb": "qwen3_5", "qwen3_5_9b/sft_qlora_24gb": "qwen3_5",
+    "qwen3_5_35b_a3b/sft_lora": "qwen3_5_moe", "gemma4_e4b/sft_lora": "gemma4",
+    "granite4_h_tiny/sft_lora": "granitemoehybrid",
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def tokenizers_alone(monkeypatch):
+    """The processors of these checkpoints need torchvision for videos. Text needs the tokenizer alone."""
+    monkeypatch.setattr(AutoProcessor, "from_pretrained", PreTrainedTokenizerFast.from_pretrained)
+
+
+def write_checkpoint(model_type, folder):
+    """A tiny checkpoint as the published one is: of a model of images, where that is what it holds."""
+    if model_type not in CONFIG_MAPPING:
+        pytest.skip(f"this transformers has no {model_type}")
+    if model_type == "gemma4":
+        config = AutoConfig.for_model(model_type, text_config=GEMMA4, vision_config=GEMMA4_VISION, audio_config=None)
+    else:
+        config = small_config(model_type)
+    for name, value in WITH_SECTIONS.get(model_type.removesuffix("_moe"), {}).items():
+        setattr(config.text_config, name, value)
+    torch.manual_seed(0)
+    auto = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
+    model = auto.from_config(config, dtype=torch.float32)
+    model.save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return type(model)
+
+
+def train(capsys, folder, recipe, **options):
+    out = folder / f"out_{options.get('use_liger', 'true')}"
+    words = {
+        "model_name_or_path": folder / "base", "output_dir": out, "dataset_name": folder / "rows.jsonl",
+        "max_length": 64, "max_steps": 4, "warmup_steps": 0, "learning_rate": 3e-2,
+        "bf16": "false", "dtype": "float32", "logging_steps": 1, "per_device_train_batch_size": 1,
+        "gradient_accumulation_steps": 2, "load_in_4bit": "false", "save_strategy": "no",
+        "dataloader_pin_memory": "false", "use_cpu": "true",
+    } | options  # fmt: skip
+    code, out_text, err = command(
+        capsys, "train", recipe, *(x for key, value in words.items() for x in (f"--{key}", value))
+    )
+    assert code == 0, err
+    return out, out_text
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_from_its_first_line_to_the_merged_model(recipe, tmp_path, capsys):
+    model_class = write_checkpoint(RECIPES[recipe], tmp_path / "base")
+    write_rows(tmp_path / "rows.jsonl")
+    out, said = train(capsys, tmp_path, recipe)
+    logged = losses(out)
+    assert logged[4] < logged[1] and "Summary" in said and "varlen_attention" in said
+    code, _, err = command(capsys, "merge", out, tmp_path / "merged", "--dtype", "float32")
+    assert code == 0, err
+    base, merged = (model_class.from_pretrained(tmp_path / name).eval() for name in ("base", "merged"))
+    with torch.no_grad():
+        before, after = base(input_ids=IDS).logits, merged(input_ids=IDS).logits
+        adapted = PeftModel.from_pretrained(base, out).eval()(input_ids=IDS).logits
+    assert (adapted - before).abs().max() > 1e-3
+    torch.testing.assert_close(after, adapted, rtol=1e-4, atol=1e-4)
+    trained = {name.split(".lora_")[0] for name, _ in PeftModel.from_pretrained(base, out).named_parameters()}
+    assert not any("vision" in name or "visual" in name for name in trained if ".lora_" in name)
+
+
+@pytest.mark.parametrize("recipe", ["qwen3_5_4b/sft_lora_16gb", "gemma4_e4b/sft_lora"])
+def test_its_losses_are_those_of_rows_with_padding(recipe, tmp_path, capsys):
+    """TRL's own trainer cannot pack these rows: it computes padding."""
+    write_checkpoint(RECIPES[recipe], tmp_path / "base")
+    write_rows(tmp_path / "rows.jsonl", 8)
+    options = {"packing": "false", "per_device_train_batch_size": 4, "learning_rate": 1e-2}
+    ours, stock = (losses(train(capsys, tmp_path, recipe, **options, use_liger=use)[0]) for use in ("true", "false"))
+    assert ours == pytest.approx(stock, rel=1e-4) and len(ours) == 4
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_what_its_header_says(recipe):
+    read = parse_recipe(recipe, ["--bf16", "false"])
+    header = read.path.read_text().partition("\n\n")[0]
+    assert "has not run on a GPU yet" in header and "liger-trainer merge" in header
+    assert ("linear-attention]" in header) is recipe.startswith("qwen3_5")
+    assert find_model(read.model.model_name_or_path).path == read.model.model_name_or_path
