@@ -115,8 +115,13 @@ def settle_named_template(recipe: Recipe, source: ModelSource) -> None:
     if name not in _NAMED or os.path.exists(name):
         return
     vocabulary = source.load(AutoTokenizer).get_vocab()
-    if missing := [token for token in _NAMED[name] if token not in vocabulary]:
-        raise RecipeError(f"chat_template_path is {name!r}, whose token {missing[0]} the vocabulary does not have.")
+    missing = [token for token in _NAMED[name] if token not in vocabulary]
+    if missing:
+        fitting = " or ".join(other for other, tokens in _NAMED.items() if vocabulary.keys() >= set(tokens))
+        raise RecipeError(
+            f"chat_template_path is {name!r}, whose token {missing[0]} the vocabulary does not have. Set {fitting}, "
+            "whose tokens it has, or leave it out if the model has a template of its own."
+        )
     training.chat_template_path = str(PACKAGE / "data" / "chat_templates" / f"{name}.jinja")
     if _NAMED[name] and training.eos_token is None:
         training.eos_token = _NAMED[name][-1]

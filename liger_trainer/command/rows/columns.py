@@ -56,6 +56,12 @@ def text_columns(columns: tuple[tuple[str, ...], ...], mapping: dict[str, str]) 
 def renamed(rows, mapping: dict[str, str]):
     """The rows with the columns of the data, the values of `mapping`, under the names that are its keys."""
     if missing := [name for name in mapping.values() if name not in rows.column_names]:
+        if set(mapping) <= set(rows.column_names):
+            turned = ", ".join(f"{new}: {old}" for old, new in mapping.items())
+            raise RecipeError(
+                f"it has the columns {', '.join(rows.column_names)}, and columns maps them the wrong way round. The "
+                f"trainer's name comes first: columns: {{{turned}}}."
+            )
         near = nearest(missing[0], rows.column_names)
         raise RecipeError(f"it has the columns {', '.join(rows.column_names)}, and columns names {missing[0]!r}.{near}")
     replaced = [name for name in mapping if name in rows.column_names and name not in mapping.values()]
@@ -71,7 +77,12 @@ def prepare(rows, name: str, columns: tuple[tuple[str, ...], ...], mapped: set[s
             rows = rows.rename_column("messages", "conversations")
         if not set(template.needed) <= set(rows.column_names):
             needs = " and ".join(template.needed)
-            raise RecipeError(f"it has the columns {listed}; prompt_template: {name} needs {needs}.")
+            missing = [column for column in template.needed if column not in rows.column_names]
+            example = ", ".join(f"{column}: its name here" for column in missing)
+            raise RecipeError(
+                f"it has the columns {listed}; prompt_template: {name} needs {needs}. If they have other names there, "
+                f"say which: columns: {{{example}}}."
+            )
         if template.replaced is None:
             _tell_unread(rows, name, template)
         replaced = template.replaced or rows.column_names
@@ -81,11 +92,17 @@ def prepare(rows, name: str, columns: tuple[tuple[str, ...], ...], mapped: set[s
     needed = next((needed for needed in fitting if mapped & set(needed)), fitting[0] if fitting else None)
     if needed is None:
         needs = "; ".join(" and ".join(needed) for needed in columns)
+        pairs_only = columns == (("chosen", "rejected"),)  # which a last turn is not
         hints = "".join(
             f" Its rows look like those of {other!r}: set prompt_template: {other}."
             for other, template in _TEMPLATES.items()
-            if name == "none" and set(template.needed) <= have
+            if name == "none" and set(template.needed) <= have and not (pairs_only and other == "last_turn")
         )
+        if not hints and "messages" in have and pairs_only:
+            hints = (
+                " Such a trainer compares two answers: write them into chosen and rejected. To learn the answers of "
+                "messages, set trainer: sft."
+            )
         read = {*ALSO_READ, *(column for each in columns for column in each)}
         if name == "none" and (unknown := sorted(mapped - read)):
             hints = f" columns sets {unknown[0]!r}.{nearest(unknown[0], sorted(read))}"

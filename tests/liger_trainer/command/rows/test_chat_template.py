@@ -291,6 +291,14 @@ def test_messages_without_assistant_only_loss_learn_all_and_the_summary_says_so(
 
 
 @EXACT
+def test_a_named_template_of_another_vocabulary(folder, capsys):
+    (folder / "rows.jsonl").write_text(json.dumps({"messages": CONVERSATION}) + "\n")
+    recipe = write_recipe(folder, prompt_template=None, chat_template_path="llama3")
+    code, _, err = command(capsys, "train", recipe, "--dry_run")
+    assert code == 2
+    assert "whose token <|start_header_id|> the vocabulary does not have. Set chatml or qwen or mistral" in err
+
+
 def test_a_named_template_for_a_model_without_one(folder, capsys, monkeypatch):
     monkeypatch.chdir(folder)
     code, _, err = command(capsys, "train", recipe(folder))

@@ -119,7 +119,8 @@ def test_columns_of_each_data_set(tmp_path):
             {"promt": "question", "completion": "answer"},
             "it has the columns promt, completion; the trainer needs one of.* sets 'promt'. Did you mean prompt?",
         ),
-        ({"question": "prompt"}, "columns names 'prompt'"),
+        ({"question": "prompt"}, r"maps them the wrong way round. .* columns: \{prompt: question\}"),
+        ({"question": "prompt", "answer": "completion"}, r"columns: \{prompt: question, completion: answer\}"),
         ({"prompt": "question", "completion": "question"}, "expected a mapping .* each there once"),
         ({"prompt": ["question"]}, "expected a mapping"),
         ({}, "expected a mapping"),
@@ -133,6 +134,23 @@ def test_columns_that_are_wrong(columns, message, tmp_path):
     row = {"question": "w4", "answer": "w5"} | ({"number": 5} if "number" in str(columns) else {})
     with pytest.raises(RecipeError, match=message):
         load(tmp_path, [row], columns=columns)
+
+
+MESSAGES = {"messages": [USER, ANSWER]}
+NOT_FITTING = {
+    "a pair from messages": ("dpo", "none", MESSAGES, "Such a trainer compares two answers: write .* set trainer: sft"),
+    "rows for KTO": ("kto", "none", MESSAGES | {"label": True}, "set prompt_template: last_turn"),
+    "Alpaca by other names": (
+        "sft", "alpaca", {"instruct": "w3", "output": "w4"}, r"say which: columns: \{instruction: its name here\}",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("trainer, template, row, said", NOT_FITTING.values(), ids=NOT_FITTING)
+def test_rows_of_another_form_are_told_what_fits(trainer, template, row, said, tmp_path):
+    with pytest.raises(RecipeError, match=said) as caught:
+        load(tmp_path, [row], trainer, prompt_template=template)
+    assert trainer != "dpo" or "prompt_template" not in str(caught.value)
 
 
 def test_columns_on_the_command_line_and_in_the_preview(model, tmp_path, capsys):
