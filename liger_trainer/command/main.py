@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from liger_trainer.command.options import add_recipe_command, positive, take_options
 from liger_trainer.command.processes import is_main_process, say, say_error, say_loading
 from liger_trainer.command.recipe.accelerate_file import own_environment
+from liger_trainer.command.recipe.parser import asks_for_topics
 from liger_trainer.command.recipe.read import TRAIN_USAGE, Recipe, parse_recipe, read_recipe
 from liger_trainer.command.recipe.shipped_files import add_shipped_commands
 from liger_trainer.command.run import launch
@@ -87,7 +88,8 @@ def _parser() -> argparse.ArgumentParser:
 def _train(args: argparse.Namespace) -> int:
     warnings.filterwarnings("ignore", "'pin_memory' argument is set as true but no accelerator", UserWarning)
     own, words = take_options(args.options, "dry_run", "preview")
-    say_loading()
+    if not asks_for_topics(words):
+        say_loading()
     preview_rows = positive("--preview", own["preview"] or "1", int) if "preview" in own else None
     if "dry_run" in own:
         if preview_rows is not None:

@@ -30,6 +30,7 @@ from liger_trainer.trainers import init_checks
 from liger_trainer.trainers.features import FEATURES
 from liger_trainer.trainers.fsdp2 import keep_losses_in_fp32
 from liger_trainer.trainers.module_walks import WithParameters
+from liger_trainer.trainers.passes import ResumesInPass
 from liger_trainer.trainers.patched_models import PatchedModels
 from liger_trainer.trainers.renamed_weights import LoadsRenamedWeights
 from liger_trainer.trainers.world import fault_of_world
@@ -52,7 +53,7 @@ def _are_overridden(methods: tuple[Callable[..., Any] | None, ...]) -> bool:
     return not all(method is None or comes_from(method, _LIBRARIES) for method in methods)
 
 
-class LigerTrainerMixin(LoadsRenamedWeights):
+class LigerTrainerMixin(LoadsRenamedWeights, ResumesInPass):
     """The base of every Liger trainer. It patches its models when it is built, and a subclass may change the loss.
 
     A subclass does that by overriding `token_loss`, which is given per-token quantities and never logits. The sum over

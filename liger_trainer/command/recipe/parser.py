@@ -15,17 +15,11 @@ from typing import Any, NamedTuple, NoReturn
 import yaml
 
 from liger_trainer.command.options import take_options
+from liger_trainer.command.recipe.key_names import TOPICS, topic_of
 from liger_trainer.command.recipe.keys import RecipeArguments
 from liger_trainer.command.recipe.trainers import TRAINERS, TrainerEntry
 from liger_trainer.errors import RecipeError
 
-_TOPICS = {
-    "recipe": "rows, rewards, and what this command does",
-    "model": "the model, its adapter and its quantisation",
-    "ours": "kernels, memory, fp8, speculative heads",
-    "trainer": "the trainer's loss and data",
-    "training": "steps, optimizer, precision, evaluation, saving, logging",
-}
 # What other tools, and earlier releases of transformers and TRL, call a key, where a name that looks alike is another.
 _OTHER_NAMES = {
     "batch_size": "per_device_train_batch_size", "micro_batch_size": "per_device_train_batch_size",
@@ -71,17 +65,13 @@ def parser_of(entry: TrainerEntry, usage: str) -> tuple[Any, dict[str, Key]]:
         for field in (field for field in dataclasses.fields(cls) if field.init):
             default = None if field.default is dataclasses.MISSING else field.default
             owners = (base for base in reversed(cls.__mro__) if field.name in getattr(base, "__annotations__", ()))
-            topic = {RecipeArguments: "recipe", ModelConfig: "model"}.get(cls) or _topic(next(owners).__module__)
+            topic = {RecipeArguments: "recipe", ModelConfig: "model"}.get(cls) or topic_of(next(owners).__module__)
             keys[field.name] = Key(hints[field.name], default, topic, tuple(field.metadata.get("choices", ())))
     # transformers' parser takes one word for a key that is a text or a list, such as report_to.
     for action in parser._actions:
         if action.nargs is None and action.dest in keys and list[str] in typing.get_args(keys[action.dest].hint):
             action.nargs = "+"
     return parser, keys
-
-
-def _topic(module: str) -> str:
-    return {"transformers": "training", "liger_trainer": "ours"}.get(module.partition(".")[0], "trainer")
 
 
 def _help(parser: Any, keys: dict[str, Key], word: str) -> str:
@@ -92,21 +82,34 @@ def _help(parser: Any, keys: dict[str, Key], word: str) -> str:
     if name:
         wanted = {key for key, of in keys.items() if name in (key, of.topic)} or {key for key in keys if name in key}
         if not wanted:
-            raise RecipeError(f"--help has {word!r}, which is no topic ({', '.join(_TOPICS)}, all) and in no key.")
+            raise RecipeError(f"--help has {word!r}, which is no topic ({', '.join(TOPICS)}, all) and in no key.")
         for action in parser._actions:
             if action.dest not in wanted:
                 action.help = argparse.SUPPRESS
         return parser.format_help()
-    lines = [f"usage: {parser.usage}", "", "Any key of a recipe is an option too, and beats the file. Keys by topic:"]
-    for topic, about in _TOPICS.items():
-        names = ", ".join(key for key, of in keys.items() if of.topic == topic)
-        lines += ["", f"{topic}: {about}", textwrap.fill(names, 118, initial_indent="  ", subsequent_indent="  ")]
+    names: dict[str, list[str]] = {topic: [] for topic in TOPICS}
+    for key, of in keys.items():
+        names[of.topic].append(key)
+    return topics_text(parser.usage, names)
+
+
+def topics_text(usage: str, names: dict[str, list[str]]) -> str:
+    """The text of `--help` alone: the names of the keys by topic."""
+    lines = [f"usage: {usage}", "", "Any key of a recipe is an option too, and beats the file. Keys by topic:"]
+    for topic, about in TOPICS.items():
+        listed = textwrap.fill(", ".join(names[topic]), 118, initial_indent="  ", subsequent_indent="  ")
+        lines += ["", f"{topic}: {about}", listed]
     lines += [
         "",
         "What keys mean, and their defaults: --help KEY, --help TOPIC, --help all, or --help WORD for all keys with",
         "that word in their names, such as lora or eval.",
     ]
     return "\n".join(lines) + "\n"
+
+
+def asks_for_topics(words: Iterable[str]) -> bool:
+    """Tell whether the command line has `--help` without a key or a topic."""
+    return take_options(["--help" if word == "-h" else word for word in words], "help")[0].get("help") == ""
 
 
 def options_given(parser, keys: dict[str, Key], words: list[str], entry: TrainerEntry) -> dict[str, Any]:

@@ -16,15 +16,18 @@ from typing import Any
 from liger_trainer.command.options import take_options
 from liger_trainer.command.recipe.accelerate_file import apply_config, find_config
 from liger_trainer.command.recipe.checks import settle
+from liger_trainer.command.recipe.key_names import names_by_topic
 from liger_trainer.command.recipe.keys import RecipeArguments
 from liger_trainer.command.recipe.parser import (
     SWITCHES_AND_TEXTS,
+    asks_for_topics,
     checked,
     dump_yaml,
     load_yaml,
     options_given,
     parser_of,
     refuse_unknown_keys,
+    topics_text,
 )
 from liger_trainer.command.recipe.shipped_files import find_shipped, recipe_names
 from liger_trainer.command.recipe.trainers import TRAINERS, TrainerEntry
@@ -109,6 +112,10 @@ def read_recipe(
     if not isinstance(trainer, str) or trainer not in TRAINERS:
         raise RecipeError(f"{path}: trainer is {trainer!r}; expected one of: {', '.join(TRAINERS)}.")
     entry = TRAINERS[trainer]
+    names = names_by_topic(entry) if asks_for_topics(words) else None
+    if names is not None:
+        print(topics_text(usage, names), end="")
+        raise SystemExit(0)
     parser, keys = parser_of(entry, usage)
     refuse_unknown_keys(path, values, keys, entry)
     values = {key: checked(path, key, value, keys[key].hint) for key, value in values.items()}

@@ -92,12 +92,13 @@ def prepare(rows, name: str, columns: tuple[tuple[str, ...], ...], mapped: set[s
     needed = next((needed for needed in fitting if mapped & set(needed)), fitting[0] if fitting else None)
     if needed is None:
         needs = "; ".join(" and ".join(needed) for needed in columns)
+        pairs_only = columns == (("chosen", "rejected"),)  # which a last turn is not
         hints = "".join(
             f" Its rows look like those of {other!r}: set prompt_template: {other}."
             for other, template in _TEMPLATES.items()
-            if name == "none" and set(template.needed) <= have and _makes_one_of(columns, template, rows)
+            if name == "none" and set(template.needed) <= have and not (pairs_only and other == "last_turn")
         )
-        if not hints and "messages" in have and columns == (("chosen", "rejected"),):
+        if not hints and "messages" in have and pairs_only:
             hints = (
                 " Such a trainer compares two answers: write them into chosen and rejected. To learn the answers of "
                 "messages, set trainer: sft."
@@ -124,17 +125,6 @@ def prepare(rows, name: str, columns: tuple[tuple[str, ...], ...], mapped: set[s
     rows = place_system_prompts(without_repeated_prompts(rows, needed), needed, system_prompt)
     check_rows(rows, needed)
     return rows
-
-
-def _makes_one_of(columns: tuple[tuple[str, ...], ...], template: _Template, rows: Any) -> bool:
-    """Tell whether the template would leave one of the sets in `columns`, as far as the first row shows."""
-    try:
-        made = template.convert(rows[0], 0)
-    except RecipeError:
-        return True  # what is wrong with the row is said once the template is set
-    replaced = rows.column_names if template.replaced is None else template.replaced
-    kept = {column for column in rows.column_names if column not in replaced}
-    return any(set(needed) <= kept | set(made) for needed in columns)
 
 
 def _tell_unread(rows, name: str, template: _Template) -> None:

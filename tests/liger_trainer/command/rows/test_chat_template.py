@@ -296,7 +296,7 @@ def test_a_named_template_of_another_vocabulary(folder, capsys):
     recipe = write_recipe(folder, prompt_template=None, chat_template_path="llama3")
     code, _, err = command(capsys, "train", recipe, "--dry_run")
     assert code == 2
-    assert "whose token <|start_header_id|> the vocabulary does not have. Set mistral, whose tokens it has" in err
+    assert "whose token <|start_header_id|> the vocabulary does not have. Set chatml or qwen or mistral" in err
 
 
 def test_a_named_template_for_a_model_without_one(folder, capsys, monkeypatch):
