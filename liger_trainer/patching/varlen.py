@@ -16,6 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from liger_trainer.head import masks
+from liger_trainer.head.classifier import classifier_binding, is_classifier
 from liger_trainer.instance import probe
 from liger_trainer.instance.binding import bind, own_class
 from liger_trainer.instance.kind import Found, attempt
@@ -84,6 +85,8 @@ def find_backbone(model) -> Iterator[Found]:
     kinds = [how for kind, how in _ATTENDS_BY.items() if kind in proven.kinds]
     binding = padding.binding_of(backbone, proven, *(() if told is None else (told.forward, told.guards)))
     yield Found(OPERATION, name, backbone, "; ".join([runs, *kinds]), binding)
+    if is_classifier(model):
+        yield Found(OPERATION, type(model).__name__, model, "pools one token of each row", classifier_binding(model))
     if told is not None:
         yield from _layers_of(model, told, name)
 
@@ -105,7 +108,7 @@ def _has_gpu() -> bool:
 
 def _why_not(model, around, backbone) -> str | None:
     config = model.config
-    if model.get_output_embeddings() is None:
+    if model.get_output_embeddings() is None and not is_classifier(model):
         return "it has no LM head, whose forward would see the labels"
     # A model with sinks or soft caps has no SDPA. Of one that has it, eager is what the user asked for.
     text, lacks_sdpa = config.get_text_config(), model._supports_attention_backend and not model._supports_sdpa
@@ -148,10 +151,11 @@ def _is_proven_by_rows(model, told: Told) -> bool:
 def _prove(model, with_states: bool = False, by_rows: dict[type, Any] | None = None):
     """(`Proven`, None), or (None, what differs). `by_rows`: the forwards of layers that are given rows as they lie.
 
-    Of a model of images and text it is its decoder that is copied: what is around it sees the batch as it is.
+    Of a model of images and text it is its decoder that is copied: what is around it sees the batch as it is. Of one
+    with a classification head it is its backbone.
     """
     around, backbone = base_of(model), backbone_of(model)
-    subject = model if around is backbone else backbone
+    subject = model if around is backbone and not is_classifier(model) else backbone
     attention = model.config.get_text_config()._attn_implementation
     own, ours = (small_copy(subject, probe.SEED, attention) for _ in range(2))
     if (reason := why_not_theirs(own)) is not None:
@@ -199,7 +203,7 @@ def _prove(model, with_states: bool = False, by_rows: dict[type, Any] | None = N
     if error is not None:
         needs_ids = f"given embeddings in place of ids, {error}"
     keeps_prompts: str | None = "the model takes images too"
-    if subject is model:
+    if around is backbone:
         _, keeps_prompts = attempt(lambda copy: (None, why_prompts_are_kept(own, copy, copied, _run, _apart)), ours)
     return proven._replace(keeps_padding=reason, needs_ids=needs_ids, keeps_prompts=keeps_prompts), None
 

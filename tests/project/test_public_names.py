@@ -21,7 +21,7 @@ KERNEL_MODULES = {  # public in both packages
     "LigerRMSNorm", "LigerLayerNorm", "LigerSwiGLUMLP", "LigerGEGLUMLP", "LigerCrossEntropyLoss",
     "LigerFusedLinearCrossEntropyLoss",
 }  # fmt: skip
-TRAINERS = ("SFT", "DPO", "ORPO", "CPO", "KTO", "GRPO", "RLOO", "Distillation")
+TRAINERS = ("SFT", "DPO", "ORPO", "CPO", "KTO", "GRPO", "RLOO", "Reward", "Distillation")
 NAMES = {
     "LigerTrainer", "LigerTrainingArguments", "LigerMedusaConfig", "MedusaHeads", "LigerMedusaTrainer", "LigerReport",
     "apply_liger", "remove_liger", "AutoLigerKernelForCausalLM", "Mxfp4Config", *KERNEL_MODULES,
@@ -46,7 +46,7 @@ KERNELS = {
     "token_ranks",
     *KERNEL_MODULES,
 }  # fmt: skip
-SHARING = {f"Liger{name}Config" for name in ("DPO", "GRPO", "RLOO")}
+SHARING = {f"Liger{name}Config" for name in ("DPO", "GRPO", "RLOO", "Reward")}
 OWN_OPTIONS = {
     "cuda_graphs",
     "use_liger",
