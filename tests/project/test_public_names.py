@@ -67,8 +67,8 @@ COMMANDS = {
 RECIPES = {
     "quickstart", "quickstart_dpo", "quickstart_medusa", "llama3_8b/sft_alpaca", "llama3_8b/sft_alpaca_lora",
     "llama3_8b/sft_alpaca_qlora", "llama3_8b/sft_qlora_16gb", "llama3_8b/sft_qlora_24gb",
-    "llama3_8b/dpo_ultrafeedback", "llama3_8b/orpo", "llama3_8b/kto", "llama3_8b/grpo", "llama3_8b/medusa_stage1",
-    "llama3_8b/medusa_stage2", "llama3_2_3b/sft_lora_24gb", "qwen2_5_vl_3b/sft",
+    "llama3_8b/dpo_ultrafeedback", "llama3_8b/orpo", "llama3_8b/kto", "llama3_8b/grpo", "llama3_8b/reward",
+    "llama3_8b/medusa_stage1", "llama3_8b/medusa_stage2", "llama3_2_3b/sft_lora_24gb", "qwen2_5_vl_3b/sft",
     "qwen3_30b_a3b/sft_lora", "gpt_oss_20b/sft_lora", "gpt_oss_20b/sft_lora_16gb",
 }  # fmt: skip
 CONFIGS = {

@@ -105,6 +105,11 @@ def setup_of(recipe: Recipe) -> Any:
     import liger_trainer
     from liger_trainer.verify import Setup
 
+    if recipe.entry.trainer == "LigerRewardTrainer":  # its checks build models with an LM head
+        raise RecipeError(
+            "trainer is 'reward', whose models verify cannot build. `liger-trainer compare` trains with both trainers, "
+            "and shows both losses."
+        )
     training, init = recipe.training, dict(recipe.training.model_init_kwargs or {})
     config = _config(recipe.model.model_name_or_path, "model_name_or_path", init, recipe.model.model_revision)
     init = {key: value for key, value in init.items() if key not in _OF_LOADING}
