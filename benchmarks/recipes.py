@@ -58,6 +58,7 @@ RECIPES = {
     "llama3_8b/orpo": ("Llama-3-8B", ["--save_strategy", "no"]),
     "llama3_8b/kto": ("Llama-3-8B", ["--save_strategy", "no"]),
     "llama3_8b/grpo": ("Llama-3-8B", ["--save_strategy", "no"]),
+    "llama3_8b/reward": ("Llama-3-8B", []),
     "qwen2_5_vl_3b/sft": ("Qwen2.5-VL-3B", ["--save_strategy", "no"]),
     "gpt_oss_20b/sft_lora": ("gpt-oss-20b", []),
     "gpt_oss_20b/sft_lora_16gb": ("gpt-oss-20b", []),
@@ -78,6 +79,7 @@ ROWS = {
     "orpo": ("pairs.json", ["--prompt_template", "sharegpt"]),
     "kto": ("kto_en_demo.json", ["--prompt_template", "last_turn"]),
     "grpo": ("questions.jsonl", []),
+    "reward": ("dpo_en_demo.json", ["--prompt_template", "sharegpt"]),
     "medusa": ("answers.jsonl", []),
     "eagle": ("answers.jsonl", []),
 }

@@ -32,6 +32,8 @@ if TYPE_CHECKING:  # what editors and type checkers see; a test compares these n
     from liger_trainer.trainers.kto_trainer import LigerKTOTrainer as LigerKTOTrainer
     from liger_trainer.trainers.orpo_trainer import LigerORPOConfig as LigerORPOConfig
     from liger_trainer.trainers.orpo_trainer import LigerORPOTrainer as LigerORPOTrainer
+    from liger_trainer.trainers.reward_trainer import LigerRewardConfig as LigerRewardConfig
+    from liger_trainer.trainers.reward_trainer import LigerRewardTrainer as LigerRewardTrainer
     from liger_trainer.trainers.rloo_trainer import LigerRLOOConfig as LigerRLOOConfig
     from liger_trainer.trainers.rloo_trainer import LigerRLOOTrainer as LigerRLOOTrainer
     from liger_trainer.trainers.sft_trainer import LigerSFTConfig as LigerSFTConfig
@@ -54,6 +56,7 @@ _NAMES = {  # module: public names
     "liger_trainer.trainers.kto_trainer": ("LigerKTOConfig", "LigerKTOTrainer"),
     "liger_trainer.trainers.grpo_trainer": ("LigerGRPOConfig", "LigerGRPOTrainer"),
     "liger_trainer.trainers.rloo_trainer": ("LigerRLOOConfig", "LigerRLOOTrainer"),
+    "liger_trainer.trainers.reward_trainer": ("LigerRewardConfig", "LigerRewardTrainer"),
     "liger_trainer.trainers.distillation_trainer": ("LigerDistillationConfig", "LigerDistillationTrainer"),
     "liger_trainer.eagle.config": ("LigerEagleConfig",),
     "liger_trainer.eagle.drafter": ("EagleDrafter",),

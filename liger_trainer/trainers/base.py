@@ -75,6 +75,7 @@ class LigerTrainerMixin(LoadsRenamedWeights, ResumesInPass):
         gives_token_predictions (`bool`): Whether `compute_loss` calls its model through `_gathering_predictions`, as
             `eval_predictions="tokens"` needs.
         liger_report (`LigerReport` or `None`): What was patched, or `None` with `use_liger=False`.
+        takes_classifiers (`bool`): Whether it trains models that have a classification head in place of an LM head.
         freezes_model (`bool`): Whether the model is frozen as a whole, under something of the trainer's own.
         freezes_in_eight_bits (`bool`): Whether the frozen base of the model is put into eight bits, as `fp8` asks.
         checkpointing (`CheckpointingSummary` or `None`): What `auto` chose in the last training.
@@ -96,6 +97,7 @@ class LigerTrainerMixin(LoadsRenamedWeights, ResumesInPass):
     _patched: PatchedModels
     _needs_heads: bool = False  # whether the loss is computed by fused heads alone
     liger_report: LigerReport | None = None
+    takes_classifiers: bool = False
     freezes_model: bool = False
     freezes_in_eight_bits: bool = False
     checkpointing: CheckpointingSummary | None = None

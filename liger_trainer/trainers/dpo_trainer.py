@@ -44,6 +44,8 @@ class LigerDPOTrainer(LigerTRLMixin, DPOTrainer):
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool) -> Any:
         """Compute the stock loss, from a call whose labels the host knows where it knows the batch."""
+        if not self.uses_liger:
+            return super()._compute_loss(model, inputs, return_outputs)
         ids, mask = values_of(inputs["input_ids"], inputs["completion_mask"])
 
         def call(**given: Any) -> Any:

@@ -12,6 +12,7 @@ from torch import nn
 from transformers import DataCollatorWithFlattening, Trainer
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
+from liger_trainer.head.classifier import is_classifier
 from liger_trainer.head.module import base_model_of, has_fused_head, head_reason, output_head
 from liger_trainer.head.outputs import EXTRA_OUTPUTS, TOKEN_OUTPUTS
 from liger_trainer.patching.core.binding import Binding, own_class
@@ -40,7 +41,8 @@ def refuse_before_patching(trainer: Any, model: nn.Module) -> None:
                 "would go on computing with the kernels. Load the model anew, or call remove_liger(model) first."
             )
         return
-    if trainer.wants_part("fused_linear_cross_entropy") and output_head(model) is None:
+    pools = trainer.takes_classifiers and is_classifier(base_model_of(model)) and not trainer.has_own_loss
+    if trainer.wants_part("fused_linear_cross_entropy") and output_head(model) is None and not pools:
         raise ValueError(
             f"use_liger=True swaps the loss for a fused LM head, but {head_reason(model)}. For such a model set "
             'liger_config={"fused_linear_cross_entropy": false}, or use_liger=False.'

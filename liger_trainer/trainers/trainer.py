@@ -41,10 +41,12 @@ class LigerTrainer(LigerTrainerMixin, Trainer):
     With `compute_metrics`, evaluation builds them, as the metrics ask for them, unless `eval_predictions="tokens"`.
 
     Raises:
-        ValueError: `use_liger=True` with a model that has no LM head, or unknown keys in `liger_config`.
+        ValueError: `use_liger=True` with a model that has neither an LM head nor a head that pools a token of each row,
+            or unknown keys in `liger_config`.
     """
 
     gives_token_predictions = True
+    takes_classifiers = True
     label_smoother: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

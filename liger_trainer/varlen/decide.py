@@ -255,15 +255,22 @@ def states_shown(model, bound: BackboneBinding, call: dict[str, Any]) -> str | N
     """Name what the model's forward returns of every position, or hands to the user's loss function, or return None."""
     if call.get("labels") is None and call.get("shift_labels") is None:
         return "a call without labels returns logits"
+    if (reason := asks_for_positions(model, call)) is not None:
+        return reason
+    loss = model.__dict__.get("_loss_function", own_loss_of(model))  # what its forward calls
+    if loss is not bound.proven.loss:
+        return f"the loss function {getattr(loss, '__qualname__', loss)} may read logits of padding"
+    return None
+
+
+def asks_for_positions(model, call: dict[str, Any]) -> str | None:
+    """Name an argument of a call, or a field of the config, that asks for something of every position."""
     for name in ("output_hidden_states", "output_attentions", "output_router_logits", *call):
         asked = _of_config(model.config, name) if call.get(name) is None else call[name]
         if name.startswith("output_") and asked is not None and asked is not False:
             return f"{name} asks for what it computes for padding"
     if call.get("return_dict") is False:
         return "with return_dict=False, it returns logits"
-    loss = model.__dict__.get("_loss_function", own_loss_of(model))  # what its forward calls
-    if loss is not bound.proven.loss:
-        return f"the loss function {getattr(loss, '__qualname__', loss)} may read logits of padding"
     return None
 
 

@@ -22,12 +22,15 @@ class SharingRule(NamedTuple):
         least_part (`float`): What part of its tokens a call has to save.
         least_uncaptured (`int`): Tokens that a call has to be left with where it could be replayed as a CUDA graph
             instead, which is for steps whose pace the host sets.
+        halves (`bool`, *optional*): Whether the rows are pairs, the first of each in the first half of the batch and
+            the second in the other half. They share all that they begin with before the position that is scored.
     """
 
     least_prefix: int
     least_saved: int
     least_part: float
     least_uncaptured: int
+    halves: bool = False
 
 
 # Derived from counts of launches and passes, not yet measured: `benchmarks/completions.py` and `preferences.py` have
@@ -73,6 +76,25 @@ def find_groups(ids: torch.Tensor, real: torch.Tensor, scored: torch.Tensor) -> 
             beginning = values[row, first : last + 1].tobytes()
             alike.setdefault((first, last, beginning), []).append(row)
     return [Group(rows, first, last - first) for (first, last, _), rows in alike.items() if len(rows) > 1]
+
+
+def find_pairs(ids: torch.Tensor, real: torch.Tensor, scored: torch.Tensor) -> list[Group]:
+    """Find what both rows of each pair begin with. The arguments are those of `find_groups`.
+
+    No token of it predicts a label, so the last one may be shared too. Each row keeps the position that is scored.
+    """
+    half = len(ids) // 2
+    if len(ids) % 2:
+        return []
+    columns = torch.arange(ids.shape[1], device="cpu")
+    firsts = torch.where(real, columns, ids.shape[1]).amin(1)
+    lasts = torch.where(real, columns, -1).amax(1)
+    ends = torch.where(scored, columns, ids.shape[1]).amin(1).minimum(lasts)
+    same = (ids[:half] == ids[half:]) & (columns < ends[:half, None]) & (columns < ends[half:, None])
+    before = columns < firsts[:half, None]
+    alike = (same | before).long().cumprod(1).sum(1)  # columns, those before the first token included
+    shared = torch.where(firsts[:half] == firsts[half:], alike - firsts[:half], 0).tolist()
+    return [Group([i, i + half], int(firsts[i]), n) for i, n in enumerate(shared) if n > 0]
 
 
 def worthwhile(groups: list[Group], tokens: int, rule: SharingRule) -> list[Group]:

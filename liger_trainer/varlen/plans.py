@@ -5,7 +5,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from liger_trainer.varlen.groups import SharingRule, find_groups, worthwhile
+from liger_trainer.varlen.groups import SharingRule, find_groups, find_pairs, worthwhile
 from liger_trainer.varlen.host_copies import remember, sent, values_of
 from liger_trainer.varlen.padding import Plan, cache_of, tokens_of
 from liger_trainer.varlen.rows import Rows
@@ -100,7 +100,8 @@ def _padded_plan(call, tokens, mask, full, sharing) -> Plan | None:
     elif not broken and sum(lengths) < real.numel():
         unshared = _plan_of_tokens(call, tokens, real, lengths)
     if shares and ids is not None and sharing is not None and not broken:
-        groups = worthwhile(find_groups(ids, real, predicting[0]), sum(lengths), sharing)
+        find = find_pairs if sharing.halves else find_groups
+        groups = worthwhile(find(ids, real, predicting[0]), sum(lengths), sharing)
         if groups:
             return SharedPlan(call, real, groups, unshared)
     return unshared

@@ -21,7 +21,7 @@ KERNEL_MODULES = {  # public in both packages
     "LigerRMSNorm", "LigerLayerNorm", "LigerSwiGLUMLP", "LigerGEGLUMLP", "LigerCrossEntropyLoss",
     "LigerFusedLinearCrossEntropyLoss",
 }  # fmt: skip
-TRAINERS = ("SFT", "DPO", "ORPO", "CPO", "KTO", "GRPO", "RLOO", "Distillation")
+TRAINERS = ("SFT", "DPO", "ORPO", "CPO", "KTO", "GRPO", "RLOO", "Reward", "Distillation")
 NAMES = {
     "LigerTrainer", "LigerTrainingArguments", "LigerMedusaConfig", "MedusaHeads", "LigerMedusaTrainer", "LigerReport",
     "LigerEagleConfig", "EagleDrafter", "LigerEagleTrainer",
@@ -47,7 +47,7 @@ KERNELS = {
     "token_ranks",
     *KERNEL_MODULES,
 }  # fmt: skip
-SHARING = {f"Liger{name}Config" for name in ("DPO", "GRPO", "RLOO")}
+SHARING = {f"Liger{name}Config" for name in ("DPO", "GRPO", "RLOO", "Reward")}
 OWN_OPTIONS = {
     "cuda_graphs",
     "use_liger",
@@ -76,10 +76,11 @@ COMMANDS = {
 RECIPES = {
     "quickstart", "quickstart_dpo", "quickstart_medusa", "llama3_8b/sft_alpaca", "llama3_8b/sft_alpaca_lora",
     "llama3_8b/sft_alpaca_qlora", "llama3_8b/sft_qlora_16gb", "llama3_8b/sft_qlora_24gb",
-    "llama3_8b/dpo_ultrafeedback", "llama3_8b/orpo", "llama3_8b/kto", "llama3_8b/grpo", "llama3_8b/medusa_stage1",
-    "llama3_8b/medusa_stage2", "llama3_8b/eagle3", "llama3_2_3b/sft_lora_24gb", "qwen2_5_vl_3b/sft",
-    "qwen3_30b_a3b/sft_lora", "gpt_oss_20b/sft_lora", "gpt_oss_20b/sft_lora_16gb", "qwen3_5_4b/sft_lora_16gb",
-    "qwen3_5_9b/sft_qlora_24gb", "qwen3_5_35b_a3b/sft_lora", "gemma4_e4b/sft_lora", "granite4_h_tiny/sft_lora",
+    "llama3_8b/dpo_ultrafeedback", "llama3_8b/orpo", "llama3_8b/kto", "llama3_8b/grpo", "llama3_8b/reward",
+    "llama3_8b/medusa_stage1", "llama3_8b/medusa_stage2", "llama3_8b/eagle3", "llama3_2_3b/sft_lora_24gb",
+    "qwen2_5_vl_3b/sft", "qwen3_30b_a3b/sft_lora", "gpt_oss_20b/sft_lora", "gpt_oss_20b/sft_lora_16gb",
+    "qwen3_5_4b/sft_lora_16gb", "qwen3_5_9b/sft_qlora_24gb", "qwen3_5_35b_a3b/sft_lora", "gemma4_e4b/sft_lora",
+    "granite4_h_tiny/sft_lora",
 }  # fmt: skip
 CONFIGS = {
     "configs/single_gpu",

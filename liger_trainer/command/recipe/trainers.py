@@ -33,6 +33,7 @@ TRAINERS = {
     ),
     "grpo": TrainerEntry("LigerGRPOConfig", "LigerGRPOTrainer", (("prompt",),), images=True, rewards=True),
     "rloo": TrainerEntry("LigerRLOOConfig", "LigerRLOOTrainer", (("prompt",),), images=True, rewards=True),
+    "reward": TrainerEntry("LigerRewardConfig", "LigerRewardTrainer", (("chosen", "rejected"),)),
     "distillation": TrainerEntry("LigerDistillationConfig", "LigerDistillationTrainer", (("prompt",),)),
     "medusa": TrainerEntry(
         "LigerMedusaConfig",

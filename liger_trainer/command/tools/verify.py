@@ -110,7 +110,11 @@ def setup_of(recipe: Recipe) -> Any:
             "trainer is eagle, and verify has no other trainer of drafters to compare with. Try the recipe with "
             "--max_steps 2, and measure the drafter with liger-trainer eagle-eval."
         )
-
+    if recipe.entry.trainer == "LigerRewardTrainer":  # its checks build models with an LM head
+        raise RecipeError(
+            "trainer is 'reward', whose models verify cannot build. `liger-trainer compare` trains with both trainers, "
+            "and shows both losses."
+        )
     training, init = recipe.training, dict(recipe.training.model_init_kwargs or {})
     config = _config(recipe.model.model_name_or_path, "model_name_or_path", init, recipe.model.model_revision)
     init = {key: value for key, value in init.items() if key not in _OF_LOADING}

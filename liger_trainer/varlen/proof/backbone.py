@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from liger_trainer.head.classifier import classifier_binding, is_classifier
 from liger_trainer.patching.core import probe
 from liger_trainer.patching.core.binding import Binding, bind, own_class
 from liger_trainer.patching.core.kind import Found, attempt
@@ -93,6 +94,8 @@ def find_backbone(model) -> Iterator[Found]:
     if of_masks is not None:
         around_name = next((name for name, module in model.named_modules() if module is around), "")
         yield Found(OPERATION, around_name, around, "leaves the masks of text to its decoder", of_masks)
+    if is_classifier(model):
+        yield Found(OPERATION, type(model).__name__, model, "pools one token of each row", classifier_binding(model))
     if told is not None:
         yield from _layers_of(model, told, name)
 
@@ -114,7 +117,7 @@ def _has_gpu() -> bool:
 
 def _why_not(model, around, backbone) -> str | None:
     config = model.config
-    if model.get_output_embeddings() is None:
+    if model.get_output_embeddings() is None and not is_classifier(model):
         return "it has no LM head, whose forward would see the labels"
     # A model with sinks or soft caps has no SDPA. Of one that has it, eager is what the user asked for.
     text, lacks_sdpa = config.get_text_config(), model._supports_attention_backend and not model._supports_sdpa
@@ -155,18 +158,19 @@ def _prove(model, with_states: bool = False, by_rows: dict[type, Any] | None = N
     """(`Proven`, None), or (None, what differs). `by_rows`: the forwards of layers that are given rows as they lie.
 
     Of a model of images and text it is its decoder that is copied: what is around it sees the batch as it is. Where
-    that makes masks, it is copied too, without its towers.
+    that makes masks, it is copied too, without its towers. Of a model with a classification head it is its backbone.
     """
     around, backbone = base_of(model), backbone_of(model)
     makes_masks = around is not backbone and bool(image_masks.made_by(around))
-    subject = model if around is backbone or makes_masks else backbone
+    is_whole = makes_masks or (around is backbone and not is_classifier(model))
+    subject = model if is_whole else backbone
     attention = model.config.get_text_config()._attn_implementation
     copied_by = image_masks.small_whole_copy if makes_masks else small_copy
     own, ours = (copied_by(subject, probe.SEED, attention) for _ in range(2))
     reason = why_not_theirs(own)
     if reason is not None:
         return None, reason
-    reason = foreign_class([model, around]) if around is not backbone else None
+    reason = foreign_class([model, around]) if makes_masks or not is_whole else None
     if reason is not None:
         return None, reason
     ids = torch.randint(3, 40, (len(_LENGTHS), _WIDTH), generator=probe.generator())

@@ -7,6 +7,7 @@ import tempfile
 
 import pytest
 from tiny_models import classifier, collate, ragged_rows, tiny_model
+from transformers import AutoModelForTokenClassification
 
 from liger_trainer import LigerSFTConfig, LigerTrainer, LigerTrainingArguments
 
@@ -37,14 +38,28 @@ def test_liger_config_from_a_command_line_is_json():
     assert arguments(liger_config='{"rope": false}').liger_config == {"rope": False}
 
 
+def sorter_of_tokens():
+    """It has a head that is neither one of an LM nor one that pools a token of each row."""
+    return AutoModelForTokenClassification.from_config(classifier().config)
+
+
+def test_token_loss_of_a_classifier():
+    class Own(LigerTrainer):
+        def token_loss(self, outputs, inputs):
+            return -outputs.log_probs
+
+    with pytest.raises(ValueError, match="LlamaForSequenceClassification has no LM head"):
+        Own(model=classifier(), args=arguments(), train_dataset=ragged_rows(4), data_collator=collate)
+
+
 def test_a_model_without_an_lm_head(tmp_path):
     options = {"train_dataset": ragged_rows(4), "data_collator": collate}
     with pytest.raises(
-        ValueError, match="LlamaForSequenceClassification has no LM head.*fused_linear_cross_entropy.*use_liger"
+        ValueError, match="LlamaForTokenClassification has no LM head.*fused_linear_cross_entropy.*use_liger"
     ):
-        LigerTrainer(model=classifier(), args=arguments(), **options)
+        LigerTrainer(model=sorter_of_tokens(), args=arguments(), **options)
     layers_only = LigerTrainer(
-        model=classifier(), args=arguments(liger_config={"fused_linear_cross_entropy": False}), **options
+        model=sorter_of_tokens(), args=arguments(liger_config={"fused_linear_cross_entropy": False}), **options
     )
     assert layers_only.liger_report.operations["rms_norm"].swapped
 

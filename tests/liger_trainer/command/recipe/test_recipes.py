@@ -38,7 +38,7 @@ def test_names():
     assert {"quickstart", "llama3_8b/sft_alpaca", "llama3_8b/sft_alpaca_lora"} <= set(SHIPPED)
     assert {"quickstart_dpo", "llama3_8b/dpo_ultrafeedback"} <= set(SHIPPED)
     assert {"quickstart_medusa", "llama3_8b/medusa_stage1", "llama3_8b/medusa_stage2"} <= set(SHIPPED)
-    assert {"llama3_8b/kto", "llama3_8b/grpo"} <= set(SHIPPED)
+    assert {"llama3_8b/kto", "llama3_8b/grpo", "llama3_8b/reward"} <= set(SHIPPED)
 
 
 def test_the_recipe_in_4_bits():

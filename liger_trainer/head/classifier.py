@@ -1,0 +1,93 @@
+"""Classification heads of transformers: the backbone runs on real tokens, and the head pools one of each row.
+
+`GenericForSequenceClassification` computes a number, or several, of every position, and returns those of the last token
+whose id is not that of padding. So the position that a row is judged by depends on ids, not on the mask. A call whose
+rows are all judged by real tokens leaves out padding. In any other the model's own code runs on the batch as it is.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.modeling_layers import GenericForSequenceClassification
+
+from liger_trainer.patching.core.binding import Binding, call_previous, in_place_of
+from liger_trainer.patching.core.hooks import replaced_forward
+from liger_trainer.varlen import masks
+from liger_trainer.varlen.decide import asks_for_positions, bound_backbone, decide
+from liger_trainer.varlen.groups import SharingRule
+from liger_trainer.varlen.host_copies import remember, sent, values_of
+from liger_trainer.varlen.padding import Plan, cache_of, running
+
+
+class ClassifierBinding(Binding):
+    """The binding of a model with a classification head.
+
+    Attributes:
+        sharing (`SharingRule` or None): When both rows of a pair share what they begin with. The trainer sets it.
+    """
+
+    key = "_liger_classifier"
+
+    def __init__(self, function: Callable):
+        super().__init__(function)
+        self.sharing: SharingRule | None = None
+
+
+def is_classifier(model: nn.Module) -> bool:
+    """Return whether `model` has a classification head that pools as this module knows it."""
+    own = GenericForSequenceClassification.forward
+    return isinstance(model, GenericForSequenceClassification) and type(model).forward is own
+
+
+def classifier_binding(model: nn.Module) -> ClassifierBinding:
+    """Make the binding for `model`, in which calls of the backbone leave out padding."""
+    return ClassifierBinding(_forward_of(type(model)))  # type: ignore[arg-type] # mypy takes no class for hashable
+
+
+@functools.cache
+def _forward_of(model_class: Any) -> Callable:
+    @in_place_of(model_class.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        bound, backbone = ClassifierBinding.of(self), bound_backbone(self)
+        if self.training and cache_of(kwargs) is None:  # no step reads it
+            kwargs["use_cache"] = bool(kwargs.get("use_cache"))
+        plan = None
+        marked = None if bound is None or backbone is None or bound.aside else _with_pooled(self, kwargs)
+        if marked is not None and bound is not None and backbone is not None:
+            shown = asks_for_positions(self, kwargs)
+            unfit = functools.partial(_why_unfit, self, bound)
+            plan, reason = decide(self, backbone, args, marked, shown, unfit, bound.sharing)
+            if reason is not None and reason.instead is not None:
+                backbone.tell(reason.text, reason.instead)
+        with running(plan):
+            return call_previous(self, ClassifierBinding, args, kwargs)
+
+    return forward
+
+
+def _with_pooled(model: Any, call: dict[str, Any]) -> dict[str, Any] | None:
+    """`call` with `shift_labels` that mark the position by which each row is judged; None where it cannot be told."""
+    ids = call.get("input_ids")
+    pad = model.config.get_text_config().pad_token_id
+    if not isinstance(ids, torch.Tensor) or ids.ndim != 2 or pad is None:
+        return None
+    values = values_of(ids)[0].cpu()  # waits for the device, where the values are not known on the host
+    columns = torch.arange(values.shape[1], device="cpu", dtype=torch.int32)
+    pooled = (columns * (values != pad)).argmax(-1)  # as transformers does
+    marks = torch.full_like(values, -100)
+    marks[torch.arange(len(values), device="cpu"), pooled] = 0
+    on_device = sent(marks, ids.device)
+    if on_device is not marks:
+        remember(on_device, marks)
+    return call | {"shift_labels": on_device}
+
+
+def _why_unfit(model: Any, bound: ClassifierBinding, plan: Plan) -> str | None:
+    reason = masks.why_not_ours(model)
+    if reason is not None or not plan.leaves_out:
+        return reason
+    replaced = replaced_forward(model, bound.previous)
+    return None if replaced is None else f"{replaced} on the {type(model).__name__} may read what padding has"
