@@ -7,7 +7,7 @@ from trl import DPOConfig, DPOTrainer
 from liger_trainer.trainers.arguments import LigerArguments
 from liger_trainer.trainers.trl import LigerTRLMixin
 
-_SMOOTHED = ("exo_pair", "robust", "aot", "aot_unpaired")  # the loss types in which TRL reads label_smoothing
+_SMOOTHED = ("exo_pair", "robust", "aot", "aot_unpaired")  # TRL reads label_smoothing only for these loss types
 
 
 @dataclass
@@ -34,5 +34,5 @@ class LigerDPOTrainer(LigerTRLMixin, DPOTrainer):
             raise ValueError(
                 f"label_smoothing is {self.args.label_smoothing}, which DPOTrainer does not use with loss_type "
                 f"{self.args.loss_type}. Remove it, or take one of {', '.join(_SMOOTHED)}; 'robust' is 'sigmoid' for "
-                "preferences some of which are wrong."
+                "data where some preferences are wrong."
             )
