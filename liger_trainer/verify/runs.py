@@ -34,7 +34,7 @@ LONG = 384  # tokens of a long row: more than 256, so that blocks of 128 and 256
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adafactor", "rmsprop", "adagrad")  # that PyTorch alone runs
 CHUNK_ROWS = 8  # of logits, where a head is cut into chunks
 
-# Options that have a value of their own in every run, whatever the recipe says.
+# Options that every run sets to these values, whatever the recipe says.
 _OWN = {
     "max_steps": 2, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "learning_rate": 0.05,
     # Plain SGD hands an error in a gradient on as it is. Adam's first steps take the sign of it, even of rounding.
@@ -44,8 +44,8 @@ _OWN = {
     "mask_truncated_completions": False, "logging_nan_inf_filter": False,
     "cuda_graphs": "false",  # captured steps have a check of their own
 }  # fmt: skip
-# Keys of a recipe, by their beginnings, that decide nothing of what a step computes, or that need another machine, or
-# that draw noise of the shape of a batch.
+# Prefixes of recipe keys that are ignored: they do not change what a step computes, need another machine, or draw noise
+# in the shape of a batch.
 _LEFT_OUT = (
     "accelerator_config", "auto_find", "chat_template_path", "dataloader_", "dataset_num_proc", "ddp_", "deepspeed",
     "eval_", "fp8", "fsdp", "generation_batch", "greater_is_better", "host_memory", "hub_", "include_", "jit_",
@@ -62,7 +62,7 @@ class Setup:
 
     trainer: type  # of `liger_trainer`
     arguments: type  # its config
-    config: Any  # of the model, whose weights are not read
+    config: Any  # the model's config; its weights are not read
     rows: list[dict[str, Any]]  # a few, in the form that the trainer takes
     options: dict[str, Any] = field(default_factory=dict)  # of the trainer's config, where not at their defaults
     peft_config: Any = None
@@ -136,7 +136,7 @@ class Bench:
         return model
 
     def _adapter(self, dropout: float = 0.0) -> Any:
-        """The setup's adapter with `dropout` for its own, whose masks would depend on whether padding is computed."""
+        """Return the setup's adapter with this dropout rate: dropout masks depend on whether padding is computed."""
         adapter = copy.deepcopy(self.setup.peft_config)
         for name in _dropouts(adapter):
             setattr(adapter, name, dropout)
@@ -197,9 +197,14 @@ class Bench:
         return trainer
 
     def run(
-        self, kind: str, disturbed: bool = True, collate: Callable | None = None, resume: str | None = None,
-        seen: KeepGradients | None = None, **options: Any,
-    ) -> Run:  # fmt: skip
+        self,
+        kind: str,
+        disturbed: bool = True,
+        collate: Callable | None = None,
+        resume: str | None = None,
+        seen: KeepGradients | None = None,
+        **options: Any,
+    ) -> Run:
         """Build a trainer of `kind` with `options` and train, from the checkpoint `resume` if it is given.
 
         `disturbed` moves the trained weights from where they begin, so that an adapter has an effect, and the policy is

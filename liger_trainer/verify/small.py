@@ -14,10 +14,16 @@ from liger_trainer.patching.small_model import drawn, small_config
 POSITIONS = 512
 _WIDTH, _HEAD_DIM = 64, 16  # as in `small_config`
 _FURTHER_SIZES = {
-    "num_kv_heads": 4, "ffn_hidden_size": 48, "dim_ff": 48,
-    "lru_width": _WIDTH, "mamba_d_head": _HEAD_DIM, "decoder_ffn_dim": 48, "encoder_ffn_dim": 48,
-    "decoder_attention_heads": 4, "encoder_attention_heads": 4,
-}  # fmt: skip
+    "num_kv_heads": 4,
+    "ffn_hidden_size": 48,
+    "dim_ff": 48,
+    "lru_width": _WIDTH,
+    "mamba_d_head": _HEAD_DIM,
+    "decoder_ffn_dim": 48,
+    "encoder_ffn_dim": 48,
+    "decoder_attention_heads": 4,
+    "encoder_attention_heads": 4,
+}
 _LEAST_EPSILON = 1e-3  # next to a variance near 1, a wrong 1e-6 would hide in the rounding
 _SPECIAL = ("<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>")
 _NAMES = ("role", "from", "name", "type", "id")  # of messages and tools: not text that may be longer
@@ -30,7 +36,7 @@ _TEMPLATE = (
 
 
 def small_tokenizer(*special: str | None) -> PreTrainedTokenizerFast:
-    """A tokenizer of bytes, with a chat template that marks answers, and with the tokens `special`."""
+    """Return a byte tokenizer with a chat template that marks answers, and with the tokens `special`."""
     names = list(dict.fromkeys([*_SPECIAL, *filter(None, special)]))
     known = {name: i for i, name in enumerate([*names, *sorted(pre_tokenizers.ByteLevel.alphabet())])}
     tokenizer = Tokenizer(models.BPE(vocab=known, merges=[]))
@@ -38,9 +44,13 @@ def small_tokenizer(*special: str | None) -> PreTrainedTokenizerFast:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(name, special=True) for name in names])
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>", model_max_length=POSITIONS,
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="</s>",
+        model_max_length=POSITIONS,
         chat_template=_TEMPLATE,
-    )  # fmt: skip
+    )
 
 
 def write_model(config: Any, vocab: int, seed: int, folder: str) -> None:
@@ -49,7 +59,7 @@ def write_model(config: Any, vocab: int, seed: int, folder: str) -> None:
     It has the class of `config`, its switches, scales and caps, and a layer of each kind.
 
     Raises:
-        RecipeError: There is no decoder of text in `config`, or none that is small with the sizes that are known.
+        RecipeError: `config` has no text decoder, or its class does not accept small sizes.
     """
     text = config.get_text_config()
     if text.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not getattr(text, "auto_map", None):
@@ -72,8 +82,8 @@ def write_model(config: Any, vocab: int, seed: int, folder: str) -> None:
         AutoConfig.from_pretrained(folder)
     except Exception as error:  # the model's own code may want anything of its sizes
         raise RecipeError(
-            f"model_name_or_path has the model type {text.model_type!r}, of which liger-trainer verify cannot make a "
-            f"small copy: {type(error).__name__}: {error}"
+            f"liger-trainer verify cannot make a small copy of the model type {text.model_type!r} "
+            f"(model_name_or_path): {type(error).__name__}: {error}"
         ) from error
 
 
