@@ -64,12 +64,12 @@ class Fp8Arguments(Protocol):
 
 
 class Fp8Trainer(FeatureTrainer, Protocol):
-    """What FP8 reads of a trainer, and writes (`freezes_in_eight_bits`)."""
+    """What FP8 reads of a trainer, and writes (`freezes_in_fp8`)."""
 
     args: Fp8Arguments
     model: nn.Module
     freezes_model: bool
-    freezes_in_eight_bits: bool
+    freezes_in_fp8: bool
 
 
 class Fp8(Feature[Fp8Arguments, Fp8Trainer]):
@@ -102,7 +102,7 @@ class Fp8(Feature[Fp8Arguments, Fp8Trainer]):
         args = trainer.args
         has_frozen_base = _has_adapters(getattr(trainer, "model", None)) or trainer.freezes_model
         quantizes_base = trainer.uses_liger and str(args.mixed_precision) == "fp8" and has_frozen_base
-        trainer.freezes_in_eight_bits = quantizes_base
+        trainer.freezes_in_fp8 = quantizes_base
         if not quantizes_base:
             if getattr(args, "fp8", False) and importlib.util.find_spec("torchao") is None:
                 raise ValueError(
@@ -136,7 +136,7 @@ class Fp8(Feature[Fp8Arguments, Fp8Trainer]):
         Quantizing cannot be undone, so everything is checked first. If building the trainer fails later, another
         trainer can use the quantized base.
         """
-        if not trainer.freezes_in_eight_bits:
+        if not trainer.freezes_in_fp8:
             report = quantized_before(model)  # by an earlier trainer
             if report.swapped and trainer.is_fsdp_enabled:
                 prepare_for_shards(model)

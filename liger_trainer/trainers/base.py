@@ -77,16 +77,16 @@ class LigerTrainerMixin(LoadsRenamedWeights, ResumesInPass):
         liger_report (`LigerReport` or `None`): What was patched, or `None` with `use_liger=False`.
         takes_classifiers (`bool`): Whether it trains models that have a classification head in place of an LM head.
         freezes_model (`bool`): Whether the model is frozen as a whole, under something of the trainer's own.
-        freezes_in_eight_bits (`bool`): Whether the frozen base of the model is put into eight bits, as `fp8` asks.
+        freezes_in_fp8 (`bool`): Whether `fp8` stores the frozen base of the model in FP8.
         checkpointing (`CheckpointingSummary` or `None`): What `auto` chose in the last training.
         captured_steps (`Summary` or `None`): What `cuda_graphs` captured in the last training, or
             why it captured nothing. `None` with `cuda_graphs=False` or `use_liger=False`.
-        device_memory (`GpuMemory` or `None`): Another memory than the GPU's, by which it chooses.
-        base_checkpoint (`Base` or `None`): The files that the model was loaded from, where they may have more than it.
-        kept_weights (`KeptWeights` or `None`): What the last save took over from them.
-        rows_are_chats (`bool`): Whether rows are messages, by which `sample_prompts` are asked. True where unknown.
-        system_prompt (`str` or `None`): With which `sample_prompts` are asked then: that of the first row.
-        grad_norm_of_step (`Callable` or `None`): What finds the norm of the gradients in place of the stock trainer.
+        device_memory (`GpuMemory` or `None`): The memory that `auto` plans for, instead of the GPU's.
+        base_checkpoint (`Base` or `None`): The files that the model was loaded from, if they may have further weights.
+        kept_weights (`KeptWeights` or `None`): The further weights that the last save copied from these files.
+        rows_are_chats (`bool`): Whether rows are messages, so that `sample_prompts` are chats. True if unknown.
+        system_prompt (`str` or `None`): The system prompt of the first row, which `sample_prompts` are asked with.
+        grad_norm_of_step (`Callable` or `None`): Returns the norm of the gradients, instead of the stock trainer.
     """
 
     token_outputs: tuple[str, ...] = ()
@@ -99,7 +99,7 @@ class LigerTrainerMixin(LoadsRenamedWeights, ResumesInPass):
     liger_report: LigerReport | None = None
     takes_classifiers: bool = False
     freezes_model: bool = False
-    freezes_in_eight_bits: bool = False
+    freezes_in_fp8: bool = False
     checkpointing: CheckpointingSummary | None = None
     captured_steps: Summary | None = None
     device_memory: GpuMemory | None = None
@@ -145,7 +145,7 @@ class LigerTrainerMixin(LoadsRenamedWeights, ResumesInPass):
         return self.loss_hook == "token_loss" and type(self).token_loss is not LigerTrainerMixin.token_loss
 
     def _token_loss_of(self, outputs: FusedLMOutput, inputs: dict) -> torch.Tensor:
-        """Call `token_loss`, and put zeros where there is no label. ValueError if it is not one loss per label."""
+        """Call `token_loss`, and set positions without a label to zero. ValueError if it is not one loss per label."""
         per_token: Any = self.token_loss(outputs, inputs)  # a user's method, which may return anything
         mask: Any = outputs.label_mask
         shape = getattr(per_token, "shape", None)
@@ -176,7 +176,7 @@ class LigerTrainerMixin(LoadsRenamedWeights, ResumesInPass):
         return self._remembering(super().get_eval_dataloader(*args, **kwargs))
 
     def _remembering(self, loader: DataLoader) -> DataLoader:
-        """`loader`, of whose batches the host keeps what it needs to find their rows."""
+        """Have the host keep the mask and positions of each batch of `loader`, so that it can find the rows."""
         if isinstance(loader, DataLoaderShard) and self.wants_part("varlen_attention"):
             loader.base_dataloader.collate_fn = remembering(loader.base_dataloader.collate_fn)
         return loader
@@ -215,7 +215,7 @@ class LigerTrainerMixin(LoadsRenamedWeights, ResumesInPass):
         return super()._get_grad_norm(self._with_parameters(model, super()._get_grad_norm), grad_norm)
 
     def _with_parameters(self, model: nn.Module, stock: Any) -> Any:
-        """What `stock`, a method of `Trainer` that reads the parameters of a model and no more, gets as the model."""
+        """Return the model to pass to `stock`, a method of `Trainer` that reads only the parameters of a model."""
         is_stock = getattr(stock, "__func__", None) is getattr(Trainer, stock.__name__)
         alone = self.accelerator.distributed_type == DistributedType.NO
         return WithParameters(model) if self.uses_liger and is_stock and alone else model
@@ -252,15 +252,15 @@ class LigerTrainerMixin(LoadsRenamedWeights, ResumesInPass):
 
     @contextmanager
     def _explaining_missing_logits(self) -> Iterator[None]:
-        """Adds advice to the error of a loss that found no logits, and to that of an input which was written to."""
+        """Context manager: adds advice to the error of a loss without logits, or of an overwritten input."""
         try:
             yield
         except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
             if self.liger_report is not None and init_checks.IN_PLACE in str(error):
                 error.add_note(init_checks.WHAT_FUSED_LAYERS_KEEP)
-            of_none = "NoneType" in str(error) or error.args == ("logits",)
-            unpacked = str(error).startswith("not enough values to unpack")  # `loss, logits = model(...)[:2]`
-            if (of_none or unpacked) and self.head_is_ours and self.overrides_compute_loss:
+            reads_none = "NoneType" in str(error) or error.args == ("logits",)
+            unpacks_logits = str(error).startswith("not enough values to unpack")  # `loss, logits = model(...)[:2]`
+            if (reads_none or unpacks_logits) and self.head_is_ours and self.overrides_compute_loss:
                 error.add_note(self._ways_to_a_loss_of_logits())
             raise
 

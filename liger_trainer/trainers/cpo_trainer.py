@@ -19,8 +19,8 @@ class LigerCPOTrainer(LigerPairMixin, CPOTrainer):
     For SimPO set `loss_type="simpo"` and `cpo_alpha=0.0`, for CPO-SimPO the same with `cpo_alpha` above 0, and for
     AlphaPO `loss_type="alphapo"` and an `alpha`. The trainer takes the arguments of `CPOTrainer`, with a
     [`LigerCPOConfig`] as `args`; a plain `CPOConfig` counts as one with `use_liger=True`. It builds no (B, S, V) logits
-    in training or evaluation, unless the model is an encoder-decoder, of which only the layers are patched. A subclass
-    changes the loss by overriding `cpo_loss`.
+    in training or evaluation, except for encoder-decoder models: only their layers are patched. A subclass changes the
+    loss by overriding `cpo_loss`.
     """
 
     loss_hook = "cpo_loss"

@@ -91,8 +91,8 @@ class CudaGraphs(Feature[CapturedArguments, CapturedTrainer]):
         began_at: int | None = None
 
         def run(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            # The first step of the optimizer makes its states, and before it nobody knows what memory they leave.
-            # The trainer knows only now at which step it begins: it may have trained before, or go on from a save.
+            # The optimizer allocates its states in its first step; how much memory is left is unknown before that.
+            # The trainer knows its first step only now: it may have trained before, or resume from a checkpoint.
             nonlocal began_at
             if began_at is None:
                 began_at = trainer.state.global_step
@@ -142,7 +142,7 @@ def why_not_by_arguments(args: CapturedArguments) -> str | None:
 def why_not_captured(trainer: CapturedTrainer) -> str | None:
     """Name what in a trainer and its arguments keeps all steps from being captured, or return None.
 
-    What depends on a call, and may change in a training, is asked in each call (`varlen/decide.py`).
+    Reasons that may change during training are checked in each call (`varlen/decide.py`).
     """
     args = trainer.args
     if not trainer.uses_liger:
@@ -158,7 +158,7 @@ def why_not_captured(trainer: CapturedTrainer) -> str | None:
         return reason
     if trainer.overrides_compute_loss:
         return f"{type(trainer).__name__} overrides compute_loss"
-    if trainer.model is None:  # with `model_init` there is none before training has begun
+    if trainer.model is None:  # `model_init` builds it when training begins
         return None
     if bound_backbone(base_model_of(trainer.model)) is None:
         return "its model does not run on real tokens (varlen_attention)"

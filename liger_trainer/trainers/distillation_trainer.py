@@ -1,9 +1,9 @@
 """`LigerDistillationTrainer`: `trl.DistillationTrainer` with a divergence that both LM heads compute without logits.
 
 TRL's trainer asks `_get_last_hidden_state` for the hidden states of student and teacher, and gives them with the
-weights of both heads to its `ChunkedDivergenceFunction`. Here the models' own forwards return deferred logits. These go
-through TRL's loss in the place of the hidden states, down to that function, in whose place ours calls both heads. So
-masks, reduction and metrics stay TRL's, while adapters and whatever a model does to its logits take effect.
+weights of both heads to its `ChunkedDivergenceFunction`. Here the models' own forwards return deferred logits. These
+pass through TRL's loss in place of the hidden states. Our replacement of `ChunkedDivergenceFunction` then calls both
+heads. So masks, reduction and metrics stay TRL's, while adapters and whatever a model does to its logits take effect.
 """
 
 import sys
@@ -159,16 +159,21 @@ class _FusedDivergence:
                     'the trainer was built. Set liger_config={"fused_linear_cross_entropy": false}.'
                 )
 
-        def of_student(hidden: torch.Tensor, target: torch.Tensor, **own: Any) -> Any:
-            def of_both(teacher_hidden: torch.Tensor, target: torch.Tensor, **theirs: Any) -> Any:
-                theirs = {f"teacher_{name}": value for name, value in theirs.items()}
+        def in_student_head(hidden: torch.Tensor, target: torch.Tensor, **student_head: Any) -> Any:
+            def in_both_heads(teacher_hidden: torch.Tensor, target: torch.Tensor, **teacher_head: Any) -> Any:
+                teacher_options = {f"teacher_{name}": value for name, value in teacher_head.items()}
                 return linear_divergence(
-                    hidden, teacher_hidden=teacher_hidden, beta=beta, temperature=temperature, uniform_grad=True,
-                    **own, **theirs,
-                )  # fmt: skip
+                    hidden,
+                    teacher_hidden=teacher_hidden,
+                    beta=beta,
+                    temperature=temperature,
+                    uniform_grad=True,
+                    **student_head,
+                    **teacher_options,
+                )
 
-            return teacher.fused(of_both, target)  # a call of the teacher's head within the call of the student's
+            return teacher.fused(in_both_heads, target)  # a call of the teacher's head inside the student's
 
-        # `fused` asks for targets, of which a divergence has no use.
+        # `fused` takes targets, but a divergence does not use them.
         targets = torch.zeros(student.shape[:-1], dtype=torch.int64, device=student.device)
-        return student.fused(of_student, targets)
+        return student.fused(in_student_head, targets)

@@ -11,7 +11,7 @@ from liger_trainer.trainers.shared_prompts import SharedPromptFields
 from liger_trainer.trainers.trl import LigerTRLMixin
 from liger_trainer.varlen.host_copies import remember, values_of
 
-_SMOOTHED = ("exo_pair", "robust", "aot", "aot_unpaired")  # the loss types in which TRL reads label_smoothing
+_SMOOTHED = ("exo_pair", "robust", "aot", "aot_unpaired")  # TRL reads label_smoothing only for these loss types
 
 
 @dataclass
@@ -39,7 +39,7 @@ class LigerDPOTrainer(LigerTRLMixin, DPOTrainer):
             raise ValueError(
                 f"label_smoothing is {self.args.label_smoothing}, which DPOTrainer does not use with loss_type "
                 f"{self.args.loss_type}. Remove it, or take one of {', '.join(_SMOOTHED)}; 'robust' is 'sigmoid' for "
-                "preferences some of which are wrong."
+                "data where some preferences are wrong."
             )
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool) -> Any:

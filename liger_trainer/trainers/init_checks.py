@@ -38,7 +38,7 @@ def refuse_before_patching(trainer: Any, model: nn.Module) -> None:
         if has_fused_head(model) or any(binding is not None and not binding.aside for binding in bindings):
             raise ValueError(
                 "use_liger is False, but the model has been patched before, by another trainer or by apply_liger, and "
-                "would go on computing with the kernels. Load the model anew, or call remove_liger(model) first."
+                "would still compute with the kernels. Load the model again, or call remove_liger(model) first."
             )
         return
     pools = trainer.takes_classifiers and is_classifier(base_model_of(model)) and not trainer.has_own_loss
@@ -54,7 +54,7 @@ def refuse_before_patching(trainer: Any, model: nn.Module) -> None:
         )
     if args.n_gpu > 1:
         raise ValueError(
-            f"{args.n_gpu} GPUs are visible to this one process, for which Trainer uses nn.DataParallel. Its replicas "
+            f"{args.n_gpu} GPUs are visible to this one process, so Trainer would use nn.DataParallel. Its replicas "
             "would all call the patched forwards of the first GPU's model. Start with accelerate launch or torchrun, "
             "make one GPU visible with CUDA_VISIBLE_DEVICES, or set use_liger=False."
         )
@@ -85,7 +85,7 @@ def refuse_a_second_loss(trainer: Any) -> None:
 
 
 def refuse_unfit_for_own_loss(trainer: Any) -> None:
-    """ValueError for unknown `token_outputs`, for a head that stays plain, and for labels that are no next tokens."""
+    """ValueError for unknown `token_outputs`, an LM head that is not fused, or labels that are not next tokens."""
     names, known = trainer.token_outputs, (*TOKEN_OUTPUTS, *EXTRA_OUTPUTS)
     for name in names:
         if name not in known:
@@ -111,7 +111,7 @@ def refuse_token_predictions(trainer: Any) -> None:
         unfused = None if trainer.liger_report is None else trainer.why_unfused(trainer.model)
         why = unfused or "the fused LM head that finds them is switched off (use_liger, liger_config)"
     elif (other := _why_not_next_tokens(trainer.model)) is not None:
-        why = f"{other}, whose labels are not the tokens that follow"
+        why = f"{other}, and its labels are not the tokens that follow"
     elif trainer.compute_loss_func is not None and trainer.stock_class() is Trainer:
         why = "compute_loss_func is set, which needs the logits"
     if why is not None:
@@ -119,9 +119,9 @@ def refuse_token_predictions(trainer: Any) -> None:
 
 
 def refuse_packed_rows_that_mix(trainer: Any) -> None:
-    """ValueError if batches are several rows in one, and the model would let them see each other.
+    """ValueError if batches pack several rows into one, and the model would let them see each other.
 
-    The collator makes the batch that is tried. It is in `padding_free` that TRL's collators and trainers say so.
+    The batch for this test comes from the collator. TRL's collators and trainers that pack have `padding_free`.
     """
     collator = trainer.data_collator
     flattens = isinstance(collator, DataCollatorWithFlattening) or bool(getattr(collator, "padding_free", False))
@@ -135,10 +135,10 @@ def refuse_packed_rows_that_mix(trainer: Any) -> None:
 
 
 def refuse_packed_batch_that_mixes(trainer: Any, inputs: Any, faults: dict[frozenset[str], str | None]) -> None:
-    """ValueError if `inputs` of a step are several rows in one, as a user's collator makes, which see each other.
+    """ValueError if a user's collator packed rows into `inputs`, and the model would let them see each other.
 
-    Such a batch has positions that start anew, and no mask. `faults` remembers what was found for arguments that tell
-    where rows begin. The values of positions are read in models alone in which rows may see each other.
+    Such a batch has positions that restart at 0, and no mask. `faults` caches the answer by the arguments that mark
+    where rows begin. The values of positions are read only for models that may mix rows.
     """
     if not isinstance(inputs, Mapping) or inputs.get("attention_mask") is not None:
         return
@@ -153,13 +153,12 @@ def refuse_packed_batch_that_mixes(trainer: Any, inputs: Any, faults: dict[froze
     why = faults[told]
     if why is not None and bool((values_of(positions)[0].diff() != 1).any()):
         raise ValueError(
-            f"position_ids of a batch start anew, so that rows are packed in it, but {why}. "
-            f"{_ways_to_rows_apart(trainer.model)}"
+            f"position_ids of a batch restart, so it has packed rows, but {why}. {_ways_to_rows_apart(trainer.model)}"
         )
 
 
 def _ways_to_rows_apart(model: nn.Module) -> str:
-    """What to do about packed rows that see each other in `model`."""
+    """Return advice for the error about packed rows that see each other in `model`."""
     if keeps_state(base_model_of(model)):
         return (
             "Train on padded rows: switch packing and padding_free off, or pass a collator that pads, such as "

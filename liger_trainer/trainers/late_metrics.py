@@ -1,9 +1,9 @@
-"""TRL's training metrics, read from the GPU when somebody asks for them.
+"""Read TRL's training metrics from the GPU only when they are logged.
 
 In every micro-batch TRL reads the number of labels, the entropy and the accuracy from the GPU, between forward and
 backward. The host waits there for the forward pass, and then the GPU waits for the host to launch the backward pass.
-The numbers are needed when they are logged. So TRL is given placeholders, and what it has appended to its lists is
-replaced by the values, computed on the GPU as TRL computes them, at the first look at the lists.
+The numbers are needed only for logging. So TRL computes on placeholders and appends these to its lists. When the lists
+are first read, the placeholders are replaced by the values, computed on the GPU as TRL computes them.
 """
 
 from collections.abc import Iterator
@@ -47,15 +47,15 @@ class LateMetrics:
 
     @staticmethod
     def placeholders() -> dict[str, torch.Tensor]:
-        """The fields by which TRL computes metrics of one label that are NaN, so that a use of them shows."""
+        """Return fields that make TRL's metrics NaN, so that a metric which is not replaced is noticed."""
         nan = torch.full((1,), float("nan"))
         return {"entropy": nan, "is_top1": nan, "label_mask": torch.ones(1, dtype=torch.bool)}
 
     @contextmanager
     def recording(self, outputs: list[FusedLMOutput]) -> Iterator[None]:
-        """A context in which TRL's `compute_loss` runs on placeholders, and `outputs` gets what they stand for.
+        """Context manager for a call of TRL's `compute_loss` on placeholders; `outputs` gets the real fields.
 
-        RuntimeError if TRL has not appended one value to each metric.
+        RuntimeError if TRL did not append exactly one value to each metric.
         """
         train = self.lists["train"]
         before = {name: len(train.get(name, ())) for name in _METRICS}
@@ -70,12 +70,12 @@ class LateMetrics:
                 f"SFTTrainer.compute_loss called its model {len(outputs)} times and appended to {', '.join(_METRICS)} "
                 "other than once. This version of trl is not supported: install trl>=1.16,<2."
             )
-        found = outputs[0]
+        fields = outputs[0]
         self._pending.append(
             _Pending(
-                entropy=found.entropy.detach().sum(),  # type: ignore[union-attr]  # TRL's head always has it
-                correct=found.is_top1.sum(),  # type: ignore[union-attr]
-                labels=found.label_mask.sum(),  # type: ignore[union-attr]
+                entropy=fields.entropy.detach().sum(),  # type: ignore[union-attr]  # TRL's head always has it
+                correct=fields.is_top1.sum(),  # type: ignore[union-attr]
+                labels=fields.label_mask.sum(),  # type: ignore[union-attr]
                 places=[(train[name], count) for name, count in before.items()],
             )
         )
@@ -93,5 +93,5 @@ class LateMetrics:
         for metric, values in enumerate(per_metric.tolist()):
             for micro_batch, value in zip(pending, values, strict=True):
                 target, index = micro_batch.places[metric]
-                if index < len(target):  # otherwise somebody has emptied the list
+                if index < len(target):  # otherwise the list has been cleared
                     target[index] = value

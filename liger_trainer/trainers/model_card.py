@@ -3,8 +3,8 @@
 TRL's trainers write one. Where a trainer has more to say (`WritesCards.card_text`), the text is made from
 `model_card.md`, and the metadata stay TRL's.
 
-A card says what was trained. It is not worth a checkpoint: TRL's code for it asks trackers for addresses, and one whose
-package is incomplete raises an error there, in the middle of a save.
+A failing card must not cost a checkpoint. TRL's code for it asks trackers for their addresses, and a tracker with an
+incomplete package raises an error there, in the middle of a save.
 """
 
 import importlib
@@ -23,8 +23,13 @@ else:
     StockTrainer = object
 
 _TEMPLATE = Path(__file__).with_name("model_card.md")
-_PACKAGES = {"TRL": "trl", "Transformers": "transformers", "PyTorch": "torch", "Datasets": "datasets",
-             "Tokenizers": "tokenizers"}  # fmt: skip
+_PACKAGES = {
+    "TRL": "trl",
+    "Transformers": "transformers",
+    "PyTorch": "torch",
+    "Datasets": "datasets",
+    "Tokenizers": "tokenizers",
+}
 
 
 @contextmanager
@@ -42,7 +47,7 @@ def card_without_risk(folder: str | None) -> Iterator[None]:
 
 @dataclass
 class CardText:
-    """What a trainer says in its card.
+    """The parts of a card that depend on the trainer.
 
     Attributes:
         base_model (`str`): The name of the model that was fine-tuned, for one that is not on the Hub.

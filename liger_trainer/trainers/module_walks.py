@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 
 from liger_trainer.feature import Feature, FeatureTrainer
 
-# The methods that PyTorch's `train` and `parameters` call on each module, or on the model alone, and whose they may be.
-# transformers' `train` does more only where the mode changes.
+# The methods that PyTorch's `train` and `parameters` call on each module or on the model, and the implementations that
+# count as stock. transformers' `train` does more only when the mode changes.
 _TRAIN_CALLS = {
     "train": (nn.Module.train, PreTrainedModel.train),
     "children": (nn.Module.children,),
@@ -36,24 +36,24 @@ _ZERO_GRAD = nn.Module.zero_grad
 
 
 def _modules_of(model: nn.Module) -> list[nn.Module]:
-    """The modules of `model`, each once, in the order of `nn.Module.modules`."""
-    found: dict[nn.Module, None] = {}
-    waiting = [model]
-    while waiting:
-        module = waiting.pop()
-        if module is None or module in found:
+    """Return the modules of `model`, each once, in the order of `nn.Module.modules`."""
+    visited: dict[nn.Module, None] = {}
+    stack = [model]
+    while stack:
+        module = stack.pop()
+        if module is None or module in visited:
             continue
-        found[module] = None
+        visited[module] = None
         children = module.__dict__["_modules"]
         if children:
-            waiting.extend(reversed(children.values()))
-    return list(found)
+            stack.extend(reversed(children.values()))
+    return list(visited)
 
 
 def _states_if_stock(model: nn.Module, methods: dict[str, tuple[Any, ...]]) -> list[dict[str, Any]] | None:
-    """The `__dict__` of each module of `model`, or None where one has another of these methods than PyTorch's.
+    """Return the `__dict__` of each module of `model`, or None if a module overrides one of `methods`.
 
-    What is bound to `model` itself is ours, or is called before ours.
+    Methods bound to `model` itself are not checked: they are ours, or they are called before ours.
     """
     modules = _modules_of(model)
     for cls in set(map(type, modules)):
@@ -68,7 +68,7 @@ def _states_if_stock(model: nn.Module, methods: dict[str, tuple[Any, ...]]) -> l
 
 
 def is_training(model: nn.Module) -> bool:
-    """Whether `model.train()` would change nothing, since every module is in training mode. False where unsure."""
+    """Return True if every module is in training mode, so `model.train()` changes nothing. False if unsure."""
     states = _states_if_stock(model, _TRAIN_CALLS)
     return states is not None and all(map(is_, map(dict.get, states, repeat("training")), repeat(True)))
 
@@ -107,14 +107,14 @@ def zero_grad(model: nn.Module, set_to_none: bool = True) -> None:
 
 
 class WithParameters:
-    """What `Trainer._clip_grad_norm` asks of a model."""
+    """Stands in for a model in `Trainer._clip_grad_norm`, which only calls `parameters`."""
 
     def __init__(self, model: nn.Module):
         self._model = model
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        found = parameters_of(self._model)
-        return self._model.parameters() if found is None else iter(found)
+        cached = parameters_of(self._model)
+        return self._model.parameters() if cached is None else iter(cached)
 
 
 class WalkedArguments(Protocol):

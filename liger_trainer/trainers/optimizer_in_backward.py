@@ -26,24 +26,26 @@ from transformers.optimization import Adafactor
 
 from liger_trainer.feature import Feature, FeatureTrainer, Run
 
-# Optimizers whose step of a weight depends on that weight, its gradient, its state and its group alone
+# In these optimizers the step of a weight depends only on the weight, its gradient, its state and its group.
 _CLASSES = (
-    torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.RMSprop, torch.optim.Adagrad, Adafactor,
-)  # fmt: skip
+    torch.optim.AdamW,
+    torch.optim.Adam,
+    torch.optim.SGD,
+    torch.optim.RMSprop,
+    torch.optim.Adagrad,
+    Adafactor,
+)
 _NO_WEIGHT = types.SimpleNamespace(grad=None)  # optimizers skip it
-# What may be asked of a stepped weight, since it depends neither on its value nor on its gradient
-_ABOUT_A_WEIGHT = {
-    getattr(torch.Tensor, name).__get__
-    for name in ("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "is_cuda")
-} | {
-    getattr(torch.Tensor, name)
-    for name in ("size", "dim", "numel", "element_size", "is_floating_point", "is_complex")
-}  # fmt: skip
+# Attributes and methods of a stepped weight that are safe to read: they depend neither on its value nor its gradient.
+_SAFE_ATTRIBUTES = ("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "is_cuda")
+_SAFE_METHODS = ("size", "dim", "numel", "element_size", "is_floating_point", "is_complex")
+_ABOUT_A_WEIGHT = {getattr(torch.Tensor, name).__get__ for name in _SAFE_ATTRIBUTES}
+_ABOUT_A_WEIGHT |= {getattr(torch.Tensor, name) for name in _SAFE_METHODS}
 
 
 @dataclass
 class InBackwardFields:
-    """The field of `optimizer_in_backward`."""
+    """The config field `optimizer_in_backward`."""
 
     optimizer_in_backward: bool = field(
         default=False,
@@ -76,7 +78,7 @@ class InBackwardTrainer(FeatureTrainer, Protocol):
 
 
 class InBackward(Feature[InBackwardArguments, InBackwardTrainer]):
-    """`optimizer_in_backward`. Whatever would train wrongly with it is refused."""
+    """The feature `optimizer_in_backward`. Options that would train wrongly with it are refused."""
 
     def check(self, args: InBackwardArguments) -> None:
         if not isinstance(args.optimizer_in_backward, bool):
@@ -118,7 +120,7 @@ class InBackward(Feature[InBackwardArguments, InBackwardTrainer]):
             )
         if trainer.accelerator.scaler is not None:
             raise _refusal(
-                "accelerate's mixed_precision is fp16, whose gradients are scaled until all are there. Set bf16: true"
+                "accelerate's mixed_precision is fp16, which scales gradients until all are there. Set bf16: true"
             )
         if trainer.optimizer is not None:
             optimizer: Any = type(_plain(trainer.optimizer))

@@ -17,8 +17,8 @@ class LigerORPOTrainer(LigerPairMixin, ORPOTrainer):
     """[`~trl.experimental.orpo.ORPOTrainer`] with the same losses, gradients and metrics, on fused kernels.
 
     It takes the arguments of `ORPOTrainer`, with a [`LigerORPOConfig`] as `args`; a plain `ORPOConfig` counts as one
-    with `use_liger=True`. It builds no (B, S, V) logits in training or evaluation, unless the model is an
-    encoder-decoder, of which only the layers are patched. A subclass changes the loss by overriding `odds_ratio_loss`.
+    with `use_liger=True`. It builds no (B, S, V) logits in training or evaluation, except for encoder-decoder models:
+    only their layers are patched. A subclass changes the loss by overriding `odds_ratio_loss`.
     """
 
     loss_hook = "odds_ratio_loss"

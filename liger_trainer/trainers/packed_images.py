@@ -1,9 +1,8 @@
-"""Packing of rows with images, which TRL refuses: as many rows together as have room in `max_length` tokens.
+"""Pack rows with images, which TRL refuses: a group has as many rows as fit into `max_length` tokens.
 
-How many tokens the images of a row become is known when its processor has run, so that each row goes through the
-collate function once before training. Rows that are packed together reach the model as rows of one batch, each with its
-own positions and its own images, and the model leaves their padding out. Nothing is computed for padding, and a place
-of a batch costs about `max_length` tokens.
+The processor decides how many tokens an image takes, so each row goes through the collate function once before
+training. The rows of a group reach the model as rows of one batch, each with its own positions and images. The model
+leaves their padding out, so a group costs about `max_length` tokens.
 """
 
 import bisect
@@ -23,7 +22,7 @@ class PackedRows(Dataset):
 
     Args:
         rows (`datasets.Dataset`): One row after the other.
-        lengths (`list[int]`): Tokens of each row, those of its images among them.
+        lengths (`list[int]`): Tokens of each row, image tokens included.
         room (`int`): Tokens of a group.
     """
 
@@ -61,7 +60,7 @@ def without_limit(collate: Any) -> Any:
 
 
 def pack_images(trainer: Any) -> None:
-    """Give `trainer`, an SFT trainer whose rows have images, its training rows in groups.
+    """Group the training rows of `trainer`, an SFT trainer on rows with images.
 
     Raises:
         ValueError: `max_length` is None or a row is longer, `packing_strategy` cuts rows, rows are streamed, or the

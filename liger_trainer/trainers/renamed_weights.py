@@ -28,9 +28,9 @@ else:
 
 
 class LoadsRenamedWeights(StockTrainer):
-    """Loads a checkpoint by `from_pretrained` where its weights have other names than the model's.
+    """Loads a checkpoint through `from_pretrained` if its weights have other names than the model's.
 
-    It is loaded into the modules that the model has, whatever its class and config would build.
+    The weights go into the modules that the model has now, even if its class and config would build others.
     """
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
@@ -42,17 +42,18 @@ class LoadsRenamedWeights(StockTrainer):
             super()._load_best_model()
 
     def _load_renamed(self, checkpoint: str, model: nn.Module) -> bool:
-        """Load `checkpoint` into `model` if that takes more than its names. Returns whether it has been loaded."""
+        """Load `checkpoint` into `model` if their names differ. Return True if it was loaded."""
         if self.is_fsdp_enabled or self.is_deepspeed_enabled or not isinstance(model, PreTrainedModel):
             return False
         if _names_in(checkpoint) <= model.state_dict().keys():
             return False
-        # `model.dtype` is that of the first weight, and a router in fp32, say, would be rounded to it
+        # `model.dtype` is the first weight's dtype; a router in fp32, for example, would be rounded to it
         dtypes = (p.dtype for p in model.parameters() if p.is_floating_point())
-        saved, found = _class_without_constructor(model).from_pretrained(
+        saved, loading_info = _class_without_constructor(model).from_pretrained(
             checkpoint, dtype=functools.reduce(torch.promote_types, dtypes), output_loading_info=True
         )
-        if missing := sorted(found["missing_keys"]):
+        missing = sorted(loading_info["missing_keys"])
+        if missing:
             raise RuntimeError(
                 f"{checkpoint} lacks {len(missing)} weights of the model, such as {missing[0]}, so that it cannot be "
                 f"loaded. Load it into the model that wrote it, or start a new run without it."
@@ -62,22 +63,22 @@ class LoadsRenamedWeights(StockTrainer):
 
 
 def _class_without_constructor(model: PreTrainedModel) -> Any:
-    """A class like that of `model` of which a new object has the modules of `model`, without their weights.
+    """Return a subclass of `model`'s class. Its constructor copies the modules of `model`, without weights.
 
-    `from_pretrained` builds a model by its class. Modules that were added to this one or removed from it, and arguments
-    of its constructor, would be those of another model.
+    `from_pretrained` builds a model from its class and config. That would miss modules that were added to `model` or
+    removed from it, and arguments of its constructor.
     """
     model_class: Any = own_class(model)
 
     def new(cls: type, *args: Any, **kwargs: Any) -> PreTrainedModel:
-        return _without_weights(model, {})  # which is not of this class, so that no constructor is called
+        return _without_weights(model, {})  # not an instance of `cls`, so Python does not call `__init__`
 
     names = {"__new__": new, "__module__": model_class.__module__, "__qualname__": model_class.__qualname__}
     return type(model_class.__name__, (model_class,), names)
 
 
 def _without_weights(module: Any, done: dict[int, Any]) -> Any:
-    """A module with the attributes and children of `module`, without hooks, and with parameters on `meta`.
+    """Return a copy of `module` with its attributes and children, without hooks, and with parameters on `meta`.
 
     `done` holds what there is already in place of a module or a parameter, which several modules may share.
     """

@@ -111,7 +111,7 @@ def _cross_entropy(input: ScoredLogits, target: torch.Tensor, **options: Any) ->
 
 
 class LigerPairMixin(LigerTRLMixin):
-    """Goes before a TRL trainer whose `concatenated_forward` scores chosen and rejected rows in one batch.
+    """Mixin for a TRL trainer with a `concatenated_forward` that scores chosen and rejected rows in one batch.
 
     Attributes:
         learns_prompts (`bool`): Whether the likelihood term covers the prompts of chosen rows too.
@@ -132,7 +132,7 @@ class LigerPairMixin(LigerTRLMixin):
     def why_unfused(self, model: nn.Module) -> str | None:
         if self.is_encoder_decoder:
             name = type(base_model_of(model)).__name__
-            return f"{name} is an encoder-decoder model, whose pairs are scored from logits"
+            return f"{name} is an encoder-decoder model, and its pairs are scored from logits"
         return why_peft_needs_logits(model)
 
     def _finish_init(self) -> None:

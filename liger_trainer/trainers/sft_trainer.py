@@ -49,8 +49,8 @@ class LigerSFTTrainer(LigerTRLMixin, SFTTrainer):
     It takes the arguments of `SFTTrainer`, with a [`LigerSFTConfig`] as `args`; a plain `SFTConfig` counts as one with
     `use_liger=True`. A step runs one forward pass, whatever the options. Unlike the stock trainer, it can train a LoRA
     on `lm_head`, and `label_smoothing_factor` costs neither logits nor a second forward pass. As in TRL, the auxiliary
-    loss of a mixture of experts is only logged, and not added, when the loss is smoothed. Rows with images can be
-    packed for training.
+    loss of a mixture of experts is logged but not added when the loss is smoothed. Rows with images can be packed for
+    training.
     """
 
     loss_hook: str | None = "token_loss"
@@ -211,13 +211,13 @@ class LigerSFTTrainer(LigerTRLMixin, SFTTrainer):
         self._late_metrics = LateMetrics(lists)
 
     def _metrics_may_be_late(self, is_read: bool, num_items_in_batch: Any) -> bool:
-        """Whether TRL reads entropy, accuracy and the mask of labels for its metrics alone, and gathers nothing."""
+        """Return True if TRL uses entropy, accuracy and the label mask only for metrics, and gathers nothing."""
         alone = self.accelerator.distributed_type == DistributedType.NO
         return alone and self.model.training and not is_read and num_items_in_batch is not None
 
     @staticmethod
     def _counted_on_host(inputs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        """`inputs` with the tensor by which TRL counts tokens as the host knows it, and that tensor on the device."""
+        """Return `inputs` with the host's copy of the tensor that TRL counts tokens in, and the device's tensor."""
         name = "attention_mask" if "attention_mask" in inputs else "position_ids"
         counted = inputs.get(name)
         if not isinstance(counted, torch.Tensor):

@@ -1,8 +1,8 @@
-"""What trackers (`report_to`) raise in a training is told, and does not end it.
+"""Log the errors of trackers (`report_to`) during training as warnings, and train on.
 
-A tracker may lose its server hours after it has begun. It runs on the main process alone, so that its error would end
-one process in a step, and leave the others waiting. Before training, it still is an error: a tracker that is set up
-wrongly should be known at once.
+A tracker may lose its server hours after the start. It runs only on the main process, so its error would end that
+process in the middle of a step and leave the others waiting. Before training it stays an error: the user should learn
+at once that a tracker is set up wrongly.
 """
 
 import functools
@@ -27,7 +27,7 @@ class TrackedTrainer(FeatureTrainer, Protocol):
 
 
 class Trackers(Feature[object, TrackedTrainer]):
-    """Has the trackers of transformers tell their errors in a warning, once for each event, while a trainer trains."""
+    """Turns errors of transformers' trackers into warnings during training, one for each event."""
 
     @contextmanager
     def around_training(self, trainer: TrackedTrainer) -> Iterator[None]:
@@ -45,12 +45,12 @@ class Trackers(Feature[object, TrackedTrainer]):
 
 
 def _is_tracker(callback: TrainerCallback) -> bool:
-    """Whether `callback` is of transformers' own trackers. A callback of yours may raise to end a training."""
+    """Return True for trackers of transformers. A user's callback may raise an error to end the training."""
     return type(callback).__module__ == integration_utils.__name__
 
 
 def _events_of(tracker: TrainerCallback) -> list[str]:
-    """The events that `tracker` does something at, once training has begun."""
+    """Return the events after the start of training that `tracker` handles."""
     kind = type(tracker)
     events = [name for name in dir(TrainerCallback) if name.startswith("on_") and name not in _BEFORE_TRAINING]
     return [name for name in events if getattr(kind, name) is not getattr(TrainerCallback, name)]

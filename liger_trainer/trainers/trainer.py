@@ -128,6 +128,6 @@ class LigerTrainer(LigerTrainerMixin, Trainer):
         return forward
 
     def _aux_loss_weight(self) -> float:
-        """The factor by which the model's own forward adds its auxiliary loss to a loss."""
+        """Return the weight of the auxiliary loss in the model's own forward."""
         weights = router_loss_weights(self.model)
         return weights[0][2] if weights else 0.0

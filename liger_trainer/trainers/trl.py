@@ -1,8 +1,8 @@
-"""Puts our kernels and our fused head into TRL's trainers, whose losses stay TRL's.
+"""Put our kernels and our fused head into TRL's trainers. The losses stay TRL's.
 
-While they are built, TRL's trainers call `add_fused_lm_head`, a global of their module, for the policy and for the
-reference. A copy of their `__init__` finds a function of ours by that name. So TRL still decides which outputs,
-temperature and precision it wants for which model, and each model is patched before anything shards or wraps it.
+The `__init__` of TRL's trainers calls `add_fused_lm_head`, a global of its module, for the policy and for the
+reference. A copy of this `__init__` finds our function by that name. So TRL still decides which outputs, temperature
+and precision it wants for each model, and each model is patched before anything shards or wraps it.
 `tests/liger_trainer/trainers/test_contracts.py` fails if a TRL release moves a name on which this depends.
 """
 
@@ -27,16 +27,16 @@ from liger_trainer.trainers.shared_prompts import sharing_rule
 
 
 class NoAdapterIsRefused:
-    """Takes the place of classes of PEFT for which TRL checks with `isinstance`. Nothing is an instance of it.
+    """Replaces PEFT classes in TRL's `isinstance` checks. Nothing is an instance of it.
 
     TRL refuses a PEFT layer as the LM head because its fused head reads `lm_head.weight`. Ours calls the module.
     """
 
 
 def with_globals(function: types.FunctionType, names: dict[str, Any]) -> types.FunctionType:
-    """A copy of `function`, one of TRL's, for which the globals in `names` have the values given there.
+    """Return a copy of `function`, one of TRL's, that sees the globals in `names` with the values given there.
 
-    TRL's own function, and its module, stay as they are.
+    TRL's own function and its module are not changed.
 
     Raises:
         ImportError: The function has no such global.
@@ -59,7 +59,7 @@ def _for_fsdp(module: types.ModuleType) -> dict[str, Any]:
     if (stock_prepare := vars(module).get("prepare_fsdp")) is not None:
 
         def fill_and_prepare(model: nn.Module, accelerator: Any) -> nn.Module:
-            """Before a reference is sharded, every process gets its weights."""
+            """Give every process the weights of a reference before it is sharded."""
             give_weights_of_first_process(model, accelerator)
             return stock_prepare(model, accelerator)
 
@@ -122,19 +122,19 @@ class LigerTRLMixin(LigerTrainerMixin, WritesCards):
         self._finish_init()
 
     def _stock_init(self, following: Any) -> types.FunctionType:
-        """The stock `__init__`. TypeError if it is not the `following` one, which would find TRL's own globals."""
+        """Return the stock `__init__`. TypeError if `following`, which runs next, is another one."""
         stock: Any = self.stock_class().__init__  # type: ignore[misc]
         if following.__func__ is not stock:
-            own = (cls for cls in type(self).__mro__ if vars(cls).get("__init__") is following.__func__)
-            owner = next(own, self.stock_class()).__name__
+            defining = (cls for cls in type(self).__mro__ if vars(cls).get("__init__") is following.__func__)
+            owner = next(defining, self.stock_class()).__name__
             raise TypeError(
-                f"{owner}.__init__ comes between those of {LigerTRLMixin.__name__} and {self.stock_class().__name__}. "
+                f"{owner}.__init__ comes between {LigerTRLMixin.__name__} and {self.stock_class().__name__}. "
                 f"Put {owner} before the Liger trainer among the bases of {type(self).__name__}."
             )
         return stock
 
     def _replaced_globals(self) -> dict[str, Any]:
-        """The globals that the stock `__init__` finds replaced, and by what."""
+        """Return replacements for globals of the stock `__init__`."""
         if not self.uses_liger:
             return {}
         if self.wants_part("fused_linear_cross_entropy"):
@@ -166,7 +166,7 @@ class LigerTRLMixin(LigerTrainerMixin, WritesCards):
         self._patch(model, HeadOptions(temperature, cast_lm_head_to_fp32, tuple(outputs), sharing))
 
     def _patch(self, model: nn.Module, options: HeadOptions | None = None) -> None:
-        """Patch the policy, whose report becomes the trainer's, or a model that is frozen."""
+        """Patch the policy and keep its report as the trainer's, or patch a frozen model."""
         if base_model_of(model) is base_model_of(self.model):
             self._apply_liger(self.model, options)
         else:

@@ -12,11 +12,11 @@ _STEPS = 6  # the first two run uncaptured, at least in part
 
 
 def captured(bench: Bench, trainer: Any, noise: dict[str, float]) -> Check:
-    """Compare the losses and gradients of steps that are captured with those of steps that are not, in bf16.
+    """Compare losses and gradients of captured and uncaptured steps, in bf16.
 
-    Both runs take the gradients of a third in fp32 for their optimizer, so that all have the same weights at every
-    step. A captured step is filled up to its size, so it rounds otherwise: its gradients have to be as near to those of
-    fp32 as the uncaptured ones.
+    The optimizers of both runs get the gradients of a third run in fp32, so all three have the same weights at every
+    step. A captured step is padded to its size, so it rounds differently. Its gradients must be as close to the fp32
+    gradients as the uncaptured ones are.
 
     Args:
         bench (`Bench`): Of the setup.
@@ -27,9 +27,9 @@ def captured(bench: Bench, trainer: Any, noise: dict[str, float]) -> Check:
     if reason is not None:
         return Check(reason)
     if bench.setup.writes:
-        return Check("the trainer writes what it trains on, and writes something else in fp32")
+        return Check("the trainer generates the text that it trains on, and generates other text in fp32")
     if bench.draws():
-        return Check("its routers draw random numbers, and more of them where a step is filled up")
+        return Check("its routers draw random numbers, and a padded step draws more of them")
     exact = bench.run("ours", max_steps=_STEPS)
     options: dict[str, Any] = {"max_steps": _STEPS, "bf16": True}
     plain = bench.run("ours", seen=KeepGradients(exact.gradients), **options)
@@ -47,11 +47,11 @@ def _compare(replayed: Run, plain: Run, exact_gradients: list[Tensors], noise: d
     losses = [[{"loss": log["loss"]} for log in run.logs] for run in (replayed, plain)]
     apart = max(number_errors(*losses).values())
     if apart > LOSS_IN_BF16:
-        return Check(f"{counted}; losses are {losses[0]}, and not {losses[1]}", apart, LOSS_IN_BF16)
-    found = [
+        return Check(f"{counted}; losses are {losses[0]}, uncaptured {losses[1]}", apart, LOSS_IN_BF16)
+    checks = [
         by_distance(*gradients, noise, "uncaptured steps")
         for gradients in zip(replayed.gradients, plain.gradients, exact_gradients, strict=True)
     ]
-    worst = max(found, key=lambda check: (check.figure or 0.0) / check.tolerance)
+    worst = max(checks, key=lambda check: (check.figure or 0.0) / check.tolerance)
     worst.detail = f"{counted}; {worst.detail}"
     return worst

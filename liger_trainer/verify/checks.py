@@ -119,13 +119,14 @@ class Checks:
                 self.noise[name] = max(size, self.noise.get(name, 0.0))
         self.noise |= {n: max(e, self.noise.get(n, 0.0)) for n, e in number_errors(other.logs, self.stock.logs).items()}
         self.noise_of_updates = errors(other.updates, self.stock.updates)
-        found = worst(logged(self.ours), logged(self.stock), self.noise)
-        ours, stock = (", then ".join(f"{log['loss']:.4f}" for log in run.logs) for run in (self.ours, self.stock))
-        found.detail = ours if found.verdict == "ok" else f"{ours}, and not {stock}; {found.detail}"
-        return found
+        check = worst(logged(self.ours), logged(self.stock), self.noise)
+        ours = ", then ".join(f"{log['loss']:.4f}" for log in self.ours.logs)
+        stock = ", then ".join(f"{log['loss']:.4f}" for log in self.stock.logs)
+        check.detail = ours if check.verdict == "ok" else f"{ours}, stock {stock}; {check.detail}"
+        return check
 
     def _with_tokens(self, batch: Any) -> Any:
-        """`batch`, of which the tokens are kept."""
+        """Note the tokens of `batch`, and return it."""
         if isinstance(batch, dict | UserDict):
             for name, value in batch.items():
                 if name.endswith("input_ids"):
@@ -165,7 +166,7 @@ class Checks:
                     self.second = error
                     raise
             if isinstance(self.second, Exception):
-                return Check("there is no such training")
+                return Check("the second training failed")
             return check(self.second)
 
         return made
@@ -176,7 +177,7 @@ class Checks:
     def _dropout(self) -> Check:
         return options.dropout_drawn_once(self.bench, self.kind, self.noise, self.ours, self.stock)
 
-    # Who trains
+    # Which weights train
 
     def _what_trains(self) -> Check:
         should, learns = self._what_should_train()
@@ -292,7 +293,7 @@ class Checks:
         )
         return worst(steps_of(one), steps_of(four), self.noise)
 
-    # What else a training stands on
+    # References, merging, resuming
 
     def _reference(self) -> Check:
         if changed := self._changed_models():
@@ -320,7 +321,7 @@ class Checks:
 
     def _merged(self) -> Check:
         if self.setup.peft_config is None:
-            return Check("there is no adapter")
+            return Check("the recipe has no adapter")
         from peft import PeftModel
 
         from liger_trainer.lora.merge import merge
@@ -329,7 +330,7 @@ class Checks:
         ids = self._ids(2, 48)
         trainer = self.ours.trainer
         trainer.save_model(folder)
-        is_prompt = self.setup.peft_config.is_prompt_learning  # of tokens before the row, which no weight can hold
+        is_prompt = self.setup.peft_config.is_prompt_learning  # tokens before the row, which cannot be merged
         base = self.bench.model(adapter=False).eval()
         with torch.no_grad():
             applied = trainer.model.eval()(input_ids=ids.to(trainer.args.device), use_cache=False).logits.cpu()
@@ -340,10 +341,13 @@ class Checks:
         if is_prompt:
             applied, logits = (x[:, -ids.shape[1] :] for x in (applied, logits))
         effect = float((without - applied).norm() / applied.norm())
-        found = worst([{"logits": logits}], [{"logits": applied}], {})
-        found.detail = f"the adapter changes the logits by {effect:.1e}"
-        found.detail += "; a prompt is loaded, and not merged" if is_prompt else ""
-        return found if effect >= 100 * RTOL else Check(f"{found.detail} only", math.inf, RTOL)
+        check = worst([{"logits": logits}], [{"logits": applied}], {})
+        check.detail = f"the adapter changes the logits by {effect:.1e}"
+        if is_prompt:
+            check.detail += "; a prompt is loaded, not merged"
+        if effect < 100 * RTOL:  # the check could not see whether the adapter is applied
+            return Check(f"{check.detail} only", math.inf, RTOL)
+        return check
 
     def _resumed(self) -> Check:
         chosen: dict[str, Any] = {"optim": "adamw_torch", "gradient_accumulation_steps": 1, "learning_rate": 1e-2}

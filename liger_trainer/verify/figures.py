@@ -10,10 +10,10 @@ from liger_trainer.verify.observed import Tensors, numbers
 from liger_trainer.verify.runs import Run
 
 RTOL = 1e-4  # of the norm of a tensor, in fp32
-SMALL = 1e-3  # of the largest norm: what is smaller is measured by this, as the bias of keys, whose gradient is zero
-LEAST_NUMBER = 1e-2  # what is smaller in a log is measured by this, as a loss whose advantages add up to 0
+SMALL = 1e-3  # of the largest norm; the least scale of an error. The exact gradient of a key bias is zero, for example
+LEAST_NUMBER = 1e-2  # the least scale of a logged number; a loss is 0 when its advantages cancel, for example
 OF_GROUP = 1e-2  # of the largest number of a group in a log
-EPS = torch.finfo(torch.float32).eps / 4  # by which storing a number in fp32 moves it, on average
+EPS = torch.finfo(torch.float32).eps / 4  # the average rounding error of a number stored in fp32
 TIMES_NOISE, MOST = 20, 1e-2  # as many times what another order of sums changes, and never more than this
 HEADER = f"{'check':34} {'':6} {'error':>8} {'allowed':>8} {'s':>6}"
 
@@ -77,27 +77,28 @@ def logged(run: Run) -> list[Tensors]:
 
 
 def steps_of(run: Run) -> list[Tensors]:
-    """All that is compared of each step."""
+    """Return everything that is compared for each step."""
     return [*logged(run), *run.gradients]
 
 
 def worst_number(got: list[dict[str, Any]], want: list[dict[str, Any]], noise: dict[str, float]) -> Check:
-    """The worst error of all numbers in two logs, by what the `noise` of each allows.
+    """Return the worst error of all numbers in two logs, relative to what the `noise` of each allows.
 
-    Each is relative to the largest value of its name, or to a hundredth of the largest of its group: that of the names
-    up to a slash, as of `rewards/chosen` and `rewards/margins`, whose rounding is that of what they were made from.
+    An error is relative to the largest value of its name, or to a hundredth of the largest value of its group. A group
+    is the part of a name before the slash: `rewards/margins` is computed from `rewards/chosen` and rounds as it does.
     """
     if len(got) != len(want):
         return Check(f"{len(got)} records in place of {len(want)}", math.inf, RTOL)
-    found = number_errors(got, want)
-    if not found:
+    error_of = number_errors(got, want)
+    if not error_of:
         return Check("nothing is logged")
-    limits = {name: max(RTOL, min(MOST, TIMES_NOISE * noise.get(name, 0.0))) for name in found}
-    name = max(found, key=lambda name: found[name] / limits[name])
-    values = [[log.get(name) for log in logs] for logs in (map(numbers, got), map(numbers, want))]
-    check = Check(f"{len(found)} names, most in {name}", found[name], limits[name])
+    limits = {name: max(RTOL, min(MOST, TIMES_NOISE * noise.get(name, 0.0))) for name in error_of}
+    name = max(error_of, key=lambda name: error_of[name] / limits[name])
+    check = Check(f"{len(error_of)} names, most in {name}", error_of[name], limits[name])
     if check.verdict != "ok":
-        check.detail += f": {_row(values[0])}, and not {_row(values[1])}"
+        got_values = [numbers(log).get(name) for log in got]
+        want_values = [numbers(log).get(name) for log in want]
+        check.detail += f": {_row(got_values)}, expected {_row(want_values)}"
     return check
 
 

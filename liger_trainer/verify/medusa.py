@@ -15,7 +15,7 @@ from liger_trainer.medusa.trainer import LigerMedusaTrainer
 
 
 class PlainMedusaTrainer(LigerMedusaTrainer):
-    """Calls the model once for its own logits and once for each head, whose output takes the place of the LM head's."""
+    """Calls the model once for its own logits and once for each head, which then replaces the LM head."""
 
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
@@ -110,7 +110,7 @@ def _documents(inputs: dict[str, Any]) -> torch.Tensor:
 
 
 def _counts(loss: torch.Tensor, logits: torch.Tensor, target: torch.Tensor) -> list[float]:
-    """What is logged of a head: the sum of its losses, its first choices that were right, and its targets."""
+    """Return what is logged for a head: the sum of its losses, the number of right first choices, and of targets."""
     counted = target != -100
     right = (logits.argmax(-1) == target)[counted]
     return [float(loss), float(right.sum()), float(counted.sum())]

@@ -1,4 +1,4 @@
-"""What can be seen of a training: after each step, in each evaluation, and of the model that is saved."""
+"""Record a training: after each step, in each evaluation, and when the model is saved."""
 
 import copy
 import functools
@@ -46,7 +46,7 @@ def group_options(optimizer: Any, model: nn.Module) -> dict[str, Any]:
     for group in optimizer.param_groups:
         options = {key: value for key, value in group.items() if key != "params"}
         for parameter in group["params"]:
-            name = names.get(id(parameter), "a tensor that is no parameter of the model")
+            name = names.get(id(parameter), "a tensor that is not a parameter of the model")
             found[name] = "two groups" if name in found else options
     return found
 
@@ -149,17 +149,17 @@ class Recorder(KeepGradients):
             return stock(model, inputs, *args, **kwargs)
 
         trainer.training_step = training_step
-        for whose in ("model", "ref_model", "teacher_model"):
-            model = getattr(trainer, whose, None)
+        for role in ("model", "ref_model", "teacher_model"):
+            model = getattr(trainer, role, None)
             if isinstance(model, nn.Module):  # DPO has no second model where its reference is precomputed or an adapter
-                model.get_input_embeddings().register_forward_pre_hook(functools.partial(self._called, whose))  # type: ignore[operator]
+                model.get_input_embeddings().register_forward_pre_hook(functools.partial(self._called, role))  # type: ignore[operator]
 
-    def _called(self, whose: str, module: nn.Module, args: tuple) -> None:
+    def _called(self, role: str, module: nn.Module, args: tuple) -> None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
         autocast = (
             f"autocast to {torch.get_autocast_dtype(device)}" if torch.is_autocast_enabled(device) else "no autocast"
         )
-        mode = f"{whose} in {'training' if module.training else 'evaluation'}"
+        mode = f"{role} in {'training' if module.training else 'evaluation'}"
         self.calls.add((mode, "gradients" if torch.is_grad_enabled() else "no gradients", autocast))
 
     def on_pre_optimizer_step(
@@ -210,16 +210,18 @@ def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def differences(got: list[dict[str, Any]], want: list[dict[str, Any]], rtol: float = 0.0) -> list[str]:
-    """Name what differs between two lists of named values that should be equal, each once, with the first place.
+    """Name the values that differ between two lists which should be equal, each once, with the first place.
 
-    Numbers in tensors may differ by `rtol` of each.
+    Numbers in tensors may differ by `rtol`, relative to each number.
     """
-    found = {} if len(got) == len(want) else {"": f"{len(got)} in place of {len(want)}"}
+    messages: dict[str, str] = {}
+    if len(got) != len(want):
+        messages[""] = f"{len(got)} in place of {len(want)}"
     for place, (one, other) in enumerate(zip(got, want, strict=False), 1):
         for name in sorted(one.keys() | other.keys()):
-            if not _same(one.get(name), other.get(name), rtol):
-                found.setdefault(name, f"{name} (first in {place}: {_short(one, name)}, and not {_short(other, name)})")
-    return list(found.values())
+            if name not in messages and not _same(one.get(name), other.get(name), rtol):
+                messages[name] = f"{name} (first in {place}: {_short(one, name)}, stock {_short(other, name)})"
+    return list(messages.values())
 
 
 def _short(values: dict[str, Any], name: str) -> str:

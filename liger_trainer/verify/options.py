@@ -63,10 +63,10 @@ def dropout_drawn_once(bench: Bench, kind: str, noise: dict[str, float], ours: R
 
 
 def dropout_as_stock(bench: Bench, kind: str, noise: dict[str, float]) -> Check:
-    """Compare a step of single rows, in which both trainers draw the same masks because there is no padding."""
+    """Compare a step of single rows. They have no padding, so both trainers draw the same dropout masks."""
     setup = bench.setup
     if setup.stock.__name__ not in ("SFTTrainer", "Trainer") or setup.is_medusa:
-        return Check("its batches have padding, for which the stock trainer draws too")
+        return Check("its batches have padding, and the stock trainer draws masks for padding too")
     if not bench.dropouts() and setup.peft_config is None:
         return Check("nothing in the model drops out")
     options: dict[str, Any] = {

@@ -7,28 +7,33 @@ import torch.nn.functional as F
 
 
 def padding_around(batch: dict[str, Any], pad: int) -> dict[str, Any]:
-    """`batch` with seven more columns on the left and three on the right, none of which counts.
+    """Return `batch` with seven columns of padding on the left and three on the right.
 
-    Nor does the first token of a row, which nothing but padding would predict.
+    The first token of a row gets no label either, because only padding precedes it.
     """
-    found = {}
+    padded = {}
     for name, value in batch.items():
         if isinstance(value, torch.Tensor) and value.ndim == 2:
-            is_labels = name.endswith("labels")
-            fill = -100 if is_labels else pad if name.endswith("input_ids") else 0
-            value = F.pad(value, (7, 3), value=fill)
-            if is_labels:
+            value = F.pad(value, (7, 3), value=_fill_value(name, pad))
+            if name.endswith("labels"):
                 value[:, 7] = -100
-        found[name] = value
-    return found
+        padded[name] = value
+    return padded
 
 
 def more_padding(batch: dict[str, Any], pad: int) -> dict[str, Any]:
-    """`batch` with seven more columns, none of which counts."""
-    found = {}
+    """Return `batch` with seven columns of padding on the right."""
+    padded = {}
     for name, value in batch.items():
         if isinstance(value, torch.Tensor) and value.ndim == 2:
-            fill = -100 if name.endswith("labels") else pad if name.endswith("input_ids") else 0
-            value = F.pad(value, (0, 7), value=fill)
-        found[name] = value
-    return found
+            value = F.pad(value, (0, 7), value=_fill_value(name, pad))
+        padded[name] = value
+    return padded
+
+
+def _fill_value(name: str, pad: int) -> int:
+    if name.endswith("labels"):
+        return -100
+    if name.endswith("input_ids"):
+        return pad
+    return 0  # attention_mask and the like

@@ -35,7 +35,7 @@ OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adafactor", "rmsprop",
 BF16_EPS = torch.finfo(torch.bfloat16).eps / 2  # a number's largest relative error in bf16
 CHUNK_ROWS = 8  # of logits, where a head is cut into chunks
 
-# Options that have a value of their own in every run, whatever the recipe says.
+# Options that every run sets to these values, whatever the recipe says.
 _OWN = {
     "max_steps": 2,
     "per_device_train_batch_size": 2,
@@ -60,8 +60,8 @@ _OWN = {
     "cuda_graphs": "false",  # captured steps have a check of their own
     "skip_checks": ["all"],  # the rates and lengths of these runs are not the user's
 }
-# Keys of a recipe, by their beginnings, that decide nothing of what a step computes, or that need another machine, or
-# that draw noise of the shape of a batch.
+# Prefixes of recipe keys that are ignored: they do not change what a step computes, need another machine, or draw noise
+# in the shape of a batch.
 _LEFT_OUT = (
     "accelerator_config",
     "auto_find",
@@ -115,7 +115,7 @@ class Setup:
 
     trainer: type  # of `liger_trainer`
     arguments: type  # its config
-    config: Any  # of the model, whose weights are not read
+    config: Any  # the model's config; its weights are not read
     rows: list[dict[str, Any]]  # a few, in the form that the trainer takes
     options: dict[str, Any] = field(default_factory=dict)  # of the trainer's config, where not at their defaults
     peft_config: Any = None
@@ -189,7 +189,7 @@ class Bench:
         return model
 
     def _adapter(self, dropout: float = 0.0) -> Any:
-        """The setup's adapter with `dropout` for its own, whose masks would depend on whether padding is computed."""
+        """Return the setup's adapter with this dropout rate: dropout masks depend on whether padding is computed."""
         adapter = copy.deepcopy(self.setup.peft_config)
         for name in _dropouts(adapter):
             setattr(adapter, name, dropout)

@@ -23,7 +23,7 @@ _OF_VERSION = ("transformers_version", "_name_or_path", "torch_dtype")
 
 
 class SecondTraining:
-    """The runs, and the checks of what they have shown. Raises what a trainer raises."""
+    """Runs the second training with both trainers, and checks the results. Errors of a trainer are passed on."""
 
     def __init__(self, bench: Bench, kind: str, noise: dict[str, float]) -> None:
         self.bench = bench
@@ -77,7 +77,7 @@ class SecondTraining:
     def surroundings(self) -> Check:
         """Compare batches, random numbers, and what a callback sees."""
         ours, stock = seen_of(self.ours), seen_of(self.stock)
-        other = differences(ours.batches, stock.batches, RTOL)  # of a reference, whose scores may be in them
+        other = differences(ours.batches, stock.batches, RTOL)  # batches may hold scores of a reference
         around = [ours.around, stock.around]
         if self.bench.draws():  # for each token that is computed, and padding is left out
             around = [[_without_torch(one) for one in each] for each in around]
@@ -128,12 +128,16 @@ def _states(run: Run) -> set[tuple[str, ...]]:
 
 
 def calls(ours: Run, stock: Run) -> list[str]:
-    """Compare in which states the model, its reference and its teacher were called."""
+    """Compare the modes in which the model, its reference and its teacher were called."""
     # Without gradients, stock calls the model once more for metrics where a loss hides the logits
-    one, other = _states(ours), _states(stock)
-    if isinstance(stock.trainer, PlainMedusaTrainer):  # which does not run a frozen model as it is served
-        one, other = {call[-1:] for call in one}, {call[-1:] for call in other}
-    return [] if one == other else [f"called are {sorted(one)}, and not {sorted(other)}"]
+    our_states = _states(ours)
+    stock_states = _states(stock)
+    if isinstance(stock.trainer, PlainMedusaTrainer):  # it does not put a frozen model into eval mode
+        our_states = {call[-1:] for call in our_states}
+        stock_states = {call[-1:] for call in stock_states}
+    if our_states == stock_states:
+        return []
+    return [f"models are called in {sorted(our_states)}, stock in {sorted(stock_states)}"]
 
 
 def exact(got: list[Tensors], want: list[Tensors]) -> Check:

@@ -1,4 +1,4 @@
-"""What is swapped, in bf16: norms, gates and the head, each alone, beside the model's own code and fp32."""
+"""Compare each swapped norm, gate and head alone in bf16 with the model's own code and with fp32."""
 
 import copy
 import inspect
@@ -45,7 +45,7 @@ def norms(trainer: Any) -> Check:
 
 
 def gates(trainer: Any) -> Check:
-    """Compare MLPs and blocks of experts whose gate is ours: output and gradients, at inputs of several sizes."""
+    """Compare MLPs and experts with a swapped gate: output and gradients, at inputs of several sizes."""
     report = trainer.liger_report
     swapped = {} if report is None else report["swiglu"].swapped | report["geglu"].swapped | report["experts"].swapped
     found: dict[str, tuple[float, float]] = {}

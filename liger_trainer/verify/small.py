@@ -36,7 +36,7 @@ _TEMPLATE = (
 
 
 def small_tokenizer(*special: str | None) -> PreTrainedTokenizerFast:
-    """A tokenizer of bytes, with a chat template that marks answers, and with the tokens `special`."""
+    """Return a byte tokenizer with a chat template that marks answers, and with the tokens `special`."""
     names = list(dict.fromkeys([*_SPECIAL, *filter(None, special)]))
     known = {name: i for i, name in enumerate([*names, *sorted(pre_tokenizers.ByteLevel.alphabet())])}
     tokenizer = Tokenizer(models.BPE(vocab=known, merges=[]))
@@ -59,7 +59,7 @@ def write_model(config: Any, vocab: int, seed: int, folder: str) -> None:
     It has the class of `config`, its switches, scales and caps, and a layer of each kind.
 
     Raises:
-        RecipeError: There is no decoder of text in `config`, or none that is small with the sizes that are known.
+        RecipeError: `config` has no text decoder, or its class does not accept small sizes.
     """
     text = config.get_text_config()
     if text.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not getattr(text, "auto_map", None):
@@ -82,8 +82,8 @@ def write_model(config: Any, vocab: int, seed: int, folder: str) -> None:
         AutoConfig.from_pretrained(folder)
     except Exception as error:  # the model's own code may want anything of its sizes
         raise RecipeError(
-            f"model_name_or_path has the model type {text.model_type!r}, of which liger-trainer verify cannot make a "
-            f"small copy: {type(error).__name__}: {error}"
+            f"liger-trainer verify cannot make a small copy of the model type {text.model_type!r} "
+            f"(model_name_or_path): {type(error).__name__}: {error}"
         ) from error
 
 

@@ -48,7 +48,7 @@ TWO = "Your chats on two GPUs, and on two machines"
 
 def section(page, title):
     text = (ROOT / "docs" / page).read_text()
-    return re.search(rf"^## {title}\n(.*?)(?=^## )", text, re.DOTALL | re.MULTILINE)[1]
+    return re.search(rf"^## {title}\n(.*?)(?=^## |\Z)", text, re.DOTALL | re.MULTILINE)[1]
 
 
 def block(text, language):
@@ -73,7 +73,7 @@ def shell(line, folder):
 def served(tmp_path_factory):
     """The folder in which the commands of the first journey have run, up to the merged model."""
     folder = tmp_path_factory.mktemp("served")
-    text = section("recipes.md", "From your chats to a server")
+    text = section("walkthroughs.md", "From your chats to a server")
     (folder / "chats.jsonl").write_text(block(text, "json"))
     (folder / "chats.yaml").write_text(block(text, "yaml"))
     preview, train, chat, merge = block(text, "bash").splitlines()
@@ -106,7 +106,7 @@ def test_a_server_answers(program, served):
     """The merged model answers the documented request as it was trained to."""
     if not SERVERS[program]():
         pytest.skip(f"{program} is not installed")
-    text = section("recipes.md", "From your chats to a server")
+    text = section("walkthroughs.md", "From your chats to a server")
     (line,) = [line for line in re.findall("^.*--port 8000$", text, re.MULTILINE) if program in line]
     if program == "llama-server" and not (served / "llama.cpp").exists():
         (served / "llama.cpp").symlink_to(os.environ["LLAMA_CPP"])
@@ -152,7 +152,7 @@ def smollm2():
 
 
 def test_from_preferences_to_a_model(tmp_path):
-    text = section("recipes.md", "From preferences to a model")
+    text = section("walkthroughs.md", "From preferences to a model")
     (tmp_path / "pairs.jsonl").write_text(block(text, "json"))
     (tmp_path / "pairs.yaml").write_text(block(text, "yaml"))
     train, chat, merge = block(text, "bash").splitlines()
@@ -175,7 +175,7 @@ def test_from_preferences_to_a_model(tmp_path):
 
 
 def test_from_a_reward_to_a_model(tmp_path):
-    text = section("recipes.md", "From a reward to a model")
+    text = section("walkthroughs.md", "From a reward to a model")
     (tmp_path / "questions.jsonl").write_text(block(text, "json"))
     (tmp_path / "brief.yaml").write_text(block(text, "yaml"))
     (tmp_path / "my_rewards.py").write_text(block(text, "python"))
@@ -293,7 +293,7 @@ def write_seeing_model(folder, words, source):
 
 
 def test_from_pictures_to_a_model(tmp_path, monkeypatch):
-    text, source = section("recipes.md", "From pictures to a model"), np.random.default_rng(0)
+    text, source = section("walkthroughs.md", "From pictures to a model"), np.random.default_rng(0)
     lines = block(text, "json").splitlines() * 6
     names = [json.loads(line)["completion"][0]["content"] for line in lines[:4]]
     words = ["user:", "assistant:", *"Which bike is this ?".split(), *COLOURS, *names]
@@ -326,7 +326,7 @@ def test_from_pictures_to_a_model(tmp_path, monkeypatch):
 def chats(tmp_path_factory):
     """A folder with the rows and the recipe of the first journey, for three steps, and the losses of one process."""
     folder = tmp_path_factory.mktemp("chats")
-    text = section("recipes.md", "From your chats to a server")
+    text = section("walkthroughs.md", "From your chats to a server")
     (folder / "chats.jsonl").write_text(block(text, "json") * 8)
     recipe = (
         block(text, "yaml").replace("max_steps: 20", "max_steps: 3").replace("logging_steps: 5", "logging_steps: 1")

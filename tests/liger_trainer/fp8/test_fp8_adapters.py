@@ -79,7 +79,7 @@ def test_the_same_arguments_for_a_model_without_adapters(any_device, tmp_path):
     """Its fp8 is that of torchao, which is missing here."""
     trainer = built(adapted(), tmp_path)
     args = trainer.args
-    assert trainer.freezes_in_eight_bits and args.mixed_precision == "fp8"
+    assert trainer.freezes_in_fp8 and args.mixed_precision == "fp8"
     with pytest.raises(ValueError, match="fp8 is true, which needs torchao for a model without adapters"):
         LigerTrainer(tiny_model("llama"), args, train_dataset=ragged_rows(), data_collator=collate)
 

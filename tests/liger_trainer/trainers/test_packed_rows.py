@@ -180,7 +180,7 @@ def test_a_collator_of_the_user_s_is_tested_at_the_first_step(name, config, tmp_
         trainer.train()
         assert len(rows_of_calls) == 3
         return
-    with pytest.raises(ValueError, match="position_ids of a batch start anew.*see each other.*Train on padded rows"):
+    with pytest.raises(ValueError, match="position_ids of a batch restart.*see each other.*Train on padded rows"):
         trainer.train()
 
 
