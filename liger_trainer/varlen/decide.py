@@ -121,14 +121,9 @@ class BackboneCall:
 
 def _why_unshared(asked: BackboneCall, plan: Plan) -> str | None:
     """Name why rows that begin alike share nothing in this call, or return None."""
-    proven, never = asked.bound.proven, asked.bound.sharing.never
     assert asked.sharing is not None, "the plan was made by it"
-    if proven.keeps_state:
-        return "its layers keep a state"
-    if proven.keeps_padding is not None:
-        return proven.keeps_padding
-    if never is not None:
-        return never
+    if asked.bound.sharing.never is not None:
+        return asked.bound.sharing.never
     if base_of(asked.model) is not asked.backbone:
         return "the model takes images too"
     if asked.graphs is not None and plan.rows.tokens < asked.sharing.least_uncaptured:

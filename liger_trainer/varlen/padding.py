@@ -75,6 +75,11 @@ class Proven(NamedTuple):
         return KIND in self.kinds
 
     @property
+    def why_unshared(self) -> str | None:
+        """Tell why rows that begin alike share nothing in any call, or return None."""
+        return "its layers keep a state" if self.keeps_state else self.keeps_padding or self.keeps_prompts
+
+    @property
     def is_local(self) -> bool:
         """Return whether there are layers that need more than SDPA does in rows without padding."""
         return self.kinds != {"causal"}
@@ -95,7 +100,7 @@ class BackboneBinding(Binding):
     def __init__(self, function: Callable, proven: Proven, told: Callable | None = None, guards: Rests | None = None):
         super().__init__(function, guards=guards)
         self.proven, self.told = proven, told
-        self.sharing = SharedPrompts(proven.keeps_prompts)
+        self.sharing = SharedPrompts(proven.why_unshared)
         self.known = dict(proven.forwards)  # other modules that turn out to be harmless are added
 
 
