@@ -126,7 +126,7 @@ def _why_unshared(asked: BackboneCall, plan: Plan) -> str | None:
         return asked.bound.sharing.never
     if base_of(asked.model) is not asked.backbone:
         return "the model takes images too"
-    if asked.graphs is not None and plan.rows.tokens < asked.sharing.least_uncaptured:
+    if asked.graphs is not None and plan.rows.tokens + plan.saved < asked.sharing.least_uncaptured:
         return "steps of few tokens are faster as CUDA graphs, which know no shared prompts"
     return what_is_random(asked.model, without_head(asked.model))
 

@@ -86,6 +86,14 @@ class Pair:
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none)
+        if self.device == "cuda":
+            self.align()
+
+    def align(self):
+        """Give both models the same weights. In fp16, weights that round otherwise lead gradients apart in a few steps."""
+        with torch.no_grad():
+            for got, want in zip(self.captured.parameters(), self.plain.parameters(), strict=True):
+                got.copy_(want)
 
     def warm(self, lengths=SIZES[0]):
         """Until the size of `lengths` is replayed."""
