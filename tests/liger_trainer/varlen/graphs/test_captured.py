@@ -90,7 +90,7 @@ class Pair:
             self.align()
 
     def align(self):
-        """Give both models the same weights. In fp16, weights that round otherwise lead gradients apart in a few steps."""
+        """Give both models the same weights. In fp16, their rounding leads gradients apart within a few steps."""
         with torch.no_grad():
             for got, want in zip(self.captured.parameters(), self.plain.parameters(), strict=True):
                 got.copy_(want)
