@@ -11,6 +11,7 @@ import torch
 import trainer_runs
 from captured_trainers import capture_on_cpu
 from datasets import Dataset
+from launching import in_processes
 from peft import LoraConfig, PromptTuningConfig
 from tiny_models import ragged_rows, tiny_model, tiny_tokenizer
 from transformers import TrainerCallback
@@ -121,6 +122,13 @@ def test_captured_steps_go_on(tmp_path, monkeypatch):
     counts = {name: trainer.captured_steps.to_dict()["calls_replayed"] for name, trainer in runs.items()}
     assert counts["with"] == counts["without"] > 0
     assert_same_training(runs["with"], runs["without"])
+
+
+def test_two_processes_train_the_same_and_one_answers(tmp_path):
+    in_processes("sampled_ranks.py", tmp_path)
+    (file,) = tmp_path.rglob("samples.jsonl")
+    steps = [json.loads(line)["step"] for line in file.read_text().splitlines()]
+    assert steps == sorted(set(steps)) and steps[0] == 0 and len(steps) > 2
 
 
 def test_what_is_put_back(tmp_path):
