@@ -25,14 +25,14 @@ from liger_trainer.trainers.model_card import CardText, card_without_risk
 
 
 class _CannotSave(Exception):
-    """A write has failed, and the message says why."""
+    """Raised when a write fails; the message says why."""
 
 
 class Keeper(TrainerCallback):
-    """The checkpoints of a run: where it begins, their manifests, and how many of them stay.
+    """Manages the checkpoints of a run: writes their manifests, and deletes old ones beyond `limit`.
 
-    Checksums are taken in a thread while training goes on. Once the manifest of a checkpoint is there, older ones are
-    deleted, by their steps and never those of another run. Of `limit`, the newest and the best one stay in any case.
+    A thread computes checksums while training goes on. Once the manifest of a checkpoint is written, older checkpoints
+    of this run are deleted by their steps, never those of another run. The newest and the best one always stay.
     """
 
     def __init__(self, facts: dict[str, Any], beginning: Beginning, limit: int | None = None) -> None:

@@ -159,7 +159,7 @@ def build_trainer(recipe: Recipe, sources: Sources, callbacks: list[Any], traine
         if isinstance(error, AttributeError) and "'generation_config'" in str(error):
             kind = (getattr(config, "architectures", None) or ["model"])[0]
             name = recipe.model.model_name_or_path
-            raise RecipeError(f"model_name_or_path is {name!r}, a {kind}, which is no language model.") from error
+            raise RecipeError(f"model_name_or_path is {name!r}, a {kind}, not a causal language model.") from error
         said = refusal(error, "assistant_only_loss", model_init_kwargs=[*options], report_to=training.report_to)
         if raised_by_template(error):
             said = f"a chat template refuses a row: {' '.join(str(error).split())}"

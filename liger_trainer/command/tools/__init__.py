@@ -1,1 +1,1 @@
-"""The commands beside training: fit, verify, compare, chat, merge, doctor and Medusa's two."""
+"""The commands other than train: fit, verify, compare, chat, merge, doctor, medusa-eval and medusa-export."""

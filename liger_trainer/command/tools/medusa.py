@@ -41,8 +41,11 @@ def add_medusa_commands(commands) -> None:
     )
     export.add_argument("checkpoint", metavar="CHECKPOINT", help="the output_dir of a training, or a checkpoint in it")
     export.add_argument("--output", required=True, help="a new directory")
-    export.add_argument("--model", help="the model that is served with the heads; if unset, the one in CHECKPOINT, or "
-                        "else the one that the heads were trained on")  # fmt: skip
+    export.add_argument(
+        "--model",
+        help="the model that is served with the heads; if unset, the one in CHECKPOINT, or else the one that the heads "
+        "were trained on",
+    )
     add_model_options(export)
 
 
@@ -69,7 +72,7 @@ def _eval(args) -> None:
 
 
 def prompts_in(name: str, chat: bool, max_rows: int | None) -> list[Any]:
-    """The prompts of the first `max_rows` rows of a file, a folder or a Hub dataset, which `train` would read too."""
+    """Return the prompts of the first `max_rows` rows of a file, a folder or a Hub dataset, read as `train` does."""
     from datasets.exceptions import DatasetGenerationError
 
     from liger_trainer.medusa.prompts import prompt_of

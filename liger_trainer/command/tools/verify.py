@@ -16,10 +16,15 @@ from liger_trainer.command.recipe.read import Recipe, find_recipe, parse_recipe
 from liger_trainer.errors import RecipeError
 
 _USAGE = "liger-trainer verify RECIPE [--json] [--key value ...]"
-_ROWS, _READ = 24, 96  # rows that are used, and those from which they are taken
-_NEED_A_PACKAGE = {  # or a GPU: the recipe's key has this value before it is checked
-    "load_in_4bit": "false", "load_in_8bit": "false", "use_vllm": "false", "fp8": "false", "optim": "adamw_torch",
-}  # fmt: skip
+_ROWS = 24  # rows that are used
+_READ = 96  # rows that they are chosen from
+_NEED_A_PACKAGE = {  # or a GPU: these keys are set to these values
+    "load_in_4bit": "false",
+    "load_in_8bit": "false",
+    "use_vllm": "false",
+    "fp8": "false",
+    "optim": "adamw_torch",
+}
 _NOT_VERIFIED = (
     "fp16", *_NEED_A_PACKAGE, "optim_args", "optim_target_modules", "torch_compile", "tf32",
     "accelerate_config", "accelerator_config", "parallelism_config", "fsdp", "deepspeed", "auto_find_batch_size",
@@ -28,12 +33,22 @@ _NOT_VERIFIED = (
     "neftune_noise_alpha", "load_best_model_at_end", "eval_packing", "eval_predictions",
 )  # fmt: skip
 _NEVER_VERIFIED = (
-    "kernels on a GPU", "several processes", "the model's own weights, tokenizer and chat template",
-    "batches, lengths and learning rates of the recipe's size", "generation by a server", "quantized weights",
-)  # fmt: skip
+    "kernels on a GPU",
+    "several processes",
+    "the model's own weights, tokenizer and chat template",
+    "batches, lengths and learning rates of the recipe's size",
+    "generation by a server",
+    "quantized weights",
+)
 _OF_LOADING = (
-    "gguf_file", "revision", "dtype", "device_map", "quantization_config", "use_kernels", "trust_remote_code",
-)  # fmt: skip
+    "gguf_file",
+    "revision",
+    "dtype",
+    "device_map",
+    "quantization_config",
+    "use_kernels",
+    "trust_remote_code",
+)
 
 
 def add_verify_command(commands: Any) -> None:
