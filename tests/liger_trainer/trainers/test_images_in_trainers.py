@@ -1,4 +1,4 @@
-"""Trainers whose rows have images, with the processors of their models, beside TRL's own on the same rows.
+"""Trainers on rows with images, with the models' processors, compared with TRL's trainers on the same rows.
 
 Llama 4 is missing: TRL's own SFTTrainer fails on it. It is in `varlen/test_images.py`, its tower in
 `patching/test_towers.py`.
@@ -47,7 +47,7 @@ CLASSES = {
     "grpo": ((GRPOTrainer, GRPOConfig), (LigerGRPOTrainer, LigerGRPOConfig)),
     "rloo": ((RLOOTrainer, RLOOConfig), (LigerRLOOTrainer, LigerRLOOConfig)),
 }
-ANSWERED = ("sft", "dpo", "kto")  # whose rows have answers already
+ANSWERED = ("sft", "dpo", "kto")  # rows of these trainers have answers
 ONLINE = {"num_generations": 2, "max_completion_length": 6, "beta": 0.0}
 PREFIXED = ("gemma3",)  # the tokens of an image see each other, so that padding is computed
 FAIL_IN_TRL = {("llava_onevision", "rloo")}  # an argument that RLOOTrainer does not know
@@ -86,7 +86,7 @@ def pair(model_type, kind, folder, images=SIZES["one each"], model=None, **given
     model, rows = image_model(model_type) if model is None else model, rows_of(model_type, kind, images)
     model.config.get_text_config().final_logit_softcapping = None  # which TRL leaves out
     for name, parameter in model.named_parameters():
-        if name.endswith("k_proj.bias"):  # whose gradient is zero but for rounding
+        if name.endswith("k_proj.bias"):  # its gradient is zero but for rounding
             parameter.requires_grad_(False)
     options = {"max_length": None} if kind in ANSWERED else ONLINE
     made = []
