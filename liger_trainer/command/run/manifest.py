@@ -58,8 +58,8 @@ def checkpoints_in(folder: Path) -> list[Path]:
 
 def files_in(checkpoint: Path) -> list[str]:
     """The names of all files in a checkpoint and its subfolders, without the manifest itself."""
-    found = (path.relative_to(checkpoint).as_posix() for path in checkpoint.rglob("*") if path.is_file())
-    return sorted(set(found) - {NAME, BEGUN})
+    names = (path.relative_to(checkpoint).as_posix() for path in checkpoint.rglob("*") if path.is_file())
+    return sorted(set(names) - {NAME, BEGUN})
 
 
 def begin(checkpoint: Path, facts: dict[str, Any]) -> None:
@@ -116,10 +116,10 @@ def read(checkpoint: Path) -> dict[str, Any] | None:
 def fault_of(checkpoint: Path, manifest: dict[str, Any]) -> str | None:
     """Read every byte of `checkpoint`, and tell what is missing or differs from its manifest; None if it is whole."""
     try:
-        found = _checksums(checkpoint, {name: (checkpoint / name).stat().st_size for name in manifest["files"]})
+        checksums = _checksums(checkpoint, {name: (checkpoint / name).stat().st_size for name in manifest["files"]})
     except OSError as error:
         return f"{Path(error.filename or checkpoint).name} cannot be read: {error.strerror}"
-    return next((f"{name} has changed" for name, sums in manifest["files"].items() if found[name] != sums), None)
+    return next((f"{name} has changed" for name, sums in manifest["files"].items() if checksums[name] != sums), None)
 
 
 def _put(path: Path, values: dict[str, Any]) -> None:

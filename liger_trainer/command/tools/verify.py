@@ -126,7 +126,7 @@ def setup_of(recipe: Recipe) -> Any:
     if "flash" not in str(attention := init.pop("attn_implementation", recipe.model.attn_implementation)):
         init |= {} if attention is None else {"attn_implementation": attention}
     teacher = getattr(training, "teacher_model_name_or_path", None)
-    own = dict(getattr(training, "teacher_model_init_kwargs", None) or {})
+    teacher_init = dict(getattr(training, "teacher_model_init_kwargs", None) or {})
     return Setup(
         trainer=getattr(liger_trainer, recipe.entry.trainer),
         arguments=type(training),
@@ -135,7 +135,7 @@ def setup_of(recipe: Recipe) -> Any:
         options={key: value for key, value in recipe.chosen.items() if hasattr(training, key)},
         peft_config=trl.get_peft_config(recipe.model),
         model_init=init,
-        teacher=None if teacher is None else _config(teacher, "teacher_model_name_or_path", own),
+        teacher=None if teacher is None else _config(teacher, "teacher_model_name_or_path", teacher_init),
         rewards=len(recipe.args.reward_funcs or ()),
     )
 
@@ -162,12 +162,12 @@ def _rows(recipe: Recipe) -> list[dict[str, Any]]:
         rows, _ = load_rows(recipe.args, recipe.path.parent, needed, recipe.training.seed)
     except RecipeError as error:
         raise RecipeError(f"{str(error).rstrip('.')}. A few rows are enough here: pass --dataset_name FILE.") from error
-    kept = {name for names in needed for name in names} | {"prompt", "labels", "completion_mask", "assistant_masks"}
-    found = rows.select_columns([name for name in rows.column_names if name in kept]).to_list()
+    columns = {name for names in needed for name in names} | {"prompt", "labels", "completion_mask", "assistant_masks"}
+    selected = rows.select_columns([name for name in rows.column_names if name in columns]).to_list()
     counts: Counter[bool] = Counter()
 
     def turn(row: dict[str, Any]) -> int:
         counts[bool(row.get("label"))] += 1
         return counts[bool(row.get("label"))]
 
-    return sorted(found, key=turn)[:_ROWS]
+    return sorted(selected, key=turn)[:_ROWS]

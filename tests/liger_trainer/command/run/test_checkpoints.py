@@ -20,8 +20,8 @@ from transformers import Trainer, trainer
 from transformers.trainer import CallbackHandler
 
 from liger_trainer.command.run import manifest, output_dir
-from liger_trainer.command.run.output_dir import Beginning
-from liger_trainer.command.run.saving import Keeper
+from liger_trainer.command.run.output_dir import ResumePoint
+from liger_trainer.command.run.saving import CheckpointManager
 
 
 def truncate(path):
@@ -352,13 +352,13 @@ def test_a_crash_while_a_checkpoint_is_deleted(tmp_path, monkeypatch):
             manifest.remove(checkpoint)
         assert (checkpoint / manifest.BEGUN).exists() and not (checkpoint / manifest.NAME).exists()
     (tmp_path / "checkpoint-4").mkdir()
-    Keeper({}, Beginning(), limit=1)._write(tmp_path / "checkpoint-4", [], said, None)
+    CheckpointManager({}, ResumePoint(), limit=1)._write(tmp_path / "checkpoint-4", [], said, None)
     assert steps_of(tmp_path) == [4]
 
 
 def test_a_damaged_later_checkpoint_does_not_push_out_a_new_one(tmp_path):
     """The run has gone on from step 2, because the checkpoint of step 6 is damaged, and may keep one."""
-    keeper = Keeper({"recipe": {}, "processes": 1}, Beginning(run="a run"), limit=1)
+    keeper = CheckpointManager({"recipe": {}, "processes": 1}, ResumePoint(run="a run"), limit=1)
     for step in (2, 6, 4):
         checkpoint = tmp_path / f"checkpoint-{step}"
         manifest.begin(checkpoint, {})
@@ -379,7 +379,7 @@ def test_a_manifest_is_waited_for_again_after_ctrl_c(tmp_path, monkeypatch):
         state=SimpleNamespace(global_step=2, best_model_checkpoint=None),
         accelerator=SimpleNamespace(wait_for_everyone=lambda: None),
     )  # fmt: skip
-    keeper, goes_on = Keeper({"recipe": {}, "processes": 1}, Beginning()), threading.Event()
+    keeper, goes_on = CheckpointManager({"recipe": {}, "processes": 1}, ResumePoint()), threading.Event()
     write = keeper._write
     monkeypatch.setattr(keeper, "_write", lambda *given: goes_on.wait(60) and write(*given))
     keeper.begin(trainer)
