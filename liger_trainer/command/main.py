@@ -31,9 +31,9 @@ from liger_trainer.errors import RecipeError, RunError
 def main(argv: list[str] | None = None) -> int:
     """Run the command and return its exit code.
 
-    The code is 0 for success, 2 for a mistake that the user can mend, 1 for a run that could not be saved, 130 or 143
-    for a run that was stopped by SIGINT (Ctrl-C) or SIGTERM, and 141 where the output is no longer read, as in
-    `liger-trainer recipes | head -1`. With every other code but 0, a line on stderr says why.
+    The code is 0 for success, 1 for a run that could not be saved, and 2 for a mistake that the user can correct. It is
+    130 after SIGINT (Ctrl-C), 143 after SIGTERM, and 141 if the output is no longer read, as in
+    `liger-trainer recipes | head -1`. With every code but 0, a line on stderr says why.
 
     Args:
         argv (`list[str]`, *optional*): The words of the command line. Unset: this process's.

@@ -32,7 +32,7 @@ def take_options(words: Sequence[str], *names: str) -> tuple[dict[str, str], lis
 
 
 def positive(option: str, text: str, kind: type) -> Any:
-    """The value of an option as an int or a float above 0. RecipeError if it is none."""
+    """Return the value of an option as an int or a float. RecipeError unless it is a number above 0."""
     try:
         value = kind(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""This process among those of a launch: which one it is, what it says, and what all of them agree on."""
+"""The processes of a launch: which one this is, messages from the main process only, and what all agree on."""
 
 import os
 import sys

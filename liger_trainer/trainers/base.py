@@ -329,11 +329,11 @@ class LigerTrainerMixin(LoadsRenamedWeights, ResumesInPass):
         self._loss_only, self._predicted = prediction_loss_only or gathers, [] if gathers else None
         try:
             with self._explaining_missing_logits():
-                found = super().prediction_step(model, inputs, self._loss_only, ignore_keys)
+                outputs = super().prediction_step(model, inputs, self._loss_only, ignore_keys)
             if self._predicted is None:
-                return found
+                return outputs
             predictions = dict(self._predicted[-1])  # KTO scores the mismatched pairs of its KL estimate first
-            return found[0], predictions, predictions.pop("labels")
+            return outputs[0], predictions, predictions.pop("labels")
         finally:
             self._loss_only, self._predicted = False, None
 

@@ -22,13 +22,13 @@ def router_loss_weights(model: Any) -> list[tuple[Any, str, float]]:
     """
     base = base_model_of(model)
     config = _text_config_of(base)
-    found = []
+    places = []
     for owner in (base, config):
         for name in _NAMES:
             weight = getattr(owner, name, None)
             if weight is not None:
-                found.append((owner, name, weight))
-    return found
+                places.append((owner, name, weight))
+    return places
 
 
 def _text_config_of(base: Any) -> Any:

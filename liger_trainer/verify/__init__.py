@@ -37,11 +37,11 @@ def verify(setup: Setup, tell: Callable[[Check], None] = lambda check: None) -> 
     Raises:
         RecipeError: The trainer refuses the setup, or no small copy of the model can be made.
     """
-    found = []
+    results = []
     for_many_tokens = mock.patch.object(lora, "LEAST_WORK", 0)  # below it, the kernels of LoRA are not used
     with tempfile.TemporaryDirectory() as folder, quiet(), for_many_tokens:
         checks = Checks(Bench(setup, folder))
         for check in checks.each():
-            found.append(check)
+            results.append(check)
             tell(check)
-        return Report(found, checks.compared_with, checks.swapped)
+        return Report(results, checks.compared_with, checks.swapped)

@@ -134,11 +134,11 @@ class Checks:
         return batch
 
     def _gradients(self) -> Check:
-        found = worst(self.ours.gradients, self.stock.gradients, self.noise)
-        if found.verdict != "ok" and self.kind == "stock":
+        check = worst(self.ours.gradients, self.stock.gradients, self.noise)
+        if check.verdict != "ok" and self.kind == "stock":
             plain = worst(self.bench.run("plain").gradients, self.stock.gradients, self.noise)
-            found.detail += f"; with nothing swapped it is {plain.figure:.1e}"
-        return found
+            check.detail += f"; with nothing swapped it is {plain.figure:.1e}"
+        return check
 
     def _updates(self) -> Check:
         updates, noise = self.stock.updates, self.noise_of_updates
@@ -278,13 +278,13 @@ class Checks:
             return Check("each micro-batch writes completions of its own")
         if self.setup.stock.__name__ == "KTOTrainer":
             return Check("the KL term is of a micro-batch")
-        found = self._split("ours")
+        check = self._split("ours")
         trainer: Any = self.ours.trainer
         balanced = getattr(trainer, "aux_loss_enabled", trainer.model.config.to_dict().get("output_router_logits"))
-        if found.verdict == "ok" or (self.setup.stock.__name__ in ("SFTTrainer", "Trainer") and not balanced):
-            return found  # the mean over all tokens, whatever the batches
-        stock, ours = self._split(self.kind).figure or 0.0, found.figure or 0.0
-        return Check(f"the stock loss depends on it too, by {stock:.1e}") if ours <= 2 * stock else found
+        if check.verdict == "ok" or (self.setup.stock.__name__ in ("SFTTrainer", "Trainer") and not balanced):
+            return check  # the mean over all tokens, whatever the batches
+        stock, ours = self._split(self.kind).figure or 0.0, check.figure or 0.0
+        return Check(f"the stock loss depends on it too, by {stock:.1e}") if ours <= 2 * stock else check
 
     def _split(self, kind: str) -> Check:
         one, four = (

@@ -39,35 +39,35 @@ class Check:
         return f"{self.name:34} {self.verdict:6}{shown:18} {self.seconds:6.1f}  {self.detail}".rstrip()
 
     def to_dict(self) -> dict[str, Any]:
-        found = {"name": self.name, "verdict": self.verdict, "detail": self.detail, "seconds": self.seconds}
+        fields = {"name": self.name, "verdict": self.verdict, "detail": self.detail, "seconds": self.seconds}
         if self.figure is None:
-            return found
+            return fields
         figure = {} if math.isinf(self.figure) else {"figure": self.figure}  # JSON has no infinity
-        return found | figure | {"tolerance": self.tolerance}
+        return fields | figure | {"tolerance": self.tolerance}
 
 
 def errors(got: Tensors, want: Tensors) -> dict[str, float]:
     """Relative errors by the norm of each tensor; one that is missing on one side counts as zero."""
     norms = {name: float(tensor.double().norm()) for name, tensor in want.items()}
     least = max(SMALL * max(norms.values(), default=0.0), 1e-30)
-    found = {}
+    relative = {}
     for name in want.keys() | got.keys():
         difference = torch.as_tensor(got.get(name, 0) - want.get(name, 0)).double().norm()
         error = float(difference) / max(norms.get(name, 0.0), least)
-        found[name] = error if math.isfinite(error) else math.inf
-    return found
+        relative[name] = error if math.isfinite(error) else math.inf
+    return relative
 
 
 def worst(got: list[Tensors], want: list[Tensors], noise: dict[str, float]) -> Check:
     """The worst error in several pairs of sets, by what the `noise` of each tensor allows."""
     if len(got) != len(want):
         return Check(f"{len(got)} steps in place of {len(want)}", math.inf, RTOL)
-    found = [
+    candidates = [
         (error, max(RTOL, min(MOST, TIMES_NOISE * noise.get(name, 0.0))), name)
         for one, other in zip(got, want, strict=True)
         for name, error in errors(one, other).items()
     ]
-    error, allowed, name = max(found, key=lambda one: one[0] / one[1])
+    error, allowed, name = max(candidates, key=lambda one: one[0] / one[1])
     return Check(f"most in {name}", error, allowed)
 
 
@@ -115,7 +115,7 @@ def number_errors(got: list[dict[str, Any]], want: list[dict[str, Any]]) -> dict
             size = abs(value) if math.isfinite(value) else 0.0
             for key in (name, _group(name)):
                 largest[key] = max(largest.get(key, 0.0), size)
-    found: dict[str, float] = {}
+    relative: dict[str, float] = {}
     for one, other in pairs:
         for name in one.keys() | other.keys():
             scale = max(largest.get(name, 0.0), OF_GROUP * largest.get(_group(name), 0.0), LEAST_NUMBER)
@@ -124,8 +124,8 @@ def number_errors(got: list[dict[str, Any]], want: list[dict[str, Any]]) -> dict
                 error = math.inf
             else:
                 error = 0.0 if a == b or (math.isnan(a) and math.isnan(b)) else abs(a - b) / scale
-            found[name] = max(found.get(name, 0.0), error if math.isfinite(error) else math.inf)
-    return found
+            relative[name] = max(relative.get(name, 0.0), error if math.isfinite(error) else math.inf)
+    return relative
 
 
 def _group(name: str) -> str:

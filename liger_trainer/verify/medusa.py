@@ -68,10 +68,12 @@ class PlainMedusaTrainer(LigerMedusaTrainer):
         optimizer = Trainer.create_optimizer(self, *args, **kwargs)
         heads = {id(p) for head in heads_of(self.model) for p in head.parameters()}  # type: ignore[union-attr]
         for group in list(optimizer.param_groups):
-            own = [p for p in group["params"] if id(p) in heads]
+            head_parameters = [p for p in group["params"] if id(p) in heads]
             group["params"] = [p for p in group["params"] if id(p) not in heads]
-            if own:
-                optimizer.add_param_group(group | {"params": own, "lr": group["lr"] * self.args.medusa_lr_multiplier})
+            if head_parameters:
+                optimizer.add_param_group(
+                    group | {"params": head_parameters, "lr": group["lr"] * self.args.medusa_lr_multiplier}
+                )
         return optimizer
 
 

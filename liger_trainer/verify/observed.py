@@ -22,42 +22,42 @@ _OF_TIME = ("runtime", "per_second", "time", "memory")
 
 def copies(model: nn.Module, buffers: bool = False) -> Tensors:
     """Copy all parameters of `model` to the CPU, and its `buffers` too."""
-    found = {name: p.detach().cpu().clone() for name, p in model.named_parameters()}
+    tensors = {name: p.detach().cpu().clone() for name, p in model.named_parameters()}
     if buffers:
-        found |= {name: b.detach().cpu().clone() for name, b in model.named_buffers()}
-    return found
+        tensors |= {name: b.detach().cpu().clone() for name, b in model.named_buffers()}
+    return tensors
 
 
 def optimizer_states(optimizer: Any, model: nn.Module) -> Tensors:
     """Copy the optimizer's state, each under two names, as `"lm_head.weight, exp_avg"`."""
     names = {id(p): name for name, p in model.named_parameters()}
-    found = {}
+    states = {}
     for parameter, state in optimizer.state.items():
         for what, value in state.items():
             if isinstance(value, torch.Tensor):
-                found[f"{names.get(id(parameter), 'no parameter')}, {what}"] = value.detach().cpu().clone()
-    return found
+                states[f"{names.get(id(parameter), 'no parameter')}, {what}"] = value.detach().cpu().clone()
+    return states
 
 
 def group_options(optimizer: Any, model: nn.Module) -> dict[str, Any]:
     """Return what the optimizer's groups say of each parameter: its learning rate, weight decay, betas and so on."""
     names = {id(p): name for name, p in model.named_parameters()}
-    found: dict[str, Any] = {}
+    options_of: dict[str, Any] = {}
     for group in optimizer.param_groups:
         options = {key: value for key, value in group.items() if key != "params"}
         for parameter in group["params"]:
             name = names.get(id(parameter), "a tensor that is not a parameter of the model")
-            found[name] = "two groups" if name in found else options
-    return found
+            options_of[name] = "two groups" if name in options_of else options
+    return options_of
 
 
 def numbers(log: dict[str, Any]) -> dict[str, float]:
     """Return the numbers in a record of the log that two equal trainings have in common."""
-    found = {}
+    values = {}
     for name, value in log.items():
         if isinstance(value, int | float) and not any(part in name for part in _OF_TIME):
-            found[name] = float(value)
-    return found
+            values[name] = float(value)
+    return values
 
 
 def random_states() -> dict[str, str]:
@@ -72,13 +72,13 @@ def random_states() -> dict[str, str]:
 
 def surroundings(model: nn.Module, state: Any, control: Any) -> dict[str, Any]:
     """Return what a callback sees besides numbers: the trainer's state and control, modes, and which weights train."""
-    found: dict[str, Any] = {f"state.{name}": value for name, value in vars(state).items() if _is_plain(value)}
-    found |= {f"control.{name}": value for name, value in vars(control).items() if _is_plain(value)}
-    del found["state.total_flos"]  # counted from the number of parameters, in another order of additions
-    found["parameters that require gradients"] = sorted(n for n, p in model.named_parameters() if p.requires_grad)
-    found["modules in training mode"] = sorted(name for name, module in model.named_modules() if module.training)
-    found["names of one tensor"] = tied(model)
-    return found | random_states()
+    seen: dict[str, Any] = {f"state.{name}": value for name, value in vars(state).items() if _is_plain(value)}
+    seen |= {f"control.{name}": value for name, value in vars(control).items() if _is_plain(value)}
+    del seen["state.total_flos"]  # counted from the number of parameters, in another order of additions
+    seen["parameters that require gradients"] = sorted(n for n, p in model.named_parameters() if p.requires_grad)
+    seen["modules in training mode"] = sorted(name for name, module in model.named_modules() if module.training)
+    seen["names of one tensor"] = tied(model)
+    return seen | random_states()
 
 
 def tied(model: nn.Module) -> list[list[str]]:
@@ -106,14 +106,14 @@ class KeepGradients(TrainerCallback):
         self.steps: list[Tensors] = []
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-        own = {n: p.grad.detach().cpu().clone() for n, p in model.named_parameters() if p.grad is not None}
-        self.steps.append(own)
+        gradients = {n: p.grad.detach().cpu().clone() for n, p in model.named_parameters() if p.grad is not None}
+        self.steps.append(gradients)
         if self.instead is None or len(self.steps) > len(self.instead):
             return
-        given = self.instead[len(self.steps) - 1]
+        replacements = self.instead[len(self.steps) - 1]
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
-                parameter.grad = given[name].to(parameter, copy=True) if name in given else None
+                parameter.grad = replacements[name].to(parameter, copy=True) if name in replacements else None
 
 
 class Recorder(KeepGradients):

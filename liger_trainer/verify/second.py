@@ -70,9 +70,9 @@ class SecondTraining:
         ours, stock = seen_of(self.ours), seen_of(self.stock)
         if other := differences(ours.options, stock.options):
             return equal(other, "")
-        found = exact([*ours.weights, *ours.states], [*stock.weights, *stock.states])
-        found.detail = f"{len(ours.weights)} steps of {_name(self.ours)}, {found.detail}"
-        return found
+        check = exact([*ours.weights, *ours.states], [*stock.weights, *stock.states])
+        check.detail = f"{len(ours.weights)} steps of {_name(self.ours)}, {check.detail}"
+        return check
 
     def surroundings(self) -> Check:
         """Compare batches, random numbers, and what a callback sees."""
@@ -88,12 +88,12 @@ class SecondTraining:
     def evaluation(self) -> Check:
         ours, stock = self._records(self.ours, "eval_loss"), self._records(self.stock, "eval_loss")
         noise = self.noise | {f"eval_{name}": size for name, size in self.noise.items()}
-        found = worst_number(ours, stock, noise)
-        if found.verdict == "FAILED" or self.bench.setup.stock.__name__ not in ("Trainer", "SFTTrainer"):
-            return found
+        check = worst_number(ours, stock, noise)
+        if check.verdict == "FAILED" or self.bench.setup.stock.__name__ not in ("Trainer", "SFTTrainer"):
+            return check
         logits = worst([_predicted(self.ours)], [_predicted(self.stock)], {})
-        logits.detail = f"{found.detail}; predicted logits"
-        return logits if logits.verdict == "FAILED" else found
+        logits.detail = f"{check.detail}; predicted logits"
+        return logits if logits.verdict == "FAILED" else check
 
     def nothing_changed(self) -> Check:
         changed = sorted(seen_of(self.ours).changed - seen_of(self.stock).changed)
@@ -117,9 +117,9 @@ class SecondTraining:
                 other.append(f"{name} is saved as {ours[name].dtype} of {tuple(ours[name].shape)}")
         if other:
             return equal(other, "")
-        found = exact([ours], [stock])
-        found.detail = f"{len(files)} files, {found.detail}"
-        return found
+        check = exact([ours], [stock])
+        check.detail = f"{len(files)} files, {check.detail}"
+        return check
 
 
 def _states(run: Run) -> set[tuple[str, ...]]:
@@ -144,18 +144,18 @@ def exact(got: list[Tensors], want: list[Tensors]) -> Check:
     """The worst error of sets of tensors that should be equal but for the last bit."""
     if len(got) != len(want):
         return Check(f"{len(got)} steps in place of {len(want)}", float("inf"), EXACT)
-    found: dict[str, float] = {}
+    relative: dict[str, float] = {}
     for one, other in zip(got, want, strict=True):
         for name in one.keys() ^ other.keys():
-            found[name] = float("inf")
+            relative[name] = float("inf")
         for name in one.keys() & other.keys():
             if not torch.equal(one[name], other[name]):
                 error = errors({"": one[name].double()}, {"": other[name].double()})[""]
-                found[name] = max(error, found.get(name, 0.0))
-    if not found:
+                relative[name] = max(error, relative.get(name, 0.0))
+    if not relative:
         return Check("bit for bit", 0.0, EXACT)
-    worst_of_all = max(found, key=lambda name: found[name])
-    return Check(f"most in {worst_of_all}", found[worst_of_all], EXACT)
+    worst_of_all = max(relative, key=lambda name: relative[name])
+    return Check(f"most in {worst_of_all}", relative[worst_of_all], EXACT)
 
 
 def _without_torch(around: dict[str, Any]) -> dict[str, Any]:
@@ -164,9 +164,9 @@ def _without_torch(around: dict[str, Any]) -> dict[str, Any]:
 
 def _predicted(run: Run) -> Tensors:
     """The logits that `predict` returns for the rows of the evaluation, where there is a label for them."""
-    found = run.trainer.predict(run.trainer.eval_dataset)
-    logits = found.predictions[0] if isinstance(found.predictions, tuple) else found.predictions
-    logits, labels = torch.as_tensor(logits), torch.as_tensor(found.label_ids)
+    prediction = run.trainer.predict(run.trainer.eval_dataset)
+    logits = prediction.predictions[0] if isinstance(prediction.predictions, tuple) else prediction.predictions
+    logits, labels = torch.as_tensor(logits), torch.as_tensor(prediction.label_ids)
     return {"logits": logits[:, :-1][labels[:, 1:] != -100]}
 
 

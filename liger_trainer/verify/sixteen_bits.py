@@ -24,7 +24,7 @@ _ROWS = 256
 
 def norms(trainer: Any) -> Check:
     """Compare norms by how many elements round otherwise."""
-    report, found = trainer.liger_report, {}
+    report, shares = trainer.liger_report, {}
     swapped = {} if report is None else report["rms_norm"].swapped | report["layer_norm"].swapped
     for name in swapped:
         ours = copy.deepcopy(trainer.model.get_submodule(name)).bfloat16()
@@ -37,18 +37,18 @@ def norms(trainer: Any) -> Check:
             except TypeError:  # one with a gate
                 continue
             remove_liger(ours)
-            found[name] = float((got != ours(x)).float().mean())
-    if not found:
+            shares[name] = float((got != ours(x)).float().mean())
+    if not shares:
         return Check("none was swapped")
-    where = max(found, key=lambda name: found[name])
-    return Check(f"share of elements that round otherwise, most in {where}", found[where], OTHERWISE_ROUNDED)
+    where = max(shares, key=lambda name: shares[name])
+    return Check(f"share of elements that round otherwise, most in {where}", shares[where], OTHERWISE_ROUNDED)
 
 
 def gates(trainer: Any) -> Check:
     """Compare MLPs and experts with a swapped gate: output and gradients, at inputs of several sizes."""
     report = trainer.liger_report
     swapped = {} if report is None else report["swiglu"].swapped | report["geglu"].swapped | report["experts"].swapped
-    found: dict[str, tuple[float, float]] = {}
+    errors_of: dict[str, tuple[float, float]] = {}
     for name in swapped:
         ours = copy.deepcopy(trainer.model.get_submodule(name)).bfloat16().requires_grad_()
         stock = copy.deepcopy(ours)
@@ -59,8 +59,8 @@ def gates(trainer: Any) -> Check:
             if inputs is None:
                 continue
             results = [_run(module, inputs) for module in (ours, stock, exact)]
-            found |= {f"{part} of {name}": error for part, error in _beside(*results).items()}
-    return _worst(found, "none was swapped")
+            errors_of |= {f"{part} of {name}": error for part, error in _beside(*results).items()}
+    return _worst(errors_of, "none was swapped")
 
 
 def head(model: nn.Module, ids: torch.Tensor) -> Check:
@@ -98,11 +98,11 @@ def _loss_and_gradients(
         loss.backward()
     if keep is not None:
         keep.append(entered[0].detach())
-    found = {"loss": loss.detach().double(), "gradient of the weight": layer.weight.grad.double()}
+    results = {"loss": loss.detach().double(), "gradient of the weight": layer.weight.grad.double()}
     for states in entered:  # a fused head is called a second time, with its parameters there
         if states.grad is not None:
-            found["gradient of the input"] = states.grad.double()
-    return found
+            results["gradient of the input"] = states.grad.double()
+    return results
 
 
 def _inputs_of(module: nn.Module, scale: float) -> tuple[Any, ...] | None:
@@ -131,8 +131,8 @@ def _run(module: nn.Module, inputs: tuple[Any, ...]) -> Tensors:
     output = output[0] if isinstance(output, tuple) else output
     upstream = _drawn(*output.shape).to(output.device)
     output.backward(upstream.to(torch.bfloat16).to(output.dtype))
-    found = {"output": output.detach().double(), "gradient of the input": cast[0].grad.double()}
-    return found | {f"gradient of {n}": p.grad.double() for n, p in module.named_parameters() if p.grad is not None}
+    results = {"output": output.detach().double(), "gradient of the input": cast[0].grad.double()}
+    return results | {f"gradient of {n}": p.grad.double() for n, p in module.named_parameters() if p.grad is not None}
 
 
 def _beside(got: Tensors, stock: Tensors, exact: Tensors) -> dict[str, tuple[float, float]]:
@@ -140,19 +140,19 @@ def _beside(got: Tensors, stock: Tensors, exact: Tensors) -> dict[str, tuple[flo
     ours = errors(got, exact)
     theirs = errors(stock, exact)
     apart = errors(got, stock)
-    found = {}
+    errors_of = {}
     for name in ours:
         allowed = max(TIMES_STOCK * theirs[name], LEAST if name != "loss" else 4 * LEAST)
         far = apart[name], FROM_STOCK
-        found[name] = max((ours[name], allowed), far, key=lambda one: one[0] / one[1])
-    return found
+        errors_of[name] = max((ours[name], allowed), far, key=lambda one: one[0] / one[1])
+    return errors_of
 
 
-def _worst(found: dict[str, tuple[float, float]], without: str) -> Check:
-    if not found:
+def _worst(errors_of: dict[str, tuple[float, float]], without: str) -> Check:
+    if not errors_of:
         return Check(without)
-    name = max(found, key=lambda name: found[name][0] / found[name][1])
-    return Check(f"most in {name}", *found[name])
+    name = max(errors_of, key=lambda name: errors_of[name][0] / errors_of[name][1])
+    return Check(f"most in {name}", *errors_of[name])
 
 
 def _drawn(*shape: int) -> torch.Tensor:

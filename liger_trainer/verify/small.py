@@ -107,10 +107,10 @@ def small_rows(rows: list[dict[str, Any]], tokens: range) -> list[dict[str, Any]
 
 def long_rows(rows: list[dict[str, Any]], tokens: range) -> list[dict[str, Any]]:
     """`rows` as `small_rows` has them, but for every third, with texts of about 160 characters each, or ids."""
-    found = small_rows(rows, tokens)
+    result = small_rows(rows, tokens)
     for i in range(0, len(rows), 3):
-        found[i] = _short(_repeated(rows[i], 160), 160, tokens)
-    return found
+        result[i] = _short(_repeated(rows[i], 160), 160, tokens)
+    return result
 
 
 def _repeated(value: Any, length: int) -> Any:

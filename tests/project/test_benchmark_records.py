@@ -256,3 +256,17 @@ def test_dirty_is_told_from_clean(tmp_path, monkeypatch):
     assert _measure.environment()["dirty"] is False
     (tmp_path / "file").write_text("2")
     assert _measure.environment()["dirty"] is True
+
+
+def test_the_page_for_users_names_every_script_and_no_other():
+    page = (ROOT / "benchmarks" / "README.md").read_text()
+    scripts = {path.name for path in (ROOT / "benchmarks").glob("[!_]*.py")} - {
+        "figures.py",
+        "render.py",
+    }  # `make figures`
+    assert set(re.findall(r"\b([a-z_]+\.py)\b", page)) - {"_cases.py", "_models.py", "_steps.py"} == scripts
+    for script in scripts:
+        source = (ROOT / "benchmarks" / script).read_text()
+        for options in re.findall(rf"`{script} ([^`]*)`", page):
+            for option in re.findall(r"--[a-z_]+", options):
+                assert f'"{option}"' in source or "config_file" in option or "processes" in option, (script, option)

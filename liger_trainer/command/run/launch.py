@@ -52,6 +52,6 @@ def check_restarts() -> None:
     shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if shared and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and launched_processes() > 1:
         raise RecipeError(
-            "torchrun has one store for all restarts, in which a restarted run waits for processes that have died. "
+            "torchrun keeps one store for all restarts, so a restarted run would wait for processes that have died. "
             "Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment of torchrun, or --max-restarts 0."
         )

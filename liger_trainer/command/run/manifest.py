@@ -26,10 +26,24 @@ _BLOCK = 1 << 24  # bytes of a checksum: a 100 GB checkpoint has 6,000 of them
 _THREADS = 8  # zlib frees the interpreter's lock: 3 GB/s a core were measured
 # With another value of these, the states in a checkpoint do not fit the weights or the optimizer any more.
 _REFUSED = (
-    "trainer", "optim", "optim_args", "optim_target_modules", "use_peft", "lora_r", "lora_alpha", "lora_target_*",
-    "lora_modules_to_save", "use_rslora", "use_dora", "load_in_*", "medusa_num_*", "medusa_tied",
-    "eagle_draft_vocab_size", "eagle_layers", "eagle_intermediate_size",
-)  # fmt: skip
+    "trainer",
+    "optim",
+    "optim_args",
+    "optim_target_modules",
+    "use_peft",
+    "lora_r",
+    "lora_alpha",
+    "lora_target_*",
+    "lora_modules_to_save",
+    "use_rslora",
+    "use_dora",
+    "load_in_*",
+    "medusa_num_*",
+    "medusa_tied",
+    "eagle_draft_vocab_size",
+    "eagle_layers",
+    "eagle_intermediate_size",
+)
 _SAME_STATES = {"adamw_torch", "adamw_torch_fused"}
 # The states of optimizer and scheduler hold these, and loading the states overwrites what the recipe has set.
 _IN_THE_STATES = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
@@ -47,8 +61,8 @@ def checkpoints_in(folder: Path) -> list[Path]:
 
 def files_in(checkpoint: Path) -> list[str]:
     """The names of all files in a checkpoint and its subfolders, without the manifest itself."""
-    found = (path.relative_to(checkpoint).as_posix() for path in checkpoint.rglob("*") if path.is_file())
-    return sorted(set(found) - {NAME, BEGUN})
+    names = (path.relative_to(checkpoint).as_posix() for path in checkpoint.rglob("*") if path.is_file())
+    return sorted(set(names) - {NAME, BEGUN})
 
 
 def begin(checkpoint: Path, facts: dict[str, Any]) -> None:
@@ -92,21 +106,23 @@ def was_begun(checkpoint: Path) -> bool:
 
 
 def read(checkpoint: Path) -> dict[str, Any] | None:
-    """The manifest of `checkpoint`; None if there is none that can be read."""
+    """Return the manifest of `checkpoint`, or None if it is missing or cannot be read."""
     try:
-        found = json.loads((checkpoint / NAME).read_text(encoding="utf-8"))
+        manifest = json.loads((checkpoint / NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return found if isinstance(found, dict) and {"files", "recipe", "processes", "run"} <= found.keys() else None
+    if isinstance(manifest, dict) and {"files", "recipe", "processes", "run"} <= manifest.keys():
+        return manifest
+    return None
 
 
 def fault_of(checkpoint: Path, manifest: dict[str, Any]) -> str | None:
     """Read every byte of `checkpoint`, and tell what is missing or differs from its manifest; None if it is whole."""
     try:
-        found = _checksums(checkpoint, {name: (checkpoint / name).stat().st_size for name in manifest["files"]})
+        checksums = _checksums(checkpoint, {name: (checkpoint / name).stat().st_size for name in manifest["files"]})
     except OSError as error:
         return f"{Path(error.filename or checkpoint).name} cannot be read: {error.strerror}"
-    return next((f"{name} has changed" for name, sums in manifest["files"].items() if found[name] != sums), None)
+    return next((f"{name} has changed" for name, sums in manifest["files"].items() if checksums[name] != sums), None)
 
 
 def _put(path: Path, values: dict[str, Any]) -> None:
@@ -150,7 +166,7 @@ def facts_of(recipe: Recipe, source: ModelSource, rows: Any) -> dict[str, Any]:
 
 
 def refuse_another_run(checkpoint: Path, then: dict[str, Any], now: dict[str, Any]) -> None:
-    """RecipeError if a run with the facts `now` cannot go on from `checkpoint`, whose manifest is `then`."""
+    """RecipeError if a run with the facts `now` cannot resume `checkpoint`, which was saved with the facts `then`."""
     differences = [
         f"{key} is {value!r} and was {old!r}"
         for key, value, old in _differences(then, now)
@@ -169,9 +185,9 @@ def what_changes(checkpoint: Path, then: dict[str, Any], now: dict[str, Any]) ->
     lines = []
     changed = [(key, new, old) for key, new, old in _differences(then, now) if key in _IN_THE_STATES]
     if not has_optimizer(then):
-        lines.append(f"{checkpoint} was saved without its optimizer, so optimizer and learning rate begin anew.")
+        lines.append(f"{checkpoint} was saved without its optimizer, so optimizer and learning rate start from step 0.")
     elif changed:
-        said = ", ".join(f"{key} stays {old} and not {new}" for key, new, old in changed)
+        said = ", ".join(f"{key} stays {old}, not {new}" for key, new, old in changed)
         lines.append(f"{said}, because the optimizer's state in {checkpoint} decides.")
     before, processes = then["processes"], now["processes"]
     if before != processes:

@@ -24,8 +24,8 @@ _RESTARTS = ("SLURM_RESTART_COUNT", "FLYTE_ATTEMPT_NUMBER", "TORCHELASTIC_RESTAR
 
 
 @dataclass(frozen=True)
-class Beginning:
-    """Where a run begins: at `checkpoint`, or anew. `known` is false for a checkpoint without a manifest."""
+class ResumePoint:
+    """Where a run starts: at `checkpoint`, or at step 0. `known` is False for a checkpoint without a manifest."""
 
     checkpoint: str | None = None
     run: str | None = None
@@ -84,9 +84,9 @@ def _check(folder: Path, wanted: str) -> None:
 
 
 def _lock(folder: Path, recipe: Recipe) -> Any:
-    """An open file on which this process holds a lock that ends with it, however it ends. RecipeError if another does.
+    """Lock a file in `folder` until this process ends, and return the open file. RecipeError if another run holds it.
 
-    The kernel or the file server keeps the lock, so a file that a killed process has left is none.
+    The kernel or the file server holds the lock, so the file of a killed process does not lock the folder.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -95,7 +95,7 @@ def _lock(folder: Path, recipe: Recipe) -> Any:
             file.seek(0)
             owner = file.read().decode(errors="replace")
             file.close()
-            raise RecipeError(f"output_dir is {str(folder)!r}, in which another run is at work ({owner}). Wait for it.")
+            raise RecipeError(f"output_dir is {str(folder)!r}, and another run is using it ({owner}). Wait for it.")
         if not (folder / _LOCK).exists() or not os.path.samestat(os.fstat(file.fileno()), (folder / _LOCK).stat()):
             file.close()  # its owner has just ended, and has deleted it
             return _lock(folder, recipe)
@@ -111,7 +111,7 @@ def _is_held(file: Any) -> bool:
     try:
         import fcntl
 
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not flock, whose locks the workers of a data loader inherit
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not flock: workers of a data loader would inherit its lock
     except ImportError:  # Windows
         return False
     except OSError as error:
@@ -121,76 +121,76 @@ def _is_held(file: Any) -> bool:
     return False
 
 
-def find_beginning(recipe: Recipe, wanted: str, facts: dict[str, Any]) -> Beginning:
+def find_resume_point(recipe: Recipe, wanted: str, facts: dict[str, Any]) -> ResumePoint:
     """Where a run with `facts` begins, on all processes. RecipeError if it cannot go on from what is asked for."""
     if wanted == "false":
-        return Beginning()
+        return ResumePoint()
     choose = _newest if wanted in ("true", "auto") else _named
     return on_main_for_all(recipe.training, lambda: choose(recipe, wanted, facts))
 
 
-def _newest(recipe: Recipe, wanted: str, facts: dict[str, Any]) -> Beginning:
+def _newest(recipe: Recipe, wanted: str, facts: dict[str, Any]) -> ResumePoint:
     folder, faults = Path(recipe.training.output_dir), list[str]()
     for path in reversed(checkpoints_in(folder)):
-        found = manifest.read(path)
-        if found is None and not manifest.was_begun(path):  # of the stock trainer, or of an earlier release
+        saved = manifest.read(path)
+        if saved is None and not manifest.was_begun(path):  # of the stock trainer, or of an earlier release
             raise RecipeError(f"{path} has no {manifest.NAME}. Move it away, or set resume_from_checkpoint: {path}")
-        fault = _fault(path, found, recipe, facts)
-        if found is not None and fault is None:
+        fault = _fault(path, saved, recipe, facts)
+        if saved is not None and fault is None:
             if faults:
                 say(f"{'; '.join(faults)}. Resuming from {path.name}.")
-            return _begin_at(path, found, recipe, facts)
+            return _begin_at(path, saved, recipe, facts)
         faults.append(f"{path.name} {fault}")
     if wanted == "true" or matches(folder, (*WEIGHTS, "trainer_state.json")):
         why = f" ({'; '.join(faults)})" if faults else ""
         raise RecipeError(
             f"resume_from_checkpoint is {wanted}, but output_dir {str(folder)!r} has no whole checkpoint{why}. "
-            "Leave it out to begin anew, in another output_dir if a run is there."
+            "Leave it out to start from step 0. If a run is there, set another output_dir."
         )
     if faults:
-        say(f"{'; '.join(faults)}. The run begins anew.")
-    return Beginning()
+        say(f"{'; '.join(faults)}. The run starts from step 0.")
+    return ResumePoint()
 
 
-def _named(recipe: Recipe, wanted: str, facts: dict[str, Any]) -> Beginning:
+def _named(recipe: Recipe, wanted: str, facts: dict[str, Any]) -> ResumePoint:
     path, folder = Path(wanted).expanduser(), Path(recipe.training.output_dir)
-    found = manifest.read(path)
-    if fault := _fault(path, found, recipe, facts):
-        raise RecipeError(f"resume_from_checkpoint is {wanted!r}, which is no whole checkpoint: it {fault}.")
+    saved = manifest.read(path)
+    if fault := _fault(path, saved, recipe, facts):
+        raise RecipeError(f"resume_from_checkpoint is {wanted!r}, which is not a whole checkpoint: it {fault}.")
     places = [other.resolve() for other in checkpoints_in(folder)]
     newer = places[places.index(path.resolve()) + 1 :] if path.resolve() in places else []
     if newer:  # with resume_from_checkpoint: true, a later run would go on from the highest step of either
         names = ", ".join(other.name for other in newer)
         raise RecipeError(f"output_dir holds {names}, later than {wanted!r}. Set another output_dir, or delete them.")
-    if found is not None:
-        return _begin_at(path, found, recipe, facts)
+    if saved is not None:
+        return _begin_at(path, saved, recipe, facts)
     say(f"{path} has no {manifest.NAME}, so nothing could be checked.")
-    return Beginning(str(path), known=False)
+    return ResumePoint(str(path), known=False)
 
 
-def _fault(path: Path, found: dict[str, Any] | None, recipe: Recipe, facts: dict[str, Any]) -> str | None:
+def _fault(path: Path, saved: dict[str, Any] | None, recipe: Recipe, facts: dict[str, Any]) -> str | None:
     """Tell why a run cannot go on from `path` with the manifest `found`. RecipeError if it is of another run."""
-    if found is None:
+    if saved is None:
         if manifest.was_begun(path):
             return "was cut off while it was saved"
         needed = ["trainer_state.json"]
         if not recipe.training.save_only_model and not matches(path, ("global_step*",)):  # DeepSpeed's states
-            needed += ["optimizer*", "scheduler.pt"]  # of which transformers loads both or neither
+            needed += ["optimizer*", "scheduler.pt"]  # transformers loads both or neither
         return next((f"has no {name}" for name in needed if not matches(path, (name,))), None)
-    manifest.refuse_another_run(path, found, facts)
-    if not manifest.has_optimizer(found) and not recipe.training.save_only_model:
+    manifest.refuse_another_run(path, saved, facts)
+    if not manifest.has_optimizer(saved) and not recipe.training.save_only_model:
         raise RecipeError(f"{path} was saved without its optimizer. Set save_only_model: true to begin with a new one.")
-    fault = manifest.fault_of(path, found)
+    fault = manifest.fault_of(path, saved)
     return None if fault is None else f"is not whole ({fault})"
 
 
-def _begin_at(path: Path, found: dict[str, Any], recipe: Recipe, facts: dict[str, Any]) -> Beginning:
-    """The beginning at `path`. RecipeError if the best checkpoint, whose model is loaded at the end, is damaged."""
+def _begin_at(path: Path, saved: dict[str, Any], recipe: Recipe, facts: dict[str, Any]) -> ResumePoint:
+    """Return the start at `path`. RecipeError if the best checkpoint, which is loaded at the end, is damaged."""
     state = json.loads((path / "trainer_state.json").read_text(encoding="utf-8"))
     best = path.with_name(f"checkpoint-{state['best_global_step']}")
     known = manifest.read(best) if recipe.training.load_best_model_at_end else None
     if known is not None and (fault := manifest.fault_of(best, known)) is not None:
         raise RecipeError(f"The best checkpoint {best} is not whole ({fault}). Set load_best_model_at_end: false.")
-    for line in manifest.what_changes(path, found, facts):
+    for line in manifest.what_changes(path, saved, facts):
         say(line)
-    return Beginning(str(path), found["run"])
+    return ResumePoint(str(path), saved["run"])

@@ -1,4 +1,4 @@
-"""SIGTERM, with which schedulers take a machine back: while training, save a checkpoint of this step, then end."""
+"""Save a checkpoint and exit on SIGTERM, the signal that schedulers send before they take a machine back."""
 
 import contextlib
 import os
@@ -15,16 +15,16 @@ from liger_trainer.memory.ranks import Ranks
 
 
 class Terminated(KeyboardInterrupt):
-    """Raised where SIGTERM ends a run. Like Ctrl-C, it is no error that other code should handle."""
+    """Raised where SIGTERM ends a run. Like Ctrl-C, it is not an `Exception`, so other code does not catch it."""
 
 
 class SaveOnSigterm(TrainerCallback):
-    """Says when training has to stop because a process of the run has got SIGTERM.
+    """Stops training with a checkpoint after a process of the run got SIGTERM.
 
-    Not all processes need get the signal, but they have to save together. So each step they tell each other, over gloo.
+    Not every process may get the signal, but all must save together. So they exchange it over gloo in each step.
 
-    Training stops after a checkpoint at the end of a step, or of its epoch where that is the same moment, and not after
-    the last step: what is left then is to save the model.
+    Training stops at the end of a step, or of the epoch if that ends with it. After the last step it goes on, because
+    only the model is left to save.
     """
 
     def __init__(self) -> None:

@@ -16,7 +16,7 @@ from liger_trainer.command.recipe.read import Recipe
 from liger_trainer.command.rows.prompt_form import IN_WORDS, write_prompt_form
 from liger_trainer.command.run import manifest
 from liger_trainer.command.run.manifest import checkpoints_in
-from liger_trainer.command.run.output_dir import WEIGHTS, Beginning, matches
+from liger_trainer.command.run.output_dir import WEIGHTS, ResumePoint, matches
 from liger_trainer.command.run.pictures import CURVES, draw_curves
 from liger_trainer.command.run.preemption import SaveOnSigterm, Terminated
 from liger_trainer.command.run.summary import RunRecorder, best_evaluation, hardware
@@ -25,25 +25,29 @@ from liger_trainer.trainers.model_card import CardText, card_without_risk
 
 
 class _CannotSave(Exception):
-    """A write has failed, and the message says why."""
+    """Raised when a write fails; the message says why."""
 
 
-class Keeper(TrainerCallback):
-    """The checkpoints of a run: where it begins, their manifests, and how many of them stay.
+class CheckpointManager(TrainerCallback):
+    """Manages the checkpoints of a run: writes their manifests, and deletes old ones beyond `limit`.
 
-    Checksums are taken in a thread while training goes on. Once the manifest of a checkpoint is there, older ones are
-    deleted, by their steps and never those of another run. Of `limit`, the newest and the best one stay in any case.
+    A thread computes checksums while training goes on. Once the manifest of a checkpoint is written, older checkpoints
+    of this run are deleted by their steps, never those of another run. The newest and the best one always stay.
     """
 
-    def __init__(self, facts: dict[str, Any], beginning: Beginning, limit: int | None = None) -> None:
-        self.facts, self.beginning, self._limit = facts | {"run": beginning.run or uuid.uuid4().hex}, beginning, limit
+    def __init__(self, facts: dict[str, Any], resume_point: ResumePoint, limit: int | None = None) -> None:
+        self.facts, self.resume_point, self._limit = (
+            facts | {"run": resume_point.run or uuid.uuid4().hex},
+            resume_point,
+            limit,
+        )
         self._pool = ThreadPoolExecutor(1)
         self._writing: Future | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Find the best checkpoint in a folder that was moved."""
-        if self.beginning.checkpoint is not None:
-            best = Path(self.beginning.checkpoint).parent / f"checkpoint-{state.best_global_step}"
+        if self.resume_point.checkpoint is not None:
+            best = Path(self.resume_point.checkpoint).parent / f"checkpoint-{state.best_global_step}"
             if best.is_dir():
                 state.best_model_checkpoint = str(best)
 
@@ -78,12 +82,19 @@ class Keeper(TrainerCallback):
         manifest.write(checkpoint, names, facts)
         if self._limit is None:
             return
-        here = checkpoints_in(checkpoint.parent)
-        found = {path: manifest.read(path) for path in here[: here.index(checkpoint) + 1]}  # later ones are damaged
-        own = [path for path, said in found.items() if said is not None and said["run"] == facts["run"]]
-        kept = {checkpoint, *(path for path in own if best is not None and path.name == Path(best).name)}
-        surplus = [path for path in own if path not in kept][: max(0, len(own) - max(self._limit, len(kept)))]
-        for path in [*surplus, *(path for path in found if (path / manifest.BEGUN).exists())]:
+        in_folder = checkpoints_in(checkpoint.parent)
+        until_now = in_folder[: in_folder.index(checkpoint) + 1]  # later ones are damaged
+        manifests = {path: manifest.read(path) for path in until_now}
+        of_this_run = [path for path, saved in manifests.items() if saved is not None and saved["run"] == facts["run"]]
+
+        always_kept = {checkpoint}
+        if best is not None:
+            always_kept.update(path for path in of_this_run if path.name == Path(best).name)
+        limit = max(self._limit, len(always_kept))
+        candidates = [path for path in of_this_run if path not in always_kept]
+        surplus = candidates[: max(0, len(of_this_run) - limit)]
+        cut_off = [path for path in until_now if (path / manifest.BEGUN).exists()]
+        for path in [*surplus, *cut_off]:
             with contextlib.suppress(OSError):  # one that cannot be deleted does no harm
                 manifest.remove(path)
 
@@ -91,22 +102,22 @@ class Keeper(TrainerCallback):
 class SavesWithManifest:
     """Changes in a trainer, for a run of the command, how it saves, and the card of its model."""
 
-    keeper: Keeper
+    checkpoints: CheckpointManager
     stop: SaveOnSigterm
     recipe: Recipe
     recorder: RunRecorder
     curves = False  # whether this run has drawn them
 
     def _save_checkpoint(self: Any, model: Any, trial: Any) -> None:
-        self.keeper.wait(self)
+        self.checkpoints.wait(self)
         with _saving("A checkpoint", self):
-            self.keeper.begin(self)
+            self.checkpoints.begin(self)
             super()._save_checkpoint(model, trial)  # type: ignore[misc]
             if self.args.should_save:
                 write_prompt_form(_checkpoint_of(self), self.recorder.form, self.recipe.args.system_prompt)
-            self.keeper.finish(self)
+            self.checkpoints.finish(self)
         if self.args.push_to_hub:
-            self.keeper.wait(self)
+            self.checkpoints.wait(self)
             super()._push_from_checkpoint(str(_checkpoint_of(self)))  # type: ignore[misc]
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
@@ -127,7 +138,7 @@ class SavesWithManifest:
         # The example asks by a chat template.
         chats = self.recorder.form == "chat" and getattr(self.processing_class, "chat_template", None)
         return CardText(
-            base_model=_shown(self.keeper.facts["base"][0]),
+            base_model=_shown(self.checkpoints.facts["base"][0]),
             quick_start=bool(chats) and (stock is None or stock.quick_start),
             trained=self._what_was_trained(),
         )
@@ -145,7 +156,7 @@ class SavesWithManifest:
         """The lines of the card about this run, in Markdown."""
         import liger_trainer
 
-        (base, base_print), (rows, rows_print) = self.keeper.facts["base"], self.keeper.facts["rows"]
+        (base, base_print), (rows, rows_print) = self.checkpoints.facts["base"], self.checkpoints.facts["rows"]
         losses = [log["loss"] for log in self.state.log_history if "loss" in log]
         kind = getattr(self.args, "loss_type", None) or self._name
         loss = f"{kind if isinstance(kind, str) else ', '.join(kind)}, {self.state.global_step} steps"
@@ -189,17 +200,17 @@ def _saving(what: str, trainer: Any) -> Iterator[None]:
 
 def train_and_save(trainer: Any, recipe: Recipe) -> None:
     """Train, and save the model in `output_dir`. RecipeError if a library refuses something before the first step."""
-    keeper, beginning = trainer.keeper, trainer.keeper.beginning
+    checkpoints, resume_point = trainer.checkpoints, trainer.checkpoints.resume_point
     try:
-        trainer.train(resume_from_checkpoint=beginning.checkpoint)
+        trainer.train(resume_from_checkpoint=resume_point.checkpoint)
         if trainer.state.global_step == 0:
             raise RecipeError(
                 "No step was trained, since the rows do not fill a batch: set dataloader_drop_last: false."
             )
-        keeper.wait(trainer)
+        checkpoints.wait(trainer)
         _save_model(trainer)
     except Terminated:
-        keeper.wait(trainer)
+        checkpoints.wait(trainer)
         trainer.callback_handler.on_train_end(trainer.args, trainer.state, trainer.control)
         trainer.stop.any_asked()  # a barrier: the launcher ends the others once one has ended
         raise
@@ -213,8 +224,8 @@ def train_and_save(trainer: Any, recipe: Recipe) -> None:
         args = trainer.args
         written = {name: getattr(args, name, None) for name in ("optim_args", "lr_scheduler_kwargs", "loss_type")}
         said = refusal(error, **written)
-        if not beginning.known:
-            said = f"{beginning.checkpoint} cannot be loaded: {' '.join(str(error).split())}"
+        if not resume_point.known:
+            said = f"{resume_point.checkpoint} cannot be loaded: {' '.join(str(error).split())}"
         # TRL looks at these in the first step
         late = ("loss_type: ", "The reward function ")
         by_trl = trainer.state.global_step == 0 and said is not None and any(text in said for text in late)
@@ -223,7 +234,7 @@ def train_and_save(trainer: Any, recipe: Recipe) -> None:
         raise RecipeError(f"{said} ({type(error).__name__})") from error
     finally:
         with contextlib.suppress(_CannotSave):  # after another error: what_is_left may name this checkpoint
-            keeper.wait(trainer)
+            checkpoints.wait(trainer)
 
 
 def _save_model(trainer: Any) -> None:

@@ -13,18 +13,21 @@ from transformers import TrainerCallback
 from liger_trainer.command.rows.counts import RowCounts
 from liger_trainer.command.rows.prompt_form import IN_WORDS
 
-# What the trainers log of their loss and rewards: the key, and what it is called in the summary.
+# Keys of the trainers' logs, and their names in the summary.
 _LOGGED = {
-    "loss": "loss", "eval_loss": "eval     loss", "reward": "reward", "rewards/margins": "margin",
+    "loss": "loss",
+    "eval_loss": "eval     loss",
+    "reward": "reward",
+    "rewards/margins": "margin",
     "rewards/accuracies": "accuracy",
-}  # fmt: skip
+}
 
 
 class RunRecorder(TrainerCallback):
-    """Notes what a run does while the trainer runs, and puts it into words.
+    """Records a run while it trains, and writes its summary.
 
-    Before training, set `rows` (what the trainer has made of its rows), `parameters` (how many are trained, and how
-    many there are) and, if there is one, `early_stopping` (the callback).
+    Before training, set `rows` (the trainer's rows, counted), `parameters` (trained, total) and, with early stopping,
+    `early_stopping` (the callback).
     """
 
     def __init__(self, form: str = "chat") -> None:
@@ -41,9 +44,9 @@ class RunRecorder(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         self._start, self._first_step = time.perf_counter(), state.global_step
-        if self.early_stopping is not None:  # the trainer itself counts anew after a resume
-            kept, stopper = state.stateful_callbacks["EarlyStoppingCallback"]["attributes"], self.early_stopping
-            stopper.early_stopping_patience_counter = kept["early_stopping_patience_counter"]
+        if self.early_stopping is not None:  # after a resume the trainer itself counts from 0 again
+            saved = state.stateful_callbacks["EarlyStoppingCallback"]["attributes"]
+            self.early_stopping.early_stopping_patience_counter = saved["early_stopping_patience_counter"]
             control.should_training_stop = not self._is_patient()
 
     def on_log(self, args, state, control, logs=None, **kwargs):

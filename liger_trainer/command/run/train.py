@@ -24,10 +24,10 @@ from liger_trainer.command.rows.preview import show_rows
 from liger_trainer.command.rows.prompt_form import prompt_form, tell_unused_template
 from liger_trainer.command.rows.sources import Sources, find_sources
 from liger_trainer.command.run.manifest import facts_of
-from liger_trainer.command.run.output_dir import find_beginning, own_folder
+from liger_trainer.command.run.output_dir import find_resume_point, own_folder
 from liger_trainer.command.run.preemption import SaveOnSigterm
 from liger_trainer.command.run.reward_calls import checked_reward
-from liger_trainer.command.run.saving import Keeper, SavesWithManifest, train_and_save, what_is_left
+from liger_trainer.command.run.saving import CheckpointManager, SavesWithManifest, train_and_save, what_is_left
 from liger_trainer.command.run.summary import RunRecorder
 from liger_trainer.data.formats import alpaca_row
 from liger_trainer.errors import RecipeError, RunError, refusal, short
@@ -52,15 +52,15 @@ def _run(recipe: Recipe, resumes: str, preview_rows: int | None, stop: SaveOnSig
     training, sources = recipe.training, find_sources(recipe)
     train_rows, eval_rows = sources.train_rows, sources.eval_rows
     facts = facts_of(recipe, sources.model, train_rows)
-    beginning = find_beginning(recipe, resumes, facts)
-    keeper, training.save_total_limit = Keeper(facts, beginning, training.save_total_limit), None
+    resume_point = find_resume_point(recipe, resumes, facts)
+    checkpoints, training.save_total_limit = CheckpointManager(facts, resume_point, training.save_total_limit), None
 
     total = len(train_rows)
     if preview_rows is not None:
         train_rows = train_rows.select(range(min(preview_rows, total)))
         eval_rows = None if eval_rows is None else eval_rows.select(range(1))
     recorder = RunRecorder(prompt_form(recipe.args.prompt_template, train_rows))
-    callbacks: list[Any] = [keeper, recorder]
+    callbacks: list[Any] = [checkpoints, recorder]
     if recipe.args.early_stopping_patience is not None:
         recorder.early_stopping = EarlyStoppingCallback(recipe.args.early_stopping_patience)
         callbacks.append(recorder.early_stopping)
@@ -85,7 +85,7 @@ def _run(recipe: Recipe, resumes: str, preview_rows: int | None, stop: SaveOnSig
     recorder.parameters = PeftModel.get_nb_trainable_parameters(trainer.model)  # which takes any model
 
     recipe.began = True
-    trainer.keeper, trainer.stop, trainer.recipe, trainer.recorder = keeper, stop, recipe, recorder
+    trainer.checkpoints, trainer.stop, trainer.recipe, trainer.recorder = checkpoints, stop, recipe, recorder
     try:
         train_and_save(trainer, recipe)
     except RecipeError:
@@ -158,7 +158,7 @@ def build_trainer(recipe: Recipe, sources: Sources, callbacks: list[Any], traine
         if isinstance(error, AttributeError) and "'generation_config'" in str(error):
             kind = (getattr(config, "architectures", None) or ["model"])[0]
             name = recipe.model.model_name_or_path
-            raise RecipeError(f"model_name_or_path is {name!r}, a {kind}, which is no language model.") from error
+            raise RecipeError(f"model_name_or_path is {name!r}, a {kind}, not a causal language model.") from error
         said = refusal(error, "assistant_only_loss", model_init_kwargs=[*options], report_to=training.report_to)
         if raised_by_template(error):
             said = f"a chat template refuses a row: {' '.join(str(error).split())}"

@@ -1,1 +1,1 @@
-"""The commands beside training: fit, verify, compare, chat, merge, doctor, and those of speculative heads."""
+"""The commands other than train: fit, verify, compare, chat, merge, doctor, evaluate, and those of heads."""

@@ -36,9 +36,12 @@ def add_chat_command(commands: Any) -> None:
         "--system", metavar="TEXT", help="a system message; by default, that of the training, if it had one"
     )
     parser.add_argument(
-        "--images", nargs="+", metavar="FILE", default=[],
+        "--images",
+        nargs="+",
+        metavar="FILE",
+        default=[],
         help="pictures that go with the first line of each conversation, for a model of images",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--prompt_template", choices=("chat", "alpaca", "none"),
         help="how your lines reach the model: by its chat template, as the instruction of prompt_template: alpaca, or "
@@ -54,7 +57,7 @@ def _chat(args: Any) -> None:
         raise RecipeError(f"--images names {lost[0]!r}, and there is no such file.")
     for option, given in (("--base", args.base), ("--model", args.base_model)):
         if given and not is_adapter(args.model):
-            raise RecipeError(f"{option} is about the base of an adapter, and {args.model!r} is none. Remove it.")
+            raise RecipeError(f"{option} is only for adapters, and {args.model!r} is a whole model. Remove it.")
     model, reader = load_model(args)
     template = args.prompt_template or _trained_template(args.model, reader)
     if template == "chat" and not reader.chat_template:
@@ -64,7 +67,7 @@ def _chat(args: Any) -> None:
             f"--system needs a chat template, and lines reach the model by prompt_template {template}. Remove it."
         )
     if args.images and (template != "chat" or not hasattr(reader, "image_processor")):
-        raise RecipeError(f"--images needs a model of images with a chat template; {args.model!r} is none. Remove it.")
+        raise RecipeError(f"--images needs a model of images with a chat template, unlike {args.model!r}. Remove it.")
     system = _system_prompt(args) if template == "chat" else None
     start: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
     history, in_terminal = list(start), sys.stdin.isatty()
@@ -85,7 +88,7 @@ def _chat(args: Any) -> None:
         if line.strip() in ("", "/new"):
             history = list(start) if line.strip() else history
             continue
-        if any("\ud800" <= letter <= "\udfff" for letter in line):  # what Python makes of bytes that are no text
+        if any("\ud800" <= letter <= "\udfff" for letter in line):  # Python decodes invalid UTF-8 to these
             raise RecipeError(f"The line {line!r} is not UTF-8. Convert what is piped in.")
         shown = [{"type": "image", "path": name} for name in args.images if len(history) == len(start)]
         history.append({"role": "user", "content": [*shown, {"type": "text", "text": line}] if shown else line})
@@ -112,7 +115,7 @@ def _system_prompt(args: Any) -> str | None:
 
 
 def _trained_template(model: str, reader: Any) -> str:
-    """The way in which lines reach a model that was trained by this command; else its chat template, if it has one."""
+    """Return the prompt template that the model was trained with, or "chat" or "none" if that is unknown."""
     usual = "chat" if reader.chat_template else "none"
     form = read_prompt_form(model)
     trained = {"alpaca": "alpaca", "text": "none", "tokens": "none"}.get(form or "chat", usual)

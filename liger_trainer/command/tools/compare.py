@@ -24,11 +24,17 @@ from liger_trainer.errors import RecipeError
 
 _USAGE = "liger-trainer compare RECIPE [--steps N] [--json FILE] [--chart FILE] [--key value ...]"
 _STOCK, _LIGER, _OURS = "stock", "stock + Liger", "ours"
-_ALONE = {  # what a run does besides training, or writes
-    "save_strategy": "no", "eval_strategy": "no", "load_best_model_at_end": "false", "report_to": "none",
-    "push_to_hub": "false", "logging_strategy": "steps", "logging_steps": "1", "disable_tqdm": "true",
+_ALONE = {  # switches off whatever a run does besides training, and logs each step
+    "save_strategy": "no",
+    "eval_strategy": "no",
+    "load_best_model_at_end": "false",
+    "report_to": "none",
+    "push_to_hub": "false",
+    "logging_strategy": "steps",
+    "logging_steps": "1",
+    "disable_tqdm": "true",
     "logging_nan_inf_filter": "false",
-}  # fmt: skip
+}
 _WITHOUT_STOCK = {"LigerMedusaTrainer": "Medusa heads", "LigerEagleTrainer": "EAGLE-3 drafters"}
 _ROW = "{:14} {:>15} {:>9} {:>9} {:>9} {:>11} {:>10}"
 
@@ -242,8 +248,7 @@ def _note_losses(arms: list[dict[str, Any]]) -> None:
                 break
             loss = want[step - 1] if step <= len(want) else got
             if not abs(got - loss) <= (first if step == 1 else later) * max(map(abs, want), default=0.0):
-                stock = f"{loss:.4f}, which is the stock trainer's"
-                arm["note"] = f"differs by more than rounding: loss {got:.4f} at step {step}, and not {stock}"
+                arm["note"] = f"differs by more than rounding: loss {got:.4f} at step {step}, stock {loss:.4f}"
                 break
 
 
@@ -261,15 +266,17 @@ def _table(result: dict[str, Any]) -> str:
         if "error" in arm:
             lines.append(f"{arm['arm']:14} failed: {arm['error']}")
             continue
-        lines.append(_ROW.format(
+        cells = [
             arm["arm"],
             "not counted" if arm["tokens_per_s"] is None else f"{arm['tokens_per_s']:,.0f}",
             "" if stock is None else f"{stock / arm['step_s']:.2f}",
             f"{arm['step_s']:.3f}",
             "" if arm["peak_gib"] is None else f"{arm['peak_gib']:.2f}",
-            *(f"{arm['losses'][at]:.4f}" if arm["losses"] else "" for at in (0, -1)),
-        ))  # fmt: skip
-    lines += ["", f"Useful tokens are those that are not padding; the peak is that of {memory}."]
+            f"{arm['losses'][0]:.4f}" if arm["losses"] else "",
+            f"{arm['losses'][-1]:.4f}" if arm["losses"] else "",
+        ]
+        lines.append(_ROW.format(*cells))
+    lines += ["", f"Useful tokens are all tokens but padding. The peak is of {memory}."]
     lines += [f"{arm['arm']} {arm['note']}." for arm in ran if "note" in arm]
     for arm in ran:
         if (captured := arm.get("captured_in_words")) is not None:

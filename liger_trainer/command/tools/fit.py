@@ -52,13 +52,13 @@ def _fit(args: argparse.Namespace) -> int:
 
 
 def _sizes(text: str) -> list[tuple[int, int]]:
-    found = [re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", size.strip()) for size in text.split(",")]
-    if not all(found):
+    matches = [re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", size.strip()) for size in text.split(",")]
+    if not all(matches):
         raise RecipeError(
             f"--images is {text!r}; expected the width and height of each image of a row in pixels, such as "
             "640x480,1024x768."
         )
-    return [(int(size[1]), int(size[2])) for size in found if size]
+    return [(int(size[1]), int(size[2])) for size in matches if size]
 
 
 def _show(line: str) -> None:

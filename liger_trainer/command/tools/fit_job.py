@@ -1,4 +1,4 @@
-"""From a recipe to the training whose memory `liger-trainer fit` counts."""
+"""Turn a recipe into the training step that `liger-trainer fit` counts the memory of."""
 
 import importlib.util
 import os
@@ -25,13 +25,13 @@ LOSSES = {
     "LigerCPOTrainer": losses.of_pairs,
     "LigerKTOTrainer": losses.of_answers,
 }
-_IN_FP32 = ("LigerORPOTrainer", "LigerCPOTrainer")  # what is not in four bits
+_IN_FP32 = ("LigerORPOTrainer", "LigerCPOTrainer")  # these trainers keep weights that are not 4-bit in fp32
 _WITH_REFERENCE = ("LigerDPOTrainer", "LigerKTOTrainer")
 _OPTIONS_NOT_KNOWN = {"every_n_layers": 1, "selective": False}  # and their values without effect
 
 
 def job_of(recipe: Recipe, gpus: int, images: Sequence[tuple[int, int]] = ()) -> Job:
-    """The training of `recipe` on `gpus` GPUs. RecipeError if nothing is known of a part of it.
+    """Return the training step of `recipe` on `gpus` GPUs. RecipeError if `fit` does not know a part of it.
 
     `images` are the sizes of the images of a row.
     """
@@ -50,7 +50,7 @@ def job_of(recipe: Recipe, gpus: int, images: Sequence[tuple[int, int]] = ()) ->
     four_bits = quantization_of(config, model)
     if isinstance(four_bits, BitsAndBytesConfig) and importlib.util.find_spec("bitsandbytes") is None:
         raise RecipeError(
-            f"{recipe.path}: load_in_4bit is true, whose layers liger-trainer fit makes with bitsandbytes. Run "
+            f"{recipe.path}: load_in_4bit is true, and liger-trainer fit needs bitsandbytes to build 4-bit layers. Run "
             "`pip install bitsandbytes`, which needs no GPU."
         )
     name = init.get("dtype", model.dtype)
@@ -58,11 +58,14 @@ def job_of(recipe: Recipe, gpus: int, images: Sequence[tuple[int, int]] = ()) ->
     precomputed = getattr(training, "precompute_ref_log_probs", False)
     autocast = torch.bfloat16 if training.bf16 else torch.float16 if training.fp16 else None
     shape = Shape(
-        config, dtype or torch.float32, trl.get_peft_config(model), fp8=training.fp8,
+        config,
+        dtype or torch.float32,
+        trl.get_peft_config(model),
+        fp8=training.fp8,
         four_bits=four_bits,
         liger_config=training.liger_config,
         trust_remote_code=source.options.get("trust_remote_code", False),
-    )  # fmt: skip
+    )
     if images and not shape.has_tower:
         raise RecipeError(f"--images is given, but {source.path} is a model of text alone. Leave it out.")
     return Job(
@@ -114,13 +117,13 @@ def checkpointing_of(recipe: Recipe) -> bool | str:
 
 
 def may_capture(recipe: Recipe, gpus: int) -> bool:
-    """Whether steps may be captured (`cuda_graphs`), as far as the recipe says."""
+    """Return False if the recipe rules out captured steps (`cuda_graphs`)."""
     training = recipe.training
     return training.cuda_graphs is not False and gpus == 1 and why_not_by_arguments(training) is None
 
 
 def _options_of_checkpointing(recipe: Recipe) -> dict[str, Any]:
-    """The options that PyTorch's function gets."""
+    """Return the options for `torch.utils.checkpoint`."""
     training = recipe.training
     given = getattr(training, "activation_checkpointing_kwargs", None) or training.gradient_checkpointing_kwargs
     options = dict(given or {})
@@ -140,17 +143,17 @@ def _load_config(source: ModelSource) -> Any:
         if os.path.isdir(source.path):
             raise
         raise RecipeError(
-            f"{error} Of a model behind a gate or out of reach, liger-trainer fit needs the file config.json alone: "
+            f"{error} For a gated or unreachable model, liger-trainer fit needs only the file config.json: "
             "save it in a folder, such as my_model/config.json, and add --model_name_or_path ./my_model."
         ) from error
 
 
 def _unknown(recipe: Recipe, what: str) -> RecipeError:
-    mend = " Set another value to see the step without it."
+    advice = " Set another value to see the step without it."
     if what == recipe.entry.trainer:
         known = ", ".join(name for name, entry in TRAINERS.items() if entry.trainer in LOSSES)
-        mend = f" It knows {known}: a copy of the recipe with one of them and rows as long gives a first idea."
-    return RecipeError(f"{recipe.path}: liger-trainer fit does not know what a step takes with {what}.{mend}")
+        advice = f" It knows {known}: a copy of the recipe with one of them and rows as long gives a first idea."
+    return RecipeError(f"{recipe.path}: liger-trainer fit does not know what a step takes with {what}.{advice}")
 
 
 def _refuse_unknown(recipe: Recipe, gpus: int) -> None:

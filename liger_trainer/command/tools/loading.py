@@ -12,14 +12,14 @@ from liger_trainer.paths import find_beside
 
 
 def add_command(commands, name: str, run, description: str) -> argparse.ArgumentParser:
-    """Add a command whose `run(args)` loads a model, and whose errors of libraries are shown in a line."""
+    """Add a command that loads a model in `run(args)`. Errors of libraries are shown in one line."""
     parser = commands.add_parser(name, help=description, allow_abbrev=False)
     parser.set_defaults(run=lambda args: _run(run, args))
     return parser
 
 
 def add_model_options(parser) -> None:
-    """The options that `load_to_answer` reads."""
+    """Add the options that `load_to_answer` reads."""
     parser.add_argument(
         "--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"),
         help="the dtype of the model; auto, the default, means the one that it is saved in",
@@ -39,9 +39,9 @@ def _run(command, args) -> int:
 
 
 def load_to_answer(name: str, args, gets_adapter: bool = False, shows_images: bool = False, **options):
-    """The model, in eval mode and on the GPU if there is one, and its tokenizer.
+    """Return the model, in eval mode and on the GPU if there is one, and its tokenizer.
 
-    With `shows_images`, a model of images keeps its towers, and its processor takes the tokenizer's place.
+    With `shows_images`, a model of images keeps its vision tower, and its processor is returned as the tokenizer.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoProcessor, AutoTokenizer, GgufConfig
@@ -51,7 +51,7 @@ def load_to_answer(name: str, args, gets_adapter: bool = False, shows_images: bo
     source = find_model(name, args.gguf_file, trust_remote_code=args.trust_remote_code, **options)
     config = source.load(AutoConfig) if gets_adapter or shows_images else None  # an adapter's folder has none
     init: dict[str, Any] = {"dtype": args.dtype}
-    if source.is_gguf:  # the dtype that it is saved in is that of quantised blocks
+    if source.is_gguf:  # a GGUF file is saved in the dtype of its quantised blocks
         init = {"dtype": "float32" if args.dtype == "auto" else args.dtype}
         init["quantization_config"] = GgufConfig(dequantize=True)
     elif gets_adapter:
@@ -68,7 +68,7 @@ def is_adapter(folder: str) -> bool:
 
 
 def with_adapter(model, adapter: str):
-    """`model`, a base, with the adapter in the folder `adapter` on it."""
+    """Put the adapter in the folder `adapter` on `model`, a base, and return the PEFT model."""
     from peft import PeftModel
     from safetensors.torch import load_file
 
@@ -82,7 +82,7 @@ def with_adapter(model, adapter: str):
 
 
 def tokenizer_of(adapter: str, trust_remote_code: bool = False):
-    """The tokenizer that was saved with an adapter, or the processor of images; None if there is none."""
+    """Return the tokenizer or image processor that was saved with an adapter, or None."""
     from transformers import AutoProcessor, AutoTokenizer
 
     if not os.path.isfile(os.path.join(adapter, "tokenizer_config.json")):
@@ -92,9 +92,9 @@ def tokenizer_of(adapter: str, trust_remote_code: bool = False):
 
 
 def find_base(name: str | None, adapter: str) -> str:
-    """The base that an adapter names. A relative path is looked up in the working directory and next to the adapter."""
+    """Return the base that an adapter names. A relative path is resolved in the working directory, then next to it."""
     if not name:
         raise RecipeError(f"{adapter} does not name its base. Say where the base is with --model.")
     folder = Path(adapter).absolute()  # the output_dir of a training, or a checkpoint in it
-    beside = folder.parents[1] if folder.name.startswith("checkpoint-") else folder.parent
-    return str(find_beside(name, beside) or name)
+    parent = folder.parents[1] if folder.name.startswith("checkpoint-") else folder.parent
+    return str(find_beside(name, parent) or name)

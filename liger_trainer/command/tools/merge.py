@@ -19,15 +19,19 @@ def add_merge_command(commands) -> None:
         "adapter", metavar="ADAPTER_DIR", help="the output_dir of a training with use_peft, or one of its checkpoints"
     )
     parser.add_argument("output", metavar="OUTPUT_DIR", help="a new folder, or an empty one")
-    parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"),
-                        help="the dtype of the merged model; auto, the default, means that of the base. The sum is "
-                        "computed in float32, which needs 4 bytes of memory for each parameter")  # fmt: skip
+    parser.add_argument(
+        "--dtype",
+        default="auto",
+        choices=("auto", "float32", "bfloat16", "float16"),
+        help="the dtype of the merged model; auto, the default, means the base's dtype. The sum is computed in "
+        "float32, which needs 4 bytes of memory for each parameter",
+    )
     parser.add_argument("--model", help="the base model, if it is not where the adapter says")
     parser.add_argument(
         "--without_unloaded_weights",
         action="store_true",
         help="leave out the weights of the base that transformers does not load, such as prediction layers (MTP); "
-        "config.json then says that there are none",
+        "config.json then counts 0 of them",
     )
     parser.add_argument("--trust_remote_code", action="store_true", help="run model code that comes with the base")
 
@@ -60,7 +64,7 @@ def _merge(args) -> None:
         ) from error
     if config.is_prompt_learning:
         kind = config.peft_type.value
-        raise RecipeError(f"ADAPTER_DIR is an adapter of {kind}, whose tokens stand before the text, not in a weight.")
+        raise RecipeError(f"ADAPTER_DIR is an adapter of {kind}. Its tokens stand before the text; no weight has them.")
     name = args.model or find_base(config.base_model_name_or_path, args.adapter)
     try:
         source = find_model(name, revision=config.revision, trust_remote_code=args.trust_remote_code)

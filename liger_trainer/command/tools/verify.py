@@ -16,10 +16,15 @@ from liger_trainer.command.recipe.read import Recipe, find_recipe, parse_recipe
 from liger_trainer.errors import RecipeError
 
 _USAGE = "liger-trainer verify RECIPE [--json] [--key value ...]"
-_ROWS, _READ = 24, 96  # rows that are used, and those from which they are taken
-_NEED_A_PACKAGE = {  # or a GPU: the recipe's key has this value before it is checked
-    "load_in_4bit": "false", "load_in_8bit": "false", "use_vllm": "false", "fp8": "false", "optim": "adamw_torch",
-}  # fmt: skip
+_ROWS = 24  # rows that are used
+_READ = 96  # rows that they are chosen from
+_NEED_A_PACKAGE = {  # or a GPU: these keys are set to these values
+    "load_in_4bit": "false",
+    "load_in_8bit": "false",
+    "use_vllm": "false",
+    "fp8": "false",
+    "optim": "adamw_torch",
+}
 _NOT_VERIFIED = (
     "fp16", *_NEED_A_PACKAGE, "optim_args", "optim_target_modules", "torch_compile", "tf32",
     "accelerate_config", "accelerator_config", "parallelism_config", "fsdp", "deepspeed", "auto_find_batch_size",
@@ -28,12 +33,22 @@ _NOT_VERIFIED = (
     "neftune_noise_alpha", "load_best_model_at_end", "eval_packing", "eval_predictions", "train_mtp",
 )  # fmt: skip
 _NEVER_VERIFIED = (
-    "kernels on a GPU", "several processes", "the model's own weights, tokenizer and chat template",
-    "batches, lengths and learning rates of the recipe's size", "generation by a server", "quantized weights",
-)  # fmt: skip
+    "kernels on a GPU",
+    "several processes",
+    "the model's own weights, tokenizer and chat template",
+    "batches, lengths and learning rates of the recipe's size",
+    "generation by a server",
+    "quantized weights",
+)
 _OF_LOADING = (
-    "gguf_file", "revision", "dtype", "device_map", "quantization_config", "use_kernels", "trust_remote_code",
-)  # fmt: skip
+    "gguf_file",
+    "revision",
+    "dtype",
+    "device_map",
+    "quantization_config",
+    "use_kernels",
+    "trust_remote_code",
+)
 
 
 def add_verify_command(commands: Any) -> None:
@@ -121,7 +136,7 @@ def setup_of(recipe: Recipe) -> Any:
     if "flash" not in str(attention := init.pop("attn_implementation", recipe.model.attn_implementation)):
         init |= {} if attention is None else {"attn_implementation": attention}
     teacher = getattr(training, "teacher_model_name_or_path", None)
-    own = dict(getattr(training, "teacher_model_init_kwargs", None) or {})
+    teacher_init = dict(getattr(training, "teacher_model_init_kwargs", None) or {})
     return Setup(
         trainer=getattr(liger_trainer, recipe.entry.trainer),
         arguments=type(training),
@@ -130,7 +145,7 @@ def setup_of(recipe: Recipe) -> Any:
         options={key: value for key, value in recipe.chosen.items() if hasattr(training, key)},
         peft_config=trl.get_peft_config(recipe.model),
         model_init=init,
-        teacher=None if teacher is None else _config(teacher, "teacher_model_name_or_path", own),
+        teacher=None if teacher is None else _config(teacher, "teacher_model_name_or_path", teacher_init),
         rewards=len(recipe.args.reward_funcs or ()),
     )
 
@@ -157,12 +172,12 @@ def _rows(recipe: Recipe) -> list[dict[str, Any]]:
         rows, _ = load_rows(recipe.args, recipe.path.parent, needed, recipe.training.seed)
     except RecipeError as error:
         raise RecipeError(f"{str(error).rstrip('.')}. A few rows are enough here: pass --dataset_name FILE.") from error
-    kept = {name for names in needed for name in names} | {"prompt", "labels", "completion_mask", "assistant_masks"}
-    found = rows.select_columns([name for name in rows.column_names if name in kept]).to_list()
+    columns = {name for names in needed for name in names} | {"prompt", "labels", "completion_mask", "assistant_masks"}
+    selected = rows.select_columns([name for name in rows.column_names if name in columns]).to_list()
     counts: Counter[bool] = Counter()
 
     def turn(row: dict[str, Any]) -> int:
         counts[bool(row.get("label"))] += 1
         return counts[bool(row.get("label"))]
 
-    return sorted(found, key=turn)[:_ROWS]
+    return sorted(selected, key=turn)[:_ROWS]

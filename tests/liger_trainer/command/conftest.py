@@ -1,4 +1,4 @@
-"""What the tests of the command share beside `recipe_fixtures`."""
+"""Fixtures of the command's tests, in addition to `recipe_fixtures`."""
 
 import pytest
 from recipe_fixtures import SAVING, write_model, write_recipe, write_rows

@@ -1,6 +1,6 @@
 """Arguments and models that would train wrongly, or not as asked, are refused at construction.
 
-The mend is in the message.
+The message says what to do.
 """
 
 import tempfile

@@ -1,4 +1,4 @@
-"""What is left behind by building trainers: in TRL's modules, in other threads, and after a refusal."""
+"""Building a trainer leaves nothing behind: in TRL's modules, in other threads, and after an error."""
 
 import threading
 

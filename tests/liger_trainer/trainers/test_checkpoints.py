@@ -1,4 +1,4 @@
-"""What is saved is a plain transformers model, and a run that was killed goes on to the same losses."""
+"""A saved model is a plain transformers model, and a killed run resumes to the same losses."""
 
 import copy
 import os
@@ -103,7 +103,7 @@ def test_experts_that_are_saved_one_by_one_are_loaded_again(tmp_path):
 
 
 def test_a_router_in_another_dtype_is_loaded_again(tmp_path):
-    """To the bit, and not rounded to the dtype of the first weight."""
+    """The weights are equal bit for bit; they are not rounded to the first weight's dtype."""
     model = tiny_model("qwen3_moe", dtype=torch.bfloat16)
     for layer in model.model.layers:
         layer.mlp.gate.float()
@@ -161,7 +161,7 @@ def tied(model):
     "change", [with_a_head, with_a_layer_less, of_another_constructor, tied], ids=lambda f: f.__name__
 )
 def test_the_best_model_is_loaded_into_the_model_that_is_there(change, tmp_path):
-    """What its class and config would build is another model."""
+    """The model's class and config would build another model."""
     best = {
         "save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1, "max_steps": 2,
         "load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": True,

@@ -1,4 +1,4 @@
-"""What the package stands on in TRL and transformers. A failure here names what a new release has moved."""
+"""The parts of TRL and transformers that this package depends on. A failure names what a new release has moved."""
 
 import dataclasses
 import inspect
@@ -60,7 +60,7 @@ def test_sft_loss_reduces_log_probs_by_a_sum():
 
 
 def test_the_dpo_losses_that_read_label_smoothing():
-    """`LigerDPOTrainer` refuses it beside the others only."""
+    """`LigerDPOTrainer` refuses it only together with the others."""
     branches = re.split(r'loss_type == "(\w+)"', inspect.getsource(trl.DPOTrainer._compute_loss))
     smoothed = [
         name for name, code in zip(branches[1::2], branches[2::2], strict=True) if "self.label_smoothing" in code
@@ -159,7 +159,7 @@ def test_floating_point_ops_are_those_of_the_stock_trainer(monkeypatch):
 
 
 def test_trainer_filters_losses_where_we_do():
-    """From the training step to `floating_point_ops`, in which time the argument is off: see `LossFilter`."""
+    """The argument is off from the training step to `floating_point_ops`: see `LossFilter`."""
     source = inspect.getsource(Trainer)
     first, last = (
         "tr_loss_step = self.training_step(model, inputs, num_items_in_batch)",

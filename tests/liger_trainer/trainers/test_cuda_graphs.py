@@ -1,6 +1,6 @@
-"""The option `cuda_graphs`: its values, each reason for which no step is captured, and where a user sees both.
+"""The option `cuda_graphs`: its values, each reason why no step is captured, and where a user sees both.
 
-What a captured step computes is tested in `tests/liger_trainer/varlen/graphs/test_captured.py`.
+`tests/liger_trainer/varlen/graphs/test_captured.py` tests what a captured step computes.
 """
 
 import json

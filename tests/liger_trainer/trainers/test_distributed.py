@@ -1,4 +1,4 @@
-"""Two gloo ranks with different rows, one step: the gradients are bit-equal across ranks, and those of one process."""
+"""One step on two gloo ranks with different rows: gradients are bit-equal across ranks, and equal to one process."""
 
 import shutil
 
@@ -53,7 +53,7 @@ def test_ddp_of_trainers_that_sample(tmp_path):
     ],
 )
 def test_fsdp2_through_accelerate_launch(options, tmp_path, capsys):
-    """The shipped config: the saved weights are those of one process with all the rows of a step, resumed or not."""
+    """With the shipped config, saved weights equal one process with all rows of a step, resumed or not."""
     write_model(tmp_path / "model")
     write_rows(tmp_path / "rows.jsonl")
     # Without the large epsilon, gradients that are nothing but rounding make steps of full length.
@@ -68,7 +68,7 @@ def test_fsdp2_through_accelerate_launch(options, tmp_path, capsys):
     assert_trained_alike(*out)
     (out[0] / "model.safetensors").unlink()
     for folder in out[0].glob("checkpoint-*"):
-        if folder.name != "checkpoint-2":  # going on beside newer checkpoints is refused
+        if folder.name != "checkpoint-2":  # resuming with newer checkpoints in the folder is refused
             shutil.rmtree(folder)
     resumed = ("--resume_from_checkpoint", out[0] / "checkpoint-2")
     done = in_processes_fsdp2(tmp_path, "launched_cli.py", *train, out[0], *resumed)

@@ -21,7 +21,7 @@ class WithoutCastsToFp32(TorchFunctionMode):
 
 
 def rows():
-    """Two tokens of each row count: eight in all, whose reciprocal is exact in the fp32 in which a loss is divided."""
+    """Two tokens of each row have labels. That makes eight, and dividing by eight is exact in fp32."""
     found = ragged_rows(4)
     for row in found:
         row["labels"] = [-100] * (len(row["labels"]) - 2) + row["input_ids"][-2:]

@@ -80,7 +80,7 @@ def test_compiled_step(model_type):
 
 @pytest.fixture(scope="module")
 def wide():
-    """Two layers of the width of Llama 3 8B, and rows whose activations are above the limit of rebuilding."""
+    """Two layers as wide as Llama 3 8B, and rows with activations above the limit for recomputing."""
     config = LlamaConfig(
         vocab_size=32000, hidden_size=4096, intermediate_size=14336, num_hidden_layers=2, num_attention_heads=32,
         num_key_value_heads=8, max_position_embeddings=8192, attn_implementation="sdpa",
@@ -183,7 +183,7 @@ def test_two_backward_passes(wide_pair):
 
 
 def test_a_frozen_base_in_eight_bits(tmp_path):
-    """Losses near those of bf16, half of the memory of the frozen layers, and no second copy while they are made."""
+    """Losses near bf16, half of the frozen layers' memory, and no second copy while they are converted."""
     from peft import LoraConfig, get_peft_model
 
     from liger_trainer.fp8.quantize_base import quantize_base

@@ -1,4 +1,4 @@
-"""Trainers whose rows have images, with the processors of their models, beside TRL's own on the same rows.
+"""Trainers on rows with images, with the models' processors, compared with TRL's trainers on the same rows.
 
 Llama 4 is missing: TRL's own SFTTrainer fails on it. It is in `varlen/test_images.py`, its tower in
 `varlen/proof/test_towers.py`.
@@ -47,7 +47,7 @@ CLASSES = {
     "grpo": ((GRPOTrainer, GRPOConfig), (LigerGRPOTrainer, LigerGRPOConfig)),
     "rloo": ((RLOOTrainer, RLOOConfig), (LigerRLOOTrainer, LigerRLOOConfig)),
 }
-ANSWERED = ("sft", "dpo", "kto")  # whose rows have answers already
+ANSWERED = ("sft", "dpo", "kto")  # rows of these trainers have answers
 ONLINE = {"num_generations": 2, "max_completion_length": 6, "beta": 0.0}
 PREFIXED = ("gemma3",)  # the tokens of an image see each other, so that padding is computed
 FAIL_IN_TRL = {("llava_onevision", "rloo")}  # an argument that RLOOTrainer does not know

@@ -1,4 +1,4 @@
-"""What `optimizer_in_backward` is refused with, while arguments and trainers are made."""
+"""Options that are refused together with `optimizer_in_backward`, when arguments and trainers are built."""
 
 import pytest
 import torch

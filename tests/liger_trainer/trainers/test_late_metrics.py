@@ -26,7 +26,7 @@ class OnDevice(torch.Tensor):
 
 
 def rows():
-    """Eight rows, of which the third and fourth, a micro-batch, have no labels."""
+    """Eight rows. The third and fourth, one micro-batch, have no labels."""
     found = []
     for k in range(8):
         ids = [(7 * k + 3 * j) % 60 + 2 for j in range(5 + k)]

@@ -1,4 +1,4 @@
-"""What is logged of losses that are not finite: the stock trainers' numbers to the last digit, without their waits."""
+"""Losses that are not finite are logged as by the stock trainers, to the last digit, without waiting for the GPU."""
 
 import math
 
@@ -20,7 +20,7 @@ class Breaking:
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         loss = result[0] if return_outputs else result
-        # The same numbers in all trainers: those of the kernels differ in the last digit
+        # The same numbers in all trainers: the kernels' results differ in the last digit
         loss = loss * 0 + (self.broken if self.calls in self.when else 1 / (3 + self.calls))
         self.calls += 1
         return (loss, result[1]) if return_outputs else loss
@@ -57,7 +57,7 @@ def build(trainer_class, folder, accumulation=1, rows=None, **options):
 
 
 def logged(trainer):
-    """The losses logged, with that of the whole training last."""
+    """Return the logged losses; the last one is the loss of the whole training."""
     trainer.train()
     losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
     return [*losses, trainer.state.log_history[-1]["train_loss"]]

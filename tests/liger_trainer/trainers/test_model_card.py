@@ -42,7 +42,7 @@ def test_metadata_are_those_of_trl(card_of):
 
 
 def test_text_is_written_as_it_is(card_of, tmp_path):
-    """Braces, as in rows and templates, are no code of the card's template."""
+    """Braces in rows and templates are not read as code of the card's template."""
     card = card_of(CardText("base", trained="- Data: `{{ 7 * 7 }}` {% raw %}"), str(tmp_path))
     assert "- Data: `{{ 7 * 7 }}` {% raw %}\n\n### Framework versions\n\n- TRL: 1." in card.text
     assert "fine-tuned version of `base`." in card.text and "None" not in card.content

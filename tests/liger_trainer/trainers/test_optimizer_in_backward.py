@@ -270,7 +270,7 @@ def test_gradients_of_before_and_steps_without_any_are_as_ever(trainer_class, tm
 
 
 class ForwardsBefore(LigerTrainer):
-    """Two losses, whose backward passes come one after the other, with no forward pass in between."""
+    """Two losses: their backward passes run one after the other, without a forward pass in between."""
 
     def compute_loss(self, model, inputs, *args, **kwargs):
         loss, other = (super(ForwardsBefore, self).compute_loss(model, inputs, *args, **kwargs) for _ in range(2))

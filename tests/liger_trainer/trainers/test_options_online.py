@@ -1,4 +1,4 @@
-"""Options of TRL's trainers that write their own completions (GRPO, RLOO, distillation): ours beside TRL's."""
+"""Options of TRL's trainers that generate completions (GRPO, RLOO, distillation): ours compared with TRL's."""
 
 import itertools
 
@@ -95,7 +95,7 @@ def rewarded(*functions, **more):
 
 
 def shared(**given):
-    """What all three have in common; `given`: arguments of the trainer beside an adapter."""
+    """Options that all three share; `given` are arguments of the trainer together with an adapter."""
     rows = prompts()
     return [
         case("conversation", True, rows=as_conversation(rows), given=CHAT | given | (

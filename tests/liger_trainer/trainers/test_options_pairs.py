@@ -1,4 +1,4 @@
-"""Options of TRL's trainers of preferences (DPO, KTO, CPO, ORPO), forms of rows and adapters: ours beside TRL's."""
+"""Options, forms of rows and adapters of TRL's preference trainers (DPO, KTO, CPO, ORPO), compared with ours."""
 
 import itertools
 
@@ -75,12 +75,12 @@ REFERENCE = reference()["given"]
 
 
 def sizes(prediction):
-    """Of what `compute_metrics` is given by trainers whose predictions are no logits."""
+    """Metrics of what `compute_metrics` gets from trainers that predict something other than logits."""
     return {"size": float(torch.as_tensor(prediction.predictions).abs().mean())}
 
 
 def shared(rows, **given):
-    """What all four have in common; `given`: arguments of the trainer in the cases without an adapter."""
+    """Options that all four share; `given` are arguments of the trainer in the cases without an adapter."""
     adam = {"optim": "adamw_torch", "learning_rate": 1e-3, "weight_decay": 0.1, "max_grad_norm": 0.5}
     return [
         case("conversation", True, rows=as_conversation(rows), given=CHAT | given),

@@ -146,7 +146,7 @@ def test_an_own_loss_after_remove_liger_is_an_error(tmp_path):
 
 
 def numbers(trainer):
-    """What one more training logs, at a learning rate of zero."""
+    """Return what one more training logs, at a learning rate of zero."""
     trainer.state.log_history.clear()
     set_seed(0)
     trainer.train()

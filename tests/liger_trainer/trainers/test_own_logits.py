@@ -1,4 +1,4 @@
-"""Models whose own logits are not those of TRL's head: found by scoring with both, and listed in the docs."""
+"""Models with logits that differ from TRL's head: found by scoring with both, and listed in the docs."""
 
 import inspect
 import re
@@ -48,7 +48,7 @@ def test_every_model_that_differs_is_recognised(model_type):
     try:
         differs = not torch.allclose(got, loss(stock), rtol=1e-4)
     except RuntimeError:
-        differs = True  # as for rembert, whose head takes vectors of another size
+        differs = True  # as for rembert: its head takes vectors of another size
     except AttributeError:
         pytest.skip("TRL finds no backbone")
     listed = model_type in OTHER_LOGITS

@@ -1,4 +1,4 @@
-"""Rows with images packed by `LigerSFTTrainer`, beside TRL's trainer on the same rows with padding."""
+"""Rows with images packed by `LigerSFTTrainer`, compared with TRL's trainer on the same rows with padding."""
 
 import copy
 import itertools
@@ -112,7 +112,7 @@ def test_a_step_of_all_rows_is_that_of_trl(model, tmp_path, monkeypatch):
 def qwen(model_type):
     found = image_model(model_type)
     for name, parameter in found.named_parameters():
-        parameter.requires_grad_(not name.endswith("k_proj.bias"))  # whose gradient is zero but for rounding
+        parameter.requires_grad_(not name.endswith("k_proj.bias"))  # its gradient is zero but for rounding
     return found
 
 

@@ -1,4 +1,4 @@
-"""Packed rows in the trainers: beside TRL's own, and refused where they would see each other."""
+"""Packed rows: the trainers match TRL's, and refuse models that would let rows see each other."""
 
 import copy
 
@@ -98,7 +98,7 @@ def test_so_are_flattened_ones(tmp_path):
 
 @pytest.mark.parametrize("split", [True, False])
 def test_context_parallelism_splits_rows_itself(split, tmp_path, monkeypatch):
-    """Its collectives are SDPA's, for which `Trainer` looks at `attn_implementation`."""
+    """`Trainer` reads `attn_implementation` to choose SDPA's collectives."""
 
     class Split(LigerTrainer):
         def create_accelerator_and_postprocess(self):

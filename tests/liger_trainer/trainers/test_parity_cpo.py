@@ -74,7 +74,7 @@ OPTIONS = {
 }
 
 
-USED = {  # by which loss types
+USED = {  # the loss types that use each option
     "label-smoothing": ("sigmoid", "hinge"), "no-likelihood": ("simpo", "ipo"), "weights": LOSS_TYPES,
     "alpha": ("alphapo", "sigmoid"), "checkpointing": ("sigmoid",),
 }  # fmt: skip

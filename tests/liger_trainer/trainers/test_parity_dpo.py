@@ -23,7 +23,7 @@ from liger_trainer import LigerDPOTrainer
 SOURCE = inspect.getsource(DPOTrainer._compute_loss)
 LOSS_TYPES = re.findall(r'loss_type == "(\w+)"', SOURCE)
 DIVERGENCES = re.findall(r'f_divergence_type == "(\w+)"', SOURCE)
-# What a loss type needs beside its name, or uses that is off by default.
+# Further options that a loss type needs, or uses although they are off by default.
 OPTIONS = {
     "exo_pair": {"label_smoothing": 0.01},
     "robust": {"label_smoothing": 0.1},

@@ -73,7 +73,7 @@ def test_every_option_is_covered():
     ids=str,
 )
 def test_every_loss(loss_type, model_type, kind, split, tmp_path):
-    """Two updates from one batch of completions: in the second the policy is no longer the one that wrote them."""
+    """Two updates from one batch of completions: at the second the policy has changed since it wrote them."""
     options = {"loss_type": loss_type, "num_iterations": 2, "max_steps": 2, "epsilon": 0.05, "epsilon_high": 0.1}
     options |= {"split": split, "trainer_options": KINDS[kind]}
     ours, stock = pair(tiny_model(model_type), tmp_path, learning_rate=0.2, **options)

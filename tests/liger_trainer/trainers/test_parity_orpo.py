@@ -226,7 +226,7 @@ def test_a_recipe_in_four_bits(trainer, tmp_path, capsys):
 
 
 def test_a_base_in_four_bits_with_adapters_already_stays_in_16_bits(tmp_path, monkeypatch):
-    """With `peft_config`, TRL would put its norms into fp32, with which most layers keep PEFT's code."""
+    """With `peft_config`, TRL would put its norms into fp32, and most layers would keep PEFT's code."""
     pytest.importorskip("bitsandbytes")
     monkeypatch.setattr("liger_trainer.lora.layers.LEAST_WORK", 0)
     tiny_model("llama", hidden_size=64, intermediate_size=128, head_dim=16).save_pretrained(tmp_path)

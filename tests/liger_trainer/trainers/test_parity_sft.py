@@ -60,7 +60,7 @@ def test_smoothing_costs_no_second_forward_pass(trainer_class, passes, tmp_path)
 
 @pytest.mark.parametrize("options", [{}, {"label_smoothing_factor": 0.1}, {"loss_type": "dft"}], ids=str)
 def test_the_router_s_loss_of_experts(options, tmp_path):
-    """TRL adds it to the loss, but not beside label smoothing; it logs it always."""
+    """TRL adds it to the loss, except with label smoothing, and always logs it."""
     model = tiny_model("qwen3_moe", router_aux_loss_coef=0.1)
     want, stock = run(SFTTrainer, model, tmp_path, (4, 2), **options)
     got, ours = run(LigerSFTTrainer, model, tmp_path, (4, 2), **options)
@@ -101,7 +101,7 @@ def test_peft_config_given_to_the_trainer(tmp_path):
 
 @pytest.mark.parametrize("use_dora", [False, True], ids=["lora", "dora"])
 def test_an_adapter_on_the_head_that_trl_refuses(use_dora, tmp_path):
-    """Against TRL's own loss on a model whose logits are real: `compute_loss_func` is its path without a fused head."""
+    """Compare with TRL's own loss on real logits: `compute_loss_func` is its path without a fused head."""
     config = LoraConfig(r=4, target_modules=["q_proj", "lm_head"], init_lora_weights=False, use_dora=use_dora)
     with pytest.raises(ValueError, match="adapter to `lm_head` is not supported"):
         run(SFTTrainer, tiny_model("llama"), tmp_path, trainer_options={"peft_config": config})

@@ -34,7 +34,7 @@ def step(model):
     "model_type", [pytest.param(one, marks=() if one in QUICK else pytest.mark.slow) for one in MODEL_TYPES]
 )
 def test_the_auxiliary_loss_is_trl_s(model_type):
-    """With its gradients, for every model of transformers for which TRL computes it."""
+    """Loss and gradients agree for every model of transformers that TRL computes it for."""
     model, reason = build(model_type)
     if model is None:
         pytest.skip(reason)
@@ -107,7 +107,7 @@ def _trained_once(rows_at_once, steps, tmp_path, trainer_class=LigerTrainer, **k
 
 
 def test_the_auxiliary_loss_of_a_step_is_the_mean_of_its_micro_batches(tmp_path):
-    """One token's loss and each micro-batch's auxiliary loss are those of the model itself; the weights follow."""
+    """One token's loss and each micro-batch's auxiliary loss equal the model's own; so do the weights afterwards."""
     model = tiny_model("qwen3_moe", output_router_logits=True, router_aux_loss_coef=1.0)
     for rows_at_once, steps in ((6, 1), (2, 3), (1, 6)):
         trainer, loss = _trained_once(rows_at_once, steps, tmp_path, router_aux_loss="per_step")

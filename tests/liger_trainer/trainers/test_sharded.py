@@ -38,7 +38,7 @@ def test_weights(mode, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["fsdp2-bf16", "zero3-bf16"])
 def test_bf16(mode, tmp_path):
-    """The first step is that of the stock trainers in fp32 but for the products: no loss or log-prob was rounded.
+    """The first step equals the stock trainers with everything but products in fp32: no loss or log-prob is rounded.
 
     Under FSDP2 the stock trainers round them (0.2 % of a loss here), and of KTO's metrics only those of labels that a
     rank has: the ranks disagree on how much to send, and it crashes.

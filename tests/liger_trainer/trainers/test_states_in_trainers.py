@@ -1,4 +1,4 @@
-"""Models whose layers keep a state in the trainers of pairs and of completions, whose rows are padded on both sides."""
+"""Models with recurrent states in the trainers of pairs and completions, which pad rows on both sides."""
 
 import pytest
 import torch
@@ -15,14 +15,14 @@ TYPES = ("qwen3_5_text", "lfm2")
 
 @pytest.fixture
 def planned(monkeypatch):
-    """The plans by which backbones have run, without those of proofs."""
+    """Collect the plans that backbones ran with, except during proofs."""
     found, own = [], padding.Plan.padded
     monkeypatch.setattr(padding.Plan, "padded", lambda self, *given: found.append(self) or own(self, *given))
     return found
 
 
 def model_with_reference(name, folder):
-    """A model, from whose folder TRL's trainers load another one as its reference."""
+    """A model in a folder. TRL's trainers load its reference from the same folder."""
     model = drawn_model(name)
     model.save_pretrained(folder / "reference")
     model.config._name_or_path = str(folder / "reference")

@@ -50,7 +50,7 @@ def build(kind, model, tmp_path, metrics, **options):
         return run_sft(LigerSFTTrainer, model, tmp_path, train=False, trainer_options=given, **options)[1]
     given["ref_model"] = tiny_model("llama", vocab_size=model.config.vocab_size, seed=7)
     if kind == "kto":
-        del given["compute_metrics"]  # whose list would be copied
+        del given["compute_metrics"]  # its list would be copied
         rows = [row | {"completion": row["completion"] + " w5" * 20} for row in kto_rows(7)]
         trainer = build_step(LigerKTOTrainer, LigerKTOConfig, model, tmp_path, rows, trainer_options=given, **options)
         trainer.eval_dataset, trainer.compute_metrics = trainer.train_dataset, metrics

@@ -1,4 +1,4 @@
-"""What the argument classes add to the stock ones."""
+"""Fields that the argument classes add to the stock ones."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Twenty steps of every trainer beside stock, with rebuilding, writing over gates, SDPA and checkpointing together.
+"""Twenty steps of every trainer compared with stock: recomputing, overwriting gates, SDPA and checkpointing together.
 
 The same test at two sizes: tiny on the CPU, with the limit of rebuilding at 0, and two layers of the width of Llama 3
 8B on a GPU, where the limit is what it is for users and Triton's kernels run:

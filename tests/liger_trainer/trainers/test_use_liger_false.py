@@ -1,4 +1,4 @@
-"""With `use_liger=False` every trainer is the stock one, also with options refused beside `use_liger=True`."""
+"""With `use_liger=False` every trainer is the stock one, even with options that `use_liger=True` refuses."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Tensors without memory that a reference has where it was not read: nobody's values are made up."""
+"""A reference has tensors without memory where its weights were not read; no values are made up for them."""
 
 import torch
 from tiny_models import tiny_model

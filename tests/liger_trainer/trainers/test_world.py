@@ -1,4 +1,4 @@
-"""What launchers promise and accelerate does not have: each way to train apart is an error with its mend."""
+"""Launches in which each process would train its own model: each is an error that says what to do."""
 
 import sys
 from types import SimpleNamespace
@@ -36,7 +36,7 @@ KEPT = [
     # One process in a script of sbatch or a shell of salloc, which run on one machine: nothing trains apart.
     ({"SLURM_NNODES": "2", "SLURM_NTASKS": "16", "SLURM_PROCID": "0"}, ALONE, {}),
     (TORCHRUN | {"SLURM_NNODES": "4", "SLURM_NTASKS": "4"}, FOUR, {}),
-    # Typed in the shell of `srun --ntasks 8 --pty bash`, of which only the first task runs.
+    # Typed in the shell of `srun --ntasks 8 --pty bash`: only the first task runs.
     (PTY, ALONE, {}),
     (TORCHRUN | PTY, FOUR, {}),
     # Two torchruns on one machine, one for each socket.
@@ -44,7 +44,7 @@ KEPT = [
     # Ray places its workers and tasks; Slurm, Kubernetes and MPI have started Ray.
     (RAY, ALONE, {}),
     (RAY | {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}, world(2, "MULTI_GPU"), {}),
-    # An elastic run of two machines in Slurm, one of which has died.
+    # An elastic run of two machines in Slurm after one has died.
     (
         TORCHRUN | {"GROUP_WORLD_SIZE": "1", "PET_NNODES": "1:2", "SLURM_STEP_NUM_NODES": "2",
                     "SLURM_STEP_NUM_TASKS": "2"}, FOUR, {},

@@ -70,7 +70,10 @@ class Full(RerunRecorder):
 def test_it_says_why_it_was_left_out(tmp_path, monkeypatch):
     assert check_of(tmp_path / "a", setup_of("SFT")).detail == "it trains on cpu, and CUDA graphs need a CUDA GPU"
     capture_on_cpu(monkeypatch, Full)
-    for part, method, detail in (("b", "GRPO", "the trainer writes what it trains on"), ("c", "SFT", "captured 0 of ")):
+    for part, method, detail in (
+        ("b", "GRPO", "the trainer generates the text that it trains on"),
+        ("c", "SFT", "captured 0 of "),
+    ):
         check = check_of(tmp_path / part, setup_of(method))
         assert check.verdict == "-" and check.detail.startswith(detail), check
     assert "too little memory is left for their graphs" in check.detail

@@ -1,4 +1,4 @@
-"""What Medusa heads are to guess, looked up by `verify` on its own, is what the trainer's function says."""
+"""`verify` looks up the targets of Medusa heads on its own, and they equal the trainer's targets."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from liger_trainer.head.targets import head_targets
 from liger_trainer.verify.medusa import _targets
 
 HEADS, LENGTH = 3, 17
-STARTS = torch.tensor([0, 1, 4, 11])  # of the documents in a packed row, of which the first has one token
+STARTS = torch.tensor([0, 1, 4, 11])  # of the documents in a packed row; the first has one token
 LENGTHS = torch.tensor([[LENGTH], [9], [2]])
 
 

@@ -58,7 +58,7 @@ def in_the_head(**changes):
 
 
 def once_built(module, name, faulty):
-    """`faulty` takes the place of a function of ours from when a trainer trains, and not in the proofs before."""
+    """`faulty` replaces a function of ours while a trainer trains, but not during the proofs before."""
 
     def seed(patch):
         stock, init, train, built = getattr(module, name), Trainer.__init__, Trainer.train, []
@@ -228,7 +228,7 @@ def across_documents_and_one_too_near(inputs, num_heads):
 
 
 def in_the_targets_of_medusa(patch):
-    """The function itself has the bug, whoever calls it."""
+    """The function itself has the bug, for every caller."""
     patch.setattr(medusa_trainer.head_targets, "__code__", across_documents_and_one_too_near.__code__)
 
 

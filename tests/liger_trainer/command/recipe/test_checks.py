@@ -1,4 +1,4 @@
-"""What a recipe asks for and would not get: each is told in one line, with exit code 2, before anything is loaded."""
+"""Options that would be silently ignored or reinterpreted: each is an error in one line, before anything is loaded."""
 
 import json
 import re
@@ -287,7 +287,7 @@ def test_a_model_that_writes_no_text(folder, capsys):
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
     BertForSequenceClassification(BertConfig(vocab_size=131, **sizes)).save_pretrained(folder / "model")
     code, _, err = command(capsys, "train", write_recipe(folder))
-    assert code == 2 and "a BertForSequenceClassification, which is no language model" in err
+    assert code == 2 and "a BertForSequenceClassification, not a causal language model" in err
 
 
 def test_one_target_module(folder, capsys):

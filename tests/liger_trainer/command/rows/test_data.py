@@ -1,4 +1,4 @@
-"""Rows: every kind of source, and an error for each way in which data can be missing."""
+"""Rows: every kind of source, and an error for each way that data can be missing."""
 
 import json
 

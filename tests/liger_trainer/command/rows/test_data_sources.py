@@ -56,7 +56,7 @@ def test_a_configuration_of_a_file(tmp_path):
     with pytest.raises(RecipeError, match="dataset_config is 'main', which has no effect on a file. Remove it."):
         load(tmp_path, dataset_name=name, dataset_config="main")
     (tmp_path / "folder").mkdir()
-    write(tmp_path / "folder" / "train.jsonl", [{"text": "b"}])  # whose README.md could name configurations
+    write(tmp_path / "folder" / "train.jsonl", [{"text": "b"}])  # a README.md in this folder could name configurations
     rows = load(tmp_path, dataset_name=[name, str(tmp_path / "folder")], dataset_config="default")[0]
     assert rows.to_list() == [{"text": "a"}, {"text": "b"}]
 

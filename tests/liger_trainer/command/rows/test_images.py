@@ -1,4 +1,4 @@
-"""Rows with pictures in a recipe: each fault is one line with the mend, before training; and packed rows."""
+"""Rows with pictures in a recipe: each fault is an error in one line with the remedy, before training; packed rows."""
 
 import io
 import json
@@ -13,13 +13,13 @@ from transformers.image_utils import load_image
 
 from liger_trainer.command.rows.images import broken_picture
 
-MODEL = "idefics3"  # whose processor has no part for videos
+MODEL = "idefics3"  # its processor has no part for videos
 IMAGE = {"type": "image"}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A tiny model of images with its processor, a picture, and a file that is none."""
+    """A tiny model of images with its processor, a picture, and a file that is not a picture."""
     found, source = tmp_path_factory.mktemp("pictures"), torch.Generator().manual_seed(0)
     image_model(MODEL).save_pretrained(found / "model")
     try:

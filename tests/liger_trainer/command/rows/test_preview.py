@@ -62,7 +62,7 @@ def test_text_learns_all_but_its_first_token(folder, capsys):
 
 
 def test_what_is_marked_is_what_the_loss_counts(folder, capsys):
-    """Messages of which only the assistant's turns are learned, beside the labels of the stock trainer."""
+    """Messages where only the assistant's turns are learned, compared with the stock trainer's labels."""
     from trl import SFTConfig, SFTTrainer
 
     turns = [("user", "w4 w5"), ("assistant", "w6"), ("user", "w7"), ("assistant", "w8 w9")]

@@ -64,7 +64,7 @@ def test_beside_the_recipe_and_in_the_working_directory(tmp_path, module, monkey
 
 
 def test_an_installed_module_is_not_hidden(tmp_path, module):
-    """A file beside the recipe may have the name of a library, which the libraries themselves still get."""
+    """A file next to the recipe may have the name of a library; other libraries still import the real one."""
     module("wave", "def brief(completions): return []")
     sys.modules.pop("wave", None)
     with pytest.raises(RecipeError, match="'wave.brief', which is none of boxed_answer"):
@@ -99,7 +99,7 @@ def test_an_error_of_a_module_is_raised_as_it_is(text, error, tmp_path, module):
 
 @pytest.mark.slow
 def test_the_installed_command_finds_them(tmp_path):
-    """A script's sys.path[0] is its own folder, which is elsewhere, as that of pip's scripts is."""
+    """A script's sys.path[0] is its own folder, which is elsewhere for scripts that pip installs."""
     folder, scripts = tmp_path / "recipe", tmp_path / "bin"
     folder.mkdir()
     scripts.mkdir()

@@ -1,4 +1,4 @@
-"""What a chat template leaves out of the rows is told with the first row's number, and an answer that is empty then."""
+"""The command names what a chat template leaves out, with the first such row, and answers that become empty."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Checkpoints and their manifests: what is whole, whose it is, what stays, and who else is in the folder."""
+"""Checkpoints and manifests: which are whole, which run they belong to, which stay, and other runs in the folder."""
 
 import json
 import os
@@ -20,8 +20,8 @@ from transformers import Trainer, trainer
 from transformers.trainer import CallbackHandler
 
 from liger_trainer.command.run import manifest, output_dir
-from liger_trainer.command.run.output_dir import Beginning
-from liger_trainer.command.run.saving import Keeper
+from liger_trainer.command.run.output_dir import ResumePoint
+from liger_trainer.command.run.saving import CheckpointManager
 
 
 def truncate(path):
@@ -94,7 +94,7 @@ def test_no_whole_checkpoint_at_all(saved_run, folder, capsys):
         (folder / "out" / name).unlink()
     code, out, err = command(capsys, "train", path, "--resume_from_checkpoint", "auto")
     assert code == 0 and "resumed" not in out
-    assert re.search("checkpoint-4 is not whole .*checkpoint-2 is not whole .*begins anew", err)
+    assert re.search("checkpoint-4 is not whole .*checkpoint-2 is not whole .*starts from step 0", err)
     assert losses(folder / "out") == losses(saved_run)
 
 
@@ -212,7 +212,7 @@ def test_resume_says_what_the_checkpoint_decides(saved_run, folder, capsys):
     assert code == 0, err
     assert losses(folder / "out") == losses(saved_run), "the states decide"
     line = next(line for line in err.splitlines() if "learning_rate" in line)
-    assert "learning_rate stays 0.01 and not 0.009" in line and "weight_decay stays 0.0 and not 0.5" in line
+    assert "learning_rate stays 0.01, not 0.009" in line and "weight_decay stays 0.0, not 0.5" in line
     shutil.rmtree(folder / "out")
     code, _, err = command(capsys, "train", path, *resume)
     assert code == 0 and "stays" not in err
@@ -328,7 +328,7 @@ def test_patience_is_counted_on(folder, capsys, monkeypatch):
 
 
 def test_weights_without_their_optimizer_are_not_overwritten(folder, capsys):
-    """A run that cannot go on from them would begin anew, and delete them one by one."""
+    """A run that cannot go on from them would start from step 0, and delete them one by one."""
     assert command(capsys, "train", write_recipe(folder, **SAVING, save_only_model=True))[0] == 0
     for name in ("model.safetensors", "trainer_state.json"):
         (folder / "out" / name).unlink()
@@ -337,7 +337,7 @@ def test_weights_without_their_optimizer_are_not_overwritten(folder, capsys):
 
 
 def test_a_crash_while_a_checkpoint_is_deleted(tmp_path, monkeypatch):
-    """What is left of it is known as begun, and goes when the next one has been saved."""
+    """The remains count as begun, and are deleted when the next checkpoint has been saved."""
     said = {"recipe": {}, "processes": 1, "run": "a run"}
     names = ["config.json", "model.safetensors", "trainer_state.json"]
     checkpoint, plain = tmp_path / "checkpoint-2", os.unlink
@@ -352,13 +352,13 @@ def test_a_crash_while_a_checkpoint_is_deleted(tmp_path, monkeypatch):
             manifest.remove(checkpoint)
         assert (checkpoint / manifest.BEGUN).exists() and not (checkpoint / manifest.NAME).exists()
     (tmp_path / "checkpoint-4").mkdir()
-    Keeper({}, Beginning(), limit=1)._write(tmp_path / "checkpoint-4", [], said, None)
+    CheckpointManager({}, ResumePoint(), limit=1)._write(tmp_path / "checkpoint-4", [], said, None)
     assert steps_of(tmp_path) == [4]
 
 
 def test_a_damaged_later_checkpoint_does_not_push_out_a_new_one(tmp_path):
     """The run has gone on from step 2, because the checkpoint of step 6 is damaged, and may keep one."""
-    keeper = Keeper({"recipe": {}, "processes": 1}, Beginning(run="a run"), limit=1)
+    keeper = CheckpointManager({"recipe": {}, "processes": 1}, ResumePoint(run="a run"), limit=1)
     for step in (2, 6, 4):
         checkpoint = tmp_path / f"checkpoint-{step}"
         manifest.begin(checkpoint, {})
@@ -379,7 +379,7 @@ def test_a_manifest_is_waited_for_again_after_ctrl_c(tmp_path, monkeypatch):
         state=SimpleNamespace(global_step=2, best_model_checkpoint=None),
         accelerator=SimpleNamespace(wait_for_everyone=lambda: None),
     )  # fmt: skip
-    keeper, goes_on = Keeper({"recipe": {}, "processes": 1}, Beginning()), threading.Event()
+    keeper, goes_on = CheckpointManager({"recipe": {}, "processes": 1}, ResumePoint()), threading.Event()
     write = keeper._write
     monkeypatch.setattr(keeper, "_write", lambda *given: goes_on.wait(60) and write(*given))
     keeper.begin(trainer)
@@ -450,7 +450,7 @@ def test_two_runs_in_one_folder(folder, capsys, monkeypatch):
         assert first.stdout.readline() == "held\n"
         for options in ((), ("--resume_from_checkpoint", "auto")):
             code, _, err = command(capsys, "train", path, *options)
-            assert code == 2 and "another run is at work (process 4711 on node7)" in err, err
+            assert code == 2 and "another run is using it (process 4711 on node7)" in err, err
     finally:
         first.kill()
         first.wait()
@@ -501,7 +501,7 @@ def test_any_error_of_a_write_keeps_the_model(error, folder, capsys, monkeypatch
 
 
 def test_reading_rows_is_not_taken_for_saving(folder, capsys, monkeypatch):
-    """An I/O error of the data has its own traceback, and not the advice to make room."""
+    """An I/O error of the data keeps its own traceback, without the advice to make room."""
 
     def fail(self, *args, **kwargs):
         raise OSError(5, "Input/output error")
@@ -512,7 +512,7 @@ def test_reading_rows_is_not_taken_for_saving(folder, capsys, monkeypatch):
 
 
 def test_a_checkpoint_goes_to_the_hub_with_its_manifest(folder, capsys, monkeypatch):
-    """A folder of the Hub that has none could not be gone on from. What the Hub refuses is no full disk."""
+    """A folder of the Hub without one could not be resumed. An error of the Hub is not reported as a full disk."""
 
     def push(self, checkpoint=None, **kwargs):
         assert not checkpoint or manifest.fault_of(Path(checkpoint), manifest.read(Path(checkpoint))) is None

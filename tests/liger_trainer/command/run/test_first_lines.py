@@ -1,4 +1,4 @@
-"""What a user reads before the first step: few lines, and no warning that a recipe or the command brings about."""
+"""The lines before the first step are few, without warnings caused by a recipe or the command."""
 
 import dataclasses
 import json

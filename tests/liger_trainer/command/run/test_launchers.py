@@ -18,7 +18,7 @@ ENTRY = ("-m", "liger_trainer", "train")
 
 
 def accelerate(folder, config, **keys):
-    """The words that launch with a shipped config whose `keys` are changed."""
+    """Return the command line that launches with a shipped config after changing `keys` in it."""
     values = yaml.safe_load((shipped("configs") / f"{config}.yaml").read_text())
     path = folder / "accelerate.yaml"
     path.write_text(yaml.safe_dump(values | {"mixed_precision": "no"} | keys))
@@ -26,7 +26,7 @@ def accelerate(folder, config, **keys):
 
 
 def refused(folder, *launch, recipe=None, **env):
-    """What the entry says on stderr, launched with `launch`, where it has trained and loaded nothing."""
+    """Return stderr of the entry point under `launch`, after checking that it trained and loaded nothing."""
     recipe = recipe or write_recipe(folder)
     done = run_elsewhere(sys.executable, *launch, *ENTRY, recipe, cwd=folder, **env)
     assert done.returncode != 0 and not (folder / "out").exists(), done.stdout
@@ -82,7 +82,7 @@ def test_a_recipe_with_its_own_accelerate_config(folder, capsys):
 
 
 def test_accelerate_config_sets_what_accelerate_launch_would(tmp_path, monkeypatch):
-    """Shipped configs, beside the variables that a process of `accelerate launch` itself finds."""
+    """Compare shipped configs with the variables that `accelerate launch` itself sets for a process."""
     recipe = tmp_path / "recipe.yaml"
     for name in ("single_gpu", "fsdp2_machines"):  # neither needs DeepSpeed, and the others are parts of the second
         path = shipped("configs") / f"{name}.yaml"

@@ -29,7 +29,7 @@ def train(folder, capsys, use_liger, recipe="gpt_oss_20b/sft_lora", name=None):
 
 
 def test_trained_and_merged(tmp_path, capsys, monkeypatch):
-    """The losses are those of TRL, and what merge writes has the logits of base and adapter, with nothing rounded."""
+    """Losses equal TRL's. The merged model has the logits of base and adapter; nothing is rounded."""
     from peft import PeftModel
 
     numbers = write_gpt_oss(tmp_path / "base")
@@ -56,7 +56,7 @@ def test_trained_and_merged(tmp_path, capsys, monkeypatch):
 
 
 def test_kept_in_four_bits(tmp_path, capsys, monkeypatch):
-    """The recipe for 16 GiB begins with the loss of TRL, whose base is in 16 bits, and what it saves is merged.
+    """The recipe for 16 GiB starts with the loss of TRL on a 16-bit base, and its adapter is merged.
 
     Loading draws other random numbers, so that the adapters begin with others.
     """
@@ -85,7 +85,7 @@ def test_experts_in_four_bits_get_no_adapter(tmp_path, capsys):
 
 
 def test_chat_with_an_adapter(tmp_path, monkeypatch, capsys):
-    """The base is loaded in 16 bits by request, for on a GPU transformers leaves experts in four bits. It answers."""
+    """The base is loaded in 16 bits on request, because on a GPU transformers keeps 4-bit experts. It answers."""
     from peft import LoraConfig, get_peft_model
 
     write_gpt_oss(tmp_path / "base")

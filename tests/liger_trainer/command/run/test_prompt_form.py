@@ -1,4 +1,4 @@
-"""The form in which prompts were learned: told by summary and card, and followed by chat, merge and medusa-eval."""
+"""Summary and card name the prompt form of the training, and chat, merge and medusa-eval follow it."""
 
 import io
 import json

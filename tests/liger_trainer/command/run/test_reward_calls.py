@@ -1,4 +1,4 @@
-"""What a reward function of a recipe raises or returns is told by its name, in one line."""
+"""Errors and wrong results of a recipe's reward functions are reported in one line, with the function's name."""
 
 import asyncio
 

@@ -168,7 +168,7 @@ def test_a_run_stopped_while_it_loads_names_no_earlier_checkpoint(saved_run, fol
 
 
 def stopped(process, number):
-    """What a process has printed when a signal ends it. Python drops one that meets a finalizer: it is sent again."""
+    """Return the output of a process that a signal ends. Python may drop a signal in a finalizer, so it is resent."""
     for _ in range(10):
         process.send_signal(number)
         try:

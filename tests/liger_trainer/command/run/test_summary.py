@@ -135,7 +135,7 @@ def test_a_card_has_no_token_and_no_folders_of_the_machine(folder):
     card = parse_recipe(str(path), ["--output_dir=/home/me/new", "--run_name", "https://a/b"]).to_card()
     assert "secret" not in card and str(folder) not in card and "/home" not in card
     assert "train recipe.yaml --output_dir=new --run_name https://a/b\n" in card
-    assert "\nactivation_checkpointing: false\n" in card, "as the recipe has it, and not a text"
+    assert "\nactivation_checkpointing: false\n" in card, "as the recipe has it, not as a text"
 
 
 def test_a_checkpoint_of_a_run_that_is_cut_off_has_a_card(folder, capsys, monkeypatch):

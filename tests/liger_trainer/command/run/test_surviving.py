@@ -50,7 +50,7 @@ def dropping(folder):
 
 @pytest.fixture(scope="module")
 def unstopped(tmp_path_factory):
-    """What a run of two processes has left that nothing has stopped."""
+    """Return the output folder of an uninterrupted run of two processes."""
     folder = tmp_path_factory.mktemp("unstopped")
     write_model(folder / "model")
     recipe = write_recipe(write_dropping(folder), **SAVING, output_dir=str(folder / "whole"))
@@ -60,7 +60,7 @@ def unstopped(tmp_path_factory):
 
 @pytest.fixture
 def whole(dropping, unstopped):
-    """The losses of two processes that nothing has stopped, whose output is in the folder `whole`."""
+    """Return the losses of an uninterrupted run of two processes, from its folder `whole`."""
     return losses(shutil.copytree(unstopped, dropping / "whole"))
 
 
@@ -153,7 +153,7 @@ def test_restarts_that_torchrun_would_send_to_dead_processes(folder, capsys, mon
 
 @pytest.mark.slow
 def test_a_killed_rank_of_one_of_two_machines(dropping, whole):
-    """The torchrun whose process was killed counts a restart. The other is told to begin anew, and may count none."""
+    """The torchrun with the killed process counts a restart. The other is told to start again, and may count none."""
     recipe, port = write_recipe(dropping, **SAVING, use_cpu=True), free_port()
 
     def machine(i):
@@ -171,7 +171,7 @@ def test_a_killed_rank_of_one_of_two_machines(dropping, whole):
 
 
 def test_sigterm_after_the_last_step_lets_the_model_be_saved(folder, capsys, monkeypatch):
-    """Cut off there, a run whose steps are all done would have nothing but half a model."""
+    """A run that is cut off there, after its last step, would leave only half a model."""
     plain = trainer.Trainer._save
 
     def hit(self, *args, **kwargs):

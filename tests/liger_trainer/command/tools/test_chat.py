@@ -51,7 +51,7 @@ def chat(monkeypatch, capsys, lines, *argv):
 
 
 def test_lines_of_a_pipe_are_answered(folder, monkeypatch, capsys):
-    """Without a chat template they reach the model as they are; an empty line is none."""
+    """Without a chat template, lines reach the model unchanged; empty lines are skipped."""
     code, out, err = chat(monkeypatch, capsys, "w3 w4\n\nw9\n", folder / "model", *GREEDY)
     assert code == 0, err
     model = AutoModelForCausalLM.from_pretrained(folder / "model")
@@ -94,8 +94,8 @@ def test_alpaca_s_prompt(folder, monkeypatch, capsys):
 @pytest.mark.parametrize(
     "words, said",
     [
-        (("--base",), "--base is about the base of an adapter"),
-        (("--model", "other"), "--model is about the base of an adapter"),
+        (("--base",), "--base is only for adapters"),
+        (("--model", "other"), "--model is only for adapters"),
         (("--system", "w3"), "--system needs a chat template, and lines reach the model by prompt_template none."),
         (("--prompt_template", "chat"), "has no chat template"),
         (("--system", "w3"), "--system needs a chat template, and lines reach the model by prompt_template none"),
@@ -103,7 +103,7 @@ def test_alpaca_s_prompt(folder, monkeypatch, capsys):
         (("--temperature", "-1"), "`temperature` (=-1.0) has to be a strictly positive float"),
         (("--temperature", "nan"), "`temperature` (=nan) has to be a strictly positive float"),
         (("--images", "nothing.png"), "--images names 'nothing.png', and there is no such file."),
-        (("--images", __file__), "--images needs a model of images with a chat template;"),
+        (("--images", __file__), "--images needs a model of images with a chat template, unlike"),
     ],
 )
 def test_mistakes(words, said, folder, monkeypatch, capsys):

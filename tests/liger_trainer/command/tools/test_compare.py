@@ -30,7 +30,7 @@ RECIPES = {
 
 
 def arm(capsys, path, name, *words):
-    """What one arm finds, in this process."""
+    """Return the result of one arm, run in this process."""
     found = path.parent / "arm.json"
     code, _, err = command(capsys, "compare", path, "--arm", name, "--json", found, *words)
     assert code == 0, err
@@ -39,7 +39,7 @@ def arm(capsys, path, name, *words):
 
 @pytest.mark.parametrize("keys", RECIPES.values(), ids=RECIPES)
 def test_both_train_the_same_steps(keys, folder, capsys):
-    """With the learning rates of the whole recipe, of which only the first steps are run."""
+    """Learning rates follow the whole recipe, although only its first steps run."""
     (folder / "pairs.jsonl").write_text('{"prompt": "w3 w4 ", "chosen": "w5", "rejected": "w6"}\n' * 12)
     turns = [{"role": "user", "content": "w3 w4"}, {"role": "assistant", "content": "w5"}]
     (folder / "turns.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 12)

@@ -175,7 +175,7 @@ def test_the_recipe_s_sharding_and_adapter(short_search, recipe, capsys):
             (),
             "does not know what a step takes with LigerGRPOTrainer. It knows sft, dpo, orpo, cpo, kto: a copy of the",
         ),
-        ({"model_name_or_path": "org/gated"}, (), "needs the file config.json alone: save it in a folder, such as"),
+        ({"model_name_or_path": "org/gated"}, (), "needs only the file config.json: save it in a folder, such as"),
         ({"max_length": None}, (), "max_length is unset"),
         (
             {"load_in_4bit": True, "use_peft": True},

@@ -15,7 +15,7 @@ IDS = torch.arange(3, 19).reshape(2, 8)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A base, and an adapter on it whose B is not zero."""
+    """A base, and an adapter on it with a B that is not zero."""
     from peft import LoraConfig, get_peft_model
 
     folder = tmp_path_factory.mktemp("merge")
@@ -54,7 +54,7 @@ def test_merged_model_gives_the_logits_of_the_adapter(folder, tmp_path, capsys):
 
 
 def test_a_model_of_images(tmp_path, capsys):
-    """Of Gemma 3, whose processor needs no package: model, adapter on the tower too, and processor."""
+    """Gemma 3, since its processor needs no package: model, adapter (on the tower too) and processor."""
     from image_models import image_batch, image_model, processor_of
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForImageTextToText, AutoProcessor
@@ -136,7 +136,7 @@ def test_dtype(folder, tmp_path, capsys):
 
 
 def of_two_dtypes(model_type):
-    """A model in bf16, with a router that transformers keeps in fp32 by its name, or whose class has made it so."""
+    """A bf16 model with a router in fp32: transformers keeps it so by its name, or its class does."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     if model_type == "deepseek_v3":
@@ -213,7 +213,7 @@ def named_base(folder, adapter, name):
 @pytest.mark.parametrize("name", ["base", "./base", "models/llama/base"])
 @pytest.mark.parametrize("run", ["out", "out/checkpoint-4"])
 def test_a_base_named_by_a_relative_path(name, run, folder, tmp_path, capsys, monkeypatch):
-    """Found beside the output_dir wherever the command runs, or in the working directory."""
+    """The base is found next to output_dir from any folder, or in the working directory."""
     adapter = named_base(folder, tmp_path / "project" / run, name)
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
@@ -245,7 +245,7 @@ def test_refusals(folder, tmp_path, capsys):
         ((folder / "adapter", full / "precious.txt"), "which is not empty"),
         ((folder / "base", tmp_path / "new"), "has no adapter_config.json. Give the output_dir of a training"),
         ((tmp_path / "nowhere", tmp_path / "new"), "ADAPTER_DIR is '.*nowhere', "),
-        ((prompt, tmp_path / "new"), "PROMPT_TUNING, whose tokens stand before the text"),
+        ((prompt, tmp_path / "new"), "PROMPT_TUNING. Its tokens stand before the text"),
     ):
         code, _, err = command(capsys, "merge", *argv)
         assert code == 2, argv
