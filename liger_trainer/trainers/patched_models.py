@@ -21,7 +21,7 @@ class PatchedModels:
     def patch(
         self, model: nn.Module, config: dict | None, options: HeadOptions | None = None, instead: bool = False
     ) -> LigerReport:
-        """`apply_liger`, whose `options` of the head are remembered. With `instead`, those of other models are not."""
+        """Call `apply_liger` and remember the head's `options`. With `instead`, forget the options of other models."""
         report = apply_liger(model, config, head_options=options)
         if has_fused_head(model):
             base = base_model_of(model)

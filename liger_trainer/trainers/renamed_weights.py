@@ -1,4 +1,4 @@
-"""Checkpoints whose weights have other names than the model's.
+"""Load checkpoints that name their weights differently from the model.
 
 transformers saves some models in the form of their files on the Hub, such as each expert by itself where the model has
 one tensor for all. `from_pretrained` reads both forms. `Trainer` loads a checkpoint by name, and warns of what it does

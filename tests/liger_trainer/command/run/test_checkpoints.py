@@ -89,7 +89,7 @@ def test_no_whole_checkpoint_at_all(saved_run, folder, capsys):
     code, _, err = command(capsys, "train", path, "--resume_from_checkpoint", "true")
     assert code == 2 and "checkpoint-2" in err and "checkpoint-4" in err
     code, _, err = command(capsys, "train", path, "--resume_from_checkpoint", "auto")
-    assert code == 2 and "checkpoint-2 is not whole" in err and "in another output_dir" in err, "not by itself"
+    assert code == 2 and "checkpoint-2 is not whole" in err and "set another output_dir" in err, "not by itself"
     for name in ("model.safetensors", "trainer_state.json"):
         (folder / "out" / name).unlink()
     code, out, err = command(capsys, "train", path, "--resume_from_checkpoint", "auto")

@@ -261,7 +261,7 @@ def test_a_base_in_four_bits_without_bitsandbytes(recipe, capsys, monkeypatch):
         "importlib.util.find_spec", lambda name, *more: None if name == "bitsandbytes" else found(name, *more)
     )
     code, _, err = command(capsys, "fit", recipe(), "--use_peft", "true", "--load_in_4bit", "true")
-    assert code == 2 and "makes with bitsandbytes. Run `pip install bitsandbytes`" in err
+    assert code == 2 and "needs bitsandbytes to build 4-bit layers. Run `pip install bitsandbytes`" in err
 
 
 @pytest.mark.parametrize("trainer", ["sft", "dpo"])
