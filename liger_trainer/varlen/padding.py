@@ -31,7 +31,7 @@ _PER_IMAGE_TOKEN = "deepstack_visual_embeds"  # in the order of the tokens, of w
 _KNOWN_TENSORS = (
     "attention_mask", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx", _PER_IMAGE_TOKEN, *_PER_TOKEN,
 )  # fmt: skip
-_OF_THE_HEAD = ("labels", "shift_labels")  # Gemma 4's model of images hands them to its decoder, which reads neither
+_OF_THE_HEAD = ("labels",)  # Gemma 4's model of images hands them to its decoder, which does not read them
 
 COMPUTES_PADDING = "computes padding too"  # what a backbone does without a plan
 
