@@ -38,7 +38,7 @@ _KNOWN_TENSORS = (
     _PER_IMAGE_TOKEN,
     *_PER_TOKEN,
 )
-_OF_THE_HEAD = ("labels", "shift_labels")  # Gemma 4's model of images hands them to its decoder, which reads neither
+_OF_THE_HEAD = ("labels",)  # Gemma 4's model of images hands them to its decoder, which does not read them
 
 COMPUTES_PADDING = "computes padding too"  # what a backbone does without a plan
 

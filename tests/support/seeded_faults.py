@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from base_checkpoints import write_base
 from datasets import Dataset
 from peft import LoraConfig
-from predicting_bases import write_base
 from tiny_models import tiny_model, tiny_tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, DataCollatorForLanguageModeling, TrainerCallback

@@ -5,10 +5,10 @@ import json
 
 import pytest
 import torch
+from base_checkpoints import names_of, tensor_of
 from medusa_brute_force import documents, packed_batch, ragged_batch
 from mtp_bases import SHAPES, mtp_trainer, write_base
 from peft import LoraConfig, PromptTuningConfig
-from predicting_bases import names_of, tensor_of
 from recipe_fixtures import command
 from safetensors.torch import load_file
 from tiny_models import tiny_model

@@ -9,10 +9,10 @@ import pytest
 import sft_runs
 import torch
 import trainer_runs
-from captured_trainers import capture_on_cpu
 from datasets import Dataset
 from launching import in_processes
 from peft import LoraConfig, PromptTuningConfig
+from rerun_recorder import capture_on_cpu
 from tiny_models import ragged_rows, tiny_model, tiny_tokenizer
 from transformers import TrainerCallback
 from transformers.integrations import integration_utils
