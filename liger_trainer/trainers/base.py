@@ -63,8 +63,7 @@ class LigerTrainerMixin(LoadsRenamedWeights, ResumesInPass):
     ```python
     class FocalTrainer(LigerSFTTrainer):
         def token_loss(self, outputs, inputs):
-            p = outputs.log_probs.detach().exp()
-            return -((1 - p) ** 2) * outputs.log_probs
+            return -((1 - outputs.log_probs.exp()) ** 2) * outputs.log_probs
     ```
 
     Attributes:

@@ -1,4 +1,4 @@
-"""Causal attention over rows of uneven length that lie one after the other, in PyTorch alone.
+"""Causal attention over rows of uneven length that lie one after the other.
 
 transformers' models ask one registry for their attention function and another for its mask. `masks.py` registers
 `attention` of `segments.py` and `row_mask` there under the name `sdpa`, which configs keep. While the rows of a call

@@ -73,15 +73,17 @@ def settle(
                 raise RecipeError(f"{key} is {number}; expected a number {expected}.")
     if value("max_steps") != -1 and value("max_steps") < 1:
         raise RecipeError(f"max_steps is {value('max_steps')}; expected 1 or more, or -1 to train num_train_epochs.")
+    off = set(given)  # what was turned off on the command line, and the keys that went with it
     for patterns, switches, needs, on in _SWITCHES:
         if on(*(value(switch) for switch in switches.split())):
             continue
         for key in [key for key in chosen if any(fnmatch.fnmatchcase(key, each) for each in patterns.split())]:
             if value(key) is None or value(key) is False:
                 continue
-            if key in given or not any(switch in given for switch in switches.split()):
+            if key in given or not any(switch in off for switch in switches.split()):
                 raise RecipeError(f"{key} is {value(key)!r}, which has no effect without {needs}.")
             del chosen[key]
+            off.add(key)
     if "num_train_epochs" in chosen and value("max_steps") > 0:
         if "max_steps" not in given or "num_train_epochs" in given:
             epochs = value("num_train_epochs")

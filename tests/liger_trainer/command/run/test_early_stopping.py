@@ -58,3 +58,10 @@ def test_a_run_to_the_end_says_nothing_of_it(folder, capsys):
 def test_what_it_needs(keys, message, tmp_path):
     with pytest.raises(RecipeError, match=message):
         parse_recipe(str(write_recipe(tmp_path, **KEYS | keys)))
+
+
+def test_no_evaluation_on_the_command_line_drops_all_that_depends_on_it(tmp_path):
+    """`load_best_model_at_end` depends on evaluations, and early stopping on that."""
+    recipe = parse_recipe(str(write_recipe(tmp_path, **KEYS)), ["--eval_strategy", "no"])
+    assert recipe.training.load_best_model_at_end is False
+    assert recipe.args.early_stopping_patience is None
