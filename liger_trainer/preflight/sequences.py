@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 from datasets import Dataset
 from transformers import DataCollatorForLanguageModeling
 
+from liger_trainer.head.module import base_model_of
+
 MOST_ROWS = 2000  # a second of reading, also for long rows
 
 # Columns of prepared rows: the tokens, and their labels or the tokens that come before them
@@ -40,12 +42,26 @@ def read_sequences(trainer: Any, most: int = MOST_ROWS) -> list[Sequence]:
     """Return the sequences in the first rows that `trainer` will train on.
 
     Only datasets whose rows can be read twice are: a `datasets.Dataset` without a transform of the user's, or a list.
-    Empty for others, and for trainers that write their rows themselves, such as GRPO.
+    Empty for others, for trainers that write their rows themselves, such as GRPO, and for models whose labels are not
+    the next tokens of `input_ids`.
     """
+    if not _predicts_next_tokens(base_model_of(trainer.model)):
+        return []
     sequences: list[Sequence] = []
     for row in _first_rows(trainer.train_dataset, most):
         sequences.extend(_sequences_of(row, trainer.data_collator))
     return sequences
+
+
+def _predicts_next_tokens(model: Any) -> bool:
+    """Whether labels lie beside the tokens that a model goes on from.
+
+    Those of an encoder-decoder model are another text, of another length. Those of classifiers are no tokens.
+    """
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return False
+    can_generate = getattr(model, "can_generate", None)  # a module of the user's may have none
+    return can_generate is None or bool(can_generate())
 
 
 def _first_rows(dataset: Any, most: int) -> Iterator[Mapping[str, Any]]:

@@ -47,7 +47,10 @@ class Samples(Feature):
     """Answers `sample_prompts` while a trainer trains."""
 
     def check(self, args: Any) -> None:
-        if args.sample_prompts == []:
+        prompts = args.sample_prompts
+        if prompts is not None and not _is_list_of_texts(prompts):
+            raise ValueError(f"sample_prompts is {prompts!r}; expected a list of texts. Put each prompt into it.")
+        if prompts is not None and not prompts:
             raise ValueError("sample_prompts is an empty list; expected prompts, or leave it out.")
         for name in ("sample_steps", "sample_max_new_tokens"):
             if getattr(args, name) < 1:
@@ -63,6 +66,21 @@ class Samples(Feature):
         trainer.add_callback(_SampleCallback(trainer))
 
 
+def _is_list_of_texts(value: Any) -> bool:
+    """Whether these are prompts. Of a single text, each letter would be one."""
+    return isinstance(value, (list, tuple)) and all(isinstance(text, str) for text in value)
+
+
+def _learned_positions(model: nn.Module) -> int | None:
+    """The number of positions after which there are no more; None where they are rotary."""
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    if getattr(text, "rope_parameters", None):
+        return None
+    limit = getattr(text, "max_position_embeddings", None)
+    return limit if isinstance(limit, int) else None
+
+
 def _why_no_answers(trainer: Any) -> str | None:
     if getattr(trainer.processing_class, "tokenizer", trainer.processing_class) is None:
         return "the trainer has no processing_class to read them with"
@@ -70,8 +88,8 @@ def _why_no_answers(trainer: Any) -> str | None:
         return f"{type(base_model_of(trainer.model)).__name__} does not generate text"
     if any(config.is_prompt_learning for config in getattr(trainer.model, "peft_config", {}).values()):
         return "the adapter is a learned prompt, which is not a part of the model"
-    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
-        return "the model is shared out over processes (FSDP, DeepSpeed)"
+    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled or trainer.get_tp_size() > 1:
+        return "the model is shared out over processes (FSDP, DeepSpeed, tensor parallelism)"
     return None
 
 
@@ -82,12 +100,33 @@ class _SampleCallback(TrainerCallback):
         self.trainer = trainer
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._check_lengths(args)
         if state.global_step == 0:  # otherwise it is resumed, and the run before has answered
             self._answer(args, state, control)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step % args.sample_steps == 0 or state.global_step >= state.max_steps:
             self._answer(args, state, control)
+
+    def _check_lengths(self, args: Any) -> None:
+        """ValueError for a prompt that `generate` cannot answer, which would end the training at a later step."""
+        limit = _learned_positions(base_model_of(self.trainer.model))
+        for text in args.sample_prompts:
+            tokens = len(self._ids_of(text))
+            if tokens == 0:
+                raise ValueError(f"sample_prompts has {text!r}, which is no token. Write a prompt, or remove it.")
+            read = tokens + args.sample_max_new_tokens - 1  # the last token of an answer is not read
+            if limit is not None and read > limit:
+                raise ValueError(
+                    f"sample_prompts has {text!r} of {tokens} tokens, and with sample_max_new_tokens="
+                    f"{args.sample_max_new_tokens} the model's {limit} positions are too few. Lower "
+                    "sample_max_new_tokens, or shorten the prompt."
+                )
+
+    def _ids_of(self, text: str) -> list[int]:
+        trainer = self.trainer
+        tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
+        return encode(tokenizer, _as_trained(text, trainer, tokenizer))
 
     def _answer(self, args: Any, state: Any, control: Any) -> None:
         if not state.is_world_process_zero:
@@ -96,7 +135,7 @@ class _SampleCallback(TrainerCallback):
         tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
         lines = []
         for text in args.sample_prompts:
-            ids = encode(tokenizer, _as_trained(text, trainer, tokenizer))
+            ids = self._ids_of(text)
             with _in_evaluation(trainer.model):
                 model = base_model_of(trainer.model)
                 new = answer(model, [ids], end_tokens(model, tokenizer), args.sample_max_new_tokens)[0]

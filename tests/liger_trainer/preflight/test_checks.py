@@ -8,9 +8,16 @@ from checkout import ROOT
 from datasets import Dataset
 from recipe_fixtures import command, write_model, write_recipe, write_rows
 from seeded_faults import END_INSIDE, FAULTS, answers, chats, said_before_first_step, trainer, with_template
-from tiny_models import tiny_model, tiny_tokenizer
+from tiny_models import VOCAB, tiny_model, tiny_tokenizer
+from transformers import (
+    AutoModelForSeq2SeqLM,
+    AutoModelForTokenClassification,
+    DataCollatorForSeq2Seq,
+    DataCollatorForTokenClassification,
+    T5Config,
+)
 
-from liger_trainer import LigerDPOConfig, LigerDPOTrainer, LigerSFTConfig
+from liger_trainer import LigerDPOConfig, LigerDPOTrainer, LigerSFTConfig, LigerTrainer, LigerTrainingArguments
 from liger_trainer.preflight.feature import NAMES
 from liger_trainer.preflight.model_checks import missing_packages
 from liger_trainer.preflight.run import Run
@@ -105,6 +112,36 @@ def test_checks_draw_no_random_numbers(tmp_path):
     before = torch.get_rng_state()
     built.callback_handler.callbacks[-1].on_train_begin(built.args, built.state, built.control)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def translator():
+    """A model of two texts, and rows whose labels are of another length than their tokens."""
+    config = T5Config(
+        vocab_size=VOCAB, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2, decoder_start_token_id=0
+    )
+    rows = [{"input_ids": [5] * n + [2], "labels": [4, 5, 2]} for n in range(4, 12)]
+    return AutoModelForSeq2SeqLM.from_config(config), rows, DataCollatorForSeq2Seq
+
+
+def tagger():
+    """A model that classifies tokens, and rows whose last token, the end token, has no class."""
+    model = AutoModelForTokenClassification.from_config(tiny_model("llama").config)
+    rows = [{"input_ids": [5] * n + [2], "labels": [-100] + [1] * (n - 1) + [-100]} for n in range(4, 12)]
+    return model, rows, DataCollatorForTokenClassification
+
+
+@pytest.mark.parametrize("kind", [translator, tagger])
+def test_labels_that_are_no_next_tokens_are_not_read(kind, tmp_path):
+    def build():
+        model, rows, collator = kind()
+        tokenizer = tiny_tokenizer()
+        args = LigerTrainingArguments(
+            output_dir=str(tmp_path), bf16=False, use_cpu=True, max_steps=1, report_to="none", disable_tqdm=True,
+            save_strategy="no", liger_config={"fused_linear_cross_entropy": False},
+        )  # fmt: skip
+        return LigerTrainer(model, args, collator(tokenizer), rows, processing_class=tokenizer)
+
+    assert not checks_in(said_before_first_step(build))
 
 
 def test_packages_are_named_as_pip_has_them():

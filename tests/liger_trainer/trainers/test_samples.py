@@ -13,8 +13,8 @@ from datasets import Dataset
 from launching import in_processes
 from peft import LoraConfig, PromptTuningConfig
 from rerun_recorder import capture_on_cpu
-from tiny_models import ragged_rows, tiny_model, tiny_tokenizer
-from transformers import TrainerCallback
+from tiny_models import VOCAB, ragged_rows, tiny_model, tiny_tokenizer
+from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback
 from transformers.integrations import integration_utils
 
 from liger_trainer import LigerDPOTrainer, LigerSFTConfig, LigerSFTTrainer, LigerTrainer
@@ -196,6 +196,8 @@ def test_prompts_are_asked_as_rows_are(tmp_path):
 
 REFUSED = {
     "no prompts": ({"sample_prompts": []}, {}, "sample_prompts is an empty list"),
+    "a text": ({"sample_prompts": "w3 w4"}, {}, "sample_prompts is 'w3 w4'; expected a list of texts"),
+    "a number": ({"sample_prompts": [3]}, {}, r"sample_prompts is \[3\]; expected a list of texts"),
     "no steps": ({"sample_steps": 0}, {}, "sample_steps is 0; expected 1 or more"),
     "a learned prompt": (
         PROMPTS,
@@ -209,6 +211,33 @@ REFUSED = {
 def test_what_is_refused(options, given, said, tmp_path):
     with pytest.raises(ValueError, match=said):
         sft_runs.run(LigerSFTTrainer, tiny_model("llama"), tmp_path, train=False, trainer_options=given, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        pytest.param(
+            {"sample_prompts": [""], "sample_max_new_tokens": 4}, "sample_prompts has '', which is no token", id="empty"
+        ),
+        pytest.param(
+            {"sample_prompts": ["w3 w4"], "sample_max_new_tokens": 32},
+            "the model's 32 positions are too few",
+            id="long",
+        ),
+    ],
+)
+def test_prompts_that_cannot_be_answered_stop_before_the_first_step(options, said, tmp_path):
+    """Past the last of its learned positions, GPT-2 raises an IndexError, if no answer before was so long."""
+    config = GPT2Config(vocab_size=VOCAB, n_embd=16, n_layer=1, n_head=2, n_positions=32, bos_token_id=1)
+    with pytest.raises(ValueError, match=said):
+        sft_runs.run(LigerSFTTrainer, GPT2LMHeadModel(config), tmp_path, **options)
+
+
+def test_tensor_parallel_models_are_refused(tmp_path, monkeypatch):
+    """One process alone would wait for the others in the first layer."""
+    monkeypatch.setattr(LigerSFTTrainer, "get_tp_size", lambda self: 2)
+    with pytest.raises(ValueError, match="shared out over processes .FSDP, DeepSpeed, tensor parallelism"):
+        sft_runs.run(LigerSFTTrainer, tiny_model("llama"), tmp_path, train=False, **PROMPTS)
 
 
 def test_a_trainer_that_cannot_read_prompts(tmp_path):
