@@ -139,8 +139,8 @@ def test_of_the_sizes_of_a_checkpoint_there_is_a_small_copy(name):
     copy = small_copy(module, 0, "sdpa")
     shares = "num_kv_shared_layers" in own
     assert copy.config.layer_types == ["sliding_attention", "full_attention"] * (2 if shares else 1)
-    modes = copy.config.kv_sharing_modes
-    assert modes == (["store", "store", "reuse", "reuse"] if shares else ["store", "store"])
+    if hasattr(copy.config, "kv_sharing_modes"):  # of transformers after 5.17
+        assert copy.config.kv_sharing_modes == (["store", "store", "reuse", "reuse"] if shares else ["store", "store"])
     states = copy(input_ids=torch.arange(3, 10)[None], use_cache=False)[0]
     assert states.shape == (1, 7, SMALL["hidden_size"]) and states.isfinite().all()
 

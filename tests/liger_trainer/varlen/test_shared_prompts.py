@@ -6,6 +6,7 @@ import pytest
 import torch
 from rerun_recorder import RerunRecorder
 from tiny_models import VOCAB
+from transformers.models.gemma2.modeling_gemma2 import Gemma2PreTrainedModel
 from varlen_batches import ON, assert_same_step, drawn_model, model_of, patched, step
 
 from liger_trainer.head.calls import install_fused_head
@@ -155,6 +156,7 @@ def test_router_jitter_keeps_rows_apart(tokens):
     assert refused(model, batch(), tokens) == ["router_jitter_noise of its config is 0.1"]
 
 
+@pytest.mark.skipif(Gemma2PreTrainedModel._supports_sdpa, reason="this transformers leaves out the cap under SDPA")
 def test_soft_caps_keep_rows_apart(tokens):
     model = sharing(drawn_model("gemma2"))
     assert refused(model, batch(), tokens) == ["its attention has a soft cap"]
