@@ -28,7 +28,7 @@ FILLING = 7
 
 
 def calls_of_a_replay():
-    """Both calls over all tokens and a filling row: rows of queries without keys, of keys without queries, empty ones."""
+    """Both calls over all tokens and a filling row, with rows that have no keys, no queries, or neither."""
     flat = [n for parts in PRIVATE for n in parts]
     segments = offsets([*PREFIXES, *LONE, *flat, FILLING, 0, 0])
     tokens = int(segments[-1])
