@@ -352,15 +352,23 @@ def train(arm, run, callbacks=()):
 
 
 def flop_per_token(model, run, length):
-    """Of products, and for causal attention 6 * layers * length * heads * head_dim. Nothing is computed again.
+    """Of products, and for causal attention 6 * length * heads * head_dim a layer. Nothing is computed again.
 
     `length`: tokens of a row. For rows of uneven length it is the sum of the squares of theirs over their sum, which is
     what attention costs a token on average.
     """
-    config = model.config.get_text_config()
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    attention = 6 * config.num_hidden_layers * length * config.num_attention_heads * head_dim
+    attention = 6 * length * sum(map(width_of_queries, layer_configs(model.config.get_text_config())))
     return flop_of_products(model, run) + (attention * 4 / 3 if run.trainer == "dpo" else attention)
+
+
+def layer_configs(config):
+    """The config of each layer: one and the same, but in families whose layers have heads of several sizes (Gemma 4)."""
+    return getattr(config, "per_layer_config", None) or [config] * config.num_hidden_layers
+
+
+def width_of_queries(config):
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return config.num_attention_heads * head_dim
 
 
 def linear_weights(model):

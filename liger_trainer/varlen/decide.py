@@ -35,6 +35,10 @@ _HARMLESS_HOOKS = (
 )
 
 
+# What layers may attend by where rows share their prompts and are captured.
+_CAPTURED_SHARED = {"causal", "sinks"}
+
+
 def bound_backbone(model) -> BackboneBinding | None:
     """By which calls of `model` go through its backbone on real tokens; None where they do not, or are traced."""
     backbone = None if torch.compiler.is_compiling() else backbone_of(model)
@@ -127,7 +131,9 @@ def _why_unshared(asked: BackboneCall, plan: Plan) -> str | None:
     if base_of(asked.model) is not asked.backbone:
         return "the model takes images too"
     if asked.graphs is not None and plan.rows.tokens + plan.saved < asked.sharing.least_uncaptured:
-        return "steps of few tokens are faster as CUDA graphs, which know no shared prompts"
+        is_captured_unshared = _why_never_captured(asked, shares=False) is None
+        if is_captured_unshared and _why_never_captured(asked, shares=True) is not None:
+            return "steps of few tokens are faster as CUDA graphs, and those of its windows know no shared prompts"
     return what_is_random(asked.model, without_head(asked.model))
 
 
@@ -224,23 +230,24 @@ def decide(
             return Decision(None, reason)
     assert asked.plan is not None, "a check has looked"
     if asked.graphs is not None:
-        if asked.plan.saved:
-            asked.graphs.summary.count("its rows share their prompts, in a layout that changes with each batch")
+        why = _why_never_captured(asked, bool(asked.plan.saved))
+        if why is None:
+            asked.plan.graphs = asked.graphs
         else:
-            asked.plan.graphs = _if_capturable(asked, asked.graphs)
+            asked.graphs.summary.count(why)
     return Decision(asked.plan)
 
 
-def _if_capturable(asked: BackboneCall, graphs: BackboneGraphs) -> BackboneGraphs | None:
-    """Return `graphs`, or None where no call of this model can be captured, with the reason in the summary."""
-    needs_ids = asked.bound.proven.needs_ids
-    if needs_ids is not None:
-        graphs.summary.count(needs_ids)
-        return None
+def _why_never_captured(asked: BackboneCall, shares: bool) -> str | None:
+    """Name why no call of this model can be captured, or none whose rows share their prompts, or return None."""
+    proven = asked.bound.proven
+    if proven.needs_ids is not None:
+        return proven.needs_ids
     if rotates_by_length(asked.model.config):
-        graphs.summary.count("its rotary frequencies depend on the longest position")
-        return None
-    return graphs
+        return "its rotary frequencies depend on the longest position"
+    if shares and not proven.kinds <= _CAPTURED_SHARED:
+        return "its rows share their prompts, and the keys that its windows see of them change with each batch"
+    return None
 
 
 # Who reads what a model computes

@@ -13,6 +13,7 @@ from transformers.masking_utils import (
 )
 
 from liger_trainer.patching.core.contracts import LimitsAttention
+from liger_trainer.varlen.groups import Layout
 from liger_trainer.varlen.host_copies import sent
 
 
@@ -35,9 +36,11 @@ class Rows:
         kinds (`set[str]`): What the layers were found to attend by: causal, sliding window, chunks, sinks, soft cap;
             and state, where they keep one.
         attend (`Callable` or None): What attends in place of `attention.py`, for rows that share prompts.
+        layout (`Layout` or None): How rows that share prompts lie.
     """
 
     attend: Callable | None = None
+    layout: Layout | None = None
 
     def __init__(self, lengths: list[int], device: torch.device, batch: int = 1):
         self.lengths: list[int] = lengths

@@ -33,13 +33,12 @@ from liger_trainer.varlen.graphs.recorder import Recorder
 from liger_trainer.varlen.graphs.refusals import NotCapturable, SideEffects, refuse_hooks, refuse_process
 from liger_trainer.varlen.graphs.replay import Replayed
 from liger_trainer.varlen.graphs.snapshot import Snapshot
-from liger_trainer.varlen.graphs.static_batch import Batch, Buffers, Size, bounds_of, power_of_2, round_up
+from liger_trainer.varlen.graphs.static_batch import Batch, Buffers, Size, bounds_of, round_up, rounded_bounds
 from liger_trainer.varlen.graphs.static_gradients import GradientBuffers
 from liger_trainer.varlen.rows import NotForRows, Rows
 
 MOST_MODES = 4  # states of the model, such as adapters switched on and off
 MOST_SIZES = 16  # of each mode
-LEAST_LONGEST = 64  # tokens of the longest row that a size has room for at least
 
 # What transformers hands through to a backbone, and no layer that a proof has run reads.
 _UNREAD = ("num_items_in_batch", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
@@ -57,7 +56,7 @@ class Mode:
         trains (`bool`): Whether there is a backward.
         draws (`bool`): Whether a layer draws random numbers, as its first call has shown.
         why_not (`str` or None): Why nothing of it is captured, as its first call has shown.
-        sizes (`dict[int, Size]`): By their tokens.
+        sizes (`dict[tuple[int, bool], Size]`): By their tokens, and whether rows share their prompts.
     """
 
     key: tuple
@@ -65,7 +64,7 @@ class Mode:
     trains: bool
     draws: bool = True
     why_not: str | None = "its first call has not come to its end"
-    sizes: dict[int, Size] = field(default_factory=dict)
+    sizes: dict[tuple[int, bool], Size] = field(default_factory=dict)
     buffers: Buffers | None = None
     last_used: int = 0
 
@@ -176,7 +175,11 @@ class BackboneGraphs:
     def _run_first(self, mode: Mode, embeds: torch.Tensor, run_uncaptured: Callable[..., Any]) -> Any:
         """Run the first call of a mode, and note what it does besides computing."""
         effects = SideEffects(mode.snapshot.modules, self.recorder, embeds.device)
-        outputs = run_uncaptured(embeds)
+        try:
+            outputs = run_uncaptured(embeds)
+        except NotForRows:  # rows that share are computed again without sharing, and that is a first call too
+            self.modes.remove(mode)
+            raise
         mode.draws, mode.why_not = effects.draws(), effects.why_not()
         return outputs
 
@@ -229,7 +232,7 @@ class BackboneGraphs:
         if mode.why_not is not None:
             raise NotCapturable(mode.why_not)
         tokens = round_up(batch.tokens)
-        size = mode.sizes.get(tokens)
+        size = mode.sizes.get((tokens, batch.layout is not None))
         if size is not None and size.takes(batch):
             return size
         if self.too_large is not None and tokens >= self.too_large:
@@ -258,20 +261,18 @@ class BackboneGraphs:
     def _captured_size(
         self, mode: Mode, batch: Batch, tokens: int, forward: Callable[..., Any], constants: dict[str, Any]
     ) -> Size:
-        if len(mode.sizes) == MOST_SIZES and tokens not in mode.sizes:
-            del mode.sizes[min(mode.sizes, key=lambda tokens: mode.sizes[tokens].last_used)]
-        rows, longest = bounds_of(batch, tokens)
-        # The bounds of all sizes grow with the largest seen, so that few sizes are captured twice.
-        known = [*mode.sizes.values()]
-        most_rows = max([power_of_2(rows), *(one.most_rows for one in known)])
-        longest = max([LEAST_LONGEST, power_of_2(longest), *(one.longest for one in known)])
+        key = (tokens, batch.layout is not None)
+        if len(mode.sizes) == MOST_SIZES and key not in mode.sizes:
+            del mode.sizes[min(mode.sizes, key=lambda key: mode.sizes[key].last_used)]
+        alike = [size.bounds for (_, shares), size in mode.sizes.items() if shares == key[1]]
+        bounds = rounded_bounds(bounds_of(batch, tokens), alike, tokens)
         begin = time.perf_counter()
         if mode.buffers is None:
             mode.buffers = Buffers(batch.embeds, self.largest)
         needs_grad = mode.trains and mode.key[1]
-        size = Size(batch, tokens, most_rows, min(longest, power_of_2(tokens)), mode.buffers, needs_grad)
+        size = Size(batch, tokens, bounds, mode.buffers, needs_grad)
         self._capture(mode, size, batch, forward, constants)
-        mode.sizes[tokens] = size
+        mode.sizes[key] = size
         self.summary.sizes.append(tokens)
         self.summary.seconds += time.perf_counter() - begin
         return size
@@ -373,5 +374,6 @@ def _batch_of(rows: Rows, embeds: torch.Tensor, call: dict[str, Any]) -> tuple[B
     if positions is None:
         positions = torch.arange(length, device=embeds.device)[None]
     positions = positions.expand(*positions.shape[:-2], batch, length)
-    in_one_row = positions.reshape(*positions.shape[:-2], 1, batch * length)
-    return Batch(embeds.reshape(1, batch * length, -1), in_one_row, rows.lengths), (batch, length)
+    positions = positions.reshape(*positions.shape[:-2], 1, batch * length)
+    embeds = embeds.reshape(1, batch * length, -1)
+    return Batch(embeds, positions, rows.lengths, rows.layout), (batch, length)

@@ -202,18 +202,21 @@ def test_memory_comes_back():
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     model = model_of(lora=False)
-    torch.cuda.empty_cache()
-    before = torch.cuda.mem_get_info()[0]
-    graphs = graphs_of()
-    for seed in range(3):
-        step(model, batch((900, 700, 800), seed), graphs)
-    assert graphs.summary.replayed == 2, graphs.summary.to_dict()
-    graphs.release()
-    model.zero_grad()
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
+
+    def free_after_captures():
+        graphs = graphs_of()
+        for seed in range(3):
+            step(model, batch((900, 700, 800), seed), graphs)
+        assert graphs.summary.replayed == 2, graphs.summary.to_dict()
+        graphs.release()
+        model.zero_grad()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info()[0]
+
+    before = free_after_captures()  # the first ones load kernels, which take some hundred MiB and stay
     # cuBLAS keeps two workspaces of 32 MiB for the stream of the captures
-    assert before - torch.cuda.mem_get_info()[0] < 96 << 20
+    assert before - free_after_captures() < 96 << 20
 
 
 def test_an_infinity_in_one_row_stays_in_its_row():
