@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from liger_trainer.varlen.attention import flat
 from liger_trainer.varlen.groups import Layout
 from liger_trainer.varlen.host_copies import sent
-from liger_trainer.varlen.rows import NotForRows, Rows
+from liger_trainer.varlen.rows import AttentionKind, NotForRows, RowMask, Rows
 from liger_triton.shared_attention import AttentionCall, shared_attention, why_not
 
 
@@ -35,7 +35,7 @@ class SharedRows(Rows):
         self._windowed: dict[int, tuple[torch.Tensor, AttentionCall]] = {}
 
     @property
-    def full(self) -> bool:
+    def is_whole_batch(self) -> bool:
         """Not even if there are as many segments as rows."""
         return False
 
@@ -82,7 +82,7 @@ class SharedRows(Rows):
         )
         return sent(torch.cat(keys), device), call
 
-    def attend(self, query, key, value, window, dropout, scaling, softcap, sinks):  # type: ignore[override]
+    def attend(self, query, key, value, mask: RowMask, dropout, scaling, softcap, sinks):  # type: ignore[override]
         """(T, Hq, Dv), from queries (1, Hq, T, D). Raises `NotForRows` where these rows cannot be attended so."""
         reason = why_not(query)
         if softcap is not None:
@@ -95,7 +95,8 @@ class SharedRows(Rows):
             reason = "its queries, keys and values are of several dtypes"
         if reason is not None:
             raise NotForRows(reason)
-        self.kinds.add("sinks" if sinks is not None else "causal" if window is None else "sliding window")
+        window = mask.window
+        self.attention_kinds.add(AttentionKind.SINKS if sinks is not None else mask.attention_kind)
         width = value.shape[-1]
         if width < query.shape[-1]:  # multi-head latent attention; the kernel wants one size
             value = F.pad(value, (0, query.shape[-1] - width))

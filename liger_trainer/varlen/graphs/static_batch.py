@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from liger_trainer.varlen.graphs.recorder import Graph
+from liger_trainer.varlen.graphs.graph_recorder import Graph
 from liger_trainer.varlen.graphs.snapshot import Snapshot
 from liger_trainer.varlen.graphs.static_gradients import GradientBuffers
 from liger_trainer.varlen.host_copies import sent
@@ -14,7 +14,7 @@ from liger_trainer.varlen.rows import StaticRows
 STEP = 64  # tokens; sizes are multiples of it, which keeps Triton's kernels in one class of alignment
 
 
-class Batch(NamedTuple):
+class TokenBatch(NamedTuple):
     """What changes from one replay to the next.
 
     Attributes:
@@ -32,7 +32,7 @@ class Batch(NamedTuple):
         return self.embeds.shape[1]
 
 
-class Buffers:
+class SharedBuffers:
     """The buffers that all sizes of a model share, since one replay is done with them before the next begins.
 
     Args:
@@ -54,15 +54,15 @@ class Buffers:
         self.zeros_stay_finite = False
 
 
-class Size:
+class CapturedSize:
     """The two graphs of one number of tokens, and what they read and write.
 
     Args:
-        batch (`Batch`): The first batch of this size.
+        batch (`TokenBatch`): The first batch of this size.
         tokens (`int`): T, its tokens with the row that fills it up.
         most_rows (`int`): Rows that the table of offsets has room for, the filling one included.
         longest (`int`): Tokens that a row may have. The attention kernel leaves out what lies beyond.
-        buffers (`Buffers`): Those of the model.
+        buffers (`SharedBuffers`): Those of the model.
         needs_grad (`bool`): Whether the embeddings get a gradient.
 
     Attributes:
@@ -72,7 +72,9 @@ class Size:
         snapshot (`Snapshot` or None): The state that it was captured in.
     """
 
-    def __init__(self, batch: Batch, tokens: int, most_rows: int, longest: int, buffers: Buffers, needs_grad: bool):
+    def __init__(
+        self, batch: TokenBatch, tokens: int, most_rows: int, longest: int, buffers: SharedBuffers, needs_grad: bool
+    ):
         positions, device = batch.positions, batch.embeds.device
         self.tokens = tokens
         self.most_rows = most_rows
@@ -98,11 +100,11 @@ class Size:
         assert self.buffers.exchange, "the forward comes first"
         return [buffer[:, : self.tokens] for buffer in self.buffers.exchange]
 
-    def takes(self, batch: Batch) -> bool:
+    def takes(self, batch: TokenBatch) -> bool:
         rows, longest = bounds_of(batch, self.tokens)
         return rows <= self.most_rows and longest <= self.longest
 
-    def fill(self, batch: Batch) -> None:
+    def fill(self, batch: TokenBatch) -> None:
         """Copy a batch into the static buffers, with zeros after it.
 
         The filling row has embeddings of zero: whatever a layer makes of them is finite, and no scale of FP8 moves.
@@ -123,13 +125,13 @@ def round_up(tokens: int) -> int:
     return -(-tokens // step) * step
 
 
-def bounds_of(batch: Batch, tokens: int) -> tuple[int, int]:
+def bounds_of(batch: TokenBatch, tokens: int) -> tuple[int, int]:
     """Return (rows, tokens of the longest row) of a batch that is filled up to `tokens`."""
     filling = tokens - batch.tokens
     return len(batch.lengths) + 1, max(*batch.lengths, filling, 1)
 
 
-def offsets_of(batch: Batch, size: Size) -> torch.Tensor:
+def offsets_of(batch: TokenBatch, size: CapturedSize) -> torch.Tensor:
     """int32 (most_rows + 1,) on the device: where each row begins. Rows after the last one are empty."""
     ends = torch.tensor([0, *batch.lengths], device="cpu").cumsum(0).int()
     offsets = torch.full((size.most_rows + 1,), size.tokens, dtype=torch.int32, device="cpu")

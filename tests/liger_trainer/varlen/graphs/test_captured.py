@@ -21,11 +21,11 @@ from varlen_batches import batch, model_of
 
 from liger_trainer import apply_liger, remove_liger
 from liger_trainer.varlen import decide
-from liger_trainer.varlen.graphs.captured import MOST_MODES
-from liger_trainer.varlen.graphs.recorder import CudaRecorder
+from liger_trainer.varlen.graphs.backbone_graphs import MOST_MODES
+from liger_trainer.varlen.graphs.graph_recorder import CudaGraphRecorder
 from liger_trainer.varlen.graphs.snapshot import Snapshot
-from liger_trainer.varlen.graphs.static_batch import Batch, round_up
-from liger_trainer.varlen.graphs.step_graphs import StepGraphs, step_graphs
+from liger_trainer.varlen.graphs.static_batch import TokenBatch, round_up
+from liger_trainer.varlen.graphs.step_graphs import StepGraphs, use_graphs
 
 SIZES = ((7, 1, 11, 12), (9, 3, 12, 10), (5, 6, 7, 8), (12, 12, 12, 12))
 BIG = (20, 20, 20, 20)  # tokens, of another size
@@ -67,7 +67,7 @@ class Pair:
 
     def run(self, function):
         """Call `function` with each model, the captured one within its graphs. Returns both results."""
-        with step_graphs(self.graphs):
+        with use_graphs(self.graphs):
             got = function(self.captured)
         return got, function(self.plain)
 
@@ -122,7 +122,7 @@ class Pair:
         assert self.replayed == before, self.summary
 
 
-class TimelessRecorder(CudaRecorder):
+class TimelessRecorder(CudaGraphRecorder):
     """Says that a replay is twice as fast as Python, as it is for models of a useful size."""
 
     def __init__(self, device):
@@ -770,7 +770,9 @@ def test_a_second_derivative_is_refused(device):
     (mode,) = graphs.modes
     (size,) = mode.sizes.values()
     positions = torch.arange(20, device=device)[None]
-    batch = Batch(torch.ones(1, 20, 32, device=device, dtype=size.embeds.dtype, requires_grad=True), positions, [20])
+    batch = TokenBatch(
+        torch.ones(1, 20, 32, device=device, dtype=size.embeds.dtype, requires_grad=True), positions, [20]
+    )
     (hidden,) = graphs._replay(mode, size, batch)
     with pytest.raises(RuntimeError, match=r"cuda_graphs.*create_graph=True"):
         hidden.sum().backward(create_graph=True)

@@ -27,13 +27,21 @@ import torch
 from torch import nn
 
 from liger_trainer._logging import logger
-from liger_trainer.varlen.graphs.capture import CapturedRun, DoesNotPay
-from liger_trainer.varlen.graphs.capture_summary import Summary
-from liger_trainer.varlen.graphs.recorder import Recorder
-from liger_trainer.varlen.graphs.refusals import NotCapturable, SideEffects, refuse_hooks, refuse_process
+from liger_trainer.varlen.graphs.capture_summary import CaptureSummary
+from liger_trainer.varlen.graphs.graph_capture import DoesNotPay, GraphCapture
+from liger_trainer.varlen.graphs.graph_recorder import GraphRecorder
+from liger_trainer.varlen.graphs.refusals import NotCapturable, refuse_hooks, refuse_process
 from liger_trainer.varlen.graphs.replay import Replayed
+from liger_trainer.varlen.graphs.side_effects import SideEffects
 from liger_trainer.varlen.graphs.snapshot import Snapshot
-from liger_trainer.varlen.graphs.static_batch import Batch, Buffers, Size, bounds_of, power_of_2, round_up
+from liger_trainer.varlen.graphs.static_batch import (
+    CapturedSize,
+    SharedBuffers,
+    TokenBatch,
+    bounds_of,
+    power_of_2,
+    round_up,
+)
 from liger_trainer.varlen.graphs.static_gradients import GradientBuffers
 from liger_trainer.varlen.rows import NotForRows, Rows
 
@@ -48,7 +56,7 @@ _STATIC_INPUTS = ("input_ids", "inputs_embeds", "position_ids", "attention_mask"
 
 
 @dataclass
-class Mode:
+class CapturedMode:
     """The captures of one state of the model.
 
     Attributes:
@@ -65,8 +73,8 @@ class Mode:
     trains: bool
     draws: bool = True
     why_not: str | None = "its first call has not come to its end"
-    sizes: dict[int, Size] = field(default_factory=dict)
-    buffers: Buffers | None = None
+    sizes: dict[int, CapturedSize] = field(default_factory=dict)
+    buffers: SharedBuffers | None = None
     last_used: int = 0
 
 
@@ -76,19 +84,23 @@ class BackboneGraphs:
     Args:
         backbone (`nn.Module`): The backbone. Its input embedding stays outside of the capture.
         around (`Callable`): Lists the modules that decide about calls of the backbone, as they are now.
-        recorder (`Recorder`): Of the device.
-        summary (`Summary`): What the training reports.
+        recorder (`GraphRecorder`): Of the device.
+        summary (`CaptureSummary`): What the training reports.
     """
 
     def __init__(
-        self, backbone: nn.Module, around: Callable[[], list[nn.Module]], recorder: Recorder, summary: Summary
+        self,
+        backbone: nn.Module,
+        around: Callable[[], list[nn.Module]],
+        recorder: GraphRecorder,
+        summary: CaptureSummary,
     ):
         self.backbone = backbone
         self.around = around
         self.recorder = recorder
         self.summary = summary
         self.gradients = GradientBuffers()
-        self.modes: list[Mode] = []
+        self.modes: list[CapturedMode] = []
         self.off: str | None = None  # why nothing is captured from now on
         self.generation = 0  # of the activations in the pool: every replay writes over those of the one before
         self.clock = 0
@@ -100,10 +112,10 @@ class BackboneGraphs:
         self.carrier = torch.zeros((), requires_grad=True)
         self._unmatched = 0  # modes that were replaced without a replay
         self._snapshot: Snapshot | None = None  # that of the running call
-        self._begun: Mode | None = None  # by the running call
+        self._begun: CapturedMode | None = None  # by the running call
         self._difference: str | None = None  # why no snapshot is that of the running call
 
-    def is_unchanged(self) -> bool:
+    def find_snapshot(self) -> bool:
         """Find the snapshot that holds for the call that begins now. Return whether there is one.
 
         Then everything that an earlier call has checked before it was captured holds too.
@@ -142,7 +154,7 @@ class BackboneGraphs:
         batch, shape = _batch_of(rows, embeds, call)
         self._begun = None
         if self._snapshot is None:  # the call may have put the model into evaluation mode since, as Medusa's does
-            self.is_unchanged()
+            self.find_snapshot()
         try:
             mode = self._mode(batch, constants)
             size = self._size(mode, batch, forward, dict(constants))
@@ -173,14 +185,14 @@ class BackboneGraphs:
             raise NotCapturable(self.off)
         refuse_process()
 
-    def _run_first(self, mode: Mode, embeds: torch.Tensor, run_uncaptured: Callable[..., Any]) -> Any:
+    def _run_first(self, mode: CapturedMode, embeds: torch.Tensor, run_uncaptured: Callable[..., Any]) -> Any:
         """Run the first call of a mode, and note what it does besides computing."""
         effects = SideEffects(mode.snapshot.modules, self.recorder, embeds.device)
         outputs = run_uncaptured(embeds)
         mode.draws, mode.why_not = effects.draws(), effects.why_not()
         return outputs
 
-    def _mode(self, batch: Batch, constants: tuple) -> Mode:
+    def _mode(self, batch: TokenBatch, constants: tuple) -> CapturedMode:
         """Find the mode whose state is that of the model now, or begin one and raise `NotCapturable`."""
         embeds = batch.embeds
         grad = torch.is_grad_enabled()
@@ -206,7 +218,7 @@ class BackboneGraphs:
         grad, embeds_require_grad = key[0], key[1]
         trains = grad and (embeds_require_grad or any(True for _ in self._captured_parameters(snapshot)))
         self.clock += 1
-        self._begun = Mode(key, snapshot, trains, last_used=self.clock)
+        self._begun = CapturedMode(key, snapshot, trains, last_used=self.clock)
         self.modes.append(self._begun)
 
     def _captured_parameters(self, snapshot: Snapshot) -> Iterator[nn.Parameter]:
@@ -224,7 +236,9 @@ class BackboneGraphs:
 
     # Captures
 
-    def _size(self, mode: Mode, batch: Batch, forward: Callable[..., Any], constants: dict[str, Any]) -> Size:
+    def _size(
+        self, mode: CapturedMode, batch: TokenBatch, forward: Callable[..., Any], constants: dict[str, Any]
+    ) -> CapturedSize:
         """Find the graphs for a batch, or capture them. Raises `NotCapturable`."""
         if mode.why_not is not None:
             raise NotCapturable(mode.why_not)
@@ -256,8 +270,8 @@ class BackboneGraphs:
         self.largest = tokens
 
     def _captured_size(
-        self, mode: Mode, batch: Batch, tokens: int, forward: Callable[..., Any], constants: dict[str, Any]
-    ) -> Size:
+        self, mode: CapturedMode, batch: TokenBatch, tokens: int, forward: Callable[..., Any], constants: dict[str, Any]
+    ) -> CapturedSize:
         if len(mode.sizes) == MOST_SIZES and tokens not in mode.sizes:
             del mode.sizes[min(mode.sizes, key=lambda tokens: mode.sizes[tokens].last_used)]
         rows, longest = bounds_of(batch, tokens)
@@ -267,9 +281,9 @@ class BackboneGraphs:
         longest = max([LEAST_LONGEST, power_of_2(longest), *(one.longest for one in known)])
         begin = time.perf_counter()
         if mode.buffers is None:
-            mode.buffers = Buffers(batch.embeds, self.largest)
+            mode.buffers = SharedBuffers(batch.embeds, self.largest)
         needs_grad = mode.trains and mode.key[1]
-        size = Size(batch, tokens, most_rows, min(longest, power_of_2(tokens)), mode.buffers, needs_grad)
+        size = CapturedSize(batch, tokens, most_rows, min(longest, power_of_2(tokens)), mode.buffers, needs_grad)
         self._capture(mode, size, batch, forward, constants)
         mode.sizes[tokens] = size
         self.summary.sizes.append(tokens)
@@ -277,7 +291,12 @@ class BackboneGraphs:
         return size
 
     def _capture(
-        self, mode: Mode, size: Size, batch: Batch, forward: Callable[..., Any], constants: dict[str, Any]
+        self,
+        mode: CapturedMode,
+        size: CapturedSize,
+        batch: TokenBatch,
+        forward: Callable[..., Any],
+        constants: dict[str, Any],
     ) -> None:
         """Record the graphs of `size`, and compare their replay with the code that they were recorded from.
 
@@ -289,7 +308,7 @@ class BackboneGraphs:
         timed = size.tokens > self.worthwhile
         try:
             with self._capture_conditions():
-                run = CapturedRun(
+                run = GraphCapture(
                     size, self.gradients, self.recorder, forward, constants, mode.snapshot, parameters, mode.trains
                 )
                 run.capture(batch, state, timed)
@@ -333,14 +352,14 @@ class BackboneGraphs:
 
     # Replays
 
-    def _replay(self, mode: Mode, size: Size, batch: Batch) -> tuple[torch.Tensor, ...]:
+    def _replay(self, mode: CapturedMode, size: CapturedSize, batch: TokenBatch) -> tuple[torch.Tensor, ...]:
         """Return the hidden states (1, N, H) of a batch, and the logits of routers (layers, N, experts) if a call asks
         for them."""
         if not mode.trains:
             return self.replay_forward(size, batch)
         return Replayed.apply(batch.embeds, self.carrier, self, mode.draws, size, batch)
 
-    def replay_forward(self, size: Size, batch: Batch) -> tuple[torch.Tensor, ...]:
+    def replay_forward(self, size: CapturedSize, batch: TokenBatch) -> tuple[torch.Tensor, ...]:
         assert size.forward is not None, "it was captured"
         size.fill(batch)
         size.forward.replay()
@@ -366,7 +385,7 @@ def constants_of(call: dict[str, Any]) -> tuple:
     return tuple(constants)
 
 
-def _batch_of(rows: Rows, embeds: torch.Tensor, call: dict[str, Any]) -> tuple[Batch, tuple[int, int]]:
+def _batch_of(rows: Rows, embeds: torch.Tensor, call: dict[str, Any]) -> tuple[TokenBatch, tuple[int, int]]:
     """Return the batch of a call in one row, and its (B, S)."""
     batch, length = embeds.shape[:2]
     positions = call.get("position_ids")
@@ -374,4 +393,4 @@ def _batch_of(rows: Rows, embeds: torch.Tensor, call: dict[str, Any]) -> tuple[B
         positions = torch.arange(length, device=embeds.device)[None]
     positions = positions.expand(*positions.shape[:-2], batch, length)
     in_one_row = positions.reshape(*positions.shape[:-2], 1, batch * length)
-    return Batch(embeds.reshape(1, batch * length, -1), in_one_row, rows.lengths), (batch, length)
+    return TokenBatch(embeds.reshape(1, batch * length, -1), in_one_row, rows.lengths), (batch, length)
