@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 
-from liger_trainer.memory import memory as host_memory
+from liger_trainer.memory import pinned_memory
 from liger_trainer.memory.pinned_memory import GIB, HostCopier, PinnedMemory, host_bytes_allowed
 
 
@@ -80,8 +80,8 @@ def test_the_room(monkeypatch, tmp_path):
     class Free:
         available = 100 * GIB
 
-    monkeypatch.setattr(host_memory.psutil, "virtual_memory", lambda: Free)
-    monkeypatch.setattr(host_memory, "_CGROUP", tmp_path)
+    monkeypatch.setattr(pinned_memory.psutil, "virtual_memory", lambda: Free)
+    monkeypatch.setattr(pinned_memory, "_CGROUP", tmp_path)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     assert host_bytes_allowed(None) == 50 * GIB
     assert host_bytes_allowed(3) == 3 * GIB
@@ -115,8 +115,8 @@ def test_a_container_has_less(files, free, monkeypatch, tmp_path):
     class Free:
         available = 100 * GIB
 
-    monkeypatch.setattr(host_memory.psutil, "virtual_memory", lambda: Free)
-    monkeypatch.setattr(host_memory, "_CGROUP", tmp_path)
+    monkeypatch.setattr(pinned_memory.psutil, "virtual_memory", lambda: Free)
+    monkeypatch.setattr(pinned_memory, "_CGROUP", tmp_path)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)

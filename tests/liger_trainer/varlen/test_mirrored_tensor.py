@@ -6,7 +6,7 @@ from image_models import as_videos, image_batch, image_model, image_step
 from parity import assert_same_step
 
 from liger_trainer import apply_liger
-from liger_trainer.varlen import known
+from liger_trainer.varlen import mirrored_tensor
 from liger_trainer.varlen.host_copies import values_of
 from liger_trainer.varlen.mirrored_tensor import MirroredTensor
 from liger_trainer.varlen.proof import image_positions
@@ -87,7 +87,7 @@ def test_a_step_with_known_places_and_sizes(name, monkeypatch):
         return watch
 
     for function in found:
-        monkeypatch.setitem(known._OWN, function, watched(function, known._OWN[function]))
+        monkeypatch.setitem(mirrored_tensor._OWN, function, watched(function, mirrored_tensor._OWN[function]))
     assert_same_step(image_step(model, batch), want)
     scattered, written = found.values()
     if hasattr(model.base_model, "inputs_merger"):  # SmolVLM of transformers 5.17 has a way of its own

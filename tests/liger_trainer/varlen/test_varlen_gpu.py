@@ -99,7 +99,7 @@ def test_a_call_waits_for_nothing():
             with waits_are_errors() if _ else contextlib.nullcontext():
                 call = pinned.to("cuda")
                 plan = plan_batch(model.config, call)
-                with unpad_plan.running(plan):
+                with unpad_plan.use_plan(plan):
                     model.model(**{name: x for name, x in call.items() if name != "labels"})
             assert plan.used
             again = plan_batch(model.config, {name: x.clone() for name, x in call.items()})

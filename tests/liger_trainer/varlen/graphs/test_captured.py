@@ -508,7 +508,7 @@ def test_code_with_side_effects_is_not_captured(effect, reason, device, monkeypa
         layer.input_layernorm.register_buffer("seen", torch.zeros(1))
     pair = Pair(model, device)
     pair.warm()
-    monkeypatch.setattr(decide, "unknown_forward", lambda *given: None)  # as if a library had such a layer
+    monkeypatch.setattr(decide, "why_forward_is_unknown", lambda *given: None)  # as if a library had such a layer
     monkeypatch.setattr(modeling_llama.LlamaDecoderLayer, "forward", forward)
     for _ in range(3):
         pair.assert_falls_back()
@@ -906,7 +906,7 @@ def test_a_norm_that_makes_nan_of_zeros_is_not_captured(epsilon, device, monkeyp
     pair = Pair(model_of(rms_norm_eps=0.0 if epsilon == "no epsilon" else 1e-6), device)
     if epsilon == "by a square root":
         # Finite in the forward, and 0 * inf in the backward. As if a library had such a norm.
-        monkeypatch.setattr(decide, "unknown_forward", lambda *given: None)
+        monkeypatch.setattr(decide, "why_forward_is_unknown", lambda *given: None)
         monkeypatch.setattr(modeling_llama.LlamaRMSNorm, "forward", by_square_root)
     pair.step((20, 20, 20, 4))
     pair.step((20, 20, 20, 4))
