@@ -362,7 +362,7 @@ def flop_per_token(model, run, length):
 
 
 def layer_configs(config):
-    """The config of each layer: one and the same, but in families whose layers have heads of several sizes (Gemma 4)."""
+    """The config of each layer: one for all, unless layers have heads of several sizes (Gemma 4)."""
     return getattr(config, "per_layer_config", None) or [config] * config.num_hidden_layers
 
 

@@ -34,7 +34,7 @@ def rows_of(name, gpus, folder):
     from liger_trainer.command.tools.fit_job import job_of, size_of
     from liger_trainer.errors import RecipeError
     from liger_trainer.fitting.step import need
-    from liger_trainer.memory.memory import limit_of
+    from liger_trainer.memory.device_memory import limit_of
 
     sharded = ["--accelerate_config", "fsdp2"] if gpus > 1 else []
     words = ["--model_name_or_path", str(folder), *sharded, "--use_cpu", "true"]

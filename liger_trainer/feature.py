@@ -39,7 +39,7 @@ class Feature(Generic[ArgumentsT, TrainerT]):
     `ArgumentsT` and `TrainerT` are protocols of what the feature reads and writes.
     """
 
-    def settle(self, args: ArgumentsT) -> None:
+    def resolve(self, args: ArgumentsT) -> None:
         """Give the fields of `args` their values, before the stock class looks at them."""
 
     def check(self, args: ArgumentsT) -> None:

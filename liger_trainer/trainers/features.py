@@ -30,7 +30,7 @@ from liger_trainer.trainers.optimizer_in_backward import (
 from liger_trainer.trainers.samples import SampleFields, Samples
 from liger_trainer.trainers.shared_prompts import shared_prompts_of
 from liger_trainer.trainers.trackers import TrackedTrainer, Trackers
-from liger_trainer.varlen.graphs.capture_summary import Summary
+from liger_trainer.varlen.graphs.capture_summary import CaptureSummary
 
 
 class FilteringArguments(Protocol):
@@ -104,7 +104,7 @@ class ReportedTrainer(FeatureTrainer, Protocol):
     model: nn.Module
     liger_report: LigerReport | None
     checkpointing: CheckpointingSummary | None
-    captured_steps: Summary | None
+    captured_steps: CaptureSummary | None
 
     def add_callback(self, callback: TrainerCallback) -> None:
         """Call `callback` at the events of the training."""

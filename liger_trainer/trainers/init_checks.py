@@ -35,7 +35,7 @@ def refuse_before_patching(trainer: Any, model: nn.Module) -> None:
         if trainer.has_own_loss:
             raise ValueError(f"{name} overrides token_loss, which needs use_liger=True; got use_liger=False.")
         bindings = [Binding.of(module) for module in model.modules()]
-        if has_fused_head(model) or any(binding is not None and not binding.aside for binding in bindings):
+        if has_fused_head(model) or any(binding is not None and not binding.fallback_active for binding in bindings):
             raise ValueError(
                 "use_liger is False, but the model has been patched before, by another trainer or by apply_liger, and "
                 "would still compute with the kernels. Load the model again, or call remove_liger(model) first."

@@ -246,7 +246,7 @@ class OptimizerInBackward:
 def step_alone(optimizer: torch.optim.Optimizer, group: dict[str, Any], weight: nn.Parameter, place: int = 0) -> None:
     """Step `optimizer` for `weight` of `group` alone, without the optimizer's hooks, and free its gradient.
 
-    `place` is where in its group the weight is shown to the optimizer.
+    `report_entry` is where in its group the weight is shown to the optimizer.
     """
     groups = [(each, each["params"]) for each in optimizer.param_groups]
     for each, _ in groups:

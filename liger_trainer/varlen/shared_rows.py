@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from liger_trainer.varlen.attention import flat
 from liger_trainer.varlen.groups import Layout
 from liger_trainer.varlen.host_copies import sent
-from liger_trainer.varlen.rows import NotForRows, Rows, StaticRows
+from liger_trainer.varlen.rows import AttentionKind, NotForRows, RowMask, Rows, StaticRows
 from liger_triton.shared_attention import AttentionCall, shared_attention, why_not
 
 
@@ -37,7 +37,7 @@ class SharedRows(Rows):
         self._windowed: dict[int, tuple[torch.Tensor, AttentionCall]] = {}
 
     @property
-    def full(self) -> bool:
+    def is_whole_batch(self) -> bool:
         """Not even if there are as many segments as rows."""
         return False
 
@@ -84,10 +84,11 @@ class SharedRows(Rows):
         )
         return sent(torch.cat(keys), device), call
 
-    def attend(self, query, key, value, window, dropout, scaling, softcap, sinks):  # type: ignore[override]
+    def attend(self, query, key, value, mask: RowMask, dropout, scaling, softcap, sinks):  # type: ignore[override]
         """(T, Hq, Dv), from queries (1, Hq, T, D). Raises `NotForRows` where these rows cannot be attended so."""
         _refuse(query, key, value, dropout, softcap, sinks)
-        self.kinds.add("sinks" if sinks is not None else "causal" if window is None else "sliding window")
+        window = mask.window
+        self.attention_kinds.add(AttentionKind.SINKS if sinks is not None else mask.attention_kind)
         query, key, value, width = _laid_flat(query, key, value)
         calls = self.calls
         if window is not None and window < self.layout.longest_row:
@@ -126,12 +127,12 @@ class StaticSharedRows(StaticRows):
         across = AttentionCall(0, query_offsets, most_queries, tokens, key_offsets, tokens, causal=False)
         self.calls = [within, across]
 
-    def attend(self, query, key, value, window, dropout, scaling, softcap, sinks):  # type: ignore[override]
+    def attend(self, query, key, value, mask: RowMask, dropout, scaling, softcap, sinks):  # type: ignore[override]
         """As `SharedRows.attend`, for layers without a window."""
         _refuse(query, key, value, dropout, softcap, sinks)
-        if window is not None:
+        if mask.window is not None:
             raise NotForRows("the keys that its windows see of shared prompts change with each batch")
-        self.kinds.add("sinks" if sinks is not None else "causal")
+        self.attention_kinds.add(AttentionKind.SINKS if sinks is not None else mask.attention_kind)
         query, key, value, width = _laid_flat(query, key, value)
         return _narrow(shared_attention(query, key, value, self.calls, scale=scaling, sinks=sinks), width)
 

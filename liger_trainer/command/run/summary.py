@@ -92,7 +92,7 @@ class RunRecorder(TrainerCallback):
             f"  speed    {'not counted' if self.speed is None else f'{self.speed:.0f} tokens/s'}",
             f"  memory   {peak_memory(0 if chosen is None else chosen.highest)}",
             *([] if chosen is None else [f"  layers   {chosen}"]),
-            *([] if captured is None else [f"  captured {captured.in_words()}"]),
+            *([] if captured is None else [f"  captured {captured.describe()}"]),
             f"  patched  {'nothing (use_liger is false)' if report is None else report.one_line()}",
             *([f"  kept     {kept}"] if kept is not None and str(kept) else []),
             f"  model    {args.output_dir}",

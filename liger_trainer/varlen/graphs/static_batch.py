@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from liger_trainer.varlen.graphs.recorder import Graph
+from liger_trainer.varlen.graphs.graph_recorder import Graph
 from liger_trainer.varlen.graphs.snapshot import Snapshot
 from liger_trainer.varlen.graphs.static_gradients import GradientBuffers
 from liger_trainer.varlen.groups import Layout
@@ -19,7 +19,7 @@ LEAST_LONGEST = 64  # tokens of the longest row that a size has room for at leas
 STEP = 64  # tokens; sizes are multiples of it, which keeps Triton's kernels in one class of alignment
 
 
-class Batch(NamedTuple):
+class TokenBatch(NamedTuple):
     """What changes from one replay to the next.
 
     Attributes:
@@ -59,7 +59,7 @@ class Bounds(NamedTuple):
         return all(mine >= theirs for mine, theirs in zip(self, other, strict=True))
 
 
-class Buffers:
+class SharedBuffers:
     """The buffers that all sizes of a model share, since one replay is done with them before the next begins.
 
     Args:
@@ -81,14 +81,14 @@ class Buffers:
         self.zeros_stay_finite = False
 
 
-class Size:
+class CapturedSize:
     """The two graphs of one number of tokens, and what they read and write.
 
     Args:
-        batch (`Batch`): The first batch of this size.
+        batch (`TokenBatch`): The first batch of this size.
         tokens (`int`): T, its tokens with the row that fills it up.
         bounds (`Bounds`): What its tables have room for. The attention kernel leaves out what lies beyond.
-        buffers (`Buffers`): Those of the model.
+        buffers (`SharedBuffers`): Those of the model.
         needs_grad (`bool`): Whether the embeddings get a gradient.
 
     Attributes:
@@ -98,7 +98,7 @@ class Size:
         snapshot (`Snapshot` or None): The state that it was captured in.
     """
 
-    def __init__(self, batch: Batch, tokens: int, bounds: Bounds, buffers: Buffers, needs_grad: bool):
+    def __init__(self, batch: TokenBatch, tokens: int, bounds: Bounds, buffers: SharedBuffers, needs_grad: bool):
         positions, device = batch.positions, batch.embeds.device
         self.tokens = tokens
         self.bounds = bounds
@@ -119,14 +119,14 @@ class Size:
 
     @property
     def exchange(self) -> list[torch.Tensor]:
-        """The part of `Buffers.exchange` for T tokens: (1, T, H), and (layers, T, experts) if there are routers."""
+        """The part of `SharedBuffers.exchange` for T tokens: (1, T, H). With routers (layers, T, experts) too."""
         assert self.buffers.exchange, "the forward comes first"
         return [buffer[:, : self.tokens] for buffer in self.buffers.exchange]
 
-    def takes(self, batch: Batch) -> bool:
+    def takes(self, batch: TokenBatch) -> bool:
         return self.bounds.cover(bounds_of(batch, self.tokens))
 
-    def fill(self, batch: Batch) -> None:
+    def fill(self, batch: TokenBatch) -> None:
         """Copy a batch into the static buffers, with zeros after it.
 
         The filling row has embeddings of zero: whatever a layer makes of them is finite, and no scale of FP8 moves.
@@ -148,7 +148,7 @@ def round_up(tokens: int) -> int:
     return -(-tokens // step) * step
 
 
-def bounds_of(batch: Batch, tokens: int) -> Bounds:
+def bounds_of(batch: TokenBatch, tokens: int) -> Bounds:
     """Return what a batch needs that is filled up to `tokens`."""
     filling = tokens - batch.tokens
     rows, longest = len(batch.lengths) + 1, max(*batch.lengths, filling, 1)
@@ -189,7 +189,7 @@ def _static_rows(tables: list[torch.Tensor], tokens: int, bounds: Bounds) -> Sta
     return StaticSharedRows(offsets, tokens, bounds.longest, queries, keys, bounds.private)
 
 
-def ends_of(batch: Batch, tokens: int) -> list[list[int]]:
+def ends_of(batch: TokenBatch, tokens: int) -> list[list[int]]:
     """Return where the rows end, for each table of offsets of a batch that is filled up to `tokens`."""
     ends = [*accumulate(batch.lengths)]
     across = [] if batch.layout is None else lay_across(batch.layout, tokens)

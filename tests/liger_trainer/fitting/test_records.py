@@ -16,7 +16,7 @@ from liger_trainer.fitting.hollow import Shape
 from liger_trainer.fitting.images import RowImages
 from liger_trainer.fitting.sharding import Sharding
 from liger_trainer.fitting.step import Job, need
-from liger_trainer.memory.memory import GIB
+from liger_trainer.memory.device_memory import GIB
 from liger_triton import _dispatch
 
 RECORDS = newest()

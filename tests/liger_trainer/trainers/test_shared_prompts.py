@@ -21,7 +21,7 @@ from liger_trainer import (
     LigerRLOOTrainer,
 )
 from liger_trainer.trainers.shared_prompts import shared_prompts_of
-from liger_trainer.varlen import groups, host_copies, plans
+from liger_trainer.varlen import groups, host_copies, plan_batch
 
 METRICS = ("loss", "grad_norm", "entropy", "reward", "kl")
 CLASSES = {
@@ -133,7 +133,7 @@ def test_a_bad_value_is_refused(tmp_path):
 def test_the_host_knows_the_rows_of_every_call(kind, tmp_path, monkeypatch):
     """Without a wait for the device: ids, masks and labels of each call are what was remembered of them."""
     known = []
-    stock = plans.values_of
+    stock = plan_batch.values_of
 
     def values(*tensors):
         for x in tensors:
@@ -143,7 +143,7 @@ def test_the_host_knows_the_rows_of_every_call(kind, tmp_path, monkeypatch):
 
     ours, args, *_ = CLASSES[kind]
     trainer = online(ours, args, tmp_path, split=(4, 2), num_iterations=2, max_steps=3)
-    monkeypatch.setattr(plans, "values_of", values)  # not before: a proof makes its batches on the host
+    monkeypatch.setattr(plan_batch, "values_of", values)  # not before: a proof makes its batches on the host
     monkeypatch.setattr("liger_trainer.trainers.online_rows._is_on_host", lambda x: host_copies._known(x) is not None)
     trainer.train()
     assert known and all(known)

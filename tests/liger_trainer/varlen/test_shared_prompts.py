@@ -13,7 +13,7 @@ from liger_trainer.head.module import head_options
 from liger_trainer.head.outputs import HeadOptions
 from liger_trainer.varlen.decide import backbone_of
 from liger_trainer.varlen.groups import ALWAYS, PAYS, Group, SharingRule, find_groups, lay_out, saved_by, worthwhile
-from liger_trainer.varlen.padding import BackboneBinding
+from liger_trainer.varlen.unpadded_backbone import BackboneBinding
 
 FAMILIES = (
     "llama", "qwen3", "qwen3_moe", "gemma3_text", "gemma4_text", "granite", "cohere2", "glm4", "phi", "deepseek_v3",

@@ -15,7 +15,7 @@ from liger_trainer.command.tools.fit_job import job_of
 from liger_trainer.errors import RecipeError
 from liger_trainer.fitting import answer
 from liger_trainer.fitting.step import need
-from liger_trainer.memory.memory import GIB
+from liger_trainer.memory.device_memory import GIB
 from liger_triton import _dispatch
 
 

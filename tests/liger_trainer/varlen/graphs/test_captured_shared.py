@@ -16,10 +16,10 @@ from varlen_batches import ON, drawn_model, model_of, patched
 from liger_trainer.head.calls import install_fused_head
 from liger_trainer.head.outputs import HeadOptions
 from liger_trainer.varlen.decide import backbone_of
-from liger_trainer.varlen.graphs.recorder import CudaRecorder
-from liger_trainer.varlen.graphs.step_graphs import StepGraphs, step_graphs
+from liger_trainer.varlen.graphs.graph_recorder import CudaGraphRecorder
+from liger_trainer.varlen.graphs.step_graphs import StepGraphs, use_graphs
 from liger_trainer.varlen.groups import ALWAYS, SharingRule
-from liger_trainer.varlen.padding import BackboneBinding
+from liger_trainer.varlen.unpadded_backbone import BackboneBinding
 
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NEEDS_GPU])]
@@ -52,7 +52,7 @@ def batch(prompts, of_rows, answers, seed=0):
     return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
 
-class TimelessRecorder(CudaRecorder):
+class TimelessRecorder(CudaGraphRecorder):
     """Says that a replay is twice as fast as Python, as it is for models of a useful size."""
 
     def __init__(self, device):
@@ -81,7 +81,7 @@ class Pair:
         """One step of both models, with the same loss and gradients. Returns what the summary counts."""
         call = {name: x.to(self.device) for name, x in batch(*kind, seed).items()}
         limit = 1e-5 if self.device == "cpu" else 2e-2
-        with step_graphs(self.graphs):
+        with use_graphs(self.graphs):
             got = self.captured(**call, use_cache=False).loss
         want = self.plain(**call, use_cache=False).loss
         torch.testing.assert_close(got, want, rtol=limit, atol=limit)
