@@ -10,9 +10,9 @@ import sys
 import warnings
 from collections.abc import Iterator
 
-from liger_trainer.command.options import add_recipe_command, positive, take_options
-from liger_trainer.command.processes import is_main_process, say, say_error, say_loading
-from liger_trainer.command.recipe.accelerate_file import own_environment
+from liger_trainer.command.options import add_recipe_command, parse_positive, take_options
+from liger_trainer.command.processes import is_main_process, print_error, print_loading, print_status
+from liger_trainer.command.recipe.accelerate_file import preserve_environment
 from liger_trainer.command.recipe.parser import asks_for_topics
 from liger_trainer.command.recipe.read import TRAIN_USAGE, Recipe, parse_recipe, read_recipe
 from liger_trainer.command.recipe.shipped_files import add_shipped_commands
@@ -46,10 +46,10 @@ def main(argv: list[str] | None = None) -> int:
         sys.stdout.flush()  # here, so that a closed pipe is noticed before Python ends
         return code
     except RecipeError as error:
-        say_error(str(error))
+        print_error(str(error))
         return 2
     except KeyboardInterrupt:
-        say("interrupted.")
+        print_status("interrupted.")
         return 130
     except BrokenPipeError:
         with contextlib.suppress(OSError, ValueError):  # what Python flushes at its own end goes nowhere
@@ -84,22 +84,22 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-@own_environment()
+@preserve_environment()
 def _train(args: argparse.Namespace) -> int:
     warnings.filterwarnings("ignore", "'pin_memory' argument is set as true but no accelerator", UserWarning)
-    own, words = take_options(args.options, "dry_run", "preview")
-    if not asks_for_topics(words):
-        say_loading()
-    preview_rows = positive("--preview", own["preview"] or "1", int) if "preview" in own else None
-    if "dry_run" in own:
+    own_options, argv_rest = take_options(args.options, "dry_run", "preview")
+    if not asks_for_topics(argv_rest):
+        print_loading()
+    preview_rows = parse_positive("--preview", own_options["preview"] or "1", int) if "preview" in own_options else None
+    if "dry_run" in own_options:
         if preview_rows is not None:
             raise RecipeError("--preview and --dry_run are both given. Keep one of them.")
-        recipe = parse_recipe(args.recipe, words)
+        recipe = parse_recipe(args.recipe, argv_rest)
         if is_main_process():
             print(f"# {recipe.path}; every other key has its default", recipe.to_yaml(), sep="\n", end="", flush=True)
         from liger_trainer.command.rows.sources import find_sources
 
-        with _placed(recipe):
+        with _name_recipe_in_errors(recipe):
             find_sources(recipe)
         return 0
     # torch and tqdm read these when they are loaded, later. OpenMP's threads spin at barriers, which makes a step on
@@ -107,26 +107,26 @@ def _train(args: argparse.Namespace) -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("TQDM_DELAY", "2")
     launch.check_restarts()
-    launch.end_with_launcher()
-    chosen, parse = read_recipe(args.recipe, words)
-    launch.settle_precision(chosen.get("bf16"), chosen.get("fp16"))
-    launch.read_on_every_process(chosen.get("fp8"), chosen.get("bf16"), chosen.get("fp16"))
+    launch.exit_with_launcher()
+    explicit, parse = read_recipe(args.recipe, argv_rest)
+    launch.apply_precision(explicit.get("bf16"), explicit.get("fp16"))
+    launch.load_on_every_process(explicit.get("fp8"), explicit.get("bf16"), explicit.get("fp16"))
     recipe = parse()
-    from liger_trainer.command.rows.preview import without_a_trace
-    from liger_trainer.command.run.preemption import SaveOnSigterm, Terminated, sigterm_ends
-    from liger_trainer.command.run.saving import what_is_left
+    from liger_trainer.command.rows.preview import in_temporary_folder
+    from liger_trainer.command.run.preemption import SaveOnSigterm, Terminated, handle_sigterm
+    from liger_trainer.command.run.saving import describe_last_checkpoint
     from liger_trainer.command.run.train import run
 
     stop = SaveOnSigterm()
     try:
-        with _placed(recipe), without_a_trace(recipe) if preview_rows else sigterm_ends(stop):
+        with _name_recipe_in_errors(recipe), in_temporary_folder(recipe) if preview_rows else handle_sigterm(stop):
             text = run(recipe, preview_rows, stop)
     except RunError as error:
-        say_error(str(error))
+        print_error(str(error))
         return 1
     except KeyboardInterrupt as error:
         how, code = ("terminated", 143) if isinstance(error, Terminated) else ("interrupted", 130)
-        say(f"{how}. {what_is_left(recipe)}")
+        print_status(f"{how}. {describe_last_checkpoint(recipe)}")
         return code
     if text is not None:
         print(f"\n{text}")
@@ -134,7 +134,7 @@ def _train(args: argparse.Namespace) -> int:
 
 
 @contextlib.contextmanager
-def _placed(recipe: Recipe) -> Iterator[None]:
+def _name_recipe_in_errors(recipe: Recipe) -> Iterator[None]:
     """Let an error begin with the recipe that it is about."""
     try:
         yield

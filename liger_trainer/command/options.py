@@ -21,17 +21,17 @@ def add_recipe_command(
     parser.set_defaults(run=run)
 
 
-def take_options(words: Sequence[str], *names: str) -> tuple[dict[str, str], list[str]]:
+def take_options(argv: Sequence[str], *names: str) -> tuple[dict[str, str], list[str]]:
     """The given values of the options `names`, "" for one without a value, and the other words."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for name in names:
         spellings = dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}"))
         parser.add_argument(*spellings, nargs="?", const="", default=argparse.SUPPRESS)
-    given, rest = parser.parse_known_args(list(words))
+    given, rest = parser.parse_known_args(list(argv))
     return vars(given), rest
 
 
-def positive(option: str, text: str, kind: type) -> Any:
+def parse_positive(option: str, text: str, kind: type) -> Any:
     """Return the value of an option as an int or a float. RecipeError unless it is a number above 0."""
     try:
         value = kind(text)

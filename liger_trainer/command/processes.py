@@ -16,24 +16,24 @@ def launched_processes() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def say(line: str) -> None:
+def print_status(line: str) -> None:
     """Print a line of this command on stderr, on the main process."""
     if is_main_process():
         print(f"liger-trainer: {without_tokens(line)}", file=sys.stderr)
 
 
-def say_loading() -> None:
+def print_loading() -> None:
     """Say that libraries are being loaded, which takes seconds and shows nothing; silent if they are there already."""
     if "transformers" not in sys.modules:
-        say("loading torch, transformers and TRL")
+        print_status("loading torch, transformers and TRL")
 
 
-def say_error(line: str) -> None:
+def print_error(line: str) -> None:
     """Print an error of this process."""
     print(f"liger-trainer: error: {without_tokens(line)}", file=sys.stderr)
 
 
-def on_all(training: Any, value: Any) -> list[Any]:
+def gather_from_all(training: Any, value: Any) -> list[Any]:
     """The `value` of each process, on all of them. They wait for each other here."""
     if training.world_size == 1:
         return [value]
@@ -42,15 +42,15 @@ def on_all(training: Any, value: Any) -> list[Any]:
     return gather_object([value])
 
 
-def on_main_for_all(training: Any, compute: Callable[[], Any]) -> Any:
+def run_on_main(training: Any, compute: Callable[[], Any]) -> Any:
     """Call `compute` on the main process, and return its result or raise its RecipeError on all of them."""
-    found = error = None
+    result = error = None
     if training.process_index == 0:
         try:
-            found = compute()
+            result = compute()
         except RecipeError as raised:
             error = raised
-    found, error = on_all(training, (found, error))[0]
+    result, error = gather_from_all(training, (result, error))[0]
     if error is not None:
         raise error
-    return found
+    return result

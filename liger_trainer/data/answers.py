@@ -23,8 +23,8 @@ def encode(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[int]:
 
 def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
     """Return the ids that end an answer, from the model's generation config and the tokenizer."""
-    own = getattr(model.generation_config, "eos_token_id", None)
-    ends = [own] if isinstance(own, int) else list(own or ())
+    eos = getattr(model.generation_config, "eos_token_id", None)
+    ends = [eos] if isinstance(eos, int) else list(eos or ())
     return {end for end in (*ends, tokenizer.eos_token_id) if end is not None}
 
 
@@ -50,10 +50,10 @@ def answer(
     config = GenerationConfig(
         max_new_tokens=max_new_tokens, eos_token_id=sorted(ends) or None, pad_token_id=pad, use_cache=True
     )
-    own, model.generation_config = model.generation_config, config
+    model_config, model.generation_config = model.generation_config, config
     try:
         new = model.generate(input_ids=ids, attention_mask=mask)[:, width:].tolist()
     finally:
-        model.generation_config = own
+        model.generation_config = model_config
     stops = [next((i for i, token in enumerate(tokens, 1) if token in ends), None) for tokens in new]
     return [tokens[:stop] for tokens, stop in zip(new, stops, strict=True)]

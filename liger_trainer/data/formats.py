@@ -101,8 +101,8 @@ def sharegpt_row(row: dict, index: int = 0) -> dict[str, list[dict[str, str]]]:
         RecipeError: A turn does not have that form, is empty or is out of place, or one of the two answers is missing.
     """
     messages = sharegpt_messages(row, index)
-    last, given = messages[-1]["role"], {name: row.get(name) for name in ("chosen", "rejected")}
-    if not any(given.values()):
+    last, preference = messages[-1]["role"], {name: row.get(name) for name in ("chosen", "rejected")}
+    if not any(preference.values()):
         if last != "assistant":
             raise RecipeError(
                 f"Row {index} of the dataset ends with a turn of {last!r}, and there is nothing to learn from it. End "
@@ -114,7 +114,7 @@ def sharegpt_row(row: dict, index: int = 0) -> dict[str, list[dict[str, str]]]:
             f"Row {index} of the dataset has chosen and rejected answers to a turn of {last!r}; expected the last of "
             "the conversations to be from 'human' or 'observation'."
         )
-    answers = {name: [_sharegpt_message(turn, name, index)] for name, turn in given.items()}
+    answers = {name: [_sharegpt_message(turn, name, index)] for name, turn in preference.items()}
     for name, (message,) in answers.items():
         if message["role"] != "assistant":
             raise RecipeError(f"Row {index} of the dataset has {name} from {row[name]['from']!r}; expected 'gpt'.")
@@ -159,12 +159,12 @@ def _sharegpt_message(turn: Any, where: str, index: int) -> dict[str, Any]:
     """
     if not isinstance(turn, dict) or turn.get("from") not in _ROLES or not isinstance(turn.get("value"), str):
         other_form = isinstance(turn, dict) and turn.get("role") is not None
-        mend = "For role and content, name the column messages, and unset prompt_template." if other_form else (
+        advice = "For role and content, name the column messages, and unset prompt_template." if other_form else (
             "Correct or remove the row."
         )  # fmt: skip
         raise RecipeError(
             f"Row {index} of the dataset has {where} {short(turn)}; expected from, one of {', '.join(_ROLES)}, and "
-            f"value, a text. {mend}"
+            f"value, a text. {advice}"
         )
     if not turn["value"].strip():
         raise RecipeError(f"Row {index} of the dataset has an empty text in {where}. Correct or remove the row.")

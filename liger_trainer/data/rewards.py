@@ -20,9 +20,9 @@ def boxed_answer(completions: list, solution: list[str], **columns: Any) -> list
         solution (`list[str]`): The right answer for each completion.
     """
     texts = [completion if isinstance(completion, str) else completion[-1]["content"] for completion in completions]
-    given = [_bare(_last_boxed(text)) for text in texts]
-    wanted = [_bare(_last_boxed(answer) or answer) for answer in solution]
-    return [float(answer is not None and answer == right) for answer, right in zip(given, wanted, strict=True)]
+    answers = [_bare(_last_boxed(text)) for text in texts]
+    solutions = [_bare(_last_boxed(answer) or answer) for answer in solution]
+    return [float(answer is not None and answer == right) for answer, right in zip(answers, solutions, strict=True)]
 
 
 def _last_boxed(text: str) -> str | None:

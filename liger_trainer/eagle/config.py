@@ -59,10 +59,10 @@ class LigerEagleConfig(LigerSFTConfig):
                 raise ValueError(f"{name} is {value}; expected 1 or more.")
         if not 0 < self.eagle_decay <= 1:
             raise ValueError(f"eagle_decay is {self.eagle_decay}; expected a number above 0 and at most 1.")
-        own = {"eagle_layers": self.eagle_layers, "eagle_intermediate_size": self.eagle_intermediate_size}
-        given = [name for name, value in own.items() if value is not None]
-        if self.eagle_init_from is not None and given:
+        shape_fields = {"eagle_layers": self.eagle_layers, "eagle_intermediate_size": self.eagle_intermediate_size}
+        set_fields = [name for name, value in shape_fields.items() if value is not None]
+        if self.eagle_init_from is not None and set_fields:
             raise ValueError(
-                f"eagle_init_from is {self.eagle_init_from!r}, and its drafter has its own shape, but {given[0]} is "
-                f"set. Remove {given[0]}."
+                f"eagle_init_from is {self.eagle_init_from!r}, and its drafter has its own shape, but {set_fields[0]} "
+                f"is set. Remove {set_fields[0]}."
             )

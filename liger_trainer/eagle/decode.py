@@ -49,10 +49,12 @@ def decode(
         drafted = guesses(model, drafter, states, tokens, steps)
         states, choices = read_target(model, drafter, torch.cat([tokens, drafted[None]], 1))
         passes += 1
-        own = choices[tokens.shape[1] - 1 :]  # what the model writes in the place of each guess, and after the last
-        kept = int((drafted == own[:-1]).long().cumprod(0).sum())
-        states = states[: tokens.shape[1] + kept]
-        tokens = torch.cat([tokens, own[None, : kept + 1]], 1)
+        model_tokens = choices[
+            tokens.shape[1] - 1 :
+        ]  # what the model writes in the place of each guess, and after the last
+        num_accepted = int((drafted == model_tokens[:-1]).long().cumprod(0).sum())
+        states = states[: tokens.shape[1] + num_accepted]
+        tokens = torch.cat([tokens, model_tokens[None, : num_accepted + 1]], 1)
     text = tokens[0, len(prompt) :].tolist()[:max_new_tokens]
     stop = next((i for i, token in enumerate(text, 1) if token in ends), None)
     return Decoded(text[:stop], passes)

@@ -1,9 +1,10 @@
 """Measures a drafter on the greedy text of its own model.
 
-With y the greedy text, step k at the place before y[i] is right where its first choice is y[i + k]. The acceptance
-length is the number of tokens that a forward pass of a decoder yields. One pass of the model over the text and K steps
-of the drafter tell it, since a decoder gives the drafter the same tokens as the text as long as it keeps its guesses:
-walk the text as a decoder would (`medusa.evaluate.walk`). `decode.py` has the decoder, which a test compares.
+With y the greedy text, step k at the place before y[i] is right if its first choice is y[i + k]. The acceptance length
+is the number of tokens that one forward pass of a decoder yields. One pass of the model over the text and K steps of
+the drafter are enough to compute it: as long as a decoder accepts the guesses, it gives the drafter the same tokens as
+the text. `medusa.evaluate.simulate_decoding` walks the text as a decoder would. `decode.py` is the real decoder, and a
+test compares the two.
 """
 
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from liger_trainer.data.answers import answer
 from liger_trainer.eagle.drafter import EagleDrafter
 from liger_trainer.eagle.target import decoder_layers, default_layers, embedding_of
 from liger_trainer.head.flat_rows import FlatRows, flat_rows
-from liger_trainer.medusa.evaluate import walk
+from liger_trainer.medusa.evaluate import simulate_decoding
 from liger_trainer.varlen.taps import tapped
 
 
@@ -27,7 +28,8 @@ class EagleReport:
     Attributes:
         accuracy: For each step, the share of positions at which its first choice is right, after the right tokens.
         accepted: For each step, how often its guess was accepted where all guesses before it were right.
-        chain: Tokens per forward pass, without the pass over the prompt and its token. It is 1 without a drafter.
+        tokens_per_pass: Tokens per forward pass, not counting the pass over the prompt and its token; 1 without a
+            drafter.
     """
 
     draft_vocab_size: int
@@ -35,7 +37,7 @@ class EagleReport:
     tokens: int
     accuracy: list[float]
     accepted: list[float | None]
-    chain: float
+    tokens_per_pass: float
 
     def __str__(self) -> str:
         lines = [
@@ -45,7 +47,7 @@ class EagleReport:
         ]
         for k, (right, accepted) in enumerate(zip(self.accuracy, self.accepted, strict=True), 1):
             lines.append(f"  {k:<6} {right:.3f}      {'-' if accepted is None else f'{accepted:.3f}'}")
-        return "\n".join([*lines, f"  tokens per forward pass  {self.chain:.3f}  (1 without a drafter)"])
+        return "\n".join([*lines, f"  tokens per forward pass  {self.tokens_per_pass:.3f}  (1 without a drafter)"])
 
 
 @torch.no_grad()
@@ -83,11 +85,11 @@ def evaluate(
         model.train(training)
     if not rows:
         raise ValueError(f"The model ends all {len(prompts)} texts after one token: there is nothing to guess.")
-    chain, accepted = walk(rows)
+    tokens_per_pass, accepted = simulate_decoding(rows)
     accuracy = []
     for right in torch.cat(rows, dim=1):
         accuracy.append(float((right == 1).sum() / (right >= 0).sum().clamp(min=1)))
-    return EagleReport(len(drafter.d2t), len(prompts), sum(map(len, texts)), accuracy, accepted, chain)
+    return EagleReport(len(drafter.d2t), len(prompts), sum(map(len, texts)), accuracy, accepted, tokens_per_pass)
 
 
 def right_guesses(

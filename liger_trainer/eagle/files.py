@@ -140,11 +140,11 @@ class DrafterConfig:
             "mlp.up_proj": (inner, hidden),
             "mlp.down_proj": (hidden, inner),
         }
-        found: dict[str, tuple[int, ...]] = {"fc.weight": (hidden, 3 * hidden)}
-        found |= {f"{LAYER}{name}.weight": shape for name, shape in layer.items()}
-        found["norm.weight"] = (hidden,)
-        found["lm_head.weight"] = (self.draft_vocab_size, hidden)
-        return found | {"d2t": (self.draft_vocab_size,), "t2d": (self.vocab_size,)}
+        shapes: dict[str, tuple[int, ...]] = {"fc.weight": (hidden, 3 * hidden)}
+        shapes |= {f"{LAYER}{name}.weight": shape for name, shape in layer.items()}
+        shapes["norm.weight"] = (hidden,)
+        shapes["lm_head.weight"] = (self.draft_vocab_size, hidden)
+        return shapes | {"d2t": (self.draft_vocab_size,), "t2d": (self.vocab_size,)}
 
     @property
     def has_all_tokens(self) -> bool:

@@ -53,8 +53,8 @@ def drafter_loss(
         done = f"scales its logits by {logit_scale}" if softcap is None else f"caps its logits at {softcap}"
         raise ValueError(f"The model {done}, and servers leave that out for a drafter. Use another model.")
     outputs = drafter(states, embedding, rows, len(target), recompute)
-    given = target != -100
-    known = drafter.t2d[target.clamp(min=0)]
+    has_label = target != -100
+    in_draft_vocab = drafter.t2d[target.clamp(min=0)]
     draft_ids = drafter.t2d.cumsum(0) - 1
     teacher = weight if drafter.config.has_all_tokens else weight[drafter.target_ids]
     return linear_heads_kl(
@@ -62,7 +62,7 @@ def drafter_loss(
         drafter.lm_head.weight,
         rows.of(hidden),
         teacher,
-        given & known,
+        has_label & in_draft_vocab,
         row_weight=row_weight,
         target=draft_ids[target.clamp(min=0)].clamp(min=0),
     )

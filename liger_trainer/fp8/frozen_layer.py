@@ -65,8 +65,8 @@ class FrozenFP8Module(nn.Module):
         for names in self.weights.values():
             bits, scale = map(self.get_parameter, names)
             if bits.dtype == _CODES:
-                words = (bits.detach().view(_WORDS), scale.detach().view(len(scale), -1).view(_WORDS))
-                for name, tensor in zip(names, words, strict=True):
+                views = (bits.detach().view(_WORDS), scale.detach().view(len(scale), -1).view(_WORDS))
+                for name, tensor in zip(names, views, strict=True):
                     self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
 
     def stored(self, weight: str) -> tuple[torch.Tensor, torch.Tensor]:

@@ -60,12 +60,12 @@ class LoRA:
     form: str = ""
 
     def __str__(self) -> str:
-        words = ["linear"]
+        parts = ["linear"]
         if self.form:
-            words.append(self.form)
+            parts.append(self.form)
         if self.bias:
-            words.append("with bias")
-        return f"{' '.join(words)} + {', '.join(self.adapters)}"
+            parts.append("with bias")
+        return f"{' '.join(parts)} + {', '.join(self.adapters)}"
 
 
 def is_candidate(module: nn.Module) -> bool:

@@ -23,7 +23,7 @@ class MedusaReport:
     Attributes:
         accuracy: For each head, the share of positions whose token is its first choice.
         accepted: For each head, how often its guess was accepted where all heads before it were right.
-        chain: Tokens per forward pass, without the pass over the prompt and its token. It is 1 without heads.
+        tokens_per_pass: Tokens per forward pass, without the pass over the prompt and its token. It is 1 without heads.
     """
 
     heads: dict
@@ -31,7 +31,7 @@ class MedusaReport:
     tokens: int
     accuracy: list[float]
     accepted: list[float | None]
-    chain: float
+    tokens_per_pass: float
 
     def __str__(self) -> str:
         kind = "tied" if self.heads["medusa_tied"] else "untied"
@@ -42,7 +42,7 @@ class MedusaReport:
         ]
         for k, (right, accepted) in enumerate(zip(self.accuracy, self.accepted, strict=True), 1):
             lines.append(f"  {k:<6} {right:.3f}      {'-' if accepted is None else f'{accepted:.3f}'}")
-        return "\n".join([*lines, f"  tokens per forward pass  {self.chain:.3f}  (1 without heads)"])
+        return "\n".join([*lines, f"  tokens per forward pass  {self.tokens_per_pass:.3f}  (1 without heads)"])
 
 
 @torch.no_grad()
@@ -72,14 +72,14 @@ def evaluate(
         model.train(training)
     if not rows:
         raise ValueError(f"The model ends all {len(prompts)} texts after one token: there is nothing to guess.")
-    chain, accepted = walk(rows)
+    tokens_per_pass, accepted = simulate_decoding(rows)
     return MedusaReport(
         heads=heads.config.to_dict(),
         rows=len(prompts),
         tokens=sum(map(len, texts)),
         accuracy=[float((right == 1).sum() / (right >= 0).sum().clamp(min=1)) for right in torch.cat(rows, dim=1)],
         accepted=accepted,
-        chain=chain,
+        tokens_per_pass=tokens_per_pass,
     )
 
 
@@ -99,14 +99,16 @@ def right_guesses(model: PreTrainedModel, heads: MedusaHeads, prompt: list[int],
         hook.remove()
     hidden = inputs[0][0, len(prompt) - 1 : -2]  # (n - 1, H): the last two positions have nothing to guess in the text
     right = torch.full((len(heads), len(text) - 1), -1)
-    for k, own in enumerate(heads):
+    for k, medusa_head in enumerate(heads):
         wanted = target[k + 1 :]
-        logits = (own.lm_head or head)(own(hidden[: len(wanted)]))  # (n - 1 - k, V), of one head at a time
+        logits = (medusa_head.lm_head or head)(
+            medusa_head(hidden[: len(wanted)])
+        )  # (n - 1 - k, V), of one head at a time
         right[k, : len(wanted)] = (logits.argmax(-1) == wanted).cpu()
     return right
 
 
-def walk(rows: list[torch.Tensor]) -> tuple[float, list[float | None]]:
+def simulate_decoding(rows: list[torch.Tensor]) -> tuple[float, list[float | None]]:
     """Return the tokens per forward pass, and how often each head was accepted where it was reached; None: never.
 
     `rows` has the result of `right_guesses` for each text.

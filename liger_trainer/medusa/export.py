@@ -40,7 +40,7 @@ def export_heads(
     config = heads.config
     if os.path.isdir(output) and os.listdir(output):
         raise ValueError(f"output is {output!r}, which is not empty; servers read every file there. Give a new one.")
-    if config.tied and (reason := _why_not_tied(heads, lm_head)) is not None:
+    if config.tied and (reason := _tied_head_reason(heads, lm_head)) is not None:
         raise ValueError(reason)
     tensors = {name: t.detach().to("cpu", dtype).contiguous() for name, t in heads.state_dict().items()}
     # No further key may have "num" and "heads", or "num" and "layers", in its name: vLLM takes any such key for the
@@ -59,7 +59,7 @@ def export_heads(
     return output
 
 
-def _why_not_tied(heads: MedusaHeads, lm_head: nn.Module | None) -> str | None:
+def _tied_head_reason(heads: MedusaHeads, lm_head: nn.Module | None) -> str | None:
     config = heads.config
     if lm_head is None:
         return "lm_head is None; the heads are tied, and vLLM reads the LM head from their directory. Pass lm_head."

@@ -59,21 +59,21 @@ class MedusaHead(nn.Sequential):  # a ModuleList is no unit for FSDP2 before tor
         """The head's own projection, or None if it is tied."""
         return self[self.num_layers] if len(self) > self.num_layers else None
 
-    def forward(self, hidden: torch.Tensor, then: Callable[..., Any] | None = None) -> Any:
-        """The output x (..., H) of the last block or, if `then` is given, the result of `then(x, U)`.
+    def forward(self, hidden: torch.Tensor, compute: Callable[..., Any] | None = None) -> Any:
+        """Return the output x (..., H) of the last block, or `compute(x, U)` if `compute` is given.
 
-        U is None for a tied head. `then` runs inside the calls of the head and of its projection, where FSDP2 and
+        U is None for a tied head. `compute` runs inside the calls of the head and of its projection, while FSDP2 and
         ZeRO-3 have gathered the weights.
         """
         for layer in range(self.num_layers):
             hidden = self[layer](hidden)
-        if then is None:
+        if compute is None:
             return hidden
         projection = self.lm_head
         if projection is None:
-            return then(hidden, None)
+            return compute(hidden, None)
         bind_head(projection)
-        return projection(hidden, HeadCall(lambda x: then(x, projection.weight)))
+        return projection(hidden, HeadCall(lambda x: compute(x, projection.weight)))
 
 
 class MedusaHeads(nn.ModuleList):
@@ -99,22 +99,22 @@ class MedusaHeads(nn.ModuleList):
         with gather_params_ctx(head.weight, None):  # it may be partitioned by ZeRO-3
             heads = cls(config, head.weight.dtype, head.weight.device)
             with torch.no_grad():
-                for own in heads if not tied else ():
-                    own.lm_head.weight.copy_(head.weight)
+                for medusa_head in heads if not tied else ():
+                    medusa_head.lm_head.weight.copy_(head.weight)
         return heads
 
-    def forward(self, hidden: torch.Tensor, then: Callable[..., Any] | None = None) -> Any:
-        """The outputs of the K heads' blocks, a list of tensors of the shape of `hidden` (..., H).
+    def forward(self, hidden: torch.Tensor, compute: Callable[..., Any] | None = None) -> Any:
+        """Return the outputs of the K heads' blocks, a list of tensors shaped like `hidden` (..., H).
 
-        If `then` is given, it is the result of `then(blocks, weights)` instead, which runs inside the calls of all
-        heads. The weights are the projections (V, H), or None for tied heads.
+        With `compute`, return `compute(blocks, weights)` instead, run inside the calls of all heads. The weights are
+        the projections (V, H), or None for tied heads.
         """
-        if then is None:
+        if compute is None:
             return [head(hidden) for head in self]
 
         def enter(blocks: list[torch.Tensor], weights: list[torch.Tensor | None]) -> Any:
             if len(blocks) == len(self):
-                return then(blocks, weights)
+                return compute(blocks, weights)
             return self[len(blocks)](hidden, lambda block, weight: enter([*blocks, block], [*weights, weight]))
 
         return enter([], [])

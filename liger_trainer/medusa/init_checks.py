@@ -47,8 +47,8 @@ def check_setup(model: nn.Module, args: LigerMedusaConfig, accelerator: Any) -> 
                 f"The adapter {name!r} is {config.peft_type.value}, which puts tokens before the text that have no "
                 "labels. Use LoRA, or train the whole model."
             )
-    own = (p.requires_grad for n, p in model.named_parameters() if f"{HEADS_NAME}." not in n)
-    if args.medusa_stage == 2 and not any(own):
+    base_trains = (p.requires_grad for n, p in model.named_parameters() if f"{HEADS_NAME}." not in n)
+    if args.medusa_stage == 2 and not any(base_trains):
         raise ValueError("medusa_stage is 2, but all parameters of the model are frozen. Set medusa_stage: 1.")
     if fp8_fields.handler_of(accelerator) is not None:
         raise ValueError(

@@ -42,24 +42,24 @@ def heads_loss(
 
     def score(blocks: list[torch.Tensor], weights: list[torch.Tensor]) -> HeadsLoss:
         rows = [x.flatten(0, 1).to(hidden.dtype) for x in blocks]
-        own: Any = weight if tied else [w[: len(weight)] for w in weights]
+        projections: Any = weight if tied else [w[: len(weight)] for w in weights]
         if soft:
             labels = target[joint:]
             return linear_heads_kl(
-                rows, own, hidden.detach().flatten(0, 1), weight.detach(), labels != -100,
+                rows, projections, hidden.detach().flatten(0, 1), weight.detach(), labels != -100,
                 row_weight=row_weight[joint:], target=labels, **options,
             )  # fmt: skip
         if joint:
-            rows, own = [hidden.flatten(0, 1), *rows], weight if tied else [weight, *own]
-        return linear_heads_cross_entropy(rows, own, target, row_weight=row_weight, **options)
+            rows, projections = [hidden.flatten(0, 1), *rows], weight if tied else [weight, *projections]
+        return linear_heads_cross_entropy(rows, projections, target, row_weight=row_weight, **options)
 
     def score_alone(k: int, x: torch.Tensor, projection: torch.Tensor | None) -> HeadsLoss:
-        own = weight if projection is None else [projection[: len(weight)]]
+        projections = weight if projection is None else [projection[: len(weight)]]
         rows, of_rows = x.to(hidden.dtype).unsqueeze(0), target[k, counted[k]].unsqueeze(0)
-        found = linear_heads_cross_entropy(
-            rows, own, of_rows, row_weight=row_weight[k : k + 1], ignore_index=ignored, **options
+        scores = linear_heads_cross_entropy(
+            rows, projections, of_rows, row_weight=row_weight[k : k + 1], ignore_index=ignored, **options
         )
-        return found._replace(loss=_settled(found.loss, list(heads[k].parameters())))
+        return scores._replace(loss=_with_backward_done(scores.loss, list(heads[k].parameters())))
 
     if not (soft or joint or any(hasattr(p, "ds_id") for p in heads.parameters())):
         # On a frozen model the heads have nothing in common. Each is scored alone, with its backward pass, so that
@@ -72,14 +72,14 @@ def heads_loss(
         alone = [head(flat[counted[k]], partial(score_alone, k)) for k, head in enumerate(heads)]
         loss, *sums = zip(*alone, strict=True)
         return torch.stack(loss).sum(), *(torch.cat(s) for s in sums)
-    found = heads(hidden, score)
+    scores = heads(hidden, score)
     if not (soft and joint):
-        return tuple(found)
+        return tuple(scores)
     lm = linear_heads_cross_entropy([hidden.flatten(0, 1)], weight, target[:1], **options)
-    return lm.loss + found.loss, *(torch.cat(both) for both in zip(lm[1:], found[1:], strict=True))
+    return lm.loss + scores.loss, *(torch.cat(both) for both in zip(lm[1:], scores[1:], strict=True))
 
 
-def _settled(loss: torch.Tensor, parameters: list[nn.Parameter]) -> torch.Tensor:
+def _with_backward_done(loss: torch.Tensor, parameters: list[nn.Parameter]) -> torch.Tensor:
     """`loss` after its backward pass, of which only the gradients of `parameters` are kept."""
     if not loss.requires_grad or torch.compiler.is_compiling():
         return loss

@@ -15,11 +15,11 @@ def prompt_of(row: dict, chat: bool, index: int = 0) -> Prompt:
     Raises:
         ValueError: The row has no such column, nothing before the first answer, or what goes into a template with it.
     """
-    lost = [name for name in ("tools", "chat_template_kwargs") if row.get(name) not in (None, "", "[]", [], {})]
-    if lost and not isinstance(row.get("prompt"), str):
+    unread = [name for name in ("tools", "chat_template_kwargs") if row.get(name) not in (None, "", "[]", [], {})]
+    if unread and not isinstance(row.get("prompt"), str):
         raise ValueError(
-            f"Row {index} of the prompts has {lost[0]}, which heads are trained with and not measured with. Remove it "
-            "to measure without."
+            f"Row {index} of the prompts has {unread[0]}, which the evaluation does not read. Remove it to measure "
+            "without it."
         )
     if row.get("prompt"):
         return row["prompt"]

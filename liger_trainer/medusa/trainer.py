@@ -91,45 +91,45 @@ class LigerMedusaTrainer(LigerSFTTrainer):
 
     def _initial_heads(self) -> MedusaHeads:
         args, heads = self.args, heads_of(self.model)
-        given = "the model has"
+        owner = "the model has"
         if args.medusa_init_heads_from is not None:
             if heads is not None:
                 raise ValueError(
                     f"medusa_init_heads_from is {args.medusa_init_heads_from!r}, but the model has heads already. "
                     "Remove one of the two."
                 )
-            heads, given = MedusaHeads.from_pretrained(args.medusa_init_heads_from), "medusa_init_heads_from has"
+            heads, owner = MedusaHeads.from_pretrained(args.medusa_init_heads_from), "medusa_init_heads_from has"
         if heads is None:
             return MedusaHeads.for_model(self.model, args.medusa_num_heads, args.medusa_num_layers, args.medusa_tied)
         for name in ("medusa_num_heads", "medusa_num_layers", "medusa_tied"):
             want, have = getattr(args, name), heads.config.to_dict()[name]
             if want != have:
-                raise ValueError(f"{name} is {want}, but {given} heads with {have}. Set {name} to {have}.")
+                raise ValueError(f"{name} is {want}, but {owner} heads with {have}. Set {name} to {have}.")
         return heads
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         """The stock optimizer, with `medusa_lr_multiplier` times the learning rate for every parameter of the heads."""
-        made = self.optimizer is None
+        is_new = self.optimizer is None
         optimizer = super().create_optimizer(*args, **kwargs)
-        if not made:
+        if not is_new:
             return optimizer
         heads = {id(p) for p in self._heads.parameters()}
-        found = 0
+        num_found = 0
         for group in list(optimizer.param_groups):
-            own = [p for p in group["params"] if id(p) in heads]
-            if not own:
+            head_parameters = [p for p in group["params"] if id(p) in heads]
+            if not head_parameters:
                 continue
-            found += len(own)
+            num_found += len(head_parameters)
             rate = group["lr"] * self.args.medusa_lr_multiplier
-            if len(own) == len(group["params"]):
+            if len(head_parameters) == len(group["params"]):
                 group["lr"] = rate
             else:
                 group["params"] = [p for p in group["params"] if id(p) not in heads]
-                optimizer.add_param_group({**group, "params": own, "lr": rate})
-        if found != len(heads):
+                optimizer.add_param_group({**group, "params": head_parameters, "lr": rate})
+        if num_found != len(heads):
             raise ValueError(
-                f"optim is {self.args.optim}, whose parameter groups hold {found} of the {len(heads)} parameters of "
-                "the Medusa heads, so the rest would not be trained. Use another optim, such as adamw_torch."
+                f"optim is {self.args.optim}, but its parameter groups hold only {num_found} of the {len(heads)} "
+                "parameters of the Medusa heads, so the rest would not train. Use another optim, such as adamw_torch."
             )
         return optimizer
 
@@ -212,16 +212,16 @@ class LigerMedusaTrainer(LigerSFTTrainer):
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         output_dir = self.args.output_dir if output_dir is None else output_dir
-        own = rest = None
+        heads_state = model_state = None
         if state_dict is not None:
-            before = f"{HEADS_NAME}."
-            own = {name.rpartition(before)[2]: tensor for name, tensor in state_dict.items() if before in name}
-            rest = {name: tensor for name, tensor in state_dict.items() if before not in name}
+            prefix = f"{HEADS_NAME}."
+            heads_state = {name.rpartition(prefix)[2]: tensor for name, tensor in state_dict.items() if prefix in name}
+            model_state = {name: tensor for name, tensor in state_dict.items() if prefix not in name}
         if self.args.should_save:
-            self._heads.save_pretrained(os.path.join(output_dir, HEADS_FOLDER), own)
+            self._heads.save_pretrained(os.path.join(output_dir, HEADS_FOLDER), heads_state)
         if self.args.medusa_stage == 2:
             with heads_detached(self.model):
-                super()._save(output_dir, rest)
+                super()._save(output_dir, model_state)
         elif self.args.should_save:
             self.processing_class.save_pretrained(output_dir)
             torch.save(self.args, os.path.join(output_dir, TRAINING_ARGS_NAME))

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import TrainingArguments
 
 from liger_trainer._logging import logger
-from liger_trainer.feature import Feature, FeatureTrainer, Run
+from liger_trainer.feature import Feature, FeatureTrainer, StepRunner
 from liger_trainer.memory import recompute, switches
 from liger_trainer.memory.host_inputs import OPTION, HostInputs
 from liger_trainer.memory.memory import DeviceMemory, GpuMemory, PinnedMemory, room_of
@@ -91,7 +91,7 @@ class CheckpointedTrainer(FeatureTrainer, Protocol):
 class Checkpointing(Feature[CheckpointingArguments, CheckpointedTrainer]):
     """Activation checkpointing: by the `ActivationPlanner` of `auto`, or by `recompute.py`."""
 
-    def settle(self, args: CheckpointingArguments) -> None:
+    def resolve(self, args: CheckpointingArguments) -> None:
         """Give both names of checkpointing their values."""
         value = args.activation_checkpointing
         if isinstance(value, str):
@@ -119,7 +119,7 @@ class Checkpointing(Feature[CheckpointingArguments, CheckpointedTrainer]):
             raise _offloads("its option offload is true", "offload from activation_checkpointing_kwargs")
 
     @contextmanager
-    def around_training(self, trainer: CheckpointedTrainer) -> Iterator[Run | None]:
+    def around_training(self, trainer: CheckpointedTrainer) -> Iterator[StepRunner | None]:
         args = trainer.args
         memory = _memory_of(trainer)
         if memory is not None:
@@ -172,7 +172,7 @@ def _parse_options(options: dict[str, Any] | str) -> dict[str, Any]:
 
 
 @contextmanager
-def _switched(trainer: CheckpointedTrainer) -> Iterator[Run]:
+def _switched(trainer: CheckpointedTrainer) -> Iterator[StepRunner]:
     """Context manager: layers are checkpointed by `recompute.py`, or with their inputs on the host."""
     model: nn.Module | None = None
 

@@ -52,39 +52,39 @@ def load_predictor(model: Any, base: Base) -> nn.Module:
             f"train_mtp is true, and {reason}. Only MTP heads of that name are known, as in Qwen3.5. Remove train_mtp."
         )
     predictor = _empty(model)
-    own = {_PREFIX + name: tensor for name, tensor in predictor.state_dict().items()}
-    differing = sorted(own.keys() ^ tensors.keys())
+    parameters = {_PREFIX + name: tensor for name, tensor in predictor.state_dict().items()}
+    differing = sorted(parameters.keys() ^ tensors.keys())
     if differing:
-        where = "the checkpoint lacks" if differing[0] in own else "the model's classes lack"
+        where = "the checkpoint lacks" if differing[0] in parameters else "the model's classes lack"
         raise ValueError(f"train_mtp is true, but {where} {differing[0]}, so that the head is another one. Remove it.")
-    for name, tensor in own.items():
+    for name, tensor in parameters.items():
         if tuple(tensor.shape) != tensors[name].shape:
             raise ValueError(f"{name} is {tensors[name].shape} in {base.folder}; expected {tuple(tensor.shape)}.")
     with torch.no_grad():
         for file in sorted({tensor.file for tensor in tensors.values()}):
             with safe_open(file, "pt") as stored:
                 for name in stored.keys():
-                    if name in own:
-                        own[name].copy_(stored.get_tensor(name))
+                    if name in parameters:
+                        parameters[name].copy_(stored.get_tensor(name))
     setattr(model, ATTRIBUTE, predictor)
     return predictor
 
 
-def save_beside(predictor: nn.Module, folder: str) -> None:
+def save_with_adapter(predictor: nn.Module, folder: str) -> None:
     """Write the head into the folder of an adapter, under the names of the base."""
     tensors = {_PREFIX + name: t.detach().cpu().contiguous() for name, t in predictor.state_dict().items()}
     save_file(tensors, Path(folder, FILE), metadata={"format": "pt"})
 
 
-def load_beside(predictor: nn.Module, folder: str) -> None:
-    """Read what `save_beside` has written. ValueError if the folder has no head."""
+def load_with_adapter(predictor: nn.Module, folder: str) -> None:
+    """Read what `save_with_adapter` has written. ValueError if the folder has no head."""
     path = Path(folder, FILE)
     if not path.is_file():
         raise ValueError(f"train_mtp is true, and {folder}, trained without it, has no {FILE}. Remove train_mtp.")
     predictor.load_state_dict({name.removeprefix(_PREFIX): t for name, t in load_file(path).items()})
 
 
-def trained_beside(adapter: str) -> dict[str, StoredTensor]:
+def saved_with_adapter(adapter: str) -> dict[str, StoredTensor]:
     """Where the tensors of a head lie that was trained with the adapter in the folder `adapter`. Empty without one."""
     path = Path(adapter, FILE)
     return tensors_of(path) if path.is_file() else {}

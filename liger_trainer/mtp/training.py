@@ -16,7 +16,7 @@ from liger_trainer.head.deferred import DeferredLogits
 from liger_trainer.head.flat_rows import FlatRows, flat_rows
 from liger_trainer.head.module import base_model_of, head_reason, innermost, output_head
 from liger_trainer.head.targets import head_targets
-from liger_trainer.mtp.predictor import load_beside, load_predictor, predict, save_beside
+from liger_trainer.mtp.predictor import load_predictor, load_with_adapter, predict, save_with_adapter
 from liger_triton import HeadsLoss, linear_heads_cross_entropy
 
 _PLAIN = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
@@ -45,12 +45,12 @@ class TrainedPredictor:
     def save(self, folder: str) -> None:
         """Write the head beside an adapter. A whole model has it among its weights."""
         if self._has_adapter:
-            save_beside(self._predictor, folder)
+            save_with_adapter(self._predictor, folder)
 
     def load(self, checkpoint: str) -> None:
         """Read the head of a checkpoint that has an adapter. ValueError if it has none."""
         if self._has_adapter:
-            load_beside(self._predictor, checkpoint)
+            load_with_adapter(self._predictor, checkpoint)
 
     def loss(self, logits: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
         """The cross-entropy of the head for a batch, without its logits. It runs inside the forward of the model.
@@ -97,7 +97,7 @@ class TrainedPredictor:
 def _check(trainer: Any) -> None:
     model: Any = base_model_of(trainer.model)
     accelerator = trainer.accelerator
-    if not trainer.head_is_ours:
+    if not trainer.uses_fused_head:
         raise ValueError(
             "train_mtp is true, but the fused LM head is off (use_liger, liger_config). Remove one of them."
         )

@@ -9,9 +9,9 @@ from transformers import TrainerCallback
 from liger_trainer._logging import logger
 from liger_trainer.feature import Feature
 from liger_trainer.preflight import model_checks, row_checks, run_checks
-from liger_trainer.preflight.run import Run
+from liger_trainer.preflight.context import PreflightContext
 
-CHECKS: tuple[Callable[[Run], str | None], ...] = (
+CHECKS: tuple[Callable[[PreflightContext], str | None], ...] = (
     row_checks.nothing_learned,
     row_checks.cut_answers,
     row_checks.two_begin_tokens,
@@ -60,7 +60,7 @@ class _BeforeFirstStep(TrainerCallback):
         skipped = getattr(args, "skip_checks", None) or ()  # stock arguments have no such field
         if state.global_step > 0 or not state.is_world_process_zero or "all" in skipped:
             return
-        run = Run(self.trainer, state.max_steps)
+        run = PreflightContext(self.trainer, state.max_steps)
         for check in CHECKS:
             name = check.__name__
             line = None if name in skipped else check(run)

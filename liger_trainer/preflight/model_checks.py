@@ -6,14 +6,14 @@ import types
 from typing import Any
 
 from liger_trainer.patching.core.binding import own_class
-from liger_trainer.preflight.run import Run
+from liger_trainer.preflight.context import PreflightContext
 from liger_trainer.varlen.proof import convolutions
 
 _DISTRIBUTIONS = {"fla": "flash-linear-attention", "causal_conv1d": "causal-conv1d", "mamba_ssm": "mamba-ssm"}
 _NOT_IN_SGLANG = ("in_proj_a", "in_proj_b")
 
 
-def slow_attention(run: Run) -> str | None:
+def slow_attention(run: PreflightContext) -> str | None:
     """Attention writes all scores to memory, on a GPU."""
     implementation = getattr(run.text_config, "_attn_implementation", None)
     report = run.trainer.liger_report
@@ -25,7 +25,7 @@ def slow_attention(run: Run) -> str | None:
     )
 
 
-def slow_layers(run: Run) -> str | None:
+def slow_layers(run: PreflightContext) -> str | None:
     """Layers with a state, such as linear attention, run in plain PyTorch on a GPU, for want of a package."""
     missing = missing_packages(run.model)
     if not run.on_gpu or not missing:
@@ -67,7 +67,7 @@ def _package_of_fallback(function: Any) -> str | None:
     return None
 
 
-def unloaded_weights(run: Run) -> str | None:
+def unloaded_weights(run: PreflightContext) -> str | None:
     """The checkpoint has prediction layers (MTP), which transformers does not load."""
     base = run.trainer.base_checkpoint
     if base is None or not base.predicts or not hasattr(run.model, "state_dict"):
@@ -76,15 +76,15 @@ def unloaded_weights(run: Run) -> str | None:
     names = sorted(name for name in base.predicts if name not in trained)
     if not names:
         return None
-    kept = getattr(run.trainer.args, "keep_unloaded_weights", True)
-    fate = "are saved as they were" if kept else "are left out of what is saved"
+    is_kept = getattr(run.trainer.args, "keep_unloaded_weights", True)
+    fate = "are saved as they were" if is_kept else "are left out of what is saved"
     return (
         f"{len(names)} tensors of the checkpoint are prediction layers (MTP), such as {names[0]}, which transformers "
         f"does not load. They are not trained and {fate}; a server that drafts with them may see fewer drafts accepted."
     )
 
 
-def served_adapter(run: Run) -> str | None:
+def served_adapter(run: PreflightContext) -> str | None:
     """Servers refuse the adapter, or leave a part of it out."""
     reasons: list[str] = []
     for config in getattr(run.trainer.model, "peft_config", {}).values():

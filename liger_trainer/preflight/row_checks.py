@@ -2,13 +2,13 @@
 
 from collections import Counter
 
-from liger_trainer.preflight.run import Run
+from liger_trainer.preflight.context import PreflightContext
 from liger_trainer.preflight.sequences import Sequence
 
 _AFTER_END = 2  # tokens that a template may write after the end of a turn, such as a newline
 
 
-def nothing_learned(run: Run) -> str | None:
+def nothing_learned(run: PreflightContext) -> str | None:
     """No token of the rows counts in the loss."""
     if not run.sequences or any(any(sequence.learned) for sequence in run.sequences):
         return None
@@ -18,20 +18,20 @@ def nothing_learned(run: Run) -> str | None:
     )
 
 
-def cut_answers(run: Run) -> str | None:
+def cut_answers(run: PreflightContext) -> str | None:
     """Answers are cut off by `max_length`, or all of a row is."""
     trainer, limit = run.trainer, run.max_length
     if limit is None:
         return None
-    given = getattr(trainer, "rows_given", None)
+    num_given = getattr(trainer, "rows_given", None)
     packs = bool(getattr(trainer.args, "packing", False))
-    dropped = 0 if given is None or packs else max(0, given - len(trainer.train_dataset))
+    dropped = 0 if num_given is None or packs else max(0, num_given - len(trainer.train_dataset))
     full = [sequence for sequence in run.sequences if len(sequence.ids) >= limit]
     empty = [sequence for sequence in full if not any(sequence.learned)]
     shortened = [sequence for sequence in full if sequence.has_prompt]
     parts = []
     if dropped:
-        parts.append(f"{dropped} of {given} rows are left out, since nothing to learn is left within max_length")
+        parts.append(f"{dropped} of {num_given} rows are left out, since nothing to learn is left within max_length")
     if empty:
         parts.append(f"{len(empty)} of the first {len(run.sequences)} rows are cut before their answer begins")
     if shortened:
@@ -41,7 +41,7 @@ def cut_answers(run: Run) -> str | None:
     return f"max_length is {limit}: {'; '.join(parts)}. Raise max_length, or shorten or remove these rows."
 
 
-def end_token_learned(run: Run) -> str | None:
+def end_token_learned(run: PreflightContext) -> str | None:
     """Answers end, and the token that ends them never counts in the loss."""
     answers = [sequence for sequence in run.whole_sequences if any(sequence.learned)]
     if not answers or not run.end_tokens or any(_learned_end(run, sequence) is not None for sequence in answers):
@@ -63,12 +63,12 @@ def end_token_learned(run: Run) -> str | None:
     )
 
 
-def end_token_stops(run: Run) -> str | None:
+def end_token_stops(run: PreflightContext) -> str | None:
     """Answers end with a token at which generation does not stop."""
     if not run.stop_tokens:
         return None
-    found = [_learned_end(run, sequence) for sequence in run.whole_sequences]
-    ends = Counter(end for end in found if end is not None)
+    learned_ends = [_learned_end(run, sequence) for sequence in run.whole_sequences]
+    ends = Counter(end for end in learned_ends if end is not None)
     if not ends or run.stop_tokens & ends.keys():
         return None
     token, count = ends.most_common(1)[0]
@@ -81,7 +81,7 @@ def end_token_stops(run: Run) -> str | None:
     )
 
 
-def two_begin_tokens(run: Run) -> str | None:
+def two_begin_tokens(run: PreflightContext) -> str | None:
     """Rows begin with the begin token twice: a template writes it, and the tokenizer adds it."""
     begin = getattr(run.tokenizer, "bos_token_id", None)
     if begin is None:
@@ -95,7 +95,7 @@ def two_begin_tokens(run: Run) -> str | None:
     )
 
 
-def _learned_end(run: Run, sequence: Sequence) -> int | None:
+def _learned_end(run: PreflightContext, sequence: Sequence) -> int | None:
     """The token that ends the last answer, if it is learned; None otherwise."""
     last = sequence.last_learned
     if last is None:
@@ -106,7 +106,7 @@ def _learned_end(run: Run, sequence: Sequence) -> int | None:
     return None
 
 
-def _masked_ends(run: Run, sequence: Sequence) -> list[int]:
+def _masked_ends(run: PreflightContext, sequence: Sequence) -> list[int]:
     """The end tokens that follow a learned token, and are not learned."""
     ends = []
     for position in range(1, len(sequence.ids)):

@@ -1,6 +1,6 @@
 """Checks of the learning rate, against the length of the run and the weights that are trained."""
 
-from liger_trainer.preflight.run import Run
+from liger_trainer.preflight.context import PreflightContext
 
 # AdamW and its relatives move a weight by up to the learning rate in a step, whatever the size of the gradient.
 _NORMALISED = ("adamw", "paged_adamw", "lion", "paged_lion", "stable_adamw", "schedule_free_adamw")
@@ -12,7 +12,7 @@ _FEW_STEPS = 5  # a trial run
 _WITHOUT_WARMUP = ("constant",)
 
 
-def learning_rate(run: Run) -> str | None:
+def learning_rate(run: PreflightContext) -> str | None:
     """The learning rate destroys a trained model, or moves no weight in the whole run."""
     args = run.trainer.args
     rate, optimizer = args.learning_rate, str(getattr(args.optim, "value", args.optim))
@@ -36,7 +36,7 @@ def learning_rate(run: Run) -> str | None:
     return None
 
 
-def warmup(run: Run) -> str | None:
+def warmup(run: PreflightContext) -> str | None:
     """The run ends before the learning rate has reached `learning_rate`."""
     args = run.trainer.args
     scheduler = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
@@ -49,18 +49,18 @@ def warmup(run: Run) -> str | None:
     )
 
 
-def _is_trained_before(run: Run) -> bool:
+def _is_trained_before(run: PreflightContext) -> bool:
     """Whether the model was loaded, and is not a small one."""
     width = getattr(run.text_config, "hidden_size", None) or 0
     return bool(getattr(run.model, "name_or_path", "")) and width >= _SMALL_MODEL
 
 
-def _trains_most_weights(run: Run) -> bool:
+def _trains_most_weights(run: PreflightContext) -> bool:
     parameters = list(run.model.parameters())
     trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
     return 2 * trained > sum(parameter.numel() for parameter in parameters)
 
 
-def _is_lora(run: Run) -> bool:
+def _is_lora(run: PreflightContext) -> bool:
     configs = run.trainer.model.peft_config.values()
     return {str(getattr(config.peft_type, "value", config.peft_type)) for config in configs} == {"LORA"}

@@ -104,11 +104,11 @@ class LigerTRLMixin(LigerTrainerMixin, WritesCards):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         stock_init = super().__init__
-        given = dict(zip(inspect.signature(stock_init).parameters, args, strict=False)) | kwargs
-        config: Any = given.get("args")
+        arguments = dict(zip(inspect.signature(stock_init).parameters, args, strict=False)) | kwargs
+        config: Any = arguments.get("args")
         self.args = config  # `uses_liger` and `wants_part` read it
         self._patched = PatchedModels()
-        rows = given.get("train_dataset")
+        rows = arguments.get("train_dataset")
         self.rows_given = len(rows) if isinstance(rows, Sized) else None
         first = first_conversation(rows)
         self.rows_are_chats = first is not None

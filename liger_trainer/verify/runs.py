@@ -25,7 +25,7 @@ from liger_trainer.patching.core.report import OPERATIONS
 from liger_trainer.trainers.base import stock_class
 from liger_trainer.verify.medusa import PlainMedusaTrainer
 from liger_trainer.verify.observed import KeepGradients, Recorder, Tensors, copies, optimizer_states
-from liger_trainer.verify.small import chance, long_rows, small_rows, small_tokenizer, write_model
+from liger_trainer.verify.small import long_rows, pseudo_random_reward, small_rows, small_tokenizer, write_model
 from liger_triton.sizes import chunks_of_at_most
 
 HEAD = "fused_linear_cross_entropy"
@@ -36,7 +36,7 @@ BF16_EPS = torch.finfo(torch.bfloat16).eps / 2  # a number's largest relative er
 CHUNK_ROWS = 8  # of logits, where a head is cut into chunks
 
 # Options that every run sets to these values, whatever the recipe says.
-_OWN = {
+_FIXED_OPTIONS = {
     "max_steps": 2,
     "per_device_train_batch_size": 2,
     "gradient_accumulation_steps": 2,
@@ -135,7 +135,7 @@ class Setup:
         return issubclass(self.trainer, LigerMedusaTrainer)
 
     @property
-    def writes(self) -> bool:
+    def generates(self) -> bool:
         """Return whether the trainer writes the completions that it trains on."""
         return self.stock.__name__ in ("GRPOTrainer", "RLOOTrainer", "DistillationTrainer")
 
@@ -195,7 +195,7 @@ class Bench:
             setattr(adapter, name, dropout)
         return adapter
 
-    def draws(self) -> bool:
+    def routers_draw(self) -> bool:
         """Return whether the model's routers draw random numbers, even where they have no effect."""
         return any("jitter" in name for name in AutoConfig.from_pretrained(self.path).to_dict())
 
@@ -210,13 +210,13 @@ class Bench:
         `given` are further arguments of the trainer. With `dropout`, the model and its adapter drop out activations.
         """
         setup = self.setup
-        own_init = setup.model_init | (self.dropouts() if dropout else {})
+        model_init = setup.model_init | (self.dropouts() if dropout else {})
         trainer_class, args_class = setup.trainer, setup.arguments
         if kind == "stock":
             trainer_class, args_class = setup.stock, stock_class(setup.arguments)
         elif kind == "plain" and setup.is_medusa:
             trainer_class = PlainMedusaTrainer
-        values = {key: value for key, value in setup.options.items() if not key.startswith(_LEFT_OUT)} | _OWN
+        values = {key: value for key, value in setup.options.items() if not key.startswith(_LEFT_OUT)} | _FIXED_OPTIONS
         if setup.options.get("max_length", 0) is None:
             values["max_length"] = None
         if "activation_checkpointing" in values:  # `auto` measures a GPU
@@ -231,12 +231,12 @@ class Bench:
         if setup.stock is transformers.Trainer:
             given["model"] = self.model(dropout=dropout)
         else:
-            values["model_init_kwargs"] = {"dtype": "float32"} | own_init
+            values["model_init_kwargs"] = {"dtype": "float32"} | model_init
             given |= {"model": self.path, "peft_config": self._adapter(dropout)}
         if setup.teacher is not None:
             given["teacher_model"] = self.teacher
         if setup.rewards:
-            given["reward_funcs"] = [chance] * setup.rewards
+            given["reward_funcs"] = [pseudo_random_reward] * setup.rewards
         known = {f.name for f in dataclasses.fields(args_class) if f.init}
         set_seed(setup.seed)
         args = args_class(**{k: v for k, v in values.items() if k in known})

@@ -53,18 +53,18 @@ _RANGES = (
 )  # fmt: skip
 
 
-def settle(
-    filed: dict[str, Any], given: dict[str, Any], defaults: dict[str, Any], entry: TrainerEntry
+def resolve_keys(
+    file_values: dict[str, Any], overriding: dict[str, Any], defaults: dict[str, Any], entry: TrainerEntry
 ) -> dict[str, Any]:
     """The keys that are set, of which `given`, on the command line, override `filed`. RecipeError if they do not fit.
 
     Turning an option off on the command line, as `--use_peft false` does, drops the keys of the file that depend on it.
     """
-    chosen = filed | given
+    explicit = file_values | overriding
 
     def value(key: str) -> Any:
-        found = chosen.get(key, defaults.get(key))
-        return getattr(found, "value", found)  # of an enum
+        setting = explicit.get(key, defaults.get(key))
+        return getattr(setting, "value", setting)  # of an enum
 
     for expected, least, largest, keys in _RANGES:
         for key in keys.split():
@@ -73,22 +73,22 @@ def settle(
                 raise RecipeError(f"{key} is {number}; expected a number {expected}.")
     if value("max_steps") != -1 and value("max_steps") < 1:
         raise RecipeError(f"max_steps is {value('max_steps')}; expected 1 or more, or -1 to train num_train_epochs.")
-    off = set(given)  # what was turned off on the command line, and the keys that went with it
+    turned_off = set(overriding)  # what was turned off on the command line, and the keys that went with it
     for patterns, switches, needs, on in _SWITCHES:
         if on(*(value(switch) for switch in switches.split())):
             continue
-        for key in [key for key in chosen if any(fnmatch.fnmatchcase(key, each) for each in patterns.split())]:
+        for key in [key for key in explicit if any(fnmatch.fnmatchcase(key, each) for each in patterns.split())]:
             if value(key) is None or value(key) is False:
                 continue
-            if key in given or not any(switch in off for switch in switches.split()):
+            if key in overriding or not any(switch in turned_off for switch in switches.split()):
                 raise RecipeError(f"{key} is {value(key)!r}, which has no effect without {needs}.")
-            del chosen[key]
-            off.add(key)
-    if "num_train_epochs" in chosen and value("max_steps") > 0:
-        if "max_steps" not in given or "num_train_epochs" in given:
+            del explicit[key]
+            turned_off.add(key)
+    if "num_train_epochs" in explicit and value("max_steps") > 0:
+        if "max_steps" not in overriding or "num_train_epochs" in overriding:
             epochs = value("num_train_epochs")
             raise RecipeError(f"num_train_epochs is {epochs}, and max_steps {value('max_steps')}. Remove one of them.")
-        del chosen["num_train_epochs"]
+        del explicit["num_train_epochs"]
     if value("eval_strategy") != "no" and not _on(*map(value, _EVAL_ROWS)):
         raise RecipeError(
             f"eval_strategy is {value('eval_strategy')!r}, and the recipe has no rows to evaluate on. Set one of "
@@ -99,7 +99,7 @@ def settle(
     if (value("packing") or value("eval_packing")) and value("packing_strategy") == "wrapped":
         raise RecipeError("packing_strategy is 'wrapped', which lets rows see each other. Set packing_strategy: bfd.")
     for key, only in (("do_train", True), ("do_predict", False)):
-        if key in chosen and value(key) is not only:
+        if key in explicit and value(key) is not only:
             raise RecipeError(f"{key} is {value(key)}, which has no effect: the command trains. Remove it.")
     if value("enable_jit_checkpoint"):
         raise RecipeError("enable_jit_checkpoint is true. Remove it: at SIGTERM a run saves all its processes anyway.")
@@ -111,13 +111,13 @@ def settle(
     if value("train_on"):
         if "assistant_only_loss" not in defaults:
             raise RecipeError(f"train_on is {value('train_on')}, which {entry.trainer} does not read. Remove it.")
-        if chosen.get("assistant_only_loss") is False:
+        if explicit.get("assistant_only_loss") is False:
             raise RecipeError(f"train_on is {value('train_on')}, and assistant_only_loss false. Remove one of them.")
-        chosen["assistant_only_loss"] = True  # with which TRL learns what the chat template marks
-    for key, mend in NOT_ON_EXPERTS.items():
+        explicit["assistant_only_loss"] = True  # with which TRL learns what the chat template marks
+    for key, allowed in NOT_ON_EXPERTS.items():
         if value("lora_target_parameters") and value(key):
             raise RecipeError(
-                f"{key} is {value(key)}, which PEFT refuses with lora_target_parameters. Set {key}: {mend}."
+                f"{key} is {value(key)}, which PEFT refuses with lora_target_parameters. Set {key}: {allowed}."
             )
     if value("beta") == 0 and entry.trainer in ("LigerDPOTrainer", "LigerKTOTrainer"):
         raise RecipeError("beta is 0, with which no preference is learned. Set a number above 0.")
@@ -126,7 +126,7 @@ def settle(
         raise RecipeError(f"reward_funcs is {value('reward_funcs')!r}; expected a list for {with_rewards} alone.")
     if "teacher_model_name_or_path" in defaults and not value("teacher_model_name_or_path"):
         raise RecipeError(f"{entry.trainer} needs teacher_model_name_or_path.")
-    return chosen
+    return explicit
 
 
 # The packages of which a tracker of `report_to` needs one.
@@ -161,7 +161,7 @@ def check_rows(recipe: Any, columns: list[str]) -> None:
 
     Without completions, TRL would count every token in spite of completion_only_loss.
     """
-    field = recipe.chosen.get("dataset_text_field")
+    field = recipe.explicit.get("dataset_text_field")
     if field is not None and field not in columns:
         raise RecipeError(
             f"dataset_text_field is {field!r}, and the trainer reads other columns: {', '.join(columns)}. Remove it."

@@ -92,8 +92,8 @@ def _find(name: str) -> _Source | None:
 
 
 def _folder_of(package: str) -> Path | None:
-    found = importlib.util.find_spec(package)  # of a top-level package, which is not imported for it
-    locations = None if found is None else found.submodule_search_locations
+    spec = importlib.util.find_spec(package)  # of a top-level package, which is not imported for it
+    locations = None if spec is None else spec.submodule_search_locations
     return Path(locations[0]) if locations else None
 
 

@@ -111,8 +111,8 @@ class RecipeArguments:
         if self.eval_fraction is not None and not 0 < self.eval_fraction < 1:
             raise RecipeError(f"eval_fraction is {self.eval_fraction}; expected a number between 0 and 1.")
         sources = ("eval_fraction", "dataset_eval_split", "eval_dataset_name")
-        if len(given := [name for name in sources if getattr(self, name) is not None]) > 1:
-            raise RecipeError(f"{' and '.join(given)} are both set; keep one of them.")
+        if len(eval_sources := [name for name in sources if getattr(self, name) is not None]) > 1:
+            raise RecipeError(f"{' and '.join(eval_sources)} are both set; keep one of them.")
         if self.eval_fraction is not None:
             self._check_that_rows_are_there_once()
         if self.train_on == []:
@@ -123,14 +123,14 @@ class RecipeArguments:
 
     def _check_that_rows_are_there_once(self) -> None:
         """RecipeError if rows that are held out for evaluation would be trained on as well."""
-        twice = None
+        repeats = None
         if self.dataset_weights is not None and self.dataset_stopping_strategy == "all_exhausted":
-            twice = "dataset_stopping_strategy is 'all_exhausted', which draws rows again"
+            repeats = "dataset_stopping_strategy is 'all_exhausted', which draws rows again"
         names = self.dataset_name if isinstance(self.dataset_name, list) else []
         if repeated := [name for name in names if names.count(name) > 1]:
-            twice = f"dataset_name lists {repeated[0]!r} more than once"
-        if twice is not None:
+            repeats = f"dataset_name lists {repeated[0]!r} more than once"
+        if repeats is not None:
             raise RecipeError(
-                f"eval_fraction is {self.eval_fraction}, and {twice}, so that rows that are held out would be trained "
-                "on too. Set eval_dataset_name to a file of other rows in place of eval_fraction."
+                f"eval_fraction is {self.eval_fraction}, and {repeats}, so the held-out rows would be trained on too. "
+                "Set eval_dataset_name to a file of other rows instead of eval_fraction."
             )

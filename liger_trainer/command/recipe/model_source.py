@@ -60,26 +60,27 @@ class ModelSource:
             raise RecipeError(f"{what}.{offline}{package} {reason}") from error
 
 
-def dequantised(config: Any) -> dict[str, Any]:
-    """The options of `from_pretrained` that load a checkpoint in MXFP4 in 16 bits; none for another checkpoint.
+def dequantize_options(config: Any) -> dict[str, Any]:
+    """Return the options of `from_pretrained` that dequantize an MXFP4 checkpoint; none for any other checkpoint.
 
-    In four bits transformers neither trains such experts nor lets PEFT adapt them.
+    transformers neither trains 4-bit experts nor lets PEFT adapt them.
     """
     from transformers import Mxfp4Config
 
     return {"quantization_config": Mxfp4Config(dequantize=True)} if _is_mxfp4(config) else {}
 
 
-def trainable(config: Any) -> dict[str, Any]:
-    """The options of `from_pretrained` with which a checkpoint can be trained: `dequantised`, and for GPTQ and AWQ
-    layers of gptqmodel that train, which it does not choose by itself on GPUs.
+def trainable_options(config: Any) -> dict[str, Any]:
+    """Return the options of `from_pretrained` that make a checkpoint trainable.
+
+    MXFP4 is dequantized. GPTQ and AWQ get gptqmodel's trainable layers, which it does not choose by itself on GPUs.
     """
     from transformers import AwqConfig, GPTQConfig
 
     stored: dict[str, Any] = getattr(config, "quantization_config", None) or {}
     kind = {"gptq": GPTQConfig, "awq": AwqConfig}.get(stored.get("quant_method", ""))
     if kind is None or "backend" in stored:
-        return dequantised(config)
+        return dequantize_options(config)
     return {"quantization_config": kind(bits=stored["bits"], backend="auto_trainable")}
 
 
@@ -125,9 +126,9 @@ def find_model(name: str | None, gguf_file: str | None = None, **options) -> Mod
     is_path = path.startswith((".", os.sep)) or path.count("/") > 1 or path.endswith(".gguf")  # no name on the Hub
     if is_path and not os.path.isdir(path):
         raise RecipeError(f"model_name_or_path is {name!r}, and there is no such folder.")
-    found = sorted(p.name for p in Path(path).glob("*.gguf")) if os.path.isdir(path) else []
-    if gguf_file is None and len(found) == 1 and not os.path.isfile(os.path.join(path, "config.json")):
-        gguf_file = found[0]
+    gguf_files = sorted(p.name for p in Path(path).glob("*.gguf")) if os.path.isdir(path) else []
+    if gguf_file is None and len(gguf_files) == 1 and not os.path.isfile(os.path.join(path, "config.json")):
+        gguf_file = gguf_files[0]
     if gguf_file is not None:
         options["gguf_file"] = gguf_file
     return ModelSource(path, options)

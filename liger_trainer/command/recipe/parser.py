@@ -48,7 +48,7 @@ class Key(NamedTuple):
     choices: tuple[str, ...] = ()
 
 
-def parser_of(entry: TrainerEntry, usage: str) -> tuple[Any, dict[str, Key]]:
+def build_parser(entry: TrainerEntry, usage: str) -> tuple[Any, dict[str, Key]]:
     """TRL's parser for the three dataclasses of a trainer, and all of its keys. `--help` begins with `usage`."""
     from trl import ModelConfig, TrlParser
 
@@ -80,7 +80,9 @@ def _help(parser: Any, keys: dict[str, Key], word: str) -> str:
     if name == "all":
         return parser.format_help()
     if name:
-        wanted = {key for key, of in keys.items() if name in (key, of.topic)} or {key for key in keys if name in key}
+        wanted = {key for key, key_info in keys.items() if name in (key, key_info.topic)} or {
+            key for key in keys if name in key
+        }
         if not wanted:
             raise RecipeError(f"--help has {word!r}, which is no topic ({', '.join(TOPICS)}, all) and in no key.")
         for action in parser._actions:
@@ -88,8 +90,8 @@ def _help(parser: Any, keys: dict[str, Key], word: str) -> str:
                 action.help = argparse.SUPPRESS
         return parser.format_help()
     names: dict[str, list[str]] = {topic: [] for topic in TOPICS}
-    for key, of in keys.items():
-        names[of.topic].append(key)
+    for key, key_info in keys.items():
+        names[key_info.topic].append(key)
     return topics_text(parser.usage, names)
 
 
@@ -107,12 +109,12 @@ def topics_text(usage: str, names: dict[str, list[str]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def asks_for_topics(words: Iterable[str]) -> bool:
+def asks_for_topics(argv: Iterable[str]) -> bool:
     """Tell whether the command line has `--help` without a key or a topic."""
-    return take_options(["--help" if word == "-h" else word for word in words], "help")[0].get("help") == ""
+    return take_options(["--help" if word == "-h" else word for word in argv], "help")[0].get("help") == ""
 
 
-def options_given(parser, keys: dict[str, Key], words: list[str], entry: TrainerEntry) -> dict[str, Any]:
+def command_line_values(parser, keys: dict[str, Key], argv: list[str], entry: TrainerEntry) -> dict[str, Any]:
     """The keys that the command line sets, including those that it sets to their defaults.
 
     Every key starts with a mark that no option can have as its value, to tell a value that was given from a default.
@@ -122,28 +124,28 @@ def options_given(parser, keys: dict[str, Key], words: list[str], entry: Trainer
         raise RecipeError(f"{message.rstrip('.')}. `liger-trainer train RECIPE --help` says what each option takes.")
 
     parser.error = refuse  # argparse would print the usage and exit
-    asked, words = take_options(["--help" if word == "-h" else word for word in words], "help")
+    asked, argv = take_options(["--help" if word == "-h" else word for word in argv], "help")
     if "help" in asked:
         print(_help(parser, keys, asked["help"]), end="")
         raise SystemExit(0)
-    namespace, rest = parser.parse_known_args(list(words), argparse.Namespace(**dict.fromkeys(keys, _NOT_GIVEN)))
+    namespace, rest = parser.parse_known_args(list(argv), argparse.Namespace(**dict.fromkeys(keys, _NOT_GIVEN)))
     if rest:
         name = rest[0].partition("=")[0]
         if not name.startswith("--"):
             raise RecipeError(f"{rest[0]!r} on the command line belongs to no option; write --key value after RECIPE.")
         raise RecipeError(f"{name} {_why_unknown(name[2:].replace('-', '_'), keys, entry)}")
-    given = {key: value for key, value in vars(namespace).items() if key in keys and value is not _NOT_GIVEN}
-    for key, value in given.items():
+    values = {key: value for key, value in vars(namespace).items() if key in keys and value is not _NOT_GIVEN}
+    for key, value in values.items():
         hint = keys[key].hint
         if isinstance(value, list) and len(value) == 1:
             if typing.get_origin(hint) is not list and str in typing.get_args(hint):
-                given[key] = value[0]  # as a file would have it
+                values[key] = value[0]  # as a file would have it
         elif isinstance(value, str) and value.startswith("{") and key != "columns":  # which is read as YAML
             try:
                 json.loads(value)
             except json.JSONDecodeError as error:
                 raise RecipeError(f"--{key} is {value!r}, which is not valid JSON: {error}.") from error
-    return given
+    return values
 
 
 def refuse_unknown_keys(path: Path, values: dict[str, Any], keys: Iterable[str], entry: TrainerEntry) -> None:
@@ -221,7 +223,7 @@ def dump_yaml(values: dict[str, Any]) -> str:
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=float("inf"))
 
 
-def checked(path: Path, key: str, value: Any, hint: Any) -> Any:
+def check_type(path: Path, key: str, value: Any, hint: Any) -> Any:
     """`value` as the parser wants it. RecipeError if `hint` does not allow the type that it has in YAML."""
     from huggingface_hub.dataclasses import type_validator
 

@@ -107,7 +107,7 @@ def _check_answers(tokenizer: Any, marked: str) -> None:
         )
 
 
-def settle_named_template(recipe: Recipe, source: ModelSource) -> None:
+def resolve_named_template(recipe: Recipe, source: ModelSource) -> None:
     """Let `chat_template_path: chatml` mean the template of that name, and its end of a turn the end of a text."""
     from transformers import AutoTokenizer
 
@@ -131,17 +131,19 @@ def find_template(recipe: Recipe, source: ModelSource) -> tuple[Any, str]:
     """The tokenizer or processor with the chat template that the recipe trains with, and where it is from."""
     from transformers import AutoProcessor, AutoTokenizer
 
-    own = getattr(recipe.training, "chat_template_path", None)
-    if own is not None and not os.path.isfile(own):
+    template_path = getattr(recipe.training, "chat_template_path", None)
+    if template_path is not None and not os.path.isfile(template_path):
         try:
-            return AutoTokenizer.from_pretrained(own), f"chat_template_path {own!r}"
+            return AutoTokenizer.from_pretrained(template_path), f"chat_template_path {template_path!r}"
         except (OSError, ValueError) as error:
             named = ", ".join(_NAMED)
-            raise RecipeError(f"chat_template_path is {own!r}, neither {named}, nor a file or a model.") from error
+            raise RecipeError(
+                f"chat_template_path is {template_path!r}, neither {named}, nor a file or a model."
+            ) from error
     tokenizer, where = source.load(AutoTokenizer), f"model_name_or_path {recipe.model.model_name_or_path!r}"
-    if own is not None:
-        tokenizer.chat_template = Path(own).read_text(encoding="utf-8")
-        where = f"chat_template_path {Path(own).name!r}"
+    if template_path is not None:
+        tokenizer.chat_template = Path(template_path).read_text(encoding="utf-8")
+        where = f"chat_template_path {Path(template_path).name!r}"
     elif tokenizer.chat_template is None and not source.is_gguf:
         tokenizer = source.load(AutoProcessor)  # of a model of images, which may have the template alone
     return tokenizer, where
@@ -166,7 +168,7 @@ def answers_marked(recipe: Recipe, source: ModelSource, *datasets: Any) -> Itera
     from trl.chat_template_utils import get_training_chat_template, has_generation_markers
 
     training, roles = recipe.training, recipe.args.train_on or ["assistant"]
-    own = getattr(training, "chat_template_path", None)
+    template_path = getattr(training, "chat_template_path", None)
     tokenizer: Any = find_template(recipe, source)[0] if getattr(training, "assistant_only_loss", False) else None
     template = getattr(tokenizer, "chat_template", None)
     text = template["default"] if isinstance(template, dict) else template
@@ -183,19 +185,19 @@ def answers_marked(recipe: Recipe, source: ModelSource, *datasets: Any) -> Itera
     if roles == ["assistant"]:
         _check_answers(tokenizer, marked)
     with tempfile.TemporaryDirectory() as folder:
-        if own is None or os.path.isfile(own):
+        if template_path is None or os.path.isfile(template_path):
             training.chat_template_path = os.path.join(folder, "marked.jinja")
             Path(training.chat_template_path).write_text(marked, encoding="utf-8")
         else:  # TRL adds the tokens of this tokenizer to the model's
             tokenizer.chat_template, training.chat_template_path = marked, folder
             tokenizer.save_pretrained(folder)
 
-        def settle(trainer: Any) -> None:
+        def restore_template(trainer: Any) -> None:
             trainer.processing_class.chat_template, trainer.chat_template = template, marked
             if hasattr(trainer.data_collator, "chat_template"):  # of images, which it tokenises itself
                 trainer.data_collator.chat_template = marked
 
         try:
-            yield settle
+            yield restore_template
         finally:
-            training.chat_template_path = own
+            training.chat_template_path = template_path

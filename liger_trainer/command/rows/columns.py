@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from liger_trainer.command.processes import say
+from liger_trainer.command.processes import print_status
 from liger_trainer.command.recipe.parser import nearest
 from liger_trainer.command.rows.checks import check_rows
 from liger_trainer.command.rows.convert import convert_rows
@@ -53,7 +53,7 @@ def text_columns(columns: tuple[tuple[str, ...], ...], mapping: dict[str, str]) 
     return frozenset(mapping.get(name, name) for name in read - {"label", "input_ids"})
 
 
-def renamed(rows, mapping: dict[str, str]):
+def rename_columns(rows, mapping: dict[str, str]):
     """The rows with the columns of the data, the values of `mapping`, under the names that are its keys."""
     if missing := [name for name in mapping.values() if name not in rows.column_names]:
         if set(mapping) <= set(rows.column_names):
@@ -68,7 +68,9 @@ def renamed(rows, mapping: dict[str, str]):
     return rows.remove_columns(replaced).rename_columns({old: new for new, old in mapping.items()}) if mapping else rows
 
 
-def prepare(rows, name: str, columns: tuple[tuple[str, ...], ...], mapped: set[str], system_prompt: str | None = None):
+def prepare_rows(
+    rows, name: str, columns: tuple[tuple[str, ...], ...], mapped: set[str], system_prompt: str | None = None
+):
     """The rows after the template `name` has been applied, without columns that compete with those in `mapped`."""
     listed = ", ".join(rows.column_names)
     if name != "none":
@@ -84,7 +86,7 @@ def prepare(rows, name: str, columns: tuple[tuple[str, ...], ...], mapped: set[s
                 f"say which: columns: {{{example}}}."
             )
         if template.replaced is None:
-            _tell_unread(rows, name, template)
+            _report_unread_columns(rows, name, template)
         replaced = template.replaced or rows.column_names
         rows = convert_rows(rows, template.convert, replaced, f"Applying the template {name}")
     have = set(rows.column_names)
@@ -111,11 +113,13 @@ def prepare(rows, name: str, columns: tuple[tuple[str, ...], ...], mapped: set[s
                 " If they have other names there, say which: columns: {question: ..., answer: ...} makes turns of a "
                 "chat, columns: {prompt: ..., completion: ...} takes the texts as they are."
             )
-        made = "" if name == "none" else f", of which prompt_template: {name} makes {', '.join(rows.column_names)}"
-        raise RecipeError(f"it has the columns {listed}{made}; the trainer needs one of: {needs}.{hints}")
+        after_template = (
+            "" if name == "none" else f", of which prompt_template: {name} makes {', '.join(rows.column_names)}"
+        )
+        raise RecipeError(f"it has the columns {listed}{after_template}; the trainer needs one of: {needs}.{hints}")
     if mapped & set(needed):
-        others = have & {column for other in columns for column in other} - {*needed, *mapped, "prompt"}
-        rows = rows.remove_columns(sorted(others))
+        competing = have & {column for other in columns for column in other} - {*needed, *mapped, "prompt"}
+        rows = rows.remove_columns(sorted(competing))
     elif "completion" in needed and "input_ids" not in have:
         # TRL would put the end of the row to a text that it does not train on, and not to the completion
         rows = rows.remove_columns([each[0] for each in fitting if len(each) == 1 and each[0] not in needed])
@@ -127,7 +131,7 @@ def prepare(rows, name: str, columns: tuple[tuple[str, ...], ...], mapped: set[s
     return rows
 
 
-def _tell_unread(rows, name: str, template: _Template) -> None:
+def _report_unread_columns(rows, name: str, template: _Template) -> None:
     """Say which columns a template leaves out. RecipeError if they hold pictures."""
     unread = [column for column in rows.column_names if column not in template.read]
     if has_images(rows):
@@ -137,7 +141,7 @@ def _tell_unread(rows, name: str, template: _Template) -> None:
             "messages of role and content, and unset prompt_template."
         )
     if unread:
-        say(f"prompt_template: {name} does not read the columns {', '.join(unread)}, which are left out.")
+        print_status(f"prompt_template: {name} does not read the columns {', '.join(unread)}, which are left out.")
 
 
 def _with_tools(row: dict[str, Any], index: int) -> dict[str, str]:

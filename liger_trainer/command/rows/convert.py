@@ -17,6 +17,6 @@ def convert_rows(rows: Any, convert: Callable[[dict, int], dict], replaced: Iter
     except RecipeError:
         raise
     except (ValueError, TypeError):  # no message has such a key in the first rows, by which datasets goes
-        kept = {name: feature for name, feature in rows.features.items() if name not in removed}
-        made = {name: List(Json()) for name in convert(rows[0], 0)}
-        return rows.map(convert, features=Features(kept | made), **options)
+        remaining = {name: feature for name, feature in rows.features.items() if name not in removed}
+        converted = {name: List(Json()) for name in convert(rows[0], 0)}
+        return rows.map(convert, features=Features(remaining | converted), **options)

@@ -15,7 +15,7 @@ from liger_trainer.errors import RecipeError, short
 from liger_trainer.trainers.packed_images import PackedRows
 
 _BATCH = 10_000  # rows
-_TOKENISED = (
+_TOKEN_COLUMNS = (
     "input_ids", "labels", "prompt_ids", "completion_ids", "chosen_ids", "rejected_ids", "chosen_input_ids",
     "rejected_input_ids",
 )  # fmt: skip
@@ -40,8 +40,8 @@ class RowCounts:
             (dropped, f"dropped, with nothing to learn{within}"),
             (self.empty, "with nothing to learn"),
         )
-        said = [f"{self.used} used of {self.given}", *(f"{count} {what}" for count, what in parts if count)]
-        return "; ".join(said + ([] if self.learned is None else [f"{self.learned:.0%} of the tokens learned"]))
+        parts_text = [f"{self.used} used of {self.given}", *(f"{count} {what}" for count, what in parts if count)]
+        return "; ".join(parts_text + ([] if self.learned is None else [f"{self.learned:.0%} of the tokens learned"]))
 
 
 def account_for_rows(trainer: Any, train_rows: Any, eval_rows: Any) -> RowCounts:
@@ -68,7 +68,7 @@ def check_token_ids(trainer: Any, name: str) -> None:
     rows = getattr(trainer, f"{name}_dataset")
     if size is None:
         return
-    for column in (column for column in _TOKENISED if column in rows.column_names):
+    for column in (column for column in _TOKEN_COLUMNS if column in rows.column_names):
         tokens = _lists(rows, column)[0]
         outside = tokens[((tokens < 0) | (tokens >= size)) & ((tokens != -100) | (column != "labels"))]
         if len(outside):
@@ -103,9 +103,9 @@ def count_rows(trainer: Any, given_rows: Any, name: str) -> RowCounts:
     used = len(rows)
     if "seq_lengths" in columns:  # packed
         lengths, used = _lists(rows, "seq_lengths")[0], given
-    learns, learned = _learns(tokens, lengths), None
+    learns, learned = _has_loss(tokens, lengths), None
     if given and any(isinstance(given_rows[0].get(name), list) for name in ("messages", "completion")):
-        learned = float(_counted(tokens, lengths).mean())
+        learned = float(_counts_in_loss(tokens, lengths).mean())
     if "seq_lengths" in columns and trainer.args.packing_strategy != "bfd":  # the rest of a row is in another one
         return RowCounts(given, used, limit, empty=0 if learns.any() else used, learned=learned)
     return RowCounts(given, used, limit, int((lengths >= most).sum()), int((~learns).sum()), learned=learned)
@@ -120,11 +120,12 @@ def _checked_counts(trainer: Any, given_rows: Any, name: str) -> RowCounts:
     rows = getattr(trainer, f"{name}_dataset")
     if "chosen_labels" in rows.column_names:
         # ORPO and CPO keep a row whose prompt alone fills max_length, and divide by 0 tokens
-        answers = [_learns(*_lists(rows, f"{side}_labels"), first=0) for side in ("chosen", "rejected")]
-        if len(without := (~(answers[0] & answers[1])).nonzero()[0]):
+        answers = [_has_loss(*_lists(rows, f"{side}_labels"), first=0) for side in ("chosen", "rejected")]
+        if len(empty_rows := (~(answers[0] & answers[1])).nonzero()[0]):
             raise RecipeError(
-                f"The prompt alone fills max_length {max_length_of(trainer)} in {len(without)} {name} rows, whose loss "
-                f"would be NaN. Raise max_length, or leave these rows out; the first is row {int(without[0]) + 1}."
+                f"The prompt alone fills max_length {max_length_of(trainer)} in {len(empty_rows)} {name} rows, so the "
+                "loss would be NaN. Raise max_length, or leave these rows out; the first is row "
+                f"{int(empty_rows[0]) + 1}."
             )
     counts = count_rows(trainer, given_rows, name)
     if counts.empty == counts.used:  # both are 0 where all rows were dropped
@@ -138,14 +139,14 @@ def _checked_counts(trainer: Any, given_rows: Any, name: str) -> RowCounts:
     return counts
 
 
-def _learns(labels: np.ndarray, lengths: np.ndarray, first: int = 1) -> np.ndarray:
+def _has_loss(labels: np.ndarray, lengths: np.ndarray, first: int = 1) -> np.ndarray:
     """For each sequence, whether a token counts in the loss."""
     starts = np.cumsum(lengths) - lengths
-    total = np.concatenate([[0], np.cumsum(_counted(labels, lengths, first))])
+    total = np.concatenate([[0], np.cumsum(_counts_in_loss(labels, lengths, first))])
     return total[starts + lengths] > total[starts]
 
 
-def _counted(labels: np.ndarray, lengths: np.ndarray, first: int = 1) -> np.ndarray:
+def _counts_in_loss(labels: np.ndarray, lengths: np.ndarray, first: int = 1) -> np.ndarray:
     """For each token, whether it counts in the loss. The first one does not: no token before it predicts it."""
     starts = np.cumsum(lengths) - lengths
     return (labels != -100) & (np.arange(len(labels)) - np.repeat(starts, lengths) >= first)

@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from liger_trainer.command.processes import say
+from liger_trainer.command.processes import print_status
 from liger_trainer.errors import RecipeError, short
 
 FILE_BUILDERS = {
@@ -74,7 +74,7 @@ def read_rows(source: str, config: str | None, split: str, texts: frozenset[str]
         return load_dataset(builder, data_files=source, split=split, **_csv_options(source, texts))
     key = _key_of_rows(source, texts) if builder == "json" else None
     if key is not None:
-        say(f"{Path(source).name} is one JSON object, and the rows are read from its key {key!r}.")
+        print_status(f"{Path(source).name} is one JSON object, and the rows are read from its key {key!r}.")
         return _rows_under(source, key, split)
     try:
         rows = load_dataset(builder, data_files=source, split=split)
@@ -136,8 +136,8 @@ def _key_of_rows(path: str, columns: frozenset[str]) -> str | None:
             whole = json.loads(file.read().decode("utf-8-sig"))
         except ValueError:  # a line for each row, or a broken file
             return None
-    found = [key for key, value in whole.items() if key not in columns and _are_rows(value)]
-    return found[0] if len(found) == 1 and not columns.intersection(whole) else None
+    row_keys = [key for key, value in whole.items() if key not in columns and _are_rows(value)]
+    return row_keys[0] if len(row_keys) == 1 and not columns.intersection(whole) else None
 
 
 def _are_rows(value: Any) -> bool:
@@ -189,7 +189,9 @@ def _check_kinds(folder: Path, builder: str) -> None:
     if rows := [path for path in unread if path.suffix not in (".txt", ".json")]:
         raise RecipeError(f"{rows[0]} is of another kind than the files that were read. List the files by name.")
     if left := [path for path in unread if path.name not in about]:  # licences, or what describes the rows
-        say(f"{left[0]} is of another kind than the files that were read, and is left out, as are all such files.")
+        print_status(
+            f"{left[0]} is of another kind than the files that were read, and is left out, as are all such files."
+        )
 
 
 def broken_json(path: str | os.PathLike | None) -> str | None:

@@ -64,11 +64,11 @@ def check_image_tokens(rows: Any, processor: Any) -> None:
                     f"text. Write the row as messages of role and content, or write {' or '.join(sorted(tokens))}."
                 )
             for text in _texts(row[name]) if _is_messages(row[name]) else ():
-                found = sorted(token for token in tokens if token in text)
-                if found:
+                template_tokens = sorted(token for token in tokens if token in text)
+                if template_tokens:
                     raise RecipeError(
-                        f"Row {index} of the dataset has {found[0]} in {name} {short(text)}, which the chat template "
-                        f"adds itself. Write {MARKER} in its place."
+                        f"Row {index} of the dataset has {template_tokens[0]} in {name} {short(text)}, which the chat "
+                        f"template adds itself. Write {MARKER} instead."
                     )
 
 
@@ -100,8 +100,8 @@ def _picture_counts(rows: Any) -> list[int]:
     """The number of pictures in each row, without reading one."""
     name = "image" if "image" in rows.column_names else "images"  # TRL takes the first where both are there
     column = rows.select_columns([name]).with_format("arrow")[:].column(0)
-    found = pc.is_valid(column) if name == "image" else pc.fill_null(pc.list_value_length(column), 0)
-    return [int(count) for count in found.to_pylist()]
+    counts = pc.is_valid(column) if name == "image" else pc.fill_null(pc.list_value_length(column), 0)
+    return [int(count) for count in counts.to_pylist()]
 
 
 def _texts(turns: list[dict[str, Any]]) -> Iterator[str]:
@@ -157,17 +157,17 @@ def _split(rows: Any, columns: list[str], with_places: list[str], counts: list[i
 
 def _in_parts(turns: list[dict[str, Any]], pictures: int) -> list[dict[str, Any]]:
     """Messages with contents of parts, in which the places of pictures are those of `MARKER`."""
-    made = []
+    messages = []
     for turn in turns:
         content = turn.get("content")
-        kept = {name: value for name, value in turn.items() if value is not None}
+        message = {name: value for name, value in turn.items() if value is not None}
         if content is not None:
-            kept["content"] = [part for text in _parts(content) for part in _at_markers(text)]
-        made.append(kept)
-    if pictures and not any(_unfilled(turn.get("content")) for turn in made):
-        first = next(turn for turn in made if turn["role"] == "user")
+            message["content"] = [part for text in _parts(content) for part in _at_markers(text)]
+        messages.append(message)
+    if pictures and not any(_unfilled(turn.get("content")) for turn in messages):
+        first = next(turn for turn in messages if turn["role"] == "user")
         first["content"] = [{"type": "image"}] * pictures + first["content"]
-    return made
+    return messages
 
 
 def _parts(content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -179,10 +179,10 @@ def _at_markers(part: dict[str, Any]) -> list[dict[str, Any]]:
     """A part of a content, split at the markers in its text."""
     if MARKER not in (part.get("text") or ""):
         return [part]
-    made: list[dict[str, Any]] = []
+    parts: list[dict[str, Any]] = []
     for number, text in enumerate(part["text"].split(MARKER)):
         if number:
-            made.append({"type": "image"})
+            parts.append({"type": "image"})
         if text:
-            made.append({**part, "text": text})
-    return made
+            parts.append({**part, "text": text})
+    return parts

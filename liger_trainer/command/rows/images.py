@@ -29,7 +29,7 @@ def find_images(rows: Any, folders: Sequence[Path]) -> Any:
         return rows
     from PIL import Image, UnidentifiedImageError
 
-    def found(name: str | None, index: int) -> str | None:
+    def resolve_path(name: str | None, index: int) -> str | None:
         if name is None or name.startswith(("http://", "https://", "data:")) or "." not in name:  # base64 has no dot
             return name
         path = next((folder / name for folder in folders if (folder / name).is_file()), None)
@@ -44,7 +44,9 @@ def find_images(rows: Any, folders: Sequence[Path]) -> Any:
 
     def convert(row: dict[str, Any], index: int) -> dict[str, Any]:
         return {
-            key: [found(name, index) for name in row[key]] if isinstance(row[key], list) else found(row[key], index)
+            key: [resolve_path(name, index) for name in row[key]]
+            if isinstance(row[key], list)
+            else resolve_path(row[key], index)
             for key in named
         }
 
@@ -140,7 +142,7 @@ def _batch(collate: Any, rows: Any, count: int) -> Any:
     except Exception as error:
         if (broken := broken_picture(error, rows.select(range(count)))) is not None:
             raise RecipeError(broken) from error
-        said = refusal(error)
-        if said is None:
+        reason = refusal(error)
+        if reason is None:
             raise
-        raise RecipeError(f"of the first rows with pictures no batch can be made: {said}") from error
+        raise RecipeError(f"of the first rows with pictures no batch can be made: {reason}") from error

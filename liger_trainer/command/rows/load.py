@@ -4,13 +4,13 @@ import os
 from pathlib import Path
 
 from liger_trainer.command.recipe.keys import RecipeArguments
-from liger_trainer.command.rows.columns import prepare, renamed, text_columns
+from liger_trainer.command.rows.columns import prepare_rows, rename_columns, text_columns
 from liger_trainer.command.rows.files import FILE_BUILDERS, broken_json, builder_of, read_rows
 from liger_trainer.command.rows.image_places import place_images
 from liger_trainer.command.rows.images import find_images
 from liger_trainer.command.rows.mixture import with_shared_columns
 from liger_trainer.command.rows.question_answer import as_chat
-from liger_trainer.command.rows.values import as_meant
+from liger_trainer.command.rows.values import restore_types
 from liger_trainer.errors import RecipeError
 from liger_trainer.paths import find_beside
 
@@ -60,8 +60,8 @@ def _all_rows_of(args: RecipeArguments, key: str, split: str, folder: Path, colu
         else:
             rows = concatenate_datasets(parts) if len(parts) > 1 else parts[0]
     except (ValueError, TypeError, OSError) as error:
-        mend = "Write each column in the same form in all of them."
-        raise RecipeError(f"{key} {names}: their rows cannot be joined: {error} {mend}") from error
+        advice = "Write each column in the same form in all of them."
+        raise RecipeError(f"{key} {names}: their rows cannot be joined: {error} {advice}") from error
     return rows if max_rows is None else rows.select(range(min(max_rows, len(rows))))
 
 
@@ -90,9 +90,9 @@ def _rows_of(args: RecipeArguments, key: str, name: str | None, mapping, folder:
     if max_rows is not None:
         rows = rows.select(range(min(max_rows, len(rows))))
     try:
-        rows = as_meant(renamed(rows, mapping), has_labels=any("label" in needed for needed in columns))
+        rows = restore_types(rename_columns(rows, mapping), has_labels=any("label" in needed for needed in columns))
         rows, mapped = as_chat(rows, mapping, columns)
-        rows = prepare(rows, args.prompt_template, columns, mapped, args.system_prompt)
+        rows = prepare_rows(rows, args.prompt_template, columns, mapped, args.system_prompt)
         return place_images(find_images(rows, [Path(), folder, *([] if path is None else [Path(path).parent])]))
     except RecipeError as error:
         of_split = "" if split == "train" else f", split {split!r}"

@@ -7,7 +7,7 @@ from liger_trainer.errors import RecipeError
 def with_shared_columns(key: str, names, parts, columns: tuple[tuple[str, ...], ...]):
     """The parts with the columns that all of them have. RecipeError if another one may be read in training."""
     if len(parts) > 1:
-        parts = [_with_one_kind_of_text(part) for part in parts]
+        parts = [_with_plain_strings(part) for part in parts]
     shared = set.intersection(*(set(part.column_names) for part in parts))
     read = {*ALSO_READ, *(column for needed in columns for column in needed)}
     # Token ids come with columns of masks and labels, and rewards of what is written for a prompt read any column.
@@ -26,10 +26,10 @@ def with_shared_columns(key: str, names, parts, columns: tuple[tuple[str, ...], 
                 f"columns, or remove {', '.join(sorted(more))} from {name!r}."
             )
     parts = [part.select_columns([column for column in part.column_names if column in shared]) for part in parts]
-    return _with_keys_of_their_own(parts)
+    return _with_json_columns(parts)
 
 
-def _with_one_kind_of_text(rows):
+def _with_plain_strings(rows):
     """The rows with `string` in place of `large_string`, which pandas writes and `datasets` does not join with it."""
     from datasets import Features, Value
 
@@ -37,14 +37,14 @@ def _with_one_kind_of_text(rows):
     return rows.cast(Features(rows.features | dict.fromkeys(large, Value("string")))) if large else rows
 
 
-def _with_keys_of_their_own(parts):
+def _with_json_columns(parts):
     """The parts with messages and tools as JSON where their keys are not those of another part."""
     from datasets import Features, Json, List
 
     for name in {name for part in parts for name in part.column_names}:
         kinds = [part.features.get(name) for part in parts]
         lists = all(isinstance(kind, List) and isinstance(kind.feature, (dict, Json)) for kind in kinds if kind)
-        if lists and any(kind not in (None, found) for kind in kinds for found in kinds if found):
+        if lists and any(kind not in (None, other) for kind in kinds for other in kinds if other):
             for at, part in enumerate(parts):
                 if name in part.features:  # a cast would write the JSON in it, such as parameters of tools, as text
                     made = Features(part.features | {name: List(Json())})

@@ -17,7 +17,7 @@ _LEGEND = "What the loss counts stands between « and », and the rest is contex
 
 
 @contextlib.contextmanager
-def without_a_trace(recipe: Recipe) -> Iterator[None]:
+def in_temporary_folder(recipe: Recipe) -> Iterator[None]:
     """While this is open, `recipe` runs from its beginning, in a temporary folder that is deleted afterwards."""
     if not {"completion", "chosen"} & {name for needed in recipe.entry.columns for name in needed}:
         raise RecipeError(f"--preview has nothing to show, since {recipe.entry.trainer} generates its completions.")

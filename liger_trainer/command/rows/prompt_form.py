@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from liger_trainer.command.processes import say
+from liger_trainer.command.processes import print_status
 
 NAME = "prompt_form.json"
 # What a form is called in the summary and in the card of a model
@@ -26,10 +26,10 @@ def prompt_form(prompt_template: str, rows: Any) -> str:
     return "tokens" if "input_ids" in first else "text"
 
 
-def tell_unused_template(reader: Any, form: str, rows: Any) -> None:
+def warn_unused_template(reader: Any, form: str, rows: Any) -> None:
     """Say that prompts of text do not go through the chat template of `reader`, a tokenizer or processor, if any."""
     if form == "text" and "prompt" in rows.column_names and getattr(reader, "chat_template", None):
-        say(
+        print_status(
             "the prompts are texts, so that the model learns them without its chat template, and `liger-trainer chat` "
             "asks without it. To train a chat, write prompt and completion as messages of role and content."
         )
@@ -37,8 +37,8 @@ def tell_unused_template(reader: Any, form: str, rows: Any) -> None:
 
 def write_prompt_form(folder: str | Path, form: str, system_prompt: str | None = None) -> None:
     """Write the form, and the system prompt of all rows, into the folder of a model or a checkpoint."""
-    said = {"prompt_form": form} | ({} if system_prompt is None else {"system_prompt": system_prompt})
-    Path(folder, NAME).write_text(json.dumps(said) + "\n", encoding="utf-8")
+    saved = {"prompt_form": form} | ({} if system_prompt is None else {"system_prompt": system_prompt})
+    Path(folder, NAME).write_text(json.dumps(saved) + "\n", encoding="utf-8")
 
 
 def read_prompt_form(folder: str | Path) -> str | None:
@@ -55,7 +55,7 @@ def read_system_prompt(folder: str | Path) -> str | None:
 
 def _read(folder: str | Path) -> dict[str, Any]:
     try:
-        found = json.loads(Path(folder, NAME).read_text(encoding="utf-8"))
+        saved = json.loads(Path(folder, NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return saved if isinstance(saved, dict) else {}

@@ -38,15 +38,15 @@ def as_chat(rows: Any, mapping: dict[str, str], columns: tuple[tuple[str, ...], 
     texts += [name for name in ("chosen", "rejected") if name in rows.column_names]
 
     def convert(row: dict[str, Any], index: int) -> dict[str, Any]:
-        made = {}
+        converted = {}
         for name in texts:
             column, role = _TURNS[name]
             if not isinstance(row[name], str):
                 raise RecipeError(
                     f"Row {index} of the dataset has {name} {short(row[name])}; expected text. Correct or remove it."
                 )
-            made[column] = [{"role": role, "content": row[name]}]
-        return made
+            converted[column] = [{"role": role, "content": row[name]}]
+        return converted
 
     replaced = {*texts, "prompt", "completion", "messages"}
     named = {_TURNS[name][0] if name in texts else name for name in mapping}

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from liger_trainer.command.processes import say
+from liger_trainer.command.processes import print_status
 from liger_trainer.command.rows.convert import convert_rows
 from liger_trainer.errors import without_nulls
 
@@ -27,12 +27,12 @@ def without_repeated_prompts(rows: Any, needed: tuple[str, ...]) -> Any:
         ]
         if not repeated:
             continue
-        said = f"{name} begins with the prompt in {len(repeated)} of {len(rows)} rows, first in row {repeated[0]}"
+        message = f"{name} begins with the prompt in {len(repeated)} of {len(rows)} rows, first in row {repeated[0]}"
         if isinstance(rows[repeated[0]]["prompt"], list):
             of_messages = True
-            say(f"{said}, and is read without it.")
+            print_status(f"{message}, and is read without it.")
         else:
-            say(f"{said}, so that the model reads it twice. Remove it from {name}, or from prompt.")
+            print_status(f"{message}, so that the model reads it twice. Remove it from {name}, or from prompt.")
     if not of_messages:
         return rows
 

@@ -19,32 +19,32 @@ def find_reward(name: str, folder: Path | None = None) -> Callable:
     if name in REWARDS:
         return REWARDS[name]
     module, _, attribute = name.rpartition(".")
-    found, why = None, ""
+    function, why = None, ""
     if module:
         for path in (folder, Path.cwd()):
             if path is not None and str(path.resolve()) not in sys.path:
                 sys.path.append(str(path.resolve()))
         try:
-            found = getattr(importlib.import_module(module), attribute, None)
-            why = f" {module} has no function {attribute}." if found is None else ""
+            function = getattr(importlib.import_module(module), attribute, None)
+            why = f" {module} has no function {attribute}." if function is None else ""
         except ModuleNotFoundError as error:
             if not f"{module}.".startswith(f"{error.name}."):
                 raise
             why = f" There is no module {error.name}, next to the recipe nor in the working directory."
-    if inspect.isclass(found) or not callable(found):
+    if inspect.isclass(function) or not callable(function):
         raise RecipeError(
             f"reward_funcs has {name!r}, which is none of {', '.join(REWARDS)}, and no path of a function.{why}"
         )
     try:
-        parameters = inspect.signature(found).parameters.values()
+        parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # of a function that has none, such as one in C
-        return found
+        return function
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         raise RecipeError(
             f"reward_funcs has {name!r}, which takes {', '.join(p.name for p in parameters)} alone. TRL passes further "
             "arguments by keyword: end its parameters with **columns."
         )
-    return found
+    return function
 
 
 def check_columns_of(name: str, reward: Callable, columns: list[str]) -> None:

@@ -7,7 +7,7 @@ from liger_trainer.command.recipe.checks import check_rows
 from liger_trainer.command.recipe.model_source import ModelSource, find_model
 from liger_trainer.command.recipe.read import Recipe
 from liger_trainer.command.recipe.trainers import TRAINERS
-from liger_trainer.command.rows.chat_template import find_template, settle_named_template
+from liger_trainer.command.rows.chat_template import find_template, resolve_named_template
 from liger_trainer.command.rows.columns import columns_of
 from liger_trainer.command.rows.image_places import check_image_tokens
 from liger_trainer.command.rows.images import unread_pictures
@@ -81,27 +81,27 @@ def _check_pictures(recipe: Recipe, config: Any, rows: Any) -> None:
         raise RecipeError(
             f"the rows have pictures, which {recipe.entry.trainer} does not read. Take one of {able}, or remove them."
         )
-    if getattr(config, "vision_config", None) is not None and (mend := unread_pictures(rows)) is not None:
+    if getattr(config, "vision_config", None) is not None and (advice := unread_pictures(rows)) is not None:
         raise RecipeError(
             f"the rows have the columns {', '.join(rows.column_names)}, and pictures are read from images or image. "
-            f"Set {mend}, or remove that column to train on text alone."
+            f"Set {advice}, or remove that column to train on text alone."
         )
 
 
 def _check_template(recipe: Recipe, source: ModelSource, rows: Any) -> None:
     """RecipeError if rows are messages and there is no chat template for them."""
-    settle_named_template(recipe, source)
-    first, own = rows[0], getattr(recipe.training, "chat_template_path", None)
+    resolve_named_template(recipe, source)
+    first, template_path = rows[0], getattr(recipe.training, "chat_template_path", None)
     messages = any(isinstance(first.get(name), list) for name in ("messages", "prompt", "completion", "chosen"))
-    if own is None and not messages:
+    if template_path is None and not messages:
         return
     tokenizer, where = find_template(recipe, source)
     if getattr(tokenizer, "chat_template", None) is None:
-        mend = (
+        advice = (
             "Set chat_template_path, such as chatml."
             if hasattr(recipe.training, "chat_template_path")
             else "Take a model with one: trainer: sft with chat_template_path: chatml saves it with the model."
         )
-        raise RecipeError(f"the rows are messages, and {where} has no chat template. {mend}")
+        raise RecipeError(f"the rows are messages, and {where} has no chat template. {advice}")
     if messages:
         check_template_keys(tokenizer, where, rows)

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from liger_trainer.command.processes import say
+from liger_trainer.command.processes import print_status
 from liger_trainer.command.rows.convert import convert_rows
 from liger_trainer.data.formats import with_system
 from liger_trainer.errors import RecipeError, short
@@ -25,14 +25,14 @@ def place_system_prompts(rows: Any, needed: tuple[str, ...], system_prompt: str 
     others = [name for name in ("system_prompt", "system_message") if name in rows.column_names]
     if "system" not in rows.column_names:
         if others:
-            say(
+            print_status(
                 f"the column {others[0]} is not read. To put it before the messages of each row, set columns: "
                 f"{{system: {others[0]}}}."
             )
         return rows
     names = _beginnings(rows, needed)
     if not isinstance(rows[0][names[0]], list) or "input_ids" in needed:
-        say(
+        print_status(
             f"the column system is not read, because {names[0]} is no list of messages. Write the rows as messages of "
             "role and content, or put the system prompt into the text."
         )

@@ -8,11 +8,11 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from liger_trainer.command.processes import say
+from liger_trainer.command.processes import print_status
 from liger_trainer.command.rows.turn_weights import TURN_FLAGS
 from liger_trainer.errors import RecipeError, short, without_nulls
 
-_TRIED = 8  # rows that are rendered for one part: a template may need a part in some turns alone
+_MOST_EXAMPLES = 8  # rows that are rendered for one part: a template may need a part in some turns alone
 _COLUMNS = ("messages", "prompt", "completion", "chosen", "rejected")
 _EMPTY: tuple[Any, ...] = (None, False, "", [], {})
 Part = tuple[str, str]  # the role of a message and a key of it, or ("", "tools")
@@ -31,15 +31,18 @@ def check_template_keys(tokenizer: Any, where: str, rows: Any) -> None:
     """
     columns = [name for name in (*_COLUMNS, "tools") if name in rows.column_names]
     examples = _find_examples(rows.select_columns(columns))
-    unread = {part: found for part, found in examples.items() if not _is_read(tokenizer, part, [r for _, r in found])}
-    if not unread:
+    first_row: dict[Part, int] = {}  # of each part that the template does not read
+    for part, numbered_rows in examples.items():
+        if not _is_read(tokenizer, part, [row for _, row in numbered_rows]):
+            first_row[part] = numbered_rows[0][0]
+    if not first_row:
         return
-    named = [f"{_name(part)} (first in row {found[0][0]})" for part, found in unread.items()]
-    say(
+    named = [f"{_name(part)} (first in row {number})" for part, number in first_row.items()]
+    print_status(
         f"the chat template of {where} does not read {', '.join(named)}, so that the model neither sees nor learns it. "
         "Set chat_template_path to a template that does, or remove it from the rows."
     )
-    _check_answers(where, rows.select_columns(columns), set(unread))
+    _check_answers(where, rows.select_columns(columns), set(first_row))
 
 
 def _name(part: Part) -> str:
@@ -64,12 +67,12 @@ def _is_messages(value: Any) -> bool:
 def _parts_of(row: dict[str, Any]) -> Iterator[Part]:
     for conversation in _conversations(row):
         for turn in conversation:
-            yield from ((turn["role"], key) for key in _said(turn))
+            yield from ((turn["role"], key) for key in _content_keys(turn))
     if row.get("tools") not in (None, "", "[]", []):
         yield "", "tools"
 
 
-def _said(turn: dict[str, Any]) -> list[str]:
+def _content_keys(turn: dict[str, Any]) -> list[str]:
     """The keys of a message that hold something for the chat template."""
     return [key for key, value in turn.items() if key not in ("role", *TURN_FLAGS) and value not in _EMPTY]
 
@@ -80,7 +83,7 @@ def _find_examples(rows: Any) -> dict[Part, list[tuple[int, dict[str, Any]]]]:
     for index, row in enumerate(rows):
         for part in dict.fromkeys(_parts_of(row)):
             examples = found.setdefault(part, [])
-            if len(examples) < _TRIED:
+            if len(examples) < _MOST_EXAMPLES:
                 examples.append((index, row))
     return found
 
@@ -113,13 +116,13 @@ def _in_parts(conversation: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _without(conversation: list[dict[str, Any]], parts: set[Part]) -> list[dict[str, Any]]:
     """The conversation without `parts`; the content of a message becomes empty, because templates expect one."""
-    made = []
+    messages = []
     for turn in conversation:
-        kept = {key: value for key, value in turn.items() if (turn["role"], key) not in parts}
-        if "content" in turn and "content" not in kept:
-            kept["content"] = "" if isinstance(turn["content"], str) else []
-        made.append(kept)
-    return made
+        message = {key: value for key, value in turn.items() if (turn["role"], key) not in parts}
+        if "content" in turn and "content" not in message:
+            message["content"] = "" if isinstance(turn["content"], str) else []
+        messages.append(message)
+    return messages
 
 
 def _render(tokenizer: Any, conversation: list[dict[str, Any]], tools: Any) -> str | None:
@@ -141,22 +144,24 @@ def _check_answers(where: str, rows: Any, unread: set[Part]) -> None:
     for index, row in enumerate(rows):
         count += 1
         for conversation in _conversations(row):
-            lost = next((turn for turn in conversation if _is_lost(turn, unread)), None)
+            lost = next((turn for turn in conversation if _becomes_empty(turn, unread)), None)
             if lost is not None:
                 emptied.append(index)
                 example = lost if example is None else example
                 break
     if not emptied:
         return
-    said = f"{short(example)} in row {emptied[0]} of the dataset is an empty answer to the chat template of {where}"
+    message = f"{short(example)} in row {emptied[0]} of the dataset is an empty answer to the chat template of {where}"
     if len(emptied) == count:
-        raise RecipeError(f"{said}, as in every row. Set chat_template_path to a template that reads it, such as qwen.")
-    say(f"{said}, as in {len(emptied)} of {count} rows, which teaches the model to say nothing.")
+        raise RecipeError(
+            f"{message}, as in every row. Set chat_template_path to a template that reads it, such as qwen."
+        )
+    print_status(f"{message}, as in {len(emptied)} of {count} rows, which teaches the model to say nothing.")
 
 
-def _is_lost(turn: dict[str, Any], unread: set[Part]) -> bool:
+def _becomes_empty(turn: dict[str, Any], unread: set[Part]) -> bool:
     """Tell whether a message of the assistant has nothing left without the parts `unread`, and had something."""
     if turn["role"] != "assistant":
         return False
-    said = _said(turn)
-    return bool(said) and all(("assistant", key) in unread for key in said)
+    keys = _content_keys(turn)
+    return bool(keys) and all(("assistant", key) in unread for key in keys)

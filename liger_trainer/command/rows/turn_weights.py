@@ -10,14 +10,14 @@ from typing import Any
 from liger_trainer.errors import RecipeError, short
 
 _COLUMNS = ("messages", "completion", "chosen", "rejected")
-_OF_PARTS = ("train_detail", "training_detail")  # which parts of a message are learned, as Axolotl has it
-_OF_TURNS = ("train", "weight")  # the first one decides, as in the marked template
-TURN_FLAGS = (*_OF_TURNS, *_OF_PARTS)  # keys of a message that are no part of what it says
+_PART_KEYS = ("train_detail", "training_detail")  # which parts of a message are learned, as Axolotl has it
+_TURN_KEYS = ("train", "weight")  # the first one decides, as in the marked template
+TURN_FLAGS = (*_TURN_KEYS, *_PART_KEYS)  # keys of a message that are no part of what it says
 
 
 def is_learned(turn: dict[str, Any], roles: Sequence[str]) -> bool:
     """Tell whether a message is learned where those of `roles` are, unless it says otherwise itself."""
-    flags = [turn[key] for key in _OF_TURNS if turn.get(key) is not None]
+    flags = [turn[key] for key in _TURN_KEYS if turn.get(key) is not None]
     return bool(flags[0]) if flags else turn.get("role") in roles
 
 
@@ -26,7 +26,7 @@ def has_turn_weights(rows: Any) -> bool:
     columns = _columns_of_messages(rows)
     for row in rows.select_columns(columns) if columns else ():
         for turns in row.values():
-            if any(turn.get(key) is not None for turn in turns or () for key in _OF_TURNS):
+            if any(turn.get(key) is not None for turn in turns or () for key in _TURN_KEYS):
                 return True
     return False
 
@@ -66,13 +66,13 @@ def _is_messages(value: Any) -> bool:
 
 def _check_turn(where: str, turn: dict[str, Any], column: str, follows: bool) -> None:
     """RecipeError for a key that the training cannot follow. `follows`: it follows `weight` and `train`."""
-    for key in _OF_PARTS:
+    for key in _PART_KEYS:
         if turn.get(key):
             raise RecipeError(
                 f"{where} with {key} {short(turn[key])}, and trainers learn whole messages. Remove {key}, or write "
                 "what is not to be learned into the prompt."
             )
-    for key in _OF_TURNS:
+    for key in _TURN_KEYS:
         value = turn.get(key)
         if value is None:
             continue
@@ -80,10 +80,10 @@ def _check_turn(where: str, turn: dict[str, Any], column: str, follows: bool) ->
             raise RecipeError(f"{where} with {key} {short(value)}; expected 0 or 1, or false or true. Remove it.")
         if follows or value:
             continue
-        said = f"{where} with {key} {short(value)} and the role {turn.get('role')!r}, which would be learned"
+        message = f"{where} with {key} {short(value)} and the role {turn.get('role')!r}, which would be learned"
         if column in ("chosen", "rejected"):
-            raise RecipeError(f"{said}. Remove the row, or {key}.")
+            raise RecipeError(f"{message}. Remove the row, or {key}.")
         raise RecipeError(
-            f"{said}. Set train_on: [assistant] to learn what messages say, or prompt_template: last_turn to learn the "
-            "last one."
+            f"{message}. Set train_on: [assistant] to follow {key}, or prompt_template: last_turn to learn only the "
+            "last message."
         )

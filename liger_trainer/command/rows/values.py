@@ -12,7 +12,7 @@ _LISTS = ("messages", "conversations", "history")
 _EITHER = ("prompt", "completion", "chosen", "rejected")  # texts, or lists of messages
 
 
-def as_meant(rows: Any, has_labels: bool) -> Any:
+def restore_types(rows: Any, has_labels: bool) -> Any:
     """The rows with messages for their JSON, without nulls that Arrow has added, and with labels of true or false.
 
     With `has_labels`, a column `label` says whether an answer is good. RecipeError for a row in which messages are no
@@ -25,20 +25,20 @@ def as_meant(rows: Any, has_labels: bool) -> Any:
 def _messages_from_text(rows: Any) -> Any:
     """The rows with messages that CSV holds as JSON, or as Python writes lists, as lists."""
     texts = [name for name in (*_LISTS, *_EITHER) if getattr(rows.features.get(name), "dtype", "") in _TEXT_TYPES]
-    names = [name for name in texts if _is_list_of_messages(_first(rows, name), name)]
+    names = [name for name in texts if _is_list_of_messages(_first_value(rows, name), name)]
     if not names:
         return rows
 
     def convert(row: dict[str, Any], index: int) -> dict[str, Any]:
-        return {name: _parsed(row[name], name, index) for name in names}
+        return {name: _parse_messages(row[name], name, index) for name in names}
 
-    return _mapped(rows, convert, names, "Reading messages")
+    return _map_rows(rows, convert, names, "Reading messages")
 
 
 _TEXT_TYPES = ("string", "large_string")
 
 
-def _first(rows: Any, name: str) -> str | None:
+def _first_value(rows: Any, name: str) -> str | None:
     """The first value of a column that is not empty."""
     return next((row[name] for row in rows.select_columns([name]) if row[name]), None)
 
@@ -48,11 +48,11 @@ def _is_list_of_messages(text: str | None, name: str) -> bool:
         return False
     if name in _LISTS:
         return True
-    found = _literal(text)
-    return isinstance(found, list) and bool(found) and all(isinstance(x, dict) and "role" in x for x in found)
+    parsed = _parse_literal(text)
+    return isinstance(parsed, list) and bool(parsed) and all(isinstance(x, dict) and "role" in x for x in parsed)
 
 
-def _literal(text: str) -> Any:
+def _parse_literal(text: str) -> Any:
     """The value of JSON, or of a literal of Python; None for another text."""
     try:
         return json.loads(text)
@@ -64,16 +64,16 @@ def _literal(text: str) -> Any:
         return None
 
 
-def _parsed(text: str | None, name: str, index: int) -> Any:
+def _parse_messages(text: str | None, name: str, index: int) -> Any:
     if not text:
         return None
-    found = _literal(text)
-    if not isinstance(found, list):
+    parsed = _parse_literal(text)
+    if not isinstance(parsed, list):
         raise RecipeError(
             f"Row {index} of the dataset has {name} {short(text)}, which is no JSON list, as in other rows. Correct or "
             "remove it."
         )
-    return found
+    return parsed
 
 
 def _without_added_nulls(rows: Any) -> Any:
@@ -88,7 +88,7 @@ def _without_added_nulls(rows: Any) -> Any:
     def convert(row: dict[str, Any], index: int) -> dict[str, Any]:
         return {name: without_nulls(row[name]) for name in names}
 
-    return _mapped(rows, convert, names, "Leaving out nulls")
+    return _map_rows(rows, convert, names, "Leaving out nulls")
 
 
 def _has_nested_keys(feature: Any) -> bool:
@@ -106,7 +106,7 @@ def _contains(kind: Any, wanted: Any) -> bool:
     return any(_contains(one, wanted) for one in inner if one is not None)
 
 
-def _mapped(rows: Any, convert: Any, names: list[str], desc: str) -> Any:
+def _map_rows(rows: Any, convert: Any, names: list[str], desc: str) -> Any:
     from datasets import Features, Json, List
 
     features = Features(rows.features | {name: List(Json()) for name in names})

@@ -4,11 +4,11 @@ import os
 import signal
 import sys
 
-from liger_trainer.command.processes import launched_processes, say
+from liger_trainer.command.processes import launched_processes, print_status
 from liger_trainer.errors import RecipeError
 
 
-def end_with_launcher() -> None:
+def exit_with_launcher() -> None:
     """Get SIGTERM when `accelerate launch` ends that has started this process alone, and does not hand signals on."""
     alone = os.environ.get("ACCELERATE_USE_CPU") in ("True", "False") and "LOCAL_RANK" not in os.environ
     if alone and sys.platform == "linux":
@@ -17,7 +17,7 @@ def end_with_launcher() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
-def settle_precision(bf16: bool | None, fp16: bool | None) -> None:
+def apply_precision(bf16: bool | None, fp16: bool | None) -> None:
     """Let the recipe decide the precision, and say so where accelerate's config has another one. Call before parsing.
 
     Trainers and plugins use the variable of `accelerate launch` wherever `bf16` and `fp16` are both false.
@@ -29,14 +29,14 @@ def settle_precision(bf16: bool | None, fp16: bool | None) -> None:
     if wanted == "no":
         os.environ["ACCELERATE_MIXED_PRECISION"] = "no"
     keys = f"bf16: {bf16}, fp16: {fp16}".replace("None", "unset").lower()
-    say(
+    print_status(
         f"the recipe ({keys}) decides the precision, which is {wanted}. The mixed_precision: {configured} of "
         "accelerate's config has no effect."
     )
 
 
-def read_on_every_process(fp8: bool | None, bf16: bool | None, fp16: bool | None) -> None:
-    """With fp8 under FSDP2, have every process read the model. Call this after `settle_precision`, before parsing.
+def load_on_every_process(fp8: bool | None, bf16: bool | None, fp16: bool | None) -> None:
+    """With fp8 under FSDP2, have every process read the model. Call this after `apply_precision`, before parsing.
 
     accelerate 1.15 hangs if one process is to read it for all, since weights wrapped for fp8 cannot be sent around.
     """
@@ -44,7 +44,9 @@ def read_on_every_process(fp8: bool | None, bf16: bool | None, fp16: bool | None
     variables = ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING")
     if (fp8 or launched) and all(os.environ.get(name, "").lower() in ("true", "1") for name in variables):
         os.environ[variables[1]] = "false"
-        say("with fp8 every process reads the whole model. fsdp_cpu_ram_efficient_loading: true has no effect.")
+        print_status(
+            "with fp8 every process reads the whole model. fsdp_cpu_ram_efficient_loading: true has no effect."
+        )
 
 
 def check_restarts() -> None:

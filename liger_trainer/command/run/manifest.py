@@ -48,7 +48,7 @@ _SAME_STATES = {"adamw_torch", "adamw_torch_fused"}
 # The states of optimizer and scheduler hold these, and loading the states overwrites what the recipe has set.
 _IN_THE_STATES = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
 # A fingerprint, and the key that says what it was taken of.
-_PRINTS = {"base": "model_name_or_path", "teacher": "teacher_model_name_or_path", "rows": "dataset_name"}
+_FINGERPRINT_KEYS = {"base": "model_name_or_path", "teacher": "teacher_model_name_or_path", "rows": "dataset_name"}
 _FILES_OF_A_MODEL = (".safetensors", ".bin", ".gguf", ".json", ".jinja", ".model", ".txt")
 _MOST_BYTES = 1 << 32  # of the rows: of larger data, only each second, third, ... batch is read
 
@@ -65,22 +65,22 @@ def files_in(checkpoint: Path) -> list[str]:
     return sorted(set(names) - {NAME, BEGUN})
 
 
-def begin(checkpoint: Path, facts: dict[str, Any]) -> None:
+def begin(checkpoint: Path, fingerprint: dict[str, Any]) -> None:
     """Mark `checkpoint` as begun. What an earlier attempt has left there is deleted."""
     if (checkpoint / BEGUN).exists() or (checkpoint / NAME).exists():
         remove(checkpoint)
     checkpoint.mkdir(parents=True, exist_ok=True)
-    _put(checkpoint / BEGUN, facts)
+    _put(checkpoint / BEGUN, fingerprint)
 
 
-def write(checkpoint: Path, names: Iterable[str], facts: dict[str, Any]) -> None:
+def write(checkpoint: Path, names: Iterable[str], fingerprint: dict[str, Any]) -> None:
     """Write the manifest of `checkpoint` once its files `names` are on the disk: after a crash, they are if it is."""
     names = sorted(names)
     for name in names:
         with open(checkpoint / name, "rb") as file:
             os.fsync(file.fileno())
     sizes = {name: (checkpoint / name).stat().st_size for name in names}
-    _put(checkpoint / BEGUN, facts | {"files": _checksums(checkpoint, sizes)})
+    _put(checkpoint / BEGUN, fingerprint | {"files": _checksums(checkpoint, sizes)})
     os.replace(checkpoint / BEGUN, checkpoint / NAME)
 
 
@@ -116,7 +116,7 @@ def read(checkpoint: Path) -> dict[str, Any] | None:
     return None
 
 
-def fault_of(checkpoint: Path, manifest: dict[str, Any]) -> str | None:
+def find_damage(checkpoint: Path, manifest: dict[str, Any]) -> str | None:
     """Read every byte of `checkpoint`, and tell what is missing or differs from its manifest; None if it is whole."""
     try:
         checksums = _checksums(checkpoint, {name: (checkpoint / name).stat().st_size for name in manifest["files"]})
@@ -144,52 +144,56 @@ def _checksums(checkpoint: Path, sizes: dict[str, int]) -> dict[str, list[int]]:
 
     sums: dict[str, list[int]] = {name: [size] for name, size in sizes.items()}
     with ThreadPoolExecutor(_THREADS) as pool:
-        for (name, _), found in zip(blocks, pool.map(sum_of, blocks), strict=True):
-            sums[name].append(found)
+        for (name, _), checksum in zip(blocks, pool.map(sum_of, blocks), strict=True):
+            sums[name].append(checksum)
     return sums
 
 
-def facts_of(recipe: Recipe, source: ModelSource, rows: Any) -> dict[str, Any]:
+def fingerprint_run(recipe: Recipe, source: ModelSource, rows: Any) -> dict[str, Any]:
     """Collect what checkpoints say of their run: its keys, without tokens, and fingerprints of its models and rows."""
     keys: dict[str, Any] = {}
     for part in (recipe.args, recipe.training, recipe.model):
         keys |= {field.name: getattr(part, field.name) for field in dataclasses.fields(part)}
-    kept = {key: _plain(value) for key, value in keys.items() if _is_refused(key) or key in _IN_THE_STATES}
-    facts: dict[str, Any] = {"processes": recipe.training.world_size, "recipe": kept}
+    compared_keys = {key: _as_json(value) for key, value in keys.items() if _is_refused(key) or key in _IN_THE_STATES}
+    fingerprint: dict[str, Any] = {"processes": recipe.training.world_size, "recipe": compared_keys}
     if not recipe.training.should_save:
-        return facts  # which writes no manifest, and decides nothing
-    facts["base"] = [recipe.model.model_name_or_path, _print_of_model(source)]
+        return fingerprint  # which writes no manifest, and decides nothing
+    fingerprint["base"] = [recipe.model.model_name_or_path, _fingerprint_model(source)]
     if teacher := keys.get("teacher_model_name_or_path"):
-        facts["teacher"] = [teacher, _print_of_model(find_model(teacher, revision=keys["teacher_model_revision"]))]
-    facts["rows"] = [_plain(recipe.args.dataset_name), _print_of_rows(rows)]
-    return facts
+        fingerprint["teacher"] = [
+            teacher,
+            _fingerprint_model(find_model(teacher, revision=keys["teacher_model_revision"])),
+        ]
+    fingerprint["rows"] = [_as_json(recipe.args.dataset_name), _fingerprint_rows(rows)]
+    return fingerprint
 
 
-def refuse_another_run(checkpoint: Path, then: dict[str, Any], now: dict[str, Any]) -> None:
-    """RecipeError if a run with the facts `now` cannot resume `checkpoint`, which was saved with the facts `then`."""
+def refuse_another_run(checkpoint: Path, saved: dict[str, Any], current: dict[str, Any]) -> None:
+    """RecipeError if a run with the fingerprint `current` cannot resume `checkpoint` with the manifest `saved`."""
     differences = [
         f"{key} is {value!r} and was {old!r}"
-        for key, value, old in _differences(then, now)
+        for key, value, old in _differences(saved, current)
         if _is_refused(key) and not (key == "optim" and {value, old} == _SAME_STATES)
     ]
-    for kind, key in _PRINTS.items():
-        if then.get(kind, [None])[-1] != now.get(kind, [None])[-1]:
-            new, old = (" ".join(map(str, facts.get(kind, ("unset",)))) for facts in (now, then))
+    for kind, key in _FINGERPRINT_KEYS.items():
+        if saved.get(kind, [None])[-1] != current.get(kind, [None])[-1]:
+            new = " ".join(map(str, current.get(kind, ("unset",))))
+            old = " ".join(map(str, saved.get(kind, ("unset",))))
             differences.append(f"{key} is {new} and was {old}")
     if differences:
         raise RecipeError(f"{checkpoint} was saved by another run: {'; '.join(differences)}. Set another output_dir.")
 
 
-def what_changes(checkpoint: Path, then: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Tell in lines what a run with the facts `now` changes where it goes on from `checkpoint`."""
+def what_changes(checkpoint: Path, saved: dict[str, Any], current: dict[str, Any]) -> list[str]:
+    """Return lines about what changes when a run with the fingerprint `current` resumes from `checkpoint`."""
     lines = []
-    changed = [(key, new, old) for key, new, old in _differences(then, now) if key in _IN_THE_STATES]
-    if not has_optimizer(then):
+    changed = [(key, new, old) for key, new, old in _differences(saved, current) if key in _IN_THE_STATES]
+    if not has_optimizer(saved):
         lines.append(f"{checkpoint} was saved without its optimizer, so optimizer and learning rate start from step 0.")
     elif changed:
-        said = ", ".join(f"{key} stays {old}, not {new}" for key, new, old in changed)
-        lines.append(f"{said}, because the optimizer's state in {checkpoint} decides.")
-    before, processes = then["processes"], now["processes"]
+        unchanged = ", ".join(f"{key} stays {old}, not {new}" for key, new, old in changed)
+        lines.append(f"{unchanged}, because the optimizer's state in {checkpoint} decides.")
+    before, processes = saved["processes"], current["processes"]
     if before != processes:
         lines.append(
             f"{checkpoint} was saved with {before} processes, and this run has {processes}: a step has "
@@ -203,9 +207,9 @@ def has_optimizer(manifest: dict[str, Any]) -> bool:
     return any(name.startswith(("optimizer", "global_step")) for name in manifest["files"])
 
 
-def _differences(then: dict[str, Any], now: dict[str, Any]) -> list[tuple[str, Any, Any]]:
+def _differences(saved: dict[str, Any], current: dict[str, Any]) -> list[tuple[str, Any, Any]]:
     """The keys with other values, each with the new and the old one. A key that one side lacks is not compared."""
-    old, new = then["recipe"], now["recipe"]
+    old, new = saved["recipe"], current["recipe"]
     return [(key, new[key], old[key]) for key in sorted(old.keys() & new.keys()) if new[key] != old[key]]
 
 
@@ -213,13 +217,13 @@ def _is_refused(key: str) -> bool:
     return any(fnmatch.fnmatchcase(key, pattern) for pattern in _REFUSED)
 
 
-def _plain(value: Any) -> Any:
+def _as_json(value: Any) -> Any:
     """A value as JSON gives it back, without tokens."""
     text = json.dumps(value, default=lambda part: sorted(part) if isinstance(part, set) else str(part))
     return json.loads(without_tokens(text))
 
 
-def _print_of_model(source: ModelSource) -> str:
+def _fingerprint_model(source: ModelSource) -> str:
     """A model of the Hub has its commit; of the files of a folder, 64 samples and the size are read of each."""
     if not os.path.isdir(source.path):
         from transformers.utils.hub import cached_file, extract_commit_hash
@@ -238,7 +242,7 @@ def _print_of_model(source: ModelSource) -> str:
     return f"(crc32 {total:08x})"
 
 
-def _print_of_rows(rows: Any) -> str:
+def _fingerprint_rows(rows: Any) -> str:
     import pyarrow as pa
 
     total, every = 0, 1 + rows.data.nbytes // _MOST_BYTES

@@ -32,7 +32,7 @@ class SaveOnSigterm(TrainerCallback):
         self._asked = self._stops = self._saves = False
         self._ranks: Ranks | None = None
 
-    def take(self) -> bool:
+    def request_stop(self) -> bool:
         """Note a SIGTERM. Whether the run will end by itself: after this step, or once the trained model is saved."""
         self._asked = self._asked or self.training
         return self._asked
@@ -43,7 +43,7 @@ class SaveOnSigterm(TrainerCallback):
         self.training = True
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._stops = self.any_asked() and state.global_step < state.max_steps
+        self._stops = self.any_signalled() and state.global_step < state.max_steps
         if not float(state.epoch).is_integer():
             self.on_epoch_end(args, state, control)
 
@@ -56,7 +56,7 @@ class SaveOnSigterm(TrainerCallback):
         if self._saves:
             raise Terminated
 
-    def any_asked(self) -> bool:
+    def any_signalled(self) -> bool:
         """Return whether any process has got the signal, as soon as all have come here."""
         if self._ranks is None:
             return self._asked
@@ -64,7 +64,7 @@ class SaveOnSigterm(TrainerCallback):
 
 
 @contextlib.contextmanager
-def sigterm_ends(run: SaveOnSigterm) -> Iterator[None]:
+def handle_sigterm(run: SaveOnSigterm) -> Iterator[None]:
     """While this is open, SIGTERM has `run` save and end, or raises `Terminated` if it is not training.
 
     Worker processes are ended as always.
@@ -75,7 +75,7 @@ def sigterm_ends(run: SaveOnSigterm) -> Iterator[None]:
         if os.getpid() != process:
             signal.signal(number, signal.SIG_DFL)  # a worker has inherited this handler, and its pool wants to end it
             os.kill(os.getpid(), number)
-        elif not run.take():
+        elif not run.request_stop():
             raise Terminated
 
     if threading.current_thread() is not threading.main_thread():  # only the main thread may handle signals

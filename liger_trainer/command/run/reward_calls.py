@@ -32,8 +32,8 @@ def checked_reward(name: str, reward: Callable) -> Callable:
     def fault_of(error: Exception) -> RewardError:
         frames = traceback.extract_tb(error.__traceback__)[1:]  # the first is the wrapper's
         code = getattr(reward, "__code__", None)
-        own = [frame for frame in frames if code is not None and frame.filename == code.co_filename]
-        where = f" in line {own[-1].lineno} of {own[-1].filename}" if own else ""
+        own_frames = [frame for frame in frames if code is not None and frame.filename == code.co_filename]
+        where = f" in line {own_frames[-1].lineno} of {own_frames[-1].filename}" if own_frames else ""
         reason = " ".join(str(error).split())
         return RewardError(f"reward_funcs has {name!r}, which raised {type(error).__name__}{where}: {reason}")
 

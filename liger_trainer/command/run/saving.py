@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from liger_trainer.command.processes import on_all
+from liger_trainer.command.processes import gather_from_all
 from liger_trainer.command.recipe.read import Recipe
 from liger_trainer.command.rows.prompt_form import IN_WORDS, write_prompt_form
 from liger_trainer.command.run import manifest
@@ -24,7 +24,7 @@ from liger_trainer.errors import RecipeError, RewardError, RunError, refusal
 from liger_trainer.trainers.model_card import CardText, card_without_risk
 
 
-class _CannotSave(Exception):
+class _SaveError(Exception):
     """Raised when a write fails; the message says why."""
 
 
@@ -35,9 +35,9 @@ class CheckpointManager(TrainerCallback):
     of this run are deleted by their steps, never those of another run. The newest and the best one always stay.
     """
 
-    def __init__(self, facts: dict[str, Any], resume_point: ResumePoint, limit: int | None = None) -> None:
-        self.facts, self.resume_point, self._limit = (
-            facts | {"run": resume_point.run or uuid.uuid4().hex},
+    def __init__(self, fingerprint: dict[str, Any], resume_point: ResumePoint, limit: int | None = None) -> None:
+        self.fingerprint, self.resume_point, self._limit = (
+            fingerprint | {"run": resume_point.run or uuid.uuid4().hex},
             resume_point,
             limit,
         )
@@ -59,17 +59,17 @@ class CheckpointManager(TrainerCallback):
 
     def begin(self, trainer: Any) -> None:
         if trainer.args.should_save:
-            manifest.begin(_checkpoint_of(trainer), self.facts)
+            manifest.begin(_checkpoint_of(trainer), self.fingerprint)
         trainer.accelerator.wait_for_everyone()  # an attempt before may have left files of other processes there
 
     def finish(self, trainer: Any) -> None:
         """Have the manifest written as soon as all processes have come here, which have then saved their parts."""
         checkpoint, args, state = _checkpoint_of(trainer), trainer.args, trainer.state
-        seen = on_all(args, manifest.files_in(checkpoint))  # of a network disk, none may see all files at once
+        seen = gather_from_all(args, manifest.files_in(checkpoint))  # of a network disk, none may see all files at once
         names = seen[args.process_index] if args.save_on_each_node else {name for some in seen for name in some}
         if args.should_save:
-            facts = self.facts | {"step": state.global_step}
-            self._writing = self._pool.submit(self._write, checkpoint, names, facts, state.best_model_checkpoint)
+            fingerprint = self.fingerprint | {"step": state.global_step}
+            self._writing = self._pool.submit(self._write, checkpoint, names, fingerprint, state.best_model_checkpoint)
 
     def wait(self, trainer: Any) -> None:
         """Wait for the manifest of the last checkpoint."""
@@ -78,14 +78,16 @@ class CheckpointManager(TrainerCallback):
                 self._writing.result()  # Ctrl-C may end this one, and what is said of the run then waits again
         self._writing = None
 
-    def _write(self, checkpoint: Path, names: Iterable[str], facts: dict[str, Any], best: str | None) -> None:
-        manifest.write(checkpoint, names, facts)
+    def _write(self, checkpoint: Path, names: Iterable[str], fingerprint: dict[str, Any], best: str | None) -> None:
+        manifest.write(checkpoint, names, fingerprint)
         if self._limit is None:
             return
         in_folder = checkpoints_in(checkpoint.parent)
         until_now = in_folder[: in_folder.index(checkpoint) + 1]  # later ones are damaged
         manifests = {path: manifest.read(path) for path in until_now}
-        of_this_run = [path for path, saved in manifests.items() if saved is not None and saved["run"] == facts["run"]]
+        of_this_run = [
+            path for path, saved in manifests.items() if saved is not None and saved["run"] == fingerprint["run"]
+        ]
 
         always_kept = {checkpoint}
         if best is not None:
@@ -138,7 +140,7 @@ class SavesWithManifest:
         # The example asks by a chat template.
         chats = self.recorder.form == "chat" and getattr(self.processing_class, "chat_template", None)
         return CardText(
-            base_model=_shown(self.checkpoints.facts["base"][0]),
+            base_model=_public_name(self.checkpoints.fingerprint["base"][0]),
             quick_start=bool(chats) and (stock is None or stock.quick_start),
             trained=self._what_was_trained(),
         )
@@ -156,7 +158,10 @@ class SavesWithManifest:
         """The lines of the card about this run, in Markdown."""
         import liger_trainer
 
-        (base, base_print), (rows, rows_print) = self.checkpoints.facts["base"], self.checkpoints.facts["rows"]
+        (base, base_print), (rows, rows_print) = (
+            self.checkpoints.fingerprint["base"],
+            self.checkpoints.fingerprint["rows"],
+        )
         losses = [log["loss"] for log in self.state.log_history if "loss" in log]
         kind = getattr(self.args, "loss_type", None) or self._name
         loss = f"{kind if isinstance(kind, str) else ', '.join(kind)}, {self.state.global_step} steps"
@@ -167,7 +172,7 @@ class SavesWithManifest:
             machine += f", {self.recorder.speed:,.0f} tokens/s"
         lines = [
             f"- liger_trainer {liger_trainer.__version__}, `{type(self).__name__}`",
-            f"- Base model: `{_shown(base)}` {base_print}",
+            f"- Base model: `{_public_name(base)}` {base_print}",
             f"- Data: `{rows}` {rows_print}",
             f"- Form of the prompts: {IN_WORDS[self.recorder.form]}",
             f"- Loss: {loss}",
@@ -180,14 +185,14 @@ class SavesWithManifest:
         return "\n".join([*lines, self.recipe.to_card()])
 
 
-def _shown(model: str) -> str:
+def _public_name(model: str) -> str:
     """The name of a model in a card: without the folders of this machine."""
     return Path(model).name if Path(model).is_dir() else model
 
 
 @contextlib.contextmanager
 def _saving(what: str, trainer: Any) -> Iterator[None]:
-    """`_CannotSave` in place of an error that says that a write has failed. Others stay as they are."""
+    """`_SaveError` in place of an error that says that a write has failed. Others stay as they are."""
     try:
         yield
     except Exception as error:
@@ -195,7 +200,7 @@ def _saving(what: str, trainer: Any) -> Iterator[None]:
         if not (isinstance(error, OSError) or by_torch or "Error while serializing: I/O error" in str(error)):
             raise
         reason = "no space left, or a limit on the size of its files" if by_torch else error
-        raise _CannotSave(f"{what} cannot be written: {reason} (in {trainer.args.output_dir}).") from error
+        raise _SaveError(f"{what} cannot be written: {reason} (in {trainer.args.output_dir}).") from error
 
 
 def train_and_save(trainer: Any, recipe: Recipe) -> None:
@@ -212,28 +217,28 @@ def train_and_save(trainer: Any, recipe: Recipe) -> None:
     except Terminated:
         checkpoints.wait(trainer)
         trainer.callback_handler.on_train_end(trainer.args, trainer.state, trainer.control)
-        trainer.stop.any_asked()  # a barrier: the launcher ends the others once one has ended
+        trainer.stop.any_signalled()  # a barrier: the launcher ends the others once one has ended
         raise
     except RewardError as error:
         if trainer.state.global_step == 0:
             raise RecipeError(str(error)) from error
-        raise RunError(f"{error} {what_is_left(recipe)}") from error
-    except _CannotSave as error:
-        raise RunError(f"{error} {_keep_model(trainer)}{what_is_left(recipe)}") from error
+        raise RunError(f"{error} {describe_last_checkpoint(recipe)}") from error
+    except _SaveError as error:
+        raise RunError(f"{error} {_keep_model(trainer)}{describe_last_checkpoint(recipe)}") from error
     except Exception as error:
         args = trainer.args
-        written = {name: getattr(args, name, None) for name in ("optim_args", "lr_scheduler_kwargs", "loss_type")}
-        said = refusal(error, **written)
+        named_fields = {name: getattr(args, name, None) for name in ("optim_args", "lr_scheduler_kwargs", "loss_type")}
+        message = refusal(error, **named_fields)
         if not resume_point.known:
-            said = f"{resume_point.checkpoint} cannot be loaded: {' '.join(str(error).split())}"
+            message = f"{resume_point.checkpoint} cannot be loaded: {' '.join(str(error).split())}"
         # TRL looks at these in the first step
         late = ("loss_type: ", "The reward function ")
-        by_trl = trainer.state.global_step == 0 and said is not None and any(text in said for text in late)
-        if said is None or (trainer.stop.training and not by_trl):
+        by_trl = trainer.state.global_step == 0 and message is not None and any(text in message for text in late)
+        if message is None or (trainer.stop.training and not by_trl):
             raise
-        raise RecipeError(f"{said} ({type(error).__name__})") from error
+        raise RecipeError(f"{message} ({type(error).__name__})") from error
     finally:
-        with contextlib.suppress(_CannotSave):  # after another error: what_is_left may name this checkpoint
+        with contextlib.suppress(_SaveError):  # after another error: describe_last_checkpoint may name this checkpoint
             checkpoints.wait(trainer)
 
 
@@ -253,7 +258,7 @@ def _save_model(trainer: Any) -> None:
             trainer.create_model_card()
     except Exception as error:
         failure = error
-    if not any(on_all(trainer.args, failure is not None)):
+    if not any(gather_from_all(trainer.args, failure is not None)):
         return
     for path in matches(folder, WEIGHTS) if trainer.is_world_process_zero() else ():
         if path.is_file() and path.stat().st_mtime_ns != before.get(path):
@@ -261,7 +266,7 @@ def _save_model(trainer: Any) -> None:
                 path.unlink()
     if failure is None:
         raise RunError("The trained model cannot be written; another process says why.")
-    if not isinstance(failure, _CannotSave):
+    if not isinstance(failure, _SaveError):
         failure.add_note(_keep_model(trainer))
     raise failure
 
@@ -295,7 +300,7 @@ def _keep_model(trainer: Any) -> str:
     return f"The model cannot be written to {tempfile.gettempdir()} either. "
 
 
-def what_is_left(recipe: Recipe) -> str:
+def describe_last_checkpoint(recipe: Recipe) -> str:
     """Name the newest whole checkpoint of a run that ended early, and how to go on from it."""
     if not recipe.began:  # whatever is in output_dir is from an earlier run
         return "Training had not begun."

@@ -63,8 +63,8 @@ class RunRecorder(TrainerCallback):
     def summary(self, trainer) -> str:
         """The text for the end of the run of `trainer`."""
         args, state = trainer.args, trainer.state
-        report, chosen = getattr(trainer, "liger_report", None), getattr(trainer, "checkpointing", None)
-        kept, captured = getattr(trainer, "kept_weights", None), getattr(trainer, "captured_steps", None)
+        report, checkpointing = getattr(trainer, "liger_report", None), getattr(trainer, "checkpointing", None)
+        kept_weights, captured = getattr(trainer, "kept_weights", None), getattr(trainer, "captured_steps", None)
         resumed = f", resumed at step {self._first_step}" if self._first_step else ""
         lines = ["Summary", f"  steps    {state.global_step - self._first_step}{resumed}{self._stopped(args, state)}"]
         if self.rows is not None:
@@ -90,11 +90,11 @@ class RunRecorder(TrainerCallback):
             lines.append("  warning  the last gradient norm is NaN, and a loss that is NaN is left out above")
         lines += [
             f"  speed    {'not counted' if self.speed is None else f'{self.speed:.0f} tokens/s'}",
-            f"  memory   {peak_memory(0 if chosen is None else chosen.highest)}",
-            *([] if chosen is None else [f"  layers   {chosen}"]),
+            f"  memory   {peak_memory(0 if checkpointing is None else checkpointing.highest)}",
+            *([] if checkpointing is None else [f"  layers   {checkpointing}"]),
             *([] if captured is None else [f"  captured {captured.in_words()}"]),
             f"  patched  {'nothing (use_liger is false)' if report is None else report.one_line()}",
-            *([f"  kept     {kept}"] if kept is not None and str(kept) else []),
+            *([f"  kept     {kept_weights}"] if kept_weights is not None and str(kept_weights) else []),
             f"  model    {args.output_dir}",
         ]
         return "\n".join(lines)

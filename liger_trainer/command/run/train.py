@@ -14,25 +14,30 @@ import liger_trainer
 from liger_trainer._logging import logger
 from liger_trainer.command.processes import is_main_process
 from liger_trainer.command.recipe.checks import NOT_ON_EXPERTS, check_packages
-from liger_trainer.command.recipe.model_source import ModelSource, find_model, quantization_of, trainable
+from liger_trainer.command.recipe.model_source import ModelSource, find_model, quantization_of, trainable_options
 from liger_trainer.command.recipe.parser import nearest
 from liger_trainer.command.recipe.read import Recipe
 from liger_trainer.command.rows.chat_template import answers_marked, raised_by_template
 from liger_trainer.command.rows.counts import account_for_rows, check_token_ids
 from liger_trainer.command.rows.images import broken_picture, check_first_batch
 from liger_trainer.command.rows.preview import show_rows
-from liger_trainer.command.rows.prompt_form import prompt_form, tell_unused_template
+from liger_trainer.command.rows.prompt_form import prompt_form, warn_unused_template
 from liger_trainer.command.rows.sources import Sources, find_sources
-from liger_trainer.command.run.manifest import facts_of
-from liger_trainer.command.run.output_dir import find_resume_point, own_folder
+from liger_trainer.command.run.manifest import fingerprint_run
+from liger_trainer.command.run.output_dir import find_resume_point, lock_output_dir
 from liger_trainer.command.run.preemption import SaveOnSigterm
 from liger_trainer.command.run.reward_calls import checked_reward
-from liger_trainer.command.run.saving import CheckpointManager, SavesWithManifest, train_and_save, what_is_left
+from liger_trainer.command.run.saving import (
+    CheckpointManager,
+    SavesWithManifest,
+    describe_last_checkpoint,
+    train_and_save,
+)
 from liger_trainer.command.run.summary import RunRecorder
 from liger_trainer.data.formats import alpaca_row
 from liger_trainer.errors import RecipeError, RunError, refusal, short
-from liger_trainer.fitting.hollow import auto_class_of
-from liger_trainer.trainers.world import fault_of_world
+from liger_trainer.fitting.meta_model import auto_class_of
+from liger_trainer.trainers.world import launch_problem
 
 
 def run(recipe: Recipe, preview_rows: int | None = None, stop: SaveOnSigterm | None = None) -> str | None:
@@ -41,19 +46,22 @@ def run(recipe: Recipe, preview_rows: int | None = None, stop: SaveOnSigterm | N
     None on all processes but the main one. RecipeError if nothing has been trained, RunError if a write has failed.
     """
     training = recipe.training
-    if fault := fault_of_world(os.environ, training.distributed_state, recipe.sharding):
+    if fault := launch_problem(os.environ, training.distributed_state, recipe.sharding):
         raise RecipeError(f"{fault}")
     check_packages(recipe)
-    with own_folder(recipe) as resumes:
+    with lock_output_dir(recipe) as resumes:
         return _run(recipe, resumes, preview_rows, stop or SaveOnSigterm())
 
 
 def _run(recipe: Recipe, resumes: str, preview_rows: int | None, stop: SaveOnSigterm) -> str | None:
     training, sources = recipe.training, find_sources(recipe)
     train_rows, eval_rows = sources.train_rows, sources.eval_rows
-    facts = facts_of(recipe, sources.model, train_rows)
-    resume_point = find_resume_point(recipe, resumes, facts)
-    checkpoints, training.save_total_limit = CheckpointManager(facts, resume_point, training.save_total_limit), None
+    fingerprint = fingerprint_run(recipe, sources.model, train_rows)
+    resume_point = find_resume_point(recipe, resumes, fingerprint)
+    checkpoints, training.save_total_limit = (
+        CheckpointManager(fingerprint, resume_point, training.save_total_limit),
+        None,
+    )
 
     total = len(train_rows)
     if preview_rows is not None:
@@ -66,11 +74,11 @@ def _run(recipe: Recipe, resumes: str, preview_rows: int | None, stop: SaveOnSig
         callbacks.append(recorder.early_stopping)
     callbacks.append(stop)  # the last, because it may end the run
     if training.sample_prompts and recorder.form == "alpaca":
-        asked = [alpaca_row({"instruction": text, "output": ""}) for text in training.sample_prompts]
-        training.sample_prompts = [row["prompt"] for row in asked]
-    plain = getattr(liger_trainer, recipe.entry.trainer)
-    named = {"__doc__": plain.__doc__, "__module__": plain.__module__}
-    trainer_class = type(plain.__name__, (SavesWithManifest, plain), named)
+        rows = [alpaca_row({"instruction": text, "output": ""}) for text in training.sample_prompts]
+        training.sample_prompts = [row["prompt"] for row in rows]
+    recipe_class = getattr(liger_trainer, recipe.entry.trainer)
+    class_attributes = {"__doc__": recipe_class.__doc__, "__module__": recipe_class.__module__}
+    trainer_class = type(recipe_class.__name__, (SavesWithManifest, recipe_class), class_attributes)
     trainer = build_trainer(
         recipe, sources._replace(train_rows=train_rows, eval_rows=eval_rows), callbacks, trainer_class
     )
@@ -78,7 +86,7 @@ def _run(recipe: Recipe, resumes: str, preview_rows: int | None, stop: SaveOnSig
     if eval_rows is not None and trainer.eval_dataset is not None:
         check_token_ids(trainer, "eval")
     check_first_batch(trainer)
-    tell_unused_template(trainer.processing_class, recorder.form, train_rows)
+    warn_unused_template(trainer.processing_class, recorder.form, train_rows)
     if preview_rows is not None:
         return show_rows(trainer, train_rows, total)
     recorder.rows = account_for_rows(trainer, train_rows, eval_rows)
@@ -93,7 +101,7 @@ def _run(recipe: Recipe, resumes: str, preview_rows: int | None, stop: SaveOnSig
     except Exception as error:
         if (broken := broken_picture(error, train_rows, eval_rows)) is None:
             raise
-        raise RunError(f"{broken} {what_is_left(recipe)}") from error
+        raise RunError(f"{broken} {describe_last_checkpoint(recipe)}") from error
     if training.push_to_hub:
         trainer.push_to_hub()
     summary = recorder.summary(trainer) if trainer.is_world_process_zero() else None
@@ -111,36 +119,38 @@ def build_trainer(recipe: Recipe, sources: Sources, callbacks: list[Any], traine
     init = {key: value for key, value in init.items() if key not in source.options}
     options = set(init)
     init = {"dtype": recipe.model.dtype, "attn_implementation": recipe.model.attn_implementation} | init
-    given = {
+    trainer_arguments = {
         "train_dataset": train_rows,
         "eval_dataset": eval_rows,
         "callbacks": callbacks,
     }
     if rewards:
-        given["reward_funcs"] = [
+        trainer_arguments["reward_funcs"] = [
             checked_reward(name, reward) for name, reward in zip(recipe.args.reward_funcs or (), rewards, strict=True)
         ]
     if getattr(training, "teacher_model_name_or_path", None) is not None:
-        given["teacher_model"] = find_model(training.teacher_model_name_or_path).path
+        trainer_arguments["teacher_model"] = find_model(training.teacher_model_name_or_path).path
     quantization = quantization_of(config, recipe.model)
-    init = (trainable(config) if quantization is None else {"quantization_config": quantization}) | init
+    init = (trainable_options(config) if quantization is None else {"quantization_config": quantization}) | init
     training.model_init_kwargs = None if source.is_gguf else source.options | init
     try:
-        given["peft_config"] = trl.get_peft_config(recipe.model)
+        trainer_arguments["peft_config"] = trl.get_peft_config(recipe.model)
         if source.is_gguf:  # TRL's trainers cannot load one themselves
-            given["model"], given["processing_class"] = _load_gguf(source, config, init, recipe)
+            trainer_arguments["model"], trainer_arguments["processing_class"] = _load_gguf(source, config, init, recipe)
             if _needs_reference(recipe):
-                given["ref_model"], _ = _load_gguf(source, config, init, recipe)  # reading it again takes seconds
+                trainer_arguments["ref_model"], _ = _load_gguf(
+                    source, config, init, recipe
+                )  # reading it again takes seconds
         else:
-            given["model"] = source.path
-        with answers_marked(recipe, source, train_rows, eval_rows) as settle_template:
-            trainer = trainer_class(args=training, **given)
-            settle_template(trainer)
+            trainer_arguments["model"] = source.path
+        with answers_marked(recipe, source, train_rows, eval_rows) as restore_template:
+            trainer = trainer_class(args=training, **trainer_arguments)
+            restore_template(trainer)
     except RecipeError:
         raise
     except Exception as error:
-        if (said := _refused_adapter(error, recipe.model, config)) is not None:
-            raise RecipeError(said) from error
+        if (message := _refused_adapter(error, recipe.model, config)) is not None:
+            raise RecipeError(message) from error
         if (broken := broken_picture(error, train_rows, eval_rows)) is not None:
             raise RecipeError(broken) from error
         if recipe.model.load_in_4bit and isinstance(error, ImportError) and "bitsandbytes" in str(error):
@@ -159,14 +169,14 @@ def build_trainer(recipe: Recipe, sources: Sources, callbacks: list[Any], traine
             kind = (getattr(config, "architectures", None) or ["model"])[0]
             name = recipe.model.model_name_or_path
             raise RecipeError(f"model_name_or_path is {name!r}, a {kind}, not a causal language model.") from error
-        said = refusal(error, "assistant_only_loss", model_init_kwargs=[*options], report_to=training.report_to)
+        message = refusal(error, "assistant_only_loss", model_init_kwargs=[*options], report_to=training.report_to)
         if raised_by_template(error):
-            said = f"a chat template refuses a row: {' '.join(str(error).split())}"
+            message = f"a chat template refuses a row: {' '.join(str(error).split())}"
             if any(isinstance(turn.get("content"), list) for turn in train_rows[0].get("messages") or ()):
-                said += ". The content of its messages is a list of parts; most templates want a text"
-        if said is None:
+                message += ". The content of its messages is a list of parts; most templates want a text"
+        if message is None:
             raise
-        raise RecipeError(said) from error
+        raise RecipeError(message) from error
     _check_adapter(recipe.model, trainer.model)
     return trainer
 

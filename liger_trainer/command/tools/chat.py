@@ -9,7 +9,7 @@ import os
 import sys
 from typing import Any
 
-from liger_trainer.command.processes import say
+from liger_trainer.command.processes import print_status
 from liger_trainer.command.rows.prompt_form import IN_WORDS, read_prompt_form, read_system_prompt
 from liger_trainer.command.tools.loading import (
     add_command,
@@ -53,10 +53,10 @@ def add_chat_command(commands: Any) -> None:
 
 
 def _chat(args: Any) -> None:
-    if lost := [name for name in args.images if not os.path.isfile(name)]:
-        raise RecipeError(f"--images names {lost[0]!r}, and there is no such file.")
-    for option, given in (("--base", args.base), ("--model", args.base_model)):
-        if given and not is_adapter(args.model):
+    if missing := [name for name in args.images if not os.path.isfile(name)]:
+        raise RecipeError(f"--images names {missing[0]!r}, and there is no such file.")
+    for option, value in (("--base", args.base), ("--model", args.base_model)):
+        if value and not is_adapter(args.model):
             raise RecipeError(f"{option} is only for adapters, and {args.model!r} is a whole model. Remove it.")
     model, reader = load_model(args)
     template = args.prompt_template or _trained_template(args.model, reader)
@@ -90,8 +90,8 @@ def _chat(args: Any) -> None:
             continue
         if any("\ud800" <= letter <= "\udfff" for letter in line):  # Python decodes invalid UTF-8 to these
             raise RecipeError(f"The line {line!r} is not UTF-8. Convert what is piped in.")
-        shown = [{"type": "image", "path": name} for name in args.images if len(history) == len(start)]
-        history.append({"role": "user", "content": [*shown, {"type": "text", "text": line}] if shown else line})
+        images = [{"type": "image", "path": name} for name in args.images if len(history) == len(start)]
+        history.append({"role": "user", "content": [*images, {"type": "text", "text": line}] if images else line})
         prompt: Any = history if template == "chat" else line
         if template == "alpaca":
             prompt = alpaca_row({"instruction": line, "output": ""})["prompt"]
@@ -110,7 +110,7 @@ def _system_prompt(args: Any) -> str | None:
     trained = read_system_prompt(args.model)
     if trained is not None:
         said = f"{args.model} was trained with the system prompt {short(trained)}, which goes first."
-        say(f"{said} Pass --system for another one.")
+        print_status(f"{said} Pass --system for another one.")
     return trained
 
 
@@ -120,7 +120,7 @@ def _trained_template(model: str, reader: Any) -> str:
     form = read_prompt_form(model)
     trained = {"alpaca": "alpaca", "text": "none", "tokens": "none"}.get(form or "chat", usual)
     if trained != usual:
-        say(
+        print_status(
             f"{model} was trained on {IN_WORDS[form or 'chat']}, and your lines reach it in that form. Pass "
             "--prompt_template to ask in another one."
         )

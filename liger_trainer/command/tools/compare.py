@@ -16,9 +16,9 @@ import time
 from pathlib import Path
 from typing import IO, Any
 
-from liger_trainer.command.options import add_recipe_command, positive, take_options
+from liger_trainer.command.options import add_recipe_command, parse_positive, take_options
 from liger_trainer.command.processes import launched_processes
-from liger_trainer.command.recipe.accelerate_file import own_environment
+from liger_trainer.command.recipe.accelerate_file import preserve_environment
 from liger_trainer.command.recipe.read import Recipe, parse_recipe, read_recipe
 from liger_trainer.errors import RecipeError
 
@@ -53,60 +53,60 @@ def add_compare_command(commands: Any) -> None:
 
 def _compare(args: argparse.Namespace) -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as `liger-trainer train` does; the arms inherit it
-    given, words = take_options(args.options, "steps", "json", "chart", "arm")
-    steps = positive("--steps", given.get("steps", "20"), int)
-    if "arm" in given:
-        Path(given["json"]).write_text(json.dumps(_run_arm(args.recipe, words, given["arm"], steps)))
+    own_options, argv = take_options(args.options, "steps", "json", "chart", "arm")
+    steps = parse_positive("--steps", own_options.get("steps", "20"), int)
+    if "arm" in own_options:
+        Path(own_options["json"]).write_text(json.dumps(_run_arm(args.recipe, argv, own_options["arm"], steps)))
         return 0
     if steps < 2:
         raise RecipeError(f"--steps is {steps}; expected 2 or more, since the first step is not timed.")
     for option in ("json", "chart"):
-        if option in given and Path(given[option]).is_dir():
-            raise RecipeError(f"--{option} is {given[option]!r}, a folder; expected a file to write.")
-        if option in given and not Path(given[option]).name:
+        if option in own_options and Path(own_options[option]).is_dir():
+            raise RecipeError(f"--{option} is {own_options[option]!r}, a folder; expected a file to write.")
+        if option in own_options and not Path(own_options[option]).name:
             raise RecipeError(f"--{option} has no value; expected a file to write.")
-        if option in given and not (folder := Path(given[option]).absolute().parent).is_dir():
-            raise RecipeError(f"--{option} is {given[option]!r}, and there is no folder {folder}. Make it first.")
-    if "chart" in given and not given["chart"].endswith((".png", ".svg", ".pdf")):
-        raise RecipeError(f"--chart is {given['chart']!r}; expected a file ending in .png, .svg or .pdf.")
-    if "chart" in given and importlib.util.find_spec("matplotlib") is None:
+        if option in own_options and not (folder := Path(own_options[option]).absolute().parent).is_dir():
+            raise RecipeError(f"--{option} is {own_options[option]!r}, and there is no folder {folder}. Make it first.")
+    if "chart" in own_options and not own_options["chart"].endswith((".png", ".svg", ".pdf")):
+        raise RecipeError(f"--chart is {own_options['chart']!r}; expected a file ending in .png, .svg or .pdf.")
+    if "chart" in own_options and importlib.util.find_spec("matplotlib") is None:
         raise RecipeError("--chart needs the package matplotlib. Run: pip install matplotlib")
     if launched_processes() > 1:
         raise RecipeError("liger-trainer compare trains in one process. Run it without a launcher.")
-    with own_environment():
-        read_recipe(args.recipe, words, _USAGE)  # a misspelt key ends here, once
+    with preserve_environment():
+        read_recipe(args.recipe, argv, _USAGE)  # a misspelt key ends here, once
     with_liger = importlib.util.find_spec("liger_kernel") is not None
     arms = []
     for name in (_STOCK, _LIGER, _OURS) if with_liger else (_STOCK, _OURS):
         print(f"{name}: training {steps} steps", file=sys.stderr, flush=True)
-        arms.append({"arm": name} | _in_a_process(args.recipe, words, name, steps))
+        arms.append({"arm": name} | _run_in_subprocess(args.recipe, argv, name, steps))
     if all("error" in arm for arm in arms):
         raise RecipeError(" ".join(dict.fromkeys(arm["error"] for arm in arms)))
     from liger_trainer.command.run.summary import hardware
 
     _note_losses(arms)
-    result = {"recipe": args.recipe, "options": words, "hardware": hardware(), "arms": arms}
-    if "json" in given:
-        Path(given["json"]).write_text(json.dumps(result, indent=1))
-    if "chart" in given:
+    result = {"recipe": args.recipe, "options": argv, "hardware": hardware(), "arms": arms}
+    if "json" in own_options:
+        Path(own_options["json"]).write_text(json.dumps(result, indent=1))
+    if "chart" in own_options:
         from liger_trainer.command.run.pictures import draw_comparison
 
-        draw_comparison(arms, f"{args.recipe}, {result['hardware']}", given["chart"])
+        draw_comparison(arms, f"{args.recipe}, {result['hardware']}", own_options["chart"])
     print(_table(result))
     if not with_liger:
         print("liger-kernel is not installed, so the stock trainer is not shown with it.")
     return 0
 
 
-def _in_a_process(recipe: str, words: list[str], arm: str, steps: int) -> dict[str, Any]:
+def _run_in_subprocess(recipe: str, argv: list[str], arm: str, steps: int) -> dict[str, Any]:
     """Return what `_run_arm` does, or else the last line that its process has written."""
     with tempfile.TemporaryDirectory() as folder:
         path, output = Path(folder, "arm.json"), Path(folder, "output.txt")
         gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]  # of several, TRL and transformers use all
-        own = ["--arm", arm, "--steps", str(steps), "--json", str(path)]
+        arm_options = ["--arm", arm, "--steps", str(steps), "--json", str(path)]
         with output.open("w") as file:
             code = _run_to_its_end(
-                [sys.executable, "-m", "liger_trainer", "compare", recipe, *own, *words],
+                [sys.executable, "-m", "liger_trainer", "compare", recipe, *arm_options, *argv],
                 file,
                 os.environ | {"CUDA_VISIBLE_DEVICES": gpu},
             )
@@ -144,12 +144,12 @@ def _run_to_its_end(command: list[str], output: IO[str], environment: dict[str, 
         signal.signal(signal.SIGTERM, before)
 
 
-def _run_arm(name: str, words: list[str], arm: str, steps: int) -> dict[str, Any]:
+def _run_arm(name: str, argv: list[str], arm: str, steps: int) -> dict[str, Any]:
     """Train the first `steps` steps of the recipe `name`, and return the numbers of the arm, or why it has none."""
-    with tempfile.TemporaryDirectory() as folder, own_environment():
-        off = [word for key, value in (_ALONE | {"output_dir": folder}).items() for word in (f"--{key}", value)]
+    with tempfile.TemporaryDirectory() as folder, preserve_environment():
+        overrides = [word for key, value in (_ALONE | {"output_dir": folder}).items() for word in (f"--{key}", value)]
         try:
-            recipe = parse_recipe(name, [*words, *off], _USAGE)
+            recipe = parse_recipe(name, [*argv, *overrides], _USAGE)
             return _train(recipe, arm, steps)
         except RecipeError as error:
             return {"error": str(error)}
@@ -205,8 +205,8 @@ def _train(recipe: Recipe, arm: str, steps: int) -> dict[str, Any]:
         raise RecipeError(f"Of {ran} steps none is left to be timed. Compare at least 2 steps.")
     seconds = clock.times[-1] - clock.times[untimed - 1]
     tokens = clock.tokens[-1] - clock.tokens[untimed - 1] if clock.tokens else None
-    chosen, captured = getattr(trainer, "checkpointing", None), getattr(trainer, "captured_steps", None)
-    peak = peak_bytes(0 if chosen is None else chosen.highest)
+    checkpointing, captured = getattr(trainer, "checkpointing", None), getattr(trainer, "captured_steps", None)
+    peak = peak_bytes(0 if checkpointing is None else checkpointing.highest)
     return {
         "steps": ran,
         "untimed": untimed,
@@ -227,7 +227,7 @@ def _stock_arguments(recipe: Recipe, use_liger_kernel: bool) -> tuple[Any, list[
 
     stock = stock_class(type(recipe.training))
     known = {field.name for field in dataclasses.fields(stock) if field.init}
-    values = dict(recipe.chosen)
+    values = dict(recipe.explicit)
     for suffix in ("", "_kwargs"):  # the older name is known to all versions
         if (value := values.pop(f"activation_checkpointing{suffix}", None)) is not None:
             values[f"gradient_checkpointing{suffix}"] = value if suffix else str(value).lower() != "false"

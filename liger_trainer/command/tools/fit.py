@@ -5,8 +5,8 @@ import re
 import sys
 from typing import Any
 
-from liger_trainer.command.options import add_recipe_command, positive, take_options
-from liger_trainer.command.recipe.accelerate_file import own_environment
+from liger_trainer.command.options import add_recipe_command, parse_positive, take_options
+from liger_trainer.command.recipe.accelerate_file import preserve_environment
 from liger_trainer.command.recipe.read import parse_recipe
 from liger_trainer.errors import RecipeError
 
@@ -25,25 +25,25 @@ def add_fit_command(commands: Any) -> None:
 
 
 def _fit(args: argparse.Namespace) -> int:
-    given, words = take_options(args.options, "gpus", "gpu_memory", "images")
-    gpus = positive("--gpus", given.get("gpus", "1"), int)
-    memory = positive("--gpu-memory", given.get("gpu_memory", "80"), float)
-    images = _sizes(given["images"]) if "images" in given else []
+    own_options, argv = take_options(args.options, "gpus", "gpu_memory", "images")
+    gpus = parse_positive("--gpus", own_options.get("gpus", "1"), int)
+    memory = parse_positive("--gpu-memory", own_options.get("gpu_memory", "80"), float)
+    images = _sizes(own_options["images"]) if "images" in own_options else []
     _show("reading the recipe and the config of its model")
-    with own_environment():
+    with preserve_environment():
         # Without this, transformers refuses bf16 where there is no GPU
-        recipe = parse_recipe(args.recipe, [*words, "--use_cpu", "true"], _USAGE)
-        from liger_trainer.command.tools.fit_job import checkpointing_of, job_of, may_capture, size_of
-        from liger_trainer.fitting.answer import answer
+        recipe = parse_recipe(args.recipe, [*argv, "--use_cpu", "true"], _USAGE)
+        from liger_trainer.command.tools.fit_spec import checkpointing_of, may_capture, size_of, train_spec_of
+        from liger_trainer.fitting.fit_report import fit_report
         from liger_trainer.fitting.images import UnknownSizes
 
-        job = job_of(recipe, gpus, images)
-        rows, length = size_of(recipe, job.images)
+        spec = train_spec_of(recipe, gpus, images)
+        rows, length = size_of(recipe, spec.images)
         try:
-            text = answer(job, rows, length, checkpointing_of(recipe), memory, may_capture(recipe, gpus), _show)
+            text = fit_report(spec, rows, length, checkpointing_of(recipe), memory, may_capture(recipe, gpus), _show)
         except UnknownSizes as error:
             raise RecipeError(
-                f"liger-trainer fit cannot count the images of {job.shape.config.model_type}: {error}. Leave out "
+                f"liger-trainer fit cannot count the images of {spec.shape.config.model_type}: {error}. Leave out "
                 "--images to count the rest."
             ) from error
     _show("")

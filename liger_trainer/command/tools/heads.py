@@ -79,7 +79,7 @@ def _medusa_eval(args) -> None:
     from liger_trainer.medusa.export import load_heads
     from liger_trainer.medusa.heads import attach_heads
 
-    model, prompts, ends = _asked(args, args.heads)
+    model, prompts, ends = _load_for_eval(args, args.heads)
     heads = attach_heads(model, load_heads(args.heads))
     options = {"max_new_tokens": args.max_new_tokens, "batch_size": args.batch_size}
     print(evaluate(model, heads, prompts, ends, **options))
@@ -92,24 +92,24 @@ def _eagle_eval(args) -> None:
 
     if args.steps < 1:
         raise RecipeError(f"--steps is {args.steps}; expected 1 or more.")
-    model, prompts, ends = _asked(args, args.drafter)
+    model, prompts, ends = _load_for_eval(args, args.drafter)
     drafter = attach_drafter(model, EagleDrafter.from_pretrained(args.drafter))
     options = {"max_new_tokens": args.max_new_tokens, "batch_size": args.batch_size}
     print(evaluate(model, drafter, prompts, ends, steps=args.steps, **options))
 
 
-def _asked(args, trained: str) -> tuple[Any, list[list[int]], set[int]]:
+def _load_for_eval(args, trained: str) -> tuple[Any, list[list[int]], set[int]]:
     """The model, the tokens of the prompts in the form that `trained` has, and the tokens that end an answer."""
     from liger_trainer.data.answers import encode, end_tokens
 
     model, tokenizer = load_to_answer(args.model, args)
     form = read_prompt_form(trained) or read_prompt_form(args.model)
     chats = bool(tokenizer.chat_template) and form in (None, "chat")
-    prompts = prompts_in(args.prompts, chats, args.max_rows)
+    prompts = read_prompts(args.prompts, chats, args.max_rows)
     return model, [encode(tokenizer, prompt) for prompt in prompts], end_tokens(model, tokenizer)
 
 
-def prompts_in(name: str, chat: bool, max_rows: int | None) -> list[Any]:
+def read_prompts(name: str, chat: bool, max_rows: int | None) -> list[Any]:
     """The prompts of the first `max_rows` rows of a file, a folder or a Hub dataset, which `train` would read too."""
     from datasets.exceptions import DatasetGenerationError
 

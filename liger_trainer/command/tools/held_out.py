@@ -17,7 +17,7 @@ _UNREAD = ("image", "images", "tools", "chat_template_kwargs")
 
 
 @dataclass
-class Measured:
+class HeldOutMetrics:
     """What was measured.
 
     Attributes:
@@ -33,7 +33,7 @@ class Measured:
     tokens: int = 0
     loss: float = 0.0
     first_choice: float = 0.0
-    asked: int = 0
+    answered: int = 0
     exact: int = 0
 
     def to_dict(self) -> dict[str, Any]:
@@ -45,13 +45,15 @@ class Measured:
             f"{self.rows} rows",
             f"  tokens   {self.first_choice:.1%} are the model's first choice",
         ]
-        if self.asked:
-            lines.append(f"  answers  {self.exact} of {self.asked} are the row's to the letter")
+        if self.answered:
+            lines.append(f"  answers  {self.exact} of {self.answered} are the row's to the letter")
         return "\n".join(lines)
 
 
 @torch.no_grad()
-def measure(model: Any, tokenizer: Any, rows: Any, max_length: int, answers: int, max_new_tokens: int) -> Measured:
+def measure(
+    model: Any, tokenizer: Any, rows: Any, max_length: int, answers: int, max_new_tokens: int
+) -> HeldOutMetrics:
     """Measure a model on rows as the `sft` trainer takes them.
 
     Of messages the assistant's turns count, of a prompt and a completion the completion, and of texts every token. One
@@ -70,7 +72,7 @@ def measure(model: Any, tokenizer: Any, rows: Any, max_length: int, answers: int
     """
     apply_liger(model)
     model = base_model_of(model)  # with the layers of an adapter in it, and the generation config of its own
-    measured = Measured()
+    measured = HeldOutMetrics()
     total = 0.0
     right = 0
     for index, row in enumerate(rows):
@@ -92,7 +94,7 @@ def measure(model: Any, tokenizer: Any, rows: Any, max_length: int, answers: int
     measured.first_choice = right / measured.tokens
     for prompt, expected in _questions(rows.select(range(min(answers, len(rows))))):
         new = answer(model, [encode(tokenizer, prompt)], end_tokens(model, tokenizer), max_new_tokens)[0]
-        measured.asked += 1
+        measured.answered += 1
         measured.exact += tokenizer.decode(new, skip_special_tokens=True).strip() == expected.strip()
     return measured
 
@@ -136,12 +138,12 @@ def _marked(messages: list[dict[str, Any]], index: int, tokenizer: Any) -> tuple
         raise RecipeError("The rows are messages, and the tokenizer of the model has no chat template.")
     text = template["default"] if isinstance(template, dict) else template
     try:
-        found = tokenizer.apply_chat_template(
+        encoded = tokenizer.apply_chat_template(
             messages, chat_template=mark_answers(text), return_dict=True, return_assistant_tokens_mask=True
         )
     except TemplateError as error:
         raise RecipeError(f"Row {index} of the dataset: {error}") from error
-    return list(found["input_ids"]), [bool(marked) for marked in found["assistant_masks"]]
+    return list(encoded["input_ids"]), [bool(marked) for marked in encoded["assistant_masks"]]
 
 
 def _questions(rows: Any) -> Iterator[tuple[Prompt, str]]:

@@ -5,8 +5,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from liger_trainer.command.processes import say_loading
-from liger_trainer.command.recipe.model_source import dequantised, find_model
+from liger_trainer.command.processes import print_loading
+from liger_trainer.command.recipe.model_source import dequantize_options, find_model
 from liger_trainer.errors import RecipeError
 from liger_trainer.paths import find_beside
 
@@ -30,7 +30,7 @@ def add_model_options(parser) -> None:
 
 def _run(command, args) -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as `liger-trainer train` does, before torch loads
-    say_loading()
+    print_loading()
     try:
         command(args)
     except (ValueError, OSError) as error:  # libraries raise these for bad input; a bug elsewhere keeps its traceback
@@ -46,7 +46,7 @@ def load_to_answer(name: str, args, gets_adapter: bool = False, shows_images: bo
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoProcessor, AutoTokenizer, GgufConfig
 
-    from liger_trainer.fitting.hollow import auto_class_of
+    from liger_trainer.fitting.meta_model import auto_class_of
 
     source = find_model(name, args.gguf_file, trust_remote_code=args.trust_remote_code, **options)
     config = source.load(AutoConfig) if gets_adapter or shows_images else None  # an adapter's folder has none
@@ -55,7 +55,7 @@ def load_to_answer(name: str, args, gets_adapter: bool = False, shows_images: bo
         init = {"dtype": "float32" if args.dtype == "auto" else args.dtype}
         init["quantization_config"] = GgufConfig(dequantize=True)
     elif gets_adapter:
-        init |= dequantised(config)
+        init |= dequantize_options(config)
     sees = shows_images and getattr(config, "vision_config", None) is not None
     model = source.load(auto_class_of(config) if sees else AutoModelForCausalLM, **init)
     reader = source.load(AutoProcessor if sees else AutoTokenizer)

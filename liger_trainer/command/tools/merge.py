@@ -5,7 +5,7 @@ import os
 import re
 from pathlib import Path
 
-from liger_trainer.command.recipe.model_source import dequantised, find_model
+from liger_trainer.command.recipe.model_source import dequantize_options, find_model
 from liger_trainer.command.rows.prompt_form import read_prompt_form, read_system_prompt, write_prompt_form
 from liger_trainer.command.tools.loading import add_command, find_base, tokenizer_of, with_adapter
 from liger_trainer.errors import RecipeError
@@ -42,9 +42,9 @@ def _merge(args) -> None:
     from transformers import AutoConfig, AutoProcessor, AutoTokenizer
 
     from liger_trainer.base_weights.unloaded import find_checkpoint, keep_unloaded_weights
-    from liger_trainer.fitting.hollow import auto_class_of
+    from liger_trainer.fitting.meta_model import auto_class_of
     from liger_trainer.lora.merge import merge
-    from liger_trainer.mtp.predictor import trained_beside
+    from liger_trainer.mtp.predictor import saved_with_adapter
 
     if os.path.exists(args.output) and (not os.path.isdir(args.output) or any(Path(args.output).iterdir())):
         raise RecipeError(f"OUTPUT_DIR is {args.output!r}, which is not empty. Give the path of a new folder.")
@@ -70,7 +70,7 @@ def _merge(args) -> None:
         source = find_model(name, revision=config.revision, trust_remote_code=args.trust_remote_code)
         base = source.load(AutoConfig)
         dtype = getattr(torch, args.dtype) if args.dtype != "auto" else base.dtype or torch.float32
-        in_16_bits = dequantised(base)
+        in_16_bits = dequantize_options(base)
         model = source.load(auto_class_of(base), dtype=torch.float32, **in_16_bits)  # nothing is rounded before the sum
         if in_16_bits:  # transformers 5.17 gives bf16 all the same, and would save experts by the names of their blocks
             model.float()
@@ -88,9 +88,9 @@ def _merge(args) -> None:
     _round(merged, dtype)
     merged.save_pretrained(args.output)
     checkpoint = find_checkpoint(source.path, config.revision)
-    trained = trained_beside(args.adapter)
+    trained = saved_with_adapter(args.adapter)
     checkpoint = dataclasses.replace(checkpoint, tensors=checkpoint.tensors | trained)
-    kept = keep_unloaded_weights(merged, checkpoint, Path(args.output), not args.without_unloaded_weights)
+    kept_weights = keep_unloaded_weights(merged, checkpoint, Path(args.output), not args.without_unloaded_weights)
     tokenizer.save_pretrained(args.output)
     form = read_prompt_form(args.adapter)
     if form is not None:
@@ -99,9 +99,9 @@ def _merge(args) -> None:
         f"{args.output}: {model.name_or_path} with {args.adapter} merged into it, in "
         f"{str(dtype).removeprefix('torch.')}"
     )
-    if str(kept):
-        print(kept)
-    if trained and kept.reason is None and not args.without_unloaded_weights:
+    if str(kept_weights):
+        print(kept_weights)
+    if trained and kept_weights.reason is None and not args.without_unloaded_weights:
         print(f"{len(trained)} of them are the MTP head that was trained with the adapter")
 
 
@@ -118,5 +118,5 @@ def _round(model, dtype) -> None:
     in_another = made._get_dtype_plan(dtype)  # by parts of names
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_floating_point():
-            own = (kind for part, kind in in_another.items() if re.search(part.replace("*", ".*"), name))
-            tensor.data = tensor.data.to(next(own, dtypes.get(name, dtype)))
+            planned = (kind for part, kind in in_another.items() if re.search(part.replace("*", ".*"), name))
+            tensor.data = tensor.data.to(next(planned, dtypes.get(name, dtype)))

@@ -9,7 +9,7 @@ from collections import Counter
 from typing import Any
 
 from liger_trainer.command.options import add_recipe_command
-from liger_trainer.command.recipe.accelerate_file import own_environment
+from liger_trainer.command.recipe.accelerate_file import preserve_environment
 from liger_trainer.command.recipe.model_source import find_model
 from liger_trainer.command.recipe.parser import load_yaml
 from liger_trainer.command.recipe.read import Recipe, find_recipe, parse_recipe
@@ -66,17 +66,17 @@ def add_verify_command(commands: Any) -> None:
 
 def _verify(args: argparse.Namespace) -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as `liger-trainer train` does, before torch loads
-    words = [word for word in args.options if word != "--json"]
-    as_json, start = len(words) < len(args.options), time.perf_counter()
-    filed = load_yaml(find_recipe(args.recipe))
+    argv = [word for word in args.options if word != "--json"]
+    as_json, start = len(argv) < len(args.options), time.perf_counter()
+    file_values = load_yaml(find_recipe(args.recipe))
     print("building small copies of the model: the first line takes some seconds", file=sys.stderr, flush=True)
     from liger_trainer.verify import HEADER, OPTIMIZERS, Check, quiet, verify
 
     for key, value in _NEED_A_PACKAGE.items():
-        if key == "optim" and filed.get(key) in OPTIMIZERS:
+        if key == "optim" and file_values.get(key) in OPTIMIZERS:
             continue
-        if filed.get(key) and f"--{key}" not in words:
-            words += [f"--{key}", value]
+        if file_values.get(key) and f"--{key}" not in argv:
+            argv += [f"--{key}", value]
 
     import torch
 
@@ -84,13 +84,13 @@ def _verify(args: argparse.Namespace) -> int:
     if not torch.cuda.is_available():
         never_verified.append("captured steps (cuda_graphs), which need a GPU")
         # transformers would refuse bf16
-        words += ["--use_cpu", "true"]
+        argv += ["--use_cpu", "true"]
 
-    with quiet(), own_environment():
-        recipe = parse_recipe(args.recipe, words, _USAGE)
+    with quiet(), preserve_environment():
+        recipe = parse_recipe(args.recipe, argv, _USAGE)
         setup = setup_of(recipe)
-    left_out = [key for key in _NOT_VERIFIED if filed.get(key) or recipe.chosen.get(key)]
-    if filed.get("optim", recipe.chosen.get("optim")) in OPTIMIZERS:
+    left_out = [key for key in _NOT_VERIFIED if file_values.get(key) or recipe.explicit.get(key)]
+    if file_values.get("optim", recipe.explicit.get("optim")) in OPTIMIZERS:
         left_out.remove("optim")
     heading = [HEADER]
 
@@ -142,7 +142,7 @@ def setup_of(recipe: Recipe) -> Any:
         arguments=type(training),
         config=config,
         rows=_rows(recipe),
-        options={key: value for key, value in recipe.chosen.items() if hasattr(training, key)},
+        options={key: value for key, value in recipe.explicit.items() if hasattr(training, key)},
         peft_config=trl.get_peft_config(recipe.model),
         model_init=init,
         teacher=None if teacher is None else _config(teacher, "teacher_model_name_or_path", teacher_init),

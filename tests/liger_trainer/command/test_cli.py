@@ -296,11 +296,11 @@ def test_module_entry_point(tmp_path):
 
 
 def test_a_command_says_first_that_it_loads_libraries(capsys, monkeypatch):
-    from liger_trainer.command.processes import say_loading
+    from liger_trainer.command.processes import print_loading
 
     monkeypatch.delitem(sys.modules, "transformers", raising=False)
-    say_loading()
+    print_loading()
     assert capsys.readouterr().err == "liger-trainer: loading torch, transformers and TRL\n"
     monkeypatch.setitem(sys.modules, "transformers", sys)
-    say_loading()
+    print_loading()
     assert capsys.readouterr().err == ""

@@ -9,7 +9,7 @@ from datasets import Dataset
 from recipe_fixtures import command, write_model, write_recipe, write_rows
 from tiny_models import tiny_tokenizer
 
-from liger_trainer.command.tools.heads import prompts_in
+from liger_trainer.command.tools.heads import read_prompts
 from liger_trainer.data.answers import answer, encode
 from liger_trainer.errors import RecipeError
 from liger_trainer.medusa.export import load_heads
@@ -60,8 +60,8 @@ def test_prompts_are_read_as_rows_to_train_on(cache, tmp_path):
     table.to_json(tmp_path / "rows.jsonl")
     (tmp_path / "rows.json").write_text(json.dumps(rows))
     for kind in ("parquet", "csv", "jsonl", "json"):
-        assert prompts_in(str(tmp_path / f"rows.{kind}"), True, None) == plain, kind
-    assert prompts_in(str(tmp_path / "rows.json"), True, 2) == plain[:2]
+        assert read_prompts(str(tmp_path / f"rows.{kind}"), True, None) == plain, kind
+    assert read_prompts(str(tmp_path / "rows.json"), True, 2) == plain[:2]
 
 
 BAD_FILES = {
@@ -78,7 +78,7 @@ def test_prompts_that_cannot_be_read(name, cache, tmp_path):
     if text is not None:
         (tmp_path / name).write_text(text)
     with pytest.raises(RecipeError, match=f"--prompts is .*{message}"):
-        prompts_in(str(tmp_path / name), True, None)
+        read_prompts(str(tmp_path / name), True, None)
 
 
 def printed(out):

@@ -107,8 +107,8 @@ def test_values_of_every_type_survive(source, tmp_path):
     saved = tmp_path / "printed.yaml"
     saved.write_text(out)
     first, again = parse_recipe(str(path), options), parse_recipe(str(saved))
-    assert set(first.chosen) == set(wanted)
-    assert again.chosen == first.chosen
+    assert set(first.explicit) == set(wanted)
+    assert again.explicit == first.explicit
     for recipe in (first, again):
         for part in (recipe.training, recipe.model, recipe.args):
             for field in dataclasses.fields(part):

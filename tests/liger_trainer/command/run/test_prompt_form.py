@@ -107,8 +107,8 @@ def test_medusa_eval_asks_in_the_form(form, chats, with_template, capsys, monkey
     if form is not None:
         (heads / "prompt_form.json").write_text(json.dumps({"prompt_form": form}))
     asked = []
-    prompts_in = "liger_trainer.command.tools.heads.prompts_in"
-    monkeypatch.setattr(prompts_in, lambda path, chat, most: asked.append(chat) or [])
+    read_prompts = "liger_trainer.command.tools.heads.prompts_in"
+    monkeypatch.setattr(read_prompts, lambda path, chat, most: asked.append(chat) or [])
     monkeypatch.setattr("liger_trainer.medusa.export.load_heads", lambda path: None)
     monkeypatch.setattr("liger_trainer.medusa.heads.attach_heads", lambda model, heads: None)
     monkeypatch.setattr("liger_trainer.medusa.evaluate.evaluate", lambda *args, **options: "report")

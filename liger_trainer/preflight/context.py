@@ -10,7 +10,7 @@ from liger_trainer.preflight.sequences import Sequence, read_sequences
 
 
 @dataclass
-class Run:
+class PreflightContext:
     """A trainer right before its first step.
 
     Attributes:
