@@ -51,13 +51,17 @@ def rows_of(name, gpus, folder):
         for card in CARDS:
             limit = limit_of(None, card * 2**30)
             # Neither with all layers kept nor with all recomputed and a peak above this card's would it be another.
-            if step is None or (fits and step.chosen.kept < step.chosen.layers) or (not fits and step.peak <= limit):
+            if (
+                step is None
+                or (fits and step.checkpointing.kept < step.checkpointing.layers)
+                or (not fits and step.peak <= limit)
+            ):
                 step = estimate_memory(job, rows, length, "auto", card * 2**30)
             fits = step.peak <= limit
             if not fits:
                 found.append(case | {"card": card, "note": "no", "asked_gib": step.peak / 2**30})
             else:
-                kept, layers = step.chosen.kept, step.chosen.layers
+                kept, layers = step.checkpointing.kept, step.checkpointing.layers
                 found.append(case | {"card": card, "gib": step.peak / 2**30, "kept": kept, "layers": layers})
         return found
 

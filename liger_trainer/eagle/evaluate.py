@@ -116,9 +116,9 @@ def read_target(model: PreTrainedModel, drafter: EagleDrafter, ids: torch.Tensor
     """Return the hidden states (n, 3 H) that the drafter reads, and the greedy next tokens (n,), of ids (1, n)."""
     layers = decoder_layers(model)
     numbers = drafter.config.layers or default_layers(len(layers))
-    with tapped(layers, numbers) as seen:
+    with tapped(layers, numbers) as tapped_states:
         logits = model(input_ids=ids, use_cache=False).logits
-    return torch.cat([x[0] for x in seen], -1), logits[0].argmax(-1)
+    return torch.cat([x[0] for x in tapped_states], -1), logits[0].argmax(-1)
 
 
 def one_row(ids: torch.Tensor) -> FlatRows:

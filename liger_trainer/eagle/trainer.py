@@ -137,10 +137,11 @@ class LigerEagleTrainer(LigerSFTTrainer):
             each step its unweighted losses, the targets that were its first choice, and its targets.
         """
         base, args = base_model_of(self.model), self.args
-        with as_served(base), tapped(self._target_layers, self._layers) as seen:
+        with as_served(base), tapped(self._target_layers, self._layers) as tapped_states:
             outputs = run()
-        if len(seen) != len(self._layers):
-            raise ValueError(f"{len(seen)} of the layers {list(self._layers)} were called; expected each of them once.")
+        if len(tapped_states) != len(self._layers):
+            called = len(tapped_states)
+            raise ValueError(f"{called} of the layers {list(self._layers)} were called; expected each of them once.")
         logits = outputs.logits
         if not isinstance(logits, DeferredLogits) or logits.is_materialized:
             raise ValueError(f"A drafter needs the input of the LM head, but {head_reason(self.model)}.")
@@ -149,7 +150,7 @@ class LigerEagleTrainer(LigerSFTTrainer):
             self._batch_loss,
             self._drafter,
             rows,
-            torch.cat([rows.of(x) for x in seen], -1),
+            torch.cat([rows.of(x) for x in tapped_states], -1),
             embedding_of(self.model),
             bool(args.gradient_checkpointing) and self.model.training,
             row_weight=torch.tensor(weights, device=logits.device),

@@ -121,9 +121,9 @@ def _parts(full: MemoryEstimate, in_backward: bool) -> Iterator[str]:
 
 def _comment(estimate: MemoryEstimate, most: int, name: str, asked: bool | str) -> str:
     notes = ["<- the recipe"] if name == str(asked).lower() else []
-    if estimate.chosen is not None:
-        attention = f", attention of {estimate.chosen.attention}" if estimate.chosen.attention else ""
-        notes.append(f"{estimate.chosen.kept} of {estimate.chosen.layers} layers kept{attention}")
+    if estimate.checkpointing is not None:
+        attention = f", attention of {estimate.checkpointing.attention}" if estimate.checkpointing.attention else ""
+        notes.append(f"{estimate.checkpointing.kept} of {estimate.checkpointing.layers} layers kept{attention}")
     if estimate.host:
         notes.append(f"{estimate.host / GIB:.1f} GiB on the host")
     if estimate.peak > most:

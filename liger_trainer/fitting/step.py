@@ -82,7 +82,7 @@ class MemoryEstimate:
     step: int = 0  # the peak of the optimizer's step
     host: int = 0  # pinned memory of the host
     loaded: int = 0  # the weights as loaded, before the frozen base is quantized to FP8
-    chosen: CheckpointingSummary | None = None  # by `auto`
+    checkpointing: CheckpointingSummary | None = None  # by `auto`
 
     @property
     def peak(self) -> int:
@@ -185,7 +185,7 @@ class _Simulation:
         planner = None
         if checkpointing == AUTO:
             planner = ActivationPlanner(memory, self.job.budget, warm=True)
-            estimate_memory.chosen = planner.summary
+            estimate_memory.checkpointing = planner.summary
         with memory:
             memory.count(self.existing)
             memory.add(

@@ -46,7 +46,7 @@ class FrozenFP8Module(nn.Module):
     """A module with frozen FP8 weights. Each weight is stored as `bits` (..., K), uint8, and `scale` (...), fp32.
 
     Both are parameters without a gradient. Converting the model does not change them. They are not buffers because DDP
-    broadcasts buffers in every forward. After `hold_words` the same bytes are bf16: (..., K / 2) and (..., 2).
+    broadcasts buffers in every forward. After `view_as_bf16` the same bytes are bf16: (..., K / 2) and (..., 2).
     A state dict has the bits under the name of the weight.
 
     Attributes:
@@ -57,7 +57,7 @@ class FrozenFP8Module(nn.Module):
     weights: dict[str, tuple[str, str]]
     compute_dtype: torch.dtype
 
-    def hold_words(self) -> None:
+    def view_as_bf16(self) -> None:
         """View bits and scales as bf16. FSDP2 then shards them by the first dimension and gathers them unchanged.
 
         From then on the state dict has the names of the parameters: torch's distributed checkpoints go by these.

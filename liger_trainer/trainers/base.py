@@ -71,7 +71,7 @@ class LigerTrainerMixin(LoadsRenamedWeights, ResumesInPass):
             `label_mask`: any of `"entropy"`, `"log_sum_sq_probs"`, `"mean_logits"`, `"is_top1"`, `"hidden_states"`,
             `"vocab_mean"`. Another name is an error.
         loss_hook (`str` or `None`): Name of the method that a subclass overrides for a loss of its own.
-        gives_token_predictions (`bool`): Whether `compute_loss` calls its model through `_gathering_predictions`, as
+        gives_token_predictions (`bool`): Whether `compute_loss` calls its model through `_with_predictions`, as
             `eval_predictions="tokens"` needs.
         liger_report (`LigerReport` or `None`): What was patched, or `None` with `use_liger=False`.
         takes_classifiers (`bool`): Whether it trains models that have a classification head in place of an LM head.
@@ -188,7 +188,7 @@ class LigerTrainerMixin(LoadsRenamedWeights, ResumesInPass):
         step = super().training_step
         for run in reversed(self._step_runners):
             step = partial(run, step)
-        with self._explaining_missing_logits():
+        with self._errors_with_advice():
             return step(*args, **kwargs)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
@@ -226,7 +226,7 @@ class LigerTrainerMixin(LoadsRenamedWeights, ResumesInPass):
         """
         if self.liger_report is None:
             return
-        all_there = self._patched.use()
+        all_there = self._patched.apply_options()
         if not all_there and (self._needs_heads or self.overrides_token_loss):
             raise RuntimeError(
                 f"The loss of {type(self).__name__} needs the fused LM head, which remove_liger has taken from a "
@@ -241,7 +241,7 @@ class LigerTrainerMixin(LoadsRenamedWeights, ResumesInPass):
             return True
         return _are_overridden(tuple([vars(owner).get("compute_loss") for owner in type(self).__mro__]))
 
-    def _ways_to_a_loss_of_logits(self) -> str:
+    def _advice_on_logits(self) -> str:
         hook = f"override {self.loss_hook} instead, which builds none; " if self.loss_hook else ""
         return (
             f"{type(self).__name__} overrides compute_loss. In training, a model that is called with labels returns "
@@ -250,7 +250,7 @@ class LigerTrainerMixin(LoadsRenamedWeights, ResumesInPass):
         )
 
     @contextmanager
-    def _explaining_missing_logits(self) -> Iterator[None]:
+    def _errors_with_advice(self) -> Iterator[None]:
         """Context manager: adds advice to the error of a loss without logits, or of an overwritten input."""
         try:
             yield
@@ -260,7 +260,7 @@ class LigerTrainerMixin(LoadsRenamedWeights, ResumesInPass):
             reads_none = "NoneType" in str(error) or error.args == ("logits",)
             unpacks_logits = str(error).startswith("not enough values to unpack")  # `loss, logits = model(...)[:2]`
             if (reads_none or unpacks_logits) and self.uses_fused_head and self.overrides_compute_loss:
-                error.add_note(self._ways_to_a_loss_of_logits())
+                error.add_note(self._advice_on_logits())
             raise
 
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
@@ -299,7 +299,7 @@ class LigerTrainerMixin(LoadsRenamedWeights, ResumesInPass):
         parallel = self.accelerator.parallelism_config
         if parallel is not None and parallel.cp_enabled:  # each GPU has a part of every row, and attention of its own
             config = (config or {}) | {"varlen_attention": False}
-        self.liger_report = self._patched.patch(model, config, options, instead=self.model_init is not None)
+        self.liger_report = self._patched.patch(model, config, options, forget_others=self.model_init is not None)
         for operations in changed:
             self.liger_report.operations |= operations
         if unfused is not None:
@@ -327,7 +327,7 @@ class LigerTrainerMixin(LoadsRenamedWeights, ResumesInPass):
         gathers = self._wants_tokens and not prediction_loss_only
         self._loss_only, self._predicted = prediction_loss_only or gathers, [] if gathers else None
         try:
-            with self._explaining_missing_logits():
+            with self._errors_with_advice():
                 outputs = super().prediction_step(model, inputs, self._loss_only, ignore_keys)
             if self._predicted is None:
                 return outputs
@@ -342,7 +342,7 @@ class LigerTrainerMixin(LoadsRenamedWeights, ResumesInPass):
             return masks.without_mask_of_ones(model, base_model_of(self.model))
         return model
 
-    def _gathering_predictions(self, model: Callable[..., Any]) -> Callable[..., Any]:
+    def _with_predictions(self, model: Callable[..., Any]) -> Callable[..., Any]:
         """`model` or, while token predictions are gathered, a stand-in that asks for them in calls with labels."""
         predicted = self._predicted
         if predicted is None:
@@ -374,7 +374,7 @@ class LigerTrainerMixin(LoadsRenamedWeights, ResumesInPass):
             init_checks.refuse_packed_rows_that_mix(self)
             init_checks.refuse_adapters_without_parameters(self)
         if self.uses_fused_head and self.overrides_compute_loss:
-            logger.info(self._ways_to_a_loss_of_logits())
+            logger.info(self._advice_on_logits())
         if self.uses_fused_head and self.compute_loss_func is not None:
             also = " and TRL's metrics cost a second forward" if self.stock_class() is not Trainer else ""
             logger.info(f"compute_loss_func gets logits, so they are built{also}. Override token_loss to avoid that.")

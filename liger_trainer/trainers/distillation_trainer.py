@@ -20,7 +20,7 @@ from liger_trainer.head.deferred import DeferredLogits
 from liger_trainer.head.module import head_reason
 from liger_trainer.head.request import HeadRequest, run_request
 from liger_trainer.trainers.arguments import LigerArguments
-from liger_trainer.trainers.fsdp2 import give_weights_of_first_process
+from liger_trainer.trainers.fsdp2 import broadcast_weights
 from liger_trainer.trainers.trl import LigerTRLMixin, NoAdapterIsRefused, with_globals
 from liger_triton import linear_divergence
 
@@ -69,7 +69,7 @@ class LigerDistillationTrainer(LigerTRLMixin, DistillationTrainer):
             model: nn.Module, device_placement: Any = None, evaluation_mode: bool = False
         ) -> nn.Module:
             if evaluation_mode:
-                give_weights_of_first_process(model, self.accelerator)
+                broadcast_weights(model, self.accelerator)
                 self._patch_frozen(model)
             return prepare(model, device_placement=device_placement, evaluation_mode=evaluation_mode)
 

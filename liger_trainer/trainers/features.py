@@ -67,9 +67,9 @@ class LossFilter(Feature[FilteringArguments, FilteringTrainer]):
             yield
             return
 
-        def filtered_step(*given: Any, **named: Any) -> torch.Tensor:
+        def filtered_step(*step_args: Any, **step_kwargs: Any) -> torch.Tensor:
             filter_on()  # a callback may have called it before
-            loss = step(*given, **named)  # a subclass that overrides it gets each loss as it is
+            loss = step(*step_args, **step_kwargs)  # a subclass that overrides it gets each loss as it is
             in_place = all(trainer.__dict__.get(name) is method for name, method in replacements.items())
             if args.logging_nan_inf_filter and in_place:
                 steps = 1 + trainer.state.global_step - trainer._globalstep_last_logged
@@ -77,9 +77,9 @@ class LossFilter(Feature[FilteringArguments, FilteringTrainer]):
                 args.logging_nan_inf_filter = None
             return loss
 
-        def filter_on_and_count(*given: Any, **named: Any) -> Any:
+        def filter_on_and_count(*step_args: Any, **step_kwargs: Any) -> Any:
             filter_on()
-            return operations(*given, **named)
+            return operations(*step_args, **step_kwargs)
 
         def filter_on() -> None:
             if args.logging_nan_inf_filter is None:

@@ -128,7 +128,7 @@ def refuse_packed_rows_that_mix(trainer: Any) -> None:
     packs = flattens or bool(getattr(trainer, "padding_free", False))
     if not packs or (why := why_rows_mix(trainer.model, collator)) is None:
         return
-    ways = _ways_to_rows_apart(trainer.model)
+    ways = _advice_on_mixing(trainer.model)
     if getattr(collator, "return_position_ids", None) is False and not getattr(collator, "padding_free", False):
         ways = "Leave return_position_ids of the collator on: positions tell where rows begin."
     raise ValueError(f"Rows are packed (packing, padding_free, or DataCollatorWithFlattening), but {why}. {ways}")
@@ -153,11 +153,11 @@ def refuse_packed_batch_that_mixes(trainer: Any, inputs: Any, faults: dict[froze
     why = faults[markers]
     if why is not None and bool((values_of(positions)[0].diff() != 1).any()):
         raise ValueError(
-            f"position_ids of a batch restart, so it has packed rows, but {why}. {_ways_to_rows_apart(trainer.model)}"
+            f"position_ids of a batch restart, so it has packed rows, but {why}. {_advice_on_mixing(trainer.model)}"
         )
 
 
-def _ways_to_rows_apart(model: nn.Module) -> str:
+def _advice_on_mixing(model: nn.Module) -> str:
     """Return advice for the error about packed rows that see each other in `model`."""
     if keeps_state(base_model_of(model)):
         return (

@@ -91,7 +91,7 @@ class LigerTrainer(LigerTrainerMixin, Trainer):
             report_unfused(self.model, seen)
             request = replace(request, skip_logits=False)
         wants_logits = return_outputs if request.skip_logits is None else not request.skip_logits
-        model = self._without_needless_mask(self._gathering_predictions(model))
+        model = self._without_needless_mask(self._with_predictions(model))
         if self.overrides_token_loss:
             return super().compute_loss(
                 self._token_loss_model(model, wants_logits), inputs, return_outputs, num_items_in_batch

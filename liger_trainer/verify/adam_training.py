@@ -32,10 +32,10 @@ class AdamTraining:
         self.ours = self._run("ours", Recorder())
         self.stock = self._run(kind, Recorder(self.ours.gradients))
 
-    def _run(self, kind: str, seen: Recorder) -> Run:
+    def _run(self, kind: str, recorder: Recorder) -> Run:
         setup, rows = self.bench.setup, self.bench.long_rows
         evaluated = range(_TRAINED, _TRAINED + _EVALUATED)
-        given = {
+        trainer_arguments = {
             "train_dataset": rows.select(range(min(_TRAINED, len(rows)))),
             "eval_dataset": rows.select([i % len(rows) for i in evaluated]),
         }
@@ -54,7 +54,7 @@ class AdamTraining:
             options["max_length"] = LONG
         if setup.options.get("num_iterations", 1) == 1:
             options["num_iterations"] = 2  # the second time, the policy is not the one that wrote
-        return self.bench.run(kind, seen=seen, given=given, **options)
+        return self.bench.run(kind, recorder=recorder, trainer_arguments=trainer_arguments, **options)
 
     def logs(self) -> Check:
         return worst_number(self._records(self.ours, "loss"), self._records(self.stock, "loss"), self.noise)
@@ -171,8 +171,8 @@ def _predicted(run: Run) -> Tensors:
 
 
 def recorder_of(run: Run) -> Recorder:
-    assert run.seen is not None
-    return run.seen
+    assert run.recorder is not None
+    return run.recorder
 
 
 def _name(run: Run) -> str:

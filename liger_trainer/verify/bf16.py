@@ -57,14 +57,16 @@ class _Step:
             "given": {"eval_dataset": evaluated}, "nudge": nudge,
         }  # fmt: skip
         generates = bench.setup.generates
-        exact = bench.run(kind, seen=GenerationRecorder() if generates else Recorder(), **options)
+        exact = bench.run(kind, recorder=GenerationRecorder() if generates else Recorder(), **options)
         generations = _generations(exact)
         options["bf16"] = True
         with in_chunks():
             ours = bench.run(
-                "ours", seen=GenerationRecorder(replayed=generations) if generates else Recorder(), **options
+                "ours", recorder=GenerationRecorder(replayed=generations) if generates else Recorder(), **options
             )
-        stock = bench.run(kind, seen=GenerationRecorder(replayed=generations) if generates else Recorder(), **options)
+        stock = bench.run(
+            kind, recorder=GenerationRecorder(replayed=generations) if generates else Recorder(), **options
+        )
         self.different = calls(ours, stock)
         self.different += [f"an evaluation changes {name}" for name in sorted(recorder_of(ours).changed)]
         count = len(_generations(ours))
@@ -79,7 +81,7 @@ class _Step:
 
 
 def _generations(run: Run) -> list[Generated]:
-    return run.seen.generations if isinstance(run.seen, GenerationRecorder) else []
+    return run.recorder.generations if isinstance(run.recorder, GenerationRecorder) else []
 
 
 def _losses(run: Run) -> list[dict[str, Any]]:

@@ -32,8 +32,8 @@ def captured(bench: Bench, trainer: Any, noise: dict[str, float]) -> Check:
         return Check("its routers draw random numbers, and a padded step draws more of them")
     exact = bench.run("ours", max_steps=_STEPS)
     options: dict[str, Any] = {"max_steps": _STEPS, "bf16": True}
-    plain = bench.run("ours", seen=KeepGradients(exact.gradients), **options)
-    replayed = bench.run("ours", seen=KeepGradients(exact.gradients), **options, cuda_graphs="auto")
+    plain = bench.run("ours", recorder=KeepGradients(exact.gradients), **options)
+    replayed = bench.run("ours", recorder=KeepGradients(exact.gradients), **options, cuda_graphs="auto")
     summary = replayed.trainer.captured_steps
     if not summary.replayed:
         return Check(f"captured {summary.in_words()}")

@@ -200,9 +200,9 @@ class Checks:
             "without a gradient": {name for name in learns if not norms.get(name)},
             "with a gradient, and never moved": {n for n in learns if norms.get(n, 0.0) > least and n not in moved},
         }
-        told = [f"{len(names)} {what}, such as {min(names)}" for what, names in problems.items() if names]
-        if told:
-            return Check("; ".join(told), len(set().union(*problems.values())))
+        messages = [f"{len(names)} {what}, such as {min(names)}" for what, names in problems.items() if names]
+        if messages:
+            return Check("; ".join(messages), len(set().union(*problems.values())))
         idle = f"; {len(should - learns)} of no effect on the model's own loss" if should - learns else ""
         return Check(f"{len(should)} of {len(model)} tensors have a gradient and move{idle}", 0)
 

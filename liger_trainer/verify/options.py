@@ -80,8 +80,8 @@ def dropout_as_stock(bench: Bench, kind: str, noise: dict[str, float]) -> Check:
     ours = bench.run("ours", **options)
     seeded = _head_drops_out(ours.trainer.model)
     if seeded:
-        ours = bench.run("ours", seen=_SeedBatches(), **options)
-    stock = bench.run(kind, seen=_SeedBatches() if seeded else None, **options)
+        ours = bench.run("ours", recorder=_SeedBatches(), **options)
+    stock = bench.run(kind, recorder=_SeedBatches() if seeded else None, **options)
     check = worst(steps_of(ours), steps_of(stock), noise)
     if seeded:
         check.detail += "; each micro-batch has its own seed, since a fused head draws for fewer positions"
@@ -109,7 +109,7 @@ def optimizer_in_backward(bench: Bench, *_: Any) -> Check:
         "optim": chosen_optimizer(bench.setup),
     }
     within, after = (
-        bench.run("ours", seen=_KeepNothing(), optimizer_in_backward=early, **options) for early in (True, False)
+        bench.run("ours", recorder=_KeepNothing(), optimizer_in_backward=early, **options) for early in (True, False)
     )
     check = exact([within.after, within.states], [after.after, after.states])
     check.detail = f"weights and states, {check.detail}"

@@ -1,7 +1,7 @@
-"""Refuses what a recipe asks for and would not get, or would get in another way than was asked, without a sign.
+"""Rejects keys that would be silently ignored or reinterpreted.
 
-All of it is found out from the keys alone, before anything is loaded; only `check_rows` looks at the columns of the
-rows. What the libraries refuse themselves is left to them.
+The keys alone decide, before anything is loaded; only `check_columns_exist` looks at the columns of the rows. Values
+that a library rejects itself are left to that library.
 """
 
 import fnmatch
@@ -14,27 +14,28 @@ from liger_trainer.command.recipe.trainers import TRAINERS, TrainerEntry
 from liger_trainer.errors import RecipeError
 
 
-def _on(*values: Any) -> bool:
+def _is_any_set(*values: Any) -> bool:
     return any(value and value != "no" for value in values)
 
 
 _EVAL_ROWS = ("eval_dataset_name", "dataset_eval_split", "eval_fraction")
 
-# Keys, as patterns, that have an effect only together with other keys: those keys, what is needed in words, and a
-# function of their values that says whether the first keys have an effect.
+# Keys (as patterns) that only have an effect together with other keys: the other keys, the text for the error, and a
+# function of the other keys' values that returns whether the first keys have an effect.
 _SWITCHES: tuple[tuple[str, str, str, Callable[..., Any]], ...] = (
     ("lora_* use_rslora use_dora load_in_4bit load_in_8bit", "use_peft",
-     "use_peft: true (without it, all weights are trained)", _on),
-    ("bnb_4bit_* use_bnb_nested_quant", "load_in_4bit", "load_in_4bit: true", _on),
+     "use_peft: true (without it, all weights are trained)", _is_any_set),
+    ("bnb_4bit_* use_bnb_nested_quant", "load_in_4bit", "load_in_4bit: true", _is_any_set),
     ("save_steps", "save_strategy", "save_strategy: steps", lambda strategy: strategy == "steps"),
-    ("save_total_limit save_only_model", "save_strategy", "save_strategy: steps or epoch", _on),
-    ("eval_steps load_best_model_at_end eval_on_start do_eval", "eval_strategy", "eval_strategy: steps or epoch", _on),
-    (" ".join(_EVAL_ROWS), "eval_strategy", "eval_strategy: steps or epoch", _on),
-    ("dataset_stopping_strategy", "dataset_weights", "dataset_weights (each data set is used to its end)", _on),
-    ("early_stopping_patience", "load_best_model_at_end", "load_best_model_at_end: true", _on),
+    ("save_total_limit save_only_model", "save_strategy", "save_strategy: steps or epoch", _is_any_set),
+    ("eval_steps load_best_model_at_end eval_on_start do_eval", "eval_strategy", "eval_strategy: steps or epoch",
+     _is_any_set),
+    (" ".join(_EVAL_ROWS), "eval_strategy", "eval_strategy: steps or epoch", _is_any_set),
+    ("dataset_stopping_strategy", "dataset_weights", "dataset_weights (each data set is used to its end)", _is_any_set),
+    ("early_stopping_patience", "load_best_model_at_end", "load_best_model_at_end: true", _is_any_set),
     ("memory_budget host_memory_budget", "activation_checkpointing", "activation_checkpointing: auto",
      lambda value: value == "auto"),
-    ("liger_config", "use_liger", "use_liger: true", _on),
+    ("liger_config", "use_liger", "use_liger: true", _is_any_set),
     ("fp8_recipe", "fp8 use_peft", "fp8: true and use_peft: false (the base of an adapter is not torchao's)",
      lambda fp8, peft: fp8 and not peft),
 )  # fmt: skip
@@ -89,7 +90,7 @@ def resolve_keys(
             epochs = value("num_train_epochs")
             raise RecipeError(f"num_train_epochs is {epochs}, and max_steps {value('max_steps')}. Remove one of them.")
         del explicit["num_train_epochs"]
-    if value("eval_strategy") != "no" and not _on(*map(value, _EVAL_ROWS)):
+    if value("eval_strategy") != "no" and not _is_any_set(*map(value, _EVAL_ROWS)):
         raise RecipeError(
             f"eval_strategy is {value('eval_strategy')!r}, and the recipe has no rows to evaluate on. Set one of "
             f"{', '.join(_EVAL_ROWS)}."
@@ -156,7 +157,7 @@ def check_packages(recipe: Any) -> None:
             )
 
 
-def check_rows(recipe: Any, columns: list[str]) -> None:
+def check_columns_exist(recipe: Any, columns: list[str]) -> None:
     """RecipeError if a key is about columns that the rows do not have.
 
     Without completions, TRL would count every token in spite of completion_only_loss.

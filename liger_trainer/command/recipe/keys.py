@@ -114,14 +114,14 @@ class RecipeArguments:
         if len(eval_sources := [name for name in sources if getattr(self, name) is not None]) > 1:
             raise RecipeError(f"{' and '.join(eval_sources)} are both set; keep one of them.")
         if self.eval_fraction is not None:
-            self._check_that_rows_are_there_once()
+            self._refuse_repeated_rows()
         if self.train_on == []:
             raise RecipeError("train_on is an empty list; expected roles, such as [assistant].")
         for name in ("early_stopping_patience", "max_rows"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise RecipeError(f"{name} is {value}; expected 1 or more.")
 
-    def _check_that_rows_are_there_once(self) -> None:
+    def _refuse_repeated_rows(self) -> None:
         """RecipeError if rows that are held out for evaluation would be trained on as well."""
         repeats = None
         if self.dataset_weights is not None and self.dataset_stopping_strategy == "all_exhausted":

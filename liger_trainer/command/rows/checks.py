@@ -64,8 +64,8 @@ def _is_empty_answer(value: Any) -> bool:
     """Tell whether a text, or all that the assistant says in messages, is empty."""
     turns = value if isinstance(value, list) else [{"role": "assistant", "content": value}]
     answers = [turn for turn in turns if turn["role"] == "assistant"]
-    said = [part for turn in answers for name, part in turn.items() if name not in ("role", *TURN_FLAGS)]
-    return bool(said) and not any(part.strip() if isinstance(part, str) else part for part in said)
+    texts = [part for turn in answers for name, part in turn.items() if name not in ("role", *TURN_FLAGS)]
+    return bool(texts) and not any(part.strip() if isinstance(part, str) else part for part in texts)
 
 
 def _is_kind(value: Any, kind: str) -> bool:

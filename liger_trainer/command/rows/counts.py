@@ -25,7 +25,7 @@ _TOKEN_COLUMNS = (
 class RowCounts:
     """Numbers of rows. `str()` gives the text that the log and the summary show."""
 
-    given: int
+    total: int
     used: int
     max_length: int | None = None
     full: int = 0  # used rows as long as max_length, most of which were cut
@@ -33,18 +33,18 @@ class RowCounts:
     learned: float | None = field(default=None, compare=False)  # of messages: the share of their tokens in the loss
 
     def __str__(self) -> str:
-        dropped = self.given - self.used
+        dropped = self.total - self.used
         within = "" if self.max_length is None else f" within max_length {self.max_length}"
         parts = (
             (self.full, f"cut to max_length {self.max_length}, or as long"),
             (dropped, f"dropped, with nothing to learn{within}"),
             (self.empty, "with nothing to learn"),
         )
-        parts_text = [f"{self.used} used of {self.given}", *(f"{count} {what}" for count, what in parts if count)]
+        parts_text = [f"{self.used} used of {self.total}", *(f"{count} {what}" for count, what in parts if count)]
         return "; ".join(parts_text + ([] if self.learned is None else [f"{self.learned:.0%} of the tokens learned"]))
 
 
-def account_for_rows(trainer: Any, train_rows: Any, eval_rows: Any) -> RowCounts:
+def report_row_counts(trainer: Any, train_rows: Any, eval_rows: Any) -> RowCounts:
     """The counts of the training rows, logged if some are cut or dropped. RecipeError if nothing can be learned."""
     import trl
 
@@ -77,38 +77,38 @@ def check_token_ids(trainer: Any, name: str) -> None:
             )
 
 
-def count_rows(trainer: Any, given_rows: Any, name: str) -> RowCounts:
+def count_rows(trainer: Any, loaded_rows: Any, name: str) -> RowCounts:
     """The counts of `trainer.train_dataset` (name `"train"`) or `trainer.eval_dataset` (`"eval"`)."""
     rows = getattr(trainer, f"{name}_dataset")
     if isinstance(rows, PackedRows):
-        return RowCounts(len(given_rows), len(given_rows), max_length_of(trainer))
-    columns, given, limit = set(rows.column_names), len(given_rows), max_length_of(trainer)
+        return RowCounts(len(loaded_rows), len(loaded_rows), max_length_of(trainer))
+    columns, total, limit = set(rows.column_names), len(loaded_rows), max_length_of(trainer)
     most = np.inf if limit is None else limit
     if {"prompt_ids", "chosen_ids", "rejected_ids"} <= columns:  # DPO
         prompt, chosen, rejected = (_lists(rows, f"{part}_ids")[1] for part in ("prompt", "chosen", "rejected"))
-        return RowCounts(given, len(rows), limit, int((prompt + np.maximum(chosen, rejected) >= most).sum()))
+        return RowCounts(total, len(rows), limit, int((prompt + np.maximum(chosen, rejected) >= most).sum()))
     if {"prompt_ids", "completion_ids"} <= columns:  # KTO, where TRL makes two rows of each pair
-        given *= 2 if "chosen" in given_rows.column_names else 1
+        total *= 2 if "chosen" in loaded_rows.column_names else 1
         prompt, completion = (_lists(rows, column)[1] for column in ("prompt_ids", "completion_ids"))
         length = np.minimum(prompt + completion, most)
         return RowCounts(
-            given, len(rows), limit, int((length == most).sum()), int((length <= np.maximum(prompt, 1)).sum())
+            total, len(rows), limit, int((length == most).sum()), int((length <= np.maximum(prompt, 1)).sum())
         )
     if {"chosen_labels", "rejected_labels"} <= columns:  # ORPO and CPO
         longest = np.maximum(*(_lists(rows, f"{side}_input_ids")[1] for side in ("chosen", "rejected")))
-        return RowCounts(given, len(rows), limit, int((longest >= most).sum()))
+        return RowCounts(total, len(rows), limit, int((longest >= most).sum()))
     if "input_ids" not in columns:
-        return RowCounts(given, len(rows))
+        return RowCounts(total, len(rows))
     tokens, lengths = _lists(rows, "labels" if "labels" in columns else "input_ids")
     used = len(rows)
     if "seq_lengths" in columns:  # packed
-        lengths, used = _lists(rows, "seq_lengths")[0], given
+        lengths, used = _lists(rows, "seq_lengths")[0], total
     learns, learned = _has_loss(tokens, lengths), None
-    if given and any(isinstance(given_rows[0].get(name), list) for name in ("messages", "completion")):
+    if total and any(isinstance(loaded_rows[0].get(name), list) for name in ("messages", "completion")):
         learned = float(_counts_in_loss(tokens, lengths).mean())
     if "seq_lengths" in columns and trainer.args.packing_strategy != "bfd":  # the rest of a row is in another one
-        return RowCounts(given, used, limit, empty=0 if learns.any() else used, learned=learned)
-    return RowCounts(given, used, limit, int((lengths >= most).sum()), int((~learns).sum()), learned=learned)
+        return RowCounts(total, used, limit, empty=0 if learns.any() else used, learned=learned)
+    return RowCounts(total, used, limit, int((lengths >= most).sum()), int((~learns).sum()), learned=learned)
 
 
 def max_length_of(trainer: Any) -> int | None:
@@ -116,7 +116,7 @@ def max_length_of(trainer: Any) -> int | None:
     return getattr(trainer, "max_length", None) or getattr(trainer.args, "max_length", None)
 
 
-def _checked_counts(trainer: Any, given_rows: Any, name: str) -> RowCounts:
+def _checked_counts(trainer: Any, loaded_rows: Any, name: str) -> RowCounts:
     rows = getattr(trainer, f"{name}_dataset")
     if "chosen_labels" in rows.column_names:
         # ORPO and CPO keep a row whose prompt alone fills max_length, and divide by 0 tokens
@@ -127,14 +127,14 @@ def _checked_counts(trainer: Any, given_rows: Any, name: str) -> RowCounts:
                 "loss would be NaN. Raise max_length, or leave these rows out; the first is row "
                 f"{int(empty_rows[0]) + 1}."
             )
-    counts = count_rows(trainer, given_rows, name)
+    counts = count_rows(trainer, loaded_rows, name)
     if counts.empty == counts.used:  # both are 0 where all rows were dropped
         within = "" if counts.max_length is None else f" within max_length {counts.max_length}"
         raise RecipeError(
-            f"Nothing can be learned from the {counts.given} {name} rows: no token after the first one counts in the "
-            f"loss{within}. The first row is {short(given_rows[0])}."
+            f"Nothing can be learned from the {counts.total} {name} rows: no token after the first one counts in the "
+            f"loss{within}. The first row is {short(loaded_rows[0])}."
         )
-    if counts != RowCounts(counts.given, counts.given, counts.max_length) and trainer.is_world_process_zero():
+    if counts != RowCounts(counts.total, counts.total, counts.max_length) and trainer.is_world_process_zero():
         logger.warning(f"{name} rows: {counts}")
     return counts
 

@@ -72,7 +72,7 @@ def read_rows(source: str, config: str | None, split: str, texts: frozenset[str]
         return Dataset.from_dict({})
     if builder == "csv":
         return load_dataset(builder, data_files=source, split=split, **_csv_options(source, texts))
-    key = _key_of_rows(source, texts) if builder == "json" else None
+    key = _find_row_key(source, texts) if builder == "json" else None
     if key is not None:
         print_status(f"{Path(source).name} is one JSON object, and the rows are read from its key {key!r}.")
         return _rows_under(source, key, split)
@@ -91,7 +91,7 @@ def read_rows(source: str, config: str | None, split: str, texts: frozenset[str]
     return rows
 
 
-def _cell(text: str) -> str | None:
+def _text_or_null(text: str) -> str | None:
     """The text of a cell, which pandas would make numbers, nulls and dates of. An empty one stays a null."""
     return text or None
 
@@ -117,13 +117,13 @@ def _csv_options(path: str | os.PathLike, texts: frozenset[str]) -> dict[str, An
     names = next(csv.reader([first.rstrip("\r\n")], delimiter=separator), [])
     return {
         "sep": separator,
-        "converters": dict.fromkeys(texts.intersection(names), _cell),
+        "converters": dict.fromkeys(texts.intersection(names), _text_or_null),
         "keep_default_na": False,
         "na_values": {name: list(_NULLS) for name in names if name not in texts},
     }
 
 
-def _key_of_rows(path: str, columns: frozenset[str]) -> str | None:
+def _find_row_key(path: str, columns: frozenset[str]) -> str | None:
     """The key under which a JSON object has its rows, as in `{"data": [...]}`; None for any other file.
 
     An object may also be a single row, so a list of turns or of a column that is read is no list of rows.

@@ -47,6 +47,8 @@ def _with_json_columns(parts):
         if lists and any(kind not in (None, other) for kind in kinds for other in kinds if other):
             for at, part in enumerate(parts):
                 if name in part.features:  # a cast would write the JSON in it, such as parameters of tools, as text
-                    made = Features(part.features | {name: List(Json())})
-                    parts[at] = part.map(lambda row, name=name: {name: row[name]}, remove_columns=[name], features=made)
+                    features = Features(part.features | {name: List(Json())})
+                    parts[at] = part.map(
+                        lambda row, name=name: {name: row[name]}, remove_columns=[name], features=features
+                    )
     return parts

@@ -27,15 +27,15 @@ def in_temporary_folder(recipe: Recipe) -> Iterator[None]:
         yield
 
 
-def show_rows(trainer, given, total: int) -> str | None:
+def show_rows(trainer, rows_shown, total: int) -> str | None:
     """Show what the trainer has made of `given`, the first rows of `total`. None on all processes but the main one."""
     if not trainer.is_world_process_zero():
         return None
-    counts, rows = count_rows(trainer, given, "train"), trainer.train_dataset
-    lines = [f"Preview of {len(given)} of {total} rows: {counts}.", _LEGEND]
+    counts, rows = count_rows(trainer, rows_shown, "train"), trainer.train_dataset
+    lines = [f"Preview of {len(rows_shown)} of {total} rows: {counts}.", _LEGEND]
     if getattr(trainer, "learns_prompts", False):
         lines[1] += " The likelihood term of ORPO counts the prompt of chosen as well."
-    lines += [f"Columns of the rows: {', '.join(given.column_names)}.", ""]
+    lines += [f"Columns of the rows: {', '.join(rows_shown.column_names)}.", ""]
     tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
     collated = trainer._remove_unused_columns(rows, "training")  # as its dataloader does
     for i in range(len(rows)):

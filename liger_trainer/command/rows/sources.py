@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from liger_trainer.command.recipe.checks import check_rows
+from liger_trainer.command.recipe.checks import check_columns_exist
 from liger_trainer.command.recipe.model_source import ModelSource, find_model
 from liger_trainer.command.recipe.read import Recipe
 from liger_trainer.command.recipe.trainers import TRAINERS
@@ -51,7 +51,7 @@ def find_sources(recipe: Recipe) -> Sources:
         source.check_tokenizer()
     with training.main_process_first(desc="loading the dataset"):
         train_rows, eval_rows = load_rows(recipe.args, recipe.path.parent, columns_of(recipe), training.seed)
-    check_rows(recipe, train_rows.column_names)
+    check_columns_exist(recipe, train_rows.column_names)
     has_messages = any(isinstance(train_rows[0].get(name), list) for name in ("messages", "completion"))
     if recipe.args.train_on and not has_messages:
         raise RecipeError(

@@ -30,7 +30,7 @@ def place_system_prompts(rows: Any, needed: tuple[str, ...], system_prompt: str 
                 f"{{system: {others[0]}}}."
             )
         return rows
-    names = _beginnings(rows, needed)
+    names = _opening_columns(rows, needed)
     if not isinstance(rows[0][names[0]], list) or "input_ids" in needed:
         print_status(
             f"the column system is not read, because {names[0]} is no list of messages. Write the rows as messages of "
@@ -49,7 +49,7 @@ def place_system_prompts(rows: Any, needed: tuple[str, ...], system_prompt: str 
 
 
 def _place_one_for_all(rows: Any, needed: tuple[str, ...], system_prompt: str) -> Any:
-    names = _beginnings(rows, needed)
+    names = _opening_columns(rows, needed)
     if "input_ids" in needed or not isinstance(rows[0][names[0]], list):
         raise RecipeError(
             f"system_prompt is {short(system_prompt)}, and {names[0]} is no list of messages. Write the rows as "
@@ -66,6 +66,6 @@ def _place_one_for_all(rows: Any, needed: tuple[str, ...], system_prompt: str) -
     return convert_rows(rows, convert, names, "Placing the system prompt")
 
 
-def _beginnings(rows: Any, needed: tuple[str, ...]) -> list[str]:
+def _opening_columns(rows: Any, needed: tuple[str, ...]) -> list[str]:
     """The columns with which a conversation begins."""
     return ["prompt"] if "prompt" in rows.column_names else [name for name in needed if name != "completion"]

@@ -79,13 +79,13 @@ def _content_keys(turn: dict[str, Any]) -> list[str]:
 
 def _find_examples(rows: Any) -> dict[Part, list[tuple[int, dict[str, Any]]]]:
     """For each part, the first rows that have it, with their numbers."""
-    found: dict[Part, list[tuple[int, dict[str, Any]]]] = {}
+    examples_of: dict[Part, list[tuple[int, dict[str, Any]]]] = {}
     for index, row in enumerate(rows):
         for part in dict.fromkeys(_parts_of(row)):
-            examples = found.setdefault(part, [])
+            examples = examples_of.setdefault(part, [])
             if len(examples) < _MOST_EXAMPLES:
                 examples.append((index, row))
-    return found
+    return examples_of
 
 
 def _is_read(tokenizer: Any, part: Part, examples: list[dict[str, Any]]) -> bool:

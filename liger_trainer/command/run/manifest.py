@@ -70,7 +70,7 @@ def begin(checkpoint: Path, fingerprint: dict[str, Any]) -> None:
     if (checkpoint / BEGUN).exists() or (checkpoint / NAME).exists():
         remove(checkpoint)
     checkpoint.mkdir(parents=True, exist_ok=True)
-    _put(checkpoint / BEGUN, fingerprint)
+    _write_json(checkpoint / BEGUN, fingerprint)
 
 
 def write(checkpoint: Path, names: Iterable[str], fingerprint: dict[str, Any]) -> None:
@@ -80,7 +80,7 @@ def write(checkpoint: Path, names: Iterable[str], fingerprint: dict[str, Any]) -
         with open(checkpoint / name, "rb") as file:
             os.fsync(file.fileno())
     sizes = {name: (checkpoint / name).stat().st_size for name in names}
-    _put(checkpoint / BEGUN, fingerprint | {"files": _checksums(checkpoint, sizes)})
+    _write_json(checkpoint / BEGUN, fingerprint | {"files": _checksums(checkpoint, sizes)})
     os.replace(checkpoint / BEGUN, checkpoint / NAME)
 
 
@@ -125,7 +125,7 @@ def find_damage(checkpoint: Path, manifest: dict[str, Any]) -> str | None:
     return next((f"{name} has changed" for name, sums in manifest["files"].items() if checksums[name] != sums), None)
 
 
-def _put(path: Path, values: dict[str, Any]) -> None:
+def _write_json(path: Path, values: dict[str, Any]) -> None:
     with path.open("w", encoding="utf-8") as file:
         json.dump(values, file)
         file.flush()
@@ -184,7 +184,7 @@ def refuse_another_run(checkpoint: Path, saved: dict[str, Any], current: dict[st
         raise RecipeError(f"{checkpoint} was saved by another run: {'; '.join(differences)}. Set another output_dir.")
 
 
-def what_changes(checkpoint: Path, saved: dict[str, Any], current: dict[str, Any]) -> list[str]:
+def describe_changes(checkpoint: Path, saved: dict[str, Any], current: dict[str, Any]) -> list[str]:
     """Return lines about what changes when a run with the fingerprint `current` resumes from `checkpoint`."""
     lines = []
     changed = [(key, new, old) for key, new, old in _differences(saved, current) if key in _IN_THE_STATES]

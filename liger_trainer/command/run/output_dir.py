@@ -193,6 +193,6 @@ def _resume_from(path: Path, saved: dict[str, Any], recipe: Recipe, fingerprint:
     known = manifest.read(best) if recipe.training.load_best_model_at_end else None
     if known is not None and (fault := manifest.find_damage(best, known)) is not None:
         raise RecipeError(f"The best checkpoint {best} is not whole ({fault}). Set load_best_model_at_end: false.")
-    for line in manifest.what_changes(path, saved, fingerprint):
+    for line in manifest.describe_changes(path, saved, fingerprint):
         print_status(line)
     return ResumePoint(str(path), saved["run"])

@@ -18,7 +18,7 @@ from liger_trainer.command.recipe.model_source import ModelSource, find_model, q
 from liger_trainer.command.recipe.parser import nearest
 from liger_trainer.command.recipe.read import Recipe
 from liger_trainer.command.rows.chat_template import answers_marked, raised_by_template
-from liger_trainer.command.rows.counts import account_for_rows, check_token_ids
+from liger_trainer.command.rows.counts import check_token_ids, report_row_counts
 from liger_trainer.command.rows.images import broken_picture, check_first_batch
 from liger_trainer.command.rows.preview import show_rows
 from liger_trainer.command.rows.prompt_form import prompt_form, warn_unused_template
@@ -89,7 +89,7 @@ def _run(recipe: Recipe, resumes: str, preview_rows: int | None, stop: SaveOnSig
     warn_unused_template(trainer.processing_class, recorder.form, train_rows)
     if preview_rows is not None:
         return show_rows(trainer, train_rows, total)
-    recorder.rows = account_for_rows(trainer, train_rows, eval_rows)
+    recorder.rows = report_row_counts(trainer, train_rows, eval_rows)
     recorder.parameters = PeftModel.get_nb_trainable_parameters(trainer.model)  # which takes any model
 
     recipe.began = True

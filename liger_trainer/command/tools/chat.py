@@ -16,9 +16,9 @@ from liger_trainer.command.tools.loading import (
     add_model_options,
     find_base,
     is_adapter,
-    load_to_answer,
+    load_adapter,
+    load_for_inference,
     tokenizer_of,
-    with_adapter,
 )
 from liger_trainer.data.formats import alpaca_row
 from liger_trainer.errors import RecipeError, short
@@ -109,8 +109,8 @@ def _system_prompt(args: Any) -> str | None:
         return args.system
     trained = read_system_prompt(args.model)
     if trained is not None:
-        said = f"{args.model} was trained with the system prompt {short(trained)}, which goes first."
-        print_status(f"{said} Pass --system for another one.")
+        message = f"{args.model} was trained with the system prompt {short(trained)}, which goes first."
+        print_status(f"{message} Pass --system for another one.")
     return trained
 
 
@@ -133,13 +133,13 @@ def load_model(args: Any) -> tuple[Any, Any]:
     `args` have `model`, `base_model` and what `add_model_options` adds.
     """
     if not is_adapter(args.model):
-        return load_to_answer(args.model, args, shows_images=True)
+        return load_for_inference(args.model, args, shows_images=True)
     from peft import PeftConfig
 
     config = PeftConfig.from_pretrained(args.model)
     base = args.base_model or find_base(config.base_model_name_or_path, args.model)
-    model, reader = load_to_answer(base, args, gets_adapter=True, shows_images=True, revision=config.revision)
-    model = with_adapter(model, args.model).eval()
+    model, reader = load_for_inference(base, args, gets_adapter=True, shows_images=True, revision=config.revision)
+    model = load_adapter(model, args.model).eval()
     return model, tokenizer_of(args.model, args.trust_remote_code) or reader
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from liger_trainer.command.rows.files import FILE_BUILDERS, broken_json, read_rows
 from liger_trainer.command.rows.prompt_form import read_prompt_form
-from liger_trainer.command.tools.loading import add_command, add_model_options, load_to_answer
+from liger_trainer.command.tools.loading import add_command, add_model_options, load_for_inference
 from liger_trainer.errors import RecipeError, without_nulls
 
 _MODEL = "a folder, a name on the Hub, or smollm2-135m-instruct"
@@ -102,7 +102,7 @@ def _load_for_eval(args, trained: str) -> tuple[Any, list[list[int]], set[int]]:
     """The model, the tokens of the prompts in the form that `trained` has, and the tokens that end an answer."""
     from liger_trainer.data.answers import encode, end_tokens
 
-    model, tokenizer = load_to_answer(args.model, args)
+    model, tokenizer = load_for_inference(args.model, args)
     form = read_prompt_form(trained) or read_prompt_form(args.model)
     chats = bool(tokenizer.chat_template) and form in (None, "chat")
     prompts = read_prompts(args.prompts, chats, args.max_rows)
@@ -169,7 +169,7 @@ def _medusa_export(args) -> None:
 
     heads = load_heads(args.checkpoint)
     base = args.model or served_model(args.checkpoint, heads)
-    lm_head = lm_head_of(load_to_answer(base, args)[0]) if heads.config.tied else None
+    lm_head = lm_head_of(load_for_inference(base, args)[0]) if heads.config.tied else None
     dtype = None if args.dtype == "auto" else getattr(torch, args.dtype)
     served = name_for_servers(base)
     print(f"{export_heads(heads, args.output, served, lm_head, dtype)}: for {served}")

@@ -19,7 +19,7 @@ def add_command(commands, name: str, run, description: str) -> argparse.Argument
 
 
 def add_model_options(parser) -> None:
-    """Add the options that `load_to_answer` reads."""
+    """Add the options that `load_for_inference` reads."""
     parser.add_argument(
         "--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"),
         help="the dtype of the model; auto, the default, means the one that it is saved in",
@@ -38,7 +38,7 @@ def _run(command, args) -> int:
     return 0
 
 
-def load_to_answer(name: str, args, gets_adapter: bool = False, shows_images: bool = False, **options):
+def load_for_inference(name: str, args, gets_adapter: bool = False, shows_images: bool = False, **options):
     """Return the model, in eval mode and on the GPU if there is one, and its tokenizer.
 
     With `shows_images`, a model of images keeps its vision tower, and its processor is returned as the tokenizer.
@@ -67,7 +67,7 @@ def is_adapter(folder: str) -> bool:
     return os.path.isfile(os.path.join(folder, "adapter_config.json"))
 
 
-def with_adapter(model, adapter: str):
+def load_adapter(model, adapter: str):
     """Put the adapter in the folder `adapter` on `model`, a base, and return the PEFT model."""
     from peft import PeftModel
     from safetensors.torch import load_file

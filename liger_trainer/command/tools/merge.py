@@ -7,7 +7,7 @@ from pathlib import Path
 
 from liger_trainer.command.recipe.model_source import dequantize_options, find_model
 from liger_trainer.command.rows.prompt_form import read_prompt_form, read_system_prompt, write_prompt_form
-from liger_trainer.command.tools.loading import add_command, find_base, tokenizer_of, with_adapter
+from liger_trainer.command.tools.loading import add_command, find_base, load_adapter, tokenizer_of
 from liger_trainer.errors import RecipeError
 
 
@@ -81,7 +81,7 @@ def _merge(args) -> None:
         AutoProcessor if getattr(base, "vision_config", None) is not None else AutoTokenizer
     )
     try:
-        merged = merge(with_adapter(model, args.adapter))
+        merged = merge(load_adapter(model, args.adapter))
     except (ValueError, RuntimeError, OSError, AttributeError) as error:
         reason = " ".join(str(error).split())[:300]  # torch lists every weight that does not fit, each on a line
         raise RecipeError(f"{args.adapter} cannot be merged into {model.name_or_path!r}: {reason}") from error
@@ -113,9 +113,9 @@ def _round(model, dtype) -> None:
     import torch
 
     with torch.device("meta"):
-        made = type(model)._from_config(model.config, dtype=dtype)
-    dtypes = {name: t.dtype for name, t in (*made.named_parameters(), *made.named_buffers())}
-    in_another = made._get_dtype_plan(dtype)  # by parts of names
+        empty_model = type(model)._from_config(model.config, dtype=dtype)
+    dtypes = {name: t.dtype for name, t in (*empty_model.named_parameters(), *empty_model.named_buffers())}
+    in_another = empty_model._get_dtype_plan(dtype)  # by parts of names
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_floating_point():
             planned = (kind for part, kind in in_another.items() if re.search(part.replace("*", ".*"), name))

@@ -68,7 +68,7 @@ def test_what_the_layers_of_a_tower_keep():
 
 def test_auto_keeps_layers_of_towers():
     found = needed("qwen2_5_vl", (80, 60), checkpointing="auto")
-    assert found.chosen.kept == found.chosen.layers == 4
+    assert found.checkpointing.kept == found.checkpointing.layers == 4
     assert found.micro_batch == needed("qwen2_5_vl", (80, 60)).micro_batch
 
 

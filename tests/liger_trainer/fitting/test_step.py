@@ -63,10 +63,10 @@ def test_checkpointing_keeps_the_inputs_of_layers_alone():
 
 def test_auto_keeps_what_the_budget_allows():
     none, full = plain(4, 512, False), plain(4, 512, True)
-    assert estimate_memory(job(), 4, 512, "auto", PLENTY).chosen.kept == LAYERS
+    assert estimate_memory(job(), 4, 512, "auto", PLENTY).checkpointing.kept == LAYERS
     budget = (full.peak + 0.6 * (none.peak - full.peak)) / 2**30
     found = estimate_memory(job(budget=budget), 4, 512, "auto", PLENTY)
-    assert 0 < found.chosen.kept < LAYERS
+    assert 0 < found.checkpointing.kept < LAYERS
     assert full.peak < found.peak <= budget * 2**30
 
 
@@ -75,9 +75,9 @@ def test_auto_keeps_the_results_of_attention_of_long_rows(length, long):
     none, full = (estimate_memory(job(), 1, length, checkpointing, PLENTY) for checkpointing in (False, True))
     budget = (full.peak + 0.2 * (none.peak - full.peak)) / 2**30
     found = estimate_memory(job(budget=budget), 1, length, "auto", PLENTY)
-    assert found.chosen.kept + found.chosen.attention <= LAYERS
-    assert (found.chosen.attention > 0) == long
-    assert found.chosen.peak == pytest.approx(found.micro_batch, rel=0.02)
+    assert found.checkpointing.kept + found.checkpointing.attention <= LAYERS
+    assert (found.checkpointing.attention > 0) == long
+    assert found.checkpointing.peak == pytest.approx(found.micro_batch, rel=0.02)
     assert full.peak < found.peak <= budget * 2**30
 
 
@@ -176,7 +176,7 @@ def test_auto_within_a_budget_that_all_gradients_would_exceed():
     ordinary, freed = (
         estimate_memory(make(budget=budget / 2**30, **options), 2, 256, "auto", PLENTY) for make in (job, in_backward)
     )
-    assert freed.chosen.kept > 0 and freed.peak <= budget < ordinary.peak
+    assert freed.checkpointing.kept > 0 and freed.peak <= budget < ordinary.peak
 
 
 def test_states_that_are_counted_by_their_size_in_backward():

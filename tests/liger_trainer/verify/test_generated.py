@@ -25,7 +25,7 @@ def written_by(folder, given=None, **options):
     seen = GenerationRecorder(replayed=given)
     with quiet():
         bench = Bench(setup_of("GRPO", seed=TIPS_OVER, options=OPTIONS), str(folder))
-        bench.run("ours", seen=seen, max_steps=1, **options)
+        bench.run("ours", recorder=seen, max_steps=1, **options)
     return seen.generations
 
 
