@@ -1,6 +1,6 @@
 """The command `liger-trainer`: train recipes, say what fits, verify, compare, merge, chat, prepare speculative heads.
 
-The modules of the commands import torch and transformers when a command runs, because `--help` must not wait for them.
+Each command imports torch and transformers only when it runs, so that `--help` does not wait for them.
 """
 
 import argparse
@@ -31,19 +31,19 @@ from liger_trainer.errors import RecipeError, RunError
 def main(argv: list[str] | None = None) -> int:
     """Run the command and return its exit code.
 
-    The code is 0 for success, 1 for a run that could not be saved, and 2 for a mistake that the user can correct. It is
-    130 after SIGINT (Ctrl-C), 143 after SIGTERM, and 141 if the output is no longer read, as in
-    `liger-trainer recipes | head -1`. With every code but 0, a line on stderr says why.
+    0: success. 1: the run could not be saved. 2: a mistake that the user can correct. 130: SIGINT (Ctrl-C). 143:
+    SIGTERM. 141: the reader of the output is gone, as with `liger-trainer recipes | head -1`. Every code but 0 comes
+    with a line on stderr that says why.
 
     Args:
-        argv (`list[str]`, *optional*): The words of the command line. Unset: this process's.
+        argv (`list[str]`, *optional*): The command line. Unset: this process's.
     """
     args = _parser().parse_args(argv)
     # Newer transformers has a new name for this option and warns of the old one, which TRL and peft use.
     warnings.filterwarnings("ignore", r"`\w*gradient_checkpointing\w*` is deprecated", FutureWarning, append=True)
     try:
         code = args.run(args)
-        sys.stdout.flush()  # here, so that a closed pipe is noticed before Python ends
+        sys.stdout.flush()  # raises BrokenPipeError here, where it is caught
         return code
     except RecipeError as error:
         print_error(str(error))
@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
         print_status("interrupted.")
         return 130
     except BrokenPipeError:
-        with contextlib.suppress(OSError, ValueError):  # what Python flushes at its own end goes nowhere
+        with contextlib.suppress(OSError, ValueError):  # Python flushes stdout once more when it exits
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
 
@@ -65,12 +65,16 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     add_recipe_command(
-        commands, "train", _train, TRAIN_USAGE, "train a recipe",
-        "Train a recipe. With --preview, train nothing, and show the recipe's first N rows (one row if N "
-        "is left out) as the trainer sees them, with what is learned marked. With --dry_run, print the recipe that "
-        "would run, and check its rows, its chat template and the config of its model. "
-        "`liger-trainer train RECIPE --help` lists all keys by topic.",
-    )  # fmt: skip
+        commands,
+        "train",
+        _train,
+        TRAIN_USAGE,
+        "train a recipe",
+        "Train a recipe. With --preview, do not train: show the recipe's first N rows (one row if N is left out) as "
+        "the trainer sees them, with the learned tokens marked. With --dry_run, print the recipe that would run, and "
+        "check its rows, its chat template and the config of its model. `liger-trainer train RECIPE --help` lists all "
+        "keys by topic.",
+    )
     add_shipped_commands(commands)
     add_fit_command(commands)
     add_verify_command(commands)
@@ -102,8 +106,9 @@ def _train(args: argparse.Namespace) -> int:
         with _name_recipe_in_errors(recipe):
             find_sources(recipe)
         return 0
-    # torch and tqdm read these when they are loaded, later. OpenMP's threads spin at barriers, which makes a step on
-    # CPUs several times slower once another process wants a core. And a dozen progress bars would be full at once.
+    # torch and tqdm read these when they are imported, further down. By default OpenMP's threads spin at barriers: a
+    # CPU step gets several times slower as soon as another process wants a core. The delay hides the progress bars of
+    # the dozen short jobs that finish at once.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("TQDM_DELAY", "2")
     launch.check_restarts()
@@ -135,7 +140,7 @@ def _train(args: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _name_recipe_in_errors(recipe: Recipe) -> Iterator[None]:
-    """Let an error begin with the recipe that it is about."""
+    """Context manager: prefix the message of a RecipeError with the path of the recipe."""
     try:
         yield
     except RecipeError as error:

@@ -1,4 +1,4 @@
-"""Commands that take a recipe, and the options of their own, which the rest of the line does not know."""
+"""Adds the commands that take a recipe, and parses the options that are not keys of a recipe."""
 
 import argparse
 from collections.abc import Callable, Sequence
@@ -17,12 +17,12 @@ def add_recipe_command(
     options = parser.add_argument(
         "options", nargs=argparse.REMAINDER, metavar="--key value", help="options, after RECIPE"
     )
-    options.required = False  # otherwise argparse would ask for them too where RECIPE is missing
+    options.required = False  # otherwise the error about a missing RECIPE would also ask for options
     parser.set_defaults(run=run)
 
 
 def take_options(argv: Sequence[str], *names: str) -> tuple[dict[str, str], list[str]]:
-    """The given values of the options `names`, "" for one without a value, and the other words."""
+    """Return the values of the options `names` that are in `argv` ("" for one without a value), and the rest."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for name in names:
         spellings = dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}"))
@@ -32,7 +32,7 @@ def take_options(argv: Sequence[str], *names: str) -> tuple[dict[str, str], list
 
 
 def parse_positive(option: str, text: str, kind: type) -> Any:
-    """Return the value of an option as an int or a float. RecipeError unless it is a number above 0."""
+    """Return `text` as a number of type `kind`. RecipeError unless it is above 0 and finite."""
     try:
         value = kind(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""The processes of a launch: which one this is, messages from the main process only, and what all agree on."""
+"""The processes of a launch: which one this is, what only the main one prints, and values that all share."""
 
 import os
 import sys
@@ -17,24 +17,24 @@ def launched_processes() -> int:
 
 
 def print_status(line: str) -> None:
-    """Print a line of this command on stderr, on the main process."""
+    """Print a line on stderr, from the main process only."""
     if is_main_process():
         print(f"liger-trainer: {without_tokens(line)}", file=sys.stderr)
 
 
 def print_loading() -> None:
-    """Say that libraries are being loaded, which takes seconds and shows nothing; silent if they are there already."""
+    """Say that libraries are being loaded, which takes seconds. Print nothing if they are loaded already."""
     if "transformers" not in sys.modules:
         print_status("loading torch, transformers and TRL")
 
 
 def print_error(line: str) -> None:
-    """Print an error of this process."""
+    """Print an error on stderr, from any process."""
     print(f"liger-trainer: error: {without_tokens(line)}", file=sys.stderr)
 
 
 def gather_from_all(training: Any, value: Any) -> list[Any]:
-    """The `value` of each process, on all of them. They wait for each other here."""
+    """Return the `value` of every process. All processes have to call this, and wait for each other here."""
     if training.world_size == 1:
         return [value]
     from accelerate.utils import gather_object
@@ -43,7 +43,7 @@ def gather_from_all(training: Any, value: Any) -> list[Any]:
 
 
 def run_on_main(training: Any, compute: Callable[[], Any]) -> Any:
-    """Call `compute` on the main process, and return its result or raise its RecipeError on all of them."""
+    """Call `compute` on the main process only. All processes return its result, or raise its RecipeError."""
     result = error = None
     if training.process_index == 0:
         try:

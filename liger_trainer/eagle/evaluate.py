@@ -26,8 +26,8 @@ class EagleReport:
     """The result of `evaluate`. Its `str()` is a table.
 
     Attributes:
-        accuracy: For each step, the share of positions at which its first choice is right, after the right tokens.
-        accepted: For each step, how often its guess was accepted where all guesses before it were right.
+        accuracy: For each step, the share of positions with a right first choice, given the right earlier tokens.
+        accepted: For each step, the share of its guesses that were accepted when all guesses before it were right.
         tokens_per_pass: Tokens per forward pass, not counting the pass over the prompt and its token; 1 without a
             drafter.
     """
@@ -64,14 +64,14 @@ def evaluate(
     """Return accuracy and acceptance length of `drafter` on the greedy text of `model`.
 
     Args:
-        model (`PreTrainedModel`): Its mode is put back afterwards.
+        model (`PreTrainedModel`): Its training mode is restored afterwards.
         drafter (`EagleDrafter`): On the device of the LM head and in its dtype, attached to the model or not.
         prompts, ends: Token ids of each prompt; tokens that end a text, as `end_tokens` gives them.
-        steps (`int`): Tokens that are guessed for a pass.
+        steps (`int`): Number of tokens to guess for each pass.
         max_new_tokens, batch_size (`int`): Length at which a greedy text is cut; prompts answered at once.
 
     Raises:
-        ValueError: No text has two tokens, so that there is nothing to guess.
+        ValueError: No text has two tokens, so there is nothing to guess.
     """
     training = model.training
     model.eval()
@@ -84,7 +84,9 @@ def evaluate(
     finally:
         model.train(training)
     if not rows:
-        raise ValueError(f"The model ends all {len(prompts)} texts after one token: there is nothing to guess.")
+        raise ValueError(
+            f"The model ends all {len(prompts)} texts after one token, so there is nothing to guess. Use other prompts."
+        )
     tokens_per_pass, accepted = simulate_decoding(rows)
     accuracy = []
     for right in torch.cat(rows, dim=1):
@@ -95,7 +97,7 @@ def evaluate(
 def right_guesses(
     model: PreTrainedModel, drafter: EagleDrafter, prompt: list[int], text: list[int], steps: int
 ) -> torch.Tensor:
-    """Return whether each step guesses the right token, in one forward pass over prompt and text.
+    """Compute which guesses of each step are right, in one forward pass over prompt and text.
 
     Returns:
         `torch.Tensor`: (steps, n - 1) int64 on the CPU, for a text of n tokens. Row k, column i is 1 if step k + 1
@@ -122,5 +124,5 @@ def read_target(model: PreTrainedModel, drafter: EagleDrafter, ids: torch.Tensor
 
 
 def one_row(ids: torch.Tensor) -> FlatRows:
-    """The row `ids` (1, n)."""
+    """Return the row `ids` (1, n) as `FlatRows`."""
     return flat_rows({"input_ids": ids, "labels": ids})

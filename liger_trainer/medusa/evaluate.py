@@ -1,8 +1,9 @@
 """Measures Medusa heads on the greedy text of their own model.
 
-With y the greedy text and t a position in it, head k is right where its argmax at t is y[t + k + 1]. The acceptance
-length is the number of tokens that a forward pass of a decoder yields, and one teacher-forced pass over the text tells
-it: walk the text as a decoder would; if at t the first a heads are right and the next one is not, go on at t + a + 1.
+With y the greedy text and t a position in it, head k is right if its argmax at t is y[t + k + 1]. The acceptance length
+is the number of tokens that one forward pass of a decoder yields. One teacher-forced pass over the text is enough to
+compute it: walk the text as a decoder would, and if the first a heads at t are right and the next is not, go on at
+t + a + 1.
 """
 
 from collections.abc import Sequence
@@ -21,8 +22,8 @@ class MedusaReport:
     """The result of `evaluate`. Its `str()` is a table.
 
     Attributes:
-        accuracy: For each head, the share of positions whose token is its first choice.
-        accepted: For each head, how often its guess was accepted where all heads before it were right.
+        accuracy: For each head, the share of positions with a right first choice.
+        accepted: For each head, the share of its guesses that were accepted when all heads before it were right.
         tokens_per_pass: Tokens per forward pass, without the pass over the prompt and its token. It is 1 without heads.
     """
 
@@ -47,19 +48,24 @@ class MedusaReport:
 
 @torch.no_grad()
 def evaluate(
-    model: PreTrainedModel, heads: MedusaHeads, prompts: Sequence[list[int]], ends: set[int], *,
-    max_new_tokens: int = 128, batch_size: int = 16,
-) -> MedusaReport:  # fmt: skip
+    model: PreTrainedModel,
+    heads: MedusaHeads,
+    prompts: Sequence[list[int]],
+    ends: set[int],
+    *,
+    max_new_tokens: int = 128,
+    batch_size: int = 16,
+) -> MedusaReport:
     """Return accuracy and acceptance length of `heads` on the greedy text of `model`.
 
     Args:
-        model (`PreTrainedModel`): Its mode is put back afterwards.
+        model (`PreTrainedModel`): Its training mode is restored afterwards.
         heads (`MedusaHeads`): On the device of the LM head and in its dtype, attached to the model or not.
         prompts, ends: Token ids of each prompt; tokens that end a text, as `end_tokens` gives them.
         max_new_tokens, batch_size (`int`): Length at which a greedy text is cut; prompts answered at once.
 
     Raises:
-        ValueError: No text has two tokens, so that there is nothing to guess.
+        ValueError: No text has two tokens, so there is nothing to guess.
     """
     training = model.training
     model.eval()
@@ -71,7 +77,9 @@ def evaluate(
     finally:
         model.train(training)
     if not rows:
-        raise ValueError(f"The model ends all {len(prompts)} texts after one token: there is nothing to guess.")
+        raise ValueError(
+            f"The model ends all {len(prompts)} texts after one token, so there is nothing to guess. Use other prompts."
+        )
     tokens_per_pass, accepted = simulate_decoding(rows)
     return MedusaReport(
         heads=heads.config.to_dict(),
@@ -84,11 +92,11 @@ def evaluate(
 
 
 def right_guesses(model: PreTrainedModel, heads: MedusaHeads, prompt: list[int], text: list[int]) -> torch.Tensor:
-    """Return whether each head guesses the right token, in one forward pass over prompt and text.
+    """Compute which guesses of each head are right, in one forward pass over prompt and text.
 
     Returns:
         `torch.Tensor`: (K, n - 1) int64 on the CPU, for a text of n tokens. Row k, column i is 1 if head k + 1 guesses
-        `text[i + k + 1]` at the position whose next token is `text[i]`, 0 if not, and -1 if the text has ended.
+        `text[i + k + 1]` at the position before `text[i]`, 0 if not, and -1 if the text has ended.
     """
     head, target = innermost(output_head(model)), torch.tensor(text, device=model.device)
     inputs: list[torch.Tensor] = []
@@ -109,17 +117,23 @@ def right_guesses(model: PreTrainedModel, heads: MedusaHeads, prompt: list[int],
 
 
 def simulate_decoding(rows: list[torch.Tensor]) -> tuple[float, list[float | None]]:
-    """Return the tokens per forward pass, and how often each head was accepted where it was reached; None: never.
+    """Walk texts as a decoder would. Return tokens per forward pass, and each head's acceptance rate (None: not used).
 
     `rows` has the result of `right_guesses` for each text.
     """
     num_heads = rows[0].shape[0]
-    reached, accepted, passes, tokens = [0] * num_heads, [0] * num_heads, 0, 0
+    reached = [0] * num_heads
+    accepted = [0] * num_heads
+    passes = 0
+    tokens = 0
     for guesses in rows:
-        columns, at = guesses.T.tolist(), 0
+        columns = guesses.T.tolist()
         tokens += len(columns)  # the first token of a text comes from the pass over the prompt
+        at = 0
         while at < len(columns):
-            guessed, passes, at = columns[at], passes + 1, at + 1  # each pass yields the model's own token
+            guessed = columns[at]
+            passes += 1
+            at += 1  # each pass yields the model's own token
             for k, right in enumerate(guessed):
                 if right < 0:  # past the end of the text
                     break

@@ -1,7 +1,7 @@
-"""`accelerate_config` of a recipe: under any launcher, what `accelerate launch --config_file` would set is set here.
+"""Applies `accelerate_config` of a recipe, under any launcher, as `accelerate launch --config_file` would.
 
-`accelerate launch` hands its file on in variables of the environment, which accelerate and the trainers read when they
-are set up. torchrun, Ray, Flyte and Kubeflow start processes and know nothing of such a file.
+`accelerate launch` passes its file to the processes in environment variables, which accelerate and the trainers read.
+torchrun, Ray, Flyte and Kubeflow know no such file, so the same variables are set here.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ _TYPES = ("NO", "MULTI_GPU", "MULTI_CPU", "MULTI_NPU", "MULTI_XPU", "MULTI_MLU",
 
 @contextlib.contextmanager
 def preserve_environment() -> Iterator[None]:
-    """Put the environment back afterwards: a process may run several recipes, each with an accelerate config."""
+    """Context manager: restore `os.environ` afterwards, since one process may run several recipes."""
     before = dict(os.environ)
     try:
         yield
@@ -31,7 +31,7 @@ def preserve_environment() -> Iterator[None]:
 
 
 def find_config(recipe: Path, name: str) -> Path:
-    """The file that `accelerate_config` means: a path, or else a shipped config, such as `fsdp2`."""
+    """Return the file that `accelerate_config` names: a path, or a shipped config such as `fsdp2`."""
     path = find_beside(name, recipe.parent)
     if path is not None and path.is_file():
         return path
@@ -39,9 +39,10 @@ def find_config(recipe: Path, name: str) -> Path:
 
 
 def apply_config(recipe: Path, name: str) -> str:
-    """Set what `accelerate launch` would set for the file `name`, and return its `distributed_type`.
+    """Set the variables that `accelerate launch` would set for the file `name`. Return its `distributed_type`.
 
-    The launcher decides how many processes and machines there are. RecipeError if its config says otherwise.
+    The launcher decides the number of processes and machines. RecipeError if the launcher has set other variables than
+    the file would.
     """
     path = find_config(recipe, name)
     launcher_variables = {variable: value for variable, value in os.environ.items() if variable.startswith(_PREFIXES)}
@@ -55,7 +56,7 @@ def apply_config(recipe: Path, name: str) -> str:
     for variable, from_launcher in launcher_variables.items():
         from_file = file_variables.get(variable, "false" if variable.startswith("ACCELERATE_USE_") else None)
         if variable.startswith(_DECIDING) and from_file is not None and from_launcher.lower() != from_file.lower():
-            if variable == "ACCELERATE_USE_CPU":  # the host decides that, and the file may
+            if variable == "ACCELERATE_USE_CPU":  # not a conflict: the file may ask for CPUs on a machine with GPUs
                 continue
             raise RecipeError(
                 f"accelerate_config is {name!r}, which sets {variable} to {from_file}, but the launcher has set it to "
@@ -67,7 +68,7 @@ def apply_config(recipe: Path, name: str) -> str:
 
 
 def _variables(path: Path) -> tuple[str, dict[str, str]]:
-    """The `distributed_type` of a file, and the variables that `accelerate launch` makes of it."""
+    """Return the `distributed_type` of a file, and the variables that `accelerate launch` would set for it."""
     from accelerate.commands import launch
     from accelerate.utils import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 

@@ -40,10 +40,10 @@ _SWITCHES: tuple[tuple[str, str, str, Callable[..., Any]], ...] = (
      lambda fp8, peft: fp8 and not peft),
 )  # fmt: skip
 
-# What PEFT refuses for adapters on experts, and the values that it takes.
+# Keys that PEFT restricts for adapters on experts, and the values that it accepts
 NOT_ON_EXPERTS = {"lora_dropout": "0.0", "use_dora": "false"}
 
-# Numbers that no library checks, or that it checks only when training begins: in words, their least, their largest.
+# Numbers that no library checks before training begins: the text for the error, the lowest and the highest value, keys
 _RANGES = (
     ("of 1 or more", 1, math.inf, "per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps "
      "save_total_limit max_length max_completion_length lora_r lora_alpha"),
@@ -57,15 +57,15 @@ _RANGES = (
 def resolve_keys(
     file_values: dict[str, Any], overriding: dict[str, Any], defaults: dict[str, Any], entry: TrainerEntry
 ) -> dict[str, Any]:
-    """The keys that are set, of which `given`, on the command line, override `filed`. RecipeError if they do not fit.
+    """Return the keys that are set: those of the file, overridden by the command line. RecipeError if they conflict.
 
-    Turning an option off on the command line, as `--use_peft false` does, drops the keys of the file that depend on it.
+    Turning an option off on the command line, such as `--use_peft false`, drops the file's keys that depend on it.
     """
     explicit = file_values | overriding
 
     def value(key: str) -> Any:
         setting = explicit.get(key, defaults.get(key))
-        return getattr(setting, "value", setting)  # of an enum
+        return getattr(setting, "value", setting)  # an enum's value
 
     for expected, least, largest, keys in _RANGES:
         for key in keys.split():
@@ -74,7 +74,7 @@ def resolve_keys(
                 raise RecipeError(f"{key} is {number}; expected a number {expected}.")
     if value("max_steps") != -1 and value("max_steps") < 1:
         raise RecipeError(f"max_steps is {value('max_steps')}; expected 1 or more, or -1 to train num_train_epochs.")
-    turned_off = set(overriding)  # what was turned off on the command line, and the keys that went with it
+    turned_off = set(overriding)  # by the command line; keys that depend on them are added below
     for patterns, switches, needs, on in _SWITCHES:
         if on(*(value(switch) for switch in switches.split())):
             continue
@@ -113,15 +113,15 @@ def resolve_keys(
         if "assistant_only_loss" not in defaults:
             raise RecipeError(f"train_on is {value('train_on')}, which {entry.trainer} does not read. Remove it.")
         if explicit.get("assistant_only_loss") is False:
-            raise RecipeError(f"train_on is {value('train_on')}, and assistant_only_loss false. Remove one of them.")
-        explicit["assistant_only_loss"] = True  # with which TRL learns what the chat template marks
+            raise RecipeError(f"train_on is {value('train_on')}, but assistant_only_loss is false. Remove one of them.")
+        explicit["assistant_only_loss"] = True  # makes TRL learn the tokens that the chat template marks
     for key, allowed in NOT_ON_EXPERTS.items():
         if value("lora_target_parameters") and value(key):
             raise RecipeError(
                 f"{key} is {value(key)}, which PEFT refuses with lora_target_parameters. Set {key}: {allowed}."
             )
     if value("beta") == 0 and entry.trainer in ("LigerDPOTrainer", "LigerKTOTrainer"):
-        raise RecipeError("beta is 0, with which no preference is learned. Set a number above 0.")
+        raise RecipeError("beta is 0, so no preference would be learned. Set a number above 0.")
     if bool(value("reward_funcs")) != entry.rewards:
         with_rewards = ", ".join(name for name, other in TRAINERS.items() if other.rewards)
         raise RecipeError(f"reward_funcs is {value('reward_funcs')!r}; expected a list for {with_rewards} alone.")
@@ -130,15 +130,20 @@ def resolve_keys(
     return explicit
 
 
-# The packages of which a tracker of `report_to` needs one.
-_TRACKERS = {"tensorboard": ("tensorboard", "tensorboardX"), "wandb": ("wandb",), "mlflow": ("mlflow",),
-             "trackio": ("trackio",), "swanlab": ("swanlab",)}  # fmt: skip
+# For each tracker of `report_to`, the packages that provide it; one is enough.
+_TRACKERS = {
+    "tensorboard": ("tensorboard", "tensorboardX"),
+    "wandb": ("wandb",),
+    "mlflow": ("mlflow",),
+    "trackio": ("trackio",),
+    "swanlab": ("swanlab",),
+}
 
 
 def check_packages(recipe: Any) -> None:
     """RecipeError if a key needs a package that is not installed.
 
-    Called by a training alone: a recipe may be read, and its memory counted, on a machine without these packages.
+    Only training calls this: recipes can be read, and their memory estimated, without these packages.
     """
     training, model = recipe.training, recipe.model
     optimizer = str(getattr(training.optim, "value", training.optim))
@@ -158,9 +163,9 @@ def check_packages(recipe: Any) -> None:
 
 
 def check_columns_exist(recipe: Any, columns: list[str]) -> None:
-    """RecipeError if a key is about columns that the rows do not have.
+    """RecipeError if a key refers to columns that the rows do not have.
 
-    Without completions, TRL would count every token in spite of completion_only_loss.
+    Without completions, TRL would ignore completion_only_loss and learn every token.
     """
     field = recipe.explicit.get("dataset_text_field")
     if field is not None and field not in columns:
@@ -170,5 +175,6 @@ def check_columns_exist(recipe: Any, columns: list[str]) -> None:
     if getattr(recipe.training, "completion_only_loss", None) and not {"completion", "completion_mask"} & set(columns):
         raise RecipeError(
             f"completion_only_loss is true, but the rows have {', '.join(columns)} and no completion. Remove it. To "
-            "learn answers of messages, set prompt_template: last_turn, or assistant_only_loss: true for all answers."
+            "learn the last answer of messages, set prompt_template: last_turn; for all answers, assistant_only_loss: "
+            "true."
         )

@@ -1,7 +1,7 @@
-"""A recipe: a flat YAML file of the fields of `RecipeArguments`, of the trainer's config and of `trl.ModelConfig`.
+"""Reads a recipe: a flat YAML file of the fields of `RecipeArguments`, the trainer's config and `trl.ModelConfig`.
 
-It is parsed with TRL's parser. What that parser lets through is refused here, before anything runs: unknown and
-repeated keys, and values of the wrong YAML type.
+TRL's parser does the parsing. Mistakes that it accepts are errors here, before anything runs: unknown and repeated
+keys, and values of the wrong YAML type.
 """
 
 import contextlib
@@ -55,7 +55,7 @@ class Recipe:
     began: bool = False
 
     def to_yaml(self) -> str:
-        """The recipe as it runs. It can be saved anywhere, because data found next to the recipe gets its full path."""
+        """Return the recipe as it runs. Data next to the recipe gets its full path, so it can be saved anywhere."""
         values = self._values()
         for key in ("dataset_name", "eval_dataset_name"):
             if (named := values.get(key)) is not None:
@@ -63,18 +63,18 @@ class Recipe:
                 values[key] = paths[0] if isinstance(named, str) else paths
         if (config := values.get("accelerate_config")) is not None and self._full_path(config) != config:
             values["accelerate_config"] = str(find_config(self.path, config).absolute())
-        hidden = "" if values.pop("hub_token", None) is None else "# hub_token is set, and not shown\n"
+        hidden = "" if values.pop("hub_token", None) is None else "# hub_token is set (not shown)\n"
         return without_tokens(dump_yaml(values)) + hidden
 
     def to_card(self) -> str:
-        """The command and the keys that were set, in Markdown. Absolute paths lose their folders: cards get public."""
+        """Return the command and the set keys as Markdown. Absolute paths lose their folders: cards are public."""
         argv = take_options(self.argv, "hub_token")[1]
         keys = dump_yaml({key: value for key, value in self._values().items() if key != "hub_token"})
         text = f"```bash\nliger-trainer train {shlex.join(argv)}\n```\n\n```yaml\n{keys}```\n"
         return without_tokens(re.sub(r"(?<![\w.:/~-])/(?:[^\s'\"/]+/)+", "", text))
 
     def _values(self) -> dict[str, Any]:
-        """The keys that were set, with true and false as a file has them."""
+        """Return the keys that were set, with true and false as YAML has them."""
         texts = {"true": True, "false": False}
         return {
             key: texts.get(value, value) if key in SWITCHES_AND_TEXTS else value for key, value in self.explicit.items()
@@ -86,7 +86,7 @@ class Recipe:
 
 
 def find_recipe(name: str) -> Path:
-    """The file that `name` means: a path, or else a shipped recipe, with or without `.yaml`."""
+    """Return the file that `name` means: a path, or a shipped recipe with or without `.yaml`."""
     path = Path(name).expanduser()
     return path if path.is_file() else find_shipped(name, "RECIPE", recipe_names())[1]
 
@@ -102,9 +102,10 @@ def parse_recipe(name: str, overrides: Sequence[str] = (), usage: str = TRAIN_US
 def read_recipe(
     name: str, overrides: Sequence[str] = (), usage: str = TRAIN_USAGE
 ) -> tuple[dict[str, Any], Callable[[], Recipe]]:
-    """`parse_recipe` in two steps: the keys that are set, and a function that makes the recipe of them.
+    """Run the first half of `parse_recipe`: return the keys that are set, and a function that builds the recipe.
 
-    That function makes the trainer's config, which joins the processes of a launch.
+    The function builds the trainer's config, and that initializes the process group of a launch. So the caller can look
+    at the keys first.
     """
     path, argv = find_recipe(name), list(overrides)
     values = load_yaml(path)
@@ -128,8 +129,8 @@ def read_recipe(
         with _one_line_errors(path, overriding, explicit):
             args, training, model = parser.parse_dict(explicit)
         if isinstance(model.lora_target_modules, str) and model.lora_target_modules.isidentifier():
-            # TRL turns a list of one name into a string, which peft takes for a pattern that full names must match. No
-            # layer has the full name q_proj.
+            # TRL turns a list of one name into a string. peft would take it for a pattern that full names must match,
+            # and no layer has the full name q_proj.
             model.lora_target_modules = [model.lora_target_modules]
         return Recipe(path, entry, args, training, model, explicit, (str(name), *argv), sharding)
 
@@ -142,7 +143,7 @@ def read_recipe(
 
 @contextlib.contextmanager
 def _one_line_errors(path: Path, overriding: dict[str, Any], explicit: Any = ()) -> Iterator[None]:
-    """Turn an error into one line that begins with the recipe, and with the options of the command line it is about."""
+    """Context manager: turn a library's error into one line that names the recipe and the options it is about."""
     try:
         yield
     except (ValueError, TypeError, OSError, ImportError) as error:
@@ -155,9 +156,9 @@ def _one_line_errors(path: Path, overriding: dict[str, Any], explicit: Any = ())
 
 
 def _resolve_aliases(file_values: dict[str, Any], overriding: dict[str, Any]) -> None:
-    """Let the command line beat the file under either name of an option. RecipeError if both names are set.
+    """Let the command line override the file under either name of an option. RecipeError if both names are set.
 
-    Transformers has two names for each of these options, and takes the second where both are set.
+    transformers has two names for each of these options, and silently uses the second if both are set.
     """
     for suffix in ("", "_kwargs"):
         names = [f"gradient_checkpointing{suffix}", f"activation_checkpointing{suffix}"]
@@ -168,10 +169,10 @@ def _resolve_aliases(file_values: dict[str, Any], overriding: dict[str, Any]) ->
 
 
 def _resolve_sharding(path: Path, explicit: dict[str, Any]) -> str | None:
-    """Apply `accelerate_config`, and return how the recipe wants the model to be shared out, if it says so itself."""
+    """Apply `accelerate_config`. Return how the recipe asks to shard the model ("FSDP", "DEEPSPEED"), or None."""
     keys = [key for key in ("accelerate_config", "fsdp", "deepspeed") if explicit.get(key)]
     if len(keys) > 1:
-        raise RecipeError(f"{' and '.join(keys)} each say how a model is shared out over processes. Keep one of them.")
+        raise RecipeError(f"{' and '.join(keys)} each say how the model is sharded over processes. Keep one of them.")
     if keys == ["accelerate_config"]:
         return apply_config(path, explicit["accelerate_config"])
     if keys == ["deepspeed"] and importlib.util.find_spec("deepspeed") is None:

@@ -1,7 +1,7 @@
-"""Counts what a trainer has made of its rows: how many it uses, drops and cuts, and have nothing to learn.
+"""Counts the rows that a trainer uses, drops and cuts, and the rows without anything to learn.
 
-TRL prepares the rows, and its datasets are counted here afterwards. Rows of SFT are cut by then, so a row that is just
-as long as `max_length` counts as one that was cut.
+TRL has prepared the rows before they are counted here. SFT's rows are already cut, so a row exactly as long as
+`max_length` counts as cut.
 """
 
 from dataclasses import dataclass, field
@@ -16,9 +16,15 @@ from liger_trainer.trainers.packed_images import PackedRows
 
 _BATCH = 10_000  # rows
 _TOKEN_COLUMNS = (
-    "input_ids", "labels", "prompt_ids", "completion_ids", "chosen_ids", "rejected_ids", "chosen_input_ids",
+    "input_ids",
+    "labels",
+    "prompt_ids",
+    "completion_ids",
+    "chosen_ids",
+    "rejected_ids",
+    "chosen_input_ids",
     "rejected_input_ids",
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True)
@@ -28,9 +34,11 @@ class RowCounts:
     total: int
     used: int
     max_length: int | None = None
-    full: int = 0  # used rows as long as max_length, most of which were cut
-    empty: int = 0  # used rows in which no token counts in the loss
-    learned: float | None = field(default=None, compare=False)  # of messages: the share of their tokens in the loss
+    full: int = 0  # used rows as long as max_length; most of them were cut
+    empty: int = 0  # used rows without a token that counts in the loss
+    learned: float | None = field(
+        default=None, compare=False
+    )  # for messages: the share of tokens that count in the loss
 
     def __str__(self) -> str:
         dropped = self.total - self.used
@@ -45,25 +53,25 @@ class RowCounts:
 
 
 def report_row_counts(trainer: Any, train_rows: Any, eval_rows: Any) -> RowCounts:
-    """The counts of the training rows, logged if some are cut or dropped. RecipeError if nothing can be learned."""
+    """Count the training rows, and log the counts if some are cut or dropped. RecipeError if nothing can be learned."""
     import trl
 
     counts = _checked_counts(trainer, train_rows, "train")
     if "label" in train_rows.column_names and isinstance(trainer, trl.SFTTrainer) and trainer.is_world_process_zero():
         logger.warning(
-            f"The rows have a column label, which {type(trainer).__name__} does not read, so it learns bad answers "
-            "as well as good ones. To learn the difference between them, set trainer: kto."
+            f"The rows have a column label, which {type(trainer).__name__} does not read: it learns bad answers and "
+            "good ones alike. To learn the difference, set trainer: kto."
         )
     if {"label", "completion_ids"} <= set(trainer.train_dataset.column_names):
         if len({bool(label) for label in trainer.train_dataset["label"]}) == 1:
-            raise RecipeError("label is the same in all rows, and KTO learns from the difference of true and false.")
+            raise RecipeError("label is the same in all rows. KTO needs rows with true and rows with false.")
     if eval_rows is not None and trainer.eval_dataset is not None:
         _checked_counts(trainer, eval_rows, "eval")
     return counts
 
 
 def check_token_ids(trainer: Any, name: str) -> None:
-    """RecipeError if the rows have a token id that the model does not have; with it, a training step would fail."""
+    """RecipeError if the rows have a token id outside the model's vocabulary, which would fail in a training step."""
     size = getattr(trainer.model.get_input_embeddings(), "num_embeddings", None)
     rows = getattr(trainer, f"{name}_dataset")
     if size is None:
@@ -73,12 +81,12 @@ def check_token_ids(trainer: Any, name: str) -> None:
         outside = tokens[((tokens < 0) | (tokens >= size)) & ((tokens != -100) | (column != "labels"))]
         if len(outside):
             raise RecipeError(
-                f"{column} of the {name} rows has the token {outside[0]}, and the model has {size} tokens."
+                f"{column} of the {name} rows has the token {outside[0]}, but the model has only {size} tokens."
             )
 
 
 def count_rows(trainer: Any, loaded_rows: Any, name: str) -> RowCounts:
-    """The counts of `trainer.train_dataset` (name `"train"`) or `trainer.eval_dataset` (`"eval"`)."""
+    """Count the rows of `trainer.train_dataset` (name `"train"`) or `trainer.eval_dataset` (`"eval"`)."""
     rows = getattr(trainer, f"{name}_dataset")
     if isinstance(rows, PackedRows):
         return RowCounts(len(loaded_rows), len(loaded_rows), max_length_of(trainer))
@@ -106,20 +114,20 @@ def count_rows(trainer: Any, loaded_rows: Any, name: str) -> RowCounts:
     learns, learned = _has_loss(tokens, lengths), None
     if total and any(isinstance(loaded_rows[0].get(name), list) for name in ("messages", "completion")):
         learned = float(_counts_in_loss(tokens, lengths).mean())
-    if "seq_lengths" in columns and trainer.args.packing_strategy != "bfd":  # the rest of a row is in another one
+    if "seq_lengths" in columns and trainer.args.packing_strategy != "bfd":  # rows are split, so none counts as cut
         return RowCounts(total, used, limit, empty=0 if learns.any() else used, learned=learned)
     return RowCounts(total, used, limit, int((lengths >= most).sum()), int((~learns).sum()), learned=learned)
 
 
 def max_length_of(trainer: Any) -> int | None:
-    """The `max_length` that the trainer uses; ORPO and CPO have one even if the recipe sets none."""
+    """Return the `max_length` that the trainer uses. ORPO and CPO have one even if the recipe sets none."""
     return getattr(trainer, "max_length", None) or getattr(trainer.args, "max_length", None)
 
 
 def _checked_counts(trainer: Any, loaded_rows: Any, name: str) -> RowCounts:
     rows = getattr(trainer, f"{name}_dataset")
     if "chosen_labels" in rows.column_names:
-        # ORPO and CPO keep a row whose prompt alone fills max_length, and divide by 0 tokens
+        # ORPO and CPO keep a row if its prompt alone fills max_length, and then divide by 0 tokens
         answers = [_has_loss(*_lists(rows, f"{side}_labels"), first=0) for side in ("chosen", "rejected")]
         if len(empty_rows := (~(answers[0] & answers[1])).nonzero()[0]):
             raise RecipeError(
@@ -131,7 +139,7 @@ def _checked_counts(trainer: Any, loaded_rows: Any, name: str) -> RowCounts:
     if counts.empty == counts.used:  # both are 0 where all rows were dropped
         within = "" if counts.max_length is None else f" within max_length {counts.max_length}"
         raise RecipeError(
-            f"Nothing can be learned from the {counts.total} {name} rows: no token after the first one counts in the "
+            f"Nothing can be learned from the {counts.total} {name} rows: no token after the first counts in the "
             f"loss{within}. The first row is {short(loaded_rows[0])}."
         )
     if counts != RowCounts(counts.total, counts.total, counts.max_length) and trainer.is_world_process_zero():
@@ -140,20 +148,20 @@ def _checked_counts(trainer: Any, loaded_rows: Any, name: str) -> RowCounts:
 
 
 def _has_loss(labels: np.ndarray, lengths: np.ndarray, first: int = 1) -> np.ndarray:
-    """For each sequence, whether a token counts in the loss."""
+    """Return, for each sequence, whether any token counts in the loss."""
     starts = np.cumsum(lengths) - lengths
     total = np.concatenate([[0], np.cumsum(_counts_in_loss(labels, lengths, first))])
     return total[starts + lengths] > total[starts]
 
 
 def _counts_in_loss(labels: np.ndarray, lengths: np.ndarray, first: int = 1) -> np.ndarray:
-    """For each token, whether it counts in the loss. The first one does not: no token before it predicts it."""
+    """Return, for each token, whether it counts in the loss. The first one does not: nothing predicts it."""
     starts = np.cumsum(lengths) - lengths
     return (labels != -100) & (np.arange(len(labels)) - np.repeat(starts, lengths) >= first)
 
 
 def _lists(rows: Any, column: str) -> tuple[np.ndarray, np.ndarray]:
-    """All values in a column of lists, one after another, and each list's length."""
+    """Return all values of a column of lists, concatenated, and the length of each list."""
     values, lengths = [np.zeros(0, int)], [np.zeros(0, int)]
     for table in rows.select_columns([column]).with_format("arrow").iter(_BATCH):
         values.append(pc.list_flatten(table.column(0)).to_numpy())

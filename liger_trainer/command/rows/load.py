@@ -1,4 +1,4 @@
-"""The rows of a recipe, for training and for evaluation, in the form that TRL's trainers take."""
+"""Loads the rows of a recipe, for training and for evaluation, in the form that TRL's trainers take."""
 
 import os
 from pathlib import Path
@@ -16,10 +16,10 @@ from liger_trainer.paths import find_beside
 
 
 def load_rows(args: RecipeArguments, folder: Path, columns: tuple[tuple[str, ...], ...], seed: int):
-    """The training rows of a recipe, and its evaluation rows or None. RecipeError if they cannot be used.
+    """Return the training rows of a recipe, and its evaluation rows or None. RecipeError if they cannot be used.
 
-    `folder` is the recipe's, in which relative names are looked up too. Once the template is applied, rows need all
-    columns of at least one set in `columns`. `seed` decides which rows are drawn or held out.
+    Relative names are also looked up in `folder`, the recipe's. After the template, rows need all columns of at least
+    one set in `columns`. `seed` decides which rows are drawn or held out.
     """
     names = [args.dataset_name] if isinstance(args.dataset_name, str) else args.dataset_name or []
     if args.dataset_config is not None and names and all(os.path.isfile(find_beside(n, folder) or "") for n in names):
@@ -34,12 +34,12 @@ def load_rows(args: RecipeArguments, folder: Path, columns: tuple[tuple[str, ...
     try:
         parts = train.train_test_split(test_size=max(1, round(args.eval_fraction * len(train))), seed=seed)
     except ValueError as error:
-        raise RecipeError(f"eval_fraction is {args.eval_fraction}, of {len(train)} rows: {error}") from error
+        raise RecipeError(f"eval_fraction is {args.eval_fraction}, but of {len(train)} rows: {error}") from error
     return parts["train"], parts["test"]
 
 
 def _all_rows_of(args: RecipeArguments, key: str, split: str, folder: Path, columns, seed=None, max_rows=None):
-    """The rows of all names in `key`, drawn by `dataset_weights` if there is a `seed`."""
+    """Return the rows of all names in `key`, drawn by `dataset_weights` if there is a `seed`."""
     from datasets import concatenate_datasets, interleave_datasets
 
     names = getattr(args, key)
@@ -66,7 +66,7 @@ def _all_rows_of(args: RecipeArguments, key: str, split: str, folder: Path, colu
 
 
 def _rows_of(args: RecipeArguments, key: str, name: str | None, mapping, folder: Path, split: str, columns, max_rows):
-    """The rows of one name in `key`, after the template has been applied and the rows have been checked."""
+    """Return the rows of one name in `key`, after the template and the checks."""
     if not name:
         raise RecipeError(
             f"{key} is missing; set it to a file ({', '.join(FILE_BUILDERS)}), a folder, or a Hub dataset."
@@ -75,15 +75,15 @@ def _rows_of(args: RecipeArguments, key: str, name: str | None, mapping, folder:
     is_path = builder_of(name) is not None or name.startswith((".", "~", os.sep)) or name.count("/") > 1
     if path is None and (is_path or key == "eval_dataset_name"):
         hint = " To use a split of a Hub dataset, set dataset_eval_split." if key == "eval_dataset_name" else ""
-        raise RecipeError(f"{key} is {name!r}, and there is no such file, here nor in {folder.absolute()}.{hint}")
+        raise RecipeError(f"{key} is {name!r}, but that file does not exist here or in {folder.absolute()}.{hint}")
     from datasets.exceptions import DatasetGenerationError
 
     try:
         rows = read_rows(str(path or name), args.dataset_config, split, text_columns(columns, mapping))
-    except (OSError, ValueError, DatasetGenerationError) as error:  # of which the cause says what is wrong with a file
+    except (OSError, ValueError, DatasetGenerationError) as error:  # its cause says what is wrong with a file
         reason = broken_json(path) or " ".join(str(error.__cause__ or error).split())
         if path is None:
-            reason = f"{reason.rstrip('.')}. No file or folder has this name, here nor in {folder.absolute()}."
+            reason = f"{reason.rstrip('.')}. No file or folder has this name here or in {folder.absolute()}."
         raise RecipeError(f"{key} {name!r}, split {split!r}, cannot be loaded: {reason}") from error
     if len(rows) == 0:
         raise RecipeError(f"{key} {name!r}, split {split!r}, has no rows.")

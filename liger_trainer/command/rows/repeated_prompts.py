@@ -1,4 +1,4 @@
-"""Answers that begin with the prompt of their row, which trainers put before them once more."""
+"""Removes the prompt from answers that begin with it: trainers put the prompt before the answer themselves."""
 
 from typing import Any
 
@@ -11,9 +11,9 @@ _LONG = 20  # characters of a prompt that no answer begins with by chance
 
 
 def without_repeated_prompts(rows: Any, needed: tuple[str, ...]) -> Any:
-    """The rows with answers of messages that begin after the prompt, and a line about texts that repeat it.
+    """Remove the prompt from answers that are messages, and print a line about texts that repeat it.
 
-    Where a text begins with the prompt, nothing tells whether a blank or a line belongs between the two.
+    A text is not changed: whether a space or a newline belongs between prompt and answer is unknown.
     """
     names = [name for name in _ANSWERS if name in needed]
     if "prompt" not in rows.column_names or not names:
@@ -32,7 +32,7 @@ def without_repeated_prompts(rows: Any, needed: tuple[str, ...]) -> Any:
             of_messages = True
             print_status(f"{message}, and is read without it.")
         else:
-            print_status(f"{message}, so that the model reads it twice. Remove it from {name}, or from prompt.")
+            print_status(f"{message}, so the model reads it twice. Remove it from {name}, or from prompt.")
     if not of_messages:
         return rows
 

@@ -1,4 +1,4 @@
-"""Finds and checks what a recipe names before any weight is loaded: its model, rows, rewards and chat template."""
+"""Finds and checks everything that a recipe names, without loading weights: model, rows, rewards, chat template."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ from liger_trainer.errors import RecipeError
 
 
 class Sources(NamedTuple):
-    """The findings of `find_sources`: where the weights are, the model's config, the rows, and the reward functions."""
+    """The result of `find_sources`: where the weights are, the model's config, the rows, and the reward functions."""
 
     model: ModelSource
     config: Any
@@ -30,7 +30,7 @@ class Sources(NamedTuple):
 
 
 def model_of(recipe: Recipe) -> ModelSource:
-    """Where the model of a recipe is; `model_init_kwargs` may say more than `model_name_or_path`."""
+    """Return where the model of a recipe is. `model_init_kwargs` may add a revision or a GGUF file."""
     init = recipe.training.model_init_kwargs or {}
     trust = getattr(recipe.training, "trust_remote_code", False)
     return find_model(
@@ -42,7 +42,7 @@ def model_of(recipe: Recipe) -> ModelSource:
 
 
 def find_sources(recipe: Recipe) -> Sources:
-    """Read and check everything that a recipe names, but for the weights of its model."""
+    """Read and check everything that a recipe names, except the weights of its model."""
     from transformers import AutoConfig, AutoProcessor
 
     training, source = recipe.training, model_of(recipe)
@@ -55,7 +55,7 @@ def find_sources(recipe: Recipe) -> Sources:
     has_messages = any(isinstance(train_rows[0].get(name), list) for name in ("messages", "completion"))
     if recipe.args.train_on and not has_messages:
         raise RecipeError(
-            f"train_on is {recipe.args.train_on}, and the rows have {', '.join(train_rows.column_names)} and no "
+            f"train_on is {recipe.args.train_on}, but the rows have {', '.join(train_rows.column_names)} and no "
             "messages. Remove it, or write the rows as messages of role and content."
         )
     for rows in (train_rows, eval_rows):
@@ -75,7 +75,7 @@ def find_sources(recipe: Recipe) -> Sources:
 
 
 def _check_pictures(recipe: Recipe, config: Any, rows: Any) -> None:
-    """RecipeError if a model would be trained without the pictures of its rows, or the trainer takes none."""
+    """RecipeError if the pictures of the rows would be ignored, or if the trainer takes no pictures."""
     if has_images(rows) and not recipe.entry.images:
         able = ", ".join(name for name, entry in TRAINERS.items() if entry.images)
         raise RecipeError(
@@ -83,13 +83,13 @@ def _check_pictures(recipe: Recipe, config: Any, rows: Any) -> None:
         )
     if getattr(config, "vision_config", None) is not None and (advice := unread_pictures(rows)) is not None:
         raise RecipeError(
-            f"the rows have the columns {', '.join(rows.column_names)}, and pictures are read from images or image. "
-            f"Set {advice}, or remove that column to train on text alone."
+            f"the rows have the columns {', '.join(rows.column_names)}, but pictures are only read from images or "
+            f"image. Set {advice}, or remove that column to train on text only."
         )
 
 
 def _check_template(recipe: Recipe, source: ModelSource, rows: Any) -> None:
-    """RecipeError if rows are messages and there is no chat template for them."""
+    """RecipeError if the rows are messages and the model has no chat template."""
     resolve_named_template(recipe, source)
     first, template_path = rows[0], getattr(recipe.training, "chat_template_path", None)
     messages = any(isinstance(first.get(name), list) for name in ("messages", "prompt", "completion", "chosen"))
@@ -102,6 +102,6 @@ def _check_template(recipe: Recipe, source: ModelSource, rows: Any) -> None:
             if hasattr(recipe.training, "chat_template_path")
             else "Take a model with one: trainer: sft with chat_template_path: chatml saves it with the model."
         )
-        raise RecipeError(f"the rows are messages, and {where} has no chat template. {advice}")
+        raise RecipeError(f"the rows are messages, but {where} has no chat template. {advice}")
     if messages:
         check_template_keys(tokenizer, where, rows)

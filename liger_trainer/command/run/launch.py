@@ -1,4 +1,4 @@
-"""Settles what torchrun, `accelerate launch` or another launcher put into the environment, before a run begins."""
+"""Corrects the environment variables of torchrun, `accelerate launch` or another launcher before a run begins."""
 
 import os
 import signal
@@ -9,7 +9,10 @@ from liger_trainer.errors import RecipeError
 
 
 def exit_with_launcher() -> None:
-    """Get SIGTERM when `accelerate launch` ends that has started this process alone, and does not hand signals on."""
+    """Request SIGTERM for this process when its parent `accelerate launch` exits, which does not forward signals.
+
+    Only for a launch of a single process: with several, `accelerate launch` starts torchrun, which does forward them.
+    """
     alone = os.environ.get("ACCELERATE_USE_CPU") in ("True", "False") and "LOCAL_RANK" not in os.environ
     if alone and sys.platform == "linux":
         import ctypes
@@ -18,9 +21,9 @@ def exit_with_launcher() -> None:
 
 
 def apply_precision(bf16: bool | None, fp16: bool | None) -> None:
-    """Let the recipe decide the precision, and say so where accelerate's config has another one. Call before parsing.
+    """Let the recipe decide the precision, and report a different one in accelerate's config. Call before parsing.
 
-    Trainers and plugins use the variable of `accelerate launch` wherever `bf16` and `fp16` are both false.
+    If `bf16` and `fp16` are both false, trainers and plugins would use the precision of `accelerate launch`.
     """
     configured = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     wanted = "fp16" if fp16 else "no" if bf16 is False else "bf16"  # bf16 is the default of TRL's configs
@@ -36,9 +39,9 @@ def apply_precision(bf16: bool | None, fp16: bool | None) -> None:
 
 
 def load_on_every_process(fp8: bool | None, bf16: bool | None, fp16: bool | None) -> None:
-    """With fp8 under FSDP2, have every process read the model. Call this after `apply_precision`, before parsing.
+    """With fp8 under FSDP2, make every process read the model. Call this after `apply_precision`, before parsing.
 
-    accelerate 1.15 hangs if one process is to read it for all, since weights wrapped for fp8 cannot be sent around.
+    accelerate 1.15 hangs if one process reads it for all: weights wrapped for fp8 cannot be broadcast.
     """
     launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower() == "fp8" and bf16 is None and not fp16
     variables = ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING")
@@ -50,7 +53,7 @@ def load_on_every_process(fp8: bool | None, bf16: bool | None, fp16: bool | None
 
 
 def check_restarts() -> None:
-    """RecipeError where torchrun would hand the addresses of dead processes to those that it starts again."""
+    """RecipeError if torchrun would give restarted processes the addresses of dead ones."""
     shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if shared and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and launched_processes() > 1:
         raise RecipeError(

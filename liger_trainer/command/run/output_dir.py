@@ -1,4 +1,4 @@
-"""The folder of a run: whether the run may use it, which checkpoint it goes on from, and that no other run is in it."""
+"""Checks and locks the output_dir of a run, and finds the checkpoint to resume from."""
 
 import contextlib
 import errno
@@ -19,7 +19,7 @@ from liger_trainer.errors import RecipeError
 # The model that a finished run leaves next to its checkpoints, as glob patterns
 WEIGHTS = ("model*.safetensors", "pytorch_model*.bin", "adapter_model.*", "medusa_heads", "eagle_drafter")
 _LOCK = "_liger_trainer.lock"  # push_to_hub leaves out names that begin with _
-# Schedulers count the restarts of a job in these: Slurm, Flyte and torchrun, which may itself be restarted by them.
+# Slurm, Flyte and torchrun count the restarts of a job in these. One may restart another.
 _RESTARTS = ("SLURM_RESTART_COUNT", "FLYTE_ATTEMPT_NUMBER", "TORCHELASTIC_RESTART_COUNT")
 
 
@@ -33,13 +33,13 @@ class ResumePoint:
 
 
 def matches(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
-    """The paths in `folder` that match at least one of the glob patterns, sorted."""
+    """Return the paths in `folder` that match at least one of the glob patterns, sorted."""
     return sorted({path for pattern in patterns for path in folder.glob(pattern)})
 
 
 @contextlib.contextmanager
 def lock_output_dir(recipe: Recipe) -> Iterator[str]:
-    """Hold `output_dir` for this run, and give what it resumes from: `false`, `true`, `auto` or a path."""
+    """Context manager: lock `output_dir` for this run. Yields what to resume from: false, true, auto or a path."""
     if not recipe.training.output_dir:
         raise RecipeError("output_dir is empty. Set it to a folder for the model.")
     folder, wanted, locks = Path(recipe.training.output_dir), _resume_request(recipe), list[Any]()
@@ -53,14 +53,14 @@ def lock_output_dir(recipe: Recipe) -> Iterator[str]:
         yield wanted
     finally:
         for lock in locks:
-            with contextlib.suppress(OSError):  # the run has ended, whatever has become of its folder
+            with contextlib.suppress(OSError):  # an error here must not hide how the run ended
                 (folder / _LOCK).unlink()
-                folder.rmdir()  # where nothing was saved
+                folder.rmdir()  # fails, as it should, unless nothing was saved
             lock.close()
 
 
 def _resume_request(recipe: Recipe) -> str:
-    """Return what the run resumes from. A restart by a scheduler is `auto`, unless it has other orders."""
+    """Return what to resume from. After a restart by a scheduler that is `auto`, unless the recipe says otherwise."""
     training = recipe.training
     wanted = str(training.resume_from_checkpoint or "false")
     wanted = wanted.lower() if wanted.lower() in ("false", "true", "auto") else wanted
@@ -72,7 +72,7 @@ def _resume_request(recipe: Recipe) -> str:
 
 
 def _check_folder(folder: Path, wanted: str) -> None:
-    """Raise RecipeError if `folder` holds another run than the one to go on with."""
+    """RecipeError if `folder` holds a run other than the one to resume."""
     if wanted in ("true", "auto") or Path(wanted).expanduser().resolve().is_relative_to(folder.resolve()):
         return
     if earlier_files := checkpoints_in(folder) + matches(folder, (*WEIGHTS, "trainer_state.json")):
@@ -86,7 +86,7 @@ def _check_folder(folder: Path, wanted: str) -> None:
 def _lock(folder: Path, recipe: Recipe) -> Any:
     """Lock a file in `folder` until this process ends, and return the open file. RecipeError if another run holds it.
 
-    The kernel or the file server holds the lock, so the file of a killed process does not lock the folder.
+    The lock belongs to the kernel or the file server, so a killed process leaves no lock behind.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -97,7 +97,7 @@ def _lock(folder: Path, recipe: Recipe) -> Any:
             file.close()
             raise RecipeError(f"output_dir is {str(folder)!r}, and another run is using it ({owner}). Wait for it.")
         if not (folder / _LOCK).exists() or not os.path.samestat(os.fstat(file.fileno()), (folder / _LOCK).stat()):
-            file.close()  # its owner has just ended, and has deleted it
+            file.close()  # its owner has just ended and deleted it: try again
             return _lock(folder, recipe)
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
@@ -107,7 +107,7 @@ def _lock(folder: Path, recipe: Recipe) -> Any:
 
 
 def _is_held(file: Any) -> bool:
-    """Lock `file`, where there are locks, and tell whether another process has locked it before."""
+    """Lock `file` if the system can. Return whether another process holds the lock."""
     try:
         import fcntl
 
@@ -171,7 +171,7 @@ def _resume_named(recipe: Recipe, wanted: str, fingerprint: dict[str, Any]) -> R
 def _resume_problem(
     path: Path, saved: dict[str, Any] | None, recipe: Recipe, fingerprint: dict[str, Any]
 ) -> str | None:
-    """Tell why a run cannot go on from `path` with the manifest `found`. RecipeError if it is of another run."""
+    """Return why a run cannot resume from `path` with the manifest `saved`, or None. RecipeError for another run."""
     if saved is None:
         if manifest.was_begun(path):
             return "was cut off while it was saved"
@@ -187,7 +187,7 @@ def _resume_problem(
 
 
 def _resume_from(path: Path, saved: dict[str, Any], recipe: Recipe, fingerprint: dict[str, Any]) -> ResumePoint:
-    """Return the start at `path`. RecipeError if the best checkpoint, which is loaded at the end, is damaged."""
+    """Return `path` as the resume point. RecipeError if the best checkpoint, which is loaded at the end, is damaged."""
     state = json.loads((path / "trainer_state.json").read_text(encoding="utf-8"))
     best = path.with_name(f"checkpoint-{state['best_global_step']}")
     known = manifest.read(best) if recipe.training.load_best_model_at_end else None

@@ -1,4 +1,4 @@
-"""Calls of reward functions in a run: an error or a wrong result names the function as the recipe does."""
+"""Wraps reward functions, so that an error or a wrong result names the function as the recipe does."""
 
 import functools
 import inspect
@@ -59,7 +59,7 @@ def checked_reward(name: str, reward: Callable) -> Callable:
 
 
 def _named_like(reward: Callable, wrapper: Callable) -> Callable:
-    """`wrapper` under the name of `reward`, which TRL logs; TRL itself names a callable object without one."""
+    """Return `wrapper` with the name of `reward`, which TRL logs. A callable object without a name gets its class's."""
     functools.update_wrapper(wrapper, reward)
     if not hasattr(reward, "__name__"):
         wrapper.__name__ = type(reward).__name__

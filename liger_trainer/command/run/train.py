@@ -1,4 +1,4 @@
-"""Running a parsed recipe: check everything, load model and rows, train, and save."""
+"""Runs a parsed recipe: checks everything, loads model and rows, trains, and saves."""
 
 import inspect
 import os
@@ -41,9 +41,9 @@ from liger_trainer.trainers.world import launch_problem
 
 
 def run(recipe: Recipe, preview_rows: int | None = None, stop: SaveOnSigterm | None = None) -> str | None:
-    """The summary of a run of `recipe`, or what the trainer makes of the first `preview_rows`, untrained.
+    """Train `recipe` and return its summary. With `preview_rows`, only return a preview of the first rows.
 
-    None on all processes but the main one. RecipeError if nothing has been trained, RunError if a write has failed.
+    Processes other than the main one return None. RecipeError if nothing was trained, RunError if a write failed.
     """
     training = recipe.training
     if fault := launch_problem(os.environ, training.distributed_state, recipe.sharding):
@@ -58,10 +58,8 @@ def _run(recipe: Recipe, resumes: str, preview_rows: int | None, stop: SaveOnSig
     train_rows, eval_rows = sources.train_rows, sources.eval_rows
     fingerprint = fingerprint_run(recipe, sources.model, train_rows)
     resume_point = find_resume_point(recipe, resumes, fingerprint)
-    checkpoints, training.save_total_limit = (
-        CheckpointManager(fingerprint, resume_point, training.save_total_limit),
-        None,
-    )
+    checkpoints = CheckpointManager(fingerprint, resume_point, training.save_total_limit)
+    training.save_total_limit = None  # `CheckpointManager` deletes old checkpoints instead of the trainer
 
     total = len(train_rows)
     if preview_rows is not None:
@@ -72,7 +70,7 @@ def _run(recipe: Recipe, resumes: str, preview_rows: int | None, stop: SaveOnSig
     if recipe.args.early_stopping_patience is not None:
         recorder.early_stopping = EarlyStoppingCallback(recipe.args.early_stopping_patience)
         callbacks.append(recorder.early_stopping)
-    callbacks.append(stop)  # the last, because it may end the run
+    callbacks.append(stop)  # last, because it may end the run
     if training.sample_prompts and recorder.form == "alpaca":
         rows = [alpaca_row({"instruction": text, "output": ""}) for text in training.sample_prompts]
         training.sample_prompts = [row["prompt"] for row in rows]
@@ -105,15 +103,15 @@ def _run(recipe: Recipe, resumes: str, preview_rows: int | None, stop: SaveOnSig
     if training.push_to_hub:
         trainer.push_to_hub()
     summary = recorder.summary(trainer) if trainer.is_world_process_zero() else None
-    # A thread of gloo needs the interpreter's lock to free the tensors of the last collective. If it asks for the lock
-    # while the group is destroyed, the two wait for each other for ever. A barrier has none, and gives the lock away.
+    # A thread of gloo needs the GIL to free the tensors of the last collective. If the process group is destroyed at
+    # that moment, both wait forever. A barrier has no tensors to free, and it releases the GIL.
     trainer.accelerator.wait_for_everyone()
     trainer.accelerator.end_training()
     return summary
 
 
 def build_trainer(recipe: Recipe, sources: Sources, callbacks: list[Any], trainer_class: type) -> Any:
-    """The trainer of `recipe`, of the class `trainer_class`. RecipeError if a library refuses what the recipe names."""
+    """Build the trainer of `recipe`, a `trainer_class`. RecipeError if a library rejects what the recipe names."""
     training, init = recipe.training, dict(recipe.training.model_init_kwargs or {})
     source, config, train_rows, eval_rows, rewards = sources
     init = {key: value for key, value in init.items() if key not in source.options}
@@ -182,7 +180,7 @@ def build_trainer(recipe: Recipe, sources: Sources, callbacks: list[Any], traine
 
 
 def _refused_adapter(error: Exception, args: Any, config: Any) -> str | None:
-    """Say by the keys of the recipe what PEFT refuses of an adapter; None if it is about something else."""
+    """Return what PEFT rejects about the adapter, by its recipe keys; None if the error is about something else."""
     text, targets = str(error), args.lora_target_modules
     if not args.use_peft:
         return None
@@ -210,7 +208,7 @@ def _refused_adapter(error: Exception, args: Any, config: Any) -> str | None:
 
 
 def _linear_names(config: Any) -> list[str]:
-    """The names of the linear layers of a model with `config`, each once, without its weights."""
+    """Return the distinct names of the linear layers of a model with `config`, without loading weights."""
     with torch.device("meta"):
         model = auto_class_of(config).from_config(config)
     paths = [path for path, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
@@ -218,7 +216,7 @@ def _linear_names(config: Any) -> list[str]:
 
 
 def _check_adapter(args: Any, model: Any) -> None:
-    """RecipeError if a key names a module that the model does not have. peft ignores such a name among others."""
+    """RecipeError if a key names a module that the model does not have. peft only checks that one name matches."""
     paths = [f".{path}." for path, _ in model.named_modules()]
     for key in ("lora_target_modules", "lora_modules_to_save") if args.use_peft else ():
         names = getattr(args, key)
@@ -234,26 +232,26 @@ def _check_adapter(args: Any, model: Any) -> None:
 
 
 def _needs_reference(recipe: Recipe) -> bool:
-    """Tell whether the trainer would load a second copy of the model by its path, as the reference."""
+    """Return whether the trainer would load a second copy of the model from its path, as the reference."""
     trainer = getattr(liger_trainer, recipe.entry.trainer)
     takes_one = any("ref_model" in inspect.signature(base.__init__).parameters for base in trainer.__mro__)
     precomputed = getattr(recipe.training, "precompute_ref_log_probs", False)
-    sharded = recipe.training.fsdp or parse_flag_from_env("ACCELERATE_USE_FSDP")  # needs a copy even to precompute
+    sharded = recipe.training.fsdp or parse_flag_from_env("ACCELERATE_USE_FSDP")  # FSDP needs a copy even to precompute
     return takes_one and (sharded or not precomputed) and not recipe.model.use_peft
 
 
 def _load_gguf(source: ModelSource, config, init: dict, recipe: Recipe):
-    """The model and the tokenizer of a GGUF source. The weights are dequantised to `dtype`."""
+    """Load the model and the tokenizer of a GGUF source. The weights are dequantized to `dtype`."""
     if recipe.model.load_in_4bit or recipe.model.load_in_8bit:
         raise RecipeError("load_in_4bit and load_in_8bit do not apply to a GGUF model. Remove them.")
     from transformers import GgufConfig
 
     tokenizer = source.load(AutoTokenizer)
-    # Without this, the trainer takes the model for a quantised one, which can neither be trained in full nor saved.
+    # Without this, the trainer treats the model as quantized: it could be neither fully trained nor saved.
     init["quantization_config"] = GgufConfig(dequantize=True)
     model = source.load(AutoModelForCausalLM, config=config, **init)
     if recipe.model.use_peft:
-        # An adapter names its base by a path, at which peft cannot open a GGUF file. It gets a plain copy there.
+        # An adapter names its base by path, and peft cannot open a GGUF file. So a plain copy is saved there.
         base = os.path.abspath(os.path.join(recipe.training.output_dir, "base_model"))
         if is_main_process():
             model.save_pretrained(base)

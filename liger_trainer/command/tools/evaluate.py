@@ -26,7 +26,7 @@ def add_evaluate_command(commands: Any) -> None:
     parser.add_argument("--dataset_config", help="the configuration of a Hub dataset")
     parser.add_argument("--prompt_template", default="none", help="as in a recipe: alpaca, sharegpt or last_turn")
     parser.add_argument("--columns", help="as in a recipe, such as '{question: q, answer: a}'")
-    parser.add_argument("--system_prompt", help="as in a recipe; by default, that of the training")
+    parser.add_argument("--system_prompt", help="as in a recipe; default: the one from training")
     parser.add_argument("--max_rows", help="use this many rows, the first ones")
     parser.add_argument("--max_length", default="2048", help="rows are cut to this many tokens; default 2048")
     parser.add_argument("--answers", type=int, default=100, help="how many rows are answered; default 100, 0 for none")
@@ -90,7 +90,7 @@ def _held_out(args: Any, model: Any, tokenizer: Any, rows: Any) -> dict[str, Any
 
 
 def _tasks(args: Any, model: Any, tokenizer: Any) -> dict[str, Any]:
-    """Run tasks of lm-eval on the model that is loaded already."""
+    """Run tasks of lm-eval on the loaded model."""
     lm_eval: Any = importlib.import_module("lm_eval")
     lm_eval_models: Any = importlib.import_module("lm_eval.models.huggingface")
     limit = None if args.limit is None else parse_positive("--limit", args.limit, int)

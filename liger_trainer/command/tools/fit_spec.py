@@ -1,4 +1,4 @@
-"""Turn a recipe into the training step that `liger-trainer fit` counts the memory of."""
+"""Turns a recipe into the `TrainSpec` that `liger-trainer fit` estimates."""
 
 import importlib.util
 import os
@@ -31,7 +31,7 @@ _OPTIONS_NOT_KNOWN = {"every_n_layers": 1, "selective": False}  # and their valu
 
 
 def train_spec_of(recipe: Recipe, gpus: int, images: Sequence[tuple[int, int]] = ()) -> TrainSpec:
-    """Return the training step of `recipe` on `gpus` GPUs. RecipeError if `fit` does not know a part of it.
+    """Return the `TrainSpec` of `recipe` on `gpus` GPUs. RecipeError if `fit` cannot estimate a part of it.
 
     `images` are the sizes of the images of a row.
     """
@@ -67,7 +67,7 @@ def train_spec_of(recipe: Recipe, gpus: int, images: Sequence[tuple[int, int]] =
         trust_remote_code=source.options.get("trust_remote_code", False),
     )
     if images and not model_spec.has_tower:
-        raise RecipeError(f"--images is given, but {source.path} is a model of text alone. Leave it out.")
+        raise RecipeError(f"--images is given, but {source.path} is a text-only model. Leave it out.")
     return TrainSpec(
         shape=model_spec,
         loss=LOSSES[recipe.entry.trainer],
@@ -92,16 +92,16 @@ def _row_images(source: ModelSource, sizes: Sequence[tuple[int, int]]) -> RowIma
     except Exception as error:
         if (reason := refusal(error)) is None:
             raise
-        raise RecipeError(f"of --images the processor of {source.path} makes no row: {reason}") from error
+        raise RecipeError(f"The processor of {source.path} cannot make a row from --images: {reason}") from error
 
 
 def size_of(recipe: Recipe, images: RowImages | None = None) -> tuple[int, int]:
-    """The rows of a micro-batch, and the tokens of its longest row."""
+    """Return the number of rows in a micro-batch, and the tokens of its longest row."""
     length = getattr(recipe.training, "max_length", None)
     if length is None:
         raise RecipeError(
-            f"{recipe.path}: max_length is unset, so that rows have any length. Pass --max_length 2048, or the "
-            "tokens of the longest row with its pictures."
+            f"{recipe.path}: max_length is unset, so rows may have any length. Pass --max_length 2048, or the number "
+            "of tokens of the longest row with its pictures."
         )
     if images is not None and length < images.tokens:
         raise RecipeError(
@@ -134,7 +134,7 @@ def _options_of_checkpointing(recipe: Recipe) -> dict[str, Any]:
 
 
 def _load_config(source: ModelSource) -> Any:
-    """The config of the model. RecipeError that says what `fit` needs of a model that cannot be downloaded here."""
+    """Load the config of the model. For a model that cannot be downloaded, the RecipeError says what `fit` needs."""
     from transformers import AutoConfig
 
     try:
@@ -152,8 +152,8 @@ def _unknown(recipe: Recipe, what: str) -> RecipeError:
     advice = " Set another value to see the step without it."
     if what == recipe.entry.trainer:
         known = ", ".join(name for name, entry in TRAINERS.items() if entry.trainer in LOSSES)
-        advice = f" It knows {known}: a copy of the recipe with one of them and rows as long gives a first idea."
-    return RecipeError(f"{recipe.path}: liger-trainer fit does not know what a step takes with {what}.{advice}")
+        advice = f" It knows {known}. A copy of the recipe with one of these and rows as long gives a rough estimate."
+    return RecipeError(f"{recipe.path}: liger-trainer fit cannot estimate a step with {what}.{advice}")
 
 
 def _refuse_unknown(recipe: Recipe, gpus: int) -> None:

@@ -99,7 +99,7 @@ def _eagle_eval(args) -> None:
 
 
 def _load_for_eval(args, trained: str) -> tuple[Any, list[list[int]], set[int]]:
-    """The model, the tokens of the prompts in the form that `trained` has, and the tokens that end an answer."""
+    """Return the model, the tokens of the prompts in the form that `trained` learned, and the end-of-turn tokens."""
     from liger_trainer.data.answers import encode, end_tokens
 
     model, tokenizer = load_for_inference(args.model, args)
@@ -110,7 +110,7 @@ def _load_for_eval(args, trained: str) -> tuple[Any, list[list[int]], set[int]]:
 
 
 def read_prompts(name: str, chat: bool, max_rows: int | None) -> list[Any]:
-    """The prompts of the first `max_rows` rows of a file, a folder or a Hub dataset, which `train` would read too."""
+    """Return the prompts of the first `max_rows` rows of a file, a folder or a Hub dataset, as `train` reads them."""
     from datasets.exceptions import DatasetGenerationError
 
     from liger_trainer.medusa.prompts import prompt_of
@@ -118,7 +118,7 @@ def read_prompts(name: str, chat: bool, max_rows: int | None) -> list[Any]:
     path = os.path.expanduser(name)
     is_file = Path(path).suffix in FILE_BUILDERS
     if is_file and not os.path.exists(path):
-        raise RecipeError(f"--prompts is {name!r}, and there is no such file. Give the path of a file of rows.")
+        raise RecipeError(f"--prompts is {name!r}, but that file does not exist. Give the path of a file of rows.")
     try:
         rows = read_rows(path, None, "train")
     except (OSError, ValueError, DatasetGenerationError) as error:  # its cause says what is wrong with a file
@@ -127,7 +127,7 @@ def read_prompts(name: str, chat: bool, max_rows: int | None) -> list[Any]:
             reason = f"{reason.rstrip('.')}. No file or folder has this name."
         raise RecipeError(f"--prompts is {name!r}, which cannot be read: {reason}") from error
     if len(rows) == 0:
-        raise RecipeError(f"--prompts is {name!r}, which has no rows.")
+        raise RecipeError(f"--prompts is {name!r}, which has no rows. Give a file with rows.")
     if max_rows is not None:
         rows = rows.select(range(min(max_rows, len(rows))))
     return [prompt_of(without_nulls(row), chat, index) for index, row in enumerate(rows)]
@@ -144,7 +144,7 @@ def _export(args) -> None:
     else:
         raise RecipeError(
             f"{args.checkpoint} has neither an EAGLE-3 drafter nor Medusa heads. Give the output_dir of a training of "
-            "one of them. A model with trained MTP heads is served as it was saved."
+            "one of them. A model with trained MTP heads needs no export: serve it as it was saved."
         )
 
 

@@ -1,4 +1,4 @@
-"""`liger-trainer merge` makes one ordinary model of an adapter and its base."""
+"""`liger-trainer merge`: merges an adapter into its base, and saves an ordinary model."""
 
 import dataclasses
 import os
@@ -55,16 +55,16 @@ def _merge(args) -> None:
         )
     try:
         config = PeftConfig.from_pretrained(args.adapter)
-    except ValueError as error:  # PEFT says so of a folder that is missing and of a name that the Hub does not have
+    except ValueError as error:  # PEFT's error for a missing folder and for a name that the Hub does not have
         if "adapter_config.json" not in str(error):
             raise
         raise RecipeError(
-            f"ADAPTER_DIR is {args.adapter!r}, and there is no such folder, nor an adapter of this name on the Hub. "
+            f"ADAPTER_DIR is {args.adapter!r}, but there is neither such a folder nor such an adapter on the Hub. "
             "Give the output_dir of a training with use_peft: true, or a checkpoint in it."
         ) from error
     if config.is_prompt_learning:
         kind = config.peft_type.value
-        raise RecipeError(f"ADAPTER_DIR is an adapter of {kind}. Its tokens stand before the text; no weight has them.")
+        raise RecipeError(f"ADAPTER_DIR is a {kind} adapter. It puts tokens before the text, so it cannot be merged.")
     name = args.model or find_base(config.base_model_name_or_path, args.adapter)
     try:
         source = find_model(name, revision=config.revision, trust_remote_code=args.trust_remote_code)
@@ -72,7 +72,7 @@ def _merge(args) -> None:
         dtype = getattr(torch, args.dtype) if args.dtype != "auto" else base.dtype or torch.float32
         in_16_bits = dequantize_options(base)
         model = source.load(auto_class_of(base), dtype=torch.float32, **in_16_bits)  # nothing is rounded before the sum
-        if in_16_bits:  # transformers 5.17 gives bf16 all the same, and would save experts by the names of their blocks
+        if in_16_bits:  # transformers 5.17 returns bf16 anyway, and would save experts under the names of packed blocks
             model.float()
             vars(model).pop("_weight_conversions", None)
     except RecipeError as error:
@@ -106,9 +106,9 @@ def _merge(args) -> None:
 
 
 def _round(model, dtype) -> None:
-    """Round `model` to `dtype`, but for what transformers has in another dtype when it loads such a model in `dtype`.
+    """Round `model` to `dtype`, except the tensors that transformers keeps in another dtype when loading in `dtype`.
 
-    That is the router of many mixtures of experts, in fp32.
+    Many mixtures of experts keep their router in fp32, for example.
     """
     import torch
 

@@ -11,12 +11,12 @@ def test_the_largest_that_fits_or_a_little_less(seed):
     base, slope, jump, first = draw.randint(0, 80), draw.uniform(0.1, 9), draw.choice([0, 0, 2]), draw.randint(1, 16)
     tries = []
 
-    def estimate_memory(n):
+    def need(n):
         tries.append(n)
         return base + slope * n + jump * (n // 3)
 
-    got = largest(estimate_memory, 75, {first: estimate_memory(first)}, 1, 1000)
-    best = max(n for n in range(1000) if n == 0 or estimate_memory(n) <= 75)
+    got = largest(need, 75, {first: need(first)}, 1, 1000)
+    best = max(n for n in range(1000) if n == 0 or need(n) <= 75)
     assert best - max(1, best // 40) <= got <= best
     assert len(tries) - 1000 <= TRIES
 
@@ -24,11 +24,11 @@ def test_the_largest_that_fits_or_a_little_less(seed):
 def test_only_multiples_of_the_unit_are_tried():
     tries = []
 
-    def estimate_memory(n):
+    def need(n):
         tries.append(n)
         return n
 
-    assert largest(estimate_memory, 5000, {1000: 1000}, 128, 10**6) == 4992
+    assert largest(need, 5000, {1000: 1000}, 128, 10**6) == 4992
     assert all(n % 128 == 0 for n in tries)
 
 
@@ -36,9 +36,9 @@ def test_only_multiples_of_the_unit_are_tried():
 def test_nothing_above_the_top_is_tried(top):
     tries = []
 
-    def estimate_memory(n):
+    def need(n):
         tries.append(n)
         return n
 
-    assert largest(estimate_memory, 5000, {100: 100}, 128, top) == top // 128 * 128
+    assert largest(need, 5000, {100: 100}, 128, top) == top // 128 * 128
     assert max(tries) <= top

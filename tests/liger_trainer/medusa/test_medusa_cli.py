@@ -65,7 +65,7 @@ def test_prompts_are_read_as_rows_to_train_on(cache, tmp_path):
 
 
 BAD_FILES = {
-    "none.json": (None, "'.*none.json', and there is no such file"),
+    "none.json": (None, "'.*none.json', but that file does not exist"),
     "broken.jsonl": ('{"prompt": "w3"}\n{', "which cannot be read: line 2 is no JSON"),
     "empty.jsonl": ("", "which has no rows"),
     "rows.docx": ("w3", "expected a file whose name ends in one of .json, .jsonl, .ndjson, .parquet"),
@@ -165,7 +165,7 @@ def test_mistakes_exit_2(folder, capsys, tmp_path):
     rows = ("--prompts", folder / "rows.jsonl")
     for argv, message in (
         (("medusa-eval", folder / "model", folder / "model", *rows), "has no medusa_lm_head.safetensors"),
-        (("medusa-eval", folder / "none", "x", *rows), "there is no such folder"),
+        (("medusa-eval", folder / "none", "x", *rows), "that folder does not exist"),
         (("medusa-eval", folder / "model", folder / "heads", "--prompts", "none"), "prompts is 'none', which"),
         (("medusa-export", folder / "model", "--output", tmp_path / "o"), "Give the output_dir of a Medusa training"),
     ):  # fmt: skip

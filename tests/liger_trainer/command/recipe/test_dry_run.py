@@ -147,9 +147,12 @@ def base(tmp_path_factory):
 
 
 WRONG = {
-    "a missing file": ({"dataset_name": "no.jsonl"}, "dataset_name is 'no.jsonl', and there is no such file"),
+    "a missing file": ({"dataset_name": "no.jsonl"}, "dataset_name is 'no.jsonl', but that file does not exist"),
     "wrong columns": ({"prompt_template": None}, "the trainer needs one of"),
-    "a missing model": ({"model_name_or_path": "./nothing"}, "model_name_or_path is './nothing', and there is no such"),
+    "a missing model": (
+        {"model_name_or_path": "./nothing"},
+        "model_name_or_path is './nothing', but that folder does not exist",
+    ),
     "an unknown model": ({"model_name_or_path": "foo/bar"}, "model_name_or_path is 'foo/bar', which AutoConfig cannot"),
     "no template": (
         {"dataset_name": "chat.jsonl", "prompt_template": None},

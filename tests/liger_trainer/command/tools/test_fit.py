@@ -112,7 +112,7 @@ def test_sizes_of_images_that_are_none(value, recipe, capsys):
 
 def test_images_for_a_model_of_text(recipe, capsys):
     code, _, err = command(capsys, "fit", recipe(), "--images", "640x480")
-    assert code == 2 and "is a model of text alone" in err
+    assert code == 2 and "is a text-only model" in err
 
 
 def test_images_that_cannot_be_counted(recipe, tmp_path, capsys):
