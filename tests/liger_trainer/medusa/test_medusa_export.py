@@ -103,7 +103,7 @@ WRONG = {
     "a head without its projection": (
         {},
         {"1.1.weight": None},
-        "heads have different shapes.*\n.*Missing key.*1.1.weight",
+        "different shapes.*\n.*Missing key.*1.1.weight",
     ),
     "a block without its bias": ({}, {"2.0.linear.bias": None}, "Missing key.*2.0.linear.bias"),
     "a narrower head": ({}, {"2.1.weight": torch.ones(7, H)}, "size mismatch for 2.1.weight"),
@@ -131,7 +131,7 @@ def test_refusals(model, tmp_path):
         (
             heads,
             {"lm_head": torch.nn.Linear(H, 7, bias=False)},
-            r"is \(7, 32\), but the heads were trained on \(131, 32\)",
+            r"\(7, 32\), but the heads were trained on \(131, 32\)",
         ),
         (heads, {"lm_head": SimpleNamespace(base_layer=1)}, "The LM head has an adapter"),
     )

@@ -151,7 +151,7 @@ WRONG = {
     "wrong columns": ({"prompt_template": None}, "the trainer needs one of"),
     "a missing model": (
         {"model_name_or_path": "./nothing"},
-        "model_name_or_path is './nothing', but that folder does not exist",
+        "'./nothing', but that folder does not exist",
     ),
     "an unknown model": ({"model_name_or_path": "foo/bar"}, "model_name_or_path is 'foo/bar', which AutoConfig cannot"),
     "no template": (
