@@ -1,4 +1,4 @@
-"""Prompts as tokens, and the tokens with which a model answers them.
+"""Encodes prompts as tokens, and generates a model's answers to them.
 
 A prompt is plain text, or a list of messages (`{"role", "content"}`) for models with a chat template.
 """
@@ -14,7 +14,7 @@ Prompt = str | list[dict[str, str]]
 def encode(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[int]:
     """Return the token ids of a prompt. Messages go through the chat template, with the header of an answer.
 
-    transformers raises a ValueError where there is no chat template.
+    transformers raises a ValueError if there is no chat template.
     """
     if isinstance(prompt, str):
         return tokenizer(prompt)["input_ids"]
@@ -32,10 +32,10 @@ def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> se
 def answer(
     model: PreTrainedModel, prompts: Sequence[list[int]], ends: set[int], max_new_tokens: int
 ) -> list[list[int]]:
-    """Return the new tokens that `model.generate` answers, with the end token where it was reached.
+    """Return the tokens of the greedy answers, each with its end token if it was reached.
 
-    The model's own generation config, such as a repetition penalty, is left out. So each token is the argmax of the
-    logits, which is what a decoder with heads verifies.
+    The model's own generation config, such as a repetition penalty, is not used. So each token is the argmax of the
+    logits, as in a decoder that verifies speculative heads.
 
     Args:
         model (`PreTrainedModel`): In eval mode.

@@ -1,4 +1,4 @@
-"""The option `skip_checks`, and the checks in the order in which they are made."""
+"""Runs the checks before the first step, in a fixed order, except those in `skip_checks`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -33,12 +33,12 @@ class PreflightFields:
 
     skip_checks: list[str] | None = field(
         default=None,
-        metadata={"help": f"Checks before the first step that are left out: names of {', '.join(NAMES)}; or 'all'."},
+        metadata={"help": f"Skip these checks before the first step: names of {', '.join(NAMES)}; or 'all'."},
     )
 
 
 class Preflight(Feature):
-    """Warns before the first step of what would train without an error, and not be what was wanted."""
+    """Warns before the first step about mistakes that raise no error in training."""
 
     def check(self, args: Any) -> None:
         for name in args.skip_checks or ():
@@ -51,7 +51,7 @@ class Preflight(Feature):
 
 
 class _BeforeFirstStep(TrainerCallback):
-    """Makes the checks when training begins: then the length of the run and the stop tokens are known."""
+    """Runs the checks when training begins, because only then are the number of steps and the stop tokens known."""
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer

@@ -1,4 +1,4 @@
-"""Checks of the model: code that is slow, weights that are not loaded, adapters that servers do not take."""
+"""Checks the model: slow code, weights that are not loaded, adapters that servers do not accept."""
 
 import inspect
 import sys
@@ -14,7 +14,7 @@ _NOT_IN_SGLANG = ("in_proj_a", "in_proj_b")
 
 
 def slow_attention(run: PreflightContext) -> str | None:
-    """Attention writes all scores to memory, on a GPU."""
+    """Warn if attention writes all scores to GPU memory."""
     implementation = getattr(run.text_config, "_attn_implementation", None)
     report = run.trainer.liger_report
     if not run.on_gpu or implementation != "eager" or (report is not None and report["varlen_attention"].swapped):
@@ -26,7 +26,7 @@ def slow_attention(run: PreflightContext) -> str | None:
 
 
 def slow_layers(run: PreflightContext) -> str | None:
-    """Layers with a state, such as linear attention, run in plain PyTorch on a GPU, for want of a package."""
+    """Warn if layers such as linear attention run in plain PyTorch on a GPU because a package is missing."""
     missing = missing_packages(run.model)
     if not run.on_gpu or not missing:
         return None
@@ -50,13 +50,13 @@ def missing_packages(model: Any) -> list[str]:
         names = forward.__code__.co_names if isinstance(forward, types.FunctionType) else ()
         for name in set(names) - ours:
             package = _package_of_fallback(scope.get(name))
-            if package is not None and not name.endswith("_update"):  # of generation
+            if package is not None and not name.endswith("_update"):  # that one is only for generation
                 missing.add(_DISTRIBUTIONS.get(package, package))
     return sorted(missing)
 
 
 def _package_of_fallback(function: Any) -> str | None:
-    """The package that a function of transformers would call; None if it calls one, or is another function."""
+    """Return the package that a fallback of transformers stands in for, or None if `function` is not a fallback."""
     for _ in range(3):
         if not isinstance(function, types.FunctionType):
             return None
@@ -68,7 +68,7 @@ def _package_of_fallback(function: Any) -> str | None:
 
 
 def unloaded_weights(run: PreflightContext) -> str | None:
-    """The checkpoint has prediction layers (MTP), which transformers does not load."""
+    """Warn if the checkpoint has prediction layers (MTP) that transformers does not load."""
     base = run.trainer.base_checkpoint
     if base is None or not base.predicts or not hasattr(run.model, "state_dict"):
         return None
@@ -85,7 +85,7 @@ def unloaded_weights(run: PreflightContext) -> str | None:
 
 
 def served_adapter(run: PreflightContext) -> str | None:
-    """Servers refuse the adapter, or leave a part of it out."""
+    """Warn if servers would reject the adapter, or ignore a part of it."""
     reasons: list[str] = []
     for config in getattr(run.trainer.model, "peft_config", {}).values():
         if str(getattr(config.peft_type, "value", config.peft_type)) == "LORA":
@@ -120,7 +120,7 @@ def _reasons_against(config: Any, model: Any) -> list[str]:
 
 
 def _adapted_names(model: Any) -> set[str]:
-    """The last part of the name of each module that has a LoRA."""
+    """Return the last part of the name of each module with a LoRA."""
     names = set()
     for path, module in model.named_modules():
         if len(getattr(module, "lora_A", ())) or len(getattr(module, "lora_embedding_A", ())):

@@ -1,4 +1,4 @@
-"""Checks of the rows: what is learned of them, and where their answers end."""
+"""Checks the rows: which tokens are learned, and where answers end."""
 
 from collections import Counter
 
@@ -9,7 +9,7 @@ _AFTER_END = 2  # tokens that a template may write after the end of a turn, such
 
 
 def nothing_learned(run: PreflightContext) -> str | None:
-    """No token of the rows counts in the loss."""
+    """Warn if no token of the rows counts in the loss."""
     if not run.sequences or any(any(sequence.learned) for sequence in run.sequences):
         return None
     return (
@@ -19,7 +19,7 @@ def nothing_learned(run: PreflightContext) -> str | None:
 
 
 def cut_answers(run: PreflightContext) -> str | None:
-    """Answers are cut off by `max_length`, or all of a row is."""
+    """Warn if `max_length` cuts answers, or whole rows."""
     trainer, limit = run.trainer, run.max_length
     if limit is None:
         return None
@@ -31,7 +31,7 @@ def cut_answers(run: PreflightContext) -> str | None:
     shortened = [sequence for sequence in full if sequence.has_prompt]
     parts = []
     if dropped:
-        parts.append(f"{dropped} of {num_given} rows are left out, since nothing to learn is left within max_length")
+        parts.append(f"{dropped} of {num_given} rows are left out, since they have nothing to learn within max_length")
     if empty:
         parts.append(f"{len(empty)} of the first {len(run.sequences)} rows are cut before their answer begins")
     if shortened:
@@ -42,7 +42,7 @@ def cut_answers(run: PreflightContext) -> str | None:
 
 
 def end_token_learned(run: PreflightContext) -> str | None:
-    """Answers end, and the token that ends them never counts in the loss."""
+    """Warn if the token that ends answers never counts in the loss."""
     answers = [sequence for sequence in run.whole_sequences if any(sequence.learned)]
     if not answers or not run.end_tokens or any(_learned_end(run, sequence) is not None for sequence in answers):
         return None
@@ -50,7 +50,7 @@ def end_token_learned(run: PreflightContext) -> str | None:
     if masked:
         name = run.name_of(masked.most_common(1)[0][0])
         return (
-            f"the token {name} comes after answers in the rows, and its label is -100, so the model does not learn to "
+            f"the token {name} comes after answers in the rows, but its label is -100, so the model does not learn to "
             "stop. If padding has the same token, set another pad_token. If the chat template leaves it out of "
             "{% generation %}, move it inside."
         )
@@ -64,7 +64,7 @@ def end_token_learned(run: PreflightContext) -> str | None:
 
 
 def end_token_stops(run: PreflightContext) -> str | None:
-    """Answers end with a token at which generation does not stop."""
+    """Warn if generation does not stop at the token that ends answers."""
     if not run.stop_tokens:
         return None
     learned_ends = [_learned_end(run, sequence) for sequence in run.whole_sequences]
@@ -76,13 +76,13 @@ def end_token_stops(run: PreflightContext) -> str | None:
         return None
     stops = ", ".join(run.name_of(stop) for stop in sorted(run.stop_tokens))
     return (
-        f"answers end with {run.name_of(token)}, and generation stops at {stops} only, so that servers go on after the "
+        f"answers end with {run.name_of(token)}, but generation only stops at {stops}, so servers go on after the "
         f"answer. Set eos_token of the tokenizer to it, or add {token} to model.generation_config.eos_token_id."
     )
 
 
 def two_begin_tokens(run: PreflightContext) -> str | None:
-    """Rows begin with the begin token twice: a template writes it, and the tokenizer adds it."""
+    """Warn if rows begin with two begin tokens: a template writes one, and the tokenizer adds another."""
     begin = getattr(run.tokenizer, "bos_token_id", None)
     if begin is None:
         return None
@@ -91,12 +91,12 @@ def two_begin_tokens(run: PreflightContext) -> str | None:
         return None
     return (
         f"{len(doubled)} of the first {len(run.sequences)} rows begin with {run.name_of(begin)} twice, which the model "
-        "has not seen. Tokenise text that a chat template has rendered with add_special_tokens=False."
+        "has not seen. Tokenize text that a chat template has rendered with add_special_tokens=False."
     )
 
 
 def _learned_end(run: PreflightContext, sequence: Sequence) -> int | None:
-    """The token that ends the last answer, if it is learned; None otherwise."""
+    """Return the token that ends the last answer if it is learned, else None."""
     last = sequence.last_learned
     if last is None:
         return None
@@ -107,7 +107,7 @@ def _learned_end(run: PreflightContext, sequence: Sequence) -> int | None:
 
 
 def _masked_ends(run: PreflightContext, sequence: Sequence) -> list[int]:
-    """The end tokens that follow a learned token, and are not learned."""
+    """Return the end tokens that follow a learned token but are not learned themselves."""
     ends = []
     for position in range(1, len(sequence.ids)):
         token = sequence.ids[position]
