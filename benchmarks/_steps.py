@@ -182,10 +182,10 @@ def make_trainer(arm, run, callbacks, **more):
         os.environ["ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"] = "true"
     if "fp8" in switches:
         if arm.startswith("Liger"):
-            from liger_trainer.command.run.launch import read_on_every_process
+            from liger_trainer.command.run.launch import load_on_every_process
 
             options |= {"fp8": True, "fp8_recipe": "rowwise"} if "rowwise" in switches else {"fp8": True}
-            read_on_every_process(True, None, None)  # each has made the model
+            load_on_every_process(True, None, None)  # each has made the model
         else:
             in_float8(model)
     if off := {"varlen": "varlen_attention", "float8": "float8"}.keys() & switches:

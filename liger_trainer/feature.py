@@ -9,7 +9,7 @@ from accelerate import Accelerator
 from torch import nn
 
 # `run(step, *args, **kwargs)` returns `step(*args, **kwargs)`, a training step, in its own way
-Run = Callable[..., Any]
+StepRunner = Callable[..., Any]
 
 
 class FeatureTrainer(Protocol):
@@ -56,7 +56,7 @@ class Feature(Generic[ArgumentsT, TrainerT]):
     def check_trainer(self, trainer: TrainerT) -> None:
         """Refuse a trainer that has just been built."""
 
-    def around_training(self, trainer: TrainerT) -> AbstractContextManager[Run | None]:
+    def around_training(self, trainer: TrainerT) -> AbstractContextManager[StepRunner | None]:
         """A context in which `trainer` trains. It may give a function that runs the training steps."""
         return nullcontext()
 

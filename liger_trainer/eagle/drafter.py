@@ -1,4 +1,4 @@
-"""The drafter, and how it is unrolled.
+"""The drafter, and how training unrolls it.
 
 With h the three hidden states of the target at token t, side by side, and e(x) the target's embedding of token x:
 
@@ -8,9 +8,9 @@ With h the three hidden states of the target at token t, side by side, and e(x) 
     logits of step k = norm(f_{k+1}) @ lm_head.T                   a guess at token t + k + 1
 
 Queries and keys of step k are rotated by the position of t plus k - 1. A query of step k sees the keys of step 1 at the
-tokens of its document up to t, and the keys of steps 2 to k at t. A server's drafter sees these after it has read the
+tokens of its document up to t, and the keys of steps 2 to k at t. A server's drafter sees the same: it has read the
 target's hidden states up to t, and then k - 1 of its own. In training x_{t+k} is the token of the text. In decoding it
-is the drafter's guess; they are the same as long as all guesses before were right, and later ones do not count.
+is the drafter's guess. The two are equal as long as all earlier guesses were right, and later guesses do not count.
 """
 
 from collections.abc import Callable
@@ -41,7 +41,7 @@ class DrafterNorm(nn.Module):
 
 
 class DrafterAttention(nn.Module):
-    """Attention that makes its queries, keys and values of an embedding and a hidden state side by side (T, 2 H)."""
+    """Attention with queries, keys and values from an embedding and a hidden state side by side (T, 2 H)."""
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class DrafterAttention(nn.Module):
         offsets: torch.Tensor,
         longest: int,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return (T, H), and the keys and values (T, G, D) of this step. `keys` has the ones of the steps before."""
+        """Return (T, H), and the keys and values (T, G, D) of this step. `keys` are the keys of earlier steps."""
         q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))
         k = self.k_proj(x).unflatten(-1, (-1, self.head_dim))
         v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
@@ -76,7 +76,7 @@ class DrafterAttention(nn.Module):
 
 
 def _rotated(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
-    """`x` (T, heads, D) rotated by angles (T, D / 2)."""
+    """Return `x` (T, heads, D) rotated by angles (T, D / 2)."""
     cos = angles.cos().unsqueeze(0)
     sin = angles.sin().unsqueeze(0)
     turned, _ = rope(x.unsqueeze(0), None, cos, sin, cos_layout="single", cast="input", unsqueeze_dim=2)
@@ -150,13 +150,13 @@ class EagleDrafter(nn.Module):
             states (`torch.Tensor`): (T, 3 H), the hidden states of the target.
             embedding (`torch.Tensor`): (V, H), the weight of its embeddings.
             rows (`FlatRows`): The tokens and their documents.
-            steps (`int`): How many tokens are guessed from each.
-            recompute (`bool`, *optional*, defaults to `False`): Keep no activations of a step but its input, and
-                compute them again in the backward pass.
+            steps (`int`): Number of tokens to guess from each token.
+            recompute (`bool`, *optional*, defaults to `False`): Save only the input of each step, and recompute its
+                activations in the backward pass.
 
         Returns:
-            `list` of `steps` tensors (T, H), the inputs of `lm_head`. In the last tokens of a document, steps that go
-            past its end hold numbers without a meaning.
+            `list` of `steps` tensors (T, H), the inputs of `lm_head`. Steps that go past the end of a document hold
+            meaningless numbers in its last tokens.
         """
         step: Callable[..., Any] = self._step
         if recompute and torch.is_grad_enabled():
@@ -167,7 +167,7 @@ class EagleDrafter(nn.Module):
         outputs = []
         for k in range(1, steps + 1):
             normed, hidden, key, value = step(hidden, embedding, rows, k, keys, values)
-            keys = [*keys, key]  # a new list: a recomputation needs that of its step
+            keys = [*keys, key]  # a new list, because the recomputation of a step needs the list of that step
             values = [*values, value]
             outputs.append(normed)
         return outputs
@@ -187,7 +187,7 @@ class EagleDrafter(nn.Module):
         return self.norm(hidden), hidden, key, value
 
     def angles(self, positions: torch.Tensor) -> torch.Tensor:
-        """The rotary angles (T, D / 2) of positions (T,), in fp32."""
+        """Return the rotary angles (T, D / 2) of positions (T,), in fp32."""
         half = torch.arange(0, self.config.head_dim, 2, device=positions.device, dtype=torch.float32)
         frequencies = self.config.rope_theta ** (-half / self.config.head_dim)
         return positions.float().unsqueeze(1) * frequencies
@@ -200,17 +200,17 @@ class EagleDrafter(nn.Module):
     def save_pretrained(self, folder: str, state_dict: dict[str, torch.Tensor] | None = None) -> None:
         """Write `config.json` and `model.safetensors`, as vLLM and SGLang read them.
 
-        `state_dict` has full tensors by the names of this module, in case its own are not.
+        `state_dict` has full tensors by the names of this module, in case the module's own are sharded.
         """
         tensors = self.state_dict() if state_dict is None else state_dict
         write_drafter(folder, self.config, {n: t.detach().cpu().contiguous() for n, t in tensors.items()})
 
     @classmethod
     def from_pretrained(cls, folder: str) -> "EagleDrafter":
-        """A drafter from a folder of this package or a published one, or from the output_dir of a training.
+        """Load a drafter from the output_dir of a training, an exported folder, or a published drafter.
 
         Raises:
-            ValueError: A file is missing, the drafter is of another build, or the config contradicts the tensors.
+            ValueError: A file is missing, the drafter has another architecture, or the config contradicts the tensors.
         """
         config, tensors = read_drafter(folder)
         drafter = cls(config).to(tensors["fc.weight"].dtype)

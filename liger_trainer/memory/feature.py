@@ -16,7 +16,7 @@ from torch import nn
 from transformers import TrainingArguments
 
 from liger_trainer._logging import logger
-from liger_trainer.feature import Feature, FeatureTrainer, Run
+from liger_trainer.feature import Feature, FeatureTrainer, StepRunner
 from liger_trainer.memory import recompute, switches
 from liger_trainer.memory.device_memory import DeviceMemory, GpuMemory
 from liger_trainer.memory.host_inputs import OPTION, HostInputs
@@ -120,7 +120,7 @@ class Checkpointing(Feature[CheckpointingArguments, CheckpointedTrainer]):
             raise _offloads("its option offload is true", "offload from activation_checkpointing_kwargs")
 
     @contextmanager
-    def around_training(self, trainer: CheckpointedTrainer) -> Iterator[Run | None]:
+    def around_training(self, trainer: CheckpointedTrainer) -> Iterator[StepRunner | None]:
         args = trainer.args
         memory = _memory_of(trainer)
         if memory is not None:
@@ -173,7 +173,7 @@ def _parse_options(options: dict[str, Any] | str) -> dict[str, Any]:
 
 
 @contextmanager
-def _switched(trainer: CheckpointedTrainer) -> Iterator[Run]:
+def _switched(trainer: CheckpointedTrainer) -> Iterator[StepRunner]:
     """Context manager: layers are checkpointed by `recompute.py`, or with their inputs on the host."""
     model: nn.Module | None = None
 

@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 from transformers.integrations import moe
 
-from liger_trainer.lora.peft_state import active_parts, is_linear
+from liger_trainer.lora.peft_state import active_adapters, is_linear
 from liger_trainer.patching.core import probe
 from liger_trainer.patching.core.binding import Binding, is_bound, own_class
 from liger_trainer.patching.core.contracts import PackedExperts
@@ -435,7 +435,7 @@ def _loras_now(outer: nn.Module, wrappers: list[nn.Module], block: nn.Module) ->
     """The LoRA on each parameter as it is now; None where it is anything but plain LoRAs without hooks."""
     loras = {}
     for wrapper in wrappers:
-        state, parts = wrapper.__dict__, active_parts(wrapper)
+        state, parts = wrapper.__dict__, active_adapters(wrapper)
         if parts is None or not state.keys().isdisjoint(_METHODS):
             return None
         if wrapper is not outer and (has_hooks(wrapper) or replaced_forward(wrapper, state.get("forward"))):

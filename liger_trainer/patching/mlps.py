@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from liger_trainer.lora.layers import tensors_now
+from liger_trainer.lora.layers import current_tensors
 from liger_trainer.lora.peft_state import Tensors
 from liger_trainer.memory.rebuild import (
     REBUILD_ABOVE_BYTES,
@@ -243,7 +243,7 @@ def build(mlp: MLP, rebuild_above: int = REBUILD_ABOVE_BYTES) -> Callable:
                 return None
         found: list[Tensors] = []
         for name, module in zip(names, projections, strict=True):
-            tensors = tensors_now(module, x, found[0][0].shape[0] if name == mlp.down else None)
+            tensors = current_tensors(module, x, found[0][0].shape[0] if name == mlp.down else None)
             if tensors is None:
                 return None
             found.append(tensors)

@@ -68,7 +68,7 @@ MUTANTS = (
      "        if False:", T + "fp8/test_frozen_float8.py"),
     ("liger_trainer/head/targets.py", "positions[:, :-ahead] + ahead)", "positions[:, :-ahead] + 1)",
      T + "medusa/test_medusa_loss.py"),
-    ("liger_trainer/medusa/loss.py", "return lm.loss + found.loss", "return found.loss",
+    ("liger_trainer/medusa/loss.py", "return lm.loss + scores.loss", "return scores.loss",
      T + "medusa/test_medusa_loss.py"),
     ("liger_trainer/losses/preference.py", ".detach().clamp(min=0)", ".detach()", T + "losses"),
     ("liger_trainer/losses/preference.py", "    x = x.clamp(max=-torch.finfo(x.dtype).tiny)", "    pass", T + "losses"),

@@ -190,7 +190,7 @@ def test_beside_an_adapter_it_is_saved_resumed_and_merged(tmp_path, capsys):
 
 def test_bases_without_a_head_that_is_known(tmp_path):
     tiny_model("llama").save_pretrained(tmp_path / "llama")
-    with pytest.raises(ValueError, match=r"llama has no tensors mtp\.\*. Only MTP heads of that name are known"):
+    with pytest.raises(ValueError, match=r"llama has no tensors mtp\.\*. Only MTP heads of that name are supported"):
         mtp_trainer(tmp_path / "llama", tmp_path / "out")
     shapes = {name: shape for name, shape in SHAPES.items() if name != "mtp.norm.weight"}
     write_base(tmp_path / "less", shapes)
@@ -213,17 +213,17 @@ def test_bases_without_a_head_that_is_known(tmp_path):
             {},
             "label_smoothing_factor is 0.1, which the loss of the head",
         ),
-        ({"keep_unloaded_weights": False}, {}, "keep_unloaded_weights is false, which leaves the head out"),
-        ({}, {"compute_loss_func": print}, "compute_loss_func is set, which has no head"),
+        ({"keep_unloaded_weights": False}, {}, "keep_unloaded_weights: false leaves the head out"),
+        ({}, {"compute_loss_func": print}, "compute_loss_func does not train the head"),
         (
             {},
             {"peft_config": LoraConfig(r=2, target_modules=["q_proj", "lm_head"])},
-            "train_mtp is true, and the LM head has an adapter",
+            "train_mtp is true, but the LM head has an adapter",
         ),
         (
             {},
             {"peft_config": LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["embed_tokens"])},
-            "the adapter trains the input embeddings, which the head reads as the base has them",
+            "the adapter trains the input embeddings, and the head would read the base's",
         ),
         (
             {},

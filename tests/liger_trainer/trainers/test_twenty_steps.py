@@ -137,7 +137,7 @@ def logged(name, ours, size, dtype, folder, varlen, packed):
     if name in ("GRPO", "RLOO", "Distillation"):
         trainer.model.generate = written(vocab, length)
     if ours:
-        assert trainer.liger_report.skipped == {} and trainer.head_is_ours
+        assert trainer.liger_report.skipped == {} and trainer.uses_fused_head
     set_seed(0)
     trainer.train()
     logs = [log for log in trainer.state.log_history if "loss" in log]

@@ -440,8 +440,8 @@ SEEDS = {
     "gelu is exact in place of tanh (transformers#29402)": (
         of_a_trainer(LigerSFTTrainer, "compute_loss", exact_gelu), ("SFT", "gemma"), {}, {LOSSES}),
     "the scaling of rsLoRA is that of LoRA (tensorrt-llm#1668)": (
-        once_built(lora_layers, "active_parts", scaled_by_the_rank), ("SFT",), {"peft_config": lora(use_rslora=True)},
-        {LOSSES, MERGED}),
+        once_built(lora_layers, "active_adapters", scaled_by_the_rank), ("SFT",),
+        {"peft_config": lora(use_rslora=True)}, {LOSSES, MERGED}),
     "the bias of a layer with LoRA is dropped (axolotl#3528)": (
         once_built(lora_layers, "tensors_of", lambda stock, *args: stock(*args)._replace(bias=None)), ("SFT", "qwen2"),
         {"peft_config": lora()}, {LOSSES}),
