@@ -15,7 +15,11 @@ Flash attention's backward pass needs o and L only to rebuild the probabilities 
 of both parts, it gives the right gradients of its own part; the others are dp_i = do . v^(i) and ds_i = p_i (dp_i - D).
 
 Shapes  q (T, H, D); k, v and each of own_keys, own_values (T, G, D), H a multiple of G; L (H, T) in fp32.
-Bytes   beyond `row_attention`, b an element: 2 j T G D b of the keys and values, read once forward and once backward.
+Dtypes  bf16, fp16, fp32, all of one. Scores, sums and gradients in fp32, one rounding per store; the first part rounds
+        its result and its dq to the dtype.
+Bytes   beyond `row_attention`, b an element: forward reads q, o0 and 2 j T G D of keys and values, and writes o; backward
+        reads q, do, o, dq and the keys and values, and writes dq and the gradients of the keys and values. Both first
+        copy the 2 j tensors into one, which is not kept.
 """
 
 from collections.abc import Sequence
@@ -24,13 +28,213 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from . import reference
-from ._dispatch import is_float64, use_triton
-from .row_attention import MOST_HEAD_DIM, flash_backward, flash_forward, is_flash, kernels_backward, kernels_forward
+from ._dispatch import is_float64, jit, tl, use_triton
+from ._launch import cdiv, launch, next_power_of_2
+from .row_attention import (
+    LOG2E,
+    MOST_HEAD_DIM,
+    flash_backward,
+    flash_forward,
+    is_flash,
+    kernels_backward,
+    kernels_forward,
+)
 
 
-def _by_group(x: torch.Tensor, groups: int) -> torch.Tensor:
-    """Return (T, G, H / G, ...) of (T, H, ...): the heads that share a key are neighbours."""
-    return x.unflatten(1, (groups, -1))
+@jit
+def _of_group(X, at, head, tokens, heads, shared, D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Return pointers (BLOCK_T, BLOCK_R, BLOCK_D) to tokens `at` in `shared` heads of X (T, heads, D) from `head` on,
+    and the mask of elements that exist."""
+    r = tl.arange(0, BLOCK_R)
+    d = tl.arange(0, BLOCK_D)
+    rows = at.to(tl.int64)[:, None] * heads + head + r[None, :]  # int64: 131072 tokens of 4096 x 4 are 2**31 elements
+    there = (at < tokens)[:, None] & (r < shared)[None, :]
+    return X + rows[:, :, None] * D + d[None, None, :], there[:, :, None] & (d < D)[None, None, :]
+
+
+@jit
+def _own_tile(X, step, at, group, tokens, groups, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Return pointers (BLOCK_T, BLOCK_D) to tokens `at` of a group in X (j, T, G, D), and the mask."""
+    d = tl.arange(0, BLOCK_D)
+    rows = (step.to(tl.int64) * tokens + at) * groups + group
+    return X + rows[:, None] * D + d[None, :], (at < tokens)[:, None] & (d < D)[None, :]
+
+
+@jit
+def _levels(L, at, head, tokens, shared, BLOCK_R: tl.constexpr):
+    """Return pointers (BLOCK_T, BLOCK_R) into L (H, T), and the mask."""
+    r = tl.arange(0, BLOCK_R)
+    there = (at < tokens)[:, None] & (r < shared)[None, :]
+    return L + (head + r).to(tl.int64)[None, :] * tokens + at[:, None], there
+
+
+@jit(do_not_specialize=["tokens", "steps"])
+def _combine_kernel(
+    Q,
+    SEEN,
+    LEVEL,
+    K,
+    V,
+    OUT,
+    tokens,
+    heads,
+    groups,
+    steps,
+    scale,
+    D: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Add the own keys to SEEN and LEVEL, the attention to the keys of step 0: write OUT, and LEVEL in place.
+
+    One program has a few tokens in all heads of a group, so each key is read once. `scale` includes log2(e)."""
+    group = tl.program_id(1)
+    shared = heads // groups
+    head = group * shared
+    at = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    places, there = _of_group(Q, at, head, tokens, heads, shared, D, BLOCK_R, BLOCK_D)
+    q = tl.load(places, mask=there, other=0.0).to(tl.float32)
+    places, there = _of_group(SEEN, at, head, tokens, heads, shared, D, BLOCK_R, BLOCK_D)
+    acc = tl.load(places, mask=there, other=0.0).to(tl.float32)
+    levels, known = _levels(LEVEL, at, head, tokens, shared, BLOCK_R)
+    most = tl.load(levels, mask=known, other=0.0) * 1.4426950408889634
+    total = tl.full([BLOCK_T, BLOCK_R], 1.0, tl.float32)
+    for step in range(0, steps):
+        places, here = _own_tile(K, tl.full([], step, tl.int32), at, group, tokens, groups, D, BLOCK_D)
+        k = tl.load(places, mask=here, other=0.0).to(tl.float32)
+        s = tl.sum(q * k[:, None, :], 2) * scale
+        new = tl.maximum(most, s)
+        shrink = tl.exp2(most - new)
+        p = tl.exp2(s - new)
+        total = total * shrink + p
+        places, here = _own_tile(V, tl.full([], step, tl.int32), at, group, tokens, groups, D, BLOCK_D)
+        v = tl.load(places, mask=here, other=0.0).to(tl.float32)
+        acc = acc * shrink[:, :, None] + p[:, :, None] * v[:, None, :]
+        most = new
+    places, there = _of_group(OUT, at, head, tokens, heads, shared, D, BLOCK_R, BLOCK_D)
+    tl.store(places, (acc / total[:, :, None]).to(OUT.dtype.element_ty), mask=there)
+    tl.store(levels, (most + tl.log2(total)) / 1.4426950408889634, mask=known)
+
+
+@jit(do_not_specialize=["tokens", "steps"])
+def _own_gradient_kernel(
+    Q,
+    DO,
+    OUT,
+    LEVEL,
+    K,
+    V,
+    DQ,
+    DK,
+    DV,
+    tokens,
+    heads,
+    groups,
+    steps,
+    factor,
+    scale,
+    D: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Write DK and DV (j, T, G, D), and add the part of the own keys to DQ. OUT and LEVEL are those of all keys.
+
+    Each sum is over the heads of one program, so the result does not depend on the order of the programs."""
+    group = tl.program_id(1)
+    shared = heads // groups
+    head = group * shared
+    at = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    places, there = _of_group(Q, at, head, tokens, heads, shared, D, BLOCK_R, BLOCK_D)
+    q = tl.load(places, mask=there, other=0.0).to(tl.float32)
+    places, there = _of_group(DO, at, head, tokens, heads, shared, D, BLOCK_R, BLOCK_D)
+    do = tl.load(places, mask=there, other=0.0).to(tl.float32)
+    places, there = _of_group(OUT, at, head, tokens, heads, shared, D, BLOCK_R, BLOCK_D)
+    delta = tl.sum(do * tl.load(places, mask=there, other=0.0).to(tl.float32), 2)
+    levels, known = _levels(LEVEL, at, head, tokens, shared, BLOCK_R)
+    level = tl.load(levels, mask=known, other=0.0) * 1.4426950408889634
+    dq_places, there = _of_group(DQ, at, head, tokens, heads, shared, D, BLOCK_R, BLOCK_D)
+    dq = tl.load(dq_places, mask=there, other=0.0).to(tl.float32)
+    for step in range(0, steps):
+        places, here = _own_tile(K, tl.full([], step, tl.int32), at, group, tokens, groups, D, BLOCK_D)
+        k = tl.load(places, mask=here, other=0.0).to(tl.float32)
+        p = tl.exp2(tl.sum(q * k[:, None, :], 2) * scale - level)
+        places, here = _own_tile(V, tl.full([], step, tl.int32), at, group, tokens, groups, D, BLOCK_D)
+        v = tl.load(places, mask=here, other=0.0).to(tl.float32)
+        ds = p * (tl.sum(do * v[:, None, :], 2) - delta) * factor
+        dq += ds[:, :, None] * k[:, None, :]
+        places, here = _own_tile(DK, tl.full([], step, tl.int32), at, group, tokens, groups, D, BLOCK_D)
+        tl.store(places, tl.sum(ds[:, :, None] * q, 1).to(DK.dtype.element_ty), mask=here)
+        places, here = _own_tile(DV, tl.full([], step, tl.int32), at, group, tokens, groups, D, BLOCK_D)
+        tl.store(places, tl.sum(p[:, :, None] * do, 1).to(DV.dtype.element_ty), mask=here)
+    tl.store(dq_places, dq.to(DQ.dtype.element_ty), mask=there)
+
+
+def _tile(heads: int, groups: int, d: int) -> dict[str, int]:
+    """Return the blocks of a program: 2048 elements of q, or one token of all heads of a group."""
+    wide = next_power_of_2(max(16, d))
+    shared = next_power_of_2(heads // groups)
+    tokens = max(1, 2048 // (wide * shared))
+    warps = min(16, max(4, tokens * shared * wide // 512))
+    return {"D": d, "BLOCK_T": tokens, "BLOCK_R": shared, "BLOCK_D": wide, "num_warps": warps}
+
+
+def _add_own_keys(q, seen, level, keys, values, scale: float) -> torch.Tensor:
+    """Return o (T, H, D) of all keys, and bring `level` (H, T) up to L. keys and values are (j, T, G, D)."""
+    tokens, heads, d = q.shape
+    steps, _, groups, _ = keys.shape
+    out = torch.empty_like(q)
+    tile = _tile(heads, groups, d)
+    grid = cdiv(tokens, tile["BLOCK_T"]), groups
+    launch(
+        _combine_kernel,
+        grid,
+        q,
+        seen,
+        level,
+        keys,
+        values,
+        out,
+        tokens,
+        heads,
+        groups,
+        steps,
+        scale * LOG2E,
+        **tile,
+    )
+    return out
+
+
+def _own_gradients(do, q, out, level, keys, values, dq, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the gradients (j, T, G, D) of the own keys and values, and add their part to dq (T, H, D)."""
+    tokens, heads, d = q.shape
+    steps, _, groups, _ = keys.shape
+    dk = torch.empty_like(keys)
+    dv = torch.empty_like(values)
+    tile = _tile(heads, groups, d)
+    grid = cdiv(tokens, tile["BLOCK_T"]), groups
+    launch(
+        _own_gradient_kernel,
+        grid,
+        q,
+        do,
+        out,
+        level,
+        keys,
+        values,
+        dq,
+        dk,
+        dv,
+        tokens,
+        heads,
+        groups,
+        steps,
+        scale,
+        scale * LOG2E,
+        **tile,
+    )
+    return dk, dv
 
 
 class _RolloutAttention(torch.autograd.Function):
@@ -42,18 +246,9 @@ class _RolloutAttention(torch.autograd.Function):
             seen, level, *ctx.state = flash_forward(q, k, v, offsets, longest, scale, None)
         else:
             seen, level = kernels_forward(q, k, v, offsets, longest, scale, None, None, None)
-        keys = own[: len(own) // 2]
-        values = own[len(own) // 2 :]
-        groups = k.shape[1]
-        wide = _by_group(q, groups).float()
-        scores = [(wide * key.unsqueeze(2).float()).sum(-1) * scale for key in keys]  # (T, G, H / G) each
-        before = _by_group(level.t(), groups)
-        total = torch.logsumexp(torch.stack([before, *scores]), 0)
-        out = _by_group(seen, groups).float() * torch.exp(before - total).unsqueeze(-1)
-        for score, value in zip(scores, values, strict=True):
-            out += torch.exp(score - total).unsqueeze(-1) * value.unsqueeze(2).float()
-        out = out.flatten(1, 2).to(q.dtype)
-        level = total.flatten(1, 2).t().contiguous()
+        half = len(own) // 2
+        # The copies cost less than a launch for each key, and are not kept: later steps have the same keys.
+        out = _add_own_keys(q, seen, level, torch.stack(own[:half]), torch.stack(own[half:]), scale)
         ctx.save_for_backward(q, k, v, offsets, out, level, *own)
         return out
 
@@ -67,24 +262,12 @@ class _RolloutAttention(torch.autograd.Function):
             dq, dk, dv = flash_backward(do, q, k, v, out, level, offsets, longest, scale, None, ctx.state)
         else:
             dq, dk, dv = kernels_backward(do, q, k, v, out, level, offsets, longest, scale, None, None)
-        keys = own[: len(own) // 2]
-        values = own[len(own) // 2 :]
-        groups = k.shape[1]
-        wide_q = _by_group(q, groups).float()
-        wide_do = _by_group(do, groups).float()
-        total = _by_group(level.t(), groups)
-        delta = (wide_do * _by_group(out, groups).float()).sum(-1)
-        dq = _by_group(dq, groups).float()
-        own_dk = []
-        own_dv = []
-        for key, value in zip(keys, values, strict=True):
-            wide_key = key.unsqueeze(2).float()
-            p = torch.exp((wide_q * wide_key).sum(-1) * scale - total)
-            ds = p * ((wide_do * value.unsqueeze(2).float()).sum(-1) - delta) * scale
-            dq = dq + ds.unsqueeze(-1) * wide_key
-            own_dk.append((ds.unsqueeze(-1) * wide_q).sum(2).to(key.dtype))
-            own_dv.append((p.unsqueeze(-1) * wide_do).sum(2).to(value.dtype))
-        return dq.flatten(1, 2).to(q.dtype), dk, dv, None, None, None, *own_dk, *own_dv
+        half = len(own) // 2
+        dq = dq.contiguous()
+        own_dk, own_dv = _own_gradients(
+            do, q, out, level, torch.stack(own[:half]), torch.stack(own[half:]), dq, scale
+        )
+        return dq, dk, dv, None, None, None, *own_dk.unbind(), *own_dv.unbind()
 
 
 def rollout_attention(
