@@ -14,13 +14,13 @@ The first part is `row_attention` with its log-sum-exp L0, and the second adds t
 Flash attention's backward pass needs o and L only to rebuild the probabilities exp(s_u - L) and D = do . o. Given those
 of both parts, it gives the right gradients of its own part; the others are dp_i = do . v^(i) and ds_i = p_i (dp_i - D).
 
-Shapes  q, o (n, H, D); k, v (T, G, D), H a multiple of G; each of own_keys, own_values (n, G, D); L (H, n) in fp32. n = T,
-        or the n tokens `places` that are unrolled.
+Shapes  q, o (n, H, D); k, v (T, G, D), H a multiple of G; each of own_keys, own_values (n, G, D); L (H, n) in fp32.
+        n = T, or the n tokens `places` that are unrolled.
 Dtypes  bf16, fp16, fp32, all of one. Scores, sums and gradients in fp32, one rounding per store; the first part rounds
         its result and its dq to the dtype.
-Bytes   beyond `row_attention`, b an element: forward reads q, o0 and 2 j n G D of keys and values, and writes o; backward
-        reads q, do, o, dq and the keys and values, and writes dq and the gradients of the keys and values. Both first
-        copy the 2 j tensors into one, which is not kept.
+Bytes   beyond `row_attention`, b an element: forward reads q, o0 and 2 j n G D of keys and values, and writes o;
+        backward reads q, do, o, dq and the keys and values, and writes dq and the gradients of the keys and values.
+        Both first copy the j keys and the j values into one tensor each, which is not kept.
 """
 
 from collections.abc import Sequence
