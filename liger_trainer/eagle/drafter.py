@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from liger_trainer.eagle.files import DrafterConfig, read_drafter, write_drafter
 from liger_trainer.head.flat_rows import FlatRows
+from liger_trainer.memory.rebuild import call_rebuilding, only_caller_reads, rebuildable, rebuilding
 from liger_triton import add_rms_norm, rms_norm, rollout_attention, rope, row_attention, swiglu
 
 INIT_STD = 0.02
@@ -37,7 +38,10 @@ class DrafterNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return rms_norm(x, self.weight, self.eps)
+        return rebuildable(self._normed(x, self.weight), self._normed, x, self.weight)
+
+    def _normed(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return rms_norm(x, weight, self.eps)
 
 
 class Step(NamedTuple):
@@ -85,14 +89,16 @@ class DrafterAttention(nn.Module):
         """
         queries = self.sizes[0]
         if keys or step.drafted is None:
-            projected = F.linear(normed, step.weight) + step.embeds
+            with rebuilding(normed):
+                projected = F.linear(normed, step.weight) + step.embeds
             q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in projected.split(self.sizes, -1))
             q = _rotated(q, step.angles)
             k = _rotated(k, step.angles)
         else:
             own = step.embeds[:, :queries].index_select(0, step.drafted)
             q = F.linear(normed.index_select(0, step.drafted), step.weight[:queries]) + own
-            others = F.linear(normed, step.weight[queries:]) + step.embeds[:, queries:]
+            with rebuilding(normed):
+                others = F.linear(normed, step.weight[queries:]) + step.embeds[:, queries:]
             k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in others.chunk(2, -1))
             q = _rotated(q.unflatten(-1, (-1, self.head_dim)), step.angles.index_select(0, step.drafted))
             k = _rotated(k, step.angles)
@@ -126,7 +132,7 @@ def _rotated(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
 
 
 class DrafterMLP(nn.Module):
-    """down(silu(gate(x)) * up(x))."""
+    """down(silu(gate(x)) * up(x)). Backward computes the product of gate and up again, in place of keeping it."""
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
@@ -135,7 +141,10 @@ class DrafterMLP(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
+        gate = self.gate_proj(x)
+        up = self.up_proj(x)
+        reuse = only_caller_reads(self.gate_proj, gate) and only_caller_reads(self.up_proj, up)
+        return call_rebuilding(self.down_proj, swiglu, gate, up, reuse)
 
 
 class DrafterLayer(nn.Module):

@@ -6,6 +6,7 @@ from eagle_brute_force import brute_force, eagle_target, eagle_trainer, with_ran
 from medusa_brute_force import packed_batch, ragged_batch
 
 from liger_trainer.eagle.drafter import EagleDrafter
+from liger_trainer.memory import rebuild
 
 BATCHES = {"padded": ragged_batch, "packed": packed_batch}
 
@@ -78,6 +79,27 @@ def test_rollouts_start_where_something_is_learned(all_from, recompute, monkeypa
         assert set(sizes) == {len(wanted)} and len(wanted) < 20
     else:
         assert set(sizes) == {26}
+
+
+def test_what_is_rebuilt_gives_the_same_gradients(monkeypatch, tmp_path):
+    """Large tensors are computed again in the backward pass. Here every tensor counts as large."""
+    batch = packed_batch(lengths=(9, 3))
+    model = with_random_drafter(eagle_target())
+    kept = trained(model, tmp_path, batch)
+    asked = []
+    get = rebuild._Rebuilt.get
+
+    def counted(self, shape):
+        asked.append(shape)
+        return get(self, shape)
+
+    monkeypatch.setattr(rebuild._Rebuilt, "get", counted)
+    monkeypatch.setitem(rebuild.rebuildable.__kwdefaults__, "above", 0)
+    monkeypatch.setattr(rebuild.call_rebuilding, "__defaults__", (False, 0))
+    rebuilt = trained(model, tmp_path, batch)
+    assert len(asked) == 3 * 2, "of three steps the product of the MLP and the norm in front of the attention"
+    for name, grad in rebuilt[1].items():
+        assert torch.equal(grad, kept[1][name]), name
 
 
 def test_rows_padded_on_the_left(tmp_path):
