@@ -6,6 +6,7 @@ from contextlib import contextmanager
 
 from liger_trainer._logging import logger
 from liger_trainer.fitting.step import MemoryEstimate, TrainSpec, estimate_memory
+from liger_trainer.memory.device_memory import GIB, RESERVE, limit_of
 from liger_trainer.memory.feature import AUTO
 from liger_trainer.varlen.graphs.graph_recorder import RESERVE as FREE
 

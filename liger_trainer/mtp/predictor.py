@@ -27,6 +27,7 @@ from torch import nn
 from liger_trainer.base_weights.shards import StoredTensor, tensors_of
 from liger_trainer.base_weights.unloaded import Base
 from liger_trainer.head.flat_rows import FlatRows
+from liger_trainer.varlen.rows import NotForRows, Rows, use_rows
 
 ATTRIBUTE = "mtp"  # of the model, and the first part of the tensor names
 FILE = "mtp.safetensors"  # in the folder of an adapter
@@ -111,16 +112,36 @@ def _empty(model: Any) -> nn.Module:
     return predictor.to(weight.device, weight.dtype)
 
 
-def predict(predictor: Any, hidden: torch.Tensor, embedding: torch.Tensor, rows: FlatRows) -> torch.Tensor:
-    """Return (T, H), the input of the LM head that predicts token t + 2 at token t.
+def predict(
+    predictor: Any, hidden: torch.Tensor, embedding: torch.Tensor, rows: FlatRows, by_rows: bool = False
+) -> torch.Tensor:
+    """Return (T, H), the input of the LM head from which token t + 2 is guessed at token t.
 
     Args:
         predictor (`nn.Module`): What `load_predictor` returned.
         hidden (`torch.Tensor`): (T, H), the input of the LM head.
         embedding (`torch.Tensor`): (V, H), the weight of the model's embeddings.
         rows (`FlatRows`): The tokens and their documents. The last token of a document gets meaningless numbers.
+        by_rows (`bool`, *optional*, defaults to `False`): Attend within each document, as the model does with
+            `varlen_attention`. Otherwise, and in layers that cannot, a mask (T, T) keeps documents apart.
     """
     embeds = predictor.pre_fc_norm_embedding(F.embedding(rows.ids.roll(-1), embedding))
     x = predictor.fc(torch.cat([embeds, predictor.pre_fc_norm_hidden(hidden)], -1))
-    outputs = predictor(inputs_embeds=x.unsqueeze(0), position_ids=rows.positions.unsqueeze(0), use_cache=False)
-    return outputs.last_hidden_state[0]
+    call = {"inputs_embeds": x.unsqueeze(0), "position_ids": rows.positions.unsqueeze(0), "use_cache": False}
+    out = _attend_by_rows(predictor, call, rows) if by_rows else None
+    return predictor(**call).last_hidden_state[0] if out is None else out
+
+
+def _attend_by_rows(predictor: Any, call: dict[str, Any], rows: FlatRows) -> torch.Tensor | None:
+    """The result of `predict`, or None if a layer did not attend by rows, as the report of the model says."""
+    embeds = call["inputs_embeds"]
+    # A mask of ones, since without one transformers looks for rows in the values of position_ids, and waits.
+    mask = torch.ones(embeds.shape[:2], dtype=torch.long, device=embeds.device)
+    known = Rows(rows.lengths, embeds.device)
+    try:
+        with use_rows(known):
+            outputs = predictor(**call, attention_mask=mask)
+    except NotForRows:
+        return None
+    # With an attention function of the user's, nothing has asked for the rows, and documents have seen each other.
+    return outputs.last_hidden_state[0] if known.kinds else None

@@ -17,6 +17,7 @@ from liger_trainer.head.flat_rows import FlatRows, flat_rows
 from liger_trainer.head.module import base_model_of, head_reason, innermost, output_head
 from liger_trainer.head.targets import head_targets
 from liger_trainer.mtp.predictor import load_predictor, load_with_adapter, predict, save_with_adapter
+from liger_trainer.patching.apply import apply_liger
 from liger_triton import HeadsLoss, linear_heads_cross_entropy
 
 _PLAIN = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
@@ -40,6 +41,8 @@ class TrainedPredictor:
         base = find_checkpoint(model.name_or_path, init.get("revision"), init.get("subfolder") or "")
         self._model = model
         self._predictor = load_predictor(model, base)
+        apply_liger(self._predictor, getattr(args, "liger_config", None))
+        self._by_rows = trainer.wants_part("varlen_attention")
         self._has_adapter = trainer.model is not model  # then only the adapter is saved
 
     def save(self, folder: str) -> None:
@@ -88,7 +91,7 @@ class TrainedPredictor:
     ) -> HeadsLoss:
         """Call `linear_heads_cross_entropy` for the head. `hidden` (B, S, H) and `weight` (V, H) get no gradient."""
         embedding = self._model.get_input_embeddings().weight.detach()
-        guessed = predict(self._predictor, rows.of(hidden.detach()), embedding, rows)
+        guessed = predict(self._predictor, rows.of(hidden.detach()), embedding, rows, self._by_rows)
         return linear_heads_cross_entropy(
             [guessed.to(hidden.dtype)], weight.detach(), target, softcap=softcap, logit_scale=logit_scale
         )

@@ -2,6 +2,7 @@
 
 import copy
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -13,8 +14,12 @@ from recipe_fixtures import command
 from safetensors.torch import load_file
 from tiny_models import tiny_model
 from transformers import AutoModelForCausalLM
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from liger_trainer import LigerMedusaConfig, LigerMedusaTrainer
+from liger_trainer.varlen.rows import Rows
 
 
 def brute_force(model, tensors, batch):
@@ -80,6 +85,47 @@ def test_matches_float64(kind, tmp_path):
         got = trainer.model.get_parameter(name).grad
         error = float((got - want / labels).norm() / (want / labels).norm())
         assert want.norm() > 0 and error < 2e-5, f"{name}: relative error {error:.1e}"
+
+
+@pytest.mark.parametrize("kind", ["padded", "packed"])
+def test_the_head_is_patched_and_attends_by_rows(kind, monkeypatch, tmp_path):
+    """As the model's own layers do: no mask of all tokens by all tokens, and fused norms, rotation and MLP."""
+    write_base(tmp_path / "base")
+    made = []
+
+    class Noted(Rows):
+        def __init__(self, *args):
+            super().__init__(*args)
+            made.append(self)
+
+    monkeypatch.setattr("liger_trainer.mtp.predictor.Rows", Noted)
+    batch = {"padded": ragged_batch, "packed": packed_batch}[kind]()
+    trainer = mtp_trainer(tmp_path / "base", tmp_path / "out")
+    head = trainer.model.mtp
+    for module in (head.norm, head.fc, head.layers[0].mlp, head.layers[0].self_attn):
+        assert ("forward" in vars(module)) == (module is not head.fc)
+    trainer.compute_loss(trainer.model.train(), dict(batch))
+    assert len(made) == 1 and made[0].kinds == {"causal"}
+    off = mtp_trainer(tmp_path / "base", tmp_path / "off", liger_config={"varlen_attention": False, "swiglu": False})
+    assert "forward" not in vars(off.model.mtp.layers[0].mlp)
+    off.compute_loss(off.model.train(), dict(batch))
+    assert len(made) == 1
+
+
+def test_documents_stay_apart_with_an_attention_of_the_users(monkeypatch, tmp_path):
+    """It does not ask for rows, and gets a mask."""
+    write_base(tmp_path / "base", layer_types=["full_attention"] * 2)
+    batch = packed_batch()
+    losses = []
+    for own in (False, True):
+        trainer = mtp_trainer(tmp_path / "base", tmp_path / str(own))
+        if own:
+            monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", partial(sdpa_attention_forward))
+            monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, "sdpa", partial(sdpa_mask))
+        trainer.compute_loss(trainer.model.train(), dict(batch))
+        trainer.log({})
+        losses.append(trainer.state.log_history[-1]["mtp_loss"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
 @pytest.mark.parametrize("packing", [False, True])
