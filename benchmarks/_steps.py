@@ -270,7 +270,7 @@ def make_trainer(arm, run, callbacks, **more):
     offloads = run.offload and arm.startswith("Liger")
     options.setdefault("per_device_train_batch_size", run.batch)
     args = args_class(
-        output_dir=tempfile.mkdtemp(), max_steps=run.steps, logging_first_step=True,
+        output_dir=tempfile.mkdtemp(), max_steps=run.steps, logging_steps=5, logging_first_step=True,
         dataloader_num_workers=run.workers,
         learning_rate=1e-5, bf16=DEVICE == "cuda" and run.autocast, optim="adamw_torch_fused", report_to="none",
         save_strategy="no",

@@ -3,18 +3,18 @@ of TRL's SFTTrainer and ours, by their `train()`.
 
     python benchmarks/small_steps.py --data alpaca_en_demo.llama3.npz [--cases 8b-lora 1b-full] [--rows alpaca 512]
         [--arms stock trl_liger ours ours_captured] [--profile]
-    python benchmarks/small_steps.py --trainers orpo cpo rloo distillation --data dpo_en_demo.json --length 1024
-        [--cases 8b-lora 1b-full] [--arms stock trl_liger ours_auto ours] [--minutes 8]
+    python benchmarks/small_steps.py --trainers kto orpo rloo --data dpo_en_demo.json [--judged kto_en_demo.json]
+        [--length 1024] [--cases 8b-lora 1b-full] [--arms stock ours_auto trl_liger ours] [--minutes 8]
 
 Weights are random, shapes are real, and rows are token ids. `alpaca` is 8 rows of `--data` a step, as they come; `512`
 is one row of 512 tokens. A case is a model and how it is trained (`CASES`); an arm is a trainer (`ARMS`). "flat" is
 TRL's padding_free, "compile" has each layer compiled for any number of tokens, "captured" is cuda_graphs="true".
 
 `--trainers` takes TRL's other trainers, and ours beside them, on 8 real pairs a step. `--data` is then a file of pairs
-as for `training.py --trainer dpo`, or of judged answers for KTO (`preferences.py`), each cut to `--length` tokens with
-its prompt. KTO trains on 8 answers a step, distillation on the chosen answers of 8 prompts, GRPO and RLOO on both
-answers of 8 prompts. Nothing is generated: `_trainers.py` says what takes its place. A reference or a teacher has
-Liger's layers in "trl_liger". tokens/s counts each token of a row once, however many models read it.
+as for `training.py --trainer dpo`, whose answers are cut where they and the prompt have `--length` tokens. KTO trains
+on 8 answers a step, of the pairs or of `--judged` (`preferences.py`), distillation on the chosen answers of 8 prompts,
+GRPO and RLOO on both answers of 8 prompts. Nothing is generated: `_trainers.py` says what takes its place. A reference
+or a teacher has Liger's layers in "trl_liger". tokens/s counts each token of a row once, however many models read it.
 
 Every case, trainer and arm has a process of its own, which takes one kind of rows after the other. What fails is a row
 that says why. `--minutes` ends the whole run: what has not begun by then is a row that says so. Steps before the clock
@@ -75,7 +75,7 @@ ARMS = {
     "ours_unshared": Arm("LigerSFTTrainer", {"share_prompts": False}),
 }
 DEFAULT_ARMS = ("stock", "stock_flat", "stock_compile", "stock_flat_compile", "trl_liger", "ours", "ours_captured")
-ARMS_OF_PAIRS = ("stock", "trl_liger", "ours_auto", "ours")
+ARMS_OF_PAIRS = ("stock", "ours_auto", "trl_liger", "ours")
 PROFILED = 4  # steps
 SHORTEST = 5  # seconds, in which no process could start
 
@@ -96,7 +96,8 @@ def run_of(case, rows, options, trainer="sft"):
         kind.pop("layers", None)
         kind.pop("teacher", None)
     steps = batches * (rounds + 1) + (min(PROFILED, batches) if options.profile else 0)
-    kind |= {"steps": steps, "skip": steps - batches, "data": options.data}
+    data = options.judged if trainer == "kto" and options.judged else options.data
+    kind |= {"steps": steps, "skip": steps - batches, "data": data}
     kind["workers"] = 4 if DEVICE == "cuda" else 0
     if rows in ("alpaca", PAIRS):
         return Run(batch=8, length=options.length, rows="padded", **kind), batches
@@ -284,6 +285,7 @@ def main():
     parser.add_argument("--rows", nargs="+", choices=(*OWN_ROWS, PAIRS), help=f"all for sft, {PAIRS} for the others")
     parser.add_argument("--arms", nargs="+", choices=ARMS, help="all but the last two, or four of other trainers")
     parser.add_argument("--data", help="an .npz of rows, as in training.py; single rows take random ids without it")
+    parser.add_argument("--judged", help="a .json of judged answers, for KTO instead of --data")
     parser.add_argument("--length", type=int, default=2048, help="the most tokens of a row of --data")
     parser.add_argument("--batches", type=int, default=12, help="steps on the clock, each with rows of its own")
     parser.add_argument("--rounds", type=int, default=2, help="how often their rows are trained on before")
@@ -304,7 +306,8 @@ def main():
     record = Record("small_steps", "-".join(measured), options.json, options.tiny)
     one_gpu = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
     found, ends = [], time.monotonic() + 60 * options.minutes
-    for case, trainer, arm in itertools.product(options.cases, options.trainers, options.arms):
+    # The first arms of all trainers come first, so that a run that is cut off has trainers to compare.
+    for case, arm, trainer in itertools.product(options.cases, options.arms, options.trainers):
         about = {"case": case, "method": trainer, "title": title_of(case, trainer)}
         left = min(options.timeout, ends - time.monotonic())
         if left < SHORTEST:

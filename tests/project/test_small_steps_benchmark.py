@@ -12,6 +12,7 @@ def options_of(folder, **given):
     ids = np.random.default_rng(0).integers(2, 1031, 16 * 6).astype(np.uint32)
     np.savez(folder / "rows.npz", ids=ids, offsets=np.arange(0, 97, 6))
     options = {"data": str(folder / "rows.npz"), "length": 5, "batches": 2, "rounds": 1, "profile": True, "tiny": True}
+    options["judged"] = None
     return argparse.Namespace(**{"case": "8b-lora", "trainer": "sft", "rows": ["alpaca"]} | options | given)
 
 
