@@ -2,7 +2,7 @@
 of TRL's SFTTrainer and ours, by their `train()`.
 
     python benchmarks/small_steps.py --data alpaca_en_demo.llama3.npz [--cases 8b-lora 1b-full] [--rows alpaca 512]
-        [--arms stock trl_liger ours ours_captured] [--profile]
+        [--arms stock trl_liger ours ours_captured] [--profile [2]]
     python benchmarks/small_steps.py --trainers kto orpo rloo --data dpo_en_demo.json [--judged kto_en_demo.json]
         [--length 1024] [--cases 8b-lora 1b-full] [--arms stock ours_auto trl_liger ours] [--minutes 8]
 
@@ -23,8 +23,8 @@ starts train on the same rows as those on the clock, so that everything is compi
 tokens, over all steps on the clock.
 
 Memory is that of the process at the ends of steps, by the driver (`gib_used`: with the pools of captured graphs, which
-the allocator does not count in replays), and the allocator's peak. `--profile` runs a few more steps under PyTorch's
-profiler and adds `gpu_ms`, the time a step in which a kernel or a copy runs.
+the allocator does not count in replays), and the allocator's peak. `--profile` runs 4 more steps, or as many as it
+says, under PyTorch's profiler and adds `gpu_ms`, the time a step in which a kernel or a copy runs.
 
 `--tiny` tries the script out, on a CPU too.
 """
@@ -76,7 +76,6 @@ ARMS = {
 }
 DEFAULT_ARMS = ("stock", "stock_flat", "stock_compile", "stock_flat_compile", "trl_liger", "ours", "ours_captured")
 ARMS_OF_PAIRS = ("stock", "ours_auto", "trl_liger", "ours")
-PROFILED = 4  # steps
 SHORTEST = 5  # seconds, in which no process could start
 
 
@@ -95,7 +94,7 @@ def run_of(case, rows, options, trainer="sft"):
         kind["model"] = tiny_of(kind["model"])
         kind.pop("layers", None)
         kind.pop("teacher", None)
-    steps = batches * (rounds + 1) + (min(PROFILED, batches) if options.profile else 0)
+    steps = batches * (rounds + 1) + min(options.profile, batches)
     data = options.judged if trainer == "kto" and options.judged else options.data
     kind |= {"steps": steps, "skip": steps - batches, "data": data}
     kind["workers"] = 4 if DEVICE == "cuda" else 0
@@ -181,14 +180,14 @@ def clock_of(start, count):
                 if not self.allocated:
                     self.allocated = torch.cuda.max_memory_allocated()
 
-        def busy_ms(self):
-            """The time in which anything ran on the GPU, in ms a step."""
+        def busy_ms(self, steps):
+            """The time in which anything ran on the GPU, in ms a step of the last `steps`."""
             spans = [event.time_range for event in self.profiler.events() if event.device_type.name == "CUDA"]
             total, end = 0.0, 0.0
             for span in sorted(spans, key=lambda span: span.start):
                 total += max(0.0, span.end - max(span.start, end))
                 end = max(end, span.end)
-            return total / 1e3 / PROFILED
+            return total / 1e3 / steps
 
     return Clock()
 
@@ -222,7 +221,7 @@ def train(options, rows, before):
     if DEVICE == "cuda":
         row |= {"gib_used": clock.used - before, "gib_allocated": clock.allocated / 2**30}
     if options.profile and DEVICE == "cuda":
-        row["gpu_ms"] = clock.busy_ms()
+        row["gpu_ms"] = clock.busy_ms(run.steps - first - timed)
     if (report := getattr(trainer, "liger_report", None)) is not None:
         row["patched"] = report.one_line()
     if (captured := getattr(trainer, "captured_steps", None)) is not None:
@@ -291,7 +290,9 @@ def main():
     parser.add_argument("--rounds", type=int, default=2, help="how often their rows are trained on before")
     parser.add_argument("--timeout", type=float, default=300, help="seconds after which a process is given up")
     parser.add_argument("--minutes", type=float, default=60, help="in which the whole run ends")
-    parser.add_argument("--profile", action="store_true", help="add the time in which the GPU works")
+    parser.add_argument(
+        "--profile", type=int, nargs="?", const=4, default=0, help="add the time in which the GPU works in 4 more steps"
+    )
     parser.add_argument("--tiny", action="store_true", help="two layers, to try the script out")
     options = parser.parse_args()
     is_sft = options.trainers == ["sft"]

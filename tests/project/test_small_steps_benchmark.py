@@ -11,7 +11,7 @@ from benchmark_scripts import benchmarks_on_path  # noqa: F401
 def options_of(folder, **given):
     ids = np.random.default_rng(0).integers(2, 1031, 16 * 6).astype(np.uint32)
     np.savez(folder / "rows.npz", ids=ids, offsets=np.arange(0, 97, 6))
-    options = {"data": str(folder / "rows.npz"), "length": 5, "batches": 2, "rounds": 1, "profile": True, "tiny": True}
+    options = {"data": str(folder / "rows.npz"), "length": 5, "batches": 2, "rounds": 1, "profile": 4, "tiny": True}
     options["judged"] = None
     return argparse.Namespace(**{"case": "8b-lora", "trainer": "sft", "rows": ["alpaca"]} | options | given)
 
@@ -70,7 +70,7 @@ def test_every_trainer_beside_ours_on_the_same_pairs(trainer, tmp_path):
     import small_steps
 
     pairs_of_words(tmp_path / "pairs.json", 24)
-    given = {"data": str(tmp_path / "pairs.json"), "length": 24, "batches": 1, "profile": False}
+    given = {"data": str(tmp_path / "pairs.json"), "length": 24, "batches": 1, "profile": 0}
     options = options_of(tmp_path, case="1b-full", trainer=trainer, rows=["pairs"], **given)
     found = []
     for arm in ("stock", "ours"):
