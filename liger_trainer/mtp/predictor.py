@@ -144,4 +144,4 @@ def _attend_by_rows(predictor: Any, call: dict[str, Any], rows: FlatRows) -> tor
     except NotForRows:
         return None
     # With an attention function of the user's, nothing has asked for the rows, and documents have seen each other.
-    return outputs.last_hidden_state[0] if known.kinds else None
+    return outputs.last_hidden_state[0] if known.attention_kinds else None
