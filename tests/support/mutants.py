@@ -86,7 +86,7 @@ MUTANTS = (
      T + "varlen/test_states.py"),
     ("liger_trainer/varlen/state_layers.py", "for name, value in call.items() if name not in _ROW_ARGUMENTS}",
      "for name, value in call.items()}", T + "varlen/test_states.py"),
-    ("kernels/liger_triton/short_conv.py", "tl.where(starts[m] <= complete, gs[m], 0.0)", "gs[m]",
+    ("kernels/liger_triton/_short_conv_kernels.py", "_in_row(g, token - (K - 1) + k, start, PLAIN)", "g",
      "tests/kernels/test_short_conv.py"),
     ("kernels/liger_triton/_chunks.py", "if lean and like.dtype != torch.float16 else", "if lean else",
      "tests/kernels/test_linear_cross_entropy.py tests/kernels/test_float64.py"),
