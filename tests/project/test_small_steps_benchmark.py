@@ -123,12 +123,16 @@ def test_a_run_that_is_over_begins_nothing(tmp_path, monkeypatch, capsys):
 
     pairs_of_words(tmp_path / "pairs.json", 2)
     record = tmp_path / "record.json"
-    given = ["--trainers", "cpo", "kto", "--arms", "ours", "--cases", "1b-full", "--minutes", "0"]
+    given = ["--trainers", "cpo", "kto", "--arms", "ours", "ours_answers", "--cases", "1b-full", "--minutes", "0"]
     given += ["--data", str(tmp_path / "pairs.json"), "--json", str(record)]
     monkeypatch.setattr("sys.argv", ["small_steps.py", *given])
     small_steps.main()
     rows = json.loads(record.read_text())["rows"]
-    assert [row["title"] for row in rows] == ["CPO, Llama-3.2-1B, all weights", "KTO, Llama-3.2-1B, all weights"]
+    assert [(row["title"], row["arm"]) for row in rows] == [
+        ("CPO, Llama-3.2-1B, all weights", "ours"),
+        ("KTO, Llama-3.2-1B, all weights", "ours"),
+        ("CPO, Llama-3.2-1B, all weights", "ours_answers"),
+    ], "an arm runs where the trainer has it"
     assert all(row["note"] == "not begun after 0 minutes" for row in rows)
     monkeypatch.setattr("sys.argv", ["small_steps.py", *given, "--rows", "512"])
     with pytest.raises(SystemExit):
