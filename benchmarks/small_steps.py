@@ -13,7 +13,7 @@ TRL's padding_free, "compile" has each layer compiled for any number of tokens, 
 `--trainers` takes TRL's other trainers, and ours beside them, on 8 real pairs a step. `--data` is then a file of pairs
 as for `training.py --trainer dpo`, whose answers are cut where they and the prompt have `--length` tokens. KTO trains
 on 8 answers a step, of the pairs or of `--judged` (`preferences.py`), distillation on the chosen answers of 8 prompts,
-GRPO and RLOO on both answers of 8 prompts. Nothing is generated: `_trainers.py` says what takes its place. A reference
+GRPO and RLOO on both answers of 4 prompts. Nothing is generated: `_trainers.py` says what takes its place. A reference
 or a teacher has Liger's layers in "trl_liger". "answers" is padding_in_metrics=False, which CPO and ORPO have, and
 "unshared" share_prompts=False. tokens/s counts each token of a row once, however many models read it.
 
