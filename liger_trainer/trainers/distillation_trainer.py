@@ -130,12 +130,13 @@ def _stock_module() -> ModuleType:
 class _LogitsForHiddenStates(nn.Module):
     """Gives `DistillationTrainer._get_last_hidden_state` the logits of a model as its last hidden state.
 
-    It is a module because accelerate looks for compiled modules inside it.
+    It is a module because accelerate looks for compiled modules inside it. The model is not one of its modules, or
+    accelerate would walk through all of them, which takes milliseconds for a large model with adapters.
     """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.model = model
+        self._held = (model,)  # in a tuple, which does not make it a module of this one
 
     def base_model(self, **inputs: Any) -> SimpleNamespace:
         device = inputs["input_ids"].device.type
@@ -147,7 +148,7 @@ class _LogitsForHiddenStates(nn.Module):
                 return run()
 
         # Not a call of the module: its hooks would shard the weights again before the call that we are in has ended.
-        outputs = run_request(self.model.forward, HeadRequest(logits_consumer=score), **inputs)
+        outputs = run_request(self._held[0].forward, HeadRequest(logits_consumer=score), **inputs)
         return SimpleNamespace(last_hidden_state=outputs.logits)
 
 

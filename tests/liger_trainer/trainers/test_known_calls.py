@@ -3,6 +3,7 @@
 import copy
 
 import torch
+from accelerate.utils.other import extract_model_from_parallel
 from datasets import Dataset
 from pair_parity import pair_rows
 from tiny_models import tiny_model, tiny_tokenizer
@@ -111,6 +112,15 @@ def test_distillation_s_two_passes(tmp_path, monkeypatch):
     trainer.add_callback(BeginsAfterOneStep(watched))
     trainer.train()
     assert len(watched.known) == 2 and all(watched.known), "the masks of student and teacher"
+
+
+def test_accelerate_does_not_walk_through_the_models_of_distillation():
+    from liger_trainer.trainers.distillation_trainer import _LogitsForHiddenStates
+
+    model = by_lengths()
+    stand_in = _LogitsForHiddenStates(model)
+    assert list(stand_in.modules()) == [stand_in]
+    assert extract_model_from_parallel(stand_in) is stand_in
 
 
 class BeginsAfterOneStep(TrainerCallback):
