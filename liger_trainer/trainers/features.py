@@ -21,6 +21,7 @@ from liger_trainer.patching.core.report import LigerReport
 from liger_trainer.preflight.feature import Preflight, PreflightFields
 from liger_trainer.trainers.cuda_graphs import CapturedArguments, CapturedTrainer, CudaGraphs, CudaGraphsFields
 from liger_trainer.trainers.module_walks import ModuleWalks, WalkedArguments, WalkedTrainer
+from liger_trainer.trainers.old_policy import old_policy_of
 from liger_trainer.trainers.optimizer_in_backward import (
     InBackward,
     InBackwardArguments,
@@ -140,7 +141,7 @@ class _ReportCallback(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         shared = shared_prompts_of(self.trainer.model)
-        found = (self.trainer.checkpointing, self.trainer.captured_steps, shared)
+        found = (self.trainer.checkpointing, self.trainer.captured_steps, shared, old_policy_of(self.trainer))
         if any(x is not None for x in found):
             self._write(args, state)
 
@@ -153,6 +154,8 @@ class _ReportCallback(TrainerCallback):
             report.cuda_graphs = None if captured is None else captured.to_dict()
             shared = shared_prompts_of(self.trainer.model)
             report.shared_prompts = None if shared is None else shared.to_dict()
+            passes = old_policy_of(self.trainer)
+            report.old_policy = None if passes is None else passes.to_dict()
             os.makedirs(args.output_dir, exist_ok=True)
             report.to_json(os.path.join(args.output_dir, "liger_report.json"))
 

@@ -25,7 +25,7 @@ from liger_trainer.varlen.plans import holds_packed_rows, plan_of, rotates_by_le
 from liger_trainer.varlen.randomness import what_is_random
 
 # Inputs that require gradients. Other hooks of PEFT say which adapter is for which row, or from which token on.
-_HARMLESS_HOOKS = (
+HARMLESS_HOOKS = (
     "transformers.modeling_utils",
     "transformers.utils.",
     "peft.utils.",
@@ -299,7 +299,7 @@ def _why_whole(model, backbone, bound: BackboneBinding) -> str | None:
         has_own_code = forward is None or (isinstance(forward, Binding) and forward.previous is None)
         if module is not model and (module in hooked or not has_own_code):
             ours = bound if module is backbone else Binding.of(module)
-            why = hook_on(module, ours, _HARMLESS_HOOKS)
+            why = hook_on(module, ours, HARMLESS_HOOKS)
             if why is not None:
                 return f"{why} on a {kind.__name__} would see rows without padding"
         if attributes.get("_compiled_call_impl") is not None:
