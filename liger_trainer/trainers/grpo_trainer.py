@@ -12,6 +12,7 @@ from liger_trainer.trainers.arguments import LigerArguments
 from liger_trainer.trainers.online_fields import OnlineFields
 from liger_trainer.trainers.reused_log_probs import ReusesLogProbs
 from liger_trainer.trainers.rollout_ratios import MODES, RatioMetrics, RatioOptions, importance_ratio
+from liger_trainer.trainers.sorted_rows import SortsRows
 from liger_trainer.trainers.trl import LigerTRLMixin
 
 
@@ -20,7 +21,7 @@ class LigerGRPOConfig(OnlineFields, LigerArguments, GRPOConfig):
     """[`~trl.GRPOConfig`] with the fields of [`OnlineFields`] and [`LigerArguments`], for [`LigerGRPOTrainer`]."""
 
 
-class LigerGRPOTrainer(ReusesLogProbs, LigerTRLMixin, GRPOTrainer):
+class LigerGRPOTrainer(ReusesLogProbs, SortsRows, LigerTRLMixin, GRPOTrainer):
     """[`~trl.GRPOTrainer`] with the same losses, gradients and metrics, on fused kernels.
 
     The policy and the reference model are patched, and neither builds logits except for the tokens that it generates.

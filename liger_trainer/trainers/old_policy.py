@@ -106,9 +106,9 @@ def why_it_has_moved(args: Any, num_iterations: int, began_at: int) -> str | Non
     return None
 
 
-def overridden(trainer: Any) -> str | None:
-    """Name a method of the old policy's pass or of the loss that is neither TRL's nor ours, or return None."""
-    for name in _METHODS:
+def overridden(trainer: Any, methods: Iterable[str] = _METHODS) -> str | None:
+    """Name one of `methods` that is neither TRL's nor ours, or return None."""
+    for name in methods:
         own = vars(trainer).get(name)
         if own is not None and not comes_from(own, _TRAINERS_OF_LIBRARIES):
             return f"{name} of this trainer was replaced"

@@ -18,8 +18,19 @@ class OnlineFields(SharedPromptFields):
             "why they ran. False: TRL's own way."
         },
     )
+    sort_by_prompt: bool = field(
+        default=False,
+        metadata={
+            "help": "Put rows of one prompt together within the micro-batches of a step, which TRL shuffles, so that "
+            "more of them compute their prompt once. The gradient of a step stays the same up to rounding. Metrics "
+            "that are means of micro-batches move. Needs a loss that is a sum over rows. The report of the training "
+            "says what it saves, or would save."
+        },
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.reuse_log_probs, bool):
-            raise ValueError(f"reuse_log_probs is {self.reuse_log_probs!r}; expected true or false.")
+        for name in ("reuse_log_probs", "sort_by_prompt"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise ValueError(f"{name} is {value!r}; expected true or false.")

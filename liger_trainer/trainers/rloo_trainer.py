@@ -10,6 +10,7 @@ from trl import RLOOConfig, RLOOTrainer
 from liger_trainer.trainers.arguments import LigerArguments
 from liger_trainer.trainers.online_fields import OnlineFields
 from liger_trainer.trainers.reused_log_probs import ReusesLogProbs
+from liger_trainer.trainers.sorted_rows import SortsRows
 from liger_trainer.trainers.trl import LigerTRLMixin
 
 
@@ -18,7 +19,7 @@ class LigerRLOOConfig(OnlineFields, LigerArguments, RLOOConfig):
     """[`~trl.RLOOConfig`] with the fields of [`OnlineFields`] and [`LigerArguments`], for [`LigerRLOOTrainer`]."""
 
 
-class LigerRLOOTrainer(ReusesLogProbs, LigerTRLMixin, RLOOTrainer):
+class LigerRLOOTrainer(ReusesLogProbs, SortsRows, LigerTRLMixin, RLOOTrainer):
     """[`~trl.RLOOTrainer`] with the same losses, gradients and metrics, on fused kernels.
 
     It takes the arguments of `RLOOTrainer`, with a [`LigerRLOOConfig`] as `args`; a plain `RLOOConfig` counts as one

@@ -138,7 +138,7 @@ def test_options_beside_the_stock_ones(name):
     if name in SHARING:
         options = options | {"share_prompts"}
     if name in ONLINE:
-        options = options | {"reuse_log_probs"}
+        options = options | {"reuse_log_probs", "sort_by_prompt"}
     assert names >= options | NEWER_NAMES
     assert names - stock_names - NEWER_NAMES == options
 
