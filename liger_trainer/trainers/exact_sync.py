@@ -24,7 +24,7 @@ def keep_base_weights(trainer: Any) -> None:
 
     Sharded models (FSDP, ZeRO-3) keep TRL's way, and so do layers that share weights, or adapters on adapters.
     """
-    generation = getattr(trainer, "vllm_generation", None)
+    generation: Any = getattr(trainer, "vllm_generation", None)
     stock = getattr(generation, "_iter_named_params", None)
     if stock is None or not comes_from(stock, "trl."):
         return

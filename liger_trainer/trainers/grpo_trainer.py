@@ -9,6 +9,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from liger_trainer.head.module import output_head
 from liger_trainer.trainers.arguments import LigerArguments
+from liger_trainer.trainers.beside_generation import GivesMemoryBack
 from liger_trainer.trainers.online_fields import OnlineFields
 from liger_trainer.trainers.reused_log_probs import ReusesLogProbs
 from liger_trainer.trainers.rollout_ratios import MODES, RatioMetrics, RatioOptions, importance_ratio
@@ -21,7 +22,7 @@ class LigerGRPOConfig(OnlineFields, LigerArguments, GRPOConfig):
     """[`~trl.GRPOConfig`] with the fields of [`OnlineFields`] and [`LigerArguments`], for [`LigerGRPOTrainer`]."""
 
 
-class LigerGRPOTrainer(ReusesLogProbs, SortsRows, LigerTRLMixin, GRPOTrainer):
+class LigerGRPOTrainer(ReusesLogProbs, SortsRows, GivesMemoryBack, LigerTRLMixin, GRPOTrainer):
     """[`~trl.GRPOTrainer`] with the same losses, gradients and metrics, on fused kernels.
 
     The policy and the reference model are patched, and neither builds logits except for the tokens that it generates.

@@ -8,6 +8,7 @@ import torch
 from trl import RLOOConfig, RLOOTrainer
 
 from liger_trainer.trainers.arguments import LigerArguments
+from liger_trainer.trainers.beside_generation import GivesMemoryBack
 from liger_trainer.trainers.online_fields import OnlineFields
 from liger_trainer.trainers.reused_log_probs import ReusesLogProbs
 from liger_trainer.trainers.sorted_rows import SortsRows
@@ -19,7 +20,7 @@ class LigerRLOOConfig(OnlineFields, LigerArguments, RLOOConfig):
     """[`~trl.RLOOConfig`] with the fields of [`OnlineFields`] and [`LigerArguments`], for [`LigerRLOOTrainer`]."""
 
 
-class LigerRLOOTrainer(ReusesLogProbs, SortsRows, LigerTRLMixin, RLOOTrainer):
+class LigerRLOOTrainer(ReusesLogProbs, SortsRows, GivesMemoryBack, LigerTRLMixin, RLOOTrainer):
     """[`~trl.RLOOTrainer`] with the same losses, gradients and metrics, on fused kernels.
 
     It takes the arguments of `RLOOTrainer`, with a [`LigerRLOOConfig`] as `args`; a plain `RLOOConfig` counts as one

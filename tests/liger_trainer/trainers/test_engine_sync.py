@@ -1,16 +1,12 @@
 """What TRL's `sync_weights` sends to vLLM, by a stand-in that loads as vLLM does, and what is left of the base."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
-from engine_stand_in import EngineStandIn
+from engine_stand_in import Engine, shapes_of
 from peft import IA3Config, LoraConfig, get_peft_model
-from safetensors import safe_open
 from step_parity import build, letters
 from tiny_models import tiny_model
 from trl import GRPOConfig, GRPOTrainer
-from trl.generation.vllm_generation import VLLMGeneration
 
 from liger_trainer import LigerGRPOConfig, LigerGRPOTrainer
 
@@ -18,60 +14,11 @@ OURS, STOCK = (LigerGRPOTrainer, LigerGRPOConfig), (GRPOTrainer, GRPOConfig)
 PROMPTS = [{"prompt": "w4 w5 w6"}] * 8
 
 
-class Loads:
-    """Takes weights under the names and in the shapes of a checkpoint, each once, as vLLM's models load theirs."""
-
-    def __init__(self, shapes):
-        self.shapes = shapes
-        self.loaded = {}
-
-    def load_weights(self, pairs):
-        for name, weight in pairs:
-            assert name in self.shapes, f"the checkpoint has no {name}"
-            assert self.shapes[name] == list(weight.shape), name
-            assert name not in self.loaded, f"{name} came twice"
-            self.loaded[name] = weight.detach().clone()
-
-    def update_named_params(self, metadata, named_params):
-        """Of a server: what comes is what was announced, in this order."""
-        for (name, dtype, shape), (sent, weight) in zip(metadata, named_params, strict=True):
-            assert (sent, str(weight.dtype), list(weight.shape)) == (name, f"torch.{dtype}", shape)
-            self.load_weights([(sent, weight)])
-
-    def reset_prefix_cache(self):
-        assert self.loaded
-
-
-class Engine(EngineStandIn, VLLMGeneration):
-    """TRL's own, with a stand-in for vLLM. Weights go through all of TRL's code."""
-
-    shapes: dict
-
-    def __init__(self, **options):
-        VLLMGeneration.__init__(self, **options)
-        EngineStandIn.__init__(self, **options)
-
-    def _init_vllm(self):
-        self.loads = self.vllm_client = Loads(self.shapes)
-        runner = SimpleNamespace(model_runner=SimpleNamespace(model=self.loads))
-        executor = SimpleNamespace(driver_worker=runner)
-        engine = SimpleNamespace(model_executor=executor)
-        self.llm = SimpleNamespace(llm_engine=engine, reset_prefix_cache=self.loads.reset_prefix_cache)
-
-    def sync_weights(self):
-        self.loads.loaded = {}
-        VLLMGeneration.sync_weights(self)
-
-
 @pytest.fixture
 def engine(monkeypatch, tmp_path):
     """Has trainers sync with an engine of the tiny Llama's checkpoint."""
-    tiny_model("llama").save_pretrained(tmp_path / "checkpoint")
-    with safe_open(tmp_path / "checkpoint" / "model.safetensors", "pt") as file:
-        Engine.shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
+    monkeypatch.setattr(Engine, "shapes", shapes_of(tiny_model("llama"), tmp_path / "checkpoint"))
     monkeypatch.setattr("trl.trainer.grpo_trainer.VLLMGeneration", Engine)
-    info = {"model_config": {"logprobs_mode": "processed_logprobs"}}
-    monkeypatch.setattr(Loads, "get_server_info", lambda self: info, raising=False)
 
 
 def one(classes, folder, mode="colocate", dtype=torch.bfloat16, config=None, model=None, **options):
