@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from peft import PeftModel
-from peft.tuners.tuners_utils import BaseTunerLayer, onload_layer
+from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, onload_layer
 from torch import nn
 
 from liger_trainer.patching.core.hooks import comes_from
@@ -29,7 +29,9 @@ def keep_base_weights(trainer: Any) -> None:
     if stock is None or not comes_from(stock, "trl."):
         return
     sharded = generation._dist.is_fsdp or generation._dist.is_zero3
-    if isinstance(generation.model, PeftModel) and not sharded:
+    model = generation.model
+    has_layers = isinstance(model, PeftModel) and isinstance(model.base_model, BaseTuner)
+    if has_layers and not sharded:
         generation._iter_named_params = functools.partial(_named_weights, generation, stock)
 
 

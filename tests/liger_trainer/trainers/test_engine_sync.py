@@ -153,6 +153,22 @@ def test_a_merge_that_fails_leaves_the_layer_as_it_was(engine, tmp_path, monkeyp
     assert layer.merged_adapters == []
 
 
+def test_a_layer_that_gets_a_new_parameter_gets_its_own_back(engine, tmp_path, monkeypatch):
+    """As layers of four bits do when they are merged."""
+    trainer = one(OURS, tmp_path, dtype=torch.float32, config=lora())
+    layer = trainer.model.base_model.model.model.layers[0].self_attn.q_proj
+    own, values = layer.base_layer.weight, layer.base_layer.weight.detach().clone()
+
+    def merge():
+        layer.base_layer.weight = torch.nn.Parameter(own.detach() + 1, requires_grad=False)
+
+    monkeypatch.setattr(layer, "merge", merge)
+    trainer.vllm_generation.sync_weights()
+    loaded = trainer.vllm_generation.loads.loaded
+    assert torch.equal(loaded["model.layers.0.self_attn.q_proj.weight"], values + 1)
+    assert layer.base_layer.weight is own and torch.equal(own, values)
+
+
 def test_use_liger_false_is_trl_s_sync(engine, tmp_path):
     trainer = one(OURS, tmp_path, config=lora(), use_liger=False)
     assert "_iter_named_params" not in vars(trainer.vllm_generation)

@@ -1,6 +1,7 @@
 """The pass of the old policy left out: beside the stock trainers, by every gradient and number, and by passes run."""
 
 import json
+from types import SimpleNamespace
 
 import engine_stand_in
 import pytest
@@ -12,6 +13,7 @@ from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 from liger_trainer import LigerGRPOConfig, LigerGRPOTrainer, LigerRLOOConfig, LigerRLOOTrainer
+from liger_trainer.trainers.old_policy import agreed, why_passes_differ
 from liger_trainer.trainers.rollout_ratios import MODES
 
 CLASSES = {
@@ -257,6 +259,62 @@ def test_a_model_of_the_user_s_runs_every_pass(tmp_path):
     trainer.model.model.layers[0].self_attn.q_proj.__class__ = Counting
     trainer.train()
     assert trainer.old_policy.run == {"the forward of Counting is of no library that is known": 1}
+
+
+def with_statistics(trainer):
+    trainer.model.add_module("statistics", torch.nn.BatchNorm1d(3))
+
+
+def with_noise_of_embeddings(trainer):
+    trainer.neftune_noise_alpha = 5.0
+
+
+def with_jitter(trainer):
+    trainer.model.config.router_jitter_noise = 0.1
+
+
+def with_a_new_batch_size(trainer):
+    trainer.args.auto_find_batch_size = True
+
+
+@pytest.mark.parametrize(
+    "change, reason",
+    [
+        (with_statistics, "a BatchNorm1d keeps statistics of each pass"),
+        (with_noise_of_embeddings, "NEFTune adds noise"),
+        (with_jitter, "router_jitter_noise of its config is 0.1"),
+        (with_a_new_batch_size, "auto_find_batch_size begins again within a generation batch"),
+    ],
+)
+def test_what_makes_two_passes_differ(change, reason, tmp_path):
+    trainer = ours("rloo", tmp_path)
+    trainer.model.train()
+    assert trainer._why_it_runs() is None
+    change(trainer)
+    assert trainer._why_it_runs() == reason
+    trainer.model.eval()
+    if change is not with_a_new_batch_size:
+        assert trainer._why_it_runs() is None, "an evaluation draws no numbers"
+
+
+def test_fp8_scales_by_earlier_passes(tmp_path):
+    trainer = SimpleNamespace(model=tiny_model("llama"), accelerator=SimpleNamespace(mixed_precision="fp8"))
+    assert why_passes_differ(trainer) == "fp8 scales by the passes before"
+
+
+def test_all_processes_run_the_same_passes():
+    """One alone would wait for ever for the others, where a pass gathers weights."""
+    flags = []
+
+    def gather(own):
+        flags.append(own.tolist())
+        return torch.tensor([0, 1])
+
+    two = SimpleNamespace(num_processes=2, device="cpu", gather=gather)
+    assert agreed(None, two) == "another process has a reason"
+    assert agreed("a hook", two) == "a hook"
+    assert flags == [[0], [1]]
+    assert agreed(None, SimpleNamespace(num_processes=1)) is None
 
 
 class StopsWithin(TrainerCallback):
