@@ -49,6 +49,7 @@ KERNELS = {
 }  # fmt: skip
 SCORED_PAIRS = {"LigerORPOConfig", "LigerCPOConfig"}
 SHARING = {f"Liger{name}Config" for name in ("DPO", "GRPO", "RLOO", "Reward")}
+ONLINE = {"LigerGRPOConfig", "LigerRLOOConfig"}
 OWN_OPTIONS = {
     "cuda_graphs",
     "use_liger",
@@ -139,6 +140,8 @@ def test_options_beside_the_stock_ones(name):
         options = options | {"share_prompts"}
     if name in SCORED_PAIRS:
         options = options | {"padding_in_metrics"}
+    if name in ONLINE:
+        options = options | {"reuse_log_probs", "sort_by_prompt"}
     assert names >= options | NEWER_NAMES
     assert names - stock_names - NEWER_NAMES == options
 
