@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, NoReturn
 import yaml
 
 from liger_trainer.command.options import take_options
+from liger_trainer.command.processes import importing
 from liger_trainer.command.recipe.key_names import TOPICS, topic_of
 from liger_trainer.command.recipe.keys import RecipeArguments
 from liger_trainer.command.recipe.trainers import TRAINERS, TrainerEntry
@@ -50,13 +51,14 @@ class Key(NamedTuple):
 
 def parser_of(entry: TrainerEntry, usage: str) -> tuple[Any, dict[str, Key]]:
     """TRL's parser for the three dataclasses of a trainer, and all of its keys. `--help` begins with `usage`."""
-    from trl import ModelConfig, TrlParser
-
-    import liger_trainer
-
     if entry.experimental:  # naming the trainer is a choice: no warning that TRL may change it
         os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
-    dataclass_types = (RecipeArguments, getattr(liger_trainer, entry.config), ModelConfig)
+    with importing():
+        from trl import ModelConfig, TrlParser
+
+        import liger_trainer
+
+        dataclass_types = (RecipeArguments, getattr(liger_trainer, entry.config), ModelConfig)
     # An abbreviation is a misspelling that happens to work.
     parser = TrlParser(dataclass_types, usage=usage, allow_abbrev=False)
     keys: dict[str, Key] = {}

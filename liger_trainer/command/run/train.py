@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, EarlyStoppingCallb
 
 import liger_trainer
 from liger_trainer._logging import logger
-from liger_trainer.command.processes import is_main_process
+from liger_trainer.command.processes import is_main_process, say
 from liger_trainer.command.recipe.checks import NOT_ON_EXPERTS, check_packages
 from liger_trainer.command.recipe.model_source import ModelSource, find_model, quantization_of, trainable
 from liger_trainer.command.recipe.parser import nearest
@@ -71,6 +71,7 @@ def _run(recipe: Recipe, resumes: str, preview_rows: int | None, stop: SaveOnSig
     plain = getattr(liger_trainer, recipe.entry.trainer)
     named = {"__doc__": plain.__doc__, "__module__": plain.__module__}
     trainer_class = type(plain.__name__, (SavesWithManifest, plain), named)
+    say("loading the model")
     trainer = build_trainer(
         recipe, sources._replace(train_rows=train_rows, eval_rows=eval_rows), callbacks, trainer_class
     )

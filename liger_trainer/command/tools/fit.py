@@ -6,6 +6,7 @@ import sys
 from typing import Any
 
 from liger_trainer.command.options import add_recipe_command, positive, take_options
+from liger_trainer.command.processes import say_loading
 from liger_trainer.command.recipe.accelerate_file import own_environment
 from liger_trainer.command.recipe.read import parse_recipe
 from liger_trainer.errors import RecipeError
@@ -29,10 +30,11 @@ def _fit(args: argparse.Namespace) -> int:
     gpus = positive("--gpus", given.get("gpus", "1"), int)
     memory = positive("--gpu-memory", given.get("gpu_memory", "80"), float)
     images = _sizes(given["images"]) if "images" in given else []
-    _show("reading the recipe and the config of its model")
+    say_loading()
     with own_environment():
         # Without this, transformers refuses bf16 where there is no GPU
         recipe = parse_recipe(args.recipe, [*words, "--use_cpu", "true"], _USAGE)
+        _show("reading the config of the model")
         from liger_trainer.command.tools.fit_job import checkpointing_of, job_of, may_capture, size_of
         from liger_trainer.fitting.answer import answer
         from liger_trainer.fitting.images import UnknownSizes
