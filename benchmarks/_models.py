@@ -51,6 +51,9 @@ MODELS = {
     "Qwen3.5-4B": ("qwen3_5_text", QWEN3_5_4B),
     "Qwen3.5-9B": ("qwen3_5_text", QWEN3_5_4B | dict(
         hidden_size=4096, intermediate_size=12288, tie_word_embeddings=False)),
+    # Every layer is attention, which needs no flash-linear-attention. Its MTP head is a layer of 32.
+    "Qwen3.5-9B-attention": ("qwen3_5_text", QWEN3_5_4B | dict(
+        hidden_size=4096, intermediate_size=12288, tie_word_embeddings=False, full_attention_interval=1)),
     "Qwen3.5-35B-A3B": ("qwen3_5_moe_text", dict(
         hidden_size=2048, moe_intermediate_size=512, shared_expert_intermediate_size=512, num_hidden_layers=40,
         full_attention_interval=4, num_attention_heads=16, num_key_value_heads=2, head_dim=256, num_experts=256,
@@ -73,6 +76,9 @@ MODELS = {
     "tiny": ("llama", dict(
         hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
         vocab_size=1031, max_position_embeddings=512)),
+    "tiny-attention": ("qwen3_5_text", dict(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, full_attention_interval=1, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, vocab_size=1031, max_position_embeddings=512)),
     "tiny-states": ("qwen3_5_text", dict(
         hidden_size=64, intermediate_size=128, num_hidden_layers=2, full_attention_interval=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=16, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16,

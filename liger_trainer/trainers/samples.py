@@ -150,14 +150,14 @@ class _SampleCallback(TrainerCallback):
             return
         trainer = self.trainer
         tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
-        lines = []
-        for text in args.sample_prompts:
+        lines = {}
+        for number, text in enumerate(args.sample_prompts, 1):
             new = self._answer_or_none(text, tokenizer, args, state)
             if new is None:
                 continue
-            said = tokenizer.decode(new, skip_special_tokens=True)
-            lines.append({"step": state.global_step, "prompt": text, "answer": said})
-        self._tell(args, state, control, lines)
+            answer_text = tokenizer.decode(new, skip_special_tokens=True)
+            lines[number] = {"step": state.global_step, "prompt": text, "answer": answer_text}
+        self._log_answers(args, state, control, lines)
 
     def _answer_or_none(self, text: str, tokenizer: Any, args: Any, state: Any) -> list[int] | None:
         """The tokens of an answer; None if memory has run out, which costs this answer and not the training.
@@ -183,15 +183,15 @@ class _SampleCallback(TrainerCallback):
             torch.cuda.empty_cache()
         return None
 
-    def _tell(self, args: Any, state: Any, control: Any, lines: list[dict[str, Any]]) -> None:
-        for line in lines:
+    def _log_answers(self, args: Any, state: Any, control: Any, lines: dict[int, dict[str, Any]]) -> None:
+        for line in lines.values():
             logger.info(f"step {line['step']}, {line['prompt']!r} is answered: {line['answer']!r}")
         if args.output_dir is not None:
             os.makedirs(args.output_dir, exist_ok=True)
             first = state.global_step == 0  # of a new run in a folder that may have another one's
             with open(Path(args.output_dir, SAMPLES), "w" if first else "a", encoding="utf-8") as file:
-                file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
-        logs = {f"sample_{number}": f"{line['prompt']}\n\n{line['answer']}" for number, line in enumerate(lines, 1)}
+                file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines.values())
+        logs = {f"sample_{number}": f"{line['prompt']}\n\n{line['answer']}" for number, line in lines.items()}
         for callback in self.trainer.callback_handler.callbacks:
             if type(callback).__name__ in _TRACKERS_OF_TEXT:
                 # Called alone: `Trainer.log` would add the text to the history, and TRL's would end its metrics.

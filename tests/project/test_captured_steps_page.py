@@ -13,7 +13,7 @@ RAISED = ("NotCapturable", "DoesNotPay", "_turn_off")
 RETURNED = {
     "trainers/cuda_graphs.py": ("why_not_captured", "why_not_by_arguments"),
     "varlen/graphs/snapshot.py": ("difference",),
-    "varlen/graphs/refusals.py": ("why_not",),
+    "varlen/graphs/side_effects.py": ("why_not",),
 }
 # In the report there is none with use_liger: false. The others are of rows, and the page links where they are told.
 ELSEWHERE = ("use_liger is false",)
@@ -28,7 +28,7 @@ def longest_part(node):
 
 
 def reasons():
-    for path in sorted([*GRAPHS.glob("capture*.py"), GRAPHS / "refusals.py"]):
+    for path in (GRAPHS / name for name in ("backbone_graphs.py", "graph_capture.py", "refusals.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call):
                 name = getattr(node.func, "id", getattr(node.func, "attr", None))

@@ -79,7 +79,7 @@ def ours(module: str) -> bool:
     return module.partition(".")[0] in ("liger_trainer", "liger_triton")
 
 
-def room_of(module: str, name: str | None) -> str | None:
+def host_bytes_allowed(module: str, name: str | None) -> str | None:
     """The room that an import reaches into; None for the package itself, whose names are found when they are used."""
     first, _, rest = module.partition(".")
     if first == "liger_triton":
@@ -98,7 +98,7 @@ def test_nothing_is_imported_from_above_or_from_another_room_s_private_names(pat
     for module, name in imports(path):
         if not ours(module):
             continue
-        there = room_of(module, name)
+        there = host_bytes_allowed(module, name)
         if there is None or there == here:
             continue
         assert LEVEL[there] < LEVEL[here], f"{here} imports {name or module} from {there}, which is not below it"

@@ -131,4 +131,4 @@ def assert_no_logits(ours, stock):
 
 
 def assert_head_is_ours(trainer):
-    assert isinstance(trainer, LigerTrainerMixin) and trainer.head_is_ours
+    assert isinstance(trainer, LigerTrainerMixin) and trainer.uses_fused_head

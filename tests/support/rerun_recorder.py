@@ -25,7 +25,7 @@ class Rerun:
 
 
 class RerunRecorder:
-    """Stands for `CudaRecorder`. `free` is how many bytes it says are left."""
+    """Stands for `CudaGraphRecorder`. `free` is how many bytes it says are left."""
 
     def __init__(self, device=None):
         self.free, self.recorded, self.failures, self.fails = 1 << 40, 0, 0, None

@@ -154,10 +154,10 @@ def test_nothing_is_left_over():
     loss.backward()
     assert alive() is None  # though `loss` is still there
     loss = ours(module, x * 1).sum()  # without a backward pass
-    notes = [found for found in gc.get_objects() if isinstance(found, recompute._Call)]
+    notes = [found for found in gc.get_objects() if isinstance(found, recompute._CheckpointedCall)]
     assert notes
     del loss, notes
-    assert not any(isinstance(found, recompute._Call) for found in gc.get_objects())
+    assert not any(isinstance(found, recompute._CheckpointedCall) for found in gc.get_objects())
 
 
 class Changing(nn.Module):
@@ -222,7 +222,7 @@ def test_without_gradients_nothing_is_kept():
 )
 def test_what_is_not_plain_is_left_to_pytorch_s_function(around, monkeypatch):
     called = []
-    monkeypatch.setattr(recompute, "_Call", lambda *args: called.append(args))
+    monkeypatch.setattr(recompute, "_CheckpointedCall", lambda *args: called.append(args))
     module, x = layer(), torch.randn(3, 8, requires_grad=True)
     with around():
         loss = ours(module, x).sum()
@@ -253,8 +253,8 @@ class Seen(TrainerCallback):
 
 
 def trained(tmp_path, monkeypatch, init=False, **options):
-    calls, made = [], recompute._Call
-    monkeypatch.setattr(recompute, "_Call", lambda *args: calls.append(args) or made(*args))
+    calls, made = [], recompute._CheckpointedCall
+    monkeypatch.setattr(recompute, "_CheckpointedCall", lambda *args: calls.append(args) or made(*args))
     config = LlamaConfig(
         vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, attn_implementation="sdpa", use_cache=False,

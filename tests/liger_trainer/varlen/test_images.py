@@ -16,7 +16,7 @@ from trl import SFTConfig, SFTTrainer
 from varlen_batches import assert_same_with_states
 
 from liger_trainer import LigerSFTConfig, LigerSFTTrainer, LigerTrainer, LigerTrainingArguments, apply_liger
-from liger_trainer.varlen import padding
+from liger_trainer.varlen import unpad_plan
 
 TYPES = (
     "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v", "llava", "llava_onevision", "idefics3", "smolvlm", "internvl",
@@ -42,7 +42,7 @@ def test_a_step_is_that_of_the_padded_batch(model_type, side, tokens):
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_images_beside_layers_that_keep_a_state(side, checkpointing, monkeypatch):
     """As in Qwen3.5: real tokens have their positions in three dimensions, and its states begin anew at each row."""
-    model, seen, packed = image_model("qwen3_5"), [], padding.Plan.packed
+    model, seen, packed = image_model("qwen3_5"), [], unpad_plan.UnpadPlan.unpad
     batch = image_batch(model, side=side)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -58,7 +58,7 @@ def test_images_beside_layers_that_keep_a_state(side, checkpointing, monkeypatch
         seen.append((self.rows.lengths, call["position_ids"], given["position_ids"]))
         return given
 
-    monkeypatch.setattr(padding.Plan, "packed", noted)
+    monkeypatch.setattr(unpad_plan.UnpadPlan, "unpad", noted)
     assert_same_with_states(image_step(model, batch), want)
     real = batch["attention_mask"].bool()
     ((lengths, of_batch, of_tokens),) = seen

@@ -23,7 +23,7 @@ from liger_trainer.medusa import trainer as medusa_trainer
 from liger_trainer.medusa.heads import ResBlock
 from liger_trainer.patching import gates, norms
 from liger_trainer.trainers import distillation_trainer
-from liger_trainer.varlen import padding
+from liger_trainer.varlen import unpad_plan, unpadded_backbone
 from liger_triton import _chunks
 from liger_triton._chunks import Accumulator
 
@@ -380,10 +380,10 @@ SEEDS = {
         {"model_init": {"output_router_logits": True}}, {LOSSES, GRADIENTS}),
     "packed rows see each other (trl#1230)": (rows_that_mix, ("SFT",), {"options": {"packing": True}}, {PACKED}),
     "the lengths of packed rows are ignored (transformers#46333)": (
-        once_built(padding, "rows_known", lambda stock, rows: contextlib.nullcontext()), ("SFT",),
+        once_built(unpadded_backbone, "rows_known", lambda stock, rows: contextlib.nullcontext()), ("SFT",),
         {"options": {"packing": True}}, {PACKED}),
     "positions go on from row to row (trl#6515)": (
-        once_built(padding.Plan, "packed", positions_go_on), ("SFT", "gpt2"), {"options": {"packing": True}},
+        once_built(unpad_plan.UnpadPlan, "unpad", positions_go_on), ("SFT", "gpt2"), {"options": {"packing": True}},
         {PACKED, LOSSES}),
     "label smoothing is dropped (trl#7063)": (
         in_the_head(label_smoothing=0.0), ("SFT",), {"options": {"label_smoothing_factor": 0.1}}, {LOSSES, GRADIENTS}),
@@ -440,8 +440,8 @@ SEEDS = {
     "gelu is exact in place of tanh (transformers#29402)": (
         of_a_trainer(LigerSFTTrainer, "compute_loss", exact_gelu), ("SFT", "gemma"), {}, {LOSSES}),
     "the scaling of rsLoRA is that of LoRA (tensorrt-llm#1668)": (
-        once_built(lora_layers, "active_parts", scaled_by_the_rank), ("SFT",), {"peft_config": lora(use_rslora=True)},
-        {LOSSES, MERGED}),
+        once_built(lora_layers, "active_adapters", scaled_by_the_rank), ("SFT",),
+        {"peft_config": lora(use_rslora=True)}, {LOSSES, MERGED}),
     "the bias of a layer with LoRA is dropped (axolotl#3528)": (
         once_built(lora_layers, "tensors_of", lambda stock, *args: stock(*args)._replace(bias=None)), ("SFT", "qwen2"),
         {"peft_config": lora()}, {LOSSES}),
@@ -476,7 +476,7 @@ SEEDS = {
     "an evaluation runs without autocast": (
         of_a_trainer(LigerSFTTrainer, "prediction_step", without_autocast), ("SFT",), {}, {BF16}),
     "positions begin at the first token of a row that is padded on the left": (
-        once_built(padding.Plan, "packed", positions_from_the_first_token), ("SFT", "gpt2"), {}, {LEFT}),
+        once_built(unpad_plan.UnpadPlan, "unpad", positions_from_the_first_token), ("SFT", "gpt2"), {}, {LEFT}),
     "positions end at 255": (
         of_a_trainer(LigerSFTTrainer, "compute_loss", positions_end_at_255), ("SFT",), {},
         {ADAM_LOGS, ADAM_GRADIENTS}),
