@@ -19,6 +19,7 @@ from liger_trainer.memory.summary import CheckpointingSummary
 from liger_trainer.patching.apply import swap_converted
 from liger_trainer.patching.core.report import LigerReport
 from liger_trainer.preflight.feature import Preflight, PreflightFields
+from liger_trainer.trainers.compiled_inputs import CompiledArguments, CompiledInputs, CompiledTrainer
 from liger_trainer.trainers.cuda_graphs import CapturedArguments, CapturedTrainer, CudaGraphs, CudaGraphsFields
 from liger_trainer.trainers.module_walks import ModuleWalks, WalkedArguments, WalkedTrainer
 from liger_trainer.trainers.old_policy import old_policy_of
@@ -168,6 +169,7 @@ class FeatureArguments(
     BaseWeightsArguments,
     CapturedArguments,
     CheckpointingArguments,
+    CompiledArguments,
     FilteringArguments,
     Fp8Arguments,
     InBackwardArguments,
@@ -183,6 +185,7 @@ class FeatureArguments(
 class FeaturedTrainer(
     CapturedTrainer,
     CheckpointedTrainer,
+    CompiledTrainer,
     FilteringTrainer,
     Fp8Trainer,
     InBackwardTrainer,
@@ -210,6 +213,7 @@ FEATURES: tuple[Feature[FeatureArguments, FeaturedTrainer], ...] = (
     Trackers(),
     Preflight(),
     Samples(),
+    CompiledInputs(),
 )
 
 
