@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from liger_trainer.varlen.graphs.step_graphs import active_graphs
+from liger_trainer.varlen.graphs.step_graphs import current_graphs
 
 
 class GivesMemoryBack:
@@ -15,7 +15,7 @@ class GivesMemoryBack:
 
     def _generate(self, *args: Any, **kwargs: Any) -> Any:
         trainer: Any = self
-        graphs = active_graphs()
+        graphs = current_graphs()
         sleeps = trainer.use_vllm and trainer.vllm_mode == "colocate" and trainer.args.vllm_enable_sleep_mode
         if sleeps and graphs is not None:
             graphs.release()
