@@ -1,86 +1,54 @@
-"""Measures Medusa heads on the greedy text of their own model.
-
-With y the greedy text and t a position in it, head k is right where its argmax at t is y[t + k + 1]. The acceptance
-length is the number of tokens that a forward pass of a decoder yields, and one teacher-forced pass over the text tells
-it: walk the text as a decoder would; if at t the first a heads are right and the next one is not, go on at t + a + 1.
-"""
+"""Measures Medusa heads on the greedy text of their own model, by one teacher-forced pass over it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from transformers import PreTrainedModel
 
-from liger_trainer.data.answers import answer
+from liger_trainer.head.acceptance import Acceptance, measure_acceptance
 from liger_trainer.head.module import innermost, output_head
 from liger_trainer.medusa.heads import MedusaHeads
 
 
 @dataclass(frozen=True)
-class MedusaReport:
-    """The result of `evaluate`. Its `str()` is a table.
-
-    Attributes:
-        accuracy: For each head, the share of positions whose token is its first choice.
-        accepted: For each head, how often its guess was accepted where all heads before it were right.
-        chain: Tokens per forward pass, without the pass over the prompt and its token. It is 1 without heads.
-    """
+class MedusaReport(Acceptance):
+    """The result of `evaluate`, and the config of the heads. Its `str()` is a table."""
 
     heads: dict
-    rows: int
-    tokens: int
-    accuracy: list[float]
-    accepted: list[float | None]
-    chain: float
 
     def __str__(self) -> str:
         kind = "tied" if self.heads["medusa_tied"] else "untied"
-        lines = [
+        title = (
             f"Medusa: {self.heads['medusa_num_heads']} {kind} heads of {self.heads['medusa_num_layers']} block(s), on "
-            f"{self.tokens} tokens of greedy text after {self.rows} prompts",
-            "  head   accuracy   accepted after those before it",
-        ]
-        for k, (right, accepted) in enumerate(zip(self.accuracy, self.accepted, strict=True), 1):
-            lines.append(f"  {k:<6} {right:.3f}      {'-' if accepted is None else f'{accepted:.3f}'}")
-        return "\n".join([*lines, f"  tokens per forward pass  {self.chain:.3f}  (1 without heads)"])
+            f"{self.tokens} tokens of greedy text after {self.rows} prompts"
+        )
+        return self.table(title, "head", "heads")
 
 
-@torch.no_grad()
 def evaluate(
-    model: PreTrainedModel, heads: MedusaHeads, prompts: Sequence[list[int]], ends: set[int], *,
-    max_new_tokens: int = 128, batch_size: int = 16,
-) -> MedusaReport:  # fmt: skip
+    model: PreTrainedModel,
+    heads: MedusaHeads,
+    prompts: Sequence[list[int]],
+    ends: set[int],
+    *,
+    max_new_tokens: int = 128,
+    batch_size: int = 16,
+) -> MedusaReport:
     """Return accuracy and acceptance length of `heads` on the greedy text of `model`.
 
     Args:
         model (`PreTrainedModel`): Its mode is put back afterwards.
         heads (`MedusaHeads`): On the device of the LM head and in its dtype, attached to the model or not.
-        prompts, ends: Token ids of each prompt; tokens that end a text, as `end_tokens` gives them.
-        max_new_tokens, batch_size (`int`): Length at which a greedy text is cut; prompts answered at once.
+        prompts, ends, max_new_tokens, batch_size: As in `measure_acceptance`.
 
     Raises:
         ValueError: No text has two tokens, so that there is nothing to guess.
     """
-    training = model.training
-    model.eval()
-    try:
-        texts = []
-        for first in range(0, len(prompts), batch_size):
-            texts += answer(model, prompts[first : first + batch_size], ends, max_new_tokens)
-        rows = [right_guesses(model, heads, p, text) for p, text in zip(prompts, texts, strict=True) if len(text) > 1]
-    finally:
-        model.train(training)
-    if not rows:
-        raise ValueError(f"The model ends all {len(prompts)} texts after one token: there is nothing to guess.")
-    chain, accepted = walk(rows)
-    return MedusaReport(
-        heads=heads.config.to_dict(),
-        rows=len(prompts),
-        tokens=sum(map(len, texts)),
-        accuracy=[float((right == 1).sum() / (right >= 0).sum().clamp(min=1)) for right in torch.cat(rows, dim=1)],
-        accepted=accepted,
-        chain=chain,
-    )
+    guesses = partial(right_guesses, model, heads)
+    found = measure_acceptance(model, guesses, prompts, ends, max_new_tokens=max_new_tokens, batch_size=batch_size)
+    return MedusaReport(**vars(found), heads=heads.config.to_dict())
 
 
 def right_guesses(model: PreTrainedModel, heads: MedusaHeads, prompt: list[int], text: list[int]) -> torch.Tensor:
@@ -104,26 +72,3 @@ def right_guesses(model: PreTrainedModel, heads: MedusaHeads, prompt: list[int],
         logits = (own.lm_head or head)(own(hidden[: len(wanted)]))  # (n - 1 - k, V), of one head at a time
         right[k, : len(wanted)] = (logits.argmax(-1) == wanted).cpu()
     return right
-
-
-def walk(rows: list[torch.Tensor]) -> tuple[float, list[float | None]]:
-    """Return the tokens per forward pass, and how often each head was accepted where it was reached; None: never.
-
-    `rows` has the result of `right_guesses` for each text.
-    """
-    num_heads = rows[0].shape[0]
-    reached, accepted, passes, tokens = [0] * num_heads, [0] * num_heads, 0, 0
-    for guesses in rows:
-        columns, at = guesses.T.tolist(), 0
-        tokens += len(columns)  # the first token of a text comes from the pass over the prompt
-        while at < len(columns):
-            guessed, passes, at = columns[at], passes + 1, at + 1  # each pass yields the model's own token
-            for k, right in enumerate(guessed):
-                if right < 0:  # past the end of the text
-                    break
-                reached[k] += 1
-                if not right:
-                    break
-                accepted[k] += 1
-                at += 1
-    return tokens / passes, [a / r if r else None for a, r in zip(accepted, reached, strict=True)]
