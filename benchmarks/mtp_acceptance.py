@@ -172,7 +172,7 @@ def parsed(argv=None):
     parser = arguments(__doc__)
     parser.add_argument("--words", type=int, default=40, help="words of each language")
     parser.add_argument("--base-steps", type=int, default=160)
-    parser.add_argument("--steps", type=int, default=80, help="steps of the fine-tunings")
+    parser.add_argument("--steps", type=int, default=160, help="steps of the fine-tunings")
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--length", type=int, default=64)
     parser.add_argument("--learning-rate", type=float, default=3e-3)

@@ -4,6 +4,7 @@ The head learns from what it will be given: the model's hidden states, and the s
 loss has no gradient for the model, the embeddings and the LM head, so the model learns as it does without it.
 """
 
+import contextlib
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,7 @@ from liger_trainer.head.deferred import DeferredLogits
 from liger_trainer.head.flat_rows import FlatRows, flat_rows
 from liger_trainer.head.module import base_model_of, head_reason, innermost, output_head
 from liger_trainer.head.targets import head_targets
-from liger_trainer.mtp.predictor import load_beside, load_predictor, predict, save_beside
+from liger_trainer.mtp.predictor import detached, load_beside, load_head, load_predictor, predict, save_beside
 from liger_trainer.patching.apply import apply_liger
 from liger_triton import HeadsLoss, linear_heads_cross_entropy
 
@@ -40,7 +41,7 @@ class TrainedPredictor:
         init = getattr(args, "model_init_kwargs", None) or {}
         base = find_checkpoint(model.name_or_path, init.get("revision"), init.get("subfolder") or "")
         self._model = model
-        self._predictor = load_predictor(model, base)
+        self._predictor: Any = load_predictor(model, base)
         apply_liger(self._predictor, getattr(args, "liger_config", None))
         self._by_rows = trainer.wants_part("varlen_attention")
         self._has_adapter = trainer.model is not model  # and is saved alone
@@ -48,12 +49,24 @@ class TrainedPredictor:
     def save(self, folder: str) -> None:
         """Write the head beside an adapter. A whole model has it among its weights."""
         if self._has_adapter:
-            save_beside(self._predictor, folder)
+            save_beside(self._model, folder)
+
+    def loading(self) -> contextlib.AbstractContextManager[None]:
+        """Within it the trainer loads its model from a checkpoint, before `load`.
+
+        A head with other names than the model's is detached: transformers would not find it in the files.
+        """
+        if self._has_adapter or self._predictor.names_in_files.is_own:
+            return contextlib.nullcontext()
+        return detached(self._model)
 
     def load(self, checkpoint: str) -> None:
-        """Read the head of a checkpoint that has an adapter. ValueError if it has none."""
+        """Read the head of a checkpoint, where the model has not loaded it with its own weights. ValueError if it has
+        none."""
         if self._has_adapter:
             load_beside(self._predictor, checkpoint)
+        elif not self._predictor.names_in_files.is_own:
+            load_head(self._predictor, checkpoint)
 
     def loss(self, logits: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
         """The cross-entropy of the head for a batch, without its logits. It runs inside the forward of the model.
