@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from base_checkpoints import names_of, tensor_of
 from mtp_bases import mtp_trainer
+from peft import LoraConfig
+from recipe_fixtures import command
 from safetensors.torch import load_file, save_file
 from tiny_models import ragged_rows, tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM
@@ -123,6 +125,23 @@ def test_a_resumed_run_continues(tmp_path):
     resumed.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
     for name, tensor in whole.model.mtp.state_dict().items():
         torch.testing.assert_close(resumed.model.mtp.state_dict()[name], tensor, rtol=1e-6, atol=1e-7)
+
+
+def test_beside_an_adapter_it_is_saved_and_merged(tmp_path, capsys):
+    extra = write_base(tmp_path / "base", "glm4_moe")
+    lora = {"peft_config": LoraConfig(r=4, target_modules=["q_proj", "o_proj"])}
+    trainer = mtp_trainer(tmp_path / "base", tmp_path / "out", trainer_options=lora)
+    trainer.train()
+    trainer.save_model()
+    code, _, err = command(capsys, "merge", tmp_path / "out", tmp_path / "merged", "--model", tmp_path / "base")
+    assert code == 0, err
+    assert names_of(tmp_path / "merged") == names_of(tmp_path / "base")
+    state = trainer.model.get_base_model().state_dict()
+    for name, tensor in extra.items():
+        merged = tensor_of(tmp_path / "merged", name)
+        assert torch.equal(merged, state[name]), name
+        if ".experts." not in name:  # no token may have come to one
+            assert torch.equal(merged, tensor) == (is_copy(name) or name.endswith("correction_bias")), name
 
 
 def test_a_model_with_such_a_head_is_copied(tmp_path):
