@@ -32,8 +32,8 @@ class LigerSFTConfig(LigerArguments, SFTConfig):
     train_mtp: bool = field(
         default=False,
         metadata={
-            "help": "Train the multi-token prediction head (`mtp.*`) of the model's checkpoint beside it, and save it "
-            "with the model under its own names. The model learns as without it."
+            "help": "Train the multi-token prediction head of the model's checkpoint (`mtp.*`, or a layer beyond the "
+            "depth) beside it, and save it with the model under its own names. The model learns as without it."
         },
     )
 
