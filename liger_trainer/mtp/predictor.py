@@ -54,7 +54,7 @@ def load_predictor(model: Any, base: Base) -> nn.Module:
     names = find_names(base)
     if names is None:
         reason = base.unread or f"{base.folder} has no tensors mtp.* and no layer beyond the depth with an eh_proj"
-        raise ValueError(f"train_mtp is true, and {reason}. Only such MTP heads are known. Remove train_mtp.")
+        raise ValueError(f"{reason}: only such MTP heads are known.")
     stored = {name: tensor for name, tensor in base.tensors.items() if name.startswith(names.prefix)}
     for name in names.copies:
         del stored[names.prefix + name]
@@ -65,8 +65,7 @@ def load_predictor(model: Any, base: Base) -> nn.Module:
     if differing:
         where = "the checkpoint lacks" if differing[0] in wanted else f"{type(predictor).__name__} lacks"
         raise ValueError(
-            f"train_mtp is true, but {where} {differing[0]}, so that the head is another one ({len(differing)} names "
-            "differ). Remove train_mtp."
+            f"{where} {differing[0]}, so that the MTP head is another one ({len(differing)} names differ)."
         )
     for name, tensor in wanted.items():
         if tuple(tensor.shape) != stored[name].shape:

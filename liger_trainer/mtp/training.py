@@ -41,7 +41,10 @@ class TrainedPredictor:
         init = getattr(args, "model_init_kwargs", None) or {}
         base = find_checkpoint(model.name_or_path, init.get("revision"), init.get("subfolder") or "")
         self._model = model
-        self._predictor: Any = load_predictor(model, base)
+        try:
+            self._predictor: Any = load_predictor(model, base)
+        except ValueError as error:
+            raise ValueError(f"train_mtp is true, and {error} Remove train_mtp.") from error
         apply_liger(self._predictor, getattr(args, "liger_config", None))
         self._by_rows = trainer.wants_part("varlen_attention")
         self._has_adapter = trainer.model is not model  # and is saved alone

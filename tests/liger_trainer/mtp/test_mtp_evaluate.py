@@ -1,8 +1,12 @@
 """`mtp.evaluate` against a plain decoder with the head, which writes the model's greedy text in as many passes."""
 
+import re
+
 import pytest
 import torch
 from mtp_bases import mtp_trainer, write_base
+from recipe_fixtures import command, write_rows
+from tiny_models import tiny_model, tiny_tokenizer
 
 from liger_trainer.data.answers import answer
 from liger_trainer.head.acceptance import walk
@@ -74,3 +78,25 @@ def test_nothing_to_guess(trained):
     model, head = trained
     with pytest.raises(ValueError, match="there is nothing to guess"):
         evaluate(model, head, PROMPTS, set(), max_new_tokens=1)
+
+
+def test_mtp_eval(trained, tmp_path, capsys, monkeypatch):
+    """The command, on a model that was saved with its head, and on folders that it cannot measure."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    model, _ = trained
+    model.save_pretrained(tmp_path / "model")
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    write_rows(tmp_path / "rows.jsonl")
+    options = ("--prompts", tmp_path / "rows.jsonl", "--max_new_tokens", 12, "--max_rows", 3)
+    code, out, err = command(capsys, "mtp-eval", tmp_path / "model", *options)
+    assert code == 0, err
+    assert "MTP head: one guess" in out and "after 3 prompts" in out
+    assert 1 <= float(re.search(r"tokens per forward pass +(\d\.\d+)", out)[1]) <= 2
+
+    tiny_model("llama").save_pretrained(tmp_path / "llama")
+    tiny_tokenizer().save_pretrained(tmp_path / "llama")
+    code, _, err = command(capsys, "mtp-eval", tmp_path / "llama", *options)
+    assert code == 2 and "only such MTP heads are known" in err
+    (tmp_path / "model" / "adapter_config.json").write_text("{}")
+    code, _, err = command(capsys, "mtp-eval", tmp_path / "model", *options)
+    assert code == 2 and "Merge it with its base first" in err
