@@ -66,11 +66,13 @@ def brute_force(model, tensors, batch):
     return float(total.detach()), gradients, hits, count
 
 
-@pytest.mark.parametrize("kind", ["padded", "packed"])
-def test_matches_float64(kind, tmp_path):
+@pytest.mark.parametrize("kind, checkpointing", [("padded", False), ("packed", False), ("packed", True)])
+def test_matches_float64(kind, checkpointing, tmp_path):
     extra = write_base(tmp_path / "base")
     batch = {"padded": ragged_batch, "packed": packed_batch}[kind]()
-    trainer = mtp_trainer(tmp_path / "base", tmp_path / "out")
+    trainer = mtp_trainer(tmp_path / "base", tmp_path / "out", activation_checkpointing=checkpointing)
+    if checkpointing:
+        trainer.model.gradient_checkpointing_enable({"use_reentrant": False})
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
     total, gradients, hits, count = brute_force(plain, extra, batch)
     labels = int(batch["labels"][:, 1:].ne(-100).sum())
