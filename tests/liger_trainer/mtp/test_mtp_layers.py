@@ -116,6 +116,43 @@ def test_the_head_is_the_published_one(kind, tmp_path):
     torch.testing.assert_close(got, norm(out, "shared_head.norm"), rtol=1e-5, atol=1e-7)
 
 
+def write_mtp_base(folder):
+    """A tiny Qwen3-Next, whose checkpoints have a head `mtp.*` with each expert by itself. Returns its tensors."""
+    model = tiny_model("qwen3_next", mtp_num_hidden_layers=1)
+    model.save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    saved = load_file(folder / "model.safetensors")
+    generator = torch.Generator().manual_seed(1)
+    shapes = {f"mtp.{name}.weight": (SIZE,) for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")}
+    shapes["mtp.fc.weight"] = (SIZE, 2 * SIZE)
+    for name, tensor in saved.items():
+        if name.startswith("model.layers.1."):
+            shapes[name.replace("model.layers.1.", "mtp.layers.0.")] = tensor.shape
+    extra = {name: 0.2 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    save_file(saved | extra, folder / "model.safetensors", {"format": "pt"})
+    return extra
+
+
+def test_experts_of_a_head_named_mtp(tmp_path):
+    extra = write_mtp_base(tmp_path / "base")
+    assert "mtp.layers.0.mlp.experts.3.up_proj.weight" in extra
+    options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    trainer = mtp_trainer(tmp_path / "base", tmp_path / "out", **options)
+    state = trainer.model.state_dict()
+    for name, tensor in extra.items():
+        assert torch.equal(state[name], tensor), name
+    trainer.train()
+    trainer.save_model()
+    assert names_of(tmp_path / "out") == names_of(tmp_path / "base")
+    state = trainer.model.state_dict()
+    for name in extra:
+        assert torch.equal(tensor_of(tmp_path / "out", name), state[name]), name
+    resumed = mtp_trainer(tmp_path / "base", tmp_path / "out", **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
+    for name, tensor in trainer.model.mtp.state_dict().items():
+        torch.testing.assert_close(resumed.model.mtp.state_dict()[name], tensor, rtol=1e-6, atol=1e-7)
+
+
 def test_a_resumed_run_continues(tmp_path):
     write_base(tmp_path / "base", "deepseek_v3")
     options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
