@@ -73,7 +73,7 @@ OF_ONE_CONFIG = {
 NEWER_NAMES = {"activation_checkpointing", "activation_checkpointing_kwargs"}  # which older transformers lacks
 COMMANDS = {
     "train", "recipes", "init", "path", "fit", "verify", "chat", "compare", "doctor", "evaluate", "merge",
-    "medusa-eval", "medusa-export", "eagle-eval", "export",
+    "medusa-eval", "medusa-export", "eagle-eval", "export", "mtp-eval",
 }  # fmt: skip
 RECIPES = {
     "quickstart", "quickstart_dpo", "quickstart_medusa", "llama3_8b/sft_alpaca", "llama3_8b/sft_alpaca_lora",
