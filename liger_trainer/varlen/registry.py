@@ -101,7 +101,7 @@ def install(model: nn.Module) -> None:
 
 
 def release(is_patched: Callable[[nn.Module], bool]) -> None:
-    """Give transformers its own functions back, if `is_patched` of no model for which ours were installed.
+    """Give transformers its own functions back once no model that needed ours is patched any more (`is_patched`).
 
     `remove_liger` asks for this, and the garbage collector does not: it could run while another model is compiled,
     which would then fail. Within a compilation ours stay until the next `remove_liger`. A patched copy that is not
