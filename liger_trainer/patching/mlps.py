@@ -276,6 +276,7 @@ def build(mlp: MLP, rebuild_above: int = REBUILD_ABOVE_BYTES) -> Callable:
         with rebuilding(x, self):
             a = first_projection(x)
             b = None if is_fused else getattr(self, second)(x)
+        # The gradients of gate and up may be written over them only if no hook or graph reads them later.
         reuse = only_caller_reads(first_projection, a)
         if b is None:
             a, b = halves(a)
@@ -285,7 +286,7 @@ def build(mlp: MLP, rebuild_above: int = REBUILD_ABOVE_BYTES) -> Callable:
             dtype = torch.promote_types(a.dtype, b.dtype)
             a, b = a.to(dtype), b.to(dtype)
         a, b = (a, b) if gate_first else (b, a)
-        gate = plain_gate or mlp.gate.function(self)
+        gate = plain_gate or mlp.gate.function(self)  # clamps and scales are attributes, which may change
         return call_rebuilding(getattr(self, mlp.down), gate, a, b, reuse, above=rebuild_above)
 
     def forward(self, *args: Any, **named: Any) -> Any:

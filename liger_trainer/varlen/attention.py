@@ -78,10 +78,11 @@ def _by_rows(query, key, value, mask: RowMask, dropout=0.0, scaling=None, softca
         out = rows.attend(query, key, value, mask, dropout, scaling, softcap, s_aux)
         return out.view(query.shape[0], -1, *out.shape[1:])
     if window is not None and window >= rows.longest:
-        window = None
+        window = None  # plain causal attention has the faster kernels
     if softcap is not None or s_aux is not None:
         return _capped(query, key, value, rows, window, dropout, scaling, softcap, s_aux)
     rows.attention_kinds.add(mask.attention_kind)
+    # The order is by speed. Rows of one length are a batch, which SDPA takes with any dtype, head size and dropout.
     if window is None and rows.equal:
         out = _by_sdpa(query, key, value, rows, dropout, scaling)
     elif kernel_takes(query, key, value, dropout):

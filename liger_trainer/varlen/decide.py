@@ -107,6 +107,7 @@ class BackboneCall:
             return None
         unshared = plan.unshared if plan.saved else plan
         if unshared is not None and unshared.rows.is_whole_batch and not unshared.leaves_out:
+            # SDPA is the fastest for such rows, so our attention would gain nothing outside of a capture.
             unshared.only_replayed = not proven.needs_row_attention
         why = _why_unshared(self, plan) if plan.saved else None
         if why is not None:
@@ -125,6 +126,7 @@ def _why_unshared(asked: BackboneCall, plan: UnpadPlan) -> str | None:
     assert asked.sharing is not None, "the plan was made by it"
     if asked.bound.sharing.never is not None:
         return asked.bound.sharing.never
+    # Equal ids of images stand for different pixels.
     if base_of(asked.model) is not asked.backbone:
         return "the model takes images too"
     if asked.graphs is not None and plan.rows.tokens + plan.saved < asked.sharing.least_uncaptured:
@@ -221,6 +223,7 @@ def decide(
     for check in _CHECKS:
         reason = check(asked)
         if reason is not None:
+            # Stock would run on from row to row without a word, which trains something else.
             if bound.proven.keeps_state and holds_packed_rows(call):
                 needs = "; use_cache has to be False" if check is _rows_unknown else ""
                 raise MixedRows.of(bound, reason.text + needs)
@@ -295,6 +298,7 @@ def _why_whole(model, backbone, bound: BackboneBinding) -> str | None:
     for module in modules:
         attributes = module.__dict__
         cls = type(module)
+        # Only for a class that was not seen yet, or has another forward now: the check walks over the whole model.
         if known.get(cls) is not cls.forward:
             why = why_forward_is_unknown(model, bound.proven.forwards)
             if why is not None:

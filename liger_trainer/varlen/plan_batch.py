@@ -40,6 +40,8 @@ def plan_batch(
     text = config.get_text_config()
     keeps = getattr(config, "use_cache", getattr(text, "use_cache", None))  # trainers set it on the whole model
     keeps = keeps if call.get("use_cache") is None else call["use_cache"]
+    # With a cache, keys and values of earlier tokens belong to the batch as it is. An attention that was set after the
+    # proof was not proven.
     if keeps or cache_of(call) is not None or text._attn_implementation != attention:
         return None
     if not isinstance(tokens, torch.Tensor) or tokens.ndim < 2:
@@ -93,8 +95,10 @@ def _padded_plan(call, tokens, mask, with_full_batches, sharing) -> UnpadPlan | 
     given = (mask, *(() if labels is None else (labels,)), *((call["input_ids"],) if shares else ()))
     mask, *others = values_of(*given)
     ids = others.pop().cpu() if shares else None  # waits for the device, where the values are not known on the host
+    # In one copy to the host, where the values have to come from the device.
     real, *labelled = torch.stack([mask != 0, *[x != -100 for x in others]]).cpu()
     predicting = labelled if shifted else [F.pad(x[:, 1:], (0, 1)) for x in labelled]
+    # Tokens of a row have to follow one another: attention by lengths knows no gaps.
     runs = (real & ~F.pad(real[:, :-1], (1, 0))).sum(1)
     lengths = real.sum(1).tolist()
     broken = (runs > 1).any() or sum(lengths) == 0

@@ -94,6 +94,7 @@ def install(model: nn.Module) -> None:
     They answer like transformers' own, except in traced calls and for rows that are known. `release` takes them away.
     """
     _users.add(model)
+    # The names stay transformers' own, so that configs and code that compares them see no difference.
     for registry, name, own, ours in _FUNCTIONS:
         if registry[name] is own:
             registry.register(name, ours)

@@ -75,9 +75,11 @@ class UnpadPlan:
         """
         shape = tokens_of(self.given).shape[:2]
         positions = call.get("position_ids")
+        # By identity: to compare values would wait for the GPU, and a model that makes its own mask means another one.
         if call.get("attention_mask") is not self.given.get("attention_mask") or tokens_of(call).shape[:2] != shape:
             return False
         if positions is not self.given.get("position_ids"):
+            # Rows of a packed row are known by their positions alone, so that others would be other rows.
             known = self.leaves_out or self.rows.is_whole_batch
             of_tokens = positions is not None and positions.shape[-2:] in (shape, (1, shape[1]))
             if not (known and of_tokens):
@@ -85,7 +87,8 @@ class UnpadPlan:
         of_the_head = [name for name in _OF_THE_HEAD if call.get(name) is self.given.get(name)]
         others = [x for name, x in call.items() if name not in (*_KNOWN_TENSORS, *of_the_head)]
         for x in tree_leaves(others):
-            if isinstance(x, torch.Tensor) and x.ndim > 0:  # a count is of no token
+            # An unknown tensor may have a number for each token of the batch as it is. A scalar is a count.
+            if isinstance(x, torch.Tensor) and x.ndim > 0:
                 return False
         return True
 

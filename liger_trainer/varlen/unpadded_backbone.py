@@ -108,6 +108,7 @@ def _forward_of(backbone_class):
             if plan.unshared is None:
                 return call_previous(self, BackboneBinding, args, kwargs)
             plan = plan.unshared
+        # The decision was about the arguments of the whole model. The model around may have made others of them.
         if len(args) > len(names) or not plan.fits(call):
             _refuse_mixing(bound, plan, "its inputs are made by the model around it")
             if plan.leaves_out and not bound.proven.sees_both_ways:  # the report has said that
@@ -117,6 +118,7 @@ def _forward_of(backbone_class):
             with use_plan(None):
                 outputs = _run(self, bound, plan, call)
         except NotForRows as error:
+            # For good: a later call would raise again, after the layers before have run in vain.
             bound.fallback_active = True
             _refuse_mixing(bound, plan, str(error))
             bound.report_fallback(str(error), COMPUTES_PADDING)

@@ -90,6 +90,7 @@ class Binding:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self.module.to()
+        # A strong reference would make a cycle of model and binding, and memory would wait for the garbage collector.
         if module is None:
             raise ReferenceError("The module of this forward has been freed. Keep the model, not its forward alone.")
         reason = None
@@ -187,6 +188,7 @@ def unbind_all(model: nn.Module) -> None:
 
 def _unbind(module: nn.Module) -> None:
     state = module.__dict__
+    # The last one first, because each remembers what was there before it.
     for key in reversed([key for key in state if key.startswith("_liger_")]):
         binding = state.pop(key)
         if not isinstance(binding, Binding):  # it has been pickled since

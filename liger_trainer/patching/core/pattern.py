@@ -86,10 +86,11 @@ def match_modules(patterns: Iterable[PatchPattern], modules: Iterable[tuple[str,
             proof = guards = None
             slot, reason = slot_of(module, pattern.method, around=pattern.binding is not Binding)
             if reason is None:
-                key = (pattern, fingerprint(module))
+                key = (pattern, fingerprint(module))  # a model has the same norm in each layer
                 if key not in proofs:
                     proofs[key] = prove_module(pattern, module)
                 proof, guards, reason = proofs[key]
+            # The proof may be of another module with this fingerprint, so the guards are asked about this one.
             if guards is not None and reason is None:
                 reason = guards.broken(module) or pattern.why_not(module)
             if proof is None or reason is not None:

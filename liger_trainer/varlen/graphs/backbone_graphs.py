@@ -204,6 +204,7 @@ class BackboneGraphs:
         raise NotCapturable(self._difference or "the first call of its kind")
 
     def _begin_mode(self, key: tuple) -> None:
+        # A model that changes from call to call would capture again and again, and never replay.
         if len(self.modes) == MOST_MODES:
             oldest = min(self.modes, key=lambda mode: mode.last_used)
             self.modes.remove(oldest)
@@ -240,7 +241,7 @@ class BackboneGraphs:
         self, mode: CapturedMode, batch: TokenBatch, forward: Callable[..., Any], constants: dict[str, Any]
     ) -> CapturedSize:
         """Find the graphs for a batch, or capture them. Raises `NotCapturable`."""
-        if mode.why_not is not None:
+        if mode.why_not is not None:  # its first call has done more than compute
             raise NotCapturable(mode.why_not)
         tokens = round_up(batch.tokens)
         size = mode.sizes.get(tokens)
