@@ -27,7 +27,7 @@ Decide = Callable[["Switch", Callable[..., Any], tuple[Any, ...]], Any]
 
 
 class Switch:
-    """Stands for the function by which the layer `module` is checkpointed.
+    """Stands for the function that checkpoints the layer `module`.
 
     A copy or a pickle of the model has the plain function of torch instead.
     """
@@ -128,7 +128,7 @@ def _put(model: nn.Module, decide: Decide) -> None:
 
 
 class _Setter:
-    """Stands for the method by which `model` turns checkpointing on and off, and puts the switches in again."""
+    """Stands for the method of `model` that turns checkpointing on and off, and puts the switches in again."""
 
     def __init__(self, model: nn.Module, decide: Decide):
         self.model, self.decide = model, decide
@@ -153,7 +153,7 @@ def inputs_of(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any,
 
 
 def hidden_of(function: Callable[..., Any], args: tuple[Any, ...]) -> torch.Tensor | None:
-    """Return the hidden states (rows, length, ...) among the inputs of a layer; None if there are none."""
+    """Return the hidden states (rows, length, ...) among the inputs of a layer, or None."""
     return next((x for x in inputs_of(function, args) if getattr(x, "ndim", 0) >= 2 and x.is_floating_point()), None)
 
 
