@@ -23,10 +23,16 @@ def grouped_mm(x, weights, gate_up, down, ids):
     from transformers.integrations.moe import grouped_mm_experts_forward
 
     block = SimpleNamespace(
-        num_experts=gate_up.shape[0], gate_up_proj=gate_up, down_proj=down, has_gate=True, has_bias=False,
-        is_transposed=False, has_post_expert_norm=False, _is_expert_parallel=False,
+        num_experts=gate_up.shape[0],
+        gate_up_proj=gate_up,
+        down_proj=down,
+        has_gate=True,
+        has_bias=False,
+        is_transposed=False,
+        has_post_expert_norm=False,
+        _is_expert_parallel=False,
         _apply_gate=lambda h: F.silu(h.chunk(2, -1)[0]) * h.chunk(2, -1)[1],
-    )  # fmt: skip
+    )
     return grouped_mm_experts_forward(block, x, ids, weights)
 
 

@@ -49,9 +49,16 @@ def rms_norm(rows, hidden, *, dtype):
         return F.rms_norm(x, (hidden,), w, 1e-6)
 
     return layer(
-        "rms_norm", f"{rows}x{hidden}", inputs, 5, lambda x, w: lt.rms_norm(x, w, 1e-6), eager_rms_norm, peer,
-        exact_rms_norm, **{"F.rms_norm": of_torch},
-    )  # fmt: skip
+        "rms_norm",
+        f"{rows}x{hidden}",
+        inputs,
+        5,
+        lambda x, w: lt.rms_norm(x, w, 1e-6),
+        eager_rms_norm,
+        peer,
+        exact_rms_norm,
+        **{"F.rms_norm": of_torch},
+    )
 
 
 def add_rms_norm(rows, hidden, *, dtype):
@@ -69,9 +76,16 @@ def add_rms_norm(rows, hidden, *, dtype):
 
     # Forward reads x and r, and writes y and s. Backward reads dy, ds and s, and writes one gradient for x and r.
     return layer(
-        "add_rms_norm", f"{rows}x{hidden}", inputs, 8, lambda x, r, w: lt.add_rms_norm(x, r, w, 1e-6), eager, peer,
-        exact, outputs=2,
-    )  # fmt: skip
+        "add_rms_norm",
+        f"{rows}x{hidden}",
+        inputs,
+        8,
+        lambda x, r, w: lt.add_rms_norm(x, r, w, 1e-6),
+        eager,
+        peer,
+        exact,
+        outputs=2,
+    )
 
 
 def layer_norm(rows, hidden, *, dtype):

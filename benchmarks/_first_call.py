@@ -67,7 +67,9 @@ def first_step(sizes, command, record):
         rows.append(row)
         record.write({"rows": rows})
     titles = {
-        "empty": "first call s, empty cache", "empty_other": "other size s", "filled": "first call s, filled cache",
+        "empty": "first call s, empty cache",
+        "empty_other": "other size s",
+        "filled": "first call s, filled cache",
         "filled_other": "other size s",
-    }  # fmt: skip
+    }
     table(rows, {"operation": ("operation", ""), "size": ("size", "")} | {k: (t, ".3f") for k, t in titles.items()})

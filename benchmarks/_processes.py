@@ -44,8 +44,14 @@ def rows_from(arm, timeout_s, echo=False, env=(), more=(), launcher=()):
         for line in child.stdout:
             if line.startswith("RESULT "):
                 row = json.loads(line.removeprefix("RESULT "))
-                print(", ".join(f"{k} {x:.5g}" if isinstance(x, float) else f"{k} {x}" for k, x in row.items()
-                                if isinstance(x, str | int | float)), flush=True)  # fmt: skip
+                print(
+                    ", ".join(
+                        f"{k} {x:.5g}" if isinstance(x, float) else f"{k} {x}"
+                        for k, x in row.items()
+                        if isinstance(x, str | int | float)
+                    ),
+                    flush=True,
+                )
                 yield row
             elif echo:
                 print(line, end="")

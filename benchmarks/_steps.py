@@ -243,14 +243,25 @@ def make_trainer(arm, run, callbacks, **more):
                 model.enable_input_require_grads()
     offloads = run.offload and arm.startswith("Liger")
     args = args_class(
-        output_dir=tempfile.mkdtemp(), max_steps=run.steps, per_device_train_batch_size=run.batch,
-        logging_steps=5, logging_first_step=True, dataloader_num_workers=run.workers,
-        learning_rate=1e-5, bf16=DEVICE == "cuda" and run.autocast, optim="adamw_torch_fused", report_to="none",
+        output_dir=tempfile.mkdtemp(),
+        max_steps=run.steps,
+        per_device_train_batch_size=run.batch,
+        logging_steps=5,
+        logging_first_step=True,
+        dataloader_num_workers=run.workers,
+        learning_rate=1e-5,
+        bf16=DEVICE == "cuda" and run.autocast,
+        optim="adamw_torch_fused",
+        report_to="none",
         save_strategy="no",
         gradient_checkpointing_kwargs={"use_reentrant": False} | ({"offload": True} if offloads else {}),
-        use_cpu=DEVICE == "cpu", disable_tqdm=True, lr_scheduler_type="constant", remove_unused_columns=False,
-        dataloader_drop_last=True, **options,
-    )  # fmt: skip
+        use_cpu=DEVICE == "cpu",
+        disable_tqdm=True,
+        lr_scheduler_type="constant",
+        remove_unused_columns=False,
+        dataloader_drop_last=True,
+        **options,
+    )
     trainer_class = counting(stock_class, **methods)
     return trainer_class(model=model, args=args, train_dataset=rows, callbacks=callbacks, **inputs)
 

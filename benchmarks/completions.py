@@ -89,12 +89,24 @@ def one_arm(options):
     if options.always:
         groups.PAYS = groups.ALWAYS
     args = args_class(
-        output_dir=tempfile.mkdtemp(), max_steps=steps, per_device_train_batch_size=options.completions,
-        num_generations=options.completions, max_completion_length=options.longest, logging_steps=4,
-        learning_rate=1e-5, bf16=DEVICE == "cuda", use_cpu=DEVICE == "cpu", optim="adamw_torch_fused",
-        report_to="none", save_strategy="no", gradient_checkpointing=True,
-        gradient_checkpointing_kwargs={"use_reentrant": False}, disable_tqdm=True, lr_scheduler_type="constant", **more,
-    )  # fmt: skip
+        output_dir=tempfile.mkdtemp(),
+        max_steps=steps,
+        per_device_train_batch_size=options.completions,
+        num_generations=options.completions,
+        max_completion_length=options.longest,
+        logging_steps=4,
+        learning_rate=1e-5,
+        bf16=DEVICE == "cuda",
+        use_cpu=DEVICE == "cpu",
+        optim="adamw_torch_fused",
+        report_to="none",
+        save_strategy="no",
+        gradient_checkpointing=True,
+        gradient_checkpointing_kwargs={"use_reentrant": False},
+        disable_tqdm=True,
+        lr_scheduler_type="constant",
+        **more,
+    )
     lora = LoraConfig(r=options.lora, target_modules=ATTENTION) if options.lora else None
     trainer = on_given_completions(trainer_class, options, model.config.vocab_size)(
         model=model,
@@ -140,8 +152,16 @@ def main():
     for arm in options.arms:
         rows += rows_from(arm, 300)
         record.write({"options": vars(options), "rows": rows})
-    table(rows, {"arm": ("", ""), "ms": ("ms", ".1f"), "gib_used": ("GiB used", ".1f"), "losses": ("losses", ""),
-                 "note": ("", "")})  # fmt: skip
+    table(
+        rows,
+        {
+            "arm": ("", ""),
+            "ms": ("ms", ".1f"),
+            "gib_used": ("GiB used", ".1f"),
+            "losses": ("losses", ""),
+            "note": ("", ""),
+        },
+    )
     record.say_where()
 
 

@@ -129,14 +129,32 @@ def trainer_of(method, seed, options):
     if method.endswith("+stock"):
         trainer_class, args_class, more = SFTTrainer, SFTConfig, {}
     args = args_class(
-        output_dir=tempfile.mkdtemp(), max_steps=options.steps, per_device_train_batch_size=options.batch,
-        per_device_eval_batch_size=options.batch, learning_rate=5e-4 if in_bf16 else 1e-4, warmup_steps=options.warmup,
-        lr_scheduler_type="linear", optim="adamw_torch_fused", seed=seed, bf16=not fp8,
-        train_sampling_strategy="sequential", max_length=options.length, packing=False,
-        dataset_kwargs={"skip_prepare_dataset": True}, remove_unused_columns=False, gradient_checkpointing=False,
-        logging_steps=1, eval_strategy="steps", eval_steps=options.every, eval_on_start=True, save_strategy="no",
-        report_to="none", use_cpu=DEVICE == "cpu", disable_tqdm=True, **more,
-    )  # fmt: skip
+        output_dir=tempfile.mkdtemp(),
+        max_steps=options.steps,
+        per_device_train_batch_size=options.batch,
+        per_device_eval_batch_size=options.batch,
+        learning_rate=5e-4 if in_bf16 else 1e-4,
+        warmup_steps=options.warmup,
+        lr_scheduler_type="linear",
+        optim="adamw_torch_fused",
+        seed=seed,
+        bf16=not fp8,
+        train_sampling_strategy="sequential",
+        max_length=options.length,
+        packing=False,
+        dataset_kwargs={"skip_prepare_dataset": True},
+        remove_unused_columns=False,
+        gradient_checkpointing=False,
+        logging_steps=1,
+        eval_strategy="steps",
+        eval_steps=options.every,
+        eval_on_start=True,
+        save_strategy="no",
+        report_to="none",
+        use_cpu=DEVICE == "cpu",
+        disable_tqdm=True,
+        **more,
+    )
     adapters = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM") if lora else None
     return trainer_class(
         model,
@@ -184,14 +202,23 @@ def one_arm(arm, options):
     more = {} if method.startswith(IN_BF16) else {"held_out_bf16": in_bf16(trainer, options)}
     if router := [log["aux_loss"] for log in trainer.state.log_history if "aux_loss" in log]:
         more |= {"router": mean(router[-LAST:]), "router_curve": means(router)}
-    emit(more | {
-        "arm": arm, "what": f"{METHODS[method]}, seed {seed}", "seed": int(seed),
-        "curve": means(losses),
-        "first": mean(losses[:MEAN_OF]), "middle": mean(losses[max(0, middle - MEAN_OF) : middle]),
-        "last": mean(losses[-LAST:]), "held_out": held[options.steps], "held_out_by_step": held,
-        "seconds": seconds, "gib": torch.cuda.max_memory_allocated() / 2**30 if DEVICE == "cuda" else None,
-        "patched": trainer.liger_report.one_line() if isinstance(trainer, LigerSFTTrainer) else None,
-    })  # fmt: skip
+    emit(
+        more
+        | {
+            "arm": arm,
+            "what": f"{METHODS[method]}, seed {seed}",
+            "seed": int(seed),
+            "curve": means(losses),
+            "first": mean(losses[:MEAN_OF]),
+            "middle": mean(losses[max(0, middle - MEAN_OF) : middle]),
+            "last": mean(losses[-LAST:]),
+            "held_out": held[options.steps],
+            "held_out_by_step": held,
+            "seconds": seconds,
+            "gib": torch.cuda.max_memory_allocated() / 2**30 if DEVICE == "cuda" else None,
+            "patched": trainer.liger_report.one_line() if isinstance(trainer, LigerSFTTrainer) else None,
+        }
+    )
 
 
 def compared(rows):
@@ -219,11 +246,18 @@ def compared(rows):
 def columns_for(steps):
     middle = steps // 2
     return {
-        "what": ("", ""), "first": (f"steps 1-{MEAN_OF}", ".4f"), "middle": (f"{middle - MEAN_OF + 1}-{middle}", ".4f"),
-        "last": (f"last {LAST}", ".4f"), "held_out": ("held out", ".4f"),
-        "held_out_bf16": ("held out, in bf16", ".4f"), "apart": (f"largest, of {MEAN_OF}", ".4f"),
-        "router": ("router", ".4f"), "seconds": ("s", ".0f"), "gib": ("GiB", ".1f"), "note": ("", ""),
-    }  # fmt: skip
+        "what": ("", ""),
+        "first": (f"steps 1-{MEAN_OF}", ".4f"),
+        "middle": (f"{middle - MEAN_OF + 1}-{middle}", ".4f"),
+        "last": (f"last {LAST}", ".4f"),
+        "held_out": ("held out", ".4f"),
+        "held_out_bf16": ("held out, in bf16", ".4f"),
+        "apart": (f"largest, of {MEAN_OF}", ".4f"),
+        "router": ("router", ".4f"),
+        "seconds": ("s", ".0f"),
+        "gib": ("GiB", ".1f"),
+        "note": ("", ""),
+    }
 
 
 def parsed():

@@ -134,9 +134,13 @@ def medusa(records):
                 color, marker = (OURS, "o") if is_ours(arm) else (STOCK, "^")
                 if points:
                     axis.plot(
-                        *zip(*points, strict=True), styles[heads], marker=marker, markersize=4, color=color,
+                        *zip(*points, strict=True),
+                        styles[heads],
+                        marker=marker,
+                        markersize=4,
+                        color=color,
                         label=f"{arm}, K = {heads}",
-                    )  # fmt: skip
+                    )
             kind = "untied" if untied else "tied"
             finish_lines(axis, {row["length"] for row in rows}, f"stage {stage}, {kind}: {title}")
     axes[0, 0].legend(fontsize=8, frameon=False)

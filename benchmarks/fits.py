@@ -15,16 +15,25 @@ from _models import MODELS
 
 CARDS = (8, 12, 16, 24, 48, 80, 141)
 SHAPES = {
-    "llama3_8b": "Llama-3-8B", "llama3_2_3b": "Llama-3.2-3B", "gpt_oss_20b": "gpt-oss-20b",
+    "llama3_8b": "Llama-3-8B",
+    "llama3_2_3b": "Llama-3.2-3B",
+    "gpt_oss_20b": "gpt-oss-20b",
     "qwen3_30b_a3b": "Qwen3-30B-A3B",
-}  # fmt: skip
+}
 RECIPES = {  # and on how many GPUs
-    "llama3_2_3b/sft_lora_24gb": 1, "llama3_8b/sft_qlora_16gb": 1, "llama3_8b/sft_qlora_24gb": 1,
-    "llama3_8b/sft_alpaca_qlora": 1, "llama3_8b/sft_alpaca_lora": 1, "gpt_oss_20b/sft_lora": 1,
+    "llama3_2_3b/sft_lora_24gb": 1,
+    "llama3_8b/sft_qlora_16gb": 1,
+    "llama3_8b/sft_qlora_24gb": 1,
+    "llama3_8b/sft_alpaca_qlora": 1,
+    "llama3_8b/sft_alpaca_lora": 1,
+    "gpt_oss_20b/sft_lora": 1,
     "gpt_oss_20b/sft_lora_16gb": 1,
-    "qwen3_30b_a3b/sft_lora": 1, "llama3_8b/sft_alpaca": 8, "llama3_8b/orpo": 8, "llama3_8b/dpo_ultrafeedback": 8,
+    "qwen3_30b_a3b/sft_lora": 1,
+    "llama3_8b/sft_alpaca": 8,
+    "llama3_8b/orpo": 8,
+    "llama3_8b/dpo_ultrafeedback": 8,
     "llama3_8b/kto": 8,
-}  # fmt: skip
+}
 
 
 def rows_of(name, gpus, folder):

@@ -18,9 +18,12 @@ from _processes import emit, rows_from
 from _steps import Run, build
 
 CASES = (
-    "SmolLM2-135M:1x256", "SmolLM2-135M:4x1024", "Llama-3.2-1B:1x1024", "SmolLM2-135M:1x256:lora",
+    "SmolLM2-135M:1x256",
+    "SmolLM2-135M:4x1024",
+    "Llama-3.2-1B:1x1024",
+    "SmolLM2-135M:1x256:lora",
     "Llama-3.2-1B:1x1024:lora",
-)  # fmt: skip
+)
 ARMS = ("stock", "Liger", "ours")
 
 
@@ -72,8 +75,14 @@ def one_arm(arm, cases, profile):
             launched.append(time.perf_counter() - start)
             synchronize()
             whole.append(time.perf_counter() - start)
-        emit({"arm": arm, "case": case, "ms": 1e3 * statistics.median(whole),
-              "host_ms": 1e3 * statistics.median(launched)})  # fmt: skip
+        emit(
+            {
+                "arm": arm,
+                "case": case,
+                "ms": 1e3 * statistics.median(whole),
+                "host_ms": 1e3 * statistics.median(launched),
+            }
+        )
         if profile:
             print_profile(run)
 
@@ -106,8 +115,16 @@ def main():
         rows += rows_from(arm, 300, echo=options.profile)
         record.write({"options": vars(options), "rows": rows})
     rows.sort(key=lambda row: options.cases.index(row["case"]) if "case" in row else -1)
-    table(rows, {"case": ("case", ""), "arm": ("model", ""), "ms": ("ms", ".1f"), "host_ms": ("host ms", ".1f"),
-                 "note": ("", "")})  # fmt: skip
+    table(
+        rows,
+        {
+            "case": ("case", ""),
+            "arm": ("model", ""),
+            "ms": ("ms", ".1f"),
+            "host_ms": ("host ms", ".1f"),
+            "note": ("", ""),
+        },
+    )
     record.say_where()
 
 

@@ -26,30 +26,53 @@ _VISION = {"in_channels": 3, "spatial_merge_size": 2, "temporal_patch_size": 2, 
 MODELS = {  # model type, config of text, config of vision
     "Qwen2.5-VL-3B": (
         "qwen2_5_vl",
-        _TEXT | {
-            "hidden_size": 2048, "intermediate_size": 11008, "num_attention_heads": 16, "num_key_value_heads": 2,
+        _TEXT
+        | {
+            "hidden_size": 2048,
+            "intermediate_size": 11008,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 2,
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]},
         },
-        _VISION | {
-            "depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "out_hidden_size": 2048, "patch_size": 14,
-            "fullatt_block_indexes": [7, 15, 23, 31], "window_size": 112,
+        _VISION
+        | {
+            "depth": 32,
+            "hidden_size": 1280,
+            "intermediate_size": 3420,
+            "out_hidden_size": 2048,
+            "patch_size": 14,
+            "fullatt_block_indexes": [7, 15, 23, 31],
+            "window_size": 112,
         },
     ),
     "Qwen3-VL-4B": (
         "qwen3_vl",
-        _TEXT | {
-            "hidden_size": 2560, "intermediate_size": 9728, "num_attention_heads": 32, "num_key_value_heads": 8,
+        _TEXT
+        | {
+            "hidden_size": 2560,
+            "intermediate_size": 9728,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
             "head_dim": 128,
             "rope_parameters": {
-                "rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20], "mrope_interleaved": True,
+                "rope_type": "default",
+                "rope_theta": 5e6,
+                "mrope_section": [24, 20, 20],
+                "mrope_interleaved": True,
             },
         },
-        _VISION | {
-            "depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "out_hidden_size": 2560, "patch_size": 16,
-            "deepstack_visual_indexes": [5, 11, 17], "num_position_embeddings": 2304,
+        _VISION
+        | {
+            "depth": 24,
+            "hidden_size": 1024,
+            "intermediate_size": 4096,
+            "out_hidden_size": 2560,
+            "patch_size": 16,
+            "deepstack_visual_indexes": [5, 11, 17],
+            "num_position_embeddings": 2304,
         },
     ),
-}  # fmt: skip
+}
 ARMS = ("Trainer", "Trainer + Liger", "LigerTrainer", "LigerTrainer - graphs", "LigerTrainer + auto")
 GRID = 32
 STEPS, WARM = (24, 10) if DEVICE == "cuda" else (3, 1)
@@ -92,10 +115,13 @@ class Collate:
         ids = torch.tensor([row["input_ids"] + [PAD] * (width - len(row["input_ids"])) for row in rows])
         real, images = ids != PAD, ids == IMAGE
         return {
-            "input_ids": ids, "attention_mask": real.long(), "labels": ids.masked_fill(~real | images, -100),
-            "pixel_values": self.pixels, "image_grid_thw": torch.tensor([[1, GRID, GRID]] * len(rows)),
+            "input_ids": ids,
+            "attention_mask": real.long(),
+            "labels": ids.masked_fill(~real | images, -100),
+            "pixel_values": self.pixels,
+            "image_grid_thw": torch.tensor([[1, GRID, GRID]] * len(rows)),
             "mm_token_type_ids": images.int(),
-        }  # fmt: skip
+        }
 
 
 class Clock(TrainerCallback):
@@ -121,11 +147,23 @@ def train(options, batch, inputs, **more):
     trainer_class, args_class = classes_of(options.arm)
     model, clock = build(options.model, options.tiny), Clock()
     args = args_class(
-        output_dir=tempfile.mkdtemp(), per_device_train_batch_size=batch, max_steps=options.steps, logging_steps=1,
-        save_strategy="no", report_to="none", bf16=DEVICE == "cuda", use_cpu=DEVICE == "cpu",
-        gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": False}, learning_rate=1e-5,
-        optim="adamw_torch_fused", lr_scheduler_type="constant", disable_tqdm=True, remove_unused_columns=False, **more,
-    )  # fmt: skip
+        output_dir=tempfile.mkdtemp(),
+        per_device_train_batch_size=batch,
+        max_steps=options.steps,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        bf16=DEVICE == "cuda",
+        use_cpu=DEVICE == "cpu",
+        gradient_checkpointing=True,
+        gradient_checkpointing_kwargs={"use_reentrant": False},
+        learning_rate=1e-5,
+        optim="adamw_torch_fused",
+        lr_scheduler_type="constant",
+        disable_tqdm=True,
+        remove_unused_columns=False,
+        **more,
+    )
     trainer = trainer_class(model=model, args=args, callbacks=[clock], **inputs(model.config))
     trainer.train()
     peak = torch.cuda.max_memory_allocated() / 2**30 if DEVICE == "cuda" else None
@@ -178,8 +216,18 @@ def main():
         for arm in options.arms:
             rows += rows_from(arm, 300, more=["--model", model])
             record.write({"options": vars(options), "rows": rows})
-    table(rows, {"model": ("model", ""), "arm": ("", ""), "rows_s": ("rows/s", ".2f"), "ms": ("ms", ".0f"),
-                 "gib": ("GiB", ".1f"), "loss": ("loss", ".4f"), "note": ("", "")})  # fmt: skip
+    table(
+        rows,
+        {
+            "model": ("model", ""),
+            "arm": ("", ""),
+            "rows_s": ("rows/s", ".2f"),
+            "ms": ("ms", ".0f"),
+            "gib": ("GiB", ".1f"),
+            "loss": ("loss", ".4f"),
+            "note": ("", ""),
+        },
+    )
     record.say_where()
 
 

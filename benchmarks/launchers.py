@@ -124,10 +124,17 @@ def flag(rows):
 
 
 COLUMNS = {
-    "run": ("launcher", ""), "tokens_per_s": ("tokens/s of one process", ".0f"), "gib": ("peak GiB", ".1f"),
-    "first_step_s": ("s to the first step", ".0f"), "save_s": ("s to save", ".0f"), "total_s": ("s in all", ".0f"),
-    "resumed": ("resumed at", ""), "apart": ("losses apart", ".1e"), "ends": ("loss", ""), "note": ("", ""),
-}  # fmt: skip
+    "run": ("launcher", ""),
+    "tokens_per_s": ("tokens/s of one process", ".0f"),
+    "gib": ("peak GiB", ".1f"),
+    "first_step_s": ("s to the first step", ".0f"),
+    "save_s": ("s to save", ".0f"),
+    "total_s": ("s in all", ".0f"),
+    "resumed": ("resumed at", ""),
+    "apart": ("losses apart", ".1e"),
+    "ends": ("loss", ""),
+    "note": ("", ""),
+}
 
 
 def parsed_run(text):

@@ -60,9 +60,14 @@ def key_of(row):
 def run_of(case, options):
     skip = SKIP if options.rows == "full" else (options.steps + 1) // 2
     return Run(
-        options.model, options.batch, case["length"], steps=options.steps, skip=skip, data=options.data,
+        options.model,
+        options.batch,
+        case["length"],
+        steps=options.steps,
+        skip=skip,
+        data=options.data,
         rows=options.rows,
-    )  # fmt: skip
+    )
 
 
 def add_heads(model, case):
@@ -102,24 +107,43 @@ def make_trainer(arm, case, options, callbacks):
     add_heads(model, case)
     rows, collator = sft_rows(run, model.config.vocab_size, tokenizer_of())
     common = dict(
-        output_dir=tempfile.mkdtemp(), max_steps=options.steps, per_device_train_batch_size=options.batch,
-        logging_steps=LOG, logging_first_step=True, dataloader_num_workers=4 if DEVICE == "cuda" else 0,
-        learning_rate=0.0, weight_decay=0.0, lr_scheduler_type="constant", bf16=DEVICE == "cuda",
-        optim="adamw_torch_fused", report_to="none", save_strategy="no", use_cpu=DEVICE == "cpu", disable_tqdm=True,
+        output_dir=tempfile.mkdtemp(),
+        max_steps=options.steps,
+        per_device_train_batch_size=options.batch,
+        logging_steps=LOG,
+        logging_first_step=True,
+        dataloader_num_workers=4 if DEVICE == "cuda" else 0,
+        learning_rate=0.0,
+        weight_decay=0.0,
+        lr_scheduler_type="constant",
+        bf16=DEVICE == "cuda",
+        optim="adamw_torch_fused",
+        report_to="none",
+        save_strategy="no",
+        use_cpu=DEVICE == "cpu",
+        disable_tqdm=True,
         gradient_checkpointing=case["stage"] == 2 and not options.no_checkpointing,
-        gradient_checkpointing_kwargs={"use_reentrant": False}, remove_unused_columns=False, dataloader_drop_last=True,
+        gradient_checkpointing_kwargs={"use_reentrant": False},
+        remove_unused_columns=False,
+        dataloader_drop_last=True,
         train_sampling_strategy="random" if run.rows == "full" else "sequential",
-    )  # fmt: skip
+    )
     if arm in (OURS, FP8):
         from datasets import Dataset
 
         from liger_trainer import LigerMedusaConfig, LigerMedusaTrainer
 
         args = LigerMedusaConfig(
-            **common, medusa_num_heads=case["heads"], medusa_tied=case["tied"], medusa_stage=case["stage"],
-            medusa_decay=DECAY, max_length=case["length"], dataset_kwargs={"skip_prepare_dataset": True},
-            packing=run.rows == "packed", fp8=arm == FP8,
-        )  # fmt: skip
+            **common,
+            medusa_num_heads=case["heads"],
+            medusa_tied=case["tied"],
+            medusa_stage=case["stage"],
+            medusa_decay=DECAY,
+            max_length=case["length"],
+            dataset_kwargs={"skip_prepare_dataset": True},
+            packing=run.rows == "packed",
+            fp8=arm == FP8,
+        )
         return counting(LigerMedusaTrainer)(
             model, args, train_dataset=Dataset.from_list(rows), processing_class=tokenizer_of(), callbacks=callbacks
         )
@@ -204,12 +228,21 @@ def flag(rows):
 
 
 COLUMNS = {
-    "stage": ("stage", ""), "projection": ("heads", ""), "heads": ("K", ""), "length": ("length", ""),
+    "stage": ("stage", ""),
+    "projection": ("heads", ""),
+    "heads": ("K", ""),
+    "length": ("length", ""),
     "rows": ("rows", ""),
-    "arm": ("arm", ""), "tokens_per_s": ("tokens/s", ".0f"), "gib": ("peak GiB", ".1f"), "static": ("static", ".1f"),
-    "above": ("above", ".1f"), "loss": ("loss", ".4f"), "faster": ("ours x faster", ".2f"),
-    "less": ("ours less above", ".0%"), "note": ("", ""),
-}  # fmt: skip
+    "arm": ("arm", ""),
+    "tokens_per_s": ("tokens/s", ".0f"),
+    "gib": ("peak GiB", ".1f"),
+    "static": ("static", ".1f"),
+    "above": ("above", ".1f"),
+    "loss": ("loss", ".4f"),
+    "faster": ("ours x faster", ".2f"),
+    "less": ("ours less above", ".0%"),
+    "note": ("", ""),
+}
 
 
 def show(rows):

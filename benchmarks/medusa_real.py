@@ -52,12 +52,26 @@ def trainer_of(model, tokenizer, rows, options):
     from datasets import Dataset
 
     args = LigerMedusaConfig(
-        output_dir=tempfile.mkdtemp(), medusa_num_heads=options.heads, medusa_tied=options.projection == "tied",
-        medusa_targets=options.targets, max_length=1024, num_train_epochs=options.epochs,
-        per_device_train_batch_size=options.batch, learning_rate=options.learning_rate, lr_scheduler_type="cosine",
-        warmup_steps=20, bf16=False, seed=options.seed, report_to="none", save_strategy="no", logging_steps=20,
-        logging_first_step=True, use_cpu=DEVICE == "cpu", disable_tqdm=True, gradient_checkpointing=False,
-    )  # fmt: skip
+        output_dir=tempfile.mkdtemp(),
+        medusa_num_heads=options.heads,
+        medusa_tied=options.projection == "tied",
+        medusa_targets=options.targets,
+        max_length=1024,
+        num_train_epochs=options.epochs,
+        per_device_train_batch_size=options.batch,
+        learning_rate=options.learning_rate,
+        lr_scheduler_type="cosine",
+        warmup_steps=20,
+        bf16=False,
+        seed=options.seed,
+        report_to="none",
+        save_strategy="no",
+        logging_steps=20,
+        logging_first_step=True,
+        use_cpu=DEVICE == "cpu",
+        disable_tqdm=True,
+        gradient_checkpointing=False,
+    )
     return LigerMedusaTrainer(model, args, train_dataset=Dataset.from_list(rows), processing_class=tokenizer)
 
 

@@ -95,8 +95,16 @@ def main():
     for arm in options.arms:
         rows += rows_from(arm, 300)
         record.write({"options": vars(options), "rows": rows})
-    table(rows, {"arm": ("arm", ""), "tokens_per_s": ("useful tokens/s", ",.0f"), "tokens": ("tokens a step", ",.0f"),
-                 "gib": ("GiB", ".1f"), "note": ("", "")})  # fmt: skip
+    table(
+        rows,
+        {
+            "arm": ("arm", ""),
+            "tokens_per_s": ("useful tokens/s", ",.0f"),
+            "tokens": ("tokens a step", ",.0f"),
+            "gib": ("GiB", ".1f"),
+            "note": ("", ""),
+        },
+    )
     record.say_where()
 
 

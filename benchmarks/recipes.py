@@ -86,15 +86,36 @@ ROWS = {
 IMAGES = "images.parquet"
 WARM = 2  # steps before the clock of tokens/s starts
 SMALL = {
-    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16,
-    "num_key_value_heads": 2, "moe_intermediate_size": 32, "num_experts": 8, "num_local_experts": 8, "vocab_size": 2048,
-    "depth": 2, "num_heads": 4, "out_hidden_size": 64, "fullatt_block_indexes": [1],
-    "full_attention_interval": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16, "shared_expert_intermediate_size": 32, "global_head_dim": 32,
-    "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 2048,
-    "shared_intermediate_size": 32, "layer_types": ["linear_attention", "full_attention"], "mamba_n_heads": 8,
-    "mamba_d_head": 16, "mamba_d_state": 16,
-}  # fmt: skip
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "head_dim": 16,
+    "num_key_value_heads": 2,
+    "moe_intermediate_size": 32,
+    "num_experts": 8,
+    "num_local_experts": 8,
+    "vocab_size": 2048,
+    "depth": 2,
+    "num_heads": 4,
+    "out_hidden_size": 64,
+    "fullatt_block_indexes": [1],
+    "full_attention_interval": 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "shared_expert_intermediate_size": 32,
+    "global_head_dim": 32,
+    "num_kv_shared_layers": 0,
+    "hidden_size_per_layer_input": 16,
+    "vocab_size_per_layer_input": 2048,
+    "shared_intermediate_size": 32,
+    "layer_types": ["linear_attention", "full_attention"],
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_d_state": 16,
+}
 QWEN_TOKENS = {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"}
 QWEN_TOKENS |= {"vision_start_token": "<|vision_start|>", "vision_end_token": "<|vision_end|>"}
 CHAT = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '</s>\n' }}{% endfor %}"
@@ -130,9 +151,13 @@ def command(words, log, processes=1, config="fsdp2", steps=None, gpu_memory=None
     env = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}  # or a lost network is waited for
     with open(log, "w", buffering=1) as file:
         child = subprocess.Popen(
-            [sys.executable, *start, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env,
+            [sys.executable, *start, *words],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=env,
             start_new_session=True,
-        )  # fmt: skip
+        )
         try:
             for line in child.stdout:
                 file.write(line)
@@ -443,10 +468,17 @@ def measure(recipe, options, start):
 
 
 COLUMNS = {
-    "recipe": ("recipe", ""), "steps": ("steps", ""), "tokens_per_s": ("tokens/s", ",.0f"),
-    "warm_tokens_per_s": ("warm", ",.0f"), "step_s": ("s/step", ".2f"), "gib": ("GiB", ".2f"), "loss": ("loss", ""),
-    "ok": ("reloaded", ""), "seconds": ("s in all", ""), "note": ("", ""),
-}  # fmt: skip
+    "recipe": ("recipe", ""),
+    "steps": ("steps", ""),
+    "tokens_per_s": ("tokens/s", ",.0f"),
+    "warm_tokens_per_s": ("warm", ",.0f"),
+    "step_s": ("s/step", ".2f"),
+    "gib": ("GiB", ".2f"),
+    "loss": ("loss", ""),
+    "ok": ("reloaded", ""),
+    "seconds": ("s in all", ""),
+    "note": ("", ""),
+}
 
 
 def parsed(argv):

@@ -223,11 +223,18 @@ def check_data(parser, options):
 
 
 COLUMNS = {
-    "case": ("case", ""), "rows": ("rows", ""), "arm": ("trainer", ""), "tokens_per_s": ("tokens/s", ".0f"),
-    "ms": ("ms", ".1f"), "gpu_ms": ("GPU ms", ".1f"), "gib_used": ("GiB used", ".1f"),
-    "gib_allocated": ("allocated", ".1f"), "padding": ("padding", ".0%"),
-    "losses": ("loss: step 1, means of 2-5, 6-10", ""), "note": ("", ""),
-}  # fmt: skip
+    "case": ("case", ""),
+    "rows": ("rows", ""),
+    "arm": ("trainer", ""),
+    "tokens_per_s": ("tokens/s", ".0f"),
+    "ms": ("ms", ".1f"),
+    "gpu_ms": ("GPU ms", ".1f"),
+    "gib_used": ("GiB used", ".1f"),
+    "gib_allocated": ("allocated", ".1f"),
+    "padding": ("padding", ".0%"),
+    "losses": ("loss: step 1, means of 2-5, 6-10", ""),
+    "note": ("", ""),
+}
 
 
 def main():

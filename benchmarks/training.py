@@ -101,15 +101,30 @@ def one_arm(options):
             total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
             torch.cuda.set_per_process_memory_fraction(min(1.0, options.gpu_memory * 2**30 / total))
     run = Run(
-        options.model, options.batch, options.length, options.trainer, options.steps, data=options.data,
-        checkpointing=options.checkpointing, auto=options.auto, memory_budget=options.memory_budget,
+        options.model,
+        options.batch,
+        options.length,
+        options.trainer,
+        options.steps,
+        data=options.data,
+        checkpointing=options.checkpointing,
+        auto=options.auto,
+        memory_budget=options.memory_budget,
         optimizer_in_backward=options.optimizer_in_backward,
-        lora=options.lora, lora_experts=options.lora_experts, nf4=options.nf4, mxfp4=options.mxfp4,
+        lora=options.lora,
+        lora_experts=options.lora_experts,
+        nf4=options.nf4,
+        mxfp4=options.mxfp4,
         offload=options.offload,
         workers=4 if DEVICE == "cuda" else 0,
-        autocast=not options.no_autocast, waits=not options.no_waits, processes=options.processes, rows=options.rows,
-        skip=skip_of(options), layers=options.layers, prompt=options.prompt,
-    )  # fmt: skip
+        autocast=not options.no_autocast,
+        waits=not options.no_waits,
+        processes=options.processes,
+        rows=options.rows,
+        skip=skip_of(options),
+        layers=options.layers,
+        prompt=options.prompt,
+    )
     emit(train(options.arm, run, [profiler(run.skip)] if options.profile else []))
     if options.processes > 1:
         time.sleep(0.5)  # as at the end of liger_trainer/command/run/train.py
@@ -171,10 +186,16 @@ def shares(row, options, rate, attention):
 
 COUNTED = "tokens without padding, of the batches trained on while the clock ran"
 COLUMNS = {
-    "arm": ("trainer", ""), "tokens_per_s": ("tokens/s", ".0f"), "gib": ("peak GiB", ".1f"), "mfu": ("MFU %", ".1f"),
-    "share": ("share", ".3f"), "share_recomputed": ("recomputed", ".3f"), "padding": ("padding", ".0%"),
-    "losses": ("loss: step 1, means of 2-5, 6-10", ""), "note": ("", ""),
-}  # fmt: skip
+    "arm": ("trainer", ""),
+    "tokens_per_s": ("tokens/s", ".0f"),
+    "gib": ("peak GiB", ".1f"),
+    "mfu": ("MFU %", ".1f"),
+    "share": ("share", ".3f"),
+    "share_recomputed": ("recomputed", ".3f"),
+    "padding": ("padding", ".0%"),
+    "losses": ("loss: step 1, means of 2-5, 6-10", ""),
+    "note": ("", ""),
+}
 
 
 def main():
