@@ -77,9 +77,7 @@ def test_two_calls_are_one_softmax(dtype, rtol, has_sinks):
         return by_autograd(q, k, v, sinks, seen(), scale)
 
     wide = [x.double() for x in given]
-    for found, expected in zip(
-        gradients(ours, given, upstream), gradients(want, wide, upstream.double()), strict=True
-    ):  # fmt: skip
+    for found, expected in zip(gradients(ours, given, upstream), gradients(want, wide, upstream.double()), strict=True):
         assert (found.double() - expected).norm() <= rtol * expected.norm()
 
 

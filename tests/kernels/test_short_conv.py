@@ -97,8 +97,10 @@ def test_tokens_after_the_last_offset_are_a_row(device):
     short = offsets(device, LENGTHS[:-1])
     got = short_conv(x, w, b, cu_seqlens=short, activation="silu")
     assert torch.equal(got, short_conv(x, w, b, cu_seqlens=offsets(device), activation="silu"))
-    assert torch.equal(short_conv(x.double(), w, b, cu_seqlens=short).float(), short_conv(x.double(), w, b,
-                       cu_seqlens=offsets(device)).float())  # fmt: skip
+    assert torch.equal(
+        short_conv(x.double(), w, b, cu_seqlens=short).float(),
+        short_conv(x.double(), w, b, cu_seqlens=offsets(device)).float(),
+    )
 
 
 def test_tokens_that_lie_apart(device, check_close):
@@ -136,9 +138,7 @@ def test_the_weight_of_a_conv1d(device):
 def test_what_is_frozen_has_no_gradient(trained, device, check_close):
     given = [t.detach().requires_grad_(i in trained) for i, t in enumerate(inputs(device, channels=8))]
     cu_seqlens = offsets(device)
-    check_close(
-        lambda x, w, b: short_conv(x, w, b, cu_seqlens=cu_seqlens, activation="silu"), oracle, given
-    )  # fmt: skip
+    check_close(lambda x, w, b: short_conv(x, w, b, cu_seqlens=cu_seqlens, activation="silu"), oracle, given)
 
 
 @pytest.mark.parametrize("parameter_dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -192,7 +192,7 @@ def test_compiles(dtype, device, check_compiled):
     cu_seqlens = offsets(device)
     check_compiled(
         lambda x, w, b: short_conv(x, w, b, cu_seqlens=cu_seqlens, activation="silu"), inputs(device, dtype, channels=9)
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize(
