@@ -19,9 +19,15 @@ from liger_trainer import apply_liger
 PAGE = ROOT / "docs" / "padding.md"
 BEGIN, END = (f"<!-- {word} attention -->\n" for word in ("begin", "end"))
 OTHERS = {
-    "rms_norm": False, "layer_norm": False, "rope": False, "swiglu": False, "geglu": False, "experts": False,
-    "lora": False, "float8": False,
-}  # fmt: skip
+    "rms_norm": False,
+    "layer_norm": False,
+    "rope": False,
+    "swiglu": False,
+    "geglu": False,
+    "experts": False,
+    "lora": False,
+    "float8": False,
+}
 HEAD = """\
 | the decoder, as `trainer.liger_report` has it | model types of transformers {version} |
 |---|---|

@@ -33,15 +33,26 @@ def build(trainer_class, model, tmp_path, split=(4, 1), rows=None, trainer_optio
     args_class = LigerDPOConfig if issubclass(trainer_class, LigerDPOTrainer) else DPOConfig
     # SGD, as the first steps of Adam take the sign of a gradient, also of one that is nothing but rounding.
     defaults = {
-        "gradient_checkpointing": False, "max_length": 64, "learning_rate": 0.1, "bf16": False, "optim": "sgd",
+        "gradient_checkpointing": False,
+        "max_length": 64,
+        "learning_rate": 0.1,
+        "bf16": False,
+        "optim": "sgd",
         "per_device_eval_batch_size": 4,
-    }  # fmt: skip
+    }
     args = args_class(
-        output_dir=str(tmp_path / trainer_class.__name__), per_device_train_batch_size=split[0],
-        gradient_accumulation_steps=split[1], num_train_epochs=1, logging_steps=1,
-        max_grad_norm=0.0, save_strategy="no", report_to="none", disable_tqdm=True, use_cpu=True,
+        output_dir=str(tmp_path / trainer_class.__name__),
+        per_device_train_batch_size=split[0],
+        gradient_accumulation_steps=split[1],
+        num_train_epochs=1,
+        logging_steps=1,
+        max_grad_norm=0.0,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
         **(defaults | options),
-    )  # fmt: skip
+    )
     given = {"processing_class": tiny_tokenizer()} | (trainer_options or {})
     if not hasattr(model, "peft_config") and "peft_config" not in given:
         given.setdefault("ref_model", tiny_model(model.config.model_type, seed=7))

@@ -49,9 +49,16 @@ def distance(got, want):
 def built(model, tmp_path, trainer_class=LigerTrainer, **options):
     """A trainer that asks for fp8, with `model` or, if that is a function, a `model_init`."""
     defaults = {
-        "output_dir": str(tmp_path), "use_cpu": True, "report_to": "none", "fp8": True, "max_steps": 2,
-        "learning_rate": 1e-2, "logging_steps": 1, "save_strategy": "no", "disable_tqdm": True,
-    }  # fmt: skip
+        "output_dir": str(tmp_path),
+        "use_cpu": True,
+        "report_to": "none",
+        "fp8": True,
+        "max_steps": 2,
+        "learning_rate": 1e-2,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "disable_tqdm": True,
+    }
     args = LigerTrainingArguments(**(defaults | {k: v for k, v in options.items() if k != "use_vllm"}))
     if "use_vllm" in options:
         args.use_vllm = options["use_vllm"]

@@ -16,9 +16,14 @@ IMAGE, VIDEO, START, END = 100, 101, 102, 103  # of the 131 tokens of `architect
 GRIDS = ((1, 12, 20), (1, 4, 6), (1, 8, 8))  # patches of each image; Qwen2.5-VL's windows have 8 x 8
 _VIDEOS = ("pixel_values_videos", "video_grid_thw")
 _TOKENS = {
-    "image_token_id": IMAGE, "image_token_index": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": START,
-    "vision_end_token_id": END, "image_start_token_id": START, "image_end_token_id": END,
-}  # fmt: skip
+    "image_token_id": IMAGE,
+    "image_token_index": IMAGE,
+    "video_token_id": VIDEO,
+    "vision_start_token_id": START,
+    "vision_end_token_id": END,
+    "image_start_token_id": START,
+    "image_end_token_id": END,
+}
 _OWN = {
     "qwen2_5_vl": {"depth": 2, "fullatt_block_indexes": [1]},
     "qwen3_vl": {"depth": 2, "deepstack_visual_indexes": [0, 1]},
@@ -26,20 +31,30 @@ _OWN = {
     "internvl": {"image_size": [28, 28], "patch_size": [14, 14]},
     "idefics3": {"image_size": 56},
     "llama4": {
-        "intermediate_size": 256, "projector_input_dim": 64, "projector_output_dim": 64, "vision_output_dim": 64,
+        "intermediate_size": 256,
+        "projector_input_dim": 64,
+        "projector_output_dim": 64,
+        "vision_output_dim": 64,
     },
     "paligemma": {"projection_dim": 64},
     "smolvlm": {"image_size": 56},
-}  # fmt: skip
+}
 _WHOLE = {
     "gemma3": {"mm_tokens_per_image": 4},
     "llava_onevision": {"image_grid_pinpoints": [[28, 56], [28, 28]]},
     "paligemma": {"projection_dim": 64},
 }
 _TEXT = {  # an eighth of a head turns in checkpoints, where heads are large enough for three positions
-    "qwen3_5": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5,
-                                    "mrope_section": [2, 1, 1], "mrope_interleaved": True}},
-}  # fmt: skip
+    "qwen3_5": {
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e4,
+            "partial_rotary_factor": 0.5,
+            "mrope_section": [2, 1, 1],
+            "mrope_interleaved": True,
+        }
+    },
+}
 
 
 def image_model(model_type, attention="sdpa"):
@@ -94,9 +109,9 @@ def image_batch(model, images=(2, 0, 1), text=(9, 5, 14), side="right", seed=1):
     width = max(map(len, rows))
     pads = [((width - len(row), 0) if side == "left" else (0, width - len(row))) for row in rows]
     ids = torch.stack([torch.nn.functional.pad(row, pad) for row, pad in zip(rows, pads, strict=True)])
-    mask = torch.stack([
-        torch.nn.functional.pad(torch.ones_like(row), pad) for row, pad in zip(rows, pads, strict=True)
-    ])  # fmt: skip
+    mask = torch.stack(
+        [torch.nn.functional.pad(torch.ones_like(row), pad) for row, pad in zip(rows, pads, strict=True)]
+    )
     labels = ids.masked_fill((mask == 0) | (ids >= IMAGE), -100)
     first = mask.argmax(1)
     labels[torch.arange(len(rows)), first] = -100  # which padding would predict
@@ -171,22 +186,34 @@ _KINDS = {
     "qwen3_vl": ("<|vision_start|><|image_pad|><|vision_end|>", QWEN, "Qwen3VLProcessor", "Qwen2VL", {}),
     "qwen3_5": ("<|vision_start|><|image_pad|><|vision_end|>", QWEN, "Qwen3VLProcessor", "Qwen2VL", {}),
     "gemma3": (
-        "<start>", {"image_token": "<image>", "boi_token": "<start>", "eoi_token": "<end>"}, "Gemma3Processor",
-        "Gemma3", {"image_seq_length": 4},
+        "<start>",
+        {"image_token": "<image>", "boi_token": "<start>", "eoi_token": "<end>"},
+        "Gemma3Processor",
+        "Gemma3",
+        {"image_seq_length": 4},
     ),
     "llava_onevision": (
-        "<image>", PLAIN, "LlavaOnevisionProcessor", "LlavaOnevision",
+        "<image>",
+        PLAIN,
+        "LlavaOnevisionProcessor",
+        "LlavaOnevision",
         {"num_image_tokens": 4, "vision_feature_select_strategy": "full"},
     ),
     "idefics3": ("<image>", PLAIN, "Idefics3Processor", "Idefics3", {"image_seq_len": 4}),
     "smolvlm": ("<image>", PLAIN, "SmolVLMProcessor", "SmolVLM", {"image_seq_len": 4}),
     "internvl": (
         "<image>",
-        {"context_image_token": "<image>", "video_token": "<video>", "start_image_token": "<start>",
-         "end_image_token": "<end>"},
-        "InternVLProcessor", "GotOcr2", {"image_seq_length": 1},
+        {
+            "context_image_token": "<image>",
+            "video_token": "<video>",
+            "start_image_token": "<start>",
+            "end_image_token": "<end>",
+        },
+        "InternVLProcessor",
+        "GotOcr2",
+        {"image_seq_length": 1},
     ),
-}  # fmt: skip
+}
 _PIXELS = {
     "Qwen2VL": {"patch_size": 14, "size": {"shortest_edge": 56 * 56, "longest_edge": 84 * 84}},
     "Gemma3": {"size": {"height": 56, "width": 56}},
@@ -196,10 +223,13 @@ _PIXELS = {
     "GotOcr2": {"size": {"height": 28, "width": 28}, "max_patches": 2},
 }
 _VIDEO_PROCESSORS = {
-    "qwen2_5_vl": "Qwen2VLVideoProcessor", "qwen3_vl": "Qwen3VLVideoProcessor",
-    "qwen3_5": "Qwen3VLVideoProcessor", "smolvlm": "SmolVLMVideoProcessor",
-    "internvl": "InternVLVideoProcessor", "llava_onevision": "LlavaOnevisionVideoProcessor",
-}  # fmt: skip
+    "qwen2_5_vl": "Qwen2VLVideoProcessor",
+    "qwen3_vl": "Qwen3VLVideoProcessor",
+    "qwen3_5": "Qwen3VLVideoProcessor",
+    "smolvlm": "SmolVLMVideoProcessor",
+    "internvl": "InternVLVideoProcessor",
+    "llava_onevision": "LlavaOnevisionVideoProcessor",
+}
 _TEMPLATE = """{% for message in messages %}{% if message.content is string %}{{ message.content }} {% else %}
 {%- for part in message.content %}{% if part.type == "image" %}IMAGE {% else %}{{ part.text }} {% endif %}{% endfor %}
 {%- endif %}{% endfor %}"""
@@ -219,9 +249,13 @@ def tokenizer_of(tokens, more=()):
     backend = Tokenizer(WordLevel(words, unk_token="<pad>"))
     backend.pre_tokenizer = WhitespaceSplit()
     return PreTrainedTokenizerFast(
-        tokenizer_object=backend, pad_token="<pad>", bos_token="<s>", eos_token="</s>",
-        extra_special_tokens=dict(tokens), additional_special_tokens=names,
-    )  # fmt: skip
+        tokenizer_object=backend,
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="</s>",
+        extra_special_tokens=dict(tokens),
+        additional_special_tokens=names,
+    )
 
 
 def noise_image(width, height, generator):

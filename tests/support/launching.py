@@ -70,9 +70,15 @@ def _importing():
     """What forks processes that have imported everything: by itself each takes longer for that than for its steps."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
-        ["datasets", "torch.distributed.fsdp", "transformers.models.llama.modeling_llama", "trl.experimental.orpo",
-         "liger_trainer.trainers.grpo_trainer", "liger_trainer.medusa.trainer"]
-    )  # fmt: skip
+        [
+            "datasets",
+            "torch.distributed.fsdp",
+            "transformers.models.llama.modeling_llama",
+            "trl.experimental.orpo",
+            "liger_trainer.trainers.grpo_trainer",
+            "liger_trainer.medusa.trainer",
+        ]
+    )
     with mock.patch.dict(os.environ, _ALONE | {"PYTHONPATH": os.pathsep.join(sys.path)}):
         forkserver.ensure_running()
     return context
@@ -193,10 +199,17 @@ def two_machines():
 def start(machine, *command, cwd, **env):
     """Start Python with `command` on machine 0 or 1, in a process group of its own."""
     paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")])
-    env = os.environ | {
-        "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "",
-        "GLOO_SOCKET_IFNAME": _CARD,
-    } | env  # fmt: skip
+    env = (
+        os.environ
+        | {
+            "PYTHONPATH": paths,
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+            "GLOO_SOCKET_IFNAME": _CARD,
+        }
+        | env
+    )
     words = ["ip", "netns", "exec", NAMES[machine], sys.executable, *map(str, command)]
     return subprocess.Popen(
         words, cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True

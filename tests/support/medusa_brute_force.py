@@ -24,16 +24,31 @@ def model_with_heads(model_type="llama", num_heads=3, num_layers=1, tied=True, s
 def medusa_trainer(model, tmp_path, rows=None, trainer_options=None, **options):
     """A `LigerMedusaTrainer` with the defaults of these tests; `options` go to `LigerMedusaConfig`."""
     defaults = {
-        "per_device_train_batch_size": 8, "per_device_eval_batch_size": 8, "max_steps": 2, "learning_rate": 1e-2,
-        "max_length": 64, "bf16": False, "gradient_checkpointing": False, "max_grad_norm": 0.0, "logging_steps": 1,
-        "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "use_cpu": True, "medusa_decay": 0.7,
-    }  # fmt: skip
+        "per_device_train_batch_size": 8,
+        "per_device_eval_batch_size": 8,
+        "max_steps": 2,
+        "learning_rate": 1e-2,
+        "max_length": 64,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "max_grad_norm": 0.0,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "medusa_decay": 0.7,
+    }
     args = LigerMedusaConfig(output_dir=str(tmp_path / "medusa"), **(defaults | options))
     rows = Dataset.from_list(rows or ragged_rows())
     return LigerMedusaTrainer(
-        model, args, train_dataset=rows, eval_dataset=rows, processing_class=tiny_tokenizer(),
+        model,
+        args,
+        train_dataset=rows,
+        eval_dataset=rows,
+        processing_class=tiny_tokenizer(),
         **(trainer_options or {}),
-    )  # fmt: skip
+    )
 
 
 def packed_batch(seed=3, lengths=(9, 3, 12, 5)):

@@ -238,20 +238,36 @@ def build(
     out, checkpointing, memory=None, callbacks=(), trainer_class=LigerTrainer, model=None, model_init=None, **options
 ):
     defaults = {
-        "max_steps": 6, "per_device_train_batch_size": 3, "gradient_accumulation_steps": 2, "learning_rate": 1e-2,
-        "logging_steps": 1, "save_strategy": "no", "seed": 11, "remove_unused_columns": False, "use_liger": False,
-    }  # fmt: skip
+        "max_steps": 6,
+        "per_device_train_batch_size": 3,
+        "gradient_accumulation_steps": 2,
+        "learning_rate": 1e-2,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "seed": 11,
+        "remove_unused_columns": False,
+        "use_liger": False,
+    }
     args = LigerTrainingArguments(
-        output_dir=str(out), report_to="none", use_cpu=True, disable_tqdm=True, activation_checkpointing=checkpointing,
+        output_dir=str(out),
+        report_to="none",
+        use_cpu=True,
+        disable_tqdm=True,
+        activation_checkpointing=checkpointing,
         **(defaults | options),
-    )  # fmt: skip
+    )
     if model is None and model_init is None:
         model = tiny_model("llama", attention_dropout=0.1, num_hidden_layers=LAYERS)
     rows = uneven_rows()
     trainer = trainer_class(
-        model=model, model_init=model_init, args=args, train_dataset=rows, eval_dataset=rows[:6],
-        data_collator=collate, callbacks=list(callbacks),
-    )  # fmt: skip
+        model=model,
+        model_init=model_init,
+        args=args,
+        train_dataset=rows,
+        eval_dataset=rows[:6],
+        data_collator=collate,
+        callbacks=list(callbacks),
+    )
     trainer.device_memory = memory
     return trainer
 

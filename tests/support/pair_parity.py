@@ -31,17 +31,27 @@ def build(trainer_class, args_class, model, folder, split=(4, 1), tokenizer=None
     """A trainer of two steps over 8 rows; dropout, which would differ in its draws, is off by TRL's default."""
     defaults = {"gradient_checkpointing": False, "bf16": False, "learning_rate": 1e-2, "num_train_epochs": 1}
     args = args_class(
-        output_dir=str(folder / trainer_class.__name__), per_device_train_batch_size=split[0],
-        gradient_accumulation_steps=split[1], per_device_eval_batch_size=3, logging_steps=1, save_strategy="no",
-        report_to="none", disable_tqdm=True, use_cpu=True, **(defaults | options),
-    )  # fmt: skip
+        output_dir=str(folder / trainer_class.__name__),
+        per_device_train_batch_size=split[0],
+        gradient_accumulation_steps=split[1],
+        per_device_eval_batch_size=3,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+        **(defaults | options),
+    )
     rows = Dataset.from_list(pair_rows())
     evaluates = args.eval_strategy != "no" or getattr(args, "precompute_ref_log_probs", False)
     trainer = trainer_class(
-        model=model if isinstance(model, str) else copy.deepcopy(model), args=args, train_dataset=rows,
-        eval_dataset=rows if evaluates else None, processing_class=tokenizer or tiny_tokenizer(),
+        model=model if isinstance(model, str) else copy.deepcopy(model),
+        args=args,
+        train_dataset=rows,
+        eval_dataset=rows if evaluates else None,
+        processing_class=tokenizer or tiny_tokenizer(),
         **(trainer_options or {}),
-    )  # fmt: skip
+    )
     if trainer.eval_dataset is None:  # TRL would prepare the same rows once more
         trainer.eval_dataset = trainer.train_dataset
     return trainer

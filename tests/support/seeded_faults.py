@@ -51,14 +51,22 @@ def trainer(ours: bool, folder: Path, rows: list[dict], model: Any = None, **giv
     arguments = {name: given.pop(name) for name in names if name in given}
     defaults = {"learning_rate": 1e-3, "max_length": 64, "max_steps": 6, "per_device_train_batch_size": 2}
     config = (LigerSFTConfig if ours else SFTConfig)(
-        output_dir=str(folder / "out"), gradient_checkpointing=False, bf16=False, use_cpu=True, report_to="none",
-        disable_tqdm=True, save_strategy="no", **(defaults | given),
-    )  # fmt: skip
+        output_dir=str(folder / "out"),
+        gradient_checkpointing=False,
+        bf16=False,
+        use_cpu=True,
+        report_to="none",
+        disable_tqdm=True,
+        save_strategy="no",
+        **(defaults | given),
+    )
     arguments.setdefault("processing_class", tiny_tokenizer())
     return (LigerSFTTrainer if ours else SFTTrainer)(
-        model=tiny_model("llama") if model is None else model, args=config, train_dataset=Dataset.from_list(rows),
+        model=tiny_model("llama") if model is None else model,
+        args=config,
+        train_dataset=Dataset.from_list(rows),
         **arguments,
-    )  # fmt: skip
+    )
 
 
 def said_before_first_step(build: Callable[[], Any]) -> list[str]:
@@ -188,8 +196,12 @@ def _unserved_adapter(ours: bool, folder: Path) -> Any:
 
 
 FAULTS = (
-    Fault("The chat template leaves the end of a turn out of the answer", "end_token_learned", _end_outside,
-          "end-of-turn token in the loss mask"),
+    Fault(
+        "The chat template leaves the end of a turn out of the answer",
+        "end_token_learned",
+        _end_outside,
+        "end-of-turn token in the loss mask",
+    ),
     Fault("The padding token is the end token, and the collator masks both", "end_token_learned", _padding_is_end),
     Fault("Tokenised answers have no end", "end_token_learned", _no_end),
     Fault("Answers end with a token at which generation does not stop", "end_token_stops", _other_end),
@@ -204,4 +216,4 @@ FAULTS = (
     Fault("Linear attention on a GPU without flash-linear-attention", "slow_layers", _linear_attention, needs_gpu=True),
     Fault("The checkpoint has prediction layers, which are not loaded", "unloaded_weights", _prediction_layers),
     Fault("An adapter on `in_proj_a`, with `modules_to_save`", "served_adapter", _unserved_adapter),
-)  # fmt: skip
+)

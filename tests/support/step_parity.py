@@ -35,14 +35,25 @@ def kto_rows(n=8, seed=4):
 def build(trainer_class, args_class, model, folder, rows, split=(4, 1), trainer_options=None, **options):
     """A trainer of plain SGD, which hands an error in a gradient on as it is; Adam would enlarge that of a tiny one."""
     defaults = {
-        "gradient_checkpointing": False, "bf16": False, "learning_rate": 0.1, "max_steps": 1, "optim": "sgd",
-        "per_device_eval_batch_size": 4, "max_grad_norm": 0.0,
-    }  # fmt: skip
+        "gradient_checkpointing": False,
+        "bf16": False,
+        "learning_rate": 0.1,
+        "max_steps": 1,
+        "optim": "sgd",
+        "per_device_eval_batch_size": 4,
+        "max_grad_norm": 0.0,
+    }
     args = args_class(
-        output_dir=str(folder / trainer_class.__name__), per_device_train_batch_size=split[0],
-        gradient_accumulation_steps=split[1], logging_steps=1, save_strategy="no",
-        report_to="none", disable_tqdm=True, use_cpu=True, **(defaults | options),
-    )  # fmt: skip
+        output_dir=str(folder / trainer_class.__name__),
+        per_device_train_batch_size=split[0],
+        gradient_accumulation_steps=split[1],
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+        **(defaults | options),
+    )
     rows = Dataset.from_list(rows)
     given = {"processing_class": tiny_tokenizer(), "train_dataset": rows}
     given |= {name: copy.deepcopy(value) for name, value in (trainer_options or {}).items()}
@@ -131,12 +142,41 @@ def own_fields(args_class) -> set[str]:
 
 # Of trainers that write their own completions: what has no part in scoring them.
 WRITING = {
-    "model_init_kwargs", "trust_remote_code", "num_generations", "num_generations_eval", "generation_batch_size",
-    "ds3_gather_for_generation", "shuffle_dataset", "top_p", "top_k", "min_p", "generation_kwargs",
-    "chat_template_kwargs", "repetition_penalty", "cache_implementation", "use_vllm", "vllm_mode", "vllm_model_impl",
-    "vllm_enable_sleep_mode", "vllm_structured_outputs_regex", "vllm_server_base_url", "vllm_server_host",
-    "vllm_server_port", "vllm_server_timeout", "vllm_group_port", "vllm_gpu_memory_utilization",
-    "vllm_max_model_length", "vllm_tensor_parallel_size", "reward_weights", "max_tool_calling_iterations",
-    "log_completions", "log_multimodal", "num_completions_to_print", "log_unique_prompts", "log_completions_hub_repo",
-    "use_transformers_continuous_batching", "transformers_continuous_batching_config", "use_transformers_paged",
-}  # fmt: skip
+    "model_init_kwargs",
+    "trust_remote_code",
+    "num_generations",
+    "num_generations_eval",
+    "generation_batch_size",
+    "ds3_gather_for_generation",
+    "shuffle_dataset",
+    "top_p",
+    "top_k",
+    "min_p",
+    "generation_kwargs",
+    "chat_template_kwargs",
+    "repetition_penalty",
+    "cache_implementation",
+    "use_vllm",
+    "vllm_mode",
+    "vllm_model_impl",
+    "vllm_enable_sleep_mode",
+    "vllm_structured_outputs_regex",
+    "vllm_server_base_url",
+    "vllm_server_host",
+    "vllm_server_port",
+    "vllm_server_timeout",
+    "vllm_group_port",
+    "vllm_gpu_memory_utilization",
+    "vllm_max_model_length",
+    "vllm_tensor_parallel_size",
+    "reward_weights",
+    "max_tool_calling_iterations",
+    "log_completions",
+    "log_multimodal",
+    "num_completions_to_print",
+    "log_unique_prompts",
+    "log_completions_hub_repo",
+    "use_transformers_continuous_batching",
+    "transformers_continuous_batching_config",
+    "use_transformers_paged",
+}

@@ -136,9 +136,19 @@ _OWN = {
     },
 }
 PARITY_SET = (
-    "llama", "qwen3_moe", "gemma2", "gemma4_text", "cohere2", "granite", "glm4", "deepseek_v3", "gpt_oss",
-    "qwen3_next", "phi", "qwen2_5_vl",
-)  # fmt: skip
+    "llama",
+    "qwen3_moe",
+    "gemma2",
+    "gemma4_text",
+    "cohere2",
+    "granite",
+    "glm4",
+    "deepseek_v3",
+    "gpt_oss",
+    "qwen3_next",
+    "phi",
+    "qwen2_5_vl",
+)
 
 
 def tiny_model(model_type, dtype=torch.float32, seed=0, **config):

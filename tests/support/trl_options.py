@@ -121,9 +121,15 @@ def compare(ours, stock, folder, options, defaults):
         set_seed(0)  # adapters are drawn when the trainer is built
         rows = copy.deepcopy(own["rows"])
         trainer = build(
-            trainer_class, args_class, model, folder, rows, own.get("split", (4, 1)), trainer_options=given,
+            trainer_class,
+            args_class,
+            model,
+            folder,
+            rows,
+            own.get("split", (4, 1)),
+            trainer_options=given,
             **{"max_steps": 2} | options,
-        )  # fmt: skip
+        )
         trainers.append(moved(trainer, own.get("part", "lora_B")))
     start = {name: p.detach().clone() for name, p in trainers[0].model.named_parameters()}
     rtol = own.get("rtol", RTOL)
@@ -151,7 +157,8 @@ def adapters():
         "lora-bias": (LoraConfig(r=4, target_modules=linear, lora_bias=True, **task), "lora_B"),
         "lora-head-saved": (LoraConfig(r=4, target_modules=linear, modules_to_save=["lm_head"], **task), "lora_B"),
         "lora-norms-saved": (
-            LoraConfig(r=4, target_modules=linear, modules_to_save=["norm", "input_layernorm"], **task), "lora_B",
+            LoraConfig(r=4, target_modules=linear, modules_to_save=["norm", "input_layernorm"], **task),
+            "lora_B",
         ),
         "lora-embeddings": (LoraConfig(r=4, target_modules=["embed_tokens", "q_proj"], **task), "lora_embedding_B"),
         "lora-tokens": (LoraConfig(r=4, target_modules=linear, trainable_token_indices=[5, 6, 7], **task), "lora_B"),
@@ -164,7 +171,7 @@ def adapters():
         "prompt": (PromptTuningConfig(num_virtual_tokens=3, **task), "prompt_encoder"),
         "p-tuning": (PromptEncoderConfig(num_virtual_tokens=3, encoder_hidden_size=16, **task), "embedding"),
         "prefix": (PrefixTuningConfig(num_virtual_tokens=3, **task), "prompt_encoder"),
-    }  # fmt: skip
+    }
 
 
 def expert_lora():

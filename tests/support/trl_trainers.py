@@ -24,10 +24,15 @@ from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 import liger_trainer
 
 STOCK = {
-    "SFT": (SFTTrainer, SFTConfig), "DPO": (DPOTrainer, DPOConfig), "KTO": (KTOTrainer, KTOConfig),
-    "GRPO": (GRPOTrainer, GRPOConfig), "RLOO": (RLOOTrainer, RLOOConfig), "ORPO": (ORPOTrainer, ORPOConfig),
-    "CPO": (CPOTrainer, CPOConfig), "Distillation": (DistillationTrainer, DistillationConfig),
-}  # fmt: skip
+    "SFT": (SFTTrainer, SFTConfig),
+    "DPO": (DPOTrainer, DPOConfig),
+    "KTO": (KTOTrainer, KTOConfig),
+    "GRPO": (GRPOTrainer, GRPOConfig),
+    "RLOO": (RLOOTrainer, RLOOConfig),
+    "ORPO": (ORPOTrainer, ORPOConfig),
+    "CPO": (CPOTrainer, CPOConfig),
+    "Distillation": (DistillationTrainer, DistillationConfig),
+}
 
 
 def ours(method):
