@@ -64,16 +64,31 @@ def run(out, name, torchao, dtype, options, calls):
     options = dict(options)
     resume, kind = options.pop("resume", None), options.pop("kind", "FULL")
     args = LigerTrainingArguments(
-        output_dir=f"{out}/{name}", use_cpu=True, max_steps=4, per_device_train_batch_size=2, fp8=True,
-        gradient_accumulation_steps=2, report_to="none", logging_steps=1, eval_strategy="steps",
-        learning_rate=1e-2, lr_scheduler_type="constant", remove_unused_columns=False, disable_tqdm=True,
+        output_dir=f"{out}/{name}",
+        use_cpu=True,
+        max_steps=4,
+        per_device_train_batch_size=2,
+        fp8=True,
+        gradient_accumulation_steps=2,
+        report_to="none",
+        logging_steps=1,
+        eval_strategy="steps",
+        learning_rate=1e-2,
+        lr_scheduler_type="constant",
+        remove_unused_columns=False,
+        disable_tqdm=True,
         adam_epsilon=1e-3,  # else gradients that are nothing but rounding make steps of full length
-        liger_config=OTHERS | {"float8": not torchao}, **({"save_strategy": "no", "eval_steps": 1} | options),
-    )  # fmt: skip
+        liger_config=OTHERS | {"float8": not torchao},
+        **({"save_strategy": "no", "eval_steps": 1} | options),
+    )
     trainer = Emulated(
-        model=tiny_model("llama", dtype=dtype), args=args, train_dataset=ragged_rows(32), eval_dataset=ragged_rows(4),
-        data_collator=collate, callbacks=[Begins(calls)],
-    )  # fmt: skip
+        model=tiny_model("llama", dtype=dtype),
+        args=args,
+        train_dataset=ragged_rows(32),
+        eval_dataset=ragged_rows(4),
+        data_collator=collate,
+        callbacks=[Begins(calls)],
+    )
     before = {n: p.detach().float() for n, p in trainer.model.named_parameters()}
     plugin = trainer.accelerator.state.fsdp_plugin
     plugin.state_dict_config = plugin.optim_state_dict_config = None  # of the trainer before

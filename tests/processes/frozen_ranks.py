@@ -21,13 +21,20 @@ from liger_trainer.fp8.frozen_layer import FrozenFloat8Linear
 def main(folder, world):
     fp8_fields.fault_of_device = lambda device: None
     args = LigerTrainingArguments(
-        output_dir=folder, max_steps=2, per_device_train_batch_size=8 // world, logging_steps=1, report_to="none",
-        use_cpu=True, save_strategy="no", disable_tqdm=True, max_grad_norm=0.0, fp8=True, optim="sgd",
-    )  # fmt: skip
+        output_dir=folder,
+        max_steps=2,
+        per_device_train_batch_size=8 // world,
+        logging_steps=1,
+        report_to="none",
+        use_cpu=True,
+        save_strategy="no",
+        disable_tqdm=True,
+        max_grad_norm=0.0,
+        fp8=True,
+        optim="sgd",
+    )
     save = KeepGradients()
-    trainer = LigerTrainer(
-        adapted(), args, train_dataset=ragged_rows(16), data_collator=collate, callbacks=[save]
-    )  # fmt: skip
+    trainer = LigerTrainer(adapted(), args, train_dataset=ragged_rows(16), data_collator=collate, callbacks=[save])
     trainer.train()
     layers = [module for module in trainer.model.modules() if type(module) is FrozenFloat8Linear]
     bits = torch.cat([layer.bits.flatten() for layer in layers])

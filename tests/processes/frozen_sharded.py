@@ -48,11 +48,21 @@ def train(out, name, world):
     resume = options.pop("resume", None)
     heads = name.startswith("medusa")
     args = (LigerMedusaConfig if heads else LigerSFTConfig)(
-        output_dir=f"{out}/{name}", use_cpu=True, max_steps=4, per_device_train_batch_size=8 // world, fp8=True,
-        report_to="none", logging_steps=1, learning_rate=1e-2, lr_scheduler_type="constant", max_grad_norm=0.0,
-        disable_tqdm=True, adam_epsilon=1e-3,  # else gradients that are nothing but rounding make steps of full length
-        max_length=64, **({"save_strategy": "no", "gradient_checkpointing": False} | options),
-    )  # fmt: skip
+        output_dir=f"{out}/{name}",
+        use_cpu=True,
+        max_steps=4,
+        per_device_train_batch_size=8 // world,
+        fp8=True,
+        report_to="none",
+        logging_steps=1,
+        learning_rate=1e-2,
+        lr_scheduler_type="constant",
+        max_grad_norm=0.0,
+        disable_tqdm=True,
+        adam_epsilon=1e-3,  # else gradients that are nothing but rounding make steps of full length
+        max_length=64,
+        **({"save_strategy": "no", "gradient_checkpointing": False} | options),
+    )
     save = KeepGradients(whole)
     if name == "from a file":
         model = AutoModelForCausalLM.from_pretrained(f"{out}/model", dtype=dtype, attn_implementation="eager")
@@ -62,9 +72,12 @@ def train(out, name, world):
         model = tiny_model("llama", dtype=dtype)
     targets = ["q_proj", "v_proj"] if name == "experts" else "all-linear"
     trainer = (LigerMedusaTrainer if heads else LigerSFTTrainer)(
-        model if heads else adapted(model=model, target_modules=targets), args, processing_class=tiny_tokenizer(),
-        train_dataset=Dataset.from_list(ragged_rows(32)), callbacks=[save],
-    )  # fmt: skip
+        model if heads else adapted(model=model, target_modules=targets),
+        args,
+        processing_class=tiny_tokenizer(),
+        train_dataset=Dataset.from_list(ragged_rows(32)),
+        callbacks=[save],
+    )
     trainer.train(resume_from_checkpoint=None if resume is None else f"{out}/{resume}/checkpoint-2")
     trainer.save_model(f"{out}/{name}/saved")
     layers = [module for module in trainer.model.modules() if isinstance(module, FrozenFP8Module)]

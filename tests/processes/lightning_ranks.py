@@ -66,10 +66,15 @@ if __name__ == "__main__":
     module = Finetuning()
     rows = torch.utils.data.DataLoader(ragged_rows(16), batch_size=16 // processes, collate_fn=collate)
     trainer = lightning.Trainer(
-        accelerator="cpu" if strategy == "cpu" else "gpu", devices=processes,
-        strategy=strategy_of(strategy, processes), max_epochs=3, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
+        accelerator="cpu" if strategy == "cpu" else "gpu",
+        devices=processes,
+        strategy=strategy_of(strategy, processes),
+        max_epochs=3,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
     trainer.fit(module, rows)
     assert has_fused_head(module.model)
     assert isinstance(trainer.strategy.model, FSDP) == (strategy == "fsdp")

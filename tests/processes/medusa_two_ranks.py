@@ -25,9 +25,15 @@ def ddp(options, out):
     """One optimizer step over 16 rows, however many processes there are, in two micro-batches; the heads are saved."""
     world, save = int(os.environ.get("WORLD_SIZE", 1)), KeepGradients()
     trainer = medusa_trainer(
-        model_with_heads(tied=options.get("medusa_tied", True)), Path(out), ragged_rows(16), {"callbacks": [save]},
-        max_steps=1, per_device_train_batch_size=8 // world, gradient_accumulation_steps=2, **options,
-    )  # fmt: skip
+        model_with_heads(tied=options.get("medusa_tied", True)),
+        Path(out),
+        ragged_rows(16),
+        {"callbacks": [save]},
+        max_steps=1,
+        per_device_train_batch_size=8 // world,
+        gradient_accumulation_steps=2,
+        **options,
+    )
     trainer.train()
     trainer.save_model(out)
     logs = {k: v for k, v in trainer.state.log_history[0].items() if k not in ("epoch", "step", "learning_rate")}

@@ -33,10 +33,18 @@ def columns_of(kind, folder, unread=False):
         for parameter in model.parameters():
             parameter.data.zero_()
     args = getattr(liger_trainer, f"Liger{kind}Config")(
-        output_dir=f"{folder}/out", precompute_ref_log_probs=True, per_device_train_batch_size=2, max_steps=1,
-        use_cpu=True, bf16=False, gradient_checkpointing=False, report_to="none", save_strategy="no",
-        disable_tqdm=True, logging_steps=1,
-    )  # fmt: skip
+        output_dir=f"{folder}/out",
+        precompute_ref_log_probs=True,
+        per_device_train_batch_size=2,
+        max_steps=1,
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+        logging_steps=1,
+    )
     rows = load_dataset("json", data_files=f"{folder}/{kind}.json", split="train", cache_dir=f"{folder}/cache")
     adapter = LoraConfig(r=2, target_modules=["q_proj", "down_proj"])
     trainer = getattr(liger_trainer, f"Liger{kind}Trainer")(

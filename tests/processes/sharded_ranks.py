@@ -48,15 +48,17 @@ CASES = {
     "trainer-images": ("", None, {"remove_unused_columns": False}, ()),
     "sft": ("SFT", None, {"max_length": 64, "dataset_kwargs": {"skip_prepare_dataset": True}}, ()),
     "sft-checkpointing": (
-        "SFT", None,
-        {"max_length": 64, "dataset_kwargs": {"skip_prepare_dataset": True}, "gradient_checkpointing": True}, (),
+        "SFT",
+        None,
+        {"max_length": 64, "dataset_kwargs": {"skip_prepare_dataset": True}, "gradient_checkpointing": True},
+        (),
     ),
     "dpo": ("DPO", PAIRS, {}, ("ref_model",)),
     "kto": ("KTO", ANSWERS, {}, ("ref_model",)),
     "orpo": ("ORPO", PAIRS, {}, ()),
     "grpo": ("GRPO", PROMPTS, WRITES | {"num_generations": 2}, ()),
     "distillation": ("Distillation", PROMPTS, WRITES, ("teacher_model",)),
-}  # fmt: skip
+}
 WITHOUT_EXPERTS = tuple(case for case in CASES if "experts" not in case and "images" not in case)
 ZERO2 = ZERO3 | {"zero_optimization": ZERO3["zero_optimization"] | {"stage": 2}}
 DEEPSPEED = {
@@ -100,12 +102,23 @@ def trainer_of(case, ours, mode, out, folder):
         stock = STOCK.get(name) or tuple(getattr(trl, f"{name}{kind}") for kind in ("Trainer", "Config"))
         trainer_class, args_class = stock
     args = args_class(
-        output_dir=out, max_steps=3, per_device_train_batch_size=2, gradient_accumulation_steps=2, learning_rate=1e-2,
-        lr_scheduler_type="constant", optim="adamw_torch", report_to="none", save_strategy="no", use_cpu=True,
+        output_dir=out,
+        max_steps=3,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        learning_rate=1e-2,
+        lr_scheduler_type="constant",
+        optim="adamw_torch",
+        report_to="none",
+        save_strategy="no",
+        use_cpu=True,
         adam_epsilon=1e-3,  # else gradients that are nothing but rounding make steps of full length
-        disable_tqdm=True, logging_steps=1, bf16=ours and mode.endswith("bf16"), deepspeed=DEEPSPEED.get(mode),
+        disable_tqdm=True,
+        logging_steps=1,
+        bf16=ours and mode.endswith("bf16"),
+        deepspeed=DEEPSPEED.get(mode),
         **({"gradient_checkpointing": False} | options),
-    )  # fmt: skip
+    )
 
     def load(which):  # in parts under ZeRO-3, now that there are args
         attention = "sdpa" if varlen else "eager"

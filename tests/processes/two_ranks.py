@@ -25,10 +25,18 @@ def train(trainer_class, args_class, out, accumulation=1, varlen=False, **option
         options["liger_config"] = {"varlen_attention": int(os.environ.get("WORLD_SIZE", 1)) > 1}
     world = int(os.environ.get("WORLD_SIZE", 1))  # from torchrun; torch.distributed knows it once `args` exist
     args = args_class(
-        output_dir=f"{out}/run", max_steps=1, per_device_train_batch_size=16 // world // accumulation, logging_steps=1,
-        gradient_accumulation_steps=accumulation, report_to="none", use_cpu=True, save_strategy="no", disable_tqdm=True,
-        max_grad_norm=0.0, **options,
-    )  # fmt: skip
+        output_dir=f"{out}/run",
+        max_steps=1,
+        per_device_train_batch_size=16 // world // accumulation,
+        logging_steps=1,
+        gradient_accumulation_steps=accumulation,
+        report_to="none",
+        use_cpu=True,
+        save_strategy="no",
+        disable_tqdm=True,
+        max_grad_norm=0.0,
+        **options,
+    )
     save = KeepGradients()
     rows = ragged_rows(16)
     if trainer_class is LigerSFTTrainer:
@@ -46,15 +54,28 @@ def train_on_pairs(trainer_class, args_class, out, ref_model=None, **options):
     """One optimizer step over 16 pairs, 8 at a time: means over the tokens of 8 pairs depend on which these are."""
     world = int(os.environ.get("WORLD_SIZE", 1))
     args = args_class(
-        output_dir=f"{out}/run", max_steps=1, per_device_train_batch_size=8, gradient_accumulation_steps=2 // world,
-        report_to="none", use_cpu=True, save_strategy="no", disable_tqdm=True, max_grad_norm=0.0, bf16=False,
-        gradient_checkpointing=False, **options,
-    )  # fmt: skip
+        output_dir=f"{out}/run",
+        max_steps=1,
+        per_device_train_batch_size=8,
+        gradient_accumulation_steps=2 // world,
+        report_to="none",
+        use_cpu=True,
+        save_strategy="no",
+        disable_tqdm=True,
+        max_grad_norm=0.0,
+        bf16=False,
+        gradient_checkpointing=False,
+        **options,
+    )
     save = KeepGradients()
     trainer_class(
-        model=tiny_model("llama"), args=args, callbacks=[save], train_dataset=Dataset.from_list(pair_rows(16)),
-        processing_class=tiny_tokenizer(), **({} if ref_model is None else {"ref_model": ref_model}),
-    ).train()  # fmt: skip
+        model=tiny_model("llama"),
+        args=args,
+        callbacks=[save],
+        train_dataset=Dataset.from_list(pair_rows(16)),
+        processing_class=tiny_tokenizer(),
+        **({} if ref_model is None else {"ref_model": ref_model}),
+    ).train()
     return {f"{trainer_class.__name__}.{name}": grad for name, grad in save.grads.items()}
 
 

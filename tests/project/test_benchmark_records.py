@@ -70,8 +70,10 @@ def strays(text, records):
     text = prose_of(text)
     anything = [value for record in records for _, value in leaves(record)]
     found = [number for number in THOUSANDS.findall(text) if not is_rounding_of(number, anything)]
-    held = {unit: [value for record in records for name, value in leaves(record) if name in names]
-            for unit, names in FIELDS.items()}  # fmt: skip
+    held = {
+        unit: [value for record in records for name, value in leaves(record) if name in names]
+        for unit, names in FIELDS.items()
+    }
     return found + [f"{number} {unit}" for number, unit in figures_in(text) if not is_rounding_of(number, held[unit])]
 
 
@@ -102,8 +104,9 @@ def test_every_number_of_a_table_is_in_its_records(render):
                 ratios[title] = [a / b for run in found for a in run for b in run]
             titles, _, *lines = [
                 [cell.strip() for cell in line.strip("|").split("|")]
-                for line in block[0].splitlines() if line.startswith("|")
-            ]  # fmt: skip
+                for line in block[0].splitlines()
+                if line.startswith("|")
+            ]
             left = len(spec["rows"]) + spec.get("measures", False)
             for line in lines:
                 for title, cell in list(zip(titles, line, strict=True))[left:]:

@@ -260,8 +260,10 @@ def test_training_through_accelerate_launch(tmp_path):
         sizes = ["--model", "tiny", "--batch", "2", "--length", "32", "--steps", "5", "--json", str(record)]
         subprocess.run(
             [sys.executable, f"{BENCHMARKS}/training.py", *sizes, "--arms", "LigerTrainer", *launch],
-            env=env, check=True, timeout=240,
-        )  # fmt: skip
+            env=env,
+            check=True,
+            timeout=240,
+        )
         (row,) = json.loads(record.read_text())["rows"]
         assert row["tokens_per_s"] > 0
         losses.append(row["losses"][0])

@@ -173,8 +173,16 @@ def test_rows_of_ones_own_as_get_started_says(tmp_path, monkeypatch, capsys):
     assert all(json.loads(line)["output"] for line in rows.splitlines())
     Path("my_recipe.yaml").write_text(recipe)
     code, out, err = command(
-        capsys, "train", "my_recipe.yaml", "--model_name_or_path", "tiny", "--bf16", "false", "--max_steps", "1",
-    )  # fmt: skip
+        capsys,
+        "train",
+        "my_recipe.yaml",
+        "--model_name_or_path",
+        "tiny",
+        "--bf16",
+        "false",
+        "--max_steps",
+        "1",
+    )
     assert code == 0, err
     assert f"model    {keys['output_dir']}" in out
     assert "not logged" not in out and "not counted" not in out, "the page says that the loss and the speed are printed"

@@ -263,26 +263,33 @@ def write_seeing_model(folder, words, source):
     )
     pictures = CLIPImageProcessor(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28})
     processor = LlavaProcessor(
-        pictures, tokenizer, patch_size=14, vision_feature_select_strategy="default", chat_template=template,
-        image_token="<image>", num_additional_image_tokens=1,
-    )  # fmt: skip
+        pictures,
+        tokenizer,
+        patch_size=14,
+        vision_feature_select_strategy="default",
+        chat_template=template,
+        image_token="<image>",
+        num_additional_image_tokens=1,
+    )
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
     ends = {"vocab_size": len(special) + len(words), "eos_token_id": 1, "pad_token_id": 0, "bos_token_id": None}
     torch.manual_seed(0)
     model = LlavaForConditionalGeneration(
         LlavaConfig(
             vision_config={"model_type": "clip_vision_model", "image_size": 28, "patch_size": 14, **sizes},
-            text_config={"model_type": "llama", **ends, **sizes}, image_token_id=2,
+            text_config={"model_type": "llama", **ends, **sizes},
+            image_token_id=2,
         )
-    )  # fmt: skip
+    )
     optimizer = torch.optim.AdamW(model.parameters(), 2e-3)
     for _ in range(80):
         seen = [list(COLOURS)[i] for i in source.integers(0, 4, 16)]
         turns = [[{"role": "user", "content": [{"type": "image"}]}, {"role": "assistant", "content": c}] for c in seen]
         batch = processor(
-            text=[processor.apply_chat_template(turn) for turn in turns], images=[photo(c, source) for c in seen],
+            text=[processor.apply_chat_template(turn) for turn in turns],
+            images=[photo(c, source) for c in seen],
             return_tensors="pt",
-        )  # fmt: skip
+        )
         labels = torch.full_like(batch["input_ids"], -100)
         labels[:, -2:] = batch["input_ids"][:, -2:]
         model(**batch, labels=labels).loss.backward()

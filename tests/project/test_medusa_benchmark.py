@@ -53,11 +53,24 @@ def test_real(tmp_path, capsys):
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     model.generation_config.eos_token_id = list(range(0, 131, 5))
     model.save_pretrained(tmp_path / "model")
-    medusa_real.main([
-        "--model", str(tmp_path / "model"), "--data", str(tmp_path / "rows.jsonl"), "--max-new-tokens", "16",
-        "--epochs", "8", "--batch", "4", "--learning-rate", "0.02",
-        "--json", str(tmp_path / "record.json"),
-    ])  # fmt: skip
+    medusa_real.main(
+        [
+            "--model",
+            str(tmp_path / "model"),
+            "--data",
+            str(tmp_path / "rows.jsonl"),
+            "--max-new-tokens",
+            "16",
+            "--epochs",
+            "8",
+            "--batch",
+            "4",
+            "--learning-rate",
+            "0.02",
+            "--json",
+            str(tmp_path / "record.json"),
+        ]
+    )
     record = json.loads((tmp_path / "record.json").read_text())
     assert "18 prompts to train on" in (out := capsys.readouterr().out) and "2 held out" in out
     assert record["before"]["rows"] == record["after"]["rows"] == 2

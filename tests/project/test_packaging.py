@@ -64,9 +64,20 @@ def installed(target, cwd):
 def pip_install(target, *what, cwd):
     pytest.importorskip("pip")
     run(
-        sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index",
-        "--no-compile", "--target", target, *what, cwd=cwd,
-    )  # fmt: skip
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "--no-index",
+        "--no-compile",
+        "--target",
+        target,
+        *what,
+        cwd=cwd,
+    )
 
 
 def test_sdist(built):
