@@ -105,10 +105,22 @@ def test_two_processes_print_one_summary(folder):
     """`accelerate launch` with the shipped config, on two gloo ranks, which share the rows: half the steps."""
     recipe = write_recipe(folder, max_steps=None, num_train_epochs=1, ddp_backend="gloo", use_cpu=True)
     done = run_elsewhere(
-        sys.executable, "-m", "accelerate.commands.launch", "--config_file", ROOT / "configs" / "ddp.yaml",
-        "--num_processes", "2", "--mixed_precision", "no", "--main_process_port", "0",
-        PROCESSES / "launched_cli.py", "train", recipe, cwd=folder,
-    )  # fmt: skip
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--config_file",
+        ROOT / "configs" / "ddp.yaml",
+        "--num_processes",
+        "2",
+        "--mixed_precision",
+        "no",
+        "--main_process_port",
+        "0",
+        PROCESSES / "launched_cli.py",
+        "train",
+        recipe,
+        cwd=folder,
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("Summary") == 1
     assert done.stderr.count("[liger_trainer] LlamaForCausalLM:") == 1, done.stderr

@@ -31,12 +31,29 @@ def bare_recipe(tmp_path, name):
 
 # True is refused: by transformers on a CPU, by TRL, or without keys that are missing here.
 NOT_TRUE_ALONE = {
-    "bf16", "fp16", "tf32", "bf16_full_eval", "fp16_full_eval", "use_liger_kernel", "load_best_model_at_end",
-    "eval_on_start", "greater_is_better", "assistant_only_loss", "auto_find_batch_size", "use_vllm",
-    "use_transformers_continuous_batching", "use_transformers_paged", "use_adaptive_entropy", "vllm_enable_sleep_mode",
-    "vllm_importance_sampling_correction", "enable_jit_checkpoint", "fp8", "optimizer_in_backward", "do_eval",
+    "bf16",
+    "fp16",
+    "tf32",
+    "bf16_full_eval",
+    "fp16_full_eval",
+    "use_liger_kernel",
+    "load_best_model_at_end",
+    "eval_on_start",
+    "greater_is_better",
+    "assistant_only_loss",
+    "auto_find_batch_size",
+    "use_vllm",
+    "use_transformers_continuous_batching",
+    "use_transformers_paged",
+    "use_adaptive_entropy",
+    "vllm_enable_sleep_mode",
+    "vllm_importance_sampling_correction",
+    "enable_jit_checkpoint",
+    "fp8",
+    "optimizer_in_backward",
+    "do_eval",
     "do_predict",
-}  # fmt: skip
+}
 
 
 def boolean_keys(name):
@@ -124,8 +141,9 @@ def test_the_printed_recipe_finds_its_data_from_anywhere(tmp_path, monkeypatch):
     assert yaml.safe_load(printed(path))["dataset_name"] == str(folder / "rows.jsonl")
     monkeypatch.chdir(folder)  # found from the working directory, which the next command may not share
     assert yaml.safe_load(printed(path))["dataset_name"] == str(folder / "rows.jsonl")
-    path = write_recipe(folder, dataset_name=["rows.jsonl", "nobody/rows"], eval_dataset_name="rows.jsonl",
-                        eval_strategy="epoch")  # fmt: skip
+    path = write_recipe(
+        folder, dataset_name=["rows.jsonl", "nobody/rows"], eval_dataset_name="rows.jsonl", eval_strategy="epoch"
+    )
     several = yaml.safe_load(printed(path))
     assert several["dataset_name"] == [str(folder / "rows.jsonl"), "nobody/rows"]
     assert several["eval_dataset_name"] == str(folder / "rows.jsonl")

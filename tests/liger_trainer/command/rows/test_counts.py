@@ -98,10 +98,13 @@ def test_exactly_max_length_counts_as_cut(folder, capsys):
         assert rows_line(out) == "3 used of 3; 2 cut to max_length 10, or as long", trainer
 
 
-@pytest.mark.parametrize("strategy, line", [
-    ("bfd", "9 used of 9; 6 cut to max_length 10, or as long; 4 with nothing to learn"),
-    ("bfd_split", "9 used of 9"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "strategy, line",
+    [
+        ("bfd", "9 used of 9; 6 cut to max_length 10, or as long; 4 with nothing to learn"),
+        ("bfd_split", "9 used of 9"),
+    ],
+)
 def test_packed_rows(strategy, line, folder, capsys):
     """Packing cuts with `bfd` only, and TRL drops no row then: those without anything to learn take up room."""
     code, out, err = train(capsys, folder, SETS["sft"], packing=True, packing_strategy=strategy)
@@ -129,10 +132,24 @@ def test_losses_are_those_of_the_stock_trainer(folder, capsys):
         assert code == 0, err
         ours = json.loads((folder / f"ours{i}" / "trainer_state.json").read_text())["log_history"]
         training = parse_recipe(str(folder / "recipe.yaml"), ["--output_dir", str(folder / "stock")]).training
-        given = {key: getattr(training, key) for key in (
-            "max_length", "max_steps", "per_device_train_batch_size", "gradient_checkpointing", "learning_rate", "bf16",
-            "logging_steps", "report_to", "save_strategy", "disable_tqdm", "packing", "shuffle_dataset", "output_dir",
-        )}  # fmt: skip
+        given = {
+            key: getattr(training, key)
+            for key in (
+                "max_length",
+                "max_steps",
+                "per_device_train_batch_size",
+                "gradient_checkpointing",
+                "learning_rate",
+                "bf16",
+                "logging_steps",
+                "report_to",
+                "save_strategy",
+                "disable_tqdm",
+                "packing",
+                "shuffle_dataset",
+                "output_dir",
+            )
+        }
         from datasets import load_dataset
 
         data = load_dataset("json", data_files=str(folder / "rows.jsonl"), split="train")
@@ -147,31 +164,38 @@ EMPTY = {
     "empty texts": ("sft", [{"text": ""}] * 4, "Nothing can be learned from the 4 train rows"),
     "empty texts, packed": ("sft", [{"text": ""}] * 4, "Nothing can be learned from the 4 train rows"),
     "labels that never count": (
-        "sft", [{"input_ids": [5, 6, 7], "labels": [-100] * 3}] * 4, "Nothing can be learned from the 4 train rows",
+        "sft",
+        [{"input_ids": [5, 6, 7], "labels": [-100] * 3}] * 4,
+        "Nothing can be learned from the 4 train rows",
     ),
     "beyond max_length": ("sft", [PAIRS["dropped"]] * 4, "in the loss within max_length 10"),
     "beyond max_length, packed": ("sft", [PAIRS["dropped"]] * 4, "in the loss within max_length 10"),
     "kto": ("kto", [PAIRS["dropped"] | {"label": i % 2 == 0} for i in range(4)], "in the loss within max_length 10"),
     "one label": (
-        "kto", [{"prompt": "w4 ", "completion": f"w{i}", "label": True} for i in range(5, 9)],
+        "kto",
+        [{"prompt": "w4 ", "completion": f"w{i}", "label": True} for i in range(5, 9)],
         "label is the same in all rows",
     ),
     "the other label": (
-        "kto", [{"prompt": "w4 ", "completion": f"w{i}", "label": False} for i in range(5, 9)],
+        "kto",
+        [{"prompt": "w4 ", "completion": f"w{i}", "label": False} for i in range(5, 9)],
         "label is the same in all rows",
     ),
-}  # fmt: skip
+}
 
 EMPTY |= {
     "a token id outside the vocabulary": (
-        "sft", [{"input_ids": [5, 6, 7]}, {"input_ids": [5, 999999]}] * 2,
+        "sft",
+        [{"input_ids": [5, 6, 7]}, {"input_ids": [5, 999999]}] * 2,
         "input_ids of the train rows has the token 999999, and the model has",
     ),
     "a negative token id": ("sft", [{"input_ids": [5, -1, 7]}] * 4, "input_ids of the train rows has the token -1"),
     "a label outside the vocabulary": (
-        "sft", [{"input_ids": [5, 6, 7], "labels": [-100, 6, -7]}] * 4, "labels of the train rows has the token -7",
+        "sft",
+        [{"input_ids": [5, 6, 7], "labels": [-100, 6, -7]}] * 4,
+        "labels of the train rows has the token -7",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("trainer, rows, message", EMPTY.values(), ids=EMPTY)
@@ -264,8 +288,11 @@ def adapter_size(folder):
     return sum(tensor.numel() for tensor in load_file(folder / "adapter_model.safetensors").values())
 
 
-REFUSING = CHAT.replace("{% for m in messages %}", "{% for m in messages %}{% if m['role'] == 'system' %}"
-                        "{{ raise_exception('System role not supported') }}{% endif %}")  # fmt: skip
+REFUSING = CHAT.replace(
+    "{% for m in messages %}",
+    "{% for m in messages %}{% if m['role'] == 'system' %}"
+    "{{ raise_exception('System role not supported') }}{% endif %}",
+)
 
 
 @pytest.mark.parametrize("trainer", ["sft", "dpo"])
@@ -306,8 +333,14 @@ def test_what_the_counts_stand_on_in_trl():
 
     parameters = list(inspect.signature(SFTTrainer._prepare_dataset).parameters)
     assert parameters == [
-        "self", "dataset", "processing_class", "args", "packing", "formatting_func", "dataset_name",
-    ], "trl's SFTTrainer._prepare_dataset has other parameters"  # fmt: skip
+        "self",
+        "dataset",
+        "processing_class",
+        "args",
+        "packing",
+        "formatting_func",
+        "dataset_name",
+    ], "trl's SFTTrainer._prepare_dataset has other parameters"
     source = inspect.getsource(SFTTrainer._prepare_dataset)
     for line in ('is_processed = "input_ids" in column_names', 'if "labels" not in column_names:'):
         assert line in source, f"trl's SFTTrainer._prepare_dataset no longer has: {line}"

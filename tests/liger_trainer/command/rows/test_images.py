@@ -46,28 +46,33 @@ def train(folder, capsys, rows, tmp_path, **keys):
 PAIR = {"prompt": row()["prompt"], "images": ["a.png"], "chosen": row()["completion"], "rejected": row()["prompt"]}
 BAD = {
     "another column": (
-        [row(column="picture")], {}, "pictures are read from images or image. Set columns: {images: picture}",
+        [row(column="picture")],
+        {},
+        "pictures are read from images or image. Set columns: {images: picture}",
     ),
     "a column with one picture": ([row("a.png", column="photo")], {}, "Set columns: {image: photo}"),
     "no list": ([row("a.png")], {}, "images has 'a.png', and expected is a list .* set columns: {image: images}"),
     "no picture": ([row(), row(["text.png"])], {}, "has the picture 'text.png', a file that is none"),
     "more places than pictures": (
-        [row(content=[IMAGE, IMAGE, {"type": "text", "text": "w3"}])], {},
+        [row(content=[IMAGE, IMAGE, {"type": "text", "text": "w3"}])],
+        {},
         r"Row 0 of the dataset has places for pictures in prompt: 2 \(.*\), and pictures that go there: 1\.",
     ),
     "tokens of pictures cut": ([row()], {"max_length": 3}, "is 3, and .* tokens of its pictures would be cut"),
     "the answer cut": ([row()], {"max_length": 33}, "max_length is 33, and .* all that it would learn would be cut"),
     "answers of a pair cut": (
         [PAIR],
-        {"trainer": "dpo", "max_length": 10}, "max_length is 10, and .* Set max_length: null",
+        {"trainer": "dpo", "max_length": 10},
+        "max_length is 10, and .* Set max_length: null",
     ),
     "a trainer without images": (
-        [{"prompt": "w3", "chosen": "w4", "rejected": "w5", "images": ["a.png"]}], {"trainer": "orpo"},
+        [{"prompt": "w3", "chosen": "w4", "rejected": "w5", "images": ["a.png"]}],
+        {"trainer": "orpo"},
         "the rows have pictures, which LigerORPOTrainer does not read. Take one of sft, dpo, kto",
     ),
     "the word set": ([row()], {"router_aux_loss_coef": 0.1}, "yaml: `router_aux_loss_coef` is set to 0.1"),
     "packing of longer rows": ([row()], {"packing": True, "max_length": 8}, "is 8, and 1 of 1 rows have more"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("rows, keys, said", BAD.values(), ids=BAD)

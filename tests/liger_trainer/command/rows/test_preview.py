@@ -127,8 +127,15 @@ def test_medusa_shows_the_rows_of_sft(folder, capsys):
 
 
 def test_refusals(folder, capsys, monkeypatch):
-    code, _, err = preview(capsys, folder, [{"prompt": "w4"}], trainer="grpo", reward_funcs=["boxed_answer"],
-                           per_device_train_batch_size=8, max_length=None)  # fmt: skip
+    code, _, err = preview(
+        capsys,
+        folder,
+        [{"prompt": "w4"}],
+        trainer="grpo",
+        reward_funcs=["boxed_answer"],
+        per_device_train_batch_size=8,
+        max_length=None,
+    )
     assert code == 2 and "--preview" in err and "generates its completions" in err
     code, _, err = preview(capsys, folder, [PAIR], "0")
     assert code == 2 and "--preview is '0'; expected a whole number above 0" in err

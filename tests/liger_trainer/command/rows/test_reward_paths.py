@@ -110,15 +110,26 @@ def test_the_installed_command_finds_them(tmp_path):
         "import sys\nfrom liger_trainer.command.main import main\nsys.exit(main())\n"
     )
     path = write_recipe(
-        folder, trainer="grpo", prompt_template=None, reward_funcs=["my_rewards.brief", "my_rewards.nameless"],
-        num_generations=2, max_completion_length=4, per_device_train_batch_size=4, max_steps=1, max_length=None,
+        folder,
+        trainer="grpo",
+        prompt_template=None,
+        reward_funcs=["my_rewards.brief", "my_rewards.nameless"],
+        num_generations=2,
+        max_completion_length=4,
+        per_device_train_batch_size=4,
+        max_steps=1,
+        max_length=None,
         use_cpu=True,
-    )  # fmt: skip
+    )
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")]), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
-        [sys.executable, scripts / "liger-trainer", "train", path], cwd=tmp_path, env=env, capture_output=True,
-        text=True, timeout=300,
-    )  # fmt: skip
+        [sys.executable, scripts / "liger-trainer", "train", path],
+        cwd=tmp_path,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert done.returncode == 0, done.stderr
     assert "rewards/brief/mean" in done.stdout and "rewards/Nameless/mean" in done.stdout
 

@@ -20,8 +20,14 @@ def test_found_by_name_or_dotted_path():
         find_reward("no_such_module.reward")
     with pytest.raises(RecipeError, match="liger_trainer.data.rewards has no function length"):
         find_reward("liger_trainer.data.rewards.length")
-    for name in ("boxed_anser", "json.decoder.no.reward", "no_such_module.reward", "liger_trainer.data.rewards.length",
-                 "math.pi", "collections.Counter"):  # fmt: skip
+    for name in (
+        "boxed_anser",
+        "json.decoder.no.reward",
+        "no_such_module.reward",
+        "liger_trainer.data.rewards.length",
+        "math.pi",
+        "collections.Counter",
+    ):
         with pytest.raises(RecipeError, match=f"'{name}', which is none of boxed_answer, and no path of a function"):
             find_reward(name)
 

@@ -156,14 +156,26 @@ def test_train_on_where_it_has_no_meaning(folder, capsys):
 
 
 ASKED = {
-    "sft": ({"q": "w3", "a": "w4", "prompt": "w9"}, {"question": "q", "answer": "a"},
-            {"prompt": [{"role": "user", "content": "w3"}], "completion": [{"role": "assistant", "content": "w4"}]}),
-    "dpo": ({"q": "w3", "chosen": "w4", "rejected": "w5"}, {"question": "q"},
-            {"prompt": [{"role": "user", "content": "w3"}], "chosen": [{"role": "assistant", "content": "w4"}],
-             "rejected": [{"role": "assistant", "content": "w5"}]}),
-    "grpo": ({"q": "w3", "a": "4"}, {"question": "q", "answer": "a"},
-             {"answer": "4", "prompt": [{"role": "user", "content": "w3"}]}),
-}  # fmt: skip
+    "sft": (
+        {"q": "w3", "a": "w4", "prompt": "w9"},
+        {"question": "q", "answer": "a"},
+        {"prompt": [{"role": "user", "content": "w3"}], "completion": [{"role": "assistant", "content": "w4"}]},
+    ),
+    "dpo": (
+        {"q": "w3", "chosen": "w4", "rejected": "w5"},
+        {"question": "q"},
+        {
+            "prompt": [{"role": "user", "content": "w3"}],
+            "chosen": [{"role": "assistant", "content": "w4"}],
+            "rejected": [{"role": "assistant", "content": "w5"}],
+        },
+    ),
+    "grpo": (
+        {"q": "w3", "a": "4"},
+        {"question": "q", "answer": "a"},
+        {"answer": "4", "prompt": [{"role": "user", "content": "w3"}]},
+    ),
+}
 
 
 @pytest.mark.parametrize("trainer, row, columns, expected", [(k, *v) for k, v in ASKED.items()], ids=ASKED)

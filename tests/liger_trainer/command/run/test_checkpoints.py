@@ -152,9 +152,11 @@ REFUSED = {
     "optimizer": ({"optim": "sgd"}, None, "optim is 'sgd' and was 'adamw_torch"),
     "adapter": ({"use_peft": True, "lora_target_modules": ["q_proj"]}, None, "use_peft is True and was False"),
     "trainer": (
-        {"trainer": "medusa", "medusa_num_heads": 1}, None, "trainer is 'medusa' and was 'sft'",
+        {"trainer": "medusa", "medusa_num_heads": 1},
+        None,
+        "trainer is 'medusa' and was 'sft'",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("keys, change, said", REFUSED.values(), ids=REFUSED)
@@ -378,7 +380,7 @@ def test_a_manifest_is_waited_for_again_after_ctrl_c(tmp_path, monkeypatch):
         ),
         state=SimpleNamespace(global_step=2, best_model_checkpoint=None),
         accelerator=SimpleNamespace(wait_for_everyone=lambda: None),
-    )  # fmt: skip
+    )
     keeper, goes_on = CheckpointManager({"recipe": {}, "processes": 1}, ResumePoint()), threading.Event()
     write = keeper._write
     monkeypatch.setattr(keeper, "_write", lambda *given: goes_on.wait(60) and write(*given))

@@ -45,8 +45,12 @@ def test_at_most_ten_lines_before_the_first_step(trainer, tmp_path):
         env.pop(name, None)
     done = subprocess.run(
         [sys.executable, "-m", "liger_trainer", "train", write_recipe(tmp_path, **keys)],
-        cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=300,
-    )  # fmt: skip
+        cwd=tmp_path,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=300,
+    )
     text = done.stdout.decode()
     assert done.returncode == 0, text
     before, first, _ = text.partition("{'loss'")

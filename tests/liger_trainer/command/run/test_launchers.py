@@ -90,9 +90,20 @@ def test_accelerate_config_sets_what_accelerate_launch_would(tmp_path, monkeypat
             apply_config(recipe, path.stem)
             mine = {k: v for k, v in os.environ.items() if k.startswith(("ACCELERATE_", "FSDP_", "PARALLELISM_"))}
         seen = run_elsewhere(
-            sys.executable, "-m", "accelerate.commands.launch", "--config_file", path, "--num_processes", "1",
-            "--num_machines", "1", "--main_process_port", "0", PROCESSES / "shown_environment.py", cwd=tmp_path,
-        )  # fmt: skip
+            sys.executable,
+            "-m",
+            "accelerate.commands.launch",
+            "--config_file",
+            path,
+            "--num_processes",
+            "1",
+            "--num_machines",
+            "1",
+            "--main_process_port",
+            "0",
+            PROCESSES / "shown_environment.py",
+            cwd=tmp_path,
+        )
         theirs = dict(re.findall(r"^(\w+)=(.*)$", seen.stdout, re.M))
         theirs.pop("ACCELERATE_USE_CPU", None)  # false where there is one process
         assert mine == theirs, path.name

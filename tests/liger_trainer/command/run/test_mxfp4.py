@@ -18,12 +18,42 @@ def train(folder, capsys, use_liger, recipe="gpt_oss_20b/sft_lora", name=None):
     """The folder of what the recipe makes of the checkpoint in four steps, by our trainer or by the stock one."""
     out, ours = folder / (name or f"out_{use_liger}"), str(use_liger).lower()
     code, _, err = command(
-        capsys, "train", recipe, "--model_name_or_path", folder / "base", "--output_dir", out,
-        "--dataset_name", folder / "rows.jsonl", "--max_length", 64, "--max_steps", 4, "--warmup_steps", 0,
-        "--learning_rate", 3e-2, "--bf16", "false", "--dtype", "float32", "--logging_steps", 1, "--packing", "false",
-        "--use_liger", ours, "--activation_checkpointing", ours, "--gradient_accumulation_steps", 1,
-        "--dataloader_pin_memory", "false", "--use_cpu", "true",
-    )  # fmt: skip
+        capsys,
+        "train",
+        recipe,
+        "--model_name_or_path",
+        folder / "base",
+        "--output_dir",
+        out,
+        "--dataset_name",
+        folder / "rows.jsonl",
+        "--max_length",
+        64,
+        "--max_steps",
+        4,
+        "--warmup_steps",
+        0,
+        "--learning_rate",
+        3e-2,
+        "--bf16",
+        "false",
+        "--dtype",
+        "float32",
+        "--logging_steps",
+        1,
+        "--packing",
+        "false",
+        "--use_liger",
+        ours,
+        "--activation_checkpointing",
+        ours,
+        "--gradient_accumulation_steps",
+        1,
+        "--dataloader_pin_memory",
+        "false",
+        "--use_cpu",
+        "true",
+    )
     assert code == 0, err
     return out
 
@@ -77,10 +107,24 @@ def test_experts_in_four_bits_get_no_adapter(tmp_path, capsys):
     write_gpt_oss(tmp_path / "base")
     write_rows(tmp_path / "rows.jsonl")
     code, _, err = command(
-        capsys, "train", "gpt_oss_20b/sft_lora", "--model_name_or_path", tmp_path / "base", "--load_in_4bit", "true",
-        "--dataset_name", tmp_path / "rows.jsonl", "--output_dir", tmp_path / "out", "--use_cpu", "true",
-        "--bf16", "false", "--dataloader_pin_memory", "false",
-    )  # fmt: skip
+        capsys,
+        "train",
+        "gpt_oss_20b/sft_lora",
+        "--model_name_or_path",
+        tmp_path / "base",
+        "--load_in_4bit",
+        "true",
+        "--dataset_name",
+        tmp_path / "rows.jsonl",
+        "--output_dir",
+        tmp_path / "out",
+        "--use_cpu",
+        "true",
+        "--bf16",
+        "false",
+        "--dataloader_pin_memory",
+        "false",
+    )
     assert code == 2 and "names 'mlp.experts.gate_up_proj'" in err and "load_in_4bit: false" in err, err
 
 

@@ -184,9 +184,13 @@ def test_a_stopped_run_says_how_to_go_on(folder, capsys):
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     process = subprocess.Popen(
         [sys.executable, "-m", "liger_trainer", "train", str(recipe)],
-        cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        cwd=folder,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # shells ignore it for background jobs
-    )  # fmt: skip
+    )
     deadline = time.time() + 120
     while not (folder / "out" / "checkpoint-6").exists() and time.time() < deadline:
         time.sleep(0.05)

@@ -18,10 +18,19 @@ TRAINED = {
     "sft": ({}, "nll", "loss"),
     "dpo": ({"trainer": "dpo", "dataset_name": "pairs.jsonl", "prompt_template": None}, "sigmoid", "margin"),
     "grpo": (
-        {"trainer": "grpo", "dataset_name": "prompts.jsonl", "prompt_template": None, "reward_funcs": ["mine.length"],
-         "max_completion_length": 4, "num_generations": 2, "max_length": None}, "dapo", "reward",
+        {
+            "trainer": "grpo",
+            "dataset_name": "prompts.jsonl",
+            "prompt_template": None,
+            "reward_funcs": ["mine.length"],
+            "max_completion_length": 4,
+            "num_generations": 2,
+            "max_length": None,
+        },
+        "dapo",
+        "reward",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("keys, loss, line", TRAINED.values(), ids=TRAINED)

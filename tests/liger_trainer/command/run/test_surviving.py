@@ -25,10 +25,27 @@ SAVING = {"save_strategy": "steps", "save_steps": 2, "max_steps": 8}
 
 def torchrun(folder, recipe, *options, restarts=0, **env):
     return run_elsewhere(
-        sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--max-restarts", restarts,
-        "--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0", PROCESSES / "preempted_cli.py", "train", recipe,
-        "--use_cpu", "true", *options, cwd=folder, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1", **env,
-    )  # fmt: skip
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc_per_node",
+        "2",
+        "--max-restarts",
+        restarts,
+        "--rdzv_backend",
+        "c10d",
+        "--rdzv_endpoint",
+        "localhost:0",
+        PROCESSES / "preempted_cli.py",
+        "train",
+        recipe,
+        "--use_cpu",
+        "true",
+        *options,
+        cwd=folder,
+        TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",
+        **env,
+    )
 
 
 def free_port():
@@ -158,11 +175,30 @@ def test_a_killed_rank_of_one_of_two_machines(dropping, whole):
 
     def machine(i):
         return run_elsewhere(
-            sys.executable, "-m", "torch.distributed.run", "--nnodes", 2, "--nproc_per_node", 1, "--max-restarts", 1,
-            "--rdzv_backend", "c10d", "--rdzv_endpoint", f"127.0.0.1:{port}", "--rdzv_conf", f"is_host={1 - i}",
-            "--local_addr", "127.0.0.1", PROCESSES / "preempted_cli.py", "train", recipe, cwd=dropping, HIT="1:5:9",
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nnodes",
+            2,
+            "--nproc_per_node",
+            1,
+            "--max-restarts",
+            1,
+            "--rdzv_backend",
+            "c10d",
+            "--rdzv_endpoint",
+            f"127.0.0.1:{port}",
+            "--rdzv_conf",
+            f"is_host={1 - i}",
+            "--local_addr",
+            "127.0.0.1",
+            PROCESSES / "preempted_cli.py",
+            "train",
+            recipe,
+            cwd=dropping,
+            HIT="1:5:9",
             TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",
-        )  # fmt: skip
+        )
 
     with ThreadPoolExecutor() as pool:
         first, second = pool.map(machine, range(2))
@@ -205,10 +241,23 @@ def test_sigterm_of_accelerate_launch_with_one_process(dropping):
     recipe = write_recipe(dropping, **SAVING | {"max_steps": 100000, "lr_scheduler_type": "constant"})
     paths = os.pathsep.join(sys.path)
     launcher = subprocess.Popen(
-        [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1", "-m", "liger_trainer",
-         "train", str(recipe)],
-        cwd=dropping, env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths}, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "accelerate.commands.launch",
+            "--cpu",
+            "--num_processes",
+            "1",
+            "-m",
+            "liger_trainer",
+            "train",
+            str(recipe),
+        ],
+        cwd=dropping,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     deadline = time.time() + 120
     while not (dropping / "out" / "checkpoint-6").exists() and time.time() < deadline:
         time.sleep(0.05)

@@ -43,9 +43,12 @@ def pet_only(machine, entry):
 
 def variables_of(machine):
     return {
-        "PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": str(machine), "PET_MASTER_ADDR": ADDRESSES[0],
+        "PET_NNODES": "2",
+        "PET_NPROC_PER_NODE": "1",
+        "PET_NODE_RANK": str(machine),
+        "PET_MASTER_ADDR": ADDRESSES[0],
         "PET_MASTER_PORT": PORT,
-    }  # fmt: skip
+    }
 
 
 def elastic(machine, entry):

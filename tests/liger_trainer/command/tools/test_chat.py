@@ -126,9 +126,14 @@ def test_keys_of_a_terminal(folder):
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")]), "CUDA_VISIBLE_DEVICES": ""}
     words = ["chat", str(folder / "model"), "--max_new_tokens", "1000000", "--temperature", "1"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "liger_trainer", *words], stdin=theirs, stdout=theirs, stderr=theirs, env=env,
-        start_new_session=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )  # fmt: skip
+        [sys.executable, "-m", "liger_trainer", *words],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env=env,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     os.close(theirs)
     shown = b""
 

@@ -21,12 +21,18 @@ from liger_trainer.command.tools import compare
 OURS = "#d55e00"  # in benchmarks/figures.py
 RECIPES = {
     "sft": {},
-    "lora": {"use_peft": True, "lora_r": 4, "lora_target_modules": ["q_proj"], "lora_dropout": 0.0,
-             "activation_checkpointing": "auto", "gradient_checkpointing": None},
+    "lora": {
+        "use_peft": True,
+        "lora_r": 4,
+        "lora_target_modules": ["q_proj"],
+        "lora_dropout": 0.0,
+        "activation_checkpointing": "auto",
+        "gradient_checkpointing": None,
+    },
     "dpo": {"trainer": "dpo", "dataset_name": "pairs.jsonl", "prompt_template": None},
     "orpo": {"trainer": "orpo", "dataset_name": "pairs.jsonl", "prompt_template": None},
     "named template": {"chat_template_path": "mistral", "dataset_name": "turns.jsonl", "prompt_template": None},
-}  # fmt: skip
+}
 
 
 def arm(capsys, path, name, *words):
@@ -76,9 +82,15 @@ def test_the_table(folder, capsys, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "kernels")]))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     path = write_recipe(
-        folder, **SAVING, eval_fraction=0.2, eval_strategy="steps", eval_steps=2, load_best_model_at_end=True,
-        early_stopping_patience=2, metric_for_best_model="loss",
-    )  # fmt: skip
+        folder,
+        **SAVING,
+        eval_fraction=0.2,
+        eval_strategy="steps",
+        eval_steps=2,
+        load_best_model_at_end=True,
+        early_stopping_patience=2,
+        metric_for_best_model="loss",
+    )
     files = {"--json": folder / "found.json", "--chart": folder / "chart.png"}
     code, out, err = command(
         capsys, "compare", path, "--steps", "4", *[word for pair in files.items() for word in pair]
@@ -99,8 +111,16 @@ def arms_of(monkeypatch, **found):
     )
 
 
-RAN = {"steps": 4, "untimed": 1, "step_s": 0.5, "tokens_per_s": 100.0, "peak_gib": 1.0, "in_16_bits": True,
-       "left_out": [], "losses": [2.0, 1.9]}  # fmt: skip
+RAN = {
+    "steps": 4,
+    "untimed": 1,
+    "step_s": 0.5,
+    "tokens_per_s": 100.0,
+    "peak_gib": 1.0,
+    "in_16_bits": True,
+    "left_out": [],
+    "losses": [2.0, 1.9],
+}
 
 
 def test_an_arm_that_fails_is_a_row(folder, capsys, monkeypatch):

@@ -100,10 +100,15 @@ def test_the_loss_is_the_trainer_s(folder, capsys):
 def test_answers_of_a_trained_adapter_are_exact(chats, capsys):
     rows = write(chats, [{"q": "w5", "a": "w6 w7"}, {"q": "w15", "a": "w16"}])
     keys = {
-        "dataset_name": str(rows), "prompt_template": None, "columns": {"question": "q", "answer": "a"},
-        "system_prompt": "w9", "use_peft": True, "lora_target_modules": "all-linear", "learning_rate": 0.05,
+        "dataset_name": str(rows),
+        "prompt_template": None,
+        "columns": {"question": "q", "answer": "a"},
+        "system_prompt": "w9",
+        "use_peft": True,
+        "lora_target_modules": "all-linear",
+        "learning_rate": 0.05,
         "max_steps": 60,
-    }  # fmt: skip
+    }
     code, _, err = command(capsys, "train", write_recipe(chats, **keys))
     assert code == 0, err
     columns = ("--columns", "{question: q, answer: a}")

@@ -33,16 +33,26 @@ def short_search(monkeypatch):
 @pytest.fixture
 def recipe(tmp_path):
     LlamaConfig(
-        hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        vocab_size=1000, max_position_embeddings=65536,
-    ).save_pretrained(tmp_path / "model")  # fmt: skip
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=1000,
+        max_position_embeddings=65536,
+    ).save_pretrained(tmp_path / "model")
 
     def write(**keys):
         values = {
-            "model_name_or_path": str(tmp_path / "model"), "dtype": "bfloat16", "bf16": True, "max_length": 256,
-            "per_device_train_batch_size": 2, "activation_checkpointing": "auto", "dataset_name": "nothing.json",
+            "model_name_or_path": str(tmp_path / "model"),
+            "dtype": "bfloat16",
+            "bf16": True,
+            "max_length": 256,
+            "per_device_train_batch_size": 2,
+            "activation_checkpointing": "auto",
+            "dataset_name": "nothing.json",
             "output_dir": str(tmp_path / "out"),
-        }  # fmt: skip
+        }
         path = tmp_path / "recipe.yaml"
         path.write_text(yaml.safe_dump({key: value for key, value in (values | keys).items() if value != "absent"}))
         return path
@@ -96,9 +106,10 @@ def test_images_of_rows(recipe, tmp_path, capsys):
     code, out, err = command(capsys, "fit", path, "--gpu-memory", "0.06", *images)
     assert code == 0, err
     assert "Counted with images in each row. They take 12 of its tokens." in out and "not counted" not in out
-    batches = [re.search(r"rows of 64 tokens is (\d+)", text)[1] for text in (
-        out, command(capsys, "fit", path, "--gpu-memory", "0.06")[1]
-    )]  # fmt: skip
+    batches = [
+        re.search(r"rows of 64 tokens is (\d+)", text)[1]
+        for text in (out, command(capsys, "fit", path, "--gpu-memory", "0.06")[1])
+    ]
     assert 0 < int(batches[0]) < int(batches[1])
     code, _, err = command(capsys, "fit", path, "--images", "80x60,60x80", "--max_length", "8")
     assert code == 2 and "max_length is 8, but the images of a row alone have 12 tokens" in err

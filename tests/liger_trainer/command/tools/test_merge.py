@@ -143,9 +143,18 @@ def of_two_dtypes(model_type):
         model = tiny_model(model_type, dtype=torch.bfloat16)
     else:
         config = AutoConfig.for_model(
-            model_type, vocab_size=131, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
-            num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_experts=4, moe_topk=2, pad_token_id=0,
-        )  # fmt: skip
+            model_type,
+            vocab_size=131,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=1,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            num_experts=4,
+            moe_topk=2,
+            pad_token_id=0,
+        )
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if "mlp.gate." in name:
