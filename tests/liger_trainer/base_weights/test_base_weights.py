@@ -25,9 +25,15 @@ ROWS = [{"input_ids": list(range(3, 19)), "labels": list(range(3, 19))}] * 4
 def train(base, folder, **options):
     model = AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager")
     args = LigerTrainingArguments(
-        str(folder), max_steps=2, per_device_train_batch_size=2, report_to=[], use_cpu=True, learning_rate=1e-2,
-        save_steps=2, **options,
-    )  # fmt: skip
+        str(folder),
+        max_steps=2,
+        per_device_train_batch_size=2,
+        report_to=[],
+        use_cpu=True,
+        learning_rate=1e-2,
+        save_steps=2,
+        **options,
+    )
     trainer = LigerTrainer(model, args, train_dataset=ROWS)
     trainer.train()
     trainer.save_model()
@@ -371,9 +377,13 @@ def test_the_best_checkpoint_is_loaded_and_a_run_goes_on(tmp_path):
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "base", attn_implementation="eager")
     options = {"per_device_train_batch_size": 2, "report_to": [], "use_cpu": True, "save_steps": 2, "eval_steps": 2}
     args = LigerTrainingArguments(
-        str(tmp_path / "out"), max_steps=4, learning_rate=1.0, eval_strategy="steps", load_best_model_at_end=True,
+        str(tmp_path / "out"),
+        max_steps=4,
+        learning_rate=1.0,
+        eval_strategy="steps",
+        load_best_model_at_end=True,
         **options,
-    )  # fmt: skip
+    )
     trainer = LigerTrainer(model, args, train_dataset=ROWS, eval_dataset=ROWS)
     trainer.train()
     best = trainer.state.best_model_checkpoint

@@ -87,9 +87,16 @@ def test_the_same_gradients(folder, checkpointing):
 def train(model, out):
     rows = [{"input_ids": row, "labels": row} for row in IDS.repeat(4, 1).tolist()]
     args = LigerTrainingArguments(
-        out, max_steps=4, per_device_train_batch_size=2, learning_rate=1e-2, use_cpu=True, report_to="none",
-        save_strategy="no", activation_checkpointing=True, logging_steps=1,
-    )  # fmt: skip
+        out,
+        max_steps=4,
+        per_device_train_batch_size=2,
+        learning_rate=1e-2,
+        use_cpu=True,
+        report_to="none",
+        save_strategy="no",
+        activation_checkpointing=True,
+        logging_steps=1,
+    )
     trainer = LigerTrainer(model, args, train_dataset=rows)
     trainer.train()
     trainer.save_model(out)

@@ -25,9 +25,13 @@ def kernels_are_proven_by_their_twins(monkeypatch):
 def needed(model_type, *sizes, checkpointing=False, loss=losses.of_labels):
     images = row_images(processor_of(model_type), list(sizes)) if sizes else None
     job = Job(
-        Shape(image_model(model_type).config, torch.bfloat16), loss, torch.optim.AdamW, torch.bfloat16,
-        checkpointing={"use_reentrant": False}, images=images,
-    )  # fmt: skip
+        Shape(image_model(model_type).config, torch.bfloat16),
+        loss,
+        torch.optim.AdamW,
+        torch.bfloat16,
+        checkpointing={"use_reentrant": False},
+        images=images,
+    )
     return need(job, ROWS, LENGTH, checkpointing, PLENTY)
 
 

@@ -60,10 +60,12 @@ def job_of(options):
         Shape(AutoConfig.for_model(family, **shape), torch.bfloat16, lora, four_bits=four_bits),
         losses.of_pairs if pairs else losses.of_labels,
         lambda weights: torch.optim.AdamW(weights, fused=True),
-        autocast, sharding, reference=pairs,
+        autocast,
+        sharding,
+        reference=pairs,
         checkpointing={"use_reentrant": False} | ({"offload": True} if options.get("offload") else {}),
         in_backward=bool(options.get("optimizer_in_backward")),
-    )  # fmt: skip
+    )
 
 
 def test_there_are_records_of_every_kind():
@@ -109,14 +111,21 @@ def test_images_within_three_percent_of_the_measured_peak(name, benchmarks_on_pa
         "pixel_values": torch.zeros(images.GRID**2, 3 * vision.temporal_patch_size * vision.patch_size**2),
         "image_grid_thw": torch.tensor([[1, images.GRID, images.GRID]]),
         "mm_token_type_ids": (ids == images.IMAGE).int(),
-    }  # fmt: skip
+    }
     found = need(
         Job(
-            Shape(model, torch.bfloat16), losses.of_labels, lambda weights: torch.optim.AdamW(weights, fused=True),
-            torch.bfloat16, checkpointing={"use_reentrant": False}, images=RowImages(ids, given),
+            Shape(model, torch.bfloat16),
+            losses.of_labels,
+            lambda weights: torch.optim.AdamW(weights, fused=True),
+            torch.bfloat16,
+            checkpointing={"use_reentrant": False},
+            images=RowImages(ids, given),
         ),
-        8, ids.shape[1] + (64 + 512) // 2, True, 80 * GIB,
-    )  # fmt: skip
+        8,
+        ids.shape[1] + (64 + 512) // 2,
+        True,
+        80 * GIB,
+    )
     rows = [
         row
         for path in sorted((ROOT / "benchmarks" / "results" / "images" / "8-rows").glob("*.json"))

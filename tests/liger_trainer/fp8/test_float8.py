@@ -48,9 +48,10 @@ VARIANTS = {
     "torchao's default": ({}, "tensorwise, gradients in e5m2"),
     "powers of two": ({"round_scales_to_power_of_2": True}, "tensorwise, gradients in e5m2, scales in powers of 2"),
     "e4m3 gradients": (
-        {"cast_config_grad_output": CastConfig(target_dtype=torch.float8_e4m3fn)}, "tensorwise, gradients in e4m3",
+        {"cast_config_grad_output": CastConfig(target_dtype=torch.float8_e4m3fn)},
+        "tensorwise, gradients in e4m3",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("dtype, rtol", [(torch.float32, 1e-6), (torch.bfloat16, 3e-3)], ids=str)
@@ -169,14 +170,15 @@ def by_row(dtype=torch.float8_e4m3fn):
 UNKNOWN = {
     "one cast by row": {"cast_config_input": by_row()},
     "by row, e5m2 gradients": {
-        "cast_config_input": by_row(), "cast_config_weight": by_row(),
+        "cast_config_input": by_row(),
+        "cast_config_weight": by_row(),
         "cast_config_grad_output": by_row(torch.float8_e5m2),
     },
     "16-bit gradients": {
         f"cast_config_{name}_for_grad_weight": CastConfig(scaling_type=ScalingType.DISABLED)
         for name in ("input", "grad_output")
     },
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("options", UNKNOWN.values(), ids=UNKNOWN)

@@ -80,7 +80,13 @@ def test_a_recipe(tmp_path, capsys):
     assert report["found"] == LAYERS + 1 and "LM head" in report["skipped"][0]["reason"]
     assert (tmp_path / "out" / "medusa_heads" / "config.json").exists()
     code, out, err = command(
-        capsys, "medusa-eval", tmp_path / "model", tmp_path / "out", "--prompts", tmp_path / "rows.jsonl", "--dtype",
+        capsys,
+        "medusa-eval",
+        tmp_path / "model",
+        tmp_path / "out",
+        "--prompts",
+        tmp_path / "rows.jsonl",
+        "--dtype",
         "float32",
-    )  # fmt: skip
+    )
     assert code == 0 and "tokens per forward pass" in out, err

@@ -37,8 +37,14 @@ def config(**keys):
     from axolotl.utils.dict import DictDefault
 
     _, whole = merge_input_args()
-    values = {"base_model": "model", "datasets": [{"path": "rows.jsonl", "type": "alpaca"}], "micro_batch_size": 1,
-              "gradient_accumulation_steps": 1, "learning_rate": 0.01, "plugins": [PLUGIN]}  # fmt: skip
+    values = {
+        "base_model": "model",
+        "datasets": [{"path": "rows.jsonl", "type": "alpaca"}],
+        "micro_batch_size": 1,
+        "gradient_accumulation_steps": 1,
+        "learning_rate": 0.01,
+        "plugins": [PLUGIN],
+    }
     return DictDefault(whole.model_fields["use_liger"].default is True and values | keys)
 
 
@@ -47,9 +53,16 @@ def test_it_patches_the_model_that_axolotl_has_loaded(manager, tmp_path):
     manager.post_model_load(config(liger_config={"rope": False}), model)
     assert has_fused_head(model)
     args = TrainingArguments(
-        output_dir=str(tmp_path), max_steps=2, per_device_train_batch_size=4, logging_steps=1, report_to="none",
-        use_cpu=True, disable_tqdm=True, remove_unused_columns=False, save_strategy="no",
-    )  # fmt: skip
+        output_dir=str(tmp_path),
+        max_steps=2,
+        per_device_train_batch_size=4,
+        logging_steps=1,
+        report_to="none",
+        use_cpu=True,
+        disable_tqdm=True,
+        remove_unused_columns=False,
+        save_strategy="no",
+    )
     trainer = Trainer(model=model, args=args, train_dataset=ragged_rows(8), data_collator=collate)
     trainer.train()
     assert len([log for log in trainer.state.log_history if "loss" in log]) == 2
@@ -94,14 +107,26 @@ def losses_of_axolotl(folder, **keys):
     rows = [f'{{"instruction": "w{i} w4", "input": "", "output": "w{2 * i} w{3 * i}"}}' for i in range(5, 21)]
     (folder / "rows.jsonl").write_text("\n".join(rows))
     config = {
-        "base_model": str(folder / "model"), "output_dir": str(folder / "out"), "sequence_len": 64, "seed": 1,
+        "base_model": str(folder / "model"),
+        "output_dir": str(folder / "out"),
+        "sequence_len": 64,
+        "seed": 1,
         "datasets": [{"path": str(folder / "rows.jsonl"), "ds_type": "json", "type": "alpaca"}],
-        "dataset_prepared_path": str(folder / "prepared"), "dataset_num_proc": 1,
+        "dataset_prepared_path": str(folder / "prepared"),
+        "dataset_num_proc": 1,
         "special_tokens": {"pad_token": "<pad>"},
-        "micro_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 2, "learning_rate": 0.01,
-        "optimizer": "adamw_torch", "lr_scheduler": "constant", "bf16": False, "attn_implementation": "sdpa",
-        "save_strategy": "no", "logging_steps": 1, "plugins": [PLUGIN],
-    }  # fmt: skip
+        "micro_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "max_steps": 2,
+        "learning_rate": 0.01,
+        "optimizer": "adamw_torch",
+        "lr_scheduler": "constant",
+        "bf16": False,
+        "attn_implementation": "sdpa",
+        "save_strategy": "no",
+        "logging_steps": 1,
+        "plugins": [PLUGIN],
+    }
     (folder / "run.yaml").write_text(yaml.safe_dump(config | keys))
     variables = {"PYTHONPATH": os.pathsep.join(sys.path), "AXOLOTL_DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-m", "axolotl.cli.train", str(folder / "run.yaml")]

@@ -13,13 +13,25 @@ from liger_trainer.integrations.callback import LigerCallback
 
 def losses_of(trainer_class, args_class, out, callbacks=(), **options):
     args = args_class(
-        output_dir=str(out), max_steps=3, per_device_train_batch_size=4, learning_rate=1e-2, logging_steps=1,
-        report_to="none", use_cpu=True, disable_tqdm=True, remove_unused_columns=False, save_strategy="no", **options,
-    )  # fmt: skip
+        output_dir=str(out),
+        max_steps=3,
+        per_device_train_batch_size=4,
+        learning_rate=1e-2,
+        logging_steps=1,
+        report_to="none",
+        use_cpu=True,
+        disable_tqdm=True,
+        remove_unused_columns=False,
+        save_strategy="no",
+        **options,
+    )
     trainer = trainer_class(
-        model=tiny_model("llama"), args=args, train_dataset=ragged_rows(16), data_collator=collate,
+        model=tiny_model("llama"),
+        args=args,
+        train_dataset=ragged_rows(16),
+        data_collator=collate,
         callbacks=list(callbacks),
-    )  # fmt: skip
+    )
     trainer.train()
     return trainer, [log["loss"] for log in trainer.state.log_history if "loss" in log]
 
@@ -50,13 +62,24 @@ def test_a_model_that_the_trainer_makes_when_it_trains(options, tmp_path):
     runs = []
     for callbacks in ([], [LigerCallback()]):
         args = TrainingArguments(
-            output_dir=str(tmp_path), max_steps=2, learning_rate=1e-2, logging_steps=1, report_to="none", use_cpu=True,
-            disable_tqdm=True, remove_unused_columns=False, save_strategy="no", **options,
-        )  # fmt: skip
+            output_dir=str(tmp_path),
+            max_steps=2,
+            learning_rate=1e-2,
+            logging_steps=1,
+            report_to="none",
+            use_cpu=True,
+            disable_tqdm=True,
+            remove_unused_columns=False,
+            save_strategy="no",
+            **options,
+        )
         trainer = Trainer(
-            model_init=lambda: tiny_model("llama"), args=args, train_dataset=ragged_rows(16), data_collator=collate,
+            model_init=lambda: tiny_model("llama"),
+            args=args,
+            train_dataset=ragged_rows(16),
+            data_collator=collate,
             callbacks=callbacks,
-        )  # fmt: skip
+        )
         first = trainer.model
         for _ in range(2):
             trainer.train()

@@ -17,10 +17,15 @@ def weights_of(folder, processes, strategy):
     """What a run of Lightning leaves, as whole weights."""
     out = folder / f"{processes}.pt"
     done = run_elsewhere(
-        sys.executable, PROCESSES / "lightning_ranks.py", out, processes, strategy, cwd=folder,
+        sys.executable,
+        PROCESSES / "lightning_ranks.py",
+        out,
+        processes,
+        strategy,
+        cwd=folder,
         PYTHONPATH=os.pathsep.join([str(PROCESSES), *sys.path]),
         CUDA_VISIBLE_DEVICES="" if strategy == "cpu" else os.environ.get("CUDA_VISIBLE_DEVICES", "0,1"),
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr
     return torch.load(out)
 

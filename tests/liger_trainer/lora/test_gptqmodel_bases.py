@@ -62,9 +62,7 @@ def quantised_weight(weight, method, bits, group, ordered):
         return words.to(torch.uint32).view(torch.int32)
 
     packed_zeros = packed(zeros).t().contiguous()
-    return {
-        "qweight": packed(numbers.t()), "qzeros": packed_zeros, "scales": scales.t().half(), "g_idx": g_idx.int()
-    }  # fmt: skip
+    return {"qweight": packed(numbers.t()), "qzeros": packed_zeros, "scales": scales.t().half(), "g_idx": g_idx.int()}
 
 
 @pytest.fixture(scope="module")
@@ -87,9 +85,14 @@ def saved(tmp_path_factory):
         save_file(tensors, folder / "model.safetensors", {"format": "pt"})
         config = json.loads((folder / "config.json").read_text())
         config["quantization_config"] = {
-            "quant_method": method, "bits": bits, "group_size": group, "desc_act": ordered, "sym": False,
-            "zero_point": True, "format": "gemm" if method == "awq" else "gptq_v2",
-        }  # fmt: skip
+            "quant_method": method,
+            "bits": bits,
+            "group_size": group,
+            "desc_act": ordered,
+            "sym": False,
+            "zero_point": True,
+            "format": "gemm" if method == "awq" else "gptq_v2",
+        }
         (folder / "config.json").write_text(json.dumps(config))
         made[kind, bias] = folder
         return folder

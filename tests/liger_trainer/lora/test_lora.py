@@ -212,10 +212,17 @@ def dora(model):
 @pytest.mark.parametrize(
     "change, ours",
     [
-        (disable, False), (second, True), (both, True), (switch, True), (deleted, True), (merged, False),
-        (unmerged, True), (scaled, True), (dora, False),
+        (disable, False),
+        (second, True),
+        (both, True),
+        (switch, True),
+        (deleted, True),
+        (merged, False),
+        (unmerged, True),
+        (scaled, True),
+        (dora, False),
     ],
-)  # fmt: skip
+)
 def test_adapters_that_change(change, ours, before, mlp, calls):
     """Added, switched, disabled, merged, removed, before patching or after; ours where the layer is plain."""
     beside_stock(change, before, 1e-4 if change in (merged, unmerged) else 1e-5, mlp)

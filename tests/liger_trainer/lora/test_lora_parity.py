@@ -8,12 +8,20 @@ from tiny_models import collate, ragged_rows, tiny_model
 from liger_trainer import apply_liger
 
 QWEN3_06B = {
-    "hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "num_key_value_heads": 8,
-    "head_dim": 128, "num_hidden_layers": 2,
-}  # fmt: skip
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "num_hidden_layers": 2,
+}
 LLAMA = {
-    "hidden_size": 256, "intermediate_size": 688, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32,
-}  # fmt: skip
+    "hidden_size": 256,
+    "intermediate_size": 688,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+}
 MODELS = [
     pytest.param("llama", LLAMA, 8, id="r8"),
     pytest.param("llama", LLAMA, 64, id="r64"),

@@ -58,14 +58,22 @@ def stock_dpo(chosen, rejected, ref_chosen, ref_rejected, lengths, **options):
 
     defaults = {"loss_weights": [1.0], "ld_alpha": None, "label_smoothing": 0.0, "beta": 0.1}
     stock = trainer_like(
-        model=types.SimpleNamespace(training=False), aux_loss_enabled=False, precompute_ref_logps=True,
-        f_divergence_type="reverse_kl", use_weighting=False, _metrics={"eval": Metrics()}, _total_train_tokens=0,
+        model=types.SimpleNamespace(training=False),
+        aux_loss_enabled=False,
+        precompute_ref_logps=True,
+        f_divergence_type="reverse_kl",
+        use_weighting=False,
+        _metrics={"eval": Metrics()},
+        _total_train_tokens=0,
         **(defaults | options),
-    )  # fmt: skip
+    )
     inputs = {
-        "input_ids": torch.zeros(2 * PAIRS, width, dtype=torch.long), "completion_mask": mask.long(),
-        "attention_mask": mask.long(), "ref_chosen_logps": ref_chosen, "ref_rejected_logps": ref_rejected,
-    }  # fmt: skip
+        "input_ids": torch.zeros(2 * PAIRS, width, dtype=torch.long),
+        "completion_mask": mask.long(),
+        "attention_mask": mask.long(),
+        "ref_chosen_logps": ref_chosen,
+        "ref_rejected_logps": ref_rejected,
+    }
     loss = DPOTrainer._compute_loss(stock, lambda **_: outputs(chosen, rejected), inputs, False)
     return loss, {name: values[-1] for name, values in stock._metrics["eval"].items()}
 
@@ -152,9 +160,12 @@ def test_orpo(seed):
     loss, got = orpo_loss(*leaf.float(), nll, beta=0.3)  # TRL computes in fp32
     assert_same(loss, nll - losses.mean(), leaf, rtol=1e-5)
     for name, want in {
-        "nll_loss": nll, "log_odds_ratio": log_odds_ratio, "log_odds_chosen": log_odds,
-        "rewards/chosen": chosen_rewards.mean(), "logps/rejected": leaf[1].mean(),
-    }.items():  # fmt: skip
+        "nll_loss": nll,
+        "log_odds_ratio": log_odds_ratio,
+        "log_odds_chosen": log_odds,
+        "rewards/chosen": chosen_rewards.mean(),
+        "logps/rejected": leaf[1].mean(),
+    }.items():
         torch.testing.assert_close(got[name].double(), want.detach().double(), rtol=1e-5, atol=1e-7, msg=name)
 
 
@@ -181,15 +192,26 @@ def test_kto(desirable, kl):
     blank = torch.zeros_like(log_probs)
     outputs = FusedCausalLMOutput(log_probs=log_probs, entropy=blank, mean_logits=blank)
     stock = trainer_like(
-        model=types.SimpleNamespace(training=False), aux_loss_enabled=False, precompute_ref_logps=True,
-        calculate_KL=True, _compute_kl_logps=lambda model, batch: torch.full((PAIRS,), kl), loss_type="kto", beta=0.3,
-        desirable_weight=1.5, undesirable_weight=0.8, _metrics={"eval": Metrics()}, _total_train_tokens=0,
-    )  # fmt: skip
+        model=types.SimpleNamespace(training=False),
+        aux_loss_enabled=False,
+        precompute_ref_logps=True,
+        calculate_KL=True,
+        _compute_kl_logps=lambda model, batch: torch.full((PAIRS,), kl),
+        loss_type="kto",
+        beta=0.3,
+        desirable_weight=1.5,
+        undesirable_weight=0.8,
+        _metrics={"eval": Metrics()},
+        _total_train_tokens=0,
+    )
     inputs = {
-        "input_ids": torch.zeros(PAIRS, 3, dtype=torch.long), "completion_mask": torch.ones(PAIRS, 3).long(),
-        "attention_mask": torch.ones(PAIRS, 3), "label": label, "ref_logps": leaf[1].detach(),
+        "input_ids": torch.zeros(PAIRS, 3, dtype=torch.long),
+        "completion_mask": torch.ones(PAIRS, 3).long(),
+        "attention_mask": torch.ones(PAIRS, 3),
+        "label": label,
+        "ref_logps": leaf[1].detach(),
         "ref_KL_logps": torch.zeros(PAIRS),
-    }  # fmt: skip
+    }
     want = KTOTrainer._compute_loss(stock, lambda **_: outputs, inputs, False)
     loss, got = kto_loss(leaf[0], leaf[1], label, kl, beta=0.3, desirable_weight=1.5, undesirable_weight=0.8)
     (want_grad,) = torch.autograd.grad(3.7 * want, leaf)

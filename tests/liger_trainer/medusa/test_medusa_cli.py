@@ -112,8 +112,14 @@ def test_from_answers_to_servers(folder, cache, capsys):
 
 
 def test_stage_2_serves_the_trained_model(folder, cache, capsys):
-    recipe = medusa_recipe(folder, dataset_name="rows.jsonl", prompt_template="alpaca", medusa_stage=2,
-                           medusa_tied=False, output_dir=str(folder / "two"))  # fmt: skip
+    recipe = medusa_recipe(
+        folder,
+        dataset_name="rows.jsonl",
+        prompt_template="alpaca",
+        medusa_stage=2,
+        medusa_tied=False,
+        output_dir=str(folder / "two"),
+    )
     code, _, err = command(capsys, "train", recipe)
     assert code == 0, err
     prompts = ("--prompts", folder / "rows.jsonl", "--max_rows", 2, "--max_new_tokens", 8)
@@ -136,8 +142,15 @@ def test_stage_2_with_lora_is_merged_for_servers(folder, cache, capsys):
     from transformers import AutoModelForCausalLM
 
     out_dir, merged = folder / "lora", folder / "merged"
-    recipe = medusa_recipe(folder, dataset_name="rows.jsonl", prompt_template="alpaca", medusa_stage=2, use_peft=True,
-                           lora_target_modules=["q_proj", "down_proj"], output_dir=str(out_dir))  # fmt: skip
+    recipe = medusa_recipe(
+        folder,
+        dataset_name="rows.jsonl",
+        prompt_template="alpaca",
+        medusa_stage=2,
+        use_peft=True,
+        lora_target_modules=["q_proj", "down_proj"],
+        output_dir=str(out_dir),
+    )
     code, _, err = command(capsys, "train", recipe)
     assert code == 0, err
     prompts = ("--prompts", folder / "rows.jsonl", "--max_rows", 2, "--max_new_tokens", 8)
@@ -168,6 +181,6 @@ def test_mistakes_exit_2(folder, capsys, tmp_path):
         (("medusa-eval", folder / "none", "x", *rows), "there is no such folder"),
         (("medusa-eval", folder / "model", folder / "heads", "--prompts", "none"), "prompts is 'none', which"),
         (("medusa-export", folder / "model", "--output", tmp_path / "o"), "Give the output_dir of a Medusa training"),
-    ):  # fmt: skip
+    ):
         code, out, err = command(capsys, *argv)
         assert code == 2 and message in err, (argv, err)

@@ -49,16 +49,23 @@ def test_an_own_projection_is_a_copy():
 
 def test_names_in_the_state_dict_and_the_file(tmp_path):
     model = model_with_heads(num_heads=2, num_layers=2, tied=False)
-    names = {f"{k}.{end}" for k in (0, 1) for end in ("0.linear.weight", "0.linear.bias", "1.linear.weight",
-                                                      "1.linear.bias", "2.weight")}  # fmt: skip
+    names = {
+        f"{k}.{end}"
+        for k in (0, 1)
+        for end in ("0.linear.weight", "0.linear.bias", "1.linear.weight", "1.linear.bias", "2.weight")
+    }
     assert {n for n in model.state_dict() if "medusa" in n} == {f"medusa_head.{name}" for name in names}
     model.medusa_head.save_pretrained(tmp_path)
     assert load_file(tmp_path / "medusa_lm_head.safetensors").keys() == names
     config = json.loads((tmp_path / "config.json").read_text())
     assert config == {
-        "medusa_num_heads": 2, "medusa_num_layers": 2, "medusa_tied": False, "hidden_size": 32, "vocab_size": VOCAB,
+        "medusa_num_heads": 2,
+        "medusa_num_layers": 2,
+        "medusa_tied": False,
+        "hidden_size": 32,
+        "vocab_size": VOCAB,
         "base_model_name_or_path": None,
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize("tied", [True, False])

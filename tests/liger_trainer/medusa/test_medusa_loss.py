@@ -39,9 +39,14 @@ def test_loss_and_every_gradient(model_type, stage, tied, targets, batch, tmp_pa
     batch = batch()
     model = model_with_heads(model_type, num_layers=2, tied=tied)
     trainer = medusa_trainer(
-        model, tmp_path, medusa_stage=stage, medusa_tied=tied, medusa_targets=targets, medusa_num_layers=2,
+        model,
+        tmp_path,
+        medusa_stage=stage,
+        medusa_tied=tied,
+        medusa_targets=targets,
+        medusa_num_layers=2,
         medusa_heads_coefficient=0.6,
-    )  # fmt: skip
+    )
     twin = plain_copy(model)
     want, report = brute_force(twin, batch, stage, targets, decay=0.7, coefficient=0.6)
     want.backward()
@@ -99,10 +104,19 @@ def test_every_split_of_the_batch(stage, tied, packed, tmp_path):
     for batch, accumulation in ((8, 1), (4, 2), (1, 8)):
         keep = KeepGradients()
         trainer = medusa_trainer(
-            model_with_heads(tied=tied), tmp_path, rows, {"callbacks": [keep]}, medusa_stage=stage, medusa_tied=tied,
-            medusa_heads_coefficient=0.5, per_device_train_batch_size=batch, gradient_accumulation_steps=accumulation,
-            max_steps=1, padding_free=packed, max_length=None if packed else 64,
-        )  # fmt: skip
+            model_with_heads(tied=tied),
+            tmp_path,
+            rows,
+            {"callbacks": [keep]},
+            medusa_stage=stage,
+            medusa_tied=tied,
+            medusa_heads_coefficient=0.5,
+            per_device_train_batch_size=batch,
+            gradient_accumulation_steps=accumulation,
+            max_steps=1,
+            padding_free=packed,
+            max_length=None if packed else 64,
+        )
         assert (next(iter(trainer.get_train_dataloader()))["input_ids"].shape[0] == 1) == (packed or batch == 1)
         trainer.train()
         want_grads = {n: g for n, g in gradients(twin).items() if n in keep.grads}
@@ -179,9 +193,14 @@ def test_gradient_checkpointing_changes_nothing(tmp_path):
     for checkpointing in (False, True):
         keep = KeepGradients()
         medusa_trainer(
-            model_with_heads(), tmp_path, None, {"callbacks": [keep]}, medusa_stage=2, max_steps=1,
+            model_with_heads(),
+            tmp_path,
+            None,
+            {"callbacks": [keep]},
+            medusa_stage=2,
+            max_steps=1,
             gradient_checkpointing=checkpointing,
-        ).train()  # fmt: skip
+        ).train()
         grads.append(keep.grads)
     assert_gradients(*grads)
 

@@ -75,9 +75,15 @@ def test_stage_2_trains_what_was_left_trainable(tmp_path):
 def test_every_head_parameter_has_its_learning_rate(multiplier, tmp_path):
     """Matrices and biases, fault of trainers that scale only what has weight decay; the split by weight decay stays."""
     trainer = medusa_trainer(
-        tiny_model("llama"), tmp_path, medusa_stage=2, medusa_tied=False, medusa_lr_multiplier=multiplier,
-        weight_decay=0.1, learning_rate=1e-3, lr_scheduler_type="constant",
-    )  # fmt: skip
+        tiny_model("llama"),
+        tmp_path,
+        medusa_stage=2,
+        medusa_tied=False,
+        medusa_lr_multiplier=multiplier,
+        weight_decay=0.1,
+        learning_rate=1e-3,
+        lr_scheduler_type="constant",
+    )
     optimizer = trainer.create_optimizer()
     names = {id(p): name for name, p in trainer.model.named_parameters()}
     decayed = trainer.get_decay_parameter_names(trainer.model)
@@ -139,8 +145,13 @@ KINDS = {"stage1": {}, "stage2": {"medusa_stage": 2, "medusa_tied": False}, "lor
 
 def built(kind, tmp_path, **options):
     extra = {"trainer_options": {"peft_config": LORA}} if kind == "lora" else {}
-    return medusa_trainer(tiny_model("llama", attention_dropout=0.1), tmp_path, ragged_rows(16), **extra,
-                          **(KINDS[kind] | {"max_steps": 4, "per_device_train_batch_size": 4} | options))  # fmt: skip
+    return medusa_trainer(
+        tiny_model("llama", attention_dropout=0.1),
+        tmp_path,
+        ragged_rows(16),
+        **extra,
+        **(KINDS[kind] | {"max_steps": 4, "per_device_train_batch_size": 4} | options),
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -179,9 +190,17 @@ def test_resumes_exactly_and_saves_what_loads(kind, tmp_path):
 @pytest.mark.parametrize("kind", ["stage1", "stage2"])
 def test_the_best_checkpoint_is_loaded_at_the_end(kind, tmp_path):
     trainer = built(
-        kind, tmp_path, save_strategy="steps", eval_strategy="steps", eval_steps=2, save_steps=2, learning_rate=10.0,
-        load_best_model_at_end=True, metric_for_best_model="loss", lr_scheduler_type="constant",
-    )  # fmt: skip
+        kind,
+        tmp_path,
+        save_strategy="steps",
+        eval_strategy="steps",
+        eval_steps=2,
+        save_steps=2,
+        learning_rate=10.0,
+        load_best_model_at_end=True,
+        metric_for_best_model="loss",
+        lr_scheduler_type="constant",
+    )
     trainer.train()
     best = trainer.state.best_model_checkpoint
     want = MedusaHeads.from_pretrained(best).state_dict()

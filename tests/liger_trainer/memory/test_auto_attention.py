@@ -142,6 +142,8 @@ def test_offload_is_refused_by_name():
         LigerSFTConfig(activation_checkpointing="auto", **options | {"activation_checkpointing_kwargs": words})
     with pytest.raises(ValueError, match="its option offload is true"):
         LigerSFTConfig(
-            activation_checkpointing="auto", gradient_checkpointing_kwargs={"offload": True}, use_cpu=True,
+            activation_checkpointing="auto",
+            gradient_checkpointing_kwargs={"offload": True},
+            use_cpu=True,
             output_dir="out",
-        )  # fmt: skip
+        )

@@ -13,10 +13,15 @@ def test_an_adapter_that_is_switched_off_for_the_reference(tmp_path):
 
     def run(checkpointing, memory=None):
         trainer = dpo_runs.build(
-            LigerDPOTrainer, tiny_model("llama"), tmp_path, (2, 1), dpo_runs.pairs(16), gradient_checkpointing=False,
+            LigerDPOTrainer,
+            tiny_model("llama"),
+            tmp_path,
+            (2, 1),
+            dpo_runs.pairs(16),
+            gradient_checkpointing=False,
             activation_checkpointing=checkpointing,
             trainer_options={"peft_config": LoraConfig(r=4, target_modules=dpo_runs.LORA)},
-        )  # fmt: skip
+        )
         trainer.device_memory = memory
         return train(trainer), trainer.checkpointing
 

@@ -36,9 +36,15 @@ def peaks(monkeypatch):
 def run(out, memory, model, steps, budget=None, **options):
     """A trainer after `steps` steps of one micro-batch."""
     trainer = build(
-        out, "auto", memory, model=model, max_steps=steps, gradient_accumulation_steps=1,
-        memory_budget=None if budget is None else budget / GIB, **options,
-    )  # fmt: skip
+        out,
+        "auto",
+        memory,
+        model=model,
+        max_steps=steps,
+        gradient_accumulation_steps=1,
+        memory_budget=None if budget is None else budget / GIB,
+        **options,
+    )
     train(trainer)
     return trainer
 
@@ -119,9 +125,16 @@ def test_layers_of_which_some_are_frozen(host, tmp_path):
     train_others(0)
     memory, budget = memory_with(Carries()) if host else CountedMemory(), 2.7e6
     trainer = build(
-        tmp_path, "auto", memory, [At(5, train_others)], model=model, max_steps=10, gradient_accumulation_steps=1,
-        memory_budget=budget / GIB, optim="sgd",
-    )  # fmt: skip
+        tmp_path,
+        "auto",
+        memory,
+        [At(5, train_others)],
+        model=model,
+        max_steps=10,
+        gradient_accumulation_steps=1,
+        memory_budget=budget / GIB,
+        optim="sgd",
+    )
     trainer.create_optimizer()
     train(trainer)
     assert memory.highest <= budget

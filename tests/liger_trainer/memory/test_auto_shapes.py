@@ -38,9 +38,14 @@ def with_images():
         hidden_size=32, intermediate_size=128, num_hidden_layers=8, num_attention_heads=2, image_size=32, patch_size=4
     )
     text = LlamaConfig(
-        vocab_size=131, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, attn_implementation="eager",
-    )  # fmt: skip
+        vocab_size=131,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        attn_implementation="eager",
+    )
     config = LlavaConfig(vision_config=vision, text_config=text, image_token_index=IMAGE, vision_feature_layer=-1)
     return LlavaForConditionalGeneration(config)
 
@@ -69,7 +74,7 @@ def encoder_and_decoder(**options):
             decoder_attention_heads=2,
             dropout=0.0,
             **options,
-        )  # fmt: skip
+        )
     )
 
 
@@ -135,9 +140,16 @@ def test_a_tower_before_a_decoder_that_leaves_padding_out(tmp_path):
     def run(checkpointing, budget=None):
         memory = CountedMemory()
         trainer = build(
-            tmp_path, checkpointing, memory, model=copy.deepcopy(model), trainer_class=OneAfterTheOther, optim="sgd",
-            memory_budget=budget, gradient_accumulation_steps=1, use_liger=True,
-        )  # fmt: skip
+            tmp_path,
+            checkpointing,
+            memory,
+            model=copy.deepcopy(model),
+            trainer_class=OneAfterTheOther,
+            optim="sgd",
+            memory_budget=budget,
+            gradient_accumulation_steps=1,
+            use_liger=True,
+        )
         trainer.batches = batches
         found[checkpointing] = train(trainer)
         return memory.highest, trainer.checkpointing
@@ -159,9 +171,13 @@ def test_what_is_measured_stays_within_the_budget(layers, tmp_path, monkeypatch)
     for checkpointing in (True, "auto"):
         budget = None if checkpointing is True else highest[True] / GIB
         trainer = build(
-            tmp_path, checkpointing, memory := CountedMemory(), model=frozen_model(layers), memory_budget=budget,
+            tmp_path,
+            checkpointing,
+            memory := CountedMemory(),
+            model=frozen_model(layers),
+            memory_budget=budget,
             gradient_accumulation_steps=1,
-        )  # fmt: skip
+        )
         train(trainer)
         highest[checkpointing] = memory.highest
     print(layers, f"{highest['auto'] / highest[True]:.3f} of the budget")

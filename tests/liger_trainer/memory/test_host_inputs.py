@@ -141,9 +141,15 @@ def test_the_option_of_a_trainer(reentrant, tmp_path, inputs):
         model = tiny_model("llama", num_hidden_layers=4)
         options = {"use_reentrant": reentrant} | ({"offload": True} if offload else {})
         arguments = LigerTrainingArguments(
-            output_dir=str(tmp_path), max_steps=2, logging_steps=1, report_to="none", activation_checkpointing=True,
-            activation_checkpointing_kwargs=options, use_cpu=DEVICE.type == "cpu", save_strategy="no",
-        )  # fmt: skip
+            output_dir=str(tmp_path),
+            max_steps=2,
+            logging_steps=1,
+            report_to="none",
+            activation_checkpointing=True,
+            activation_checkpointing_kwargs=options,
+            use_cpu=DEVICE.type == "cpu",
+            save_strategy="no",
+        )
         rows = [{name: t[0] for name, t in collate([row]).items()} for row in ragged_rows(8)]
         trainer = LigerTrainer(model, arguments, train_dataset=rows, data_collator=_as_they_are)
         trainer.train()

@@ -74,9 +74,15 @@ def test_numbers_are_those_of_pytorch_s_function(dropout, autocast, times):
 
 def test_of_a_model_with_dropout():
     config = LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, attention_dropout=0.2, attn_implementation="sdpa",
-    )  # fmt: skip
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        attention_dropout=0.2,
+        attn_implementation="sdpa",
+    )
     results = []
     for checkpoint in (ours, OF_TORCH):
         torch.manual_seed(0)
@@ -256,14 +262,26 @@ def trained(tmp_path, monkeypatch, init=False, **options):
     calls, made = [], recompute._Call
     monkeypatch.setattr(recompute, "_Call", lambda *args: calls.append(args) or made(*args))
     config = LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, attn_implementation="sdpa", use_cache=False,
-    )  # fmt: skip
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        attn_implementation="sdpa",
+        use_cache=False,
+    )
     rows = [{"input_ids": [5, 6, 7, 8], "labels": [5, 6, 7, 8]}] * 2
     args = LigerTrainingArguments(
-        output_dir=str(tmp_path), max_steps=1, report_to="none", use_cpu=True, save_strategy="no", disable_tqdm=True,
-        gradient_checkpointing=True, **options,
-    )  # fmt: skip
+        output_dir=str(tmp_path),
+        max_steps=1,
+        report_to="none",
+        use_cpu=True,
+        save_strategy="no",
+        disable_tqdm=True,
+        gradient_checkpointing=True,
+        **options,
+    )
     seen = Seen()
     model = {"model_init": lambda: LlamaForCausalLM(config)} if init else {"model": LlamaForCausalLM(config)}
     trainer = LigerTrainer(**model, args=args, train_dataset=rows, callbacks=[seen])

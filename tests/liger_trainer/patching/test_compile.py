@@ -55,9 +55,12 @@ def test_an_adapter_on_the_lm_head(modules):
     """A compiled graph binds nothing, so every part of the head must have been bound before."""
     own = modules == "modules_to_save"
     config = LoraConfig(
-        r=2, target_modules=["q_proj"] if own else modules, modules_to_save=["lm_head"] if own else None,
-        init_lora_weights=False, task_type="CAUSAL_LM",
-    )  # fmt: skip
+        r=2,
+        target_modules=["q_proj"] if own else modules,
+        modules_to_save=["lm_head"] if own else None,
+        init_lora_weights=False,
+        task_type="CAUSAL_LM",
+    )
     torch.manual_seed(0)
     model, batch = get_peft_model(tiny_model("llama", **ONE_LAYER), config).train(), collate(ragged_rows(4))
     apply_liger(model)
@@ -234,10 +237,17 @@ def losses(trainer_class, tmp_path, rows, compiled, wrap=lambda model: model, **
     torch._dynamo.reset()
     sft = trainer_class is LigerSFTTrainer
     args = (LigerSFTConfig if sft else LigerTrainingArguments)(
-        output_dir=str(tmp_path), per_device_train_batch_size=4, num_train_epochs=1, logging_steps=1, use_cpu=True,
-        report_to="none", save_strategy="no", torch_compile=compiled, train_sampling_strategy="sequential",
+        output_dir=str(tmp_path),
+        per_device_train_batch_size=4,
+        num_train_epochs=1,
+        logging_steps=1,
+        use_cpu=True,
+        report_to="none",
+        save_strategy="no",
+        torch_compile=compiled,
+        train_sampling_strategy="sequential",
         **{"gradient_checkpointing": False} | ({"torch_compile_backend": "eager"} if compiled else {}) | options,
-    )  # fmt: skip
+    )
     tokenizer = tiny_tokenizer()
     inputs = {"processing_class": tokenizer} if sft else {"data_collator": DataCollatorForSeq2Seq(tokenizer)}
     trainer = trainer_class(wrap(sdpa_model("llama")), args, train_dataset=Dataset.from_list(rows), **inputs)

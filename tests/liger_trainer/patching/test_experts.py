@@ -206,10 +206,17 @@ def another_gate(model):
 @pytest.mark.parametrize(
     "change",
     [
-        hook_on_expert_block, hook_on_adapter, other_implementation, registered_anew, another_activation, another_gate,
-        other_factors, forward_on_inner_wrapper, factors_on_wrapper,
+        hook_on_expert_block,
+        hook_on_adapter,
+        other_implementation,
+        registered_anew,
+        another_activation,
+        another_gate,
+        other_factors,
+        forward_on_inner_wrapper,
+        factors_on_wrapper,
     ],
-)  # fmt: skip
+)
 def test_what_users_change_is_heeded(change, monkeypatch):
     """A hook, another implementation, another function of that name: the stock model's loss and gradients."""
     try:
@@ -318,9 +325,12 @@ def test_an_implementation_of_the_users_is_left_alone():
 
 
 READ = [
-    ("grouped_mm", "_grouped_linear"), ("grouped_mm", "_grouped_mm"), ("grouped_mm", "_can_use_grouped_mm"),
-    ("batched_mm", "_batched_linear"), ("eager", "linear"),
-]  # fmt: skip
+    ("grouped_mm", "_grouped_linear"),
+    ("grouped_mm", "_grouped_mm"),
+    ("grouped_mm", "_can_use_grouped_mm"),
+    ("batched_mm", "_batched_linear"),
+    ("eager", "linear"),
+]
 
 
 @pytest.mark.parametrize("adapters", [False, True], ids=["plain", "adapted"])

@@ -550,9 +550,10 @@ def test_a_gated_norm_that_is_two_percent_off_is_seen(monkeypatch):
         own = reference.gated_rms_norm
         with monkeypatch.context() as patch:
             patch.setattr(
-                reference, "gated_rms_norm",
+                reference,
+                "gated_rms_norm",
                 lambda x, gate, *args, own=own, **options: own(
                     x, gate * torch.linspace(0.98, 1.0, gate.shape[-1]), *args, **options
                 ),
-            )  # fmt: skip
+            )
             assert largest_difference(loss_and_grads(model), want) > 1e-3

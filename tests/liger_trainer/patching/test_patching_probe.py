@@ -220,10 +220,17 @@ def test_mlp_variants(names, act, activation):
 @pytest.mark.parametrize(
     "flaw",
     [
-        "clamp on both sides", "clamp of the gate", "half a gradient at the limit", "detached", "norm", "plus a half",
-        "scaled input", "scaled output", "shifted output",
+        "clamp on both sides",
+        "clamp of the gate",
+        "half a gradient at the limit",
+        "detached",
+        "norm",
+        "plus a half",
+        "scaled input",
+        "scaled output",
+        "shifted output",
     ],
-)  # fmt: skip
+)
 def test_wrong_mlps_are_caught(flaw):
     model = nn.Sequential(MLP(flaw=flaw))
     report = apply_liger(model, {**NO_HEAD, "rms_norm": False})
@@ -517,9 +524,14 @@ def test_probing_an_8b_model_takes_seconds():
     """Real sizes, on meta: 32 layers, 65 norms of 4096. The limit is loose; it takes about half a second."""
     with torch.device("meta"):
         model = tiny_model(
-            "llama", hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
-            num_key_value_heads=8, head_dim=128,
-        )  # fmt: skip
+            "llama",
+            hidden_size=4096,
+            intermediate_size=14336,
+            num_hidden_layers=32,
+            num_attention_heads=32,
+            num_key_value_heads=8,
+            head_dim=128,
+        )
     start = time.perf_counter()
     report = apply_liger(model, NO_HEAD)
     assert time.perf_counter() - start < 5
@@ -615,10 +627,16 @@ def test_compress():
 DOCS = ROOT / "docs"
 
 
-@pytest.mark.parametrize("text", [
-    LigerTrainingArguments.__dataclass_fields__["liger_config"].metadata["help"], apply_liger.__doc__,
-    (DOCS / "trainers.md").read_text(), (DOCS / "architecture.md").read_text(),
-], ids=["help", "docstring", "trainers", "architecture"])  # fmt: skip
+@pytest.mark.parametrize(
+    "text",
+    [
+        LigerTrainingArguments.__dataclass_fields__["liger_config"].metadata["help"],
+        apply_liger.__doc__,
+        (DOCS / "trainers.md").read_text(),
+        (DOCS / "architecture.md").read_text(),
+    ],
+    ids=["help", "docstring", "trainers", "architecture"],
+)
 def test_every_key_of_liger_config_is_told(text):
     missing = [key for key in CONFIG_KEYS if not re.search(rf"\b{key}\b", text)]
     assert not missing

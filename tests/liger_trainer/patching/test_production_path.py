@@ -127,10 +127,17 @@ def accumulated(model):
 STEPS = {
     f.__name__: f
     for f in (
-        two_without_keeping, skipped, skipped_and_held, crossed, summed, evaluated_between,
-        without_gradients_in_training_mode, logits_asked_for, accumulated,
+        two_without_keeping,
+        skipped,
+        skipped_and_held,
+        crossed,
+        summed,
+        evaluated_between,
+        without_gradients_in_training_mode,
+        logits_asked_for,
+        accumulated,
     )
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("setting", EVERY_SETTING)
@@ -335,9 +342,18 @@ def test_rows_packed_and_not_packed(model_type, checkpointing, attention, tmp_pa
     for trainer_class in (SFTTrainer, LigerSFTTrainer):
         for options in ({"packing": True, "max_length": 48}, {"max_length": 64}):
             _, trainer = run_sft(
-                trainer_class, model, tmp_path, (16, 1), rows=ragged_rows(), train=False, max_steps=1,
-                gradient_checkpointing=checkpointing, optim="sgd", max_grad_norm=0.0, **options,
-            )  # fmt: skip
+                trainer_class,
+                model,
+                tmp_path,
+                (16, 1),
+                rows=ragged_rows(),
+                train=False,
+                max_steps=1,
+                gradient_checkpointing=checkpointing,
+                optim="sgd",
+                max_grad_norm=0.0,
+                **options,
+            )
             logs, grads = trained(trainer)
             found.append((torch.tensor(logs[0]["loss"]), grads[0], logs[0]["num_tokens"]))
     for loss, grads, tokens in found[1:]:

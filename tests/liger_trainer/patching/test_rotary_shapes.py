@@ -20,9 +20,14 @@ from liger_trainer.patching.rotary_proof import Signature, prove
 def gpt_neox(rotary_pct, heads=4):
     torch.manual_seed(0)
     config = AutoConfig.for_model(
-        "gpt_neox", vocab_size=VOCAB, hidden_size=8, intermediate_size=16, num_hidden_layers=2,
-        num_attention_heads=heads, rotary_pct=rotary_pct,
-    )  # fmt: skip
+        "gpt_neox",
+        vocab_size=VOCAB,
+        hidden_size=8,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=heads,
+        rotary_pct=rotary_pct,
+    )
     return AutoModelForCausalLM.from_config(config)
 
 

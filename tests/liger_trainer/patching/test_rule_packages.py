@@ -96,9 +96,11 @@ def test_the_report_and_the_first_line_of_a_trainer_say_it(monkeypatch, tmp_path
 
 
 TABLE = {  # what a row of docs/padding.md begins with -> the function of the package
-    "gated delta rule": "chunk_gated_delta_rule", "Kimi delta attention": "chunk_kda",
-    "Mamba 2": "mamba_chunk_scan_combined", "Mamba 1": "selective_scan_fn",
-}  # fmt: skip
+    "gated delta rule": "chunk_gated_delta_rule",
+    "Kimi delta attention": "chunk_kda",
+    "Mamba 2": "mamba_chunk_scan_combined",
+    "Mamba 1": "selective_scan_fn",
+}
 
 
 @pytest.mark.parametrize("rule", TABLE)

@@ -97,9 +97,16 @@ def test_pairs_are_checked_in_their_chosen_answers(tmp_path):
 
     def build(**options):
         args = LigerDPOConfig(
-            output_dir=str(tmp_path), bf16=False, use_cpu=True, max_steps=6, report_to="none", disable_tqdm=True,
-            gradient_checkpointing=False, save_strategy="no", **options,
-        )  # fmt: skip
+            output_dir=str(tmp_path),
+            bf16=False,
+            use_cpu=True,
+            max_steps=6,
+            report_to="none",
+            disable_tqdm=True,
+            gradient_checkpointing=False,
+            save_strategy="no",
+            **options,
+        )
         path = str(tmp_path / "model")
         return LigerDPOTrainer(model=path, args=args, train_dataset=rows, processing_class=tiny_tokenizer())
 
@@ -136,9 +143,15 @@ def test_labels_that_are_no_next_tokens_are_not_read(kind, tmp_path):
         model, rows, collator = kind()
         tokenizer = tiny_tokenizer()
         args = LigerTrainingArguments(
-            output_dir=str(tmp_path), bf16=False, use_cpu=True, max_steps=1, report_to="none", disable_tqdm=True,
-            save_strategy="no", liger_config={"fused_linear_cross_entropy": False},
-        )  # fmt: skip
+            output_dir=str(tmp_path),
+            bf16=False,
+            use_cpu=True,
+            max_steps=1,
+            report_to="none",
+            disable_tqdm=True,
+            save_strategy="no",
+            liger_config={"fused_linear_cross_entropy": False},
+        )
         return LigerTrainer(model, args, collator(tokenizer), rows, processing_class=tokenizer)
 
     assert not checks_in(said_before_first_step(build))

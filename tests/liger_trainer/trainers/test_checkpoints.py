@@ -119,9 +119,15 @@ def test_a_router_in_another_dtype_is_loaded_again(tmp_path):
 
 def test_the_best_model_has_its_own_experts(tmp_path):
     best = {
-        "save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1, "max_steps": 2,
-        "load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": True,
-    }  # fmt: skip
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "max_steps": 2,
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "eval_loss",
+        "greater_is_better": True,
+    }
     _, trainer = run_sft(tiny_sft(), tiny_model("qwen3_moe"), tmp_path, **best)
     assert trainer.state.best_model_checkpoint.endswith("checkpoint-1")
     want = AutoModelForCausalLM.from_pretrained(trainer.state.best_model_checkpoint)
@@ -163,9 +169,15 @@ def tied(model):
 def test_the_best_model_is_loaded_into_the_model_that_is_there(change, tmp_path):
     """The model's class and config would build another model."""
     best = {
-        "save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1, "max_steps": 2,
-        "load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": True,
-    }  # fmt: skip
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "max_steps": 2,
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "eval_loss",
+        "greater_is_better": True,
+    }
     model = change(tiny_model("qwen3_moe"))
     at_step_1 = {}
 

@@ -156,11 +156,15 @@ TERMS = {
 @pytest.mark.parametrize(
     "term, options",
     [
-        ("log-probs", {}), ("log-probs", {"loss_type": "dft"}), ("log-probs", {"label_smoothing_factor": 0.1}),
-        ("entropy", {}), ("entropy", {"label_smoothing_factor": 0.1}), ("scaled", {"loss_type": "dft"}),
+        ("log-probs", {}),
+        ("log-probs", {"loss_type": "dft"}),
+        ("log-probs", {"label_smoothing_factor": 0.1}),
+        ("entropy", {}),
+        ("entropy", {"label_smoothing_factor": 0.1}),
+        ("scaled", {"loss_type": "dft"}),
     ],
     ids=str,
-)  # fmt: skip
+)
 @pytest.mark.filterwarnings("ignore:`label_smoothing_factor` is deprecated")
 def test_a_term_of_what_sft_s_call_returns(term, options, tmp_path):
     want, got = (

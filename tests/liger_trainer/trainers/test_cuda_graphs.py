@@ -40,8 +40,12 @@ def test_auto_on_a_cpu_trains_uncaptured_and_says_why(tmp_path, caplog):
     written = json.loads((tmp_path / "LigerTrainer" / "liger_report.json").read_text())["cuda_graphs"]
     assert written == trainer.captured_steps.to_dict()
     assert written == {
-        "off": ON_CPU, "sizes": [], "capture_seconds": 0.0, "calls_replayed": 0, "calls_not_captured": {},
-    }  # fmt: skip
+        "off": ON_CPU,
+        "sizes": [],
+        "capture_seconds": 0.0,
+        "calls_replayed": 0,
+        "calls_not_captured": {},
+    }
     assert [text for text in caplog.messages if "cuda_graphs" in text] == [
         f"cuda_graphs: steps are not captured, because {ON_CPU}."
     ]

@@ -67,9 +67,16 @@ def test_focal_loss_on_both_trainers(split, tmp_path):
     got, _ = run_sft(FocalSFTTrainer, model, tmp_path, split)
     assert_same(got, want)
     args = LigerTrainingArguments(
-        output_dir=str(tmp_path), per_device_train_batch_size=split[0], gradient_accumulation_steps=split[1],
-        num_train_epochs=1, learning_rate=1e-2, logging_steps=1, report_to="none", use_cpu=True, save_strategy="no",
-    )  # fmt: skip
+        output_dir=str(tmp_path),
+        per_device_train_batch_size=split[0],
+        gradient_accumulation_steps=split[1],
+        num_train_epochs=1,
+        learning_rate=1e-2,
+        logging_steps=1,
+        report_to="none",
+        use_cpu=True,
+        save_strategy="no",
+    )
     trainer = FocalTrainer(model=copy.deepcopy(model), args=args, train_dataset=ragged_rows(), data_collator=collate)
     trainer.train()
     hf = torch.tensor([[log["loss"], log["grad_norm"]] for log in trainer.state.log_history if "loss" in log]).double()

@@ -32,9 +32,16 @@ def one_step(trainer_class, args_class, folder, **options):
     """(loss, gradients, trainer) of one step."""
     kept, losses = KeepGradients(), []
     args = args_class(
-        folder, max_steps=1, per_device_train_batch_size=4, optim="sgd", max_grad_norm=0.0, report_to=[], use_cpu=True,
-        save_strategy="no", **options,
-    )  # fmt: skip
+        folder,
+        max_steps=1,
+        per_device_train_batch_size=4,
+        optim="sgd",
+        max_grad_norm=0.0,
+        report_to=[],
+        use_cpu=True,
+        save_strategy="no",
+        **options,
+    )
 
     class Recording(trainer_class):
         def compute_loss(self, *args, **kwargs):

@@ -21,10 +21,17 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 def run(trainer_class, args_class, model, tmp_path, **options):
     sft = issubclass(trainer_class, SFTTrainer)
     args = args_class(
-        output_dir=str(tmp_path), per_device_train_batch_size=4, gradient_accumulation_steps=2, num_train_epochs=1,
-        learning_rate=1e-2, logging_steps=1, save_strategy="no", report_to="none", disable_tqdm=True,
+        output_dir=str(tmp_path),
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=2,
+        num_train_epochs=1,
+        learning_rate=1e-2,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
         **({"bf16": False, "gradient_checkpointing": False} | options),
-    )  # fmt: skip
+    )
     rows = ragged_rows()
     if sft:
         extra = {"train_dataset": Dataset.from_list(rows), "processing_class": tiny_tokenizer()}
@@ -82,9 +89,15 @@ def test_compiled_step(model_type):
 def wide():
     """Two layers as wide as Llama 3 8B, and rows with activations above the limit for recomputing."""
     config = LlamaConfig(
-        vocab_size=32000, hidden_size=4096, intermediate_size=14336, num_hidden_layers=2, num_attention_heads=32,
-        num_key_value_heads=8, max_position_embeddings=8192, attn_implementation="sdpa",
-    )  # fmt: skip
+        vocab_size=32000,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=2,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        max_position_embeddings=8192,
+        attn_implementation="sdpa",
+    )
     torch.manual_seed(0)
     with torch.device("cuda"):
         model = LlamaForCausalLM(config).train()

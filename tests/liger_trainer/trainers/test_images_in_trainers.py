@@ -92,17 +92,32 @@ def pair(model_type, kind, folder, images=SIZES["one each"], model=None, **given
     made = []
     for trainer_class, args_class in CLASSES[kind]:
         args = args_class(
-            output_dir=str(folder / trainer_class.__name__), per_device_train_batch_size=4, max_steps=1,
-            logging_steps=1, save_strategy="no", report_to="none", use_cpu=True, bf16=False, optim="sgd",
-            learning_rate=0.05, max_grad_norm=0.0, gradient_checkpointing=False, disable_tqdm=True,
-            remove_unused_columns=False, **options,
-        )  # fmt: skip
+            output_dir=str(folder / trainer_class.__name__),
+            per_device_train_batch_size=4,
+            max_steps=1,
+            logging_steps=1,
+            save_strategy="no",
+            report_to="none",
+            use_cpu=True,
+            bf16=False,
+            optim="sgd",
+            learning_rate=0.05,
+            max_grad_norm=0.0,
+            gradient_checkpointing=False,
+            disable_tqdm=True,
+            remove_unused_columns=False,
+            **options,
+        )
         more = {} if kind in ANSWERED else {"reward_funcs": letters_of}
         more |= {"ref_model": copy.deepcopy(model)} if kind in ("dpo", "kto") and "peft_config" not in given else {}
         trainer = trainer_class(
-            model=copy.deepcopy(model), args=args, train_dataset=rows, processing_class=processor_of(model_type),
-            **more, **copy.deepcopy(given),
-        )  # fmt: skip
+            model=copy.deepcopy(model),
+            args=args,
+            train_dataset=rows,
+            processing_class=processor_of(model_type),
+            **more,
+            **copy.deepcopy(given),
+        )
         made.append(moved(trainer))
     return made[1], made[0]
 
@@ -149,16 +164,25 @@ FORMS = {
     "frozen decoder": lambda model_type: frozen("decoder", model_type),
 }
 QUICK = {
-    *(("qwen3_vl", kind, "several and none") for kind in ANSWERED), ("qwen2_5_vl", "sft", "adapters"),
-    ("qwen2_5_vl", "dpo", "adapters"), ("qwen3_vl", "dpo", "frozen tower"), ("qwen3_vl", "dpo", "frozen decoder"),
-}  # fmt: skip
+    *(("qwen3_vl", kind, "several and none") for kind in ANSWERED),
+    ("qwen2_5_vl", "sft", "adapters"),
+    ("qwen2_5_vl", "dpo", "adapters"),
+    ("qwen3_vl", "dpo", "frozen tower"),
+    ("qwen3_vl", "dpo", "frozen decoder"),
+}
 
 
-@pytest.mark.parametrize("model_type, kind, form", [
-    pytest.param(*case, marks=[] if case in QUICK else pytest.mark.slow)
-    for model_type in PROCESSED for kind in CLASSES for form in FORMS
-    for case in [(model_type, kind, form)] if (model_type, kind) not in FAIL_IN_TRL
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "model_type, kind, form",
+    [
+        pytest.param(*case, marks=[] if case in QUICK else pytest.mark.slow)
+        for model_type in PROCESSED
+        for kind in CLASSES
+        for form in FORMS
+        for case in [(model_type, kind, form)]
+        if (model_type, kind) not in FAIL_IN_TRL
+    ],
+)
 def test_other_forms(model_type, kind, form, tmp_path, real):
     """Several images a row and none, adapters on both towers, and parts that are frozen."""
     try:

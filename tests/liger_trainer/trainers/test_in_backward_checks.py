@@ -42,9 +42,15 @@ class Own(torch.optim.AdamW):
 
 def trainer_of(tmp_path, **options):
     args = LigerTrainingArguments(
-        output_dir=str(tmp_path), use_cpu=True, optimizer_in_backward=True, max_grad_norm=0.0, use_liger=False,
-        report_to="none", max_steps=2, save_strategy="no",
-    )  # fmt: skip
+        output_dir=str(tmp_path),
+        use_cpu=True,
+        optimizer_in_backward=True,
+        max_grad_norm=0.0,
+        use_liger=False,
+        report_to="none",
+        max_steps=2,
+        save_strategy="no",
+    )
     given = {"model": tiny_model("llama"), "args": args, "train_dataset": ragged_rows(), "data_collator": collate}
     return LigerTrainer(**(given | options))
 

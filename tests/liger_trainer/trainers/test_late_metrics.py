@@ -37,10 +37,20 @@ def rows():
 def build(folder, trainer_class=LigerSFTTrainer, **options):
     options = {"gradient_accumulation_steps": 2, "logging_steps": 1} | options
     args = LigerSFTConfig(
-        output_dir=str(folder), max_steps=4, learning_rate=1e-2, per_device_train_batch_size=2, use_cpu=True,
-        bf16=False, gradient_checkpointing=False, report_to="none", disable_tqdm=True, save_strategy="no",
-        dataset_kwargs={"skip_prepare_dataset": True}, train_sampling_strategy="sequential", **options,
-    )  # fmt: skip
+        output_dir=str(folder),
+        max_steps=4,
+        learning_rate=1e-2,
+        per_device_train_batch_size=2,
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        report_to="none",
+        disable_tqdm=True,
+        save_strategy="no",
+        dataset_kwargs={"skip_prepare_dataset": True},
+        train_sampling_strategy="sequential",
+        **options,
+    )
     return trainer_class(tiny_model("llama"), args, train_dataset=rows(), processing_class=tiny_tokenizer())
 
 

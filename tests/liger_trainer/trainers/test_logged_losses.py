@@ -47,9 +47,15 @@ def build(trainer_class, folder, accumulation=1, rows=None, **options):
     options = {"learning_rate": 1e-3, "max_steps": 7, "save_strategy": "no", "logging_steps": 1} | options
     options |= {"gradient_checkpointing": False, "bf16": False} if sft else {"remove_unused_columns": False}
     args = trainer_class.args_class(
-        output_dir=str(folder / trainer_class.__name__), per_device_train_batch_size=2, per_device_eval_batch_size=2,
-        gradient_accumulation_steps=accumulation, report_to="none", disable_tqdm=True, use_cpu=True, **options,
-    )  # fmt: skip
+        output_dir=str(folder / trainer_class.__name__),
+        per_device_train_batch_size=2,
+        per_device_eval_batch_size=2,
+        gradient_accumulation_steps=accumulation,
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+        **options,
+    )
     rows = rows or ragged_rows(8)
     rows = Dataset.from_list(rows) if sft else rows
     given = {"processing_class": tiny_tokenizer()} if sft else {"data_collator": collate}
@@ -74,10 +80,13 @@ PAIRS = {"Trainer": (OurTrainer, StockTrainer), "SFT": (OurSFTTrainer, StockSFTT
 @pytest.mark.parametrize(
     "name, logging_steps, accumulation, broken",
     [
-        ("Trainer", 1, 1, math.nan), ("Trainer", 3, 1, math.inf), ("Trainer", 3, 2, -math.inf), ("SFT", 1, 2, math.inf),
+        ("Trainer", 1, 1, math.nan),
+        ("Trainer", 3, 1, math.inf),
+        ("Trainer", 3, 2, -math.inf),
+        ("SFT", 1, 2, math.inf),
         ("SFT", 3, 2, math.nan),
     ],
-)  # fmt: skip
+)
 def test_the_filter_logs_what_the_stock_one_logs(name, logging_steps, accumulation, broken, tmp_path):
     ours, stock = PAIRS[name]
     when = (0, 3, 4, 8, 9)
@@ -212,9 +221,10 @@ def step_apart(trainer):
 
 
 @pytest.mark.parametrize(
-    "at_second", [lambda trainer: None, wrap("training_step"), wrap("floating_point_ops"), step_apart],
+    "at_second",
+    [lambda trainer: None, wrap("training_step"), wrap("floating_point_ops"), step_apart],
     ids=["as it is", "training_step", "floating_point_ops", "apart"],
-)  # fmt: skip
+)
 def test_the_argument_is_as_set_for_all_that_looks(at_second, tmp_path):
     runs, found = [], []
     for trainer_class in (StockTrainer, OurTrainer):

@@ -201,8 +201,13 @@ def test_nothing_is_left_between_steps_and_after(tmp_path):
             copies.extend((copy.deepcopy(model), pickle.loads(pickle.dumps(model))))
             return super().compute_loss(model, inputs, *args, **kwargs)
 
-    trainer = make(tmp_path, True, callbacks=[At(1, lambda: seen.append(has_our_hooks(trainer.model)))],
-                   trainer_class=Looking, **SHORT)  # fmt: skip
+    trainer = make(
+        tmp_path,
+        True,
+        callbacks=[At(1, lambda: seen.append(has_our_hooks(trainer.model)))],
+        trainer_class=Looking,
+        **SHORT,
+    )
     train(trainer)
     assert seen == [True, False, True, True]
     assert not any(has_our_hooks(model) for model in (trainer.model, *copies))

@@ -93,8 +93,14 @@ def shared(rows, **given):
         case("checkpoint-reentrant", rows=rows, given=given, **REENTRANT),
         case("tied-softcap", rows=rows, model=lambda: tiny_model("gemma2", tie_word_embeddings=True), given=given),
         case("evaluation", rows=rows, given=given, **EVAL),
-        case("evaluation-accumulated", rows=rows, given=given, per_device_eval_batch_size=2, eval_accumulation_steps=1,
-             **EVAL),
+        case(
+            "evaluation-accumulated",
+            rows=rows,
+            given=given,
+            per_device_eval_batch_size=2,
+            eval_accumulation_steps=1,
+            **EVAL,
+        ),
         case("noise", rows=rows, neftune_noise_alpha=5.0, given=given),
         *(
             case(f"adapter-{name}", rows=rows, part=part, given={"peft_config": config})
@@ -105,7 +111,7 @@ def shared(rows, **given):
         case("adapter-checkpoint-reentrant", rows=rows, **ALL_LINEAR, **REENTRANT),
         case("adapter-experts", rows=rows, model="qwen3_moe", given={"peft_config": expert_lora()}),
         case("adapter-autocast", rows=rows, **ALL_LINEAR, **BF16 | {"rtol": 0.3}),
-    ]  # fmt: skip
+    ]
 
 
 MPO = {"loss_type": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.2, 1.0]}
@@ -115,8 +121,11 @@ DPO_CASES = [
     case("prompt-in-both", True, rows=without_prompt(pairs()), **reference()),
     case("conversation-prompt-in-both", rows=conversations_without_prompt(pairs()), **reference(**CHAT)),
     case("tools", rows=with_columns(as_conversation(pairs()), tools=[TOOL]), **reference(**CHAT)),
-    case("template-arguments", rows=with_columns(as_conversation(pairs()), chat_template_kwargs={"formal": True}),
-         **reference(**CHAT)),
+    case(
+        "template-arguments",
+        rows=with_columns(as_conversation(pairs()), chat_template_kwargs={"formal": True}),
+        **reference(**CHAT),
+    ),
     *(
         case(f"{loss}-{divergence}", rows=pairs(), loss_type=[loss], f_divergence_type=divergence, **reference())
         for loss, divergence in itertools.product(("sigmoid", "ipo", "hinge", "sigmoid_norm"), DIVERGENCES[1:])
@@ -135,28 +144,65 @@ DPO_CASES = [
     case("precomputed-evaluated", rows=pairs(), precompute_ref_log_probs=True, **reference(), **EVAL),
     case("precomputed-adapter", True, rows=pairs(), precompute_ref_log_probs=True, **ALL_LINEAR),
     case("precomputed-losses", rows=pairs(), precompute_ref_log_probs=True, **MPO, **reference()),
-    case("synced", rows=pairs(), sync_ref_model=True, ref_model_sync_steps=1, ref_model_mixup_alpha=0.3, max_steps=3,
-         **reference()),
-    case("synced-own-reference", rows=pairs(), sync_ref_model=True, ref_model_sync_steps=2, max_steps=3,
-         given=lambda folder: {"ref_model": tiny_model("llama", seed=3)}),
+    case(
+        "synced",
+        rows=pairs(),
+        sync_ref_model=True,
+        ref_model_sync_steps=1,
+        ref_model_mixup_alpha=0.3,
+        max_steps=3,
+        **reference(),
+    ),
+    case(
+        "synced-own-reference",
+        rows=pairs(),
+        sync_ref_model=True,
+        ref_model_sync_steps=2,
+        max_steps=3,
+        given=lambda folder: {"ref_model": tiny_model("llama", seed=3)},
+    ),
     case("weighting-and-length", rows=pairs(), use_weighting=True, ld_alpha=0.5, beta=0.4, **reference()),
     case("weighting-of-an-adapter", rows=pairs(), use_weighting=True, **ALL_LINEAR),
     case("padding", rows=pairs(), pad_to_multiple_of=8, **reference(), **EVAL),
-    case("experts", rows=pairs(), model="qwen3_moe", router_aux_loss_coef=0.2, metrics=("aux_loss",),
-         **reference("qwen3_moe"), **EVAL),
-    case("experts-of-an-adapter", rows=pairs(), model="qwen3_moe", router_aux_loss_coef=0.2,
-         given={"peft_config": expert_lora()}),
-    case("evaluation-metrics", rows=pairs(), given={"compute_metrics": sizes, "ref_model": tiny_model("llama", seed=7)},
-         **EVAL),
+    case(
+        "experts",
+        rows=pairs(),
+        model="qwen3_moe",
+        router_aux_loss_coef=0.2,
+        metrics=("aux_loss",),
+        **reference("qwen3_moe"),
+        **EVAL,
+    ),
+    case(
+        "experts-of-an-adapter",
+        rows=pairs(),
+        model="qwen3_moe",
+        router_aux_loss_coef=0.2,
+        given={"peft_config": expert_lora()},
+    ),
+    case(
+        "evaluation-metrics",
+        rows=pairs(),
+        given={"compute_metrics": sizes, "ref_model": tiny_model("llama", seed=7)},
+        **EVAL,
+    ),
     case("vision-language-model", rows=pairs(), model="qwen2_5_vl", **reference("qwen2_5_vl")),
     case("linear-attention", rows=pairs(), model="qwen3_next", **reference("qwen3_next")),
-    case("dropout", rows=pairs(), model=lambda: tiny_model("llama", attention_dropout=0.3), disable_dropout=False,
-         **reference()),
-    case("adapter-of-a-peft-model", rows=pairs(), prepare=lambda model, folder: get_peft_model(
-        model, LoraConfig(r=4, target_modules="all-linear"))),
+    case(
+        "dropout",
+        rows=pairs(),
+        model=lambda: tiny_model("llama", attention_dropout=0.3),
+        disable_dropout=False,
+        **reference(),
+    ),
+    case(
+        "adapter-of-a-peft-model",
+        rows=pairs(),
+        prepare=lambda model, folder: get_peft_model(model, LoraConfig(r=4, target_modules="all-linear")),
+    ),
     case("adapter-prompt", rows=pairs(), part="prompt_encoder", given={"peft_config": adapters()["prompt"][0]}),
     case("adapter-p-tuning", rows=pairs(), part="embedding", given={"peft_config": adapters()["p-tuning"][0]}),
-]  # fmt: skip
+]
 KTO_CASES = [
     *shared(labelled(), **REFERENCE),
     case("from-pairs", True, rows=pairs(), **reference()),
@@ -178,16 +224,39 @@ KTO_CASES = [
             }.items(),
         )
     ),
-    case("synced", rows=labelled(), sync_ref_model=True, ref_model_sync_steps=1, ref_model_mixup_alpha=0.3, max_steps=3,
-         **reference()),
-    case("experts", rows=labelled(), model="qwen3_moe", router_aux_loss_coef=0.2, metrics=("aux_loss",),
-         **reference("qwen3_moe"), **EVAL),
-    case("experts-apo", rows=labelled(), model="qwen3_moe", router_aux_loss_coef=0.2, loss_type="apo_zero_unpaired",
-         **reference("qwen3_moe")),
-    case("adapter-of-a-peft-model", rows=labelled(), prepare=lambda model, folder: get_peft_model(
-        model, LoraConfig(r=4, target_modules="all-linear"))),
+    case(
+        "synced",
+        rows=labelled(),
+        sync_ref_model=True,
+        ref_model_sync_steps=1,
+        ref_model_mixup_alpha=0.3,
+        max_steps=3,
+        **reference(),
+    ),
+    case(
+        "experts",
+        rows=labelled(),
+        model="qwen3_moe",
+        router_aux_loss_coef=0.2,
+        metrics=("aux_loss",),
+        **reference("qwen3_moe"),
+        **EVAL,
+    ),
+    case(
+        "experts-apo",
+        rows=labelled(),
+        model="qwen3_moe",
+        router_aux_loss_coef=0.2,
+        loss_type="apo_zero_unpaired",
+        **reference("qwen3_moe"),
+    ),
+    case(
+        "adapter-of-a-peft-model",
+        rows=labelled(),
+        prepare=lambda model, folder: get_peft_model(model, LoraConfig(r=4, target_modules="all-linear")),
+    ),
     case("adapter-p-tuning", rows=labelled(), part="embedding", given={"peft_config": adapters()["p-tuning"][0]}),
-]  # fmt: skip
+]
 CPO_CASES = [
     *shared(pairs()),
     *(
@@ -199,13 +268,13 @@ CPO_CASES = [
     ),
     case("simpo-alpha", rows=pairs(), loss_type="simpo", alpha=0.2, cpo_alpha=0.5, simpo_gamma=1.0),
     case("experts", rows=pairs(), model=lambda: tiny_model("qwen3_moe", output_router_logits=True), **EVAL),
-]  # fmt: skip
+]
 ORPO_CASES = [
     *shared(pairs()),
     case("lora-evaluated", rows=pairs(), **ALL_LINEAR, **EVAL),
     case("beta", rows=pairs(), beta=2.0, max_steps=3),
     case("experts", rows=pairs(), model=lambda: tiny_model("qwen3_moe", output_router_logits=True), **EVAL),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("options", DPO_CASES)

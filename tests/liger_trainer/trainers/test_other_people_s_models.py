@@ -36,9 +36,14 @@ def test_a_compiled_model(adapter, called, tmp_path):
             model.zero_grad()
         options = {"remove_unused_columns": False, "use_cpu": True, "report_to": "none", "disable_tqdm": True}
         args = TrainingArguments(
-            output_dir=str(tmp_path), max_steps=2, logging_steps=1, save_strategy="no", learning_rate=1e-2,
-            label_smoothing_factor=0.0, **options,
-        )  # fmt: skip
+            output_dir=str(tmp_path),
+            max_steps=2,
+            logging_steps=1,
+            save_strategy="no",
+            learning_rate=1e-2,
+            label_smoothing_factor=0.0,
+            **options,
+        )
         trainer = trainer_class(model=model, args=args, train_dataset=ragged_rows(16), data_collator=collate)
         trainer.train()
         runs.append([(log["loss"], log["grad_norm"]) for log in trainer.state.log_history if "loss" in log])
@@ -49,10 +54,15 @@ def test_a_compiled_model(adapter, called, tmp_path):
 def cpt():
     torch.manual_seed(0)
     config = CPTConfig(
-        task_type="CAUSAL_LM", cpt_token_ids=[3, 4, 5, 6], cpt_mask=[1, 1, 1, 1], cpt_tokens_type_mask=[1, 2, 3, 4],
-        opt_weighted_loss_type="decay", opt_loss_decay_factor=0.95, opt_projection_epsilon=0.2,
+        task_type="CAUSAL_LM",
+        cpt_token_ids=[3, 4, 5, 6],
+        cpt_mask=[1, 1, 1, 1],
+        cpt_tokens_type_mask=[1, 2, 3, 4],
+        opt_weighted_loss_type="decay",
+        opt_loss_decay_factor=0.95,
+        opt_projection_epsilon=0.2,
         opt_projection_format_epsilon=0.1,
-    )  # fmt: skip
+    )
     return get_peft_model(tiny_model("llama"), config)
 
 
@@ -155,9 +165,16 @@ def numbers(trainer):
 
 def own_loss_trainer(model, folder):
     args = TrainingArguments(
-        output_dir=str(folder), learning_rate=0.0, max_steps=2, logging_steps=1, save_strategy="no", use_cpu=True,
-        report_to="none", disable_tqdm=True, remove_unused_columns=False,
-    )  # fmt: skip
+        output_dir=str(folder),
+        learning_rate=0.0,
+        max_steps=2,
+        logging_steps=1,
+        save_strategy="no",
+        use_cpu=True,
+        report_to="none",
+        disable_tqdm=True,
+        remove_unused_columns=False,
+    )
     given = {"train_dataset": ragged_rows(16), "eval_dataset": ragged_rows(4), "data_collator": collate}
     return type("Own", (Plain, LigerTrainer), {})(model=model, args=args, **given)
 

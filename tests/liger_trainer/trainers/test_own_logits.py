@@ -17,9 +17,12 @@ QUICK = ("llama", "granite", "gemma2", "gemma3", "modernbert-decoder", "opt", "g
 OTHER_LOGITS = set(re.findall(r"`([^`]+)`", SECTION)) - {"use_liger=False"}
 # Of these the config has a scale or a cap that the model does not apply. Nothing differs where it is not set.
 NOT_APPLIED = {
-    "aya_vision": "logit_scale", "cohere2_vision": "logit_scale", "mpt": "logit_scale",
-    "gemma3": "final_logit_softcapping", "shieldgemma2": "final_logit_softcapping",
-}  # fmt: skip
+    "aya_vision": "logit_scale",
+    "cohere2_vision": "logit_scale",
+    "mpt": "logit_scale",
+    "gemma3": "final_logit_softcapping",
+    "shieldgemma2": "final_logit_softcapping",
+}
 
 
 def loss(model):

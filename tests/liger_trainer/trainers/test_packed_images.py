@@ -31,9 +31,12 @@ def processor():
         size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28}, image_grid_pinpoints=POINTS
     )
     return LlavaNextProcessor(
-        pixels, PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special), patch_size=14,
-        vision_feature_select_strategy="default", num_additional_image_tokens=1,
-    )  # fmt: skip
+        pixels,
+        PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special),
+        patch_size=14,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+    )
 
 
 def rows():
@@ -71,10 +74,20 @@ def qwen_rows(model_type, form):
 
 def trainer_of(trainer_class, args_class, model, folder, dataset, batch, given=None, **options):
     fixed = {
-        "max_steps": 1, "logging_steps": 1, "save_strategy": "no", "report_to": "none", "use_cpu": True, "bf16": False,
-        "optim": "sgd", "learning_rate": 0.05, "max_grad_norm": 0.0, "gradient_checkpointing": False,
-        "disable_tqdm": True, "remove_unused_columns": False, "max_length": 64,
-    }  # fmt: skip
+        "max_steps": 1,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "use_cpu": True,
+        "bf16": False,
+        "optim": "sgd",
+        "learning_rate": 0.05,
+        "max_grad_norm": 0.0,
+        "gradient_checkpointing": False,
+        "disable_tqdm": True,
+        "remove_unused_columns": False,
+        "max_length": 64,
+    }
     args = args_class(output_dir=str(folder), per_device_train_batch_size=batch, **(fixed | options))
     given = {"processing_class": processor(), "callbacks": [KeepGradients()]} | (given or {})
     return trainer_class(model, args, train_dataset=dataset, **given)
@@ -156,9 +169,13 @@ def test_micro_batches_and_epochs(workers, tmp_path):
     """Each group is a micro-batch; the loss is the mean of the stock model's on their rows, as for stock trainers."""
     model, dataset = qwen("qwen2_5_vl"), qwen_rows("qwen2_5_vl", "plain")
     options = {
-        "packing": True, "gradient_accumulation_steps": 2, "max_steps": 5, "dataloader_num_workers": workers,
-        "learning_rate": 0.0, "max_length": 40,
-    }  # fmt: skip
+        "packing": True,
+        "gradient_accumulation_steps": 2,
+        "max_steps": 5,
+        "dataloader_num_workers": workers,
+        "learning_rate": 0.0,
+        "max_length": 40,
+    }
     ours = of_qwen(LigerSFTTrainer, LigerSFTConfig, model, tmp_path, dataset, 1, **options)
     losses = [float(model(**ours.data_collator([group])).loss) for group in ours.train_dataset]
     assert len(losses) >= 3
@@ -174,9 +191,10 @@ def test_an_evaluation_is_that_of_trl(tmp_path):
     model, dataset = qwen("qwen3_vl"), qwen_rows("qwen3_vl", "plain")
     found = []
     for trainer_class, args_class, more in (
-        (SFTTrainer, SFTConfig, {}), (LigerSFTTrainer, LigerSFTConfig, {"packing": True}),
+        (SFTTrainer, SFTConfig, {}),
+        (LigerSFTTrainer, LigerSFTConfig, {"packing": True}),
         (LigerSFTTrainer, LigerSFTConfig, {"packing": True, "eval_packing": True}),
-    ):  # fmt: skip
+    ):
         given = {"eval_dataset": dataset}
         trainer = of_qwen(trainer_class, args_class, model, tmp_path, dataset, 8, given=given, **more)
         found.append(trainer.evaluate()["eval_loss"])
@@ -208,9 +226,15 @@ def test_where_it_is_refused(model, tmp_path):
         trainer_of(LigerSFTTrainer, LigerSFTConfig, model, tmp_path, rows(), 1, packing=True, max_length=None)
 
 
-@pytest.mark.parametrize("lengths, room, want", [
-    ([5, 5, 5], 10, [[0, 1], [2]]), ([9, 1, 5, 5], 10, [[0, 1], [2, 3]]), ([30, 2], 10, [[0], [1]]), ([], 10, []),
-    ([3, 3, 3, 3], 10, [[0, 1, 2], [3]]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "lengths, room, want",
+    [
+        ([5, 5, 5], 10, [[0, 1], [2]]),
+        ([9, 1, 5, 5], 10, [[0, 1], [2, 3]]),
+        ([30, 2], 10, [[0], [1]]),
+        ([], 10, []),
+        ([3, 3, 3, 3], 10, [[0, 1, 2], [3]]),
+    ],
+)
 def test_groups(lengths, room, want):
     assert best_fit(lengths, room) == want

@@ -16,18 +16,29 @@ from liger_trainer import LigerSFTConfig, LigerSFTTrainer, LigerTrainer, LigerTr
 from liger_trainer.varlen import padding
 
 PACKINGS = {
-    "bfd": {"packing": True, "max_length": 32}, "bfd_split": {"packing": True, "packing_strategy": "bfd_split"},
+    "bfd": {"packing": True, "max_length": 32},
+    "bfd_split": {"packing": True, "packing_strategy": "bfd_split"},
     "padding_free": {"padding_free": True, "max_length": None},
     "multiples of 8": {"padding_free": True, "max_length": None, "pad_to_multiple_of": 8},
-}  # fmt: skip
+}
 
 
 def options_of(folder, **options):
     return {
-        "output_dir": str(folder), "per_device_train_batch_size": 4, "max_steps": 3, "logging_steps": 1,
-        "use_cpu": True, "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "bf16": False,
-        "learning_rate": 0.1, "gradient_checkpointing": False, "optim": "sgd", **options,
-    }  # fmt: skip
+        "output_dir": str(folder),
+        "per_device_train_batch_size": 4,
+        "max_steps": 3,
+        "logging_steps": 1,
+        "use_cpu": True,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "bf16": False,
+        "learning_rate": 0.1,
+        "gradient_checkpointing": False,
+        "optim": "sgd",
+        **options,
+    }
 
 
 def logged(trainer):

@@ -58,11 +58,21 @@ def test_every_logged_number_of_every_step(loss_type, model_type, kind, split, t
 def test_every_option_is_covered():
     """A new field of CPOConfig needs a test here."""
     assert FIELDS.keys() - {f.name for f in dataclasses.fields(_BaseConfig)} == {
-        "loss_type", "beta", "label_smoothing", "cpo_alpha", "simpo_gamma", "alpha", "max_length",  # below
-        "max_completion_length", "is_encoder_decoder",  # of encoder-decoders: test_other_people_s_models.py
-        "disable_dropout", "generate_during_eval", "model_init_kwargs", "trust_remote_code",
+        "loss_type",
+        "beta",
+        "label_smoothing",
+        "cpo_alpha",
+        "simpo_gamma",
+        "alpha",
+        "max_length",  # below
+        "max_completion_length",
+        "is_encoder_decoder",  # of encoder-decoders: test_other_people_s_models.py
+        "disable_dropout",
+        "generate_during_eval",
+        "model_init_kwargs",
+        "trust_remote_code",
         "dataset_num_proc",  # no part in the loss
-    }  # fmt: skip
+    }
 
 
 OPTIONS = {
@@ -75,9 +85,12 @@ OPTIONS = {
 
 
 USED = {  # the loss types that use each option
-    "label-smoothing": ("sigmoid", "hinge"), "no-likelihood": ("simpo", "ipo"), "weights": LOSS_TYPES,
-    "alpha": ("alphapo", "sigmoid"), "checkpointing": ("sigmoid",),
-}  # fmt: skip
+    "label-smoothing": ("sigmoid", "hinge"),
+    "no-likelihood": ("simpo", "ipo"),
+    "weights": LOSS_TYPES,
+    "alpha": ("alphapo", "sigmoid"),
+    "checkpointing": ("sigmoid",),
+}
 
 
 @pytest.mark.parametrize(

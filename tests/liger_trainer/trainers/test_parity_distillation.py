@@ -56,9 +56,15 @@ def gradients(trainer, batch, upstream=lambda loss, model: loss):
 def test_every_option_is_covered():
     """A new field of DistillationConfig needs a test here."""
     assert own_fields(DistillationConfig) - WRITING == {
-        "beta", "temperature", "pad_to_multiple_of", "max_completion_length",  # below
-        "teacher_model_name_or_path", "teacher_model_revision", "teacher_model_init_kwargs", "disable_dropout",
-    }  # fmt: skip
+        "beta",
+        "temperature",
+        "pad_to_multiple_of",
+        "max_completion_length",  # below
+        "teacher_model_name_or_path",
+        "teacher_model_revision",
+        "teacher_model_init_kwargs",
+        "disable_dropout",
+    }
 
 
 @pytest.mark.parametrize("beta", BETAS)

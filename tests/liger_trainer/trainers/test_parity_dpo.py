@@ -53,21 +53,37 @@ def test_the_list_of_loss_types_is_all_of_trl_s():
 def test_every_option_is_covered():
     """A new field of DPOConfig needs a test here, and so does a new f-divergence."""
     assert own_fields(DPOConfig) == {
-        "loss_type", "loss_weights", "ld_alpha", "f_divergence_type", "f_alpha_divergence_coef", "label_smoothing",
-        "beta", "use_weighting", "discopop_tau", "precompute_ref_log_probs", "precompute_ref_batch_size",
-        "router_aux_loss_coef", "sync_ref_model", "ref_model_sync_steps", "disable_dropout", "max_length",
-        "truncation_mode", "pad_to_multiple_of",  # below
+        "loss_type",
+        "loss_weights",
+        "ld_alpha",
+        "f_divergence_type",
+        "f_alpha_divergence_coef",
+        "label_smoothing",
+        "beta",
+        "use_weighting",
+        "discopop_tau",
+        "precompute_ref_log_probs",
+        "precompute_ref_batch_size",
+        "router_aux_loss_coef",
+        "sync_ref_model",
+        "ref_model_sync_steps",
+        "disable_dropout",
+        "max_length",
+        "truncation_mode",
+        "pad_to_multiple_of",  # below
         "padding_free",  # TRL 1.16 warns that it has none
         "activation_offloading",  # needs a GPU
-        "ref_model_mixup_alpha", "model_init_kwargs", "trust_remote_code", "dataset_num_proc", "pad_token",
-    }  # fmt: skip
+        "ref_model_mixup_alpha",
+        "model_init_kwargs",
+        "trust_remote_code",
+        "dataset_num_proc",
+        "pad_token",
+    }
     assert DIVERGENCES == ["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
 
 
 # Loss types differ by a few lines of TRL's on two sums: one cell for each in turn, each pair of values for one of them.
-CELLS = [
-    ("llama", "full", (4, 1)), ("llama", "lora", (1, 4)), ("qwen3", "lora", (4, 1)), ("qwen3", "full", (1, 4))
-]  # fmt: skip
+CELLS = [("llama", "full", (4, 1)), ("llama", "lora", (1, 4)), ("qwen3", "lora", (4, 1)), ("qwen3", "full", (1, 4))]
 GRID = [("sigmoid", *cell) for cell in CELLS] + [
     (loss_type, *CELLS[i % 4]) for i, loss_type in enumerate(LOSS_TYPES) if loss_type != "sigmoid"
 ]

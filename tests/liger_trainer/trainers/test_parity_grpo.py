@@ -53,18 +53,47 @@ def test_every_option_is_covered():
     wording = GRPOConfig.__dataclass_fields__["loss_type"].metadata["help"].split(". ")[1]
     assert set(LOSSES) == set(re.findall(r"'(\w+)'", wording)) >= {"grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo"}
     assert own_fields(GRPOConfig) - WRITING == {
-        "loss_type", "beta", "num_iterations", "epsilon", "epsilon_high", "delta", "temperature", "scale_rewards",
-        "importance_sampling_level", "sapo_temperature_neg", "sapo_temperature_pos", "vespo_k_pos", "vespo_lambda_neg",
-        "top_entropy_quantile", "entropy_coef", "use_adaptive_entropy", "entropy_target", "off_policy_mask_threshold",
-        "use_bias_correction_kl", "mask_truncated_completions", "pad_to_multiple_of", "cast_lm_head_to_fp32",
-        "sync_ref_model", "ref_model_sync_steps", "steps_per_generation", "max_completion_length",
+        "loss_type",
+        "beta",
+        "num_iterations",
+        "epsilon",
+        "epsilon_high",
+        "delta",
+        "temperature",
+        "scale_rewards",
+        "importance_sampling_level",
+        "sapo_temperature_neg",
+        "sapo_temperature_pos",
+        "vespo_k_pos",
+        "vespo_lambda_neg",
+        "top_entropy_quantile",
+        "entropy_coef",
+        "use_adaptive_entropy",
+        "entropy_target",
+        "off_policy_mask_threshold",
+        "use_bias_correction_kl",
+        "mask_truncated_completions",
+        "pad_to_multiple_of",
+        "cast_lm_head_to_fp32",
+        "sync_ref_model",
+        "ref_model_sync_steps",
+        "steps_per_generation",
+        "max_completion_length",
         "router_aux_loss_coef",  # below
-        "vespo_lambda_pos", "vespo_k_neg", "entropy_coef_min", "entropy_coef_max", "entropy_coef_delta",
-        "ref_model_mixup_alpha", "disable_dropout",  # siblings of some of those
+        "vespo_lambda_pos",
+        "vespo_k_neg",
+        "entropy_coef_min",
+        "entropy_coef_max",
+        "entropy_coef_delta",
+        "ref_model_mixup_alpha",
+        "disable_dropout",  # siblings of some of those
         "multi_objective_aggregation",  # of rewards
-        "vllm_importance_sampling_correction", "vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max",
-        "vllm_importance_sampling_clip_min", "vllm_importance_sampling_cap",  # need vLLM
-    }  # fmt: skip
+        "vllm_importance_sampling_correction",
+        "vllm_importance_sampling_mode",
+        "vllm_importance_sampling_clip_max",
+        "vllm_importance_sampling_clip_min",
+        "vllm_importance_sampling_cap",  # need vLLM
+    }
 
 
 @pytest.mark.parametrize(
@@ -115,7 +144,7 @@ TWICE = {"num_iterations": 2, "max_steps": 2, "learning_rate": 0.5}
         pytest.param({"beta": 0.2, "sync_ref_model": True, "ref_model_sync_steps": 1, "max_steps": 2}, id="synced"),
         pytest.param({"steps_per_generation": 2, "max_steps": 2, "num_generations": 4}, id="steps-per-generation"),
     ],
-)  # fmt: skip
+)
 def test_options(options, tmp_path):
     model = tiny_model("llama")
     if options.get("mask_truncated_completions"):

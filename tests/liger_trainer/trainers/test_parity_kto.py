@@ -35,12 +35,24 @@ def test_every_option_is_covered():
     """A new field of KTOConfig needs a test here. The losses are read from TRL: from its choices and its code."""
     assert set(LOSSES) == set(loss_types(KTOTrainer)) >= {"kto", "apo_zero_unpaired"}
     assert own_fields(KTOConfig) == {
-        "loss_type", "beta", "desirable_weight", "undesirable_weight", "max_length", "pad_to_multiple_of",
-        "precompute_ref_log_probs", "precompute_ref_batch_size", "router_aux_loss_coef", "sync_ref_model",
+        "loss_type",
+        "beta",
+        "desirable_weight",
+        "undesirable_weight",
+        "max_length",
+        "pad_to_multiple_of",
+        "precompute_ref_log_probs",
+        "precompute_ref_batch_size",
+        "router_aux_loss_coef",
+        "sync_ref_model",
         "ref_model_sync_steps",  # below
         "activation_offloading",  # needs a GPU
-        "ref_model_mixup_alpha", "disable_dropout", "model_init_kwargs", "trust_remote_code", "dataset_num_proc",
-    }  # fmt: skip
+        "ref_model_mixup_alpha",
+        "disable_dropout",
+        "model_init_kwargs",
+        "trust_remote_code",
+        "dataset_num_proc",
+    }
 
 
 @pytest.mark.parametrize(
@@ -151,9 +163,13 @@ def test_no_logits_of_policy_or_reference(kind, precompute, tmp_path, monkeypatc
 
 def test_reference_is_patched_and_survives_a_copy(tmp_path):
     ours = build(
-        LigerKTOTrainer, LigerKTOConfig, tiny_model("llama"), tmp_path, kto_rows(),
+        LigerKTOTrainer,
+        LigerKTOConfig,
+        tiny_model("llama"),
+        tmp_path,
+        kto_rows(),
         trainer_options={"ref_model": reference("llama")},
-    )  # fmt: skip
+    )
     batch = next(iter(ours.get_train_dataloader()))
     want = ours.compute_ref_log_probs(ours.ref_model, batch)[0]
     twin = copy.deepcopy(ours.ref_model)
@@ -170,5 +186,12 @@ def test_use_liger_false_is_the_stock_trainer(tmp_path):
 
 def test_what_has_no_effect_is_refused(tmp_path):
     with pytest.raises(ValueError, match="label_smoothing_factor is 0.1, which KTOTrainer does not use. Remove it."):
-        build(LigerKTOTrainer, LigerKTOConfig, tiny_model("llama"), tmp_path, kto_rows(), label_smoothing_factor=0.1,
-              trainer_options={"ref_model": reference("llama")})  # fmt: skip
+        build(
+            LigerKTOTrainer,
+            LigerKTOConfig,
+            tiny_model("llama"),
+            tmp_path,
+            kto_rows(),
+            label_smoothing_factor=0.1,
+            trainer_options={"ref_model": reference("llama")},
+        )

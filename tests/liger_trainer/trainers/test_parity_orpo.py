@@ -60,11 +60,17 @@ def test_every_option_is_covered():
     """A new field of ORPOConfig needs a test here."""
     fields = {f.name for f in dataclasses.fields(ORPOConfig)} - {f.name for f in dataclasses.fields(_BaseConfig)}
     assert fields == {
-        "beta", "max_length",  # below
-        "max_completion_length", "is_encoder_decoder",  # of encoder-decoders: test_other_people_s_models.py
-        "disable_dropout", "padding_value", "generate_during_eval", "model_init_kwargs", "trust_remote_code",
+        "beta",
+        "max_length",  # below
+        "max_completion_length",
+        "is_encoder_decoder",  # of encoder-decoders: test_other_people_s_models.py
+        "disable_dropout",
+        "padding_value",
+        "generate_during_eval",
+        "model_init_kwargs",
+        "trust_remote_code",
         "dataset_num_proc",  # no part in the loss
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize(

@@ -21,9 +21,7 @@ from liger_trainer.trainers.shared_prompts import shared_prompts_of
 from liger_trainer.varlen import groups, padding
 from liger_trainer.varlen.decide import bound_backbone
 
-LOADING = {
-    "dataset_num_proc", "eos_token", "pad_token", "chat_template_path", "model_init_kwargs", "trust_remote_code"
-}  # fmt: skip
+LOADING = {"dataset_num_proc", "eos_token", "pad_token", "chat_template_path", "model_init_kwargs", "trust_remote_code"}
 METRICS = ("loss", "grad_norm", "min_reward", "mean_reward", "max_reward", "accuracy", "margin", "num_tokens")
 PAD = 0
 
@@ -86,8 +84,12 @@ def compare(folder, rows=None, model=None, metrics=METRICS, **options):
 def test_every_option_is_covered():
     """A new field of RewardConfig needs a test here."""
     assert own_fields(RewardConfig) - LOADING == {
-        "center_rewards_coefficient", "max_length", "pad_to_multiple_of", "disable_dropout", "activation_offloading",
-    }  # fmt: skip
+        "center_rewards_coefficient",
+        "max_length",
+        "pad_to_multiple_of",
+        "disable_dropout",
+        "activation_offloading",
+    }
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["unshared", "shared"])
@@ -191,14 +193,24 @@ def test_classification_in_liger_trainer(tmp_path, counted):
 
     def trained(trainer_class, args_class):
         args = args_class(
-            output_dir=str(tmp_path), per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=2,
-            logging_steps=1, learning_rate=0.1, optim="sgd", report_to="none", use_cpu=True, save_strategy="no",
+            output_dir=str(tmp_path),
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=2,
+            max_steps=2,
+            logging_steps=1,
+            learning_rate=0.1,
+            optim="sgd",
+            report_to="none",
+            use_cpu=True,
+            save_strategy="no",
             disable_tqdm=True,
-        )  # fmt: skip
+        )
         trainer = trainer_class(
-            model=judge(labels=3), args=args, train_dataset=Dataset.from_list(rows),
+            model=judge(labels=3),
+            args=args,
+            train_dataset=Dataset.from_list(rows),
             data_collator=DataCollatorWithPadding(tiny_tokenizer()),
-        )  # fmt: skip
+        )
         trainer.train()
         logs = [log for log in trainer.state.log_history if "loss" in log]
         return trainer, [(log["loss"], log["grad_norm"]) for log in logs]

@@ -38,11 +38,23 @@ def pair(*args, **options):
 def test_every_option_is_covered():
     """A new field of RLOOConfig needs a test here."""
     assert own_fields(RLOOConfig) - WRITING == {
-        "beta", "num_iterations", "epsilon", "epsilon_high", "temperature", "normalize_advantages", "reward_clip_range",
-        "pad_to_multiple_of", "sync_ref_model", "ref_model_sync_steps", "max_completion_length",
-        "mask_truncated_completions", "router_aux_loss_coef",  # below
-        "ref_model_mixup_alpha", "steps_per_generation", "disable_dropout",
-    }  # fmt: skip
+        "beta",
+        "num_iterations",
+        "epsilon",
+        "epsilon_high",
+        "temperature",
+        "normalize_advantages",
+        "reward_clip_range",
+        "pad_to_multiple_of",
+        "sync_ref_model",
+        "ref_model_sync_steps",
+        "max_completion_length",
+        "mask_truncated_completions",
+        "router_aux_loss_coef",  # below
+        "ref_model_mixup_alpha",
+        "steps_per_generation",
+        "disable_dropout",
+    }
 
 
 @pytest.mark.parametrize("kind, split", [("full", (4, 1)), ("lora", (1, 4))], ids=str)

@@ -70,9 +70,13 @@ def test_evaluation_gives_the_same_loss_with_and_without_metrics(smoothing, tmp_
     for trainer_class, args_class in ((Trainer, TrainingArguments), (LigerTrainer, LigerTrainingArguments)):
         for metrics in (None, lambda prediction: {"shape": prediction.predictions.shape[-1]}):
             args = args_class(
-                output_dir=str(tmp_path), use_cpu=True, report_to="none", label_smoothing_factor=smoothing,
-                per_device_eval_batch_size=4, remove_unused_columns=False,
-            )  # fmt: skip
+                output_dir=str(tmp_path),
+                use_cpu=True,
+                report_to="none",
+                label_smoothing_factor=smoothing,
+                per_device_eval_batch_size=4,
+                remove_unused_columns=False,
+            )
             trainer = trainer_class(
                 model=tiny_model("gemma2"), args=args, eval_dataset=rows, data_collator=collate, compute_metrics=metrics
             )

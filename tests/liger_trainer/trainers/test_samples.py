@@ -103,13 +103,22 @@ def build_plain(folder, given):
     from liger_trainer import LigerTrainingArguments
 
     args = LigerTrainingArguments(
-        output_dir=str(folder), per_device_train_batch_size=8, num_train_epochs=1, report_to="none", use_cpu=True,
-        disable_tqdm=True, save_strategy="no", **given,
-    )  # fmt: skip
+        output_dir=str(folder),
+        per_device_train_batch_size=8,
+        num_train_epochs=1,
+        report_to="none",
+        use_cpu=True,
+        disable_tqdm=True,
+        save_strategy="no",
+        **given,
+    )
     return LigerTrainer(
-        model=dropout_model(), args=args, train_dataset=ragged_rows(), data_collator=trainer_runs.collate,
+        model=dropout_model(),
+        args=args,
+        train_dataset=ragged_rows(),
+        data_collator=trainer_runs.collate,
         processing_class=tiny_tokenizer(),
-    )  # fmt: skip
+    )
 
 
 def test_captured_steps_go_on(tmp_path, monkeypatch):
@@ -180,9 +189,16 @@ def test_prompts_are_asked_as_rows_are(tmp_path):
     chat = {"messages": [{"role": role, "content": text} for role, text in turns]}
     for rows in ([chat] * 4, [{"text": "w10 w11"}] * 4):
         args = LigerSFTConfig(
-            output_dir=str(tmp_path), use_cpu=True, bf16=False, max_steps=1, report_to="none", disable_tqdm=True,
-            save_strategy="no", gradient_checkpointing=False, **PROMPTS,
-        )  # fmt: skip
+            output_dir=str(tmp_path),
+            use_cpu=True,
+            bf16=False,
+            max_steps=1,
+            report_to="none",
+            disable_tqdm=True,
+            save_strategy="no",
+            gradient_checkpointing=False,
+            **PROMPTS,
+        )
         trainer = LigerSFTTrainer(
             model=tiny_model("llama"), args=args, train_dataset=Dataset.from_list(rows), processing_class=tokenizer
         )

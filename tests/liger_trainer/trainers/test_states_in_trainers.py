@@ -50,11 +50,18 @@ def test_grpo(name, tmp_path, planned):
     model, rows = model_with_reference(name, tmp_path), [{"prompt": words(generator, 2, 6)} for _ in range(8)]
     ours, stock = (
         build(
-            trainer, args, model, tmp_path, rows, trainer_options={"reward_funcs": letters}, num_generations=2,
-            max_completion_length=6, beta=0.1,
+            trainer,
+            args,
+            model,
+            tmp_path,
+            rows,
+            trainer_options={"reward_funcs": letters},
+            num_generations=2,
+            max_completion_length=6,
+            beta=0.1,
         )
         for trainer, args in ((LigerGRPOTrainer, LigerGRPOConfig), (GRPOTrainer, GRPOConfig))
-    )  # fmt: skip
+    )
     planned.clear()
     assert_same_training(ours, stock)
     assert any(plan.leaves_out for plan in planned)

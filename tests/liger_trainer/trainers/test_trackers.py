@@ -39,9 +39,14 @@ class Tracker(Fails):
 
 def train(callback, folder):
     args = LigerTrainingArguments(
-        str(folder), max_steps=2, per_device_train_batch_size=2, report_to=[], use_cpu=True, save_steps=2,
+        str(folder),
+        max_steps=2,
+        per_device_train_batch_size=2,
+        report_to=[],
+        use_cpu=True,
+        save_steps=2,
         logging_steps=1,
-    )  # fmt: skip
+    )
     LigerTrainer(tiny_model("llama"), args, train_dataset=ROWS, callbacks=[callback]).train()
 
 

@@ -36,10 +36,19 @@ CHECKPOINTED = ("SFT", "DPO")  # the others keep their activations, so that the 
 def model_of(size, dtype, seed=0):
     vocab, hidden, wide, heads, length, _ = SIZES[size]
     config = LlamaConfig(
-        vocab_size=vocab, hidden_size=hidden, intermediate_size=wide, num_hidden_layers=2, num_attention_heads=heads,
-        num_key_value_heads=heads // 4, max_position_embeddings=8 * length, pad_token_id=0, bos_token_id=1,
-        eos_token_id=2, attn_implementation="sdpa", tie_word_embeddings=False,
-    )  # fmt: skip
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=wide,
+        num_hidden_layers=2,
+        num_attention_heads=heads,
+        num_key_value_heads=heads // 4,
+        max_position_embeddings=8 * length,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        attn_implementation="sdpa",
+        tie_word_embeddings=False,
+    )
     torch.manual_seed(seed)
     with torch.device("cuda" if size != "tiny" else "cpu"):
         model = LlamaForCausalLM(config)
@@ -116,10 +125,19 @@ def logged(name, ours, size, dtype, folder, varlen, packed):
         options["max_length"] = 4 * length
     pairs = name in ("DPO", "ORPO", "CPO")
     args = args_class(
-        output_dir=str(folder), per_device_train_batch_size=2 if pairs else 4, max_steps=steps, learning_rate=1e-5,
-        logging_steps=1, save_strategy="no", report_to="none", disable_tqdm=True, use_cpu=size == "tiny",
-        bf16=dtype == torch.bfloat16, gradient_checkpointing=name in CHECKPOINTED, **options,
-    )  # fmt: skip
+        output_dir=str(folder),
+        per_device_train_batch_size=2 if pairs else 4,
+        max_steps=steps,
+        learning_rate=1e-5,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=size == "tiny",
+        bf16=dtype == torch.bfloat16,
+        gradient_checkpointing=name in CHECKPOINTED,
+        **options,
+    )
     model, rows, tokenizer = model_of(size, dtype), rows_of(name, size, 4 * steps), tokenizer_of(size)
     model.config._name_or_path = str(folder / "reference")
     given = {"train_dataset": Dataset.from_list(rows), "processing_class": tokenizer}

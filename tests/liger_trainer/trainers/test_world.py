@@ -46,12 +46,14 @@ KEPT = [
     (RAY | {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}, world(2, "MULTI_GPU"), {}),
     # An elastic run of two machines in Slurm after one has died.
     (
-        TORCHRUN | {"GROUP_WORLD_SIZE": "1", "PET_NNODES": "1:2", "SLURM_STEP_NUM_NODES": "2",
-                    "SLURM_STEP_NUM_TASKS": "2"}, FOUR, {},
+        TORCHRUN
+        | {"GROUP_WORLD_SIZE": "1", "PET_NNODES": "1:2", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "2"},
+        FOUR,
+        {},
     ),
     (TORCHRUN | {"SKYPILOT_NUM_NODES": "2"}, FOUR, {}),
     ({"WORLD_SIZE": "1", "LOCAL_RANK": "0", "GROUP_WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}, ALONE, {}),
-]  # fmt: skip
+]
 
 BROKEN = [
     ({"PET_NNODES": "2"}, ALONE, {}, ("PET_NNODES is 2", "1 machine", "torchrun")),
@@ -62,12 +64,16 @@ BROKEN = [
     (TORCHRUN, world(2, "MULTI_GPU"), {}, ("WORLD_SIZE is 4", "accelerate has 2")),
     ({"SLURM_STEP_NUM_NODES": "2"}, ALONE, {}, ("SLURM_STEP_NUM_NODES is 2", "srun --ntasks-per-node 1 torchrun")),
     (
-        TORCHRUN | {"GROUP_WORLD_SIZE": "1", "SLURM_STEP_NUM_NODES": "2"}, FOUR, {},
+        TORCHRUN | {"GROUP_WORLD_SIZE": "1", "SLURM_STEP_NUM_NODES": "2"},
+        FOUR,
+        {},
         ("SLURM_STEP_NUM_NODES is 2", "PET_NNODES for an elastic run"),
     ),
     # `srun torchrun --standalone` with as many tasks as processes: each task has a run of its own.
     (
-        TORCHRUN | {"GROUP_WORLD_SIZE": "1", "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "4"}, FOUR, {},
+        TORCHRUN | {"GROUP_WORLD_SIZE": "1", "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "4"},
+        FOUR,
+        {},
         ("SLURM_STEP_NUM_TASKS is 4", "this run has 1 torchrun"),
     ),
     (TORCHRUN | {"GROUP_WORLD_SIZE": "1", "OMPI_COMM_WORLD_SIZE": "4"}, FOUR, {}, ("OMPI_COMM_WORLD_SIZE is 4",)),
@@ -82,9 +88,11 @@ BROKEN = [
     ({}, ALONE, {"sharding": "MULTI_GPU"}, ("MULTI_GPU", "one process", "torchrun")),
     (
         {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_USE_CPU": "true", "WORLD_SIZE": "2"},
-        world(2, "MULTI_CPU"), {}, ("DEEPSPEED", "CPU"),
+        world(2, "MULTI_CPU"),
+        {},
+        ("DEEPSPEED", "CPU"),
     ),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("environ, world, promise", KEPT)

@@ -163,14 +163,21 @@ def test_a_module_of_somebody_else_s(before, tokens):
 
 QKV = {"target_modules": ["q_proj", "v_proj"]}
 ADAPTERS = (
-    peft.LoraConfig(r=4, use_dora=True, **QKV), peft.AdaLoraConfig(total_step=9, init_r=4, **QKV),
-    peft.FourierFTConfig(n_frequency=9, **QKV), peft.HRAConfig(r=4, **QKV),
+    peft.LoraConfig(r=4, use_dora=True, **QKV),
+    peft.AdaLoraConfig(total_step=9, init_r=4, **QKV),
+    peft.FourierFTConfig(n_frequency=9, **QKV),
+    peft.HRAConfig(r=4, **QKV),
     peft.IA3Config(feedforward_modules=["down_proj"], target_modules=["k_proj", "down_proj"]),
-    peft.LNTuningConfig(target_modules=["input_layernorm"]), peft.LoHaConfig(r=4, **QKV), peft.LoKrConfig(r=4, **QKV),
-    peft.MissConfig(r=4, **QKV), peft.OFTConfig(oft_block_size=4, r=0, **QKV), peft.RandLoraConfig(r=4, **QKV),
-    peft.TrainableTokensConfig(token_indices=[3, 4], target_modules=["embed_tokens"]), peft.VeraConfig(r=4, **QKV),
+    peft.LNTuningConfig(target_modules=["input_layernorm"]),
+    peft.LoHaConfig(r=4, **QKV),
+    peft.LoKrConfig(r=4, **QKV),
+    peft.MissConfig(r=4, **QKV),
+    peft.OFTConfig(oft_block_size=4, r=0, **QKV),
+    peft.RandLoraConfig(r=4, **QKV),
+    peft.TrainableTokensConfig(token_indices=[3, 4], target_modules=["embed_tokens"]),
+    peft.VeraConfig(r=4, **QKV),
     peft.VBLoRAConfig(num_vectors=9, vector_length=8, topk=2, **QKV),
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize("config", ADAPTERS, ids=lambda config: config.peft_type.value)

@@ -20,10 +20,20 @@ from liger_trainer.varlen.proof.small_model import small_copy
 
 pytestmark = pytest.mark.skipif("gemma4" not in CONFIG_MAPPING, reason="this transformers has no Gemma 4")
 SIZES = {
-    "vocab_size": 131, "vocab_size_per_layer_input": 131, "hidden_size": 64, "intermediate_size": 48,
-    "num_attention_heads": 4, "head_dim": 256, "global_head_dim": 512, "sliding_window": 8, "pad_token_id": 0,
-    "bos_token_id": 2, "eos_token_id": 1, "max_position_embeddings": 128, "final_logit_softcapping": 30.0,
-}  # fmt: skip
+    "vocab_size": 131,
+    "vocab_size_per_layer_input": 131,
+    "hidden_size": 64,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "head_dim": 256,
+    "global_head_dim": 512,
+    "sliding_window": 8,
+    "pad_token_id": 0,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+    "max_position_embeddings": 128,
+    "final_logit_softcapping": 30.0,
+}
 
 
 def kinds(layers, period):
@@ -32,42 +42,109 @@ def kinds(layers, period):
 
 # What tells the checkpoints apart, with the sizes that the proof has to make small.
 CHECKPOINTS = {
-    "e2b": ("gemma4", {
-        "hidden_size": 1536, "intermediate_size": 6144, "num_attention_heads": 8, "num_key_value_heads": 1,
-        "num_hidden_layers": 35, "layer_types": kinds(35, 5), "num_kv_shared_layers": 20,
-        "hidden_size_per_layer_input": 256, "use_double_wide_mlp": True,
-    }),
-    "e4b": ("gemma4", {
-        "hidden_size": 2560, "intermediate_size": 10240, "num_attention_heads": 8, "num_key_value_heads": 2,
-        "num_hidden_layers": 42, "layer_types": kinds(42, 6), "num_kv_shared_layers": 18,
-        "hidden_size_per_layer_input": 256,
-    }),
-    "12b": ("gemma4_unified", {
-        "hidden_size": 3840, "num_attention_heads": 16, "num_key_value_heads": 8, "num_global_key_value_heads": 1,
-        "num_hidden_layers": 48, "layer_types": kinds(48, 6), "attention_k_eq_v": True,
-    }),
-    "26b_a4b": ("gemma4", {
-        "hidden_size": 2816, "intermediate_size": 2112, "num_attention_heads": 16, "num_key_value_heads": 8,
-        "num_global_key_value_heads": 2, "num_hidden_layers": 30, "layer_types": kinds(30, 6),
-        "hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "enable_moe_block": True, "num_experts": 128,
-        "top_k_experts": 8, "moe_intermediate_size": 704, "use_bidirectional_attention": "vision",
-    }),
-}  # fmt: skip
+    "e2b": (
+        "gemma4",
+        {
+            "hidden_size": 1536,
+            "intermediate_size": 6144,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 1,
+            "num_hidden_layers": 35,
+            "layer_types": kinds(35, 5),
+            "num_kv_shared_layers": 20,
+            "hidden_size_per_layer_input": 256,
+            "use_double_wide_mlp": True,
+        },
+    ),
+    "e4b": (
+        "gemma4",
+        {
+            "hidden_size": 2560,
+            "intermediate_size": 10240,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 2,
+            "num_hidden_layers": 42,
+            "layer_types": kinds(42, 6),
+            "num_kv_shared_layers": 18,
+            "hidden_size_per_layer_input": 256,
+        },
+    ),
+    "12b": (
+        "gemma4_unified",
+        {
+            "hidden_size": 3840,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "num_global_key_value_heads": 1,
+            "num_hidden_layers": 48,
+            "layer_types": kinds(48, 6),
+            "attention_k_eq_v": True,
+        },
+    ),
+    "26b_a4b": (
+        "gemma4",
+        {
+            "hidden_size": 2816,
+            "intermediate_size": 2112,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "num_global_key_value_heads": 2,
+            "num_hidden_layers": 30,
+            "layer_types": kinds(30, 6),
+            "hidden_size_per_layer_input": 0,
+            "attention_k_eq_v": True,
+            "enable_moe_block": True,
+            "num_experts": 128,
+            "top_k_experts": 8,
+            "moe_intermediate_size": 704,
+            "use_bidirectional_attention": "vision",
+        },
+    ),
+}
 TINY = {
-    "e2b": {"num_hidden_layers": 5, "layer_types": kinds(4, 2) + ["full_attention"], "num_kv_shared_layers": 3,
-            "num_key_value_heads": 1, "hidden_size_per_layer_input": 8},
-    "e4b": {"num_hidden_layers": 6, "layer_types": kinds(6, 3), "num_kv_shared_layers": 3, "num_key_value_heads": 2,
-            "hidden_size_per_layer_input": 8},
-    "12b": {"num_hidden_layers": 3, "layer_types": kinds(3, 3), "num_key_value_heads": 2,
-            "num_global_key_value_heads": 1},
-    "26b_a4b": {"num_hidden_layers": 3, "layer_types": kinds(3, 3), "num_key_value_heads": 2,
-                "num_global_key_value_heads": 1, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 24},
-}  # fmt: skip
+    "e2b": {
+        "num_hidden_layers": 5,
+        "layer_types": kinds(4, 2) + ["full_attention"],
+        "num_kv_shared_layers": 3,
+        "num_key_value_heads": 1,
+        "hidden_size_per_layer_input": 8,
+    },
+    "e4b": {
+        "num_hidden_layers": 6,
+        "layer_types": kinds(6, 3),
+        "num_kv_shared_layers": 3,
+        "num_key_value_heads": 2,
+        "hidden_size_per_layer_input": 8,
+    },
+    "12b": {
+        "num_hidden_layers": 3,
+        "layer_types": kinds(3, 3),
+        "num_key_value_heads": 2,
+        "num_global_key_value_heads": 1,
+    },
+    "26b_a4b": {
+        "num_hidden_layers": 3,
+        "layer_types": kinds(3, 3),
+        "num_key_value_heads": 2,
+        "num_global_key_value_heads": 1,
+        "num_experts": 6,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 24,
+    },
+}
 VISION = {  # of a tower of one layer, and of images without a tower
-    "gemma4": {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2,
-               "num_key_value_heads": 2, "head_dim": 16, "patch_size": 2, "position_embedding_size": 16},
+    "gemma4": {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "patch_size": 2,
+        "position_embedding_size": 16,
+    },
     "gemma4_unified": {"patch_size": 2, "mm_embed_dim": 64, "mm_posemb_size": 16, "output_proj_dims": 64},
-}  # fmt: skip
+}
 SIDE = 6  # patches of an image, 3 x 3 of which are a token in a tower
 
 
@@ -120,9 +197,12 @@ def images_of(model, side="right"):
     pixels = torch.rand(count, SIDE**2, width, generator=generator)
     kinds_of_tokens = (ids == IMAGE).long()
     return call | {
-        "input_ids": ids, "labels": labels,
-        "pixel_values": pixels, "image_position_ids": places.expand(count, -1, 2), "mm_token_type_ids": kinds_of_tokens,
-    }  # fmt: skip
+        "input_ids": ids,
+        "labels": labels,
+        "pixel_values": pixels,
+        "image_position_ids": places.expand(count, -1, 2),
+        "mm_token_type_ids": kinds_of_tokens,
+    }
 
 
 def no_images(call):

@@ -193,13 +193,27 @@ def test_through_a_dataloader_of_accelerate(workers, skipped, as_on_a_gpu):
 
 def trainer_of(tmp_path, rows=ROWS, trainer_class=LigerTrainer, **options):
     config = LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, attn_implementation="sdpa", use_cache=False,
-    )  # fmt: skip
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        attn_implementation="sdpa",
+        use_cache=False,
+    )
     args = LigerTrainingArguments(
-        output_dir=str(tmp_path), max_steps=2, report_to="none", use_cpu=True, save_strategy="no", disable_tqdm=True,
-        per_device_train_batch_size=2, remove_unused_columns=False, seed=0, **options,
-    )  # fmt: skip
+        output_dir=str(tmp_path),
+        max_steps=2,
+        report_to="none",
+        use_cpu=True,
+        save_strategy="no",
+        disable_tqdm=True,
+        per_device_train_batch_size=2,
+        remove_unused_columns=False,
+        seed=0,
+        **options,
+    )
     torch.manual_seed(0)
     model = LlamaForCausalLM(config)
     return trainer_class(model=model, args=args, train_dataset=rows, eval_dataset=ROWS, data_collator=Collator())

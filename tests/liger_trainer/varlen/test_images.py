@@ -19,9 +19,17 @@ from liger_trainer import LigerSFTConfig, LigerSFTTrainer, LigerTrainer, LigerTr
 from liger_trainer.varlen import padding
 
 TYPES = (
-    "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v", "llava", "llava_onevision", "idefics3", "smolvlm", "internvl",
+    "qwen2_vl",
+    "qwen2_5_vl",
+    "qwen3_vl",
+    "glm4v",
+    "llava",
+    "llava_onevision",
+    "idefics3",
+    "smolvlm",
+    "internvl",
     "exaone4_5",
-)  # fmt: skip
+)
 WITH_PREFIXES = ("gemma3", "paligemma")
 IMAGES = {"several, none, one": (2, 0, 1), "one each": (1, 1, 1), "none": (0, 0, 0)}
 
@@ -97,8 +105,11 @@ def test_images_of_the_rows(model_type, images, tokens):
 
 
 VIDEOS = {  # the images that are videos, and their frames (or pairs of frames); Qwen3-VL has each by itself
-    "alone": (None, 1), "beside an image": ({1}, 1), "of several frames": (None, 3), "and an image": ({0, 2}, 2),
-}  # fmt: skip
+    "alone": (None, 1),
+    "beside an image": ({1}, 1),
+    "of several frames": (None, 3),
+    "and an image": ({0, 2}, 2),
+}
 
 
 @pytest.mark.parametrize("videos", VIDEOS)
@@ -270,14 +281,30 @@ def test_trainers(model_type, kind, tokens, tmp_path, monkeypatch):
             more = {"dataset_kwargs": {"skip_prepare_dataset": True}}
             more |= {"router_aux_loss_coef": 0.0} if model_type == "llama4" else {}  # it has none
         args = args_class(
-            output_dir=str(tmp_path), per_device_train_batch_size=3, max_steps=5, logging_steps=1, save_strategy="no",
-            report_to="none", use_cpu=True, bf16=False, remove_unused_columns=False, optim="sgd", learning_rate=0.05,
-            max_grad_norm=0.0, gradient_checkpointing=False, disable_tqdm=True, **more,
-        )  # fmt: skip
+            output_dir=str(tmp_path),
+            per_device_train_batch_size=3,
+            max_steps=5,
+            logging_steps=1,
+            save_strategy="no",
+            report_to="none",
+            use_cpu=True,
+            bf16=False,
+            remove_unused_columns=False,
+            optim="sgd",
+            learning_rate=0.05,
+            max_grad_norm=0.0,
+            gradient_checkpointing=False,
+            disable_tqdm=True,
+            **more,
+        )
         trainer = trainer_class(
-            model=copy.deepcopy(model), args=args, data_collator=Collate(model), callbacks=[kept],
-            train_dataset=Dataset.from_list([{"input_ids": [3, 4]}] * 15), processing_class=tiny_tokenizer(),
-        )  # fmt: skip
+            model=copy.deepcopy(model),
+            args=args,
+            data_collator=Collate(model),
+            callbacks=[kept],
+            train_dataset=Dataset.from_list([{"input_ids": [3, 4]}] * 15),
+            processing_class=tiny_tokenizer(),
+        )
         tokens.clear()
         trainer.train()
         found.append(([row["loss"] for row in trainer.state.log_history if "loss" in row], kept.steps))

@@ -39,13 +39,22 @@ def deepstack(x, y, mask):
     return x
 
 
-@pytest.mark.parametrize("function", [
-    lambda x, y, mask: x.masked_scatter(mask.unsqueeze(-1), y), lambda x, y, mask: x[mask] * y, deepstack,
-    lambda x, y, mask: x.masked_scatter(mask[..., None].expand(2, 4, 3), y), lambda x, y, mask: x[mask, 0],
-    lambda x, y, mask: x.masked_scatter(mask[..., None], torch.cat((y, y))), lambda x, y, mask: x[:, mask[0]],
-    lambda x, y, mask: x * mask[..., None] + y.sum(), lambda x, y, mask: torch.where(mask[..., None], x, 0.0),
-    lambda x, y, mask: x[mask | mask.roll(1, 0)], lambda x, y, mask: x[mask, torch.zeros(4, dtype=torch.long)],
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, y, mask: x.masked_scatter(mask.unsqueeze(-1), y),
+        lambda x, y, mask: x[mask] * y,
+        deepstack,
+        lambda x, y, mask: x.masked_scatter(mask[..., None].expand(2, 4, 3), y),
+        lambda x, y, mask: x[mask, 0],
+        lambda x, y, mask: x.masked_scatter(mask[..., None], torch.cat((y, y))),
+        lambda x, y, mask: x[:, mask[0]],
+        lambda x, y, mask: x * mask[..., None] + y.sum(),
+        lambda x, y, mask: torch.where(mask[..., None], x, 0.0),
+        lambda x, y, mask: x[mask | mask.roll(1, 0)],
+        lambda x, y, mask: x[mask, torch.zeros(4, dtype=torch.long)],
+    ],
+)
 def test_a_mask(function):
     want, got = pair(function)
     for mine, theirs in zip(got, want, strict=True):
@@ -99,10 +108,15 @@ def test_a_step_with_known_places_and_sizes(name, monkeypatch):
         image_step(model, batch | {"input_ids": batch["input_ids"].clamp(max=99)})
 
 
-@pytest.mark.parametrize("write", [
-    lambda mask: mask.__setitem__(0, False), lambda mask: mask.logical_not_(), lambda mask: mask[0].fill_(True),
-    lambda mask: mask.view(-1)[:3].zero_(),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda mask: mask.__setitem__(0, False),
+        lambda mask: mask.logical_not_(),
+        lambda mask: mask[0].fill_(True),
+        lambda mask: mask.view(-1)[:3].zero_(),
+    ],
+)
 def test_a_mask_that_is_written_to(write):
     def first_used(x, y, mask):
         x = x + x.detach().masked_scatter(mask[..., None], y.detach()).sum()
@@ -132,9 +146,16 @@ def test_inference_mode():
         assert torch.equal(x.masked_scatter(mask[..., None], torch.ones(4, 3))[..., 0], MASK.float())
 
 
-@pytest.mark.parametrize("memory", [
-    lambda x: x.data, lambda x: x[:].data, lambda x: torch.from_numpy(x.numpy()), lambda x: torch.from_dlpack(x),
-], ids=["data", "data of a view", "numpy", "dlpack"])  # fmt: skip
+@pytest.mark.parametrize(
+    "memory",
+    [
+        lambda x: x.data,
+        lambda x: x[:].data,
+        lambda x: torch.from_numpy(x.numpy()),
+        lambda x: torch.from_dlpack(x),
+    ],
+    ids=["data", "data of a view", "numpy", "dlpack"],
+)
 def test_what_is_written_past_autograd_s_versions_counts(memory):
     sizes = Known.around(torch.tensor([1, 2]), torch.tensor([1, 2]))
     memory(sizes)[0] = 7

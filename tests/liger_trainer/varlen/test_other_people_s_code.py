@@ -94,13 +94,22 @@ def a_linear_layer_of_their_class(model):
 @pytest.mark.parametrize(
     "theirs, before",
     [
-        (a_forward_on_the_backbone, True), (a_forward_on_the_backbone, False), (a_forward_on_the_model, True),
-        (a_hook_on_the_backbone, False), (a_hook_on_the_head, True), (a_hook_on_the_head, False),
-        (a_linear_layer_of_their_class, True), (a_linear_layer_of_their_class, False),
-        (a_hook_on_the_embedding, False), (a_hook_on_the_last_norm, False), (a_hook_on_an_attention, False),
-        (a_compiled_backbone, False), (a_loss_that_is_wrapped, True), (a_loss_that_is_wrapped, False),
+        (a_forward_on_the_backbone, True),
+        (a_forward_on_the_backbone, False),
+        (a_forward_on_the_model, True),
+        (a_hook_on_the_backbone, False),
+        (a_hook_on_the_head, True),
+        (a_hook_on_the_head, False),
+        (a_linear_layer_of_their_class, True),
+        (a_linear_layer_of_their_class, False),
+        (a_hook_on_the_embedding, False),
+        (a_hook_on_the_last_norm, False),
+        (a_hook_on_an_attention, False),
+        (a_compiled_backbone, False),
+        (a_loss_that_is_wrapped, True),
+        (a_loss_that_is_wrapped, False),
     ],
-)  # fmt: skip
+)
 def test_code_of_theirs_sees_what_stock_computes_for_padding(theirs, before, tokens):
     model, stock, call = model_of(), model_of(), batch()
     theirs(stock)
@@ -142,7 +151,7 @@ def the_first_three_see_each_other(own, *, inputs_embeds, attention_mask, **_):
         (LoraLinear, "forward", lambda own, self, x: own(self, x + x.mean(1, True))),
         (modeling_llama, "create_causal_mask", the_first_three_see_each_other),
     ],
-)  # fmt: skip
+)
 def test_what_is_replaced_in_transformers_or_peft_after_patching(owner, name, change, tokens, monkeypatch):
     def made():
         torch.manual_seed(0)
@@ -225,10 +234,12 @@ def test_masks_by_kind_of_layer(tokens):
 @pytest.mark.parametrize(
     "kind, lengths, side, used",
     [
-        ("longrope", (7, 5, 13), "right", False), ("longrope", (7, 5, 20), "right", True),
-        ("dynamic", (7, 5, 13), "right", False), ("dynamic", (7, 5, 13), "left", True),
+        ("longrope", (7, 5, 13), "right", False),
+        ("longrope", (7, 5, 20), "right", True),
+        ("dynamic", (7, 5, 13), "right", False),
+        ("dynamic", (7, 5, 13), "left", True),
     ],
-)  # fmt: skip
+)
 def test_frequencies_that_depend_on_the_longest_position(kind, side, lengths, used, tokens):
     """Rows that are padded to a width of the user's, which is longer than what the model was trained on."""
     factors = {"longrope": {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}, "dynamic": {}}[kind]

@@ -16,12 +16,25 @@ from liger_trainer.varlen.plans import plan_of
 from liger_trainer.varlen.rows import Rows
 
 FAMILIES = (
-    "llama", "qwen3", "qwen3_moe", "gemma3_text", "gemma4_text", "granite", "cohere2", "glm4", "phi", "deepseek_v3",
-)  # fmt: skip
+    "llama",
+    "qwen3",
+    "qwen3_moe",
+    "gemma3_text",
+    "gemma4_text",
+    "granite",
+    "cohere2",
+    "glm4",
+    "phi",
+    "deepseek_v3",
+)
 BATCHES = {  # lengths, side, ...: of the padding
-    "right": (LENGTHS, "right"), "left": (LENGTHS, "left"), "one full row": ((20, 5), "right"),
-    "rows of one token": ((1, 6, 1), "right"), "an empty row": ((4, 0, 9), "right"), "one row": ((11,), "right"),
-}  # fmt: skip
+    "right": (LENGTHS, "right"),
+    "left": (LENGTHS, "left"),
+    "one full row": ((20, 5), "right"),
+    "rows of one token": ((1, 6, 1), "right"),
+    "an empty row": ((4, 0, 9), "right"),
+    "one row": ((11,), "right"),
+}
 
 
 @pytest.mark.parametrize("name", FAMILIES)

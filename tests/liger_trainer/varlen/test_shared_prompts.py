@@ -18,8 +18,17 @@ from liger_trainer.varlen.groups import ALWAYS, PAYS, Group, SharingRule, find_g
 from liger_trainer.varlen.padding import BackboneBinding
 
 FAMILIES = (
-    "llama", "qwen3", "qwen3_moe", "gemma3_text", "gemma4_text", "granite", "cohere2", "glm4", "phi", "deepseek_v3",
-)  # fmt: skip
+    "llama",
+    "qwen3",
+    "qwen3_moe",
+    "gemma3_text",
+    "gemma4_text",
+    "granite",
+    "cohere2",
+    "glm4",
+    "phi",
+    "deepseek_v3",
+)
 BY_OWN_ATTENTION = ("mixtral", "gpt_oss")  # windows in all layers; sinks, with windows and without
 PROMPTS = (0, 1, 0, 2, 1, 0)  # of each row
 OF_PROMPTS = (9, 4, 6)
@@ -66,8 +75,11 @@ def test_loss_and_gradients_are_those_of_the_padded_batch(name, side, tokens):
     assert_same_step(step(model, call), want)
     assert tokens == [TOKENS - SAVED]
     assert shared_by(model).to_dict() == {
-        "calls": 1, "tokens_computed": TOKENS - SAVED, "tokens_saved": SAVED, "calls_not_shared": {}
-    }  # fmt: skip
+        "calls": 1,
+        "tokens_computed": TOKENS - SAVED,
+        "tokens_saved": SAVED,
+        "calls_not_shared": {},
+    }
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -231,10 +231,20 @@ def test_rows_may_be_packed_once_they_are_told():
 def trained(trainer_class, args_class, model, rows, folder, *, size=8, collator=None, **options):
     """(gradients of each step, losses) of a training of one epoch with SGD."""
     args = args_class(
-        output_dir=str(folder / trainer_class.__name__), per_device_train_batch_size=size, num_train_epochs=1,
-        logging_steps=1, save_strategy="no", report_to="none", disable_tqdm=True, use_cpu=True, optim="sgd",
-        learning_rate=0.1, max_grad_norm=0.0, bf16=False, **options,
-    )  # fmt: skip
+        output_dir=str(folder / trainer_class.__name__),
+        per_device_train_batch_size=size,
+        num_train_epochs=1,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+        optim="sgd",
+        learning_rate=0.1,
+        max_grad_norm=0.0,
+        bf16=False,
+        **options,
+    )
     given = {"data_collator": collator} if collator is not None else {"processing_class": tiny_tokenizer()}
     kept = KeepGradients()
     trainer = trainer_class(
@@ -260,13 +270,28 @@ def test_trainer_with_flattened_rows(name, checkpointing, tmp_path):
     model, rows = drawn_model(name), rows_of(batch((7, 2, 20, 13, 5, 9, 3, 11)))
     flatten = DataCollatorWithFlattening()
     want = trained(
-        Trainer, TrainingArguments, model, rows, tmp_path, size=1, collator=flatten, gradient_accumulation_steps=4,
+        Trainer,
+        TrainingArguments,
+        model,
+        rows,
+        tmp_path,
+        size=1,
+        collator=flatten,
+        gradient_accumulation_steps=4,
         train_sampling_strategy="sequential",
-    )  # fmt: skip
+    )
     got = trained(
-        LigerTrainer, LigerTrainingArguments, model, rows, tmp_path, size=4, collator=flatten, use_liger=True,
-        gradient_checkpointing=checkpointing, train_sampling_strategy="sequential",
-    )  # fmt: skip
+        LigerTrainer,
+        LigerTrainingArguments,
+        model,
+        rows,
+        tmp_path,
+        size=4,
+        collator=flatten,
+        use_liger=True,
+        gradient_checkpointing=checkpointing,
+        train_sampling_strategy="sequential",
+    )
     assert_same_training(got, want)
 
 
@@ -276,9 +301,16 @@ def test_sft_packing(name, tmp_path):
     model, rows = drawn_model(name), ragged_rows()
     want = trained(SFTTrainer, SFTConfig, model, rows, tmp_path, size=len(rows), max_length=64)
     got = trained(
-        LigerSFTTrainer, LigerSFTConfig, model, rows, tmp_path, size=len(rows), max_length=64, packing=True,
+        LigerSFTTrainer,
+        LigerSFTConfig,
+        model,
+        rows,
+        tmp_path,
+        size=len(rows),
+        max_length=64,
+        packing=True,
         gradient_checkpointing=True,
-    )  # fmt: skip
+    )
     assert_same_training(got, want)
 
 

@@ -87,9 +87,12 @@ def test_masks_are_known_by_their_code():
 
 @pytest.mark.parametrize(
     "given, message",
-    [({"position_bias": torch.ones(1)}, "position_bias"), ({"softcap": 2.0, "dropout": 0.1}, "dropout"),
-     ({"s_aux": torch.ones(3)}, "sinks for each token")],
-)  # fmt: skip
+    [
+        ({"position_bias": torch.ones(1)}, "position_bias"),
+        ({"softcap": 2.0, "dropout": 0.1}, "dropout"),
+        ({"s_aux": torch.ones(3)}, "sinks for each token"),
+    ],
+)
 def test_what_changes_scores_is_not_for_rows(given, message):
     with pytest.raises(NotForRows, match=message):
         attention_function(torch.nn.Module(), *inputs(), RowMask(rows()), **given)
@@ -116,7 +119,7 @@ def test_rows_of_a_batch():
     for window in (None, 3):
         in_one, _ = attention_function(
             torch.nn.Module(), query, key, value, RowMask(Rows(lengths, query.device), window)
-        )  # fmt: skip
+        )
         in_two, _ = attention_function(torch.nn.Module(), *batch, RowMask(Rows(lengths, query.device, 2), window))
         assert in_two.shape == (2, 8, 4, 8)
         torch.testing.assert_close(in_two.flatten(0, 1), in_one[0])
@@ -141,9 +144,21 @@ def test_the_kernel_is_asked_for_what_it_knows(monkeypatch):
         return out[0].transpose(0, 1).contiguous()
 
     def forward(
-        query, key, value, starts, ends, longest, longest_key, dropout, is_causal, debug, *, scale=None,
-        window_size_left=None, window_size_right=None,
-    ):  # fmt: skip
+        query,
+        key,
+        value,
+        starts,
+        ends,
+        longest,
+        longest_key,
+        dropout,
+        is_causal,
+        debug,
+        *,
+        scale=None,
+        window_size_left=None,
+        window_size_right=None,
+    ):
         handed.update(shapes=(query.shape, key.shape, value.shape), longest=(longest, longest_key))
         handed.update(window=(is_causal, window_size_left, window_size_right), rest=(dropout, debug, scale))
         assert query.is_contiguous() and starts.dtype == torch.int32 and starts.data_ptr() == ends.data_ptr()
@@ -151,9 +166,25 @@ def test_the_kernel_is_asked_for_what_it_knows(monkeypatch):
         return attended(query, key, value, window_size_left), *rest
 
     def backward(
-        gradient, query, key, value, out, sums, starts, ends, longest, longest_key, dropout, is_causal, state, unused,
-        *, scale=None, window_size_left=None, window_size_right=None,
-    ):  # fmt: skip
+        gradient,
+        query,
+        key,
+        value,
+        out,
+        sums,
+        starts,
+        ends,
+        longest,
+        longest_key,
+        dropout,
+        is_causal,
+        state,
+        unused,
+        *,
+        scale=None,
+        window_size_left=None,
+        window_size_right=None,
+    ):
         returned.append((is_causal, window_size_left, window_size_right))
         return 2 * query, 3 * key, 4 * value
 

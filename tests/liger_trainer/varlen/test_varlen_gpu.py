@@ -83,9 +83,15 @@ def waits_are_errors():
 def test_a_call_waits_for_nothing():
     """Neither the plan nor the backbone, where the batch comes from the host. Else the plan is made with one wait."""
     config = LlamaConfig(
-        vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, attn_implementation="sdpa", use_cache=False,
-    )  # fmt: skip
+        vocab_size=512,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        attn_implementation="sdpa",
+        use_cache=False,
+    )
     with torch.device("cuda"):
         model = LlamaForCausalLM(config).bfloat16()
     apply_liger(model, {"varlen_attention": True})
@@ -109,9 +115,15 @@ def test_a_call_waits_for_nothing():
 
 def test_padded_rows_in_bf16_are_as_near_to_fp32_as_stock_s():
     config = LlamaConfig(
-        vocab_size=512, hidden_size=512, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=8,
-        num_key_value_heads=2, attn_implementation="sdpa", use_cache=False,
-    )  # fmt: skip
+        vocab_size=512,
+        hidden_size=512,
+        intermediate_size=1024,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        attn_implementation="sdpa",
+        use_cache=False,
+    )
     torch.manual_seed(0)
     with torch.device("cuda"):
         model = LlamaForCausalLM(config)
@@ -141,9 +153,13 @@ def test_a_model_spread_over_two_gpus(tmp_path):
     """As `device_map="auto"` does it, TRL's default in a run of one process."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
         vocab_size=128,
-    )  # fmt: skip
+    )
     LlamaForCausalLM(config).save_pretrained(tmp_path)
     first = {"model.embed_tokens": 0, "model.layers.0": 0, "model.rotary_emb": 0}
     spread = first | {"model.layers.1": 1, "model.norm": 1, "lm_head": 1}

@@ -134,7 +134,7 @@ def test_a_window_as_long_as_the_rows_is_plain_causal(masks, monkeypatch):
     given, own = [], torch.nn.functional.scaled_dot_product_attention
     monkeypatch.setattr(
         torch.nn.functional, "scaled_dot_product_attention", lambda *a, **k: given.append(k) or own(*a, **k)
-    )  # fmt: skip
+    )
     model, call = of("mistral"), full(width=16)
     want = step(model, call)
     assert all(x["attn_mask"] is not None for x in given)

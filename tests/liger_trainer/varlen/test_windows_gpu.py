@@ -99,7 +99,5 @@ def test_rows_of_one_length(batch, window, monkeypatch):
     seen = (distance >= 0) & (distance < (window or 200))
     scores = (q @ k.repeat_interleave(2, 1).mT * 0.125).masked_fill(~seen, float("-inf"))
     want = (scores.softmax(-1) @ v.repeat_interleave(2, 1)).transpose(1, 2).reshape(got.shape)
-    for mine, theirs in zip(
-        (got, *grads), (want, *torch.autograd.grad(want, exact, upstream.double())), strict=True
-    ):  # fmt: skip
+    for mine, theirs in zip((got, *grads), (want, *torch.autograd.grad(want, exact, upstream.double())), strict=True):
         assert (mine.double() - theirs).norm() <= 3 * torch.finfo(torch.bfloat16).eps * theirs.norm()

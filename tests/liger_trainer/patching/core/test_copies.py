@@ -136,10 +136,14 @@ def test_a_model_that_a_trainer_leaves_is_saved_without_this_package(tmp_path):
 @pytest.mark.parametrize(
     "model_type, way",
     [
-        ("llama", "patched"), ("llama", "copied"), ("llama", "pickled and patched"), ("llama", "hooked"),
-        ("qwen3_moe", "patched"), ("phi", "patched"),
+        ("llama", "patched"),
+        ("llama", "copied"),
+        ("llama", "pickled and patched"),
+        ("llama", "hooked"),
+        ("qwen3_moe", "patched"),
+        ("phi", "patched"),
     ],
-)  # fmt: skip
+)
 def test_a_patched_model_is_freed_with_its_last_reference(model_type, way):
     """As a stock one is, and not only by the garbage collector, which may run gigabytes later."""
     gc.collect()
@@ -165,10 +169,14 @@ def test_a_patched_model_is_freed_with_its_last_reference(model_type, way):
 STOCK = {LigerTrainer: Trainer, LigerSFTTrainer: SFTTrainer}
 COPY = copy.deepcopy
 ONE_AFTER_THE_OTHER = [
-    (LigerTrainer, LigerTrainer), (LigerTrainer, LigerSFTTrainer), (LigerSFTTrainer, LigerTrainer),
-    (LigerSFTTrainer, LigerSFTTrainer), (LigerTrainer, Trainer), (LigerSFTTrainer, Trainer),
+    (LigerTrainer, LigerTrainer),
+    (LigerTrainer, LigerSFTTrainer),
+    (LigerSFTTrainer, LigerTrainer),
+    (LigerSFTTrainer, LigerSFTTrainer),
+    (LigerTrainer, Trainer),
+    (LigerSFTTrainer, Trainer),
     (LigerTrainer, SFTTrainer),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("kind", ["full", "lora"])

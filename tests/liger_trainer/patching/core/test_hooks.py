@@ -162,10 +162,17 @@ def inputs_kept(module, seen):
 HOOKS = {
     hook.__name__: hook
     for hook in (
-        output_scaled, output_scaled_in_place, input_scaled, input_scaled_in_place, gradient_of_output_scaled,
-        gradient_of_input_scaled, gradient_scaled_before, outputs_kept, inputs_kept,
+        output_scaled,
+        output_scaled_in_place,
+        input_scaled,
+        input_scaled_in_place,
+        gradient_of_output_scaled,
+        gradient_of_input_scaled,
+        gradient_scaled_before,
+        outputs_kept,
+        inputs_kept,
     )
-}  # fmt: skip
+}
 # Ids have no gradient and no scale.
 CASES = [(m, h) for m in MODULES for h in HOOKS if m != "embed_tokens" or not h.startswith("input")]
 

@@ -372,10 +372,25 @@ def change_theta_in_config(model):
 
 
 CHANGES = (
-    add_hook, add_hook_by_dict, freeze_one, move_weight, replace_weight, hook_gradient, hook_accumulation,
-    replace_forward, change_epsilon, to_eval, unpatch, replace_layer, change_scaling, replace_class, replace_hook_dict,
-    hook_of_accelerate, transpose_square_weight, change_theta_in_config,
-)  # fmt: skip
+    add_hook,
+    add_hook_by_dict,
+    freeze_one,
+    move_weight,
+    replace_weight,
+    hook_gradient,
+    hook_accumulation,
+    replace_forward,
+    change_epsilon,
+    to_eval,
+    unpatch,
+    replace_layer,
+    change_scaling,
+    replace_class,
+    replace_hook_dict,
+    hook_of_accelerate,
+    transpose_square_weight,
+    change_theta_in_config,
+)
 
 
 def decoder_layers(model):

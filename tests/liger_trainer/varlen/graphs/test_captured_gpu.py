@@ -178,9 +178,13 @@ def test_quantized_bases():
             for name, child in list(parent.named_children()):
                 if isinstance(child, torch.nn.Linear):
                     packed = bitsandbytes.nn.Linear4bit(
-                        child.in_features, child.out_features, bias=False, quant_type="nf4",
-                        compute_dtype=torch.bfloat16, compress_statistics=True,
-                    )  # fmt: skip
+                        child.in_features,
+                        child.out_features,
+                        bias=False,
+                        quant_type="nf4",
+                        compute_dtype=torch.bfloat16,
+                        compress_statistics=True,
+                    )
                     packed.load_state_dict({"weight": child.weight.data.cpu()})
                     setattr(parent, name, packed.cuda())
     model = get_peft_model(model, LoraConfig(r=8, target_modules="all-linear", exclude_modules="lm_head"))

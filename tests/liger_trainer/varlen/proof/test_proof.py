@@ -128,9 +128,14 @@ class WithALossOfItsOwn(LlamaForCausalLM):
 
 def made(model_class, device="cpu", **options):
     sizes = {
-        "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "attn_implementation": "sdpa",
-    }  # fmt: skip
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "attn_implementation": "sdpa",
+    }
     torch.manual_seed(0)
     with torch.device(device):
         return model_class(LlamaConfig(**sizes | options)).train()
@@ -192,9 +197,17 @@ def test_a_model_of_transformers_that_reads_hidden_states_elsewhere(tokens):
 def test_packed_rows_stay_apart_where_stock_lets_them_see_each_other():
     """BioGPT's own code does not hand positions to the mask."""
     config = AutoConfig.for_model(
-        "biogpt", vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48,
-        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, activation_dropout=0.0, layerdrop=0.0,
-    )  # fmt: skip
+        "biogpt",
+        vocab_size=VOCAB,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=48,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        activation_dropout=0.0,
+        layerdrop=0.0,
+    )
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).train()
     padded, flat = batch(prompt=1), dict(DataCollatorWithFlattening()(rows_of(batch(prompt=1))))

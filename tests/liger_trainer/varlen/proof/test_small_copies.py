@@ -18,9 +18,16 @@ from liger_trainer import apply_liger
 from liger_trainer.varlen.proof.small_model import small_config, small_copy
 
 SIZES = {
-    "hidden_size": 64, "intermediate_size": 48, "moe_intermediate_size": 24, "num_attention_heads": 4, "head_dim": 16,
-    "num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2, "vocab_size": 131,
-}  # fmt: skip
+    "hidden_size": 64,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 24,
+    "num_attention_heads": 4,
+    "head_dim": 16,
+    "num_key_value_heads": 2,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "vocab_size": 131,
+}
 
 
 def padded():
