@@ -1,4 +1,4 @@
-"""The manifests, the Dockerfile and the job files: read back by what reads them, and their commands by the entry."""
+"""The manifests, the Dockerfile and the job files: parsed by their own tools, and their commands by ours."""
 
 import math
 import re
@@ -37,7 +37,7 @@ def entry_words(path):
     "path", [JOB, *DEPLOY.glob("slurm/*"), *DEPLOY.glob("skypilot/*")], ids=lambda p: p.parent.name
 )
 def test_the_command_of_a_job_is_one_of_ours(path, monkeypatch):
-    """Its recipe and its accelerate config exist, its options are options, and its sizes are those of its machines."""
+    """Its recipe and its accelerate config exist, its options are valid, and its sizes are its machines' sizes."""
     words, (train, recipe, *options) = entry_words(path)
     assert words[0] == "torchrun" and train == "train"
     values = dict(pair.split("=") if "=" in pair else pair for pair in _pairs(options))
@@ -119,7 +119,7 @@ def test_the_job_template_is_valid_kubernetes(tmp_path):
     whole = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "node"} | job["template"]["metadata"]}
     whole["spec"] = job["template"]["spec"]
     pod = whole["spec"]["template"]["spec"]
-    pod["restartPolicy"] = "Never"  # which Kubernetes wants and JobSet adds
+    pod["restartPolicy"] = "Never"  # Kubernetes requires it and JobSet adds it
     (container,) = pod["containers"]
     container |= {"command": trainer["command"], "args": trainer["args"], "resources": trainer["resourcesPerNode"]}
     container["env"] = [*container["env"], *trainer["env"]]

@@ -1,4 +1,4 @@
-"""Ray Train on a local cluster of two workers: one training, and a worker that dies is no end."""
+"""Ray Train on a local cluster of two workers: one training, which survives the death of a worker."""
 
 import json
 import sys

@@ -213,7 +213,7 @@ def python_nodes(out):
 @pytest.mark.parametrize("name", OPS)
 @pytest.mark.parametrize("run", [False, True], ids=["without-backward", "after-backward"])
 def test_nothing_is_held_without_the_results(name, run, device, triton_only):
-    """There is no cycle: the graph's tensors are freed with the results, before any garbage collection."""
+    """No reference cycle: the graph's tensors are freed with the results, before any garbage collection."""
     leaves, tensors = made(name, device)
     if device == "cuda":  # Triton compiles in the first call; what its compiler leaves is not ours
         out = outputs(name, lt, tensors)

@@ -79,8 +79,8 @@ def test_products_match_float64(shape, form, dtype, keeps_input, device):
         assert got.dtype == dtype and got.shape == want.shape and error(got, want) <= BOUND[dtype]
 
 
-def test_error_of_eight_bits(device):
-    """The error comes from three mantissa bits, and of two for gradients: it differs from 16 bits."""
+def test_error_is_that_of_fp8(device):
+    """The error comes from three mantissa bits, or two for gradients, and is not the 16-bit error."""
     x, weight, dy = inputs((512,), device, torch.float32, (256, 256))
     y = float8_linear(x, weight)
     dx, dw = torch.autograd.grad(y, (x, weight), dy)

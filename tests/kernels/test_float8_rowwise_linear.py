@@ -88,7 +88,7 @@ def test_products_match_float64(shape, form, dtype, keeps_input, device):
 
 
 @pytest.mark.parametrize("form", BOTH)
-def test_error_of_eight_bits(form, device):
+def test_error_is_that_of_fp8(form, device):
     """The error comes from three mantissa bits, for gradients too. With `gw_hp`, the weight's gradient has none."""
     x, weight, dy = inputs((512,), device, torch.float32, (256, 256))
     y = float8_linear(x, weight, form=form)

@@ -1,4 +1,4 @@
-"""Attention of several calls, merged, beside one softmax over all keys by autograd in float64."""
+"""Merged attention of several calls against one softmax over all keys, by autograd in float64."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def calls():
 
 
 def seen():
-    """(T, T), which tokens each token sees."""
+    """(T, T): the tokens that each token sees."""
     segments = offsets([*PREFIXES, *LONE, *(n for parts in PRIVATE for n in parts)]).tolist()
     tokens = segments[-1]
     mask = torch.zeros(tokens, tokens, dtype=torch.bool)
@@ -82,7 +82,7 @@ def test_two_calls_are_one_softmax(dtype, rtol, has_sinks):
 
 
 def test_a_window_over_rows_with_keys_before_their_queries():
-    """One causal call, in which a row of queries has more keys than queries: they end together."""
+    """One causal call in which rows have more keys than queries. Keys and queries end together."""
     q, k, v, _, upstream = inputs(torch.float64)
     q, upstream = q[:5], upstream[:5]
     call = AttentionCall(0, offsets([2, 3]), 3, 12, offsets([4, 8]), 8, True, 3)

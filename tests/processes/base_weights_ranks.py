@@ -1,4 +1,4 @@
-"""One of two ranks of `test_base_weights_sharded.py`: `base_weights_ranks.py MODE BASE OUT`, by FSDP2 or ZeRO-3."""
+"""One of two ranks of `test_base_weights_sharded.py`: `base_weights_ranks.py MODE BASE OUT`, on FSDP2 or ZeRO-3."""
 
 import os
 import sys

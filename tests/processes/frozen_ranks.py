@@ -1,6 +1,6 @@
-"""One of two ranks, gloo on CPU: adapters on a base in eight bits, trained with DDP. Run alone, it is one process.
+"""One of two ranks, gloo on CPU: adapters on an FP8 base, trained with DDP. Run alone, it is one process.
 
-Prints one line of JSON: the losses, the norm of each gradient of the first step, and what the base has become.
+Prints one line of JSON: the losses, the norm of each gradient of the first step, and the types of the base's layers.
 """
 
 import json
@@ -56,4 +56,4 @@ if __name__ == "__main__":
     dist.barrier()
     dist.destroy_process_group()
     sys.stdout.flush()
-    os._exit(0)  # gloo's threads may abort the interpreter on its way out, when all is done
+    os._exit(0)  # gloo's threads may abort the interpreter on exit, after everything is done

@@ -1,7 +1,7 @@
-"""One of two ranks on CPUs: `frozen_sharded.py MODE OUT_DIR` trains adapters, or Medusa heads, on a base in eight bits.
+"""One of two ranks on CPUs: `frozen_sharded.py MODE OUT_DIR` trains adapters, or Medusa heads, on an FP8 base.
 
-MODE is fsdp2 or ddp, which of one rank is a process like any other. OUT_DIR has a folder `model`. Saves the losses, the
-gradients of the first step, the adapter, and what of the base the first rank holds.
+MODE is fsdp2 or ddp; ddp with one rank is an ordinary process. OUT_DIR contains a folder `model`. Saves the losses, the
+gradients of the first step, the adapter, and the part of the base that the first rank holds.
 """
 
 import os
@@ -20,11 +20,11 @@ from liger_trainer import LigerMedusaConfig, LigerMedusaTrainer, LigerSFTConfig,
 from liger_trainer.fp8 import feature as fp8_fields
 from liger_trainer.fp8.frozen_layer import FrozenFP8Module
 
-# Name: the dtype in which the base is loaded, options. "resumed" goes on from a checkpoint of the second step.
+# Name: the dtype in which the base is loaded, options. "resumed" continues from a checkpoint of the second step.
 CASES = {
     "fp32": (torch.float32, {"bf16": False, "save_strategy": "steps", "save_steps": 2}),
     "resumed": (torch.float32, {"bf16": False, "resume": "fp32"}),
-    "from a file": (torch.float32, {"bf16": False}),  # which under FSDP2 the first process alone reads
+    "from a file": (torch.float32, {"bf16": False}),  # under FSDP2, only the first process reads it
     "checkpointed": (torch.float32, {"bf16": False, "gradient_checkpointing": True}),
     "bf16": (torch.bfloat16, {}),
     "experts": (torch.float32, {"bf16": False}),
@@ -42,7 +42,7 @@ def policy_of(trainer):
 
 
 def train(out, name, world):
-    """Four steps of 8 rows, however many processes there are."""
+    """Four steps of 8 rows, on any number of processes."""
     dtype, options = CASES[name]
     options = dict(options)
     resume = options.pop("resume", None)
@@ -59,7 +59,7 @@ def train(out, name, world):
         lr_scheduler_type="constant",
         max_grad_norm=0.0,
         disable_tqdm=True,
-        adam_epsilon=1e-3,  # else gradients that are nothing but rounding make steps of full length
+        adam_epsilon=1e-3,  # otherwise gradients that are only rounding make full-length steps
         max_length=64,
         **({"save_strategy": "no", "gradient_checkpointing": False} | options),
     )
@@ -102,7 +102,7 @@ if __name__ == "__main__":
     fp8_fields.fault_of_device = lambda device: None
     found = {}
     for name, (_, options) in CASES.items():
-        if "resume" in options and mode == "ddp":  # transformers 5.17 cannot, on CPUs
+        if "resume" in options and mode == "ddp":  # transformers 5.17 cannot do this on CPUs
             continue
         found[name] = train(out, name, int(os.environ["WORLD_SIZE"]))
         fresh_state()

@@ -1,4 +1,4 @@
-"""A training with dropout, and as a script one that is killed after its fifth step: `killed_run.py OUT_DIR`."""
+"""A training with dropout. As a script, one that is killed after its fifth step: `killed_run.py OUT_DIR`."""
 
 import os
 import signal
@@ -11,7 +11,7 @@ from liger_trainer import LigerTrainer, LigerTrainingArguments
 
 
 def train_with_dropout(out, callbacks=(), **resume):
-    """Eight steps with attention dropout, a checkpoint every three."""
+    """Eight steps with attention dropout and a checkpoint every three steps."""
     args = LigerTrainingArguments(
         output_dir=str(out),
         max_steps=8,

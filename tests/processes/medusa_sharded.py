@@ -1,6 +1,6 @@
 """One of the two ranks of `test_medusa_distributed.py::test_sharded`: `medusa_sharded.py MODE MODEL OUT_DIR`.
 
-MODE is zero3 or fsdp2; on CPU, with gloo. The test calls `train` for the same training in one process.
+MODE is zero3 or fsdp2; it runs on CPU with gloo. The test calls `train` for the same training in one process.
 """
 
 import json
@@ -24,7 +24,7 @@ CASES = {
     "stage1-tied-soft": {"medusa_targets": "soft"},
     "stage2-tied-hard": {"medusa_stage": 2},
     "stage2-untied-hard": {"medusa_stage": 2, "medusa_tied": False},
-    "stage2-lora": {"medusa_stage": 2},  # and the LM head in full
+    "stage2-lora": {"medusa_stage": 2},  # and the full LM head
 }
 AUTO = ("train_micro_batch_size_per_gpu", "train_batch_size", "gradient_accumulation_steps", "gradient_clipping")
 BUCKETS = ("allgather_bucket_size", "reduce_bucket_size", "stage3_prefetch_bucket_size")
@@ -41,7 +41,7 @@ ZERO3 = dict.fromkeys(AUTO, "auto") | {
 
 
 def train(name, model, out, mode=None, resume=None):
-    """Three steps of 16 rows, in two micro-batches a process; saves the heads, in stage 2 the model, and the log."""
+    """Three steps of 16 rows in two micro-batches per process. Saves the heads, the log and, in stage 2, the model."""
     world = int(os.environ.get("WORLD_SIZE", 1)) if mode else 1
     args = LigerMedusaConfig(
         output_dir=out,
@@ -53,7 +53,7 @@ def train(name, model, out, mode=None, resume=None):
         optim="adamw_torch",
         max_grad_norm=0.0,
         bf16=False,
-        adam_epsilon=1e-3,  # else gradients that are nothing but rounding make steps of full length
+        adam_epsilon=1e-3,  # otherwise gradients that are only rounding make full-length steps
         gradient_checkpointing=False,
         save_strategy="steps",
         save_steps=2,
@@ -71,7 +71,7 @@ def train(name, model, out, mode=None, resume=None):
     )
     rows = Dataset.from_list(ragged_rows(48))
     lora = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], modules_to_save=["lm_head"]) if "lora" in name else None
-    transformers.set_seed(0)  # of the adapter
+    transformers.set_seed(0)  # weights of the adapter
     trainer = LigerMedusaTrainer(
         model,
         args,

@@ -27,7 +27,7 @@ def write_rows(folder):
 
 
 def columns_of(kind, folder, unread=False):
-    """The columns that a trainer of an adapter has precomputed. `unread`: the weights of the model are zeros."""
+    """The columns that an adapter's trainer has precomputed. `unread`: the weights of the model are zeros."""
     model = tiny_model("llama")
     if unread:
         for parameter in model.parameters():
@@ -60,7 +60,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     shard_on_cpus()
     rank = int(os.environ["RANK"])
-    # As transformers 5.17 leaves them under fsdp_cpu_ram_efficient_loading where it does not read the file
+    # transformers 5.17 leaves zeros under fsdp_cpu_ram_efficient_loading on a rank that does not read the file
     found = {kind: columns_of(kind, sys.argv[1], unread=rank > 0) for kind in KINDS}
     torch.save(found, f"{sys.argv[1]}/{rank}.pt")
     torch.distributed.barrier()

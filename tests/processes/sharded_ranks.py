@@ -1,6 +1,6 @@
 """One of the two ranks of `test_sharded.py`, gloo on CPU: `sharded_ranks.py MODE OUT_DIR`, MODE a key of `OF_MODE`.
 
-Every case trains the stock trainer and ours. Saves the weights after three steps, and what those and an evaluation log.
+Every case trains the stock trainer and ours. Saves the weights after three steps, and the logs of steps and evaluation.
 """
 
 import os
@@ -36,7 +36,7 @@ ANSWERS = [
 ]
 WRITES = {"max_completion_length": 4}
 STOCK = {"ORPO": (ORPOTrainer, ORPOConfig), "": (transformers.Trainer, transformers.TrainingArguments)}
-# Name of the trainer, rows, options, and the models it gets besides.
+# Name of the trainer, rows, options, and additional models.
 CASES = {
     "trainer": ("", None, {"remove_unused_columns": False}, ()),
     "trainer-tied": ("", None, {"remove_unused_columns": False}, ()),
@@ -72,20 +72,20 @@ DEEPSPEED = {
 OF_MODE = {
     "zero2": ("trainer", "trainer-lora-on-the-head", "dpo"),
     "fsdp2": tuple(case for case in CASES if "images" not in case),
-    **dict.fromkeys(("zero3", "fsdp2-bf16"), WITHOUT_EXPERTS),  # bf16: ours, beside stock in fp32
+    **dict.fromkeys(("zero3", "fsdp2-bf16"), WITHOUT_EXPERTS),  # bf16: ours in bf16, stock in fp32
     "zero3-experts": ("trainer-experts", "trainer-experts-lora"),
-    # With `varlen_attention`, and with other lengths on each rank.
+    # With `varlen_attention`, and other lengths on each rank.
     "fsdp2-varlen": ("trainer-images", "sft-checkpointing", "dpo"),
     "fsdp2-more-varlen": ("trainer", "grpo"),
     "zero3-varlen": ("sft-checkpointing", "dpo"),
     "zero3-more-varlen": ("trainer", "grpo"),
-    # DeepSpeed cannot cut trained parameters of two dtypes: a LoRA in fp32 and a saved head in bf16.
+    # DeepSpeed cannot shard trained parameters of two dtypes: a LoRA in fp32 and a saved head in bf16.
     "zero3-bf16": tuple(case for case in WITHOUT_EXPERTS if case != "trainer-lora-beside-the-head"),
 }
 
 
 def with_images(model, rows):
-    """A batch of as many rows, which have one image or two each, and other ones than the next rows."""
+    """A batch of as many rows with one or two images each. Neighbouring rows have different images."""
     lengths = [len(row["input_ids"]) for row in rows]
     return image_batch(model, [1 + length % 2 for length in lengths], lengths, seed=sum(lengths))
 
@@ -112,7 +112,7 @@ def trainer_of(case, ours, mode, out, folder):
         report_to="none",
         save_strategy="no",
         use_cpu=True,
-        adam_epsilon=1e-3,  # else gradients that are nothing but rounding make steps of full length
+        adam_epsilon=1e-3,  # otherwise gradients that are only rounding make full-length steps
         disable_tqdm=True,
         logging_steps=1,
         bf16=ours and mode.endswith("bf16"),
@@ -120,13 +120,13 @@ def trainer_of(case, ours, mode, out, folder):
         **({"gradient_checkpointing": False} | options),
     )
 
-    def load(which):  # in parts under ZeRO-3, now that there are args
+    def load(which):  # sharded under ZeRO-3, now that there are args
         attention = "sdpa" if varlen else "eager"
         auto = AutoModelForImageTextToText if which == "images" else AutoModelForCausalLM
         return auto.from_pretrained(folder / which, dtype="float32", attn_implementation=attention)
 
     model = load(next((which for which in ("tied", "experts", "images") if which in case), "policy"))
-    # With transformers 5.17 a reference that one rank reads is zeros on the others, unless ours sends it.
+    # With transformers 5.17, a reference read by one rank is zeros on the others, unless our trainer sends it.
     everywhere = {} if ours else {"FSDP_CPU_RAM_EFFICIENT_LOADING": "false"}
     with mock.patch.dict(os.environ, everywhere):
         given = {name: load("other") for name in models}
@@ -138,7 +138,7 @@ def trainer_of(case, ours, mode, out, folder):
     elif "lora" in case:
         torch.manual_seed(3)
         where = {"target_modules": ["q_proj", "lm_head"]}
-        if "beside" in case:  # a copy of the head is trained in full
+        if "beside" in case:  # a full copy of the head is trained
             where = {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}
         model = get_peft_model(model, LoraConfig(r=2, init_lora_weights=False, **where))
     if name == "GRPO":
@@ -153,7 +153,7 @@ def trainer_of(case, ours, mode, out, folder):
         given["processing_class"] = tiny_tokenizer()
     trainer = trainer_class(model=model, args=args, **given)
     if case == "trainer-smoothing" and mode.startswith("fsdp2") and not ours:
-        # It decides by the name of the model's class, which FSDP2 changes, and would then learn to copy its input.
+        # It decides by the name of the model's class. FSDP2 changes it, and the model would learn to copy its input.
         trainer.label_smoother = partial(trainer.label_smoother, shift_labels=True)
     return trainer
 
@@ -185,7 +185,7 @@ if __name__ == "__main__":
     mode, out = sys.argv[1:]
     folder = Path(out, "models", os.environ["RANK"])
     models = {"policy": {}, "other": {"seed": 7}, "tied": {"tie_word_embeddings": True}}
-    for which, options in models.items():  # before the process group exists, which would have rank 0 alone save
+    for which, options in models.items():  # before the process group exists; afterwards only rank 0 would save
         tiny_model("llama", **options).save_pretrained(folder / which)
     tiny_model("qwen3_moe").save_pretrained(folder / "experts")
     image_model("qwen2_5_vl").save_pretrained(folder / "images")

@@ -18,12 +18,12 @@ from liger_trainer import LigerSFTConfig, LigerSFTTrainer, LigerTrainer, LigerTr
 
 
 def train(trainer_class, args_class, out, accumulation=1, varlen=False, **options):
-    """One optimizer step over all 16 rows, however many processes there are; with `varlen`, without their padding."""
+    """One optimizer step over all 16 rows, on any number of processes; with `varlen`, without their padding."""
     model = tiny_model("llama")
     if varlen:
         model.set_attn_implementation("sdpa")
         options["liger_config"] = {"varlen_attention": int(os.environ.get("WORLD_SIZE", 1)) > 1}
-    world = int(os.environ.get("WORLD_SIZE", 1))  # from torchrun; torch.distributed knows it once `args` exist
+    world = int(os.environ.get("WORLD_SIZE", 1))  # set by torchrun; torch.distributed knows it only once `args` exist
     args = args_class(
         output_dir=f"{out}/run",
         max_steps=1,
@@ -51,7 +51,7 @@ def train(trainer_class, args_class, out, accumulation=1, varlen=False, **option
 
 
 def train_on_pairs(trainer_class, args_class, out, ref_model=None, **options):
-    """One optimizer step over 16 pairs, 8 at a time: means over the tokens of 8 pairs depend on which these are."""
+    """One optimizer step over 16 pairs, 8 at a time: means over the tokens of 8 pairs depend on the choice of pairs."""
     world = int(os.environ.get("WORLD_SIZE", 1))
     args = args_class(
         output_dir=f"{out}/run",
@@ -80,7 +80,7 @@ def train_on_pairs(trainer_class, args_class, out, ref_model=None, **options):
 
 
 def pairs(out):
-    """Several trainers in one launch, which costs more than their steps."""
+    """Several trainers in one launch, because a launch costs more than their steps."""
     from liger_trainer import (
         LigerCPOConfig,
         LigerCPOTrainer,
@@ -98,7 +98,7 @@ def pairs(out):
 
 
 def sampled(out):
-    """KTO and the trainers that write their own completions, ours and TRL's: a rank draws with a seed of its own."""
+    """KTO and the trainers that write their own completions, ours and TRL's. Each rank draws with its own seed."""
     from pathlib import Path
 
     import trl
@@ -107,7 +107,7 @@ def sampled(out):
     import liger_trainer
 
     folder = Path(out) / os.environ["RANK"]
-    model = with_reference(tiny_model("llama"), folder)  # before the process group exists: only rank 0 saves in one
+    model = with_reference(tiny_model("llama"), folder)  # before the process group exists; afterwards only rank 0 saves
     generator = torch.Generator().manual_seed(4)
     prompts = [{"prompt": words(generator, 2, 6)} for _ in range(8)]
     answers = [row | {"completion": " " + words(generator, 2, 6), "label": i % 3 != 1} for i, row in enumerate(prompts)]
@@ -131,7 +131,7 @@ def sampled(out):
 
 
 def fsdp2(out):
-    """The plain loop: patch, shard every layer and the root, one step on this rank's half of the rows."""
+    """A plain loop: patch, shard every layer and the root, and take one step on this rank's half of the rows."""
     from torch.distributed.fsdp import fully_shard
 
     dist.init_process_group("gloo")
@@ -150,7 +150,7 @@ def fsdp2(out):
 
 
 def references():
-    """What a process has of a reference that only the first has read: the others have zeros, or no memory for it."""
+    """Compare what each process holds of a reference that only the first has read: zeros or no memory on the others."""
     from liger_trainer.trainers.fsdp2 import give_weights_of_first_process
 
     os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
@@ -169,7 +169,7 @@ def references():
 
 
 def fsdp2_lora(out):
-    """FSDP2 of two processes, a LoRA on every linear layer: gradients of stock and patched, and what was patched."""
+    """FSDP2 on two processes with a LoRA on every linear layer: gradients of stock and patched, and the report."""
     from peft import LoraConfig, get_peft_model
     from torch.distributed.fsdp import fully_shard
 
@@ -190,7 +190,7 @@ def fsdp2_lora(out):
             for layer in model.base_model.model.model.layers:
                 fully_shard(layer)
             fully_shard(model)
-            for _ in range(2):  # the second pass finds the memory of the first sharded again
+            for _ in range(2):  # the second pass finds the first one's memory sharded again
                 batch = collate(ragged_rows(16)[dist.get_rank() :: 2])
                 model(**batch, num_items_in_batch=torch.tensor(40.0)).loss.backward()
             for name, p in model.named_parameters():
@@ -201,7 +201,7 @@ def fsdp2_lora(out):
 
 
 def fsdp1(out):
-    """FSDP1 in the units that PEFT gives it, a LoRA on the LM head: gradients (as sharded) of stock and patched."""
+    """FSDP1 in PEFT's units with a LoRA on the LM head: gradients (as sharded) of stock and patched."""
     from peft import LoraConfig, get_peft_model
     from peft.utils.other import fsdp_auto_wrap_policy
     from torch.distributed.fsdp import FullyShardedDataParallel
@@ -250,4 +250,4 @@ if __name__ == "__main__":
     dist.barrier()
     dist.destroy_process_group()
     sys.stdout.flush()
-    os._exit(0)  # gloo's threads may abort the interpreter on its way out, when all is done
+    os._exit(0)  # gloo's threads may abort the interpreter on exit, after everything is done

@@ -1,4 +1,4 @@
-"""What an import costs and needs: no Triton, no GPU, and from `liger_triton` neither transformers nor TRL."""
+"""The cost of an import: no Triton, no GPU, and for `liger_triton` neither transformers nor TRL."""
 
 import os
 import subprocess

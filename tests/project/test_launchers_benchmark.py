@@ -1,4 +1,4 @@
-"""benchmarks/launchers.py starts what it says, compares losses, and times a real run, also one that is killed."""
+"""benchmarks/launchers.py starts what it says, compares losses, and times a real run and one that is killed."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The two arms of benchmarks/medusa.py compute the same loss and gradient; benchmarks/medusa_real.py runs."""
+"""Both arms of benchmarks/medusa.py compute the same loss and gradient; benchmarks/medusa_real.py runs."""
 
 import argparse
 import json
@@ -47,7 +47,7 @@ def test_real(tmp_path, capsys):
 
     write_model(tmp_path / "model")
     write_rows(tmp_path / "rows.jsonl", 20)
-    # A random model seldom ends an answer: let it end with one token of five.
+    # A random model seldom ends an answer, so it ends with one token in five.
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")

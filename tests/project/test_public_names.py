@@ -1,4 +1,4 @@
-"""What users import and type. A name that goes, or comes, is a decision: change it here and in docs/reference.md."""
+"""The names that users import and type. Adding or removing one is a decision: change this and docs/reference.md."""
 
 import ast
 import dataclasses
@@ -43,7 +43,7 @@ NAMES = {
     *KERNEL_MODULES,
     *(f"Liger{name}{kind}" for name in TRAINERS for kind in ("Config", "Trainer")),
 }
-MODULES = {  # where else something public is imported from
+MODULES = {  # other modules with public names
     "liger_trainer.losses": {
         "cpo_loss",
         "dpo_loss",
@@ -118,7 +118,7 @@ OF_ONE_CONFIG = {
     "LigerTrainingArguments": {"router_aux_loss"},  # TRL averages it
     "LigerSFTConfig": {"train_mtp"},
 }
-NEWER_NAMES = {"activation_checkpointing", "activation_checkpointing_kwargs"}  # which older transformers lacks
+NEWER_NAMES = {"activation_checkpointing", "activation_checkpointing_kwargs"}  # older transformers lack it
 COMMANDS = {
     "train",
     "recipes",
@@ -190,7 +190,7 @@ def test_the_old_name_of_the_medusa_config():
 
 
 def test_type_checkers_see_the_names_of_the_package():
-    """The imports under `TYPE_CHECKING` and the table that is used when a program runs name the same, and no more."""
+    """The imports under `TYPE_CHECKING` and the table used at run time name the same things."""
     body = ast.parse(Path(liger_trainer.__file__).read_text()).body
     (block,) = [node for node in body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
     imported = [(alias.name, alias.asname, node.module) for node in block.body for alias in node.names]

@@ -1,4 +1,4 @@
-"""benchmarks/recipes.py starts each shipped recipe with rows of its trainer, and then the commands of its header."""
+"""benchmarks/recipes.py starts each shipped recipe with rows for its trainer, and then the commands of its header."""
 
 import json
 

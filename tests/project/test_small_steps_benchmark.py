@@ -1,4 +1,4 @@
-"""benchmarks/small_steps.py trains every arm on the same rows, and has seen the rows on the clock before."""
+"""benchmarks/small_steps.py trains every arm on the same rows, and has seen the timed rows before."""
 
 import argparse
 

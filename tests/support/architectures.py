@@ -1,6 +1,6 @@
-"""Every causal LM of the installed transformers, built tiny and trained a step beside itself with everything swapped.
+"""Build every causal LM of the installed transformers at a tiny size, and train one step with and without our swaps.
 
-`compare(model_type)` is one of them. As a script this file compares those that are named, or all of them, and with
+`compare(model_type)` compares one model type. As a script, this file compares the named ones, or all of them; with
 `--write` it writes the section "Which models" of docs/architecture.md:
 
     python tests/support/architectures.py [--write] [model type ...]
@@ -29,14 +29,14 @@ from transformers.models.auto.modeling_auto import (
 from liger_trainer.head.module import output_head
 from liger_trainer.patching import apply_liger
 
-LIMIT = 2e-4  # fp32, of the largest element of a gradient; a wrong stand-in is off by 1e-2 and more
-CHUNK = 3  # rows of logits that the fused head has at a time here
+LIMIT = 2e-4  # fp32, relative to the largest element of a gradient; a wrong replacement is off by 1e-2 or more
+CHUNK = 3  # rows of logits that the fused head holds at a time here
 MAX_PARAMETERS = 30_000_000
 MODEL_TYPES = sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES})
 PAGE = ROOT / "docs" / "architecture.md"
 BEGIN, END = (f"<!-- {word} models -->\n" for word in ("begin", "end"))
 
-# What a config has of these is set: sizes, and scales and caps that show when they are left out.
+# Config fields that are set where a config has them: sizes, plus scales and caps whose loss would show.
 SMALL = {
     "vocab_size": 131,
     "hidden_size": 64,
@@ -126,7 +126,7 @@ SCALES = {
     "attention_multiplier": 0.3,
 }
 ROPE = {"rope_type": "default", "rope_theta": 1e4}
-# What single configs need beside, by the model type of the config or of the part of it.
+# What single configs need in addition, by the model type of the config or of the part.
 OWN = {
     "bailing_hybrid": {
         "num_expert_group": 2,
@@ -200,7 +200,7 @@ OWN = {
         "num_buckets": 4,
         "hidden_dropout_prob": 0.0,
         "local_attention_probs_dropout_prob": 0.0,
-    },  # drawn from a seed of its own
+    },  # drawn from its own seed
     "unlimited_ocr_text": {"num_key_value_heads": 4},
     "xlm": {"emb_dim": 64},
     "xmod": {"default_language": "en_XX"},
@@ -232,13 +232,13 @@ class Comparison:
 
     @property
     def whole(self) -> bool:
-        """Whether it trains the same step with its head fused and every module of each kind swapped."""
+        """True if it trains the same step with its head fused and every module of each kind swapped."""
         cells = {self.norms, self.rope, self.mlp, self.experts}
         return self.verdict == "same" and self.head == "fused" and cells <= {"", "all"} and not self.kept
 
     @property
     def line(self) -> str:
-        """Its row in the table of those in which something keeps its own code."""
+        """Its row in the table of models in which something keeps its own code."""
         verdict = self.verdict if self.verdict == "same" else f"**{self.verdict}**"
         cells = (self.model_type, verdict, self.head, self.norms, self.rope, self.mlp, self.experts)
         cells += ("; ".join(self.kept),)
@@ -246,7 +246,7 @@ class Comparison:
 
 
 def small_config(model_type):
-    """The default config with what it knows of `SMALL`, `SCALES` and `OWN`; its layer lists cut to two layers."""
+    """The default config with the fields of `SMALL`, `SCALES` and `OWN` that it has, cut to two layers."""
     default = AutoConfig.for_model(model_type).to_dict()
 
     def shrink(values, text):
@@ -257,7 +257,7 @@ def small_config(model_type):
         if "qk_rope_head_dim" in own:
             own |= {"head_dim": own["qk_rope_head_dim"], "num_key_value_heads": SMALL["num_attention_heads"]}
         if text and str(values.get("model_type")).startswith(MULTIMODAL_ROPE):
-            section = [1, 1, 2] if "moe" in values["model_type"] else [2, 3, 3]  # sums to half of what is rotary
+            section = [1, 1, 2] if "moe" in values["model_type"] else [2, 3, 3]  # half of the rotary dimensions
             own["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": section}
         kinds = values.get("layer_types")
         if isinstance(kinds, list) and kinds:
@@ -284,7 +284,7 @@ def build(model_type):
             return None, f"{size / 1e6:.0f}M parameters"
         torch.manual_seed(0)
         model = auto.from_config(config, dtype=torch.float32, attn_implementation="eager").train()
-    except Exception as error:  # noqa: BLE001 - a config that needs its own hand; counted and listed
+    except Exception as error:  # noqa: BLE001 - a config that needs settings of its own; counted and listed
         return None, _said(error)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -311,11 +311,11 @@ def left_padded_batch():
 
 
 def step(model):
-    """Loss and gradients of the batch in training mode, from one seed; and the logits that the model returned."""
+    """Loss and gradients of the batch in training mode from one seed, and the logits that the model returned."""
     model.zero_grad()
-    transformers.set_seed(1)  # of dropout, where a config has some
+    transformers.set_seed(1)  # same dropout, where a config has some
     batch = left_padded_batch()
-    if "mm_token_type_ids" in inspect.signature(model.forward).parameters:  # all of them text
+    if "mm_token_type_ids" in inspect.signature(model.forward).parameters:  # all tokens are text
         batch["mm_token_type_ids"] = torch.zeros_like(batch["input_ids"])
     outputs = model(**batch, use_cache=False)
     if outputs.loss is None:
@@ -334,10 +334,10 @@ def compare(model_type) -> Comparison:
         return Comparison(model_type, "not built", reason)
     try:
         want, _ = step(model)
-        if any(not grad.isfinite().all() for grad in want[1].values()):  # of Qwen4 in transformers 5.17
+        if any(not grad.isfinite().all() for grad in want[1].values()):  # Qwen4 in transformers 5.17
             raise ValueError("its gradients with padding are not finite")
     except Exception as error:  # noqa: BLE001 - needs pixels, audio, ...
-        apply_liger(model)  # must not raise all the same
+        apply_liger(model)  # must not raise either
         return Comparison(model_type, "does not run", _said(error))
     start = time.perf_counter()
     report = apply_liger(model)
@@ -348,7 +348,7 @@ def compare(model_type) -> Comparison:
         patch.setattr("liger_triton._chunks._CPU_CHUNK_BYTES", 4 * vocab * CHUNK)
         try:
             got, logits = step(model)
-        except Exception as error:  # noqa: BLE001 - the caller is shown which
+        except Exception as error:  # noqa: BLE001 - the caller is shown the error
             found.verdict, found.detail = "raises", _said(error)
             return found
     if found.head == "fused" and (logits is not None or seen.rows > CHUNK):
@@ -360,7 +360,7 @@ def compare(model_type) -> Comparison:
 
 
 def swapped(report) -> dict:
-    """The cells of the table: how many modules of each kind were swapped, of how many; what was kept, and why."""
+    """The cells of the table: how many modules of each kind were swapped out of how many, what was kept, and why."""
     cells = {}
     kinds = {
         "norms": ("rms_norm", "layer_norm"),
@@ -375,7 +375,7 @@ def swapped(report) -> dict:
     head = report["fused_linear_cross_entropy"]
     cells["head"] = "fused" if head.swapped else "kept" if head.skipped else ""
     reasons = [why for op in report.operations if op != "varlen_attention" for why in report[op].skipped.values()]
-    return cells | {"kept": tuple(dict.fromkeys(reasons))}  # with eager attention, padding is never left out
+    return cells | {"kept": tuple(dict.fromkeys(reasons))}  # eager attention never leaves padding out
 
 
 KINDS = {"head": "LM head", "norms": "norms", "rope": "rotary", "mlp": "gated MLPs", "experts": "experts"}
@@ -409,7 +409,7 @@ Not compared, because they need pixels or audio, a package that is not installed
 
 
 def names(results) -> str:
-    """A paragraph of the model types, in code, so that each can be searched for."""
+    """A paragraph that names the model types in code style, so that a reader can search for each."""
     return textwrap.fill(", ".join(f"`{one.model_type}`" for one in results), 140, break_on_hyphens=False)
 
 
@@ -437,7 +437,7 @@ def section(results) -> str:
 
 
 def written() -> str:
-    """The section as the page has it."""
+    """The section as it stands on the page."""
     return PAGE.read_text().partition(BEGIN)[2].partition(END)[0]
 
 

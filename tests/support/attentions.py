@@ -1,4 +1,4 @@
-"""What the attention of every model type of the installed transformers runs by, as the report of `apply_liger` says.
+"""The attention that every model type of the installed transformers runs, as the report of `apply_liger` names it.
 
 As a script with `--write` this file writes the table of docs/padding.md (some minutes):
 
@@ -35,7 +35,7 @@ HEAD = """\
 
 
 def without_dropout(model) -> None:
-    """With dropout, padded and unpadded rows draw other numbers."""
+    """Turn dropout off: padded and unpadded rows draw different numbers."""
     for module in model.modules():
         for name, value in list(vars(module).items()):
             if isinstance(value, float) and "drop" in name:
@@ -45,7 +45,7 @@ def without_dropout(model) -> None:
 
 
 def with_own_attention(model_type):
-    """(a tiny model with SDPA or, where its class has none, eager attention; None), or (None, why there is none)."""
+    """(tiny model, None) with SDPA, or with eager attention where its class has no SDPA; else (None, reason)."""
     model, reason = build(model_type)
     if model is None:
         return None, reason
@@ -58,7 +58,7 @@ def with_own_attention(model_type):
 
 
 def decoder_in(report) -> str:
-    """What a report says of the decoder of a model, on one line; towers are left out."""
+    """The report's line on a model's decoder, without its towers."""
     found = report["varlen_attention"]
     said = [*found.swapped.values(), *found.skipped.values(), *found.unsuited.values()]
     said = [text for text in said if not text.startswith("one attention for all")]
@@ -66,7 +66,7 @@ def decoder_in(report) -> str:
 
 
 def section(found: dict[str, str]) -> str:
-    """The table of `model type -> what the report says`, the words that most types share first."""
+    """The table `model type -> report`; the most common report comes first."""
     groups: dict[str, list[str]] = {}
     for model_type, said in found.items():
         groups.setdefault(said, []).append(f"`{model_type}`")
@@ -75,12 +75,12 @@ def section(found: dict[str, str]) -> str:
 
 
 def written() -> str:
-    """The table as the page has it."""
+    """The table as it stands on the page."""
     return PAGE.read_text().partition(BEGIN)[2].partition(END)[0]
 
 
 def documented(model_type: str) -> str | None:
-    """What the page says of a model type; None if it has none or is of another transformers."""
+    """The page's entry for a model type; None if the page lacks it or was written for another transformers."""
     if f"of transformers {transformers.__version__} |" not in written():
         return None
     rows = (line.split(" | ") for line in written().splitlines()[2:])

@@ -58,7 +58,7 @@ def packed_batch(seed=3, lengths=(9, 3, 12, 5)):
     positions = torch.cat([torch.arange(n) for n in lengths])[None]
     labels = ids.clone()
     labels[positions == 0] = -100
-    labels[0, 4:6] = -100  # masked inside a document, as another speaker's turn is
+    labels[0, 4:6] = -100  # masked inside a document, like another speaker's turn
     return {"input_ids": ids, "position_ids": positions, "labels": labels}
 
 
@@ -67,7 +67,7 @@ def ragged_batch(n=8):
 
 
 def documents(batch):
-    """For every row of the batch the documents in it, as lists of places."""
+    """The documents in every row of the batch, as lists of positions."""
     found = []
     for b in range(batch["input_ids"].shape[0]):
         places, row = range(batch["input_ids"].shape[1]), []
@@ -84,7 +84,7 @@ def documents(batch):
 def brute_force(model, batch, stage, targets, decay, coefficient, count=None):
     """The loss of the batch, differentiable, and for each head (LM head first) its mean loss and accuracy.
 
-    `targets`: "hard" or "soft". `count`: the divisor; unset, the labels that the LM head learns from.
+    `targets` is "hard" or "soft". `count` is the divisor; if unset, the number of labels that the LM head learns from.
     """
     seen = []
     hook = model.lm_head.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
@@ -123,7 +123,7 @@ def brute_force(model, batch, stage, targets, decay, coefficient, count=None):
 
 
 def logits_of(model):
-    """What the model does to the product with its LM head."""
+    """Logits as the model makes them from the product with its LM head."""
     config = model.config
     if getattr(config, "final_logit_softcapping", None):
         return lambda z: config.final_logit_softcapping * torch.tanh(z / config.final_logit_softcapping)
@@ -144,7 +144,7 @@ def assert_gradients(got, want, tolerance=1e-5):
 
 
 def plain_copy(model):
-    """A copy for the brute force, trained where the original is."""
+    """A copy for the brute force, with the same parameters trained."""
     twin = copy.deepcopy(model)
     twin.zero_grad()
     return twin

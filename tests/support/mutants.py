@@ -1,7 +1,7 @@
-"""Changes one line of the package at a time, in a copy, and says whether the tests of its room notice.
+"""Change one line of the package at a time, in a copy, and say whether the tests of its room notice.
 
 python tests/support/mutants.py                   all of them, some ten minutes
-python tests/support/mutants.py varlen kernels    those whose path or change contains one of these words
+python tests/support/mutants.py varlen kernels    only mutants whose path or change contains one of these words
 """
 
 import os
@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 COPIED = ("liger_trainer", "kernels", "tests", "recipes", "configs", "benchmarks", "docs", "pyproject.toml")
 T = "tests/liger_trainer/"
-# (file, what stands there once, what takes its place, the tests of its room)
+# (file, text that occurs in it once, its replacement, the tests of its room)
 MUTANTS = (
     ("liger_trainer/head/recorded.py", "now is not None and now != version", "False", T + "head"),
     ("liger_trainer/head/recorded.py", "abs(logits.softcap * scale)", "logits.softcap * scale", T + "head"),
@@ -219,7 +219,7 @@ MUTANTS = (
 
 
 def noticed(copy: Path, tests: str, folder: str) -> bool:
-    """Whether one of `tests` fails in the copy."""
+    """True if one of `tests` fails in the copy."""
     paths = os.pathsep.join(map(str, (copy, copy / "kernels")))
     env = os.environ | {"PYTHONPATH": paths, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TMPDIR": folder}
     if tests.startswith("tests/kernels"):

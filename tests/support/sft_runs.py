@@ -1,4 +1,4 @@
-"""Two steps of TRL's `SFTTrainer`, stock or ours, from one seed, and what they logged."""
+"""Two steps of TRL's `SFTTrainer`, stock or ours, from one seed, and the numbers they log."""
 
 import copy
 
@@ -13,7 +13,7 @@ METRICS = ("loss", "grad_norm", "entropy", "mean_token_accuracy", "num_tokens")
 
 
 def run(trainer_class, model, tmp_path, split=(8, 1), rows=None, train=True, trainer_options=None, **options):
-    """Train two steps of 8 rows; returns the metrics of every step, and the trainer."""
+    """Train two steps of 8 rows; return the metrics of every step, and the trainer."""
     args_class = LigerSFTConfig if issubclass(trainer_class, LigerSFTTrainer) else SFTConfig
     defaults = {
         "gradient_checkpointing": False,
@@ -42,7 +42,7 @@ def run(trainer_class, model, tmp_path, split=(8, 1), rows=None, train=True, tra
         eval_dataset=None if args.eval_strategy == "no" else rows,
         **(trainer_options or {}),
     )
-    if trainer.eval_dataset is None:  # TRL would prepare the same rows once more, which takes as long as a step
+    if trainer.eval_dataset is None:  # TRL would prepare the same rows a second time, which takes as long as a step
         trainer.eval_dataset = trainer.train_dataset
     if not train:
         return None, trainer
