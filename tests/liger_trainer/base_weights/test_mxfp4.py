@@ -1,4 +1,4 @@
-"""Experts of gpt-oss that stay in the four bits of their checkpoint, beside the same checkpoint in 16 bits."""
+"""gpt-oss experts kept in their checkpoint's 4-bit form, compared with the same checkpoint in 16 bits."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def folder(tmp_path_factory):
 def load(folder, packed, dtype=torch.bfloat16, **options):
     quantization = Mxfp4Config() if packed else Stock(dequantize=True)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, quantization_config=quantization, **options)
-    return model if packed else model.to(dtype)  # in fp32 transformers 5.17 gives experts in bf16
+    return model if packed else model.to(dtype)  # with an fp32 input, transformers 5.17 returns bf16 from experts
 
 
 def adapted(model, seed=0):
@@ -66,7 +66,7 @@ def test_the_same_bits_in_the_forward_pass(folder, patched, implementation):
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "checkpointed"])
 def test_the_same_gradients(folder, checkpointing):
-    """Of adapters before and behind the experts, by both forwards."""
+    """Adapters before and behind the experts get the same gradients from both forwards."""
     found = []
     for packed, patched in ((False, False), (True, False), (True, True)):
         model = adapted(load(folder, packed, torch.float32))
@@ -104,7 +104,7 @@ def train(model, out):
 
 
 def test_trained_saved_and_loaded_again(folder, tmp_path):
-    """The losses are those in 16 bits, no expert changes, and the adapter fits on either base."""
+    """Losses equal those in 16 bits, no expert changes, and the adapter fits either base."""
     losses = [train(adapted(load(folder, packed, torch.float32)), tmp_path / str(packed)) for packed in (True, False)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4) and losses[0][-1] < losses[0][0]
     saved = [load_file(tmp_path / name / "adapter_model.safetensors") for name in ("True", "False")]

@@ -1,4 +1,4 @@
-"""The command as a user runs it, on a tiny model: train, resume, evaluate, LoRA, two processes, and what it refuses."""
+"""The command as a user runs it on a tiny model: train, resume, evaluate, LoRA, two processes, and its refusals."""
 
 import importlib.machinery
 import importlib.util
@@ -49,7 +49,7 @@ def test_use_liger_changes_no_loss(folder, capsys):
 
 
 def test_resume_reaches_the_same_losses(folder, capsys):
-    """Stopped after 2 of 4 steps: the learning rate of the second run must go on where the first stood."""
+    """The run stops after 2 of 4 steps. The second run continues the learning rate schedule where the first stopped."""
     save = ("--save_strategy", "steps", "--save_steps", "2")
     assert command(capsys, "train", write_recipe(folder), *save, "--output_dir", folder / "whole")[0] == 0
     checkpoint = folder / "whole" / "checkpoint-2"
@@ -102,7 +102,7 @@ def test_lora(folder, capsys):
 
 @pytest.mark.slow
 def test_two_processes_print_one_summary(folder):
-    """`accelerate launch` with the shipped config, on two gloo ranks, which share the rows: half the steps."""
+    """`accelerate launch` with the shipped config on two gloo ranks, which share the rows: half the steps."""
     recipe = write_recipe(folder, max_steps=None, num_train_epochs=1, ddp_backend="gloo", use_cpu=True)
     done = run_elsewhere(
         sys.executable,
@@ -158,7 +158,7 @@ SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
 def only_with(monkeypatch, *installed, folder="/site"):
-    """Of the two packages that the small model's weights need, only those that are `installed`, in `folder`."""
+    """Make a folder with only those `installed` of the two packages that hold the small model's weights."""
     find = importlib.util.find_spec
 
     def found(name, *rest):
@@ -196,7 +196,7 @@ def offline_with_cache(monkeypatch, cache):
 
 
 def test_small_model_of_the_hub_trains(folder, capsys, monkeypatch):
-    """The tiny model lies under the small one's name in the cache of the Hub, where it is found without a network."""
+    """The tiny model is in the Hub's cache under the small one's name, and is found there without network."""
     only_with(monkeypatch)
     offline_with_cache(monkeypatch, folder / "hub")
     cached = folder / "hub" / "models--HuggingFaceTB--SmolLM2-135M-Instruct"
@@ -215,7 +215,7 @@ def test_small_model_of_the_hub_trains(folder, capsys, monkeypatch):
 
 
 def test_small_model_is_out_of_reach(folder, capsys, monkeypatch):
-    """One line, with both ways to get it."""
+    """The error is one line and gives both ways to get the model."""
     only_with(monkeypatch)
     offline_with_cache(monkeypatch, folder / "empty")
     code, _, err = command(capsys, "train", write_recipe(folder, model_name_or_path="smollm2-135m-instruct"))
@@ -225,7 +225,7 @@ def test_small_model_is_out_of_reach(folder, capsys, monkeypatch):
 
 
 def test_gguf_model_trains_and_saves_as_plain(folder, capsys):
-    """A tiny Llama in GGUF. The saved folder holds the tokenizer too, and no trace of the quantised file."""
+    """A tiny Llama in GGUF. The saved folder has the tokenizer, and no trace of the quantised file."""
     gguf = pytest.importorskip("gguf", reason="needs the package gguf")
     write_gguf(gguf, folder / "small" / "tiny.gguf")
     init = {"gguf_file": "tiny.gguf"}
@@ -248,7 +248,7 @@ GGUF_VOCAB = 261
 
 
 def write_gguf(gguf, path):
-    """A one-layer Llama with a byte-level BPE vocabulary and two merges."""
+    """Write a one-layer Llama with a byte-level BPE vocabulary and two merges."""
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     path.parent.mkdir()

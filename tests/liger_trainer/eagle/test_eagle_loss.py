@@ -9,7 +9,7 @@ BATCHES = {"padded": ragged_batch, "packed": packed_batch}
 
 
 def trained(model, tmp_path, batch, **options):
-    """Loss, gradients of the drafter and metrics of one batch."""
+    """Loss, gradients of the drafter and metrics for one batch."""
     trainer = eagle_trainer(eagle_target(), tmp_path, **options)
     layers = trainer._layers
     trainer.model.eagle_drafter.load_state_dict(model.eagle_drafter.state_dict())
@@ -43,7 +43,7 @@ def test_matches_float64(kind, recompute, tmp_path):
 
 
 def test_seven_steps_and_rows_that_are_shorter(tmp_path):
-    """Rows with fewer tokens than steps have targets for the first steps alone."""
+    """Rows with fewer tokens than steps have targets for the first steps only."""
     batch = packed_batch(lengths=(9, 3, 12, 2))
     model = with_random_drafter(eagle_target())
     assert_same(trained(model, tmp_path, batch, eagle_steps=7), brute_force(model, batch, steps=7, decay=0.7))
@@ -75,7 +75,7 @@ def test_the_loss_does_not_depend_on_how_a_batch_is_split(tmp_path):
 
 
 def test_nothing_to_guess(tmp_path):
-    """A batch without labels: a loss of zero and gradients of zero, which DDP waits for."""
+    """A batch without labels gives a zero loss, and zero gradients because DDP waits for them."""
     batch = ragged_batch(2)
     batch["labels"] = torch.full_like(batch["labels"], -100)
     trainer = eagle_trainer(eagle_target(), tmp_path)

@@ -1,4 +1,4 @@
-"""`LigerEagleTrainer`: what moves and what does not, the draft vocabulary, checkpoints, logs, and what it refuses."""
+"""`LigerEagleTrainer`: what trains and what does not, the draft vocabulary, checkpoints, logs, and refusals."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -64,7 +64,7 @@ def test_steps_are_computed_again_in_the_backward_pass(tmp_path, monkeypatch):
 
 
 def test_in_16_bits(tmp_path):
-    """A model in bf16 has a drafter in bf16. Under mixed precision, it stays in the model's fp32."""
+    """A bf16 model has a bf16 drafter. Under mixed precision, it stays in the model's fp32."""
     trainer = eagle_trainer(eagle_target(dtype=torch.bfloat16), tmp_path, bf16=True)
     assert {p.dtype for p in trainer.model.eagle_drafter.parameters()} == {torch.bfloat16}
     trainer.train()
@@ -81,7 +81,7 @@ def test_in_16_bits(tmp_path):
 
 
 def test_the_most_frequent_labels_are_counted(tmp_path):
-    """Tokens of prompts do not count; equally frequent ones go by their id."""
+    """Tokens of prompts do not count. Equally frequent tokens are ordered by id."""
     rows = [{"prompt_ids": [9, 9, 9, 9], "completion_ids": [7, 7, 5]}, {"prompt_ids": [8], "completion_ids": [5, 6, 7]}]
     given = []
     for row in rows:

@@ -1,4 +1,4 @@
-"""What is counted without a GPU is what was measured on one: within 5 % of the committed records of our trainers."""
+"""Memory counted without a GPU is within 5 % of the committed records of our trainers, measured on one."""
 
 import json
 import re
@@ -22,18 +22,18 @@ from liger_triton import _dispatch
 RECORDS = newest()
 PAGE = ROOT / "docs" / "checkpointing.md"
 H200 = 139 * GIB
-BEFORE_SLICES = ("sft-llama-3-8b-1x81920-checkpointing",)  # whose MLPs took all rows at once
-QUICK = ("sft-llama-3.2-1b-2x1024", "sft-llama-3.2-1b-16x1024-lora16")  # the others are left to `make test-all`
+BEFORE_SLICES = ("sft-llama-3-8b-1x81920-checkpointing",)  # its MLPs took all rows at once
+QUICK = ("sft-llama-3.2-1b-2x1024", "sft-llama-3.2-1b-16x1024-lora16")  # the others run in `make test-all`
 
 
 @pytest.fixture(autouse=True)
 def kernels_are_proven_by_their_twins(monkeypatch):
-    """As on a machine without Triton's interpreter, which takes minutes for models of this width."""
+    """Prove kernels by their twins: Triton's interpreter would take minutes for models of this width."""
     monkeypatch.setattr(_dispatch, "INTERPRET", False)
 
 
 def job_of(options):
-    """As `_steps.py` builds it: bf16 weights, AdamW with bf16 states, and bf16 autocast unless it says otherwise."""
+    """The job that `_steps.py` builds: bf16 weights, AdamW with bf16 states, and bf16 autocast by default."""
     from _models import MODELS
     from peft import LoraConfig
     from transformers import AutoConfig, BitsAndBytesConfig
@@ -101,7 +101,7 @@ def test_the_table_of_the_page_is_of_records():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["Qwen2.5-VL-3B", "Qwen3-VL-4B"])
 def test_images_within_three_percent_of_the_measured_peak(name, benchmarks_on_path):  # noqa: F811
-    """Counted a little less: the allocator rounds the odd sizes of a tower's weights up."""
+    """The count may be a little lower: the allocator rounds the odd sizes of a tower's weights up."""
     import images
 
     model = images.config_of(name)

@@ -1,4 +1,4 @@
-"""Steps on tensors without values, of a tiny model."""
+"""Memory of steps of a tiny model, on meta tensors."""
 
 import functools
 
@@ -37,7 +37,7 @@ def job(loss=losses.of_labels, optimizer=torch.optim.AdamW, changes=None, dtype=
 
 @functools.cache
 def plain(rows, length, checkpointing):
-    """What a step of `job()` needs."""
+    """The memory of a step of `job()`."""
     return need(job(), rows, length, checkpointing, PLENTY)
 
 
@@ -53,7 +53,7 @@ def test_weights_gradients_and_states_are_those_of_the_model(tied):
     found = need(job(changes={"tie_word_embeddings": tied}), 2, 64, False, PLENTY)
     weights = 2 * parameters(tie_word_embeddings=tied)
     assert found.weights == found.gradients == weights
-    assert found.states == pytest.approx(2 * weights, rel=0.02)  # each weight's state begins at 512 bytes
+    assert found.states == pytest.approx(2 * weights, rel=0.02)  # each weight's state starts at 512 bytes
 
 
 def test_checkpointing_keeps_the_inputs_of_layers_alone():
@@ -144,7 +144,7 @@ def in_backward(optimizer=torch.optim.AdamW, **options):
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_gradients_that_are_freed_in_the_backward_pass(tied):
-    """The peak is then that of the forward pass, or of the step of the largest weight."""
+    """The forward pass peaks then, or the optimizer step of the largest weight."""
     fused = lambda weights: torch.optim.AdamW(weights, fused=True)  # noqa: E731
     options = {"optimizer": fused, "changes": {"tie_word_embeddings": tied}}
     ordinary, freed = (need(make(**options), 1, 16, True, PLENTY) for make in (job, in_backward))
@@ -191,7 +191,7 @@ def with_adapters(fp8, **options):
 
 @pytest.mark.parametrize("checkpointing, autocast", [(False, None), (True, torch.bfloat16), ("auto", torch.bfloat16)])
 def test_a_frozen_base_in_eight_bits(checkpointing, autocast):
-    """Its layers take one byte for each weight and four for each row; what is kept for the backward pass is as ever."""
+    """Its layers take one byte a weight and four a row. Memory kept for the backward pass does not change."""
     plain, fp8 = (need(with_adapters(on, autocast=autocast), 4, 512, checkpointing, PLENTY) for on in (False, True))
     per_layer = [(256, 256), (128, 256), (128, 256), (256, 256), (512, 256), (512, 256), (256, 512)]
     of_base = LAYERS * sum(n * k for n, k in per_layer)
@@ -199,13 +199,13 @@ def test_a_frozen_base_in_eight_bits(checkpointing, autocast):
     assert plain.weights - fp8.weights == of_base - scales
     assert (fp8.loaded, plain.loaded) == (plain.weights, 0)
     assert fp8.gradients == plain.gradients and fp8.states == plain.states
-    # what is rounded in the step takes less than what is saved
+    # rounding in the step takes less than what is saved
     assert plain.peak - (of_base - scales) <= fp8.peak < plain.peak + 8 * 512 * 512 * 2
 
 
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
 def test_a_frozen_base_in_eight_bits_is_sharded(autocast):
-    """What a GPU holds of it is halved, and so is what it gathers."""
+    """A GPU holds half of it, and gathers half as much."""
     shards = Sharding("fsdp2", 2, autocast, autocast and torch.float32)
     one, two, plain = (
         need(with_adapters(fp8, autocast=autocast, sharding=way), 2, 64, True, PLENTY)
@@ -222,13 +222,13 @@ def test_the_peak_may_be_when_the_base_is_loaded():
 
 
 def test_a_model_with_a_tower():
-    """Its weights, gradients and states count, though rows of text do not reach it."""
+    """Its weights, gradients and states count even for rows without images."""
     shape = Shape(small_config("qwen2_5_vl"), torch.bfloat16)
     found = need(Job(shape, losses.of_labels, torch.optim.AdamW), 2, 64, False, PLENTY)
     with torch.device("meta"):
         weights = 2 * sum(p.numel() for p in AutoModelForImageTextToText.from_config(shape.config).parameters())
     assert shape.has_tower and found.weights == found.gradients == weights
-    assert found.states == pytest.approx(2 * weights, rel=0.3)  # each weight's state begins at 512 bytes
+    assert found.states == pytest.approx(2 * weights, rel=0.3)  # each weight's state starts at 512 bytes
 
 
 def adapters(layers=LAYERS, **options):
@@ -245,7 +245,7 @@ def adapters(layers=LAYERS, **options):
 
 
 def test_a_base_in_four_bits():
-    """Half a byte a number, a byte a block of 64, and 4.125 bits with the scales of scales; adapters are in 16 bits."""
+    """Half a byte a number, and a byte for 64 numbers (4.125 bits with double quantisation); adapters are 16-bit."""
     pytest.importorskip("bitsandbytes")
     found = need(adapters(), 2, 1024, True, PLENTY)
     layer = 256 * (256 + 128 + 128 + 256 + 3 * 512)
@@ -253,7 +253,7 @@ def test_a_base_in_four_bits():
     ranks = 4 * LAYERS * (2 * 512 + 2 * 384 + 3 * 768)
     packed = LAYERS * layer * (1 / 2 + 1 / 64 + 4 / 64 / 256)
     assert found.gradients == 2 * ranks
-    assert found.weights == pytest.approx(packed + others + 2 * ranks, rel=0.05)  # and tables, of each layer
+    assert found.weights == pytest.approx(packed + others + 2 * ranks, rel=0.05)  # and each layer's tables
     assert found.states == pytest.approx(4 * ranks, rel=0.2)
     deeper = need(adapters(2 * LAYERS), 2, 1024, True, PLENTY)
     grown = deeper.peak - found.peak - (deeper.weights - found.weights) - (deeper.gradients - found.gradients)
@@ -263,10 +263,10 @@ def test_a_base_in_four_bits():
 
 
 def test_inputs_on_the_host():
-    """All but the last and the one or two that are on their way."""
+    """All inputs go to the host, except the last and the one or two on their way."""
     options = {"checkpointing": {"use_reentrant": False, "offload": True}}
     stays, leaves = (need(job(changes={"num_hidden_layers": 12}, **o), 4, 1024, True, PLENTY) for o in ({}, options))
     inputs = 4 * 1024 * 256 * 2
     assert stays.host == 0 and leaves.host > 0
-    assert stays.micro_batch - leaves.micro_batch > 4 * inputs  # gradients of weights take the place of the others
+    assert stays.micro_batch - leaves.micro_batch > 4 * inputs  # weight gradients take the place of the others
     assert need(job(**options), 4, 1024, False, PLENTY).host == 0

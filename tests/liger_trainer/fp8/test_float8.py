@@ -1,6 +1,6 @@
-"""torchao's fp8 layers in a patched model, beside the same model with torchao's own code.
+"""torchao's FP8 layers in a patched model, compared with the same model running torchao's code.
 
-On a CPU both multiply in fp32 (`emulate`). Triton's interpreter rounds to fp8 wrongly, so that the twins run there.
+On a CPU both multiply in fp32 (`emulate`). The twins run there, because Triton's interpreter rounds to FP8 wrongly.
 """
 
 import copy
@@ -33,7 +33,7 @@ def twins(monkeypatch):
 
 @pytest.fixture
 def ours(monkeypatch):
-    """The weights that our function has multiplied."""
+    """The weights that our function multiplied by."""
     seen = []
 
     def counted(x, weight, bias=None, **options):
@@ -57,7 +57,7 @@ VARIANTS = {
 @pytest.mark.parametrize("dtype, rtol", [(torch.float32, 1e-6), (torch.bfloat16, 3e-3)], ids=str)
 @pytest.mark.parametrize("options, variant", VARIANTS.values(), ids=VARIANTS)
 def test_one_layer(options, variant, dtype, rtol, ours):
-    """The output and both gradients, for rows that are no multiple of 16."""
+    """Output and both gradients agree, for row counts that are not multiples of 16."""
     layer = fp8_model(dtype=dtype, config=config_of(**options)).model.layers[0].mlp.up_proj
     stock = copy.deepcopy(layer)
     assert patched(layer).swapped == {"": variant}
@@ -76,8 +76,10 @@ def test_one_layer(options, variant, dtype, rtol, ours):
 @pytest.mark.parametrize("dtype, rtol", [(torch.float32, 5e-3), (torch.bfloat16, 2e-2)], ids=str)
 @pytest.mark.parametrize("options, variant", VARIANTS.values(), ids=VARIANTS)
 def test_the_numbers_are_torchao_s(options, variant, dtype, rtol, ours):
-    """Loss and gradients of a model, in which a sum that is made in another order may lead to another number in eight
-    bits in the next layer."""
+    """Loss and gradients of a model equal torchao's.
+
+    A sum in another order may give the next layer another FP8 number.
+    """
     want = step(fp8_model(dtype=dtype, config=config_of(**options)))
     model = fp8_model(dtype=dtype, config=config_of(**options))
     report = patched(model)
@@ -94,7 +96,7 @@ def test_with_a_bias(ours):
 
 
 def test_inside_the_other_operations(ours):
-    """All that is swapped together, with what can be computed again not kept, against the rest without our fp8."""
+    """Swaps everything, with recomputable results not kept, and compares with the rest swapped without our FP8."""
     want, model = fp8_model(), fp8_model()
     apply_liger(want, {"float8": False, "rebuild_above_mib": 0})
     report = apply_liger(model, {"rebuild_above_mib": 0})
@@ -131,13 +133,15 @@ def test_an_input_is_cast_once_and_kept_in_eight_bits(monkeypatch):
     monkeypatch.setattr(kernels, "float8_cast", counted)
     kept = kept_bytes(model)
     rows = [shape for shape in casts if shape not in {tuple(p.shape) for p in model.parameters()}]
-    assert len(rows) == 2 * 4  # of q, k and v; of o; of gate and up; of down
+    assert len(rows) == 2 * 4  # q, k and v; o; gate and up; down
     assert kept < before
 
 
 def test_what_can_be_computed_again_is_not_kept_twice():
-    """The norms' outputs and the gates' are computed again, and then turned in eight bits. Only the attention's output
-    is kept, which on a CPU is a copy of what the attention itself keeps."""
+    """Outputs of norms and gates are recomputed and then cast to FP8.
+
+    Only the attention's output is kept; on a CPU it is a copy of what the attention itself keeps.
+    """
     model = fp8_model(dtype=torch.bfloat16)
     apply_liger(model, {"rebuild_above_mib": 0})
     kept = []
@@ -196,7 +200,7 @@ def test_widths_that_are_no_multiples_of_16():
 
 
 def test_a_formula_that_changes_is_not_swapped(monkeypatch):
-    """As if a release of torchao rounded the output once more."""
+    """A release of torchao might round the output once more, for example."""
     own = Float8Linear.forward
     monkeypatch.setattr(Float8Linear, "forward", lambda self, input: own(self, input) * 1.01)
     report = patched(fp8_model())
@@ -241,7 +245,7 @@ def test_hooks_see_each_call(ours):
 
 
 def test_a_hook_that_writes_over_the_input_is_heard(ours):
-    """In place, behind the version counter: the layers with hooks cast what they are given themselves."""
+    """The hook writes in place, without a new version: layers with hooks cast their inputs themselves."""
 
     def write(module, args):
         args[0].data.mul_(0.5)
@@ -294,7 +298,7 @@ def test_a_step_without_a_backward_pass_and_evaluation_between(ours):
 
 
 def test_weights_that_an_optimizer_has_changed(ours):
-    """Also behind the version counter: no cast of a weight outlives its call."""
+    """The change may come without a new version. No cast of a weight outlives its call."""
     results = []
     for patch in (False, True):
         model = fp8_model()

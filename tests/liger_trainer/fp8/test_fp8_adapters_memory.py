@@ -1,4 +1,4 @@
-"""`fp8` with adapters: while a trainer puts the base into eight bits, one layer at a time is there twice."""
+"""`fp8` with adapters: quantising the base holds two copies of only one layer at a time."""
 
 import importlib
 import weakref

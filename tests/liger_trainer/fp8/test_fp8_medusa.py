@@ -1,4 +1,4 @@
-"""`fp8` for Medusa heads: in stage 1 the frozen model, in stage 2 the base of adapters. There is no GPU."""
+"""`fp8` for Medusa heads: quantises the frozen model in stage 1, the adapters' base in stage 2. Needs no GPU."""
 
 import json
 
@@ -32,7 +32,7 @@ def near(got, want):
 @pytest.mark.parametrize("bf16", [True, False])
 @pytest.mark.parametrize("has_heads", [True, False])
 def test_stage_1(has_heads, bf16, tmp_path):
-    """The linear layers are in eight bits, never the heads or the LM head; heads train, and nothing else."""
+    """The linear layers are in FP8, but never the heads or the LM head. Only heads train."""
     make = model_with_heads if has_heads else tiny_model
     want = losses(medusa_trainer(make("llama"), tmp_path, bf16=bf16))
     fresh_state()

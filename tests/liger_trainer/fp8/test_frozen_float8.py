@@ -1,4 +1,4 @@
-"""Frozen layers in eight bits: the layer itself, and which layers of a model become one."""
+"""Frozen FP8 layers: the layer itself, and which layers of a model are converted."""
 
 import copy
 import pickle
@@ -31,7 +31,7 @@ def q_proj(model):
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_the_layer(dtype, bias):
-    """Half of the memory of 16 bits, and within the rounding of two factors with three bits behind the leading one."""
+    """It takes half the memory of 16 bits. Its error is the rounding of two factors with three mantissa bits."""
     stock = linear(bias, dtype)
     layer = FrozenFloat8Linear.of(stock)
     assert layer.bits.nbytes == 32 * 48 and layer.bits.dtype == torch.uint8 and layer.bias is stock.bias
@@ -97,7 +97,7 @@ def test_bits_that_somebody_has_converted_are_not_multiplied(change):
 
 
 def test_all_frozen_layers_of_a_model():
-    """With an adapter or without one. The loss and the gradients are near those of 16 bits, and not the same."""
+    """With an adapter or without, loss and gradients are near the 16-bit ones, but differ."""
     model = adapted(target_modules=["q_proj", "up_proj"])
     want, before = step(model), sum(p.nbytes for p in model.parameters())
     report = quantize_base(model)
@@ -106,12 +106,12 @@ def test_all_frozen_layers_of_a_model():
     loss, gradients = distance(step(model), want)
     assert 0 < loss < 0.01 and 0.001 < gradients < 0.15
     assert sum(p.nbytes for p in model.parameters()) < 0.6 * before
-    assert len(quantize_base(model).swapped) == LAYERS  # once more: there is nothing left to do
+    assert len(quantize_base(model).swapped) == LAYERS  # a second call has nothing left to do
     assert distance(step(model), step(model)) == (0, 0)
 
 
 def test_one_layer_at_a_time(monkeypatch):
-    """Before the next weight is quantised, the one before it is gone."""
+    """Each original weight is freed before the next is quantised."""
     import weakref
 
     from liger_trainer.fp8 import frozen_layer as frozen_float8
@@ -190,7 +190,7 @@ def test_other_layers_that_stay():
 
 
 def test_a_model_that_reads_weights():
-    """T5 converts the input of `wo` to the dtype of its weight: of the numbers, and not of the bits."""
+    """T5 converts the input of `wo` to the dtype of its weight: it must see the numbers' dtype, not the bytes'."""
     sizes = {"d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 1, "num_heads": 2, "vocab_size": 131}
     config = AutoConfig.for_model("t5", decoder_start_token_id=0, feed_forward_proj="gated-gelu", **sizes)
     torch.manual_seed(0)

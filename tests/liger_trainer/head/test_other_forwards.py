@@ -1,4 +1,4 @@
-"""Forwards that do with the logits what no model of transformers does: each trains a step as unpatched, or raises."""
+"""Forwards that use logits as no model of transformers does: each trains a step as if unpatched, or raises."""
 
 import copy
 import gc
@@ -27,7 +27,7 @@ def next_token_loss(logits, labels):
 
 
 class Tiny(nn.Module):
-    """A language model whose `rest` makes the output of the head's input and the labels."""
+    """A language model in which `rest` makes the output from the head's input and the labels."""
 
     def __init__(self, rest):
         super().__init__()
@@ -78,7 +78,7 @@ def assert_same_step(rest, rtol=1e-5):
     return want, got
 
 
-# Where gradients and autocast are switched, around the head or around what uses its result
+# Switches of gradients and autocast, around the head or around the use of its result
 
 
 def head_without_grad(m, h, labels):
@@ -169,7 +169,7 @@ def head_under_inference_mode(m, h, labels):
     return next_token_loss(m.lm_head(h), labels)
 
 
-# What is written into a tensor of its own
+# Writes into a tensor of the model's own
 
 
 def write_to_out(m, h, labels):
@@ -282,7 +282,10 @@ def test_a_step_is_stock_s(rest):
 
 @pytest.mark.parametrize("rest", IN_BF16, ids=lambda f: f.__name__)
 def test_autocast_is_that_of_the_head_s_call(rest):
-    """bf16 rounds at other places in ours, so the limit is a rounding: without the autocast it would be none."""
+    """Our bf16 rounds in other places, so the limit is one rounding.
+
+    Without the autocast there would be no rounding.
+    """
     want, got = trained(rest, False), trained(rest, True)
     assert got[0].dtype == want[0].dtype and got[2].kept == want[2].kept
     exact = rest is autocast_around_the_loss
@@ -293,7 +296,7 @@ def test_autocast_is_that_of_the_head_s_call(rest):
             torch.testing.assert_close(got[1][name], grad, rtol=rtol, atol=1e-6 if exact else 1e-2 * grad.abs().max())
 
 
-# What a forward may return
+# Return values of a forward
 
 
 Pair = namedtuple("Pair", "loss logits")
@@ -336,7 +339,7 @@ RETURNED = {
 
 
 def parts(outputs):
-    """What is in an output, by name."""
+    """The parts of an output, by name."""
     if isinstance(outputs, dict):
         return getattr(outputs, "__dict__", {}) | dict(outputs)
     if isinstance(outputs, (tuple, list)):
@@ -346,7 +349,7 @@ def parts(outputs):
 
 @pytest.mark.parametrize("name", RETURNED)
 def test_what_came_is_returned_without_the_stand_ins(name):
-    """A `ModelOutput` loses the logits of the loss; what is passed on in other ways is there and is right."""
+    """A `ModelOutput` loses the logits of the loss. Logits passed on in other ways are there and are right."""
 
     def rest(m, h, labels):
         logits = m.lm_head(h)
@@ -360,7 +363,7 @@ def test_what_came_is_returned_without_the_stand_ins(name):
     want, got = parts(want), parts(got)
     if name in ("own-class", "key-and-attribute", "model-output"):
         assert got.get("logits") is None
-        got["logits"] = materialize(parts(model.kept[0])["logits"])  # what the model has kept has them
+        got["logits"] = materialize(parts(model.kept[0])["logits"])  # the model has kept them
     assert got.keys() == want.keys()
     for key, ref in want.items():
         for x, y in zip(*(v if isinstance(v, tuple) else (v,) for v in (got[key], ref)), strict=True):
@@ -378,7 +381,7 @@ def kept_in_the_model(m, h, labels):
 
 
 def test_logits_that_the_model_keeps_are_those_of_its_call():
-    """They are read when the weights are others."""
+    """The weights have changed by the time they are read."""
     want, got = trained(kept_in_the_model, False), trained(kept_in_the_model, True)
     for model in (want[2], got[2]):
         with torch.no_grad():
@@ -391,7 +394,7 @@ def test_logits_that_the_model_keeps_are_those_of_its_call():
 
 
 def test_nothing_of_a_call_outlives_it():
-    """Without a garbage collector: hidden states are as large as anything in a step."""
+    """This holds without garbage collection, because hidden states are among the largest tensors of a step."""
     inputs = []
 
     def rest(m, h, labels):
@@ -444,7 +447,7 @@ class Doubled(torch.autograd.Function):
     ],
 )
 def test_what_would_lose_gradients_is_an_error(rest, message):
-    """Stock trains, or says so itself. The error says what to do, and that works."""
+    """Stock trains, or raises its own error. Our error says what to do, and that works."""
     with pytest.raises(RuntimeError, match=message + ".*Call the model with skip_logits=False, or set liger_config"):
         trained(rest, True)
     if rest is not input_written_into:
@@ -525,7 +528,7 @@ WRITES = {
 
 @pytest.mark.parametrize("write", WRITES, ids=lambda write: write.__name__)
 def test_a_write_into_a_stand_in_is_an_error(write):
-    """The error names what was done. What was made from the logits before could not follow."""
+    """The error names the write. Tensors made from the logits earlier could not follow it."""
 
     def rest(m, h, labels):
         logits = m.lm_head(h)
@@ -540,7 +543,7 @@ def test_a_write_into_a_stand_in_is_an_error(write):
 
 @pytest.mark.parametrize("write", [assign, scale, divide, add, fill_a_slice, assign_into_a_view])
 def test_a_write_is_right_with_real_logits(write):
-    """The way out that the error names."""
+    """The way out that the error names works."""
 
     def rest(m, h, labels):
         logits = 1.0 * m.lm_head(h)
@@ -586,14 +589,14 @@ def written_without_gradients(m, h, labels):
     [written_after_a_view, written_after_a_product, written_through_a_view_of_a_view, written_without_gradients],
 )
 def test_a_write_into_real_logits_is_an_error_for_what_was_made_before(rest):
-    """PyTorch writes without asking. The next use of a stand-in finds it."""
+    """PyTorch writes without asking. The next use of a deferred tensor notices."""
     message = "were written into, in place, after others had been made from them. Call the model with skip_logits=False"
     with pytest.raises(RuntimeError, match=message):
         trained(rest, True)
 
 
 def test_attributes_of_real_logits_cannot_be_set():
-    """They would stay on the stand-in. It has none of its own, which DeepSpeed and torch.compile read."""
+    """They would stay on the deferred tensor. It has no `__dict__` that DeepSpeed and torch.compile could read."""
 
     def rest(m, h, labels):
         logits = m.lm_head(h)
@@ -604,11 +607,11 @@ def test_attributes_of_real_logits_cannot_be_set():
         trained(rest, True)
 
 
-# Heads that are no linear layers of plain numbers
+# Heads that are not linear layers of plain numbers
 
 
 class Halved(torch.Tensor):
-    """A weight in a form of its own, as quantised ones are: a product with it is a product with half of its numbers."""
+    """A weight in its own format, like a quantised one: a product with it uses half its numbers."""
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -657,7 +660,7 @@ def weight_norm(model):
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated")
 def test_a_head_that_is_no_plain_linear_layer_is_not_fused(change, when):
-    """Three steps: a norm that is computed anew whenever it is read moves on in each of them."""
+    """Runs three steps, because a norm that is recomputed on each read advances in each of them."""
 
     def rest(m, h, labels):
         return next_token_loss(m.lm_head(h), labels)
@@ -751,7 +754,7 @@ def test_who_watches_the_outputs_sees_logits(watch, caplog):
 
 
 def test_a_hook_that_changes_the_loss():
-    """A hook on the model may look at the outputs or return others: it runs where stock runs it."""
+    """A hook on the model may read the outputs or return others. It runs where stock runs it."""
     losses = []
     for fused in (False, True):
         model = tiny(causal, fused)

@@ -1,8 +1,8 @@
-"""Axolotl's plugin manager loads the plugin, its config takes the options, and the model that it patches trains.
+"""Axolotl's plugin manager loads the plugin, its config takes the options, and the patched model trains.
 
-Axolotl pins older versions of transformers and TRL, and its own trainers cannot be imported beside newer ones. A stock
-Trainer trains here, and `axolotl train` itself only where its own versions are: `pip install axolotl pytest
-pytest-timeout`, and `pytest -m "" tests/liger_trainer/integrations/test_axolotl.py` with the checkout in PYTHONPATH.
+Axolotl pins older versions of transformers and TRL, and its trainers cannot be imported with newer ones. A stock Trainer
+trains here. `axolotl train` itself runs only with Axolotl's versions: `pip install axolotl pytest pytest-timeout`,
+and `pytest -m "" tests/liger_trainer/integrations/test_axolotl.py` with the checkout in PYTHONPATH.
 """
 
 import os
@@ -32,7 +32,7 @@ def manager():
 
 
 def config(**keys):
-    """A config as Axolotl validates it, with the options of the plugins that are loaded."""
+    """A config after Axolotl's validation, with the options of the loaded plugins."""
     from axolotl.integrations.config import merge_input_args
     from axolotl.utils.dict import DictDefault
 
@@ -94,7 +94,7 @@ KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embeddin
     "given, left_off", [({}, True), ({"lora_o_kernel": True}, False), ({"use_liger": False}, False)]
 )
 def test_axolotl_does_not_switch_its_kernels_for_adapters_on(given, left_off, manager):
-    """It does so where none of the options is there. What a config asks for itself is an error, as for the others."""
+    """Axolotl does so if none of the options is set. If a config asks for them itself, that is an error here too."""
     from axolotl.utils.dict import DictDefault
 
     cfg = DictDefault(LORA | given)
@@ -103,7 +103,7 @@ def test_axolotl_does_not_switch_its_kernels_for_adapters_on(given, left_off, ma
 
 
 def losses_of_axolotl(folder, **keys):
-    """`axolotl train` for two steps. Returns what it has logged."""
+    """Run `axolotl train` for two steps. Return the logged losses."""
     rows = [f'{{"instruction": "w{i} w4", "input": "", "output": "w{2 * i} w{3 * i}"}}' for i in range(5, 21)]
     (folder / "rows.jsonl").write_text("\n".join(rows))
     config = {
@@ -145,7 +145,7 @@ def test_axolotl_trains_with_it(adapter, tmp_path):
     tiny_model("llama").save_pretrained(tmp_path / "model")
     tiny_tokenizer().save_pretrained(tmp_path / "model")
     keys = {}
-    if adapter:  # Axolotl does not seed the first weights of an adapter
+    if adapter:  # Axolotl does not seed an adapter's first weights
         losses_of_axolotl(tmp_path, **LORA)
         keys = LORA | {"lora_model_dir": str((tmp_path / "out").rename(tmp_path / "adapter"))}
     off = dict.fromkeys(KERNELS, False) if adapter else {}

@@ -1,4 +1,4 @@
-"""A stock Trainer with `LigerCallback` trains as `LigerTrainer` does, which is how LLaMA-Factory and others get in."""
+"""A stock Trainer with `LigerCallback` trains like `LigerTrainer`. LLaMA-Factory and others use it this way."""
 
 import pickle
 
@@ -58,7 +58,7 @@ def test_parts_can_be_switched_off_and_errors_are_told(tmp_path):
 
 @pytest.mark.parametrize("options", [{}, {"bf16": True}], ids=str)
 def test_a_model_that_the_trainer_makes_when_it_trains(options, tmp_path):
-    """`model_init` makes a second model, which is the one that trains: the callback reports what it did to that one."""
+    """`model_init` makes a second model, and that one trains. The callback reports what it did to it."""
     runs = []
     for callbacks in ([], [LigerCallback()]):
         args = TrainingArguments(

@@ -1,4 +1,4 @@
-"""Lightning: two processes, on CPUs or sharded over GPUs, train a patched model to the weights of one with all rows."""
+"""Two Lightning processes, on CPUs or sharded over GPUs, train a patched model to one process's weights."""
 
 import importlib.util
 import os
@@ -14,7 +14,7 @@ has_lightning = pytest.mark.skipif(importlib.util.find_spec("lightning") is None
 
 
 def weights_of(folder, processes, strategy):
-    """What a run of Lightning leaves, as whole weights."""
+    """The weights after a run of Lightning, gathered."""
     out = folder / f"{processes}.pt"
     done = run_elsewhere(
         sys.executable,

@@ -1,4 +1,4 @@
-"""LoRA on bases in GPTQ and AWQ, which transformers loads by gptqmodel, beside the stock layers over the same bases."""
+"""LoRA on GPTQ and AWQ bases, loaded by gptqmodel, compared with the stock layers on the same bases."""
 
 import copy
 import json
@@ -20,8 +20,8 @@ gptq = pytest.importorskip("gptqmodel.nn_modules.qlinear.torch")
 awq = pytest.importorskip("gptqmodel.nn_modules.qlinear.torch_awq")
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
-RTOL = {torch.float32: 5e-6, torch.bfloat16: 8e-2}  # stock is up to 0.05 apart, which rounds every step to bf16
-KINDS = {  # bits, numbers in a group, groups in the order of activations
+RTOL = {torch.float32: 5e-6, torch.bfloat16: 8e-2}  # stock differs by up to 0.05, because it rounds every step to bf16
+KINDS = {  # bits, numbers in a group, activation order
     "gptq": ("gptq", 4, 32, False),
     "gptq-8": ("gptq", 8, 32, False),
     "gptq-order": ("gptq", 4, 32, True),
@@ -34,7 +34,7 @@ CLASSES = {"gptq": gptq.TorchLinear, "awq": awq.AwqTorchLinear}
 
 @pytest.fixture(autouse=True)
 def uncompiled():
-    """gptqmodel compiles its dequantisation, which takes a minute here."""
+    """Turn off gptqmodel's compiled dequantisation, which takes a minute here."""
     with torch.compiler.set_stance("force_eager"):
         yield
 
@@ -56,7 +56,7 @@ def quantised_weight(weight, method, bits, group, ordered):
         return {name: layer.get_buffer(name) for name in ("qweight", "qzeros", "scales")}
     numbers = (weight / scales[:, g_idx] + zeros[:, g_idx]).round().clamp(0, 2**bits - 1)
 
-    def packed(rows):  # the first dimension, 32 bits of it in a word
+    def packed(rows):  # the first dimension, packed into 32-bit words
         parts = rows.to(torch.int64).unflatten(0, (-1, 32 // bits))
         words = sum(part << (bits * i) for i, part in enumerate(parts.unbind(1)))
         return words.to(torch.uint32).view(torch.int32)
@@ -134,7 +134,7 @@ def test_a_step_is_that_of_stock(kind, dtype, bias, saved, monkeypatch):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_base_has_the_bits_of_stock(kind, saved, monkeypatch):
-    """With B = 0, the output and the gradient of x are those of the base alone."""
+    """With B = 0, the output and the gradient of x equal the base's."""
     stock, model = (quantised(saved(kind), kind, init_lora_weights=True) for _ in range(2))
     patched(model, monkeypatch)
     torch.manual_seed(5)
@@ -178,7 +178,7 @@ def test_checkpointed(kind, reentrant, saved, monkeypatch):
 )
 def test_dropout_disabled_and_copied(kind, dtype, dropout, saved, monkeypatch):
     stock, model = (quantised(saved(kind), kind, dtype, lora_dropout=dropout) for _ in range(2))
-    patched(model, monkeypatch, mlp=False)  # whose gate rounds otherwise
+    patched(model, monkeypatch, mlp=False)  # its gate rounds differently
     want = step(stock)
     assert_same(step(model), want, RTOL[dtype], atol=0)
     assert_same(step(copy.deepcopy(model)), want, RTOL[dtype], atol=0)

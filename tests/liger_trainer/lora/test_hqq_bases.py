@@ -1,4 +1,4 @@
-"""LoRA on bases of HQQ, beside the stock layers over the same bases."""
+"""LoRA on HQQ bases, compared with the stock layers on the same bases."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from liger_trainer.lora import layers as lora
 quantize = pytest.importorskip("hqq.core.quantize")
 
 PROJECTIONS = [f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")]
-RTOL = {torch.float32: 1e-5, torch.bfloat16: 8e-2}  # stock is up to 0.06 apart, which rounds every step to bf16
+RTOL = {torch.float32: 1e-5, torch.bfloat16: 8e-2}  # stock differs by up to 0.06, because it rounds every step to bf16
 
 
 def quantised(bits, axis, dtype, bias=False):

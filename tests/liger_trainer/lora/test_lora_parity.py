@@ -1,4 +1,4 @@
-"""Whole models with LoRA beside stock: ranks up to 256, and the widths of Qwen3-0.6B."""
+"""Whole models with LoRA equal stock: ranks up to 256, and the widths of Qwen3-0.6B."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""LoRA on torchao's int8 weights as transformers loads them, beside the stock layers over the same weights."""
+"""LoRA on torchao's int8 weights as transformers loads them, compared with the stock layers on the same weights."""
 
 import copy
 
@@ -20,7 +20,7 @@ GRAINS = {
     "tensor": granularity.PerTensor(),
     "groups": granularity.PerGroup(32),
 }
-RTOL = {torch.float32: 5e-6, torch.bfloat16: 8e-2}  # stock is up to 0.05 apart, which rounds every step to bf16
+RTOL = {torch.float32: 5e-6, torch.bfloat16: 8e-2}  # stock differs by up to 0.05, because it rounds every step to bf16
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["", "bias"])
@@ -61,7 +61,7 @@ def test_a_step_is_that_of_stock(grain, dtype, mlp, saved, monkeypatch):
 
 @pytest.mark.parametrize("grain", GRAINS)
 def test_the_base_has_the_bits_of_stock(grain, saved, monkeypatch):
-    """With B = 0, the output and the gradient of x are those of the base alone."""
+    """With B = 0, the output and the gradient of x equal the base's."""
     stock, model = (quantised(saved, grain, torch.bfloat16, init_lora_weights=True) for _ in range(2))
     patched(model, monkeypatch)
     torch.manual_seed(5)

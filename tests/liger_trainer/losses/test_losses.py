@@ -1,4 +1,4 @@
-"""The losses for one's own loop against the loss code of TRL's trainers, on random log-probabilities."""
+"""The losses for users' own loops equal the loss code of TRL's trainers on random log-probabilities."""
 
 import inspect
 import os
@@ -26,19 +26,19 @@ DOCS = (ROOT / "docs" / "trainers.md").read_text().partition("## Preference loss
 
 
 def random_logps(n, seed, scale=20.0):
-    """Log-probabilities from near 0 to -scale, in fp64, wanting a gradient."""
+    """Log-probabilities from near 0 to -scale, in fp64, with gradients."""
     generator = torch.Generator().manual_seed(seed)
     return (-scale * torch.rand(n, PAIRS, dtype=torch.float64, generator=generator) ** 2).requires_grad_()
 
 
 def trainer_like(**fields):
-    """What TRL's loss methods read of `self`."""
+    """The attributes of `self` that TRL's loss methods read."""
     accelerator = types.SimpleNamespace(device="cpu", gather_for_metrics=lambda x: x, gather=lambda x: x)
     return types.SimpleNamespace(accelerator=accelerator, **fields)
 
 
 def assert_same(loss, want, leaf, rtol=1e-6):
-    """The value, and the gradient of the value times 3.7."""
+    """Compare the value, and the gradient of 3.7 times the value."""
     torch.testing.assert_close(loss.double(), want.double(), rtol=rtol, atol=1e-9)
     (got_grad,) = torch.autograd.grad(3.7 * loss, leaf, retain_graph=True)
     (want_grad,) = torch.autograd.grad(3.7 * want, leaf)
@@ -46,7 +46,7 @@ def assert_same(loss, want, leaf, rtol=1e-6):
 
 
 def stock_dpo(chosen, rejected, ref_chosen, ref_rejected, lengths, **options):
-    """TRL's `_compute_loss` fed with sequence log-probs: each is that of its completion's first token, the rest 0."""
+    """TRL's `_compute_loss` on sequence log-probs: a completion's first token has all of it, the others 0."""
     width = int(lengths.max()) + 1
     mask = (torch.arange(width) > 0) & (torch.arange(width) <= lengths.view(-1, 1))
 
@@ -102,7 +102,7 @@ def test_dpo(seed, loss_type, smoothing, beta):
     lengths = torch.randint(1, 9, (2 * PAIRS,), generator=torch.Generator().manual_seed(seed))
     options = {"beta": beta, "label_smoothing": smoothing}
     want, metrics = stock_dpo(*leaf, lengths, loss_types=[loss_type], **options)
-    # TRL divides by the length of the whole mask in "ipo"; a function of log-probs gets averaged ones.
+    # In "ipo", TRL divides by the length of the whole mask. A function of log-probs gets averages instead.
     per = lengths.double().chunk(2) if loss_type == "ipo" else (1.0, 1.0)
     inputs = [leaf[0] / per[0], leaf[1] / per[1], leaf[2] / per[0], leaf[3] / per[1]]
     loss, got = dpo_loss(*inputs, loss_type=loss_type, **options)
@@ -115,7 +115,7 @@ def test_dpo(seed, loss_type, smoothing, beta):
 
 
 def test_conservative_dpo_is_cpo_against_the_reference():
-    """TRL's DPO has no smoothed "sigmoid"; its CPO has, of log-probs where DPO has log-ratios."""
+    """TRL's DPO has no smoothed "sigmoid". TRL's CPO has one, on log-probs where DPO has log-ratios."""
     leaf = random_logps(4, 2)
     stock = trainer_like(alpha=0.0, loss_type="sigmoid", beta=0.3, label_smoothing=0.15)
     want, *_ = CPOTrainer.cpo_loss(stock, leaf[0] - leaf[2].detach(), leaf[1] - leaf[3].detach())
@@ -289,7 +289,7 @@ def test_sequence_logprobs():
 
 @pytest.mark.parametrize("frozen", [False, True])
 def test_linear_loss(frozen):
-    """An own function of log-probs and entropy, against the same on real logits, in fp64; never a (T, V) tensor."""
+    """A user's function of log-probs and entropy equals itself on real logits in fp64, without a (T, V) tensor."""
     torch.manual_seed(0)
     hidden = torch.randn(3, 5, 16, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(4001, 16, dtype=torch.float64, requires_grad=not frozen)

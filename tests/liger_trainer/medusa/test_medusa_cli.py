@@ -1,4 +1,4 @@
-"""From a model's answers to a directory for servers, as a user goes: train, medusa-eval, export and its former name."""
+"""From a model's answers to a directory for servers, as a user does it: train, medusa-eval, export and its old name."""
 
 import json
 import re
@@ -137,7 +137,7 @@ def test_stage_2_serves_the_trained_model(folder, cache, capsys):
 
 
 def test_stage_2_with_lora_is_merged_for_servers(folder, cache, capsys):
-    """The output directory evaluates as it is; servers get the merged model, and the same heads."""
+    """The output directory evaluates as it is. Servers get the merged model and the same heads."""
     from peft import AutoPeftModelForCausalLM
     from transformers import AutoModelForCausalLM
 

@@ -1,4 +1,4 @@
-"""The heads: what a fresh one computes, their names and files, and the models that cannot have them."""
+"""The heads: what a fresh one computes, their names and files, and models that cannot have them."""
 
 import json
 
@@ -33,7 +33,7 @@ def test_every_head_has_blocks_of_its_own():
 
 
 def test_a_head_is_a_unit_of_fsdp2():
-    """PyTorch 2.11 refuses lists and dicts of modules as units, even those that have a forward."""
+    """PyTorch 2.11 refuses lists and dicts of modules as units, even those with a forward."""
     head = MedusaHeads.for_model(tiny_model("llama"), 2, 2, tied=False)[0]
     assert not isinstance(head, (torch.nn.ModuleList, torch.nn.ModuleDict))
     assert [type(part).__name__ for part in head] == ["ResBlock", "ResBlock", "Linear"]
@@ -95,7 +95,7 @@ def test_heads_hang_on_the_model_inside_an_adapter():
 
 
 class Linear8bit(torch.nn.Linear):
-    """A linear layer whose product is not `F.linear` of its weight."""
+    """A linear layer with a product that differs from `F.linear` of its weight."""
 
     def forward(self, x):
         return super().forward(x)

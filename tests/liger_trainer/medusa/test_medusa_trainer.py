@@ -1,4 +1,4 @@
-"""`LigerMedusaTrainer`: what moves and what does not, learning rates, schedules, checkpoints, and what it refuses."""
+"""`LigerMedusaTrainer`: what trains and what does not, learning rates, schedules, checkpoints, and refusals."""
 
 import math
 from pathlib import Path
@@ -36,7 +36,7 @@ def moved(model, before):
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_stage_1_moves_every_head_parameter_and_nothing_else(tied, tmp_path):
-    """Fresh heads, two blocks each: blocks that a loss goes around would stay zero. The model is bit-identical."""
+    """Heads start with two blocks each. A block that the loss misses would stay zero. The model is bit-identical."""
     model = tiny_model("llama")
     trainer = medusa_trainer(model, tmp_path, medusa_tied=tied, medusa_num_layers=2, weight_decay=0.1)
     before = state(model)
@@ -62,7 +62,7 @@ def test_stage_2_with_lora_moves_adapter_and_heads(tmp_path):
 
 
 def test_stage_2_trains_what_was_left_trainable(tmp_path):
-    """The trainer freezes nothing on its own: a choice made before stays."""
+    """The trainer itself freezes nothing: an earlier choice holds."""
     model = tiny_model("llama").requires_grad_(False)
     model.model.layers[1].requires_grad_(True)
     trainer = medusa_trainer(model, tmp_path, medusa_stage=2)
@@ -73,7 +73,7 @@ def test_stage_2_trains_what_was_left_trainable(tmp_path):
 
 @pytest.mark.parametrize("multiplier", [4.0, None])
 def test_every_head_parameter_has_its_learning_rate(multiplier, tmp_path):
-    """Matrices and biases, fault of trainers that scale only what has weight decay; the split by weight decay stays."""
+    """Matrices and biases have it, where some trainers scale only what decays. The weight decay split stays."""
     trainer = medusa_trainer(
         tiny_model("llama"),
         tmp_path,
@@ -95,7 +95,7 @@ def test_every_head_parameter_has_its_learning_rate(multiplier, tmp_path):
             assert group["lr"] == pytest.approx(4e-3 if "medusa_head" in name else 1e-3), name
             assert group["weight_decay"] == (0.1 if name in decayed else 0.0), name
     assert sorted(seen) == sorted(names.values())
-    trainer.create_scheduler(10, optimizer)  # which takes the rates for the initial ones
+    trainer.create_scheduler(10, optimizer)  # it takes the rates for the initial ones
     assert {group["initial_lr"] for group in optimizer.param_groups} == {1e-3, 4e-3}
 
 

@@ -28,7 +28,7 @@ def make(out, checkpointing, memory=None, callbacks=(), implementation="sdpa", d
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Without checkpointing and with all of it: losses and weights, and the most bytes that there were."""
+    """Losses, weights and peak bytes without checkpointing, and with all layers checkpointed."""
     found = {}
     for checkpointing in (False, True):
         trainer = make(tmp_path_factory.mktemp("run"), checkpointing, memory := CountedMemory())
@@ -95,7 +95,7 @@ def test_where_there_is_nothing_to_keep_or_no_way(options, tmp_path):
 
 @pytest.mark.parametrize("long", [2, 40])
 def test_rows_without_padding_one_after_the_other(long, tmp_path, monkeypatch):
-    """A patched model gets three rows of at most 47 tokens as one, with a mask that knows the longest."""
+    """A patched model gets three rows of at most 47 tokens as one row, with a mask that knows the longest."""
     monkeypatch.setattr(selective, "LONG", long)
     monkeypatch.setattr(_dispatch, "INTERPRET", False)  # the kernels' twins, which are faster on a CPU
     off = dict.fromkeys(("rms_norm", "rope", "swiglu"), False)

@@ -1,4 +1,4 @@
-"""`activation_checkpointing: auto` where an adapter is switched off for the reference."""
+"""`activation_checkpointing: auto` with an adapter that is disabled for the reference."""
 
 import dpo_runs
 from memory_runs import CountedMemory, same_bits, train
@@ -9,7 +9,7 @@ from liger_trainer import LigerDPOTrainer
 
 
 def test_an_adapter_that_is_switched_off_for_the_reference(tmp_path):
-    """PEFT takes `requires_grad` from its weights meanwhile. That is over when the next micro-batch begins."""
+    """Meanwhile PEFT turns off its weights' `requires_grad`. It is back on when the next micro-batch starts."""
 
     def run(checkpointing, memory=None):
         trainer = dpo_runs.build(

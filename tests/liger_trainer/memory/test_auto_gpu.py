@@ -1,4 +1,4 @@
-"""`activation_checkpointing: auto` on a GPU: the same bits, whatever is kept or waits on the host.
+"""`activation_checkpointing: auto` on a GPU gives the same bits, whatever is kept or waits on the host.
 
 CUDA_VISIBLE_DEVICES=0 CUBLAS_WORKSPACE_CONFIG=:4096:8 pytest tests/liger_trainer/memory/test_auto_gpu.py
 """
@@ -20,7 +20,7 @@ LENGTH = 2048
 
 @pytest.fixture(autouse=True)
 def deterministic():
-    """Without `warn_only`, with which PyTorch's attention adds up its gradients in an order of its own."""
+    """Raise on nondeterminism: with `warn_only`, PyTorch's attention sums its gradients in varying order."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -28,7 +28,7 @@ def deterministic():
 
 
 def train(out, checkpointing, budget=None, callbacks=()):
-    """Returns the losses and weights, what was chosen, and the most bytes allocated, all of which are free again."""
+    """Return losses and weights, the plan, and the peak of allocated bytes; assert that all of them are free again."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=4096,
@@ -56,7 +56,7 @@ def train(out, checkpointing, budget=None, callbacks=()):
         activation_checkpointing=checkpointing,
         memory_budget=budget,
         remove_unused_columns=False,
-        cuda_graphs="false",  # captured rows of one length attend by another kernel; 'auto' is uncaptured
+        cuda_graphs="false",  # captured rows of one length use another attention kernel; 'auto' is uncaptured
     )
     trainer = LigerTrainer(
         model=model,

@@ -1,4 +1,4 @@
-"""`activation_checkpointing: auto` with the host's memory, in a trainer on a counted memory: the same bits, faster."""
+"""`activation_checkpointing: auto` with host memory, in a trainer on a counted memory: the same bits, faster."""
 
 import json
 
@@ -60,7 +60,7 @@ def test_a_full_host_keeps_the_rest_on_the_gpu(runs, tmp_path):
 
 
 class PinsLess(Carries):
-    """The host pins less than it has free."""
+    """A host that can pin less than it has free."""
 
     def _pin(self, size):
         if self.most > 200_000:
@@ -69,7 +69,7 @@ class PinsLess(Carries):
 
 
 def test_a_host_that_takes_less_than_it_should(tmp_path, monkeypatch, caplog):
-    """As soon as activations stay on the GPU, the other layers are checkpointed, and none goes there any more."""
+    """Once activations have to stay on the GPU, the other layers are checkpointed, and no more go to the host."""
     monkeypatch.setattr(memory_runs, "uneven_rows", rows_of_one_length)
     highest, runs, options = {}, {}, {"max_steps": 6, "gradient_accumulation_steps": 1}
     for checkpointing in (False, True, "auto"):
@@ -96,7 +96,7 @@ def test_a_second_training_in_the_same_process(runs, tmp_path):
 
 
 def test_hooks_of_others_for_kept_tensors_have_their_way(runs, tmp_path):
-    """Inside them the layers are checkpointed, since only one pair of hooks is asked."""
+    """Inside such hooks the layers are checkpointed, because PyTorch asks only one pair of hooks."""
     seen = []
 
     def pack(x):

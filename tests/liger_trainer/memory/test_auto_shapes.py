@@ -1,4 +1,4 @@
-"""`activation_checkpointing: auto` with batches that differ in what they hold: the budget and the bits of `true`."""
+"""`activation_checkpointing: auto` with batches of different content: within the budget, and bit-equal to `true`."""
 
 import copy
 import functools
@@ -24,7 +24,7 @@ IMAGE, PATCHES = 130, 64
 
 
 class OneAfterTheOther(LigerTrainer):
-    """Trains on batches that a test made, in their order."""
+    """Trains on a test's batches in their order."""
 
     batches = ()
 
@@ -107,7 +107,7 @@ def run(out, case, checkpointing, budget=None):
 
 @pytest.fixture(scope="module")
 def bounds(tmp_path_factory):
-    """Of a case: what checkpointing all layers gives, the most bytes that it takes, and those without any."""
+    """For a case: the result and peak bytes with all layers checkpointed, and the peak bytes without checkpointing."""
 
     @functools.cache
     def of(case):
@@ -132,7 +132,7 @@ def test_no_batch_exceeds_the_budget(case, share, bounds, tmp_path):
 
 
 def test_a_tower_before_a_decoder_that_leaves_padding_out(tmp_path):
-    """How many real tokens a batch has is known, so that the tower may keep what it needs too."""
+    """The number of real tokens is known, so the tower may keep what it needs too."""
     model, found = image_model("qwen2_5_vl"), {}
     lengths = [(40, 9, 30), (40, 9, 30), (40, 9, 30), (20, 40, 8), (40, 40, 40), (40, 39, 40), (40, 40, 40), (40, 3, 4)]
     batches = [image_batch(model, (1, 0, 1), text) for text in lengths]
@@ -165,7 +165,7 @@ def test_a_tower_before_a_decoder_that_leaves_padding_out(tmp_path):
 
 @pytest.mark.parametrize("layers", [2, 12])
 def test_what_is_measured_stays_within_the_budget(layers, tmp_path, monkeypatch):
-    """Where nearly all is frozen, the peak is at the end of the forward pass, and every kept layer adds to it."""
+    """If nearly everything is frozen, the forward pass ends at the peak, and every kept layer adds to it."""
     monkeypatch.setattr(memory_runs, "uneven_rows", rows_of_one_length)
     highest = {}
     for checkpointing in (True, "auto"):

@@ -1,4 +1,4 @@
-"""Inputs of recomputed layers on the host: losses and gradients to the bit, and no input on the GPU."""
+"""Inputs of recomputed layers on the host: losses and gradients are bit-equal, and no input stays on the GPU."""
 
 import copy
 import functools
@@ -50,7 +50,7 @@ def step(model, seed=1, backward=True):
 
 @pytest.fixture
 def inputs(monkeypatch):
-    """All inputs that have been put on the host."""
+    """All inputs that were moved to the host."""
     made, create = [], _Input.__init__
 
     def counted(self, *given):
@@ -72,7 +72,7 @@ def test_bits_are_the_same(adapters, inputs):
 
 @pytest.mark.parametrize("version", ["5.17", "5.24"])
 def test_as_transformers_is_told(version, inputs):
-    """5.17 hands the option on to PyTorch's function, and 5.24 wraps that."""
+    """transformers 5.17 passes the option on to PyTorch's function, and 5.24 wraps that."""
     want = step(checkpointed(True))
     model = checkpointed(True)
     if version == "5.17":
@@ -133,7 +133,7 @@ def test_eval_and_copies(inputs):
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="needs a GPU")
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_the_option_of_a_trainer(reentrant, tmp_path, inputs):
-    """As transformers has it: with `use_reentrant` its own code copies them."""
+    """transformers' way: with `use_reentrant`, its own code copies them."""
     from liger_trainer import LigerTrainer, LigerTrainingArguments
 
     results = []

@@ -1,4 +1,4 @@
-"""The host's memory: slabs that are used again, how much of them there may be, and how fast the link is."""
+"""The host's memory: reused slabs, how many there may be, and the speed of the link."""
 
 import gc
 
@@ -14,7 +14,7 @@ def plain(size):
 
 
 def test_all_of_the_room_can_be_taken():
-    """Also if it is no whole number of slabs."""
+    """Even if it is not a whole number of slabs."""
     host = PinnedMemory(1500 * 512, plain, slab=1000 * 512)
     slots = [host.take(300 * 512) for _ in range(4)]
     assert None not in slots and host.taken == host.room

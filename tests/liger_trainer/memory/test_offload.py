@@ -1,4 +1,4 @@
-"""Calls whose activations wait on the host: the bits of the plain call, whatever else goes on."""
+"""Calls with activations on the host are bit-equal to plain calls, whatever else happens."""
 
 import copy
 import gc
@@ -42,7 +42,7 @@ def test_weights_buffers_and_what_all_are_given_stay(layers):
     weights = {p.nbytes for layer in layers for p in (*layer.parameters(), *layer.buffers())}
     assert not weights & set(host.asked), "or it was a weight"
     of_one = host.asked[: len(host.asked) // 4]
-    assert of_one.count(4 * tokens * width) <= 8  # x, three results, and what autograd keeps of the products
+    assert of_one.count(4 * tokens * width) <= 8  # x, three results, and what autograd keeps for the products
 
 
 def test_a_view_of_a_weight_stays():
@@ -94,7 +94,7 @@ def test_no_room_is_no_harm(layers):
 
 @pytest.mark.parametrize("when", ["in the layer", "after it", "when it has left"])
 def test_a_tensor_changed_in_place_raises(when):
-    """As autograd does it, and not a gradient of other values."""
+    """It raises as in autograd, instead of returning a gradient of other values."""
     tensors = []
 
     class Kept(nn.Module):
@@ -124,7 +124,7 @@ def test_a_tensor_changed_in_place_raises(when):
 
 
 def test_values_at_the_end_of_the_layer_count():
-    """A hook that changes values behind autograd's back is seen, as long as it does so within the layer."""
+    """Changes that a hook makes behind autograd's back count, as long as they happen within the layer."""
 
     class Changed(nn.Module):
         def forward(self, x, scale=None):
@@ -167,7 +167,7 @@ def test_nothing_is_left_behind(way, layers):
 
 @pytest.mark.skipif(GPU is not None, reason="it counts CPU tensors")
 def test_what_had_no_room_when_it_was_fetched_is_fetched_again(layers):
-    """Whoever catches the error and runs the backward pass again gets the values, not what the memory had before."""
+    """If the error is caught and backward runs again, it gets the values instead of what the memory held before."""
     x, failures = randn(2, 5, 16), 0
     want = run(layers, x, plain)[1]
     for room in range(12_000, 32_000, 1000):
@@ -189,7 +189,7 @@ def test_what_had_no_room_when_it_was_fetched_is_fetched_again(layers):
 
 
 def test_a_leaf_that_learns_stays_where_it_is(layers):
-    """The output of an embedding that `enable_input_require_grads` has made a leaf: its gradient arrives."""
+    """`enable_input_require_grads` makes the output of an embedding a leaf. Its gradient arrives."""
     host, grads = Host(), []
     for call in (through(offload_of(host)), plain):
         x = randn(2, 5, 16, generator=torch.Generator(GPU or "cpu").manual_seed(1)).requires_grad_()
@@ -198,7 +198,7 @@ def test_a_leaf_that_learns_stays_where_it_is(layers):
     assert torch.equal(*grads)
 
 
-# A patched model, whose norms and gates are computed again in the backward pass, also where the rest is on the host
+# A patched model recomputes norms and gates in the backward pass, even with the rest on the host
 
 
 def grads_of(model, batch, decide):
@@ -247,7 +247,7 @@ def test_a_patched_model_computes_norms_and_gates_again(model_type, monkeypatch)
 @pytest.mark.skipif(GPU is None, reason="it needs a GPU")
 @pytest.mark.parametrize("slow", ["compute", "copies"])
 def test_streams_wait_for_each_other(slow, layers):
-    """With much to do on one of the two streams, the other would read what is not there yet."""
+    """If one of the two streams is busy, the other would otherwise read what is not there yet."""
     carried, x = offload_of(Host(1 << 28), lag=1), randn(64, 64, 16)
     layers = [copy.deepcopy(layer) for layer in layers for _ in range(2)]
     want = run(layers, x, plain)

@@ -1,4 +1,4 @@
-"""`memory/recompute.py` beside PyTorch's own function, and where that one runs instead."""
+"""`memory/recompute.py` compared with PyTorch's own function, and the cases in which PyTorch's runs."""
 
 import copy
 import functools
@@ -27,7 +27,7 @@ def ours(function, *args):
 
 
 class Layer(nn.Module):
-    """Keeps results of its own, weights and inputs, draws numbers, and ends with a product that nothing keeps."""
+    """Keeps its own results, weights and inputs, draws numbers, and ends with a product that nothing keeps."""
 
     def __init__(self, dropout=0.0):
         super().__init__()
@@ -48,7 +48,7 @@ def layer(dropout=0.0):
 
 
 def step(checkpoint, module, autocast=False, times=1):
-    """Loss, gradients and the state of the generator after backward passes through two calls of `module`."""
+    """Loss, gradients and the generator's state after backward passes through two calls of `module`."""
     torch.manual_seed(1)
     x = torch.randn(3, 8, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
@@ -112,7 +112,7 @@ class Chain(nn.Module):
 
 
 def python_calls(length):
-    """How many calls of Python `recompute.py` makes for a forward and a backward pass of a `Chain`."""
+    """The number of Python calls that `recompute.py` makes for forward and backward of a `Chain`."""
     module, x = Chain(length), torch.zeros(3, requires_grad=True)
     calls = 0
 
@@ -158,7 +158,7 @@ def test_nothing_is_left_over():
     del given
     assert alive() is not None
     loss.backward()
-    assert alive() is None  # though `loss` is still there
+    assert alive() is None  # even though `loss` still exists
     loss = ours(module, x * 1).sum()  # without a backward pass
     notes = [found for found in gc.get_objects() if isinstance(found, recompute._Call)]
     assert notes
@@ -251,7 +251,7 @@ def test_a_checkpoint_inside_another():
 
 
 class Seen(TrainerCallback):
-    """What calls the layers while a trainer trains."""
+    """Records what calls the layers while a trainer trains."""
 
     def on_step_end(self, args, state, control, model=None, **kwargs):
         self.functions = [module._gradient_checkpointing_func for module in model.model.layers]

@@ -1,4 +1,4 @@
-"""`train_mtp`: the MTP head of a base is loaded, trained beside the model, and saved under its own names."""
+"""`train_mtp` loads a base's MTP head, trains it with the model, and saves it under its own names."""
 
 import copy
 import json
@@ -18,9 +18,9 @@ from liger_trainer import LigerMedusaConfig, LigerMedusaTrainer
 
 
 def brute_force(model, tensors, batch):
-    """Summed loss, the gradients of the head by name, accuracy and targets, in float64 and document by document.
+    """Summed loss, the head's gradients by name, accuracy and targets, in float64, one document at a time.
 
-    The decoder layer is transformers' own; all else is written out.
+    The decoder layer is transformers' own; the rest is written out.
     """
     plain = copy.deepcopy(model).double().eval()
     p = {name: tensor.double().requires_grad_() for name, tensor in tensors.items()}
@@ -84,7 +84,7 @@ def test_matches_float64(kind, tmp_path):
 
 @pytest.mark.parametrize("packing", [False, True])
 def test_the_model_learns_as_without_it(packing, tmp_path):
-    """The same losses, gradients and weights, bit for bit, and still without padding."""
+    """Losses, gradients and weights are bit-equal, and padding is still left out."""
     write_base(tmp_path / "base")
     trained = []
     for train_mtp in (True, False):
@@ -153,7 +153,7 @@ LORA = {"peft_config": LoraConfig(r=4, target_modules="all-linear")}
 
 
 def test_beside_an_adapter_it_is_saved_resumed_and_merged(tmp_path, capsys):
-    """The adapter learns as without the head, bit for bit. The merged model has the trained head."""
+    """The adapter learns the same bits as without the head. The merged model has the trained head."""
     extra = write_base(tmp_path / "base")
     options = {"trainer_options": LORA, "max_steps": 4}
     whole = mtp_trainer(tmp_path / "base", tmp_path / "whole", save_strategy="steps", save_steps=2, **options)

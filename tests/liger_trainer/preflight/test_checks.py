@@ -1,4 +1,4 @@
-"""Each seeded fault is named before the first step, and a run without one is told nothing."""
+"""Each seeded fault is named before the first step, and a clean run gets no message."""
 
 import re
 
@@ -28,7 +28,7 @@ def checks_in(said):
 
 
 def table():
-    """The rows of the table in the docs: fault, whether TRL says so, the check that does here."""
+    """The rows of the table in the docs: fault, whether TRL says so, and the check that does here."""
     page = (ROOT / "docs" / "trainers.md").read_text()
     rows = re.findall(r"^\| ([^|\n]+) \| (yes|no) \| `(\w+)` \|$", page, re.MULTILINE)
     return {what: (by_trl, check) for what, by_trl, check in rows if check in NAMES}
@@ -122,7 +122,7 @@ def test_checks_draw_no_random_numbers(tmp_path):
 
 
 def translator():
-    """A model of two texts, and rows whose labels are of another length than their tokens."""
+    """A model of two texts, and rows with labels of another length than their tokens."""
     config = T5Config(
         vocab_size=VOCAB, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2, decoder_start_token_id=0
     )
@@ -131,7 +131,7 @@ def translator():
 
 
 def tagger():
-    """A model that classifies tokens, and rows whose last token, the end token, has no class."""
+    """A model that classifies tokens. In its rows the last token, the end token, has no class."""
     model = AutoModelForTokenClassification.from_config(tiny_model("llama").config)
     rows = [{"input_ids": [5] * n + [2], "labels": [-100] + [1] * (n - 1) + [-100]} for n in range(4, 12)]
     return model, rows, DataCollatorForTokenClassification

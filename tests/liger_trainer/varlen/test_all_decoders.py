@@ -1,5 +1,5 @@
-"""Every causal LM of the installed transformers, with SDPA where it has it: a padded batch with `varlen_attention`
-beside the same batch in stock. It takes minutes:
+"""Every causal LM of the installed transformers, with SDPA if it has it: a padded batch with `varlen_attention` equals
+the same batch in stock. It takes minutes:
 
     pytest -s -m slow tests/liger_trainer/varlen/test_all_decoders.py
 """
@@ -49,12 +49,15 @@ def test_a_padded_batch_is_stock_s(model_type, monkeypatch):
     assert bool(used) or model_type not in ("llama", "gemma3_text")
     assert set(got[1]) == set(want[1])
     finite = torch.stack([grad.isfinite().all() for grad in want[1].values()]).all()
-    if finite:  # in some models, rows padded on the left give stock NaN
+    if finite:  # in some models, rows padded on the left make stock NaN
         assert largest_difference(got, want) <= LIMIT
 
 
 def test_the_table_has_the_model_types_that_can_be_built():
-    """Each once; `tests/support/attentions.py --write` finds which. The tests above check what it says of them."""
+    """It lists each once; `tests/support/attentions.py --write` finds their entries.
+
+    The tests above check the entries.
+    """
     listed = re.findall(r"`([\w.-]+)`", "".join(line.split(" | ")[1] for line in written().splitlines()[2:]))
     assert len(listed) == len(set(listed)) >= 240
     if f"of transformers {transformers.__version__} |" in written():

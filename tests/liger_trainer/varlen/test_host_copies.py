@@ -1,4 +1,4 @@
-"""Rows found from values on the host, beside those found from the device's, and batches on their way to it."""
+"""Rows found from values on the host equal rows found from the device's, and batches on their way to the device."""
 
 import copy
 import pickle
@@ -26,7 +26,7 @@ def batch(*masks, labels=None):
 
 
 def moved(given):
-    """`given` on a device: on the CPU, a tensor that is moved there is itself, and is known anyway."""
+    """`given` on a device. On the CPU, moving a tensor returns the tensor itself, and its values are known anyway."""
     given = HostBatch(given)
     there = {name: x.clone() for name, x in given.items()}
     for name in there.keys() & {"attention_mask", "position_ids", "labels", "shift_labels"}:
@@ -108,7 +108,7 @@ def test_a_batch_arrives_as_accelerate_moves_it():
     assert there["nested"]["x"][0].device.type == "meta" and there["input_ids"].device.type == "meta"
     assert there["names"] == ["a", "b"] and there["nothing"] is None
     want = given["attention_mask"].clone()
-    given["attention_mask"].numpy()[:] = 1  # as where a collate function fills the same memory for each batch
+    given["attention_mask"].numpy()[:] = 1  # like a collate function that fills the same memory for each batch
     assert torch.equal(*values_of(there["attention_mask"]), want)
     nested = there["nested"]["x"]
     assert values_of(*nested)[0].device.type == "meta", "only what rows and places are found from is kept"
@@ -163,7 +163,7 @@ def test_a_collator_is_found_behind_ours():
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
-    """Moves batches as to another device: a tensor that is moved to the CPU is another one."""
+    """Moves batches as to another device: moving a tensor to the CPU makes another tensor."""
     send = host_copies.send_to_device
     fresh = {"attention_mask", "labels"}
     monkeypatch.setattr(

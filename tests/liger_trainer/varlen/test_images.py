@@ -1,4 +1,4 @@
-"""Models of images and text with pixels: their decoders on real tokens, beside the stock model on the padded batch."""
+"""Decoders of image-text models on real tokens, with pixels, equal the stock model on the padded batch."""
 
 import copy
 import inspect
@@ -49,7 +49,7 @@ def test_a_step_is_that_of_the_padded_batch(model_type, side, tokens):
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_images_beside_layers_that_keep_a_state(side, checkpointing, monkeypatch):
-    """As in Qwen3.5: real tokens have their positions in three dimensions, and its states begin anew at each row."""
+    """As in Qwen3.5: real tokens have three-dimensional positions, and its states restart at each row."""
     model, seen, packed = image_model("qwen3_5"), [], padding.Plan.packed
     batch = image_batch(model, side=side)
     if checkpointing:
@@ -104,7 +104,7 @@ def test_images_of_the_rows(model_type, images, tokens):
     assert tokens == [int(batch["attention_mask"].sum())]
 
 
-VIDEOS = {  # the images that are videos, and their frames (or pairs of frames); Qwen3-VL has each by itself
+VIDEOS = {  # the images that are videos, and their frames (or pairs of frames); Qwen3-VL treats each separately
     "alone": (None, 1),
     "beside an image": ({1}, 1),
     "of several frames": (None, 3),
@@ -247,7 +247,7 @@ def test_a_frozen_part(frozen, tokens):
 
 
 class Collate:
-    """The pixels of one batch in each step, as a processor would give them; of models that see videos, videos too."""
+    """Gives each batch pixels as a processor would. For models that see videos, videos too."""
 
     def __init__(self, model):
         self.batches = [image_batch(model, images, seed=seed) for seed, images in enumerate(IMAGES.values())]
@@ -270,10 +270,10 @@ def test_trainers(model_type, kind, tokens, tmp_path, monkeypatch):
         classes = (Trainer, TrainingArguments), (LigerTrainer, LigerTrainingArguments)
     else:
         classes = (SFTTrainer, SFTConfig), (LigerSFTTrainer, LigerSFTConfig)
-    if (model_type, kind) == ("llama4", "sft"):  # with which TRL's trainer fails
+    if (model_type, kind) == ("llama4", "sft"):  # TRL's trainer fails with it
         classes = (Trainer, TrainingArguments), classes[1]
     model, found = image_model(model_type), []
-    model.config.get_text_config().final_logit_softcapping = None  # which TRL leaves out
+    model.config.get_text_config().final_logit_softcapping = None  # TRL leaves it out
     for trainer_class, args_class in classes:
         kept = KeepGradients()
         more = {}

@@ -1,4 +1,4 @@
-"""Tensors whose values the host knows, beside plain ones."""
+"""Tensors with values that the host knows behave like plain ones."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def as_known(x=MASK):
 
 
 def pair(function):
-    """What `function` of hidden states, features and a mask returns with a plain mask, and with a known one."""
+    """The results of `function` of hidden states, features and a mask, with a plain mask and with a known one."""
     found = []
     for mask in (MASK, as_known()):
         source = torch.Generator().manual_seed(0)
@@ -80,7 +80,7 @@ MODELS = ("qwen2_5_vl", "qwen3_vl", "glm4v", "llava", "gemma3", "internvl", "smo
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_step_with_known_places_and_sizes(name, monkeypatch):
-    """As on a GPU, where the host has kept the values of the batch."""
+    """As on a GPU, the host has kept the values of the batch."""
     model = image_model(name.removesuffix(" with videos"))
     batch = image_batch(model) if name in MODELS[:-1] else as_videos(image_batch(model))
     want = image_step(model, batch)
@@ -99,7 +99,7 @@ def test_a_step_with_known_places_and_sizes(name, monkeypatch):
         monkeypatch.setitem(known._OWN, function, watched(function, known._OWN[function]))
     assert_same_step(image_step(model, batch), want)
     scattered, written = found.values()
-    if hasattr(model.base_model, "inputs_merger"):  # SmolVLM of transformers 5.17 has a way of its own
+    if hasattr(model.base_model, "inputs_merger"):  # SmolVLM has its own way in transformers 5.17
         assert not scattered and not written
         return
     assert scattered and all(x is not NotImplemented for x in scattered)
@@ -129,7 +129,7 @@ def test_a_mask_that_is_written_to(write):
 
 @pytest.mark.parametrize("written", [False, True])
 def test_real_tokens_of_a_mask(written):
-    """Of a mask that has been written to, padding is left out of what it is now."""
+    """A mask may have been written to. Padding is left out as its current values say."""
     mask, index = as_known(), torch.tensor([0, 1, 2, 4, 5, 6])
     if written:
         mask.logical_not_()

@@ -1,4 +1,4 @@
-"""Code of the user's around and inside the backbone, and what a model says at padding: it trains as in stock."""
+"""User code around and inside the backbone trains as in stock."""
 
 import copy
 import functools
@@ -80,7 +80,7 @@ def a_compiled_backbone(model):
 
 
 def a_loss_that_is_wrapped(model):
-    @functools.wraps(ForCausalLMLoss)  # which copies `__module__`
+    @functools.wraps(ForCausalLMLoss)  # it copies `__module__`
     def loss(logits, *args, **kwargs):
         return ForCausalLMLoss(logits, *args, **kwargs) + 0.01 * logits.logsumexp(-1).square().mean()
 
@@ -241,7 +241,7 @@ def test_masks_by_kind_of_layer(tokens):
     ],
 )
 def test_frequencies_that_depend_on_the_longest_position(kind, side, lengths, used, tokens):
-    """Rows that are padded to a width of the user's, which is longer than what the model was trained on."""
+    """The rows are padded to a width of the user's choice, longer than the model was trained on."""
     factors = {"longrope": {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}, "dynamic": {}}[kind]
     rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16, **factors}
     model, call = model_of(max_position_embeddings=16, rope_parameters=rope), batch(lengths, side)
@@ -270,7 +270,7 @@ def test_layers_that_are_compiled_by_themselves(tokens):
 
 
 def test_packed_rows_that_stock_lets_see_each_other_are_never_given_to_it(tokens):
-    """afmoe with SDPA: only attention by lengths keeps rows apart, and a hook would switch that off in silence."""
+    """For afmoe with SDPA, only attention by lengths keeps rows apart, and a hook would silently switch it off."""
     model, _ = build("afmoe")
     model.set_attn_implementation("sdpa")
     model.train()
@@ -279,7 +279,7 @@ def test_packed_rows_that_stock_lets_see_each_other_are_never_given_to_it(tokens
     patched(model)
     inputs = {name: flat[name] for name in ("input_ids", "position_ids")}
     tokens.clear()
-    got = model(**inputs, use_cache=False).logits  # asked for without labels, as an evaluation with metrics does
+    got = model(**inputs, use_cache=False).logits  # a call without labels, like an evaluation with metrics
     torch.testing.assert_close(got, torch.cat(alone, 1), rtol=1e-3, atol=1e-4)
     assert tokens == [sum(LENGTHS)]
     model.model.layers[0].register_forward_hook(lambda module, args, outputs: None)

@@ -1,4 +1,4 @@
-"""Configs keep the name of transformers' attention, under which ours is found from the first patched model on."""
+"""Configs keep the name of transformers' attention. From the first patched model on, it leads to ours."""
 
 import copy
 import gc

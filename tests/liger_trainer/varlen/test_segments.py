@@ -1,4 +1,4 @@
-"""Attention within the segments of a sequence: beside float64 with the mask written out."""
+"""Attention within the segments of a sequence equals float64 with the mask written out."""
 
 import pytest
 import torch

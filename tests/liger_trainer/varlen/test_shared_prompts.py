@@ -1,4 +1,4 @@
-"""Rows that begin alike: what is shared, the same numbers as without, and when nothing is shared."""
+"""Rows with equal beginnings: what is shared, the same numbers as without sharing, and when nothing is shared."""
 
 import copy
 
@@ -38,7 +38,7 @@ SAVED = 2 * 8 + 1 * 3
 
 
 def batch(side="left", answers=ANSWERS):
-    """Rows as generation gives them, or padded on the right as pairs are; two groups and a lone row."""
+    """Rows as generation makes them, or padded on the right like pairs: two groups and a lone row."""
     draw = torch.Generator().manual_seed(3)
     prompts = [torch.randint(3, VOCAB, (n,), generator=draw) for n in OF_PROMPTS]
     rows = [(prompts[p], torch.randint(3, VOCAB, (n,), generator=draw)) for p, n in zip(PROMPTS, answers, strict=True)]
@@ -115,7 +115,7 @@ def test_a_batch_without_padding_is_shared_too(tokens):
 
 
 def test_a_row_whose_answer_does_not_count_shares_its_prompt(tokens):
-    """TRL masks completions that were cut off: nothing of them is scored."""
+    """TRL masks completions that were cut off, so they are not scored."""
     call = batch()
     call["attention_mask"][0, 9:] = 0
     call["labels"][0] = -100
@@ -191,7 +191,7 @@ def test_positions_of_the_caller_are_not_shared(tokens):
 
 
 def test_a_call_that_fails_on_shared_rows_is_made_without(monkeypatch, tokens):
-    """Found out in a layer: the call is made again, and no later one tries."""
+    """A layer finds out. The call is made again, and later calls do not try."""
     monkeypatch.setattr("liger_trainer.varlen.shared_rows.why_not", lambda query: "its heads are odd")
     model = model_of()
     want = step(model, batch())
@@ -220,7 +220,7 @@ def test_nothing_is_shared_by_default_and_with_the_rule_of_short_prompts(tokens)
 
 @pytest.mark.parametrize("least, shares", [(TOKENS, True), (TOKENS + 1, False)])
 def test_a_call_of_few_tokens_is_left_to_captured_steps(least, shares, tokens):
-    """Few before it shares: what would be left may be fewer."""
+    """Sharing would leave even fewer tokens."""
     model, call = model_of("llama"), batch()
     sharing(model, SharingRule(1, 1, 0.0, least))
     graphs = StepGraphs(lambda device: RerunRecorder())
@@ -243,9 +243,9 @@ def test_groups_are_found(side):
 
 def test_rows_that_differ_in_one_token_or_one_column_are_no_group():
     call = batch()
-    call["input_ids"][2, 3] += 1  # in the prompt of the second row of the first group
+    call["input_ids"][2, 3] += 1  # in the prompt of the first group's second row
     assert [group.rows for group in found(call)] == [[0, 5], [1, 4]]
-    call["attention_mask"][4, 5] = 0  # a token fewer than the other row of the second group
+    call["attention_mask"][4, 5] = 0  # a token fewer than the second group's other row
     assert [group.rows for group in found(call)] == [[0, 5]]
 
 

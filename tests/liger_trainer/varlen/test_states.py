@@ -1,4 +1,4 @@
-"""Layers that keep a state (convolution, linear attention, state space) on real tokens, beside stock on rows alone."""
+"""Layers with a state (convolution, linear attention, state space) on real tokens equal stock on single rows."""
 
 import copy
 import importlib
@@ -40,7 +40,7 @@ def patched(model):
 
 
 def step_of(model, *calls):
-    """(loss, gradients) of calls whose losses are summed."""
+    """(loss, gradients) of calls with summed losses."""
     model.zero_grad()
     total = torch.zeros(())
     for call in calls:
@@ -51,7 +51,7 @@ def step_of(model, *calls):
 
 
 def alone(call):
-    """The rows of a padded batch as batches of one row, whose losses are shares of that of the batch."""
+    """The rows of a padded batch as one-row batches, each with its share of the batch's loss."""
     count = (call["labels"][:, 1:] != -100).sum()
     rows = [{name: torch.tensor([ids]) for name, ids in row.items()} for row in rows_of(call)]
     return [row | {"num_items_in_batch": count} for row in rows if (row["labels"][:, 1:] != -100).any()]
@@ -63,7 +63,7 @@ def packed(call, **options):
 
 @pytest.fixture
 def planned(monkeypatch):
-    """The plans by which backbones have run."""
+    """The plans that backbones used."""
     found, own = [], padding.Plan.packed
     monkeypatch.setattr(padding.Plan, "packed", lambda self, *given: found.append(self) or own(self, *given))
     return found
@@ -75,7 +75,7 @@ def test_rows_together_are_rows_alone(name, planned):
     right, left = batch(LENGTHS), batch(LENGTHS, "left")
     want, wanted_of_left = step_of(model, *alone(right)), step_of(model, *alone(left))
     patched(model)
-    told = packed(right, return_flash_attn_kwargs=True, return_seq_idx=True)  # for which stock raises, or mixes
+    told = packed(right, return_flash_attn_kwargs=True, return_seq_idx=True)  # stock raises, or mixes rows
     for call, wanted in ((right, want), (left, wanted_of_left), (packed(right), want), (told, want)):
         planned.clear()
         got = step_of(model, call)
@@ -85,7 +85,7 @@ def test_rows_together_are_rows_alone(name, planned):
 
 @pytest.mark.parametrize("name", TYPES)
 def test_rows_of_one_token(name):
-    """Alone, such a row has nothing to predict; beside others it must not change them."""
+    """Alone, such a row has nothing to predict. Next to others it must not change them."""
     model = drawn_model(name)
     right, left = batch((1, 9, 1), width=9), batch((1, 9, 1), "left", width=9)
     want, wanted_of_left = step_of(model, *alone(right)), step_of(model, *alone(left))
@@ -191,7 +191,7 @@ def test_a_layer_that_lets_rows_mix_is_seen_by_the_proof(monkeypatch):
 
 
 def test_packed_rows_never_run_in_the_models_own_code():
-    """They would mix there without a sign, as in stock: that is an error, and padded rows run as they are."""
+    """They would silently mix there, as in stock. So that is an error, and padded rows run as they are."""
     model = patched(drawn_model("qwen3_5_text"))
     call = batch(LENGTHS)
     want = step_of(model, call)
@@ -208,7 +208,7 @@ def test_packed_rows_never_run_in_the_models_own_code():
 
 
 def test_a_global_of_the_decoder_that_has_changed(monkeypatch):
-    """The decoder runs with globals of its own. Where the module has others now, its own code runs."""
+    """The decoder runs with its own globals. If the module's globals have changed, the module's own code runs."""
     model = patched(drawn_model("lfm2"))
     call = batch(LENGTHS)
     want = step_of(model, call)
@@ -266,7 +266,7 @@ def assert_same_training(got, want):
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("name", TYPES)
 def test_trainer_with_flattened_rows(name, checkpointing, tmp_path):
-    """`LigerTrainer` with `DataCollatorWithFlattening` beside `Trainer` with one row a micro-batch."""
+    """`LigerTrainer` with `DataCollatorWithFlattening` equals `Trainer` with one row per micro-batch."""
     model, rows = drawn_model(name), rows_of(batch((7, 2, 20, 13, 5, 9, 3, 11)))
     flatten = DataCollatorWithFlattening()
     want = trained(
@@ -297,7 +297,7 @@ def test_trainer_with_flattened_rows(name, checkpointing, tmp_path):
 
 @pytest.mark.parametrize("name", TYPES)
 def test_sft_packing(name, tmp_path):
-    """All rows in a step: packed in ours, padded in TRL's."""
+    """A step has all rows: packed in ours, padded in TRL's."""
     model, rows = drawn_model(name), ragged_rows()
     want = trained(SFTTrainer, SFTConfig, model, rows, tmp_path, size=len(rows), max_length=64)
     got = trained(
@@ -315,7 +315,7 @@ def test_sft_packing(name, tmp_path):
 
 
 def test_a_model_that_cannot_be_told_keeps_its_padding(monkeypatch):
-    """A decoder that makes no mask for its state layers, as those of transformers before 5.24, is as before."""
+    """A decoder that makes no mask for its state layers, as before transformers 5.24, runs as before."""
     monkeypatch.setattr(states, "MASK_OF_STATES", "create_no_such_mask")
     model = drawn_model("qwen3_5_text")
     report = apply_liger(model, ON)["varlen_attention"]

@@ -1,4 +1,4 @@
-"""Attention over rows that lie one after the other, beside SDPA with the mask written out."""
+"""Attention over concatenated rows equals SDPA with the mask written out."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def rows():
 
 
 def seen(window=None):
-    """(T, T), which tokens each token sees."""
+    """(T, T): the tokens that each token sees."""
     row = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
     at = torch.arange(TOKENS)
     distance = at[:, None] - at
@@ -72,7 +72,7 @@ def test_masks_are_known_by_their_code():
         chunked = row_mask((), made | {"mask_function": chunks, "local_size": 3})
         more = row_mask((), made | {"mask_function": lambda *at: at[2] >= at[3]})
         window = sliding_window_causal_mask_function(4)
-        beside = or_masks(window, lambda b, h, q, k: (k == 2) & (q >= k))  # at the edges of a window it is one
+        beside = or_masks(window, lambda b, h, q, k: (k == 2) & (q >= k))  # at the edges of a window it looks like one
         also = row_mask((), made | {"mask_function": beside, "local_size": 4})
         longer = row_mask((), made | {"kv_length": TOKENS + 1})
     assert (causal.window, causal.unknown) == (None, None)
@@ -112,7 +112,7 @@ def test_chunks_are_rows_of_their_own(rows_of):
 
 
 def test_rows_of_a_batch():
-    """What lies in a batch of two rows is what lies in one row, and comes back in the shape of the batch."""
+    """A batch of two rows gives the numbers of one concatenated row, in the shape of the batch."""
     query, key, value = (x[:, :, :16] for x in inputs())
     batch = [x[0].unflatten(1, (2, 8)).transpose(0, 1) for x in (query, key, value)]
     lengths = [5, 3, 8]
@@ -133,7 +133,7 @@ def test_without_rows_it_is_transformers_own_attention():
 
 
 def test_the_kernel_is_asked_for_what_it_knows(monkeypatch):
-    """PyTorch has no such kernel for CPUs: what one in its place is handed, and the gradients that come back."""
+    """PyTorch has no such kernel for CPUs. Checks a substitute's arguments and the gradients that come back."""
     handed, returned = {}, []
 
     def attended(query, key, value, window):

@@ -1,4 +1,4 @@
-"""On a GPU: attention by PyTorch's kernel for rows of uneven length beside float64, and who waits for the GPU.
+"""On a GPU: attention by PyTorch's kernel for rows of uneven length against float64, and who waits for the GPU.
 
 CUDA_VISIBLE_DEVICES=0 pytest -m gpu tests/liger_trainer/varlen/test_varlen_gpu.py
 """
@@ -81,7 +81,7 @@ def waits_are_errors():
 
 
 def test_a_call_waits_for_nothing():
-    """Neither the plan nor the backbone, where the batch comes from the host. Else the plan is made with one wait."""
+    """Neither the plan nor the backbone waits if the batch comes from the host. Otherwise the plan waits once."""
     config = LlamaConfig(
         vocab_size=512,
         hidden_size=256,
@@ -150,7 +150,7 @@ def test_padded_rows_in_bf16_are_as_near_to_fp32_as_stock_s():
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_a_model_spread_over_two_gpus(tmp_path):
-    """As `device_map="auto"` does it, TRL's default in a run of one process."""
+    """`device_map="auto"` does this, TRL's default in one process."""
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=64,

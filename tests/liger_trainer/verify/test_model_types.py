@@ -1,4 +1,4 @@
-"""No false alarm: `verify` on model types of transformers, each from its default config."""
+"""`verify` raises no false alarm on transformers' model types, each from its default config."""
 
 import pytest
 from verify_setups import failed

@@ -1,4 +1,4 @@
-"""Bugs that were published in this field, each put into a trainer, and the check that finds it."""
+"""Bugs published in this field, each put into a trainer, and the check that finds it."""
 
 import contextlib
 from unittest import mock
@@ -44,7 +44,7 @@ GATES, HEAD, BF16 = "gates in 16 bits", "head in 16 bits", "training in bf16"
 
 
 def in_the_head(**changes):
-    """The fused loss is called with other arguments than it should be."""
+    """Call the fused loss with other arguments than it should get."""
 
     def seed(patch):
         stock = DeferredLogits.fused
@@ -58,7 +58,7 @@ def in_the_head(**changes):
 
 
 def once_built(module, name, faulty):
-    """`faulty` replaces a function of ours while a trainer trains, but not during the proofs before."""
+    """Replace a function of ours by `faulty` while a trainer trains, but not during the earlier proofs."""
 
     def seed(patch):
         stock, init, train, built = getattr(module, name), Trainer.__init__, Trainer.train, []
@@ -79,7 +79,7 @@ def once_built(module, name, faulty):
 
 
 def of_a_trainer(cls, name, faulty):
-    """`faulty(stock method, self, ...)` takes the place of a method."""
+    """Replace a method by `faulty(stock method, self, ...)`."""
 
     def seed(patch):
         stock = getattr(cls, name)
@@ -232,7 +232,7 @@ def in_the_targets_of_medusa(patch):
     patch.setattr(medusa_trainer.head_targets, "__code__", across_documents_and_one_too_near.__code__)
 
 
-# Bugs in what only a longer run, an evaluation or 16 bits show
+# Bugs that show only in a longer run, an evaluation or 16 bits
 
 
 def first_chunk_alone(stock, self, dl, x):

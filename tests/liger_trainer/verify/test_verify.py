@@ -1,4 +1,4 @@
-"""`liger-trainer verify`: silent where nothing is wrong, for every trainer and every shipped recipe, and its output."""
+"""`liger-trainer verify` is silent on correct code, for every trainer and shipped recipe; and its output."""
 
 import json
 import math
@@ -99,7 +99,7 @@ def test_a_step_that_raises_has_failed(monkeypatch):
     ]
 
 
-# By what figures are judged
+# The figures that decide
 
 
 def test_errors_are_relative_to_a_tensor_or_to_the_largest_where_it_is_nothing():

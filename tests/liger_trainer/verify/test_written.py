@@ -1,6 +1,6 @@
-"""Training in bf16 of trainers that write completions: all runs get those of the stock trainer in fp32.
+"""bf16 training of trainers that write completions: all runs get the stock trainer's completions from fp32.
 
-A model writes another text in bf16 than in fp32, in ours as in the stock trainer. With the seeds here, it does.
+A model writes another text in bf16 than in fp32, with our trainer and with stock. With the seeds here, it does.
 """
 
 import pytest

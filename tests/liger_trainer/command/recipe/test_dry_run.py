@@ -12,7 +12,7 @@ from recipe_fixtures import command, write_model, write_recipe, write_rows
 import liger_trainer
 from liger_trainer.command.recipe.read import TRAINERS, parse_recipe
 
-# Options that a trainer needs, and options that a machine without a GPU cannot have.
+# Options that a trainer needs, and options that do not work without a GPU.
 NEEDED = {"bf16": False, "reward_funcs": ["boxed_answer"], "teacher_model_name_or_path": "nobody/teacher"}
 
 
@@ -29,7 +29,7 @@ def bare_recipe(tmp_path, name):
     return path
 
 
-# True is refused: by transformers on a CPU, by TRL, or without keys that are missing here.
+# These refuse True: transformers does on a CPU, TRL does, or keys are missing here.
 NOT_TRUE_ALONE = {
     "bf16",
     "fp16",
@@ -139,7 +139,7 @@ def test_the_printed_recipe_finds_its_data_from_anywhere(tmp_path, monkeypatch):
     path = write_recipe(folder)
     (folder / "rows.jsonl").write_text("{}")
     assert yaml.safe_load(printed(path))["dataset_name"] == str(folder / "rows.jsonl")
-    monkeypatch.chdir(folder)  # found from the working directory, which the next command may not share
+    monkeypatch.chdir(folder)  # found relative to the working directory, which may differ for the next command
     assert yaml.safe_load(printed(path))["dataset_name"] == str(folder / "rows.jsonl")
     path = write_recipe(
         folder, dataset_name=["rows.jsonl", "nobody/rows"], eval_dataset_name="rows.jsonl", eval_strategy="epoch"
@@ -194,7 +194,7 @@ WRONG = {
 
 @pytest.mark.parametrize("keys, says", WRONG.values(), ids=WRONG)
 def test_what_the_recipe_names_is_checked(keys, says, base, capsys):
-    """The recipe is printed all the same."""
+    """The recipe is printed anyway."""
     path = write_recipe(base, **keys)
     code, out, err = command(capsys, "train", path, "--dry_run")
     assert code == 2 and says in err.strip().splitlines()[-1]

@@ -1,4 +1,4 @@
-"""`train --help` lists all keys without importing the configs, and lists what they have."""
+"""`train --help` lists all keys without importing the configs, and lists exactly their keys."""
 
 import os
 import subprocess

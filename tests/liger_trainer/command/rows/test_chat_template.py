@@ -37,7 +37,7 @@ PLAIN = (
     "{{ '<|im_start|> ' + m['role'] + ' ' + last + ' <|im_end|> ' }}{% endfor %}"
     "{%- if add_generation_prompt %}{{ '<|im_start|> assistant ' }}{% endif %}\n"
 )
-# The answer that is the last one has another beginning than the ones before it
+# The last answer begins differently from earlier ones
 THINKING = PLAIN.replace("+ last", "+ ('w50 ' if loop.last and m['role'] == 'assistant' else '') + last")
 
 
@@ -101,7 +101,7 @@ def test_named_templates_are_the_public_formats():
     for messages in ([USER, CALL, answer, answer, CALL | {"content": "w8"}, answer, ANSWER], [SYSTEM, USER, CALL]):
         expected = render(theirs("qwen3_instruct_2507"), messages, tools=TOOLS)
         assert render(ours("qwen"), messages, tools=TOOLS) == expected
-    missing = {key: value for key, value in CALL.items() if key != "content"}  # TRL drops what is None
+    missing = {key: value for key, value in CALL.items() if key != "content"}  # TRL drops None values
     assert render(ours("qwen"), [USER, missing]) == render(ours("qwen"), [USER, CALL])
     text, _ = render(ours("mistral"), [SYSTEM, *CONVERSATION])
     assert text == "<s>[INST] w3\n\nw4 w5 [/INST] w6</s>[INST] w7 [/INST] w8 w9</s>"
@@ -140,7 +140,7 @@ def test_named_templates_drop_nothing_in_silence(name):
 
 
 def tokenizer(*special):
-    """Words `w3` to `w110`, roles, and special tokens, all within the vocabulary of the tiny models."""
+    """A tokenizer of words `w3` to `w110`, roles and special tokens, all within the tiny models' vocabulary."""
     words = ["<pad>", "<s>", "</s>", *(f"w{i}" for i in range(3, 111)), "user", "assistant", "system", *special]
     made = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>"))
     made.pre_tokenizer = Whitespace()
@@ -151,7 +151,7 @@ def tokenizer(*special):
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A model whose tokenizer has the tokens of ChatML and no chat template, and eight rows of messages."""
+    """A model and eight rows of messages. The tokenizer has ChatML's tokens but no chat template."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     tiny_model("llama").save_pretrained(tmp_path / "model")
     tokenizer("<|im_start|>", "<|im_end|>").save_pretrained(tmp_path / "model")
@@ -181,7 +181,7 @@ EXACT = pytest.mark.skipif(
 @EXACT
 @pytest.mark.parametrize("trainer", ["sft", "medusa"])
 def test_only_answers_are_learned(trainer, folder, capsys):
-    """The rows as the stock trainer makes them of a template that was marked by hand; and the model keeps its own."""
+    """The rows equal the stock trainer's with a template marked by hand. The model keeps its own template."""
     (folder / "model" / "chat_template.jinja").write_text(PLAIN)
     path = recipe(folder, trainer=trainer)
     code, out, err = command(capsys, "train", path, "--preview")
@@ -228,7 +228,7 @@ def test_only_answers_are_learned(trainer, folder, capsys):
 
 
 def test_a_mask_that_goes_on_after_the_answer_is_refused(folder, capsys, monkeypatch):
-    """As with transformers 5.17: an answer ends with a blank that the tokenizer drops."""
+    """With transformers 5.17, for example, an answer ends with a blank that the tokenizer drops."""
     own = PreTrainedTokenizerFast.apply_chat_template
 
     def to_the_end(self, *args, **kwargs):
@@ -253,7 +253,7 @@ def test_evaluation_rows_are_marked_too(folder, capsys):
 
 @EXACT
 def test_the_template_of_a_model_is_marked_too(folder, capsys):
-    """TRL adds the tokens of that tokenizer to the model."""
+    """TRL adds that tokenizer's tokens to the model."""
     other = tokenizer("<|im_start|>", "<|im_end|>", "<|more|>")
     other.chat_template = PLAIN
     other.save_pretrained(folder / "other")
@@ -352,7 +352,7 @@ def test_answers_of_a_real_tokenizer(tmp_path, monkeypatch, capsys):
 
 
 def test_answers_beside_pictures(tmp_path, monkeypatch, capsys):
-    """The collator of images renders the rows itself, after the model has its own template again."""
+    """The collator of images renders the rows itself, after the model has its own template back."""
     pytest.importorskip("PIL")
     if Version(transformers.__version__) < Version("5.18.0.dev0"):
         pytest.skip("TRL wants a later transformers for assistant_only_loss with images")

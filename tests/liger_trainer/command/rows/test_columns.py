@@ -1,4 +1,4 @@
-"""Columns of the user's own names, mixtures of data sets, lines of text, and turns that call tools."""
+"""Columns under the user's own names, mixtures of data sets, lines of text, and turns that call tools."""
 
 import json
 from collections import Counter
@@ -79,7 +79,7 @@ def test_alpaca_tells_once_what_it_leaves_out_and_refuses_pictures(tmp_path, cap
             {"question": "w4", "answer": "w5"},
             {"prompt": "w4", "solution": "w5"},
         ),
-        # The columns are swapped, and one of them has the name of another.
+        # The columns are swapped; one has the other's name.
         (
             "sft",
             {"prompt": "completion", "completion": "prompt"},
@@ -92,7 +92,7 @@ def test_alpaca_tells_once_what_it_leaves_out_and_refuses_pictures(tmp_path, cap
             {"question": "w4", "prompt": "w9", "completion": "w5"},
             {"prompt": "w4", "completion": "w5"},
         ),
-        # Columns of other forms, which the trainer would prefer, are left out, and columns that it does not read stay.
+        # Columns that the trainer would prefer are left out; columns that it does not read stay.
         (
             "sft",
             PAIR,
@@ -136,7 +136,7 @@ def test_columns_of_each_data_set(tmp_path):
     columns = [PAIR, {"prompt": "q", "completion": "a"}]
     rows = load(tmp_path, dataset_name=names, columns=columns)
     assert rows.to_list() == [{"prompt": "w4", "completion": "w5"}, {"prompt": "w6", "completion": "w7"}]
-    table = tmp_path / "d.csv"  # pandas has other strings than the reader of JSON
+    table = tmp_path / "d.csv"  # pandas and the JSON reader have different string types
     table.write_text("prompt,completion\nw8,w9\n")
     rows = load(tmp_path, dataset_name=[names[0], str(table)], columns=[PAIR, {}])
     assert rows.to_list()[1] == {"prompt": "w8", "completion": "w9"}
@@ -220,11 +220,11 @@ def mixture(folder, **keys):
 def test_weights(tmp_path):
     first = mixture(tmp_path, dataset_weights=[3, 1])
     counts = Counter(text[0] for text in first)
-    assert counts["b"] == 60 and 120 < counts["a"] < 240  # until the smaller one is at its end
+    assert counts["b"] == 60 and 120 < counts["a"] < 240  # until the smaller one ends
     assert [text for text in first if text[0] == "a"] == [f"a{i}" for i in range(counts["a"])]
     assert mixture(tmp_path, dataset_weights=[0.75, 0.25]) == first != mixture(tmp_path, dataset_weights=[3, 1], seed=1)
     both = mixture(tmp_path, dataset_weights=[3, 1], dataset_stopping_strategy="all_exhausted")
-    assert len(set(both)) == 360 and len(both) > 380  # rows of the smaller one are there again
+    assert len(set(both)) == 360 and len(both) > 380  # rows of the smaller one repeat
     once = mixture(tmp_path, dataset_weights=[3, 1], dataset_stopping_strategy="all_exhausted_without_replacement")
     assert sorted(once) == sorted(mixture(tmp_path)) and len(once) == 360
     assert len(mixture(tmp_path, dataset_weights=[3, 1], max_rows=20)) == 20
@@ -318,7 +318,7 @@ def test_tools_that_are_text(tmp_path):
 
 
 def test_calls_in_a_later_row_keep_their_arguments(tmp_path):
-    """datasets decides by the first thousand rows what a message is."""
+    """datasets infers a message's fields from the first thousand rows."""
     plain = {"conversations": [TURNS[0], {"from": "gpt", "value": "w5"}], "id": 1}
     rows = [plain] * 1500
     rows[1200] = {"conversations": TURNS[:2], "id": 2}

@@ -1,4 +1,4 @@
-"""Counts of rows that a run used, cut and dropped, compared with TRL; and data without anything to learn."""
+"""Counts of rows that a run used, cut and dropped, compared with TRL; and data with nothing to learn."""
 
 import json
 import re
@@ -34,7 +34,7 @@ def words(n, first=3):
 def train(capsys, folder, rows, **keys):
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     keys = {"prompt_template": None, "max_steps": 1, "max_length": 10} | keys
-    shutil.rmtree(folder / "out", ignore_errors=True)  # of an earlier call
+    shutil.rmtree(folder / "out", ignore_errors=True)  # from an earlier call
     return command(capsys, "train", write_recipe(folder, **keys))
 
 
@@ -106,7 +106,7 @@ def test_exactly_max_length_counts_as_cut(folder, capsys):
     ],
 )
 def test_packed_rows(strategy, line, folder, capsys):
-    """Packing cuts with `bfd` only, and TRL drops no row then: those without anything to learn take up room."""
+    """Packing cuts only with `bfd`, and then TRL drops no row: rows with nothing to learn take up room."""
     code, out, err = train(capsys, folder, SETS["sft"], packing=True, packing_strategy=strategy)
     assert code == 0, err
     assert rows_line(out) == line
@@ -222,7 +222,7 @@ def test_a_label_that_the_trainer_does_not_read(folder, capsys, caplog):
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model(base, tmp_path, capsys):
-    """Added tokens without new embeddings would be an IndexError in the first step, on a GPU a device assert."""
+    """Added tokens without new embeddings would be an IndexError in the first step; on a GPU, a device assert."""
     from transformers import AutoTokenizer
 
     shutil.copytree(base / "model", tmp_path / "model")
@@ -297,7 +297,7 @@ REFUSING = CHAT.replace(
 
 @pytest.mark.parametrize("trainer", ["sft", "dpo"])
 def test_a_chat_template_that_refuses_a_row(trainer, base, tmp_path, capsys):
-    """Templates raise an error of jinja2's, for a role that they do not know or turns out of order."""
+    """Templates raise a jinja2 error for an unknown role or for turns out of order."""
     (tmp_path / "model").mkdir()
     for file in (base / "model").iterdir():
         (tmp_path / "model" / file.name).write_bytes(file.read_bytes())
@@ -324,7 +324,7 @@ def test_a_conversation_without_the_assistant(folder, capsys):
 
 
 def test_what_the_counts_stand_on_in_trl():
-    """Names of TRL's: the preparation that runs in two steps, the column that says it is done, and the cut of pairs."""
+    """The counts use these names of TRL: its two-step preparation, the column that marks it done, the cut of pairs."""
     import inspect
 
     from trl import DPOTrainer, KTOTrainer, SFTTrainer

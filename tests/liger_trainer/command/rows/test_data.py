@@ -1,4 +1,4 @@
-"""Rows: every kind of source, and an error for each way that data can be missing."""
+"""Rows: every kind of source, and an error for each way in which data can be missing."""
 
 import json
 
@@ -68,7 +68,7 @@ def test_folder_with_splits(tmp_path, capsys):
     assert (len(train), len(evaluation)) == (6, 4)
     with pytest.raises(RecipeError, match="split 'validation', cannot be loaded"):
         load(tmp_path, dataset_name="folder", dataset_train_split="validation", prompt_template="alpaca")
-    (folder / "dataset_infos.json").write_text("{}")  # as in a copy of a repository of the Hub
+    (folder / "dataset_infos.json").write_text("{}")  # as in a copy of a repository on the Hub
     assert len(load(tmp_path, dataset_name="folder", prompt_template="alpaca")[0]) == 6
     (folder / "LICENSE.txt").write_text("as is")
     assert len(load(tmp_path, dataset_name="folder", prompt_template="alpaca")[0]) == 6

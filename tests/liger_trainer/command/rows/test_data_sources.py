@@ -1,4 +1,4 @@
-"""Rows from several files, and rows to evaluate on from a file of their own."""
+"""Rows from several files, and evaluation rows from their own file."""
 
 import json
 
@@ -39,7 +39,7 @@ def test_several_files_are_joined_in_order(tmp_path):
 
 
 def test_rows_that_are_there_twice_are_not_held_out(tmp_path):
-    """They would be evaluated on and trained on."""
+    """Otherwise the same row would be trained on and evaluated."""
     names = [write(tmp_path / f"{name}.jsonl", [{"text": f"{name}{i}"} for i in range(40)]) for name in "ab"]
     keys = {"dataset_name": names, "dataset_weights": [9, 1], "eval_fraction": 0.25}
     with pytest.raises(RecipeError, match="dataset_stopping_strategy is 'all_exhausted', which draws rows again"):
@@ -68,12 +68,12 @@ def test_a_column_that_no_trainer_reads_is_left_out_of_a_mixture(tmp_path):
     mixed = load(tmp_path, dataset_name=names[:2], dataset_weights=[1, 1])[0]
     assert mixed.column_names == ["text"]
     assert load(tmp_path, dataset_name=names[0])[0].to_list() == [{"text": "a", "id": 1}]
-    names[1] = write(tmp_path / "d.jsonl", [{"text": "d", "id": "d1"}])  # of another type
+    names[1] = write(tmp_path / "d.jsonl", [{"text": "d", "id": "d1"}])  # another type
     assert load(tmp_path, dataset_name=names[:2])[0].to_list() == [{"text": "a"}, {"text": "d"}]
 
 
 def test_conversations_with_and_without_tools(tmp_path):
-    """Turns, tools and their parameters reach the trainer as they were written, whichever file has more keys."""
+    """Turns, tools and their parameters reach the trainer as written, whichever file has more keys."""
 
     def tool(name, **properties):
         function = {"name": name, "description": "d", "parameters": {"type": "object", "properties": properties}}
@@ -132,7 +132,7 @@ def test_pictures_are_found_beside_the_rows(column, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "trainer, row, more",
     [
-        ("sft", {"text": "a"}, {"images": ["https://a.b/c.png"]}),  # which would be trained without its picture
+        ("sft", {"text": "a"}, {"images": ["https://a.b/c.png"]}),  # it would be trained without its picture
         ("sft", {"text": "a"}, {"messages": [{"role": "user", "content": "a"}]}),
         ("sft", {"input_ids": [1]}, {"labels": [1]}),
         ("grpo", {"prompt": "a"}, {"solution": "a"}),
@@ -161,7 +161,7 @@ def test_files_of_other_columns(tmp_path):
 
 
 def test_the_template_joins_files_of_other_columns(tmp_path):
-    """One with `input` and one without become the same columns."""
+    """A file with `input` and one without become the same columns."""
     rows = {"instruction": "a", "output": "b"}, {"instruction": "a", "input": "c", "output": "b"}
     names = [write(tmp_path / f"{i}.jsonl", [row]) for i, row in enumerate(rows)]
     assert load(tmp_path, dataset_name=names, prompt_template="alpaca")[0].to_list() == [

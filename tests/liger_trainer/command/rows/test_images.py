@@ -1,4 +1,4 @@
-"""Rows with pictures in a recipe: each fault is an error in one line with the remedy, before training; packed rows."""
+"""Rows with pictures in a recipe: each fault is a one-line error with the remedy before training; packed rows."""
 
 import io
 import json
@@ -13,18 +13,18 @@ from transformers.image_utils import load_image
 
 from liger_trainer.command.rows.images import broken_picture
 
-MODEL = "idefics3"  # its processor has no part for videos
+MODEL = "idefics3"  # its processor does not handle videos
 IMAGE = {"type": "image"}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A tiny model of images with its processor, a picture, and a file that is not a picture."""
+    """A tiny image model with its processor, a picture, and a file that is not a picture."""
     found, source = tmp_path_factory.mktemp("pictures"), torch.Generator().manual_seed(0)
     image_model(MODEL).save_pretrained(found / "model")
     try:
         processor = processor_of(MODEL)
-    except ImportError as error:  # in transformers 5.17 this one needs torchvision
+    except ImportError as error:  # its processor needs torchvision in transformers 5.17
         pytest.skip(str(error).strip().splitlines()[0])
     processor.save_pretrained(found / "model")
     noise_image(40, 60, source).save(found / "a.png")
@@ -84,7 +84,7 @@ def test_what_is_refused(rows, keys, said, folder, tmp_path, capsys):
 
 @pytest.mark.parametrize("kind", ["file", "Parquet", "packed"])
 def test_a_picture_that_is_broken_after_its_header_is_named(kind, folder, tmp_path, capsys):
-    """Readers of pictures name no file. The rows of the first batch are tried before training, and here are whole."""
+    """Image readers do not name the file. The first batch's rows are read before training, and are whole here."""
     whole, count = (folder / "a.png").read_bytes(), 6
     (folder / "half.png").write_bytes(whole[: len(whole) // 2])
     rows = [row(["half.png" if index == 3 else "a.png"]) for index in range(count)]
@@ -105,7 +105,7 @@ def test_a_picture_that_is_broken_after_its_header_is_named(kind, folder, tmp_pa
 
 
 def test_a_marker_in_the_second_turn_is_the_picture_of_that_turn(folder, tmp_path, capsys):
-    """The batch has as many image tokens as with parts written by hand, after the words of the first answer."""
+    """The batch has as many image tokens as with hand-written parts, after the words of the first answer."""
     words = [("user", "w3"), ("assistant", "w4"), ("user", "<image> w5"), ("assistant", "w6")]
     turns = [{"role": role, "content": content} for role, content in words]
     parts = [[{"type": "text", "text": content}] for _, content in words]

@@ -1,4 +1,4 @@
-"""`liger-trainer train RECIPE --preview`: the rows as the trainer has them, with what is learned marked."""
+"""`liger-trainer train RECIPE --preview` shows the rows as the trainer gets them, with learned tokens marked."""
 
 import json
 
@@ -155,7 +155,7 @@ def test_a_checkpoint_is_not_asked_for(folder, capsys):
 
 
 def test_characters_of_several_tokens():
-    """Text is split where a mask begins, also where that is within a character; nothing is lost."""
+    """Text is split where a mask begins, even within a character, and nothing is lost."""
     from liger_trainer.command.rows.preview import marked
 
     class Bytes:

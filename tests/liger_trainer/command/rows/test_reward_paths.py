@@ -1,4 +1,4 @@
-"""Reward functions that are found by a dotted path: from where, what counts as one, and what a broken module says."""
+"""Reward functions by dotted path: where they are found, what counts as one, and the error of a broken module."""
 
 import os
 import subprocess
@@ -35,7 +35,7 @@ number = 3
 
 @pytest.fixture
 def module(tmp_path, monkeypatch):
-    """`write(name, text)` makes a module in a folder that is not on Python's path; it is forgotten afterwards."""
+    """`write(name, text)` makes a module in a folder that is not on Python's path. It is forgotten afterwards."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     before = set(sys.modules)
 
@@ -64,7 +64,7 @@ def test_beside_the_recipe_and_in_the_working_directory(tmp_path, module, monkey
 
 
 def test_an_installed_module_is_not_hidden(tmp_path, module):
-    """A file next to the recipe may have the name of a library; other libraries still import the real one."""
+    """A file next to the recipe may share a library's name; other libraries still import the real one."""
     module("wave", "def brief(completions): return []")
     sys.modules.pop("wave", None)
     with pytest.raises(RecipeError, match="'wave.brief', which is none of boxed_answer"):
@@ -99,7 +99,7 @@ def test_an_error_of_a_module_is_raised_as_it_is(text, error, tmp_path, module):
 
 @pytest.mark.slow
 def test_the_installed_command_finds_them(tmp_path):
-    """A script's sys.path[0] is its own folder, which is elsewhere for scripts that pip installs."""
+    """A script's sys.path[0] is its own folder. For scripts that pip installs, that is elsewhere."""
     folder, scripts = tmp_path / "recipe", tmp_path / "bin"
     folder.mkdir()
     scripts.mkdir()

@@ -1,4 +1,4 @@
-"""Reward functions of a recipe: how one is found by name, and recipes that train with them."""
+"""Reward functions of a recipe: how they are found by name, and recipes that train with them."""
 
 import json
 
@@ -90,7 +90,7 @@ RECIPES = {
 
 
 def test_a_column_that_a_reward_reads(folder, capsys):
-    """`boxed_answer` needs the solution, and the rows have it under another name."""
+    """`boxed_answer` needs the solution, which the rows have under another name."""
     path = write_recipe(folder, trainer="grpo", max_length=None, **RECIPES["grpo"] | {"prompt_template": None})
     code, _, err = command(capsys, "train", path, "--columns", "{answer: solution}", "--dry_run")
     assert code == 2 and "'boxed_answer', which reads the column solution, and the rows have prompt, answer." in err
@@ -98,7 +98,7 @@ def test_a_column_that_a_reward_reads(folder, capsys):
 
 
 def test_too_few_rewards(folder, tmp_path, capsys, monkeypatch):
-    """TRL counts them when it has written the first completions."""
+    """TRL counts them only after it has generated the first completions."""
     (tmp_path / "too_few.py").write_text("def one(completions, **columns):\n    return [0.0]\n")
     monkeypatch.syspath_prepend(tmp_path)
     keys = RECIPES["grpo"] | {"reward_funcs": ["too_few.one"], "prompt_template": "none", "max_length": None}

@@ -1,4 +1,4 @@
-"""System prompts in a column, and messages that say whether they are learned: taken as meant, or refused."""
+"""System prompts in a column, and messages marked as learned or not: used as meant, or refused."""
 
 import json
 
@@ -131,7 +131,7 @@ TEMPLATES = {
 @pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
 @pytest.mark.parametrize("messages, roles, learned", LEARNED.values(), ids=LEARNED)
 def test_what_is_learned_of_messages(messages, roles, learned, template, folder):
-    """Each learned message counts with the end of its turn, and nothing else does."""
+    """Each learned message counts with its end-of-turn token, and nothing else does."""
     (folder / "model" / "chat_template.jinja").write_text(template)
     (folder / "rows.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
     recipe = parse_recipe(str(write_recipe(folder, prompt_template=None, train_on=roles)))
@@ -139,7 +139,7 @@ def test_what_is_learned_of_messages(messages, roles, learned, template, folder)
     row = trainer.train_dataset[0]
     want = [token for number in learned for token in (number, 2)]
     got = [label for label in row["labels"] if label != -100]
-    assert [token for token in got if token != 1] == want  # 1 is the generation prompt, before each other turn
+    assert [token for token in got if token != 1] == want  # 1 is the generation prompt, which precedes each turn
     contents = [int(turn["content"][1:]) for turn in messages]
     assert [token for token in row["input_ids"] if token > 2] == contents
 

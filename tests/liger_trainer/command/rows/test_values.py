@@ -1,4 +1,4 @@
-"""Rows as users' files hold them: words that readers change, nulls of Arrow, other separators, and rows under a key."""
+"""Rows as users' files hold them: words that readers convert, Arrow's nulls, other separators, rows under a key."""
 
 import json
 

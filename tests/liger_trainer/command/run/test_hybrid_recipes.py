@@ -1,4 +1,4 @@
-"""The recipes of Qwen3.5, Gemma 4 and Granite 4 on tiny checkpoints of these types: trained, saved, loaded, merged."""
+"""The recipes of Qwen3.5, Gemma 4 and Granite 4 on tiny checkpoints of these types: train, save, load, merge."""
 
 import pytest
 import torch
@@ -58,12 +58,12 @@ RECIPES = {  # and the model type of the checkpoint
 
 @pytest.fixture(autouse=True)
 def tokenizers_alone(monkeypatch):
-    """The processors of these checkpoints need torchvision for videos. Text needs the tokenizer alone."""
+    """Load tokenizers instead of processors: these processors need torchvision for videos, and text does not."""
     monkeypatch.setattr(AutoProcessor, "from_pretrained", PreTrainedTokenizerFast.from_pretrained)
 
 
 def write_checkpoint(model_type, folder):
-    """A tiny checkpoint as the published one is: of a model of images, where that is what it holds."""
+    """Write a tiny checkpoint like the published one: an image model if the published one is."""
     if model_type not in CONFIG_MAPPING:
         pytest.skip(f"this transformers has no {model_type}")
     if model_type == "gemma4":
@@ -128,7 +128,7 @@ def test_from_its_first_line_to_the_merged_model(recipe, tmp_path, capsys):
 
 @pytest.mark.parametrize("recipe", ["qwen3_5_4b/sft_lora_16gb", "gemma4_e4b/sft_lora"])
 def test_its_losses_are_those_of_rows_with_padding(recipe, tmp_path, capsys):
-    """TRL's own trainer cannot pack these rows: it computes padding."""
+    """TRL's own trainer cannot pack these rows, so it computes padding."""
     write_checkpoint(RECIPES[recipe], tmp_path / "base")
     write_rows(tmp_path / "rows.jsonl", 8)
     options = {"packing": "false", "per_device_train_batch_size": 4, "learning_rate": 1e-2}

@@ -1,4 +1,4 @@
-"""Keys that this machine cannot serve: each is refused with its name, its value and what to do."""
+"""Keys that this machine cannot serve are refused with name, value and remedy."""
 
 import importlib.util
 

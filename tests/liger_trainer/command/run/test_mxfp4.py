@@ -1,4 +1,4 @@
-"""The recipe of gpt-oss on a tiny checkpoint in MXFP4: trained with adapters on attention and experts, and merged."""
+"""The gpt-oss recipe on a tiny MXFP4 checkpoint: trains adapters on attention and experts, and merges them."""
 
 import io
 
@@ -15,7 +15,7 @@ IDS = torch.arange(3, 27).reshape(2, 12)
 
 
 def train(folder, capsys, use_liger, recipe="gpt_oss_20b/sft_lora", name=None):
-    """The folder of what the recipe makes of the checkpoint in four steps, by our trainer or by the stock one."""
+    """The output folder after four steps of the recipe, by our trainer or by the stock one."""
     out, ours = folder / (name or f"out_{use_liger}"), str(use_liger).lower()
     code, _, err = command(
         capsys,
@@ -65,7 +65,7 @@ def test_trained_and_merged(tmp_path, capsys, monkeypatch):
     numbers = write_gpt_oss(tmp_path / "base")
     write_rows(tmp_path / "rows.jsonl")
     own = PreTrainedModel.from_pretrained.__func__
-    with monkeypatch.context() as patched:  # transformers 5.17 gives experts in bf16, in which four steps drift apart
+    with monkeypatch.context() as patched:  # transformers 5.17 returns bf16 from experts, and four steps drift apart
         in_fp32 = classmethod(lambda *args, **named: own(*args, **named).float())
         patched.setattr(PreTrainedModel, "from_pretrained", in_fp32)
         plain = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
@@ -86,9 +86,9 @@ def test_trained_and_merged(tmp_path, capsys, monkeypatch):
 
 
 def test_kept_in_four_bits(tmp_path, capsys, monkeypatch):
-    """The recipe for 16 GiB starts with the loss of TRL on a 16-bit base, and its adapter is merged.
+    """The recipe for 16 GiB starts with TRL's loss on a 16-bit base, and its adapter is merged.
 
-    Loading draws other random numbers, so that the adapters begin with others.
+    Loading draws different random numbers, so the adapters start differently.
     """
     write_gpt_oss(tmp_path / "base")
     write_rows(tmp_path / "rows.jsonl")
@@ -129,7 +129,7 @@ def test_experts_in_four_bits_get_no_adapter(tmp_path, capsys):
 
 
 def test_chat_with_an_adapter(tmp_path, monkeypatch, capsys):
-    """The base is loaded in 16 bits on request, because on a GPU transformers keeps 4-bit experts. It answers."""
+    """The base is loaded in 16 bits on request, because transformers keeps 4-bit experts on a GPU. It answers."""
     from peft import LoraConfig, get_peft_model
 
     write_gpt_oss(tmp_path / "base")

@@ -1,4 +1,4 @@
-"""Errors and wrong results of a recipe's reward functions are reported in one line, with the function's name."""
+"""Errors and wrong results of a recipe's reward functions are reported in one line with the function's name."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""The life of a run: two processes without a GPU, a folder that is taken, cut-off checkpoints, a full disk, a stop."""
+"""The life of a run: two processes without a GPU, a used folder, incomplete checkpoints, a full disk, a stop."""
 
 import json
 import os
@@ -25,7 +25,7 @@ def test_two_processes_without_a_gpu_are_one_training(folder):
 
 
 def test_processes_that_would_train_apart_are_refused(folder, capsys, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")  # and no LOCAL_RANK: no launcher that accelerate knows
+    monkeypatch.setenv("WORLD_SIZE", "2")  # without LOCAL_RANK, so no launcher that accelerate knows
     code, _, err = command(capsys, "train", write_recipe(folder))
     assert code == 2 and "WORLD_SIZE is 2" in err and "torchrun" in err
     assert not (folder / "out").exists()
@@ -54,7 +54,7 @@ def test_the_folder_of_the_model_is_no_output_dir(folder, capsys):
 
 @pytest.mark.parametrize("saving", [{}, SAVING], ids=["no checkpoints", "checkpoints"])
 def test_a_final_save_that_fails_keeps_the_last_step(saving, folder, capsys, monkeypatch):
-    """As a checkpoint if there is one of this step, or else as a model in another folder."""
+    """It is kept as a checkpoint if that step has one, or else as a model in another folder."""
     from transformers import AutoModelForCausalLM, Trainer
 
     plain = Trainer._save
@@ -87,7 +87,7 @@ def test_a_final_save_that_fails_keeps_the_last_step(saving, folder, capsys, mon
 
 @pytest.fixture
 def run_with_files_up_to(folder, capsys, monkeypatch):
-    """A limit on the size of files stands for the full disk: safetensors and torch raise errors of their own for it."""
+    """Limit the size of files to simulate a full disk: safetensors and torch raise their own errors for it."""
 
     def run(limit, **keys):
         recipe, (before, hard) = write_recipe(folder, **keys), resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -198,7 +198,7 @@ def test_a_stopped_run_says_how_to_go_on(folder, capsys):
     assert process.returncode == 130, err
     (line,) = (line for line in err.splitlines() if line.startswith("liger-trainer: interrupted. "))
     saved = re.search(r"checkpoint-(\d+)", line)
-    # Python itself tells, and forgets, a Ctrl-C that comes while tqdm frees a bar; it is then pressed again.
+    # Python reports and then forgets a Ctrl-C that arrives while tqdm frees a bar, so it is pressed again.
     told = re.sub(r"Exception ignored in: <function tqdm\.__del__.*\nTraceback", "", err)
     assert saved and int(saved[1]) >= 4 and "Traceback" not in told, err
     assert (folder / "out" / saved[0] / "trainer_state.json").is_file()
@@ -210,7 +210,7 @@ def test_a_stopped_run_says_how_to_go_on(folder, capsys):
 
 
 def test_a_reader_that_has_had_enough():
-    """`liger-trainer recipes | head -1`: no traceback, and the code of a process that a closed pipe has ended."""
+    """`liger-trainer recipes | head -1` prints no traceback and exits like a process that a closed pipe ended."""
     command = [sys.executable, "-m", "liger_trainer", "recipes"]
     env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)

@@ -1,4 +1,4 @@
-"""`liger-trainer chat`: what the model says, next to its base, from a pipe and in a terminal."""
+"""`liger-trainer chat`: the answers of a model and of its base, from a pipe and in a terminal."""
 
 import io
 import os
@@ -25,7 +25,7 @@ GREEDY = ("--temperature", "0", "--max_new_tokens", "6")
 
 @pytest.fixture
 def folder(tmp_path):
-    """A model, and an adapter on it that changes what it says."""
+    """A model, and an adapter that changes its answers."""
     write_model(tmp_path / "model")
     torch.manual_seed(1)
     adapted = get_peft_model(
@@ -120,7 +120,7 @@ def test_a_model_that_is_not_there(folder, monkeypatch, capsys):
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no pty")
 def test_keys_of_a_terminal(folder):
-    """Ctrl-C ends an answer and not the chat, which Ctrl-D ends."""
+    """Ctrl-C ends an answer but not the chat. Ctrl-D ends the chat."""
     tiny_model("llama").save_pretrained(folder / "model")
     ours, theirs = pty.openpty()
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")]), "CUDA_VISIBLE_DEVICES": ""}

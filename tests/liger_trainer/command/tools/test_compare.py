@@ -74,8 +74,9 @@ def test_the_stock_arm_is_the_stock_class(folder, capsys, monkeypatch):
 
 
 def test_the_table(folder, capsys, monkeypatch):
-    """An arm in a process of its own, a JSON and a chart, and nothing in output_dir, whatever the recipe saves."""
-    apart = {"stock": compare._run_arm, "ours": compare._in_a_process}  # one is enough: a process takes 15 s to begin
+    """Runs an arm in its own process and writes a JSON and a chart; output_dir stays empty in any case."""
+    # one arm is enough, because a process takes 15 s to start
+    apart = {"stock": compare._run_arm, "ours": compare._in_a_process}
     monkeypatch.setattr(
         compare, "_in_a_process", lambda recipe, words, arm, steps: apart[arm](recipe, words, arm, steps)
     )
@@ -142,7 +143,7 @@ def test_losses_that_differ_are_named(losses, said, folder, capsys, monkeypatch)
 
 
 def test_captured_steps_are_named(folder, capsys, monkeypatch):
-    """With captures among the timed steps, and without any."""
+    """They are named both with and without captures among the timed steps."""
     path = write_recipe(folder, model_init_kwargs={"attn_implementation": "sdpa"}, cuda_graphs="auto")
     stock, uncaptured = arm(capsys, path, "stock"), arm(capsys, path, "ours")
     assert stock["captured"] is None and stock["left_out"] == ["cuda_graphs"]
@@ -160,7 +161,7 @@ def test_captured_steps_are_named(folder, capsys, monkeypatch):
 
 
 def test_a_loss_that_is_nan_is_named(folder, capsys, monkeypatch):
-    """transformers would log 0 in its place, in all arms."""
+    """transformers would log 0 instead, in all arms."""
     path = write_recipe(folder, adam_epsilon=0.0)
     found = arm(capsys, path, "stock")
     arms_of(monkeypatch, stock=found, ours=found)
@@ -222,7 +223,7 @@ def test_sigterm_ends_the_process_of_the_arm_too(folder):
 
 
 def test_sigterm_at_the_start_of_an_arm_ends_it_too(monkeypatch):
-    """The signal comes when the arm's process exists and its parent has no handle of it yet."""
+    """The signal arrives when the arm's process exists and its parent has no handle for it yet."""
     started = []
 
     class Signalled(subprocess.Popen):

@@ -1,4 +1,4 @@
-"""`liger-trainer evaluate`: losses of held-out rows as by hand and as the trainer's, exact answers, and lm-eval."""
+"""`liger-trainer evaluate`: losses of held-out rows equal those by hand and the trainer's; exact answers; lm-eval."""
 
 import json
 import math
@@ -35,7 +35,7 @@ def write(folder, rows):
 
 
 def by_hand(model, rows):
-    """The loss of (ids, how many of them are not learned), and how many tokens are the first choice."""
+    """The loss of (ids, number of tokens that are not learned), and how many tokens are the first choice."""
     total, count, right = 0.0, 0, 0
     for ids, hidden in rows:
         ids = torch.tensor([ids])
@@ -85,7 +85,7 @@ def test_only_answers_of_messages_count(chats, capsys):
 
 
 def test_the_loss_is_the_trainer_s(folder, capsys):
-    """Of rows of one length, of which the trainer's mean over batches is the mean over tokens."""
+    """The rows have one length, so the trainer's mean over batches is the mean over tokens."""
     rows = write(folder, PROMPTS)
     keys = {"dataset_name": str(rows), "prompt_template": None, "eval_dataset_name": str(rows), "max_steps": 4}
     code, _, err = command(capsys, "train", write_recipe(folder, **keys, eval_strategy="steps", eval_steps=4))
@@ -121,7 +121,7 @@ def test_answers_of_a_trained_adapter_are_exact(chats, capsys):
 
 
 def test_names_in_an_adapter_are_those_that_servers_look_for(folder, capsys):
-    """vLLM and SGLang take `base_model.model.<layer of the base>.lora_A.weight` and `lora_B.weight`."""
+    """vLLM and SGLang look for `base_model.model.<layer of the base>.lora_A.weight` and `lora_B.weight`."""
     keys = {"use_peft": True, "lora_target_modules": "all-linear", "max_steps": 1}
     code, _, err = command(capsys, "train", write_recipe(folder, **keys))
     assert code == 0, err
@@ -133,7 +133,7 @@ def test_names_in_an_adapter_are_those_that_servers_look_for(folder, capsys):
 
 
 def test_tasks_go_through_lm_eval(folder, capsys, monkeypatch):
-    """lm-eval gets the loaded model. Its own code is not run here."""
+    """lm-eval gets the loaded model. Its own code does not run here."""
     called = {}
 
     class HFLM:

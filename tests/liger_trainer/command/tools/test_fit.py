@@ -1,4 +1,4 @@
-"""`liger-trainer fit`, of a tiny model's config."""
+"""`liger-trainer fit` on a tiny model's config."""
 
 import importlib.util
 import re
@@ -26,7 +26,7 @@ def kernels_are_proven_by_their_twins(monkeypatch):
 
 @pytest.fixture
 def short_search(monkeypatch):
-    """For what does not ask how large the largest batch is."""
+    """Shorten the search in tests that do not need the largest batch."""
     monkeypatch.setattr(answer, "TRIES", 1)
 
 
@@ -129,7 +129,7 @@ def test_images_for_a_model_of_text(recipe, capsys):
 def test_images_that_cannot_be_counted(recipe, tmp_path, capsys):
     try:
         processor = processor_of("idefics3")
-    except ImportError as error:  # of torchvision
+    except ImportError as error:  # from torchvision
         pytest.skip(str(error).strip().splitlines()[0])
     image_model("idefics3").config.save_pretrained(tmp_path / "model")
     processor.save_pretrained(tmp_path / "model")

@@ -1,7 +1,7 @@
-"""Hooks of others on modules that a patched model does not call, or calls in its own way: they see what stock shows.
+"""Others' hooks on modules that a patched model does not call, or calls its own way, see what stock shows them.
 
-Every case compares loss and gradients with the unpatched model under the same hooks, whether the hooks were there when
-the model was patched or came afterwards, and asks the report.
+Every case compares loss and gradients with the unpatched model under the same hooks, set before or after patching, and
+checks the report.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -109,7 +109,7 @@ def test_a_hook_that_counts_is_called_once_and_sees_logits(when):
 
 
 def test_under_the_contract_of_trl():
-    """The per-token log-probabilities are those of the logits that the hook leaves."""
+    """The per-token log-probabilities follow the logits that the hook returns."""
     model, batch = llama(), collate(ragged_rows(4))
     install_fused_head(model)
     model.lm_head.register_forward_hook(halve)
@@ -132,7 +132,7 @@ def test_the_head_is_fused_again_when_the_hook_has_gone():
 
 
 def test_a_hook_on_all_modules():
-    """`register_module_forward_hook`: every module that stock calls is called, and none twice."""
+    """Under `register_module_forward_hook`, every module that stock calls is called, and none twice."""
     counts = []
 
     def count(module, args, output):
@@ -181,7 +181,7 @@ def test_on_the_activation_of_experts(when):
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_on_what_makes_the_angles(when):
-    """Ours reads one number of cos for each pair; after this hook the two of a pair differ."""
+    """Ours reads one number of cos for each pair. After this hook the two numbers of a pair differ."""
 
     def turn(module, args, output):
         cos, sin = output
@@ -193,7 +193,7 @@ def test_on_what_makes_the_angles(when):
 
 
 def test_a_copy_steps_aside_by_itself():
-    """The copy of a patched model has hooks of its own, and the report stays that of the original."""
+    """A copy of a patched model has its own hooks, and the report stays with the original."""
     import copy
 
     model = llama()
@@ -209,7 +209,7 @@ def test_a_copy_steps_aside_by_itself():
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("name", ["model.layers.0.mlp.act_fn", "model.rotary_emb"])
 def test_a_hook_that_goes_between_forward_and_recomputation(name, reentrant):
-    """The recomputation of a checkpoint takes the path that the forward pass took."""
+    """The recomputation of a checkpoint takes the same path as the forward pass."""
     results = []
     for patched in (False, True):
         model = llama()
@@ -227,7 +227,7 @@ def test_a_hook_that_goes_between_forward_and_recomputation(name, reentrant):
 
 
 def around(module):
-    """A wrapper such as profilers and accelerate put around a forward."""
+    """A wrapper around a forward, as profilers and accelerate put there."""
     own = module.forward
     module.forward = lambda *args, **kwargs: own(*args, **kwargs)
 
@@ -235,7 +235,7 @@ def around(module):
 @pytest.mark.parametrize("undo", [remove_liger, apply_liger])
 @pytest.mark.parametrize("name", ["lm_head", "model.layers.0.mlp", "model.layers.0.self_attn", "model.norm"])
 def test_a_patched_forward_that_somebody_wrapped(name, undo):
-    """Our method is still inside of the wrapper, and leaves the call to the module's own code."""
+    """Our method is still inside the wrapper, and leaves the call to the module's own code."""
     model = llama()
     apply_liger(model)
     around(model.get_submodule(name))
@@ -249,7 +249,7 @@ def test_a_patched_forward_that_somebody_wrapped(name, undo):
 
 
 def test_a_class_whose_forward_is_replaced(monkeypatch):
-    """After patching, by somebody who wants another activation or other angles everywhere."""
+    """A user replaces it after patching, to have another activation or other angles everywhere."""
     model = llama()
     report = apply_liger(model)
     act, rotary = type(model.model.layers[0].mlp.act_fn), type(model.model.rotary_emb)
@@ -266,7 +266,7 @@ def test_a_class_whose_forward_is_replaced(monkeypatch):
 
 
 def test_the_model_called_from_inside_its_own_call():
-    """A hook gets the logits it asks for, whose graph is its own."""
+    """A hook gets the logits it asks for, with their own graph."""
     results = []
     for patched in (False, True):
         model, kept = llama(), []
@@ -289,7 +289,7 @@ def test_the_model_called_from_inside_its_own_call():
 
 
 def test_another_thread_gets_logits():
-    """While one thread is inside a call that returns no logits."""
+    """It asks while one thread is inside a call that returns no logits."""
     model, seen = llama(), []
     apply_liger(model)
 

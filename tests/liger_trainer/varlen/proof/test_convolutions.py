@@ -1,4 +1,4 @@
-"""The short convolution of layers that keep a state: which function of transformers ours stands for, and where."""
+"""The short convolution of layers with a state: which function of transformers ours replaces, and where."""
 
 import copy
 import importlib
@@ -36,7 +36,7 @@ def scope_of(name):
 
 @pytest.fixture
 def on_cpu(monkeypatch):
-    """The convolutions that ours has computed, as if the CPU were a GPU; the twin of the kernel runs."""
+    """The convolutions that ours computed, with the CPU treated as a GPU. The kernel's twin runs."""
     found, own = [], convolutions.by_kernel
     monkeypatch.setattr(convolutions, "_takes", convolutions.fits)
     monkeypatch.setattr(convolutions, "by_kernel", lambda *given: found.append(given) or own(*given))
@@ -67,7 +67,7 @@ def test_values_and_gradients(shape, bias, activation, on_cpu):
 
 
 def test_nothing_is_transposed(monkeypatch):
-    """The kernel gets the memory of the projection, and what it writes is the result."""
+    """The kernel reads the projection's memory, and its output is the result."""
     given = []
 
     def recorded(x, *others, **options):

@@ -1,6 +1,6 @@
-"""Packed rows in models whose layers keep a state: refused unless the batch of the collator keeps them apart.
+"""Packed rows in models whose layers keep a state are refused, unless the collator's batch keeps them apart.
 
-What a tiny model does with the batch in stock is the measure: its rows see each other, it raises, or they stay apart.
+A tiny stock model on that batch decides: its rows see each other, it raises, or they stay apart.
 
     pytest -m slow tests/liger_trainer/varlen/proof/test_packed_states.py
 """
@@ -76,7 +76,7 @@ LENGTHS = (6, 3, 9)
 
 
 def stay_apart_in_stock(model, collate) -> bool:
-    """Whether hidden states of packed rows are those of rows one by one. A raise says that they cannot be packed."""
+    """True if hidden states of packed rows equal those of single rows. An error means that they cannot be packed."""
     rows = [torch.arange(5, 5 + length).tolist() for length in LENGTHS]
     batch = dict(collate([{"input_ids": row, "labels": row} for row in rows]))
     batch.pop("labels")
@@ -120,7 +120,7 @@ def test_a_decoder_of_attention_alone(name):
 
 
 def test_another_attention_does_not_hide_the_state():
-    """Kernels that read lengths keep attention apart. They do not run on a CPU, and the state layers go by without."""
+    """Kernels that read lengths keep attention apart. They do not run on a CPU, where state layers run without them."""
     model, _ = with_own_attention("qwen3_5_text")
     model.config._attn_implementation = "flash_attention_2"
     assert "packed rows see each other" in why_rows_mix(model, COLLATORS["positions"])
@@ -137,12 +137,12 @@ def test_a_state_that_cannot_be_tried_is_refused(monkeypatch):
 
 @pytest.fixture
 def packages(monkeypatch):
-    """`install(module)` has the functions of a modeling file call packages that need a GPU."""
+    """`install(module)` makes the functions of a modeling file call packages that need a GPU."""
     return functools.partial(install_packages, monkeypatch)
 
 
 def test_with_packages_that_are_told_where_rows_begin(packages):
-    """The kernels of packages raise on a CPU. What they are told is what counts."""
+    """The packages' kernels raise on a CPU. Their arguments decide."""
     model, _ = with_own_attention("qwen3_5_text")
     scope = vars(sys.modules[type(model).__module__])
     packages(type(model).__module__)
@@ -158,7 +158,7 @@ def test_with_packages_that_are_told_where_rows_begin(packages):
 
 
 def test_a_rule_whose_rows_get_lost_on_the_way_is_seen_with_packages(packages):
-    """Kimi-Linear hands `cu_seq_lens_q` on by this name, which its rule does not know."""
+    """Kimi-Linear passes `cu_seq_lens_q` on under this name, which its rule does not know."""
     model, _ = with_own_attention("kimi_linear")
     packages(type(model).__module__)
     for name, collate in COLLATORS.items():

@@ -1,4 +1,4 @@
-"""Which models let packed rows see each other; with their own attention transformers and TRL train on in silence."""
+"""Models that let packed rows see each other. With these models' own attention, transformers and TRL train silently."""
 
 import pytest
 import torch
