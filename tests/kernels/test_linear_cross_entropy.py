@@ -256,8 +256,8 @@ def test_weight_gradient_is_as_accurate_in_many_chunks_as_in_one_product(device)
 def test_one_chunk_is_as_accurate_as_pytorch(reduction, with_bias, device, row_pass):
     """Uses bf16, one chunk, and an upstream gradient that is not a power of two.
 
-    The weight's gradient is rounded with the gradient of the logits, as in PyTorch, so our errors are no larger. No fp32 sum
-    is made for it.
+    The weight's gradient is rounded with the gradient of the logits, as in PyTorch, so our errors are no larger.
+    No fp32 sum is made for it.
     """
     x, w, b, y = inputs(device, torch.bfloat16, rows=64)
     if with_bias:  # 208 words: a bias is added before the logits are rounded where the vocabulary is a multiple of 16

@@ -59,7 +59,7 @@ def test_the_twin(device, check_close):
 
 
 def test_keys_far_below_the_others_change_nothing(device):
-    """If a rollout's own keys have no weight, it equals row attention on its first part, as one-token rows, bit for bit."""
+    """If a rollout's own keys have no weight, it equals row attention on its first part's one-token rows."""
     q, k, v, *_ = inputs(device)
     low = -1e3 * q.detach().unflatten(1, (2, 2)).mean(2)
     got = rollout_attention(q, k, v, [low], [torch.zeros_like(v)], offsets(device), max(LENGTHS))
