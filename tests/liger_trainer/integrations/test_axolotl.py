@@ -1,8 +1,8 @@
 """Axolotl's plugin manager loads the plugin, its config takes the options, and the patched model trains.
 
-Axolotl pins older versions of transformers and TRL, and its trainers cannot be imported with newer ones. A stock Trainer
-trains here. `axolotl train` itself runs only with Axolotl's versions: `pip install axolotl pytest pytest-timeout`,
-and `pytest -m "" tests/liger_trainer/integrations/test_axolotl.py` with the checkout in PYTHONPATH.
+Axolotl pins older versions of transformers and TRL, and its trainers cannot be imported with newer ones. A stock
+Trainer trains here. `axolotl train` itself runs only with Axolotl's versions: `pip install axolotl pytest
+pytest-timeout`, and `pytest -m "" tests/liger_trainer/integrations/test_axolotl.py` with the checkout in PYTHONPATH.
 """
 
 import os

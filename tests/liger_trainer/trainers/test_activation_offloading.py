@@ -1,4 +1,4 @@
-"""TRL's `activation_offloading` leaves the head fused. Here it moves tensors from the host's memory to the host's."""
+"""TRL's `activation_offloading` leaves the head fused. Here it moves tensors from host memory to host memory."""
 
 import functools
 

@@ -1,7 +1,6 @@
 """Trainers with captured steps train as with `cuda_graphs: false`, and as the stock trainers.
 
-What is recorded runs again as Python here (`RerunRecorder`). `varlen/graphs/test_captured_gpu.py` compares CUDA
-graphs to the bit.
+Here recorded Python runs again (`RerunRecorder`). `varlen/graphs/test_captured_gpu.py` compares CUDA graphs by bits.
 """
 
 import copy
@@ -23,7 +22,7 @@ from varlen_batches import model_of
 
 from liger_trainer import LigerDPOTrainer, LigerSFTTrainer, LigerTrainer
 
-SGD = {"optim": "sgd", "learning_rate": 0.1}  # the first steps of Adam take the sign of what is nothing but rounding
+SGD = {"optim": "sgd", "learning_rate": 0.1}  # Adam's first steps take the sign of gradients, even of mere rounding
 TARGETS = ["q_proj", "v_proj", "down_proj"]
 
 
@@ -48,7 +47,7 @@ def replayed(trainer):
 
 
 def assert_same_three(run, classes, least):
-    """Captured as uncaptured, and as stock. `run(class, options)` returns logs as a tensor, and the trainer."""
+    """Captured equals uncaptured, and stock. `run(class, options)` returns logs as a tensor, and the trainer."""
     ours, stock = classes
     got, captured = run(ours, {"cuda_graphs": "true"})
     want, plain = run(ours, {"cuda_graphs": "false"})
@@ -80,7 +79,7 @@ PACKED = {
 
 
 OFTEN = [("accumulation", "full"), ("checkpointing", "lora"), ("evaluation", "full"), ("packing", "full")]
-CELLS = [  # what is not run often is slow
+CELLS = [  # slow: rarely used options
     pytest.param(*cell, marks=() if cell in OFTEN else pytest.mark.slow)
     for cell in itertools.product([*CASES, *PACKED], ("full", "lora"))
 ]
@@ -139,7 +138,7 @@ def test_dpo(reference, split, recorders, tmp_path):
 
 
 def test_a_run_that_goes_on_from_a_checkpoint(recorders, tmp_path):
-    """It captures again, after its first step."""
+    """It captures again after its first step."""
     model = model_of("llama")
     options = {"save_strategy": "steps", "save_steps": 3, "rows": ragged_rows(48), "cuda_graphs": "true"}
     want, whole = sft_runs.run(LigerSFTTrainer, model, tmp_path, **options)
@@ -192,7 +191,7 @@ def test_a_callback_that_changes_the_model_takes_effect_at_once(change, recorder
 
 
 class KeepsGradients(TrainerCallback):
-    """Keeps the gradients of each step, as one who draws them later does."""
+    """Keeps the gradients of each step, for example to plot them later."""
 
     def __init__(self):
         self.kept, self.copies = [], []
@@ -259,5 +258,5 @@ def test_an_error_of_a_callback_releases_all(recorders, tmp_path):
         trainer.train()
     assert replayed(trainer) == 2
     trainer.remove_callback(Breaks)
-    trainer.train()  # its steps are counted from the first again
+    trainer.train()  # its step count restarts
     assert replayed(trainer) == 5

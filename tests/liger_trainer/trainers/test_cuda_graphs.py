@@ -64,7 +64,7 @@ def test_switched_off_nothing_is_said(options, tmp_path, caplog):
     assert trainer.liger_report is None or "cuda_graphs" not in trainer.liger_report.to_dict()
 
 
-# Where captures are possible
+# Where steps can be captured
 
 
 @pytest.mark.parametrize("split", [(8, 1), (4, 2)], ids=str)
@@ -82,7 +82,7 @@ def test_captured_steps_are_those_of_python_and_are_reported(split, tmp_path, mo
 
 
 def test_true_warns_if_nothing_was_captured(tmp_path, monkeypatch, caplog):
-    """`true` raises for what is known beforehand. Calls that cannot be captured show while it trains."""
+    """`true` raises for reasons known in advance. Calls that cannot be captured show up only in training."""
 
     class Full(RerunRecorder):
         def make_room(self, size):
@@ -160,7 +160,7 @@ def trainer(tmp_path_factory):
 
 @pytest.mark.parametrize("name", REASONS)
 def test_reasons_that_are_known_before_training(name, trainer, monkeypatch):
-    """Each alone, on a device that captures. `true` raises with the same reason."""
+    """Each reason alone, on a device that can capture. `true` raises with the same reason."""
     change, reason = REASONS[name]
     before = dict(vars(trainer.args))
     own = {key: getattr(trainer, key) for key in ("is_deepspeed_enabled", "is_fsdp_enabled")}
@@ -192,7 +192,7 @@ def test_reasons_of_a_class_and_of_a_model(tmp_path, monkeypatch):
 
 
 def test_stock_arguments_capture_nothing(tmp_path, monkeypatch):
-    """They have no field to switch it off by."""
+    """They have no field to turn it off."""
     capture_on_cpu(monkeypatch)
     args = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none", max_steps=2, save_strategy="no")
     trainer = LigerTrainer(model=model_of(), args=args, train_dataset=ragged_rows(), data_collator=collate)

@@ -1,4 +1,4 @@
-"""A loss of one's own by overriding `token_loss`: the same on both trainers, split-proof, and without logits."""
+"""A custom loss by overriding `token_loss`: the same on both trainers, independent of splits, and without logits."""
 
 import copy
 
@@ -29,7 +29,7 @@ class FocalSFTTrainer(Focal, LigerSFTTrainer):
 
 
 class ConfidencePenalty(LigerSFTTrainer):
-    """Pereyra et al. 2017, and a penalty on the hidden states so that every differentiable output is used."""
+    """Pereyra et al. 2017, with a penalty on the hidden states so that every differentiable output is used."""
 
     token_outputs = ("entropy", "hidden_states")
 
@@ -39,7 +39,7 @@ class ConfidencePenalty(LigerSFTTrainer):
 
 
 def stock_loss(term):
-    """`compute_loss_func` on real logits, for the stock way to the same loss."""
+    """`compute_loss_func` on real logits: the stock way to the same loss."""
 
     def loss(outputs, labels, num_items_in_batch):
         log_p = torch.log_softmax(outputs.logits[:, :-1].float(), -1)

@@ -107,7 +107,7 @@ def wide():
 
 @pytest.fixture(params=[torch.float32, torch.bfloat16], ids=str)
 def wide_pair(wide, request):
-    """(stock, patched, batch), of one dtype and the same weights."""
+    """(stock, patched, batch) in one dtype, with the same weights."""
     stock = copy.deepcopy(wide[0]).to(request.param)
     patched = copy.deepcopy(stock)
     assert apply_liger(patched).skipped == {}
@@ -122,7 +122,7 @@ def gradients(model, batch):
 
 
 def assert_close(got, want):
-    """Relative error of each tensor: in fp32 of other orders of summation, in bf16 of other roundings."""
+    """Relative error of each tensor. fp32 sums in another order, and bf16 rounds in other places."""
     limit = 1e-4 if want["lm_head.weight"].dtype == torch.float32 else 5e-2
     for name, reference in want.items():
         error = (got[name].double() - reference.double()).norm() / reference.double().norm()
@@ -175,7 +175,7 @@ def test_hooks_at_real_size(wide_pair, hook):
     assert_close(gradients(patched, batch), gradients(stock, batch))
     if hook is kept_gate:
         error = (patched.kept[0].double() - stock.kept[0].double()).norm() / stock.kept[0].double().norm()
-        assert error < 2e-2  # not written over by its gradient
+        assert error < 2e-2  # its gradient has not overwritten it
 
 
 def test_two_backward_passes(wide_pair):
@@ -196,7 +196,7 @@ def test_two_backward_passes(wide_pair):
 
 
 def test_a_frozen_base_in_eight_bits(tmp_path):
-    """Losses near bf16, half of the frozen layers' memory, and no second copy while they are converted."""
+    """Losses are near bf16's, frozen layers take half the memory, and converting makes no second copy of them."""
     from peft import LoraConfig, get_peft_model
 
     from liger_trainer.fp8.quantize_base import quantize_base
@@ -217,7 +217,7 @@ def test_a_frozen_base_in_eight_bits(tmp_path):
     torch.testing.assert_close(got[:, 0], want[:, 0], rtol=0.02, atol=0)
     assert len(trainer.liger_report["frozen_float8"].swapped) == 4 * 7
     del trainer
-    gc.collect()  # or the trainers' memory is freed while the layers are converted
+    gc.collect()  # otherwise the trainers' memory is freed while the layers are converted
     model = made().cuda()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()

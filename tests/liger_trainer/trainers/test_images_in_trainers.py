@@ -49,8 +49,8 @@ CLASSES = {
 }
 ANSWERED = ("sft", "dpo", "kto")  # rows of these trainers have answers
 ONLINE = {"num_generations": 2, "max_completion_length": 6, "beta": 0.0}
-PREFIXED = ("gemma3",)  # the tokens of an image see each other, so that padding is computed
-FAIL_IN_TRL = {("llava_onevision", "rloo")}  # an argument that RLOOTrainer does not know
+PREFIXED = ("gemma3",)  # tokens of an image see each other, so padding is computed
+FAIL_IN_TRL = {("llava_onevision", "rloo")}  # RLOOTrainer does not know this argument
 SIZES = {"several and none": [2, 0, 1, 1], "one each": [1, 1, 1, 1]}
 TOWERS = ["q_proj", "v_proj", "qkv", "fc1", "linear_fc1", "gate_proj", "down_proj"]
 
@@ -84,9 +84,9 @@ def rows_of(model_type, kind, images):
 def pair(model_type, kind, folder, images=SIZES["one each"], model=None, **given):
     """Ours and TRL's, from one model and the same rows."""
     model, rows = image_model(model_type) if model is None else model, rows_of(model_type, kind, images)
-    model.config.get_text_config().final_logit_softcapping = None  # which TRL leaves out
+    model.config.get_text_config().final_logit_softcapping = None  # TRL leaves it out
     for name, parameter in model.named_parameters():
-        if name.endswith(("k_proj.bias", *CANCELLING)):  # the gradient is zero, or nearly, but for rounding
+        if name.endswith(("k_proj.bias", *CANCELLING)):  # the gradient is zero, or nearly, up to rounding
             parameter.requires_grad_(False)
     options = {"max_length": None} if kind in ANSWERED else ONLINE
     made = []
@@ -143,7 +143,7 @@ CASES = [
 def test_a_step(model_type, kind, tmp_path, real):
     try:
         ours, stock = pair(model_type, kind, tmp_path)
-    except ImportError as error:  # of num2words
+    except ImportError as error:  # num2words
         pytest.skip(str(error).strip().splitlines()[0])
     assert_same_training(ours, stock, loss_size=1.0)
     assert bool(real) == (model_type not in PREFIXED)
@@ -184,10 +184,10 @@ QUICK = {
     ],
 )
 def test_other_forms(model_type, kind, form, tmp_path, real):
-    """Several images a row and none, adapters on both towers, and parts that are frozen."""
+    """Several images in a row or none, adapters on both towers, and frozen parts."""
     try:
         ours, stock = pair(model_type, kind, tmp_path, **FORMS[form](model_type))
-    except ImportError as error:  # of num2words
+    except ImportError as error:  # num2words
         pytest.skip(str(error).strip().splitlines()[0])
     assert_same_training(ours, stock, loss_size=1.0)
     assert bool(real) == (model_type not in PREFIXED)

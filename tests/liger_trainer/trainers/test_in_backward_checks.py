@@ -1,4 +1,4 @@
-"""Options that are refused together with `optimizer_in_backward`, when arguments and trainers are built."""
+"""Options that `optimizer_in_backward` excludes, when arguments and trainers are built."""
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ def test_the_default_of_max_grad_norm_is_refused_too(tmp_path):
 
 
 class Own(torch.optim.AdamW):
-    """A subclass may look at all gradients."""
+    """A subclass that may look at all gradients."""
 
 
 def trainer_of(tmp_path, **options):
@@ -98,7 +98,7 @@ def test_several_devices(kind, tmp_path):
 
 
 def test_transformers_asks_for_the_norm_where_it_is_answered(tmp_path, monkeypatch):
-    """After the backward pass, when stock code would find no gradients."""
+    """transformers asks after the backward pass, when stock code would find no gradients."""
     asked = []
     answer = LigerTrainer._get_grad_norm
 

@@ -1,4 +1,4 @@
-"""TRL's metrics of a training step are read from the device when they are logged, and are the same numbers."""
+"""TRL's metrics of a training step are read from the device only when logged, and have the same values."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ class AtOnce(LigerSFTTrainer):
 
 
 class OnDevice(torch.Tensor):
-    """Its values may not be read, and neither may what is computed from it."""
+    """A tensor that must not be read, nor anything computed from it."""
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -95,7 +95,7 @@ def test_a_look_at_the_metrics_finds_numbers(tmp_path):
 
 
 def test_without_a_number_of_items_trl_reads_the_labels_mask(tmp_path):
-    """It divides by their number then."""
+    """It divides by the number of labels then."""
     trainer = build(tmp_path)
     trainer.model.train()
     batch = next(iter(trainer.get_train_dataloader()))

@@ -1,4 +1,4 @@
-"""Losses that are not finite are logged as by the stock trainers, to the last digit, without waiting for the GPU."""
+"""Non-finite losses are logged as by the stock trainers, to the last digit, without waiting for the GPU."""
 
 import math
 
@@ -13,14 +13,14 @@ from liger_trainer import LigerSFTConfig, LigerSFTTrainer, LigerTrainer, LigerTr
 
 
 class Breaking:
-    """Adds `broken` to the loss of the calls `when`. The gradients stay as they are, so that only the logs differ."""
+    """Adds `broken` to the loss of the calls `when`. Gradients stay the same, so only the logs differ."""
 
     broken, when, calls = math.nan, (), 0
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         loss = result[0] if return_outputs else result
-        # The same numbers in all trainers: the kernels' results differ in the last digit
+        # All trainers need the same numbers, and the kernels' results differ in the last digit
         loss = loss * 0 + (self.broken if self.calls in self.when else 1 / (3 + self.calls))
         self.calls += 1
         return (loss, result[1]) if return_outputs else loss
@@ -63,7 +63,7 @@ def build(trainer_class, folder, accumulation=1, rows=None, **options):
 
 
 def logged(trainer):
-    """Return the logged losses; the last one is the loss of the whole training."""
+    """Return the logged losses. The last one is the loss of the whole training."""
     trainer.train()
     losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
     return [*losses, trainer.state.log_history[-1]["train_loss"]]
@@ -127,7 +127,7 @@ def test_evaluation_filters_as_in_stock(name, options, tmp_path):
 
 
 def test_a_batch_without_labels_costs_one_logged_loss(tmp_path):
-    """The first batch has no label: stock divides zero by zero there, logs 0.0 and goes on."""
+    """The first batch has no label. Stock divides zero by zero there, logs 0.0 and goes on."""
     rows = ragged_rows(8)
     for row in rows[:2]:
         row["labels"] = [-100] * len(row["labels"])
@@ -148,7 +148,7 @@ class InOrder:
 
 
 def test_the_filter_asks_no_tensor_whether_it_is_finite(tmp_path, monkeypatch):
-    """The answer to such a question about a tensor on a GPU is waited for."""
+    """Asking a GPU tensor would wait for the answer."""
     asked = []
     for name in ("isnan", "isinf"):
         stock = getattr(torch, name)
@@ -187,7 +187,7 @@ def test_a_training_step_that_the_user_has_set_on_the_trainer_stays(tmp_path):
 
 
 class Setting(TrainerCallback):
-    """Notes `logging_nan_inf_filter` in every event, and does something at the second step."""
+    """Records `logging_nan_inf_filter` in every event, and acts at the second step."""
 
     def __init__(self, at_second=lambda trainer: None):
         self.seen, self.at_second = [], at_second
@@ -205,7 +205,7 @@ class Setting(TrainerCallback):
 
 
 def wrap(name):
-    """A callback's wrapper around a method of the trainer, which it leaves in place."""
+    """A callback wraps a method of the trainer and leaves the wrapper in place."""
 
     def wrapping(trainer):
         inner = getattr(trainer, name)
@@ -215,7 +215,7 @@ def wrap(name):
 
 
 def step_apart(trainer):
-    """A callback that runs a training step of its own."""
+    """A callback runs a training step of its own."""
     assert type(trainer.training_step(trainer.model, collate(ragged_rows(2)))) is torch.Tensor
     trainer.model.zero_grad()
 
@@ -239,7 +239,7 @@ def test_the_argument_is_as_set_for_all_that_looks(at_second, tmp_path):
 
 def test_the_argument_is_as_set_after_an_error(tmp_path):
     trainer = build(OurTrainer, tmp_path)
-    trainer.floating_point_ops = None  # which fails right after the loss is added
+    trainer.floating_point_ops = None  # it fails right after the loss is added
     with pytest.raises(TypeError):
         trainer.train()
     assert trainer.args.logging_nan_inf_filter is True and trainer.floating_point_ops is None

@@ -1,4 +1,4 @@
-"""The card of a trainer with a text of its own: TRL's metadata, and a text from a template of `ModelCard`."""
+"""The card of a trainer with its own text: TRL's metadata, and a text from a template of `ModelCard`."""
 
 import pytest
 from datasets import Dataset
@@ -31,11 +31,11 @@ def card_of(tmp_path):
 
 
 def test_metadata_are_those_of_trl(card_of):
-    """A text of one's own changes no line of them."""
+    """A custom text changes no line of them."""
     stock = card_of(None, "someone/base")
     card = card_of(CardText("base"), "someone/base")
     assert sorted(card.data.tags) == sorted(stock.data.tags) and "liger-trainer" in card.data.tags
-    stock.data.tags = card.data.tags = None  # which TRL keeps in a set
+    stock.data.tags = card.data.tags = None  # TRL keeps it in a set
     assert card.data.to_dict() == stock.data.to_dict()
     assert card.data.base_model == "someone/base" and card.data.model_name == "mine"
     assert "fine-tuned version of [someone/base](https://huggingface.co/someone/base)." in card.text

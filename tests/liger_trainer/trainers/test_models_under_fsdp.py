@@ -1,4 +1,4 @@
-"""Where TRL's trainers put the models that they load themselves, if FSDP is going to shard them."""
+"""The devices on which TRL's trainers place models they load themselves, if FSDP will shard them."""
 
 import importlib
 import types

@@ -1,4 +1,4 @@
-"""`optimizer_in_backward`: the same bits as the ordinary step, with the gradient of one weight at a time."""
+"""`optimizer_in_backward` gives the bits of the ordinary step, with one weight's gradient at a time."""
 
 import copy
 import pickle
@@ -41,7 +41,7 @@ def test_optimizers(optim, tmp_path):
 
 @pytest.mark.parametrize("optim", ["adamw_bnb_8bit", "lion_8bit", "paged_adamw_32bit"])
 def test_optimizers_of_bitsandbytes(optim, tmp_path):
-    """They look up by its place that the embedding has states of 32 bits."""
+    """They look up by position that the embedding has 32-bit states."""
     pytest.importorskip("bitsandbytes")
     model = model_of(intermediate_size=256)
     _, (_, _, states) = same_training(tmp_path, optim=optim, learning_rate=1e-3, model=model, max_steps=4)
@@ -62,7 +62,7 @@ def test_lora_on_a_patched_model(tmp_path):
 
 
 class UnevenlyUsed(torch.nn.Module):
-    """A llama with a frozen norm, and a weight that counts for batches of an even sum alone."""
+    """A llama with a frozen norm, and a weight that counts only for batches with an even sum."""
 
     def __init__(self):
         super().__init__()
@@ -115,7 +115,7 @@ def test_resumed_with_it_and_without(tmp_path):
 
 
 def test_auto_within_a_budget(tmp_path):
-    """The budget lies between the peaks of all layers checkpointed and of none."""
+    """The budget lies between the peaks with all layers checkpointed and with none."""
     peaks = []
     for checkpointing in (True, False):
         train(make(tmp_path, True, checkpointing, memory=(memory := CountedMemory())))
@@ -129,7 +129,7 @@ def test_auto_within_a_budget(tmp_path):
 
 
 def test_the_plan_of_auto_knows_that_gradients_do_not_gather(tmp_path):
-    """Few tokens and large weights, so that gradients are the peak of the ordinary step."""
+    """There are few tokens and large weights, so gradients are the peak of the ordinary step."""
     found = {}
     for in_backward in (False, True):
         model = tiny_model("llama", num_hidden_layers=LAYERS, hidden_size=128, intermediate_size=384)
@@ -213,7 +213,7 @@ def test_nothing_is_left_between_steps_and_after(tmp_path):
     assert not any(has_our_hooks(model) for model in (trainer.model, *copies))
     inner = trainer.optimizer.optimizer
     assert not inner._optimizer_step_pre_hooks
-    # A loop of one's own on the same model and optimizer, and another trainer
+    # A user's loop on the same model and optimizer, and another trainer
     before = copy.deepcopy(trainer.model.state_dict())
     ids = torch.tensor([[3, 4, 5]])
     trainer.model.train()(input_ids=ids, labels=ids).loss.backward()
@@ -275,7 +275,7 @@ def test_gradients_of_before_and_steps_without_any_are_as_ever(trainer_class, tm
 
 
 class ForwardsBefore(LigerTrainer):
-    """Two losses: their backward passes run one after the other, without a forward pass in between."""
+    """Two losses with one backward pass after the other, and no forward pass in between."""
 
     def compute_loss(self, model, inputs, *args, **kwargs):
         loss, other = (super(ForwardsBefore, self).compute_loss(model, inputs, *args, **kwargs) for _ in range(2))
@@ -435,7 +435,7 @@ def of_medusa(model, out, **options):
 
 @pytest.mark.parametrize("make", [of_sft, of_dpo, of_medusa])
 def test_trl_s_trainers(make, tmp_path):
-    """Medusa has groups of other learning rates, and heads of its own."""
+    """Medusa has groups with other learning rates, and its own heads."""
     found = []
     for in_backward in (False, True):
         trainer = make(
@@ -448,7 +448,7 @@ def test_trl_s_trainers(make, tmp_path):
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_autograd_sees_that_a_weight_was_stepped(fused):
-    """Fused optimizers do not tell it, and a graph that still needs the old values would be computed with the new."""
+    """Fused optimizers do not tell autograd, and a graph that still needs the old values would use the new ones."""
     weight = torch.nn.Parameter(torch.ones(3))
     optimizer = torch.optim.AdamW([weight], fused=fused)
     late = (weight**2).sum()

@@ -41,7 +41,7 @@ CHAT = {"processing_class": chat_tokenizer()}
 EVAL = {"eval_strategy": "steps", "eval_steps": 1}
 REENTRANT = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
 CHECKPOINT = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
-# The second update is made from the completions of the first: the policy has moved since it wrote them.
+# The second update uses the first one's completions. The policy has changed since it wrote them.
 TWICE = {"num_iterations": 2, "learning_rate": 0.2, "epsilon": 0.05}
 
 
@@ -51,12 +51,12 @@ def prompts(n=8):
 
 
 def lengths(completions, **columns):
-    """A second reward, of texts and of conversations."""
+    """A second reward, for texts and conversations."""
     return [len(text if isinstance(text, str) else text[0]["content"]) / 10 for text in completions]
 
 
 def sometimes(completions, **columns):
-    """A reward that has nothing to say of every second completion."""
+    """A reward without an opinion on every second completion."""
     return [None if i % 2 else reward for i, reward in enumerate(letters(completions))]
 
 
@@ -102,7 +102,7 @@ def rewarded(*functions, **more):
 
 
 def shared(**given):
-    """Options that all three share; `given` are arguments of the trainer together with an adapter."""
+    """Options that all three share. `given` are arguments of the trainer together with an adapter."""
     rows = prompts()
     return [
         case(
@@ -314,7 +314,7 @@ def test_grpo(options, tmp_path):
 
 @pytest.mark.parametrize("options", RLOO_CASES)
 def test_rloo(options, tmp_path):
-    """Of a policy that has not moved, the loss is the mean of advantages of both signs: zero, but for rounding."""
+    """If the policy has not changed, the loss is the mean of advantages of both signs: zero up to rounding."""
     defaults = {"num_generations": 2, "beta": 0.0, "loss_size": 1.0, "learning_rate": 0.02} | SHORT
     compare((LigerRLOOTrainer, LigerRLOOConfig), (RLOOTrainer, RLOOConfig), tmp_path, options, defaults)
 

@@ -58,7 +58,7 @@ def labelled(n=8):
 
 
 def without_prompt(rows):
-    """The prompt is what chosen and rejected begin with."""
+    """The prompt is the common beginning of chosen and rejected."""
     return [{name: row["prompt"] + row[name] for name in ("chosen", "rejected")} for row in rows]
 
 
@@ -67,7 +67,7 @@ def conversations_without_prompt(rows):
 
 
 def reference(model_type="llama", **more):
-    """Another model than the policy, or every log-ratio would be zero."""
+    """A reference other than the policy, because otherwise every log-ratio would be zero."""
     return {"given": {"ref_model": tiny_model(model_type, seed=7)} | more}
 
 
@@ -75,12 +75,12 @@ REFERENCE = reference()["given"]
 
 
 def sizes(prediction):
-    """Metrics of what `compute_metrics` gets from trainers that predict something other than logits."""
+    """Metrics for trainers that pass something other than logits to `compute_metrics`."""
     return {"size": float(torch.as_tensor(prediction.predictions).abs().mean())}
 
 
 def shared(rows, **given):
-    """Options that all four share; `given` are arguments of the trainer in the cases without an adapter."""
+    """Options that all four share. `given` are arguments of the trainer in cases without an adapter."""
     adam = {"optim": "adamw_torch", "learning_rate": 1e-3, "weight_decay": 0.1, "max_grad_norm": 0.5}
     return [
         case("conversation", True, rows=as_conversation(rows), given=CHAT | given),

@@ -257,17 +257,17 @@ def test_every_option_is_covered():
         "dataset_kwargs",
         "dataset_num_proc",
         "pad_token",
-        "trust_remote_code",  # not in a step
+        "trust_remote_code",  # has no effect in a step
     }
 
 
 @pytest.mark.parametrize("options", CASES)
 def test_options(options, tmp_path):
-    """Two steps from one seed: every number that is logged, every gradient and what was learned."""
+    """Two steps from one seed: every logged number, every gradient, and what was learned."""
     compare((LigerSFTTrainer, LigerSFTConfig), (SFTTrainer, SFTConfig), tmp_path, options, {"max_length": 64})
 
 
 def test_labels_of_the_rows_themselves(tmp_path):
-    """Rows of token ids with labels of one's own, as the tests of single options have them."""
+    """Rows of token ids with their own labels, like the rows of the tests of single options."""
     options = {"rows": ragged_rows(8), "packing": True, "max_length": 24, "metrics": METRICS}
     compare((LigerSFTTrainer, LigerSFTConfig), (SFTTrainer, SFTConfig), tmp_path, options, {})

@@ -1,4 +1,4 @@
-"""Models and arguments that the stock trainers train and ours once stopped at: compiled, CPT, encoder-decoders, ..."""
+"""Models and arguments that stock trains and ours once refused: compiled models, CPT, encoder-decoders and more."""
 
 import pytest
 import torch
@@ -156,7 +156,7 @@ def test_an_own_loss_after_remove_liger_is_an_error(tmp_path):
 
 
 def numbers(trainer):
-    """Return what one more training logs, at a learning rate of zero."""
+    """Return the logs of one more training at a learning rate of zero."""
     trainer.state.log_history.clear()
     set_seed(0)
     trainer.train()
@@ -180,7 +180,7 @@ def own_loss_trainer(model, folder):
 
 
 def test_two_trainers_on_one_model_in_turn(tmp_path):
-    """Each has the numbers of a fresh trainer on a fresh model: temperature and outputs of the head are its own."""
+    """Each has the numbers of a fresh trainer on a fresh model, with its own temperature and head outputs."""
     options = {"temperature": 0.5, "learning_rate": 0.0, "max_steps": 2}
     first_alone = numbers(one("GRPO", ours("GRPO"), tmp_path, **options))
     alone = own_loss_trainer(tiny_model("llama"), tmp_path)
@@ -197,7 +197,7 @@ def test_two_trainers_on_one_model_in_turn(tmp_path):
 
 
 def test_a_model_that_writes_to_the_input_of_a_lora_gets_an_error_that_says_what_to_do(tmp_path):
-    """PEFT keeps a copy in bf16 and trains. Ours keeps the input itself."""
+    """PEFT keeps a bf16 copy and trains. Ours keeps the input itself."""
 
     def writing(module, args, output):
         with torch.no_grad():

@@ -54,7 +54,7 @@ def rows():
 
 
 def qwen_rows(model_type, form):
-    """Eight rows with images of several sizes, some with two and some with none; or in another form."""
+    """Eight rows with images of several sizes, some with two images and some with none; or in another form."""
     source = torch.Generator().manual_seed(5)
     sizes = [[(56, 84)], [(60, 90), (84, 56)], [], [(30, 30)], [(28, 70), (56, 56)], [], [(90, 90)], [(56, 56)]]
     found = []
@@ -125,7 +125,7 @@ def test_a_step_of_all_rows_is_that_of_trl(model, tmp_path, monkeypatch):
 def qwen(model_type):
     found = image_model(model_type)
     for name, parameter in found.named_parameters():
-        parameter.requires_grad_(not name.endswith("k_proj.bias"))  # its gradient is zero but for rounding
+        parameter.requires_grad_(not name.endswith("k_proj.bias"))  # its gradient is zero up to rounding
     return found
 
 
@@ -166,7 +166,7 @@ def test_positions_in_three_dimensions(model_type, form, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_micro_batches_and_epochs(workers, tmp_path):
-    """Each group is a micro-batch; the loss is the mean of the stock model's on their rows, as for stock trainers."""
+    """Each group is a micro-batch. The loss is the mean of the stock model's losses, as in the stock trainers."""
     model, dataset = qwen("qwen2_5_vl"), qwen_rows("qwen2_5_vl", "plain")
     options = {
         "packing": True,

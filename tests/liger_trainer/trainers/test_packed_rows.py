@@ -49,7 +49,7 @@ def logged(trainer):
 
 @pytest.fixture
 def rows_of_calls(monkeypatch):
-    """The rows of every call that went through a backbone by their lengths."""
+    """The row lengths of every backbone call that got them."""
     seen, packed = [], padding.Plan.packed
 
     def counted(self, call):
@@ -127,7 +127,7 @@ OFF = {"varlen_attention": False}
 
 @pytest.mark.parametrize("name, config", [("qwen3_5_text", OFF), ("lfm2", OFF), ("recurrent_gemma", {})])
 def test_flattened_rows_of_a_model_that_keeps_a_state_are_an_error(name, config, tmp_path):
-    """A state goes from row to row where no layer is told rows; only rows with padding can be trained then."""
+    """If no layer is told where rows begin, a state passes from row to row. Only padded rows can be trained then."""
     model, _ = with_own_attention(name)
     args = LigerTrainingArguments(**options_of(tmp_path), liger_config=config)
     flattened, padded = DataCollatorWithFlattening(), DataCollatorForSeq2Seq(tiny_tokenizer())
@@ -153,7 +153,7 @@ def test_so_are_packed_ones_in_sft(options, tmp_path):
 @pytest.mark.parametrize("kind", PACKINGS)
 @pytest.mark.parametrize("name", ["qwen3_5_text", "lfm2"])
 def test_sft_of_a_model_that_is_told_rows(kind, name, tmp_path, rows_of_calls):
-    """All rows in one step, so that it is TRL's on padded rows, however they are packed."""
+    """One step has all rows, so it equals TRL's on padded rows, however they are packed."""
     model, _ = with_own_attention(name)
     rows = text_rows(12)
     given = {"train_dataset": Dataset.from_list(rows), "processing_class": tiny_tokenizer()}
@@ -168,7 +168,7 @@ def test_sft_of_a_model_that_is_told_rows(kind, name, tmp_path, rows_of_calls):
 
 
 def test_rows_without_positions_are_one_row_to_every_model(tmp_path):
-    """Nothing in such a batch says where rows begin, so that attention by lengths takes it for one row, too."""
+    """Nothing in such a batch says where rows begin, so attention by lengths takes it for one row too."""
     args = LigerTrainingArguments(**options_of(tmp_path))
     collator = DataCollatorWithFlattening(return_position_ids=False)
     with pytest.raises(ValueError, match="packed rows see each other.*return_position_ids"):
@@ -176,7 +176,7 @@ def test_rows_without_positions_are_one_row_to_every_model(tmp_path):
 
 
 def packs(rows):
-    """A collator of the user's, which no class tells about."""
+    """A user's collator, with a class that says nothing about packing."""
     return dict(DataCollatorWithFlattening()(rows))
 
 

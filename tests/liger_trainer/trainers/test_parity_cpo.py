@@ -1,4 +1,4 @@
-"""`LigerCPOTrainer` against `trl.experimental.cpo.CPOTrainer` from one seed, over the loss types that TRL lists."""
+"""`LigerCPOTrainer` against `trl.experimental.cpo.CPOTrainer` from one seed, over all loss types in TRL."""
 
 import dataclasses
 import re
@@ -66,12 +66,12 @@ def test_every_option_is_covered():
         "alpha",
         "max_length",  # below
         "max_completion_length",
-        "is_encoder_decoder",  # of encoder-decoders: test_other_people_s_models.py
+        "is_encoder_decoder",  # for encoder-decoders: test_other_people_s_models.py
         "disable_dropout",
         "generate_during_eval",
         "model_init_kwargs",
         "trust_remote_code",
-        "dataset_num_proc",  # no part in the loss
+        "dataset_num_proc",  # does not affect the loss
     }
 
 
@@ -105,7 +105,7 @@ def test_losses_gradients_and_metrics(loss_type, options, tmp_path):
 
 @pytest.mark.parametrize("loss_type", ["sigmoid", "simpo"])
 def test_any_upstream_gradient_with_experts(loss_type, tmp_path):
-    """The loss with the experts' auxiliary loss in it times 3.7, plus a loss of the weights."""
+    """The loss, including the experts' auxiliary loss, times 3.7, plus a loss of the weights."""
     model = tiny_model("qwen3_moe", output_router_logits=True, router_aux_loss_coef=0.3)
     ours, stock = pair(model, tmp_path, loss_type=loss_type)
     batch = batch_of(stock)
@@ -117,7 +117,7 @@ def test_any_upstream_gradient_with_experts(loss_type, tmp_path):
 
 
 def test_softcap_and_evaluation(tmp_path):
-    """The mean of the logits includes the last row here, and under a softcap it takes a product."""
+    """Here the mean of the logits includes the last row, and a softcap makes it take a product."""
     ours, stock = pair(tiny_model("gemma2"), tmp_path)
     got, want = without_times(ours.evaluate()), without_times(stock.evaluate())
     assert_same_metrics(got, want)

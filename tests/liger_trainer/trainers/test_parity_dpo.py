@@ -1,6 +1,6 @@
 """`LigerDPOTrainer` against `trl.DPOTrainer` from one seed, for every loss type: loss, gradients, every logged metric.
 
-And what stock refuses or cannot do, against the formulas on real logits.
+Where stock refuses or cannot do it, the formulas on real logits are the reference.
 """
 
 import inspect
@@ -42,7 +42,7 @@ def compare(model, tmp_path, split=(4, 1), **options):
 
 
 def test_the_list_of_loss_types_is_all_of_trl_s():
-    """From the branches of TRL's loss; from the list in its error message; from the help of its config."""
+    """They are in the branches of TRL's loss, in the list of its error message, and in its config's help."""
     listed = re.search(r"Should be one of \[(.*?)\]", SOURCE.replace('"\n', "").replace('    "', ""), re.S).group(1)
     wording = DPOConfig.__dataclass_fields__["loss_type"].metadata["help"]
     assert len(LOSS_TYPES) >= 15
@@ -82,7 +82,7 @@ def test_every_option_is_covered():
     assert DIVERGENCES == ["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
 
 
-# Loss types differ by a few lines of TRL's on two sums: one cell for each in turn, each pair of values for one of them.
+# Loss types differ by a few lines of TRL on two sums: each runs in one cell, and one of them in all pairs of values.
 CELLS = [("llama", "full", (4, 1)), ("llama", "lora", (1, 4)), ("qwen3", "lora", (4, 1)), ("qwen3", "full", (1, 4))]
 GRID = [("sigmoid", *cell) for cell in CELLS] + [
     (loss_type, *CELLS[i % 4]) for i, loss_type in enumerate(LOSS_TYPES) if loss_type != "sigmoid"
@@ -102,7 +102,7 @@ def dropping():
 
 @pytest.fixture(scope="module")
 def loss_without_options(tmp_path_factory):
-    """Of the first step."""
+    """The loss of the first step."""
     logs, _ = train(build(LigerDPOTrainer, dropping(), tmp_path_factory.mktemp("plain")))
     return logs[0]["loss"]
 
@@ -124,21 +124,21 @@ def loss_without_options(tmp_path_factory):
     ids=lambda options: "+".join(options),
 )
 def test_options(options, tmp_path, loss_without_options):
-    """Each moves the loss of the first step, but for those that must not."""
+    """Each option changes the loss of the first step, except the ones that must not."""
     trainer = compare(dropping(), tmp_path, **options)
     if not {"sync_ref_model", "precompute_ref_log_probs"} & options.keys():
         assert loss_without_options != pytest.approx(trainer.state.log_history[0]["loss"], rel=1e-4)
 
 
 def test_mixture_of_experts(tmp_path):
-    """The auxiliary loss, weighted and logged."""
+    """The auxiliary loss is weighted and logged."""
     trainer = compare(tiny_model("qwen3_moe"), tmp_path, (2, 2), router_aux_loss_coef=0.1)
     assert trainer.state.log_history[0]["aux_loss"] > 0
 
 
 @pytest.mark.parametrize("kind", ["disabled", "second"])
 def test_the_reference_is_an_adapter_disabled_or_a_second_one(kind, tmp_path):
-    """Stock makes a second one, named ref, of a model that comes with an adapter."""
+    """If a model comes with an adapter, stock makes a second one, named ref."""
     torch.manual_seed(0)
     model, given = tiny_model("llama"), {}
     if kind == "second":
@@ -151,7 +151,7 @@ def test_the_reference_is_an_adapter_disabled_or_a_second_one(kind, tmp_path):
 
 
 def test_prompt_learning(tmp_path):
-    """Virtual tokens come before the real ones in what the head returns."""
+    """Virtual tokens come before the real ones in the head's output."""
     torch.manual_seed(0)
     config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
     model = get_peft_model(tiny_model("llama"), config)
@@ -198,10 +198,10 @@ def test_any_upstream_gradient_and_an_auxiliary_loss(kind, tmp_path):
     ids=str,
 )
 def test_no_logits_of_policy_or_reference(kind, options, tmp_path, monkeypatch):
-    """In a training step, in an evaluation step and while the reference is precomputed."""
+    """This holds in a training step, in an evaluation step, and while the reference is precomputed."""
     import liger_triton._chunks as chunks
 
-    monkeypatch.setattr(chunks, "_CPU_CHUNK_BYTES", 64 * 4 * 4096)  # 64 rows, of the 400 and more that have a label
+    monkeypatch.setattr(chunks, "_CPU_CHUNK_BYTES", 64 * 4 * 4096)  # 64 rows, out of 400 or more with a label
     model = tiny_model("llama", vocab_size=4096)
     given = {"ref_model": tiny_model("llama", vocab_size=4096, seed=7)} if kind == "full" else {}
     model = lora(model, LORA) if kind == "lora" else model
@@ -217,7 +217,7 @@ def test_no_logits_of_policy_or_reference(kind, options, tmp_path, monkeypatch):
 
 
 def test_vision_language_batch(tmp_path):
-    """An image in each prompt, as TRL's collator for vision gives it to the trainer."""
+    """Each prompt has an image, as TRL's vision collator gives it to the trainer."""
     tokens = {"image_token_id": 120, "vision_start_token_id": 119}
     model = tiny_model("qwen2_5_vl", **tokens)
     generator = torch.Generator().manual_seed(0)

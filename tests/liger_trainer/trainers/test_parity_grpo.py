@@ -49,7 +49,7 @@ def pair(model, folder, **options):
 
 
 def test_every_option_is_covered():
-    """A new field of GRPOConfig needs a test here. The losses are read from TRL: from its code, and from its help."""
+    """A new field of GRPOConfig needs a test here. The losses are read from TRL's code and from its help."""
     wording = GRPOConfig.__dataclass_fields__["loss_type"].metadata["help"].split(". ")[1]
     assert set(LOSSES) == set(re.findall(r"'(\w+)'", wording)) >= {"grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo"}
     assert own_fields(GRPOConfig) - WRITING == {
@@ -86,13 +86,13 @@ def test_every_option_is_covered():
         "entropy_coef_max",
         "entropy_coef_delta",
         "ref_model_mixup_alpha",
-        "disable_dropout",  # siblings of some of those
-        "multi_objective_aggregation",  # of rewards
+        "disable_dropout",  # variants of options above
+        "multi_objective_aggregation",  # about rewards
         "vllm_importance_sampling_correction",
         "vllm_importance_sampling_mode",
         "vllm_importance_sampling_clip_max",
         "vllm_importance_sampling_clip_min",
-        "vllm_importance_sampling_cap",  # need vLLM
+        "vllm_importance_sampling_cap",  # needs vLLM
     }
 
 
@@ -102,7 +102,7 @@ def test_every_option_is_covered():
     ids=str,
 )
 def test_every_loss(loss_type, model_type, kind, split, tmp_path):
-    """Two updates from one batch of completions: at the second the policy has changed since it wrote them."""
+    """Two updates from one batch of completions. At the second, the policy has changed since it wrote them."""
     options = {"loss_type": loss_type, "num_iterations": 2, "max_steps": 2, "epsilon": 0.05, "epsilon_high": 0.1}
     options |= {"split": split, "trainer_options": KINDS[kind]}
     ours, stock = pair(tiny_model(model_type), tmp_path, learning_rate=0.2, **options)
@@ -170,7 +170,7 @@ def test_evaluation(tmp_path):
 
 
 def scored(trainer):
-    """A generated batch, in training."""
+    """A generated batch in training."""
     trainer.model.train()
     return trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
 
@@ -190,7 +190,7 @@ def test_adapter_on_the_head_trains(tmp_path):
         ours.model.zero_grad()
         if not fused:
             head = ours.model.get_base_model().lm_head
-            head.lora_bias["default"] = True  # says that the adapter has a bias, which the fused head cannot have
+            head.lora_bias["default"] = True  # this adapter has a bias, which the fused head cannot have
             head.lora_B["default"].bias = torch.nn.Parameter(torch.zeros(VOCAB))
         ours.compute_loss(ours.model, batch).backward()
         grads.append({n: p.grad.clone() for n, p in ours.model.named_parameters() if "lora" in n and "bias" not in n})
@@ -212,7 +212,10 @@ def test_scaled_loss_with_an_auxiliary_one(tmp_path):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_logits_of_policy_or_reference(kind, tmp_path, monkeypatch):
-    """Writing completions has a row of logits for each; scoring them has three, of both models, and so has training."""
+    """Generating makes one row of logits for each completion.
+
+    Scoring makes three, for both models; so does training.
+    """
     monkeypatch.setattr("liger_triton._chunks._CPU_CHUNK_BYTES", 4 * VOCAB * 3)
     model = with_reference(tiny_model("llama"), tmp_path)
     ours = one(

@@ -63,13 +63,13 @@ def test_every_option_is_covered():
         "beta",
         "max_length",  # below
         "max_completion_length",
-        "is_encoder_decoder",  # of encoder-decoders: test_other_people_s_models.py
+        "is_encoder_decoder",  # for encoder-decoders: test_other_people_s_models.py
         "disable_dropout",
         "padding_value",
         "generate_during_eval",
         "model_init_kwargs",
         "trust_remote_code",
-        "dataset_num_proc",  # no part in the loss
+        "dataset_num_proc",  # does not affect the loss
     }
 
 
@@ -140,7 +140,7 @@ def test_the_head_alone_can_be_switched_off(tmp_path):
 
 @pytest.mark.parametrize("use_dora", [False, True], ids=["lora", "dora"])
 def test_peft_config_and_a_model_on_disk(use_dora, tmp_path):
-    """A DoRA on the head cannot be fused: real logits, the same numbers."""
+    """A DoRA on the head cannot be fused: real logits give the same numbers."""
     tiny_model("llama").save_pretrained(tmp_path / "model")
     config = LoraConfig(r=4, target_modules=["q_proj", "lm_head"], init_lora_weights=False, use_dora=use_dora)
     ours, stock = pair(str(tmp_path / "model"), tmp_path, trainer_options={"peft_config": config})
@@ -151,7 +151,7 @@ def test_peft_config_and_a_model_on_disk(use_dora, tmp_path):
 
 
 def test_prompt_tuning_which_stock_cannot_train(tmp_path):
-    """The virtual tokens are rows of logits without labels. Against the same rows of the model's real logits."""
+    """The virtual tokens are rows of logits without labels. Compares with the same rows of the model's real logits."""
     config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
     ours, stock = pair(tiny_model("llama"), tmp_path, trainer_options={"peft_config": config})
     batch = batch_of(stock)
@@ -180,14 +180,14 @@ def test_mixed_precision(tmp_path):
 
 
 def test_a_tokenizer_without_padding_token(tmp_path):
-    """Llama 3 has none; stock stops at the first batch."""
+    """Llama 3 has none. Stock stops at the first batch."""
     tokenizer = tiny_tokenizer()
     tokenizer.pad_token = None
     ours = build(LigerORPOTrainer, LigerORPOConfig, tiny_model("llama"), tmp_path, tokenizer=tokenizer)
     want = step(build(ORPOTrainer, ORPOConfig, tiny_model("llama"), tmp_path))
     got = step(ours)
     for metrics in (got[0], want[0]):
-        del metrics["logits/chosen"], metrics["logits/rejected"]  # a mean over padding too, whatever the token
+        del metrics["logits/chosen"], metrics["logits/rejected"]  # the mean includes padding, whatever the token
     assert_same_step(got, want)
 
 
@@ -216,7 +216,7 @@ def test_a_recipe(keys, tmp_path, capsys):
 
 @pytest.mark.parametrize("trainer", ["orpo", "cpo"])
 def test_a_recipe_in_four_bits(trainer, tmp_path, capsys):
-    """Without our LoRA layers, which unpack a base that bitsandbytes multiplies in a way of its own on CPUs."""
+    """Runs without our LoRA layers, because they unpack a base that bitsandbytes multiplies in its own way on CPUs."""
     pytest.importorskip("bitsandbytes")
     write_model(tmp_path / "model")
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pair_rows()))
@@ -232,7 +232,7 @@ def test_a_recipe_in_four_bits(trainer, tmp_path, capsys):
 
 
 def test_a_base_in_four_bits_with_adapters_already_stays_in_16_bits(tmp_path, monkeypatch):
-    """With `peft_config`, TRL would put its norms into fp32, and most layers would keep PEFT's code."""
+    """With `peft_config`, TRL would cast its norms to fp32, and most layers would keep PEFT's code."""
     pytest.importorskip("bitsandbytes")
     monkeypatch.setattr("liger_trainer.lora.layers.LEAST_WORK", 0)
     tiny_model("llama", hidden_size=64, intermediate_size=128, head_dim=16).save_pretrained(tmp_path)
@@ -293,7 +293,7 @@ def test_what_else_is_asked_of_the_logits_is_an_error():
 
 @pytest.mark.slow
 def test_trl_s_notice_of_an_experimental_module_reaches_only_those_who_use_it():
-    """With warnings as errors, all else imports; with TRL_EXPERIMENTAL_SILENCE so does ORPO, also at the second try."""
+    """With warnings as errors, everything else imports; with TRL_EXPERIMENTAL_SILENCE ORPO does too, even on retry."""
     code = (
         "import os, sys, warnings\n"
         "os.environ.pop('TRL_EXPERIMENTAL_SILENCE', None)\n"

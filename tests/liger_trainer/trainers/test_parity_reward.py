@@ -1,6 +1,6 @@
 """`LigerRewardTrainer` against `trl.RewardTrainer` from one seed: loss, every gradient, every logged number.
 
-And classification heads in `LigerTrainer`, beside transformers' `Trainer`.
+Also compares classification heads in `LigerTrainer` with transformers' `Trainer`.
 """
 
 import copy
@@ -27,7 +27,7 @@ PAD = 0
 
 
 def judge(name="llama", labels=1, **fields):
-    """A tiny model with a head of `labels` numbers, and weights by which tokens see each other."""
+    """A tiny model with a head of `labels` numbers, and weights large enough for tokens to affect each other."""
     config = copy.deepcopy(tiny_model(name).config)
     config.num_labels, config.pad_token_id = labels, PAD
     for field, value in fields.items():
@@ -62,7 +62,7 @@ def one(trainer_class, args_class, folder, rows, model, trainer_options=None, **
 
 @pytest.fixture
 def counted(monkeypatch):
-    """Tokens that each call of a backbone computed by a plan."""
+    """Token counts of backbone calls that used a plan."""
     seen, packed = [], padding.Plan.packed
 
     def counting(self, call):
@@ -128,7 +128,7 @@ def test_margins_and_an_adapter(tmp_path, monkeypatch):
 
 
 def test_answers_that_end_in_the_padding_token(tmp_path, counted):
-    """transformers judges a row by its last token that is not padding by its id, also where that token is real."""
+    """transformers scores a row at its last token with another id than padding, even if a padding id is real there."""
     rows = [row | {"chosen_ids": [*row["chosen_ids"], PAD]} for row in pairs()]
     tokenizer = tiny_tokenizer()
     assert tokenizer.pad_token_id == PAD
@@ -152,7 +152,7 @@ def step(model, call):
 
 @pytest.mark.parametrize("ids_of_padding", [PAD, 7], ids=["padding", "another-token"])
 def test_a_row_judged_by_padding_runs_in_the_models_own_code(ids_of_padding, counted):
-    """With another token in the padding, the last one that is not padding by its id is padding by the mask."""
+    """If another token stands in the padding, the last token without a padding id is padding by the mask."""
     from liger_trainer import apply_liger
 
     model = judge(labels=3).train()

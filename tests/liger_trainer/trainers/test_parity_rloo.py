@@ -17,7 +17,7 @@ TWICE = {"num_iterations": 2, "max_steps": 2, "learning_rate": 0.1}
 
 
 def one(trainer_class, args_class, model_type, folder, trainer_options=None, **options):
-    """`beta` is not 0 by default: there is a reference."""
+    """`beta` is not 0 by default, so there is a reference."""
     generator = torch.Generator().manual_seed(4)
     rows = [{"prompt": words(generator, 2, 6)} for _ in range(8)]
     options = {"num_generations": 2, "max_completion_length": 6} | options
@@ -27,7 +27,7 @@ def one(trainer_class, args_class, model_type, folder, trainer_options=None, **o
 
 
 def assert_same(ours, stock, metrics=METRICS):
-    """Of a policy that has not moved yet, the loss is the mean of advantages of both signs: zero, but for rounding."""
+    """If the policy has not changed yet, the loss is the mean of advantages of both signs: zero up to rounding."""
     return assert_same_training(ours, stock, metrics, loss_size=1.0)
 
 
@@ -89,7 +89,7 @@ def test_evaluation(tmp_path):
 
 
 def scored(trainer):
-    """A generated batch, in training."""
+    """A generated batch in training."""
     trainer.model.train()
     return trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
 
@@ -118,7 +118,10 @@ def test_adapter_on_the_head_trains(tmp_path):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_logits_of_policy_or_reference(kind, tmp_path, monkeypatch):
-    """Writing completions has a row of logits for each; scoring them has three, of both models, and so has training."""
+    """Generating makes one row of logits for each completion.
+
+    Scoring makes three, for both models; so does training.
+    """
     monkeypatch.setattr("liger_triton._chunks._CPU_CHUNK_BYTES", 4 * VOCAB * 3)
     ours = one(LigerRLOOTrainer, LigerRLOOConfig, "llama", tmp_path, trainer_options=KINDS[kind])
     with LogitRows() as seen:

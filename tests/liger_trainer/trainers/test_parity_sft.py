@@ -1,6 +1,6 @@
 """`LigerSFTTrainer` against `trl.SFTTrainer`, step by step from one seed.
 
-Compared are losses, gradient norms and every logged metric.
+Compares losses, gradient norms and every logged metric.
 """
 
 import pytest
@@ -27,7 +27,7 @@ def test_every_step_agrees_for_every_split(model_type, kind, checkpointing, tmp_
         assert_same(runs[split], want)
     losses_and_norms = slice(
         0, 2
-    )  # TRL averages entropy and accuracy over micro-batches: they depend on the split in stock too
+    )  # TRL averages entropy and accuracy over micro-batches, so they depend on the split in stock too
     assert_same(runs[4, 2][:, losses_and_norms], runs[8, 1][:, losses_and_norms])
     assert_same(runs[1, 8][:, losses_and_norms], runs[8, 1][:, losses_and_norms])
 
@@ -101,7 +101,7 @@ def test_peft_config_given_to_the_trainer(tmp_path):
 
 @pytest.mark.parametrize("use_dora", [False, True], ids=["lora", "dora"])
 def test_an_adapter_on_the_head_that_trl_refuses(use_dora, tmp_path):
-    """Compare with TRL's own loss on real logits: `compute_loss_func` is its path without a fused head."""
+    """Compares with TRL's own loss on real logits: `compute_loss_func` is its path without a fused head."""
     config = LoraConfig(r=4, target_modules=["q_proj", "lm_head"], init_lora_weights=False, use_dora=use_dora)
     with pytest.raises(ValueError, match="adapter to `lm_head` is not supported"):
         run(SFTTrainer, tiny_model("llama"), tmp_path, trainer_options={"peft_config": config})
@@ -177,7 +177,7 @@ def test_trl_names_are_restored_after_init(tmp_path):
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_mixed_precision_keeps_the_fused_paths(smoothing, tmp_path, monkeypatch):
-    """accelerate wraps `model.forward` for bf16 when training starts; nothing of ours may go back to a stock path."""
+    """accelerate wraps `model.forward` for bf16 when training starts. Our parts must not fall back to stock."""
     import liger_triton.linear_head as head
 
     modes, apply = [], head._LinearHead.forward

@@ -1,4 +1,4 @@
-"""A run over a stream that is shorter than the run, resumed in a later pass, goes on with the rows that come next."""
+"""A run over a stream shorter than the run resumes in a later pass with the next rows."""
 
 import pytest
 import torch
@@ -69,7 +69,7 @@ def test_with_accumulation(step, tmp_path):
 
 
 def test_more_steps_than_were_planned(tmp_path):
-    """The checkpoint counts its batches by the steps that it was to have."""
+    """The checkpoint counts its batches by the planned steps."""
     options = {"lr_scheduler_type": "constant"}
     longer = weights_of(train(tmp_path / "longer", LigerTrainer, Stream, max_steps=20, **options))
     train(tmp_path / "short", LigerTrainer, Stream, **options)

@@ -1,4 +1,4 @@
-"""Prompts that are answered while a model trains: the answers, where they go, and that the training is as without."""
+"""Prompts answered during training: the answers, where they go, and that training is unaffected."""
 
 import copy
 import json
@@ -63,7 +63,7 @@ def samples_in(trainer):
 
 
 def assert_same_training(got, want):
-    """Logs and weights of two trainers are the same to the bit."""
+    """Assert that logs and weights of two trainers are bit-equal."""
     for one, other in zip(got.state.log_history, want.state.log_history, strict=True):
         names = [name for name in one if not name.startswith("train_") and "runtime" not in name]
         assert {name: one[name] for name in names} == {name: other[name] for name in names}
@@ -243,14 +243,14 @@ def test_what_is_refused(options, given, said, tmp_path):
     ],
 )
 def test_prompts_that_cannot_be_answered_stop_before_the_first_step(options, said, tmp_path):
-    """Past the last of its learned positions, GPT-2 raises an IndexError, if no answer before was so long."""
+    """Past its last learned position, GPT-2 raises an IndexError, if no earlier answer was so long."""
     config = GPT2Config(vocab_size=VOCAB, n_embd=16, n_layer=1, n_head=2, n_positions=32, bos_token_id=1)
     with pytest.raises(ValueError, match=said):
         sft_runs.run(LigerSFTTrainer, GPT2LMHeadModel(config), tmp_path, **options)
 
 
 def test_tensor_parallel_models_are_refused(tmp_path, monkeypatch):
-    """One process alone would wait for the others in the first layer."""
+    """One process would wait for the others in the first layer."""
     monkeypatch.setattr(LigerSFTTrainer, "get_tp_size", lambda self: 2)
     with pytest.raises(ValueError, match="shared out over processes .FSDP, DeepSpeed, tensor parallelism"):
         sft_runs.run(LigerSFTTrainer, tiny_model("llama"), tmp_path, train=False, **PROMPTS)

@@ -1,4 +1,4 @@
-"""Prompts computed once, in GRPO, RLOO and DPO: beside the stock trainers, by every gradient and number."""
+"""Prompts computed once in GRPO, RLOO and DPO: every gradient and number equals the stock trainers'."""
 
 import json
 
@@ -83,7 +83,7 @@ def test_completions_of_a_prompt_share_it(kind, options, tmp_path):
 
 
 def test_the_reference_and_the_old_policy_share_too(tmp_path, monkeypatch):
-    """Of a model without an adapter, the reference is another one."""
+    """For a model without an adapter, the reference is a separate model."""
     trainer = compare("grpo", tmp_path, num_iterations=2, max_steps=2)
     policy, reference = shared_prompts_of(trainer.model), shared_prompts_of(trainer.ref_model)
     assert reference.calls == 1  # once a generation batch
@@ -113,7 +113,7 @@ def test_a_bad_value_is_refused(tmp_path):
 
 @pytest.mark.parametrize("kind", CLASSES)
 def test_the_host_knows_the_rows_of_every_call(kind, tmp_path, monkeypatch):
-    """Without a wait for the device: ids, masks and labels of each call are what was remembered of them."""
+    """Without waiting for the device, each call's ids, masks and labels equal what was remembered of them."""
     known = []
     stock = plans.values_of
 
@@ -125,7 +125,7 @@ def test_the_host_knows_the_rows_of_every_call(kind, tmp_path, monkeypatch):
 
     ours, args, *_ = CLASSES[kind]
     trainer = online(ours, args, tmp_path, split=(4, 2), num_iterations=2, max_steps=3)
-    monkeypatch.setattr(plans, "values_of", values)  # not before: a proof makes its batches on the host
+    monkeypatch.setattr(plans, "values_of", values)  # not earlier: a proof makes its batches on the host
     monkeypatch.setattr("liger_trainer.trainers.online_rows._is_on_host", lambda x: host_copies._known(x) is not None)
     trainer.train()
     assert known and all(known)

@@ -1,4 +1,4 @@
-"""Models with recurrent states in the trainers of pairs and completions, which pad rows on both sides."""
+"""Models with recurrent states in preference and online trainers, which pad rows on both sides."""
 
 import pytest
 import torch

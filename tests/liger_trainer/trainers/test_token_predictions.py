@@ -1,4 +1,4 @@
-"""`eval_predictions="tokens"`: `compute_metrics` gets what it would have found in the logits, from one forward."""
+"""`eval_predictions="tokens"`: `compute_metrics` gets from one forward what it would have found in the logits."""
 
 import functools
 import importlib
@@ -66,7 +66,7 @@ def keep(found, prediction):
 
 
 class Calls(list):
-    """One entry for each forward of the decoder of `model`."""
+    """Has one entry for each forward of the decoder of `model`."""
 
     def __init__(self, model):
         model.model.register_forward_pre_hook(lambda *_: self.append(1))
@@ -87,10 +87,10 @@ def test_the_same_as_from_logits_without_them_and_in_one_forward(kind, smoothing
         seen[mode] = found[0], result["eval_loss"], len(calls)
     (logits, loss, _), (tokens, same_loss, forwards) = seen["logits"], seen["tokens"]
     assert same_loss == pytest.approx(loss, rel=1e-5)
-    # One for each batch; KTO has one of its own for the KL estimate.
+    # One for each batch; KTO has another for its KL estimate.
     assert forwards == -(-len(trainer.eval_dataset) // 3) * (2 if kind == "kto" else 1)
     labels = torch.as_tensor(tokens.label_ids)
-    if kind in ("hf", "sft"):  # of the others, the label_ids are the input ids, in stock
+    if kind in ("hf", "sft"):  # in the other stock trainers, the label_ids are the input ids
         assert torch.equal(labels, torch.as_tensor(logits.label_ids)[:, 1:])
     whole = torch.as_tensor(logits.predictions[0] if isinstance(logits.predictions, tuple) else logits.predictions)
     want = token_ranks(whole[:, :-1], labels)
@@ -143,7 +143,7 @@ def test_no_logits(kind, tmp_path, monkeypatch):
 
 
 def test_a_head_that_cannot_be_fused_and_an_adapter_on_it(tmp_path):
-    """DoRA: from real logits. LoRA: from the fused head."""
+    """DoRA uses real logits. LoRA uses the fused head."""
     from peft import LoraConfig, get_peft_model
 
     for use_dora in (True, False):
@@ -162,7 +162,7 @@ def test_a_head_that_cannot_be_fused_and_an_adapter_on_it(tmp_path):
 
 
 def test_an_own_loss_and_tokens(tmp_path):
-    """`token_loss` decides the loss; the metrics still get the model's own probabilities."""
+    """`token_loss` decides the loss. The metrics still get the model's own probabilities."""
 
     class Focal(LigerTrainer):
         def token_loss(self, outputs, inputs):

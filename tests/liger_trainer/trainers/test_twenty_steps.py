@@ -1,12 +1,12 @@
 """Twenty steps of every trainer compared with stock: recomputing, overwriting gates, SDPA and checkpointing together.
 
-The same test at two sizes: tiny on the CPU, with the limit of rebuilding at 0, and two layers of the width of Llama 3
-8B on a GPU, where the limit is what it is for users and Triton's kernels run:
+The same test runs at two sizes: tiny on the CPU, with a rebuild limit of 0; and two layers as wide as Llama 3 8B on a
+GPU, with the users' limit and Triton's kernels:
 
     CUDA_VISIBLE_DEVICES=0 pytest -s -m gpu tests/liger_trainer/trainers/test_twenty_steps.py
 
-In fp32 every logged loss and gradient norm agrees with stock's to 1e-4. In bf16 ours and stock's round differently, so
-both are compared with stock's in fp32 from the same weights: ours may be twice as far off as stock is at worst.
+In fp32, every logged loss and gradient norm agrees with stock's to 1e-4. In bf16, ours and stock round differently, so
+both are compared with stock in fp32 from the same weights: ours may be twice as far off as stock's worst.
 """
 
 import pytest
@@ -29,8 +29,8 @@ SIZES = {  # vocabulary, hidden, intermediate, heads, tokens of a completion, st
     "tiny": (131, 32, 48, 4, 12, 3),
     "8b-width": (128256, 4096, 14336, 32, 560, 20),
 }
-LOGS_PADDING = ("ORPO", "CPO")  # TRL logs the mean of the logits of every position, so that padding is computed
-CHECKPOINTED = ("SFT", "DPO")  # the others keep their activations, so that the backward pass rebuilds
+LOGS_PADDING = ("ORPO", "CPO")  # TRL logs the mean of the logits at every position, so padding is computed
+CHECKPOINTED = ("SFT", "DPO")  # the others keep their activations, so backward rebuilds tensors
 
 
 def model_of(size, dtype, seed=0):
@@ -52,7 +52,7 @@ def model_of(size, dtype, seed=0):
     torch.manual_seed(seed)
     with torch.device("cuda" if size != "tiny" else "cpu"):
         model = LlamaForCausalLM(config)
-    return model.to(torch.bfloat16).to(dtype)  # of one precision's values in both
+    return model.to(torch.bfloat16).to(dtype)  # values of one precision, in both
 
 
 def tokenizer_of(size):
@@ -91,7 +91,7 @@ def rows_of(name, size, n):
 
 
 def written(vocab, length):
-    """In place of `generate`: a continuation that depends on the prompt alone, as two samplings could part."""
+    """Replace `generate` by a continuation that depends only on the prompt, because two samplings could diverge."""
 
     def generate(input_ids=None, **_):
         seeds = input_ids.sum(-1).tolist()
@@ -109,7 +109,7 @@ def reward(completions, **columns):
 
 
 def logged(name, ours, size, dtype, folder, varlen, packed):
-    """Loss and gradient norm (2, steps) of one training from one seed; with ours, everything was swapped."""
+    """Loss and gradient norm (2, steps) of one training from one seed. For ours, everything must be swapped."""
     vocab, *_, length, steps = SIZES[size]
     trainer_class, args_class = STOCK[name]
     options = {}

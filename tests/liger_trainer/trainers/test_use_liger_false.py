@@ -13,7 +13,7 @@ from trl_trainers import STOCK, one, ours
 
 import liger_trainer
 
-SMOOTHING = {"label_smoothing_factor": 0.1}  # of tokens, which only SFT smooths
+SMOOTHING = {"label_smoothing_factor": 0.1}  # of tokens; only SFT smooths them
 
 
 @pytest.mark.parametrize(
