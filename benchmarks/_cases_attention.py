@@ -1,8 +1,8 @@
-"""Cases of the attention of one layer over full rows: by which of these a layer should attend (docs/padding.md).
+"""Cases of one layer's attention over full rows, to choose the function that a layer should use (docs/padding.md).
 
-The floor is the FLOP of seven products over the pairs of tokens that see each other, two forward and five backward, as
-every flash attention has them, or the bytes of queries, keys, values, outputs and their gradients. Masks and offsets
-are made once, as a model makes them once for all layers. Queries, keys and values are laid out as a layer has them.
+The floor is the larger of two: seven products over the pairs of tokens that see each other (two forward, five backward,
+as in every flash attention), or the bytes of queries, keys, values, outputs and their gradients. Masks and offsets are
+made once, because a model makes them once for all layers. Queries, keys and values have a layer's memory layout.
 """
 
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ from _measure import DEVICE
 from liger_trainer.varlen import attention as ours
 from liger_trainer.varlen.rows import RowMask, Rows
 
-_MOST_SCORES = 8 << 30  # bytes, of the eager attention
+_MOST_SCORES = 8 << 30  # bytes of the eager attention
 
 
 def attention(rows, length, heads, groups, dim, window=None, sinks=False, *, dtype):

@@ -1,4 +1,4 @@
-"""Shapes of published models by name: the model type of transformers, and its config. And models that are trained."""
+"""Shapes of published models by name: model type in transformers, and config. And trained models."""
 
 QWEN3_5_4B = dict(
     hidden_size=2560,
@@ -324,6 +324,6 @@ def trained(name, dtype):
     source = find_model(name)
     more = {"quantization_config": GgufConfig(dequantize=True)} if source.is_gguf else {}
     model = source.load(AutoModelForCausalLM, dtype=dtype, **more)
-    model.config.quantization_config = None  # nothing of it is left, and PEFT looks
+    model.config.quantization_config = None  # nothing of it is left, and PEFT looks for it
     del model.config.quantization_config
     return model, source.load(AutoTokenizer)

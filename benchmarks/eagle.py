@@ -1,21 +1,20 @@
-"""Samples/s and memory of training an EAGLE-3 drafter without logits, beside the same drafter with both logits.
+"""Samples/s and memory of training an EAGLE-3 drafter without logits, and the same drafter with both logits.
 
     python benchmarks/eagle.py --json eagle.json
     python benchmarks/eagle.py --data rows.npz --rows padded --arms LigerEagleTrainer "both logits"
     python benchmarks/eagle.py --recompute --fp8
     python benchmarks/eagle.py --tiny
 
-`both logits` is the plain way, as other trainers of drafters have it: the logits of the target over the draft
-vocabulary, the logits of the drafter for each step, log_softmax of both in fp32, and the sum of q (log q - log p), with
-PyTorch's autograd. All else is the same in both arms: the frozen model and its layers, the drafter and its attention.
-Weights are random. The learning rate is 0, so that every arm sees the same weights at every step; losses of all steps
-and gradient norms of those that are logged are compared, and an arm that differs is flagged.
+`both logits` is the plain way of other trainers of drafters: the target's logits over the draft vocabulary, the
+drafter's logits for each step, log_softmax of both in fp32, and the sum of q (log q - log p), with PyTorch's autograd.
+Everything else is the same in both arms: the frozen model and its layers, the drafter and its attention. Weights are
+random. The learning rate is 0, so that every arm sees the same weights at every step. Losses of all steps and gradient
+norms of logged steps are compared, and an arm that differs is flagged.
 
-Weights and gradients are bf16, as is the fused AdamW. With --recompute each step of the drafter is computed again in
-the backward pass, in both arms; the logits of `both logits` are not. With --fp8 the frozen model is in eight bits, in
-both arms. Rows are full, padded or packed (see training.py), and samples/s counts the rows that were trained on.
-`static` is the memory of the weights, and of the gradients and both optimizer states of what is trained; `above` is the
-peak minus that.
+Weights and gradients are bf16, and so is the fused AdamW. With --recompute, backward recomputes each step of the
+drafter in both arms, but not the logits of `both logits`. With --fp8, both arms hold the frozen model in FP8. Rows are
+full, padded or packed (see training.py), and samples/s counts the rows that were trained on. `static` is the memory of
+the weights, plus gradients and both optimizer states of the trained ones; `above` is the peak minus that.
 """
 
 import tempfile
@@ -31,7 +30,7 @@ from training import profiler
 OURS, PLAIN = "LigerEagleTrainer", "both logits"
 ARMS = (OURS, PLAIN)
 SKIP = 3  # steps before the clock starts
-LOG = 3  # steps from one log, which waits for the GPU, to the next; the first is logged too
+LOG = 3  # steps between logs, which wait for the GPU; the first step is logged too
 
 
 def logits_loss(
@@ -131,7 +130,7 @@ def measure(arm, options):
     trainer = make_trainer(arm, options, [clock, *([profiler(run.skip)] if options.profile else [])])
     if DEVICE == "cuda":
         release()
-        torch.cuda.reset_peak_memory_stats()  # that of making the model
+        torch.cuda.reset_peak_memory_stats()  # of making the model
     row, _ = timed_steps(trainer, run, clock)
     logs = [log for log in trainer.state.log_history if "loss" in log]
     static = static_bytes(trainer.model) / 2**30
@@ -157,7 +156,7 @@ def run_arm(options):
 
 
 def flag(rows):
-    """Compare losses and gradient norms of every row with ours, step by step, with room for the rounding of bf16."""
+    """Compare each row's losses and gradient norms with ours, step by step, with room for bf16 rounding."""
     ours = next((row for row in rows if row["arm"] == OURS and "losses" in row), None)
     for row in rows:
         row.pop("wrong", None)

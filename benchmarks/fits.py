@@ -1,9 +1,9 @@
-"""Which card a shipped recipe fits: the peak that `liger-trainer fit` computes with `activation_checkpointing: auto`.
+"""Find the card that a shipped recipe fits, by the peak that `liger-trainer fit` computes with `auto`.
 
     python benchmarks/fits.py [--recipes NAME ...] [--json FILE]
 
-No GPU is used and no weights are read. Recipes for several GPUs are computed for 8, with FSDP2. Those with a base in
-four bits need bitsandbytes.
+It uses no GPU and reads no weights. Recipes for several GPUs are computed for 8, with FSDP2. Recipes with a 4-bit base
+need bitsandbytes.
 """
 
 import argparse
@@ -37,7 +37,7 @@ RECIPES = {  # and on how many GPUs
 
 
 def rows_of(name, gpus, folder):
-    """A row for each card: the peak, and the layers whose activations are kept, or that it does not fit."""
+    """A row per card: the peak and the layers that keep their activations, or that it does not fit."""
     from liger_trainer.command.recipe.accelerate_file import own_environment
     from liger_trainer.command.recipe.read import parse_recipe
     from liger_trainer.command.tools.fit_job import job_of, size_of
@@ -59,7 +59,7 @@ def rows_of(name, gpus, folder):
         found, step, fits = [], None, False
         for card in CARDS:
             limit = limit_of(None, card * 2**30)
-            # Neither with all layers kept nor with all recomputed and a peak above this card's would it be another.
+            # Neither keeping all layers nor recomputing all with a peak above this card could change the result.
             if step is None or (fits and step.chosen.kept < step.chosen.layers) or (not fits and step.peak <= limit):
                 step = need(job, rows, length, "auto", card * 2**30)
             fits = step.peak <= limit

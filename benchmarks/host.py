@@ -1,11 +1,11 @@
-"""What a step of few tokens waits for: the time of one forward and backward pass, which the host sets, not the GPU.
+"""The time of one forward and backward pass of few tokens, which the host sets, not the GPU.
 
     python benchmarks/host.py
         [--cases SmolLM2-135M:1x256 Llama-3.2-1B:1x256:lora] [--arms stock ours] [--profile]
 
 A case is the shape of a model, rows x tokens, and `lora` for LoRA of rank 16 on every linear layer. The model computes
-its loss from labels in bf16, as a Trainer calls it, without an optimizer. A time is the median of the passes, each
-waited for; beside it is the time until the last kernel has been launched. Every arm runs in a process of its own.
+its loss from labels in bf16, as a Trainer calls it, without an optimizer. A time is the median of the passes, waiting
+for each; the second time ends when the last kernel is launched. Every arm runs in its own process.
 """
 
 import statistics
@@ -88,7 +88,7 @@ def one_arm(arm, cases, profile):
 
 
 def print_profile(run, passes=20):
-    """Print which functions of Python a pass spends its time in. The profiler itself makes them slower."""
+    """Print the Python functions in which a pass spends its time. The profiler itself makes them slower."""
     import cProfile
     import pstats
 

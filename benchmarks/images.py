@@ -1,12 +1,12 @@
-"""Training steps of models of images and text: rows/s and peak memory.
+"""Training steps of image-text models: rows/s and peak memory.
 
     python benchmarks/images.py [--models Qwen2.5-VL-3B Qwen3-VL-4B] [--batch 8] [--arms Trainer LigerTrainer]
 
-It is full fine-tuning in bf16 with fused AdamW and checkpointing, of random weights. A row has one image of 32 x 32
-patches, which become 256 tokens, and 64 to 512 random tokens of text; labels are on the text. A batch is padded to its
-longest row. Every arm runs in a process of its own. rows/s is of the median step, of those after `--warm`, in which
-kernels are compiled. "- graphs" is cuda_graphs="false". "+ auto" is activation_checkpointing: auto, which recomputes
-what does not fit on the GPU.
+It is full fine-tuning of random weights in bf16 with fused AdamW and checkpointing. A row has one image of 32 x 32
+patches, which become 256 tokens, and 64 to 512 random text tokens; the text has labels. A batch is padded to its
+longest row. Every arm runs in its own process. rows/s is of the median step after the first `--warm` steps, which
+compile kernels. "- graphs" is cuda_graphs="false". "+ auto" is activation_checkpointing: auto, which recomputes what
+does not fit on the GPU.
 """
 
 import itertools
@@ -104,7 +104,7 @@ def rows_of(count):
 
 
 class Collate:
-    """Pixels are there already: what is measured is training, and not the reading of images."""
+    """Adds ready pixels, so that training is measured and reading images is not."""
 
     def __init__(self, vision, batch):
         width = 3 * vision.temporal_patch_size * vision.patch_size**2
@@ -125,7 +125,7 @@ class Collate:
 
 
 class Clock(TrainerCallback):
-    """The time and the tokens that were seen, at the end of each step."""
+    """Records the time and the tokens seen, at the end of each step."""
 
     def __init__(self):
         self.ends = []
@@ -136,9 +136,9 @@ class Clock(TrainerCallback):
 
 
 def train(options, batch, inputs, **more):
-    """Train the arm. Returns the ends of its steps, and of its row what all arms have.
+    """Train the arm. Return the ends of its steps, and the fields of its row that all arms have.
 
-    `inputs` are those of the trainer, made of the model; `more` are arguments beside those of all arms.
+    `inputs` are the trainer's inputs, made from the model; `more` are arguments in addition to the common ones.
     """
     if "+ Liger" in options.arm:
         from liger_kernel.transformers import apply_liger_kernel_to_qwen2_5_vl, apply_liger_kernel_to_qwen3_vl
@@ -195,7 +195,7 @@ def one_arm(options):
 
 
 def parser_of(doc, arms, batch, steps, warm, *own):
-    """The options of this script and of `mixed_images.py`, but for the choice of models."""
+    """The options of this script and of `mixed_images.py`, without the choice of models."""
     parser = arguments(doc, "--arm", *own)
     parser.add_argument("--arms", nargs="*", choices=arms, default=arms)
     parser.add_argument("--batch", type=int, default=batch)

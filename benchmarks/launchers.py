@@ -7,18 +7,18 @@
     python benchmarks/launchers.py llama3_8b/sft_alpaca --model SmolLM2-135M --data alpaca_en_demo.json
         --runs torchrun:2 killed:2
 
-The model has the shape of a published one and random weights, which are saved once and then loaded by every run; its
-tokenizer is trained on the texts of `--data`. Both stay in `--folder`, if that is given.
+The model has a published model's shape and random weights, which are saved once and loaded by every run. Its tokenizer
+is trained on the texts of `--data`. Both stay in `--folder`, if that is given.
 
 A run is LAUNCHER:PROCESSES. With several processes the recipe is sharded as `--config` says: torchrun gets it as
 `--accelerate_config`, and `accelerate launch` as `--config_file`. With one process it is not sharded. A step has
-`--rows` rows in every run, which the processes share, so that all runs see the same rows and have the same losses.
-`killed` is torchrun with a restart, in which the last process is killed by SIGKILL after two thirds of the steps, while
-a checkpoint is saved after every third of them: its losses are those of all steps, some of them of the second attempt.
+`--rows` rows in every run, shared by the processes, so that all runs see the same rows and have the same losses.
+`killed` is torchrun with a restart: after two thirds of the steps SIGKILL ends the last process, and a checkpoint is
+saved after every third. Its losses cover all steps, some of them from the second attempt.
 
-tokens/s are without padding, as TRL counts them, and of one process. Steps before `--skip` are not on the clock, nor
-are loading and saving. A run whose losses differ from those of the first by more than 1 % is flagged. What follows `--`
-are options of the recipe.
+tokens/s are without padding, as TRL counts them, and per process. The clock leaves out steps before `--skip`, loading
+and saving. A run is flagged if its losses differ from the first run's by more than 1 %. Arguments after `--` are
+options of the recipe.
 """
 
 import argparse
@@ -67,10 +67,10 @@ def words_of(run, options, folder):
 
 
 def measure(run, options, folder):
-    """The row of one run, or a row whose note says why there is none."""
+    """The row of one run, or a row with a note that says why there is none."""
     launcher, processes = run
     folder.joinpath("row.json").unlink(missing_ok=True)
-    shutil.rmtree(folder / "out", ignore_errors=True)  # of the run before
+    shutil.rmtree(folder / "out", ignore_errors=True)  # left from the run before
     settings = {"file": str(folder / "row.json"), "skip": options.skip, "save": options.save, "began": time.time()}
     if launcher == "killed":
         settings["kill"] = [processes - 1, 2 * options.steps // 3]
@@ -78,7 +78,7 @@ def measure(run, options, folder):
     env |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # restarts meet no dead processes
     if DEVICE == "cpu":
         env |= {"OMP_NUM_THREADS": "1"}
-    elif processes == 1:  # or TRL spreads the model over all GPUs, of which one works at a time
+    elif processes == 1:  # otherwise TRL spreads the model over all GPUs, and they work one at a time
         env |= {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
     with tempfile.TemporaryFile("w+") as log:
         child = subprocess.Popen(
@@ -109,8 +109,10 @@ def measure(run, options, folder):
 
 
 def flag(rows):
-    """Add to every row how far its losses are from those of the first one, as the largest share of a loss, and a note
-    where that is more than 1 %."""
+    """Add to every row how far its losses are from the first row's, as the largest share of a loss.
+
+    Add a note if it exceeds 1 %.
+    """
     first = next((row["losses"] for row in rows if "losses" in row), None)
     for row in rows:
         if "losses" not in row:

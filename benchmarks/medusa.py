@@ -1,4 +1,4 @@
-"""Tokens/s and memory of training Medusa heads without their logits, beside heads of the same maths with all logits.
+"""Tokens/s and memory of training Medusa heads without their logits, and heads of the same maths with all logits.
 
     python benchmarks/medusa.py --data rows.npz --json medusa.json --minutes 8
     python benchmarks/medusa.py --heads 5 --stages 1 --lengths 2048 --projection tied [--profile]
@@ -7,18 +7,17 @@
 
 `unfused` is the plain way: transformers' Trainer, all logits of each head, F.cross_entropy of each in fp32, and in
 stage 1 no graph through the frozen model. `unfused + patched` also has our layers in the model, so that only the loss
-differs. `LigerMedusaTrainer + fp8` has the frozen model of stage 1 in eight bits, and its peak is that of training.
-Weights are random, also in the residual blocks, which would do nothing otherwise. The learning rate is 0, so that every
-arm sees the same weights at every step. The losses of all steps and the gradient norms of those that are logged are
-compared, and an arm that differs is flagged, with six times the room for eight bits. An arm that runs out of memory is
-a row that says so. As in training.py, a log of every fifth step waits for the GPU, and four processes read the rows.
+differs. `LigerMedusaTrainer + fp8` holds the frozen model of stage 1 in FP8, and its peak is the peak of training.
+Weights are random, even in the residual blocks, which would do nothing otherwise. The learning rate is 0, so that every
+arm sees the same weights at every step. Losses of all steps and gradient norms of logged steps are compared, and an arm
+that differs is flagged; FP8 gets six times the tolerance. An arm that runs out of memory is a row that says so. As in
+training.py, a log of every fifth step waits for the GPU, and four processes read the rows.
 
-Weights and gradients are bf16, as is the fused AdamW. Rows are full, padded or packed (see training.py), and tokens/s
-those of real tokens alone. With padded and packed rows half of the steps come before the clock and train on the same
-batches as the other half.
-`static` is the memory of the weights, and of the gradients and both optimizer states of what is trained; `above` is the
-peak minus that. A case that is already in the file of `--json` is not run again, so that a run that was interrupted can
-be continued.
+Weights and gradients are bf16, and so is the fused AdamW. Rows are full, padded or packed (see training.py), and
+tokens/s counts real tokens only. With padded and packed rows, half of the steps come before the clock and train on the
+same batches as the other half. `static` is the memory of the weights, plus gradients and both optimizer states of the
+trained ones; `above` is the peak minus that. A case already in the file of `--json` is not run again, so that an
+interrupted run can be continued.
 """
 
 import json
@@ -38,8 +37,8 @@ OURS, FP8, UNFUSED, PATCHED = "LigerMedusaTrainer", "LigerMedusaTrainer + fp8", 
 ARMS = (OURS, FP8, UNFUSED, PATCHED)
 DECAY = 0.8
 COEFFICIENT = {1: 1.0, 2: 0.2}
-SKIP = 2  # steps before the clock starts, where rows are full
-LOG = 5  # steps from one log, which waits for the GPU, to the next; the first is logged too
+SKIP = 2  # steps before the clock starts, for full rows
+LOG = 5  # steps between logs, which wait for the GPU; the first step is logged too
 
 
 def cases_of(options):
@@ -82,7 +81,7 @@ def add_heads(model, case):
 
 
 def unfused_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-    """The loss of `LigerMedusaTrainer` with the logits of every head, as the `compute_loss` of a trainer."""
+    """The loss of `LigerMedusaTrainer` from the logits of every head, as a trainer's `compute_loss`."""
     from liger_trainer.head.targets import head_targets
 
     def cross_entropy(logits, targets, ahead):
@@ -163,8 +162,7 @@ def make_trainer(arm, case, options, callbacks):
 
 
 def static_bytes(model):
-    """The bytes of the weights, and for those that are trained also of the gradients and two states of AdamW, all in
-    the dtype of the weight."""
+    """The bytes of the weights, plus a gradient and two AdamW states for trained ones, all in the weight's dtype."""
     return sum(p.numel() * p.element_size() * (4 if p.requires_grad else 1) for p in model.parameters())
 
 
@@ -177,7 +175,7 @@ def measure(arm, case, options):
     trainer = make_trainer(arm, case, options, [clock, *([profiler(run.skip)] if options.profile else [])])
     if DEVICE == "cuda" and arm == FP8:
         release()
-        torch.cuda.reset_peak_memory_stats()  # that of quantising
+        torch.cuda.reset_peak_memory_stats()  # of quantising
     row, _ = timed_steps(trainer, run, clock)
     logs = [log for log in trainer.state.log_history if "loss" in log]
     static = static_bytes(trainer.model) / 2**30
@@ -190,7 +188,7 @@ def measure(arm, case, options):
 
 
 def run_arm(options):
-    """Run all cases of one arm and stage that `--todo` names in this process, and emit a row for each."""
+    """Run all cases of one arm and stage that `--todo` names in this process. Emit a row for each."""
     full = set()  # (heads, projection) that ran out of memory with shorter rows
     for case in json.loads(options.todo):
         row = {"arm": options.arm, "batch": options.batch, "rows": options.rows} | case
@@ -209,8 +207,10 @@ def run_arm(options):
 
 
 def flag(rows):
-    """Compare losses and gradient norms of every row with ours of the same case, step by step. The limits allow for the
-    rounding of bf16."""
+    """Compare each row's losses and gradient norms with ours of the same case, step by step.
+
+    The limits allow for bf16 rounding.
+    """
     ours = {key_of(row)[1:]: row for row in rows if row["arm"] == OURS and "losses" in row}
     for row in rows:
         row.pop("wrong", None)
@@ -295,7 +295,7 @@ def main(argv=None):
             if not todo or left < 0:
                 continue
             for row in rows_from(arm, left, echo=options.profile, more=["--todo", json.dumps(todo)]):
-                if "stage" not in row:  # the process ended early, and the cases that are left can be run later
+                if "stage" not in row:  # the process ended early, and the remaining cases can run later
                     print(f"{arm}, stage {stage}: {row['note']}")
                     continue
                 rows.append(row)

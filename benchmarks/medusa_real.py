@@ -1,10 +1,10 @@
-"""Medusa heads on a real model: how much more a forward pass yields on prompts that were not trained on.
+"""Medusa heads on a real model: how much more a forward pass yields on held-out prompts.
 
     python benchmarks/medusa_real.py --data alpaca_en_demo.json [--json FILE]
 
 The model answers nine tenths of the prompts greedily, and heads are trained on those answers. They are measured on the
-other prompts, before and after training, with the same seed, all in fp32. `--data` holds rows as
-`liger-trainer medusa-eval --prompts` takes them.
+other prompts, before and after training, with the same seed, all in fp32. `--data` holds rows in the form that
+`liger-trainer medusa-eval --prompts` takes.
 """
 
 import random
@@ -33,7 +33,7 @@ def split(prompts, seed):
 
 
 def answered(model, tokenizer, prompts, ends, options):
-    """(rows of prompt and completion, how many answers of each kind): those cut or empty are left out."""
+    """(rows of prompt and completion, how many answers of each kind). Leaves out cut and empty answers."""
     rows, counts = [], {"written": 0, "cut": 0, "empty": 0}
     for first in range(0, len(prompts), options.answer_batch):
         batch = prompts[first : first + options.answer_batch]
@@ -101,7 +101,7 @@ def main(argv=None):
     model, tokenizer = trained(options.model, torch.float32)
     model.to(DEVICE).eval()
     train, held_out = split(prompts_in(options.data, bool(tokenizer.chat_template), options.rows), options.seed)
-    ends = end_tokens(model, tokenizer)  # asked now, since Trainer.train leaves only the tokenizer's
+    ends = end_tokens(model, tokenizer)  # read now, because Trainer.train keeps only the tokenizer's
     lap("load")
     rows, counts = answered(model, tokenizer, train, ends, options)
     print(f"{len(train)} prompts to train on: {counts}; {len(held_out)} held out")

@@ -1,21 +1,21 @@
 """Time, fraction of the physical floor, peak memory and error against float64 of every operation, and of its peers.
 
     python benchmarks/operations.py [--only rope linear_cross_entropy] [--json FILE]
-    python benchmarks/operations.py --only lora_base   adapters on bases of each library of quantisation, beside PEFT's
+    python benchmarks/operations.py --only lora_base   adapters on bases of each quantisation library, and PEFT's
     python benchmarks/operations.py --only lora_base --sizes torchao hqq
     python benchmarks/operations.py --sweep        the fused head from 2048 to 65536 tokens, against its fastest peer
-    python benchmarks/operations.py --odd          sizes that are no powers of two, 1 and 131072 tokens, three dtypes
-    python benchmarks/operations.py --first_step   what the first call costs, with and without Triton's disk cache
+    python benchmarks/operations.py --odd          sizes that are not powers of two, 1 and 131072 tokens, three dtypes
+    python benchmarks/operations.py --first_step   the cost of the first call, with and without Triton's disk cache
 
 The floor of a row is the larger of bytes / copy bandwidth (each input read once, each output written once) and FLOP /
-matmul rate, both of which are measured first in the same run. TFLOP/s are of the floor's FLOP, and "kept" is what
-autograd keeps for the backward pass besides the inputs. Norms, gates, rope and convolutions are timed as graphs, which
-give the time of the GPU and not of the host; "host us" is what launching one forward and backward costs the host. A GPU
-that is hot or short of power lowers its clock. Therefore all providers of a case are first checked against float64,
-which heats it, and then take turns twice, the second time in reverse order. Forward + backward is the mean of the two
-times, which the record holds too ("visits_ms"). A result whose error is more than five times the limit of its dtype is
-not timed. A peer that is not installed, fails, or has not computed anything after --patience seconds, as some tune for
-minutes, is a row that says so. The record is written after every case, and no case is begun after --minutes.
+matmul rate. Both rates are measured first in the same run. TFLOP/s are of the floor's FLOP. "kept" is what autograd
+keeps for the backward pass, without the inputs. Norms, gates, rope and convolutions are timed as graphs, which leaves
+out the host's time; "host us" is the host's time to launch one forward and backward. A GPU that is hot or short of
+power lowers its clock. Therefore all providers of a case are first checked against float64, which heats it, and then
+take turns twice, the second time in reverse order. Forward + backward is the mean of the two times, which the record
+also holds ("visits_ms"). A result is not timed if its error is more than five times its dtype's limit. A peer that is
+not installed, fails, or has computed nothing after --patience seconds (some tune for minutes) is a row that says so.
+The record is written after every case, and no case starts after --minutes.
 """
 
 import contextlib
@@ -152,7 +152,7 @@ ODD = [
     (linear_cross_entropy, 131072, 1024, 50257),
 ]
 TINY_ODD = [(rms_norm, 1, 97), (cross_entropy, 33, 307), (linear_cross_entropy, 1, 32, 307)]
-FEW_PROVIDERS = ("ours", "ours lean", "compile", "liger", "eager", "F.rms_norm")  # of the sweep and the odd sizes
+FEW_PROVIDERS = ("ours", "ours lean", "compile", "liger", "eager", "F.rms_norm")  # for the sweep and the odd sizes
 
 COLUMNS = {
     "operation": ("operation", ""),
@@ -172,7 +172,7 @@ COLUMNS = {
 
 
 def host_us(run, calls):
-    """The host's time for launching a call, of several that are launched while the device is still at work."""
+    """The host's time for launching a call, averaged over several launches while the device is still busy."""
     synchronize()
     start = time.perf_counter()
     for _ in range(calls):
@@ -181,7 +181,7 @@ def host_us(run, calls):
 
 
 def kept_bytes(fn, case):
-    """What autograd keeps of a forward pass for the backward pass, without the inputs."""
+    """The tensors that autograd keeps from a forward pass for backward, without the inputs."""
     kept = {}
 
     def pack(x):
@@ -196,8 +196,10 @@ def kept_bytes(fn, case):
 
 
 def logits_do_not_fit(case, provider):
-    """Why eager cannot run, or None. Its logits in the dtype and in fp32, each with its gradient, may exceed the free
-    memory."""
+    """The reason why eager cannot run, or None.
+
+    Its logits in the dtype and in fp32, each with a gradient, may exceed free memory.
+    """
     if provider != "eager" or DEVICE != "cuda" or "linear" not in case.operation:
         return None
     rows, _, vocab = (int(n) for n in case.size.split("x"))
@@ -207,7 +209,7 @@ def logits_do_not_fit(case, provider):
 
 @contextlib.contextmanager
 def at_most(seconds):
-    """TimeoutError in what runs inside after so many seconds; 0 means never."""
+    """Raise TimeoutError inside the block after so many seconds; 0 means never."""
 
     def give_up(*_):
         raise TimeoutError(f"nothing computed after {seconds:g} s")
@@ -222,8 +224,10 @@ def at_most(seconds):
 
 
 def measure(case, provider, fn, exact, brief=False, patience=0):
-    """(a row without its time, what to time for it, or None if it failed). With `brief`, neither the forward pass alone
-    nor the time of the host is measured."""
+    """(a row without its time, what to time for it, or None if it failed).
+
+    With `brief`, skips the forward pass alone and the host's time.
+    """
     row = {"operation": case.operation, "size": case.size, "dtype": str(case.dtype).removeprefix("torch.")}
     row["provider"] = provider
     reason = logits_do_not_fit(case, provider)
@@ -257,7 +261,7 @@ def measure(case, provider, fn, exact, brief=False, patience=0):
 
 
 def visit(row, case, run, floor_s):
-    """Time forward and backward, once more."""
+    """Time forward and backward once more."""
     row.setdefault("visits_ms", []).append(milliseconds(run, graph=case.graph))
     row["ms"] = statistics.mean(row["visits_ms"])
     row["of_floor"] = floor_s * 1e3 / row["ms"]
@@ -266,8 +270,7 @@ def visit(row, case, run, floor_s):
 
 
 def run_cases(cases, dtypes, options, record, providers=None, brief=False):
-    """Measure `cases` (case, *size) in every dtype. Returns the rows, which are written to `record` after every
-    case."""
+    """Measure `cases` (case, *size) in every dtype. Return the rows, which are written to `record` after every case."""
     began, rows, left, ceiling = time.monotonic(), [], [], {}
     for make, *size in cases:
         for name in dtypes:
@@ -280,11 +283,11 @@ def run_cases(cases, dtypes, options, record, providers=None, brief=False):
                 copy, rate = ceiling[dtype]
                 print(f"copy {copy / 1e12:.2f} TB/s, {name} matmul {rate / 1e12:.0f} TFLOP/s", flush=True)
             copy, rate = ceiling[dtype]
-            torch.compiler.reset()  # or what one size compiled would count as recompilations of the next
+            torch.compiler.reset()  # otherwise one size's compilations would count as recompilations of the next
             torch.manual_seed(0)
             try:
                 case = make(*size, dtype=dtype)
-            except (ImportError, ValueError) as error:  # of a library that is not here, or that PEFT refuses
+            except (ImportError, ValueError) as error:  # its library is missing, or PEFT refuses it
                 note = f"{type(error).__name__}: {error}".splitlines()[0][:80]
                 row = {"operation": make.__name__, "size": ", ".join(map(str, size)), "provider": "peft", "note": note}
                 rows.append(row | {"dtype": str(dtype).removeprefix("torch.")})
@@ -303,7 +306,7 @@ def run_cases(cases, dtypes, options, record, providers=None, brief=False):
                     visit(row, case, run, floor_s)
                     release()
             rows += [row for row, _ in found]
-            case = found = run = None  # their memory, before the next case takes its own
+            case = found = run = None  # free them before the next case allocates
             rates = {str(d).removeprefix("torch."): r for d, (_, r) in ceiling.items()}
             record.write({"copy_bytes_per_s": copy, "matmul_flop_per_s": rates, "rows": rows})
     if left:
@@ -312,7 +315,7 @@ def run_cases(cases, dtypes, options, record, providers=None, brief=False):
 
 
 def against_fastest_peer(rows):
-    """A line for each size and dtype: the time of every provider, and ours divided by that of the fastest peer."""
+    """A line for each size and dtype: every provider's time, and our time divided by the fastest peer's."""
     lines = {}
     for row in rows:
         line = lines.setdefault((row["operation"], row["size"], row["dtype"]), {"times": {}, "floor": {}, "notes": []})

@@ -3,18 +3,17 @@
     python benchmarks/recipes.py --data DIR --folder /dev/shm/recipes [--only llama3_8b/sft_alpaca_lora ...]
         [--limit SECONDS] [--gpu_memory GIB | --processes 2 --config fsdp2] [--tiny] [-- --max_steps 10]
 
-Each recipe runs as it ships, by `liger-trainer train`, with another model, other rows and the options in `RECIPES`. The
-model has the shape of the recipe's and random weights, written once in the form of the published checkpoint. The folder
-`--data` has alpaca_en_demo.json, dpo_en_demo.json and kto_en_demo.json. Medusa recipes train on the answers of the
-Alpaca rows, and models of images on the same rows with a picture of noise each. Then the other commands of the
-recipe's header run. What was saved is loaded by transformers and PEFT, or MedusaHeads, and must have a finite loss on
-the first rows, which an adapter must change. What follows `--` are options of all recipes.
+`liger-trainer train` runs each recipe as it ships, with another model, other rows and the options in `RECIPES`. The
+model has the shape of the recipe's model and random weights, written once in the form of the published checkpoint. The
+folder `--data` has alpaca_en_demo.json, dpo_en_demo.json and kto_en_demo.json. Medusa recipes train on the answers of
+the Alpaca rows, and image models on the same rows with a picture of noise each. Then the other commands of the recipe's
+header run. transformers and PEFT, or MedusaHeads, load what was saved. It must have a finite loss on the first rows,
+and an adapter must change that loss. Arguments after `--` are options of all recipes.
 
 Recipes run in the order of `RECIPES`, short ones first. A model is deleted after the last recipe that needs it. After
-`--limit` seconds the command that runs is ended, and nothing new begins. With `--gpu_memory` the training may take no
-more GiB than a smaller card has. `--folder` needs room for one model, and for two with medusa_stage2. Kernels are
-compiled in the first two steps, which the warm tokens/s leave out. `--tiny` makes each model small, for a trial on a
-CPU.
+`--limit` seconds the running command is ended, and nothing new starts. With `--gpu_memory`, training may take no more
+GiB than a smaller card has. `--folder` needs room for one model, or two with medusa_stage2. The first two steps compile
+kernels, and the warm tokens/s leave them out. `--tiny` makes each model small, for a trial on a CPU.
 """
 
 import json
@@ -38,9 +37,9 @@ from _processes import release
 
 from liger_trainer.paths import shipped
 
-# The shape here is a decoder alone, whose modules have no `language_model` in their names.
+# The shape here is a decoder alone; its modules' names have no `language_model`.
 ON_A_DECODER = ["--lora_target_modules", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-# The shape of a recipe's model, and what it is given here beside its own keys.
+# The shape of a recipe's model, and options in addition to its keys.
 RECIPES = {
     "quickstart": ("SmolLM2-135M", []),
     "quickstart_dpo": ("SmolLM2-135M", []),
@@ -51,7 +50,7 @@ RECIPES = {
     "llama3_8b/medusa_stage2": ("Llama-3-8B", []),
     "llama3_8b/eagle3": ("Llama-3-8B", []),
     "llama3_8b/sft_alpaca_qlora": ("Llama-3-8B", []),
-    "llama3_8b/sft_qlora_24gb": ("Llama-3-8B", ["--memory_budget", "22"]),  # what such a GPU has for training
+    "llama3_8b/sft_qlora_24gb": ("Llama-3-8B", ["--memory_budget", "22"]),  # GiB that such a GPU has for training
     "llama3_8b/sft_qlora_16gb": ("Llama-3-8B", ["--memory_budget", "14.5"]),
     "llama3_8b/sft_alpaca": ("Llama-3-8B", ["--save_strategy", "no"]),  # the optimizer has another 64 GB
     "llama3_8b/dpo_ultrafeedback": ("Llama-3-8B", ["--save_strategy", "no"]),
@@ -69,10 +68,10 @@ RECIPES = {
     "granite4_h_tiny/sft_lora": ("Granite-4.0-H-Tiny", []),
     "qwen3_5_35b_a3b/sft_lora": ("Qwen3.5-35B-A3B", []),
 }
-# What a recipe for 8 GPUs is given on one, by its header. Those without a line here have no room on one.
+# A recipe for 8 GPUs on one, as its header says. Recipes without a line here do not fit on one.
 ON_ONE_GPU = {"llama3_8b/sft_alpaca": ["--dtype", "bfloat16", "--gradient_accumulation_steps", "8"]}
 SEVERAL_GPUS = ("llama3_8b/dpo_ultrafeedback", "llama3_8b/orpo", "llama3_8b/kto", "llama3_8b/grpo")
-# The file of rows of a trainer, and the options that its format takes
+# The file of a trainer's rows, and the options that its format takes
 ROWS = {
     "sft": ("alpaca_en_demo.json", []),
     "dpo": ("dpo_en_demo.json", ["--prompt_template", "sharegpt"]),
@@ -126,7 +125,7 @@ QWEN_CHAT = """{% for message in messages %}{{ message.role + ': ' }}{% if messa
 
 
 class OutOfTime(Exception):
-    """`--limit` is over."""
+    """Raised when `--limit` is over."""
 
 
 def out_of_time(*_):
@@ -142,13 +141,13 @@ runpy.run_module("liger_trainer", run_name="__main__")"""
 def command(words, log, processes=1, config="fsdp2", steps=None, gpu_memory=None):
     """Run `liger-trainer` with `words`, its output in the file `log`, and return its exit code.
 
-    For each step that it logs, the time and the tokens so far are appended to `steps`. `gpu_memory` is in GiB.
+    For each step that it logs, append the time and the tokens so far to `steps`. `gpu_memory` is in GiB.
     """
     start = ["-m", "liger_trainer"] if gpu_memory is None else ["-c", LIMITED.format(gib=gpu_memory)]
     if processes > 1:
         launch = ["--config_file", str(shipped("configs") / f"{config}.yaml"), "--num_processes", str(processes)]
         start = ["-m", "accelerate.commands.launch", *launch, *start]
-    env = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}  # or a lost network is waited for
+    env = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}  # otherwise it waits for a lost network
     with open(log, "w", buffering=1) as file:
         child = subprocess.Popen(
             [sys.executable, *start, *words],
@@ -171,7 +170,7 @@ def command(words, log, processes=1, config="fsdp2", steps=None, gpu_memory=None
 
 
 def write_rows(data, folder, images=256):
-    """Rows that no file of `data` has: answers for Medusa, questions with a solution for GRPO, short pairs, images."""
+    """Write rows that no file in `data` has: Medusa answers, questions with solutions for GRPO, short pairs, images."""
     rows = json.loads((data / "alpaca_en_demo.json").read_text())
     user = [{"role": "user", "content": f"{row['instruction']}\n{row['input']}".strip()} for row in rows]
     answers = [
@@ -181,7 +180,7 @@ def write_rows(data, folder, images=256):
     questions = [{"prompt": [question], "solution": str(k)} for k, question in enumerate(user)]
     for name, written in ("answers", answers), ("questions", questions):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in written))
-    # ORPO refuses rows whose prompt alone fills max_length
+    # ORPO refuses rows with a prompt that fills max_length
     pairs = json.loads((data / "dpo_en_demo.json").read_text())
     short = [row for row in pairs if sum(len(turn["value"].encode()) for turn in row["conversations"]) < 2000]
     (folder / "pairs.json").write_text(json.dumps(short))
@@ -191,7 +190,7 @@ def write_rows(data, folder, images=256):
 
 
 def write_images(rows, file):
-    """`rows` with a column images, of a picture each, 640 x 480 or 480 x 640."""
+    """`rows` with a column images, each with one picture of 640 x 480 or 480 x 640."""
     import io
 
     from datasets import Dataset, Features, Image, List, Value
@@ -228,7 +227,7 @@ def shape_of(name, tiny=False):
 
 
 def write_model(name, data, folder, tiny=False):
-    """Save a random model of the shape `name` in bf16 in `folder`, with a tokenizer of the texts in the file `data`."""
+    """Save a random bf16 model of the shape `name` in `folder`, with a tokenizer of the texts in the file `data`."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Qwen2VLImageProcessor
 
     config, folder = shape_of(name, tiny), Path(folder)
@@ -263,7 +262,7 @@ def write_model(name, data, folder, tiny=False):
     model.generation_config.pad_token_id = tokenizer.pad_token_id
     model.generation_config.save_pretrained(folder)
     write_weights(tensors, folder / "model.safetensors")
-    config.save_pretrained(folder)  # the last: it says that the model is there
+    config.save_pretrained(folder)  # written last: it says that the model is complete
 
 
 def tokenizer_of(data, vocab, tokens):
@@ -283,7 +282,7 @@ def tokenizer_of(data, vocab, tokens):
 
 
 def in_mxfp4(tensors):
-    """`tensors` with the experts' products as MXFP4 has them: blocks of 32 numbers and their exponents, on meta."""
+    """`tensors` with the experts' products in MXFP4's form: blocks of 32 numbers and their exponents, on meta."""
     made = {}
     for name, x in tensors.items():
         if not name.endswith(("gate_up_proj", "down_proj")):
@@ -296,7 +295,7 @@ def in_mxfp4(tensors):
 
 
 def drawn(name, x):
-    """Random values for the tensor `x` (of meta) of the name `name`, drawn on the GPU."""
+    """Random values for the meta tensor `x` called `name`, drawn on the GPU."""
     if name.endswith("_scales"):
         return torch.full(x.shape, 120, dtype=x.dtype, device=DEVICE)  # the exponent 2**-7
     if x.dtype == torch.uint8:
@@ -308,7 +307,7 @@ def drawn(name, x):
 
 
 def write_weights(tensors, path):
-    """Write a safetensors file of the names and shapes in `tensors`, by a few threads at once."""
+    """Write a safetensors file with the names and shapes of `tensors`, using a few threads."""
     kinds, header, at = {torch.bfloat16: "BF16", torch.float32: "F32", torch.uint8: "U8"}, {}, 0
     for name, x in tensors.items():
         header[name] = {"dtype": kinds[x.dtype], "shape": list(x.shape), "data_offsets": [at, at + x.nbytes]}
@@ -329,9 +328,9 @@ def write_weights(tensors, path):
 
 
 def words_of(recipe, given, options, model):
-    """The options of `liger-trainer train` for a recipe whose keys are `given`."""
+    """The options of `liger-trainer train` for a recipe with the keys `given`."""
     out = options.folder / "outputs" / recipe
-    shutil.rmtree(out, ignore_errors=True)  # a run into a folder that holds another is refused
+    shutil.rmtree(out, ignore_errors=True)  # a run into a folder with another run is refused
     words = ["train", recipe, "--model_name_or_path", str(model)]
     if "/" in recipe:  # the others ship with their rows
         rows, template = ROWS[given.get("trainer", "sft")]
@@ -346,7 +345,7 @@ def words_of(recipe, given, options, model):
 
 
 def after(given, out, model, folder):
-    """The commands of a recipe's header that follow the training."""
+    """The commands in a recipe's header that follow the training."""
     prompts = ["--prompts", folder / "prompts.json", "--max_new_tokens", 32]
     if given.get("trainer") == "eagle":
         steps = [["eagle-eval", model, out, *prompts], ["export", out, "--output", f"{out}_servers"]]
@@ -361,7 +360,7 @@ def after(given, out, model, folder):
 
 
 def reload(out, texts):
-    """{what was reloaded: numbers}: of a model its mean loss on `texts`, and without its adapter; of heads a norm."""
+    """{what was reloaded: numbers}: a model's mean loss on `texts`, with and without its adapter; a norm for heads."""
     from peft import AutoPeftModelForCausalLM, PeftConfig, PeftModel
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
@@ -401,7 +400,7 @@ def reload(out, texts):
 
 
 def measure(recipe, options, start):
-    """The row of a recipe: what its summary says, and the seconds of all that ran."""
+    """The row of a recipe: the figures of its summary, and the seconds of everything that ran."""
     given = yaml.safe_load((shipped("recipes") / f"{recipe}.yaml").read_text())
     shape, logs = RECIPES[recipe][0], options.folder / "logs" / recipe.replace("/", "-")
     model, row, began = options.folder / shape, {"recipe": recipe}, time.time()
@@ -409,14 +408,14 @@ def measure(recipe, options, start):
     logs.mkdir(parents=True, exist_ok=True)
 
     def step(name, run, log=None):
-        """Whether `run` ended well, which it shows by None or 0 if there is a `log`."""
+        """True if `run` ended well: it returns None, or 0 if there is a `log`."""
         at, found, tail = time.time(), None, ""
         try:
             found = run()
             good, said = not log or not found, f"ended with {found}"
         except OutOfTime as error:
             good, said = False, str(error)
-        except Exception as error:  # a row of the table says it, and the other recipes run
+        except Exception as error:  # the table's row says it, and the other recipes run
             good, said, tail = False, f"{type(error).__name__}: {error}", traceback.format_exc()
         row[f"{name}_s"] = round(time.time() - at, 1)
         print(f"[{time.time() - start:6.1f} s] {recipe}: {name} {row[f'{name}_s']} s", flush=True)

@@ -3,9 +3,9 @@
     python benchmarks/render.py            what `make figures` runs
     python benchmarks/render.py --check    writes nothing; exits with 1 and names what would change, if anything would
 
-In a page, a table stands between `<!-- begin table: ID -->` and `<!-- end table: ID -->`, and what stands there is
-replaced. The file of a figure holds a digest of what it was drawn from, by which `--check` knows whether it is up to
-date. The pixels would not do, because they differ from one version of matplotlib to the next.
+It replaces the text between `<!-- begin table: ID -->` and `<!-- end table: ID -->` in a page. The file of a figure
+holds a digest of its sources, so `--check` knows whether the figure is up to date. The pixels would not do, because
+versions of matplotlib draw them differently.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from _tables import HERE, RESULTS, entries, markdown, read
 
 ROOT = HERE.parent
 BLOCK = re.compile(r"(<!-- begin table: (?P<id>[\w.-]+) -->\n).*?(<!-- end table: (?P=id) -->)", re.DOTALL)
-DIGEST = "Records"  # the name under which a PNG keeps its digest
+DIGEST = "Records"  # the name of a PNG's digest
 
 
 def published():
@@ -27,7 +27,7 @@ def published():
 
 
 def listed(plan):
-    """Every record that a table or figure is made of, that a sentence quotes, or that newer ones have replaced."""
+    """Every record that a table or figure uses, that a sentence quotes, or that newer ones have replaced."""
     found = [path for spec in plan["tables"].values() for path, _ in entries(spec)]
     found += [path for spec in plan["figures"].values() for path, _ in entries(spec)]
     found += [path for paths in plan["quoted"].values() for path in paths]
@@ -40,7 +40,7 @@ def pages():
 
 
 def with_tables(text, tables, page):
-    """The text of a page with every table in it made anew."""
+    """The text of a page with every table rendered again."""
 
     def block(found):
         if found["id"] not in tables:
@@ -55,7 +55,7 @@ def with_tables(text, tables, page):
 
 
 def digest(spec):
-    """A digest of what a figure is drawn from: its entry, its records, and the code that draws."""
+    """A digest of a figure's sources: its entry, its records, and the code that draws."""
     parts = [json.dumps(spec, sort_keys=True), (HERE / "figures.py").read_text()]
     parts += [(RESULTS / path).read_text() for path, _ in entries(spec)]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()

@@ -6,16 +6,16 @@ of TRL's SFTTrainer and ours, by their `train()`.
 
 Weights are random, shapes are real, and rows are token ids. `alpaca` is 8 rows of `--data` a step, as they come; `512`
 is one row of 512 tokens. A case is a model and how it is trained (`CASES`); an arm is a trainer (`ARMS`). "flat" is
-TRL's padding_free, "compile" has each layer compiled for any number of tokens, "captured" is cuda_graphs="true".
+TRL's padding_free, "compile" compiles each layer for any number of tokens, "captured" is cuda_graphs="true".
 
-Every case and arm has a process of its own, which takes one kind of rows after the other. What fails is a row that says
-why. Steps before the clock starts train on the same rows as those on the clock, so that everything is compiled,
-captured and allocated by then. `ms` is the median of the steps, by events on the GPU's stream, for which the host does
-not wait. tokens/s is of real tokens, over all steps on the clock.
+Every case and arm has its own process, which takes one kind of rows after the other. What fails is a row that says why.
+Steps before the clock starts train on the same rows as the timed ones, so that everything is compiled, captured and
+allocated by then. `ms` is the median step by events on the GPU's stream, without making the host wait. tokens/s counts
+real tokens over all timed steps.
 
-Memory is that of the process at the ends of steps, by the driver (`gib_used`: with the pools of captured graphs, which
-the allocator does not count in replays), and the allocator's peak. `--profile` runs a few more steps under PyTorch's
-profiler and adds `gpu_ms`, the time a step in which a kernel or a copy runs.
+Memory is the process's memory at the ends of steps by the driver (`gib_used`), and the allocator's peak. Only the first
+includes the pools of captured graphs in replays. `--profile` runs a few more steps under PyTorch's profiler and adds
+`gpu_ms`, the time per step in which a kernel or a copy runs.
 
 `--tiny` tries the script out, on a CPU too.
 """
@@ -73,7 +73,7 @@ def tiny_of(model):
 
 
 def run_of(case, rows, options):
-    """What is trained, and how many steps are on the clock. Batches of real rows recur after so many steps."""
+    """The training to run, and the number of timed steps. Batches of real rows repeat after so many steps."""
     kind = dict(CASES[case])
     batches, rounds = options.batches, options.rounds
     if options.tiny:
@@ -88,7 +88,7 @@ def run_of(case, rows, options):
 
 
 def options_of(arm):
-    """The fields of the arguments of `arm`. ValueError if it asks for captured steps, and there is no such field."""
+    """The fields of `arm`'s arguments. ValueError if it asks for captured steps and no such field exists."""
     given = dict(arm.options)
     known = classes_of(arm.trainer)[1].__dataclass_fields__
     if "cuda_graphs" in given and "cuda_graphs" not in known:
@@ -98,15 +98,15 @@ def options_of(arm):
 
 
 def compile_layers(model):
-    """Compile each layer of the decoder by itself."""
-    torch._dynamo.config.recompile_limit = 64  # each kind of rows makes the model anew
+    """Compile each decoder layer separately."""
+    torch._dynamo.config.recompile_limit = 64  # each kind of rows makes a new model
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     for layer in base.model.layers:
         layer.compile(dynamic=True)
 
 
 def gib_used():
-    """What all processes have of the GPU's memory."""
+    """The GPU memory that all processes use."""
     if DEVICE != "cuda":
         return 0.0
     free, total = torch.cuda.mem_get_info()
@@ -158,7 +158,7 @@ def clock_of(start, count):
                     self.allocated = torch.cuda.max_memory_allocated()
 
         def busy_ms(self):
-            """The time in which anything ran on the GPU, in ms a step."""
+            """The time per step, in ms, in which anything ran on the GPU."""
             spans = [event.time_range for event in self.profiler.events() if event.device_type.name == "CUDA"]
             total, end = 0.0, 0.0
             for span in sorted(spans, key=lambda span: span.start):
@@ -170,7 +170,7 @@ def clock_of(start, count):
 
 
 def train(options, rows, before):
-    """Train the arm of this process on one kind of rows. `before` is the GPU memory in use when the process began."""
+    """Train this process's arm on one kind of rows. `before` is the GPU memory in use when the process started."""
     arm = ARMS[options.arm]
     run, timed = run_of(options.case, rows, options)
     first = timed * options.rounds
@@ -269,7 +269,7 @@ def main():
 
 
 def flag(found):
-    """Note which rows have other losses than the stock trainer, or other tokens than the first arm."""
+    """Note the rows that have other losses than the stock trainer, or other tokens than the first arm."""
     for key in {(row["case"], row.get("rows")) for row in found}:
         alike = [row for row in found if (row["case"], row.get("rows")) == key]
         flag_losses(alike, [arm for arm in ARMS if arm.startswith("stock")])

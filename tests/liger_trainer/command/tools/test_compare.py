@@ -75,7 +75,7 @@ def test_the_stock_arm_is_the_stock_class(folder, capsys, monkeypatch):
 
 def test_the_table(folder, capsys, monkeypatch):
     """Runs an arm in its own process and writes a JSON and a chart; output_dir stays empty in any case."""
-    # one arm is enough, because a process takes 15 s to start
+    # One arm is enough: a process takes 15 s to start
     apart = {"stock": compare._run_arm, "ours": compare._in_a_process}
     monkeypatch.setattr(
         compare, "_in_a_process", lambda recipe, words, arm, steps: apart[arm](recipe, words, arm, steps)
