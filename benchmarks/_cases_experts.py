@@ -168,14 +168,14 @@ def experts_frozen(tokens, hidden, inner, count, top_k, *, dtype):
     packed = [quantized_matrices(t.detach()) for t in (gate_up, down)]
     gate_up, down = (t.unpack() for t in packed)
 
-    def in_eight_bits(x, weights, gate_up, down, ids):
+    def in_fp8(x, weights, gate_up, down, ids):
         return lt.experts(x, ids, weights, *packed)
 
     return Case(
         "experts, frozen",
         size_of(tokens, hidden, inner, count, top_k),
         (x, weights, gate_up, down, ids),
-        {"ours": ours, "ours, eight bits": in_eight_bits, "eager": eager, "grouped_mm": grouped_mm},
+        {"ours": ours, "ours, fp8": in_fp8, "eager": eager, "grouped_mm": grouped_mm},
         exact,
         dtype,
         flop=12 * tokens * top_k * hidden * inner,

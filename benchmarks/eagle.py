@@ -208,7 +208,7 @@ def parsed(argv=None):
     parser.add_argument("--rows", choices=KINDS, default="full", help="padded and packed rows come from --data")
     parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=ARMS)
     parser.add_argument("--recompute", action="store_true", help="compute the drafter's steps again in backward")
-    parser.add_argument("--fp8", action="store_true", help="the frozen model in eight bits")
+    parser.add_argument("--fp8", action="store_true", help="hold the frozen model in FP8")
     parser.add_argument("--data", help=".npz or .json of token ids; random ids without it")
     parser.add_argument("--profile", action="store_true", help="print where the GPU time of two steps goes")
     parser.add_argument("--tiny", action="store_true", help="a model and rows that a CPU can do")

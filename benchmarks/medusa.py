@@ -264,7 +264,7 @@ def main(argv=None):
     parser.add_argument("--projection", nargs="+", default=["tied", "untied"], choices=("tied", "untied"))
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 4096, 8192])
     parser.add_argument("--steps", type=int, help=f"full: 10, more than {SKIP}; padded and packed: {STEPS['padded']}")
-    parser.add_argument("--rows", choices=KINDS, default="full", help="padded and packed are those of --data")
+    parser.add_argument("--rows", choices=KINDS, default="full", help="padded and packed rows come from --data")
     parser.add_argument("--arms", nargs="+", default=[OURS, UNFUSED], choices=ARMS)
     parser.add_argument("--no-checkpointing", action="store_true", help="stage 2 without gradient checkpointing")
     parser.add_argument("--data", help=".npz or .json of token ids; random ids without it")

@@ -346,7 +346,7 @@ def print_against_fastest_peer(rows):
     columns |= {"ours of floor": ("ours of floor", ".3f"), "fastest": ("fastest peer", "")}
     columns |= {"ours / peer": ("ours / it", ".3f"), "ours lean / peer": ("lean / it", ".3f"), "note": ("", "")}
     table(against_fastest_peer(rows), columns)
-    print("ours / it: our time over that of the fastest peer; below 1 ours is faster")
+    print("ours / it: our time over the fastest peer's; below 1 ours is faster")
 
 
 def _first_sizes(options):

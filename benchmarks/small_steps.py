@@ -66,7 +66,7 @@ PROFILED = 4  # steps
 
 
 def tiny_of(model):
-    """The name of a tiny model with layers like those of `model`."""
+    """The name of a tiny model with the kinds of layers of `model`."""
     if model.startswith("Qwen3.5"):
         return "tiny-states"
     return "tiny-moe" if "A3B" in model else "tiny"
@@ -247,7 +247,7 @@ def main():
     parser.add_argument("--batches", type=int, default=12, help="steps on the clock, each with rows of its own")
     parser.add_argument("--rounds", type=int, default=2, help="how often their rows are trained on before")
     parser.add_argument("--timeout", type=float, default=300, help="seconds after which a process is given up")
-    parser.add_argument("--profile", action="store_true", help="add the time in which the GPU works")
+    parser.add_argument("--profile", action="store_true", help="add the time that the GPU is busy")
     parser.add_argument("--tiny", action="store_true", help="two layers, to try the script out")
     options = parser.parse_args()
     check_data(parser, options)

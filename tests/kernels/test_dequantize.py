@@ -195,7 +195,7 @@ def test_mxfp4_is_what_was_stored(shape, dtype, device):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_mxfp4_of_all_scales_is_that_of_transformers(dtype, device):
+def test_mxfp4_of_all_scales_equals_transformers(dtype, device):
     """Test each number with each scale but 255 (NaN): zeros of both signs, subnormals, infinities."""
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 

@@ -135,7 +135,7 @@ def test_nothing_of_a_shared_input_outlives_it(device):
     assert weight.grad is not None
 
 
-def test_alone_shares_with_nobody(device):
+def test_a_layer_alone_shares_no_input(device):
     x, _, _ = inputs((3, 7), device)
     first = module.shared_input(x, Float8Form())
     alone = module.shared_input(x, Float8Form(), alone=True)

@@ -69,7 +69,7 @@ def test_without_a_gate_it_is_a_norm_of_groups(cast, offset, device, check_close
 @pytest.mark.parametrize("w_dtype", [*DTYPES, torch.float16], ids=str)
 @pytest.mark.parametrize("gate_dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("form", FORMS)
-def test_dtype_is_that_of_the_twin(form, gate_dtype, w_dtype, x_dtype, device):
+def test_dtype_equals_the_twin_s(form, gate_dtype, w_dtype, x_dtype, device):
     given = inputs((5, 40), x_dtype, device, w_dtype, gate_dtype)
     got, want = (f(*given, 1e-6, **FORMS[form]) for f in (gated_rms_norm, reference.gated_rms_norm))
     assert got.dtype == want.dtype
@@ -90,7 +90,7 @@ def test_casts_round_where_they_say(device):
 
 @pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)], ids=str)
 @pytest.mark.parametrize("form", FORMS)
-def test_16_bits_are_those_of_the_twin(form, dtype, device):
+def test_16_bit_results_equal_the_twin(form, dtype, device):
     given = inputs((64, 1024), dtype, device)
     got, want = (f(*given, 1e-6, **FORMS[form]) for f in (gated_rms_norm, reference.gated_rms_norm))
     assert (got != want).float().mean() < 2e-3

@@ -252,7 +252,7 @@ def test_no_number_of_rows_recompiles_a_kernel(operation, launched):
     }
 
 
-def test_the_interpreter_is_called_as_ever(kernel, monkeypatch):
+def test_the_interpreter_is_called_as_usual(kernel, monkeypatch):
     monkeypatch.setattr(_launch, "INTERPRET", True)
     for _ in range(2):
         _launch.launch(kernel, (1,), tensor(), 48, 1e-6, BLOCK=64, FLAG=True)

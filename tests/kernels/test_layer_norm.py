@@ -63,7 +63,7 @@ def test_is_coheres(device):
 
 @pytest.mark.parametrize("parameter_dtype", [*DTYPES, torch.float16], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_dtype_is_that_of_the_twin(dtype, parameter_dtype, device):
+def test_dtype_equals_the_twin_s(dtype, parameter_dtype, device):
     x, w, b = inputs((5, 40), dtype, device, parameter_dtype=parameter_dtype)
     got, want = layer_norm(x, w, b, 1e-5), reference.layer_norm(x, w, b, 1e-5)
     assert got.dtype == want.dtype == dtype

@@ -59,7 +59,7 @@ def test_every_field(options, device, row_pass):
     assert [v is None for v in some] == [True, True, True, False, True]
 
 
-def test_fields_are_those_of_trl(device, row_pass):
+def test_fields_equal_trl_s(device, row_pass):
     """TRL's trainers read these fields. TRL's own computation gives the same numbers."""
     kernel = pytest.importorskip("trl.kernels").ChunkedLogProbFunction
     x, w, b, y = inputs(device)

@@ -83,7 +83,7 @@ def test_fp32_adapters_lose_nothing_to_16_bits(device):
         assert (g.double() - w).norm() <= 1e-5 * w.norm()
 
 
-def test_small_gradients_of_fp32_adapters_beside_fp16(device):
+def test_small_gradients_of_fp32_adapters_on_fp16_survive(device):
     """Runs without autocast. Two fp16 numbers would keep one digit of a gradient of 1e-7."""
     x, weight, _, a, b = inputs((50,), torch.float16, device, adapter=torch.float32, bias=False)
     b.data *= 1e-3

@@ -75,7 +75,7 @@ NOT_HERE = [  # class, an argument of liger-kernel without a counterpart, a valu
 
 
 @pytest.mark.parametrize("name", SIGNATURES)
-def test_arguments_are_those_of_liger_kernel(name):
+def test_arguments_equal_liger_kernel_s(name):
     """The order matters because arguments may be passed by position. Defaults are the same too."""
     constructor, inputs = SIGNATURES[name]
     own = list(inspect.signature(getattr(modules, name).__init__).parameters.values())[1:]

@@ -47,7 +47,7 @@ def test_offset_and_missing_weight(cast, dtype, device, check_close):
 @pytest.mark.parametrize("x_dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("w_dtype", [*DTYPES, torch.float16, None], ids=str)
 @pytest.mark.parametrize("cast", CASTS)
-def test_dtype_is_that_of_the_twin(cast, x_dtype, w_dtype, device):
+def test_dtype_equals_the_twin_s(cast, x_dtype, w_dtype, device):
     x, w = inputs((5, 40), x_dtype, device, w_dtype, weight=w_dtype is not None)
     got, want = rms_norm(x, w, 1e-6, cast=cast), reference.rms_norm(x, w, 1e-6, cast=cast)
     assert got.dtype == want.dtype

@@ -135,7 +135,7 @@ def test_the_weight_of_a_conv1d(device):
 
 
 @pytest.mark.parametrize("trained", [(0,), (1,), (2,), (1, 2)], ids=str)
-def test_what_is_frozen_has_no_gradient(trained, device, check_close):
+def test_frozen_parts_get_no_gradient(trained, device, check_close):
     given = [t.detach().requires_grad_(i in trained) for i, t in enumerate(inputs(device, channels=8))]
     cu_seqlens = offsets(device)
     check_close(lambda x, w, b: short_conv(x, w, b, cu_seqlens=cu_seqlens, activation="silu"), oracle, given)
@@ -143,7 +143,7 @@ def test_what_is_frozen_has_no_gradient(trained, device, check_close):
 
 @pytest.mark.parametrize("parameter_dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_dtype_is_that_of_the_twin(dtype, parameter_dtype, device):
+def test_dtype_equals_the_twin_s(dtype, parameter_dtype, device):
     x, w, b = inputs(device, dtype, parameter_dtype=parameter_dtype, lengths=(5, 3), channels=9)
     given = {"cu_seqlens": offsets(device, (5, 3)), "activation": "silu"}
     got, want = short_conv(x, w, b, **given), reference.short_conv(x, w, b, **given)

@@ -42,7 +42,7 @@ CASES = {
     "trainer-tied": ("", None, {"remove_unused_columns": False}, ()),
     "trainer-smoothing": ("", None, {"remove_unused_columns": False, "label_smoothing_factor": 0.1}, ()),
     "trainer-lora-on-the-head": ("", None, {"remove_unused_columns": False}, ()),
-    "trainer-lora-beside-the-head": ("", None, {"remove_unused_columns": False}, ()),
+    "trainer-lora-and-saved-head": ("", None, {"remove_unused_columns": False}, ()),
     "trainer-experts": ("", None, {"remove_unused_columns": False}, ()),
     "trainer-experts-lora": ("", None, {"remove_unused_columns": False}, ()),
     "trainer-images": ("", None, {"remove_unused_columns": False}, ()),
@@ -80,7 +80,7 @@ OF_MODE = {
     "zero3-varlen": ("sft-checkpointing", "dpo"),
     "zero3-more-varlen": ("trainer", "grpo"),
     # DeepSpeed cannot shard trained parameters of two dtypes: a LoRA in fp32 and a saved head in bf16.
-    "zero3-bf16": tuple(case for case in WITHOUT_EXPERTS if case != "trainer-lora-beside-the-head"),
+    "zero3-bf16": tuple(case for case in WITHOUT_EXPERTS if case != "trainer-lora-and-saved-head"),
 }
 
 
@@ -138,7 +138,7 @@ def trainer_of(case, ours, mode, out, folder):
     elif "lora" in case:
         torch.manual_seed(3)
         where = {"target_modules": ["q_proj", "lm_head"]}
-        if "beside" in case:  # a full copy of the head is trained
+        if "saved-head" in case:  # a full copy of the head is trained
             where = {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}
         model = get_peft_model(model, LoraConfig(r=2, init_lora_weights=False, **where))
     if name == "GRPO":

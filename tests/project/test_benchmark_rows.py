@@ -172,7 +172,7 @@ def test_default_arms_and_the_folder_of_a_record():
     assert "LigerDPOTrainer - varlen" in training.default_arms(options)
 
 
-def test_no_arm_clips_beside_the_optimizer_in_backward(monkeypatch):
+def test_no_arm_clips_gradients_with_the_optimizer_in_backward(monkeypatch):
     import _steps
 
     from liger_triton import _dispatch

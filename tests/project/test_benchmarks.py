@@ -213,7 +213,7 @@ def test_memory_by_kind_of_tensor():
     assert gib["trained"] * 2**30 == 4 * adapters == gib["gradients"] * 2**30
     assert gib["frozen"] * 2**30 == pytest.approx(2 * frozen, rel=0.01), "and the rotary frequencies"
     assert gib["packed"] == gib["states"] == 0, "the first step ends its forward pass before there are states"
-    assert gib["kept"] is None and gib["workspace"] is None, "there is no allocator to ask"
+    assert gib["kept"] is None and gib["workspace"] is None, "a CPU has no allocator to ask"
 
 
 def test_scales_are_packed_weights_and_storages_are_counted_once():

@@ -44,5 +44,5 @@ def test_imports_are_declared():
     assert undeclared == {}
 
 
-def test_what_is_declared_is_imported():
+def test_declared_dependencies_are_imported():
     assert names_of(PROJECT["dependencies"]) <= imported().keys()

@@ -162,7 +162,7 @@ def test_names_can_be_imported(page):
     assert not [name for name in bare if not hasattr(liger_trainer, name)]
 
 
-def test_rows_of_ones_own_as_get_started_says(tmp_path, monkeypatch, capsys):
+def test_own_rows_train_as_get_started_says(tmp_path, monkeypatch, capsys):
     """Runs the page's rows, recipe and Python with a tiny model in place of its model."""
     (recipe,), (rows,) = (blocks(DOCS / "get_started.md", language) for language in ("yaml", "json"))
     monkeypatch.chdir(tmp_path)

@@ -72,7 +72,7 @@ def test_form_of_an_issue(path):
     assert required
 
 
-def test_a_bug_report_asks_for_doctor_as_it_is_typed(capsys):
+def test_a_bug_report_asks_for_the_doctor_command_as_typed(capsys):
     """`doctor` takes a model but does not print versions, so the form asks for both."""
     text = (ROOT / ".github" / "ISSUE_TEMPLATE" / "bug.yml").read_text()
     named = re.findall(r"`liger-trainer ([^`]+)`", text)

@@ -25,7 +25,7 @@ SHIPPED = {
 CHECK = """
 import site, sys
 before = list(sys.path)
-site.addsitedir(sys.argv[1])  # reads .pth files, of which an editable install consists
+site.addsitedir(sys.argv[1])  # reads the .pth files of an editable install
 # To the front: the environment that runs the tests may have an installation of its own.
 sys.path[:] = [path for path in sys.path if path not in before] + before
 import importlib.util, liger_trainer
@@ -96,7 +96,7 @@ def test_wheel(built, tmp_path):
     assert {f"liger_trainer/{name}" for name in SHIPPED} <= names
     assert {"liger_trainer/command/main.py", "liger_triton/rms_norm.py"} <= names
     texts = {"liger_trainer/trainers/model_card.md", "liger_trainer/data/chat_templates/chatml.jinja"}
-    assert texts <= names, "files that are no code"
+    assert texts <= names, "files other than code"
     assert not {name for name in names if name.startswith(("kernels/", "tests/", "recipes/"))}
     metadata = next(name for name in names if name.endswith("entry_points.txt"))
     assert "liger-trainer = liger_trainer.command.main:main" in zipfile.ZipFile(built[1]).read(metadata).decode()

@@ -211,7 +211,7 @@ def test_names_of_the_kernels():
 
 
 @pytest.mark.parametrize("name", ["LigerTrainingArguments", *(f"Liger{name}Config" for name in TRAINERS)])
-def test_options_beside_the_stock_ones(name):
+def test_our_options_are_listed(name):
     own = getattr(liger_trainer, name)
     stock = next(base for base in own.__mro__ if base.__module__.partition(".")[0] in ("trl", "transformers"))
     names, stock_names = ({f.name for f in dataclasses.fields(each)} for each in (own, stock))

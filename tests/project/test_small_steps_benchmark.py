@@ -43,7 +43,7 @@ def _tokenizer():
     return _steps.tokenizer_of()
 
 
-def test_what_fails_is_a_row_that_says_why(tmp_path, capsys):
+def test_a_failure_is_a_row_that_says_why(tmp_path, capsys):
     import small_steps
 
     options = options_of(tmp_path, arm="ours_captured", rows=["128"])

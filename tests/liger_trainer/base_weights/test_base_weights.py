@@ -67,7 +67,7 @@ def test_saved_models_and_checkpoints_keep_prediction_layers(kind, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["qwen3_next", "deepseek_v3"])
-def test_left_out_config_says_that_there_are_none(kind, tmp_path):
+def test_a_config_without_the_left_out_layers_counts_none(kind, tmp_path):
     extra = write_base(tmp_path / "base", kind)
     trainer = train(tmp_path / "base", tmp_path / "out", keep_unloaded_weights=False)
     assert not names_of(tmp_path / "out") & extra.keys()
@@ -75,7 +75,7 @@ def test_left_out_config_says_that_there_are_none(kind, tmp_path):
     assert_loads(tmp_path / "out", trainer.model)
 
 
-def test_the_stock_trainer_loses_them(tmp_path):
+def test_the_stock_trainer_loses_prediction_layers(tmp_path):
     """The reason for this room. The test fails once transformers keeps them itself."""
     extra = write_base(tmp_path / "base", "qwen3_next")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
@@ -153,7 +153,7 @@ def test_layers_that_no_longer_fit_are_left_out(change, said, tmp_path):
     assert json.loads((tmp_path / "out" / "config.json").read_text())["num_nextn_predict_layers"] == 0
 
 
-def test_quantised_layers_beside_a_model_that_is_not(tmp_path):
+def test_quantised_prediction_layers_of_an_unquantised_model(tmp_path):
     extra = write_base(tmp_path / "base", "qwen3_next", torch.float8_e4m3fn)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     base = find_checkpoint(str(tmp_path / "base"))
@@ -234,7 +234,7 @@ def test_saving_over_the_base_is_refused(tmp_path):
         train(tmp_path / "base", tmp_path / "base")
 
 
-def test_a_value_that_is_no_boolean(tmp_path):
+def test_a_value_that_is_not_a_boolean_is_refused(tmp_path):
     with pytest.raises(ValueError, match="keep_unloaded_weights is 'no'"):
         LigerTrainingArguments(str(tmp_path), keep_unloaded_weights="no")
 

@@ -41,7 +41,7 @@ def experts_of(model):
     return [module for module in model.modules() if isinstance(module, PackedGptOssExperts)]
 
 
-def test_only_experts_are_in_four_bits(folder):
+def test_only_experts_stay_4_bit(folder):
     model, plain = load(folder, True), load(folder, False)
     assert len(experts_of(model)) == 2 and not experts_of(plain)
     for name, want in plain.named_parameters():
@@ -123,7 +123,7 @@ def test_saved_whole_it_is_the_checkpoint_again(folder, tmp_path):
     assert again.keys() == want.keys() and all(torch.equal(again[name], want[name]) for name in want)
 
 
-def test_nothing_but_adapters_can_be_trained(folder, tmp_path):
+def test_only_adapters_can_be_trained(folder, tmp_path):
     with pytest.raises(ValueError, match="attach trainable adapters"):
         train(load(folder, True), tmp_path)
 
@@ -151,7 +151,7 @@ def test_fit_counts_the_bytes_that_are_stored(folder):
 
 
 @pytest.mark.parametrize("targets", [["q_proj"], "all-linear"], ids=str)
-def test_adapters_that_experts_in_four_bits_do_not_get_are_refused(folder, tmp_path, targets):
+def test_adapters_that_4_bit_experts_cannot_have_are_refused(folder, tmp_path, targets):
     names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
     model = get_peft_model(load(folder, True), LoraConfig(r=4, target_modules=targets, target_parameters=names))
     with pytest.raises(ValueError, match="target_parameters .* names 'mlp.experts.gate_up_proj', and no parameter"):

@@ -224,7 +224,7 @@ def test_small_model_is_out_of_reach(folder, capsys, monkeypatch):
     assert SMOLLM2 in line and "HF_HUB_OFFLINE" in line
 
 
-def test_gguf_model_trains_and_saves_as_plain(folder, capsys):
+def test_a_gguf_model_trains_and_saves_as_a_plain_one(folder, capsys):
     """A tiny Llama in GGUF. The saved folder has the tokenizer, and no trace of the quantised file."""
     gguf = pytest.importorskip("gguf", reason="needs the package gguf")
     write_gguf(gguf, folder / "small" / "tiny.gguf")

@@ -28,7 +28,7 @@ def config_of(folder):
     return json.loads((folder / "config.json").read_text())
 
 
-def test_names_and_shapes_are_those_of_the_table(saved):
+def test_names_and_shapes_equal_the_table(saved):
     _, folder = saved
     tensors = load_file(folder / "model.safetensors")
     assert tensors.keys() == TABLE.keys()

@@ -49,7 +49,7 @@ def parameters(**changes):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_weights_gradients_and_states_are_those_of_the_model(tied):
+def test_weights_gradients_and_states_have_the_model_s_sizes(tied):
     found = need(job(changes={"tie_word_embeddings": tied}), 2, 64, False, PLENTY)
     weights = 2 * parameters(tie_word_embeddings=tied)
     assert found.weights == found.gradients == weights
@@ -93,9 +93,9 @@ def test_accumulation_holds_gradients_from_one_micro_batch_to_the_next():
 
 @pytest.mark.parametrize("loss", [losses.of_pairs, losses.of_answers])
 def test_a_reference_model_adds_its_weights(loss):
-    alone, beside = (need(job(loss, reference=reference), 2, 64, False, PLENTY) for reference in (False, True))
-    assert beside.reference == alone.weights
-    assert beside.peak == pytest.approx(alone.peak + alone.weights, rel=0.02)
+    alone, with_reference = (need(job(loss, reference=reference), 2, 64, False, PLENTY) for reference in (False, True))
+    assert with_reference.reference == alone.weights
+    assert with_reference.peak == pytest.approx(alone.peak + alone.weights, rel=0.02)
 
 
 def test_two_gpus():
@@ -190,7 +190,7 @@ def with_adapters(fp8, **options):
 
 
 @pytest.mark.parametrize("checkpointing, autocast", [(False, None), (True, torch.bfloat16), ("auto", torch.bfloat16)])
-def test_a_frozen_base_in_eight_bits(checkpointing, autocast):
+def test_a_frozen_fp8_base(checkpointing, autocast):
     """Its layers take one byte a weight and four a row. Memory kept for the backward pass does not change."""
     plain, fp8 = (need(with_adapters(on, autocast=autocast), 4, 512, checkpointing, PLENTY) for on in (False, True))
     per_layer = [(256, 256), (128, 256), (128, 256), (256, 256), (512, 256), (512, 256), (256, 512)]
@@ -204,7 +204,7 @@ def test_a_frozen_base_in_eight_bits(checkpointing, autocast):
 
 
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
-def test_a_frozen_base_in_eight_bits_is_sharded(autocast):
+def test_a_frozen_fp8_base_is_sharded(autocast):
     """A GPU holds half of it, and gathers half as much."""
     shards = Sharding("fsdp2", 2, autocast, autocast and torch.float32)
     one, two, plain = (
@@ -244,7 +244,7 @@ def adapters(layers=LAYERS, **options):
     return Job(shape, losses.of_labels, torch.optim.AdamW, autocast=torch.bfloat16, **options)
 
 
-def test_a_base_in_four_bits():
+def test_a_4_bit_base():
     """Half a byte a number, and a byte for 64 numbers (4.125 bits with double quantisation); adapters are 16-bit."""
     pytest.importorskip("bitsandbytes")
     found = need(adapters(), 2, 1024, True, PLENTY)

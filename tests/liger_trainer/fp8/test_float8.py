@@ -120,7 +120,7 @@ def kept_bytes(model):
     return sum(seen.values())
 
 
-def test_an_input_is_cast_once_and_kept_in_eight_bits(monkeypatch):
+def test_an_input_is_cast_once_and_kept_in_fp8(monkeypatch):
     casts = []
 
     def counted(t, *args, own=kernels.float8_cast, **options):
@@ -137,7 +137,7 @@ def test_an_input_is_cast_once_and_kept_in_eight_bits(monkeypatch):
     assert kept < before
 
 
-def test_what_can_be_computed_again_is_not_kept_twice():
+def test_recomputable_results_are_not_kept_twice():
     """Outputs of norms and gates are recomputed and then cast to FP8.
 
     Only the attention's output is kept; on a CPU it is a copy of what the attention itself keeps.
@@ -216,7 +216,7 @@ def test_switched_off(ours):
 
 
 @pytest.mark.parametrize("change", ["another config", "no emulation", "another dtype"])
-def test_what_our_function_does_not_take_runs_torchao_s_code(change, ours, monkeypatch):
+def test_unsupported_calls_run_torchao_s_code(change, ours, monkeypatch):
     layer = fp8_model().model.layers[0].mlp.up_proj
     patched(layer)
     ours.clear()
@@ -244,7 +244,7 @@ def test_hooks_see_each_call(ours):
     assert seen == ["before", "after"]
 
 
-def test_a_hook_that_writes_over_the_input_is_heard(ours):
+def test_a_hook_that_overwrites_the_input_takes_effect(ours):
     """The hook writes in place, without a new version: layers with hooks cast their inputs themselves."""
 
     def write(module, args):
@@ -323,7 +323,7 @@ def test_one_layer_checkpointed_by_hand(ours):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
-def test_layers_whose_weights_are_gathered_in_eight_bits_are_left_to_torchao():
+def test_layers_with_fp8_all_gather_are_left_to_torchao():
     model = fp8_model(config=config_of(enable_fsdp_float8_all_gather=True))
     report = patched(model)
     assert not report.swapped

@@ -40,7 +40,7 @@ def test_weights_are_cast_where_they_are_gathered(case, found):
     assert ours["steps"] == stock["steps"]
 
 
-def test_beside_one_process(found):
+def test_losses_and_norms_equal_one_process(found):
     """A weight's scale covers all its shards."""
     ours, whole = found["plain, before"], found["one process"]
     losses, grads = torch.tensor(ours["steps"]).split([4, 4], 1)

@@ -89,7 +89,7 @@ class EmulatedTrainer(Emulated, Trainer):
 
 
 @pytest.mark.parametrize("asked", ["by the launcher", "by fp8: true"])
-def test_beside_stock(asked, torchao, fresh, ours, tmp_path, monkeypatch):
+def test_losses_and_weights_equal_stock(asked, torchao, fresh, ours, tmp_path, monkeypatch):
     """The first and the last layer stay. The report lists what was swapped when training started."""
     model, options = tiny_model("llama"), {}
     monkeypatch.setitem(os.environ, "ACCELERATE_FP8_BACKEND", "AO")
@@ -122,7 +122,7 @@ class EmulatedByRow(EmulatedTrainer):
         handler.config = dataclasses.replace(recipe, emulate=True)
 
 
-def test_a_recipe_by_name_beside_stock(torchao, fresh, ours, tmp_path, monkeypatch):
+def test_a_recipe_by_name_trains_like_stock(torchao, fresh, ours, tmp_path, monkeypatch):
     """All layers that accelerate converts have the recipe's scales, and accelerate's other settings hold."""
     monkeypatch.setitem(os.environ, "ACCELERATE_FP8_BACKEND", "AO")
     model, options = tiny_model("llama"), {"liger_config": OTHERS, "fp8": True, "fp8_recipe": "rowwise"}
@@ -224,7 +224,7 @@ def options_of(tmp_path):
     return {"output_dir": str(tmp_path), "use_cpu": True, "report_to": "none"}
 
 
-def test_the_launcher_is_heard_though_trl_sets_bf16(torchao, launched, tmp_path, monkeypatch):
+def test_the_launcher_s_precision_wins_though_trl_sets_bf16(torchao, launched, tmp_path, monkeypatch):
     """A precision that the user sets wins over the launcher's, as in the stock classes."""
     assert LigerTrainingArguments(**options_of(tmp_path)).mixed_precision == "fp8"
     both = ({}, "fp8"), ({"bf16": False}, "fp8"), ({"bf16": True}, "bf16"), ({"use_liger": False}, "bf16")

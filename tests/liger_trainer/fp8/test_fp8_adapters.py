@@ -33,7 +33,7 @@ def near(got, want, rtol):
 
 
 @pytest.mark.parametrize("asked", ["by fp8: true", "by the launcher", "by the launcher, with the stock arguments"])
-def test_losses_are_near_those_of_bf16(asked, any_device, tmp_path, monkeypatch):
+def test_losses_are_near_bf16(asked, any_device, tmp_path, monkeypatch):
     """No adapter matrix is converted, the base does not change, and the report says what was done."""
     want, _ = run(LigerTrainer, adapted(), tmp_path, bf16=True)
     from accelerate.state import AcceleratorState
@@ -84,7 +84,7 @@ def test_the_same_arguments_for_a_model_without_adapters(any_device, tmp_path):
         LigerTrainer(tiny_model("llama"), args, train_dataset=ragged_rows(), data_collator=collate)
 
 
-def test_a_later_trainer_of_the_model(any_device, tmp_path):
+def test_a_later_trainer_keeps_the_model_in_fp8(any_device, tmp_path):
     """It need not ask for fp8, because fp8 cannot be undone, and it reports the base's state."""
     _, trainer = run(LigerTrainer, adapted(), tmp_path, fp8=True)
     model = trainer.model
@@ -162,7 +162,7 @@ def test_a_model_of_which_nothing_can_be_converted_is_refused(any_device, tmp_pa
         built(adapted(model=model), tmp_path)
 
 
-def test_layers_of_gpt2_are_none_of_torch_s(any_device, tmp_path):
+def test_gpt2_s_conv1d_layers_are_refused(any_device, tmp_path):
     sizes = {"vocab_size": 131, "n_embd": 32, "n_layer": 1, "n_head": 4, "pad_token_id": 0}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", **sizes))
     model = get_peft_model(model, LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True))

@@ -15,7 +15,7 @@ def losses(trainer):
     return [log["loss"] for log in trainer.state.log_history if "loss" in log]
 
 
-def test_the_target_is_in_eight_bits(tmp_path):
+def test_the_target_is_in_fp8(tmp_path):
     """Its linear layers are, but neither the LM head nor the drafter. Only the drafter trains."""
     torch.manual_seed(0)
     want = losses(eagle_trainer(eagle_target(), tmp_path))

@@ -63,7 +63,7 @@ def test_the_best_weights_are_loaded_at_the_end(found):
     assert again == at_two > at_four and at_two == found["ours"]["logs"][3]
 
 
-def test_what_is_saved_are_plain_numbers(found):
+def test_saved_weights_are_plain_numbers(found):
     for name, saved in found["ours"]["saved"].items():
         assert type(saved) is torch.Tensor and torch.equal(saved, found["ours"]["weights"][name]), name
 

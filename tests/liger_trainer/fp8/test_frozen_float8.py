@@ -89,7 +89,7 @@ def test_it_moves_to_another_device_and_back():
 
 
 @pytest.mark.parametrize("change", ["bits", "scale"])
-def test_bits_that_somebody_has_converted_are_not_multiplied(change):
+def test_converted_bytes_are_not_multiplied(change):
     layer = FrozenFloat8Linear.of(linear())
     getattr(layer, change).data = getattr(layer, change).data.to(torch.bfloat16)
     with pytest.raises(RuntimeError, match="expected torch.uint8 and torch.float32.*Load the model again"):
@@ -135,7 +135,7 @@ def reasons(model, change=lambda model: None):
     return {name.removeprefix("model.layers."): why for name, why in report.skipped.items() if why != HEAD}
 
 
-def test_what_is_trained_or_copied_stays():
+def test_trained_and_copied_weights_are_not_converted():
     found = reasons(adapted(target_modules=["q_proj"], modules_to_save=["up_proj"]))
     assert found == {f"{k}.mlp.up_proj.original_module": "modules_to_save has a trained copy of it" for k in (0, 1)}
 
@@ -281,7 +281,7 @@ def test_writing_to_the_weight_raises(write):
         write(layer.weight)
 
 
-def test_what_is_computed_from_the_weight_can_be_written():
+def test_results_computed_from_the_weight_can_be_written():
     weight = FrozenFloat8Linear.of(nn.Linear(32, 16)).weight
     for result in (weight + 1, weight @ weight.T, weight.clone(), copy.deepcopy(weight), nn.Parameter(weight.clone())):
         assert type(result) in (torch.Tensor, nn.Parameter)

@@ -74,7 +74,7 @@ def test_whole_mlps(options, calls):
     assert loss < 1e-4 and gradients < 0.05
     assert len(calls) == 2 * len(options.get("target_modules", range(7)))
     in_16_bits = distance(step(adapted(**options)), want)[1]
-    assert gradients < in_16_bits, "no further from PEFT's code in eight bits than that is from 16"
+    assert gradients < in_16_bits, "no further from PEFT's FP8 code than that is from 16 bits"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -90,7 +90,7 @@ def test_dtypes(dtype, autocast, calls):
 
 
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
-def test_layers_in_16_bits_beside_those_in_eight(autocast, calls):
+def test_16_bit_layers_share_their_input_with_fp8_layers(autocast, calls):
     """k and v are too narrow for FP8, and share their input, and so its gradient, with q."""
 
     def narrow():
@@ -158,7 +158,7 @@ def test_adapters_are_changed_after_patching(change):
 
 
 @pytest.mark.parametrize("part", ["base_layer", "lora_A"])
-def test_somebody_s_hook(part, calls):
+def test_a_user_s_hook_is_called(part, calls):
     """The layer runs PEFT's code, which calls the hook."""
     seen, model = [], frozen()
     apply_liger(model)
@@ -193,7 +193,7 @@ def test_x_of_another_kind_runs_peft_s_code():
     assert (layer(x) - layer(x.float())).norm() < 0.1 * layer(x).norm()
 
 
-def test_the_proof_is_of_a_layer_in_eight_bits():
+def test_the_proof_runs_an_fp8_layer():
     layer = frozen().get_base_model().model.layers[0].self_attn.q_proj
     assert lora.prove(layer) == (("lora", LoRA(("default",), False, "in fp8"), lora.forward), None)
     copied = lora._small_copy(layer, torch.Generator().manual_seed(0), torch.float32, (16, 32))

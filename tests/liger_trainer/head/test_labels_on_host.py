@@ -32,7 +32,7 @@ def test_labels_are_shifted_as_the_head_s_targets():
 
 def test_labels_that_are_not_known_or_were_written_to_are_not_taken():
     assert known(labels=labels_of_a_device(remembered=False)) is None
-    assert known(labels=VALUES) is None, "on the CPU there is no wait"
+    assert known(labels=VALUES) is None, "a CPU has nothing to wait for"
     labels = labels_of_a_device()
     labels.fill_(1)
     assert known(labels=labels) is None

@@ -23,7 +23,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-def test_the_loss_and_the_gradients_are_stock_s(call):
+def test_the_loss_and_the_gradients_equal_stock(call):
     losses, gradients = [], []
     stock = tiny_model("llama").train()
     for patched in (False, True):

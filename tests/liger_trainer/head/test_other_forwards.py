@@ -272,7 +272,7 @@ IN_BF16 = [
 
 
 @pytest.mark.parametrize("rest", FORWARDS, ids=lambda f: f.__name__)
-def test_a_step_is_stock_s(rest):
+def test_a_step_equals_stock(rest):
     want, got = assert_same_step(rest)
     for x, ref in zip(got[2].kept, want[2].kept, strict=True):
         if rest is gradient_is_kept:
@@ -281,7 +281,7 @@ def test_a_step_is_stock_s(rest):
 
 
 @pytest.mark.parametrize("rest", IN_BF16, ids=lambda f: f.__name__)
-def test_autocast_is_that_of_the_head_s_call(rest):
+def test_autocast_of_the_head_s_call_applies(rest):
     """Our bf16 rounds in other places, so the limit is one rounding.
 
     Without the autocast there would be no rounding.
@@ -348,7 +348,7 @@ def parts(outputs):
 
 
 @pytest.mark.parametrize("name", RETURNED)
-def test_what_came_is_returned_without_the_stand_ins(name):
+def test_outputs_are_returned_without_deferred_logits(name):
     """A `ModelOutput` loses the logits of the loss. Logits passed on in other ways are there and are right."""
 
     def rest(m, h, labels):
@@ -380,7 +380,7 @@ def kept_in_the_model(m, h, labels):
     return next_token_loss(logits, labels)
 
 
-def test_logits_that_the_model_keeps_are_those_of_its_call():
+def test_kept_logits_have_the_values_of_their_call():
     """The weights have changed by the time they are read."""
     want, got = trained(kept_in_the_model, False), trained(kept_in_the_model, True)
     for model in (want[2], got[2]):
@@ -446,7 +446,7 @@ class Doubled(torch.autograd.Function):
         (in_a_reentrant_checkpoint, "An autograd function was given logits"),
     ],
 )
-def test_what_would_lose_gradients_is_an_error(rest, message):
+def test_uses_that_would_lose_gradients_are_errors(rest, message):
     """Stock trains, or raises its own error. Our error says what to do, and that works."""
     with pytest.raises(RuntimeError, match=message + ".*Call the model with skip_logits=False, or set liger_config"):
         trained(rest, True)
@@ -527,7 +527,7 @@ WRITES = {
 
 
 @pytest.mark.parametrize("write", WRITES, ids=lambda write: write.__name__)
-def test_a_write_into_a_stand_in_is_an_error(write):
+def test_a_write_into_deferred_logits_is_an_error(write):
     """The error names the write. Tensors made from the logits earlier could not follow it."""
 
     def rest(m, h, labels):
@@ -588,7 +588,7 @@ def written_without_gradients(m, h, labels):
     "rest",
     [written_after_a_view, written_after_a_product, written_through_a_view_of_a_view, written_without_gradients],
 )
-def test_a_write_into_real_logits_is_an_error_for_what_was_made_before(rest):
+def test_a_write_into_real_logits_invalidates_earlier_results(rest):
     """PyTorch writes without asking. The next use of a deferred tensor notices."""
     message = "were written into, in place, after others had been made from them. Call the model with skip_logits=False"
     with pytest.raises(RuntimeError, match=message):
@@ -659,7 +659,7 @@ def weight_norm(model):
 @pytest.mark.parametrize("change", [halved, halved_bias, parametrized, spectral, spectral_by_a_hook, weight_norm])
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated")
-def test_a_head_that_is_no_plain_linear_layer_is_not_fused(change, when):
+def test_only_a_plain_linear_head_is_fused(change, when):
     """Runs three steps, because a norm that is recomputed on each read advances in each of them."""
 
     def rest(m, h, labels):
@@ -676,7 +676,7 @@ def test_a_head_that_is_no_plain_linear_layer_is_not_fused(change, when):
     assert losses[1] == losses[0]
 
 
-def test_linear_layers_whose_code_is_replaced(monkeypatch):
+def test_a_replaced_linear_forward_computes_the_logits(monkeypatch):
     def rest(m, h, labels):
         return next_token_loss(m.lm_head(h), labels)
 
@@ -739,7 +739,7 @@ def by_a_wrapper_of_the_forward(model, seen):
 
 
 @pytest.mark.parametrize("watch", [by_a_hook, by_a_hook_for_all_modules, by_a_wrapper_of_the_forward])
-def test_who_watches_the_outputs_sees_logits(watch, caplog):
+def test_observers_of_the_outputs_see_logits(watch, caplog):
     seen = []
     for fused in (False, True):
         model = tiny(causal, fused)

@@ -120,7 +120,7 @@ def patched(model, monkeypatch, mlp=True):
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize("dtype", RTOL, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_step_is_that_of_stock(kind, dtype, bias, saved, monkeypatch):
+def test_a_step_equals_stock(kind, dtype, bias, saved, monkeypatch):
     for mlp in (False, True):
         stock, model = (quantised(saved(kind, bias), kind, dtype) for _ in range(2))
         report = patched(model, monkeypatch, mlp)

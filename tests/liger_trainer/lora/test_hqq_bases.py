@@ -31,7 +31,7 @@ def quantised(bits, axis, dtype, bias=False):
 @pytest.mark.parametrize("dtype", RTOL, ids=str)
 @pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize("bits", [8, 4, 3])
-def test_a_step_is_that_of_stock(bits, axis, dtype, monkeypatch):
+def test_a_step_equals_stock(bits, axis, dtype, monkeypatch):
     monkeypatch.setattr(lora, "LEAST_WORK", 0)
     stock, model = (quantised(bits, axis, dtype) for _ in range(2))
     report = apply_liger(model, {"rms_norm": False, "rope": False, "fused_linear_cross_entropy": False})["lora"]

@@ -43,7 +43,7 @@ def test_a_proof_seeds_no_generator_of_a_gpu(monkeypatch):
     assert not seeded and torch.equal(torch.get_rng_state(), state)
 
 
-def beside_stock(change=lambda model: None, before=False, rtol=1e-5, mlp=False, **options):
+def compared_with_stock(change=lambda model: None, before=False, rtol=1e-5, mlp=False, **options):
     """Assert that a patched model's step equals stock; return its report. `change` is applied to both models."""
     stock, model = peft_model(**options), peft_model(**options)
     change(stock)
@@ -92,7 +92,7 @@ def calls(monkeypatch):
 )
 @pytest.mark.parametrize("mlp", [False, True], ids=["layers", "mlp"])
 def test_same_step(mlp, options, calls):
-    report = beside_stock(mlp=mlp, **options)
+    report = compared_with_stock(mlp=mlp, **options)
     expected = 2 * sum(name != "embed_tokens" for name in options.get("target_modules", range(7)))
     assert len(report.swapped) == len(calls) == expected and not report.skipped
 
@@ -117,7 +117,7 @@ def test_settings(dtype, autocast, checkpointing):
 @pytest.mark.parametrize("adapter", [torch.float32, torch.float64], ids=["fp32", "fp64"])
 @pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_error_against_float64_is_no_larger_than_stock_s(dtype, autocast, adapter, dropout):
+def test_error_against_float64_is_at_most_stock_s(dtype, autocast, adapter, dropout):
     """One 16-bit layer with wider adapters, early in training, when B and the gradients are small in fp16.
 
     Compares outputs and every gradient.
@@ -227,24 +227,24 @@ def dora(model):
 )
 def test_adapters_that_change(change, ours, before, mlp, calls):
     """Added, switched, disabled, merged or removed, before patching or after. Ours runs where the layer is plain."""
-    beside_stock(change, before, 1e-4 if change in (merged, unmerged) else 1e-5, mlp)
+    compared_with_stock(change, before, 1e-4 if change in (merged, unmerged) else 1e-5, mlp)
     assert bool(calls) == ours
 
 
 @pytest.mark.parametrize("mlp", [False, True], ids=["layers", "mlp"])
 def test_a_scaling_that_is_trained_gets_its_gradient(mlp, calls):
-    beside_stock(trained_scaling, mlp=mlp)
+    compared_with_stock(trained_scaling, mlp=mlp)
     assert len(calls) == LAYERS - (3 if mlp else 1) + (2 if mlp else 0)
 
 
 def test_a_dropout_of_everything(calls):
-    beside_stock(dropout_of_all, lora_dropout=0.5)
+    compared_with_stock(dropout_of_all, lora_dropout=0.5)
     assert not calls
 
 
 @pytest.mark.parametrize("options", [{"use_dora": True}, {"lora_bias": True}], ids=["dora", "lora-bias"])
 def test_variants_keep_their_code(options, calls):
-    report = beside_stock(**options)
+    report = compared_with_stock(**options)
     assert not calls and not report.swapped and len(report.skipped) == LAYERS
 
 
@@ -255,7 +255,7 @@ def test_several_dropouts_keep_their_code(calls):
         model.add_adapter("second", config)
         model.base_model.set_adapter(["default", "second"])
 
-    beside_stock(change)
+    compared_with_stock(change)
     assert not calls
 
 
@@ -298,7 +298,7 @@ HOOKS = {
 @pytest.mark.parametrize("where", ["base", "lora_A", "lora_B", "lora_dropout"])
 @pytest.mark.parametrize("hook", HOOKS)
 def test_hooks_on_parts_are_honoured(hook, where, before, mlp, calls):
-    report = beside_stock(lambda model: HOOKS[hook](part(where)(model)), before, mlp=mlp)
+    report = compared_with_stock(lambda model: HOOKS[hook](part(where)(model)), before, mlp=mlp)
     assert len(calls) == LAYERS - 1
     (name,), (reason,) = report.skipped, report.skipped.values()
     assert name.endswith("layers.0.mlp.up_proj") and "a part of the layer" in reason
@@ -345,8 +345,8 @@ def test_results_may_be_changed_in_place(name, change):
 
 @pytest.mark.parametrize("mlp", [False, True], ids=["layer", "mlp"])
 @pytest.mark.parametrize("hook", ["forward", "pre", "backward"])
-def test_hooks_on_the_layer_run_beside_ours(hook, mlp, calls):
-    beside_stock(lambda model: HOOKS[hook](part("layer")(model)), mlp=mlp)
+def test_hooks_on_the_layer_run_with_ours(hook, mlp, calls):
+    compared_with_stock(lambda model: HOOKS[hook](part("layer")(model)), mlp=mlp)
     assert len(calls) == LAYERS
 
 
@@ -371,13 +371,13 @@ def test_a_subclass_of_the_layer_is_left_alone(calls):
     def change(model):
         part("layer")(model).__class__ = Quantised
 
-    report = beside_stock(change, before=True)
+    report = compared_with_stock(change, before=True)
     assert len(report.swapped) == LAYERS - 1
     (reason,) = report.skipped.values()
     assert reason.startswith("its base is a Linear, for which ") and reason.endswith("Quantised has code of its own")
 
 
-def test_a_base_that_is_no_plain_linear_layer(calls):
+def test_a_base_other_than_a_plain_linear_layer_keeps_peft_s_code(calls):
     class Quantised(nn.Linear):
         def forward(self, x):
             return super().forward(x).round(decimals=2)
@@ -385,7 +385,7 @@ def test_a_base_that_is_no_plain_linear_layer(calls):
     def change(model):
         part("base")(model).__class__ = Quantised
 
-    report = beside_stock(change, before=True)
+    report = compared_with_stock(change, before=True)
     assert list(report.skipped.values()) == ["its base is a Quantised, not a linear layer"]
 
 

@@ -60,7 +60,7 @@ def test_in_fp32(name, widths, rank):
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
 @pytest.mark.parametrize("name, widths, rank", MODELS)
-def test_in_bf16_the_error_is_that_of_stock(name, widths, rank, autocast):
+def test_in_bf16_the_error_is_near_stock_s(name, widths, rank, autocast):
     exact = results(name, widths, rank, torch.bfloat16, exact=True)
     ours, stock = (results(name, widths, rank, torch.bfloat16, patched, autocast=autocast) for patched in (True, False))
     assert ours.keys() == stock.keys() == exact.keys()

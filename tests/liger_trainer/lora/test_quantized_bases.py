@@ -79,7 +79,7 @@ def calls(monkeypatch):
 @pytest.mark.parametrize("mlp", [False, True], ids=["layers", "mlps"])
 @pytest.mark.parametrize("dtype", RTOL, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_step_is_that_of_stock(kind, dtype, mlp, saved, patched, calls):
+def test_a_step_equals_stock(kind, dtype, mlp, saved, patched, calls):
     stock, model = (quantised(saved, kind, dtype) for _ in range(2))
     report = patched(model, mlp)
     assert len(report.swapped) == LAYERS and not report.skipped
@@ -140,7 +140,7 @@ def test_no_weight_is_kept_unpacked(saved, patched, calls):
     assert not {tuple(t.shape) for t in kept} & (widths - trained)
 
 
-def test_what_computes_in_another_dtype_keeps_its_code(saved, patched, calls):
+def test_layers_in_another_dtype_keep_their_code(saved, patched, calls):
     """fp32 in a bf16 model, and an autocast of another dtype."""
     stock, model = (quantised(saved, dtype=torch.bfloat16, compute=torch.float32) for _ in range(2))
     report = patched(model)
@@ -201,9 +201,9 @@ def test_trained_after_an_evaluation(saved, patched, calls):
         one.train()
     calls.clear()
     states = [m.weight.quant_state for m in model.modules() if isinstance(m, bitsandbytes.nn.Linear4bit)]
-    anew = any(getattr(state, "packing_format_for_cpu", False) for state in states)
-    assert_same(step(model), step(stock), 0 if anew else RTOL[torch.bfloat16])
-    assert bool(calls) != anew
+    repacked = any(getattr(state, "packing_format_for_cpu", False) for state in states)
+    assert_same(step(model), step(stock), 0 if repacked else RTOL[torch.bfloat16])
+    assert bool(calls) != repacked
 
 
 def test_rows_that_are_no_multiple_of_a_block(saved, patched, calls):

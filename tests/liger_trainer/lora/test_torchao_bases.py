@@ -49,7 +49,7 @@ def patched(model, monkeypatch, mlp=True):
 @pytest.mark.parametrize("mlp", [False, True], ids=["layers", "mlps"])
 @pytest.mark.parametrize("dtype", RTOL, ids=str)
 @pytest.mark.parametrize("grain", GRAINS)
-def test_a_step_is_that_of_stock(grain, dtype, mlp, saved, monkeypatch):
+def test_a_step_equals_stock(grain, dtype, mlp, saved, monkeypatch):
     stock, model = (quantised(saved, grain, dtype) for _ in range(2))
     report = patched(model, monkeypatch, mlp)
     assert len(report.swapped) == 14 and not report.skipped

@@ -19,7 +19,7 @@ def texts(fitted):
     return list(zip(prompts, answer(fitted[0], prompts, ENDS, 24), strict=True))
 
 
-def test_guesses_are_those_of_full_logits_at_the_right_shift(fitted, texts):
+def test_guesses_equal_full_logits_at_the_right_shift(fitted, texts):
     model, heads = fitted
     for prompt, text in texts:
         ids = torch.tensor([prompt + text])

@@ -101,7 +101,7 @@ class Linear8bit(torch.nn.Linear):
         return super().forward(x)
 
 
-def test_what_cannot_have_heads():
+def test_models_that_cannot_have_heads_are_refused():
     with pytest.raises(ValueError, match="The LM head of LlamaForCausalLM has an adapter"):
         MedusaHeads.for_model(lora(tiny_model("llama"), ["lm_head"]), 2)
     with pytest.raises(ValueError, match="The LM head of PhiForCausalLM has a bias"):

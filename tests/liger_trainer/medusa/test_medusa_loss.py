@@ -255,7 +255,7 @@ def test_no_head_looks_over_a_border():
 
 
 @pytest.mark.parametrize("side", ["right", "left"])
-def test_padding_is_no_row_and_no_target(side):
+def test_padding_is_neither_a_row_nor_a_target(side):
     ids = torch.arange(3, 9)
     pad = torch.zeros(3, dtype=torch.long)
     parts = (ids, pad) if side == "right" else (pad, ids)

@@ -277,7 +277,7 @@ IGNORED = [
 
 
 @pytest.mark.parametrize("options, trainer_options, message", IGNORED, ids=[message[:30] for *_, message in IGNORED])
-def test_what_would_be_ignored_or_train_wrongly(options, trainer_options, message, tmp_path):
+def test_options_that_would_be_ignored_or_train_wrongly_are_refused(options, trainer_options, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         medusa_trainer(tiny_model("llama"), tmp_path, trainer_options=trainer_options, **options)
 

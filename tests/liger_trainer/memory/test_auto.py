@@ -158,7 +158,7 @@ def test_a_budget_below_full_checkpointing_is_said_once(runs, tmp_path, caplog):
     assert "so it is exceeded" in line and "tokens" in line
 
 
-def test_to_measure_takes_no_more_than_full_checkpointing(tmp_path):
+def test_measuring_takes_no_more_than_full_checkpointing(tmp_path):
     """Gradients take most of the memory: what is kept for measuring is freed before all gradients exist."""
     highest = {}
     for checkpointing in (True, "auto"):

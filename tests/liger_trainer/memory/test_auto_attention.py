@@ -65,7 +65,7 @@ def test_short_rows_do_not(runs, tmp_path, monkeypatch):
     assert trainer.checkpointing.most_attention == 0 < trainer.checkpointing.kept
 
 
-def test_what_comes_long_after_short_rows_is_measured_again(runs, tmp_path, monkeypatch):
+def test_long_rows_after_short_ones_are_measured_again(runs, tmp_path, monkeypatch):
     monkeypatch.setattr(selective, "LONG", 1000)
     callback = At(4, lambda: monkeypatch.setattr(selective, "LONG", 2))
     trainer = make(tmp_path, "auto", CountedMemory(), [callback], memory_budget=between(runs, 0.3) / GIB)
@@ -82,7 +82,7 @@ def test_what_comes_long_after_short_rows_is_measured_again(runs, tmp_path, monk
     ],
     ids=["eager", "dropout", "reentrant"],
 )
-def test_where_there_is_nothing_to_keep_or_no_way(options, tmp_path):
+def test_layers_are_kept_whole_if_attention_alone_cannot_be_kept(options, tmp_path):
     made = {}
     for checkpointing in (False, True):
         trainer = make(tmp_path, checkpointing, memory := CountedMemory(), max_steps=4, **options)

@@ -45,7 +45,7 @@ def test_the_same_bits_within_the_budget(share, patched, runs, tmp_path, caplog)
     assert report["host_most"] == chosen.most_on_host and report["largest"]["host"] == chosen.on_host
 
 
-def test_nothing_goes_there_that_fits(runs, tmp_path):
+def test_layers_that_fit_stay_on_the_gpu(runs, tmp_path):
     carries = Carries()
     trainer = build(tmp_path, "auto", memory_with(carries), memory_budget=between(runs, 1.5))
     assert same_bits(train(trainer), runs[False])
@@ -68,7 +68,7 @@ class PinsLess(Carries):
         return super()._pin(size)
 
 
-def test_a_host_that_takes_less_than_it_should(tmp_path, monkeypatch, caplog):
+def test_a_host_that_takes_less_than_promised(tmp_path, monkeypatch, caplog):
     """Once activations have to stay on the GPU, the other layers are checkpointed, and no more go to the host."""
     monkeypatch.setattr(memory_runs, "uneven_rows", rows_of_one_length)
     highest, runs, options = {}, {}, {"max_steps": 6, "gradient_accumulation_steps": 1}
@@ -95,7 +95,7 @@ def test_a_second_training_in_the_same_process(runs, tmp_path):
     assert carries.host.taken == 0 and len(again[0]) > 0
 
 
-def test_hooks_of_others_for_kept_tensors_have_their_way(runs, tmp_path):
+def test_others_saved_tensor_hooks_are_respected(runs, tmp_path):
     """Inside such hooks the layers are checkpointed, because PyTorch asks only one pair of hooks."""
     seen = []
 
@@ -110,7 +110,7 @@ def test_hooks_of_others_for_kept_tensors_have_their_way(runs, tmp_path):
 
 
 @pytest.mark.parametrize("value", [-1, "a lot", True, float("nan"), float("inf")])
-def test_a_budget_that_is_none(value, tmp_path):
+def test_a_wrong_host_memory_budget_is_refused(value, tmp_path):
     with pytest.raises(ValueError, match="host_memory_budget is .*; expected a number of GiB of 0 or more"):
         build(tmp_path, "auto", host_memory_budget=value)
 

@@ -164,7 +164,7 @@ def test_a_tower_before_a_decoder_that_leaves_padding_out(tmp_path):
 
 
 @pytest.mark.parametrize("layers", [2, 12])
-def test_what_is_measured_stays_within_the_budget(layers, tmp_path, monkeypatch):
+def test_measuring_stays_within_the_budget(layers, tmp_path, monkeypatch):
     """If nearly everything is frozen, the forward pass ends at the peak, and every kept layer adds to it."""
     monkeypatch.setattr(memory_runs, "uneven_rows", rows_of_one_length)
     highest = {}

@@ -30,7 +30,7 @@ class AfterAnError(LigerTrainer):
             return super().compute_loss(model, inputs, *args, **kwargs)
 
         def fail(*_):
-            raise ValueError("this row is no good")
+            raise ValueError("this row is broken")
 
         hook = self.model.model.layers[3].mlp.register_forward_pre_hook(fail)
         with pytest.raises(ValueError, match="no good"):

@@ -178,7 +178,7 @@ def with_own_forward(module):
         "own-forward",
     ],
 )
-def test_who_else_reads_a_projection(make, expected, shape):
+def test_other_readers_of_a_projection_prevent_reuse(make, expected, shape):
     module, x = make(), torch.randn(shape, requires_grad=True)
     assert only_caller_reads(module, module(x)) is expected
     with torch.no_grad():

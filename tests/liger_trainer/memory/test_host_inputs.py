@@ -94,7 +94,7 @@ def test_all_but_the_last_leave_the_gpu(inputs):
     assert loss.requires_grad
 
 
-def test_what_has_no_room_stays(inputs):
+def test_tensors_without_room_stay_on_the_device(inputs):
     want = step(checkpointed(True))
     assert all(map(torch.equal, step(checkpointed(True, decide=HostInputs(host(0)))), want))
     assert len(inputs) == 4

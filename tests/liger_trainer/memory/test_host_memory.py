@@ -52,7 +52,7 @@ def test_no_more_than_the_room():
     assert slots[1] is not None and slots[2] is None
 
 
-def test_what_is_in_use_is_not_given_back():
+def test_only_slabs_out_of_use_are_freed():
     host = PinnedMemory(1 << 20, plain, slab=1 << 14)
     slots = [host.take(16_000), host.take(16_000)]
     del slots[0]
@@ -64,7 +64,7 @@ def test_what_is_in_use_is_not_given_back():
     assert host.taken == 0
 
 
-def test_a_system_that_pins_no_more_says_so_once(caplog):
+def test_running_out_of_pinned_memory_is_reported_once(caplog):
     def pin(size):
         if host.taken:
             raise RuntimeError("CUDA error: out of memory")

@@ -84,7 +84,7 @@ def test_nothing_is_left_on_the_device(layers):
     torch.testing.assert_close(x.grad, 2 * torch.exp(2 * x.detach()))
 
 
-def test_no_room_is_no_harm(layers):
+def test_a_full_host_does_no_harm(layers):
     host, x = Host(room=1 << 16), randn(2, 5, 16)
     big = randn(64, 5, 16)
     assert same(run(layers, big, through(offload_of(host))), run(layers, big, plain))
@@ -166,7 +166,7 @@ def test_nothing_is_left_behind(way, layers):
 
 
 @pytest.mark.skipif(GPU is not None, reason="it counts CPU tensors")
-def test_what_had_no_room_when_it_was_fetched_is_fetched_again(layers):
+def test_a_fetch_that_ran_out_of_memory_can_be_repeated(layers):
     """If the error is caught and backward runs again, it gets the values instead of what the memory held before."""
     x, failures = randn(2, 5, 16), 0
     want = run(layers, x, plain)[1]

@@ -105,7 +105,7 @@ def test_the_layer_with_the_first_backward_pass_is_kept_first():
     plan = step.plan(BASE + max(step.run().peaks))
     assert plan.kept == set(range(10 - len(plan.kept), 10)) and 0 < len(plan.kept) < 10
     assert plan.peak == BASE + max(step.run().peaks)
-    assert step.plan(plan.peak - 20).kept <= plan.kept, "a moment that exceeds the limit anyhow is no hindrance"
+    assert step.plan(plan.peak - 20).kept <= plan.kept, "a moment above the limit in any case must not count"
     assert step.plan(plan.peak - 20).kept
 
 
@@ -130,7 +130,7 @@ def test_host_memory_is_for_what_does_not_fit():
     assert not step.plan(BASE + (least + most) // 2, link=link._replace(layers_per_copy=50.0)).on_host
 
 
-def test_what_the_batch_does_not_show_is_not_kept_before_it_comes():
+def test_nothing_is_kept_for_what_the_batch_did_not_show():
     """An encoder keeps nothing if the decoder may get more than in the measured micro-batch."""
     step = Step(0)
     seen = step.run()

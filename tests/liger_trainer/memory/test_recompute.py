@@ -63,7 +63,7 @@ def step(checkpoint, module, autocast=False, times=1):
 @pytest.mark.parametrize("times", [1, 2])
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_numbers_are_those_of_pytorch_s_function(dropout, autocast, times):
+def test_numbers_equal_pytorch_s_function(dropout, autocast, times):
     mine, theirs = layer(dropout), layer(dropout)
     got, want = (step(f, m, autocast, times) for f, m in ((ours, mine), (OF_TORCH, theirs)))
     for a, b in zip(got, want, strict=True):
@@ -226,7 +226,7 @@ def test_without_gradients_nothing_is_kept():
     [lambda: torch.autograd.graph.save_on_cpu(), lambda: torch.device("cpu")],
     ids=["hooks of others", "a mode"],
 )
-def test_what_is_not_plain_is_left_to_pytorch_s_function(around, monkeypatch):
+def test_only_plain_checkpointing_is_replaced(around, monkeypatch):
     called = []
     monkeypatch.setattr(recompute, "_Call", lambda *args: called.append(args))
     module, x = layer(), torch.randn(3, 8, requires_grad=True)

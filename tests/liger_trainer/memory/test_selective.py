@@ -173,7 +173,7 @@ def test_nothing_is_left_after_a_backward_pass_nor_without_one():
         gc.enable()
 
 
-def test_what_is_held_is_the_result_of_attention():
+def test_only_the_result_of_attention_is_kept():
     layer, held = Layer(), {}
     x = torch.randn(ROWS, LENGTH, HEADS * WIDTH, requires_grad=True)
     with CountedMemory() as memory:
@@ -200,6 +200,6 @@ def test_what_is_held_is_the_result_of_attention():
     ],
     ids=str,
 )
-def test_where_it_is_possible(options, possible):
+def test_only_plain_checkpointing_can_be_selective(options, possible):
     assert selective.is_possible(functools.partial(checkpoint, **options)) is possible
     assert not selective.is_possible(lambda *args: checkpoint(*args, **options)), "a function of somebody else"

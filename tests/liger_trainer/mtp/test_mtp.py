@@ -152,7 +152,7 @@ def test_the_loss_does_not_depend_on_accumulation(tmp_path):
 LORA = {"peft_config": LoraConfig(r=4, target_modules="all-linear")}
 
 
-def test_beside_an_adapter_it_is_saved_resumed_and_merged(tmp_path, capsys):
+def test_with_an_adapter_it_is_saved_resumed_and_merged(tmp_path, capsys):
     """The adapter learns the same bits as without the head. The merged model has the trained head."""
     extra = write_base(tmp_path / "base")
     options = {"trainer_options": LORA, "max_steps": 4}
@@ -233,7 +233,7 @@ def test_bases_without_a_head_that_is_known(tmp_path):
         ({"train_mtp": 1}, {}, "train_mtp is 1; expected true or false"),
     ],
 )
-def test_what_would_train_or_save_wrongly(options, trainer_options, message, tmp_path):
+def test_options_that_would_train_or_save_wrongly_are_refused(options, trainer_options, message, tmp_path):
     write_base(tmp_path / "base")
     with pytest.raises(ValueError, match=message):
         mtp_trainer(tmp_path / "base", tmp_path / "out", trainer_options=trainer_options, **options)

@@ -37,7 +37,7 @@ def test_one_step(model_type):
     # for example if a package was missing
     if PAGE_IS_OF == transformers.__version__ and f"`{model_type}`" not in OTHERS:
         where, wanted = (WHOLE, f"`{model_type}`") if result.whole else (TABLE, result.line)
-        assert wanted in where, f"write docs/architecture.md anew: {result.line}"
+        assert wanted in where, f"write docs/architecture.md again: {result.line}"
 
 
 SPOILED = {

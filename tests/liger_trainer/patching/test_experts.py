@@ -160,7 +160,7 @@ def other_implementation(model):
     model.get_base_model().set_experts_implementation("eager")
 
 
-def registered_anew(model):
+def registered_again(model):
     moe.ALL_EXPERTS_FUNCTIONS.register("grouped_mm", doubled)
 
 
@@ -209,7 +209,7 @@ def another_gate(model):
         hook_on_expert_block,
         hook_on_adapter,
         other_implementation,
-        registered_anew,
+        registered_again,
         another_activation,
         another_gate,
         other_factors,
@@ -217,7 +217,7 @@ def another_gate(model):
         factors_on_wrapper,
     ],
 )
-def test_what_users_change_is_heeded(change, monkeypatch):
+def test_user_changes_take_effect(change, monkeypatch):
     """A hook, another implementation, or another function of that name: loss and gradients equal stock's."""
     try:
         models = [model_of(PLAIN, "qwen3_moe", adapted()) for _ in range(2)]
@@ -317,7 +317,7 @@ def test_another_layout_is_not_proven(monkeypatch):
 def test_an_implementation_of_the_users_is_left_alone():
     try:
         model = tiny_model("qwen3_moe")
-        registered_anew(model)
+        registered_again(model)
         report = apply_liger(model)
         assert len(report["experts"].skipped) == 2 and not report["experts"].swapped
     finally:

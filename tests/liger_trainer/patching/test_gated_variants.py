@@ -97,7 +97,7 @@ def test_without_its_gate_it_may_be_no_norm():
     assert module(x) is x and not torch.equal(module(x, x), x)
 
 
-def test_a_norm_of_two_inputs_is_no_plain_norm():
+def test_a_norm_of_two_inputs_is_not_taken_for_a_plain_one():
     """On x alone, GatedNorm computes a plain RMSNorm. Swapping it for that would drop the gate."""
     norm, _ = proven(GatedNorm(), norms)
     assert norm.gate == "gate"
@@ -259,7 +259,7 @@ def test_mlps(options, variant):
         torch.testing.assert_close(got, model(x), rtol=1e-5, atol=1e-5)
 
 
-def test_numbers_are_those_that_the_module_has_now():
+def test_attributes_changed_after_patching_are_used():
     """A limit that changes after patching, for example by a schedule, is followed."""
     model = nn.Sequential(MLP())
     apply_liger(model, NO_HEAD)
@@ -426,7 +426,7 @@ class ImageLayerNorm(nn.LayerNorm):
         return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
 
 
-def test_a_norm_with_channels_first_is_none_of_ours():
+def test_a_channels_first_norm_is_left_alone():
     report = apply_liger(nn.Sequential(ImageLayerNorm(48)), NO_HEAD)
     assert not report["layer_norm"].found
 

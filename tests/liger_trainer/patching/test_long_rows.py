@@ -30,7 +30,7 @@ def on_attention(model):
 @pytest.mark.parametrize("wrap", [None, on_attention], ids=["all-weights", "frozen"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("model_type", ["llama", "gemma3_text"])
-def test_a_step_is_that_of_stock(model_type, dtype, wrap, inner):
+def test_a_step_equals_stock(model_type, dtype, wrap, inner):
     setting = ("sdpa", "checkpoint", dtype)
     want = step(model_of(setting, model_type, wrap))
     assert not inner

@@ -72,7 +72,7 @@ def outcome(function, *tensors):
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_what_fits_is_taken_and_is_the_same(name, monkeypatch):
+def test_the_replacement_gives_the_same_results_for_many_shapes(name, monkeypatch):
     """For many shapes: wherever the original returns a result, the replacement returns the same."""
     function = FUNCTIONS[name]
     proofs, _ = prove(function)

@@ -104,7 +104,7 @@ TABLE = {  # start of a row in docs/padding.md -> function of the package
 
 
 @pytest.mark.parametrize("rule", TABLE)
-def test_the_table_of_the_docs_is_that_of_transformers(rule):
+def test_the_table_of_the_docs_equals_transformers(rule):
     """Types of another version are left out. A new type has to be added to its row."""
     (row,) = [line for line in PAGE.read_text().splitlines() if line.startswith(f"| {rule} |")]
     listed = set(re.findall(r"`(\w+)`", row.split("|")[2]))

@@ -63,7 +63,7 @@ def test_the_error_names_the_ways_out(ours, run, how, tmp_path):
 
 
 @BOTH
-def test_it_is_said_at_construction(ours, run, tmp_path, caplog):
+def test_it_is_warned_about_at_construction(ours, run, tmp_path, caplog):
     with caplog.at_level("INFO", "liger_trainer"):
         run_sft(LigerSFTTrainer, tiny_model("llama"), tmp_path, train=False)
     assert "compute_loss" not in caplog.text
@@ -91,7 +91,7 @@ def test_both_ways_out_train_and_evaluate_as_stock(tmp_path):
     assert evaluated[2] == pytest.approx(evaluated[0], rel=1e-5)
 
 
-def test_an_override_is_evaluated_on_real_logits_without_a_word(tmp_path):
+def test_an_override_is_evaluated_on_real_logits_without_a_warning(tmp_path):
     """An evaluation of the loss alone skips logits only if the loss is ours."""
     results = []
     for trainer_class in (Trainer, LigerTrainer):

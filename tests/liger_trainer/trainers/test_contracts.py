@@ -129,7 +129,7 @@ def test_saved_tensor_hooks_of_others_can_be_seen():
         assert top(True) is not None
 
 
-def test_floating_point_ops_are_those_of_the_stock_trainer(monkeypatch):
+def test_floating_point_ops_equal_the_stock_trainer_s(monkeypatch):
     """This holds with a LoRA, for models outside transformers, and with one parameter count per training."""
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
     model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=16))

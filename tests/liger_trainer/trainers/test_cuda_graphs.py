@@ -68,7 +68,7 @@ def test_switched_off_nothing_is_said(options, tmp_path, caplog):
 
 
 @pytest.mark.parametrize("split", [(8, 1), (4, 2)], ids=str)
-def test_captured_steps_are_those_of_python_and_are_reported(split, tmp_path, monkeypatch, caplog):
+def test_captured_steps_equal_uncaptured_ones_and_are_reported(split, tmp_path, monkeypatch, caplog):
     want, _ = run(LigerTrainer, model_of(), tmp_path, split=split, cuda_graphs=False)
     capture_on_cpu(monkeypatch)
     with caplog.at_level(logging.INFO, logger="liger_trainer"):

@@ -122,7 +122,7 @@ def test_an_own_loss_that_would_be_ignored_is_refused(options, message, tmp_path
         ({"trainer_options": {"compute_loss_func": stock_loss(focal)}}, "compute_loss_func"),
     ],
 )
-def test_a_second_loss_beside_an_own_one_is_refused(options, name, tmp_path):
+def test_a_second_custom_loss_is_refused(options, name, tmp_path):
     with pytest.raises(ValueError, match=f"overrides token_loss, and {name} is .*only one can be the loss"):
         run_sft(FocalSFTTrainer, tiny_model("llama"), tmp_path, train=False, **options)
 
@@ -204,7 +204,7 @@ def encoder_decoder():
         (LigerSFTTrainer, run_sft, encoder_decoder, "BartForConditionalGeneration is an encoder-decoder model"),
     ],
 )
-def test_models_whose_labels_are_not_the_next_tokens_are_refused(trainer_class, run, make, reason, tmp_path):
+def test_models_with_other_labels_than_the_next_tokens_are_refused(trainer_class, run, make, reason, tmp_path):
     with pytest.raises(ValueError, match=f"overrides token_loss, .*but .*{reason}.*compute_loss"):
         run(type("Own", (Plain, trainer_class), {}), make(), tmp_path)
     with pytest.raises(ValueError, match=f"eval_predictions is 'tokens', but .*{reason}.*'logits'"):

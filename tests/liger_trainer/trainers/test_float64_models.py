@@ -56,7 +56,7 @@ def one_step(trainer_class, args_class, folder, **options):
 
 
 @pytest.mark.parametrize("casts", [True, False], ids=["as it is", "without its casts to fp32"])
-def test_one_step_is_that_of_the_stock_trainer(casts, tmp_path):
+def test_one_step_equals_the_stock_trainer(casts, tmp_path):
     """The stock model rounds to fp32 in its norms and its loss. Without these casts, it stays float64 throughout."""
     with torch.overrides.BaseTorchFunctionMode() if casts else WithoutCastsToFp32():
         loss, grads, _ = one_step(Trainer, TrainingArguments, tmp_path)

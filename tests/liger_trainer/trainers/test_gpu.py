@@ -195,7 +195,7 @@ def test_two_backward_passes(wide_pair):
         assert error <= limit, f"{name}: {error:.1e}"
 
 
-def test_a_frozen_base_in_eight_bits(tmp_path):
+def test_a_frozen_fp8_base(tmp_path):
     """Losses are near bf16's, frozen layers take half the memory, and converting makes no second copy of them."""
     from peft import LoraConfig, get_peft_model
 

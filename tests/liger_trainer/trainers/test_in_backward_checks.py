@@ -56,7 +56,7 @@ def trainer_of(tmp_path, **options):
 
 
 @pytest.mark.parametrize("kind", [Own, torch.optim.LBFGS, torch.optim.Muon], ids=str)
-def test_optimizers_of_one_s_own(kind, tmp_path):
+def test_a_user_s_optimizers(kind, tmp_path):
     model = tiny_model("llama")
     weights = [p for p in model.parameters() if p.ndim == 2]
     with pytest.raises(ValueError, match=f"the optimizer is a .*{kind.__name__}, which may look at several"):

@@ -129,7 +129,7 @@ class Overriding(LigerSFTTrainer):
 
 
 @pytest.mark.parametrize("seen_by", ["override", "hook", "nothing"])
-def test_who_sees_the_outputs_has_trl_read_them(seen_by, tmp_path):
+def test_trl_reads_its_metrics_from_outputs_that_others_see(seen_by, tmp_path):
     trainer = build(tmp_path, Overriding if seen_by == "override" else LigerSFTTrainer)
     if seen_by == "hook":
         trainer.model.register_forward_hook(lambda module, args, outputs: None)

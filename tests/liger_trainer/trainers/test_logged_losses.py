@@ -162,7 +162,7 @@ def test_the_filter_asks_no_tensor_whether_it_is_finite(tmp_path, monkeypatch):
     assert counts == {StockTrainer: 14, OurTrainer: 0}
 
 
-def test_a_training_step_of_ones_own_sees_the_loss_as_it_is(tmp_path):
+def test_a_custom_training_step_sees_the_unfiltered_loss(tmp_path):
     class Watching(OurTrainer):
         def training_step(self, *args, **kwargs):
             loss = super().training_step(*args, **kwargs)

@@ -30,7 +30,7 @@ def card_of(tmp_path):
     return write
 
 
-def test_metadata_are_those_of_trl(card_of):
+def test_metadata_equal_trl_s(card_of):
     """A custom text changes no line of them."""
     stock = card_of(None, "someone/base")
     card = card_of(CardText("base"), "someone/base")

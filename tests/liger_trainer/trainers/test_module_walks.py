@@ -56,7 +56,7 @@ def test_parameters_are_pytorch_s_in_its_order(model):
     assert same(module_walks.parameters_of(model), list(model.parameters()))
 
 
-def test_train_reaches_a_module_that_somebody_has_switched():
+def test_train_reaches_a_module_that_was_switched_by_hand():
     model = bound(model_of("lora"))
     model.train()
     layer = model.get_base_model().model.layers[1].mlp

@@ -269,7 +269,7 @@ class NoBackward(LigerTrainer):
 
 
 @pytest.mark.parametrize("trainer_class", [BackwardBefore, NoBackward])
-def test_gradients_of_before_and_steps_without_any_are_as_ever(trainer_class, tmp_path):
+def test_earlier_gradients_and_steps_without_gradients_are_unchanged(trainer_class, tmp_path):
     found = [train(make(tmp_path, in_backward, trainer_class=trainer_class, **SHORT)) for in_backward in (False, True)]
     assert same_bits(*found)
 
@@ -333,7 +333,7 @@ def test_a_layer_that_reads_a_weight_of_others_when_it_runs_again(reentrant, use
     same_training(tmp_path, model=model, **options)
 
 
-def test_a_step_that_goes_on_after_an_error_is_as_ever(tmp_path):
+def test_a_step_that_catches_an_error_is_unchanged(tmp_path):
     class Forgiving(LigerTrainer):
         def training_step(self, *args, **kwargs):
             handle = None
@@ -373,7 +373,7 @@ def of_the_optimizer(trainer):
 
 
 @pytest.mark.parametrize("change", [of_gradients, of_weights, of_the_optimizer], ids=lambda change: change.__name__)
-def test_what_changes_after_the_backward_pass_is_no_silent_loss(change, tmp_path):
+def test_changes_after_the_backward_pass_are_not_lost_silently(change, tmp_path):
     class Altering(LigerTrainer):
         def training_step(self, *args, **kwargs):
             loss = super().training_step(*args, **kwargs)

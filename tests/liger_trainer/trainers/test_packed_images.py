@@ -106,7 +106,7 @@ def model():
     return found
 
 
-def test_a_step_of_all_rows_is_that_of_trl(model, tmp_path, monkeypatch):
+def test_a_step_of_all_rows_equals_trl(model, tmp_path, monkeypatch):
     dataset, used, packed = rows(), [], padding.Plan.packed
     want = trained(trainer_of(SFTTrainer, SFTConfig, copy.deepcopy(model), tmp_path, dataset, len(dataset)))
     ours = trainer_of(LigerSFTTrainer, LigerSFTConfig, copy.deepcopy(model), tmp_path, dataset, 8, packing=True)
@@ -187,7 +187,7 @@ def test_micro_batches_and_epochs(workers, tmp_path):
     assert len(set(logged)) > 1
 
 
-def test_an_evaluation_is_that_of_trl(tmp_path):
+def test_an_evaluation_equals_trl(tmp_path):
     model, dataset = qwen("qwen3_vl"), qwen_rows("qwen3_vl", "plain")
     found = []
     for trainer_class, args_class, more in (

@@ -100,7 +100,7 @@ def test_rows_that_would_see_each_other_are_an_error(options, tmp_path):
     LigerSFTTrainer(model=tiny_model("qwen3_moe"), args=LigerSFTConfig(**options), **given)
 
 
-def test_so_are_flattened_ones(tmp_path):
+def test_flattened_rows_are_refused_too(tmp_path):
     args = LigerTrainingArguments(**options_of(tmp_path), liger_config={"varlen_attention": False})
     given = {"train_dataset": ragged_rows(12), "data_collator": DataCollatorWithFlattening()}
     with pytest.raises(ValueError, match="DataCollatorWithFlattening.*packed rows see each other"):
@@ -141,7 +141,7 @@ def test_flattened_rows_of_a_model_that_keeps_a_state_are_an_error(name, config,
 
 
 @pytest.mark.parametrize("options", [{"packing": True, "max_length": 32}, {"padding_free": True, "max_length": None}])
-def test_so_are_packed_ones_in_sft(options, tmp_path):
+def test_packed_rows_in_sft_are_refused_too(options, tmp_path):
     model, _ = with_own_attention("qwen3_5_text")
     given = {"train_dataset": Dataset.from_list(text_rows(24)), "processing_class": tiny_tokenizer()}
     options = options_of(tmp_path, **options)

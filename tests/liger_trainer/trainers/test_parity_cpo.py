@@ -143,7 +143,7 @@ def test_the_command_for_simpo_in_the_orpo_recipe():
     assert (training.loss_type, training.cpo_alpha, training.beta, training.simpo_gamma) == ("simpo", 0, 2, 1)
 
 
-def test_what_would_be_ignored_is_refused(tmp_path):
+def test_options_that_would_be_ignored_are_refused(tmp_path):
     message = "label_smoothing_factor is 0.1, which CPOTrainer does not use. Remove it, or set label_smoothing instead"
     with pytest.raises(ValueError, match=message):
         build(LigerCPOTrainer, LigerCPOConfig, tiny_model("llama"), tmp_path, label_smoothing_factor=0.1)

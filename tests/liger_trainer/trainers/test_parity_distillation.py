@@ -220,6 +220,6 @@ def test_without_the_head_the_loss_is_the_stock_one(options, rtol, tmp_path):
     assert_same_training(ours, one(DistillationTrainer, DistillationConfig, "llama", tmp_path, beta=0.5), METRICS, rtol)
 
 
-def test_what_has_no_effect_is_refused(tmp_path):
+def test_options_without_effect_are_refused(tmp_path):
     with pytest.raises(ValueError, match="label_smoothing_factor is 0.1, which DistillationTrainer does not use"):
         ours_of("llama", tmp_path, label_smoothing_factor=0.1)

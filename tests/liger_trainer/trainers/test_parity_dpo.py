@@ -278,7 +278,7 @@ def test_the_head_alone_can_be_switched_off(tmp_path):
     assert_same_run(train(trainer), want)
 
 
-def test_what_would_be_ignored_is_refused(tmp_path):
+def test_options_that_would_be_ignored_are_refused(tmp_path):
     model = tiny_model("llama")
     with pytest.raises(ValueError, match="label_smoothing_factor is 0.1, which DPOTrainer does not use"):
         build(LigerDPOTrainer, model, tmp_path, label_smoothing_factor=0.1)

@@ -184,7 +184,7 @@ def test_use_liger_false_is_the_stock_trainer(tmp_path):
     assert_same_training(ours, stock, METRICS, rtol=0)
 
 
-def test_what_has_no_effect_is_refused(tmp_path):
+def test_options_without_effect_are_refused(tmp_path):
     with pytest.raises(ValueError, match="label_smoothing_factor is 0.1, which KTOTrainer does not use. Remove it."):
         build(
             LigerKTOTrainer,

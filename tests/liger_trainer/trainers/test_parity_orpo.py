@@ -215,7 +215,7 @@ def test_a_recipe(keys, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("trainer", ["orpo", "cpo"])
-def test_a_recipe_in_four_bits(trainer, tmp_path, capsys):
+def test_a_4_bit_recipe_trains_like_stock(trainer, tmp_path, capsys):
     """Runs without our LoRA layers, because they unpack a base that bitsandbytes multiplies in its own way on CPUs."""
     pytest.importorskip("bitsandbytes")
     write_model(tmp_path / "model")
@@ -231,7 +231,7 @@ def test_a_recipe_in_four_bits(trainer, tmp_path, capsys):
     assert logged[0] == pytest.approx(logged[1], rel=1e-5)
 
 
-def test_a_base_in_four_bits_with_adapters_already_stays_in_16_bits(tmp_path, monkeypatch):
+def test_a_4_bit_base_that_has_adapters_stays_in_16_bits(tmp_path, monkeypatch):
     """With `peft_config`, TRL would cast its norms to fp32, and most layers would keep PEFT's code."""
     pytest.importorskip("bitsandbytes")
     monkeypatch.setattr("liger_trainer.lora.layers.LEAST_WORK", 0)
@@ -254,7 +254,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("options, message", REFUSED.values(), ids=REFUSED)
-def test_what_would_be_ignored_is_refused(options, message, tmp_path):
+def test_options_that_would_be_ignored_are_refused(options, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         build(LigerORPOTrainer, LigerORPOConfig, tiny_model("llama"), tmp_path, **options)
 
@@ -277,7 +277,7 @@ def test_labels_that_are_no_copies_of_the_input_are_an_error(tmp_path):
         step(ours, batch)
 
 
-def test_what_else_is_asked_of_the_logits_is_an_error():
+def test_other_uses_of_deferred_logits_are_errors():
     logits = ScoredLogits(torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.long), torch.zeros(2, 3), 7)
     assert logits.shape == (2, 3, 7) and logits[0].shape == (3, 7) and logits[..., :2, :].view(-1, 7).shape == (4, 7)
     for use in (
@@ -292,7 +292,7 @@ def test_what_else_is_asked_of_the_logits_is_an_error():
 
 
 @pytest.mark.slow
-def test_trl_s_notice_of_an_experimental_module_reaches_only_those_who_use_it():
+def test_trl_s_notice_of_an_experimental_module_appears_only_on_use():
     """With warnings as errors, everything else imports; with TRL_EXPERIMENTAL_SILENCE ORPO does too, even on retry."""
     code = (
         "import os, sys, warnings\n"

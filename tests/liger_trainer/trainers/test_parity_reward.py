@@ -171,7 +171,7 @@ def test_a_row_judged_by_padding_runs_in_the_models_own_code(ids_of_padding, cou
         assert (got[1][name] - grad).norm() <= 1e-5 * grad.norm(), name
 
 
-def test_hidden_states_that_are_asked_for_are_those_of_padding_too(counted):
+def test_requested_hidden_states_include_padding(counted):
     from liger_trainer import apply_liger
 
     model = judge().eval()

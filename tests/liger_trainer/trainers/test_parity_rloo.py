@@ -132,6 +132,6 @@ def test_no_logits_of_policy_or_reference(kind, tmp_path, monkeypatch):
     assert seen.rows == 3
 
 
-def test_what_has_no_effect_is_refused(tmp_path):
+def test_options_without_effect_are_refused(tmp_path):
     with pytest.raises(ValueError, match="label_smoothing_factor is 0.1, which RLOOTrainer does not use"):
         one(LigerRLOOTrainer, LigerRLOOConfig, "llama", tmp_path, label_smoothing_factor=0.1)

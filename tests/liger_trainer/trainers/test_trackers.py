@@ -64,6 +64,6 @@ def test_before_training_it_is_an_error(tmp_path):
         train(Tracker("on_train_begin"), tmp_path)
 
 
-def test_a_callback_of_your_own_may_end_a_training(tmp_path):
+def test_a_user_s_callback_may_end_a_training(tmp_path):
     with pytest.raises(ConnectionError):
         train(Fails("on_log"), tmp_path)

@@ -27,7 +27,7 @@ QUICK = ("llama", "gemma3_text", "bamba", "bloom")  # two that take it, one with
         for name in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     ],
 )
-def test_a_padded_batch_is_stock_s(model_type, monkeypatch):
+def test_a_padded_batch_equals_stock(model_type, monkeypatch):
     if model_type in QUICK:
         monkeypatch.setattr(pytest, "skip", pytest.fail)  # these are known to run
     model, reason = with_own_attention(model_type)
@@ -39,7 +39,7 @@ def test_a_padded_batch_is_stock_s(model_type, monkeypatch):
         pytest.skip(f"does not run: {error}")
     whole = apply_liger(model, ON)
     report, said = whole["varlen_attention"], documented(model_type)
-    assert said in (None, decoder_in(whole)), "write the table of docs/padding.md anew"
+    assert said in (None, decoder_in(whole)), "write the table of docs/padding.md again"
     used, packed = [], padding.Plan.packed
     monkeypatch.setattr(padding.Plan, "packed", lambda self, *given: used.append(self) or packed(self, *given))
     got, _ = step(model)

@@ -42,7 +42,7 @@ def pooled(model, call):
 @pytest.mark.parametrize("loss", [from_logits, regularised, pooled])
 @pytest.mark.parametrize("side", ["right", "left"])
 @pytest.mark.parametrize("lengths", [LENGTHS, (13,)], ids=["four rows", "one row"])
-def test_logits_and_hidden_states_are_those_of_stock_for_padding_too(loss, side, lengths, tokens):
+def test_logits_and_hidden_states_equal_stock_on_padding_too(loss, side, lengths, tokens):
     model, call = model_of(), batch(lengths, side=side, prompt=0)
     want = backward(model, loss(model, call))
     report = apply_liger(model, ON)["varlen_attention"]
@@ -146,7 +146,7 @@ class MeanOverTheRow(torch.nn.Module):
 
 
 @pytest.mark.parametrize("before", [True, False])
-def test_a_module_of_somebody_else_s(before, tokens):
+def test_a_user_s_module_computes_padding(before, tokens):
     model, call = model_of(), batch()
     layer = model.model.layers[0]
     if not before:

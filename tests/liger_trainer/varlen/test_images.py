@@ -36,7 +36,7 @@ IMAGES = {"several, none, one": (2, 0, 1), "one each": (1, 1, 1), "none": (0, 0,
 
 @pytest.mark.parametrize("side", ["right", "left"])
 @pytest.mark.parametrize("model_type", TYPES)
-def test_a_step_is_that_of_the_padded_batch(model_type, side, tokens):
+def test_a_step_equals_the_padded_batch(model_type, side, tokens):
     model = image_model(model_type)
     batch = image_batch(model, side=side)
     want = image_step(model, batch)
@@ -48,7 +48,7 @@ def test_a_step_is_that_of_the_padded_batch(model_type, side, tokens):
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("side", ["right", "left"])
-def test_images_beside_layers_that_keep_a_state(side, checkpointing, monkeypatch):
+def test_images_in_models_with_state_layers(side, checkpointing, monkeypatch):
     """As in Qwen3.5: real tokens have three-dimensional positions, and its states restart at each row."""
     model, seen, packed = image_model("qwen3_5"), [], padding.Plan.packed
     batch = image_batch(model, side=side)
@@ -106,7 +106,7 @@ def test_images_of_the_rows(model_type, images, tokens):
 
 VIDEOS = {  # the images that are videos, and their frames (or pairs of frames); Qwen3-VL treats each separately
     "alone": (None, 1),
-    "beside an image": ({1}, 1),
+    "with an image": ({1}, 1),
     "of several frames": (None, 3),
     "and an image": ({0, 2}, 2),
 }

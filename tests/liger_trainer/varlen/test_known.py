@@ -156,7 +156,7 @@ def test_inference_mode():
     ],
     ids=["data", "data of a view", "numpy", "dlpack"],
 )
-def test_what_is_written_past_autograd_s_versions_counts(memory):
+def test_writes_past_autograd_s_version_counter_count(memory):
     sizes = Known.around(torch.tensor([1, 2]), torch.tensor([1, 2]))
     memory(sizes)[0] = 7
     assert sizes.tolist() == [7, 2]

@@ -110,7 +110,7 @@ def a_linear_layer_of_their_class(model):
         (a_loss_that_is_wrapped, False),
     ],
 )
-def test_code_of_theirs_sees_what_stock_computes_for_padding(theirs, before, tokens):
+def test_user_code_sees_what_stock_computes_for_padding(theirs, before, tokens):
     model, stock, call = model_of(), model_of(), batch()
     theirs(stock)
     want = step(stock, call)
@@ -152,7 +152,7 @@ def the_first_three_see_each_other(own, *, inputs_embeds, attention_mask, **_):
         (modeling_llama, "create_causal_mask", the_first_three_see_each_other),
     ],
 )
-def test_what_is_replaced_in_transformers_or_peft_after_patching(owner, name, change, tokens, monkeypatch):
+def test_functions_replaced_in_transformers_or_peft_after_patching_run(owner, name, change, tokens, monkeypatch):
     def made():
         torch.manual_seed(0)
         config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)

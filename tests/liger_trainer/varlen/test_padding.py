@@ -39,7 +39,7 @@ BATCHES = {  # lengths, side, and so on: of the padding
 
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("side", ["right", "left"])
-def test_loss_and_gradients_are_those_of_the_padded_batch(name, side, tokens):
+def test_loss_and_gradients_equal_the_padded_batch(name, side, tokens):
     model, call = model_of(name), batch(side=side)
     want = step(model, call)
     patched(model)
@@ -204,7 +204,7 @@ def test_an_error_in_the_middle_leaves_nothing_behind():
     assert_same_step(step(model, call), want)
 
 
-def test_a_model_whose_states_cannot_be_told_rows_keeps_its_own_code():
+def test_a_state_model_that_cannot_take_offsets_keeps_its_own_code():
     model, _ = with_own_attention("recurrent_gemma")
     report = apply_liger(model, ON)
     assert not report["varlen_attention"].swapped and report["varlen_attention"].unsuited

@@ -67,7 +67,7 @@ def shared_by(model):
 
 @pytest.mark.parametrize("name", [*FAMILIES, *BY_OWN_ATTENTION])
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_loss_and_gradients_are_those_of_the_padded_batch(name, side, tokens):
+def test_loss_and_gradients_equal_the_padded_batch(name, side, tokens):
     model, call = (drawn_model if name in BY_OWN_ATTENTION else model_of)(name), batch(side)
     want = step(model, call)
     sharing(model)
@@ -114,7 +114,7 @@ def test_a_batch_without_padding_is_shared_too(tokens):
     assert tokens == [4 * 12 - 3 * 6]
 
 
-def test_a_row_whose_answer_does_not_count_shares_its_prompt(tokens):
+def test_a_row_with_a_masked_answer_shares_its_prompt(tokens):
     """TRL masks completions that were cut off, so they are not scored."""
     call = batch()
     call["attention_mask"][0, 9:] = 0
@@ -127,7 +127,7 @@ def test_a_row_whose_answer_does_not_count_shares_its_prompt(tokens):
     assert tokens == [TOKENS - SAVED - ANSWERS[0]]
 
 
-def test_scores_and_hidden_states_of_every_position_are_those_without_sharing():
+def test_scores_and_hidden_states_of_every_position_equal_those_without_sharing():
     model, call = model_of(), batch()
     call |= {"fused_lm_head": True, "token_outputs": ("log_probs", "entropy")}
     own = patched(copy.deepcopy(model))

@@ -72,8 +72,8 @@ def test_masks_are_known_by_their_code():
         chunked = row_mask((), made | {"mask_function": chunks, "local_size": 3})
         more = row_mask((), made | {"mask_function": lambda *at: at[2] >= at[3]})
         window = sliding_window_causal_mask_function(4)
-        beside = or_masks(window, lambda b, h, q, k: (k == 2) & (q >= k))  # at the edges of a window it looks like one
-        also = row_mask((), made | {"mask_function": beside, "local_size": 4})
+        widened = or_masks(window, lambda b, h, q, k: (k == 2) & (q >= k))  # at the edges of a window it looks like one
+        also = row_mask((), made | {"mask_function": widened, "local_size": 4})
         longer = row_mask((), made | {"kv_length": TOKENS + 1})
     assert (causal.window, causal.unknown) == (None, None)
     assert (sliding.window, one.window, sliding.unknown, one.unknown) == (3, 1, None, None)
@@ -93,7 +93,7 @@ def test_masks_are_known_by_their_code():
         ({"s_aux": torch.ones(3)}, "sinks for each token"),
     ],
 )
-def test_what_changes_scores_is_not_for_rows(given, message):
+def test_options_that_change_scores_are_refused_for_rows(given, message):
     with pytest.raises(NotForRows, match=message):
         attention_function(torch.nn.Module(), *inputs(), RowMask(rows()), **given)
 

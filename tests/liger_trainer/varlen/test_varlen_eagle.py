@@ -38,7 +38,7 @@ def logged(model, folder, varlen, side, tokens):
 
 
 @pytest.mark.parametrize("side", ["right", "left"])
-def test_losses_are_those_of_padded_batches(side, tmp_path, tokens):
+def test_losses_equal_padded_batches(side, tmp_path, tokens):
     """The hooks that read hidden states see only real tokens, or padded rows."""
     model = eagle_target()
     model.set_attn_implementation("sdpa")

@@ -34,7 +34,7 @@ def logged(model, folder, varlen, side, tokens, **options):
 
 @pytest.mark.parametrize("side", ["right", "left"])
 @pytest.mark.parametrize("stage, targets", [(1, "hard"), (1, "soft"), (2, "hard")])
-def test_losses_are_those_of_padded_batches(stage, targets, side, tmp_path, tokens):
+def test_losses_equal_padded_batches(stage, targets, side, tmp_path, tokens):
     model = tiny_model("llama")
     model.set_attn_implementation("sdpa")
     options = {"medusa_stage": stage, "medusa_targets": targets, "optim": "sgd", "learning_rate": 0.1}

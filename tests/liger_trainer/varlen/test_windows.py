@@ -60,7 +60,7 @@ def masks(monkeypatch):
 
 @pytest.mark.parametrize("name", [*list(KINDS)[:-1], GEMMA2])
 @pytest.mark.parametrize("rows", ["padded right", "padded left", "full", "full without a mask", "packed"])
-def test_a_step_is_stock_s(name, rows, masks):
+def test_a_step_equals_stock(name, rows, masks):
     call = batch(side=rows.split()[-1]) if "padded" in rows else full(mask="without" not in rows)
     call = batch(prompt=1) if rows == "packed" else call
     model = of(name)

@@ -99,7 +99,7 @@ def test_dropout_is_compared_only_where_both_draw_alike(tmp_path):
     assert dropout_check(tmp_path, "DPO").verdict == "-"
 
 
-def test_steps_in_the_backward_pass_are_those_after_it(tmp_path):
+def test_steps_in_the_backward_pass_equal_steps_after_it(tmp_path):
     assert backward_check(tmp_path, **WITHIN).verdict == "ok"
     assert backward_check(tmp_path).verdict == "-"
 

@@ -208,7 +208,7 @@ def without_saved_modules(patch):
     patch.setattr(peft_model, "get_peft_model_state_dict", of_adapters)
 
 
-def batches_begin_anew(patch):
+def batches_restart(patch):
     patch.setattr(transformers_trainer, "skip_first_batches", lambda batches, count: batches)
 
 
@@ -337,7 +337,7 @@ def random_numbers_are_drawn(stock, self, *args, **kwargs):
     return stock(self, *args, **kwargs)
 
 
-def dropped_anew(patch):
+def dropped_again(patch):
     stock = torch.utils.checkpoint.checkpoint
 
     def checkpoint(*args, **kwargs):
@@ -535,7 +535,7 @@ SEEDS = {
         {},
         {LOSSES},
     ),
-    "the scaling of rsLoRA is that of LoRA (tensorrt-llm#1668)": (
+    "rsLoRA is scaled like LoRA (tensorrt-llm#1668)": (
         once_built(lora_layers, "active_parts", scaled_by_the_rank),
         ("SFT",),
         {"peft_config": lora(use_rslora=True)},
@@ -577,7 +577,7 @@ SEEDS = {
         {MERGED},
     ),
     "a restarted run begins with the first batches again (accelerate#2016)": (
-        batches_begin_anew,
+        batches_restart,
         ("SFT",),
         {},
         {RESUMED},
@@ -654,7 +654,7 @@ SEEDS = {
         {},
         {ADAM_WEIGHTS},
     ),
-    "there is no warmup": (
+    "the warmup is left out": (
         of_a_trainer(LigerSFTTrainer, "create_scheduler", no_warmup),
         ("SFT",),
         {},
@@ -678,7 +678,7 @@ SEEDS = {
         {},
         {SEEN},
     ),
-    "dropout is drawn again in the recomputation": (dropped_anew, ("SFT",), {}, {DROPOUT}),
+    "dropout is drawn again in the recomputation": (dropped_again, ("SFT",), {}, {DROPOUT}),
     "the head is tied no longer": (
         of_a_trainer(LigerSFTTrainer, "__init__", untied),
         ("SFT",),
@@ -709,7 +709,7 @@ QUICK = ("a mean of means",)
         for name, seeded in SEEDS.items()
     ],
 )
-def test_a_published_bug_is_found(seed, what, parts, found_by, monkeypatch):
+def test_each_published_bug_is_found(seed, what, parts, found_by, monkeypatch):
     seed(monkeypatch)
     assert found_by <= failed(*what, **parts).keys()
 

@@ -77,7 +77,7 @@ def test_what_applies_is_checked_and_what_does_not_says_so():
 
 
 @pytest.mark.slow
-def test_what_the_stock_trainer_refuses_is_compared_with_full_logits():
+def test_options_that_stock_refuses_equal_full_logits():
     report = verify(setup_of("SFT", peft_config=lora("q_proj", "lm_head")))
     assert report.failed == [] and "nothing swapped, because of SFTTrainer's ValueError" in report.compared_with
 

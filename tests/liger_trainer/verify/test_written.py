@@ -29,7 +29,7 @@ def written_by(folder, given=None, **options):
     return seen.written
 
 
-def test_gradients_in_bf16_are_those_of_the_same_completions(tmp_path):
+def test_bf16_gradients_are_compared_on_the_same_completions(tmp_path):
     found = bf16_check(tmp_path, "GRPO")
     assert found.verdict == "ok" and 0.5 < found.figure < 2, found.line
 

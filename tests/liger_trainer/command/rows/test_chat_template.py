@@ -65,7 +65,7 @@ def render(template, messages, **options):
 @pytest.mark.parametrize(
     "name", ["cohere", "cohere2", "gemma3", "idefics3", "lfm2", "lfm2_v2", "llama3", "qwen2_5", "qwen3_instruct_2507"]
 )
-def test_answers_are_those_of_the_templates_that_trl_has_marked_by_hand(name, messages):
+def test_answers_equal_trl_s_hand_marked_templates(name, messages):
     text, answers = render(mark_answers(theirs(name)), messages)
     whole, marked = render(theirs(f"{name}_training"), messages)
     assert text == whole == render(theirs(name), messages)[0]
@@ -219,9 +219,9 @@ def test_only_answers_are_learned(trainer, folder, capsys):
     )
     assert sum(label != -100 for label in stock.train_dataset[0]["labels"]) == 5
     stock.train()
-    code, _, err = command(capsys, "train", recipe(folder, output_dir=str(folder / "anew")))
+    code, _, err = command(capsys, "train", recipe(folder, output_dir=str(folder / "again")))
     assert code == 0, err
-    logged = json.loads((folder / "anew" / "trainer_state.json").read_text())["log_history"]
+    logged = json.loads((folder / "again" / "trainer_state.json").read_text())["log_history"]
     for mine, other in zip(logged, stock.state.log_history, strict=False):
         if "loss" in other:
             assert mine["loss"] == pytest.approx(other["loss"], rel=1e-4)
@@ -351,7 +351,7 @@ def test_answers_of_a_real_tokenizer(tmp_path, monkeypatch, capsys):
     assert out.rstrip().endswith("<|im_start|>assistant\n«Green.<|im_end|>\n»")
 
 
-def test_answers_beside_pictures(tmp_path, monkeypatch, capsys):
+def test_only_answers_are_learned_in_rows_with_pictures(tmp_path, monkeypatch, capsys):
     """The collator of images renders the rows itself, after the model has its own template back."""
     pytest.importorskip("PIL")
     if Version(transformers.__version__) < Version("5.18.0.dev0"):

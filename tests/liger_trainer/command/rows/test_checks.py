@@ -254,7 +254,7 @@ def test_a_prompt_that_stands_in_the_answers_too(tmp_path):
     assert train.column_names == ["chosen", "rejected"]
 
 
-def test_a_prompt_beside_messages(tmp_path):
+def test_a_prompt_next_to_messages_is_refused(tmp_path):
     """With `prompt` and `messages` but no `completion`, TRL's SFT looks for the completion."""
     train = load(tmp_path, [{"prompt": "Hi", "prompt_id": "1", "messages": [USER, ANSWER]}])
     assert train.column_names == ["prompt_id", "messages"]

@@ -231,7 +231,7 @@ def test_weights(tmp_path):
 
 
 @pytest.mark.parametrize("weights", [[1], [1, 2, 3], [1, 0], [1, -1], [1, float("nan")], []])
-def test_weights_that_are_wrong(weights, tmp_path):
+def test_wrong_dataset_weights_are_refused(weights, tmp_path):
     with pytest.raises(RecipeError, match="dataset_weights is .* expected a number above 0 for each dataset_name"):
         mixture(tmp_path, dataset_weights=weights)
 

@@ -118,7 +118,7 @@ def test_keep_end_keeps_the_part_to_learn(folder, capsys):
     assert rows_line(out) == "9 used of 9; 6 cut to max_length 10, or as long"
 
 
-def test_losses_are_those_of_the_stock_trainer(folder, capsys):
+def test_counting_leaves_the_losses_unchanged(folder, capsys):
     """Counting changes neither batches nor losses."""
     from trl import SFTConfig, SFTTrainer
 

@@ -143,7 +143,7 @@ def test_columns(tmp_path):
 
 
 @pytest.mark.parametrize("value", [["x"], [], 5])
-def test_an_alpaca_input_that_is_no_text(value, tmp_path):
+def test_an_alpaca_input_must_be_text(value, tmp_path):
     path = write(tmp_path / "rows.jsonl", [{"instruction": "a", "input": value, "output": "b"}])
     with pytest.raises(RecipeError, match=r"Row 0 of the dataset has input .*; expected text"):
         load(tmp_path, dataset_name=path, prompt_template="alpaca")

@@ -111,7 +111,7 @@ def test_conversations_of_a_template_with_and_without_calls(tmp_path):
 
 
 @pytest.mark.parametrize("column", ["images", "image"])
-def test_pictures_are_found_beside_the_rows(column, tmp_path, monkeypatch):
+def test_pictures_are_found_next_to_the_rows(column, tmp_path, monkeypatch):
     (tmp_path / "data" / "photos").mkdir(parents=True)
     for name in ("a.png", "b.png"):
         Image.new("RGB", (4, 4)).save(tmp_path / "data" / "photos" / name)

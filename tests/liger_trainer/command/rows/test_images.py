@@ -137,7 +137,7 @@ def test_another_error_is_not_laid_on_a_broken_picture(tmp_path):
     assert broken_picture(OSError("No space left on device"), rows) is None
 
 
-def test_chat_about_a_file_that_is_no_picture(folder, capsys, monkeypatch):
+def test_chat_refuses_a_file_that_is_not_a_picture(folder, capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("w3"))
     code, _, err = command(capsys, "chat", folder / "model", "--images", folder / "text.png")
     assert code == 2 and "--images names" in err and "text.png" in err.strip().splitlines()[-1], err

@@ -61,7 +61,7 @@ def test_text_learns_all_but_its_first_token(folder, capsys):
     assert "Row 0: 4 tokens, 3 of them learned\nw4« w5 w6 </s>»\n" in out
 
 
-def test_what_is_marked_is_what_the_loss_counts(folder, capsys):
+def test_marked_tokens_are_the_ones_that_the_loss_counts(folder, capsys):
     """Messages where only the assistant's turns are learned, compared with the stock trainer's labels."""
     from trl import SFTConfig, SFTTrainer
 
@@ -85,7 +85,7 @@ def test_what_is_marked_is_what_the_loss_counts(folder, capsys):
     assert int((labels[:, 1:] != -100).sum()) == 5
 
 
-def test_a_text_beside_a_completion_does_not_take_its_end(folder, capsys):
+def test_a_text_next_to_a_completion_does_not_take_its_end_token(folder, capsys):
     """TRL adds the end to the text, and trains on prompt and completion."""
     code, out, err = preview(capsys, folder, [PAIR | {"text": "w4 w5 w6 w7"}])
     assert code == 0, err

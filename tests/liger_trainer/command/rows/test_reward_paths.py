@@ -49,7 +49,7 @@ def module(tmp_path, monkeypatch):
         del sys.modules[name]
 
 
-def test_beside_the_recipe_and_in_the_working_directory(tmp_path, module, monkeypatch):
+def test_modules_are_found_next_to_the_recipe_and_in_the_working_directory(tmp_path, module, monkeypatch):
     recipes, work = tmp_path / "recipes", tmp_path / "work"
     module("rewards_of_recipe", folder=recipes)
     module("rewards_of_work", folder=work)

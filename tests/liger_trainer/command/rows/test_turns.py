@@ -186,7 +186,7 @@ def test_questions_and_answers_become_turns(trainer, row, columns, expected, tmp
     assert load(tmp_path, [row], trainer, columns=columns, system_prompt="w3").to_list() == [with_prompt]
 
 
-def test_questions_and_answers_that_are_none(tmp_path):
+def test_wrong_questions_and_answers_are_refused(tmp_path):
     row = {"q": "w3", "a": "w4", "p": "w5"}
     with pytest.raises(RecipeError, match="which has question and prompt. Keep one form"):
         load(tmp_path, [row], columns={"question": "q", "prompt": "p"})

@@ -193,7 +193,7 @@ def test_a_run_may_go_on_with_other_values(saved_run, folder, capsys):
     assert "resumed at step 4" in out, "the new values hold"
 
 
-def test_going_on_beside_newer_checkpoints_is_refused(saved_run, folder, capsys):
+def test_resuming_next_to_newer_checkpoints_is_refused(saved_run, folder, capsys):
     shutil.copytree(saved_run, folder / "out")
     path = write_recipe(folder, **SAVING)
     older = ("--resume_from_checkpoint", folder / "out" / "checkpoint-2", "--max_steps", "3")
@@ -529,7 +529,7 @@ def test_a_checkpoint_goes_to_the_hub_with_its_manifest(folder, capsys, monkeypa
     monkeypatch.setattr(Trainer, "push_to_hub", push)
     with pytest.raises(OSError, match="the Hub is away"):
         command(capsys, "train", write_recipe(folder, **SAVING, push_to_hub=True))
-    assert (folder / "out" / "model.safetensors").exists(), "it was saved, and is no half model"
+    assert (folder / "out" / "model.safetensors").exists(), "the model was saved whole"
 
 
 def test_a_token_is_not_shown(folder, capsys, monkeypatch):

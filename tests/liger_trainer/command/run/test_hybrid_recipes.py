@@ -127,7 +127,7 @@ def test_from_its_first_line_to_the_merged_model(recipe, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("recipe", ["qwen3_5_4b/sft_lora_16gb", "gemma4_e4b/sft_lora"])
-def test_its_losses_are_those_of_rows_with_padding(recipe, tmp_path, capsys):
+def test_its_losses_equal_those_of_rows_with_padding(recipe, tmp_path, capsys):
     """TRL's own trainer cannot pack these rows, so it computes padding."""
     write_checkpoint(RECIPES[recipe], tmp_path / "base")
     write_rows(tmp_path / "rows.jsonl", 8)

@@ -85,7 +85,7 @@ def test_trained_and_merged(tmp_path, capsys, monkeypatch):
     assert not hasattr(model.config, "quantization_config")
 
 
-def test_kept_in_four_bits(tmp_path, capsys, monkeypatch):
+def test_experts_stay_4_bit_and_train_like_stock(tmp_path, capsys, monkeypatch):
     """The recipe for 16 GiB starts with TRL's loss on a 16-bit base, and its adapter is merged.
 
     Loading draws different random numbers, so the adapters start differently.
@@ -103,7 +103,7 @@ def test_kept_in_four_bits(tmp_path, capsys, monkeypatch):
     assert not hasattr(AutoConfig.from_pretrained(tmp_path / "merged"), "quantization_config")
 
 
-def test_experts_in_four_bits_get_no_adapter(tmp_path, capsys):
+def test_4_bit_experts_get_no_adapter(tmp_path, capsys):
     write_gpt_oss(tmp_path / "base")
     write_rows(tmp_path / "rows.jsonl")
     code, _, err = command(

@@ -46,7 +46,7 @@ def test_an_output_dir_that_is_taken_is_refused(folder, capsys):
     assert code == 2 and "model.safetensors" in err, "a finished model counts too"
 
 
-def test_the_folder_of_the_model_is_no_output_dir(folder, capsys):
+def test_the_model_s_folder_is_refused_as_output_dir(folder, capsys):
     code, _, err = command(capsys, "train", write_recipe(folder, output_dir=str(folder / "model")))
     assert code == 2 and "holds an earlier run (model.safetensors)" in err
     assert (folder / "model" / "model.safetensors").is_file()
@@ -209,7 +209,7 @@ def test_a_stopped_run_says_how_to_go_on(folder, capsys):
     assert code == 0 and f"resumed at step {state['global_step']}" in out, err
 
 
-def test_a_reader_that_has_had_enough():
+def test_a_closed_pipe_ends_the_command_quietly():
     """`liger-trainer recipes | head -1` prints no traceback and exits like a process that a closed pipe ended."""
     command = [sys.executable, "-m", "liger_trainer", "recipes"]
     env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}

@@ -58,7 +58,7 @@ def test_lines_of_a_pipe_are_answered(folder, monkeypatch, capsys):
     assert out.splitlines() == [says(model, "w3 w4"), says(model, "w9")]
 
 
-def test_a_line_that_is_no_text(folder, monkeypatch, capsys):
+def test_a_line_that_is_not_text_is_refused(folder, monkeypatch, capsys):
     code, _, err = chat(monkeypatch, capsys, b"caf\xe9".decode(errors="surrogateescape"), folder / "model", *GREEDY)
     assert code == 2 and r"The line 'caf\udce9' is not UTF-8" in err
 

@@ -62,7 +62,7 @@ def test_both_train_the_same_steps(keys, folder, capsys):
     assert whole["losses"][:3] == pytest.approx(ours["losses"], rel=1e-6)
 
 
-def test_the_stock_arm_is_the_stock_class(folder, capsys, monkeypatch):
+def test_the_stock_arm_runs_the_stock_class(folder, capsys, monkeypatch):
     from trl import SFTConfig, SFTTrainer
 
     seen = []

@@ -60,7 +60,7 @@ FORMS = {
 
 
 @pytest.mark.parametrize("rows, tokens, asked", FORMS.values(), ids=FORMS)
-def test_losses_are_those_of_logits(rows, tokens, asked, folder, capsys):
+def test_losses_equal_those_computed_from_logits(rows, tokens, asked, folder, capsys):
     out = folder / "figures.json"
     words = ("--dataset_name", write(folder, rows), "--json", out)
     code, text, err = command(capsys, "evaluate", folder / "model", *words)
@@ -120,7 +120,7 @@ def test_answers_of_a_trained_adapter_are_exact(chats, capsys):
     assert code == 0 and "answers  0 of 2" in text, err
 
 
-def test_names_in_an_adapter_are_those_that_servers_look_for(folder, capsys):
+def test_an_adapter_has_the_names_that_servers_look_for(folder, capsys):
     """vLLM and SGLang look for `base_model.model.<layer of the base>.lora_A.weight` and `lora_B.weight`."""
     keys = {"use_peft": True, "lora_target_modules": "all-linear", "max_steps": 1}
     code, _, err = command(capsys, "train", write_recipe(folder, **keys))

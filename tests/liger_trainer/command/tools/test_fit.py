@@ -116,7 +116,7 @@ def test_images_of_rows(recipe, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("value", ["640", "640x", "0x480", "640x480;20x20", ""])
-def test_sizes_of_images_that_are_none(value, recipe, capsys):
+def test_wrong_image_sizes_are_refused(value, recipe, capsys):
     code, _, err = command(capsys, "fit", recipe(), "--images", value)
     assert code == 2 and f"--images is {value!r}; expected the width and height" in err
 
@@ -220,7 +220,7 @@ def test_what_it_refuses(keys, words, says, recipe, capsys):
     assert code == 2 and says in err
 
 
-def test_the_mend_of_an_option_that_is_not_known(short_search, recipe, capsys):
+def test_an_option_that_is_wrong_in_the_recipe_can_be_replaced(short_search, recipe, capsys):
     keys = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"every_n_layers": 2}}
     words = ("--gpu-memory", "0.5", "--activation_checkpointing_kwargs")
     code, out, err = command(capsys, "fit", recipe(**keys), *words, '{"use_reentrant": false}')
@@ -236,7 +236,7 @@ def test_deepspeed_is_refused_by_name(recipe):
         job_of(parsed, 2)
 
 
-def test_a_frozen_base_in_eight_bits(short_search, recipe, capsys):
+def test_a_frozen_fp8_base(short_search, recipe, capsys):
     words = ("--use_peft", "true", "--fp8", "true")
     code, out, err = command(capsys, "fit", recipe(), "--gpu-memory", "0.5", *words)
     assert code == 0 and "rows of 256 tokens is" in out, err
@@ -266,7 +266,7 @@ def test_inputs_of_layers_on_the_host(short_search, recipe, capsys):
     assert re.search(r"^true .*<- the recipe, [\d.]+ GiB on the host$", leaves[1], re.MULTILINE)
 
 
-def test_a_base_in_four_bits_without_bitsandbytes(recipe, capsys, monkeypatch):
+def test_a_4_bit_base_without_bitsandbytes_is_refused(recipe, capsys, monkeypatch):
     found = importlib.util.find_spec
     monkeypatch.setattr(
         "importlib.util.find_spec", lambda name, *more: None if name == "bitsandbytes" else found(name, *more)
@@ -276,7 +276,7 @@ def test_a_base_in_four_bits_without_bitsandbytes(recipe, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("trainer", ["sft", "dpo"])
-def test_a_base_in_four_bits(trainer, short_search, recipe, capsys):
+def test_a_4_bit_base(trainer, short_search, recipe, capsys):
     pytest.importorskip("bitsandbytes")
 
     def weights(*words):

@@ -54,7 +54,7 @@ def test_a_method_that_is_held_runs_the_class_s_own_code_once_it_was_unbound():
     assert torch.equal(held(x), want)
 
 
-def test_a_key_of_one_s_own():
+def test_a_user_s_own_key():
     module = layer()
     binding = bind(module, Binding(doubled, key="_liger_one"))
     assert vars(module)["_liger_one"] is binding and Binding.of(module) is None

@@ -45,7 +45,7 @@ HOOKS = {
 }
 
 
-def patched_beside_stock(make, hook, when, **options):
+def patched_and_stock(make, hook, when, **options):
     """(report, results of the patched model, results of stock) with `hook(model)` before or after patching."""
     stock, model = make(), make()
     hook(stock)
@@ -80,7 +80,7 @@ def llama_with_lora_on_the_head():
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("kind", HOOKS)
 def test_on_the_lm_head(kind, when):
-    report, got, want = patched_beside_stock(llama, lambda model: HOOKS[kind](model.lm_head), when)
+    report, got, want = patched_and_stock(llama, lambda model: HOOKS[kind](model.lm_head), when)
     assert_same(got, want)
     assert report[HEAD].swapped == {} and "would not see logits" in report[HEAD].skipped["lm_head"]
 
@@ -91,7 +91,7 @@ def test_on_a_part_of_a_lora_on_the_lm_head(part, when):
     def hook(model):
         HOOKS["forward"](model.get_submodule(f"base_model.model.lm_head{part}"))
 
-    report, got, want = patched_beside_stock(llama_with_lora_on_the_head, hook, when)
+    report, got, want = patched_and_stock(llama_with_lora_on_the_head, hook, when)
     assert_same(got, want)
     assert len(report[HEAD].skipped) == 1
 
@@ -103,7 +103,7 @@ def test_a_hook_that_counts_is_called_once_and_sees_logits(when):
     def hook(model):
         model.lm_head.register_forward_hook(lambda module, args, output: seen.append(tuple(output.shape)))
 
-    _, got, want = patched_beside_stock(llama, hook, when)
+    _, got, want = patched_and_stock(llama, hook, when)
     assert_same(got, want)
     assert len(seen) == 2 and seen[0] == seen[1] and seen[0][-1] == 131  # ours and stock's
 
@@ -154,7 +154,7 @@ def test_a_hook_on_all_modules():
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("kind", HOOKS)
 def test_on_the_activation_of_an_mlp(kind, when):
-    report, got, want = patched_beside_stock(llama, lambda m: HOOKS[kind](m.model.layers[1].mlp.act_fn), when)
+    report, got, want = patched_and_stock(llama, lambda m: HOOKS[kind](m.model.layers[1].mlp.act_fn), when)
     assert_same(got, want)
     assert "act_fn" in report["swiglu"].skipped["model.layers.1.mlp"]
     assert list(report["swiglu"].swapped) == ["model.layers.0.mlp"]
@@ -164,7 +164,7 @@ def test_an_activation_that_has_been_exchanged():
     def exchange(model):
         model.model.layers[1].mlp.act_fn = nn.ReLU()
 
-    report, got, want = patched_beside_stock(llama, exchange, "after")
+    report, got, want = patched_and_stock(llama, exchange, "after")
     assert_same(got, want)
     assert "act_fn is a ReLU now" in report["swiglu"].skipped["model.layers.1.mlp"]
 
@@ -174,7 +174,7 @@ def test_on_the_activation_of_experts(when):
     def hook(model):
         HOOKS["forward"](model.model.layers[0].mlp.experts.act_fn)
 
-    report, got, want = patched_beside_stock(lambda: tiny_model("qwen3_moe").train(), hook, when)
+    report, got, want = patched_and_stock(lambda: tiny_model("qwen3_moe").train(), hook, when)
     assert_same(got, want)
     assert "act_fn" in report["experts"].skipped["model.layers.0.mlp.experts"]
 
@@ -187,7 +187,7 @@ def test_on_what_makes_the_angles(when):
         cos, sin = output
         return cos * torch.linspace(0.5, 1.0, cos.shape[-1]), sin
 
-    report, got, want = patched_beside_stock(llama, lambda m: m.model.rotary_emb.register_forward_hook(turn), when)
+    report, got, want = patched_and_stock(llama, lambda m: m.model.rotary_emb.register_forward_hook(turn), when)
     assert_same(got, want)
     assert len(report["rope"].skipped) == 2 and report["rope"].swapped == {}
 
@@ -234,7 +234,7 @@ def around(module):
 
 @pytest.mark.parametrize("undo", [remove_liger, apply_liger])
 @pytest.mark.parametrize("name", ["lm_head", "model.layers.0.mlp", "model.layers.0.self_attn", "model.norm"])
-def test_a_patched_forward_that_somebody_wrapped(name, undo):
+def test_a_wrapped_patched_forward_runs_the_module_s_own_code(name, undo):
     """Our method is still inside the wrapper, and leaves the call to the module's own code."""
     model = llama()
     apply_liger(model)
@@ -248,7 +248,7 @@ def test_a_patched_forward_that_somebody_wrapped(name, undo):
     assert_same(step(model), step(llama()))
 
 
-def test_a_class_whose_forward_is_replaced(monkeypatch):
+def test_replacing_a_class_s_forward_takes_effect(monkeypatch):
     """A user replaces it after patching, to have another activation or other angles everywhere."""
     model = llama()
     report = apply_liger(model)

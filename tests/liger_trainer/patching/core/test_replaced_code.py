@@ -274,7 +274,7 @@ def test_a_bias_that_was_not_there():
     [*map(norm_of, Llama.__subclasses__()), activation, angles],
     ids=[*(cls.__name__ for cls in Llama.__subclasses__()), "activation", "angles"],
 )
-def test_code_of_the_user_s_that_does_more_than_compute(convert, monkeypatch):
+def test_user_code_that_does_more_than_compute(convert, monkeypatch):
     """It is switched on after patching: it steers, counts, or adds a loss term, as in the stock model."""
     models = [tiny_model("llama").train() for _ in range(2)]
     for model in models:

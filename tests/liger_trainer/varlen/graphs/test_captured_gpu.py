@@ -109,7 +109,7 @@ def test_equal_to_the_bit(lora, checkpointing, lengths, deterministic):
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "checkpointed"])
-def test_dropout_draws_anew_and_a_recomputation_draws_the_same(checkpointing, deterministic):
+def test_each_step_draws_new_dropout_and_recomputation_repeats_it(checkpointing, deterministic):
     """From the same generator state, it is bit-equal to the uncaptured step, ten times with new numbers."""
     model, graphs = model_of(dropout=0.3, checkpointing=checkpointing), graphs_of()
     plain = copy.deepcopy(model)

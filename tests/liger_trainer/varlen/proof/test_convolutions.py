@@ -82,7 +82,7 @@ def test_nothing_is_transposed(monkeypatch):
 
 
 @pytest.mark.parametrize("name", TYPES)
-def test_a_step_with_it_is_stock_s(name, on_cpu):
+def test_a_step_with_it_equals_stock(name, on_cpu):
     model, _ = with_own_attention(name)
     stock, call = copy.deepcopy(model.train()), batch()
     report = apply_liger(model, ON)["varlen_attention"]
@@ -133,7 +133,7 @@ def test_a_package_that_is_installed_stays(monkeypatch):
     assert convolutions.replacement({"causal_conv1d_fn": decorated}) == ()
 
 
-def test_what_the_kernel_does_not_take_is_transformers_own(on_cpu):
+def test_unsupported_convolutions_run_transformers_code(on_cpu):
     scope = scope_of("qwen3_5")
     own, ours = scope["causal_conv1d_fn"], convolutions.replacement(scope)[0][1]
     on_cpu.clear()

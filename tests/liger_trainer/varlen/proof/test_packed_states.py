@@ -157,7 +157,7 @@ def test_with_packages_that_are_told_where_rows_begin(packages):
     assert all(scope[name] is value for name, value in installed.items())
 
 
-def test_a_rule_whose_rows_get_lost_on_the_way_is_seen_with_packages(packages):
+def test_a_rule_that_never_gets_the_offsets_is_noticed(packages):
     """Kimi-Linear passes `cu_seq_lens_q` on under this name, which its rule does not know."""
     model, _ = with_own_attention("kimi_linear")
     packages(type(model).__module__)
