@@ -22,7 +22,9 @@ def attention(rows, length, heads, groups, dim, window=None, sinks=False, *, dty
         x = torch.randn(rows, length, count, dim, device=DEVICE).to(dtype)
         return x.transpose(1, 2).requires_grad_()
 
-    q, k, v = drawn(heads), drawn(groups), drawn(groups)
+    q = drawn(heads)
+    k = drawn(groups)
+    v = drawn(groups)
     inputs = (q, k, v, torch.randn(heads, device=DEVICE).to(dtype).requires_grad_()) if sinks else (q, k, v)
     dy = torch.randn(rows, length, heads, dim, device=DEVICE).to(dtype)
     windows = range(1, length + 1) if window is None else [min(i, window) for i in range(1, length + 1)]
@@ -99,7 +101,8 @@ def _exact(q, k, v, sinks, window, dy):
     at = torch.arange(q.shape[2], device=q.device)
     hidden = (at[:, None] < at) | (at[:, None] - at >= (window or len(at)))
     per_key, leaves = q.shape[1] // k.shape[1], (q, k, v, *sinks)
-    y, grads = torch.empty_like(dy, dtype=torch.float64), [torch.zeros_like(x, dtype=torch.float64) for x in leaves]
+    y = torch.empty_like(dy, dtype=torch.float64)
+    grads = [torch.zeros_like(x, dtype=torch.float64) for x in leaves]
     for row in range(q.shape[0]):
         for head in range(q.shape[1]):
             places = [(row, head), (row, head // per_key), (row, head // per_key), (head,)][: len(leaves)]

@@ -76,7 +76,9 @@ def exact(case):
     for e in range(count):
         pairs = (ids.flatten() == e).nonzero().flatten()
         at = pairs // top_k
-        given = [x[at], weights.flatten()[pairs], gate_up[e], down[e], *(t[e] for lora in loras for t in lora)]
+        given = [x[at], weights.flatten()[pairs], gate_up[e], down[e]]
+        for lora in loras:
+            given += [factor[e] for factor in lora]
         leaves = [t.detach().double().requires_grad_() for t in given]
         rows, share, w, v, *low = leaves
         w, v = (m + SCALING * low[k + 1] @ low[k] if low else m for m, k in ((w, 0), (v, 2)))

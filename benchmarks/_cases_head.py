@@ -134,7 +134,9 @@ def exact_logprobs(x, w64, y, chunk=1024):
 def exact_head(x, w, y, g, chunk=1024):
     """Value and gradients of sum(g * log p_target) in float64, g (T,)."""
     w64, g = w.detach().double(), g.double()
-    total, dx, dw = 0.0, torch.empty_like(x, requires_grad=False, dtype=torch.float64), torch.zeros_like(w64)
+    total = 0.0
+    dx = torch.empty_like(x, requires_grad=False, dtype=torch.float64)
+    dw = torch.zeros_like(w64)
     for i in range(0, x.shape[0], chunk):
         x_c, g_c = x[i : i + chunk].detach().double(), g[i : i + chunk]
         p = torch.softmax(x_c @ w64.t(), -1)

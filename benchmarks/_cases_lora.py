@@ -84,8 +84,12 @@ def lora_linear(rows, width_in, width_out, rank, *, dtype):
 
 
 def lora_mlp(rows, hidden, inner, rank, *, dtype):
-    x, shapes = randn(rows, hidden, dtype=dtype), ((hidden, inner), (hidden, inner), (inner, hidden))
-    flat = [t for k, n in shapes for t in (randn(n, k, dtype=dtype, scale=k**-0.5, grad=False), *adapter(k, n, rank))]
+    x = randn(rows, hidden, dtype=dtype)
+    shapes = ((hidden, inner), (hidden, inner), (inner, hidden))
+    flat = []
+    for k, n in shapes:
+        flat.append(randn(n, k, dtype=dtype, scale=k**-0.5, grad=False))
+        flat += adapter(k, n, rank)
     layers = [peft_layer(*flat[k : k + 3]) for k in (0, 3, 6)]
 
     def gated(gate, up, down, x):

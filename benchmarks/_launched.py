@@ -17,7 +17,10 @@ class Clock(TrainerCallback):
 
     def __init__(self):
         self.settings = json.loads(os.environ[SETTINGS])
-        self.ends, self.tokens, self.resumed, self.row = {}, {}, 0, None
+        self.ends = {}
+        self.tokens = {}
+        self.resumed = 0
+        self.row = None
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.resumed = state.global_step

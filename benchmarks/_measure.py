@@ -179,9 +179,11 @@ class Record:
     def free_path(self, folder):
         stem = self.about["date"].removesuffix(" UTC").replace(" ", "T").replace(":", "")
         stem += f"-{self.about['commit'] or 'no_git'}"
+        path = folder / f"{stem}.json"
         count = 1
-        while (path := folder / (f"{stem}-{count}.json" if count > 1 else f"{stem}.json")).exists():
+        while path.exists():
             count += 1
+            path = folder / f"{stem}-{count}.json"
         return path
 
     def write(self, found):
@@ -196,16 +198,27 @@ class Record:
             print(f"the record is in {self.path}; what of it is published, benchmarks/published.yaml says")
 
 
+def with_rounded_losses(rows):
+    """`rows` with their `losses`, if they have any, rounded for a table."""
+    rounded = []
+    for row in rows:
+        if row.get("losses"):
+            row = row | {"losses": [round(loss, 4) for loss in row["losses"]]}
+        rounded.append(row)
+    return rounded
+
+
 def table(rows, columns):
     """Print rows (dicts) as a table. `columns` maps a key to its title and format."""
-    cells = [[title for title, _ in columns.values()]]
+
+    def cell(value, spec):
+        if value is None:
+            return "-"
+        return format(value, spec) if spec else str(value)
+
+    lines = [[title for title, _ in columns.values()]]
     for row in rows:
-        cells.append(
-            [
-                "-" if row.get(key) is None else format(row[key], spec) if spec else str(row[key])
-                for key, (_, spec) in columns.items()
-            ]
-        )
-    widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
-    for line in cells:
+        lines.append([cell(row.get(key), spec) for key, (_, spec) in columns.items()])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
         print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())

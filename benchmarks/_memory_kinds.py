@@ -32,15 +32,23 @@ def bytes_of(tensors):
 def scales_of(weight):
     """The tensors that belong to a 4-bit weight of bitsandbytes."""
     state = vars(weight).get("quant_state")
-    parts = [part for part in (state, getattr(state, "state2", None)) if part is not None]
-    return [value for part in parts for value in vars(part).values() if isinstance(value, torch.Tensor)]
+    found = []
+    for part in (state, getattr(state, "state2", None)):
+        if part is not None:
+            found += [value for value in vars(part).values() if isinstance(value, torch.Tensor)]
+    return found
 
 
 def weights_of(model):
     """{kind: bytes}."""
     kinds = {"packed": [], "frozen": [], "trained": []}
     for tensor in (*model.parameters(), *model.buffers()):
-        kinds["trained" if tensor.requires_grad else "packed" if is_packed(tensor) else "frozen"].append(tensor)
+        if tensor.requires_grad:
+            kinds["trained"].append(tensor)
+        elif is_packed(tensor):
+            kinds["packed"].append(tensor)
+        else:
+            kinds["frozen"].append(tensor)
         kinds["packed"] += scales_of(tensor)
     return {kind: bytes_of(tensors) for kind, tensors in kinds.items()}
 
@@ -79,4 +87,7 @@ class MemoryKinds(TrainerCallback):
 
 
 def states_of(optimizer):
-    return bytes_of(t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor))
+    tensors = []
+    for state in optimizer.state.values():
+        tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
+    return bytes_of(tensors)

@@ -32,7 +32,10 @@ def rows_of(path, vocab, length, count):
 
 
 def collate(rows):
-    return {name: torch.tensor([row[name] for row in rows]) for name in ("input_ids", "labels")}
+    return {
+        "input_ids": torch.tensor([row["input_ids"] for row in rows]),
+        "labels": torch.tensor([row["labels"] for row in rows]),
+    }
 
 
 def real_rows(path, vocab, length):

@@ -156,7 +156,10 @@ def classes_of(arm):
     import liger_trainer
 
     name = arm.split(" ")[0]
-    module = liger_trainer if name.startswith("Liger") else trl if hasattr(trl, name) else transformers
+    if name.startswith("Liger"):
+        module = liger_trainer
+    else:
+        module = trl if hasattr(trl, name) else transformers
     config = {"Trainer": "TrainingArguments"}.get(name.removeprefix("Liger"))
     if config is None:
         config = name.removesuffix("Trainer") + "Config"
@@ -173,7 +176,9 @@ def make_trainer(arm, run, callbacks, **more):
     is_trl = any(base.__module__.startswith("trl.") for base in stock_class.__mro__)
     model = build(run)
     vocab = model.config.get_text_config().vocab_size
-    options, inputs, methods = dict(more), {}, {}
+    options = dict(more)
+    inputs = {}
+    methods = {}
     switches = set(arm.split(" ")[1:])
     if "Liger" in switches:
         options["use_liger_kernel"] = True
@@ -189,7 +194,8 @@ def make_trainer(arm, run, callbacks, **more):
             read_on_every_process(True, None, None)  # each has made the model
         else:
             in_float8(model)
-    if off := {"varlen": "varlen_attention", "float8": "float8"}.keys() & switches:
+    off = {"varlen": "varlen_attention", "float8": "float8"}.keys() & switches
+    if off:
         options["liger_config"] = {"varlen_attention" if name == "varlen" else name: False for name in off}
     if "graphs" in switches:
         options["cuda_graphs"] = "false"
@@ -357,7 +363,8 @@ def train(arm, run, callbacks=()):
         row["patched"], shared = report.one_line(), shared_prompts_of(trainer.model)
         if shared is not None:
             row["shared_prompts"] = shared.to_dict()
-    if (chosen := getattr(trainer, "checkpointing", None)) is not None:  # it has reset torch's peak counter
+    chosen = getattr(trainer, "checkpointing", None)
+    if chosen is not None:  # it has reset torch's peak counter
         row["chosen"], row["gib"] = chosen.to_dict(), max(row["gib"] or 0, chosen.highest / 2**30)
     trainer.accelerator.free_memory()
     return row

@@ -32,7 +32,9 @@ def is_ours(name):
 
 def role(arm):
     """Which of the three trainers an arm is. Trainers in one comparison share a class, and all or none are compiled."""
-    return "ours" if is_ours(arm) else "liger" if "+ Liger" in arm else "stock"
+    if is_ours(arm):
+        return "ours"
+    return "liger" if "+ Liger" in arm else "stock"
 
 
 def read(path):
@@ -114,8 +116,11 @@ def cell(rows, form, join, slots, with_note=True):
 
 def ratio(rows, columns, name, over, under):
     """Column `over` divided by column `under` for one line. Both columns' rows are from one record."""
-    found = [[row[name] for row in rows if row[columns] == column and name in row] for column in (over, under)]
-    return f"{found[0][0] / found[1][0]:.2f}" if all(found) else MISSING
+    values = {}
+    for row in rows:
+        if name in row:
+            values.setdefault(row[columns], row[name])
+    return f"{values[over] / values[under]:.2f}" if over in values and under in values else MISSING
 
 
 def lines_of(spec):
@@ -134,7 +139,8 @@ def lines_of(spec):
     elif measures or len(cells) == 1:
         titles += list(order.values())
     else:
-        titles += [f"{title}: {name}" if title else name for title in order.values() for name in cells]
+        for title in order.values():
+            titles += [f"{title}: {name}" if title else name for name in cells]
     titles += [*spec.get("extra", {}), *spec.get("ratios", {})]
 
     lines = []
@@ -159,7 +165,10 @@ def lines_of(spec):
                 first = left if k == 0 else [""] * len(left)
                 lines.append([*first, name, *(of(column, form) for column in order)])
         else:
-            lines.append([*left, *(of(column, form) for column in order for form in cells.values()), *right])
+            line = list(left)
+            for column in order:
+                line += [of(column, form) for form in cells.values()]
+            lines.append(line + right)
     return titles, lines
 
 

@@ -126,9 +126,11 @@ def one_arm(options):
     row = {"arm": options.arm, "ms": statistics.median(times), "step_ms": times, "losses": losses[:3]}
     if DEVICE == "cuda":
         row |= {"gib_used": max(used[-options.batches :]) - before}
-    if (captured := getattr(trainer, "captured_steps", None)) is not None:
+    captured = getattr(trainer, "captured_steps", None)
+    if captured is not None:
         row["captured"] = captured.to_dict()
-    if (shared := shared_prompts_of(trainer.model)) is not None:
+    shared = shared_prompts_of(trainer.model)
+    if shared is not None:
         row["shared_prompts"] = shared.to_dict()
     emit(row)
 
@@ -148,7 +150,8 @@ def main():
     options = parser.parse_args()
     if options.arm:
         return one_arm(options)
-    record, rows = Record("completions", options.model, options.json, DEVICE == "cpu"), []
+    record = Record("completions", options.model, options.json, DEVICE == "cpu")
+    rows = []
     for arm in options.arms:
         rows += rows_from(arm, 300)
         record.write({"options": vars(options), "rows": rows})

@@ -110,7 +110,11 @@ def split(rows, held_out, count, seed):
     source = np.random.default_rng(seed)
     epochs = -(-count // len(rest))
     taken = np.concatenate([source.permutation(rest) for _ in range(epochs)])[:count]
-    return tuple([{"input_ids": rows[k], "labels": rows[k]} for k in indices] for indices in (taken, held))
+
+    def labelled(indices):
+        return [{"input_ids": rows[k], "labels": rows[k]} for k in indices]
+
+    return labelled(taken), labelled(held)
 
 
 def trainer_of(method, seed, options):
@@ -119,7 +123,9 @@ def trainer_of(method, seed, options):
     from transformers import set_seed
     from trl import SFTConfig, SFTTrainer
 
-    lora, fp8, in_bf16 = method.startswith("lora"), "fp8" in method, method.startswith(IN_BF16)
+    lora = method.startswith("lora")
+    fp8 = "fp8" in method
+    in_bf16 = method.startswith(IN_BF16)
     model, tokenizer = loaded(options.model, torch.bfloat16 if in_bf16 else torch.float32)
     rows = rows_in(options.data, tokenizer, model.config.vocab_size, options.length)
     train, held = split(rows, options.held_out, options.batch * options.steps, seed)
@@ -127,7 +133,9 @@ def trainer_of(method, seed, options):
     trainer_class, args_class = OnAnyDevice, LigerSFTConfig
     more = {"fp8": fp8, "fp8_recipe": "rowwise" if method == "fp8-rowwise" else None}
     if method.endswith("+stock"):
-        trainer_class, args_class, more = SFTTrainer, SFTConfig, {}
+        trainer_class = SFTTrainer
+        args_class = SFTConfig
+        more = {}
     args = args_class(
         output_dir=tempfile.mkdtemp(),
         max_steps=options.steps,
@@ -200,7 +208,8 @@ def one_arm(arm, options):
         held[options.steps] = trainer.evaluate()["eval_loss"]
     middle = len(losses) // 2
     more = {} if method.startswith(IN_BF16) else {"held_out_bf16": in_bf16(trainer, options)}
-    if router := [log["aux_loss"] for log in trainer.state.log_history if "aux_loss" in log]:
+    router = [log["aux_loss"] for log in trainer.state.log_history if "aux_loss" in log]
+    if router:
         more |= {"router": mean(router[-LAST:]), "router_curve": means(router)}
     emit(
         more
@@ -237,7 +246,8 @@ def compared(rows):
         seeds = sorted(row["seed"] for arm, row in found.items() if arm.startswith(f"{under}:"))
         for over, _ in pairs:
             for seed in seeds:
-                if (row := found.get(f"{over}:{seed}")) is not None:
+                row = found.get(f"{over}:{seed}")
+                if row is not None:
                     what = f"{kind}: {METHODS[over].split(', ')[1]} - {name}, seed {seed}"
                     yield difference(what, row, found[f"{under}:{seed}"])
         for one, other in pairwise(seeds):

@@ -216,8 +216,13 @@ def parsed(argv=None):
     options = parser.parse_args(argv)
     options.eagle_layers = None
     if options.tiny:
-        options.model, options.layers, options.batch, options.length = "tiny", 7, 2, 48
-        options.draft_vocab, options.eagle_steps, options.steps = 200, 3, 7
+        options.model = "tiny"
+        options.layers = 7
+        options.batch = 2
+        options.length = 48
+        options.draft_vocab = 200
+        options.eagle_steps = 3
+        options.steps = 7
     if options.steps <= SKIP:
         parser.error(f"--steps is {options.steps}; the clock starts after {SKIP}, so take at least {SKIP + 1}")
     if options.rows != "full" and not options.data:

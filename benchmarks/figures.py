@@ -6,7 +6,10 @@ Colours are Okabe and Ito's, which people with any kind of colour blindness can 
 import matplotlib.pyplot as plt
 from _tables import is_ours, role
 
-OURS, LIGER, STOCK, COMPILE = "#d55e00", "#0072b2", "#555555", "#009e73"
+OURS = "#d55e00"
+LIGER = "#0072b2"
+STOCK = "#555555"
+COMPILE = "#009e73"
 TRAINERS = {  # colour, marker, title
     "stock": (STOCK, "^", "Trainer"),
     "liger": (LIGER, "s", "Trainer + Liger"),

@@ -56,7 +56,9 @@ def rows_of(name, gpus, folder):
             return [
                 case | {"card": card, "note": "not computed", "reason": str(error).partition(": ")[2]} for card in CARDS
             ]
-        found, step, fits = [], None, False
+        found = []
+        step = None
+        fits = False
         for card in CARDS:
             limit = limit_of(None, card * 2**30)
             # Neither keeping all layers nor recomputing all with a peak above this card could change the result.

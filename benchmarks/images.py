@@ -20,7 +20,10 @@ from _processes import emit, rows_from
 from _steps import classes_of
 from transformers import AutoConfig, AutoModelForImageTextToText, TrainerCallback
 
-IMAGE, START, END, PAD = 151655, 151652, 151653, 151643
+IMAGE = 151655
+START = 151652
+END = 151653
+PAD = 151643
 _TEXT = {"vocab_size": 151936, "rms_norm_eps": 1e-6, "tie_word_embeddings": True, "num_hidden_layers": 36}
 _VISION = {"in_channels": 3, "spatial_merge_size": 2, "temporal_patch_size": 2, "num_heads": 16}
 MODELS = {  # model type, config of text, config of vision
@@ -167,7 +170,8 @@ def train(options, batch, inputs, **more):
     trainer = trainer_class(model=model, args=args, callbacks=[clock], **inputs(model.config))
     trainer.train()
     peak = torch.cuda.max_memory_allocated() / 2**30 if DEVICE == "cuda" else None
-    if peak is not None and (chosen := getattr(trainer, "checkpointing", None)) is not None:  # it has reset the counter
+    chosen = getattr(trainer, "checkpointing", None)
+    if peak is not None and chosen is not None:  # it has reset the counter
         peak = max(peak, chosen.highest / 2**30)
     losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
     captured = getattr(trainer, "captured_steps", None)

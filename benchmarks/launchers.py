@@ -74,7 +74,8 @@ def measure(run, options, folder):
     settings = {"file": str(folder / "row.json"), "skip": options.skip, "save": options.save, "began": time.time()}
     if launcher == "killed":
         settings["kill"] = [processes - 1, 2 * options.steps // 3]
-    name, env = f"{launcher}:{processes}", os.environ | {SETTINGS: json.dumps(settings), "HF_HUB_OFFLINE": "1"}
+    name = f"{launcher}:{processes}"
+    env = os.environ | {SETTINGS: json.dumps(settings), "HF_HUB_OFFLINE": "1"}
     env |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # restarts meet no dead processes
     if DEVICE == "cpu":
         env |= {"OMP_NUM_THREADS": "1"}
@@ -193,8 +194,13 @@ def main(argv=None):
             flag(rows)
             record.write({"options": {k: str(v) for k, v in vars(options).items()}, "rows": rows})
     print(f"{options.recipe}, {options.model}, {options.rows} rows a step, {options.config} with several processes")
-    ends = [[round(row["losses"][k], 4) for k in (0, -1)] if "losses" in row else None for row in rows]
-    table([row | {"ends": end} for row, end in zip(rows, ends, strict=True)], COLUMNS)
+    shown = []
+    for row in rows:
+        ends = None
+        if "losses" in row:
+            ends = [round(row["losses"][0], 4), round(row["losses"][-1], 4)]
+        shown.append(row | {"ends": ends})
+    table(shown, COLUMNS)
     record.say_where()
 
 

@@ -20,6 +20,7 @@ trained ones; `above` is the peak minus that. A case already in the file of `--j
 interrupted run can be continued.
 """
 
+import itertools
 import json
 import tempfile
 import time
@@ -33,7 +34,10 @@ from _rows import KINDS, sft_rows
 from _steps import Run, build, clock_of, counting, timed_steps, tokenizer_of
 from training import STEPS, profiler
 
-OURS, FP8, UNFUSED, PATCHED = "LigerMedusaTrainer", "LigerMedusaTrainer + fp8", "unfused", "unfused + patched"
+OURS = "LigerMedusaTrainer"
+FP8 = "LigerMedusaTrainer + fp8"
+UNFUSED = "unfused"
+PATCHED = "unfused + patched"
 ARMS = (OURS, FP8, UNFUSED, PATCHED)
 DECAY = 0.8
 COEFFICIENT = {1: 1.0, 2: 0.2}
@@ -43,12 +47,10 @@ LOG = 5  # steps between logs, which wait for the GPU; the first step is logged 
 
 def cases_of(options):
     """All combinations of `--stages`, `--heads`, `--projection` and `--lengths`, as dicts, longer ones later."""
+    combinations = itertools.product(options.stages, options.heads, options.projection, options.lengths)
     return [
         {"stage": stage, "heads": heads, "tied": projection == "tied", "length": length}
-        for stage in options.stages
-        for heads in options.heads
-        for projection in options.projection
-        for length in options.lengths
+        for stage, heads, projection, length in combinations
     ]
 
 
@@ -273,7 +275,10 @@ def main(argv=None):
     parser.add_argument("--minutes", type=float, default=60, help="stop after so long, in the middle of a case too")
     options = parser.parse_args(argv)
     if options.tiny:
-        options.model, options.batch, options.lengths, options.heads = "tiny", 2, [32, 64], [2]
+        options.model = "tiny"
+        options.batch = 2
+        options.lengths = [32, 64]
+        options.heads = [2]
     if options.steps is None:
         options.steps = 10 if options.rows == "full" else STEPS[options.rows]
     if options.arm:

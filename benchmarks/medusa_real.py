@@ -40,7 +40,10 @@ def answered(model, tokenizer, prompts, ends, options):
         new = answer(model, [encode(tokenizer, prompt) for prompt in batch], ends, options.max_new_tokens)
         for prompt, tokens in zip(batch, new, strict=True):
             text = tokenizer.decode(tokens[:-1], skip_special_tokens=True)
-            kind = "cut" if tokens[-1] not in ends else "written" if text.strip() else "empty"
+            if tokens[-1] not in ends:
+                kind = "cut"
+            else:
+                kind = "written" if text.strip() else "empty"
             counts[kind] += 1
             if kind == "written":
                 completion = text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]

@@ -29,7 +29,9 @@ STEPS, WARM = (30, 10) if DEVICE == "cuda" else (3, 1)
 
 def mixed_rows(count, patch, tiny):
     """Rows of words and one image each, as TRL takes them."""
-    source, noise, found = random.Random(0), np.random.default_rng(0), []
+    source = random.Random(0)
+    noise = np.random.default_rng(0)
+    found = []
     for _ in range(count):
         width, height = (patch * source.randrange(4 if tiny else 8, 9 if tiny else 49, 2) for _ in range(2))
         words = (f"w{source.randrange(1000)}" for _ in range(source.randint(16, 32 if tiny else 1024)))
@@ -91,7 +93,8 @@ def main():
     options = parser.parse_args()
     if options.arm:
         return one_arm(options)
-    record, rows = Record("mixed_images", options.model.lower(), options.json, DEVICE == "cpu" or options.tiny), []
+    record = Record("mixed_images", options.model.lower(), options.json, DEVICE == "cpu" or options.tiny)
+    rows = []
     for arm in options.arms:
         rows += rows_from(arm, 300)
         record.write({"options": vars(options), "rows": rows})

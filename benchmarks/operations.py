@@ -203,7 +203,8 @@ def logits_do_not_fit(case, provider):
     if provider != "eager" or DEVICE != "cuda" or "linear" not in case.operation:
         return None
     rows, _, vocab = (int(n) for n in case.size.split("x"))
-    need, free = rows * vocab * 2 * (case.dtype.itemsize + 4), torch.cuda.mem_get_info()[0]
+    need = rows * vocab * 2 * (case.dtype.itemsize + 4)
+    free = torch.cuda.mem_get_info()[0]
     return f"its logits need {need / 2**30:.0f} GiB" if need > free else None
 
 
@@ -271,7 +272,10 @@ def visit(row, case, run, floor_s):
 
 def run_cases(cases, dtypes, options, record, providers=None, brief=False):
     """Measure `cases` (case, *size) in every dtype. Return the rows, which are written to `record` after every case."""
-    began, rows, left, ceiling = time.monotonic(), [], [], {}
+    began = time.monotonic()
+    rows = []
+    left = []
+    ceiling = {}
     for make, *size in cases:
         for name in dtypes:
             if time.monotonic() - began > 60 * options.minutes:
@@ -353,6 +357,12 @@ def _first_sizes(options):
     return {name: [sizes[0], sizes[-1]] for name, sizes in TINY.items()} if options.tiny else FIRST_STEP
 
 
+def has_word(case, words):
+    """True if a size or option of `case` contains one of `words`."""
+    text = ", ".join(map(str, case[1:]))
+    return any(word in text for word in words)
+
+
 def case_of(options):
     """The folder of the record."""
     for mode in ("sweep", "odd", "first_step"):
@@ -382,16 +392,22 @@ def main(argv=None):
         sizes = {name: found for name, found in _first_sizes(options).items() if name in options.only}
         first_step(sizes, [sys.executable, __file__, "--first_step"] + ["--tiny"] * options.tiny, record)
     elif options.sweep or options.odd:
-        cases = (TINY_SWEEP if options.tiny else SWEEP) if options.sweep else (TINY_ODD if options.tiny else ODD)
+        if options.sweep:
+            cases = TINY_SWEEP if options.tiny else SWEEP
+        else:
+            cases = TINY_ODD if options.tiny else ODD
         cases = [case for case in cases if case[0].__name__ in options.only]
         dtypes = options.dtype or (["bf16"] if options.sweep else list(DTYPES))
         print_against_fastest_peer(
             run_cases(cases, dtypes, options, record, options.providers or FEW_PROVIDERS, brief=True)
         )
     else:
-        cases = [case for name in options.only for case in (TINY if options.tiny else CASES)[name]]
+        table_of = TINY if options.tiny else CASES
+        cases = []
+        for name in options.only:
+            cases += table_of[name]
         if options.sizes:
-            cases = [case for case in cases if any(word in ", ".join(map(str, case[1:])) for word in options.sizes)]
+            cases = [case for case in cases if has_word(case, options.sizes)]
         rows = run_cases(cases, options.dtype or ["bf16"], options, record, options.providers)
         table(rows, {k: v for k, v in COLUMNS.items() if k != "dtype" or len(options.dtype or ()) > 1})
     record.say_where()

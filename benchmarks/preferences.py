@@ -55,10 +55,10 @@ def read(path, vocab, prompt=RANDOM_PROMPT):
         flat = {part: arrays[f"{part}_ids"].astype(np.int64) % vocab for part in PARTS}
         return {part: np.split(flat[part], arrays[f"{part}_offsets"][1:-1]) for part in PARTS}
     texts = zip(*map(texts_of, json.load(open(path))), strict=True)
-    return {
-        part: [draw.integers(0, vocab, -(-len(text) // 4)) for text in column]
-        for part, column in zip(PARTS, texts, strict=True)
-    }
+    rows = {}
+    for part, column in zip(PARTS, texts, strict=True):
+        rows[part] = [draw.integers(0, vocab, -(-len(text) // 4)) for text in column]
+    return rows
 
 
 def pairs(path, vocab, length, count, prompt=RANDOM_PROMPT):
@@ -89,9 +89,12 @@ def real_pairs(path, vocab, length):
     Leaves out a pair with a prompt of `length` tokens or more, as TRL does.
     """
     rows = read(path, vocab)
-    pairs = zip(*(rows[part] for part in PARTS), strict=True)
-    found = [{f"{part}_ids": ids.tolist() for part, ids in zip(PARTS, pair, strict=True)} for pair in pairs]
-    return [pair for pair in found if len(pair["prompt_ids"]) < length]
+    found = []
+    for prompt, chosen, rejected in zip(rows["prompt"], rows["chosen"], rows["rejected"], strict=True):
+        if len(prompt) < length:
+            ids = {"prompt_ids": prompt, "chosen_ids": chosen, "rejected_ids": rejected}
+            found.append({name: tokens.tolist() for name, tokens in ids.items()})
+    return found
 
 
 if __name__ == "__main__":

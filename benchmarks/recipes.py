@@ -150,7 +150,7 @@ def command(words, log, processes=1, config="fsdp2", steps=None, gpu_memory=None
     env = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}  # otherwise it waits for a lost network
     with open(log, "w", buffering=1) as file:
         child = subprocess.Popen(
-            [sys.executable, *start, *words],
+            [sys.executable, *start, *map(str, words)],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -160,7 +160,8 @@ def command(words, log, processes=1, config="fsdp2", steps=None, gpu_memory=None
         try:
             for line in child.stdout:
                 file.write(line)
-                if steps is not None and (found := re.search(r"'num_tokens': '?([\d.e+]+)", line)):
+                found = re.search(r"'num_tokens': '?([\d.e+]+)", line)
+                if steps is not None and found:
                     steps.append((time.time(), float(found[1])))
             return child.wait()
         except OutOfTime:
@@ -182,7 +183,11 @@ def write_rows(data, folder, images=256):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in written))
     # ORPO refuses rows with a prompt that fills max_length
     pairs = json.loads((data / "dpo_en_demo.json").read_text())
-    short = [row for row in pairs if sum(len(turn["value"].encode()) for turn in row["conversations"]) < 2000]
+    short = []
+    for row in pairs:
+        prompt = "".join(turn["value"] for turn in row["conversations"])
+        if len(prompt.encode()) < 2000:
+            short.append(row)
     (folder / "pairs.json").write_text(json.dumps(short))
     # as many as medusa-eval takes here
     (folder / "prompts.json").write_text(json.dumps([{"messages": [question]} for question in user[:4]]))
@@ -197,7 +202,8 @@ def write_images(rows, file):
     from PIL import Image as Pillow
 
     def picture(size):
-        Pillow.effect_noise(size, 90).convert("RGB").save(buffer := io.BytesIO(), "jpeg")
+        buffer = io.BytesIO()
+        Pillow.effect_noise(size, 90).convert("RGB").save(buffer, "jpeg")
         return {"bytes": buffer.getvalue(), "path": None}
 
     images = [[picture((640, 480) if k % 4 else (480, 640))] for k in range(len(rows))]
@@ -234,7 +240,8 @@ def write_model(name, data, folder, tiny=False):
     folder.mkdir(parents=True, exist_ok=True)
     text, sees = config.get_text_config(), hasattr(config, "vision_config")
     tokenizer = tokenizer_of(data, min(text.vocab_size, 16384), QWEN_TOKENS if sees else {})
-    text.eos_token_id, text.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
+    text.eos_token_id = tokenizer.eos_token_id
+    text.pad_token_id = tokenizer.pad_token_id
     if sees:
         from transformers import Qwen2_5_VLProcessor, Qwen2VLVideoProcessor
 
@@ -272,7 +279,9 @@ def tokenizer_of(data, vocab, tokens):
     backend, special = ByteLevelBPETokenizer(), ["<pad>", "</s>", *tokens.values()]
     text = Path(data).read_text()
     rows = json.loads(text) if Path(data).suffix == ".json" else map(json.loads, text.splitlines())
-    texts = [str(value) for row in rows for value in row.values()]
+    texts = []
+    for row in rows:
+        texts += map(str, row.values())
     backend.train_from_iterator(texts, vocab, special_tokens=special, show_progress=False)
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend._tokenizer, pad_token="<pad>", eos_token="</s>", extra_special_tokens=tokens
@@ -308,7 +317,9 @@ def drawn(name, x):
 
 def write_weights(tensors, path):
     """Write a safetensors file with the names and shapes of `tensors`, using a few threads."""
-    kinds, header, at = {torch.bfloat16: "BF16", torch.float32: "F32", torch.uint8: "U8"}, {}, 0
+    kinds = {torch.bfloat16: "BF16", torch.float32: "F32", torch.uint8: "U8"}
+    header = {}
+    at = 0
     for name, x in tensors.items():
         header[name] = {"dtype": kinds[x.dtype], "shape": list(x.shape), "data_offsets": [at, at + x.nbytes]}
         at += x.nbytes
@@ -337,7 +348,8 @@ def words_of(recipe, given, options, model):
         rows = IMAGES if "_vl_" in recipe else rows
         file = next(path for path in (options.data / rows, options.folder / rows) if path.exists())
         words += ["--dataset_name", str(file), *template]
-    if stage1 := given.get("medusa_init_heads_from"):
+    stage1 = given.get("medusa_init_heads_from")
+    if stage1:
         words += ["--medusa_init_heads_from", str(options.folder / "outputs/llama3_8b" / stage1.rpartition("8b_")[2])]
     words += ["--output_dir", str(out), "--logging_steps", "1", *RECIPES[recipe][1]]
     words += ON_ONE_GPU.get(recipe, []) if options.processes == 1 else []
@@ -348,15 +360,15 @@ def after(given, out, model, folder):
     """The commands in a recipe's header that follow the training."""
     prompts = ["--prompts", folder / "prompts.json", "--max_new_tokens", 32]
     if given.get("trainer") == "eagle":
-        steps = [["eagle-eval", model, out, *prompts], ["export", out, "--output", f"{out}_servers"]]
-        return [[str(word) for word in words] for words in steps]
+        return [["eagle-eval", model, out, *prompts], ["export", out, "--output", f"{out}_servers"]]
     if given.get("trainer") != "medusa":
         return []
     merged = given.get("use_peft", False)
-    evaluated, export = out if merged else model, ["export", out, "--output", f"{out}_servers"]
+    evaluated = out if merged else model
+    export = ["export", out, "--output", f"{out}_servers"]
     steps = [["medusa-eval", evaluated, out, *prompts]]
     steps += [["merge", out, f"{out}_merged"], [*export, "--model", f"{out}_merged"]] if merged else [export]
-    return [[str(word) for word in words] for words in steps]
+    return steps
 
 
 def reload(out, texts):
@@ -403,20 +415,26 @@ def measure(recipe, options, start):
     """The row of a recipe: the figures of its summary, and the seconds of everything that ran."""
     given = yaml.safe_load((shipped("recipes") / f"{recipe}.yaml").read_text())
     shape, logs = RECIPES[recipe][0], options.folder / "logs" / recipe.replace("/", "-")
-    model, row, began = options.folder / shape, {"recipe": recipe}, time.time()
+    model = options.folder / shape
+    row = {"recipe": recipe}
+    began = time.time()
     words, out = words_of(recipe, given, options, model)
     logs.mkdir(parents=True, exist_ok=True)
 
     def step(name, run, log=None):
         """True if `run` ended well: it returns None, or 0 if there is a `log`."""
-        at, found, tail = time.time(), None, ""
+        at = time.time()
+        found = None
+        tail = ""
         try:
             found = run()
             good, said = not log or not found, f"ended with {found}"
         except OutOfTime as error:
             good, said = False, str(error)
         except Exception as error:  # the table's row says it, and the other recipes run
-            good, said, tail = False, f"{type(error).__name__}: {error}", traceback.format_exc()
+            good = False
+            said = f"{type(error).__name__}: {error}"
+            tail = traceback.format_exc()
         row[f"{name}_s"] = round(time.time() - at, 1)
         print(f"[{time.time() - start:6.1f} s] {recipe}: {name} {row[f'{name}_s']} s", flush=True)
         if not good:
@@ -438,10 +456,8 @@ def measure(recipe, options, start):
             return row
         if len(seen) > WARM + 1:
             (first, before), (last, tokens) = seen[WARM - 1], seen[-1]
-            row["warm_tokens_per_s"], row["step_s"] = (
-                (tokens - before) / (last - first),
-                (last - first) / (len(seen) - WARM),
-            )
+            row["warm_tokens_per_s"] = (tokens - before) / (last - first)
+            row["step_s"] = (last - first) / (len(seen) - WARM)
         said = log.read_text().rpartition("\nSummary\n")[2]
         found = dict(re.findall(r"^  (\w+) +(.+)$", said, re.MULTILINE))
         row |= {
@@ -455,10 +471,12 @@ def measure(recipe, options, start):
             if step(words[0], lambda words=words, log=log: command(words, log), log):
                 print(log.read_text()[-600:].rstrip(), flush=True)
         texts = [row["output"] for row in json.loads((options.data / "alpaca_en_demo.json").read_text())[:8]]
-        if again := step("reload", lambda: reload(out, texts)):
+        again = step("reload", lambda: reload(out, texts))
+        if again:
             losses = again.get("model", [])
-            whole = all(math.isfinite(number) for numbers in again.values() for number in numbers)
-            row |= {"reloaded": again, "ok": whole and (len(losses) < 2 or losses[0] != losses[1])}
+            finite = [all(map(math.isfinite, numbers)) for numbers in again.values()]
+            row["reloaded"] = again
+            row["ok"] = all(finite) and (len(losses) < 2 or losses[0] != losses[1])
         release()
         row["saved_gb"] = sum(path.stat().st_size for path in out.rglob("*") if path.is_file()) / 1e9
     finally:

@@ -28,9 +28,11 @@ def published():
 
 def listed(plan):
     """Every record that a table or figure uses, that a sentence quotes, or that newer ones have replaced."""
-    found = [path for spec in plan["tables"].values() for path, _ in entries(spec)]
-    found += [path for spec in plan["figures"].values() for path, _ in entries(spec)]
-    found += [path for paths in plan["quoted"].values() for path in paths]
+    found = []
+    for spec in (*plan["tables"].values(), *plan["figures"].values()):
+        found += [path for path, _ in entries(spec)]
+    for paths in plan["quoted"].values():
+        found += paths
     found += plan["older"]
     return list(dict.fromkeys(found))
 
@@ -48,7 +50,8 @@ def with_tables(text, tables, page):
         return found[1] + markdown(tables[found["id"]]) + "\n" + found[3]
 
     made = BLOCK.sub(block, text)
-    marks, blocks = len(re.findall(r"<!-- (?:begin|end) table:", text)), len(BLOCK.findall(text))
+    marks = len(re.findall(r"<!-- (?:begin|end) table:", text))
+    blocks = len(BLOCK.findall(text))
     if marks != 2 * blocks:
         raise ValueError(f"{page} has {marks} marks of tables and {blocks} tables; each begins and ends with its ID")
     return made

@@ -95,7 +95,9 @@ def longest(try_length, first, cap_gib, unit, limit, hurry=lambda: False):
         first (`int`): The first length to try, a multiple of `unit`.
         hurry (`Callable`): True when the search should stop with what it has.
     """
-    fits, fails, length = {}, None, min(first, limit)
+    fits = {}
+    fails = None
+    length = min(first, limit)
     while True:
         peak = try_length(length)
         if peak is None:

@@ -27,7 +27,7 @@ import traceback
 from dataclasses import dataclass, field
 
 import torch
-from _measure import DEVICE, Record, arguments, table
+from _measure import DEVICE, Record, arguments, table, with_rounded_losses
 from _processes import emit, release, rows_from
 from _steps import Run, classes_of, flag_losses, flag_tokens, make_trainer
 
@@ -132,7 +132,10 @@ def clock_of(start, count):
 
     class Clock(TrainerCallback):
         def __init__(self):
-            self.stamps, self.used, self.allocated, self.profiler = [], 0.0, 0, None
+            self.stamps = []
+            self.used = 0.0
+            self.allocated = 0
+            self.profiler = None
 
         def on_step_end(self, args, state, control, **kwargs):
             step = state.global_step
@@ -196,9 +199,11 @@ def train(options, rows, before):
         row |= {"gib_used": clock.used - before, "gib_allocated": clock.allocated / 2**30}
     if options.profile and DEVICE == "cuda":
         row["gpu_ms"] = clock.busy_ms()
-    if (report := getattr(trainer, "liger_report", None)) is not None:
+    report = getattr(trainer, "liger_report", None)
+    if report is not None:
         row["patched"] = report.one_line()
-    if (captured := getattr(trainer, "captured_steps", None)) is not None:
+    captured = getattr(trainer, "captured_steps", None)
+    if captured is not None:
         row["captured"] = captured.to_dict()
     trainer.accelerator.free_memory()
     return row
@@ -264,7 +269,7 @@ def main():
                 record.write({"options": vars(options), "rows": found})
         flag(found)
         record.write({"options": vars(options), "rows": found})
-    table([row | {"losses": row.get("losses") and [round(x, 4) for x in row["losses"]]} for row in found], COLUMNS)
+    table(with_rounded_losses(found), COLUMNS)
     record.say_where()
 
 

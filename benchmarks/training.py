@@ -46,7 +46,7 @@ import os
 import time
 
 import torch
-from _measure import DEVICE, Record, arguments, attention_ms, ceilings, table
+from _measure import DEVICE, Record, arguments, attention_ms, ceilings, table, with_rounded_losses
 from _models import MODELS
 from _processes import emit, rows_from
 from _rows import KINDS
@@ -65,7 +65,9 @@ def profiler(skip):
     def gaps(events, longest=12):
         """Print where the GPU waits: the longest times from the end of all earlier kernels to the start of the next."""
         spans = sorted((e.time_range.start, e.time_range.end, e.name) for e in events if e.device_type.name == "CUDA")
-        found, end, before = [], spans[0][1], spans[0][2]
+        found = []
+        end = spans[0][1]
+        before = spans[0][2]
         for start, stop, name in spans:
             if start > end:
                 found.append((start - end, before[:60], name[:60]))
@@ -287,7 +289,7 @@ def main():
     left_out = ("padding",) if options.rows == "full" else ()
     left_out += ("share", "share_recomputed") if attention is None else ()
     columns = {name: title for name, title in COLUMNS.items() if name not in left_out}
-    table([row | {"losses": row.get("losses") and [round(x, 4) for x in row["losses"]]} for row in rows], columns)
+    table(with_rounded_losses(rows), columns)
     for row in rows:
         if row.get("gib_by_kind"):
             kinds = ((kind, gib) for kind, gib in row["gib_by_kind"].items() if gib is not None)
