@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 from datasets import load_dataset
 from launching import shard_on_cpus
-from pair_parity import pair_rows
 from peft import LoraConfig
 from tiny_models import tiny_model, tiny_tokenizer
+from trainer_parity import pair_rows
 
 import liger_trainer
 

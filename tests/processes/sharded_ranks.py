@@ -17,11 +17,10 @@ from datasets import Dataset
 from image_models import image_batch, image_model
 from launching import init_deepspeed, shard_on_cpus
 from medusa_sharded import ZERO3
-from pair_parity import pair_rows
 from peft import LoraConfig, get_peft_model
-from step_parity import letters
 from tiny_models import collate, ragged_rows, tiny_model, tiny_tokenizer
 from torch.distributed.tensor import DTensor
+from trainer_parity import letters, pair_rows
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 

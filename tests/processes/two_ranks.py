@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 from datasets import Dataset
-from pair_parity import pair_rows
 from parity import KeepGradients
 from tiny_models import collate, ragged_rows, tiny_model, tiny_tokenizer
+from trainer_parity import pair_rows
 
 from liger_trainer import LigerSFTConfig, LigerSFTTrainer, LigerTrainer, LigerTrainingArguments, apply_liger
 
@@ -102,7 +102,7 @@ def sampled(out):
     from pathlib import Path
 
     import trl
-    from step_parity import build, letters, trained, with_reference, words
+    from trainer_parity import build, letters, trained, with_reference, words
 
     import liger_trainer
 

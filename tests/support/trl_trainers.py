@@ -1,9 +1,8 @@
 """Build every TRL trainer that has a counterpart here, stock and ours, on rows of its kind."""
 
 import torch
-from pair_parity import pair_rows
-from step_parity import build, letters, words
 from tiny_models import text_rows, tiny_model
+from trainer_parity import build, letters, pair_rows, words
 from trl import (
     DistillationConfig,
     DistillationTrainer,

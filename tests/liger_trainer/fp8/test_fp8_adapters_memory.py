@@ -4,11 +4,11 @@ import importlib
 import weakref
 
 import pytest
-from dpo_runs import build as build_dpo
 from frozen_bases import LAYERS, adapted
 from peft import LoraConfig
 from sft_runs import run as run_sft
 from tiny_models import tiny_model
+from trainer_parity import build_dpo
 
 from liger_trainer import LigerDPOTrainer, LigerSFTTrainer, LigerTrainer, LigerTrainingArguments
 

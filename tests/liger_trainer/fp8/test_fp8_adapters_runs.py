@@ -6,8 +6,6 @@ import os
 import frozen_ranks
 import pytest
 import torch
-from dpo_runs import LORA
-from dpo_runs import build as build_dpo
 from frozen_bases import LAYERS, adapted, add_inside, built, fresh_state
 from launching import in_processes
 from peft import LoraConfig, PeftModel, PrefixTuningConfig, get_peft_model
@@ -15,6 +13,7 @@ from recipe_fixtures import command, write_model, write_recipe, write_rows
 from safetensors.torch import load_file
 from tiny_models import ragged_rows, tiny_model
 from torch import nn
+from trainer_parity import LORA, build_dpo
 from trainer_runs import lora, run
 from transformers import AutoModelForCausalLM
 

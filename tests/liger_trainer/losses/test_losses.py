@@ -10,9 +10,9 @@ import types
 import pytest
 import torch
 from checkout import ROOT
-from pair_parity import pair_rows
 from parity import LargestTensor
 from tiny_models import VOCAB, tiny_model, tiny_tokenizer
+from trainer_parity import pair_rows
 from trl import DPOTrainer, KTOTrainer
 from trl.experimental.cpo import CPOTrainer
 from trl.experimental.orpo import ORPOTrainer

@@ -22,11 +22,11 @@ from side_by_side import (
     patched,
     step,
 )
-from step_parity import trained
 from tiny_models import ragged_rows, tiny_model
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from trainer_parity import trained
 from trl import SFTTrainer
 
 from liger_trainer import LigerSFTTrainer

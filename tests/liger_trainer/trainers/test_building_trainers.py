@@ -5,8 +5,8 @@ import threading
 import pytest
 import trl.trainer.distillation_trainer as trl_distillation
 import trl.trainer.sft_trainer as trl_sft
-from step_parity import assert_same_training, build
 from tiny_models import tiny_model
+from trainer_parity import assert_same_training, build
 from trl import SFTTrainer
 from trl_trainers import one, ours, rows_of
 

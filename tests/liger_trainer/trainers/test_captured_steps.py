@@ -8,7 +8,6 @@ import gc
 import itertools
 import weakref
 
-import dpo_runs
 import pytest
 import sft_runs
 import torch
@@ -16,6 +15,7 @@ import trainer_runs
 from peft import LoraConfig
 from rerun_recorder import capture_on_cpu
 from tiny_models import ragged_rows, tiny_model
+from trainer_parity import DPO_LIMITS, assert_same_run, build_dpo, ragged_pairs, trained
 from transformers import Trainer, TrainerCallback
 from trl import DPOTrainer, SFTTrainer
 from varlen_batches import model_of
@@ -123,15 +123,13 @@ def test_dpo(reference, split, recorders, tmp_path):
     def run(trainer_class, more):
         torch.manual_seed(5)  # of new adapters
         given = {"peft_config": config} if with_adapters else {"ref_model": copy.deepcopy(other)}
-        trainer = dpo_runs.build(
-            trainer_class, model, tmp_path, split, dpo_runs.pairs(24), trainer_options=given, **more
-        )
+        trainer = build_dpo(trainer_class, model, tmp_path, split, ragged_pairs(24), trainer_options=given, **more)
         trainers.append(trainer)
-        return dpo_runs.train(trainer)
+        return trained(trainer)
 
     got = run(LigerDPOTrainer, {"cuda_graphs": "true"})
-    dpo_runs.assert_same_run(got, run(LigerDPOTrainer, {"cuda_graphs": "false"}))
-    dpo_runs.assert_same_run(got, run(DPOTrainer, {}))
+    assert_same_run(got, run(LigerDPOTrainer, {"cuda_graphs": "false"}), limits=DPO_LIMITS)
+    assert_same_run(got, run(DPOTrainer, {}), limits=DPO_LIMITS)
     assert replayed(trainers[0]) >= 10, trainers[0].captured_steps.to_dict()  # of the model, and of the reference
     assert_same_weights(trainers[0], trainers[1])
     assert_same_weights(trainers[0], trainers[2])

@@ -12,7 +12,7 @@ from datasets import Dataset
 from image_models import PROCESSED, image_model, noise_image, placeholder, processor_of
 from parity import CANCELLING
 from peft import LoraConfig
-from step_parity import assert_same_training, letters, moved
+from trainer_parity import assert_same_training, letters, moved
 from trl import (
     DPOConfig,
     DPOTrainer,

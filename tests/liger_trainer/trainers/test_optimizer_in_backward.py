@@ -3,13 +3,13 @@
 import copy
 import pickle
 
-import dpo_runs
 import pytest
 import sft_runs
 import torch
 from medusa_brute_force import medusa_trainer
 from memory_runs import LAYERS, At, CountedMemory, logs_of, make, same_bits, same_training, train
 from tiny_models import tiny_model
+from trainer_parity import build_dpo
 from trainer_runs import lora
 from transformers import TrainerCallback
 
@@ -426,7 +426,7 @@ def of_sft(model, out, **options):
 
 
 def of_dpo(model, out, **options):
-    return dpo_runs.build(LigerDPOTrainer, model, out, **options)
+    return build_dpo(LigerDPOTrainer, model, out, **options)
 
 
 def of_medusa(model, out, **options):

@@ -5,8 +5,8 @@ import itertools
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from step_parity import letters, with_reference
 from tiny_models import VOCAB, tiny_model, tiny_tokenizer
+from trainer_parity import letters, with_reference
 from transformers import AutoModelForSequenceClassification, LlamaConfig
 from trl import (
     DistillationConfig,

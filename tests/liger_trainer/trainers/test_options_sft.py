@@ -4,8 +4,8 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-from step_parity import own_fields
 from tiny_models import ragged_rows, tiny_model
+from trainer_parity import own_fields
 from trl import SFTConfig, SFTTrainer
 from trl_options import (
     TOOL,

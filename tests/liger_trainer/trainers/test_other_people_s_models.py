@@ -5,8 +5,8 @@ import torch
 from datasets import Dataset
 from peft import CPTConfig, get_peft_model
 from sft_runs import run as run_sft
-from step_parity import assert_same_training, build, lora
 from tiny_models import collate, ragged_rows, tiny_model, tiny_tokenizer
+from trainer_parity import assert_same_training, build, lora
 from trainer_runs import Plain, assert_same
 from trainer_runs import run as run_hf
 from transformers import T5Config, T5ForConditionalGeneration, Trainer, TrainingArguments, set_seed

@@ -10,11 +10,20 @@ import pytest
 import torch
 import torch.nn.functional as F
 from datasets import Dataset
-from dpo_runs import LORA, assert_same_run, build, first_batch, logps_of_logits, pairs, train
 from parity import LargestTensor
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
-from step_parity import own_fields
 from tiny_models import tiny_model
+from trainer_parity import (
+    DPO_LIMITS,
+    LORA,
+    assert_same_run,
+    batch_of,
+    build_dpo,
+    logps_of_logits,
+    own_fields,
+    ragged_pairs,
+    trained,
+)
 from trainer_runs import lora
 from trl import DPOConfig, DPOTrainer
 
@@ -34,10 +43,10 @@ OPTIONS = {
 
 
 def compare(model, tmp_path, split=(4, 1), **options):
-    want = train(build(DPOTrainer, model, tmp_path, split, **options))
-    trainer = build(LigerDPOTrainer, model, tmp_path, split, **options)
+    want = trained(build_dpo(DPOTrainer, model, tmp_path, split, **options))
+    trainer = build_dpo(LigerDPOTrainer, model, tmp_path, split, **options)
     assert trainer.head_is_ours
-    assert_same_run(train(trainer), want)
+    assert_same_run(trained(trainer), want, limits=DPO_LIMITS)
     return trainer
 
 
@@ -103,7 +112,7 @@ def dropping():
 @pytest.fixture(scope="module")
 def loss_without_options(tmp_path_factory):
     """The loss of the first step."""
-    logs, _ = train(build(LigerDPOTrainer, dropping(), tmp_path_factory.mktemp("plain")))
+    logs, _ = trained(build_dpo(LigerDPOTrainer, dropping(), tmp_path_factory.mktemp("plain")))
     return logs[0]["loss"]
 
 
@@ -162,9 +171,9 @@ def test_an_adapter_on_the_head_that_trl_refuses(tmp_path):
     torch.manual_seed(0)
     given = {"peft_config": LoraConfig(r=4, target_modules=["q_proj", "lm_head"], init_lora_weights=False)}
     with pytest.raises(ValueError, match="adapter to `lm_head` is not supported"):
-        build(DPOTrainer, tiny_model("llama"), tmp_path, trainer_options=given)
-    trainer = build(LigerDPOTrainer, tiny_model("llama"), tmp_path, trainer_options=given)
-    model, batch = trainer.model.train(), first_batch(trainer)
+        build_dpo(DPOTrainer, tiny_model("llama"), tmp_path, trainer_options=given)
+    trainer = build_dpo(LigerDPOTrainer, tiny_model("llama"), tmp_path, trainer_options=given)
+    model, batch = trainer.model.train(), batch_of(trainer)
     with torch.no_grad(), model.disable_adapter():
         ref_chosen, ref_rejected = logps_of_logits(model, batch)
     chosen, rejected = logps_of_logits(model, batch)
@@ -182,8 +191,8 @@ def test_any_upstream_gradient_and_an_auxiliary_loss(kind, tmp_path):
     model = lora(tiny_model("llama"), LORA) if kind == "lora" else tiny_model("llama")
     grads = []
     for trainer_class in (DPOTrainer, LigerDPOTrainer):
-        trainer = build(trainer_class, model, tmp_path, use_weighting=True)
-        batch = first_batch(trainer)
+        trainer = build_dpo(trainer_class, model, tmp_path, use_weighting=True)
+        batch = batch_of(trainer)
         parameters = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
         auxiliary = sum(p.square().sum() for p in parameters.values())
         (3.7 * trainer.compute_loss(trainer.model.train(), batch) + 0.01 * auxiliary).backward()
@@ -207,8 +216,8 @@ def test_no_logits_of_policy_or_reference(kind, options, tmp_path, monkeypatch):
     model = lora(model, LORA) if kind == "lora" else model
     rows = [{"prompt": "w3 w4", "chosen": f" w{i}" * 60, "rejected": f" w{20 + i}" * 50} for i in range(4)]
     with LargestTensor() as largest:
-        trainer = build(LigerDPOTrainer, model, tmp_path, rows=rows, trainer_options=given, **options)
-        batch = first_batch(trainer)
+        trainer = build_dpo(LigerDPOTrainer, model, tmp_path, rows=rows, trainer_options=given, **options)
+        batch = batch_of(trainer)
         trainer.compute_loss(trainer.model.train(), dict(batch)).backward()
         trainer.prediction_step(trainer.model.eval(), dict(batch), prediction_loss_only=True)
     labels = int(batch["completion_mask"][:, 1:].sum())
@@ -234,7 +243,7 @@ def test_vision_language_batch(tmp_path):
     losses, grads = [], []
     for trainer_class in (DPOTrainer, LigerDPOTrainer):
         given = {"ref_model": tiny_model("qwen2_5_vl", seed=7, **tokens)}
-        trainer = build(trainer_class, model, tmp_path, trainer_options=given)
+        trainer = build_dpo(trainer_class, model, tmp_path, trainer_options=given)
         loss = trainer.compute_loss(trainer.model.train(), dict(batch))
         loss.backward()
         losses.append(loss.item())
@@ -248,7 +257,7 @@ def test_vision_language_batch(tmp_path):
 def test_evaluation(tmp_path):
     results = []
     for trainer_class in (DPOTrainer, LigerDPOTrainer):
-        result = build(trainer_class, tiny_model("granite"), tmp_path).evaluate(Dataset.from_list(pairs(6)))
+        result = build_dpo(trainer_class, tiny_model("granite"), tmp_path).evaluate(Dataset.from_list(ragged_pairs(6)))
         results.append(
             {name: value for name, value in result.items() if "runtime" not in name and "_second" not in name}
         )
@@ -256,7 +265,7 @@ def test_evaluation(tmp_path):
 
 
 def test_both_models_are_patched_and_the_report_is_the_policy_s(tmp_path):
-    trainer = build(LigerDPOTrainer, tiny_model("llama"), tmp_path, liger_config={"rope": False})
+    trainer = build_dpo(LigerDPOTrainer, tiny_model("llama"), tmp_path, liger_config={"rope": False})
     assert trainer.liger_report["rms_norm"].swapped and not trainer.liger_report["rope"].swapped
     for model in (trainer.model, trainer.ref_model):
         assert "forward" in model.model.layers[0].input_layernorm.__dict__
@@ -264,32 +273,32 @@ def test_both_models_are_patched_and_the_report_is_the_policy_s(tmp_path):
 
 
 def test_use_liger_false_is_the_stock_trainer_bit_for_bit(tmp_path):
-    want, _ = train(build(DPOTrainer, tiny_model("llama"), tmp_path))
-    trainer = build(LigerDPOTrainer, tiny_model("llama"), tmp_path, use_liger=False)
+    want, _ = trained(build_dpo(DPOTrainer, tiny_model("llama"), tmp_path))
+    trainer = build_dpo(LigerDPOTrainer, tiny_model("llama"), tmp_path, use_liger=False)
     assert trainer.liger_report is None
-    assert train(trainer)[0] == want
+    assert trained(trainer)[0] == want
 
 
 def test_the_head_alone_can_be_switched_off(tmp_path):
     model, options = tiny_model("llama"), {"liger_config": {"fused_linear_cross_entropy": False}}
-    want = train(build(DPOTrainer, model, tmp_path))
-    trainer = build(LigerDPOTrainer, model, tmp_path, **options)
+    want = trained(build_dpo(DPOTrainer, model, tmp_path))
+    trainer = build_dpo(LigerDPOTrainer, model, tmp_path, **options)
     assert not trainer.head_is_ours and trainer.liger_report["rms_norm"].swapped
-    assert_same_run(train(trainer), want)
+    assert_same_run(trained(trainer), want, limits=DPO_LIMITS)
 
 
 def test_options_that_would_be_ignored_are_refused(tmp_path):
     model = tiny_model("llama")
     with pytest.raises(ValueError, match="label_smoothing_factor is 0.1, which DPOTrainer does not use"):
-        build(LigerDPOTrainer, model, tmp_path, label_smoothing_factor=0.1)
+        build_dpo(LigerDPOTrainer, model, tmp_path, label_smoothing_factor=0.1)
     with pytest.raises(
         ValueError, match="label_smoothing is 0.1, which DPOTrainer does not use with loss_type .'hinge'"
     ):
-        build(LigerDPOTrainer, model, tmp_path, label_smoothing=0.1, loss_type="hinge")
+        build_dpo(LigerDPOTrainer, model, tmp_path, label_smoothing=0.1, loss_type="hinge")
 
     class OverridesTheWrongMethod(LigerDPOTrainer):
         def token_loss(self, outputs, inputs):
             return -outputs.log_probs
 
     with pytest.raises(ValueError, match="overrides token_loss, which DPOTrainer never calls. Override compute_loss"):
-        build(OverridesTheWrongMethod, model, tmp_path)
+        build_dpo(OverridesTheWrongMethod, model, tmp_path)

@@ -7,7 +7,8 @@ import pytest
 import torch
 from parity import LogitRows, assert_same_gradients
 from peft import LoraConfig, PromptTuningConfig
-from step_parity import (
+from tiny_models import VOCAB, tiny_model
+from trainer_parity import (
     WRITING,
     assert_same_training,
     build,
@@ -19,7 +20,6 @@ from step_parity import (
     with_reference,
     words,
 )
-from tiny_models import VOCAB, tiny_model
 from trainer_runs import LLAMA_AND_SLOWLY_QWEN3
 from trl import GRPOConfig, GRPOTrainer
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-from step_parity import assert_same_training, build, own_fields
 from tiny_models import VOCAB, tiny_model, tiny_tokenizer
+from trainer_parity import assert_same_training, build, own_fields
 from transformers import AutoModelForSequenceClassification, DataCollatorWithPadding, Trainer, TrainingArguments
 from trl import RewardConfig, RewardTrainer
 

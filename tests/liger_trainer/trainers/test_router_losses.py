@@ -9,8 +9,8 @@ import torch
 import transformers
 from architectures import LIMIT, MODEL_TYPES, build, left_padded_batch
 from parity import largest_difference
-from step_parity import assert_same_training
 from tiny_models import tiny_model
+from trainer_parity import assert_same_training
 from trl.trainer.utils import add_fused_lm_head
 from trl_trainers import STOCK, one, ours
 

@@ -4,7 +4,6 @@ import copy
 import json
 import random
 
-import dpo_runs
 import pytest
 import sft_runs
 import torch
@@ -14,6 +13,7 @@ from launching import in_processes
 from peft import LoraConfig, PromptTuningConfig
 from rerun_recorder import capture_on_cpu
 from tiny_models import VOCAB, ragged_rows, tiny_model, tiny_tokenizer
+from trainer_parity import build_dpo
 from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback
 from transformers.integrations import integration_utils
 
@@ -31,7 +31,7 @@ def dropout_model():
 
 
 def run_dpo(*args, **options):
-    trainer = dpo_runs.build(*args, **options)
+    trainer = build_dpo(*args, **options)
     trainer.train()
     return None, trainer
 

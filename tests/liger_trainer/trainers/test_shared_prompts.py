@@ -4,11 +4,23 @@ import json
 
 import pytest
 import torch
-from dpo_runs import LORA, assert_same_run, pairs, train
-from dpo_runs import build as build_pairs
 from peft import LoraConfig
-from step_parity import assert_same_training, build, letters, lora, moved, with_reference, words
 from tiny_models import tiny_model
+from trainer_parity import (
+    DPO_LIMITS,
+    LORA,
+    assert_same_run,
+    assert_same_training,
+    build,
+    build_dpo,
+    letters,
+    lora,
+    moved,
+    ragged_pairs,
+    trained,
+    with_reference,
+    words,
+)
 from trl import DPOTrainer, GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 from liger_trainer import (
@@ -142,9 +154,9 @@ def test_the_host_knows_the_rows_of_every_call(kind, tmp_path, monkeypatch):
     ],
 )
 def test_pairs_share_their_prompt(options, tmp_path):
-    want = train(build_pairs(DPOTrainer, model_of(), tmp_path, **options))
-    trainer = build_pairs(LigerDPOTrainer, model_of(), tmp_path, **options)
-    assert_same_run(train(trainer), want)
+    want = trained(build_dpo(DPOTrainer, model_of(), tmp_path, **options))
+    trainer = build_dpo(LigerDPOTrainer, model_of(), tmp_path, **options)
+    assert_same_run(trained(trainer), want, limits=DPO_LIMITS)
     shared = shared_prompts_of(trainer.model)
     steps = len(trainer.train_dataset) // 4
     assert shared.saved >= steps * 4 * 2  # prompts of three tokens: each pair saves two
@@ -152,7 +164,7 @@ def test_pairs_share_their_prompt(options, tmp_path):
 
 
 def test_pairs_without_a_prompt_of_two_tokens_are_as_before(tmp_path):
-    rows = [row | {"prompt": row["prompt"].split()[0]} for row in pairs()]
-    trainer = build_pairs(LigerDPOTrainer, model_of(), tmp_path, rows=rows)
-    train(trainer)
+    rows = [row | {"prompt": row["prompt"].split()[0]} for row in ragged_pairs()]
+    trainer = build_dpo(LigerDPOTrainer, model_of(), tmp_path, rows=rows)
+    trained(trainer)
     assert shared_prompts_of(trainer.model) is None

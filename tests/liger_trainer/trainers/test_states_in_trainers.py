@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from pair_parity import build as build_pairs
-from step_parity import assert_same_training, build, letters, words
+from trainer_parity import assert_same_training, build, build_pairs, letters, words
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer
 from varlen_batches import drawn_model
 

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from step_parity import assert_same_training
 from tiny_models import classifier, collate, masked_lm, ragged_rows, tiny_model, tiny_tokenizer
+from trainer_parity import assert_same_training
 from transformers import Trainer, TrainingArguments
 from trl import (
     DPOConfig,

@@ -83,8 +83,8 @@ def folder(tmp_path_factory):
 GROUPS = {"num_generations": 2, "max_completion_length": 4, "per_device_train_batch_size": 4}
 RECIPES = {
     "kto": {"dataset_name": "marked.jsonl", "prompt_template": "last_turn", "per_device_train_batch_size": 4},
-    "grpo": {"dataset_name": "prompts.jsonl", "reward_funcs": ["step_parity.letters", "boxed_answer"], **GROUPS},
-    "rloo": {"dataset_name": "prompts.jsonl", "reward_funcs": ["step_parity.letters"], **GROUPS},
+    "grpo": {"dataset_name": "prompts.jsonl", "reward_funcs": ["trainer_parity.letters", "boxed_answer"], **GROUPS},
+    "rloo": {"dataset_name": "prompts.jsonl", "reward_funcs": ["trainer_parity.letters"], **GROUPS},
     "distillation": {"dataset_name": "prompts.jsonl", "max_completion_length": 4},
 }
 
