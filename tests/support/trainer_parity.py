@@ -41,12 +41,14 @@ class Limits:
         floor (`float`): The error of a gradient is relative to its norm, or to this part of the largest gradient's.
         steps (`int` or `None`): How many steps' gradients are compared. Unset: all.
         finite (`bool`): No metric may be NaN or infinite.
+        zeros (`bool`): A gradient may be zero, as of A in a LoRA that starts with B = 0.
     """
 
     sizes: dict
     floor: float = 1e-3
     steps: int | None = None
     finite: bool = False
+    zeros: bool = True
 
 
 # Means of thousands of logits of both signs, and differences of log-probabilities of whole sequences, of a size of tens
@@ -65,6 +67,7 @@ PAIR_LIMITS = Limits(
     floor=0.0,
     steps=1,
     finite=True,
+    zeros=False,
 )
 # Differences of sums of log-probabilities near -80, and means of logits that cancel, are right to 1e-7 of them.
 REWARDS = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")
@@ -252,14 +255,20 @@ def assert_same_run(got, want, rtol=1e-5, limits=LIMITS):
         assert_same_metrics(got_log, want_log, rtol, limits)
     assert len(got_grads) == len(want_grads) > 0
     for got_step, want_step in zip(got_grads[: limits.steps], want_grads[: limits.steps], strict=True):
-        assert_same_gradients(got_step, want_step, rtol, limits.floor)
+        compare_gradients(got_step, want_step, rtol, limits)
     assert any(grad.norm() > 0 for grad in want_grads[0].values()), "nothing was learned: nothing was compared"
 
 
 def assert_same_step(got, want, rtol=1e-5, limits=PAIR_LIMITS):
     """Compare two results of `step`."""
     assert_same_metrics(got[0], want[0], rtol, limits)
-    assert_same_gradients(got[1], want[1], rtol, limits.floor)
+    compare_gradients(got[1], want[1], rtol, limits)
+
+
+def compare_gradients(got, want, rtol, limits):
+    assert_same_gradients(got, want, rtol, limits.floor)
+    zeros = [name for name, grad in want.items() if not grad.any()]
+    assert limits.zeros or not zeros, f"{zeros} are zero: nothing was compared"
 
 
 def assert_same_metrics(got, want, rtol=1e-5, limits=PAIR_LIMITS):
