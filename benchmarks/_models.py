@@ -205,6 +205,12 @@ MODELS = {
         "qwen3_5_text",
         QWEN3_5_4B | dict(hidden_size=4096, intermediate_size=12288, tie_word_embeddings=False),
     ),
+    # Every layer is attention, which needs no flash-linear-attention. Its MTP head is a layer of 32.
+    "Qwen3.5-9B-attention": (
+        "qwen3_5_text",
+        QWEN3_5_4B
+        | dict(hidden_size=4096, intermediate_size=12288, tie_word_embeddings=False, full_attention_interval=1),
+    ),
     "Qwen3.5-35B-A3B": (
         "qwen3_5_moe_text",
         dict(
@@ -289,6 +295,20 @@ MODELS = {
             num_hidden_layers=2,
             num_attention_heads=4,
             num_key_value_heads=2,
+            vocab_size=1031,
+            max_position_embeddings=512,
+        ),
+    ),
+    "tiny-attention": (
+        "qwen3_5_text",
+        dict(
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            full_attention_interval=1,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=16,
             vocab_size=1031,
             max_position_embeddings=512,
         ),

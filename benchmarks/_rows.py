@@ -73,18 +73,18 @@ def sft_rows(run, vocab, tokenizer):
         return rows_of(run.data, vocab, run.length, run.batch * run.steps * run.processes), collate
     rows = real_rows(run.data, vocab, run.length)
     if run.rows == "packed":
-        return _taken(run, packed_rows(rows, run.length)), flatten
-    return _taken(run, rows), DataCollatorForSeq2Seq(tokenizer)
+        return taken(run, packed_rows(rows, run.length)), flatten
+    return taken(run, rows), DataCollatorForSeq2Seq(tokenizer)
 
 
 def pairs_of(run, vocab):
     """The pairs of all steps of `run`."""
     if run.rows == "full":
         return preferences.pairs(run.data, vocab, run.length, run.batch * run.steps * run.processes, run.prompt)
-    return _taken(run, preferences.real_pairs(run.data, vocab, run.length))
+    return taken(run, preferences.real_pairs(run.data, vocab, run.length))
 
 
-def _taken(run, rows):
+def taken(run, rows):
     """Real rows for all steps.
 
     The timed steps repeat rows that were trained on before, since each new length may compile a kernel or make the
@@ -111,6 +111,14 @@ def tokens_of(batch):
 
     This does not wait for the device: the first two may be tensors there.
     """
+    if "chosen_attention_mask" in batch:  # of CPO and ORPO, which pad both answers to the longer
+        masks = [batch[f"{name}_attention_mask"] for name in ("chosen", "rejected")]
+        lengths = torch.cat([mask.sum(1) for mask in masks])
+        return lengths.sum(), lengths.square().sum(), len(lengths) * max(mask.shape[1] for mask in masks)
+    if "completion_ids" in batch:  # of a trainer that generates; prompts are padded on the left
+        lengths = batch["prompt_mask"].sum(1) + batch["completion_mask"].sum(1)
+        positions = batch["prompt_ids"].shape[1] + batch["completion_ids"].shape[1]
+        return lengths.sum(), lengths.square().sum(), len(lengths) * positions
     ids, mask, positions = (batch.get(name) for name in ("input_ids", "attention_mask", "position_ids"))
     if positions is not None:  # a row of n tokens has positions 0 to n - 1
         return ids.numel(), 2 * positions.sum() + ids.numel(), ids.numel()

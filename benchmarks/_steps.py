@@ -1,10 +1,12 @@
 """Runs of `training.py` and `scaling.py`: models by shape, a trainer for every arm, one measured run."""
 
+import importlib
 import os
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import _trainers
 import preferences
 import torch
 from _cases_bases import BASES
@@ -81,6 +83,7 @@ class Run:
     mxfp4: bool = False  # with lora: the experts of gpt-oss keep their checkpoint's 4-bit form
     offload: bool = False  # with checkpointing: the layers' inputs wait on the host, in our trainers
     lora_experts: bool = False  # on the parameters of experts, in addition to attention
+    teacher: str | None = None  # the shape of a second, larger model in distillation; unset: that of the student
     autocast: bool = True  # bf16=True multiplies PEFT's fp32 adapters in bf16; without it they run in fp32
     vocab: int | None = None  # instead of the model's own
     workers: int = 0
@@ -91,16 +94,21 @@ class Run:
     prompt: int = preferences.RANDOM_PROMPT  # tokens of the prompts of random pairs
 
 
-def build(run, dtype=torch.bfloat16):
-    from transformers import AutoConfig, AutoModelForCausalLM
+def build(run, dtype=torch.bfloat16, seed=0):
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
     model_type, shape = MODELS[run.model]
     shape = shape | ({"vocab_size": run.vocab} if run.vocab else {})
     shape = shape | ({"num_hidden_layers": run.layers} if run.layers else {})
+    kind = _trainers.KINDS.get(run.trainer)
+    model_class = AutoModelForCausalLM
+    if kind is not None and kind.is_classifier:
+        shape = shape | {"num_labels": 1, "pad_token_id": 0}
+        model_class = AutoModelForSequenceClassification
     config = AutoConfig.for_model(model_type, **shape, use_cache=False)
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     with torch.device("meta" if run.mxfp4 else DEVICE):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model = model_class.from_config(config, dtype=dtype)
     if run.mxfp4:
         return in_mxfp4(model)
     return in_nf4(model) if run.nf4 else model
@@ -160,6 +168,9 @@ def classes_of(arm):
         module = liger_trainer
     else:
         module = trl if hasattr(trl, name) else transformers
+    if name in ("CPOTrainer", "ORPOTrainer"):
+        method = name.removesuffix("Trainer").lower()
+        module = importlib.import_module(f"trl.experimental.{method}")
     config = {"Trainer": "TrainingArguments"}.get(name.removeprefix("Liger"))
     if config is None:
         config = name.removesuffix("Trainer") + "Config"
@@ -170,8 +181,9 @@ def classes_of(arm):
 
 def make_trainer(arm, run, callbacks, **more):
     """The trainer of `arm`. `more` are further fields of its arguments, in addition to those from `run` and `arm`."""
-    from peft import LoraConfig, get_peft_model
+    from peft import LoraConfig, TaskType, get_peft_model
 
+    kind = _trainers.KINDS.get(run.trainer)
     stock_class, args_class = classes_of(arm)
     is_trl = any(base.__module__.startswith("trl.") for base in stock_class.__mro__)
     model = build(run)
@@ -188,10 +200,10 @@ def make_trainer(arm, run, callbacks, **more):
         os.environ["ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"] = "true"
     if "fp8" in switches:
         if arm.startswith("Liger"):
-            from liger_trainer.command.run.launch import read_on_every_process
+            from liger_trainer.command.run.launch import load_on_every_process
 
             options |= {"fp8": True, "fp8_recipe": "rowwise"} if "rowwise" in switches else {"fp8": True}
-            read_on_every_process(True, None, None)  # each has made the model
+            load_on_every_process(True, None, None)  # each has made the model
         else:
             in_float8(model)
     off = {"varlen": "varlen_attention", "float8": "float8"}.keys() & switches
@@ -206,18 +218,28 @@ def make_trainer(arm, run, callbacks, **more):
     if is_trl:
         from datasets import Dataset
 
-        options.setdefault("max_length", run.length)  # the rows are cut already
+        if "max_length" in args_class.__dataclass_fields__:
+            options.setdefault("max_length", run.length)  # the rows are cut already
         inputs["processing_class"] = tokenizer_of()
     if run.trainer == "dpo":
         # The rows are token ids, and TRL's DPOTrainer has no option for that.
         methods["_prepare_dataset"] = lambda self, dataset, *args: dataset
         rows = Dataset.from_list(pairs_of(run, vocab))
         if not run.lora:
-            inputs["ref_model"] = build(run)
-            if arm.endswith("+ Liger"):  # the trainer patches the policy, but not the reference
-                from liger_kernel.transformers import _apply_liger_kernel_to_instance
-
-                _apply_liger_kernel_to_instance(inputs["ref_model"], fused_linear_cross_entropy=False)
+            inputs["ref_model"] = build_frozen(arm, run)
+    elif kind is not None:
+        rows, made_of = _trainers.rows_of(run, vocab)
+        rows = Dataset.from_list(rows)
+        methods |= kind.methods(stock_class, made_of)
+        options |= kind.options(run)
+        if kind.frozen == "teacher_model":
+            inputs["teacher_model"] = build_frozen(arm, replace(run, model=run.teacher or run.model), seed=1)
+        elif kind.frozen and not run.lora:
+            inputs[kind.frozen] = build_frozen(arm, run)
+        if kind.loads_reference and not run.lora:
+            _trainers.load_reference(stock_class, lambda: build_frozen(arm, run))
+        if "num_generations" in options:
+            inputs["reward_funcs"] = _trainers.prefer_the_first
     else:
         rows, collator = sft_rows(run, vocab, tokenizer_of())
         if is_trl:
@@ -241,7 +263,11 @@ def make_trainer(arm, run, callbacks, **more):
         experts = ["experts.gate_up_proj", "experts.down_proj"] if run.lora_experts else None
         # On a mixture of experts, PEFT's "all-linear" includes the experts and the router.
         modules = ATTENTION if any(n.endswith(".experts") for n, _ in model.named_modules()) else "all-linear"
-        lora = LoraConfig(r=run.lora, lora_alpha=2 * run.lora, target_modules=modules, target_parameters=experts)
+        # Without its task, PEFT's "all-linear" is the head of a classifier too.
+        task = TaskType.SEQ_CLS if kind is not None and kind.is_classifier else None
+        lora = LoraConfig(
+            r=run.lora, lora_alpha=2 * run.lora, target_modules=modules, target_parameters=experts, task_type=task
+        )
         if is_trl:
             inputs["peft_config"] = lora
         else:
@@ -249,10 +275,10 @@ def make_trainer(arm, run, callbacks, **more):
             if run.checkpointing:
                 model.enable_input_require_grads()
     offloads = run.offload and arm.startswith("Liger")
+    options.setdefault("per_device_train_batch_size", run.batch)
     args = args_class(
         output_dir=tempfile.mkdtemp(),
         max_steps=run.steps,
-        per_device_train_batch_size=run.batch,
         logging_steps=5,
         logging_first_step=True,
         dataloader_num_workers=run.workers,
@@ -269,8 +295,18 @@ def make_trainer(arm, run, callbacks, **more):
         dataloader_drop_last=True,
         **options,
     )
-    trainer_class = counting(stock_class, **methods)
+    trainer_class = counting(stock_class, kind is not None and kind.online, **methods)
     return trainer_class(model=model, args=args, train_dataset=rows, callbacks=callbacks, **inputs)
+
+
+def build_frozen(arm, run, seed=0):
+    """The reference or the teacher of a trainer. TRL patches the policy alone, so Liger's layers are put in here."""
+    model = build(run, seed=seed)
+    if arm.endswith("+ Liger"):
+        from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+        _apply_liger_kernel_to_instance(model, fused_linear_cross_entropy=False)
+    return model
 
 
 def in_float8(model):
@@ -281,11 +317,15 @@ def in_float8(model):
     convert_model_to_fp8_ao(model, config=Float8LinearConfig())
 
 
-def counting(stock_class, **methods):
-    """`stock_class` with other `methods`, and with the token counts of each batch in its attribute `counted`."""
+def counting(stock_class, online=False, **methods):
+    """`stock_class` with other `methods`, and with the token counts of each batch in its attribute `counted`.
+
+    A trainer that is `online` gets prompts, and counts in its `methods`.
+    """
 
     def training_step(self, model, inputs, *args, **kwargs):
-        self.counted.append(tokens_of(inputs))
+        if not online:
+            self.counted.append(tokens_of(inputs))
         return stock_class.training_step(self, model, inputs, *args, **kwargs)
 
     return type(stock_class.__name__, (stock_class,), methods | {"counted": [], "training_step": training_step})
@@ -371,15 +411,23 @@ def train(arm, run, callbacks=()):
 
 
 def flop_per_token(model, run, length):
-    """FLOP of products and, for causal attention, 6 * layers * length * heads * head_dim, without recomputation.
+    """FLOP of products and, for causal attention, 6 * length * heads * head_dim per layer, without recomputation.
 
     `length` is the number of tokens in a row. For rows of uneven length, it is the sum of squared lengths divided by
     the sum of lengths, which is attention's average cost per token.
     """
-    config = model.config.get_text_config()
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    attention = 6 * config.num_hidden_layers * length * config.num_attention_heads * head_dim
+    attention = 6 * length * sum(map(width_of_queries, layer_configs(model.config.get_text_config())))
     return flop_of_products(model, run) + (attention * 4 / 3 if run.trainer == "dpo" else attention)
+
+
+def layer_configs(config):
+    """The config of each layer: one for all, unless layers have heads of several sizes (Gemma 4)."""
+    return getattr(config, "per_layer_config", None) or [config] * config.num_hidden_layers
+
+
+def width_of_queries(config):
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return config.num_attention_heads * head_dim
 
 
 def linear_weights(model):
@@ -417,18 +465,20 @@ def numbers_of(weight):
     return weight.quant_state.shape.numel() if type(weight).__name__ == "Params4bit" else weight.numel()
 
 
-def flag_losses(rows, stock_arms=STOCK):
+def flag_losses(rows, stock_arms=STOCK, name="losses"):
     """Add a note to every row with losses unlike the stock trainer's, if that ran.
 
-    The first may differ by 1 %; later ones, which bf16 has driven apart, by 5 %.
+    The first may differ by 1 %; later ones, which bf16 has driven apart, by 5 %. Another field, `name`, may differ by 5
+    and 10 %.
     """
-    stock = next((row["losses"] for row in rows if row["arm"] in stock_arms and row.get("losses")), None)
+    first, later = (0.01, 0.05) if name == "losses" else (0.05, 0.10)
+    stock = next((row[name] for row in rows if row["arm"] in stock_arms and row.get(name)), None)
     for row in rows:
-        if stock is None or not row.get("losses"):
+        if stock is None or not row.get(name):
             continue
-        for k, (got, want) in enumerate(zip(row["losses"], stock, strict=True)):
-            if not abs(got - want) <= (0.05 if k else 0.01) * abs(want):
-                row["note"] = f"WRONG LOSS: {got:.4f}, stock {want:.4f}"
+        for k, (got, want) in enumerate(zip(row[name], stock, strict=True)):
+            if not abs(got - want) <= (later if k else first) * abs(want):
+                row["note"] = f"WRONG {'LOSS' if name == 'losses' else name}: {got:.4f}, stock {want:.4f}"
                 break
 
 

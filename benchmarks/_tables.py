@@ -2,7 +2,8 @@
 
 A table has a list `records`, and says which of their rows it takes, what a line is, and what its cells show:
 
-    records   paths below results/, or mappings: `record`, one or a list, optionally with `where` as below and `set`
+    records   paths below results/, or mappings: `record`, one or a list, optionally with `where` as below and `set`. If
+              there are none, the table has its titles alone.
     set       fields for the rows of a record, or of all records that have no other
     where     field: value, or a list of values; rows with other values are left out
     rows      field: title of a column at the left; rows that agree in all these fields share a line
@@ -88,7 +89,7 @@ def selected(spec):
         where = spec.get("where", {}) | entry.get("where", {})
         fields = spec.get("set", {}) | entry.get("set", {})
         rows += [row | fields for row in rows_of(read(path), path) if keeps(row, where)]
-    if not rows:
+    if spec["records"] and not rows:
         raise ValueError(f"no row of {[path for path, _ in entries(spec)]} is as the table's where asks")
     if "sort" in spec:
         rows.sort(key=lambda row: [row[name] for name in spec["sort"]])

@@ -3,23 +3,30 @@
     python benchmarks/eagle.py --json eagle.json
     python benchmarks/eagle.py --data rows.npz --rows padded --arms LigerEagleTrainer "both logits"
     python benchmarks/eagle.py --recompute --fp8
+    python benchmarks/eagle.py --prompt 1024
     python benchmarks/eagle.py --tiny
+
+The loss alone, and the ways of other trainers, are in eagle_loss.py.
 
 `both logits` is the plain way of other trainers of drafters: the target's logits over the draft vocabulary, the
 drafter's logits for each step, log_softmax of both in fp32, and the sum of q (log q - log p), with PyTorch's autograd.
-Everything else is the same in both arms: the frozen model and its layers, the drafter and its attention. Weights are
-random. The learning rate is 0, so that every arm sees the same weights at every step. Losses of all steps and gradient
-norms of logged steps are compared, and an arm that differs is flagged.
+Every token drafts, even without a target. Everything else is the same in both arms: the frozen model and its layers,
+the drafter and its attention. Random rows only have ids of the draft vocabulary, so that every token is a target; with
+--prompt the first tokens of a row have no label. Weights are random. The learning rate is 0, so that every arm sees the
+same weights at every step. Losses of all steps and gradient norms of logged steps are compared, and an arm that differs
+is flagged.
 
 Weights and gradients are bf16, and so is the fused AdamW. With --recompute, backward recomputes each step of the
 drafter in both arms, but not the logits of `both logits`. With --fp8, both arms hold the frozen model in FP8. Rows are
-full, padded or packed (see training.py), and samples/s counts the rows that were trained on. `static` is the memory of
-the weights, plus gradients and both optimizer states of the trained ones; `above` is the peak minus that.
+full, padded or packed (see training.py), and samples/s counts the rows that were trained on. `parts_ms` has the GPU's
+time of each part of a step, and `parts_tflop` the products that ours needs for it. `static` is the memory of the
+weights, plus gradients and both optimizer states of the trained ones; `above` is the peak minus that.
 """
 
 import tempfile
 
 import torch
+from _eagle_parts import PartTimes, parts_tflop, show_parts
 from _measure import DEVICE, Record, arguments, table
 from _processes import emit, is_out_of_memory, release, rows_from
 from _rows import KINDS, sft_rows
@@ -81,6 +88,15 @@ def run_of(options):
     )
 
 
+def guessable(rows, vocab, options):
+    """Random rows with `--draft-vocab` different ids at most, and without labels for the tokens of `--prompt`."""
+    found = []
+    for row in rows:
+        ids = [i % options.draft_vocab * (vocab // options.draft_vocab) for i in row["input_ids"]]
+        found.append({"input_ids": ids, "labels": [-100] * options.prompt + ids[options.prompt :]})
+    return found
+
+
 def make_trainer(arm, options, callbacks):
     from datasets import Dataset
 
@@ -89,6 +105,8 @@ def make_trainer(arm, options, callbacks):
     run = run_of(options)
     model = build(run)
     rows, _ = sft_rows(run, model.config.vocab_size, tokenizer_of())
+    if options.data is None:
+        rows = guessable(rows, model.config.vocab_size, options)
     args = LigerEagleConfig(
         output_dir=tempfile.mkdtemp(),
         max_steps=options.steps,
@@ -131,7 +149,14 @@ def measure(arm, options):
     if DEVICE == "cuda":
         release()
         torch.cuda.reset_peak_memory_stats()  # of making the model
+    parts = PartTimes(run.skip)
+    parts.watch(trainer)
     row, _ = timed_steps(trainer, run, clock)
+    if options.data is None:
+        tokens = options.batch * options.length
+        drafted = options.batch * (options.length - options.prompt)
+        row["parts_tflop"] = parts_tflop(trainer.model, tokens, drafted, options.length, options.eagle_steps)
+        row["parts_ms"] = parts.ms()
     logs = [log for log in trainer.state.log_history if "loss" in log]
     static = static_bytes(trainer.model) / 2**30
     return row | {
@@ -204,6 +229,7 @@ def parsed(argv=None):
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--eagle-steps", type=int, default=7)
     parser.add_argument("--draft-vocab", type=int, default=32000)
+    parser.add_argument("--prompt", type=int, default=0, help="first tokens of each random row, which have no label")
     parser.add_argument("--steps", type=int, default=12, help=f"training steps, more than {SKIP}")
     parser.add_argument("--rows", choices=KINDS, default="full", help="padded and packed rows come from --data")
     parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=ARMS)
@@ -225,6 +251,10 @@ def parsed(argv=None):
         options.steps = 7
     if options.steps <= SKIP:
         parser.error(f"--steps is {options.steps}; the clock starts after {SKIP}, so take at least {SKIP + 1}")
+    if options.prompt and options.data:
+        parser.error(f"--prompt is {options.prompt}, and the rows of --data have their own: remove one of them")
+    if not 0 <= options.prompt < options.length - 1:
+        parser.error(f"--prompt is {options.prompt}; expected less than the {options.length} tokens of a row, minus 1")
     if options.rows != "full" and not options.data:
         parser.error(f"--rows {options.rows} takes the rows of a file: name it with --data")
     return options
@@ -243,6 +273,7 @@ def main(argv=None):
         kept = {name: value for name, value in vars(options).items() if name != "arm"}
         record.write({"options": kept, "rows": rows})
     show(rows)
+    show_parts(rows)
     record.say_where()
 
 

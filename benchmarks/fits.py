@@ -38,20 +38,20 @@ RECIPES = {  # and on how many GPUs
 
 def rows_of(name, gpus, folder):
     """A row per card: the peak and the layers that keep their activations, or that it does not fit."""
-    from liger_trainer.command.recipe.accelerate_file import own_environment
+    from liger_trainer.command.recipe.accelerate_file import preserve_environment
     from liger_trainer.command.recipe.read import parse_recipe
-    from liger_trainer.command.tools.fit_job import job_of, size_of
+    from liger_trainer.command.tools.fit_spec import size_of, train_spec_of
     from liger_trainer.errors import RecipeError
-    from liger_trainer.fitting.step import need
-    from liger_trainer.memory.memory import limit_of
+    from liger_trainer.fitting.step import estimate_memory
+    from liger_trainer.memory.device_memory import limit_of
 
     sharded = ["--accelerate_config", "fsdp2"] if gpus > 1 else []
     words = ["--model_name_or_path", str(folder), *sharded, "--use_cpu", "true"]
     case = {"case": f"`{name}`", "gpus": "one" if gpus == 1 else f"{gpus}, FSDP2"}
-    with own_environment():
+    with preserve_environment():
         recipe = parse_recipe(name, words, "")
         try:
-            job, (rows, length) = job_of(recipe, gpus), size_of(recipe)
+            job, (rows, length) = train_spec_of(recipe, gpus), size_of(recipe)
         except RecipeError as error:
             return [
                 case | {"card": card, "note": "not computed", "reason": str(error).partition(": ")[2]} for card in CARDS
@@ -62,13 +62,17 @@ def rows_of(name, gpus, folder):
         for card in CARDS:
             limit = limit_of(None, card * 2**30)
             # Neither keeping all layers nor recomputing all with a peak above this card could change the result.
-            if step is None or (fits and step.chosen.kept < step.chosen.layers) or (not fits and step.peak <= limit):
-                step = need(job, rows, length, "auto", card * 2**30)
+            if (
+                step is None
+                or (fits and step.checkpointing.kept < step.checkpointing.layers)
+                or (not fits and step.peak <= limit)
+            ):
+                step = estimate_memory(job, rows, length, "auto", card * 2**30)
             fits = step.peak <= limit
             if not fits:
                 found.append(case | {"card": card, "note": "no", "asked_gib": step.peak / 2**30})
             else:
-                kept, layers = step.chosen.kept, step.chosen.layers
+                kept, layers = step.checkpointing.kept, step.checkpointing.layers
                 found.append(case | {"card": card, "gib": step.peak / 2**30, "kept": kept, "layers": layers})
         return found
 

@@ -18,7 +18,7 @@ from _measure import DEVICE, Record, arguments, table
 from _models import trained
 
 from liger_trainer import LigerMedusaConfig, LigerMedusaTrainer
-from liger_trainer.command.tools.heads import prompts_in
+from liger_trainer.command.tools.heads import read_prompts
 from liger_trainer.data.answers import answer, encode, end_tokens
 from liger_trainer.medusa.evaluate import evaluate
 from liger_trainer.medusa.heads import heads_of
@@ -103,7 +103,7 @@ def main(argv=None):
 
     model, tokenizer = trained(options.model, torch.float32)
     model.to(DEVICE).eval()
-    train, held_out = split(prompts_in(options.data, bool(tokenizer.chat_template), options.rows), options.seed)
+    train, held_out = split(read_prompts(options.data, bool(tokenizer.chat_template), options.rows), options.seed)
     ends = end_tokens(model, tokenizer)  # read now, because Trainer.train keeps only the tokenizer's
     lap("load")
     rows, counts = answered(model, tokenizer, train, ends, options)
@@ -134,9 +134,9 @@ def main(argv=None):
         {"what": f"head {k + 1} accuracy", "before": before.accuracy[k], "after": after.accuracy[k]}
         for k in range(options.heads)
     ]
-    compared += [{"what": "tokens a pass", "before": before.chain, "after": after.chain}]
+    compared += [{"what": "tokens a pass", "before": before.tokens_per_pass, "after": after.tokens_per_pass}]
     table(compared, {"what": ("", ""), "before": ("before", ".3f"), "after": ("after", ".3f")})
-    print(f"{after.chain - 1:.0%} more tokens a forward pass")
+    print(f"{after.tokens_per_pass - 1:.0%} more tokens a forward pass")
     losses = {log["step"]: log["loss"] for log in trainer.state.log_history if "loss" in log}
     found = {"options": vars(options), "seconds": seconds, "answers": counts, "losses": losses}
     record.write(found | {"before": asdict(before), "after": asdict(after)})

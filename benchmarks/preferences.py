@@ -97,6 +97,33 @@ def real_pairs(path, vocab, length):
     return found
 
 
+def judged(path, vocab, length):
+    """The judged answers of a file, for KTO: `prompt_ids`, `completion_ids` and `label`.
+
+    The file is a .json of objects with `messages`, which end with the answer, and `label`. Of a file of pairs, chosen
+    answers have the label True, and rejected ones False. An answer whose prompt alone has `length` tokens is left out.
+    """
+    rows = [] if path.endswith(".npz") else json.load(open(path))
+    if not rows or "label" not in rows[0]:
+        return _unpaired(real_pairs(path, vocab, length))
+    draw = np.random.default_rng(0)
+    found = []
+    for row in rows:
+        *turns, answer = [turn["content"] for turn in row["messages"]]
+        texts = {"prompt_ids": "\n\n".join(turns) + "\n\n", "completion_ids": answer}
+        ids = {name: draw.integers(0, vocab, -(-len(text) // 4)).tolist() for name, text in texts.items()}
+        found.append(ids | {"label": row["label"]})
+    return [row for row in found if len(row["prompt_ids"]) < length]
+
+
+def _unpaired(pairs):
+    found = []
+    for pair in pairs:
+        for part, label in (("chosen", True), ("rejected", False)):
+            found.append({"prompt_ids": pair["prompt_ids"], "completion_ids": pair[f"{part}_ids"], "label": label})
+    return found
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rows", help="the .json file")

@@ -376,7 +376,7 @@ def reload(out, texts):
     from peft import AutoPeftModelForCausalLM, PeftConfig, PeftModel
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
-    from liger_trainer.command.recipe.model_source import dequantised
+    from liger_trainer.command.recipe.model_source import dequantize_options
     from liger_trainer.eagle.drafter import EagleDrafter
     from liger_trainer.medusa.heads import MedusaHeads
 
@@ -391,7 +391,7 @@ def reload(out, texts):
             return found
     base = PeftConfig.from_pretrained(out).base_model_name_or_path if adapter else out
     config = AutoConfig.from_pretrained(base)
-    init = {"dtype": torch.bfloat16, "device_map": DEVICE} | dequantised(config)
+    init = {"dtype": torch.bfloat16, "device_map": DEVICE} | dequantize_options(config)
     if adapter:
         model = AutoPeftModelForCausalLM.from_pretrained(out, **init)
     else:

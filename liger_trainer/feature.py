@@ -9,7 +9,7 @@ from accelerate import Accelerator
 from torch import nn
 
 # `run(step, *args, **kwargs)` returns `step(*args, **kwargs)`, a training step, in its own way
-Run = Callable[..., Any]
+StepRunner = Callable[..., Any]
 
 
 class FeatureTrainer(Protocol):
@@ -39,7 +39,7 @@ class Feature(Generic[ArgumentsT, TrainerT]):
     `ArgumentsT` and `TrainerT` are protocols of what the feature reads and writes.
     """
 
-    def settle(self, args: ArgumentsT) -> None:
+    def resolve(self, args: ArgumentsT) -> None:
         """Give the fields of `args` their values, before the stock class looks at them."""
 
     def check(self, args: ArgumentsT) -> None:
@@ -56,7 +56,7 @@ class Feature(Generic[ArgumentsT, TrainerT]):
     def check_trainer(self, trainer: TrainerT) -> None:
         """Refuse a trainer that has just been built."""
 
-    def around_training(self, trainer: TrainerT) -> AbstractContextManager[Run | None]:
+    def around_training(self, trainer: TrainerT) -> AbstractContextManager[StepRunner | None]:
         """A context in which `trainer` trains. It may give a function that runs the training steps."""
         return nullcontext()
 

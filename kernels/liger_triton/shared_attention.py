@@ -29,6 +29,9 @@ _SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 class AttentionCall(NamedTuple):
     """One call: rows of queries, each with a row of keys.
 
+    A row may have queries and no keys, and they see nothing in this call. Or it has keys and no queries, and no query
+    sees them. So the tables of a captured call can cover all of q and k, whatever the lengths of its rows are.
+
     Attributes:
         first_query (`int`): The queries are those of q from here on; of the first call 0.
         query_offsets (`torch.Tensor`): int32 (rows + 1,), where each row of them begins, and the end.
@@ -138,13 +141,15 @@ class _SharedAttention(torch.autograd.Function):
 
 
 def _merged(o, level, other, other_level, start: int):
-    """(o, L) of all queries, of which those from `start` on were in another call too."""
+    """(o, L) of all queries. Those from `start` on were in another call too."""
     mine = level[:, start:]
     share = torch.sigmoid(mine - other_level).t()[..., None]
     # 1 - share loses digits where share is near 1.
     rest = torch.sigmoid(other_level - mine).t()[..., None]
     both = (o[start:] * share + other * rest).to(o.dtype)
     levels = torch.logaddexp(mine, other_level)
+    if start == 0:
+        return both, levels
     return torch.cat((o[:start], both)), torch.cat((level[:, :start], levels), 1)
 
 
@@ -168,7 +173,8 @@ def _by_flash(call: AttentionCall, q, k, v, scale: float):
     o, level, *state, _ = torch.ops.aten._flash_attention_forward(
         q, k, v, *_lengths(call, q.device), False, **_options(call, scale)
     )
-    return o, level, state
+    # Of queries without keys the kernel gives +inf. The log of an empty sum is -inf.
+    return o, level.masked_fill(level == float("inf"), float("-inf")), state
 
 
 def _gradients_by_flash(call: AttentionCall, state, do, q, k, v, o, level, scale: float):

@@ -60,7 +60,7 @@ class PackedGptOssExperts(PackedExperts, GptOssExperts):
         return self.packed("down_proj").unpack().mT
 
 
-def pack_experts(model: nn.Module, kept: list[str] | None = None) -> int:
+def pack_experts(model: nn.Module, not_converted: list[str] | None = None) -> int:
     """Give the experts of a `meta` model the parameters of an MXFP4 checkpoint. Return how many modules changed.
 
     Modules that `kept` names stay as they are; it has the form of `modules_to_not_convert`.
@@ -68,7 +68,7 @@ def pack_experts(model: nn.Module, kept: list[str] | None = None) -> int:
     modules = [
         module
         for name, module in model.named_modules()
-        if type(module) is GptOssExperts and should_convert_module(name, kept)
+        if type(module) is GptOssExperts and should_convert_module(name, not_converted)
     ]
     for module in modules:
         for name in ("gate_up_proj", "down_proj"):

@@ -57,10 +57,10 @@ class KeptWeights:
     reason: str | None = None
 
     def __str__(self) -> str:
-        kept = f"{self.tensors} tensors of the base that transformers does not load are kept as they were"
+        message = f"{self.tensors} tensors of the base that transformers does not load are kept as they were"
         lines = []
         if self.tensors:
-            lines.append(f"{kept} ({self.parameters:,} parameters, not trained)")
+            lines.append(f"{message} ({self.parameters:,} parameters, not trained)")
         if self.reason is not None:
             lines.append(f"prediction layers (MTP) of the base are left out, and config.json says so: {self.reason}")
         return "; ".join(lines)
@@ -145,21 +145,21 @@ def keep_unloaded_weights(model: PreTrainedModel, base: Base | None, folder: Pat
         reason = _why_unread(base.unread, config, saved, keep)
     elif in_base and not any(name in saved for name in in_base):  # else the class has loaded and trained them
         reason = _why_left_out(base, config, predicts, keep)
-    kept = {} if reason is not None else predicts
+    copied = {} if reason is not None else predicts
     if keep:
-        kept = kept | _declared(model, base, saved | in_base.keys(), config)
-    gone = _gone(kept)
-    if kept and folder.resolve() == base.folder.resolve():
-        gone = f"{folder}, where the trained model is saved now"
-    if gone is not None:  # leave them out instead of raising: the trained model is already saved
-        kept = {}
-        reason = f"they are no longer in {gone}"
-    if kept:
-        add_shards(folder, kept)
+        copied = copied | _declared(model, base, saved | in_base.keys(), config)
+    changed_file = _changed_file(copied)
+    if copied and folder.resolve() == base.folder.resolve():
+        changed_file = f"{folder}, where the trained model is saved now"
+    if changed_file is not None:  # leave them out instead of raising: the trained model is already saved
+        copied = {}
+        reason = f"they are no longer in {changed_file}"
+    if copied:
+        add_shards(folder, copied)
     if reason is not None:
-        _say_none(config)
+        _zero_counts(config)
         config_path.write_text(f"{json.dumps(config, indent=2, sort_keys=True)}\n", encoding="utf-8")
-    return KeptWeights(sum(tensor.num_elements for tensor in kept.values()), len(kept), reason)
+    return KeptWeights(sum(tensor.num_elements for tensor in copied.values()), len(copied), reason)
 
 
 def _predictions(base: Base, saved: set[str]) -> dict[str, StoredTensor]:
@@ -212,7 +212,7 @@ def _is_of_text(prefix: str) -> bool:
     return re.search(r"vision|visual|audio|image|tower|encoder", prefix) is None
 
 
-def _gone(tensors: dict[str, StoredTensor]) -> str | None:
+def _changed_file(tensors: dict[str, StoredTensor]) -> str | None:
     """Return the first file that no longer has one of `tensors` at its offsets, or None.
 
     A training takes days. If the base is downloaded or saved again meanwhile, other bytes are at these offsets.
@@ -292,10 +292,10 @@ def _text(config: dict[str, Any]) -> dict[str, Any]:
     return text
 
 
-def _say_none(config: dict[str, Any]) -> None:
+def _zero_counts(config: dict[str, Any]) -> None:
     """Set every count of prediction layers in `config` to 0, also in nested configs."""
     for key, value in config.items():
         if isinstance(value, dict):
-            _say_none(value)
+            _zero_counts(value)
         elif _COUNTS.match(key) and value:
             config[key] = 0

@@ -1,6 +1,6 @@
 """The command `liger-trainer`: train recipes, say what fits, verify, compare, merge, chat, prepare speculative heads.
 
-The modules of the commands import torch and transformers when a command runs, because `--help` must not wait for them.
+Each command imports torch and transformers only when it runs, so that `--help` does not wait for them.
 """
 
 import argparse
@@ -10,9 +10,9 @@ import sys
 import warnings
 from collections.abc import Iterator
 
-from liger_trainer.command.options import add_recipe_command, positive, take_options
-from liger_trainer.command.processes import is_main_process, say, say_error, say_loading
-from liger_trainer.command.recipe.accelerate_file import own_environment
+from liger_trainer.command.options import add_recipe_command, parse_positive, take_options
+from liger_trainer.command.processes import is_main_process, print_error, print_loading, print_status
+from liger_trainer.command.recipe.accelerate_file import preserve_environment
 from liger_trainer.command.recipe.parser import asks_for_topics
 from liger_trainer.command.recipe.read import TRAIN_USAGE, Recipe, parse_recipe, read_recipe
 from liger_trainer.command.recipe.shipped_files import add_shipped_commands
@@ -31,28 +31,28 @@ from liger_trainer.errors import RecipeError, RunError
 def main(argv: list[str] | None = None) -> int:
     """Run the command and return its exit code.
 
-    The code is 0 for success, 1 for a run that could not be saved, and 2 for a mistake that the user can correct. It is
-    130 after SIGINT (Ctrl-C), 143 after SIGTERM, and 141 if the output is no longer read, as in
-    `liger-trainer recipes | head -1`. With every code but 0, a line on stderr says why.
+    0: success. 1: the run could not be saved. 2: a mistake that the user can correct. 130: SIGINT (Ctrl-C). 143:
+    SIGTERM. 141: the reader of the output is gone, as with `liger-trainer recipes | head -1`. Every code but 0 comes
+    with a line on stderr that says why.
 
     Args:
-        argv (`list[str]`, *optional*): The words of the command line. Unset: this process's.
+        argv (`list[str]`, *optional*): The command line. Unset: this process's.
     """
     args = _parser().parse_args(argv)
     # Newer transformers has a new name for this option and warns of the old one, which TRL and peft use.
     warnings.filterwarnings("ignore", r"`\w*gradient_checkpointing\w*` is deprecated", FutureWarning, append=True)
     try:
         code = args.run(args)
-        sys.stdout.flush()  # here, so that a closed pipe is noticed before Python ends
+        sys.stdout.flush()  # raises BrokenPipeError here, where it is caught
         return code
     except RecipeError as error:
-        say_error(str(error))
+        print_error(str(error))
         return 2
     except KeyboardInterrupt:
-        say("interrupted.")
+        print_status("interrupted.")
         return 130
     except BrokenPipeError:
-        with contextlib.suppress(OSError, ValueError):  # what Python flushes at its own end goes nowhere
+        with contextlib.suppress(OSError, ValueError):  # Python flushes stdout once more when it exits
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
 
@@ -65,12 +65,16 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     add_recipe_command(
-        commands, "train", _train, TRAIN_USAGE, "train a recipe",
-        "Train a recipe. With --preview, train nothing, and show the recipe's first N rows (one row if N "
-        "is left out) as the trainer sees them, with what is learned marked. With --dry_run, print the recipe that "
-        "would run, and check its rows, its chat template and the config of its model. "
-        "`liger-trainer train RECIPE --help` lists all keys by topic.",
-    )  # fmt: skip
+        commands,
+        "train",
+        _train,
+        TRAIN_USAGE,
+        "train a recipe",
+        "Train a recipe. With --preview, do not train: show the recipe's first N rows (one row if N is left out) as "
+        "the trainer sees them, with the learned tokens marked. With --dry_run, print the recipe that would run, and "
+        "check its rows, its chat template and the config of its model. `liger-trainer train RECIPE --help` lists all "
+        "keys by topic.",
+    )
     add_shipped_commands(commands)
     add_fit_command(commands)
     add_verify_command(commands)
@@ -84,49 +88,50 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-@own_environment()
+@preserve_environment()
 def _train(args: argparse.Namespace) -> int:
     warnings.filterwarnings("ignore", "'pin_memory' argument is set as true but no accelerator", UserWarning)
-    own, words = take_options(args.options, "dry_run", "preview")
-    if not asks_for_topics(words):
-        say_loading()
-    preview_rows = positive("--preview", own["preview"] or "1", int) if "preview" in own else None
-    if "dry_run" in own:
+    own_options, argv_rest = take_options(args.options, "dry_run", "preview")
+    if not asks_for_topics(argv_rest):
+        print_loading()
+    preview_rows = parse_positive("--preview", own_options["preview"] or "1", int) if "preview" in own_options else None
+    if "dry_run" in own_options:
         if preview_rows is not None:
             raise RecipeError("--preview and --dry_run are both given. Keep one of them.")
-        recipe = parse_recipe(args.recipe, words)
+        recipe = parse_recipe(args.recipe, argv_rest)
         if is_main_process():
             print(f"# {recipe.path}; every other key has its default", recipe.to_yaml(), sep="\n", end="", flush=True)
         from liger_trainer.command.rows.sources import find_sources
 
-        with _placed(recipe):
+        with _name_recipe_in_errors(recipe):
             find_sources(recipe)
         return 0
-    # torch and tqdm read these when they are loaded, later. OpenMP's threads spin at barriers, which makes a step on
-    # CPUs several times slower once another process wants a core. And a dozen progress bars would be full at once.
+    # torch and tqdm read these when they are imported, further down. By default OpenMP's threads spin at barriers: a
+    # CPU step gets several times slower as soon as another process wants a core. The delay hides the progress bars of
+    # the dozen short jobs that finish at once.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("TQDM_DELAY", "2")
     launch.check_restarts()
-    launch.end_with_launcher()
-    chosen, parse = read_recipe(args.recipe, words)
-    launch.settle_precision(chosen.get("bf16"), chosen.get("fp16"))
-    launch.read_on_every_process(chosen.get("fp8"), chosen.get("bf16"), chosen.get("fp16"))
+    launch.exit_with_launcher()
+    explicit, parse = read_recipe(args.recipe, argv_rest)
+    launch.apply_precision(explicit.get("bf16"), explicit.get("fp16"))
+    launch.load_on_every_process(explicit.get("fp8"), explicit.get("bf16"), explicit.get("fp16"))
     recipe = parse()
-    from liger_trainer.command.rows.preview import without_a_trace
-    from liger_trainer.command.run.preemption import SaveOnSigterm, Terminated, sigterm_ends
-    from liger_trainer.command.run.saving import what_is_left
+    from liger_trainer.command.rows.preview import in_temporary_folder
+    from liger_trainer.command.run.preemption import SaveOnSigterm, Terminated, handle_sigterm
+    from liger_trainer.command.run.saving import describe_last_checkpoint
     from liger_trainer.command.run.train import run
 
     stop = SaveOnSigterm()
     try:
-        with _placed(recipe), without_a_trace(recipe) if preview_rows else sigterm_ends(stop):
+        with _name_recipe_in_errors(recipe), in_temporary_folder(recipe) if preview_rows else handle_sigterm(stop):
             text = run(recipe, preview_rows, stop)
     except RunError as error:
-        say_error(str(error))
+        print_error(str(error))
         return 1
     except KeyboardInterrupt as error:
         how, code = ("terminated", 143) if isinstance(error, Terminated) else ("interrupted", 130)
-        say(f"{how}. {what_is_left(recipe)}")
+        print_status(f"{how}. {describe_last_checkpoint(recipe)}")
         return code
     if text is not None:
         print(f"\n{text}")
@@ -134,8 +139,8 @@ def _train(args: argparse.Namespace) -> int:
 
 
 @contextlib.contextmanager
-def _placed(recipe: Recipe) -> Iterator[None]:
-    """Let an error begin with the recipe that it is about."""
+def _name_recipe_in_errors(recipe: Recipe) -> Iterator[None]:
+    """Context manager: prefix the message of a RecipeError with the path of the recipe."""
     try:
         yield
     except RecipeError as error:

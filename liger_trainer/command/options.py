@@ -1,4 +1,4 @@
-"""Commands that take a recipe, and the options of their own, which the rest of the line does not know."""
+"""Adds the commands that take a recipe, and parses the options that are not keys of a recipe."""
 
 import argparse
 from collections.abc import Callable, Sequence
@@ -17,22 +17,22 @@ def add_recipe_command(
     options = parser.add_argument(
         "options", nargs=argparse.REMAINDER, metavar="--key value", help="options, after RECIPE"
     )
-    options.required = False  # otherwise argparse would ask for them too where RECIPE is missing
+    options.required = False  # otherwise the error about a missing RECIPE would also ask for options
     parser.set_defaults(run=run)
 
 
-def take_options(words: Sequence[str], *names: str) -> tuple[dict[str, str], list[str]]:
-    """The given values of the options `names`, "" for one without a value, and the other words."""
+def take_options(argv: Sequence[str], *names: str) -> tuple[dict[str, str], list[str]]:
+    """Return the values of the options `names` that are in `argv` ("" for one without a value), and the rest."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for name in names:
         spellings = dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}"))
         parser.add_argument(*spellings, nargs="?", const="", default=argparse.SUPPRESS)
-    given, rest = parser.parse_known_args(list(words))
+    given, rest = parser.parse_known_args(list(argv))
     return vars(given), rest
 
 
-def positive(option: str, text: str, kind: type) -> Any:
-    """Return the value of an option as an int or a float. RecipeError unless it is a number above 0."""
+def parse_positive(option: str, text: str, kind: type) -> Any:
+    """Return `text` as a number of type `kind`. RecipeError unless it is above 0 and finite."""
     try:
         value = kind(text)
     except ValueError:

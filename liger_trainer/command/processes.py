@@ -1,4 +1,4 @@
-"""The processes of a launch: which one this is, messages from the main process only, and what all agree on."""
+"""The processes of a launch: which one this is, what only the main one prints, and values that all share."""
 
 import os
 import sys
@@ -16,25 +16,25 @@ def launched_processes() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def say(line: str) -> None:
-    """Print a line of this command on stderr, on the main process."""
+def print_status(line: str) -> None:
+    """Print a line on stderr, from the main process only."""
     if is_main_process():
         print(f"liger-trainer: {without_tokens(line)}", file=sys.stderr)
 
 
-def say_loading() -> None:
-    """Say that libraries are being loaded, which takes seconds and shows nothing; silent if they are there already."""
+def print_loading() -> None:
+    """Say that libraries are being loaded, which takes seconds. Print nothing if they are loaded already."""
     if "transformers" not in sys.modules:
-        say("loading torch, transformers and TRL")
+        print_status("loading torch, transformers and TRL")
 
 
-def say_error(line: str) -> None:
-    """Print an error of this process."""
+def print_error(line: str) -> None:
+    """Print an error on stderr, from any process."""
     print(f"liger-trainer: error: {without_tokens(line)}", file=sys.stderr)
 
 
-def on_all(training: Any, value: Any) -> list[Any]:
-    """The `value` of each process, on all of them. They wait for each other here."""
+def gather_from_all(training: Any, value: Any) -> list[Any]:
+    """Return the `value` of every process. All processes have to call this, and wait for each other here."""
     if training.world_size == 1:
         return [value]
     from accelerate.utils import gather_object
@@ -42,15 +42,15 @@ def on_all(training: Any, value: Any) -> list[Any]:
     return gather_object([value])
 
 
-def on_main_for_all(training: Any, compute: Callable[[], Any]) -> Any:
-    """Call `compute` on the main process, and return its result or raise its RecipeError on all of them."""
-    found = error = None
+def run_on_main(training: Any, compute: Callable[[], Any]) -> Any:
+    """Call `compute` on the main process only. All processes return its result, or raise its RecipeError."""
+    result = error = None
     if training.process_index == 0:
         try:
-            found = compute()
+            result = compute()
         except RecipeError as raised:
             error = raised
-    found, error = on_all(training, (found, error))[0]
+    result, error = gather_from_all(training, (result, error))[0]
     if error is not None:
         raise error
-    return found
+    return result

@@ -1,4 +1,4 @@
-"""Prompts as tokens, and the tokens with which a model answers them.
+"""Encodes prompts as tokens, and generates a model's answers to them.
 
 A prompt is plain text, or a list of messages (`{"role", "content"}`) for models with a chat template.
 """
@@ -14,7 +14,7 @@ Prompt = str | list[dict[str, str]]
 def encode(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[int]:
     """Return the token ids of a prompt. Messages go through the chat template, with the header of an answer.
 
-    transformers raises a ValueError where there is no chat template.
+    transformers raises a ValueError if there is no chat template.
     """
     if isinstance(prompt, str):
         return tokenizer(prompt)["input_ids"]
@@ -23,8 +23,8 @@ def encode(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[int]:
 
 def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
     """Return the ids that end an answer, from the model's generation config and the tokenizer."""
-    own = getattr(model.generation_config, "eos_token_id", None)
-    ends = [own] if isinstance(own, int) else list(own or ())
+    eos = getattr(model.generation_config, "eos_token_id", None)
+    ends = [eos] if isinstance(eos, int) else list(eos or ())
     return {end for end in (*ends, tokenizer.eos_token_id) if end is not None}
 
 
@@ -32,10 +32,10 @@ def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> se
 def answer(
     model: PreTrainedModel, prompts: Sequence[list[int]], ends: set[int], max_new_tokens: int
 ) -> list[list[int]]:
-    """Return the new tokens that `model.generate` answers, with the end token where it was reached.
+    """Return the tokens of the greedy answers, each with its end token if it was reached.
 
-    The model's own generation config, such as a repetition penalty, is left out. So each token is the argmax of the
-    logits, which is what a decoder with heads verifies.
+    The model's own generation config, such as a repetition penalty, is not used. So each token is the argmax of the
+    logits, as in a decoder that verifies speculative heads.
 
     Args:
         model (`PreTrainedModel`): In eval mode.
@@ -50,10 +50,10 @@ def answer(
     config = GenerationConfig(
         max_new_tokens=max_new_tokens, eos_token_id=sorted(ends) or None, pad_token_id=pad, use_cache=True
     )
-    own, model.generation_config = model.generation_config, config
+    model_config, model.generation_config = model.generation_config, config
     try:
         new = model.generate(input_ids=ids, attention_mask=mask)[:, width:].tolist()
     finally:
-        model.generation_config = own
+        model.generation_config = model_config
     stops = [next((i for i, token in enumerate(tokens, 1) if token in ends), None) for tokens in new]
     return [tokens[:stop] for tokens, stop in zip(new, stops, strict=True)]

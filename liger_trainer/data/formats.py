@@ -1,4 +1,4 @@
-"""Forms of rows: of pictures, and of Alpaca, ShareGPT and conversations, which become rows for TRL."""
+"""Converts rows of Alpaca, ShareGPT and conversations to rows for TRL, and recognizes rows with pictures."""
 
 import json
 from typing import Any
@@ -7,12 +7,12 @@ from liger_trainer.errors import RecipeError, short
 
 
 def has_images(rows: Any) -> bool:
-    """Tell whether a dataset, which may be None, has pictures in a column that trainers read."""
+    """Return whether a dataset has pictures in a column that trainers read. `rows` may be None."""
     return not {"image", "images"}.isdisjoint(getattr(rows, "column_names", None) or ())
 
 
 def first_conversation(rows: Any) -> list[dict[str, Any]] | None:
-    """The messages of the first row of a `datasets.Dataset`; None for rows without messages, and for other datasets."""
+    """Return the messages of the first row of a `datasets.Dataset`; None without messages, and for other datasets."""
     known = getattr(rows, "column_names", None)
     names = [name for name in ("messages", "prompt", "chosen") if name in known] if isinstance(known, list) else []
     if not names or not hasattr(rows, "select_columns") or not hasattr(rows, "__len__") or not len(rows):
@@ -25,8 +25,8 @@ def _is_conversation(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and isinstance(value[0], dict) and "role" in value[0]
 
 
-# The template of the Alpaca data (github.com/tatsu-lab/stanford_alpaca). The response starts on its own line, so that
-# no token spans the end of the prompt.
+# The template of the Alpaca data (github.com/tatsu-lab/stanford_alpaca). The response starts on its own line, so no
+# token spans the end of the prompt.
 _ALPACA_SYSTEM = (
     "Below is an instruction that describes a task. Write a response that appropriately completes the request."
 )
@@ -38,16 +38,15 @@ ALPACA_COLUMNS = ("instruction", "input", "output", "system", "history")
 
 
 def alpaca_row(row: dict, index: int = 0) -> dict[str, str]:
-    """An Alpaca row as `{"prompt", "completion"}`; TRL adds the end-of-text token.
+    """Return an Alpaca row as `{"prompt", "completion"}`. TRL adds the end-of-text token.
 
     Args:
-        row (`dict`): Has `instruction` and `output`. It may have `input`; `system`, a text in place of the template's
-            first sentences; and `history`, earlier turns as pairs of instruction and output, which become a part of the
-            prompt.
+        row (`dict`): Has `instruction` and `output`. Optional: `input`; `system`, which replaces the template's first
+            sentences; and `history`, earlier pairs of instruction and output, which become part of the prompt.
         index (`int`): The row's number, for error messages.
 
     Raises:
-        RecipeError: One of the columns has another form, or `instruction` is empty.
+        RecipeError: A column has another form, or `instruction` is empty.
     """
     for key in ("instruction", "input", "output", "system"):
         value = row.get(key)
@@ -69,7 +68,7 @@ def alpaca_row(row: dict, index: int = 0) -> dict[str, str]:
 
 
 def alpaca_history(history: Any, index: int) -> list[list[str]]:
-    """The column `history` of an Alpaca row: earlier turns, each an instruction and its output."""
+    """Return the column `history` of an Alpaca row: earlier turns, each an instruction and its output."""
     turns = [] if history is None else history
     pairs = isinstance(turns, list) and all(isinstance(turn, list) and len(turn) == 2 for turn in turns)
     if not pairs or not all(isinstance(text, str) for turn in turns for text in turn):
@@ -81,31 +80,37 @@ def alpaca_history(history: Any, index: int) -> list[list[str]]:
 
 
 _ROLES = {
-    "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system",
-    "function_call": "assistant", "observation": "tool", "tool": "tool",
-}  # fmt: skip
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "system": "system",
+    "function_call": "assistant",
+    "observation": "tool",
+    "tool": "tool",
+}
 
 
 def sharegpt_row(row: dict, index: int = 0) -> dict[str, list[dict[str, str]]]:
-    """A ShareGPT row as messages of `role` and `content`.
+    """Return a ShareGPT row as messages of `role` and `content`.
 
     Args:
-        row (`dict`): Has `conversations`, a list of turns `{"from", "value"}`. It may have `chosen` and `rejected`, a
-            turn each, which answer the conversation, and `system`, a text that goes before the first turn.
+        row (`dict`): Has `conversations`, a list of turns `{"from", "value"}`. Optional: `chosen` and `rejected`, one
+            turn each, which answer the conversation; and `system`, a text that goes before the first turn.
         index (`int`): The row's number, for error messages.
 
     Returns:
-        `dict`: `prompt`, `chosen` and `rejected`; or `messages` alone, for a row without a preference.
+        `dict`: `prompt`, `chosen` and `rejected`; or only `messages`, for a row without a preference.
 
     Raises:
-        RecipeError: A turn does not have that form, is empty or is out of place, or one of the two answers is missing.
+        RecipeError: A turn has another form, is empty or out of place, or one of the two answers is missing.
     """
     messages = sharegpt_messages(row, index)
-    last, given = messages[-1]["role"], {name: row.get(name) for name in ("chosen", "rejected")}
-    if not any(given.values()):
+    last, preference = messages[-1]["role"], {name: row.get(name) for name in ("chosen", "rejected")}
+    if not any(preference.values()):
         if last != "assistant":
             raise RecipeError(
-                f"Row {index} of the dataset ends with a turn of {last!r}, and there is nothing to learn from it. End "
+                f"Row {index} of the dataset ends with a turn of {last!r}, so there is nothing to learn from it. End "
                 "it with a turn from 'gpt', or add chosen and rejected."
             )
         return {"messages": messages}
@@ -114,7 +119,7 @@ def sharegpt_row(row: dict, index: int = 0) -> dict[str, list[dict[str, str]]]:
             f"Row {index} of the dataset has chosen and rejected answers to a turn of {last!r}; expected the last of "
             "the conversations to be from 'human' or 'observation'."
         )
-    answers = {name: [_sharegpt_message(turn, name, index)] for name, turn in given.items()}
+    answers = {name: [_sharegpt_message(turn, name, index)] for name, turn in preference.items()}
     for name, (message,) in answers.items():
         if message["role"] != "assistant":
             raise RecipeError(f"Row {index} of the dataset has {name} from {row[name]['from']!r}; expected 'gpt'.")
@@ -122,7 +127,7 @@ def sharegpt_row(row: dict, index: int = 0) -> dict[str, list[dict[str, str]]]:
 
 
 def sharegpt_messages(row: dict, index: int) -> list[dict[str, Any]]:
-    """The `system` text of a ShareGPT row, if it has one, and its `conversations` as messages."""
+    """Return the `conversations` of a ShareGPT row as messages, after its `system` text if it has one."""
     turns = row["conversations"]
     if not isinstance(turns, list) or not turns:
         raise RecipeError(f"Row {index} of the dataset has conversations {short(turns)}; expected a list of turns.")
@@ -133,11 +138,11 @@ def sharegpt_messages(row: dict, index: int) -> list[dict[str, Any]]:
 def with_system(
     system: str | None, messages: list[dict[str, Any]], index: int, where: str = "in the column system"
 ) -> list[dict[str, Any]]:
-    """The messages after the system prompt `system`, which may be empty or be their first message already.
+    """Return the messages with the system prompt `system` before them, unless it is empty or there already.
 
     Raises:
-        RecipeError: The first message is another system prompt. `index` is the row's number, `where` the first one's
-            place.
+        RecipeError: The first message is another system prompt. The error names the row's number `index`, and `where`
+            for the origin of `system`.
     """
     first = messages[0] if messages else {}
     if not system or not isinstance(first, dict):
@@ -153,18 +158,18 @@ def with_system(
 
 
 def _sharegpt_message(turn: Any, where: str, index: int) -> dict[str, Any]:
-    """A ShareGPT turn `{"from", "value"}` as `{"role", "content"}`, and of a `function_call` as `tool_calls`.
+    """Return a ShareGPT turn `{"from", "value"}` as a message; a `function_call` becomes `tool_calls`.
 
-    In a RecipeError, `where` and `index` say which.
+    A RecipeError names the turn by `where` and `index`.
     """
     if not isinstance(turn, dict) or turn.get("from") not in _ROLES or not isinstance(turn.get("value"), str):
         other_form = isinstance(turn, dict) and turn.get("role") is not None
-        mend = "For role and content, name the column messages, and unset prompt_template." if other_form else (
-            "Correct or remove the row."
-        )  # fmt: skip
+        advice = "Correct or remove the row."
+        if other_form:
+            advice = "For role and content, name the column messages, and unset prompt_template."
         raise RecipeError(
             f"Row {index} of the dataset has {where} {short(turn)}; expected from, one of {', '.join(_ROLES)}, and "
-            f"value, a text. {mend}"
+            f"value, a text. {advice}"
         )
     if not turn["value"].strip():
         raise RecipeError(f"Row {index} of the dataset has an empty text in {where}. Correct or remove the row.")
@@ -176,7 +181,7 @@ def _sharegpt_message(turn: Any, where: str, index: int) -> dict[str, Any]:
 
 
 def _tool_calls(text: str, where: str, index: int) -> list[dict[str, Any]]:
-    """The calls in a turn of `function_call`: JSON of name and arguments, or a list of them."""
+    """Return the calls in a `function_call` turn, which is JSON of a name and arguments, or a list of them."""
     try:
         calls = json.loads(text)
         calls = calls if isinstance(calls, list) else [calls]
@@ -194,14 +199,14 @@ def _tool_calls(text: str, where: str, index: int) -> list[dict[str, Any]]:
 
 
 def last_turn_row(row: dict, index: int = 0) -> dict[str, list[dict[str, str]]]:
-    """Splits a row of `messages` into `completion`, the last turn, which is the assistant's, and `prompt`, the others.
+    """Split `messages` into `completion`, the last turn (the assistant's), and `prompt`, the turns before it.
 
     Raises:
-        RecipeError: `messages` is not a list of two or more turns of `role` and `content`, or does not end with the
+        RecipeError: `messages` is not a list of two or more turns of `role` and `content`, or its last turn is not the
             assistant's.
     """
     messages = row["messages"]
-    # The content of a turn, in whose place there may be calls of tools, is checked as that of any row.
+    # `check_rows` checks the content later: a turn may have tool calls instead.
     well_formed = isinstance(messages, list) and all(isinstance(turn, dict) and turn.get("role") for turn in messages)
     if not well_formed or len(messages) < 2 or messages[-1]["role"] != "assistant":
         raise RecipeError(

@@ -1,8 +1,8 @@
-"""The reward functions of this package, for `reward_funcs` of a trainer or of a recipe.
+"""Defines this package's reward functions, for `reward_funcs` of a trainer or a recipe.
 
-A reward function is called as TRL calls it, by keyword: with `prompts`, with `completions` (a list of texts, or of
-lists of messages), and with one list for each column of the rows. It returns one number per completion, or None for
-one that it does not judge.
+TRL calls a reward function by keyword: with `prompts`, with `completions` (a list of texts, or of lists of messages),
+and with one list for each column of the rows. It returns one number per completion, or None for a completion that it
+does not judge.
 """
 
 from collections.abc import Callable
@@ -10,23 +10,23 @@ from typing import Any
 
 
 def boxed_answer(completions: list, solution: list[str], **columns: Any) -> list[float]:
-    """1.0 for a completion whose last `\\boxed{...}` holds the row's `solution`, else 0.0.
+    """Return 1.0 for each completion with the row's `solution` in its last `\\boxed{...}`, else 0.0.
 
     The two are compared as text. Spaces, dollar signs and a `\\boxed{}` around the solution make no difference, but the
-    same number written in another way does not match.
+    same number in another notation does not match.
 
     Args:
-        completions (`list`): Texts, or lists of messages, of which the last one counts.
+        completions (`list`): Texts, or lists of messages; of messages, the last one counts.
         solution (`list[str]`): The right answer for each completion.
     """
     texts = [completion if isinstance(completion, str) else completion[-1]["content"] for completion in completions]
-    given = [_bare(_last_boxed(text)) for text in texts]
-    wanted = [_bare(_last_boxed(answer) or answer) for answer in solution]
-    return [float(answer is not None and answer == right) for answer, right in zip(given, wanted, strict=True)]
+    answers = [_bare(_last_boxed(text)) for text in texts]
+    solutions = [_bare(_last_boxed(answer) or answer) for answer in solution]
+    return [float(answer is not None and answer == right) for answer, right in zip(answers, solutions, strict=True)]
 
 
 def _last_boxed(text: str) -> str | None:
-    """Find the text inside the last `\\boxed{...}`, which may have braces itself; None if no brace closes it."""
+    """Return the text inside the last `\\boxed{...}`, which may contain braces; None if it is not closed."""
     start, mark = text.rfind("\\boxed{"), len("\\boxed{")
     if start < 0:
         return None

@@ -13,7 +13,7 @@ class LigerEagleConfig(LigerSFTConfig):
 
         L = sum over k = 1..K of decay^(k - 1) * sum over t of KL(q_{t+k} || p_{k,t}) / N
 
-    q is the target's own distribution for the same token, over the draft vocabulary alone. A guess counts where its
+    q is the target's own distribution for the same token, restricted to the draft vocabulary. A guess counts if its
     token has a label and is in the draft vocabulary. Li et al. 2025, arXiv:2503.01840, section 3.2.
 
     Raises:
@@ -30,14 +30,14 @@ class LigerEagleConfig(LigerSFTConfig):
         default=32000,
         metadata={
             "help": "How many tokens the drafter can guess: the most frequent ones in the labels of the training rows. "
-            "The vocabulary of the model, or more: all tokens."
+            "With the model's vocabulary size or more, all tokens."
         },
     )
     eagle_layers: list[int] | None = field(
         default=None,
         metadata={
-            "help": "The three hidden states that the drafter reads; number i goes into layer i. Unset: 2, half of "
-            "the layers, and the number of layers minus 3, as servers have it."
+            "help": "The three hidden states that the drafter reads; number i is the input of layer i. Unset: 2, half "
+            "of the layers, and the number of layers minus 3, as in servers."
         },
     )
     eagle_intermediate_size: int | None = field(
@@ -46,8 +46,8 @@ class LigerEagleConfig(LigerSFTConfig):
     eagle_init_from: str | None = field(
         default=None,
         metadata={
-            "help": "Output directory of an earlier EAGLE training, or a folder with a published drafter, that is "
-            "trained further. Its shape and its draft vocabulary stay."
+            "help": "Train this drafter further: the output directory of an earlier EAGLE training, or a folder with a "
+            "published drafter. Its shape and its draft vocabulary stay."
         },
     )
 
@@ -59,10 +59,10 @@ class LigerEagleConfig(LigerSFTConfig):
                 raise ValueError(f"{name} is {value}; expected 1 or more.")
         if not 0 < self.eagle_decay <= 1:
             raise ValueError(f"eagle_decay is {self.eagle_decay}; expected a number above 0 and at most 1.")
-        own = {"eagle_layers": self.eagle_layers, "eagle_intermediate_size": self.eagle_intermediate_size}
-        given = [name for name, value in own.items() if value is not None]
-        if self.eagle_init_from is not None and given:
+        shape_fields = {"eagle_layers": self.eagle_layers, "eagle_intermediate_size": self.eagle_intermediate_size}
+        set_fields = [name for name, value in shape_fields.items() if value is not None]
+        if self.eagle_init_from is not None and set_fields:
             raise ValueError(
-                f"eagle_init_from is {self.eagle_init_from!r}, and its drafter has its own shape, but {given[0]} is "
-                f"set. Remove {given[0]}."
+                f"eagle_init_from is {self.eagle_init_from!r}, and its drafter has its own shape, but {set_fields[0]} "
+                f"is set. Remove {set_fields[0]}."
             )

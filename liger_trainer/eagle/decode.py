@@ -1,7 +1,7 @@
-"""A plain decoder with a drafter, to be read and compared with: no cache, one text at a time, a chain of guesses.
+"""Decodes with a drafter in the simplest way, as a reference: no cache, one text at a time, a chain of guesses.
 
-Each pass of the model over the text so far and the guesses after it says for each guess what the model itself writes
-there. Guesses are kept up to the first wrong one. The model's own token takes its place. So the text is the model's
+Each pass of the model runs over the text so far and the guesses after it, and yields the model's own token for each
+guess. Guesses are accepted up to the first wrong one, which the model's own token replaces. So the text is the model's
 greedy text. A server does the same with caches, for many texts at once.
 """
 
@@ -16,7 +16,7 @@ from liger_trainer.eagle.target import embedding_of
 
 
 class Decoded(NamedTuple):
-    """A text, and how many passes of the model wrote it after the one over the prompt, which wrote its first token."""
+    """A text, and the number of forward passes that wrote it, without the pass over the prompt and its token."""
 
     text: list[int]
     passes: int
@@ -49,10 +49,11 @@ def decode(
         drafted = guesses(model, drafter, states, tokens, steps)
         states, choices = read_target(model, drafter, torch.cat([tokens, drafted[None]], 1))
         passes += 1
-        own = choices[tokens.shape[1] - 1 :]  # what the model writes in the place of each guess, and after the last
-        kept = int((drafted == own[:-1]).long().cumprod(0).sum())
-        states = states[: tokens.shape[1] + kept]
-        tokens = torch.cat([tokens, own[None, : kept + 1]], 1)
+        # What the model itself writes in the place of each guess, and after the last
+        model_tokens = choices[tokens.shape[1] - 1 :]
+        num_accepted = int((drafted == model_tokens[:-1]).long().cumprod(0).sum())
+        states = states[: tokens.shape[1] + num_accepted]
+        tokens = torch.cat([tokens, model_tokens[None, : num_accepted + 1]], 1)
     text = tokens[0, len(prompt) :].tolist()[:max_new_tokens]
     stop = next((i for i, token in enumerate(text, 1) if token in ends), None)
     return Decoded(text[:stop], passes)
@@ -61,12 +62,12 @@ def decode(
 def guesses(
     model: PreTrainedModel, drafter: EagleDrafter, states: torch.Tensor, tokens: torch.Tensor, steps: int
 ) -> torch.Tensor:
-    """Return what the drafter guesses comes after `tokens` (1, n), one after the other: (steps,).
+    """Return the drafter's guesses (steps,) for the tokens after `tokens` (1, n), made one after the other.
 
-    `states` (n - 1, 3 H) are the target's, of all tokens but the last, which it has not read yet.
+    `states` (n - 1, 3 H) are the target's hidden states of all tokens but the last, which it has not read yet.
     """
     known = tokens.shape[1]
-    # Rows after the last known state are there for the guesses to stand in. No row before them sees their states.
+    # The rows after the last known state make room for the guesses. Attention is causal, so no earlier row sees them.
     padded = torch.cat([states, states.new_zeros(steps, states.shape[1])])
     row = torch.cat([tokens[0], tokens.new_zeros(steps - 1)])
     for k in range(1, steps + 1):

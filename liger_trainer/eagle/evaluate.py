@@ -1,9 +1,10 @@
 """Measures a drafter on the greedy text of its own model.
 
-With y the greedy text, step k at the place before y[i] is right where its first choice is y[i + k]. The acceptance
-length is the number of tokens that a forward pass of a decoder yields. One pass of the model over the text and K steps
-of the drafter tell it, since a decoder gives the drafter the same tokens as the text as long as it keeps its guesses:
-walk the text as a decoder would (`medusa.evaluate.walk`). `decode.py` has the decoder, which a test compares.
+With y the greedy text, step k at the place before y[i] is right if its first choice is y[i + k]. The acceptance length
+is the number of tokens that one forward pass of a decoder yields. One pass of the model over the text and K steps of
+the drafter are enough to compute it: as long as a decoder accepts the guesses, it gives the drafter the same tokens as
+the text. `medusa.evaluate.simulate_decoding` walks the text as a decoder would. `decode.py` is the real decoder, and a
+test compares the two.
 """
 
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from liger_trainer.data.answers import answer
 from liger_trainer.eagle.drafter import EagleDrafter
 from liger_trainer.eagle.target import decoder_layers, default_layers, embedding_of
 from liger_trainer.head.flat_rows import FlatRows, flat_rows
-from liger_trainer.medusa.evaluate import walk
+from liger_trainer.medusa.evaluate import simulate_decoding
 from liger_trainer.varlen.taps import tapped
 
 
@@ -25,9 +26,10 @@ class EagleReport:
     """The result of `evaluate`. Its `str()` is a table.
 
     Attributes:
-        accuracy: For each step, the share of positions at which its first choice is right, after the right tokens.
-        accepted: For each step, how often its guess was accepted where all guesses before it were right.
-        chain: Tokens per forward pass, without the pass over the prompt and its token. It is 1 without a drafter.
+        accuracy: For each step, the share of positions with a right first choice, given the right earlier tokens.
+        accepted: For each step, the share of its guesses that were accepted when all guesses before it were right.
+        tokens_per_pass: Tokens per forward pass, not counting the pass over the prompt and its token; 1 without a
+            drafter.
     """
 
     draft_vocab_size: int
@@ -35,7 +37,7 @@ class EagleReport:
     tokens: int
     accuracy: list[float]
     accepted: list[float | None]
-    chain: float
+    tokens_per_pass: float
 
     def __str__(self) -> str:
         lines = [
@@ -45,7 +47,7 @@ class EagleReport:
         ]
         for k, (right, accepted) in enumerate(zip(self.accuracy, self.accepted, strict=True), 1):
             lines.append(f"  {k:<6} {right:.3f}      {'-' if accepted is None else f'{accepted:.3f}'}")
-        return "\n".join([*lines, f"  tokens per forward pass  {self.chain:.3f}  (1 without a drafter)"])
+        return "\n".join([*lines, f"  tokens per forward pass  {self.tokens_per_pass:.3f}  (1 without a drafter)"])
 
 
 @torch.no_grad()
@@ -62,14 +64,14 @@ def evaluate(
     """Return accuracy and acceptance length of `drafter` on the greedy text of `model`.
 
     Args:
-        model (`PreTrainedModel`): Its mode is put back afterwards.
+        model (`PreTrainedModel`): Its training mode is restored afterwards.
         drafter (`EagleDrafter`): On the device of the LM head and in its dtype, attached to the model or not.
         prompts, ends: Token ids of each prompt; tokens that end a text, as `end_tokens` gives them.
-        steps (`int`): Tokens that are guessed for a pass.
+        steps (`int`): Number of tokens to guess for each pass.
         max_new_tokens, batch_size (`int`): Length at which a greedy text is cut; prompts answered at once.
 
     Raises:
-        ValueError: No text has two tokens, so that there is nothing to guess.
+        ValueError: No text has two tokens, so there is nothing to guess.
     """
     training = model.training
     model.eval()
@@ -82,18 +84,20 @@ def evaluate(
     finally:
         model.train(training)
     if not rows:
-        raise ValueError(f"The model ends all {len(prompts)} texts after one token: there is nothing to guess.")
-    chain, accepted = walk(rows)
+        raise ValueError(
+            f"The model ends all {len(prompts)} texts after one token, so there is nothing to guess. Use other prompts."
+        )
+    tokens_per_pass, accepted = simulate_decoding(rows)
     accuracy = []
     for right in torch.cat(rows, dim=1):
         accuracy.append(float((right == 1).sum() / (right >= 0).sum().clamp(min=1)))
-    return EagleReport(len(drafter.d2t), len(prompts), sum(map(len, texts)), accuracy, accepted, chain)
+    return EagleReport(len(drafter.d2t), len(prompts), sum(map(len, texts)), accuracy, accepted, tokens_per_pass)
 
 
 def right_guesses(
     model: PreTrainedModel, drafter: EagleDrafter, prompt: list[int], text: list[int], steps: int
 ) -> torch.Tensor:
-    """Return whether each step guesses the right token, in one forward pass over prompt and text.
+    """Compute which guesses of each step are right, in one forward pass over prompt and text.
 
     Returns:
         `torch.Tensor`: (steps, n - 1) int64 on the CPU, for a text of n tokens. Row k, column i is 1 if step k + 1
@@ -114,11 +118,11 @@ def read_target(model: PreTrainedModel, drafter: EagleDrafter, ids: torch.Tensor
     """Return the hidden states (n, 3 H) that the drafter reads, and the greedy next tokens (n,), of ids (1, n)."""
     layers = decoder_layers(model)
     numbers = drafter.config.layers or default_layers(len(layers))
-    with tapped(layers, numbers) as seen:
+    with tapped(layers, numbers) as tapped_states:
         logits = model(input_ids=ids, use_cache=False).logits
-    return torch.cat([x[0] for x in seen], -1), logits[0].argmax(-1)
+    return torch.cat([x[0] for x in tapped_states], -1), logits[0].argmax(-1)
 
 
 def one_row(ids: torch.Tensor) -> FlatRows:
-    """The row `ids` (1, n)."""
+    """Return the row `ids` (1, n) as `FlatRows`."""
     return flat_rows({"input_ids": ids, "labels": ids})

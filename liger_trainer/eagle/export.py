@@ -1,4 +1,4 @@
-"""Writes a drafter for servers: the files of `files.py`, with the hidden states and the model named in the config."""
+"""Exports a drafter for servers: the files of `files.py`, with its hidden states and its model in the config."""
 
 import os
 from dataclasses import replace
@@ -14,11 +14,11 @@ def export_drafter(checkpoint: str, output: str, base_model: str | None, dtype: 
     Args:
         checkpoint (`str`): The output_dir of a training, a checkpoint in it, or a folder with a drafter.
         output (`str`): The directory, which must be empty or not exist.
-        base_model (`str`, *optional*): Path or name of the model that is served with it. Unset: the one in the config.
-        dtype (`torch.dtype`, *optional*): The dtype of the weights in the file. Unset: bit for bit as they are.
+        base_model (`str`, *optional*): Path or name of the served model. Unset: the one in the config.
+        dtype (`torch.dtype`, *optional*): The dtype of the weights in the file. Unset: unchanged, bit for bit.
 
     Raises:
-        ValueError: `output` is not empty, there is no drafter, or it does not say for what model it is.
+        ValueError: `output` is not empty, there is no drafter, or its config does not name its model.
     """
     if os.path.isdir(output) and os.listdir(output):
         raise ValueError(f"output is {output!r}, which is not empty; servers read every file there. Give a new one.")

@@ -1,4 +1,4 @@
-"""The folder of a drafter: `config.json` and `model.safetensors`, with the names that vLLM and SGLang read.
+"""Reads and writes the folder of a drafter: `config.json` and `model.safetensors`, named as vLLM and SGLang expect.
 
 H hidden size of target and drafter, I intermediate size, Q query heads, G key heads, D head size, V and Vd the
 vocabularies of target and drafter:
@@ -17,9 +17,9 @@ vocabularies of target and drafter:
     d2t                                                  (Vd,) int64: the target's id of a draft id, minus the draft id
     t2d                                                  (V,) bool: whether the drafter has the token
 
-The embeddings are the target's: both servers take them from there if the file has none. Older SGLang knows the layer as
-`midlayer` alone; vLLM and speculators call it `layers.0`, which is read too. With the whole vocabulary (Vd = V) the
-file has neither d2t nor t2d: vLLM then has no parameter for d2t and refuses it.
+The file has no embeddings, so both servers use the target's. Older SGLang only knows the layer as `midlayer`. vLLM and
+speculators call it `layers.0`; that name is read too. With the whole vocabulary (Vd = V) the file has neither d2t nor
+t2d: in that case vLLM has no parameter for d2t and rejects it.
 """
 
 import json
@@ -50,8 +50,8 @@ _VOCABULARY = ("d2t", "t2d")
 class DrafterConfig:
     """The shape of a drafter, as in the `config.json` next to its weights.
 
-    `layers` are the three hidden states of the target, counted as in `output_hidden_states` of transformers: number i
-    goes into layer i, and number 0 is the embeddings. None: the servers' default for this target.
+    `layers` are the three hidden states of the target, numbered as in `output_hidden_states` of transformers: number i
+    is the input of layer i, and number 0 the embeddings. None: the servers' default for this target.
     """
 
     hidden_size: int
@@ -68,7 +68,7 @@ class DrafterConfig:
     base_model_name_or_path: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """The keys and values of the file."""
+        """Return the keys and values of the file."""
         values = asdict(self)
         layers = values.pop("layers")
         values |= {
@@ -79,21 +79,21 @@ class DrafterConfig:
             "attention_bias": False,
             "mlp_bias": False,
             "rope_scaling": None,
-            "tie_word_embeddings": False,  # true would make SGLang take the target's embeddings for the head
+            "tie_word_embeddings": False,  # with true, SGLang would use the target's embeddings as the head
         }
         if layers is not None:
-            values[_LAYERS] = list(layers)  # vLLM: counted as here
-            # SGLang counts layers by what comes out of them, and adds 1.
+            values[_LAYERS] = list(layers)  # vLLM numbers them as we do
+            # SGLang numbers layers by their outputs, and adds 1.
             values["eagle_config"] = {"use_aux_hidden_state": True, _LAYERS: [i - 1 for i in layers]}
         return values
 
     @classmethod
     def from_dict(cls, values: dict[str, Any], path: str) -> "DrafterConfig":
-        """The config in the file `path`. ValueError for a drafter of another build, or if a key is missing."""
-        values = values.get("transformer_layer_config", {}) | values  # speculators has the layer's shape in there
+        """Return the config in the file `path`. ValueError for another architecture, or if a key is missing."""
+        values = values.get("transformer_layer_config", {}) | values  # speculators nests the layer's shape there
         missing = [name for name in _SHAPE if name not in values]
         if missing:
-            raise ValueError(f"{path} has no {missing[0]}, which the config of an EAGLE-3 drafter says.")
+            raise ValueError(f"{path} has no {missing[0]}, which the config of an EAGLE-3 drafter needs. Add it.")
         expected = {
             "num_hidden_layers": 1,
             "hidden_act": "silu",
@@ -108,10 +108,10 @@ class DrafterConfig:
         }
         for name, only in expected.items():
             if values.get(name, only) not in (only, None):
-                raise ValueError(f"{path} says {name}: {values[name]!r}; only drafters with {only!r} are known.")
+                raise ValueError(f"{path} says {name}: {values[name]!r}; only drafters with {only!r} are supported.")
         scaling = values.get("rope_scaling") or values.get("rope_parameters") or {}
         if scaling.get("rope_type", scaling.get("type", "default")) != "default":
-            raise ValueError(f"{path} says rope_scaling: {scaling}; only drafters without scaling are known.")
+            raise ValueError(f"{path} says rope_scaling: {scaling}; only drafters without scaling are supported.")
         heads = values["num_attention_heads"]
         optional = ("rms_norm_eps", "max_position_embeddings", "base_model_name_or_path")
         return cls(
@@ -124,7 +124,7 @@ class DrafterConfig:
         )
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The names of the tensors of a drafter, and their shapes."""
+        """Return the names of a drafter's tensors, and their shapes."""
         hidden, inner = self.hidden_size, self.intermediate_size
         queries = self.num_attention_heads * self.head_dim
         keys = self.num_key_value_heads * self.head_dim
@@ -140,11 +140,11 @@ class DrafterConfig:
             "mlp.up_proj": (inner, hidden),
             "mlp.down_proj": (hidden, inner),
         }
-        found: dict[str, tuple[int, ...]] = {"fc.weight": (hidden, 3 * hidden)}
-        found |= {f"{LAYER}{name}.weight": shape for name, shape in layer.items()}
-        found["norm.weight"] = (hidden,)
-        found["lm_head.weight"] = (self.draft_vocab_size, hidden)
-        return found | {"d2t": (self.draft_vocab_size,), "t2d": (self.vocab_size,)}
+        shapes: dict[str, tuple[int, ...]] = {"fc.weight": (hidden, 3 * hidden)}
+        shapes |= {f"{LAYER}{name}.weight": shape for name, shape in layer.items()}
+        shapes["norm.weight"] = (hidden,)
+        shapes["lm_head.weight"] = (self.draft_vocab_size, hidden)
+        return shapes | {"d2t": (self.draft_vocab_size,), "t2d": (self.vocab_size,)}
 
     @property
     def has_all_tokens(self) -> bool:
@@ -153,18 +153,18 @@ class DrafterConfig:
 
 
 def drafter_folder(folder: str | os.PathLike) -> str:
-    """`folder` if it is that of a drafter, or else the one in it. ValueError if there is none."""
+    """Return `folder` if it holds a drafter, or else the drafter's folder in it. ValueError if there is none."""
     for candidate in (os.fspath(folder), os.path.join(folder, DRAFTER_FOLDER)):
         if _is_drafter(candidate):
             return candidate
     raise ValueError(
-        f"{os.fspath(folder)!r} has no EAGLE-3 drafter: no {DRAFTER_FOLDER}, and no {CONFIG_FILE} with "
-        f"draft_vocab_size beside a {WEIGHTS_FILE}. Give the output_dir of an EAGLE training, or a drafter's folder."
+        f"{os.fspath(folder)!r} has no EAGLE-3 drafter: neither a folder {DRAFTER_FOLDER}, nor a {WEIGHTS_FILE} and a "
+        f"{CONFIG_FILE} with draft_vocab_size. Give the output_dir of an EAGLE training, or a drafter's folder."
     )
 
 
 def has_drafter(folder: str | os.PathLike) -> bool:
-    """Whether `drafter_folder` finds a drafter."""
+    """Return whether `drafter_folder` finds a drafter."""
     return _is_drafter(os.fspath(folder)) or _is_drafter(os.path.join(folder, DRAFTER_FOLDER))
 
 
@@ -177,7 +177,7 @@ def _is_drafter(folder: str) -> bool:
 
 
 def write_drafter(folder: str, config: DrafterConfig, tensors: dict[str, torch.Tensor]) -> None:
-    """Write the two files. The folder is made if it is missing. ValueError if a tensor is missing or misshapen."""
+    """Write the two files, and create the folder if needed. ValueError if a tensor is missing or has a wrong shape."""
     check_tensors(config, tensors, "the drafter to be saved")
     os.makedirs(folder, exist_ok=True)
     left_out = _VOCABULARY if config.has_all_tokens else ()
@@ -189,12 +189,12 @@ def write_drafter(folder: str, config: DrafterConfig, tensors: dict[str, torch.T
 
 
 def read_drafter(folder: str | os.PathLike) -> tuple[DrafterConfig, dict[str, torch.Tensor]]:
-    """The shape of a drafter, and its tensors by the names of `EagleDrafter.state_dict()`.
+    """Return the shape of a drafter, and its tensors by the names of `EagleDrafter.state_dict()`.
 
-    Embeddings in the file are left out, for they are the target's. Without a draft vocabulary, all tokens are in it.
+    Embeddings in the file are ignored: they are the target's. Without a draft vocabulary, it has all tokens.
 
     Raises:
-        ValueError: There is no drafter, it is of another build, or the config contradicts the tensors.
+        ValueError: There is no drafter, it has another architecture, or the config contradicts the tensors.
     """
     folder = drafter_folder(folder)
     path = os.path.join(folder, CONFIG_FILE)
@@ -212,10 +212,10 @@ def read_drafter(folder: str | os.PathLike) -> tuple[DrafterConfig, dict[str, to
 
 
 def check_tensors(config: DrafterConfig, tensors: dict[str, torch.Tensor], where: str) -> None:
-    """ValueError unless `tensors` make a drafter of this shape, with a draft vocabulary that fits itself."""
+    """ValueError unless `tensors` are a drafter of this shape, and d2t and t2d name the same tokens."""
     shapes = config.shapes()
     if differing := sorted(shapes.keys() ^ tensors.keys()):
-        state = "is missing" if differing[0] in shapes else "is no part of a drafter"
+        state = "is missing" if differing[0] in shapes else "does not belong to a drafter"
         raise ValueError(f"{where}: {differing[0]} {state}.")
     for name, shape in shapes.items():
         if tuple(tensors[name].shape) != shape:
@@ -235,5 +235,5 @@ def _layers_in(values: dict[str, Any], path: str) -> tuple[int, int, int] | None
     if layers is None:
         return None
     if len(layers) != 3:
-        raise ValueError(f"{path} says {_LAYERS}: {layers}; only drafters that read three hidden states are known.")
+        raise ValueError(f"{path} says {_LAYERS}: {layers}; only drafters that read three hidden states are supported.")
     return tuple(layers)

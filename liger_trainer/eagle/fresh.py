@@ -1,4 +1,4 @@
-"""A drafter for a model, and how it hangs on it."""
+"""Builds a fresh drafter for a model, and attaches it."""
 
 from typing import Any
 
@@ -16,9 +16,9 @@ DRAFTER_NAME = "eagle_drafter"  # the attribute of the model
 def fresh_config(
     model: nn.Module, draft_vocab_size: int, layers: list[int] | None = None, intermediate_size: int | None = None
 ) -> DrafterConfig:
-    """The shape of a drafter for `model`: a layer as wide as the model's own, with as many heads.
+    """Return the shape of a drafter for `model`: a layer as wide as the model's, with as many heads.
 
-    ValueError if a number is out of the model's range, or if the model does not say how wide its MLP is.
+    ValueError if a number is out of the model's range, or if the config does not give the width of the MLP.
     """
     config, head = text_config(model), lm_head_of(model)
     depth = len(decoder_layers(model))
@@ -49,14 +49,14 @@ def fresh_config(
 
 
 def _rope_theta(config: Any) -> float:
-    """The base of the model's rotary angles, of its full attention where kinds of layers differ."""
+    """Return the base of the model's rotary angles; of full attention, if its layers differ."""
     rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     rope = rope.get("full_attention") or rope
     return float(rope.get("rope_theta") or 10000.0)
 
 
 def fresh_drafter(model: nn.Module, config: DrafterConfig, d2t: torch.Tensor, t2d: torch.Tensor) -> EagleDrafter:
-    """A random drafter. Its head has the rows of the model's LM head for the tokens of the draft vocabulary."""
+    """Return a random drafter with a copy of the model's LM head, restricted to the draft vocabulary."""
     drafter = EagleDrafter(config)
     drafter.d2t.copy_(d2t)
     drafter.t2d.copy_(t2d)
@@ -67,14 +67,14 @@ def fresh_drafter(model: nn.Module, config: DrafterConfig, d2t: torch.Tensor, t2
 
 
 def drafter_of(model: nn.Module) -> Any:
-    """The drafter attached to a transformers model, or None."""
+    """Return the drafter attached to a transformers model, or None."""
     return getattr(base_model_of(model), DRAFTER_NAME, None)
 
 
 def attach_drafter(model: nn.Module, drafter: EagleDrafter) -> EagleDrafter:
-    """Make `drafter` the child `eagle_drafter` of `model`, trainable, on the device and in the dtype of the LM head.
+    """Make `drafter` the child `eagle_drafter` of `model`: trainable, with the device and dtype of the LM head.
 
-    ValueError if it is for another width or vocabulary, or if the model has another one already.
+    ValueError if it was made for another width or vocabulary, or if the model already has another drafter.
     """
     head, config, name = lm_head_of(model), drafter.config, type(base_model_of(model)).__name__
     for key, have, want in (
@@ -89,6 +89,6 @@ def attach_drafter(model: nn.Module, drafter: EagleDrafter) -> EagleDrafter:
     if config.layers is not None:
         check_layers(config.layers, len(decoder_layers(model)))
     if drafter_of(model) not in (None, drafter):
-        raise ValueError(f"{name} has a drafter already. Pass a model without one (del model.{DRAFTER_NAME}).")
+        raise ValueError(f"{name} already has a drafter. Pass a model without one (del model.{DRAFTER_NAME}).")
     setattr(base_model_of(model), DRAFTER_NAME, drafter.to(head.weight.device, head.weight.dtype).requires_grad_(True))
     return drafter

@@ -1,4 +1,4 @@
-"""The loss of a drafter: divergence from the target's distribution, over the draft vocabulary, of all steps at once.
+"""Computes the loss of a drafter: the divergence from the target's distribution over the draft vocabulary.
 
 `LigerEagleTrainer` calls `drafter_loss` inside the call of the LM head, through `DeferredLogits.fused`.
 """
@@ -10,6 +10,18 @@ import torch
 from liger_trainer.eagle.drafter import EagleDrafter
 from liger_trainer.head.flat_rows import FlatRows
 from liger_triton import HeadsLoss, linear_heads_kl
+
+ALL_FROM = 0.95  # from this share of the tokens on, gathering them costs more than it saves
+
+
+def tokens_to_draft_from(valid: torch.Tensor) -> torch.Tensor | None:
+    """Return the tokens (n,) from which any step has something to learn, and None if they are nearly all.
+
+    `valid` is bool (K, T). The tokens of a prompt have nothing to learn from, and are half of the rows of many chats.
+    It waits for the device.
+    """
+    drafted = valid.any(0).nonzero()[:, 0]
+    return None if len(drafted) > ALL_FROM * valid.shape[1] else drafted
 
 
 def drafter_loss(
@@ -26,35 +38,37 @@ def drafter_loss(
     softcap: float | None,
     **_: Any,
 ) -> HeadsLoss:
-    """The losses of all K steps, summed over their rows. No logits of drafter or target exist beyond a few rows.
+    """Compute the losses of all K steps, summed over their rows. Only a few rows of logits exist at a time.
 
-    Row t of the target's hidden states predicts token t + 1, so that step k at t learns from row t + k: what
-    `linear_heads_kl` calls head k.
+    Row t of the target's hidden states predicts token t + 1, so step k at t learns from row t + k, as head k does in
+    `linear_heads_kl`.
 
     Args:
         drafter (`EagleDrafter`): Its parameters get gradients.
         rows (`FlatRows`): The real tokens of the batch.
         states (`torch.Tensor`): (T, 3 H), the hidden states that the drafter reads.
         embedding (`torch.Tensor`): (V, H).
-        recompute (`bool`): Compute each step again in the backward pass.
+        recompute (`bool`): Recompute each step in the backward pass.
         hidden, weight (`torch.Tensor`): The input (B, S, H) and the weight (V, H) of the LM head.
         target (`torch.Tensor`): (K, T) int64, ids of the target's vocabulary, -100 where there is nothing to guess.
-        row_weight (`torch.Tensor`): (K,) fp32, what a row of each step counts.
-        logit_scale, softcap (`float`): What the model does to its logits. Both have to be off.
+        row_weight (`torch.Tensor`): (K,) fp32, the weight of a row in each step.
+        logit_scale, softcap (`float`): The model's scaling and capping of logits. Both have to be off.
 
     Returns:
-        `HeadsLoss`: The loss, and for each step the sum of its divergences, the number of its targets that were its
-        first choice, and the number of its targets.
+        `HeadsLoss`: The loss, and for each step the sum of its divergences, the number of targets that were its first
+        choice, and the number of its targets.
 
     Raises:
-        ValueError: The model scales or caps its logits, which no server does for a drafter.
+        ValueError: The model scales or caps its logits. No server does that for a drafter.
     """
     if logit_scale != 1.0 or softcap is not None:
         done = f"scales its logits by {logit_scale}" if softcap is None else f"caps its logits at {softcap}"
         raise ValueError(f"The model {done}, and servers leave that out for a drafter. Use another model.")
-    outputs = drafter(states, embedding, rows, len(target), recompute)
-    given = target != -100
-    known = drafter.t2d[target.clamp(min=0)]
+    valid = (target != -100) & drafter.t2d[target.clamp(min=0)]
+    drafted = tokens_to_draft_from(valid)
+    outputs = drafter(states, embedding, rows, len(target), recompute, drafted)
+    if drafted is not None:
+        outputs = [x.new_zeros(len(states), x.shape[1]).index_copy(0, drafted, x) for x in outputs]
     draft_ids = drafter.t2d.cumsum(0) - 1
     teacher = weight if drafter.config.has_all_tokens else weight[drafter.target_ids]
     return linear_heads_kl(
@@ -62,7 +76,7 @@ def drafter_loss(
         drafter.lm_head.weight,
         rows.of(hidden),
         teacher,
-        given & known,
+        valid,
         row_weight=row_weight,
         target=draft_ids[target.clamp(min=0)].clamp(min=0),
     )

@@ -1,4 +1,4 @@
-"""What a drafter reads of its target: three hidden states, the last one, the embeddings and rows of the LM head."""
+"""Finds the parts of the target that a drafter reads: its decoder layers, its embeddings and its LM head."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,31 +10,31 @@ from liger_trainer.head.module import base_model_of, head_reason, innermost, out
 
 
 def text_config(model: nn.Module) -> Any:
-    """The config of the language model."""
+    """Return the config of the language model."""
     config: Any = base_model_of(model).config
     return config.get_text_config(decoder=True)
 
 
 def decoder_layers(model: nn.Module) -> nn.ModuleList:
-    """The decoder layers of a transformers or PEFT model. ValueError if they are not found."""
+    """Return the decoder layers of a transformers or PEFT model. ValueError if they are not found."""
     base: Any = base_model_of(model)
     layers = getattr(base.get_decoder(), "layers", None)
     depth = getattr(text_config(model), "num_hidden_layers", None)
     if not isinstance(layers, nn.ModuleList) or len(layers) != depth:
         raise ValueError(
-            f"{type(base).__name__} has no list `layers` of {depth} decoder layers, and a drafter reads their inputs. "
-            "EAGLE-3 drafters are for decoder-only models of transformers."
+            f"{type(base).__name__} has no list `layers` of {depth} decoder layers, but a drafter reads their inputs. "
+            "Use a decoder-only model of transformers."
         )
     return layers
 
 
 def default_layers(depth: int) -> tuple[int, int, int]:
-    """The hidden states that vLLM and SGLang give a drafter if its config names none. ValueError below 7 layers."""
+    """Return the hidden states that vLLM and SGLang use if the config names none. ValueError below 7 layers."""
     layers = (2, depth // 2, depth - 3)
     if depth < 7:
         raise ValueError(
-            f"eagle_layers is unset, which means {list(layers)} for a model of {depth} layers: not three hidden states "
-            f"in rising order. Set eagle_layers to three numbers from 0 to {depth - 1}."
+            f"eagle_layers is unset, which means {list(layers)} for a model of {depth} layers, but the numbers must "
+            f"rise. Set eagle_layers to three rising numbers from 0 to {depth - 1}."
         )
     return layers
 
@@ -45,12 +45,12 @@ def check_layers(layers: Sequence[int], depth: int) -> None:
     if len(layers) != 3 or not whole or not 0 <= layers[0] < layers[1] < layers[2] < depth:
         raise ValueError(
             f"eagle_layers is {list(layers)}; expected three rising numbers from 0 to {depth - 1}. Number i is the "
-            "hidden state that goes into layer i."
+            "input of layer i."
         )
 
 
 def lm_head_of(model: nn.Module) -> nn.Linear:
-    """The LM head. ValueError if it is not fused, or has a bias or an adapter, which a drafter would leave out."""
+    """Return the LM head. ValueError if it is not fused, or has a bias or an adapter, which a drafter cannot copy."""
     if (reason := head_reason(model)) is not None:
         raise ValueError(f"A drafter learns from the input and the weight of the LM head, but {reason}.")
     head: Any = innermost(output_head(model))
@@ -58,11 +58,11 @@ def lm_head_of(model: nn.Module) -> nn.Linear:
     if hasattr(head, "base_layer"):
         raise ValueError(f"The LM head of {name} has an adapter. Merge it into the model (merge_and_unload) first.")
     if head.bias is not None:
-        raise ValueError(f"The LM head of {name} has a bias, and drafters have none. Use a model without one.")
+        raise ValueError(f"The LM head of {name} has a bias, but drafters have none. Use a model without one.")
     return head
 
 
 def embedding_of(model: nn.Module) -> torch.Tensor:
-    """The weight (V, H) of the input embeddings."""
+    """Return the weight (V, H) of the input embeddings."""
     base: Any = base_model_of(model)
     return base.get_input_embeddings().weight

@@ -35,14 +35,14 @@ from liger_trainer.varlen.taps import tapped
 class LigerEagleTrainer(LigerSFTTrainer):
     """[`LigerSFTTrainer`] for an EAGLE-3 drafter: its data, packing and arguments, [`LigerEagleConfig`]'s loss.
 
-    The model is frozen. Only the logits of a few rows exist at any time, of the model and the drafter together. Once
-    the trainer is built, the drafter is the model's attribute `eagle_drafter`. Training and evaluation log
+    The model is frozen. Only a few rows of logits exist at any time, for the model and the drafter together. Once the
+    trainer is built, the drafter is the model's attribute `eagle_drafter`. Training and evaluation log
     `eagle_step{k}_loss` and `eagle_step{k}_accuracy` for each step k: means over all its targets since the last log, on
-    all ranks. An accuracy is that of the first choice, after the right tokens.
+    all ranks. The accuracy is the share of right first choices, given the right earlier tokens.
 
     `output_dir` and every checkpoint get the drafter, as `eagle_drafter/config.json` and
-    `eagle_drafter/model.safetensors`, which vLLM and SGLang load. The model stays as it was and is not saved again.
-    With `gradient_checkpointing`, each step of the drafter is computed again in the backward pass.
+    `eagle_drafter/model.safetensors`, which vLLM and SGLang load. The model does not change and is not saved again.
+    With `gradient_checkpointing`, each step of the drafter is recomputed in the backward pass.
 
     Args:
         model (`str` or [`~transformers.PreTrainedModel`]): The target.
@@ -71,7 +71,7 @@ class LigerEagleTrainer(LigerSFTTrainer):
 
     @property
     def _drafter(self) -> EagleDrafter:
-        """The drafter of the model, which it has once the trainer is built."""
+        """The model's drafter; it exists once the trainer is built."""
         return drafter_of(self.model)
 
     # What is trained
@@ -94,7 +94,7 @@ class LigerEagleTrainer(LigerSFTTrainer):
             return EagleDrafter.from_pretrained(args.eagle_init_from)
         config = fresh_config(self.model, args.eagle_draft_vocab_size, args.eagle_layers, args.eagle_intermediate_size)
         if self.train_dataset is None:
-            raise ValueError("train_dataset is None, and its labels are counted for the draft vocabulary. Pass it.")
+            raise ValueError("train_dataset is None, but its labels are counted for the draft vocabulary. Pass it.")
         counts = count_labels(self.train_dataset, self.data_collator, config.vocab_size)
         d2t, t2d = draft_vocabulary(counts, config.draft_vocab_size)
         share = float(counts[t2d].sum() / counts.sum().clamp(min=1))
@@ -111,7 +111,7 @@ class LigerEagleTrainer(LigerSFTTrainer):
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, Any]:
         if images := sorted(name for name in inputs if name.startswith(("pixel_values", "image_", "video_", "audio_"))):
-            raise ValueError(f"The batch has {images[0]}, and a drafter is trained on text. Remove rows with images.")
+            raise ValueError(f"The batch has {images[0]}, but a drafter is trained on text. Remove rows with images.")
         args, training = self.args, self.model.training
         rows = flat_rows(inputs)
         targets = flat_targets(inputs, rows, args.eagle_steps)
@@ -130,17 +130,18 @@ class LigerEagleTrainer(LigerSFTTrainer):
             return loss, model(**call)
 
     def _scores(self, run: Callable[[], Any], rows: FlatRows, targets: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The losses of one batch, computed inside the forward of the model. `run` calls the model's own forward.
+        """Compute the losses of one batch, inside the model's forward. `run` calls the model's own forward.
 
         Returns:
             `dict`: `loss` (), the sum of all losses, not yet divided by the number of labels. `sums` (3, K), fp32: for
             each step its unweighted losses, the targets that were its first choice, and its targets.
         """
         base, args = base_model_of(self.model), self.args
-        with as_served(base), tapped(self._target_layers, self._layers) as seen:
+        with as_served(base), tapped(self._target_layers, self._layers) as tapped_states:
             outputs = run()
-        if len(seen) != len(self._layers):
-            raise ValueError(f"{len(seen)} of the layers {list(self._layers)} were called; expected each of them once.")
+        if len(tapped_states) != len(self._layers):
+            called = len(tapped_states)
+            raise ValueError(f"{called} of the layers {list(self._layers)} were called; expected each of them once.")
         logits = outputs.logits
         if not isinstance(logits, DeferredLogits) or logits.is_materialized:
             raise ValueError(f"A drafter needs the input of the LM head, but {head_reason(self.model)}.")
@@ -149,7 +150,7 @@ class LigerEagleTrainer(LigerSFTTrainer):
             self._batch_loss,
             self._drafter,
             rows,
-            torch.cat([rows.of(x) for x in seen], -1),
+            torch.cat([rows.of(x) for x in tapped_states], -1),
             embedding_of(self.model),
             bool(args.gradient_checkpointing) and self.model.training,
             row_weight=torch.tensor(weights, device=logits.device),
@@ -166,7 +167,7 @@ class LigerEagleTrainer(LigerSFTTrainer):
         super().log(logs, start_time)
 
     def _mean_metrics(self, mode: str) -> dict[str, float]:
-        """Means over all rows since the last log, on all ranks. All ranks have to call this."""
+        """Return means over all rows since the last log, on all ranks. All ranks have to call this."""
         (losses, hits, rows), tokens = self._sums.take(mode, self.accelerator)
         if mode == "train":
             self._total_train_tokens += int(self.accelerator.reduce(tokens, "sum"))
@@ -187,7 +188,7 @@ class LigerEagleTrainer(LigerSFTTrainer):
         torch.save(self.args, os.path.join(output_dir, TRAINING_ARGS_NAME))
 
     def card_text(self) -> CardText | None:
-        """Leave out TRL's example: it would load a model from a folder that has a drafter alone."""
+        """Leave out TRL's example: it would load a model from a folder that only has a drafter."""
         return CardText(Path(self.model.config._name_or_path).name, quick_start=False)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:

@@ -1,7 +1,7 @@
-"""The draft vocabulary: the tokens that the answers in the data have most often.
+"""Chooses the draft vocabulary: the most frequent tokens in the answers of the data.
 
-Ids of the drafter are in the order of the target's. `d2t` (Vd,) int64 has the target's id minus the draft id, and `t2d`
-(V,) bool says which tokens of the target are in.
+Draft ids are in the order of the target's ids. `d2t` (Vd,) int64 is the target's id minus the draft id. `t2d` (V,) bool
+says which tokens of the target are in the draft vocabulary.
 """
 
 from collections.abc import Iterable
@@ -11,7 +11,7 @@ import torch
 
 
 def count_labels(rows: Iterable[dict[str, Any]], collate: Any, vocab_size: int, at_once: int = 64) -> torch.Tensor:
-    """Return how often each token is a label, int64 (V,): what `collate` leaves in `labels` of batches of `rows`."""
+    """Return how often each token is a label, int64 (V,), in the batches that `collate` makes of `rows`."""
     counts = torch.zeros(vocab_size, dtype=torch.int64)
     batch: list[dict[str, Any]] = []
 
@@ -30,7 +30,7 @@ def count_labels(rows: Iterable[dict[str, Any]], collate: Any, vocab_size: int, 
 
 
 def draft_vocabulary(counts: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (d2t, t2d) of the `size` most frequent tokens. Equally frequent ones: the lower id first.
+    """Return (d2t, t2d) of the `size` most frequent tokens. Of equally frequent tokens, the lower id comes first.
 
     Raises:
         ValueError: There are fewer tokens than `size`.

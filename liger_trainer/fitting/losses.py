@@ -17,8 +17,8 @@ def of_labels(model: Call, reference: Call | None, inputs: Inputs) -> torch.Tens
 
 def of_pairs(model: Call, reference: Call | None, inputs: Inputs) -> torch.Tensor:
     """Return a loss like DPO's, ORPO's and CPO's: one call for both sequences of each pair."""
-    chosen, rejected = _scores(model, reference, inputs).chunk(2)
-    return -F.logsigmoid(chosen - rejected).mean()
+    checkpointing, rejected = _scores(model, reference, inputs).chunk(2)
+    return -F.logsigmoid(checkpointing - rejected).mean()
 
 
 def of_answers(model: Call, reference: Call | None, inputs: Inputs) -> torch.Tensor:

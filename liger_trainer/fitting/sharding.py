@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from liger_trainer.fitting.hollow import Weight
+from liger_trainer.fitting.meta_model import Weight
 from liger_trainer.fitting.simulated_memory import SimulatedMemory
 
 

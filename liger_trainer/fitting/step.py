@@ -18,16 +18,16 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from liger_trainer.fitting.hollow import Shape, freed_by_fp8, on_meta, without_values
 from liger_trainer.fitting.images import RowImages, known_numbers
 from liger_trainer.fitting.losses import sequences, without_adapter
+from liger_trainer.fitting.meta_model import ModelSpec, freed_by_fp8, on_meta, without_values
 from liger_trainer.fitting.sharding import Sharding, Units
 from liger_trainer.fitting.simulated_memory import SimulatedMemory
 from liger_trainer.fp8.quantize_base import prepare_for_shards
 from liger_trainer.memory import switches
 from liger_trainer.memory.feature import AUTO
 from liger_trainer.memory.host_inputs import OPTION, HostInputs
-from liger_trainer.memory.memory import GIB, PinnedMemory
+from liger_trainer.memory.pinned_memory import GIB, PinnedMemory
 from liger_trainer.memory.planner import ActivationPlanner
 from liger_trainer.memory.summary import CheckpointingSummary
 from liger_trainer.trainers.optimizer_in_backward import step_alone
@@ -39,10 +39,10 @@ _WITHOUT_RANDOM_STATES = {"preserve_rng_state": False}  # nothing random is comp
 
 
 @dataclass
-class Job:
+class TrainSpec:
     """The settings of a training that decide its memory."""
 
-    shape: Shape
+    shape: ModelSpec
     loss: Callable[..., torch.Tensor]  # a function of `losses.py`
     optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer | int]  # int: the bytes of its states
     autocast: torch.dtype | None = None
@@ -82,20 +82,25 @@ class MemoryEstimate:
     step: int = 0  # the peak of the optimizer's step
     host: int = 0  # pinned memory of the host
     loaded: int = 0  # the weights as loaded, before the frozen base is quantized to FP8
-    chosen: CheckpointingSummary | None = None  # by `auto`
+    checkpointing: CheckpointingSummary | None = None  # by `auto`
 
     @property
     def peak(self) -> int:
         return max(self.micro_batch, self.step, self.loaded)
 
 
-def need(
-    job: Job, rows: int, length: int, checkpointing: bool | str, memory_bytes: int, like: MemoryEstimate | None = None
+def estimate_memory(
+    job: TrainSpec,
+    rows: int,
+    length: int,
+    checkpointing: bool | str,
+    memory_bytes: int,
+    like: MemoryEstimate | None = None,
 ) -> MemoryEstimate:
     """Estimate the memory of steps with micro-batches of `rows` x `length` tokens.
 
     Args:
-        job (`Job`): The training.
+        job (`TrainSpec`): The training.
         rows (`int`), length (`int`): Size of a micro-batch. A row of pairs has two sequences of `length`.
         checkpointing (`bool` or `"auto"`): The option `activation_checkpointing`.
         memory_bytes (`int`): Memory of the GPU, for the choice of `auto`.
@@ -122,7 +127,7 @@ def need(
 
 
 class _Simulation:
-    def __init__(self, job: Job, model: nn.Module, reference: nn.Module | None, memory: SimulatedMemory):
+    def __init__(self, job: TrainSpec, model: nn.Module, reference: nn.Module | None, memory: SimulatedMemory):
         self.job = job
         self.model = model
         self.memory = memory
@@ -175,36 +180,38 @@ class _Simulation:
 
     def steps(self, rows: int, length: int, checkpointing: bool | str, like: MemoryEstimate | None) -> MemoryEstimate:
         """Run the steps and return the estimate. With `like`, run one micro-batch without an optimizer step."""
-        need = self.need
+        estimate_memory = self.need
         memory = self.memory
         planner = None
         if checkpointing == AUTO:
             planner = ActivationPlanner(memory, self.job.budget, warm=True)
-            need.chosen = planner.summary
+            estimate_memory.checkpointing = planner.summary
         with memory:
             memory.count(self.existing)
-            memory.add(need.weights + need.others + need.reference - memory.allocated())
+            memory.add(
+                estimate_memory.weights + estimate_memory.others + estimate_memory.reference - memory.allocated()
+            )
             # The first step creates the optimizer states. auto measures in the second and chooses in the third.
             if self.job.in_backward:
                 for weight in self.masters:
                     weight.grad = torch.empty_like(weight)
                 self._optimize()  # creates the states now; in backward they would come one by one
             elif like is not None:
-                need.states = like.states
-                memory.add(need.states)
+                estimate_memory.states = like.states
+                memory.add(estimate_memory.states)
             steps = 3 if planner else 2
             if like is not None:
-                need.step = like.step
+                estimate_memory.step = like.step
                 self._micro_batches(rows, length, planner)
                 steps = 0
             for _ in range(steps):
                 self._micro_batches(rows, length, planner)
                 self.memory.highest = self.memory.allocated()
                 self._optimize()
-                need.step = self.memory.highest
+                estimate_memory.step = self.memory.highest
         if planner is not None:
             planner.end()
-        return need
+        return estimate_memory
 
     def _micro_batches(self, rows: int, length: int, planner: ActivationPlanner | None) -> None:
         for _ in range(2 if self.job.accumulates else 1):

@@ -75,7 +75,7 @@ class Fp8Trainer(FeatureTrainer, Protocol):
 class Fp8(Feature[Fp8Arguments, Fp8Trainer]):
     """Sets up `fp8` for a trained model or for a frozen base."""
 
-    def settle(self, args: Fp8Arguments) -> None:
+    def resolve(self, args: Fp8Arguments) -> None:
         """Turn fp8 on if a launcher asks for it and `bf16` is unset."""
         if not isinstance(args.fp8, bool):
             raise ValueError(f"fp8 is {args.fp8!r}; expected true or false.")

@@ -46,7 +46,7 @@ class FrozenFP8Module(nn.Module):
     """A module with frozen FP8 weights. Each weight is stored as `bits` (..., K), uint8, and `scale` (...), fp32.
 
     Both are parameters without a gradient. Converting the model does not change them. They are not buffers because DDP
-    broadcasts buffers in every forward. After `hold_words` the same bytes are bf16: (..., K / 2) and (..., 2).
+    broadcasts buffers in every forward. After `view_as_bf16` the same bytes are bf16: (..., K / 2) and (..., 2).
     A state dict has the bits under the name of the weight.
 
     Attributes:
@@ -57,7 +57,7 @@ class FrozenFP8Module(nn.Module):
     weights: dict[str, tuple[str, str]]
     compute_dtype: torch.dtype
 
-    def hold_words(self) -> None:
+    def view_as_bf16(self) -> None:
         """View bits and scales as bf16. FSDP2 then shards them by the first dimension and gathers them unchanged.
 
         From then on the state dict has the names of the parameters: torch's distributed checkpoints go by these.
@@ -65,8 +65,8 @@ class FrozenFP8Module(nn.Module):
         for names in self.weights.values():
             bits, scale = map(self.get_parameter, names)
             if bits.dtype == _CODES:
-                words = (bits.detach().view(_WORDS), scale.detach().view(len(scale), -1).view(_WORDS))
-                for name, tensor in zip(names, words, strict=True):
+                views = (bits.detach().view(_WORDS), scale.detach().view(len(scale), -1).view(_WORDS))
+                for name, tensor in zip(names, views, strict=True):
                     self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
 
     def stored(self, weight: str) -> tuple[torch.Tensor, torch.Tensor]:

@@ -18,7 +18,7 @@ from liger_trainer.fp8.frozen_layer import FrozenFloat8Linear, FrozenFP8Module
 from liger_trainer.head.module import base_model_of, modules_called_by, output_head
 from liger_trainer.patching.core.binding import own_class
 from liger_trainer.patching.core.hooks import HOOK_DICTS
-from liger_trainer.patching.core.kind import names_of, slot_of
+from liger_trainer.patching.core.pattern import names_of, slot_of
 from liger_trainer.patching.core.report import OperationReport
 from liger_triton.float8_cast import MULTIPLE
 
@@ -88,7 +88,7 @@ def prepare_for_shards(model: nn.Module) -> None:
     """Store the FP8 weights of `model` in the dtype that FSDP2 can shard."""
     for module in base_model_of(model).modules():
         if isinstance(module, FrozenFP8Module):
-            module.hold_words()
+            module.view_as_bf16()
 
 
 def quantized_before(model: nn.Module) -> OperationReport:
@@ -100,7 +100,7 @@ def quantized_before(model: nn.Module) -> OperationReport:
     return report
 
 
-def _is(module: nn.Module, names: tuple[str, str]) -> bool:
+def _has_class(module: nn.Module, names: tuple[str, str]) -> bool:
     return any(names_of(cls) == names for cls in type(module).__mro__)
 
 
@@ -124,9 +124,9 @@ def _linear_layers(base: nn.Module) -> dict[str, list[nn.Module]]:
 def _is_of_adapter(chain: list[nn.Module], parts: list[str]) -> bool:
     """Return whether a module belongs to PEFT instead of the base, by its ancestors and the parts of its name."""
     for ancestor, child in zip(chain, parts, strict=True):
-        if _is(ancestor, _LAYER) and child != "base_layer":
+        if _has_class(ancestor, _LAYER) and child != "base_layer":
             return True
-        if _is(ancestor, _WRAPPER) and child != "original_module":
+        if _has_class(ancestor, _WRAPPER) and child != "original_module":
             return True
     return False
 
@@ -134,7 +134,7 @@ def _is_of_adapter(chain: list[nn.Module], parts: list[str]) -> bool:
 def _block_reason(chain: list[nn.Module], block: nn.Module, owners: Counter) -> str | None:
     """Return why a block of experts is not quantized, or None if it can be."""
     weights = [block._parameters[name] for name in WEIGHTS]
-    if any(_is(ancestor, _LAYER) for ancestor in chain):
+    if any(_has_class(ancestor, _LAYER) for ancestor in chain):
         return "PEFT adapts its weights, and PEFT's code needs them in 16-bit"
     if any(owners[id(weight)] > 1 for weight in weights):
         return "its weights are shared with another module"
@@ -143,7 +143,7 @@ def _block_reason(chain: list[nn.Module], block: nn.Module, owners: Counter) -> 
 
 def _weights_reason(chain: list[nn.Module], module: nn.Module, weights: list) -> str | None:
     """Return why the `weights` of `module` are not quantized, or None if they can be."""
-    if any(_is(ancestor, _WRAPPER) for ancestor in chain):
+    if any(_has_class(ancestor, _WRAPPER) for ancestor in chain):
         return "modules_to_save has a trained copy of it"
     for weight in weights:
         if type(weight) is not nn.Parameter:
@@ -167,7 +167,7 @@ def _layer_reason(name: str, chain: list[nn.Module], linear: nn.Linear) -> str |
     if reason is not None:
         return reason
     parent = chain[-1]
-    peft_layers = [module for module in chain if _is(module, _LAYER)]
+    peft_layers = [module for module in chain if _has_class(module, _LAYER)]
     if peft_layers and (peft_layers != [parent] or names_of(own_class(parent)) != _LORA):
         return f"PEFT's {'.'.join(names_of(own_class(peft_layers[0])))} has its own code for it"
     if peft_layers:  # the layer is `base_layer` of a LoRA, which has its name and its place in the model

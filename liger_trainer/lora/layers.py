@@ -16,25 +16,25 @@ import torch
 from torch import nn
 
 from liger_trainer.fp8.frozen_layer import FrozenFloat8Linear
-from liger_trainer.head.module import CaptureBinding
+from liger_trainer.head.module import InterceptBinding
 from liger_trainer.lora.peft_state import (
     LoraAdapter,
     Tensors,
-    active_parts,
+    active_adapters,
+    apply_dropout_mask,
     called_by,
-    computes,
     is_base,
     is_plain,
     is_quantized,
+    matches_peft,
     tensors_of,
-    without_dropped,
 )
-from liger_trainer.lora.quantized_bases import kind_of, library_of
+from liger_trainer.lora.quantized_bases import library_of, quantized_class
 from liger_trainer.patching.core import probe
 from liger_trainer.patching.core.binding import Binding, is_bound, own_class
 from liger_trainer.patching.core.guards import code_guards_of
 from liger_trainer.patching.core.hooks import has_hooks, hook_on
-from liger_trainer.patching.core.kind import Kind, Proof, names_of
+from liger_trainer.patching.core.pattern import PatchPattern, Proof, names_of
 from liger_triton import lora_linear
 
 _CLASS = ("peft.tuners.lora.layer", "Linear")
@@ -60,12 +60,12 @@ class LoRA:
     form: str = ""
 
     def __str__(self) -> str:
-        words = ["linear"]
+        parts = ["linear"]
         if self.form:
-            words.append(self.form)
+            parts.append(self.form)
         if self.bias:
-            words.append("with bias")
-        return f"{' '.join(words)} + {', '.join(self.adapters)}"
+            parts.append("with bias")
+        return f"{' '.join(parts)} + {', '.join(self.adapters)}"
 
 
 def is_candidate(module: nn.Module) -> bool:
@@ -84,10 +84,10 @@ def _hook_reason(modules: list[nn.Module]) -> str | None:
     for module in modules:
         if not has_hooks(module) and "forward" not in module.__dict__:
             continue
-        attached = hook_on(module, CaptureBinding.of(module))
+        attached = hook_on(module, InterceptBinding.of(module))
         if attached is not None:
             return f"{attached} on a part of the layer would not be called"
-        if has_hooks(module) or CaptureBinding.of(module) is None:
+        if has_hooks(module) or InterceptBinding.of(module) is None:
             return "hooks gather the weights of a part of the layer when that part is called"
     return None
 
@@ -106,7 +106,7 @@ def why_not(layer: nn.Module) -> str | None:
     reason = None if library is None else library.why_not(base)
     if reason is not None:
         return reason
-    adapters = active_parts(layer)
+    adapters = active_adapters(layer)
     if adapters is None:
         return _hook_reason([base])
     if any(adapter.b.bias is not None for adapter in adapters):
@@ -132,7 +132,7 @@ def prove(layer: nn.Module) -> tuple[Proof | None, str | None]:
         form = "in fp8"
     elif library is not None:
         widths = library.widths
-        form = kind_of(base).__name__
+        form = quantized_class(base).__name__
     proven = LoRA(tuple(layer._modules["lora_A"]._modules), base.bias is not None, form)
     for training in (True, False):
         for dtype, rtol in ((torch.float32, probe.FP32_RTOL), (torch.bfloat16, 0.02)):
@@ -142,7 +142,7 @@ def prove(layer: nn.Module) -> tuple[Proof | None, str | None]:
                 copy = _small_copy(layer, source, dtype, widths)
                 probe.set_training(copy, training)
                 results.append(probe.trained(run, copy, widths, source, dtype))
-            if not all(probe.same(got, want, rtol) for got, want in zip(*results, strict=True)):
+            if not all(probe.allclose_to_max(got, want, rtol) for got, want in zip(*results, strict=True)):
                 return None, "it is not x W^T + b + the sum of s (x A^T) B^T"
     return Proof("lora", proven, forward), None
 
@@ -175,12 +175,12 @@ def _small_copy(layer: nn.Module, source: torch.Generator, dtype: torch.dtype, w
 
 def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     """Run the fused function if the call is large enough for it, else PEFT's forward."""
-    if args or kwargs or not _pays(x) or torch.compiler.is_compiling():
+    if args or kwargs or not _is_large_enough(x) or torch.compiler.is_compiling():
         return type(self).forward(self, x, *args, **kwargs)
     return fused(self, x)
 
 
-def _pays(x: torch.Tensor) -> bool:
+def _is_large_enough(x: torch.Tensor) -> bool:
     return x.ndim > 0 and (torch.is_autocast_enabled(x.device.type) or x.numel() * x.shape[-1] >= LEAST_WORK)
 
 
@@ -188,13 +188,13 @@ def _plain_adapters(
     layer: nn.Module, x: torch.Tensor, width: int | None = None
 ) -> tuple[list[LoraAdapter] | None, str | None]:
     """Return (adapters, None), or (None, reason). The reason is None if only this call must run PEFT's code."""
-    adapters = active_parts(layer)
+    adapters = active_adapters(layer)
     if adapters is None or not is_plain(layer, adapters):
         return None, None
     reason = _hook_reason(called_by(layer, adapters))
     if reason is not None:
         return None, reason
-    if not computes(x, layer._modules["base_layer"], adapters, width):
+    if not matches_peft(x, layer._modules["base_layer"], adapters, width):
         return None, None
     return adapters, None
 
@@ -204,12 +204,12 @@ def fused(self, x: torch.Tensor) -> torch.Tensor:
     adapters, reason = _plain_adapters(self, x)
     binding = Binding.of(self)
     if reason is not None and binding is not None:
-        binding.step_aside(reason)
+        binding.fall_back(reason)
     lora_input = None
     if adapters is not None and any([adapter.drops() for adapter in adapters]):
         # PEFT draws one mask per adapter, but the function takes one input. With p = 1 the scaling would be infinite.
         if len(adapters) == 1 and adapters[0].dropout.p != 1:
-            lora_input, adapters = without_dropped(x, adapters[0])
+            lora_input, adapters = apply_dropout_mask(x, adapters[0])
         else:
             adapters = None
     if adapters is None:
@@ -219,19 +219,19 @@ def fused(self, x: torch.Tensor) -> torch.Tensor:
     return lora_linear(x, weight, bias, lora=lora, lora_input=lora_input)
 
 
-def tensors_now(module: nn.Module, x: torch.Tensor, width: int | None = None) -> Tensors | None:
+def current_tensors(module: nn.Module, x: torch.Tensor, width: int | None = None) -> Tensors | None:
     """Return (weight, bias, adapter or None) of a linear layer or a swapped LoRA, for code that does not call it.
 
     Return None if a call now would not be the plain sum of their products, if a user's hook would see the call, or if
     the call is too small. `width` replaces the last dimension of `x` in these checks.
     """
-    if has_hooks(module) or not _pays(x):
+    if has_hooks(module) or not _is_large_enough(x):
         return None
     if type(module) is nn.Linear or is_quantized(module):
-        plain = "forward" not in module.__dict__ and is_base(module) and computes(x, module, [], width)
+        plain = "forward" not in module.__dict__ and is_base(module) and matches_peft(x, module, [], width)
         return tensors_of(module, [], x) if plain else None
     binding = Binding.of(module)
-    if binding is None or binding.function is not forward or binding.aside or not is_bound(module, binding):
+    if binding is None or binding.function is not forward or binding.fallback_active or not is_bound(module, binding):
         return None
     adapters, _ = _plain_adapters(module, x, width)
     if adapters is None or any([adapter.drops() for adapter in adapters]):
@@ -243,4 +243,4 @@ def _guards(module: nn.Module) -> Any:
     return code_guards_of(own_class(module), nn.Linear, nn.Dropout, own_class(module._modules["base_layer"]))
 
 
-KIND = Kind(is_candidate, prove, lambda module: "lora", why_not=why_not, guards=_guards)
+PATTERN = PatchPattern(is_candidate, prove, lambda module: "lora", why_not=why_not, guards=_guards)

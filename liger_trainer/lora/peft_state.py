@@ -13,7 +13,7 @@ from torch import nn
 from liger_trainer.fp8.frozen_layer import FrozenFloat8Linear
 from liger_trainer.lora.quantized_bases import library_of, weight_of
 from liger_trainer.patching.core.guards import linear_is_torchs
-from liger_trainer.patching.core.kind import PLAIN_TENSORS
+from liger_trainer.patching.core.pattern import PLAIN_TENSORS
 from liger_triton.lora_linear import Weight
 
 Tensors: TypeAlias = tuple[Weight, torch.Tensor | None, tuple[torch.Tensor, torch.Tensor, float] | None]
@@ -34,7 +34,7 @@ class LoraAdapter(NamedTuple):
         return type(self.dropout) is nn.Dropout and self.dropout.training and self.dropout.p > 0
 
 
-def active_parts(layer: nn.Module) -> list[LoraAdapter] | None:
+def active_adapters(layer: nn.Module) -> list[LoraAdapter] | None:
     """Return the adapters that `layer` adds to its base, or None if it computes anything but that sum."""
     state = layer.__dict__
     if state["_disable_adapters"] or state["merged_adapters"] or not state.get("cast_input_dtype_enabled", True):
@@ -104,7 +104,7 @@ def is_plain(layer: nn.Module, adapters: list[LoraAdapter]) -> bool:
     return True
 
 
-def computes(x: torch.Tensor, base: nn.Module, adapters: list[LoraAdapter], width: int | None = None) -> bool:
+def matches_peft(x: torch.Tensor, base: nn.Module, adapters: list[LoraAdapter], width: int | None = None) -> bool:
     """Return whether the fused function computes what PEFT's code computes for `x`.
 
     `width` replaces the last dimension of `x`. If shapes or dtypes do not fit, PEFT's code runs, so its error appears.
@@ -133,7 +133,7 @@ def computes(x: torch.Tensor, base: nn.Module, adapters: list[LoraAdapter], widt
     return dtype in _KNOWN_DTYPES and dtype != torch.float64 and weight.device == device
 
 
-def without_dropped(x: torch.Tensor, adapter: LoraAdapter) -> tuple[torch.Tensor, list[LoraAdapter]]:
+def apply_dropout_mask(x: torch.Tensor, adapter: LoraAdapter) -> tuple[torch.Tensor, list[LoraAdapter]]:
     """Return x with the zeros of the adapter's dropout, and the adapter with its scaling divided by 1 - p.
 
     The dropout module draws the mask, so the random state advances as in PEFT. The factor 1 / (1 - p) goes into the
@@ -157,4 +157,4 @@ def tensors_of(base: nn.Module, adapters: list[LoraAdapter], x: torch.Tensor) ->
         a = torch.cat([adapter.a.weight for adapter in adapters])
         scaled_b = torch.cat([adapter.scaling * adapter.b.weight for adapter in adapters], 1)
         lora = (a, scaled_b, 1.0)
-    return weight, bias, lora  # type: ignore[return-value]  # `computes` has checked that the weight is not None
+    return weight, bias, lora  # type: ignore[return-value]  # `matches_peft` has checked that the weight is not None

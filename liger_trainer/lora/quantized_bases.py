@@ -17,7 +17,7 @@ from torch import nn
 from torch._subclasses import FakeTensor
 
 from liger_trainer.patching.core.hooks import home
-from liger_trainer.patching.core.kind import names_of
+from liger_trainer.patching.core.pattern import names_of
 from liger_triton.dequantize import Nested, PackedWeight, dequantize_4bit
 
 
@@ -39,14 +39,14 @@ class Library(NamedTuple):
     widths: tuple[int, int] = (64, 32)
 
 
-def kind_of(layer: nn.Module) -> type:
+def quantized_class(layer: nn.Module) -> type:
     """Return the class that names the library: torchao replaces the weight of an `nn.Linear`, others the layer."""
     return type(layer._parameters.get("weight")) if type(layer) is nn.Linear else type(layer)
 
 
 def library_of(layer: nn.Module) -> Library | None:
     """Return the readers for `layer`, or None if its library is unknown or its forward was replaced."""
-    library = _LIBRARIES.get(names_of(kind_of(layer)))
+    library = _LIBRARIES.get(names_of(quantized_class(layer)))
     if library is None or home(type(layer).forward) != type(layer).__module__:
         return None
     return library

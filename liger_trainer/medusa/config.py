@@ -11,7 +11,7 @@ from liger_trainer.trainers.sft_trainer import LigerSFTConfig
 
 
 def schedule_of(name: str) -> Callable[[float], float]:
-    """The weight of the heads, from 0 to 1, as a function of s, the share of the training steps done.
+    """Return the weight of the heads, from 0 to 1, as a function of s, the share of training steps done.
 
     `constant`: 1. `linear`: s. `sine`: sin(pi / 2 * s). `sine_R`: sin(pi / 2 * min(s / R, 1)).
 
@@ -51,7 +51,7 @@ class LigerMedusaConfig(LigerSFTConfig):
     medusa_tied: bool = field(
         default=True,
         metadata={
-            "help": "True: all heads project with the LM head of the model. False: each trains a copy of it, of "
+            "help": "True: all heads project with the LM head of the model. False: each trains its own copy, with "
             "vocabulary x hidden size parameters."
         },
     )
@@ -63,7 +63,7 @@ class LigerMedusaConfig(LigerSFTConfig):
         default="hard",
         metadata={
             "help": "'hard': cross-entropy with the labels. 'soft': Kullback-Leibler divergence from the model's own "
-            "distribution for the same token, at the places that have a label."
+            "distribution for the same token, at positions with a label."
         },
     )
     medusa_decay: float = field(
@@ -83,13 +83,12 @@ class LigerMedusaConfig(LigerSFTConfig):
     medusa_lr_multiplier: float | None = field(
         default=None,
         metadata={
-            "help": "Learning rate of every parameter of the heads, in units of learning_rate. Unset: 1 in stage 1, 4 "
-            "in stage 2."
+            "help": "Learning rate of the heads, as a multiple of learning_rate. Unset: 1 in stage 1, 4 in stage 2."
         },
     )
     medusa_init_heads_from: str | None = field(
         default=None,
-        metadata={"help": "Output directory of an earlier Medusa training, whose heads are trained further."},
+        metadata={"help": "Train these heads further: the output directory of an earlier Medusa training."},
     )
 
     def __post_init__(self) -> None:
@@ -111,4 +110,4 @@ class LigerMedusaConfig(LigerSFTConfig):
         schedule_of(self.medusa_schedule)
 
 
-MedusaConfig = LigerMedusaConfig  # the old name, which stands in saved training_args.bin too
+MedusaConfig = LigerMedusaConfig  # the old name; saved training_args.bin refer to it

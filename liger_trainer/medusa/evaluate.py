@@ -1,8 +1,9 @@
 """Measures Medusa heads on the greedy text of their own model.
 
-With y the greedy text and t a position in it, head k is right where its argmax at t is y[t + k + 1]. The acceptance
-length is the number of tokens that a forward pass of a decoder yields, and one teacher-forced pass over the text tells
-it: walk the text as a decoder would; if at t the first a heads are right and the next one is not, go on at t + a + 1.
+With y the greedy text and t a position in it, head k is right if its argmax at t is y[t + k + 1]. The acceptance length
+is the number of tokens that one forward pass of a decoder yields. One teacher-forced pass over the text is enough to
+compute it: walk the text as a decoder would, and if the first a heads at t are right and the next is not, go on at
+t + a + 1.
 """
 
 from collections.abc import Sequence
@@ -21,9 +22,9 @@ class MedusaReport:
     """The result of `evaluate`. Its `str()` is a table.
 
     Attributes:
-        accuracy: For each head, the share of positions whose token is its first choice.
-        accepted: For each head, how often its guess was accepted where all heads before it were right.
-        chain: Tokens per forward pass, without the pass over the prompt and its token. It is 1 without heads.
+        accuracy: For each head, the share of positions with a right first choice.
+        accepted: For each head, the share of its guesses that were accepted when all heads before it were right.
+        tokens_per_pass: Tokens per forward pass, without the pass over the prompt and its token. It is 1 without heads.
     """
 
     heads: dict
@@ -31,7 +32,7 @@ class MedusaReport:
     tokens: int
     accuracy: list[float]
     accepted: list[float | None]
-    chain: float
+    tokens_per_pass: float
 
     def __str__(self) -> str:
         kind = "tied" if self.heads["medusa_tied"] else "untied"
@@ -42,24 +43,29 @@ class MedusaReport:
         ]
         for k, (right, accepted) in enumerate(zip(self.accuracy, self.accepted, strict=True), 1):
             lines.append(f"  {k:<6} {right:.3f}      {'-' if accepted is None else f'{accepted:.3f}'}")
-        return "\n".join([*lines, f"  tokens per forward pass  {self.chain:.3f}  (1 without heads)"])
+        return "\n".join([*lines, f"  tokens per forward pass  {self.tokens_per_pass:.3f}  (1 without heads)"])
 
 
 @torch.no_grad()
 def evaluate(
-    model: PreTrainedModel, heads: MedusaHeads, prompts: Sequence[list[int]], ends: set[int], *,
-    max_new_tokens: int = 128, batch_size: int = 16,
-) -> MedusaReport:  # fmt: skip
+    model: PreTrainedModel,
+    heads: MedusaHeads,
+    prompts: Sequence[list[int]],
+    ends: set[int],
+    *,
+    max_new_tokens: int = 128,
+    batch_size: int = 16,
+) -> MedusaReport:
     """Return accuracy and acceptance length of `heads` on the greedy text of `model`.
 
     Args:
-        model (`PreTrainedModel`): Its mode is put back afterwards.
+        model (`PreTrainedModel`): Its training mode is restored afterwards.
         heads (`MedusaHeads`): On the device of the LM head and in its dtype, attached to the model or not.
         prompts, ends: Token ids of each prompt; tokens that end a text, as `end_tokens` gives them.
         max_new_tokens, batch_size (`int`): Length at which a greedy text is cut; prompts answered at once.
 
     Raises:
-        ValueError: No text has two tokens, so that there is nothing to guess.
+        ValueError: No text has two tokens, so there is nothing to guess.
     """
     training = model.training
     model.eval()
@@ -71,24 +77,26 @@ def evaluate(
     finally:
         model.train(training)
     if not rows:
-        raise ValueError(f"The model ends all {len(prompts)} texts after one token: there is nothing to guess.")
-    chain, accepted = walk(rows)
+        raise ValueError(
+            f"The model ends all {len(prompts)} texts after one token, so there is nothing to guess. Use other prompts."
+        )
+    tokens_per_pass, accepted = simulate_decoding(rows)
     return MedusaReport(
         heads=heads.config.to_dict(),
         rows=len(prompts),
         tokens=sum(map(len, texts)),
         accuracy=[float((right == 1).sum() / (right >= 0).sum().clamp(min=1)) for right in torch.cat(rows, dim=1)],
         accepted=accepted,
-        chain=chain,
+        tokens_per_pass=tokens_per_pass,
     )
 
 
 def right_guesses(model: PreTrainedModel, heads: MedusaHeads, prompt: list[int], text: list[int]) -> torch.Tensor:
-    """Return whether each head guesses the right token, in one forward pass over prompt and text.
+    """Compute which guesses of each head are right, in one forward pass over prompt and text.
 
     Returns:
         `torch.Tensor`: (K, n - 1) int64 on the CPU, for a text of n tokens. Row k, column i is 1 if head k + 1 guesses
-        `text[i + k + 1]` at the position whose next token is `text[i]`, 0 if not, and -1 if the text has ended.
+        `text[i + k + 1]` at the position before `text[i]`, 0 if not, and -1 if the text has ended.
     """
     head, target = innermost(output_head(model)), torch.tensor(text, device=model.device)
     inputs: list[torch.Tensor] = []
@@ -99,25 +107,33 @@ def right_guesses(model: PreTrainedModel, heads: MedusaHeads, prompt: list[int],
         hook.remove()
     hidden = inputs[0][0, len(prompt) - 1 : -2]  # (n - 1, H): the last two positions have nothing to guess in the text
     right = torch.full((len(heads), len(text) - 1), -1)
-    for k, own in enumerate(heads):
+    for k, medusa_head in enumerate(heads):
         wanted = target[k + 1 :]
-        logits = (own.lm_head or head)(own(hidden[: len(wanted)]))  # (n - 1 - k, V), of one head at a time
+        logits = (medusa_head.lm_head or head)(
+            medusa_head(hidden[: len(wanted)])
+        )  # (n - 1 - k, V), of one head at a time
         right[k, : len(wanted)] = (logits.argmax(-1) == wanted).cpu()
     return right
 
 
-def walk(rows: list[torch.Tensor]) -> tuple[float, list[float | None]]:
-    """Return the tokens per forward pass, and how often each head was accepted where it was reached; None: never.
+def simulate_decoding(rows: list[torch.Tensor]) -> tuple[float, list[float | None]]:
+    """Walk texts as a decoder would. Return tokens per forward pass, and each head's acceptance rate (None: not used).
 
     `rows` has the result of `right_guesses` for each text.
     """
     num_heads = rows[0].shape[0]
-    reached, accepted, passes, tokens = [0] * num_heads, [0] * num_heads, 0, 0
+    reached = [0] * num_heads
+    accepted = [0] * num_heads
+    passes = 0
+    tokens = 0
     for guesses in rows:
-        columns, at = guesses.T.tolist(), 0
+        columns = guesses.T.tolist()
         tokens += len(columns)  # the first token of a text comes from the pass over the prompt
+        at = 0
         while at < len(columns):
-            guessed, passes, at = columns[at], passes + 1, at + 1  # each pass yields the model's own token
+            guessed = columns[at]
+            passes += 1
+            at += 1  # each pass yields the model's own token
             for k, right in enumerate(guessed):
                 if right < 0:  # past the end of the text
                     break

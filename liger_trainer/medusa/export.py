@@ -1,9 +1,9 @@
-"""Writes heads to a directory that FasterDecoding, TGI and vLLM (up to 0.32) all read.
+"""Exports heads to a directory that FasterDecoding, TGI and vLLM (up to 0.32) can all read.
 
 medusa_lm_head.safetensors  {k}.{l}.linear.weight, {k}.{l}.linear.bias, untied heads {k}.{L}.weight; k, l from 0
-lm_head.safetensors         tied heads only: lm_head.weight (V, H), which vLLM reads from the head directory. It has
-                            a file of its own, since TGI refuses a head file with a name that the model has too.
-config.json                 the keys of all three; no `architectures`, which TGI takes for another kind of draft
+lm_head.safetensors         tied heads only: lm_head.weight (V, H), which vLLM reads from the head directory. It is a
+                            separate file, since TGI rejects a head file that has a name of the model too.
+config.json                 the keys of all three; no `architectures`, which TGI reads as another kind of draft
 """
 
 import os
@@ -21,30 +21,33 @@ load_heads = MedusaHeads.from_pretrained
 
 
 def export_heads(
-    heads: MedusaHeads, output: str, base_model: str, lm_head: nn.Module | None = None,
+    heads: MedusaHeads,
+    output: str,
+    base_model: str,
+    lm_head: nn.Module | None = None,
     dtype: torch.dtype | None = None,
-) -> str:  # fmt: skip
+) -> str:
     """Write a head directory for servers, and return its path.
 
     Args:
         heads (`MedusaHeads`): Trained heads.
         output (`str`): The directory, which must be empty or not exist.
-        base_model (`str`): Path or name of the model that is served with them, by which TGI finds it.
+        base_model (`str`): Path or name of the served model. TGI loads it by this name.
         lm_head (`nn.Linear`, *optional*): The LM head of that model. Tied heads need it.
-        dtype (`torch.dtype`, *optional*): The dtype of the tensors in the files. Unset: the one that they have.
+        dtype (`torch.dtype`, *optional*): The dtype of the tensors in the files. Unset: unchanged.
 
     Raises:
-        ValueError: `output` is not empty, or servers would not compute what these heads do: tied heads on an LM head
-            with a bias or an adapter.
+        ValueError: `output` is not empty, or servers would compute something else: tied heads on an LM head with a
+            bias or an adapter.
     """
     config = heads.config
     if os.path.isdir(output) and os.listdir(output):
         raise ValueError(f"output is {output!r}, which is not empty; servers read every file there. Give a new one.")
-    if config.tied and (reason := _why_not_tied(heads, lm_head)) is not None:
+    if config.tied and (reason := _tied_head_reason(heads, lm_head)) is not None:
         raise ValueError(reason)
     tensors = {name: t.detach().to("cpu", dtype).contiguous() for name, t in heads.state_dict().items()}
-    # No further key may have "num" and "heads", or "num" and "layers", in its name: vLLM takes any such key for the
-    # number of heads or layers. By default (medusa_fc_bias: false) vLLM silently drops the biases.
+    # No other key may have "num" and "heads", or "num" and "layers", in its name: vLLM reads any such key as the number
+    # of heads or layers. By default (medusa_fc_bias: false) vLLM silently drops the biases.
     values = config.to_dict() | {
         "base_model_name_or_path": base_model,
         "model_type": "medusa",
@@ -59,41 +62,41 @@ def export_heads(
     return output
 
 
-def _why_not_tied(heads: MedusaHeads, lm_head: nn.Module | None) -> str | None:
+def _tied_head_reason(heads: MedusaHeads, lm_head: nn.Module | None) -> str | None:
     config = heads.config
     if lm_head is None:
-        return "lm_head is None; the heads are tied, and vLLM reads the LM head from their directory. Pass lm_head."
+        return "lm_head is None, but the heads are tied and vLLM reads the LM head from their directory. Pass lm_head."
     if hasattr(lm_head, "base_layer"):
         return "The LM head has an adapter. Merge it into the model (merge_and_unload), save that, and export with it."
     if lm_head.bias is not None:
-        return "The LM head has a bias, which TGI and vLLM leave out. Train heads with medusa_tied: false."
+        return "The LM head has a bias, which TGI and vLLM ignore. Train heads with medusa_tied: false."
     if tuple(lm_head.weight.shape) != (config.vocab_size, config.hidden_size):
         return (
-            f"The LM head of the model is {tuple(lm_head.weight.shape)}, the heads were trained on "
+            f"The LM head of the model is {tuple(lm_head.weight.shape)}, but the heads were trained on "
             f"{(config.vocab_size, config.hidden_size)}. Give the model that they were trained on."
         )
     return None
 
 
 def lm_head_of(model: nn.Module) -> nn.Module:
-    """The LM head of a transformers or PEFT model, as `export_heads` takes it."""
+    """Return the LM head of a transformers or PEFT model, for `export_heads`."""
     return innermost(output_head(model))
 
 
 def served_model(checkpoint: str, heads: MedusaHeads) -> str:
-    """The model that goes with the heads of `checkpoint`.
+    """Return the model to serve with the heads of `checkpoint`.
 
-    After stage 2 that is the trained model in the checkpoint, after stage 1 the model that the heads were trained on.
+    After stage 2 it is the trained model in the checkpoint, after stage 1 the model that the heads were trained on.
 
     Raises:
-        ValueError: The model is not known, or it is an adapter, which has to be merged before it is served.
+        ValueError: The model is not known, or it is an adapter, which has to be merged first.
     """
     root = os.path.abspath(checkpoint)
     if os.path.basename(root) == HEADS_FOLDER:
         root = os.path.dirname(root)
     if os.path.isfile(os.path.join(root, "adapter_config.json")):
         raise ValueError(
-            f"{checkpoint!r} holds an adapter, and the heads were trained with it. Merge it into the model "
+            f"{checkpoint!r} holds an adapter that the heads were trained with. Merge it into the model "
             "(merge_and_unload), save that, and give its folder as model."
         )
     if os.path.isfile(os.path.join(root, CONFIG_FILE)) and root != os.path.abspath(heads_folder(checkpoint)):

@@ -1,7 +1,7 @@
-"""The directory that heads are saved in: `config.json` with their shape, and `medusa_lm_head.safetensors`.
+"""Reads and writes the directory of heads: `config.json` with their shape, and `medusa_lm_head.safetensors`.
 
-Tensors have the names of the FasterDecoding checkpoints: `{k}.{l}.linear.weight`, `{k}.{l}.linear.bias`, and for untied
-heads `{k}.{L}.weight`, with k and l from 0. vLLM's names are read too.
+Tensors have the names of FasterDecoding's checkpoints: `{k}.{l}.linear.weight`, `{k}.{l}.linear.bias`, and for untied
+heads `{k}.{L}.weight`, with k and l from 0. vLLM's names can be read too.
 """
 
 import json
@@ -38,46 +38,46 @@ class MedusaHeadsConfig:
         check_shape(self.num_heads, self.num_layers, self.tied)
 
     def to_dict(self) -> dict[str, Any]:
-        """The values under the keys of the file."""
+        """Return the values under the keys of the file."""
         return {_KEYS.get(name, name): value for name, value in asdict(self).items()}
 
 
 def check_shape(num_heads: int, num_layers: int, tied: bool) -> None:
-    """ValueError if a number is out of its range, or if such heads would have nothing to train."""
+    """ValueError if a number is out of range, or if the heads would have nothing to train."""
     if num_heads < 1:
         raise ValueError(f"medusa_num_heads is {num_heads}; expected 1 or more.")
     if num_layers < 0:
         raise ValueError(f"medusa_num_layers is {num_layers}; expected 0 or more.")
     if tied and num_layers == 0:
         raise ValueError(
-            "medusa_num_layers is 0 and medusa_tied is true, which leaves nothing to train. Set medusa_num_layers to 1 "
+            "medusa_num_layers is 0 and medusa_tied is true, so there is nothing to train. Set medusa_num_layers to 1 "
             "or more, or medusa_tied to false."
         )
 
 
 def _candidates(folder: str) -> list[str]:
-    """The head directories among `folder` and the one that a training writes in it."""
+    """Return the head directories among `folder` itself and the subfolder that training writes."""
     both = (os.fspath(folder), os.path.join(folder, HEADS_FOLDER))
     return [candidate for candidate in both if os.path.isfile(os.path.join(candidate, WEIGHTS_FILE))]
 
 
 def has_heads(folder: str) -> bool:
-    """Whether `heads_folder` finds Medusa heads."""
+    """Return whether `heads_folder` finds Medusa heads."""
     return bool(_candidates(folder))
 
 
 def heads_folder(folder: str) -> str:
-    """`folder` if it is a head directory, or else the head directory in it. ValueError if there is none."""
+    """Return `folder` if it is a head directory, or else the head directory in it. ValueError if there is none."""
     for candidate in _candidates(folder):
         return candidate
     raise ValueError(
-        f"{os.fspath(folder)!r} has no {WEIGHTS_FILE}, and no {HEADS_FOLDER}/{WEIGHTS_FILE}. Give the output_dir of a "
+        f"{os.fspath(folder)!r} has neither {WEIGHTS_FILE} nor {HEADS_FOLDER}/{WEIGHTS_FILE}. Give the output_dir of a "
         "Medusa training, or the folder of its heads."
     )
 
 
 def write_heads(folder: str, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-    """Write the two files. The folder is made if it is missing."""
+    """Write the two files, and create the folder if needed."""
     os.makedirs(folder, exist_ok=True)
     save_file(tensors, os.path.join(folder, WEIGHTS_FILE), metadata={"format": "pt"})
     with open(os.path.join(folder, CONFIG_FILE), "w", encoding="utf-8") as file:
@@ -85,10 +85,10 @@ def write_heads(folder: str, config: dict[str, Any], tensors: dict[str, torch.Te
 
 
 def read_heads(folder: str) -> tuple[MedusaHeadsConfig, dict[str, torch.Tensor]]:
-    """The shape of the heads, read off their tensors, and the tensors by the names of `MedusaHeads.state_dict()`.
+    """Return the shape of the heads, read from their tensors, and the tensors named as in `MedusaHeads.state_dict()`.
 
     Raises:
-        ValueError: The weights are missing, a tensor belongs to no head, or the config contradicts the tensors.
+        ValueError: The weights are missing, a tensor is not a head's, or the config contradicts the tensors.
     """
     folder = heads_folder(folder)
     blocks: dict[str, torch.Tensor] = {}
@@ -99,7 +99,7 @@ def read_heads(folder: str) -> tuple[MedusaHeadsConfig, dict[str, torch.Tensor]]
         elif projection := _PROJECTION.fullmatch(name) or _VLLM_PROJECTION.fullmatch(name):
             projections[projection[1]] = tensor
         else:
-            raise ValueError(f"{os.path.join(folder, WEIGHTS_FILE)}: {name} is the name of no part of a Medusa head.")
+            raise ValueError(f"{os.path.join(folder, WEIGHTS_FILE)}: {name} does not name a part of a Medusa head.")
     num_layers = len({name.split(".")[1] for name in blocks})
     tensors = blocks | {f"{k}.{num_layers}.weight": tensor for k, tensor in projections.items()}
 
@@ -108,7 +108,7 @@ def read_heads(folder: str) -> tuple[MedusaHeadsConfig, dict[str, torch.Tensor]]
         values = json.load(file)
     vocab_size = next(iter(projections.values())).shape[0] if projections else values.get("vocab_size")
     if vocab_size is None:
-        raise ValueError(f"{path} has no vocab_size, and tied heads do not show it. Add the model's.")
+        raise ValueError(f"{path} has no vocab_size, and the tensors of tied heads do not show it. Add the model's.")
     config = MedusaHeadsConfig(
         num_heads=len({name.split(".")[0] for name in tensors}),
         num_layers=num_layers,
@@ -120,7 +120,7 @@ def read_heads(folder: str) -> tuple[MedusaHeadsConfig, dict[str, torch.Tensor]]
     for key, value in config.to_dict().items():
         if values.get(key, value) != value:
             raise ValueError(
-                f"{path} says {key}: {values[key]}, and the tensors in {WEIGHTS_FILE} say {value}. Servers go by the "
+                f"{path} says {key}: {values[key]}, but the tensors in {WEIGHTS_FILE} say {value}. Servers go by the "
                 "config, so correct it."
             )
     return config, tensors

@@ -1,4 +1,4 @@
-"""The prompts in rows of any form."""
+"""Finds the prompt of a row in any form."""
 
 from liger_trainer.data.answers import Prompt
 from liger_trainer.data.formats import alpaca_history, alpaca_row, sharegpt_messages
@@ -9,17 +9,17 @@ _COLUMNS = "prompt; messages; conversations; instruction (and input)"
 def prompt_of(row: dict, chat: bool, index: int = 0) -> Prompt:
     """Return the prompt of a row: its `prompt`, or its `messages` or `conversations` up to the first answer.
 
-    The `instruction` and `input` of an Alpaca row become one message with `chat`, after its `system` and `history`, and
-    Alpaca's template without.
+    With `chat`, the `instruction` and `input` of an Alpaca row become one message after its `system` and `history`.
+    Otherwise Alpaca's template is applied.
 
     Raises:
-        ValueError: The row has no such column, nothing before the first answer, or what goes into a template with it.
+        ValueError: The row has no such column, nothing before the first answer, or values for a chat template.
     """
-    lost = [name for name in ("tools", "chat_template_kwargs") if row.get(name) not in (None, "", "[]", [], {})]
-    if lost and not isinstance(row.get("prompt"), str):
+    unread = [name for name in ("tools", "chat_template_kwargs") if row.get(name) not in (None, "", "[]", [], {})]
+    if unread and not isinstance(row.get("prompt"), str):
         raise ValueError(
-            f"Row {index} of the prompts has {lost[0]}, which heads are trained with and not measured with. Remove it "
-            "to measure without."
+            f"Row {index} of the prompts has {unread[0]}, which the evaluation does not read. Remove it to measure "
+            "without it."
         )
     if row.get("prompt"):
         return row["prompt"]

@@ -32,15 +32,15 @@ from liger_trainer.trainers.sft_trainer import LigerSFTTrainer
 class LigerMedusaTrainer(LigerSFTTrainer):
     """[`LigerSFTTrainer`] for Medusa heads: its data, packing and arguments, and the loss of [`LigerMedusaConfig`].
 
-    Only the logits of a few rows exist at any time, of the LM head and all heads together. Once the trainer is built,
-    the heads are the model's attribute `medusa_head`. Training and evaluation log `medusa_head{k}_loss` and
+    Only a few rows of logits exist at any time, for the LM head and all heads together. Once the trainer is built, the
+    heads are the model's attribute `medusa_head`. Training and evaluation log `medusa_head{k}_loss` and
     `medusa_head{k}_accuracy` for each head k = 1..K: means over all its targets since the last log, on all ranks.
     Stage 2 also logs `lm_loss` and `mean_token_accuracy` of the LM head.
 
     `output_dir` and every checkpoint get the heads, as `medusa_heads/config.json` and
-    `medusa_heads/medusa_lm_head.safetensors`. In stage 2 they also get the model, or its adapter, as plain transformers
-    and PEFT load it. In stage 1 the model stays as it was, and is not saved again. With `fp8`, its linear layers except
-    the LM head are put into eight bits.
+    `medusa_heads/medusa_lm_head.safetensors`. In stage 2 they also get the model, or its adapter, in the usual format
+    of transformers and PEFT. In stage 1 the model does not change and is not saved again. With `fp8` in stage 1, its
+    linear layers except the LM head are quantized to FP8.
 
     Args:
         model (`str` or [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]): The model, with or without heads.
@@ -68,7 +68,7 @@ class LigerMedusaTrainer(LigerSFTTrainer):
 
     @property
     def _heads(self) -> Any:
-        """The heads of the model, which it has once the trainer is built."""
+        """The model's heads; they exist once the trainer is built."""
         return heads_of(self.model)
 
     # What is trained
@@ -91,54 +91,57 @@ class LigerMedusaTrainer(LigerSFTTrainer):
 
     def _initial_heads(self) -> MedusaHeads:
         args, heads = self.args, heads_of(self.model)
-        given = "the model has"
+        owner = "the model has"
         if args.medusa_init_heads_from is not None:
             if heads is not None:
                 raise ValueError(
                     f"medusa_init_heads_from is {args.medusa_init_heads_from!r}, but the model has heads already. "
                     "Remove one of the two."
                 )
-            heads, given = MedusaHeads.from_pretrained(args.medusa_init_heads_from), "medusa_init_heads_from has"
+            heads, owner = MedusaHeads.from_pretrained(args.medusa_init_heads_from), "medusa_init_heads_from has"
         if heads is None:
             return MedusaHeads.for_model(self.model, args.medusa_num_heads, args.medusa_num_layers, args.medusa_tied)
         for name in ("medusa_num_heads", "medusa_num_layers", "medusa_tied"):
             want, have = getattr(args, name), heads.config.to_dict()[name]
             if want != have:
-                raise ValueError(f"{name} is {want}, but {given} heads with {have}. Set {name} to {have}.")
+                raise ValueError(f"{name} is {want}, but {owner} heads with {have}. Set {name} to {have}.")
         return heads
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
-        """The stock optimizer, with `medusa_lr_multiplier` times the learning rate for every parameter of the heads."""
-        made = self.optimizer is None
+        """Create the stock optimizer, with `medusa_lr_multiplier` times the learning rate for the heads."""
+        is_new = self.optimizer is None
         optimizer = super().create_optimizer(*args, **kwargs)
-        if not made:
+        if not is_new:
             return optimizer
         heads = {id(p) for p in self._heads.parameters()}
-        found = 0
+        num_found = 0
         for group in list(optimizer.param_groups):
-            own = [p for p in group["params"] if id(p) in heads]
-            if not own:
+            head_parameters = [p for p in group["params"] if id(p) in heads]
+            if not head_parameters:
                 continue
-            found += len(own)
+            num_found += len(head_parameters)
             rate = group["lr"] * self.args.medusa_lr_multiplier
-            if len(own) == len(group["params"]):
+            if len(head_parameters) == len(group["params"]):
                 group["lr"] = rate
             else:
                 group["params"] = [p for p in group["params"] if id(p) not in heads]
-                optimizer.add_param_group({**group, "params": own, "lr": rate})
-        if found != len(heads):
+                optimizer.add_param_group({**group, "params": head_parameters, "lr": rate})
+        if num_found != len(heads):
             raise ValueError(
-                f"optim is {self.args.optim}, whose parameter groups hold {found} of the {len(heads)} parameters of "
-                "the Medusa heads, so the rest would not be trained. Use another optim, such as adamw_torch."
+                f"optim is {self.args.optim}, but its parameter groups hold only {num_found} of the {len(heads)} "
+                "parameters of the Medusa heads, so the rest would not train. Use another optim, such as adamw_torch."
             )
         return optimizer
 
     # The loss
 
     def compute_loss(
-        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False,
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | int | None = None,
-    ) -> torch.Tensor | tuple[torch.Tensor, Any]:  # fmt: skip
+    ) -> torch.Tensor | tuple[torch.Tensor, Any]:
         training, args = self.model.training, self.args
         targets = head_targets(inputs, args.medusa_num_heads)
         share = self.state.global_step / max(self.state.max_steps, 1)
@@ -164,7 +167,7 @@ class LigerMedusaTrainer(LigerSFTTrainer):
             return loss, model(**call)
 
     def _scores(self, run: Callable[[], Any], targets: torch.Tensor, weight: float) -> dict[str, torch.Tensor]:
-        """The losses of one batch, computed inside the forward of the model. `run` calls the model's own forward.
+        """Compute the losses of one batch, inside the model's forward. `run` calls the model's own forward.
 
         Returns:
             `dict`: `loss` (), the sum of all losses, not yet divided by the number of labels. `sums` (3, heads), fp32:
@@ -172,7 +175,7 @@ class LigerMedusaTrainer(LigerSFTTrainer):
             also `aux_loss` () where the model has one.
         """
         args, joint = self.args, self.args.medusa_stage == 2
-        by_head = torch.tensor(  # now, since it waits for the device
+        by_head = torch.tensor(  # before the forward pass, because creating it waits for the device
             [1.0] * joint + [weight * args.medusa_decay**k for k in range(1, args.medusa_num_heads + 1)],
             device=targets.device,
         )
@@ -197,7 +200,7 @@ class LigerMedusaTrainer(LigerSFTTrainer):
         super().log(logs, start_time)
 
     def _mean_metrics(self, mode: str) -> dict[str, float]:
-        """Means over all rows since the last log, on all ranks. All ranks have to call this."""
+        """Return means over all rows since the last log, on all ranks. All ranks have to call this."""
         (losses, hits, rows), tokens = self._sums.take(mode, self.accelerator)
         if mode == "train":
             self._total_train_tokens += int(self.accelerator.reduce(tokens, "sum")) // self.get_tp_size()
@@ -212,22 +215,22 @@ class LigerMedusaTrainer(LigerSFTTrainer):
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         output_dir = self.args.output_dir if output_dir is None else output_dir
-        own = rest = None
+        heads_state = model_state = None
         if state_dict is not None:
-            before = f"{HEADS_NAME}."
-            own = {name.rpartition(before)[2]: tensor for name, tensor in state_dict.items() if before in name}
-            rest = {name: tensor for name, tensor in state_dict.items() if before not in name}
+            prefix = f"{HEADS_NAME}."
+            heads_state = {name.rpartition(prefix)[2]: tensor for name, tensor in state_dict.items() if prefix in name}
+            model_state = {name: tensor for name, tensor in state_dict.items() if prefix not in name}
         if self.args.should_save:
-            self._heads.save_pretrained(os.path.join(output_dir, HEADS_FOLDER), own)
+            self._heads.save_pretrained(os.path.join(output_dir, HEADS_FOLDER), heads_state)
         if self.args.medusa_stage == 2:
             with heads_detached(self.model):
-                super()._save(output_dir, rest)
+                super()._save(output_dir, model_state)
         elif self.args.should_save:
             self.processing_class.save_pretrained(output_dir)
             torch.save(self.args, os.path.join(output_dir, TRAINING_ARGS_NAME))
 
     def card_text(self) -> CardText | None:
-        """Leave out TRL's example in stage 1: it would load a model from a folder that has heads alone."""
+        """Leave out TRL's example in stage 1: it would load a model from a folder that only has heads."""
         if self.args.medusa_stage == 2:
             return super().card_text()
         return CardText(Path(self.model.config._name_or_path).name, quick_start=False)
@@ -244,7 +247,7 @@ class LigerMedusaTrainer(LigerSFTTrainer):
         if self.is_deepspeed_enabled:  # its checkpoints hold the heads too
             load()
             return
-        if self.is_fsdp_enabled:  # with an adapter its checkpoints hold that alone, and otherwise the heads too
+        if self.is_fsdp_enabled:  # its checkpoints hold only the adapter if there is one, otherwise the heads too
             load()
         elif self.args.medusa_stage == 2:
             with heads_detached(self.model):

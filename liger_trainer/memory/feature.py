@@ -16,16 +16,17 @@ from torch import nn
 from transformers import TrainingArguments
 
 from liger_trainer._logging import logger
-from liger_trainer.feature import Feature, FeatureTrainer, Run
+from liger_trainer.feature import Feature, FeatureTrainer, StepRunner
 from liger_trainer.memory import recompute, switches
+from liger_trainer.memory.device_memory import DeviceMemory, GpuMemory
 from liger_trainer.memory.host_inputs import OPTION, HostInputs
-from liger_trainer.memory.memory import DeviceMemory, GpuMemory, PinnedMemory, room_of
+from liger_trainer.memory.pinned_memory import PinnedMemory, host_bytes_allowed
 from liger_trainer.memory.planner import ActivationPlanner
 from liger_trainer.memory.summary import CheckpointingSummary
 
 AUTO = "auto"
 KNOWS_NEW_NAME = "activation_checkpointing" in {field.name for field in dataclasses.fields(TrainingArguments)}
-_WORDS: dict[str, bool | str] = {"true": True, "false": False, AUTO: AUTO}
+_MODES: dict[str, bool | str] = {"true": True, "false": False, AUTO: AUTO}
 
 
 @dataclass
@@ -91,11 +92,11 @@ class CheckpointedTrainer(FeatureTrainer, Protocol):
 class Checkpointing(Feature[CheckpointingArguments, CheckpointedTrainer]):
     """Activation checkpointing: by the `ActivationPlanner` of `auto`, or by `recompute.py`."""
 
-    def settle(self, args: CheckpointingArguments) -> None:
+    def resolve(self, args: CheckpointingArguments) -> None:
         """Give both names of checkpointing their values."""
         value = args.activation_checkpointing
         if isinstance(value, str):
-            value = _WORDS.get(value.lower(), value)
+            value = _MODES.get(value.lower(), value)
         if value is not None and not isinstance(value, bool) and value != AUTO:
             raise ValueError(f"activation_checkpointing is {value!r}; expected true, false or auto.")
         args.activation_checkpointing = value
@@ -119,7 +120,7 @@ class Checkpointing(Feature[CheckpointingArguments, CheckpointedTrainer]):
             raise _offloads("its option offload is true", "offload from activation_checkpointing_kwargs")
 
     @contextmanager
-    def around_training(self, trainer: CheckpointedTrainer) -> Iterator[Run | None]:
+    def around_training(self, trainer: CheckpointedTrainer) -> Iterator[StepRunner | None]:
         args = trainer.args
         memory = _memory_of(trainer)
         if memory is not None:
@@ -172,7 +173,7 @@ def _parse_options(options: dict[str, Any] | str) -> dict[str, Any]:
 
 
 @contextmanager
-def _switched(trainer: CheckpointedTrainer) -> Iterator[Run]:
+def _switched(trainer: CheckpointedTrainer) -> Iterator[StepRunner]:
     """Context manager: layers are checkpointed by `recompute.py`, or with their inputs on the host."""
     model: nn.Module | None = None
 
@@ -182,7 +183,7 @@ def _switched(trainer: CheckpointedTrainer) -> Iterator[Run]:
             model = trainer.model
             call_layer: switches.Decide = recompute.checkpoint
             if trainer.args.device.type == "cuda" and _offloading(trainer.args):
-                call_layer = HostInputs(PinnedMemory(room_of(None)))
+                call_layer = HostInputs(PinnedMemory(host_bytes_allowed(None)))
             switches.install(model, call_layer)
         return step(*args, **kwargs)
 

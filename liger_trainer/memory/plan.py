@@ -66,7 +66,7 @@ def sizes_of(batch: Any, place: tuple[Hashable, ...] = ()) -> Sizes:
 
 
 @dataclass
-class Call:
+class RecordedCall:
     """One call of a layer."""
 
     layer: int
@@ -90,7 +90,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ActivationPlan:
     """The layers that keep something. The rest is recomputed."""
 
     kept: frozenset[int] = frozenset()  # all activations
@@ -118,7 +118,7 @@ class Plan:
         return len(self.not_recomputed), len(self.attention)
 
 
-NOTHING = Plan()
+NOTHING = ActivationPlan()
 
 
 class Link(NamedTuple):
@@ -136,20 +136,20 @@ class Measurement:
     accumulates: bool  # whether it has added to gradients of an earlier one
     long: bool  # whether its rows were long enough to measure the results of attention
     peaks: list[int]  # of the intervals, above what was allocated when the first layer was called
-    calls: list[Call]  # in their order
+    calls: list[RecordedCall]  # in their order
     seconds: float = 0.0  # of its calls in the forward pass; 0: not measured
     margin: int = 0  # by how many bytes a plan made from this was too low
 
     @property
-    def layers(self) -> dict[int, list[Call]]:
+    def layers(self) -> dict[int, list[RecordedCall]]:
         """The calls of each layer."""
-        found: dict[int, list[Call]] = {}
+        found: dict[int, list[RecordedCall]] = {}
         for call in self.calls:
             found.setdefault(call.layer, []).append(call)
         return found
 
     @property
-    def choosable(self) -> dict[int, list[Call]]:
+    def choosable(self) -> dict[int, list[RecordedCall]]:
         """The layers that may keep something, the one with the first backward pass first.
 
         Where the batch does not show how much the last layers will get, as without padding, earlier layers with inputs
@@ -206,7 +206,9 @@ class Measurements:
         self._all = [each for each in self._all if each is not wrong]
 
 
-def choose(measured: Measurement, base: int, limit: int, sizes: Sizes, long: bool, link: Link | None = None) -> Plan:
+def choose(
+    measured: Measurement, base: int, limit: int, sizes: Sizes, long: bool, link: Link | None = None
+) -> ActivationPlan:
     """Return the plan that keeps the most. Nothing that is kept adds to an interval that exceeds `limit`.
 
     Args:
@@ -233,7 +235,7 @@ def choose(measured: Measurement, base: int, limit: int, sizes: Sizes, long: boo
         if room < 0 or grown is None:
             break
         peaks, on_host = grown, frozenset(measured.calls[k].layer for k in spots[:number])
-        plan = _filled(measured, peaks, limit, share, long, Plan(on_host=on_host, offload_lag=lag))
+        plan = _filled(measured, peaks, limit, share, long, ActivationPlan(on_host=on_host, offload_lag=lag))
         # While these are copied, they take room that the layers behind them need later only
         behind = {c.layer for c in measured.calls[spots[0] + 1 :]} & plan.kept
         if len(behind) < min(number, int((lag + 1) / max(link.layers_per_copy, 1)) + 1):
@@ -255,7 +257,9 @@ def _grown(peaks: list[int], limit: int, spans: Iterable[_Span]) -> list[int] | 
     return grown
 
 
-def _filled(measured: Measurement, peaks: list[int], limit: int, share: float, long: bool, plan: Plan) -> Plan:
+def _filled(
+    measured: Measurement, peaks: list[int], limit: int, share: float, long: bool, plan: ActivationPlan
+) -> ActivationPlan:
     """Return `plan` and what else fits: the results of attention if rows are long, then whole layers."""
     able = {layer: calls for layer, calls in measured.choosable.items() if layer not in plan.on_host}
     attention: dict[int, list[int]] = {}
@@ -276,7 +280,7 @@ def _filled(measured: Measurement, peaks: list[int], limit: int, share: float, l
             break
         peaks = grown
         kept.add(layer)
-    return Plan(frozenset(kept), frozenset(attention) - kept, plan.on_host, max(peaks), plan.offload_lag)
+    return ActivationPlan(frozenset(kept), frozenset(attention) - kept, plan.on_host, max(peaks), plan.offload_lag)
 
 
 def _spots(measured: Measurement, lag: int, pace: float) -> list[int]:

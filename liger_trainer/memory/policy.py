@@ -20,7 +20,7 @@ from liger_trainer.memory import selective, switches
 from liger_trainer.memory.offload import Offload
 from liger_trainer.memory.switches import Switch
 from liger_trainer.patching.core.contracts import KeepsValues
-from liger_trainer.patching.core.kept import Hooks
+from liger_trainer.patching.core.saved_tensors import Hooks
 
 
 class LayerPolicy(Enum):

@@ -24,11 +24,11 @@ from typing import Any
 
 import torch
 
-from liger_trainer.patching.core import kept
+from liger_trainer.patching.core import saved_tensors
 from liger_trainer.patching.core.binding import Binding, is_bound
 from liger_trainer.patching.core.contracts import KeepsValues
 from liger_trainer.patching.core.hooks import has_hooks, home
-from liger_trainer.patching.core.kind import PLAIN_TENSORS
+from liger_trainer.patching.core.pattern import PLAIN_TENSORS
 
 # Python modules whose forwards keep nothing of what they return: linear layers, LoRA and its parts
 _PROJECTIONS = (
@@ -198,12 +198,12 @@ def only_caller_reads(projection: torch.nn.Module, output: torch.Tensor) -> bool
     return not isinstance(projection, torch.nn.Identity)
 
 
-def _hooks() -> kept.Hooks:
+def _hooks() -> saved_tensors.Hooks:
     """Return the functions that keep a tensor and find it again: the active saved-tensor hooks, or our own."""
-    return kept.hooks_in_force() or (kept.keep, kept.unchanged)
+    return saved_tensors.active_saved_tensor_hooks() or (saved_tensors.save_with_version, saved_tensors.load_checked)
 
 
 def other_hooks_active() -> bool:
     """Return whether saved-tensor hooks of others decide what is kept."""
-    hooks = kept.hooks_in_force()
+    hooks = saved_tensors.active_saved_tensor_hooks()
     return hooks is not None and not isinstance(hooks[0], KeepsValues)

@@ -19,7 +19,7 @@ from torch.nn import Parameter
 from torch.utils.checkpoint import CheckpointError
 
 from liger_trainer.memory.switches import Switch, options_of
-from liger_trainer.patching.core.kept import hooks_in_force
+from liger_trainer.patching.core.saved_tensors import active_saved_tensor_hooks
 
 
 class _AllMade(Exception):  # noqa: N818 - no error
@@ -34,12 +34,12 @@ class _Placeholder:
 
     __slots__ = ("__weakref__", "call", "like", "value")
 
-    call: "_Call"
+    call: "_CheckpointedCall"
     like: tuple[torch.Size, torch.dtype, torch.device]
     value: torch.Tensor | None
 
 
-class _Call:
+class _CheckpointedCall:
     """One call of a layer, and what it takes to run it again."""
 
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], device: torch.device):
@@ -154,12 +154,12 @@ def checkpoint(switch: Switch, function: Callable[..., Any], args: tuple[Any, ..
     if torch.compiler.is_compiling():  # it cannot trace what is asked of the tensors below
         return switch.checkpointed(function, *args)
     device = _device_of(args)
-    others = hooks_in_force() is not None or torch._C._len_torch_function_stack() > 0
+    others = active_saved_tensor_hooks() is not None or torch._C._len_torch_function_stack() > 0
     if device is None or others or not torch.is_grad_enabled():
         return switch.checkpointed(function, *args)
     if options_of(switch.checkpointed) != {"use_reentrant": False}:
         return switch.checkpointed(function, *args)
-    return _Call(function, args, device).run()
+    return _CheckpointedCall(function, args, device).run()
 
 
 def _device_of(args: tuple[Any, ...]) -> torch.device | None:

@@ -55,10 +55,10 @@ class Switch:
         return hash(self.layer)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return _plain, ()
+        return _plain_checkpoint, ()
 
 
-def _plain() -> Callable[..., Any]:
+def _plain_checkpoint() -> Callable[..., Any]:
     """Return PyTorch's non-reentrant checkpointing, for the copy of a switch."""
     return functools.partial(checkpoint, use_reentrant=False)
 

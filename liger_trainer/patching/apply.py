@@ -1,9 +1,9 @@
 """`apply_liger` and `remove_liger`, which walk over the modules of a model and write the report.
 
 Each pattern that is recognised has a file in this folder, or in `varlen/proof/` if it is about rows without padding.
-Where it is one kind of module, the file has a `KIND`, which `kinds_of` lists. Rotary functions and backbones need more
-of the model than one module, so their files have a function that gets the model. All of them return what they have
-found, and what is to be bound to it.
+If one module is enough to recognise it, the file has a `PATTERN`, which `patterns_of` lists. Rotary functions and
+backbones need more of the model, so their files have a function that takes the model. All of them return the modules
+that they matched, each with the binding for it.
 """
 
 import difflib
@@ -20,9 +20,9 @@ from liger_trainer.memory.rebuild import REBUILD_ABOVE_BYTES
 from liger_trainer.patching import experts, mlps, norms, rotary, rule_packages
 from liger_trainer.patching.core import probe
 from liger_trainer.patching.core.binding import Binding, bind, unbind_all
-from liger_trainer.patching.core.kind import Found, Kind, find
-from liger_trainer.patching.core.report import OPERATIONS, LigerReport, OperationReport, Place
-from liger_trainer.varlen import masks
+from liger_trainer.patching.core.pattern import PatchMatch, PatchPattern, match_modules
+from liger_trainer.patching.core.report import OPERATIONS, LigerReport, OperationReport, ReportEntry
+from liger_trainer.varlen import registry
 from liger_trainer.varlen.proof import backbone, image_positions, towers
 
 REBUILD_ABOVE_MIB = "rebuild_above_mib"
@@ -38,7 +38,7 @@ def apply_liger(
     Norms, gated MLPs, experts and rotary functions are nominated by their structure. Each original and its
     replacement are run on small random inputs on the CPU, and the replacement is bound to the instance only where the
     values and the gradients agree. Other instances, classes and Python modules stay as they are, with one exception:
-    with a fused head, transformers asks `liger_trainer.varlen.masks` for SDPA attention and its masks, and gets the
+    with a fused head, transformers asks `liger_trainer.varlen.registry` for SDPA attention and its masks, and gets the
     same values. A second call replaces what the first one has done.
 
     Args:
@@ -73,11 +73,11 @@ def apply_liger(
     attends = report[backbone.OPERATION]
     attends.enabled = attends.enabled and report[_HEAD].enabled  # its forward sees the labels
     unbind_all(model)
-    kinds = kinds_of(int(wanted[REBUILD_ABOVE_MIB] * 2**20))
+    patterns = patterns_of(int(wanted[REBUILD_ABOVE_MIB] * 2**20))
     of_head = [] if head is None else [part for part in modules_called_by(head) if "base_layer" in part._modules]
     with probe.isolated():
         # LoRA on the head is in the fused loss
-        _swap(find(kinds, [found for found in model.named_modules() if found[1] not in of_head]), report)
+        _swap(match_modules(patterns, [found for found in model.named_modules() if found[1] not in of_head]), report)
         if report[rotary.OPERATION].enabled:
             _swap(rotary.find_attentions(model), report)
     if report[_HEAD].enabled and head is not None:
@@ -85,7 +85,7 @@ def apply_liger(
     if attends.enabled:
         with probe.isolated():
             _swap(backbone.find_backbone(inner), report)
-            _swap(find((*image_positions.KINDS, towers.KIND), model.named_modules()), report)
+            _swap(match_modules((*image_positions.PATTERNS, towers.PATTERN), model.named_modules()), report)
     report.advice = rule_packages.advice(model)
     if strict and (report.skipped or not any(operation.swapped for operation in report.operations.values())):
         remove_liger(model)
@@ -94,15 +94,15 @@ def apply_liger(
     return report
 
 
-def kinds_of(rebuild_above: int) -> tuple[Kind, ...]:
+def patterns_of(rebuild_above: int) -> tuple[PatchPattern, ...]:
     """The kinds of modules that are swapped. A result of more than `rebuild_above` bytes is computed again backward."""
     return (
-        norms.kind(rebuild_above),
-        mlps.kind(rebuild_above),
-        experts.KIND,
-        lora.KIND,
-        experts.WRAPPER_KIND,
-        float8.KIND,
+        norms.pattern(rebuild_above),
+        mlps.pattern(rebuild_above),
+        experts.PATTERN,
+        lora.PATTERN,
+        experts.WRAPPER_PATTERN,
+        float8.PATTERN,
     )
 
 
@@ -113,7 +113,7 @@ def remove_liger(model: nn.Module) -> None:
     functions again.
     """
     unbind_all(getattr(model, "_orig_mod", model))
-    masks.release(has_fused_head)
+    registry.release(has_fused_head)
 
 
 def swap_converted(model: nn.Module, report: LigerReport) -> int:
@@ -125,11 +125,16 @@ def swap_converted(model: nn.Module, report: LigerReport) -> int:
     before = operation.found
     modules = getattr(model, "_orig_mod", model).named_modules()
     with probe.isolated():
-        _swap(find((float8.KIND,), [(name, module) for name, module in modules if Binding.of(module) is None]), report)
+        _swap(
+            match_modules(
+                (float8.PATTERN,), [(name, module) for name, module in modules if Binding.of(module) is None]
+            ),
+            report,
+        )
     return operation.found - before
 
 
-def _swap(modules: Iterable[Found], report: LigerReport) -> None:
+def _swap(modules: Iterable[PatchMatch], report: LigerReport) -> None:
     """Bind to modules what is to be bound, and note in the report which were swapped, and why others were not."""
     not_listed = OperationReport()
     for operation, name, module, text, binding, is_rare in modules:
@@ -139,7 +144,7 @@ def _swap(modules: Iterable[Found], report: LigerReport) -> None:
         if binding is None:
             (part.unsuited if is_rare else part.skipped)[name] = text
         else:
-            binding.place = Place(part, name)
+            binding.report_entry = ReportEntry(part, name)
             bind(module, binding)
             part.swapped[name] = text
 
@@ -148,9 +153,9 @@ def _swap_head(model: nn.Module, head: nn.Module, options: HeadOptions | None, r
     """Install the fused head in `model`, whose head is `head`."""
     part = report[_HEAD]
     name = next((name for name, module in model.named_modules() if module is head), type(head).__name__)
-    reason = install_fused_head(model, options, Place(part, name))
+    reason = install_fused_head(model, options, ReportEntry(part, name))
     if reason is None:
-        part.swapped[name] = "captured at the head"
+        part.swapped[name] = "intercepted at the head"
     else:
         part.skipped[name] = reason
 

@@ -20,13 +20,13 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 from transformers.integrations import moe
 
-from liger_trainer.lora.peft_state import active_parts, is_linear
+from liger_trainer.lora.peft_state import active_adapters, is_linear
 from liger_trainer.patching.core import probe
 from liger_trainer.patching.core.binding import Binding, is_bound, own_class
 from liger_trainer.patching.core.contracts import PackedExperts
 from liger_trainer.patching.core.guards import KNOWN, Guards, NotProven, code_guards_of, guards_of, lookups_of
 from liger_trainer.patching.core.hooks import comes_from, has_hooks, replaced_forward
-from liger_trainer.patching.core.kind import PLAIN_TENSORS, Kind, Proof, names_of, slot_of
+from liger_trainer.patching.core.pattern import PLAIN_TENSORS, PatchPattern, Proof, names_of, slot_of
 from liger_trainer.patching.gates import SCALES, Gate, candidates, limits_of, with_limits
 from liger_triton import ExpertLoRA, experts
 
@@ -119,7 +119,7 @@ def _biases_of(block: nn.Module) -> list[str]:
     return [f"{name}_bias" for name in _WEIGHTS] if block.has_bias else []
 
 
-def nominated(module: nn.Module) -> bool:
+def is_candidate(module: nn.Module) -> bool:
     """Return whether `module` is a block of experts of transformers with a gate."""
     cls = own_class(module)
     has_gate = callable(getattr(cls, "_apply_gate", None)) and getattr(module, "has_gate", True)
@@ -154,7 +154,7 @@ def prove(module: nn.Module) -> tuple[Proof | None, str | None]:
         want, *got = found
         alike = []
         for one, its in zip(likely, got, strict=True):
-            if all(probe.same(g, w, rtol) for g, w in zip(its, want, strict=True)):
+            if all(probe.allclose_to_max(g, w, rtol) for g, w in zip(its, want, strict=True)):
                 alike.append(one)
         likely = alike
     if not likely:
@@ -238,15 +238,15 @@ def _report_now(module: nn.Module, why: str | None) -> None:
     It is about calls that train: `generate` sets another implementation for itself, and the one that was set after it.
     """
     binding = Binding.of(module)
-    if binding is None or binding.place is None or torch.compiler.is_compiling():
+    if binding is None or binding.report_entry is None or torch.compiler.is_compiling():
         return
-    is_told = binding.place.variant is not None
+    is_told = binding.report_entry.variant is not None
     if is_told == (why is not None) or not (module.training and torch.is_grad_enabled()):
         return
     if why is None:
-        binding.place.is_swapped_again()
+        binding.report_entry.mark_swapped()
     else:
-        binding.tell(why, "runs its own code instead of a fused kernel")
+        binding.report_fallback(why, "runs its own code instead of a fused kernel")
 
 
 def _runs(block: nn.Module, proven: Experts, x: torch.Tensor) -> bool:
@@ -336,12 +336,14 @@ class BlockBinding(Binding):
         return type(block).forward(block, *args, **kwargs) if own is None else own(*args, **kwargs)
 
 
-KIND = Kind(nominated, prove, lambda module: "experts", why_not=_why_not, guards=guards, binding=BlockBinding)
+PATTERN = PatchPattern(
+    is_candidate, prove, lambda module: "experts", why_not=_why_not, guards=guards, binding=BlockBinding
+)
 
 
 def is_wrapper(module: nn.Module) -> bool:
     """Return whether `module` is PEFT's LoRA on a parameter of a block of experts."""
-    return names_of(own_class(module)) == _WRAPPER and nominated(_chain(module)[-1])
+    return names_of(own_class(module)) == _WRAPPER and is_candidate(_chain(module)[-1])
 
 
 def _chain(wrapper: nn.Module) -> list[nn.Module]:
@@ -378,7 +380,7 @@ def prove_wrapper(wrapper: nn.Module) -> tuple[Proof | None, str | None]:
             for p in small.parameters():
                 p.data = probe.randn(p.shape, source, dtype) * p.shape[-1] ** -0.5
             results.append(_trained(forward, small, source, dtype, 1.0))
-        if not all(probe.same(got, want, rtol) for got, want in zip(*results, strict=True)):
+        if not all(probe.allclose_to_max(got, want, rtol) for got, want in zip(*results, strict=True)):
             return None, "it is not the weighted sum of experts with W + s B A"
     return Proof("lora", proven, build_wrapper(proven)), None
 
@@ -421,11 +423,11 @@ def _why_block_is_not_ours(block: nn.Module) -> str | None:
         return "its block of experts is not swapped"
     if has_hooks(block):
         return "a hook on its block of experts would not be called"
-    if binding.aside:
+    if binding.fallback_active:
         return "its block of experts keeps its own code"
     reason = None if binding.guards is None else binding.guards.broken(block)
     if reason is not None:
-        binding.step_aside(reason)  # as a call of the block itself would
+        binding.fall_back(reason)  # as a call of the block itself would
     return reason
 
 
@@ -433,7 +435,7 @@ def _loras_now(outer: nn.Module, wrappers: list[nn.Module], block: nn.Module) ->
     """The LoRA on each parameter as it is now; None where it is anything but plain LoRAs without hooks."""
     loras = {}
     for wrapper in wrappers:
-        state, parts = wrapper.__dict__, active_parts(wrapper)
+        state, parts = wrapper.__dict__, active_adapters(wrapper)
         if parts is None or not state.keys().isdisjoint(_METHODS):
             return None
         if wrapper is not outer and (has_hooks(wrapper) or replaced_forward(wrapper, state.get("forward"))):
@@ -465,4 +467,4 @@ def wrapper_guards(wrapper: nn.Module) -> Guards:
     return Guards(cls, [*code_guards_of(cls, nn.Linear).lookups, *methods])
 
 
-WRAPPER_KIND = Kind(is_wrapper, prove_wrapper, lambda module: "lora", guards=wrapper_guards)
+WRAPPER_PATTERN = PatchPattern(is_wrapper, prove_wrapper, lambda module: "lora", guards=wrapper_guards)

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from liger_trainer.lora.layers import tensors_now
+from liger_trainer.lora.layers import current_tensors
 from liger_trainer.lora.peft_state import Tensors
 from liger_trainer.memory.rebuild import (
     REBUILD_ABOVE_BYTES,
@@ -29,7 +29,7 @@ from liger_trainer.memory.rebuild import (
 )
 from liger_trainer.patching.core import probe
 from liger_trainer.patching.core.guards import Guards, guards_of
-from liger_trainer.patching.core.kind import Kind, Proof
+from liger_trainer.patching.core.pattern import PatchPattern, Proof
 from liger_trainer.patching.gates import SCALES, Gate, candidates, guessed_operation, numbers, scale_names, with_limits
 from liger_triton import lora_mlp
 from liger_triton.halves import halves
@@ -106,7 +106,7 @@ def projections_of(module: nn.Module) -> tuple[list[str], str] | None:
     return None
 
 
-def nominated(module: nn.Module) -> bool:
+def is_candidate(module: nn.Module) -> bool:
     """Return whether `module` has projections as wide as a gated MLP's and a forward without `*args` and `**kwargs`."""
     return projections_of(module) is not None and probe.inputs_of(type(module).forward) is not None
 
@@ -165,14 +165,18 @@ class _Cases:
         for case, (order, wanted) in zip(self.cases, self.wanted, strict=True):
             got_order, got = self.run(forward, *case)
             rtol = probe.FP32_RTOL if case[-1] == torch.float32 else 0.02
-            if got_order != order or not all(probe.same(g, w, rtol) for g, w in zip(got, wanted, strict=True)):
+            if got_order != order or not all(
+                probe.allclose_to_max(g, w, rtol) for g, w in zip(got, wanted, strict=True)
+            ):
                 return False
         return True
 
 
-def kind(rebuild_above: int) -> Kind:
+def pattern(rebuild_above: int) -> PatchPattern:
     """The kind of a gated MLP whose product is computed again backward if it has more than `rebuild_above` bytes."""
-    return Kind(nominated, functools.partial(prove, rebuild_above=rebuild_above), guessed_operation, guards=guards)
+    return PatchPattern(
+        is_candidate, functools.partial(prove, rebuild_above=rebuild_above), guessed_operation, guards=guards
+    )
 
 
 def prove(module: nn.Module, rebuild_above: int = REBUILD_ABOVE_BYTES) -> tuple[Proof | None, str | None]:
@@ -239,7 +243,7 @@ def build(mlp: MLP, rebuild_above: int = REBUILD_ABOVE_BYTES) -> Callable:
                 return None
         found: list[Tensors] = []
         for name, module in zip(names, projections, strict=True):
-            tensors = tensors_now(module, x, found[0][0].shape[0] if name == mlp.down else None)
+            tensors = current_tensors(module, x, found[0][0].shape[0] if name == mlp.down else None)
             if tensors is None:
                 return None
             found.append(tensors)

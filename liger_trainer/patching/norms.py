@@ -19,7 +19,7 @@ from torch import nn
 from liger_trainer.memory.rebuild import REBUILD_ABOVE_BYTES, rebuildable
 from liger_trainer.patching.core import probe
 from liger_trainer.patching.core.hooks import has_hooks
-from liger_trainer.patching.core.kind import Kind, Proof
+from liger_trainer.patching.core.pattern import PatchPattern, Proof
 from liger_triton import gated_rms_norm, layer_norm, rms_norm
 
 # (operation, offset, cast), ordered by how many families of models have them, most first
@@ -80,7 +80,7 @@ class Norm:
         return ", ".join(parts) or "weight only"
 
 
-def nominated(module: nn.Module) -> bool:
+def is_candidate(module: nn.Module) -> bool:
     """Return whether `module` has "norm" in its class's name, no children, at most a 1D weight and a 1D bias.
 
     Norms of images with their channels first are not nominated: the kernels norm the last dimension.
@@ -102,9 +102,9 @@ def guessed_operation(module: nn.Module) -> str:
     return "layer_norm" if isinstance(module, nn.LayerNorm) else "rms_norm"
 
 
-def kind(rebuild_above: int) -> Kind:
+def pattern(rebuild_above: int) -> PatchPattern:
     """The kind of a norm whose output is computed again backward if it has more than `rebuild_above` bytes."""
-    return Kind(nominated, functools.partial(prove, rebuild_above=rebuild_above), guessed_operation)
+    return PatchPattern(is_candidate, functools.partial(prove, rebuild_above=rebuild_above), guessed_operation)
 
 
 def prove(module: nn.Module, rebuild_above: int = REBUILD_ABOVE_BYTES) -> tuple[Proof | None, str | None]:
@@ -290,8 +290,12 @@ class Cases:
         for case, want in zip(self.cases, self.wanted, strict=True):
             got = self._run(forward, *case)
             if len(want) == 1:  # 16-bit rows, for which every rounding has to be in its place
-                if probe.changed_share(got[0], want[0]) > MAX_CHANGED or not probe.same(got[0], want[0], 0.02, True):
+                if probe.changed_share(got[0], want[0]) > MAX_CHANGED or not probe.allclose_to_max(
+                    got[0], want[0], 0.02, True
+                ):
                     return False
-            elif not all(probe.same(g, w, probe.FP32_RTOL, by_row=g.ndim > 1) for g, w in zip(got, want, strict=True)):
+            elif not all(
+                probe.allclose_to_max(g, w, probe.FP32_RTOL, by_row=g.ndim > 1) for g, w in zip(got, want, strict=True)
+            ):
                 return False
         return True

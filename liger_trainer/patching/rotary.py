@@ -16,31 +16,33 @@ from torch import nn
 
 from liger_trainer.memory.rebuild import forward_rebuilding
 from liger_trainer.patching.core import guards
-from liger_trainer.patching.core.binding import Binding, Weakly, own_class
+from liger_trainer.patching.core.binding import Binding, WeakModuleRef, own_class
 from liger_trainer.patching.core.guards import Guards, NotProven, code_guards_of, global_lookups, key_of, lookups_of
 from liger_trainer.patching.core.hooks import comes_from, home, hook_on
-from liger_trainer.patching.core.kind import Found, attempt, slot_of
 from liger_trainer.patching.core.own_globals import decorated_like, forward_with_globals, is_decorated_by
+from liger_trainer.patching.core.pattern import PatchMatch, attempt, slot_of
 from liger_trainer.patching.rotary_proof import Rotation, Signature, layouts_of, makes_angles, prove, size_of
 from liger_triton import rope
 from liger_triton.rope import misfit
 
 OPERATION = "rope"
-Plan = tuple[Rotation, frozenset[int] | None]  # a proof, and the widths of cos for which it holds (None: all)
+ProvenForWidths = tuple[
+    Rotation, frozenset[int] | None
+]  # a proof, and the widths of cos for which it holds (None: all)
 
 
 class RotaryGuards(Guards):
     """The guards of an attention, and of the modules that make its angles.
 
     Attributes:
-        parent (`Weakly`): The parent of what makes its angles.
+        parent (`WeakModuleRef`): The parent of what makes its angles.
         parts (`list`): (name in `parent`, module, guards) of what makes the angles, and with an empty name, of what
             turns by them. A hook on one may change the angles, of which ours reads only half of the numbers.
     """
 
     def __init__(self, cls: type, lookups: Iterable[guards.Lookup], parent: nn.Module, parts: list):
         super().__init__(cls, lookups)
-        self.parent = Weakly(parent)
+        self.parent = WeakModuleRef(parent)
         self.parts = [(name, part, code_guards_of(own_class(part))) for name, part in parts]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "RotaryGuards":
@@ -77,7 +79,7 @@ def rotary_names(forward: Callable) -> list[str]:
     return [n for n in names if callable(scope.get(n)) and not inspect.isclass(scope[n])]
 
 
-def find_attentions(model: nn.Module) -> Iterator[Found]:
+def find_attentions(model: nn.Module) -> Iterator[PatchMatch]:
     """Find the attentions of `model`, each with a forward that sees our rotary functions where they are proven."""
     modules = dict(model.named_modules())
     layouts = {name: layouts_of(module) for name, module in modules.items() if makes_angles(module)}
@@ -92,9 +94,9 @@ def find_attentions(model: nn.Module) -> Iterator[Found]:
             try:
                 binding, text = _binding_of(way, [maker.split(".")[-1] for maker in makers], seen, prove_once)
             except NotProven as error:
-                yield Found(OPERATION, name, module, str(error))
+                yield PatchMatch(OPERATION, name, module, str(error))
             else:
-                yield Found(OPERATION, name, module, text, binding)
+                yield PatchMatch(OPERATION, name, module, text, binding)
 
 
 def _binding_of(
@@ -180,9 +182,9 @@ def _nearest_embeddings(name: str, layouts: dict[str, frozenset[tuple[int, str]]
     return []
 
 
-def _plans(proven: tuple[Rotation, ...], seen: frozenset[tuple[int, str]]) -> tuple[Plan, ...]:
+def _plans(proven: tuple[Rotation, ...], seen: frozenset[tuple[int, str]]) -> tuple[ProvenForWidths, ...]:
     """The proofs that hold for the angles of a module, whose (width of cos, layout) are `seen`."""
-    plans: list[Plan] = []
+    plans: list[ProvenForWidths] = []
     for proof in proven:
         if proof.layout is None:
             plans.append((proof, None))
@@ -194,7 +196,7 @@ def _plans(proven: tuple[Rotation, ...], seen: frozenset[tuple[int, str]]) -> tu
 
 
 @functools.cache
-def replacement(function: Callable, signature: Signature, plans: tuple[Plan, ...]) -> Callable:
+def replacement(function: Callable, signature: Signature, plans: tuple[ProvenForWidths, ...]) -> Callable:
     """A function with the signature of `function` that calls our kernel where a plan fits the call, else `function`."""
     table = {}
     for proof, widths in plans:

@@ -1,4 +1,4 @@
-"""The option `skip_checks`, and the checks in the order in which they are made."""
+"""Runs the checks before the first step, in a fixed order, except those in `skip_checks`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -9,9 +9,9 @@ from transformers import TrainerCallback
 from liger_trainer._logging import logger
 from liger_trainer.feature import Feature
 from liger_trainer.preflight import model_checks, row_checks, run_checks
-from liger_trainer.preflight.run import Run
+from liger_trainer.preflight.context import PreflightContext
 
-CHECKS: tuple[Callable[[Run], str | None], ...] = (
+CHECKS: tuple[Callable[[PreflightContext], str | None], ...] = (
     row_checks.nothing_learned,
     row_checks.cut_answers,
     row_checks.two_begin_tokens,
@@ -33,12 +33,12 @@ class PreflightFields:
 
     skip_checks: list[str] | None = field(
         default=None,
-        metadata={"help": f"Checks before the first step that are left out: names of {', '.join(NAMES)}; or 'all'."},
+        metadata={"help": f"Skip these checks before the first step: names of {', '.join(NAMES)}; or 'all'."},
     )
 
 
 class Preflight(Feature):
-    """Warns before the first step of what would train without an error, and not be what was wanted."""
+    """Warns before the first step about mistakes that raise no error in training."""
 
     def check(self, args: Any) -> None:
         for name in args.skip_checks or ():
@@ -51,7 +51,7 @@ class Preflight(Feature):
 
 
 class _BeforeFirstStep(TrainerCallback):
-    """Makes the checks when training begins: then the length of the run and the stop tokens are known."""
+    """Runs the checks when training begins, because only then are the number of steps and the stop tokens known."""
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
@@ -60,7 +60,7 @@ class _BeforeFirstStep(TrainerCallback):
         skipped = getattr(args, "skip_checks", None) or ()  # stock arguments have no such field
         if state.global_step > 0 or not state.is_world_process_zero or "all" in skipped:
             return
-        run = Run(self.trainer, state.max_steps)
+        run = PreflightContext(self.trainer, state.max_steps)
         for check in CHECKS:
             name = check.__name__
             line = None if name in skipped else check(run)

@@ -1,4 +1,4 @@
-"""Checks of the model: code that is slow, weights that are not loaded, adapters that servers do not take."""
+"""Checks the model: slow code, weights that are not loaded, adapters that servers do not accept."""
 
 import inspect
 import sys
@@ -6,15 +6,15 @@ import types
 from typing import Any
 
 from liger_trainer.patching.core.binding import own_class
-from liger_trainer.preflight.run import Run
+from liger_trainer.preflight.context import PreflightContext
 from liger_trainer.varlen.proof import convolutions
 
 _DISTRIBUTIONS = {"fla": "flash-linear-attention", "causal_conv1d": "causal-conv1d", "mamba_ssm": "mamba-ssm"}
 _NOT_IN_SGLANG = ("in_proj_a", "in_proj_b")
 
 
-def slow_attention(run: Run) -> str | None:
-    """Attention writes all scores to memory, on a GPU."""
+def slow_attention(run: PreflightContext) -> str | None:
+    """Warn if attention writes all scores to GPU memory."""
     implementation = getattr(run.text_config, "_attn_implementation", None)
     report = run.trainer.liger_report
     if not run.on_gpu or implementation != "eager" or (report is not None and report["varlen_attention"].swapped):
@@ -25,8 +25,8 @@ def slow_attention(run: Run) -> str | None:
     )
 
 
-def slow_layers(run: Run) -> str | None:
-    """Layers with a state, such as linear attention, run in plain PyTorch on a GPU, for want of a package."""
+def slow_layers(run: PreflightContext) -> str | None:
+    """Warn if layers such as linear attention run in plain PyTorch on a GPU because a package is missing."""
     missing = missing_packages(run.model)
     if not run.on_gpu or not missing:
         return None
@@ -50,13 +50,13 @@ def missing_packages(model: Any) -> list[str]:
         names = forward.__code__.co_names if isinstance(forward, types.FunctionType) else ()
         for name in set(names) - ours:
             package = _package_of_fallback(scope.get(name))
-            if package is not None and not name.endswith("_update"):  # of generation
+            if package is not None and not name.endswith("_update"):  # that one is only for generation
                 missing.add(_DISTRIBUTIONS.get(package, package))
     return sorted(missing)
 
 
 def _package_of_fallback(function: Any) -> str | None:
-    """The package that a function of transformers would call; None if it calls one, or is another function."""
+    """Return the package that a fallback of transformers stands in for, or None if `function` is not a fallback."""
     for _ in range(3):
         if not isinstance(function, types.FunctionType):
             return None
@@ -67,8 +67,8 @@ def _package_of_fallback(function: Any) -> str | None:
     return None
 
 
-def unloaded_weights(run: Run) -> str | None:
-    """The checkpoint has prediction layers (MTP), which transformers does not load."""
+def unloaded_weights(run: PreflightContext) -> str | None:
+    """Warn if the checkpoint has prediction layers (MTP) that transformers does not load."""
     base = run.trainer.base_checkpoint
     if base is None or not base.predicts or not hasattr(run.model, "state_dict"):
         return None
@@ -76,16 +76,16 @@ def unloaded_weights(run: Run) -> str | None:
     names = sorted(name for name in base.predicts if name not in trained)
     if not names:
         return None
-    kept = getattr(run.trainer.args, "keep_unloaded_weights", True)
-    fate = "are saved as they were" if kept else "are left out of what is saved"
+    is_kept = getattr(run.trainer.args, "keep_unloaded_weights", True)
+    fate = "are saved as they were" if is_kept else "are left out of what is saved"
     return (
         f"{len(names)} tensors of the checkpoint are prediction layers (MTP), such as {names[0]}, which transformers "
         f"does not load. They are not trained and {fate}; a server that drafts with them may see fewer drafts accepted."
     )
 
 
-def served_adapter(run: Run) -> str | None:
-    """Servers refuse the adapter, or leave a part of it out."""
+def served_adapter(run: PreflightContext) -> str | None:
+    """Warn if servers would reject the adapter, or ignore a part of it."""
     reasons: list[str] = []
     for config in getattr(run.trainer.model, "peft_config", {}).values():
         if str(getattr(config.peft_type, "value", config.peft_type)) == "LORA":
@@ -120,7 +120,7 @@ def _reasons_against(config: Any, model: Any) -> list[str]:
 
 
 def _adapted_names(model: Any) -> set[str]:
-    """The last part of the name of each module that has a LoRA."""
+    """Return the last part of the name of each module with a LoRA."""
     names = set()
     for path, module in model.named_modules():
         if len(getattr(module, "lora_A", ())) or len(getattr(module, "lora_embedding_A", ())):

@@ -1,15 +1,15 @@
-"""Checks of the rows: what is learned of them, and where their answers end."""
+"""Checks the rows: which tokens are learned, and where answers end."""
 
 from collections import Counter
 
-from liger_trainer.preflight.run import Run
+from liger_trainer.preflight.context import PreflightContext
 from liger_trainer.preflight.sequences import Sequence
 
 _AFTER_END = 2  # tokens that a template may write after the end of a turn, such as a newline
 
 
-def nothing_learned(run: Run) -> str | None:
-    """No token of the rows counts in the loss."""
+def nothing_learned(run: PreflightContext) -> str | None:
+    """Warn if no token of the rows counts in the loss."""
     if not run.sequences or any(any(sequence.learned) for sequence in run.sequences):
         return None
     return (
@@ -18,20 +18,20 @@ def nothing_learned(run: Run) -> str | None:
     )
 
 
-def cut_answers(run: Run) -> str | None:
-    """Answers are cut off by `max_length`, or all of a row is."""
+def cut_answers(run: PreflightContext) -> str | None:
+    """Warn if `max_length` cuts answers, or whole rows."""
     trainer, limit = run.trainer, run.max_length
     if limit is None:
         return None
-    given = getattr(trainer, "rows_given", None)
+    num_given = getattr(trainer, "rows_given", None)
     packs = bool(getattr(trainer.args, "packing", False))
-    dropped = 0 if given is None or packs else max(0, given - len(trainer.train_dataset))
+    dropped = 0 if num_given is None or packs else max(0, num_given - len(trainer.train_dataset))
     full = [sequence for sequence in run.sequences if len(sequence.ids) >= limit]
     empty = [sequence for sequence in full if not any(sequence.learned)]
     shortened = [sequence for sequence in full if sequence.has_prompt]
     parts = []
     if dropped:
-        parts.append(f"{dropped} of {given} rows are left out, since nothing to learn is left within max_length")
+        parts.append(f"{dropped} of {num_given} rows are left out, since they have nothing to learn within max_length")
     if empty:
         parts.append(f"{len(empty)} of the first {len(run.sequences)} rows are cut before their answer begins")
     if shortened:
@@ -41,8 +41,8 @@ def cut_answers(run: Run) -> str | None:
     return f"max_length is {limit}: {'; '.join(parts)}. Raise max_length, or shorten or remove these rows."
 
 
-def end_token_learned(run: Run) -> str | None:
-    """Answers end, and the token that ends them never counts in the loss."""
+def end_token_learned(run: PreflightContext) -> str | None:
+    """Warn if the token that ends answers never counts in the loss."""
     answers = [sequence for sequence in run.whole_sequences if any(sequence.learned)]
     if not answers or not run.end_tokens or any(_learned_end(run, sequence) is not None for sequence in answers):
         return None
@@ -50,7 +50,7 @@ def end_token_learned(run: Run) -> str | None:
     if masked:
         name = run.name_of(masked.most_common(1)[0][0])
         return (
-            f"the token {name} comes after answers in the rows, and its label is -100, so the model does not learn to "
+            f"the token {name} comes after answers in the rows, but its label is -100, so the model does not learn to "
             "stop. If padding has the same token, set another pad_token. If the chat template leaves it out of "
             "{% generation %}, move it inside."
         )
@@ -63,12 +63,12 @@ def end_token_learned(run: Run) -> str | None:
     )
 
 
-def end_token_stops(run: Run) -> str | None:
-    """Answers end with a token at which generation does not stop."""
+def end_token_stops(run: PreflightContext) -> str | None:
+    """Warn if generation does not stop at the token that ends answers."""
     if not run.stop_tokens:
         return None
-    found = [_learned_end(run, sequence) for sequence in run.whole_sequences]
-    ends = Counter(end for end in found if end is not None)
+    learned_ends = [_learned_end(run, sequence) for sequence in run.whole_sequences]
+    ends = Counter(end for end in learned_ends if end is not None)
     if not ends or run.stop_tokens & ends.keys():
         return None
     token, count = ends.most_common(1)[0]
@@ -76,13 +76,13 @@ def end_token_stops(run: Run) -> str | None:
         return None
     stops = ", ".join(run.name_of(stop) for stop in sorted(run.stop_tokens))
     return (
-        f"answers end with {run.name_of(token)}, and generation stops at {stops} only, so that servers go on after the "
+        f"answers end with {run.name_of(token)}, but generation only stops at {stops}, so servers go on after the "
         f"answer. Set eos_token of the tokenizer to it, or add {token} to model.generation_config.eos_token_id."
     )
 
 
-def two_begin_tokens(run: Run) -> str | None:
-    """Rows begin with the begin token twice: a template writes it, and the tokenizer adds it."""
+def two_begin_tokens(run: PreflightContext) -> str | None:
+    """Warn if rows begin with two begin tokens: a template writes one, and the tokenizer adds another."""
     begin = getattr(run.tokenizer, "bos_token_id", None)
     if begin is None:
         return None
@@ -91,12 +91,12 @@ def two_begin_tokens(run: Run) -> str | None:
         return None
     return (
         f"{len(doubled)} of the first {len(run.sequences)} rows begin with {run.name_of(begin)} twice, which the model "
-        "has not seen. Tokenise text that a chat template has rendered with add_special_tokens=False."
+        "has not seen. Tokenize text that a chat template has rendered with add_special_tokens=False."
     )
 
 
-def _learned_end(run: Run, sequence: Sequence) -> int | None:
-    """The token that ends the last answer, if it is learned; None otherwise."""
+def _learned_end(run: PreflightContext, sequence: Sequence) -> int | None:
+    """Return the token that ends the last answer if it is learned, else None."""
     last = sequence.last_learned
     if last is None:
         return None
@@ -106,8 +106,8 @@ def _learned_end(run: Run, sequence: Sequence) -> int | None:
     return None
 
 
-def _masked_ends(run: Run, sequence: Sequence) -> list[int]:
-    """The end tokens that follow a learned token, and are not learned."""
+def _masked_ends(run: PreflightContext, sequence: Sequence) -> list[int]:
+    """Return the end tokens that follow a learned token but are not learned themselves."""
     ends = []
     for position in range(1, len(sequence.ids)):
         token = sequence.ids[position]

@@ -1,4 +1,4 @@
-"""The first rows of a trainer as token ids, each with whether it counts in the loss."""
+"""Reads the first rows of a trainer as token ids, and which of them count in the loss."""
 
 import itertools
 from collections.abc import Iterator, Mapping
@@ -9,9 +9,9 @@ from transformers import DataCollatorForLanguageModeling
 
 from liger_trainer.head.module import base_model_of
 
-MOST_ROWS = 2000  # a second of reading, also for long rows
+MOST_ROWS = 2000  # read in about a second, even if rows are long
 
-# Columns of prepared rows: the tokens, and their labels or the tokens that come before them
+# Columns of prepared rows: tokens with labels, and prompts with answers
 _LABELLED = (("input_ids", "labels"), ("chosen_input_ids", "chosen_labels"))
 _PROMPTED = (("prompt_ids", "chosen_ids"), ("prompt_ids", "completion_ids"))
 
@@ -21,7 +21,7 @@ class Sequence(NamedTuple):
 
     Attributes:
         ids (`list[int]`): Its tokens.
-        learned (`list[bool]`): For each token, whether it counts in the loss. The first one never does.
+        learned (`list[bool]`): Whether each token counts in the loss. The first one never does.
     """
 
     ids: list[int]
@@ -29,21 +29,21 @@ class Sequence(NamedTuple):
 
     @property
     def has_prompt(self) -> bool:
-        """Whether tokens that are not learned come before the first one that is."""
+        """Whether tokens that are not learned come before the first learned one."""
         return any(self.learned) and self.learned.index(True) > 1
 
     @property
     def last_learned(self) -> int | None:
-        """The position of the last token that counts; None if none does."""
+        """The position of the last learned token, or None."""
         return None if not any(self.learned) else len(self.ids) - 1 - self.learned[::-1].index(True)
 
 
 def read_sequences(trainer: Any, most: int = MOST_ROWS) -> list[Sequence]:
     """Return the sequences in the first rows that `trainer` will train on.
 
-    Only datasets whose rows can be read twice are: a `datasets.Dataset` without a transform of the user's, or a list.
-    Empty for others, for trainers that write their rows themselves, such as GRPO, and for models whose labels are not
-    the next tokens of `input_ids`.
+    Only a `datasets.Dataset` without a user's transform, or a list, is read, because its rows can be read twice. The
+    result is empty for other datasets, for trainers that generate their rows, such as GRPO, and for models with labels
+    that are not the next tokens of `input_ids`.
     """
     if not _predicts_next_tokens(base_model_of(trainer.model)):
         return []
@@ -54,13 +54,13 @@ def read_sequences(trainer: Any, most: int = MOST_ROWS) -> list[Sequence]:
 
 
 def _predicts_next_tokens(model: Any) -> bool:
-    """Whether labels lie beside the tokens that a model goes on from.
+    """Return whether the labels of `model` are the next tokens of its input.
 
-    Those of an encoder-decoder model are another text, of another length. Those of classifiers are no tokens.
+    An encoder-decoder model's labels are another text, of another length. A classifier's labels are not tokens.
     """
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         return False
-    can_generate = getattr(model, "can_generate", None)  # a module of the user's may have none
+    can_generate = getattr(model, "can_generate", None)  # a user's module may not have this method
     return can_generate is None or bool(can_generate())
 
 
@@ -95,7 +95,7 @@ def _is_tokens(value: Any) -> bool:
 
 
 def _is_language_modeling(collator: Any) -> bool:
-    """Whether labels are made by transformers' collator, which copies the tokens and masks those of padding."""
+    """Return whether transformers' collator makes the labels: it copies the tokens and masks padding."""
     return type(collator) is DataCollatorForLanguageModeling and not collator.mlm
 
 

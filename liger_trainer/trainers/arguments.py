@@ -56,7 +56,7 @@ class LigerArguments(FeatureFields, StockArguments):
 
     def __post_init__(self) -> None:
         for feature in FEATURES:
-            feature.settle(self)
+            feature.resolve(self)
         if self.use_liger and torch.cuda.is_available() and isinstance(self.accelerator_config, dict | None):
             self.accelerator_config: Any = {"non_blocking": True} | (self.accelerator_config or {})
         super().__post_init__()

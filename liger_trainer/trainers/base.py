@@ -18,11 +18,11 @@ from transformers.trainer_utils import TrainOutput
 
 from liger_trainer._logging import logger
 from liger_trainer.base_weights.unloaded import Base, KeptWeights
-from liger_trainer.feature import Run
+from liger_trainer.feature import StepRunner
 from liger_trainer.head.module import base_model_of, has_fused_head
 from liger_trainer.head.outputs import FusedLMOutput, HeadOptions
 from liger_trainer.head.request import HeadRequest, run_request
-from liger_trainer.memory.memory import GpuMemory
+from liger_trainer.memory.device_memory import GpuMemory
 from liger_trainer.memory.summary import CheckpointingSummary
 from liger_trainer.patching import LigerReport
 from liger_trainer.patching.core.hooks import comes_from
@@ -33,18 +33,18 @@ from liger_trainer.trainers.module_walks import WithParameters
 from liger_trainer.trainers.passes import ResumesInPass
 from liger_trainer.trainers.patched_models import PatchedModels
 from liger_trainer.trainers.renamed_weights import LoadsRenamedWeights
-from liger_trainer.trainers.world import fault_of_world
-from liger_trainer.varlen import masks
+from liger_trainer.trainers.world import launch_problem
+from liger_trainer.varlen import registry
 from liger_trainer.varlen.decide import bound_backbone
-from liger_trainer.varlen.graphs.capture_summary import Summary
+from liger_trainer.varlen.graphs.capture_summary import CaptureSummary
 from liger_trainer.varlen.host_copies import real_tokens, remembering
 
 _LIBRARIES = ("liger_trainer.", "trl.", "transformers.")
 
 
-def stock_class(ours: type) -> type:
+def stock_class(liger_class: type) -> type:
     """Return the class of transformers or TRL that `ours`, a trainer or a config of one, extends."""
-    return next(base for base in ours.__mro__ if base.__module__.partition(".")[0] in ("trl", "transformers"))
+    return next(base for base in liger_class.__mro__ if base.__module__.partition(".")[0] in ("trl", "transformers"))
 
 
 @lru_cache(maxsize=16)
@@ -71,14 +71,14 @@ class LigerTrainerMixin(LoadsRenamedWeights, ResumesInPass):
             `label_mask`: any of `"entropy"`, `"log_sum_sq_probs"`, `"mean_logits"`, `"is_top1"`, `"hidden_states"`,
             `"vocab_mean"`. Another name is an error.
         loss_hook (`str` or `None`): Name of the method that a subclass overrides for a loss of its own.
-        gives_token_predictions (`bool`): Whether `compute_loss` calls its model through `_gathering_predictions`, as
+        gives_token_predictions (`bool`): Whether `compute_loss` calls its model through `_with_predictions`, as
             `eval_predictions="tokens"` needs.
         liger_report (`LigerReport` or `None`): What was patched, or `None` with `use_liger=False`.
         takes_classifiers (`bool`): Whether it trains models that have a classification head in place of an LM head.
         freezes_model (`bool`): Whether the model is frozen as a whole, under something of the trainer's own.
         freezes_in_fp8 (`bool`): Whether `fp8` stores the frozen base of the model in FP8.
         checkpointing (`CheckpointingSummary` or `None`): What `auto` chose in the last training.
-        captured_steps (`Summary` or `None`): What `cuda_graphs` captured in the last training, or
+        captured_steps (`CaptureSummary` or `None`): What `cuda_graphs` captured in the last training, or
             why it captured nothing. `None` with `cuda_graphs=False` or `use_liger=False`.
         device_memory (`GpuMemory` or `None`): The memory that `auto` plans for, instead of the GPU's.
         base_checkpoint (`Base` or `None`): The files that the model was loaded from, if they may have further weights.
@@ -100,14 +100,14 @@ class LigerTrainerMixin(LoadsRenamedWeights, ResumesInPass):
     freezes_model: bool = False
     freezes_in_fp8: bool = False
     checkpointing: CheckpointingSummary | None = None
-    captured_steps: Summary | None = None
+    captured_steps: CaptureSummary | None = None
     device_memory: GpuMemory | None = None
     base_checkpoint: Base | None = None
     kept_weights: KeptWeights | None = None
     rows_are_chats: bool = True
     system_prompt: str | None = None
     grad_norm_of_step: Callable[[], torch.Tensor] | None = None
-    _runs: Sequence[Run] = ()  # what runs training steps while training, the outermost first
+    _step_runners: Sequence[StepRunner] = ()  # what runs training steps while training, the outermost first
     _ops_of_token: int | None = None  # once they are counted
     _packing_faults: dict[frozenset[str], str | None]  # what `refuse_packed_batch_that_mixes` has found
 
@@ -140,7 +140,7 @@ class LigerTrainerMixin(LoadsRenamedWeights, ResumesInPass):
         return getattr(self.args, "use_liger", True)
 
     @property
-    def has_own_loss(self) -> bool:
+    def overrides_token_loss(self) -> bool:
         return self.loss_hook == "token_loss" and type(self).token_loss is not LigerTrainerMixin.token_loss
 
     def _token_loss_of(self, outputs: FusedLMOutput, inputs: dict) -> torch.Tensor:
@@ -149,15 +149,15 @@ class LigerTrainerMixin(LoadsRenamedWeights, ResumesInPass):
         mask: Any = outputs.label_mask
         shape = getattr(per_token, "shape", None)
         if shape != mask.shape:
-            came = f"the {type(per_token).__name__} {per_token!r}" if shape is None else f"shape {tuple(shape)}"
+            returned = f"the {type(per_token).__name__} {per_token!r}" if shape is None else f"shape {tuple(shape)}"
             raise ValueError(
-                f"token_loss returned {came}; expected one loss per label, {tuple(mask.shape)} (do not reduce: the "
+                f"token_loss returned {returned}; expected one loss per label, {tuple(mask.shape)} (do not reduce: the "
                 "trainer does)."
             )
         return per_token.masked_fill(~mask, 0.0)
 
     @property
-    def head_is_ours(self) -> bool:
+    def uses_fused_head(self) -> bool:
         return self.liger_report is not None and has_fused_head(self.model)
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -181,14 +181,14 @@ class LigerTrainerMixin(LoadsRenamedWeights, ResumesInPass):
         return loader
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        self._use_own_heads()
+        self._apply_head_options()
         if self.uses_liger:
             inputs = args[1] if len(args) > 1 else kwargs.get("inputs")
             init_checks.refuse_packed_batch_that_mixes(self, inputs, self._packing_faults)
         step = super().training_step
-        for run in reversed(self._runs):
+        for run in reversed(self._step_runners):
             step = partial(run, step)
-        with self._explaining_missing_logits():
+        with self._errors_with_advice():
             return step(*args, **kwargs)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
@@ -219,15 +219,15 @@ class LigerTrainerMixin(LoadsRenamedWeights, ResumesInPass):
         alone = self.accelerator.distributed_type == DistributedType.NO
         return WithParameters(model) if self.uses_liger and is_stock and alone else model
 
-    def _use_own_heads(self) -> None:
+    def _apply_head_options(self) -> None:
         """Give the heads the options of this trainer, since another one may have been built on the same models.
 
         RuntimeError if the fused head was removed from a model, and the loss needs it.
         """
         if self.liger_report is None:
             return
-        all_there = self._patched.use()
-        if not all_there and (self._needs_heads or self.has_own_loss):
+        all_there = self._patched.apply_options()
+        if not all_there and (self._needs_heads or self.overrides_token_loss):
             raise RuntimeError(
                 f"The loss of {type(self).__name__} needs the fused LM head, which remove_liger has taken from a "
                 "model. Call apply_liger(model), or build a new trainer."
@@ -241,7 +241,7 @@ class LigerTrainerMixin(LoadsRenamedWeights, ResumesInPass):
             return True
         return _are_overridden(tuple([vars(owner).get("compute_loss") for owner in type(self).__mro__]))
 
-    def _ways_to_a_loss_of_logits(self) -> str:
+    def _advice_on_logits(self) -> str:
         hook = f"override {self.loss_hook} instead, which builds none; " if self.loss_hook else ""
         return (
             f"{type(self).__name__} overrides compute_loss. In training, a model that is called with labels returns "
@@ -250,7 +250,7 @@ class LigerTrainerMixin(LoadsRenamedWeights, ResumesInPass):
         )
 
     @contextmanager
-    def _explaining_missing_logits(self) -> Iterator[None]:
+    def _errors_with_advice(self) -> Iterator[None]:
         """Context manager: adds advice to the error of a loss without logits, or of an overwritten input."""
         try:
             yield
@@ -259,19 +259,19 @@ class LigerTrainerMixin(LoadsRenamedWeights, ResumesInPass):
                 error.add_note(init_checks.WHAT_FUSED_LAYERS_KEEP)
             reads_none = "NoneType" in str(error) or error.args == ("logits",)
             unpacks_logits = str(error).startswith("not enough values to unpack")  # `loss, logits = model(...)[:2]`
-            if (reads_none or unpacks_logits) and self.head_is_ours and self.overrides_compute_loss:
-                error.add_note(self._ways_to_a_loss_of_logits())
+            if (reads_none or unpacks_logits) and self.uses_fused_head and self.overrides_compute_loss:
+                error.add_note(self._advice_on_logits())
             raise
 
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
         """Train as the stock trainer does, with the features that the arguments ask for."""
-        self._use_own_heads()  # now, because TRL may score rows while it loads the data
+        self._apply_head_options()  # now, because TRL may score rows while it loads the data
         self._ops_of_token = None
         self._packing_faults = {}
         with ExitStack() as stack:
             runs = [stack.enter_context(feature.around_training(self)) for feature in FEATURES]
-            self._runs = [run for run in runs if run is not None]
-            stack.callback(self._runs.clear)
+            self._step_runners = [run for run in runs if run is not None]
+            stack.callback(self._step_runners.clear)
             return super().train(*args, **kwargs)
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
@@ -294,12 +294,12 @@ class LigerTrainerMixin(LoadsRenamedWeights, ResumesInPass):
             return
         changed = [feature.before_patch(model, self) for feature in FEATURES]
         config, unfused = getattr(self.args, "liger_config", None), None
-        if self.wants_part("fused_linear_cross_entropy") and (unfused := self.why_unfused(model)) is not None:
+        if self.wants_part("fused_linear_cross_entropy") and (unfused := self.unfused_reason(model)) is not None:
             config = (config or {}) | {"fused_linear_cross_entropy": False}
         parallel = self.accelerator.parallelism_config
         if parallel is not None and parallel.cp_enabled:  # each GPU has a part of every row, and attention of its own
             config = (config or {}) | {"varlen_attention": False}
-        self.liger_report = self._patched.patch(model, config, options, instead=self.model_init is not None)
+        self.liger_report = self._patched.patch(model, config, options, forget_others=self.model_init is not None)
         for operations in changed:
             self.liger_report.operations |= operations
         if unfused is not None:
@@ -308,7 +308,7 @@ class LigerTrainerMixin(LoadsRenamedWeights, ResumesInPass):
         if self.args.process_index == 0:
             logger.info(self.liger_report.one_line())
 
-    def why_unfused(self, model: nn.Module) -> str | None:
+    def unfused_reason(self, model: nn.Module) -> str | None:
         """Tell why the loss needs the logits of `model`, so that its head stays as it is, or return None."""
         return None
 
@@ -323,11 +323,11 @@ class LigerTrainerMixin(LoadsRenamedWeights, ResumesInPass):
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> tuple[torch.Tensor | None, Any, Any]:
-        self._use_own_heads()
+        self._apply_head_options()
         gathers = self._wants_tokens and not prediction_loss_only
         self._loss_only, self._predicted = prediction_loss_only or gathers, [] if gathers else None
         try:
-            with self._explaining_missing_logits():
+            with self._errors_with_advice():
                 outputs = super().prediction_step(model, inputs, self._loss_only, ignore_keys)
             if self._predicted is None:
                 return outputs
@@ -339,10 +339,10 @@ class LigerTrainerMixin(LoadsRenamedWeights, ResumesInPass):
     def _without_needless_mask(self, model: Callable[..., Any]) -> Callable[..., Any]:
         """`model` or, if it is compiled for training, a stand-in that calls it without attention masks of ones."""
         if self.uses_liger and self.args.torch_compile and self.model.training:
-            return masks.without_mask_of_ones(model, base_model_of(self.model))
+            return registry.without_mask_of_ones(model, base_model_of(self.model))
         return model
 
-    def _gathering_predictions(self, model: Callable[..., Any]) -> Callable[..., Any]:
+    def _with_predictions(self, model: Callable[..., Any]) -> Callable[..., Any]:
         """`model` or, while token predictions are gathered, a stand-in that asks for them in calls with labels."""
         predicted = self._predicted
         if predicted is None:
@@ -361,11 +361,11 @@ class LigerTrainerMixin(LoadsRenamedWeights, ResumesInPass):
     def _finish_init(self) -> None:
         self._packing_faults = {}
         sharding = "FSDP" if getattr(self.args, "fsdp", None) else None
-        if self.uses_liger and (fault := fault_of_world(os.environ, self.accelerator, sharding)):
+        if self.uses_liger and (fault := launch_problem(os.environ, self.accelerator, sharding)):
             raise ValueError(fault)
         for feature in FEATURES:
             feature.check_trainer(self)
-        if self.has_own_loss:
+        if self.overrides_token_loss:
             init_checks.refuse_a_second_loss(self)
             init_checks.refuse_unfit_for_own_loss(self)
         if self._wants_tokens:
@@ -373,8 +373,8 @@ class LigerTrainerMixin(LoadsRenamedWeights, ResumesInPass):
         if self.uses_liger:
             init_checks.refuse_packed_rows_that_mix(self)
             init_checks.refuse_adapters_without_parameters(self)
-        if self.head_is_ours and self.overrides_compute_loss:
-            logger.info(self._ways_to_a_loss_of_logits())
-        if self.head_is_ours and self.compute_loss_func is not None:
+        if self.uses_fused_head and self.overrides_compute_loss:
+            logger.info(self._advice_on_logits())
+        if self.uses_fused_head and self.compute_loss_func is not None:
             also = " and TRL's metrics cost a second forward" if self.stock_class() is not Trainer else ""
             logger.info(f"compute_loss_func gets logits, so they are built{also}. Override token_loss to avoid that.")

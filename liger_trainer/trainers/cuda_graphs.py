@@ -10,12 +10,12 @@ from torch import nn
 from transformers import TrainerState
 
 from liger_trainer._logging import logger
-from liger_trainer.feature import Feature, FeatureTrainer, Run
+from liger_trainer.feature import Feature, FeatureTrainer, StepRunner
 from liger_trainer.head.module import base_model_of
-from liger_trainer.memory.memory import is_out_of_memory
+from liger_trainer.memory.device_memory import is_out_of_memory
 from liger_trainer.varlen.decide import bound_backbone
-from liger_trainer.varlen.graphs.capture_summary import Summary
-from liger_trainer.varlen.graphs.step_graphs import StepGraphs, step_graphs
+from liger_trainer.varlen.graphs.capture_summary import CaptureSummary
+from liger_trainer.varlen.graphs.step_graphs import StepGraphs, use_graphs
 
 AUTO = "auto"
 CAPTURES_ON = ("cuda",)  # types of devices
@@ -56,7 +56,7 @@ class CapturedTrainer(FeatureTrainer, Protocol):
     args: CapturedArguments
     model: nn.Module | None
     state: TrainerState
-    captured_steps: Summary | None
+    captured_steps: CaptureSummary | None
 
     @property
     def overrides_compute_loss(self) -> bool:
@@ -66,7 +66,7 @@ class CapturedTrainer(FeatureTrainer, Protocol):
 class CudaGraphs(Feature[CapturedArguments, CapturedTrainer]):
     """Captures the backbones that a trainer calls in its training steps."""
 
-    def settle(self, args: CapturedArguments) -> None:
+    def resolve(self, args: CapturedArguments) -> None:
         value = args.cuda_graphs
         if isinstance(value, str):
             value = _WORDS.get(value.lower(), value)
@@ -75,15 +75,15 @@ class CudaGraphs(Feature[CapturedArguments, CapturedTrainer]):
         args.cuda_graphs = value
 
     @contextmanager
-    def around_training(self, trainer: CapturedTrainer) -> Iterator[Run | None]:
+    def around_training(self, trainer: CapturedTrainer) -> Iterator[StepRunner | None]:
         wanted = getattr(trainer.args, "cuda_graphs", False)
-        reason = "cuda_graphs is false" if wanted is False else why_not_captured(trainer)
+        reason = "cuda_graphs is false" if wanted is False else uncaptured_reason(trainer)
         if reason is not None and wanted is True:
             raise ValueError(f"cuda_graphs is true, but {reason}. Set cuda_graphs: auto, or false.")
         if reason is not None:
             was_asked_for = wanted is not False and trainer.uses_liger
-            trainer.captured_steps = Summary(off=reason) if was_asked_for else None
-            _tell(trainer)
+            trainer.captured_steps = CaptureSummary(off=reason) if was_asked_for else None
+            _log_summary(trainer)
             yield None
             return
         graphs = StepGraphs()
@@ -98,7 +98,7 @@ class CudaGraphs(Feature[CapturedArguments, CapturedTrainer]):
                 began_at = trainer.state.global_step
             graphs.may_capture = trainer.state.global_step > began_at
             try:
-                with step_graphs(graphs):
+                with use_graphs(graphs):
                     return step(*args, **kwargs)
             except RuntimeError as error:
                 if is_out_of_memory(error) and graphs.summary.sizes:
@@ -112,10 +112,10 @@ class CudaGraphs(Feature[CapturedArguments, CapturedTrainer]):
             yield run
         finally:
             graphs.release()
-            _tell(trainer)
+            _log_summary(trainer)
 
 
-def _tell(trainer: CapturedTrainer) -> None:
+def _log_summary(trainer: CapturedTrainer) -> None:
     """Log what was captured, as a warning if it was asked for and nothing was."""
     summary = trainer.captured_steps
     if summary is None or trainer.args.process_index != 0:
@@ -124,7 +124,7 @@ def _tell(trainer: CapturedTrainer) -> None:
     (logger.warning if missed else logger.info)(summary.one_line())
 
 
-def why_not_by_arguments(args: CapturedArguments) -> str | None:
+def arguments_reason(args: CapturedArguments) -> str | None:
     """Name the argument that keeps all steps from being captured, whatever is trained on which device, or None."""
     if args.torch_compile:
         return "torch_compile is set"
@@ -139,7 +139,7 @@ def why_not_by_arguments(args: CapturedArguments) -> str | None:
     return None
 
 
-def why_not_captured(trainer: CapturedTrainer) -> str | None:
+def uncaptured_reason(trainer: CapturedTrainer) -> str | None:
     """Name what in a trainer and its arguments keeps all steps from being captured, or return None.
 
     Reasons that may change during training are checked in each call (`varlen/decide.py`).
@@ -153,7 +153,7 @@ def why_not_captured(trainer: CapturedTrainer) -> str | None:
         return "several processes train, which exchange gradients within the backward pass"
     if args.n_gpu > 1 or len(set((getattr(trainer.model, "hf_device_map", None) or {"": 0}).values())) > 1:
         return "the model is spread over several devices"
-    reason = why_not_by_arguments(args)
+    reason = arguments_reason(args)
     if reason is not None:
         return reason
     if trainer.overrides_compute_loss:

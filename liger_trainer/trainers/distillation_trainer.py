@@ -20,7 +20,7 @@ from liger_trainer.head.deferred import DeferredLogits
 from liger_trainer.head.module import head_reason
 from liger_trainer.head.request import HeadRequest, run_request
 from liger_trainer.trainers.arguments import LigerArguments
-from liger_trainer.trainers.fsdp2 import give_weights_of_first_process
+from liger_trainer.trainers.fsdp2 import broadcast_weights
 from liger_trainer.trainers.trl import LigerTRLMixin, NoAdapterIsRefused, with_globals
 from liger_triton import linear_divergence
 
@@ -69,7 +69,7 @@ class LigerDistillationTrainer(LigerTRLMixin, DistillationTrainer):
             model: nn.Module, device_placement: Any = None, evaluation_mode: bool = False
         ) -> nn.Module:
             if evaluation_mode:
-                give_weights_of_first_process(model, self.accelerator)
+                broadcast_weights(model, self.accelerator)
                 self._patch_frozen(model)
             return prepare(model, device_placement=device_placement, evaluation_mode=evaluation_mode)
 
@@ -79,7 +79,7 @@ class LigerDistillationTrainer(LigerTRLMixin, DistillationTrainer):
         del self.accelerator.prepare_model  # brings back the method of the class
         teacher = None if self.teacher_model is None else self.accelerator.unwrap_model(self.teacher_model)
         for name, model in (("student", self.model), ("teacher", teacher)):
-            if self.head_is_ours and model is not None and (reason := head_reason(model)) is not None:
+            if self.uses_fused_head and model is not None and (reason := head_reason(model)) is not None:
                 raise ValueError(
                     f"The {name} cannot be distilled with a fused divergence, since {reason}. Set "
                     'liger_config={"fused_linear_cross_entropy": false}.'
@@ -87,12 +87,12 @@ class LigerDistillationTrainer(LigerTRLMixin, DistillationTrainer):
         super()._finish_init()
 
     def _get_last_hidden_state(self, unwrapped_model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if self.head_is_ours:
+        if self.uses_fused_head:
             unwrapped_model = _LogitsForHiddenStates(unwrapped_model)
         return super()._get_last_hidden_state(unwrapped_model, *args, **kwargs)
 
     def _compute_loss(self, unwrapped_student: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any) -> Any:
-        if not self.head_is_ours:
+        if not self.uses_fused_head:
             return super()._compute_loss(unwrapped_student, inputs, num_items_in_batch)
         # With `_use_triton`, TRL drops the positions outside of the mask before it calls the function.
         divergence = with_globals(

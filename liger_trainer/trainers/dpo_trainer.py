@@ -48,10 +48,10 @@ class LigerDPOTrainer(LigerTRLMixin, DPOTrainer):
             return super()._compute_loss(model, inputs, return_outputs)
         ids, mask = values_of(inputs["input_ids"], inputs["completion_mask"])
 
-        def call(**given: Any) -> Any:
-            labels = given.get("labels")
+        def call(**arguments: Any) -> Any:
+            labels = arguments.get("labels")
             if isinstance(labels, torch.Tensor) and labels.shape == ids.shape and ids.device.type == "cpu":
                 remember(labels, ids.masked_fill(mask == 0, -100))  # as the stock trainer has made them
-            return model(**given)
+            return model(**arguments)
 
         return super()._compute_loss(call, inputs, return_outputs)

@@ -30,7 +30,7 @@ from liger_trainer.trainers.optimizer_in_backward import (
 from liger_trainer.trainers.samples import SampleFields, Samples
 from liger_trainer.trainers.shared_prompts import shared_prompts_of
 from liger_trainer.trainers.trackers import TrackedTrainer, Trackers
-from liger_trainer.varlen.graphs.capture_summary import Summary
+from liger_trainer.varlen.graphs.capture_summary import CaptureSummary
 
 
 class FilteringArguments(Protocol):
@@ -67,32 +67,32 @@ class LossFilter(Feature[FilteringArguments, FilteringTrainer]):
             yield
             return
 
-        def filtered_step(*given: Any, **named: Any) -> torch.Tensor:
+        def filtered_step(*step_args: Any, **step_kwargs: Any) -> torch.Tensor:
             filter_on()  # a callback may have called it before
-            loss = step(*given, **named)  # a subclass that overrides it gets each loss as it is
-            in_place = all(trainer.__dict__.get(name) is method for name, method in ours.items())
+            loss = step(*step_args, **step_kwargs)  # a subclass that overrides it gets each loss as it is
+            in_place = all(trainer.__dict__.get(name) is method for name, method in replacements.items())
             if args.logging_nan_inf_filter and in_place:
                 steps = 1 + trainer.state.global_step - trainer._globalstep_last_logged
                 loss = torch.where(torch.isfinite(loss), loss, trainer._tr_loss / steps)
                 args.logging_nan_inf_filter = None
             return loss
 
-        def filter_on_and_count(*given: Any, **named: Any) -> Any:
+        def filter_on_and_count(*step_args: Any, **step_kwargs: Any) -> Any:
             filter_on()
-            return operations(*given, **named)
+            return operations(*step_args, **step_kwargs)
 
         def filter_on() -> None:
             if args.logging_nan_inf_filter is None:
                 args.logging_nan_inf_filter = True
 
-        ours = {"training_step": filtered_step, "floating_point_ops": filter_on_and_count}
-        before = {name: trainer.__dict__[name] for name in ours if name in trainer.__dict__}
-        trainer.__dict__.update(ours)
+        replacements = {"training_step": filtered_step, "floating_point_ops": filter_on_and_count}
+        before = {name: trainer.__dict__[name] for name in replacements if name in trainer.__dict__}
+        trainer.__dict__.update(replacements)
         try:
             yield
         finally:
             filter_on()
-            for name, method in ours.items():
+            for name, method in replacements.items():
                 if trainer.__dict__.get(name) is method:  # otherwise a callback has wrapped or removed it
                     del trainer.__dict__[name]
             trainer.__dict__.update(before)
@@ -104,7 +104,7 @@ class ReportedTrainer(FeatureTrainer, Protocol):
     model: nn.Module
     liger_report: LigerReport | None
     checkpointing: CheckpointingSummary | None
-    captured_steps: Summary | None
+    captured_steps: CaptureSummary | None
 
     def add_callback(self, callback: TrainerCallback) -> None:
         """Call `callback` at the events of the training."""
@@ -140,15 +140,15 @@ class _ReportCallback(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         shared = shared_prompts_of(self.trainer.model)
-        found = (self.trainer.checkpointing, self.trainer.captured_steps, shared)
-        if any(x is not None for x in found):
+        summaries = (self.trainer.checkpointing, self.trainer.captured_steps, shared)
+        if any(x is not None for x in summaries):
             self._write(args, state)
 
     def _write(self, args: Any, state: Any) -> None:
         report = self.report
-        chosen = self.trainer.checkpointing
+        checkpointing = self.trainer.checkpointing
         if state.is_world_process_zero and args.output_dir is not None:
-            report.checkpointing = None if chosen is None else chosen.to_dict()
+            report.checkpointing = None if checkpointing is None else checkpointing.to_dict()
             captured = self.trainer.captured_steps
             report.cuda_graphs = None if captured is None else captured.to_dict()
             shared = shared_prompts_of(self.trainer.model)

@@ -27,7 +27,7 @@ def keep_losses_in_fp32(accelerator: Any) -> None:
         plugin.mixed_precision_policy = replace(policy, output_dtype=None)
 
 
-def give_weights_of_first_process(model: PreTrainedModel, accelerator: Any) -> None:
+def broadcast_weights(model: PreTrainedModel, accelerator: Any) -> None:
     """Copy the weights of `model` from process 0 to all others, if it is about to be sharded by FSDP2 and is not yet.
 
     Every process has to call this with its own copy of the model. Tensors stay on their device, meta tensors get memory
@@ -39,7 +39,7 @@ def give_weights_of_first_process(model: PreTrainedModel, accelerator: Any) -> N
     if any(hasattr(p, "full_tensor") for p in model.parameters()):  # sharded already
         return
     if any(t.is_meta for t in model.state_dict().values()):
-        _give_memory(model)
+        _allocate_on_cpu(model)
         model.tie_weights()
     has_weights = dist.get_rank() == 0
     with torch.no_grad():
@@ -50,7 +50,7 @@ def give_weights_of_first_process(model: PreTrainedModel, accelerator: Any) -> N
                 tensor.copy_(sent)
 
 
-def _give_memory(model: nn.Module) -> None:
+def _allocate_on_cpu(model: nn.Module) -> None:
     """Put an empty tensor on the CPU in the place of each parameter and buffer of the state dict that has no memory."""
     saved = {id(tensor) for tensor in model.state_dict(keep_vars=True).values()}
     model._apply(lambda t: torch.empty_like(t, device="cpu") if t.is_meta and id(t) in saved else t)

@@ -32,7 +32,7 @@ class LigerGRPOTrainer(KnowsOnlineRows, LigerTRLMixin, GRPOTrainer):
     args: GRPOConfig
 
     def _finish_init(self) -> None:
-        if self.head_is_ours and self.args.cast_lm_head_to_fp32 and hasattr(output_head(self.model), "base_layer"):
+        if self.uses_fused_head and self.args.cast_lm_head_to_fp32 and hasattr(output_head(self.model), "base_layer"):
             raise ValueError(
                 "cast_lm_head_to_fp32 is True, and an adapter is on the LM head. TRL's cast replaces the forward of "
                 "the head by one without the adapter, so completions would be sampled without it. Set "

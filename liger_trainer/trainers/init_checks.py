@@ -32,22 +32,22 @@ def refuse_before_patching(trainer: Any, model: nn.Module) -> None:
     """ValueError if `model` cannot be patched as the arguments say, or if the user's own loss would stay unused."""
     name, args = type(trainer).__name__, trainer.args
     if not trainer.uses_liger:
-        if trainer.has_own_loss:
+        if trainer.overrides_token_loss:
             raise ValueError(f"{name} overrides token_loss, which needs use_liger=True; got use_liger=False.")
         bindings = [Binding.of(module) for module in model.modules()]
-        if has_fused_head(model) or any(binding is not None and not binding.aside for binding in bindings):
+        if has_fused_head(model) or any(binding is not None and not binding.fallback_active for binding in bindings):
             raise ValueError(
                 "use_liger is False, but the model has been patched before, by another trainer or by apply_liger, and "
                 "would still compute with the kernels. Load the model again, or call remove_liger(model) first."
             )
         return
-    pools = trainer.takes_classifiers and is_classifier(base_model_of(model)) and not trainer.has_own_loss
+    pools = trainer.takes_classifiers and is_classifier(base_model_of(model)) and not trainer.overrides_token_loss
     if trainer.wants_part("fused_linear_cross_entropy") and output_head(model) is None and not pools:
         raise ValueError(
             f"use_liger=True swaps the loss for a fused LM head, but {head_reason(model)}. For such a model set "
             'liger_config={"fused_linear_cross_entropy": false}, or use_liger=False.'
         )
-    if trainer.has_own_loss and not trainer.wants_part("fused_linear_cross_entropy"):
+    if trainer.overrides_token_loss and not trainer.wants_part("fused_linear_cross_entropy"):
         raise ValueError(
             f"{name} overrides token_loss, which needs the fused LM head, but liger_config has "
             "fused_linear_cross_entropy: false. Remove that entry."
@@ -91,7 +91,7 @@ def refuse_unfit_for_own_loss(trainer: Any) -> None:
         if name not in known:
             raise ValueError(f"token_outputs has the unknown name {name!r}; expected names of: {', '.join(known)}.")
     name = type(trainer).__name__
-    if (why := trainer.why_unfused(trainer.model)) is not None:
+    if (why := trainer.unfused_reason(trainer.model)) is not None:
         raise ValueError(
             f"{name} overrides token_loss, which needs the fused LM head, but {why}. Override compute_loss instead."
         )
@@ -107,8 +107,8 @@ def refuse_token_predictions(trainer: Any) -> None:
     why = None
     if not trainer.gives_token_predictions:
         why = f"{type(trainer).__name__} does not compute metrics of tokens"
-    elif not trainer.head_is_ours:
-        unfused = None if trainer.liger_report is None else trainer.why_unfused(trainer.model)
+    elif not trainer.uses_fused_head:
+        unfused = None if trainer.liger_report is None else trainer.unfused_reason(trainer.model)
         why = unfused or "the fused LM head that finds them is switched off (use_liger, liger_config)"
     elif (other := _why_not_next_tokens(trainer.model)) is not None:
         why = f"{other}, and its labels are not the tokens that follow"
@@ -128,7 +128,7 @@ def refuse_packed_rows_that_mix(trainer: Any) -> None:
     packs = flattens or bool(getattr(trainer, "padding_free", False))
     if not packs or (why := why_rows_mix(trainer.model, collator)) is None:
         return
-    ways = _ways_to_rows_apart(trainer.model)
+    ways = _advice_on_mixing(trainer.model)
     if getattr(collator, "return_position_ids", None) is False and not getattr(collator, "padding_free", False):
         ways = "Leave return_position_ids of the collator on: positions tell where rows begin."
     raise ValueError(f"Rows are packed (packing, padding_free, or DataCollatorWithFlattening), but {why}. {ways}")
@@ -145,19 +145,19 @@ def refuse_packed_batch_that_mixes(trainer: Any, inputs: Any, faults: dict[froze
     positions = inputs.get("position_ids")
     if not isinstance(positions, torch.Tensor) or positions.ndim != 2 or positions.shape[0] != 1:
         return
-    told = frozenset(name for name in ("cu_seq_lens_q", "seq_idx") if inputs.get(name) is not None)
-    if told not in faults:
-        lengths, indices = "cu_seq_lens_q" in told, "seq_idx" in told
+    markers = frozenset(name for name in ("cu_seq_lens_q", "seq_idx") if inputs.get(name) is not None)
+    if markers not in faults:
+        lengths, indices = "cu_seq_lens_q" in markers, "seq_idx" in markers
         collator = DataCollatorWithFlattening(return_flash_attn_kwargs=lengths, return_seq_idx=indices)
-        faults[told] = why_rows_mix(trainer.model, collator)
-    why = faults[told]
+        faults[markers] = why_rows_mix(trainer.model, collator)
+    why = faults[markers]
     if why is not None and bool((values_of(positions)[0].diff() != 1).any()):
         raise ValueError(
-            f"position_ids of a batch restart, so it has packed rows, but {why}. {_ways_to_rows_apart(trainer.model)}"
+            f"position_ids of a batch restart, so it has packed rows, but {why}. {_advice_on_mixing(trainer.model)}"
         )
 
 
-def _ways_to_rows_apart(model: nn.Module) -> str:
+def _advice_on_mixing(model: nn.Module) -> str:
     """Return advice for the error about packed rows that see each other in `model`."""
     if keeps_state(base_model_of(model)):
         return (

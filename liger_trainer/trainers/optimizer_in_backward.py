@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import Trainer
 from transformers.optimization import Adafactor
 
-from liger_trainer.feature import Feature, FeatureTrainer, Run
+from liger_trainer.feature import Feature, FeatureTrainer, StepRunner
 
 # In these optimizers the step of a weight depends only on the weight, its gradient, its state and its group.
 _CLASSES = (
@@ -123,7 +123,7 @@ class InBackward(Feature[InBackwardArguments, InBackwardTrainer]):
                 "accelerate's mixed_precision is fp16, which scales gradients until all are there. Set bf16: true"
             )
         if trainer.optimizer is not None:
-            optimizer: Any = type(_plain(trainer.optimizer))
+            optimizer: Any = type(_unwrapped(trainer.optimizer))
         else:
             named = trainer.optimizer_cls_and_kwargs or Trainer.get_optimizer_cls_and_kwargs(
                 trainer.args, trainer.model
@@ -132,7 +132,7 @@ class InBackward(Feature[InBackwardArguments, InBackwardTrainer]):
         _check_class(optimizer)
 
     @contextmanager
-    def around_training(self, trainer: InBackwardTrainer) -> Iterator[Run | None]:
+    def around_training(self, trainer: InBackwardTrainer) -> Iterator[StepRunner | None]:
         if not getattr(trainer.args, "optimizer_in_backward", False):
             yield None
             return
@@ -191,7 +191,7 @@ class OptimizerInBackward:
     def run(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Return `step(*args, **kwargs)`, the forward and backward pass of a training step."""
         if not self._hooks:
-            self._begin(_plain(self.trainer.optimizer))
+            self._begin(_unwrapped(self.trainer.optimizer))
         return step(*args, **kwargs)
 
     def grad_norm(self) -> torch.Tensor:
@@ -246,7 +246,7 @@ class OptimizerInBackward:
 def step_alone(optimizer: torch.optim.Optimizer, group: dict[str, Any], weight: nn.Parameter, place: int = 0) -> None:
     """Step `optimizer` for `weight` of `group` alone, without the optimizer's hooks, and free its gradient.
 
-    `place` is where in its group the weight is shown to the optimizer.
+    `report_entry` is where in its group the weight is shown to the optimizer.
     """
     groups = [(each, each["params"]) for each in optimizer.param_groups]
     for each, _ in groups:
@@ -274,7 +274,7 @@ def _clipping_function() -> str | None:
     return None
 
 
-def _plain(optimizer: Any) -> torch.optim.Optimizer:
+def _unwrapped(optimizer: Any) -> torch.optim.Optimizer:
     """Return the optimizer inside accelerate's wrapper."""
     return getattr(optimizer, "optimizer", optimizer)
 

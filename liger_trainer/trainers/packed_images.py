@@ -81,13 +81,13 @@ def pack_images(trainer: Any) -> None:
         )
     bound = bound_backbone(base_model_of(trainer.model))
     if bound is None or bound.proven.sees_both_ways:
-        found = trainer.liger_report["varlen_attention"] if trainer.liger_report else None
+        report = trainer.liger_report["varlen_attention"] if trainer.liger_report else None
         why = "use_liger or varlen_attention is switched off"
         if bound is not None:
             why = "tokens of an image see each other"
-        elif found is not None and found.enabled:
-            kept = {*found.unsuited.values(), *found.skipped.values()}
-            why = "; ".join(sorted(kept)) or "no decoder of text was found in it"
+        elif report is not None and report.enabled:
+            reasons = {*report.unsuited.values(), *report.skipped.values()}
+            why = "; ".join(sorted(reasons)) or "no decoder of text was found in it"
         raise ValueError(
             f"packing is True for rows with images, but {type(base_model_of(trainer.model)).__name__} computes "
             f"padding: {why}. Set packing to False."

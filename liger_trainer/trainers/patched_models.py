@@ -12,24 +12,24 @@ class PatchedModels:
     """The models that a trainer has patched.
 
     Two trainers may share a model and be used in turn. The head of the model has one set of options: those of the
-    trainer that was built last, until another one calls `use`.
+    trainer that was built last, until another one calls `apply_options`.
     """
 
     def __init__(self) -> None:
         self._options: list[tuple[nn.Module, HeadOptions]] = []
 
     def patch(
-        self, model: nn.Module, config: dict | None, options: HeadOptions | None = None, instead: bool = False
+        self, model: nn.Module, config: dict | None, options: HeadOptions | None = None, forget_others: bool = False
     ) -> LigerReport:
         """Call `apply_liger` and remember the head's `options`. With `instead`, forget the options of other models."""
         report = apply_liger(model, config, head_options=options)
         if has_fused_head(model):
             base = base_model_of(model)
-            self._options = [] if instead else [known for known in self._options if known[0] is not base]
+            self._options = [] if forget_others else [known for known in self._options if known[0] is not base]
             self._options.append((base, options or HeadOptions()))
         return report
 
-    def use(self) -> bool:
+    def apply_options(self) -> bool:
         """Give every head the options of this trainer. Returns whether all of the models still have their head."""
         heads = [(model, options, head_options(model)) for model, options in self._options]
         for model, options, current in heads:

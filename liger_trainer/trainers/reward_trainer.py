@@ -39,8 +39,8 @@ class LigerRewardTrainer(LigerTRLMixin, RewardTrainer):
             rule = sharing_rule(self.args)
             bound.sharing = None if rule is None else rule._replace(halves=True)
 
-        def call(**given: Any) -> Any:
-            given.pop("margin", None)  # the loss reads it; the model would hand it on to each of its layers
-            return model(**given)
+        def call(**arguments: Any) -> Any:
+            arguments.pop("margin", None)  # the loss reads it; the model would hand it on to each of its layers
+            return model(**arguments)
 
         return super().compute_loss(call if self.uses_liger else model, inputs, *args, **kwargs)

@@ -139,11 +139,11 @@ class _SampleCallback(TrainerCallback):
             with _in_evaluation(trainer.model):
                 model = base_model_of(trainer.model)
                 new = answer(model, [ids], end_tokens(model, tokenizer), args.sample_max_new_tokens)[0]
-            said = tokenizer.decode(new, skip_special_tokens=True)
-            lines.append({"step": state.global_step, "prompt": text, "answer": said})
-        self._tell(args, state, control, lines)
+            answer_text = tokenizer.decode(new, skip_special_tokens=True)
+            lines.append({"step": state.global_step, "prompt": text, "answer": answer_text})
+        self._log_answers(args, state, control, lines)
 
-    def _tell(self, args: Any, state: Any, control: Any, lines: list[dict[str, Any]]) -> None:
+    def _log_answers(self, args: Any, state: Any, control: Any, lines: list[dict[str, Any]]) -> None:
         for line in lines:
             logger.info(f"step {line['step']}, {line['prompt']!r} is answered: {line['answer']!r}")
         if args.output_dir is not None:

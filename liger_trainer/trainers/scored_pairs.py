@@ -129,7 +129,7 @@ class LigerPairMixin(LigerTRLMixin):
     def _replaced_globals(self) -> dict[str, Any]:
         return {}
 
-    def why_unfused(self, model: nn.Module) -> str | None:
+    def unfused_reason(self, model: nn.Module) -> str | None:
         if self.is_encoder_decoder:
             name = type(base_model_of(model)).__name__
             return f"{name} is an encoder-decoder model, and its pairs are scored from logits"
@@ -148,10 +148,10 @@ class LigerPairMixin(LigerTRLMixin):
         super()._finish_init()
 
     def concatenated_forward(self, model: nn.Module, batch: dict[str, Any]) -> Any:
-        if not self.head_is_ours:
+        if not self.uses_fused_head:
             return super().concatenated_forward(model, batch)
 
-        def scored(input_ids: torch.Tensor, attention_mask: torch.Tensor, **options: Any) -> ModelOutput:
+        def score(input_ids: torch.Tensor, attention_mask: torch.Tensor, **options: Any) -> ModelOutput:
             labels = self.concatenated_inputs(batch)["concatenated_labels"].to(input_ids.device)
             chosen = batch["chosen_labels"].shape[0]
             if self.learns_prompts:
@@ -175,7 +175,7 @@ class LigerPairMixin(LigerTRLMixin):
             )
             return ModelOutput(logits=logits, aux_loss=outputs.aux_loss)
 
-        return super().concatenated_forward(scored, batch)
+        return super().concatenated_forward(score, batch)
 
     @classmethod
     def get_batch_logps(

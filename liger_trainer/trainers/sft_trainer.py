@@ -62,9 +62,9 @@ class LigerSFTTrainer(LigerTRLMixin, SFTTrainer):
     _late_metrics: LateMetrics
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        given = inspect.signature(SFTTrainer.__init__).bind_partial(self, *args, **kwargs).arguments
-        config: Any = given.get("args")
-        packs_images = bool(getattr(config, "packing", False)) and has_images(given.get("train_dataset"))
+        arguments = inspect.signature(SFTTrainer.__init__).bind_partial(self, *args, **kwargs).arguments
+        config: Any = arguments.get("args")
+        packs_images = bool(getattr(config, "packing", False)) and has_images(arguments.get("train_dataset"))
         if packs_images:
             config.packing = False  # which TRL refuses for images
         try:
@@ -87,30 +87,30 @@ class LigerSFTTrainer(LigerTRLMixin, SFTTrainer):
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, Any]:
-        own_loss, smoother = self.has_own_loss, self.label_smoother
+        overrides_loss, smoother = self.overrides_token_loss, self.label_smoother
         # Code that is not TRL's may give the log-probabilities of labels different gradients, or read the entropy's.
         is_read = self.overrides_compute_loss or not isinstance(model, nn.Module) or bool(who_sees_outputs(model))
         model = self._without_needless_mask(model)
-        if not self.head_is_ours or self.compute_loss_func is not None or (is_read and not own_loss):
+        if not self.uses_fused_head or self.compute_loss_func is not None or (is_read and not overrides_loss):
             if self._mtp is not None:
                 raise ValueError("train_mtp is true, and code that is not TRL's reads the model's outputs. Remove one.")
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        smoothed = not own_loss and smoother is not None and self.args.loss_type == "nll"
-        token_outputs = ("log_probs", "entropy", "is_top1", *self.token_outputs) if own_loss else None
+        smoothed = not overrides_loss and smoother is not None and self.args.loss_type == "nll"
+        token_outputs = ("log_probs", "entropy", "is_top1", *self.token_outputs) if overrides_loss else None
         observer = None
-        beside: list[torch.Tensor] = []
+        mtp_losses: list[torch.Tensor] = []
         if self._mtp is not None:
             observer = partial(self._mtp_loss, self._mtp, inputs, num_items_in_batch)
         # TRL reduces by `-log_probs.sum() / num_tokens`, so that all tokens have one upstream gradient. Then the head
         # computes its gradients in the forward pass. It checks the promise: a broken one gives NaN.
-        uniform_grad = not own_loss and self.args.loss_type == "nll"
+        uniform_grad = not overrides_loss and self.args.loss_type == "nll"
         label_smoothing = smoother.epsilon if smoothed else 0.0
 
         late = self._metrics_may_be_late(is_read or return_outputs, num_items_in_batch)
-        given, on_device = self._counted_on_host(inputs) if late else (inputs, {})
+        trl_inputs, on_device = self._counted_on_host(inputs) if late else (inputs, {})
         replaced: list[FusedLMOutput] = []
 
-        def scored(**call: Any) -> Any:
+        def score(**call: Any) -> Any:
             request = HeadRequest.taken_from(call)  # TRL's, or one that asks for predictions too
             if not request.token_scores:
                 return run_request(model, request, **call)
@@ -123,9 +123,9 @@ class LigerSFTTrainer(LigerTRLMixin, SFTTrainer):
             )
             outputs = run_request(model, request, **(call | on_device))
             if outputs.observed is not None:
-                beside.append(outputs.observed)
-            if own_loss:
-                outputs.log_probs = -self._token_loss_of(outputs, given | on_device)
+                mtp_losses.append(outputs.observed)
+            if overrides_loss:
+                outputs.log_probs = -self._token_loss_of(outputs, trl_inputs | on_device)
             if smoothed and outputs.aux_loss is not None:
                 outputs.aux_loss = outputs.aux_loss.detach()
             if smoothed:
@@ -145,16 +145,18 @@ class LigerSFTTrainer(LigerTRLMixin, SFTTrainer):
         recording = self._late_metrics.recording(replaced) if late else nullcontext()
         try:
             with recording:
-                result = super().compute_loss(scored, given, return_outputs, num_items_in_batch)
+                result = super().compute_loss(score, trl_inputs, return_outputs, num_items_in_batch)
         finally:
             self.label_smoother, self.router_aux_loss_coef = stock
         if self._mtp is None:
             return result
-        if len(beside) != 1:
-            raise ValueError(f"train_mtp is true, and the model was called {len(beside)} times with labels, not once.")
+        if len(mtp_losses) != 1:
+            raise ValueError(
+                f"train_mtp is true, and the model was called {len(mtp_losses)} times with labels, not once."
+            )
         if isinstance(result, tuple):
-            return result[0] + beside[0], result[1]
-        return result + beside[0]
+            return result[0] + mtp_losses[0], result[1]
+        return result + mtp_losses[0]
 
     def _mtp_loss(
         self,

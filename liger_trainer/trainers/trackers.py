@@ -35,7 +35,7 @@ class Trackers(Feature[object, TrackedTrainer]):
         guarded = []
         for tracker in trackers:
             for event in _events_of(tracker):
-                setattr(tracker, event, _told(getattr(tracker, event), type(tracker).__name__, event))
+                setattr(tracker, event, _errors_as_warnings(getattr(tracker, event), type(tracker).__name__, event))
                 guarded.append((tracker, event))
         try:
             yield
@@ -56,23 +56,23 @@ def _events_of(tracker: TrainerCallback) -> list[str]:
     return [name for name in events if getattr(kind, name) is not getattr(TrainerCallback, name)]
 
 
-def _told(method: Callable[..., Any], name: str, event: str) -> Callable[..., Any]:
+def _errors_as_warnings(method: Callable[..., Any], name: str, event: str) -> Callable[..., Any]:
     """`method` with its errors as a warning; the first of them, since each step might have the same."""
-    was_told = False
+    warned = False
 
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
-        nonlocal was_told
+        nonlocal warned
         try:
             return method(*args, **kwargs)
         except Exception as error:
-            if not was_told:
+            if not warned:
                 reason = " ".join(str(error).split())
                 logger.warning(
                     f"{name}.{event} raised {type(error).__name__}: {reason}. The training goes on, and further errors "
                     "of this call are not shown. The tracker may miss values; take it out of report_to if it stays so."
                 )
-            was_told = True
+            warned = True
             return None
 
     return call

@@ -62,7 +62,7 @@ class LigerTrainer(LigerTrainerMixin, Trainer):
         self._apply_liger(model)
         return model
 
-    def why_unfused(self, model: nn.Module) -> str | None:
+    def unfused_reason(self, model: nn.Module) -> str | None:
         return why_peft_needs_logits(model)
 
     def compute_loss(
@@ -78,7 +78,7 @@ class LigerTrainer(LigerTrainerMixin, Trainer):
     def _fused_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool, num_items_in_batch: Any
     ) -> torch.Tensor | tuple[torch.Tensor, Any]:
-        if not self.head_is_ours:
+        if not self.uses_fused_head:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         inputs = dict(inputs)
         request = HeadRequest.taken_from(inputs)  # an overriding `compute_loss` may have passed skip_logits
@@ -86,15 +86,15 @@ class LigerTrainer(LigerTrainerMixin, Trainer):
             request = replace(request, skip_logits=True)
         if "labels" not in inputs or self.compute_loss_func is not None:
             return super().compute_loss(model, request.added_to(inputs), return_outputs, num_items_in_batch)
-        seen = who_sees_outputs(model) if isinstance(model, nn.Module) and not self.has_own_loss else None
+        seen = who_sees_outputs(model) if isinstance(model, nn.Module) and not self.overrides_token_loss else None
         if seen is not None:
             report_unfused(self.model, seen)
             request = replace(request, skip_logits=False)
         wants_logits = return_outputs if request.skip_logits is None else not request.skip_logits
-        model = self._without_needless_mask(self._gathering_predictions(model))
-        if self.has_own_loss:
+        model = self._without_needless_mask(self._with_predictions(model))
+        if self.overrides_token_loss:
             return super().compute_loss(
-                self._own_loss_model(model, wants_logits), inputs, return_outputs, num_items_in_batch
+                self._token_loss_model(model, wants_logits), inputs, return_outputs, num_items_in_batch
             )
         smoother, kind = self.label_smoother, own_class(base_model_of(self.model)).__name__
         if smoother is None or kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
@@ -108,7 +108,9 @@ class LigerTrainer(LigerTrainerMixin, Trainer):
         finally:
             self.label_smoother = smoother
 
-    def _own_loss_model(self, model: Callable[..., Any], wants_logits: bool) -> Callable[..., dict[str, torch.Tensor]]:
+    def _token_loss_model(
+        self, model: Callable[..., Any], wants_logits: bool
+    ) -> Callable[..., dict[str, torch.Tensor]]:
         """A stand-in for `model` that returns the loss of `token_loss`. `Trainer.compute_loss` scales it as usual."""
         request = HeadRequest(token_scores=True, token_outputs=("log_probs", *self.token_outputs))
 

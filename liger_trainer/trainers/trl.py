@@ -20,7 +20,7 @@ from liger_trainer.data.formats import first_conversation
 from liger_trainer.head.module import base_model_of, why_peft_needs_logits
 from liger_trainer.head.outputs import HeadOptions
 from liger_trainer.trainers.base import LigerTrainerMixin
-from liger_trainer.trainers.fsdp2 import give_weights_of_first_process
+from liger_trainer.trainers.fsdp2 import broadcast_weights
 from liger_trainer.trainers.model_card import WritesCards
 from liger_trainer.trainers.patched_models import PatchedModels
 from liger_trainer.trainers.shared_prompts import sharing_rule
@@ -60,7 +60,7 @@ def _for_fsdp(module: types.ModuleType) -> dict[str, Any]:
 
         def fill_and_prepare(model: nn.Module, accelerator: Any) -> nn.Module:
             """Give every process the weights of a reference before it is sharded."""
-            give_weights_of_first_process(model, accelerator)
+            broadcast_weights(model, accelerator)
             return stock_prepare(model, accelerator)
 
         replaced["prepare_fsdp"] = fill_and_prepare
@@ -104,11 +104,11 @@ class LigerTRLMixin(LigerTrainerMixin, WritesCards):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         stock_init = super().__init__
-        given = dict(zip(inspect.signature(stock_init).parameters, args, strict=False)) | kwargs
-        config: Any = given.get("args")
+        arguments = dict(zip(inspect.signature(stock_init).parameters, args, strict=False)) | kwargs
+        config: Any = arguments.get("args")
         self.args = config  # `uses_liger` and `wants_part` read it
         self._patched = PatchedModels()
-        rows = given.get("train_dataset")
+        rows = arguments.get("train_dataset")
         self.rows_given = len(rows) if isinstance(rows, Sized) else None
         first = first_conversation(rows)
         self.rows_are_chats = first is not None
@@ -178,12 +178,12 @@ class LigerTRLMixin(LigerTrainerMixin, WritesCards):
             self._patched.patch(model, getattr(self.args, "liger_config", None), options)
 
     def compute_loss(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-        return super().compute_loss(self._gathering_predictions(model), *args, **kwargs)
+        return super().compute_loss(self._with_predictions(model), *args, **kwargs)
 
     def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
         """Score the reference before training, in DPO and KTO. It may be the model without its adapter."""
         if self.ref_model is None:
-            give_weights_of_first_process(self.model, self.accelerator)
+            broadcast_weights(self.model, self.accelerator)
         return super()._precompute_ref_logps(*args, **kwargs)
 
     def _finish_init(self) -> None:

@@ -20,7 +20,7 @@ _STARTS = {
 }
 
 
-def fault_of_world(environ: Mapping[str, str], world: Any, sharding: str | None = None) -> str | None:
+def launch_problem(environ: Mapping[str, str], world: Any, sharding: str | None = None) -> str | None:
     """Return an error message if `world` has fewer processes or less sharding than the launch asks for, else None.
 
     Args:

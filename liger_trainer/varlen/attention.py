@@ -1,8 +1,8 @@
 """Causal attention over rows of uneven length that lie one after the other.
 
-transformers' models ask one registry for their attention function and another for its mask. `masks.py` registers
-`attention` of `segments.py` and `row_mask` there under the name `sdpa`, which configs keep. While the rows of a call
-are known (`rows_known`), the mask is a `RowMask`, which says where each row ends. What runs then is a fixed rule:
+transformers' models ask one registry for their attention function and another for its mask. `registry.py` registers
+`attend_by_rows` and `row_mask` there under the name `sdpa`, which configs keep. While the rows of a call are known
+(`use_rows`), the mask is a `RowMask`, which says where each row ends. What runs then is a fixed rule:
 
 - plain causal attention over rows of one length: PyTorch's SDPA, the fastest there
 - rows of several lengths, and sliding windows: the kernel under `torch.nn.attention.varlen`, which skips what is not
@@ -10,13 +10,13 @@ are known (`rows_known`), the mask is a `RowMask`, which says where each row end
 - sinks and soft caps: `liger_triton.row_attention`
 - a window that is no shorter than the longest row is plain causal, and chunks are rows of their own
 
-Every other call is transformers' own. `masks.py` hands models that have no SDPA `attend_by_rows` in the same way.
+Every other call is transformers' own. `registry.py` hands models that have no SDPA `attend_by_rows` in the same way.
 """
 
 import torch
 import torch.nn.functional as F
 
-from liger_trainer.varlen.rows import NotForRows, RowMask, Rows, rows_of_call
+from liger_trainer.varlen.rows import AttentionKind, NotForRows, RowMask, Rows, current_rows
 from liger_triton import row_attention
 from liger_triton.row_attention import flash_is_built
 
@@ -51,14 +51,14 @@ def attend_by_rows(
         if not getattr(module, "is_causal", True) or kwargs.get("is_causal") is False:
             raise NotForRows("is_causal is False, with which SDPA sees later tokens where it has no mask")
         return _by_rows(query, key, value, attention_mask, *args, **kwargs), None
-    if rows_of_call() is not None:
+    if current_rows() is not None:
         raise NotForRows("a layer attends with a mask of its own")
     return own(module, query, key, value, attention_mask, *args, **kwargs)
 
 
 def refuse_rows(own, *args, **kwargs):
     """Call `own`, a function of the user's, which has to see masks. Raises `NotForRows` where the mask has rows."""
-    if rows_of_call() is not None or any(isinstance(x, RowMask) for x in (*args, *kwargs.values())):
+    if current_rows() is not None or any(isinstance(x, RowMask) for x in (*args, *kwargs.values())):
         raise NotForRows("the attention function of its layers is not transformers' own")
     return own(*args, **kwargs)
 
@@ -72,13 +72,13 @@ def _by_rows(query, key, value, mask: RowMask, dropout=0.0, scaling=None, softca
     query, key, value = as_autocast(query, key, value)
     rows, window = mask.rows, mask.window
     if rows.attend is not None:  # before all else: a prefix and a private part may be of one length by chance
-        out = rows.attend(query, key, value, window, dropout, scaling, softcap, s_aux)
+        out = rows.attend(query, key, value, mask, dropout, scaling, softcap, s_aux)
         return out.view(query.shape[0], -1, *out.shape[1:])
     if window is not None and window >= rows.longest:
         window = None
     if softcap is not None or s_aux is not None:
         return _capped(query, key, value, rows, window, dropout, scaling, softcap, s_aux)
-    rows.kinds.add("chunks" if mask.chunked else "causal" if mask.window is None else "sliding window")
+    rows.attention_kinds.add(mask.attention_kind)
     if window is None and rows.equal:
         out = _by_sdpa(query, key, value, rows, dropout, scaling)
     elif kernel_takes(query, key, value, dropout):
@@ -106,7 +106,7 @@ def flat(x: torch.Tensor) -> torch.Tensor:
 
 def _by_sdpa(query, key, value, rows: Rows, dropout, scaling):
     """(T, Hq, Dv), of rows of one length, in which every token sees all before it."""
-    if not rows.full:
+    if not rows.is_whole_batch:
         laid = map(flat, (query, key, value))
         query, key, value = (x.view(-1, rows.longest, *x.shape[1:]).transpose(1, 2) for x in laid)
     key, value, grouped = _grouped(query, key, value)
@@ -130,7 +130,7 @@ def _grouped(query, key, value) -> tuple[torch.Tensor, torch.Tensor, bool]:
 
 def _capped(query, key, value, rows: Rows, window, dropout, scaling, softcap, sinks):
     """(B, S, Hq, Dv), with a soft cap of the scores, or with sinks (Hq,)."""
-    rows.kinds.add("sinks" if softcap is None else "soft cap")
+    rows.attention_kinds.add(AttentionKind.SINKS if softcap is None else AttentionKind.SOFT_CAP)
     batch, heads, _, dim = query.shape
     if dropout or not value.shape[-1] <= dim <= _MOST_HEAD_DIM or (sinks is not None and sinks.shape != (heads,)):
         raise NotForRows("its attention has sinks or a soft cap, and dropout, sinks for each token or large heads")

@@ -21,7 +21,7 @@ class SharingRule(NamedTuple):
         least_saved (`int`): Tokens that a call has to save.
         least_part (`float`): What part of its tokens a call has to save.
         least_uncaptured (`int`): Tokens that a call has to have before sharing, where it could be replayed as a CUDA
-            graph instead. With fewer, the host sets the pace, and sharing saves it nothing.
+            graph without sharing only. With fewer, the host sets the pace, and sharing saves it nothing.
         halves (`bool`, *optional*): Whether the rows are pairs, the first of each in the first half of the batch and
             the second in the other half. They share all that they begin with before the position that is scored.
     """

@@ -4,6 +4,7 @@ import contextlib
 import contextvars
 import functools
 from collections.abc import Callable
+from enum import StrEnum
 
 import torch
 from transformers.masking_utils import (
@@ -13,11 +14,26 @@ from transformers.masking_utils import (
 )
 
 from liger_trainer.patching.core.contracts import LimitsAttention
+from liger_trainer.varlen.groups import Layout
 from liger_trainer.varlen.host_copies import sent
 
 
 class NotForRows(Exception):
     """A layer wants attention that is more than causal over rows of uneven length."""
+
+
+class AttentionKind(StrEnum):
+    """What a layer needs to run on rows one after the other. The proof and the report name what a model's layers need.
+
+    A new kind of mask gets a member here, a branch in `attention.py`, and a line in `proof/backbone.py` for the report.
+    """
+
+    CAUSAL = "causal"
+    SLIDING_WINDOW = "sliding window"
+    CHUNKS = "chunks"
+    SINKS = "sinks"
+    SOFT_CAP = "soft cap"
+    STATE = "state"  # a convolution, linear attention or a state space: it runs on from token to token
 
 
 class Rows:
@@ -32,23 +48,24 @@ class Rows:
         offsets (`torch.Tensor`): int32 (rows + 1,), on the device: where each row begins, and the end.
         tokens (`int`): Of all rows together.
         longest (`int`): Tokens of the longest row.
-        kinds (`set[str]`): What the layers were found to attend by: causal, sliding window, chunks, sinks, soft cap;
-            and state, where they keep one.
+        attention_kinds (`set[AttentionKind]`): What the layers have asked for so far.
         attend (`Callable` or None): What attends in place of `attention.py`, for rows that share prompts.
+        layout (`Layout` or None): How rows that share prompts lie.
     """
 
     attend: Callable | None = None
+    layout: Layout | None = None
 
     def __init__(self, lengths: list[int], device: torch.device, batch: int = 1):
         self.lengths: list[int] = lengths
         self.tokens, self.longest = sum(lengths), max(lengths)
         self.batch = batch
-        self.kinds = set[str]()
+        self.attention_kinds = set[AttentionKind]()
         self._chunks = dict[int, Rows]()
         self.offsets = sent(torch.tensor([0, *lengths], device="cpu").cumsum(0).int(), device)
 
     @property
-    def full(self) -> bool:
+    def is_whole_batch(self) -> bool:
         """Return whether they are the rows of the batch."""
         return len(self.lengths) == self.batch
 
@@ -73,7 +90,7 @@ class Rows:
             for length in self.lengths:
                 cut += [min(size, length - done) for done in range(0, length, size)]
             self._chunks[size] = Rows(cut, self.offsets.device, self.batch)
-            self._chunks[size].kinds = self.kinds
+            self._chunks[size].attention_kinds = self.attention_kinds
         return self._chunks[size]
 
 
@@ -92,7 +109,7 @@ class StaticRows(Rows):
         self.tokens = tokens
         self.longest = longest
         self.batch = 1
-        self.kinds = set[str]()
+        self.attention_kinds = set[AttentionKind]()
         self._chunks = dict[int, Rows]()
 
     @property
@@ -103,7 +120,7 @@ class StaticRows(Rows):
         return self.offsets.diff().tolist()
 
     @property
-    def full(self) -> bool:
+    def is_whole_batch(self) -> bool:
         return False
 
     @property
@@ -129,6 +146,13 @@ class RowMask(LimitsAttention):
         self.unknown = unknown
         self.chunked = chunked
 
+    @property
+    def attention_kind(self) -> AttentionKind:
+        """Return what the mask asks of attention. Sinks and soft caps are arguments of the attention function."""
+        if self.chunked:
+            return AttentionKind.CHUNKS
+        return AttentionKind.CAUSAL if self.window is None else AttentionKind.SLIDING_WINDOW
+
     def most_seen(self) -> int:
         longest = self.rows.longest
         return longest if self.window is None else min(longest, self.window)
@@ -145,7 +169,7 @@ _rows: contextvars.ContextVar[Rows | None] = contextvars.ContextVar("rows of the
 
 
 @contextlib.contextmanager
-def rows_known(rows: Rows):
+def use_rows(rows: Rows):
     """Within it, masks that a model asks for are `RowMask`s over `rows`."""
     token = _rows.set(rows)
     try:
@@ -154,14 +178,14 @@ def rows_known(rows: Rows):
         _rows.reset(token)
 
 
-def rows_of_call() -> Rows | None:
+def current_rows() -> Rows | None:
     """The rows of the running call of a backbone. None in a call that has no plan, and in a recomputation."""
     return None if torch.compiler.is_compiling() else _rows.get()
 
 
 def row_mask(args: tuple, kwargs: dict) -> RowMask | None:
     """The mask of one kind of layer, from the arguments of transformers' `sdpa_mask`; None where no rows are known."""
-    rows = rows_of_call()
+    rows = current_rows()
     if rows is None:
         return None
     return RowMask(rows, unknown="its mask is asked for in an unknown way") if args else _row_mask(rows, **kwargs)

@@ -4,11 +4,11 @@ import math
 import statistics
 from typing import Any
 
+from liger_trainer.verify.adam_training import calls, recorder_of
 from liger_trainer.verify.figures import Check, equal, errors, number_errors
+from liger_trainer.verify.generated import Generated, GenerationRecorder
 from liger_trainer.verify.observed import Recorder, Tensors
 from liger_trainer.verify.runs import Bench, Run, in_chunks
-from liger_trainer.verify.second import calls, seen_of
-from liger_trainer.verify.written import WritingRecorder, Written
 
 LOSS_IN_BF16 = 2e-2  # by which losses may differ from stock's
 TIMES_STOCK_IN_BF16, MOST_IN_THE_MIDDLE = 4.0, 1.3  # how far a gradient is from fp32's, by stock's own distance
@@ -30,13 +30,13 @@ def in_bf16(bench: Bench, kind: str, noise: dict[str, float]) -> Check:
     grows to what stock's own have lost.
     """
     steps = [_Step(bench, kind, 0, noise)]
-    found = _judged_steps(steps)
-    if found.verdict == "ok" or steps[0].different:
-        return found
+    check = _judged_steps(steps)
+    if check.verdict == "ok" or steps[0].different:
+        return check
     steps += [_Step(bench, kind, nudge, noise) for nudge in _NUDGES]
-    found = _judged_steps(steps)
-    found.detail += f", over {len(steps)} steps"
-    return found
+    check = _judged_steps(steps)
+    check.detail += f", over {len(steps)} steps"
+    return check
 
 
 class _Step:
@@ -56,18 +56,22 @@ class _Step:
             "max_steps": 1, "eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 2,
             "given": {"eval_dataset": evaluated}, "nudge": nudge,
         }  # fmt: skip
-        writes = bench.setup.writes
-        exact = bench.run(kind, seen=WritingRecorder() if writes else Recorder(), **options)
-        written = _written(exact)
+        generates = bench.setup.generates
+        exact = bench.run(kind, recorder=GenerationRecorder() if generates else Recorder(), **options)
+        generations = _generations(exact)
         options["bf16"] = True
         with in_chunks():
-            ours = bench.run("ours", seen=WritingRecorder(given=written) if writes else Recorder(), **options)
-        stock = bench.run(kind, seen=WritingRecorder(given=written) if writes else Recorder(), **options)
+            ours = bench.run(
+                "ours", recorder=GenerationRecorder(replayed=generations) if generates else Recorder(), **options
+            )
+        stock = bench.run(
+            kind, recorder=GenerationRecorder(replayed=generations) if generates else Recorder(), **options
+        )
         self.different = calls(ours, stock)
-        self.different += [f"an evaluation changes {name}" for name in sorted(seen_of(ours).changed)]
-        times = len(_written(ours))
-        if times != len(written):
-            self.different.append(f"completions are written {times} times, and {len(written)} times in fp32")
+        self.different += [f"an evaluation changes {name}" for name in sorted(recorder_of(ours).changed)]
+        count = len(_generations(ours))
+        if count != len(generations):
+            self.different.append(f"the model generates {count} times, but {len(generations)} times in fp32")
         if self.different:
             return
         self.losses = [_losses(ours), _losses(stock)]
@@ -76,8 +80,8 @@ class _Step:
         self.distances = _distances(ours.gradients[0], stock.gradients[0], exact.gradients[0], noise)
 
 
-def _written(run: Run) -> list[Written]:
-    return run.seen.written if isinstance(run.seen, WritingRecorder) else []
+def _generations(run: Run) -> list[Generated]:
+    return run.recorder.generations if isinstance(run.recorder, GenerationRecorder) else []
 
 
 def _losses(run: Run) -> list[dict[str, Any]]:
@@ -106,9 +110,11 @@ def _judged_steps(steps: list[_Step]) -> Check:
     return _judged(means, "stock")
 
 
-def by_distance(got: Tensors, stock: Tensors, exact_gradients: Tensors, noise: dict[str, float], whose: str) -> Check:
-    """Judge gradients in bf16 by how far they are from those of fp32, in units of how far those of `whose` are."""
-    return _judged(_distances(got, stock, exact_gradients, noise), whose)
+def by_distance(
+    got: Tensors, stock: Tensors, exact_gradients: Tensors, noise: dict[str, float], yardstick: str
+) -> Check:
+    """Judge gradients in bf16 by how far they are from those of fp32, in units of how far those of `yardstick` are."""
+    return _judged(_distances(got, stock, exact_gradients, noise), yardstick)
 
 
 def _distances(got: Tensors, stock: Tensors, exact_gradients: Tensors, noise: dict[str, float]) -> dict[str, float]:
@@ -116,13 +122,15 @@ def _distances(got: Tensors, stock: Tensors, exact_gradients: Tensors, noise: di
     return {name: mine[name] / max(theirs[name], LEAST_IN_BF16, 20 * noise.get(name, 0.0)) for name in mine}
 
 
-def _judged(distances: dict[str, float], whose: str) -> Check:
+def _judged(distances: dict[str, float], yardstick: str) -> Check:
     middle = statistics.median(distances.values())
     if middle > MOST_IN_THE_MIDDLE:
-        return Check(f"times the error of {whose} in bf16, in the middle of all tensors", middle, MOST_IN_THE_MIDDLE)
+        return Check(
+            f"times the error of {yardstick} in bf16, in the middle of all tensors", middle, MOST_IN_THE_MIDDLE
+        )
     name = max(distances, key=lambda name: distances[name])
-    words = f"times the error of {whose} in bf16, most in {name}, in the middle {middle:.2f}"
-    return Check(words, distances[name], TIMES_STOCK_IN_BF16)
+    detail = f"times the error of {yardstick} in bf16, most in {name}, in the middle {middle:.2f}"
+    return Check(detail, distances[name], TIMES_STOCK_IN_BF16)
 
 
 def _root_mean_square(values: list[float]) -> float:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from liger_trainer.trainers.cuda_graphs import why_not_captured
+from liger_trainer.trainers.cuda_graphs import uncaptured_reason
 from liger_trainer.verify.bf16 import LOSS_IN_BF16, by_distance
 from liger_trainer.verify.figures import Check, number_errors
 from liger_trainer.verify.observed import KeepGradients, Tensors
@@ -23,20 +23,20 @@ def captured(bench: Bench, trainer: Any, noise: dict[str, float]) -> Check:
         trainer (`LigerTrainerMixin`): One that `bench` has built and that has trained.
         noise (`dict`): How far another order of sums moves each tensor in fp32.
     """
-    reason = why_not_captured(trainer)
+    reason = uncaptured_reason(trainer)
     if reason is not None:
         return Check(reason)
-    if bench.setup.writes:
+    if bench.setup.generates:
         return Check("the trainer generates the text that it trains on, and generates other text in fp32")
-    if bench.draws():
+    if bench.routers_draw():
         return Check("its routers draw random numbers, and a padded step draws more of them")
     exact = bench.run("ours", max_steps=_STEPS)
     options: dict[str, Any] = {"max_steps": _STEPS, "bf16": True}
-    plain = bench.run("ours", seen=KeepGradients(exact.gradients), **options)
-    replayed = bench.run("ours", seen=KeepGradients(exact.gradients), **options, cuda_graphs="auto")
+    plain = bench.run("ours", recorder=KeepGradients(exact.gradients), **options)
+    replayed = bench.run("ours", recorder=KeepGradients(exact.gradients), **options, cuda_graphs="auto")
     summary = replayed.trainer.captured_steps
     if not summary.replayed:
-        return Check(f"captured {summary.in_words()}")
+        return Check(f"captured {summary.describe()}")
     return _compare(replayed, plain, exact.gradients, noise)
 
 

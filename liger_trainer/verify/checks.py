@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from liger_trainer.errors import RecipeError
 from liger_trainer.verify import options, sixteen_bits
+from liger_trainer.verify.adam_training import AdamTraining
 from liger_trainer.verify.bf16 import in_bf16
 from liger_trainer.verify.captured import captured
 from liger_trainer.verify.figures import (
@@ -29,7 +30,6 @@ from liger_trainer.verify.figures import (
 from liger_trainer.verify.observed import copies, differences, numbers
 from liger_trainer.verify.padded import more_padding, padding_around
 from liger_trainer.verify.runs import Bench, OtherOrder, Run, in_chunks
-from liger_trainer.verify.second import SecondTraining
 
 UNMOVED = 1e-3  # what a reward may be for a policy that is its reference, by that for another policy
 
@@ -44,7 +44,7 @@ class Checks:
 
     def __init__(self, bench: Bench) -> None:
         self.bench, self.setup = bench, bench.setup
-        self.second: SecondTraining | Exception | None = None
+        self.second: AdamTraining | Exception | None = None
         self.kind, self.compared_with = "stock", self.setup.stock.__name__
         if self.setup.is_medusa:
             self.kind, self.compared_with = "plain", "a loss of Medusa heads that is written down from full logits"
@@ -62,13 +62,13 @@ class Checks:
             ("what trains", self._what_trains),
             ("every logged number", self._numbers),
             ("head in chunks = in one", self._chunks),
-            ("Adam, 2 epochs: logs", self._of_second(SecondTraining.logs)),
-            ("Adam, 2 epochs: gradients", self._of_second(SecondTraining.gradients)),
-            ("Adam, 2 epochs: weights, states", self._of_second(SecondTraining.weights)),
-            ("Adam, 2 epochs: what is seen", self._of_second(SecondTraining.surroundings)),
-            ("evaluation", self._of_second(SecondTraining.evaluation)),
-            ("evaluation changes nothing", self._of_second(SecondTraining.nothing_changed)),
-            ("model as saved", self._of_second(SecondTraining.saved)),
+            ("Adam, 2 epochs: logs", self._of_second(AdamTraining.logs)),
+            ("Adam, 2 epochs: gradients", self._of_second(AdamTraining.gradients)),
+            ("Adam, 2 epochs: weights, states", self._of_second(AdamTraining.weights)),
+            ("Adam, 2 epochs: what is seen", self._of_second(AdamTraining.surroundings)),
+            ("evaluation", self._of_second(AdamTraining.evaluation)),
+            ("evaluation changes nothing", self._of_second(AdamTraining.evaluation_changes_nothing)),
+            ("model as saved", self._of_second(AdamTraining.saved)),
             ("norms in 16 bits", self._norms),
             ("gates in 16 bits", self._gates),
             ("head in 16 bits", self._head),
@@ -87,11 +87,11 @@ class Checks:
         ):
             start = time.perf_counter()
             try:
-                found = check()
+                check_result = check()
             except Exception as error:  # whatever is raised in a training has gone wrong there
-                found = Check(f"{type(error).__name__}: {error}", math.inf)
-            found.name, found.seconds = name, time.perf_counter() - start
-            yield found
+                check_result = Check(f"{type(error).__name__}: {error}", math.inf)
+            check_result.name, check_result.seconds = name, time.perf_counter() - start
+            yield check_result
             if not hasattr(self, "noise"):
                 return  # there is nothing to compare the rest with
 
@@ -157,11 +157,11 @@ class Checks:
 
     # A second training
 
-    def _of_second(self, check: Callable[[SecondTraining], Check]) -> Callable[[], Check]:
+    def _of_second(self, check: Callable[[AdamTraining], Check]) -> Callable[[], Check]:
         def made() -> Check:
             if self.second is None:
                 try:
-                    self.second = SecondTraining(self.bench, self.kind, self.noise)
+                    self.second = AdamTraining(self.bench, self.kind, self.noise)
                 except Exception as error:  # told by the first of its checks, where it counts
                     self.second = error
                     raise
@@ -200,9 +200,9 @@ class Checks:
             "without a gradient": {name for name in learns if not norms.get(name)},
             "with a gradient, and never moved": {n for n in learns if norms.get(n, 0.0) > least and n not in moved},
         }
-        told = [f"{len(names)} {what}, such as {min(names)}" for what, names in problems.items() if names]
-        if told:
-            return Check("; ".join(told), len(set().union(*problems.values())))
+        messages = [f"{len(names)} {what}, such as {min(names)}" for what, names in problems.items() if names]
+        if messages:
+            return Check("; ".join(messages), len(set().union(*problems.values())))
         idle = f"; {len(should - learns)} of no effect on the model's own loss" if should - learns else ""
         return Check(f"{len(should)} of {len(model)} tensors have a gradient and move{idle}", 0)
 
@@ -255,17 +255,17 @@ class Checks:
         return worst(steps_of(packed), steps_of(apart), self.noise)
 
     def _padded(self) -> Check:
-        if self.setup.writes or self.setup.packs:
-            words = "the trainer pads what it writes itself" if self.setup.writes else "packed rows have no padding"
-            return Check(words)
+        if self.setup.generates or self.setup.packs:
+            reason = "the trainer pads what it writes itself" if self.setup.generates else "packed rows have no padding"
+            return Check(reason)
         pad = self.bench.tokenizer.pad_token_id
         padded = self.bench.run("ours", collate=lambda collator: lambda rows: more_padding(collator(rows), pad))
         return worst(steps_of(padded), steps_of(self.ours), self.noise)
 
     def _padded_left(self) -> Check:
-        if self.setup.writes or self.setup.packs:
-            words = "the trainer pads what it writes itself" if self.setup.writes else "packed rows have no padding"
-            return Check(words)
+        if self.setup.generates or self.setup.packs:
+            reason = "the trainer pads what it writes itself" if self.setup.generates else "packed rows have no padding"
+            return Check(reason)
         pad = self.bench.tokenizer.pad_token_id
         ours, stock = (
             self.bench.run(kind, collate=lambda collator: lambda rows: padding_around(collator(rows), pad), max_steps=1)
@@ -274,7 +274,7 @@ class Checks:
         return worst(steps_of(ours), steps_of(stock), self.noise)
 
     def _accumulation(self) -> Check:
-        if self.setup.writes:
+        if self.setup.generates:
             return Check("each micro-batch writes completions of its own")
         if self.setup.stock.__name__ == "KTOTrainer":
             return Check("the KL term is of a micro-batch")
@@ -300,11 +300,11 @@ class Checks:
             return equal(changed, "")
         if self.setup.stock.__name__ not in ("DPOTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer"):
             return Check("the loss has none")
-        if self.setup.writes and not self.ours.trainer.args.beta:
+        if self.setup.generates and not self.ours.trainer.args.beta:
             return Check("beta is 0")
         apart, same = (_distance(run) for run in (self.ours, self.bench.run("ours", disturbed=False, max_steps=1)))
-        words = f"rewards or KL are {apart:.1e} for a policy apart from it, and {same:.1e} for the same weights"
-        return Check(words, same / apart if apart else math.inf, UNMOVED)
+        detail = f"rewards or KL are {apart:.1e} for a policy apart from it, and {same:.1e} for the same weights"
+        return Check(detail, same / apart if apart else math.inf, UNMOVED)
 
     def _changed_models(self) -> list[str]:
         """Name the weights of a reference or a teacher that the training has changed."""

@@ -35,8 +35,8 @@ class Check:
     @property
     def line(self) -> str:
         figures = () if self.figure is None else (self.figure, self.tolerance)
-        shown = "".join(f" {f'{x:.1e}' if x else 0:>8}" for x in figures)
-        return f"{self.name:34} {self.verdict:6}{shown:18} {self.seconds:6.1f}  {self.detail}".rstrip()
+        columns = "".join(f" {f'{x:.1e}' if x else 0:>8}" for x in figures)
+        return f"{self.name:34} {self.verdict:6}{columns:18} {self.seconds:6.1f}  {self.detail}".rstrip()
 
     def to_dict(self) -> dict[str, Any]:
         fields = {"name": self.name, "verdict": self.verdict, "detail": self.detail, "seconds": self.seconds}

@@ -24,13 +24,13 @@ class PlainMedusaTrainer(LigerMedusaTrainer):
         call = {name: value for name, value in inputs.items() if name != "labels"} | {"use_cache": False}
         if args.medusa_stage == 2 and self.aux_loss_enabled:
             call["output_router_logits"] = True
-        own, targets = model(**call), _targets(inputs, args.medusa_num_heads)
+        outputs, targets = model(**call), _targets(inputs, args.medusa_num_heads)
         training, joint = self.model.training, args.medusa_stage == 2
-        teacher = torch.log_softmax(own.logits.detach().float(), -1) if args.medusa_targets == "soft" else None
+        teacher = torch.log_softmax(outputs.logits.detach().float(), -1) if args.medusa_targets == "soft" else None
         share = self.state.global_step / max(self.state.max_steps, 1)
         weight = args.medusa_heads_coefficient * (schedule_of(args.medusa_schedule)(share) if training else 1.0)
-        total: Any = _sum(own.logits, targets[0]) if joint else 0.0
-        seen = [_counts(total, own.logits, targets[0])] if joint else []
+        total: Any = _sum(outputs.logits, targets[0]) if joint else 0.0
+        seen = [_counts(total, outputs.logits, targets[0])] if joint else []
         heads, lm_head = heads_of(self.model), output_head(self.model)
         for k, head in enumerate(heads, 1):  # type: ignore[arg-type]
             hook = lm_head.register_forward_hook(partial(_in_its_place, head))  # type: ignore[union-attr]
@@ -46,9 +46,9 @@ class PlainMedusaTrainer(LigerMedusaTrainer):
         loss = total / count
         if call.get("output_router_logits"):
             steps = self.current_gradient_accumulation_steps if num_items_in_batch is not None else 1
-            loss = loss + self.router_aux_loss_coef * own.aux_loss / steps
+            loss = loss + self.router_aux_loss_coef * outputs.aux_loss / steps
         self._sums.add("train" if training else "eval", torch.tensor(seen).T, inputs)
-        return (loss, own) if return_outputs else loss
+        return (loss, outputs) if return_outputs else loss
 
     def _mean_metrics(self, mode: str) -> dict[str, float]:
         """Losses and accuracies of the heads, over all of their targets since the last log."""

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from liger_trainer.head.module import base_and_adapters, innermost, output_head
+from liger_trainer.verify.adam_training import chosen_optimizer, exact
 from liger_trainer.verify.figures import RTOL, Check, steps_of, worst
 from liger_trainer.verify.observed import KeepGradients
 from liger_trainer.verify.runs import Bench, Run
-from liger_trainer.verify.second import chosen_optimizer, exact
 
 
 class _KeepNothing(KeepGradients):
@@ -44,22 +44,22 @@ def dropout_drawn_once(bench: Bench, kind: str, noise: dict[str, float], ours: R
         return Check("nothing in the model drops out")
     options: dict[str, Any] = {"dropout": 0.2, "max_steps": 1}
     try:
-        kept = bench.run("ours", **options, gradient_checkpointing=False)
+        stored = bench.run("ours", **options, gradient_checkpointing=False)
     except ValueError:
         try:
             bench.run(kind, **options, gradient_checkpointing=False)
         except ValueError as error:
             return Check(f"the model refuses dropout: {error}")
         raise
-    if kept.logs[0]["loss"] == ours.logs[0]["loss"]:
+    if stored.logs[0]["loss"] == ours.logs[0]["loss"]:
         other = bench.run(kind, **options, gradient_checkpointing=False)
         if other.logs[0]["loss"] == stock.logs[0]["loss"]:
             return Check("nothing in the model drops out")
         return Check("dropout has no effect", math.inf, RTOL)
-    again = bench.run("ours", **options, gradient_checkpointing=True)
-    found = worst(steps_of(again), steps_of(kept), noise)
-    found.detail = f"recomputed with what the forward pass has dropped, {found.detail}"
-    return found
+    recomputed = bench.run("ours", **options, gradient_checkpointing=True)
+    check = worst(steps_of(recomputed), steps_of(stored), noise)
+    check.detail = f"recomputed with what the forward pass has dropped, {check.detail}"
+    return check
 
 
 def dropout_as_stock(bench: Bench, kind: str, noise: dict[str, float]) -> Check:
@@ -80,12 +80,12 @@ def dropout_as_stock(bench: Bench, kind: str, noise: dict[str, float]) -> Check:
     ours = bench.run("ours", **options)
     seeded = _head_drops_out(ours.trainer.model)
     if seeded:
-        ours = bench.run("ours", seen=_SeedBatches(), **options)
-    stock = bench.run(kind, seen=_SeedBatches() if seeded else None, **options)
-    found = worst(steps_of(ours), steps_of(stock), noise)
+        ours = bench.run("ours", recorder=_SeedBatches(), **options)
+    stock = bench.run(kind, recorder=_SeedBatches() if seeded else None, **options)
+    check = worst(steps_of(ours), steps_of(stock), noise)
     if seeded:
-        found.detail += "; each micro-batch has its own seed, since a fused head draws for fewer positions"
-    return found
+        check.detail += "; each micro-batch has its own seed, since a fused head draws for fewer positions"
+    return check
 
 
 def _head_drops_out(model: nn.Module) -> bool:
@@ -109,8 +109,8 @@ def optimizer_in_backward(bench: Bench, *_: Any) -> Check:
         "optim": chosen_optimizer(bench.setup),
     }
     within, after = (
-        bench.run("ours", seen=_KeepNothing(), optimizer_in_backward=early, **options) for early in (True, False)
+        bench.run("ours", recorder=_KeepNothing(), optimizer_in_backward=early, **options) for early in (True, False)
     )
-    found = exact([within.after, within.states], [after.after, after.states])
-    found.detail = f"weights and states, {found.detail}"
-    return found
+    check = exact([within.after, within.states], [after.after, after.states])
+    check.detail = f"weights and states, {check.detail}"
+    return check

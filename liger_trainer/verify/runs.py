@@ -25,7 +25,7 @@ from liger_trainer.patching.core.report import OPERATIONS
 from liger_trainer.trainers.base import stock_class
 from liger_trainer.verify.medusa import PlainMedusaTrainer
 from liger_trainer.verify.observed import KeepGradients, Recorder, Tensors, copies, optimizer_states
-from liger_trainer.verify.small import chance, long_rows, small_rows, small_tokenizer, write_model
+from liger_trainer.verify.small import long_rows, pseudo_random_reward, small_rows, small_tokenizer, write_model
 from liger_triton.sizes import chunks_of_at_most
 
 HEAD = "fused_linear_cross_entropy"
@@ -36,7 +36,7 @@ BF16_EPS = torch.finfo(torch.bfloat16).eps / 2  # a number's largest relative er
 CHUNK_ROWS = 8  # of logits, where a head is cut into chunks
 
 # Options that every run sets to these values, whatever the recipe says.
-_OWN = {
+_FIXED_OPTIONS = {
     "max_steps": 2,
     "per_device_train_batch_size": 2,
     "gradient_accumulation_steps": 2,
@@ -122,7 +122,7 @@ class Setup:
     model_init: dict[str, Any] = field(default_factory=dict)  # such as `attn_implementation`
     teacher: Any = None  # its config
     rewards: int = 0  # how many reward functions there are
-    given: dict[str, Any] = field(default_factory=dict)  # to the trainer, such as a `data_collator`
+    trainer_arguments: dict[str, Any] = field(default_factory=dict)  # to the trainer, such as a `data_collator`
     seed: int = 0  # of all weights
 
     @property
@@ -135,7 +135,7 @@ class Setup:
         return issubclass(self.trainer, LigerMedusaTrainer)
 
     @property
-    def writes(self) -> bool:
+    def generates(self) -> bool:
         """Return whether the trainer writes the completions that it trains on."""
         return self.stock.__name__ in ("GRPOTrainer", "RLOOTrainer", "DistillationTrainer")
 
@@ -154,7 +154,7 @@ class Run:
     before: Tensors
     after: Tensors
     states: Tensors  # of the optimizer, at the end
-    seen: Recorder | None = None
+    recorder: Recorder | None = None
 
     @property
     def updates(self) -> Tensors:
@@ -195,7 +195,7 @@ class Bench:
             setattr(adapter, name, dropout)
         return adapter
 
-    def draws(self) -> bool:
+    def routers_draw(self) -> bool:
         """Return whether the model's routers draw random numbers, even where they have no effect."""
         return any("jitter" in name for name in AutoConfig.from_pretrained(self.path).to_dict())
 
@@ -204,19 +204,21 @@ class Bench:
         config = AutoConfig.from_pretrained(self.path).to_dict()
         return {name: 0.2 for name, value in config.items() if _drops_activations(name) and isinstance(value, float)}
 
-    def build(self, kind: str, given: dict[str, Any] | None = None, dropout: float = 0.0, **options: Any) -> Any:
+    def build(
+        self, kind: str, trainer_arguments: dict[str, Any] | None = None, dropout: float = 0.0, **options: Any
+    ) -> Any:
         """A trainer: `"ours"`; `"stock"`; or `"plain"`, which is ours with nothing swapped and with real logits.
 
         `given` are further arguments of the trainer. With `dropout`, the model and its adapter drop out activations.
         """
         setup = self.setup
-        own_init = setup.model_init | (self.dropouts() if dropout else {})
+        model_init = setup.model_init | (self.dropouts() if dropout else {})
         trainer_class, args_class = setup.trainer, setup.arguments
         if kind == "stock":
             trainer_class, args_class = setup.stock, stock_class(setup.arguments)
         elif kind == "plain" and setup.is_medusa:
             trainer_class = PlainMedusaTrainer
-        values = {key: value for key, value in setup.options.items() if not key.startswith(_LEFT_OUT)} | _OWN
+        values = {key: value for key, value in setup.options.items() if not key.startswith(_LEFT_OUT)} | _FIXED_OPTIONS
         if setup.options.get("max_length", 0) is None:
             values["max_length"] = None
         if "activation_checkpointing" in values:  # `auto` measures a GPU
@@ -227,22 +229,26 @@ class Bench:
             values["liger_config"] = {name: name == HEAD for name in OPERATIONS}
         elif kind == "ours":  # as a GPU treats large tensors
             values["liger_config"] = {"rebuild_above_mib": 0} | (values.get("liger_config") or {})
-        given = {"train_dataset": self.rows, "processing_class": self.tokenizer} | setup.given | (given or {})
+        trainer_arguments = (
+            {"train_dataset": self.rows, "processing_class": self.tokenizer}
+            | setup.trainer_arguments
+            | (trainer_arguments or {})
+        )
         if setup.stock is transformers.Trainer:
-            given["model"] = self.model(dropout=dropout)
+            trainer_arguments["model"] = self.model(dropout=dropout)
         else:
-            values["model_init_kwargs"] = {"dtype": "float32"} | own_init
-            given |= {"model": self.path, "peft_config": self._adapter(dropout)}
+            values["model_init_kwargs"] = {"dtype": "float32"} | model_init
+            trainer_arguments |= {"model": self.path, "peft_config": self._adapter(dropout)}
         if setup.teacher is not None:
-            given["teacher_model"] = self.teacher
+            trainer_arguments["teacher_model"] = self.teacher
         if setup.rewards:
-            given["reward_funcs"] = [chance] * setup.rewards
+            trainer_arguments["reward_funcs"] = [pseudo_random_reward] * setup.rewards
         known = {f.name for f in dataclasses.fields(args_class) if f.init}
         set_seed(setup.seed)
         args = args_class(**{k: v for k, v in values.items() if k in known})
         if args.n_gpu > 1:  # then Trainer would use nn.DataParallel
             args._n_gpu = 1
-        trainer = trainer_class(args=args, **given)
+        trainer = trainer_class(args=args, **trainer_arguments)
         trainer.remove_callback(PrinterCallback)
         if kind == "plain":
             head: Any = output_head(trainer.model)
@@ -255,7 +261,7 @@ class Bench:
         disturbed: bool = True,
         collate: Callable | None = None,
         resume: str | None = None,
-        seen: KeepGradients | None = None,
+        recorder: KeepGradients | None = None,
         nudge: int = 0,
         **options: Any,
     ) -> Run:
@@ -272,7 +278,7 @@ class Bench:
             _nudge(trainer.model, nudge)
         if collate is not None:
             trainer.data_collator = collate(trainer.data_collator)
-        keep = KeepGradients() if seen is None else seen
+        keep = KeepGradients() if recorder is None else recorder
         if isinstance(keep, Recorder):
             keep.attach(trainer)
         else:

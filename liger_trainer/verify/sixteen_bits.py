@@ -59,7 +59,7 @@ def gates(trainer: Any) -> Check:
             if inputs is None:
                 continue
             results = [_run(module, inputs) for module in (ours, stock, exact)]
-            errors_of |= {f"{part} of {name}": error for part, error in _beside(*results).items()}
+            errors_of |= {f"{part} of {name}": error for part, error in _errors_with_limits(*results).items()}
     return _worst(errors_of, "none was swapped")
 
 
@@ -75,7 +75,10 @@ def head(model: nn.Module, ids: torch.Tensor) -> Check:
     with in_chunks():
         got = _loss_and_gradients(ours, ids)
     truth = _loss_and_gradients(exact, ids, instead=states[0])
-    return _worst({f"{part} of the head": error for part, error in _beside(got, want, truth).items()}, "nothing trains")
+    return _worst(
+        {f"{part} of the head": error for part, error in _errors_with_limits(got, want, truth).items()},
+        "nothing trains",
+    )
 
 
 def _loss_and_gradients(
@@ -135,7 +138,7 @@ def _run(module: nn.Module, inputs: tuple[Any, ...]) -> Tensors:
     return results | {f"gradient of {n}": p.grad.double() for n, p in module.named_parameters() if p.grad is not None}
 
 
-def _beside(got: Tensors, stock: Tensors, exact: Tensors) -> dict[str, tuple[float, float]]:
+def _errors_with_limits(got: Tensors, stock: Tensors, exact: Tensors) -> dict[str, tuple[float, float]]:
     """The errors of `got`, each with what is allowed: from fp32, by what `stock` is off, and from `stock`."""
     ours = errors(got, exact)
     theirs = errors(stock, exact)

@@ -137,6 +137,6 @@ def _short(value: Any, length: int, tokens: range, name: str = "") -> Any:
     return value
 
 
-def chance(completions: list[Any], **columns: Any) -> list[float]:
+def pseudo_random_reward(completions: list[Any], **columns: Any) -> list[float]:
     """A reward that hardly two completions have in common, whatever they say."""
     return [zlib.crc32(str(text).encode()) % 1009 / 1009 for text in completions]

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from checkout import ROOT
 
-from liger_trainer.command.recipe.accelerate_file import apply_config, own_environment
+from liger_trainer.command.recipe.accelerate_file import apply_config, preserve_environment
 from liger_trainer.command.recipe.read import find_recipe
 from liger_trainer.command.recipe.shipped_files import find_shipped
 
@@ -45,7 +45,7 @@ def test_the_command_of_a_job_is_one_of_ours(path, monkeypatch):
     assert find_recipe(recipe).is_file()
     find_shipped(values["--accelerate_config"])
     machines, processes = _machines(path)
-    with own_environment():
+    with preserve_environment():
         apply_config(path, values["--accelerate_config"])
         import os
 

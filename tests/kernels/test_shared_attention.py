@@ -24,9 +24,29 @@ def calls():
     ]
 
 
-def seen():
+FILLING = 7
+
+
+def calls_of_a_replay():
+    """Both calls over all tokens and a filling row, with rows that have no keys, no queries, or neither."""
+    flat = [n for parts in PRIVATE for n in parts]
+    segments = offsets([*PREFIXES, *LONE, *flat, FILLING, 0, 0])
+    tokens = int(segments[-1])
+    begin, of_groups = sum(PREFIXES) + sum(LONE), [sum(parts) for parts in PRIVATE]
+    queries = offsets([begin, *of_groups, FILLING, 0, 0])
+    keys = offsets([0, *PREFIXES, 0, tokens - sum(PREFIXES), 0])
+    return [
+        AttentionCall(0, segments, 16, tokens, segments, 16, causal=True),
+        AttentionCall(0, queries, 16, tokens, keys, tokens, causal=False),
+    ]
+
+
+CALLS = pytest.mark.parametrize("calls, filling", [(calls, 0), (calls_of_a_replay, FILLING)], ids=["", "replay"])
+
+
+def seen(filling=0):
     """(T, T): the tokens that each token sees."""
-    segments = offsets([*PREFIXES, *LONE, *(n for parts in PRIVATE for n in parts)]).tolist()
+    segments = offsets([*PREFIXES, *LONE, *(n for parts in PRIVATE for n in parts), filling]).tolist()
     tokens = segments[-1]
     mask = torch.zeros(tokens, tokens, dtype=torch.bool)
     for start, end in zip(segments, segments[1:], strict=False):
@@ -40,8 +60,8 @@ def seen():
     return mask
 
 
-def inputs(dtype):
-    tokens = len(seen())
+def inputs(dtype, filling=0):
+    tokens = len(seen(filling))
     draw = torch.Generator().manual_seed(0)
     shapes = (tokens, HEADS, DIM), (tokens, GROUPS, DIM), (tokens, GROUPS, DIM), (HEADS,), (tokens, HEADS, DIM)
     return [torch.randn(shape, generator=draw, dtype=torch.float64).to(dtype) for shape in shapes]
@@ -65,8 +85,9 @@ def gradients(function, given, upstream):
 
 @pytest.mark.parametrize("dtype, rtol", [(torch.float64, 1e-12), (torch.float32, 1e-5)], ids=str)
 @pytest.mark.parametrize("has_sinks", [False, True], ids=["plain", "sinks"])
-def test_two_calls_are_one_softmax(dtype, rtol, has_sinks):
-    *given, upstream = inputs(dtype)
+@CALLS
+def test_two_calls_are_one_softmax(calls, filling, dtype, rtol, has_sinks):
+    *given, upstream = inputs(dtype, filling)
     given = given if has_sinks else given[:3]
     scale = 0.3
 
@@ -74,7 +95,7 @@ def test_two_calls_are_one_softmax(dtype, rtol, has_sinks):
         return shared_attention(q, k, v, calls(), scale=scale, sinks=sinks)
 
     def want(q, k, v, sinks=None):
-        return by_autograd(q, k, v, sinks, seen(), scale)
+        return by_autograd(q, k, v, sinks, seen(filling), scale)
 
     wide = [x.double() for x in given]
     for found, expected in zip(gradients(ours, given, upstream), gradients(want, wide, upstream.double()), strict=True):
@@ -104,9 +125,11 @@ def test_heads_that_are_too_wide_are_refused():
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("has_sinks", [False, True], ids=["plain", "sinks"])
-def test_flash_attention_gives_the_same(dtype, has_sinks):
-    *given, upstream = inputs(dtype)
+@CALLS
+def test_flash_attention_gives_the_same(calls, filling, dtype, has_sinks):
+    *given, upstream = inputs(dtype, filling)
     given = given if has_sinks else given[:3]
+    torch.full((1 << 28,), float("nan"), dtype=dtype, device="cuda")  # so that memory nobody writes to shows
     on_gpu = [x.cuda() for x in given]
     moved = [
         call._replace(query_offsets=call.query_offsets.cuda(), key_offsets=call.key_offsets.cuda()) for call in calls()
@@ -116,7 +139,7 @@ def test_flash_attention_gives_the_same(dtype, has_sinks):
         return shared_attention(q, k, v, moved, scale=0.3, sinks=sinks)
 
     def want(q, k, v, sinks=None):
-        return by_autograd(q, k, v, sinks, seen(), 0.3)
+        return by_autograd(q, k, v, sinks, seen(filling), 0.3)
 
     wide = [x.double() for x in given]
     found = gradients(ours, on_gpu, upstream.cuda())

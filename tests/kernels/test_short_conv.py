@@ -16,17 +16,18 @@ DTYPES = [torch.float32, torch.bfloat16]
 def small_programs(monkeypatch):
     """Programs of 16 tokens by 32 channels, so that small rows take several."""
     module = importlib.import_module("liger_triton.short_conv")
-    small = {"RUN": 4, "FORWARD_TOKENS": 16, "BACKWARD_TOKENS": 16, "SEARCHED": 16}
-    for name, size in small.items():
+    small = module.Walk(tokens=16, run=4, bytes=512)
+    sizes = {"FORWARD": small, "BACKWARD": small, "PROGRAMS": 1, "SUM_GROUPS": 2, "SUM_CHANNELS": 16}
+    for name, size in sizes.items():
         monkeypatch.setattr(module, name, size)
-    monkeypatch.setattr(module, "_channels", lambda x, bytes_of_warp: 32)
+    monkeypatch.setattr(module, "_channels", lambda x, walk: 32)
 
 
 def offsets(device, lengths=LENGTHS):
     return torch.tensor((0, *lengths), device=device).cumsum(0).int()
 
 
-def inputs(device, dtype=torch.float32, *, taps=4, bias=True, lengths=LENGTHS, channels=40, parameter_dtype=None):
+def inputs(device, dtype=torch.float32, *, taps=4, bias=True, lengths=LENGTHS, channels=32, parameter_dtype=None):
     shapes = (sum(lengths), channels), (channels, taps), (channels,)
     x, w, b = (torch.randn(shape, device=device) for shape in shapes)
     x = x.to(dtype).requires_grad_()
@@ -64,6 +65,67 @@ def test_rows_of_other_numbers(lengths, device, check_close):
         lambda x, w, b: oracle(x, w, b, lengths),
         inputs(device, lengths=lengths, channels=7),
     )
+
+
+@pytest.mark.parametrize("taps", [4, 8], ids="{} taps".format)
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        (16, 4, 12, 8),  # rows begin where runs and programs do
+        (15, 17, 1, 3),  # one token before and after
+        (3, 13, 9, 0, 0, 7),
+        (1, 1, 1, 1, 1, 1, 12, 0, 1, 13, 2),
+        (48,),
+        (31,),
+    ],
+    ids=str,
+)
+def test_rows_that_begin_near_the_borders_of_runs_and_programs(lengths, taps, device, check_close):
+    cu_seqlens = offsets(device, lengths)
+    check_close(
+        lambda x, w, b: short_conv(x, w, b, cu_seqlens=cu_seqlens, activation="silu"),
+        lambda x, w, b: oracle(x, w, b, lengths),
+        inputs(device, taps=taps, lengths=lengths, bias=False),
+    )
+
+
+def test_a_vector_that_is_not_full(device, check_close):
+    """40 channels by 32 of a program."""
+    cu_seqlens = offsets(device)
+    check_close(
+        lambda x, w, b: short_conv(x, w, b, cu_seqlens=cu_seqlens, activation="silu"),
+        oracle,
+        inputs(device, channels=40),
+    )
+
+
+def test_tokens_before_the_first_offset_are_a_row(device, check_close):
+    cu_seqlens = offsets(device, (6, 20, 4))[1:]
+    check_close(
+        lambda x, w, b: short_conv(x, w, b, cu_seqlens=cu_seqlens, activation="silu"),
+        lambda x, w, b: oracle(x, w, b, (6, 20, 4)),
+        inputs(device, lengths=(6, 20, 4)),
+    )
+
+
+def test_offsets_made_in_inference_mode(device, check_close):
+    """As those that an evaluation has left."""
+    with torch.inference_mode():
+        cu_seqlens = offsets(device, (3, 5))
+    check_close(
+        lambda x, w, b: short_conv(x, w, b, cu_seqlens=cu_seqlens, activation="silu"),
+        lambda x, w, b: oracle(x, w, b, (3, 5)),
+        inputs(device, lengths=(3, 5)),
+    )
+
+
+def test_few_tokens_are_shared_by_many_programs(device, monkeypatch):
+    """Programs of fewer tokens, down to two runs."""
+    module = importlib.import_module("liger_triton.short_conv")
+    monkeypatch.setattr(module, "PROGRAMS", 64)
+    walk = module.Walk(tokens=256, run=4, bytes=256)
+    tokens = [module._tokens(torch.empty(t, 64, device=device), walk, 32) for t in (1, 64, 1024, 4096, 8192, 10**5)]
+    assert tokens == [8, 8, 32, 128, 256, 256]
 
 
 def test_without_offsets_there_is_one_row(device, check_close):
@@ -184,7 +246,7 @@ def test_a_second_derivative_is_refused(device, triton_only):
 def test_no_tokens(device):
     x, w, b = inputs(device, lengths=(0,))
     short_conv(x, w, b, cu_seqlens=offsets(device, (0, 0)), activation="silu").sum().backward()
-    assert x.grad.shape == (0, 40) and not w.grad.any() and not b.grad.any()
+    assert x.grad.shape == (0, 32) and not w.grad.any() and not b.grad.any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["kernel", "twin"])
@@ -253,7 +315,8 @@ def test_offsets_past_int32(monkeypatch):
 def test_programs_of_the_usual_width(device, check_close, monkeypatch):
     """Runs the sizes that other tests reduce: several programs share a row."""
     monkeypatch.undo()
-    monkeypatch.setattr(importlib.import_module("liger_triton.short_conv"), "BACKWARD_TOKENS", 64)
+    module = importlib.import_module("liger_triton.short_conv")
+    monkeypatch.setattr(module, "BACKWARD", module.BACKWARD._replace(tokens=64))
     lengths = (70, 2)
     cu_seqlens = offsets(device, lengths)
     check_close(

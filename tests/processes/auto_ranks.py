@@ -16,7 +16,7 @@ from memory_runs import LAYERS, At, Carries, CountedMemory, build, train
 from tiny_models import tiny_model
 
 from liger_trainer.memory import selective
-from liger_trainer.memory.memory import RESERVE
+from liger_trainer.memory.device_memory import RESERVE
 from liger_trainer.memory.ranks import Ranks
 
 

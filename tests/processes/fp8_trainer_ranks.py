@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import TrainerCallback
 
 from liger_trainer import LigerTrainer, LigerTrainingArguments
-from liger_trainer.command.run.launch import read_on_every_process
+from liger_trainer.command.run.launch import load_on_every_process
 from liger_trainer.fp8 import layers as float8
 
 OTHERS = dict.fromkeys(("rms_norm", "rope", "swiglu", "fused_linear_cross_entropy"), False)
@@ -115,7 +115,7 @@ def run(out, name, torchao, dtype, options, calls):
 def main(out):
     multiply_exactly()
     shard_on_cpus()
-    read_on_every_process(True, None, None)
+    load_on_every_process(True, None, None)
     calls, own = [], float8.float8_linear
 
     def counted(x, weight, *args, **options):

@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
 import liger_trainer
-from liger_trainer.varlen import padding
+from liger_trainer.varlen import unpad_plan
 
 PAIRS = pair_rows(24)
 PROMPTS = [{"prompt": row["prompt"]} for row in PAIRS]
@@ -160,8 +160,8 @@ def trainer_of(case, ours, mode, out, folder):
 def run(case, ours, mode, out, folder):
     transformers.set_seed(0)
     trainer = trainer_of(case, ours, mode, f"{out}/{case}-{ours}", folder)
-    counted, own_packed = [], padding.Plan.packed
-    padding.Plan.packed = lambda self, *given: counted.append(self.rows.tokens) or own_packed(self, *given)
+    counted, own_packed = [], unpad_plan.UnpadPlan.unpad
+    unpad_plan.UnpadPlan.unpad = lambda self, *given: counted.append(self.rows.tokens) or own_packed(self, *given)
     if mode.startswith("zero3"):
         assert any(p.numel() == 0 for p in trainer.model.parameters()), "the model was loaded in parts"
     trainer.train()
@@ -169,7 +169,7 @@ def run(case, ours, mode, out, folder):
         assert all(isinstance(p, DTensor) for p in trainer.model_wrapped.parameters()), "the model was sharded"
     weights = trainer.accelerator.get_state_dict(trainer.model_wrapped)
     trainer.evaluate()
-    padding.Plan.packed = own_packed
+    unpad_plan.UnpadPlan.unpad = own_packed
     wanted = ("loss", "grad_norm", "eval_loss")
     logs = [{k: v for k, v in log.items() if k in wanted} for log in trainer.state.log_history]
     return {

@@ -151,7 +151,7 @@ def fsdp2(out):
 
 def references():
     """Compare what each process holds of a reference that only the first has read: zeros or no memory on the others."""
-    from liger_trainer.trainers.fsdp2 import give_weights_of_first_process
+    from liger_trainer.trainers.fsdp2 import broadcast_weights
 
     os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
     state = SimpleNamespace(fsdp_plugin=SimpleNamespace(fsdp_version=2))
@@ -162,7 +162,7 @@ def references():
             model = model.to("meta") if kind == "meta" else model
             for p in model.parameters():
                 p.data.zero_()
-        give_weights_of_first_process(model, SimpleNamespace(state=state, device=torch.device("cpu")))
+        broadcast_weights(model, SimpleNamespace(state=state, device=torch.device("cpu")))
         assert model.lm_head.weight is model.model.embed_tokens.weight
         found |= {f"{kind}.{name}": p.detach() for name, p in model.named_parameters()}
     return found

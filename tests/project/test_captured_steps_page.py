@@ -13,7 +13,7 @@ RAISED = ("NotCapturable", "DoesNotPay", "_turn_off")
 RETURNED = {
     "trainers/cuda_graphs.py": ("why_not_captured", "why_not_by_arguments"),
     "varlen/graphs/snapshot.py": ("difference",),
-    "varlen/graphs/refusals.py": ("why_not",),
+    "varlen/graphs/side_effects.py": ("why_not",),
 }
 # With use_liger: false there is no report. The others are about rows; the page links to where they are explained.
 ELSEWHERE = ("use_liger is false",)
@@ -28,7 +28,7 @@ def longest_part(node):
 
 
 def reasons():
-    for path in sorted([*GRAPHS.glob("capture*.py"), GRAPHS / "refusals.py"]):
+    for path in (GRAPHS / name for name in ("backbone_graphs.py", "graph_capture.py", "refusals.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call):
                 name = getattr(node.func, "id", getattr(node.func, "attr", None))

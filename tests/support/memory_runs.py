@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_leaves
 from transformers import TrainerCallback
 
 from liger_trainer import LigerTrainer, LigerTrainingArguments
-from liger_trainer.memory.memory import PinnedMemory
 from liger_trainer.memory.offload import Offload
+from liger_trainer.memory.pinned_memory import PinnedMemory
 from liger_trainer.memory.planner import ActivationPlanner
 
 
@@ -26,7 +26,7 @@ class CountedMemory(TorchDispatchMode):
         claims (`int` or `None`): Bytes it says are available, if that differs.
         failures (`int`): Operations that did not fit.
         highest (`int`): Most bytes in use at a time.
-        carries (`Transport` or `None`): Takes activations to the host.
+        carries (`HostCopier` or `None`): Takes activations to the host.
     """
 
     def __init__(self, size=None):

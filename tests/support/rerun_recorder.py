@@ -25,7 +25,7 @@ class Rerun:
 
 
 class RerunRecorder:
-    """Replaces `CudaRecorder`. `free` is the number of bytes it reports as left."""
+    """Replaces `CudaGraphRecorder`. `free` is the number of bytes it reports as left."""
 
     def __init__(self, device=None):
         self.free, self.recorded, self.failures, self.fails = 1 << 40, 0, 0, None

@@ -140,7 +140,7 @@ def build(trainer_class, args_class, model, folder, rows, split=(4, 1), trainer_
         given.setdefault("eval_dataset", rows)
     trainer = trainer_class(model=copy.deepcopy(model), args=args, **given)
     if isinstance(trainer, LigerTrainerMixin) and trainer.model.get_output_embeddings() is not None:
-        assert trainer.head_is_ours == (trainer.args.use_liger and trainer.args.liger_config is None)
+        assert trainer.uses_fused_head == (trainer.args.use_liger and trainer.args.liger_config is None)
     return trainer
 
 
@@ -306,7 +306,7 @@ def assert_no_logits(ours, stock):
 
 
 def assert_head_is_ours(trainer):
-    assert isinstance(trainer, LigerTrainerMixin) and trainer.head_is_ours
+    assert isinstance(trainer, LigerTrainerMixin) and trainer.uses_fused_head
 
 
 def logps_of_logits(model, batch):

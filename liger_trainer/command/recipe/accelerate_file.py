@@ -1,7 +1,7 @@
-"""`accelerate_config` of a recipe: under any launcher, what `accelerate launch --config_file` would set is set here.
+"""Applies `accelerate_config` of a recipe, under any launcher, as `accelerate launch --config_file` would.
 
-`accelerate launch` hands its file on in variables of the environment, which accelerate and the trainers read when they
-are set up. torchrun, Ray, Flyte and Kubeflow start processes and know nothing of such a file.
+`accelerate launch` passes its file to the processes in environment variables, which accelerate and the trainers read.
+torchrun, Ray, Flyte and Kubeflow know no such file, so the same variables are set here.
 """
 
 import contextlib
@@ -20,8 +20,8 @@ _TYPES = ("NO", "MULTI_GPU", "MULTI_CPU", "MULTI_NPU", "MULTI_XPU", "MULTI_MLU",
 
 
 @contextlib.contextmanager
-def own_environment() -> Iterator[None]:
-    """Put the environment back afterwards: a process may run several recipes, each with an accelerate config."""
+def preserve_environment() -> Iterator[None]:
+    """Context manager: restore `os.environ` afterwards, since one process may run several recipes."""
     before = dict(os.environ)
     try:
         yield
@@ -31,7 +31,7 @@ def own_environment() -> Iterator[None]:
 
 
 def find_config(recipe: Path, name: str) -> Path:
-    """The file that `accelerate_config` means: a path, or else a shipped config, such as `fsdp2`."""
+    """Return the file that `accelerate_config` names: a path, or a shipped config such as `fsdp2`."""
     path = find_beside(name, recipe.parent)
     if path is not None and path.is_file():
         return path
@@ -39,40 +39,53 @@ def find_config(recipe: Path, name: str) -> Path:
 
 
 def apply_config(recipe: Path, name: str) -> str:
-    """Set what `accelerate launch` would set for the file `name`, and return its `distributed_type`.
+    """Set the variables that `accelerate launch` would set for the file `name`. Return its `distributed_type`.
 
-    The launcher decides how many processes and machines there are. RecipeError if its config says otherwise.
+    The launcher decides the number of processes and machines. RecipeError if the launcher has set other variables than
+    the file would.
     """
     path = find_config(recipe, name)
-    before = {variable: value for variable, value in os.environ.items() if variable.startswith(_PREFIXES)}
-    with own_environment():
-        for variable in before:
+    launcher_variables = {variable: value for variable, value in os.environ.items() if variable.startswith(_PREFIXES)}
+    with preserve_environment():
+        for variable in launcher_variables:
             del os.environ[variable]
         try:
-            kind, wanted = _variables(path)
+            kind, file_variables = _variables(path)
         except (ValueError, TypeError, KeyError, AttributeError, ImportError, OSError) as error:
             raise RecipeError(f"accelerate_config is {name!r}, which accelerate cannot use: {error}") from error
-    for variable, given in before.items():
-        mine = wanted.get(variable, "false" if variable.startswith("ACCELERATE_USE_") else None)
-        if variable.startswith(_DECIDING) and mine is not None and given.lower() != mine.lower():
-            if variable == "ACCELERATE_USE_CPU":  # the host decides that, and the file may
+    for variable, from_launcher in launcher_variables.items():
+        from_file = file_variables.get(variable, "false" if variable.startswith("ACCELERATE_USE_") else None)
+        if variable.startswith(_DECIDING) and from_file is not None and from_launcher.lower() != from_file.lower():
+            if variable == "ACCELERATE_USE_CPU":  # not a conflict: the file may ask for CPUs on a machine with GPUs
                 continue
             raise RecipeError(
-                f"accelerate_config is {name!r}, which sets {variable} to {mine}, but the launcher has set it to "
-                f"{given}. Launch with torchrun, or give accelerate launch the same file, or remove accelerate_config."
+                f"accelerate_config is {name!r}, which sets {variable} to {from_file}, but the launcher has set it to "
+                f"{from_launcher}. Launch with torchrun, or give accelerate launch the same file, or remove "
+                "accelerate_config."
             )
-    os.environ.update(wanted)
+    os.environ.update(file_variables)
     return kind
 
 
 def _variables(path: Path) -> tuple[str, dict[str, str]]:
-    """The `distributed_type` of a file, and the variables that `accelerate launch` makes of it."""
+    """Return the `distributed_type` of a file, and the variables that `accelerate launch` would set for it."""
     from accelerate.commands import launch
     from accelerate.utils import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 
     processes = str(max(launched_processes(), 1))
-    words = ["--config_file", str(path), "--num_processes", processes, "--num_machines", "1", "--machine_rank", "0"]
-    parsed = launch.launch_command_parser().parse_args([*words, "--main_process_port", "0", "--module", "unused"])
+    launch_options = [
+        "--config_file",
+        str(path),
+        "--num_processes",
+        processes,
+        "--num_machines",
+        "1",
+        "--machine_rank",
+        "0",
+    ]
+    parsed = launch.launch_command_parser().parse_args(
+        [*launch_options, "--main_process_port", "0", "--module", "unused"]
+    )
     parsed, config, precision_is_filed = launch._validate_launch_command(parsed)
     kind = str(getattr(config.distributed_type, "value", config.distributed_type))
     if kind not in _TYPES:

@@ -1,7 +1,7 @@
-"""Refuses what a recipe asks for and would not get, or would get in another way than was asked, without a sign.
+"""Rejects keys that would be silently ignored or reinterpreted.
 
-All of it is found out from the keys alone, before anything is loaded; only `check_rows` looks at the columns of the
-rows. What the libraries refuse themselves is left to them.
+The keys alone decide, before anything is loaded; only `check_columns_exist` looks at the columns of the rows. Values
+that a library rejects itself are left to that library.
 """
 
 import fnmatch
@@ -14,35 +14,36 @@ from liger_trainer.command.recipe.trainers import TRAINERS, TrainerEntry
 from liger_trainer.errors import RecipeError
 
 
-def _on(*values: Any) -> bool:
+def _is_any_set(*values: Any) -> bool:
     return any(value and value != "no" for value in values)
 
 
 _EVAL_ROWS = ("eval_dataset_name", "dataset_eval_split", "eval_fraction")
 
-# Keys, as patterns, that have an effect only together with other keys: those keys, what is needed in words, and a
-# function of their values that says whether the first keys have an effect.
+# Keys (as patterns) that only have an effect together with other keys: the other keys, the text for the error, and a
+# function of the other keys' values that returns whether the first keys have an effect.
 _SWITCHES: tuple[tuple[str, str, str, Callable[..., Any]], ...] = (
     ("lora_* use_rslora use_dora load_in_4bit load_in_8bit", "use_peft",
-     "use_peft: true (without it, all weights are trained)", _on),
-    ("bnb_4bit_* use_bnb_nested_quant", "load_in_4bit", "load_in_4bit: true", _on),
+     "use_peft: true (without it, all weights are trained)", _is_any_set),
+    ("bnb_4bit_* use_bnb_nested_quant", "load_in_4bit", "load_in_4bit: true", _is_any_set),
     ("save_steps", "save_strategy", "save_strategy: steps", lambda strategy: strategy == "steps"),
-    ("save_total_limit save_only_model", "save_strategy", "save_strategy: steps or epoch", _on),
-    ("eval_steps load_best_model_at_end eval_on_start do_eval", "eval_strategy", "eval_strategy: steps or epoch", _on),
-    (" ".join(_EVAL_ROWS), "eval_strategy", "eval_strategy: steps or epoch", _on),
-    ("dataset_stopping_strategy", "dataset_weights", "dataset_weights (each data set is used to its end)", _on),
-    ("early_stopping_patience", "load_best_model_at_end", "load_best_model_at_end: true", _on),
+    ("save_total_limit save_only_model", "save_strategy", "save_strategy: steps or epoch", _is_any_set),
+    ("eval_steps load_best_model_at_end eval_on_start do_eval", "eval_strategy", "eval_strategy: steps or epoch",
+     _is_any_set),
+    (" ".join(_EVAL_ROWS), "eval_strategy", "eval_strategy: steps or epoch", _is_any_set),
+    ("dataset_stopping_strategy", "dataset_weights", "dataset_weights (each data set is used to its end)", _is_any_set),
+    ("early_stopping_patience", "load_best_model_at_end", "load_best_model_at_end: true", _is_any_set),
     ("memory_budget host_memory_budget", "activation_checkpointing", "activation_checkpointing: auto",
      lambda value: value == "auto"),
-    ("liger_config", "use_liger", "use_liger: true", _on),
+    ("liger_config", "use_liger", "use_liger: true", _is_any_set),
     ("fp8_recipe", "fp8 use_peft", "fp8: true and use_peft: false (the base of an adapter is not torchao's)",
      lambda fp8, peft: fp8 and not peft),
 )  # fmt: skip
 
-# What PEFT refuses for adapters on experts, and the values that it takes.
+# Keys that PEFT restricts for adapters on experts, and the values that it accepts
 NOT_ON_EXPERTS = {"lora_dropout": "0.0", "use_dora": "false"}
 
-# Numbers that no library checks, or that it checks only when training begins: in words, their least, their largest.
+# Numbers that no library checks before training begins: the text for the error, the lowest and the highest value, keys
 _RANGES = (
     ("of 1 or more", 1, math.inf, "per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps "
      "save_total_limit max_length max_completion_length lora_r lora_alpha"),
@@ -53,18 +54,18 @@ _RANGES = (
 )  # fmt: skip
 
 
-def settle(
-    filed: dict[str, Any], given: dict[str, Any], defaults: dict[str, Any], entry: TrainerEntry
+def resolve_keys(
+    file_values: dict[str, Any], overriding: dict[str, Any], defaults: dict[str, Any], entry: TrainerEntry
 ) -> dict[str, Any]:
-    """The keys that are set, of which `given`, on the command line, override `filed`. RecipeError if they do not fit.
+    """Return the keys that are set: those of the file, overridden by the command line. RecipeError if they conflict.
 
-    Turning an option off on the command line, as `--use_peft false` does, drops the keys of the file that depend on it.
+    Turning an option off on the command line, such as `--use_peft false`, drops the file's keys that depend on it.
     """
-    chosen = filed | given
+    explicit = file_values | overriding
 
     def value(key: str) -> Any:
-        found = chosen.get(key, defaults.get(key))
-        return getattr(found, "value", found)  # of an enum
+        setting = explicit.get(key, defaults.get(key))
+        return getattr(setting, "value", setting)  # an enum's value
 
     for expected, least, largest, keys in _RANGES:
         for key in keys.split():
@@ -73,23 +74,23 @@ def settle(
                 raise RecipeError(f"{key} is {number}; expected a number {expected}.")
     if value("max_steps") != -1 and value("max_steps") < 1:
         raise RecipeError(f"max_steps is {value('max_steps')}; expected 1 or more, or -1 to train num_train_epochs.")
-    off = set(given)  # what was turned off on the command line, and the keys that went with it
+    turned_off = set(overriding)  # by the command line; keys that depend on them are added below
     for patterns, switches, needs, on in _SWITCHES:
         if on(*(value(switch) for switch in switches.split())):
             continue
-        for key in [key for key in chosen if any(fnmatch.fnmatchcase(key, each) for each in patterns.split())]:
+        for key in [key for key in explicit if any(fnmatch.fnmatchcase(key, each) for each in patterns.split())]:
             if value(key) is None or value(key) is False:
                 continue
-            if key in given or not any(switch in off for switch in switches.split()):
+            if key in overriding or not any(switch in turned_off for switch in switches.split()):
                 raise RecipeError(f"{key} is {value(key)!r}, which has no effect without {needs}.")
-            del chosen[key]
-            off.add(key)
-    if "num_train_epochs" in chosen and value("max_steps") > 0:
-        if "max_steps" not in given or "num_train_epochs" in given:
+            del explicit[key]
+            turned_off.add(key)
+    if "num_train_epochs" in explicit and value("max_steps") > 0:
+        if "max_steps" not in overriding or "num_train_epochs" in overriding:
             epochs = value("num_train_epochs")
             raise RecipeError(f"num_train_epochs is {epochs}, and max_steps {value('max_steps')}. Remove one of them.")
-        del chosen["num_train_epochs"]
-    if value("eval_strategy") != "no" and not _on(*map(value, _EVAL_ROWS)):
+        del explicit["num_train_epochs"]
+    if value("eval_strategy") != "no" and not _is_any_set(*map(value, _EVAL_ROWS)):
         raise RecipeError(
             f"eval_strategy is {value('eval_strategy')!r}, and the recipe has no rows to evaluate on. Set one of "
             f"{', '.join(_EVAL_ROWS)}."
@@ -99,7 +100,7 @@ def settle(
     if (value("packing") or value("eval_packing")) and value("packing_strategy") == "wrapped":
         raise RecipeError("packing_strategy is 'wrapped', which lets rows see each other. Set packing_strategy: bfd.")
     for key, only in (("do_train", True), ("do_predict", False)):
-        if key in chosen and value(key) is not only:
+        if key in explicit and value(key) is not only:
             raise RecipeError(f"{key} is {value(key)}, which has no effect: the command trains. Remove it.")
     if value("enable_jit_checkpoint"):
         raise RecipeError("enable_jit_checkpoint is true. Remove it: at SIGTERM a run saves all its processes anyway.")
@@ -111,33 +112,38 @@ def settle(
     if value("train_on"):
         if "assistant_only_loss" not in defaults:
             raise RecipeError(f"train_on is {value('train_on')}, which {entry.trainer} does not read. Remove it.")
-        if chosen.get("assistant_only_loss") is False:
-            raise RecipeError(f"train_on is {value('train_on')}, and assistant_only_loss false. Remove one of them.")
-        chosen["assistant_only_loss"] = True  # with which TRL learns what the chat template marks
-    for key, mend in NOT_ON_EXPERTS.items():
+        if explicit.get("assistant_only_loss") is False:
+            raise RecipeError(f"train_on is {value('train_on')}, but assistant_only_loss is false. Remove one of them.")
+        explicit["assistant_only_loss"] = True  # makes TRL learn the tokens that the chat template marks
+    for key, allowed in NOT_ON_EXPERTS.items():
         if value("lora_target_parameters") and value(key):
             raise RecipeError(
-                f"{key} is {value(key)}, which PEFT refuses with lora_target_parameters. Set {key}: {mend}."
+                f"{key} is {value(key)}, which PEFT refuses with lora_target_parameters. Set {key}: {allowed}."
             )
     if value("beta") == 0 and entry.trainer in ("LigerDPOTrainer", "LigerKTOTrainer"):
-        raise RecipeError("beta is 0, with which no preference is learned. Set a number above 0.")
+        raise RecipeError("beta is 0, so no preference would be learned. Set a number above 0.")
     if bool(value("reward_funcs")) != entry.rewards:
         with_rewards = ", ".join(name for name, other in TRAINERS.items() if other.rewards)
         raise RecipeError(f"reward_funcs is {value('reward_funcs')!r}; expected a list for {with_rewards} alone.")
     if "teacher_model_name_or_path" in defaults and not value("teacher_model_name_or_path"):
         raise RecipeError(f"{entry.trainer} needs teacher_model_name_or_path.")
-    return chosen
+    return explicit
 
 
-# The packages of which a tracker of `report_to` needs one.
-_TRACKERS = {"tensorboard": ("tensorboard", "tensorboardX"), "wandb": ("wandb",), "mlflow": ("mlflow",),
-             "trackio": ("trackio",), "swanlab": ("swanlab",)}  # fmt: skip
+# For each tracker of `report_to`, the packages that provide it; one is enough.
+_TRACKERS = {
+    "tensorboard": ("tensorboard", "tensorboardX"),
+    "wandb": ("wandb",),
+    "mlflow": ("mlflow",),
+    "trackio": ("trackio",),
+    "swanlab": ("swanlab",),
+}
 
 
 def check_packages(recipe: Any) -> None:
     """RecipeError if a key needs a package that is not installed.
 
-    Called by a training alone: a recipe may be read, and its memory counted, on a machine without these packages.
+    Only training calls this: recipes can be read, and their memory estimated, without these packages.
     """
     training, model = recipe.training, recipe.model
     optimizer = str(getattr(training.optim, "value", training.optim))
@@ -156,12 +162,12 @@ def check_packages(recipe: Any) -> None:
             )
 
 
-def check_rows(recipe: Any, columns: list[str]) -> None:
-    """RecipeError if a key is about columns that the rows do not have.
+def check_columns_exist(recipe: Any, columns: list[str]) -> None:
+    """RecipeError if a key refers to columns that the rows do not have.
 
-    Without completions, TRL would count every token in spite of completion_only_loss.
+    Without completions, TRL would ignore completion_only_loss and learn every token.
     """
-    field = recipe.chosen.get("dataset_text_field")
+    field = recipe.explicit.get("dataset_text_field")
     if field is not None and field not in columns:
         raise RecipeError(
             f"dataset_text_field is {field!r}, and the trainer reads other columns: {', '.join(columns)}. Remove it."
@@ -169,5 +175,6 @@ def check_rows(recipe: Any, columns: list[str]) -> None:
     if getattr(recipe.training, "completion_only_loss", None) and not {"completion", "completion_mask"} & set(columns):
         raise RecipeError(
             f"completion_only_loss is true, but the rows have {', '.join(columns)} and no completion. Remove it. To "
-            "learn answers of messages, set prompt_template: last_turn, or assistant_only_loss: true for all answers."
+            "learn the last answer of messages, set prompt_template: last_turn; for all answers, assistant_only_loss: "
+            "true."
         )

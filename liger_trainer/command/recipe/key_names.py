@@ -1,7 +1,7 @@
-"""The names of all keys of a recipe by topic, read from source files: to import the configs takes ten seconds.
+"""Reads the names of all recipe keys, by topic, from source files: importing the configs takes ten seconds.
 
-A config is a dataclass, and its fields are the annotated names of its class and of the classes it extends. What cannot
-be read this way is left to the imported classes.
+A config is a dataclass: its fields are the annotated names of its class and of its base classes. If a class cannot be
+read this way, `--help` imports the configs instead.
 """
 
 import ast
@@ -36,14 +36,14 @@ class _Source(NamedTuple):
 
 
 def topic_of(module: str) -> str:
-    """The topic of keys that a class of `module` has first."""
+    """Return the topic of keys that a class of `module` introduces."""
     return {"transformers": "training", "liger_trainer": "ours"}.get(module.partition(".")[0], "trainer")
 
 
 def names_by_topic(entry: TrainerEntry) -> dict[str, list[str]] | None:
-    """Return the names of the keys of `entry` for each topic, in the order of the fields.
+    """Return the names of the keys of `entry` by topic, in the order of the fields.
 
-    None if a class is not found in the sources, as after a release that has moved it.
+    None if a class is not in the sources, for example because a release has moved it.
     """
     listed: dict[str, list[str]] = {topic: [] for topic in TOPICS}
     for name, topic in (("RecipeArguments", "recipe"), (entry.config, None), ("ModelConfig", "model")):
@@ -62,7 +62,7 @@ def names_by_topic(entry: TrainerEntry) -> dict[str, list[str]] | None:
 
 
 def _resolution_order(name: str) -> list[_Source] | None:
-    """A class and those it extends, each before what it extends; None if one is not found."""
+    """Return a class and its base classes, subclasses first; None if one is not found."""
     source = _find(name)
     if source is None:
         return None
@@ -92,8 +92,8 @@ def _find(name: str) -> _Source | None:
 
 
 def _folder_of(package: str) -> Path | None:
-    found = importlib.util.find_spec(package)  # of a top-level package, which is not imported for it
-    locations = None if found is None else found.submodule_search_locations
+    spec = importlib.util.find_spec(package)  # does not import a top-level package
+    locations = None if spec is None else spec.submodule_search_locations
     return Path(locations[0]) if locations else None
 
 
@@ -116,6 +116,6 @@ _WITHOUT_FIELDS = ("object", "StockArguments")  # the second is a name for type 
 
 
 def _is_taken(value: ast.expr | None) -> bool:
-    """Whether `__init__` takes a field with this default."""
+    """Return whether `__init__` takes a field with this default."""
     options = value.keywords if isinstance(value, ast.Call) else []
     return not any(option.arg == "init" and ast.unparse(option.value) == "False" for option in options)

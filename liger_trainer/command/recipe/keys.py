@@ -22,12 +22,12 @@ class RecipeArguments:
     dataset_name: list[str] | None | str = _key(
         None,
         "A .json, .jsonl (.ndjson), .parquet, .csv (.tsv) or .txt file (a row is a line), a folder of such files of "
-        "one kind, or the name of a Hub dataset; or a list of them, whose rows are joined. A relative path is looked "
-        "up in the working directory first, and then in the folder of the recipe.",
+        "one kind, or the name of a Hub dataset. A list joins the rows of several. A relative path is looked up in the "
+        "working directory first, and then in the folder of the recipe.",
     )
     columns: dict[str, str] | str | None | list[dict[str, str]] = _key(
         None,
-        "Which columns of the data are those that the trainer or the template reads, such as {prompt: question, "
+        "Maps the columns that the trainer or the template reads to those of the data, such as {prompt: question, "
         "completion: answer}. With {question: ..., answer: ...} the texts become turns of a chat. A list has one "
         "mapping for each name in `dataset_name`.",
     )
@@ -36,7 +36,7 @@ class RecipeArguments:
     )
     train_on: list[str] | None = _key(
         None,
-        "The roles whose messages are learned, such as [assistant]. A message with `train` or `weight` says it for "
+        "Learn the messages of these roles, such as [assistant]. A message with `train` or `weight` decides for "
         "itself. If unset, `assistant_only_loss` decides. For 'sft' and 'medusa'.",
     )
     dataset_weights: list[float] | None = _key(
@@ -90,17 +90,17 @@ class RecipeArguments:
     )
 
     def __post_init__(self):
-        if isinstance(self.columns, str):  # of the command line
+        if isinstance(self.columns, str):  # from the command line
             with contextlib.suppress(yaml.YAMLError):
                 self.columns = yaml.safe_load(self.columns)
         mappings = self.columns if isinstance(self.columns, list) and self.columns else [self.columns]
         for mapping in mappings if self.columns is not None else ():
             texts = isinstance(mapping, dict) and all(isinstance(name, str) for name in mapping.values())
-            empty = mapping == {} and mapping is self.columns  # in a list it means that this data set needs none
+            empty = mapping == {} and mapping is self.columns  # in a list, {} is for a data set that needs no mapping
             if not texts or empty or len(mapping) != len(set(mapping.values())):
                 raise RecipeError(
-                    f"columns is {self.columns!r}; expected a mapping of the trainer's columns to those of the data, "
-                    "each there once, such as {prompt: question, completion: answer}."
+                    f"columns is {self.columns!r}; expected a mapping from the trainer's columns to columns of the "
+                    "data, each named once, such as {prompt: question, completion: answer}."
                 )
         if self.dataset_weights is not None:
             count = len(self.dataset_name) if isinstance(self.dataset_name, list) else 1
@@ -111,26 +111,26 @@ class RecipeArguments:
         if self.eval_fraction is not None and not 0 < self.eval_fraction < 1:
             raise RecipeError(f"eval_fraction is {self.eval_fraction}; expected a number between 0 and 1.")
         sources = ("eval_fraction", "dataset_eval_split", "eval_dataset_name")
-        if len(given := [name for name in sources if getattr(self, name) is not None]) > 1:
-            raise RecipeError(f"{' and '.join(given)} are both set; keep one of them.")
+        if len(eval_sources := [name for name in sources if getattr(self, name) is not None]) > 1:
+            raise RecipeError(f"{' and '.join(eval_sources)} are both set; keep one of them.")
         if self.eval_fraction is not None:
-            self._check_that_rows_are_there_once()
+            self._refuse_repeated_rows()
         if self.train_on == []:
             raise RecipeError("train_on is an empty list; expected roles, such as [assistant].")
         for name in ("early_stopping_patience", "max_rows"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise RecipeError(f"{name} is {value}; expected 1 or more.")
 
-    def _check_that_rows_are_there_once(self) -> None:
-        """RecipeError if rows that are held out for evaluation would be trained on as well."""
-        twice = None
+    def _refuse_repeated_rows(self) -> None:
+        """RecipeError if rows that are held out for evaluation would also be trained on."""
+        repeats = None
         if self.dataset_weights is not None and self.dataset_stopping_strategy == "all_exhausted":
-            twice = "dataset_stopping_strategy is 'all_exhausted', which draws rows again"
+            repeats = "dataset_stopping_strategy is 'all_exhausted', which draws rows again"
         names = self.dataset_name if isinstance(self.dataset_name, list) else []
         if repeated := [name for name in names if names.count(name) > 1]:
-            twice = f"dataset_name lists {repeated[0]!r} more than once"
-        if twice is not None:
+            repeats = f"dataset_name lists {repeated[0]!r} more than once"
+        if repeats is not None:
             raise RecipeError(
-                f"eval_fraction is {self.eval_fraction}, and {twice}, so that rows that are held out would be trained "
-                "on too. Set eval_dataset_name to a file of other rows in place of eval_fraction."
+                f"eval_fraction is {self.eval_fraction}, and {repeats}, so the held-out rows would be trained on too. "
+                "Set eval_dataset_name to a file of other rows instead of eval_fraction."
             )

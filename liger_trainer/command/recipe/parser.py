@@ -1,4 +1,4 @@
-"""The keys and values of a recipe: YAML with types, TRL's parser for the command line, `--help`, and unknown keys."""
+"""Parses the keys and values of a recipe: typed YAML, TRL's parser for the command line, `--help`, unknown keys."""
 
 import argparse
 import dataclasses
@@ -20,26 +20,35 @@ from liger_trainer.command.recipe.keys import RecipeArguments
 from liger_trainer.command.recipe.trainers import TRAINERS, TrainerEntry
 from liger_trainer.errors import RecipeError
 
-# What other tools, and earlier releases of transformers and TRL, call a key, where a name that looks alike is another.
+# Names that other tools, and earlier releases of transformers and TRL, have for a key. Listed only where the most
+# similar name is the wrong one.
 _OTHER_NAMES = {
-    "batch_size": "per_device_train_batch_size", "micro_batch_size": "per_device_train_batch_size",
-    "epochs": "num_train_epochs", "num_epochs": "num_train_epochs", "lr": "learning_rate", "lora_rank": "lora_r",
-    "model": "model_name_or_path", "base_model": "model_name_or_path", "dataset": "dataset_name",
-    "sequence_len": "max_length", "cutoff_len": "max_length", "grad_accum": "gradient_accumulation_steps",
-}  # fmt: skip
-# Keys that another key has taken over with another form of its value.
+    "batch_size": "per_device_train_batch_size",
+    "micro_batch_size": "per_device_train_batch_size",
+    "epochs": "num_train_epochs",
+    "num_epochs": "num_train_epochs",
+    "lr": "learning_rate",
+    "lora_rank": "lora_r",
+    "model": "model_name_or_path",
+    "base_model": "model_name_or_path",
+    "dataset": "dataset_name",
+    "sequence_len": "max_length",
+    "cutoff_len": "max_length",
+    "grad_accum": "gradient_accumulation_steps",
+}
+# Keys that another key has replaced, with another form of value.
 _MOVED = {
     "warmup_ratio": "Set warmup_steps, which takes a share too: warmup_steps: 0.1 is a tenth of the steps.",
 }
 _NOT_GIVEN = object()
 SWITCHES_AND_TEXTS = ("resume_from_checkpoint", "activation_checkpointing", "cuda_graphs")
-"""Keys that are strings for the parser, which may be true and false as well."""
+"""Keys that are strings for the parser, and may also be true or false in YAML."""
 
 
 class Key(NamedTuple):
-    """The type hint and the default of a key, the topic of `--help` that it belongs to, and the values that it takes.
+    """The type hint and default of a key, its topic in `--help`, and its allowed values.
 
-    TRL's parser holds the command line to those values, but not a file.
+    TRL's parser checks the allowed values on the command line only, so files are checked here.
     """
 
     hint: Any
@@ -48,8 +57,8 @@ class Key(NamedTuple):
     choices: tuple[str, ...] = ()
 
 
-def parser_of(entry: TrainerEntry, usage: str) -> tuple[Any, dict[str, Key]]:
-    """TRL's parser for the three dataclasses of a trainer, and all of its keys. `--help` begins with `usage`."""
+def build_parser(entry: TrainerEntry, usage: str) -> tuple[Any, dict[str, Key]]:
+    """Return TRL's parser for the three dataclasses of a trainer, and all keys. `--help` begins with `usage`."""
     from trl import ModelConfig, TrlParser
 
     import liger_trainer
@@ -57,7 +66,7 @@ def parser_of(entry: TrainerEntry, usage: str) -> tuple[Any, dict[str, Key]]:
     if entry.experimental:  # naming the trainer is a choice: no warning that TRL may change it
         os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
     dataclass_types = (RecipeArguments, getattr(liger_trainer, entry.config), ModelConfig)
-    # An abbreviation is a misspelling that happens to work.
+    # No abbreviations: they are misspellings that happen to work.
     parser = TrlParser(dataclass_types, usage=usage, allow_abbrev=False)
     keys: dict[str, Key] = {}
     for cls in dataclass_types:
@@ -67,7 +76,7 @@ def parser_of(entry: TrainerEntry, usage: str) -> tuple[Any, dict[str, Key]]:
             owners = (base for base in reversed(cls.__mro__) if field.name in getattr(base, "__annotations__", ()))
             topic = {RecipeArguments: "recipe", ModelConfig: "model"}.get(cls) or topic_of(next(owners).__module__)
             keys[field.name] = Key(hints[field.name], default, topic, tuple(field.metadata.get("choices", ())))
-    # transformers' parser takes one word for a key that is a text or a list, such as report_to.
+    # transformers' parser takes a single value for keys that are a string or a list, such as report_to.
     for action in parser._actions:
         if action.nargs is None and action.dest in keys and list[str] in typing.get_args(keys[action.dest].hint):
             action.nargs = "+"
@@ -75,26 +84,30 @@ def parser_of(entry: TrainerEntry, usage: str) -> tuple[Any, dict[str, Key]]:
 
 
 def _help(parser: Any, keys: dict[str, Key], word: str) -> str:
-    """The text of `--help`: all names by topic or, with a word, the keys of that topic or with it in their names."""
+    """Return the text of `--help`: all names by topic or, for `word`, the keys of that topic or with it in the name."""
     name = word.strip("-").replace("-", "_")
     if name == "all":
         return parser.format_help()
     if name:
-        wanted = {key for key, of in keys.items() if name in (key, of.topic)} or {key for key in keys if name in key}
+        wanted = {key for key, key_info in keys.items() if name in (key, key_info.topic)} or {
+            key for key in keys if name in key
+        }
         if not wanted:
-            raise RecipeError(f"--help has {word!r}, which is no topic ({', '.join(TOPICS)}, all) and in no key.")
+            raise RecipeError(
+                f"--help has {word!r}; expected a topic ({', '.join(TOPICS)}, all), a key, or a part of a key."
+            )
         for action in parser._actions:
             if action.dest not in wanted:
                 action.help = argparse.SUPPRESS
         return parser.format_help()
     names: dict[str, list[str]] = {topic: [] for topic in TOPICS}
-    for key, of in keys.items():
-        names[of.topic].append(key)
+    for key, key_info in keys.items():
+        names[key_info.topic].append(key)
     return topics_text(parser.usage, names)
 
 
 def topics_text(usage: str, names: dict[str, list[str]]) -> str:
-    """The text of `--help` alone: the names of the keys by topic."""
+    """Return the text of `--help` without a word: the names of the keys by topic."""
     lines = [f"usage: {usage}", "", "Any key of a recipe is an option too, and beats the file. Keys by topic:"]
     for topic, about in TOPICS.items():
         listed = textwrap.fill(", ".join(names[topic]), 118, initial_indent="  ", subsequent_indent="  ")
@@ -107,43 +120,43 @@ def topics_text(usage: str, names: dict[str, list[str]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def asks_for_topics(words: Iterable[str]) -> bool:
-    """Tell whether the command line has `--help` without a key or a topic."""
-    return take_options(["--help" if word == "-h" else word for word in words], "help")[0].get("help") == ""
+def asks_for_topics(argv: Iterable[str]) -> bool:
+    """Return whether the command line has `--help` without a key or a topic."""
+    return take_options(["--help" if word == "-h" else word for word in argv], "help")[0].get("help") == ""
 
 
-def options_given(parser, keys: dict[str, Key], words: list[str], entry: TrainerEntry) -> dict[str, Any]:
-    """The keys that the command line sets, including those that it sets to their defaults.
+def command_line_values(parser, keys: dict[str, Key], argv: list[str], entry: TrainerEntry) -> dict[str, Any]:
+    """Return the keys that the command line sets, even to their defaults.
 
-    Every key starts with a mark that no option can have as its value, to tell a value that was given from a default.
+    All keys start as `_NOT_GIVEN`, so a value from the command line can be told from a default.
     """
 
     def refuse(message: str) -> NoReturn:
         raise RecipeError(f"{message.rstrip('.')}. `liger-trainer train RECIPE --help` says what each option takes.")
 
     parser.error = refuse  # argparse would print the usage and exit
-    asked, words = take_options(["--help" if word == "-h" else word for word in words], "help")
+    asked, argv = take_options(["--help" if word == "-h" else word for word in argv], "help")
     if "help" in asked:
         print(_help(parser, keys, asked["help"]), end="")
         raise SystemExit(0)
-    namespace, rest = parser.parse_known_args(list(words), argparse.Namespace(**dict.fromkeys(keys, _NOT_GIVEN)))
+    namespace, rest = parser.parse_known_args(list(argv), argparse.Namespace(**dict.fromkeys(keys, _NOT_GIVEN)))
     if rest:
         name = rest[0].partition("=")[0]
         if not name.startswith("--"):
             raise RecipeError(f"{rest[0]!r} on the command line belongs to no option; write --key value after RECIPE.")
         raise RecipeError(f"{name} {_why_unknown(name[2:].replace('-', '_'), keys, entry)}")
-    given = {key: value for key, value in vars(namespace).items() if key in keys and value is not _NOT_GIVEN}
-    for key, value in given.items():
+    values = {key: value for key, value in vars(namespace).items() if key in keys and value is not _NOT_GIVEN}
+    for key, value in values.items():
         hint = keys[key].hint
         if isinstance(value, list) and len(value) == 1:
             if typing.get_origin(hint) is not list and str in typing.get_args(hint):
-                given[key] = value[0]  # as a file would have it
+                values[key] = value[0]  # as a file would have it
         elif isinstance(value, str) and value.startswith("{") and key != "columns":  # which is read as YAML
             try:
                 json.loads(value)
             except json.JSONDecodeError as error:
                 raise RecipeError(f"--{key} is {value!r}, which is not valid JSON: {error}.") from error
-    return given
+    return values
 
 
 def refuse_unknown_keys(path: Path, values: dict[str, Any], keys: Iterable[str], entry: TrainerEntry) -> None:
@@ -154,7 +167,7 @@ def refuse_unknown_keys(path: Path, values: dict[str, Any], keys: Iterable[str],
 
 
 def _why_unknown(key: str, keys: Iterable[str], entry: TrainerEntry) -> str:
-    """Explain a key or an option that `entry` does not have by its trainers, or by a similar name."""
+    """Return the rest of the error about a key that `entry` lacks: the trainers with that key, or a similar name."""
     import liger_trainer
 
     configs = {name: getattr(liger_trainer, other.config) for name, other in TRAINERS.items()}
@@ -162,12 +175,12 @@ def _why_unknown(key: str, keys: Iterable[str], entry: TrainerEntry) -> str:
     if key in _MOVED:
         return f"is not a key of a recipe. {_MOVED[key]}"
     if having:
-        return f"is a key of the trainers {', '.join(having)}, and not of {entry.trainer}. Remove it."
+        return f"is a key of the trainers {', '.join(having)}, but {entry.trainer} does not have it. Remove it."
     return "is not a key of a recipe." + (nearest(key, keys) or " `liger-trainer train RECIPE --help` lists all keys.")
 
 
 def nearest(key: str, known: Iterable[str]) -> str:
-    """A hint at the name in `known` that is most like `key`, with a space before it; empty if none is like it."""
+    """Return " Did you mean ...?" with the name in `known` that is most like `key`; "" if none is similar."""
     known = list(known)
     other = _OTHER_NAMES.get(key)
     match = [other] if other in known else difflib.get_close_matches(key, known, n=1, cutoff=0.5)
@@ -175,7 +188,7 @@ def nearest(key: str, known: Iterable[str]) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads YAML in which a repeated key is an error and `2e-5` is a number, as in YAML 1.2 (in 1.1 it is a string)."""
+    """Refuses repeated keys, and reads `2e-5` as a number, as YAML 1.2 does (for YAML 1.1 it is a string)."""
 
     def construct_mapping(self, node, deep=False):
         seen: list[Any] = []
@@ -188,7 +201,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes what `_Loader` reads back: a string such as '2e-5' gets its quotes."""
+    """Writes YAML that `_Loader` reads back: a string such as '2e-5' gets quotes."""
 
 
 for _side in (_Loader, _Dumper):
@@ -199,7 +212,7 @@ for _side in (_Loader, _Dumper):
 
 
 def load_yaml(path: Path) -> dict[str, Any]:
-    """The keys and values of a recipe's file. RecipeError if it is no YAML, or no mapping, or repeats a key."""
+    """Return the keys and values of a recipe file. RecipeError for invalid YAML, repeated keys, or anything else."""
     try:
         values = yaml.load(path.read_text(encoding="utf-8"), _Loader)  # noqa: S506 - a SafeLoader
     except RecipeError as error:
@@ -212,21 +225,21 @@ def load_yaml(path: Path) -> dict[str, Any]:
             ) from error
         raise RecipeError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
-        raise RecipeError(f"{path} is no mapping of names to values; expected one `key: value` a line.")
+        raise RecipeError(f"{path} does not map names to values; expected one `key: value` a line.")
     return values
 
 
 def dump_yaml(values: dict[str, Any]) -> str:
-    """`values` as the text of a recipe, in their order."""
+    """Return `values` as YAML, in their order."""
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=float("inf"))
 
 
-def checked(path: Path, key: str, value: Any, hint: Any) -> Any:
-    """`value` as the parser wants it. RecipeError if `hint` does not allow the type that it has in YAML."""
+def check_type(path: Path, key: str, value: Any, hint: Any) -> Any:
+    """Return `value` in the form that the parser takes. RecipeError if `hint` does not allow its YAML type."""
     from huggingface_hub.dataclasses import type_validator
 
     if value is False and key in ("save_strategy", "eval_strategy", "logging_strategy"):
-        return "no"  # which YAML reads as false
+        return "no"  # YAML reads an unquoted no as false
     if key in SWITCHES_AND_TEXTS and isinstance(value, bool):
         return str(value).lower()
     kinds = (hint,) if typing.get_origin(hint) is list else typing.get_args(hint)
@@ -243,7 +256,7 @@ def checked(path: Path, key: str, value: Any, hint: Any) -> Any:
 
 
 def _as_floats(value: Any) -> Any:
-    """Whole numbers as floats, because 1 may stand for 1.0."""
+    """Return whole numbers as floats, because 1 may stand for 1.0."""
     if isinstance(value, list):
         return [_as_floats(part) for part in value]
     return float(value) if type(value) is int else value

@@ -1,7 +1,7 @@
-"""A recipe: a flat YAML file of the fields of `RecipeArguments`, of the trainer's config and of `trl.ModelConfig`.
+"""Reads a recipe: a flat YAML file of the fields of `RecipeArguments`, the trainer's config and `trl.ModelConfig`.
 
-It is parsed with TRL's parser. What that parser lets through is refused here, before anything runs: unknown and
-repeated keys, and values of the wrong YAML type.
+TRL's parser does the parsing. Mistakes that it accepts are errors here, before anything runs: unknown and repeated
+keys, and values of the wrong YAML type.
 """
 
 import contextlib
@@ -15,17 +15,17 @@ from typing import Any
 
 from liger_trainer.command.options import take_options
 from liger_trainer.command.recipe.accelerate_file import apply_config, find_config
-from liger_trainer.command.recipe.checks import settle
+from liger_trainer.command.recipe.checks import resolve_keys
 from liger_trainer.command.recipe.key_names import names_by_topic
 from liger_trainer.command.recipe.keys import RecipeArguments
 from liger_trainer.command.recipe.parser import (
     SWITCHES_AND_TEXTS,
     asks_for_topics,
-    checked,
+    build_parser,
+    check_type,
+    command_line_values,
     dump_yaml,
     load_yaml,
-    options_given,
-    parser_of,
     refuse_unknown_keys,
     topics_text,
 )
@@ -49,13 +49,13 @@ class Recipe:
     args: RecipeArguments
     training: Any
     model: Any
-    chosen: dict[str, Any]
-    words: tuple[str, ...] = ()
+    explicit: dict[str, Any]
+    argv: tuple[str, ...] = ()
     sharding: str | None = None
     began: bool = False
 
     def to_yaml(self) -> str:
-        """The recipe as it runs. It can be saved anywhere, because data found next to the recipe gets its full path."""
+        """Return the recipe as it runs. Data next to the recipe gets its full path, so it can be saved anywhere."""
         values = self._values()
         for key in ("dataset_name", "eval_dataset_name"):
             if (named := values.get(key)) is not None:
@@ -63,21 +63,21 @@ class Recipe:
                 values[key] = paths[0] if isinstance(named, str) else paths
         if (config := values.get("accelerate_config")) is not None and self._full_path(config) != config:
             values["accelerate_config"] = str(find_config(self.path, config).absolute())
-        hidden = "" if values.pop("hub_token", None) is None else "# hub_token is set, and not shown\n"
+        hidden = "" if values.pop("hub_token", None) is None else "# hub_token is set (not shown)\n"
         return without_tokens(dump_yaml(values)) + hidden
 
     def to_card(self) -> str:
-        """The command and the keys that were set, in Markdown. Absolute paths lose their folders: cards get public."""
-        words = take_options(self.words, "hub_token")[1]
+        """Return the command and the set keys as Markdown. Absolute paths lose their folders: cards are public."""
+        argv = take_options(self.argv, "hub_token")[1]
         keys = dump_yaml({key: value for key, value in self._values().items() if key != "hub_token"})
-        text = f"```bash\nliger-trainer train {shlex.join(words)}\n```\n\n```yaml\n{keys}```\n"
+        text = f"```bash\nliger-trainer train {shlex.join(argv)}\n```\n\n```yaml\n{keys}```\n"
         return without_tokens(re.sub(r"(?<![\w.:/~-])/(?:[^\s'\"/]+/)+", "", text))
 
     def _values(self) -> dict[str, Any]:
-        """The keys that were set, with true and false as a file has them."""
+        """Return the keys that were set, with true and false as YAML has them."""
         texts = {"true": True, "false": False}
         return {
-            key: texts.get(value, value) if key in SWITCHES_AND_TEXTS else value for key, value in self.chosen.items()
+            key: texts.get(value, value) if key in SWITCHES_AND_TEXTS else value for key, value in self.explicit.items()
         }
 
     def _full_path(self, name: str) -> str:
@@ -86,7 +86,7 @@ class Recipe:
 
 
 def find_recipe(name: str) -> Path:
-    """The file that `name` means: a path, or else a shipped recipe, with or without `.yaml`."""
+    """Return the file that `name` means: a path, or a shipped recipe with or without `.yaml`."""
     path = Path(name).expanduser()
     return path if path.is_file() else find_shipped(name, "RECIPE", recipe_names())[1]
 
@@ -102,78 +102,81 @@ def parse_recipe(name: str, overrides: Sequence[str] = (), usage: str = TRAIN_US
 def read_recipe(
     name: str, overrides: Sequence[str] = (), usage: str = TRAIN_USAGE
 ) -> tuple[dict[str, Any], Callable[[], Recipe]]:
-    """`parse_recipe` in two steps: the keys that are set, and a function that makes the recipe of them.
+    """Run the first half of `parse_recipe`: return the keys that are set, and a function that builds the recipe.
 
-    That function makes the trainer's config, which joins the processes of a launch.
+    The function builds the trainer's config, and that initializes the process group of a launch. So the caller can look
+    at the keys first.
     """
-    path, words = find_recipe(name), list(overrides)
+    path, argv = find_recipe(name), list(overrides)
     values = load_yaml(path)
-    trainer = take_options(words, "trainer")[0].get("trainer", values.get("trainer", "sft"))
+    trainer = take_options(argv, "trainer")[0].get("trainer", values.get("trainer", "sft"))
     if not isinstance(trainer, str) or trainer not in TRAINERS:
         raise RecipeError(f"{path}: trainer is {trainer!r}; expected one of: {', '.join(TRAINERS)}.")
     entry = TRAINERS[trainer]
-    names = names_by_topic(entry) if asks_for_topics(words) else None
+    names = names_by_topic(entry) if asks_for_topics(argv) else None
     if names is not None:
         print(topics_text(usage, names), end="")
         raise SystemExit(0)
-    parser, keys = parser_of(entry, usage)
+    parser, keys = build_parser(entry, usage)
     refuse_unknown_keys(path, values, keys, entry)
-    values = {key: checked(path, key, value, keys[key].hint) for key, value in values.items()}
+    values = {key: check_type(path, key, value, keys[key].hint) for key, value in values.items()}
     for key, value in values.items():
         if isinstance(value, str) and keys[key].choices and value not in keys[key].choices:
             raise RecipeError(f"{path}: {key} is {value!r}; expected one of: {', '.join(keys[key].choices)}.")
-    given = options_given(parser, keys, words, entry)
+    overriding = command_line_values(parser, keys, argv, entry)
 
     def parsed() -> Recipe:
-        with _placed(path, given, chosen):
-            args, training, model = parser.parse_dict(chosen)
+        with _one_line_errors(path, overriding, explicit):
+            args, training, model = parser.parse_dict(explicit)
         if isinstance(model.lora_target_modules, str) and model.lora_target_modules.isidentifier():
-            # TRL turns a list of one name into a string, which peft takes for a pattern that full names must match. No
-            # layer has the full name q_proj.
+            # TRL turns a list of one name into a string. peft would take it for a pattern that full names must match,
+            # and no layer has the full name q_proj.
             model.lora_target_modules = [model.lora_target_modules]
-        return Recipe(path, entry, args, training, model, chosen, (str(name), *words), sharding)
+        return Recipe(path, entry, args, training, model, explicit, (str(name), *argv), sharding)
 
-    with _placed(path, given):
-        _settle_two_names(values, given)
-        chosen = settle(values, given, {key: of.default for key, of in keys.items()}, entry)
-        sharding = _settle_sharding(path, chosen)
-    return chosen, parsed
+    with _one_line_errors(path, overriding):
+        _resolve_aliases(values, overriding)
+        explicit = resolve_keys(values, overriding, {key: key_info.default for key, key_info in keys.items()}, entry)
+        sharding = _resolve_sharding(path, explicit)
+    return explicit, parsed
 
 
 @contextlib.contextmanager
-def _placed(path: Path, given: dict[str, Any], chosen: Any = ()) -> Iterator[None]:
-    """Turn an error into one line that begins with the recipe, and with the options of the command line it is about."""
+def _one_line_errors(path: Path, overriding: dict[str, Any], explicit: Any = ()) -> Iterator[None]:
+    """Context manager: turn a library's error into one line that names the recipe and the options it is about."""
     try:
         yield
     except (ValueError, TypeError, OSError, ImportError) as error:
         text = " ".join(str(error).split())
         if wrong := re.match(r"(\S+) is not a valid ", text):  # transformers names the class of choices and not the key
-            text = "".join(f"{key}: " for key in chosen if str(chosen[key]) == wrong[1]) + text
-        options = "".join(f" --{key}" for key in given if re.search(rf"\b{key}\b", text))
+            text = "".join(f"{key}: " for key in explicit if str(explicit[key]) == wrong[1]) + text
+        options = "".join(f" --{key}" for key in overriding if re.search(rf"\b{key}\b", text))
         hint = " Without a GPU that computes in bf16, pass --bf16 false." if "bf16" in text else ""
         raise RecipeError(f"{path}{options and ' with' + options}: {text}{hint}") from error
 
 
-def _settle_two_names(filed: dict[str, Any], given: dict[str, Any]) -> None:
-    """Let the command line beat the file under either name of an option. RecipeError if both names are set.
+def _resolve_aliases(file_values: dict[str, Any], overriding: dict[str, Any]) -> None:
+    """Let the command line override the file under either name of an option. RecipeError if both names are set.
 
-    Transformers has two names for each of these options, and takes the second where both are set.
+    transformers has two names for each of these options, and silently uses the second if both are set.
     """
     for suffix in ("", "_kwargs"):
         names = [f"gradient_checkpointing{suffix}", f"activation_checkpointing{suffix}"]
-        for name in names if given.keys() & set(names) else ():
-            filed.pop(name, None)
-        if set(names) <= (filed | given).keys():
+        for name in names if overriding.keys() & set(names) else ():
+            file_values.pop(name, None)
+        if set(names) <= (file_values | overriding).keys():
             raise RecipeError(f"{' and '.join(names)} are two names of one option. Keep one of them.")
 
 
-def _settle_sharding(path: Path, chosen: dict[str, Any]) -> str | None:
-    """Apply `accelerate_config`, and return how the recipe wants the model to be shared out, if it says so itself."""
-    keys = [key for key in ("accelerate_config", "fsdp", "deepspeed") if chosen.get(key)]
+def _resolve_sharding(path: Path, explicit: dict[str, Any]) -> str | None:
+    """Apply `accelerate_config`. Return how the recipe asks to shard the model ("FSDP", "DEEPSPEED"), or None."""
+    keys = [key for key in ("accelerate_config", "fsdp", "deepspeed") if explicit.get(key)]
     if len(keys) > 1:
-        raise RecipeError(f"{' and '.join(keys)} each say how a model is shared out over processes. Keep one of them.")
+        raise RecipeError(f"{' and '.join(keys)} each say how the model is sharded over processes. Keep one of them.")
     if keys == ["accelerate_config"]:
-        return apply_config(path, chosen["accelerate_config"])
+        return apply_config(path, explicit["accelerate_config"])
     if keys == ["deepspeed"] and importlib.util.find_spec("deepspeed") is None:
-        raise RecipeError(f"deepspeed is {chosen['deepspeed']!r}, and the package is missing: `pip install deepspeed`.")
+        raise RecipeError(
+            f"deepspeed is {explicit['deepspeed']!r}, and the package is missing: `pip install deepspeed`."
+        )
     return {"fsdp": "FSDP", "deepspeed": "DEEPSPEED"}.get(keys[0]) if keys else None

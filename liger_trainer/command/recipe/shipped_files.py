@@ -1,4 +1,4 @@
-"""The recipes and accelerate configs that ship, and `liger-trainer recipes`, `init` and `path`, which show them."""
+"""Finds the shipped recipes and accelerate configs, for `liger-trainer recipes`, `init` and `path` too."""
 
 import shlex
 import shutil
@@ -29,20 +29,20 @@ def add_shipped_commands(commands) -> None:
 
 
 def recipe_names() -> dict[str, Path]:
-    """The files of the shipped recipes by their names, such as `llama3_8b/sft_alpaca`."""
+    """Return the files of the shipped recipes by name, such as `llama3_8b/sft_alpaca`."""
     root = shipped("recipes")
     return {path.relative_to(root).with_suffix("").as_posix(): path for path in sorted(root.rglob("*.yaml"))}
 
 
 def config_names() -> dict[str, Path]:
-    """The files of the shipped configs of accelerate by their names, such as `configs/fsdp2`."""
+    """Return the files of the shipped accelerate configs by name, such as `configs/fsdp2`."""
     return {f"configs/{path.stem}": path for path in sorted(shipped("configs").glob("*.yaml"))}
 
 
 def find_shipped(name: str, key: str = "NAME", files: dict[str, Path] | None = None) -> tuple[str, Path]:
-    """The full name and the file of a shipped recipe or config, of which `configs/` and `.yaml` may be left out.
+    """Return the full name and the file of a shipped recipe or config. `configs/` and `.yaml` may be left out.
 
-    It is looked for in `files`, by default all of them. A RecipeError names `key`.
+    It is looked up in `files`, by default in all of them. If it is missing, the RecipeError is about `key`.
     """
     files = recipe_names() | config_names() if files is None else files
     bare = name.removesuffix(".yaml")
@@ -51,12 +51,12 @@ def find_shipped(name: str, key: str = "NAME", files: dict[str, Path] | None = N
             return whole, files[whole]
     near = nearest(bare, [*files, *(known.removeprefix("configs/") for known in files)])
     raise RecipeError(
-        f"{key} is {name!r}, which is no file and none of those that ship.{near} Shipped: {', '.join(files)}."
+        f"{key} is {name!r}, which is neither a file nor the name of a shipped one.{near} Shipped: {', '.join(files)}."
     )
 
 
 def describe(path: Path) -> str:
-    """The description of a shipped file, which is its first line, a comment."""
+    """Return the description of a shipped file: its first line, a comment."""
     return path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ").strip()
 
 
@@ -83,8 +83,10 @@ def _init(args) -> int:
     copies = {path: target}
     if name in recipe_names():
         values = load_yaml(path)
-        copies |= {path.parent / rows: folder / rows for key in ("dataset_name", "eval_dataset_name")
-                   if isinstance(rows := values.get(key), str) and (path.parent / rows).is_file()}  # fmt: skip
+        for key in ("dataset_name", "eval_dataset_name"):
+            rows = values.get(key)
+            if isinstance(rows, str) and (path.parent / rows).is_file():
+                copies[path.parent / rows] = folder / rows
         header = next(line for line in path.read_text(encoding="utf-8").splitlines() if f"train {name}" in line)
         run = header.lstrip("# ").partition("  #")[0].rstrip().replace(f"train {name}", "train {}")
     for source, copy in copies.items():

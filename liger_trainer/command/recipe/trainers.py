@@ -1,13 +1,13 @@
-"""The trainers that a recipe can name, and for each its config, its columns and what else it needs."""
+"""Lists the trainers that a recipe can name, each with its config, its columns and what else it needs."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class TrainerEntry:
-    """A row of the table: the config and the trainer, by their names in `liger_trainer`, which are resolved on use.
+    """A row of the table. `config` and `trainer` are names in `liger_trainer`, imported when they are used.
 
-    `columns` are sets of columns, and the rows of the dataset need all columns of at least one set.
+    `columns` are sets of columns: a dataset needs all columns of at least one set.
     """
 
     config: str

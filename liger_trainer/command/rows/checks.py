@@ -1,4 +1,4 @@
-"""Refuses rows that no trainer can use, or that would teach something else without a sign."""
+"""Rejects rows that no trainer can use, or that would silently teach something else."""
 
 import difflib
 import functools
@@ -6,21 +6,21 @@ from typing import Any
 
 import pyarrow.compute as pc
 
-from liger_trainer.command.processes import say
+from liger_trainer.command.processes import print_status
 from liger_trainer.command.rows.turn_weights import TURN_FLAGS
 from liger_trainer.errors import RecipeError, short
 
-# What a column may hold, in words.
-TEXT, MESSAGES, LABEL, TOKENS = (
-    "text", "a list of messages, each with role and content", "true or false, without quotes (or 1 and 0)",
-    "a list of token ids",
-)  # fmt: skip
+# The kinds of values that a column may hold, as errors name them
+TEXT = "text"
+MESSAGES = "a list of messages, each with role and content"
+LABEL = "true or false, without quotes (or 1 and 0)"
+TOKENS = "a list of token ids"
 _KINDS = {"messages": (MESSAGES,), "label": (LABEL,), "input_ids": (TOKENS,)}
 _EITHER = ("prompt", "completion", "chosen", "rejected")
 
 
 def check_rows(rows: Any, needed: tuple[str, ...]) -> None:
-    """RecipeError for the first row in which one of the columns `needed`, which all exist, has no fit value."""
+    """RecipeError for the first row with an invalid value in one of the columns `needed`. All of them exist."""
     if "input_ids" in needed:
         _check_tokens(rows)
         return
@@ -33,10 +33,10 @@ def check_rows(rows: Any, needed: tuple[str, ...]) -> None:
         for values in zip(*(batch[column] for column in needed), strict=True):
             for column, value in zip(needed, values, strict=True):
                 wanted = _KINDS.get(column) or ((TEXT, MESSAGES) if column in _EITHER else (TEXT,))
-                wanted = (kinds[column],) if column in kinds else wanted  # all rows need the same
-                kind = next((kind for kind in wanted if _fits(value, kind)), None)
+                wanted = (kinds[column],) if column in kinds else wanted  # the same kind as in the rows before
+                kind = next((kind for kind in wanted if _is_kind(value, kind)), None)
                 if kind is None:
-                    raise _wrong(index, column, value, wanted)
+                    raise _wrong_value(index, column, value, wanted)
                 kinds[column] = kind
                 if kind == MESSAGES:
                     _check_roles(index, column, value)
@@ -44,34 +44,36 @@ def check_rows(rows: Any, needed: tuple[str, ...]) -> None:
             if needed[:2] == ("chosen", "rejected"):
                 _check_pair(index, row, kinds["chosen"])
             index, same = index + 1, same + ("chosen" in row and row["chosen"] == row["rejected"])
-            silent += bool(answer and row.get("label", True) and _says_nothing(row[answer]))
+            silent += bool(answer and row.get("label", True) and _is_empty_answer(row[answer]))
     if type(rows.features.get("label")).__name__ == "Json" and "label" in needed:
         raise RecipeError(f"In some rows of the dataset, label is text; expected {LABEL}, in every row.")
     if len({kinds[column] for column in needed if column in _EITHER}) > 1:
-        found = "; ".join(f"{column} is {kind}" for column, kind in kinds.items() if column in _EITHER)
-        raise RecipeError(f"{found}. Write all of them as text, or all as lists of messages.")
+        kinds_found = "; ".join(f"{column} is {kind}" for column, kind in kinds.items() if column in _EITHER)
+        raise RecipeError(f"{kinds_found}. Write all of them as text, or all as lists of messages.")
     if 0 < same == index:
-        raise RecipeError("chosen and rejected are the same in every row, and only their difference is learned.")
+        raise RecipeError("chosen and rejected are the same in every row, so there is nothing to learn.")
     if 0 < silent == index:
-        raise RecipeError(f"{answer} has an empty answer in every row.")
+        raise RecipeError(f"{answer} has an empty answer in every row, so there is nothing to learn.")
     if silent:
-        say(f"{silent} of {index} rows have an empty answer in {answer}, which teaches the model to say nothing.")
+        print_status(
+            f"{silent} of {index} rows have an empty answer in {answer}, which teaches the model to answer nothing."
+        )
 
 
-def _says_nothing(value: Any) -> bool:
-    """Tell whether a text, or all that the assistant says in messages, is empty."""
+def _is_empty_answer(value: Any) -> bool:
+    """Return whether a text, or everything that the assistant says in a list of messages, is empty."""
     turns = value if isinstance(value, list) else [{"role": "assistant", "content": value}]
     answers = [turn for turn in turns if turn["role"] == "assistant"]
-    said = [part for turn in answers for name, part in turn.items() if name not in ("role", *TURN_FLAGS)]
-    return bool(said) and not any(part.strip() if isinstance(part, str) else part for part in said)
+    texts = [part for turn in answers for name, part in turn.items() if name not in ("role", *TURN_FLAGS)]
+    return bool(texts) and not any(part.strip() if isinstance(part, str) else part for part in texts)
 
 
-def _fits(value: Any, kind: str) -> bool:
+def _is_kind(value: Any, kind: str) -> bool:
     if kind == TEXT:
         return isinstance(value, str)
     if kind == LABEL:
         return isinstance(value, (int, float)) and value in (0, 1)
-    # The content of a message is text or a list of parts; tool calls, for example, may take its place.
+    # The content of a message is text or a list of parts. It may be missing, for example next to tool calls.
     return (
         isinstance(value, list)
         and bool(value)
@@ -86,52 +88,57 @@ def _fits(value: Any, kind: str) -> bool:
 
 
 def _check_tokens(rows: Any) -> None:
-    """RecipeError if a row of `input_ids` is no list of integers, or is empty."""
+    """RecipeError if a row of `input_ids` is empty or not a list of integers."""
     feature = getattr(rows.features["input_ids"], "feature", None)
     if not getattr(feature, "dtype", "").startswith(("int", "uint")):
-        raise _wrong(0, "input_ids", rows[0]["input_ids"], (TOKENS,))
+        raise _wrong_value(0, "input_ids", rows[0]["input_ids"], (TOKENS,))
     column = rows.select_columns(["input_ids"]).with_format("arrow")[:].column(0)
     bad = pc.index(pc.fill_null(pc.list_value_length(column), 0), 0).as_py()
     if bad >= 0:
-        raise _wrong(bad, "input_ids", rows[bad]["input_ids"], (TOKENS,))
+        raise _wrong_value(bad, "input_ids", rows[bad]["input_ids"], (TOKENS,))
 
 
-def _wrong(index: int, column: str, value: Any, wanted: tuple[str, ...]) -> RecipeError:
+def _wrong_value(index: int, column: str, value: Any, wanted: tuple[str, ...]) -> RecipeError:
     turn = next(iter(value), None) if isinstance(value, list) else value
     sharegpt = isinstance(turn, dict) and turn.get("from") is not None and "value" in turn
-    mend = "It has turns with from and value: set prompt_template: sharegpt." if sharegpt else "Correct or remove it."
+    advice = "It has turns with from and value: set prompt_template: sharegpt." if sharegpt else "Correct or remove it."
     return RecipeError(
         f"Row {index} of the dataset has {column} {short(value)}; expected {', or '.join(wanted)}, as in every row. "
-        f"{mend}"
+        f"{advice}"
     )
 
 
 def _check_roles(index: int, column: str, messages: list[dict[str, Any]]) -> None:
-    """RecipeError for a role that can only be meant as another one, which most templates would render as it is."""
+    """RecipeError for a role that is clearly a misspelling. Most templates would render it as it is."""
     for message in messages:
-        if (meant := _meant(message["role"])) is not None:
+        if (intended := _intended_role(message["role"])) is not None:
             raise RecipeError(
-                f"Row {index} of the dataset has {column} with the role {message['role']!r}; expected {meant!r}."
+                f"Row {index} of the dataset has {column} with the role {message['role']!r}; expected {intended!r}."
             )
 
 
 @functools.cache
-def _meant(role: str) -> str | None:
+def _intended_role(role: str) -> str | None:
     known = ("system", "user", "assistant")
     if role in (*known, "tool"):
         return None
-    if any(letter.isdigit() for letter in role):  # such as user_1, one of several
+    if any(letter.isdigit() for letter in role):  # such as user_1, one of several users
         return None
     near = difflib.get_close_matches(role.strip().lower(), known, n=1, cutoff=0.8)
     return {"human": "user", "gpt": "assistant"}.get(role) or next(iter(near), None)
 
 
 def _check_pair(index: int, pair: dict[str, Any], kind: str) -> None:
-    """RecipeError unless chosen and rejected have a prompt in common, which TRL finds there, and an answer after it."""
+    """RecipeError unless chosen and rejected begin with the same prompt, which TRL extracts, and go on with an answer.
+
+    Only for pairs without a column prompt.
+    """
     for name, value in pair.items():
         if len(value) < (1 if kind == TEXT else 2):
-            raise RecipeError(f"Row {index} of the dataset has {name} {short(value)}, and no column prompt.")
+            raise RecipeError(
+                f"Row {index} of the dataset has {name} {short(value)}, without a prompt. Add a column prompt."
+            )
     if kind == MESSAGES and len({str(value[0].get("content")) for value in pair.values()}) > 1:
         raise RecipeError(
-            f"In row {index} of the dataset, chosen and rejected have other prompts, and no column prompt."
+            f"Row {index} of the dataset: chosen and rejected start with different prompts. Add a column prompt."
         )

@@ -1,10 +1,10 @@
-"""The columns of rows: by the names of a trainer, and in the form that TRL takes, after a `prompt_template`."""
+"""Brings the columns of rows to the names and the form that a trainer takes, by `columns` and `prompt_template`."""
 
 import json
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from liger_trainer.command.processes import say
+from liger_trainer.command.processes import print_status
 from liger_trainer.command.recipe.parser import nearest
 from liger_trainer.command.rows.checks import check_rows
 from liger_trainer.command.rows.convert import convert_rows
@@ -14,15 +14,14 @@ from liger_trainer.command.rows.system_prompts import place_system_prompts
 from liger_trainer.data.formats import ALPACA_COLUMNS, alpaca_row, has_images, last_turn_row, sharegpt_row
 from liger_trainer.errors import RecipeError, short
 
-# What trainers read besides the columns that they need
+# Columns that trainers read in addition to the ones they need
 ALSO_READ = ("prompt", "image", "images", "tools", "chat_template_kwargs", "ref_chosen_logps", "ref_rejected_logps")
 
 
 class _Template(NamedTuple):
-    """A `prompt_template`: `convert(row, index)` makes new columns of `needed` ones, and of others that it knows.
+    """A `prompt_template`: `convert(row, index)` returns the new columns of a row that has the columns `needed`.
 
-    `replaced` are the columns that are removed then; None means all of them. `read`, where all are removed, are those
-    that `convert` makes use of.
+    `replaced` are the columns to remove; None removes all. In that case `read` are the columns that `convert` reads.
     """
 
     convert: Callable[[dict, int], dict]
@@ -39,13 +38,13 @@ _TEMPLATES = {
 
 
 def columns_of(recipe: Any) -> tuple[tuple[str, ...], ...]:
-    """The sets of columns that the recipe's trainer takes, under the name that the recipe gives the text."""
+    """Return the sets of columns that the recipe's trainer takes, with `dataset_text_field` in place of "text"."""
     text = getattr(recipe.training, "dataset_text_field", "text")
     return tuple(tuple(text if name == "text" else name for name in needed) for needed in recipe.entry.columns)
 
 
 def text_columns(columns: tuple[tuple[str, ...], ...], mapping: dict[str, str]) -> frozenset[str]:
-    """The columns of the data, by their names there, that are read as texts if their file has no types."""
+    """Return the columns of the data that must be read as text if the file has no types, such as CSV."""
     read = {name for needed in columns for name in needed} | {"prompt", "tools", "system", "solution", "image"}
     read |= set(QUESTION_ANSWER)
     for template in _TEMPLATES.values():
@@ -53,8 +52,8 @@ def text_columns(columns: tuple[tuple[str, ...], ...], mapping: dict[str, str]) 
     return frozenset(mapping.get(name, name) for name in read - {"label", "input_ids"})
 
 
-def renamed(rows, mapping: dict[str, str]):
-    """The rows with the columns of the data, the values of `mapping`, under the names that are its keys."""
+def rename_columns(rows, mapping: dict[str, str]):
+    """Return the rows with the columns renamed: the values of `mapping` become its keys."""
     if missing := [name for name in mapping.values() if name not in rows.column_names]:
         if set(mapping) <= set(rows.column_names):
             turned = ", ".join(f"{new}: {old}" for old, new in mapping.items())
@@ -68,8 +67,10 @@ def renamed(rows, mapping: dict[str, str]):
     return rows.remove_columns(replaced).rename_columns({old: new for new, old in mapping.items()}) if mapping else rows
 
 
-def prepare(rows, name: str, columns: tuple[tuple[str, ...], ...], mapped: set[str], system_prompt: str | None = None):
-    """The rows after the template `name` has been applied, without columns that compete with those in `mapped`."""
+def prepare_rows(
+    rows, name: str, columns: tuple[tuple[str, ...], ...], mapped: set[str], system_prompt: str | None = None
+):
+    """Apply the template `name` to the rows, and remove columns that compete with those in `mapped`."""
     listed = ", ".join(rows.column_names)
     if name != "none":
         template = _TEMPLATES[name]
@@ -80,11 +81,11 @@ def prepare(rows, name: str, columns: tuple[tuple[str, ...], ...], mapped: set[s
             missing = [column for column in template.needed if column not in rows.column_names]
             example = ", ".join(f"{column}: its name here" for column in missing)
             raise RecipeError(
-                f"it has the columns {listed}; prompt_template: {name} needs {needs}. If they have other names there, "
-                f"say which: columns: {{{example}}}."
+                f"it has the columns {listed}; prompt_template: {name} needs {needs}. If the data has other names for "
+                f"them, map them: columns: {{{example}}}."
             )
         if template.replaced is None:
-            _tell_unread(rows, name, template)
+            _report_unread_columns(rows, name, template)
         replaced = template.replaced or rows.column_names
         rows = convert_rows(rows, template.convert, replaced, f"Applying the template {name}")
     have = set(rows.column_names)
@@ -92,9 +93,9 @@ def prepare(rows, name: str, columns: tuple[tuple[str, ...], ...], mapped: set[s
     needed = next((needed for needed in fitting if mapped & set(needed)), fitting[0] if fitting else None)
     if needed is None:
         needs = "; ".join(" and ".join(needed) for needed in columns)
-        pairs_only = columns == (("chosen", "rejected"),)  # which a last turn is not
+        pairs_only = columns == (("chosen", "rejected"),)  # then last_turn would not help
         hints = "".join(
-            f" Its rows look like those of {other!r}: set prompt_template: {other}."
+            f" Its rows look like {other}'s: set prompt_template: {other}."
             for other, template in _TEMPLATES.items()
             if name == "none" and set(template.needed) <= have and not (pairs_only and other == "last_turn")
         )
@@ -108,27 +109,27 @@ def prepare(rows, name: str, columns: tuple[tuple[str, ...], ...], mapped: set[s
             hints = f" columns sets {unknown[0]!r}.{nearest(unknown[0], sorted(read))}"
         elif name == "none" and not hints and not mapped:
             hints = (
-                " If they have other names there, say which: columns: {question: ..., answer: ...} makes turns of a "
-                "chat, columns: {prompt: ..., completion: ...} takes the texts as they are."
+                " If the data has other names for them, map them: columns: {question: ..., answer: ...} makes turns of "
+                "a chat, columns: {prompt: ..., completion: ...} takes the texts as they are."
             )
-        made = "" if name == "none" else f", of which prompt_template: {name} makes {', '.join(rows.column_names)}"
-        raise RecipeError(f"it has the columns {listed}{made}; the trainer needs one of: {needs}.{hints}")
+        after_template = "" if name == "none" else f" (after prompt_template: {name}, {', '.join(rows.column_names)})"
+        raise RecipeError(f"it has the columns {listed}{after_template}; the trainer needs one of: {needs}.{hints}")
     if mapped & set(needed):
-        others = have & {column for other in columns for column in other} - {*needed, *mapped, "prompt"}
-        rows = rows.remove_columns(sorted(others))
+        competing = have & {column for other in columns for column in other} - {*needed, *mapped, "prompt"}
+        rows = rows.remove_columns(sorted(competing))
     elif "completion" in needed and "input_ids" not in have:
-        # TRL would put the end of the row to a text that it does not train on, and not to the completion
+        # Otherwise TRL would append the eos token to the text, which it does not train on, instead of the completion
         rows = rows.remove_columns([each[0] for each in fitting if len(each) == 1 and each[0] not in needed])
     rows = _without_other_prompt(rows, needed)
-    if getattr(rows.features.get("tools"), "dtype", None) == "string":  # JSON for TRL, which takes no empty text
+    if getattr(rows.features.get("tools"), "dtype", None) == "string":  # TRL parses it as JSON, and fails on ""
         rows = rows.map(_with_tools, with_indices=True, desc="Reading the tools")
     rows = place_system_prompts(without_repeated_prompts(rows, needed), needed, system_prompt)
     check_rows(rows, needed)
     return rows
 
 
-def _tell_unread(rows, name: str, template: _Template) -> None:
-    """Say which columns a template leaves out. RecipeError if they hold pictures."""
+def _report_unread_columns(rows, name: str, template: _Template) -> None:
+    """Print which columns a template does not read. RecipeError if one of them holds pictures."""
     unread = [column for column in rows.column_names if column not in template.read]
     if has_images(rows):
         pictures = " and ".join(sorted({"image", "images"}.intersection(unread)))
@@ -137,7 +138,7 @@ def _tell_unread(rows, name: str, template: _Template) -> None:
             "messages of role and content, and unset prompt_template."
         )
     if unread:
-        say(f"prompt_template: {name} does not read the columns {', '.join(unread)}, which are left out.")
+        print_status(f"prompt_template: {name} does not read the columns {', '.join(unread)}, which are left out.")
 
 
 def _with_tools(row: dict[str, Any], index: int) -> dict[str, str]:
@@ -146,16 +147,16 @@ def _with_tools(row: dict[str, Any], index: int) -> dict[str, str]:
         json.loads(tools)
     except ValueError as error:
         raise RecipeError(
-            f"Row {index} of the dataset has tools {short(tools)}, which is no JSON: {error}. Correct or remove it."
+            f"Row {index} of the dataset has tools {short(tools)}, which is not JSON: {error}. Correct or remove it."
         ) from error
     return {"tools": tools}
 
 
 def _without_other_prompt(rows, needed: tuple[str, ...]):
-    """The rows without a column prompt that has another purpose, because TRL would use it.
+    """Return the rows without a column prompt that is there for another purpose, because TRL would use it.
 
-    Beside `messages` or `text`, TRL would want a completion as well. Beside `chosen` and `rejected` that are whole
-    conversations, a text in the column prompt repeats what they begin with.
+    If the rows also have `messages` or `text`, TRL would require a completion. If `chosen` and `rejected` are whole
+    conversations, a text in the column prompt repeats their beginning.
     """
     if "prompt" not in rows.column_names or "prompt" in needed:
         return rows

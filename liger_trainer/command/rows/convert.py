@@ -7,7 +7,7 @@ from liger_trainer.errors import RecipeError
 
 
 def convert_rows(rows: Any, convert: Callable[[dict, int], dict], replaced: Iterable[str], desc: str) -> Any:
-    """The rows with what `convert(row, index)` makes of each, in place of the columns `replaced`."""
+    """Return the rows with the columns `replaced` exchanged for those that `convert(row, index)` returns."""
     from datasets import Features, Json, List
 
     removed = [column for column in rows.column_names if column in set(replaced)]
@@ -16,7 +16,10 @@ def convert_rows(rows: Any, convert: Callable[[dict, int], dict], replaced: Iter
         return rows.map(convert, **options)
     except RecipeError:
         raise
-    except (ValueError, TypeError):  # no message has such a key in the first rows, by which datasets goes
-        kept = {name: feature for name, feature in rows.features.items() if name not in removed}
-        made = {name: List(Json()) for name in convert(rows[0], 0)}
-        return rows.map(convert, features=Features(kept | made), **options)
+    except (
+        ValueError,
+        TypeError,
+    ):  # a later message has a key that the first rows lack; datasets infers types from those
+        remaining = {name: feature for name, feature in rows.features.items() if name not in removed}
+        converted = {name: List(Json()) for name in convert(rows[0], 0)}
+        return rows.map(convert, features=Features(remaining | converted), **options)

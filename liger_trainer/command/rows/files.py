@@ -1,4 +1,4 @@
-"""Reads rows: a file, a folder of files of one kind, or a data set of the Hub, by `datasets`."""
+"""Reads rows with `datasets`: from a file, from a folder of files of one kind, or from the Hub."""
 
 import csv
 import json
@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from liger_trainer.command.processes import say
+from liger_trainer.command.processes import print_status
 from liger_trainer.errors import RecipeError, short
 
 FILE_BUILDERS = {
@@ -20,7 +20,7 @@ FILE_BUILDERS = {
     ".txt": "text",
 }
 
-# What pandas takes for a null, but for words in columns of text
+# Texts that pandas reads as null; used for columns that do not hold text
 _NULLS = (
     "",
     "#N/A",
@@ -45,18 +45,18 @@ _NULLS = (
 
 
 def builder_of(path: str | os.PathLike, default: str | None = None) -> str | None:
-    """The reader of `datasets` for a file, by the end of its name in small or capital letters."""
+    """Return the builder of `datasets` for a file, by its suffix in any case."""
     return FILE_BUILDERS.get(Path(path).suffix.lower(), default)
 
 
 def read_rows(source: str, config: str | None, split: str, texts: frozenset[str] = frozenset()):
-    """The rows of a file, a folder or a data set of the Hub.
+    """Return the rows of a file, a folder or a Hub dataset.
 
     Args:
         source (`str`): A path, or a name on the Hub.
-        config (`str`, *optional*): The configuration of a data set of the Hub.
+        config (`str`, *optional*): The configuration of a Hub dataset.
         split (`str`): The split.
-        texts (`frozenset[str]`): Columns of a CSV file that are texts, even where they look like numbers or nulls.
+        texts (`frozenset[str]`): Columns of a CSV file that are texts, even if they look like numbers or nulls.
     """
     from datasets import Dataset, load_dataset
     from datasets.exceptions import DatasetGenerationError
@@ -67,23 +67,23 @@ def read_rows(source: str, config: str | None, split: str, texts: frozenset[str]
         return rows
     size, builder = os.path.getsize(source), builder_of(source)
     if builder is None:
-        raise RecipeError(f"expected a file whose name ends in one of {', '.join(FILE_BUILDERS)}.")
+        raise RecipeError(f"expected a file name that ends in one of {', '.join(FILE_BUILDERS)}.")
     if size == 0:  # each reader fails on an empty file in its own way
         return Dataset.from_dict({})
     if builder == "csv":
         return load_dataset(builder, data_files=source, split=split, **_csv_options(source, texts))
-    key = _key_of_rows(source, texts) if builder == "json" else None
+    key = _find_row_key(source, texts) if builder == "json" else None
     if key is not None:
-        say(f"{Path(source).name} is one JSON object, and the rows are read from its key {key!r}.")
+        print_status(f"{Path(source).name} is one JSON object; its key {key!r} has the rows.")
         return _rows_under(source, key, split)
     try:
         rows = load_dataset(builder, data_files=source, split=split)
     except DatasetGenerationError:
         if builder != "json" or size <= 10 << 20:
             raise
-        # Later rows may have other keys than the first 10 MB.
+        # The reader infers keys from the first 10 MB, and later rows may have others.
         rows = load_dataset(builder, data_files=source, split=split, chunksize=size)
-    if builder == "json":  # its reader takes any bytes for text
+    if builder == "json":  # its reader does not check that texts are UTF-8
         rows.data.validate(full=True)
         rows = _with_dates_as_texts(rows, source, split)
     elif builder == "text":
@@ -91,13 +91,13 @@ def read_rows(source: str, config: str | None, split: str, texts: frozenset[str]
     return rows
 
 
-def _cell(text: str) -> str | None:
-    """The text of a cell, which pandas would make numbers, nulls and dates of. An empty one stays a null."""
+def _text_or_null(text: str) -> str | None:
+    """Return the text of a cell as it is; pandas would turn it into a number, null or date. An empty cell is null."""
     return text or None
 
 
 def _folder_options(folder: Path, texts: frozenset[str]) -> dict[str, Any]:
-    """The options for a folder of CSV files; none for another folder or a name on the Hub."""
+    """Return the CSV reader's options for a folder of CSV files; none for another folder or a Hub name."""
     files = [path for path in sorted(folder.rglob("*")) if builder_of(path) == "csv"] if folder.is_dir() else []
     kinds = {builder_of(path) for path in folder.rglob("*")} - {None, "text"} if files else set()
     if kinds != {"csv"}:
@@ -106,9 +106,9 @@ def _folder_options(folder: Path, texts: frozenset[str]) -> dict[str, Any]:
 
 
 def _csv_options(path: str | os.PathLike, texts: frozenset[str]) -> dict[str, Any]:
-    """The options of the CSV reader with which the columns `texts` are read as they stand in a file.
+    """Return options with which the CSV reader keeps the columns `texts` exactly as they are in the file.
 
-    The separator is a comma, if the first line has one.
+    The separator is the first of comma, semicolon, tab and bar that the first line has.
     """
     with open(path, "rb") as file:
         first = file.readline().decode("utf-8-sig", errors="replace")
@@ -117,16 +117,16 @@ def _csv_options(path: str | os.PathLike, texts: frozenset[str]) -> dict[str, An
     names = next(csv.reader([first.rstrip("\r\n")], delimiter=separator), [])
     return {
         "sep": separator,
-        "converters": dict.fromkeys(texts.intersection(names), _cell),
+        "converters": dict.fromkeys(texts.intersection(names), _text_or_null),
         "keep_default_na": False,
         "na_values": {name: list(_NULLS) for name in names if name not in texts},
     }
 
 
-def _key_of_rows(path: str, columns: frozenset[str]) -> str | None:
-    """The key under which a JSON object has its rows, as in `{"data": [...]}`; None for any other file.
+def _find_row_key(path: str, columns: frozenset[str]) -> str | None:
+    """Return the key under which a JSON object has its rows, as in `{"data": [...]}`; None for any other file.
 
-    An object may also be a single row, so a list of turns or of a column that is read is no list of rows.
+    The object may also be a single row. So neither a list of turns nor a column that a trainer reads counts as rows.
     """
     with open(path, "rb") as file:
         if Path(path).suffix.lower() != ".json" or not file.read(64).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"{"):
@@ -134,10 +134,10 @@ def _key_of_rows(path: str, columns: frozenset[str]) -> str | None:
         file.seek(0)
         try:
             whole = json.loads(file.read().decode("utf-8-sig"))
-        except ValueError:  # a line for each row, or a broken file
+        except ValueError:  # one row per line, or a broken file
             return None
-    found = [key for key, value in whole.items() if key not in columns and _are_rows(value)]
-    return found[0] if len(found) == 1 and not columns.intersection(whole) else None
+    row_keys = [key for key, value in whole.items() if key not in columns and _are_rows(value)]
+    return row_keys[0] if len(row_keys) == 1 and not columns.intersection(whole) else None
 
 
 def _are_rows(value: Any) -> bool:
@@ -149,7 +149,7 @@ def _are_rows(value: Any) -> bool:
 
 
 def _rows_under(path: str, key: str, split: str):
-    """The rows under `key` of a JSON object, read as lines are, because the reader of a key guesses at types."""
+    """Return the rows under `key` of a JSON object. They are read as JSON lines, whose reader does not guess types."""
     with open(path, encoding="utf-8-sig") as file:
         rows = json.load(file)[key]
     with tempfile.TemporaryDirectory() as folder:
@@ -159,7 +159,7 @@ def _rows_under(path: str, key: str, split: str):
 
 
 def _with_dates_as_texts(rows, source: str, split: str):
-    """The rows with the texts of which the reader of JSON has made dates."""
+    """Return the rows with the original texts where the JSON reader has turned them into dates."""
     from datasets import Features, Json, Value, load_dataset
 
     def replaced(kind: Any, by: Any) -> Any:
@@ -175,25 +175,27 @@ def _with_dates_as_texts(rows, source: str, split: str):
         return rows
     names = [name for name in exact if exact[name] != rows.features[name]]
     texts = Features({name: replaced(kind, Value("string")) for name, kind in rows.features.items()})
-    # What is JSON in `features` reaches the reader as it stands in the file.
+    # The reader leaves columns of type Json as they are in the file.
     rows = load_dataset("json", data_files=source, split=split, features=exact)
     return rows.map(lambda row: {name: row[name] for name in names}, features=texts, desc="Reading dates")
 
 
 def _check_kinds(folder: Path, builder: str) -> None:
-    """RecipeError if a folder has files of other kinds than the one that `datasets` has read from it."""
-    if builder not in FILE_BUILDERS.values():  # of pictures, of which metadata.jsonl tells more
+    """RecipeError if a folder also has files of a kind that `datasets` has not read."""
+    if builder not in FILE_BUILDERS.values():  # a folder of pictures, with their metadata.jsonl
         return
     about = ("dataset_infos.json", "dataset_dict.json", "state.json")
     unread = [path for path in sorted(folder.rglob("*")) if builder_of(path, builder) != builder]
     if rows := [path for path in unread if path.suffix not in (".txt", ".json")]:
-        raise RecipeError(f"{rows[0]} is of another kind than the files that were read. List the files by name.")
-    if left := [path for path in unread if path.name not in about]:  # licences, or what describes the rows
-        say(f"{left[0]} is of another kind than the files that were read, and is left out, as are all such files.")
+        raise RecipeError(
+            f"{rows[0]} was not read: only one kind of file is read from a folder. List the files by name."
+        )
+    if left := [path for path in unread if path.name not in about]:  # licences, or descriptions of the rows
+        print_status(f"{left[0]} was not read, nor any other such file: only one kind of file is read from a folder.")
 
 
 def broken_json(path: str | os.PathLike | None) -> str | None:
-    """Say where a JSON file is broken, because its reader counts bytes, or rows from 0. None for any other file."""
+    """Return where a JSON file is broken, by its line; None for any other file. The reader counts bytes, or from 0."""
     if path is None or not os.path.isfile(path) or builder_of(path) != "json":
         return None
     with open(path, "rb") as file:
@@ -208,5 +210,5 @@ def broken_json(path: str | os.PathLike | None) -> str | None:
                 if whole:
                     return f"{error}."
                 what = f"{error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
-                return f"line {number} is no JSON: {what}: {short(part.decode(errors='replace'))}"
+                return f"line {number} is not JSON: {what}: {short(part.decode(errors='replace'))}"
     return None

@@ -1,4 +1,4 @@
-"""Places of pictures in rows: `<image>` in a message becomes a part of its content, as chat templates take it."""
+"""Places pictures in rows: `<image>` in a message becomes an image part of its content, as chat templates need it."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -8,7 +8,7 @@ import pyarrow.compute as pc
 from liger_trainer.data.formats import has_images
 from liger_trainer.errors import RecipeError, short
 
-# What LLaVA and LLaMA-Factory write into a text where a picture belongs, and what they write for other media.
+# LLaVA and LLaMA-Factory write these markers where a picture, or another medium, belongs in a text.
 MARKER = "<image>"
 _UNREAD = {"<video>": ("video", "videos"), "<audio>": ("audio", "audios")}
 _TEXTS = ("messages", "prompt", "completion", "chosen", "rejected", "text")
@@ -18,7 +18,7 @@ def place_images(rows: Any) -> Any:
     """Split the texts of messages at `<image>` into parts, in rows that have pictures.
 
     Raises:
-        RecipeError: A row has more or fewer places than pictures, or has one where trainers read no picture.
+        RecipeError: A row has more or fewer places than pictures, or a place where trainers do not read pictures.
     """
     _refuse_other_media(rows)
     columns = [name for name in _TEXTS if name in rows.column_names and _is_messages(rows[0][name])]
@@ -39,9 +39,9 @@ def place_images(rows: Any) -> Any:
 
 
 def check_image_tokens(rows: Any, processor: Any) -> None:
-    """RecipeError for a text that has a marker other than the one that reaches the model as a picture.
+    """RecipeError if a row writes a picture's place in a way that this model reads as text.
 
-    Messages get the model's own token from the chat template; texts have to hold it.
+    In messages the chat template writes the model's image token; plain texts have to contain it.
     """
     names = ("image_token", "boi_token")
     tokens = {str(getattr(processor, name)) for name in names if getattr(processor, name, None) is not None}
@@ -64,16 +64,16 @@ def check_image_tokens(rows: Any, processor: Any) -> None:
                     f"text. Write the row as messages of role and content, or write {' or '.join(sorted(tokens))}."
                 )
             for text in _texts(row[name]) if _is_messages(row[name]) else ():
-                found = sorted(token for token in tokens if token in text)
-                if found:
+                template_tokens = sorted(token for token in tokens if token in text)
+                if template_tokens:
                     raise RecipeError(
-                        f"Row {index} of the dataset has {found[0]} in {name} {short(text)}, which the chat template "
-                        f"adds itself. Write {MARKER} in its place."
+                        f"Row {index} of the dataset has {template_tokens[0]} in {name} {short(text)}, which the chat "
+                        f"template adds itself. Write {MARKER} instead."
                     )
 
 
 def _refuse_other_media(rows: Any) -> None:
-    """RecipeError for rows with videos or sounds, which no trainer here reads, and their marker in the text."""
+    """RecipeError for rows with videos or sounds and their marker in the text. No trainer here reads them."""
     for marker, names in _UNREAD.items():
         column = next((name for name in names if name in rows.column_names), None)
         if column is None:
@@ -81,8 +81,8 @@ def _refuse_other_media(rows: Any) -> None:
         for index, row in enumerate(_iterate(rows, [name for name in _TEXTS if name in rows.column_names])):
             if any(marker in str(value) for value in row.values()):
                 raise RecipeError(
-                    f"Row {index} of the dataset has {marker} in its text and a column {column}, which no trainer "
-                    f"reads: {marker} would be learned as text. Remove such rows."
+                    f"Row {index} of the dataset has {marker} in its text and a column {column}. No trainer reads that "
+                    f"column, so {marker} would be learned as text. Remove such rows."
                 )
 
 
@@ -91,21 +91,21 @@ def _is_messages(value: Any) -> bool:
 
 
 def _iterate(rows: Any, columns: list[str]) -> Iterator[dict[str, Any]]:
-    """The rows, of `columns` alone, because reading a picture takes time."""
+    """Iterate over the rows with `columns` only, because reading a picture takes time."""
     selected = rows.select_columns(columns)
     return iter(selected) if columns else iter(())
 
 
 def _picture_counts(rows: Any) -> list[int]:
-    """The number of pictures in each row, without reading one."""
-    name = "image" if "image" in rows.column_names else "images"  # TRL takes the first where both are there
+    """Return the number of pictures in each row, without reading one."""
+    name = "image" if "image" in rows.column_names else "images"  # TRL prefers `image` if rows have both
     column = rows.select_columns([name]).with_format("arrow")[:].column(0)
-    found = pc.is_valid(column) if name == "image" else pc.fill_null(pc.list_value_length(column), 0)
-    return [int(count) for count in found.to_pylist()]
+    counts = pc.is_valid(column) if name == "image" else pc.fill_null(pc.list_value_length(column), 0)
+    return [int(count) for count in counts.to_pylist()]
 
 
 def _texts(turns: list[dict[str, Any]]) -> Iterator[str]:
-    """The texts in the content of messages."""
+    """Yield the texts in the content of messages."""
     for turn in turns:
         content = turn.get("content")
         if isinstance(content, str):
@@ -116,23 +116,23 @@ def _texts(turns: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def _unfilled(content: Any) -> int:
-    """How many parts of a content are places for a picture from the column of pictures."""
+    """Count the parts of a content that are placeholders for a picture from the column of pictures."""
     parts = content if isinstance(content, list) else []
     return sum(isinstance(part, dict) and part.get("type") == "image" and part.get("image") is None for part in parts)
 
 
 def _check_places(index: int, column: str, turns: list[dict[str, Any]], pictures: int) -> bool:
-    """Tell whether a text of `turns` has the marker. RecipeError unless there are as many places as `pictures`."""
+    """Return whether a text of `turns` has the marker. RecipeError unless there are as many places as `pictures`."""
     markers = sum(text.count(MARKER) for text in _texts(turns))
     if any(turn["role"] == "tool" and any(MARKER in text for text in _texts([turn])) for turn in turns):
         raise RecipeError(
-            f"Row {index} of the dataset has {MARKER} in a message of the role tool in {column}, where trainers read "
-            "no picture. Move it to a message of the user."
+            f"Row {index} of the dataset has {MARKER} in a message of the role tool in {column}, where trainers do not "
+            "read pictures. Move it to a message of the user."
         )
     places = markers + sum(_unfilled(turn.get("content")) for turn in turns)
     first = next((turn for turn in turns if turn["role"] == "user"), None)
     if places == 0 and first is not None and isinstance(first.get("content"), str):
-        return False  # the pictures go before the first turn of the user, as in TRL
+        return False  # TRL puts the pictures before the first turn of the user
     if places != pictures:
         raise RecipeError(
             f"Row {index} of the dataset has places for pictures in {column}: {places} ({MARKER}, or a part of the "
@@ -143,31 +143,31 @@ def _check_places(index: int, column: str, turns: list[dict[str, Any]], pictures
 
 
 def _split(rows: Any, columns: list[str], with_places: list[str], counts: list[int]) -> Any:
-    """The rows with a list of parts as the content of every message, in all rows alike."""
+    """Return the rows with a list of parts as the content of every message."""
     from datasets import Features, Json, List
 
     def convert(row: dict[str, Any], index: int) -> dict[str, Any]:
         pictures = {name: counts[index] if name in with_places else 0 for name in columns}
         return {name: _in_parts(row[name], pictures[name]) for name in columns}
 
-    # JSON, because parts of two kinds have other keys, which Arrow would fill with nulls
+    # Json, because image parts and text parts have different keys, and Arrow would fill the missing ones with nulls
     features = Features(rows.features | {name: List(Json()) for name in columns})
     return rows.map(convert, with_indices=True, features=features, desc=f"Placing pictures at {MARKER}")
 
 
 def _in_parts(turns: list[dict[str, Any]], pictures: int) -> list[dict[str, Any]]:
-    """Messages with contents of parts, in which the places of pictures are those of `MARKER`."""
-    made = []
+    """Return messages with lists of parts as contents, and an image part at each `MARKER`."""
+    messages = []
     for turn in turns:
         content = turn.get("content")
-        kept = {name: value for name, value in turn.items() if value is not None}
+        message = {name: value for name, value in turn.items() if value is not None}
         if content is not None:
-            kept["content"] = [part for text in _parts(content) for part in _at_markers(text)]
-        made.append(kept)
-    if pictures and not any(_unfilled(turn.get("content")) for turn in made):
-        first = next(turn for turn in made if turn["role"] == "user")
+            message["content"] = [part for text in _parts(content) for part in _at_markers(text)]
+        messages.append(message)
+    if pictures and not any(_unfilled(turn.get("content")) for turn in messages):
+        first = next(turn for turn in messages if turn["role"] == "user")
         first["content"] = [{"type": "image"}] * pictures + first["content"]
-    return made
+    return messages
 
 
 def _parts(content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -176,13 +176,13 @@ def _parts(content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _at_markers(part: dict[str, Any]) -> list[dict[str, Any]]:
-    """A part of a content, split at the markers in its text."""
+    """Split a part of a content at the markers in its text."""
     if MARKER not in (part.get("text") or ""):
         return [part]
-    made: list[dict[str, Any]] = []
+    parts: list[dict[str, Any]] = []
     for number, text in enumerate(part["text"].split(MARKER)):
         if number:
-            made.append({"type": "image"})
+            parts.append({"type": "image"})
         if text:
-            made.append({**part, "text": text})
-    return made
+            parts.append({**part, "text": text})
+    return parts

@@ -1,4 +1,4 @@
-"""Pictures of rows: found by their paths, and tried in a batch before training."""
+"""Finds the pictures of rows by their paths, and tries a batch of them before training."""
 
 import os
 import traceback
@@ -13,46 +13,54 @@ _SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 
 
 def find_images(rows: Any, folders: Sequence[Path]) -> Any:
-    """The rows with the paths in their columns `images` and `image` as they are found in the first of `folders`.
+    """Resolve the paths in the columns `images` and `image`, relative to the first of `folders` that has the file.
 
-    Pictures themselves, URLs and base64, which transformers reads too, stay as they are. RecipeError for a row whose
-    file is in none of them or is no picture, and for a column `images` without lists.
+    Decoded pictures, URLs and base64 stay as they are; transformers reads those itself. RecipeError for a file that is
+    missing or not a picture, and for a column `images` without lists.
     """
     kinds = {name: rows.features[name] for name in ("images", "image") if name in rows.features}
     if "images" in kinds and not hasattr(kinds["images"], "feature") and len(rows):
         raise RecipeError(
-            f"the column images has {short(rows[0]['images'])}, and expected is a list of pictures in each row. If "
-            "each row has one picture, set columns: {image: images}."
+            f"the column images has {short(rows[0]['images'])}; expected a list of pictures in each row. If each row "
+            "has one picture, set columns: {image: images}."
         )
     named = [name for name, kind in kinds.items() if getattr(getattr(kind, "feature", kind), "dtype", "") == "string"]
     if not named:
         return rows
     from PIL import Image, UnidentifiedImageError
 
-    def found(name: str | None, index: int) -> str | None:
+    def resolve_path(name: str | None, index: int) -> str | None:
         if name is None or name.startswith(("http://", "https://", "data:")) or "." not in name:  # base64 has no dot
             return name
         path = next((folder / name for folder in folders if (folder / name).is_file()), None)
         if path is None:
             looked = ", ".join(dict.fromkeys(str(folder.absolute()) for folder in folders))
-            raise RecipeError(f"Row {index} of the dataset has the picture {name!r}, a file that is not in {looked}.")
+            raise RecipeError(
+                f"Row {index} of the dataset: the picture {name!r} is not in {looked}. Correct the path, or remove the "
+                "row."
+            )
         try:
-            Image.open(path).close()  # its header alone
+            Image.open(path).close()  # reads only the header
         except UnidentifiedImageError as error:
-            raise RecipeError(f"Row {index} of the dataset has the picture {name!r}, a file that is none.") from error
+            raise RecipeError(
+                f"Row {index} of the dataset: {name!r} is not a readable image. Replace it, or remove the row."
+            ) from error
         return str(path)
 
     def convert(row: dict[str, Any], index: int) -> dict[str, Any]:
-        return {
-            key: [found(name, index) for name in row[key]] if isinstance(row[key], list) else found(row[key], index)
-            for key in named
-        }
+        resolved: dict[str, Any] = {}
+        for key in named:
+            if isinstance(row[key], list):
+                resolved[key] = [resolve_path(name, index) for name in row[key]]
+            else:
+                resolved[key] = resolve_path(row[key], index)
+        return resolved
 
     return rows.map(convert, with_indices=True, desc="Looking for pictures")
 
 
 def unread_pictures(rows: Any) -> str | None:
-    """Return `columns` for a recipe whose rows have pictures in a column that no trainer reads, or None."""
+    """Return the `columns` setting for rows with pictures in a column that no trainer reads, or None."""
     if has_images(rows):
         return None
     first = rows[0]
@@ -66,10 +74,10 @@ def unread_pictures(rows: Any) -> str | None:
 
 
 def broken_picture(error: Exception, *datasets: Any) -> str | None:
-    """Name the first picture in `datasets`, of which some may be None, that cannot be read to its end.
+    """Return a sentence about the first picture in `datasets` (None is skipped) that cannot be read completely.
 
-    Return None if all can be read, and for an error that was not raised in reading a picture. Readers name no file,
-    and before training only the headers of files are read.
+    None if all can be read, or if `error` was not raised while reading a picture. The readers' own errors do not name
+    the file, and before training only the headers of files are read.
     """
     if not isinstance(error, (OSError, ValueError, SyntaxError)) or not _is_of_a_picture(error):
         return None
@@ -81,7 +89,7 @@ def broken_picture(error: Exception, *datasets: Any) -> str | None:
             for index in range(len(one)):
                 pictures: Any = []
                 try:
-                    pictures = one[index][column]  # datasets reads those in Parquet here
+                    pictures = one[index][column]  # datasets decodes pictures in Parquet here
                     pictures = pictures if isinstance(pictures, list) else [pictures]
                     while pictures:
                         if pictures[0] is not None:
@@ -97,7 +105,7 @@ def broken_picture(error: Exception, *datasets: Any) -> str | None:
 
 
 def _is_of_a_picture(error: BaseException) -> bool:
-    """Tell whether Pillow raised `error` or its cause. A worker of a dataloader sends its traceback as text."""
+    """Return whether Pillow raised `error` or its cause. A worker of a dataloader sends its traceback as text."""
     reader = f"{os.sep}PIL{os.sep}"
     files = (frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__))
     if any(reader in text for text in (str(error), *files)):
@@ -107,12 +115,12 @@ def _is_of_a_picture(error: BaseException) -> bool:
 
 
 def check_first_batch(trainer: Any) -> None:
-    """RecipeError if the first rows with pictures make no batch, or `max_length` cuts off what they need.
+    """RecipeError if no batch can be made of the first rows with pictures, or `max_length` cuts off what they need.
 
-    TRL runs the processor when a batch is trained on, and drops no row that is cut to its prompt. Packed rows have all
-    gone through the processor.
+    TRL runs the processor only when a batch is trained on, and keeps rows that are cut down to their prompt. Packed
+    rows have all gone through the processor already.
     """
-    from liger_trainer.trainers.packed_images import without_limit  # which imports torch
+    from liger_trainer.trainers.packed_images import without_limit  # here, because it imports torch
 
     rows, collate = trainer.train_dataset, trainer.data_collator
     if not has_images(rows) or (unlimited := without_limit(collate)) is collate:
@@ -129,8 +137,8 @@ def check_first_batch(trainer: Any) -> None:
         if loses or not learned[row, 1:].any():
             what = "tokens of its pictures" if loses else "all that it would learn"
             raise RecipeError(
-                f"max_length is {most}, and one of the first rows has {tokens} tokens with its pictures, so that "
-                f"{what} would be cut off. Set max_length: null."
+                f"max_length is {most}, but one of the first rows has {tokens} tokens with its pictures, so {what} "
+                "would be cut off. Set max_length: null."
             )
 
 
@@ -140,7 +148,7 @@ def _batch(collate: Any, rows: Any, count: int) -> Any:
     except Exception as error:
         if (broken := broken_picture(error, rows.select(range(count)))) is not None:
             raise RecipeError(broken) from error
-        said = refusal(error)
-        if said is None:
+        reason = refusal(error)
+        if reason is None:
             raise
-        raise RecipeError(f"of the first rows with pictures no batch can be made: {said}") from error
+        raise RecipeError(f"no batch can be made of the first rows with pictures: {reason}") from error

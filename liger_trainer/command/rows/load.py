@@ -1,25 +1,25 @@
-"""The rows of a recipe, for training and for evaluation, in the form that TRL's trainers take."""
+"""Loads the rows of a recipe, for training and for evaluation, in the form that TRL's trainers take."""
 
 import os
 from pathlib import Path
 
 from liger_trainer.command.recipe.keys import RecipeArguments
-from liger_trainer.command.rows.columns import prepare, renamed, text_columns
+from liger_trainer.command.rows.columns import prepare_rows, rename_columns, text_columns
 from liger_trainer.command.rows.files import FILE_BUILDERS, broken_json, builder_of, read_rows
 from liger_trainer.command.rows.image_places import place_images
 from liger_trainer.command.rows.images import find_images
 from liger_trainer.command.rows.mixture import with_shared_columns
 from liger_trainer.command.rows.question_answer import as_chat
-from liger_trainer.command.rows.values import as_meant
+from liger_trainer.command.rows.values import restore_types
 from liger_trainer.errors import RecipeError
 from liger_trainer.paths import find_beside
 
 
 def load_rows(args: RecipeArguments, folder: Path, columns: tuple[tuple[str, ...], ...], seed: int):
-    """The training rows of a recipe, and its evaluation rows or None. RecipeError if they cannot be used.
+    """Return the training rows of a recipe, and its evaluation rows or None. RecipeError if they cannot be used.
 
-    `folder` is the recipe's, in which relative names are looked up too. Once the template is applied, rows need all
-    columns of at least one set in `columns`. `seed` decides which rows are drawn or held out.
+    Relative names are also looked up in `folder`, the recipe's. After the template, rows need all columns of at least
+    one set in `columns`. `seed` decides which rows are drawn or held out.
     """
     names = [args.dataset_name] if isinstance(args.dataset_name, str) else args.dataset_name or []
     if args.dataset_config is not None and names and all(os.path.isfile(find_beside(n, folder) or "") for n in names):
@@ -34,12 +34,12 @@ def load_rows(args: RecipeArguments, folder: Path, columns: tuple[tuple[str, ...
     try:
         parts = train.train_test_split(test_size=max(1, round(args.eval_fraction * len(train))), seed=seed)
     except ValueError as error:
-        raise RecipeError(f"eval_fraction is {args.eval_fraction}, of {len(train)} rows: {error}") from error
+        raise RecipeError(f"eval_fraction is {args.eval_fraction}, but of {len(train)} rows: {error}") from error
     return parts["train"], parts["test"]
 
 
 def _all_rows_of(args: RecipeArguments, key: str, split: str, folder: Path, columns, seed=None, max_rows=None):
-    """The rows of all names in `key`, drawn by `dataset_weights` if there is a `seed`."""
+    """Return the rows of all names in `key`, drawn by `dataset_weights` if there is a `seed`."""
     from datasets import concatenate_datasets, interleave_datasets
 
     names = getattr(args, key)
@@ -60,13 +60,13 @@ def _all_rows_of(args: RecipeArguments, key: str, split: str, folder: Path, colu
         else:
             rows = concatenate_datasets(parts) if len(parts) > 1 else parts[0]
     except (ValueError, TypeError, OSError) as error:
-        mend = "Write each column in the same form in all of them."
-        raise RecipeError(f"{key} {names}: their rows cannot be joined: {error} {mend}") from error
+        advice = "Write each column in the same form in all of them."
+        raise RecipeError(f"{key} {names}: their rows cannot be joined: {error} {advice}") from error
     return rows if max_rows is None else rows.select(range(min(max_rows, len(rows))))
 
 
 def _rows_of(args: RecipeArguments, key: str, name: str | None, mapping, folder: Path, split: str, columns, max_rows):
-    """The rows of one name in `key`, after the template has been applied and the rows have been checked."""
+    """Return the rows of one name in `key`, after the template and the checks."""
     if not name:
         raise RecipeError(
             f"{key} is missing; set it to a file ({', '.join(FILE_BUILDERS)}), a folder, or a Hub dataset."
@@ -75,24 +75,24 @@ def _rows_of(args: RecipeArguments, key: str, name: str | None, mapping, folder:
     is_path = builder_of(name) is not None or name.startswith((".", "~", os.sep)) or name.count("/") > 1
     if path is None and (is_path or key == "eval_dataset_name"):
         hint = " To use a split of a Hub dataset, set dataset_eval_split." if key == "eval_dataset_name" else ""
-        raise RecipeError(f"{key} is {name!r}, and there is no such file, here nor in {folder.absolute()}.{hint}")
+        raise RecipeError(f"{key} is {name!r}, but that file does not exist here or in {folder.absolute()}.{hint}")
     from datasets.exceptions import DatasetGenerationError
 
     try:
         rows = read_rows(str(path or name), args.dataset_config, split, text_columns(columns, mapping))
-    except (OSError, ValueError, DatasetGenerationError) as error:  # of which the cause says what is wrong with a file
+    except (OSError, ValueError, DatasetGenerationError) as error:  # its cause says what is wrong with a file
         reason = broken_json(path) or " ".join(str(error.__cause__ or error).split())
         if path is None:
-            reason = f"{reason.rstrip('.')}. No file or folder has this name, here nor in {folder.absolute()}."
+            reason = f"{reason.rstrip('.')}. No file or folder has this name here or in {folder.absolute()}."
         raise RecipeError(f"{key} {name!r}, split {split!r}, cannot be loaded: {reason}") from error
     if len(rows) == 0:
         raise RecipeError(f"{key} {name!r}, split {split!r}, has no rows.")
     if max_rows is not None:
         rows = rows.select(range(min(max_rows, len(rows))))
     try:
-        rows = as_meant(renamed(rows, mapping), has_labels=any("label" in needed for needed in columns))
+        rows = restore_types(rename_columns(rows, mapping), has_labels=any("label" in needed for needed in columns))
         rows, mapped = as_chat(rows, mapping, columns)
-        rows = prepare(rows, args.prompt_template, columns, mapped, args.system_prompt)
+        rows = prepare_rows(rows, args.prompt_template, columns, mapped, args.system_prompt)
         return place_images(find_images(rows, [Path(), folder, *([] if path is None else [Path(path).parent])]))
     except RecipeError as error:
         of_split = "" if split == "train" else f", split {split!r}"

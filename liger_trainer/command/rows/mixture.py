@@ -1,52 +1,54 @@
-"""Brings the rows of several data sets to the same columns, before `datasets` joins or interleaves them."""
+"""Brings the rows of several data sets to the same columns, so that `datasets` can join or interleave them."""
 
 from liger_trainer.command.rows.columns import ALSO_READ
 from liger_trainer.errors import RecipeError
 
 
 def with_shared_columns(key: str, names, parts, columns: tuple[tuple[str, ...], ...]):
-    """The parts with the columns that all of them have. RecipeError if another one may be read in training."""
+    """Return the parts with the columns that all of them have. RecipeError if training may read another column."""
     if len(parts) > 1:
-        parts = [_with_one_kind_of_text(part) for part in parts]
+        parts = [_with_plain_strings(part) for part in parts]
     shared = set.intersection(*(set(part.column_names) for part in parts))
     read = {*ALSO_READ, *(column for needed in columns for column in needed)}
-    # Token ids come with columns of masks and labels, and rewards of what is written for a prompt read any column.
+    # Token ids come with columns of masks and labels, and reward functions may read any column.
     exact = columns == (("prompt",),) or "input_ids" in shared or not any(set(needed) <= shared for needed in columns)
     if not exact:
         shared -= {name for name in shared - read if any(p.features[name] != parts[0].features[name] for p in parts)}
-        shared |= {"tools"}  # where datasets fills in nulls, which mean none
+        shared |= {"tools"}  # datasets fills in nulls, which mean no tools
     for name, part in zip(names, parts, strict=True):
-        # datasets itself would fill a column that is missing with nulls
+        # datasets would silently fill a missing column with nulls
         if (more := set(part.column_names) - shared) and (exact or more & read):
             other, has = next(
                 (n, p.column_names) for n, p in zip(names, parts, strict=True) if not more <= {*p.column_names}
             )
             raise RecipeError(
-                f"{key} {name!r} has the columns {part.column_names}, and {other!r} {has}. Name the same ones in "
-                f"columns, or remove {', '.join(sorted(more))} from {name!r}."
+                f"{key} {name!r} has the columns {part.column_names}, but {other!r} has {has}. Give them the same "
+                f"names with columns, or remove {', '.join(sorted(more))} from {name!r}."
             )
     parts = [part.select_columns([column for column in part.column_names if column in shared]) for part in parts]
-    return _with_keys_of_their_own(parts)
+    return _with_json_columns(parts)
 
 
-def _with_one_kind_of_text(rows):
-    """The rows with `string` in place of `large_string`, which pandas writes and `datasets` does not join with it."""
+def _with_plain_strings(rows):
+    """Return the rows with `string` instead of pandas' `large_string`, which `datasets` does not join with `string`."""
     from datasets import Features, Value
 
     large = [name for name, kind in rows.features.items() if getattr(kind, "dtype", None) == "large_string"]
     return rows.cast(Features(rows.features | dict.fromkeys(large, Value("string")))) if large else rows
 
 
-def _with_keys_of_their_own(parts):
-    """The parts with messages and tools as JSON where their keys are not those of another part."""
+def _with_json_columns(parts):
+    """Return the parts with messages and tools as Json if their keys differ between parts."""
     from datasets import Features, Json, List
 
     for name in {name for part in parts for name in part.column_names}:
         kinds = [part.features.get(name) for part in parts]
         lists = all(isinstance(kind, List) and isinstance(kind.feature, (dict, Json)) for kind in kinds if kind)
-        if lists and any(kind not in (None, found) for kind in kinds for found in kinds if found):
+        if lists and any(kind not in (None, other) for kind in kinds for other in kinds if other):
             for at, part in enumerate(parts):
-                if name in part.features:  # a cast would write the JSON in it, such as parameters of tools, as text
-                    made = Features(part.features | {name: List(Json())})
-                    parts[at] = part.map(lambda row, name=name: {name: row[name]}, remove_columns=[name], features=made)
+                if name in part.features:  # a cast would turn nested Json, such as parameters of tools, into text
+                    features = Features(part.features | {name: List(Json())})
+                    parts[at] = part.map(
+                        lambda row, name=name: {name: row[name]}, remove_columns=[name], features=features
+                    )
     return parts

@@ -1,6 +1,6 @@
-"""`liger-trainer train RECIPE --preview`: the first rows as the trainer sees them, with what it learns marked.
+"""Shows the first rows as the trainer sees them, with the learned tokens marked: `liger-trainer train --preview`.
 
-The trainer has prepared the rows and its collator makes the masks, so nothing is tokenised here.
+The trainer has prepared the rows and its collator makes the masks, so nothing is tokenized here.
 """
 
 import contextlib
@@ -17,8 +17,8 @@ _LEGEND = "What the loss counts stands between « and », and the rest is contex
 
 
 @contextlib.contextmanager
-def without_a_trace(recipe: Recipe) -> Iterator[None]:
-    """While this is open, `recipe` runs from its beginning, in a temporary folder that is deleted afterwards."""
+def in_temporary_folder(recipe: Recipe) -> Iterator[None]:
+    """Context manager: `recipe` runs from step 0, in a temporary folder that is deleted afterwards."""
     if not {"completion", "chosen"} & {name for needed in recipe.entry.columns for name in needed}:
         raise RecipeError(f"--preview has nothing to show, since {recipe.entry.trainer} generates its completions.")
     recipe.training.resume_from_checkpoint = None
@@ -27,20 +27,20 @@ def without_a_trace(recipe: Recipe) -> Iterator[None]:
         yield
 
 
-def show_rows(trainer, given, total: int) -> str | None:
-    """Show what the trainer has made of `given`, the first rows of `total`. None on all processes but the main one."""
+def show_rows(trainer, rows_shown, total: int) -> str | None:
+    """Return the preview of `rows_shown`, the first of `total` rows. None on all processes but the main one."""
     if not trainer.is_world_process_zero():
         return None
-    counts, rows = count_rows(trainer, given, "train"), trainer.train_dataset
-    lines = [f"Preview of {len(given)} of {total} rows: {counts}.", _LEGEND]
+    counts, rows = count_rows(trainer, rows_shown, "train"), trainer.train_dataset
+    lines = [f"Preview of {len(rows_shown)} of {total} rows: {counts}.", _LEGEND]
     if getattr(trainer, "learns_prompts", False):
         lines[1] += " The likelihood term of ORPO counts the prompt of chosen as well."
-    lines += [f"Columns of the rows: {', '.join(given.column_names)}.", ""]
+    lines += [f"Columns of the rows: {', '.join(rows_shown.column_names)}.", ""]
     tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
     collated = trainer._remove_unused_columns(rows, "training")  # as its dataloader does
     for i in range(len(rows)):
         for name, ids, learned in _sequences(rows[i], trainer.data_collator([collated[i]])):
-            learned[:1] = False  # the first token is predicted by none
+            learned[:1] = False  # nothing predicts the first token
             title = f"{'Sequence' if 'seq_lengths' in rows.column_names else 'Row'} {i}{name}"
             lines += [f"{title}: {len(ids)} tokens, {int(learned.sum())} of them learned"]
             lines += [marked(tokenizer, ids, learned), ""]
@@ -48,7 +48,7 @@ def show_rows(trainer, given, total: int) -> str | None:
 
 
 def _sequences(row: dict, batch: dict) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-    """The sequences in a batch that was made of one row: a name, token ids, and which of them the loss counts."""
+    """Yield the sequences of a batch of one row: a name, token ids, and which of them count in the loss."""
     if "chosen_input_ids" in batch:  # ORPO and CPO
         for name in ("chosen", "rejected"):
             mask = batch[f"{name}_attention_mask"][0].bool()
@@ -65,7 +65,7 @@ def _sequences(row: dict, batch: dict) -> Iterator[tuple[str, torch.Tensor, torc
 
 
 def marked(tokenizer, ids: torch.Tensor, learned: torch.Tensor) -> str:
-    """The text of `ids` with its special tokens, in which what is `learned` stands between « and »."""
+    """Return the text of `ids` with special tokens, and « » around the tokens that are `learned`."""
     text, start = "", 0
     for end in range(1, len(ids) + 1):
         if end < len(ids) and learned[end] == learned[start]:
@@ -77,7 +77,7 @@ def marked(tokenizer, ids: torch.Tensor, learned: torch.Tensor) -> str:
 
 
 def _text(tokenizer, ids: torch.Tensor, start: int, end: int) -> str:
-    """The text of `ids[start:end]` as it reads after the tokens before it. Decoded alone, it may lose a space."""
+    """Return the text of `ids[start:end]` in its context. Decoded alone, it may lose a space."""
     options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
     before, whole = (tokenizer.decode(ids[:stop].tolist(), **options) for stop in (start, end))
     if whole.startswith(before):

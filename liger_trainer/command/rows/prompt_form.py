@@ -1,13 +1,13 @@
-"""The form in which a run has learned its prompts, kept beside the model so that later commands ask in the same one."""
+"""Saves the form of a run's prompts with the model, so that later commands ask the model in the same form."""
 
 import json
 from pathlib import Path
 from typing import Any
 
-from liger_trainer.command.processes import say
+from liger_trainer.command.processes import print_status
 
 NAME = "prompt_form.json"
-# What a form is called in the summary and in the card of a model
+# The forms, and their descriptions in the summary and in the model card
 IN_WORDS = {
     "chat": "messages, through the chat template",
     "alpaca": "prompt_template: alpaca, without a chat template",
@@ -17,7 +17,7 @@ IN_WORDS = {
 
 
 def prompt_form(prompt_template: str, rows: Any) -> str:
-    """The form of `rows`, a key of `IN_WORDS`, after `prompt_template` has been applied."""
+    """Return the form of `rows`, a key of `IN_WORDS`. `prompt_template` has been applied to them."""
     first = rows[0]
     if any(isinstance(first.get(name), list) for name in ("messages", "prompt", "completion", "chosen")):
         return "chat"
@@ -26,36 +26,36 @@ def prompt_form(prompt_template: str, rows: Any) -> str:
     return "tokens" if "input_ids" in first else "text"
 
 
-def tell_unused_template(reader: Any, form: str, rows: Any) -> None:
-    """Say that prompts of text do not go through the chat template of `reader`, a tokenizer or processor, if any."""
+def warn_unused_template(reader: Any, form: str, rows: Any) -> None:
+    """Print that text prompts bypass the chat template of `reader` (a tokenizer or processor), if it has one."""
     if form == "text" and "prompt" in rows.column_names and getattr(reader, "chat_template", None):
-        say(
-            "the prompts are texts, so that the model learns them without its chat template, and `liger-trainer chat` "
-            "asks without it. To train a chat, write prompt and completion as messages of role and content."
+        print_status(
+            "the prompts are texts, so the model learns them without its chat template, and `liger-trainer chat` will "
+            "not use it either. To train a chat, write prompt and completion as messages of role and content."
         )
 
 
 def write_prompt_form(folder: str | Path, form: str, system_prompt: str | None = None) -> None:
     """Write the form, and the system prompt of all rows, into the folder of a model or a checkpoint."""
-    said = {"prompt_form": form} | ({} if system_prompt is None else {"system_prompt": system_prompt})
-    Path(folder, NAME).write_text(json.dumps(said) + "\n", encoding="utf-8")
+    saved = {"prompt_form": form} | ({} if system_prompt is None else {"system_prompt": system_prompt})
+    Path(folder, NAME).write_text(json.dumps(saved) + "\n", encoding="utf-8")
 
 
 def read_prompt_form(folder: str | Path) -> str | None:
-    """The form that was written into `folder`; None where there is none, as on the Hub."""
+    """Return the form that was saved in `folder`; None if there is none, as for a Hub model."""
     form = _read(folder).get("prompt_form")
     return form if form in IN_WORDS else None
 
 
 def read_system_prompt(folder: str | Path) -> str | None:
-    """The system prompt that all rows had; None where there was none, or where it was not written."""
+    """Return the system prompt of all rows that was saved in `folder`, or None."""
     prompt = _read(folder).get("system_prompt")
     return prompt if isinstance(prompt, str) else None
 
 
 def _read(folder: str | Path) -> dict[str, Any]:
     try:
-        found = json.loads(Path(folder, NAME).read_text(encoding="utf-8"))
+        saved = json.loads(Path(folder, NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return saved if isinstance(saved, dict) else {}

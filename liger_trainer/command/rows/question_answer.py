@@ -1,11 +1,11 @@
-"""Columns that are mapped to `question`, and with it to `answer`: texts that become the turns of a chat."""
+"""Turns columns of text that are mapped to `question` and `answer` into the turns of a chat."""
 
 from typing import Any
 
 from liger_trainer.command.rows.convert import convert_rows
 from liger_trainer.errors import RecipeError, short
 
-# The columns of texts, what they become, and who says them
+# For each column of text: the column that it becomes, and its role
 _TURNS = {
     "question": ("prompt", "user"),
     "answer": ("completion", "assistant"),
@@ -16,16 +16,16 @@ QUESTION_ANSWER = ("question", "answer")
 
 
 def as_chat(rows: Any, mapping: dict[str, str], columns: tuple[tuple[str, ...], ...]) -> tuple[Any, set[str]]:
-    """The rows with the turns of a chat in place of texts, and the names that `mapping` sets once that is done.
+    """Return the rows with chat turns instead of texts, and the names that `mapping` sets afterwards.
 
     Args:
         rows (`Dataset`): Rows with the names of `mapping`.
         mapping (`dict[str, str]`): The key `columns` of the recipe. Without `question` in it, rows stay as they are.
-        columns (`tuple[tuple[str, ...], ...]`): The sets of columns that the trainer takes. One that takes no
-            completion, such as GRPO's, leaves `answer` to the rewards.
+        columns (`tuple[tuple[str, ...], ...]`): The sets of columns that the trainer takes. If it takes no completion,
+            as GRPO does, `answer` is left to the reward functions.
 
     Raises:
-        RecipeError: The mapping has `question` and a column that it becomes, or a row has something else than a text.
+        RecipeError: The mapping has `question` and a column that it becomes, or a row's value is not a text.
     """
     if "question" not in mapping:
         return rows, set(mapping)
@@ -38,15 +38,15 @@ def as_chat(rows: Any, mapping: dict[str, str], columns: tuple[tuple[str, ...], 
     texts += [name for name in ("chosen", "rejected") if name in rows.column_names]
 
     def convert(row: dict[str, Any], index: int) -> dict[str, Any]:
-        made = {}
+        converted = {}
         for name in texts:
             column, role = _TURNS[name]
             if not isinstance(row[name], str):
                 raise RecipeError(
                     f"Row {index} of the dataset has {name} {short(row[name])}; expected text. Correct or remove it."
                 )
-            made[column] = [{"role": role, "content": row[name]}]
-        return made
+            converted[column] = [{"role": role, "content": row[name]}]
+        return converted
 
     replaced = {*texts, "prompt", "completion", "messages"}
     named = {_TURNS[name][0] if name in texts else name for name in mapping}

@@ -1,8 +1,8 @@
-"""Answers that begin with the prompt of their row, which trainers put before them once more."""
+"""Removes the prompt from answers that begin with it: trainers put the prompt before the answer themselves."""
 
 from typing import Any
 
-from liger_trainer.command.processes import say
+from liger_trainer.command.processes import print_status
 from liger_trainer.command.rows.convert import convert_rows
 from liger_trainer.errors import without_nulls
 
@@ -11,9 +11,9 @@ _LONG = 20  # characters of a prompt that no answer begins with by chance
 
 
 def without_repeated_prompts(rows: Any, needed: tuple[str, ...]) -> Any:
-    """The rows with answers of messages that begin after the prompt, and a line about texts that repeat it.
+    """Remove the prompt from answers that are messages, and print a line about texts that repeat it.
 
-    Where a text begins with the prompt, nothing tells whether a blank or a line belongs between the two.
+    A text is not changed: whether a space or a newline belongs between prompt and answer is unknown.
     """
     names = [name for name in _ANSWERS if name in needed]
     if "prompt" not in rows.column_names or not names:
@@ -27,12 +27,12 @@ def without_repeated_prompts(rows: Any, needed: tuple[str, ...]) -> Any:
         ]
         if not repeated:
             continue
-        said = f"{name} begins with the prompt in {len(repeated)} of {len(rows)} rows, first in row {repeated[0]}"
+        message = f"{name} begins with the prompt in {len(repeated)} of {len(rows)} rows, first in row {repeated[0]}"
         if isinstance(rows[repeated[0]]["prompt"], list):
             of_messages = True
-            say(f"{said}, and is read without it.")
+            print_status(f"{message}, and is read without it.")
         else:
-            say(f"{said}, so that the model reads it twice. Remove it from {name}, or from prompt.")
+            print_status(f"{message}, so the model reads it twice. Remove it from {name}, or from prompt.")
     if not of_messages:
         return rows
 

@@ -1,4 +1,4 @@
-"""Reward functions that a recipe names: found by name or by a dotted path, and checked against its columns."""
+"""Finds the reward functions that a recipe names, and checks them against the columns of its rows."""
 
 import importlib
 import inspect
@@ -11,52 +11,52 @@ from liger_trainer.errors import RecipeError
 
 
 def find_reward(name: str, folder: Path | None = None) -> Callable:
-    """The function that `name` means: a key of `REWARDS`, or a dotted path such as `my_rewards.brief`.
+    """Return the function that `name` means: a key of `REWARDS`, or a dotted path such as `my_rewards.brief`.
 
-    A dotted path imports its module, which runs its code. Modules are also found in `folder`, the recipe's, and in the
-    working directory, which stay at the end of `sys.path` for what the function imports.
+    A dotted path imports its module, which runs its code. Modules are also looked up in `folder` (the recipe's) and in
+    the working directory. Both stay at the end of `sys.path`, because the function may import from there later.
     """
     if name in REWARDS:
         return REWARDS[name]
     module, _, attribute = name.rpartition(".")
-    found, why = None, ""
+    function, why = None, ""
     if module:
         for path in (folder, Path.cwd()):
             if path is not None and str(path.resolve()) not in sys.path:
                 sys.path.append(str(path.resolve()))
         try:
-            found = getattr(importlib.import_module(module), attribute, None)
-            why = f" {module} has no function {attribute}." if found is None else ""
+            function = getattr(importlib.import_module(module), attribute, None)
+            why = f" {module} has no function {attribute}." if function is None else ""
         except ModuleNotFoundError as error:
             if not f"{module}.".startswith(f"{error.name}."):
                 raise
-            why = f" There is no module {error.name}, next to the recipe nor in the working directory."
-    if inspect.isclass(found) or not callable(found):
+            why = f" There is no module {error.name} next to the recipe or in the working directory."
+    if inspect.isclass(function) or not callable(function):
         raise RecipeError(
-            f"reward_funcs has {name!r}, which is none of {', '.join(REWARDS)}, and no path of a function.{why}"
+            f"reward_funcs has {name!r}; expected {', '.join(REWARDS)} or the dotted path of a function.{why}"
         )
     try:
-        parameters = inspect.signature(found).parameters.values()
-    except (TypeError, ValueError):  # of a function that has none, such as one in C
-        return found
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # a function without a signature, such as one in C
+        return function
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         raise RecipeError(
-            f"reward_funcs has {name!r}, which takes {', '.join(p.name for p in parameters)} alone. TRL passes further "
+            f"reward_funcs has {name!r}, which only takes {', '.join(p.name for p in parameters)}. TRL passes further "
             "arguments by keyword: end its parameters with **columns."
         )
-    return found
+    return function
 
 
 def check_columns_of(name: str, reward: Callable, columns: list[str]) -> None:
-    """RecipeError if a reward function reads a column that the rows do not have, which it would notice in training."""
+    """RecipeError if a reward function needs a column that the rows do not have. It would only fail in training."""
     from_trl = {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "environments"}
     try:
         parameters = inspect.signature(reward).parameters.values()
-    except (TypeError, ValueError):  # of a function that has none, such as one in C
+    except (TypeError, ValueError):  # a function without a signature, such as one in C
         return
     needed = [p.name for p in parameters if p.default is p.empty and not p.kind.name.startswith("VAR_")]
     if missing := [column for column in needed if column not in from_trl.union(columns)]:
         raise RecipeError(
-            f"reward_funcs has {name!r}, which reads the column {missing[0]}, and the rows have {', '.join(columns)}. "
-            f"Say which it is in columns, such as {{{missing[0]}: answer}}, or add it."
+            f"reward_funcs has {name!r}, which needs the column {missing[0]}, but the rows have {', '.join(columns)}. "
+            f"Map a column to it, such as columns: {{{missing[0]}: answer}}, or add it."
         )

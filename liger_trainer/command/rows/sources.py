@@ -1,13 +1,13 @@
-"""Finds and checks what a recipe names before any weight is loaded: its model, rows, rewards and chat template."""
+"""Finds and checks everything that a recipe names, without loading weights: model, rows, rewards, chat template."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from liger_trainer.command.recipe.checks import check_rows
+from liger_trainer.command.recipe.checks import check_columns_exist
 from liger_trainer.command.recipe.model_source import ModelSource, find_model
 from liger_trainer.command.recipe.read import Recipe
 from liger_trainer.command.recipe.trainers import TRAINERS
-from liger_trainer.command.rows.chat_template import find_template, settle_named_template
+from liger_trainer.command.rows.chat_template import find_template, resolve_named_template
 from liger_trainer.command.rows.columns import columns_of
 from liger_trainer.command.rows.image_places import check_image_tokens
 from liger_trainer.command.rows.images import unread_pictures
@@ -20,7 +20,7 @@ from liger_trainer.errors import RecipeError
 
 
 class Sources(NamedTuple):
-    """The findings of `find_sources`: where the weights are, the model's config, the rows, and the reward functions."""
+    """The result of `find_sources`: where the weights are, the model's config, the rows, and the reward functions."""
 
     model: ModelSource
     config: Any
@@ -30,7 +30,7 @@ class Sources(NamedTuple):
 
 
 def model_of(recipe: Recipe) -> ModelSource:
-    """Where the model of a recipe is; `model_init_kwargs` may say more than `model_name_or_path`."""
+    """Return where the model of a recipe is. `model_init_kwargs` may add a revision or a GGUF file."""
     init = recipe.training.model_init_kwargs or {}
     trust = getattr(recipe.training, "trust_remote_code", False)
     return find_model(
@@ -42,7 +42,7 @@ def model_of(recipe: Recipe) -> ModelSource:
 
 
 def find_sources(recipe: Recipe) -> Sources:
-    """Read and check everything that a recipe names, but for the weights of its model."""
+    """Read and check everything that a recipe names, except the weights of its model."""
     from transformers import AutoConfig, AutoProcessor
 
     training, source = recipe.training, model_of(recipe)
@@ -51,11 +51,11 @@ def find_sources(recipe: Recipe) -> Sources:
         source.check_tokenizer()
     with training.main_process_first(desc="loading the dataset"):
         train_rows, eval_rows = load_rows(recipe.args, recipe.path.parent, columns_of(recipe), training.seed)
-    check_rows(recipe, train_rows.column_names)
+    check_columns_exist(recipe, train_rows.column_names)
     has_messages = any(isinstance(train_rows[0].get(name), list) for name in ("messages", "completion"))
     if recipe.args.train_on and not has_messages:
         raise RecipeError(
-            f"train_on is {recipe.args.train_on}, and the rows have {', '.join(train_rows.column_names)} and no "
+            f"train_on is {recipe.args.train_on}, but the rows have {', '.join(train_rows.column_names)} and no "
             "messages. Remove it, or write the rows as messages of role and content."
         )
     for rows in (train_rows, eval_rows):
@@ -75,33 +75,33 @@ def find_sources(recipe: Recipe) -> Sources:
 
 
 def _check_pictures(recipe: Recipe, config: Any, rows: Any) -> None:
-    """RecipeError if a model would be trained without the pictures of its rows, or the trainer takes none."""
+    """RecipeError if the pictures of the rows would be ignored, or if the trainer takes no pictures."""
     if has_images(rows) and not recipe.entry.images:
         able = ", ".join(name for name, entry in TRAINERS.items() if entry.images)
         raise RecipeError(
             f"the rows have pictures, which {recipe.entry.trainer} does not read. Take one of {able}, or remove them."
         )
-    if getattr(config, "vision_config", None) is not None and (mend := unread_pictures(rows)) is not None:
+    if getattr(config, "vision_config", None) is not None and (advice := unread_pictures(rows)) is not None:
         raise RecipeError(
-            f"the rows have the columns {', '.join(rows.column_names)}, and pictures are read from images or image. "
-            f"Set {mend}, or remove that column to train on text alone."
+            f"the rows have the columns {', '.join(rows.column_names)}, but pictures are only read from images or "
+            f"image. Set {advice}, or remove that column to train on text only."
         )
 
 
 def _check_template(recipe: Recipe, source: ModelSource, rows: Any) -> None:
-    """RecipeError if rows are messages and there is no chat template for them."""
-    settle_named_template(recipe, source)
-    first, own = rows[0], getattr(recipe.training, "chat_template_path", None)
+    """RecipeError if the rows are messages and the model has no chat template."""
+    resolve_named_template(recipe, source)
+    first, template_path = rows[0], getattr(recipe.training, "chat_template_path", None)
     messages = any(isinstance(first.get(name), list) for name in ("messages", "prompt", "completion", "chosen"))
-    if own is None and not messages:
+    if template_path is None and not messages:
         return
     tokenizer, where = find_template(recipe, source)
     if getattr(tokenizer, "chat_template", None) is None:
-        mend = (
+        advice = (
             "Set chat_template_path, such as chatml."
             if hasattr(recipe.training, "chat_template_path")
             else "Take a model with one: trainer: sft with chat_template_path: chatml saves it with the model."
         )
-        raise RecipeError(f"the rows are messages, and {where} has no chat template. {mend}")
+        raise RecipeError(f"the rows are messages, but {where} has no chat template. {advice}")
     if messages:
         check_template_keys(tokenizer, where, rows)

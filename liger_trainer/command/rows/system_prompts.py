@@ -1,40 +1,40 @@
-"""A column `system` of rows of messages, which becomes the first message of each conversation."""
+"""Makes the column `system`, or one system prompt for all rows, the first message of each conversation."""
 
 from typing import Any
 
-from liger_trainer.command.processes import say
+from liger_trainer.command.processes import print_status
 from liger_trainer.command.rows.convert import convert_rows
 from liger_trainer.data.formats import with_system
 from liger_trainer.errors import RecipeError, short
 
 
 def place_system_prompts(rows: Any, needed: tuple[str, ...], system_prompt: str | None = None) -> Any:
-    """The rows with `system_prompt`, or else the column `system`, as a message before the others.
+    """Return the rows with `system_prompt`, or the column `system`, as the first message.
 
     Args:
         rows (`Dataset`): Rows after a `prompt_template`. Without a system prompt they stay as they are.
-        needed (`tuple[str, ...]`): The columns that the trainer reads of them.
-        system_prompt (`str`, *optional*): One for all rows, the key of the recipe.
+        needed (`tuple[str, ...]`): The columns that the trainer reads.
+        system_prompt (`str`, *optional*): The system prompt for all rows, from the recipe.
 
     Raises:
-        RecipeError: A row has a `system` that is no text, or another system prompt; or `system_prompt` is given for
-            rows without messages.
+        RecipeError: A row's `system` is not text, a row already has another system prompt, or `system_prompt` is set
+            for rows without messages.
     """
     if system_prompt is not None:
         return _place_one_for_all(rows, needed, system_prompt)
     others = [name for name in ("system_prompt", "system_message") if name in rows.column_names]
     if "system" not in rows.column_names:
         if others:
-            say(
+            print_status(
                 f"the column {others[0]} is not read. To put it before the messages of each row, set columns: "
                 f"{{system: {others[0]}}}."
             )
         return rows
-    names = _beginnings(rows, needed)
+    names = _opening_columns(rows, needed)
     if not isinstance(rows[0][names[0]], list) or "input_ids" in needed:
-        say(
-            f"the column system is not read, because {names[0]} is no list of messages. Write the rows as messages of "
-            "role and content, or put the system prompt into the text."
+        print_status(
+            f"the column system is not read, because {names[0]} is not a list of messages. Write the rows as messages "
+            "of role and content, or put the system prompt into the text."
         )
         return rows
 
@@ -44,20 +44,20 @@ def place_system_prompts(rows: Any, needed: tuple[str, ...], system_prompt: str 
             raise RecipeError(f"Row {index} of the dataset has system {short(system)}; expected text, or nothing.")
         return {name: with_system(system, row[name], index) for name in names}
 
-    removed = () if needed == ("prompt",) else ("system",)  # rewards read any column
+    removed = () if needed == ("prompt",) else ("system",)  # kept for reward functions, which may read any column
     return convert_rows(rows, convert, (*names, *removed), "Placing system prompts")
 
 
 def _place_one_for_all(rows: Any, needed: tuple[str, ...], system_prompt: str) -> Any:
-    names = _beginnings(rows, needed)
+    names = _opening_columns(rows, needed)
     if "input_ids" in needed or not isinstance(rows[0][names[0]], list):
         raise RecipeError(
-            f"system_prompt is {short(system_prompt)}, and {names[0]} is no list of messages. Write the rows as "
+            f"system_prompt is {short(system_prompt)}, but {names[0]} is not a list of messages. Write the rows as "
             "messages of role and content, or map their columns with columns: {question: ..., answer: ...}."
         )
     if "system" in rows.column_names:
         raise RecipeError(
-            f"system_prompt is {short(system_prompt)}, and the rows have a column system. Keep one of them."
+            f"system_prompt is {short(system_prompt)}, but the rows also have a column system. Keep one of them."
         )
 
     def convert(row: dict[str, Any], index: int) -> dict[str, Any]:
@@ -66,6 +66,6 @@ def _place_one_for_all(rows: Any, needed: tuple[str, ...], system_prompt: str) -
     return convert_rows(rows, convert, names, "Placing the system prompt")
 
 
-def _beginnings(rows: Any, needed: tuple[str, ...]) -> list[str]:
-    """The columns with which a conversation begins."""
+def _opening_columns(rows: Any, needed: tuple[str, ...]) -> list[str]:
+    """Return the columns that a conversation begins with."""
     return ["prompt"] if "prompt" in rows.column_names else [name for name in needed if name != "completion"]

@@ -1,45 +1,48 @@
-"""What a chat template leaves out of the rows: keys of messages, whole roles, and tools.
+"""Finds the parts of rows that a chat template leaves out: keys of messages, whole roles, and tools.
 
-A jinja template ignores what it does not name. So rows are rendered with a part and without it, and a part that makes
-no difference is told before training.
+A jinja template silently ignores what it does not name. So rows are rendered with and without each part. Parts that
+make no difference are reported before training.
 """
 
 import json
 from collections.abc import Iterator
 from typing import Any
 
-from liger_trainer.command.processes import say
+from liger_trainer.command.processes import print_status
 from liger_trainer.command.rows.turn_weights import TURN_FLAGS
 from liger_trainer.errors import RecipeError, short, without_nulls
 
-_TRIED = 8  # rows that are rendered for one part: a template may need a part in some turns alone
+_MOST_EXAMPLES = 8  # rows to render for each part: a template may read a part only in some turns
 _COLUMNS = ("messages", "prompt", "completion", "chosen", "rejected")
 _EMPTY: tuple[Any, ...] = (None, False, "", [], {})
 Part = tuple[str, str]  # the role of a message and a key of it, or ("", "tools")
 
 
 def check_template_keys(tokenizer: Any, where: str, rows: Any) -> None:
-    """Say which parts of `rows` the chat template of `tokenizer` does not read.
+    """Print which parts of `rows` the chat template of `tokenizer` does not read.
 
     Args:
         tokenizer: A tokenizer or processor with a chat template.
-        where (`str`): Where the template is from, for messages.
-        rows (`Dataset`): Rows after a `prompt_template`. Columns of text are left alone.
+        where (`str`): The origin of the template, for messages.
+        rows (`Dataset`): Rows after a `prompt_template`. Columns of text are not checked.
 
     Raises:
-        RecipeError: Without those parts, each row has an empty answer.
+        RecipeError: Without those parts, every row has an empty answer.
     """
     columns = [name for name in (*_COLUMNS, "tools") if name in rows.column_names]
     examples = _find_examples(rows.select_columns(columns))
-    unread = {part: found for part, found in examples.items() if not _is_read(tokenizer, part, [r for _, r in found])}
-    if not unread:
+    first_row: dict[Part, int] = {}  # of each part that the template does not read
+    for part, numbered_rows in examples.items():
+        if not _is_read(tokenizer, part, [row for _, row in numbered_rows]):
+            first_row[part] = numbered_rows[0][0]
+    if not first_row:
         return
-    named = [f"{_name(part)} (first in row {found[0][0]})" for part, found in unread.items()]
-    say(
-        f"the chat template of {where} does not read {', '.join(named)}, so that the model neither sees nor learns it. "
-        "Set chat_template_path to a template that does, or remove it from the rows."
+    named = [f"{_name(part)} (first in row {number})" for part, number in first_row.items()]
+    print_status(
+        f"the chat template of {where} does not read {', '.join(named)}, so the model neither sees nor learns it. Set "
+        "chat_template_path to a template that reads it, or remove it from the rows."
     )
-    _check_answers(where, rows.select_columns(columns), set(unread))
+    _check_answers(where, rows.select_columns(columns), set(first_row))
 
 
 def _name(part: Part) -> str:
@@ -48,7 +51,7 @@ def _name(part: Part) -> str:
 
 
 def _conversations(row: dict[str, Any]) -> Iterator[list[dict[str, Any]]]:
-    """The conversations that a trainer renders of a row, without the keys that Arrow has filled with nulls."""
+    """Yield the conversations of a row that a trainer renders, without the keys that Arrow has filled with nulls."""
     turns = {name: without_nulls(row[name]) for name in _COLUMNS if name in row and _is_messages(row[name])}
     prompt = turns.pop("prompt", [])
     if not turns and prompt:
@@ -64,35 +67,35 @@ def _is_messages(value: Any) -> bool:
 def _parts_of(row: dict[str, Any]) -> Iterator[Part]:
     for conversation in _conversations(row):
         for turn in conversation:
-            yield from ((turn["role"], key) for key in _said(turn))
+            yield from ((turn["role"], key) for key in _content_keys(turn))
     if row.get("tools") not in (None, "", "[]", []):
         yield "", "tools"
 
 
-def _said(turn: dict[str, Any]) -> list[str]:
-    """The keys of a message that hold something for the chat template."""
+def _content_keys(turn: dict[str, Any]) -> list[str]:
+    """Return the keys of a message that hold something for the chat template."""
     return [key for key, value in turn.items() if key not in ("role", *TURN_FLAGS) and value not in _EMPTY]
 
 
 def _find_examples(rows: Any) -> dict[Part, list[tuple[int, dict[str, Any]]]]:
-    """For each part, the first rows that have it, with their numbers."""
-    found: dict[Part, list[tuple[int, dict[str, Any]]]] = {}
+    """Return, for each part, the first rows that have it, with their numbers."""
+    examples_of: dict[Part, list[tuple[int, dict[str, Any]]]] = {}
     for index, row in enumerate(rows):
         for part in dict.fromkeys(_parts_of(row)):
-            examples = found.setdefault(part, [])
-            if len(examples) < _TRIED:
+            examples = examples_of.setdefault(part, [])
+            if len(examples) < _MOST_EXAMPLES:
                 examples.append((index, row))
-    return found
+    return examples_of
 
 
 def _is_read(tokenizer: Any, part: Part, examples: list[dict[str, Any]]) -> bool:
-    """Tell whether a row is rendered in another way without `part`, or whether no row can be rendered."""
+    """Return whether a row is rendered differently without `part`. Also True if no row can be rendered."""
     rendered = False
     for row in examples:
         tools = row.get("tools")
         fewer_tools = None if part == ("", "tools") else tools
         for conversation in _conversations(row):
-            # Templates of models with pictures may read content of parts alone, and others text alone.
+            # Templates of image models may read only lists of parts, and others only text.
             for form in (conversation, _in_parts(conversation)):
                 with_part = _render(tokenizer, form, tools)
                 if with_part is None:
@@ -112,18 +115,18 @@ def _in_parts(conversation: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _without(conversation: list[dict[str, Any]], parts: set[Part]) -> list[dict[str, Any]]:
-    """The conversation without `parts`; the content of a message becomes empty, because templates expect one."""
-    made = []
+    """Return the conversation without `parts`. Contents become empty instead of missing: templates expect one."""
+    messages = []
     for turn in conversation:
-        kept = {key: value for key, value in turn.items() if (turn["role"], key) not in parts}
-        if "content" in turn and "content" not in kept:
-            kept["content"] = "" if isinstance(turn["content"], str) else []
-        made.append(kept)
-    return made
+        message = {key: value for key, value in turn.items() if (turn["role"], key) not in parts}
+        if "content" in turn and "content" not in message:
+            message["content"] = "" if isinstance(turn["content"], str) else []
+        messages.append(message)
+    return messages
 
 
 def _render(tokenizer: Any, conversation: list[dict[str, Any]], tools: Any) -> str | None:
-    """The text of a conversation, or None if the template refuses it."""
+    """Return the text of a conversation, or None if the template fails on it."""
     from jinja2 import TemplateError
 
     read = json.loads(tools) if isinstance(tools, str) and tools else tools
@@ -134,29 +137,31 @@ def _render(tokenizer: Any, conversation: list[dict[str, Any]], tools: Any) -> s
 
 
 def _check_answers(where: str, rows: Any, unread: set[Part]) -> None:
-    """Say how many rows have an answer that is empty without the parts `unread`. RecipeError if all have one."""
+    """Print how many rows have an empty answer without the parts `unread`. RecipeError if all rows do."""
     emptied: list[int] = []
     count = 0
     example: Any = None
     for index, row in enumerate(rows):
         count += 1
         for conversation in _conversations(row):
-            lost = next((turn for turn in conversation if _is_lost(turn, unread)), None)
+            lost = next((turn for turn in conversation if _becomes_empty(turn, unread)), None)
             if lost is not None:
                 emptied.append(index)
                 example = lost if example is None else example
                 break
     if not emptied:
         return
-    said = f"{short(example)} in row {emptied[0]} of the dataset is an empty answer to the chat template of {where}"
+    message = f"{short(example)} in row {emptied[0]} of the dataset is an empty answer to the chat template of {where}"
     if len(emptied) == count:
-        raise RecipeError(f"{said}, as in every row. Set chat_template_path to a template that reads it, such as qwen.")
-    say(f"{said}, as in {len(emptied)} of {count} rows, which teaches the model to say nothing.")
+        raise RecipeError(
+            f"{message}, as in every row. Set chat_template_path to a template that reads it, such as qwen."
+        )
+    print_status(f"{message}, as in {len(emptied)} of {count} rows, which teaches the model to answer nothing.")
 
 
-def _is_lost(turn: dict[str, Any], unread: set[Part]) -> bool:
-    """Tell whether a message of the assistant has nothing left without the parts `unread`, and had something."""
+def _becomes_empty(turn: dict[str, Any], unread: set[Part]) -> bool:
+    """Return whether a message of the assistant has content, but none without the parts `unread`."""
     if turn["role"] != "assistant":
         return False
-    said = _said(turn)
-    return bool(said) and all(("assistant", key) in unread for key in said)
+    keys = _content_keys(turn)
+    return bool(keys) and all(("assistant", key) in unread for key in keys)

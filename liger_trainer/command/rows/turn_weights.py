@@ -1,7 +1,7 @@
-"""Messages that say whether they are learned: `weight` (OpenAI) and `train` (Axolotl), which no trainer reads.
+"""Checks the keys by which a message says whether it is learned: `weight` (OpenAI) and `train` (Axolotl).
 
-Where only some messages of a conversation are learned (`assistant_only_loss`, `train_on`), the chat template is marked
-as they say. Elsewhere such a word is taken where the recipe does what it says, and refused otherwise.
+No trainer reads them. If only some messages of a conversation are learned (`assistant_only_loss`, `train_on`), the
+marks in the chat template follow them. Otherwise they are only accepted if the recipe does what they say.
 """
 
 from collections.abc import Sequence
@@ -10,23 +10,23 @@ from typing import Any
 from liger_trainer.errors import RecipeError, short
 
 _COLUMNS = ("messages", "completion", "chosen", "rejected")
-_OF_PARTS = ("train_detail", "training_detail")  # which parts of a message are learned, as Axolotl has it
-_OF_TURNS = ("train", "weight")  # the first one decides, as in the marked template
-TURN_FLAGS = (*_OF_TURNS, *_OF_PARTS)  # keys of a message that are no part of what it says
+_PART_KEYS = ("train_detail", "training_detail")  # Axolotl's keys for learning parts of a message
+_TURN_KEYS = ("train", "weight")  # the first one decides, as in the marked template
+TURN_FLAGS = (*_TURN_KEYS, *_PART_KEYS)  # keys of a message that are not content
 
 
 def is_learned(turn: dict[str, Any], roles: Sequence[str]) -> bool:
-    """Tell whether a message is learned where those of `roles` are, unless it says otherwise itself."""
-    flags = [turn[key] for key in _OF_TURNS if turn.get(key) is not None]
+    """Return whether a message is learned: its own flag decides, or else whether its role is in `roles`."""
+    flags = [turn[key] for key in _TURN_KEYS if turn.get(key) is not None]
     return bool(flags[0]) if flags else turn.get("role") in roles
 
 
 def has_turn_weights(rows: Any) -> bool:
-    """Tell whether a message of `rows`, which may be None, has a `weight` or `train` of its own."""
+    """Return whether a message of `rows` has a `weight` or `train`. `rows` may be None."""
     columns = _columns_of_messages(rows)
     for row in rows.select_columns(columns) if columns else ():
         for turns in row.values():
-            if any(turn.get(key) is not None for turn in turns or () for key in _OF_TURNS):
+            if any(turn.get(key) is not None for turn in turns or () for key in _TURN_KEYS):
                 return True
     return False
 
@@ -36,8 +36,8 @@ def check_turn_weights(rows: Any, answers_alone: bool, roles: Sequence[str] = ("
 
     Args:
         rows (`Dataset`): Rows after a `prompt_template`.
-        answers_alone (`bool`): Whether only messages of `roles`, or that say so, are learned: `assistant_only_loss`.
-        roles (`Sequence[str]`): The roles that are learned then.
+        answers_alone (`bool`): `assistant_only_loss`: only messages of `roles`, or with a flag, are learned.
+        roles (`Sequence[str]`): The roles that are learned in that case.
     """
     columns = _columns_of_messages(rows)
     for index, row in enumerate(rows.select_columns(columns) if columns else ()):
@@ -50,8 +50,8 @@ def check_turn_weights(rows: Any, answers_alone: bool, roles: Sequence[str] = ("
             if follows and not any(is_learned(turn, roles) for _, turn in turns):
                 named = " or ".join(roles)
                 raise RecipeError(
-                    f"Only messages of the role {named} are learned, and row {index} of the dataset has no message of "
-                    f"the role {named} in {name}, or with weight 0 or train false alone. Remove the row."
+                    f"Only messages of the role {named} are learned, but row {index} of the dataset has none in "
+                    f"{name}, or only some with weight 0 or train false. Remove the row."
                 )
 
 
@@ -65,14 +65,14 @@ def _is_messages(value: Any) -> bool:
 
 
 def _check_turn(where: str, turn: dict[str, Any], column: str, follows: bool) -> None:
-    """RecipeError for a key that the training cannot follow. `follows`: it follows `weight` and `train`."""
-    for key in _OF_PARTS:
+    """RecipeError for a flag that training would ignore. `follows`: training follows `weight` and `train`."""
+    for key in _PART_KEYS:
         if turn.get(key):
             raise RecipeError(
-                f"{where} with {key} {short(turn[key])}, and trainers learn whole messages. Remove {key}, or write "
-                "what is not to be learned into the prompt."
+                f"{where} with {key} {short(turn[key])}, but trainers learn whole messages. Remove {key}, or move the "
+                "text that should not be learned into the prompt."
             )
-    for key in _OF_TURNS:
+    for key in _TURN_KEYS:
         value = turn.get(key)
         if value is None:
             continue
@@ -80,10 +80,10 @@ def _check_turn(where: str, turn: dict[str, Any], column: str, follows: bool) ->
             raise RecipeError(f"{where} with {key} {short(value)}; expected 0 or 1, or false or true. Remove it.")
         if follows or value:
             continue
-        said = f"{where} with {key} {short(value)} and the role {turn.get('role')!r}, which would be learned"
+        message = f"{where} with {key} {short(value)} and the role {turn.get('role')!r}, but it would be learned"
         if column in ("chosen", "rejected"):
-            raise RecipeError(f"{said}. Remove the row, or {key}.")
+            raise RecipeError(f"{message}. Remove the row, or {key}.")
         raise RecipeError(
-            f"{said}. Set train_on: [assistant] to learn what messages say, or prompt_template: last_turn to learn the "
-            "last one."
+            f"{message}. Set train_on: [assistant] to follow {key}, or prompt_template: last_turn to learn only the "
+            "last message."
         )

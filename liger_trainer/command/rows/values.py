@@ -1,5 +1,5 @@
-"""Values that a file cannot hold as they are meant: messages as JSON in a text, keys that Arrow filled with nulls, and
-labels that a reader has made numbers of.
+"""Restores values that a file format has changed: messages stored as JSON text, keys that Arrow has filled with nulls,
+and labels that a reader has turned into numbers.
 """
 
 import ast
@@ -12,34 +12,34 @@ _LISTS = ("messages", "conversations", "history")
 _EITHER = ("prompt", "completion", "chosen", "rejected")  # texts, or lists of messages
 
 
-def as_meant(rows: Any, has_labels: bool) -> Any:
-    """The rows with messages for their JSON, without nulls that Arrow has added, and with labels of true or false.
+def restore_types(rows: Any, has_labels: bool) -> Any:
+    """Parse messages from JSON text, remove the nulls that Arrow has added, and make labels true or false.
 
-    With `has_labels`, a column `label` says whether an answer is good. RecipeError for a row in which messages are no
-    JSON, while others are.
+    With `has_labels`, a column `label` says whether an answer is good. RecipeError if messages are JSON in some rows
+    but not in others.
     """
     rows = _without_added_nulls(_messages_from_text(rows))
     return _labels_as_booleans(rows) if has_labels else rows
 
 
 def _messages_from_text(rows: Any) -> Any:
-    """The rows with messages that CSV holds as JSON, or as Python writes lists, as lists."""
+    """Return the rows with lists of messages parsed from text: CSV holds them as JSON or as Python literals."""
     texts = [name for name in (*_LISTS, *_EITHER) if getattr(rows.features.get(name), "dtype", "") in _TEXT_TYPES]
-    names = [name for name in texts if _is_list_of_messages(_first(rows, name), name)]
+    names = [name for name in texts if _is_list_of_messages(_first_value(rows, name), name)]
     if not names:
         return rows
 
     def convert(row: dict[str, Any], index: int) -> dict[str, Any]:
-        return {name: _parsed(row[name], name, index) for name in names}
+        return {name: _parse_messages(row[name], name, index) for name in names}
 
-    return _mapped(rows, convert, names, "Reading messages")
+    return _map_rows(rows, convert, names, "Reading messages")
 
 
 _TEXT_TYPES = ("string", "large_string")
 
 
-def _first(rows: Any, name: str) -> str | None:
-    """The first value of a column that is not empty."""
+def _first_value(rows: Any, name: str) -> str | None:
+    """Return the first value of a column that is not empty."""
     return next((row[name] for row in rows.select_columns([name]) if row[name]), None)
 
 
@@ -48,12 +48,12 @@ def _is_list_of_messages(text: str | None, name: str) -> bool:
         return False
     if name in _LISTS:
         return True
-    found = _literal(text)
-    return isinstance(found, list) and bool(found) and all(isinstance(x, dict) and "role" in x for x in found)
+    parsed = _parse_literal(text)
+    return isinstance(parsed, list) and bool(parsed) and all(isinstance(x, dict) and "role" in x for x in parsed)
 
 
-def _literal(text: str) -> Any:
-    """The value of JSON, or of a literal of Python; None for another text."""
+def _parse_literal(text: str) -> Any:
+    """Parse JSON or a Python literal. Return None for any other text."""
     try:
         return json.loads(text)
     except ValueError:
@@ -64,22 +64,22 @@ def _literal(text: str) -> Any:
         return None
 
 
-def _parsed(text: str | None, name: str, index: int) -> Any:
+def _parse_messages(text: str | None, name: str, index: int) -> Any:
     if not text:
         return None
-    found = _literal(text)
-    if not isinstance(found, list):
+    parsed = _parse_literal(text)
+    if not isinstance(parsed, list):
         raise RecipeError(
-            f"Row {index} of the dataset has {name} {short(text)}, which is no JSON list, as in other rows. Correct or "
+            f"Row {index} of the dataset has {name} {short(text)}; expected a JSON list, as in other rows. Correct or "
             "remove it."
         )
-    return found
+    return parsed
 
 
 def _without_added_nulls(rows: Any) -> Any:
-    """The rows without nulls inside of tool calls, schemas of tools and parts of contents.
+    """Return the rows without nulls inside tool calls, tool schemas and parts of contents.
 
-    A column of Arrow has one set of keys, so an argument that one call has is null in all others.
+    An Arrow column has one set of keys, so an argument of one call is null in all other calls.
     """
     names = [name for name in (*_LISTS, *_EITHER, "tools") if _has_nested_keys(rows.features.get(name))]
     if not names:
@@ -88,11 +88,11 @@ def _without_added_nulls(rows: Any) -> Any:
     def convert(row: dict[str, Any], index: int) -> dict[str, Any]:
         return {name: without_nulls(row[name]) for name in names}
 
-    return _mapped(rows, convert, names, "Leaving out nulls")
+    return _map_rows(rows, convert, names, "Leaving out nulls")
 
 
 def _has_nested_keys(feature: Any) -> bool:
-    """Tell whether a list of dictionaries has dictionaries inside, and no pictures."""
+    """Return whether a list of dictionaries has nested dictionaries, and no pictures."""
     keys = getattr(feature, "feature", None)
     if not isinstance(keys, dict) or _contains(keys, lambda kind: type(kind).__name__ in ("Image", "Audio", "Video")):
         return False
@@ -106,7 +106,7 @@ def _contains(kind: Any, wanted: Any) -> bool:
     return any(_contains(one, wanted) for one in inner if one is not None)
 
 
-def _mapped(rows: Any, convert: Any, names: list[str], desc: str) -> Any:
+def _map_rows(rows: Any, convert: Any, names: list[str], desc: str) -> Any:
     from datasets import Features, Json, List
 
     features = Features(rows.features | {name: List(Json()) for name in names})
@@ -114,7 +114,7 @@ def _mapped(rows: Any, convert: Any, names: list[str], desc: str) -> Any:
 
 
 def _labels_as_booleans(rows: Any) -> Any:
-    """The rows with labels such as 1.0, which readers make of 1 in a column with a gap or of 1.0, as true and false."""
+    """Return the rows with labels such as 1.0 as true and false. Readers turn 1 into 1.0 in a column with a gap."""
     from datasets import Features, Value
 
     feature = rows.features.get("label")
@@ -123,6 +123,6 @@ def _labels_as_booleans(rows: Any) -> Any:
         return rows
     for row in rows.select_columns(["label"]):
         if row["label"] is None or isinstance(row["label"], str) or row["label"] not in (0, 1):
-            return rows  # what reads the column says what is wrong with it
+            return rows  # `check_rows` reports what is wrong with it
     features = Features(rows.features | {"label": Value("bool")})
     return rows.map(lambda row: {"label": bool(row["label"])}, features=features, desc="Reading labels")

@@ -1,8 +1,8 @@
-"""The manifest of a checkpoint: the file that is written last, and names every other file with its size and checksums.
+"""Writes and reads the manifest of a checkpoint: its last file, which lists every other file with size and checksums.
 
-A checkpoint of `liger-trainer train` without a manifest was cut off. The manifest also has the facts of the run: the
-keys of the recipe that decide what is trained, and fingerprints of the rows and the models. So whether a run may go on
-from a checkpoint is known before anything else in it is read.
+A checkpoint of `liger-trainer train` without a manifest is incomplete. The manifest also holds the fingerprint of the
+run: the recipe keys that decide what is trained, and checksums of the rows and the models. So a run knows whether it
+may resume from a checkpoint before it reads anything else in it.
 """
 
 import dataclasses
@@ -21,10 +21,10 @@ from liger_trainer.command.recipe.read import Recipe
 from liger_trainer.errors import RecipeError, without_tokens
 
 NAME = "liger_manifest.json"
-BEGUN = "liger_manifest.begun.json"  # stands in a checkpoint from before its first file until its manifest
-_BLOCK = 1 << 24  # bytes of a checksum: a 100 GB checkpoint has 6,000 of them
-_THREADS = 8  # zlib frees the interpreter's lock: 3 GB/s a core were measured
-# With another value of these, the states in a checkpoint do not fit the weights or the optimizer any more.
+BEGUN = "liger_manifest.begun.json"  # in a checkpoint from before its first file until its manifest is written
+_BLOCK = 1 << 24  # bytes per checksum: a 100 GB checkpoint has 6,000 of them
+_THREADS = 8  # zlib releases the GIL; measured 3 GB/s per core
+# If one of these changes, the states in a checkpoint no longer fit the weights or the optimizer.
 _REFUSED = (
     "trainer",
     "optim",
@@ -45,47 +45,47 @@ _REFUSED = (
     "eagle_intermediate_size",
 )
 _SAME_STATES = {"adamw_torch", "adamw_torch_fused"}
-# The states of optimizer and scheduler hold these, and loading the states overwrites what the recipe has set.
+# The states of optimizer and scheduler contain these, so loading the states overwrites the recipe's values.
 _IN_THE_STATES = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
-# A fingerprint, and the key that says what it was taken of.
-_PRINTS = {"base": "model_name_or_path", "teacher": "teacher_model_name_or_path", "rows": "dataset_name"}
+# The parts of a fingerprint, and the recipe key that each is about
+_FINGERPRINT_KEYS = {"base": "model_name_or_path", "teacher": "teacher_model_name_or_path", "rows": "dataset_name"}
 _FILES_OF_A_MODEL = (".safetensors", ".bin", ".gguf", ".json", ".jinja", ".model", ".txt")
-_MOST_BYTES = 1 << 32  # of the rows: of larger data, only each second, third, ... batch is read
+_MOST_BYTES = 1 << 32  # of larger data, only every second, third, ... batch of rows is read
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """The folders `checkpoint-N` in `folder`, in the order of their steps."""
+    """Return the folders `checkpoint-N` in `folder`, ordered by step."""
     steps = {path: path.name.removeprefix("checkpoint-") for path in folder.glob("checkpoint-*") if path.is_dir()}
     return sorted((path for path, step in steps.items() if step.isdecimal()), key=lambda path: int(steps[path]))
 
 
 def files_in(checkpoint: Path) -> list[str]:
-    """The names of all files in a checkpoint and its subfolders, without the manifest itself."""
+    """Return the names of all files in a checkpoint and its subfolders, except the manifest."""
     names = (path.relative_to(checkpoint).as_posix() for path in checkpoint.rglob("*") if path.is_file())
     return sorted(set(names) - {NAME, BEGUN})
 
 
-def begin(checkpoint: Path, facts: dict[str, Any]) -> None:
-    """Mark `checkpoint` as begun. What an earlier attempt has left there is deleted."""
+def begin(checkpoint: Path, fingerprint: dict[str, Any]) -> None:
+    """Mark `checkpoint` as begun, and delete the remains of an earlier attempt."""
     if (checkpoint / BEGUN).exists() or (checkpoint / NAME).exists():
         remove(checkpoint)
     checkpoint.mkdir(parents=True, exist_ok=True)
-    _put(checkpoint / BEGUN, facts)
+    _write_json(checkpoint / BEGUN, fingerprint)
 
 
-def write(checkpoint: Path, names: Iterable[str], facts: dict[str, Any]) -> None:
-    """Write the manifest of `checkpoint` once its files `names` are on the disk: after a crash, they are if it is."""
+def write(checkpoint: Path, names: Iterable[str], fingerprint: dict[str, Any]) -> None:
+    """Flush the files `names` of `checkpoint` to disk, then write its manifest. So a manifest implies its files."""
     names = sorted(names)
     for name in names:
         with open(checkpoint / name, "rb") as file:
             os.fsync(file.fileno())
     sizes = {name: (checkpoint / name).stat().st_size for name in names}
-    _put(checkpoint / BEGUN, facts | {"files": _checksums(checkpoint, sizes)})
+    _write_json(checkpoint / BEGUN, fingerprint | {"files": _checksums(checkpoint, sizes)})
     os.replace(checkpoint / BEGUN, checkpoint / NAME)
 
 
 def remove(folder: Path) -> None:
-    """Delete a checkpoint, or a link to one. Its mark goes last, so what a crash leaves is still known as begun."""
+    """Delete a checkpoint, or a link to one. Its mark goes last, so after a crash the rest still counts as begun."""
     if folder.is_symlink():
         folder.unlink()
         return
@@ -100,7 +100,7 @@ def remove(folder: Path) -> None:
 
 
 def was_begun(checkpoint: Path) -> bool:
-    """Tell whether a run of the command has begun to save `checkpoint`, or had only made the folder."""
+    """Return whether a run of the command began to save `checkpoint`, or only created the folder."""
     marks = (checkpoint / BEGUN).exists() or (checkpoint / NAME).exists()
     return marks or (checkpoint.is_dir() and not any(checkpoint.iterdir()))
 
@@ -116,8 +116,8 @@ def read(checkpoint: Path) -> dict[str, Any] | None:
     return None
 
 
-def fault_of(checkpoint: Path, manifest: dict[str, Any]) -> str | None:
-    """Read every byte of `checkpoint`, and tell what is missing or differs from its manifest; None if it is whole."""
+def find_damage(checkpoint: Path, manifest: dict[str, Any]) -> str | None:
+    """Read every byte of `checkpoint`. Return what is missing or differs from its manifest, or None if it is whole."""
     try:
         checksums = _checksums(checkpoint, {name: (checkpoint / name).stat().st_size for name in manifest["files"]})
     except OSError as error:
@@ -125,7 +125,7 @@ def fault_of(checkpoint: Path, manifest: dict[str, Any]) -> str | None:
     return next((f"{name} has changed" for name, sums in manifest["files"].items() if checksums[name] != sums), None)
 
 
-def _put(path: Path, values: dict[str, Any]) -> None:
+def _write_json(path: Path, values: dict[str, Any]) -> None:
     with path.open("w", encoding="utf-8") as file:
         json.dump(values, file)
         file.flush()
@@ -133,7 +133,7 @@ def _put(path: Path, values: dict[str, Any]) -> None:
 
 
 def _checksums(checkpoint: Path, sizes: dict[str, int]) -> dict[str, list[int]]:
-    """For each file, its size and the CRC-32 of each block."""
+    """Return, for each file, its size and the CRC-32 of each block."""
     blocks = [(name, start) for name, size in sizes.items() for start in range(0, size, _BLOCK)]
 
     def sum_of(block: tuple[str, int]) -> int:
@@ -144,52 +144,56 @@ def _checksums(checkpoint: Path, sizes: dict[str, int]) -> dict[str, list[int]]:
 
     sums: dict[str, list[int]] = {name: [size] for name, size in sizes.items()}
     with ThreadPoolExecutor(_THREADS) as pool:
-        for (name, _), found in zip(blocks, pool.map(sum_of, blocks), strict=True):
-            sums[name].append(found)
+        for (name, _), checksum in zip(blocks, pool.map(sum_of, blocks), strict=True):
+            sums[name].append(checksum)
     return sums
 
 
-def facts_of(recipe: Recipe, source: ModelSource, rows: Any) -> dict[str, Any]:
-    """Collect what checkpoints say of their run: its keys, without tokens, and fingerprints of its models and rows."""
+def fingerprint_run(recipe: Recipe, source: ModelSource, rows: Any) -> dict[str, Any]:
+    """Return what identifies a run in its checkpoints: its keys (without tokens), and checksums of models and rows."""
     keys: dict[str, Any] = {}
     for part in (recipe.args, recipe.training, recipe.model):
         keys |= {field.name: getattr(part, field.name) for field in dataclasses.fields(part)}
-    kept = {key: _plain(value) for key, value in keys.items() if _is_refused(key) or key in _IN_THE_STATES}
-    facts: dict[str, Any] = {"processes": recipe.training.world_size, "recipe": kept}
+    compared_keys = {key: _as_json(value) for key, value in keys.items() if _is_refused(key) or key in _IN_THE_STATES}
+    fingerprint: dict[str, Any] = {"processes": recipe.training.world_size, "recipe": compared_keys}
     if not recipe.training.should_save:
-        return facts  # which writes no manifest, and decides nothing
-    facts["base"] = [recipe.model.model_name_or_path, _print_of_model(source)]
+        return fingerprint  # this process neither writes manifests nor decides whether to resume
+    fingerprint["base"] = [recipe.model.model_name_or_path, _fingerprint_model(source)]
     if teacher := keys.get("teacher_model_name_or_path"):
-        facts["teacher"] = [teacher, _print_of_model(find_model(teacher, revision=keys["teacher_model_revision"]))]
-    facts["rows"] = [_plain(recipe.args.dataset_name), _print_of_rows(rows)]
-    return facts
+        fingerprint["teacher"] = [
+            teacher,
+            _fingerprint_model(find_model(teacher, revision=keys["teacher_model_revision"])),
+        ]
+    fingerprint["rows"] = [_as_json(recipe.args.dataset_name), _fingerprint_rows(rows)]
+    return fingerprint
 
 
-def refuse_another_run(checkpoint: Path, then: dict[str, Any], now: dict[str, Any]) -> None:
-    """RecipeError if a run with the facts `now` cannot resume `checkpoint`, which was saved with the facts `then`."""
+def refuse_another_run(checkpoint: Path, saved: dict[str, Any], current: dict[str, Any]) -> None:
+    """RecipeError if a run with the fingerprint `current` cannot resume `checkpoint` with the manifest `saved`."""
     differences = [
         f"{key} is {value!r} and was {old!r}"
-        for key, value, old in _differences(then, now)
+        for key, value, old in _differences(saved, current)
         if _is_refused(key) and not (key == "optim" and {value, old} == _SAME_STATES)
     ]
-    for kind, key in _PRINTS.items():
-        if then.get(kind, [None])[-1] != now.get(kind, [None])[-1]:
-            new, old = (" ".join(map(str, facts.get(kind, ("unset",)))) for facts in (now, then))
+    for kind, key in _FINGERPRINT_KEYS.items():
+        if saved.get(kind, [None])[-1] != current.get(kind, [None])[-1]:
+            new = " ".join(map(str, current.get(kind, ("unset",))))
+            old = " ".join(map(str, saved.get(kind, ("unset",))))
             differences.append(f"{key} is {new} and was {old}")
     if differences:
         raise RecipeError(f"{checkpoint} was saved by another run: {'; '.join(differences)}. Set another output_dir.")
 
 
-def what_changes(checkpoint: Path, then: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Tell in lines what a run with the facts `now` changes where it goes on from `checkpoint`."""
+def describe_changes(checkpoint: Path, saved: dict[str, Any], current: dict[str, Any]) -> list[str]:
+    """Return lines about what changes when a run with the fingerprint `current` resumes from `checkpoint`."""
     lines = []
-    changed = [(key, new, old) for key, new, old in _differences(then, now) if key in _IN_THE_STATES]
-    if not has_optimizer(then):
+    changed = [(key, new, old) for key, new, old in _differences(saved, current) if key in _IN_THE_STATES]
+    if not has_optimizer(saved):
         lines.append(f"{checkpoint} was saved without its optimizer, so optimizer and learning rate start from step 0.")
     elif changed:
-        said = ", ".join(f"{key} stays {old}, not {new}" for key, new, old in changed)
-        lines.append(f"{said}, because the optimizer's state in {checkpoint} decides.")
-    before, processes = then["processes"], now["processes"]
+        unchanged = ", ".join(f"{key} stays {old}, not {new}" for key, new, old in changed)
+        lines.append(f"{unchanged}, because the optimizer's state in {checkpoint} decides.")
+    before, processes = saved["processes"], current["processes"]
     if before != processes:
         lines.append(
             f"{checkpoint} was saved with {before} processes, and this run has {processes}: a step has "
@@ -203,9 +207,9 @@ def has_optimizer(manifest: dict[str, Any]) -> bool:
     return any(name.startswith(("optimizer", "global_step")) for name in manifest["files"])
 
 
-def _differences(then: dict[str, Any], now: dict[str, Any]) -> list[tuple[str, Any, Any]]:
-    """The keys with other values, each with the new and the old one. A key that one side lacks is not compared."""
-    old, new = then["recipe"], now["recipe"]
+def _differences(saved: dict[str, Any], current: dict[str, Any]) -> list[tuple[str, Any, Any]]:
+    """Return (key, new value, old value) for each key that differs. Keys that only one side has are not compared."""
+    old, new = saved["recipe"], current["recipe"]
     return [(key, new[key], old[key]) for key in sorted(old.keys() & new.keys()) if new[key] != old[key]]
 
 
@@ -213,14 +217,14 @@ def _is_refused(key: str) -> bool:
     return any(fnmatch.fnmatchcase(key, pattern) for pattern in _REFUSED)
 
 
-def _plain(value: Any) -> Any:
-    """A value as JSON gives it back, without tokens."""
+def _as_json(value: Any) -> Any:
+    """Return a value as it comes back from JSON, without Hub tokens."""
     text = json.dumps(value, default=lambda part: sorted(part) if isinstance(part, set) else str(part))
     return json.loads(without_tokens(text))
 
 
-def _print_of_model(source: ModelSource) -> str:
-    """A model of the Hub has its commit; of the files of a folder, 64 samples and the size are read of each."""
+def _fingerprint_model(source: ModelSource) -> str:
+    """Return the commit of a Hub model, or a checksum of a folder: the size of each file and 64 samples of it."""
     if not os.path.isdir(source.path):
         from transformers.utils.hub import cached_file, extract_commit_hash
 
@@ -238,7 +242,7 @@ def _print_of_model(source: ModelSource) -> str:
     return f"(crc32 {total:08x})"
 
 
-def _print_of_rows(rows: Any) -> str:
+def _fingerprint_rows(rows: Any) -> str:
     import pyarrow as pa
 
     total, every = 0, 1 + rows.data.nbytes // _MOST_BYTES

@@ -8,7 +8,7 @@ from typing import Any
 from liger_trainer._logging import logger
 
 CURVES = "training_curves.png"
-# A panel each: its title, and the logged keys that it shows.
+# The panels: a title, and the logged keys to draw
 _PANELS = (
     ("loss", ("loss", "eval_loss")),
     ("gradient norm", ("grad_norm",)),
@@ -17,15 +17,15 @@ _PANELS = (
     ("margin", ("rewards/margins",)),
     ("accuracy", ("rewards/accuracies",)),
 )
-_COLORS = ("#d55e00", "#0072b2", "#555555")  # of Okabe and Ito, which every kind of colour blindness tells apart
+_COLORS = ("#d55e00", "#0072b2", "#555555")  # from Okabe and Ito's palette for colour-blind readers
 _ARMS = {"stock": "#555555", "stock + Liger": "#0072b2", "ours": "#d55e00"}  # as in the figures of the docs
-_STYLES = ("-", "--", ":")  # equal lines lie on each other
+_STYLES = ("-", "--", ":")  # different styles, so that lines with equal values stay visible
 
 
 def draw_curves(history: list[dict[str, Any]], path: Path) -> bool:
-    """Draw what `log_history` of a trainer has of loss, gradient norm, rewards and margins. False if it fails.
+    """Draw loss, gradient norm, rewards and margins from a trainer's `log_history`. Return False if that fails.
 
-    The run that is drawn is being saved, so no error may come from here.
+    This runs while the model is being saved, so it must not raise.
     """
     panels = []
     for title, keys in _PANELS:
@@ -50,7 +50,7 @@ def draw_comparison(arms: list[dict[str, Any]], where: str, path: str) -> None:
     figure, axes = _figure(3)
     ran = [arm for arm in arms if "losses" in arm]
     for axis, key, title in ((axes[0], "tokens_per_s", "useful tokens/s"), (axes[1], "peak_gib", "peak memory, GiB")):
-        if not any(arm.get(key) for arm in ran):  # the trainer counts no tokens
+        if not any(arm.get(key) for arm in ran):  # the trainer does not count tokens
             key, title = "step_s", "seconds a step"
         for arm in ran:
             bar = axis.bar(arm["arm"], arm[key] or 0, color=_ARMS[arm["arm"]])

@@ -15,16 +15,17 @@ from liger_trainer.memory.ranks import Ranks
 
 
 class Terminated(KeyboardInterrupt):
-    """Raised where SIGTERM ends a run. Like Ctrl-C, it is not an `Exception`, so other code does not catch it."""
+    """Raised when SIGTERM ends a run. Like Ctrl-C, it is not an `Exception`, so other code does not catch it."""
 
 
 class SaveOnSigterm(TrainerCallback):
-    """Stops training with a checkpoint after a process of the run got SIGTERM.
+    """Saves a checkpoint and stops training after any process of the run got SIGTERM.
 
-    Not every process may get the signal, but all must save together. So they exchange it over gloo in each step.
+    The signal may not reach every process, but all of them have to save together. So they exchange it over gloo in
+    each step.
 
-    Training stops at the end of a step, or of the epoch if that ends with it. After the last step it goes on, because
-    only the model is left to save.
+    Training stops at the end of the step, or of the epoch if the step is its last. After the last step of the run it
+    does not stop, because only the model is left to save.
     """
 
     def __init__(self) -> None:
@@ -32,8 +33,8 @@ class SaveOnSigterm(TrainerCallback):
         self._asked = self._stops = self._saves = False
         self._ranks: Ranks | None = None
 
-    def take(self) -> bool:
-        """Note a SIGTERM. Whether the run will end by itself: after this step, or once the trained model is saved."""
+    def request_stop(self) -> bool:
+        """Note a SIGTERM. Return whether the run will end by itself: after this step, or once the model is saved."""
         self._asked = self._asked or self.training
         return self._asked
 
@@ -43,39 +44,41 @@ class SaveOnSigterm(TrainerCallback):
         self.training = True
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._stops = self.any_asked() and state.global_step < state.max_steps
+        self._stops = self.any_signalled() and state.global_step < state.max_steps
         if not float(state.epoch).is_integer():
             self.on_epoch_end(args, state, control)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._stops:
             self._saves = control.should_save = True
-            args.save_strategy = SaveStrategy.STEPS  # with BEST, an evaluation would decide once more
+            args.save_strategy = SaveStrategy.STEPS  # BEST would wait for another evaluation
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._saves:
             raise Terminated
 
-    def any_asked(self) -> bool:
-        """Return whether any process has got the signal, as soon as all have come here."""
+    def any_signalled(self) -> bool:
+        """Return whether any process got the signal. All processes have to call this."""
         if self._ranks is None:
             return self._asked
         return self._ranks.least(not self._asked) == (False,)
 
 
 @contextlib.contextmanager
-def sigterm_ends(run: SaveOnSigterm) -> Iterator[None]:
-    """While this is open, SIGTERM has `run` save and end, or raises `Terminated` if it is not training.
+def handle_sigterm(run: SaveOnSigterm) -> Iterator[None]:
+    """Context manager: on SIGTERM, `run` saves and stops. If it is not training, `Terminated` is raised.
 
-    Worker processes are ended as always.
+    Worker processes of data loaders end as usual.
     """
     process = os.getpid()
 
     def stop(number: int, frame: Any) -> None:
         if os.getpid() != process:
-            signal.signal(number, signal.SIG_DFL)  # a worker has inherited this handler, and its pool wants to end it
+            signal.signal(
+                number, signal.SIG_DFL
+            )  # a worker that inherited this handler, and that its pool wants to end
             os.kill(os.getpid(), number)
-        elif not run.take():
+        elif not run.request_stop():
             raise Terminated
 
     if threading.current_thread() is not threading.main_thread():  # only the main thread may handle signals

@@ -1,4 +1,4 @@
-"""Calls of reward functions in a run: an error or a wrong result names the function as the recipe does."""
+"""Wraps reward functions, so that an error or a wrong result names the function as the recipe does."""
 
 import functools
 import inspect
@@ -32,8 +32,8 @@ def checked_reward(name: str, reward: Callable) -> Callable:
     def fault_of(error: Exception) -> RewardError:
         frames = traceback.extract_tb(error.__traceback__)[1:]  # the first is the wrapper's
         code = getattr(reward, "__code__", None)
-        own = [frame for frame in frames if code is not None and frame.filename == code.co_filename]
-        where = f" in line {own[-1].lineno} of {own[-1].filename}" if own else ""
+        own_frames = [frame for frame in frames if code is not None and frame.filename == code.co_filename]
+        where = f" in line {own_frames[-1].lineno} of {own_frames[-1].filename}" if own_frames else ""
         reason = " ".join(str(error).split())
         return RewardError(f"reward_funcs has {name!r}, which raised {type(error).__name__}{where}: {reason}")
 
@@ -59,7 +59,7 @@ def checked_reward(name: str, reward: Callable) -> Callable:
 
 
 def _named_like(reward: Callable, wrapper: Callable) -> Callable:
-    """`wrapper` under the name of `reward`, which TRL logs; TRL itself names a callable object without one."""
+    """Return `wrapper` with the name of `reward`, which TRL logs. A callable object without a name gets its class's."""
     functools.update_wrapper(wrapper, reward)
     if not hasattr(reward, "__name__"):
         wrapper.__name__ = type(reward).__name__

@@ -1,4 +1,4 @@
-"""Saves a run: checkpoints that end with a manifest, the stop at a SIGTERM, and what is kept if a save fails."""
+"""Saves a run: checkpoints with manifests, the stop after SIGTERM, and a rescue of the model if a save fails."""
 
 import contextlib
 import shutil
@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from liger_trainer.command.processes import on_all
+from liger_trainer.command.processes import gather_from_all
 from liger_trainer.command.recipe.read import Recipe
 from liger_trainer.command.rows.prompt_form import IN_WORDS, write_prompt_form
 from liger_trainer.command.run import manifest
@@ -24,68 +24,73 @@ from liger_trainer.errors import RecipeError, RewardError, RunError, refusal
 from liger_trainer.trainers.model_card import CardText, card_without_risk
 
 
-class _CannotSave(Exception):
+class _SaveError(Exception):
     """Raised when a write fails; the message says why."""
 
 
 class CheckpointManager(TrainerCallback):
-    """Manages the checkpoints of a run: writes their manifests, and deletes old ones beyond `limit`.
+    """Writes the manifests of checkpoints, and deletes old checkpoints beyond `limit`.
 
-    A thread computes checksums while training goes on. Once the manifest of a checkpoint is written, older checkpoints
-    of this run are deleted by their steps, never those of another run. The newest and the best one always stay.
+    A thread computes checksums while training goes on. Once a manifest is written, the oldest checkpoints of this run
+    are deleted. Checkpoints of other runs are never touched. The newest and the best one always stay.
     """
 
-    def __init__(self, facts: dict[str, Any], resume_point: ResumePoint, limit: int | None = None) -> None:
-        self.facts, self.resume_point, self._limit = (
-            facts | {"run": resume_point.run or uuid.uuid4().hex},
-            resume_point,
-            limit,
-        )
+    def __init__(self, fingerprint: dict[str, Any], resume_point: ResumePoint, limit: int | None = None) -> None:
+        self.fingerprint = fingerprint | {"run": resume_point.run or uuid.uuid4().hex}
+        self.resume_point = resume_point
+        self._limit = limit
         self._pool = ThreadPoolExecutor(1)
         self._writing: Future | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Find the best checkpoint in a folder that was moved."""
+        """Correct the path of the best checkpoint, in case the folder was moved."""
         if self.resume_point.checkpoint is not None:
             best = Path(self.resume_point.checkpoint).parent / f"checkpoint-{state.best_global_step}"
             if best.is_dir():
                 state.best_model_checkpoint = str(best)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
-        """Refuse a metric that the evaluation does not have, before the trainer looks for it."""
+        """RecipeError for a metric that the evaluation does not have, before the trainer looks for it."""
         name = args.metric_for_best_model
         if name is not None and f"eval_{name.removeprefix('eval_')}" not in metrics:
             raise RecipeError(f"metric_for_best_model is {name!r}; expected one of: {', '.join(metrics)}.")
 
     def begin(self, trainer: Any) -> None:
         if trainer.args.should_save:
-            manifest.begin(_checkpoint_of(trainer), self.facts)
-        trainer.accelerator.wait_for_everyone()  # an attempt before may have left files of other processes there
+            manifest.begin(_checkpoint_of(trainer), self.fingerprint)
+        trainer.accelerator.wait_for_everyone()  # an earlier attempt may have left files, which `begin` deletes
 
     def finish(self, trainer: Any) -> None:
-        """Have the manifest written as soon as all processes have come here, which have then saved their parts."""
-        checkpoint, args, state = _checkpoint_of(trainer), trainer.args, trainer.state
-        seen = on_all(args, manifest.files_in(checkpoint))  # of a network disk, none may see all files at once
-        names = seen[args.process_index] if args.save_on_each_node else {name for some in seen for name in some}
+        """Start writing the manifest, once all processes have saved their parts and called this."""
+        checkpoint = _checkpoint_of(trainer)
+        args = trainer.args
+        state = trainer.state
+        # On a network disk, a process may not see the files of all others yet, so the lists are joined.
+        files_of_process = gather_from_all(args, manifest.files_in(checkpoint))
+        names = set(files_of_process[args.process_index])
+        if not args.save_on_each_node:
+            names = set().union(*files_of_process)
         if args.should_save:
-            facts = self.facts | {"step": state.global_step}
-            self._writing = self._pool.submit(self._write, checkpoint, names, facts, state.best_model_checkpoint)
+            fingerprint = self.fingerprint | {"step": state.global_step}
+            self._writing = self._pool.submit(self._write, checkpoint, names, fingerprint, state.best_model_checkpoint)
 
     def wait(self, trainer: Any) -> None:
         """Wait for the manifest of the last checkpoint."""
         if self._writing is not None:
             with _saving("A checkpoint", trainer):
-                self._writing.result()  # Ctrl-C may end this one, and what is said of the run then waits again
+                self._writing.result()  # if Ctrl-C interrupts it, `_writing` stays set and the next call waits again
         self._writing = None
 
-    def _write(self, checkpoint: Path, names: Iterable[str], facts: dict[str, Any], best: str | None) -> None:
-        manifest.write(checkpoint, names, facts)
+    def _write(self, checkpoint: Path, names: Iterable[str], fingerprint: dict[str, Any], best: str | None) -> None:
+        manifest.write(checkpoint, names, fingerprint)
         if self._limit is None:
             return
         in_folder = checkpoints_in(checkpoint.parent)
-        until_now = in_folder[: in_folder.index(checkpoint) + 1]  # later ones are damaged
+        until_now = in_folder[: in_folder.index(checkpoint) + 1]  # later ones are damaged: this run resumed before them
         manifests = {path: manifest.read(path) for path in until_now}
-        of_this_run = [path for path, saved in manifests.items() if saved is not None and saved["run"] == facts["run"]]
+        of_this_run = [
+            path for path, saved in manifests.items() if saved is not None and saved["run"] == fingerprint["run"]
+        ]
 
         always_kept = {checkpoint}
         if best is not None:
@@ -95,18 +100,18 @@ class CheckpointManager(TrainerCallback):
         surplus = candidates[: max(0, len(of_this_run) - limit)]
         cut_off = [path for path in until_now if (path / manifest.BEGUN).exists()]
         for path in [*surplus, *cut_off]:
-            with contextlib.suppress(OSError):  # one that cannot be deleted does no harm
+            with contextlib.suppress(OSError):  # a surplus checkpoint does no harm
                 manifest.remove(path)
 
 
 class SavesWithManifest:
-    """Changes in a trainer, for a run of the command, how it saves, and the card of its model."""
+    """Mixin for a run of the command: changes how the trainer saves, and adds the run to the model card."""
 
     checkpoints: CheckpointManager
     stop: SaveOnSigterm
     recipe: Recipe
     recorder: RunRecorder
-    curves = False  # whether this run has drawn them
+    curves = False  # whether this run has drawn its training curves
 
     def _save_checkpoint(self: Any, model: Any, trial: Any) -> None:
         self.checkpoints.wait(self)
@@ -121,7 +126,7 @@ class SavesWithManifest:
             super()._push_from_checkpoint(str(_checkpoint_of(self)))  # type: ignore[misc]
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Wait for the manifest, which is pushed too: the stock trainer calls this before it can be written."""
+        """Do nothing: the stock trainer pushes before the manifest exists. `_save_checkpoint` pushes afterwards."""
 
     def _run_epoch(self: Any, **kwargs: Any) -> None:
         # The stock loop trains one more step of a finished run.
@@ -129,22 +134,22 @@ class SavesWithManifest:
             super()._run_epoch(**kwargs)  # type: ignore[misc]
 
     def create_model_card(self: Any, model_name: str | None = None, **kwargs: Any) -> None:
-        """Write a card with this package, the base model, the rows, the loss, the machine and the recipe in it."""
+        """Write a card that names this package, the base model, the rows, the loss, the machine and the recipe."""
         name = model_name or Path(self.args.output_dir).name
         super().create_model_card(name, tags="liger-trainer")  # type: ignore[misc]
 
     def card_text(self: Any) -> CardText:
         stock = super().card_text()  # type: ignore[misc]
-        # The example asks by a chat template.
+        # The example in the card uses the chat template.
         chats = self.recorder.form == "chat" and getattr(self.processing_class, "chat_template", None)
         return CardText(
-            base_model=_shown(self.checkpoints.facts["base"][0]),
+            base_model=_public_name(self.checkpoints.fingerprint["base"][0]),
             quick_start=bool(chats) and (stock is None or stock.quick_start),
             trained=self._what_was_trained(),
         )
 
     def _evaluation(self: Any) -> list[str]:
-        """The line of the card about the loss of the evaluation, if there was any."""
+        """Return the line of the card about the evaluation loss, if there was an evaluation."""
         losses = [log["eval_loss"] for log in self.state.log_history if "eval_loss" in log]
         if not losses:
             return []
@@ -153,10 +158,11 @@ class SavesWithManifest:
         return [f"- Loss of the evaluation: from {losses[0]:.4g} to {losses[-1]:.4g}, {best}; {saved}"]
 
     def _what_was_trained(self: Any) -> str:
-        """The lines of the card about this run, in Markdown."""
+        """Return the lines of the card about this run, in Markdown."""
         import liger_trainer
 
-        (base, base_print), (rows, rows_print) = self.checkpoints.facts["base"], self.checkpoints.facts["rows"]
+        base, base_print = self.checkpoints.fingerprint["base"]
+        rows, rows_print = self.checkpoints.fingerprint["rows"]
         losses = [log["loss"] for log in self.state.log_history if "loss" in log]
         kind = getattr(self.args, "loss_type", None) or self._name
         loss = f"{kind if isinstance(kind, str) else ', '.join(kind)}, {self.state.global_step} steps"
@@ -167,7 +173,7 @@ class SavesWithManifest:
             machine += f", {self.recorder.speed:,.0f} tokens/s"
         lines = [
             f"- liger_trainer {liger_trainer.__version__}, `{type(self).__name__}`",
-            f"- Base model: `{_shown(base)}` {base_print}",
+            f"- Base model: `{_public_name(base)}` {base_print}",
             f"- Data: `{rows}` {rows_print}",
             f"- Form of the prompts: {IN_WORDS[self.recorder.form]}",
             f"- Loss: {loss}",
@@ -180,22 +186,22 @@ class SavesWithManifest:
         return "\n".join([*lines, self.recipe.to_card()])
 
 
-def _shown(model: str) -> str:
-    """The name of a model in a card: without the folders of this machine."""
+def _public_name(model: str) -> str:
+    """Return the name of a model for a card, without the folders of this machine."""
     return Path(model).name if Path(model).is_dir() else model
 
 
 @contextlib.contextmanager
 def _saving(what: str, trainer: Any) -> Iterator[None]:
-    """`_CannotSave` in place of an error that says that a write has failed. Others stay as they are."""
+    """Context manager: turn an error about a failed write into `_SaveError`. Other errors pass unchanged."""
     try:
         yield
     except Exception as error:
-        by_torch = "inline_container.cc" in str(error)  # torch itself says only how many bytes are missing
+        by_torch = "inline_container.cc" in str(error)  # torch only says how many bytes are missing
         if not (isinstance(error, OSError) or by_torch or "Error while serializing: I/O error" in str(error)):
             raise
         reason = "no space left, or a limit on the size of its files" if by_torch else error
-        raise _CannotSave(f"{what} cannot be written: {reason} (in {trainer.args.output_dir}).") from error
+        raise _SaveError(f"{what} cannot be written: {reason} (in {trainer.args.output_dir}).") from error
 
 
 def train_and_save(trainer: Any, recipe: Recipe) -> None:
@@ -205,45 +211,46 @@ def train_and_save(trainer: Any, recipe: Recipe) -> None:
         trainer.train(resume_from_checkpoint=resume_point.checkpoint)
         if trainer.state.global_step == 0:
             raise RecipeError(
-                "No step was trained, since the rows do not fill a batch: set dataloader_drop_last: false."
+                "No step was trained, because the rows do not fill a batch. Set dataloader_drop_last: false."
             )
         checkpoints.wait(trainer)
         _save_model(trainer)
     except Terminated:
         checkpoints.wait(trainer)
         trainer.callback_handler.on_train_end(trainer.args, trainer.state, trainer.control)
-        trainer.stop.any_asked()  # a barrier: the launcher ends the others once one has ended
+        trainer.stop.any_signalled()  # a barrier: once one process exits, the launcher ends the others
         raise
     except RewardError as error:
         if trainer.state.global_step == 0:
             raise RecipeError(str(error)) from error
-        raise RunError(f"{error} {what_is_left(recipe)}") from error
-    except _CannotSave as error:
-        raise RunError(f"{error} {_keep_model(trainer)}{what_is_left(recipe)}") from error
+        raise RunError(f"{error} {describe_last_checkpoint(recipe)}") from error
+    except _SaveError as error:
+        raise RunError(f"{error} {_keep_model(trainer)}{describe_last_checkpoint(recipe)}") from error
     except Exception as error:
         args = trainer.args
-        written = {name: getattr(args, name, None) for name in ("optim_args", "lr_scheduler_kwargs", "loss_type")}
-        said = refusal(error, **written)
+        named_fields = {name: getattr(args, name, None) for name in ("optim_args", "lr_scheduler_kwargs", "loss_type")}
+        message = refusal(error, **named_fields)
         if not resume_point.known:
-            said = f"{resume_point.checkpoint} cannot be loaded: {' '.join(str(error).split())}"
-        # TRL looks at these in the first step
+            message = f"{resume_point.checkpoint} cannot be loaded: {' '.join(str(error).split())}"
+        # TRL checks these in the first step only
         late = ("loss_type: ", "The reward function ")
-        by_trl = trainer.state.global_step == 0 and said is not None and any(text in said for text in late)
-        if said is None or (trainer.stop.training and not by_trl):
+        by_trl = trainer.state.global_step == 0 and message is not None and any(text in message for text in late)
+        if message is None or (trainer.stop.training and not by_trl):
             raise
-        raise RecipeError(f"{said} ({type(error).__name__})") from error
+        raise RecipeError(f"{message} ({type(error).__name__})") from error
     finally:
-        with contextlib.suppress(_CannotSave):  # after another error: what_is_left may name this checkpoint
+        # After another error too: `describe_last_checkpoint` may name this checkpoint.
+        with contextlib.suppress(_SaveError):
             checkpoints.wait(trainer)
 
 
 def _save_model(trainer: Any) -> None:
-    """Save the model in `output_dir`, or else delete what was written: half a model looks like a whole one."""
+    """Save the model in `output_dir`. If that fails, delete what was written: half a model looks like a whole one."""
     folder, failure = Path(trainer.args.output_dir), None
     before = {path: path.stat().st_mtime_ns for path in matches(folder, WEIGHTS)}
     try:
         with _saving("The trained model", trainer):
-            trainer.save_model(trainer.args.output_dir, _internal_call=True)  # without a push
+            trainer.save_model(trainer.args.output_dir, _internal_call=True)  # does not push
             trainer.save_state()
             if trainer.args.should_save:
                 write_prompt_form(folder, trainer.recorder.form, trainer.recipe.args.system_prompt)
@@ -253,7 +260,7 @@ def _save_model(trainer: Any) -> None:
             trainer.create_model_card()
     except Exception as error:
         failure = error
-    if not any(on_all(trainer.args, failure is not None)):
+    if not any(gather_from_all(trainer.args, failure is not None)):
         return
     for path in matches(folder, WEIGHTS) if trainer.is_world_process_zero() else ():
         if path.is_file() and path.stat().st_mtime_ns != before.get(path):
@@ -261,16 +268,17 @@ def _save_model(trainer: Any) -> None:
                 path.unlink()
     if failure is None:
         raise RunError("The trained model cannot be written; another process says why.")
-    if not isinstance(failure, _CannotSave):
+    if not isinstance(failure, _SaveError):
         failure.add_note(_keep_model(trainer))
     raise failure
 
 
 def _keep_model(trainer: Any) -> str:
-    """After a save has failed, save the model alone: in `output_dir` or, if it is full or has one, for temporary files.
+    """Rescue the model after a failed save: write it without its optimizer, and return a sentence that says where.
 
-    The sentence that says where is empty if there is a checkpoint of this step, or if this process has a part only.
-    Checkpoints without a manifest are deleted, because their space is needed.
+    It goes to `output_dir`, or to a temporary folder if `output_dir` is full or has a model already. Return "" and
+    write nothing if this step has a checkpoint, or if this process holds only a shard. Checkpoints without a manifest
+    are deleted first, to free their space.
     """
     if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled or not trainer.is_world_process_zero():
         return ""
@@ -284,7 +292,7 @@ def _keep_model(trainer: Any) -> str:
     for place in (elsewhere,) if matches(folder, WEIGHTS) else (folder, elsewhere):  # an earlier model stays
         try:
             trainer._save(str(place))
-        except Exception:  # the disk again, which the message is about already
+        except Exception:  # the disk again; the error message is about it already
             for path in matches(place, WEIGHTS):
                 path.unlink()
         else:
@@ -295,9 +303,9 @@ def _keep_model(trainer: Any) -> str:
     return f"The model cannot be written to {tempfile.gettempdir()} either. "
 
 
-def what_is_left(recipe: Recipe) -> str:
-    """Name the newest whole checkpoint of a run that ended early, and how to go on from it."""
-    if not recipe.began:  # whatever is in output_dir is from an earlier run
+def describe_last_checkpoint(recipe: Recipe) -> str:
+    """Return a sentence about the newest whole checkpoint of a run that ended early, and how to resume from it."""
+    if not recipe.began:  # checkpoints in output_dir are an earlier run's
         return "Training had not begun."
     whole = [path for path in checkpoints_in(Path(recipe.training.output_dir)) if manifest.read(path) is not None]
     if not whole:

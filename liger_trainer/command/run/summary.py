@@ -1,4 +1,4 @@
-"""The few lines that `liger-trainer train` prints at the end."""
+"""Writes the summary that `liger-trainer train` prints at the end."""
 
 import math
 import platform
@@ -13,7 +13,7 @@ from transformers import TrainerCallback
 from liger_trainer.command.rows.counts import RowCounts
 from liger_trainer.command.rows.prompt_form import IN_WORDS
 
-# Keys of the trainers' logs, and their names in the summary.
+# Keys of the trainers' logs, and their names in the summary
 _LOGGED = {
     "loss": "loss",
     "eval_loss": "eval     loss",
@@ -44,7 +44,7 @@ class RunRecorder(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         self._start, self._first_step = time.perf_counter(), state.global_step
-        if self.early_stopping is not None:  # after a resume the trainer itself counts from 0 again
+        if self.early_stopping is not None:  # after a resume, transformers would count from 0 again
             saved = state.stateful_callbacks["EarlyStoppingCallback"]["attributes"]
             self.early_stopping.early_stopping_patience_counter = saved["early_stopping_patience_counter"]
             control.should_training_stop = not self._is_patient()
@@ -52,7 +52,7 @@ class RunRecorder(TrainerCallback):
     def on_log(self, args, state, control, logs=None, **kwargs):
         logs = logs or {}
         for key in _LOGGED.keys() & logs.keys():
-            if logs[key] is not None:  # the reward of completions that no function judges
+            if logs[key] is not None:  # None: the reward of completions that no function judged
                 self._logged.setdefault(key, []).append(float(logs[key]))
         self._norm = float(logs.get("grad_norm", self._norm))
         if "train_loss" in logs and "loss" not in self._logged and state.global_step > self._first_step:
@@ -61,10 +61,10 @@ class RunRecorder(TrainerCallback):
             self._tokens, self._seconds = logs["num_tokens"], time.perf_counter() - self._start
 
     def summary(self, trainer) -> str:
-        """The text for the end of the run of `trainer`."""
+        """Return the summary of the run of `trainer`."""
         args, state = trainer.args, trainer.state
-        report, chosen = getattr(trainer, "liger_report", None), getattr(trainer, "checkpointing", None)
-        kept, captured = getattr(trainer, "kept_weights", None), getattr(trainer, "captured_steps", None)
+        report, checkpointing = getattr(trainer, "liger_report", None), getattr(trainer, "checkpointing", None)
+        kept_weights, captured = getattr(trainer, "kept_weights", None), getattr(trainer, "captured_steps", None)
         resumed = f", resumed at step {self._first_step}" if self._first_step else ""
         lines = ["Summary", f"  steps    {state.global_step - self._first_step}{resumed}{self._stopped(args, state)}"]
         if self.rows is not None:
@@ -79,7 +79,7 @@ class RunRecorder(TrainerCallback):
         if "loss" not in self._logged:
             mean = self._mean_loss
             if mean is not None and not hasattr(trainer, "_initial_global_step"):
-                # transformers 5.17 divides the losses since the resumption by the steps of the whole run
+                # After a resume, transformers 5.17 divides by the steps of the whole run
                 mean *= state.global_step / (state.global_step - self._first_step)
             lines.append(f"  loss     {'not logged' if mean is None else f'{mean:.3f}, the mean of all steps'}")
         for key, name in _LOGGED.items():
@@ -90,18 +90,18 @@ class RunRecorder(TrainerCallback):
             lines.append("  warning  the last gradient norm is NaN, and a loss that is NaN is left out above")
         lines += [
             f"  speed    {'not counted' if self.speed is None else f'{self.speed:.0f} tokens/s'}",
-            f"  memory   {peak_memory(0 if chosen is None else chosen.highest)}",
-            *([] if chosen is None else [f"  layers   {chosen}"]),
-            *([] if captured is None else [f"  captured {captured.in_words()}"]),
+            f"  memory   {peak_memory(0 if checkpointing is None else checkpointing.highest)}",
+            *([] if checkpointing is None else [f"  layers   {checkpointing}"]),
+            *([] if captured is None else [f"  captured {captured.describe()}"]),
             f"  patched  {'nothing (use_liger is false)' if report is None else report.one_line()}",
-            *([f"  kept     {kept}"] if kept is not None and str(kept) else []),
+            *([f"  kept     {kept_weights}"] if kept_weights is not None and str(kept_weights) else []),
             f"  model    {args.output_dir}",
         ]
         return "\n".join(lines)
 
     @property
     def speed(self) -> float | None:
-        """Tokens a second of all processes, without padding; None where the trainer does not count them."""
+        """Tokens per second over all processes, without padding; None if the trainer does not count them."""
         return self._tokens / self._seconds if self._tokens else None
 
     def _is_patient(self) -> bool:
@@ -118,7 +118,7 @@ class RunRecorder(TrainerCallback):
 
 
 def best_evaluation(history: list[dict[str, Any]]) -> str | None:
-    """The least loss of the evaluations and its step, in words; None without an evaluation."""
+    """Return the lowest evaluation loss and its step as text; None without an evaluation."""
     evaluated = [log for log in history if "eval_loss" in log]
     if not evaluated:
         return None
@@ -127,15 +127,15 @@ def best_evaluation(history: list[dict[str, Any]]) -> str | None:
 
 
 def hardware(processes: int = 1) -> str:
-    """The device that trains, and on how many processes."""
+    """Return the name of the device that trains, with the number of processes."""
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU ({platform.machine()})"
     return name if processes == 1 else f"{processes} x {name}"
 
 
 def peak_bytes(known: int = 0) -> int | None:
-    """The peak of memory so far: of this process's tensors on the GPU or, without a GPU, of the whole process.
+    """Return the peak memory so far: of this process's tensors on the GPU or, without a GPU, of the whole process.
 
-    None on Windows without a GPU. `known`: a peak that torch's counter for the GPU has forgotten.
+    None on Windows without a GPU. `known` is an earlier peak, from before torch's counter was reset.
     """
     if torch.cuda.is_available():
         return max(known, torch.cuda.max_memory_allocated())
@@ -148,7 +148,7 @@ def peak_bytes(known: int = 0) -> int | None:
 
 
 def peak_memory(known: int = 0) -> str:
-    """`peak_bytes` in words."""
+    """Return `peak_bytes` as text."""
     peak = peak_bytes(known)
     if peak is None:
         return "not measured on Windows without a GPU"

@@ -1,4 +1,4 @@
-"""Running a parsed recipe: check everything, load model and rows, train, and save."""
+"""Runs a parsed recipe: checks everything, loads model and rows, trains, and saves."""
 
 import inspect
 import os
@@ -14,46 +14,52 @@ import liger_trainer
 from liger_trainer._logging import logger
 from liger_trainer.command.processes import is_main_process
 from liger_trainer.command.recipe.checks import NOT_ON_EXPERTS, check_packages
-from liger_trainer.command.recipe.model_source import ModelSource, find_model, quantization_of, trainable
+from liger_trainer.command.recipe.model_source import ModelSource, find_model, quantization_of, trainable_options
 from liger_trainer.command.recipe.parser import nearest
 from liger_trainer.command.recipe.read import Recipe
 from liger_trainer.command.rows.chat_template import answers_marked, raised_by_template
-from liger_trainer.command.rows.counts import account_for_rows, check_token_ids
+from liger_trainer.command.rows.counts import check_token_ids, report_row_counts
 from liger_trainer.command.rows.images import broken_picture, check_first_batch
 from liger_trainer.command.rows.preview import show_rows
-from liger_trainer.command.rows.prompt_form import prompt_form, tell_unused_template
+from liger_trainer.command.rows.prompt_form import prompt_form, warn_unused_template
 from liger_trainer.command.rows.sources import Sources, find_sources
-from liger_trainer.command.run.manifest import facts_of
-from liger_trainer.command.run.output_dir import find_resume_point, own_folder
+from liger_trainer.command.run.manifest import fingerprint_run
+from liger_trainer.command.run.output_dir import find_resume_point, lock_output_dir
 from liger_trainer.command.run.preemption import SaveOnSigterm
 from liger_trainer.command.run.reward_calls import checked_reward
-from liger_trainer.command.run.saving import CheckpointManager, SavesWithManifest, train_and_save, what_is_left
+from liger_trainer.command.run.saving import (
+    CheckpointManager,
+    SavesWithManifest,
+    describe_last_checkpoint,
+    train_and_save,
+)
 from liger_trainer.command.run.summary import RunRecorder
 from liger_trainer.data.formats import alpaca_row
 from liger_trainer.errors import RecipeError, RunError, refusal, short
-from liger_trainer.fitting.hollow import auto_class_of
-from liger_trainer.trainers.world import fault_of_world
+from liger_trainer.fitting.meta_model import auto_class_of
+from liger_trainer.trainers.world import launch_problem
 
 
 def run(recipe: Recipe, preview_rows: int | None = None, stop: SaveOnSigterm | None = None) -> str | None:
-    """The summary of a run of `recipe`, or what the trainer makes of the first `preview_rows`, untrained.
+    """Train `recipe` and return its summary. With `preview_rows`, only return a preview of the first rows.
 
-    None on all processes but the main one. RecipeError if nothing has been trained, RunError if a write has failed.
+    Processes other than the main one return None. RecipeError if nothing was trained, RunError if a write failed.
     """
     training = recipe.training
-    if fault := fault_of_world(os.environ, training.distributed_state, recipe.sharding):
+    if fault := launch_problem(os.environ, training.distributed_state, recipe.sharding):
         raise RecipeError(f"{fault}")
     check_packages(recipe)
-    with own_folder(recipe) as resumes:
+    with lock_output_dir(recipe) as resumes:
         return _run(recipe, resumes, preview_rows, stop or SaveOnSigterm())
 
 
 def _run(recipe: Recipe, resumes: str, preview_rows: int | None, stop: SaveOnSigterm) -> str | None:
     training, sources = recipe.training, find_sources(recipe)
     train_rows, eval_rows = sources.train_rows, sources.eval_rows
-    facts = facts_of(recipe, sources.model, train_rows)
-    resume_point = find_resume_point(recipe, resumes, facts)
-    checkpoints, training.save_total_limit = CheckpointManager(facts, resume_point, training.save_total_limit), None
+    fingerprint = fingerprint_run(recipe, sources.model, train_rows)
+    resume_point = find_resume_point(recipe, resumes, fingerprint)
+    checkpoints = CheckpointManager(fingerprint, resume_point, training.save_total_limit)
+    training.save_total_limit = None  # `CheckpointManager` deletes old checkpoints instead of the trainer
 
     total = len(train_rows)
     if preview_rows is not None:
@@ -64,13 +70,13 @@ def _run(recipe: Recipe, resumes: str, preview_rows: int | None, stop: SaveOnSig
     if recipe.args.early_stopping_patience is not None:
         recorder.early_stopping = EarlyStoppingCallback(recipe.args.early_stopping_patience)
         callbacks.append(recorder.early_stopping)
-    callbacks.append(stop)  # the last, because it may end the run
+    callbacks.append(stop)  # last, because it may end the run
     if training.sample_prompts and recorder.form == "alpaca":
-        asked = [alpaca_row({"instruction": text, "output": ""}) for text in training.sample_prompts]
-        training.sample_prompts = [row["prompt"] for row in asked]
-    plain = getattr(liger_trainer, recipe.entry.trainer)
-    named = {"__doc__": plain.__doc__, "__module__": plain.__module__}
-    trainer_class = type(plain.__name__, (SavesWithManifest, plain), named)
+        rows = [alpaca_row({"instruction": text, "output": ""}) for text in training.sample_prompts]
+        training.sample_prompts = [row["prompt"] for row in rows]
+    recipe_class = getattr(liger_trainer, recipe.entry.trainer)
+    class_attributes = {"__doc__": recipe_class.__doc__, "__module__": recipe_class.__module__}
+    trainer_class = type(recipe_class.__name__, (SavesWithManifest, recipe_class), class_attributes)
     trainer = build_trainer(
         recipe, sources._replace(train_rows=train_rows, eval_rows=eval_rows), callbacks, trainer_class
     )
@@ -78,10 +84,10 @@ def _run(recipe: Recipe, resumes: str, preview_rows: int | None, stop: SaveOnSig
     if eval_rows is not None and trainer.eval_dataset is not None:
         check_token_ids(trainer, "eval")
     check_first_batch(trainer)
-    tell_unused_template(trainer.processing_class, recorder.form, train_rows)
+    warn_unused_template(trainer.processing_class, recorder.form, train_rows)
     if preview_rows is not None:
         return show_rows(trainer, train_rows, total)
-    recorder.rows = account_for_rows(trainer, train_rows, eval_rows)
+    recorder.rows = report_row_counts(trainer, train_rows, eval_rows)
     recorder.parameters = PeftModel.get_nb_trainable_parameters(trainer.model)  # which takes any model
 
     recipe.began = True
@@ -93,54 +99,56 @@ def _run(recipe: Recipe, resumes: str, preview_rows: int | None, stop: SaveOnSig
     except Exception as error:
         if (broken := broken_picture(error, train_rows, eval_rows)) is None:
             raise
-        raise RunError(f"{broken} {what_is_left(recipe)}") from error
+        raise RunError(f"{broken} {describe_last_checkpoint(recipe)}") from error
     if training.push_to_hub:
         trainer.push_to_hub()
     summary = recorder.summary(trainer) if trainer.is_world_process_zero() else None
-    # A thread of gloo needs the interpreter's lock to free the tensors of the last collective. If it asks for the lock
-    # while the group is destroyed, the two wait for each other for ever. A barrier has none, and gives the lock away.
+    # A thread of gloo needs the GIL to free the tensors of the last collective. If the process group is destroyed at
+    # that moment, both wait forever. A barrier has no tensors to free, and it releases the GIL.
     trainer.accelerator.wait_for_everyone()
     trainer.accelerator.end_training()
     return summary
 
 
 def build_trainer(recipe: Recipe, sources: Sources, callbacks: list[Any], trainer_class: type) -> Any:
-    """The trainer of `recipe`, of the class `trainer_class`. RecipeError if a library refuses what the recipe names."""
+    """Build the trainer of `recipe`, a `trainer_class`. RecipeError if a library rejects what the recipe names."""
     training, init = recipe.training, dict(recipe.training.model_init_kwargs or {})
     source, config, train_rows, eval_rows, rewards = sources
     init = {key: value for key, value in init.items() if key not in source.options}
     options = set(init)
     init = {"dtype": recipe.model.dtype, "attn_implementation": recipe.model.attn_implementation} | init
-    given = {
+    trainer_arguments = {
         "train_dataset": train_rows,
         "eval_dataset": eval_rows,
         "callbacks": callbacks,
     }
     if rewards:
-        given["reward_funcs"] = [
+        trainer_arguments["reward_funcs"] = [
             checked_reward(name, reward) for name, reward in zip(recipe.args.reward_funcs or (), rewards, strict=True)
         ]
     if getattr(training, "teacher_model_name_or_path", None) is not None:
-        given["teacher_model"] = find_model(training.teacher_model_name_or_path).path
+        trainer_arguments["teacher_model"] = find_model(training.teacher_model_name_or_path).path
     quantization = quantization_of(config, recipe.model)
-    init = (trainable(config) if quantization is None else {"quantization_config": quantization}) | init
+    init = (trainable_options(config) if quantization is None else {"quantization_config": quantization}) | init
     training.model_init_kwargs = None if source.is_gguf else source.options | init
     try:
-        given["peft_config"] = trl.get_peft_config(recipe.model)
+        trainer_arguments["peft_config"] = trl.get_peft_config(recipe.model)
         if source.is_gguf:  # TRL's trainers cannot load one themselves
-            given["model"], given["processing_class"] = _load_gguf(source, config, init, recipe)
+            trainer_arguments["model"], trainer_arguments["processing_class"] = _load_gguf(source, config, init, recipe)
             if _needs_reference(recipe):
-                given["ref_model"], _ = _load_gguf(source, config, init, recipe)  # reading it again takes seconds
+                trainer_arguments["ref_model"], _ = _load_gguf(
+                    source, config, init, recipe
+                )  # reading it again takes seconds
         else:
-            given["model"] = source.path
-        with answers_marked(recipe, source, train_rows, eval_rows) as settle_template:
-            trainer = trainer_class(args=training, **given)
-            settle_template(trainer)
+            trainer_arguments["model"] = source.path
+        with answers_marked(recipe, source, train_rows, eval_rows) as restore_template:
+            trainer = trainer_class(args=training, **trainer_arguments)
+            restore_template(trainer)
     except RecipeError:
         raise
     except Exception as error:
-        if (said := _refused_adapter(error, recipe.model, config)) is not None:
-            raise RecipeError(said) from error
+        if (message := _refused_adapter(error, recipe.model, config)) is not None:
+            raise RecipeError(message) from error
         if (broken := broken_picture(error, train_rows, eval_rows)) is not None:
             raise RecipeError(broken) from error
         if recipe.model.load_in_4bit and isinstance(error, ImportError) and "bitsandbytes" in str(error):
@@ -159,20 +167,20 @@ def build_trainer(recipe: Recipe, sources: Sources, callbacks: list[Any], traine
             kind = (getattr(config, "architectures", None) or ["model"])[0]
             name = recipe.model.model_name_or_path
             raise RecipeError(f"model_name_or_path is {name!r}, a {kind}, not a causal language model.") from error
-        said = refusal(error, "assistant_only_loss", model_init_kwargs=[*options], report_to=training.report_to)
+        message = refusal(error, "assistant_only_loss", model_init_kwargs=[*options], report_to=training.report_to)
         if raised_by_template(error):
-            said = f"a chat template refuses a row: {' '.join(str(error).split())}"
+            message = f"a chat template refuses a row: {' '.join(str(error).split())}"
             if any(isinstance(turn.get("content"), list) for turn in train_rows[0].get("messages") or ()):
-                said += ". The content of its messages is a list of parts; most templates want a text"
-        if said is None:
+                message += ". The content of its messages is a list of parts; most templates want a text"
+        if message is None:
             raise
-        raise RecipeError(said) from error
+        raise RecipeError(message) from error
     _check_adapter(recipe.model, trainer.model)
     return trainer
 
 
 def _refused_adapter(error: Exception, args: Any, config: Any) -> str | None:
-    """Say by the keys of the recipe what PEFT refuses of an adapter; None if it is about something else."""
+    """Return what PEFT rejects about the adapter, by its recipe keys; None if the error is about something else."""
     text, targets = str(error), args.lora_target_modules
     if not args.use_peft:
         return None
@@ -200,7 +208,7 @@ def _refused_adapter(error: Exception, args: Any, config: Any) -> str | None:
 
 
 def _linear_names(config: Any) -> list[str]:
-    """The names of the linear layers of a model with `config`, each once, without its weights."""
+    """Return the distinct names of the linear layers of a model with `config`, without loading weights."""
     with torch.device("meta"):
         model = auto_class_of(config).from_config(config)
     paths = [path for path, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
@@ -208,7 +216,7 @@ def _linear_names(config: Any) -> list[str]:
 
 
 def _check_adapter(args: Any, model: Any) -> None:
-    """RecipeError if a key names a module that the model does not have. peft ignores such a name among others."""
+    """RecipeError if a key names a module that the model does not have. peft only checks that one name matches."""
     paths = [f".{path}." for path, _ in model.named_modules()]
     for key in ("lora_target_modules", "lora_modules_to_save") if args.use_peft else ():
         names = getattr(args, key)
@@ -224,26 +232,26 @@ def _check_adapter(args: Any, model: Any) -> None:
 
 
 def _needs_reference(recipe: Recipe) -> bool:
-    """Tell whether the trainer would load a second copy of the model by its path, as the reference."""
+    """Return whether the trainer would load a second copy of the model from its path, as the reference."""
     trainer = getattr(liger_trainer, recipe.entry.trainer)
     takes_one = any("ref_model" in inspect.signature(base.__init__).parameters for base in trainer.__mro__)
     precomputed = getattr(recipe.training, "precompute_ref_log_probs", False)
-    sharded = recipe.training.fsdp or parse_flag_from_env("ACCELERATE_USE_FSDP")  # needs a copy even to precompute
+    sharded = recipe.training.fsdp or parse_flag_from_env("ACCELERATE_USE_FSDP")  # FSDP needs a copy even to precompute
     return takes_one and (sharded or not precomputed) and not recipe.model.use_peft
 
 
 def _load_gguf(source: ModelSource, config, init: dict, recipe: Recipe):
-    """The model and the tokenizer of a GGUF source. The weights are dequantised to `dtype`."""
+    """Load the model and the tokenizer of a GGUF source. The weights are dequantized to `dtype`."""
     if recipe.model.load_in_4bit or recipe.model.load_in_8bit:
         raise RecipeError("load_in_4bit and load_in_8bit do not apply to a GGUF model. Remove them.")
     from transformers import GgufConfig
 
     tokenizer = source.load(AutoTokenizer)
-    # Without this, the trainer takes the model for a quantised one, which can neither be trained in full nor saved.
+    # Without this, the trainer treats the model as quantized: it could be neither fully trained nor saved.
     init["quantization_config"] = GgufConfig(dequantize=True)
     model = source.load(AutoModelForCausalLM, config=config, **init)
     if recipe.model.use_peft:
-        # An adapter names its base by a path, at which peft cannot open a GGUF file. It gets a plain copy there.
+        # An adapter names its base by path, and peft cannot open a GGUF file. So a plain copy is saved there.
         base = os.path.abspath(os.path.join(recipe.training.output_dir, "base_model"))
         if is_main_process():
             model.save_pretrained(base)

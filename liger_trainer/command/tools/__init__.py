@@ -1,1 +1,1 @@
-"""The commands other than train: fit, verify, compare, chat, merge, doctor, evaluate, and those of heads."""
+"""The commands other than train: fit, verify, compare, chat, merge, doctor, evaluate, and the commands for heads."""

@@ -1,7 +1,7 @@
-"""`liger-trainer chat MODEL`: a conversation with what was trained, in a terminal.
+"""`liger-trainer chat MODEL`: a conversation with a trained model, in a terminal.
 
-`transformers chat` talks to a server that has loaded a whole model. This loads an adapter on its base, shows both
-answers, and reads GGUF files.
+`transformers chat` talks to a server that has loaded a whole model. This command also loads an adapter on its base,
+can show the answers of both, and reads GGUF files.
 """
 
 import contextlib
@@ -9,16 +9,16 @@ import os
 import sys
 from typing import Any
 
-from liger_trainer.command.processes import say
+from liger_trainer.command.processes import print_status
 from liger_trainer.command.rows.prompt_form import IN_WORDS, read_prompt_form, read_system_prompt
 from liger_trainer.command.tools.loading import (
     add_command,
     add_model_options,
     find_base,
     is_adapter,
-    load_to_answer,
+    load_adapter,
+    load_for_inference,
     tokenizer_of,
-    with_adapter,
 )
 from liger_trainer.data.formats import alpaca_row
 from liger_trainer.errors import RecipeError, short
@@ -30,10 +30,10 @@ def add_chat_command(commands: Any) -> None:
         commands, "chat", _chat, "talk to a model or an adapter in a terminal: Ctrl-C ends an answer, Ctrl-D the chat"
     )
     parser.add_argument("model", metavar="MODEL", help="an output_dir, a checkpoint, a folder, or a name on the Hub")
-    parser.add_argument("--base", action="store_true", help="show what the base of an adapter answers too")
+    parser.add_argument("--base", action="store_true", help="also show what the base of an adapter answers")
     parser.add_argument("--model", dest="base_model", help="the base model, if it is not where the adapter says")
     parser.add_argument(
-        "--system", metavar="TEXT", help="a system message; by default, that of the training, if it had one"
+        "--system", metavar="TEXT", help="a system message; default: the one from training, if there was one"
     )
     parser.add_argument(
         "--images",
@@ -43,28 +43,29 @@ def add_chat_command(commands: Any) -> None:
         help="pictures that go with the first line of each conversation, for a model of images",
     )
     parser.add_argument(
-        "--prompt_template", choices=("chat", "alpaca", "none"),
+        "--prompt_template",
+        choices=("chat", "alpaca", "none"),
         help="how your lines reach the model: by its chat template, as the instruction of prompt_template: alpaca, or "
-        "as they are; by default, as the model was trained or, if that is unknown, by its chat template if it has one",
-    )  # fmt: skip
+        "as they are; default: as the model was trained or, if that is unknown, by its chat template if it has one",
+    )
     parser.add_argument("--max_new_tokens", type=int, default=512, help="how long an answer may be; default 512")
     parser.add_argument("--temperature", type=float, help="0 decodes greedily; by default, as the model's config says")
     add_model_options(parser)
 
 
 def _chat(args: Any) -> None:
-    if lost := [name for name in args.images if not os.path.isfile(name)]:
-        raise RecipeError(f"--images names {lost[0]!r}, and there is no such file.")
-    for option, given in (("--base", args.base), ("--model", args.base_model)):
-        if given and not is_adapter(args.model):
-            raise RecipeError(f"{option} is only for adapters, and {args.model!r} is a whole model. Remove it.")
+    if missing := [name for name in args.images if not os.path.isfile(name)]:
+        raise RecipeError(f"--images names {missing[0]!r}, but that file does not exist. Correct the path.")
+    for option, value in (("--base", args.base), ("--model", args.base_model)):
+        if value and not is_adapter(args.model):
+            raise RecipeError(f"{option} is only for adapters, but {args.model!r} is a whole model. Remove it.")
     model, reader = load_model(args)
     template = args.prompt_template or _trained_template(args.model, reader)
     if template == "chat" and not reader.chat_template:
         raise RecipeError(f"The tokenizer of {args.model!r} has no chat template. Pass --prompt_template none.")
     if args.system and template != "chat":
         raise RecipeError(
-            f"--system needs a chat template, and lines reach the model by prompt_template {template}. Remove it."
+            f"--system needs a chat template, but lines reach the model by prompt_template {template}. Remove it."
         )
     if args.images and (template != "chat" or not hasattr(reader, "image_processor")):
         raise RecipeError(f"--images needs a model of images with a chat template, unlike {args.model!r}. Remove it.")
@@ -89,9 +90,9 @@ def _chat(args: Any) -> None:
             history = list(start) if line.strip() else history
             continue
         if any("\ud800" <= letter <= "\udfff" for letter in line):  # Python decodes invalid UTF-8 to these
-            raise RecipeError(f"The line {line!r} is not UTF-8. Convert what is piped in.")
-        shown = [{"type": "image", "path": name} for name in args.images if len(history) == len(start)]
-        history.append({"role": "user", "content": [*shown, {"type": "text", "text": line}] if shown else line})
+            raise RecipeError(f"The line {line!r} is not UTF-8. Convert the input.")
+        images = [{"type": "image", "path": name} for name in args.images if len(history) == len(start)]
+        history.append({"role": "user", "content": [*images, {"type": "text", "text": line}] if images else line})
         prompt: Any = history if template == "chat" else line
         if template == "alpaca":
             prompt = alpaca_row({"instruction": line, "output": ""})["prompt"]
@@ -104,13 +105,13 @@ def _chat(args: Any) -> None:
 
 
 def _system_prompt(args: Any) -> str | None:
-    """The system prompt that was given, or else the one that the model was trained with."""
+    """Return the system prompt from the command line, or the one that the model was trained with, or None."""
     if args.system is not None:
         return args.system
     trained = read_system_prompt(args.model)
     if trained is not None:
-        said = f"{args.model} was trained with the system prompt {short(trained)}, which goes first."
-        say(f"{said} Pass --system for another one.")
+        message = f"{args.model} was trained with the system prompt {short(trained)}, which goes first."
+        print_status(f"{message} Pass --system for another one.")
     return trained
 
 
@@ -120,7 +121,7 @@ def _trained_template(model: str, reader: Any) -> str:
     form = read_prompt_form(model)
     trained = {"alpaca": "alpaca", "text": "none", "tokens": "none"}.get(form or "chat", usual)
     if trained != usual:
-        say(
+        print_status(
             f"{model} was trained on {IN_WORDS[form or 'chat']}, and your lines reach it in that form. Pass "
             "--prompt_template to ask in another one."
         )
@@ -128,23 +129,23 @@ def _trained_template(model: str, reader: Any) -> str:
 
 
 def load_model(args: Any) -> tuple[Any, Any]:
-    """The model, an adapter on its base if it is one, and its tokenizer or its processor of images.
+    """Load the model (an adapter is loaded on its base), and its tokenizer or image processor.
 
-    `args` have `model`, `base_model` and what `add_model_options` adds.
+    `args` has `model`, `base_model` and the options of `add_model_options`.
     """
     if not is_adapter(args.model):
-        return load_to_answer(args.model, args, shows_images=True)
+        return load_for_inference(args.model, args, shows_images=True)
     from peft import PeftConfig
 
     config = PeftConfig.from_pretrained(args.model)
     base = args.base_model or find_base(config.base_model_name_or_path, args.model)
-    model, reader = load_to_answer(base, args, gets_adapter=True, shows_images=True, revision=config.revision)
-    model = with_adapter(model, args.model).eval()
+    model, reader = load_for_inference(base, args, gets_adapter=True, shows_images=True, revision=config.revision)
+    model = load_adapter(model, args.model).eval()
     return model, tokenizer_of(args.model, args.trust_remote_code) or reader
 
 
 def _read(reader: Any, prompt: Any) -> Any:
-    """The inputs of the model for a text, or for messages and the pictures in them: a batch of one row."""
+    """Return the model's inputs for a text, or for messages with pictures: a batch of one row."""
     import torch
 
     from liger_trainer.data.answers import encode
@@ -162,7 +163,7 @@ def _read(reader: Any, prompt: Any) -> Any:
 
 
 def _answer(model: Any, reader: Any, prompt: Any, args: Any) -> str:
-    """Print an answer as it is written, until Ctrl-C, and return it."""
+    """Print an answer while it is generated, until Ctrl-C, and return it."""
     from jinja2 import TemplateError
     from transformers import TextStreamer
 

@@ -1,6 +1,7 @@
 """`liger-trainer compare RECIPE` trains the first steps of a recipe with the stock trainer and with ours.
 
-Each arm runs in a process of its own: peaks of memory, compiled kernels and Liger's patches are of a whole process."""
+Each arm runs in its own process, because peak memory, compiled kernels and Liger's patches belong to a whole process.
+"""
 
 import argparse
 import dataclasses
@@ -16,15 +17,15 @@ import time
 from pathlib import Path
 from typing import IO, Any
 
-from liger_trainer.command.options import add_recipe_command, positive, take_options
+from liger_trainer.command.options import add_recipe_command, parse_positive, take_options
 from liger_trainer.command.processes import launched_processes
-from liger_trainer.command.recipe.accelerate_file import own_environment
+from liger_trainer.command.recipe.accelerate_file import preserve_environment
 from liger_trainer.command.recipe.read import Recipe, parse_recipe, read_recipe
 from liger_trainer.errors import RecipeError
 
 _USAGE = "liger-trainer compare RECIPE [--steps N] [--json FILE] [--chart FILE] [--key value ...]"
 _STOCK, _LIGER, _OURS = "stock", "stock + Liger", "ours"
-_ALONE = {  # switches off whatever a run does besides training, and logs each step
+_ALONE = {  # switches off everything that a run does besides training, and logs each step
     "save_strategy": "no",
     "eval_strategy": "no",
     "load_best_model_at_end": "false",
@@ -42,71 +43,76 @@ _ROW = "{:14} {:>15} {:>9} {:>9} {:>9} {:>11} {:>10}"
 def add_compare_command(commands: Any) -> None:
     """Add `compare` to the subparsers of `liger-trainer`."""
     add_recipe_command(
-        commands, "compare", _compare, _USAGE,
+        commands,
+        "compare",
+        _compare,
+        _USAGE,
         "time a recipe's first steps with the stock trainer, with Liger if installed, and with ours",
-        "Train the first steps of a recipe with the stock trainer, with it and liger-kernel if that is "
-        "installed, and with ours, one after the other, and show speed, peak memory and losses. --steps is how many "
-        "(20); the first quarter, five at most, is not timed. --json and --chart write a file (.png, .svg or .pdf). "
-        "Nothing is saved, and the recipe's output_dir is not touched.",
-    )  # fmt: skip
+        "Train the first steps of a recipe with the stock trainer, with the stock trainer and liger-kernel if that is "
+        "installed, and with ours, one after the other. Show speed, peak memory and losses. --steps is the number of "
+        "steps (20); the first quarter, at most five, is not timed. --json writes a file, and so does --chart (.png, "
+        ".svg or .pdf). Nothing is saved, and the recipe's output_dir is not touched.",
+    )
 
 
 def _compare(args: argparse.Namespace) -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as `liger-trainer train` does; the arms inherit it
-    given, words = take_options(args.options, "steps", "json", "chart", "arm")
-    steps = positive("--steps", given.get("steps", "20"), int)
-    if "arm" in given:
-        Path(given["json"]).write_text(json.dumps(_run_arm(args.recipe, words, given["arm"], steps)))
+    own_options, argv = take_options(args.options, "steps", "json", "chart", "arm")
+    steps = parse_positive("--steps", own_options.get("steps", "20"), int)
+    if "arm" in own_options:
+        Path(own_options["json"]).write_text(json.dumps(_run_arm(args.recipe, argv, own_options["arm"], steps)))
         return 0
     if steps < 2:
         raise RecipeError(f"--steps is {steps}; expected 2 or more, since the first step is not timed.")
     for option in ("json", "chart"):
-        if option in given and Path(given[option]).is_dir():
-            raise RecipeError(f"--{option} is {given[option]!r}, a folder; expected a file to write.")
-        if option in given and not Path(given[option]).name:
+        if option in own_options and Path(own_options[option]).is_dir():
+            raise RecipeError(f"--{option} is {own_options[option]!r}, a folder; expected a file to write.")
+        if option in own_options and not Path(own_options[option]).name:
             raise RecipeError(f"--{option} has no value; expected a file to write.")
-        if option in given and not (folder := Path(given[option]).absolute().parent).is_dir():
-            raise RecipeError(f"--{option} is {given[option]!r}, and there is no folder {folder}. Make it first.")
-    if "chart" in given and not given["chart"].endswith((".png", ".svg", ".pdf")):
-        raise RecipeError(f"--chart is {given['chart']!r}; expected a file ending in .png, .svg or .pdf.")
-    if "chart" in given and importlib.util.find_spec("matplotlib") is None:
+        if option in own_options and not (folder := Path(own_options[option]).absolute().parent).is_dir():
+            raise RecipeError(
+                f"--{option} is {own_options[option]!r}, but the folder {folder} does not exist. Make it."
+            )
+    if "chart" in own_options and not own_options["chart"].endswith((".png", ".svg", ".pdf")):
+        raise RecipeError(f"--chart is {own_options['chart']!r}; expected a file ending in .png, .svg or .pdf.")
+    if "chart" in own_options and importlib.util.find_spec("matplotlib") is None:
         raise RecipeError("--chart needs the package matplotlib. Run: pip install matplotlib")
     if launched_processes() > 1:
         raise RecipeError("liger-trainer compare trains in one process. Run it without a launcher.")
-    with own_environment():
-        read_recipe(args.recipe, words, _USAGE)  # a misspelt key ends here, once
+    with preserve_environment():
+        read_recipe(args.recipe, argv, _USAGE)  # reports a misspelt key once, instead of once for each arm
     with_liger = importlib.util.find_spec("liger_kernel") is not None
     arms = []
     for name in (_STOCK, _LIGER, _OURS) if with_liger else (_STOCK, _OURS):
         print(f"{name}: training {steps} steps", file=sys.stderr, flush=True)
-        arms.append({"arm": name} | _in_a_process(args.recipe, words, name, steps))
+        arms.append({"arm": name} | _run_in_subprocess(args.recipe, argv, name, steps))
     if all("error" in arm for arm in arms):
         raise RecipeError(" ".join(dict.fromkeys(arm["error"] for arm in arms)))
     from liger_trainer.command.run.summary import hardware
 
     _note_losses(arms)
-    result = {"recipe": args.recipe, "options": words, "hardware": hardware(), "arms": arms}
-    if "json" in given:
-        Path(given["json"]).write_text(json.dumps(result, indent=1))
-    if "chart" in given:
+    result = {"recipe": args.recipe, "options": argv, "hardware": hardware(), "arms": arms}
+    if "json" in own_options:
+        Path(own_options["json"]).write_text(json.dumps(result, indent=1))
+    if "chart" in own_options:
         from liger_trainer.command.run.pictures import draw_comparison
 
-        draw_comparison(arms, f"{args.recipe}, {result['hardware']}", given["chart"])
+        draw_comparison(arms, f"{args.recipe}, {result['hardware']}", own_options["chart"])
     print(_table(result))
     if not with_liger:
         print("liger-kernel is not installed, so the stock trainer is not shown with it.")
     return 0
 
 
-def _in_a_process(recipe: str, words: list[str], arm: str, steps: int) -> dict[str, Any]:
-    """Return what `_run_arm` does, or else the last line that its process has written."""
+def _run_in_subprocess(recipe: str, argv: list[str], arm: str, steps: int) -> dict[str, Any]:
+    """Return the result of `_run_arm` in a subprocess, or the last line that the subprocess has written."""
     with tempfile.TemporaryDirectory() as folder:
         path, output = Path(folder, "arm.json"), Path(folder, "output.txt")
-        gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]  # of several, TRL and transformers use all
-        own = ["--arm", arm, "--steps", str(steps), "--json", str(path)]
+        gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]  # TRL and transformers would use all GPUs
+        arm_options = ["--arm", arm, "--steps", str(steps), "--json", str(path)]
         with output.open("w") as file:
             code = _run_to_its_end(
-                [sys.executable, "-m", "liger_trainer", "compare", recipe, *own, *words],
+                [sys.executable, "-m", "liger_trainer", "compare", recipe, *arm_options, *argv],
                 file,
                 os.environ | {"CUDA_VISIBLE_DEVICES": gpu},
             )
@@ -117,15 +123,16 @@ def _in_a_process(recipe: str, words: list[str], arm: str, steps: int) -> dict[s
 
 
 def _run_to_its_end(command: list[str], output: IO[str], environment: dict[str, str]) -> int:
-    """Run `command` and return its exit code; end it too if this process gets SIGTERM, which then exits with 143.
+    """Run `command` and return its exit code. On SIGTERM, end the command too, and exit with 143.
 
-    Without a handler, SIGTERM would end this process alone and leave the command running."""
+    Without a handler, SIGTERM would end only this process and leave the command running.
+    """
     process: subprocess.Popen[bytes] | None = None
     received: list[int] = []
 
     def stop(number: int, frame: Any) -> None:
         received.append(number)
-        # An exception inside Popen would lose the child's handle while the child runs, so there it waits.
+        # An exception inside Popen would lose the handle of a running child, so it waits until `process` is set.
         if process is not None:
             sys.exit(128 + number)
 
@@ -144,16 +151,16 @@ def _run_to_its_end(command: list[str], output: IO[str], environment: dict[str, 
         signal.signal(signal.SIGTERM, before)
 
 
-def _run_arm(name: str, words: list[str], arm: str, steps: int) -> dict[str, Any]:
+def _run_arm(name: str, argv: list[str], arm: str, steps: int) -> dict[str, Any]:
     """Train the first `steps` steps of the recipe `name`, and return the numbers of the arm, or why it has none."""
-    with tempfile.TemporaryDirectory() as folder, own_environment():
-        off = [word for key, value in (_ALONE | {"output_dir": folder}).items() for word in (f"--{key}", value)]
+    with tempfile.TemporaryDirectory() as folder, preserve_environment():
+        overrides = [word for key, value in (_ALONE | {"output_dir": folder}).items() for word in (f"--{key}", value)]
         try:
-            recipe = parse_recipe(name, [*words, *off], _USAGE)
+            recipe = parse_recipe(name, [*argv, *overrides], _USAGE)
             return _train(recipe, arm, steps)
         except RecipeError as error:
             return {"error": str(error)}
-        except Exception as error:  # of memory, or of a stock trainer that does not know what the recipe asks for
+        except Exception as error:  # out of memory, or a stock trainer that does not support the recipe
             return {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
 
 
@@ -177,16 +184,16 @@ def _train(recipe: Recipe, arm: str, steps: int) -> dict[str, Any]:
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
             self.times.append(time.perf_counter())
-            if state.global_step >= steps:  # max_steps stays, since learning rates go by it
+            if state.global_step >= steps:  # max_steps is not changed, because learning rates depend on it
                 control.should_training_stop = True
 
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
             if "loss" in logs:
                 self.losses.append(float(logs["loss"]))
-                self.tokens += [logs["num_tokens"]] if "num_tokens" in logs else []  # TRL's, which leaves out padding
+                self.tokens += [logs["num_tokens"]] if "num_tokens" in logs else []  # TRL's count, without padding
 
     if arm == _LIGER and not torch.accelerator.is_available():
-        raise RecipeError("liger-kernel has kernels for GPUs alone.")
+        raise RecipeError("liger-kernel only has kernels for GPUs.")
     trainer_class = getattr(liger_trainer, recipe.entry.trainer)
     left_out: list[str] = []
     if arm != _OURS:
@@ -202,11 +209,11 @@ def _train(recipe: Recipe, arm: str, steps: int) -> dict[str, Any]:
     ran = len(clock.times)
     untimed = min(5, ran // 4) or 1
     if ran <= untimed:
-        raise RecipeError(f"Of {ran} steps none is left to be timed. Compare at least 2 steps.")
+        raise RecipeError(f"{ran} steps leave none to time. Compare at least 2 steps.")
     seconds = clock.times[-1] - clock.times[untimed - 1]
     tokens = clock.tokens[-1] - clock.tokens[untimed - 1] if clock.tokens else None
-    chosen, captured = getattr(trainer, "checkpointing", None), getattr(trainer, "captured_steps", None)
-    peak = peak_bytes(0 if chosen is None else chosen.highest)
+    checkpointing, captured = getattr(trainer, "checkpointing", None), getattr(trainer, "captured_steps", None)
+    peak = peak_bytes(0 if checkpointing is None else checkpointing.highest)
     return {
         "steps": ran,
         "untimed": untimed,
@@ -217,18 +224,18 @@ def _train(recipe: Recipe, arm: str, steps: int) -> dict[str, Any]:
         "in_16_bits": bool(trainer.args.bf16 or trainer.args.fp16),
         "left_out": left_out,
         "captured": None if captured is None else captured.to_dict(),
-        "captured_in_words": None if captured is None else captured.in_words(),
+        "captured_in_words": None if captured is None else captured.describe(),
     }
 
 
 def _stock_arguments(recipe: Recipe, use_liger_kernel: bool) -> tuple[Any, list[str]]:
-    """The config of the stock trainer with the keys of `recipe`, and those that it does not have."""
+    """Return the stock trainer's config with the keys of `recipe`, and the keys that it does not have."""
     from liger_trainer.trainers.base import stock_class
 
     stock = stock_class(type(recipe.training))
     known = {field.name for field in dataclasses.fields(stock) if field.init}
-    values = dict(recipe.chosen)
-    for suffix in ("", "_kwargs"):  # the older name is known to all versions
+    values = dict(recipe.explicit)
+    for suffix in ("", "_kwargs"):  # all versions of transformers know the older name
         if (value := values.pop(f"activation_checkpointing{suffix}", None)) is not None:
             values[f"gradient_checkpointing{suffix}"] = value if suffix else str(value).lower() != "false"
     switches = ("use_liger", "liger_config", "skip_checks", "sample_prompts", "sample_steps", "sample_max_new_tokens")
@@ -238,7 +245,10 @@ def _stock_arguments(recipe: Recipe, use_liger_kernel: bool) -> tuple[Any, list[
 
 
 def _note_losses(arms: list[dict[str, Any]]) -> None:
-    """Note where an arm's losses are not the stock trainer's, but for rounding, which later steps drive apart."""
+    """Add a note to each arm with losses that differ from the stock trainer's by more than rounding.
+
+    Later steps may differ more, because rounding errors grow from step to step.
+    """
     want: list[float] = next((arm["losses"] for arm in arms if arm["arm"] == _STOCK and "losses" in arm), [])
     for arm in arms:
         first, later = (0.01, 0.05) if arm.get("in_16_bits") else (0.001, 0.01)
@@ -282,7 +292,7 @@ def _table(result: dict[str, Any]) -> str:
         if (captured := arm.get("captured_in_words")) is not None:
             lines.append(f"{arm['arm']} captured (cuda_graphs): {captured}.")
             if arm["captured"]["sizes"]:
-                lines.append("Its timed steps include captures, which a longer run makes once for each size.")
+                lines.append("Its timed steps include the captures, which a longer run only does once for each size.")
     if left_out := next((arm["left_out"] for arm in ran if arm["left_out"]), None):
-        lines.append(f"The stock trainer has no {', '.join(left_out)}, and trained without.")
+        lines.append(f"The stock trainer has no {', '.join(left_out)}, and trained without it.")
     return "\n".join(lines)

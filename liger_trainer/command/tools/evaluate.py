@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from liger_trainer.command.options import positive
-from liger_trainer.command.processes import say
+from liger_trainer.command.options import parse_positive
+from liger_trainer.command.processes import print_status
 from liger_trainer.command.rows.prompt_form import read_system_prompt
 from liger_trainer.command.tools.chat import load_model
 from liger_trainer.command.tools.loading import add_command, add_model_options
@@ -26,7 +26,7 @@ def add_evaluate_command(commands: Any) -> None:
     parser.add_argument("--dataset_config", help="the configuration of a Hub dataset")
     parser.add_argument("--prompt_template", default="none", help="as in a recipe: alpaca, sharegpt or last_turn")
     parser.add_argument("--columns", help="as in a recipe, such as '{question: q, answer: a}'")
-    parser.add_argument("--system_prompt", help="as in a recipe; by default, that of the training")
+    parser.add_argument("--system_prompt", help="as in a recipe; default: the one from training")
     parser.add_argument("--max_rows", help="use this many rows, the first ones")
     parser.add_argument("--max_length", default="2048", help="rows are cut to this many tokens; default 2048")
     parser.add_argument("--answers", type=int, default=100, help="how many rows are answered; default 100, 0 for none")
@@ -65,7 +65,7 @@ def _rows(args: Any) -> Any:
     if system_prompt is None:
         system_prompt = read_system_prompt(args.model)
         if system_prompt is not None:
-            say(f"the rows get the system prompt of the training, {short(system_prompt)}.")
+            print_status(f"the rows get the system prompt of the training, {short(system_prompt)}.")
     is_file = Path(args.dataset_name).expanduser().exists()
     arguments = RecipeArguments(
         dataset_name=args.dataset_name,
@@ -74,7 +74,7 @@ def _rows(args: Any) -> Any:
         prompt_template=args.prompt_template,
         columns=args.columns,
         system_prompt=system_prompt or None,
-        max_rows=None if args.max_rows is None else positive("--max_rows", args.max_rows, int),
+        max_rows=None if args.max_rows is None else parse_positive("--max_rows", args.max_rows, int),
     )
     return load_rows(arguments, Path(), TRAINERS["sft"].columns, 0)[0]
 
@@ -82,25 +82,25 @@ def _rows(args: Any) -> Any:
 def _held_out(args: Any, model: Any, tokenizer: Any, rows: Any) -> dict[str, Any]:
     from liger_trainer.command.tools.held_out import measure
 
-    max_length = positive("--max_length", args.max_length, int)
-    max_new_tokens = positive("--max_new_tokens", args.max_new_tokens, int)
+    max_length = parse_positive("--max_length", args.max_length, int)
+    max_new_tokens = parse_positive("--max_new_tokens", args.max_new_tokens, int)
     measured = measure(model, tokenizer, rows, max_length, args.answers, max_new_tokens)
     print(f"{args.dataset_name}\n{measured}")
     return measured.to_dict()
 
 
 def _tasks(args: Any, model: Any, tokenizer: Any) -> dict[str, Any]:
-    """Run tasks of lm-eval on the model that is loaded already."""
+    """Run tasks of lm-eval on the loaded model."""
     lm_eval: Any = importlib.import_module("lm_eval")
     lm_eval_models: Any = importlib.import_module("lm_eval.models.huggingface")
-    limit = None if args.limit is None else positive("--limit", args.limit, int)
-    say(f"lm-eval runs {', '.join(args.tasks)}")
+    limit = None if args.limit is None else parse_positive("--limit", args.limit, int)
+    print_status(f"lm-eval runs {', '.join(args.tasks)}")
     wrapped = lm_eval_models.HFLM(pretrained=model, tokenizer=tokenizer)
-    found = lm_eval.simple_evaluate(model=wrapped, tasks=args.tasks, limit=limit)
-    if found is None:  # on a process that is not the main one
+    results = lm_eval.simple_evaluate(model=wrapped, tasks=args.tasks, limit=limit)
+    if results is None:  # on a process that is not the main one
         return {}
-    for task, metrics in found["results"].items():
+    for task, metrics in results["results"].items():
         for name, value in metrics.items():
             if isinstance(value, float) and "stderr" not in name:
                 print(f"  {task}  {name.partition(',')[0]}  {value:.4f}")
-    return found["results"]
+    return results["results"]

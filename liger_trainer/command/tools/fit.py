@@ -1,12 +1,12 @@
-"""`liger-trainer fit RECIPE` says what a training step takes up on a GPU, and what would fit, without a GPU."""
+"""`liger-trainer fit RECIPE`: how much GPU memory a training step needs, and what would fit. It needs no GPU."""
 
 import argparse
 import re
 import sys
 from typing import Any
 
-from liger_trainer.command.options import add_recipe_command, positive, take_options
-from liger_trainer.command.recipe.accelerate_file import own_environment
+from liger_trainer.command.options import add_recipe_command, parse_positive, take_options
+from liger_trainer.command.recipe.accelerate_file import preserve_environment
 from liger_trainer.command.recipe.read import parse_recipe
 from liger_trainer.errors import RecipeError
 
@@ -16,35 +16,39 @@ _USAGE = "liger-trainer fit RECIPE [--gpus N] [--gpu-memory GIB] [--images WxH,.
 def add_fit_command(commands: Any) -> None:
     """Add `fit` to the subparsers of `liger-trainer`."""
     add_recipe_command(
-        commands, "fit", _fit, _USAGE, "say how much GPU memory a recipe needs, and what would fit; needs no GPU",
-        "Say how much memory of a GPU a step of a recipe needs, from the config of its model alone, which "
-        "plan activation_checkpointing: auto would choose, and the longest row and the largest batch that fit. "
-        "--gpus is the number of GPUs (1), --gpu-memory what each of them has, in GiB (80), --images the sizes of the "
-        "images of a row in pixels, such as 640x480 or 640x480,640x480.",
-    )  # fmt: skip
+        commands,
+        "fit",
+        _fit,
+        _USAGE,
+        "say how much GPU memory a recipe needs, and what would fit; needs no GPU",
+        "Say how much GPU memory a step of a recipe needs, which plan activation_checkpointing: auto would choose, and "
+        "the longest row and the largest batch that fit. Only the config of the model is read. --gpus is the number of "
+        "GPUs (1), --gpu-memory the memory of each in GiB (80), --images the sizes of the images of a row in pixels, "
+        "such as 640x480 or 640x480,640x480.",
+    )
 
 
 def _fit(args: argparse.Namespace) -> int:
-    given, words = take_options(args.options, "gpus", "gpu_memory", "images")
-    gpus = positive("--gpus", given.get("gpus", "1"), int)
-    memory = positive("--gpu-memory", given.get("gpu_memory", "80"), float)
-    images = _sizes(given["images"]) if "images" in given else []
+    own_options, argv = take_options(args.options, "gpus", "gpu_memory", "images")
+    gpus = parse_positive("--gpus", own_options.get("gpus", "1"), int)
+    memory = parse_positive("--gpu-memory", own_options.get("gpu_memory", "80"), float)
+    images = _sizes(own_options["images"]) if "images" in own_options else []
     _show("reading the recipe and the config of its model")
-    with own_environment():
-        # Without this, transformers refuses bf16 where there is no GPU
-        recipe = parse_recipe(args.recipe, [*words, "--use_cpu", "true"], _USAGE)
-        from liger_trainer.command.tools.fit_job import checkpointing_of, job_of, may_capture, size_of
-        from liger_trainer.fitting.answer import answer
+    with preserve_environment():
+        # Without use_cpu, transformers rejects bf16 on a machine without a GPU
+        recipe = parse_recipe(args.recipe, [*argv, "--use_cpu", "true"], _USAGE)
+        from liger_trainer.command.tools.fit_spec import checkpointing_of, may_capture, size_of, train_spec_of
+        from liger_trainer.fitting.fit_report import fit_report
         from liger_trainer.fitting.images import UnknownSizes
 
-        job = job_of(recipe, gpus, images)
-        rows, length = size_of(recipe, job.images)
+        spec = train_spec_of(recipe, gpus, images)
+        rows, length = size_of(recipe, spec.images)
         try:
-            text = answer(job, rows, length, checkpointing_of(recipe), memory, may_capture(recipe, gpus), _show)
+            text = fit_report(spec, rows, length, checkpointing_of(recipe), memory, may_capture(recipe, gpus), _show)
         except UnknownSizes as error:
             raise RecipeError(
-                f"liger-trainer fit cannot count the images of {job.shape.config.model_type}: {error}. Leave out "
-                "--images to count the rest."
+                f"liger-trainer fit cannot count the images of {spec.shape.config.model_type}: {error}. Leave out "
+                "--images to estimate the rest."
             ) from error
     _show("")
     print(text)
@@ -62,7 +66,7 @@ def _sizes(text: str) -> list[tuple[int, int]]:
 
 
 def _show(line: str) -> None:
-    """Show how far the command is, on a terminal always in the same line."""
+    """Show the progress of the command; on a terminal, always in the same line."""
     if sys.stderr.isatty():
         print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
     elif line:

@@ -6,7 +6,7 @@ from typing import Any
 
 from liger_trainer.command.rows.files import FILE_BUILDERS, broken_json, read_rows
 from liger_trainer.command.rows.prompt_form import read_prompt_form
-from liger_trainer.command.tools.loading import add_command, add_model_options, load_to_answer
+from liger_trainer.command.tools.loading import add_command, add_model_options, load_for_inference
 from liger_trainer.errors import RecipeError, without_nulls
 
 _MODEL = "a folder, a name on the Hub, or smollm2-135m-instruct"
@@ -79,7 +79,7 @@ def _medusa_eval(args) -> None:
     from liger_trainer.medusa.export import load_heads
     from liger_trainer.medusa.heads import attach_heads
 
-    model, prompts, ends = _asked(args, args.heads)
+    model, prompts, ends = _load_for_eval(args, args.heads)
     heads = attach_heads(model, load_heads(args.heads))
     options = {"max_new_tokens": args.max_new_tokens, "batch_size": args.batch_size}
     print(evaluate(model, heads, prompts, ends, **options))
@@ -92,25 +92,25 @@ def _eagle_eval(args) -> None:
 
     if args.steps < 1:
         raise RecipeError(f"--steps is {args.steps}; expected 1 or more.")
-    model, prompts, ends = _asked(args, args.drafter)
+    model, prompts, ends = _load_for_eval(args, args.drafter)
     drafter = attach_drafter(model, EagleDrafter.from_pretrained(args.drafter))
     options = {"max_new_tokens": args.max_new_tokens, "batch_size": args.batch_size}
     print(evaluate(model, drafter, prompts, ends, steps=args.steps, **options))
 
 
-def _asked(args, trained: str) -> tuple[Any, list[list[int]], set[int]]:
-    """The model, the tokens of the prompts in the form that `trained` has, and the tokens that end an answer."""
+def _load_for_eval(args, trained: str) -> tuple[Any, list[list[int]], set[int]]:
+    """Return the model, the tokens of the prompts in the form that `trained` learned, and the end-of-turn tokens."""
     from liger_trainer.data.answers import encode, end_tokens
 
-    model, tokenizer = load_to_answer(args.model, args)
+    model, tokenizer = load_for_inference(args.model, args)
     form = read_prompt_form(trained) or read_prompt_form(args.model)
     chats = bool(tokenizer.chat_template) and form in (None, "chat")
-    prompts = prompts_in(args.prompts, chats, args.max_rows)
+    prompts = read_prompts(args.prompts, chats, args.max_rows)
     return model, [encode(tokenizer, prompt) for prompt in prompts], end_tokens(model, tokenizer)
 
 
-def prompts_in(name: str, chat: bool, max_rows: int | None) -> list[Any]:
-    """The prompts of the first `max_rows` rows of a file, a folder or a Hub dataset, which `train` would read too."""
+def read_prompts(name: str, chat: bool, max_rows: int | None) -> list[Any]:
+    """Return the prompts of the first `max_rows` rows of a file, a folder or a Hub dataset, as `train` reads them."""
     from datasets.exceptions import DatasetGenerationError
 
     from liger_trainer.medusa.prompts import prompt_of
@@ -118,7 +118,7 @@ def prompts_in(name: str, chat: bool, max_rows: int | None) -> list[Any]:
     path = os.path.expanduser(name)
     is_file = Path(path).suffix in FILE_BUILDERS
     if is_file and not os.path.exists(path):
-        raise RecipeError(f"--prompts is {name!r}, and there is no such file. Give the path of a file of rows.")
+        raise RecipeError(f"--prompts is {name!r}, but that file does not exist. Give the path of a file of rows.")
     try:
         rows = read_rows(path, None, "train")
     except (OSError, ValueError, DatasetGenerationError) as error:  # its cause says what is wrong with a file
@@ -127,7 +127,7 @@ def prompts_in(name: str, chat: bool, max_rows: int | None) -> list[Any]:
             reason = f"{reason.rstrip('.')}. No file or folder has this name."
         raise RecipeError(f"--prompts is {name!r}, which cannot be read: {reason}") from error
     if len(rows) == 0:
-        raise RecipeError(f"--prompts is {name!r}, which has no rows.")
+        raise RecipeError(f"--prompts is {name!r}, which has no rows. Give a file with rows.")
     if max_rows is not None:
         rows = rows.select(range(min(max_rows, len(rows))))
     return [prompt_of(without_nulls(row), chat, index) for index, row in enumerate(rows)]
@@ -144,7 +144,7 @@ def _export(args) -> None:
     else:
         raise RecipeError(
             f"{args.checkpoint} has neither an EAGLE-3 drafter nor Medusa heads. Give the output_dir of a training of "
-            "one of them. A model with trained MTP heads is served as it was saved."
+            "one of them. A model with trained MTP heads needs no export: serve it as it was saved."
         )
 
 
@@ -169,7 +169,7 @@ def _medusa_export(args) -> None:
 
     heads = load_heads(args.checkpoint)
     base = args.model or served_model(args.checkpoint, heads)
-    lm_head = lm_head_of(load_to_answer(base, args)[0]) if heads.config.tied else None
+    lm_head = lm_head_of(load_for_inference(base, args)[0]) if heads.config.tied else None
     dtype = None if args.dtype == "auto" else getattr(torch, args.dtype)
     served = name_for_servers(base)
     print(f"{export_heads(heads, args.output, served, lm_head, dtype)}: for {served}")

@@ -1,4 +1,4 @@
-"""Measures a model on held-out rows: the loss of their answers, and how many it writes to the letter."""
+"""Measures a model on held-out rows: the loss of their answers, and how many answers it reproduces exactly."""
 
 import math
 from collections.abc import Iterator
@@ -17,23 +17,23 @@ _UNREAD = ("image", "images", "tools", "chat_template_kwargs")
 
 
 @dataclass
-class Measured:
-    """What was measured.
+class HeldOutMetrics:
+    """The metrics of one evaluation.
 
     Attributes:
-        rows (`int`): How many rows count in the loss.
-        tokens (`int`): How many tokens count in it.
-        loss (`float`): The mean of their negative log-probabilities, in nats.
-        first_choice (`float`): The share of them that the model finds most likely.
-        asked (`int`): How many rows were answered.
-        exact (`int`): How many of these answers are the row's, but for spaces at both ends.
+        rows (`int`): Number of rows that count in the loss.
+        tokens (`int`): Number of tokens that count in the loss.
+        loss (`float`): Mean negative log-probability of these tokens, in nats.
+        first_choice (`float`): Share of these tokens that the model finds most likely.
+        answered (`int`): Number of rows that the model answered.
+        exact (`int`): Number of answers equal to the row's, except for spaces at both ends.
     """
 
     rows: int = 0
     tokens: int = 0
     loss: float = 0.0
     first_choice: float = 0.0
-    asked: int = 0
+    answered: int = 0
     exact: int = 0
 
     def to_dict(self) -> dict[str, Any]:
@@ -45,32 +45,34 @@ class Measured:
             f"{self.rows} rows",
             f"  tokens   {self.first_choice:.1%} are the model's first choice",
         ]
-        if self.asked:
-            lines.append(f"  answers  {self.exact} of {self.asked} are the row's to the letter")
+        if self.answered:
+            lines.append(f"  answers  {self.exact} of {self.answered} are the row's to the letter")
         return "\n".join(lines)
 
 
 @torch.no_grad()
-def measure(model: Any, tokenizer: Any, rows: Any, max_length: int, answers: int, max_new_tokens: int) -> Measured:
-    """Measure a model on rows as the `sft` trainer takes them.
+def measure(
+    model: Any, tokenizer: Any, rows: Any, max_length: int, answers: int, max_new_tokens: int
+) -> HeldOutMetrics:
+    """Measure a model on rows in a form that the `sft` trainer takes.
 
-    Of messages the assistant's turns count, of a prompt and a completion the completion, and of texts every token. One
-    row runs at a time, so that no padding changes a number.
+    In messages, the assistant's turns count in the loss; after a prompt, the completion; in plain text, every token.
+    One row runs at a time, so that padding cannot change a number.
 
     Args:
-        model (`PreTrainedModel` or `PeftModel`): In evaluation mode. Its kernels are replaced.
+        model (`PreTrainedModel` or `PeftModel`): In evaluation mode. It gets patched.
         tokenizer (`PreTrainedTokenizerBase`): Its tokenizer.
-        rows (`Dataset`): After a `prompt_template`.
-        max_length (`int`): Where rows are cut.
-        answers (`int`): How many of the first rows the model answers, greedily; 0 for none.
-        max_new_tokens (`int`): How long an answer may be.
+        rows (`Dataset`): Rows after a `prompt_template`.
+        max_length (`int`): Number of tokens at which rows are cut.
+        answers (`int`): Number of rows that the model answers greedily, the first ones; 0 for none.
+        max_new_tokens (`int`): Number of tokens at which answers are cut.
 
     Raises:
         RecipeError: A row cannot be read, or no token counts.
     """
     apply_liger(model)
-    model = base_model_of(model)  # with the layers of an adapter in it, and the generation config of its own
-    measured = Measured()
+    model = base_model_of(model)  # an adapter's layers stay in it; it has the generation config
+    measured = HeldOutMetrics()
     total = 0.0
     right = 0
     for index, row in enumerate(rows):
@@ -92,13 +94,13 @@ def measure(model: Any, tokenizer: Any, rows: Any, max_length: int, answers: int
     measured.first_choice = right / measured.tokens
     for prompt, expected in _questions(rows.select(range(min(answers, len(rows))))):
         new = answer(model, [encode(tokenizer, prompt)], end_tokens(model, tokenizer), max_new_tokens)[0]
-        measured.asked += 1
+        measured.answered += 1
         measured.exact += tokenizer.decode(new, skip_special_tokens=True).strip() == expected.strip()
     return measured
 
 
 def tokens_of(row: dict[str, Any], index: int, tokenizer: Any) -> tuple[list[int], list[bool]]:
-    """Return the tokens of a row, and for each whether it counts: as in TRL's SFT trainer, but answers of messages."""
+    """Return the tokens of a row, and for each whether it counts in the loss: as in SFT with assistant_only_loss."""
     unread = [name for name in _UNREAD if row.get(name) not in (None, "", "[]", [], {})]
     if unread:
         raise RecipeError(f"Row {index} of the dataset has {unread[0]}, which evaluate does not read. Remove it.")
@@ -133,19 +135,19 @@ def _marked(messages: list[dict[str, Any]], index: int, tokenizer: Any) -> tuple
 
     template = tokenizer.chat_template
     if template is None:
-        raise RecipeError("The rows are messages, and the tokenizer of the model has no chat template.")
+        raise RecipeError("The rows are messages, but the model's tokenizer has no chat template.")
     text = template["default"] if isinstance(template, dict) else template
     try:
-        found = tokenizer.apply_chat_template(
+        encoded = tokenizer.apply_chat_template(
             messages, chat_template=mark_answers(text), return_dict=True, return_assistant_tokens_mask=True
         )
     except TemplateError as error:
         raise RecipeError(f"Row {index} of the dataset: {error}") from error
-    return list(found["input_ids"]), [bool(marked) for marked in found["assistant_masks"]]
+    return list(encoded["input_ids"]), [bool(marked) for marked in encoded["assistant_masks"]]
 
 
 def _questions(rows: Any) -> Iterator[tuple[Prompt, str]]:
-    """The prompt and the last answer of each row that has both as text."""
+    """Yield the prompt and the last answer of each row that has both as text."""
     for row in rows:
         if row.get("messages"):
             prompt, last = row["messages"][:-1], row["messages"][-1]

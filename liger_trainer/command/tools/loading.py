@@ -1,36 +1,38 @@
-"""Models and adapters for the commands that load one: chat, merge, and those of speculative heads."""
+"""Loads models and adapters, for chat, evaluate, merge and the commands for speculative heads."""
 
 import argparse
 import os
 from pathlib import Path
 from typing import Any
 
-from liger_trainer.command.processes import say_loading
-from liger_trainer.command.recipe.model_source import dequantised, find_model
+from liger_trainer.command.processes import print_loading
+from liger_trainer.command.recipe.model_source import dequantize_options, find_model
 from liger_trainer.errors import RecipeError
 from liger_trainer.paths import find_beside
 
 
 def add_command(commands, name: str, run, description: str) -> argparse.ArgumentParser:
-    """Add a command that loads a model in `run(args)`. Errors of libraries are shown in one line."""
+    """Add a command that runs `run(args)` and shows errors of libraries in one line."""
     parser = commands.add_parser(name, help=description, allow_abbrev=False)
     parser.set_defaults(run=lambda args: _run(run, args))
     return parser
 
 
 def add_model_options(parser) -> None:
-    """Add the options that `load_to_answer` reads."""
+    """Add the options that `load_for_inference` reads."""
     parser.add_argument(
-        "--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"),
-        help="the dtype of the model; auto, the default, means the one that it is saved in",
-    )  # fmt: skip
+        "--dtype",
+        default="auto",
+        choices=("auto", "float32", "bfloat16", "float16"),
+        help="the dtype of the model; auto, the default, is the dtype that it is saved in",
+    )
     parser.add_argument("--gguf_file", help="a GGUF file in the folder of the model")
     parser.add_argument("--trust_remote_code", action="store_true", help="run model code that comes with the model")
 
 
 def _run(command, args) -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as `liger-trainer train` does, before torch loads
-    say_loading()
+    print_loading()
     try:
         command(args)
     except (ValueError, OSError) as error:  # libraries raise these for bad input; a bug elsewhere keeps its traceback
@@ -38,24 +40,24 @@ def _run(command, args) -> int:
     return 0
 
 
-def load_to_answer(name: str, args, gets_adapter: bool = False, shows_images: bool = False, **options):
+def load_for_inference(name: str, args, gets_adapter: bool = False, shows_images: bool = False, **options):
     """Return the model, in eval mode and on the GPU if there is one, and its tokenizer.
 
-    With `shows_images`, a model of images keeps its vision tower, and its processor is returned as the tokenizer.
+    With `shows_images`, an image model keeps its vision tower, and its processor is returned instead of the tokenizer.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoProcessor, AutoTokenizer, GgufConfig
 
-    from liger_trainer.fitting.hollow import auto_class_of
+    from liger_trainer.fitting.meta_model import auto_class_of
 
     source = find_model(name, args.gguf_file, trust_remote_code=args.trust_remote_code, **options)
     config = source.load(AutoConfig) if gets_adapter or shows_images else None  # an adapter's folder has none
     init: dict[str, Any] = {"dtype": args.dtype}
-    if source.is_gguf:  # a GGUF file is saved in the dtype of its quantised blocks
+    if source.is_gguf:  # auto would mean the dtype of the file's quantized blocks
         init = {"dtype": "float32" if args.dtype == "auto" else args.dtype}
         init["quantization_config"] = GgufConfig(dequantize=True)
     elif gets_adapter:
-        init |= dequantised(config)
+        init |= dequantize_options(config)
     sees = shows_images and getattr(config, "vision_config", None) is not None
     model = source.load(auto_class_of(config) if sees else AutoModelForCausalLM, **init)
     reader = source.load(AutoProcessor if sees else AutoTokenizer)
@@ -63,12 +65,12 @@ def load_to_answer(name: str, args, gets_adapter: bool = False, shows_images: bo
 
 
 def is_adapter(folder: str) -> bool:
-    """Tell whether `folder` holds an adapter of PEFT, and no whole model."""
+    """Return whether `folder` holds a PEFT adapter instead of a whole model."""
     return os.path.isfile(os.path.join(folder, "adapter_config.json"))
 
 
-def with_adapter(model, adapter: str):
-    """Put the adapter in the folder `adapter` on `model`, a base, and return the PEFT model."""
+def load_adapter(model, adapter: str):
+    """Load the adapter in the folder `adapter` onto its base `model`, and return the PEFT model."""
     from peft import PeftModel
     from safetensors.torch import load_file
 
@@ -77,7 +79,7 @@ def with_adapter(model, adapter: str):
     embeddings = next(name for name, module in model.named_modules() if module is model.get_input_embeddings())
     for name, tensor in saved.items():
         if name.endswith(f"{embeddings}.weight") and len(tensor) != model.get_input_embeddings().num_embeddings:
-            model.resize_token_embeddings(len(tensor))  # the adapter was trained with further tokens
+            model.resize_token_embeddings(len(tensor))  # the adapter was trained with added tokens
     return PeftModel.from_pretrained(model, adapter)
 
 

@@ -1,13 +1,13 @@
-"""`liger-trainer merge` makes one ordinary model of an adapter and its base."""
+"""`liger-trainer merge`: merges an adapter into its base, and saves an ordinary model."""
 
 import dataclasses
 import os
 import re
 from pathlib import Path
 
-from liger_trainer.command.recipe.model_source import dequantised, find_model
+from liger_trainer.command.recipe.model_source import dequantize_options, find_model
 from liger_trainer.command.rows.prompt_form import read_prompt_form, read_system_prompt, write_prompt_form
-from liger_trainer.command.tools.loading import add_command, find_base, tokenizer_of, with_adapter
+from liger_trainer.command.tools.loading import add_command, find_base, load_adapter, tokenizer_of
 from liger_trainer.errors import RecipeError
 
 
@@ -42,9 +42,9 @@ def _merge(args) -> None:
     from transformers import AutoConfig, AutoProcessor, AutoTokenizer
 
     from liger_trainer.base_weights.unloaded import find_checkpoint, keep_unloaded_weights
-    from liger_trainer.fitting.hollow import auto_class_of
+    from liger_trainer.fitting.meta_model import auto_class_of
     from liger_trainer.lora.merge import merge
-    from liger_trainer.mtp.predictor import trained_beside
+    from liger_trainer.mtp.predictor import saved_with_adapter
 
     if os.path.exists(args.output) and (not os.path.isdir(args.output) or any(Path(args.output).iterdir())):
         raise RecipeError(f"OUTPUT_DIR is {args.output!r}, which is not empty. Give the path of a new folder.")
@@ -55,24 +55,24 @@ def _merge(args) -> None:
         )
     try:
         config = PeftConfig.from_pretrained(args.adapter)
-    except ValueError as error:  # PEFT says so of a folder that is missing and of a name that the Hub does not have
+    except ValueError as error:  # PEFT's error for a missing folder and for a name that the Hub does not have
         if "adapter_config.json" not in str(error):
             raise
         raise RecipeError(
-            f"ADAPTER_DIR is {args.adapter!r}, and there is no such folder, nor an adapter of this name on the Hub. "
+            f"ADAPTER_DIR is {args.adapter!r}, but there is neither such a folder nor such an adapter on the Hub. "
             "Give the output_dir of a training with use_peft: true, or a checkpoint in it."
         ) from error
     if config.is_prompt_learning:
         kind = config.peft_type.value
-        raise RecipeError(f"ADAPTER_DIR is an adapter of {kind}. Its tokens stand before the text; no weight has them.")
+        raise RecipeError(f"ADAPTER_DIR is a {kind} adapter. It puts tokens before the text, so it cannot be merged.")
     name = args.model or find_base(config.base_model_name_or_path, args.adapter)
     try:
         source = find_model(name, revision=config.revision, trust_remote_code=args.trust_remote_code)
         base = source.load(AutoConfig)
         dtype = getattr(torch, args.dtype) if args.dtype != "auto" else base.dtype or torch.float32
-        in_16_bits = dequantised(base)
+        in_16_bits = dequantize_options(base)
         model = source.load(auto_class_of(base), dtype=torch.float32, **in_16_bits)  # nothing is rounded before the sum
-        if in_16_bits:  # transformers 5.17 gives bf16 all the same, and would save experts by the names of their blocks
+        if in_16_bits:  # transformers 5.17 returns bf16 anyway, and would save experts under the names of packed blocks
             model.float()
             vars(model).pop("_weight_conversions", None)
     except RecipeError as error:
@@ -81,16 +81,16 @@ def _merge(args) -> None:
         AutoProcessor if getattr(base, "vision_config", None) is not None else AutoTokenizer
     )
     try:
-        merged = merge(with_adapter(model, args.adapter))
+        merged = merge(load_adapter(model, args.adapter))
     except (ValueError, RuntimeError, OSError, AttributeError) as error:
         reason = " ".join(str(error).split())[:300]  # torch lists every weight that does not fit, each on a line
         raise RecipeError(f"{args.adapter} cannot be merged into {model.name_or_path!r}: {reason}") from error
     _round(merged, dtype)
     merged.save_pretrained(args.output)
     checkpoint = find_checkpoint(source.path, config.revision)
-    trained = trained_beside(args.adapter)
+    trained = saved_with_adapter(args.adapter)
     checkpoint = dataclasses.replace(checkpoint, tensors=checkpoint.tensors | trained)
-    kept = keep_unloaded_weights(merged, checkpoint, Path(args.output), not args.without_unloaded_weights)
+    kept_weights = keep_unloaded_weights(merged, checkpoint, Path(args.output), not args.without_unloaded_weights)
     tokenizer.save_pretrained(args.output)
     form = read_prompt_form(args.adapter)
     if form is not None:
@@ -99,24 +99,24 @@ def _merge(args) -> None:
         f"{args.output}: {model.name_or_path} with {args.adapter} merged into it, in "
         f"{str(dtype).removeprefix('torch.')}"
     )
-    if str(kept):
-        print(kept)
-    if trained and kept.reason is None and not args.without_unloaded_weights:
+    if str(kept_weights):
+        print(kept_weights)
+    if trained and kept_weights.reason is None and not args.without_unloaded_weights:
         print(f"{len(trained)} of them are the MTP head that was trained with the adapter")
 
 
 def _round(model, dtype) -> None:
-    """Round `model` to `dtype`, but for what transformers has in another dtype when it loads such a model in `dtype`.
+    """Round `model` to `dtype`, except the tensors that transformers keeps in another dtype when loading in `dtype`.
 
-    That is the router of many mixtures of experts, in fp32.
+    Many mixtures of experts keep their router in fp32, for example.
     """
     import torch
 
     with torch.device("meta"):
-        made = type(model)._from_config(model.config, dtype=dtype)
-    dtypes = {name: t.dtype for name, t in (*made.named_parameters(), *made.named_buffers())}
-    in_another = made._get_dtype_plan(dtype)  # by parts of names
+        empty_model = type(model)._from_config(model.config, dtype=dtype)
+    dtypes = {name: t.dtype for name, t in (*empty_model.named_parameters(), *empty_model.named_buffers())}
+    in_another = empty_model._get_dtype_plan(dtype)  # by parts of names
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_floating_point():
-            own = (kind for part, kind in in_another.items() if re.search(part.replace("*", ".*"), name))
-            tensor.data = tensor.data.to(next(own, dtypes.get(name, dtype)))
+            planned = (kind for part, kind in in_another.items() if re.search(part.replace("*", ".*"), name))
+            tensor.data = tensor.data.to(next(planned, dtypes.get(name, dtype)))

@@ -1,4 +1,4 @@
-"""`liger-trainer verify RECIPE` compares a recipe with the stock trainer, on a small copy of its model."""
+"""`liger-trainer verify RECIPE`: compares a recipe with the stock trainer, on a small copy of its model."""
 
 import argparse
 import json
@@ -9,16 +9,16 @@ from collections import Counter
 from typing import Any
 
 from liger_trainer.command.options import add_recipe_command
-from liger_trainer.command.recipe.accelerate_file import own_environment
+from liger_trainer.command.recipe.accelerate_file import preserve_environment
 from liger_trainer.command.recipe.model_source import find_model
 from liger_trainer.command.recipe.parser import load_yaml
 from liger_trainer.command.recipe.read import Recipe, find_recipe, parse_recipe
 from liger_trainer.errors import RecipeError
 
 _USAGE = "liger-trainer verify RECIPE [--json] [--key value ...]"
-_ROWS = 24  # rows that are used
-_READ = 96  # rows that they are chosen from
-_NEED_A_PACKAGE = {  # or a GPU: these keys are set to these values
+_ROWS = 24  # rows to train on
+_READ = 96  # rows to choose them from
+_NEED_A_PACKAGE = {  # keys that need a package or a GPU, and the values that they get instead
     "load_in_4bit": "false",
     "load_in_8bit": "false",
     "use_vllm": "false",
@@ -26,12 +26,33 @@ _NEED_A_PACKAGE = {  # or a GPU: these keys are set to these values
     "optim": "adamw_torch",
 }
 _NOT_VERIFIED = (
-    "fp16", *_NEED_A_PACKAGE, "optim_args", "optim_target_modules", "torch_compile", "tf32",
-    "accelerate_config", "accelerator_config", "parallelism_config", "fsdp", "deepspeed", "auto_find_batch_size",
-    "dataloader_drop_last", "lora_dropout", "reward_funcs", "reward_weights", "generation_batch_size",
-    "steps_per_generation", "mask_truncated_completions", "chat_template_path", "medusa_init_heads_from",
-    "neftune_noise_alpha", "load_best_model_at_end", "eval_packing", "eval_predictions", "train_mtp",
-)  # fmt: skip
+    "fp16",
+    *_NEED_A_PACKAGE,
+    "optim_args",
+    "optim_target_modules",
+    "torch_compile",
+    "tf32",
+    "accelerate_config",
+    "accelerator_config",
+    "parallelism_config",
+    "fsdp",
+    "deepspeed",
+    "auto_find_batch_size",
+    "dataloader_drop_last",
+    "lora_dropout",
+    "reward_funcs",
+    "reward_weights",
+    "generation_batch_size",
+    "steps_per_generation",
+    "mask_truncated_completions",
+    "chat_template_path",
+    "medusa_init_heads_from",
+    "neftune_noise_alpha",
+    "load_best_model_at_end",
+    "eval_packing",
+    "eval_predictions",
+    "train_mtp",
+)
 _NEVER_VERIFIED = (
     "kernels on a GPU",
     "several processes",
@@ -54,29 +75,32 @@ _OF_LOADING = (
 def add_verify_command(commands: Any) -> None:
     """Add `verify` to the subparsers of `liger-trainer`."""
     add_recipe_command(
-        commands, "verify", _verify, _USAGE,
+        commands,
+        "verify",
+        _verify,
+        _USAGE,
         "show that a recipe trains as the stock trainer does, on a small copy of its model; needs no GPU",
         "Train a small copy of a recipe's model for a few steps, with its trainer, adapter, options and "
         "rows, and with the stock trainer, and compare: losses, every logged number, gradients, weights, evaluation, "
         "what trains, packing, padding, batches, bf16, reference, saving, merging, resuming. "
         "Only the config of the model is read, so a folder with a config.json is enough. "
         "With --json, print JSON. The exit code is 1 if a check has failed.",
-    )  # fmt: skip
+    )
 
 
 def _verify(args: argparse.Namespace) -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as `liger-trainer train` does, before torch loads
-    words = [word for word in args.options if word != "--json"]
-    as_json, start = len(words) < len(args.options), time.perf_counter()
-    filed = load_yaml(find_recipe(args.recipe))
+    argv = [word for word in args.options if word != "--json"]
+    as_json, start = len(argv) < len(args.options), time.perf_counter()
+    file_values = load_yaml(find_recipe(args.recipe))
     print("building small copies of the model: the first line takes some seconds", file=sys.stderr, flush=True)
     from liger_trainer.verify import HEADER, OPTIMIZERS, Check, quiet, verify
 
     for key, value in _NEED_A_PACKAGE.items():
-        if key == "optim" and filed.get(key) in OPTIMIZERS:
+        if key == "optim" and file_values.get(key) in OPTIMIZERS:
             continue
-        if filed.get(key) and f"--{key}" not in words:
-            words += [f"--{key}", value]
+        if file_values.get(key) and f"--{key}" not in argv:
+            argv += [f"--{key}", value]
 
     import torch
 
@@ -84,13 +108,13 @@ def _verify(args: argparse.Namespace) -> int:
     if not torch.cuda.is_available():
         never_verified.append("captured steps (cuda_graphs), which need a GPU")
         # transformers would refuse bf16
-        words += ["--use_cpu", "true"]
+        argv += ["--use_cpu", "true"]
 
-    with quiet(), own_environment():
-        recipe = parse_recipe(args.recipe, words, _USAGE)
+    with quiet(), preserve_environment():
+        recipe = parse_recipe(args.recipe, argv, _USAGE)
         setup = setup_of(recipe)
-    left_out = [key for key in _NOT_VERIFIED if filed.get(key) or recipe.chosen.get(key)]
-    if filed.get("optim", recipe.chosen.get("optim")) in OPTIMIZERS:
+    left_out = [key for key in _NOT_VERIFIED if file_values.get(key) or recipe.explicit.get(key)]
+    if file_values.get("optim", recipe.explicit.get("optim")) in OPTIMIZERS:
         left_out.remove("optim")
     heading = [HEADER]
 
@@ -114,7 +138,7 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def setup_of(recipe: Recipe) -> Any:
-    """The training of `recipe` as `liger_trainer.verify` takes it."""
+    """Return the `Setup` of `liger_trainer.verify` for `recipe`."""
     import trl
 
     import liger_trainer
@@ -122,13 +146,13 @@ def setup_of(recipe: Recipe) -> Any:
 
     if recipe.entry.trainer == "LigerEagleTrainer":
         raise RecipeError(
-            "trainer is eagle, and verify has no other trainer of drafters to compare with. Try the recipe with "
+            "trainer is 'eagle', but there is no other trainer of drafters to compare with. Try the recipe with "
             "--max_steps 2, and measure the drafter with liger-trainer eagle-eval."
         )
     if recipe.entry.trainer == "LigerRewardTrainer":  # its checks build models with an LM head
         raise RecipeError(
-            "trainer is 'reward', whose models verify cannot build. `liger-trainer compare` trains with both trainers, "
-            "and shows both losses."
+            "trainer is 'reward', but verify cannot build its models. Run `liger-trainer compare`, which trains with "
+            "both trainers and shows both losses."
         )
     training, init = recipe.training, dict(recipe.training.model_init_kwargs or {})
     config = _config(recipe.model.model_name_or_path, "model_name_or_path", init, recipe.model.model_revision)
@@ -142,7 +166,7 @@ def setup_of(recipe: Recipe) -> Any:
         arguments=type(training),
         config=config,
         rows=_rows(recipe),
-        options={key: value for key, value in recipe.chosen.items() if hasattr(training, key)},
+        options={key: value for key, value in recipe.explicit.items() if hasattr(training, key)},
         peft_config=trl.get_peft_config(recipe.model),
         model_init=init,
         teacher=None if teacher is None else _config(teacher, "teacher_model_name_or_path", teacher_init),
@@ -161,7 +185,7 @@ def _config(name: str | None, key: str, init: dict[str, Any], revision: str = "m
 
 
 def _rows(recipe: Recipe) -> list[dict[str, Any]]:
-    """Rows of the recipe, with the columns that its trainer reads; good and bad answers take turns."""
+    """Return rows of the recipe, with the columns that its trainer reads; good and bad answers alternate."""
     from liger_trainer.command.rows.columns import columns_of  # here: pyarrow is two thirds of the start of a --help
     from liger_trainer.command.rows.load import load_rows
 

@@ -19,27 +19,27 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from liger_trainer._logging import logger
-from liger_trainer.patching.core.report import Place
+from liger_trainer.patching.core.report import ReportEntry
 
 
-class Rests(Protocol):
+class SupportsGuardCheck(Protocol):
     """The guards of a proof, on which a method rests."""
 
     def broken(self, module: nn.Module) -> str | None:
         """Tell why it does not hold for `module` now, or return None."""
 
 
-class Weakly:
+class WeakModuleRef:
     """A reference to a module that does not keep it alive. In a deep copy it leads to the copy, in a pickle nowhere."""
 
     def __init__(self, module: nn.Module | None = None):
         self.to: Callable[[], nn.Module | None] = (lambda: None) if module is None else weakref.ref(module)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Weakly":
-        return Weakly(memo.get(id(self.to())))
+    def __deepcopy__(self, memo: dict[int, Any]) -> "WeakModuleRef":
+        return WeakModuleRef(memo.get(id(self.to())))
 
-    def __reduce__(self) -> tuple[type["Weakly"], tuple[()]]:
-        return Weakly, ()
+    def __reduce__(self) -> tuple[type["WeakModuleRef"], tuple[()]]:
+        return WeakModuleRef, ()
 
 
 class Binding:
@@ -50,15 +50,17 @@ class Binding:
     Args:
         function: Our method, unbound. `function.__name__` must be the name of the class's method that it replaces.
         slot (`str`): The attribute of the instance that holds the method.
-        place (`Place`, *optional*): The module's place in a report, which is told when the method steps aside.
-        guards (`Rests`, *optional*): What the method rests on. Where it no longer holds, the method steps aside.
+        report_entry (`ReportEntry`, *optional*): The module's entry in a report, updated when the method falls back.
+        guards (`SupportsGuardCheck`, *optional*): What the method relies on. If it no longer holds, the method falls
+            back to the module's own code.
         key (`str`, *optional*): The key under which the `__dict__` of the instance has the binding a second time, where
             it stays if the method is wrapped. It begins with `_liger_`. Unset: that of the class.
 
     Attributes:
         previous: What the slot held before, or None where the class's own method was in effect.
-        aside (`bool`): Whether calls go to the class's own method from now on: a proof no longer holds, or ours was
-            removed, and a wrapper may still call it. A checkpoint that recomputes a call must take the same path again.
+        fallback_active (`bool`): Whether calls go to the class's own method from now on: a proof no longer holds, or
+            ours was removed while a wrapper still calls it. A checkpoint that recomputes a call must take the same path
+            again.
     """
 
     key = "_liger_patch"
@@ -67,18 +69,18 @@ class Binding:
         self,
         function: Callable,
         slot: str = "forward",
-        place: Place | None = None,
-        guards: Rests | None = None,
+        report_entry: ReportEntry | None = None,
+        guards: SupportsGuardCheck | None = None,
         key: str | None = None,
     ):
         self.function = function
         self.slot = slot
-        self.place = place
+        self.report_entry = report_entry
         self.guards = guards
         self.key = key or type(self).key
         self.previous: Callable | None = None
-        self.aside = False
-        self.module = Weakly()
+        self.fallback_active = False
+        self.module = WeakModuleRef()
 
     @classmethod
     def of(cls, module: nn.Module) -> Self | None:
@@ -91,25 +93,25 @@ class Binding:
         if module is None:
             raise ReferenceError("The module of this forward has been freed. Keep the model, not its forward alone.")
         reason = None
-        if self.guards is not None and not self.aside:
+        if self.guards is not None and not self.fallback_active:
             reason = self.guards.broken(module)
             if reason is not None:
-                self.step_aside(reason)
-        if self.aside or reason is not None:
+                self.fall_back(reason)
+        if self.fallback_active or reason is not None:
             own = self.previous
             return getattr(type(module), self.name)(module, *args, **kwargs) if own is None else own(*args, **kwargs)
         return self.function(module, *args, **kwargs)
 
-    def step_aside(self, reason: str) -> None:
+    def fall_back(self, reason: str) -> None:
         """Leave all calls to the module's own code from now on, and say so in the log and in the report."""
         if not torch.compiler.is_compiling():
-            self.aside = True
-            self.tell(reason, "runs its own code instead of a fused kernel")
+            self.fallback_active = True
+            self.report_fallback(reason, "runs its own code instead of a fused kernel")
 
-    def tell(self, reason: str, what: str) -> None:
+    def report_fallback(self, reason: str, what: str) -> None:
         """Say in the report and, once, in the log what the module does without what is bound, and why."""
-        if self.place is not None:
-            self.place.keeps_its_code(reason)
+        if self.report_entry is not None:
+            self.report_entry.mark_skipped(reason)
         logger.warning_once(f"{type(self.module.to()).__name__} {what}: {reason}.")
 
     @property
@@ -148,7 +150,7 @@ def bind(module: nn.Module, binding: BindingT) -> BindingT:
     previous = module.__dict__.get(slot)
     if getattr(previous, "__func__", None) is getattr(type(module), slot.removeprefix("_old_"), None):
         previous = None  # unpickling leaves the class's own method in the instance
-    binding.previous, binding.module = previous, Weakly(module)
+    binding.previous, binding.module = previous, WeakModuleRef(module)
     module.__dict__[slot] = module.__dict__[binding.key] = binding
     return binding
 
@@ -189,7 +191,7 @@ def _unbind(module: nn.Module) -> None:
         binding = state.pop(key)
         if not isinstance(binding, Binding):  # it has been pickled since
             continue
-        binding.aside = True
+        binding.fallback_active = True
         if not is_bound(module, binding):
             state[key] = binding
         elif binding.previous is None and binding.slot != "_old_forward":

@@ -116,7 +116,7 @@ def inputs_of(forward: Callable) -> list[str] | None:
     return names
 
 
-def same(got: torch.Tensor, want: torch.Tensor, rtol: float, by_row: bool = False) -> bool:
+def allclose_to_max(got: torch.Tensor, want: torch.Tensor, rtol: float, by_row: bool = False) -> bool:
     """Return whether shapes and dtypes are equal, and no element differs by more than `rtol` times the largest one.
 
     That is the largest of all elements or, with `by_row`, of the row. A NaN in either tensor counts as a difference.

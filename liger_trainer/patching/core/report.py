@@ -43,7 +43,7 @@ class OperationReport:
         return len(self.swapped) + len(self.skipped)
 
 
-class Place:
+class ReportEntry:
     """A module's place in a report, by which the report hears what happens to the module after patching.
 
     The report is about this module and not about its copies, so `deepcopy` and pickle leave None in place of it.
@@ -53,14 +53,14 @@ class Place:
         self.operation, self.name = operation, name
         self.variant: str | None = None  # of a swapped module that runs its own code for now
 
-    def keeps_its_code(self, reason: str) -> None:
+    def mark_skipped(self, reason: str) -> None:
         """Note that the module, though it was swapped, runs its own code from now on, and why."""
         variant = self.operation.swapped.pop(self.name, None)
         if variant is not None:
             self.operation.skipped[self.name], self.variant = reason, variant
 
-    def is_swapped_again(self) -> None:
-        """Note that the module runs what it was swapped for once more, after `keeps_its_code`."""
+    def mark_swapped(self) -> None:
+        """Note that the module runs what it was swapped for once more, after `mark_skipped`."""
         if self.variant is not None:
             self.operation.skipped.pop(self.name, None)
             self.operation.swapped[self.name], self.variant = self.variant, None

@@ -3,7 +3,7 @@
 from typing import Any
 
 
-class Summary:
+class CaptureSummary:
     """What was captured in one training, for the report.
 
     Args:
@@ -39,9 +39,9 @@ class Summary:
         """Return what was captured in one line, for the log."""
         if self.off is not None:
             return f"cuda_graphs: steps are not captured, because {self.off}."
-        return f"cuda_graphs: {self.in_words()}"
+        return f"cuda_graphs: {self.describe()}"
 
-    def in_words(self) -> str:
+    def describe(self) -> str:
         """Return what was captured, to follow the word "captured"."""
         if self.off is not None:
             return f"nothing, because {self.off}"

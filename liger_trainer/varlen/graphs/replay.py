@@ -5,12 +5,12 @@ from typing import Protocol
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from liger_trainer.varlen.graphs.recorder import Recorder
-from liger_trainer.varlen.graphs.static_batch import Batch, Size
+from liger_trainer.varlen.graphs.graph_recorder import GraphRecorder
+from liger_trainer.varlen.graphs.static_batch import CapturedSize, TokenBatch
 
 
 class Captures(Protocol):
-    """What a replay uses of the captures of its backbone (`captured.py`).
+    """What a replay uses of the captures of its backbone (`backbone_graphs.py`).
 
     Attributes:
         generation (`int`): Of the activations in the pool: every replay writes over those of the one before.
@@ -19,9 +19,9 @@ class Captures(Protocol):
 
     generation: int
     carrier: torch.Tensor
-    recorder: Recorder
+    recorder: GraphRecorder
 
-    def replay_forward(self, size: Size, batch: Batch) -> tuple[torch.Tensor, ...]: ...
+    def replay_forward(self, size: CapturedSize, batch: TokenBatch) -> tuple[torch.Tensor, ...]: ...
 
 
 class Replayed(torch.autograd.Function):
@@ -33,7 +33,7 @@ class Replayed(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, embeds, carrier, graphs: Captures, draws: bool, size: Size, batch: Batch):  # noqa: ANN001
+    def forward(ctx, embeds, carrier, graphs: Captures, draws: bool, size: CapturedSize, batch: TokenBatch):  # noqa: ANN001
         ctx.save_for_backward(embeds)
         ctx.given = graphs, size, batch._replace(embeds=embeds.detach())
         ctx.random_state = graphs.recorder.random_state() if draws else None

@@ -28,7 +28,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from liger_trainer.memory.switches import are_alike
 from liger_trainer.patching.core.binding import Binding
 from liger_trainer.patching.core.guards import Guards, Lookup, code_lookups_of
-from liger_trainer.patching.core.kept import hooks_in_force
+from liger_trainer.patching.core.saved_tensors import active_saved_tensor_hooks
 
 _HOOK_DICTS = (
     "_forward_pre_hooks",
@@ -324,7 +324,7 @@ def process_state() -> tuple:
         torch.is_anomaly_enabled(),
         torch._C._len_torch_function_stack(),
         _len_torch_dispatch_stack(),
-        hooks_in_force() is None,
+        active_saved_tensor_hooks() is None,
         cuda.matmul.allow_bf16_reduced_precision_reduction,
         cuda.matmul.allow_fp16_reduced_precision_reduction,
         cuda.matmul.allow_fp16_accumulation,

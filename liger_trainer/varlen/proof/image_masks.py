@@ -18,11 +18,11 @@ from transformers.modeling_utils import set_zero3_state
 
 from liger_trainer.patching.core.binding import Binding, in_place_of, own_class
 from liger_trainer.patching.core.guards import Guards, code_guards_of, global_lookups
-from liger_trainer.patching.core.kind import slot_of
 from liger_trainer.patching.core.own_globals import decorated_like, forward_with_globals
+from liger_trainer.patching.core.pattern import slot_of
 from liger_trainer.varlen.host_copies import values_of
-from liger_trainer.varlen.padding import plan_of_call
 from liger_trainer.varlen.proof.small_model import drawn, small_config
+from liger_trainer.varlen.unpad_plan import current_plan
 
 # What a function that makes masks takes for a causal one, with a window or without.
 _CAUSAL = {"config", "inputs_embeds", "attention_mask", "cache", "past_key_values", "position_ids"}
@@ -63,7 +63,7 @@ def _mask_of_padding(own: Callable) -> Callable:
 
     @functools.wraps(own)
     def created(*args: Any, **kwargs: Any) -> Any:
-        plan = plan_of_call()
+        plan = current_plan()
         if plan is None or args or "attention_mask" not in kwargs:
             return own(*args, **kwargs)
         asks_for_more = any(x is not None for name, x in kwargs.items() if name not in _CAUSAL)

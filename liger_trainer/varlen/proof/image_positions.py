@@ -19,11 +19,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 from liger_trainer.patching.core.binding import Binding, in_place_of, own_class
 from liger_trainer.patching.core.guards import Guards, code_guards_of, global_lookups
 from liger_trainer.patching.core.hooks import comes_from, home
-from liger_trainer.patching.core.kind import Kind, Proof
 from liger_trainer.patching.core.own_globals import decorated_like, forward_with_globals, is_decorated_by
+from liger_trainer.patching.core.pattern import PatchPattern, Proof
 from liger_trainer.patching.core.probe import one_thread
 from liger_trainer.varlen.host_copies import remember, sent, values_of
-from liger_trainer.varlen.known import Known
+from liger_trainer.varlen.mirrored_tensor import MirroredTensor
 
 _HELPERS = "get_vision_"  # functions of `transformers.vision_utils` that a tower's forward calls with the sizes
 _ROOM = "transformers.vision_utils"
@@ -78,7 +78,7 @@ def _places(own: Callable, call: inspect.BoundArguments) -> Any:
     more = {n: _stand_in(x) for n, x in given.items() if n != "input_ids"}
     with one_thread():
         masks = own(**more, input_ids=values)
-    return tree_map(lambda x: Known.of(x, embeds.device) if isinstance(x, torch.Tensor) else x, masks)
+    return tree_map(lambda x: MirroredTensor.of(x, embeds.device) if isinstance(x, torch.Tensor) else x, masks)
 
 
 def _stand_in(x: Any) -> Any:
@@ -90,7 +90,7 @@ def _features(sizes: str, own: Callable, call: inspect.BoundArguments) -> Any:
     given = call.arguments.get(sizes)
     values = _value_of(given)
     if values is not None:
-        call.arguments[sizes] = Known.around(given, values)
+        call.arguments[sizes] = MirroredTensor.around(given, values)
     return own(*call.args, **call.kwargs)
 
 
@@ -122,9 +122,9 @@ def _prove_method(name: str, module: nn.Module) -> tuple[Proof | None, str | Non
     return Proof("", name, method), None
 
 
-def _method_kind(name: str) -> Kind:
+def _method_pattern(name: str) -> PatchPattern:
     """The kind of models that have a method `name`, which is then called with values on the host."""
-    return Kind(
+    return PatchPattern(
         lambda module: _own(module, name) is not None,
         functools.partial(_prove_method, name),
         lambda module: "",
@@ -171,13 +171,13 @@ def _helper(function: Callable) -> Callable:
     return functools.wraps(function)(functools.partial(on_host, function))
 
 
-KINDS = (
-    Kind(
+PATTERNS = (
+    PatchPattern(
         _is_tower,
         _prove_tower,
         lambda module: "",
         guards=_tower_guards,
         binding=functools.partial(Binding, key="_liger_sizes"),
     ),
-    *map(_method_kind, _METHODS),
+    *map(_method_pattern, _METHODS),
 )

@@ -19,16 +19,16 @@ from transformers import DataCollatorWithFlattening, PreTrainedModel
 
 from liger_trainer.head.module import base_model_of
 from liger_trainer.patching.core import probe
-from liger_trainer.patching.core.kind import attempt
-from liger_trainer.varlen import padding
-from liger_trainer.varlen.known_code import backbone_of
+from liger_trainer.patching.core.pattern import attempt
+from liger_trainer.varlen import unpadded_backbone
+from liger_trainer.varlen.model_parts import backbone_of
 from liger_trainer.varlen.proof.small_model import small_copy
 
 _SHOWN = ("eager", "sdpa")  # what runs on a CPU; others, such as flash-attn, read the lengths of rows
 _LENGTHS = (7, 5, 11)  # their sum is a prime number, which no other size of a small copy is
 _RTOL = 1e-3  # of the largest hidden state; a token of another row moves it by 1e-2 and more
 _STATE_KINDS = {"linear_attention", "conv", "mamba", "recurrent", "hybrid"}  # of layers, in a config
-_TOLD_BY = ("seq_idx", "cu_seqlens")  # how a convolution, and a rule or scan, are told where rows begin
+_ROW_ARGUMENTS = ("seq_idx", "cu_seqlens")  # how a convolution, and a rule or scan, are told where rows begin
 
 
 class Kernel(NamedTuple):
@@ -60,8 +60,8 @@ def why_rows_mix(model, collate: Callable[[list[dict]], dict] | None = None) -> 
     unshown = f"the layers of {name} keep a state, and a small copy could not show that packed rows stay apart in it"
     if not isinstance(backbone, PreTrainedModel):
         return f"{unshown}: no part before its head was found" if stateful else None
-    ours = padding.BackboneBinding.of(backbone)
-    if ours is not None and not ours.aside and ours.proven.keeps_padding is None and "position_ids" in batch:
+    ours = unpadded_backbone.BackboneBinding.of(backbone)
+    if ours is not None and not ours.fallback_active and ours.proven.padding_reason is None and "position_ids" in batch:
         return None
     if attention not in _SHOWN:
         if not stateful:
@@ -127,7 +127,9 @@ def _rows_stay_apart(backbone, attention: str, batch: dict[str, Any]) -> tuple[_
         packed, raised = attempt(lambda given: (copy(**given, use_cache=False)[0], None), batch)
     if packed is None:
         return _Shown(False, raised), None
-    return _Shown(probe.same(packed[:, :total], one_by_one, _RTOL)), None  # the collator may have padded the end
+    return _Shown(
+        probe.allclose_to_max(packed[:, :total], one_by_one, _RTOL)
+    ), None  # the collator may have padded the end
 
 
 @contextlib.contextmanager
@@ -177,8 +179,8 @@ def _row_by_row(kernel: Kernel) -> Callable:
     total = sum(_LENGTHS)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        told = [kwargs.pop(name, None) for name in _TOLD_BY if name in kernel.parameters]
-        kwargs = {name: value for name, value in kwargs.items() if name not in _TOLD_BY}
+        told = [kwargs.pop(name, None) for name in _ROW_ARGUMENTS if name in kernel.parameters]
+        kwargs = {name: value for name, value in kwargs.items() if name not in _ROW_ARGUMENTS}
         if all(rows is None for rows in told):
             return kernel.torch_function(*args, **kwargs)
         outputs, start = [], 0

@@ -17,9 +17,9 @@ from liger_trainer.patching.core import probe
 from liger_trainer.patching.core.binding import Binding, bind, call_previous, in_place_of, own_class
 from liger_trainer.patching.core.guards import NotProven, code_guards_of
 from liger_trainer.patching.core.hooks import comes_from
-from liger_trainer.patching.core.kind import Kind, Proof
-from liger_trainer.varlen import masks
-from liger_trainer.varlen.segments import NotInSegments, segments_known, segments_of
+from liger_trainer.patching.core.pattern import PatchPattern, Proof
+from liger_trainer.varlen import registry
+from liger_trainer.varlen.segments import NotInSegments, segments_of, use_segments
 
 OPERATION = "varlen_attention"
 _OFFSETS = "cu_seqlens"
@@ -33,7 +33,7 @@ class TowerBinding(Binding):
     key = "_liger_tower"
 
 
-def nominated(module: nn.Module) -> bool:
+def is_candidate(module: nn.Module) -> bool:
     """Whether a module looks like an attention that is told where segments begin."""
     forward = inspect.unwrap(own_class(module).forward)
     code = getattr(forward, "__code__", None)
@@ -47,7 +47,7 @@ def _why_not(module: nn.Module) -> str | None:
         return f"{cls.__name__} is not a class of transformers with its own forward"
     if attention != "sdpa":
         return f"attn_implementation is {attention!r}, which stays as it is"
-    return masks.why_not_ours(module)
+    return registry.why_attention_is_not_ours(module)
 
 
 @functools.cache
@@ -58,7 +58,7 @@ def _forward_of(cls: type[nn.Module]) -> Callable:
     def forward(self, *args, **kwargs):
         offsets = args[at] if len(args) > at else kwargs.get(_OFFSETS)
         plain = offsets is None or torch.compiler.is_compiling() or self.config._attn_implementation != "sdpa"
-        if plain or masks.why_not_ours(self) is not None:
+        if plain or registry.why_attention_is_not_ours(self) is not None:
             return call_previous(self, TowerBinding, args, kwargs)
         segments = segments_of(offsets)
         if len(args) > at:
@@ -66,7 +66,7 @@ def _forward_of(cls: type[nn.Module]) -> Callable:
         else:
             given, named = args, kwargs | {_OFFSETS: segments.whole}
         try:
-            with segments_known(segments):
+            with use_segments(segments):
                 found = call_previous(self, TowerBinding, given, named)
             if segments.calls == 1:
                 return found
@@ -75,7 +75,7 @@ def _forward_of(cls: type[nn.Module]) -> Callable:
             reason = str(error)
         bound = TowerBinding.of(self)
         if bound is not None:
-            bound.step_aside(reason)
+            bound.fall_back(reason)
         return call_previous(self, TowerBinding, args, kwargs)
 
     return forward
@@ -91,9 +91,9 @@ def prove(module: nn.Module) -> tuple[Proof | None, str | None]:
     bound = bind(copies[1], TowerBinding(forward))
     given = _inputs(copies[0])
     want, got = (_run(copy, given) for copy in copies)
-    if bound.aside:
+    if bound.fallback_active:
         return None, "it does not attend once to all tokens of its segments"
-    if not all(probe.same(x, y, _RTOL) for x, y in zip(got, want, strict=True)):
+    if not all(probe.allclose_to_max(x, y, _RTOL) for x, y in zip(got, want, strict=True)):
         return None, "within segments, values or gradients differ from its own"
     return Proof(OPERATION, "one attention for all images or windows", forward), None
 
@@ -142,8 +142,8 @@ def _run(module: nn.Module, given: dict[str, Any]) -> list[torch.Tensor]:
     raise NotProven(str(error))
 
 
-KIND = Kind(
-    nominated,
+PATTERN = PatchPattern(
+    is_candidate,
     prove,
     lambda module: OPERATION,
     guards=lambda module: code_guards_of(own_class(module)),

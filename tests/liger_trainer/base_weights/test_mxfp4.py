@@ -13,7 +13,7 @@ from transformers import Mxfp4Config as Stock
 
 from liger_trainer import LigerSFTConfig, LigerSFTTrainer, LigerTrainer, LigerTrainingArguments, apply_liger
 from liger_trainer.base_weights.mxfp4 import Mxfp4Config, PackedGptOssExperts
-from liger_trainer.fitting.hollow import Shape, on_meta, without_values
+from liger_trainer.fitting.meta_model import ModelSpec, on_meta, without_values
 
 IDS = torch.arange(3, 27).reshape(2, 12)
 
@@ -142,7 +142,7 @@ def test_refuses_another_checkpoint(tmp_path):
 
 def test_fit_counts_the_bytes_that_are_stored(folder):
     config, lora = AutoConfig.from_pretrained(folder), LoraConfig(r=4, target_modules=["q_proj"])
-    model = on_meta(Shape(config, torch.bfloat16, lora, four_bits=Mxfp4Config()))
+    model = on_meta(ModelSpec(config, torch.bfloat16, lora, quantization=Mxfp4Config()))
     with FakeTensorMode():
         weights = without_values(model)
     counted = sum(weight.bytes() for weight in weights if not weight.trained)

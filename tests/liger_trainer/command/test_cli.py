@@ -135,13 +135,13 @@ def test_refusals_before_training(folder, capsys, monkeypatch):
     (folder / "adapter" / "adapter_config.json").write_text("{}")
     for keys, message in (
         ({"model_name_or_path": None}, "model_name_or_path is missing"),
-        ({"model_name_or_path": "./nowhere"}, "model_name_or_path is './nowhere', and there is no such folder"),
+        ({"model_name_or_path": "./nowhere"}, "model_name_or_path is './nowhere', but that folder does not exist"),
         ({"model_name_or_path": str(empty)}, "which AutoConfig cannot load"),
         ({"model_name_or_path": str(folder / "adapter")}, "an adapter. Name its base, or merge the two into a model"),
         ({"model_name_or_path": "nobody/no-such-model"}, "HF_HUB_OFFLINE is set, so only local files count"),
         ({"model_name_or_path": str(folder / "model.gguf")}, "model_init_kwargs: {gguf_file: model.gguf}"),
         ({"model_init_kwargs": {"gguf_file": "x.gguf"}}, "which AutoConfig cannot load"),
-        ({"dataset_name": "no.jsonl"}, "dataset_name is 'no.jsonl', and there is no such file"),
+        ({"dataset_name": "no.jsonl"}, "dataset_name is 'no.jsonl', but that file does not exist"),
         ({"prompt_template": "none"}, "set prompt_template: alpaca"),
         (
             {"max_length": 8},
@@ -292,7 +292,7 @@ def test_doctor_needs_only_a_config(folder, capsys):
     for operation in ("rms_norm", "rope", "swiglu", "fused_linear_cross_entropy"):
         assert operation in out
     code, _, err = command(capsys, "doctor", folder / "nowhere")
-    assert code == 2 and "there is no such folder" in err
+    assert code == 2 and "that folder does not exist" in err
 
 
 def test_unknown_recipe_and_version(capsys):
@@ -308,11 +308,11 @@ def test_module_entry_point(tmp_path):
 
 
 def test_a_command_says_first_that_it_loads_libraries(capsys, monkeypatch):
-    from liger_trainer.command.processes import say_loading
+    from liger_trainer.command.processes import print_loading
 
     monkeypatch.delitem(sys.modules, "transformers", raising=False)
-    say_loading()
+    print_loading()
     assert capsys.readouterr().err == "liger-trainer: loading torch, transformers and TRL\n"
     monkeypatch.setitem(sys.modules, "transformers", sys)
-    say_loading()
+    print_loading()
     assert capsys.readouterr().err == ""

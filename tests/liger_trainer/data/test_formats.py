@@ -57,7 +57,7 @@ def test_alpaca_system_and_history():
             r"conversations\[0\] .*'bot'.*expected from, one of human",
         ),
         ({"conversations": [{"from": "human", "value": " "}]}, r"an empty text in conversations\[0\]"),
-        ({"conversations": [QUESTION]}, "ends with a turn of 'user', and there is nothing to learn from it"),
+        ({"conversations": [QUESTION]}, "ends with a turn of 'user', so there is nothing to learn from it"),
         ({"conversations": [QUESTION], "chosen": GOOD}, "rejected None; expected from"),
         ({"conversations": [QUESTION], "chosen": GOOD, "rejected": "What?"}, "rejected 'What\\?'; expected from"),
         ({"conversations": [QUESTION], "chosen": QUESTION, "rejected": BAD}, "chosen from 'human'; expected 'gpt'"),

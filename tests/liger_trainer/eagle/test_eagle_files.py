@@ -128,7 +128,7 @@ def test_published_forms(saved):
         ({"norm_before_residual": True}, "norm_before_residual: True; only drafters with False"),
         ({"attention_bias": True}, "attention_bias: True"),
         ({"target_hidden_size": 64}, "target_hidden_size: 64; only drafters with 32"),
-        ({"rope_scaling": {"rope_type": "llama3"}}, "only drafters without scaling are known"),
+        ({"rope_scaling": {"rope_type": "llama3"}}, "only drafters without scaling are supported"),
         ({"eagle_aux_hidden_state_layer_ids": [1, 2]}, "only drafters that read three hidden states"),
         ({"draft_vocab_size": 59}, "lm_head.weight is .60, 32., and the config says .59, 32."),
         ({"intermediate_size": None}, "the config says"),

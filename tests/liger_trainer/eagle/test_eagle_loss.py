@@ -5,6 +5,9 @@ import torch
 from eagle_brute_force import brute_force, eagle_target, eagle_trainer, with_random_drafter
 from medusa_brute_force import packed_batch, ragged_batch
 
+from liger_trainer.eagle.drafter import EagleDrafter
+from liger_trainer.memory import rebuild
+
 BATCHES = {"padded": ragged_batch, "packed": packed_batch}
 
 
@@ -47,6 +50,56 @@ def test_seven_steps_and_rows_that_are_shorter(tmp_path):
     batch = packed_batch(lengths=(9, 3, 12, 2))
     model = with_random_drafter(eagle_target())
     assert_same(trained(model, tmp_path, batch, eagle_steps=7), brute_force(model, batch, steps=7, decay=0.7))
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("all_from", [0.95, 0.0], ids=["few", "all"])
+def test_rollouts_start_where_something_is_learned(all_from, recompute, monkeypatch, tmp_path):
+    """The tokens of prompts are keys and no more. Drafting from all tokens gives the same loss and gradients."""
+    monkeypatch.setattr("liger_trainer.eagle.loss.ALL_FROM", all_from)
+    batch = packed_batch(lengths=(12, 5, 9))
+    batch["labels"][batch["position_ids"] < 5] = -100
+    model = with_random_drafter(eagle_target())
+    sizes = []
+    forward = EagleDrafter.forward
+
+    def counted(*args):
+        outputs = forward(*args)
+        sizes.extend(len(x) for x in outputs)
+        return outputs
+
+    monkeypatch.setattr(EagleDrafter, "forward", counted)
+    got = trained(model, tmp_path, batch, gradient_checkpointing=recompute)
+    monkeypatch.undo()
+    assert_same(got, brute_force(model, batch, steps=3, decay=0.7))
+    known = batch["labels"].ne(-100) & model.eagle_drafter.t2d[batch["labels"].clamp(min=0)]
+    wanted = {t - ahead for t in known[0].nonzero()[:, 0].tolist() for ahead in (2, 3, 4)}
+    wanted = {t for t in wanted if t >= 0}
+    if all_from:
+        assert set(sizes) == {len(wanted)} and len(wanted) < 20
+    else:
+        assert set(sizes) == {26}
+
+
+def test_what_is_rebuilt_gives_the_same_gradients(monkeypatch, tmp_path):
+    """Large tensors are computed again in the backward pass. Here every tensor counts as large."""
+    batch = packed_batch(lengths=(9, 3))
+    model = with_random_drafter(eagle_target())
+    kept = trained(model, tmp_path, batch)
+    asked = []
+    get = rebuild._Rebuilt.get
+
+    def counted(self, shape):
+        asked.append(shape)
+        return get(self, shape)
+
+    monkeypatch.setattr(rebuild._Rebuilt, "get", counted)
+    monkeypatch.setitem(rebuild.rebuildable.__kwdefaults__, "above", 0)
+    monkeypatch.setattr(rebuild.call_rebuilding, "__defaults__", (False, 0))
+    rebuilt = trained(model, tmp_path, batch)
+    assert len(asked) == 3 * 2, "of three steps the product of the MLP and the norm in front of the attention"
+    for name, grad in rebuilt[1].items():
+        assert torch.equal(grad, kept[1][name]), name
 
 
 def test_rows_padded_on_the_left(tmp_path):

@@ -197,7 +197,7 @@ IGNORED = [
     ({"loss_type": "dft"}, {}, "loss_type is 'dft'"),
     ({}, {"compute_loss_func": print}, "compute_loss_func is "),
     ({}, {"peft_config": LoraConfig(r=2, target_modules=["q_proj"])}, "peft_config is "),
-    ({}, {"optimizers": (torch.optim.SGD([torch.zeros(1)]), None)}, "optimizers has an optimizer, which was made"),
+    ({}, {"optimizers": (torch.optim.SGD([torch.zeros(1)]), None)}, "optimizers has an optimizer that was made"),
     ({"eagle_layers": [1, 2]}, {}, r"eagle_layers is \[1, 2\]; expected three rising numbers from 0 to 3"),
     ({"eagle_layers": [1, 2, 4]}, {}, r"eagle_layers is \[1, 2, 4\]"),
     ({"eagle_layers": [2, 1, 3]}, {}, r"eagle_layers is \[2, 1, 3\]"),

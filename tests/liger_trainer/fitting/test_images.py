@@ -7,9 +7,9 @@ import torch
 from image_models import image_model, processor_of
 
 from liger_trainer.fitting import losses
-from liger_trainer.fitting.hollow import Shape
 from liger_trainer.fitting.images import UnknownSizes, known_numbers, row_images
-from liger_trainer.fitting.step import Job, need
+from liger_trainer.fitting.meta_model import ModelSpec
+from liger_trainer.fitting.step import TrainSpec, estimate_memory
 from liger_triton import _dispatch
 
 PLENTY = 1 << 40
@@ -24,15 +24,15 @@ def kernels_are_proven_by_their_twins(monkeypatch):
 @functools.cache
 def needed(model_type, *sizes, checkpointing=False, loss=losses.of_labels):
     images = row_images(processor_of(model_type), list(sizes)) if sizes else None
-    job = Job(
-        Shape(image_model(model_type).config, torch.bfloat16),
+    job = TrainSpec(
+        ModelSpec(image_model(model_type).config, torch.bfloat16),
         loss,
         torch.optim.AdamW,
         torch.bfloat16,
         checkpointing={"use_reentrant": False},
         images=images,
     )
-    return need(job, ROWS, LENGTH, checkpointing, PLENTY)
+    return estimate_memory(job, ROWS, LENGTH, checkpointing, PLENTY)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_what_the_layers_of_a_tower_keep():
 
 def test_auto_keeps_layers_of_towers():
     found = needed("qwen2_5_vl", (80, 60), checkpointing="auto")
-    assert found.chosen.kept == found.chosen.layers == 4
+    assert found.checkpointing.kept == found.checkpointing.layers == 4
     assert found.micro_batch == needed("qwen2_5_vl", (80, 60)).micro_batch
 
 
@@ -90,9 +90,9 @@ def test_a_frozen_tower_keeps_nothing():
     def adapted(target):
         config = image_model("qwen2_5_vl").config
         images = row_images(processor_of("qwen2_5_vl"), [(112, 84)])
-        shape = Shape(config, torch.bfloat16, LoraConfig(r=4, target_modules=target))
-        job = Job(shape, losses.of_labels, torch.optim.AdamW, torch.bfloat16, images=images)
-        return need(job, ROWS, LENGTH, False, PLENTY).micro_batch
+        shape = ModelSpec(config, torch.bfloat16, LoraConfig(r=4, target_modules=target))
+        job = TrainSpec(shape, losses.of_labels, torch.optim.AdamW, torch.bfloat16, images=images)
+        return estimate_memory(job, ROWS, LENGTH, False, PLENTY).micro_batch
 
     assert adapted("all-linear") - adapted(r".*language_model.*(q_proj|v_proj)") > 20 * 3 * 48 * 64
 

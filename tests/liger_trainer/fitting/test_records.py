@@ -12,11 +12,11 @@ from benchmark_scripts import (
 from checkout import ROOT
 
 from liger_trainer.fitting import losses
-from liger_trainer.fitting.hollow import Shape
 from liger_trainer.fitting.images import RowImages
+from liger_trainer.fitting.meta_model import ModelSpec
 from liger_trainer.fitting.sharding import Sharding
-from liger_trainer.fitting.step import Job, need
-from liger_trainer.memory.memory import GIB
+from liger_trainer.fitting.step import TrainSpec, estimate_memory
+from liger_trainer.memory.device_memory import GIB
 from liger_triton import _dispatch
 
 RECORDS = newest()
@@ -32,7 +32,7 @@ def kernels_are_proven_by_their_twins(monkeypatch):
     monkeypatch.setattr(_dispatch, "INTERPRET", False)
 
 
-def job_of(options):
+def train_spec_of(options):
     """The job that `_steps.py` builds: bf16 weights, AdamW with bf16 states, and bf16 autocast by default."""
     from _models import MODELS
     from peft import LoraConfig
@@ -51,13 +51,13 @@ def job_of(options):
     modules = r".*\.self_attn\.[qkvo]_proj" if "Qwen3-30B" in options["model"] else "all-linear"
     experts = ["experts.gate_up_proj", "experts.down_proj"] if options.get("lora_experts") else None
     lora = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=modules, target_parameters=experts) if rank else None
-    four_bits = None
+    quantization = None
     if options.get("nf4"):
         pytest.importorskip("bitsandbytes")
         packed = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
-        four_bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16, **packed)
-    return Job(
-        Shape(AutoConfig.for_model(family, **shape), torch.bfloat16, lora, four_bits=four_bits),
+        quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16, **packed)
+    return TrainSpec(
+        ModelSpec(AutoConfig.for_model(family, **shape), torch.bfloat16, lora, quantization=quantization),
         losses.of_pairs if pairs else losses.of_labels,
         lambda weights: torch.optim.AdamW(weights, fused=True),
         autocast,
@@ -82,8 +82,10 @@ def test_there_are_records_of_every_kind():
 )
 def test_within_five_percent_of_the_measured_peak(record):
     options = record.options
-    job = job_of(options)
-    found = need(job, options["batch"], options["length"], bool(options.get("checkpointing")), H200).peak / GIB
+    job = train_spec_of(options)
+    found = (
+        estimate_memory(job, options["batch"], options["length"], bool(options.get("checkpointing")), H200).peak / GIB
+    )
     if record.name in BEFORE_SLICES:
         assert 0.9 * record.gib < found < record.gib
         return
@@ -112,9 +114,9 @@ def test_images_within_three_percent_of_the_measured_peak(name, benchmarks_on_pa
         "image_grid_thw": torch.tensor([[1, images.GRID, images.GRID]]),
         "mm_token_type_ids": (ids == images.IMAGE).int(),
     }
-    found = need(
-        Job(
-            Shape(model, torch.bfloat16),
+    found = estimate_memory(
+        TrainSpec(
+            ModelSpec(model, torch.bfloat16),
             losses.of_labels,
             lambda weights: torch.optim.AdamW(weights, fused=True),
             torch.bfloat16,

@@ -2,7 +2,7 @@ import random
 
 import pytest
 
-from liger_trainer.fitting.answer import TRIES, largest
+from liger_trainer.fitting.fit_report import TRIES, largest
 
 
 @pytest.mark.parametrize("seed", range(200))

@@ -9,9 +9,9 @@ from transformers import AutoModelForImageTextToText, LlamaConfig
 
 from liger_trainer.errors import RecipeError
 from liger_trainer.fitting import losses, optimizers
-from liger_trainer.fitting.hollow import Shape
+from liger_trainer.fitting.meta_model import ModelSpec
 from liger_trainer.fitting.sharding import Sharding
-from liger_trainer.fitting.step import Job, need
+from liger_trainer.fitting.step import TrainSpec, estimate_memory
 from liger_trainer.memory.selective import LONG
 from liger_triton import _dispatch, linear_cross_entropy
 from liger_triton.sizes import computes_nothing, sizes_only
@@ -32,13 +32,13 @@ def config(**changes):
 
 def job(loss=losses.of_labels, optimizer=torch.optim.AdamW, changes=None, dtype=torch.bfloat16, **options):
     options = {"checkpointing": {"use_reentrant": False}} | options
-    return Job(Shape(config(**(changes or {})), dtype), loss, optimizer, **options)
+    return TrainSpec(ModelSpec(config(**(changes or {})), dtype), loss, optimizer, **options)
 
 
 @functools.cache
 def plain(rows, length, checkpointing):
     """The memory of a step of `job()`."""
-    return need(job(), rows, length, checkpointing, PLENTY)
+    return estimate_memory(job(), rows, length, checkpointing, PLENTY)
 
 
 def parameters(**changes):
@@ -50,7 +50,7 @@ def parameters(**changes):
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_weights_gradients_and_states_have_the_model_s_sizes(tied):
-    found = need(job(changes={"tie_word_embeddings": tied}), 2, 64, False, PLENTY)
+    found = estimate_memory(job(changes={"tie_word_embeddings": tied}), 2, 64, False, PLENTY)
     weights = 2 * parameters(tie_word_embeddings=tied)
     assert found.weights == found.gradients == weights
     assert found.states == pytest.approx(2 * weights, rel=0.02)  # each weight's state starts at 512 bytes
@@ -63,46 +63,48 @@ def test_checkpointing_keeps_the_inputs_of_layers_alone():
 
 def test_auto_keeps_what_the_budget_allows():
     none, full = plain(4, 512, False), plain(4, 512, True)
-    assert need(job(), 4, 512, "auto", PLENTY).chosen.kept == LAYERS
+    assert estimate_memory(job(), 4, 512, "auto", PLENTY).checkpointing.kept == LAYERS
     budget = (full.peak + 0.6 * (none.peak - full.peak)) / 2**30
-    found = need(job(budget=budget), 4, 512, "auto", PLENTY)
-    assert 0 < found.chosen.kept < LAYERS
+    found = estimate_memory(job(budget=budget), 4, 512, "auto", PLENTY)
+    assert 0 < found.checkpointing.kept < LAYERS
     assert full.peak < found.peak <= budget * 2**30
 
 
 @pytest.mark.parametrize(("length", "long"), [(LONG // 2, False), (LONG, True)])
 def test_auto_keeps_the_results_of_attention_of_long_rows(length, long):
-    none, full = (need(job(), 1, length, checkpointing, PLENTY) for checkpointing in (False, True))
+    none, full = (estimate_memory(job(), 1, length, checkpointing, PLENTY) for checkpointing in (False, True))
     budget = (full.peak + 0.2 * (none.peak - full.peak)) / 2**30
-    found = need(job(budget=budget), 1, length, "auto", PLENTY)
-    assert found.chosen.kept + found.chosen.attention <= LAYERS
-    assert (found.chosen.attention > 0) == long
-    assert found.chosen.peak == pytest.approx(found.micro_batch, rel=0.02)
+    found = estimate_memory(job(budget=budget), 1, length, "auto", PLENTY)
+    assert found.checkpointing.kept + found.checkpointing.attention <= LAYERS
+    assert (found.checkpointing.attention > 0) == long
+    assert found.checkpointing.peak == pytest.approx(found.micro_batch, rel=0.02)
     assert full.peak < found.peak <= budget * 2**30
 
 
 def test_the_same_peak_when_states_are_taken_from_another_size():
-    first = need(job(), 2, 64, False, PLENTY)
-    assert need(job(), 4, 512, False, PLENTY, first).peak == plain(4, 512, False).peak
+    first = estimate_memory(job(), 2, 64, False, PLENTY)
+    assert estimate_memory(job(), 4, 512, False, PLENTY, first).peak == plain(4, 512, False).peak
 
 
 def test_accumulation_holds_gradients_from_one_micro_batch_to_the_next():
-    once, twice = plain(4, 512, False), need(job(accumulates=True), 4, 512, False, PLENTY)
+    once, twice = plain(4, 512, False), estimate_memory(job(accumulates=True), 4, 512, False, PLENTY)
     assert once.micro_batch < twice.micro_batch <= once.micro_batch + once.gradients
 
 
 @pytest.mark.parametrize("loss", [losses.of_pairs, losses.of_answers])
 def test_a_reference_model_adds_its_weights(loss):
-    alone, with_reference = (need(job(loss, reference=reference), 2, 64, False, PLENTY) for reference in (False, True))
+    alone, with_reference = (
+        estimate_memory(job(loss, reference=reference), 2, 64, False, PLENTY) for reference in (False, True)
+    )
     assert with_reference.reference == alone.weights
     assert with_reference.peak == pytest.approx(alone.peak + alone.weights, rel=0.02)
 
 
 def test_two_gpus():
-    one = need(job(), 4, 256, True, PLENTY)
-    ddp = need(job(sharding=Sharding("ddp", 2)), 4, 256, True, PLENTY)
+    one = estimate_memory(job(), 4, 256, True, PLENTY)
+    ddp = estimate_memory(job(sharding=Sharding("ddp", 2)), 4, 256, True, PLENTY)
     assert ddp.peak == one.peak + one.gradients
-    two, four = (need(job(sharding=Sharding("fsdp2", gpus)), 4, 256, True, PLENTY) for gpus in (2, 4))
+    two, four = (estimate_memory(job(sharding=Sharding("fsdp2", gpus)), 4, 256, True, PLENTY) for gpus in (2, 4))
     assert (two.weights, four.weights) == (one.weights // 2, one.weights // 4)
     assert two.peak - four.peak >= (one.weights + one.gradients + one.states) // 8
 
@@ -122,7 +124,7 @@ def test_states_of_optimizers():
 
 def test_the_optimizer_s_own_temporaries_count():
     fused, plain = (
-        need(job(optimizer=lambda w, options=options: torch.optim.AdamW(w, **options)), 1, 16, True, PLENTY)
+        estimate_memory(job(optimizer=lambda w, options=options: torch.optim.AdamW(w, **options)), 1, 16, True, PLENTY)
         for options in ({"fused": True}, {"foreach": True})
     )
     assert plain.step > fused.step
@@ -147,20 +149,22 @@ def test_gradients_that_are_freed_in_the_backward_pass(tied):
     """The forward pass peaks then, or the optimizer step of the largest weight."""
     fused = lambda weights: torch.optim.AdamW(weights, fused=True)  # noqa: E731
     options = {"optimizer": fused, "changes": {"tie_word_embeddings": tied}}
-    ordinary, freed = (need(make(**options), 1, 16, True, PLENTY) for make in (job, in_backward))
+    ordinary, freed = (estimate_memory(make(**options), 1, 16, True, PLENTY) for make in (job, in_backward))
     assert freed.weights == ordinary.weights and freed.states == ordinary.states
     largest = 2 * 1000 * 256
     assert freed.gradients == largest < ordinary.gradients / 4
     of_head = largest * (2 if tied else 1)  # with one weight, its first gradient waits for the second
     assert freed.peak - freed.weights - freed.states - freed.others < of_head + 8 * 256 * 512
     assert ordinary.peak - ordinary.weights - ordinary.states - ordinary.others >= ordinary.gradients
-    again = need(in_backward(**options), 2, 32, True, PLENTY)
-    assert need(in_backward(**options), 2, 32, True, PLENTY, freed).peak == pytest.approx(again.peak, rel=1e-3)
+    again = estimate_memory(in_backward(**options), 2, 32, True, PLENTY)
+    assert estimate_memory(in_backward(**options), 2, 32, True, PLENTY, freed).peak == pytest.approx(
+        again.peak, rel=1e-3
+    )
 
 
 def test_temporaries_of_an_optimizer_in_backward_are_of_one_weight():
     foreach = lambda weights: torch.optim.AdamW(weights, foreach=True)  # noqa: E731
-    ordinary, freed = (need(make(optimizer=foreach), 1, 16, True, PLENTY) for make in (job, in_backward))
+    ordinary, freed = (estimate_memory(make(optimizer=foreach), 1, 16, True, PLENTY) for make in (job, in_backward))
     assert ordinary.step - ordinary.micro_batch > 0.9 * ordinary.gradients
     assert freed.peak < ordinary.peak - 1.5 * ordinary.gradients
 
@@ -168,15 +172,15 @@ def test_temporaries_of_an_optimizer_in_backward_are_of_one_weight():
 def test_auto_within_a_budget_that_all_gradients_would_exceed():
     fused = lambda weights: torch.optim.AdamW(weights, fused=True)  # noqa: E731
     options = {"optimizer": fused, "changes": {"num_hidden_layers": 4}}
-    budget = sum(need(make(**options), 2, 256, True, PLENTY).peak for make in (job, in_backward)) / 2
+    budget = sum(estimate_memory(make(**options), 2, 256, True, PLENTY).peak for make in (job, in_backward)) / 2
     ordinary, freed = (
-        need(make(budget=budget / 2**30, **options), 2, 256, "auto", PLENTY) for make in (job, in_backward)
+        estimate_memory(make(budget=budget / 2**30, **options), 2, 256, "auto", PLENTY) for make in (job, in_backward)
     )
-    assert freed.chosen.kept > 0 and freed.peak <= budget < ordinary.peak
+    assert freed.checkpointing.kept > 0 and freed.peak <= budget < ordinary.peak
 
 
 def test_states_that_are_counted_by_their_size_in_backward():
-    found = need(in_backward(optimizer=lambda weights: 12345 * 512), 1, 16, True, PLENTY)
+    found = estimate_memory(in_backward(optimizer=lambda weights: 12345 * 512), 1, 16, True, PLENTY)
     assert found.states == 12345 * 512
 
 
@@ -192,7 +196,9 @@ def with_adapters(fp8, **options):
 @pytest.mark.parametrize("checkpointing, autocast", [(False, None), (True, torch.bfloat16), ("auto", torch.bfloat16)])
 def test_a_frozen_fp8_base(checkpointing, autocast):
     """Its layers take one byte a weight and four a row. Memory kept for the backward pass does not change."""
-    plain, fp8 = (need(with_adapters(on, autocast=autocast), 4, 512, checkpointing, PLENTY) for on in (False, True))
+    plain, fp8 = (
+        estimate_memory(with_adapters(on, autocast=autocast), 4, 512, checkpointing, PLENTY) for on in (False, True)
+    )
     per_layer = [(256, 256), (128, 256), (128, 256), (256, 256), (512, 256), (512, 256), (256, 512)]
     of_base = LAYERS * sum(n * k for n, k in per_layer)
     scales = LAYERS * sum(4 * n for n, _ in per_layer)
@@ -208,7 +214,7 @@ def test_a_frozen_fp8_base_is_sharded(autocast):
     """A GPU holds half of it, and gathers half as much."""
     shards = Sharding("fsdp2", 2, autocast, autocast and torch.float32)
     one, two, plain = (
-        need(with_adapters(fp8, autocast=autocast, sharding=way), 2, 64, True, PLENTY)
+        estimate_memory(with_adapters(fp8, autocast=autocast, sharding=way), 2, 64, True, PLENTY)
         for fp8, way in ((True, Sharding()), (True, shards), (False, shards))
     )
     widened = two.gradients * 2 - one.gradients if autocast else 0  # accelerate trains in fp32
@@ -217,14 +223,16 @@ def test_a_frozen_fp8_base_is_sharded(autocast):
 
 
 def test_the_peak_may_be_when_the_base_is_loaded():
-    found = need(with_adapters(True, changes={"hidden_size": 1024, "intermediate_size": 8192}), 1, 16, True, PLENTY)
+    found = estimate_memory(
+        with_adapters(True, changes={"hidden_size": 1024, "intermediate_size": 8192}), 1, 16, True, PLENTY
+    )
     assert found.peak == found.loaded > found.micro_batch
 
 
 def test_a_model_with_a_tower():
     """Its weights, gradients and states count even for rows without images."""
-    shape = Shape(small_config("qwen2_5_vl"), torch.bfloat16)
-    found = need(Job(shape, losses.of_labels, torch.optim.AdamW), 2, 64, False, PLENTY)
+    shape = ModelSpec(small_config("qwen2_5_vl"), torch.bfloat16)
+    found = estimate_memory(TrainSpec(shape, losses.of_labels, torch.optim.AdamW), 2, 64, False, PLENTY)
     with torch.device("meta"):
         weights = 2 * sum(p.numel() for p in AutoModelForImageTextToText.from_config(shape.config).parameters())
     assert shape.has_tower and found.weights == found.gradients == weights
@@ -235,19 +243,19 @@ def adapters(layers=LAYERS, **options):
     from peft import LoraConfig
     from transformers import BitsAndBytesConfig
 
-    four_bits = BitsAndBytesConfig(
+    quantization = BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_compute_dtype="bfloat16", bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True
     )
     lora = LoraConfig(r=4, target_modules="all-linear")
-    shape = Shape(config(num_hidden_layers=layers), torch.bfloat16, lora, four_bits=four_bits)
+    shape = ModelSpec(config(num_hidden_layers=layers), torch.bfloat16, lora, quantization=quantization)
     options = {"checkpointing": {"use_reentrant": False}} | options
-    return Job(shape, losses.of_labels, torch.optim.AdamW, autocast=torch.bfloat16, **options)
+    return TrainSpec(shape, losses.of_labels, torch.optim.AdamW, autocast=torch.bfloat16, **options)
 
 
 def test_a_4_bit_base():
     """Half a byte a number, and a byte for 64 numbers (4.125 bits with double quantisation); adapters are 16-bit."""
     pytest.importorskip("bitsandbytes")
-    found = need(adapters(), 2, 1024, True, PLENTY)
+    found = estimate_memory(adapters(), 2, 1024, True, PLENTY)
     layer = 256 * (256 + 128 + 128 + 256 + 3 * 512)
     others = 2 * (2 * 1000 * 256 + (2 * LAYERS + 1) * 256)
     ranks = 4 * LAYERS * (2 * 512 + 2 * 384 + 3 * 768)
@@ -255,7 +263,7 @@ def test_a_4_bit_base():
     assert found.gradients == 2 * ranks
     assert found.weights == pytest.approx(packed + others + 2 * ranks, rel=0.05)  # and each layer's tables
     assert found.states == pytest.approx(4 * ranks, rel=0.2)
-    deeper = need(adapters(2 * LAYERS), 2, 1024, True, PLENTY)
+    deeper = estimate_memory(adapters(2 * LAYERS), 2, 1024, True, PLENTY)
     grown = deeper.peak - found.peak - (deeper.weights - found.weights) - (deeper.gradients - found.gradients)
     assert 0 < grown - (deeper.states - found.states) < 1.1 * LAYERS * 2 * 1024 * 256 * 2, (
         "no matrix in 16 bits is kept"
@@ -265,8 +273,10 @@ def test_a_4_bit_base():
 def test_inputs_on_the_host():
     """All inputs go to the host, except the last and the one or two on their way."""
     options = {"checkpointing": {"use_reentrant": False, "offload": True}}
-    stays, leaves = (need(job(changes={"num_hidden_layers": 12}, **o), 4, 1024, True, PLENTY) for o in ({}, options))
+    stays, leaves = (
+        estimate_memory(job(changes={"num_hidden_layers": 12}, **o), 4, 1024, True, PLENTY) for o in ({}, options)
+    )
     inputs = 4 * 1024 * 256 * 2
     assert stays.host == 0 and leaves.host > 0
     assert stays.micro_batch - leaves.micro_batch > 4 * inputs  # weight gradients take the place of the others
-    assert need(job(**options), 4, 1024, False, PLENTY).host == 0
+    assert estimate_memory(job(**options), 4, 1024, False, PLENTY).host == 0

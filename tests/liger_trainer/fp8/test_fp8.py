@@ -19,7 +19,7 @@ from transformers import Trainer, TrainingArguments
 
 from liger_trainer import LigerSFTConfig, LigerTrainer, LigerTrainingArguments
 from liger_trainer.command.recipe.read import parse_recipe
-from liger_trainer.command.run.launch import settle_precision
+from liger_trainer.command.run.launch import apply_precision
 from liger_trainer.errors import RecipeError
 from liger_trainer.fp8 import feature as fp8_fields
 
@@ -235,7 +235,7 @@ def test_the_launcher_s_precision_wins_though_trl_sets_bf16(torchao, launched, t
 
 @pytest.mark.parametrize("given", [None, True, False])
 def test_a_recipe_and_the_launcher(given, launched, capsys):
-    settle_precision(given, None)
+    apply_precision(given, None)
     assert ("has no effect" in capsys.readouterr().err) == (given is not None)
     assert os.environ["ACCELERATE_MIXED_PRECISION"] == ("no" if given is False else "fp8")
 

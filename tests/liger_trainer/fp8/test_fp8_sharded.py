@@ -6,7 +6,7 @@ import pytest
 import torch
 from launching import in_processes_fsdp2
 
-from liger_trainer.command.run.launch import read_on_every_process
+from liger_trainer.command.run.launch import load_on_every_process
 
 pytest.importorskip("torchao", reason="torchao is not installed")
 
@@ -87,8 +87,8 @@ def test_every_process_reads_the_model(given, launched, sharded, read, monkeypat
         "ACCELERATE_MIXED_PRECISION": launched,
     }.items():
         monkeypatch.setitem(os.environ, name, value)
-    read_on_every_process(*given)
+    load_on_every_process(*given)
     assert os.environ[VARIABLE] == ("false" if read else "true")
     assert ("every process reads the whole model" in capsys.readouterr().err) == read
-    read_on_every_process(*given)
+    load_on_every_process(*given)
     assert not capsys.readouterr().err, "said once"

@@ -16,7 +16,7 @@ from trainer_runs import run
 from transformers import AutoModelForCausalLM
 
 from liger_trainer import LigerTrainer, apply_liger
-from liger_trainer.fitting.hollow import Shape, freed_by_fp8, on_meta, without_values
+from liger_trainer.fitting.meta_model import ModelSpec, freed_by_fp8, on_meta, without_values
 from liger_trainer.fp8.frozen_experts import WEIGHTS, FrozenFloat8Experts
 from liger_trainer.fp8.quantize_base import prepare_for_shards, quantize_base
 from liger_triton.frozen_float8 import dequantized, quantized
@@ -189,7 +189,7 @@ def test_fit_counts_the_bytes_that_are_stored():
     model = moe(dtype=torch.bfloat16)
     config, plain = model.get_base_model().config, sum(p.nbytes for p in model.parameters())
     quantize_base(model)
-    hollow = on_meta(Shape(config, torch.bfloat16, model.peft_config["default"], fp8=True))
+    hollow = on_meta(ModelSpec(config, torch.bfloat16, model.peft_config["default"], fp8=True))
     with FakeTensorMode():
         counted = sum(weight.bytes() for weight in without_values(hollow) if not weight.trained)
     assert len(blocks(hollow)) == 2

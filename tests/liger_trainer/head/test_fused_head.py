@@ -315,7 +315,7 @@ def test_an_unpickled_model_is_unpatched_and_can_be_fused_again(copied):
     assert not has_fused_head(loaded)
     assert loaded(**batch).logits is not None
     report = apply_liger(loaded)
-    assert report["fused_linear_cross_entropy"].swapped == {"lm_head": "captured at the head"}
+    assert report["fused_linear_cross_entropy"].swapped == {"lm_head": "intercepted at the head"}
     assert has_fused_head(loaded) and loaded(**batch).logits is None
     torch.testing.assert_close(loaded(**batch, label_smoothing=0.3).loss, want)
     keys = {name: set(vars(m)) for name, m in tiny_model("llama").named_modules()}

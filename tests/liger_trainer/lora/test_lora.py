@@ -14,7 +14,7 @@ from liger_trainer import apply_liger, remove_liger
 from liger_trainer.lora import layers as lora
 from liger_trainer.lora.layers import LoRA
 from liger_trainer.patching import mlps
-from liger_trainer.patching.core import kind
+from liger_trainer.patching.core import pattern
 
 LAYERS = 14  # two layers of seven projections
 
@@ -478,8 +478,8 @@ def test_compiled_models_trace_the_layer_s_own_code():
 def test_layers_of_one_shape_share_one_proof(monkeypatch):
     """PEFT's layers know their names, but must not be proven one by one: a model of 32 layers would take minutes."""
     proven = []
-    attempt = kind.attempt
-    monkeypatch.setattr(kind, "attempt", lambda prove, module: proven.append(prove) or attempt(prove, module))
+    attempt = pattern.attempt
+    monkeypatch.setattr(pattern, "attempt", lambda prove, module: proven.append(prove) or attempt(prove, module))
     apply_liger(peft_model())
     assert proven.count(lora.prove) <= 5, "q and o, k and v, gate and up, down"
     assert [getattr(prove, "func", None) for prove in proven].count(mlps.prove) == 1

@@ -9,7 +9,7 @@ from datasets import Dataset
 from recipe_fixtures import command, write_model, write_recipe, write_rows
 from tiny_models import tiny_tokenizer
 
-from liger_trainer.command.tools.heads import prompts_in
+from liger_trainer.command.tools.heads import read_prompts
 from liger_trainer.data.answers import answer, encode
 from liger_trainer.errors import RecipeError
 from liger_trainer.medusa.export import load_heads
@@ -60,12 +60,12 @@ def test_prompts_are_read_as_rows_to_train_on(cache, tmp_path):
     table.to_json(tmp_path / "rows.jsonl")
     (tmp_path / "rows.json").write_text(json.dumps(rows))
     for kind in ("parquet", "csv", "jsonl", "json"):
-        assert prompts_in(str(tmp_path / f"rows.{kind}"), True, None) == plain, kind
-    assert prompts_in(str(tmp_path / "rows.json"), True, 2) == plain[:2]
+        assert read_prompts(str(tmp_path / f"rows.{kind}"), True, None) == plain, kind
+    assert read_prompts(str(tmp_path / "rows.json"), True, 2) == plain[:2]
 
 
 BAD_FILES = {
-    "none.json": (None, "'.*none.json', and there is no such file"),
+    "none.json": (None, "'.*none.json', but that file does not exist"),
     "broken.jsonl": ('{"prompt": "w3"}\n{', "which cannot be read: line 2 is no JSON"),
     "empty.jsonl": ("", "which has no rows"),
     "rows.docx": ("w3", "expected a file whose name ends in one of .json, .jsonl, .ndjson, .parquet"),
@@ -78,7 +78,7 @@ def test_prompts_that_cannot_be_read(name, cache, tmp_path):
     if text is not None:
         (tmp_path / name).write_text(text)
     with pytest.raises(RecipeError, match=f"--prompts is .*{message}"):
-        prompts_in(str(tmp_path / name), True, None)
+        read_prompts(str(tmp_path / name), True, None)
 
 
 def printed(out):
@@ -178,7 +178,7 @@ def test_mistakes_exit_2(folder, capsys, tmp_path):
     rows = ("--prompts", folder / "rows.jsonl")
     for argv, message in (
         (("medusa-eval", folder / "model", folder / "model", *rows), "has no medusa_lm_head.safetensors"),
-        (("medusa-eval", folder / "none", "x", *rows), "there is no such folder"),
+        (("medusa-eval", folder / "none", "x", *rows), "that folder does not exist"),
         (("medusa-eval", folder / "model", folder / "heads", "--prompts", "none"), "prompts is 'none', which"),
         (("medusa-export", folder / "model", "--output", tmp_path / "o"), "Give the output_dir of a Medusa training"),
     ):

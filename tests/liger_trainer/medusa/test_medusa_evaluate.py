@@ -5,7 +5,7 @@ import torch
 from medusa_fixtures import ENDS, model_with_heads, prompts_of
 
 from liger_trainer.data.answers import answer, end_tokens
-from liger_trainer.medusa.evaluate import evaluate, right_guesses, walk
+from liger_trainer.medusa.evaluate import evaluate, right_guesses, simulate_decoding
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def test_walk_counts_the_passes_of_a_decoder(fitted, texts):
     model, heads = fitted
     rates = set()
     for prompt, text in texts:
-        rate, _ = walk([right_guesses(model, heads, prompt, text)])
+        rate, _ = simulate_decoding([right_guesses(model, heads, prompt, text)])
         assert rate == (len(text) - 1) / passes_of(model, heads, prompt, text)
         rates.add(rate)
     assert len(rates) > 2
@@ -59,8 +59,8 @@ def test_walk_counts_the_passes_of_a_decoder(fitted, texts):
 def test_walk_by_hand():
     """Two heads on 7 tokens: both right, go on at 3; head 1 wrong, go on at 4; past the end at 5."""
     right = torch.tensor([[1, 0, 0, 0, 1, -1], [1, 1, 1, 1, -1, -1]])
-    assert walk([right]) == (6 / 3, [2 / 3, 1.0])
-    assert walk([torch.zeros(2, 4)]) == (1.0, [0.0, None])
+    assert simulate_decoding([right]) == (6 / 3, [2 / 3, 1.0])
+    assert simulate_decoding([torch.zeros(2, 4)]) == (1.0, [0.0, None])
 
 
 def test_report(fitted):
@@ -73,10 +73,13 @@ def test_report(fitted):
     finally:
         model.eval()
     assert report.tokens == sum(len(text) for text in answer(model, prompts, ENDS, 24))
-    assert 1 < report.chain <= 4
+    assert 1 < report.tokens_per_pass <= 4
     assert all(0 <= right <= 1 for right in report.accuracy) and len(report.accuracy) == 3
     printed = str(report)
-    assert f"tokens per forward pass  {report.chain:.3f}" in printed and f"1      {report.accuracy[0]:.3f}" in printed
+    assert (
+        f"tokens per forward pass  {report.tokens_per_pass:.3f}" in printed
+        and f"1      {report.accuracy[0]:.3f}" in printed
+    )
 
 
 def test_answers_are_greedy_and_padding_changes_nothing(fitted):

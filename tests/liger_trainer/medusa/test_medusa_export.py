@@ -91,7 +91,7 @@ def test_published_checkpoint(model, tmp_path):
     assert torch.equal(loaded.logits(x, model.lm_head), heads.logits(x, model.lm_head))
     assert loaded.config.vocab_size == VOCAB and loaded.config.hidden_size == H and not loaded.config.tied
     save_file(dict(random_heads(model).state_dict()), tmp_path / "medusa_lm_head.safetensors")
-    with pytest.raises(ValueError, match="has no vocab_size, and tied heads do not show it"):
+    with pytest.raises(ValueError, match="has no vocab_size, and the tensors of tied heads do not show it"):
         load_heads(tmp_path)
 
 
@@ -100,7 +100,11 @@ WRONG = {
     "layers": ({"medusa_num_layers": 2}, {}, "says medusa_num_layers: 2, and the tensors .* say 1"),
     "tied": ({"medusa_tied": True}, {}, "says medusa_tied: True, and the tensors .* say False"),
     "width": ({"hidden_size": 64}, {}, "says hidden_size: 64, and the tensors .* say 32"),
-    "a head without its projection": ({}, {"1.1.weight": None}, "heads are not alike.*\n.*Missing key.*1.1.weight"),
+    "a head without its projection": (
+        {},
+        {"1.1.weight": None},
+        "different shapes.*\n.*Missing key.*1.1.weight",
+    ),
     "a block without its bias": ({}, {"2.0.linear.bias": None}, "Missing key.*2.0.linear.bias"),
     "a narrower head": ({}, {"2.1.weight": torch.ones(7, H)}, "size mismatch for 2.1.weight"),
     "a stranger": ({}, {"lm_head.weight": torch.ones(7, H)}, "lm_head.weight is the name of no part of a Medusa head"),
@@ -122,9 +126,13 @@ def test_config_and_tensors_that_disagree(model, tmp_path, keys, changed, messag
 def test_refusals(model, tmp_path):
     heads, untied = random_heads(model), random_heads(model, tied=False)
     cases = (
-        (heads, {"lm_head": None}, "lm_head is None; the heads are tied"),
-        (heads, {"lm_head": torch.nn.Linear(H, VOCAB)}, "has a bias, which TGI and vLLM leave out"),
-        (heads, {"lm_head": torch.nn.Linear(H, 7, bias=False)}, r"is \(7, 32\), the heads were trained on \(131, 32\)"),
+        (heads, {"lm_head": None}, "lm_head is None, but the heads are tied"),
+        (heads, {"lm_head": torch.nn.Linear(H, VOCAB)}, "has a bias, which TGI and vLLM ignore"),
+        (
+            heads,
+            {"lm_head": torch.nn.Linear(H, 7, bias=False)},
+            r"\(7, 32\), but the heads were trained on \(131, 32\)",
+        ),
         (heads, {"lm_head": SimpleNamespace(base_layer=1)}, "The LM head has an adapter"),
     )
     for which, options, message in cases:

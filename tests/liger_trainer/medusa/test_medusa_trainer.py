@@ -254,14 +254,14 @@ IGNORED = [
     ({"use_liger": False}, {}, "use_liger is false, but the Medusa loss"),
     ({"liger_config": {"fused_linear_cross_entropy": False}}, {}, "fused_linear_cross_entropy: false, but the Medusa"),
     ({"label_smoothing_factor": 0.1}, {}, "label_smoothing_factor is 0.1, which the Medusa loss does not have"),
-    ({"loss_type": "dft"}, {}, "loss_type is 'dft', which the Medusa loss does not have"),
+    ({"loss_type": "dft"}, {}, "loss_type is 'dft', but the Medusa loss has no such option"),
     ({}, {"compute_loss_func": print}, "compute_loss_func is .*does not have"),
     (
         {},
         {"optimizers": (torch.optim.SGD([torch.zeros(1)]), None)},
-        "optimizers has an optimizer, which was made before",
+        "optimizers has an optimizer that was made before",
     ),
-    ({}, {"peft_config": LORA}, "medusa_stage is 1, which freezes the model, but it has an adapter"),
+    ({}, {"peft_config": LORA}, "medusa_stage is 1, which freezes the model, but the model has an adapter"),
     (
         {"medusa_stage": 2},
         {"peft_config": LoraConfig(r=2, target_modules=["lm_head"])},
@@ -314,7 +314,7 @@ SETUPS = [
         {"fsdp_plugin": SimpleNamespace(state_dict_type="StateDictType.SHARDED_STATE_DICT")},
         "SHARDED_STATE_DICT, under which the heads would not be saved. Set it to FULL_STATE_DICT",
     ),
-    ({"mixed_precision": "fp8", "ao_recipe_handler": object()}, {}, "needs the weights of all heads in 16 bits"),
+    ({"mixed_precision": "fp8", "ao_recipe_handler": object()}, {}, "needs the weights of all heads in 16-bit"),
 ]
 
 

@@ -13,7 +13,7 @@ from tiny_models import tiny_model
 from torch.utils.checkpoint import checkpoint
 
 from liger_trainer import LigerTrainer
-from liger_trainer.memory.memory import GIB, RESERVE
+from liger_trainer.memory.device_memory import GIB, RESERVE
 from liger_trainer.memory.switches import Switch
 
 

@@ -6,7 +6,7 @@ from tiny_models import tiny_model
 
 from liger_trainer import LigerSFTConfig, LigerTrainer
 from liger_trainer.memory import selective
-from liger_trainer.memory.memory import GIB
+from liger_trainer.memory.device_memory import GIB
 from liger_triton import _dispatch
 
 

@@ -12,7 +12,7 @@ from tiny_models import ragged_rows
 from transformers import LlamaConfig, LlamaForCausalLM, default_data_collator
 
 from liger_trainer import LigerTrainer, LigerTrainingArguments
-from liger_trainer.memory.memory import GIB
+from liger_trainer.memory.device_memory import GIB
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 LENGTH = 2048

@@ -8,7 +8,7 @@ import torch
 from memory_runs import Carries, CountedMemory, build, memory_with, rows_of_one_length, same_bits, train
 from tiny_models import tiny_model
 
-from liger_trainer.memory.memory import GIB
+from liger_trainer.memory.device_memory import GIB
 
 
 @pytest.fixture(scope="module")

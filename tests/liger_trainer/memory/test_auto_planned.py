@@ -20,7 +20,7 @@ from transformers import LlamaConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from liger_trainer import LigerTrainer
-from liger_trainer.memory.memory import GIB
+from liger_trainer.memory.device_memory import GIB
 
 
 @pytest.fixture(autouse=True)

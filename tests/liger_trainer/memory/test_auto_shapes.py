@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from liger_trainer import LigerTrainer
-from liger_trainer.memory.memory import GIB
+from liger_trainer.memory.device_memory import GIB
 
 IMAGE, PATCHES = 130, 64
 

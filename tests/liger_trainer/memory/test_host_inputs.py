@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from liger_trainer import apply_liger
 from liger_trainer.memory import switches
 from liger_trainer.memory.host_inputs import HostInputs, _Input
-from liger_trainer.memory.memory import PinnedMemory
+from liger_trainer.memory.pinned_memory import PinnedMemory
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 OPTIONS = {"use_reentrant": False}

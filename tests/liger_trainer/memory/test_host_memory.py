@@ -5,8 +5,8 @@ import gc
 import pytest
 import torch
 
-from liger_trainer.memory import memory as host_memory
-from liger_trainer.memory.memory import GIB, PinnedMemory, Transport, room_of
+from liger_trainer.memory import pinned_memory
+from liger_trainer.memory.pinned_memory import GIB, HostCopier, PinnedMemory, host_bytes_allowed
 
 
 def plain(size):
@@ -80,15 +80,15 @@ def test_the_room(monkeypatch, tmp_path):
     class Free:
         available = 100 * GIB
 
-    monkeypatch.setattr(host_memory.psutil, "virtual_memory", lambda: Free)
-    monkeypatch.setattr(host_memory, "_CGROUP", tmp_path)
+    monkeypatch.setattr(pinned_memory.psutil, "virtual_memory", lambda: Free)
+    monkeypatch.setattr(pinned_memory, "_CGROUP", tmp_path)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    assert room_of(None) == 50 * GIB
-    assert room_of(3) == 3 * GIB
-    assert room_of(0) == 0
+    assert host_bytes_allowed(None) == 50 * GIB
+    assert host_bytes_allowed(3) == 3 * GIB
+    assert host_bytes_allowed(0) == 0
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert room_of(None) == 12.5 * GIB
-    assert room_of(3) == 3 * GIB, "a budget is of each process"
+    assert host_bytes_allowed(None) == 12.5 * GIB
+    assert host_bytes_allowed(3) == 3 * GIB, "a budget is of each process"
 
 
 @pytest.mark.parametrize(
@@ -115,18 +115,18 @@ def test_a_container_has_less(files, free, monkeypatch, tmp_path):
     class Free:
         available = 100 * GIB
 
-    monkeypatch.setattr(host_memory.psutil, "virtual_memory", lambda: Free)
-    monkeypatch.setattr(host_memory, "_CGROUP", tmp_path)
+    monkeypatch.setattr(pinned_memory.psutil, "virtual_memory", lambda: Free)
+    monkeypatch.setattr(pinned_memory, "_CGROUP", tmp_path)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(str(text))
-    assert room_of(None) == free // 2
+    assert host_bytes_allowed(None) == free // 2
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="it needs a GPU")
 def test_the_link_of_a_gpu():
-    transport = Transport(PinnedMemory(1 << 31), torch.device("cuda", torch.cuda.current_device()))
+    transport = HostCopier(PinnedMemory(1 << 31), torch.device("cuda", torch.cuda.current_device()))
     assert 1e9 < transport.rate < 1e12
     memory = transport.host.take(1000).bytes
     assert memory.is_pinned()

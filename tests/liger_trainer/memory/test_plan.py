@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from liger_trainer.memory.memory import GIB, RESERVE, limit_of
-from liger_trainer.memory.plan import NOTHING, Call, Link, Measurement, Plan, Size, choose, sizes_of
+from liger_trainer.memory.device_memory import GIB, RESERVE, limit_of
+from liger_trainer.memory.plan import NOTHING, ActivationPlan, Link, Measurement, RecordedCall, Size, choose, sizes_of
 from liger_trainer.memory.switches import Switch, longest_of, switches_of
 from liger_trainer.varlen.rows import RowMask, Rows
 
@@ -49,7 +49,7 @@ class Step:
                 if due == i:
                     add(-size)
                     flying.remove((due, size))
-            calls.append(Call(i, "layer", SIZE, 0, None, 0, 0, self.attention[i], self.given))
+            calls.append(RecordedCall(i, "layer", SIZE, 0, None, 0, 0, self.attention[i], self.given))
             add(scaled(self.given))
             add(scaled(self.extra[i]))
             if i in plan.on_host:
@@ -85,7 +85,7 @@ class Step:
 def test_a_plan_takes_no_more_than_it_says(seed, long, host):
     """It also stays within the limit, for all sizes of batches, budgets and copy speeds."""
     step, kept = Step(seed), []
-    least, most = (max(step.run(plan).peaks) for plan in (NOTHING, Plan(frozenset(range(10)))))
+    least, most = (max(step.run(plan).peaks) for plan in (NOTHING, ActivationPlan(frozenset(range(10)))))
     for part in (0.0, 0.2, 0.4, 0.6, 0.8, 1.0):
         limit = BASE + round(least + part * (most - least))
         for sizes, share in (({None: SIZE}, 1.0), ({None: Size(1, 100)}, 0.25)):
@@ -119,7 +119,7 @@ def test_attention_comes_before_whole_layers():
 
 def test_host_memory_is_for_what_does_not_fit():
     step = Step(0, layers=20, head=200)
-    least, most = max(step.run().peaks), max(step.run(Plan(frozenset(range(20)))).peaks)
+    least, most = max(step.run().peaks), max(step.run(ActivationPlan(frozenset(range(20)))).peaks)
     link = Link(10**6, 2.0)
     assert not step.plan(BASE + most, link=link).on_host
     half = step.plan(BASE + (least + most) // 2, link=link)
@@ -142,8 +142,8 @@ def test_nothing_is_kept_for_what_the_batch_did_not_show():
 
 
 def test_casts_of_weights_do_not_shrink_with_the_batch():
-    assert Call(0, "layer", SIZE, 0, 1, extra=30, casts=10).bytes(0.5) == 20
-    assert Call(0, "layer", SIZE, 0, 1, extra=5, casts=10).bytes(0.5) == 5
+    assert RecordedCall(0, "layer", SIZE, 0, 1, extra=30, casts=10).bytes(0.5) == 20
+    assert RecordedCall(0, "layer", SIZE, 0, 1, extra=5, casts=10).bytes(0.5) == 5
 
 
 def test_sizes_of_a_batch():

@@ -160,10 +160,10 @@ def test_nothing_is_left_over():
     loss.backward()
     assert alive() is None  # even though `loss` still exists
     loss = ours(module, x * 1).sum()  # without a backward pass
-    notes = [found for found in gc.get_objects() if isinstance(found, recompute._Call)]
+    notes = [found for found in gc.get_objects() if isinstance(found, recompute._CheckpointedCall)]
     assert notes
     del loss, notes
-    assert not any(isinstance(found, recompute._Call) for found in gc.get_objects())
+    assert not any(isinstance(found, recompute._CheckpointedCall) for found in gc.get_objects())
 
 
 class Changing(nn.Module):
@@ -228,7 +228,7 @@ def test_without_gradients_nothing_is_kept():
 )
 def test_only_plain_checkpointing_is_replaced(around, monkeypatch):
     called = []
-    monkeypatch.setattr(recompute, "_Call", lambda *args: called.append(args))
+    monkeypatch.setattr(recompute, "_CheckpointedCall", lambda *args: called.append(args))
     module, x = layer(), torch.randn(3, 8, requires_grad=True)
     with around():
         loss = ours(module, x).sum()
@@ -259,8 +259,8 @@ class Seen(TrainerCallback):
 
 
 def trained(tmp_path, monkeypatch, init=False, **options):
-    calls, made = [], recompute._Call
-    monkeypatch.setattr(recompute, "_Call", lambda *args: calls.append(args) or made(*args))
+    calls, made = [], recompute._CheckpointedCall
+    monkeypatch.setattr(recompute, "_CheckpointedCall", lambda *args: calls.append(args) or made(*args))
     config = LlamaConfig(
         vocab_size=64,
         hidden_size=32,

@@ -2,6 +2,7 @@
 
 import copy
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -13,8 +14,12 @@ from recipe_fixtures import command
 from safetensors.torch import load_file
 from tiny_models import tiny_model
 from transformers import AutoModelForCausalLM
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from liger_trainer import LigerMedusaConfig, LigerMedusaTrainer
+from liger_trainer.varlen.rows import Rows
 
 
 def brute_force(model, tensors, batch):
@@ -80,6 +85,47 @@ def test_matches_float64(kind, tmp_path):
         got = trainer.model.get_parameter(name).grad
         error = float((got - want / labels).norm() / (want / labels).norm())
         assert want.norm() > 0 and error < 2e-5, f"{name}: relative error {error:.1e}"
+
+
+@pytest.mark.parametrize("kind", ["padded", "packed"])
+def test_the_head_is_patched_and_attends_by_rows(kind, monkeypatch, tmp_path):
+    """As the model's own layers do: no mask of all tokens by all tokens, and fused norms, rotation and MLP."""
+    write_base(tmp_path / "base")
+    made = []
+
+    class Noted(Rows):
+        def __init__(self, *args):
+            super().__init__(*args)
+            made.append(self)
+
+    monkeypatch.setattr("liger_trainer.mtp.predictor.Rows", Noted)
+    batch = {"padded": ragged_batch, "packed": packed_batch}[kind]()
+    trainer = mtp_trainer(tmp_path / "base", tmp_path / "out")
+    head = trainer.model.mtp
+    for module in (head.norm, head.fc, head.layers[0].mlp, head.layers[0].self_attn):
+        assert ("forward" in vars(module)) == (module is not head.fc)
+    trainer.compute_loss(trainer.model.train(), dict(batch))
+    assert len(made) == 1 and made[0].kinds == {"causal"}
+    off = mtp_trainer(tmp_path / "base", tmp_path / "off", liger_config={"varlen_attention": False, "swiglu": False})
+    assert "forward" not in vars(off.model.mtp.layers[0].mlp)
+    off.compute_loss(off.model.train(), dict(batch))
+    assert len(made) == 1
+
+
+def test_documents_stay_apart_with_an_attention_of_the_users(monkeypatch, tmp_path):
+    """It does not ask for rows, and gets a mask."""
+    write_base(tmp_path / "base", layer_types=["full_attention"] * 2)
+    batch = packed_batch()
+    losses = []
+    for own in (False, True):
+        trainer = mtp_trainer(tmp_path / "base", tmp_path / str(own))
+        if own:
+            monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", partial(sdpa_attention_forward))
+            monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, "sdpa", partial(sdpa_mask))
+        trainer.compute_loss(trainer.model.train(), dict(batch))
+        trainer.log({})
+        losses.append(trainer.state.log_history[-1]["mtp_loss"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
 @pytest.mark.parametrize("packing", [False, True])
@@ -190,7 +236,7 @@ def test_with_an_adapter_it_is_saved_resumed_and_merged(tmp_path, capsys):
 
 def test_bases_without_a_head_that_is_known(tmp_path):
     tiny_model("llama").save_pretrained(tmp_path / "llama")
-    with pytest.raises(ValueError, match=r"llama has no tensors mtp\.\*. Only MTP heads of that name are known"):
+    with pytest.raises(ValueError, match=r"llama has no tensors mtp\.\*. Only MTP heads of that name are supported"):
         mtp_trainer(tmp_path / "llama", tmp_path / "out")
     shapes = {name: shape for name, shape in SHAPES.items() if name != "mtp.norm.weight"}
     write_base(tmp_path / "less", shapes)
@@ -213,17 +259,17 @@ def test_bases_without_a_head_that_is_known(tmp_path):
             {},
             "label_smoothing_factor is 0.1, which the loss of the head",
         ),
-        ({"keep_unloaded_weights": False}, {}, "keep_unloaded_weights is false, which leaves the head out"),
-        ({}, {"compute_loss_func": print}, "compute_loss_func is set, which has no head"),
+        ({"keep_unloaded_weights": False}, {}, "keep_unloaded_weights: false leaves the head out"),
+        ({}, {"compute_loss_func": print}, "compute_loss_func does not train the head"),
         (
             {},
             {"peft_config": LoraConfig(r=2, target_modules=["q_proj", "lm_head"])},
-            "train_mtp is true, and the LM head has an adapter",
+            "train_mtp is true, but the LM head has an adapter",
         ),
         (
             {},
             {"peft_config": LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["embed_tokens"])},
-            "the adapter trains the input embeddings, which the head reads as the base has them",
+            "the adapter trains the input embeddings, and the head would read the base's",
         ),
         (
             {},

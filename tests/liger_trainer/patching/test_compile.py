@@ -18,7 +18,7 @@ from liger_trainer import (
     apply_liger,
     remove_liger,
 )
-from liger_trainer.varlen import masks
+from liger_trainer.varlen import registry
 
 CALLS = {"labels": {}, "smoothing": {"label_smoothing": 0.1}, "trl": {"fused_lm_head": True, "uniform_grad": True}}
 QUICK = (("llama", "labels"), ("gemma2", "trl"))  # the others are slow
@@ -169,7 +169,7 @@ def test_other_models_keep_their_masks():
     apply_liger(patched)
     assert masked_layers(patched, input_ids=PLAIN, labels=PLAIN)[1] == [False]
     assert masked_layers(other, input_ids=PLAIN, labels=PLAIN)[1] == [True]
-    assert not masks._nothing_is_padding
+    assert not registry._nothing_is_padding
     remove_liger(patched)
     assert masked_layers(patched, input_ids=PLAIN, labels=PLAIN)[1] == [True]
 
@@ -201,14 +201,14 @@ class Failing(NamedTuple):
     kwargs: dict = {"input_ids": PLAIN}
 
     def run(self):
-        assert masks._nothing_is_padding and self.kwargs["attention_mask"].all()
+        assert registry._nothing_is_padding and self.kwargs["attention_mask"].all()
         raise RuntimeError("broken layer")
 
 
 def test_the_flag_falls_with_an_error():
     with pytest.raises(RuntimeError, match="broken layer"):
-        masks.run_without_masks(Failing(sdpa_model("llama")))
-    assert not masks._nothing_is_padding
+        registry.run_without_masks(Failing(sdpa_model("llama")))
+    assert not registry._nothing_is_padding
 
 
 ONES = torch.ones(2, 16, dtype=torch.long)
@@ -228,7 +228,7 @@ ONES = torch.ones(2, 16, dtype=torch.long)
 )
 def test_masks_of_ones(call, dropped):
     seen = []
-    masks.without_mask_of_ones(lambda **given: seen.append(given), sdpa_model("llama"))(**call, input_ids=PLAIN)
+    registry.without_mask_of_ones(lambda **given: seen.append(given), sdpa_model("llama"))(**call, input_ids=PLAIN)
     assert ("attention_mask" in seen[0]) is not dropped
     assert seen[0].keys() | {"attention_mask"} == {*call, "input_ids", "attention_mask"}
 
@@ -268,8 +268,8 @@ def test_a_trainer_drops_masks_of_ones(trainer_class, tmp_path, monkeypatch):
     The losses equal an uncompiled run.
     """
     rows = EVEN[:4] + [{"input_ids": row["input_ids"], "labels": row["input_ids"]} for row in ragged_rows(4)]
-    asked, own = [], masks._is_needless
-    monkeypatch.setattr(masks, "_is_needless", lambda **kwargs: asked.append(own(**kwargs)) or asked[-1])
+    asked, own = [], registry._is_needless
+    monkeypatch.setattr(registry, "_is_needless", lambda **kwargs: asked.append(own(**kwargs)) or asked[-1])
     want = losses(trainer_class, tmp_path, rows, compiled=False)
     assert not asked
     assert losses(trainer_class, tmp_path, rows, compiled=True) == pytest.approx(want, rel=1e-4)
@@ -312,6 +312,6 @@ def test_a_call_that_is_not_compiled_as_a_whole():
 @pytest.mark.parametrize("trainer_class", BOTH)
 def test_without_liger_masks_stay(trainer_class, tmp_path, monkeypatch):
     called = []
-    monkeypatch.setattr(masks, "without_mask_of_ones", lambda *args: called.append(args))
+    monkeypatch.setattr(registry, "without_mask_of_ones", lambda *args: called.append(args))
     assert len(losses(trainer_class, tmp_path, EVEN, compiled=True, use_liger=False)) == 2
     assert not called

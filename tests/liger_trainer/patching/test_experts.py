@@ -25,7 +25,7 @@ BOTH = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 
 def blocks(model):
-    return [module for module in model.modules() if patterns.nominated(module)]
+    return [module for module in model.modules() if patterns.is_candidate(module)]
 
 
 def with_implementation(name):
@@ -443,7 +443,7 @@ def test_every_model_type(model_type, implementation, adapters, monkeypatch):
         pytest.skip(f"no experts of transformers: {reason}")
     model.set_experts_implementation(implementation)
     if adapters:
-        names = [name for name, module in model.named_modules() if patterns.nominated(module)]
+        names = [name for name, module in model.named_modules() if patterns.is_candidate(module)]
         on = [f"{name}.{weight}" for name in names for weight in ("gate_up_proj", "down_proj")]
         torch.manual_seed(3)
         get_peft_model(model, lora(on, target_modules=[]))

@@ -16,7 +16,7 @@ from transformers.activations import ACT2FN
 from liger_trainer.patching import apply_liger, experts, mlps, norms, remove_liger
 from liger_trainer.patching.core import guards, probe
 from liger_trainer.patching.core.binding import Binding
-from liger_trainer.patching.core.kind import attempt
+from liger_trainer.patching.core.pattern import attempt
 from liger_triton import reference
 
 
@@ -351,7 +351,7 @@ def expert_block(cut, flaw=None):
 
     model = tiny_model("gpt_oss")
     model.set_experts_implementation("grouped_mm")
-    block = next(module for module in model.modules() if experts.nominated(module)).eval()
+    block = next(module for module in model.modules() if experts.is_candidate(module)).eval()
     block.__class__ = type("Experts", (type(block),), {"_apply_gate": gate_of})
     return block
 
@@ -467,7 +467,7 @@ def test_calls_of_these_norms_for_which_nothing_was_proven():
     assert models[0](x).dtype == torch.bfloat16 and torch.equal(models[0](x), T5Norm().bfloat16()(x))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.equal(models[1](x), LayerNorm1P(48)(x)) and models[1](x).dtype == torch.bfloat16
-    assert not any(Binding.of(model[0]).aside for model in models)
+    assert not any(Binding.of(model[0]).fallback_active for model in models)
 
 
 # Forwards under a decorator

@@ -17,7 +17,7 @@ from liger_trainer import LigerTrainingArguments
 from liger_trainer.patching import OPERATIONS, apply_liger, check_config, mlps, norms, remove_liger, rotary_proof
 from liger_trainer.patching.apply import CONFIG_KEYS
 from liger_trainer.patching.core import guards, probe
-from liger_trainer.patching.core.kind import attempt
+from liger_trainer.patching.core.pattern import attempt
 from liger_trainer.patching.core.report import LigerReport, compress
 
 
@@ -141,7 +141,7 @@ def test_norm_with_an_open_signature_is_left_alone():
 def test_false_candidates_are_not_nominated():
     """1-D parameters and an eps do not make a norm. Nor does a name, if parameters or buffers say otherwise."""
     others = [ACT2FN["xielu"], nn.BatchNorm1d(8), nn.GroupNorm(2, 8), nn.Linear(8, 8), nn.RMSNorm(8)]
-    assert not any(norms.nominated(module) for module in others)
+    assert not any(norms.is_candidate(module) for module in others)
 
 
 class Different(nn.Module):

@@ -18,9 +18,9 @@ from transformers import (
 )
 
 from liger_trainer import LigerDPOConfig, LigerDPOTrainer, LigerSFTConfig, LigerTrainer, LigerTrainingArguments
+from liger_trainer.preflight.context import PreflightContext
 from liger_trainer.preflight.feature import NAMES
 from liger_trainer.preflight.model_checks import missing_packages
-from liger_trainer.preflight.run import Run
 
 
 def checks_in(said):
@@ -37,7 +37,7 @@ def table():
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.build.__name__.strip("_"))
 def test_seeded_faults_are_caught_as_the_docs_say(fault, tmp_path, monkeypatch):
     if fault.needs_gpu:
-        monkeypatch.setattr(Run, "on_gpu", True)
+        monkeypatch.setattr(PreflightContext, "on_gpu", True)
     found = checks_in(said_before_first_step(lambda: fault.build(True, tmp_path / "ours")))
     assert found == [fault.check]
     said = said_before_first_step(lambda: fault.build(False, tmp_path / "stock"))

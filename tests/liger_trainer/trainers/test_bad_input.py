@@ -83,7 +83,7 @@ def test_model_init_is_patched_too(tmp_path):
         model_init=lambda: tiny_model("llama"), args=args, train_dataset=ragged_rows(8), data_collator=collate
     )
     trainer.train()
-    assert trainer.head_is_ours
+    assert trainer.uses_fused_head
 
 
 def test_data_parallel_is_refused():

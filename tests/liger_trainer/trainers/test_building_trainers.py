@@ -35,7 +35,7 @@ def test_a_class_between_ours_and_trls(tmp_path):
     config = ours("SFT")[1]
     with pytest.raises(TypeError, match="Between.__init__ comes between.*Put Between before the Liger trainer"):
         one("SFT", (Wrong, config), tmp_path)
-    assert one("SFT", (Right, config), tmp_path).head_is_ours
+    assert one("SFT", (Right, config), tmp_path).uses_fused_head
 
 
 def test_two_trainers_of_two_threads(tmp_path):
@@ -53,7 +53,7 @@ def test_two_trainers_of_two_threads(tmp_path):
     for thread in threads:
         thread.join(120)
     assert [getattr(trl_sft, name) for name in NAMES] == stock
-    assert all(trainer.head_is_ours and trainer.liger_report["rope"].swapped for trainer in trainers.values())
+    assert all(trainer.uses_fused_head and trainer.liger_report["rope"].swapped for trainer in trainers.values())
     for trainer in trainers.values():
         assert "entropy" in head_options(trainer.model).outputs
 

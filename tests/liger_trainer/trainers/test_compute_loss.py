@@ -82,7 +82,7 @@ def test_both_ways_out_train_and_evaluate_as_stock(tmp_path):
     got, called = run_hf(mixed(LigerTrainer, **called), tiny_model("llama"), tmp_path, split, **evaluation)
     off = {"liger_config": {"fused_linear_cross_entropy": False}}
     unfused, switched = run_hf(mixed(LigerTrainer), tiny_model("llama"), tmp_path, split, **evaluation, **off)
-    assert called.head_is_ours and not switched.head_is_ours
+    assert called.uses_fused_head and not switched.uses_fused_head
     assert_same(got, want)
     assert_same(unfused, want)
     trainers = (stock, called, switched)

@@ -145,7 +145,7 @@ def test_floating_point_ops_equal_the_stock_trainer_s(monkeypatch):
     trainer.model, count = model, mock.Mock(side_effect=model.num_parameters)
     monkeypatch.setattr(model, "num_parameters", count, raising=False)
     monkeypatch.setattr(Trainer, "train", lambda self: [self.floating_point_ops(inputs) for inputs in batches])
-    monkeypatch.setattr(LigerTrainer, "_use_own_heads", lambda self: None)
+    monkeypatch.setattr(LigerTrainer, "_apply_head_options", lambda self: None)
     monkeypatch.setattr(base, "FEATURES", ())
     assert trainer.train() == trainer.train() == found[0] and count.call_count == 2
 

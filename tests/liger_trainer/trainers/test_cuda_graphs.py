@@ -15,7 +15,7 @@ from varlen_batches import model_of
 
 from liger_trainer import LigerSFTConfig, LigerTrainer, LigerTrainingArguments
 from liger_trainer.trainers import cuda_graphs
-from liger_trainer.trainers.cuda_graphs import why_not_captured
+from liger_trainer.trainers.cuda_graphs import uncaptured_reason
 
 ON_CPU = "it trains on cpu, and CUDA graphs need a CUDA GPU"
 
@@ -164,12 +164,12 @@ def test_reasons_that_are_known_before_training(name, trainer, monkeypatch):
     change, reason = REASONS[name]
     before = dict(vars(trainer.args))
     own = {key: getattr(trainer, key) for key in ("is_deepspeed_enabled", "is_fsdp_enabled")}
-    assert why_not_captured(trainer) == ON_CPU
+    assert uncaptured_reason(trainer) == ON_CPU
     monkeypatch.setattr(cuda_graphs, "CAPTURES_ON", ("cpu",))
-    assert why_not_captured(trainer) is None
+    assert uncaptured_reason(trainer) is None
     change(trainer)
     try:
-        assert reason in (found := why_not_captured(trainer))
+        assert reason in (found := uncaptured_reason(trainer))
         trainer.args.cuda_graphs = True
         with (
             pytest.raises(ValueError, match="cuda_graphs is true, but .*Set cuda_graphs: auto, or false") as caught,
@@ -186,9 +186,9 @@ def test_reasons_that_are_known_before_training(name, trainer, monkeypatch):
 
 def test_reasons_of_a_class_and_of_a_model(tmp_path, monkeypatch):
     monkeypatch.setattr(cuda_graphs, "CAPTURES_ON", ("cpu",))
-    assert why_not_captured(trainer_of(tmp_path, OwnLoss)) == "OwnLoss overrides compute_loss"
+    assert uncaptured_reason(trainer_of(tmp_path, OwnLoss)) == "OwnLoss overrides compute_loss"
     switched_off = trainer_of(tmp_path, liger_config={"varlen_attention": False})
-    assert why_not_captured(switched_off) == "its model does not run on real tokens (varlen_attention)"
+    assert uncaptured_reason(switched_off) == "its model does not run on real tokens (varlen_attention)"
 
 
 def test_stock_arguments_capture_nothing(tmp_path, monkeypatch):

@@ -38,7 +38,7 @@ from liger_trainer import (
     LigerSFTConfig,
     LigerSFTTrainer,
 )
-from liger_trainer.varlen import padding
+from liger_trainer.varlen import unpad_plan
 
 CLASSES = {
     "sft": ((SFTTrainer, SFTConfig), (LigerSFTTrainer, LigerSFTConfig)),
@@ -125,8 +125,8 @@ def pair(model_type, kind, folder, images=SIZES["one each"], model=None, **given
 @pytest.fixture
 def real(monkeypatch):
     """The plans of the calls that left padding out."""
-    used, packed = [], padding.Plan.packed
-    monkeypatch.setattr(padding.Plan, "packed", lambda self, *given: used.append(self) or packed(self, *given))
+    used, packed = [], unpad_plan.UnpadPlan.unpad
+    monkeypatch.setattr(unpad_plan.UnpadPlan, "unpad", lambda self, *given: used.append(self) or packed(self, *given))
     return used
 
 

@@ -14,7 +14,7 @@ from trainer_runs import lora
 from transformers import TrainerCallback
 
 from liger_trainer import LigerDPOTrainer, LigerSFTTrainer, LigerTrainer
-from liger_trainer.memory.memory import GIB
+from liger_trainer.memory.device_memory import GIB
 from liger_trainer.trainers.optimizer_in_backward import step_alone
 
 SHORT = {"max_steps": 3}

@@ -47,7 +47,7 @@ def test_a_compiled_model(adapter, called, tmp_path):
         trainer = trainer_class(model=model, args=args, train_dataset=ragged_rows(16), data_collator=collate)
         trainer.train()
         runs.append([(log["loss"], log["grad_norm"]) for log in trainer.state.log_history if "loss" in log])
-    assert trainer.head_is_ours and trainer.liger_report["rms_norm"].swapped
+    assert trainer.uses_fused_head and trainer.liger_report["rms_norm"].swapped
     assert_same(torch.tensor(runs[1]).double(), torch.tensor(runs[0]).double())
 
 
@@ -104,7 +104,7 @@ def test_pairs_of_an_encoder_decoder(method, use_liger, tmp_path):
     if use_liger:
         part = trainer.liger_report["fused_linear_cross_entropy"]
         assert not part.swapped and "T5ForConditionalGeneration is an encoder-decoder" in part.skipped["lm_head"]
-        assert not trainer.head_is_ours
+        assert not trainer.uses_fused_head
     logs = assert_same_training(trainer, stock, rtol=1e-5 if use_liger else 0.0)
     assert any("eval_loss" in log for log in logs)
 

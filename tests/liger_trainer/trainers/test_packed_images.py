@@ -17,7 +17,7 @@ from trl import SFTConfig, SFTTrainer
 
 from liger_trainer import LigerSFTConfig, LigerSFTTrainer
 from liger_trainer.trainers.packed_images import PackedRows, best_fit
-from liger_trainer.varlen import padding
+from liger_trainer.varlen import unpad_plan
 
 POINTS = [[28, 56], [56, 28], [56, 56]]
 
@@ -107,14 +107,14 @@ def model():
 
 
 def test_a_step_of_all_rows_equals_trl(model, tmp_path, monkeypatch):
-    dataset, used, packed = rows(), [], padding.Plan.packed
+    dataset, used, packed = rows(), [], unpad_plan.UnpadPlan.unpad
     want = trained(trainer_of(SFTTrainer, SFTConfig, copy.deepcopy(model), tmp_path, dataset, len(dataset)))
     ours = trainer_of(LigerSFTTrainer, LigerSFTConfig, copy.deepcopy(model), tmp_path, dataset, 8, packing=True)
     assert ours.args.packing and isinstance(ours.train_dataset, PackedRows)
     assert 1 < len(ours.train_dataset) < len(dataset)
     lengths = [int(ours.data_collator([group])["attention_mask"].sum()) for group in ours.train_dataset]
     assert max(lengths) <= 64
-    monkeypatch.setattr(padding.Plan, "packed", lambda self, *given: used.append(self) or packed(self, *given))
+    monkeypatch.setattr(unpad_plan.UnpadPlan, "unpad", lambda self, *given: used.append(self) or packed(self, *given))
     got = trained(ours)
     assert [plan.rows.tokens for plan in used] == [sum(lengths)]
     assert got[0] == pytest.approx(want[0], rel=1e-5)
@@ -155,8 +155,8 @@ def test_positions_in_three_dimensions(model_type, form, tmp_path, monkeypatch):
         LigerSFTTrainer, LigerSFTConfig, model, tmp_path, dataset, 8, given=given, packing=True, max_length=40
     )
     assert 1 < len(ours.train_dataset) < len(dataset)
-    packed = padding.Plan.packed
-    monkeypatch.setattr(padding.Plan, "packed", lambda self, *call: used.append(self) or packed(self, *call))
+    packed = unpad_plan.UnpadPlan.unpad
+    monkeypatch.setattr(unpad_plan.UnpadPlan, "unpad", lambda self, *call: used.append(self) or packed(self, *call))
     got = trained(ours)
     assert len(used) == 1 and len(used[0].rows.lengths) == len(dataset)
     assert got[0] == pytest.approx(want[0], rel=1e-5)

@@ -13,7 +13,7 @@ from trl import SFTConfig, SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from liger_trainer import LigerSFTConfig, LigerSFTTrainer, LigerTrainer, LigerTrainingArguments
-from liger_trainer.varlen import padding
+from liger_trainer.varlen import unpad_plan
 
 PACKINGS = {
     "bfd": {"packing": True, "max_length": 32},
@@ -50,13 +50,13 @@ def logged(trainer):
 @pytest.fixture
 def rows_of_calls(monkeypatch):
     """The row lengths of every backbone call that got them."""
-    seen, packed = [], padding.Plan.packed
+    seen, packed = [], unpad_plan.UnpadPlan.unpad
 
     def counted(self, call):
         seen.append(self.rows.lengths)
         return packed(self, call)
 
-    monkeypatch.setattr(padding.Plan, "packed", counted)
+    monkeypatch.setattr(unpad_plan.UnpadPlan, "unpad", counted)
     return seen
 
 

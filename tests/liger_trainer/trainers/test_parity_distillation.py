@@ -216,7 +216,7 @@ def test_a_head_that_cannot_be_fused(tmp_path):
 )
 def test_without_the_head_the_loss_is_the_stock_one(options, rtol, tmp_path):
     ours = ours_of("llama", tmp_path, beta=0.5, **options)
-    assert not ours.head_is_ours
+    assert not ours.uses_fused_head
     assert_same_training(ours, one(DistillationTrainer, DistillationConfig, "llama", tmp_path, beta=0.5), METRICS, rtol)
 
 

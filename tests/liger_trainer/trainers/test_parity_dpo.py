@@ -45,7 +45,7 @@ OPTIONS = {
 def compare(model, tmp_path, split=(4, 1), **options):
     want = trained(build_dpo(DPOTrainer, model, tmp_path, split, **options))
     trainer = build_dpo(LigerDPOTrainer, model, tmp_path, split, **options)
-    assert trainer.head_is_ours
+    assert trainer.uses_fused_head
     assert_same_run(trained(trainer), want, limits=DPO_LIMITS)
     return trainer
 
@@ -283,7 +283,7 @@ def test_the_head_alone_can_be_switched_off(tmp_path):
     model, options = tiny_model("llama"), {"liger_config": {"fused_linear_cross_entropy": False}}
     want = trained(build_dpo(DPOTrainer, model, tmp_path))
     trainer = build_dpo(LigerDPOTrainer, model, tmp_path, **options)
-    assert not trainer.head_is_ours and trainer.liger_report["rms_norm"].swapped
+    assert not trainer.uses_fused_head and trainer.liger_report["rms_norm"].swapped
     assert_same_run(trained(trainer), want, limits=DPO_LIMITS)
 
 

@@ -18,7 +18,7 @@ from liger_trainer import LigerRewardConfig, LigerRewardTrainer, LigerTrainer, L
 from liger_trainer.head.classifier import ClassifierBinding
 from liger_trainer.head.module import base_model_of
 from liger_trainer.trainers.shared_prompts import shared_prompts_of
-from liger_trainer.varlen import groups, padding
+from liger_trainer.varlen import groups, unpad_plan
 from liger_trainer.varlen.decide import bound_backbone
 
 LOADING = {"dataset_num_proc", "eos_token", "pad_token", "chat_template_path", "model_init_kwargs", "trust_remote_code"}
@@ -63,13 +63,13 @@ def one(trainer_class, args_class, folder, rows, model, trainer_options=None, **
 @pytest.fixture
 def counted(monkeypatch):
     """Token counts of backbone calls that used a plan."""
-    seen, packed = [], padding.Plan.packed
+    seen, packed = [], unpad_plan.UnpadPlan.unpad
 
     def counting(self, call):
         seen.append(self.rows.tokens)
         return packed(self, call)
 
-    monkeypatch.setattr(padding.Plan, "packed", counting)
+    monkeypatch.setattr(unpad_plan.UnpadPlan, "unpad", counting)
     return seen
 
 

@@ -23,7 +23,7 @@ def test_every_step_agrees_for_every_split(model_type, kind, checkpointing, tmp_
     for split in SPLITS:
         want, _ = run(SFTTrainer, model, tmp_path, split, **options)
         runs[split], trainer = run(LigerSFTTrainer, model, tmp_path, split, **options)
-        assert trainer.head_is_ours
+        assert trainer.uses_fused_head
         assert_same(runs[split], want)
     losses_and_norms = slice(
         0, 2
@@ -79,7 +79,7 @@ def test_every_family(model_type, tmp_path):
     model = tiny_model(model_type)
     want, _ = run(SFTTrainer, model, tmp_path, (4, 2))
     got, trainer = run(LigerSFTTrainer, model, tmp_path, (4, 2))
-    assert trainer.head_is_ours
+    assert trainer.uses_fused_head
     assert_same(got, want)
 
 
@@ -95,7 +95,7 @@ def test_peft_config_given_to_the_trainer(tmp_path):
     options = {"trainer_options": {"peft_config": LoraConfig(r=4, target_modules=["q_proj", "up_proj"])}}
     want, _ = run(SFTTrainer, tiny_model("llama"), tmp_path, **options)
     got, trainer = run(LigerSFTTrainer, tiny_model("llama"), tmp_path, **options)
-    assert trainer.head_is_ours
+    assert trainer.uses_fused_head
     assert_same(got, want)
 
 
@@ -127,7 +127,7 @@ def test_prompt_learning(tmp_path):
     model = get_peft_model(tiny_model("llama"), config)
     want, _ = run(SFTTrainer, model, tmp_path)
     got, trainer = run(LigerSFTTrainer, model, tmp_path)
-    assert trainer.head_is_ours
+    assert trainer.uses_fused_head
     assert_same(got, want)
 
 
@@ -143,7 +143,7 @@ def test_head_alone_can_be_switched_off(tmp_path):
     got, trainer = run(
         LigerSFTTrainer, tiny_model("llama"), tmp_path, liger_config={"fused_linear_cross_entropy": False}
     )
-    assert not trainer.head_is_ours
+    assert not trainer.uses_fused_head
     assert_same(got, want)
 
 
@@ -186,7 +186,7 @@ def test_mixed_precision_keeps_the_fused_paths(smoothing, tmp_path, monkeypatch)
     want, _ = run(SFTTrainer, tiny_model("llama"), tmp_path, **options)
     got, trainer = run(LigerSFTTrainer, tiny_model("llama"), tmp_path, **options)
     assert modes == ["uniform"] * 2  # two steps, gradients in the forward pass, no second forward
-    assert trainer.head_is_ours
+    assert trainer.uses_fused_head
     smooth = [
         METRICS.index(name) for name in ("loss", "grad_norm", "entropy", "num_tokens")
     ]  # an argmax may flip in bf16

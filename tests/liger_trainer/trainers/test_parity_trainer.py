@@ -22,7 +22,7 @@ def test_every_step_agrees_for_every_split(model_type, kind, checkpointing, tmp_
         options = {"gradient_checkpointing": checkpointing == "checkpointing"}
         want, _ = run(Trainer, model, tmp_path, split, **options)
         runs[split], trainer = run(LigerTrainer, model, tmp_path, split, **options)
-        assert trainer.head_is_ours
+        assert trainer.uses_fused_head
         assert_same(runs[split], want)
     assert_same(runs[4, 2], runs[8, 1])
     assert_same(runs[1, 8], runs[8, 1])
@@ -92,7 +92,7 @@ def test_every_family(model_type, tmp_path):
     model = tiny_model(model_type)
     want, _ = run(Trainer, model, tmp_path, (4, 2))
     got, trainer = run(LigerTrainer, model, tmp_path, (4, 2))
-    assert trainer.head_is_ours
+    assert trainer.uses_fused_head
     assert_same(got, want)
 
 
@@ -101,7 +101,7 @@ def test_mixed_precision(tmp_path):
     options = {"bf16": True, "label_smoothing_factor": 0.1, "eval_strategy": "epoch"}
     want, stock = run(Trainer, tiny_model("llama"), tmp_path, eval_rows=ragged_rows(8), **options)
     got, ours = run(LigerTrainer, tiny_model("llama"), tmp_path, eval_rows=ragged_rows(8), **options)
-    assert ours.head_is_ours
+    assert ours.uses_fused_head
     torch.testing.assert_close(got, want, rtol=2e-2, atol=0)
     losses = [[log["eval_loss"] for log in t.state.log_history if "eval_loss" in log] for t in (ours, stock)]
     assert losses[0] == pytest.approx(losses[1], rel=2e-3) and len(losses[0]) == 1

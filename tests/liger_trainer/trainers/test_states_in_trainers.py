@@ -7,7 +7,7 @@ from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer
 from varlen_batches import drawn_model
 
 from liger_trainer import LigerDPOConfig, LigerDPOTrainer, LigerGRPOConfig, LigerGRPOTrainer
-from liger_trainer.varlen import padding
+from liger_trainer.varlen import unpad_plan
 
 TYPES = ("qwen3_5_text", "lfm2")
 
@@ -15,8 +15,8 @@ TYPES = ("qwen3_5_text", "lfm2")
 @pytest.fixture
 def planned(monkeypatch):
     """Collect the plans that backbones ran with, except during proofs."""
-    found, own = [], padding.Plan.padded
-    monkeypatch.setattr(padding.Plan, "padded", lambda self, *given: found.append(self) or own(self, *given))
+    found, own = [], unpad_plan.UnpadPlan.repad
+    monkeypatch.setattr(unpad_plan.UnpadPlan, "repad", lambda self, *given: found.append(self) or own(self, *given))
     return found
 
 

@@ -22,7 +22,7 @@ from trl_trainers import STOCK as OF_TRL
 
 import liger_trainer
 from liger_trainer.memory import rebuild
-from liger_trainer.varlen import padding
+from liger_trainer.varlen import unpad_plan
 
 STOCK = {"Trainer": (Trainer, StockArguments)} | OF_TRL
 SIZES = {  # vocabulary, hidden, intermediate, heads, tokens of a completion, steps
@@ -155,7 +155,7 @@ def logged(name, ours, size, dtype, folder, varlen, packed):
     if name in ("GRPO", "RLOO", "Distillation"):
         trainer.model.generate = written(vocab, length)
     if ours:
-        assert trainer.liger_report.skipped == {} and trainer.head_is_ours
+        assert trainer.liger_report.skipped == {} and trainer.uses_fused_head
     set_seed(0)
     trainer.train()
     logs = [log for log in trainer.state.log_history if "loss" in log]
@@ -163,8 +163,10 @@ def logged(name, ours, size, dtype, folder, varlen, packed):
 
 
 def compare(name, size, folder, monkeypatch, varlen=False):
-    packed, own_packed = [], padding.Plan.packed
-    monkeypatch.setattr(padding.Plan, "packed", lambda self, *given: packed.append(self) or own_packed(self, *given))
+    packed, own_packed = [], unpad_plan.UnpadPlan.unpad
+    monkeypatch.setattr(
+        unpad_plan.UnpadPlan, "unpad", lambda self, *given: packed.append(self) or own_packed(self, *given)
+    )
     made, get = [], rebuild._Rebuilt.get
     monkeypatch.setattr(rebuild._Rebuilt, "get", lambda self, shape: made.append(shape) or get(self, shape))
     stock, ours, stock_16, ours_16 = (

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from liger_trainer.trainers.world import fault_of_world
+from liger_trainer.trainers.world import launch_problem
 
 
 def world(processes, kind):
@@ -97,12 +97,12 @@ BROKEN = [
 
 @pytest.mark.parametrize("environ, world, promise", KEPT)
 def test_a_promise_that_is_kept(environ, world, promise):
-    assert fault_of_world(environ, world, **promise) is None
+    assert launch_problem(environ, world, **promise) is None
 
 
 @pytest.mark.parametrize("environ, world, promise, said", BROKEN)
 def test_a_promise_that_is_broken(environ, world, promise, said):
-    fault = fault_of_world(environ, world, **promise)
+    fault = launch_problem(environ, world, **promise)
     assert fault is not None and all(word in fault for word in said), fault
 
 
@@ -111,11 +111,11 @@ def test_the_workers_of_ray_are_counted(monkeypatch):
         raise RuntimeError("not in a worker")
 
     monkeypatch.setitem(sys.modules, "ray.train", SimpleNamespace(get_context=outside))
-    assert fault_of_world({}, ALONE) is None
+    assert launch_problem({}, ALONE) is None
     context = SimpleNamespace(get_world_size=lambda: 4)
     monkeypatch.setitem(sys.modules, "ray.train", SimpleNamespace(get_context=lambda: context))
-    assert fault_of_world(TORCHRUN, FOUR) is None
-    fault = fault_of_world({}, ALONE)
+    assert launch_problem(TORCHRUN, FOUR) is None
+    fault = launch_problem({}, ALONE)
     assert fault is not None and "Ray Train has 4 workers" in fault and "TorchTrainer" in fault
 
 

@@ -15,7 +15,7 @@ from parity import largest_difference
 from varlen_batches import ON
 
 from liger_trainer import apply_liger
-from liger_trainer.varlen import padding
+from liger_trainer.varlen import unpad_plan
 
 QUICK = ("llama", "gemma3_text", "bamba", "bloom")  # two that take it, one with a state, one that stays eager
 
@@ -40,8 +40,8 @@ def test_a_padded_batch_equals_stock(model_type, monkeypatch):
     whole = apply_liger(model, ON)
     report, said = whole["varlen_attention"], documented(model_type)
     assert said in (None, decoder_in(whole)), "write the table of docs/padding.md again"
-    used, packed = [], padding.Plan.packed
-    monkeypatch.setattr(padding.Plan, "packed", lambda self, *given: used.append(self) or packed(self, *given))
+    used, packed = [], unpad_plan.UnpadPlan.unpad
+    monkeypatch.setattr(unpad_plan.UnpadPlan, "unpad", lambda self, *given: used.append(self) or packed(self, *given))
     got, _ = step(model)
     print(f"\n{model_type}: {'real tokens' if used else 'padded'}, {report.skipped or report.swapped}")
     proven = any(text.startswith("runs on real tokens") for text in report.swapped.values())

@@ -12,7 +12,7 @@ from transformers import BatchFeature, LlamaConfig, LlamaForCausalLM
 from liger_trainer import LigerTrainer, LigerTrainingArguments
 from liger_trainer.varlen import host_copies
 from liger_trainer.varlen.host_copies import HostBatch, remembering, values_of
-from liger_trainer.varlen.plans import plan_of
+from liger_trainer.varlen.plan_batch import plan_batch
 
 CONFIG = LlamaConfig(attn_implementation="sdpa", use_cache=False)
 MASKS, LABELS = ([1, 1, 0, 0], [1, 1, 1, 0]), [[-100, 5, -100, -100], [4, 5, 6, -100]]
@@ -66,7 +66,7 @@ def test_rows_of_a_padded_batch(masks, rows, labels, shifted):
         predicting = mask if shifted else mask[:, :-1]
         if ((seen if shifted else seen[:, 1:]) & (predicting == 0)).any():
             rows = None
-    assert rows_of(plan_of(CONFIG, given)) == rows_of(plan_of(CONFIG, moved(given))) == rows
+    assert rows_of(plan_batch(CONFIG, given)) == rows_of(plan_batch(CONFIG, moved(given))) == rows
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_rows_of_a_padded_batch(masks, rows, labels, shifted):
 def test_packed_rows(positions, lengths):
     given = {"input_ids": torch.arange(7)[None], "position_ids": torch.tensor([positions])}
     for call in (given, moved(given)):
-        assert rows_of(plan_of(CONFIG, call)) == (lengths and (lengths, 7, max(lengths), None, True))
+        assert rows_of(plan_batch(CONFIG, call)) == (lengths and (lengths, 7, max(lengths), None, True))
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,9 @@ def test_values_that_have_changed_since_are_the_device_s(change):
     change(given)
     pair = given["attention_mask"], given["labels"]
     assert all(known is x for known, x in zip(values_of(*pair), pair, strict=True))
-    assert rows_of(plan_of(CONFIG, given)) == rows_of(plan_of(CONFIG, {name: x.clone() for name, x in given.items()}))
+    assert rows_of(plan_batch(CONFIG, given)) == rows_of(
+        plan_batch(CONFIG, {name: x.clone() for name, x in given.items()})
+    )
 
 
 def test_a_batch_arrives_as_accelerate_moves_it():

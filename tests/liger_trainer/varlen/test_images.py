@@ -16,7 +16,7 @@ from trl import SFTConfig, SFTTrainer
 from varlen_batches import assert_same_with_states
 
 from liger_trainer import LigerSFTConfig, LigerSFTTrainer, LigerTrainer, LigerTrainingArguments, apply_liger
-from liger_trainer.varlen import padding
+from liger_trainer.varlen import unpad_plan
 
 TYPES = (
     "qwen2_vl",
@@ -50,7 +50,7 @@ def test_a_step_equals_the_padded_batch(model_type, side, tokens):
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_images_in_models_with_state_layers(side, checkpointing, monkeypatch):
     """As in Qwen3.5: real tokens have three-dimensional positions, and its states restart at each row."""
-    model, seen, packed = image_model("qwen3_5"), [], padding.Plan.packed
+    model, seen, packed = image_model("qwen3_5"), [], unpad_plan.UnpadPlan.unpad
     batch = image_batch(model, side=side)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -66,7 +66,7 @@ def test_images_in_models_with_state_layers(side, checkpointing, monkeypatch):
         seen.append((self.rows.lengths, call["position_ids"], given["position_ids"]))
         return given
 
-    monkeypatch.setattr(padding.Plan, "packed", noted)
+    monkeypatch.setattr(unpad_plan.UnpadPlan, "unpad", noted)
     assert_same_with_states(image_step(model, batch), want)
     real = batch["attention_mask"].bool()
     ((lengths, of_batch, of_tokens),) = seen

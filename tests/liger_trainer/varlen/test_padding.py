@@ -10,10 +10,10 @@ from transformers import DataCollatorWithFlattening
 from varlen_batches import LENGTHS, ON, assert_same_step, batch, model_of, patched, rows_of, step
 
 from liger_trainer import apply_liger, remove_liger
-from liger_trainer.varlen import padding
-from liger_trainer.varlen.padding import Plan
-from liger_trainer.varlen.plans import plan_of
+from liger_trainer.varlen import unpad_plan
+from liger_trainer.varlen.plan_batch import plan_batch
 from liger_trainer.varlen.rows import Rows
+from liger_trainer.varlen.unpad_plan import UnpadPlan
 
 FAMILIES = (
     "llama",
@@ -200,7 +200,7 @@ def test_an_error_in_the_middle_leaves_nothing_behind():
     with pytest.raises((TypeError, AttributeError)):
         step(model, call)
     broken.weight = weight
-    assert padding._plan.get() is None
+    assert unpad_plan._plan.get() is None
     assert_same_step(step(model, call), want)
 
 
@@ -246,9 +246,9 @@ def test_compiled_models_compute_padding(tokens):
 
 def test_a_last_layer_on_another_device():
     """accelerate may spread the layers over GPUs, and leaves the batch on the first."""
-    plan = plan_of(model_of("llama").config, batch(LENGTHS) | {"use_cache": False})
+    plan = plan_batch(model_of("llama").config, batch(LENGTHS) | {"use_cache": False})
     assert plan.leaves_out
-    out = plan.padded(torch.zeros(1, plan.rows.tokens, 8, device="meta"))
+    out = plan.repad(torch.zeros(1, plan.rows.tokens, 8, device="meta"))
     assert out.device.type == "meta" and out.shape == (*batch(LENGTHS)["input_ids"].shape, 8)
 
 
@@ -257,7 +257,7 @@ def test_positions_that_the_model_makes_itself(lengths, batch, fits):
     """They do not show where packed rows start. Batches without padding have no packed rows."""
     ids, positions = torch.zeros(batch, 7, dtype=torch.long), torch.arange(7).expand(batch, 7)
     given = {"input_ids": ids, "position_ids": positions}
-    plan = Plan(given, Rows(list(lengths), ids.device, batch))
+    plan = UnpadPlan(given, Rows(list(lengths), ids.device, batch))
     assert plan.fits(given)
     assert plan.fits(given | {"position_ids": positions.expand(3, batch, 7)}) == fits
 

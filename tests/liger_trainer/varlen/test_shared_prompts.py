@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-from rerun_recorder import RerunRecorder
 from tiny_models import VOCAB
 from transformers.models.gemma2.modeling_gemma2 import Gemma2PreTrainedModel
 from varlen_batches import ON, assert_same_step, drawn_model, model_of, patched, step
@@ -13,9 +12,8 @@ from liger_trainer.head.calls import install_fused_head
 from liger_trainer.head.module import head_options
 from liger_trainer.head.outputs import HeadOptions
 from liger_trainer.varlen.decide import backbone_of
-from liger_trainer.varlen.graphs.step_graphs import StepGraphs, step_graphs
 from liger_trainer.varlen.groups import ALWAYS, PAYS, Group, SharingRule, find_groups, lay_out, saved_by, worthwhile
-from liger_trainer.varlen.padding import BackboneBinding
+from liger_trainer.varlen.unpadded_backbone import BackboneBinding
 
 FAMILIES = (
     "llama",
@@ -216,18 +214,6 @@ def test_nothing_is_shared_by_default_and_with_the_rule_of_short_prompts(tokens)
 
 
 # Finding groups, and where tokens lie
-
-
-@pytest.mark.parametrize("least, shares", [(TOKENS, True), (TOKENS + 1, False)])
-def test_a_call_of_few_tokens_is_left_to_captured_steps(least, shares, tokens):
-    """Sharing would leave even fewer tokens."""
-    model, call = model_of("llama"), batch()
-    sharing(model, SharingRule(1, 1, 0.0, least))
-    graphs = StepGraphs(lambda device: RerunRecorder())
-    with step_graphs(graphs):
-        step(model, call)
-    assert (shared_by(model).calls == 1) is shares
-    assert tokens[-1] == (TOKENS - SAVED if shares else TOKENS)
 
 
 def found(call):

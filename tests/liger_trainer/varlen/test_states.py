@@ -22,9 +22,9 @@ from liger_trainer import (
     apply_liger,
     remove_liger,
 )
-from liger_trainer.varlen import padding, states
+from liger_trainer.varlen import state_layers, unpad_plan
 from liger_trainer.varlen.proof.packed_rows import why_rows_mix
-from liger_trainer.varlen.rows import RowMask, rows_of_call
+from liger_trainer.varlen.rows import RowMask, current_rows
 
 # A gated delta net, the same with experts, short convolutions with and without experts, a layer with both, Mamba 2.
 TYPES = ("qwen3_5_text", "qwen3_next", "lfm2", "lfm2_moe")
@@ -64,8 +64,8 @@ def packed(call, **options):
 @pytest.fixture
 def planned(monkeypatch):
     """The plans that backbones used."""
-    found, own = [], padding.Plan.packed
-    monkeypatch.setattr(padding.Plan, "packed", lambda self, *given: found.append(self) or own(self, *given))
+    found, own = [], unpad_plan.UnpadPlan.unpad
+    monkeypatch.setattr(unpad_plan.UnpadPlan, "unpad", lambda self, *given: found.append(self) or own(self, *given))
     return found
 
 
@@ -167,15 +167,15 @@ def test_context_that_is_gone_in_a_recomputation_is_seen_by_the_proof(monkeypatc
         own = layer_class.forward
 
         def forward(self, *args, attention_mask=None, **kwargs):
-            rows = rows_of_call()
+            rows = current_rows()
             if rows is None:
                 return own(self, *args, **kwargs)
-            return states._on_rows(self, {"attention_mask": RowMask(rows), **kwargs}, ["attention_mask"])
+            return state_layers._on_rows(self, {"attention_mask": RowMask(rows), **kwargs}, ["attention_mask"])
 
         return forward
 
-    monkeypatch.setattr(states, "forward_of", forward_of)
-    monkeypatch.setattr(states, "mask_or_rows", lambda create: lambda *args, **kwargs: None)
+    monkeypatch.setattr(state_layers, "forward_of", forward_of)
+    monkeypatch.setattr(state_layers, "mask_or_rows", lambda create: lambda *args, **kwargs: None)
     report = apply_liger(drawn_model("lfm2"), ON)["varlen_attention"]
     assert not report.swapped
     assert "recomputed in the backward pass" in str(report.unsuited) or "CheckpointError" in str(report.unsuited)
@@ -183,7 +183,7 @@ def test_context_that_is_gone_in_a_recomputation_is_seen_by_the_proof(monkeypatc
 
 def test_a_layer_that_lets_rows_mix_is_seen_by_the_proof(monkeypatch):
     monkeypatch.setattr(
-        states, "_on_rows", lambda layer, call, masks: type(layer).forward(layer, **call | {masks[0]: None})
+        state_layers, "_on_rows", lambda layer, call, masks: type(layer).forward(layer, **call | {masks[0]: None})
     )
     report = apply_liger(drawn_model("lfm2"), ON)["varlen_attention"]
     assert not report.swapped
@@ -202,7 +202,7 @@ def test_packed_rows_never_run_in_the_models_own_code():
     hook.remove()
     step_of(model, packed(call))
     with pytest.raises(
-        ValueError, match="Packed rows would see each other.*its rows cannot be told; use_cache has to be False"
+        ValueError, match="Packed rows would see each other.*its rows are not known; use_cache has to be False"
     ):
         model(**packed(call), use_cache=True)
 
@@ -316,7 +316,7 @@ def test_sft_packing(name, tmp_path):
 
 def test_a_model_that_cannot_be_told_keeps_its_padding(monkeypatch):
     """A decoder that makes no mask for its state layers, as before transformers 5.24, runs as before."""
-    monkeypatch.setattr(states, "MASK_OF_STATES", "create_no_such_mask")
+    monkeypatch.setattr(state_layers, "MASK_OF_STATES", "create_no_such_mask")
     model = drawn_model("qwen3_5_text")
     report = apply_liger(model, ON)["varlen_attention"]
     assert "makes no mask for its layers that keep a state" in str(report.unsuited)

@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from liger_trainer import apply_liger
-from liger_trainer.varlen import attention, padding
+from liger_trainer.varlen import attention, unpad_plan
 from liger_trainer.varlen.host_copies import HostBatch
-from liger_trainer.varlen.plans import plan_of
+from liger_trainer.varlen.plan_batch import plan_batch
+from liger_trainer.varlen.registry import sdpa_attention
 from liger_trainer.varlen.rows import RowMask, Rows
-from liger_trainer.varlen.segments import attention as attention_function
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 LENGTHS = (130, 1, 517, 0, 64, 300)
@@ -55,7 +55,7 @@ def test_kernel(heads, kv_heads, dim, value_dim, window, dtype, monkeypatch):
         for n, width in shapes
     )
     scale = dim**-0.5
-    got, _ = attention_function(torch.nn.Module(), query, key, value, RowMask(rows(), window), scaling=scale)
+    got, _ = sdpa_attention(torch.nn.Module(), query, key, value, RowMask(rows(), window), scaling=scale)
     upstream = torch.randn_like(got)
     grads = torch.autograd.grad(got, (query, key, value), upstream)
     want, want_grads = exact(query, key, value, window, scale, upstream)
@@ -66,7 +66,7 @@ def test_kernel(heads, kv_heads, dim, value_dim, window, dtype, monkeypatch):
 
 def test_fp32_goes_row_by_row():
     query, key, value = (torch.randn(1, 4, TOKENS, 64, device="cuda") for _ in range(3))
-    got, _ = attention_function(torch.nn.Module(), query, key, value, RowMask(rows()))
+    got, _ = sdpa_attention(torch.nn.Module(), query, key, value, RowMask(rows()))
     want, _ = exact(query, key, value, None, 64**-0.5, torch.zeros_like(got))
     assert (got.double() - want).norm() <= 1e-5 * want.norm()
 
@@ -104,11 +104,11 @@ def test_a_call_waits_for_nothing():
             pinned = HostBatch({name: x.pin_memory() for name, x in batch.items()})
             with waits_are_errors() if _ else contextlib.nullcontext():
                 call = pinned.to("cuda")
-                plan = plan_of(model.config, call)
-                with padding.running(plan):
+                plan = plan_batch(model.config, call)
+                with unpad_plan.use_plan(plan):
                     model.model(**{name: x for name, x in call.items() if name != "labels"})
             assert plan.used
-            again = plan_of(model.config, {name: x.clone() for name, x in call.items()})
+            again = plan_batch(model.config, {name: x.clone() for name, x in call.items()})
             assert again.rows.lengths == plan.rows.lengths
             assert plan.index is None or torch.equal(again.index, plan.index)
 

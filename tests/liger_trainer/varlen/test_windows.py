@@ -70,7 +70,7 @@ def test_a_step_equals_stock(name, rows, masks):
     given = dict(DataCollatorWithFlattening()(rows_of(call))) if rows == "packed" else call
     assert_same_step(step(model, given), want)
     assert len(masks) == model.config.num_hidden_layers
-    assert {kind for mask in masks for kind in mask.rows.kinds} == KINDS[name]
+    assert {kind for mask in masks for kind in mask.rows.attention_kinds} == KINDS[name]
 
 
 @pytest.mark.skipif(not SDPA_WITHOUT_CAP, reason="transformers gives Gemma 2 eager attention, which has the cap")
@@ -205,7 +205,7 @@ def test_dropout_of_attention_is_the_model_s_own(masks, caplog):
     model, call = of("gpt_oss", attention_dropout=0.5), full()
     patched(model)
     assert step(model, call)[0].isfinite()
-    assert model.model._liger_varlen.aside
+    assert model.model._liger_varlen.fallback_active
 
 
 def test_a_hook_within_runs_the_model_s_own(masks):

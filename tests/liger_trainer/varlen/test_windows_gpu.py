@@ -11,8 +11,8 @@ from varlen_batches import step, waits_for_gpu
 from liger_trainer import apply_liger
 from liger_trainer.varlen import attention
 from liger_trainer.varlen.host_copies import HostBatch
+from liger_trainer.varlen.registry import sdpa_attention
 from liger_trainer.varlen.rows import RowMask, Rows
-from liger_trainer.varlen.segments import attention as attention_function
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 WIDTH = 300
@@ -90,7 +90,7 @@ def test_rows_of_one_length(batch, window, monkeypatch):
     rows = Rows([200] * 3, torch.device("cuda"), batch)
     module = torch.nn.Module()
     module.num_key_value_groups = 2
-    got, _ = attention_function(module, *given, RowMask(rows, window), scaling=0.125)
+    got, _ = sdpa_attention(module, *given, RowMask(rows, window), scaling=0.125)
     upstream = torch.randn_like(got)
     grads = torch.autograd.grad(got, given, upstream)
     exact = [x.detach().double().requires_grad_() for x in given]

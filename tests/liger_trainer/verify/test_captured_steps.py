@@ -5,7 +5,7 @@ import torch
 from rerun_recorder import RerunRecorder, capture_on_cpu
 from verify_setups import lora, setup_of
 
-from liger_trainer.varlen.graphs.static_batch import Size
+from liger_trainer.varlen.graphs.static_batch import CapturedSize
 from liger_trainer.varlen.graphs.static_gradients import GradientBuffers, Handed
 from liger_trainer.verify import quiet
 from liger_trainer.verify.captured import captured
@@ -36,7 +36,7 @@ def test_silent_where_nothing_is_wrong(name, tmp_path, monkeypatch):
 
 def embeddings_stay(monkeypatch):
     """The first batch's embeddings are replayed for ever. The comparison at the capture cannot see it."""
-    fill = Size.fill
+    fill = CapturedSize.fill
 
     def once(self, batch):
         embeds = self.embeds.detach().clone()
@@ -45,7 +45,7 @@ def embeddings_stay(monkeypatch):
         if seen:
             self.embeds.data.copy_(embeds)
 
-    monkeypatch.setattr(Size, "fill", once)
+    monkeypatch.setattr(CapturedSize, "fill", once)
 
 
 def gradients_of_the_last_step_stay(monkeypatch):

@@ -51,10 +51,10 @@ def test_adapters_drop_out_as_in_the_stock_trainer(tmp_path):
     ],
 )
 def test_wrong_dropout_of_an_adapter_is_found(faulty, tmp_path, monkeypatch):
-    stock, train = lora_layers.without_dropped, Trainer.train
+    stock, train = lora_layers.apply_dropout_mask, Trainer.train
 
     def with_the_bug(self, *args, **kwargs):  # not earlier: the proof of a layer would refuse it
-        with mock.patch.object(lora_layers, "without_dropped", lambda x, part: faulty(stock, x, part)):
+        with mock.patch.object(lora_layers, "apply_dropout_mask", lambda x, part: faulty(stock, x, part)):
             return train(self, *args, **kwargs)
 
     monkeypatch.setattr(Trainer, "train", with_the_bug)

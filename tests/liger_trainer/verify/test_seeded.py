@@ -23,7 +23,7 @@ from liger_trainer.medusa import trainer as medusa_trainer
 from liger_trainer.medusa.heads import ResBlock
 from liger_trainer.patching import gates, norms
 from liger_trainer.trainers import distillation_trainer
-from liger_trainer.varlen import padding
+from liger_trainer.varlen import unpad_plan, unpadded_backbone
 from liger_triton import _chunks
 from liger_triton._chunks import Accumulator
 
@@ -389,13 +389,13 @@ SEEDS = {
     ),
     "packed rows see each other (trl#1230)": (rows_that_mix, ("SFT",), {"options": {"packing": True}}, {PACKED}),
     "the lengths of packed rows are ignored (transformers#46333)": (
-        once_built(padding, "rows_known", lambda stock, rows: contextlib.nullcontext()),
+        once_built(unpadded_backbone, "rows_known", lambda stock, rows: contextlib.nullcontext()),
         ("SFT",),
         {"options": {"packing": True}},
         {PACKED},
     ),
     "positions go on from row to row (trl#6515)": (
-        once_built(padding.Plan, "packed", positions_go_on),
+        once_built(unpad_plan.UnpadPlan, "unpad", positions_go_on),
         ("SFT", "gpt2"),
         {"options": {"packing": True}},
         {PACKED, LOSSES},
@@ -536,7 +536,7 @@ SEEDS = {
         {LOSSES},
     ),
     "rsLoRA is scaled like LoRA (tensorrt-llm#1668)": (
-        once_built(lora_layers, "active_parts", scaled_by_the_rank),
+        once_built(lora_layers, "active_adapters", scaled_by_the_rank),
         ("SFT",),
         {"peft_config": lora(use_rslora=True)},
         {LOSSES, MERGED},
@@ -625,7 +625,7 @@ SEEDS = {
         {BF16},
     ),
     "positions begin at the first token of a row that is padded on the left": (
-        once_built(padding.Plan, "packed", positions_from_the_first_token),
+        once_built(unpad_plan.UnpadPlan, "unpad", positions_from_the_first_token),
         ("SFT", "gpt2"),
         {},
         {LEFT},

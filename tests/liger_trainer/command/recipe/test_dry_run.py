@@ -124,8 +124,8 @@ def test_values_of_every_type_survive(source, tmp_path):
     saved = tmp_path / "printed.yaml"
     saved.write_text(out)
     first, again = parse_recipe(str(path), options), parse_recipe(str(saved))
-    assert set(first.chosen) == set(wanted)
-    assert again.chosen == first.chosen
+    assert set(first.explicit) == set(wanted)
+    assert again.explicit == first.explicit
     for recipe in (first, again):
         for part in (recipe.training, recipe.model, recipe.args):
             for field in dataclasses.fields(part):
@@ -165,9 +165,12 @@ def base(tmp_path_factory):
 
 
 WRONG = {
-    "a missing file": ({"dataset_name": "no.jsonl"}, "dataset_name is 'no.jsonl', and there is no such file"),
+    "a missing file": ({"dataset_name": "no.jsonl"}, "dataset_name is 'no.jsonl', but that file does not exist"),
     "wrong columns": ({"prompt_template": None}, "the trainer needs one of"),
-    "a missing model": ({"model_name_or_path": "./nothing"}, "model_name_or_path is './nothing', and there is no such"),
+    "a missing model": (
+        {"model_name_or_path": "./nothing"},
+        "'./nothing', but that folder does not exist",
+    ),
     "an unknown model": ({"model_name_or_path": "foo/bar"}, "model_name_or_path is 'foo/bar', which AutoConfig cannot"),
     "no template": (
         {"dataset_name": "chat.jsonl", "prompt_template": None},

@@ -10,13 +10,13 @@ from recipe_fixtures import command
 
 from liger_trainer.command.recipe import key_names
 from liger_trainer.command.recipe.key_names import TOPICS, names_by_topic
-from liger_trainer.command.recipe.parser import parser_of
+from liger_trainer.command.recipe.parser import build_parser
 from liger_trainer.command.recipe.trainers import TRAINERS
 
 
 @pytest.mark.parametrize("name", TRAINERS)
 def test_names_equal_the_configs_fields(name):
-    keys = parser_of(TRAINERS[name], "usage")[1]
+    keys = build_parser(TRAINERS[name], "usage")[1]
     want = {topic: [key for key, of in keys.items() if of.topic == topic] for topic in TOPICS}
     assert names_by_topic(TRAINERS[name]) == want
 

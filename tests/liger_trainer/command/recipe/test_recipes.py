@@ -116,8 +116,8 @@ UNKNOWN = {
     "twice": ("max_steps: 3\nmax_steps: 4", "line 2: the key 'max_steps' is there twice; keep one."),
     "trainer": ("trainer: sfd", f"trainer is 'sfd'; expected one of: {', '.join(TRAINERS)}."),
     "kernel": ("liger_config: {rmsnorm: false}", "rms_norm"),
-    "no mapping": ("- max_steps", "is no mapping of names to values; expected one `key: value` a line."),
-    "nothing": ("", "is no mapping of names to values; expected one `key: value` a line."),
+    "no mapping": ("- max_steps", "does not map names to values; expected one `key: value` a line."),
+    "nothing": ("", "does not map names to values; expected one `key: value` a line."),
     "not YAML": ("seed: 1\nmax_steps: [", "recipe.yaml is not valid YAML: while parsing a flow"),
 }
 
@@ -285,7 +285,7 @@ def test_help_of_a_topic(word, shown, hidden, capsys):
     names = {text.split()[0].rstrip(",") for text in out.split("\n  --")[1:]}
     assert set(shown) <= names and not set(hidden) & names
     code, _, err = command(capsys, "train", "quickstart", "--help", "nothing_like_it")
-    assert code == 2 and "no topic" in err
+    assert code == 2 and "expected a topic" in err
 
 
 def test_every_command_has_help(capsys):

@@ -86,7 +86,7 @@ def test_answers_of_templates_without_marks(name):
 def test_parts_that_do_not_add_up(name):
     template = theirs(name) if name else THINKING
     render(template, CONVERSATION)
-    with pytest.raises(TemplateError, match="cannot tell the answers apart. Write {% generation %}"):
+    with pytest.raises(TemplateError, match="In a copy of the template, write {% generation %}"):
         render(mark_answers(template), CONVERSATION)
 
 
@@ -241,7 +241,7 @@ def test_a_mask_that_goes_on_after_the_answer_is_refused(folder, capsys, monkeyp
     monkeypatch.setattr(PreTrainedTokenizerFast, "apply_chat_template", to_the_end)
     (folder / "model" / "chat_template.jinja").write_text(PLAIN)
     code, _, err = command(capsys, "train", recipe(folder))
-    assert code == 2 and "assistant_only_loss would learn what lies between two answers too" in err, err
+    assert code == 2 and "assistant_only_loss would also learn the tokens between two answers" in err, err
 
 
 @EXACT

@@ -130,12 +130,12 @@ BAD = {
     "empty chosen without a prompt": (
         "dpo",
         [{"chosen": "ab", "rejected": "ac"}, {"chosen": "", "rejected": "c"}],
-        "Row 1 of the dataset has chosen '', and no column prompt",
+        "Row 1 of the dataset has chosen '', without a prompt",
     ),
     "answers without a prompt": (
         "dpo",
         [{"chosen": [USER, ANSWER], "rejected": [USER, ANSWER]}, {"chosen": [ANSWER], "rejected": [ANSWER]}],
-        "Row 1 of the dataset has chosen .*, and no column prompt",
+        "Row 1 of the dataset has chosen .*, without a prompt",
     ),
     "other prompts in chosen and rejected": (
         "dpo",

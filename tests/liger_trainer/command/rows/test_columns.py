@@ -157,7 +157,7 @@ def test_columns_of_each_data_set(tmp_path):
         ),
         ({"question": "prompt"}, r"maps them the wrong way round. .* columns: \{prompt: question\}"),
         ({"question": "prompt", "answer": "completion"}, r"columns: \{prompt: question, completion: answer\}"),
-        ({"prompt": "question", "completion": "question"}, "expected a mapping .* each there once"),
+        ({"prompt": "question", "completion": "question"}, "expected a mapping .* each named once"),
         ({"prompt": ["question"]}, "expected a mapping"),
         ({}, "expected a mapping"),
         ([], "expected a mapping"),
@@ -180,7 +180,7 @@ NOT_FITTING = {
         "sft",
         "alpaca",
         {"instruct": "w3", "output": "w4"},
-        r"say which: columns: \{instruction: its name here\}",
+        r"map them: columns: \{instruction: its name here\}",
     ),
 }
 
@@ -313,7 +313,7 @@ def test_tools_that_are_text(tmp_path):
     texts = {'[{"name": "f"}]': '[{"name": "f"}]', " ": "[]", None: "[]"}
     rows = [{"messages": [USER, ANSWER], "tools": text} for text in texts]
     assert load(tmp_path, rows)["tools"][:] == list(texts.values())
-    with pytest.raises(RecipeError, match=r"Row 1 of the dataset has tools 'look_up\(\)', which is no JSON"):
+    with pytest.raises(RecipeError, match=r"Row 1 of the dataset has tools 'look_up\(\)', which is not JSON"):
         load(tmp_path, [rows[0], rows[0] | {"tools": "look_up()"}])
 
 

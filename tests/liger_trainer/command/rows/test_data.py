@@ -107,7 +107,7 @@ def test_eval_fraction_and_max_rows(tmp_path):
 def test_missing_sources(tmp_path):
     for keys, message in (
         ({}, "dataset_name is missing"),
-        ({"dataset_name": "nothing.jsonl"}, "dataset_name is 'nothing.jsonl', and there is no such file"),
+        ({"dataset_name": "nothing.jsonl"}, "dataset_name is 'nothing.jsonl', but that file does not exist"),
         ({"dataset_name": "./nothing"}, "no such file"),
         ({"dataset_name": "nobody/no-such-data"}, "'nobody/no-such-data', split 'train', cannot be loaded"),
     ):
@@ -133,7 +133,7 @@ def test_columns(tmp_path):
     path = write(tmp_path / "rows.jsonl", [{"question": "a", "answer": "b"}])
     with pytest.raises(
         RecipeError,
-        match="the columns question, answer; the trainer needs one of: messages; .* say which: columns: ",
+        match="the columns question, answer; the trainer needs one of: messages; .* map them: columns: ",
     ):
         load(tmp_path, dataset_name=path)
     with pytest.raises(RecipeError, match="needs instruction and output"):

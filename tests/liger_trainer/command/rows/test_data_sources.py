@@ -125,7 +125,7 @@ def test_pictures_are_found_next_to_the_rows(column, tmp_path, monkeypatch):
     found = rows("photos/a.png", "b.png", "https://c.d/e.png", "iVBORw0KGgo")
     expected = [str(tmp_path / "data" / "photos" / "a.png"), "b.png", "https://c.d/e.png", "iVBORw0KGgo"]
     assert found == ([[name] for name in expected] if column == "images" else expected)
-    with pytest.raises(RecipeError, match="Row 1 of the dataset has the picture 'no.png', a file that is not in "):
+    with pytest.raises(RecipeError, match="Row 1 of the dataset the picture 'no.png' is not in "):
         rows("photos/a.png", "no.png")
 
 
@@ -142,7 +142,7 @@ def test_pictures_are_found_next_to_the_rows(column, tmp_path, monkeypatch):
 def test_a_column_that_may_be_read_is_not_left_out(trainer, row, more, tmp_path):
     names = [write(tmp_path / "a.jsonl", [row]), write(tmp_path / "b.jsonl", [row | more])]
     (name,) = more
-    with pytest.raises(RecipeError, match=f"Name the same ones in columns, or remove {name} from 'b.jsonl'."):
+    with pytest.raises(RecipeError, match=f"Give them the same names with columns, or remove {name} from 'b.jsonl'."):
         load_rows(RecipeArguments(dataset_name=names), tmp_path, TRAINERS[trainer].columns, 0)
 
 
@@ -173,7 +173,7 @@ def test_errors_name_the_file(tmp_path):
     good, bad = write(tmp_path / "a.jsonl", [{"text": "a"}]), write(tmp_path / "b.jsonl", [{"text": 5}])
     for keys, message in (
         ({"dataset_name": [good, bad]}, "dataset_name 'b.jsonl': Row 0 of the dataset has text 5"),
-        ({"dataset_name": [good, "no.jsonl"]}, "dataset_name is 'no.jsonl', and there is no such file"),
+        ({"dataset_name": [good, "no.jsonl"]}, "dataset_name is 'no.jsonl', but that file does not exist"),
         ({"dataset_name": []}, "dataset_name is missing"),
         (
             {"dataset_name": good, "eval_dataset_name": bad},

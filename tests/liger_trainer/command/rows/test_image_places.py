@@ -122,5 +122,5 @@ def test_a_marker_that_the_model_reads_as_text(load):
     with pytest.raises(RecipeError, match=r"Row 0 .* <image> in prompt '<image>\?'.*or write <\|image_pad\|>"):
         check_image_tokens(rows, SimpleNamespace(image_token="<|image_pad|>"))
     rows = Dataset.from_list([{"messages": [user("<|image_pad|>?"), answer("a")], "images": ["a.png"]}])
-    with pytest.raises(RecipeError, match=r"Row 0 .* <\|image_pad\|> in messages .*Write <image> in its place"):
+    with pytest.raises(RecipeError, match=r"Row 0 .* <\|image_pad\|> in messages .*Write <image> instead"):
         check_image_tokens(rows, SimpleNamespace(image_token="<|image_pad|>"))

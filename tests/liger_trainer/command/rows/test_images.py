@@ -51,8 +51,8 @@ BAD = {
         "pictures are read from images or image. Set columns: {images: picture}",
     ),
     "a column with one picture": ([row("a.png", column="photo")], {}, "Set columns: {image: photo}"),
-    "no list": ([row("a.png")], {}, "images has 'a.png', and expected is a list .* set columns: {image: images}"),
-    "no picture": ([row(), row(["text.png"])], {}, "has the picture 'text.png', a file that is none"),
+    "no list": ([row("a.png")], {}, "images has 'a.png'; expected a list .* set columns: {image: images}"),
+    "no picture": ([row(), row(["text.png"])], {}, "'text.png' is not a readable image"),
     "more places than pictures": (
         [row(content=[IMAGE, IMAGE, {"type": "text", "text": "w3"}])],
         {},

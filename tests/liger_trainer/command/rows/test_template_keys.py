@@ -46,7 +46,7 @@ def test_keys_that_a_template_does_not_read_are_named_with_their_first_row(templ
     check(template, [{"messages": messages} for messages in conversations])
     (line,) = capsys.readouterr().err.splitlines()
     assert f"the chat template of model 'x' does not read {said} (first in row 1), so that" in line
-    assert "Set chat_template_path to a template that does, or remove it from the rows." in line
+    assert "Set chat_template_path to a template that reads it, or remove it from the rows." in line
 
 
 READ = {

@@ -152,7 +152,7 @@ def test_train_on_where_it_has_no_meaning(folder, capsys):
     code, _, err = command(capsys, "train", write_recipe(folder, **write), "--dry_run", "--trainer", "dpo")
     assert code == 2 and "train_on is ['assistant'], which LigerDPOTrainer does not read" in err
     code, _, err = command(capsys, "train", write_recipe(folder, **write, assistant_only_loss=False), "--dry_run")
-    assert code == 2 and "and assistant_only_loss false. Remove one of them" in err
+    assert code == 2 and "but assistant_only_loss is false. Remove one of them" in err
 
 
 ASKED = {
@@ -194,7 +194,7 @@ def test_wrong_questions_and_answers_are_refused(tmp_path):
         load(tmp_path, [row, row | {"a": 7}], columns={"question": "q", "answer": "a"})
     with pytest.raises(RecipeError, match="system_prompt is 'w3', and prompt is no list of messages"):
         load(tmp_path, [row], columns={"prompt": "q", "completion": "a"}, system_prompt="w3")
-    with pytest.raises(RecipeError, match="system_prompt is 'w3', and the rows have a column system"):
+    with pytest.raises(RecipeError, match="system_prompt is 'w3', but the rows also have a column system"):
         load(tmp_path, [{"system": "w5", "messages": [USER, ANSWER]}], system_prompt="w3")
     with pytest.raises(RecipeError, match="Row 0 of the dataset has two system prompts: 'w9' in system_prompt"):
         load(tmp_path, [{"messages": [SYSTEM, USER, ANSWER]}], system_prompt="w9")

@@ -77,7 +77,7 @@ NAMED = {
 @pytest.mark.parametrize("name", NAMED)
 def test_names_separators_and_keys(name, tmp_path, capsys):
     assert load(tmp_path, name, NAMED[name]) == [ROW]
-    told = f"liger-trainer: {name} is one JSON object, and the rows are read from its key"
+    told = f"liger-trainer: {name} is one JSON object; its key"
     assert (told in capsys.readouterr().err) == name.endswith(".json")
 
 
@@ -99,7 +99,7 @@ def test_messages_as_text(tmp_path):
         assert load(tmp_path, "rows.csv", prompt_template="sharegpt") == [TALK]
     text = [{"prompt": "[1, 2]", "completion": '[{"a": 1}]'}]
     assert load(tmp_path, "rows.jsonl", lines(text)) == text
-    with pytest.raises(RecipeError, match=r"Row 1 of the dataset has messages '\[oh', which is no JSON list"):
+    with pytest.raises(RecipeError, match=r"Row 1 of the dataset has messages '\[oh'; expected a JSON list"):
         load(tmp_path, "rows.jsonl", lines([{"messages": json.dumps([USER, ANSWER])}, {"messages": "[oh"}]))
 
 

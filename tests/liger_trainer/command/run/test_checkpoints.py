@@ -517,7 +517,7 @@ def test_a_checkpoint_goes_to_the_hub_with_its_manifest(folder, capsys, monkeypa
     """A Hub folder without a manifest could not be resumed. A Hub error is not reported as a full disk."""
 
     def push(self, checkpoint=None, **kwargs):
-        assert not checkpoint or manifest.fault_of(Path(checkpoint), manifest.read(Path(checkpoint))) is None
+        assert not checkpoint or manifest.find_damage(Path(checkpoint), manifest.read(Path(checkpoint))) is None
         raise OSError("the Hub is away")
 
     monkeypatch.setattr(Trainer, "init_hf_repo", lambda self, token=None: None)
@@ -535,7 +535,7 @@ def test_a_checkpoint_goes_to_the_hub_with_its_manifest(folder, capsys, monkeypa
 def test_a_token_is_not_shown(folder, capsys, monkeypatch):
     secret = "hf_" + "a1" * 12
     code, out, err = command(capsys, "train", write_recipe(folder), "--dry_run", "--hub_token", secret)
-    assert code == 0 and secret not in out + err and "# hub_token is set, and not shown" in out
+    assert code == 0 and secret not in out + err and "# hub_token is set (not shown)" in out
     options = ("--hub_token", secret, "--push_to_hub", "false")
     monkeypatch.setattr(Trainer, "training_step", interrupt)
     path = write_recipe(folder, **SAVING, model_init_kwargs={"token": secret})
@@ -566,7 +566,7 @@ def test_a_linked_checkpoint_is_unlinked(saved_run, folder, capsys):
     link.symlink_to(elsewhere)
     code, _, err = command(capsys, "train", write_recipe(folder, **SAVING), *resume)
     assert code == 0 and steps_of(folder / "out") == [5], err
-    assert not link.is_symlink() and manifest.fault_of(elsewhere, manifest.read(elsewhere)) is None
+    assert not link.is_symlink() and manifest.find_damage(elsewhere, manifest.read(elsewhere)) is None
     shutil.rmtree(link.parent)
     link.parent.mkdir()
     shutil.copytree(saved_run / "checkpoint-2", folder / "out" / "checkpoint-2")

@@ -9,7 +9,7 @@ import yaml
 from launching import PROCESSES
 from recipe_fixtures import command, losses, run_elsewhere, write_recipe
 
-from liger_trainer.command.recipe.accelerate_file import apply_config, own_environment
+from liger_trainer.command.recipe.accelerate_file import apply_config, preserve_environment
 from liger_trainer.errors import RecipeError
 from liger_trainer.paths import shipped
 
@@ -86,7 +86,7 @@ def test_accelerate_config_sets_what_accelerate_launch_would(tmp_path, monkeypat
     recipe = tmp_path / "recipe.yaml"
     for name in ("single_gpu", "fsdp2_machines"):  # these two need no DeepSpeed; the others are parts of the second
         path = shipped("configs") / f"{name}.yaml"
-        with own_environment():
+        with preserve_environment():
             apply_config(recipe, path.stem)
             mine = {k: v for k, v in os.environ.items() if k.startswith(("ACCELERATE_", "FSDP_", "PARALLELISM_"))}
         seen = run_elsewhere(
@@ -140,5 +140,5 @@ def test_the_launcher_and_the_recipe_disagree(tmp_path, monkeypatch):
         apply_config(tmp_path / "recipe.yaml", "fsdp2")
     assert "ACCELERATE_USE_FSDP" not in os.environ
     monkeypatch.setenv("FSDP_VERSION", "2")
-    with own_environment():
+    with preserve_environment():
         assert apply_config(tmp_path / "recipe.yaml", "fsdp2") == "FSDP"

@@ -57,4 +57,4 @@ def test_a_tab_in_a_recipe(tmp_path, capsys):
 
 def test_a_missing_adapter_is_refused(tmp_path, capsys):
     code, _, err = command(capsys, "merge", tmp_path / "nowhere", tmp_path / "merged")
-    assert code == 2 and "ADAPTER_DIR is " in err and "no such folder" in err
+    assert code == 2 and "ADAPTER_DIR is " in err and "neither such a folder" in err

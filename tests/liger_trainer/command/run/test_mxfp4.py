@@ -8,7 +8,7 @@ from base_checkpoints import write_gpt_oss
 from recipe_fixtures import command, losses, write_rows
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from liger_trainer.command.recipe.model_source import dequantised
+from liger_trainer.command.recipe.model_source import dequantize_options
 from liger_trainer.command.run import train as run_module
 
 IDS = torch.arange(3, 27).reshape(2, 12)
@@ -150,5 +150,5 @@ def test_chat_with_an_adapter(tmp_path, monkeypatch, capsys):
 
 def test_only_mxfp4_is_dequantised(tmp_path):
     write_gpt_oss(tmp_path)
-    assert dequantised(AutoConfig.from_pretrained(tmp_path))["quantization_config"].dequantize
-    assert dequantised(AutoConfig.for_model("llama")) == {}
+    assert dequantize_options(AutoConfig.from_pretrained(tmp_path))["quantization_config"].dequantize
+    assert dequantize_options(AutoConfig.for_model("llama")) == {}

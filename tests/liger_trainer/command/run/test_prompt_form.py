@@ -50,7 +50,7 @@ def test_summary_card_and_chat_follow_the_form(form, with_template, capsys, monk
     (with_template / "rows.jsonl").write_text((json.dumps(row) + "\n") * 8)
     code, text, err = command(capsys, "train", write_recipe(with_template, prompt_template=template, **SAVING))
     assert code == 0 and f"\n  form     {words}\n" in text, text + err
-    assert ("the prompts are texts, so that the model learns them without its chat template" in err) == (form == "text")
+    assert ("the prompts are texts, so the model learns them without its chat template" in err) == (form == "text")
     card = (out / "README.md").read_text()
     assert f"- Form of the prompts: {words}\n" in card and ("## Quick start" in card) == (form == "chat")
     assert read_prompt_form(out) == read_prompt_form(out / "checkpoint-2") == form
@@ -107,8 +107,8 @@ def test_medusa_eval_asks_in_the_form(form, chats, with_template, capsys, monkey
     if form is not None:
         (heads / "prompt_form.json").write_text(json.dumps({"prompt_form": form}))
     asked = []
-    prompts_in = "liger_trainer.command.tools.heads.prompts_in"
-    monkeypatch.setattr(prompts_in, lambda path, chat, most: asked.append(chat) or [])
+    read_prompts = "liger_trainer.command.tools.heads.read_prompts"
+    monkeypatch.setattr(read_prompts, lambda path, chat, most: asked.append(chat) or [])
     monkeypatch.setattr("liger_trainer.medusa.export.load_heads", lambda path: None)
     monkeypatch.setattr("liger_trainer.medusa.heads.attach_heads", lambda model, heads: None)
     monkeypatch.setattr("liger_trainer.medusa.evaluate.evaluate", lambda *args, **options: "report")

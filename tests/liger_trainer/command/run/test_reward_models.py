@@ -28,4 +28,4 @@ def test_a_recipe_trains_and_saves_a_head_of_one_number(tmp_path, capsys):
 def test_verify_names_the_trainer_that_it_does_not_know(tmp_path, capsys):
     code, _, err = command(capsys, "verify", recipe_of_pairs(tmp_path))
     assert code == 2
-    assert "trainer is 'reward', whose models verify cannot build" in err
+    assert "trainer is 'reward', but verify cannot build its models" in err

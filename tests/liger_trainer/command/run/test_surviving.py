@@ -103,7 +103,7 @@ def test_sigterm_of_one_rank_saves_that_step_on_all(dropping, whole):
     assert done.stderr.count("liger-trainer: terminated. ") == 1
     out = dropping / "out"
     (checkpoint,) = out.glob("checkpoint-*")
-    assert checkpoint.name == "checkpoint-6" and manifest.fault_of(checkpoint, manifest.read(checkpoint)) is None
+    assert checkpoint.name == "checkpoint-6" and manifest.find_damage(checkpoint, manifest.read(checkpoint)) is None
     assert not (out / "model.safetensors").exists(), "what a finished run leaves"
     assert_goes_on(out, whole, 6, torchrun(dropping, recipe))
 

@@ -102,7 +102,7 @@ def test_alpaca_s_prompt(folder, monkeypatch, capsys):
         (("--max_new_tokens", "0"), "`max_new_tokens` must be greater than 0, but is 0."),
         (("--temperature", "-1"), "`temperature` (=-1.0) has to be a strictly positive float"),
         (("--temperature", "nan"), "`temperature` (=nan) has to be a strictly positive float"),
-        (("--images", "nothing.png"), "--images names 'nothing.png', and there is no such file."),
+        (("--images", "nothing.png"), "--images names 'nothing.png', but that file does not exist."),
         (("--images", __file__), "--images needs a model of images with a chat template, unlike"),
     ],
 )
@@ -113,9 +113,9 @@ def test_mistakes(words, said, folder, monkeypatch, capsys):
 
 def test_a_model_that_is_not_there(folder, monkeypatch, capsys):
     code, _, err = chat(monkeypatch, capsys, "", folder / "nothing" / "here")
-    assert code == 2 and "there is no such folder" in err
+    assert code == 2 and "that folder does not exist" in err
     code, _, err = chat(monkeypatch, capsys, "", folder / "adapter", "--model", folder / "else" / "where")
-    assert code == 2 and "there is no such folder" in err
+    assert code == 2 and "that folder does not exist" in err
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no pty")

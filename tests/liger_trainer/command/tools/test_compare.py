@@ -76,9 +76,12 @@ def test_the_stock_arm_runs_the_stock_class(folder, capsys, monkeypatch):
 def test_the_table(folder, capsys, monkeypatch):
     """Runs an arm in its own process and writes a JSON and a chart; output_dir stays empty in any case."""
     # One arm is enough: a process takes 15 s to start
-    apart = {"stock": compare._run_arm, "ours": compare._in_a_process}
+    apart = {
+        "stock": compare._run_arm,
+        "ours": compare._run_in_subprocess,
+    }
     monkeypatch.setattr(
-        compare, "_in_a_process", lambda recipe, words, arm, steps: apart[arm](recipe, words, arm, steps)
+        compare, "_run_in_subprocess", lambda recipe, words, arm, steps: apart[arm](recipe, words, arm, steps)
     )
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "kernels")]))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -108,7 +111,7 @@ def test_the_table(folder, capsys, monkeypatch):
 
 def arms_of(monkeypatch, **found):
     monkeypatch.setattr(
-        "liger_trainer.command.tools.compare._in_a_process", lambda recipe, words, name, steps: found[name]
+        "liger_trainer.command.tools.compare._run_in_subprocess", lambda recipe, words, name, steps: found[name]
     )
 
 
@@ -150,14 +153,14 @@ def test_captured_steps_are_named(folder, capsys, monkeypatch):
     arms_of(monkeypatch, stock=stock, ours=uncaptured)
     out = command(capsys, "compare", path)[1]
     assert "ours captured (cuda_graphs): nothing, because it trains on cpu, and CUDA graphs need a CUDA GPU.\n" in out
-    assert "timed steps include captures" not in out
+    assert "timed steps include the captures" not in out
     capture_on_cpu(monkeypatch)
     captured = arm(capsys, path, "ours")
     assert captured["captured"]["calls_replayed"] > 0
     assert captured["losses"] == pytest.approx(uncaptured["losses"], rel=1e-5)
     arms_of(monkeypatch, stock=stock, ours=captured)
     out = command(capsys, "compare", path)[1]
-    assert "\nours captured (cuda_graphs): " in out and "timed steps include captures" in out
+    assert "\nours captured (cuda_graphs): " in out and "timed steps include the captures" in out
 
 
 def test_a_loss_that_is_nan_is_named(folder, capsys, monkeypatch):
@@ -186,7 +189,7 @@ def test_heads_have_no_stock_trainer(trainer, name, folder, capsys):
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="liger-kernel runs here")
 def test_liger_kernel_needs_a_gpu(folder, capsys):
-    said = {"error": "liger-kernel has kernels for GPUs alone."}
+    said = {"error": "liger-kernel only has kernels for GPUs."}
     assert arm(capsys, write_recipe(folder), "stock + Liger") == said
 
 
@@ -202,7 +205,7 @@ def test_mistakes(words, folder, capsys):
 def test_a_file_that_cannot_be_written_is_refused_before_training(option, file, folder, capsys):
     code, _, err = command(capsys, "compare", write_recipe(folder), option, folder / file)
     other = {"x.txt": "expected a file ending in", "model": "a folder; expected a file"}
-    said = other.get(file, f"there is no folder {folder / 'nodir'}. Make it first.")
+    said = other.get(file, f"the folder {folder / 'nodir'} does not exist. Make it.")
     assert code == 2 and said in err and "training" not in err
 
 
@@ -210,7 +213,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_training(option, file, 
 def test_sigterm_ends_the_process_of_the_arm_too(folder):
     path = str(write_recipe(folder, max_steps=100000))
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])}
-    begin = f"from liger_trainer.command.tools import compare; compare._in_a_process({path!r}, [], 'ours', 100000)"
+    begin = f"from liger_trainer.command.tools import compare; compare._run_in_subprocess({path!r}, [], 'ours', 100000)"
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     process = subprocess.Popen([sys.executable, "-c", begin], env=env, **quiet)
     children, deadline = Path(f"/proc/{process.pid}/task/{process.pid}/children"), time.time() + 120
@@ -236,7 +239,7 @@ def test_sigterm_at_the_start_of_an_arm_ends_it_too(monkeypatch):
     monkeypatch.setattr(subprocess, "Popen", Signalled)
     try:
         with pytest.raises(SystemExit) as ended:
-            compare._in_a_process("quickstart", [], "ours", 2)
+            compare._run_in_subprocess("quickstart", [], "ours", 2)
         assert ended.value.code == 143
         assert started[0].returncode is not None, "the arm was left running"
         assert signal.getsignal(signal.SIGTERM) is before

@@ -69,7 +69,7 @@ def test_losses_equal_those_computed_from_logits(rows, tokens, asked, folder, ca
     loss, count, share = by_hand(AutoModelForCausalLM.from_pretrained(folder / "model"), tokens)
     assert found["loss"] == pytest.approx(loss, rel=1e-5)
     assert found["perplexity"] == pytest.approx(math.exp(loss), rel=1e-5)
-    assert (found["tokens"], found["rows"], found["asked"]) == (count, len(rows), asked)
+    assert (found["tokens"], found["rows"], found["answered"]) == (count, len(rows), asked)
     assert found["first_choice"] == pytest.approx(share)
     assert f"loss     {loss:.4f} a token" in text
 
@@ -81,7 +81,7 @@ def test_only_answers_of_messages_count(chats, capsys):
     )
     assert code == 0, err
     found = json.loads((chats / "f.json").read_text())
-    assert (found["tokens"], found["rows"], found["asked"]) == (2 + 3 + 2, 2, 2), text
+    assert (found["tokens"], found["rows"], found["answered"]) == (2 + 3 + 2, 2, 2), text
 
 
 def test_the_loss_is_the_trainer_s(folder, capsys):
@@ -166,7 +166,7 @@ def test_tasks_go_through_lm_eval(folder, capsys, monkeypatch):
 MISTAKES = {
     "nothing": ((), "Nothing to evaluate on. Pass --dataset_name FILE, --tasks TASK, or both."),
     "no package": (("--tasks", "gsm8k"), '--tasks needs the package lm_eval. Run `pip install "lm_eval[hf]"`'),
-    "no file": (("--dataset_name", "nothing.jsonl"), "dataset_name is 'nothing.jsonl', and there is no such file"),
+    "no file": (("--dataset_name", "nothing.jsonl"), "dataset_name is 'nothing.jsonl', but that file does not exist"),
     "answers": (("--dataset_name", "rows.jsonl", "--answers", "-1"), "--answers is -1; expected 0 or more"),
     "length": (("--dataset_name", "held_out.jsonl", "--max_length", "2"), "No token of the 1 rows counts within"),
 }

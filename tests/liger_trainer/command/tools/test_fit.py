@@ -11,11 +11,11 @@ from recipe_fixtures import command
 from transformers import LlamaConfig
 
 from liger_trainer.command.recipe.read import parse_recipe
-from liger_trainer.command.tools.fit_job import job_of
+from liger_trainer.command.tools.fit_spec import train_spec_of
 from liger_trainer.errors import RecipeError
-from liger_trainer.fitting import answer
-from liger_trainer.fitting.step import need
-from liger_trainer.memory.memory import GIB
+from liger_trainer.fitting import fit_report
+from liger_trainer.fitting.step import estimate_memory
+from liger_trainer.memory.device_memory import GIB
 from liger_triton import _dispatch
 
 
@@ -27,7 +27,7 @@ def kernels_are_proven_by_their_twins(monkeypatch):
 @pytest.fixture
 def short_search(monkeypatch):
     """Shorten the search in tests that do not need the largest batch."""
-    monkeypatch.setattr(answer, "TRIES", 1)
+    monkeypatch.setattr(fit_report, "TRIES", 1)
 
 
 @pytest.fixture
@@ -123,7 +123,7 @@ def test_wrong_image_sizes_are_refused(value, recipe, capsys):
 
 def test_images_for_a_model_of_text(recipe, capsys):
     code, _, err = command(capsys, "fit", recipe(), "--images", "640x480")
-    assert code == 2 and "is a model of text alone" in err
+    assert code == 2 and "is a text-only model" in err
 
 
 def test_images_that_cannot_be_counted(recipe, tmp_path, capsys):
@@ -156,8 +156,8 @@ def test_attention_of_long_rows(short_search, recipe, tmp_path, capsys):
     config.num_hidden_layers = 4
     config.save_pretrained(tmp_path / "four")
     path = recipe(model_name_or_path=str(tmp_path / "four"), max_length=8192, per_device_train_batch_size=1)
-    job = job_of(parse_recipe(str(path), ["--use_cpu", "true"]), 1)
-    full, none = (need(job, 1, 8192, checkpointing, 1 << 40).peak / GIB for checkpointing in (True, False))
+    job = train_spec_of(parse_recipe(str(path), ["--use_cpu", "true"]), 1)
+    full, none = (estimate_memory(job, 1, 8192, checkpointing, 1 << 40).peak / GIB for checkpointing in (True, False))
     budget = full + 0.3 * (none - full)
     code, out, err = command(capsys, "fit", path, "--gpu-memory", str(none), "--memory_budget", str(budget))
     assert code == 0, err
@@ -233,14 +233,14 @@ def test_deepspeed_is_refused_by_name(recipe):
     parsed = parse_recipe(str(recipe()), ["--use_cpu", "true"])
     parsed.sharding = "DEEPSPEED"
     with pytest.raises(RecipeError, match="with DeepSpeed"):
-        job_of(parsed, 2)
+        train_spec_of(parsed, 2)
 
 
 def test_a_frozen_fp8_base(short_search, recipe, capsys):
     words = ("--use_peft", "true", "--fp8", "true")
     code, out, err = command(capsys, "fit", recipe(), "--gpu-memory", "0.5", *words)
     assert code == 0 and "rows of 256 tokens is" in out, err
-    job = job_of(parse_recipe(str(recipe()), ["--use_cpu", "true", *words]), 1)
+    job = train_spec_of(parse_recipe(str(recipe()), ["--use_cpu", "true", *words]), 1)
     assert job.shape.fp8 and job.shape.peft_config is not None and job.autocast is not None
 
 
@@ -252,7 +252,7 @@ def test_optimizer_in_backward(short_search, recipe, capsys):
         (line,) = re.findall(r"^gradients +[\d.]+ *(.*)$", out, re.MULTILINE)
         assert line == ("the largest; each is freed in the backward pass" if value == "true" else "")
     with pytest.raises(RecipeError, match="optimizer_in_backward: true on more than one GPU"):
-        job_of(parse_recipe(str(recipe(max_grad_norm=0, optimizer_in_backward=True)), ["--use_cpu", "true"]), 2)
+        train_spec_of(parse_recipe(str(recipe(max_grad_norm=0, optimizer_in_backward=True)), ["--use_cpu", "true"]), 2)
 
 
 def test_inputs_of_layers_on_the_host(short_search, recipe, capsys):

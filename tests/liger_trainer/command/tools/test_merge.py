@@ -204,7 +204,7 @@ def test_another_base(folder, tmp_path, capsys):
     """--model says where the base is now."""
     moved = named_base(folder, tmp_path / "adapter", "/gone/base")
     code, _, err = command(capsys, "merge", moved, tmp_path / "merged")
-    assert code == 2 and "'/gone/base', and there is no such folder" in err and "--model" in err
+    assert code == 2 and "'/gone/base', but that folder does not exist" in err and "--model" in err
     code, _, err = command(capsys, "merge", moved, tmp_path / "merged", "--model", folder / "base")
     assert code == 0, err
 

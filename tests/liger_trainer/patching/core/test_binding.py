@@ -8,7 +8,7 @@ from torch import nn
 
 from liger_trainer.patching.apply import _swap
 from liger_trainer.patching.core.binding import Binding, bind, call_previous, in_place_of, unbind_all
-from liger_trainer.patching.core.kind import Kind, Proof, find, slot_of
+from liger_trainer.patching.core.pattern import PatchPattern, Proof, match_modules, slot_of
 from liger_trainer.patching.core.report import LigerReport
 
 
@@ -41,7 +41,7 @@ def test_methods_around_each_other_are_unbound_the_last_one_first():
     torch.testing.assert_close(model(x), 2 * want + 1)
     unbind_all(model)
     assert torch.equal(model(x), want) and set(vars(model[0])) == before
-    assert inner.aside and outer.aside
+    assert inner.fallback_active and outer.fallback_active
 
 
 def test_a_method_that_is_held_runs_the_class_s_own_code_once_it_was_unbound():
@@ -74,9 +74,11 @@ def test_only_a_method_with_a_key_of_its_own_stands_around_another():
 def test_a_module_of_two_kinds_is_swapped_once():
     """The second pattern finds the first one's method, and must not take it for the module's own."""
     proof = Proof("lora", "doubled", doubled)
-    kind = Kind(lambda module: isinstance(module, nn.Linear), lambda module: (proof, None), lambda module: "lora")
+    kind = PatchPattern(
+        lambda module: isinstance(module, nn.Linear), lambda module: (proof, None), lambda module: "lora"
+    )
     model, report = nn.Sequential(layer()), LigerReport("Sequential")
-    _swap(find([kind, kind], model.named_modules()), report)
+    _swap(match_modules([kind, kind], model.named_modules()), report)
     assert report["lora"].skipped["0"].startswith("its forward was replaced") and Binding.of(model[0]).previous is None
 
 

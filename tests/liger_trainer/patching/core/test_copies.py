@@ -106,7 +106,7 @@ def test_a_trainer_on_a_copy(name, trainer_class, tmp_path, monkeypatch):
     with LogitRows() as seen:
         got, trainer = run(trainer_class, model, tmp_path)
     torch.testing.assert_close(got, want, rtol=1e-5, atol=0)
-    assert trainer.head_is_ours and seen.rows == 3
+    assert trainer.uses_fused_head and seen.rows == 3
     for operation in ("rms_norm", "rope", "swiglu"):
         assert trainer.liger_report[operation].swapped, operation
 

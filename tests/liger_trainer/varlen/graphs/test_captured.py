@@ -21,11 +21,11 @@ from varlen_batches import batch, model_of
 
 from liger_trainer import apply_liger, remove_liger
 from liger_trainer.varlen import decide
-from liger_trainer.varlen.graphs.captured import MOST_MODES
-from liger_trainer.varlen.graphs.recorder import CudaRecorder
+from liger_trainer.varlen.graphs.backbone_graphs import MOST_MODES
+from liger_trainer.varlen.graphs.graph_recorder import CudaGraphRecorder
 from liger_trainer.varlen.graphs.snapshot import Snapshot
-from liger_trainer.varlen.graphs.static_batch import Batch, round_up
-from liger_trainer.varlen.graphs.step_graphs import StepGraphs, step_graphs
+from liger_trainer.varlen.graphs.static_batch import TokenBatch, round_up
+from liger_trainer.varlen.graphs.step_graphs import StepGraphs, use_graphs
 
 SIZES = ((7, 1, 11, 12), (9, 3, 12, 10), (5, 6, 7, 8), (12, 12, 12, 12))
 BIG = (20, 20, 20, 20)  # tokens of another size
@@ -67,7 +67,7 @@ class Pair:
 
     def run(self, function):
         """Call `function` with each model, the captured one within its graphs. Return both results."""
-        with step_graphs(self.graphs):
+        with use_graphs(self.graphs):
             got = function(self.captured)
         return got, function(self.plain)
 
@@ -122,7 +122,7 @@ class Pair:
         assert self.replayed == before, self.summary
 
 
-class TimelessRecorder(CudaRecorder):
+class TimelessRecorder(CudaGraphRecorder):
     """Reports that a replay is twice as fast as Python, as it is for models of useful size."""
 
     def __init__(self, device):
@@ -523,7 +523,7 @@ def test_code_with_side_effects_is_not_captured(effect, reason, device, monkeypa
         layer.input_layernorm.register_buffer("seen", torch.zeros(1))
     pair = Pair(model, device)
     pair.warm()
-    monkeypatch.setattr(decide, "unknown_forward", lambda *given: None)  # as if a library had such a layer
+    monkeypatch.setattr(decide, "why_forward_is_unknown", lambda *given: None)  # as if a library had such a layer
     monkeypatch.setattr(modeling_llama.LlamaDecoderLayer, "forward", forward)
     for _ in range(3):
         pair.assert_falls_back()
@@ -785,7 +785,9 @@ def test_a_second_derivative_is_refused(device):
     (mode,) = graphs.modes
     (size,) = mode.sizes.values()
     positions = torch.arange(20, device=device)[None]
-    batch = Batch(torch.ones(1, 20, 32, device=device, dtype=size.embeds.dtype, requires_grad=True), positions, [20])
+    batch = TokenBatch(
+        torch.ones(1, 20, 32, device=device, dtype=size.embeds.dtype, requires_grad=True), positions, [20]
+    )
     (hidden,) = graphs._replay(mode, size, batch)
     with pytest.raises(RuntimeError, match=r"cuda_graphs.*create_graph=True"):
         hidden.sum().backward(create_graph=True)
@@ -919,7 +921,7 @@ def test_a_norm_that_makes_nan_of_zeros_is_not_captured(epsilon, device, monkeyp
     pair = Pair(model_of(rms_norm_eps=0.0 if epsilon == "no epsilon" else 1e-6), device)
     if epsilon == "by a square root":
         # Finite in the forward pass, and 0 * inf in the backward pass, as a library's norm might be.
-        monkeypatch.setattr(decide, "unknown_forward", lambda *given: None)
+        monkeypatch.setattr(decide, "why_forward_is_unknown", lambda *given: None)
         monkeypatch.setattr(modeling_llama.LlamaRMSNorm, "forward", by_square_root)
     pair.step((20, 20, 20, 4))
     pair.step((20, 20, 20, 4))

@@ -13,14 +13,14 @@ from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from liger_trainer import apply_liger
-from liger_trainer.varlen.graphs.recorder import CudaRecorder
-from liger_trainer.varlen.graphs.step_graphs import StepGraphs, step_graphs
+from liger_trainer.varlen.graphs.graph_recorder import CudaGraphRecorder
+from liger_trainer.varlen.graphs.step_graphs import StepGraphs, use_graphs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 LENGTHS = (130, 1, 300, 81)  # together 512, which is a captured size, so no row fills it up
 
 
-class TimelessRecorder(CudaRecorder):
+class TimelessRecorder(CudaGraphRecorder):
     """Reports that a replay is faster than Python."""
 
     def __init__(self, device):
@@ -75,7 +75,7 @@ def graphs_of(recorder=TimelessRecorder):
 def step(model, call, graphs=None):
     """Loss and gradients of one step."""
     model.zero_grad()
-    with step_graphs(graphs):
+    with use_graphs(graphs):
         loss = model(**call, use_cache=False).loss
     loss.backward()
     return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
@@ -141,7 +141,7 @@ def test_two_forwards_with_dropout_before_a_backward(deterministic):
     for one, within in ((model, graphs), (plain, None)):
         torch.manual_seed(3)
         one.zero_grad()
-        with step_graphs(within):
+        with use_graphs(within):
             losses = [one(**batch(seed=seed), use_cache=False).loss for seed in (1, 2)]
         sum(losses).backward()
         results.append({name: p.grad.clone() for name, p in one.named_parameters() if p.grad is not None})
@@ -158,7 +158,7 @@ def test_twenty_steps_of_many_sizes():
         lengths = tuple(torch.randint(1, 200, (6,), generator=generator).tolist())
         for one, within, optimizer in ((model, graphs, optimizers[0]), (plain, None, optimizers[1])):
             for micro in range(1 + number % 3):
-                with step_graphs(within):
+                with use_graphs(within):
                     loss = one(**batch(lengths, seed=10 * number + micro), use_cache=False).loss
                 loss.backward()
             torch.nn.utils.clip_grad_norm_(one.parameters(), 1.0)
@@ -206,18 +206,21 @@ def test_memory_comes_back():
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     model = model_of(lora=False)
-    torch.cuda.empty_cache()
-    before = torch.cuda.mem_get_info()[0]
-    graphs = graphs_of()
-    for seed in range(3):
-        step(model, batch((900, 700, 800), seed), graphs)
-    assert graphs.summary.replayed == 2, graphs.summary.to_dict()
-    graphs.release()
-    model.zero_grad()
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
+
+    def free_after_captures():
+        graphs = graphs_of()
+        for seed in range(3):
+            step(model, batch((900, 700, 800), seed), graphs)
+        assert graphs.summary.replayed == 2, graphs.summary.to_dict()
+        graphs.release()
+        model.zero_grad()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info()[0]
+
+    before = free_after_captures()  # the first ones load kernels, which take some hundred MiB and stay
     # cuBLAS keeps two workspaces of 32 MiB for the stream of the captures
-    assert before - torch.cuda.mem_get_info()[0] < 96 << 20
+    assert before - free_after_captures() < 96 << 20
 
 
 def test_an_infinity_in_one_row_stays_in_its_row():
@@ -229,7 +232,7 @@ def test_an_infinity_in_one_row_stays_in_its_row():
         model.model.embed_tokens.weight[7] = float("inf")
     call["input_ids"][call["input_ids"] == 7] = 8
     call["input_ids"][0, 3] = 7
-    with step_graphs(graphs):
+    with use_graphs(graphs):
         per_token = model(**call, use_cache=False, fused_lm_head=True).log_probs
     assert graphs.summary.replayed == 1, graphs.summary.to_dict()
     assert not torch.isfinite(per_token[0, 4:99]).all()

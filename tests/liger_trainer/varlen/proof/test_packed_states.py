@@ -16,7 +16,7 @@ from installed_packages import install_packages
 from transformers import DataCollatorWithFlattening
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from liger_trainer.varlen.known_code import backbone_of
+from liger_trainer.varlen.model_parts import backbone_of
 from liger_trainer.varlen.proof.packed_rows import keeps_state, why_rows_mix
 
 KEEP_STATE = (

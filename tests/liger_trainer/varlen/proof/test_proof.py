@@ -170,7 +170,7 @@ def test_a_model_of_the_user_s_code_computes_padding(model_class, proof, given, 
     assert_same_step(step(model, call), want)
     assert tokens == [] and not report.swapped
     assert "not a class of transformers" in report.unsuited["model"] or proof in report.unsuited["model"]
-    monkeypatch.setattr(proving, "why_not_theirs", lambda model: None)
+    monkeypatch.setattr(proving, "why_not_transformers_own", lambda model: None)
     reason = apply_liger(model, ON)["varlen_attention"].unsuited.get("model")
     assert reason is None if proof is None else proof in reason
 

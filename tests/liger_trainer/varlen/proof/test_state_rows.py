@@ -11,7 +11,7 @@ from transformers import DataCollatorWithFlattening
 from varlen_batches import ON, assert_same_with_states, batch, drawn_model, rows_of, step
 
 from liger_trainer import apply_liger
-from liger_trainer.varlen import states
+from liger_trainer.varlen import state_layers
 from liger_trainer.varlen.proof import backbone, convolutions, rules
 from liger_trainer.varlen.proof.packed_rows import kernel_behind
 from liger_trainer.varlen.rows import Rows
@@ -27,7 +27,7 @@ def gpu(monkeypatch):
     def patched(model):
         report = apply_liger(model, ON)["varlen_attention"]
         for module in model.modules():
-            binding = states.StateBinding.of(module)
+            binding = state_layers.StateBinding.of(module)
             if binding is not None:
                 binding.on_cpu = True
         return [text for text in report.swapped.values() if "one after the other" in text]
@@ -94,7 +94,11 @@ def test_with_a_rule_that_takes_offsets(name, gpu, offsets, monkeypatch):
 def test_a_rule_that_is_told_nothing_keeps_rows_side_by_side(name, gpu):
     model = drawn_model(name)
     assert not gpu(model)
-    assert all(not states.StateBinding.of(m).by_rows for m in model.modules() if states.StateBinding.of(m) is not None)
+    assert all(
+        not state_layers.StateBinding.of(m).by_rows
+        for m in model.modules()
+        if state_layers.StateBinding.of(m) is not None
+    )
 
 
 def test_without_a_gpu_rows_are_side_by_side(monkeypatch):
@@ -115,9 +119,9 @@ def test_a_package_s_rule_gets_the_offsets_on_a_gpu(monkeypatch):
 
     own = vars(sys.modules[type(model).__module__])[RULES[0]]
     kernel = kernel_behind(own)
-    rule = rules._told(lambda *args, **kwargs: given.append(kwargs), kernel)
+    rule = rules._with_rows(lambda *args, **kwargs: given.append(kwargs), kernel)
     rows, q = Rows([3, 2], torch.device("cpu")), torch.ones(1, 5, 2, 4).as_subclass(OnGPU)
-    with states.rows_told(rows):
+    with state_layers.use_layer_rows(rows):
         rule(q, q, q, cu_seqlens=None)
     rule(q, q, q, cu_seqlens=None)
     assert given[0]["cu_seqlens"] is rows.offsets and given[1]["cu_seqlens"] is None

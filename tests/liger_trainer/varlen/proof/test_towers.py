@@ -13,7 +13,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from varlen_batches import waits_for_gpu
 
 from liger_trainer import apply_liger, remove_liger
-from liger_trainer.varlen import masks, segments
+from liger_trainer.varlen import registry, segments
 from liger_trainer.varlen.host_copies import HostBatch, remember
 from liger_trainer.varlen.proof import towers
 
@@ -34,7 +34,7 @@ def calls(monkeypatch):
 
     monkeypatch.setattr(segments, "_length_by_length", counted("within", segments._length_by_length))
     monkeypatch.setattr(
-        "liger_trainer.varlen.segments.sdpa_attention_forward", counted("apart", sdpa_attention_forward)
+        "liger_trainer.varlen.registry.sdpa_attention_forward", counted("apart", sdpa_attention_forward)
     )
     return found
 
@@ -156,7 +156,7 @@ def test_a_registered_function_of_the_user_s_stays(monkeypatch):
     batch = image_batch(model)
     want = features(model, batch)
     apply_liger(model)
-    monkeypatch.setitem(masks.ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", own)
+    monkeypatch.setitem(registry.ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", own)
     report = apply_liger(model)["varlen_attention"]
     assert not report.swapped and "a function of your own" in str(report.unsuited)
     assert_same(features(model, batch), want)
@@ -169,7 +169,7 @@ def test_a_function_that_is_registered_later_runs(monkeypatch):
     report = apply_liger(model)["varlen_attention"]
     assert report.swapped
     monkeypatch.setitem(
-        masks.ALL_ATTENTION_FUNCTIONS._global_mapping,
+        registry.ALL_ATTENTION_FUNCTIONS._global_mapping,
         "sdpa",
         lambda *args, **kwargs: seen.append(args[1].shape[2]) or sdpa_attention_forward(*args, **kwargs),
     )
@@ -185,14 +185,14 @@ class OfTheUser(nn.Module):
         self.qkv, self.proj, self.config, self.head_dim = own.qkv, own.proj, own.config, own.head_dim
 
     def forward(self, hidden_states, cu_seqlens, **kwargs):
-        attend = masks.ALL_ATTENTION_FUNCTIONS.get_interface("sdpa", None)
+        attend = registry.ALL_ATTENTION_FUNCTIONS.get_interface("sdpa", None)
         assert attend is not None
         return hidden_states
 
 
 def test_a_class_of_the_user_s_stays():
     model = image_model("qwen2_5_vl")
-    OfTheUser.forward.__globals__["ALL_ATTENTION_FUNCTIONS"] = masks.ALL_ATTENTION_FUNCTIONS
+    OfTheUser.forward.__globals__["ALL_ATTENTION_FUNCTIONS"] = registry.ALL_ATTENTION_FUNCTIONS
     model.model.visual.blocks[0].attn = OfTheUser(model.model.visual.blocks[0].attn)
     report = apply_liger(model)["varlen_attention"]
     assert f"{TOWER}.0.attn" not in report.swapped
@@ -226,8 +226,8 @@ def test_the_tower_of_llama_4():
 
 
 def test_every_tower_that_takes_offsets_is_nominated():
-    assert towers.nominated(image_model("glm4v").model.visual.blocks[0].attn)
-    assert not towers.nominated(image_model("glm4v").model.visual.blocks[0])
+    assert towers.is_candidate(image_model("glm4v").model.visual.blocks[0].attn)
+    assert not towers.is_candidate(image_model("glm4v").model.visual.blocks[0])
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""Turn a recipe into the training step that `liger-trainer fit` counts the memory of."""
+"""Turns a recipe into the `TrainSpec` that `liger-trainer fit` estimates."""
 
 import importlib.util
 import os
@@ -11,12 +11,12 @@ from liger_trainer.command.recipe.trainers import TRAINERS
 from liger_trainer.command.rows.sources import model_of
 from liger_trainer.errors import RecipeError, refusal
 from liger_trainer.fitting import losses, optimizers
-from liger_trainer.fitting.hollow import Shape
 from liger_trainer.fitting.images import RowImages, row_images
+from liger_trainer.fitting.meta_model import ModelSpec
 from liger_trainer.fitting.sharding import Sharding
-from liger_trainer.fitting.step import Job
+from liger_trainer.fitting.step import TrainSpec
 from liger_trainer.memory.host_inputs import OPTION
-from liger_trainer.trainers.cuda_graphs import why_not_by_arguments
+from liger_trainer.trainers.cuda_graphs import arguments_reason
 
 LOSSES = {
     "LigerSFTTrainer": losses.of_labels,
@@ -30,8 +30,8 @@ _WITH_REFERENCE = ("LigerDPOTrainer", "LigerKTOTrainer")
 _OPTIONS_NOT_KNOWN = {"every_n_layers": 1, "selective": False}  # and their values without effect
 
 
-def job_of(recipe: Recipe, gpus: int, images: Sequence[tuple[int, int]] = ()) -> Job:
-    """Return the training step of `recipe` on `gpus` GPUs. RecipeError if `fit` does not know a part of it.
+def train_spec_of(recipe: Recipe, gpus: int, images: Sequence[tuple[int, int]] = ()) -> TrainSpec:
+    """Return the `TrainSpec` of `recipe` on `gpus` GPUs. RecipeError if `fit` cannot estimate a part of it.
 
     `images` are the sizes of the images of a row.
     """
@@ -47,8 +47,8 @@ def job_of(recipe: Recipe, gpus: int, images: Sequence[tuple[int, int]] = ()) ->
     stored = (getattr(config, "quantization_config", None) or {}).get("quant_method")
     if stored not in (None, "mxfp4"):
         raise _unknown(recipe, f"a checkpoint in {stored}")
-    four_bits = quantization_of(config, model)
-    if isinstance(four_bits, BitsAndBytesConfig) and importlib.util.find_spec("bitsandbytes") is None:
+    quantization = quantization_of(config, model)
+    if isinstance(quantization, BitsAndBytesConfig) and importlib.util.find_spec("bitsandbytes") is None:
         raise RecipeError(
             f"{recipe.path}: load_in_4bit is true, and liger-trainer fit needs bitsandbytes to build 4-bit layers. Run "
             "`pip install bitsandbytes`, which needs no GPU."
@@ -57,19 +57,19 @@ def job_of(recipe: Recipe, gpus: int, images: Sequence[tuple[int, int]] = ()) ->
     dtype = getattr(torch, str(name), None) if name not in (None, "auto") else getattr(config, "dtype", None)
     precomputed = getattr(training, "precompute_ref_log_probs", False)
     autocast = torch.bfloat16 if training.bf16 else torch.float16 if training.fp16 else None
-    shape = Shape(
+    model_spec = ModelSpec(
         config,
         dtype or torch.float32,
         trl.get_peft_config(model),
         fp8=training.fp8,
-        four_bits=four_bits,
+        quantization=quantization,
         liger_config=training.liger_config,
         trust_remote_code=source.options.get("trust_remote_code", False),
     )
-    if images and not shape.has_tower:
-        raise RecipeError(f"--images is given, but {source.path} is a model of text alone. Leave it out.")
-    return Job(
-        shape=shape,
+    if images and not model_spec.has_tower:
+        raise RecipeError(f"--images is given, but {source.path} is a text-only model. Leave it out.")
+    return TrainSpec(
+        shape=model_spec,
         loss=LOSSES[recipe.entry.trainer],
         optimizer=lambda weights: optimizers.make(training, weights),
         autocast=autocast,
@@ -90,18 +90,18 @@ def _row_images(source: ModelSource, sizes: Sequence[tuple[int, int]]) -> RowIma
     try:
         return row_images(processor, sizes)
     except Exception as error:
-        if (said := refusal(error)) is None:
+        if (reason := refusal(error)) is None:
             raise
-        raise RecipeError(f"of --images the processor of {source.path} makes no row: {said}") from error
+        raise RecipeError(f"The processor of {source.path} cannot make a row from --images: {reason}") from error
 
 
 def size_of(recipe: Recipe, images: RowImages | None = None) -> tuple[int, int]:
-    """The rows of a micro-batch, and the tokens of its longest row."""
+    """Return the number of rows in a micro-batch, and the tokens of its longest row."""
     length = getattr(recipe.training, "max_length", None)
     if length is None:
         raise RecipeError(
-            f"{recipe.path}: max_length is unset, so that rows have any length. Pass --max_length 2048, or the "
-            "tokens of the longest row with its pictures."
+            f"{recipe.path}: max_length is unset, so rows may have any length. Pass --max_length 2048, or the number "
+            "of tokens of the longest row with its pictures."
         )
     if images is not None and length < images.tokens:
         raise RecipeError(
@@ -112,21 +112,21 @@ def size_of(recipe: Recipe, images: RowImages | None = None) -> tuple[int, int]:
 
 
 def checkpointing_of(recipe: Recipe) -> bool | str:
-    given = getattr(recipe.training, "activation_checkpointing", None)
-    return bool(recipe.training.gradient_checkpointing) if given is None else given
+    setting = getattr(recipe.training, "activation_checkpointing", None)
+    return bool(recipe.training.gradient_checkpointing) if setting is None else setting
 
 
 def may_capture(recipe: Recipe, gpus: int) -> bool:
     """Return False if the recipe rules out captured steps (`cuda_graphs`)."""
     training = recipe.training
-    return training.cuda_graphs is not False and gpus == 1 and why_not_by_arguments(training) is None
+    return training.cuda_graphs is not False and gpus == 1 and arguments_reason(training) is None
 
 
 def _options_of_checkpointing(recipe: Recipe) -> dict[str, Any]:
     """Return the options for `torch.utils.checkpoint`."""
     training = recipe.training
-    given = getattr(training, "activation_checkpointing_kwargs", None) or training.gradient_checkpointing_kwargs
-    options = dict(given or {})
+    setting = getattr(training, "activation_checkpointing_kwargs", None) or training.gradient_checkpointing_kwargs
+    options = dict(setting or {})
     for key, without in _OPTIONS_NOT_KNOWN.items():
         if (value := options.pop(key, without)) != without:
             raise _unknown(recipe, f"activation_checkpointing_kwargs: {key}: {value}")
@@ -134,7 +134,7 @@ def _options_of_checkpointing(recipe: Recipe) -> dict[str, Any]:
 
 
 def _load_config(source: ModelSource) -> Any:
-    """The config of the model. RecipeError that says what `fit` needs of a model that cannot be downloaded here."""
+    """Load the config of the model. For a model that cannot be downloaded, the RecipeError says what `fit` needs."""
     from transformers import AutoConfig
 
     try:
@@ -152,8 +152,8 @@ def _unknown(recipe: Recipe, what: str) -> RecipeError:
     advice = " Set another value to see the step without it."
     if what == recipe.entry.trainer:
         known = ", ".join(name for name, entry in TRAINERS.items() if entry.trainer in LOSSES)
-        advice = f" It knows {known}: a copy of the recipe with one of them and rows as long gives a first idea."
-    return RecipeError(f"{recipe.path}: liger-trainer fit does not know what a step takes with {what}.{advice}")
+        advice = f" It knows {known}. A copy of the recipe with one of these and rows as long gives a rough estimate."
+    return RecipeError(f"{recipe.path}: liger-trainer fit cannot estimate a step with {what}.{advice}")
 
 
 def _refuse_unknown(recipe: Recipe, gpus: int) -> None:
@@ -176,8 +176,8 @@ def _refuse_unknown(recipe: Recipe, gpus: int) -> None:
         and (gpus > 1 or recipe.sharding is not None),
         "fsdp_offload_params: true": sharded and offloads,
     }
-    for what, given in unknown.items():
-        if given:
+    for what, setting in unknown.items():
+        if setting:
             raise _unknown(recipe, what)
 
 

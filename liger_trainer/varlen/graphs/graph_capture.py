@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from liger_trainer.varlen.graphs.recorder import Recorder
+from liger_trainer.varlen.graphs.graph_recorder import GraphRecorder
 from liger_trainer.varlen.graphs.refusals import NotCapturable
 from liger_trainer.varlen.graphs.snapshot import Snapshot
-from liger_trainer.varlen.graphs.static_batch import Batch, Size
+from liger_trainer.varlen.graphs.static_batch import CapturedSize, TokenBatch
 from liger_trainer.varlen.graphs.static_gradients import GradientBuffers
-from liger_trainer.varlen.rows import rows_known
+from liger_trainer.varlen.rows import use_rows
 
 WORTHWHILE = 0.95  # of the time of Python's code; a replay that takes more is not used
 CLOSE = 0.05  # largest relative difference of a replay and the code it was captured from, in the L2 norm
@@ -23,13 +23,13 @@ class DoesNotPay(Exception):  # noqa: N818
     """Raised where a replay is not faster than Python's code, or its memory would be missed."""
 
 
-class CapturedRun:
+class GraphCapture:
     """One capture of a size.
 
     Args:
-        size (`Size`): What is captured.
+        size (`CapturedSize`): What is captured.
         gradients (`GradientBuffers`): What its backward adds to.
-        recorder (`Recorder`): Of the device.
+        recorder (`GraphRecorder`): Of the device.
         forward (`Callable`): The forward of the backbone.
         constants (`dict`): Arguments of it that are the same in every replay.
         snapshot (`Snapshot`): The state of the modules that hold the parameters.
@@ -44,9 +44,9 @@ class CapturedRun:
 
     def __init__(
         self,
-        size: Size,
+        size: CapturedSize,
         gradients: GradientBuffers,
-        recorder: Recorder,
+        recorder: GraphRecorder,
         forward: Callable[..., Any],
         constants: dict[str, Any],
         snapshot: Snapshot,
@@ -77,7 +77,7 @@ class CapturedRun:
             "attention_mask": size.mask,
             "use_cache": False,
         }
-        with self._aliases(), torch.set_grad_enabled(self.trains), rows_known(size.rows):
+        with self._aliases(), torch.set_grad_enabled(self.trains), use_rows(size.rows):
             outputs = self._forward(**call, **self._constants)
             given = _tensors_of(outputs)
         if given[0].requires_grad != self.trains:
@@ -118,7 +118,7 @@ class CapturedRun:
             for table, name, p in self._places:
                 table[name] = p
 
-    def capture(self, batch: Batch, random_state: Any, timed: bool) -> None:
+    def capture(self, batch: TokenBatch, random_state: Any, timed: bool) -> None:
         """Record forward and backward, and compare their replay with Python's code for `batch`.
 
         Raises:
@@ -146,7 +146,7 @@ class CapturedRun:
         if recorder.bytes_free() < 0:
             raise DoesNotPay(f"{size.tokens} tokens and more: too little memory is left beside their graphs")
 
-    def _refuse_zeros_that_overflow(self, batch: Batch) -> None:
+    def _refuse_zeros_that_overflow(self, batch: TokenBatch) -> None:
         """Raise `NotCapturable` where a row of zeros, as it fills a size up, becomes NaN, such as in a norm without an
         epsilon, or in the backward of a square root. The gradients of all weights would be NaN then."""
         size = self.size

@@ -1,4 +1,4 @@
-"""The memory of the device, and the host's pinned memory to which activations are swapped out.
+"""The host's pinned memory, to which activations are swapped out, and the copies between it and the GPU.
 
 The GPU copies to and from pinned memory while it computes. It is taken in slabs that are used again from step to step.
 """
@@ -7,7 +7,6 @@ import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
 
 import psutil  # type: ignore[import-untyped]  # accelerate needs it
 import torch
@@ -15,107 +14,10 @@ import torch
 from liger_trainer._logging import logger
 
 GIB = 2**30
-RESERVE = 0.06  # of the device's memory: for fragmentation
-RESERVE_OF_BUDGET = 0.002  # of a budget that the user has set: for what differs from step to step
 SMALL = 1 << 20  # bytes: smaller tensors stay on the GPU
 SHARE = 0.5  # of the host's free memory, for all processes of this machine
 TRIED = 64 << 20  # bytes that are copied to measure the rate
 _CGROUP = Path("/sys/fs/cgroup")
-
-
-class HostTransport(Protocol):
-    """What the planner knows of copies between the device and the host, such as `Transport`."""
-
-    host: "PinnedMemory"
-
-    @property
-    def stream(self) -> torch.cuda.Stream | None:
-        """The stream of the copies; None if the device copies at once."""
-
-    @property
-    def rate(self) -> float:
-        """Bytes a second in the slower direction."""
-
-    def mark(self) -> Any:
-        """Return the device's time after all that it has been given until now, for `seconds`."""
-
-    def seconds(self, begin: Any, end: Any) -> float:
-        """Return the seconds from one mark to another."""
-
-
-class DeviceMemory(Protocol):
-    """What the planner asks of a device's memory, in bytes of this process's tensors, such as `GpuMemory`."""
-
-    highest: int  # the peak until torch's own counter was last reset
-
-    def allocated(self) -> int:
-        """Return the bytes that are allocated now."""
-
-    def peak(self) -> int:
-        """Return the most bytes since it was last called."""
-
-    def capacity(self) -> int:
-        """Return the most bytes that tensors could take up."""
-
-    def retries(self) -> int:
-        """Return how often the allocator has had to release its cache."""
-
-    def transport(self, host_gib: float | None) -> HostTransport | None:
-        """Return what copies to `host_gib` GiB of the host's memory; None without room there."""
-
-
-class GpuMemory:
-    """The memory of a CUDA device, in bytes of this process's tensors, as its allocator counts it.
-
-    `peak` returns the most bytes since it was last called. It resets torch's own counter,
-    `torch.cuda.max_memory_allocated`; `highest` is the peak until then.
-    """
-
-    def __init__(self, device: torch.device):
-        self.device, self.highest = device, 0
-
-    def _bytes(self, kind: str, which: str) -> int:
-        return torch.cuda.memory_stats_as_nested_dict(self.device)[kind]["all"][which]
-
-    def allocated(self) -> int:
-        return self._bytes("allocated_bytes", "current")
-
-    def peak(self) -> int:
-        peak = self._bytes("allocated_bytes", "peak")
-        self.highest = max(self.highest, peak)
-        torch.cuda.reset_peak_memory_stats(self.device)
-        return peak
-
-    def capacity(self) -> int:
-        """Return the most bytes that tensors could take up, as long as other processes take no more."""
-        free, total = torch.cuda.mem_get_info(self.device)
-        ours = self._bytes("reserved_bytes", "current")
-        return min(free + ours, int(torch.cuda.get_per_process_memory_fraction(self.device) * total))
-
-    def retries(self) -> int:
-        """Return how often the allocator has had to release its cache."""
-        return torch.cuda.memory_stats_as_nested_dict(self.device)["num_alloc_retries"]
-
-    def transport(self, host_gib: float | None) -> "Transport | None":
-        """Return what swaps out to `host_gib` GiB of the host's memory, or to a part of what is free."""
-        room = room_of(host_gib)
-        return Transport(PinnedMemory(room), self.device) if room else None
-
-
-def limit_of(budget_gib: float | None, capacity: int) -> int:
-    """Return how many bytes a plan may fill: the budget, or the device's memory if that is less, without a reserve."""
-    fits = int(capacity * (1 - RESERVE))
-    if budget_gib is None:
-        return fits
-    return min(fits, int(budget_gib * GIB * (1 - RESERVE_OF_BUDGET)))
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether `error` says that the device's memory is full. cuBLAS and Triton have messages of their own."""
-    text = str(error)
-    return isinstance(error, torch.OutOfMemoryError) or (
-        isinstance(error, RuntimeError) and ("CUDA out of memory" in text or "CUBLAS_STATUS_ALLOC_FAILED" in text)
-    )
 
 
 def _pinned(size: int) -> torch.Tensor:
@@ -203,7 +105,7 @@ class PinnedMemory:
             torch._C._host_emptyCache()  # PyTorch 2.11 has no public name for it
 
 
-class Transport:
+class HostCopier:
     """Copies between a CUDA GPU and pinned memory, on a stream of its own."""
 
     def __init__(self, host: PinnedMemory, device: torch.device):
@@ -235,7 +137,7 @@ class Transport:
         return begin.elapsed_time(end) / 1e3
 
 
-def room_of(budget_gib: float | None) -> int:
+def host_bytes_allowed(budget_gib: float | None) -> int:
     """Return how many bytes may be pinned: the budget, or this process's part of the free memory."""
     if budget_gib is not None:
         return int(budget_gib * GIB)

@@ -97,7 +97,7 @@ def code_of(modules: Iterable[nn.Module]) -> dict[Any, Callable]:
     return found
 
 
-def foreign_class(modules: Iterable[nn.Module]) -> str | None:
+def why_class_is_foreign(modules: Iterable[nn.Module]) -> str | None:
     """A class among those of `modules` that is not transformers' own, or None."""
     for kind, forward in code_of(modules).items():
         if not _is_of(kind, forward, _THEIRS):
@@ -105,16 +105,16 @@ def foreign_class(modules: Iterable[nn.Module]) -> str | None:
     return None
 
 
-def why_not_theirs(model) -> str | None:
+def why_not_transformers_own(model) -> str | None:
     """A class or a function that would take part in a proof and is not transformers' own, or None."""
-    reason = foreign_class(model.modules())
+    reason = why_class_is_foreign(model.modules())
     if reason is not None:
         return reason
     loss = own_loss_of(model)
     return None if comes_from(loss, "transformers.loss.") else f"the loss function {loss!r} is not transformers' own"
 
 
-def unknown_forward(model, forwards: dict[type, Callable]) -> str | None:
+def why_forward_is_unknown(model, forwards: dict[type, Callable]) -> str | None:
     """A forward in `model` that may not take each token by itself, or None. `forwards` are those that are proven."""
     for kind, forward in code_of(without_head(model)).items():
         proven = forward in (forwards.get(kind), _PER_TOKEN.get(kind))

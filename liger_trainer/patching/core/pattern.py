@@ -33,7 +33,7 @@ class Proof(NamedTuple):
     forward: Callable
 
 
-class Kind(NamedTuple):
+class PatchPattern(NamedTuple):
     """The way to find and prove modules of one kind.
 
     Attributes:
@@ -47,7 +47,7 @@ class Kind(NamedTuple):
         is_rare (`bool`): Whether most models have no such module, so that one that is not proven was not recognised.
     """
 
-    nominated: Callable[[nn.Module], bool]
+    is_candidate: Callable[[nn.Module], bool]
     prove: Callable[[nn.Module], tuple[Proof | None, str | None]]
     guessed_operation: Callable[[nn.Module], str]
     why_not: Callable[[nn.Module], str | None] = lambda module: None
@@ -57,7 +57,7 @@ class Kind(NamedTuple):
     is_rare: bool = False
 
 
-class Found(NamedTuple):
+class PatchMatch(NamedTuple):
     """A module that was recognised.
 
     Attributes:
@@ -66,7 +66,7 @@ class Found(NamedTuple):
         module (`nn.Module`): The module.
         text (`str`): The variant that it was proven to compute, or why it keeps its own code.
         binding (`Binding`, *optional*): What is to be bound. Unset: it keeps its own code.
-        is_rare (`bool`): See `Kind`.
+        is_rare (`bool`): See `PatchPattern`.
     """
 
     operation: str
@@ -77,40 +77,44 @@ class Found(NamedTuple):
     is_rare: bool = False
 
 
-def find(kinds: Iterable[Kind], modules: Iterable[tuple[str, nn.Module]]) -> Iterator[Found]:
-    """Recognise and prove modules of `kinds` among the named `modules`. Equal fingerprints share one proof."""
+def match_modules(patterns: Iterable[PatchPattern], modules: Iterable[tuple[str, nn.Module]]) -> Iterator[PatchMatch]:
+    """Recognise and prove modules of `patterns` among the named `modules`. Equal fingerprints share one proof."""
     proofs: dict[tuple, tuple[Proof | None, Guards | None, str | None]] = {}
     for name, module in modules:
-        for kind in kinds:
-            if not kind.nominated(module):
+        for pattern in patterns:
+            if not pattern.is_candidate(module):
                 continue
             proof = guards = None
-            slot, reason = slot_of(module, kind.method, around=kind.binding is not Binding)
+            slot, reason = slot_of(module, pattern.method, around=pattern.binding is not Binding)
             if reason is None:
-                key = (kind, fingerprint(module))
+                key = (pattern, fingerprint(module))
                 if key not in proofs:
-                    proofs[key] = prove_module(kind, module)
+                    proofs[key] = prove_module(pattern, module)
                 proof, guards, reason = proofs[key]
             if guards is not None and reason is None:
-                reason = guards.broken(module) or kind.why_not(module)
+                reason = guards.broken(module) or pattern.why_not(module)
             if proof is None or reason is not None:
-                operation = kind.guessed_operation(module) if proof is None else proof.operation
-                yield Found(operation, name, module, str(reason), None, kind.is_rare)
+                operation = pattern.guessed_operation(module) if proof is None else proof.operation
+                yield PatchMatch(operation, name, module, str(reason), None, pattern.is_rare)
             else:
-                yield Found(
-                    proof.operation, name, module, str(proof.variant), kind.binding(proof.forward, slot, guards=guards)
+                yield PatchMatch(
+                    proof.operation,
+                    name,
+                    module,
+                    str(proof.variant),
+                    pattern.binding(proof.forward, slot, guards=guards),
                 )
 
 
-def prove_module(kind: Kind, module: nn.Module) -> tuple[Proof | None, Guards | None, str | None]:
+def prove_module(pattern: PatchPattern, module: nn.Module) -> tuple[Proof | None, Guards | None, str | None]:
     """(the proof, its guards, None), or (None, None, why there is none)."""
     if any(is_parametrized(part) for part in module.modules()):
         return None, None, "it has a parametrisation, which may count how often a weight is read"
     try:
-        guards = kind.guards(module)
+        guards = pattern.guards(module)
     except NotProven as error:
         return None, None, str(error)
-    proof, reason = attempt(kind.prove, module)
+    proof, reason = attempt(pattern.prove, module)
     return proof, guards, reason
 
 

@@ -9,21 +9,21 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
-from liger_trainer.fitting import attention, four_bits
+from liger_trainer.fitting import attention, quantization
 from liger_trainer.fp8.frozen_layer import FrozenFP8Module
 from liger_trainer.fp8.quantize_base import quantize_base
 from liger_trainer.patching import apply_liger
 
 
 @dataclass
-class Shape:
+class ModelSpec:
     """Everything that decides the sizes of a model's tensors."""
 
     config: PretrainedConfig
     dtype: torch.dtype  # of the weights
     peft_config: Any = None  # the adapter; None: the model itself is trained
     fp8: bool = False  # whether the frozen base under the adapter is FP8
-    four_bits: Any = None  # `BitsAndBytesConfig` or `Mxfp4Config` of a 4-bit base
+    quantization: Any = None  # `BitsAndBytesConfig` or `Mxfp4Config` of a 4-bit base
     liger_config: dict[str, bool] | None = None  # as in `apply_liger`
     trust_remote_code: bool = False
 
@@ -40,7 +40,7 @@ def auto_class_of(config: PretrainedConfig) -> Any:
     return AutoModelForImageTextToText if takes_images else AutoModelForCausalLM
 
 
-def on_meta(shape: Shape, adapter: bool = True) -> nn.Module:
+def on_meta(shape: ModelSpec, adapter: bool = True) -> nn.Module:
     """Return the model that the trainer would train, on PyTorch's meta device.
 
     The reference model of a preference loss is built with `adapter=False`.
@@ -53,8 +53,8 @@ def on_meta(shape: Shape, adapter: bool = True) -> nn.Module:
             attn_implementation=attention.NAME,
             trust_remote_code=shape.trust_remote_code,
         )
-        if shape.four_bits is not None:
-            four_bits.quantize(model, shape.four_bits)
+        if shape.quantization is not None:
+            quantization.quantize(model, shape.quantization)
         if adapter and shape.peft_config is not None:
             from peft import get_peft_model
 
@@ -107,7 +107,7 @@ def without_values(model: nn.Module, dtype: torch.dtype | None = None) -> list[W
             fake = nn.Parameter(torch.empty(parameter.shape, dtype=compute_dtype), parameter.requires_grad)
             module._parameters[name] = fake
             if name == "weight":
-                for tensor in four_bits.add_state(module, fake):
+                for tensor in quantization.add_state(module, fake):
                     scale = nn.Parameter(tensor, False)
                     weights[id(scale)] = Weight(scale, scale.dtype, scale)
             before = weights.pop(id(parameter), None)

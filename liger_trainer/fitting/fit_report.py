@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from liger_trainer._logging import logger
-from liger_trainer.fitting.step import Job, MemoryEstimate, need
+from liger_trainer.fitting.step import MemoryEstimate, TrainSpec, estimate_memory
+from liger_trainer.memory.device_memory import GIB, RESERVE, limit_of
 from liger_trainer.memory.feature import AUTO
-from liger_trainer.memory.memory import GIB, RESERVE, limit_of
-from liger_trainer.varlen.graphs.recorder import RESERVE as FREE
+from liger_trainer.varlen.graphs.graph_recorder import RESERVE as FREE
 
 UNIT = 128  # tokens: lengths are tried in multiples of it
 TRIES = 10  # at most
@@ -21,8 +21,8 @@ _CAPTURES = (
 )
 
 
-def answer(
-    job: Job,
+def fit_report(
+    job: TrainSpec,
     rows: int,
     length: int,
     checkpointing: bool | str,
@@ -33,7 +33,7 @@ def answer(
     """Return the text: memory of a step with and without checkpointing, the choice of `auto`, and the sizes that fit.
 
     Args:
-        job (`Job`): The training.
+        job (`TrainSpec`): The training.
         rows (`int`), length (`int`): Size of a micro-batch.
         checkpointing (`bool` or `"auto"`): `activation_checkpointing` of the recipe.
         gpu_memory (`float`): GiB of one GPU.
@@ -44,7 +44,7 @@ def answer(
 
     def estimate(rows: int, length: int, mode: bool | str, like: MemoryEstimate | None = None) -> MemoryEstimate:
         progress(f"a step of {rows} x {length} tokens with activation_checkpointing: {str(mode).lower()}")
-        return need(job, rows, length, mode, memory, like)
+        return estimate_memory(job, rows, length, mode, memory, like)
 
     def peak_of_length(length: int) -> int:
         if job.images is not None and length < job.images.tokens:
@@ -119,20 +119,20 @@ def _parts(full: MemoryEstimate, in_backward: bool) -> Iterator[str]:
             yield f"{name:26} {size / GIB:9.2f}  {comment}".rstrip()
 
 
-def _comment(each: MemoryEstimate, most: int, name: str, asked: bool | str) -> str:
-    words = ["<- the recipe"] if name == str(asked).lower() else []
-    if each.chosen is not None:
-        attention = f", attention of {each.chosen.attention}" if each.chosen.attention else ""
-        words.append(f"{each.chosen.kept} of {each.chosen.layers} layers kept{attention}")
-    if each.host:
-        words.append(f"{each.host / GIB:.1f} GiB on the host")
-    if each.peak > most:
-        words.append("does not fit")
-    if each.loaded > max(each.micro_batch, each.step):
-        words.append("while the model is loaded, before fp8")
-    elif each.step > each.micro_batch:
-        words.append("in the optimizer's step")
-    return ", ".join(words)
+def _comment(estimate: MemoryEstimate, most: int, name: str, asked: bool | str) -> str:
+    notes = ["<- the recipe"] if name == str(asked).lower() else []
+    if estimate.checkpointing is not None:
+        attention = f", attention of {estimate.checkpointing.attention}" if estimate.checkpointing.attention else ""
+        notes.append(f"{estimate.checkpointing.kept} of {estimate.checkpointing.layers} layers kept{attention}")
+    if estimate.host:
+        notes.append(f"{estimate.host / GIB:.1f} GiB on the host")
+    if estimate.peak > most:
+        notes.append("does not fit")
+    if estimate.loaded > max(estimate.micro_batch, estimate.step):
+        notes.append("while the model is loaded, before fp8")
+    elif estimate.step > estimate.micro_batch:
+        notes.append("in the optimizer's step")
+    return ", ".join(notes)
 
 
 @contextmanager
@@ -146,13 +146,13 @@ def _quiet() -> Iterator[None]:
         logger.setLevel(before)
 
 
-def largest(need: Callable[[int], int], limit: int, known: dict[int, int], unit: int, top: int) -> int:
-    """Return the largest multiple of `unit` with `need(multiple) <= limit`, up to 2 % too small, or 0 if none fits.
+def largest(memory_of: Callable[[int], int], limit: int, known: dict[int, int], unit: int, top: int) -> int:
+    """Return the largest multiple of `unit` that `memory_of` finds within `limit`, up to 2 % too small; 0 if none fits.
 
     Args:
         need (`Callable`): Grows nearly in proportion to its argument.
-        limit (`int`): The largest allowed value of `need`.
-        known (`dict`): Values of `need` for arguments that have been tried.
+        limit (`int`): The largest allowed value of `memory_of`.
+        known (`dict`): Values of `memory_of` for arguments that have been tried.
         unit (`int`), top (`int`): Only multiples of `unit` up to `top` are tried.
     """
     known = dict(known)
@@ -166,5 +166,5 @@ def largest(need: Callable[[int], int], limit: int, known: dict[int, int], unit:
         met = a + (limit - low) * (b - a) / max(known[b] - low, 1)
         number = min(int(met), 16 * max(fits, unit), fails - 1) // unit * unit
         number = max(number, fits // unit * unit + unit)
-        known[number] = need(number)
+        known[number] = memory_of(number)
     return fits // unit * unit

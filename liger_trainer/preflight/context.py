@@ -1,4 +1,4 @@
-"""What the checks look at: a trainer right before its first step."""
+"""Collects what the checks read: a trainer right before its first step."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -10,12 +10,12 @@ from liger_trainer.preflight.sequences import Sequence, read_sequences
 
 
 @dataclass
-class Run:
+class PreflightContext:
     """A trainer right before its first step.
 
     Attributes:
         trainer: The trainer.
-        steps (`int`): How many steps it is going to train.
+        steps (`int`): The number of steps to train.
     """
 
     trainer: Any
@@ -27,7 +27,7 @@ class Run:
 
     @cached_property
     def max_length(self) -> int | None:
-        """The length at which rows are cut, None if they are not or if the trainer does not know."""
+        """The length at which rows are cut; None if they are not cut or the trainer does not know."""
         limit = getattr(self.trainer, "max_length", None)
         return getattr(self.trainer.args, "max_length", None) if limit is None else limit
 
@@ -35,8 +35,8 @@ class Run:
     def whole_sequences(self) -> list[Sequence]:
         """The sequences that were not cut.
 
-        A row of the longest length counts as cut where the trainer does not know the limit, as chunks of a text have
-        that length.
+        If the trainer does not know the limit, sequences of the longest length count as cut: they may be chunks of a
+        longer text.
         """
         limit = self.max_length
         if limit is None and self.sequences:
@@ -57,13 +57,13 @@ class Run:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """The tokenizer, also of a processor; None if the trainer has none."""
+        """The tokenizer, or that of a processor; None if the trainer has none."""
         reader = self.trainer.processing_class
         return getattr(reader, "tokenizer", reader)
 
     @cached_property
     def stop_tokens(self) -> set[int]:
-        """The tokens at which `generate` stops, and servers that read the generation config."""
+        """The tokens at which `generate`, and servers that read the generation config, stop."""
         stops = getattr(getattr(self.model, "generation_config", None), "eos_token_id", None)
         if stops is None:
             return set()
@@ -71,7 +71,7 @@ class Run:
 
     @cached_property
     def end_tokens(self) -> set[int]:
-        """The tokens that may end an answer: those at which generation stops, and special tokens of the tokenizer."""
+        """The tokens that may end an answer: the stop tokens, and the tokenizer's special tokens."""
         special: set[int] = set()
         if hasattr(self.tokenizer, "all_special_ids"):
             added = self.tokenizer.added_tokens_decoder.items()
@@ -82,7 +82,7 @@ class Run:
         return special | self.stop_tokens
 
     def name_of(self, token: int) -> str:
-        """A token as text, or its number without a tokenizer."""
+        """Return a token as text; without a tokenizer, its number."""
         return str(token) if self.tokenizer is None else repr(self.tokenizer.decode([token]))
 
     @cached_property

@@ -5,7 +5,7 @@ padded on the right, with the mask of real tokens, as in a padded batch: what is
 it. Of what it returns the real tokens are taken back. Attention, MLPs, experts, norms and the head never see padding.
 
 On a GPU, a layer whose convolution and rule are told where rows begin gets the rows as they are, one after the other
-(`rows_told`). What stands for them in its globals asks `rows_of_layer`.
+(`use_layer_rows`). What stands for them in its globals asks `current_layer_rows`.
 
 The rows travel with the call, in the argument that the decoder makes a mask for: checkpointing runs a layer again in
 the backward pass, when the context of the call is gone.
@@ -22,12 +22,11 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from liger_trainer.patching.core.binding import Binding, Rests, call_previous, in_place_of
-from liger_trainer.varlen.rows import NotForRows, RowMask, Rows, rows_of_call
+from liger_trainer.patching.core.binding import Binding, SupportsGuardCheck, call_previous, in_place_of
+from liger_trainer.varlen.rows import AttentionKind, NotForRows, RowMask, Rows, current_rows
 
-KIND = "state"  # of `Rows.kinds`
 MASK_OF_STATES = "create_recurrent_attention_mask"  # the global by which decoders of transformers make their mask
-_TOLD_BY = {  # by which stock layers are told the rows of a packed row, which here lie side by side
+_ROW_ARGUMENTS = {  # by which stock layers are told the rows of a packed row, which here lie side by side
     "seq_idx",
     "cu_seqlens",
     "cu_seq_lens_q",
@@ -45,16 +44,19 @@ class StateBinding(Binding):
         slot (`str`): As in `Binding`.
         own (`Callable`, *optional*): What runs in place of the forward of its class: the same code with another
             convolution and rule. Unset: the forward of its class.
-        rest (`Rests`, *optional*): What `own` rests on. Where it no longer holds, the forward of the class runs.
+        rest (`SupportsGuardCheck`, *optional*): What `own` relies on. If it no longer holds, the forward of the class
+            runs.
 
     Attributes:
-        by_rows (`bool`): Whether `own` was shown to keep rows apart that lie one after the other (`rows_told`).
+        by_rows (`bool`): Whether `own` was shown to keep rows apart that lie one after the other (`use_layer_rows`).
         on_cpu (`bool`): Whether it runs so on a CPU too, as in its proof.
     """
 
     by_rows = on_cpu = False
 
-    def __init__(self, function: Callable, slot: str, own: Callable | None = None, rest: Rests | None = None):
+    def __init__(
+        self, function: Callable, slot: str, own: Callable | None = None, rest: SupportsGuardCheck | None = None
+    ):
         super().__init__(function, slot)
         self.own, self.rest = own, rest
 
@@ -70,22 +72,22 @@ class StateBinding(Binding):
         return self.rest is None or self.rest.broken(layer) is None
 
 
-_told: contextvars.ContextVar[Rows | None] = contextvars.ContextVar("rows of the running layer", default=None)
+_layer_rows: contextvars.ContextVar[Rows | None] = contextvars.ContextVar("rows of the running layer", default=None)
 
 
 @contextlib.contextmanager
-def rows_told(rows: Rows) -> Iterator[None]:
+def use_layer_rows(rows: Rows) -> Iterator[None]:
     """Within it, the convolution and the rule of a layer begin anew at each row of its only one."""
-    token = _told.set(rows)
+    token = _layer_rows.set(rows)
     try:
         yield
     finally:
-        _told.reset(token)
+        _layer_rows.reset(token)
 
 
-def rows_of_layer() -> Rows | None:
+def current_layer_rows() -> Rows | None:
     """The rows that the running layer was given one after the other; None where it runs on a batch."""
-    return None if torch.compiler.is_compiling() else _told.get()
+    return None if torch.compiler.is_compiling() else _layer_rows.get()
 
 
 @functools.cache
@@ -94,7 +96,7 @@ def mask_or_rows(create: Callable) -> Callable:
 
     @functools.wraps(create)
     def created(*args: Any, **kwargs: Any) -> Any:
-        rows = rows_of_call()
+        rows = current_rows()
         return create(*args, **kwargs) if rows is None else RowMask(rows)
 
     return created
@@ -110,7 +112,7 @@ def forward_of(layer_class: Any) -> Callable:
     def forward(self, *args, **kwargs):
         call = dict(zip(names, args, strict=False)) | kwargs
         masks = [name for name, value in call.items() if isinstance(value, RowMask)]
-        if len(args) > len(names) or (not masks and rows_of_call() is not None):
+        if len(args) > len(names) or (not masks and current_rows() is not None):
             raise NotForRows(f"{type(self).__name__} keeps a state and is not told where rows begin")
         if not masks:
             return _run(self, args, kwargs)
@@ -131,14 +133,14 @@ def _on_rows(layer: nn.Module, call: dict[str, Any], masks: list[str]) -> Any:
     if mask.chunked or mask.unknown is not None:
         raise NotForRows(f"{type(layer).__name__} keeps a state, and its mask is one of attention")
     rows = mask.rows
-    rows.kinds.add(KIND)
-    call = {name: value for name, value in call.items() if name not in _TOLD_BY}
-    if rows.full:
+    rows.attention_kinds.add(AttentionKind.STATE)
+    call = {name: value for name, value in call.items() if name not in _ROW_ARGUMENTS}
+    if rows.is_whole_batch:
         return _run(layer, (), call | dict.fromkeys(masks))
     bound = StateBinding.of(layer)
     if bound is not None and bound.by_rows and bound.holds(layer):
         if bound.on_cpu or _device_of(call, rows).type == "cuda":
-            with rows_told(rows):
+            with use_layer_rows(rows):
                 return _run(layer, (), call | dict.fromkeys(masks))
     laid_out = tree_map(lambda x: _side_by_side(x, rows), {n: x for n, x in call.items() if n not in masks})
     real = None if rows.equal else rows.side_by_side[1].to(_device_of(call, rows))

@@ -16,7 +16,7 @@ class Graph(Protocol):
     def replay(self) -> None: ...
 
 
-class Recorder(Protocol):
+class GraphRecorder(Protocol):
     """Records functions on the device, so that they can be run again without Python."""
 
     def warm_up(self) -> contextlib.AbstractContextManager[None]:
@@ -46,7 +46,7 @@ class Recorder(Protocol):
         """Return how long `run` takes, until the device has done all of it."""
 
 
-class CudaRecorder:
+class CudaGraphRecorder:
     """Records CUDA graphs that share one memory pool, on one stream.
 
     The allocator reuses blocks of a stream only, so a second stream would double the memory.

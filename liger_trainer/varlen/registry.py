@@ -25,11 +25,30 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 
 from liger_trainer.patching.core.hooks import comes_from
 from liger_trainer.varlen.attention import attend_by_rows, refuse_rows
-from liger_trainer.varlen.padding import cache_of
 from liger_trainer.varlen.rows import row_mask
-from liger_trainer.varlen.segments import attention
+from liger_trainer.varlen.segments import attend_in_segments, current_segments
+from liger_trainer.varlen.unpad_plan import cache_of
 
 _nothing_is_padding = False  # True while a call without padding is traced
+
+
+def sdpa_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any = None,
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attend within the segments of a tower, or over the rows of a `RowMask`, or as transformers' SDPA.
+
+    Every patched model runs this under the name `sdpa`. It takes and returns what `sdpa_attention_forward` does.
+    """
+    segments = current_segments()
+    if segments is not None:
+        return attend_in_segments(segments, query, key, value, attention_mask, *args, **kwargs)
+    return attend_by_rows(sdpa_attention_forward, module, query, key, value, attention_mask, *args, **kwargs)
 
 
 @functools.wraps(sdpa_mask)
@@ -60,7 +79,7 @@ def _interface(name: str, default: Callable) -> Callable:
 
 
 _FUNCTIONS = (  # transformers' registry, the name and its function there, ours
-    (ALL_ATTENTION_FUNCTIONS, "sdpa", sdpa_attention_forward, attention),
+    (ALL_ATTENTION_FUNCTIONS, "sdpa", sdpa_attention_forward, sdpa_attention),
     (ALL_MASK_ATTENTION_FUNCTIONS, "sdpa", sdpa_mask, _mask),
     (ALL_MASK_ATTENTION_FUNCTIONS, "eager", eager_mask, _eager_mask),
 )
@@ -99,7 +118,7 @@ def release(is_patched: Callable[[nn.Module], bool]) -> None:
         del ALL_ATTENTION_FUNCTIONS.get_interface
 
 
-def why_not_ours(model: nn.Module) -> str | None:
+def why_attention_is_not_ours(model: nn.Module) -> str | None:
     """Return the reason why layers of `model` would not be given our attention and our masks, or None."""
     install(model)
     config: Any = model.config

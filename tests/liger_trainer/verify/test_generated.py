@@ -9,8 +9,8 @@ from verify_setups import setup_of
 
 from liger_trainer import LigerGRPOTrainer, LigerRLOOTrainer
 from liger_trainer.verify.bf16 import in_bf16
+from liger_trainer.verify.generated import Generated, GenerationRecorder
 from liger_trainer.verify.runs import Bench, quiet
-from liger_trainer.verify.written import WritingRecorder, Written
 
 OPTIONS = {"beta": 0.1, "temperature": 0.7}
 TIPS_OVER, FAR_OFF_BY_CHANCE = 3, 4
@@ -22,11 +22,11 @@ def bf16_check(folder, method, seed=TIPS_OVER):
 
 
 def written_by(folder, given=None, **options):
-    seen = WritingRecorder(given=given)
+    seen = GenerationRecorder(replayed=given)
     with quiet():
         bench = Bench(setup_of("GRPO", seed=TIPS_OVER, options=OPTIONS), str(folder))
-        bench.run("ours", seen=seen, max_steps=1, **options)
-    return seen.written
+        bench.run("ours", recorder=seen, max_steps=1, **options)
+    return seen.generations
 
 
 def test_bf16_gradients_are_compared_on_the_same_completions(tmp_path):
@@ -99,6 +99,6 @@ def test_a_run_that_asks_for_other_completions_is_refused(tmp_path):
     own = written_by(tmp_path)
     with pytest.raises(ValueError, match="asked to write more often than 0 times"):
         written_by(tmp_path, [])
-    others = [Written(one.prompts + 1, one.ids, one.random) for one in own]
+    others = [Generated(one.prompts + 1, one.ids, one.random) for one in own]
     with pytest.raises(ValueError, match="call 1 of generate has other prompts than in fp32"):
         written_by(tmp_path, others)

@@ -6,18 +6,18 @@ from image_models import as_videos, image_batch, image_model, image_step
 from parity import assert_same_step
 
 from liger_trainer import apply_liger
-from liger_trainer.varlen import known
+from liger_trainer.varlen import mirrored_tensor
 from liger_trainer.varlen.host_copies import values_of
-from liger_trainer.varlen.known import Known
-from liger_trainer.varlen.padding import Plan
+from liger_trainer.varlen.mirrored_tensor import MirroredTensor
 from liger_trainer.varlen.proof import image_positions
 from liger_trainer.varlen.rows import Rows
+from liger_trainer.varlen.unpad_plan import UnpadPlan
 
 MASK = torch.tensor([[True, False, True, False], [False, False, True, True]])
 
 
 def as_known(x=MASK):
-    return Known.around(x.clone(), x)
+    return MirroredTensor.around(x.clone(), x)
 
 
 def pair(function):
@@ -63,12 +63,12 @@ def test_a_mask(function):
 
 def test_what_stays_known():
     mask = as_known()[..., None]
-    assert type(mask) is Known and mask.values.shape == (2, 4, 1) and torch.equal(mask.values, MASK[..., None])
+    assert type(mask) is MirroredTensor and mask.values.shape == (2, 4, 1) and torch.equal(mask.values, MASK[..., None])
     assert torch.equal((as_known() | mask[..., 0]).values, MASK) and torch.equal(
         as_known().places, MASK.flatten().nonzero()[:, 0]
     )
     sizes = as_known(torch.tensor([[1, 12, 20], [2, 4, 6]]))
-    assert type(sizes.prod(-1) // 4) is Known and (sizes.prod(-1) // 4).tolist() == [60, 12]
+    assert type(sizes.prod(-1) // 4) is MirroredTensor and (sizes.prod(-1) // 4).tolist() == [60, 12]
     assert type(sizes + 1) is torch.Tensor and (sizes + 1).tolist() == [[2, 13, 21], [3, 5, 7]]
     assert mask.to("cpu") is mask and type(mask.to(torch.int64)) is torch.Tensor  # as DeepStack sends its mask
     sizes.values = None  # nothing asks the device
@@ -96,7 +96,7 @@ def test_a_step_with_known_places_and_sizes(name, monkeypatch):
         return watch
 
     for function in found:
-        monkeypatch.setitem(known._OWN, function, watched(function, known._OWN[function]))
+        monkeypatch.setitem(mirrored_tensor._OWN, function, watched(function, mirrored_tensor._OWN[function]))
     assert_same_step(image_step(model, batch), want)
     scattered, written = found.values()
     if hasattr(model.base_model, "inputs_merger"):  # SmolVLM has its own way in transformers 5.17
@@ -123,7 +123,9 @@ def test_a_mask_that_is_written_to(write):
         write(mask)
         return x.masked_scatter(mask[..., None], torch.cat((y, y))) + x[mask].sum()
 
-    (want, *_), (got, *_) = pair(lambda x, y, mask: first_used(x, y, mask if type(mask) is Known else mask.clone()))
+    (want, *_), (got, *_) = pair(
+        lambda x, y, mask: first_used(x, y, mask if type(mask) is MirroredTensor else mask.clone())
+    )
     assert torch.equal(got, want)
 
 
@@ -134,10 +136,10 @@ def test_real_tokens_of_a_mask(written):
     if written:
         mask.logical_not_()
     x, y = torch.zeros(1, 6, 3), torch.ones(6, 3)
-    taken = Plan({"input_ids": mask}, Rows([3, 3], mask.device), index)._taken(mask)[None]
+    taken = UnpadPlan({"input_ids": mask}, Rows([3, 3], mask.device), index)._taken(mask)[None]
     want = (~MASK if written else MASK).flatten()[index].float()
     assert torch.equal(x.masked_scatter(taken[..., None], y)[0, :, 0], want)
-    assert (type(taken) is Known) is not written
+    assert (type(taken) is MirroredTensor) is not written
 
 
 def test_inference_mode():
@@ -157,7 +159,7 @@ def test_inference_mode():
     ids=["data", "data of a view", "numpy", "dlpack"],
 )
 def test_writes_past_autograd_s_version_counter_count(memory):
-    sizes = Known.around(torch.tensor([1, 2]), torch.tensor([1, 2]))
+    sizes = MirroredTensor.around(torch.tensor([1, 2]), torch.tensor([1, 2]))
     memory(sizes)[0] = 7
     assert sizes.tolist() == [7, 2]
     assert values_of(sizes)[0].tolist() == [7, 2]

@@ -13,7 +13,7 @@ from liger_trainer.verify.observed import Recorder, Tensors
 
 
 @dataclass
-class Written:
+class Generated:
     """What one call of `generate` has returned."""
 
     prompts: torch.Tensor  # ids (B, P)
@@ -21,22 +21,22 @@ class Written:
     random: list[torch.Tensor]  # the states of the generators after it
 
 
-class WritingRecorder(Recorder):
+class GenerationRecorder(Recorder):
     """A recorder that also keeps what the model writes.
 
     Args:
         instead (`list[Tensors]`, *optional*): As of `KeepGradients`.
         given (`list[Written]`, *optional*): What another run has written, call by call. The model still writes, so that
-            the states of its calls are seen, but the trainer gets these, and the random numbers that follow on them.
+            its calls are recorded, but the trainer gets the replayed completions and the random states after them.
 
     Attributes:
         written (`list[Written]`): What the trainer has got of each call.
     """
 
-    def __init__(self, instead: list[Tensors] | None = None, given: list[Written] | None = None) -> None:
+    def __init__(self, instead: list[Tensors] | None = None, replayed: list[Generated] | None = None) -> None:
         super().__init__(instead)
-        self.given = given
-        self.written: list[Written] = []
+        self.replayed = replayed
+        self.generations: list[Generated] = []
 
     def attach(self, trainer: Any) -> None:
         """Look at `trainer` as a `Recorder` does, and at what its model writes.
@@ -44,27 +44,27 @@ class WritingRecorder(Recorder):
         A run raises `ValueError` if it asks for other completions than those that are given.
         """
         super().attach(trainer)
-        own = trainer.model.generate
+        stock_generate = trainer.model.generate
 
         def generate(*args: Any, **kwargs: Any) -> torch.Tensor:
-            found = Written(kwargs["input_ids"].clone(), own(*args, **kwargs), _random_states())
-            if self.given is not None:
-                found = self._given_for(found.prompts)
-                _set_random_states(found.random)
-            self.written.append(found)
-            return found.ids.clone()
+            generated = Generated(kwargs["input_ids"].clone(), stock_generate(*args, **kwargs), _random_states())
+            if self.replayed is not None:
+                generated = self._given_for(generated.prompts)
+                _set_random_states(generated.random)
+            self.generations.append(generated)
+            return generated.ids.clone()
 
         trainer.model.generate = generate
 
-    def _given_for(self, prompts: torch.Tensor) -> Written:
-        assert self.given is not None
-        place = len(self.written)
-        if place == len(self.given):
+    def _given_for(self, prompts: torch.Tensor) -> Generated:
+        assert self.replayed is not None
+        place = len(self.generations)
+        if place == len(self.replayed):
             raise ValueError(f"the model is asked to write more often than {place} times, as it is in fp32")
-        found = self.given[place]
-        if not torch.equal(found.prompts, prompts):
+        generated = self.replayed[place]
+        if not torch.equal(generated.prompts, prompts):
             raise ValueError(f"call {place + 1} of generate has other prompts than in fp32")
-        return found
+        return generated
 
 
 def _random_states() -> list[torch.Tensor]:

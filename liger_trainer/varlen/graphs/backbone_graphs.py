@@ -27,19 +27,26 @@ import torch
 from torch import nn
 
 from liger_trainer._logging import logger
-from liger_trainer.varlen.graphs.capture import CapturedRun, DoesNotPay
-from liger_trainer.varlen.graphs.capture_summary import Summary
-from liger_trainer.varlen.graphs.recorder import Recorder
-from liger_trainer.varlen.graphs.refusals import NotCapturable, SideEffects, refuse_hooks, refuse_process
+from liger_trainer.varlen.graphs.capture_summary import CaptureSummary
+from liger_trainer.varlen.graphs.graph_capture import DoesNotPay, GraphCapture
+from liger_trainer.varlen.graphs.graph_recorder import GraphRecorder
+from liger_trainer.varlen.graphs.refusals import NotCapturable, refuse_hooks, refuse_process
 from liger_trainer.varlen.graphs.replay import Replayed
+from liger_trainer.varlen.graphs.side_effects import SideEffects
 from liger_trainer.varlen.graphs.snapshot import Snapshot
-from liger_trainer.varlen.graphs.static_batch import Batch, Buffers, Size, bounds_of, power_of_2, round_up
+from liger_trainer.varlen.graphs.static_batch import (
+    CapturedSize,
+    SharedBuffers,
+    TokenBatch,
+    bounds_of,
+    round_up,
+    rounded_bounds,
+)
 from liger_trainer.varlen.graphs.static_gradients import GradientBuffers
 from liger_trainer.varlen.rows import NotForRows, Rows
 
 MOST_MODES = 4  # states of the model, such as adapters switched on and off
 MOST_SIZES = 16  # of each mode
-LEAST_LONGEST = 64  # tokens of the longest row that a size has room for at least
 
 # What transformers hands through to a backbone, and no layer that a proof has run reads.
 _UNREAD = ("num_items_in_batch", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
@@ -48,7 +55,7 @@ _STATIC_INPUTS = ("input_ids", "inputs_embeds", "position_ids", "attention_mask"
 
 
 @dataclass
-class Mode:
+class CapturedMode:
     """The captures of one state of the model.
 
     Attributes:
@@ -57,7 +64,7 @@ class Mode:
         trains (`bool`): Whether there is a backward.
         draws (`bool`): Whether a layer draws random numbers, as its first call has shown.
         why_not (`str` or None): Why nothing of it is captured, as its first call has shown.
-        sizes (`dict[int, Size]`): By their tokens.
+        sizes (`dict[tuple[int, bool], CapturedSize]`): By their tokens, and whether rows share their prompts.
     """
 
     key: tuple
@@ -65,8 +72,8 @@ class Mode:
     trains: bool
     draws: bool = True
     why_not: str | None = "its first call has not come to its end"
-    sizes: dict[int, Size] = field(default_factory=dict)
-    buffers: Buffers | None = None
+    sizes: dict[tuple[int, bool], CapturedSize] = field(default_factory=dict)
+    buffers: SharedBuffers | None = None
     last_used: int = 0
 
 
@@ -76,19 +83,23 @@ class BackboneGraphs:
     Args:
         backbone (`nn.Module`): The backbone. Its input embedding stays outside of the capture.
         around (`Callable`): Lists the modules that decide about calls of the backbone, as they are now.
-        recorder (`Recorder`): Of the device.
-        summary (`Summary`): What the training reports.
+        recorder (`GraphRecorder`): Of the device.
+        summary (`CaptureSummary`): What the training reports.
     """
 
     def __init__(
-        self, backbone: nn.Module, around: Callable[[], list[nn.Module]], recorder: Recorder, summary: Summary
+        self,
+        backbone: nn.Module,
+        around: Callable[[], list[nn.Module]],
+        recorder: GraphRecorder,
+        summary: CaptureSummary,
     ):
         self.backbone = backbone
         self.around = around
         self.recorder = recorder
         self.summary = summary
         self.gradients = GradientBuffers()
-        self.modes: list[Mode] = []
+        self.modes: list[CapturedMode] = []
         self.off: str | None = None  # why nothing is captured from now on
         self.generation = 0  # of the activations in the pool: every replay writes over those of the one before
         self.clock = 0
@@ -100,10 +111,10 @@ class BackboneGraphs:
         self.carrier = torch.zeros((), requires_grad=True)
         self._unmatched = 0  # modes that were replaced without a replay
         self._snapshot: Snapshot | None = None  # that of the running call
-        self._begun: Mode | None = None  # by the running call
+        self._begun: CapturedMode | None = None  # by the running call
         self._difference: str | None = None  # why no snapshot is that of the running call
 
-    def is_unchanged(self) -> bool:
+    def find_snapshot(self) -> bool:
         """Find the snapshot that holds for the call that begins now. Return whether there is one.
 
         Then everything that an earlier call has checked before it was captured holds too.
@@ -142,7 +153,7 @@ class BackboneGraphs:
         batch, shape = _batch_of(rows, embeds, call)
         self._begun = None
         if self._snapshot is None:  # the call may have put the model into evaluation mode since, as Medusa's does
-            self.is_unchanged()
+            self.find_snapshot()
         try:
             mode = self._mode(batch, constants)
             size = self._size(mode, batch, forward, dict(constants))
@@ -173,14 +184,18 @@ class BackboneGraphs:
             raise NotCapturable(self.off)
         refuse_process()
 
-    def _run_first(self, mode: Mode, embeds: torch.Tensor, run_uncaptured: Callable[..., Any]) -> Any:
+    def _run_first(self, mode: CapturedMode, embeds: torch.Tensor, run_uncaptured: Callable[..., Any]) -> Any:
         """Run the first call of a mode, and note what it does besides computing."""
         effects = SideEffects(mode.snapshot.modules, self.recorder, embeds.device)
-        outputs = run_uncaptured(embeds)
+        try:
+            outputs = run_uncaptured(embeds)
+        except NotForRows:  # rows that share are computed again without sharing, and that is a first call too
+            self.modes.remove(mode)
+            raise
         mode.draws, mode.why_not = effects.draws(), effects.why_not()
         return outputs
 
-    def _mode(self, batch: Batch, constants: tuple) -> Mode:
+    def _mode(self, batch: TokenBatch, constants: tuple) -> CapturedMode:
         """Find the mode whose state is that of the model now, or begin one and raise `NotCapturable`."""
         embeds = batch.embeds
         grad = torch.is_grad_enabled()
@@ -206,7 +221,7 @@ class BackboneGraphs:
         grad, embeds_require_grad = key[0], key[1]
         trains = grad and (embeds_require_grad or any(True for _ in self._captured_parameters(snapshot)))
         self.clock += 1
-        self._begun = Mode(key, snapshot, trains, last_used=self.clock)
+        self._begun = CapturedMode(key, snapshot, trains, last_used=self.clock)
         self.modes.append(self._begun)
 
     def _captured_parameters(self, snapshot: Snapshot) -> Iterator[nn.Parameter]:
@@ -224,12 +239,14 @@ class BackboneGraphs:
 
     # Captures
 
-    def _size(self, mode: Mode, batch: Batch, forward: Callable[..., Any], constants: dict[str, Any]) -> Size:
+    def _size(
+        self, mode: CapturedMode, batch: TokenBatch, forward: Callable[..., Any], constants: dict[str, Any]
+    ) -> CapturedSize:
         """Find the graphs for a batch, or capture them. Raises `NotCapturable`."""
         if mode.why_not is not None:
             raise NotCapturable(mode.why_not)
         tokens = round_up(batch.tokens)
-        size = mode.sizes.get(tokens)
+        size = mode.sizes.get((tokens, batch.layout is not None))
         if size is not None and size.takes(batch):
             return size
         if self.too_large is not None and tokens >= self.too_large:
@@ -256,28 +273,31 @@ class BackboneGraphs:
         self.largest = tokens
 
     def _captured_size(
-        self, mode: Mode, batch: Batch, tokens: int, forward: Callable[..., Any], constants: dict[str, Any]
-    ) -> Size:
-        if len(mode.sizes) == MOST_SIZES and tokens not in mode.sizes:
-            del mode.sizes[min(mode.sizes, key=lambda tokens: mode.sizes[tokens].last_used)]
-        rows, longest = bounds_of(batch, tokens)
-        # The bounds of all sizes grow with the largest seen, so that few sizes are captured twice.
-        known = [*mode.sizes.values()]
-        most_rows = max([power_of_2(rows), *(one.most_rows for one in known)])
-        longest = max([LEAST_LONGEST, power_of_2(longest), *(one.longest for one in known)])
+        self, mode: CapturedMode, batch: TokenBatch, tokens: int, forward: Callable[..., Any], constants: dict[str, Any]
+    ) -> CapturedSize:
+        key = (tokens, batch.layout is not None)
+        if len(mode.sizes) == MOST_SIZES and key not in mode.sizes:
+            del mode.sizes[min(mode.sizes, key=lambda key: mode.sizes[key].last_used)]
+        alike = [size.bounds for (_, shares), size in mode.sizes.items() if shares == key[1]]
+        bounds = rounded_bounds(bounds_of(batch, tokens), alike, tokens)
         begin = time.perf_counter()
         if mode.buffers is None:
-            mode.buffers = Buffers(batch.embeds, self.largest)
+            mode.buffers = SharedBuffers(batch.embeds, self.largest)
         needs_grad = mode.trains and mode.key[1]
-        size = Size(batch, tokens, most_rows, min(longest, power_of_2(tokens)), mode.buffers, needs_grad)
+        size = CapturedSize(batch, tokens, bounds, mode.buffers, needs_grad)
         self._capture(mode, size, batch, forward, constants)
-        mode.sizes[tokens] = size
+        mode.sizes[key] = size
         self.summary.sizes.append(tokens)
         self.summary.seconds += time.perf_counter() - begin
         return size
 
     def _capture(
-        self, mode: Mode, size: Size, batch: Batch, forward: Callable[..., Any], constants: dict[str, Any]
+        self,
+        mode: CapturedMode,
+        size: CapturedSize,
+        batch: TokenBatch,
+        forward: Callable[..., Any],
+        constants: dict[str, Any],
     ) -> None:
         """Record the graphs of `size`, and compare their replay with the code that they were recorded from.
 
@@ -289,7 +309,7 @@ class BackboneGraphs:
         timed = size.tokens > self.worthwhile
         try:
             with self._capture_conditions():
-                run = CapturedRun(
+                run = GraphCapture(
                     size, self.gradients, self.recorder, forward, constants, mode.snapshot, parameters, mode.trains
                 )
                 run.capture(batch, state, timed)
@@ -333,14 +353,14 @@ class BackboneGraphs:
 
     # Replays
 
-    def _replay(self, mode: Mode, size: Size, batch: Batch) -> tuple[torch.Tensor, ...]:
+    def _replay(self, mode: CapturedMode, size: CapturedSize, batch: TokenBatch) -> tuple[torch.Tensor, ...]:
         """Return the hidden states (1, N, H) of a batch, and the logits of routers (layers, N, experts) if a call asks
         for them."""
         if not mode.trains:
             return self.replay_forward(size, batch)
         return Replayed.apply(batch.embeds, self.carrier, self, mode.draws, size, batch)
 
-    def replay_forward(self, size: Size, batch: Batch) -> tuple[torch.Tensor, ...]:
+    def replay_forward(self, size: CapturedSize, batch: TokenBatch) -> tuple[torch.Tensor, ...]:
         assert size.forward is not None, "it was captured"
         size.fill(batch)
         size.forward.replay()
@@ -366,12 +386,13 @@ def constants_of(call: dict[str, Any]) -> tuple:
     return tuple(constants)
 
 
-def _batch_of(rows: Rows, embeds: torch.Tensor, call: dict[str, Any]) -> tuple[Batch, tuple[int, int]]:
+def _batch_of(rows: Rows, embeds: torch.Tensor, call: dict[str, Any]) -> tuple[TokenBatch, tuple[int, int]]:
     """Return the batch of a call in one row, and its (B, S)."""
     batch, length = embeds.shape[:2]
     positions = call.get("position_ids")
     if positions is None:
         positions = torch.arange(length, device=embeds.device)[None]
     positions = positions.expand(*positions.shape[:-2], batch, length)
-    in_one_row = positions.reshape(*positions.shape[:-2], 1, batch * length)
-    return Batch(embeds.reshape(1, batch * length, -1), in_one_row, rows.lengths), (batch, length)
+    positions = positions.reshape(*positions.shape[:-2], 1, batch * length)
+    embeds = embeds.reshape(1, batch * length, -1)
+    return TokenBatch(embeds, positions, rows.lengths, rows.layout), (batch, length)

@@ -7,16 +7,20 @@ import torch.nn.functional as F
 
 from liger_trainer.varlen.groups import SharingRule, find_groups, find_pairs, worthwhile
 from liger_trainer.varlen.host_copies import remember, sent, values_of
-from liger_trainer.varlen.padding import Plan, cache_of, tokens_of
 from liger_trainer.varlen.rows import Rows
-from liger_trainer.varlen.shared_plan import SharedPlan
+from liger_trainer.varlen.shared_plan import SharedPromptsPlan
+from liger_trainer.varlen.unpad_plan import UnpadPlan, cache_of, tokens_of
 
 _STATIC_ROPES = ("default", "linear", "yarn", "llama3", "proportional")
 
 
-def plan_of(
-    config, call: dict[str, Any], attention: str = "sdpa", full: bool = False, sharing: SharingRule | None = None
-) -> Plan | None:
+def plan_batch(
+    config,
+    call: dict[str, Any],
+    attention: str = "sdpa",
+    with_full_batches: bool = False,
+    sharing: SharingRule | None = None,
+) -> UnpadPlan | None:
     """Plan how a call goes through the backbone on real tokens; None where it stays as it is.
 
     Args:
@@ -25,8 +29,8 @@ def plan_of(
             (1, S) of a packed row. With `labels` (B, S), each predicted from the position before it, or `shift_labels`
             (B, S), each predicted from its own, no label may be predicted from padding.
         attention (`str`, *optional*, defaults to `"sdpa"`): The attention of the config that has been proven.
-        full (`bool`, *optional*, defaults to `False`): Whether rows without padding have a plan too, for layers with
-            more than causal attention.
+        with_full_batches (`bool`, *optional*, defaults to `False`): Whether batches without padding get a plan
+            too, for layers with more than causal attention.
         sharing (`SharingRule`, *optional*): When rows that begin alike share it. Unset: never. They need labels, and
             positions that are their columns.
     """
@@ -43,15 +47,15 @@ def plan_of(
     if positions is not None and (positions.ndim not in (2, 3) or positions.shape[-2] not in (1, tokens.shape[0])):
         return None
     if mask is None:
-        return _packed_plan(call, tokens, full)
+        return _packed_plan(call, tokens, with_full_batches)
     if not isinstance(mask, torch.Tensor) or mask.shape != tokens.shape[:2]:
         return None
-    return _padded_plan(call, tokens, mask, full, sharing)
+    return _padded_plan(call, tokens, mask, with_full_batches, sharing)
 
 
-def _full_plan(call, tokens) -> Plan:
+def _full_plan(call, tokens) -> UnpadPlan:
     batch, length = tokens.shape[:2]
-    return Plan(call, Rows([length] * batch, tokens.device, batch))
+    return UnpadPlan(call, Rows([length] * batch, tokens.device, batch))
 
 
 def holds_packed_rows(call: dict[str, Any]) -> bool:
@@ -64,23 +68,23 @@ def holds_packed_rows(call: dict[str, Any]) -> bool:
     return bool((values_of(positions)[0].diff() != 1).any())
 
 
-def _packed_plan(call, tokens, full) -> Plan | None:
+def _packed_plan(call, tokens, with_full_batches) -> UnpadPlan | None:
     """Of a batch of one row in which several lie one after the other.
 
     Where they begin is read from the positions, as transformers does for SDPA; of `cu_seq_lens_q` it takes no notice.
     """
     positions = call.get("position_ids")
     if positions is None:
-        return _full_plan(call, tokens) if full else None
+        return _full_plan(call, tokens) if with_full_batches else None
     if tokens.shape[0] != 1 or positions.shape != tokens.shape[:2]:
         return None
     values = values_of(positions)[0].cpu()[0]  # waits for the device, where the values are not known on the host
     starts = [0, *((values.diff() != 1).nonzero()[:, 0] + 1).tolist(), len(values)]
     lengths = [end - start for start, end in zip(starts, starts[1:], strict=False)]
-    return Plan(call, Rows(lengths, tokens.device)) if full or len(lengths) > 1 else None
+    return UnpadPlan(call, Rows(lengths, tokens.device)) if with_full_batches or len(lengths) > 1 else None
 
 
-def _padded_plan(call, tokens, mask, full, sharing) -> Plan | None:
+def _padded_plan(call, tokens, mask, with_full_batches, sharing) -> UnpadPlan | None:
     shifted = call.get("shift_labels") is not None
     labels = call["shift_labels"] if shifted else call.get("labels")
     if labels is not None and (labels.shape != mask.shape or labels.device != mask.device):
@@ -95,7 +99,7 @@ def _padded_plan(call, tokens, mask, full, sharing) -> Plan | None:
     lengths = real.sum(1).tolist()
     broken = (runs > 1).any() or any((x & ~real).any() for x in predicting) or sum(lengths) == 0
     unshared = None
-    if full and real.all():
+    if with_full_batches and real.all():
         unshared = _full_plan(call, tokens)
     elif not broken and sum(lengths) < real.numel():
         unshared = _plan_of_tokens(call, tokens, real, lengths)
@@ -103,7 +107,7 @@ def _padded_plan(call, tokens, mask, full, sharing) -> Plan | None:
         find = find_pairs if sharing.halves else find_groups
         groups = worthwhile(find(ids, real, predicting[0]), sum(lengths), sharing)
         if groups:
-            return SharedPlan(call, real, groups, unshared)
+            return SharedPromptsPlan(call, real, groups, unshared)
     return unshared
 
 
@@ -112,12 +116,12 @@ def may_share(call: dict[str, Any]) -> bool:
     return call.get("input_ids") is not None and call.get("position_ids") is None
 
 
-def _plan_of_tokens(call, tokens, real: torch.Tensor, lengths: list[int]) -> Plan:
+def _plan_of_tokens(call, tokens, real: torch.Tensor, lengths: list[int]) -> UnpadPlan:
     places = real.flatten().nonzero()[:, 0]
     index = sent(places, tokens.device)
     if index is not places:
         remember(index, places)
-    return Plan(call, Rows(lengths, tokens.device), index, bool(real[:, -1].any()))
+    return UnpadPlan(call, Rows(lengths, tokens.device), index, bool(real[:, -1].any()))
 
 
 def rotates_by_length(config) -> bool:

@@ -9,11 +9,11 @@ from contextlib import contextmanager
 from statistics import median
 from typing import Any
 
-from liger_trainer.memory.memory import DeviceMemory, HostTransport
-from liger_trainer.memory.plan import Call, Measurement, Size, Sizes
+from liger_trainer.memory.device_memory import DeviceMemory, SupportsHostCopies
+from liger_trainer.memory.plan import Measurement, RecordedCall, Size, Sizes
 
 
-class Recorder:
+class MicroBatchRecord:
     """The record of one micro-batch.
 
     Attributes:
@@ -22,10 +22,10 @@ class Recorder:
         peaks (`list`): Bytes, the peak of each interval that is over.
     """
 
-    def __init__(self, memory: DeviceMemory, transport: HostTransport | None):
+    def __init__(self, memory: DeviceMemory, transport: SupportsHostCopies | None):
         self.memory, self.transport = memory, transport
         self.base = 0
-        self.calls: list[Call] = []
+        self.calls: list[RecordedCall] = []
         self.peaks: list[int] = []
         self._marks: list[Any] = []  # of the device's clock, at the start and at the end of each call
         self._is_open = True
@@ -51,7 +51,7 @@ class Recorder:
             self._marks.append(self.transport.mark())
 
     @contextmanager
-    def recomputing(self, call: Call) -> Iterator[None]:
+    def recomputing(self, call: RecordedCall) -> Iterator[None]:
         """Context manager: the backward pass recomputes `call`. Begins an interval, and counts the layer's bytes."""
         if not self._is_open or call.last is not None:  # a backward pass that comes later, or a second one
             yield

@@ -5,16 +5,16 @@ from typing import Any
 
 import torch
 
-Kept = tuple[torch.Tensor, int]
+SavedTensor = tuple[torch.Tensor, int]
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 
-def hooks_in_force() -> Hooks | None:
+def active_saved_tensor_hooks() -> Hooks | None:
     """The pair of saved-tensor hooks in force, pack and unpack; None without hooks."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
-def keep(tensor: torch.Tensor) -> Kept:
+def save_with_version(tensor: torch.Tensor) -> SavedTensor:
     """Keep `tensor`: itself and its version.
 
     It is kept detached, since an operation that keeps its own result would own itself, a cycle that is never freed. A
@@ -23,15 +23,15 @@ def keep(tensor: torch.Tensor) -> Kept:
     return tensor if tensor.is_leaf else tensor.detach(), tensor._version
 
 
-def unchanged(kept: Kept) -> torch.Tensor:
+def load_checked(kept: SavedTensor) -> torch.Tensor:
     """The tensor. RuntimeError if it was changed in place since."""
     tensor, version = kept
     if tensor._version != version:
-        raise RuntimeError(how_modified(kept))
+        raise RuntimeError(modified_message(kept))
     return tensor
 
 
-def how_modified(kept: Kept) -> str:
+def modified_message(kept: SavedTensor) -> str:
     """The text of the error."""
     tensor, version = kept
     return (

@@ -2,8 +2,9 @@
 
 Models put images into the embeddings of text with `masked_scatter`, add visual states to hidden states that a mask
 picks, and split what a tower returns by the sizes of images. On a GPU each of these waits for all that was launched
-before, some in the backward pass. Of a `Known`, PyTorch gets indices that the host has computed in place of a mask, and
-`tolist` answers from the host. Any other operation gets the plain tensor, and so do all once it has been written to.
+before, some in the backward pass. In place of a `MirroredTensor` mask,
+PyTorch gets indices that the host has computed, and `tolist` answers from the host. Any other operation gets the plain
+tensor. Once it has been written to, all operations do.
 """
 
 import functools
@@ -15,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from liger_trainer.varlen.host_copies import remember, sent
 
 
-class Known(torch.Tensor):
+class MirroredTensor(torch.Tensor):
     """A tensor of a device. `values` are its values on the host, where `values_of` finds them too."""
 
     values: torch.Tensor
@@ -23,12 +24,12 @@ class Known(torch.Tensor):
     exposed: list[bool]  # filled when its memory is handed out past autograd's versions; views share the list
 
     @classmethod
-    def of(cls, values: torch.Tensor, device: torch.device) -> "Known":
+    def of(cls, values: torch.Tensor, device: torch.device) -> "MirroredTensor":
         """Make one on `device` of `values` on the host."""
         return cls.around(sent(values, device), values)
 
     @classmethod
-    def around(cls, x: torch.Tensor, values: torch.Tensor, exposed: list[bool] | None = None) -> "Known":
+    def around(cls, x: torch.Tensor, values: torch.Tensor, exposed: list[bool] | None = None) -> "MirroredTensor":
         """Make one of `x`, which has `values`. A view gets the `exposed` of what it is a view of."""
         found = x.as_subclass(cls)
         found.values, found.version = values, -1 if x.is_inference() else x._version
@@ -63,14 +64,17 @@ class Known(torch.Tensor):
 
 
 def _plainly(function: Any, args: tuple, kwargs: dict | None) -> Any:
-    args, kwargs = tree_map(lambda x: _plain(x) if isinstance(x, Known) else x, (args, kwargs or {}))
+    args, kwargs = tree_map(lambda x: _plain(x) if isinstance(x, MirroredTensor) else x, (args, kwargs or {}))
     with torch._C.DisableTorchFunctionSubclass():
         return function(*args, **kwargs)
 
 
 def is_stale(x: Any) -> bool:
-    """Return whether `x` is a `Known` that has been written to, or in inference mode, where that cannot be seen."""
-    if not isinstance(x, Known):
+    """Return whether `x` is a `MirroredTensor` with values that may be out of date.
+
+    It has been written to, or it is a tensor of inference mode, for which PyTorch counts no writes.
+    """
+    if not isinstance(x, MirroredTensor):
         return False
     plain = _plain(x)
     return bool(x.exposed) or plain.is_inference() or plain._version != x.version
@@ -84,7 +88,7 @@ def _plain(x: torch.Tensor) -> torch.Tensor:
 def _masked_scatter(x: Any, mask: Any, source: Any) -> Any:
     """As `Tensor.masked_scatter`, of a mask (..., 1), which takes or leaves each row of x as a whole."""
     width = x.shape[-1]
-    if not isinstance(mask, Known) or isinstance(x, Known) or mask.values.shape != (*x.shape[:-1], 1):
+    if not isinstance(mask, MirroredTensor) or isinstance(x, MirroredTensor) or mask.values.shape != (*x.shape[:-1], 1):
         return NotImplemented
     if source.numel() != mask.places.numel() * width:
         return NotImplemented
@@ -93,16 +97,16 @@ def _masked_scatter(x: Any, mask: Any, source: Any) -> Any:
 
 def _getitem(x: Any, index: Any) -> Any:
     parts = index if isinstance(index, tuple) else (index,)
-    if not isinstance(x, Known):
+    if not isinstance(x, MirroredTensor):
         return x[_with_indices(parts)] if _picks(parts) else NotImplemented
     if any(isinstance(part, torch.Tensor) for part in parts):
         return NotImplemented
-    return Known.around(_plain(x)[index], x.values[index], x.exposed)
+    return MirroredTensor.around(_plain(x)[index], x.values[index], x.exposed)
 
 
 def _setitem(x: Any, index: Any, value: Any) -> Any:
     parts = index if isinstance(index, tuple) else (index,)
-    if isinstance(x, Known) or not _picks(parts):
+    if isinstance(x, MirroredTensor) or not _picks(parts):
         return NotImplemented
     x[_with_indices(parts)] = value
     return None
@@ -110,7 +114,7 @@ def _setitem(x: Any, index: Any, value: Any) -> Any:
 
 def _to(x: Any, *args: Any) -> Any:
     """As `Tensor.to`, which returns the same tensor where it is one of that device and dtype already."""
-    if not isinstance(x, Known):
+    if not isinstance(x, MirroredTensor):
         return NotImplemented
     plain = _plain(x)
     there = plain.to(*args)
@@ -120,13 +124,13 @@ def _to(x: Any, *args: Any) -> Any:
 def _picks(parts: tuple) -> bool:
     """Return whether a mask of ours alone picks elements: other indices would be combined with it."""
     tensors = [part for part in parts if isinstance(part, torch.Tensor)]
-    return len(tensors) == 1 and isinstance(tensors[0], Known) and tensors[0].values.dtype == torch.bool
+    return len(tensors) == 1 and isinstance(tensors[0], MirroredTensor) and tensors[0].values.dtype == torch.bool
 
 
 def _with_indices(parts: tuple) -> tuple:
     found: list[Any] = []
     for part in parts:
-        found += part.indices if isinstance(part, Known) else (part,)
+        found += part.indices if isinstance(part, MirroredTensor) else (part,)
     return tuple(found)
 
 
@@ -135,7 +139,7 @@ _OWN = {
     torch.Tensor.__getitem__: _getitem,
     torch.Tensor.__setitem__: _setitem,
     torch.Tensor.to: _to,
-    torch.Tensor.tolist: lambda x: x.values.tolist() if isinstance(x, Known) else NotImplemented,
+    torch.Tensor.tolist: lambda x: x.values.tolist() if isinstance(x, MirroredTensor) else NotImplemented,
 }
 # What hands out the memory so that autograd does not count what is written to it
 _PAST_VERSIONS = {

@@ -22,7 +22,7 @@ _TRAINED, _EVALUATED = 5, 3  # rows: two micro-batches and one of a single row, 
 _OF_VERSION = ("transformers_version", "_name_or_path", "torch_dtype")
 
 
-class SecondTraining:
+class AdamTraining:
     """Runs the second training with both trainers, and checks the results. Errors of a trainer are passed on."""
 
     def __init__(self, bench: Bench, kind: str, noise: dict[str, float]) -> None:
@@ -32,10 +32,10 @@ class SecondTraining:
         self.ours = self._run("ours", Recorder())
         self.stock = self._run(kind, Recorder(self.ours.gradients))
 
-    def _run(self, kind: str, seen: Recorder) -> Run:
+    def _run(self, kind: str, recorder: Recorder) -> Run:
         setup, rows = self.bench.setup, self.bench.long_rows
         evaluated = range(_TRAINED, _TRAINED + _EVALUATED)
-        given = {
+        trainer_arguments = {
             "train_dataset": rows.select(range(min(_TRAINED, len(rows)))),
             "eval_dataset": rows.select([i % len(rows) for i in evaluated]),
         }
@@ -54,7 +54,7 @@ class SecondTraining:
             options["max_length"] = LONG
         if setup.options.get("num_iterations", 1) == 1:
             options["num_iterations"] = 2  # the second time, the policy is not the one that wrote
-        return self.bench.run(kind, seen=seen, given=given, **options)
+        return self.bench.run(kind, recorder=recorder, trainer_arguments=trainer_arguments, **options)
 
     def logs(self) -> Check:
         return worst_number(self._records(self.ours, "loss"), self._records(self.stock, "loss"), self.noise)
@@ -67,7 +67,7 @@ class SecondTraining:
 
     def weights(self) -> Check:
         """Compare what the optimizer has made of the same gradients."""
-        ours, stock = seen_of(self.ours), seen_of(self.stock)
+        ours, stock = recorder_of(self.ours), recorder_of(self.stock)
         if other := differences(ours.options, stock.options):
             return equal(other, "")
         check = exact([*ours.weights, *ours.states], [*stock.weights, *stock.states])
@@ -76,10 +76,10 @@ class SecondTraining:
 
     def surroundings(self) -> Check:
         """Compare batches, random numbers, and what a callback sees."""
-        ours, stock = seen_of(self.ours), seen_of(self.stock)
+        ours, stock = recorder_of(self.ours), recorder_of(self.stock)
         other = differences(ours.batches, stock.batches, RTOL)  # batches may hold scores of a reference
         around = [ours.around, stock.around]
-        if self.bench.draws():  # for each token that is computed, and padding is left out
+        if self.bench.routers_draw():  # for each token that is computed, and padding is left out
             around = [[_without_torch(one) for one in each] for each in around]
         other += differences(around[0], around[1])
         other += calls(self.ours, self.stock)
@@ -95,10 +95,10 @@ class SecondTraining:
         logits.detail = f"{check.detail}; predicted logits"
         return logits if logits.verdict == "FAILED" else check
 
-    def nothing_changed(self) -> Check:
-        changed = sorted(seen_of(self.ours).changed - seen_of(self.stock).changed)
-        words = "weights, buffers, gradients and the optimizer's state are as before"
-        return equal([f"an evaluation changes {name}" for name in changed], words)
+    def evaluation_changes_nothing(self) -> Check:
+        changed = sorted(recorder_of(self.ours).changed - recorder_of(self.stock).changed)
+        detail = "weights, buffers, gradients and the optimizer's state are as before"
+        return equal([f"an evaluation changes {name}" for name in changed], detail)
 
     def saved(self) -> Check:
         """Compare what is saved: the names of files, the tensors and the model's config."""
@@ -124,7 +124,7 @@ class SecondTraining:
 
 def _states(run: Run) -> set[tuple[str, ...]]:
     """Return the mode and the autocast of each call of a model."""
-    return {(mode, autocast) for mode, _, autocast in seen_of(run).calls}
+    return {(mode, autocast) for mode, _, autocast in recorder_of(run).calls}
 
 
 def calls(ours: Run, stock: Run) -> list[str]:
@@ -170,9 +170,9 @@ def _predicted(run: Run) -> Tensors:
     return {"logits": logits[:, :-1][labels[:, 1:] != -100]}
 
 
-def seen_of(run: Run) -> Recorder:
-    assert run.seen is not None
-    return run.seen
+def recorder_of(run: Run) -> Recorder:
+    assert run.recorder is not None
+    return run.recorder
 
 
 def _name(run: Run) -> str:
