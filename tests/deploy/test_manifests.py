@@ -16,7 +16,8 @@ from liger_trainer.command.recipe.read import find_recipe
 from liger_trainer.command.recipe.shipped_files import find_shipped
 
 DEPLOY = ROOT / "deploy"
-RUNTIME, JOB = DEPLOY / "kubeflow" / "runtime.yaml", DEPLOY / "kubeflow" / "train_job.yaml"
+RUNTIME = DEPLOY / "kubeflow" / "runtime.yaml"
+JOB = DEPLOY / "kubeflow" / "train_job.yaml"
 ROWS = ("per_device_train_batch_size", "gradient_accumulation_steps")
 BIN = Path(sys.executable).parent
 

@@ -7,7 +7,8 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 
 def inputs(shape, dtype, device, residual_dtype=None, weight=True):
-    x, residual = torch.randn(shape, device=device) * 3, torch.randn(shape, device=device)
+    x = torch.randn(shape, device=device) * 3
+    residual = torch.randn(shape, device=device)
     w = torch.randn(shape[-1], device=device).to(dtype).requires_grad_() if weight else None
     return x.to(dtype).requires_grad_(), residual.to(residual_dtype or dtype).requires_grad_(), w
 

@@ -13,7 +13,9 @@ from torch.testing._internal.two_tensor import TwoTensor
 import liger_triton as lt
 from liger_triton import reference
 
-T, H, V = 13, 24, 37
+T = 13
+H = 24
+V = 37
 Y = torch.randint(0, V, (T,), generator=torch.Generator().manual_seed(0))
 Y[::4] = -100
 

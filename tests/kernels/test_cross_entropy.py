@@ -360,7 +360,8 @@ def test_rows_at_the_least_number(dtype, device, row_pass):
 def test_the_entropy_of_rows_with_large_and_least_numbers(device, row_pass):
     logits = torch.full((2, V), torch.finfo(torch.float32).min, device=device)
     logits[1, 4] = 3e38
-    stats, y = torch.zeros((N_STATS, 2), device=device), torch.tensor([0, 4], device=device)
+    stats = torch.zeros((N_STATS, 2), device=device)
+    y = torch.tensor([0, 4], device=device)
     run_row_pass(logits, None, y, stats, None, None, RowSpec(extras=1 << ENTROPY))
     torch.testing.assert_close(stats[ENTROPY], torch.tensor([math.log(V), 0.0], device=device))
 

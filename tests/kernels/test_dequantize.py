@@ -104,7 +104,8 @@ def gradients(fn, tensors):
 
 
 def test_a_layer_unpacks_once_a_product_and_keeps_nothing(device):
-    stored, x = Stored((24, 16), device), torch.randn(5, 16, device=device).requires_grad_()
+    stored = Stored((24, 16), device)
+    x = torch.randn(5, 16, device=device).requires_grad_()
     a, b = lora(24, 16, device)
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape) or t, lambda t: t):
@@ -130,7 +131,8 @@ def test_an_mlp_unpacks_once_a_product(device):
 
 def test_a_product_of_its_own(device):
     """int8 formats round the input in forward too, and multiply by the matrix in backward."""
-    stored, x = Stored((24, 16), device), torch.randn(5, 16, device=device).requires_grad_()
+    stored = Stored((24, 16), device)
+    x = torch.randn(5, 16, device=device).requires_grad_()
     a, b = lora(24, 16, device)
     weight = stored.weight._replace(product=lambda rows: rows.round() @ stored.matrix.t())
     y, dx, *_ = gradients(lambda: lora_linear(x, weight, lora=(a, b, 0.5)), (x, a, b))
@@ -142,7 +144,8 @@ def test_a_product_of_its_own(device):
 def test_a_product_that_is_scaled_afterwards(device):
     """torchao's int8 scales the product. The twin's matrix includes the scale, and the gradient scales dy."""
     numbers = torch.randint(-127, 128, (24, 16), device=device).float()
-    scale, x = torch.rand(24, device=device) + 0.5, torch.randn(5, 16, device=device).requires_grad_()
+    scale = torch.rand(24, device=device) + 0.5
+    x = torch.randn(5, 16, device=device).requires_grad_()
     a, b = lora(24, 16, device)
 
     def product(rows):

@@ -135,7 +135,8 @@ def test_the_weight_is_within_a_step_of_its_numbers(device):
 
 
 def test_a_trained_bias_and_no_gradient_of_x(device):
-    w8, bias = quantized(layer_of(device)), torch.randn(80, device=device).to(torch.bfloat16).requires_grad_()
+    w8 = quantized(layer_of(device))
+    bias = torch.randn(80, device=device).to(torch.bfloat16).requires_grad_()
     x = torch.randn(3, 48, device=device).to(torch.bfloat16)
     y = frozen_float8_linear(x, w8, bias)
     without = frozen_float8_linear(x, w8)
@@ -240,7 +241,8 @@ def test_lora_under_autocast(device):
 
 
 def test_in_float64_the_numbers_of_the_weight_count(device):
-    w8, lora = quantized(layer_of(device)), adapter(device, (48, 80), dtype=torch.float64)
+    w8 = quantized(layer_of(device))
+    lora = adapter(device, (48, 80), dtype=torch.float64)
     x = torch.randn(5, 48, device=device, dtype=torch.float64)
     want = reference.lora_linear(x, dequantized(w8, torch.float64), lora=lora)
     torch.testing.assert_close(lora_linear(x, w8, lora=lora), want)

@@ -15,7 +15,8 @@ FORMS = {  # as in the model families that use them
 
 
 def inputs(shape, dtype, device, weight_dtype=None, gate_dtype=None):
-    x, gate = 3 * torch.randn(shape, device=device), 2 * torch.randn(shape, device=device)
+    x = 3 * torch.randn(shape, device=device)
+    gate = 2 * torch.randn(shape, device=device)
     weight = torch.randn(shape[-1], device=device)
     given = x.to(dtype), gate.to(gate_dtype or dtype), weight.to(weight_dtype or dtype)
     return [t.requires_grad_() for t in given]
@@ -81,7 +82,8 @@ def test_dtype_equals_the_twin_s(form, gate_dtype, w_dtype, x_dtype, device):
 def test_casts_round_where_they_say(device):
     """The gate is all ones (sigmoid of a large number), the fp32 weight powers of two, and the rows bf16."""
     x = torch.randn(5, 64, device=device, dtype=torch.bfloat16)
-    gate, w = torch.full_like(x, 50.0), 2.0 ** torch.randint(-3, 3, (64,), device=device)
+    gate = torch.full_like(x, 50.0)
+    w = 2.0 ** torch.randint(-3, 3, (64,), device=device)
     last = gated_rms_norm(x, gate, w, 1e-6, activation="sigmoid", gate_first=True)
     assert last.dtype == torch.float32 and torch.equal(last / w, (last / w).bfloat16().float()), "rounded, then scaled"
     first = gated_rms_norm(x, gate, w, 1e-6, activation="sigmoid")
@@ -132,7 +134,8 @@ def test_weight_gradient_is_deterministic(device):
 
 
 def test_inputs_and_upstream_gradient_stay(device):
-    given, dy = inputs((5, 24), torch.float32, device), torch.randn(5, 24, device=device)
+    given = inputs((5, 24), torch.float32, device)
+    dy = torch.randn(5, 24, device=device)
     copies = [t.detach().clone() for t in (*given, dy)]
     gated_rms_norm(*given, 1e-6).backward(dy)
     assert all(map(torch.equal, (*given, dy), copies))

@@ -44,7 +44,8 @@ def test_offset(dtype, device, check_close):
 
 
 def test_offset_is_added_in_the_dtype_of_the_weight(device):
-    x, w = torch.randn(4, 32, device=device), torch.full((32,), 2.0**-10, device=device, dtype=torch.bfloat16)
+    x = torch.randn(4, 32, device=device)
+    w = torch.full((32,), 2.0**-10, device=device, dtype=torch.bfloat16)
     assert torch.equal(layer_norm(x, w, None, 1e-5, offset=1.0), layer_norm(x, w + 1, None, 1e-5))
     assert torch.equal(w + 1, torch.ones_like(w)), "2**-10 is lost"
     with pytest.raises(ValueError, match="offset is 1.0, but weight is None"):

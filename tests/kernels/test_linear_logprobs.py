@@ -4,7 +4,10 @@ import torch.nn.functional as F
 
 from liger_triton import LogProbs, linear_head, linear_logprobs, reference
 
-T, H, V, CHUNK = 23, 24, 211, 5
+T = 23
+H = 24
+V = 211
+CHUNK = 5
 DTYPES = [torch.float32, torch.bfloat16]
 FIELDS = LogProbs._fields
 

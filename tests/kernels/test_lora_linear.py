@@ -287,7 +287,8 @@ def test_bad_input(change, message):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_rank_0(dtype, device):
     """The layer runs alone. A and B get empty gradients."""
-    x, w = torch.randn(5, 24, device=device, dtype=dtype), torch.randn(16, 24, device=device, dtype=dtype)
+    x = torch.randn(5, 24, device=device, dtype=dtype)
+    w = torch.randn(16, 24, device=device, dtype=dtype)
     a, b = (torch.zeros(s, device=device, requires_grad=True) for s in ((0, 24), (16, 0)))
     x.requires_grad_()
     y = lora_linear(x, w, lora=(a, b, 2.0))

@@ -12,7 +12,9 @@ from liger_triton import lora_mlp
 kernel = sys.modules["liger_triton.lora_mlp"]
 
 DTYPES = [torch.float32, torch.bfloat16]
-K, INNER, N = 24, 56, 40
+K = 24
+INNER = 56
+N = 40
 ACTIVATIONS = {"silu": F.silu, "gelu_tanh": functools.partial(F.gelu, approximate="tanh"), "gelu": F.gelu}
 RANKS = (3, 5, 4)
 
@@ -250,7 +252,8 @@ def test_slices_without_adapters(autocast, device, check_close, slices):
         return check_close(ours, oracle, given)
     with torch.autocast(torch.device(device).type, torch.bfloat16):
         y = ours(*given)
-    leaves, dy = [t for t in given if t is not None], torch.randn(y.shape, device=device)
+    leaves = [t for t in given if t is not None]
+    dy = torch.randn(y.shape, device=device)
     want = torch.autograd.grad(oracle(*given), leaves, dy)
     for got, w in zip(torch.autograd.grad(y, leaves, dy.to(y.dtype)), want, strict=True):
         assert got.dtype == torch.float32 and (got - w).norm() <= 0.02 * w.norm()

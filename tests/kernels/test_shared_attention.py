@@ -5,8 +5,12 @@ import torch
 
 from liger_triton.shared_attention import AttentionCall, shared_attention
 
-PREFIXES, LONE, PRIVATE = (5, 3), (4,), ((2, 1, 6), (3, 2))
-HEADS, GROUPS, DIM = 4, 2, 16
+PREFIXES = (5, 3)
+LONE = (4,)
+PRIVATE = ((2, 1, 6), (3, 2))
+HEADS = 4
+GROUPS = 2
+DIM = 16
 
 
 def offsets(lengths):

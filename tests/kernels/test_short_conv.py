@@ -192,7 +192,8 @@ def test_the_weight_of_a_conv1d(device):
     y, want = short_conv(x, layer, b), short_conv(x, w, b)
     assert torch.equal(y, want)
     upstream = torch.randn_like(y)
-    (got,), (flat,) = torch.autograd.grad(y, layer, upstream), torch.autograd.grad(want, w, upstream)
+    (got,) = torch.autograd.grad(y, layer, upstream)
+    (flat,) = torch.autograd.grad(want, w, upstream)
     assert torch.equal(got, flat[:, None])
 
 
@@ -304,7 +305,8 @@ def test_offsets_past_int32(monkeypatch):
     w = torch.randn(8192, 4, device="cuda", dtype=torch.bfloat16)
     cu_seqlens = torch.tensor([0, 2**18 - 8, 2**18 + 1], device="cuda", dtype=torch.int32)
     tail = x[-9:].detach().requires_grad_()
-    y, y_tail = short_conv(x, w, cu_seqlens=cu_seqlens, activation="silu"), short_conv(tail, w, activation="silu")
+    y = short_conv(x, w, cu_seqlens=cu_seqlens, activation="silu")
+    y_tail = short_conv(tail, w, activation="silu")
     assert torch.equal(y[-9:], y_tail)
     dy = torch.randn_like(y)
     y.backward(dy)

@@ -35,7 +35,9 @@ def noting(agreed):
 
 
 def run(mode, out):
-    saved, agreed, highest = {}, [], {}
+    saved = {}
+    agreed = []
+    highest = {}
     noting(agreed)
     rank = int(os.environ["RANK"])
     selective.LONG = 2
@@ -54,7 +56,8 @@ def run(mode, out):
         model.set_attn_implementation("sdpa")
         trainer = build(f"{out}/{checkpointing}", checkpointing, memory, callbacks, model=model, max_steps=8)
         losses, weights = train(trainer)
-        saved[checkpointing], highest[checkpointing] = (losses, whole(weights)), memory.highest
+        saved[checkpointing] = (losses, whole(weights))
+        highest[checkpointing] = memory.highest
     return {"runs": saved, "agreed": agreed, "chosen": trainer.checkpointing.to_dict(), "highest": highest}
 
 

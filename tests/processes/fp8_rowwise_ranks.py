@@ -40,7 +40,9 @@ def main():
     for name in ("float8_cast",):
         importlib.import_module(f"liger_triton.{name}").runs_triton = lambda *tensors: False
     dist.init_process_group("gloo")
-    mesh, calls, own = init_device_mesh("cpu", (2,)), [], Float8Linear.forward
+    mesh = init_device_mesh("cpu", (2,))
+    calls = []
+    own = Float8Linear.forward
     Float8Linear.forward = lambda self, input: calls.append(1) or own(self, input)
     recipes = ("rowwise", "rowwise_with_gw_hp")
     found = {

@@ -19,7 +19,8 @@ if __name__ == "__main__":
     from liger_trainer.command.main import main
 
     sys.setswitchinterval(100)
-    if code := main():
+    code = main()
+    if code:
         sys.exit(code)
     expected = DistributedType.FSDP if sharded else DistributedType.MULTI_CPU
     assert AcceleratorState().distributed_type == expected, AcceleratorState().distributed_type

@@ -62,7 +62,9 @@ def whole_weights(trainer, model):
 
 
 if __name__ == "__main__":
-    out, processes, strategy = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+    out = sys.argv[1]
+    processes = int(sys.argv[2])
+    strategy = sys.argv[3]
     module = Finetuning()
     rows = torch.utils.data.DataLoader(ragged_rows(16), batch_size=16 // processes, collate_fn=collate)
     trainer = lightning.Trainer(

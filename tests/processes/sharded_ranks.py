@@ -96,7 +96,8 @@ def trainer_of(case, ours, mode, out, folder):
         options = options | {"liger_config": {"varlen_attention": True}}
     if ours:
         args_name = "LigerTrainingArguments" if not name else f"Liger{name}Config"
-        trainer_class, args_class = getattr(liger_trainer, f"Liger{name}Trainer"), getattr(liger_trainer, args_name)
+        trainer_class = getattr(liger_trainer, f"Liger{name}Trainer")
+        args_class = getattr(liger_trainer, args_name)
     else:
         stock = STOCK.get(name) or tuple(getattr(trl, f"{name}{kind}") for kind in ("Trainer", "Config"))
         trainer_class, args_class = stock

@@ -206,7 +206,9 @@ def test_memory_by_kind_of_tensor():
 
     row = _steps.train("LigerSFTTrainer", _steps.Run("tiny", batch=2, length=32, steps=1, skip=0, lora=4, layers=1))
     gib = row["gib_by_kind"]
-    hidden, inner, vocab = 64, 128, 1031
+    hidden = 64
+    inner = 128
+    vocab = 1031
     linear = [(64, 64), (64, 32), (64, 32), (64, 64), (inner, hidden), (inner, hidden), (hidden, inner)]
     adapters = 4 * sum(n + k for n, k in linear)
     frozen = 2 * vocab * hidden + sum(n * k for n, k in linear) + 3 * hidden
@@ -275,7 +277,8 @@ def test_attention_s_reference_tells_a_wrong_window(sinks, benchmarks_on_path): 
     import operations
 
     case = operations.attention(2, 33, 4, 2, 16, 8, sinks, dtype=torch.float32)
-    exact, other = case.reference(case), operations.attention(2, 33, 4, 2, 16, 9, sinks, dtype=torch.float32)
+    exact = case.reference(case)
+    other = operations.attention(2, 33, 4, 2, 16, 9, sinks, dtype=torch.float32)
     row, run = operations.measure(case, "ours", case.providers["ours"], exact, brief=True)
     assert run is not None and row["error"] < 1e-5
     assert operations.measure(case, "peer", other.providers["ours"], exact, brief=True)[0]["note"] == "wrong, not timed"

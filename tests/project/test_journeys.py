@@ -123,7 +123,8 @@ def test_a_server_answers(program, served):
             line, shell=True, cwd=served, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
         )
         try:
-            ask, end = block(text, "sh").strip().replace("8000", port).replace("curl", "curl -s"), time.time() + 900
+            ask = block(text, "sh").strip().replace("8000", port).replace("curl", "curl -s")
+            end = time.time() + 900
             while True:
                 said = subprocess.run(ask, shell=True, capture_output=True, text=True).stdout
                 if '"choices"' in said:
@@ -180,7 +181,8 @@ def test_from_a_reward_to_a_model(tmp_path):
     (tmp_path / "questions.jsonl").write_text(block(text, "json"))
     (tmp_path / "brief.yaml").write_text(block(text, "yaml"))
     (tmp_path / "my_rewards.py").write_text(block(text, "python"))
-    exec(block(text, "python"), made := {})
+    made = {}
+    exec(block(text, "python"), made)
     train, chat, merge = block(text, "bash").splitlines()
     said = shell(f"{train} --bf16 false", tmp_path)
     first, last = map(float, re.search(r"reward +(\S+) -> (\S+)", said).groups())
@@ -301,7 +303,8 @@ def write_seeing_model(folder, words, source):
 
 
 def test_from_pictures_to_a_model(tmp_path, monkeypatch):
-    text, source = section("walkthroughs.md", "From pictures to a model"), np.random.default_rng(0)
+    text = section("walkthroughs.md", "From pictures to a model")
+    source = np.random.default_rng(0)
     lines = block(text, "json").splitlines() * 6
     names = [json.loads(line)["completion"][0]["content"] for line in lines[:4]]
     words = ["user:", "assistant:", *"Which bike is this ?".split(), *COLOURS, *names]
@@ -321,7 +324,8 @@ def test_from_pictures_to_a_model(tmp_path, monkeypatch):
     assert "blue" in base and trained.split() == [names[2]]
     shell(merge, tmp_path)
     monkeypatch.chdir(tmp_path)
-    exec(block(text, "python"), made := {})
+    made = {}
+    exec(block(text, "python"), made)
     for k, colour in enumerate(COLOURS):  # new pictures
         photo(colour, source).save("new.png")
         made["turn"][0]["path"] = "new.png"

@@ -34,5 +34,6 @@ def test_a_recipe_gets_rows_of_its_trainer(name, tmp_path):
         "eagle": ["eagle-eval", "export"],
     }
     assert then == heads.get(given.get("trainer"), [])
-    if stage1 := recipe.training.to_dict().get("medusa_init_heads_from"):
+    stage1 = recipe.training.to_dict().get("medusa_init_heads_from")
+    if stage1:
         assert stage1 == str(options.folder / "outputs/llama3_8b/medusa_stage1")

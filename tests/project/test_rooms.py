@@ -128,6 +128,7 @@ def test_no_test_imports_another():
     found = {}
     for path in (ROOT / "tests").rglob("*.py"):
         parts = {part for module, name in imports(path) for part in (*(module or "").split("."), name or "")}
-        if names := sorted(part for part in parts if part.startswith("test_")):
+        names = sorted(part for part in parts if part.startswith("test_"))
+        if names:
             found[str(path.relative_to(ROOT))] = names
     assert not found

@@ -303,7 +303,8 @@ def _said(error) -> str:
 def left_padded_batch():
     """Two rows, the first padded on the left; the labels of padding and of a prompt are -100."""
     generator = torch.Generator().manual_seed(0)
-    ids, mask = torch.randint(3, 100, (2, 13), generator=generator), torch.ones(2, 13, dtype=torch.long)
+    ids = torch.randint(3, 100, (2, 13), generator=generator)
+    mask = torch.ones(2, 13, dtype=torch.long)
     ids[0, :4], mask[0, :4] = SMALL["pad_token_id"], 0
     labels = ids.clone()
     labels[0, :7] = labels[1, :3] = -100

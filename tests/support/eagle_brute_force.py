@@ -151,7 +151,9 @@ def brute_force(model, batch, steps, decay, layers=LAYERS, count=None):
     del plain.eagle_drafter
     target_ids = p["t2d"].nonzero()[:, 0]
     embedding = plain.get_input_embeddings().weight.detach()
-    total, labels, report = 0.0, 0, [[0.0, 0, 0] for _ in range(steps)]
+    total = 0.0
+    labels = 0
+    report = [[0.0, 0, 0] for _ in range(steps)]
     for b, places in documents(batch):
         ids = batch["input_ids"][b, places]
         with torch.no_grad():

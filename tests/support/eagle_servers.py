@@ -4,7 +4,12 @@ Read in the wheels of vLLM 0.33.0 (model_executor/models/llama_eagle3.py, v1/wor
 0.5.23 (srt/models/llama_eagle3.py, srt/models/llama.py, .../model_runner_components/spec_aux_hidden_state.py).
 """
 
-H, INNER, QUERIES, KEYS, V, DRAFT = "H", "I", "Q", "G", "V", "Vd"
+H = "H"
+INNER = "I"
+QUERIES = "Q"
+KEYS = "G"
+V = "V"
+DRAFT = "Vd"
 TABLE = {  # name in the file: shape, dtype if not the weights' dtype, parameter of both servers with its shard
     "fc.weight": (H, "3H", None, "model.fc.weight"),
     "midlayer.input_layernorm.weight": (H, None, None, "model.layers.0.input_layernorm.weight"),

@@ -12,7 +12,11 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import AutoModelForImageTextToText, PreTrainedTokenizerFast
 from transformers.utils import is_torchvision_available
 
-IMAGE, VIDEO, START, END = 100, 101, 102, 103  # one of the 131 tokens of `architectures.SMALL`
+# one of the 131 tokens of `architectures.SMALL`
+IMAGE = 100
+VIDEO = 101
+START = 102
+END = 103
 GRIDS = ((1, 12, 20), (1, 4, 6), (1, 8, 8))  # patches per image; Qwen2.5-VL's windows have 8 x 8
 _VIDEOS = ("pixel_values_videos", "video_grid_thw")
 _TOKENS = {

@@ -32,7 +32,8 @@ def install_packages(monkeypatch, modeling, names=tuple(KERNELS)):
         if not hasattr(scope, name):
             continue
         kernel, function = KERNELS[name]
-        package, inner = types.ModuleType(f"installed_{name}"), types.SimpleNamespace(**{kernel: function})
+        package = types.ModuleType(f"installed_{name}")
+        inner = types.SimpleNamespace(**{kernel: function})
         package.ops = types.SimpleNamespace(gated_delta_rule=inner, kda=inner)
         setattr(package, kernel, function)
         monkeypatch.setitem(sys.modules, package.__name__, package)

@@ -31,7 +31,11 @@ class CountedMemory(TorchDispatchMode):
 
     def __init__(self, size=None):
         super().__init__()
-        self.size, self.claims, self.now, self.failures, self.highest = size, None, 0, 0, 0
+        self.size = size
+        self.claims = None
+        self.now = 0
+        self.failures = 0
+        self.highest = 0
         self._peak = 0
         self._known = {}
         self.carries = None
@@ -90,7 +94,9 @@ class Carries:
 
     def __init__(self, room=1 << 30, rate=1e15):
         self.host = PinnedMemory(room, self._pin, slab=1 << 20, small=1)
-        self.rate, self.clock, self.most = rate, 0.0, 0
+        self.rate = rate
+        self.clock = 0.0
+        self.most = 0
         self._slabs = []
 
     def _pin(self, size):
@@ -306,7 +312,9 @@ class At(TrainerCallback):
     """Calls `action` before the first micro-batch of step `step`, or before the second with `second`."""
 
     def __init__(self, step, action, second=False):
-        self.step, self.action, self.second = step, action, second
+        self.step = step
+        self.action = action
+        self.second = second
 
     def on_step_begin(self, args, state, control, **kwargs):
         if state.global_step == self.step and not self.second:

@@ -8,7 +8,11 @@ from transformers import AutoModelForCausalLM
 
 from liger_trainer import LigerSFTConfig, LigerSFTTrainer
 
-HIDDEN, INNER, HEADS, GROUPS, DIM = 32, 48, 4, 2, 16
+HIDDEN = 32
+INNER = 48
+HEADS = 4
+GROUPS = 2
+DIM = 16
 SHAPES = {  # in the checkpoints of Qwen3.5; q_proj includes the gate of the attention
     "mtp.fc.weight": (HIDDEN, 2 * HIDDEN),
     "mtp.pre_fc_norm_embedding.weight": (HIDDEN,),

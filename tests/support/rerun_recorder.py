@@ -28,7 +28,10 @@ class RerunRecorder:
     """Replaces `CudaGraphRecorder`. `free` is the number of bytes it reports as left."""
 
     def __init__(self, device=None):
-        self.free, self.recorded, self.failures, self.fails = 1 << 40, 0, 0, None
+        self.free = 1 << 40
+        self.recorded = 0
+        self.failures = 0
+        self.fails = None
         self.pools = 0
         self.seconds = itertools.cycle([1.0, 0.5])  # calls of the Python code, and of its replay
 

@@ -141,7 +141,8 @@ def test_refuses_another_checkpoint(tmp_path):
 
 
 def test_fit_counts_the_bytes_that_are_stored(folder):
-    config, lora = AutoConfig.from_pretrained(folder), LoraConfig(r=4, target_modules=["q_proj"])
+    config = AutoConfig.from_pretrained(folder)
+    lora = LoraConfig(r=4, target_modules=["q_proj"])
     model = on_meta(ModelSpec(config, torch.bfloat16, lora, quantization=Mxfp4Config()))
     with FakeTensorMode():
         weights = without_values(model)

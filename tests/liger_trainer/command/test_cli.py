@@ -252,7 +252,9 @@ def write_gguf(gguf, path):
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     path.parent.mkdir()
-    hidden, heads, inner = 32, 4, 64
+    hidden = 32
+    heads = 4
+    inner = 64
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_context_length(512)
     writer.add_embedding_length(hidden)

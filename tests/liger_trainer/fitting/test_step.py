@@ -87,7 +87,8 @@ def test_the_same_peak_when_states_are_taken_from_another_size():
 
 
 def test_accumulation_holds_gradients_from_one_micro_batch_to_the_next():
-    once, twice = plain(4, 512, False), estimate_memory(job(accumulates=True), 4, 512, False, PLENTY)
+    once = plain(4, 512, False)
+    twice = estimate_memory(job(accumulates=True), 4, 512, False, PLENTY)
     assert once.micro_batch < twice.micro_batch <= once.micro_batch + once.gradients
 
 
@@ -111,7 +112,9 @@ def test_two_gpus():
 
 def test_states_of_optimizers():
     class Arguments:
-        optim, learning_rate, optim_args = "adamw_8bit", 1e-4, None
+        optim = "adamw_8bit"
+        learning_rate = 1e-4
+        optim_args = None
 
     weights = [torch.nn.Parameter(torch.empty(30, 40)), torch.nn.Parameter(torch.empty(50))]
     assert optimizers.make(Arguments, weights) == 2 * (30 * 40 + 50)

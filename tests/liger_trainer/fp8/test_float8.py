@@ -62,7 +62,8 @@ def test_one_layer(options, variant, dtype, rtol, ours):
     stock = copy.deepcopy(layer)
     assert patched(layer).swapped == {"": variant}
     ours.clear()
-    x, dy = torch.randn(3, 7, 32).to(dtype).requires_grad_(), torch.randn(3, 7, 48).to(dtype)
+    x = torch.randn(3, 7, 32).to(dtype).requires_grad_()
+    dy = torch.randn(3, 7, 48).to(dtype)
     results = []
     for module in (layer, stock):
         y = module(x)
@@ -90,7 +91,8 @@ def test_the_numbers_are_torchao_s(options, variant, dtype, rtol, ours):
 
 
 def test_with_a_bias(ours):
-    want, model = step(fp8_model("llama", attention_bias=True)), fp8_model("llama", attention_bias=True)
+    want = step(fp8_model("llama", attention_bias=True))
+    model = fp8_model("llama", attention_bias=True)
     assert "tensorwise, gradients in e5m2, with bias" in patched(model).swapped.values()
     assert_same(step(model), want, rtol=RTOL)
 

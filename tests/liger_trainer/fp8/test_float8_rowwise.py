@@ -61,7 +61,8 @@ def test_one_layer(recipe, options, variant, dtype, tokens, theirs):
         layer.weight.mul_(torch.logspace(-6, 0, 32)).mul_(torch.logspace(2, -2, 48)[:, None])
     stock = copy.deepcopy(layer)
     assert patched(layer).swapped == {"": variant}
-    x, dy = torch.randn(*tokens, 32) * torch.logspace(1, -3, 32), torch.randn(*tokens, 48).to(dtype)
+    x = torch.randn(*tokens, 32) * torch.logspace(1, -3, 32)
+    dy = torch.randn(*tokens, 48).to(dtype)
     x = x.to(dtype).requires_grad_()
     results = []
     theirs.clear()
@@ -79,7 +80,8 @@ def test_one_layer(recipe, options, variant, dtype, tokens, theirs):
 @pytest.mark.parametrize("dtype, rtol", [(torch.float32, 5e-3), (torch.bfloat16, 2e-2)], ids=str)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_the_numbers_are_torchao_s(recipe, dtype, rtol, theirs):
-    want, model = step(fp8_model(dtype=dtype, config=config_of(recipe))), prepared(recipe, dtype=dtype)
+    want = step(fp8_model(dtype=dtype, config=config_of(recipe)))
+    model = prepared(recipe, dtype=dtype)
     theirs.clear()
     assert_same(step(model), want, rtol)
     assert not theirs
@@ -97,7 +99,8 @@ def test_with_a_bias(theirs):
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_inside_the_other_operations(recipe, theirs):
     """Swaps everything, with recomputable results not kept, and compares with the rest swapped without our FP8."""
-    want, model = fp8_model(config=config_of(recipe)), fp8_model(config=config_of(recipe))
+    want = fp8_model(config=config_of(recipe))
+    model = fp8_model(config=config_of(recipe))
     apply_liger(want, {"float8": False, "rebuild_above_mib": 0})
     report = apply_liger(model, {"rebuild_above_mib": 0})
     assert len(report["float8"].swapped) == LAYERS and len(report["swiglu"].swapped) == 2

@@ -125,7 +125,8 @@ class EmulatedByRow(EmulatedTrainer):
 def test_a_recipe_by_name_trains_like_stock(torchao, fresh, ours, tmp_path, monkeypatch):
     """All layers that accelerate converts have the recipe's scales, and accelerate's other settings hold."""
     monkeypatch.setitem(os.environ, "ACCELERATE_FP8_BACKEND", "AO")
-    model, options = tiny_model("llama"), {"liger_config": OTHERS, "fp8": True, "fp8_recipe": "rowwise"}
+    model = tiny_model("llama")
+    options = {"liger_config": OTHERS, "fp8": True, "fp8_recipe": "rowwise"}
     got, trainer = run(EmulatedLigerTrainer, model, tmp_path, optim="sgd", **options)
     swapped = trainer.liger_report["float8"].swapped
     assert len(swapped) == LAYERS and set(swapped.values()) == {"rowwise, scales in powers of 2"}

@@ -56,7 +56,8 @@ def test_the_weights(kind):
     block = blocks(model)[0]
     assert report.swapped["model.layers.0.mlp.experts"] == "e4m3 with a scale for each row, from bfloat16"
     for name in WEIGHTS:
-        bits, weight = block.get_parameter(f"{name}_bits"), getattr(before, name).detach()
+        bits = block.get_parameter(f"{name}_bits")
+        weight = getattr(before, name).detach()
         assert bits.dtype == torch.uint8 and bits.nbytes == weight.numel() and not bits.requires_grad
         turned = weight.mT if before.is_transposed else weight
         want = torch.stack([dequantized(quantized(matrix), torch.bfloat16) for matrix in turned])
@@ -187,7 +188,8 @@ def test_medusa_heads_on_them(tmp_path):
 
 def test_fit_counts_the_bytes_that_are_stored():
     model = moe(dtype=torch.bfloat16)
-    config, plain = model.get_base_model().config, sum(p.nbytes for p in model.parameters())
+    config = model.get_base_model().config
+    plain = sum(p.nbytes for p in model.parameters())
     quantize_base(model)
     hollow = on_meta(ModelSpec(config, torch.bfloat16, model.peft_config["default"], fp8=True))
     with FakeTensorMode():

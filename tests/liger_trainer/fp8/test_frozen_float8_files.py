@@ -10,7 +10,8 @@ from parity import step
 def test_numbers_are_not_loaded_as_bits(strict):
     """PyTorch would round each number to an integer, and the byte of that integer is another number."""
     model, numbers = frozen(), adapted().state_dict()
-    want, before = step(model), {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    want = step(model)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with pytest.raises(
         RuntimeError,
         match=r"q_proj.base_layer is an fp8 layer.*its weight is \(32, 32\) torch.float32 and scale is missing",
@@ -42,7 +43,8 @@ def test_bits_and_a_part_of_the_weights_are_loaded():
 def test_bits_are_not_loaded_as_numbers(strict):
     """PyTorch would turn the byte 100 into the number 100."""
     model, bits = adapted(), frozen().state_dict()
-    want, before = step(model)["loss"], {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    want = step(model)["loss"]
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with pytest.raises(RuntimeError, match=r"size mismatch for .*q_proj.base_layer.weight.*\[1, 32, 32\]"):
         model.load_state_dict(bits, strict=strict)
     for name, tensor in model.state_dict().items():

@@ -104,9 +104,11 @@ def test_a_plain_adapter_that_is_added_later(dtype):
 def test_dora(later):
     """PEFT asks for the norm of the base's weight, and gets the norm of the dequantised numbers."""
     with_dora = LoraConfig(r=4, target_modules=["q_proj"], use_dora=True, init_lora_weights=False)
-    model, other = adapted(target_modules=["v_proj"]), adapted(target_modules=["v_proj"])
+    model = adapted(target_modules=["v_proj"])
+    other = adapted(target_modules=["v_proj"])
     if later:
-        model, other = adapted(target_modules=["q_proj"]), adapted(target_modules=["q_proj"])
+        model = adapted(target_modules=["q_proj"])
+        other = adapted(target_modules=["q_proj"])
         quantize_base(model)
     for each in (model, other):
         torch.manual_seed(4)

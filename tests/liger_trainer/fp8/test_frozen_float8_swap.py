@@ -203,7 +203,8 @@ def test_the_proof_runs_an_fp8_layer():
         def forward(self, x):
             return super().forward(x) * 1.01
 
-    Wrong.__module__, Wrong.__qualname__ = type(layer).__module__, type(layer).__qualname__
+    Wrong.__module__ = type(layer).__module__
+    Wrong.__qualname__ = type(layer).__qualname__
     layer.__class__ = Wrong
     assert lora.prove(layer) == (None, "it is not x W^T + b + the sum of s (x A^T) B^T")
 

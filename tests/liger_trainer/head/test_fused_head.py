@@ -190,7 +190,9 @@ def test_logits_are_returned_where_asked_for():
 
 def test_a_call_of_the_model_inside_its_own():
     """A hook makes the inner call, which returns logits. The outer one still builds none."""
-    model, batch, inner = fused(), collate(ragged_rows(2)), []
+    model = fused()
+    batch = collate(ragged_rows(2))
+    inner = []
     want = model(**batch).loss
 
     def call(*_):
@@ -214,7 +216,8 @@ def test_trl_outputs_against_trl_s_own_head():
         add_fused_lm_head(stock, temperature=0.7, outputs=names)
         model = tiny_model(model_type)
         install_fused_head(model, HeadOptions(temperature=0.7, outputs=names))
-        want, got = stock(**batch, fused_lm_head=True), model(**batch, fused_lm_head=True)
+        want = stock(**batch, fused_lm_head=True)
+        got = model(**batch, fused_lm_head=True)
         for name in ("loss", "label_mask", *names):
             torch.testing.assert_close(got[name], want[name], rtol=2e-5, atol=1e-6, msg=f"{model_type} {name}")
         upstream = torch.randn_like(want.log_probs)
@@ -335,7 +338,9 @@ def test_options_of_an_earlier_trainer_do_not_stay():
 
 
 def test_loss_times_a_factor_plus_another_loss():
-    model, plain, batch = fused(), tiny_model("llama").train(), collate(ragged_rows(4))
+    model = fused()
+    plain = tiny_model("llama").train()
+    batch = collate(ragged_rows(4))
     for m in (model, plain):
         (3.7 * m(**batch).loss + 0.3 * m.model.norm.weight.square().sum()).backward()
     for name, grad in grads(model).items():
@@ -344,7 +349,9 @@ def test_loss_times_a_factor_plus_another_loss():
 
 def test_a_second_backward_needs_a_kept_graph():
     """As in stock, gradients add up with `retain_graph=True`, and a second backward pass is an error without it."""
-    model, plain, batch = fused(), tiny_model("llama").train(), collate(ragged_rows(4))
+    model = fused()
+    plain = tiny_model("llama").train()
+    batch = collate(ragged_rows(4))
     for m in (model, plain):
         loss = m(**batch).loss
         loss.backward(retain_graph=True)
@@ -356,7 +363,9 @@ def test_a_second_backward_needs_a_kept_graph():
 
 
 def test_autocast():
-    model, plain, batch = fused(), tiny_model("llama").train(), collate(ragged_rows(4))
+    model = fused()
+    plain = tiny_model("llama").train()
+    batch = collate(ragged_rows(4))
     losses = []
     for m in (model, plain):
         with torch.autocast("cpu", torch.bfloat16):
@@ -385,7 +394,8 @@ class PlainModule(torch.nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.embedding, self.lm_head = torch.nn.Embedding(31, 16), torch.nn.Linear(16, 31, bias=False)
+        self.embedding = torch.nn.Embedding(31, 16)
+        self.lm_head = torch.nn.Linear(16, 31, bias=False)
 
     def get_output_embeddings(self):
         return self.lm_head

@@ -32,7 +32,8 @@ class Tiny(nn.Module):
     def __init__(self, rest):
         super().__init__()
         self.embedding, self.mix = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.lm_head, self.factor = nn.Linear(WIDTH, VOCAB, bias=False), nn.Parameter(torch.tensor(1.5))
+        self.lm_head = nn.Linear(WIDTH, VOCAB, bias=False)
+        self.factor = nn.Parameter(torch.tensor(1.5))
         self.rest, self.kept = rest, []
 
     def get_output_embeddings(self):

@@ -72,7 +72,8 @@ def saved(tmp_path_factory):
     def save(kind, bias=False):
         if (kind, bias) in made:
             return made[kind, bias]
-        folder, (method, bits, group, ordered) = tmp_path_factory.mktemp("model"), KINDS[kind]
+        folder = tmp_path_factory.mktemp("model")
+        (method, bits, group, ordered) = KINDS[kind]
         model, tensors = tiny_model("llama", attention_bias=bias, **SIZES), {}
         model.save_pretrained(folder)
         torch.manual_seed(7)
@@ -138,10 +139,12 @@ def test_the_base_has_the_bits_of_stock(kind, saved, monkeypatch):
     stock, model = (quantised(saved(kind), kind, init_lora_weights=True) for _ in range(2))
     patched(model, monkeypatch)
     torch.manual_seed(5)
-    x, dy = torch.randn(64, 64, dtype=torch.bfloat16), torch.randn(64, 128, dtype=torch.bfloat16)
+    x = torch.randn(64, 64, dtype=torch.bfloat16)
+    dy = torch.randn(64, 128, dtype=torch.bfloat16)
     found = []
     for one in (model, stock):
-        layer, given = one.base_model.model.model.layers[0].mlp.up_proj, x.clone().requires_grad_()
+        layer = one.base_model.model.model.layers[0].mlp.up_proj
+        given = x.clone().requires_grad_()
         y = layer(given)
         y.backward(dy)
         found.append((y, given.grad))

@@ -130,7 +130,8 @@ def test_error_against_float64_is_at_most_stock_s(dtype, autocast, adapter, drop
         a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
         b.data *= small
         torch.manual_seed(0)
-        x, dy = torch.randn(64, layer.in_features).to(dtype), (small * torch.randn(64, layer.out_features)).to(dtype)
+        x = torch.randn(64, layer.in_features).to(dtype)
+        dy = (small * torch.randn(64, layer.out_features)).to(dtype)
         x.requires_grad_()
         if name == "ours":
             only_lora(nn.Sequential(layer))

@@ -65,10 +65,12 @@ def test_the_base_has_the_bits_of_stock(grain, saved, monkeypatch):
     stock, model = (quantised(saved, grain, torch.bfloat16, init_lora_weights=True) for _ in range(2))
     patched(model, monkeypatch)
     torch.manual_seed(5)
-    x, dy = torch.randn(64, 64, dtype=torch.bfloat16), torch.randn(64, 128, dtype=torch.bfloat16)
+    x = torch.randn(64, 64, dtype=torch.bfloat16)
+    dy = torch.randn(64, 128, dtype=torch.bfloat16)
     found = []
     for one in (model, stock):
-        layer, given = one.base_model.model.model.layers[0].mlp.up_proj, x.clone().requires_grad_()
+        layer = one.base_model.model.model.layers[0].mlp.up_proj
+        given = x.clone().requires_grad_()
         y = layer(given)
         y.backward(dy)
         found.append((y, given.grad))

@@ -351,7 +351,8 @@ def pair_batches(steps):
 def test_the_loop_of_the_docs_trains():
     namespace = {}
     exec(examples()[0], namespace)
-    model, reference = tiny_model("llama", vocab_size=4096), tiny_model("llama", vocab_size=4096)
+    model = tiny_model("llama", vocab_size=4096)
+    reference = tiny_model("llama", vocab_size=4096)
     batches = pair_batches(8)
     with LargestTensor() as largest:
         steps = list(namespace["train"](model, reference, batches, torch.optim.SGD(model.parameters(), lr=0.05)))

@@ -166,7 +166,8 @@ def test_stage_2_with_lora_is_merged_for_servers(folder, cache, capsys):
     config = json.loads((folder / "lora_served" / "config.json").read_text())
     assert config["base_model_name_or_path"] == str(merged)
     ids = torch.tensor([[5, 9, 11, 40, 3]])
-    plain, tuned = AutoModelForCausalLM.from_pretrained(merged), AutoPeftModelForCausalLM.from_pretrained(out_dir)
+    plain = AutoModelForCausalLM.from_pretrained(merged)
+    tuned = AutoPeftModelForCausalLM.from_pretrained(out_dir)
     with torch.no_grad():
         torch.testing.assert_close(plain(ids).logits, tuned(ids).logits, rtol=1e-4, atol=1e-4)
     code, out, err = command(capsys, "medusa-eval", merged, folder / "lora_served", *prompts)

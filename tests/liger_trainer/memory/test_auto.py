@@ -22,7 +22,8 @@ def runs(tmp_path_factory):
     """Losses, weights and peak bytes without checkpointing, and with all layers checkpointed."""
     found = {}
     for checkpointing in (False, True):
-        trainer = build(tmp_path_factory.mktemp("run"), checkpointing, memory := CountedMemory())
+        memory = CountedMemory()
+        trainer = build(tmp_path_factory.mktemp("run"), checkpointing, memory)
         found[checkpointing] = (*train(trainer), memory.highest)
     return found
 
@@ -41,7 +42,8 @@ def test_the_same_bits_within_the_budget(runs, tmp_path):
     kept = []
     for share in (0.3, 0.6, 1.5):
         budget = full + share * (none - full)
-        trainer = build(tmp_path, "auto", memory := CountedMemory(), memory_budget=budget / GIB)
+        memory = CountedMemory()
+        trainer = build(tmp_path, "auto", memory, memory_budget=budget / GIB)
         assert same_bits(train(trainer), runs[False]), share
         chosen = trainer.checkpointing
         assert memory.highest <= budget * 1.02, share
@@ -85,7 +87,10 @@ class Counting(LigerTrainer):
     def compute_loss(self, model, *args, **kwargs):
         if not self.calls:
             model.register_buffer("seen", torch.zeros(()))
-            self.drawn, self._noted, self.stepped, self.state.num_tokens = torch.Generator().manual_seed(0), [], 0, 0
+            self.drawn = torch.Generator().manual_seed(0)
+            self._noted = []
+            self.stepped = 0
+            self.state.num_tokens = 0
             model.lm_head.weight.register_post_accumulate_grad_hook(self._step)
         self.calls += 1
         model.seen.add_(1)
@@ -123,7 +128,8 @@ def test_a_model_that_is_made_when_training_begins(tmp_path):
     made = []
 
     def init():
-        made.append(weakref.ref(model := tiny_model("llama", num_hidden_layers=LAYERS)))
+        model = tiny_model("llama", num_hidden_layers=LAYERS)
+        made.append(weakref.ref(model))
         return model
 
     def look():
@@ -166,7 +172,8 @@ def test_measuring_takes_no_more_than_full_checkpointing(tmp_path):
         options = {"per_device_train_batch_size": 6, "gradient_accumulation_steps": 1, "max_steps": 8}
         if checkpointing == "auto":
             options["memory_budget"] = highest[True] / GIB
-        trainer = build(tmp_path, checkpointing, memory := CountedMemory(), model=model, **options)
+        memory = CountedMemory()
+        trainer = build(tmp_path, checkpointing, memory, model=model, **options)
         train(trainer)
         highest[checkpointing] = memory.highest
     assert trainer.checkpointing.most > 0

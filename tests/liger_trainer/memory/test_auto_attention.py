@@ -31,7 +31,8 @@ def runs(tmp_path_factory):
     """Losses, weights and peak bytes without checkpointing, and with all layers checkpointed."""
     found = {}
     for checkpointing in (False, True):
-        trainer = make(tmp_path_factory.mktemp("run"), checkpointing, memory := CountedMemory())
+        memory = CountedMemory()
+        trainer = make(tmp_path_factory.mktemp("run"), checkpointing, memory)
         found[checkpointing] = (*train(trainer), memory.highest)
     return found
 
@@ -44,7 +45,8 @@ def between(runs, share):
 @pytest.mark.parametrize("share", [0.05, 0.4, 1.5])
 def test_the_same_bits_within_the_budget(share, runs, tmp_path, caplog):
     budget = between(runs, share)
-    trainer = make(tmp_path, "auto", memory := CountedMemory(), memory_budget=budget / GIB)
+    memory = CountedMemory()
+    trainer = make(tmp_path, "auto", memory, memory_budget=budget / GIB)
     assert same_bits(train(trainer), runs[False])
     chosen = trainer.checkpointing
     assert memory.highest <= budget * 1.005
@@ -85,7 +87,8 @@ def test_long_rows_after_short_ones_are_measured_again(runs, tmp_path, monkeypat
 def test_layers_are_kept_whole_if_attention_alone_cannot_be_kept(options, tmp_path):
     made = {}
     for checkpointing in (False, True):
-        trainer = make(tmp_path, checkpointing, memory := CountedMemory(), max_steps=4, **options)
+        memory = CountedMemory()
+        trainer = make(tmp_path, checkpointing, memory, max_steps=4, **options)
         made[checkpointing] = (*train(trainer), memory.highest)
     budget = made[True][2] + 0.3 * (made[False][2] - made[True][2])
     trainer = make(tmp_path, "auto", CountedMemory(), memory_budget=budget / GIB, max_steps=4, **options)

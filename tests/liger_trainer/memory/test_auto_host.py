@@ -15,7 +15,8 @@ from liger_trainer.memory.device_memory import GIB
 def runs(tmp_path_factory):
     found = {}
     for checkpointing in (False, True):
-        trainer = build(tmp_path_factory.mktemp("run"), checkpointing, memory := CountedMemory())
+        memory = CountedMemory()
+        trainer = build(tmp_path_factory.mktemp("run"), checkpointing, memory)
         found[checkpointing] = (*train(trainer), memory.highest)
     return found
 
@@ -30,7 +31,8 @@ def test_the_same_bits_within_the_budget(share, patched, runs, tmp_path, caplog)
     options = {"use_liger": patched, "liger_config": {"rebuild_above_mib": 0} if patched else None}
     want = train(build(tmp_path / "none", False, **options)) if patched else runs[False]
     budget, carries = between(runs, share), Carries()
-    trainer = build(tmp_path, "auto", memory := memory_with(carries), memory_budget=budget, **options)
+    memory = memory_with(carries)
+    trainer = build(tmp_path, "auto", memory, memory_budget=budget, **options)
     assert same_bits(train(trainer), want)
     chosen = trainer.checkpointing
     assert memory.highest <= budget * GIB * 1.005
@@ -71,7 +73,9 @@ class PinsLess(Carries):
 def test_a_host_that_takes_less_than_promised(tmp_path, monkeypatch, caplog):
     """Once activations have to stay on the GPU, the other layers are checkpointed, and no more go to the host."""
     monkeypatch.setattr(memory_runs, "uneven_rows", rows_of_one_length)
-    highest, runs, options = {}, {}, {"max_steps": 6, "gradient_accumulation_steps": 1}
+    highest = {}
+    runs = {}
+    options = {"max_steps": 6, "gradient_accumulation_steps": 1}
     for checkpointing in (False, True, "auto"):
         memory = memory_with(PinsLess() if checkpointing == "auto" else None)
         if checkpointing == "auto":
@@ -103,7 +107,8 @@ def test_others_saved_tensor_hooks_are_respected(runs, tmp_path):
         seen.append(x.shape)
         return x
 
-    trainer = build(tmp_path, "auto", memory_with(carries := Carries()), memory_budget=between(runs, 0.3))
+    carries = Carries()
+    trainer = build(tmp_path, "auto", memory_with(carries), memory_budget=between(runs, 0.3))
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         assert same_bits(train(trainer), runs[False])
     assert seen and carries.most == 0

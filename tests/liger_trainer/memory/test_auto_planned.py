@@ -99,7 +99,8 @@ def with_shared_blocks():
     """Layers that share one MLP, as in Zamba. The MLP holds what other models checkpoint separately."""
     model = tiny_model("llama", num_hidden_layers=4)
     for layer in model.model.layers:
-        layer.mlp, layer.self_attn.gradient_checkpointing = model.model.layers[0].mlp, False
+        layer.mlp = model.model.layers[0].mlp
+        layer.self_attn.gradient_checkpointing = False
     return model
 
 

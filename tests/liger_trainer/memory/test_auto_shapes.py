@@ -170,10 +170,11 @@ def test_measuring_stays_within_the_budget(layers, tmp_path, monkeypatch):
     highest = {}
     for checkpointing in (True, "auto"):
         budget = None if checkpointing is True else highest[True] / GIB
+        memory = CountedMemory()
         trainer = build(
             tmp_path,
             checkpointing,
-            memory := CountedMemory(),
+            memory,
             model=frozen_model(layers),
             memory_budget=budget,
             gradient_accumulation_steps=1,

@@ -33,7 +33,9 @@ def test_the_same_bits(numbers, lag, ahead, backward, layers):
 
 
 def test_weights_buffers_and_what_all_are_given_stay(layers):
-    host, x, scale = Host(), randn(2, 5, 16), randn(2, 5, 16)
+    host = Host()
+    x = randn(2, 5, 16)
+    scale = randn(2, 5, 16)
     got = run(layers, x, through(offload_of(host)), scale=scale)
     assert same(got, run(layers, x, plain, scale=scale))
     tokens, width = 10, 16
@@ -55,7 +57,9 @@ def test_a_view_of_a_weight_stays():
             return torch.tanh(x @ self.weight.t()) @ self.weight.view(16, 16)
 
     torch.manual_seed(0)
-    layers, host, x = [on_device(Tied()) for _ in range(4)], Host(), randn(2, 5, 16)
+    layers = [on_device(Tied()) for _ in range(4)]
+    host = Host()
+    x = randn(2, 5, 16)
     got = run(layers, x, through(offload_of(host)))
     assert same(got, run(layers, x, plain))
     assert layers[0].weight.nbytes not in host.asked
@@ -135,7 +139,8 @@ def test_values_at_the_end_of_the_layer_count():
 
     grads = []
     for numbers in ((), (0,)):
-        carried, x = offload_of(Host()), torch.ones(2, 5, 16, device=GPU, requires_grad=True)
+        carried = offload_of(Host())
+        x = torch.ones(2, 5, 16, device=GPU, requires_grad=True)
         y = through(carried, numbers)(0, Changed(), x, None)
         carried.before_call(1)
         y.sum().backward()
@@ -171,7 +176,8 @@ def test_a_fetch_that_ran_out_of_memory_can_be_repeated(layers):
     x, failures = randn(2, 5, 16), 0
     want = run(layers, x, plain)[1]
     for room in range(12_000, 32_000, 1000):
-        call, inputs = through(offload_of(Host()), (0, 1, 2)), x.clone().requires_grad_()
+        call = through(offload_of(Host()), (0, 1, 2))
+        inputs = x.clone().requires_grad_()
         with CountedMemory() as memory:
             y = inputs * 2
             for number, layer in enumerate(layers):
@@ -228,7 +234,8 @@ def deciding(carried):
 def test_a_patched_model_computes_norms_and_gates_again(model_type, monkeypatch):
     model = on_device(tiny_model(model_type, num_hidden_layers=4).train())
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    batch, asked = {name: x.to(model.device) for name, x in collate(ragged_rows(4)).items()}, {}
+    batch = {name: x.to(model.device) for name, x in collate(ragged_rows(4)).items()}
+    asked = {}
     made, get = [], rebuild._Rebuilt.get
     monkeypatch.setattr(rebuild._Rebuilt, "get", lambda self, shape: made.append(1) or get(self, shape))
     for above in (1000, 0):

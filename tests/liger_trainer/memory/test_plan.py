@@ -33,7 +33,10 @@ class Step:
 
     def run(self, plan=NOTHING, share=1.0):
         """Return the record: moments and calls. The most bytes of each moment are above `BASE`."""
-        now, most, moments, calls = 0, 0, [], []
+        now = 0
+        most = 0
+        moments = []
+        calls = []
 
         def add(size):
             nonlocal now, most
@@ -65,7 +68,9 @@ class Step:
                     add(scaled(self.extra[number]) + scaled(self.given))
             if i not in plan.not_recomputed:
                 moments.append(most)
-                most, calls[i].last, calls[i].extra = now, len(moments), self.extra[i]
+                most = now
+                calls[i].last = len(moments)
+                calls[i].extra = self.extra[i]
                 add(scaled(self.extra[i]) - (scaled(self.attention[i]) if i in plan.attention else 0))
             add(self.inside + self.gradient)
             add(-self.inside - scaled(self.extra[i]) - scaled(self.given))
@@ -119,7 +124,8 @@ def test_attention_comes_before_whole_layers():
 
 def test_host_memory_is_for_what_does_not_fit():
     step = Step(0, layers=20, head=200)
-    least, most = max(step.run().peaks), max(step.run(ActivationPlan(frozenset(range(20)))).peaks)
+    least = max(step.run().peaks)
+    most = max(step.run(ActivationPlan(frozenset(range(20)))).peaks)
     link = Link(10**6, 2.0)
     assert not step.plan(BASE + most, link=link).on_host
     half = step.plan(BASE + (least + most) // 2, link=link)

@@ -117,7 +117,9 @@ def test_a_larger_measurement_takes_the_place_of_smaller_ones_and_their_margin()
     def measured(length):
         return Measurement({None: Size(1, length)}, False, False, [0], [RecordedCall(7, "layer", Size(1, length), 0)])
 
-    measurements, small, large = Measurements(), measured(8), measured(16)
+    measurements = Measurements()
+    small = measured(8)
+    large = measured(16)
     measurements.add(small)
     small.margin = 5
     measurements.add(large)

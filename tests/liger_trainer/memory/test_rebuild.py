@@ -28,7 +28,9 @@ class Watched:
     """A gate that counts its calls and watches its first result."""
 
     def __init__(self, gate=swiglu):
-        self.gate, self.calls, self.product = gate, 0, None
+        self.gate = gate
+        self.calls = 0
+        self.product = None
 
     def __call__(self, a, b, **options):
         self.calls += 1
@@ -145,7 +147,8 @@ def with_lora(model):
 # gemma2: four norms a layer. cohere2: one norm feeds both the attention and the MLP.
 @pytest.mark.parametrize("model_type", ["llama", "qwen3", "gemma2", "cohere2", "llama-lora"])
 def test_norm_outputs_made_again_give_the_same_bits(model_type, monkeypatch):
-    model, batch = tiny_model(model_type.removesuffix("-lora")).train(), collate(ragged_rows(4))
+    model = tiny_model(model_type.removesuffix("-lora")).train()
+    batch = collate(ragged_rows(4))
     model = with_lora(model) if model_type.endswith("-lora") else model
     made, get = [], rebuild._Rebuilt.get
     monkeypatch.setattr(rebuild._Rebuilt, "get", lambda self, shape: made.append(shape[-1]) or get(self, shape))
@@ -194,7 +197,9 @@ class Skipped(Exception):
 @pytest.mark.parametrize("how", ["no backward", "exception", "exception in forward"])
 def test_a_forward_without_a_backward_leaves_nothing(how):
     """After a skipped step, an interrupted one, or a retry after running out of memory, all is freed as in stock."""
-    model, batch, watched = tiny_model("llama").train(), collate(ragged_rows(4)), []
+    model = tiny_model("llama").train()
+    batch = collate(ragged_rows(4))
+    watched = []
     assert apply_liger(model, ALL).skipped == {}
 
     def watch(module, args, output):

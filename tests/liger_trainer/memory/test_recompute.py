@@ -31,7 +31,9 @@ class Layer(nn.Module):
 
     def __init__(self, dropout=0.0):
         super().__init__()
-        self.up, self.down, self.dropout = nn.Linear(8, 12), nn.Linear(12, 8), nn.Dropout(dropout)
+        self.up = nn.Linear(8, 12)
+        self.down = nn.Linear(12, 8)
+        self.dropout = nn.Dropout(dropout)
         self.runs = self.ends = 0
 
     def forward(self, x):
@@ -143,7 +145,8 @@ def test_gradients_of_some_inputs_and_then_of_others():
 
 
 def test_what_is_kept_can_be_looked_at_outside_of_a_backward_pass():
-    module, x = nn.Sequential(nn.Linear(8, 8), nn.Sigmoid()), torch.randn(3, 8, requires_grad=True)
+    module = nn.Sequential(nn.Linear(8, 8), nn.Sigmoid())
+    x = torch.randn(3, 8, requires_grad=True)
     y = ours(module, x)
     assert torch.equal(y.grad_fn._saved_result, y)
     y.sum().backward()

@@ -14,7 +14,10 @@ from torch.utils.checkpoint import checkpoint
 
 from liger_trainer.memory import selective
 
-ROWS, HEADS, LENGTH, WIDTH = 2, 3, 24, 8
+ROWS = 2
+HEADS = 3
+LENGTH = 24
+WIDTH = 8
 PLAIN = functools.partial(checkpoint, use_reentrant=False)
 
 
@@ -36,7 +39,8 @@ class Layer(torch.nn.Module):
     def __init__(self, attend=F.scaled_dot_product_attention, change=None):
         super().__init__()
         torch.manual_seed(3)
-        self.into, self.out = torch.nn.Linear(HEADS * WIDTH, HEADS * WIDTH), torch.nn.Linear(HEADS * WIDTH, 7)
+        self.into = torch.nn.Linear(HEADS * WIDTH, HEADS * WIDTH)
+        self.out = torch.nn.Linear(HEADS * WIDTH, 7)
         self.attend, self.change = attend, change
 
     def forward(self, x):

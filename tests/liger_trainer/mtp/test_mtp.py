@@ -37,7 +37,9 @@ def brute_force(model, tensors, batch):
     def norm(x, weight):
         return x * (x.square().mean(-1, keepdim=True) + config.rms_norm_eps).rsqrt() * (1 + weight)
 
-    total, hits, count = 0.0, 0, 0
+    total = 0.0
+    hits = 0
+    count = 0
     for b, places in documents(batch):
         ids = batch["input_ids"][b, places][None]
         with torch.no_grad():

@@ -62,7 +62,8 @@ def test_an_adapter_on_the_lm_head(modules):
         task_type="CAUSAL_LM",
     )
     torch.manual_seed(0)
-    model, batch = get_peft_model(tiny_model("llama", **ONE_LAYER), config).train(), collate(ragged_rows(4))
+    model = get_peft_model(tiny_model("llama", **ONE_LAYER), config).train()
+    batch = collate(ragged_rows(4))
     apply_liger(model)
     parameters = [p for p in model.parameters() if p.requires_grad]
 

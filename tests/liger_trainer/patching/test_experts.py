@@ -36,7 +36,8 @@ def with_implementation(name):
     return wrap
 
 
-WAYS, FAMILIES = ("kept", "checkpoint", "reentrant"), ("qwen3_moe", "gpt_oss", "deepseek_v3")
+WAYS = ("kept", "checkpoint", "reentrant")
+FAMILIES = ("qwen3_moe", "gpt_oss", "deepseek_v3")
 
 
 @pytest.mark.parametrize(
@@ -62,7 +63,8 @@ def test_another_gradient_at_the_limit_is_seen(implementation, monkeypatch):
     for name, cut in cuts.items():
 
         def gate(self, gate_up, cut=cut):
-            g, u = cut(gate_up[..., ::2]), gate_up[..., 1::2].clamp(min=-self.limit, max=self.limit)
+            g = cut(gate_up[..., ::2])
+            u = gate_up[..., 1::2].clamp(min=-self.limit, max=self.limit)
             return (u + 1) * (g * torch.sigmoid(g * self.alpha))
 
         monkeypatch.setattr(type(block), "_apply_gate", gate)
@@ -125,7 +127,8 @@ STATES = {
 
 @pytest.mark.parametrize("change", STATES.values(), ids=STATES)
 def test_adapters_switched_after_the_swap(change):
-    want, got = model_of(PLAIN, "qwen3_moe", two_adapters), model_of(PLAIN, "qwen3_moe", two_adapters)
+    want = model_of(PLAIN, "qwen3_moe", two_adapters)
+    got = model_of(PLAIN, "qwen3_moe", two_adapters)
     apply_liger(got)
     for model in (want, got):
         change(model)
@@ -250,7 +253,8 @@ def test_a_gate_put_on_a_block_before_the_swap(wrap):
 @pytest.mark.parametrize("of", ["block", "wrapper"])
 def test_a_forward_wrapped_by_the_user_runs(of, monkeypatch):
     """It may count tokens of experts, and no number would show if it were skipped."""
-    model, calls = model_of(PLAIN, "qwen3_moe", adapted() if of == "wrapper" else None), []
+    model = model_of(PLAIN, "qwen3_moe", adapted() if of == "wrapper" else None)
+    calls = []
     cls = ParamWrapper if of == "wrapper" else type(blocks(model)[0])
     own = cls.forward
 

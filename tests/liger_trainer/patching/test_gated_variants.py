@@ -38,7 +38,11 @@ class GatedNorm(nn.Module):
     def __init__(self, n=48, first=False, act="silu", cast="llama", group_size=None, flaw=None):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(n))
-        self.variance_epsilon, self.first, self.act, self.cast, self.flaw = 1e-6, first, act, cast, flaw
+        self.variance_epsilon = 1e-6
+        self.first = first
+        self.act = act
+        self.cast = cast
+        self.flaw = flaw
         self.group_size = group_size
 
     def forward(self, hidden_states, gate=None):
@@ -198,9 +202,15 @@ def test_a_hook_sees_what_it_changes():
 class MLP(nn.Module):
     def __init__(self, limit=7.0, alpha=1.0, up_offset=0.0, gate_multiplier=1.0, down_multiplier=1.0, p=0.0):
         super().__init__()
-        self.gate_proj, self.up_proj, self.down_proj = nn.Linear(16, 24), nn.Linear(16, 24), nn.Linear(24, 16)
-        self.swiglu_limit, self.swiglu_alpha, self.up_offset = limit, alpha, up_offset
-        self.gate_multiplier, self.down_multiplier, self.residual_dropout = gate_multiplier, down_multiplier, p
+        self.gate_proj = nn.Linear(16, 24)
+        self.up_proj = nn.Linear(16, 24)
+        self.down_proj = nn.Linear(24, 16)
+        self.swiglu_limit = limit
+        self.swiglu_alpha = alpha
+        self.up_offset = up_offset
+        self.gate_multiplier = gate_multiplier
+        self.down_multiplier = down_multiplier
+        self.residual_dropout = p
 
     def forward(self, x, layer_idx=None):
         x = x if layer_idx is None else x + layer_idx
@@ -275,7 +285,9 @@ class CastsToLast(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.wi_0, self.wi_1, self.wo = nn.Linear(16, 24), nn.Linear(16, 24), nn.Linear(24, 16)
+        self.wi_0 = nn.Linear(16, 24)
+        self.wi_1 = nn.Linear(16, 24)
+        self.wo = nn.Linear(24, 16)
 
     def forward(self, x):
         y = F.silu(self.wi_0(x)) * self.wi_1(x)
@@ -409,7 +421,9 @@ class LayerNorm1P(nn.LayerNorm):
 class GroupedNorm(nn.Module):
     def __init__(self, n=48, group_size=12):
         super().__init__()
-        self.weight, self.group_size, self.eps = nn.Parameter(torch.zeros(n)), group_size, 1e-6
+        self.weight = nn.Parameter(torch.zeros(n))
+        self.group_size = group_size
+        self.eps = 1e-6
 
     def forward(self, x):
         y = x.float().unflatten(-1, (-1, self.group_size))

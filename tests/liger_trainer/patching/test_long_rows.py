@@ -36,7 +36,8 @@ def test_a_step_equals_stock(model_type, dtype, wrap, inner):
     assert not inner
     model = patched(model_of(setting, model_type, wrap))
     assert_same_step(step(model), want, dtype)
-    layers, rows = model.config.get_text_config().num_hidden_layers, batch()["input_ids"].numel()
+    layers = model.config.get_text_config().num_hidden_layers
+    rows = batch()["input_ids"].numel()
     passes = 3 if model_type == "gemma3_text" else 2  # its norm after the MLP needs the output again
     assert len(inner) == passes * layers * -(-rows // 8)
 
@@ -95,7 +96,8 @@ def test_sharded(tmp_path, inner):
     want = step(model_of(setting))
     distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
-        model, mesh = patched(model_of(setting)), distributed.init_device_mesh("cpu", (1,))
+        model = patched(model_of(setting))
+        mesh = distributed.init_device_mesh("cpu", (1,))
         for layer in model.model.layers:
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)

@@ -38,7 +38,9 @@ def attributes(model):
 @pytest.fixture
 def calls(monkeypatch):
     """Counts runs of each kernel (on the CPU: of its twin); `calls.spoil(name)` makes one slightly wrong."""
-    counts, running = dict.fromkeys(KERNELS, 0), []  # the experts' twin calls their gate's
+    # the experts' twin calls their gate's
+    counts = dict.fromkeys(KERNELS, 0)
+    running = []
 
     def watch(name, factor=1.0):
         own = getattr(reference, name)

@@ -33,7 +33,10 @@ class Norm(nn.Module):
     def __init__(self, n=96, eps=1e-6, offset=0.0, cast="llama", flaw=None):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(n))
-        self.variance_epsilon, self.offset, self.cast, self.flaw = eps, offset, cast, flaw
+        self.variance_epsilon = eps
+        self.offset = offset
+        self.cast = cast
+        self.flaw = flaw
 
     def forward(self, x):
         wide = x.float()
@@ -172,7 +175,9 @@ class MLP(nn.Module):
         self, act="silu", flaw=None, limit=7.0, p=0.0, bias=False, names=("gate_proj", "up_proj", "down_proj")
     ):
         super().__init__()
-        self.names, self.flaw, self.limit = names, flaw, limit
+        self.names = names
+        self.flaw = flaw
+        self.limit = limit
         gate, up, down = names
         self.add_module(gate, nn.Linear(16, 24, bias=False))
         self.add_module(up, nn.Linear(16, 24, bias=False))
@@ -259,7 +264,9 @@ class FusedMLP(nn.Module):
     def __init__(self, gate_first=True, cut="chunk"):
         super().__init__()
         self.input_linear, self.output_linear = nn.Linear(16, 48), nn.Linear(24, 16)
-        self.gate_first, self.cut, self.activation = gate_first, cut, F.silu
+        self.gate_first = gate_first
+        self.cut = cut
+        self.activation = F.silu
 
     def forward(self, x):
         z = self.input_linear(x)
@@ -513,10 +520,13 @@ def test_an_argument_of_unknown_meaning_goes_to_the_original():
     proofs, _ = proven_rotary(apply_rotary)
     plans = tuple((p, frozenset({8})) for p in proofs)
     ours = replacement(apply_rotary, rotary_proof.Signature.of(apply_rotary), plans)
-    q, k, angle = torch.randn(2, 3, 5, 8), torch.randn(2, 1, 5, 8), torch.rand(1, 5, 4).repeat(1, 1, 2)
+    q = torch.randn(2, 3, 5, 8)
+    k = torch.randn(2, 1, 5, 8)
+    angle = torch.rand(1, 5, 4).repeat(1, 1, 2)
     backwards = torch.arange(4, -1, -1)
     for arguments in ((backwards,), (None,), ()):
-        got, want = ours(q, k, angle, angle, *arguments), apply_rotary(q, k, angle, angle, *arguments)
+        got = ours(q, k, angle, angle, *arguments)
+        want = apply_rotary(q, k, angle, angle, *arguments)
         torch.testing.assert_close(got, want)
 
 

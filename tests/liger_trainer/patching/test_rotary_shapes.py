@@ -115,7 +115,9 @@ def test_a_proof_is_of_the_code_that_was_proven(monkeypatch):
     """A second model reuses it. It is made again once a function that the first model calls has other code."""
     from transformers.models.glm.modeling_glm import rotate_half as interleaved
 
-    function, proofs, proven = modeling_llama.apply_rotary_pos_emb, [], []
+    function = modeling_llama.apply_rotary_pos_emb
+    proofs = []
+    proven = []
     monkeypatch.setattr(rotary, "prove", lambda one: proven.append(one) or prove(one))
     rotary._proven_at.cache_clear()
     for owner, name, value in (

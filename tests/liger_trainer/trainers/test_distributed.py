@@ -115,7 +115,8 @@ def test_fsdp2_with_lora_on_every_linear_layer(tmp_path):
         assert names == {key[2] for key in first if key[:2] == (checkpointing, False)} and len(names) == 28
         assert first["swapped", checkpointing] == 14  # no hook of FSDP2 sits on a part of a layer
         for name in names:
-            got, want = first[checkpointing, True, name], first[checkpointing, False, name]
+            got = first[checkpointing, True, name]
+            want = first[checkpointing, False, name]
             assert torch.equal(got, second[checkpointing, True, name])
             assert (got - want).norm() <= 1e-4 * want.norm(), name
 

@@ -72,7 +72,8 @@ def test_bf16_parity_and_the_kernels_that_ran(tmp_path):
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3"])
 def test_compiled_step(model_type):
-    model, batch = tiny_model(model_type).cuda().train(), {k: v.cuda() for k, v in collate(ragged_rows(4)).items()}
+    model = tiny_model(model_type).cuda().train()
+    batch = {k: v.cuda() for k, v in collate(ragged_rows(4)).items()}
     apply_liger(model)
     want = model(**batch).loss
     want.backward()
@@ -202,7 +203,8 @@ def test_a_frozen_fp8_base(tmp_path):
     from liger_trainer.fp8.quantize_base import quantize_base
     from liger_triton.float8_cast import fault_of_device
 
-    if (fault := fault_of_device(torch.device("cuda", torch.cuda.current_device()))) is not None:
+    fault = fault_of_device(torch.device("cuda", torch.cuda.current_device()))
+    if fault is not None:
         pytest.skip(fault)
     sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 4, "vocab_size": 131}
     heads = {"num_attention_heads": 8, "num_key_value_heads": 4}

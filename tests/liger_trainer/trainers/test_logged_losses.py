@@ -15,7 +15,9 @@ from liger_trainer import LigerSFTConfig, LigerSFTTrainer, LigerTrainer, LigerTr
 class Breaking:
     """Adds `broken` to the loss of the calls `when`. Gradients stay the same, so only the logs differ."""
 
-    broken, when, calls = math.nan, (), 0
+    broken = math.nan
+    when = ()
+    calls = 0
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
@@ -229,7 +231,8 @@ def test_the_argument_is_as_set_for_all_that_looks(at_second, tmp_path):
     runs, found = [], []
     for trainer_class in (StockTrainer, OurTrainer):
         trainer = build(trainer_class, tmp_path, save_strategy="steps", save_steps=3)
-        trainer.add_callback(callback := Setting(at_second))
+        callback = Setting(at_second)
+        trainer.add_callback(callback)
         callback.trainer, trainer.when = trainer, (0, 3, 5)
         runs.append(logged(trainer))
         saved = torch.load(f"{trainer.args.output_dir}/checkpoint-3/training_args.bin", weights_only=False)
@@ -249,9 +252,8 @@ def test_a_callback_may_switch_the_filter_off(tmp_path):
     runs = []
     for trainer_class in (StockTrainer, OurTrainer):
         trainer = build(trainer_class, tmp_path)
-        trainer.add_callback(
-            callback := Setting(lambda trainer: vars(trainer.args).update(logging_nan_inf_filter=False))
-        )
+        callback = Setting(lambda trainer: vars(trainer.args).update(logging_nan_inf_filter=False))
+        trainer.add_callback(callback)
         callback.trainer, trainer.when = trainer, (0, 3)
         runs.append(logged(trainer))
     assert same(*runs) and math.isnan(runs[0][-1]) and not math.isnan(runs[0][0])

@@ -118,11 +118,13 @@ def test_auto_within_a_budget(tmp_path):
     """The budget lies between the peaks with all layers checkpointed and with none."""
     peaks = []
     for checkpointing in (True, False):
-        train(make(tmp_path, True, checkpointing, memory=(memory := CountedMemory())))
+        memory = CountedMemory()
+        train(make(tmp_path, True, checkpointing, memory=memory))
         peaks.append(memory.highest)
     budget = peaks[0] + 0.5 * (peaks[1] - peaks[0])
     want = train(make(tmp_path, False))
-    trainer = make(tmp_path, True, "auto", memory=(memory := CountedMemory()), memory_budget=budget / GIB)
+    memory = CountedMemory()
+    trainer = make(tmp_path, True, "auto", memory=memory, memory_budget=budget / GIB)
     assert same_bits(train(trainer), want)
     assert 0 < trainer.checkpointing.least < LAYERS
     assert memory.highest <= budget * 1.02
@@ -134,7 +136,8 @@ def test_the_plan_of_auto_knows_that_gradients_do_not_gather(tmp_path):
     for in_backward in (False, True):
         model = tiny_model("llama", num_hidden_layers=LAYERS, hidden_size=128, intermediate_size=384)
         options = SHORT | {"model": model, "per_device_train_batch_size": 1, "max_steps": 6}
-        trainer = make(tmp_path, in_backward, "auto", memory=(memory := CountedMemory()), **options)
+        memory = CountedMemory()
+        trainer = make(tmp_path, in_backward, "auto", memory=memory, **options)
         got = train(trainer)
         found[in_backward] = (got, trainer.checkpointing)
         assert trainer.checkpointing.most == LAYERS
@@ -170,7 +173,8 @@ def test_hooks_of_a_weight_see_and_change_its_gradient(tmp_path):
         return model
 
     ordinary, _ = same_training(tmp_path, model=model, **SHORT)
-    train(without := make(tmp_path, True, **SHORT))
+    without = make(tmp_path, True, **SHORT)
+    train(without)
     assert logs_of(without) != ordinary[0], "or the hooks would show nothing"
 
 
@@ -399,7 +403,8 @@ class Changing(TrainerCallback):
 
 
 def changing(tmp_path, on, change):
-    trainer = make(tmp_path, on, callbacks=[callback := Changing(change)], **SHORT)
+    callback = Changing(change)
+    trainer = make(tmp_path, on, callbacks=[callback], **SHORT)
     callback.trainer = trainer
     return trainer
 

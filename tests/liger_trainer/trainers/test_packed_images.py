@@ -107,7 +107,9 @@ def model():
 
 
 def test_a_step_of_all_rows_equals_trl(model, tmp_path, monkeypatch):
-    dataset, used, packed = rows(), [], unpad_plan.UnpadPlan.unpad
+    dataset = rows()
+    used = []
+    packed = unpad_plan.UnpadPlan.unpad
     want = trained(trainer_of(SFTTrainer, SFTConfig, copy.deepcopy(model), tmp_path, dataset, len(dataset)))
     ours = trainer_of(LigerSFTTrainer, LigerSFTConfig, copy.deepcopy(model), tmp_path, dataset, 8, packing=True)
     assert ours.args.packing and isinstance(ours.train_dataset, PackedRows)
@@ -143,7 +145,10 @@ FORMS = {
 
 @pytest.mark.parametrize("model_type, form", [(name, form) for name, forms in FORMS.items() for form in forms])
 def test_positions_in_three_dimensions(model_type, form, tmp_path, monkeypatch):
-    model, dataset, given, used = qwen(model_type), qwen_rows(model_type, form), {}, []
+    model = qwen(model_type)
+    dataset = qwen_rows(model_type, form)
+    given = {}
+    used = []
     if form == "adapters":
         given = {"peft_config": LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "qkv", "down_proj"])}
     if form.startswith("frozen"):

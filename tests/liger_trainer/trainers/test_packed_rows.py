@@ -130,7 +130,8 @@ def test_flattened_rows_of_a_model_that_keeps_a_state_are_an_error(name, config,
     """If no layer is told where rows begin, a state passes from row to row. Only padded rows can be trained then."""
     model, _ = with_own_attention(name)
     args = LigerTrainingArguments(**options_of(tmp_path), liger_config=config)
-    flattened, padded = DataCollatorWithFlattening(), DataCollatorForSeq2Seq(tiny_tokenizer())
+    flattened = DataCollatorWithFlattening()
+    padded = DataCollatorForSeq2Seq(tiny_tokenizer())
     trl_s = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
     given = {"model": model, "args": args, "train_dataset": ragged_rows(12)}
     with pytest.raises(ValueError, match="packed rows see each other.*Train on padded rows.*DataCollatorForSeq2Seq"):

@@ -280,7 +280,8 @@ def test_use_liger_false_is_the_stock_trainer_bit_for_bit(tmp_path):
 
 
 def test_the_head_alone_can_be_switched_off(tmp_path):
-    model, options = tiny_model("llama"), {"liger_config": {"fused_linear_cross_entropy": False}}
+    model = tiny_model("llama")
+    options = {"liger_config": {"fused_linear_cross_entropy": False}}
     want = trained(build_dpo(DPOTrainer, model, tmp_path))
     trainer = build_dpo(LigerDPOTrainer, model, tmp_path, **options)
     assert not trainer.uses_fused_head and trainer.liger_report["rms_norm"].swapped

@@ -98,7 +98,8 @@ def test_completions_of_a_prompt_share_it(kind, options, tmp_path):
 def test_the_reference_and_the_old_policy_share_too(tmp_path, monkeypatch):
     """For a model without an adapter, the reference is a separate model."""
     trainer = compare("grpo", tmp_path, num_iterations=2, max_steps=2)
-    policy, reference = shared_prompts_of(trainer.model), shared_prompts_of(trainer.ref_model)
+    policy = shared_prompts_of(trainer.model)
+    reference = shared_prompts_of(trainer.ref_model)
     assert reference.calls == 1  # once a generation batch
     assert policy.calls == 1 + 2  # the old policy once, then each update
 

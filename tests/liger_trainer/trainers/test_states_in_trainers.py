@@ -46,7 +46,8 @@ def test_dpo(name, tmp_path, planned):
 @pytest.mark.parametrize("name", TYPES)
 def test_grpo(name, tmp_path, planned):
     generator = torch.Generator().manual_seed(4)
-    model, rows = model_with_reference(name, tmp_path), [{"prompt": words(generator, 2, 6)} for _ in range(8)]
+    model = model_with_reference(name, tmp_path)
+    rows = [{"prompt": words(generator, 2, 6)} for _ in range(8)]
     ours, stock = (
         build(
             trainer,

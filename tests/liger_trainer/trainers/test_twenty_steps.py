@@ -80,7 +80,9 @@ def rows_of(name, size, n):
         return [{"prompt": text(4, 8)} for _ in range(n)]
     rows = []
     for i in range(n):
-        prompt, one, other = text(3, 6), text(length - 5, length), text(length // 2, length)
+        prompt = text(3, 6)
+        one = text(length - 5, length)
+        other = text(length // 2, length)
         if name == "SFT":
             rows.append({"prompt": prompt, "completion": one})
         elif name == "KTO":
@@ -138,7 +140,9 @@ def logged(name, ours, size, dtype, folder, varlen, packed):
         gradient_checkpointing=name in CHECKPOINTED,
         **options,
     )
-    model, rows, tokenizer = model_of(size, dtype), rows_of(name, size, 4 * steps), tokenizer_of(size)
+    model = model_of(size, dtype)
+    rows = rows_of(name, size, 4 * steps)
+    tokenizer = tokenizer_of(size)
     model.config._name_or_path = str(folder / "reference")
     given = {"train_dataset": Dataset.from_list(rows), "processing_class": tokenizer}
     if name == "Trainer":

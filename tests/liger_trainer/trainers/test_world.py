@@ -129,7 +129,8 @@ def test_a_trainer_of_a_script_refuses_to_train_apart(tmp_path, monkeypatch):
         return LigerTrainer(model=tiny_model("llama"), args=args, train_dataset=ragged_rows(4), data_collator=collate)
 
     options = {"output_dir": str(tmp_path), "report_to": "none", "remove_unused_columns": False}
-    args, stock = LigerTrainingArguments(**options), LigerTrainingArguments(**options, use_liger=False)
+    args = LigerTrainingArguments(**options)
+    stock = LigerTrainingArguments(**options, use_liger=False)
     build(args)
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="WORLD_SIZE is 2.*use_cpu"):

@@ -192,7 +192,8 @@ def test_adapters_that_take_each_token_by_itself_run_on_real_tokens(config, toke
 
 
 def test_an_adapter_that_is_not_known_computes_padding(tokens):
-    model, call = get_peft_model(model_of(), peft.C3AConfig(block_size=8, **QKV)), batch()
+    model = get_peft_model(model_of(), peft.C3AConfig(block_size=8, **QKV))
+    call = batch()
     want = step(model, call)
     assert "C3ALinear" in apply_liger(model, ON)["varlen_attention"].unsuited["model"]
     tokens.clear()

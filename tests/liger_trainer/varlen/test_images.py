@@ -50,7 +50,9 @@ def test_a_step_equals_the_padded_batch(model_type, side, tokens):
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_images_in_models_with_state_layers(side, checkpointing, monkeypatch):
     """As in Qwen3.5: real tokens have three-dimensional positions, and its states restart at each row."""
-    model, seen, packed = image_model("qwen3_5"), [], unpad_plan.UnpadPlan.unpad
+    model = image_model("qwen3_5")
+    seen = []
+    packed = unpad_plan.UnpadPlan.unpad
     batch = image_batch(model, side=side)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})

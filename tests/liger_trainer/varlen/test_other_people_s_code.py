@@ -111,7 +111,9 @@ def a_linear_layer_of_their_class(model):
     ],
 )
 def test_user_code_sees_what_stock_computes_for_padding(theirs, before, tokens):
-    model, stock, call = model_of(), model_of(), batch()
+    model = model_of()
+    stock = model_of()
+    call = batch()
     theirs(stock)
     want = step(stock, call)
     if before:
@@ -158,7 +160,9 @@ def test_functions_replaced_in_transformers_or_peft_after_patching_run(owner, na
         config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
         return get_peft_model(model_of(), config)
 
-    model, stock, call = made(), made(), batch()
+    model = made()
+    stock = made()
+    call = batch()
     report = apply_liger(model, ON | {"lora": False})["varlen_attention"]
     monkeypatch.setattr(owner, name, wrapped(getattr(owner, name), change))
     want = step(stock, call)
@@ -187,7 +191,9 @@ def test_a_hook_between_the_backbone_and_the_head(tokens):
 
 
 def test_a_loss_that_is_registered_later(tokens, monkeypatch):
-    model, call, own = model_of(), batch(), LOSS_MAPPING["ForCausalLM"]
+    model = model_of()
+    call = batch()
+    own = LOSS_MAPPING["ForCausalLM"]
 
     def with_a_term(logits, labels, vocab_size, **kwargs):
         return own(logits, labels, vocab_size, **kwargs) + 0.01 * logits.logsumexp(-1).square().mean()
@@ -244,7 +250,8 @@ def test_frequencies_that_depend_on_the_longest_position(kind, side, lengths, us
     """The rows are padded to a width of the user's choice, longer than the model was trained on."""
     factors = {"longrope": {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}, "dynamic": {}}[kind]
     rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16, **factors}
-    model, call = model_of(max_position_embeddings=16, rope_parameters=rope), batch(lengths, side)
+    model = model_of(max_position_embeddings=16, rope_parameters=rope)
+    call = batch(lengths, side)
     want = step(model, call)
     patched(model)
     tokens.clear()
@@ -253,7 +260,9 @@ def test_frequencies_that_depend_on_the_longest_position(kind, side, lengths, us
 
 
 def test_layers_that_are_compiled_by_themselves(tokens):
-    model, call, traced = model_of(), batch(), []
+    model = model_of()
+    call = batch()
+    traced = []
     want = step(model, call)
     patched(model)
 

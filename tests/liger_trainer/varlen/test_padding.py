@@ -113,7 +113,8 @@ def test_positions_and_embeddings_of_the_caller(tokens):
     call["position_ids"] = (call["attention_mask"].cumsum(1) - 1).clamp(min=0) * 2  # positions that nothing else makes
     embedded = {k: v for k, v in call.items() if k != "input_ids"}
     embeddings = model.get_input_embeddings()(call["input_ids"]).detach().requires_grad_()
-    want, want_embedded = step(model, call), step(model, embedded | {"inputs_embeds": embeddings})
+    want = step(model, call)
+    want_embedded = step(model, embedded | {"inputs_embeds": embeddings})
     want_grad, embeddings.grad = embeddings.grad, None
     patched(model)
     tokens.clear()
@@ -125,7 +126,8 @@ def test_positions_and_embeddings_of_the_caller(tokens):
 
 def test_the_loss_that_balances_experts(tokens):
     """The config asks for it. The model's own output has the routers' logits, including those at padding."""
-    model, call = model_of("qwen3_moe", router_aux_loss_coef=0.1, output_router_logits=True), batch(side="left")
+    model = model_of("qwen3_moe", router_aux_loss_coef=0.1, output_router_logits=True)
+    call = batch(side="left")
     want, stock = step(model, call), model(**call, use_cache=False)
     patched(model)
     tokens.clear()
@@ -138,7 +140,9 @@ def test_the_loss_that_balances_experts(tokens):
 
 
 def test_hooks_inside_see_the_batch(tokens):
-    model, call, shapes = model_of(), batch(), []
+    model = model_of()
+    call = batch()
+    shapes = []
     want = step(model, call)
     patched(model)
     tokens.clear()
@@ -255,7 +259,8 @@ def test_a_last_layer_on_another_device():
 @pytest.mark.parametrize("lengths, batch, fits", [((3, 4), 1, False), ((7,), 1, True), ((7, 7), 2, True)])
 def test_positions_that_the_model_makes_itself(lengths, batch, fits):
     """They do not show where packed rows start. Batches without padding have no packed rows."""
-    ids, positions = torch.zeros(batch, 7, dtype=torch.long), torch.arange(7).expand(batch, 7)
+    ids = torch.zeros(batch, 7, dtype=torch.long)
+    positions = torch.arange(7).expand(batch, 7)
     given = {"input_ids": ids, "position_ids": positions}
     plan = UnpadPlan(given, Rows(list(lengths), ids.device, batch))
     assert plan.fits(given)
@@ -267,7 +272,8 @@ def test_positions_that_the_model_makes_itself(lengths, batch, fits):
 def test_one_row_a_batch(name, call):
     """Some models view the result of attention. With one row it has to be contiguous, as in stock."""
     model, _ = with_own_attention(name)
-    stock, stock_s = copy.deepcopy(model), batch((13,)) if call == "one padded row" else batch((20,))
+    stock = copy.deepcopy(model)
+    stock_s = batch((13,)) if call == "one padded row" else batch((20,))
     given = stock_s
     if call == "a packed row":  # stock's afmoe lets packed rows see each other
         stock_s = batch((10, 10), width=10, prompt=1)

@@ -46,7 +46,9 @@ def test_a_copy_outlives_the_model(how, tokens):
 
 @pytest.mark.parametrize("before", [True, False])
 def test_a_function_of_the_user_s_is_used(before, tokens, monkeypatch):
-    called, model, call = [], model_of(), batch()
+    called = []
+    model = model_of()
+    call = batch()
     want = step(model, call)
 
     def theirs(*args, **kwargs):

@@ -66,7 +66,8 @@ def shared_by(model):
 @pytest.mark.parametrize("name", [*FAMILIES, *BY_OWN_ATTENTION])
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_loss_and_gradients_equal_the_padded_batch(name, side, tokens):
-    model, call = (drawn_model if name in BY_OWN_ATTENTION else model_of)(name), batch(side)
+    model = (drawn_model if name in BY_OWN_ATTENTION else model_of)(name)
+    call = batch(side)
     want = step(model, call)
     sharing(model)
     tokens.clear()

@@ -151,7 +151,8 @@ def test_lora_on_the_projections(name, checkpointing):
 
 def test_a_copy_and_a_model_without_ours():
     model = drawn_model("lfm2")
-    call, before = batch(LENGTHS), {name: dict(vars(m)) for name, m in model.named_modules()}
+    call = batch(LENGTHS)
+    before = {name: dict(vars(m)) for name, m in model.named_modules()}
     want = step_of(model, *alone(call))
     patched(model)
     twin = copy.deepcopy(model)

@@ -127,7 +127,8 @@ def test_padded_rows_in_bf16_are_as_near_to_fp32_as_stock_s():
     torch.manual_seed(0)
     with torch.device("cuda"):
         model = LlamaForCausalLM(config)
-    ids, mask = torch.randint(3, 500, (8, 512), device="cuda"), torch.ones(8, 512, device="cuda", dtype=torch.long)
+    ids = torch.randint(3, 500, (8, 512), device="cuda")
+    mask = torch.ones(8, 512, device="cuda", dtype=torch.long)
     for row in range(1, 8):
         mask[row, 512 - 60 * row :] = 0
     call = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}

@@ -109,7 +109,8 @@ def _not_causal(model):
 @pytest.mark.parametrize("lengths", [LENGTHS, (13,)], ids=["four rows", "one row"])
 def test_a_scale_of_columns_keeps_padding(lengths, masks):
     """Llama 4 scales queries by their columns, which count padding on the left."""
-    model, call = of("llama4_text", attn_temperature_tuning=True), batch(lengths, side="left")
+    model = of("llama4_text", attn_temperature_tuning=True)
+    call = batch(lengths, side="left")
     want = step(model, call)
     patched(model)
     masks.clear()
@@ -157,7 +158,9 @@ def test_temperatures_by_the_place_in_the_batch_keep_padding(masks):
     """Llama 4 scales queries by their place in the batch, which changes without padding. Full rows keep theirs."""
     layers = {"num_hidden_layers": 5, "moe_layers": [], "no_rope_layers": [1, 1, 1, 1, 0]}
     layers |= {"layer_types": ["chunked_attention"] * 4 + ["full_attention"], "attn_temperature_tuning": True}
-    model, padded, whole = of("llama4_text", **layers), batch(side="left"), full()
+    model = of("llama4_text", **layers)
+    padded = batch(side="left")
+    whole = full()
     want_padded, want = step(model, padded), step(model, whole)
     report = apply_liger(model, ON)["varlen_attention"]
     assert "computes padding" in report.swapped["model"] and "differs" in report.swapped["model"]
@@ -289,7 +292,8 @@ def test_a_layer_that_is_called_with_a_mask_of_its_own(masks):
     """An attention that is called outside its model has no rows."""
     model = patched(of("gpt_oss"))
     layer = model.model.layers[0].self_attn
-    hidden, angles = torch.randn(1, 5, 32), model.model.rotary_emb(torch.randn(1), torch.arange(5)[None])
+    hidden = torch.randn(1, 5, 32)
+    angles = model.model.rotary_emb(torch.randn(1), torch.arange(5)[None])
     out, weights = layer(hidden, angles, torch.zeros(1, 1, 5, 5))
     assert out.shape == (1, 5, 32) and weights is not None and isinstance(layer, nn.Module)
     assert LENGTHS

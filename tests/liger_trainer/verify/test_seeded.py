@@ -27,9 +27,15 @@ from liger_trainer.varlen import unpad_plan, unpadded_backbone
 from liger_triton import _chunks
 from liger_triton._chunks import Accumulator
 
-LOSSES, GRADIENTS, UPDATES = "losses and gradient norm", "gradients", "updates of weights"
-TRAINS, NORMS, PACKED = "what trains", "norms in 16 bits", "packed rows = separate rows"
-PADDED, SPLIT, REFERENCE = "padded rows = unpadded rows", "accumulation 1 x 4 = 4 x 1", "reference model"
+LOSSES = "losses and gradient norm"
+GRADIENTS = "gradients"
+UPDATES = "updates of weights"
+TRAINS = "what trains"
+NORMS = "norms in 16 bits"
+PACKED = "packed rows = separate rows"
+PADDED = "padded rows = unpadded rows"
+SPLIT = "accumulation 1 x 4 = 4 x 1"
+REFERENCE = "reference model"
 MERGED, RESUMED = "adapter merged = applied", "saved and resumed = uninterrupted"
 LOGGED, CHUNKS, LEFT, DROPOUT = (
     "every logged number",
@@ -39,8 +45,12 @@ LOGGED, CHUNKS, LEFT, DROPOUT = (
 )
 ADAM_LOGS, ADAM_GRADIENTS = "Adam, 2 epochs: logs", "Adam, 2 epochs: gradients"
 ADAM_WEIGHTS, SEEN = "Adam, 2 epochs: weights, states", "Adam, 2 epochs: what is seen"
-EVALUATION, UNCHANGED, SAVED = "evaluation", "evaluation changes nothing", "model as saved"
-GATES, HEAD, BF16 = "gates in 16 bits", "head in 16 bits", "training in bf16"
+EVALUATION = "evaluation"
+UNCHANGED = "evaluation changes nothing"
+SAVED = "model as saved"
+GATES = "gates in 16 bits"
+HEAD = "head in 16 bits"
+BF16 = "training in bf16"
 
 
 def in_the_head(**changes):
@@ -61,7 +71,10 @@ def once_built(module, name, faulty):
     """Replace a function of ours by `faulty` while a trainer trains, but not during the earlier proofs."""
 
     def seed(patch):
-        stock, init, train, built = getattr(module, name), Trainer.__init__, Trainer.train, []
+        stock = getattr(module, name)
+        init = Trainer.__init__
+        train = Trainer.train
+        built = []
 
         def initialised(self, *args, **kwargs):
             built.clear()

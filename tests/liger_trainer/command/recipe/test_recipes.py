@@ -71,7 +71,8 @@ def test_accelerate_config_parses(name):
     if CONFIGS[name] == "FSDP":
         assert config.fsdp_config["fsdp_version"] == 2
         assert config.fsdp_config["fsdp_auto_wrap_policy"] == "TRANSFORMER_BASED_WRAP"
-    if sizes := config.parallelism_config:
+    sizes = config.parallelism_config
+    if sizes:
         assert math.prod(sizes.values()) == config.num_processes
     if name.startswith("zero"):
         assert config.deepspeed_config["zero_stage"] == int(name[-1])

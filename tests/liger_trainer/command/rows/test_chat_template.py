@@ -22,7 +22,8 @@ from liger_trainer.paths import PACKAGE
 
 NAMES = ("chatml", "qwen", "llama3", "gemma", "mistral")
 TRL_TEMPLATES = Path(trl.__file__).parent / "chat_templates"
-USER, ANSWER = {"role": "user", "content": "w4 w5"}, {"role": "assistant", "content": "w6"}
+USER = {"role": "user", "content": "w4 w5"}
+ANSWER = {"role": "assistant", "content": "w6"}
 CONVERSATION = [USER, ANSWER, {"role": "user", "content": "w7"}, {"role": "assistant", "content": "w8 w9"}]
 SYSTEM = {"role": "system", "content": "w3"}
 CALL = {

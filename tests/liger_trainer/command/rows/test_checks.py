@@ -9,7 +9,8 @@ from liger_trainer.command.recipe.read import TRAINERS, RecipeArguments
 from liger_trainer.command.rows.load import load_rows
 from liger_trainer.errors import RecipeError
 
-USER, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
+USER = {"role": "user", "content": "Hi"}
+ANSWER = {"role": "assistant", "content": "Hello"}
 TURNS = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
 CALL = {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}]}
 

@@ -195,7 +195,8 @@ def test_rows_of_another_form_are_told_what_fits(trainer, template, row, said, t
 def test_columns_on_the_command_line_and_in_the_preview(model, tmp_path, capsys):
     write(tmp_path / "rows.jsonl", [{"question": "w4 ", "answer": "w5"}] * 4)
     keys = {"prompt_template": None, "model_name_or_path": model}
-    path, option = write_recipe(tmp_path, **keys), "{prompt: question, completion: answer}"
+    path = write_recipe(tmp_path, **keys)
+    option = "{prompt: question, completion: answer}"
     code, out, err = command(capsys, "train", path, "--columns", option, "--preview")
     assert code == 0 and "Columns of the rows: prompt, completion.\n" in out and "w4« w5 </s>»" in out, err
     path = write_recipe(tmp_path, columns=PAIR, **keys)

@@ -302,7 +302,8 @@ def test_a_chat_template_that_refuses_a_row(trainer, base, tmp_path, capsys):
     for file in (base / "model").iterdir():
         (tmp_path / "model" / file.name).write_bytes(file.read_bytes())
     (tmp_path / "model" / "chat_template.jinja").write_text(REFUSING)
-    user, answer = {"role": "user", "content": "w4"}, {"role": "assistant", "content": "w5"}
+    user = {"role": "user", "content": "w4"}
+    answer = {"role": "assistant", "content": "w5"}
     system = {"role": "system", "content": "w6"}
     rows = [{"messages": [user, answer]}, {"messages": [system, user, answer]}]
     if trainer == "dpo":

@@ -171,7 +171,8 @@ def test_sharegpt_rows(tmp_path):
     ]
     path = write(tmp_path / "rows.jsonl", rows)
     train, _ = load(tmp_path, columns=TRAINERS["dpo"].columns, dataset_name=path, prompt_template="sharegpt")
-    hi, hello = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
+    hi = {"role": "user", "content": "Hi"}
+    hello = {"role": "assistant", "content": "Hello"}
     answers = {"chosen": [hello], "rejected": [{"role": "assistant", "content": "What?"}]}
     be_kind = {"role": "system", "content": "Be kind."}
     assert train.to_list() == [

@@ -29,7 +29,8 @@ def load(folder, **keys):
 
 
 def test_several_files_are_joined_in_order(tmp_path):
-    first, second = [{"text": f"a{i}"} for i in range(3)], [{"text": f"b{i}"} for i in range(2)]
+    first = [{"text": f"a{i}"} for i in range(3)]
+    second = [{"text": f"b{i}"} for i in range(2)]
     names = [write(tmp_path / "a.jsonl", first), write(tmp_path / "b.jsonl", second)]
     assert load(tmp_path, dataset_name=names)[0].to_list() == first + second
     assert load(tmp_path, dataset_name=names, max_rows=4)[0].to_list() == first + second[:1]
@@ -79,7 +80,8 @@ def test_conversations_with_and_without_tools(tmp_path):
         function = {"name": name, "description": "d", "parameters": {"type": "object", "properties": properties}}
         return {"type": "function", "function": function}
 
-    user, answer = {"role": "user", "content": "w4"}, {"role": "assistant", "content": "w5"}
+    user = {"role": "user", "content": "w4"}
+    answer = {"role": "assistant", "content": "w5"}
     call = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
     called = [
         user,
@@ -170,7 +172,8 @@ def test_the_template_joins_files_of_other_columns(tmp_path):
 
 
 def test_errors_name_the_file(tmp_path):
-    good, bad = write(tmp_path / "a.jsonl", [{"text": "a"}]), write(tmp_path / "b.jsonl", [{"text": 5}])
+    good = write(tmp_path / "a.jsonl", [{"text": "a"}])
+    bad = write(tmp_path / "b.jsonl", [{"text": 5}])
     for keys, message in (
         ({"dataset_name": [good, bad]}, "dataset_name 'b.jsonl': Row 0 of the dataset has text 5"),
         ({"dataset_name": [good, "no.jsonl"]}, "dataset_name is 'no.jsonl', but that file does not exist"),

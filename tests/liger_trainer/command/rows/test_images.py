@@ -20,7 +20,8 @@ IMAGE = {"type": "image"}
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A tiny image model with its processor, a picture, and a file that is not a picture."""
-    found, source = tmp_path_factory.mktemp("pictures"), torch.Generator().manual_seed(0)
+    found = tmp_path_factory.mktemp("pictures")
+    source = torch.Generator().manual_seed(0)
     image_model(MODEL).save_pretrained(found / "model")
     try:
         processor = processor_of(MODEL)

@@ -381,7 +381,8 @@ def test_a_manifest_is_waited_for_again_after_ctrl_c(tmp_path, monkeypatch):
         state=SimpleNamespace(global_step=2, best_model_checkpoint=None),
         accelerator=SimpleNamespace(wait_for_everyone=lambda: None),
     )
-    keeper, goes_on = CheckpointManager({"recipe": {}, "processes": 1}, ResumePoint()), threading.Event()
+    keeper = CheckpointManager({"recipe": {}, "processes": 1}, ResumePoint())
+    goes_on = threading.Event()
     write = keeper._write
     monkeypatch.setattr(keeper, "_write", lambda *given: goes_on.wait(60) and write(*given))
     keeper.begin(trainer)

@@ -90,7 +90,8 @@ def run_with_files_up_to(folder, capsys, monkeypatch):
     """Limit the size of files to simulate a full disk: safetensors and torch raise their own errors for it."""
 
     def run(limit, **keys):
-        recipe, (before, hard) = write_recipe(folder, **keys), resource.getrlimit(resource.RLIMIT_FSIZE)
+        recipe = write_recipe(folder, **keys)
+        (before, hard) = resource.getrlimit(resource.RLIMIT_FSIZE)
         monkeypatch.setattr("tempfile.tempdir", str(folder))
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
         try:

@@ -216,7 +216,8 @@ def test_sigterm_ends_the_process_of_the_arm_too(folder):
     begin = f"from liger_trainer.command.tools import compare; compare._run_in_subprocess({path!r}, [], 'ours', 100000)"
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     process = subprocess.Popen([sys.executable, "-c", begin], env=env, **quiet)
-    children, deadline = Path(f"/proc/{process.pid}/task/{process.pid}/children"), time.time() + 120
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    deadline = time.time() + 120
     while not children.read_text() and time.time() < deadline:
         time.sleep(0.05)
     arm = Path("/proc", children.read_text().strip())

@@ -36,7 +36,9 @@ def write(folder, rows):
 
 def by_hand(model, rows):
     """The loss of (ids, number of tokens that are not learned), and how many tokens are the first choice."""
-    total, count, right = 0.0, 0, 0
+    total = 0.0
+    count = 0
+    right = 0
     for ids, hidden in rows:
         ids = torch.tensor([ids])
         logits = model(input_ids=ids).logits[0, hidden - 1 : -1].double()

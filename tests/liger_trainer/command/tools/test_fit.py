@@ -172,7 +172,9 @@ def test_the_recipe_s_sharding_and_adapter(short_search, recipe, capsys):
         assert "each of 2 GPUs of 0.5 GiB" in out
         return out, float(re.search(r"^optimizer states +([\d.]+)", out, re.MULTILINE)[1])
 
-    ddp, fsdp2, lora = states(), states("--accelerate_config", "fsdp2"), states("--use_peft", "true")
+    ddp = states()
+    fsdp2 = states("--accelerate_config", "fsdp2")
+    lora = states("--use_peft", "true")
     assert "with DDP" in ddp[0] and "with FSDP2" in fsdp2[0]
     assert fsdp2[1] == ddp[1], "half of the numbers, each of twice as many bytes"
     assert lora[1] == 0 < ddp[1]

@@ -165,7 +165,9 @@ IS_ON = False
 class Llama(modeling_llama.LlamaRMSNorm):
     """A base class for the norms here. It sets what they need on the class, because instances are converted."""
 
-    steering, calls, penalty = None, 0, 0.0
+    steering = None
+    calls = 0
+    penalty = 0.0
 
 
 class SteeredNorm(Llama):

@@ -835,7 +835,9 @@ def test_gradients_that_the_user_exchanges(device):
         loss.backward()
     for one in (pair.captured, pair.plain):
         layer = one.model.layers[0]
-        up, gate, square = layer.mlp.up_proj.weight, layer.mlp.gate_proj.weight, layer.self_attn.o_proj.weight
+        up = layer.mlp.up_proj.weight
+        gate = layer.mlp.gate_proj.weight
+        square = layer.self_attn.o_proj.weight
         up.grad, gate.grad = gate.grad, up.grad
         square.grad = square.grad.t()
     pair.step(SIZES[1])

@@ -55,7 +55,9 @@ def test_the_function_of_transformers_is_proven(name):
 def test_values_and_gradients(shape, bias, activation, on_cpu):
     scope = scope_of("qwen3_5")
     own, ours = scope["causal_conv1d_fn"], convolutions.replacement(scope)[0][1]
-    x, w, b = torch.randn(shape), torch.randn(6, 4), torch.randn(6)
+    x = torch.randn(shape)
+    w = torch.randn(6, 4)
+    b = torch.randn(6)
     upstream, results = torch.randn(shape).transpose(1, 2), []
     for function in (own, ours):
         leaves = [t.clone().requires_grad_() for t in ((x, w, b) if bias else (x, w))]
@@ -137,7 +139,9 @@ def test_unsupported_convolutions_run_transformers_code(on_cpu):
     scope = scope_of("qwen3_5")
     own, ours = scope["causal_conv1d_fn"], convolutions.replacement(scope)[0][1]
     on_cpu.clear()
-    x, weight, rows = torch.randn(2, 6, 5), torch.randn(6, 4), torch.zeros(2, 5, dtype=torch.int32)
+    x = torch.randn(2, 6, 5)
+    weight = torch.randn(6, 4)
+    rows = torch.zeros(2, 5, dtype=torch.int32)
     answers = []
     for function in (own, ours):
         try:

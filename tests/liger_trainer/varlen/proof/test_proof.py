@@ -210,7 +210,8 @@ def test_packed_rows_stay_apart_where_stock_lets_them_see_each_other():
     )
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).train()
-    padded, flat = batch(prompt=1), dict(DataCollatorWithFlattening()(rows_of(batch(prompt=1))))
+    padded = batch(prompt=1)
+    flat = dict(DataCollatorWithFlattening()(rows_of(batch(prompt=1))))
     want, want_packed = step(model, padded), step(model, flat)
     assert abs(want[0] - want_packed[0]) > 5e-5 * want[0]
     patched(model)

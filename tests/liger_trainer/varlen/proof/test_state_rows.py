@@ -120,7 +120,8 @@ def test_a_package_s_rule_gets_the_offsets_on_a_gpu(monkeypatch):
     own = vars(sys.modules[type(model).__module__])[RULES[0]]
     kernel = kernel_behind(own)
     rule = rules._with_rows(lambda *args, **kwargs: given.append(kwargs), kernel)
-    rows, q = Rows([3, 2], torch.device("cpu")), torch.ones(1, 5, 2, 4).as_subclass(OnGPU)
+    rows = Rows([3, 2], torch.device("cpu"))
+    q = torch.ones(1, 5, 2, 4).as_subclass(OnGPU)
     with state_layers.use_layer_rows(rows):
         rule(q, q, q, cu_seqlens=None)
     rule(q, q, q, cu_seqlens=None)
