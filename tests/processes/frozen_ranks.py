@@ -10,7 +10,7 @@ import sys
 import torch
 import torch.distributed as dist
 from frozen_bases import adapted
-from parity import KeepGradients
+from parity import KeepGradients, logged_values
 from tiny_models import collate, ragged_rows
 
 from liger_trainer import LigerTrainer, LigerTrainingArguments
@@ -43,7 +43,7 @@ def main(folder, world):
         "layers": len(layers),
         "bits": int(bits.long().sum()),
         "dtypes": sorted({str(layer.scale.dtype) for layer in layers}),
-        "losses": [log["loss"] for log in trainer.state.log_history if "loss" in log],
+        "losses": logged_values(trainer, "loss"),
         "grads": {name: grad.double().norm().item() for name, grad in save.grads.items()},
     }
     if args.process_index == 0:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from datasets import Dataset
 from frozen_bases import adapted, fresh_state
 from launching import shard_on_cpus
-from parity import KeepGradients
+from parity import KeepGradients, logged_values
 from tiny_models import ragged_rows, tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
@@ -84,7 +84,7 @@ def train(out, name, world):
     base = [layer.get_parameter(name) for layer in layers for names in layer.weights.values() for name in names]
     held = [getattr(p, "_local_tensor", p) for p in base]
     return {
-        "losses": [log["loss"] for log in trainer.state.log_history if "loss" in log],
+        "losses": logged_values(trainer, "loss"),
         "grads": save.grads,
         "base": [whole(p).contiguous().view(torch.uint8) for p in base],
         "held": sum(tensor.nbytes for tensor in held),

@@ -62,6 +62,11 @@ class KeepGradients(TrainerCallback):
         return self.steps[0]
 
 
+def logged_values(trainer, name):
+    """The values of `name` in the logs of a trainer."""
+    return [log[name] for log in trainer.state.log_history if name in log]
+
+
 def without_times(log):
     return {name: value for name, value in log.items() if "time" not in name and "_per_second" not in name}
 

@@ -8,6 +8,7 @@ import torch
 from accelerate import DistributedType
 from datasets import Dataset
 from eagle_brute_force import LAYERS, eagle_target, eagle_trainer, with_random_drafter
+from parity import logged_values
 from peft import LoraConfig, get_peft_model
 from tiny_models import VOCAB, ragged_rows, tiny_model, tiny_tokenizer
 
@@ -73,7 +74,7 @@ def test_in_16_bits(tmp_path):
         trainer = eagle_trainer(eagle_target(), tmp_path, bf16=bf16)
         assert {p.dtype for p in trainer.model.eagle_drafter.parameters()} == {torch.float32}
         trainer.train()
-        losses.append([log["loss"] for log in trainer.state.log_history if "loss" in log])
+        losses.append(logged_values(trainer, "loss"))
     assert losses[1] == pytest.approx(losses[0], rel=5e-2) and losses[0] != losses[1]
 
 
@@ -121,7 +122,7 @@ def test_resumes_exactly_and_saves_what_loads(tmp_path):
     whole.train()
     resumed = built(tmp_path / "resumed")
     resumed.train(resume_from_checkpoint=str(tmp_path / "whole/eagle/checkpoint-2"))
-    logged = [[log["loss"] for log in t.state.log_history if "loss" in log] for t in (whole, resumed)]
+    logged = [logged_values(t, "loss") for t in (whole, resumed)]
     assert logged[0] == logged[1] and len(logged[0]) == 4
     for (name, p), (_, q) in zip(whole.model.named_parameters(), resumed.model.named_parameters(), strict=True):
         assert torch.equal(p, q), name

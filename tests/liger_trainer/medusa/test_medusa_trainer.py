@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from medusa_brute_force import brute_force, medusa_trainer, model_with_heads, ragged_batch
+from parity import logged_values
 from peft import LoraConfig, PeftModel, PromptTuningConfig
 from recipe_fixtures import write_recipe
 from safetensors.torch import load_file
@@ -134,7 +135,7 @@ def test_mixed_precision(tmp_path):
     for bf16 in (False, True):
         trainer = medusa_trainer(model_with_heads(tied=False), tmp_path, medusa_stage=2, medusa_tied=False, bf16=bf16)
         trainer.train()
-        losses.append([log["loss"] for log in trainer.state.log_history if "loss" in log])
+        losses.append(logged_values(trainer, "loss"))
     assert losses[1] == pytest.approx(losses[0], rel=2e-2) and losses[0] != losses[1]
 
 
@@ -160,7 +161,7 @@ def test_resumes_exactly_and_saves_what_loads(kind, tmp_path):
     whole.train()
     resumed = built(kind, tmp_path / "resumed")
     resumed.train(resume_from_checkpoint=str(tmp_path / "whole/medusa/checkpoint-2"))
-    logged = [[log["loss"] for log in t.state.log_history if "loss" in log] for t in (whole, resumed)]
+    logged = [logged_values(t, "loss") for t in (whole, resumed)]
     assert logged[0] == logged[1] and len(logged[0]) == 4
     for (name, p), (_, q) in zip(whole.model.named_parameters(), resumed.model.named_parameters(), strict=True):
         assert torch.equal(p, q), name

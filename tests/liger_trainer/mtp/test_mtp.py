@@ -9,6 +9,7 @@ import torch
 from base_checkpoints import names_of, tensor_of
 from medusa_brute_force import documents, packed_batch, ragged_batch
 from mtp_bases import SHAPES, mtp_trainer, write_base
+from parity import logged_values
 from peft import LoraConfig, PromptTuningConfig
 from recipe_fixtures import command
 from safetensors.torch import load_file
@@ -180,7 +181,7 @@ def test_the_loss_of_the_head_falls_and_a_resumed_run_continues(tmp_path):
     whole.train()
     resumed = mtp_trainer(tmp_path / "base", tmp_path / "resumed", **options)
     resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-3"))
-    logged = [[log["mtp_loss"] for log in t.state.log_history if "mtp_loss" in log] for t in (whole, resumed)]
+    logged = [logged_values(t, "mtp_loss") for t in (whole, resumed)]
     assert logged[0] == logged[1] and len(logged[0]) == 6 and logged[0][-1] < logged[0][0]
     for (name, p), (_, q) in zip(whole.model.named_parameters(), resumed.model.named_parameters(), strict=True):
         assert torch.equal(p, q), name

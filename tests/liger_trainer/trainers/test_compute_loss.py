@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from parity import logged_values
 from sft_runs import run as run_sft
 from tiny_models import ragged_rows, tiny_model
 from trainer_runs import assert_same, lora
@@ -86,7 +87,7 @@ def test_both_ways_out_train_and_evaluate_as_stock(tmp_path):
     assert_same(got, want)
     assert_same(unfused, want)
     trainers = (stock, called, switched)
-    evaluated = [[log["eval_loss"] for log in t.state.log_history if "eval_loss" in log] for t in trainers]
+    evaluated = [logged_values(t, "eval_loss") for t in trainers]
     assert evaluated[1] == pytest.approx(evaluated[0], rel=1e-5) and len(evaluated[0]) == 2
     assert evaluated[2] == pytest.approx(evaluated[0], rel=1e-5)
 

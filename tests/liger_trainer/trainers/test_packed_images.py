@@ -7,7 +7,7 @@ import pytest
 import torch
 from datasets import Dataset
 from image_models import image_model, noise_image, placeholder, processor_of
-from parity import KeepGradients, assert_same_gradients
+from parity import KeepGradients, assert_same_gradients, logged_values
 from peft import LoraConfig
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -96,7 +96,7 @@ def trainer_of(trainer_class, args_class, model, folder, dataset, batch, given=N
 def trained(trainer):
     trainer.train()
     steps = next(one.steps for one in trainer.callback_handler.callbacks if isinstance(one, KeepGradients))
-    return [row["loss"] for row in trainer.state.log_history if "loss" in row], steps[0]
+    return logged_values(trainer, "loss"), steps[0]
 
 
 @pytest.fixture
@@ -185,7 +185,7 @@ def test_micro_batches_and_epochs(workers, tmp_path):
     losses = [float(model(**ours.data_collator([group])).loss) for group in ours.train_dataset]
     assert len(losses) >= 3
     ours.train()
-    logged = [row["loss"] for row in ours.state.log_history if "loss" in row]
+    logged = logged_values(ours, "loss")
     pairs = {(a + b) / 2 for a, b in itertools.combinations(losses, 2)} | set(losses)
     for loss in logged:
         assert min(abs(loss - pair) for pair in pairs) < 1e-5 * loss
@@ -216,7 +216,7 @@ def test_a_run_goes_on_in_the_middle_of_an_epoch(model, tmp_path):
     assert 3 < len(whole.train_dataset) < 6
     whole.train()
     rest.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
-    logged = [[row["loss"] for row in one.state.log_history if "loss" in row] for one in (whole, rest)]
+    logged = [logged_values(one, "loss") for one in (whole, rest)]
     assert len(logged[0]) == 6 and logged[1] == pytest.approx(logged[0], rel=1e-6)
 
 

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from parity import logged_values
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from recipe_fixtures import command, losses, write_model, write_recipe
 from tiny_models import tiny_model, tiny_tokenizer
@@ -245,7 +246,7 @@ def test_a_4_bit_base_that_has_adapters_stays_in_16_bits(tmp_path, monkeypatch):
     assert {p.dtype for n, p in ours.model.named_parameters() if "lora_" not in n} == {torch.bfloat16, torch.uint8}
     for trainer in (ours, stock):
         trainer.train()
-    got, want = ([log["loss"] for log in t.state.log_history if "loss" in log] for t in (ours, stock))
+    got, want = (logged_values(t, "loss") for t in (ours, stock))
     assert len(want) > 1 and got == pytest.approx(want, rel=1e-3)
 
 

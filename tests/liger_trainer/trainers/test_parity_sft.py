@@ -5,6 +5,7 @@ Compares losses, gradient norms and every logged metric.
 
 import pytest
 import torch
+from parity import logged_values
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from sft_runs import METRICS, run
 from tiny_models import PARITY_SET, text_rows, tiny_model
@@ -65,7 +66,7 @@ def test_the_router_s_loss_of_experts(options, tmp_path):
     want, stock = run(SFTTrainer, model, tmp_path, (4, 2), **options)
     got, ours = run(LigerSFTTrainer, model, tmp_path, (4, 2), **options)
     assert_same(got, want)
-    logged = [[log["aux_loss"] for log in t.state.log_history if "aux_loss" in log] for t in (ours, stock)]
+    logged = [logged_values(t, "aux_loss") for t in (ours, stock)]
     assert logged[0] == pytest.approx(logged[1], rel=1e-5) and len(logged[0]) == 2
 
 

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from parity import logged_values
 from tiny_models import PARITY_SET, collate, ragged_rows, tiny_model
 from trainer_runs import CELLS, MODELS, SPLITS, assert_same, lora, run
 from transformers import Trainer, TrainingArguments
@@ -103,5 +104,5 @@ def test_mixed_precision(tmp_path):
     got, ours = run(LigerTrainer, tiny_model("llama"), tmp_path, eval_rows=ragged_rows(8), **options)
     assert ours.uses_fused_head
     torch.testing.assert_close(got, want, rtol=2e-2, atol=0)
-    losses = [[log["eval_loss"] for log in t.state.log_history if "eval_loss" in log] for t in (ours, stock)]
+    losses = [logged_values(t, "eval_loss") for t in (ours, stock)]
     assert losses[0] == pytest.approx(losses[1], rel=2e-3) and len(losses[0]) == 1

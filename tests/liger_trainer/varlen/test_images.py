@@ -8,7 +8,7 @@ import pytest
 import torch
 from datasets import Dataset
 from image_models import as_videos, image_batch, image_model, image_step, let_llama4_return
-from parity import KeepGradients, assert_same_gradients, assert_same_step
+from parity import KeepGradients, assert_same_gradients, assert_same_step, logged_values
 from peft import LoraConfig, get_peft_model
 from tiny_models import tiny_tokenizer
 from transformers import Trainer, TrainingArguments
@@ -309,7 +309,7 @@ def test_trainers(model_type, kind, tokens, tmp_path, monkeypatch):
         )
         tokens.clear()
         trainer.train()
-        found.append(([row["loss"] for row in trainer.state.log_history if "loss" in row], kept.steps))
+        found.append((logged_values(trainer, "loss"), kept.steps))
     (want, want_steps), (got, got_steps) = found
     assert got == pytest.approx(want, rel=1e-5)
     for mine, theirs in zip(got_steps, want_steps, strict=True):

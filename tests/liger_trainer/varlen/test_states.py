@@ -7,7 +7,7 @@ import types
 import pytest
 import torch
 from datasets import Dataset
-from parity import KeepGradients
+from parity import KeepGradients, logged_values
 from peft import LoraConfig, get_peft_model
 from tiny_models import ragged_rows, tiny_tokenizer
 from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
@@ -252,7 +252,7 @@ def trained(trainer_class, args_class, model, rows, folder, *, size=8, collator=
         model=copy.deepcopy(model), args=args, train_dataset=Dataset.from_list(rows), callbacks=[kept], **given
     )
     trainer.train()
-    return kept.steps, [log["loss"] for log in trainer.state.log_history if "loss" in log]
+    return kept.steps, logged_values(trainer, "loss")
 
 
 def assert_same_training(got, want):
