@@ -54,7 +54,8 @@ def test_the_command_of_a_job_is_one_of_ours(path, monkeypatch):
     assert sizes == [str(machines), str(processes)]
     ours = yaml.safe_load(find_recipe(recipe).read_text())
     sizes = {key: (ours[key], int(values.get(f"--{key}", ours[key]))) for key in ROWS}
-    recipes, jobs = (math.prod(size[i] for size in sizes.values()) for i in range(2))
+    recipes = math.prod(recipe_size for recipe_size, _ in sizes.values())
+    jobs = math.prod(job_size for _, job_size in sizes.values())
     assert jobs * machines * processes == recipes * 8, "a step has as many rows as on the recipe's 8 GPUs"
 
 

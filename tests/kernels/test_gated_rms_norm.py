@@ -23,7 +23,9 @@ def inputs(shape, dtype, device, weight_dtype=None, gate_dtype=None):
 
 
 def oracle(x, gate, weight, activation="silu", gate_first=False, group_size=None, offset=0.0, cast=None, eps=1e-5):
-    act = 1.0 if gate is None else torch.sigmoid(gate) * (gate if activation == "silu" else 1.0)
+    act = 1.0
+    if gate is not None:
+        act = torch.sigmoid(gate) * (gate if activation == "silu" else 1.0)
     h = x * act if gate_first else x
     groups = h.unflatten(-1, (-1, group_size or x.shape[-1]))
     y = (groups * (groups.pow(2).mean(-1, keepdim=True) + eps).rsqrt()).flatten(-2) * (weight + offset)

@@ -66,8 +66,11 @@ def test_no_further_from_float64_than_its_parts(adapter, activation, device):
     dy = torch.randn(3, 37, N, device=device).bfloat16()
     results = []
     for f, wide in ((ours, False), (oracle, True), (stock, False)):
-        leaves = [None if t is None else t.detach().to(torch.float64 if wide else t.dtype) for t in given]
-        leaves = [None if t is None else t.requires_grad_(g.requires_grad) for t, g in zip(leaves, given, strict=True)]
+        leaves = []
+        for t in given:
+            if t is not None:
+                t = t.detach().to(torch.float64 if wide else t.dtype).requires_grad_(t.requires_grad)
+            leaves.append(t)
         y = f(*leaves, activation=activation)
         results.append(
             [y, *torch.autograd.grad(y, [t for t in leaves if t is not None and t.requires_grad], dy.to(y.dtype))]

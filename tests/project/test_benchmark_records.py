@@ -1,6 +1,7 @@
 """Every published figure comes from a record, in tables, charts and sentences."""
 
 import importlib
+import itertools
 import json
 import re
 import shutil
@@ -68,12 +69,14 @@ def strays(text, records):
     """The figures in sentences that no record holds. A number with a comma always counts as one. Sizes and other chosen
     numbers are written without (8192)."""
     text = prose_of(text)
-    anything = [value for record in records for _, value in leaves(record)]
+    values = []
+    for record in records:
+        values += leaves(record)
+    anything = [value for _, value in values]
     found = [number for number in THOUSANDS.findall(text) if not is_rounding_of(number, anything)]
-    held = {
-        unit: [value for record in records for name, value in leaves(record) if name in names]
-        for unit, names in FIELDS.items()
-    }
+    held = {}
+    for unit, names in FIELDS.items():
+        held[unit] = [value for name, value in values if name in names]
     return found + [f"{number} {unit}" for number, unit in figures_in(text) if not is_rounding_of(number, held[unit])]
 
 
@@ -90,7 +93,8 @@ def test_every_number_of_a_table_is_in_its_records(render):
     for page in render.pages():
         for block in render.BLOCK.finditer(page.read_text()):
             spec = plan["tables"][block["id"]]
-            records = [render.read(path) for path in dict.fromkeys(path for path, _ in render.entries(spec))]
+            paths = dict.fromkeys(path for path, _ in render.entries(spec))
+            records = [render.read(path) for path in paths]
             formats = [*spec["cells"].values(), *(form for _, form, *_ in spec.get("extra", {}).values())]
             names = set(re.findall(r"\{(\w+)", " ".join(formats)))
             names |= {name.removeprefix("gib_") for name in names}  # for a kind of tensor
@@ -100,8 +104,10 @@ def test_every_number_of_a_table_is_in_its_records(render):
                 values += [v for record in records for _, v in leaves([record["before"], record["after"]])]
             ratios = {}
             for title, (name, *_) in spec.get("ratios", {}).items():
-                found = [[v for field, v in leaves(record) if field == name] for record in records]
-                ratios[title] = [a / b for run in found for a in run for b in run]
+                ratios[title] = []
+                for record in records:
+                    found = [v for field, v in leaves(record) if field == name]
+                    ratios[title] += [a / b for a, b in itertools.product(found, found)]
             titles, _, *lines = [
                 [cell.strip() for cell in line.strip("|").split("|")]
                 for line in block[0].splitlines()

@@ -72,7 +72,8 @@ def test_real(tmp_path, capsys):
         ]
     )
     record = json.loads((tmp_path / "record.json").read_text())
-    assert "18 prompts to train on" in (out := capsys.readouterr().out) and "2 held out" in out
+    out = capsys.readouterr().out
+    assert "18 prompts to train on" in out and "2 held out" in out
     assert record["before"]["rows"] == record["after"]["rows"] == 2
     first, *_, last = record["losses"].values()
     assert last < first

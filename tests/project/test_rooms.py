@@ -67,7 +67,9 @@ def imports(path: Path):
     package = ("liger_triton",) if room(path) == "liger_triton" else None
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom):
-            module = ".".join((*package, *((node.module,) if node.module else ()))) if node.level else node.module
+            module = node.module
+            if node.level:
+                module = ".".join((*package, node.module) if node.module else package)
             for alias in node.names:
                 yield module, alias.name
         elif isinstance(node, ast.Import):

@@ -372,10 +372,18 @@ def swapped(report) -> dict:
     for cell, operations in kinds.items():
         done = sum(len(report[op].swapped) for op in operations)
         found = sum(report[op].found for op in operations)
-        cells[cell] = "" if found == 0 else "all" if done == found else f"{done} of {found}"
+        if found == 0:
+            cells[cell] = ""
+        else:
+            cells[cell] = "all" if done == found else f"{done} of {found}"
     head = report["fused_linear_cross_entropy"]
-    cells["head"] = "fused" if head.swapped else "kept" if head.skipped else ""
-    reasons = [why for op in report.operations if op != "varlen_attention" for why in report[op].skipped.values()]
+    cells["head"] = "kept" if head.skipped else ""
+    if head.swapped:
+        cells["head"] = "fused"
+    reasons = []
+    for op in report.operations:
+        if op != "varlen_attention":
+            reasons += report[op].skipped.values()
     return cells | {"kept": tuple(dict.fromkeys(reasons))}  # eager attention never leaves padding out
 
 

@@ -29,7 +29,8 @@ def newest():
     found = []
     for folder in sorted(FOLDER.iterdir()):
         records = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
-        runs = [(record["options"], rows) for record in records if (rows := of_ours(record))]
+        runs = [(record["options"], of_ours(record)) for record in records]
+        runs = [(options, rows) for options, rows in runs if rows]
         if not runs:
             continue
         options, rows = runs[-1]

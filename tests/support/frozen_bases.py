@@ -18,7 +18,8 @@ LAYERS = 14  # two layers of seven projections
 
 def add_inside(model, config):
     """Have transformers add an adapter; skip the test if it needs a newer PEFT than is installed."""
-    if parse(peft.__version__) < parse(wanted := transformers.integrations.peft.MIN_PEFT_VERSION):
+    wanted = transformers.integrations.peft.MIN_PEFT_VERSION
+    if parse(peft.__version__) < parse(wanted):
         pytest.skip(f"add_adapter of transformers {transformers.__version__} asks for PEFT {wanted}")
     model.add_adapter(config)
 

@@ -50,16 +50,17 @@ def in_processes(script, *arguments, processes=2, config=None):
             ranks.append(_importing().Process(target=_run_forked, args=given))
             ranks[-1].start()
         try:
-            while waiting := [rank.sentinel for rank in ranks if rank.exitcode is None]:
+            waiting = [rank.sentinel for rank in ranks]
+            while waiting:
                 if not connection.wait(waiting, _TIMEOUT_S) or any(rank.exitcode for rank in ranks):
                     break
+                waiting = [rank.sentinel for rank in ranks if rank.exitcode is None]
         finally:
             for rank in ranks:
                 rank.kill()
                 rank.join()
-        out, err = (
-            "".join(path.read_text() for path in sorted(Path(folder).glob(kind))) for kind in ("*.out", "*.err")
-        )
+        out = "".join(path.read_text() for path in sorted(Path(folder).glob("*.out")))
+        err = "".join(path.read_text() for path in sorted(Path(folder).glob("*.err")))
     codes = [rank.exitcode for rank in ranks]
     assert not any(codes), f"exit codes {codes}\n{out}{err}"
     return subprocess.CompletedProcess(script, 0, out, err)

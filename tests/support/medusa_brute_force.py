@@ -107,7 +107,10 @@ def brute_force(model, batch, stage, targets, decay, coefficient, count=None):
         losses, hits = [], 0
         for b, places in documents(batch):
             for i, t in enumerate(places):
-                if i + k + 1 >= len(places) or (label := int(batch["labels"][b, places[i + k + 1]])) == -100:
+                if i + k + 1 >= len(places):
+                    continue
+                label = int(batch["labels"][b, places[i + k + 1]])
+                if label == -100:
                     continue
                 log_p = torch.log_softmax(z[b, t], -1)
                 if k and targets == "soft":

@@ -229,7 +229,9 @@ def noticed(copy: Path, tests: str, folder: str) -> bool:
 
 
 def main(words: list[str]) -> int:
-    chosen = [m for m in MUTANTS if not words or any(word in m[0] or word in m[1] for word in words)]
+    chosen = MUTANTS
+    if words:
+        chosen = [mutant for mutant in MUTANTS if any(word in f"{mutant[0]}\n{mutant[1]}" for word in words)]
     missed = 0
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder, "copy")

@@ -213,13 +213,11 @@ def ragged_rows(n=16, seed=1, prompt=True):
 
 def text_rows(n=16, seed=2):
     """Prompts and completions as text for `tiny_tokenizer`."""
-    return [
-        {
-            "prompt": " ".join(f"w{i}" for i in row["input_ids"][:3]),
-            "completion": " " + " ".join(f"w{i}" for i in row["input_ids"][3:]),
-        }
-        for row in ragged_rows(n, seed)
-    ]
+    rows = []
+    for row in ragged_rows(n, seed):
+        words = [f"w{i}" for i in row["input_ids"]]
+        rows.append({"prompt": " ".join(words[:3]), "completion": " " + " ".join(words[3:])})
+    return rows
 
 
 def collate(rows):

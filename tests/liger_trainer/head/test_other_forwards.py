@@ -62,7 +62,11 @@ def trained(rest, fused, modes=()):
     """Loss and gradients of one step, and what the model has kept."""
     model = tiny(rest, fused)
     outputs = model(input_ids=ids(), labels=ids())
-    loss = outputs["loss"] if isinstance(outputs, dict) else outputs[0] if isinstance(outputs, tuple) else outputs
+    loss = outputs
+    if isinstance(outputs, dict):
+        loss = outputs["loss"]
+    elif isinstance(outputs, tuple):
+        loss = outputs[0]
     loss = getattr(loss, "loss", loss)
     loss.backward()
     grads = {name: None if p.grad is None else p.grad for name, p in model.named_parameters()}

@@ -160,8 +160,8 @@ def test_the_option_of_a_trainer(reentrant, tmp_path, inputs):
 
 def _as_they_are(rows):
     longest = max(len(row["input_ids"]) for row in rows)
-    padded = {
-        name: torch.stack([torch.nn.functional.pad(r[name], (0, longest - len(r[name])), value=v) for r in rows])
-        for name, v in (("input_ids", 0), ("attention_mask", 0), ("labels", -100))
-    }
-    return padded
+    batch = {}
+    for name, value in (("input_ids", 0), ("attention_mask", 0), ("labels", -100)):
+        padded = [torch.nn.functional.pad(row[name], (0, longest - len(row[name])), value=value) for row in rows]
+        batch[name] = torch.stack(padded)
+    return batch

@@ -25,14 +25,14 @@ def attributes(model):
 
     A patched method is compared by what it runs, because a second patching makes a new one.
     """
-    return {
-        name: {
-            k: (v.slot, v.function, v.previous) if isinstance(v, Binding) else v
-            for k, v in m.__dict__.items()
-            if k != "_parameters"
-        }
-        for name, m in model.named_modules()
-    }
+    found = {}
+    for name, module in model.named_modules():
+        values = {key: value for key, value in vars(module).items() if key != "_parameters"}
+        for key, value in values.items():
+            if isinstance(value, Binding):
+                values[key] = (value.slot, value.function, value.previous)
+        found[name] = values
+    return found
 
 
 @pytest.fixture

@@ -24,7 +24,8 @@ from liger_trainer.preflight.model_checks import missing_packages
 
 
 def checks_in(said):
-    return [found[1] for line in said if (found := re.match(rf"({'|'.join(NAMES)}): ", line))]
+    matches = [re.match(rf"({'|'.join(NAMES)}): ", line) for line in said]
+    return [match[1] for match in matches if match]
 
 
 def table():

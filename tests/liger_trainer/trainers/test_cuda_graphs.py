@@ -169,7 +169,8 @@ def test_reasons_that_are_known_before_training(name, trainer, monkeypatch):
     assert uncaptured_reason(trainer) is None
     change(trainer)
     try:
-        assert reason in (found := uncaptured_reason(trainer))
+        found = uncaptured_reason(trainer)
+        assert reason in found
         trainer.args.cuda_graphs = True
         with (
             pytest.raises(ValueError, match="cuda_graphs is true, but .*Set cuda_graphs: auto, or false") as caught,

@@ -44,7 +44,11 @@ BF16 = {"bf16": True, "max_steps": 1, "rtol": 0.1}
 def pairs(n=8):
     generator = source()
     return [
-        {name: space + words(generator, 2, 8) for name, space in (("prompt", ""), ("chosen", " "), ("rejected", " "))}
+        {
+            "prompt": words(generator, 2, 8),
+            "chosen": " " + words(generator, 2, 8),
+            "rejected": " " + words(generator, 2, 8),
+        }
         for _ in range(n)
     ]
 

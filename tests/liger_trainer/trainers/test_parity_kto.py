@@ -66,7 +66,10 @@ def test_every_option_is_covered():
 )
 def test_every_loss(loss_type, model_type, kind, whole, tmp_path):
     """Four rows a step, `whole` or split. The KL estimate of "kto" needs two in a micro-batch (TRL refuses one)."""
-    split = (4, 1) if whole else (2, 2) if loss_type == "kto" else (1, 4)
+    if whole:
+        split = (4, 1)
+    else:
+        split = (2, 2) if loss_type == "kto" else (1, 4)
     model, given = tiny_model(model_type), KINDS[kind](model_type)
     options = {"loss_type": loss_type, "split": split, "trainer_options": given, "max_steps": 2, "beta": 0.3}
     assert_same_training(*pair(model, tmp_path, **options), METRICS if whole else METRICS[:-1])

@@ -75,7 +75,8 @@ def rows_of(name, size, n):
         return " " + " ".join(f"w{i}" for i in ids(low, high))
 
     if name == "Trainer":
-        return [{"input_ids": (x := ids(length - 5, length)), "labels": [-100] * 3 + x[3:]} for _ in range(n)]
+        rows = [ids(length - 5, length) for _ in range(n)]
+        return [{"input_ids": row, "labels": [-100] * 3 + row[3:]} for row in rows]
     if name in ("GRPO", "RLOO", "Distillation"):
         return [{"prompt": text(4, 8)} for _ in range(n)]
     rows = []

@@ -115,7 +115,10 @@ def test_values_of_every_type_survive(source, tmp_path):
     if source == "command line":
         wanted = {key: value for key, value in wanted.items() if key not in only_in_a_file}
         for key, value in wanted.items():
-            words = value if isinstance(value, list) else [value if isinstance(value, str) else json.dumps(value)]
+            if isinstance(value, list):
+                words = value
+            else:
+                words = [value if isinstance(value, str) else json.dumps(value)]
             options += [f"--{key}", *words]
         path.write_text("{}")
     else:

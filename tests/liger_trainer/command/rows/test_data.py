@@ -202,7 +202,8 @@ def test_preference_quickstart_rows():
     rows = [json.loads(line) for line in lines]
     assert len(rows) >= 64
     for name, role in (("prompt", "user"), ("chosen", "assistant"), ("rejected", "assistant")):
-        assert all([message["role"] for message in row[name]] == [role] for row in rows)
+        for row in rows:
+            assert [message["role"] for message in row[name]] == [role]
         texts = [row[name][0]["content"] for row in rows]
         assert all(text and text == text.strip() for text in texts)
         assert len(set(texts)) == len(rows)

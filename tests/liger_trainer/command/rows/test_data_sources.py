@@ -41,7 +41,10 @@ def test_several_files_are_joined_in_order(tmp_path):
 
 def test_rows_that_are_there_twice_are_not_held_out(tmp_path):
     """Otherwise the same row would be trained on and evaluated."""
-    names = [write(tmp_path / f"{name}.jsonl", [{"text": f"{name}{i}"} for i in range(40)]) for name in "ab"]
+    names = []
+    for name in "ab":
+        rows = [{"text": f"{name}{i}"} for i in range(40)]
+        names.append(write(tmp_path / f"{name}.jsonl", rows))
     keys = {"dataset_name": names, "dataset_weights": [9, 1], "eval_fraction": 0.25}
     with pytest.raises(RecipeError, match="dataset_stopping_strategy is 'all_exhausted', which draws rows again"):
         load(tmp_path, **keys, dataset_stopping_strategy="all_exhausted")
