@@ -33,7 +33,7 @@ class AfterAnError(LigerTrainer):
             raise ValueError("this row is broken")
 
         hook = self.model.model.layers[3].mlp.register_forward_pre_hook(fail)
-        with pytest.raises(ValueError, match="no good"):
+        with pytest.raises(ValueError, match="this row is broken"):
             super().compute_loss(model, inputs, *args, **kwargs)
         hook.remove()
         return super().compute_loss(model, {name: x[:1] for name, x in inputs.items()}, *args, **kwargs)

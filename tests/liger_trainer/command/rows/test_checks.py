@@ -141,7 +141,7 @@ BAD = {
     "other prompts in chosen and rejected": (
         "dpo",
         [{"chosen": [USER, ANSWER], "rejected": [{"role": "user", "content": "Ho"}, ANSWER]}],
-        "In row 0 of the dataset, chosen and rejected have other prompts",
+        "Row 0 of the dataset: chosen and rejected start with different prompts",
     ),
     "prompt as text, answers alone as messages": (
         "orpo",

@@ -130,7 +130,7 @@ def test_pictures_are_found_next_to_the_rows(column, tmp_path, monkeypatch):
     found = rows("photos/a.png", "b.png", "https://c.d/e.png", "iVBORw0KGgo")
     expected = [str(tmp_path / "data" / "photos" / "a.png"), "b.png", "https://c.d/e.png", "iVBORw0KGgo"]
     assert found == ([[name] for name in expected] if column == "images" else expected)
-    with pytest.raises(RecipeError, match="Row 1 of the dataset the picture 'no.png' is not in "):
+    with pytest.raises(RecipeError, match="Row 1 of the dataset: the picture 'no.png' is not in "):
         rows("photos/a.png", "no.png")
 
 
@@ -154,7 +154,7 @@ def test_a_column_that_may_be_read_is_not_left_out(trainer, row, more, tmp_path)
 def test_files_of_other_columns(tmp_path):
     texts = write(tmp_path / "a.jsonl", [{"text": "a", "id": 1}])
     pairs = write(tmp_path / "b.jsonl", [{"prompt": "a", "completion": "b"}])
-    with pytest.raises(RecipeError, match=r"'a.jsonl' has the columns \['text', 'id'\], and 'b.jsonl' \['pro"):
+    with pytest.raises(RecipeError, match=r"'a.jsonl' has the columns \['text', 'id'\], but 'b.jsonl' has \['pro"):
         load(tmp_path, dataset_name=[texts, pairs])
     message = {"role": "user", "content": "a"}
     lists = write(tmp_path / "c.jsonl", [{"prompt": [message], "completion": [message]}])

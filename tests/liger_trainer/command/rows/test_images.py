@@ -49,7 +49,7 @@ BAD = {
     "another column": (
         [row(column="picture")],
         {},
-        "pictures are read from images or image. Set columns: {images: picture}",
+        "pictures are only read from images or image. Set columns: {images: picture}",
     ),
     "a column with one picture": ([row("a.png", column="photo")], {}, "Set columns: {image: photo}"),
     "no list": ([row("a.png")], {}, "images has 'a.png'; expected a list .* set columns: {image: images}"),
@@ -59,12 +59,16 @@ BAD = {
         {},
         r"Row 0 of the dataset has places for pictures in prompt: 2 \(.*\), and pictures that go there: 1\.",
     ),
-    "tokens of pictures cut": ([row()], {"max_length": 3}, "is 3, and .* tokens of its pictures would be cut"),
-    "the answer cut": ([row()], {"max_length": 33}, "max_length is 33, and .* all that it would learn would be cut"),
+    "tokens of pictures cut": ([row()], {"max_length": 3}, "is 3, but .* tokens of its pictures would be cut off"),
+    "the answer cut": (
+        [row()],
+        {"max_length": 33},
+        "max_length is 33, but .* all that it would learn would be cut off",
+    ),
     "answers of a pair cut": (
         [PAIR],
         {"trainer": "dpo", "max_length": 10},
-        "max_length is 10, and .* Set max_length: null",
+        "max_length is 10, but .* Set max_length: null",
     ),
     "a trainer without images": (
         [{"prompt": "w3", "chosen": "w4", "rejected": "w5", "images": ["a.png"]}],

@@ -59,7 +59,7 @@ def test_modules_are_found_next_to_the_recipe_and_in_the_working_directory(tmp_p
     for name in ("rewards_of_recipe", "rewards_of_work"):
         assert find_reward(f"{name}.brief", recipes).__name__ == "brief"
     assert find_reward("rewards_of_both.which", recipes)([]) == "recipe"
-    with pytest.raises(RecipeError, match="'rewards_of_nobody.brief', which is none of boxed_answer"):
+    with pytest.raises(RecipeError, match="'rewards_of_nobody.brief'; expected boxed_answer"):
         find_reward("rewards_of_nobody.brief", recipes)
 
 
@@ -67,7 +67,7 @@ def test_an_installed_module_is_not_hidden(tmp_path, module):
     """A file next to the recipe may share a library's name; other libraries still import the real one."""
     module("wave", "def brief(completions): return []")
     sys.modules.pop("wave", None)
-    with pytest.raises(RecipeError, match="'wave.brief', which is none of boxed_answer"):
+    with pytest.raises(RecipeError, match="'wave.brief'; expected boxed_answer"):
         find_reward("wave.brief", tmp_path)
 
 
@@ -76,7 +76,7 @@ def test_what_counts_as_a_function(tmp_path, module):
     assert find_reward(f"{name}.length", tmp_path)(["a"]) == [0.0]
     assert find_reward(f"{name}.half", tmp_path).keywords == {"scale": 0.5}
     for attribute in ("Length", "os", "number", "missing"):
-        with pytest.raises(RecipeError, match="which is none of boxed_answer"):
+        with pytest.raises(RecipeError, match="; expected boxed_answer or the dotted path of a function"):
             find_reward(f"{name}.{attribute}", tmp_path)
 
 
@@ -84,9 +84,7 @@ def test_a_function_that_could_not_be_called(tmp_path, module):
     name = module(
         "rewards_without_columns", "def brief(completions, solution):\n    return [0.0 for _ in completions]\n"
     )
-    with pytest.raises(
-        RecipeError, match=r"takes completions, solution alone\. .* end its parameters with \*\*columns"
-    ):
+    with pytest.raises(RecipeError, match=r"only takes completions, solution\. .* end its parameters with \*\*columns"):
         find_reward(f"{name}.brief", tmp_path)
 
 

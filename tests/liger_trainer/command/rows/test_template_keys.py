@@ -45,7 +45,7 @@ UNREAD = {
 def test_keys_that_a_template_does_not_read_are_named_with_their_first_row(template, conversations, said, capsys):
     check(template, [{"messages": messages} for messages in conversations])
     (line,) = capsys.readouterr().err.splitlines()
-    assert f"the chat template of model 'x' does not read {said} (first in row 1), so that" in line
+    assert f"the chat template of model 'x' does not read {said} (first in row 1), so the model" in line
     assert "Set chat_template_path to a template that reads it, or remove it from the rows." in line
 
 
