@@ -117,5 +117,6 @@ def test_notebook(old_gpu, model, losses, tmp_path, monkeypatch, capsys):
     assert ("rms_norm" in capsys.readouterr().out) != old_gpu, "the report"
     assert losses and all(math.isfinite(loss) and loss != 0 for loss in losses)
     assert list((tmp_path / "outputs/notebook").glob("adapter_model.safetensors"))
+    assert [turn["role"] for turn in namespace["history"]] == ["user", "assistant"] * 2, "a chat of two questions"
     shipped = "../recipes/data/alpaca_quickstart.jsonl"
     assert shipped in NOTEBOOK.read_text() and (EXAMPLES / shipped).exists()

@@ -97,7 +97,9 @@ KERNELS = {
     "token_ranks",
     *KERNEL_MODULES,
 }
+SCORED_PAIRS = {"LigerORPOConfig", "LigerCPOConfig"}
 SHARING = {f"Liger{name}Config" for name in ("DPO", "GRPO", "RLOO", "Reward")}
+ONLINE = {"LigerGRPOConfig", "LigerRLOOConfig"}
 OWN_OPTIONS = {
     "cuda_graphs",
     "use_liger",
@@ -218,6 +220,10 @@ def test_our_options_are_listed(name):
     options = OWN_OPTIONS | OF_ONE_CONFIG.get(name, set())
     if name in SHARING:
         options = options | {"share_prompts"}
+    if name in SCORED_PAIRS:
+        options = options | {"padding_in_metrics"}
+    if name in ONLINE:
+        options = options | {"reuse_log_probs", "sort_by_prompt"}
     assert names >= options | NEWER_NAMES
     assert names - stock_names - NEWER_NAMES == options
 

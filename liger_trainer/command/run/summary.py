@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
+from liger_trainer.command.processes import print_status
 from liger_trainer.command.rows.counts import RowCounts
 from liger_trainer.command.rows.prompt_form import IN_WORDS
 
@@ -44,6 +45,7 @@ class RunRecorder(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         self._start, self._first_step = time.perf_counter(), state.global_step
+        print_status(f"training {state.max_steps - self._first_step} steps. The first one takes longest.")
         if self.early_stopping is not None:  # after a resume, transformers would count from 0 again
             saved = state.stateful_callbacks["EarlyStoppingCallback"]["attributes"]
             self.early_stopping.early_stopping_patience_counter = saved["early_stopping_patience_counter"]

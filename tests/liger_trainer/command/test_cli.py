@@ -1,19 +1,23 @@
 """The command as a user runs it on a tiny model: train, resume, evaluate, LoRA, two processes, and its refusals."""
 
+import gc
 import importlib.machinery
 import importlib.util
 import json
 import re
 import shutil
 import sys
+import time
 
 import pytest
 import torch
 from checkout import ROOT
+from gguf_models import GGUF_VOCAB, write_gguf
 from launching import PROCESSES
 from recipe_fixtures import command, losses, run_elsewhere, write_recipe
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from liger_trainer.command import processes
 from liger_trainer.command.recipe.model_source import find_model, name_for_servers
 
 
@@ -244,49 +248,6 @@ def test_a_gguf_model_trains_and_saves_as_a_plain_one(folder, capsys):
     assert code == 2 and "model_init_kwargs: " in err and "unexpected keyword argument 'foo'" in err
 
 
-GGUF_VOCAB = 261
-
-
-def write_gguf(gguf, path):
-    """Write a one-layer Llama with a byte-level BPE vocabulary and two merges."""
-    from transformers.convert_slow_tokenizer import bytes_to_unicode
-
-    path.parent.mkdir()
-    hidden = 32
-    heads = 4
-    inner = 64
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_context_length(512)
-    writer.add_embedding_length(hidden)
-    writer.add_block_count(1)
-    writer.add_feed_forward_length(inner)
-    writer.add_head_count(heads)
-    writer.add_head_count_kv(heads)
-    writer.add_rope_dimension_count(hidden // heads)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_vocab_size(GGUF_VOCAB)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("default")
-    writer.add_token_list(["<|endoftext|>", "<|im_start|>", "<|im_end|>", *bytes_to_unicode().values(), "w1", "w2"])
-    writer.add_token_types([3, 3, 3] + [1] * 258)
-    writer.add_token_merges(["w 1", "w 2"])
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    shapes = {"token_embd": (GGUF_VOCAB, hidden), "output": (GGUF_VOCAB, hidden), "output_norm": (hidden,)}
-    shapes |= {f"blk.0.attn_{name}": (hidden, hidden) for name in ("q", "k", "v", "output")}
-    shapes |= {"blk.0.ffn_gate": (inner, hidden), "blk.0.ffn_up": (inner, hidden), "blk.0.ffn_down": (hidden, inner)}
-    shapes |= {"blk.0.attn_norm": (hidden,), "blk.0.ffn_norm": (hidden,)}
-    torch.manual_seed(0)
-    for name, shape in shapes.items():
-        writer.add_tensor(
-            f"{name}.weight", (torch.ones(shape) if len(shape) == 1 else torch.randn(shape) * 0.1).numpy()
-        )
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
 def test_doctor_needs_only_a_config(folder, capsys):
     (folder / "model" / "model.safetensors").unlink()
     code, out, err = command(capsys, "doctor", folder / "model")
@@ -318,3 +279,24 @@ def test_a_command_says_first_that_it_loads_libraries(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", sys)
     print_loading()
     assert capsys.readouterr().err == ""
+
+
+def test_imports_collect_no_garbage_and_are_not_silent(capsys, monkeypatch):
+    monkeypatch.setattr(processes, "_SILENT_FOR", 0.02)
+    assert gc.isenabled()
+    with pytest.raises(ImportError), processes.importing():
+        assert not gc.isenabled()
+        time.sleep(0.2)
+        raise ImportError
+    assert gc.isenabled(), "also after an error"
+    said = capsys.readouterr().err
+    assert said.startswith("liger-trainer: still loading, 0 s.") and said.count("\n") > 1
+    time.sleep(0.1)
+    assert capsys.readouterr().err == "", "nothing is said once it is over"
+    gc.disable()
+    try:
+        with processes.importing():
+            pass
+        assert not gc.isenabled(), "it was off before"
+    finally:
+        gc.enable()

@@ -14,10 +14,19 @@ from peft import LoraConfig, PromptTuningConfig
 from rerun_recorder import capture_on_cpu
 from tiny_models import VOCAB, ragged_rows, tiny_model, tiny_tokenizer
 from trainer_parity import build_dpo
-from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    OPTConfig,
+    TrainerCallback,
+)
 from transformers.integrations import integration_utils
 
 from liger_trainer import LigerDPOTrainer, LigerSFTConfig, LigerSFTTrainer, LigerTrainer
+from liger_trainer.trainers.samples import _learned_positions
 
 PROMPTS = {"sample_prompts": ["w3 w4", "w5"], "sample_steps": 1, "sample_max_new_tokens": 4}
 
@@ -259,3 +268,72 @@ def test_tensor_parallel_models_are_refused(tmp_path, monkeypatch):
 def test_a_trainer_that_cannot_read_prompts(tmp_path):
     with pytest.raises(ValueError, match="the trainer has no processing_class to read them with"):
         trainer_runs.run(LigerTrainer, tiny_model("llama"), tmp_path, **PROMPTS)
+
+
+class OutOfMemory(TrainerCallback):
+    """Raises from a layer in the second token of each answer, as an allocation does that fails."""
+
+    raised = 0
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        (layer,) = (module for name, module in model.named_modules() if name.endswith("layers.1.mlp"))
+        layer.register_forward_hook(self.fail)
+
+    def fail(self, layer, args, output):
+        torch.rand(3)  # an answer that was begun may have drawn random numbers
+        if not layer.training and output.shape[1] == 1:
+            self.raised += 1
+            raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB")
+
+
+def test_memory_that_runs_out_costs_an_answer_and_not_the_training(tmp_path, caplog):
+    runs, failing = {}, OutOfMemory()
+    for name, given in (("without", {}), ("with", PROMPTS)):
+        trainer = sft_runs.run(LigerSFTTrainer, dropout_model(), tmp_path / name, train=False, **lora(), **given)[1]
+        trainer.callback_handler.callbacks.insert(0, failing)
+        torch.manual_seed(5)
+        trainer.train()
+        runs[name] = trainer
+    assert failing.raised == 6, "two prompts before and after each of two steps"
+    assert_same_training(runs["with"], runs["without"])
+    assert samples_in(runs["with"]) == [], "no answer is made up"
+    (line,) = [record.getMessage() for record in caplog.records if "memory ran out" in record.getMessage()]
+    assert "step 0" in line and "sample_max_new_tokens, which is 4" in line
+    assert all(module.training for module in runs["with"].model.modules())
+
+
+def test_other_errors_in_an_answer_are_raised(tmp_path):
+    model = dropout_model()
+
+    def fail(layer, args, output):
+        if not layer.training:
+            raise RuntimeError("a bug")
+
+    model.model.layers[1].mlp.register_forward_hook(fail)
+    with pytest.raises(RuntimeError, match="a bug"):
+        sft_runs.run(LigerSFTTrainer, model, tmp_path, **PROMPTS)
+
+
+SMALL = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+
+
+@pytest.mark.parametrize(
+    ("config", "limit"),
+    [
+        pytest.param(GPT2Config(vocab_size=64, n_positions=12, n_embd=16, n_layer=1, n_head=2), 12, id="table"),
+        pytest.param(
+            OPTConfig(**SMALL, max_position_embeddings=12, ffn_dim=16, word_embed_proj_dim=16), 12, id="two rows before"
+        ),
+        pytest.param(
+            BloomConfig(vocab_size=64, hidden_size=16, n_layer=1, n_head=2, max_position_embeddings=12),
+            None,
+            id="ALiBi",
+        ),
+        pytest.param(LlamaConfig(**SMALL, max_position_embeddings=12, intermediate_size=16), None, id="rotary"),
+    ],
+)
+def test_how_many_positions_a_model_has(config, limit):
+    model = AutoModelForCausalLM.from_config(config)
+    assert _learned_positions(model) == limit
+    if limit is None:
+        assert model(torch.ones(1, 20, dtype=torch.long)).logits.shape == (1, 20, 64)
