@@ -15,7 +15,7 @@ from liger_trainer import (
     LigerKTOConfig,
     LigerKTOTrainer,
 )
-from liger_trainer.varlen import host_copies, plans
+from liger_trainer.varlen import host_copies, plan_batch
 
 
 def by_lengths(seed=0):
@@ -27,20 +27,20 @@ def by_lengths(seed=0):
 
 
 class Watched:
-    """What plans ask the host for, once `begins` was called, and whether it knew."""
+    """The questions of plans to the host, once `begins` was called, and whether it knew."""
 
     def __init__(self, monkeypatch):
         self.monkeypatch = monkeypatch
         self.known = []
 
     def begins(self):
-        stock = plans.values_of
+        stock = plan_batch.values_of
 
         def values(*tensors):
             self.known += [self.knows(x) for x in tensors]
             return stock(*tensors)
 
-        self.monkeypatch.setattr(plans, "values_of", values)
+        self.monkeypatch.setattr(plan_batch, "values_of", values)
 
     @staticmethod
     def knows(x):
