@@ -13,7 +13,7 @@ BATCHES = {"padded": ragged_batch, "packed": packed_batch}
 
 
 def trained(model, tmp_path, batch, **options):
-    """Loss, gradients of the drafter and metrics of one batch."""
+    """Loss, gradients of the drafter and metrics for one batch."""
     trainer = eagle_trainer(eagle_target(), tmp_path, **options)
     layers = trainer._layers
     trainer.model.eagle_drafter.load_state_dict(model.eagle_drafter.state_dict())
@@ -47,7 +47,7 @@ def test_matches_float64(kind, recompute, tmp_path):
 
 
 def test_seven_steps_and_rows_that_are_shorter(tmp_path):
-    """Rows with fewer tokens than steps have targets for the first steps alone."""
+    """Rows with fewer tokens than steps have targets for the first steps only."""
     batch = packed_batch(lengths=(9, 3, 12, 2))
     model = with_random_drafter(eagle_target())
     assert_same(trained(model, tmp_path, batch, eagle_steps=7), brute_force(model, batch, steps=7, decay=0.7))
@@ -138,15 +138,15 @@ def test_the_loss_does_not_depend_on_how_a_batch_is_split(tmp_path):
     trainer = eagle_trainer(eagle_target(), tmp_path)
     count = batch["labels"][:, 1:].ne(-100).sum()
     whole = trainer.compute_loss(trainer.model.train(), dict(batch), num_items_in_batch=count)
-    parts = [
-        trainer.compute_loss(trainer.model, {n: x[b : b + 1] for n, x in batch.items()}, num_items_in_batch=count)
-        for b in range(4)
-    ]
+    parts = []
+    for b in range(4):
+        row = {name: x[b : b + 1] for name, x in batch.items()}
+        parts.append(trainer.compute_loss(trainer.model, row, num_items_in_batch=count))
     torch.testing.assert_close(sum(parts), whole, rtol=1e-5, atol=0)
 
 
 def test_nothing_to_guess(tmp_path):
-    """A batch without labels: a loss of zero and gradients of zero, which DDP waits for."""
+    """A batch without labels gives a zero loss, and zero gradients because DDP waits for them."""
     batch = ragged_batch(2)
     batch["labels"] = torch.full_like(batch["labels"], -100)
     trainer = eagle_trainer(eagle_target(), tmp_path)

@@ -70,7 +70,9 @@ class Pair:
     def __init__(self, model, device, rule=ALWAYS):
         if device == "cuda":
             model = model.to("cuda", torch.float16)
-        self.captured, self.plain, self.device = model, copy.deepcopy(model), device
+        self.captured = model
+        self.plain = copy.deepcopy(model)
+        self.device = device
         self.graphs = StepGraphs(lambda device: RerunRecorder() if device.type == "cpu" else TimelessRecorder(device))
         self.graphs.may_capture = True
         for one in (self.captured, self.plain):
