@@ -268,10 +268,9 @@ def make_trainer(arm, run, callbacks, **more):
             if run.checkpointing:
                 model.enable_input_require_grads()
     offloads = run.offload and arm.startswith("Liger")
-    options.setdefault("per_device_train_batch_size", run.batch)
     args = args_class(
-        output_dir=tempfile.mkdtemp(), max_steps=run.steps, logging_steps=5, logging_first_step=True,
-        dataloader_num_workers=run.workers,
+        output_dir=tempfile.mkdtemp(), max_steps=run.steps, per_device_train_batch_size=run.batch,
+        logging_steps=5, logging_first_step=True, dataloader_num_workers=run.workers,
         learning_rate=1e-5, bf16=DEVICE == "cuda" and run.autocast, optim="adamw_torch_fused", report_to="none",
         save_strategy="no",
         gradient_checkpointing_kwargs={"use_reentrant": False} | ({"offload": True} if offloads else {}),

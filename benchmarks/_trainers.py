@@ -34,6 +34,7 @@ class Kind:
         loads_reference (`bool`): It loads its reference itself, by the name of the model.
         is_classifier (`bool`): Its model has a head of one score.
         online (`bool`): It makes its batches from prompts.
+        answers (`int`): How many rows of a batch have one prompt, if it is online.
         compared (`str`): What it logs that shows whether two trainers do the same.
     """
 
@@ -44,6 +45,7 @@ class Kind:
     loads_reference: bool = False
     is_classifier: bool = False
     online: bool = False
+    answers: int = 1
     compared: str = "loss"
 
 
@@ -140,10 +142,7 @@ def one_answer_each(stock_class, pairs):
 
 
 def compares_answers(run):
-    return one_answer(run) | {
-        "per_device_train_batch_size": run.batch * ANSWERS,
-        "num_generations": ANSWERS,
-    }
+    return one_answer(run) | {"num_generations": ANSWERS}
 
 
 def one_answer(run):
@@ -151,7 +150,7 @@ def one_answer(run):
 
 
 SCORED = Kind(scored_rows, tokenized)
-COMPARED = Kind(numbers, two_answers_each, compares_answers, online=True, compared="grad_norm")
+COMPARED = Kind(numbers, two_answers_each, compares_answers, online=True, answers=ANSWERS, compared="grad_norm")
 KINDS = {
     "kto": Kind(judged_rows, as_they_are, frozen="ref_model"),
     "orpo": SCORED,
@@ -169,8 +168,10 @@ def rows_of(run, vocab):
         found = preferences.judged(run.data, vocab, run.length)
     else:
         found = preferences.real_pairs(run.data, vocab, run.length)
-    made_of = taken(run, [cut(row, run.length) for row in found])
-    return KINDS[run.trainer].rows(run, made_of), made_of
+    kind = KINDS[run.trainer]
+    in_a_step = replace(run, batch=run.batch // kind.answers)
+    made_of = taken(in_a_step, [cut(row, run.length) for row in found])
+    return kind.rows(run, made_of), made_of
 
 
 def load_reference(stock_class, build):

@@ -13,8 +13,9 @@ TRL's padding_free, "compile" has each layer compiled for any number of tokens, 
 `--trainers` takes TRL's other trainers, and ours beside them, on 8 real pairs a step. `--data` is then a file of pairs
 as for `training.py --trainer dpo`, whose answers are cut where they and the prompt have `--length` tokens. KTO trains
 on 8 answers a step, of the pairs or of `--judged` (`preferences.py`), distillation on the chosen answers of 8 prompts,
-GRPO and RLOO on both answers of 8 prompts. Nothing is generated: `_trainers.py` says what takes its place. A reference
-or a teacher has Liger's layers in "trl_liger". tokens/s counts each token of a row once, however many models read it.
+GRPO and RLOO on both answers of 4 prompts. Nothing is generated: `_trainers.py` says what takes its place. A reference
+or a teacher has Liger's layers in "trl_liger". "answers" is padding_in_metrics=False, which CPO and ORPO have, and
+"unshared" share_prompts=False. tokens/s counts each token of a row once, however many models read it.
 
 Every case, trainer and arm has a process of its own, which takes one kind of rows after the other. What fails is a row
 that says why. `--minutes` ends the whole run: what has not begun by then is a row that says so. Steps before the clock
@@ -60,6 +61,7 @@ class Arm:
     trainer: str  # a name of `_steps.ARMS`, with the class of another trainer in the place of SFTTrainer
     options: dict = field(default_factory=dict)  # fields of its arguments
     compiled: bool = False  # each layer, with the number of tokens as a variable
+    only: tuple = ()  # the trainers that have it, if not all do
 
 
 FLAT = {"padding_free": True, "max_length": None}  # TRL cuts no rows then; they are cut already
@@ -72,10 +74,11 @@ ARMS = {
     "ours": Arm("LigerSFTTrainer", {"cuda_graphs": "false"}),
     "ours_auto": Arm("LigerSFTTrainer"),
     "ours_captured": Arm("LigerSFTTrainer", {"cuda_graphs": "true"}),
-    "ours_unshared": Arm("LigerSFTTrainer", {"share_prompts": False}),
+    "ours_answers": Arm("LigerSFTTrainer", {"padding_in_metrics": False}, only=("cpo", "orpo")),
+    "ours_unshared": Arm("LigerSFTTrainer", {"share_prompts": False}, only=("dpo", "reward", "grpo", "rloo")),
 }
 DEFAULT_ARMS = ("stock", "stock_flat", "stock_compile", "stock_flat_compile", "trl_liger", "ours", "ours_captured")
-ARMS_OF_PAIRS = ("stock", "ours_auto", "trl_liger", "ours")
+ARMS_OF_PAIRS = ("stock", "ours_auto", "ours_answers", "trl_liger", "ours")
 SHORTEST = 5  # seconds, in which no process could start
 
 
@@ -282,7 +285,7 @@ def main():
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--trainers", nargs="+", choices=_trainers.CLASSES, default=["sft"])
     parser.add_argument("--rows", nargs="+", choices=(*OWN_ROWS, PAIRS), help=f"all for sft, {PAIRS} for the others")
-    parser.add_argument("--arms", nargs="+", choices=ARMS, help="all but the last two, or four of other trainers")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, help="seven for sft, five for the others")
     parser.add_argument("--data", help="an .npz of rows, as in training.py; single rows take random ids without it")
     parser.add_argument("--judged", help="a .json of judged answers, for KTO instead of --data")
     parser.add_argument("--length", type=int, default=2048, help="the most tokens of a row of --data")
@@ -309,6 +312,8 @@ def main():
     found, ends = [], time.monotonic() + 60 * options.minutes
     # The first arms of all trainers come first, so that a run that is cut off has trainers to compare.
     for case, arm, trainer in itertools.product(options.cases, options.arms, options.trainers):
+        if ARMS[arm].only and trainer not in ARMS[arm].only:
+            continue
         about = {"case": case, "method": trainer, "title": title_of(case, trainer)}
         left = min(options.timeout, ends - time.monotonic())
         if left < SHORTEST:

@@ -22,6 +22,7 @@ from liger_trainer.preflight.feature import Preflight, PreflightFields
 from liger_trainer.trainers.compiled_inputs import CompiledArguments, CompiledInputs, CompiledTrainer
 from liger_trainer.trainers.cuda_graphs import CapturedArguments, CapturedTrainer, CudaGraphs, CudaGraphsFields
 from liger_trainer.trainers.module_walks import ModuleWalks, WalkedArguments, WalkedTrainer
+from liger_trainer.trainers.old_policy import old_policy_of
 from liger_trainer.trainers.optimizer_in_backward import (
     InBackward,
     InBackwardArguments,
@@ -30,6 +31,7 @@ from liger_trainer.trainers.optimizer_in_backward import (
 )
 from liger_trainer.trainers.samples import SampleFields, Samples
 from liger_trainer.trainers.shared_prompts import shared_prompts_of
+from liger_trainer.trainers.sorted_rows import sorting_of
 from liger_trainer.trainers.trackers import TrackedTrainer, Trackers
 from liger_trainer.varlen.graphs.capture_summary import CaptureSummary
 
@@ -140,8 +142,9 @@ class _ReportCallback(TrainerCallback):
         self._write(args, state)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        shared = shared_prompts_of(self.trainer.model)
-        summaries = (self.trainer.checkpointing, self.trainer.captured_steps, shared)
+        trainer = self.trainer
+        of_rows = (shared_prompts_of(trainer.model), sorting_of(trainer), old_policy_of(trainer))
+        summaries = (trainer.checkpointing, trainer.captured_steps, *of_rows)
         if any(x is not None for x in summaries):
             self._write(args, state)
 
@@ -154,6 +157,10 @@ class _ReportCallback(TrainerCallback):
             report.cuda_graphs = None if captured is None else captured.to_dict()
             shared = shared_prompts_of(self.trainer.model)
             report.shared_prompts = None if shared is None else shared.to_dict()
+            sorting = sorting_of(self.trainer)
+            report.sort_by_prompt = None if sorting is None else sorting.to_dict()
+            passes = old_policy_of(self.trainer)
+            report.old_policy = None if passes is None else passes.to_dict()
             os.makedirs(args.output_dir, exist_ok=True)
             report.to_json(os.path.join(args.output_dir, "liger_report.json"))
 

@@ -1,4 +1,4 @@
-"""The rows of GRPO and RLOO, known on the host.
+"""The rows of GRPO, RLOO and distillation, known on the host.
 
 These trainers make their batches on the device, from completions. To find the rows of a call there, the host would wait
 until the device is done with all that was launched before. Here one host copy is taken of each generation batch, right
@@ -15,10 +15,8 @@ from liger_trainer.varlen.host_copies import remember, values_of
 _KEPT = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
 
 
-class KnowsOnlineRows:
-    """Goes before `LigerTRLMixin` in a trainer that generates its rows."""
-
-    _trained: dict[str, Any] | None = None  # the micro-batch, while its loss is computed
+class KeepsOnlineRows:
+    """Takes the host copies. It goes before `LigerTRLMixin` in a trainer that generates its rows."""
 
     def _prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:
         inputs = super()._prepare_inputs(*args, **kwargs)  # type: ignore[misc]
@@ -26,6 +24,12 @@ class KnowsOnlineRows:
             for batch in (inputs, *(self._buffered_inputs or ())):  # type: ignore[attr-defined]
                 _keep_on_host(batch)
         return inputs
+
+
+class KnowsOnlineRows(KeepsOnlineRows):
+    """Has the host know the calls of GRPO and RLOO. It goes before `LigerTRLMixin`."""
+
+    _trained: dict[str, Any] | None = None  # the micro-batch, while its loss is computed
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
         self._trained = inputs
@@ -45,7 +49,7 @@ class KnowsOnlineRows:
     ) -> Any:
         if self.wants_part("varlen_attention"):  # type: ignore[attr-defined]
             if self._trained is not None:
-                _join_on_host(self._trained, input_ids, attention_mask)
+                join_on_host(self._trained, input_ids, attention_mask)
             # Elsewhere the reference gets the same tensors as the old policy, which the first of the two copies.
             for x in (input_ids, attention_mask):
                 _keep(x)
@@ -70,7 +74,7 @@ def _is_on_host(x: torch.Tensor) -> bool:
     return values_of(x)[0].device.type == "cpu"
 
 
-def _join_on_host(batch: dict[str, Any], input_ids: torch.Tensor, attention_mask: torch.Tensor) -> None:
+def join_on_host(batch: dict[str, Any], input_ids: torch.Tensor, attention_mask: torch.Tensor) -> None:
     """Have the host know prompts and completions of a micro-batch that TRL has joined."""
     parts = [batch[name] for name in _KEPT]
     if not all(map(_is_on_host, parts)):

@@ -27,7 +27,7 @@ from liger_trainer.varlen.unpad_plan import UnpadPlan
 from liger_trainer.varlen.unpadded_backbone import COMPUTES_PADDING, BackboneBinding, MixedRows
 
 # Inputs that require gradients. Other hooks of PEFT say which adapter is for which row, or from which token on.
-_HARMLESS_HOOKS = (
+HARMLESS_HOOKS = (
     "transformers.modeling_utils",
     "transformers.utils.",
     "peft.utils.",
@@ -312,7 +312,7 @@ def _why_whole(model, backbone, bound: BackboneBinding) -> str | None:
         has_own_code = forward is None or (isinstance(forward, Binding) and forward.previous is None)
         if module is not model and (module in hooked or not has_own_code):
             ours = bound if module is backbone else Binding.of(module)
-            why = hook_on(module, ours, _HARMLESS_HOOKS)
+            why = hook_on(module, ours, HARMLESS_HOOKS)
             if why is not None:
                 return f"{why} on a {kind.__name__} would see rows without padding"
         if attributes.get("_compiled_call_impl") is not None:

@@ -25,6 +25,15 @@ _REMEMBERED = (
     "video_grid_thw",
     "second_per_grid_ts",
     "completion_mask",
+    "KL_input_ids",  # of KTO
+    "KL_attention_mask",
+    "KL_completion_mask",
+    "chosen_input_ids",  # of ORPO and CPO
+    "chosen_attention_mask",
+    "chosen_labels",
+    "rejected_input_ids",
+    "rejected_attention_mask",
+    "rejected_labels",
 )
 
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import liger_triton.shared_attention as shared
 from liger_triton.shared_attention import AttentionCall, shared_attention
 
 PREFIXES, LONE, PRIVATE = (5, 3), (4,), ((2, 1, 6), (3, 2))
@@ -116,6 +117,22 @@ def test_a_window_over_rows_with_keys_before_their_queries():
     found = gradients(lambda q, k, v: shared_attention(q, k, v, [call], scale=0.25), given, upstream)
     for got, want in zip(found, gradients(lambda *x: by_autograd(*x, None, mask, 0.25), given, upstream), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("start", [0, 5, 18])
+@pytest.mark.parametrize("heads, dim", [(3, 16), (4, 24), (9, 128)])
+def test_the_kernel_merges_as_the_formulas_do(start, heads, dim):
+    draw = torch.Generator().manual_seed(1)
+    tokens = 19
+    o, other = torch.randn(tokens, heads, dim, generator=draw), torch.randn(tokens - start, heads, dim, generator=draw)
+    level, other_level = 4 * torch.randn(heads, tokens, generator=draw), 4 * torch.randn(heads, tokens - start)
+    other_level[:, 0] = float("inf")  # queries that have seen no key of the other call
+    other_level[0] = float("-inf")
+    other_level[1] = 90.0
+    given = [x.to("cuda" if torch.cuda.is_available() else "cpu") for x in (o, level, other, other_level)]
+    wanted = shared._merged(*(x.double() for x in (o, level, other, other_level)), start)
+    for got, want in zip(shared._merged_by_kernel(*given, start), wanted, strict=True):
+        torch.testing.assert_close(got.cpu().double(), want, rtol=1e-6, atol=1e-6)
 
 
 def test_heads_that_are_too_wide_are_refused():

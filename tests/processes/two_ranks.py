@@ -81,6 +81,7 @@ def sampled(out):
     from pathlib import Path
 
     import trl
+    from engine_stand_in import EngineStandIn
     from step_parity import build, letters, trained, with_reference, words
 
     import liger_trainer
@@ -98,15 +99,24 @@ def sampled(out):
         "GRPO": (prompts, groups | {"beta": 0.2, "loss_type": "dapo"}, rewards),
         "RLOO": (prompts, groups | {"beta": 0.2}, rewards),
         "Distillation": (prompts, writes | {"beta": 0.5}, {"teacher_model": tiny_model("llama", seed=7)}),
+        # Without the pass of the old policy
+        "GRPO-engine": (prompts, groups | {"use_vllm": True, "split": (2, 2)}, rewards),
+        "RLOO-alone": (prompts, groups | {"beta": 0.0, "split": (2, 2)}, rewards),
     }
-    grads = {}
-    for name, (rows, options, given) in cases.items():
+    trl.trainer.grpo_trainer.VLLMGeneration = EngineStandIn
+    found = {}
+    for case, (rows, options, given) in cases.items():
         for module, prefix in ((liger_trainer, "Liger"), (trl, "")):
+            name = case.partition("-")[0]
             trainer_class, args_class = (getattr(module, f"{prefix}{name}{kind}") for kind in ("Trainer", "Config"))
             trainer = build(trainer_class, args_class, model, folder, rows, trainer_options=given, **options)
-            step = trained(trainer)[1][0]
-            grads |= {f"{prefix}{name}.{key.removeprefix('module.')}": grad for key, grad in step.items()}
-    return grads
+            logs, (step, *_) = trained(trainer)
+            found |= {f"{prefix}{case}.{key.removeprefix('module.')}": grad for key, grad in step.items()}
+            sampling = {key: torch.tensor(x) for key, x in logs[0].items() if key.startswith("sampling/")}
+            found |= {f"{prefix}{case}.{key}": x for key, x in sampling.items()}
+            if prefix and case in ("GRPO-engine", "RLOO-alone"):
+                assert (trainer.old_policy.left_out, trainer.old_policy.run) == (1, {})
+    return found
 
 
 def fsdp2(out):

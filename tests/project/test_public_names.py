@@ -47,7 +47,9 @@ KERNELS = {
     "token_ranks",
     *KERNEL_MODULES,
 }  # fmt: skip
+SCORED_PAIRS = {"LigerORPOConfig", "LigerCPOConfig"}
 SHARING = {f"Liger{name}Config" for name in ("DPO", "GRPO", "RLOO", "Reward")}
+ONLINE = {"LigerGRPOConfig", "LigerRLOOConfig"}
 OWN_OPTIONS = {
     "cuda_graphs",
     "use_liger",
@@ -136,6 +138,10 @@ def test_options_beside_the_stock_ones(name):
     options = OWN_OPTIONS | OF_ONE_CONFIG.get(name, set())
     if name in SHARING:
         options = options | {"share_prompts"}
+    if name in SCORED_PAIRS:
+        options = options | {"padding_in_metrics"}
+    if name in ONLINE:
+        options = options | {"reuse_log_probs", "sort_by_prompt"}
     assert names >= options | NEWER_NAMES
     assert names - stock_names - NEWER_NAMES == options
 

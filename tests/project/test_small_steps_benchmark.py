@@ -87,6 +87,20 @@ def test_every_trainer_beside_ours_on_the_same_pairs(trainer, tmp_path):
     assert found[1]["note"].startswith("WRONG ")
 
 
+@pytest.mark.parametrize(("trainer", "prompts"), [("kto", 8), ("cpo", 8), ("rloo", 4), ("distillation", 8)])
+def test_steps_on_the_clock_take_the_rows_of_steps_before(trainer, prompts, tmp_path):
+    import _trainers
+    import small_steps
+
+    pairs_of_words(tmp_path / "pairs.json", 24)
+    options = options_of(tmp_path, data=str(tmp_path / "pairs.json"), length=24, profile=0)
+    run, timed = small_steps.run_of("1b-full", "pairs", options, trainer)
+    rows, made_of = _trainers.rows_of(run, 1031)
+    clocked = timed * prompts
+    assert len(rows) == len(made_of) == run.steps * prompts == 2 * clocked
+    assert made_of[:clocked] == made_of[clocked:] and made_of[:prompts] != made_of[prompts:clocked]
+
+
 def test_judged_answers_are_read_from_both_kinds_of_files(tmp_path):
     import preferences
 
@@ -123,12 +137,16 @@ def test_a_run_that_is_over_begins_nothing(tmp_path, monkeypatch, capsys):
 
     pairs_of_words(tmp_path / "pairs.json", 2)
     record = tmp_path / "record.json"
-    given = ["--trainers", "cpo", "kto", "--arms", "ours", "--cases", "1b-full", "--minutes", "0"]
+    given = ["--trainers", "cpo", "kto", "--arms", "ours", "ours_answers", "--cases", "1b-full", "--minutes", "0"]
     given += ["--data", str(tmp_path / "pairs.json"), "--json", str(record)]
     monkeypatch.setattr("sys.argv", ["small_steps.py", *given])
     small_steps.main()
     rows = json.loads(record.read_text())["rows"]
-    assert [row["title"] for row in rows] == ["CPO, Llama-3.2-1B, all weights", "KTO, Llama-3.2-1B, all weights"]
+    assert [(row["title"], row["arm"]) for row in rows] == [
+        ("CPO, Llama-3.2-1B, all weights", "ours"),
+        ("KTO, Llama-3.2-1B, all weights", "ours"),
+        ("CPO, Llama-3.2-1B, all weights", "ours_answers"),
+    ], "an arm runs where the trainer has it"
     assert all(row["note"] == "not begun after 0 minutes" for row in rows)
     monkeypatch.setattr("sys.argv", ["small_steps.py", *given, "--rows", "512"])
     with pytest.raises(SystemExit):

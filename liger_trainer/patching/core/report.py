@@ -81,6 +81,8 @@ class LigerReport:
         cuda_graphs (`dict` or `None`): Which sizes of steps were captured, and why others were not.
         advice (`list[str]`): What to install, and what it costs to go without.
         shared_prompts (`dict` or `None`): What rows that begin alike have shared, and why others have not.
+        sort_by_prompt (`dict` or `None`): What sorting rows by prompt saves in the training steps, or would save.
+        old_policy (`dict` or `None`): Passes of the old policy that were left out, and why others ran.
     """
 
     def __init__(self, model_name: str):
@@ -90,6 +92,8 @@ class LigerReport:
         self.cuda_graphs: dict[str, Any] | None = None
         self.advice: list[str] = []
         self.shared_prompts: dict[str, Any] | None = None
+        self.sort_by_prompt: dict[str, Any] | None = None
+        self.old_policy: dict[str, Any] | None = None
 
     def __getitem__(self, operation: str) -> OperationReport:
         return self.operations[operation]
@@ -109,6 +113,10 @@ class LigerReport:
             chosen["cuda_graphs"] = self.cuda_graphs
         if self.shared_prompts is not None:
             chosen["shared_prompts"] = self.shared_prompts
+        if self.sort_by_prompt is not None:
+            chosen["sort_by_prompt"] = self.sort_by_prompt
+        if self.old_policy is not None:
+            chosen["old_policy"] = self.old_policy
         if self.advice:
             chosen["advice"] = self.advice  # type: ignore[assignment]
         return {

@@ -82,7 +82,7 @@ def test_refusals(folder, tmp_path, capsys):
     code, _, err = command(capsys, "verify", eagle_recipe(folder))
     assert code == 2 and "there is no other trainer of drafters" in err
     code, _, err = command(capsys, "fit", eagle_recipe(folder))
-    assert code == 2 and "does not know what a step takes with LigerEagleTrainer" in err
+    assert code == 2 and "cannot estimate a step with LigerEagleTrainer" in err
 
 
 @pytest.mark.slow

@@ -92,6 +92,50 @@ def test_distillation_loss_takes_the_way_on_which_logits_are_deferred():
             assert line in inspect.getsource(function), f"trl's {function.__qualname__} no longer has: {line}"
 
 
+def lines_of(trainer, word):
+    """The lines of a trainer's code that have `word`, without comments."""
+    lines = [line.partition("#")[0].strip() for line in inspect.getsource(trainer).splitlines()]
+    return [line for line in lines if word in line]
+
+
+def test_what_grpo_makes_of_the_old_policy():
+    """`LigerGRPOTrainer` leaves its pass out, and makes the same of the training pass."""
+    assert lines_of(trl.GRPOTrainer, "old_per_token_logps") == [
+        "old_per_token_logps, _, _ = self._get_per_token_logps_and_entropies(",
+        "old_per_token_logps = None",
+        "per_token_logps_diff = (old_per_token_logps - sampling_per_token_logps) * mask",
+        "delta = torch.abs(old_per_token_logps - sampling_per_token_logps)",
+        "if old_per_token_logps is not None:",
+        'output["old_per_token_logps"] = old_per_token_logps',
+        'old_per_token_logps = inputs.get("old_per_token_logps")',
+        "old_per_token_logps = per_token_logps.detach() if old_per_token_logps is None else old_per_token_logps",
+        'sampling_per_token_logps = inputs.get("sampling_per_token_logps", old_per_token_logps)',
+        "log_ratio = per_token_logps - old_per_token_logps",
+    ]
+    assert lines_of(trl.GRPOTrainer, "vllm_importance_sampling_correction")[2:] == [
+        "and self.vllm_importance_sampling_correction",
+        '"`vllm_importance_sampling_correction=False`."',
+        "self.use_vllm and self.vllm_importance_sampling_correction",
+        *["if self.use_vllm and self.vllm_importance_sampling_correction:"] * 3,
+        'if self.use_vllm and self.vllm_importance_sampling_correction and self.loss_type != "vespo":',
+    ]
+
+
+def test_what_rloo_makes_of_the_old_policy():
+    """`LigerRLOOTrainer` answers the first call that scores by itself, right after `_generate`."""
+    assert lines_of(trl.RLOOTrainer, "old_") == [
+        "old_per_token_logps, _, _ = self._get_per_token_logps_and_entropies(",
+        "old_logps = (old_per_token_logps * completion_mask).sum(1)",
+        "per_token_kl = old_per_token_logps - ref_per_token_logps",
+        '"old_logps": old_logps,',
+        'old_logps = inputs["old_logps"]',
+        "log_ratio = logps - old_logps",
+    ]
+    source = inspect.getsource(trl.RLOOTrainer._generate_and_score_completions)
+    generates, scores = source.index("self._generate("), source.index("self._get_per_token_logps_and_entropies(")
+    assert generates < scores < source.index("self._calculate_rewards(")
+
+
 def test_a_moved_name_is_an_import_error_that_says_what_to_do():
     with pytest.raises(ImportError, match="test_contracts of trl .* has no moved_name.*trl>=1.16,<2"):
         with_globals(test_a_moved_name_is_an_import_error_that_says_what_to_do, {"moved_name": None})

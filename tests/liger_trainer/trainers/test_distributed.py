@@ -38,7 +38,8 @@ def test_ddp_of_trainers_that_sample(tmp_path):
     """One process would write other completions; TRL's trainers on the same two ranks write the same."""
     first, second = two_ranks("sampled", tmp_path)
     ours = [name for name in first if name.startswith("Liger")]
-    assert len({name.partition(".")[0] for name in ours}) == 4 and len(first) == 2 * len(ours)
+    assert len({name.partition(".")[0] for name in ours}) == 6 and len(first) == 2 * len(ours)
+    assert sum("sampling/" in name for name in ours) == 5
     for name in ours:
         assert torch.equal(first[name], second[name]), f"{name} differs between ranks"
         stock = first[name.removeprefix("Liger")]
