@@ -112,10 +112,8 @@ def prepare_rows(
         read = {*ALSO_READ, *(column for each in columns for column in each)}
         if name == "none" and (unknown := sorted(mapped - read)):
             near = nearest(unknown[0], sorted({*read, *QUESTION_ANSWER}))
-            hints = (
-                f" columns sets {unknown[0]!r}, which the trainer does not read.{near} The trainer's name comes first, "
-                "then the data's, as in columns: {question: ..., answer: ...}."
-            )
+            order = ", which the trainer does not read. Its name comes first: columns: {question: ..., answer: ...}."
+            hints = f" columns sets {unknown[0]!r}{f'.{near}' if near else order}"
         elif name == "none" and not hints and not mapped:
             hints = (
                 " If the data has other names for them, map them: columns: {question: ..., answer: ...} makes turns of "

@@ -36,7 +36,7 @@ def test_a_misspelt_column_of_the_data_is_not_the_wrong_way_round(own_rows, caps
     assert code == 2 and "columns names 'quest'. Did you mean question?" in err and "wrong way" not in err
     code, _, err = train(capsys, own_rows, "--dry_run", columns={"q": "question", "a": "answer"})
     assert code == 2 and "columns sets 'a', which the trainer does not read" in err
-    assert "The trainer's name comes first, then the data's" in err
+    assert "Its name comes first: columns: {question: ..., answer: ...}." in err
 
 
 def test_a_split_that_a_file_does_not_have_names_its_key(own_rows, capsys):
