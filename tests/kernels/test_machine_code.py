@@ -84,7 +84,7 @@ def test_eight_bits_change_threads_in_words(case, source, capability, compiled):
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("direction", ["convolution", "convolution, backward"])
 def test_a_convolution_loads_each_token_once(direction, capability, compiled):
-    """Of the tokens before a program, of those of a run, plain or not, and backward of those after the program; and
+    """Of the tokens before a program, of its first run, of each run ahead, and backward of those after the program; and
     nothing of it through shared memory."""
     before, runs = 3, 2 * 8
     expected = before + runs if direction == "convolution" else before + runs + 2 * before
