@@ -98,6 +98,6 @@ def test_a_soft_cap_that_attention_leaves_out():
     model = tiny_model("gemma2")
     model.config._attn_implementation_internal = "sdpa"
     options = {"train_dataset": ragged_rows(4), "data_collator": collate}
-    with pytest.raises(ValueError, match="'sdpa', which leaves out the model's attn_logit_softcapping of 20.0"):
+    with pytest.raises(ValueError, match="'sdpa', which ignores the model's attn_logit_softcapping of 20.0"):
         LigerTrainer(model=model, args=arguments(), **options)
     LigerTrainer(model=tiny_model("gemma2"), args=arguments(), **options)
