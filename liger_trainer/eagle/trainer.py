@@ -74,7 +74,7 @@ class LigerEagleTrainer(LigerSFTTrainer):
         """The model's drafter; it exists once the trainer is built."""
         return drafter_of(self.model)
 
-    # What is trained
+    # The trained modules
 
     def _apply_liger(self, model: nn.Module, options: HeadOptions | None = None) -> None:
         model.requires_grad_(False)
@@ -158,7 +158,7 @@ class LigerEagleTrainer(LigerSFTTrainer):
         loss, *sums = logits.fused(score, targets[1:])
         return {"loss": loss, "sums": torch.stack([s.float() for s in sums])}
 
-    # What is logged
+    # Logs
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         mode = "train" if self.model.training else "eval"

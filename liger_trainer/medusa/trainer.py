@@ -71,7 +71,7 @@ class LigerMedusaTrainer(LigerSFTTrainer):
         """The model's heads; they exist once the trainer is built."""
         return heads_of(self.model)
 
-    # What is trained
+    # The trained modules
 
     @property
     def freezes_model(self) -> bool:  # type: ignore[override]  # it depends on the arguments
@@ -191,7 +191,7 @@ class LigerMedusaTrainer(LigerSFTTrainer):
             scores["aux_loss"] = outputs.aux_loss
         return scores
 
-    # What is logged
+    # Logs
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         mode = "train" if self.model.training else "eval"

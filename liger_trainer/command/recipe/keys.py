@@ -27,9 +27,9 @@ class RecipeArguments:
     )
     columns: dict[str, str] | str | None | list[dict[str, str]] = _key(
         None,
-        "Maps the columns that the trainer or the template reads to those of the data, such as {prompt: question, "
-        "completion: answer}. With {question: ..., answer: ...} the texts become turns of a chat. A list has one "
-        "mapping for each name in `dataset_name`.",
+        "Maps the trainer's or the template's columns to columns of the data, such as {prompt: question, completion: "
+        "answer}. With {question: ..., answer: ...} the texts become turns of a chat. A list has one mapping for each "
+        "name in `dataset_name`.",
     )
     system_prompt: str | None = _key(
         None, "A system prompt that goes before the messages of each row, such as 'Answer in one sentence.'"
