@@ -89,7 +89,7 @@ def test_model_init_is_patched_too(tmp_path):
 def test_data_parallel_is_refused():
     args = arguments()
     args._n_gpu = 2  # what `Trainer` finds with two GPUs and no launcher
-    with pytest.raises(ValueError, match="2 GPUs are visible to this one process.*accelerate launch"):
+    with pytest.raises(ValueError, match="2 GPUs are visible to this single process.*accelerate launch"):
         LigerTrainer(model=tiny_model("llama"), args=args, train_dataset=ragged_rows(8), data_collator=collate)
 
 

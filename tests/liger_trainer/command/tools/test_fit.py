@@ -173,7 +173,7 @@ def test_the_recipe_s_sharding_and_adapter(short_search, recipe, capsys):
         (
             {"trainer": "grpo", "reward_funcs": ["boxed_answer"], "max_length": "absent", "num_generations": 2},
             (),
-            "does not know what a step takes with LigerGRPOTrainer. It knows sft, dpo, orpo, cpo, kto. A copy of the",
+            "cannot estimate a step with LigerGRPOTrainer. It knows sft, dpo, orpo, cpo, kto. A copy of the",
         ),
         ({"model_name_or_path": "org/gated"}, (), "needs only the file config.json: save it in a folder, such as"),
         ({"max_length": None}, (), "max_length is unset"),
