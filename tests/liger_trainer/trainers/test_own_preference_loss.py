@@ -13,7 +13,9 @@ PAGE = (ROOT / "docs" / "own_losses.md").read_text()
 
 
 def trainer_of_the_page():
-    (code,) = re.findall(r"```python\n(import torch\nfrom liger_trainer import LigerDPOTrainer\n.*?)```", PAGE, re.DOTALL)
+    (code,) = re.findall(
+        r"```python\n(import torch\nfrom liger_trainer import LigerDPOTrainer\n.*?)```", PAGE, re.DOTALL
+    )
     names = {}
     exec(code, names)
     return names["HingeDPOTrainer"]

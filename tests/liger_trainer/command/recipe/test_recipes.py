@@ -312,14 +312,17 @@ def test_messages_of_the_command_line(tmp_path, capsys, monkeypatch):
     assert code == 2 and "'max_length' (with value 64) is a key of the trainers sft, dpo" in err
     assert "but LigerDistillationTrainer does not have it. Remove" in err and "Did you mean" not in err
     code, _, err = command(capsys, "train", write_recipe(tmp_path), "--reward_weights", "1")
-    assert code == 2 and "--reward_weights is a key of the trainers grpo, rloo, but LigerSFTTrainer does not have it." in err
+    assert (
+        code == 2
+        and "--reward_weights is a key of the trainers grpo, rloo, but LigerSFTTrainer does not have it." in err
+    )
     code, _, err = command(capsys, "train", write_recipe(tmp_path), "--save_steps", "20")
     assert code == 2 and "save_steps is 20.0, which has no effect" in err
     code, _, err = command(capsys, "train", write_recipe(tmp_path), "--bf16", "maybe")
     assert code == 2 and "maybe" in err and ".." not in err
     write_model(tmp_path / "model")
     code, _, err = command(capsys, "train", write_recipe(tmp_path).name, "--dataset_name", "nothing.jsonl")
-    assert code == 2 and f"nor in {tmp_path}." in err
+    assert code == 2 and f"here or in {tmp_path}." in err
     code, _, err = command(capsys, "train")
     assert code == 2 and "required: RECIPE\n" in err
 
