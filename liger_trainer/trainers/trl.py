@@ -197,8 +197,10 @@ class LigerTRLMixin(LigerTrainerMixin, WritesCards):
                     f"{name} is {value}, which {self.stock_class().__name__} does not use. Remove it{other}."
                 )
         if self.loss_hook != "token_loss" and type(self).token_loss is not LigerTrainerMixin.token_loss:
+            advice = f"Override {self.loss_hook or 'compute_loss'} instead."
+            if self.loss_hook is None and not self.takes_classifiers:  # a classifier has no log-probabilities
+                advice += " In it, model(..., labels=labels, fused_lm_head=True).log_probs needs no logits."
             raise ValueError(
-                f"{type(self).__name__} overrides token_loss, which {self.stock_class().__name__} never calls. "
-                + (f"Override {self.loss_hook} instead." if self.loss_hook else "Override compute_loss instead.")
+                f"{type(self).__name__} overrides token_loss, which {self.stock_class().__name__} never calls. {advice}"
             )
         super()._finish_init()

@@ -275,5 +275,5 @@ def test_what_would_be_ignored_is_refused(tmp_path):
         def token_loss(self, outputs, inputs):
             return -outputs.log_probs
 
-    with pytest.raises(ValueError, match="overrides token_loss, which DPOTrainer never calls. Override compute_loss"):
+    with pytest.raises(ValueError, match="overrides token_loss, which DPOTrainer never calls. Override compute_loss instead. In it, model"):
         build(OverridesTheWrongMethod, model, tmp_path)
