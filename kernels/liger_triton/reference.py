@@ -110,8 +110,12 @@ def row_attention(q, k, v, offsets, longest, *, scale=None, window=None, softcap
     return torch.cat(done)
 
 
-def rollout_attention(q, k, v, own_keys, own_values, offsets, longest, *, scale=None):
+def rollout_attention(q, k, v, own_keys, own_values, offsets, longest, *, scale=None, places=None):
     """See `liger_triton.rollout_attention`."""
+    if places is not None:
+        q, *own = (x.new_zeros(len(k), *x.shape[1:]).index_copy(0, places, x) for x in (q, *own_keys, *own_values))
+        half = len(own_keys)
+        return rollout_attention(q, k, v, own[:half], own[half:], offsets, longest, scale=scale)[places]
     wide = wide_dtype(q.dtype)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     shared = q.shape[1] // k.shape[1]

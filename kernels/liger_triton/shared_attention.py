@@ -21,13 +21,20 @@ from typing import NamedTuple
 import torch
 
 from ._autograd import once_differentiable
+from ._dispatch import jit, runs_triton, tl
+from ._launch import cdiv, launch, next_power_of_2
 from .row_attention import MOST_HEAD_DIM, flash_is_built
 
+MERGED_TOKENS = 8  # tokens and heads of a tile of the merge
+MERGED_HEADS = 4
 _SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
 
 class AttentionCall(NamedTuple):
     """One call: rows of queries, each with a row of keys.
+
+    A row may have queries and no keys, and they see nothing in this call. Or it has keys and no queries, and no query
+    sees them. So the tables of a captured call can cover all of q and k, whatever the lengths of its rows are.
 
     Attributes:
         first_query (`int`): The queries are those of q from here on; of the first call 0.
@@ -138,14 +145,61 @@ class _SharedAttention(torch.autograd.Function):
 
 
 def _merged(o, level, other, other_level, start: int):
-    """(o, L) of all queries, of which those from `start` on were in another call too."""
+    """(o, L) of all queries. Those from `start` on were in another call too.
+
+    Where a query has seen no key in it, its L is -inf, the log of an empty sum. Flash attention writes +inf there.
+    """
+    if runs_triton(o, other):
+        return _merged_by_kernel(o, level, other, other_level, start)
     mine = level[:, start:]
+    other_level = other_level.masked_fill(other_level == float("inf"), float("-inf"))
     share = torch.sigmoid(mine - other_level).t()[..., None]
     # 1 - share loses digits where share is near 1.
     rest = torch.sigmoid(other_level - mine).t()[..., None]
     both = (o[start:] * share + other * rest).to(o.dtype)
     levels = torch.logaddexp(mine, other_level)
     return torch.cat((o[:start], both)), torch.cat((level[:, :start], levels), 1)
+
+
+def _merged_by_kernel(o, level, other, other_level, start: int):
+    # Not in place: selective checkpointing keeps the results of attention, and merges them again when it recomputes.
+    out, levels = torch.empty_like(o), torch.empty_like(level)
+    tokens, heads, dim = o.shape
+    grid = cdiv(tokens, MERGED_TOKENS), cdiv(heads, MERGED_HEADS)
+    sizes = {"BLOCK_T": MERGED_TOKENS, "BLOCK_H": MERGED_HEADS, "BLOCK_D": next_power_of_2(dim)}
+    pointers = o, level.contiguous(), other, other_level.contiguous(), out, levels
+    launch(_merge_kernel, grid, *pointers, tokens, start, heads, dim, **sizes, num_warps=4)
+    return out, levels
+
+
+@jit(do_not_specialize=["tokens", "start"])
+def _merge_kernel(
+    OWN, OWN_L, OTHER, OTHER_L, OUT, OUT_L, tokens, start, heads, dim,
+    BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Merge rows of o (tokens, heads, dim) and L (heads, tokens) with those of another call that begins at `start`."""
+    row = tl.arange(0, BLOCK_T * BLOCK_H)
+    # Tokens lie side by side in L, so they come first in a tile.
+    t = (tl.program_id(0) * BLOCK_T + row % BLOCK_T).to(tl.int64)
+    h = tl.program_id(1) * BLOCK_H + row // BLOCK_T
+    is_row = (t < tokens) & (h < heads)
+    is_other = is_row & (t >= start)
+    mine = tl.load(OWN_L + h * tokens.to(tl.int64) + t, mask=is_row, other=0.0)
+    theirs = tl.load(OTHER_L + h * (tokens - start).to(tl.int64) + t - start, mask=is_other, other=float("-inf"))
+    theirs = tl.where(theirs == float("inf"), float("-inf"), theirs)
+    share = tl.sigmoid(mine - theirs)
+    rest = tl.sigmoid(theirs - mine)  # 1 - share loses digits where share is near 1
+    largest = tl.maximum(mine, theirs)
+    level = largest + tl.log(tl.exp(mine - largest) + tl.exp(theirs - largest))
+    tl.store(OUT_L + h * tokens.to(tl.int64) + t, level, mask=is_row)
+    column = tl.arange(0, BLOCK_D)
+    at = (t * heads + h)[:, None] * dim + column[None, :]
+    is_number = is_row[:, None] & (column < dim)[None, :]
+    o = tl.load(OWN + at, mask=is_number, other=0.0).to(tl.float32)
+    before = (start.to(tl.int64) * heads) * dim
+    is_theirs = is_other[:, None] & (column < dim)[None, :]
+    other = tl.load(OTHER + at - before, mask=is_theirs, other=0.0).to(tl.float32)
+    tl.store(OUT + at, o * share[:, None] + other * rest[:, None], mask=is_number)
 
 
 # By PyTorch's flash attention

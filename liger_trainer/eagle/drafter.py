@@ -14,7 +14,7 @@ is the drafter's guess. The two are equal as long as all earlier guesses were ri
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from liger_trainer.eagle.files import DrafterConfig, read_drafter, write_drafter
 from liger_trainer.head.flat_rows import FlatRows
+from liger_trainer.memory.rebuild import call_rebuilding, only_caller_reads, rebuildable, rebuilding
 from liger_triton import add_rms_norm, rms_norm, rollout_attention, rope, row_attention, swiglu
 
 INIT_STD = 0.02
@@ -37,7 +38,28 @@ class DrafterNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return rms_norm(x, self.weight, self.eps)
+        return rebuildable(self._normed(x, self.weight), self._normed, x, self.weight)
+
+    def _normed(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return rms_norm(x, weight, self.eps)
+
+
+class Step(NamedTuple):
+    """What a step of the layer reads beside its hidden states.
+
+    Attributes:
+        weight (`torch.Tensor`): (P, H), of all queries, keys and values, the half that reads hidden states.
+        embeds (`torch.Tensor`): The other half's product with the embeddings, (T, P) in step 1 and (n, P) later.
+        angles (`torch.Tensor`): (T, D / 2) in step 1 and (n, D / 2) later.
+        rows (`FlatRows`): The T tokens.
+        drafted (`torch.Tensor` or `None`): (n,) int64, the tokens that rollouts start from. None: all, n = T.
+    """
+
+    weight: torch.Tensor
+    embeds: torch.Tensor
+    angles: torch.Tensor
+    rows: FlatRows
+    drafted: torch.Tensor | None
 
 
 class DrafterAttention(nn.Module):
@@ -48,31 +70,59 @@ class DrafterAttention(nn.Module):
         self.head_dim = config.head_dim
         queries = config.num_attention_heads * config.head_dim
         keys = config.num_key_value_heads * config.head_dim
+        self.sizes = queries, keys, keys
         self.q_proj = nn.Linear(2 * config.hidden_size, queries, bias=False)
         self.k_proj = nn.Linear(2 * config.hidden_size, keys, bias=False)
         self.v_proj = nn.Linear(2 * config.hidden_size, keys, bias=False)
         self.o_proj = nn.Linear(queries, config.hidden_size, bias=False)
 
+    def joined_weight(self) -> torch.Tensor:
+        """Return the weights of queries, keys and values as one, (P, 2 H): one product in place of three."""
+        return torch.cat([self.q_proj.weight, self.k_proj.weight, self.v_proj.weight])
+
     def forward(
-        self,
-        x: torch.Tensor,
-        angles: torch.Tensor,
+        self, normed: torch.Tensor, step: Step, keys: list[torch.Tensor], values: list[torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return (n, H), and the keys and values of this step. `keys` has the ones of the steps before.
+
+        `normed` is (T, H) in the first step, whose keys all rollouts see, and (n, H) in the others.
+        """
+        queries = self.sizes[0]
+        if keys or step.drafted is None:
+            with rebuilding(normed):
+                projected = F.linear(normed, step.weight) + step.embeds
+            q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in projected.split(self.sizes, -1))
+            q = _rotated(q, step.angles)
+            k = _rotated(k, step.angles)
+        else:
+            own = step.embeds[:, :queries].index_select(0, step.drafted)
+            q = F.linear(normed.index_select(0, step.drafted), step.weight[:queries]) + own
+            with rebuilding(normed):
+                others = F.linear(normed, step.weight[queries:]) + step.embeds[:, queries:]
+            k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in others.chunk(2, -1))
+            q = _rotated(q.unflatten(-1, (-1, self.head_dim)), step.angles.index_select(0, step.drafted))
+            k = _rotated(k, step.angles)
+        k = k.contiguous()
+        v = v.contiguous()  # later steps keep it, and should not keep what it is a part of
+        out = self._attention(q, [*keys, k], [*values, v], step.rows, step.drafted)
+        return self.o_proj(out.flatten(1)), k, v
+
+    @staticmethod
+    def _attention(
+        q: torch.Tensor,
         keys: list[torch.Tensor],
         values: list[torch.Tensor],
-        offsets: torch.Tensor,
-        longest: int,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return (T, H), and the keys and values (T, G, D) of this step. `keys` are the keys of earlier steps."""
-        q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))
-        k = self.k_proj(x).unflatten(-1, (-1, self.head_dim))
-        v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
-        q = _rotated(q, angles)
-        k = _rotated(k, angles)
-        if keys:
-            out = rollout_attention(q, keys[0], values[0], [*keys[1:], k], [*values[1:], v], offsets, longest)
-        else:
-            out = row_attention(q, k, v, offsets, longest)
-        return self.o_proj(out.flatten(1)), k, v
+        rows: FlatRows,
+        drafted: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Attend to the keys of the first step, and to the later ones of the same rollout: (n, heads, D)."""
+        first = keys[0], values[0]
+        if len(keys) > 1:
+            return rollout_attention(q, *first, keys[1:], values[1:], rows.offsets, rows.longest, places=drafted)
+        if drafted is None:
+            return row_attention(q, *first, rows.offsets, rows.longest)
+        wide = q.new_zeros(len(first[0]), *q.shape[1:]).index_copy(0, drafted, q)
+        return row_attention(wide, *first, rows.offsets, rows.longest).index_select(0, drafted)
 
 
 def _rotated(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
@@ -84,7 +134,7 @@ def _rotated(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
 
 
 class DrafterMLP(nn.Module):
-    """down(silu(gate(x)) * up(x))."""
+    """down(silu(gate(x)) * up(x)). Backward computes the product of gate and up again, in place of keeping it."""
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
@@ -93,7 +143,10 @@ class DrafterMLP(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
+        gate = self.gate_proj(x)
+        up = self.up_proj(x)
+        reuse = only_caller_reads(self.gate_proj, gate) and only_caller_reads(self.up_proj, up)
+        return call_rebuilding(self.down_proj, swiglu, gate, up, reuse)
 
 
 class DrafterLayer(nn.Module):
@@ -108,11 +161,12 @@ class DrafterLayer(nn.Module):
         self.mlp = DrafterMLP(config)
 
     def forward(
-        self, embeds: torch.Tensor, hidden: torch.Tensor, *attention: Any
+        self, hidden: torch.Tensor, step: Step, keys: list[torch.Tensor], values: list[torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the next hidden state (T, H), and the keys and values of this step."""
-        x = torch.cat([self.input_layernorm(embeds), self.hidden_norm(hidden)], -1)
-        seen, k, v = self.self_attn(x, *attention)
+        """Return the next hidden state (n, H), and the keys and values of this step."""
+        seen, k, v = self.self_attn(self.hidden_norm(hidden), step, keys, values)
+        if not keys and step.drafted is not None:
+            hidden = hidden.index_select(0, step.drafted)
         after = self.post_attention_layernorm
         normed, residual = add_rms_norm(seen, hidden, after.weight, after.eps)
         return residual + self.mlp(normed), k, v
@@ -142,32 +196,46 @@ class EagleDrafter(nn.Module):
                 nn.init.normal_(module.weight, std=INIT_STD)
 
     def forward(
-        self, states: torch.Tensor, embedding: torch.Tensor, rows: FlatRows, steps: int, recompute: bool = False
+        self,
+        states: torch.Tensor,
+        embedding: torch.Tensor,
+        rows: FlatRows,
+        steps: int,
+        recompute: bool = False,
+        drafted: torch.Tensor | None = None,
     ) -> list[torch.Tensor]:
-        """Unroll the drafter from every token, along the text.
+        """Unroll the drafter along the text, from every token or from some.
+
+        The embeddings' part of queries, keys and values is computed once for all steps: step k at token t reads the
+        same embedding as step 1 at token t + k - 1.
 
         Args:
             states (`torch.Tensor`): (T, 3 H), the hidden states of the target.
             embedding (`torch.Tensor`): (V, H), the weight of its embeddings.
             rows (`FlatRows`): The tokens and their documents.
-            steps (`int`): Number of tokens to guess from each token.
-            recompute (`bool`, *optional*, defaults to `False`): Save only the input of each step, and recompute its
-                activations in the backward pass.
+            steps (`int`): How many tokens are guessed from each.
+            recompute (`bool`, *optional*, defaults to `False`): Keep no activations of a step but its input, and
+                compute them again in the backward pass.
+            drafted (`torch.Tensor`, *optional*): (n,) int64, rising: the tokens to start from. The others are keys of
+                the first step, and nothing else of them is computed. Unset: all of them, n = T.
 
         Returns:
-            `list` of `steps` tensors (T, H), the inputs of `lm_head`. Steps that go past the end of a document hold
-            meaningless numbers in its last tokens.
+            `list` of `steps` tensors (n, H), the inputs of `lm_head`. In the last tokens of a document, steps that go
+            past its end hold meaningless numbers.
         """
         step: Callable[..., Any] = self._step
         if recompute and torch.is_grad_enabled():
             step = _recomputed(self._step)
+        layer = self.midlayer
+        of_embeds, of_hidden = layer.self_attn.joined_weight().chunk(2, 1)
+        embeds = F.linear(layer.input_layernorm(F.embedding(rows.ids.roll(-1), embedding)), of_embeds)
         hidden = self.fc(states)
         keys: list[torch.Tensor] = []
         values: list[torch.Tensor] = []
         outputs = []
         for k in range(1, steps + 1):
-            normed, hidden, key, value = step(hidden, embedding, rows, k, keys, values)
-            keys = [*keys, key]  # a new list, because the recomputation of a step needs the list of that step
+            normed, hidden, key, value = step(hidden, of_hidden, embeds, rows, drafted, k, keys, values)
+            keys = [*keys, key]  # a new list: a recomputation needs that of its step
             values = [*values, value]
             outputs.append(normed)
         return outputs
@@ -175,15 +243,23 @@ class EagleDrafter(nn.Module):
     def _step(
         self,
         hidden: torch.Tensor,
-        embedding: torch.Tensor,
+        weight: torch.Tensor,
+        embeds: torch.Tensor,
         rows: FlatRows,
+        drafted: torch.Tensor | None,
         k: int,
         keys: list[torch.Tensor],
         values: list[torch.Tensor],
     ) -> tuple[torch.Tensor, ...]:
-        embeds = F.embedding(rows.ids.roll(-k), embedding)
-        angles = self.angles(rows.positions + (k - 1))
-        hidden, key, value = self.midlayer(embeds, hidden, angles, keys, values, rows.offsets, rows.longest)
+        positions = rows.positions
+        ahead = k - 1
+        if ahead and drafted is None:
+            embeds = embeds.roll(-ahead, 0)
+        elif ahead and drafted is not None:
+            embeds = embeds.index_select(0, (drafted + ahead) % len(embeds))
+            positions = positions[drafted]
+        step = Step(weight, embeds, self.angles(positions + ahead), rows, drafted)
+        hidden, key, value = self.midlayer(hidden, step, keys, values)
         return self.norm(hidden), hidden, key, value
 
     def angles(self, positions: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,18 @@ from liger_trainer.eagle.drafter import EagleDrafter
 from liger_trainer.head.flat_rows import FlatRows
 from liger_triton import HeadsLoss, linear_heads_kl
 
+ALL_FROM = 0.95  # from this share of the tokens on, gathering them costs more than it saves
+
+
+def tokens_to_draft_from(valid: torch.Tensor) -> torch.Tensor | None:
+    """Return the tokens (n,) from which any step has something to learn, and None if they are nearly all.
+
+    `valid` is bool (K, T). The tokens of a prompt have nothing to learn from, and are half of the rows of many chats.
+    It waits for the device.
+    """
+    drafted = valid.any(0).nonzero()[:, 0]
+    return None if len(drafted) > ALL_FROM * valid.shape[1] else drafted
+
 
 def drafter_loss(
     drafter: EagleDrafter,
@@ -51,10 +63,12 @@ def drafter_loss(
     """
     if logit_scale != 1.0 or softcap is not None:
         done = f"scales its logits by {logit_scale}" if softcap is None else f"caps its logits at {softcap}"
-        raise ValueError(f"The model {done}, but servers do not do that for a drafter. Use another model.")
-    outputs = drafter(states, embedding, rows, len(target), recompute)
-    has_label = target != -100
-    in_draft_vocab = drafter.t2d[target.clamp(min=0)]
+        raise ValueError(f"The model {done}, and servers leave that out for a drafter. Use another model.")
+    valid = (target != -100) & drafter.t2d[target.clamp(min=0)]
+    drafted = tokens_to_draft_from(valid)
+    outputs = drafter(states, embedding, rows, len(target), recompute, drafted)
+    if drafted is not None:
+        outputs = [x.new_zeros(len(states), x.shape[1]).index_copy(0, drafted, x) for x in outputs]
     draft_ids = drafter.t2d.cumsum(0) - 1
     teacher = weight if drafter.config.has_all_tokens else weight[drafter.target_ids]
     return linear_heads_kl(
@@ -62,7 +76,7 @@ def drafter_loss(
         drafter.lm_head.weight,
         rows.of(hidden),
         teacher,
-        has_label & in_draft_vocab,
+        valid,
         row_weight=row_weight,
         target=draft_ids[target.clamp(min=0)].clamp(min=0),
     )

@@ -70,5 +70,5 @@ def register() -> None:
 def attend_once(model: torch.nn.Module) -> None:
     """Make the towers of `model` call attention once for all images and windows, as on a GPU."""
     for module in model.modules():
-        if towers.nominated(module):
+        if towers.is_candidate(module):
             module.config._attn_implementation = _OF_TOWERS  # type: ignore[union-attr]

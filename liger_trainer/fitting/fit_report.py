@@ -6,9 +6,9 @@ from contextlib import contextmanager
 
 from liger_trainer._logging import logger
 from liger_trainer.fitting.step import MemoryEstimate, TrainSpec, estimate_memory
+from liger_trainer.memory.device_memory import GIB, RESERVE, limit_of
 from liger_trainer.memory.feature import AUTO
-from liger_trainer.memory.memory import GIB, RESERVE, limit_of
-from liger_trainer.varlen.graphs.recorder import RESERVE as FREE
+from liger_trainer.varlen.graphs.graph_recorder import RESERVE as FREE
 
 UNIT = 128  # tokens: lengths are tried in multiples of it
 TRIES = 10  # at most

@@ -27,7 +27,7 @@ from liger_trainer.fp8.quantize_base import prepare_for_shards
 from liger_trainer.memory import switches
 from liger_trainer.memory.feature import AUTO
 from liger_trainer.memory.host_inputs import OPTION, HostInputs
-from liger_trainer.memory.memory import GIB, PinnedMemory
+from liger_trainer.memory.pinned_memory import GIB, PinnedMemory
 from liger_trainer.memory.planner import ActivationPlanner
 from liger_trainer.memory.summary import CheckpointingSummary
 from liger_trainer.trainers.optimizer_in_backward import step_alone

@@ -21,7 +21,7 @@ from liger_trainer.patching.core import probe
 from liger_trainer.patching.core.binding import Binding, own_class
 from liger_trainer.patching.core.guards import code_guards_of
 from liger_trainer.patching.core.hooks import has_hooks
-from liger_trainer.patching.core.kind import PLAIN_TENSORS, Kind, Proof, names_of
+from liger_trainer.patching.core.pattern import PLAIN_TENSORS, PatchPattern, Proof, names_of
 from liger_triton.float8_cast import E4M3, E5M2, MULTIPLE
 from liger_triton.float8_linear import Float8Form, Float8RowwiseForm, float8_linear, result_dtype, shared_input
 
@@ -125,7 +125,7 @@ def _matches_torchao(module: nn.Module, form: Float8Form | Float8RowwiseForm, dt
     for forward in (fused, type(module).forward):
         source = probe.generator()
         results.append(probe.trained(forward, _small_copy(module, source, dtype), _WIDTHS, source, dtype))
-    return all(probe.same(got, want, rtol) for got, want in zip(*results, strict=True))
+    return all(probe.allclose_to_max(got, want, rtol) for got, want in zip(*results, strict=True))
 
 
 def _small_copy(module: nn.Module, source: torch.Generator, dtype: torch.dtype) -> nn.Module:
@@ -171,7 +171,7 @@ def _has_plain_weight(module: nn.Module) -> bool:
         return True
     binding = Binding.of(module)
     if binding is not None and isinstance(weight, torch.Tensor):
-        binding.step_aside(f"its weight is a {type(weight).__name__}, and was not gathered for the call")
+        binding.fall_back(f"its weight is a {type(weight).__name__}, and was not gathered for the call")
     return False
 
 
@@ -192,4 +192,6 @@ def _takes(module: nn.Module, x: torch.Tensor, weight: torch.Tensor) -> bool:
     return x.is_cuda or result_dtype(x) == x.dtype  # torchao only reads CUDA's autocast
 
 
-KIND = Kind(is_candidate, prove, lambda module: OPERATION, guards=lambda module: code_guards_of(own_class(module)))
+PATTERN = PatchPattern(
+    is_candidate, prove, lambda module: OPERATION, guards=lambda module: code_guards_of(own_class(module))
+)

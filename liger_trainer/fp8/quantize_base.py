@@ -18,7 +18,7 @@ from liger_trainer.fp8.frozen_layer import FrozenFloat8Linear, FrozenFP8Module
 from liger_trainer.head.module import base_model_of, modules_called_by, output_head
 from liger_trainer.patching.core.binding import own_class
 from liger_trainer.patching.core.hooks import HOOK_DICTS
-from liger_trainer.patching.core.kind import names_of, slot_of
+from liger_trainer.patching.core.pattern import names_of, slot_of
 from liger_trainer.patching.core.report import OperationReport
 from liger_triton.float8_cast import MULTIPLE
 

@@ -20,8 +20,8 @@ from transformers.utils import ModelOutput
 from liger_trainer.head.deferred import DeferredLogits, defer_logits, materialize
 from liger_trainer.head.module import (
     MakeStandIn,
-    capture,
     head_reason,
+    intercept,
     longest_rows_of_stand_ins,
     report_unfused,
     why_not_fusable,
@@ -29,7 +29,7 @@ from liger_trainer.head.module import (
 from liger_trainer.head.outputs import TOKEN_OUTPUTS, FusedLMOutput
 from liger_trainer.head.request import ModelCall
 from liger_trainer.head.scores import predictions, token_scores, vocab_mean
-from liger_trainer.varlen import masks
+from liger_trainer.varlen import registry
 
 
 def answer(call: ModelCall) -> Any:
@@ -44,7 +44,7 @@ def answer(call: ModelCall) -> Any:
     if call.skip_logits:
         return _from_stand_ins(call, functools.partial(_own_outputs, call))
     # A call inside another one, which has stand-ins: this one gets real logits.
-    outputs = capture(call.head, None, call.run)
+    outputs = intercept(call.head, None, call.run)
     return _own_outputs(call, outputs) if call.request.token_predictions else outputs
 
 
@@ -104,8 +104,8 @@ def _run_with_stand_ins(call: ModelCall, stand_ins: MakeStandIn) -> Any:
         report_unfused(call.model, reason)
     run = call.run
     if torch.compiler.is_compiling():
-        run = functools.partial(masks.run_without_masks, call)
-    return capture(call.head, stand_ins if reason is None else None, run)
+        run = functools.partial(registry.run_without_masks, call)
+    return intercept(call.head, stand_ins if reason is None else None, run)
 
 
 def _outputs_with_stand_ins(call: ModelCall) -> Any:
@@ -220,7 +220,7 @@ def _score_fields(call: ModelCall, outputs: Any) -> dict[str, Any]:
     fields = token_scores(
         logits,
         target,
-        tuple(name for name in TOKEN_OUTPUTS if name in wanted or name == "log_probs"),
+        tuple([name for name in TOKEN_OUTPUTS if name in wanted or name == "log_probs"]),
         temperature=options.temperature,
         label_smoothing=call.request.label_smoothing,
         uniform_grad=call.request.uniform_grad,

@@ -25,7 +25,6 @@ from liger_trainer.head.module import (
     FusedHeadBinding,
     base_model_of,
     bind_all,
-    head_options,
     head_reason,
     output_head,
     report_unfused,
@@ -36,16 +35,19 @@ from liger_trainer.head.outputs import EXTRA_OUTPUTS, TOKEN_OUTPUTS, HeadOptions
 from liger_trainer.head.request import HeadRequest, ModelCall
 from liger_trainer.patching.core.binding import bind, in_place_of
 from liger_trainer.patching.core.hooks import replaced_forward
-from liger_trainer.patching.core.report import Place
-from liger_trainer.varlen import masks
-from liger_trainer.varlen.decide import bound_backbone, decide, states_shown
-from liger_trainer.varlen.padding import BackboneBinding, Plan, cache_of, running
+from liger_trainer.patching.core.report import ReportEntry
+from liger_trainer.varlen import registry
+from liger_trainer.varlen.decide import bound_backbone, decide, why_padding_is_read
+from liger_trainer.varlen.unpad_plan import UnpadPlan, cache_of, use_plan
+from liger_trainer.varlen.unpadded_backbone import BackboneBinding
 
 _OF_EVERY_POSITION = {"hidden_states", "vocab_mean"}  # TRL's ORPO and CPO log the mean over padding too
 
 
-def install_fused_head(model: nn.Module, options: HeadOptions | None = None, place: Place | None = None) -> str | None:
-    """Bind the fused forward to `model`. Where it is bound, or a wrapper calls it, only `options` and `place` change.
+def install_fused_head(
+    model: nn.Module, options: HeadOptions | None = None, report_entry: ReportEntry | None = None
+) -> str | None:
+    """Bind the fused forward to `model`. If it is bound already, change only `options` and `report_entry`.
 
     If the head cannot be fused, because of a DoRA on it for example, the model answers the same calls from real logits.
     A model without a head is left alone.
@@ -53,7 +55,7 @@ def install_fused_head(model: nn.Module, options: HeadOptions | None = None, pla
     Args:
         model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]): Model with an LM head.
         options (`HeadOptions`, *optional*): Defaults of calls with `fused_lm_head=True`.
-        place (`Place`, *optional*): What is told if the head stops being fused. Unset: as given before.
+        report_entry (`ReportEntry`, *optional*): What is told if the head stops being fused. Unset: as given before.
 
     Returns:
         `str` or `None`: None where the head is fused, else why real logits are built.
@@ -76,11 +78,11 @@ def install_fused_head(model: nn.Module, options: HeadOptions | None = None, pla
         forward = _forward_of(type(model))  # type: ignore[arg-type] # mypy takes no class for hashable
         binding = bind(model, FusedHeadBinding(forward))
     binding.options = options
-    binding.place = place or binding.place
-    binding.aside = False
+    binding.report_entry = report_entry or binding.report_entry
+    binding.fallback_active = False
     if reason is None:
         bind_all(head)
-        masks.install(model)
+        registry.install(model)
     return reason
 
 
@@ -98,12 +100,14 @@ def _forward_of(model_class: type[nn.Module]) -> Callable:
         backbone = bound_backbone(self)
         if backbone is None:
             return answer(call)
-        shown = _states_shown(call, backbone)
+        padding_reader_reason = _why_padding_is_read(call, backbone)
         sharing = call.options.sharing
-        plan, reason = decide(self, backbone, args, kwargs, shown, functools.partial(_why_unfit, call), sharing)
+        plan, reason = decide(
+            self, backbone, args, kwargs, padding_reader_reason, functools.partial(_why_unusable, call), sharing
+        )
         if reason is not None and reason.instead is not None:
-            backbone.tell(reason.text, reason.instead)
-        with running(plan):  # None too: calls may lie in others
+            backbone.report_fallback(reason.text, reason.instead)
+        with use_plan(plan):  # None too: calls may lie in others
             return answer(call)
 
     return forward
@@ -111,9 +115,11 @@ def _forward_of(model_class: type[nn.Module]) -> Callable:
 
 def _model_call(model: nn.Module, request: HeadRequest, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelCall:
     """Find out what a call of `model` needs of the head, and whether the head can be fused now."""
-    options = head_options(model)
-    assert options is not None, "a binding that has been removed steps aside"
-    head = output_head(model)
+    # The bound model is transformers' own, so that nothing has to be unwrapped here.
+    binding = FusedHeadBinding.of(model)
+    assert binding is not None and not binding.fallback_active, "a binding that has been removed falls back"
+    options = binding.options
+    head = model.get_output_embeddings()  # type: ignore[operator]
     assert head is not None, "a model without a head is not bound"
     replaces_loss = request.replaces_loss
     skip_logits = not replaces_loss and _skips_logits(model, request, kwargs)
@@ -135,7 +141,7 @@ def _skips_logits(model: nn.Module, request: HeadRequest, kwargs: dict[str, Any]
     return reason is None
 
 
-def _states_shown(call: ModelCall, backbone: BackboneBinding) -> str | None:
+def _why_padding_is_read(call: ModelCall, backbone: BackboneBinding) -> str | None:
     """Name what the answer has of every position, padding included, or return None."""
     request = call.request
     if request.logits_consumer is not None:
@@ -145,12 +151,12 @@ def _states_shown(call: ModelCall, backbone: BackboneBinding) -> str | None:
         return f"the call asks for {', '.join(of_all)}" if of_all else None
     if not call.skip_logits:
         return "the call returns logits"
-    return states_shown(call.model, backbone, call.kwargs)
+    return why_padding_is_read(call.model, backbone, call.kwargs)
 
 
-def _why_unfit(call: ModelCall, plan: Plan) -> str | None:
+def _why_unusable(call: ModelCall, plan: UnpadPlan) -> str | None:
     """Name what would see zeros where stock computes padding: code of the user's, or a head that is not fused."""
-    reason = masks.why_not_ours(call.model)
+    reason = registry.why_attention_is_not_ours(call.model)
     if reason is not None or not plan.leaves_out:
         return reason
     binding = FusedHeadBinding.of(call.model)

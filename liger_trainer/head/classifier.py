@@ -1,8 +1,8 @@
 """Classification heads of transformers: the backbone runs on real tokens, and the head pools one of each row.
 
-`GenericForSequenceClassification` computes a number, or several, of every position, and returns those of the last token
-whose id is not that of padding. So the position that a row is judged by depends on ids, not on the mask. A call whose
-rows are all judged by real tokens leaves out padding. In any other the model's own code runs on the batch as it is.
+`GenericForSequenceClassification` scores every position, and returns the score of the last token that does not have the
+id of padding. So the position that a row is judged by depends on ids, not on the mask. If all rows of a call are judged
+by real tokens, padding is left out. In any other call the model's own code runs on the batch as it is.
 """
 
 import functools
@@ -15,11 +15,11 @@ from transformers.modeling_layers import GenericForSequenceClassification
 
 from liger_trainer.patching.core.binding import Binding, call_previous, in_place_of
 from liger_trainer.patching.core.hooks import replaced_forward
-from liger_trainer.varlen import masks
-from liger_trainer.varlen.decide import asks_for_positions, bound_backbone, decide
+from liger_trainer.varlen import registry
+from liger_trainer.varlen.decide import bound_backbone, decide, why_positions_are_read
 from liger_trainer.varlen.groups import SharingRule
 from liger_trainer.varlen.host_copies import remember, sent, values_of
-from liger_trainer.varlen.padding import Plan, cache_of, running
+from liger_trainer.varlen.unpad_plan import UnpadPlan, cache_of, use_plan
 
 
 class ClassifierBinding(Binding):
@@ -43,7 +43,7 @@ def is_classifier(model: nn.Module) -> bool:
 
 
 def classifier_binding(model: nn.Module) -> ClassifierBinding:
-    """Make the binding for `model`, in which calls of the backbone leave out padding."""
+    """Make the binding for `model`. With it, calls of the backbone leave out padding."""
     return ClassifierBinding(_forward_of(type(model)))  # type: ignore[arg-type] # mypy takes no class for hashable
 
 
@@ -55,21 +55,21 @@ def _forward_of(model_class: Any) -> Callable:
         if self.training and cache_of(kwargs) is None:  # no step reads it
             kwargs["use_cache"] = bool(kwargs.get("use_cache"))
         plan = None
-        marked = None if bound is None or backbone is None or bound.aside else _with_pooled(self, kwargs)
+        marked = None if bound is None or backbone is None or bound.fallback_active else _with_pooled(self, kwargs)
         if marked is not None and bound is not None and backbone is not None:
-            shown = asks_for_positions(self, kwargs)
-            unfit = functools.partial(_why_unfit, self, bound)
-            plan, reason = decide(self, backbone, args, marked, shown, unfit, bound.sharing)
+            padding_reader_reason = why_positions_are_read(self, kwargs)
+            why_unusable = functools.partial(_why_unusable, self, bound)
+            plan, reason = decide(self, backbone, args, marked, padding_reader_reason, why_unusable, bound.sharing)
             if reason is not None and reason.instead is not None:
-                backbone.tell(reason.text, reason.instead)
-        with running(plan):
+                backbone.report_fallback(reason.text, reason.instead)
+        with use_plan(plan):
             return call_previous(self, ClassifierBinding, args, kwargs)
 
     return forward
 
 
 def _with_pooled(model: Any, call: dict[str, Any]) -> dict[str, Any] | None:
-    """`call` with `shift_labels` that mark the position by which each row is judged; None where it cannot be told."""
+    """Return `call` with `shift_labels` that mark the position each row is judged by, or None if it is not known."""
     ids = call.get("input_ids")
     pad = model.config.get_text_config().pad_token_id
     if not isinstance(ids, torch.Tensor) or ids.ndim != 2 or pad is None:
@@ -85,8 +85,8 @@ def _with_pooled(model: Any, call: dict[str, Any]) -> dict[str, Any] | None:
     return call | {"shift_labels": on_device}
 
 
-def _why_unfit(model: Any, bound: ClassifierBinding, plan: Plan) -> str | None:
-    reason = masks.why_not_ours(model)
+def _why_unusable(model: Any, bound: ClassifierBinding, plan: UnpadPlan) -> str | None:
+    reason = registry.why_attention_is_not_ours(model)
     if reason is not None or not plan.leaves_out:
         return reason
     replaced = replaced_forward(model, bound.previous)

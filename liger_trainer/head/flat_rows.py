@@ -5,6 +5,9 @@ from typing import Any, NamedTuple
 import torch
 
 from liger_trainer.head.targets import head_targets, token_positions
+from liger_trainer.varlen.host_copies import sent, values_of
+
+_READ = ("input_ids", "labels", "position_ids", "seq_idx", "cu_seq_lens_q", "attention_mask")  # of a batch
 
 
 class FlatRows(NamedTuple):
@@ -15,14 +18,19 @@ class FlatRows(NamedTuple):
         ids (`torch.Tensor`): (T,) int64.
         positions (`torch.Tensor`): (T,) int64, in its document.
         offsets (`torch.Tensor`): (documents + 1,) int32: where each document begins, and T.
-        longest (`int`): Tokens of the longest document.
+        lengths (`list[int]`): Tokens of each document.
     """
 
     places: torch.Tensor
     ids: torch.Tensor
     positions: torch.Tensor
     offsets: torch.Tensor
-    longest: int
+    lengths: list[int]
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest document."""
+        return max(self.lengths)
 
     def of(self, x: torch.Tensor) -> torch.Tensor:
         """The rows of `x` (B, S, ...) or, if the model left padding out itself, (1, T, ...), that are real: (T, ...).
@@ -41,10 +49,15 @@ class FlatRows(NamedTuple):
 
 
 def flat_rows(inputs: dict[str, Any]) -> FlatRows:
-    """Find the documents of a batch, as `token_positions` does. It waits for the device once."""
-    ids = inputs["input_ids"]
-    positions = token_positions(inputs)
-    mask = inputs.get("attention_mask")
+    """Find the documents of a batch, as `token_positions` does.
+
+    A batch of our trainers' dataloaders is known on the host. For another one this waits for the device.
+    """
+    given = {name: inputs[name] for name in _READ if inputs.get(name) is not None}
+    known = dict(zip(given, values_of(*given.values()), strict=True))
+    ids = known["input_ids"]
+    positions = token_positions(known)
+    mask = known.get("attention_mask")
     real = torch.ones_like(ids, dtype=torch.bool)
     if mask is not None and mask.ndim == 2:
         real = mask.bool()
@@ -55,7 +68,16 @@ def flat_rows(inputs: dict[str, Any]) -> FlatRows:
     begins[1:] = (positions[1:] != positions[:-1] + 1) | (row[1:] != row[:-1])
     starts = begins.nonzero()[:, 0]
     offsets = torch.cat([starts, starts.new_tensor([len(places)])]).int()
-    return FlatRows(places, ids.flatten()[places], positions, offsets, int(offsets.diff().max()))
+    lengths = offsets.diff().tolist()
+    found = places, ids.flatten()[places], positions, offsets
+    if ids.device != inputs["input_ids"].device:
+        found = tuple(sent(x, inputs["input_ids"].device) for x in found)
+    return FlatRows(*found, lengths)
+
+
+def one_row(ids: torch.Tensor) -> FlatRows:
+    """The row `ids` (1, n)."""
+    return flat_rows({"input_ids": ids, "labels": ids})
 
 
 def flat_targets(inputs: dict[str, Any], rows: FlatRows, steps: int) -> torch.Tensor:

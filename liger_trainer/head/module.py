@@ -18,20 +18,20 @@ from liger_trainer.head.outputs import HeadOptions
 from liger_trainer.patching.core.binding import Binding, bind, call_previous, own_class
 from liger_trainer.patching.core.guards import linear_is_torchs
 from liger_trainer.patching.core.hooks import has_hooks, hook_on, output_seen_by
-from liger_trainer.patching.core.kind import PLAIN_TENSORS
+from liger_trainer.patching.core.pattern import PLAIN_TENSORS
 
 LoRA = tuple[torch.Tensor, torch.Tensor, float]  # A (R, H), B (V, R) and the scaling
 MakeStandIn: TypeAlias = Callable[[torch.Tensor, int], Any]  # gets the head's input and V; returns None for real logits
 
 
-class CaptureBinding(Binding):
+class InterceptBinding(Binding):
     """Bind the capturing forward to an LM head; made by `bind_head`.
 
     Attributes:
-        stand_ins (`dict`): What makes stand-ins, by the id of the thread that runs `capture`.
+        stand_ins (`dict`): What makes stand-ins, by the id of the thread that runs `intercept`.
     """
 
-    key = "_liger_capture"
+    key = "_liger_intercept"
 
     def __init__(self, function: Callable):
         super().__init__(function)
@@ -102,7 +102,7 @@ def why_not_fusable(head: nn.Module, cast_to_fp32: bool = False) -> str | None:
     if isinstance(base.weight, DTensor) and not _gathered_by_a_call((head, inner, base), base.weight):
         return "its weight is a DTensor that no call of the head gathers, as in tensor parallelism"
     for module in modules_called_by(head):
-        attached = hook_on(module, CaptureBinding.of(module), allowed=("trl.",) if cast_to_fp32 else ())
+        attached = hook_on(module, InterceptBinding.of(module), allowed=("trl.",) if cast_to_fp32 else ())
         if attached is not None:
             return f"{attached} on it would not see logits"
     return None
@@ -176,9 +176,9 @@ def call_within(head: nn.Module, hidden: torch.Tensor, compute: Callable[[torch.
 
 
 def plain_forward(head: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
-    """Return real logits: run the head's own forward inside a call of the head, also while a `capture` of it is on."""
+    """Return real logits: run the head's own forward inside a call of the head, even within `intercept`."""
     inner = innermost(head)
-    run = functools.partial(call_previous, inner, CaptureBinding, (hidden,), {})
+    run = functools.partial(call_previous, inner, InterceptBinding, (hidden,), {})
     return _call_inside(list(dict.fromkeys((head, inner))), hidden, run)
 
 
@@ -203,11 +203,11 @@ def _ignoring_hidden(run: Callable[[], Any]) -> Callable[[torch.Tensor], Any]:
     return lambda hidden: run()
 
 
-def _captured_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _intercepted_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Run a `HeadCall`, or return a stand-in for logits, or call the forward that this one replaces."""
     if len(args) == 2 and isinstance(args[1], HeadCall):
         return args[1].compute(args[0])
-    binding = CaptureBinding.of(self)
+    binding = InterceptBinding.of(self)
     assert binding is not None, "this is the forward of a binding"
     made = None
     if binding.stand_ins and len(args) == 1 and not kwargs:
@@ -217,16 +217,16 @@ def _captured_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if make is not None:
             base, _ = base_and_adapters(self)
             made = make(args[0], base.weight.shape[0])  # out_features may be out of date
-    return call_previous(self, CaptureBinding, args, kwargs) if made is None else made
+    return call_previous(self, InterceptBinding, args, kwargs) if made is None else made
 
 
-_captured_forward.__name__ = "forward"
+_intercepted_forward.__name__ = "forward"
 
 
 def bind_head(module: nn.Module) -> None:
     """Bind the capturing forward to `module`, once. Compiled code binds nothing, so `bind_all` does it beforehand."""
-    if CaptureBinding.of(module) is None and not torch.compiler.is_compiling():
-        bind(module, CaptureBinding(_captured_forward))
+    if InterceptBinding.of(module) is None and not torch.compiler.is_compiling():
+        bind(module, InterceptBinding(_intercepted_forward))
 
 
 def bind_all(head: nn.Module) -> None:
@@ -236,17 +236,17 @@ def bind_all(head: nn.Module) -> None:
             bind_head(module)
 
 
-def capture(head: nn.Module, make: MakeStandIn | None, run: Callable[[], Any]) -> Any:
+def intercept(head: nn.Module, make: MakeStandIn | None, run: Callable[[], Any]) -> Any:
     """Run `run()`. Calls of `head` in it return `make(hidden, vocab_size)` in place of logits.
 
     Where `make` is None or returns None, they return logits. Calls in other threads are not affected. A call of the
-    model inside `run`, by a hook, has a `capture` of its own.
+    model inside `run`, by a hook, has an `intercept` of its own.
     """
     head = innermost(head)
     if make is not None:
         bind_head(head)
-    binding = CaptureBinding.of(head)
-    if binding is None:  # nothing has ever been captured
+    binding = InterceptBinding.of(head)
+    if binding is None:  # the head was never intercepted
         return run()
     stand_ins = binding.stand_ins
     thread = 0 if torch.compiler.is_compiling() else threading.get_ident()
@@ -324,7 +324,7 @@ def head_reason(model: nn.Module, options: HeadOptions | None = None) -> str | N
 def head_options(model: nn.Module) -> HeadOptions | None:
     """Return the options of the fused head of `model`, or None if it has no such head."""
     binding = FusedHeadBinding.of(base_model_of(model))
-    return None if binding is None or binding.aside else binding.options
+    return None if binding is None or binding.fallback_active else binding.options
 
 
 def has_fused_head(model: nn.Module) -> bool:
@@ -348,7 +348,7 @@ def report_unfused(model: nn.Module, reason: str) -> None:
     """Say in the log and in the report of `model`, which may be wrapped by PEFT, that its head is not fused."""
     binding = FusedHeadBinding.of(base_model_of(model))
     if binding is not None and not torch.compiler.is_compiling():
-        binding.tell(
+        binding.report_fallback(
             reason, "builds full logits, with the same numbers and more memory, since its LM head is not fused"
         )
 

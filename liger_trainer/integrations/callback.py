@@ -7,7 +7,7 @@ from transformers import TrainerCallback
 
 from liger_trainer._logging import logger
 from liger_trainer.patching import apply_liger
-from liger_trainer.patching.core.binding import Weakly
+from liger_trainer.patching.core.binding import WeakModuleRef
 from liger_trainer.patching.core.report import LigerReport
 
 
@@ -35,7 +35,7 @@ class LigerCallback(TrainerCallback):
         self.liger_config = liger_config
         self.strict = strict
         self.liger_report: LigerReport | None = None
-        self._patched = Weakly()
+        self._patched = WeakModuleRef()
 
     def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         if getattr(args, "use_liger_kernel", False):
@@ -57,6 +57,6 @@ class LigerCallback(TrainerCallback):
 
     def _patch(self, args: Any, model: Any) -> None:
         self.liger_report = apply_liger(model, self.liger_config, strict=self.strict)
-        self._patched = Weakly(model)
+        self._patched = WeakModuleRef(model)
         if args.process_index == 0:
             logger.info(self.liger_report.one_line())

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from liger_trainer.fp8.frozen_layer import FrozenFloat8Linear
-from liger_trainer.head.module import CaptureBinding
+from liger_trainer.head.module import InterceptBinding
 from liger_trainer.lora.peft_state import (
     LoraAdapter,
     Tensors,
@@ -34,7 +34,7 @@ from liger_trainer.patching.core import probe
 from liger_trainer.patching.core.binding import Binding, is_bound, own_class
 from liger_trainer.patching.core.guards import code_guards_of
 from liger_trainer.patching.core.hooks import has_hooks, hook_on
-from liger_trainer.patching.core.kind import Kind, Proof, names_of
+from liger_trainer.patching.core.pattern import PatchPattern, Proof, names_of
 from liger_triton import lora_linear
 
 _CLASS = ("peft.tuners.lora.layer", "Linear")
@@ -84,10 +84,10 @@ def _hook_reason(modules: list[nn.Module]) -> str | None:
     for module in modules:
         if not has_hooks(module) and "forward" not in module.__dict__:
             continue
-        attached = hook_on(module, CaptureBinding.of(module))
+        attached = hook_on(module, InterceptBinding.of(module))
         if attached is not None:
             return f"{attached} on a part of the layer would not be called"
-        if has_hooks(module) or CaptureBinding.of(module) is None:
+        if has_hooks(module) or InterceptBinding.of(module) is None:
             return "hooks gather the weights of a part of the layer when that part is called"
     return None
 
@@ -142,7 +142,7 @@ def prove(layer: nn.Module) -> tuple[Proof | None, str | None]:
                 copy = _small_copy(layer, source, dtype, widths)
                 probe.set_training(copy, training)
                 results.append(probe.trained(run, copy, widths, source, dtype))
-            if not all(probe.same(got, want, rtol) for got, want in zip(*results, strict=True)):
+            if not all(probe.allclose_to_max(got, want, rtol) for got, want in zip(*results, strict=True)):
                 return None, "it is not x W^T + b + the sum of s (x A^T) B^T"
     return Proof("lora", proven, forward), None
 
@@ -204,7 +204,7 @@ def fused(self, x: torch.Tensor) -> torch.Tensor:
     adapters, reason = _plain_adapters(self, x)
     binding = Binding.of(self)
     if reason is not None and binding is not None:
-        binding.step_aside(reason)
+        binding.fall_back(reason)
     lora_input = None
     if adapters is not None and any([adapter.drops() for adapter in adapters]):
         # PEFT draws one mask per adapter, but the function takes one input. With p = 1 the scaling would be infinite.
@@ -231,7 +231,7 @@ def current_tensors(module: nn.Module, x: torch.Tensor, width: int | None = None
         plain = "forward" not in module.__dict__ and is_base(module) and matches_peft(x, module, [], width)
         return tensors_of(module, [], x) if plain else None
     binding = Binding.of(module)
-    if binding is None or binding.function is not forward or binding.aside or not is_bound(module, binding):
+    if binding is None or binding.function is not forward or binding.fallback_active or not is_bound(module, binding):
         return None
     adapters, _ = _plain_adapters(module, x, width)
     if adapters is None or any([adapter.drops() for adapter in adapters]):
@@ -243,4 +243,4 @@ def _guards(module: nn.Module) -> Any:
     return code_guards_of(own_class(module), nn.Linear, nn.Dropout, own_class(module._modules["base_layer"]))
 
 
-KIND = Kind(is_candidate, prove, lambda module: "lora", why_not=why_not, guards=_guards)
+PATTERN = PatchPattern(is_candidate, prove, lambda module: "lora", why_not=why_not, guards=_guards)

@@ -13,7 +13,7 @@ from torch import nn
 from liger_trainer.fp8.frozen_layer import FrozenFloat8Linear
 from liger_trainer.lora.quantized_bases import library_of, weight_of
 from liger_trainer.patching.core.guards import linear_is_torchs
-from liger_trainer.patching.core.kind import PLAIN_TENSORS
+from liger_trainer.patching.core.pattern import PLAIN_TENSORS
 from liger_triton.lora_linear import Weight
 
 Tensors: TypeAlias = tuple[Weight, torch.Tensor | None, tuple[torch.Tensor, torch.Tensor, float] | None]

@@ -17,7 +17,7 @@ from torch import nn
 from torch._subclasses import FakeTensor
 
 from liger_trainer.patching.core.hooks import home
-from liger_trainer.patching.core.kind import names_of
+from liger_trainer.patching.core.pattern import names_of
 from liger_triton.dequantize import Nested, PackedWeight, dequantize_4bit
 
 

@@ -18,14 +18,15 @@ from transformers import TrainingArguments
 from liger_trainer._logging import logger
 from liger_trainer.feature import Feature, FeatureTrainer, StepRunner
 from liger_trainer.memory import recompute, switches
+from liger_trainer.memory.device_memory import DeviceMemory, GpuMemory
 from liger_trainer.memory.host_inputs import OPTION, HostInputs
-from liger_trainer.memory.memory import DeviceMemory, GpuMemory, PinnedMemory, room_of
+from liger_trainer.memory.pinned_memory import PinnedMemory, host_bytes_allowed
 from liger_trainer.memory.planner import ActivationPlanner
 from liger_trainer.memory.summary import CheckpointingSummary
 
 AUTO = "auto"
 KNOWS_NEW_NAME = "activation_checkpointing" in {field.name for field in dataclasses.fields(TrainingArguments)}
-_WORDS: dict[str, bool | str] = {"true": True, "false": False, AUTO: AUTO}
+_MODES: dict[str, bool | str] = {"true": True, "false": False, AUTO: AUTO}
 
 
 @dataclass
@@ -63,7 +64,7 @@ class MemoryFields:
 
 
 class CheckpointingArguments(Protocol):
-    """What activation checkpointing reads of a trainer's arguments, and writes (the first four)."""
+    """The arguments that activation checkpointing reads, and writes (the first four)."""
 
     activation_checkpointing: bool | str | None
     activation_checkpointing_kwargs: dict[str, Any] | str | None
@@ -77,7 +78,7 @@ class CheckpointingArguments(Protocol):
 
 
 class CheckpointedTrainer(FeatureTrainer, Protocol):
-    """What activation checkpointing reads of a trainer, and writes (`checkpointing`)."""
+    """The attributes of a trainer that activation checkpointing reads, and writes (`checkpointing`)."""
 
     args: CheckpointingArguments
     model: nn.Module
@@ -95,7 +96,7 @@ class Checkpointing(Feature[CheckpointingArguments, CheckpointedTrainer]):
         """Give both names of checkpointing their values."""
         value = args.activation_checkpointing
         if isinstance(value, str):
-            value = _WORDS.get(value.lower(), value)
+            value = _MODES.get(value.lower(), value)
         if value is not None and not isinstance(value, bool) and value != AUTO:
             raise ValueError(f"activation_checkpointing is {value!r}; expected true, false or auto.")
         args.activation_checkpointing = value
@@ -152,14 +153,13 @@ def _memory_of(trainer: CheckpointedTrainer) -> DeviceMemory | None:
         return GpuMemory(args.device)
     if args.process_index == 0:
         logger.info(
-            "activation_checkpointing: auto goes by the memory of a CUDA GPU. There is none, so every layer is "
-            "checkpointed."
+            "activation_checkpointing: auto goes by the memory of a CUDA GPU. Without one, every layer is checkpointed."
         )
     return None
 
 
 def _parse_options(options: dict[str, Any] | str) -> dict[str, Any]:
-    """Return the options of checkpointing. ValueError if a text, as the command line has it, is no JSON."""
+    """Return the options of checkpointing. ValueError for a text, as from the command line, that is not JSON."""
     if not isinstance(options, str):
         return options
     try:
@@ -178,11 +178,11 @@ def _switched(trainer: CheckpointedTrainer) -> Iterator[StepRunner]:
 
     def run(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         nonlocal model
-        if model is None:  # with `model_init` there is none before training has begun
+        if model is None:  # with `model_init` the model is built when training begins
             model = trainer.model
             call_layer: switches.Decide = recompute.checkpoint
             if trainer.args.device.type == "cuda" and _offloading(trainer.args):
-                call_layer = HostInputs(PinnedMemory(room_of(None)))
+                call_layer = HostInputs(PinnedMemory(host_bytes_allowed(None)))
             switches.install(model, call_layer)
         return step(*args, **kwargs)
 
@@ -208,7 +208,7 @@ def _offloads(what: str, remove: str) -> ValueError:
 
 
 def _check_budget(args: CheckpointingArguments) -> None:
-    """Refuse a budget that is no number of GiB, or that nothing reads."""
+    """Raise ValueError for a budget that is not a number of GiB, or that nothing reads."""
     for name, least in (("memory_budget", "above 0, such as 70"), ("host_memory_budget", "of 0 or more, such as 32")):
         budget = getattr(args, name)
         if budget is None:

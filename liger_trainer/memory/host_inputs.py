@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint as checkpoint_of_torch
 
-from liger_trainer.memory.memory import PinnedMemory
+from liger_trainer.memory.pinned_memory import PinnedMemory
 from liger_trainer.memory.switches import Switch, options_of
-from liger_trainer.patching.core.kept import hooks_in_force
+from liger_trainer.patching.core.saved_tensors import active_saved_tensor_hooks
 
 OPTION = "offload"  # of activation_checkpointing_kwargs
 
@@ -129,10 +129,10 @@ class HostInputs:
         return self._streams[device]
 
     def __call__(self, switch: Switch, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """Call a layer whose switch was asked."""
+        """Call the layer of `switch`."""
         given = _without_option(switch.checkpointed)
         hidden = args[0]
-        plain = torch.is_grad_enabled() and hooks_in_force() is None and not torch.compiler.is_compiling()
+        plain = torch.is_grad_enabled() and active_saved_tensor_hooks() is None and not torch.compiler.is_compiling()
         plain = plain and options_of(given) is not None
         if not plain or getattr(hidden, "ndim", 0) < 2 or not hidden.is_floating_point():
             known = OPTION in getattr(switch.checkpointed, "keywords", ())  # transformers 5.17 hands it on to PyTorch
@@ -150,7 +150,7 @@ class HostInputs:
 
 
 def _without_option(checkpointed: Callable[..., Any]) -> Callable[..., Any]:
-    """Return PyTorch's function in place of the one by which transformers offloads, with the other options."""
+    """Return PyTorch's function in place of transformers' offloading one, with the other options."""
     if not isinstance(checkpointed, functools.partial) or checkpointed.args:
         return checkpointed
     if checkpointed.func is not checkpoint_of_torch and checkpointed.func.__name__ != "checkpoint_func":

@@ -10,15 +10,15 @@ from typing import Any
 import torch
 
 from liger_trainer.memory import selective, switches
+from liger_trainer.memory.micro_batch_record import MicroBatchRecord
 from liger_trainer.memory.offload import Offload
-from liger_trainer.memory.plan import NOTHING, Call, Measurement, Plan, Sizes
+from liger_trainer.memory.plan import NOTHING, ActivationPlan, Measurement, RecordedCall, Sizes
 from liger_trainer.memory.policy import LayerPolicy, allow_rebuilding
-from liger_trainer.memory.recorder import Recorder
-from liger_trainer.patching.core.kept import hooks_in_force
+from liger_trainer.patching.core.saved_tensors import active_saved_tensor_hooks
 
 
 class Phase(Enum):
-    """What a micro-batch is for. Once it is in one of the last two, nothing is learned from it."""
+    """The purpose of a micro-batch. Nothing is learned from one in the last two phases."""
 
     MEASURE = "every layer is recomputed, and what it holds is recorded"
     FOLLOW_PLAN = "layers keep what the plan says"
@@ -32,12 +32,12 @@ class MicroBatch:
 
     sizes: Sizes
     accumulates: bool  # whether gradients are there already
-    record: Recorder
+    record: MicroBatchRecord
     phase: Phase = Phase.MEASURE
     long: bool = False  # whether rows are so long that it pays to keep the results of attention, if that is possible
     limit: int = 0  # bytes that the plan may fill
     measurement: Measurement | None = None  # the plan's
-    plan: Plan = NOTHING
+    plan: ActivationPlan = NOTHING
     offload: Offload | None = None
     policies: dict[int, LayerPolicy] = field(default_factory=dict)  # how each layer was called
     in_layer: bool = False  # whether a layer is running, which decides for the layers inside it
@@ -47,7 +47,7 @@ class MicroBatch:
         """Return whether layers are recorded: the plan keeps nothing, so each of them is recomputed."""
         return self.plan.is_empty
 
-    def foresees(self, call: Call) -> bool:
+    def foresees(self, call: RecordedCall) -> bool:
         """Return whether the measurement covers `call`, the last one until now."""
         if self.measurement is None:
             return False
@@ -60,15 +60,17 @@ class MicroBatch:
         if self.phase is not Phase.UNFORESEEN:  # which also says how the calls that follow are run
             self.phase = Phase.FAILED
 
-    def record_call(self, switch: switches.Switch, hidden: torch.Tensor) -> Call:
+    def record_call(self, switch: switches.Switch, hidden: torch.Tensor) -> RecordedCall:
         """Add a call of the layer of `switch` with the input `hidden` to the record."""
         casts = switch.casts if torch.is_autocast_enabled(hidden.device.type) else 0
         size = switches.size_of(hidden)
-        call = Call(switch.layer, switch.group, size, self.record.interval, casts=casts, hidden_bytes=hidden.nbytes)
+        call = RecordedCall(
+            switch.layer, switch.group, size, self.record.interval, casts=casts, hidden_bytes=hidden.nbytes
+        )
         self.record.calls.append(call)
         return call
 
-    def runner(self, call: Call, policy: LayerPolicy, function: Callable[..., Any]) -> Callable[..., Any]:
+    def runner(self, call: RecordedCall, policy: LayerPolicy, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that runs a layer as `function` does, in the forward pass and when it is recomputed."""
         measured = self.is_measured
 
@@ -81,7 +83,7 @@ class MicroBatch:
                         stack.enter_context(self.record.recomputing(call))
                     elif measured and self.long:
                         stack.enter_context(selective.measuring(partial(setattr, call, "attention")))
-                    hooks = hooks_in_force() if policy.recomputes else None
+                    hooks = active_saved_tensor_hooks() if policy.recomputes else None
                     if hooks is not None:
                         stack.enter_context(allow_rebuilding(hooks))
                     return function(*args)

@@ -1,8 +1,8 @@
 """Swaps the activations of layers out to the host's memory, and in again for their backward pass.
 
-What autograd keeps of such a layer is copied to the host while the GPU computes the next layers, and back while it
-computes the backward pass of the layers behind. So it costs neither the GPU's memory nor its time, as long as the
-copies keep up with the layers. `plan.py` chooses these layers.
+The tensors that autograd keeps of such a layer are copied to the host while the GPU computes the next layers, and
+back while it computes the backward pass of the layers behind. So it costs neither the GPU's memory nor its time, as
+long as the copies keep up with the layers. `plan.py` chooses these layers.
 
 Storages are copied as a whole: tensors that share one, such as views, share the copy. Weights, small tensors, and the
 inputs of the layer besides its hidden states stay on the GPU. A tensor that is changed in place after it was kept is an
@@ -23,19 +23,19 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from liger_trainer.memory.memory import PinnedMemory, Slot
+from liger_trainer.memory.pinned_memory import PinnedMemory, Slot
 from liger_trainer.memory.switches import tensors_in
 from liger_trainer.patching.core.contracts import KeepsValues
-from liger_trainer.patching.core.kept import Kept, how_modified, keep, unchanged
+from liger_trainer.patching.core.saved_tensors import SavedTensor, load_checked, modified_message, save_with_version
 
 
 class _Storage:
     """The storage of one or several tensors that autograd keeps of a call."""
 
-    def __init__(self, call: "_Call", storage: torch.UntypedStorage):
+    def __init__(self, call: "_OffloadedCall", storage: torch.UntypedStorage):
         self.call, self.size = call, storage.nbytes()
         self.storage: torch.UntypedStorage | None = storage  # as long as it is on the GPU
-        self.tensors: list[Kept] = []  # in it, as long as it is on the GPU
+        self.tensors: list[SavedTensor] = []  # in it, as long as it is on the GPU
         self.slot: Slot | None = None  # of the copy on the host
         self.back: torch.Tensor | None = None  # uint8 (size,), swapped in
         self.broken: str | None = None  # why the copy must not be used
@@ -48,7 +48,7 @@ class _Storage:
         """Drop what is on the GPU, since the copy is there."""
         for x, version in self.tensors:
             if x._version != version:
-                self.broken = how_modified((x, version))
+                self.broken = modified_message((x, version))
             elif x.untyped_storage().nbytes() != self.size:
                 self.broken = f"The memory of a tensor {tuple(x.shape)} was freed while it was copied to the host. "
                 self.broken += "Set host_memory_budget: 0, so that activations stay on the GPU, and please report this."
@@ -61,7 +61,7 @@ class _Part:
 
     __slots__ = ("form", "number", "storage")
 
-    def __init__(self, storage: _Storage, kept: Kept):
+    def __init__(self, storage: _Storage, kept: SavedTensor):
         x, _ = kept
         self.storage, self.number = storage, len(storage.tensors)
         self.form = (x.dtype, x.storage_offset(), x.shape, x.stride())
@@ -70,14 +70,14 @@ class _Part:
     def value(self) -> torch.Tensor:
         storage = self.storage
         if storage.storage is not None:  # it has not left the GPU
-            return unchanged(storage.tensors[self.number])
+            return load_checked(storage.tensors[self.number])
         found = storage.call.swapped_in(storage)
         dtype, offset, shape, stride = self.form
         return torch.empty(0, dtype=dtype, device=found.device).set_(found.untyped_storage(), offset, shape, stride)
 
 
-class _Call(KeepsValues):
-    """One call of a layer, which is also the hook by which autograd keeps its tensors."""
+class _OffloadedCall(KeepsValues):
+    """One call of a layer. It is also the pack hook that gets the tensors that autograd saves."""
 
     def __init__(
         self,
@@ -96,13 +96,13 @@ class _Call(KeepsValues):
 
     # While the layer runs
 
-    def __call__(self, x: torch.Tensor) -> "_Part | Kept":
+    def __call__(self, x: torch.Tensor) -> "_Part | SavedTensor":
         """Return what stands for `x` in the graph."""
         if self._module is not None:  # the weights that FSDP has gathered are there now
             tensors = (*self._module.parameters(), *self._module.buffers())
             self._elsewhere |= {weight.untyped_storage()._cdata for weight in _plain_in(tensors)}
             self._module = None
-        kept = keep(x)
+        kept = save_with_version(x)
         if isinstance(x, nn.Parameter) or isinstance(x._base, nn.Parameter) or (x.is_leaf and x.requires_grad):
             return kept
         plain = type(x) is torch.Tensor and x.layout == torch.strided
@@ -183,19 +183,21 @@ class _Call(KeepsValues):
 
 
 class Offload:
-    """The calls of one micro-batch whose activations are swapped out.
+    """The calls of one micro-batch that have their activations swapped out.
 
-    The copies of a call are waited for `lag` calls later, and it is swapped in `ahead` calls before its backward pass.
-    Without a `stream`, the device copies at once.
+    The copies of a call are waited for `offload_lag` calls later. Its swap-in begins `prefetch_depth` calls before its
+    backward pass. Without a `stream`, the device copies at once.
     """
 
-    def __init__(self, host: PinnedMemory, stream: torch.cuda.Stream | None, lag: int, ahead: int):
+    def __init__(self, host: PinnedMemory, stream: torch.cuda.Stream | None, offload_lag: int, prefetch_depth: int):
         self.host = host
         self.stream = stream
-        self.lag = lag
-        self.ahead = ahead
-        self._leaving: dict[int, _Call] = {}  # by the call that waits for the copy
-        self._swapped_in: defaultdict[int, list[_Call]] = defaultdict(list)  # by the call whose backward pass begins it
+        self.offload_lag = offload_lag
+        self.prefetch_depth = prefetch_depth
+        self._leaving: dict[int, _OffloadedCall] = {}  # by the call that waits for the copy
+        self._swapped_in: defaultdict[int, list[_OffloadedCall]] = defaultdict(
+            list
+        )  # by the call that begins it in its backward pass
 
     def call(
         self,
@@ -209,9 +211,9 @@ class Offload:
 
         The weights of `module` stay on the GPU, and so do the tensors in `shared`, which all layers get.
         """
-        call = _Call(self.host, self.stream, module, shared)
-        self._leaving[number + 1 + self.lag] = call
-        self._swapped_in[number + self.ahead].append(call)
+        call = _OffloadedCall(self.host, self.stream, module, shared)
+        self._leaving[number + 1 + self.offload_lag] = call
+        self._swapped_in[number + self.prefetch_depth].append(call)
         with saved_tensors_hooks(call, _value_of):
             output = run(*args)
         call.swap_out()
@@ -235,9 +237,9 @@ class Offload:
             node.register_prehook(swap_in)
 
 
-def _value_of(found: _Part | Kept) -> torch.Tensor:
+def _value_of(found: _Part | SavedTensor) -> torch.Tensor:
     """Return the tensor that `found` stands for in the graph."""
-    return found.value() if isinstance(found, _Part) else unchanged(found)
+    return found.value() if isinstance(found, _Part) else load_checked(found)
 
 
 def _plain_in(value: Any) -> Iterator[torch.Tensor]:

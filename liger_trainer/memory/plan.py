@@ -2,8 +2,8 @@
 
 A micro-batch is cut into intervals. The first begins with the first layer, each of the others where the backward pass
 recomputes a layer. The peak of each interval is known. A layer that keeps its activations adds at most their bytes, and
-only to the intervals from its call to its backward pass. So the largest sum is a bound of the new peak. The layer whose
-backward pass is first is chosen first: its activations are freed before the gradients of the other layers have grown.
+only to the intervals from its call to its backward pass. So the largest sum is a bound of the new peak. The layer with
+the first backward pass is chosen first: its activations are freed before the gradients of the other layers have grown.
 All sizes are bytes.
 """
 
@@ -29,12 +29,12 @@ class Size:
 
     @property
     def tokens(self) -> int:
-        """The number with which nearly all activations grow."""
+        """Return the number of tokens: nearly all activations grow with it."""
         return self.rows * self.length
 
     @property
     def pairs(self) -> int:
-        """The number with which masks and the scores of eager attention grow."""
+        """Return the number of pairs of tokens: masks and the scores of eager attention grow with it."""
         return self.rows * self.length**2
 
     def covers(self, other: "Size") -> bool:
@@ -66,13 +66,13 @@ def sizes_of(batch: Any, place: tuple[Hashable, ...] = ()) -> Sizes:
 
 
 @dataclass
-class Call:
+class RecordedCall:
     """One call of a layer."""
 
     layer: int
     group: Hashable  # equal for layers that are built alike
     size: Size  # of its input
-    first: int  # the interval in which it is called
+    first: int  # the interval of its call
     last: int | None = None  # the interval that begins when it is recomputed; None: it was not
     extra: int = 0  # the bytes that it holds more if its activations are kept
     casts: int = 0  # the part of `extra` that is copies of weights by autocast, which do not grow with the tokens
@@ -90,7 +90,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ActivationPlan:
     """The layers that keep something. The rest is recomputed."""
 
     kept: frozenset[int] = frozenset()  # all activations
@@ -101,12 +101,12 @@ class Plan:
 
     @property
     def prefetch_depth(self) -> int:
-        """How many calls ahead of its backward pass a swap-in begins: that takes twice as long as a forward pass."""
+        """Return how many calls before its backward pass a swap-in begins. A backward takes as long as two forwards."""
         return max(1, self.offload_lag // 2)
 
     @property
     def not_recomputed(self) -> frozenset[int]:
-        """The layers that are not recomputed."""
+        """Return the layers that are not recomputed."""
         return self.kept | self.on_host
 
     @property
@@ -118,7 +118,7 @@ class Plan:
         return len(self.not_recomputed), len(self.attention)
 
 
-NOTHING = Plan()
+NOTHING = ActivationPlan()
 
 
 class Link(NamedTuple):
@@ -136,21 +136,21 @@ class Measurement:
     accumulates: bool  # whether it has added to gradients of an earlier one
     long: bool  # whether its rows were long enough to measure the results of attention
     peaks: list[int]  # of the intervals, above what was allocated when the first layer was called
-    calls: list[Call]  # in their order
+    calls: list[RecordedCall]  # in their order
     seconds: float = 0.0  # of its calls in the forward pass; 0: not measured
     margin: int = 0  # by how many bytes a plan made from this was too low
 
     @property
-    def layers(self) -> dict[int, list[Call]]:
-        """The calls of each layer."""
-        found: dict[int, list[Call]] = {}
+    def layers(self) -> dict[int, list[RecordedCall]]:
+        """Return the calls of each layer."""
+        found: dict[int, list[RecordedCall]] = {}
         for call in self.calls:
             found.setdefault(call.layer, []).append(call)
         return found
 
     @property
-    def choosable(self) -> dict[int, list[Call]]:
-        """The layers that may keep something, the one with the first backward pass first.
+    def choosable(self) -> dict[int, list[RecordedCall]]:
+        """Return the layers that may keep something, the one with the first backward pass first.
 
         Where the batch does not show how much the last layers will get, as without padding, earlier layers with inputs
         of another size keep nothing: their activations would still be there when the last ones need more.
@@ -190,7 +190,7 @@ class Measurements:
         self._all: list[Measurement] = []
 
     def covering(self, sizes: Sizes, accumulates: bool, long: bool) -> list[Measurement]:
-        """Return the measurements from which a micro-batch of `sizes` can be planned."""
+        """Return the measurements that can plan a micro-batch of `sizes`."""
         return [each for each in self._all if each.covers(sizes, accumulates, long)]
 
     def add(self, new: Measurement) -> None:
@@ -206,7 +206,9 @@ class Measurements:
         self._all = [each for each in self._all if each is not wrong]
 
 
-def choose(measured: Measurement, base: int, limit: int, sizes: Sizes, long: bool, link: Link | None = None) -> Plan:
+def choose(
+    measured: Measurement, base: int, limit: int, sizes: Sizes, long: bool, link: Link | None = None
+) -> ActivationPlan:
     """Return the plan that keeps the most. Nothing that is kept adds to an interval that exceeds `limit`.
 
     Args:
@@ -233,7 +235,7 @@ def choose(measured: Measurement, base: int, limit: int, sizes: Sizes, long: boo
         if room < 0 or grown is None:
             break
         peaks, on_host = grown, frozenset(measured.calls[k].layer for k in spots[:number])
-        plan = _filled(measured, peaks, limit, share, long, Plan(on_host=on_host, offload_lag=lag))
+        plan = _filled(measured, peaks, limit, share, long, ActivationPlan(on_host=on_host, offload_lag=lag))
         # While these are copied, they take room that the layers behind them need later only
         behind = {c.layer for c in measured.calls[spots[0] + 1 :]} & plan.kept
         if len(behind) < min(number, int((lag + 1) / max(link.layers_per_copy, 1)) + 1):
@@ -255,7 +257,9 @@ def _grown(peaks: list[int], limit: int, spans: Iterable[_Span]) -> list[int] | 
     return grown
 
 
-def _filled(measured: Measurement, peaks: list[int], limit: int, share: float, long: bool, plan: Plan) -> Plan:
+def _filled(
+    measured: Measurement, peaks: list[int], limit: int, share: float, long: bool, plan: ActivationPlan
+) -> ActivationPlan:
     """Return `plan` and what else fits: the results of attention if rows are long, then whole layers."""
     able = {layer: calls for layer, calls in measured.choosable.items() if layer not in plan.on_host}
     attention: dict[int, list[int]] = {}
@@ -276,11 +280,11 @@ def _filled(measured: Measurement, peaks: list[int], limit: int, share: float, l
             break
         peaks = grown
         kept.add(layer)
-    return Plan(frozenset(kept), frozenset(attention) - kept, plan.on_host, max(peaks), plan.offload_lag)
+    return ActivationPlan(frozenset(kept), frozenset(attention) - kept, plan.on_host, max(peaks), plan.offload_lag)
 
 
 def _spots(measured: Measurement, lag: int, pace: float) -> list[int]:
-    """Return the calls whose activations can be copied to the host and back in time, by number, the last one first.
+    """Return the calls with activations that can be copied to the host and back in time, by number, the last first.
 
     They are of the largest group of layers, and `pace` calls apart. Enough other calls come after them.
     """

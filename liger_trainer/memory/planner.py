@@ -1,7 +1,8 @@
 """Runs `activation_checkpointing: auto` in one training: measures, plans, and learns from what each plan took.
 
 Each micro-batch runs in one `Phase`. `ActivationPlanner.run` begins it and looks back at its end; between them, each
-layer asks for its policy in `call_layer`. `recorder.py` measures, `plan.py` makes plans, `policy.py` carries them out.
+layer asks for its policy in `call_layer`. `micro_batch_record.py` measures, `plan.py` makes plans, and `policy.py`
+carries them out.
 """
 
 from collections.abc import Callable
@@ -13,15 +14,16 @@ from torch import nn
 
 from liger_trainer._logging import logger
 from liger_trainer.memory import selective, summary, switches
-from liger_trainer.memory.memory import GIB, DeviceMemory, is_out_of_memory, limit_of
+from liger_trainer.memory.device_memory import GIB, DeviceMemory, is_out_of_memory, limit_of
 from liger_trainer.memory.micro_batch import MicroBatch, Phase
+from liger_trainer.memory.micro_batch_record import MicroBatchRecord
 from liger_trainer.memory.offload import Offload
 from liger_trainer.memory.plan import (
-    Call,
+    ActivationPlan,
     Link,
     Measurement,
     Measurements,
-    Plan,
+    RecordedCall,
     Size,
     Sizes,
     choose,
@@ -29,8 +31,7 @@ from liger_trainer.memory.plan import (
 )
 from liger_trainer.memory.policy import CALLS, LayerCall, LayerPolicy
 from liger_trainer.memory.ranks import Ranks
-from liger_trainer.memory.recorder import Recorder
-from liger_trainer.patching.core.kept import hooks_in_force
+from liger_trainer.patching.core.saved_tensors import active_saved_tensor_hooks
 
 _REAL_TOKENS = "real tokens"  # their place among the sizes of a batch
 LESS = 0.98  # of the limit, after the allocator had to release its cache
@@ -52,7 +53,7 @@ class Budget:
 
 @dataclass(frozen=True)
 class WatchedModel:
-    """The model whose layers ask for their policies."""
+    """The model with the layers that ask for their policies."""
 
     model: nn.Module
     parameters: tuple[nn.Parameter, ...]
@@ -69,7 +70,7 @@ class WatchedModel:
 
 @dataclass(frozen=True)
 class LastMicroBatch:
-    """What the next micro-batch is compared with."""
+    """The values that the next micro-batch is compared with."""
 
     retries: int  # how often the allocator has released its cache until then
     not_recomputed: frozenset[int] = frozenset()  # its layers
@@ -130,7 +131,7 @@ class ActivationPlanner:
     ) -> Any:
         """Return `step(*args, **kwargs)`, which runs the forward and the backward pass of a micro-batch of `model`.
 
-        `tokens` are those of the row that layers get in place of a padded batch, where that is known.
+        `tokens` counts the row that layers get in place of a padded batch, if that is known.
         """
         now = self._begin(model, sizes_of((args, kwargs)), tokens)
         self._now = now
@@ -160,7 +161,7 @@ class ActivationPlanner:
             self._watched = replace(self._watched, trained=trained)
         if tokens is not None:
             sizes[_REAL_TOKENS] = Size(1, tokens)
-        return MicroBatch(sizes, self._watched.has_gradients(), Recorder(self.memory, self._transport))
+        return MicroBatch(sizes, self._watched.has_gradients(), MicroBatchRecord(self.memory, self._transport))
 
     # A layer
 
@@ -197,7 +198,7 @@ class ActivationPlanner:
             now.offload.after_call(number, switches.tensors_in(output))
         return output
 
-    def policy_of(self, now: MicroBatch, call: Call, switch: switches.Switch) -> LayerPolicy:
+    def policy_of(self, now: MicroBatch, call: RecordedCall, switch: switches.Switch) -> LayerPolicy:
         """Return what becomes of the activations of `call`."""
         plan = now.plan
         if now.phase is not Phase.UNFORESEEN and not (plan.is_empty or now.foresees(call)):
@@ -206,7 +207,7 @@ class ActivationPlanner:
             return LayerPolicy.RECOMPUTE  # several processes recompute the same layers, come what may
         if call.layer in plan.kept:
             return LayerPolicy.KEEP
-        if call.layer in plan.on_host and now.offload is not None and hooks_in_force() is None:
+        if call.layer in plan.on_host and now.offload is not None and active_saved_tensor_hooks() is None:
             return LayerPolicy.TO_HOST
         if call.layer in plan.attention and selective.is_possible(switch.checkpointed):
             return LayerPolicy.KEEP_ATTENTION
@@ -247,7 +248,7 @@ class ActivationPlanner:
         room, least = self._ranks.least(room, -round(min(1000 * pace, 10**9)))
         return Link(room, -least / 1000) if room else None
 
-    def _agree(self, plan: Plan) -> Plan:
+    def _agree(self, plan: ActivationPlan) -> ActivationPlan:
         """Return `plan` with all layers recomputed that another process recomputes, since that may communicate."""
         assert self._watched is not None
         layers = [switch.layer for switch in switches.switches_of(self._watched.model)]
@@ -268,7 +269,7 @@ class ActivationPlanner:
         self._note(now, peak)
         was_warm = self._is_warm
         self._is_warm = True
-        if not was_warm:  # it has compiled kernels, so its time and its memory are not those of the next ones
+        if not was_warm:  # it has compiled kernels, so its time and its memory say nothing about the next ones
             return
         if now.phase is Phase.MEASURE:
             self._learn(now, peak)

@@ -19,7 +19,7 @@ from torch.nn import Parameter
 from torch.utils.checkpoint import CheckpointError
 
 from liger_trainer.memory.switches import Switch, options_of
-from liger_trainer.patching.core.kept import hooks_in_force
+from liger_trainer.patching.core.saved_tensors import active_saved_tensor_hooks
 
 
 class _AllMade(Exception):  # noqa: N818 - no error
@@ -34,12 +34,12 @@ class _Placeholder:
 
     __slots__ = ("__weakref__", "call", "like", "value")
 
-    call: "_Call"
+    call: "_CheckpointedCall"
     like: tuple[torch.Size, torch.dtype, torch.device]
     value: torch.Tensor | None
 
 
-class _Call:
+class _CheckpointedCall:
     """One call of a layer, and what it takes to run it again."""
 
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], device: torch.device):
@@ -53,10 +53,10 @@ class _Call:
         if device.type != "cpu":
             self.autocasts["cpu"] = _autocast_on("cpu")
         self.kept: list[weakref.ref[_Placeholder]] = []  # in their order; those that are gone get no value again
-        self.backward = -1  # the backward pass for which the layer has run again
+        self.backward = -1  # the backward pass that has run the layer again
 
     def run(self) -> Any:
-        """Return the result of the layer, of which autograd keeps only placeholders."""
+        """Run the layer. Autograd saves placeholders in place of its tensors."""
         before = [generator.get_state() for generator in self.generators]
         with saved_tensors_hooks(self._keep, _value_of):
             result = self.function(*self.args)
@@ -154,16 +154,16 @@ def checkpoint(switch: Switch, function: Callable[..., Any], args: tuple[Any, ..
     if torch.compiler.is_compiling():  # it cannot trace what is asked of the tensors below
         return switch.checkpointed(function, *args)
     device = _device_of(args)
-    others = hooks_in_force() is not None or torch._C._len_torch_function_stack() > 0
+    others = active_saved_tensor_hooks() is not None or torch._C._len_torch_function_stack() > 0
     if device is None or others or not torch.is_grad_enabled():
         return switch.checkpointed(function, *args)
     if options_of(switch.checkpointed) != {"use_reentrant": False}:
         return switch.checkpointed(function, *args)
-    return _Call(function, args, device).run()
+    return _CheckpointedCall(function, args, device).run()
 
 
 def _device_of(args: tuple[Any, ...]) -> torch.device | None:
-    """Return the device of all tensors in `args`, a CPU or a CUDA GPU; None if there is no such, or for inference."""
+    """Return the device of all tensors in `args`, a CPU or a CUDA GPU; None for other devices, or for inference."""
     found: torch.device | None = None
     for x in args:
         if not isinstance(x, torch.Tensor):

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from liger_trainer.memory.memory import GIB
+from liger_trainer.memory.device_memory import GIB
 from liger_trainer.memory.plan import Size
 
 

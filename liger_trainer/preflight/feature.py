@@ -23,6 +23,7 @@ CHECKS: tuple[Callable[[PreflightContext], str | None], ...] = (
     model_checks.slow_layers,
     model_checks.unloaded_weights,
     model_checks.served_adapter,
+    model_checks.tokenizer_class,
 )
 NAMES = tuple(check.__name__ for check in CHECKS)
 

@@ -1,15 +1,23 @@
 """Checks the model: slow code, weights that are not loaded, adapters that servers do not accept."""
 
 import inspect
+import json
+import os
 import sys
 import types
+from pathlib import Path
 from typing import Any
+
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
 
 from liger_trainer.patching.core.binding import own_class
 from liger_trainer.preflight.context import PreflightContext
 from liger_trainer.varlen.proof import convolutions
 
 _DISTRIBUTIONS = {"fla": "flash-linear-attention", "causal_conv1d": "causal-conv1d", "mamba_ssm": "mamba-ssm"}
+TOKENIZER_CONFIG = "tokenizer_config.json"
+_TOKENIZERS_OF_TRANSFORMERS_5 = ("TokenizersBackend", "SentencePieceBackend", "PythonBackend", "MistralCommonBackend")
 _NOT_IN_SGLANG = ("in_proj_a", "in_proj_b")
 
 
@@ -117,6 +125,35 @@ def _reasons_against(config: Any, model: Any) -> list[str]:
     if "embed_tokens" in adapted:
         reasons.append("embed_tokens, which vLLM and SGLang take for some models only")
     return reasons
+
+
+def tokenizer_class(run: PreflightContext) -> str | None:
+    """Warn if the tokenizer is saved under a class that transformers 4 does not know, and the base names another."""
+    saved = type(run.tokenizer).__name__
+    if saved not in _TOKENIZERS_OF_TRANSFORMERS_5:
+        return None
+    named = _named_tokenizer(getattr(run.tokenizer, "name_or_path", ""))
+    if named is None or named in _TOKENIZERS_OF_TRANSFORMERS_5:
+        return None
+    return (
+        f"the tokenizer is saved as tokenizer_class {saved!r}, where the base has {named!r}. Servers with transformers "
+        f'4, such as older vLLM and SGLang, refuse that. For them, write "tokenizer_class": "{named}" into '
+        "tokenizer_config.json of the saved model, or copy the base's tokenizer files."
+    )
+
+
+def _named_tokenizer(name: str) -> str | None:
+    """The class that the tokenizer's own files name, in a folder or in the Hub's cache; None if there are none."""
+    path: Any = Path(name, TOKENIZER_CONFIG) if os.path.isdir(name) else None
+    if path is None:
+        try:
+            path = try_to_load_from_cache(name, TOKENIZER_CONFIG)
+        except HFValidationError:  # the path of a folder that is gone, or an empty name
+            return None
+    if not isinstance(path, (str, Path)) or not os.path.isfile(path):
+        return None
+    named = json.loads(Path(path).read_text(encoding="utf-8")).get("tokenizer_class")
+    return named if isinstance(named, str) else None
 
 
 def _adapted_names(model: Any) -> set[str]:

@@ -22,7 +22,7 @@ from liger_trainer.feature import StepRunner
 from liger_trainer.head.module import base_model_of, has_fused_head
 from liger_trainer.head.outputs import FusedLMOutput, HeadOptions
 from liger_trainer.head.request import HeadRequest, run_request
-from liger_trainer.memory.memory import GpuMemory
+from liger_trainer.memory.device_memory import GpuMemory
 from liger_trainer.memory.summary import CheckpointingSummary
 from liger_trainer.patching import LigerReport
 from liger_trainer.patching.core.hooks import comes_from
@@ -34,9 +34,9 @@ from liger_trainer.trainers.passes import ResumesInPass
 from liger_trainer.trainers.patched_models import PatchedModels
 from liger_trainer.trainers.renamed_weights import LoadsRenamedWeights
 from liger_trainer.trainers.world import launch_problem
-from liger_trainer.varlen import masks
+from liger_trainer.varlen import registry
 from liger_trainer.varlen.decide import bound_backbone
-from liger_trainer.varlen.graphs.capture_summary import Summary
+from liger_trainer.varlen.graphs.capture_summary import CaptureSummary
 from liger_trainer.varlen.host_copies import real_tokens, remembering
 
 _LIBRARIES = ("liger_trainer.", "trl.", "transformers.")
@@ -77,7 +77,7 @@ class LigerTrainerMixin(LoadsRenamedWeights, ResumesInPass):
         freezes_model (`bool`): Whether the whole model is frozen, and only the trainer's own modules train.
         freezes_in_fp8 (`bool`): Whether `fp8` stores the frozen base of the model in FP8.
         checkpointing (`CheckpointingSummary` or `None`): What `auto` chose in the last training.
-        captured_steps (`Summary` or `None`): What `cuda_graphs` captured in the last training, or
+        captured_steps (`CaptureSummary` or `None`): What `cuda_graphs` captured in the last training, or
             why it captured nothing. `None` with `cuda_graphs=False` or `use_liger=False`.
         device_memory (`GpuMemory` or `None`): The memory that `auto` plans for, instead of the GPU's.
         base_checkpoint (`Base` or `None`): The files that the model was loaded from, if they may have unloaded weights.
@@ -99,7 +99,7 @@ class LigerTrainerMixin(LoadsRenamedWeights, ResumesInPass):
     freezes_model: bool = False
     freezes_in_fp8: bool = False
     checkpointing: CheckpointingSummary | None = None
-    captured_steps: Summary | None = None
+    captured_steps: CaptureSummary | None = None
     device_memory: GpuMemory | None = None
     base_checkpoint: Base | None = None
     kept_weights: KeptWeights | None = None
@@ -337,7 +337,7 @@ class LigerTrainerMixin(LoadsRenamedWeights, ResumesInPass):
     def _without_needless_mask(self, model: Callable[..., Any]) -> Callable[..., Any]:
         """Return `model`, or for compiled training a stand-in that drops attention masks of ones."""
         if self.uses_liger and self.args.torch_compile and self.model.training:
-            return masks.without_mask_of_ones(model, base_model_of(self.model))
+            return registry.without_mask_of_ones(model, base_model_of(self.model))
         return model
 
     def _with_predictions(self, model: Callable[..., Any]) -> Callable[..., Any]:

@@ -5,12 +5,15 @@ from dataclasses import dataclass
 from trl.experimental.cpo import CPOConfig, CPOTrainer
 
 from liger_trainer.trainers.arguments import LigerArguments
-from liger_trainer.trainers.scored_pairs import LigerPairMixin
+from liger_trainer.trainers.scored_pairs import LigerPairMixin, ScoredPairFields
 
 
 @dataclass
-class LigerCPOConfig(LigerArguments, CPOConfig):
-    """[`~trl.experimental.cpo.CPOConfig`] with the fields of [`LigerArguments`], for [`LigerCPOTrainer`]."""
+class LigerCPOConfig(ScoredPairFields, LigerArguments, CPOConfig):
+    """[`~trl.experimental.cpo.CPOConfig`] with `padding_in_metrics` and the fields of [`LigerArguments`].
+
+    It is for [`LigerCPOTrainer`].
+    """
 
 
 class LigerCPOTrainer(LigerPairMixin, CPOTrainer):

@@ -12,10 +12,10 @@ from transformers import TrainerState
 from liger_trainer._logging import logger
 from liger_trainer.feature import Feature, FeatureTrainer, StepRunner
 from liger_trainer.head.module import base_model_of
-from liger_trainer.memory.memory import is_out_of_memory
+from liger_trainer.memory.device_memory import is_out_of_memory
 from liger_trainer.varlen.decide import bound_backbone
-from liger_trainer.varlen.graphs.capture_summary import Summary
-from liger_trainer.varlen.graphs.step_graphs import StepGraphs, step_graphs
+from liger_trainer.varlen.graphs.capture_summary import CaptureSummary
+from liger_trainer.varlen.graphs.step_graphs import StepGraphs, use_graphs
 
 AUTO = "auto"
 CAPTURES_ON = ("cuda",)  # types of devices
@@ -56,7 +56,7 @@ class CapturedTrainer(FeatureTrainer, Protocol):
     args: CapturedArguments
     model: nn.Module | None
     state: TrainerState
-    captured_steps: Summary | None
+    captured_steps: CaptureSummary | None
 
     @property
     def overrides_compute_loss(self) -> bool:
@@ -82,7 +82,7 @@ class CudaGraphs(Feature[CapturedArguments, CapturedTrainer]):
             raise ValueError(f"cuda_graphs is true, but {reason}. Set cuda_graphs: auto, or false.")
         if reason is not None:
             was_asked_for = wanted is not False and trainer.uses_liger
-            trainer.captured_steps = Summary(off=reason) if was_asked_for else None
+            trainer.captured_steps = CaptureSummary(off=reason) if was_asked_for else None
             _log_summary(trainer)
             yield None
             return
@@ -98,7 +98,7 @@ class CudaGraphs(Feature[CapturedArguments, CapturedTrainer]):
                 began_at = trainer.state.global_step
             graphs.may_capture = trainer.state.global_step > began_at
             try:
-                with step_graphs(graphs):
+                with use_graphs(graphs):
                     return step(*args, **kwargs)
             except RuntimeError as error:
                 if is_out_of_memory(error) and graphs.summary.sizes:

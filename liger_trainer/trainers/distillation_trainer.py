@@ -21,6 +21,7 @@ from liger_trainer.head.module import head_reason
 from liger_trainer.head.request import HeadRequest, run_request
 from liger_trainer.trainers.arguments import LigerArguments
 from liger_trainer.trainers.fsdp2 import broadcast_weights
+from liger_trainer.trainers.online_rows import KeepsOnlineRows, join_on_host
 from liger_trainer.trainers.trl import LigerTRLMixin, NoAdapterIsRefused, with_globals
 from liger_triton import linear_divergence
 
@@ -30,7 +31,7 @@ class LigerDistillationConfig(LigerArguments, DistillationConfig):
     """[`~trl.DistillationConfig`] with the fields of [`LigerArguments`], for [`LigerDistillationTrainer`]."""
 
 
-class LigerDistillationTrainer(LigerTRLMixin, DistillationTrainer):
+class LigerDistillationTrainer(KeepsOnlineRows, LigerTRLMixin, DistillationTrainer):
     """[`~trl.DistillationTrainer`] with the same losses, gradients and metrics, on fused kernels.
 
     Student and teacher are patched, and neither builds logits except for the tokens that it generates. The trainer
@@ -42,6 +43,8 @@ class LigerDistillationTrainer(LigerTRLMixin, DistillationTrainer):
     Raises:
         ValueError: The LM head of student or teacher cannot be fused.
     """
+
+    _trained: dict[str, Any] | None = None  # the micro-batch, while its loss is computed
 
     def _replaced_globals(self) -> dict[str, Any]:
         if not self.uses_liger:
@@ -86,12 +89,29 @@ class LigerDistillationTrainer(LigerTRLMixin, DistillationTrainer):
                 )
         super()._finish_init()
 
-    def _get_last_hidden_state(self, unwrapped_model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def _get_last_hidden_state(
+        self,
+        unwrapped_model: nn.Module,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        if self._trained is not None and self.wants_part("varlen_attention"):
+            join_on_host(self._trained, input_ids, attention_mask)
         if self.uses_fused_head:
             unwrapped_model = _LogitsForHiddenStates(unwrapped_model)
-        return super()._get_last_hidden_state(unwrapped_model, *args, **kwargs)
+        return super()._get_last_hidden_state(unwrapped_model, input_ids, attention_mask, *args, **kwargs)
 
     def _compute_loss(self, unwrapped_student: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any) -> Any:
+        self._trained = inputs
+        try:
+            return self._divergence(unwrapped_student, inputs, num_items_in_batch)
+        finally:
+            self._trained = None
+
+    def _divergence(self, unwrapped_student: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any) -> Any:
+        """Compute the stock loss, with our divergence where both heads are fused."""
         if not self.uses_fused_head:
             return super()._compute_loss(unwrapped_student, inputs, num_items_in_batch)
         # With `_use_triton`, TRL drops the positions outside of the mask before it calls the function.
@@ -110,12 +130,13 @@ def _stock_module() -> ModuleType:
 class _LogitsForHiddenStates(nn.Module):
     """Returns the logits of a model as its last hidden state, for `DistillationTrainer._get_last_hidden_state`.
 
-    It is a module because accelerate looks for compiled modules inside it.
+    It is a module because accelerate looks for compiled modules inside it. The model is not one of its modules, or
+    accelerate would walk through all of them, which takes milliseconds for a large model with adapters.
     """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.model = model
+        self._held = (model,)  # in a tuple, which does not make it a module of this one
 
     def base_model(self, **inputs: Any) -> SimpleNamespace:
         device = inputs["input_ids"].device.type
@@ -127,7 +148,7 @@ class _LogitsForHiddenStates(nn.Module):
                 return run()
 
         # Call `forward`, not the module: its hooks would reshard the weights before the surrounding call has ended.
-        outputs = run_request(self.model.forward, HeadRequest(logits_consumer=score), **inputs)
+        outputs = run_request(self._held[0].forward, HeadRequest(logits_consumer=score), **inputs)
         return SimpleNamespace(last_hidden_state=outputs.logits)
 
 

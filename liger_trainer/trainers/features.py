@@ -19,8 +19,10 @@ from liger_trainer.memory.summary import CheckpointingSummary
 from liger_trainer.patching.apply import swap_converted
 from liger_trainer.patching.core.report import LigerReport
 from liger_trainer.preflight.feature import Preflight, PreflightFields
+from liger_trainer.trainers.compiled_inputs import CompiledArguments, CompiledInputs, CompiledTrainer
 from liger_trainer.trainers.cuda_graphs import CapturedArguments, CapturedTrainer, CudaGraphs, CudaGraphsFields
 from liger_trainer.trainers.module_walks import ModuleWalks, WalkedArguments, WalkedTrainer
+from liger_trainer.trainers.old_policy import old_policy_of
 from liger_trainer.trainers.optimizer_in_backward import (
     InBackward,
     InBackwardArguments,
@@ -29,8 +31,9 @@ from liger_trainer.trainers.optimizer_in_backward import (
 )
 from liger_trainer.trainers.samples import SampleFields, Samples
 from liger_trainer.trainers.shared_prompts import shared_prompts_of
+from liger_trainer.trainers.sorted_rows import sorting_of
 from liger_trainer.trainers.trackers import TrackedTrainer, Trackers
-from liger_trainer.varlen.graphs.capture_summary import Summary
+from liger_trainer.varlen.graphs.capture_summary import CaptureSummary
 
 
 class FilteringArguments(Protocol):
@@ -104,7 +107,7 @@ class ReportedTrainer(FeatureTrainer, Protocol):
     model: nn.Module
     liger_report: LigerReport | None
     checkpointing: CheckpointingSummary | None
-    captured_steps: Summary | None
+    captured_steps: CaptureSummary | None
 
     def add_callback(self, callback: TrainerCallback) -> None:
         """Call `callback` at the events of the training."""
@@ -139,8 +142,9 @@ class _ReportCallback(TrainerCallback):
         self._write(args, state)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        shared = shared_prompts_of(self.trainer.model)
-        summaries = (self.trainer.checkpointing, self.trainer.captured_steps, shared)
+        trainer = self.trainer
+        of_rows = (shared_prompts_of(trainer.model), sorting_of(trainer), old_policy_of(trainer))
+        summaries = (trainer.checkpointing, trainer.captured_steps, *of_rows)
         if any(x is not None for x in summaries):
             self._write(args, state)
 
@@ -153,6 +157,10 @@ class _ReportCallback(TrainerCallback):
             report.cuda_graphs = None if captured is None else captured.to_dict()
             shared = shared_prompts_of(self.trainer.model)
             report.shared_prompts = None if shared is None else shared.to_dict()
+            sorting = sorting_of(self.trainer)
+            report.sort_by_prompt = None if sorting is None else sorting.to_dict()
+            passes = old_policy_of(self.trainer)
+            report.old_policy = None if passes is None else passes.to_dict()
             os.makedirs(args.output_dir, exist_ok=True)
             report.to_json(os.path.join(args.output_dir, "liger_report.json"))
 
@@ -161,6 +169,7 @@ class FeatureArguments(
     BaseWeightsArguments,
     CapturedArguments,
     CheckpointingArguments,
+    CompiledArguments,
     FilteringArguments,
     Fp8Arguments,
     InBackwardArguments,
@@ -176,6 +185,7 @@ class FeatureArguments(
 class FeaturedTrainer(
     CapturedTrainer,
     CheckpointedTrainer,
+    CompiledTrainer,
     FilteringTrainer,
     Fp8Trainer,
     InBackwardTrainer,
@@ -203,6 +213,7 @@ FEATURES: tuple[Feature[FeatureArguments, FeaturedTrainer], ...] = (
     Trackers(),
     Preflight(),
     Samples(),
+    CompiledInputs(),
 )
 
 

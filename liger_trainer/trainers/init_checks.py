@@ -35,7 +35,7 @@ def refuse_before_patching(trainer: Any, model: nn.Module) -> None:
         if trainer.overrides_token_loss:
             raise ValueError(f"{name} overrides token_loss, which needs use_liger=True; got use_liger=False.")
         bindings = [Binding.of(module) for module in model.modules()]
-        if has_fused_head(model) or any(binding is not None and not binding.aside for binding in bindings):
+        if has_fused_head(model) or any(binding is not None and not binding.fallback_active for binding in bindings):
             raise ValueError(
                 "use_liger is False, but another trainer or apply_liger has patched the model, so it would still use "
                 "the kernels. Load the model again, or call remove_liger(model) first."

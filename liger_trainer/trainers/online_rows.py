@@ -1,4 +1,4 @@
-"""Keeps the rows of GRPO and RLOO on the host as well.
+"""Keeps the rows of GRPO, RLOO and distillation on the host as well.
 
 These trainers make their batches on the device, from completions. To find the rows of a call, the host would have to
 wait until the device has finished everything launched before. Here, each generation batch is copied to the host once,
@@ -15,10 +15,8 @@ from liger_trainer.varlen.host_copies import remember, values_of
 _KEPT = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
 
 
-class KnowsOnlineRows:
-    """Mixin for a trainer that generates its rows. It goes before `LigerTRLMixin`."""
-
-    _trained: dict[str, Any] | None = None  # the micro-batch, while its loss is computed
+class KeepsOnlineRows:
+    """Mixin that copies generated rows to the host. It goes before `LigerTRLMixin`."""
 
     def _prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:
         inputs = super()._prepare_inputs(*args, **kwargs)  # type: ignore[misc]
@@ -26,6 +24,12 @@ class KnowsOnlineRows:
             for batch in (inputs, *(self._buffered_inputs or ())):  # type: ignore[attr-defined]
                 _keep_on_host(batch)
         return inputs
+
+
+class KnowsOnlineRows(KeepsOnlineRows):
+    """Mixin that also tells the host the rows of each call in GRPO and RLOO. It goes before `LigerTRLMixin`."""
+
+    _trained: dict[str, Any] | None = None  # the micro-batch, while its loss is computed
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
         self._trained = inputs
@@ -45,7 +49,7 @@ class KnowsOnlineRows:
     ) -> Any:
         if self.wants_part("varlen_attention"):  # type: ignore[attr-defined]
             if self._trained is not None:
-                _join_on_host(self._trained, input_ids, attention_mask)
+                join_on_host(self._trained, input_ids, attention_mask)
             # Without a micro-batch, old policy and reference get the same tensors. The first call copies them.
             for x in (input_ids, attention_mask):
                 _keep(x)
@@ -70,7 +74,7 @@ def _is_on_host(x: torch.Tensor) -> bool:
     return values_of(x)[0].device.type == "cpu"
 
 
-def _join_on_host(batch: dict[str, Any], input_ids: torch.Tensor, attention_mask: torch.Tensor) -> None:
+def join_on_host(batch: dict[str, Any], input_ids: torch.Tensor, attention_mask: torch.Tensor) -> None:
     """Tell the host the values of prompts and completions that TRL has concatenated."""
     parts = [batch[name] for name in _KEPT]
     if not all(map(_is_on_host, parts)):

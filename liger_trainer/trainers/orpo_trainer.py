@@ -5,12 +5,15 @@ from dataclasses import dataclass
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
 from liger_trainer.trainers.arguments import LigerArguments
-from liger_trainer.trainers.scored_pairs import LigerPairMixin
+from liger_trainer.trainers.scored_pairs import LigerPairMixin, ScoredPairFields
 
 
 @dataclass
-class LigerORPOConfig(LigerArguments, ORPOConfig):
-    """[`~trl.experimental.orpo.ORPOConfig`] with the fields of [`LigerArguments`], for [`LigerORPOTrainer`]."""
+class LigerORPOConfig(ScoredPairFields, LigerArguments, ORPOConfig):
+    """[`~trl.experimental.orpo.ORPOConfig`] with `padding_in_metrics` and the fields of [`LigerArguments`].
+
+    It is for [`LigerORPOTrainer`].
+    """
 
 
 class LigerORPOTrainer(LigerPairMixin, ORPOTrainer):

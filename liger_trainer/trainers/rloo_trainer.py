@@ -1,21 +1,26 @@
 """`LigerRLOOTrainer`: `trl.RLOOTrainer` with our fused head in the place of TRL's own."""
 
+from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from trl import RLOOConfig, RLOOTrainer
 
 from liger_trainer.trainers.arguments import LigerArguments
-from liger_trainer.trainers.online_rows import KnowsOnlineRows
-from liger_trainer.trainers.shared_prompts import SharedPromptFields
+from liger_trainer.trainers.beside_generation import GivesMemoryBack
+from liger_trainer.trainers.online_fields import OnlineFields
+from liger_trainer.trainers.reused_log_probs import ReusesLogProbs
+from liger_trainer.trainers.sorted_rows import SortsRows
 from liger_trainer.trainers.trl import LigerTRLMixin
 
 
 @dataclass
-class LigerRLOOConfig(SharedPromptFields, LigerArguments, RLOOConfig):
-    """[`~trl.RLOOConfig`] with `share_prompts` and the fields of [`LigerArguments`], for [`LigerRLOOTrainer`]."""
+class LigerRLOOConfig(OnlineFields, LigerArguments, RLOOConfig):
+    """[`~trl.RLOOConfig`] with the fields of [`OnlineFields`] and [`LigerArguments`], for [`LigerRLOOTrainer`]."""
 
 
-class LigerRLOOTrainer(KnowsOnlineRows, LigerTRLMixin, RLOOTrainer):
+class LigerRLOOTrainer(ReusesLogProbs, SortsRows, GivesMemoryBack, LigerTRLMixin, RLOOTrainer):
     """[`~trl.RLOOTrainer`] with the same losses, gradients and metrics, on fused kernels.
 
     It takes the arguments of `RLOOTrainer`, with a [`LigerRLOOConfig`] as `args`; a plain `RLOOConfig` counts as one
@@ -23,3 +28,46 @@ class LigerRLOOTrainer(KnowsOnlineRows, LigerTRLMixin, RLOOTrainer):
     """
 
     shares_prompts = True
+    args: RLOOConfig
+    _answers: bool = False  # the next call that scores, in place of the old policy
+
+    def _runs_old_policy(self) -> bool:
+        """TRL runs it for every batch."""
+        return True
+
+    def _why_needed(self) -> str | None:
+        if self.beta != 0.0:
+            return f"beta is {self.beta:g}: rewards are reduced by the distance of the old policy from the reference"
+        return self._why_moved() if self._mode == "train" else None
+
+    def _leave_out(self, undo: ExitStack) -> None:
+        self._answers = True
+        undo.callback(setattr, self, "_answers", False)
+
+    def _get_per_token_logps_and_entropies(
+        self,
+        model: Any,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        logits_to_keep: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Score rows, or answer TRL's call of the old policy with NaN, so that whatever reads it is noticed."""
+        if self._answers:
+            self._answers = False
+            unknown = torch.full((len(input_ids), logits_to_keep), float("nan"), device=input_ids.device)
+            return unknown, None, None
+        return super()._get_per_token_logps_and_entropies(
+            model, input_ids, attention_mask, logits_to_keep, *args, **kwargs
+        )
+
+    def _without_pass(self, batch: dict[str, Any]) -> dict[str, Any]:
+        del batch["old_logps"]
+        return batch
+
+    def _lacks(self, inputs: dict[str, Any]) -> bool:
+        return "old_logps" not in inputs
+
+    def _fill_in(self, inputs: dict[str, Any], old: torch.Tensor) -> None:
+        inputs["old_logps"] = (old * inputs["completion_mask"]).sum(1)

@@ -4,6 +4,7 @@ Answers are greedy, so they need no random numbers, and the model runs in evalua
 the generation config are restored. Gradient checkpointing and captured steps only apply in training mode.
 """
 
+import gc
 import json
 import os
 from collections.abc import Iterator
@@ -72,13 +73,27 @@ def _is_list_of_texts(value: Any) -> bool:
 
 
 def _learned_positions(model: nn.Module) -> int | None:
-    """Return the number of learned positions of `model`, or None if its positions are rotary or unlimited."""
+    """Return the number of rows in the model's table of positions, or None if it has no table.
+
+    Rotary embeddings and ALiBi need no table. `max_position_embeddings` does not tell: models with ALiBi have it too.
+    """
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    if getattr(text, "rope_parameters", None):
-        return None
     limit = getattr(text, "max_position_embeddings", None)
-    return limit if isinstance(limit, int) else None
+    if getattr(text, "rope_parameters", None) or not isinstance(limit, int):
+        return None
+    return limit if any(_is_position_table(name, tensor, limit) for name, tensor in _tensors(model)) else None
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def _is_position_table(name: str, tensor: torch.Tensor, limit: int) -> bool:
+    """Whether a tensor has a row for each position, such as `wpe.weight` of GPT-2 or `embed_positions` of OPT."""
+    rows_before = len(tensor) - limit if tensor.dim() == 2 else -1  # OPT's table has two rows before the first position
+    return rows_before in (0, 1, 2) and ("pos" in name or "wpe" in name)
 
 
 def _why_no_answers(trainer: Any) -> str | None:
@@ -98,6 +113,7 @@ class _SampleCallback(TrainerCallback):
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
+        self._said_out_of_memory = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._check_lengths(args)
@@ -133,25 +149,48 @@ class _SampleCallback(TrainerCallback):
             return
         trainer = self.trainer
         tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
-        lines = []
-        for text in args.sample_prompts:
-            ids = self._ids_of(text)
-            with _in_evaluation(trainer.model):
-                model = base_model_of(trainer.model)
-                new = answer(model, [ids], end_tokens(model, tokenizer), args.sample_max_new_tokens)[0]
+        lines = {}
+        for number, text in enumerate(args.sample_prompts, 1):
+            new = self._answer_or_none(text, tokenizer, args, state)
+            if new is None:
+                continue
             answer_text = tokenizer.decode(new, skip_special_tokens=True)
-            lines.append({"step": state.global_step, "prompt": text, "answer": answer_text})
+            lines[number] = {"step": state.global_step, "prompt": text, "answer": answer_text}
         self._log_answers(args, state, control, lines)
 
-    def _log_answers(self, args: Any, state: Any, control: Any, lines: list[dict[str, Any]]) -> None:
-        for line in lines:
+    def _answer_or_none(self, text: str, tokenizer: Any, args: Any, state: Any) -> list[int] | None:
+        """The tokens of an answer; None if memory has run out, which costs this answer and not the training.
+
+        This process answers alone, and calls no other one: the others train on without knowing of it.
+        """
+        try:
+            with _in_evaluation(self.trainer.model):
+                model = base_model_of(self.trainer.model)
+                ids = self._ids_of(text)
+                return answer(model, [ids], end_tokens(model, tokenizer), args.sample_max_new_tokens)[0]
+        except torch.OutOfMemoryError as error:
+            if not self._said_out_of_memory:
+                self._said_out_of_memory = True
+                logger.warning(
+                    f"sample_prompts: memory ran out in step {state.global_step} while {text!r} was answered, and the "
+                    f"answer is left out, as later ones may be. Lower sample_max_new_tokens, which is "
+                    f"{args.sample_max_new_tokens}. ({' '.join(str(error).split())[:200]})"
+                )
+        # Here the error is gone, and with it the frames that held the cache of keys and values.
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        return None
+
+    def _log_answers(self, args: Any, state: Any, control: Any, lines: dict[int, dict[str, Any]]) -> None:
+        for line in lines.values():
             logger.info(f"step {line['step']}, {line['prompt']!r} is answered: {line['answer']!r}")
         if args.output_dir is not None:
             os.makedirs(args.output_dir, exist_ok=True)
             first = state.global_step == 0  # a new run overwrites the file of an earlier run in this folder
             with open(Path(args.output_dir, SAMPLES), "w" if first else "a", encoding="utf-8") as file:
-                file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
-        logs = {f"sample_{number}": f"{line['prompt']}\n\n{line['answer']}" for number, line in enumerate(lines, 1)}
+                file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines.values())
+        logs = {f"sample_{number}": f"{line['prompt']}\n\n{line['answer']}" for number, line in lines.items()}
         for callback in self.trainer.callback_handler.callbacks:
             if type(callback).__name__ in _TRACKERS_OF_TEXT:
                 # Not `Trainer.log`: it would add the text to the history, and TRL's would reset its metrics.

@@ -6,7 +6,8 @@ mean of every row. If a later release reads anything else, that is an error and 
 """
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -17,9 +18,43 @@ from transformers.utils import ModelOutput
 from liger_trainer.head.module import base_model_of, why_peft_needs_logits
 from liger_trainer.head.request import HeadRequest, run_request
 from liger_trainer.trainers.trl import LigerTRLMixin
+from liger_trainer.varlen.host_copies import remember, values_of
+
+if TYPE_CHECKING:  # it always goes before a class of arguments of TRL
+    from transformers import TrainingArguments as StockArguments
+else:
+    StockArguments = object
 
 _DEFAULTS = {"ignore_index": -100, "reduction": "mean", "label_smoothing": 0.0}  # of cross_entropy; others are None
 _OFF = 'liger_config={"fused_linear_cross_entropy": false}'
+_OF_A_PAIR = (
+    "chosen_input_ids",
+    "chosen_attention_mask",
+    "chosen_labels",
+    "rejected_input_ids",
+    "rejected_attention_mask",
+    "rejected_labels",
+)
+
+
+@dataclass
+class ScoredPairFields(StockArguments):
+    """The field of trainers that score pairs from logits."""
+
+    padding_in_metrics: bool = field(
+        default=True,
+        metadata={
+            "help": "Average all positions in logits/chosen and logits/rejected, prompts and padding included, as the "
+            "stock trainer does. Padding is computed for it. False: these two metrics average the answers alone, as in "
+            "DPO. Padding is then left out and steps can be captured, which is faster. Losses, gradients and all other "
+            "metrics are the same."
+        },
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.padding_in_metrics, bool):
+            raise ValueError(f"padding_in_metrics is {self.padding_in_metrics!r}; expected true or false.")
 
 
 class ScoredLogits:
@@ -33,15 +68,31 @@ class ScoredLogits:
         target (`torch.Tensor`): Token of each row (...), int64; -100 for an unknown log-probability.
         vocab_mean (`torch.Tensor`): Mean over the vocabulary of each row (...), fp32.
         vocab_size (`int`): V.
+        averaged (`torch.Tensor`, *optional*): Which rows `mean` averages (...), bool. Unset: all.
     """
 
     def __init__(
-        self, log_probs: torch.Tensor, target: torch.Tensor, vocab_mean: torch.Tensor, vocab_size: int
+        self,
+        log_probs: torch.Tensor,
+        target: torch.Tensor,
+        vocab_mean: torch.Tensor,
+        vocab_size: int,
+        averaged: torch.Tensor | None = None,
     ) -> None:
-        self.log_probs, self.target, self.vocab_mean, self.vocab_size = log_probs, target, vocab_mean, vocab_size
+        self.log_probs = log_probs
+        self.target = target
+        self.vocab_mean = vocab_mean
+        self.vocab_size = vocab_size
+        self.averaged = averaged
 
     def _rows(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "ScoredLogits":
-        return ScoredLogits(change(self.log_probs), change(self.target), change(self.vocab_mean), self.vocab_size)
+        return ScoredLogits(
+            change(self.log_probs),
+            change(self.target),
+            change(self.vocab_mean),
+            self.vocab_size,
+            None if self.averaged is None else change(self.averaged),
+        )
 
     @property
     def shape(self) -> torch.Size:
@@ -71,8 +122,10 @@ class ScoredLogits:
         return self._rows(lambda rows: rows.reshape(shape[:-1]))
 
     def mean(self) -> torch.Tensor:
-        """Return the mean of all logits of these rows, ()."""
-        return self.vocab_mean.mean()
+        """Return the mean of all logits of these rows, or of the averaged rows, ()."""
+        if self.averaged is None:
+            return self.vocab_mean.mean()
+        return self.vocab_mean.masked_fill(~self.averaged, 0.0).sum() / self.averaged.sum()
 
     def of(self, labels: torch.Tensor) -> torch.Tensor:
         """Return the log-probability of each label (...), zero where it is -100. ValueError if one is not known."""
@@ -150,31 +203,55 @@ class LigerPairMixin(LigerTRLMixin):
         if not self.uses_fused_head:
             return super().concatenated_forward(model, batch)
 
+        averages_all = getattr(self.args, "padding_in_metrics", True)
+        mean = "vocab_mean" if averages_all else "mean_logits"  # the second is of positions with a label alone
+        known = _known_on_host(batch)
+
         def score(input_ids: torch.Tensor, attention_mask: torch.Tensor, **options: Any) -> ModelOutput:
-            labels = self.concatenated_inputs(batch)["concatenated_labels"].to(input_ids.device)
-            chosen = batch["chosen_labels"].shape[0]
-            if self.learns_prompts:
-                is_prompt = (labels[:chosen] == -100) & (attention_mask[:chosen] == 1)
-                labels[:chosen] = torch.where(is_prompt, input_ids[:chosen], labels[:chosen])
+            given = self.concatenated_inputs(batch)["concatenated_labels"].to(input_ids.device)
+            labels = self._scored_labels(given, input_ids, attention_mask)
+            if known is not None:
+                rows = self.concatenated_inputs(known)
+                mask = rows["concatenated_attention_mask"]
+                on_host = self._scored_labels(rows["concatenated_labels"], rows["concatenated_input_ids"], mask)
+                remember(attention_mask, mask)
+                remember(labels, on_host)
             outputs = run_request(
                 model,
-                HeadRequest(token_scores=True, token_outputs=("log_probs", "vocab_mean")),
+                HeadRequest(token_scores=True, token_outputs=("log_probs", mean)),
                 input_ids=input_ids,
                 attention_mask=attention_mask,
                 labels=labels,
                 **options,
             )
             # A prompt-learning adapter puts its own rows first. The last row predicts no token with a label.
-            log_probs = F.pad(outputs.log_probs[:, -(labels.shape[1] - 1) :], (0, 1))
+            scored_rows = labels.shape[1] - 1
+            log_probs = F.pad(outputs.log_probs[:, -scored_rows:], (0, 1))
+            if averages_all:
+                means, averaged = outputs.vocab_mean[:, -labels.shape[1] :], None
+            else:
+                means = F.pad(outputs.mean_logits[:, -scored_rows:], (0, 1))
+                averaged = F.pad(given[:, 1:] != -100, (0, 1))
             logits = ScoredLogits(
                 log_probs,
                 F.pad(labels[:, 1:], (0, 1), value=-100),
-                outputs.vocab_mean[:, -labels.shape[1] :],
+                means,
                 self.model.config.get_text_config().vocab_size,
+                averaged,
             )
             return ModelOutput(logits=logits, aux_loss=outputs.aux_loss)
 
         return super().concatenated_forward(score, batch)
+
+    def _scored_labels(
+        self, labels: torch.Tensor, input_ids: torch.Tensor, attention_mask: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the labels to score, (N, S): with `learns_prompts`, the prompts of chosen rows have labels too."""
+        if not self.learns_prompts:
+            return labels
+        is_scored = (labels == -100) & (attention_mask == 1)
+        is_scored[len(labels) // 2 :] = False  # the rejected rows
+        return torch.where(is_scored, input_ids, labels)
 
     @classmethod
     def get_batch_logps(
@@ -190,3 +267,12 @@ class LigerPairMixin(LigerTRLMixin):
         mask = labels[:, 1:] != -100
         total = logits[:, :-1].of(labels[:, 1:]).sum(-1)
         return total / mask.sum(-1) if average_log_prob else total
+
+
+def _known_on_host(batch: dict[str, Any]) -> dict[str, torch.Tensor] | None:
+    """Return both answers on the CPU, or None where the batch is there itself or the host does not know it."""
+    tensors = [batch[name] for name in _OF_A_PAIR]
+    values = values_of(*tensors)
+    if values[0] is tensors[0] or values[0].device.type != "cpu":
+        return None
+    return dict(zip(_OF_A_PAIR, values, strict=True))

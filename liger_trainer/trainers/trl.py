@@ -20,6 +20,7 @@ from liger_trainer.data.formats import first_conversation
 from liger_trainer.head.module import base_model_of, why_peft_needs_logits
 from liger_trainer.head.outputs import HeadOptions
 from liger_trainer.trainers.base import LigerTrainerMixin
+from liger_trainer.trainers.exact_sync import keep_base_weights
 from liger_trainer.trainers.fsdp2 import broadcast_weights
 from liger_trainer.trainers.model_card import WritesCards
 from liger_trainer.trainers.patched_models import PatchedModels
@@ -190,6 +191,8 @@ class LigerTRLMixin(LigerTrainerMixin, WritesCards):
         return super()._precompute_ref_logps(*args, **kwargs)
 
     def _finish_init(self) -> None:
+        if self.uses_liger:
+            keep_base_weights(self)
         for name in self.ignored_fields:
             if self.uses_liger and (value := getattr(self.args, name)):
                 other = ", or set label_smoothing instead" if hasattr(self.args, "label_smoothing") else ""

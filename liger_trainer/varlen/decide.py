@@ -1,9 +1,9 @@
-"""Decides which calls may leave padding out, and finds the rows of real tokens of a call.
+"""Decide whether a call runs on its real tokens, or on the batch as it is.
 
-Padding is left out where all code that reads hidden states is known: the forwards of transformers that a proof has run
-(`proof/backbone.py`), layers of PyTorch and of adapters through which each token goes by itself, and the loss function
-of the proof. With anything else that may see rows or padding (a class or a function of the user's, a hook, an output of
-every position) the batch goes through as it is, and the report names it.
+Padding is left out if all code that reads hidden states is known: the forwards of transformers that a proof has run
+(`proof/backbone.py`), layers of PyTorch and of adapters that treat each token by itself, and the loss function of the
+proof. Anything else may see rows or padding: a class or a function of the user's, a hook, an output of every position.
+Then the batch goes through as it is, and the report names the reason.
 """
 
 import functools
@@ -16,16 +16,18 @@ from torch import nn
 
 from liger_trainer.patching.core.binding import Binding
 from liger_trainer.patching.core.hooks import hook_on, with_hooks
-from liger_trainer.varlen.graphs.captured import BackboneGraphs
-from liger_trainer.varlen.graphs.step_graphs import active_graphs
+from liger_trainer.varlen.graphs.backbone_graphs import BackboneGraphs
+from liger_trainer.varlen.graphs.step_graphs import current_graphs
 from liger_trainer.varlen.groups import SharingRule
-from liger_trainer.varlen.known_code import backbone_of, base_of, own_loss_of, unknown_forward, without_head
-from liger_trainer.varlen.padding import COMPUTES_PADDING, BackboneBinding, MixedRows, Plan
-from liger_trainer.varlen.plans import holds_packed_rows, plan_of, rotates_by_length
+from liger_trainer.varlen.model_parts import backbone_of, base_of, own_loss_of, why_forward_is_unknown, without_head
+from liger_trainer.varlen.plan_batch import holds_packed_rows, plan_batch, rotates_by_length
 from liger_trainer.varlen.randomness import what_is_random
+from liger_trainer.varlen.rows import AttentionKind
+from liger_trainer.varlen.unpad_plan import UnpadPlan
+from liger_trainer.varlen.unpadded_backbone import COMPUTES_PADDING, BackboneBinding, MixedRows
 
-# Inputs that require gradients. Other hooks of PEFT say which adapter is for which row, or from which token on.
-_HARMLESS_HOOKS = (
+# They only make inputs require gradients. Other hooks of PEFT choose an adapter for each row, so they see rows.
+HARMLESS_HOOKS = (
     "transformers.modeling_utils",
     "transformers.utils.",
     "peft.utils.",
@@ -35,8 +37,12 @@ _HARMLESS_HOOKS = (
 )
 
 
+# What layers may attend by where rows share their prompts and are captured.
+_CAPTURED_SHARED = {AttentionKind.CAUSAL, AttentionKind.SINKS}
+
+
 def bound_backbone(model) -> BackboneBinding | None:
-    """By which calls of `model` go through its backbone on real tokens; None where they do not, or are traced."""
+    """Return the backbone's binding, or None if padding removal is not installed or the call is being traced."""
     backbone = None if torch.compiler.is_compiling() else backbone_of(model)
     return None if backbone is None else BackboneBinding.of(backbone)
 
@@ -58,11 +64,11 @@ class Decision(NamedTuple):
     """How a call of a model goes through its backbone.
 
     Attributes:
-        plan (`Plan` or None): On real tokens; `plan.graphs` may replay it.
-        reason (`Reason` or None): Why there is no plan.
+        plan (`UnpadPlan` or None): On real tokens; `plan.graphs` may replay it.
+        reason (`Reason` or None): Why the call has no plan.
     """
 
-    plan: Plan | None = None
+    plan: UnpadPlan | None = None
     reason: Reason | None = None
 
 
@@ -76,8 +82,8 @@ class BackboneCall:
         bound (`BackboneBinding`): The binding of the backbone.
         args (`tuple`): Arguments by position.
         call (`dict`): Arguments by name.
-        shown (`str` or None): What the answer has of every position. A packed row has no padding.
-        unfit (`Callable`): Says what in the model keeps a plan from being used, or None.
+        padding_reader_reason (`str` or None): What the answer has of every position, padding included.
+        why_unusable (`Callable`): Returns why code around the backbone forbids a plan, or None.
         graphs (`BackboneGraphs` or None): The captures of the backbone, within the step of a trainer.
         sharing (`SharingRule` or None): When rows that begin alike share it.
     """
@@ -87,26 +93,27 @@ class BackboneCall:
     bound: BackboneBinding
     args: tuple
     call: dict[str, Any]
-    shown: str | None
-    unfit: Callable[[Plan], str | None]
+    padding_reader_reason: str | None
+    why_unusable: Callable[[UnpadPlan], str | None]
     graphs: BackboneGraphs | None = None
     sharing: SharingRule | None = None
 
     @functools.cached_property
-    def plan(self) -> Plan | None:
-        """The plan, if the rows of the call can be told.
+    def plan(self) -> UnpadPlan | None:
+        """Return the plan, or None if the rows of the call are not known.
 
         Rows without padding have one where layers need more than causal attention, and where they may be replayed.
         """
         proven, may_replay = self.bound.proven, self.graphs is not None
-        full = proven.is_local or may_replay
-        sharing = None if self.shown is not None else self.sharing
-        plan = plan_of(self.model.config, self.call, proven.attention, full, sharing)
+        with_full_batches = proven.needs_row_attention or may_replay
+        sharing = None if self.padding_reader_reason is not None else self.sharing
+        plan = plan_batch(self.model.config, self.call, proven.attention, with_full_batches, sharing)
         if plan is None:
             return None
         unshared = plan.unshared if plan.saved else plan
-        if unshared is not None and unshared.rows.full and not unshared.leaves_out:
-            unshared.only_replayed = not proven.is_local
+        if unshared is not None and unshared.rows.is_whole_batch and not unshared.leaves_out:
+            # SDPA is the fastest for such rows, so our attention would gain nothing outside of a capture.
+            unshared.only_replayed = not proven.needs_row_attention
         why = _why_unshared(self, plan) if plan.saved else None
         if why is not None:
             self.bound.sharing.refuse(why)
@@ -114,45 +121,52 @@ class BackboneCall:
         return plan
 
     @property
-    def is_full(self) -> bool:
-        """Whether the batch has no padding. A batch of one padded row has some."""
-        return self.plan is not None and self.plan.rows.full and not self.plan.leaves_out
+    def has_no_padding(self) -> bool:
+        """Return whether the batch has no padding. A batch of one padded row has some."""
+        return self.plan is not None and self.plan.rows.is_whole_batch and not self.plan.leaves_out
 
 
-def _why_unshared(asked: BackboneCall, plan: Plan) -> str | None:
+def _why_unshared(asked: BackboneCall, plan: UnpadPlan) -> str | None:
     """Name why rows that begin alike share nothing in this call, or return None."""
     assert asked.sharing is not None, "the plan was made by it"
     if asked.bound.sharing.never is not None:
         return asked.bound.sharing.never
+    # Equal ids of images stand for different pixels.
     if base_of(asked.model) is not asked.backbone:
         return "the model takes images too"
     if asked.graphs is not None and plan.rows.tokens + plan.saved < asked.sharing.least_uncaptured:
-        return "steps of few tokens are faster as CUDA graphs, which know no shared prompts"
+        is_captured_unshared = _why_never_captured(asked, shares=False) is None
+        if is_captured_unshared and _why_never_captured(asked, shares=True) is not None:
+            return "steps of few tokens are faster as CUDA graphs, and those of its windows know no shared prompts"
     return what_is_random(asked.model, without_head(asked.model))
 
 
 def _not_in_force(asked: BackboneCall) -> Reason | None:
-    if asked.bound.aside:
-        return Reason("its own code was told to run")
+    if asked.bound.fallback_active:
+        return Reason("its own code has to run since an earlier call")
     if asked.args:
         return Reason("arguments are given by position")
     return None
 
 
-def _shows_padding(asked: BackboneCall) -> Reason | None:
-    if asked.shown is not None and asked.call.get("attention_mask") is not None and not asked.is_full:
+def _padding_is_read(asked: BackboneCall) -> Reason | None:
+    if (
+        asked.padding_reader_reason is not None
+        and asked.call.get("attention_mask") is not None
+        and not asked.has_no_padding
+    ):
         trains = asked.model.training and torch.is_grad_enabled()  # evaluation and generation want logits
-        return Reason(asked.shown, COMPUTES_PADDING if trains else None)
+        return Reason(asked.padding_reader_reason, COMPUTES_PADDING if trains else None)
     return None
 
 
 def _rows_unknown(asked: BackboneCall) -> Reason | None:
-    return Reason("its rows cannot be told") if asked.plan is None else None
+    return Reason("its rows are not known") if asked.plan is None else None
 
 
 def _keeps_padding(asked: BackboneCall) -> Reason | None:
-    reason = asked.bound.proven.keeps_padding
-    return None if reason is None or asked.is_full else Reason(reason)
+    reason = asked.bound.proven.padding_reason
+    return None if reason is None or asked.has_no_padding else Reason(reason)
 
 
 def _returns_attention(asked: BackboneCall) -> Reason | None:
@@ -168,29 +182,29 @@ def _turns_by_length(asked: BackboneCall) -> Reason | None:
     return None
 
 
-def _unfit(asked: BackboneCall) -> Reason | None:
-    """Check the code that runs. That of a call whose captures are unchanged was checked before the capture."""
+def _code_is_unknown(asked: BackboneCall) -> Reason | None:
+    """Check the code that runs. If nothing has changed since a capture, that code was checked before the capture."""
     assert asked.plan is not None, "an earlier check has looked"
-    why = asked.unfit(asked.plan)
-    unchanged = asked.graphs is not None and asked.graphs.is_unchanged()
+    why = asked.why_unusable(asked.plan)
+    unchanged = asked.graphs is not None and asked.graphs.find_snapshot()
     if why is None and not unchanged:
         why = _why_whole(asked.model, asked.backbone, asked.bound)
     if why is None:
         return None
-    if asked.bound.proven.mixes and not asked.plan.leaves_out and not asked.is_full:
+    if asked.bound.proven.mixes_rows and not asked.plan.leaves_out and not asked.has_no_padding:
         raise MixedRows.of(asked.bound, why)
-    return Reason(why, "attends with masks" if asked.is_full else COMPUTES_PADDING)
+    return Reason(why, "attends with masks" if asked.has_no_padding else COMPUTES_PADDING)
 
 
 # In this order. The first that gives a reason decides, and later ones rely on the earlier.
 _CHECKS = (
     _not_in_force,
-    _shows_padding,
+    _padding_is_read,
     _rows_unknown,
     _keeps_padding,
     _returns_attention,
     _turns_by_length,
-    _unfit,
+    _code_is_unknown,
 )
 
 
@@ -199,23 +213,24 @@ def decide(
     bound: BackboneBinding,
     args: tuple,
     call: dict[str, Any],
-    shown: str | None,
-    unfit: Callable[[Plan], str | None],
+    padding_reader_reason: str | None,
+    why_unusable: Callable[[UnpadPlan], str | None],
     sharing: SharingRule | None = None,
 ) -> Decision:
-    """Decide how a call of `model` goes through its backbone. The arguments are those of `BackboneCall`.
+    """Decide how a call of `model` goes through its backbone. For the arguments see `BackboneCall`.
 
     Raises:
         ValueError: The rows of a packed row would see each other in the model's own code, which has to run.
     """
     backbone: Any = bound.module.to()
-    asked = BackboneCall(model, backbone, bound, args, call, shown, unfit, sharing=sharing)
-    step = active_graphs()
+    asked = BackboneCall(model, backbone, bound, args, call, padding_reader_reason, why_unusable, sharing=sharing)
+    step = current_graphs()
     if step is not None:
         asked.graphs = step.of(backbone, functools.partial(without_head, model))
     for check in _CHECKS:
         reason = check(asked)
         if reason is not None:
+            # Stock would run on from row to row without a word, which trains something else.
             if bound.proven.keeps_state and holds_packed_rows(call):
                 needs = "; use_cache has to be False" if check is _rows_unknown else ""
                 raise MixedRows.of(bound, reason.text + needs)
@@ -224,33 +239,34 @@ def decide(
             return Decision(None, reason)
     assert asked.plan is not None, "a check has looked"
     if asked.graphs is not None:
-        if asked.plan.saved:
-            asked.graphs.summary.count("its rows share their prompts, in a layout that changes with each batch")
+        why = _why_never_captured(asked, bool(asked.plan.saved))
+        if why is None:
+            asked.plan.graphs = asked.graphs
         else:
-            asked.plan.graphs = _if_capturable(asked, asked.graphs)
+            asked.graphs.summary.count(why)
     return Decision(asked.plan)
 
 
-def _if_capturable(asked: BackboneCall, graphs: BackboneGraphs) -> BackboneGraphs | None:
-    """Return `graphs`, or None where no call of this model can be captured, with the reason in the summary."""
-    needs_ids = asked.bound.proven.needs_ids
-    if needs_ids is not None:
-        graphs.summary.count(needs_ids)
-        return None
+def _why_never_captured(asked: BackboneCall, shares: bool) -> str | None:
+    """Name why no call of this model can be captured, or none whose rows share their prompts, or return None."""
+    proven = asked.bound.proven
+    if proven.no_capture_reason is not None:
+        return proven.no_capture_reason
     if rotates_by_length(asked.model.config):
-        graphs.summary.count("its rotary frequencies depend on the longest position")
-        return None
-    return graphs
+        return "its rotary frequencies depend on the longest position"
+    if shares and not proven.attention_kinds <= _CAPTURED_SHARED:
+        return "its rows share their prompts, and the keys that its windows see of them change with each batch"
+    return None
 
 
-# Who reads what a model computes
+# Readers of a model's outputs
 
 
-def states_shown(model, bound: BackboneBinding, call: dict[str, Any]) -> str | None:
+def why_padding_is_read(model, bound: BackboneBinding, call: dict[str, Any]) -> str | None:
     """Name what the model's forward returns of every position, or hands to the user's loss function, or return None."""
     if call.get("labels") is None and call.get("shift_labels") is None:
         return "a call without labels returns logits"
-    if (reason := asks_for_positions(model, call)) is not None:
+    if (reason := why_positions_are_read(model, call)) is not None:
         return reason
     loss = model.__dict__.get("_loss_function", own_loss_of(model))  # what its forward calls
     if loss is not bound.proven.loss:
@@ -258,7 +274,7 @@ def states_shown(model, bound: BackboneBinding, call: dict[str, Any]) -> str | N
     return None
 
 
-def asks_for_positions(model, call: dict[str, Any]) -> str | None:
+def why_positions_are_read(model, call: dict[str, Any]) -> str | None:
     """Name an argument of a call, or a field of the config, that asks for something of every position."""
     for name in ("output_hidden_states", "output_attentions", "output_router_logits", *call):
         asked = _of_config(model.config, name) if call.get(name) is None else call[name]
@@ -270,7 +286,7 @@ def asks_for_positions(model, call: dict[str, Any]) -> str | None:
 
 
 def _of_config(config, name: str) -> Any:
-    """A field of the config of a model, or of that of its decoder of text where it has none itself."""
+    """Return `config.<name>`, falling back to the text config."""
     found = getattr(config, name, None)
     return getattr(config.get_text_config(), name, None) if found is None or found is False else found
 
@@ -281,7 +297,7 @@ def _why_whole(model, backbone, bound: BackboneBinding) -> str | None:
     Every call asks this, and a model with adapters has thousands of modules.
     """
     known = bound.known
-    if bound.told is not None and bound.guards is not None:
+    if bound.state_forward is not None and bound.guards is not None:
         changed = bound.guards.broken(backbone)
         if changed is not None:
             return changed
@@ -289,19 +305,20 @@ def _why_whole(model, backbone, bound: BackboneBinding) -> str | None:
     hooked = set(with_hooks(modules))
     for module in modules:
         attributes = module.__dict__
-        kind = type(module)
-        if known.get(kind) is not kind.forward:
-            why = unknown_forward(model, bound.proven.forwards)
+        cls = type(module)
+        # Only for a class that was not seen yet, or has another forward now: the check walks over the whole model.
+        if known.get(cls) is not cls.forward:
+            why = why_forward_is_unknown(model, bound.proven.forwards)
             if why is not None:
                 return why
-            known[kind] = kind.forward
+            known[cls] = cls.forward
         forward = attributes.get("forward")
         has_own_code = forward is None or (isinstance(forward, Binding) and forward.previous is None)
         if module is not model and (module in hooked or not has_own_code):
             ours = bound if module is backbone else Binding.of(module)
-            why = hook_on(module, ours, _HARMLESS_HOOKS)
+            why = hook_on(module, ours, HARMLESS_HOOKS)
             if why is not None:
-                return f"{why} on a {kind.__name__} would see rows without padding"
+                return f"{why} on a {cls.__name__} would see rows without padding"
         if attributes.get("_compiled_call_impl") is not None:
-            return f"a {kind.__name__} is compiled by itself, which each new length would do anew"
+            return f"a {cls.__name__} is compiled by itself, so that each new length would compile it again"
     return None

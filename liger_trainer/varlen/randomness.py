@@ -1,11 +1,11 @@
-"""What in a model draws random numbers for each token, so that equal tokens of several rows are not equal inside."""
+"""Find code in a model that draws random numbers for each token: equal tokens of several rows then differ inside."""
 
 from typing import Any
 
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
-_WORDS = ("drop", "jitter", "noise")  # in the name of a field of a config
+_FIELD_WORDS = ("drop", "jitter", "noise")  # in the name of a field of a config
 
 
 def what_is_random(model: Any, modules: list[nn.Module]) -> str | None:
@@ -22,6 +22,6 @@ def what_is_random(model: Any, modules: list[nn.Module]) -> str | None:
         return None
     # Functions of dropout, and of the noise of routers, that no module shows.
     for name, value in vars(model.config.get_text_config()).items():
-        if isinstance(value, float) and value > 0 and any(word in name for word in _WORDS):
+        if isinstance(value, float) and value > 0 and any(word in name for word in _FIELD_WORDS):
             return f"{name} of its config is {value:g}"
     return None

@@ -13,9 +13,8 @@ import itertools
 
 import torch
 import torch.nn.functional as F
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from liger_trainer.varlen.attention import as_autocast, attend_by_rows, by_kernel, kernel_takes
+from liger_trainer.varlen.attention import as_autocast, by_kernel, kernel_takes
 from liger_trainer.varlen.host_copies import sent, values_of
 
 _ATTRIBUTE = "_liger_segments"
@@ -31,7 +30,7 @@ class Segments:
     Attributes:
         lengths (`list[int]`): Tokens of each segment.
         tokens (`int`): Of all segments together.
-        calls (`int`): How often attention has been asked for within `segments_known`.
+        calls (`int`): How often attention has been asked for within `use_segments`.
     """
 
     def __init__(self, offsets: torch.Tensor):
@@ -43,18 +42,24 @@ class Segments:
 
     @functools.cached_property
     def by_length(self) -> tuple[list[tuple[int, int]], torch.Tensor | None, torch.Tensor | None]:
-        """(length, how many segments have it) in rising order; the tokens in this order, and back, if they change."""
+        """Return (length, how many segments have it) in rising order.
+
+        The tokens in this order, and back, if they change.
+        """
         order = sorted(range(len(self.lengths)), key=self.lengths.__getitem__)
-        kinds = [(n, len(list(same))) for n, same in itertools.groupby(order, self.lengths.__getitem__) if n]
+        runs = [(n, len(list(same))) for n, same in itertools.groupby(order, self.lengths.__getitem__) if n]
         if order == sorted(order):
-            return kinds, None, None
+            return runs, None, None
         ends = [*itertools.accumulate(self.lengths)]
         there = torch.cat([torch.arange(ends[i] - self.lengths[i], ends[i], device="cpu") for i in order])
-        return kinds, sent(there, self.offsets.device), sent(there.argsort(), self.offsets.device)
+        return runs, sent(there, self.offsets.device), sent(there.argsort(), self.offsets.device)
 
 
 def segments_of(offsets: torch.Tensor) -> Segments:
-    """The segments that begin at `offsets`. All layers of a tower are given the same tensor, which remembers them."""
+    """Return the segments that begin at `offsets`.
+
+    All layers of a tower are given the same tensor, which remembers them.
+    """
     if offsets.is_inference():  # whether it has been written to since cannot be seen
         return Segments(offsets)
     known = getattr(offsets, _ATTRIBUTE, None)
@@ -68,8 +73,8 @@ _segments: contextvars.ContextVar[Segments | None] = contextvars.ContextVar("seg
 
 
 @contextlib.contextmanager
-def segments_known(segments: Segments | None):
-    """Within it, attention over the whole sequence is attention within `segments`."""
+def use_segments(segments: Segments | None):
+    """Context manager: attention over the whole sequence is attention within `segments`."""
     token = _segments.set(segments)
     if segments is not None:
         segments.calls = 0
@@ -79,43 +84,38 @@ def segments_known(segments: Segments | None):
         _segments.reset(token)
 
 
-def attention(
-    module: torch.nn.Module,
+def current_segments() -> Segments | None:
+    """Return the segments of the running attention of a tower. None elsewhere, and in traced code."""
+    return None if torch.compiler.is_compiling() else _segments.get()
+
+
+def attend_in_segments(
+    segments: Segments,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask=None,
+    attention_mask,
     dropout: float = 0.0,
     scaling: float | None = None,
     **kwargs,
 ) -> tuple[torch.Tensor, None]:
-    """Attend within segments where they are known, else over the rows of a `RowMask`, else as transformers' SDPA.
+    """Attend within segments.
 
     Args:
-        module (`nn.Module`): The attention layer.
+        segments (`Segments`): Where the segments of the sequence end.
         query (`torch.Tensor`): (1, Hq, T, D).
         key (`torch.Tensor`): (1, Hkv, T, D), Hq a multiple of Hkv.
         value (`torch.Tensor`): (1, Hkv, T, D).
-        attention_mask (*optional*): None for segments.
+        attention_mask (*optional*): Has to be None.
         dropout (`float`, *optional*, defaults to 0.0): Of the weights of attention.
         scaling (`float`, *optional*): Factor of the scores; 1 / sqrt(D) by default.
 
     Returns:
         `tuple`: (1, T, Hq, D), and None for the weights of attention.
+
+    Raises:
+        NotInSegments: The layer asks for a mask, a causal order, scores that are changed, or other tokens.
     """
-    segments = None if torch.compiler.is_compiling() else _segments.get()
-    if segments is None:
-        return attend_by_rows(
-            sdpa_attention_forward,
-            module,
-            query,
-            key,
-            value,
-            attention_mask,
-            dropout=dropout,
-            scaling=scaling,
-            **kwargs,
-        )
     segments.calls += 1
     if attention_mask is not None or kwargs.get("is_causal") or any(kwargs.get(n) is not None for n in _NOT_KNOWN):
         raise NotInSegments("its attention is more than that within segments")
@@ -133,12 +133,12 @@ class NotInSegments(Exception):
 
 
 def _length_by_length(query, key, value, segments: Segments, dropout, scaling):
-    kinds, there, back = segments.by_length
+    runs, there, back = segments.by_length
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
     if there is not None:
         query, key, value = (x.index_select(0, there.to(x.device)) for x in (query, key, value))
     done, start = [], 0
-    for length, count in kinds:
+    for length, count in runs:
         q, k, v = (
             x[start : start + length * count].unflatten(0, (count, length)).transpose(1, 2) for x in (query, key, value)
         )

@@ -1,4 +1,4 @@
-"""A plan in which the rows of a batch share their prompts."""
+"""Plan a call of rows that share their prompts."""
 
 from typing import Any
 
@@ -6,26 +6,26 @@ import torch
 
 from liger_trainer.varlen.groups import Group, lay_out, saved_by
 from liger_trainer.varlen.host_copies import remember, sent
-from liger_trainer.varlen.padding import Plan
 from liger_trainer.varlen.shared_rows import SharedRows
+from liger_trainer.varlen.unpad_plan import UnpadPlan
 
 
-class SharedPlan(Plan):
+class SharedPromptsPlan(UnpadPlan):
     """The way of one call through the backbone on real tokens, each shared one once.
 
-    What leaves the backbone is a batch as without sharing: the states of shared tokens appear in every row.
+    The backbone's output is a batch as without sharing: the states of shared tokens appear in every row.
 
     Args:
         given (`dict`): The arguments of the call that it was made from.
         real (`torch.Tensor`): bool (B, S), on a CPU: which are tokens.
         groups (`list[Group]`): The rows that share.
-        unshared (`Plan` or None): The plan of the call without sharing.
+        unshared (`UnpadPlan` or None): The plan of the call without sharing.
 
     Attributes:
         saved (`int`): Tokens that are not computed.
     """
 
-    def __init__(self, given: dict[str, Any], real: torch.Tensor, groups: list[Group], unshared: Plan | None):
+    def __init__(self, given: dict[str, Any], real: torch.Tensor, groups: list[Group], unshared: UnpadPlan | None):
         device = given["input_ids"].device
         layout = lay_out(real, groups)
         index = sent(layout.places, device)

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from liger_trainer.varlen.attention import flat
 from liger_trainer.varlen.groups import Layout
 from liger_trainer.varlen.host_copies import sent
-from liger_trainer.varlen.rows import NotForRows, Rows
+from liger_trainer.varlen.rows import AttentionKind, NotForRows, RowMask, Rows, StaticRows
 from liger_triton.shared_attention import AttentionCall, shared_attention, why_not
 
 
@@ -28,21 +28,15 @@ class SharedRows(Rows):
         device (`torch.device`): Where their tokens are.
     """
 
+    layout: Layout  # type: ignore[assignment]  # rows that share always have one
+
     def __init__(self, layout: Layout, device: torch.device):
         private = [length for parts in layout.private for length in parts]
         super().__init__([*layout.prefixes, *layout.lone, *private], device)
         self.layout = layout
+        self.is_whole_batch = False  # not even if there are as many segments as rows
+        self.equal = False  # not even if all segments are of one length
         self._windowed: dict[int, tuple[torch.Tensor, AttentionCall]] = {}
-
-    @property
-    def full(self) -> bool:
-        """Not even if there are as many segments as rows."""
-        return False
-
-    @property
-    def equal(self) -> bool:
-        """Not even if all segments are of one length."""
-        return False
 
     def in_chunks(self, size: int) -> Rows:
         raise NotForRows("its layers attend in chunks")
@@ -61,7 +55,7 @@ class SharedRows(Rows):
         return [within, across]
 
     def windowed(self, window: int) -> tuple[torch.Tensor, AttentionCall]:
-        """Which tokens are the keys, int64 (keys,) on the device, and the one call, in which a token sees `window`."""
+        """Return the tokens that are the keys, int64 (keys,) on the device, and one call with this window."""
         if window not in self._windowed:
             self._windowed[window] = self._with_copied_tails(window)
         return self._windowed[window]
@@ -82,31 +76,99 @@ class SharedRows(Rows):
         )
         return sent(torch.cat(keys), device), call
 
-    def attend(self, query, key, value, window, dropout, scaling, softcap, sinks):  # type: ignore[override]
-        """(T, Hq, Dv), from queries (1, Hq, T, D). Raises `NotForRows` where these rows cannot be attended so."""
-        reason = why_not(query)
-        if softcap is not None:
-            reason = "its attention has a soft cap"
-        if dropout:
-            reason = "its attention has dropout"
-        if value.shape[-1] > query.shape[-1] or (sinks is not None and sinks.shape != query.shape[1:2]):
-            reason = "its values are wider than its queries, or it has sinks for each token"
-        if not query.dtype == key.dtype == value.dtype:
-            reason = "its queries, keys and values are of several dtypes"
-        if reason is not None:
-            raise NotForRows(reason)
-        self.kinds.add("sinks" if sinks is not None else "causal" if window is None else "sliding window")
-        width = value.shape[-1]
-        if width < query.shape[-1]:  # multi-head latent attention; the kernel wants one size
-            value = F.pad(value, (0, query.shape[-1] - width))
-        query, key, value = flat(query), flat(key), flat(value)
+    def attend(self, query, key, value, mask: RowMask, dropout, scaling, softcap, sinks):  # type: ignore[override]
+        """Return (T, Hq, Dv), from queries (1, Hq, T, D).
+
+        Raises `NotForRows` where these rows cannot be attended so.
+        """
+        _refuse(query, key, value, dropout, softcap, sinks)
+        window = mask.window
+        self.attention_kinds.add(AttentionKind.SINKS if sinks is not None else mask.attention_kind)
+        query, key, value, width = _laid_flat(query, key, value)
         calls = self.calls
         if window is not None and window < self.layout.longest_row:
             index, call = self.windowed(window)
             index = index.to(key.device)
             key, value, calls = Copied.apply(key, index), Copied.apply(value, index), [call]
-        out = shared_attention(query, key, value, calls, scale=scaling, sinks=sinks)
-        return out if width == out.shape[-1] else out[..., :width].contiguous()
+        return _narrow(shared_attention(query, key, value, calls, scale=scaling, sinks=sinks), width)
+
+
+class StaticSharedRows(StaticRows):
+    """The segments of a layout that changes from one replay of a captured backbone to the next, within bounds.
+
+    The tables of both calls cover all tokens, so that no boundary is a number on the host. In the second call, what
+    lies before the private parts and what fills the size up are rows of queries without keys, and what lies behind the
+    prefixes is a row of keys without queries.
+
+    Args:
+        offsets (`torch.Tensor`): int32 (segments + 1,), a buffer that is written before each replay.
+        tokens (`int`): Of all segments together, the same in every replay.
+        longest (`int`): Tokens that a segment may have.
+        query_offsets, key_offsets (`torch.Tensor`): int32 (groups + 4,), buffers too (`lay_across`).
+        most_queries (`int`): Tokens that a row of queries of the second call may have.
+    """
+
+    def __init__(
+        self,
+        offsets: torch.Tensor,
+        tokens: int,
+        longest: int,
+        query_offsets: torch.Tensor,
+        key_offsets: torch.Tensor,
+        most_queries: int,
+    ):
+        super().__init__(offsets, tokens, longest)
+        within = AttentionCall(0, offsets, longest, tokens, offsets, longest, causal=True)
+        across = AttentionCall(0, query_offsets, most_queries, tokens, key_offsets, tokens, causal=False)
+        self.calls = [within, across]
+
+    def attend(self, query, key, value, mask: RowMask, dropout, scaling, softcap, sinks):  # type: ignore[override]
+        """As `SharedRows.attend`, for layers without a window."""
+        _refuse(query, key, value, dropout, softcap, sinks)
+        if mask.window is not None:
+            raise NotForRows("the keys that its windows see of shared prompts change with each batch")
+        self.attention_kinds.add(AttentionKind.SINKS if sinks is not None else mask.attention_kind)
+        query, key, value, width = _laid_flat(query, key, value)
+        return _narrow(shared_attention(query, key, value, self.calls, scale=scaling, sinks=sinks), width)
+
+
+def lay_across(layout: Layout, tokens: int) -> tuple[list[int], list[int]]:
+    """Return where the rows of queries and of keys of the second call end, of a layout that is filled up to `tokens`.
+
+    The rows are: all before the private parts, the private parts of each group, what fills the size up, and the keys
+    that no private part sees.
+    """
+    begin = sum(layout.prefixes) + sum(layout.lone)
+    queries = [*accumulate(map(sum, layout.private), initial=begin)]
+    keys = [*accumulate(layout.prefixes, initial=0)]
+    return [*queries, tokens, tokens], [*keys, keys[-1], tokens]
+
+
+def _refuse(query, key, value, dropout, softcap, sinks) -> None:
+    """Raise `NotForRows` where rows that share cannot be attended so."""
+    reason = why_not(query)
+    if softcap is not None:
+        reason = "its attention has a soft cap"
+    if dropout:
+        reason = "its attention has dropout"
+    if value.shape[-1] > query.shape[-1] or (sinks is not None and sinks.shape != query.shape[1:2]):
+        reason = "its values are wider than its queries, or it has sinks for each token"
+    if not query.dtype == key.dtype == value.dtype:
+        reason = "its queries, keys and values are of several dtypes"
+    if reason is not None:
+        raise NotForRows(reason)
+
+
+def _laid_flat(query, key, value) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
+    """Return queries, keys and values as (T, heads, D), and the width of values before they were padded to D."""
+    width = value.shape[-1]
+    if width < query.shape[-1]:  # multi-head latent attention; the kernel wants one size
+        value = F.pad(value, (0, query.shape[-1] - width))
+    return flat(query), flat(key), flat(value), width
+
+
+def _narrow(out: torch.Tensor, width: int) -> torch.Tensor:
+    return out if width == out.shape[-1] else out[..., :width].contiguous()
 
 
 class Copied(torch.autograd.Function):

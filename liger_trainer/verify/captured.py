@@ -36,7 +36,7 @@ def captured(bench: Bench, trainer: Any, noise: dict[str, float]) -> Check:
     replayed = bench.run("ours", recorder=KeepGradients(exact.gradients), **options, cuda_graphs="auto")
     summary = replayed.trainer.captured_steps
     if not summary.replayed:
-        return Check(f"captured {summary.in_words()}")
+        return Check(f"captured {summary.describe()}")
     return _compare(replayed, plain, exact.gradients, noise)
 
 

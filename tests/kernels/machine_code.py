@@ -13,9 +13,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from liger_triton import _row_pass
+from liger_triton._short_conv_kernels import _backward_kernel, _forward_kernel
 from liger_triton.float8_cast import E4M3, E5M2, _columns_kernel, _each_row_kernel, _rows_kernel, packing
 from liger_triton.gates import PASSES_AT_LIMIT, _gate_bwd_kernel
-from liger_triton.short_conv import _backward_kernel, _forward_kernel
 
 GATE = {"DY": "*bf16", "G": "*bf16", "U": "*bf16", "DG": "*bf16", "DU": "*bf16"}
 GATE_SIXTEEN = [*GATE, "dy_stride", "g_stride", "u_stride", "d_stride", "n"]
@@ -70,15 +70,15 @@ def columns_of(dtype):
 
 
 def short_conv(kernel, dtype, channels, **flags):
-    pointers = dict.fromkeys(("DY", "X", "W", "B", "Y", "DX"), f"*{dtype}") | {"STARTS": "*i32"}
-    pointers |= {"DW": "*fp32", "DB": "*fp32"}
-    constants = {"K": 4, "HAS_BIAS": False, "SILU": True, "HAS_ROWS": True, "RUN": 8, "BLOCK_C": channels} | flags
+    pointers = dict.fromkeys(("DY", "X", "W", "B", "Y", "DX"), f"*{dtype}") | {"CU_SEQLENS": "*i32"}
+    pointers["SUMS"] = "*fp32"
+    constants = {"K": 4, "HAS_BIAS": False, "SILU": True, "HAS_ROWS": True, "BLOCK_C": channels} | flags
     sixteen = [name for name in (*pointers, "x_stride", "dy_stride", "c") if name in kernel.arg_names]
     return kernel, {name: kind for name, kind in pointers.items() if name in kernel.arg_names}, constants, sixteen, 1
 
 
-FORWARD = {"TOKENS": 64}
-BACKWARD = {"NEED_DX": True, "NEED_DW": True, "NEED_DB": False, "TOKENS": 256}
+FORWARD = {"RUN": 8, "AHEAD": 0}
+BACKWARD = {"NEED_DX": True, "NEED_DW": True, "NEED_DB": False, "RUN": 4, "AHEAD": 1}
 # Kernel, types of the pointers and floats, constants, which arguments are multiples of 16, warps.
 CASES = {
     "swiglu": gate("silu"),

@@ -45,7 +45,7 @@ def test_matches_float64(steps, dtype, device, check_close):
     check_close(ours, oracle, inputs(device, dtype, steps=steps))
 
 
-@pytest.mark.parametrize("heads, groups, dim", [(3, 3, 24), (4, 1, 8), (2, 2, 80)])
+@pytest.mark.parametrize("heads, groups, dim", [(3, 3, 24), (4, 1, 8), (2, 2, 80), (6, 2, 16)])
 def test_heads_and_head_sizes(heads, groups, dim, device, check_close):
     given = inputs(device, heads=heads, groups=groups, dim=dim)
     check_close(lambda *x: ours(*x, scale=0.4), lambda *x: oracle(*x, scale=0.4), given)
@@ -58,8 +58,38 @@ def test_the_twin(device, check_close):
     check_close(twin, oracle, inputs(device))
 
 
+PLACES = (0, 3, 4, 7, 30, 31, 44, 60, 68)  # of five rows, and no token of the row of one
+
+
+@pytest.mark.parametrize("twin", [False, True], ids=["kernel", "twin"])
+def test_rollouts_of_some_tokens(twin, device, check_close):
+    """The tokens that are left out are keys, and get no gradient of their own queries."""
+    places = torch.tensor(PLACES, device=device)
+    q, k, v, *own = inputs(device)
+    few = [x.detach()[places].requires_grad_() for x in (q, *own)]
+    attention = reference.rollout_attention if twin else rollout_attention
+
+    def some(k, v, q, *own):
+        return attention(q, k, v, own[:2], own[2:], offsets(device), max(LENGTHS), places=places)
+
+    def all_of_them(k, v, q, *own):
+        q, *own = (x.new_zeros(TOKENS, *x.shape[1:]).index_copy(0, places, x) for x in (q, *own))
+        return oracle(q, k, v, *own)[places]
+
+    check_close(some, all_of_them, [k, v, *few])
+
+
+def test_two_calls_give_the_same_bits(device):
+    given = inputs(device, steps=3)
+    upstream = torch.randn_like(given[0])
+    first = torch.autograd.grad(ours(*given), given, upstream)
+    second = torch.autograd.grad(ours(*given), given, upstream)
+    for one, other in zip(first, second, strict=True):
+        assert torch.equal(one, other)
+
+
 def test_keys_far_below_the_others_change_nothing(device):
-    """A rollout whose own keys have no weight is row attention, bit for bit in its first part's rows of one token."""
+    """If a rollout's own keys have no weight, it equals row attention on its first part's one-token rows."""
     q, k, v, *_ = inputs(device)
     low = -1e3 * q.detach().unflatten(1, (2, 2)).mean(2)
     got = rollout_attention(q, k, v, [low], [torch.zeros_like(v)], offsets(device), max(LENGTHS))
@@ -73,7 +103,10 @@ def test_keys_far_below_the_others_change_nothing(device):
     "change, message",
     [
         (lambda own: own.__setitem__("own_keys", []), "own_keys has 0 tensors and own_values 1"),
-        (lambda own: own.__setitem__("own_values", [own["v"].half()]), "expected .* as k is"),
+        (lambda own: own.__setitem__("own_values", [own["v"].half()]), "expected .* as k has"),
+        (lambda own: own.__setitem__("v", own["v"][:5]), "v is .* as k is"),
+        (lambda own: own.__setitem__("q", own["q"][:5]), "a row for each of the 69 tokens of k"),
+        (lambda own: own.__setitem__("places", torch.tensor([1])), "a row for each of the 1 places"),
         (lambda own: own.__setitem__("q", own["q"][:, :3]), "H a multiple of G"),
     ],
 )

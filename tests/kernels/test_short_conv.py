@@ -1,4 +1,4 @@
-"""The short convolution beside float64: rows of every length, 2 to 8 taps, tokens that lie apart, one order of sums."""
+"""The short convolution against float64: any row length, 2 to 8 taps, tokens with gaps, and a fixed order of sums."""
 
 import importlib
 
@@ -8,25 +8,27 @@ import torch.nn.functional as F
 
 from liger_triton import reference, short_conv
 
-LENGTHS = (5, 1, 0, 23, 0, 2, 9)  # longer than the runs and the parts of programs below, and shorter than the taps
+LENGTHS = (5, 1, 0, 23, 0, 2, 9)  # longer than the runs and programs below, and shorter than the taps
 DTYPES = [torch.float32, torch.bfloat16]
 
 
 @pytest.fixture(autouse=True)
 def small_programs(monkeypatch):
-    """Programs of 16 tokens by 32 channels, so that small rows have several of them."""
+    """Programs of 16 and 20 tokens by 32 channels, so that small rows take several."""
     module = importlib.import_module("liger_triton.short_conv")
-    small = {"RUN": 4, "FORWARD_TOKENS": 16, "BACKWARD_TOKENS": 16, "SEARCHED": 16}
-    for name, size in small.items():
+    sizes = {"PROGRAMS": 1, "SUM_GROUPS": 1, "SUM_CHANNELS": 16}
+    for name, tokens in (("FORWARD", 16), ("BACKWARD", 20)):
+        sizes[name] = getattr(module, name)._replace(tokens=tokens, run=4)
+    for name, size in sizes.items():
         monkeypatch.setattr(module, name, size)
-    monkeypatch.setattr(module, "_channels", lambda x, bytes_of_warp: 32)
+    monkeypatch.setattr(module, "_channels", lambda x, walk: 32)
 
 
 def offsets(device, lengths=LENGTHS):
     return torch.tensor((0, *lengths), device=device).cumsum(0).int()
 
 
-def inputs(device, dtype=torch.float32, *, taps=4, bias=True, lengths=LENGTHS, channels=40, parameter_dtype=None):
+def inputs(device, dtype=torch.float32, *, taps=4, bias=True, lengths=LENGTHS, channels=32, parameter_dtype=None):
     shapes = (sum(lengths), channels), (channels, taps), (channels,)
     x, w, b = (torch.randn(shape, device=device) for shape in shapes)
     x = x.to(dtype).requires_grad_()
@@ -35,7 +37,7 @@ def inputs(device, dtype=torch.float32, *, taps=4, bias=True, lengths=LENGTHS, c
 
 
 def oracle(x, w, b, lengths=LENGTHS, silu=True):
-    """Each row by PyTorch's own convolution."""
+    """Convolve each row by PyTorch's own convolution."""
     done, w = [], w.reshape(x.shape[1], 1, -1)
     for row in x.split(list(lengths)):
         if len(row):
@@ -66,6 +68,65 @@ def test_rows_of_other_numbers(lengths, device, check_close):
     )
 
 
+@pytest.mark.parametrize(
+    "taps, lengths",
+    [
+        (4, (16, 4, 12, 8)),  # rows begin where runs and programs do
+        (8, (16, 4, 12, 8)),
+        (4, (15, 6, 17, 1, 1)),  # one token before and after
+        (8, (3, 13, 7, 0, 0, 9)),
+        (5, (1, 1, 1, 1, 1, 1, 12, 0, 1, 4)),
+    ],
+    ids=str,
+)
+def test_rows_that_begin_near_the_borders_of_runs_and_programs(lengths, taps, device, check_close):
+    cu_seqlens = offsets(device, lengths)
+    check_close(
+        lambda x, w, b: short_conv(x, w, b, cu_seqlens=cu_seqlens, activation="silu"),
+        lambda x, w, b: oracle(x, w, b, lengths),
+        inputs(device, taps=taps, lengths=lengths, bias=False),
+    )
+
+
+def test_a_vector_that_is_not_full(device, check_close):
+    """40 channels by 32 of a program."""
+    cu_seqlens = offsets(device)
+    check_close(
+        lambda x, w, b: short_conv(x, w, b, cu_seqlens=cu_seqlens, activation="silu"),
+        oracle,
+        inputs(device, channels=40),
+    )
+
+
+def test_tokens_before_the_first_offset_are_a_row(device, check_close):
+    cu_seqlens = offsets(device, (6, 20, 4))[1:]
+    check_close(
+        lambda x, w, b: short_conv(x, w, b, cu_seqlens=cu_seqlens, activation="silu"),
+        lambda x, w, b: oracle(x, w, b, (6, 20, 4)),
+        inputs(device, lengths=(6, 20, 4)),
+    )
+
+
+def test_offsets_made_in_inference_mode(device, check_close):
+    """As those that an evaluation has left."""
+    with torch.inference_mode():
+        cu_seqlens = offsets(device, (3, 5))
+    check_close(
+        lambda x, w, b: short_conv(x, w, b, cu_seqlens=cu_seqlens, activation="silu"),
+        lambda x, w, b: oracle(x, w, b, (3, 5)),
+        inputs(device, lengths=(3, 5)),
+    )
+
+
+def test_few_tokens_are_shared_by_many_programs(device, monkeypatch):
+    """Programs of fewer tokens, down to two runs."""
+    module = importlib.import_module("liger_triton.short_conv")
+    monkeypatch.setattr(module, "PROGRAMS", 64)
+    walk = module.Walk(tokens=256, run=4, bytes=256)
+    tokens = [module._tokens(torch.empty(t, 64, device=device), walk, 32) for t in (1, 64, 1024, 4096, 8192, 10**5)]
+    assert tokens == [8, 8, 32, 128, 256, 256]
+
+
 def test_without_offsets_there_is_one_row(device, check_close):
     given = inputs(device)
     check_close(
@@ -76,7 +137,7 @@ def test_without_offsets_there_is_one_row(device, check_close):
 
 
 def test_rows_together_are_the_rows_alone(device):
-    """Bit for bit, outputs and the gradient of x: where a row lies changes nothing."""
+    """Outputs and the gradient of x are bit-equal wherever a row lies."""
     x, w, b = inputs(device)
     y = short_conv(x, w, b, cu_seqlens=offsets(device), activation="silu")
     upstream = torch.randn_like(y)
@@ -92,17 +153,19 @@ def test_rows_together_are_the_rows_alone(device):
 
 
 def test_tokens_after_the_last_offset_are_a_row(device):
-    """As in a buffer of a fixed size, whose end is not filled."""
+    """A buffer of fixed size may end with unused tokens."""
     x, w, b = inputs(device)
     short = offsets(device, LENGTHS[:-1])
     got = short_conv(x, w, b, cu_seqlens=short, activation="silu")
     assert torch.equal(got, short_conv(x, w, b, cu_seqlens=offsets(device), activation="silu"))
-    assert torch.equal(short_conv(x.double(), w, b, cu_seqlens=short).float(), short_conv(x.double(), w, b,
-                       cu_seqlens=offsets(device)).float())  # fmt: skip
+    assert torch.equal(
+        short_conv(x.double(), w, b, cu_seqlens=short).float(),
+        short_conv(x.double(), w, b, cu_seqlens=offsets(device)).float(),
+    )
 
 
 def test_tokens_that_lie_apart(device, check_close):
-    """A slice of what a projection returns, and channels that lie apart."""
+    """A slice of a projection's result, and channels that are not contiguous."""
     cu_seqlens = offsets(device)
     _, w, b = inputs(device, channels=30)
     wide = torch.randn(sum(LENGTHS), 100, device=device)
@@ -122,28 +185,27 @@ def test_upstream_of_any_strides(device, check_upstream_strides):
 
 
 def test_the_weight_of_a_conv1d(device):
-    """(C, 1, K) is the same, and its gradient has its shape."""
+    """A weight (C, 1, K) gives the same result, and its gradient has its shape."""
     x, w, b = inputs(device)
     layer = w.detach()[:, None].clone().requires_grad_()
     y, want = short_conv(x, layer, b), short_conv(x, w, b)
     assert torch.equal(y, want)
     upstream = torch.randn_like(y)
-    (got,), (flat,) = torch.autograd.grad(y, layer, upstream), torch.autograd.grad(want, w, upstream)
+    (got,) = torch.autograd.grad(y, layer, upstream)
+    (flat,) = torch.autograd.grad(want, w, upstream)
     assert torch.equal(got, flat[:, None])
 
 
 @pytest.mark.parametrize("trained", [(0,), (1,), (2,), (1, 2)], ids=str)
-def test_what_is_frozen_has_no_gradient(trained, device, check_close):
+def test_frozen_parts_get_no_gradient(trained, device, check_close):
     given = [t.detach().requires_grad_(i in trained) for i, t in enumerate(inputs(device, channels=8))]
     cu_seqlens = offsets(device)
-    check_close(
-        lambda x, w, b: short_conv(x, w, b, cu_seqlens=cu_seqlens, activation="silu"), oracle, given
-    )  # fmt: skip
+    check_close(lambda x, w, b: short_conv(x, w, b, cu_seqlens=cu_seqlens, activation="silu"), oracle, given)
 
 
 @pytest.mark.parametrize("parameter_dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_dtype_is_that_of_the_twin(dtype, parameter_dtype, device):
+def test_dtype_equals_the_twin_s(dtype, parameter_dtype, device):
     x, w, b = inputs(device, dtype, parameter_dtype=parameter_dtype, lengths=(5, 3), channels=9)
     given = {"cu_seqlens": offsets(device, (5, 3)), "activation": "silu"}
     got, want = short_conv(x, w, b, **given), reference.short_conv(x, w, b, **given)
@@ -157,7 +219,7 @@ def test_dtype_is_that_of_the_twin(dtype, parameter_dtype, device):
 def test_a_nan_stays_in_its_row(activation, device):
     x, w, b = inputs(device)
     with torch.no_grad():
-        x[28, 3] = float("nan")  # the last token of a row, before an empty one
+        x[28, 3] = float("nan")  # the last token of a row that is followed by an empty one
     y = short_conv(x, w, b, cu_seqlens=offsets(device), activation=activation)
     assert y.isnan().nonzero().tolist() == [[28, 3]]
     y.sum().backward()
@@ -184,7 +246,7 @@ def test_a_second_derivative_is_refused(device, triton_only):
 def test_no_tokens(device):
     x, w, b = inputs(device, lengths=(0,))
     short_conv(x, w, b, cu_seqlens=offsets(device, (0, 0)), activation="silu").sum().backward()
-    assert x.grad.shape == (0, 40) and not w.grad.any() and not b.grad.any()
+    assert x.grad.shape == (0, 32) and not w.grad.any() and not b.grad.any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["kernel", "twin"])
@@ -192,7 +254,7 @@ def test_compiles(dtype, device, check_compiled):
     cu_seqlens = offsets(device)
     check_compiled(
         lambda x, w, b: short_conv(x, w, b, cu_seqlens=cu_seqlens, activation="silu"), inputs(device, dtype, channels=9)
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize(
@@ -224,7 +286,7 @@ def test_bad_input(change, message):
 @pytest.mark.gpu
 @pytest.mark.parametrize("taps, channels", [(4, 8192), (3, 2048), (8, 777)])
 def test_at_the_sizes_of_models(taps, channels, device, check_close, monkeypatch):
-    monkeypatch.undo()  # programs as they are
+    monkeypatch.undo()  # programs of the usual size
     lengths = (700, 1, 0, 333, 3, 1024, 2)
     cu_seqlens = offsets(device, lengths)
     check_close(
@@ -236,13 +298,14 @@ def test_at_the_sizes_of_models(taps, channels, device, check_close, monkeypatch
 
 @pytest.mark.gpu
 def test_offsets_past_int32(monkeypatch):
-    """2**31 + 8192 elements: the last rows are those of the same call on their own."""
+    """Use 2**31 + 8192 elements. The last rows equal a call on those rows alone."""
     monkeypatch.undo()
     x = torch.randn(2**18 + 1, 8192, device="cuda", dtype=torch.bfloat16).requires_grad_()
     w = torch.randn(8192, 4, device="cuda", dtype=torch.bfloat16)
     cu_seqlens = torch.tensor([0, 2**18 - 8, 2**18 + 1], device="cuda", dtype=torch.int32)
     tail = x[-9:].detach().requires_grad_()
-    y, y_tail = short_conv(x, w, cu_seqlens=cu_seqlens, activation="silu"), short_conv(tail, w, activation="silu")
+    y = short_conv(x, w, cu_seqlens=cu_seqlens, activation="silu")
+    y_tail = short_conv(tail, w, activation="silu")
     assert torch.equal(y[-9:], y_tail)
     dy = torch.randn_like(y)
     y.backward(dy)
@@ -251,9 +314,10 @@ def test_offsets_past_int32(monkeypatch):
 
 
 def test_programs_of_the_usual_width(device, check_close, monkeypatch):
-    """With the sizes that the other tests make small: a row that several programs share."""
+    """Runs the sizes that other tests reduce: several programs share a row."""
     monkeypatch.undo()
-    monkeypatch.setattr(importlib.import_module("liger_triton.short_conv"), "BACKWARD_TOKENS", 64)
+    module = importlib.import_module("liger_triton.short_conv")
+    monkeypatch.setattr(module, "BACKWARD", module.BACKWARD._replace(tokens=64))
     lengths = (70, 2)
     cu_seqlens = offsets(device, lengths)
     check_close(

@@ -1,4 +1,4 @@
-"""The two arms of benchmarks/eagle.py compute the same loss and gradient, and a wrong one is flagged."""
+"""Both arms of benchmarks/eagle.py compute the same loss and gradient, and a wrong arm is flagged."""
 
 import copy
 
@@ -33,3 +33,27 @@ def test_options_are_checked(capsys):
         with pytest.raises(SystemExit):
             eagle.parsed(words)
         assert words[0] in capsys.readouterr().err
+
+
+def test_losses_on_given_hidden_states_agree():
+    import eagle_loss
+
+    options = eagle_loss.parsed(["--tiny", "--counted", "0.6", "--check"])
+    assert options.arms == [eagle_loss.OURS, eagle_loss.PLAIN, eagle_loss.SLICES]
+    rows = [eagle_loss.measure(arm, options) for arm in options.arms]
+    eagle_loss.flag(rows)
+    for row in rows[1:]:
+        assert "wrong" not in row and row["apart"] < 1e-4 and row["hits"] == rows[0]["hits"]
+    counted = [96 - 39 - k for k in (1, 2, 3)]  # the first 39 rows do not count, and the last have no teacher
+    assert rows[0]["tflop"] == pytest.approx((3 * sum(counted) + 56) * 2 * 32 * 200 / 1e12)
+    rows[1]["loss"] *= 1.02
+    eagle_loss.flag(rows)
+    assert rows[1]["wrong"].startswith("loss")
+
+
+def test_speculators_needs_its_folder(capsys):
+    import eagle_loss
+
+    with pytest.raises(SystemExit):
+        eagle_loss.parsed(["--arms", "speculators"])
+    assert "--speculators" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""What an import costs and needs: no Triton, no GPU, and from `liger_triton` neither transformers nor TRL."""
+"""The cost of an import: no Triton, no GPU, and for `liger_triton` neither transformers nor TRL."""
 
 import os
 import subprocess
@@ -34,6 +34,49 @@ def test_command_loads_torch_only_to_train(tmp_path):
         "import sys; from liger_trainer.command.main import main; main(['recipes']); print(*sys.modules)", cwd=tmp_path
     )
     assert not {"torch", "transformers", "trl", "pyarrow", "datasets"} & set(loaded.split())
+
+
+HEAVY = {"torch", "transformers", "trl", "peft", "pyarrow", "datasets", "pandas"}
+COMMANDS = (
+    "train",
+    "recipes",
+    "fit",
+    "verify",
+    "compare",
+    "doctor",
+    "merge",
+    "chat",
+    "evaluate",
+    "export",
+    "medusa-eval",
+    "eagle-eval",
+)
+
+
+def test_no_help_loads_a_large_library(tmp_path):
+    """All in one process: what one of them loads stays loaded."""
+    code = (
+        "import sys\nfrom liger_trainer.command.main import main\n"
+        "for name in sys.argv[1:]:\n"
+        "    try:\n        main([name, '--help'])\n    except SystemExit as end:\n        assert end.code == 0, name\n"
+        "print()\nprint(*{name.partition('.')[0] for name in sys.modules})"
+    )
+    loaded = set(python(code, *COMMANDS, cwd=tmp_path).splitlines()[-1].split())
+    assert "yaml" in loaded
+    assert not HEAVY & loaded
+
+
+def test_commands_about_a_model_load_no_trainer(tmp_path):
+    """TRL, datasets and pandas take a second, and neither of these needs rows."""
+    write_model(tmp_path / "model")
+    code = (
+        "import sys\nfrom liger_trainer.command.main import main\n"
+        "assert main(['doctor', 'model']) == 0\n"
+        "assert main(['merge', 'model', 'merged']) == 2\n"  # which is no adapter
+        "print()\nprint(*{name.partition('.')[0] for name in sys.modules})"
+    )
+    loaded = set(python(code, cwd=tmp_path).splitlines()[-1].split())
+    assert {"transformers", "peft"} <= loaded and not {"trl", "datasets", "pandas"} & loaded
 
 
 def test_liger_triton_pulls_in_neither_transformers_nor_trl(tmp_path):

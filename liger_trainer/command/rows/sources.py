@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from liger_trainer.command.processes import print_status
 from liger_trainer.command.recipe.checks import check_columns_exist
 from liger_trainer.command.recipe.model_source import ModelSource, find_model
 from liger_trainer.command.recipe.read import Recipe
@@ -46,6 +47,7 @@ def find_sources(recipe: Recipe) -> Sources:
     from transformers import AutoConfig, AutoProcessor
 
     training, source = recipe.training, model_of(recipe)
+    print_status(f"reading {recipe.args.dataset_name} and the config of {recipe.model.model_name_or_path}")
     config = source.load(AutoConfig)
     if "subfolder" not in (training.model_init_kwargs or {}):
         source.check_tokenizer()

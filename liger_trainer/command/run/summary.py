@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
+from liger_trainer.command.processes import print_status
 from liger_trainer.command.rows.counts import RowCounts
 from liger_trainer.command.rows.prompt_form import IN_WORDS
 
@@ -44,6 +45,14 @@ class RunRecorder(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         self._start, self._first_step = time.perf_counter(), state.global_step
+        steps = state.max_steps - self._first_step
+        if steps > 0:
+            print_status(f"training {steps} steps. The first one takes longest.")
+        else:
+            print_status(
+                f"nothing is left to train: the run in {args.output_dir!r} has had its {state.max_steps} steps. To go "
+                "on, raise max_steps or num_train_epochs."
+            )
         if self.early_stopping is not None:  # after a resume, transformers would count from 0 again
             saved = state.stateful_callbacks["EarlyStoppingCallback"]["attributes"]
             self.early_stopping.early_stopping_patience_counter = saved["early_stopping_patience_counter"]
@@ -92,7 +101,7 @@ class RunRecorder(TrainerCallback):
             f"  speed    {'not counted' if self.speed is None else f'{self.speed:.0f} tokens/s'}",
             f"  memory   {peak_memory(0 if checkpointing is None else checkpointing.highest)}",
             *([] if checkpointing is None else [f"  layers   {checkpointing}"]),
-            *([] if captured is None else [f"  captured {captured.in_words()}"]),
+            *([] if captured is None else [f"  captured {captured.describe()}"]),
             f"  patched  {'nothing (use_liger is false)' if report is None else report.one_line()}",
             *([f"  kept     {kept_weights}"] if kept_weights is not None and str(kept_weights) else []),
             f"  model    {args.output_dir}",

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, EarlyStoppingCallb
 
 import liger_trainer
 from liger_trainer._logging import logger
-from liger_trainer.command.processes import is_main_process
+from liger_trainer.command.processes import is_main_process, print_status
 from liger_trainer.command.recipe.checks import NOT_ON_EXPERTS, check_packages
 from liger_trainer.command.recipe.model_source import ModelSource, find_model, quantization_of, trainable_options
 from liger_trainer.command.recipe.parser import nearest
@@ -77,6 +77,7 @@ def _run(recipe: Recipe, resumes: str, preview_rows: int | None, stop: SaveOnSig
     recipe_class = getattr(liger_trainer, recipe.entry.trainer)
     class_attributes = {"__doc__": recipe_class.__doc__, "__module__": recipe_class.__module__}
     trainer_class = type(recipe_class.__name__, (SavesWithManifest, recipe_class), class_attributes)
+    print_status("loading the model")
     trainer = build_trainer(
         recipe, sources._replace(train_rows=train_rows, eval_rows=eval_rows), callbacks, trainer_class
     )

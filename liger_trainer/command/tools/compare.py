@@ -224,7 +224,7 @@ def _train(recipe: Recipe, arm: str, steps: int) -> dict[str, Any]:
         "in_16_bits": bool(trainer.args.bf16 or trainer.args.fp16),
         "left_out": left_out,
         "captured": None if captured is None else captured.to_dict(),
-        "captured_in_words": None if captured is None else captured.in_words(),
+        "captured_in_words": None if captured is None else captured.describe(),
     }
 
 

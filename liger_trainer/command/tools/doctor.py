@@ -3,7 +3,7 @@
 import argparse
 from typing import Any
 
-from liger_trainer.command.processes import print_loading
+from liger_trainer.command.processes import importing, print_loading
 
 
 def add_doctor_command(commands: Any) -> None:
@@ -17,12 +17,13 @@ def add_doctor_command(commands: Any) -> None:
 
 def _doctor(args: argparse.Namespace) -> int:
     print_loading()
-    import torch
-    from transformers import AutoConfig
+    with importing():
+        import torch
+        from transformers import AutoConfig
 
-    from liger_trainer import apply_liger
-    from liger_trainer.command.recipe.model_source import find_model
-    from liger_trainer.fitting.meta_model import auto_class_of
+        from liger_trainer import apply_liger
+        from liger_trainer.command.recipe.model_source import find_model
+        from liger_trainer.fitting.meta_model import auto_class_of
 
     config = find_model(args.model, args.gguf_file, trust_remote_code=args.trust_remote_code).load(AutoConfig)
     with torch.device("meta"):  # the report depends on code and shapes only, so no weights are needed

@@ -6,6 +6,7 @@ import sys
 from typing import Any
 
 from liger_trainer.command.options import add_recipe_command, parse_positive, take_options
+from liger_trainer.command.processes import print_loading
 from liger_trainer.command.recipe.accelerate_file import preserve_environment
 from liger_trainer.command.recipe.read import parse_recipe
 from liger_trainer.errors import RecipeError
@@ -33,10 +34,11 @@ def _fit(args: argparse.Namespace) -> int:
     gpus = parse_positive("--gpus", own_options.get("gpus", "1"), int)
     memory = parse_positive("--gpu-memory", own_options.get("gpu_memory", "80"), float)
     images = _sizes(own_options["images"]) if "images" in own_options else []
-    _show("reading the recipe and the config of its model")
+    print_loading()
     with preserve_environment():
         # Without use_cpu, transformers rejects bf16 on a machine without a GPU
         recipe = parse_recipe(args.recipe, [*argv, "--use_cpu", "true"], _USAGE)
+        _show("reading the config of the model")
         from liger_trainer.command.tools.fit_spec import checkpointing_of, may_capture, size_of, train_spec_of
         from liger_trainer.fitting.fit_report import fit_report
         from liger_trainer.fitting.images import UnknownSizes

@@ -1,14 +1,18 @@
 """Loads models and adapters, for chat, evaluate, merge and the commands for speculative heads."""
 
 import argparse
+import importlib
 import os
 from pathlib import Path
 from typing import Any
 
-from liger_trainer.command.processes import print_loading
+from liger_trainer.command.processes import importing, print_loading
 from liger_trainer.command.recipe.model_source import dequantize_options, find_model
 from liger_trainer.errors import RecipeError
 from liger_trainer.paths import find_beside
+
+_LIBRARIES = ("torch", "transformers.modeling_utils", "transformers.processing_utils", "peft")
+"""What each command here needs, in the order of their sizes."""
 
 
 def add_command(commands, name: str, run, description: str) -> argparse.ArgumentParser:
@@ -33,6 +37,9 @@ def add_model_options(parser) -> None:
 def _run(command, args) -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as `liger-trainer train` does, before torch loads
     print_loading()
+    with importing():
+        for module in _LIBRARIES:
+            importlib.import_module(module)
     try:
         command(args)
     except (ValueError, OSError) as error:  # libraries raise these for bad input; a bug elsewhere keeps its traceback

@@ -9,6 +9,7 @@ from collections import Counter
 from typing import Any
 
 from liger_trainer.command.options import add_recipe_command
+from liger_trainer.command.processes import importing, print_loading
 from liger_trainer.command.recipe.accelerate_file import preserve_environment
 from liger_trainer.command.recipe.model_source import find_model
 from liger_trainer.command.recipe.parser import load_yaml
@@ -93,8 +94,10 @@ def _verify(args: argparse.Namespace) -> int:
     argv = [word for word in args.options if word != "--json"]
     as_json, start = len(argv) < len(args.options), time.perf_counter()
     file_values = load_yaml(find_recipe(args.recipe))
+    print_loading()
+    with importing():
+        from liger_trainer.verify import HEADER, OPTIMIZERS, Check, quiet, verify
     print("building small copies of the model: the first line takes some seconds", file=sys.stderr, flush=True)
-    from liger_trainer.verify import HEADER, OPTIMIZERS, Check, quiet, verify
 
     for key, value in _NEED_A_PACKAGE.items():
         if key == "optim" and file_values.get(key) in OPTIMIZERS:

@@ -19,27 +19,27 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from liger_trainer._logging import logger
-from liger_trainer.patching.core.report import Place
+from liger_trainer.patching.core.report import ReportEntry
 
 
-class Rests(Protocol):
+class SupportsGuardCheck(Protocol):
     """The guards of a proof, on which a method rests."""
 
     def broken(self, module: nn.Module) -> str | None:
         """Tell why it does not hold for `module` now, or return None."""
 
 
-class Weakly:
+class WeakModuleRef:
     """A reference to a module that does not keep it alive. In a deep copy it leads to the copy, in a pickle nowhere."""
 
     def __init__(self, module: nn.Module | None = None):
         self.to: Callable[[], nn.Module | None] = (lambda: None) if module is None else weakref.ref(module)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Weakly":
-        return Weakly(memo.get(id(self.to())))
+    def __deepcopy__(self, memo: dict[int, Any]) -> "WeakModuleRef":
+        return WeakModuleRef(memo.get(id(self.to())))
 
-    def __reduce__(self) -> tuple[type["Weakly"], tuple[()]]:
-        return Weakly, ()
+    def __reduce__(self) -> tuple[type["WeakModuleRef"], tuple[()]]:
+        return WeakModuleRef, ()
 
 
 class Binding:
@@ -50,15 +50,17 @@ class Binding:
     Args:
         function: Our method, unbound. `function.__name__` must be the name of the class's method that it replaces.
         slot (`str`): The attribute of the instance that holds the method.
-        place (`Place`, *optional*): The module's place in a report, which is told when the method steps aside.
-        guards (`Rests`, *optional*): What the method rests on. Where it no longer holds, the method steps aside.
+        report_entry (`ReportEntry`, *optional*): The module's entry in a report, updated when the method falls back.
+        guards (`SupportsGuardCheck`, *optional*): What the method relies on. If it no longer holds, the method falls
+            back to the module's own code.
         key (`str`, *optional*): The key under which the `__dict__` of the instance has the binding a second time, where
-            it stays if the method is wrapped. It begins with `_liger_`. Unset: that of the class.
+            it stays if the method is wrapped. It begins with `_liger_`. Unset: the key of the class.
 
     Attributes:
         previous: What the slot held before, or None where the class's own method was in effect.
-        aside (`bool`): Whether calls go to the class's own method from now on: a proof no longer holds, or ours was
-            removed, and a wrapper may still call it. A checkpoint that recomputes a call must take the same path again.
+        fallback_active (`bool`): Whether calls go to the class's own method from now on: a proof no longer holds, or
+            ours was removed while a wrapper still calls it. A checkpoint that recomputes a call must take the same path
+            again.
     """
 
     key = "_liger_patch"
@@ -67,54 +69,55 @@ class Binding:
         self,
         function: Callable,
         slot: str = "forward",
-        place: Place | None = None,
-        guards: Rests | None = None,
+        report_entry: ReportEntry | None = None,
+        guards: SupportsGuardCheck | None = None,
         key: str | None = None,
     ):
         self.function = function
         self.slot = slot
-        self.place = place
+        self.report_entry = report_entry
         self.guards = guards
         self.key = key or type(self).key
         self.previous: Callable | None = None
-        self.aside = False
-        self.module = Weakly()
+        self.fallback_active = False
+        self.module = WeakModuleRef()
 
     @classmethod
     def of(cls, module: nn.Module) -> Self | None:
-        """The binding of `module`; None where it has none, or has been pickled since."""
+        """Return the binding of `module`; None where it has none, or has been pickled since."""
         found = module.__dict__.get(cls.key)
         return found if isinstance(found, cls) else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self.module.to()
+        # A strong reference would make a cycle of model and binding, and memory would wait for the garbage collector.
         if module is None:
             raise ReferenceError("The module of this forward has been freed. Keep the model, not its forward alone.")
         reason = None
-        if self.guards is not None and not self.aside:
+        if self.guards is not None and not self.fallback_active:
             reason = self.guards.broken(module)
             if reason is not None:
-                self.step_aside(reason)
-        if self.aside or reason is not None:
+                self.fall_back(reason)
+        if self.fallback_active or reason is not None:
             own = self.previous
             return getattr(type(module), self.name)(module, *args, **kwargs) if own is None else own(*args, **kwargs)
         return self.function(module, *args, **kwargs)
 
-    def step_aside(self, reason: str) -> None:
+    def fall_back(self, reason: str) -> None:
         """Leave all calls to the module's own code from now on, and say so in the log and in the report."""
         if not torch.compiler.is_compiling():
-            self.aside = True
-            self.tell(reason, "runs its own code instead of a fused kernel")
+            self.fallback_active = True
+            self.report_fallback(reason, "runs its own code instead of a fused kernel")
 
-    def tell(self, reason: str, what: str) -> None:
+    def report_fallback(self, reason: str, what: str) -> None:
         """Say in the report and, once, in the log what the module does without what is bound, and why."""
-        if self.place is not None:
-            self.place.keeps_its_code(reason)
+        if self.report_entry is not None:
+            self.report_entry.mark_skipped(reason)
         logger.warning_once(f"{type(self.module.to()).__name__} {what}: {reason}.")
 
     @property
     def name(self) -> str:
-        """The name of the class's method."""
+        """Return the name of the class's method."""
         return self.function.__name__
 
     @property
@@ -148,13 +151,13 @@ def bind(module: nn.Module, binding: BindingT) -> BindingT:
     previous = module.__dict__.get(slot)
     if getattr(previous, "__func__", None) is getattr(type(module), slot.removeprefix("_old_"), None):
         previous = None  # unpickling leaves the class's own method in the instance
-    binding.previous, binding.module = previous, Weakly(module)
+    binding.previous, binding.module = previous, WeakModuleRef(module)
     module.__dict__[slot] = module.__dict__[binding.key] = binding
     return binding
 
 
 def in_place_of(own: Callable, name: str = "forward") -> Callable[[Callable], Callable]:
-    """Decorate a method that is to be bound in the place of `own`, whose name is `name`, with the signature of `own`.
+    """Decorate a method that is to be bound in the place of `own`: it gets the name `name` and the signature of `own`.
 
     `Trainer` and `generate` read it. accelerate takes a method with a `__wrapped__` for its own wrapper and removes it.
     """
@@ -177,7 +180,7 @@ def is_bound(module: nn.Module, binding: Binding) -> bool:
 def unbind_all(model: nn.Module) -> None:
     """Undo every `bind` in `model`, the last one first: the `__dict__` of each module is as before.
 
-    Where our method has been wrapped since, the wrapper stays, and so does the method inside it, which steps aside.
+    Where our method has been wrapped since, the wrapper stays, and so does the method inside it, which falls back.
     """
     for module in model.modules():
         _unbind(module)
@@ -185,11 +188,12 @@ def unbind_all(model: nn.Module) -> None:
 
 def _unbind(module: nn.Module) -> None:
     state = module.__dict__
+    # The last one first, because each remembers what was there before it.
     for key in reversed([key for key in state if key.startswith("_liger_")]):
         binding = state.pop(key)
         if not isinstance(binding, Binding):  # it has been pickled since
             continue
-        binding.aside = True
+        binding.fallback_active = True
         if not is_bound(module, binding):
             state[key] = binding
         elif binding.previous is None and binding.slot != "_old_forward":
@@ -198,15 +202,15 @@ def _unbind(module: nn.Module) -> None:
             state[binding.slot] = binding.previous or types.MethodType(type(module).forward, module)
 
 
-def call_previous(module: nn.Module, kind: type[Binding], args: tuple, kwargs: dict[str, Any]) -> Any:
+def call_previous(module: nn.Module, binding_class: type[Binding], args: tuple, kwargs: dict[str, Any]) -> Any:
     """Call the forward that `module` would have without ours."""
-    binding = kind.of(module)
+    binding = binding_class.of(module)
     previous = None if binding is None else binding.previous
     return type(module).forward(module, *args, **kwargs) if previous is None else previous(*args, **kwargs)
 
 
 def own_class(module: nn.Module) -> type[nn.Module]:
-    """The class that `module` had before FSDP2 gave it a class of another name that derives from it."""
+    """Return the class that `module` had before FSDP2 gave it a class of another name that derives from it."""
     cls: Any = type(module)
     return _without_fsdp(cls)
 

@@ -28,7 +28,7 @@ class OperationReport:
         enabled (`bool`): Whether the config asked for the operation.
         swapped (`dict[str, str]`): Module name -> the variant that it was proven to compute.
         skipped (`dict[str, str]`): Module name -> why it keeps its own code.
-        unsuited (`dict[str, str]`): Module name -> why the operation is none for it. Such a module was not recognised,
+        unsuited (`dict[str, str]`): Module name -> why the operation does not apply. Such a module was not recognised,
             and counts neither as found nor as skipped.
     """
 
@@ -39,28 +39,28 @@ class OperationReport:
 
     @property
     def found(self) -> int:
-        """The number of modules that were recognised, swapped or not."""
+        """Return the number of modules that were recognised, swapped or not."""
         return len(self.swapped) + len(self.skipped)
 
 
-class Place:
-    """A module's place in a report, by which the report hears what happens to the module after patching.
+class ReportEntry:
+    """A module's entry in a report, which is updated when the module falls back or runs ours again.
 
-    The report is about this module and not about its copies, so `deepcopy` and pickle leave None in place of it.
+    The report is about this module and not about its copies, so `deepcopy` and pickle replace it by None.
     """
 
     def __init__(self, operation: OperationReport, name: str):
         self.operation, self.name = operation, name
         self.variant: str | None = None  # of a swapped module that runs its own code for now
 
-    def keeps_its_code(self, reason: str) -> None:
+    def mark_skipped(self, reason: str) -> None:
         """Note that the module, though it was swapped, runs its own code from now on, and why."""
         variant = self.operation.swapped.pop(self.name, None)
         if variant is not None:
             self.operation.skipped[self.name], self.variant = reason, variant
 
-    def is_swapped_again(self) -> None:
-        """Note that the module runs what it was swapped for once more, after `keeps_its_code`."""
+    def mark_swapped(self) -> None:
+        """Note that the module runs what it was swapped for once more, after `mark_skipped`."""
         if self.variant is not None:
             self.operation.skipped.pop(self.name, None)
             self.operation.swapped[self.name], self.variant = self.variant, None
@@ -81,6 +81,8 @@ class LigerReport:
         cuda_graphs (`dict` or `None`): Which sizes of steps were captured, and why others were not.
         advice (`list[str]`): What to install, and what it costs to go without.
         shared_prompts (`dict` or `None`): What rows that begin alike have shared, and why others have not.
+        sort_by_prompt (`dict` or `None`): What sorting rows by prompt saves in the training steps, or would save.
+        old_policy (`dict` or `None`): Passes of the old policy that were left out, and why others ran.
     """
 
     def __init__(self, model_name: str):
@@ -90,6 +92,8 @@ class LigerReport:
         self.cuda_graphs: dict[str, Any] | None = None
         self.advice: list[str] = []
         self.shared_prompts: dict[str, Any] | None = None
+        self.sort_by_prompt: dict[str, Any] | None = None
+        self.old_policy: dict[str, Any] | None = None
 
     def __getitem__(self, operation: str) -> OperationReport:
         return self.operations[operation]
@@ -103,12 +107,19 @@ class LigerReport:
         return found
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as plain dicts and lists. A name such as `model.layers.*.mlp` stands for `count` modules."""
+        """Return the report as plain dicts and lists.
+
+        A name such as `model.layers.*.mlp` stands for `count` modules.
+        """
         chosen = {} if self.checkpointing is None else {"activation_checkpointing": self.checkpointing}
         if self.cuda_graphs is not None:
             chosen["cuda_graphs"] = self.cuda_graphs
         if self.shared_prompts is not None:
             chosen["shared_prompts"] = self.shared_prompts
+        if self.sort_by_prompt is not None:
+            chosen["sort_by_prompt"] = self.sort_by_prompt
+        if self.old_policy is not None:
+            chosen["old_policy"] = self.old_policy
         if self.advice:
             chosen["advice"] = self.advice  # type: ignore[assignment]
         return {
@@ -133,7 +144,7 @@ class LigerReport:
             file.write("\n")
 
     def one_line(self) -> str:
-        """The report in one line for a log: modules swapped and found for each operation, and why others were not."""
+        """Return one line for a log: modules swapped and found for each operation, and why others were not."""
         counts = [
             f"{name} {len(operation.swapped)}/{operation.found}" if operation.enabled else f"{name} off"
             for name, operation in self.operations.items()
@@ -167,7 +178,7 @@ def _rows(modules: dict[str, str], text_is: str) -> list[dict[str, Any]]:
 
 
 def compress(modules: dict[str, str]) -> list[tuple[str, int, str]]:
-    """Group modules whose names differ only in their numbers and whose texts are equal: (name, how many, text).
+    """Group modules with equal texts and with names that differ only in their numbers: (name, how many, text).
 
     The name has `*` in place of its numbers, or keeps them where it stands for one module alone.
     """

@@ -1,42 +1,69 @@
 """The batch of a captured backbone: one row of tokens of a fixed size, in buffers that each replay reads."""
 
+from collections.abc import Iterable
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from liger_trainer.varlen.graphs.recorder import Graph
+from liger_trainer.varlen.graphs.graph_recorder import Graph
 from liger_trainer.varlen.graphs.snapshot import Snapshot
 from liger_trainer.varlen.graphs.static_gradients import GradientBuffers
+from liger_trainer.varlen.groups import Layout
 from liger_trainer.varlen.host_copies import sent
 from liger_trainer.varlen.rows import StaticRows
+from liger_trainer.varlen.shared_rows import StaticSharedRows, lay_across
 
+LEAST_LONGEST = 64  # tokens of the longest row that a size has room for at least
 STEP = 64  # tokens; sizes are multiples of it, which keeps Triton's kernels in one class of alignment
 
 
-class Batch(NamedTuple):
-    """What changes from one replay to the next.
+class TokenBatch(NamedTuple):
+    """The inputs that change from one replay to the next.
 
     Attributes:
         embeds (`torch.Tensor`): (1, N, H), the embeddings of the real tokens.
         positions (`torch.Tensor`): int64 (..., 1, N).
-        lengths (`list[int]`): Tokens of each row.
+        lengths (`list[int]`): Tokens of each row, or of each segment where rows share their prompts.
+        layout (`Layout` or None): How rows that share their prompts lie.
     """
 
     embeds: torch.Tensor
     positions: torch.Tensor
     lengths: list[int]
+    layout: Layout | None = None
 
     @property
     def tokens(self) -> int:
         return self.embeds.shape[1]
 
 
-class Buffers:
+class Bounds(NamedTuple):
+    """What the tables of a size have room for.
+
+    Attributes:
+        rows (`int`): Rows or segments, the filling one included.
+        longest (`int`): Tokens of the longest.
+        groups (`int`): Groups of rows that share their prompts; 0 where none do.
+        private (`int`): Tokens of all private parts of a group, of all before them, or of the filling row.
+    """
+
+    rows: int
+    longest: int
+    groups: int = 0
+    private: int = 0
+
+    def cover(self, other: "Bounds") -> bool:
+        """Return whether a table of these bounds takes what needs the `other` ones."""
+        return all(mine >= theirs for mine, theirs in zip(self, other, strict=True))
+
+
+class SharedBuffers:
     """The buffers that all sizes of a model share, since one replay is done with them before the next begins.
 
     Args:
-        embeds (`torch.Tensor`): (1, N, H), of which they have dtype and device.
+        embeds (`torch.Tensor`): (1, N, H). The buffers take its dtype and device.
         tokens (`int`): The most that a size may have.
 
     Attributes:
@@ -54,36 +81,34 @@ class Buffers:
         self.zeros_stay_finite = False
 
 
-class Size:
+class CapturedSize:
     """The two graphs of one number of tokens, and what they read and write.
 
     Args:
-        batch (`Batch`): The first batch of this size.
+        batch (`TokenBatch`): The first batch of this size.
         tokens (`int`): T, its tokens with the row that fills it up.
-        most_rows (`int`): Rows that the table of offsets has room for, the filling one included.
-        longest (`int`): Tokens that a row may have. The attention kernel leaves out what lies beyond.
-        buffers (`Buffers`): Those of the model.
+        bounds (`Bounds`): What its tables have room for. The attention kernel leaves out what lies beyond.
+        buffers (`SharedBuffers`): Those of the model.
         needs_grad (`bool`): Whether the embeddings get a gradient.
 
     Attributes:
         embeds (`torch.Tensor`): (1, T, H), the part of the buffer that the forward reads.
-        learned (`list`): The parameters whose gradients the backward adds to.
+        learned (`list`): The parameters that get a gradient in the backward.
         gradients (`GradientBuffers` or None): What holds these gradients, once it is captured.
         snapshot (`Snapshot` or None): The state that it was captured in.
     """
 
-    def __init__(self, batch: Batch, tokens: int, most_rows: int, longest: int, buffers: Buffers, needs_grad: bool):
+    def __init__(self, batch: TokenBatch, tokens: int, bounds: Bounds, buffers: SharedBuffers, needs_grad: bool):
         positions, device = batch.positions, batch.embeds.device
         self.tokens = tokens
-        self.most_rows = most_rows
-        self.longest = longest
+        self.bounds = bounds
         self.buffers, self.needs_grad = buffers, needs_grad
         self.embeds = buffers.embeds[:, :tokens].requires_grad_(needs_grad)
         self.positions = positions.new_zeros(*positions.shape[:-1], tokens)
         # transformers looks for rows in the values of positions where it gets no mask.
         self.mask = torch.ones(1, tokens, dtype=torch.long, device=device)
-        offsets = torch.zeros(most_rows + 1, dtype=torch.int32, device=device)
-        self.rows = StaticRows(offsets, tokens, longest)
+        self.tables = [torch.zeros(n, dtype=torch.int32, device=device) for n in _table_sizes(bounds)]
+        self.rows = _static_rows(self.tables, tokens, bounds)
         self.output_class: Any = None
         self.learned: list[nn.Parameter] = []
         self.gradients: GradientBuffers | None = None
@@ -94,15 +119,14 @@ class Size:
 
     @property
     def exchange(self) -> list[torch.Tensor]:
-        """The part of `Buffers.exchange` for T tokens: (1, T, H), and (layers, T, experts) if there are routers."""
+        """Return `SharedBuffers.exchange` for T tokens: (1, T, H), and (layers, T, experts) if there are routers."""
         assert self.buffers.exchange, "the forward comes first"
         return [buffer[:, : self.tokens] for buffer in self.buffers.exchange]
 
-    def takes(self, batch: Batch) -> bool:
-        rows, longest = bounds_of(batch, self.tokens)
-        return rows <= self.most_rows and longest <= self.longest
+    def takes(self, batch: TokenBatch) -> bool:
+        return self.bounds.cover(bounds_of(batch, self.tokens))
 
-    def fill(self, batch: Batch) -> None:
+    def fill(self, batch: TokenBatch) -> None:
         """Copy a batch into the static buffers, with zeros after it.
 
         The filling row has embeddings of zero: whatever a layer makes of them is finite, and no scale of FP8 moves.
@@ -113,7 +137,8 @@ class Size:
             self.embeds[:, n:].zero_()
             self.positions[..., :n].copy_(batch.positions)
             self.positions[..., n:].zero_()
-            self.rows.offsets.copy_(offsets_of(batch, self), non_blocking=True)
+            for table, ends in zip(self.tables, ends_of(batch, self.tokens), strict=True):
+                table.copy_(_filled_table(ends, len(table), self.tokens, table.device), non_blocking=True)
 
 
 def round_up(tokens: int) -> int:
@@ -123,18 +148,60 @@ def round_up(tokens: int) -> int:
     return -(-tokens // step) * step
 
 
-def bounds_of(batch: Batch, tokens: int) -> tuple[int, int]:
-    """Return (rows, tokens of the longest row) of a batch that is filled up to `tokens`."""
+def bounds_of(batch: TokenBatch, tokens: int) -> Bounds:
+    """Return what a batch needs that is filled up to `tokens`."""
     filling = tokens - batch.tokens
-    return len(batch.lengths) + 1, max(*batch.lengths, filling, 1)
+    rows, longest = len(batch.lengths) + 1, max(*batch.lengths, filling, 1)
+    layout = batch.layout
+    if layout is None:
+        return Bounds(rows, longest)
+    ends, _ = lay_across(layout, tokens)
+    private = max(end - begin for begin, end in zip([0, *ends], ends, strict=False))
+    return Bounds(rows, longest, len(layout.prefixes), private)
 
 
-def offsets_of(batch: Batch, size: Size) -> torch.Tensor:
-    """int32 (most_rows + 1,) on the device: where each row begins. Rows after the last one are empty."""
-    ends = torch.tensor([0, *batch.lengths], device="cpu").cumsum(0).int()
-    offsets = torch.full((size.most_rows + 1,), size.tokens, dtype=torch.int32, device="cpu")
-    offsets[: len(ends)] = ends
-    return sent(offsets, size.embeds.device)
+def rounded_bounds(needed: Bounds, known: Iterable[Bounds], tokens: int) -> Bounds:
+    """Return bounds for a size of so many tokens: powers of 2 that have room for what is needed, and what was so far.
+
+    The bounds of all sizes grow with the largest seen, so that few sizes are captured twice.
+    """
+    rows, longest, groups, private = (max(values) for values in zip(needed, *known, strict=True))
+    most = power_of_2(tokens)
+    return Bounds(
+        power_of_2(rows),
+        min(max(LEAST_LONGEST, power_of_2(longest)), most),
+        groups and power_of_2(groups),
+        min(private and power_of_2(private), most),
+    )
+
+
+def _table_sizes(bounds: Bounds) -> list[int]:
+    """Return the entries of each table of offsets."""
+    across = [bounds.groups + 4] * 2 if bounds.groups else []
+    return [bounds.rows + 1, *across]
+
+
+def _static_rows(tables: list[torch.Tensor], tokens: int, bounds: Bounds) -> StaticRows:
+    if not bounds.groups:
+        (offsets,) = tables
+        return StaticRows(offsets, tokens, bounds.longest)
+    offsets, queries, keys = tables
+    return StaticSharedRows(offsets, tokens, bounds.longest, queries, keys, bounds.private)
+
+
+def ends_of(batch: TokenBatch, tokens: int) -> list[list[int]]:
+    """Return where the rows end, for each table of offsets of a batch that is filled up to `tokens`."""
+    ends = [*accumulate(batch.lengths)]
+    across = [] if batch.layout is None else lay_across(batch.layout, tokens)
+    return [ends, *across]
+
+
+def _filled_table(ends: list[int], entries: int, tokens: int, device: torch.device) -> torch.Tensor:
+    """int32 (entries,) on the device: where each row begins. The filling row ends at `tokens`, and later ones are
+    empty."""
+    offsets = torch.full((entries,), tokens, dtype=torch.int32, device="cpu")
+    offsets[: len(ends) + 1] = torch.tensor([0, *ends], dtype=torch.int32, device="cpu")
+    return sent(offsets, device)
 
 
 def power_of_2(n: int) -> int:

@@ -7,18 +7,18 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import nn
 
-from liger_trainer.varlen.graphs.capture_summary import Summary
-from liger_trainer.varlen.graphs.captured import BackboneGraphs
-from liger_trainer.varlen.graphs.recorder import CudaRecorder, Recorder
+from liger_trainer.varlen.graphs.backbone_graphs import BackboneGraphs
+from liger_trainer.varlen.graphs.capture_summary import CaptureSummary
+from liger_trainer.varlen.graphs.graph_recorder import CudaGraphRecorder, GraphRecorder
 
 
 class StepGraphs:
     """The captures of all backbones that a trainer calls in its steps."""
 
-    def __init__(self, make_recorder: Callable[[torch.device], Recorder] = CudaRecorder):
+    def __init__(self, make_recorder: Callable[[torch.device], GraphRecorder] = CudaGraphRecorder):
         self._make_recorder = make_recorder
         self._of: dict[int, BackboneGraphs] = {}
-        self.summary = Summary()
+        self.summary = CaptureSummary()
         self.may_capture = False
 
     def of(self, backbone: nn.Module, around: Callable[[], list[nn.Module]]) -> BackboneGraphs:
@@ -41,8 +41,8 @@ _active: contextvars.ContextVar[StepGraphs | None] = contextvars.ContextVar("gra
 
 
 @contextlib.contextmanager
-def step_graphs(graphs: StepGraphs | None) -> Iterator[None]:
-    """Within it, backbones on real tokens are captured and replayed."""
+def use_graphs(graphs: StepGraphs | None) -> Iterator[None]:
+    """Context manager: backbones on real tokens are captured and replayed."""
     token = _active.set(graphs)
     try:
         yield
@@ -50,5 +50,5 @@ def step_graphs(graphs: StepGraphs | None) -> Iterator[None]:
         _active.reset(token)
 
 
-def active_graphs() -> StepGraphs | None:
+def current_graphs() -> StepGraphs | None:
     return _active.get()

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 
 from liger_trainer.patching.core import probe
-from liger_trainer.varlen import padding
+from liger_trainer.varlen import unpad_plan, unpadded_backbone
 from liger_trainer.varlen.groups import ALWAYS
-from liger_trainer.varlen.plans import plan_of
+from liger_trainer.varlen.plan_batch import plan_batch
 
 _PROMPTS = (0, 0, 0, 1, 1, 2)  # of each row: a group of three, one of two, and a row that shares nothing
 _PROMPT = (5, 3, 4)  # tokens of each prompt, which are padded on the left as generation pads them
@@ -49,13 +49,15 @@ def why_prompts_are_kept(own: Any, ours: Any, backbone: Any, run: Callable, apar
     """
     call = batch_of_groups()
     config = ours.config
-    plan = plan_of(config, call | {"use_cache": False}, config._attn_implementation, full=True, sharing=ALWAYS)
+    plan = plan_batch(
+        config, call | {"use_cache": False}, config._attn_implementation, with_full_batches=True, sharing=ALWAYS
+    )
     if plan is None or not plan.saved:
-        return "its rows cannot be told"
+        return "its rows are not known"
     kept = {name: x.clone() for name, x in ours.named_buffers()}
-    with padding.running(plan):
+    with unpad_plan.use_plan(plan):
         got = run(ours, call)
-    bound = padding.BackboneBinding.of(backbone)
+    bound = unpadded_backbone.BackboneBinding.of(backbone)
     if not plan.used:
         return "its backbone did not run on them" if bound is None else bound.sharing.never
     for name, x in ours.named_buffers():

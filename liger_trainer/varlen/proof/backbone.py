@@ -1,11 +1,11 @@
-"""Rows without their padding: proven on a small copy of the model, and installed in its backbone.
+"""Prove on a small copy of a model that rows need no padding, and find what to bind to its backbone.
 
 The proof runs a batch padded on the right, one padded on the left and a packed row through two small copies with the
 same weights, one with the model's own code and one with ours. The logits of real tokens, the loss and the gradients of
-all weights must agree. A model whose rows would reach each other by anything but attention, or whose loss counts
-padding, shows it there. Layers that keep a state are told where rows begin (`states.py`), and are run again in the
-backward pass too. Where layers have a window, chunks, sinks or a soft cap, rows without padding are run too. If they
-alone agree, they alone take our attention. Last, rows that begin alike share that (`alike_rows.py`).
+all weights must agree. They differ if rows reach each other by anything but attention, or if the loss counts padding.
+Layers that keep a state get the rows of the call (`state_layers.py`), and are run again in the backward pass too. If
+layers have a window, chunks, sinks or a soft cap, rows without padding are run too. If these alone agree, they alone
+take our attention. Last, rows that begin alike share their beginning (`alike_rows.py`).
 """
 
 import inspect
@@ -18,23 +18,24 @@ from transformers import PreTrainedModel
 from liger_trainer.head.classifier import classifier_binding, is_classifier
 from liger_trainer.patching.core import probe
 from liger_trainer.patching.core.binding import Binding, bind, own_class
-from liger_trainer.patching.core.kind import Found, attempt
-from liger_trainer.varlen import masks, padding
-from liger_trainer.varlen.known_code import (
+from liger_trainer.patching.core.pattern import PatchMatch, attempt
+from liger_trainer.varlen import registry, unpad_plan, unpadded_backbone
+from liger_trainer.varlen.model_parts import (
     backbone_of,
     base_of,
     code_of,
-    foreign_class,
     own_loss_of,
-    unknown_forward,
-    why_not_theirs,
+    why_class_is_foreign,
+    why_forward_is_unknown,
+    why_not_transformers_own,
 )
-from liger_trainer.varlen.plans import plan_of
+from liger_trainer.varlen.plan_batch import plan_batch
 from liger_trainer.varlen.proof import image_masks
 from liger_trainer.varlen.proof.alike_rows import why_prompts_are_kept
+from liger_trainer.varlen.proof.find_state_layers import StateLayers, find_state_layers, may_go_by_rows
 from liger_trainer.varlen.proof.packed_rows import kernels_in_torch
 from liger_trainer.varlen.proof.small_model import small_copy
-from liger_trainer.varlen.proof.states import Told, may_go_by_rows, told_by
+from liger_trainer.varlen.rows import AttentionKind
 
 OPERATION = "varlen_attention"
 _LENGTHS, _WIDTH = (7, 1, 11, 12), 12  # longer and shorter than the window of a small copy
@@ -44,71 +45,76 @@ _MASKS_AROUND = "the mask of its decoder is made by the model around it, in whic
 _ON_ROWS = {False: "on rows side by side", True: "on a GPU, on rows one after the other; elsewhere side by side"}
 _BY_OURS = "; on a GPU, its convolution by liger_triton.short_conv"
 _ATTENDS_BY = {  # what a layer attends by -> what runs for it on a GPU
-    "causal": "causal layers by SDPA, by PyTorch's varlen kernel where rows are of several lengths",
-    "sliding window": "sliding windows by PyTorch's varlen kernel",
-    "chunks": "chunks as rows of their own",
-    "sinks": "layers with sinks by PyTorch's varlen kernel",
-    "soft cap": "layers with a soft cap by liger_triton.row_attention",
-    "state": "layers that keep a state on rows side by side",
+    AttentionKind.CAUSAL: "causal layers by SDPA, by PyTorch's varlen kernel where rows are of several lengths",
+    AttentionKind.SLIDING_WINDOW: "sliding windows by PyTorch's varlen kernel",
+    AttentionKind.CHUNKS: "chunks as rows of their own",
+    AttentionKind.SINKS: "layers with sinks by PyTorch's varlen kernel",
+    AttentionKind.SOFT_CAP: "layers with a soft cap by liger_triton.row_attention",
+    AttentionKind.STATE: "layers that keep a state on rows side by side",
 }
 
 
-def find_backbone(model) -> Iterator[Found]:
+def find_backbone(model) -> Iterator[PatchMatch]:
     """Find the backbone of `model`, with a forward that leaves out padding where that is proven."""
     if not isinstance(model, PreTrainedModel):
         return
     around, backbone = base_of(model), backbone_of(model)
-    told: Told | None = None
+    state_layers: StateLayers | None = None
     of_masks: Binding | None = None
     if backbone is None:
         if model.get_output_embeddings() is not None:
-            yield Found(OPERATION, type(model).__name__, model, "no part before its head was found", is_rare=True)
+            yield PatchMatch(OPERATION, type(model).__name__, model, "no part before its head was found", is_rare=True)
         return
     proven: Any = None
     reason = _why_not(model, around, backbone)
     if reason is None:
-        told, reason = told_by(backbone)
-        if told is not None:
+        state_layers, reason = find_state_layers(backbone)
+        if state_layers is not None:
             proven, reason = attempt(_prove_with_states, model)
-        if told is None or reason is not None:
-            told, of_states = None, reason
+        if state_layers is None or reason is not None:
+            state_layers, of_states = None, reason
             if model._is_stateful or backbone._is_stateful:
                 reason = of_states or "its layers keep a state, which goes from row to row"
             else:
                 proven, reason = attempt(_prove, model)
                 reason = reason and (of_states or reason)
     if reason is None and around is not backbone and image_masks.made_by(around):
-        of_masks, reason = (None, _MASKS_AROUND) if told is not None else image_masks.binding_for(around)
+        of_masks, reason = (None, _MASKS_AROUND) if state_layers is not None else image_masks.binding_for(around)
     if reason is None:
-        reason = unknown_forward(model, proven.forwards)
+        reason = why_forward_is_unknown(model, proven.forwards)
     name = next((name for name, module in model.named_modules() if module is backbone), model.base_model_prefix)
     if reason is not None:
-        yield Found(OPERATION, name, backbone, reason, is_rare=True)
+        yield PatchMatch(OPERATION, name, backbone, reason, is_rare=True)
         return
-    runs = "runs on real tokens" if proven.keeps_padding is None else f"computes padding ({proven.keeps_padding})"
-    kinds = [how for kind, how in _ATTENDS_BY.items() if kind in proven.kinds]
+    runs = "runs on real tokens" if proven.padding_reason is None else f"computes padding ({proven.padding_reason})"
+    attention = [how for kind, how in _ATTENDS_BY.items() if kind in proven.attention_kinds]
     if proven.sees_both_ways:
-        kinds.append("a batch of images computes padding, as tokens of an image see each other")
-    binding = padding.binding_of(backbone, proven, *(() if told is None else (told.forward, told.guards)))
-    yield Found(OPERATION, name, backbone, "; ".join([runs, *kinds]), binding)
+        attention.append("a batch of images computes padding, as tokens of an image see each other")
+    if state_layers is None:
+        binding = unpadded_backbone.binding_of(backbone, proven)
+    else:
+        binding = unpadded_backbone.binding_of(backbone, proven, state_layers.forward, state_layers.guards)
+    yield PatchMatch(OPERATION, name, backbone, "; ".join([runs, *attention]), binding)
     if of_masks is not None:
         around_name = next((name for name, module in model.named_modules() if module is around), "")
-        yield Found(OPERATION, around_name, around, "leaves the masks of text to its decoder", of_masks)
+        yield PatchMatch(OPERATION, around_name, around, "leaves the masks of text to its decoder", of_masks)
     if is_classifier(model):
-        yield Found(OPERATION, type(model).__name__, model, "pools one token of each row", classifier_binding(model))
-    if told is not None:
-        yield from _layers_of(model, told, name)
+        yield PatchMatch(
+            OPERATION, type(model).__name__, model, "pools one token of each row", classifier_binding(model)
+        )
+    if state_layers is not None:
+        yield from _layers_of(model, state_layers, name)
 
 
-def _layers_of(model, told: Told, name: str) -> Iterator[Found]:
-    """The layers of the backbone `name` that keep a state, each with what tells it its rows."""
+def _layers_of(model, state_layers: StateLayers, name: str) -> Iterator[PatchMatch]:
+    """Return the layers of the backbone `name` that keep a state, each with what tells it its rows."""
     by_rows = False
-    if _has_gpu() and all(may_go_by_rows(layer, binding) for _, layer, binding in told.layers):
-        by_rows, _ = attempt(lambda given: (_is_proven_by_rows(given, told), None), model)
-    for layer_name, layer, binding in told.layers:
+    if _has_gpu() and all(may_go_by_rows(layer, binding) for _, layer, binding in state_layers.layers):
+        by_rows, _ = attempt(lambda given: (_is_proven_by_rows(given, state_layers), None), model)
+    for layer_name, layer, binding in state_layers.layers:
         binding.by_rows = bool(by_rows)
         text = _ON_ROWS[binding.by_rows] + ("" if binding.own is None else _BY_OURS)
-        yield Found(OPERATION, f"{name}.{layer_name}", layer, text, binding)
+        yield PatchMatch(OPERATION, f"{name}.{layer_name}", layer, text, binding)
 
 
 def _has_gpu() -> bool:
@@ -131,31 +137,33 @@ def _why_not(model, around, backbone) -> str | None:
         _, failed = attempt(lambda whole: (image_masks.small_whole_copy(whole, probe.SEED, "sdpa"), None), model)
         if failed is not None:
             return _MASKS_AROUND
-    return masks.why_not_ours(model)
+    return registry.why_attention_is_not_ours(model)
 
 
 def _prove_with_states(model):
-    """`_prove` of a model whose layers keep a state: with them on rows side by side, and with checkpointing too."""
+    """Prove a model with layers that keep a state: they run on rows side by side, and with checkpointing too."""
     with kernels_in_torch(model):
         proven, reason = _prove(model, with_states=True)
-    if reason is None and proven.keeps_padding is not None:
-        return None, proven.keeps_padding
+    if reason is None and proven.padding_reason is not None:
+        return None, proven.padding_reason
     return proven, reason
 
 
-def _is_proven_by_rows(model, told: Told) -> bool:
-    """Return whether layers keep rows apart that lie one after the other, if convolution and rule are told of them.
+def _is_proven_by_rows(model, state_layers: StateLayers) -> bool:
+    """Return whether layers keep rows apart that lie one after the other, if convolution and rule get their offsets.
 
-    The functions of the copy's layers are those of the model's, which a rule of a package does not run on a CPU.
+    The copy's layers run the functions of the model's layers. A package's rule does not run on a CPU.
     """
-    own = {own_class(layer): binding.own for _, layer, binding in told.layers}
+    own = {own_class(layer): binding.own for _, layer, binding in state_layers.layers}
     with kernels_in_torch(model):
         proven, reason = _prove(model, with_states=True, by_rows=own)
-    return reason is None and proven.keeps_padding is None
+    return reason is None and proven.padding_reason is None
 
 
 def _prove(model, with_states: bool = False, by_rows: dict[type, Any] | None = None):
-    """(`Proven`, None), or (None, what differs). `by_rows`: the forwards of layers that are given rows as they lie.
+    """Return (`BackboneProof`, None), or (None, what differs).
+
+    `by_rows` has the forwards of state layers that are given rows one after the other.
 
     Of a model of images and text it is its decoder that is copied: what is around it sees the batch as it is. Where
     that makes masks, it is copied too, without its towers. Of a model with a classification head it is its backbone.
@@ -167,10 +175,10 @@ def _prove(model, with_states: bool = False, by_rows: dict[type, Any] | None = N
     attention = model.config.get_text_config()._attn_implementation
     copied_by = image_masks.small_whole_copy if makes_masks else small_copy
     own, ours = (copied_by(subject, probe.SEED, attention) for _ in range(2))
-    reason = why_not_theirs(own)
+    reason = why_not_transformers_own(own)
     if reason is not None:
         return None, reason
-    reason = foreign_class([model, around]) if makes_masks or not is_whole else None
+    reason = why_class_is_foreign([model, around]) if makes_masks or not is_whole else None
     if reason is not None:
         return None, reason
     ids = torch.randint(3, 40, (len(_LENGTHS), _WIDTH), generator=probe.generator())
@@ -184,10 +192,12 @@ def _prove(model, with_states: bool = False, by_rows: dict[type, Any] | None = N
     within = right | {"labels": right["labels"].masked_fill(~real, -100)}
     one_row = {"input_ids": ids[real][None], "position_ids": torch.arange(_WIDTH).expand_as(ids)[real][None]}
     one_row["labels"] = within["labels"][real][None].masked_fill(one_row["position_ids"] == 0, -100)
-    mixes = _apart(_run(own, one_row), _run(own, within)) is not None
-    kinds: set[str] = set()
+    mixes_rows = _apart(_run(own, one_row), _run(own, within)) is not None
+    attention_kinds: set[AttentionKind] = set()
     forwards, reason = code_of([*own.modules(), model, around]), None
-    proven = padding.Proven(attention, kinds, None, mixes, forwards, own_loss_of(model), sees_both_ways=makes_masks)
+    proven = unpadded_backbone.BackboneProof(
+        attention, attention_kinds, None, mixes_rows, forwards, own_loss_of(model), sees_both_ways=makes_masks
+    )
     copied = ours if subject is backbone else backbone_of(ours)
     _bind(copied, proven, with_states, by_rows)
     batches = [
@@ -204,14 +214,17 @@ def _prove(model, with_states: bool = False, by_rows: dict[type, Any] | None = N
         with_images = [(f"images in {what}", _with_images(own, given)) for what, given, _ in batches[:2]]
         batches += [(what, given, given) for what, given in with_images if given]
     for what, given, stock_given in batches:
-        reason = reason or _differs(ours, given, _run(own, stock_given), what, kinds)
-    if proven.is_local:
-        full = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
-        for what, given in (("rows without padding", full), ("one row without padding", _first(full))):
-            differs = _differs(ours, given, _run(own, given), what, kinds)
+        reason = reason or _differs(ours, given, _run(own, stock_given), what, attention_kinds)
+    if proven.needs_row_attention:
+        with_full_batches = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+        for what, given in (
+            ("rows without padding", with_full_batches),
+            ("one row without padding", _first(with_full_batches)),
+        ):
+            differs = _differs(ours, given, _run(own, given), what, attention_kinds)
             if differs is not None:
                 return None, reason or differs
-    if reason is not None and not proven.is_local:
+    if reason is not None and not proven.needs_row_attention:
         return None, reason
     if with_states:
         return _prove_recomputed(own, ours, batches[:3], proven)
@@ -220,13 +233,17 @@ def _prove(model, with_states: bool = False, by_rows: dict[type, Any] | None = N
         sees_both_ways, differs = _with_masks_of_images(own, ours, right, left)
         if differs is not None:
             return None, differs
-    needs_ids, error = attempt(lambda copy: (_why_ids_are_needed(copy, copied, batches[0][1]), None), ours)
+    no_capture_reason, error = attempt(lambda copy: (_why_ids_are_needed(copy, copied, batches[0][1]), None), ours)
     if error is not None:
-        needs_ids = f"given embeddings in place of ids, {error}"
-    keeps_prompts: str | None = "the model takes images too"
+        no_capture_reason = f"given embeddings in place of ids, {error}"
+    sharing_proof_reason: str | None = "the model takes images too"
     if around is backbone:
-        _, keeps_prompts = attempt(lambda copy: (None, why_prompts_are_kept(own, copy, copied, _run, _apart)), ours)
-    proven = proven._replace(keeps_padding=reason, needs_ids=needs_ids, keeps_prompts=keeps_prompts)
+        _, sharing_proof_reason = attempt(
+            lambda copy: (None, why_prompts_are_kept(own, copy, copied, _run, _apart)), ours
+        )
+    proven = proven._replace(
+        padding_reason=reason, no_capture_reason=no_capture_reason, sharing_proof_reason=sharing_proof_reason
+    )
     return proven._replace(sees_both_ways=sees_both_ways), None
 
 
@@ -238,45 +255,52 @@ def _bind_masks(around) -> None:
 
 
 def _with_masks_of_images(own, ours, *batches) -> tuple[bool, str | None]:
-    """(whether a batch of images stays as it is, what differs in one from that of the padded batch or None)."""
+    """Return (whether a batch of images stays as it is, what differs from the padded batch or None)."""
     used = []
     for batch in batches:
         batch = image_masks.batch_of_images(own, batch)
-        plan = plan_of(ours.config, batch | {"use_cache": False}, ours.config._attn_implementation, full=True)
-        with padding.running(plan):
+        plan = plan_batch(
+            ours.config, batch | {"use_cache": False}, ours.config._attn_implementation, with_full_batches=True
+        )
+        with unpad_plan.use_plan(plan):
             got = _run(ours, batch)
         apart = _apart(got, _run(own, batch))
         if plan is None or apart is not None:
-            return False, f"with images, {apart or 'its rows cannot be told'}"
+            return False, f"with images, {apart or 'its rows are not known'}"
         used.append(plan.used)
     return not all(used), None
 
 
 def _padded(ids: torch.Tensor, real: torch.Tensor) -> dict[str, torch.Tensor]:
-    """A padded batch of `ids` (B, S), whose tokens are `real` (B, S)."""
+    """Make a padded batch of `ids` (B, S). `real` (B, S) says which are tokens."""
     # Predicted from real tokens; one may itself stand on padding. Nothing may predict the first column.
     predicted = real.roll(1, 1) | (torch.arange(_WIDTH) == 0)
     return {"labels": ids.masked_fill(~predicted, -100), "input_ids": ids, "attention_mask": real.long()}
 
 
-def _bind(copied, proven: padding.Proven, with_states: bool, by_rows: dict[type, Any] | None = None) -> None:
+def _bind(
+    copied, proven: unpadded_backbone.BackboneProof, with_states: bool, by_rows: dict[type, Any] | None = None
+) -> None:
     """Bind to a small copy what will be bound to the model."""
     if not with_states:
-        bind(copied, padding.binding_of(copied, proven))
+        bind(copied, unpadded_backbone.binding_of(copied, proven))
         return
-    told, reason = told_by(copied)
-    if told is None:
-        raise ValueError(f"a small copy of it cannot be told rows: {reason or 'it has no layer that keeps a state'}")
-    bind(copied, padding.binding_of(copied, proven, told.forward, told.guards))
-    for _, layer, binding in told.layers:
+    state_layers, reason = find_state_layers(copied)
+    if state_layers is None:
+        raise ValueError(f"a small copy of it cannot be given rows: {reason or 'it has no layer that keeps a state'}")
+    bind(copied, unpadded_backbone.binding_of(copied, proven, state_layers.forward, state_layers.guards))
+    for _, layer, binding in state_layers.layers:
         if by_rows is not None:
             binding.own, binding.rest = by_rows[own_class(layer)], None  # the globals of the file are others now
             binding.by_rows = binding.on_cpu = True
         bind(layer, binding)
 
 
-def _prove_recomputed(own, ours, batches, proven: padding.Proven):
-    """(`Proven`, None), or (None, what differs) if layers run again in the backward pass, where no context is left."""
+def _prove_recomputed(own, ours, batches, proven: unpadded_backbone.BackboneProof):
+    """Return (`BackboneProof`, None), or (None, what differs) when layers are recomputed in the backward pass.
+
+    No context of the call is left there, so the rows have to travel with the arguments of the layers.
+    """
     if not proven.keeps_state:
         return None, "no layer was seen that keeps a state"
     reason = None
@@ -285,12 +309,12 @@ def _prove_recomputed(own, ours, batches, proven: padding.Proven):
             model.gradient_checkpointing_enable({"use_reentrant": reentrant})
         for what, given, stock_given in batches:
             what = f"{what}, recomputed in the backward pass (use_reentrant={reentrant})"
-            reason = reason or _differs(ours, given, _run(own, stock_given), what, proven.kinds)
+            reason = reason or _differs(ours, given, _run(own, stock_given), what, proven.attention_kinds)
         for model in (own, ours):
             model.gradient_checkpointing_disable()
     if reason is not None:
         return None, reason
-    return proven._replace(needs_ids="its layers keep a state, and run on as many rows as a batch has"), None
+    return proven._replace(no_capture_reason="its layers keep a state, and run on as many rows as a batch has"), None
 
 
 def _why_ids_are_needed(ours, backbone, batch) -> str | None:
@@ -309,24 +333,26 @@ def _why_ids_are_needed(ours, backbone, batch) -> str | None:
 
 
 def _first(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The first row of a batch, as a batch of one: what attention returns has other strides then."""
+    """Return the first row of a batch, as a batch of one: what attention returns has other strides then."""
     return {name: x[:1] for name, x in batch.items()}
 
 
-def _differs(ours, batch, wanted, what: str, kinds: set[str]) -> str | None:
-    """Name what differs, or return None. Adds to `kinds` what the layers attend by."""
-    plan = plan_of(ours.config, batch | {"use_cache": False}, ours.config._attn_implementation, full=True)
-    with padding.running(plan):
+def _differs(ours, batch, wanted, what: str, attention_kinds: set[AttentionKind]) -> str | None:
+    """Name what differs, or return None. Adds to `attention_kinds` what the layers attend by."""
+    plan = plan_batch(
+        ours.config, batch | {"use_cache": False}, ours.config._attn_implementation, with_full_batches=True
+    )
+    with unpad_plan.use_plan(plan):
         got = _run(ours, batch)
     if plan is None or not plan.used:
         return f"with {what}, its backbone cannot be given real tokens alone"
-    kinds |= plan.rows.kinds
+    attention_kinds |= plan.rows.attention_kinds
     apart = _apart(got, wanted)
     return None if apart is None else f"with {what}, {apart} from that of the padded batch"
 
 
 def _with_images(decoder, batch) -> dict[str, Any]:
-    """`batch` with what the decoder of a model of images and text gets in addition, as far as it takes it."""
+    """Return `batch` with what the decoder of a model of images and text gets in addition, as far as it takes it."""
     names, config = inspect.signature(decoder.forward).parameters, decoder.config
     real, source = batch["attention_mask"].bool(), probe.generator()
     more: dict[str, Any] = {}
@@ -344,9 +370,9 @@ def _with_images(decoder, batch) -> dict[str, Any]:
 def _apart(got, wanted) -> str | None:
     """Name what differs in two results of `_run`, or return None."""
     (logits, loss, grads), (wanted_logits, wanted_loss, wanted_grads) = got, wanted
-    if not probe.same(logits, wanted_logits, _RTOL):
+    if not probe.allclose_to_max(logits, wanted_logits, _RTOL):
         return "what is computed for real tokens differs"
-    if not probe.same(loss, wanted_loss, _RTOL):
+    if not probe.allclose_to_max(loss, wanted_loss, _RTOL):
         return "the loss differs"
     largest = max(grad.abs().max() for grad in wanted_grads.values())
     for name, grad in wanted_grads.items():

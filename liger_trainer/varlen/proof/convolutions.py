@@ -14,15 +14,15 @@ from typing import Any
 import torch
 
 from liger_trainer.patching.core import probe
-from liger_trainer.patching.core.kind import PLAIN_TENSORS, attempt
+from liger_trainer.patching.core.pattern import PLAIN_TENSORS, attempt
 from liger_trainer.varlen.proof.packed_rows import kernel_behind
 from liger_trainer.varlen.rows import NotForRows
-from liger_trainer.varlen.states import rows_of_layer
+from liger_trainer.varlen.state_layers import current_layer_rows
 from liger_triton import short_conv
 from liger_triton.short_conv import MOST_TAPS
 
 NAME = "causal_conv1d_fn"
-_TOLD_BY = ("seq_idx", "cu_seqlens")
+_ROW_ARGUMENTS = ("seq_idx", "cu_seqlens")
 _ACTIVATIONS = {None: None, "silu": "silu", "swish": "silu"}
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _RTOL = 1e-5  # of the largest element, in fp32
@@ -42,7 +42,7 @@ def replacement(scope: dict[str, Any]) -> tuple[tuple[str, Callable], ...]:
 
 @functools.cache
 def _convolution(own: Callable) -> Callable:
-    """What runs in place of `own`: ours for what it takes."""
+    """Make the function that runs in place of `own`: ours where it takes the call."""
 
     @functools.wraps(own)
     def convolve(
@@ -52,14 +52,14 @@ def _convolution(own: Callable) -> Callable:
         activation: str | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        told = any(kwargs.get(name) is not None for name in _TOLD_BY)  # for which transformers raises; it drops others
-        rows = rows_of_layer()
+        has_rows = any(kwargs.get(name) is not None for name in _ROW_ARGUMENTS)  # transformers raises for these
+        rows = current_layer_rows()
         if rows is not None:
-            if told or not fits(hidden_states, weight, bias, activation):
+            if has_rows or not fits(hidden_states, weight, bias, activation):
                 raise NotForRows("liger_triton.short_conv does not take the convolution of its layers")
             offsets = rows.offsets.to(hidden_states.device)  # layers may be spread over devices
             return by_kernel(hidden_states, weight, bias, activation, offsets)
-        if told or not _takes(hidden_states, weight, bias, activation):
+        if has_rows or not _takes(hidden_states, weight, bias, activation):
             return own(hidden_states, weight, bias, activation=activation, **kwargs)
         return by_kernel(hidden_states, weight, bias, activation)
 
@@ -97,7 +97,7 @@ def by_kernel(
             each of B is a row.
 
     Returns:
-        `torch.Tensor`: (B, C, L), whose memory is (B, L, C).
+        `torch.Tensor`: (B, C, L). Its memory is laid out as (B, L, C).
     """
     batch, channels, length = x.shape
     tokens = x.transpose(1, 2).reshape(batch * length, channels)
@@ -134,6 +134,6 @@ def _agrees(own: Callable, taps: int) -> bool:
                 leaves = (tokens, weight, bias) if with_bias else (tokens, weight)
                 grads = torch.autograd.grad(y, leaves, probe.randn(y.shape, probe.generator()))
                 results.append((y, *grads))
-            if not all(probe.same(one, other, _RTOL) for one, other in zip(*results, strict=True)):
+            if not all(probe.allclose_to_max(one, other, _RTOL) for one, other in zip(*results, strict=True)):
                 return False
     return True

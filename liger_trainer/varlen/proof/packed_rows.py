@@ -1,4 +1,4 @@
-"""Whether packed rows would see each other in a model: shown on a small copy, with the batch that a collator makes.
+"""Test on a small copy of a model whether packed rows would see each other, with the batch that a collator makes.
 
 Attention keeps packed rows apart by their positions. A layer that keeps a state (a convolution, linear attention, a
 state space) needs to be told where rows begin, by other arguments, and runs on from row to row without a word where it
@@ -19,16 +19,16 @@ from transformers import DataCollatorWithFlattening, PreTrainedModel
 
 from liger_trainer.head.module import base_model_of
 from liger_trainer.patching.core import probe
-from liger_trainer.patching.core.kind import attempt
-from liger_trainer.varlen import padding
-from liger_trainer.varlen.known_code import backbone_of
+from liger_trainer.patching.core.pattern import attempt
+from liger_trainer.varlen import unpadded_backbone
+from liger_trainer.varlen.model_parts import backbone_of
 from liger_trainer.varlen.proof.small_model import small_copy
 
 _SHOWN = ("eager", "sdpa")  # what runs on a CPU; others, such as flash-attn, read the lengths of rows
 _LENGTHS = (7, 5, 11)  # their sum is a prime number, which no other size of a small copy is
 _RTOL = 1e-3  # of the largest hidden state; a token of another row moves it by 1e-2 and more
 _STATE_KINDS = {"linear_attention", "conv", "mamba", "recurrent", "hybrid"}  # of layers, in a config
-_TOLD_BY = ("seq_idx", "cu_seqlens")  # how a convolution, and a rule or scan, are told where rows begin
+_ROW_ARGUMENTS = ("seq_idx", "cu_seqlens")  # how a convolution, and a rule or scan, are told where rows begin
 
 
 class Kernel(NamedTuple):
@@ -41,7 +41,8 @@ class Kernel(NamedTuple):
 def why_rows_mix(model, collate: Callable[[list[dict]], dict] | None = None) -> str | None:
     """Tell why packed rows would see each other in `model`, or return None.
 
-    A model whose layers keep a state has to show that they stay apart. Another one has to show that they mix.
+    If layers of the model keep a state, rows have to be shown to stay apart. In other models they have to be shown to
+    mix.
 
     Args:
         model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]): The model.
@@ -60,8 +61,8 @@ def why_rows_mix(model, collate: Callable[[list[dict]], dict] | None = None) -> 
     unshown = f"the layers of {name} keep a state, and a small copy could not show that packed rows stay apart in it"
     if not isinstance(backbone, PreTrainedModel):
         return f"{unshown}: no part before its head was found" if stateful else None
-    ours = padding.BackboneBinding.of(backbone)
-    if ours is not None and not ours.aside and ours.proven.keeps_padding is None and "position_ids" in batch:
+    ours = unpadded_backbone.BackboneBinding.of(backbone)
+    if ours is not None and not ours.fallback_active and ours.proven.padding_reason is None and "position_ids" in batch:
         return None
     if attention not in _SHOWN:
         if not stateful:
@@ -87,13 +88,13 @@ def keeps_state(model) -> bool:
         return False
     if _STATE_KINDS & {*(getattr(backbone.config, "layer_types", None) or ())}:
         return True
-    stack = getattr(backbone, "layers", None)  # and not an encoder of sound beside it
+    stack = getattr(backbone, "layers", None)  # the decoder's layers, without an encoder of sound
     layers = stack.modules() if isinstance(stack, nn.ModuleList) else ()
     return any(isinstance(layer, nn.Conv1d) and layer.groups == layer.in_channels > 1 for layer in layers)
 
 
 def packed_batch(collate: Callable[[list[dict]], dict] | None) -> dict[str, Any] | None:
-    """A batch that `collate` makes of a few rows, without its labels; None if rows are not packed in it.
+    """Return a batch that `collate` makes of a few rows, without its labels; None if rows are not packed in it.
 
     The collator of a user may need more than tokens and labels. Then it is what a packed batch has at least: positions.
     """
@@ -127,12 +128,14 @@ def _rows_stay_apart(backbone, attention: str, batch: dict[str, Any]) -> tuple[_
         packed, raised = attempt(lambda given: (copy(**given, use_cache=False)[0], None), batch)
     if packed is None:
         return _Shown(False, raised), None
-    return _Shown(probe.same(packed[:, :total], one_by_one, _RTOL)), None  # the collator may have padded the end
+    return _Shown(
+        probe.allclose_to_max(packed[:, :total], one_by_one, _RTOL)
+    ), None  # the collator may have padded the end
 
 
 @contextlib.contextmanager
 def kernels_in_torch(model: nn.Module) -> Iterator[None]:
-    """A context in which layers of `model`, on the CPU, run PyTorch's code in place of a package's GPU kernels.
+    """Context manager: layers of `model`, on the CPU, run PyTorch's code in place of a package's GPU kernels.
 
     A kernel that takes rows and is told them runs row by row. One that is not told them runs on, as on the GPU.
     """
@@ -153,7 +156,7 @@ def kernels_in_torch(model: nn.Module) -> Iterator[None]:
 
 
 def kernel_behind(value: Any) -> Kernel | None:
-    """What a global of a modeling file calls, if it calls a package; None if it is PyTorch's code or something else."""
+    """Return the kernel of a package that a global of a modeling file calls, or None if it calls no package."""
     held = choice_behind(value)
     if held is None or held["is_new_implementation"] is not True:
         return None
@@ -161,7 +164,7 @@ def kernel_behind(value: Any) -> Kernel | None:
 
 
 def choice_behind(value: Any) -> dict[str, Any] | None:
-    """What transformers knows where it chooses between a package and its own code; None if `value` chooses nothing."""
+    """Return the variables of transformers' choice between a package and its own code, or None for other values."""
     function = type(value).forward if isinstance(value, nn.Module) else value  # `kernels` makes a module of a function
     for _ in range(3):
         if not isinstance(function, types.FunctionType):
@@ -177,8 +180,8 @@ def _row_by_row(kernel: Kernel) -> Callable:
     total = sum(_LENGTHS)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        told = [kwargs.pop(name, None) for name in _TOLD_BY if name in kernel.parameters]
-        kwargs = {name: value for name, value in kwargs.items() if name not in _TOLD_BY}
+        told = [kwargs.pop(name, None) for name in _ROW_ARGUMENTS if name in kernel.parameters]
+        kwargs = {name: value for name, value in kwargs.items() if name not in _ROW_ARGUMENTS}
         if all(rows is None for rows in told):
             return kernel.torch_function(*args, **kwargs)
         outputs, start = [], 0
@@ -200,7 +203,7 @@ def _narrowed(x: Any, start: int, length: int, total: int) -> Any:
 
 
 def _joined(outputs: list) -> Any:
-    """What was computed row by row as one. A state, which has no tokens, is that of the last row."""
+    """Join what was computed row by row. A state has no tokens, so the last row's is returned."""
     if isinstance(outputs[0], tuple):
         return tuple(_joined(list(parts)) for parts in zip(*outputs, strict=True))
     if not isinstance(outputs[0], torch.Tensor):

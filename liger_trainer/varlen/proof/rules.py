@@ -13,9 +13,9 @@ import torch
 
 from liger_trainer.varlen.proof.packed_rows import Kernel, kernel_behind
 from liger_trainer.varlen.rows import Rows
-from liger_trainer.varlen.states import rows_of_layer
+from liger_trainer.varlen.state_layers import current_layer_rows
 
-_TOLD_BY = "cu_seqlens"
+_ROW_ARGUMENT = "cu_seqlens"
 
 
 def asks_for_device(forward: types.FunctionType) -> bool:
@@ -26,28 +26,28 @@ def asks_for_device(forward: types.FunctionType) -> bool:
 
 
 def replacements(forward: types.FunctionType) -> tuple[tuple[str, Callable], ...]:
-    """(name, function) of what is to stand among the globals of a layer's forward, for each rule that takes rows."""
+    """Return (name, function) of the globals to replace for a layer's forward, one for each rule that takes rows."""
     found = []
     for name in forward.__code__.co_names:
         own = forward.__globals__.get(name)
         kernel = kernel_behind(own)
-        if kernel is not None and _TOLD_BY in kernel.parameters:
-            found.append((name, _told(own, kernel)))
+        if kernel is not None and _ROW_ARGUMENT in kernel.parameters:
+            found.append((name, _with_rows(own, kernel)))
     return tuple(found)
 
 
 @functools.cache
-def _told(own: Callable, kernel: Kernel) -> Callable:
-    """What runs in place of `own`: the same, with the rows of the layer."""
+def _with_rows(own: Callable, kernel: Kernel) -> Callable:
+    """Make the function that runs in place of `own`: the same one, with the rows of the layer."""
 
     @functools.wraps(own)
     def rule(*args: Any, **kwargs: Any) -> Any:
-        rows = rows_of_layer()
+        rows = current_layer_rows()
         if rows is not None:
-            kwargs[_TOLD_BY] = rows.offsets.to(args[0].device)  # layers may be spread over devices
-        if args[0].is_cuda or (rows is None and kwargs.get(_TOLD_BY) is not None):
+            kwargs[_ROW_ARGUMENT] = rows.offsets.to(args[0].device)  # layers may be spread over devices
+        if args[0].is_cuda or (rows is None and kwargs.get(_ROW_ARGUMENT) is not None):
             return own(*args, **kwargs)
-        kwargs.pop(_TOLD_BY, None)  # on a CPU, as in a proof, where the package's kernel raises
+        kwargs.pop(_ROW_ARGUMENT, None)  # on a CPU, as in a proof, where the package's kernel raises
         if rows is None:
             return kernel.torch_function(*args, **kwargs)
         return _row_by_row(kernel.torch_function, rows, args, kwargs)
@@ -56,7 +56,7 @@ def _told(own: Callable, kernel: Kernel) -> Callable:
 
 
 def _row_by_row(function: Callable, rows: Rows, args: tuple, kwargs: dict[str, Any]) -> tuple:
-    """What a rule returns for rows that lie one after the other in (1, T, ...), and no state."""
+    """Run a rule on rows that lie one after the other in (1, T, ...). Returns its output, and None for a state."""
     outputs, start = [], 0
     for length in filter(None, rows.lengths):
         row = slice(start, start + length)

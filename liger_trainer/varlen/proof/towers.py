@@ -17,9 +17,9 @@ from liger_trainer.patching.core import probe
 from liger_trainer.patching.core.binding import Binding, bind, call_previous, in_place_of, own_class
 from liger_trainer.patching.core.guards import NotProven, code_guards_of
 from liger_trainer.patching.core.hooks import comes_from
-from liger_trainer.patching.core.kind import Kind, Proof
-from liger_trainer.varlen import masks
-from liger_trainer.varlen.segments import NotInSegments, segments_known, segments_of
+from liger_trainer.patching.core.pattern import PatchPattern, Proof
+from liger_trainer.varlen import registry
+from liger_trainer.varlen.segments import NotInSegments, segments_of, use_segments
 
 OPERATION = "varlen_attention"
 _OFFSETS = "cu_seqlens"
@@ -28,13 +28,13 @@ _RTOL = 1e-4  # of the largest element, in fp32; a token of another segment move
 
 
 class TowerBinding(Binding):
-    """What is bound to an attention of a tower, around what else is bound to it."""
+    """The binding of a tower's attention, around other bindings of it."""
 
     key = "_liger_tower"
 
 
-def nominated(module: nn.Module) -> bool:
-    """Whether a module looks like an attention that is told where segments begin."""
+def is_candidate(module: nn.Module) -> bool:
+    """Return whether a module looks like an attention that takes the offsets of segments."""
     forward = inspect.unwrap(own_class(module).forward)
     code = getattr(forward, "__code__", None)
     return code is not None and _OFFSETS in code.co_varnames and "ALL_ATTENTION_FUNCTIONS" in code.co_names
@@ -47,7 +47,7 @@ def _why_not(module: nn.Module) -> str | None:
         return f"{cls.__name__} is not a class of transformers with its own forward"
     if attention != "sdpa":
         return f"attn_implementation is {attention!r}, which stays as it is"
-    return masks.why_not_ours(module)
+    return registry.why_attention_is_not_ours(module)
 
 
 @functools.cache
@@ -58,7 +58,7 @@ def _forward_of(cls: type[nn.Module]) -> Callable:
     def forward(self, *args, **kwargs):
         offsets = args[at] if len(args) > at else kwargs.get(_OFFSETS)
         plain = offsets is None or torch.compiler.is_compiling() or self.config._attn_implementation != "sdpa"
-        if plain or masks.why_not_ours(self) is not None:
+        if plain or registry.why_attention_is_not_ours(self) is not None:
             return call_previous(self, TowerBinding, args, kwargs)
         segments = segments_of(offsets)
         if len(args) > at:
@@ -66,7 +66,7 @@ def _forward_of(cls: type[nn.Module]) -> Callable:
         else:
             given, named = args, kwargs | {_OFFSETS: segments.whole}
         try:
-            with segments_known(segments):
+            with use_segments(segments):
                 found = call_previous(self, TowerBinding, given, named)
             if segments.calls == 1:
                 return found
@@ -75,14 +75,14 @@ def _forward_of(cls: type[nn.Module]) -> Callable:
             reason = str(error)
         bound = TowerBinding.of(self)
         if bound is not None:
-            bound.step_aside(reason)
+            bound.fall_back(reason)
         return call_previous(self, TowerBinding, args, kwargs)
 
     return forward
 
 
 def prove(module: nn.Module) -> tuple[Proof | None, str | None]:
-    """(that one call attends in all segments, None), or (None, what differs)."""
+    """Return (that one call attends in all segments, None), or (None, what differs)."""
     reason = _why_not(module)
     if reason is not None:
         return None, reason
@@ -91,9 +91,9 @@ def prove(module: nn.Module) -> tuple[Proof | None, str | None]:
     bound = bind(copies[1], TowerBinding(forward))
     given = _inputs(copies[0])
     want, got = (_run(copy, given) for copy in copies)
-    if bound.aside:
+    if bound.fallback_active:
         return None, "it does not attend once to all tokens of its segments"
-    if not all(probe.same(x, y, _RTOL) for x, y in zip(got, want, strict=True)):
+    if not all(probe.allclose_to_max(x, y, _RTOL) for x, y in zip(got, want, strict=True)):
         return None, "within segments, values or gradients differ from its own"
     return Proof(OPERATION, "one attention for all images or windows", forward), None
 
@@ -101,7 +101,7 @@ def prove(module: nn.Module) -> tuple[Proof | None, str | None]:
 def _drawn(module: nn.Module) -> nn.Module:
     copy = probe.clone(module, probe.generator())
     with torch.no_grad():
-        for parameter in copy.parameters():  # with those of `clone`, each token would attend to one other alone
+        for parameter in copy.parameters():  # with `clone`'s values, each token would attend to one other alone
             if parameter.ndim > 1:
                 parameter.sub_(1).mul_(2 / parameter.shape[-1] ** 0.5)
     probe.set_training(copy, True)
@@ -109,7 +109,7 @@ def _drawn(module: nn.Module) -> nn.Module:
 
 
 def _inputs(module: nn.Module) -> dict[str, Any]:
-    """Random arguments of the forward of an attention, by the names that those of transformers have."""
+    """Make random arguments for the forward of an attention, under the names that transformers uses."""
     names = inspect.signature(own_class(module).forward).parameters
     source, tokens = probe.generator(), sum(_LENGTHS)
     first = next(child for child in module.modules() if isinstance(child, nn.Linear))
@@ -126,7 +126,7 @@ def _inputs(module: nn.Module) -> dict[str, Any]:
 
 
 def _run(module: nn.Module, given: dict[str, Any]) -> list[torch.Tensor]:
-    """The result of a module, and the gradients of its input and parameters."""
+    """Return the result of a module, and the gradients of its input and parameters."""
     error: Exception | None = None
     for shape in ((-1,), (1, -1)):  # a tower's tokens, or a batch of one row of them
         x = given["hidden_states"].unflatten(0, shape).clone().requires_grad_()
@@ -142,8 +142,8 @@ def _run(module: nn.Module, given: dict[str, Any]) -> list[torch.Tensor]:
     raise NotProven(str(error))
 
 
-KIND = Kind(
-    nominated,
+PATTERN = PatchPattern(
+    is_candidate,
     prove,
     lambda module: OPERATION,
     guards=lambda module: code_guards_of(own_class(module)),

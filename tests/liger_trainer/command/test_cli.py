@@ -1,19 +1,23 @@
-"""The command as a user runs it, on a tiny model: train, resume, evaluate, LoRA, two processes, and what it refuses."""
+"""The command as a user runs it on a tiny model: train, resume, evaluate, LoRA, two processes, and its refusals."""
 
+import gc
 import importlib.machinery
 import importlib.util
 import json
 import re
 import shutil
 import sys
+import time
 
 import pytest
 import torch
 from checkout import ROOT
+from gguf_models import GGUF_VOCAB, write_gguf
 from launching import PROCESSES
 from recipe_fixtures import command, losses, run_elsewhere, write_recipe
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from liger_trainer.command import processes
 from liger_trainer.command.recipe.model_source import find_model, name_for_servers
 
 
@@ -49,7 +53,7 @@ def test_use_liger_changes_no_loss(folder, capsys):
 
 
 def test_resume_reaches_the_same_losses(folder, capsys):
-    """Stopped after 2 of 4 steps: the learning rate of the second run must go on where the first stood."""
+    """The run stops after 2 of 4 steps. The second run continues the learning rate schedule where the first stopped."""
     save = ("--save_strategy", "steps", "--save_steps", "2")
     assert command(capsys, "train", write_recipe(folder), *save, "--output_dir", folder / "whole")[0] == 0
     checkpoint = folder / "whole" / "checkpoint-2"
@@ -102,13 +106,25 @@ def test_lora(folder, capsys):
 
 @pytest.mark.slow
 def test_two_processes_print_one_summary(folder):
-    """`accelerate launch` with the shipped config, on two gloo ranks, which share the rows: half the steps."""
+    """`accelerate launch` with the shipped config on two gloo ranks, which share the rows: half the steps."""
     recipe = write_recipe(folder, max_steps=None, num_train_epochs=1, ddp_backend="gloo", use_cpu=True)
     done = run_elsewhere(
-        sys.executable, "-m", "accelerate.commands.launch", "--config_file", ROOT / "configs" / "ddp.yaml",
-        "--num_processes", "2", "--mixed_precision", "no", "--main_process_port", "0",
-        PROCESSES / "launched_cli.py", "train", recipe, cwd=folder,
-    )  # fmt: skip
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--config_file",
+        ROOT / "configs" / "ddp.yaml",
+        "--num_processes",
+        "2",
+        "--mixed_precision",
+        "no",
+        "--main_process_port",
+        "0",
+        PROCESSES / "launched_cli.py",
+        "train",
+        recipe,
+        cwd=folder,
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("Summary") == 1
     assert done.stderr.count("[liger_trainer] LlamaForCausalLM:") == 1, done.stderr
@@ -146,7 +162,7 @@ SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
 def only_with(monkeypatch, *installed, folder="/site"):
-    """Of the two packages that the small model's weights need, only those that are `installed`, in `folder`."""
+    """Make a folder with only those `installed` of the two packages that hold the small model's weights."""
     find = importlib.util.find_spec
 
     def found(name, *rest):
@@ -184,7 +200,7 @@ def offline_with_cache(monkeypatch, cache):
 
 
 def test_small_model_of_the_hub_trains(folder, capsys, monkeypatch):
-    """The tiny model lies under the small one's name in the cache of the Hub, where it is found without a network."""
+    """The tiny model is in the Hub's cache under the small one's name, and is found there without network."""
     only_with(monkeypatch)
     offline_with_cache(monkeypatch, folder / "hub")
     cached = folder / "hub" / "models--HuggingFaceTB--SmolLM2-135M-Instruct"
@@ -203,7 +219,7 @@ def test_small_model_of_the_hub_trains(folder, capsys, monkeypatch):
 
 
 def test_small_model_is_out_of_reach(folder, capsys, monkeypatch):
-    """One line, with both ways to get it."""
+    """The error is one line and gives both ways to get the model."""
     only_with(monkeypatch)
     offline_with_cache(monkeypatch, folder / "empty")
     code, _, err = command(capsys, "train", write_recipe(folder, model_name_or_path="smollm2-135m-instruct"))
@@ -212,8 +228,8 @@ def test_small_model_is_out_of_reach(folder, capsys, monkeypatch):
     assert SMOLLM2 in line and "HF_HUB_OFFLINE" in line
 
 
-def test_gguf_model_trains_and_saves_as_plain(folder, capsys):
-    """A tiny Llama in GGUF. The saved folder holds the tokenizer too, and no trace of the quantised file."""
+def test_a_gguf_model_trains_and_saves_as_a_plain_one(folder, capsys):
+    """A tiny Llama in GGUF. The saved folder has the tokenizer, and no trace of the quantised file."""
     gguf = pytest.importorskip("gguf", reason="needs the package gguf")
     write_gguf(gguf, folder / "small" / "tiny.gguf")
     init = {"gguf_file": "tiny.gguf"}
@@ -230,47 +246,6 @@ def test_gguf_model_trains_and_saves_as_plain(folder, capsys):
     path = write_recipe(folder, model_name_or_path=str(folder / "small"), model_init_kwargs=init | {"foo": 1})
     code, _, err = command(capsys, "train", path, "--output_dir", folder / "other")
     assert code == 2 and "model_init_kwargs: " in err and "unexpected keyword argument 'foo'" in err
-
-
-GGUF_VOCAB = 261
-
-
-def write_gguf(gguf, path):
-    """A one-layer Llama with a byte-level BPE vocabulary and two merges."""
-    from transformers.convert_slow_tokenizer import bytes_to_unicode
-
-    path.parent.mkdir()
-    hidden, heads, inner = 32, 4, 64
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_context_length(512)
-    writer.add_embedding_length(hidden)
-    writer.add_block_count(1)
-    writer.add_feed_forward_length(inner)
-    writer.add_head_count(heads)
-    writer.add_head_count_kv(heads)
-    writer.add_rope_dimension_count(hidden // heads)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_vocab_size(GGUF_VOCAB)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("default")
-    writer.add_token_list(["<|endoftext|>", "<|im_start|>", "<|im_end|>", *bytes_to_unicode().values(), "w1", "w2"])
-    writer.add_token_types([3, 3, 3] + [1] * 258)
-    writer.add_token_merges(["w 1", "w 2"])
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    shapes = {"token_embd": (GGUF_VOCAB, hidden), "output": (GGUF_VOCAB, hidden), "output_norm": (hidden,)}
-    shapes |= {f"blk.0.attn_{name}": (hidden, hidden) for name in ("q", "k", "v", "output")}
-    shapes |= {"blk.0.ffn_gate": (inner, hidden), "blk.0.ffn_up": (inner, hidden), "blk.0.ffn_down": (hidden, inner)}
-    shapes |= {"blk.0.attn_norm": (hidden,), "blk.0.ffn_norm": (hidden,)}
-    torch.manual_seed(0)
-    for name, shape in shapes.items():
-        writer.add_tensor(
-            f"{name}.weight", (torch.ones(shape) if len(shape) == 1 else torch.randn(shape) * 0.1).numpy()
-        )
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
 
 
 def test_doctor_needs_only_a_config(folder, capsys):
@@ -304,3 +279,24 @@ def test_a_command_says_first_that_it_loads_libraries(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", sys)
     print_loading()
     assert capsys.readouterr().err == ""
+
+
+def test_imports_collect_no_garbage_and_are_not_silent(capsys, monkeypatch):
+    monkeypatch.setattr(processes, "_SILENT_FOR", 0.02)
+    assert gc.isenabled()
+    with pytest.raises(ImportError), processes.importing():
+        assert not gc.isenabled()
+        time.sleep(0.2)
+        raise ImportError
+    assert gc.isenabled(), "also after an error"
+    said = capsys.readouterr().err
+    assert said.startswith("liger-trainer: still loading, 0 s.") and said.count("\n") > 1
+    time.sleep(0.1)
+    assert capsys.readouterr().err == "", "nothing is said once it is over"
+    gc.disable()
+    try:
+        with processes.importing():
+            pass
+        assert not gc.isenabled(), "it was off before"
+    finally:
+        gc.enable()

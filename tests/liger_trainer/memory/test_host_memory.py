@@ -1,12 +1,12 @@
-"""The host's memory: slabs that are used again, how much of them there may be, and how fast the link is."""
+"""The host's memory: reused slabs, how many there may be, and the speed of the link."""
 
 import gc
 
 import pytest
 import torch
 
-from liger_trainer.memory import memory as host_memory
-from liger_trainer.memory.memory import GIB, PinnedMemory, Transport, room_of
+from liger_trainer.memory import pinned_memory
+from liger_trainer.memory.pinned_memory import GIB, HostCopier, PinnedMemory, host_bytes_allowed
 
 
 def plain(size):
@@ -14,7 +14,7 @@ def plain(size):
 
 
 def test_all_of_the_room_can_be_taken():
-    """Also if it is no whole number of slabs."""
+    """Even if it is not a whole number of slabs."""
     host = PinnedMemory(1500 * 512, plain, slab=1000 * 512)
     slots = [host.take(300 * 512) for _ in range(4)]
     assert None not in slots and host.taken == host.room
@@ -52,7 +52,7 @@ def test_no_more_than_the_room():
     assert slots[1] is not None and slots[2] is None
 
 
-def test_what_is_in_use_is_not_given_back():
+def test_only_slabs_out_of_use_are_freed():
     host = PinnedMemory(1 << 20, plain, slab=1 << 14)
     slots = [host.take(16_000), host.take(16_000)]
     del slots[0]
@@ -64,7 +64,7 @@ def test_what_is_in_use_is_not_given_back():
     assert host.taken == 0
 
 
-def test_a_system_that_pins_no_more_says_so_once(caplog):
+def test_running_out_of_pinned_memory_is_reported_once(caplog):
     def pin(size):
         if host.taken:
             raise RuntimeError("CUDA error: out of memory")
@@ -80,15 +80,15 @@ def test_the_room(monkeypatch, tmp_path):
     class Free:
         available = 100 * GIB
 
-    monkeypatch.setattr(host_memory.psutil, "virtual_memory", lambda: Free)
-    monkeypatch.setattr(host_memory, "_CGROUP", tmp_path)
+    monkeypatch.setattr(pinned_memory.psutil, "virtual_memory", lambda: Free)
+    monkeypatch.setattr(pinned_memory, "_CGROUP", tmp_path)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    assert room_of(None) == 50 * GIB
-    assert room_of(3) == 3 * GIB
-    assert room_of(0) == 0
+    assert host_bytes_allowed(None) == 50 * GIB
+    assert host_bytes_allowed(3) == 3 * GIB
+    assert host_bytes_allowed(0) == 0
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert room_of(None) == 12.5 * GIB
-    assert room_of(3) == 3 * GIB, "a budget is of each process"
+    assert host_bytes_allowed(None) == 12.5 * GIB
+    assert host_bytes_allowed(3) == 3 * GIB, "a budget is of each process"
 
 
 @pytest.mark.parametrize(
@@ -115,18 +115,18 @@ def test_a_container_has_less(files, free, monkeypatch, tmp_path):
     class Free:
         available = 100 * GIB
 
-    monkeypatch.setattr(host_memory.psutil, "virtual_memory", lambda: Free)
-    monkeypatch.setattr(host_memory, "_CGROUP", tmp_path)
+    monkeypatch.setattr(pinned_memory.psutil, "virtual_memory", lambda: Free)
+    monkeypatch.setattr(pinned_memory, "_CGROUP", tmp_path)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(str(text))
-    assert room_of(None) == free // 2
+    assert host_bytes_allowed(None) == free // 2
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="it needs a GPU")
 def test_the_link_of_a_gpu():
-    transport = Transport(PinnedMemory(1 << 31), torch.device("cuda", torch.cuda.current_device()))
+    transport = HostCopier(PinnedMemory(1 << 31), torch.device("cuda", torch.cuda.current_device()))
     assert 1e9 < transport.rate < 1e12
     memory = transport.host.take(1000).bytes
     assert memory.is_pinned()

@@ -9,13 +9,13 @@ from memory_runs import Carries, CountedMemory, Host
 from torch import nn
 from torch.utils.checkpoint import checkpoint as checkpoint_of_torch
 
-from liger_trainer.memory.memory import GIB, limit_of
+from liger_trainer.memory.device_memory import GIB, limit_of
 from liger_trainer.memory.micro_batch import MicroBatch, Phase
+from liger_trainer.memory.micro_batch_record import MicroBatchRecord
 from liger_trainer.memory.offload import Offload
-from liger_trainer.memory.plan import Call, Measurement, Measurements, Plan, Size
+from liger_trainer.memory.plan import ActivationPlan, Measurement, Measurements, RecordedCall, Size
 from liger_trainer.memory.planner import ActivationPlanner, Budget
 from liger_trainer.memory.policy import CALLS, LayerCall, LayerPolicy
-from liger_trainer.memory.recorder import Recorder
 from liger_trainer.memory.switches import Switch
 
 SIZE = Size(2, 8)
@@ -45,10 +45,10 @@ def planner():
 def micro_batch(plan, measured=SIZE):
     """A micro-batch that calls its one layer, number 7. That layer was measured with an input of size `measured`."""
     memory = CountedMemory()
-    measurement = Measurement({None: SIZE}, False, False, [0, 0], [Call(7, "layer", measured, 0, 1, extra=10)])
-    now = MicroBatch({None: SIZE}, False, Recorder(memory, None), measurement=measurement, plan=plan)
+    measurement = Measurement({None: SIZE}, False, False, [0, 0], [RecordedCall(7, "layer", measured, 0, 1, extra=10)])
+    now = MicroBatch({None: SIZE}, False, MicroBatchRecord(memory, None), measurement=measurement, plan=plan)
     now.phase = Phase.MEASURE if plan.is_empty else Phase.FOLLOW_PLAN
-    call = Call(7, "layer", SIZE, 0)
+    call = RecordedCall(7, "layer", SIZE, 0)
     now.record.calls.append(call)
     return now, call
 
@@ -56,11 +56,11 @@ def micro_batch(plan, measured=SIZE):
 @pytest.mark.parametrize(
     "plan, policy",
     [
-        (Plan(), LayerPolicy.RECOMPUTE),
-        (Plan(kept=frozenset({7})), LayerPolicy.KEEP),
-        (Plan(attention=frozenset({7})), LayerPolicy.KEEP_ATTENTION),
-        (Plan(on_host=frozenset({7})), LayerPolicy.TO_HOST),
-        (Plan(kept=frozenset({8})), LayerPolicy.RECOMPUTE),
+        (ActivationPlan(), LayerPolicy.RECOMPUTE),
+        (ActivationPlan(kept=frozenset({7})), LayerPolicy.KEEP),
+        (ActivationPlan(attention=frozenset({7})), LayerPolicy.KEEP_ATTENTION),
+        (ActivationPlan(on_host=frozenset({7})), LayerPolicy.TO_HOST),
+        (ActivationPlan(kept=frozenset({8})), LayerPolicy.RECOMPUTE),
     ],
 )
 def test_a_layer_has_the_policy_of_the_plan(planner, plan, policy):
@@ -71,7 +71,7 @@ def test_a_layer_has_the_policy_of_the_plan(planner, plan, policy):
 
 
 def test_a_call_that_was_not_measured_is_recomputed_and_so_are_all_after_it(planner):
-    now, call = micro_batch(Plan(kept=frozenset({7})), measured=Size(1, 8))
+    now, call = micro_batch(ActivationPlan(kept=frozenset({7})), measured=Size(1, 8))
     assert planner.policy_of(now, call, switch_of(Layer())) is LayerPolicy.RECOMPUTE
     assert now.phase is Phase.UNFORESEEN
     now.fail()
@@ -82,7 +82,7 @@ def test_a_call_that_was_not_measured_is_recomputed_and_so_are_all_after_it(plan
 
 @pytest.mark.parametrize("policy", LayerPolicy)
 def test_each_policy_computes_the_same(policy):
-    """And runs the layer again in the backward pass, or not, as `recomputes` says."""
+    """It runs the layer again in the backward pass, or not, as `recomputes` says."""
     torch.manual_seed(0)
     layer = Layer()
     x = torch.randn(2, 8, 16, requires_grad=True)
@@ -104,9 +104,9 @@ def test_a_ceiling_lowers_the_limit_and_never_raises_it():
 
 
 def test_the_ceiling_falls_when_the_same_plan_is_short_of_memory_twice(planner):
-    """Once may be the allocator that gets used to a new plan."""
+    """A single shortage may be the allocator adapting to a new plan."""
     planner.memory.retries = lambda: planner.retried
-    now, _ = micro_batch(Plan(kept=frozenset({7})))
+    now, _ = micro_batch(ActivationPlan(kept=frozenset({7})))
     now.limit = 1000
     for planner.retried, ceiling in ((1, None), (1, None), (2, 784)):
         planner._lower_ceiling(now, peak=800)
@@ -115,9 +115,11 @@ def test_the_ceiling_falls_when_the_same_plan_is_short_of_memory_twice(planner):
 
 def test_a_larger_measurement_takes_the_place_of_smaller_ones_and_their_margin():
     def measured(length):
-        return Measurement({None: Size(1, length)}, False, False, [0], [Call(7, "layer", Size(1, length), 0)])
+        return Measurement({None: Size(1, length)}, False, False, [0], [RecordedCall(7, "layer", Size(1, length), 0)])
 
-    measurements, small, large = Measurements(), measured(8), measured(16)
+    measurements = Measurements()
+    small = measured(8)
+    large = measured(16)
     measurements.add(small)
     small.margin = 5
     measurements.add(large)
@@ -131,7 +133,11 @@ def test_a_larger_measurement_takes_the_place_of_smaller_ones_and_their_margin()
 
 def test_the_recorder_measures_a_recomputed_layer_once_and_only_while_its_micro_batch_runs():
     memory = SimpleNamespace(now=100, allocated=lambda: memory.now, peak=lambda: memory.now + 1)
-    record, first, late = Recorder(memory, Carries()), Call(1, "layer", SIZE, 0), Call(2, "layer", SIZE, 0)
+    record, first, late = (
+        MicroBatchRecord(memory, Carries()),
+        RecordedCall(1, "layer", SIZE, 0),
+        RecordedCall(2, "layer", SIZE, 0),
+    )
     record.start()
     for call in (first, late):
         record.calls.append(call)
@@ -152,8 +158,8 @@ def test_the_recorder_measures_a_recomputed_layer_once_and_only_while_its_micro_
 
 def test_a_micro_batch_without_a_recomputed_layer_measures_nothing():
     memory = CountedMemory()
-    record = Recorder(memory, None)
+    record = MicroBatchRecord(memory, None)
     record.start()
-    record.calls.append(Call(1, "layer", SIZE, 0))
+    record.calls.append(RecordedCall(1, "layer", SIZE, 0))
     record.end_last_interval()
     assert record.measurement({None: SIZE}, False, False) is None

@@ -26,7 +26,7 @@ from liger_trainer.trainers.trl import with_globals
 
 def test_trl_s_fused_head_takes_the_options_that_ours_takes():
     options = list(inspect.signature(add_fused_lm_head).parameters)[1:]
-    ours = [field.name for field in dataclasses.fields(HeadOptions) if field.name != "sharing"]  # which is our own
+    ours = [field.name for field in dataclasses.fields(HeadOptions) if field.name != "sharing"]  # it is our own
     assert options == ours, "trl's add_fused_lm_head has other options"
     defaults = {
         name: p.default for name, p in inspect.signature(add_fused_lm_head).parameters.items() if name != "model"
@@ -49,7 +49,7 @@ def test_the_stock_init_uses_the_globals_that_we_replace(method, name):
 
 
 def test_sft_loss_reduces_log_probs_by_a_sum():
-    """`uniform_grad` in LigerSFTTrainer is a promise about these lines of TRL."""
+    """`uniform_grad` in LigerSFTTrainer makes a promise about these lines of TRL."""
     source = inspect.getsource(trl_sft.SFTTrainer.compute_loss)
     for line in (
         "per_token_loss = -outputs.log_probs",
@@ -60,7 +60,7 @@ def test_sft_loss_reduces_log_probs_by_a_sum():
 
 
 def test_the_dpo_losses_that_read_label_smoothing():
-    """`LigerDPOTrainer` refuses it only together with the others."""
+    """`LigerDPOTrainer` refuses label smoothing only with the other losses."""
     branches = re.split(r'loss_type == "(\w+)"', inspect.getsource(trl.DPOTrainer._compute_loss))
     smoothed = [
         name for name, code in zip(branches[1::2], branches[2::2], strict=True) if "self.label_smoothing" in code
@@ -69,7 +69,7 @@ def test_the_dpo_losses_that_read_label_smoothing():
 
 
 def test_distillation_loss_takes_the_way_on_which_logits_are_deferred():
-    """`LigerDistillationTrainer` gives logits for hidden states, and promises one upstream gradient for all rows."""
+    """`LigerDistillationTrainer` returns logits for hidden states, and promises one upstream gradient for all rows."""
     ours = {
         trl_distillation.DistillationTrainer.__init__: ("BaseTunerLayer", "PromptLearningConfig", "prepare_deepspeed("),
         trl_distillation.DistillationTrainer._get_last_hidden_state: (
@@ -90,6 +90,50 @@ def test_distillation_loss_takes_the_way_on_which_logits_are_deferred():
     for function, lines in ours.items():
         for line in lines:
             assert line in inspect.getsource(function), f"trl's {function.__qualname__} no longer has: {line}"
+
+
+def lines_of(trainer, word):
+    """The lines of a trainer's code that have `word`, without comments."""
+    lines = [line.partition("#")[0].strip() for line in inspect.getsource(trainer).splitlines()]
+    return [line for line in lines if word in line]
+
+
+def test_what_grpo_makes_of_the_old_policy():
+    """`LigerGRPOTrainer` leaves its pass out, and makes the same of the training pass."""
+    assert lines_of(trl.GRPOTrainer, "old_per_token_logps") == [
+        "old_per_token_logps, _, _ = self._get_per_token_logps_and_entropies(",
+        "old_per_token_logps = None",
+        "per_token_logps_diff = (old_per_token_logps - sampling_per_token_logps) * mask",
+        "delta = torch.abs(old_per_token_logps - sampling_per_token_logps)",
+        "if old_per_token_logps is not None:",
+        'output["old_per_token_logps"] = old_per_token_logps',
+        'old_per_token_logps = inputs.get("old_per_token_logps")',
+        "old_per_token_logps = per_token_logps.detach() if old_per_token_logps is None else old_per_token_logps",
+        'sampling_per_token_logps = inputs.get("sampling_per_token_logps", old_per_token_logps)',
+        "log_ratio = per_token_logps - old_per_token_logps",
+    ]
+    assert lines_of(trl.GRPOTrainer, "vllm_importance_sampling_correction")[2:] == [
+        "and self.vllm_importance_sampling_correction",
+        '"`vllm_importance_sampling_correction=False`."',
+        "self.use_vllm and self.vllm_importance_sampling_correction",
+        *["if self.use_vllm and self.vllm_importance_sampling_correction:"] * 3,
+        'if self.use_vllm and self.vllm_importance_sampling_correction and self.loss_type != "vespo":',
+    ]
+
+
+def test_what_rloo_makes_of_the_old_policy():
+    """`LigerRLOOTrainer` answers the first call that scores by itself, right after `_generate`."""
+    assert lines_of(trl.RLOOTrainer, "old_") == [
+        "old_per_token_logps, _, _ = self._get_per_token_logps_and_entropies(",
+        "old_logps = (old_per_token_logps * completion_mask).sum(1)",
+        "per_token_kl = old_per_token_logps - ref_per_token_logps",
+        '"old_logps": old_logps,',
+        'old_logps = inputs["old_logps"]',
+        "log_ratio = logps - old_logps",
+    ]
+    source = inspect.getsource(trl.RLOOTrainer._generate_and_score_completions)
+    generates, scores = source.index("self._generate("), source.index("self._get_per_token_logps_and_entropies(")
+    assert generates < scores < source.index("self._calculate_rewards(")
 
 
 def test_a_moved_name_is_an_import_error_that_says_what_to_do():
@@ -122,15 +166,15 @@ def test_cross_entropy_offers_itself_to_torch_function():
 
 
 def test_saved_tensor_hooks_of_others_can_be_seen():
-    """Not a public function of PyTorch; without it, products would be rebuilt inside somebody's offloading."""
+    """PyTorch has no public function for it. Without it, products would be rebuilt inside a user's offloading."""
     top = torch._C._autograd._top_saved_tensors_default_hooks
     assert top(True) is None
     with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
         assert top(True) is not None
 
 
-def test_floating_point_ops_are_those_of_the_stock_trainer(monkeypatch):
-    """Also with a LoRA, for what is no model of theirs, and with one count of the parameters in a training."""
+def test_floating_point_ops_equal_the_stock_trainer_s(monkeypatch):
+    """This holds with a LoRA, for models outside transformers, and with one parameter count per training."""
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
     model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=16))
     adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))

@@ -1,10 +1,9 @@
-"""Prompts that are answered while a model trains: the answers, where they go, and that the training is as without."""
+"""Prompts answered during training: the answers, where they go, and that training is unaffected."""
 
 import copy
 import json
 import random
 
-import dpo_runs
 import pytest
 import sft_runs
 import torch
@@ -14,10 +13,20 @@ from launching import in_processes
 from peft import LoraConfig, PromptTuningConfig
 from rerun_recorder import capture_on_cpu
 from tiny_models import VOCAB, ragged_rows, tiny_model, tiny_tokenizer
-from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback
+from trainer_parity import build_dpo
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    OPTConfig,
+    TrainerCallback,
+)
 from transformers.integrations import integration_utils
 
 from liger_trainer import LigerDPOTrainer, LigerSFTConfig, LigerSFTTrainer, LigerTrainer
+from liger_trainer.trainers.samples import _learned_positions
 
 PROMPTS = {"sample_prompts": ["w3 w4", "w5"], "sample_steps": 1, "sample_max_new_tokens": 4}
 
@@ -31,7 +40,7 @@ def dropout_model():
 
 
 def run_dpo(*args, **options):
-    trainer = dpo_runs.build(*args, **options)
+    trainer = build_dpo(*args, **options)
     trainer.train()
     return None, trainer
 
@@ -63,7 +72,7 @@ def samples_in(trainer):
 
 
 def assert_same_training(got, want):
-    """Logs and weights of two trainers are the same to the bit."""
+    """Assert that logs and weights of two trainers are bit-equal."""
     for one, other in zip(got.state.log_history, want.state.log_history, strict=True):
         names = [name for name in one if not name.startswith("train_") and "runtime" not in name]
         assert {name: one[name] for name in names} == {name: other[name] for name in names}
@@ -103,13 +112,22 @@ def build_plain(folder, given):
     from liger_trainer import LigerTrainingArguments
 
     args = LigerTrainingArguments(
-        output_dir=str(folder), per_device_train_batch_size=8, num_train_epochs=1, report_to="none", use_cpu=True,
-        disable_tqdm=True, save_strategy="no", **given,
-    )  # fmt: skip
+        output_dir=str(folder),
+        per_device_train_batch_size=8,
+        num_train_epochs=1,
+        report_to="none",
+        use_cpu=True,
+        disable_tqdm=True,
+        save_strategy="no",
+        **given,
+    )
     return LigerTrainer(
-        model=dropout_model(), args=args, train_dataset=ragged_rows(), data_collator=trainer_runs.collate,
+        model=dropout_model(),
+        args=args,
+        train_dataset=ragged_rows(),
+        data_collator=trainer_runs.collate,
         processing_class=tiny_tokenizer(),
-    )  # fmt: skip
+    )
 
 
 def test_captured_steps_go_on(tmp_path, monkeypatch):
@@ -180,9 +198,16 @@ def test_prompts_are_asked_as_rows_are(tmp_path):
     chat = {"messages": [{"role": role, "content": text} for role, text in turns]}
     for rows in ([chat] * 4, [{"text": "w10 w11"}] * 4):
         args = LigerSFTConfig(
-            output_dir=str(tmp_path), use_cpu=True, bf16=False, max_steps=1, report_to="none", disable_tqdm=True,
-            save_strategy="no", gradient_checkpointing=False, **PROMPTS,
-        )  # fmt: skip
+            output_dir=str(tmp_path),
+            use_cpu=True,
+            bf16=False,
+            max_steps=1,
+            report_to="none",
+            disable_tqdm=True,
+            save_strategy="no",
+            gradient_checkpointing=False,
+            **PROMPTS,
+        )
         trainer = LigerSFTTrainer(
             model=tiny_model("llama"), args=args, train_dataset=Dataset.from_list(rows), processing_class=tokenizer
         )
@@ -229,14 +254,14 @@ def test_what_is_refused(options, given, said, tmp_path):
     ],
 )
 def test_prompts_that_cannot_be_answered_stop_before_the_first_step(options, said, tmp_path):
-    """Past the last of its learned positions, GPT-2 raises an IndexError, if no answer before was so long."""
+    """Past its last learned position, GPT-2 raises an IndexError, if no earlier answer was so long."""
     config = GPT2Config(vocab_size=VOCAB, n_embd=16, n_layer=1, n_head=2, n_positions=32, bos_token_id=1)
     with pytest.raises(ValueError, match=said):
         sft_runs.run(LigerSFTTrainer, GPT2LMHeadModel(config), tmp_path, **options)
 
 
 def test_tensor_parallel_models_are_refused(tmp_path, monkeypatch):
-    """One process alone would wait for the others in the first layer."""
+    """One process would wait for the others in the first layer."""
     monkeypatch.setattr(LigerSFTTrainer, "get_tp_size", lambda self: 2)
     with pytest.raises(ValueError, match="shared out over processes .FSDP, DeepSpeed, tensor parallelism"):
         sft_runs.run(LigerSFTTrainer, tiny_model("llama"), tmp_path, train=False, **PROMPTS)
@@ -245,3 +270,72 @@ def test_tensor_parallel_models_are_refused(tmp_path, monkeypatch):
 def test_a_trainer_that_cannot_read_prompts(tmp_path):
     with pytest.raises(ValueError, match="the trainer has no processing_class to tokenize them"):
         trainer_runs.run(LigerTrainer, tiny_model("llama"), tmp_path, **PROMPTS)
+
+
+class OutOfMemory(TrainerCallback):
+    """Raises from a layer in the second token of each answer, as an allocation does that fails."""
+
+    raised = 0
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        (layer,) = (module for name, module in model.named_modules() if name.endswith("layers.1.mlp"))
+        layer.register_forward_hook(self.fail)
+
+    def fail(self, layer, args, output):
+        torch.rand(3)  # an answer that was begun may have drawn random numbers
+        if not layer.training and output.shape[1] == 1:
+            self.raised += 1
+            raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB")
+
+
+def test_memory_that_runs_out_costs_an_answer_and_not_the_training(tmp_path, caplog):
+    runs, failing = {}, OutOfMemory()
+    for name, given in (("without", {}), ("with", PROMPTS)):
+        trainer = sft_runs.run(LigerSFTTrainer, dropout_model(), tmp_path / name, train=False, **lora(), **given)[1]
+        trainer.callback_handler.callbacks.insert(0, failing)
+        torch.manual_seed(5)
+        trainer.train()
+        runs[name] = trainer
+    assert failing.raised == 6, "two prompts before and after each of two steps"
+    assert_same_training(runs["with"], runs["without"])
+    assert samples_in(runs["with"]) == [], "no answer is made up"
+    (line,) = [record.getMessage() for record in caplog.records if "memory ran out" in record.getMessage()]
+    assert "step 0" in line and "sample_max_new_tokens, which is 4" in line
+    assert all(module.training for module in runs["with"].model.modules())
+
+
+def test_other_errors_in_an_answer_are_raised(tmp_path):
+    model = dropout_model()
+
+    def fail(layer, args, output):
+        if not layer.training:
+            raise RuntimeError("a bug")
+
+    model.model.layers[1].mlp.register_forward_hook(fail)
+    with pytest.raises(RuntimeError, match="a bug"):
+        sft_runs.run(LigerSFTTrainer, model, tmp_path, **PROMPTS)
+
+
+SMALL = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+
+
+@pytest.mark.parametrize(
+    ("config", "limit"),
+    [
+        pytest.param(GPT2Config(vocab_size=64, n_positions=12, n_embd=16, n_layer=1, n_head=2), 12, id="table"),
+        pytest.param(
+            OPTConfig(**SMALL, max_position_embeddings=12, ffn_dim=16, word_embed_proj_dim=16), 12, id="two rows before"
+        ),
+        pytest.param(
+            BloomConfig(vocab_size=64, hidden_size=16, n_layer=1, n_head=2, max_position_embeddings=12),
+            None,
+            id="ALiBi",
+        ),
+        pytest.param(LlamaConfig(**SMALL, max_position_embeddings=12, intermediate_size=16), None, id="rotary"),
+    ],
+)
+def test_how_many_positions_a_model_has(config, limit):
+    model = AutoModelForCausalLM.from_config(config)
+    assert _learned_positions(model) == limit
+    if limit is None:
+        assert model(torch.ones(1, 20, dtype=torch.long)).logits.shape == (1, 20, 64)

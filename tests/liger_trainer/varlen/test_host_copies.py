@@ -1,4 +1,4 @@
-"""Rows found from values on the host, beside those found from the device's, and batches on their way to it."""
+"""Rows found from values on the host equal rows found from the device's, and batches on their way to the device."""
 
 import copy
 import pickle
@@ -12,7 +12,7 @@ from transformers import BatchFeature, LlamaConfig, LlamaForCausalLM
 from liger_trainer import LigerTrainer, LigerTrainingArguments
 from liger_trainer.varlen import host_copies
 from liger_trainer.varlen.host_copies import HostBatch, remembering, values_of
-from liger_trainer.varlen.plans import plan_of
+from liger_trainer.varlen.plan_batch import plan_batch
 
 CONFIG = LlamaConfig(attn_implementation="sdpa", use_cache=False)
 MASKS, LABELS = ([1, 1, 0, 0], [1, 1, 1, 0]), [[-100, 5, -100, -100], [4, 5, 6, -100]]
@@ -26,7 +26,7 @@ def batch(*masks, labels=None):
 
 
 def moved(given):
-    """`given` on a device: on the CPU, a tensor that is moved there is itself, and is known anyway."""
+    """`given` on a device. On the CPU, moving a tensor returns the tensor itself, and its values are known anyway."""
     given = HostBatch(given)
     there = {name: x.clone() for name, x in given.items()}
     for name in there.keys() & {"attention_mask", "position_ids", "labels", "shift_labels"}:
@@ -66,7 +66,7 @@ def test_rows_of_a_padded_batch(masks, rows, labels, shifted):
         predicting = mask if shifted else mask[:, :-1]
         if ((seen if shifted else seen[:, 1:]) & (predicting == 0)).any():
             rows = None
-    assert rows_of(plan_of(CONFIG, given)) == rows_of(plan_of(CONFIG, moved(given))) == rows
+    assert rows_of(plan_batch(CONFIG, given)) == rows_of(plan_batch(CONFIG, moved(given))) == rows
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_rows_of_a_padded_batch(masks, rows, labels, shifted):
 def test_packed_rows(positions, lengths):
     given = {"input_ids": torch.arange(7)[None], "position_ids": torch.tensor([positions])}
     for call in (given, moved(given)):
-        assert rows_of(plan_of(CONFIG, call)) == (lengths and (lengths, 7, max(lengths), None, True))
+        assert rows_of(plan_batch(CONFIG, call)) == (lengths and (lengths, 7, max(lengths), None, True))
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,9 @@ def test_values_that_have_changed_since_are_the_device_s(change):
     change(given)
     pair = given["attention_mask"], given["labels"]
     assert all(known is x for known, x in zip(values_of(*pair), pair, strict=True))
-    assert rows_of(plan_of(CONFIG, given)) == rows_of(plan_of(CONFIG, {name: x.clone() for name, x in given.items()}))
+    assert rows_of(plan_batch(CONFIG, given)) == rows_of(
+        plan_batch(CONFIG, {name: x.clone() for name, x in given.items()})
+    )
 
 
 def test_a_batch_arrives_as_accelerate_moves_it():
@@ -108,7 +110,7 @@ def test_a_batch_arrives_as_accelerate_moves_it():
     assert there["nested"]["x"][0].device.type == "meta" and there["input_ids"].device.type == "meta"
     assert there["names"] == ["a", "b"] and there["nothing"] is None
     want = given["attention_mask"].clone()
-    given["attention_mask"].numpy()[:] = 1  # as where a collate function fills the same memory for each batch
+    given["attention_mask"].numpy()[:] = 1  # like a collate function that fills the same memory for each batch
     assert torch.equal(*values_of(there["attention_mask"]), want)
     nested = there["nested"]["x"]
     assert values_of(*nested)[0].device.type == "meta", "only what rows and places are found from is kept"
@@ -163,7 +165,7 @@ def test_a_collator_is_found_behind_ours():
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
-    """Moves batches as to another device: a tensor that is moved to the CPU is another one."""
+    """Moves batches as to another device: moving a tensor to the CPU makes another tensor."""
     send = host_copies.send_to_device
     fresh = {"attention_mask", "labels"}
     monkeypatch.setattr(
@@ -193,13 +195,27 @@ def test_through_a_dataloader_of_accelerate(workers, skipped, as_on_a_gpu):
 
 def trainer_of(tmp_path, rows=ROWS, trainer_class=LigerTrainer, **options):
     config = LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, attn_implementation="sdpa", use_cache=False,
-    )  # fmt: skip
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        attn_implementation="sdpa",
+        use_cache=False,
+    )
     args = LigerTrainingArguments(
-        output_dir=str(tmp_path), max_steps=2, report_to="none", use_cpu=True, save_strategy="no", disable_tqdm=True,
-        per_device_train_batch_size=2, remove_unused_columns=False, seed=0, **options,
-    )  # fmt: skip
+        output_dir=str(tmp_path),
+        max_steps=2,
+        report_to="none",
+        use_cpu=True,
+        save_strategy="no",
+        disable_tqdm=True,
+        per_device_train_batch_size=2,
+        remove_unused_columns=False,
+        seed=0,
+        **options,
+    )
     torch.manual_seed(0)
     model = LlamaForCausalLM(config)
     return trainer_class(model=model, args=args, train_dataset=rows, eval_dataset=ROWS, data_collator=Collator())

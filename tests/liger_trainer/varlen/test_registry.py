@@ -1,4 +1,4 @@
-"""Configs keep the name of transformers' attention, under which ours is found from the first patched model on."""
+"""Configs keep the name of transformers' attention. From the first patched model on, it leads to ours."""
 
 import copy
 import gc
@@ -13,7 +13,7 @@ from varlen_batches import LENGTHS, ON, assert_same_step, batch, model_of, patch
 
 from liger_trainer import apply_liger, remove_liger
 from liger_trainer.head.module import has_fused_head, head_options
-from liger_trainer.varlen import masks
+from liger_trainer.varlen import registry
 
 
 def test_models_that_share_a_config(tokens):
@@ -46,7 +46,9 @@ def test_a_copy_outlives_the_model(how, tokens):
 
 @pytest.mark.parametrize("before", [True, False])
 def test_a_function_of_the_user_s_is_used(before, tokens, monkeypatch):
-    called, model, call = [], model_of(), batch()
+    called = []
+    model = model_of()
+    call = batch()
     want = step(model, call)
 
     def theirs(*args, **kwargs):
@@ -88,12 +90,12 @@ def test_continuous_batching_takes_the_model():
 
 def test_the_registries_are_transformers_own_after_the_last_model():
     def registered():
-        return [registry[name] is own for registry, name, own, _ in masks._FUNCTIONS], vars(ALL_ATTENTION_FUNCTIONS)
+        return [table[name] is own for table, name, own, _ in registry._FUNCTIONS], vars(ALL_ATTENTION_FUNCTIONS)
 
     gc.collect()
     first, second = tiny_model("llama"), tiny_model("llama")
-    masks.release(has_fused_head)
-    assert all(head_options(model) is None for model in masks._users), "models of other tests are patched"
+    registry.release(has_fused_head)
+    assert all(head_options(model) is None for model in registry._users), "models of other tests are patched"
     for model in (first, second):
         apply_liger(model)
     remove_liger(first)

@@ -1,9 +1,10 @@
-"""Attention within the segments of a sequence: beside float64 with the mask written out."""
+"""Attention within the segments of a sequence equals float64 with the mask written out."""
 
 import pytest
 import torch
 
-from liger_trainer.varlen.segments import NotInSegments, attention, segments_known, segments_of
+from liger_trainer.varlen.registry import sdpa_attention
+from liger_trainer.varlen.segments import NotInSegments, segments_of, use_segments
 
 LENGTHS = (8, 3, 8, 0, 1, 8)
 TOKENS = sum(LENGTHS)
@@ -32,8 +33,8 @@ def exact(query, key, value, lengths, scale, upstream):
 
 
 def attend(query, key, value, segments, **options):
-    with segments_known(segments):
-        return attention(torch.nn.Module(), query, key, value, None, is_causal=False, **options)[0]
+    with use_segments(segments):
+        return sdpa_attention(torch.nn.Module(), query, key, value, None, is_causal=False, **options)[0]
 
 
 @pytest.mark.parametrize("lengths", [LENGTHS, (7, 7, 7, 7), (1, 2, 3, 4, 18), (28,)])
@@ -74,15 +75,15 @@ def test_segments_are_read_once_and_again_after_a_change():
 @pytest.mark.parametrize(
     "more", [{"attention_mask": torch.ones(1)}, {"is_causal": True}, {"softcap": 5.0}, {"tokens": TOKENS + 1}]
 )
-def test_what_it_cannot_answer(more):
+def test_calls_that_segments_cannot_serve_are_refused(more):
     given = inputs(tokens=more.pop("tokens", TOKENS))
-    with segments_known(segments_of(offsets())), pytest.raises(NotInSegments):
-        attention(torch.nn.Module(), *given, **({"attention_mask": None} | more))
+    with use_segments(segments_of(offsets())), pytest.raises(NotInSegments):
+        sdpa_attention(torch.nn.Module(), *given, **({"attention_mask": None} | more))
 
 
 def test_without_segments_it_is_transformers_own():
     given = inputs()
-    got, _ = attention(torch.nn.Module(), *given, None, is_causal=False)
+    got, _ = sdpa_attention(torch.nn.Module(), *given, None, is_causal=False)
     want = torch.nn.functional.scaled_dot_product_attention(*given)
     assert torch.equal(got, want.transpose(1, 2))
 

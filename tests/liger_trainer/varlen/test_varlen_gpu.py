@@ -1,4 +1,4 @@
-"""On a GPU: attention by PyTorch's kernel for rows of uneven length beside float64, and who waits for the GPU.
+"""On a GPU: attention by PyTorch's kernel for rows of uneven length against float64, and who waits for the GPU.
 
 CUDA_VISIBLE_DEVICES=0 pytest -m gpu tests/liger_trainer/varlen/test_varlen_gpu.py
 """
@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from liger_trainer import apply_liger
-from liger_trainer.varlen import attention, padding
+from liger_trainer.varlen import attention, unpad_plan
 from liger_trainer.varlen.host_copies import HostBatch
-from liger_trainer.varlen.plans import plan_of
+from liger_trainer.varlen.plan_batch import plan_batch
+from liger_trainer.varlen.registry import sdpa_attention
 from liger_trainer.varlen.rows import RowMask, Rows
-from liger_trainer.varlen.segments import attention as attention_function
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 LENGTHS = (130, 1, 517, 0, 64, 300)
@@ -55,7 +55,7 @@ def test_kernel(heads, kv_heads, dim, value_dim, window, dtype, monkeypatch):
         for n, width in shapes
     )
     scale = dim**-0.5
-    got, _ = attention_function(torch.nn.Module(), query, key, value, RowMask(rows(), window), scaling=scale)
+    got, _ = sdpa_attention(torch.nn.Module(), query, key, value, RowMask(rows(), window), scaling=scale)
     upstream = torch.randn_like(got)
     grads = torch.autograd.grad(got, (query, key, value), upstream)
     want, want_grads = exact(query, key, value, window, scale, upstream)
@@ -66,7 +66,7 @@ def test_kernel(heads, kv_heads, dim, value_dim, window, dtype, monkeypatch):
 
 def test_fp32_goes_row_by_row():
     query, key, value = (torch.randn(1, 4, TOKENS, 64, device="cuda") for _ in range(3))
-    got, _ = attention_function(torch.nn.Module(), query, key, value, RowMask(rows()))
+    got, _ = sdpa_attention(torch.nn.Module(), query, key, value, RowMask(rows()))
     want, _ = exact(query, key, value, None, 64**-0.5, torch.zeros_like(got))
     assert (got.double() - want).norm() <= 1e-5 * want.norm()
 
@@ -81,11 +81,17 @@ def waits_are_errors():
 
 
 def test_a_call_waits_for_nothing():
-    """Neither the plan nor the backbone, where the batch comes from the host. Else the plan is made with one wait."""
+    """Neither the plan nor the backbone waits if the batch comes from the host. Otherwise the plan waits once."""
     config = LlamaConfig(
-        vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, attn_implementation="sdpa", use_cache=False,
-    )  # fmt: skip
+        vocab_size=512,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        attn_implementation="sdpa",
+        use_cache=False,
+    )
     with torch.device("cuda"):
         model = LlamaForCausalLM(config).bfloat16()
     apply_liger(model, {"varlen_attention": True})
@@ -98,24 +104,31 @@ def test_a_call_waits_for_nothing():
             pinned = HostBatch({name: x.pin_memory() for name, x in batch.items()})
             with waits_are_errors() if _ else contextlib.nullcontext():
                 call = pinned.to("cuda")
-                plan = plan_of(model.config, call)
-                with padding.running(plan):
+                plan = plan_batch(model.config, call)
+                with unpad_plan.use_plan(plan):
                     model.model(**{name: x for name, x in call.items() if name != "labels"})
             assert plan.used
-            again = plan_of(model.config, {name: x.clone() for name, x in call.items()})
+            again = plan_batch(model.config, {name: x.clone() for name, x in call.items()})
             assert again.rows.lengths == plan.rows.lengths
             assert plan.index is None or torch.equal(again.index, plan.index)
 
 
 def test_padded_rows_in_bf16_are_as_near_to_fp32_as_stock_s():
     config = LlamaConfig(
-        vocab_size=512, hidden_size=512, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=8,
-        num_key_value_heads=2, attn_implementation="sdpa", use_cache=False,
-    )  # fmt: skip
+        vocab_size=512,
+        hidden_size=512,
+        intermediate_size=1024,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        attn_implementation="sdpa",
+        use_cache=False,
+    )
     torch.manual_seed(0)
     with torch.device("cuda"):
         model = LlamaForCausalLM(config)
-    ids, mask = torch.randint(3, 500, (8, 512), device="cuda"), torch.ones(8, 512, device="cuda", dtype=torch.long)
+    ids = torch.randint(3, 500, (8, 512), device="cuda")
+    mask = torch.ones(8, 512, device="cuda", dtype=torch.long)
     for row in range(1, 8):
         mask[row, 512 - 60 * row :] = 0
     call = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
@@ -138,12 +151,16 @@ def test_padded_rows_in_bf16_are_as_near_to_fp32_as_stock_s():
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_a_model_spread_over_two_gpus(tmp_path):
-    """As `device_map="auto"` does it, TRL's default in a run of one process."""
+    """`device_map="auto"` does this, TRL's default in one process."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
         vocab_size=128,
-    )  # fmt: skip
+    )
     LlamaForCausalLM(config).save_pretrained(tmp_path)
     first = {"model.embed_tokens": 0, "model.layers.0": 0, "model.rotary_emb": 0}
     spread = first | {"model.layers.1": 1, "model.norm": 1, "lm_head": 1}

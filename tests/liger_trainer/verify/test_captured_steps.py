@@ -1,11 +1,11 @@
-"""The check of `verify` that captured steps are uncaptured ones. On a CPU what is captured runs again as Python."""
+"""`verify` checks that captured steps equal uncaptured ones. On a CPU, recorded Python runs again."""
 
 import pytest
 import torch
 from rerun_recorder import RerunRecorder, capture_on_cpu
 from verify_setups import lora, setup_of
 
-from liger_trainer.varlen.graphs.static_batch import Size
+from liger_trainer.varlen.graphs.static_batch import CapturedSize
 from liger_trainer.varlen.graphs.static_gradients import GradientBuffers, Handed
 from liger_trainer.verify import quiet
 from liger_trainer.verify.captured import captured
@@ -21,7 +21,7 @@ def check_of(tmp_path, setup, **options):
 SETUPS = {
     "SFT": ("SFT", {}),
     "Medusa": ("Medusa", {}),  # its frozen model runs in evaluation mode within the call
-    "DPO, LoRA": ("DPO", {"peft_config": lora()}),  # TRL checkpoints, but for the reference
+    "DPO, LoRA": ("DPO", {"peft_config": lora()}),  # TRL checkpoints, except for the reference
 }
 
 
@@ -35,8 +35,8 @@ def test_silent_where_nothing_is_wrong(name, tmp_path, monkeypatch):
 
 
 def embeddings_stay(monkeypatch):
-    """Those of the first batch are replayed for ever. The comparison at the capture cannot see it."""
-    fill = Size.fill
+    """The first batch's embeddings are replayed for ever. The comparison at the capture cannot see it."""
+    fill = CapturedSize.fill
 
     def once(self, batch):
         embeds = self.embeds.detach().clone()
@@ -45,7 +45,7 @@ def embeddings_stay(monkeypatch):
         if seen:
             self.embeds.data.copy_(embeds)
 
-    monkeypatch.setattr(Size, "fill", once)
+    monkeypatch.setattr(CapturedSize, "fill", once)
 
 
 def gradients_of_the_last_step_stay(monkeypatch):

@@ -1,4 +1,4 @@
-"""Methods bound to one instance: how they are taken away, and which may stand around another."""
+"""Methods bound to one instance: how they are removed, and which may wrap another."""
 
 import inspect
 
@@ -8,7 +8,7 @@ from torch import nn
 
 from liger_trainer.patching.apply import _swap
 from liger_trainer.patching.core.binding import Binding, bind, call_previous, in_place_of, unbind_all
-from liger_trainer.patching.core.kind import Kind, Proof, find, slot_of
+from liger_trainer.patching.core.pattern import PatchPattern, Proof, match_modules, slot_of
 from liger_trainer.patching.core.report import LigerReport
 
 
@@ -41,7 +41,7 @@ def test_methods_around_each_other_are_unbound_the_last_one_first():
     torch.testing.assert_close(model(x), 2 * want + 1)
     unbind_all(model)
     assert torch.equal(model(x), want) and set(vars(model[0])) == before
-    assert inner.aside and outer.aside
+    assert inner.fallback_active and outer.fallback_active
 
 
 def test_a_method_that_is_held_runs_the_class_s_own_code_once_it_was_unbound():
@@ -54,7 +54,7 @@ def test_a_method_that_is_held_runs_the_class_s_own_code_once_it_was_unbound():
     assert torch.equal(held(x), want)
 
 
-def test_a_key_of_one_s_own():
+def test_a_user_s_own_key():
     module = layer()
     binding = bind(module, Binding(doubled, key="_liger_one"))
     assert vars(module)["_liger_one"] is binding and Binding.of(module) is None
@@ -72,18 +72,20 @@ def test_only_a_method_with_a_key_of_its_own_stands_around_another():
 
 
 def test_a_module_of_two_kinds_is_swapped_once():
-    """The second kind finds the method of the first one, which it must not take for the module's own."""
+    """The second pattern finds the first one's method, and must not take it for the module's own."""
     proof = Proof("lora", "doubled", doubled)
-    kind = Kind(lambda module: isinstance(module, nn.Linear), lambda module: (proof, None), lambda module: "lora")
+    kind = PatchPattern(
+        lambda module: isinstance(module, nn.Linear), lambda module: (proof, None), lambda module: "lora"
+    )
     model, report = nn.Sequential(layer()), LigerReport("Sequential")
-    _swap(find([kind, kind], model.named_modules()), report)
+    _swap(match_modules([kind, kind], model.named_modules()), report)
     assert report["lora"].skipped["0"].startswith("its forward was replaced") and Binding.of(model[0]).previous is None
 
 
 @pytest.mark.parametrize("name", ["forward", "get_rope_index"])
 def test_a_method_in_the_place_of_another_has_its_signature(name):
     def own(self, x, *, scale: float = 1.0):
-        """What it computes."""
+        """The module's own computation."""
 
     @in_place_of(own, name)
     def method(self, *args, **kwargs):

@@ -1,0 +1,203 @@
+"""What an MTP head costs beside supervised fine-tuning: time and memory of a step with `train_mtp` and without.
+
+    python benchmarks/mtp.py
+    python benchmarks/mtp.py --layers 16
+    python benchmarks/mtp.py --tiny
+
+The model has the shape of Qwen3.5-9B with attention in every layer, so that no package for its other layers is needed,
+and random weights. Its head is one more layer, a product of two hidden states in front of it, and the model's LM head.
+Weights, gradients and the fused AdamW are bf16, and all of the model is trained. The learning rate is 0, so that both
+arms have the same losses, which are compared.
+
+`slower` is the cost of a step, and `more` that of the peak in GiB. `head_static` is the head's part of it: weights,
+gradients and two states of AdamW. `head_tflop` are its products, and `tflop` those of the whole model, of a step.
+"""
+
+import tempfile
+from pathlib import Path
+
+import torch
+from _measure import DEVICE, Record, arguments, table
+from _processes import emit, is_out_of_memory, release, rows_from
+from _rows import sft_rows
+from _steps import Run, build, clock_of, counting, timed_steps, tokenizer_of
+from medusa import static_bytes
+from training import profiler
+
+WITHOUT, WITH = "LigerSFTTrainer", "LigerSFTTrainer + train_mtp"
+ARMS = (WITHOUT, WITH)
+SKIP = 3  # steps before the clock starts
+LOG = 3
+
+
+def give_head(model, folder):
+    """Write a checkpoint that has the config and an MTP head alone, and name it as the model's base."""
+    from safetensors.torch import save_file
+
+    size = model.config.hidden_size
+    dtype = model.dtype
+    torch.manual_seed(1)
+    tensors = {f"mtp.layers.0.{name}": t.detach().cpu() for name, t in model.model.layers[0].state_dict().items()}
+    tensors["mtp.fc.weight"] = (0.02 * torch.randn(size, 2 * size)).to(dtype)
+    for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
+        tensors[f"mtp.{name}.weight"] = torch.zeros(size, dtype=dtype)
+    model.config.mtp_num_hidden_layers = 1
+    model.config.save_pretrained(folder)
+    save_file({n: t.contiguous() for n, t in tensors.items()}, Path(folder, "model.safetensors"), {"format": "pt"})
+    model.name_or_path = folder
+    model.config._name_or_path = folder
+
+
+def run_of(options):
+    return Run(options.model, options.batch, options.length, steps=options.steps, skip=SKIP, layers=options.layers)
+
+
+def make_trainer(arm, options, callbacks):
+    from datasets import Dataset
+
+    from liger_trainer import LigerSFTConfig, LigerSFTTrainer
+
+    run = run_of(options)
+    model = build(run)
+    give_head(model, tempfile.mkdtemp())
+    rows, _ = sft_rows(run, model.config.vocab_size, tokenizer_of())
+    args = LigerSFTConfig(
+        output_dir=tempfile.mkdtemp(),
+        max_steps=options.steps,
+        per_device_train_batch_size=options.batch,
+        logging_steps=LOG,
+        logging_first_step=True,
+        dataloader_num_workers=4 if DEVICE == "cuda" else 0,
+        learning_rate=0.0,
+        weight_decay=0.0,
+        lr_scheduler_type="constant",
+        bf16=DEVICE == "cuda",
+        optim="adamw_torch_fused",
+        report_to="none",
+        save_strategy="no",
+        use_cpu=DEVICE == "cpu",
+        disable_tqdm=True,
+        activation_checkpointing=options.checkpointing,
+        max_length=options.length,
+        dataset_kwargs={"skip_prepare_dataset": True},
+        dataloader_drop_last=True,
+        train_mtp=arm == WITH,
+    )
+    return counting(LigerSFTTrainer)(
+        model, args, train_dataset=Dataset.from_list(rows), processing_class=tokenizer_of(), callbacks=callbacks
+    )
+
+
+def tflop_of(model, tokens, length):
+    """(TFLOP of the products of a step without the head, and of the head's)."""
+    config = model.config
+    per_layer = sum(p.numel() for p in model.model.layers[0].parameters() if p.ndim == 2)
+    attention = 6 * length * config.num_attention_heads * config.head_dim
+    lm_head = config.vocab_size * config.hidden_size
+    whole = config.num_hidden_layers * (6 * per_layer + attention) + 6 * lm_head
+    # The head gives nothing back to the LM head's weight, and fc gives nothing to the hidden states.
+    head = 6 * per_layer + attention + 4 * 2 * config.hidden_size**2 + 4 * lm_head
+    return whole * tokens / 1e12, head * tokens / 1e12
+
+
+def measure(arm, options):
+    """Train, and return a row."""
+    run = run_of(options)
+    clock = clock_of(run)
+    trainer = make_trainer(arm, options, [clock, *([profiler(run.skip)] if options.profile else [])])
+    if DEVICE == "cuda":
+        release()
+        torch.cuda.reset_peak_memory_stats()  # that of making the model
+    row, _ = timed_steps(trainer, run, clock)
+    model = trainer.model
+    static = static_bytes(model) / 2**30
+    head = static_bytes(model.mtp) / 2**30 if arm == WITH else 0.0
+    whole, of_head = tflop_of(model, options.batch * options.length, options.length)
+    logs = [log for log in trainer.state.log_history if "loss" in log]
+    return row | {
+        "arm": arm,
+        "static": static,
+        "head_static": head,
+        "above": row["gib"] and row["gib"] - static,
+        "tflop": whole,
+        "head_tflop": of_head if arm == WITH else 0.0,
+        "losses": [log["loss"] for log in logs],
+        "mtp_losses": [log["mtp_loss"] for log in logs if "mtp_loss" in log],
+    }
+
+
+def run_arm(options):
+    """Run one arm in this process, and emit its row."""
+    try:
+        emit(measure(options.arm, options))
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        emit({"arm": options.arm, "note": "out of memory"})
+
+
+def flag(rows):
+    """Compare the losses of the arms, which are the same to a rounding, and note what the head costs."""
+    without = next((row for row in rows if row["arm"] == WITHOUT and "losses" in row), None)
+    for row in rows:
+        if without is None or row is without or "losses" not in row:
+            continue
+        for got, want in zip(row["losses"], without["losses"], strict=True):
+            if not abs(got - want) <= 1e-4 * abs(want):
+                row["wrong"] = f"loss {got:.5f}, without the head {want:.5f}"
+        row["slower"] = row["ms"] / without["ms"] - 1
+        if row["gib"]:
+            row["more"] = row["gib"] - without["gib"]
+
+
+COLUMNS = {
+    "arm": ("arm", ""),
+    "tokens_per_s": ("tokens/s", ".0f"),
+    "ms": ("ms a step", ".1f"),
+    "gib": ("peak GiB", ".2f"),
+    "above": ("above", ".2f"),
+    "slower": ("slower", ".1%"),
+    "more": ("more GiB", ".2f"),
+    "head_static": ("the head's own", ".2f"),
+    "note": ("", ""),
+}
+
+
+def parsed(argv=None):
+    parser = arguments(__doc__, "--arm")
+    parser.add_argument("--model", default="Qwen3.5-9B-attention")
+    parser.add_argument("--layers", type=int, help="instead of the model's own number")
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--length", type=int, default=2048)
+    parser.add_argument("--steps", type=int, default=12, help=f"training steps, more than {SKIP}")
+    parser.add_argument("--checkpointing", action="store_true", help="activation_checkpointing")
+    parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=ARMS)
+    parser.add_argument("--profile", action="store_true", help="print where the GPU time of two steps goes")
+    parser.add_argument("--tiny", action="store_true", help="a model and rows that a CPU can do")
+    parser.add_argument("--minutes", type=float, default=10, help="stop an arm after so long")
+    options = parser.parse_args(argv)
+    if options.tiny:
+        options.model, options.layers, options.batch, options.length, options.steps = "tiny-attention", 2, 2, 48, 6
+    if options.steps <= SKIP:
+        parser.error(f"--steps is {options.steps}; the clock starts after {SKIP}, so take at least {SKIP + 1}")
+    return options
+
+
+def main(argv=None):
+    options = parsed(argv)
+    if options.arm:
+        run_arm(options)
+        return
+    record = Record("mtp", options.model.lower(), options.json, options.tiny, argv)
+    rows = []
+    for arm in options.arms:
+        rows += rows_from(arm, options.minutes * 60, echo=options.profile)
+        flag(rows)
+        kept = {name: value for name, value in vars(options).items() if name != "arm"}
+        record.write({"options": kept, "rows": rows})
+    table([row | ({"note": "WRONG: " + row["wrong"]} if "wrong" in row else {}) for row in rows], COLUMNS)
+    record.say_where()
+
+
+if __name__ == "__main__":
+    main()

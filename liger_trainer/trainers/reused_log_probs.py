@@ -1,0 +1,116 @@
+"""GRPO and RLOO without the pass of the old policy, where the training pass computes the same numbers."""
+
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from liger_trainer.trainers.old_policy import OldPolicyPasses, agreed, overridden, why_it_has_moved, why_passes_differ
+from liger_trainer.trainers.online_rows import KnowsOnlineRows
+
+
+class ReusesLogProbs(KnowsOnlineRows):
+    """Goes before `LigerTRLMixin` in a trainer that generates its rows.
+
+    While rows are generated, `_leave_out` keeps TRL from running the pass. When the loss of a micro-batch has scored
+    its rows, `_fill_in` puts into the batch what TRL would have made of the pass, before TRL's loss reads it.
+
+    Attributes:
+        old_policy (`OldPolicyPasses`): What was left out, and what ran for which reason.
+    """
+
+    _undo: ExitStack | None = None  # while rows are generated without a pass: how TRL's own way comes back
+    _began_at: int = 0  # micro-batches before this training
+    _wrote_at: dict[str, int]  # the step of the optimizer at the last generation, by mode
+    old_policy: OldPolicyPasses
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.old_policy = OldPolicyPasses()
+        self._wrote_at = {}
+        super().__init__(*args, **kwargs)
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        self._began_at = self._step  # type: ignore[attr-defined]
+        return super().train(*args, **kwargs)  # type: ignore[misc]
+
+    @property
+    def _mode(self) -> str:
+        return "train" if self.model.training else "eval"  # type: ignore[attr-defined]
+
+    def _runs_old_policy(self) -> bool:
+        """Return whether TRL would run the pass for this batch."""
+        raise NotImplementedError
+
+    def _why_needed(self) -> str | None:
+        """Tell why this trainer needs the pass, or return None."""
+        raise NotImplementedError
+
+    def _leave_out(self, undo: ExitStack) -> None:
+        """Keep TRL from running the pass, right before it would. `undo` gets what brings its own way back."""
+        raise NotImplementedError
+
+    def _without_pass(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Return a batch that was made without the pass, with nothing in it that TRL made up in its place."""
+        raise NotImplementedError
+
+    def _lacks(self, inputs: dict[str, Any]) -> bool:
+        """Return whether a micro-batch waits for what is made of the pass."""
+        raise NotImplementedError
+
+    def _fill_in(self, inputs: dict[str, Any], old: torch.Tensor) -> None:
+        """Put into a micro-batch what TRL makes of `old`, log-probabilities (B, T) without a gradient."""
+        raise NotImplementedError
+
+    def _why_it_runs(self) -> str | None:
+        trainer: Any = self
+        if not getattr(trainer.args, "reuse_log_probs", True):
+            return "reuse_log_probs is false"
+        reason = self._why_needed()
+        if reason is not None:  # by the arguments, which are the same in all processes
+            return reason
+        return agreed(overridden(trainer) or why_passes_differ(trainer), trainer.accelerator)
+
+    def _why_moved(self) -> str | None:
+        trainer: Any = self
+        return why_it_has_moved(trainer.args, trainer.num_iterations, self._began_at)
+
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        trainer: Any = self
+        if not trainer.uses_liger or not self._runs_old_policy():
+            return super()._generate_and_score_completions(inputs)  # type: ignore[misc]
+        reason = self._why_it_runs()
+        self.old_policy.count(reason)
+        if reason is not None:
+            return super()._generate_and_score_completions(inputs)  # type: ignore[misc]
+        self._wrote_at[self._mode] = trainer.state.global_step
+        with ExitStack() as undo:
+            undo.callback(setattr, self, "_undo", None)
+            self._undo = undo
+            batch = super()._generate_and_score_completions(inputs)  # type: ignore[misc]
+        return self._without_pass(batch)
+
+    def _generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Generate. What follows in TRL's caller is the pass, so that no code of the user's runs in between."""
+        generated = super()._generate(*args, **kwargs)  # type: ignore[misc]
+        if self._undo is not None:
+            self._leave_out(self._undo)
+        return generated
+
+    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
+        scored = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+        inputs = self._trained
+        if inputs is not None and self._lacks(inputs):
+            self._refuse_if_moved()
+            self._fill_in(inputs, scored[0].detach())
+        return scored
+
+    def _refuse_if_moved(self) -> None:
+        """Raise if the optimizer has stepped since the rows were written. TRL's rule says that it does not."""
+        trainer: Any = self
+        wrote_at, now = self._wrote_at.get(self._mode), trainer.state.global_step
+        if wrote_at != now:
+            raise RuntimeError(
+                f"The completions of this batch were written at step {wrote_at}, and this is step {now}: the policy "
+                "has moved, and the log-probabilities of the one that wrote them were not kept. Set "
+                "reuse_log_probs=False, or let train() run to the end of a step before you call it again."
+            )

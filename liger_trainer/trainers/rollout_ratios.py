@@ -1,0 +1,119 @@
+"""Ratios between the policy that is trained and the engine that wrote the completions, by TRL's formulas.
+
+GRPO weights its loss by exp(old - sampled) where vLLM wrote the completions: `old` is the log-probability of a token
+under the policy, `sampled` under vLLM. TRL computes them for a whole generation batch, before it is shuffled and cut
+into steps. Here each step computes them for its own rows, from its training pass. The logged numbers are of the whole
+batch all the same: each step adds its share, and the last one logs them.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+
+MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+_METRICS = (
+    "sampling/sampling_logp_difference/mean",
+    "sampling/sampling_logp_difference/max",
+    "sampling/importance_sampling_ratio/min",
+    "sampling/importance_sampling_ratio/mean",
+    "sampling/importance_sampling_ratio/max",
+)
+
+
+class RatioOptions(NamedTuple):
+    """TRL's `vllm_importance_sampling_mode`, one of `MODES`, and its limits."""
+
+    mode: str
+    smallest: float | None
+    largest: float | None
+
+    @property
+    def of_sequences(self) -> bool:
+        return self.mode.startswith("sequence")
+
+
+def importance_ratio(old: torch.Tensor, sampled: torch.Tensor, mask: torch.Tensor, by: RatioOptions) -> torch.Tensor:
+    """Compute by what a loss is weighted where another engine than the policy wrote the completions.
+
+    Args:
+        old (`torch.Tensor`): Log-probabilities under the policy, fp32 (B, T).
+        sampled (`torch.Tensor`): Under the engine, fp32 (B, T). NaN where it gave none: this token counts as equal.
+        mask (`torch.Tensor`): (B, T), 1 for the tokens that count.
+        by (`RatioOptions`): How.
+
+    Returns:
+        `torch.Tensor`, fp32: (B, T), or (B, 1) for ratios of sequences.
+    """
+    difference = torch.nan_to_num((old - sampled) * mask, nan=0.0)
+    if by.of_sequences:
+        difference = difference.sum(dim=-1, keepdim=True)
+    ratio = torch.exp(difference)
+    if by.mode.endswith("truncate"):
+        return torch.clamp(ratio, min=by.smallest, max=by.largest)
+    smallest = -math.inf if by.smallest is None else by.smallest
+    largest = math.inf if by.largest is None else by.largest
+    return ratio.masked_fill((ratio < smallest) | (ratio > largest), 0.0)
+
+
+class RatioMetrics:
+    """The logged numbers of one generation batch, added up over its micro-batches.
+
+    Args:
+        parts (`int`): Micro-batches of the generation batch.
+    """
+
+    def __init__(self, parts: int):
+        self.parts = parts
+        self._sums: list[torch.Tensor] = []
+        self._extremes: list[torch.Tensor] = []
+
+    def add(self, old: torch.Tensor, sampled: torch.Tensor, mask: torch.Tensor, ratio: torch.Tensor) -> None:
+        """Add a micro-batch. The arguments are as in `importance_ratio`, and what it has returned."""
+        counts = mask.bool()
+        distance = torch.abs(old - sampled)
+        known = counts & ~torch.isnan(distance)
+        weighed = counts if ratio.shape == counts.shape else torch.ones_like(ratio, dtype=torch.bool)
+        self._sums.append(
+            torch.stack(
+                (
+                    torch.where(known, distance, 0.0).sum(),
+                    known.sum().float(),
+                    torch.where(weighed, ratio, 0.0).sum(),
+                    weighed.sum().float(),
+                )
+            )
+        )
+        self._extremes.append(
+            torch.stack(
+                (
+                    torch.where(known, distance, -math.inf).amax(),
+                    torch.where(weighed, ratio, -math.inf).amax(),
+                    torch.where(weighed, -ratio, -math.inf).amax(),
+                )
+            )
+        )
+
+    @property
+    def is_whole(self) -> bool:
+        """Return whether all micro-batches were added."""
+        return len(self._sums) == self.parts
+
+    def gathered(self, accelerator: Any) -> dict[str, float]:
+        """Return TRL's metrics of all processes, and all of them have to call this. Without a token they are 0."""
+        distances, known, ratios, weighed = torch.stack(self._sums).sum(0)
+        farthest, highest, lowest = torch.stack(self._extremes).amax(0)
+        zero = torch.zeros_like(distances)
+        own = torch.stack(
+            (
+                torch.where(known > 0, distances / known, zero),
+                torch.where(known > 0, farthest, zero),
+                torch.where(weighed > 0, -lowest, zero),
+                torch.where(weighed > 0, ratios / weighed, zero),
+                torch.where(weighed > 0, highest, zero),
+            )
+        )
+        all_ranks = accelerator.gather(own[None])
+        means, largest, smallest = all_ranks.mean(0), all_ranks.amax(0), all_ranks.amin(0)
+        picked = torch.stack((means[0], largest[1], smallest[2], means[3], largest[4]))
+        return dict(zip(_METRICS, picked.tolist(), strict=True))

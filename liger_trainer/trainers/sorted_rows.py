@@ -1,0 +1,197 @@
+"""Rows of one prompt together in the steps of GRPO and RLOO, as `sort_by_prompt` asks, and what that saves.
+
+TRL shuffles a generation batch and cuts it into micro-batches, so that rows of one prompt meet in part. They are put
+together again within the micro-batches of one step of the optimizer. The step has the same rows then, in another order,
+so its gradient stays the same if the loss is a sum over rows. Other losses are refused.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+
+from liger_trainer.head.module import base_model_of
+from liger_trainer.trainers.old_policy import overridden
+from liger_trainer.trainers.shared_prompts import sharing_rule
+from liger_trainer.varlen.decide import bound_backbone
+from liger_trainer.varlen.groups import Group, SharingRule, saved_by, worthwhile
+
+# Each divides by a number that is the same in all micro-batches of a step. 'bnpo' divides by the tokens of each.
+SUMS_OVER_ROWS = ("grpo", "dr_grpo", "dapo", "cispo", "sapo", "vespo", "luspo")
+_IMAGES = ("pixel_values", "num_images")  # such batches have tensors without a row for each prompt, and share nothing
+
+
+class SortedRows:
+    """What rows of one prompt save in the training steps, as TRL has shuffled them and sorted, for the report.
+
+    Args:
+        is_on (`bool`): Whether they are sorted.
+
+    Attributes:
+        shuffled (`int`): Tokens that are not computed in TRL's order.
+        sorted (`int`): Tokens that are not computed if rows of one prompt stand together.
+    """
+
+    def __init__(self, is_on: bool) -> None:
+        self.is_on = is_on
+        self.shuffled = 0
+        self.sorted = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"on": self.is_on, "tokens_saved_shuffled": self.shuffled, "tokens_saved_sorted": self.sorted}
+
+
+class Prompts(NamedTuple):
+    """The prompts of the rows of a batch, on the host.
+
+    Attributes:
+        keys (`list[bytes]`): Equal for equal prompts.
+        lengths (`list[int]`): Tokens of each prompt.
+        tokens (`list[int]`): Tokens of each row.
+    """
+
+    keys: list[bytes]
+    lengths: list[int]
+    tokens: list[int]
+
+    @classmethod
+    def of(cls, batches: list[dict[str, Any]]) -> "Prompts":
+        """Return the prompts of micro-batches of one generation batch, which are padded alike."""
+        ids, mask, answers = (
+            torch.cat([batch[name] for batch in batches]).cpu()
+            for name in ("prompt_ids", "prompt_mask", "completion_mask")
+        )
+        rows = ids.masked_fill(mask == 0, -1).numpy()
+        lengths = mask.sum(1)
+        return cls([row.tobytes() for row in rows], lengths.tolist(), (lengths + answers.sum(1)).tolist())
+
+    def order(self) -> list[int]:
+        """Return the rows by prompts, in the order in which each prompt and each of its rows comes first."""
+        firsts: dict[bytes, int] = {}
+        for key in self.keys:
+            firsts.setdefault(key, len(firsts))
+        return sorted(range(len(self.keys)), key=lambda row: firsts[self.keys[row]])
+
+    def saved(self, order: list[int], size: int, rule: SharingRule) -> int:
+        """Return the tokens that are not computed by `rule` where rows stand in `order`, in batches of `size`."""
+        return sum(self._saved_in(order[i : i + size], rule) for i in range(0, len(order), size))
+
+    def _saved_in(self, rows: list[int], rule: SharingRule) -> int:
+        alike: dict[bytes, list[int]] = {}
+        for row in rows:
+            alike.setdefault(self.keys[row], []).append(row)
+        # The last token of a prompt stays in each row.
+        groups = [Group(same, 0, self.lengths[same[0]] - 1) for same in alike.values() if len(same) > 1]
+        return saved_by(worthwhile(groups, sum(self.tokens[row] for row in rows), rule))
+
+
+def micro_batches_of_a_step(args: Any) -> int | None:
+    """Return how many micro-batches of a generation batch belong to one step; None where a step has parts of two."""
+    generation, step = args.steps_per_generation, args.gradient_accumulation_steps
+    if step % generation == 0:
+        return generation
+    return step if generation % step == 0 else None
+
+
+def in_order(batches: list[dict[str, Any]], order: list[int]) -> list[dict[str, Any]]:
+    """Return micro-batches of the same sizes, with the rows of `batches` in `order`."""
+    size = len(order) // len(batches)
+    found: list[dict[str, Any]] = [{} for _ in batches]
+    for name, first in batches[0].items():
+        values = [batch[name] for batch in batches]
+        if isinstance(first, torch.Tensor) and first.ndim:
+            values = list(torch.cat(values)[torch.tensor(order, device=first.device)].split(size))
+        elif isinstance(first, list):
+            rows = [value for part in values for value in part]
+            values = [[rows[row] for row in order[i : i + size]] for i in range(0, len(order), size)]
+        for batch, value in zip(found, values, strict=True):
+            batch[name] = value
+    return found
+
+
+class SortsRows:
+    """Goes before `LigerTRLMixin` in a trainer that generates its rows.
+
+    Attributes:
+        sorting (`SortedRows` or `None`): What sorting saves, or would save, where it makes a difference.
+    """
+
+    sorting: SortedRows | None = None
+
+    def _finish_init(self) -> None:
+        super()._finish_init()  # type: ignore[misc]
+        trainer: Any = self
+        if trainer.uses_liger and getattr(trainer.args, "sort_by_prompt", False):
+            refuse_unfit_for_sorting(trainer)
+
+    def _prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:
+        trainer: Any = self
+        before = trainer._buffered_inputs
+        inputs = super()._prepare_inputs(*args, **kwargs)  # type: ignore[misc]
+        made = trainer._buffered_inputs
+        rule = sharing_rule(trainer.args)
+        if made is None or made is before or rule is None or not trainer.wants_part("varlen_attention"):
+            return inputs
+        together = micro_batches_of_a_step(trainer.args)
+        if together is None or together == 1 or any(name in made[0] for name in _IMAGES):
+            return inputs
+        is_on = getattr(trainer.args, "sort_by_prompt", False)
+        self.sorting = self.sorting or SortedRows(is_on)
+        for begin in range(0, len(made), together):
+            window = made[begin : begin + together]
+            prompts = Prompts.of(window)
+            rows, size, order = len(prompts.keys), len(window[0]["prompt_ids"]), prompts.order()
+            self.sorting.shuffled += prompts.saved(list(range(rows)), size, rule)
+            self.sorting.sorted += prompts.saved(order, size, rule)
+            if is_on:
+                made[begin : begin + together] = in_order(window, order)
+        return made[trainer._step % trainer.args.steps_per_generation]
+
+
+def sorting_of(trainer: Any) -> SortedRows | None:
+    """Return what sorting saves or would save in `trainer`; None where rows stand as before, or share nothing."""
+    sorting = getattr(trainer, "sorting", None)
+    bound = bound_backbone(base_model_of(trainer.model))
+    if sorting is None or bound is None or bound.sharing.never is not None or bound.sharing.unshared:
+        return None
+    return sorting
+
+
+def refuse_unfit_for_sorting(trainer: Any) -> None:
+    """Raise ValueError if another order of rows would change the gradient of a step, or if it would save nothing."""
+    args = trainer.args
+    if not args.share_prompts:
+        raise ValueError("sort_by_prompt is True, but share_prompts is False. Set share_prompts=True.")
+    if micro_batches_of_a_step(args) is None:
+        raise ValueError(
+            f"sort_by_prompt is True, but a step has parts of two generation batches: gradient_accumulation_steps is "
+            f"{args.gradient_accumulation_steps} and steps_per_generation is {args.steps_per_generation}. Set one to a "
+            "multiple of the other, or sort_by_prompt=False."
+        )
+    fault = _why_order_matters(trainer)
+    if fault is not None:
+        raise ValueError(f"sort_by_prompt is True, but {fault}, or sort_by_prompt=False.")
+
+
+def _why_order_matters(trainer: Any) -> str | None:
+    """Name what in a loss depends on which rows share a micro-batch, and what to set instead, or return None."""
+    args = trainer.args
+    changed = overridden(trainer, ("_compute_loss", "compute_loss"))
+    if changed is not None:
+        return f"{changed}, and its loss may depend on which rows share a micro-batch. Remove it"
+    loss_type = getattr(args, "loss_type", None)  # RLOO has one loss, a mean over rows
+    if loss_type is not None and loss_type not in SUMS_OVER_ROWS:
+        return f"loss_type is {loss_type!r}, which is no sum over rows. Set one of {', '.join(SUMS_OVER_ROWS)}"
+    quantile = getattr(args, "top_entropy_quantile", 1.0)
+    if quantile < 1.0:
+        return f"top_entropy_quantile is {quantile:g}: each micro-batch has its own limit. Set top_entropy_quantile=1.0"
+    if getattr(args, "use_adaptive_entropy", False):
+        return "use_adaptive_entropy is True: each micro-batch has its own mean. Set use_adaptive_entropy=False"
+    bonus = getattr(args, "entropy_coef", 0.0)
+    if bonus:
+        return f"entropy_coef is {bonus:g}: each micro-batch has its own mean. Set entropy_coef=0.0"
+    if trainer.aux_loss_enabled:
+        return (
+            f"router_aux_loss_coef is {trainer.router_aux_loss_coef:g}: the auxiliary loss of experts is no sum over "
+            "rows. Set router_aux_loss_coef=0.0"
+        )
+    return None

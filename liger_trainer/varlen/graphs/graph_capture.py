@@ -1,0 +1,261 @@
+"""One capture: what is recorded, and the comparison of its replay with the code that was recorded."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from liger_trainer.varlen.graphs.graph_recorder import GraphRecorder
+from liger_trainer.varlen.graphs.refusals import NotCapturable
+from liger_trainer.varlen.graphs.snapshot import Snapshot
+from liger_trainer.varlen.graphs.static_batch import CapturedSize, TokenBatch
+from liger_trainer.varlen.graphs.static_gradients import GradientBuffers
+from liger_trainer.varlen.rows import use_rows
+
+WORTHWHILE = 0.95  # of the time of Python's code; a replay that takes more is not used
+CLOSE = 0.05  # largest relative difference of a replay and the code it was captured from, in the L2 norm
+SAMPLE = 4096  # elements of each tensor that are compared after a capture
+
+
+class DoesNotPay(Exception):  # noqa: N818
+    """Raised where a replay is not faster than Python's code, or its memory would be missed."""
+
+
+class GraphCapture:
+    """One capture of a size.
+
+    Args:
+        size (`CapturedSize`): What is captured.
+        gradients (`GradientBuffers`): What its backward adds to.
+        recorder (`GraphRecorder`): Of the device.
+        forward (`Callable`): The forward of the backbone.
+        constants (`dict`): Arguments of it that are the same in every replay.
+        snapshot (`Snapshot`): The state of the modules that hold the parameters.
+        parameters (`list[nn.Parameter]`): Those that are trained.
+        trains (`bool`): Whether there is a backward.
+
+    Attributes:
+        alias_of (`dict`): What stands in the place of each parameter while the backbone runs: the same memory, with a
+            gradient of its own. Autograd's nodes that accumulate gradients belong to the stream on which they were made
+            first, and users' hooks are attached to the nodes of the real parameters. An alias has new nodes.
+    """
+
+    def __init__(
+        self,
+        size: CapturedSize,
+        gradients: GradientBuffers,
+        recorder: GraphRecorder,
+        forward: Callable[..., Any],
+        constants: dict[str, Any],
+        snapshot: Snapshot,
+        parameters: list[nn.Parameter],
+        trains: bool,
+    ):
+        self.size = size
+        self.gradients = gradients
+        self.recorder = recorder
+        self.trains = trains
+        size.gradients, size.snapshot = gradients, snapshot
+        self.alias_of = {p: nn.Parameter(p.detach(), requires_grad=True) for p in parameters}
+        self._places = []
+        for module in snapshot.modules:
+            for name, p in module._parameters.items():
+                if p is not None and p in self.alias_of:
+                    self._places.append((module._parameters, name, p))
+        self._forward, self._constants = forward, constants
+        self._outputs: list[torch.Tensor] = []  # with their autograd graph, between forward and backward
+        self._bytes_kept = 0  # by the forward for the backward
+        self._samples: list[torch.Tensor] = []  # of what the last forward gave
+
+    def forward(self) -> None:
+        size = self.size
+        call = {
+            "inputs_embeds": size.embeds,
+            "position_ids": size.positions,
+            "attention_mask": size.mask,
+            "use_cache": False,
+        }
+        with self._aliases(), torch.set_grad_enabled(self.trains), use_rows(size.rows):
+            outputs = self._forward(**call, **self._constants)
+            given = _tensors_of(outputs)
+        if given[0].requires_grad != self.trains:
+            raise NotCapturable("its output does not depend on what is trained")
+        buffers = size.buffers
+        if not buffers.exchange:
+            buffers.exchange = [x.new_zeros(x.shape[0], buffers.tokens, x.shape[2]) for x in given]
+        for buffer, output in zip(size.exchange, given, strict=True):
+            buffer.copy_(output.detach())
+        size.output_class = type(outputs)
+        self._outputs = given if self.trains else []
+
+    def backward(self) -> None:
+        size = self.size
+        assert self._outputs, "the forward comes first"
+        size.embeds.grad = None
+        device = size.embeds.device.type
+        # Logits of routers need no gradient where layers are recomputed by PyTorch's reentrant checkpointing.
+        pairs = [(x, gradient) for x, gradient in zip(self._outputs, size.exchange, strict=True) if x.requires_grad]
+        # A layer that is checkpointed runs again.
+        with (
+            self._aliases(),
+            torch.autocast(device, enabled=False),
+        ):  # as in a training step, which runs its backward outside of autocast
+            torch.autograd.backward([x for x, _ in pairs], [gradient for _, gradient in pairs])
+        if size.embeds.grad is not None:
+            size.exchange[0].copy_(size.embeds.grad)
+            size.embeds.grad = None
+        self._outputs = []
+
+    @contextlib.contextmanager
+    def _aliases(self) -> Iterator[None]:
+        for table, name, p in self._places:
+            table[name] = self.alias_of[p]
+        try:
+            yield
+        finally:
+            for table, name, p in self._places:
+                table[name] = p
+
+    def capture(self, batch: TokenBatch, random_state: Any, timed: bool) -> None:
+        """Record forward and backward, and compare their replay with Python's code for `batch`.
+
+        Raises:
+            NotCapturable: The backbone returns more than hidden states, or the replay gives something else.
+            DoesNotPay: The memory would be missed or, with `timed`, the replay is not faster.
+        """
+        size, recorder = self.size, self.recorder
+        if not size.buffers.zeros_stay_finite:
+            with recorder.warm_up():
+                self._refuse_zeros_that_overflow(batch)
+        size.fill(batch)
+        with recorder.warm_up():
+            wanted = self._results_of(self._run_python, random_state)
+            python_seconds = self.recorder.seconds_of(self._run_python) if timed else 0.0
+        # As much again for what a layer needs on its way, and for what lies between the blocks of the pool.
+        if not recorder.make_room(2 * self._bytes_kept):
+            raise DoesNotPay(f"{size.tokens} tokens and more: too little memory is left for their graphs")
+        size.forward = recorder.record(self.forward)
+        if self.trains:
+            size.backward = recorder.record(self.backward)
+        got = self._results_of(self._replay, random_state)
+        self._compare(got, wanted)
+        if timed and self.recorder.seconds_of(self._replay) > WORTHWHILE * python_seconds:
+            raise DoesNotPay(f"{size.tokens} tokens and more: replaying is not faster")
+        if recorder.bytes_free() < 0:
+            raise DoesNotPay(f"{size.tokens} tokens and more: their graphs leave too little memory")
+
+    def _refuse_zeros_that_overflow(self, batch: TokenBatch) -> None:
+        """Raise `NotCapturable` where a row of zeros, as it fills a size up, becomes NaN, such as in a norm without an
+        epsilon, or in the backward of a square root. The gradients of all weights would be NaN then."""
+        size = self.size
+        size.fill(batch._replace(embeds=torch.zeros_like(batch.embeds)))
+        self.forward()
+        found = [buffer.detach().norm() for buffer in size.exchange]
+        if self.trains:
+            torch._foreach_zero_(size.exchange)  # as the gradient of the filling row is
+            self._begin_gradients()
+            self.backward()
+            gradients = [alias.grad for alias in self.alias_of.values() if alias.grad is not None]
+            found += [size.exchange[0].norm(), *(torch._foreach_norm(gradients) if gradients else ())]
+            self._begin_gradients()
+        if not bool(torch.stack([x.float() for x in found]).isfinite().all()):
+            raise NotCapturable("embeddings of zero, which fill up a size, become NaN in it")
+        size.buffers.zeros_stay_finite = True
+
+    def _begin_gradients(self) -> None:
+        """Let all gradients begin at zero: those that have a buffer in it."""
+        self.gradients.zero(self.alias_of)
+        for p, alias in self.alias_of.items():
+            alias.grad = self.gradients.buffers.get(p)
+
+    def _run_python(self) -> None:
+        free = self.recorder.bytes_free()
+        self.forward()
+        self._bytes_kept = max(self._bytes_kept, free - self.recorder.bytes_free())
+        self._samples = [_sample(x) for x in self.size.exchange]
+        if not self.trains:
+            return
+        self._backward_noting_gradients()  # of the output as upstream gradient, since any will do
+
+    def _backward_noting_gradients(self) -> None:
+        """Run the backward, and note the parameters that get a gradient.
+
+        The others get none in a replay either: an optimizer would decay them for a gradient of zero. What the first
+        run leaves as gradients is the buffers of all later ones.
+        """
+        learned: list[nn.Parameter] = []
+        hooks = [
+            alias.register_post_accumulate_grad_hook(lambda _, p=p: learned.append(p))  # type: ignore[misc]
+            for p, alias in self.alias_of.items()
+        ]
+        try:
+            self.backward()
+        finally:
+            for hook in hooks:
+                hook.remove()
+        for p in learned:
+            gradient = self.alias_of[p].grad
+            assert gradient is not None, "it has just been added to"
+            self.gradients.keep(p, gradient)
+        self.size.learned = learned
+
+    def _replay(self) -> None:
+        size = self.size
+        assert size.forward is not None, "it was recorded"
+        size.forward.replay()
+        self._samples = [_sample(x) for x in size.exchange]
+        if size.backward is not None:
+            size.backward.replay()
+
+    def _results_of(self, run: Callable[[], None], random_state: Any) -> list[torch.Tensor]:
+        """Run forward and backward from zero gradients. Returns samples of all results."""
+        self.recorder.set_random_state(random_state)
+        self._begin_gradients()
+        run()
+        size = self.size
+        results = list(self._samples)
+        if size.needs_grad:
+            results.append(_sample(size.exchange[0]))
+        if size.learned:
+            # Together: of some, such as the bias of keys, the gradient is nothing but rounding.
+            results.append(torch.cat([_sample(self.gradients.buffers[p]) for p in size.learned]))
+        self.gradients.zero(self.alias_of)
+        return results
+
+    def _compare(self, got: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
+        """Raise `NotCapturable` where a replay differs from Python's code for the same batch and random numbers."""
+        if len(got) != len(wanted):
+            raise NotCapturable("the replay gives other gradients than the code that was captured")
+        for got_one, wanted_one in zip(got, wanted, strict=True):
+            same_overflows = torch.equal(got_one.isfinite(), wanted_one.isfinite())  # of a batch in fp16, or a NaN
+            finite = [torch.where(x.isfinite(), x, 0) for x in (got_one, wanted_one)]
+            apart = (finite[0] - finite[1]).norm()
+            if not same_overflows or not bool(apart <= CLOSE * finite[1].norm() + 1e-12):
+                raise NotCapturable("the replay computes something else than the code that was captured")
+
+
+def _tensors_of(outputs: Any) -> list[torch.Tensor]:
+    """Return the hidden states (1, T, H) that a backbone has returned and, if they were asked for, the logits of all
+    routers, (layers, T, experts).
+
+    Raises:
+        NotCapturable: It returns something else.
+    """
+    filled = [name for name, value in outputs.items() if value is not None]
+    if filled == ["last_hidden_state"]:
+        return [outputs["last_hidden_state"]]
+    if filled == ["last_hidden_state", "router_logits"]:
+        hidden, routers = outputs["last_hidden_state"], outputs["router_logits"]
+        shapes = {x.shape if isinstance(x, torch.Tensor) else None for x in routers}
+        if len(shapes) == 1 and routers[0] is not None and routers[0].shape[:-1] == hidden.shape[1:2]:
+            return [hidden, torch.stack(tuple(routers))]
+        raise NotCapturable("its routers return other logits than one tensor for each layer")
+    raise NotCapturable(f"the backbone returns {', '.join(filled)}")
+
+
+def _sample(x: torch.Tensor) -> torch.Tensor:
+    """At most some `SAMPLE` elements of x in fp32, spread over all of it."""
+    flat = x.detach().flatten()
+    return flat[:: max(1, flat.numel() // SAMPLE)].float().clone()

@@ -1,0 +1,137 @@
+"""Finds the rows of a call of a model, and plans how they go through its backbone on real tokens."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from liger_trainer.varlen.groups import SharingRule, find_groups, find_pairs, worthwhile
+from liger_trainer.varlen.host_copies import remember, sent, values_of
+from liger_trainer.varlen.rows import Rows
+from liger_trainer.varlen.shared_plan import SharedPromptsPlan
+from liger_trainer.varlen.unpad_plan import UnpadPlan, cache_of, tokens_of
+
+_STATIC_ROPES = ("default", "linear", "yarn", "llama3", "proportional")
+
+
+def plan_batch(
+    config,
+    call: dict[str, Any],
+    attention: str = "sdpa",
+    with_full_batches: bool = False,
+    sharing: SharingRule | None = None,
+) -> UnpadPlan | None:
+    """Plan how a call goes through the backbone on real tokens; None where it stays as it is.
+
+    Args:
+        config ([`~transformers.PreTrainedConfig`]): Of the model.
+        call (`dict`): `input_ids` (B, S) or `inputs_embeds` (B, S, H), and `attention_mask` (B, S), or `position_ids`
+            (1, S) of a packed row. With `labels` (B, S), each predicted from the position before it, or `shift_labels`
+            (B, S), each predicted from its own, no label may be predicted from padding.
+        attention (`str`, *optional*, defaults to `"sdpa"`): The attention of the config that has been proven.
+        with_full_batches (`bool`, *optional*, defaults to `False`): Whether batches without padding get a plan
+            too, for layers with more than causal attention.
+        sharing (`SharingRule`, *optional*): When rows that begin alike share it. Unset: never. They need labels, and
+            positions that are their columns.
+    """
+    tokens = tokens_of(call)
+    mask = call.get("attention_mask")
+    positions = call.get("position_ids")
+    text = config.get_text_config()
+    keeps = getattr(config, "use_cache", getattr(text, "use_cache", None))  # trainers set it on the whole model
+    keeps = keeps if call.get("use_cache") is None else call["use_cache"]
+    # With a cache, keys and values of earlier tokens belong to the batch as it is. An attention that was set after the
+    # proof was not proven.
+    if keeps or cache_of(call) is not None or text._attn_implementation != attention:
+        return None
+    if not isinstance(tokens, torch.Tensor) or tokens.ndim < 2:
+        return None
+    if positions is not None and (positions.ndim not in (2, 3) or positions.shape[-2] not in (1, tokens.shape[0])):
+        return None
+    if mask is None:
+        return _packed_plan(call, tokens, with_full_batches)
+    if not isinstance(mask, torch.Tensor) or mask.shape != tokens.shape[:2]:
+        return None
+    return _padded_plan(call, tokens, mask, with_full_batches, sharing)
+
+
+def _full_plan(call, tokens) -> UnpadPlan:
+    batch, length = tokens.shape[:2]
+    return UnpadPlan(call, Rows([length] * batch, tokens.device, batch))
+
+
+def holds_packed_rows(call: dict[str, Any]) -> bool:
+    """Return whether the positions of a call without a mask say that several rows lie in its only one."""
+    tokens, positions = tokens_of(call), call.get("position_ids")
+    if call.get("attention_mask") is not None or not isinstance(tokens, torch.Tensor) or positions is None:
+        return False
+    if tokens.ndim < 2 or tokens.shape[0] != 1 or tokens.shape[1] == 1 or positions.shape != tokens.shape[:2]:
+        return False
+    return bool((values_of(positions)[0].diff() != 1).any())
+
+
+def _packed_plan(call, tokens, with_full_batches) -> UnpadPlan | None:
+    """Plan a batch of one row that holds several rows one after the other.
+
+    Where they begin is read from the positions, as transformers does for SDPA; of `cu_seq_lens_q` it takes no notice.
+    """
+    positions = call.get("position_ids")
+    if positions is None:
+        return _full_plan(call, tokens) if with_full_batches else None
+    if tokens.shape[0] != 1 or positions.shape != tokens.shape[:2]:
+        return None
+    values = values_of(positions)[0].cpu()[0]  # waits for the device, where the values are not known on the host
+    starts = [0, *((values.diff() != 1).nonzero()[:, 0] + 1).tolist(), len(values)]
+    lengths = [end - start for start, end in zip(starts, starts[1:], strict=False)]
+    return UnpadPlan(call, Rows(lengths, tokens.device)) if with_full_batches or len(lengths) > 1 else None
+
+
+def _padded_plan(call, tokens, mask, with_full_batches, sharing) -> UnpadPlan | None:
+    shifted = call.get("shift_labels") is not None
+    labels = call["shift_labels"] if shifted else call.get("labels")
+    if labels is not None and (labels.shape != mask.shape or labels.device != mask.device):
+        return None
+    shares = sharing is not None and labels is not None and may_share(call)
+    given = (mask, *(() if labels is None else (labels,)), *((call["input_ids"],) if shares else ()))
+    mask, *others = values_of(*given)
+    ids = others.pop().cpu() if shares else None  # waits for the device, where the values are not known on the host
+    # In one copy to the host, where the values have to come from the device.
+    real, *labelled = torch.stack([mask != 0, *[x != -100 for x in others]]).cpu()
+    predicting = labelled if shifted else [F.pad(x[:, 1:], (0, 1)) for x in labelled]
+    # Tokens of a row have to follow one another: attention by lengths knows no gaps.
+    runs = (real & ~F.pad(real[:, :-1], (1, 0))).sum(1)
+    lengths = real.sum(1).tolist()
+    broken = (runs > 1).any() or sum(lengths) == 0
+    for x in predicting:
+        broken = broken or (x & ~real).any()
+    unshared = None
+    if with_full_batches and real.all():
+        unshared = _full_plan(call, tokens)
+    elif not broken and sum(lengths) < real.numel():
+        unshared = _plan_of_tokens(call, tokens, real, lengths)
+    if shares and ids is not None and sharing is not None and not broken:
+        find = find_pairs if sharing.halves else find_groups
+        groups = worthwhile(find(ids, real, predicting[0]), sum(lengths), sharing)
+        if groups:
+            return SharedPromptsPlan(call, real, groups, unshared)
+    return unshared
+
+
+def may_share(call: dict[str, Any]) -> bool:
+    """Return whether rows of a call may share a beginning: it brings ids, and no positions of their own."""
+    return call.get("input_ids") is not None and call.get("position_ids") is None
+
+
+def _plan_of_tokens(call, tokens, real: torch.Tensor, lengths: list[int]) -> UnpadPlan:
+    places = real.flatten().nonzero()[:, 0]
+    index = sent(places, tokens.device)
+    if index is not places:
+        remember(index, places)
+    return UnpadPlan(call, Rows(lengths, tokens.device), index, bool(real[:, -1].any()))
+
+
+def rotates_by_length(config) -> bool:
+    """Return whether the rotary frequencies depend on the longest position of a call, as far as the config says."""
+    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    ropes = [x for x in rope.values() if isinstance(x, dict)] or [rope]  # one for each kind of layer, or one for all
+    return any(x.get("rope_type", "default") not in _STATIC_ROPES for x in ropes)

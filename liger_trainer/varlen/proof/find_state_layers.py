@@ -1,0 +1,98 @@
+"""Finds the layers of a decoder that keep a state between tokens, and makes what tells them their rows.
+
+The layers found are candidates. The proof in `backbone.py` decides whether rows together compute what rows alone do.
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from liger_trainer.patching.core.binding import own_class
+from liger_trainer.patching.core.guards import Guards, NotProven, code_guards_of, global_lookups
+from liger_trainer.patching.core.own_globals import decorated_like, forward_with_globals
+from liger_trainer.patching.core.pattern import slot_of
+from liger_trainer.varlen import state_layers
+from liger_trainer.varlen.proof import convolutions, rules
+
+_CONVOLUTIONS = "causal_conv1d"  # in the names of functions of transformers that a forward calls
+_RULES = ("chunk_", "torch_chunk", "mamba_", "selective_scan")  # how the names of rules and scans begin
+_CLASSES = ("LightningAttention",)  # of layers that have their rule in their own forward
+
+
+class StateLayers(NamedTuple):
+    """The layers of a decoder that keep a state, and the code that hands them the rows of the call.
+
+    Attributes:
+        layers (`list`): (name in the decoder, layer, binding) of each.
+        forward (`Callable`): The decoder's forward. It hands these layers the rows of the call as their mask.
+        guards (`Guards`): The globals that the forward has read.
+    """
+
+    layers: list[tuple[str, nn.Module, state_layers.StateBinding]]
+    forward: Callable
+    guards: Guards
+
+
+def find_state_layers(backbone: nn.Module) -> tuple[StateLayers | None, str | None]:
+    """Return (`StateLayers` or None if `backbone` has none, None), or (None, why its layers cannot be given rows)."""
+    layers: list[tuple[str, nn.Module, state_layers.StateBinding]] = []
+    for name, module in backbone.named_modules():
+        if not _is_candidate(module):
+            continue
+        slot, reason = slot_of(module)
+        if reason is not None:
+            return None, f"{name} keeps a state, and {reason}"
+        layers.append((name, module, _binding_for(module, slot)))
+    if not layers:
+        return None, None
+    decorated = own_class(backbone).forward
+    own = inspect.unwrap(decorated)
+    try:
+        read = global_lookups(own)
+    except NotProven as error:
+        return None, str(error)
+    if state_layers.MASK_OF_STATES not in [name for _, name, _ in read]:
+        return None, "its decoder makes no mask for its layers that keep a state"
+    guards = Guards(own_class(backbone), [*code_guards_of(own_class(backbone)).lookups, *read])
+    replaced = ((state_layers.MASK_OF_STATES, state_layers.mask_or_rows(own.__globals__[state_layers.MASK_OF_STATES])),)
+    return StateLayers(layers, decorated_like(decorated, forward_with_globals(own, replaced)), guards), None
+
+
+def _binding_for(layer: nn.Module, slot: str) -> state_layers.StateBinding:
+    """With it, a layer takes rows, and runs with our convolution where that is proven, and a rule that takes rows."""
+    cls: Any = own_class(layer)  # mypy takes no class for hashable
+    forward, decorated = state_layers.forward_of(cls), cls.forward
+    own = inspect.unwrap(decorated)
+    replaced = convolutions.replacement(own.__globals__) if convolutions.NAME in own.__code__.co_names else ()
+    replaced += rules.replacements(own)
+    if not replaced:
+        return state_layers.StateBinding(forward, slot)
+    try:
+        read = global_lookups(own)
+    except NotProven:
+        return state_layers.StateBinding(forward, slot)
+    with_ours = decorated_like(decorated, forward_with_globals(own, replaced))
+    return state_layers.StateBinding(forward, slot, with_ours, Guards(cls, [*code_guards_of(cls).lookups, *read]))
+
+
+def may_go_by_rows(layer: nn.Module, binding: state_layers.StateBinding) -> bool:
+    """Return whether what a proof shows of rows one after the other, on a CPU, can hold for `layer` on a GPU."""
+    return binding.own is not None and not rules.asks_for_device(inspect.unwrap(own_class(layer).forward))
+
+
+def _is_candidate(module: nn.Module) -> bool:
+    """Return whether it looks like a layer with a state: it takes a mask, and has a convolution, a rule or a scan."""
+    own = inspect.unwrap(own_class(module).forward)
+    code = getattr(own, "__code__", None)
+    if code is None or not any("mask" in name for name in inspect.signature(own).parameters):
+        return False
+    if any(_is_depthwise(child) for child in module.children()) or type(module).__name__.endswith(_CLASSES):
+        return True
+    called = [name for name in code.co_names if callable(own.__globals__.get(name))]
+    return any(_CONVOLUTIONS in name or name.startswith(_RULES) for name in called)
+
+
+def _is_depthwise(module: nn.Module) -> bool:
+    return isinstance(module, nn.Conv1d) and module.groups == module.in_channels > 1

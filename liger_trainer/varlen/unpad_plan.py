@@ -1,0 +1,180 @@
+"""The plan of one call of a backbone: how its batch becomes one row of real tokens, and how its outputs come back.
+
+A padded batch (B, S) becomes one row of its N real tokens, with the positions that the tokens would have had. The
+outputs are put back where the tokens were, with zeros for padding.
+"""
+
+import contextlib
+import contextvars
+import copy
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+from transformers.utils import ModelOutput
+
+from liger_trainer.varlen.graphs.backbone_graphs import BackboneGraphs
+from liger_trainer.varlen.host_copies import values_of
+from liger_trainer.varlen.mirrored_tensor import MirroredTensor, is_stale
+from liger_trainer.varlen.rows import Rows
+
+_PER_TOKEN = ("input_ids", "inputs_embeds", "visual_pos_masks", "per_layer_inputs")
+_PER_IMAGE_TOKEN = "deepstack_visual_embeds"  # one for each image token, in their order; padding has none
+_KNOWN_TENSORS = (
+    "attention_mask",
+    "position_ids",
+    "cu_seq_lens_q",
+    "cu_seq_lens_k",
+    "seq_idx",
+    _PER_IMAGE_TOKEN,
+    *_PER_TOKEN,
+)
+_OF_THE_HEAD = ("labels",)  # Gemma 4's model of images hands them to its decoder, which does not read them
+
+
+class UnpadPlan:
+    """The way of one call through the backbone.
+
+    Args:
+        given (`dict`): The arguments of the call that it was made from.
+        rows (`Rows`): The rows of real tokens.
+        index (`torch.Tensor`, *optional*): int64 (N,): where in the flattened batch each real token is; None where
+            the batch has no padding.
+        reaches_end (`bool`, *optional*, defaults to `True`): Whether there is a real token in the last column.
+
+    Attributes:
+        used (`bool`): Whether a backbone has run by it.
+        graphs (`BackboneGraphs` or `None`): What may replay the backbone in place of its code.
+        only_replayed (`bool`): Whether the call is as it came where it is not replayed: rows without padding in a model
+            that needs no other attention for them than its own.
+        saved (`int`): Tokens that are not computed, since rows share them.
+        unshared (`UnpadPlan` or `None`): For a plan that shares prompts, the plan without sharing.
+    """
+
+    graphs: BackboneGraphs | None = None
+    only_replayed: bool = False
+    saved: int = 0
+    unshared: "UnpadPlan | None" = None
+
+    def __init__(self, given: dict[str, Any], rows: Rows, index: torch.Tensor | None = None, reaches_end: bool = True):
+        self.given = given
+        self.rows = rows
+        self.index = index
+        self.reaches_end = reaches_end
+        self.used = False
+
+    @property
+    def leaves_out(self) -> bool:
+        """Return whether there is padding, which will not be computed."""
+        return self.index is not None
+
+    def fits(self, call: dict[str, Any]) -> bool:
+        """Return whether the backbone is called with what the plan was made from.
+
+        A model of images and text makes the positions of its decoder, in one dimension or several: (..., B or 1, S).
+        """
+        shape = tokens_of(self.given).shape[:2]
+        positions = call.get("position_ids")
+        # By identity: to compare values would wait for the GPU, and a model that makes its own mask means another one.
+        if call.get("attention_mask") is not self.given.get("attention_mask") or tokens_of(call).shape[:2] != shape:
+            return False
+        if positions is not self.given.get("position_ids"):
+            # Rows of a packed row are known by their positions alone, so that others would be other rows.
+            known = self.leaves_out or self.rows.is_whole_batch
+            of_tokens = positions is not None and positions.shape[-2:] in (shape, (1, shape[1]))
+            if not (known and of_tokens):
+                return False
+        of_the_head = [name for name in _OF_THE_HEAD if call.get(name) is self.given.get(name)]
+        others = [x for name, x in call.items() if name not in (*_KNOWN_TENSORS, *of_the_head)]
+        for x in tree_leaves(others):
+            # An unknown tensor may have a number for each token of the batch as it is. A scalar is a count.
+            if isinstance(x, torch.Tensor) and x.ndim > 0:
+                return False
+        return True
+
+    def unpad(self, call: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments of the backbone with one row of real tokens for the batch.
+
+        Their positions are the columns where the call has none, as in every model that a proof accepts.
+        """
+        tokens = tokens_of(call)
+        call = {name: x for name, x in call.items() if name not in _OF_THE_HEAD}
+        # A mask of ones, since without one transformers looks for rows in the values of position_ids, and waits.
+        shape = (self.rows.batch, self.rows.tokens // self.rows.batch)
+        mask = torch.ones(shape, dtype=torch.long, device=tokens.device)
+        if self.index is None:
+            return call | {"attention_mask": mask}
+        batch, length = tokens.shape[:2]
+        packed = {}
+        for name in _PER_TOKEN:
+            x = call.get(name)
+            if x is not None:
+                packed[name] = self._taken(x)[None]  # keeps a `MirroredTensor` one
+        positions = call.get("position_ids")
+        if positions is None:
+            positions = (self.index % length).unsqueeze(0)
+        else:
+            positions = positions.expand(*positions.shape[:-2], batch, length).flatten(-2)[..., None, self.index]
+        return call | packed | {"attention_mask": mask, "position_ids": positions}
+
+    def _taken(self, x: torch.Tensor) -> torch.Tensor:
+        """Take the real tokens of x (B, S, ...): (N, ...)."""
+        assert self.index is not None  # `unpad` has looked
+        taken = x.flatten(0, 1)[self.index]
+        if not isinstance(x, MirroredTensor) or is_stale(x):
+            return taken
+        (index,) = values_of(self.index)
+        return taken if index.is_cuda else MirroredTensor.around(taken, x.values.flatten(0, 1)[index])
+
+    def repad(self, outputs):
+        """Put every tensor of real tokens that the backbone has returned back into the shape of the batch."""
+        if self.index is None:
+            return outputs
+        if isinstance(outputs, ModelOutput):
+            padded = copy.copy(outputs)  # transformers may have added states of layers that its class does not know
+            for name, x in outputs.items():
+                padded[name] = self.repad(x)
+            return padded
+        if isinstance(outputs, tuple):
+            return tuple(map(self.repad, outputs))
+        if not isinstance(outputs, torch.Tensor):
+            return outputs
+        batch, length = self.given["attention_mask"].shape
+        if outputs.shape[:2] == (1, self.rows.tokens):
+            return self._spread(outputs[0], batch * length).unflatten(0, (batch, length))
+        if outputs.ndim == 2 and outputs.shape[0] == self.rows.tokens:  # logits of a router
+            return self._spread(outputs, batch * length)
+        return outputs
+
+    def _spread(self, x: torch.Tensor, size: int) -> torch.Tensor:
+        assert self.index is not None  # `repad` has looked
+        index = self.index.to(x.device)  # the last layer is on another GPU where accelerate has spread them
+        return x.new_zeros(size, *x.shape[1:]).index_copy(0, index, x)
+
+
+_plan: contextvars.ContextVar[UnpadPlan | None] = contextvars.ContextVar("plan of the running call", default=None)
+
+
+@contextlib.contextmanager
+def use_plan(plan: UnpadPlan | None):
+    """Context manager: a backbone that is bound runs by `plan`."""
+    token = _plan.set(plan)
+    try:
+        yield
+    finally:
+        _plan.reset(token)
+
+
+def current_plan() -> UnpadPlan | None:
+    """Return the plan of the running call of a model, until its backbone begins."""
+    return None if torch.compiler.is_compiling() else _plan.get()
+
+
+def tokens_of(call: dict[str, Any]) -> Any:
+    """Return the ids (B, S) or embeddings (B, S, H) that a call brings, or None."""
+    return call.get("inputs_embeds") if call.get("input_ids") is None else call["input_ids"]
+
+
+def cache_of(call: dict[str, Any]) -> Any:
+    """Return the cache that a call brings, or None. transformers 5.24 gave this argument a new name."""
+    return call.get("past_key_values") if call.get("cache") is None else call["cache"]
