@@ -110,7 +110,7 @@ def test_the_head_is_patched_and_attends_by_rows(kind, monkeypatch, tmp_path):
     for module in (head.norm, head.fc, head.layers[0].mlp, head.layers[0].self_attn):
         assert ("forward" in vars(module)) == (module is not head.fc)
     trainer.compute_loss(trainer.model.train(), dict(batch))
-    assert len(made) == 1 and made[0].kinds == {"causal"}
+    assert len(made) == 1 and made[0].attention_kinds == {"causal"}
     off = mtp_trainer(tmp_path / "base", tmp_path / "off", liger_config={"varlen_attention": False, "swiglu": False})
     assert "forward" not in vars(off.model.mtp.layers[0].mlp)
     off.compute_loss(off.model.train(), dict(batch))
