@@ -77,7 +77,7 @@ def test_what_fits_is_taken_and_is_the_same(name, monkeypatch):
     ours = rotary.replacement(function, Signature.of(function), plans)
     calls = []
     monkeypatch.setattr(
-        rotary, "rotate", lambda *args, kernel=rotary.rotate, **kwargs: calls.append(1) or kernel(*args, **kwargs)
+        rotary, "rope", lambda *args, kernel=rotary.rope, **kwargs: calls.append(1) or kernel(*args, **kwargs)
     )
     layout = {proof.layout for proof in proofs}
     compared = 0
