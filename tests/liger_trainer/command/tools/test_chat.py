@@ -96,9 +96,9 @@ def test_alpaca_s_prompt(folder, monkeypatch, capsys):
     [
         (("--base",), "--base is only for adapters"),
         (("--model", "other"), "--model is only for adapters"),
-        (("--system", "w3"), "--system needs a chat template, and lines reach the model by prompt_template none."),
+        (("--system", "w3"), "--system needs a chat template, but lines reach the model by prompt_template none."),
         (("--prompt_template", "chat"), "has no chat template"),
-        (("--system", "w3"), "--system needs a chat template, and lines reach the model by prompt_template none"),
+        (("--system", "w3"), "--system needs a chat template, but lines reach the model by prompt_template none"),
         (("--max_new_tokens", "0"), "`max_new_tokens` must be greater than 0, but is 0."),
         (("--temperature", "-1"), "`temperature` (=-1.0) has to be a strictly positive float"),
         (("--temperature", "nan"), "`temperature` (=nan) has to be a strictly positive float"),
