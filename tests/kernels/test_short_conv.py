@@ -14,10 +14,11 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 @pytest.fixture(autouse=True)
 def small_programs(monkeypatch):
-    """Programs of 16 tokens by 32 channels, so that small rows take several."""
+    """Programs of 16 and 20 tokens by 32 channels, so that small rows take several."""
     module = importlib.import_module("liger_triton.short_conv")
-    small = module.Walk(tokens=16, run=4, bytes=512)
-    sizes = {"FORWARD": small, "BACKWARD": small, "PROGRAMS": 1, "SUM_GROUPS": 2, "SUM_CHANNELS": 16}
+    sizes = {"PROGRAMS": 1, "SUM_GROUPS": 1, "SUM_CHANNELS": 16}
+    for name, tokens in (("FORWARD", 16), ("BACKWARD", 20)):
+        sizes[name] = getattr(module, name)._replace(tokens=tokens, run=4)
     for name, size in sizes.items():
         monkeypatch.setattr(module, name, size)
     monkeypatch.setattr(module, "_channels", lambda x, walk: 32)
@@ -67,16 +68,14 @@ def test_rows_of_other_numbers(lengths, device, check_close):
     )
 
 
-@pytest.mark.parametrize("taps", [4, 8], ids="{} taps".format)
 @pytest.mark.parametrize(
-    "lengths",
+    "taps, lengths",
     [
-        (16, 4, 12, 8),  # rows begin where runs and programs do
-        (15, 17, 1, 3),  # one token before and after
-        (3, 13, 9, 0, 0, 7),
-        (1, 1, 1, 1, 1, 1, 12, 0, 1, 13, 2),
-        (48,),
-        (31,),
+        (4, (16, 4, 12, 8)),  # rows begin where runs and programs do
+        (8, (16, 4, 12, 8)),
+        (4, (15, 6, 17, 1, 1)),  # one token before and after
+        (8, (3, 13, 7, 0, 0, 9)),
+        (5, (1, 1, 1, 1, 1, 1, 12, 0, 1, 4)),
     ],
     ids=str,
 )

@@ -137,6 +137,7 @@ COMMANDS = {
     "medusa-export",
     "eagle-eval",
     "export",
+    "mtp-eval",
 }
 RECIPES = {
     "quickstart",

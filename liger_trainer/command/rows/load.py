@@ -81,7 +81,7 @@ def _rows_of(args: RecipeArguments, key: str, name: str | None, mapping, folder:
     try:
         rows = read_rows(str(path or name), args.dataset_config, split, text_columns(columns, mapping))
     except (OSError, ValueError, DatasetGenerationError) as error:  # its cause says what is wrong with a file
-        reason = broken_json(path) or " ".join(str(error.__cause__ or error).split())
+        reason = broken_json(path) or _in_words(error, args, split) or " ".join(str(error.__cause__ or error).split())
         if path is None:
             reason = f"{reason.rstrip('.')}. No file or folder has this name here or in {folder.absolute()}."
         raise RecipeError(f"{key} {name!r}, split {split!r}, cannot be loaded: {reason}") from error
@@ -97,3 +97,17 @@ def _rows_of(args: RecipeArguments, key: str, name: str | None, mapping, folder:
     except RecipeError as error:
         of_split = "" if split == "train" else f", split {split!r}"
         raise RecipeError(f"{key} {name!r}{of_split}: {error}") from error
+
+
+def _in_words(error: Exception, args: RecipeArguments, split: str) -> str | None:
+    """Return what is wrong with a file or a split and what to do, where the library's message does not say it."""
+    cause = error.__cause__ or error
+    if isinstance(cause, UnicodeDecodeError):
+        return f"it is not in UTF-8 ({cause}). Save it in UTF-8."
+    if "corresponds to no data" in str(error):
+        return "it has no rows."
+    if str(error).startswith("Unknown split"):
+        key = "dataset_eval_split" if split == args.dataset_eval_split else "dataset_train_split"
+        advice = " To hold out rows of it, set eval_fraction: 0.1 instead." if key == "dataset_eval_split" else ""
+        return f"{' '.join(str(error).split())} Correct {key}.{advice}"
+    return None

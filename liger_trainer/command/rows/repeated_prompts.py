@@ -8,6 +8,7 @@ from liger_trainer.errors import without_nulls
 
 _ANSWERS = ("completion", "chosen", "rejected")
 _LONG = 20  # characters of a prompt that no answer begins with by chance
+_MANY = 4  # rows that do not all begin with short prompts by chance
 
 
 def without_repeated_prompts(rows: Any, needed: tuple[str, ...]) -> Any:
@@ -20,11 +21,10 @@ def without_repeated_prompts(rows: Any, needed: tuple[str, ...]) -> Any:
         return rows
     of_messages = False
     for name in names:
-        repeated = [
-            index
-            for index, row in enumerate(rows.select_columns(["prompt", name]))
-            if _repeats(row["prompt"], row[name])
-        ]
+        pairs = rows.select_columns(["prompt", name])
+        repeated = [index for index, row in enumerate(pairs) if _repeats(row["prompt"], row[name])]
+        if not repeated and len(rows) >= _MANY and all(_repeats(row["prompt"], row[name], 1) for row in pairs):
+            repeated = list(range(len(rows)))
         if not repeated:
             continue
         message = f"{name} begins with the prompt in {len(repeated)} of {len(rows)} rows, first in row {repeated[0]}"
@@ -43,9 +43,9 @@ def without_repeated_prompts(rows: Any, needed: tuple[str, ...]) -> Any:
     return convert_rows(rows, convert, names, "Leaving out repeated prompts")
 
 
-def _repeats(prompt: Any, answer: Any) -> bool:
+def _repeats(prompt: Any, answer: Any, least: int = _LONG) -> bool:
     if isinstance(prompt, str) and isinstance(answer, str):
-        return len(prompt.strip()) >= _LONG and answer.startswith(prompt)
+        return len(prompt.strip()) >= least and answer.startswith(prompt)
     if not isinstance(prompt, list) or not isinstance(answer, list) or not 0 < len(prompt) < len(answer):
         return False
     return without_nulls(answer[: len(prompt)]) == without_nulls(prompt)

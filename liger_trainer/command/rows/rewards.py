@@ -31,6 +31,8 @@ def find_reward(name: str, folder: Path | None = None) -> Callable:
             if not f"{module}.".startswith(f"{error.name}."):
                 raise
             why = f" There is no module {error.name} next to the recipe or in the working directory."
+    if ".py:" in name:
+        why = f" Write {Path(name.partition('.py:')[0]).name}.{name.partition('.py:')[2]}, as Python imports it."
     if inspect.isclass(function) or not callable(function):
         raise RecipeError(
             f"reward_funcs has {name!r}; expected {', '.join(REWARDS)} or the dotted path of a function.{why}"

@@ -46,6 +46,7 @@ def lock_output_dir(recipe: Recipe) -> Iterator[str]:
 
     def prepare() -> None:
         locks.append(_lock(folder, recipe))
+        _check_is_not_model(folder, recipe.model.model_name_or_path)
         _check_folder(folder, wanted)
 
     try:
@@ -69,6 +70,17 @@ def _resume_request(recipe: Recipe) -> str:
         return wanted
     saved = any(manifest.read(path) for path in checkpoints_in(Path(training.output_dir)))
     return "auto" if saved or wanted == "false" else wanted
+
+
+def _check_is_not_model(folder: Path, model: str | None) -> None:
+    """RecipeError if a run in `folder` would write over the model that it starts from."""
+    starts_from = Path(model or "").expanduser()
+    if model and folder.is_dir() and starts_from.is_dir() and folder.samefile(starts_from):
+        if not checkpoints_in(folder):
+            raise RecipeError(
+                f"output_dir is {str(folder)!r}, the folder of model_name_or_path, which would be written over. Set "
+                "another output_dir."
+            )
 
 
 def _check_folder(folder: Path, wanted: str) -> None:

@@ -45,7 +45,14 @@ class RunRecorder(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         self._start, self._first_step = time.perf_counter(), state.global_step
-        print_status(f"training {state.max_steps - self._first_step} steps. The first one takes longest.")
+        steps = state.max_steps - self._first_step
+        if steps > 0:
+            print_status(f"training {steps} steps. The first one takes longest.")
+        else:
+            print_status(
+                f"nothing is left to train: the run in {args.output_dir!r} has had its {state.max_steps} steps. To go "
+                "on, raise max_steps or num_train_epochs."
+            )
         if self.early_stopping is not None:  # after a resume, transformers would count from 0 again
             saved = state.stateful_callbacks["EarlyStoppingCallback"]["attributes"]
             self.early_stopping.early_stopping_patience_counter = saved["early_stopping_patience_counter"]

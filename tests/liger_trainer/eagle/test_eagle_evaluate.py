@@ -10,7 +10,7 @@ from liger_trainer.data.answers import answer
 from liger_trainer.eagle.decode import decode
 from liger_trainer.eagle.evaluate import evaluate, right_guesses
 from liger_trainer.eagle.target import default_layers
-from liger_trainer.medusa.evaluate import simulate_decoding
+from liger_trainer.head.acceptance import simulate_decoding
 from liger_trainer.varlen.taps import tapped
 
 

@@ -7,6 +7,7 @@ from medusa_brute_force import packed_batch, ragged_batch
 
 from liger_trainer.eagle.drafter import EagleDrafter
 from liger_trainer.memory import rebuild
+from liger_triton import rollout_attention
 
 BATCHES = {"padded": ragged_batch, "packed": packed_batch}
 
@@ -100,6 +101,23 @@ def test_what_is_rebuilt_gives_the_same_gradients(monkeypatch, tmp_path):
     assert len(asked) == 3 * 2, "of three steps the product of the MLP and the norm in front of the attention"
     for name, grad in rebuilt[1].items():
         assert torch.equal(grad, kept[1][name]), name
+
+
+@pytest.mark.parametrize("all_from", [0.95, 0.0], ids=["few", "all"])
+def test_later_steps_keep_keys_and_values_alone(all_from, monkeypatch, tmp_path):
+    """Not the memory of the queries that were computed with them."""
+    monkeypatch.setattr("liger_trainer.eagle.loss.ALL_FROM", all_from)
+    seen = []
+
+    def attention(q, k, v, own_keys, own_values, *rest, **options):
+        seen.extend([k, v, *own_keys, *own_values])
+        return rollout_attention(q, k, v, own_keys, own_values, *rest, **options)
+
+    monkeypatch.setattr("liger_trainer.eagle.drafter.rollout_attention", attention)
+    trained(with_random_drafter(eagle_target()), tmp_path, packed_batch(lengths=(12, 5, 9)))
+    assert len(seen) == 2 * (2 + 3)
+    for x in seen:
+        assert x.is_contiguous() and x.untyped_storage().nbytes() == x.numel() * x.element_size()
 
 
 def test_rows_padded_on_the_left(tmp_path):

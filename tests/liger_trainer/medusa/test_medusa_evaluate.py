@@ -5,7 +5,8 @@ import torch
 from medusa_fixtures import ENDS, model_with_heads, prompts_of
 
 from liger_trainer.data.answers import answer, end_tokens
-from liger_trainer.medusa.evaluate import evaluate, right_guesses, simulate_decoding
+from liger_trainer.head.acceptance import simulate_decoding
+from liger_trainer.medusa.evaluate import evaluate, right_guesses
 
 
 @pytest.fixture(scope="module")

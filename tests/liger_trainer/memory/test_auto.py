@@ -290,4 +290,4 @@ def test_without_a_gpu_every_layer_is_checkpointed(runs, tmp_path, caplog):
     trainer = build(tmp_path, "auto")
     assert same_bits(train(trainer), runs[False])
     assert trainer.checkpointing is None
-    assert "There is none, so every layer is checkpointed" in caplog.text
+    assert "Without one, every layer is checkpointed" in caplog.text

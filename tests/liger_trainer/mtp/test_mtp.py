@@ -69,11 +69,13 @@ def brute_force(model, tensors, batch):
     return float(total.detach()), gradients, hits, count
 
 
-@pytest.mark.parametrize("kind", ["padded", "packed"])
-def test_matches_float64(kind, tmp_path):
+@pytest.mark.parametrize("kind, checkpointing", [("padded", False), ("packed", False), ("packed", True)])
+def test_matches_float64(kind, checkpointing, tmp_path):
     extra = write_base(tmp_path / "base")
     batch = {"padded": ragged_batch, "packed": packed_batch}[kind]()
-    trainer = mtp_trainer(tmp_path / "base", tmp_path / "out")
+    trainer = mtp_trainer(tmp_path / "base", tmp_path / "out", activation_checkpointing=checkpointing)
+    if checkpointing:
+        trainer.model.gradient_checkpointing_enable({"use_reentrant": False})
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
     total, gradients, hits, count = brute_force(plain, extra, batch)
     labels = int(batch["labels"][:, 1:].ne(-100).sum())
@@ -239,14 +241,14 @@ def test_with_an_adapter_it_is_saved_resumed_and_merged(tmp_path, capsys):
 
 def test_bases_without_a_head_that_is_known(tmp_path):
     tiny_model("llama").save_pretrained(tmp_path / "llama")
-    with pytest.raises(ValueError, match=r"llama has no tensors mtp\.\*. Only MTP heads of that name are supported"):
+    with pytest.raises(ValueError, match=r"llama has no tensors mtp\.\* and no layer beyond the depth .* only such"):
         mtp_trainer(tmp_path / "llama", tmp_path / "out")
     shapes = {name: shape for name, shape in SHAPES.items() if name != "mtp.norm.weight"}
     write_base(tmp_path / "less", shapes)
-    with pytest.raises(ValueError, match="the checkpoint lacks mtp.norm.weight, so this is another kind of head"):
+    with pytest.raises(ValueError, match="the checkpoint lacks mtp.norm.weight, so that the MTP head is another one"):
         mtp_trainer(tmp_path / "less", tmp_path / "out")
     write_base(tmp_path / "more", SHAPES | {"mtp.layers.0.mlp.experts.0.up_proj.weight": (2, 2)})
-    with pytest.raises(ValueError, match="the model's classes lack mtp.layers.0.mlp.experts.0.up_proj.weight"):
+    with pytest.raises(ValueError, match="Qwen3_5TextModel lacks mtp.layers.0.mlp.experts.0.up_proj.weight"):
         mtp_trainer(tmp_path / "more", tmp_path / "out")
     write_base(tmp_path / "other", SHAPES | {"mtp.fc.weight": (32, 32)})
     with pytest.raises(ValueError, match=r"mtp.fc.weight is \(32, 32\) in .*; expected \(32, 64\)"):

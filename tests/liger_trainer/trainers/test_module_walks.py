@@ -52,7 +52,7 @@ class Odd(nn.Module):
 
 @pytest.mark.parametrize("model", [model_of("full"), model_of("lora"), Odd()], ids=["full", "lora", "odd"])
 def test_parameters_are_pytorch_s_in_its_order(model):
-    assert same(module_walks._modules_of(model), list(model.modules()))
+    assert same(module_walks.modules_of(model), list(model.modules()))
     assert same(module_walks.parameters_of(model), list(model.parameters()))
 
 
@@ -162,8 +162,8 @@ def test_copies_and_pickles_are_of_their_own_weights():
 def test_a_trainer_binds_them_while_it_trains(tmp_path, monkeypatch):
     trainer = build(tmp_path)
     walks = []
-    stock = module_walks._modules_of
-    monkeypatch.setattr(module_walks, "_modules_of", lambda model: walks.append(model) or stock(model))
+    stock = module_walks.modules_of
+    monkeypatch.setattr(module_walks, "modules_of", lambda model: walks.append(model) or stock(model))
     trainer.train()
     micro_batches, steps = 8, 4
     once = 2  # zero_grad before the first step, and Trainer's search for gradients on several meshes

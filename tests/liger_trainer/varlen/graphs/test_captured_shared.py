@@ -79,9 +79,9 @@ class Pair:
             patched(one, ON)
         install_fused_head(self.captured, HeadOptions(sharing=rule))
 
-    def step(self, kind, seed=0):
+    def step(self, kind, seed=0, **options):
         """One step of both models, with the same loss and gradients. Returns what the summary counts."""
-        call = {name: x.to(self.device) for name, x in batch(*kind, seed).items()}
+        call = {name: x.to(self.device) for name, x in batch(*kind, seed).items()} | options
         limit = 1e-5 if self.device == "cpu" else 2e-2
         with use_graphs(self.graphs):
             got = self.captured(**call, use_cache=False).loss
@@ -147,6 +147,15 @@ def test_adapters_and_checkpointing(device):
     for seed, kind in enumerate((TWO_GROUPS, PAIRS, ONE_GROUP)):
         summary = pair.step(kind, seed)
     assert summary.replayed == 2, summary.to_dict()
+
+
+def test_the_auxiliary_loss_of_routers_counts_each_token_of_each_row(device):
+    """Transformers adds attributes to the model in the first call, so that captures begin in the third."""
+    pair = Pair(model_of("qwen3_moe"), device)
+    for seed, kind in enumerate((TWO_GROUPS, TWO_GROUPS, TWO_GROUPS, ONE_GROUP)):
+        summary = pair.step(kind, seed, output_router_logits=True, fused_lm_head=True)
+    assert summary.replayed == 2, summary.to_dict()
+    assert pair.sharing.calls == 4
 
 
 def test_windows_share_and_are_not_captured(device):
