@@ -221,7 +221,7 @@ def test_with_an_adapter_it_is_saved_resumed_and_merged(tmp_path, capsys):
     resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
     for (name, p), (_, q) in zip(whole.model.named_parameters(), resumed.model.named_parameters(), strict=True):
         assert torch.equal(p, q), name
-    with pytest.raises(ValueError, match="was trained without it and has no mtp.safetensors"):
+    with pytest.raises(ValueError, match="trained without it, has no mtp.safetensors"):
         whole._mtp.load(str(tmp_path / "plain"))
 
     assert not any("mtp" in name for name in load_file(tmp_path / "whole" / "adapter_model.safetensors"))
