@@ -56,9 +56,12 @@ CASES = {
     "kto": ("KTO", ANSWERS, {}, ("ref_model",)),
     "orpo": ("ORPO", PAIRS, {}, ()),
     "grpo": ("GRPO", PROMPTS, WRITES | {"num_generations": 2}, ()),
+    # Without the pass of the old policy: each rank leaves it out.
+    "rloo": ("RLOO", PROMPTS, WRITES | {"num_generations": 2, "beta": 0.0}, ()),
     "distillation": ("Distillation", PROMPTS, WRITES, ("teacher_model",)),
 }
-WITHOUT_EXPERTS = tuple(case for case in CASES if "experts" not in case and "images" not in case)
+OF_ALL = tuple(case for case in CASES if "images" not in case and case != "rloo")
+WITHOUT_EXPERTS = tuple(case for case in OF_ALL if "experts" not in case)
 ZERO2 = ZERO3 | {"zero_optimization": ZERO3["zero_optimization"] | {"stage": 2}}
 DEEPSPEED = {
     "zero2": ZERO2,
@@ -70,14 +73,14 @@ DEEPSPEED = {
 }
 OF_MODE = {
     "zero2": ("trainer", "trainer-lora-on-the-head", "dpo"),
-    "fsdp2": tuple(case for case in CASES if "images" not in case),
+    "fsdp2": OF_ALL,
     **dict.fromkeys(("zero3", "fsdp2-bf16"), WITHOUT_EXPERTS),  # bf16: ours in bf16, stock in fp32
     "zero3-experts": ("trainer-experts", "trainer-experts-lora"),
     # With `varlen_attention`, and other lengths on each rank.
     "fsdp2-varlen": ("trainer-images", "sft-checkpointing", "dpo"),
-    "fsdp2-more-varlen": ("trainer", "grpo"),
+    "fsdp2-more-varlen": ("trainer", "grpo", "rloo"),
     "zero3-varlen": ("sft-checkpointing", "dpo"),
-    "zero3-more-varlen": ("trainer", "grpo"),
+    "zero3-more-varlen": ("trainer", "grpo", "rloo"),
     # DeepSpeed cannot shard trained parameters of two dtypes: a LoRA in fp32 and a saved head in bf16.
     "zero3-bf16": tuple(case for case in WITHOUT_EXPERTS if case != "trainer-lora-and-saved-head"),
 }
@@ -141,7 +144,7 @@ def trainer_of(case, ours, mode, out, folder):
         if "saved-head" in case:  # a full copy of the head is trained
             where = {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}
         model = get_peft_model(model, LoraConfig(r=2, init_lora_weights=False, **where))
-    if name == "GRPO":
+    if name in ("GRPO", "RLOO"):
         given["reward_funcs"] = letters
     if not name:
         given |= {"train_dataset": ragged_rows(24), "eval_dataset": ragged_rows(8), "data_collator": collate}
@@ -171,6 +174,8 @@ def run(case, ours, mode, out, folder):
     weights = trainer.accelerator.get_state_dict(trainer.model_wrapped)
     trainer.evaluate()
     unpad_plan.UnpadPlan.unpad = own_packed
+    if ours and case == "rloo":
+        assert trainer.old_policy.left_out > 3 and trainer.old_policy.run == {}
     wanted = ("loss", "grad_norm", "eval_loss")
     logs = [{k: v for k, v in log.items() if k in wanted} for log in trainer.state.log_history]
     return {

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
@@ -162,6 +163,21 @@ def test_a_resumed_run_continues(tmp_path):
     resumed.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
     for name, tensor in whole.model.mtp.state_dict().items():
         torch.testing.assert_close(resumed.model.mtp.state_dict()[name], tensor, rtol=1e-6, atol=1e-7)
+
+
+def test_the_best_model_has_its_head(tmp_path):
+    write_base(tmp_path / "base", "glm4_moe")
+    each = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1, "max_steps": 3}
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_num_tokens", "greater_is_better": False}
+    trainer = mtp_trainer(tmp_path / "base", tmp_path / "out", **each, **best)
+    trainer.train()
+    folder = Path(trainer.state.best_model_checkpoint)
+    assert folder.name != "checkpoint-3"
+    state = trainer.model.state_dict()
+    for name in names_of(folder):
+        if name.startswith(LAYER):
+            assert torch.equal(state[name], tensor_of(folder, name)), name
+    assert torch.equal(state["lm_head.weight"], tensor_of(folder, "lm_head.weight"))
 
 
 def test_beside_an_adapter_it_is_saved_and_merged(tmp_path, capsys):
