@@ -68,7 +68,8 @@ def compared(record):
     for k, (was, now) in enumerate(zip(before["accuracy"], after["accuracy"], strict=True), start=1):
         was, now = (value[0] if isinstance(value, list) else value for value in (was, now))  # older: by rank
         yield {"what": f"head {k}, accuracy", "before": was, "after": now}
-    yield {"what": "tokens a pass", "before": before["chain"], "after": after["chain"]}
+    name = "tokens_per_pass" if "tokens_per_pass" in before else "chain"  # older: chain
+    yield {"what": "tokens a pass", "before": before[name], "after": after[name]}
 
 
 def entries(spec):

@@ -133,7 +133,7 @@ def accepted(folder, prompts, options):
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     predictor = load_predictor(model, find_checkpoint(str(folder))).eval()
     found = evaluate(model, predictor, prompts, set(), max_new_tokens=options.new_tokens)
-    return {"accuracy": found.accuracy[0], "tokens_a_pass": found.chain, "tokens": found.tokens}
+    return {"accuracy": found.accuracy[0], "tokens_a_pass": found.tokens_per_pass, "tokens": found.tokens}
 
 
 def rows_in(language, count, length):

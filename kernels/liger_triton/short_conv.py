@@ -12,13 +12,11 @@ Shapes  x, y and their gradients (T, C), T tokens of all rows one after the othe
 Dtypes  bf16, fp16, fp32; w and b may have dtypes of their own. Arithmetic in fp32, one rounding per store. Where
         PyTorch rounds a before silu, there is none, so that 16-bit results are nearer float64 than its own.
 Bytes   b per element. Forward reads x and writes y: 2TCb. Backward reads dy and x, computes a again, and writes dx:
-        3TCb, and for each group of 64 to 256 tokens an fp32 row of every tap of dw, and of db, which a second pass adds
-        up in a fixed order. Kept for backward: x and the offsets of the rows.
+        3TCb, and for each group of at most 256 tokens an fp32 row of every tap of dw, and of db, which a second kernel
+        adds up in a fixed order. Kept for backward: x and the offsets of the rows.
 
 `_short_conv_kernels` says how it is computed.
 """
-
-from typing import NamedTuple
 
 import torch
 
@@ -30,44 +28,28 @@ from ._short_conv_kernels import _backward_kernel, _forward_kernel, _sums_kernel
 
 MOST_TAPS = 8
 ACTIVATIONS = ("silu",)
+CHANNELS = 128  # of a program, which is one warp: four for each of its threads
+FORWARD_RUN, BACKWARD_RUN = 8, 4  # tokens whose vectors a program loads while it computes those before
+FORWARD_TOKENS, BACKWARD_TOKENS = 64, 256  # of a program, which loads its weights and stores its sums once
+PROGRAMS = 1536  # If there are fewer, each takes fewer tokens. An H200 runs 2112 at once.
 SUM_GROUPS, SUM_CHANNELS = 32, 64  # partial sums that a program adds up at once
-PROGRAMS = 2048  # that a kernel has at least, if there are tokens for as many: each is one warp
 
 
-class Walk(NamedTuple):
-    """What a program does. It loads its weights and stores its sums once."""
-
-    tokens: int  # along which it walks, at most
-    run: int  # tokens whose vectors it loads before it computes
-    bytes: int  # of a vector: what a warp loads at once. Backward, more would not fit its registers
-    ahead: int = 0
-    warps: int = 1
-
-
-FORWARD = Walk(tokens=64, run=8, bytes=512)
-BACKWARD = Walk(tokens=128, run=4, bytes=256, ahead=1)
-
-
-def _channels(x: torch.Tensor, walk: Walk) -> int:
-    """Channels of a program. At least four for each thread are loaded at once."""
-    return walk.warps * max(128, walk.bytes // x.element_size())
-
-
-def _tokens(x: torch.Tensor, walk: Walk, block: int) -> int:
-    """Tokens of a program: fewer where there would be too few programs for a GPU."""
+def _tokens_of_program(x: torch.Tensor, most: int, run: int) -> int:
+    """Tokens of a program: `most`, or fewer where there would be too few programs for a GPU."""
     t, c = x.shape
-    tokens = walk.tokens
-    while tokens > 2 * walk.run and cdiv(t, tokens) * cdiv(c, block) < PROGRAMS:
+    tokens = most
+    while tokens > 2 * run and cdiv(t, tokens) * cdiv(c, CHANNELS) < PROGRAMS:
         tokens //= 2
     return tokens
 
 
 def _rows_of(x: torch.Tensor, cu_seqlens: torch.Tensor | None) -> tuple[torch.Tensor, int, int]:
-    """The offsets, or any tensor if there is one row, how many they are, and the steps of a search among them."""
+    """The offsets, how many they are, and the steps of a search among them. Without offsets there is one row."""
     if cu_seqlens is None:
-        return x, 0, 0
-    offsets = cu_seqlens.shape[0]
-    return cu_seqlens.contiguous(), offsets, offsets.bit_length()
+        return torch.empty(0, dtype=torch.int32, device=x.device), 0, 0
+    count = cu_seqlens.shape[0]
+    return cu_seqlens.contiguous(), count, count.bit_length()
 
 
 def _in_line(x: torch.Tensor) -> torch.Tensor:
@@ -81,17 +63,15 @@ def _forward(
 ) -> torch.Tensor:
     """y of a weight (C, K)."""
     t, c = x.shape
-    block = _channels(x, FORWARD)
-    tokens = _tokens(x, FORWARD, block)
+    tokens = _tokens_of_program(x, FORWARD_TOKENS, FORWARD_RUN)
     rows = _in_line(x)
     offsets, count, steps = _rows_of(rows, cu_seqlens)
     y = torch.empty((t, c), dtype=x.dtype, device=x.device)
     launch(
-        _forward_kernel, (cdiv(c, block) * cdiv(t, tokens),),
+        _forward_kernel, (cdiv(c, CHANNELS) * cdiv(t, tokens),),
         rows, weight.contiguous(), rows if bias is None else bias.contiguous(), offsets, y, rows.stride(0), t, c, count,
         steps, tokens,
-        K=weight.shape[1], HAS_BIAS=bias is not None, SILU=silu, HAS_ROWS=cu_seqlens is not None,
-        RUN=FORWARD.run, BLOCK_C=block, AHEAD=FORWARD.ahead, num_warps=FORWARD.warps,
+        K=weight.shape[1], HAS_BIAS=bias is not None, SILU=silu, RUN=FORWARD_RUN, BLOCK_C=CHANNELS, num_warps=1,
     )  # fmt: skip
     return y
 
@@ -109,19 +89,18 @@ def _backward(
     """(dx, dw, db), each empty unless needed."""
     t, c = x.shape
     taps = weight.shape[1]
-    block = _channels(x, BACKWARD)
-    tokens = _tokens(x, BACKWARD, block)
+    tokens = _tokens_of_program(x, BACKWARD_TOKENS, BACKWARD_RUN)
     groups = cdiv(t, tokens)
     rows, dy_rows = _in_line(x), _in_line(dy)
     offsets, count, steps = _rows_of(rows, cu_seqlens)
     dx, dw, db = _gradients(x, weight, bias, need_dx, need_dw, need_db)
     sums = torch.empty((groups, taps * need_dw + need_db, c), dtype=torch.float32, device=x.device)
     launch(
-        _backward_kernel, (cdiv(c, block) * groups,),
+        _backward_kernel, (cdiv(c, CHANNELS) * groups,),
         dy_rows, rows, weight.contiguous(), rows if bias is None else bias.contiguous(), offsets, dx, sums,
         dy_rows.stride(0), rows.stride(0), t, c, count, steps, tokens,
-        K=taps, HAS_BIAS=bias is not None, SILU=silu, HAS_ROWS=cu_seqlens is not None, NEED_DX=need_dx, NEED_DW=need_dw,
-        NEED_DB=need_db, RUN=BACKWARD.run, BLOCK_C=block, AHEAD=BACKWARD.ahead, num_warps=BACKWARD.warps,
+        K=taps, HAS_BIAS=bias is not None, SILU=silu, NEED_DX=need_dx, NEED_DW=need_dw, NEED_DB=need_db,
+        RUN=BACKWARD_RUN, BLOCK_C=CHANNELS, num_warps=1,
     )  # fmt: skip
     if need_dw or need_db:
         launch(

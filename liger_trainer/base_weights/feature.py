@@ -28,7 +28,7 @@ class BaseWeightsFields:
 
 
 class BaseWeightsArguments(Protocol):
-    """What the weights of the base need of a trainer's arguments, which they only read."""
+    """The trainer arguments that this feature reads."""
 
     keep_unloaded_weights: bool
     output_dir: str | None
@@ -36,7 +36,7 @@ class BaseWeightsArguments(Protocol):
 
 
 class SavingTrainer(FeatureTrainer, Protocol):
-    """What the weights of the base read of a trainer, and write (the last two)."""
+    """The trainer attributes that this feature reads. It writes the last two."""
 
     args: BaseWeightsArguments
     model: nn.Module

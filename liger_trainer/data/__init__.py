@@ -1,1 +1,1 @@
-"""What rows and answers can be: formats of rows, the named chat templates, and reward functions."""
+"""Formats of rows, named chat templates, reward functions, and greedy answers."""

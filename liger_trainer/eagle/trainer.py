@@ -70,7 +70,7 @@ class LigerEagleTrainer(LigerHeadsTrainer):
         """The model's drafter; it exists once the trainer is built."""
         return drafter_of(self.model)
 
-    # What is trained
+    # The trained modules
 
     def _apply_liger(self, model: nn.Module, options: HeadOptions | None = None) -> None:
         model.requires_grad_(False)

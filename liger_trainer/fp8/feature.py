@@ -52,7 +52,7 @@ class Fp8Fields:
 
 
 class Fp8Arguments(Protocol):
-    """What FP8 reads of a trainer's arguments, and writes (the first two)."""
+    """The trainer arguments that FP8 reads. It writes the first two."""
 
     fp8: bool
     mixed_precision: str
@@ -64,7 +64,7 @@ class Fp8Arguments(Protocol):
 
 
 class Fp8Trainer(FeatureTrainer, Protocol):
-    """What FP8 reads of a trainer, and writes (`freezes_in_fp8`)."""
+    """The trainer attributes that FP8 reads. It writes `freezes_in_fp8`."""
 
     args: Fp8Arguments
     model: nn.Module

@@ -22,14 +22,14 @@ class Acceptance:
         rows, tokens (`int`): Prompts, and tokens of the texts after them.
         accuracy: For each guess, the share of positions at which it is right, after the right tokens.
         accepted: For each guess, how often it was accepted where all before it were right. None: it was never reached.
-        chain: Tokens per forward pass, without the pass over the prompt and its token. It is 1 without heads.
+        tokens_per_pass: Tokens per forward pass, without the pass over the prompt and its token. It is 1 without heads.
     """
 
     rows: int
     tokens: int
     accuracy: list[float]
     accepted: list[float | None]
-    chain: float
+    tokens_per_pass: float
 
     def table(self, title: str, guess: str, without: str) -> str:
         """Lines that show it: a title, each guess by the name `guess`, and the tokens of a pass."""
@@ -37,7 +37,7 @@ class Acceptance:
         for k, (right, accepted) in enumerate(zip(self.accuracy, self.accepted, strict=True), 1):
             shown = "-" if accepted is None else f"{accepted:.3f}"
             lines.append(f"  {k:<6} {right:.3f}      {shown}")
-        lines.append(f"  tokens per forward pass  {self.chain:.3f}  (1 without {without})")
+        lines.append(f"  tokens per forward pass  {self.tokens_per_pass:.3f}  (1 without {without})")
         return "\n".join(lines)
 
 
@@ -78,11 +78,11 @@ def measure_acceptance(
         model.train(training)
     if not rows:
         raise ValueError(f"The model ends all {len(prompts)} texts after one token: there is nothing to guess.")
-    chain, accepted = simulate_decoding(rows)
+    tokens_per_pass, accepted = simulate_decoding(rows)
     accuracy = []
     for right in torch.cat(rows, dim=1):
         accuracy.append(float((right == 1).sum() / (right >= 0).sum().clamp(min=1)))
-    return Acceptance(len(prompts), sum(map(len, texts)), accuracy, accepted, chain)
+    return Acceptance(len(prompts), sum(map(len, texts)), accuracy, accepted, tokens_per_pass)
 
 
 def simulate_decoding(rows: list[torch.Tensor]) -> tuple[float, list[float | None]]:

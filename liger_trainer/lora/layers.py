@@ -121,7 +121,7 @@ def prove(layer: nn.Module) -> tuple[Proof | None, str | None]:
     library = library_of(base)
     if names_of(cls) != (_CLASS if library is None else library.lora):
         base_name = type(base).__name__
-        return None, f"its base is a {base_name}, for which {cls.__module__}.{cls.__qualname__} has code of its own"
+        return None, f"its base is a {base_name}, and {cls.__module__}.{cls.__qualname__} has its own code for it"
     reason = why_not(layer)
     if reason is not None:
         return None, reason

@@ -66,7 +66,7 @@ class LigerMedusaTrainer(LigerHeadsTrainer):
         """The model's heads; they exist once the trainer is built."""
         return heads_of(self.model)
 
-    # What is trained
+    # The trained modules
 
     @property
     def freezes_model(self) -> bool:  # type: ignore[override]  # it depends on the arguments

@@ -1,4 +1,4 @@
-"""The fields that every arguments class of this package adds to the stock one's."""
+"""Defines the fields that every arguments class of this package adds to the stock one."""
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -19,8 +19,8 @@ else:
 class LigerArguments(FeatureFields, StockArguments):
     """The fields that every arguments class of this package adds to the stock one.
 
-    An option that a trainer would ignore is a ValueError when it is built. One stock option gets another default with
-    `use_liger`, so that a step does not wait for the GPU: where there is a GPU, `accelerator_config` has
+    Building a trainer raises a ValueError for an option that the trainer would ignore. With `use_liger` on a GPU, one
+    stock option has another default, so that a step does not wait for the GPU: `accelerator_config` has
     `non_blocking=True` unless you set it.
     """
 
@@ -52,7 +52,7 @@ class LigerArguments(FeatureFields, StockArguments):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        cls._VALID_DICT_FIELDS = [*cls._VALID_DICT_FIELDS, "liger_config"]  # which may be JSON on a command line
+        cls._VALID_DICT_FIELDS = [*cls._VALID_DICT_FIELDS, "liger_config"]  # may be JSON on a command line
 
     def __post_init__(self) -> None:
         for feature in FEATURES:
@@ -66,5 +66,5 @@ class LigerArguments(FeatureFields, StockArguments):
             raise ValueError(f"use_liger is {self.use_liger!r}; expected true or false.")
         if self.eval_predictions not in ("logits", "tokens"):
             raise ValueError(f"eval_predictions is {self.eval_predictions!r}; expected 'logits' or 'tokens'.")
-        config: Any = self.liger_config  # None, a dict, or text that was no JSON, which is refused
+        config: Any = self.liger_config  # None, a dict, or a text that was not JSON, which `check_config` rejects
         check_config(config)

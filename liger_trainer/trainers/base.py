@@ -1,4 +1,4 @@
-"""The base of every Liger trainer. It patches its models when it is built, and a subclass may change the loss."""
+"""The base of every Liger trainer: patches the models when it is built, and lets a subclass change the loss."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -49,16 +49,15 @@ def stock_class(liger_class: type) -> type:
 
 @lru_cache(maxsize=16)
 def _are_overridden(methods: tuple[Callable[..., Any] | None, ...]) -> bool:
-    """Return whether one of `methods`, of the classes of a trainer, is not of a library. Each step asks this."""
+    """Return whether one of `methods` is a user's instead of a library's. Cached, because each step asks."""
     return not all(method is None or comes_from(method, _LIBRARIES) for method in methods)
 
 
 class LigerTrainerMixin(LoadsRenamedWeights, ResumesInPass):
     """The base of every Liger trainer. It patches its models when it is built, and a subclass may change the loss.
 
-    A subclass does that by overriding `token_loss`, which is given per-token quantities and never logits. The sum over
-    tokens, the division by the number of labels in the accumulated batch over all ranks, and the metrics stay the stock
-    trainer's:
+    To change the loss, override `token_loss`, which gets per-token quantities and never logits. The stock trainer still
+    sums over tokens, divides by the number of labels in the accumulated batch over all ranks, and computes the metrics:
 
     ```python
     class FocalTrainer(LigerSFTTrainer):
@@ -70,22 +69,22 @@ class LigerTrainerMixin(LoadsRenamedWeights, ResumesInPass):
         token_outputs (`tuple[str, ...]`): The fields of `FusedLMOutput` that `token_loss` needs besides `log_probs` and
             `label_mask`: any of `"entropy"`, `"log_sum_sq_probs"`, `"mean_logits"`, `"is_top1"`, `"hidden_states"`,
             `"vocab_mean"`. Another name is an error.
-        loss_hook (`str` or `None`): Name of the method that a subclass overrides for a loss of its own.
+        loss_hook (`str` or `None`): Name of the method that a subclass overrides to change the loss.
         gives_token_predictions (`bool`): Whether `compute_loss` calls its model through `_with_predictions`, as
             `eval_predictions="tokens"` needs.
         liger_report (`LigerReport` or `None`): What was patched, or `None` with `use_liger=False`.
-        takes_classifiers (`bool`): Whether it trains models that have a classification head in place of an LM head.
-        freezes_model (`bool`): Whether the model is frozen as a whole, under something of the trainer's own.
+        takes_classifiers (`bool`): Whether it trains models with a classification head instead of an LM head.
+        freezes_model (`bool`): Whether the whole model is frozen, and only the trainer's own modules train.
         freezes_in_fp8 (`bool`): Whether `fp8` stores the frozen base of the model in FP8.
         checkpointing (`CheckpointingSummary` or `None`): What `auto` chose in the last training.
         captured_steps (`CaptureSummary` or `None`): What `cuda_graphs` captured in the last training, or
             why it captured nothing. `None` with `cuda_graphs=False` or `use_liger=False`.
         device_memory (`GpuMemory` or `None`): The memory that `auto` plans for, instead of the GPU's.
-        base_checkpoint (`Base` or `None`): The files that the model was loaded from, if they may have further weights.
-        kept_weights (`KeptWeights` or `None`): The further weights that the last save copied from these files.
+        base_checkpoint (`Base` or `None`): The files that the model was loaded from, if they may have unloaded weights.
+        kept_weights (`KeptWeights` or `None`): The unloaded weights that the last save copied from these files.
         rows_are_chats (`bool`): Whether rows are messages, so that `sample_prompts` are chats. True if unknown.
-        system_prompt (`str` or `None`): The system prompt of the first row, which `sample_prompts` are asked with.
-        grad_norm_of_step (`Callable` or `None`): Returns the norm of the gradients, instead of the stock trainer.
+        system_prompt (`str` or `None`): The system prompt of the first row, used for `sample_prompts`.
+        grad_norm_of_step (`Callable` or `None`): Returns the gradient norm, in place of the stock trainer's code.
     """
 
     token_outputs: tuple[str, ...] = ()
@@ -107,36 +106,36 @@ class LigerTrainerMixin(LoadsRenamedWeights, ResumesInPass):
     rows_are_chats: bool = True
     system_prompt: str | None = None
     grad_norm_of_step: Callable[[], torch.Tensor] | None = None
-    _step_runners: Sequence[StepRunner] = ()  # what runs training steps while training, the outermost first
-    _ops_of_token: int | None = None  # once they are counted
-    _packing_faults: dict[frozenset[str], str | None]  # what `refuse_packed_batch_that_mixes` has found
+    _step_runners: Sequence[StepRunner] = ()  # they wrap the training steps, the outermost first
+    _ops_of_token: int | None = None  # None until counted
+    _packing_faults: dict[frozenset[str], str | None]  # a cache for `refuse_packed_batch_that_mixes`
 
     def token_loss(self, outputs: FusedLMOutput, inputs: dict) -> torch.Tensor:
-        """Loss of each label; the trainer sums it and divides by the number of labels that count.
+        """Return the loss of each label. The trainer sums it and divides by the number of labels that count.
 
-        The auxiliary loss of a mixture of experts is added to it, as it is to the stock trainer's loss, where the model
-        computes one (`output_router_logits` in its config; `router_aux_loss_coef` in the arguments of TRL's trainers).
+        If the model computes an auxiliary loss of its routers (`output_router_logits` in its config,
+        `router_aux_loss_coef` in TRL's arguments), the trainer adds it, as the stock trainer does.
 
         Args:
             outputs (`FusedLMOutput`): Per-token fields, each (B, S - 1), fp32, for the labels
-                `inputs["labels"][:, 1:]`. If the batch has `inputs["shift_labels"]`, they are (B, S), for those labels.
-                They are zero where `outputs.label_mask` is False.
+                `inputs["labels"][:, 1:]`. With `inputs["shift_labels"]` in the batch, (B, S), for those labels. Zero
+                where `outputs.label_mask` is False.
             inputs (`dict`): The batch as given to the model.
 
         Returns:
-            `torch.Tensor`: The loss of each label, in the shape of `outputs.label_mask`, not reduced. Values where
+            `torch.Tensor`: The unreduced loss of each label, in the shape of `outputs.label_mask`. Values where
             `label_mask` is False are ignored.
         """
         return -outputs.log_probs  # type: ignore[operator]  # always asked for, so it is not None
 
     @classmethod
     def stock_class(cls) -> type:
-        """The class of transformers or TRL that `cls` extends."""
+        """Return the class of transformers or TRL that `cls` extends."""
         return stock_class(cls)
 
     @property
     def uses_liger(self) -> bool:
-        """Models are patched. That is so for stock arguments too, which have no `use_liger`."""
+        """Whether models are patched; true for stock arguments, which have no `use_liger`."""
         return getattr(self.args, "use_liger", True)
 
     @property
@@ -192,17 +191,16 @@ class LigerTrainerMixin(LoadsRenamedWeights, ResumesInPass):
             return step(*args, **kwargs)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        """Count as the stock class, but the parameters once a training: that takes as long as a few layers of a deep
-        model."""
+        """Count as the stock class does, but count the parameters once: that takes as long as a few layers do."""
         stock, name = super().floating_point_ops, getattr(self.model, "main_input_name", "input_ids")
-        if stock.__func__ is not Trainer.floating_point_ops:  # of a class of the user's, which may count anything
+        if stock.__func__ is not Trainer.floating_point_ops:  # a user's method, which may count anything
             return stock(inputs)
         if self._ops_of_token is None:
             self._ops_of_token = stock({name: torch.empty(1, device="meta")})
         return inputs[name].numel() * self._ops_of_token if name in inputs else 0
 
     def real_tokens(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> int | None:
-        """Count the tokens that a step of `inputs` computes, where padding is left out and the host knows it."""
+        """Count the tokens of a step without padding; None if padding is computed or the host cannot tell."""
         return None if bound_backbone(base_model_of(self.model)) is None else real_tokens(inputs)
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
@@ -220,9 +218,9 @@ class LigerTrainerMixin(LoadsRenamedWeights, ResumesInPass):
         return WithParameters(model) if self.uses_liger and is_stock and alone else model
 
     def _apply_head_options(self) -> None:
-        """Give the heads the options of this trainer, since another one may have been built on the same models.
+        """Give the heads the options of this trainer: another trainer may have been built on the same models.
 
-        RuntimeError if the fused head was removed from a model, and the loss needs it.
+        RuntimeError if a model has lost the fused head that the loss needs.
         """
         if self.liger_report is None:
             return
@@ -235,7 +233,7 @@ class LigerTrainerMixin(LoadsRenamedWeights, ResumesInPass):
 
     @property
     def overrides_compute_loss(self) -> bool:
-        """Return whether a class of the user's has its own `compute_loss`."""
+        """Whether a user's class overrides `compute_loss`."""
         replaced = vars(self).get("compute_loss")
         if replaced is not None and not comes_from(replaced, _LIBRARIES):
             return True
@@ -265,7 +263,7 @@ class LigerTrainerMixin(LoadsRenamedWeights, ResumesInPass):
 
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
         """Train as the stock trainer does, with the features that the arguments ask for."""
-        self._apply_head_options()  # now, because TRL may score rows while it loads the data
+        self._apply_head_options()  # before TRL loads the data, because it may score rows then
         self._ops_of_token = None
         self._packing_faults = {}
         with ExitStack() as stack:
@@ -276,7 +274,7 @@ class LigerTrainerMixin(LoadsRenamedWeights, ResumesInPass):
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         super()._save(output_dir, state_dict)
-        is_dummy = state_dict is not None and not state_dict  # of DeepSpeed without gathered weights, deleted at once
+        is_dummy = state_dict is not None and not state_dict  # DeepSpeed's, without gathered weights; deleted at once
         if self.args.should_save and not is_dummy:
             for feature in FEATURES:
                 feature.after_save(self, Path(output_dir or self.args.output_dir))
@@ -285,9 +283,9 @@ class LigerTrainerMixin(LoadsRenamedWeights, ResumesInPass):
         return bool(self.uses_liger and (getattr(self.args, "liger_config", None) or {}).get(part, True))
 
     def _apply_liger(self, model: nn.Module, options: HeadOptions | None = None) -> None:
-        """Patch `model` as `args` say, and refuse what would leave the user's own loss unused.
+        """Patch `model` as the arguments ask. Raise if the user's own loss would not be used.
 
-        `options` hold for calls with `fused_lm_head=True`. None stands for the defaults of `HeadOptions`.
+        `options` are for calls with `fused_lm_head=True`. None: the defaults of `HeadOptions`.
         """
         init_checks.refuse_before_patching(self, model)
         if not self.uses_liger:
@@ -297,7 +295,7 @@ class LigerTrainerMixin(LoadsRenamedWeights, ResumesInPass):
         if self.wants_part("fused_linear_cross_entropy") and (unfused := self.unfused_reason(model)) is not None:
             config = (config or {}) | {"fused_linear_cross_entropy": False}
         parallel = self.accelerator.parallelism_config
-        if parallel is not None and parallel.cp_enabled:  # each GPU has a part of every row, and attention of its own
+        if parallel is not None and parallel.cp_enabled:  # each GPU has a part of every row, and runs ring attention
             config = (config or {}) | {"varlen_attention": False}
         self.liger_report = self._patched.patch(model, config, options, forget_others=self.model_init is not None)
         for operations in changed:
@@ -309,7 +307,7 @@ class LigerTrainerMixin(LoadsRenamedWeights, ResumesInPass):
             logger.info(self.liger_report.one_line())
 
     def unfused_reason(self, model: nn.Module) -> str | None:
-        """Tell why the loss needs the logits of `model`, so that its head stays as it is, or return None."""
+        """Return why the loss needs the logits of `model`, so its head is not fused; None if it can be fused."""
         return None
 
     @property
@@ -331,19 +329,19 @@ class LigerTrainerMixin(LoadsRenamedWeights, ResumesInPass):
                 outputs = super().prediction_step(model, inputs, self._loss_only, ignore_keys)
             if self._predicted is None:
                 return outputs
-            predictions = dict(self._predicted[-1])  # KTO scores the mismatched pairs of its KL estimate first
+            predictions = dict(self._predicted[-1])  # KTO scores the mismatched pairs for its KL estimate first
             return outputs[0], predictions, predictions.pop("labels")
         finally:
             self._loss_only, self._predicted = False, None
 
     def _without_needless_mask(self, model: Callable[..., Any]) -> Callable[..., Any]:
-        """`model` or, if it is compiled for training, a stand-in that calls it without attention masks of ones."""
+        """Return `model`, or for compiled training a stand-in that drops attention masks of ones."""
         if self.uses_liger and self.args.torch_compile and self.model.training:
             return registry.without_mask_of_ones(model, base_model_of(self.model))
         return model
 
     def _with_predictions(self, model: Callable[..., Any]) -> Callable[..., Any]:
-        """`model` or, while token predictions are gathered, a stand-in that asks for them in calls with labels."""
+        """Return `model`, or while predictions are gathered a stand-in that asks for them in calls with labels."""
         predicted = self._predicted
         if predicted is None:
             return model

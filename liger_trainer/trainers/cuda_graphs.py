@@ -1,4 +1,4 @@
-"""The option `cuda_graphs`: captured backbones in the steps of one training."""
+"""Implements the option `cuda_graphs`: captures the backbones that a trainer calls in its training steps."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,15 +24,15 @@ _WORDS: dict[str, bool | str] = {"true": True, "false": False, AUTO: AUTO}
 
 @dataclass
 class CudaGraphsFields:
-    """The field of captured steps."""
+    """The config field `cuda_graphs`."""
 
     cuda_graphs: str | None = field(
         default=AUTO,
         metadata={
-            "help": "'auto': where the GPU would wait for Python, replay the backbone of the model as CUDA graphs, one "
-            "pair for each size of batch, and leave all else as it is. Needs one GPU and a model that runs on real "
-            "tokens; the report says why a step was not captured. true: an error where the trainer or its arguments "
-            "keep all steps from being captured. false: never.",
+            "help": "'auto': if the GPU would wait for Python, replay the backbone of the model as CUDA graphs, one "
+            "pair for each batch size. Needs one GPU and a model that runs on real tokens; the report says why a step "
+            "was not captured. true: the same, but an error if the trainer or its arguments rule out captured steps. "
+            "false: never.",
             "nargs": "?",
             "const": "true",
         },
@@ -40,7 +40,7 @@ class CudaGraphsFields:
 
 
 class CapturedArguments(Protocol):
-    """What captured steps read of a trainer's arguments, and write (the first)."""
+    """The trainer arguments that captured steps read. They write the first."""
 
     cuda_graphs: bool | str | None
     device: torch.device
@@ -51,7 +51,7 @@ class CapturedArguments(Protocol):
 
 
 class CapturedTrainer(FeatureTrainer, Protocol):
-    """What captured steps read of a trainer, and write (`captured_steps`)."""
+    """The trainer attributes that captured steps read. They write `captured_steps`."""
 
     args: CapturedArguments
     model: nn.Module | None
@@ -60,7 +60,7 @@ class CapturedTrainer(FeatureTrainer, Protocol):
 
     @property
     def overrides_compute_loss(self) -> bool:
-        """Return whether a class of the user's has its own `compute_loss`."""
+        """Whether a user's class overrides `compute_loss`."""
 
 
 class CudaGraphs(Feature[CapturedArguments, CapturedTrainer]):
@@ -91,8 +91,8 @@ class CudaGraphs(Feature[CapturedArguments, CapturedTrainer]):
         began_at: int | None = None
 
         def run(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            # The optimizer allocates its states in its first step; how much memory is left is unknown before that.
-            # The trainer knows its first step only now: it may have trained before, or resume from a checkpoint.
+            # The optimizer allocates its states in the first step, so the free memory is unknown before that. The first
+            # step is only known now: the trainer may have trained before, or may resume from a checkpoint.
             nonlocal began_at
             if began_at is None:
                 began_at = trainer.state.global_step
@@ -116,7 +116,7 @@ class CudaGraphs(Feature[CapturedArguments, CapturedTrainer]):
 
 
 def _log_summary(trainer: CapturedTrainer) -> None:
-    """Log what was captured, as a warning if it was asked for and nothing was."""
+    """Log what was captured; as a warning if captures were required and none was made."""
     summary = trainer.captured_steps
     if summary is None or trainer.args.process_index != 0:
         return
@@ -125,13 +125,13 @@ def _log_summary(trainer: CapturedTrainer) -> None:
 
 
 def arguments_reason(args: CapturedArguments) -> str | None:
-    """Name the argument that keeps all steps from being captured, whatever is trained on which device, or None."""
+    """Return which argument rules out captured steps for any model and device, or None."""
     if args.torch_compile:
         return "torch_compile is set"
     if getattr(args, "optimizer_in_backward", False):
         return "optimizer_in_backward steps weights within the backward pass"
     if getattr(args, "activation_checkpointing", None) == AUTO:
-        return "activation_checkpointing is 'auto', which decides in Python what each layer keeps"
+        return "activation_checkpointing is 'auto', which decides in Python what each layer saves"
     options = args.gradient_checkpointing_kwargs
     offloads = isinstance(options, dict) and options.get("offload")
     if offloads or getattr(args, "activation_offloading", False):
@@ -140,7 +140,7 @@ def arguments_reason(args: CapturedArguments) -> str | None:
 
 
 def uncaptured_reason(trainer: CapturedTrainer) -> str | None:
-    """Name what in a trainer and its arguments keeps all steps from being captured, or return None.
+    """Return why no step of a trainer can be captured, or None.
 
     Reasons that may change during training are checked in each call (`varlen/decide.py`).
     """
@@ -150,7 +150,7 @@ def uncaptured_reason(trainer: CapturedTrainer) -> str | None:
     if args.device.type not in CAPTURES_ON:
         return f"it trains on {args.device.type}, and CUDA graphs need a CUDA GPU"
     if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled or trainer.accelerator.num_processes > 1:
-        return "several processes train, which exchange gradients within the backward pass"
+        return "several processes train, and they exchange gradients during the backward pass"
     if args.n_gpu > 1 or len(set((getattr(trainer.model, "hf_device_map", None) or {"": 0}).values())) > 1:
         return "the model is spread over several devices"
     reason = arguments_reason(args)

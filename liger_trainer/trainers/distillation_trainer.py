@@ -1,9 +1,9 @@
 """`LigerDistillationTrainer`: `trl.DistillationTrainer` with a divergence that both LM heads compute without logits.
 
-TRL's trainer asks `_get_last_hidden_state` for the hidden states of student and teacher, and gives them with the
-weights of both heads to its `ChunkedDivergenceFunction`. Here the models' own forwards return deferred logits. These
-pass through TRL's loss in place of the hidden states. Our replacement of `ChunkedDivergenceFunction` then calls both
-heads. So masks, reduction and metrics stay TRL's, while adapters and whatever a model does to its logits take effect.
+TRL's trainer gets the hidden states of student and teacher from `_get_last_hidden_state`, and passes them with the
+weights of both heads to its `ChunkedDivergenceFunction`. Here, the models' forwards return deferred logits, which go
+through TRL's loss in place of the hidden states. Our replacement of `ChunkedDivergenceFunction` then calls both heads.
+So masks, reduction and metrics stay TRL's, while adapters, logit scales and softcaps take effect.
 """
 
 import sys
@@ -37,8 +37,8 @@ class LigerDistillationTrainer(KeepsOnlineRows, LigerTRLMixin, DistillationTrain
     Student and teacher are patched, and neither builds logits except for the tokens that it generates. The trainer
     takes the arguments of `DistillationTrainer`, with a [`LigerDistillationConfig`] as `args`; a plain
     `DistillationConfig` counts as one with `use_liger=True`. Unlike the stock trainer, it can train a LoRA on `lm_head`
-    and prompt-learning adapters, and has the models scale and cap their logits themselves, where the stock trainer goes
-    by fields of their configs.
+    and prompt-learning adapters. The models scale and cap their logits themselves; the stock trainer does it by fields
+    of their configs.
 
     Raises:
         ValueError: The LM head of student or teacher cannot be fused.
@@ -61,9 +61,9 @@ class LigerDistillationTrainer(KeepsOnlineRows, LigerTRLMixin, DistillationTrain
         return replaced
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Have the teacher, the one model that is prepared for evaluation only, patched before accelerate prepares it.
+        """Patch the teacher before accelerate prepares it. It is the only model that is prepared for evaluation only.
 
-        Patched later, our forward would lie outside of the autocast that accelerate puts around the teacher's.
+        If it were patched later, our forward would run outside the autocast that accelerate puts around it.
         """
         super().create_accelerator_and_postprocess()
         prepare = self.accelerator.prepare_model
@@ -128,7 +128,7 @@ def _stock_module() -> ModuleType:
 
 
 class _LogitsForHiddenStates(nn.Module):
-    """Gives `DistillationTrainer._get_last_hidden_state` the logits of a model as its last hidden state.
+    """Returns the logits of a model as its last hidden state, for `DistillationTrainer._get_last_hidden_state`.
 
     It is a module because accelerate looks for compiled modules inside it. The model is not one of its modules, or
     accelerate would walk through all of them, which takes milliseconds for a large model with adapters.
@@ -143,11 +143,11 @@ class _LogitsForHiddenStates(nn.Module):
         outside = {"dtype": torch.get_autocast_dtype(device), "enabled": torch.is_autocast_enabled(device)}
 
         def score(run: Callable[[], Any]) -> Any:
-            # TRL calls the backbone outside of the autocast that accelerate puts around the model's forward.
+            # TRL calls the backbone outside the autocast that accelerate puts around the model's forward.
             with torch.autocast(device, **outside):
                 return run()
 
-        # Not a call of the module: its hooks would shard the weights again before the call that we are in has ended.
+        # Call `forward`, not the module: its hooks would reshard the weights before the surrounding call has ended.
         outputs = run_request(self._held[0].forward, HeadRequest(logits_consumer=score), **inputs)
         return SimpleNamespace(last_hidden_state=outputs.logits)
 
@@ -167,11 +167,11 @@ class _FusedDivergence:
         temperature: float,
         *scales: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Divergence and entropy of each row, (T,) each.
+        """Compute the divergence and the entropy of each row, (T,) each.
 
-        `student` and `teacher` are `DeferredLogits` (T, V), which bring their own weights, biases and scales.
-        `uniform_grad` promises that TRL sums the rows, so that all have one upstream gradient, which spares a product.
-        If the promise were broken, the gradients would be NaN.
+        `student` and `teacher` are `DeferredLogits` (T, V), which know their own weights, biases and scales.
+        `uniform_grad` promises that all rows have one upstream gradient, since TRL sums them. That saves a product. If
+        the promise were broken, the gradients would be NaN.
         """
         for name, logits in (("student", student), ("teacher", teacher)):
             if not isinstance(logits, DeferredLogits) or logits.is_materialized:

@@ -43,7 +43,7 @@ class LigerDPOTrainer(LigerTRLMixin, DPOTrainer):
             )
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool) -> Any:
-        """Compute the stock loss, from a call whose labels the host knows where it knows the batch."""
+        """Compute the stock loss. If the host knows the batch, tell it the labels too, so it does not read the GPU."""
         if not self.uses_liger:
             return super()._compute_loss(model, inputs, return_outputs)
         ids, mask = values_of(inputs["input_ids"], inputs["completion_mask"])
@@ -51,7 +51,7 @@ class LigerDPOTrainer(LigerTRLMixin, DPOTrainer):
         def call(**arguments: Any) -> Any:
             labels = arguments.get("labels")
             if isinstance(labels, torch.Tensor) and labels.shape == ids.shape and ids.device.type == "cpu":
-                remember(labels, ids.masked_fill(mask == 0, -100))  # as the stock trainer has made them
+                remember(labels, ids.masked_fill(mask == 0, -100))  # the labels that the stock trainer makes
             return model(**arguments)
 
         return super()._compute_loss(call, inputs, return_outputs)

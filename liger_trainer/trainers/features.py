@@ -1,4 +1,4 @@
-"""All features of the trainers, and two without an option: the filter of logged losses, and the report."""
+"""Lists all features of the trainers, and defines two without an option: the loss filter and the report."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -37,13 +37,13 @@ from liger_trainer.varlen.graphs.capture_summary import CaptureSummary
 
 
 class FilteringArguments(Protocol):
-    """What the filter reads of a trainer's arguments, and writes while a step is added."""
+    """The trainer argument that the filter reads, and writes while a loss is added up."""
 
     logging_nan_inf_filter: bool | None
 
 
 class FilteringTrainer(FeatureTrainer, Protocol):
-    """What the filter reads of a trainer, and writes (the first two)."""
+    """The trainer attributes that the filter reads. It writes the first two."""
 
     training_step: Callable[..., torch.Tensor]
     floating_point_ops: Callable[..., Any]
@@ -56,9 +56,9 @@ class FilteringTrainer(FeatureTrainer, Protocol):
 class LossFilter(Feature[FilteringArguments, FilteringTrainer]):
     """Filters logged losses as `logging_nan_inf_filter` asks, without making the host wait for the GPU.
 
-    `Trainer` asks every loss whether it is NaN or infinite, and waits for the answer. If so, it adds the mean of the
-    losses before it. Here the device chooses between the two. The argument is off from the end of `training_step` to
-    the call of `floating_point_ops`, right after the loss was added, so only these two statements find it off.
+    `Trainer` checks every loss for NaN and infinity, and waits for the GPU. If it finds one, it adds the mean of the
+    earlier losses instead. Here the device chooses between the two. The argument is off from the end of `training_step`
+    until `floating_point_ops` is called, right after the loss was added, so no other code sees it off.
     """
 
     @contextmanager
@@ -72,7 +72,7 @@ class LossFilter(Feature[FilteringArguments, FilteringTrainer]):
 
         def filtered_step(*step_args: Any, **step_kwargs: Any) -> torch.Tensor:
             filter_on()  # a callback may have called it before
-            loss = step(*step_args, **step_kwargs)  # a subclass that overrides it gets each loss as it is
+            loss = step(*step_args, **step_kwargs)  # an overriding subclass gets each loss unfiltered
             in_place = all(trainer.__dict__.get(name) is method for name, method in replacements.items())
             if args.logging_nan_inf_filter and in_place:
                 steps = 1 + trainer.state.global_step - trainer._globalstep_last_logged
@@ -96,13 +96,13 @@ class LossFilter(Feature[FilteringArguments, FilteringTrainer]):
         finally:
             filter_on()
             for name, method in replacements.items():
-                if trainer.__dict__.get(name) is method:  # otherwise a callback has wrapped or removed it
+                if trainer.__dict__.get(name) is method:  # else a callback has wrapped or removed it
                     del trainer.__dict__[name]
             trainer.__dict__.update(before)
 
 
 class ReportedTrainer(FeatureTrainer, Protocol):
-    """What the report reads of a trainer."""
+    """The trainer attributes that the report reads."""
 
     model: nn.Module
     liger_report: LigerReport | None
@@ -122,20 +122,20 @@ class Report(Feature[object, ReportedTrainer]):
 
 
 class _ReportCallback(TrainerCallback):
-    """Writes the report when training starts, and when it ends what was chosen meanwhile."""
+    """Writes the report when training starts, and again at the end with the choices made in training."""
 
     def __init__(self, trainer: ReportedTrainer) -> None:
         self.trainer = trainer
 
     @property
     def report(self) -> LigerReport:
-        """Return the report of now: with `model_init` each model has its own."""
+        """The current report: with `model_init`, each model has its own."""
         report = self.trainer.liger_report
         assert report is not None, "the models of this trainer are patched"
         return report
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Swap the fp8 layers that accelerate has made of linear ones since (`mixed_precision: fp8`), and write."""
+        """Patch the fp8 layers that accelerate has converted meanwhile (`mixed_precision: fp8`), and write."""
         report = self.report
         if swap_converted(self.trainer.model, report) and args.process_index == 0:
             logger.info(report.one_line())
@@ -176,9 +176,9 @@ class FeatureArguments(
     WalkedArguments,
     Protocol,
 ):
-    """What all features read and write of a trainer's arguments."""
+    """The trainer arguments that all features read and write."""
 
-    # Each reads of these what the stock class may have put there
+    # The stock class may put any of these there
     gradient_checkpointing_kwargs: dict[str, Any] | str | None
 
 
@@ -195,7 +195,7 @@ class FeaturedTrainer(
     WalkedTrainer,
     Protocol,
 ):
-    """What all features read and write of a trainer. `LigerTrainerMixin` in `base.py` has it."""
+    """The trainer attributes that all features read and write. `LigerTrainerMixin` in `base.py` has them."""
 
     args: FeatureArguments
     model: nn.Module

@@ -1,4 +1,4 @@
-"""Refuses, while a Liger trainer is built, what would train wrongly or ignore an option in silence.
+"""Rejects what would train wrongly, and options that would be silently ignored, while a Liger trainer is built.
 
 `LigerTrainerMixin` calls `refuse_before_patching` in `_apply_liger`, `refuse_packed_batch_that_mixes` in each step, and
 the others in `_finish_init`.
@@ -22,14 +22,14 @@ from liger_trainer.varlen.proof.packed_rows import keeps_state, why_rows_mix
 IN_PLACE = "needed for gradient computation has been modified by an inplace operation"  # PyTorch's words
 _CAPPED = ("gemma2", "t5_gemma_module", "vaultgemma")  # Gemma 3 has the field in its config and never had the cap
 WHAT_FUSED_LAYERS_KEEP = (
-    "A fused layer keeps its input itself, where stock code may keep a copy in another dtype. If the model writes to "
-    "the input of a LoRA, a norm or a gate after the call, have it write to a copy, or switch the part off, for "
-    'example with liger_config={"lora": false}.'
+    "A fused layer saves its input itself; stock code may save a copy in another dtype. If the model writes to the "
+    "input of a LoRA, a norm or a gate after the call, make it write to a copy, or switch the part off, for example "
+    'with liger_config={"lora": false}.'
 )
 
 
 def refuse_before_patching(trainer: Any, model: nn.Module) -> None:
-    """ValueError if `model` cannot be patched as the arguments say, or if the user's own loss would stay unused."""
+    """ValueError if `model` cannot be patched as the arguments ask, or if the user's own loss would not be used."""
     name, args = type(trainer).__name__, trainer.args
     if not trainer.uses_liger:
         if trainer.overrides_token_loss:
@@ -37,8 +37,8 @@ def refuse_before_patching(trainer: Any, model: nn.Module) -> None:
         bindings = [Binding.of(module) for module in model.modules()]
         if has_fused_head(model) or any(binding is not None and not binding.fallback_active for binding in bindings):
             raise ValueError(
-                "use_liger is False, but the model has been patched before, by another trainer or by apply_liger, and "
-                "would still compute with the kernels. Load the model again, or call remove_liger(model) first."
+                "use_liger is False, but another trainer or apply_liger has patched the model, so it would still use "
+                "the kernels. Load the model again, or call remove_liger(model) first."
             )
         return
     pools = trainer.takes_classifiers and is_classifier(base_model_of(model)) and not trainer.overrides_token_loss
@@ -54,33 +54,33 @@ def refuse_before_patching(trainer: Any, model: nn.Module) -> None:
         )
     if args.n_gpu > 1:
         raise ValueError(
-            f"{args.n_gpu} GPUs are visible to this one process, so Trainer would use nn.DataParallel. Its replicas "
+            f"{args.n_gpu} GPUs are visible to this single process, so Trainer would use nn.DataParallel. Its replicas "
             "would all call the patched forwards of the first GPU's model. Start with accelerate launch or torchrun, "
             "make one GPU visible with CUDA_VISIBLE_DEVICES, or set use_liger=False."
         )
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     cap = getattr(text, "attn_logit_softcapping", None) if getattr(text, "model_type", None) in _CAPPED else None
-    if cap is not None and text._attn_implementation == "sdpa":  # as by default in transformers 5.17
+    if cap is not None and text._attn_implementation == "sdpa":  # the default in transformers 5.17
         raise ValueError(
-            f"attn_implementation is 'sdpa', which leaves out the model's attn_logit_softcapping of {cap}."
-            " Load the model with attn_implementation='eager', or set attn_logit_softcapping to None to train without."
+            f"attn_implementation is 'sdpa', which ignores the model's attn_logit_softcapping of {cap}. Load the model "
+            "with attn_implementation='eager', or set attn_logit_softcapping to None to train without it."
         )
     if args.use_liger_kernel:
         raise ValueError(
-            "use_liger_kernel is true, which has liger-kernel patch the model once more when training starts. Remove "
+            "use_liger_kernel is true, so liger-kernel would patch the model again when training starts. Remove "
             f"use_liger_kernel, or use {trainer.stock_class().__name__}."
         )
 
 
 def refuse_a_second_loss(trainer: Any) -> None:
-    """ValueError if an option and the user's own method both decide the loss: one of them would be ignored."""
+    """ValueError if an option and the user's method both define the loss: one of them would be ignored."""
     for name, unset in (("label_smoothing_factor", 0.0), ("loss_type", "nll"), ("compute_loss_func", None)):
         value = getattr(trainer if name == "compute_loss_func" else trainer.args, name, unset)
         if value != unset:
             raise ValueError(
-                f"{type(trainer).__name__} overrides token_loss, and {name} is {value!r}: only one can be the loss. "
-                f"Remove {name}, or put what it does into token_loss."
+                f"{type(trainer).__name__} overrides token_loss, but {name} is {value!r}, and only one of them can "
+                f"define the loss. Remove {name}, or do what it does in token_loss."
             )
 
 
@@ -97,13 +97,13 @@ def refuse_unfit_for_own_loss(trainer: Any) -> None:
         )
     if (why := _why_not_next_tokens(trainer.model)) is not None:
         raise ValueError(
-            f"{name} overrides token_loss, which scores each label as the token that follows, but {why}, and its "
-            "labels would be off by one. Override compute_loss instead."
+            f"{name} overrides token_loss, which scores each label as the next token, but {why}, so its labels would "
+            "be off by one. Override compute_loss instead."
         )
 
 
 def refuse_token_predictions(trainer: Any) -> None:
-    """ValueError if `eval_predictions="tokens"` has no meaning for `trainer`."""
+    """ValueError if `trainer` cannot give the predictions of `eval_predictions="tokens"`."""
     why = None
     if not trainer.gives_token_predictions:
         why = f"{type(trainer).__name__} does not compute metrics of tokens"
@@ -111,7 +111,7 @@ def refuse_token_predictions(trainer: Any) -> None:
         unfused = None if trainer.liger_report is None else trainer.unfused_reason(trainer.model)
         why = unfused or "the fused LM head that finds them is switched off (use_liger, liger_config)"
     elif (other := _why_not_next_tokens(trainer.model)) is not None:
-        why = f"{other}, and its labels are not the tokens that follow"
+        why = f"{other}, and its labels are not the next tokens"
     elif trainer.compute_loss_func is not None and trainer.stock_class() is Trainer:
         why = "compute_loss_func is set, which needs the logits"
     if why is not None:
@@ -119,9 +119,9 @@ def refuse_token_predictions(trainer: Any) -> None:
 
 
 def refuse_packed_rows_that_mix(trainer: Any) -> None:
-    """ValueError if batches pack several rows into one, and the model would let them see each other.
+    """ValueError if batches pack several rows into one and the model would let them see each other.
 
-    The batch for this test comes from the collator. TRL's collators and trainers that pack have `padding_free`.
+    The collator makes the batch for this test. TRL's collators and trainers that pack rows have `padding_free`.
     """
     collator = trainer.data_collator
     flattens = isinstance(collator, DataCollatorWithFlattening) or bool(getattr(collator, "padding_free", False))
@@ -130,15 +130,15 @@ def refuse_packed_rows_that_mix(trainer: Any) -> None:
         return
     ways = _advice_on_mixing(trainer.model)
     if getattr(collator, "return_position_ids", None) is False and not getattr(collator, "padding_free", False):
-        ways = "Leave return_position_ids of the collator on: positions tell where rows begin."
+        ways = "Set return_position_ids of the collator to True: positions show where rows begin."
     raise ValueError(f"Rows are packed (packing, padding_free, or DataCollatorWithFlattening), but {why}. {ways}")
 
 
 def refuse_packed_batch_that_mixes(trainer: Any, inputs: Any, faults: dict[frozenset[str], str | None]) -> None:
     """ValueError if a user's collator packed rows into `inputs`, and the model would let them see each other.
 
-    Such a batch has positions that restart at 0, and no mask. `faults` caches the answer by the arguments that mark
-    where rows begin. The values of positions are read only for models that may mix rows.
+    Such a batch has no mask, and positions that restart at 0. `faults` caches the answer by the arguments that mark
+    where rows begin. The values of positions are only read for models that may mix rows.
     """
     if not isinstance(inputs, Mapping) or inputs.get("attention_mask") is not None:
         return
@@ -153,7 +153,7 @@ def refuse_packed_batch_that_mixes(trainer: Any, inputs: Any, faults: dict[froze
     why = faults[markers]
     if why is not None and bool((values_of(positions)[0].diff() != 1).any()):
         raise ValueError(
-            f"position_ids of a batch restart, so it has packed rows, but {why}. {_advice_on_mixing(trainer.model)}"
+            f"position_ids of a batch restart, so its rows are packed, but {why}. {_advice_on_mixing(trainer.model)}"
         )
 
 
@@ -161,8 +161,8 @@ def _advice_on_mixing(model: nn.Module) -> str:
     """Return advice for the error about packed rows that see each other in `model`."""
     if keeps_state(base_model_of(model)):
         return (
-            "Train on padded rows: switch packing and padding_free off, or pass a collator that pads, such as "
-            "DataCollatorForSeq2Seq(tokenizer), in place of one that flattens."
+            "Train on padded rows: switch packing and padding_free off, or use a collator that pads instead of one "
+            "that flattens, such as DataCollatorForSeq2Seq(tokenizer)."
         )
     return (
         'Switch packing and padding_free off, or load the model with attn_implementation="sdpa" and leave '
@@ -171,7 +171,7 @@ def _advice_on_mixing(model: nn.Module) -> str:
 
 
 def refuse_adapters_without_parameters(trainer: Any) -> None:
-    """ValueError if an adapter names parameters in `target_parameters` that it does not adapt. PEFT only warns."""
+    """ValueError if `target_parameters` of an adapter names parameters that are not adapted. PEFT only warns."""
     model = trainer.model
     wrapped = [module for module in model.modules() if hasattr(module, "parameter_name")]  # PEFT's ParamWrapper
     for adapter, config in getattr(model, "peft_config", {}).items():
@@ -179,15 +179,15 @@ def refuse_adapters_without_parameters(trainer: Any) -> None:
         for name in getattr(config, "target_parameters", None) or ():
             if name.rpartition(".")[2] not in adapted:
                 raise ValueError(
-                    f"target_parameters of the adapter {adapter!r} names {name!r}, and no parameter of that name is "
-                    "adapted. Experts that Mxfp4Config or fp8 keeps in few bits get no adapters: load the model with "
+                    f"target_parameters of the adapter {adapter!r} names {name!r}, but no parameter of that name is "
+                    "adapted. Experts that Mxfp4Config or fp8 keeps quantized get no adapters: load the model with "
                     "transformers.Mxfp4Config(dequantize=True); in a recipe, set load_in_4bit: false. Otherwise "
                     "correct the name, or remove it."
                 )
 
 
 def _why_not_next_tokens(model: nn.Module) -> str | None:
-    """Tell why the labels of `model` are not the tokens that follow in its input, or return None."""
+    """Return why the labels of `model` are not the next tokens of its input, or None."""
     model = base_model_of(model)
     name = own_class(model).__name__
     if getattr(model.config, "is_encoder_decoder", False):

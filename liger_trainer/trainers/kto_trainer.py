@@ -22,8 +22,8 @@ class LigerKTOTrainer(LigerTRLMixin, KTOTrainer):
 
     The policy and the reference model are patched, and neither builds logits, not even for the mismatched pairs of the
     KL estimate. The trainer takes the arguments of `KTOTrainer`, with a [`LigerKTOConfig`] as `args`; a plain
-    `KTOConfig` counts as one with `use_liger=True`. All that [`LigerDPOTrainer`] says of its options, a LoRA and
-    `eval_predictions` holds here too.
+    `KTOConfig` counts as one with `use_liger=True`. Its options, a LoRA on `lm_head` and `eval_predictions` work as in
+    [`LigerDPOTrainer`].
     """
 
     gives_token_predictions = True

@@ -1,4 +1,4 @@
-"""Read TRL's training metrics from the GPU only when they are logged.
+"""Reads TRL's training metrics from the GPU only when they are logged.
 
 In every micro-batch TRL reads the number of labels, the entropy and the accuracy from the GPU, between forward and
 backward. The host waits there for the forward pass, and then the GPU waits for the host to launch the backward pass.
@@ -15,11 +15,11 @@ import torch
 from liger_trainer.head.outputs import FusedLMOutput
 
 _METRICS = ("entropy", "mean_token_accuracy")
-_MOST_PENDING = 256  # micro-batches, so that few small tensors are kept where nothing is logged for long
+_MOST_PENDING = 256  # micro-batches; bounds the number of small tensors if nothing is logged for a long time
 
 
 class _Pending(NamedTuple):
-    """The sums of one micro-batch on the device, and where its metrics belong: a list and an index for each."""
+    """The sums of one micro-batch on the device, and the place of each metric: a list and an index."""
 
     entropy: torch.Tensor
     correct: torch.Tensor
@@ -28,7 +28,7 @@ class _Pending(NamedTuple):
 
 
 class LateMetrics:
-    """The lists of TRL's metrics, by mode and name, and what of them has not been read from the GPU yet.
+    """Holds the lists of TRL's metrics, by mode and name, and the sums that are still on the GPU.
 
     Attributes:
         lists (`dict`): TRL's `_metrics`.
@@ -40,14 +40,14 @@ class LateMetrics:
         self._recording = False
 
     def read(self) -> dict[str, Any]:
-        """Return TRL's lists with all their values, except while TRL appends to them."""
+        """Return TRL's lists. Their values are filled in first, except while TRL appends to them."""
         if self._pending and not self._recording:
             self._fill_in()
         return self.lists
 
     @staticmethod
     def placeholders() -> dict[str, torch.Tensor]:
-        """Return fields that make TRL's metrics NaN, so that a metric which is not replaced is noticed."""
+        """Return fields that make TRL's metrics NaN, so that a metric that is not replaced is noticed."""
         nan = torch.full((1,), float("nan"))
         return {"entropy": nan, "is_top1": nan, "label_mask": torch.ones(1, dtype=torch.bool)}
 
@@ -89,9 +89,9 @@ class LateMetrics:
         entropy = torch.stack([x.entropy for x in pending]) / labels
         accuracy = torch.stack([x.correct for x in pending]) / labels
         per_metric = torch.stack((entropy, accuracy))
-        per_metric = torch.where(labels > 0, per_metric, 0.0)  # as TRL has it for a batch without labels
+        per_metric = torch.where(labels > 0, per_metric, 0.0)  # TRL's value for a batch without labels
         for metric, values in enumerate(per_metric.tolist()):
             for micro_batch, value in zip(pending, values, strict=True):
                 target, index = micro_batch.places[metric]
-                if index < len(target):  # otherwise the list has been cleared
+                if index < len(target):  # else the list was cleared
                     target[index] = value

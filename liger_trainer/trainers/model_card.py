@@ -1,10 +1,10 @@
-"""The card of a model (`README.md`), which is written before each checkpoint.
+"""Writes the model card (`README.md`), which TRL's trainers write before each checkpoint.
 
-TRL's trainers write one. Where a trainer has more to say (`WritesCards.card_text`), the text is made from
-`model_card.md`, and the metadata stay TRL's.
+If a trainer has its own text (`WritesCards.card_text`), that replaces TRL's text by the template `model_card.md`. The
+metadata stay TRL's.
 
-A failing card must not cost a checkpoint. TRL's code for it asks trackers for their addresses, and a tracker with an
-incomplete package raises an error there, in the middle of a save.
+An error in the card must not cost a checkpoint. TRL's code asks trackers for their URLs, and a tracker with an
+incomplete package raises there, in the middle of a save.
 """
 
 import importlib
@@ -50,8 +50,8 @@ class CardText:
     """The parts of a card that depend on the trainer.
 
     Attributes:
-        base_model (`str`): The name of the model that was fine-tuned, for one that is not on the Hub.
-        quick_start (`bool`): Whether to show a chat with what was saved, by `pipeline`.
+        base_model (`str`): The name of the fine-tuned model, for a model that is not on the Hub.
+        quick_start (`bool`): Whether to show how to chat with the saved model by `pipeline`.
         trained (`str`): Markdown about the training: its data, its machine, its recipe.
     """
 
@@ -61,7 +61,7 @@ class CardText:
 
 
 class WritesCards(StockTrainer):
-    """Writes TRL's card, or one with a text of its own, and does not let an error in it end a save."""
+    """Writes TRL's card, or one with the trainer's own text. An error in the card does not end a save."""
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         with card_without_risk(self.args.output_dir):
@@ -71,12 +71,12 @@ class WritesCards(StockTrainer):
                 _rewrite(Path(self.args.output_dir, "README.md"), self, text)
 
     def card_text(self) -> CardText | None:
-        """Return the text of the card; None keeps TRL's. Only the main process calls it."""
+        """Return the text of the card, or None to keep TRL's. Only the main process calls it."""
         return None
 
 
 def _rewrite(path: Path, trainer: Any, text: CardText) -> None:
-    """Write the card with the metadata of the one at `path`, which is TRL's, and with `text`."""
+    """Rewrite TRL's card at `path`: keep its metadata, and replace its text by `text`."""
     from huggingface_hub import ModelCard
 
     data, folder = ModelCard.load(path).data, trainer.args.output_dir
@@ -98,7 +98,7 @@ def _rewrite(path: Path, trainer: Any, text: CardText) -> None:
 
 
 def _tracker_pages() -> dict[str, str]:
-    """The pages of the run at the trackers that log it, as TRL finds them."""
+    """Return the URLs of the run at its trackers, as TRL finds them."""
     from transformers import is_wandb_available
     from trl.trainer.utils import get_comet_experiment_url, get_trackio_space_url
 

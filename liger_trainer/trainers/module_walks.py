@@ -1,8 +1,8 @@
-"""`train()`, `zero_grad()` and `parameters()` of a model in a few sweeps over its modules.
+"""Runs `train()`, `zero_grad()` and `parameters()` of a model in a few sweeps over its modules.
 
 A trainer calls each of them in every step. An 8B model with adapters has 2,665 modules, and PyTorch's generators take
-some microseconds for each. Nothing is remembered from call to call: each walks through the modules that are there now,
-and goes PyTorch's way where a class or a module has a method of its own.
+some microseconds for each. Nothing is cached between calls: each call walks over the current modules. If a class or a
+module overrides one of these methods, PyTorch's own code runs.
 """
 
 from collections.abc import Callable, Iterator
@@ -39,7 +39,7 @@ _ZERO_GRAD = nn.Module.zero_grad
 def _states_if_stock(model: nn.Module, methods: dict[str, tuple[Any, ...]]) -> list[dict[str, Any]] | None:
     """Return the `__dict__` of each module of `model`, or None if a module overrides one of `methods`.
 
-    Methods bound to `model` itself are not checked: they are ours, or they are called before ours.
+    Methods bound to `model` itself are not checked: they are ours, or they wrap ours.
     """
     modules = modules_of(model)
     for cls in set(map(type, modules)):
@@ -60,7 +60,7 @@ def is_training(model: nn.Module) -> bool:
 
 
 def parameters_of(model: nn.Module) -> list[nn.Parameter] | None:
-    """The parameters that `model.parameters()` would give, in its order, or None where a module has its own way."""
+    """Return what `model.parameters()` would yield, in the same order, or None if a module overrides a method."""
     for name, known in _PARAMETERS_CALLS_OF_MODEL.items():
         if name in model.__dict__ or getattr(type(model), name) not in known:
             return None
@@ -74,14 +74,14 @@ def parameters_of(model: nn.Module) -> list[nn.Parameter] | None:
 
 
 def train(model: nn.Module, mode: bool = True) -> nn.Module:
-    """`nn.Module.train`, which returns at once where every module is in training mode already."""
+    """Like `nn.Module.train`, but return at once if every module is already in training mode."""
     if mode is True and is_training(model):
         return model
     return type(model).train(model, mode)
 
 
 def zero_grad(model: nn.Module, set_to_none: bool = True) -> None:
-    """`nn.Module.zero_grad`, which looks at each parameter once."""
+    """Like `nn.Module.zero_grad`, but look at each parameter only once."""
     is_stock = type(model).zero_grad is _ZERO_GRAD
     parameters = parameters_of(model) if is_stock and set_to_none is True else None
     if parameters is None:
@@ -104,13 +104,13 @@ class WithParameters:
 
 
 class WalkedArguments(Protocol):
-    """What the walks read of a trainer's arguments."""
+    """The trainer argument that the walks read."""
 
     n_gpu: int
 
 
 class WalkedTrainer(FeatureTrainer, Protocol):
-    """What the walks read of a trainer. They write to its model alone."""
+    """The trainer attributes that the walks read. They only write to its model."""
 
     args: WalkedArguments
     model: nn.Module | None
@@ -123,7 +123,7 @@ class ModuleWalks(Feature[WalkedArguments, WalkedTrainer]):
     @contextmanager
     def around_training(self, trainer: WalkedTrainer) -> Iterator[None]:
         alone = trainer.accelerator.distributed_type == DistributedType.NO and trainer.args.n_gpu <= 1
-        # With `model_init` the model of now is replaced when training begins.
+        # With `model_init`, the current model is replaced when training begins.
         model_stays = isinstance(trainer.model, nn.Module) and trainer.model_init is None
         if not (trainer.uses_liger and alone and model_stays):
             yield
@@ -132,10 +132,10 @@ class ModuleWalks(Feature[WalkedArguments, WalkedTrainer]):
         state = model.__dict__
         bound = {method.__name__: MethodType(method, model) for method in (train, zero_grad)}
         bound = {name: method for name, method in bound.items() if name not in state}
-        state.update(bound)  # a copy has them bound to itself, and an unpickled model has its class's own
+        state.update(bound)  # a deep copy binds them to itself, and an unpickled model has its class's methods
         try:
             yield
         finally:
             for name, method in bound.items():
-                if state.get(name) is method:  # otherwise somebody has wrapped or removed it
+                if state.get(name) is method:  # else other code has wrapped or removed it
                     del state[name]

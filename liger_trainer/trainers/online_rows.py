@@ -1,8 +1,8 @@
-"""The rows of GRPO, RLOO and distillation, known on the host.
+"""Keeps the rows of GRPO, RLOO and distillation on the host as well.
 
-These trainers make their batches on the device, from completions. To find the rows of a call there, the host would wait
-until the device is done with all that was launched before. Here one host copy is taken of each generation batch, right
-after it was generated, when the device has nothing to do. Calls of the model then come with values that the host knows.
+These trainers make their batches on the device, from completions. To find the rows of a call, the host would have to
+wait until the device has finished everything launched before. Here, each generation batch is copied to the host once,
+right after generation, when the device is idle. So the host knows the values of later model calls.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ _KEPT = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
 
 
 class KeepsOnlineRows:
-    """Takes the host copies. It goes before `LigerTRLMixin` in a trainer that generates its rows."""
+    """Mixin that copies generated rows to the host. It goes before `LigerTRLMixin`."""
 
     def _prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:
         inputs = super()._prepare_inputs(*args, **kwargs)  # type: ignore[misc]
@@ -27,7 +27,7 @@ class KeepsOnlineRows:
 
 
 class KnowsOnlineRows(KeepsOnlineRows):
-    """Has the host know the calls of GRPO and RLOO. It goes before `LigerTRLMixin`."""
+    """Mixin that also tells the host the rows of each call in GRPO and RLOO. It goes before `LigerTRLMixin`."""
 
     _trained: dict[str, Any] | None = None  # the micro-batch, while its loss is computed
 
@@ -50,7 +50,7 @@ class KnowsOnlineRows(KeepsOnlineRows):
         if self.wants_part("varlen_attention"):  # type: ignore[attr-defined]
             if self._trained is not None:
                 join_on_host(self._trained, input_ids, attention_mask)
-            # Elsewhere the reference gets the same tensors as the old policy, which the first of the two copies.
+            # Without a micro-batch, old policy and reference get the same tensors. The first call copies them.
             for x in (input_ids, attention_mask):
                 _keep(x)
             ids, mask = values_of(input_ids, attention_mask)
@@ -75,7 +75,7 @@ def _is_on_host(x: torch.Tensor) -> bool:
 
 
 def join_on_host(batch: dict[str, Any], input_ids: torch.Tensor, attention_mask: torch.Tensor) -> None:
-    """Have the host know prompts and completions of a micro-batch that TRL has joined."""
+    """Tell the host the values of prompts and completions that TRL has concatenated."""
     parts = [batch[name] for name in _KEPT]
     if not all(map(_is_on_host, parts)):
         return
@@ -89,10 +89,11 @@ def join_on_host(batch: dict[str, Any], input_ids: torch.Tensor, attention_mask:
 
 def _with_known_rows(
     model: Callable[..., Any], ids: torch.Tensor, mask: torch.Tensor, logits_to_keep: int
-) -> Callable[..., Any]:  # fmt: skip
-    """`model`, of whose calls, one after the other over the rows of a batch, the host knows ids, mask and labels.
+) -> Callable[..., Any]:
+    """Return `model` wrapped so that the host knows ids, mask and labels of each call.
 
-    The labels are TRL's: the ids of completions, and -100 for prompts and padding.
+    The calls go through the rows of a batch in order. The labels are TRL's: the ids of completions, and -100 for
+    prompts and padding.
     """
     labels = ids.masked_fill(mask == 0, -100)
     labels[:, :-logits_to_keep] = -100

@@ -1,11 +1,11 @@
-"""`optimizer_in_backward`: the optimizer steps each weight in the backward pass, and its gradient is freed at once.
+"""Implements `optimizer_in_backward`: steps each weight in the backward pass, and frees its gradient at once.
 
-The trainer's own optimizer does it. For the step of one weight, its groups hold that weight alone. So its states,
-groups and learning rates stay where they are, and a checkpoint is the same. The trainer's step after the backward pass
-finds no gradients and changes nothing, but calls the optimizer's hooks once a step.
+The trainer's own optimizer is used. For the step of one weight, its groups contain only that weight. So states, groups
+and learning rates stay where they are, and checkpoints are the same. The trainer's own step after the backward pass
+finds no gradients and changes nothing, but still calls the optimizer's hooks once per step.
 
-Between these two steps a weight has its new value and no gradient, where stock code would find its old value and its
-gradient. Any use of it is an error (`SteppedWeight`).
+Between these two steps, a weight has its new value and no gradient. Stock code would expect the old value and the
+gradient, so any use of the weight is an error (`SteppedWeight`).
 """
 
 import functools
@@ -26,7 +26,7 @@ from transformers.optimization import Adafactor
 
 from liger_trainer.feature import Feature, FeatureTrainer, StepRunner
 
-# In these optimizers the step of a weight depends only on the weight, its gradient, its state and its group.
+# In these optimizers, the step of a weight depends only on the weight, its gradient, its state and its group.
 _CLASSES = (
     torch.optim.AdamW,
     torch.optim.Adam,
@@ -36,7 +36,7 @@ _CLASSES = (
     Adafactor,
 )
 _NO_WEIGHT = types.SimpleNamespace(grad=None)  # optimizers skip it
-# Attributes and methods of a stepped weight that are safe to read: they depend neither on its value nor its gradient.
+# Attributes and methods of a stepped weight that are safe to use: they depend on neither its value nor its gradient.
 _SAFE_ATTRIBUTES = ("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "is_cuda")
 _SAFE_METHODS = ("size", "dim", "numel", "element_size", "is_floating_point", "is_complex")
 _ABOUT_A_WEIGHT = {getattr(torch.Tensor, name).__get__ for name in _SAFE_ATTRIBUTES}
@@ -57,7 +57,7 @@ class InBackwardFields:
 
 
 class InBackwardArguments(Protocol):
-    """What `optimizer_in_backward` reads of a trainer's arguments."""
+    """The trainer arguments that `optimizer_in_backward` reads."""
 
     auto_find_batch_size: bool
     fp16: bool
@@ -68,7 +68,7 @@ class InBackwardArguments(Protocol):
 
 
 class InBackwardTrainer(FeatureTrainer, Protocol):
-    """What `optimizer_in_backward` reads of a trainer, and writes (`grad_norm_of_step`)."""
+    """The trainer attributes that `optimizer_in_backward` reads. It writes `grad_norm_of_step`."""
 
     args: InBackwardArguments
     model: nn.Module
@@ -78,36 +78,35 @@ class InBackwardTrainer(FeatureTrainer, Protocol):
 
 
 class InBackward(Feature[InBackwardArguments, InBackwardTrainer]):
-    """The feature `optimizer_in_backward`. Options that would train wrongly with it are refused."""
+    """The feature `optimizer_in_backward`. It rejects options that would train wrongly with it."""
 
     def check(self, args: InBackwardArguments) -> None:
         if not isinstance(args.optimizer_in_backward, bool):
             raise ValueError(f"optimizer_in_backward is {args.optimizer_in_backward!r}; expected true or false.")
         if not args.optimizer_in_backward:
             return
-        refused = (  # (field, its value, whether that is refused, why, and what to set)
-            (
-                "max_grad_norm", args.max_grad_norm, args.max_grad_norm > 0,
-                "gradients can only be clipped when all of them are there. Set max_grad_norm: 0 (its default is 1.0)",
-            ),
-            (
-                "gradient_accumulation_steps", args.gradient_accumulation_steps, args.gradient_accumulation_steps > 1,
-                "gradients that are freed are not added to. Set gradient_accumulation_steps: 1, and a larger "
-                "per_device_train_batch_size",
-            ),
-            ("fp16", True, args.fp16, "its gradients are scaled until all of them are there. Set bf16: true"),
-            (
-                "auto_find_batch_size", True, args.auto_find_batch_size,
-                "a step that has run out of memory cannot be run again, because weights have changed. Remove it",
-            ),
-            (
-                "enable_jit_checkpoint", True, getattr(args, "enable_jit_checkpoint", False),
-                "it saves before the optimizer step, when weights have changed already. Remove it",
-            ),
-        )  # fmt: skip
-        for name, value, is_refused, why in refused:
-            if is_refused:
-                raise _refusal(f"{name} is {value}: {why}")
+        if args.max_grad_norm > 0:
+            raise _refusal(
+                f"max_grad_norm is {args.max_grad_norm}: gradients can only be clipped when all of them are there. Set "
+                "max_grad_norm: 0 (its default is 1.0)"
+            )
+        if args.gradient_accumulation_steps > 1:
+            raise _refusal(
+                f"gradient_accumulation_steps is {args.gradient_accumulation_steps}: freed gradients cannot be added "
+                "up. Set gradient_accumulation_steps: 1, and a larger per_device_train_batch_size"
+            )
+        if args.fp16:
+            raise _refusal("fp16 is True: its gradients stay scaled until all of them are there. Set bf16: true")
+        if args.auto_find_batch_size:
+            raise _refusal(
+                "auto_find_batch_size is True: a step that runs out of memory cannot be repeated, because weights have "
+                "already changed. Remove it"
+            )
+        if getattr(args, "enable_jit_checkpoint", False):
+            raise _refusal(
+                "enable_jit_checkpoint is True: it saves before the optimizer step, when weights have already changed. "
+                "Remove it"
+            )
 
     def check_trainer(self, trainer: InBackwardTrainer) -> None:
         if not getattr(trainer.args, "optimizer_in_backward", False):
@@ -136,7 +135,7 @@ class InBackward(Feature[InBackwardArguments, InBackwardTrainer]):
         if not getattr(trainer.args, "optimizer_in_backward", False):
             yield None
             return
-        self.check_trainer(trainer)  # arguments may have changed since it was built
+        self.check_trainer(trainer)  # arguments may have changed since the trainer was built
         steps = OptimizerInBackward(trainer)
         trainer.grad_norm_of_step = steps.grad_norm
         try:
@@ -167,11 +166,11 @@ class SteppedWeight(nn.Parameter):
                 "in the backward pass. Remove the call"
             )
         raise RuntimeError(
-            f"optimizer_in_backward is true, and a weight is used ({torch.overrides.resolve_name(func)}) after its "
-            "optimizer step in the backward pass and before the end of the training step: by a second forward or "
-            "backward pass; by checkpointing that recomputes a layer which reads a weight of another one, or is "
-            "reentrant (use_reentrant: true); or by code that looks at weights or gradients after the backward pass. "
-            "Set optimizer_in_backward: false. Change gradients with weight.register_hook."
+            f"optimizer_in_backward is true, but a weight is used ({torch.overrides.resolve_name(func)}) after its "
+            "optimizer step in the backward pass and before the end of the training step. Possible causes: a second "
+            "forward or backward pass; checkpointing that is reentrant (use_reentrant: true), or that recomputes a "
+            "layer which reads another layer's weight; code that reads weights or gradients after the backward pass. "
+            "Set optimizer_in_backward: false. To change gradients, use weight.register_hook."
         )
 
 
@@ -195,7 +194,7 @@ class OptimizerInBackward:
         return step(*args, **kwargs)
 
     def grad_norm(self) -> torch.Tensor:
-        """Return the norm of all gradients of the step, as `torch.nn.utils.clip_grad_norm_` would have found it."""
+        """Return the norm of all gradients of the step, as `torch.nn.utils.clip_grad_norm_` would compute it."""
         weights = list(self.trainer.model.parameters())
         norms = [self._stepped[weight][1] if weight in self._stepped else weight.grad for weight in weights]
         return torch.nn.utils.get_total_norm([norm for norm in norms if norm is not None])
@@ -208,7 +207,7 @@ class OptimizerInBackward:
 
     def _begin(self, optimizer: torch.optim.Optimizer) -> None:
         self.close()
-        _check_class(type(optimizer))  # it may have been made since, or put in place of another
+        _check_class(type(optimizer))  # the optimizer may have been created or replaced meanwhile
         self._end_hook = optimizer.register_step_pre_hook(self._leave_weights)
         of_bitsandbytes: Any = optimizer if type(optimizer).__module__.startswith("bitsandbytes.") else None
         if of_bitsandbytes is not None and not of_bitsandbytes.initialized:
@@ -218,7 +217,7 @@ class OptimizerInBackward:
         for group in optimizer.param_groups:
             for place, weight in enumerate(group["params"]):
                 if weight.requires_grad:
-                    # bitsandbytes has options for single weights, by their place in the groups
+                    # bitsandbytes has options for single weights, looked up by their place in the groups
                     place = 0 if of_bitsandbytes is None else place
                     arrived = functools.partial(self._arrived, optimizer, group, place)
                     self._hooks.append(weight.register_post_accumulate_grad_hook(arrived))
@@ -234,7 +233,7 @@ class OptimizerInBackward:
             weight.__class__ = SteppedWeight
 
     def _leave_weights(self, *_: Any) -> None:
-        """Run before the optimizer step of the trainer."""
+        """Restore the weights before the trainer's optimizer step, or when training ends."""
         for hook in self._hooks:
             hook.remove()
         for weight, (kind, _) in self._stepped.items():
@@ -244,9 +243,9 @@ class OptimizerInBackward:
 
 @torch.no_grad()
 def step_alone(optimizer: torch.optim.Optimizer, group: dict[str, Any], weight: nn.Parameter, place: int = 0) -> None:
-    """Step `optimizer` for `weight` of `group` alone, without the optimizer's hooks, and free its gradient.
+    """Step `optimizer` only for `weight` of `group`, without the optimizer's hooks, and free its gradient.
 
-    `report_entry` is where in its group the weight is shown to the optimizer.
+    `place` is the index in the group at which the optimizer sees the weight.
     """
     groups = [(each, each["params"]) for each in optimizer.param_groups]
     for each, _ in groups:
@@ -259,12 +258,12 @@ def step_alone(optimizer: torch.optim.Optimizer, group: dict[str, Any], weight: 
         for each, weights in groups:
             each["params"] = weights
     weight.grad = None
-    # Fused optimizers do not tell autograd, which has to refuse what still needs the old values
+    # Fused optimizers do not bump the version, but autograd must raise if something still needs the old values
     torch.autograd.graph.increment_version(weight)
 
 
 def _clipping_function() -> str | None:
-    """The function of PyTorch that is running and would clip gradients, such as `clip_grad_value_`, or None."""
+    """Return the running PyTorch function that clips gradients, such as `clip_grad_value_`, or None."""
     frame: Any = sys._getframe()
     while frame is not None:
         name = frame.f_code.co_name
@@ -284,7 +283,7 @@ def _check_class(optimizer: type) -> None:
         known = ", ".join(each.__name__ for each in _CLASSES)
         raise _refusal(
             f"the optimizer is a {optimizer.__module__}.{optimizer.__qualname__}, which may look at several weights at "
-            f"once. Use {known} or one of bitsandbytes, none of them subclassed"
+            f"once. Use {known} or an optimizer of bitsandbytes, not a subclass"
         )
 
 

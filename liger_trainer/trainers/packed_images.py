@@ -1,8 +1,8 @@
-"""Pack rows with images, which TRL refuses: a group has as many rows as fit into `max_length` tokens.
+"""Packs rows with images, which TRL does not: a group has as many rows as fit into `max_length` tokens.
 
 The processor decides how many tokens an image takes, so each row goes through the collate function once before
-training. The rows of a group reach the model as rows of one batch, each with its own positions and images. The model
-leaves their padding out, so a group costs about `max_length` tokens.
+training. The rows of a group are the rows of one batch, each with its own positions and images. The model skips their
+padding, so a group costs about `max_length` tokens.
 """
 
 import bisect
@@ -18,12 +18,12 @@ from liger_trainer.varlen.decide import bound_backbone
 
 
 class PackedRows(Dataset):
-    """Rows of a dataset in groups, each with as many as have room.
+    """A dataset of groups of rows. Each group has as many rows as fit.
 
     Args:
-        rows (`datasets.Dataset`): One row after the other.
-        lengths (`list[int]`): Tokens of each row, image tokens included.
-        room (`int`): Tokens of a group.
+        rows (`datasets.Dataset`): The rows.
+        lengths (`list[int]`): Number of tokens of each row, including image tokens.
+        room (`int`): Number of tokens of a group.
     """
 
     def __init__(self, rows: Any, lengths: list[int], room: int):
@@ -38,8 +38,8 @@ class PackedRows(Dataset):
 
 
 def best_fit(lengths: list[int], room: int) -> list[list[int]]:
-    """Indices of `lengths` in groups that sum to `room` at most, by best-fit decreasing, in the order of their rows."""
-    left: list[tuple[int, int]] = []  # (room that is left, group), in rising order
+    """Group the indices of `lengths` by best-fit decreasing, so that each group sums to at most `room`."""
+    left: list[tuple[int, int]] = []  # (free room, group), in rising order
     groups: list[list[int]] = []
     for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
         at = bisect.bisect_left(left, (lengths[row], -1))
@@ -54,7 +54,7 @@ def best_fit(lengths: list[int], room: int) -> list[list[int]]:
 
 
 def without_limit(collate: Any) -> Any:
-    """Return a collate function of TRL's for images without its `max_length`; any other one as it is."""
+    """Return TRL's collate function for images without its `max_length`; any other function unchanged."""
     limited = is_dataclass(collate) and not isinstance(collate, type) and hasattr(collate, "max_length")
     return replace(collate, max_length=None) if limited else collate  # type: ignore[type-var]
 
@@ -63,21 +63,22 @@ def pack_images(trainer: Any) -> None:
     """Group the training rows of `trainer`, an SFT trainer on rows with images.
 
     Raises:
-        ValueError: `max_length` is None or a row is longer, `packing_strategy` cuts rows, rows are streamed, or the
+        ValueError: `max_length` is None or a row is longer, `packing_strategy` splits rows, rows are streamed, or the
             model computes padding.
     """
     args, rows, collate = trainer.args, trainer.train_dataset, trainer.data_collator
     if args.max_length is None:
         raise ValueError(
-            "packing is True, but max_length is None; set it to the tokens that packed rows have together."
+            "packing is True, but max_length is None. Set it to the number of tokens of a group of packed rows."
         )
     if args.packing_strategy == "wrapped":
         raise ValueError(
-            "packing_strategy is 'wrapped', which cuts rows, but rows with images are packed whole. Set it to 'bfd'."
+            "packing_strategy is 'wrapped', which splits rows, but rows with images can only be packed whole. Set it "
+            "to 'bfd'."
         )
     if not hasattr(rows, "__len__"):
         raise ValueError(
-            "packing is True for rows with images, which are streamed. Load them, or set packing to False."
+            "packing is True, but the rows have images and are streamed. Load them, or set packing to False."
         )
     bound = bound_backbone(base_model_of(trainer.model))
     if bound is None or bound.proven.sees_both_ways:
@@ -87,7 +88,7 @@ def pack_images(trainer: Any) -> None:
             why = "tokens of an image see each other"
         elif report is not None and report.enabled:
             reasons = {*report.unsuited.values(), *report.skipped.values()}
-            why = "; ".join(sorted(reasons)) or "no decoder of text was found in it"
+            why = "; ".join(sorted(reasons)) or "it has no text decoder"
         raise ValueError(
             f"packing is True for rows with images, but {type(base_model_of(trainer.model)).__name__} computes "
             f"padding: {why}. Set packing to False."
@@ -101,8 +102,8 @@ def pack_images(trainer: Any) -> None:
     lengths = list(one_by_one)
     if longer := sum(length > args.max_length for length in lengths):
         raise ValueError(
-            f"max_length is {args.max_length}, and {longer} of {len(lengths)} rows have more tokens with their images, "
-            f"so that they would be cut. Set max_length to {max(lengths)}, or leave these rows out."
+            f"max_length is {args.max_length}, but {longer} of {len(lengths)} rows have more tokens with their images, "
+            f"so they would be cut. Set max_length to {max(lengths)}, or leave these rows out."
         )
     trainer.train_dataset = PackedRows(rows, lengths, args.max_length)
     trainer.data_collator = partial(_collate, collate)
@@ -113,5 +114,5 @@ def _length(collate: Callable[[list], Any], rows: list) -> int:
 
 
 def _collate(collate: Callable[[list], Any], rows: list) -> Any:
-    """Of groups in training; of rows in an evaluation."""
+    """Collate groups of rows in training, and single rows in evaluation."""
     return collate([row for group in rows for row in group] if isinstance(rows[0], list) else rows)

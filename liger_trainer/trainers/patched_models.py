@@ -1,4 +1,4 @@
-"""The models that one trainer has patched, and the options of their heads."""
+"""Keeps the models that a trainer has patched, and the options of their heads."""
 
 from torch import nn
 
@@ -11,8 +11,8 @@ from liger_trainer.patching import LigerReport, apply_liger
 class PatchedModels:
     """The models that a trainer has patched.
 
-    Two trainers may share a model and be used in turn. The head of the model has one set of options: those of the
-    trainer that was built last, until another one calls `apply_options`.
+    Two trainers may share a model and alternate. The model's head has one set of options: the trainer that was built
+    last has set them, until another trainer calls `apply_options`.
     """
 
     def __init__(self) -> None:
@@ -21,7 +21,7 @@ class PatchedModels:
     def patch(
         self, model: nn.Module, config: dict | None, options: HeadOptions | None = None, forget_others: bool = False
     ) -> LigerReport:
-        """Call `apply_liger` and remember the head's `options`. With `instead`, forget the options of other models."""
+        """Call `apply_liger` and remember the head's `options`. With `forget_others`, only keep this model's."""
         report = apply_liger(model, config, head_options=options)
         if has_fused_head(model):
             base = base_model_of(model)
@@ -30,7 +30,7 @@ class PatchedModels:
         return report
 
     def apply_options(self) -> bool:
-        """Give every head the options of this trainer. Returns whether all of the models still have their head."""
+        """Give every head the options of this trainer. Return whether all models still have their fused head."""
         heads = [(model, options, head_options(model)) for model, options in self._options]
         for model, options, current in heads:
             if current is not None and current != options:

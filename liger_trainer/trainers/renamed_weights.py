@@ -1,8 +1,8 @@
-"""Load checkpoints that name their weights differently from the model.
+"""Loads checkpoints with other weight names than the model's.
 
-transformers saves some models in the form of their files on the Hub, such as each expert by itself where the model has
-one tensor for all. `from_pretrained` reads both forms. `Trainer` loads a checkpoint by name, and warns of what it does
-not find: a resumed run would have the experts that it began with, and the best model the experts of the last step.
+transformers saves some models in the format of their Hub files, for example with one tensor per expert where the model
+has a single tensor. `from_pretrained` reads both formats. `Trainer` loads by name and only warns about missing names: a
+resumed run would keep its initial experts, and the best model would get the experts of the last step.
 """
 
 import functools
@@ -47,7 +47,7 @@ class LoadsRenamedWeights(StockTrainer):
             return False
         if _names_in(checkpoint) <= model.state_dict().keys():
             return False
-        # `model.dtype` is the first weight's dtype; a router in fp32, for example, would be rounded to it
+        # Not `model.dtype`: that is the first weight's dtype, and an fp32 router would be rounded to it
         dtypes = (p.dtype for p in model.parameters() if p.is_floating_point())
         saved, loading_info = _class_without_constructor(model).from_pretrained(
             checkpoint, dtype=functools.reduce(torch.promote_types, dtypes), output_loading_info=True
@@ -55,7 +55,7 @@ class LoadsRenamedWeights(StockTrainer):
         missing = sorted(loading_info["missing_keys"])
         if missing:
             raise RuntimeError(
-                f"{checkpoint} lacks {len(missing)} weights of the model, such as {missing[0]}, so that it cannot be "
+                f"{checkpoint} lacks {len(missing)} weights of the model, such as {missing[0]}, so it cannot be "
                 f"loaded. Load it into the model that wrote it, or start a new run without it."
             )
         model.load_state_dict(saved.state_dict())
@@ -80,7 +80,7 @@ def _class_without_constructor(model: PreTrainedModel) -> Any:
 def _without_weights(module: Any, done: dict[int, Any]) -> Any:
     """Return a copy of `module` with its attributes and children, without hooks, and with parameters on `meta`.
 
-    `done` holds what there is already in place of a module or a parameter, which several modules may share.
+    `done` maps ids of modules and parameters to their copies, since several modules may share them.
     """
     if id(module) in done:
         return done[id(module)]
@@ -105,7 +105,7 @@ def _without_weights(module: Any, done: dict[int, Any]) -> Any:
 
 
 def _names_in(checkpoint: str) -> set[str]:
-    """The names of the weights in a checkpoint of safetensors, but for what was only taken over from the base."""
+    """Return the names of the weights in a safetensors checkpoint, except those that were copied from the base."""
     index, file = (os.path.join(checkpoint, name) for name in (SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME))
     if os.path.isfile(index):
         with open(index, encoding="utf-8") as text:

@@ -20,10 +20,10 @@ class LigerRewardConfig(SharedPromptFields, LigerArguments, RewardConfig):
 class LigerRewardTrainer(LigerTRLMixin, RewardTrainer):
     """[`~trl.RewardTrainer`] with the same losses, gradients and metrics, on fused kernels.
 
-    Nothing is computed for padding, and both answers of a pair share what they begin with. The trainer takes the
-    arguments of `RewardTrainer`, with a [`LigerRewardConfig`] as `args`; a plain `RewardConfig` counts as one with
-    `use_liger=True`. The loss code is TRL's, and a row is judged by the last token that is not padding, as in
-    transformers.
+    Padding is not computed, and the common beginning of both answers is computed once. The trainer takes the arguments
+    of `RewardTrainer`, with a [`LigerRewardConfig`] as `args`; a plain `RewardConfig` counts as one with
+    `use_liger=True`. The loss code is TRL's. As in transformers, the last token that is not padding gives the reward of
+    a row.
     """
 
     shares_prompts = True
@@ -40,7 +40,7 @@ class LigerRewardTrainer(LigerTRLMixin, RewardTrainer):
             bound.sharing = None if rule is None else rule._replace(halves=True)
 
         def call(**arguments: Any) -> Any:
-            arguments.pop("margin", None)  # the loss reads it; the model would hand it on to each of its layers
+            arguments.pop("margin", None)  # only the loss needs it; the model would pass it to each of its layers
             return model(**arguments)
 
         return super().compute_loss(call if self.uses_liger else model, inputs, *args, **kwargs)

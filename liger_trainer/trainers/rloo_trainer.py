@@ -24,7 +24,7 @@ class LigerRLOOTrainer(ReusesLogProbs, SortsRows, GivesMemoryBack, LigerTRLMixin
     """[`~trl.RLOOTrainer`] with the same losses, gradients and metrics, on fused kernels.
 
     It takes the arguments of `RLOOTrainer`, with a [`LigerRLOOConfig`] as `args`; a plain `RLOOConfig` counts as one
-    with `use_liger=True`. All that [`LigerGRPOTrainer`] says of its models, its options and a LoRA holds here too.
+    with `use_liger=True`. Models, options and a LoRA on `lm_head` work as in [`LigerGRPOTrainer`].
     """
 
     shares_prompts = True

@@ -1,8 +1,8 @@
-"""The auxiliary loss of routers in `LigerTrainer`, averaged over the micro-batches of a step.
+"""Averages the auxiliary loss of routers over the micro-batches of a step, in `LigerTrainer`.
 
-A model adds its auxiliary loss to the loss of each micro-batch. `Trainer` divides the sum over tokens by the tokens of
-the whole step and adds the losses up, so that the auxiliary loss counts once a micro-batch, and on several processes
-once for each of them as well. TRL's trainers average it.
+A model adds its auxiliary loss to the loss of each micro-batch. `Trainer` divides the token losses by the number of
+tokens in the whole step and adds the micro-batches up. So the auxiliary loss counts once per micro-batch, and once per
+process. TRL's trainers average it.
 """
 
 from collections.abc import Iterator
@@ -16,9 +16,9 @@ _NAMES = ("router_aux_loss_coef", "aux_loss_coef")
 
 
 def router_loss_weights(model: Any) -> list[tuple[Any, str, float]]:
-    """Return where a model reads the weight of its auxiliary loss: an object, its attribute and the weight.
+    """Return where a model reads the weight of its auxiliary loss: (object, attribute, weight) for each place.
 
-    The list is empty for a model without such a loss, and for a module without a config of transformers.
+    The list is empty for a model without such a loss, and for a module without a transformers config.
     """
     base = base_model_of(model)
     config = _text_config_of(base)
@@ -43,36 +43,36 @@ def _is_added(model: Any) -> bool:
 
 
 def check_router_loss(trainer: Any) -> None:
-    """Warn of an auxiliary loss that grows with accumulation. ValueError for `per_step` where it has no effect."""
+    """Warn if the auxiliary loss grows with accumulation. ValueError if `per_step` has no effect."""
     args = trainer.args
     per_step = getattr(args, "router_aux_loss", "per_micro_batch") == "per_step"
     added = _is_added(trainer.model)
     if per_step and not added:
         raise ValueError(
-            "router_aux_loss is 'per_step', and the model adds no auxiliary loss: output_router_logits of its config "
+            "router_aux_loss is 'per_step', but the model adds no auxiliary loss: output_router_logits of its config "
             "is false, or the weight is 0. Remove router_aux_loss, or set output_router_logits=True in the config."
         )
     steps = args.gradient_accumulation_steps
     if added and not per_step and steps > 1 and trainer.model_accepts_loss_kwargs:
         logger.warning(
             f"The auxiliary loss of the routers is added once for each of {steps} micro-batches, as in "
-            f"transformers.Trainer, so that it counts {steps} times as much as in one batch. Set "
+            f"transformers.Trainer, so it counts {steps} times as much as in one batch. Set "
             "router_aux_loss='per_step' to average it, as TRL does."
         )
 
 
 @contextmanager
 def router_loss_of_step(trainer: Any, num_items_in_batch: Any) -> Iterator[None]:
-    """While this is open, the model adds its auxiliary loss by the share of a micro-batch in the step.
+    """Context manager: the model's auxiliary loss is weighted by the share of one micro-batch in the step.
 
-    Without `num_items_in_batch`, `Trainer` itself divides the loss by the number of micro-batches.
+    Nothing changes without `num_items_in_batch`: then `Trainer` divides the loss by the number of micro-batches.
     """
     wanted = getattr(trainer.args, "router_aux_loss", "per_micro_batch") == "per_step"
     if not wanted or num_items_in_batch is None or not trainer.model.training:
         yield
         return
     shares = trainer.current_gradient_accumulation_steps
-    if trainer.args.average_tokens_across_devices:  # by as much `Trainer` multiplies the whole loss
+    if trainer.args.average_tokens_across_devices:  # `Trainer` multiplies the whole loss by this number
         processes = trainer.accelerator.num_processes // trainer.get_tp_size()
         shares *= trainer.args.n_gpu if trainer.args.n_gpu > 1 else processes
     stock = router_loss_weights(trainer.model)

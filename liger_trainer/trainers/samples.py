@@ -1,7 +1,7 @@
-"""The option `sample_prompts`: fixed prompts are answered while a model trains, which goes on as without them.
+"""Implements `sample_prompts`: answers fixed prompts during training, without changing the training.
 
-An answer is greedy, so it needs no random numbers, and the model runs as in evaluation. The mode of each module and the
-generation config are put back. Gradient checkpointing and captured steps are for training mode alone.
+Answers are greedy, so they need no random numbers, and the model runs in evaluation mode. The mode of each module and
+the generation config are restored. Gradient checkpointing and captured steps only apply in training mode.
 """
 
 import gc
@@ -23,24 +23,24 @@ from liger_trainer.feature import Feature
 from liger_trainer.head.module import base_model_of
 
 SAMPLES = "samples.jsonl"
-_TRACKERS_OF_TEXT = ("TensorBoardCallback", "WandbCallback", "TrackioCallback")  # others take numbers alone
+_TRACKERS_OF_TEXT = ("TensorBoardCallback", "WandbCallback", "TrackioCallback")  # others only take numbers
 
 
 @dataclass
 class SampleFields:
-    """The fields of the answers while training."""
+    """The config fields of `sample_prompts`."""
 
     sample_prompts: list[str] | None = field(
         default=None,
         metadata={
-            "help": "Two or three prompts that are answered before the first step, every `sample_steps` steps and "
-            "after the last step. The answers are logged, sent to TensorBoard, wandb or trackio, and kept in "
-            "samples.jsonl of `output_dir`. Training goes on bit for bit as without them."
+            "help": "Two or three prompts to answer before the first step, every `sample_steps` steps and after the "
+            "last step. The answers are logged, sent to TensorBoard, wandb or trackio, and added to samples.jsonl in "
+            "`output_dir`. Training is bit for bit the same as without them."
         },
     )
-    sample_steps: int = field(default=100, metadata={"help": "After how many steps `sample_prompts` are answered."})
+    sample_steps: int = field(default=100, metadata={"help": "Number of steps between answers to `sample_prompts`."})
     sample_max_new_tokens: int = field(
-        default=64, metadata={"help": "How many tokens an answer to `sample_prompts` may have."}
+        default=64, metadata={"help": "Maximum number of tokens in an answer to `sample_prompts`."}
     )
 
 
@@ -52,7 +52,7 @@ class Samples(Feature):
         if prompts is not None and not _is_list_of_texts(prompts):
             raise ValueError(f"sample_prompts is {prompts!r}; expected a list of texts. Put each prompt into it.")
         if prompts is not None and not prompts:
-            raise ValueError("sample_prompts is an empty list; expected prompts, or leave it out.")
+            raise ValueError("sample_prompts is an empty list. Add prompts, or leave it out.")
         for name in ("sample_steps", "sample_max_new_tokens"):
             if getattr(args, name) < 1:
                 raise ValueError(f"{name} is {getattr(args, name)}; expected 1 or more.")
@@ -68,15 +68,14 @@ class Samples(Feature):
 
 
 def _is_list_of_texts(value: Any) -> bool:
-    """Whether these are prompts. Of a single text, each letter would be one."""
+    """Return whether `value` is a list of texts. In a single text, each letter would count as a prompt."""
     return isinstance(value, (list, tuple)) and all(isinstance(text, str) for text in value)
 
 
 def _learned_positions(model: nn.Module) -> int | None:
-    """The number of positions in the model's table of them, after which there are no more.
+    """Return the number of rows in the model's table of positions, or None if it has no table.
 
-    None for rotary embeddings and for ALiBi, which go on. `max_position_embeddings` says nothing of that: models with
-    ALiBi have it too.
+    Rotary embeddings and ALiBi need no table. `max_position_embeddings` does not tell: models with ALiBi have it too.
     """
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -99,13 +98,13 @@ def _is_position_table(name: str, tensor: torch.Tensor, limit: int) -> bool:
 
 def _why_no_answers(trainer: Any) -> str | None:
     if getattr(trainer.processing_class, "tokenizer", trainer.processing_class) is None:
-        return "the trainer has no processing_class to read them with"
+        return "the trainer has no processing_class to tokenize them"
     if not hasattr(base_model_of(trainer.model), "generate"):
         return f"{type(base_model_of(trainer.model)).__name__} does not generate text"
     if any(config.is_prompt_learning for config in getattr(trainer.model, "peft_config", {}).values()):
-        return "the adapter is a learned prompt, which is not a part of the model"
+        return "the adapter is a learned prompt, which is not part of the model"
     if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled or trainer.get_tp_size() > 1:
-        return "the model is shared out over processes (FSDP, DeepSpeed, tensor parallelism)"
+        return "the model is sharded over processes (FSDP, DeepSpeed, tensor parallelism)"
     return None
 
 
@@ -118,7 +117,7 @@ class _SampleCallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._check_lengths(args)
-        if state.global_step == 0:  # otherwise it is resumed, and the run before has answered
+        if state.global_step == 0:  # in a resumed run, the earlier run has already answered
             self._answer(args, state, control)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -126,13 +125,13 @@ class _SampleCallback(TrainerCallback):
             self._answer(args, state, control)
 
     def _check_lengths(self, args: Any) -> None:
-        """ValueError for a prompt that `generate` cannot answer, which would end the training at a later step."""
+        """ValueError for a prompt that `generate` cannot answer. It would end the training at a later step."""
         limit = _learned_positions(base_model_of(self.trainer.model))
         for text in args.sample_prompts:
             tokens = len(self._ids_of(text))
             if tokens == 0:
-                raise ValueError(f"sample_prompts has {text!r}, which is no token. Write a prompt, or remove it.")
-            read = tokens + args.sample_max_new_tokens - 1  # the last token of an answer is not read
+                raise ValueError(f"sample_prompts has {text!r}, which has no tokens. Write a prompt, or remove it.")
+            read = tokens + args.sample_max_new_tokens - 1  # the model does not read the last token of an answer
             if limit is not None and read > limit:
                 raise ValueError(
                     f"sample_prompts has {text!r} of {tokens} tokens, and with sample_max_new_tokens="
@@ -188,18 +187,18 @@ class _SampleCallback(TrainerCallback):
             logger.info(f"step {line['step']}, {line['prompt']!r} is answered: {line['answer']!r}")
         if args.output_dir is not None:
             os.makedirs(args.output_dir, exist_ok=True)
-            first = state.global_step == 0  # of a new run in a folder that may have another one's
+            first = state.global_step == 0  # a new run overwrites the file of an earlier run in this folder
             with open(Path(args.output_dir, SAMPLES), "w" if first else "a", encoding="utf-8") as file:
                 file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines.values())
         logs = {f"sample_{number}": f"{line['prompt']}\n\n{line['answer']}" for number, line in lines.items()}
         for callback in self.trainer.callback_handler.callbacks:
             if type(callback).__name__ in _TRACKERS_OF_TEXT:
-                # Called alone: `Trainer.log` would add the text to the history, and TRL's would end its metrics.
+                # Not `Trainer.log`: it would add the text to the history, and TRL's would reset its metrics.
                 callback.on_log(args, state, control, model=self.trainer.model, logs=logs)
 
 
 def _as_trained(text: str, trainer: Any, tokenizer: Any) -> Prompt:
-    """The prompt in the form of the rows: as a message, after their system prompt, or as text."""
+    """Return the prompt in the form of the rows: as a message after their system prompt, or as text."""
     if not trainer.rows_are_chats or not tokenizer.chat_template:
         return text
     system = [] if trainer.system_prompt is None else [{"role": "system", "content": trainer.system_prompt}]
@@ -208,7 +207,7 @@ def _as_trained(text: str, trainer: Any, tokenizer: Any) -> Prompt:
 
 @contextmanager
 def _in_evaluation(model: nn.Module) -> Iterator[None]:
-    """A context with `model` in evaluation mode. Afterwards the random state and all modes are as before."""
+    """Context manager: `model` in evaluation mode. Afterwards the random state and all modes are restored."""
     was_training = model.training
     modes = [(module, module.training) for module in model.modules()]
     devices = sorted({parameter.device for parameter in model.parameters() if parameter.is_cuda}, key=str)
@@ -217,6 +216,6 @@ def _in_evaluation(model: nn.Module) -> Iterator[None]:
         with torch.random.fork_rng(devices=devices):
             yield
     finally:
-        model.train(was_training)  # a class may do more than set modes, such as transformers' with use_kernels
+        model.train(was_training)  # a class may do more than set modes, such as transformers' classes with use_kernels
         for module, training in modes:
             module.training = training

@@ -1,8 +1,8 @@
 """The base of `LigerORPOTrainer` and `LigerCPOTrainer`, which run TRL's own code on a stand-in for the logits.
 
-TRL scores pairs from full logits, in `concatenated_forward`. Here that method runs as it is. The model that it calls
-answers with `ScoredLogits`, which holds all that the method uses the logits for: the log-probability of every label and
-the mean of every row. If a later release asks for anything else, that is an error and never a wrong number.
+TRL scores pairs from full logits in `concatenated_forward`. Here that method runs unchanged, but its model returns
+`ScoredLogits`, which holds everything that the method reads from logits: the log-probability of every label and the
+mean of every row. If a later release reads anything else, that is an error and never a wrong number.
 """
 
 from collections.abc import Callable
@@ -58,14 +58,14 @@ class ScoredPairFields(StockArguments):
 
 
 class ScoredLogits:
-    """Stands in for logits (..., V) that are never computed, and holds what is known of each of their rows.
+    """Stands in for logits (..., V) that are never computed, and holds the known values of each row.
 
-    TRL's method runs outside of the model's call, where the head's weights may be sharded, so a `DeferredLogits` cannot
-    take its place.
+    TRL's method runs outside the model's call, where the head's weights may be sharded, so `DeferredLogits` would not
+    work here.
 
     Args:
         log_probs (`torch.Tensor`): Log-probability of `target` in each row (...), fp32, differentiable.
-        target (`torch.Tensor`): Token of each row (...), int64; -100 where no log-probability is known.
+        target (`torch.Tensor`): Token of each row (...), int64; -100 for an unknown log-probability.
         vocab_mean (`torch.Tensor`): Mean over the vocabulary of each row (...), fp32.
         vocab_size (`int`): V.
         averaged (`torch.Tensor`, *optional*): Which rows `mean` averages (...), bool. Unset: all.
@@ -122,19 +122,18 @@ class ScoredLogits:
         return self._rows(lambda rows: rows.reshape(shape[:-1]))
 
     def mean(self) -> torch.Tensor:
-        """Mean of all logits of these rows, or of those that are averaged, ()."""
+        """Return the mean of all logits of these rows, or of the averaged rows, ()."""
         if self.averaged is None:
             return self.vocab_mean.mean()
         return self.vocab_mean.masked_fill(~self.averaged, 0.0).sum() / self.averaged.sum()
 
     def of(self, labels: torch.Tensor) -> torch.Tensor:
-        """Log-probability of each label (...), zero where it is -100. ValueError if one of them is not known."""
+        """Return the log-probability of each label (...), zero where it is -100. ValueError if one is not known."""
         wanted = labels != -100
         if (wanted & (labels != self.target)).any():
             raise ValueError(
-                "TRL asks for the log-probability of a label that is not the token that follows in input_ids. Make the "
-                "labels of the data collator copies of input_ids, with -100 for tokens that do not count, or set "
-                f"{_OFF}."
+                "TRL asks for the log-probability of a label that is not the next token of input_ids. Make the data "
+                f"collator copy input_ids to labels, with -100 for tokens that do not count, or set {_OFF}."
             )
         return self.log_probs.masked_fill(~wanted, 0.0)
 
@@ -175,7 +174,7 @@ class LigerPairMixin(LigerTRLMixin):
 
     def __init__(self, model: nn.Module | str | None = None, args: Any = None, *rest: Any, **kwargs: Any) -> None:
         if getattr(args, "use_liger", True) and isinstance(model, str) and (args.use_cpu or args.world_size > 1):
-            # The stock trainer would spread a model that it loads over all GPUs of the machine, in every process.
+            # The stock trainer would spread the model that it loads over all GPUs of the machine, in every process.
             args.model_init_kwargs = {"device_map": None} | (args.model_init_kwargs or {})
         super().__init__(model, args, *rest, **kwargs)
 
@@ -192,7 +191,7 @@ class LigerPairMixin(LigerTRLMixin):
         if self.uses_liger and self.processing_class.pad_token_id is None:
             if self.processing_class.eos_token_id is None:
                 raise ValueError("processing_class has neither pad_token nor eos_token; set its pad_token.")
-            # CPOTrainer does this too; ORPOTrainer stops at the first batch. Llama 3, for one, has no padding token.
+            # CPOTrainer does this too; ORPOTrainer fails at the first batch. Llama 3, for example, has no pad token.
             self.processing_class.pad_token = self.processing_class.eos_token
             if self.padding_value is None:
                 self.padding_value = self.processing_class.pad_token_id
@@ -225,7 +224,7 @@ class LigerPairMixin(LigerTRLMixin):
                 labels=labels,
                 **options,
             )
-            # A prompt-learning adapter puts rows of its own first. The last row predicts no token that has a label.
+            # A prompt-learning adapter puts its own rows first. The last row predicts no token with a label.
             scored_rows = labels.shape[1] - 1
             log_probs = F.pad(outputs.log_probs[:, -scored_rows:], (0, 1))
             if averages_all:
@@ -262,7 +261,7 @@ class LigerPairMixin(LigerTRLMixin):
         average_log_prob: bool = False,
         is_encoder_decoder: bool = False,
     ) -> torch.Tensor:
-        """Log-probabilities of the labels (N, S), summed over each row or averaged over its labels: (N,)."""
+        """Return the log-probabilities of the labels (N, S), summed over each row or averaged over its labels: (N,)."""
         if not isinstance(logits, ScoredLogits):
             return super().get_batch_logps(logits, labels, average_log_prob, is_encoder_decoder)
         mask = labels[:, 1:] != -100

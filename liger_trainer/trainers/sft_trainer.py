@@ -32,8 +32,8 @@ class LigerSFTConfig(LigerArguments, SFTConfig):
     train_mtp: bool = field(
         default=False,
         metadata={
-            "help": "Train the multi-token prediction head of the model's checkpoint (`mtp.*`, or a layer beyond the "
-            "depth) beside it, and save it with the model under its own names. The model learns as without it."
+            "help": "Also train the multi-token prediction head of the model's checkpoint (`mtp.*`, or a layer "
+            "beyond the depth), and save it with the model under its own names. The model learns exactly as without it."
         },
     )
 
@@ -66,7 +66,7 @@ class LigerSFTTrainer(LigerTRLMixin, SFTTrainer):
         config: Any = arguments.get("args")
         packs_images = bool(getattr(config, "packing", False)) and has_images(arguments.get("train_dataset"))
         if packs_images:
-            config.packing = False  # which TRL refuses for images
+            config.packing = False  # TRL rejects packing for images; `pack_images` does it below
         try:
             super().__init__(*args, **kwargs)
         finally:
@@ -88,12 +88,12 @@ class LigerSFTTrainer(LigerTRLMixin, SFTTrainer):
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, Any]:
         overrides_loss, smoother = self.overrides_token_loss, self.label_smoother
-        # Code that is not TRL's may give the log-probabilities of labels different gradients, or read the entropy's.
+        # A user's code may give the labels' log-probabilities different gradients, or use the gradient of the entropy.
         is_read = self.overrides_compute_loss or not isinstance(model, nn.Module) or bool(who_sees_outputs(model))
         model = self._without_needless_mask(model)
         if not self.uses_fused_head or self.compute_loss_func is not None or (is_read and not overrides_loss):
             if self._mtp is not None:
-                raise ValueError("train_mtp is true, and code that is not TRL's reads the model's outputs. Remove one.")
+                raise ValueError("train_mtp is true, but your own code reads the model's outputs. Remove one of them.")
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         smoothed = not overrides_loss and smoother is not None and self.args.loss_type == "nll"
         token_outputs = ("log_probs", "entropy", "is_top1", *self.token_outputs) if overrides_loss else None
@@ -101,8 +101,8 @@ class LigerSFTTrainer(LigerTRLMixin, SFTTrainer):
         mtp_losses: list[torch.Tensor] = []
         if self._mtp is not None:
             observer = partial(self._mtp_loss, self._mtp, inputs, num_items_in_batch)
-        # TRL reduces by `-log_probs.sum() / num_tokens`, so that all tokens have one upstream gradient. Then the head
-        # computes its gradients in the forward pass. It checks the promise: a broken one gives NaN.
+        # TRL reduces by `-log_probs.sum() / num_tokens`, so all tokens have the same upstream gradient, and the head
+        # can compute its gradients in the forward pass. It checks this promise: a broken one gives NaN.
         uniform_grad = not overrides_loss and self.args.loss_type == "nll"
         label_smoothing = smoother.epsilon if smoothed else 0.0
 
@@ -129,7 +129,7 @@ class LigerSFTTrainer(LigerTRLMixin, SFTTrainer):
             if smoothed and outputs.aux_loss is not None:
                 outputs.aux_loss = outputs.aux_loss.detach()
             if smoothed:
-                # The stock trainer divides a smoothed loss of no labels by zero, and its other losses by one.
+                # Without labels, the stock trainer divides a smoothed loss by zero, and other losses by one.
                 count = outputs.label_mask.sum() if num_items_in_batch is None else num_items_in_batch
                 has_labels = torch.as_tensor(count, device=outputs.log_probs.device) > 0
                 outputs.log_probs = torch.where(has_labels, outputs.log_probs, torch.nan)
@@ -139,7 +139,7 @@ class LigerSFTTrainer(LigerTRLMixin, SFTTrainer):
             return outputs
 
         stock = self.label_smoother, self.router_aux_loss_coef
-        self.label_smoother = None  # log_probs are smoothed already; with it, TRL would build logits in a second pass
+        self.label_smoother = None  # log_probs are already smoothed; with a smoother, TRL would build logits again
         if smoothed:  # the stock trainer adds no auxiliary loss to a smoothed one
             self.router_aux_loss_coef = 0.0
         recording = self._late_metrics.recording(replaced) if late else nullcontext()
@@ -165,10 +165,10 @@ class LigerSFTTrainer(LigerTRLMixin, SFTTrainer):
         num_items_in_batch: torch.Tensor | int | None,
         logits: Any,
     ) -> torch.Tensor:
-        """The loss of the MTP head, as something to add to the model's own loss.
+        """Return the loss of the MTP head, to be added to the model's loss.
 
-        Its value is 0, so that `loss` stays the model's. It is divided by the labels of the LM head in the accumulated
-        batch, as the model's loss is.
+        Its value is 0, so `loss` stays the model's; only its gradient counts. It is divided by the labels of the LM
+        head in the accumulated batch, like the model's loss.
         """
         loss, sums = mtp.loss(logits, inputs)
         self._mtp_sums.add("train" if self.model.training else "eval", sums, inputs)
@@ -178,7 +178,7 @@ class LigerSFTTrainer(LigerTRLMixin, SFTTrainer):
             loss = loss * self.accelerator.num_processes  # DDP averages over ranks
         return loss - loss.detach()
 
-    # Where an adapter alone is saved, the MTP head is saved beside it.
+    # If only an adapter is saved, the MTP head is saved next to it.
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         super()._save(output_dir, state_dict)
@@ -209,7 +209,7 @@ class LigerSFTTrainer(LigerTRLMixin, SFTTrainer):
 
     @property
     def _metrics(self) -> dict[str, Any]:
-        """TRL's lists of metrics. Values that are still on the GPU are read now."""
+        """TRL's lists of metrics. Values that are still on the GPU are read here."""
         return self._late_metrics.read()
 
     @_metrics.setter
@@ -217,7 +217,7 @@ class LigerSFTTrainer(LigerTRLMixin, SFTTrainer):
         self._late_metrics = LateMetrics(lists)
 
     def _metrics_may_be_late(self, is_read: bool, num_items_in_batch: Any) -> bool:
-        """Return True if TRL uses entropy, accuracy and the label mask only for metrics, and gathers nothing."""
+        """Return True if TRL only uses entropy, accuracy and the label mask for metrics, and gathers nothing."""
         alone = self.accelerator.distributed_type == DistributedType.NO
         return alone and self.model.training and not is_read and num_items_in_batch is not None
 

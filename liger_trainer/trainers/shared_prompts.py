@@ -1,4 +1,4 @@
-"""The option by which rows that share their prompt compute it once, and what a training has shared."""
+"""Implements the option `share_prompts`: rows with the same prompt compute it once."""
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -16,14 +16,14 @@ else:
 
 @dataclass
 class SharedPromptFields(StockArguments):
-    """The field of trainers of which several rows of a batch have one prompt."""
+    """The config field `share_prompts`, for trainers with several rows per prompt in a batch."""
 
     share_prompts: bool = field(
         default=True,
         metadata={
-            "help": "Compute a prompt once for all rows of a batch that begin with it. Losses, gradients and metrics "
-            "stay the same up to rounding. It happens where it saves enough tokens. The report of the training says "
-            "how many, or why not. False: each row computes its own."
+            "help": "Compute a prompt once for all rows of a batch that begin with it, if that saves enough tokens. "
+            "Losses, gradients and metrics stay the same up to rounding. The report of the training says how many "
+            "tokens were shared, or why none were. False: each row computes its own prompt."
         },
     )
 
@@ -34,11 +34,11 @@ class SharedPromptFields(StockArguments):
 
 
 def sharing_rule(args: Any) -> groups.SharingRule | None:
-    """Return when rows share by `args`, a config of ours or a stock one, or None for never."""
+    """Return the rule for sharing prompts in `args` (ours or stock ones), or None if they are never shared."""
     return groups.PAYS if getattr(args, "share_prompts", True) else None
 
 
 def shared_prompts_of(model: Any) -> SharedPrompts | None:
-    """Return what rows have shared in `model`, which may be wrapped; None where no call had rows that begin alike."""
+    """Return what rows have shared in `model`, which may be wrapped; None if no rows of a call began alike."""
     bound = bound_backbone(base_model_of(model))
     return None if bound is None or bound.sharing.is_empty else bound.sharing

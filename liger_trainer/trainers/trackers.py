@@ -1,7 +1,7 @@
-"""Log the errors of trackers (`report_to`) during training as warnings, and train on.
+"""Logs the errors of trackers (`report_to`) during training as warnings, and trains on.
 
-A tracker may lose its server hours after the start. It runs only on the main process, so its error would end that
-process in the middle of a step and leave the others waiting. Before training it stays an error: the user should learn
+A tracker may lose its server hours after the start. It only runs on the main process, so its error would end that
+process in the middle of a step and leave the others waiting. Before training, it stays an error: the user should learn
 at once that a tracker is set up wrongly.
 """
 
@@ -21,7 +21,7 @@ _BEFORE_TRAINING = ("on_init_end", "on_train_begin")
 
 
 class TrackedTrainer(FeatureTrainer, Protocol):
-    """What this reads of a trainer. It writes to the trackers alone."""
+    """The trainer attribute that this feature reads. It only writes to the trackers."""
 
     callback_handler: CallbackHandler
 
@@ -57,7 +57,7 @@ def _events_of(tracker: TrainerCallback) -> list[str]:
 
 
 def _errors_as_warnings(method: Callable[..., Any], name: str, event: str) -> Callable[..., Any]:
-    """`method` with its errors as a warning; the first of them, since each step might have the same."""
+    """Return `method` with its first error as a warning. Later errors are hidden: each step may repeat them."""
     warned = False
 
     @functools.wraps(method)

@@ -27,8 +27,8 @@ class LigerTrainingArguments(LigerArguments, TrainingArguments):
         default="per_micro_batch",
         metadata={
             "help": "How the auxiliary loss of a mixture of experts counts in a step of several micro-batches. "
-            "'per_micro_batch': once for each, as in the stock trainer, so that it grows with "
-            "gradient_accumulation_steps. 'per_step': as their mean, as in TRL's trainers."
+            "'per_micro_batch': once for each, as in the stock trainer, so it grows with gradient_accumulation_steps. "
+            "'per_step': as their mean, as in TRL's trainers."
         },
     )
 
@@ -37,12 +37,12 @@ class LigerTrainer(LigerTrainerMixin, Trainer):
     """[`~transformers.Trainer`] with the same losses, gradients and metrics, on fused kernels.
 
     It takes the arguments of `Trainer`, with a [`LigerTrainingArguments`] as `args`; a plain `TrainingArguments` counts
-    as one with `use_liger=True`. Training builds no (B, S, V) logits, and neither does an evaluation of the loss alone.
-    With `compute_metrics`, evaluation builds them, as the metrics ask for them, unless `eval_predictions="tokens"`.
+    as one with `use_liger=True`. Training builds no (B, S, V) logits, and neither does an evaluation of only the loss.
+    With `compute_metrics`, evaluation builds them for the metrics, unless `eval_predictions="tokens"`.
 
     Raises:
-        ValueError: `use_liger=True` with a model that has neither an LM head nor a head that pools a token of each row,
-            or unknown keys in `liger_config`.
+        ValueError: `use_liger=True` with a model that has neither an LM head nor a classification head that pools one
+            token of each row; or unknown keys in `liger_config`.
     """
 
     gives_token_predictions = True
@@ -52,7 +52,7 @@ class LigerTrainer(LigerTrainerMixin, Trainer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._patched = PatchedModels()
         super().__init__(*args, **kwargs)
-        if self.model_init is None:  # otherwise call_model_init has patched the model
+        if self.model_init is None:  # else `call_model_init` has patched the model
             self._apply_liger(self.model)
         self._finish_init()
         check_router_loss(self)
@@ -99,7 +99,7 @@ class LigerTrainer(LigerTrainerMixin, Trainer):
         smoother, kind = self.label_smoother, own_class(base_model_of(self.model)).__name__
         if smoother is None or kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
             return super().compute_loss(model, request.added_to(inputs), return_outputs, num_items_in_batch)
-        if wants_logits:  # the stock trainer knows a causal model by the name of its class, which FSDP2 changes
+        if wants_logits:  # the stock trainer recognizes a causal model by its class name, which FSDP2 changes
             self.label_smoother = partial(smoother, shift_labels=True)
         else:  # the model keeps its labels and smooths them itself
             self.label_smoother, request = None, replace(request, label_smoothing=smoother.epsilon)
@@ -111,7 +111,7 @@ class LigerTrainer(LigerTrainerMixin, Trainer):
     def _token_loss_model(
         self, model: Callable[..., Any], wants_logits: bool
     ) -> Callable[..., dict[str, torch.Tensor]]:
-        """A stand-in for `model` that returns the loss of `token_loss`. `Trainer.compute_loss` scales it as usual."""
+        """Return a stand-in for `model` that returns the loss of `token_loss`. `Trainer.compute_loss` scales it."""
         request = HeadRequest(token_scores=True, token_outputs=("log_probs", *self.token_outputs))
 
         def forward(num_items_in_batch: Any = None, **inputs: Any) -> dict[str, torch.Tensor]:

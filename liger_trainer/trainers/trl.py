@@ -1,9 +1,9 @@
-"""Put our kernels and our fused head into TRL's trainers. The losses stay TRL's.
+"""Puts our kernels and our fused head into TRL's trainers. The losses stay TRL's.
 
-The `__init__` of TRL's trainers calls `add_fused_lm_head`, a global of its module, for the policy and for the
-reference. A copy of this `__init__` finds our function by that name. So TRL still decides which outputs, temperature
-and precision it wants for each model, and each model is patched before anything shards or wraps it.
-`tests/liger_trainer/trainers/test_contracts.py` fails if a TRL release moves a name on which this depends.
+The `__init__` of TRL's trainers calls `add_fused_lm_head`, a global of its module, for the policy and the reference. A
+copy of this `__init__` finds our function under that name. So TRL still decides which outputs, temperature and
+precision it wants for each model, and each model is patched before anything shards or wraps it.
+`tests/liger_trainer/trainers/test_contracts.py` fails if a TRL release moves a name that this depends on.
 """
 
 import inspect
@@ -35,9 +35,9 @@ class NoAdapterIsRefused:
 
 
 def with_globals(function: types.FunctionType, names: dict[str, Any]) -> types.FunctionType:
-    """Return a copy of `function`, one of TRL's, that sees the globals in `names` with the values given there.
+    """Return a copy of `function` (one of TRL's) that sees the globals in `names` with other values.
 
-    TRL's own function and its module are not changed.
+    TRL's own function and its module do not change.
 
     Raises:
         ImportError: The function has no such global.
@@ -55,7 +55,7 @@ def with_globals(function: types.FunctionType, names: dict[str, Any]) -> types.F
 
 
 def _for_fsdp(module: types.ModuleType) -> dict[str, Any]:
-    """Replacements for globals of the module of a TRL trainer under FSDP."""
+    """Return replacements for globals of a TRL trainer's module, for training with FSDP."""
     replaced = {}
     if (stock_prepare := vars(module).get("prepare_fsdp")) is not None:
 
@@ -68,8 +68,11 @@ def _for_fsdp(module: types.ModuleType) -> dict[str, Any]:
     if (stock_create := vars(module).get("create_model_from_path")) is not None:
 
         def create_on_cpu(*args: Any, **kwargs: Any) -> nn.Module:
-            """With TRL's `device_map="auto"` the process that reads a file would spread the model over all GPUs, and
-            sending a reference from there ended in "CUDA error: unspecified launch failure"."""
+            """Load a model without TRL's `device_map="auto"` under FSDP.
+
+            With it, the process that reads the file would spread the model over all GPUs, and broadcasting a reference
+            from there ended in "CUDA error: unspecified launch failure".
+            """
             if is_fsdp_enabled():
                 kwargs.setdefault("device_map", None)
             return stock_create(*args, **kwargs)
@@ -79,23 +82,23 @@ def _for_fsdp(module: types.ModuleType) -> dict[str, Any]:
 
 
 class LigerTRLMixin(LigerTrainerMixin, WritesCards):
-    """Patches the models of a TRL trainer while it is built. It goes before the stock class:
+    """Mixin that patches the models of a TRL trainer while it is built. It goes before the stock class:
 
     ```python
     class LigerDPOTrainer(LigerTRLMixin, DPOTrainer):
         gives_token_predictions = True
     ```
 
-    A trainer that calls `add_fused_lm_head` for the models it scores with needs nothing more. One that does not call it
-    overrides `_replaced_globals`, which says what the stock `__init__` finds in place of globals of TRL's module, and
-    calls `_patch_frozen` for frozen models that the replacements do not see. `_finish_init`, which runs last, refuses
-    what the stock trainer would silently ignore.
+    A trainer that calls `add_fused_lm_head` for its models needs nothing more. Any other trainer overrides
+    `_replaced_globals`, which replaces globals of TRL's module for the stock `__init__`, and calls `_patch_frozen` for
+    frozen models that the replacements do not see. `_finish_init` runs last, and rejects options that the stock trainer
+    would silently ignore.
 
     Attributes:
-        ignored_fields (`tuple[str, ...]`): Fields that the config inherits and the stock trainer does not use; setting
-            one is an error.
-        rows_given (`int` or `None`): How many training rows the trainer was given. TRL may have dropped some since.
-        shares_prompts (`bool`): Whether rows that begin alike may share it, as `share_prompts` asks.
+        ignored_fields (`tuple[str, ...]`): Inherited config fields that the stock trainer does not use. Setting one is
+            an error.
+        rows_given (`int` or `None`): Number of training rows that the trainer got. TRL may have dropped some since.
+        shares_prompts (`bool`): Whether `share_prompts` lets rows that begin alike share their beginning.
     """
 
     rows_given: int | None = None
@@ -123,14 +126,14 @@ class LigerTRLMixin(LigerTrainerMixin, WritesCards):
         self._finish_init()
 
     def _stock_init(self, following: Any) -> types.FunctionType:
-        """Return the stock `__init__`. TypeError if `following`, which runs next, is another one."""
+        """Return the stock `__init__`. TypeError if `following`, the next one in the MRO, is another."""
         stock: Any = self.stock_class().__init__  # type: ignore[misc]
         if following.__func__ is not stock:
             defining = (cls for cls in type(self).__mro__ if vars(cls).get("__init__") is following.__func__)
             owner = next(defining, self.stock_class()).__name__
             raise TypeError(
                 f"{owner}.__init__ comes between {LigerTRLMixin.__name__} and {self.stock_class().__name__}. "
-                f"Put {owner} before the Liger trainer among the bases of {type(self).__name__}."
+                f"Put {owner} before the Liger trainer in the bases of {type(self).__name__}."
             )
         return stock
 
@@ -167,14 +170,14 @@ class LigerTRLMixin(LigerTrainerMixin, WritesCards):
         self._patch(model, HeadOptions(temperature, cast_lm_head_to_fp32, tuple(outputs), sharing))
 
     def _patch(self, model: nn.Module, options: HeadOptions | None = None) -> None:
-        """Patch the policy and keep its report as the trainer's, or patch a frozen model."""
+        """Patch the policy, which sets the trainer's report, or patch a frozen model."""
         if base_model_of(model) is base_model_of(self.model):
             self._apply_liger(self.model, options)
         else:
             self._patch_frozen(model, options)
 
     def _patch_frozen(self, model: nn.Module, options: HeadOptions | None = None) -> None:
-        """Patch a reference or teacher model, by the same `liger_config`, before anything shards or wraps it."""
+        """Patch a reference or teacher model with the same `liger_config`, before anything shards or wraps it."""
         if self.uses_liger:
             self._patched.patch(model, getattr(self.args, "liger_config", None), options)
 
@@ -197,8 +200,10 @@ class LigerTRLMixin(LigerTrainerMixin, WritesCards):
                     f"{name} is {value}, which {self.stock_class().__name__} does not use. Remove it{other}."
                 )
         if self.loss_hook != "token_loss" and type(self).token_loss is not LigerTrainerMixin.token_loss:
+            advice = f"Override {self.loss_hook or 'compute_loss'} instead."
+            if self.loss_hook is None and not self.takes_classifiers:  # a classifier has no log-probabilities
+                advice += " In it, model(..., labels=labels, fused_lm_head=True).log_probs needs no logits."
             raise ValueError(
-                f"{type(self).__name__} overrides token_loss, which {self.stock_class().__name__} never calls. "
-                + (f"Override {self.loss_hook} instead." if self.loss_hook else "Override compute_loss instead.")
+                f"{type(self).__name__} overrides token_loss, which {self.stock_class().__name__} never calls. {advice}"
             )
         super()._finish_init()

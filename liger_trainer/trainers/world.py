@@ -1,7 +1,7 @@
-"""Detect launches in which each process would silently train its own model.
+"""Detects launches where each process would silently train its own model.
 
 torchrun, `accelerate launch`, Slurm, MPI, Kubeflow and Ray set environment variables with the number of processes and
-machines. accelerate reads only some of them, and ignores the others without a warning.
+machines. accelerate reads only some of them, and silently ignores the others.
 """
 
 import sys
@@ -35,13 +35,13 @@ def launch_problem(environ: Mapping[str, str], world: Any, sharding: str | None 
     if launched not in (None, processes):
         return (
             f"WORLD_SIZE is {launched}, but accelerate has {_count(processes, 'process')}, so each would train by "
-            "itself. Launch them with torchrun or accelerate launch, or set use_cpu (--use_cpu true) if there is no "
-            "GPU for each of them, or unset WORLD_SIZE for a run in one process."
+            "itself. Launch them with torchrun or accelerate launch. If there are fewer GPUs than processes, set "
+            "use_cpu (--use_cpu true). For a run in one process, unset WORLD_SIZE."
         )
     if workers not in (None, processes):
         return (
             f"Ray Train has {workers} workers, but accelerate has {_count(processes, 'process')}, so each would train "
-            "by itself. Start with ray.train.torch.TorchTrainer, and set use_cpu=True if there are no GPUs."
+            "by itself. Start with ray.train.torch.TorchTrainer, and on machines without GPUs set use_cpu=True."
         )
     return _fault_of_starts(environ, processes) or _fault_of_sharding(environ, world, sharding)
 
@@ -73,9 +73,9 @@ def _fault_of_starts(environ: Mapping[str, str], processes: int) -> str | None:
         if expected is not None and actual is not None and actual < expected:
             return (
                 f"{name} is {environ[name]}, but this run has {_count(actual, actual_unit)}, so each {unit} would "
-                "train a model of its own. Start one torchrun on each machine, which knows of the others (--nnodes, or "
-                "PET_NNODES for an elastic run; srun --ntasks-per-node 1 torchrun), or unset "
-                f"{name} for runs that are meant to be apart."
+                "train its own model. Start one torchrun on each machine, and tell it the number of machines "
+                "(--nnodes, or PET_NNODES for an elastic run; srun --ntasks-per-node 1 torchrun). For separate runs, "
+                f"unset {name}."
             )
     return None
 
@@ -91,7 +91,7 @@ def _fault_of_sharding(environ: Mapping[str, str], world: Any, sharding: str | N
         why = "this is one process without a launcher"
         remedy = "Start with torchrun or accelerate launch"
     elif sharding in ("FSDP", "DEEPSPEED") and kind == "MULTI_CPU":
-        why = "it shards on GPUs only, and has none here"
+        why = "it only shards on GPUs, and this machine has none"
         remedy = "Run on a machine with a GPU for each process"
     else:
         return None
@@ -103,7 +103,7 @@ def _fault_of_sharding(environ: Mapping[str, str], world: Any, sharding: str | N
 
 def _ray_workers() -> int | None:
     """Return the number of workers of this Ray Train run, or None outside of Ray Train."""
-    train = sys.modules.get("ray.train")  # each of its workers has imported it
+    train = sys.modules.get("ray.train")  # every Ray Train worker has imported it
     try:
         return None if train is None else train.get_context().get_world_size()
     except Exception:  # outside of a worker Ray raises one of several errors, depending on its version

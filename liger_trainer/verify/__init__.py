@@ -1,4 +1,4 @@
-"""Checks that a training computes what the stock one does, by a few steps of a small copy of its model."""
+"""Checks that a trainer computes what the stock trainer does, in a few steps of a small copy of its model."""
 
 import tempfile
 from collections.abc import Callable
@@ -18,9 +18,9 @@ __all__ = ["HEADER", "OPTIMIZERS", "Check", "Report", "Setup", "quiet", "verify"
 class Report:
     """The result of `verify`."""
 
-    checks: list[Check]  # in the order in which they were made
+    checks: list[Check]  # in the order of the table
     compared_with: str  # the trainer that ours was compared with
-    swapped: str  # what of the model was swapped, in a line
+    swapped: str  # a line about what was patched in the model
 
     @property
     def failed(self) -> list[str]:
@@ -32,10 +32,10 @@ class Report:
 
 
 def verify(setup: Setup, tell: Callable[[Check], None] = lambda check: None) -> Report:
-    """Make all checks of `setup`, and `tell` of each when it is done.
+    """Run all checks of `setup`. `tell` is called with each result.
 
     Raises:
-        RecipeError: The trainer refuses the setup, or no small copy of the model can be made.
+        RecipeError: The trainer rejects the setup, or no small copy of the model can be made.
     """
     results = []
     for_many_tokens = mock.patch.object(lora, "LEAST_WORK", 0)  # below it, the kernels of LoRA are not used

@@ -1,9 +1,9 @@
-"""A second training with the stock trainer and with ours, longer and as the recipe has it: Adam with its options,
-warmup, two epochs, windows of accumulation that are cut short, rows of more than 256 tokens, and evaluations.
+"""Compares a second, longer training of the stock trainer and ours, closer to the recipe: Adam with its options,
+warmup, two epochs, incomplete accumulation windows, rows of more than 256 tokens, and evaluations.
 
-The stock trainer's optimizer is given our gradients, after its own were kept. So both have the same weights at every
-step: gradients and losses compare as closely in the last step as in the first, and what the optimizer does with a
-gradient compares bit for bit. Adam's first steps take the sign of a gradient, even of rounding.
+The stock trainer's optimizer gets our gradients; its own are kept. So both have the same weights at every step. Losses
+and gradients can be compared as closely in the last step as in the first, and the optimizer's results bit for bit.
+Otherwise they would drift apart: Adam's first steps only keep the sign of a gradient, even of a rounding error.
 """
 
 import json
@@ -17,13 +17,13 @@ from liger_trainer.verify.medusa import PlainMedusaTrainer
 from liger_trainer.verify.observed import Recorder, Tensors, differences, saved_tensors
 from liger_trainer.verify.runs import LONG, OPTIMIZERS, Bench, Run
 
-EXACT = 1e-6  # of the norm of a tensor: one formula in two kernels of PyTorch, such as Adam's fused one
-_TRAINED, _EVALUATED = 5, 3  # rows: two micro-batches and one of a single row, in windows of two
+EXACT = 1e-6  # relative to a tensor's norm: PyTorch has several kernels for one formula, such as fused Adam
+_TRAINED, _EVALUATED = 5, 3  # rows. 5 rows are two micro-batches of 2 and one of 1, in windows of two
 _OF_VERSION = ("transformers_version", "_name_or_path", "torch_dtype")
 
 
 class AdamTraining:
-    """Runs the second training with both trainers, and checks the results. Errors of a trainer are passed on."""
+    """Runs this training with both trainers, and checks the results. A trainer's errors are raised."""
 
     def __init__(self, bench: Bench, kind: str, noise: dict[str, float]) -> None:
         self.bench = bench
@@ -53,7 +53,7 @@ class AdamTraining:
         if setup.options.get("max_length", 0) is not None:
             options["max_length"] = LONG
         if setup.options.get("num_iterations", 1) == 1:
-            options["num_iterations"] = 2  # the second time, the policy is not the one that wrote
+            options["num_iterations"] = 2  # in the second iteration, the policy differs from the one that generated
         return self.bench.run(kind, recorder=recorder, trainer_arguments=trainer_arguments, **options)
 
     def logs(self) -> Check:
@@ -66,7 +66,7 @@ class AdamTraining:
         return worst(self.ours.gradients, self.stock.gradients, self.noise)
 
     def weights(self) -> Check:
-        """Compare what the optimizer has made of the same gradients."""
+        """Compare weights and optimizer states, which come from the same gradients."""
         ours, stock = recorder_of(self.ours), recorder_of(self.stock)
         if other := differences(ours.options, stock.options):
             return equal(other, "")
@@ -75,11 +75,11 @@ class AdamTraining:
         return check
 
     def surroundings(self) -> Check:
-        """Compare batches, random numbers, and what a callback sees."""
+        """Compare batches, random numbers, and what callbacks see."""
         ours, stock = recorder_of(self.ours), recorder_of(self.stock)
         other = differences(ours.batches, stock.batches, RTOL)  # batches may hold scores of a reference
         around = [ours.around, stock.around]
-        if self.bench.routers_draw():  # for each token that is computed, and padding is left out
+        if self.bench.routers_draw():  # they draw for each computed token, and we do not compute padding
             around = [[_without_torch(one) for one in each] for each in around]
         other += differences(around[0], around[1])
         other += calls(self.ours, self.stock)
@@ -101,13 +101,13 @@ class AdamTraining:
         return equal([f"an evaluation changes {name}" for name in changed], detail)
 
     def saved(self) -> Check:
-        """Compare what is saved: the names of files, the tensors and the model's config."""
+        """Compare the saved models: file names, tensors and configs."""
         folders = [os.path.join(self.bench.folder, name) for name in ("saved by ours", "saved by stock")]
         (ours, files), (stock, wanted) = (
             saved_tensors(run.trainer.save_model, folder)
             for run, folder in zip((self.ours, self.stock), folders, strict=True)
         )
-        other = [f"{name} is saved by one of both only" for name in sorted({*files} ^ {*wanted})]
+        other = [f"only one trainer saves {name}" for name in sorted({*files} ^ {*wanted})]
         for name in ("config.json", "adapter_config.json", "generation_config.json"):
             if name in files and name in wanted:
                 configs = [_config(os.path.join(folder, name)) for folder in folders]
@@ -128,8 +128,8 @@ def _states(run: Run) -> set[tuple[str, ...]]:
 
 
 def calls(ours: Run, stock: Run) -> list[str]:
-    """Compare the modes in which the model, its reference and its teacher were called."""
-    # Without gradients, stock calls the model once more for metrics where a loss hides the logits
+    """Return the differences in how the model, its reference and its teacher were called."""
+    # Calls without gradients are not compared: stock makes one more for metrics if a loss hides the logits
     our_states = _states(ours)
     stock_states = _states(stock)
     if isinstance(stock.trainer, PlainMedusaTrainer):  # it does not put a frozen model into eval mode
@@ -141,7 +141,7 @@ def calls(ours: Run, stock: Run) -> list[str]:
 
 
 def exact(got: list[Tensors], want: list[Tensors]) -> Check:
-    """The worst error of sets of tensors that should be equal but for the last bit."""
+    """Return the worst error in sets of tensors that should be equal except for the last bit."""
     if len(got) != len(want):
         return Check(f"{len(got)} steps in place of {len(want)}", float("inf"), EXACT)
     relative: dict[str, float] = {}
@@ -163,7 +163,7 @@ def _without_torch(around: dict[str, Any]) -> dict[str, Any]:
 
 
 def _predicted(run: Run) -> Tensors:
-    """The logits that `predict` returns for the rows of the evaluation, where there is a label for them."""
+    """Return the logits that `predict` returns for the evaluation rows, at positions with a label."""
     prediction = run.trainer.predict(run.trainer.eval_dataset)
     logits = prediction.predictions[0] if isinstance(prediction.predictions, tuple) else prediction.predictions
     logits, labels = torch.as_tensor(logits), torch.as_tensor(prediction.label_ids)
@@ -181,7 +181,7 @@ def _name(run: Run) -> str:
 
 
 def chosen_optimizer(setup: Any) -> str:
-    """Return the recipe's optimizer, or AdamW in place of one that PyTorch alone does not run."""
+    """Return the recipe's optimizer, or AdamW if that needs another package."""
     chosen = str(getattr(setup.options.get("optim"), "value", setup.options.get("optim")))
     return chosen if chosen in OPTIMIZERS else "adamw_torch"
 

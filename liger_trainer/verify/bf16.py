@@ -1,4 +1,4 @@
-"""Training under autocast to bf16: how far losses and gradients are from those of fp32, in ours and in stock."""
+"""Compares the bf16 errors of our trainer with those of the stock trainer, both measured against fp32."""
 
 import math
 import statistics
@@ -10,24 +10,25 @@ from liger_trainer.verify.generated import Generated, GenerationRecorder
 from liger_trainer.verify.observed import Recorder, Tensors
 from liger_trainer.verify.runs import Bench, Run, in_chunks
 
-LOSS_IN_BF16 = 2e-2  # by which losses may differ from stock's
-TIMES_STOCK_IN_BF16, MOST_IN_THE_MIDDLE = 4.0, 1.3  # how far a gradient is from fp32's, by stock's own distance
-LEAST_IN_BF16 = 5e-3  # of that distance
-_NUDGES = (1, 2, 3, 4)  # of weights, for further steps where the first is too far off
-_TIMES_LOSS_OF_STOCK = 2.0  # by how much losses may differ over several steps, in units of stock's own distance
-_LEAST_OF_A_STEP = 0.5  # a step much nearer than stock's does not make up for one that is far off
+LOSS_IN_BF16 = 2e-2  # the allowed relative difference between our loss and stock's
+# A gradient's error against fp32, as a multiple of stock's error: the largest and the median that are allowed
+TIMES_STOCK_IN_BF16 = 4.0
+MOST_IN_THE_MIDDLE = 1.3
+LEAST_IN_BF16 = 5e-3  # stock's error counts as at least this large
+_NUDGES = (1, 2, 3, 4)  # seeds of small changes to the weights, for more steps if the first fails
+_TIMES_LOSS_OF_STOCK = 2.0  # over several steps, losses may differ by this multiple of stock's own error
+_LEAST_OF_A_STEP = 0.5  # so that one very close step cannot compensate for one that is far off
 
 
 def in_bf16(bench: Bench, kind: str, noise: dict[str, float]) -> Check:
-    """One step and one evaluation under autocast to bf16: ours is as near to fp32 as stock is.
+    """Check that one bf16 step and evaluation of ours are as close to fp32 as stock's.
 
-    A trainer that writes completions trains on those of the stock trainer in fp32, in all runs.
+    If the trainer generates completions, all runs train on the completions of the stock trainer in fp32.
 
-    Where the loss is a difference of a few completions, its gradient has one error in all tensors, and how large that
-    is, in one step, is chance: clean code has been seen at 0.8 and at 1.5 times stock's error. So a step that is too
-    far off is made four times more, from weights that are moved by what they lose in bf16. That draws the rounding
-    again, and leaves a bug where it is. The limit of gradients then holds for the geometric mean, and that of losses
-    grows to what stock's own have lost.
+    If the loss is a difference of a few completions, all tensors share one error, and its size in a single step is
+    random: correct code has been seen at 0.8 and at 1.5 times stock's error. So a step that is too far off is repeated
+    four times, from weights that are changed by about one bf16 rounding. That draws new rounding errors, but a bug
+    stays. The limit for gradients then applies to the geometric mean, and the limit for losses to stock's own error.
     """
     steps = [_Step(bench, kind, 0, noise)]
     check = _judged_steps(steps)
@@ -40,22 +41,26 @@ def in_bf16(bench: Bench, kind: str, noise: dict[str, float]) -> Check:
 
 
 class _Step:
-    """One step from the same weights: of the stock trainer in fp32 and in bf16, and of ours in bf16.
+    """One step from the same weights with three trainers: stock in fp32, stock in bf16, ours in bf16.
 
     Attributes:
-        different (`list[str]`): What else differs, which no precision explains.
-        losses (`list`): The losses of ours and of stock in bf16.
-        apart (`float`): How far they are from each other.
-        stock_apart (`float`): How far stock's are from those of fp32.
-        distances (`dict`): How far each gradient of ours is from that of fp32, by stock's own distance.
+        different (`list[str]`): Differences that precision cannot explain.
+        losses (`list`): The bf16 losses of ours and of stock.
+        apart (`float`): The error between these losses.
+        stock_apart (`float`): The error of stock's bf16 losses against fp32.
+        distances (`dict`): For each gradient, our error against fp32, divided by stock's error.
     """
 
     def __init__(self, bench: Bench, kind: str, nudge: int, noise: dict[str, float]) -> None:
         evaluated = bench.rows.select(range(min(2, len(bench.rows))))
         options: dict[str, Any] = {
-            "max_steps": 1, "eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 2,
-            "given": {"eval_dataset": evaluated}, "nudge": nudge,
-        }  # fmt: skip
+            "max_steps": 1,
+            "eval_strategy": "steps",
+            "eval_steps": 1,
+            "per_device_eval_batch_size": 2,
+            "trainer_arguments": {"eval_dataset": evaluated},
+            "nudge": nudge,
+        }
         generates = bench.setup.generates
         exact = bench.run(kind, recorder=GenerationRecorder() if generates else Recorder(), **options)
         generations = _generations(exact)
@@ -100,7 +105,7 @@ def _judged_steps(steps: list[_Step]) -> Check:
         allowed = max(allowed, _TIMES_LOSS_OF_STOCK * of_stock)
     if apart > allowed:
         ours, stock = steps[0].losses
-        return Check(f"losses are {ours}, and not {stock}", apart, allowed)
+        return Check(f"losses are {ours}, stock {stock}", apart, allowed)
     if len(steps) == 1:
         return _judged(steps[0].distances, "stock")
     means = {}
@@ -113,7 +118,7 @@ def _judged_steps(steps: list[_Step]) -> Check:
 def by_distance(
     got: Tensors, stock: Tensors, exact_gradients: Tensors, noise: dict[str, float], yardstick: str
 ) -> Check:
-    """Judge gradients in bf16 by how far they are from those of fp32, in units of how far those of `yardstick` are."""
+    """Judge bf16 gradients by their error against fp32, divided by the error of `yardstick`."""
     return _judged(_distances(got, stock, exact_gradients, noise), yardstick)
 
 

@@ -1,4 +1,4 @@
-"""Captured steps (`cuda_graphs`) and uncaptured ones, on the same rows and weights."""
+"""Compares captured steps (`cuda_graphs`) with uncaptured ones, on the same rows and weights."""
 
 from typing import Any
 
@@ -19,8 +19,8 @@ def captured(bench: Bench, trainer: Any, noise: dict[str, float]) -> Check:
     gradients as the uncaptured ones are.
 
     Args:
-        bench (`Bench`): Of the setup.
-        trainer (`LigerTrainerMixin`): One that `bench` has built and that has trained.
+        bench (`Bench`): The bench of the setup.
+        trainer (`LigerTrainerMixin`): A trainer that `bench` has built and that has trained.
         noise (`dict`): How far another order of sums moves each tensor in fp32.
     """
     reason = uncaptured_reason(trainer)
@@ -29,7 +29,7 @@ def captured(bench: Bench, trainer: Any, noise: dict[str, float]) -> Check:
     if bench.setup.generates:
         return Check("the trainer generates the text that it trains on, and generates other text in fp32")
     if bench.routers_draw():
-        return Check("its routers draw random numbers, and a padded step draws more of them")
+        return Check("its routers draw random numbers, and a padded step draws more numbers")
     exact = bench.run("ours", max_steps=_STEPS)
     options: dict[str, Any] = {"max_steps": _STEPS, "bf16": True}
     plain = bench.run("ours", recorder=KeepGradients(exact.gradients), **options)

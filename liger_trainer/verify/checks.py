@@ -1,4 +1,4 @@
-"""The checks, in the order of the table."""
+"""Runs the checks, in the order of the table."""
 
 import math
 import os
@@ -31,11 +31,11 @@ from liger_trainer.verify.observed import copies, differences, numbers
 from liger_trainer.verify.padded import more_padding, padding_around
 from liger_trainer.verify.runs import Bench, OtherOrder, Run, in_chunks
 
-UNMOVED = 1e-3  # what a reward may be for a policy that is its reference, by that for another policy
+UNMOVED = 1e-3  # the largest reward of a policy equal to its reference, relative to the reward of another policy
 
 
 class Checks:
-    """The checks of one setup. `each` makes them, in the order of the table."""
+    """The checks of one setup. `each` runs them, in the order of the table."""
 
     ours: Run
     stock: Run
@@ -50,7 +50,7 @@ class Checks:
             self.kind, self.compared_with = "plain", "a loss of Medusa heads that is written down from full logits"
 
     def each(self) -> Iterator[Check]:
-        """Make each check. Raises `RecipeError` if our trainer refuses the setup."""
+        """Run the checks one by one. RecipeError if our trainer rejects the setup."""
         try:
             self.bench.build("ours")
         except (ValueError, ImportError) as error:
@@ -88,14 +88,14 @@ class Checks:
             start = time.perf_counter()
             try:
                 check_result = check()
-            except Exception as error:  # whatever is raised in a training has gone wrong there
+            except Exception as error:  # any error in a training fails the check
                 check_result = Check(f"{type(error).__name__}: {error}", math.inf)
             check_result.name, check_result.seconds = name, time.perf_counter() - start
             yield check_result
             if not hasattr(self, "noise"):
-                return  # there is nothing to compare the rest with
+                return  # without the stock runs, the other checks cannot compare anything
 
-    # The same two steps, with the stock trainer and with ours
+    # Two steps with the stock trainer and with ours
 
     def _losses(self) -> Check:
         self.tokens: set[int] = set()
@@ -105,7 +105,7 @@ class Checks:
             self.swapped = report.one_line()
         try:
             self.stock = self.bench.run(self.kind)
-        except Exception as error:  # the stock trainer cannot do everything
+        except Exception as error:  # the stock trainer does not support everything that ours does
             if self.kind == "plain":
                 raise
             why = f"{self.compared_with}'s {type(error).__name__}: {error}"
@@ -126,7 +126,7 @@ class Checks:
         return check
 
     def _with_tokens(self, batch: Any) -> Any:
-        """Note the tokens of `batch`, and return it."""
+        """Record the tokens of `batch`, and return it."""
         if isinstance(batch, dict | UserDict):
             for name, value in batch.items():
                 if name.endswith("input_ids"):
@@ -142,7 +142,7 @@ class Checks:
 
     def _updates(self) -> Check:
         updates, noise = self.stock.updates, self.noise_of_updates
-        for name, value in updates.items():  # the update of a weight near 1 loses as much when it is added
+        for name, value in updates.items():  # adding a small update to a weight near 1 loses this much
             lost = EPS * float(self.stock.after[name].norm()) / max(float(value.norm()), 1e-30)
             noise[name] = max(noise[name], lost)
         return worst([self.ours.updates], [updates], noise)
@@ -162,7 +162,7 @@ class Checks:
             if self.second is None:
                 try:
                     self.second = AdamTraining(self.bench, self.kind, self.noise)
-                except Exception as error:  # told by the first of its checks, where it counts
+                except Exception as error:  # only the first of its checks fails with this error
                     self.second = error
                     raise
             if isinstance(self.second, Exception):
@@ -207,15 +207,17 @@ class Checks:
         return Check(f"{len(should)} of {len(model)} tensors have a gradient and move{idle}", 0)
 
     def _what_should_train(self) -> tuple[set[str], set[str]]:
-        """The parameters that train, and those that need a gradient: all adapters, and every other parameter that has
-        one by transformers' own loss."""
+        """Return the names of the parameters that should train, and of those that need a gradient.
+
+        The latter are all adapters, and all other parameters that get a gradient from transformers' own loss.
+        """
         model = self.bench.model()
         with torch.no_grad():
             for name, p in model.named_parameters():
                 if "lora_" in name:
                     p.normal_(0, 0.1, generator=torch.Generator().manual_seed(0))
         ids = self._ids(8, 64)
-        if self.tokens:  # a row of the embeddings that no batch looks up has no gradient, and need not have one
+        if self.tokens:  # an embedding row that no batch looks up needs no gradient
             seen = torch.tensor(sorted(self.tokens))
             ids = seen[ids % len(seen)]
         model.train()(input_ids=ids, labels=ids, use_cache=False).loss.backward()
@@ -282,7 +284,7 @@ class Checks:
         trainer: Any = self.ours.trainer
         balanced = getattr(trainer, "aux_loss_enabled", trainer.model.config.to_dict().get("output_router_logits"))
         if check.verdict == "ok" or (self.setup.stock.__name__ in ("SFTTrainer", "Trainer") and not balanced):
-            return check  # the mean over all tokens, whatever the batches
+            return check  # these losses are means over all tokens, so the split must not matter
         stock, ours = self._split(self.kind).figure or 0.0, check.figure or 0.0
         return Check(f"the stock loss depends on it too, by {stock:.1e}") if ours <= 2 * stock else check
 
@@ -345,7 +347,7 @@ class Checks:
         check.detail = f"the adapter changes the logits by {effect:.1e}"
         if is_prompt:
             check.detail += "; a prompt is loaded, not merged"
-        if effect < 100 * RTOL:  # the check could not see whether the adapter is applied
+        if effect < 100 * RTOL:  # too small for the check to see whether the adapter is applied
             return Check(f"{check.detail} only", math.inf, RTOL)
         return check
 
@@ -357,7 +359,7 @@ class Checks:
         resumed = self.bench.run("ours", disturbed=False, resume=os.path.join(folder, "checkpoint-2"), **chosen)
         logs = [[numbers(log) for log in run.logs[-2:]] for run in (whole, resumed)]
         for log in (*logs[0], *logs[1]):
-            log.pop("num_tokens", None)  # which TRL counts from the restart on
+            log.pop("num_tokens", None)  # TRL restarts this count after a resume
         other = differences([resumed.after, resumed.states], [whole.after, whole.states])
         other = [text.partition(" (")[0] for text in other] + differences(logs[1], logs[0])
         tensors = len(whole.after) + len(whole.states)
@@ -365,6 +367,6 @@ class Checks:
 
 
 def _distance(run: Run) -> float:
-    """Return how far the policy is from its reference at the first step, as the trainer has logged it."""
+    """Return the distance of the policy from its reference at the first step, as the trainer has logged it."""
     values = [run.logs[0].get(name, math.nan) for name in ("rewards/chosen", "rewards/rejected", "kl")]
     return max((abs(value) for value in values if math.isfinite(value)), default=0.0)

@@ -1,4 +1,4 @@
-"""Compares two runs: how far apart they are, and how far they may be."""
+"""Compares two runs: computes their errors, and the errors that are allowed."""
 
 import math
 from dataclasses import dataclass
@@ -10,11 +10,13 @@ from liger_trainer.verify.observed import Tensors, numbers
 from liger_trainer.verify.runs import Run
 
 RTOL = 1e-4  # of the norm of a tensor, in fp32
-SMALL = 1e-3  # of the largest norm; the least scale of an error. The exact gradient of a key bias is zero, for example
-LEAST_NUMBER = 1e-2  # the least scale of a logged number; a loss is 0 when its advantages cancel, for example
-OF_GROUP = 1e-2  # of the largest number of a group in a log
+SMALL = (
+    1e-3  # smallest scale of an error, relative to the largest norm: a key bias's exact gradient is zero, for example
+)
+LEAST_NUMBER = 1e-2  # smallest scale of a logged number: a loss is 0 if its advantages cancel, for example
+OF_GROUP = 1e-2  # smallest scale of a logged number, relative to the largest number of its group
 EPS = torch.finfo(torch.float32).eps / 4  # the average rounding error of a number stored in fp32
-TIMES_NOISE, MOST = 20, 1e-2  # as many times what another order of sums changes, and never more than this
+TIMES_NOISE, MOST = 20, 1e-2  # an error may be 20 times what another order of sums changes, but never more than 1e-2
 HEADER = f"{'check':34} {'':6} {'error':>8} {'allowed':>8} {'s':>6}"
 
 
@@ -22,8 +24,8 @@ HEADER = f"{'check':34} {'':6} {'error':>8} {'allowed':>8} {'s':>6}"
 class Check:
     """One line of the table."""
 
-    detail: str  # what was found, or why the check does not apply
-    figure: float | None = None  # the largest relative error, or what the detail says; None where it does not apply
+    detail: str  # the result in words, or why the check does not apply
+    figure: float | None = None  # the largest relative error, or the number in `detail`; None if it does not apply
     tolerance: float = 0.0
     name: str = ""
     seconds: float = 0.0
@@ -47,7 +49,7 @@ class Check:
 
 
 def errors(got: Tensors, want: Tensors) -> dict[str, float]:
-    """Relative errors by the norm of each tensor; one that is missing on one side counts as zero."""
+    """Return the error of each tensor, relative to its norm. A tensor that is missing on one side counts as zero."""
     norms = {name: float(tensor.double().norm()) for name, tensor in want.items()}
     least = max(SMALL * max(norms.values(), default=0.0), 1e-30)
     relative = {}
@@ -59,7 +61,7 @@ def errors(got: Tensors, want: Tensors) -> dict[str, float]:
 
 
 def worst(got: list[Tensors], want: list[Tensors], noise: dict[str, float]) -> Check:
-    """The worst error in several pairs of sets, by what the `noise` of each tensor allows."""
+    """Return the worst error in several pairs of sets, relative to what the `noise` of each tensor allows."""
     if len(got) != len(want):
         return Check(f"{len(got)} steps in place of {len(want)}", math.inf, RTOL)
     candidates = [
@@ -84,8 +86,9 @@ def steps_of(run: Run) -> list[Tensors]:
 def worst_number(got: list[dict[str, Any]], want: list[dict[str, Any]], noise: dict[str, float]) -> Check:
     """Return the worst error of all numbers in two logs, relative to what the `noise` of each allows.
 
-    An error is relative to the largest value of its name, or to a hundredth of the largest value of its group. A group
-    is the part of a name before the slash: `rewards/margins` is computed from `rewards/chosen` and rounds as it does.
+    An error is relative to the largest value of its name, or to a hundredth of the largest value of its group. The
+    group is the part of a name before the slash: `rewards/margins` is computed from `rewards/chosen` and has its
+    rounding.
     """
     if len(got) != len(want):
         return Check(f"{len(got)} records in place of {len(want)}", math.inf, RTOL)
@@ -107,7 +110,7 @@ def _row(values: list[float | None]) -> str:
 
 
 def number_errors(got: list[dict[str, Any]], want: list[dict[str, Any]]) -> dict[str, float]:
-    """The largest error of each name, as `worst_number` measures it. One that is missing on one side is infinite."""
+    """Return the largest error of each name, as `worst_number` measures it; infinite if one side lacks the name."""
     pairs = [(numbers(one), numbers(other)) for one, other in zip(got, want, strict=True)]
     largest: dict[str, float] = {}
     for _, log in pairs:
@@ -136,5 +139,5 @@ def _group(name: str) -> str:
 
 
 def equal(different: list[str], what: str) -> Check:
-    """The check that nothing is `different`; `what` says what is equal."""
+    """Return a check that fails if anything is `different`. `what` says what is equal."""
     return Check("; ".join(different[:3]), len(different)) if different else Check(what, 0)

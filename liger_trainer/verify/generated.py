@@ -1,7 +1,7 @@
-"""Completions that trainers write, kept from one run and given to another.
+"""Records the completions that a trainer generates in one run, and replays them in another.
 
-A model writes another text in bf16 than in fp32, as soon as rounding tips one drawn token over. The two gradients have
-nothing in common from then on, so runs that compare precisions have to train on the same completions.
+As soon as rounding changes one sampled token, a model generates another text in bf16 than in fp32, and the gradients
+can no longer be compared. So runs that compare precisions have to train on the same completions.
 """
 
 from dataclasses import dataclass
@@ -14,23 +14,23 @@ from liger_trainer.verify.observed import Recorder, Tensors
 
 @dataclass
 class Generated:
-    """What one call of `generate` has returned."""
+    """The result of one call of `generate`."""
 
     prompts: torch.Tensor  # ids (B, P)
     ids: torch.Tensor  # of the prompts and their completions, (B, P + C)
-    random: list[torch.Tensor]  # the states of the generators after it
+    random: list[torch.Tensor]  # the states of the random number generators after the call
 
 
 class GenerationRecorder(Recorder):
-    """A recorder that also keeps what the model writes.
+    """A recorder that also keeps what the model generates.
 
     Args:
-        instead (`list[Tensors]`, *optional*): As of `KeepGradients`.
-        given (`list[Written]`, *optional*): What another run has written, call by call. The model still writes, so that
-            its calls are recorded, but the trainer gets the replayed completions and the random states after them.
+        instead (`list[Tensors]`, *optional*): As in `KeepGradients`.
+        replayed (`list[Generated]`, *optional*): The calls of another run, in order. The model still generates, so its
+            calls are recorded, but the trainer gets these completions and the random states after them.
 
     Attributes:
-        written (`list[Written]`): What the trainer has got of each call.
+        generations (`list[Generated]`): What the trainer got from each call.
     """
 
     def __init__(self, instead: list[Tensors] | None = None, replayed: list[Generated] | None = None) -> None:
@@ -39,9 +39,9 @@ class GenerationRecorder(Recorder):
         self.generations: list[Generated] = []
 
     def attach(self, trainer: Any) -> None:
-        """Look at `trainer` as a `Recorder` does, and at what its model writes.
+        """Record `trainer` as a `Recorder` does, and the completions of its model.
 
-        A run raises `ValueError` if it asks for other completions than those that are given.
+        The run raises a `ValueError` if its calls differ from the replayed ones.
         """
         super().attach(trainer)
         stock_generate = trainer.model.generate
@@ -60,7 +60,7 @@ class GenerationRecorder(Recorder):
         assert self.replayed is not None
         place = len(self.generations)
         if place == len(self.replayed):
-            raise ValueError(f"the model is asked to write more often than {place} times, as it is in fp32")
+            raise ValueError(f"the model generates more than the {place} times that it generates in fp32")
         generated = self.replayed[place]
         if not torch.equal(generated.prompts, prompts):
             raise ValueError(f"call {place + 1} of generate has other prompts than in fp32")

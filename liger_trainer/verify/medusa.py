@@ -1,4 +1,4 @@
-"""The loss of Medusa heads written down once more, from full logits: the stock trainer that Medusa does not have."""
+"""Computes the loss of Medusa heads from full logits, as a stock trainer for Medusa would."""
 
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ from liger_trainer.medusa.trainer import LigerMedusaTrainer
 
 
 class PlainMedusaTrainer(LigerMedusaTrainer):
-    """Calls the model once for its own logits and once for each head, which then replaces the LM head."""
+    """Calls the model once for its own logits, and once for each head in the place of the LM head."""
 
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
@@ -38,7 +38,7 @@ class PlainMedusaTrainer(LigerMedusaTrainer):
                 logits = model(**call).logits
             finally:
                 hook.remove()
-            same = None if teacher is None else teacher.roll(-k, 1)  # for the same token, k places further
+            same = None if teacher is None else teacher.roll(-k, 1)  # the teacher for the same token, k places ahead
             loss_of_head = _sum(logits, targets[k], same)
             total = total + weight * args.medusa_decay**k * loss_of_head
             seen.append(_counts(loss_of_head, logits, targets[k]))
@@ -51,7 +51,7 @@ class PlainMedusaTrainer(LigerMedusaTrainer):
         return (loss, outputs) if return_outputs else loss
 
     def _mean_metrics(self, mode: str) -> dict[str, float]:
-        """Losses and accuracies of the heads, over all of their targets since the last log."""
+        """Return losses and accuracies of the heads, over all their targets since the last log."""
         sums, tokens = self._sums.take(mode, self.accelerator)
         self._total_train_tokens += int(tokens) if mode == "train" else 0
         metrics: dict[str, float] = {"num_tokens": self._total_train_tokens}
@@ -62,7 +62,7 @@ class PlainMedusaTrainer(LigerMedusaTrainer):
         return metrics
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
-        """The groups of transformers, each cut in two: the heads have a multiple of the learning rate."""
+        """Create transformers' parameter groups, and split each: the heads get a multiple of the learning rate."""
         if self.optimizer is not None:
             return self.optimizer
         optimizer = Trainer.create_optimizer(self, *args, **kwargs)
@@ -78,9 +78,9 @@ class PlainMedusaTrainer(LigerMedusaTrainer):
 
 
 def _targets(inputs: dict[str, Any], heads: int) -> torch.Tensor:
-    """Return what each head is to guess (K + 1, B, S), int64, the LM head first, -100 where there is nothing to guess.
+    """Return the targets of each head (K + 1, B, S), int64, the LM head first, -100 where there is nothing to guess.
 
-    It is looked up here by the documents, and in `head/targets.py` by positions: a mistake there must not be here too.
+    This uses the documents, and `head/targets.py` uses positions, so that the two do not share a mistake.
     """
     labels, documents = inputs["labels"], _documents(inputs)
     targets = labels.new_full((heads + 1, *labels.shape), -100)
@@ -90,7 +90,7 @@ def _targets(inputs: dict[str, Any], heads: int) -> torch.Tensor:
             if guessed == labels.shape[1]:
                 break
             of_one = (documents[:, place] == documents[:, guessed]) & (documents[:, place] >= 0)
-            # The LM head learns across documents, as in the stock trainers: their first token has the label -100.
+            # The LM head also learns across documents, as in the stock trainers, which give first tokens label -100.
             targets[k, :, place] = torch.where(of_one | (k == 0), labels[:, guessed], -100)
     return targets
 
@@ -112,14 +112,14 @@ def _documents(inputs: dict[str, Any]) -> torch.Tensor:
 
 
 def _counts(loss: torch.Tensor, logits: torch.Tensor, target: torch.Tensor) -> list[float]:
-    """Return what is logged for a head: the sum of its losses, the number of right first choices, and of targets."""
+    """Return the sums that are logged for a head: its losses, its right first choices, and its targets."""
     counted = target != -100
     right = (logits.argmax(-1) == target)[counted]
     return [float(loss), float(right.sum()), float(counted.sum())]
 
 
 def _sum(logits: torch.Tensor, target: torch.Tensor, teacher: torch.Tensor | None = None) -> torch.Tensor:
-    """The cross-entropy with the labels or, if there is a `teacher`, the divergence from its log-probabilities."""
+    """Return the cross-entropy with the labels, or with a `teacher` the divergence from its log-probabilities."""
     counts = target != -100
     log_p = torch.log_softmax(logits[counts].float(), -1)
     if teacher is None:

@@ -1,4 +1,4 @@
-"""Record a training: after each step, in each evaluation, and when the model is saved."""
+"""Records a training: after each step, in each evaluation, and when the model is saved."""
 
 import copy
 import functools
@@ -16,7 +16,7 @@ from torch import nn
 from transformers import TrainerCallback
 
 Tensors = dict[str, torch.Tensor]
-# Parts of the names of logged numbers that no two runs have in common
+# Parts of the names of logged numbers that differ between any two runs
 _OF_TIME = ("runtime", "per_second", "time", "memory")
 
 
@@ -29,7 +29,7 @@ def copies(model: nn.Module, buffers: bool = False) -> Tensors:
 
 
 def optimizer_states(optimizer: Any, model: nn.Module) -> Tensors:
-    """Copy the optimizer's state, each under two names, as `"lm_head.weight, exp_avg"`."""
+    """Copy the optimizer's states, named by parameter and state: `"lm_head.weight, exp_avg"`."""
     names = {id(p): name for name, p in model.named_parameters()}
     states = {}
     for parameter, state in optimizer.state.items():
@@ -40,7 +40,7 @@ def optimizer_states(optimizer: Any, model: nn.Module) -> Tensors:
 
 
 def group_options(optimizer: Any, model: nn.Module) -> dict[str, Any]:
-    """Return what the optimizer's groups say of each parameter: its learning rate, weight decay, betas and so on."""
+    """Return the optimizer's options for each parameter: learning rate, weight decay, betas and so on."""
     names = {id(p): name for name, p in model.named_parameters()}
     options_of: dict[str, Any] = {}
     for group in optimizer.param_groups:
@@ -52,7 +52,7 @@ def group_options(optimizer: Any, model: nn.Module) -> dict[str, Any]:
 
 
 def numbers(log: dict[str, Any]) -> dict[str, float]:
-    """Return the numbers in a record of the log that two equal trainings have in common."""
+    """Return the numbers in a log record that must agree between two equal trainings."""
     values = {}
     for name, value in log.items():
         if isinstance(value, int | float) and not any(part in name for part in _OF_TIME):
@@ -61,7 +61,7 @@ def numbers(log: dict[str, Any]) -> dict[str, float]:
 
 
 def random_states() -> dict[str, str]:
-    """Return a digest of each generator of random numbers."""
+    """Return a hash of the state of each random number generator."""
     states = {
         "torch": torch.get_rng_state().numpy().tobytes(),
         "numpy": pickle.dumps(numpy.random.get_state()),
@@ -71,10 +71,10 @@ def random_states() -> dict[str, str]:
 
 
 def surroundings(model: nn.Module, state: Any, control: Any) -> dict[str, Any]:
-    """Return what a callback sees besides numbers: the trainer's state and control, modes, and which weights train."""
+    """Return what a callback sees apart from numbers: the trainer's state and control, modes, and trained weights."""
     seen: dict[str, Any] = {f"state.{name}": value for name, value in vars(state).items() if _is_plain(value)}
     seen |= {f"control.{name}": value for name, value in vars(control).items() if _is_plain(value)}
-    del seen["state.total_flos"]  # counted from the number of parameters, in another order of additions
+    del seen["state.total_flos"]  # rounded differently, since we add in another order
     seen["parameters that require gradients"] = sorted(n for n, p in model.named_parameters() if p.requires_grad)
     seen["modules in training mode"] = sorted(name for name, module in model.named_modules() if module.training)
     seen["names of one tensor"] = tied(model)
@@ -82,7 +82,7 @@ def surroundings(model: nn.Module, state: Any, control: Any) -> dict[str, Any]:
 
 
 def tied(model: nn.Module) -> list[list[str]]:
-    """Return the names of parameters that are one tensor."""
+    """Return groups of parameter names that share one tensor."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -94,11 +94,11 @@ def _is_plain(value: Any) -> bool:
 
 
 class KeepGradients(TrainerCallback):
-    """Keeps the gradients that the optimizer is given, step by step.
+    """Keeps the gradients that the optimizer gets in each step.
 
     Args:
-        instead (`list`, *optional*): Gradients of another run. Each step takes them in place of its own, which are
-            kept. So both runs have the same weights at every step, and the rounding of one step does not grow.
+        instead (`list`, *optional*): Gradients of another run. The optimizer gets these in place of this run's own,
+            which are kept. So both runs have the same weights at every step, and rounding errors do not grow.
     """
 
     def __init__(self, instead: list[Tensors] | None = None) -> None:
@@ -117,16 +117,16 @@ class KeepGradients(TrainerCallback):
 
 
 class Recorder(KeepGradients):
-    """Keeps all that is seen of a training, step by step.
+    """Records everything visible about a training in each step.
 
     Attributes:
         weights (`list`): All parameters and buffers after each step.
-        states (`list`): The optimizer's state after each step.
-        options (`list`): What the optimizer's groups say of each parameter, before each step.
+        states (`list`): The optimizer's states after each step.
+        options (`list`): The optimizer's options for each parameter, before each step.
         around (`list`): What a callback sees, after each step and each evaluation.
-        changed (`set[str]`): What an evaluation has changed that it should not.
+        changed (`set[str]`): What an evaluation has changed but should not.
         batches (`list`): The inputs of each micro-batch.
-        calls (`set`): In which states the model, its reference and its teacher were called: mode, gradients, autocast.
+        calls (`set`): The states in which model, reference and teacher were called: mode, gradients, autocast.
     """
 
     def __init__(self, instead: list[Tensors] | None = None) -> None:
@@ -140,7 +140,7 @@ class Recorder(KeepGradients):
         self.calls: set[tuple[str, ...]] = set()
 
     def attach(self, trainer: Any) -> None:
-        """Look at what `trainer` hands to its steps, and at the calls of its model."""
+        """Record the batches of `trainer`, and the calls of its models."""
         trainer.add_callback(self)
         stock = trainer.training_step
 
@@ -210,7 +210,7 @@ def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def differences(got: list[dict[str, Any]], want: list[dict[str, Any]], rtol: float = 0.0) -> list[str]:
-    """Name the values that differ between two lists which should be equal, each once, with the first place.
+    """Return a message for each value that differs between two lists that should be equal, with its first index.
 
     Numbers in tensors may differ by `rtol`, relative to each number.
     """

@@ -1,4 +1,4 @@
-"""Checks of options that the two trainings leave at their defaults: dropout, and the optimizer in the backward pass."""
+"""Checks options that the main trainings leave at their defaults: dropout, and the optimizer in the backward pass."""
 
 import math
 from typing import Any
@@ -14,17 +14,17 @@ from liger_trainer.verify.runs import Bench, Run
 
 
 class _KeepNothing(KeepGradients):
-    """Looks at no gradient: each is freed in the backward pass."""
+    """Records no gradients, because each is freed in the backward pass."""
 
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
         pass
 
 
 class _SeedBatches(KeepGradients):
-    """Seeds each micro-batch but the first, which the run itself seeds.
+    """Seeds each micro-batch except the first, which the run itself seeds.
 
-    A fused head computes no logits of a row's last token, which predicts nothing, so the dropout of an adapter on it
-    draws fewer numbers. The positions that count have the masks of full logits. The next micro-batch would not.
+    A fused head skips a row's last token, which predicts nothing. So the dropout of an adapter on the head draws fewer
+    numbers. Within a micro-batch the masks of the other positions still agree, but in the next one they would not.
     """
 
     def __init__(self) -> None:
@@ -37,9 +37,9 @@ class _SeedBatches(KeepGradients):
 
 
 def dropout_drawn_once(bench: Bench, kind: str, noise: dict[str, float], ours: Run, stock: Run) -> Check:
-    """Compare a step of recomputed layers with one that keeps its activations. `ours` and `stock` drop out nothing."""
+    """Compare a step with recomputed layers with one that saves activations. `ours` and `stock` have no dropout."""
     if bench.setup.is_medusa and ours.trainer.args.medusa_stage == 1:
-        return Check("the model is frozen, and runs without dropout")
+        return Check("the model is frozen, so it runs without dropout")
     if not bench.dropouts() and bench.setup.peft_config is None:
         return Check("nothing in the model drops out")
     options: dict[str, Any] = {"dropout": 0.2, "max_steps": 1}
@@ -63,7 +63,7 @@ def dropout_drawn_once(bench: Bench, kind: str, noise: dict[str, float], ours: R
 
 
 def dropout_as_stock(bench: Bench, kind: str, noise: dict[str, float]) -> Check:
-    """Compare a step of single rows. They have no padding, so both trainers draw the same dropout masks."""
+    """Compare a step with one row per batch: without padding, both trainers draw the same dropout masks."""
     setup = bench.setup
     if setup.stock.__name__ not in ("SFTTrainer", "Trainer") or setup.is_medusa:
         return Check("its batches have padding, and the stock trainer draws masks for padding too")
@@ -99,7 +99,7 @@ def _head_drops_out(model: nn.Module) -> bool:
 
 
 def optimizer_in_backward(bench: Bench, *_: Any) -> Check:
-    """Compare steps in the backward pass with those after it, where the recipe asks for them."""
+    """Compare optimizer steps in the backward pass with steps after it, if the recipe asks for them."""
     if not bench.setup.options.get("optimizer_in_backward"):
         return Check("the recipe steps after the backward pass")
     options: dict[str, Any] = {

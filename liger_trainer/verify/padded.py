@@ -1,4 +1,4 @@
-"""Batches with more padding than their collator gave them."""
+"""Adds padding to the batches of a collator."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""A few training steps of a small model, with the stock trainer or with ours, and all that came of them."""
+"""Runs a few training steps of a small model, with the stock trainer or with ours, and keeps the results."""
 
 import copy
 import dataclasses
@@ -30,8 +30,8 @@ from liger_triton.sizes import chunks_of_at_most
 
 HEAD = "fused_linear_cross_entropy"
 MAX_LENGTH = 256  # tokens, which are bytes here
-LONG = 384  # tokens of a long row: more than 256, so that blocks of 128 and 256 have a second one
-OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adafactor", "rmsprop", "adagrad")  # that PyTorch alone runs
+LONG = 384  # tokens of a long row: more than 256, so that it takes several blocks of 128 or 256
+OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adafactor", "rmsprop", "adagrad")  # need no other package
 BF16_EPS = torch.finfo(torch.bfloat16).eps / 2  # a number's largest relative error in bf16
 CHUNK_ROWS = 8  # of logits, where a head is cut into chunks
 
@@ -41,7 +41,7 @@ _FIXED_OPTIONS = {
     "per_device_train_batch_size": 2,
     "gradient_accumulation_steps": 2,
     "learning_rate": 0.05,
-    # Plain SGD hands an error in a gradient on as it is. Adam's first steps take the sign of it, even of rounding.
+    # SGD passes an error in a gradient on unchanged. Adam's first steps only keep the sign, even of a rounding error.
     "optim": "sgd",
     "warmup_steps": 0,
     "logging_steps": 1,
@@ -57,11 +57,11 @@ _FIXED_OPTIONS = {
     "num_generations": 2,
     "mask_truncated_completions": False,
     "logging_nan_inf_filter": False,
-    "cuda_graphs": "false",  # captured steps have a check of their own
+    "cuda_graphs": "false",  # captured steps have their own check
     "skip_checks": ["all"],  # the rates and lengths of these runs are not the user's
 }
-# Prefixes of recipe keys that are ignored: they do not change what a step computes, need another machine, or draw noise
-# in the shape of a batch.
+# Prefixes of recipe keys that are ignored: they do not change what a step computes, they need another machine, or they
+# draw noise in the shape of a batch.
 _LEFT_OUT = (
     "accelerator_config",
     "auto_find",
@@ -111,23 +111,23 @@ _LEFT_OUT = (
 
 @dataclass
 class Setup:
-    """The training that is verified."""
+    """The training to verify."""
 
-    trainer: type  # of `liger_trainer`
-    arguments: type  # its config
+    trainer: type  # a class of `liger_trainer`
+    arguments: type  # its config class
     config: Any  # the model's config; its weights are not read
     rows: list[dict[str, Any]]  # a few, in the form that the trainer takes
-    options: dict[str, Any] = field(default_factory=dict)  # of the trainer's config, where not at their defaults
+    options: dict[str, Any] = field(default_factory=dict)  # values of the trainer's config, unless defaults
     peft_config: Any = None
     model_init: dict[str, Any] = field(default_factory=dict)  # such as `attn_implementation`
-    teacher: Any = None  # its config
-    rewards: int = 0  # how many reward functions there are
-    trainer_arguments: dict[str, Any] = field(default_factory=dict)  # to the trainer, such as a `data_collator`
+    teacher: Any = None  # the teacher's config
+    rewards: int = 0  # number of reward functions
+    trainer_arguments: dict[str, Any] = field(default_factory=dict)  # such as a `data_collator`
     seed: int = 0  # of all weights
 
     @property
     def stock(self) -> type:
-        """The class of TRL or transformers that the trainer extends."""
+        """The TRL or transformers class that the trainer extends."""
         return stock_class(self.trainer)
 
     @property
@@ -136,7 +136,7 @@ class Setup:
 
     @property
     def generates(self) -> bool:
-        """Return whether the trainer writes the completions that it trains on."""
+        """Whether the trainer generates the completions that it trains on."""
         return self.stock.__name__ in ("GRPOTrainer", "RLOOTrainer", "DistillationTrainer")
 
     @property
@@ -146,7 +146,7 @@ class Setup:
 
 @dataclass
 class Run:
-    """The result of a training: its log, the gradients of every step, and the parameters before and after it."""
+    """The result of a training: its logs, the gradients of each step, and the parameters before and after."""
 
     trainer: Any
     logs: list[dict[str, float]]  # of the steps
@@ -162,7 +162,7 @@ class Run:
 
 
 class Bench:
-    """Small models of a setup in an empty folder, and runs of trainers on them."""
+    """Builds the small models of a setup in an empty folder, and runs trainers on them."""
 
     def __init__(self, setup: Setup, folder: str) -> None:
         self.setup, self.folder = setup, folder
@@ -178,7 +178,7 @@ class Bench:
                 self.tokenizer.save_pretrained(path)
 
     def model(self, adapter: bool = True, dropout: float = 0.0) -> nn.Module:
-        """The small model as transformers and PEFT make it, with nothing of ours."""
+        """Return the small model as transformers and PEFT build it, unpatched."""
         set_seed(self.setup.seed)
         init = self.setup.model_init | (self.dropouts() if dropout else {})
         model = AutoModelForCausalLM.from_pretrained(self.path, dtype=torch.float32, **init)
@@ -189,25 +189,25 @@ class Bench:
         return model
 
     def _adapter(self, dropout: float = 0.0) -> Any:
-        """Return the setup's adapter with this dropout rate: dropout masks depend on whether padding is computed."""
+        """Return the setup's adapter config with this dropout rate; by default 0, since masks depend on padding."""
         adapter = copy.deepcopy(self.setup.peft_config)
         for name in _dropouts(adapter):
             setattr(adapter, name, dropout)
         return adapter
 
     def routers_draw(self) -> bool:
-        """Return whether the model's routers draw random numbers, even where they have no effect."""
+        """Return whether the model's routers draw random numbers, even without effect."""
         return any("jitter" in name for name in AutoConfig.from_pretrained(self.path).to_dict())
 
     def dropouts(self) -> dict[str, float]:
-        """The fields of the model's config that drop out activations, each with a share that shows."""
+        """Return the dropout fields of the model's config, each with a rate that has a visible effect."""
         config = AutoConfig.from_pretrained(self.path).to_dict()
         return {name: 0.2 for name, value in config.items() if _drops_activations(name) and isinstance(value, float)}
 
     def build(
         self, kind: str, trainer_arguments: dict[str, Any] | None = None, dropout: float = 0.0, **options: Any
     ) -> Any:
-        """A trainer: `"ours"`; `"stock"`; or `"plain"`, which is ours with nothing swapped and with real logits.
+        """Build a trainer: `"ours"`; `"stock"`; or `"plain"`, which is ours unpatched and with real logits.
 
         `given` are further arguments of the trainer. With `dropout`, the model and its adapter drop out activations.
         """
@@ -221,13 +221,13 @@ class Bench:
         values = {key: value for key, value in setup.options.items() if not key.startswith(_LEFT_OUT)} | _FIXED_OPTIONS
         if setup.options.get("max_length", 0) is None:
             values["max_length"] = None
-        if "activation_checkpointing" in values:  # `auto` measures a GPU
+        if "activation_checkpointing" in values:  # `auto` would measure a GPU
             values["gradient_checkpointing"] = str(values.pop("activation_checkpointing")).lower() != "false"
         values |= options | {"use_cpu": not torch.cuda.is_available()}
         values.setdefault("output_dir", os.path.join(self.folder, "out"))
         if kind == "plain":
             values["liger_config"] = {name: name == HEAD for name in OPERATIONS}
-        elif kind == "ours":  # as a GPU treats large tensors
+        elif kind == "ours":  # treat small tensors as a GPU run treats large ones
             values["liger_config"] = {"rebuild_above_mib": 0} | (values.get("liger_config") or {})
         trainer_arguments = (
             {"train_dataset": self.rows, "processing_class": self.tokenizer}
@@ -265,11 +265,11 @@ class Bench:
         nudge: int = 0,
         **options: Any,
     ) -> Run:
-        """Build a trainer of `kind` with `options` and train, from the checkpoint `resume` if it is given.
+        """Build a trainer of `kind` with `options` and train it, from the checkpoint `resume` if given.
 
-        `disturbed` moves the trained weights from where they begin, so that an adapter has an effect, and the policy is
-        not its reference. `nudge` is the seed of a further move, by about what a weight loses in bf16. `collate` gets
-        the trainer's collator and returns another.
+        `disturbed` changes the trained weights first, so that an adapter has an effect and the policy differs from its
+        reference. `nudge` is the seed of another change, about as large as a bf16 rounding. `collate` maps the
+        trainer's collator to another.
         """
         trainer = self.build(kind, **options)
         if disturbed:
@@ -293,7 +293,7 @@ class Bench:
 
 
 def _dropouts(adapter: Any) -> list[str]:
-    """The fields of an adapter's config that drop out activations or ranks."""
+    """Return the dropout fields of an adapter's config, for activations or ranks."""
     names = vars(adapter) if adapter is not None else {}
     return [name for name, value in names.items() if "dropout" in name and isinstance(value, float)]
 
@@ -303,7 +303,7 @@ def _drops_activations(name: str) -> bool:
 
 
 def in_chunks() -> AbstractContextManager[None]:
-    """Return a context within which the logits of a head are computed for a few rows at a time."""
+    """Context manager: a head computes its logits for a few rows at a time."""
     return chunks_of_at_most(CHUNK_ROWS)
 
 
@@ -331,11 +331,11 @@ def _nudge(model: nn.Module, seed: int) -> None:
 
 @as_of_a_user
 def _look(*_: Any) -> None:
-    """Do nothing. A head with a hook of a user is not fused."""
+    """Do nothing. A head with a user's hook is not fused."""
 
 
 class OtherOrder(TorchDispatchMode):
-    """Within it, matrix products add up their terms in the opposite order."""
+    """Context manager: matrix products sum their terms in the opposite order."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
@@ -347,7 +347,7 @@ class OtherOrder(TorchDispatchMode):
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without the warnings, the progress bars and the logs of the dozen trainings here."""
+    """Context manager: hides warnings, progress bars and logs of the dozen trainings."""
     disabled = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

@@ -1,4 +1,4 @@
-"""Compare each swapped norm, gate and head alone in bf16 with the model's own code and with fp32."""
+"""Compares each patched norm, gate and head by itself in bf16 with the model's own code and with fp32."""
 
 import copy
 import inspect
@@ -14,16 +14,16 @@ from liger_trainer.verify.figures import Check, errors
 from liger_trainer.verify.observed import Tensors
 from liger_trainer.verify.runs import HEAD, in_chunks
 
-OTHERWISE_ROUNDED = 1e-2  # of the elements of a norm in 16 bits; a cast in another place changes a quarter of them
-TIMES_STOCK = 2.0  # what a result may be off from fp32, as many times what the model's own code is off
-LEAST = 1e-3  # of the norm of a tensor: a quarter of bf16's rounding, below which nothing is measured
-FROM_STOCK = 4e-2  # from the model's own result. Another gradient at a clamp is off by more
-_SCALES = (1.0, 10.0)  # of the inputs of a gate: a clamp at 7 does not show at 1
+OTHERWISE_ROUNDED = 1e-2  # share of a norm's elements that may round differently; a misplaced cast changes a quarter
+TIMES_STOCK = 2.0  # the allowed error against fp32, as a multiple of the error of the model's own code
+LEAST = 1e-3  # smallest allowed error, relative to a tensor's norm: a quarter of bf16's rounding
+FROM_STOCK = 4e-2  # the allowed distance from the model's own result; a wrong gradient at a clamp is off by more
+_SCALES = (1.0, 10.0)  # scales of a gate's inputs: a clamp at 7 has no effect at scale 1
 _ROWS = 256
 
 
 def norms(trainer: Any) -> Check:
-    """Compare norms by how many elements round otherwise."""
+    """Compare norms by the share of elements that round differently."""
     report, shares = trainer.liger_report, {}
     swapped = {} if report is None else report["rms_norm"].swapped | report["layer_norm"].swapped
     for name in swapped:
@@ -34,18 +34,18 @@ def norms(trainer: Any) -> Check:
         with torch.no_grad():
             try:
                 got = ours(x)
-            except TypeError:  # one with a gate
+            except TypeError:  # a gated norm, which takes two inputs
                 continue
             remove_liger(ours)
             shares[name] = float((got != ours(x)).float().mean())
     if not shares:
         return Check("none was swapped")
     where = max(shares, key=lambda name: shares[name])
-    return Check(f"share of elements that round otherwise, most in {where}", shares[where], OTHERWISE_ROUNDED)
+    return Check(f"share of elements that round differently, most in {where}", shares[where], OTHERWISE_ROUNDED)
 
 
 def gates(trainer: Any) -> Check:
-    """Compare MLPs and experts with a swapped gate: output and gradients, at inputs of several sizes."""
+    """Compare MLPs and experts with a patched gate: output and gradients, for inputs of several scales."""
     report = trainer.liger_report
     swapped = {} if report is None else report["swiglu"].swapped | report["geglu"].swapped | report["experts"].swapped
     errors_of: dict[str, tuple[float, float]] = {}
@@ -64,8 +64,8 @@ def gates(trainer: Any) -> Check:
 
 
 def head(model: nn.Module, ids: torch.Tensor) -> Check:
-    """Compare the loss and the gradients of the head's weight and input, in several chunks, with labels `ids`."""
-    stock = model.bfloat16().train()  # in evaluation logits are built
+    """Compare the head's loss and the gradients of its weight and input, in several chunks, for labels `ids`."""
+    stock = model.bfloat16().train()  # in evaluation mode, logits would be built
     ours, exact = copy.deepcopy(stock), copy.deepcopy(stock).float()
     report = apply_liger(ours, {name: name == HEAD for name in OPERATIONS})
     if not report[HEAD].swapped:
@@ -84,7 +84,7 @@ def head(model: nn.Module, ids: torch.Tensor) -> Check:
 def _loss_and_gradients(
     model: Any, ids: torch.Tensor, keep: list[torch.Tensor] | None = None, instead: torch.Tensor | None = None
 ) -> Tensors:
-    """The loss of a model and the gradients of its head, which gets `instead` in place of its input if it is given."""
+    """Return the loss of a model and the gradients of its head. `instead` replaces the input of the head, if given."""
     layer: Any = output_head(model)
     entered: list[torch.Tensor] = []
 
@@ -102,14 +102,14 @@ def _loss_and_gradients(
     if keep is not None:
         keep.append(entered[0].detach())
     results = {"loss": loss.detach().double(), "gradient of the weight": layer.weight.grad.double()}
-    for states in entered:  # a fused head is called a second time, with its parameters there
+    for states in entered:  # a fused head is called twice; the second call gets the gradient
         if states.grad is not None:
             results["gradient of the input"] = states.grad.double()
     return results
 
 
 def _inputs_of(module: nn.Module, scale: float) -> tuple[Any, ...] | None:
-    """Inputs for an MLP, or for experts with the choices of a router; None where a module takes others."""
+    """Return inputs for an MLP, or for experts with a router's choices; None for other signatures."""
     device = next(module.parameters()).device
     names = list(inspect.signature(module.forward).parameters)
     linear = next((part for part in module.modules() if hasattr(part, "in_features")), None)
@@ -125,7 +125,7 @@ def _inputs_of(module: nn.Module, scale: float) -> tuple[Any, ...] | None:
 
 
 def _run(module: nn.Module, inputs: tuple[Any, ...]) -> Tensors:
-    """The output of `module` and all gradients, in the dtype of its weights."""
+    """Run `module` in the dtype of its weights, and return its output and all gradients."""
     dtype = next(module.parameters()).dtype
     cast = [x.to(torch.bfloat16).to(dtype) if x.is_floating_point() else x for x in inputs]
     cast[0].requires_grad_()
@@ -139,7 +139,7 @@ def _run(module: nn.Module, inputs: tuple[Any, ...]) -> Tensors:
 
 
 def _errors_with_limits(got: Tensors, stock: Tensors, exact: Tensors) -> dict[str, tuple[float, float]]:
-    """The errors of `got`, each with what is allowed: from fp32, by what `stock` is off, and from `stock`."""
+    """Return each error of `got` with its limit: the error against fp32, or against `stock` if that is worse."""
     ours = errors(got, exact)
     theirs = errors(stock, exact)
     apart = errors(got, stock)

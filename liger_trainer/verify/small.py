@@ -1,4 +1,4 @@
-"""The small model, tokenizer, rows and padded batches that a recipe is verified on."""
+"""Makes the small model, tokenizer and rows that a recipe is verified on."""
 
 import zlib
 from typing import Any
@@ -24,9 +24,9 @@ _FURTHER_SIZES = {
     "decoder_attention_heads": 4,
     "encoder_attention_heads": 4,
 }
-_LEAST_EPSILON = 1e-3  # next to a variance near 1, a wrong 1e-6 would hide in the rounding
+_LEAST_EPSILON = 1e-3  # with variances near 1, a wrong epsilon of 1e-6 would disappear in the rounding
 _SPECIAL = ("<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>")
-_NAMES = ("role", "from", "name", "type", "id")  # of messages and tools: not text that may be longer
+_NAMES = ("role", "from", "name", "type", "id")  # keys of messages and tools with values that must not change
 _TEMPLATE = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' }}"
     "{% if m['role'] == 'assistant' %}{% generation %}{{ (m['content'] or '') | string + '<|im_end|>' }}"
@@ -64,15 +64,15 @@ def write_model(config: Any, vocab: int, seed: int, folder: str) -> None:
     text = config.get_text_config()
     if text.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not getattr(text, "auto_map", None):
         raise RecipeError(
-            f"model_name_or_path has the model type {config.model_type!r}, which has no decoder of text that can be "
-            "built by itself. liger-trainer verify needs one, so it cannot say anything of this model."
+            f"model_name_or_path has the model type {config.model_type!r}, which has no text decoder that can be built "
+            "by itself. liger-trainer verify needs one, so it cannot check this model."
         )
     try:
         sizes = dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), vocab)
         sizes |= dict.fromkeys(("max_position_embeddings", "n_positions"), POSITIONS)
         small = small_config(text, **(sizes | _further_sizes(text)))
         small.architectures = None
-        if isinstance(getattr(text, "attention_layers", None), list):  # of gpt_neo, one for each layer
+        if isinstance(getattr(text, "attention_layers", None), list):  # gpt_neo's, one for each layer
             small.attention_types, small.attention_layers = [[["global", "local"], 1]], ["global", "local"]
         for name, value in small.to_dict().items():
             if isinstance(value, float) and name.endswith(("eps", "epsilon")):
@@ -80,7 +80,7 @@ def write_model(config: Any, vocab: int, seed: int, folder: str) -> None:
         model = drawn(lambda: AutoModelForCausalLM.from_config(small, dtype=torch.float32), seed)
         model.save_pretrained(folder)
         AutoConfig.from_pretrained(folder)
-    except Exception as error:  # the model's own code may want anything of its sizes
+    except Exception as error:  # the model's own code may put any condition on its sizes
         raise RecipeError(
             f"liger-trainer verify cannot make a small copy of the model type {text.model_type!r} "
             f"(model_name_or_path): {type(error).__name__}: {error}"
@@ -88,12 +88,12 @@ def write_model(config: Any, vocab: int, seed: int, folder: str) -> None:
 
 
 def _further_sizes(config: Any) -> dict[str, int]:
-    """Sizes that not all decoders have, or that follow from others."""
+    """Return sizes that not all decoders have, or that follow from others."""
     known = config.to_dict()
     sizes = dict(_FURTHER_SIZES)
     if known.get("num_experts_per_tok") == 1:
         sizes["num_experts_per_tok"] = 1
-    if "expand" in known and "num_heads" in known:  # heads and their widths make up the inner width of a Mamba
+    if "expand" in known and "num_heads" in known:  # in Mamba, heads x head width must equal the inner width
         sizes["num_heads"] = known["expand"] * _WIDTH // _HEAD_DIM
     if "mamba_expand" in known:
         sizes["mamba_n_heads"] = known["mamba_expand"] * _WIDTH // _HEAD_DIM
@@ -101,12 +101,12 @@ def _further_sizes(config: Any) -> dict[str, int]:
 
 
 def small_rows(rows: list[dict[str, Any]], tokens: range) -> list[dict[str, Any]]:
-    """`rows` with short texts of uneven length, two messages in a conversation, and token ids within `tokens`."""
+    """Return `rows` with short texts of uneven length, at most two messages each, and token ids within `tokens`."""
     return [_short(row, 24 + 8 * (i % 5), tokens) for i, row in enumerate(rows)]
 
 
 def long_rows(rows: list[dict[str, Any]], tokens: range) -> list[dict[str, Any]]:
-    """`rows` as `small_rows` has them, but for every third, with texts of about 160 characters each, or ids."""
+    """Return `small_rows`, but with texts of about 160 characters (or as many ids) in every third row."""
     result = small_rows(rows, tokens)
     for i in range(0, len(rows), 3):
         result[i] = _short(_repeated(rows[i], 160), 160, tokens)
@@ -114,7 +114,7 @@ def long_rows(rows: list[dict[str, Any]], tokens: range) -> list[dict[str, Any]]
 
 
 def _repeated(value: Any, length: int) -> Any:
-    """`value` with its texts and token ids repeated until they have `length`; names and roles stay as they are."""
+    """Return `value` with texts and token ids repeated to about `length`. Names and roles stay as they are."""
     if isinstance(value, dict):
         return {name: part if name in _NAMES else _repeated(part, length) for name, part in value.items()}
     if isinstance(value, str) or (isinstance(value, list) and value and isinstance(value[0], int)):
@@ -125,7 +125,7 @@ def _repeated(value: Any, length: int) -> Any:
 
 
 def _short(value: Any, length: int, tokens: range, name: str = "") -> Any:
-    if isinstance(value, str):  # its end too: two answers may begin alike
+    if isinstance(value, str):  # keep the end too, since two answers may begin alike
         return value if len(value) <= length else value[: length // 2] + value[-(length // 2) :]
     if isinstance(value, dict):
         return {name: _short(part, length, tokens, name) for name, part in value.items()}
@@ -138,5 +138,5 @@ def _short(value: Any, length: int, tokens: range, name: str = "") -> Any:
 
 
 def pseudo_random_reward(completions: list[Any], **columns: Any) -> list[float]:
-    """A reward that hardly two completions have in common, whatever they say."""
+    """Return a hash of each completion as its reward, so that almost all completions get different rewards."""
     return [zlib.crc32(str(text).encode()) % 1009 / 1009 for text in completions]

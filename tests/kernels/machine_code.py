@@ -72,13 +72,13 @@ def columns_of(dtype):
 def short_conv(kernel, dtype, channels, **flags):
     pointers = dict.fromkeys(("DY", "X", "W", "B", "Y", "DX"), f"*{dtype}") | {"CU_SEQLENS": "*i32"}
     pointers["SUMS"] = "*fp32"
-    constants = {"K": 4, "HAS_BIAS": False, "SILU": True, "HAS_ROWS": True, "BLOCK_C": channels} | flags
+    constants = {"K": 4, "HAS_BIAS": False, "SILU": True, "BLOCK_C": channels} | flags
     sixteen = [name for name in (*pointers, "x_stride", "dy_stride", "c") if name in kernel.arg_names]
     return kernel, {name: kind for name, kind in pointers.items() if name in kernel.arg_names}, constants, sixteen, 1
 
 
-FORWARD = {"RUN": 8, "AHEAD": 0}
-BACKWARD = {"NEED_DX": True, "NEED_DW": True, "NEED_DB": False, "RUN": 4, "AHEAD": 1}
+FORWARD = {"RUN": 8}
+BACKWARD = {"NEED_DX": True, "NEED_DW": True, "NEED_DB": False, "RUN": 4}
 # Kernel, types of the pointers and floats, constants, which arguments are multiples of 16, warps.
 CASES = {
     "swiglu": gate("silu"),
@@ -99,7 +99,7 @@ CASES = {
     "float8 by wide row of fp32": rows_of("fp32", 16384, 16),
     "float8 by column": columns_of("bf16"),
     "float8 by column of fp32": columns_of("fp32"),
-    "convolution": short_conv(_forward_kernel, "bf16", 256, **FORWARD),
+    "convolution": short_conv(_forward_kernel, "bf16", 128, **FORWARD),
     "convolution of fp32": short_conv(_forward_kernel, "fp32", 128, **FORWARD),
     "convolution, backward": short_conv(_backward_kernel, "bf16", 128, **BACKWARD),
     "convolution, backward of fp32": short_conv(_backward_kernel, "fp32", 128, **BACKWARD),

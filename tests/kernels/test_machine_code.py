@@ -84,9 +84,9 @@ def test_fp8_numbers_change_threads_in_words(case, source, capability, compiled)
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("direction", ["convolution", "convolution, backward"])
 def test_a_convolution_loads_each_token_once(direction, capability, compiled):
-    """It loads each token before a program and each token of a run once, without going through shared memory.
+    """It loads each token before a program, of its first run and of each run ahead once, not through shared memory.
 
-    Runs may be plain or not. The backward pass also loads the tokens after the program.
+    The backward pass also loads the tokens after the program.
     """
     before, runs = 3, 2 * 8
     expected = before + runs if direction == "convolution" else before + runs + 2 * before

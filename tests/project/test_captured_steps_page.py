@@ -11,7 +11,7 @@ GRAPHS = PACKAGE / "varlen" / "graphs"
 RAISED = ("NotCapturable", "DoesNotPay", "_turn_off")
 # Modules whose functions return a reason or None.
 RETURNED = {
-    "trainers/cuda_graphs.py": ("why_not_captured", "why_not_by_arguments"),
+    "trainers/cuda_graphs.py": ("uncaptured_reason", "arguments_reason"),
     "varlen/graphs/snapshot.py": ("difference",),
     "varlen/graphs/side_effects.py": ("why_not",),
 }

@@ -205,7 +205,7 @@ def test_from_a_reward_to_a_model(tmp_path):
 
 
 def test_from_answers_to_a_drafter(tmp_path):
-    text = section("heads.md", "A drafter of your own, step by step")
+    text = section("eagle.md", "A drafter of your own, step by step")
     (tmp_path / "answers.jsonl").write_text(block(text, "json"))
     (tmp_path / "drafter.yaml").write_text(block(text, "yaml"))
     train, evaluate, export = block(text, "bash").splitlines()
@@ -222,7 +222,7 @@ def test_from_answers_to_a_drafter(tmp_path):
 
 
 def test_from_answers_to_heads(tmp_path):
-    text = section("heads.md", "Heads for a model of your own, step by step")
+    text = section("medusa.md", "Heads for a model of your own, step by step")
     (tmp_path / "answers.jsonl").write_text(block(text, "json"))
     (tmp_path / "heads.yaml").write_text(block(text, "yaml"))
     train, evaluate, export = block(text, "bash").splitlines()

@@ -77,4 +77,4 @@ def test_real(tmp_path, capsys):
     assert record["before"]["rows"] == record["after"]["rows"] == 2
     first, *_, last = record["losses"].values()
     assert last < first
-    assert len(record["after"]["accuracy"]) == 3 and record["after"]["chain"] >= 1
+    assert len(record["after"]["accuracy"]) == 3 and record["after"]["tokens_per_pass"] >= 1

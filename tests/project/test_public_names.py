@@ -263,9 +263,9 @@ def test_the_page_on_what_is_stable_has_these_lists():
         "liger_trainer": NAMES,
         **MODULES,
         "liger_triton": KERNELS,
-        "options of every config beside the stock ones": OWN_OPTIONS,
+        "options that every config adds to the stock ones": OWN_OPTIONS,
         "keys of liger_config": set(check_config(None)),
-        "keys of a recipe beside the options of its trainer and of TRL's ModelConfig": {
+        "keys that a recipe adds to the options of its trainer and of TRL's ModelConfig": {
             field.name for field in dataclasses.fields(RecipeArguments)
         },
         "liger-trainer": COMMANDS,

@@ -214,7 +214,7 @@ FAULTS = (
         "end-of-turn token in the loss mask",
     ),
     Fault("The padding token is the end token, and the collator masks both", "end_token_learned", _padding_is_end),
-    Fault("Tokenised answers have no end", "end_token_learned", _no_end),
+    Fault("Tokenized answers have no end", "end_token_learned", _no_end),
     Fault("Answers end with a token at which generation does not stop", "end_token_stops", _other_end),
     Fault("Rows begin with the begin token twice", "two_begin_tokens", _two_begins),
     Fault("All labels are -100", "nothing_learned", _all_masked),

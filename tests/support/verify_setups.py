@@ -45,7 +45,9 @@ def setup_of(method, model_type="llama", config=None, **parts):
     if method == "Distillation":
         parts.setdefault("teacher", AutoConfig.for_model(model_type))
     if method == "":
-        parts.setdefault("given", {"data_collator": DataCollatorForSeq2Seq(small_tokenizer(), padding=True)})
+        parts.setdefault(
+            "trainer_arguments", {"data_collator": DataCollatorForSeq2Seq(small_tokenizer(), padding=True)}
+        )
     return Setup(trainer, arguments, model, rows_of(method), **parts)
 
 

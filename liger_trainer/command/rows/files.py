@@ -106,7 +106,7 @@ def _folder_options(folder: Path, texts: frozenset[str]) -> dict[str, Any]:
 
 
 def _csv_options(path: str | os.PathLike, texts: frozenset[str]) -> dict[str, Any]:
-    """Return options with which the CSV reader keeps the columns `texts` exactly as they are in the file.
+    """Return options that make the CSV reader keep the columns `texts` exactly as they are in the file.
 
     The separator is the first of comma, semicolon, tab and bar that the first line has.
     """

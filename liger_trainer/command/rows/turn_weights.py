@@ -1,4 +1,4 @@
-"""Checks the keys by which a message says whether it is learned: `weight` (OpenAI) and `train` (Axolotl).
+"""Checks the keys that say whether a message is learned: `weight` (OpenAI) and `train` (Axolotl).
 
 No trainer reads them. If only some messages of a conversation are learned (`assistant_only_loss`, `train_on`), the
 marks in the chat template follow them. Otherwise they are only accepted if the recipe does what they say.

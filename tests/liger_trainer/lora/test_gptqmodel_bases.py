@@ -201,7 +201,7 @@ def test_a_class_with_kernels_of_its_own_keeps_its_code(saved):
     model = AutoModelForCausalLM.from_pretrained(folder, **settings)
     report = apply_liger(get_peft_model(model, LoraConfig(target_modules=["q_proj"])))["lora"]
     assert not report.swapped and set(report.skipped.values()) == {
-        "its base is a TorchFusedLinear, for which peft.tuners.lora.gptq.GPTQLoraLinear has code of its own"
+        "its base is a TorchFusedLinear, and peft.tuners.lora.gptq.GPTQLoraLinear has its own code for it"
     }
 
 

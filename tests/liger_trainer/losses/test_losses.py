@@ -22,7 +22,7 @@ import liger_trainer
 from liger_trainer.losses import cpo_loss, dpo_loss, kto_loss, linear_loss, orpo_loss, sequence_logprobs, simpo_loss
 
 PAIRS = 7
-DOCS = (ROOT / "docs" / "trainers.md").read_text().partition("## Preference losses for a loop")[2]
+DOCS = (ROOT / "docs" / "own_loop.md").read_text().partition("## Preference losses")[2]
 
 
 def random_logps(n, seed, scale=20.0):

@@ -66,10 +66,10 @@ def test_a_decoder_accepts_what_the_walk_says(trained):
         text, passes = decode(model, head, prompt, 12)
         assert text == want
         rights.append(right_guesses(model, head, prompt, want))
-        chain, _ = simulate_decoding(rights[-1:])
-        assert chain == pytest.approx((len(text) - 1) / passes)
+        tokens_per_pass, _ = simulate_decoding(rights[-1:])
+        assert tokens_per_pass == pytest.approx((len(text) - 1) / passes)
     report = evaluate(model, head, PROMPTS, set(), max_new_tokens=12)
-    assert report.chain == pytest.approx(simulate_decoding(rights)[0]) and 1 < report.chain <= 2
+    assert report.tokens_per_pass == pytest.approx(simulate_decoding(rights)[0]) and 1 < report.tokens_per_pass <= 2
     assert report.tokens == 48 and report.rows == 4
     assert "MTP head: one guess, on 48 tokens" in str(report)
 

@@ -89,7 +89,7 @@ def test_model_init_is_patched_too(tmp_path):
 def test_data_parallel_is_refused():
     args = arguments()
     args._n_gpu = 2  # what `Trainer` finds with two GPUs and no launcher
-    with pytest.raises(ValueError, match="2 GPUs are visible to this one process.*accelerate launch"):
+    with pytest.raises(ValueError, match="2 GPUs are visible to this single process.*accelerate launch"):
         LigerTrainer(model=tiny_model("llama"), args=args, train_dataset=ragged_rows(8), data_collator=collate)
 
 
@@ -98,6 +98,6 @@ def test_a_soft_cap_that_attention_leaves_out():
     model = tiny_model("gemma2")
     model.config._attn_implementation_internal = "sdpa"
     options = {"train_dataset": ragged_rows(4), "data_collator": collate}
-    with pytest.raises(ValueError, match="'sdpa', which leaves out the model's attn_logit_softcapping of 20.0"):
+    with pytest.raises(ValueError, match="'sdpa', which ignores the model's attn_logit_softcapping of 20.0"):
         LigerTrainer(model=model, args=arguments(), **options)
     LigerTrainer(model=tiny_model("gemma2"), args=arguments(), **options)

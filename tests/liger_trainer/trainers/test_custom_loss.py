@@ -123,7 +123,7 @@ def test_an_own_loss_that_would_be_ignored_is_refused(options, message, tmp_path
     ],
 )
 def test_a_second_custom_loss_is_refused(options, name, tmp_path):
-    with pytest.raises(ValueError, match=f"overrides token_loss, and {name} is .*only one can be the loss"):
+    with pytest.raises(ValueError, match=f"overrides token_loss, but {name} is .*only one of them can"):
         run_sft(FocalSFTTrainer, tiny_model("llama"), tmp_path, train=False, **options)
 
 

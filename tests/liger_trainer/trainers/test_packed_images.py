@@ -223,7 +223,7 @@ def test_a_run_goes_on_in_the_middle_of_an_epoch(model, tmp_path):
 def test_where_it_is_refused(model, tmp_path):
     with pytest.raises(ValueError, match="computes padding: use_liger or varlen_attention is switched off"):
         trainer_of(LigerSFTTrainer, LigerSFTConfig, model, tmp_path, rows(), 1, packing=True, use_liger=False)
-    with pytest.raises(ValueError, match="packing_strategy is 'wrapped', which cuts rows"):
+    with pytest.raises(ValueError, match="packing_strategy is 'wrapped', which splits rows"):
         trainer_of(
             LigerSFTTrainer, LigerSFTConfig, model, tmp_path, rows(), 1, packing=True, packing_strategy="wrapped"
         )

@@ -301,5 +301,5 @@ def test_options_that_would_be_ignored_are_refused(tmp_path):
         def token_loss(self, outputs, inputs):
             return -outputs.log_probs
 
-    with pytest.raises(ValueError, match="overrides token_loss, which DPOTrainer never calls. Override compute_loss"):
+    with pytest.raises(ValueError, match="DPOTrainer never calls. Override compute_loss instead. In it, model"):
         build_dpo(OverridesTheWrongMethod, model, tmp_path)

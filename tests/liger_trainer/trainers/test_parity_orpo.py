@@ -275,7 +275,7 @@ def test_labels_that_are_no_copies_of_the_input_are_an_error(tmp_path):
     batch = batch_of(ours)
     batch["chosen_labels"][0, -1] = batch["chosen_labels"][0, -2] = 5
     batch["chosen_attention_mask"][0] = 1
-    with pytest.raises(ValueError, match="not the token that follows in input_ids"):
+    with pytest.raises(ValueError, match="not the next token of input_ids"):
         step(ours, batch)
 
 

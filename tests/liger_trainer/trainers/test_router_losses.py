@@ -139,5 +139,5 @@ def test_the_default_is_the_stock_trainer_s_and_is_told(tmp_path, caplog):
 def test_options_that_would_have_no_effect(tmp_path):
     args = LigerTrainingArguments(str(tmp_path), router_aux_loss="per_step", report_to="none", use_cpu=True, bf16=False)
     for model in (tiny_model("llama"), tiny_model("qwen3_moe")):
-        with pytest.raises(ValueError, match="router_aux_loss is 'per_step', and the model adds no auxiliary loss"):
+        with pytest.raises(ValueError, match="router_aux_loss is 'per_step', but the model adds no auxiliary loss"):
             LigerTrainer(model=model, args=args)

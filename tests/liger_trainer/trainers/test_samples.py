@@ -242,7 +242,9 @@ def test_what_is_refused(options, given, said, tmp_path):
     ("options", "said"),
     [
         pytest.param(
-            {"sample_prompts": [""], "sample_max_new_tokens": 4}, "sample_prompts has '', which is no token", id="empty"
+            {"sample_prompts": [""], "sample_max_new_tokens": 4},
+            "sample_prompts has '', which has no tokens",
+            id="empty",
         ),
         pytest.param(
             {"sample_prompts": ["w3 w4"], "sample_max_new_tokens": 32},
@@ -266,7 +268,7 @@ def test_tensor_parallel_models_are_refused(tmp_path, monkeypatch):
 
 
 def test_a_trainer_that_cannot_read_prompts(tmp_path):
-    with pytest.raises(ValueError, match="the trainer has no processing_class to read them with"):
+    with pytest.raises(ValueError, match="the trainer has no processing_class to tokenize them"):
         trainer_runs.run(LigerTrainer, tiny_model("llama"), tmp_path, **PROMPTS)
 
 

@@ -41,7 +41,10 @@ def test_a_model_that_is_patched_already_is_refused(tmp_path):
     rows = {"train_dataset": ragged_rows(4), "data_collator": collate}
     liger_trainer.LigerTrainer(model, liger_trainer.LigerTrainingArguments(**args, max_steps=1), **rows).train()
     args = liger_trainer.LigerTrainingArguments(**args, use_liger=False)
-    with pytest.raises(ValueError, match=r"use_liger is False, but the model has been patched before, .*remove_liger"):
+    with pytest.raises(
+        ValueError,
+        match=r"use_liger is False, but another trainer or apply_liger has patched the model, .*remove_liger",
+    ):
         liger_trainer.LigerTrainer(model, args)
     liger_trainer.remove_liger(model)
     assert liger_trainer.LigerTrainer(model, args).liger_report is None

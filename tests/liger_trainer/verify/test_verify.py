@@ -177,7 +177,7 @@ def test_what_cannot_be_reached_says_what_to_pass(recipe, tmp_path, capsys):
     assert code == 2 and ". A few rows" in err and "pass --dataset_name FILE" in err
     AutoConfig.for_model("t5").save_pretrained(tmp_path / "t5")
     code, _, err = command(capsys, "verify", recipe, "--model_name_or_path", str(tmp_path / "t5"))
-    assert code == 2 and "'t5', which has no decoder of text" in err
+    assert code == 2 and "'t5', which has no text decoder" in err
 
 
 LLAMA_3 = {

@@ -254,7 +254,7 @@ def test_refusals(folder, tmp_path, capsys):
         ((folder / "adapter", full / "precious.txt"), "which is not empty"),
         ((folder / "base", tmp_path / "new"), "has no adapter_config.json. Give the output_dir of a training"),
         ((tmp_path / "nowhere", tmp_path / "new"), "ADAPTER_DIR is '.*nowhere', "),
-        ((prompt, tmp_path / "new"), "a PROMPT_TUNING adapter. It puts tokens before the text"),
+        ((prompt, tmp_path / "new"), "is a PROMPT_TUNING adapter. It puts tokens before the text"),
     ):
         code, _, err = command(capsys, "merge", *argv)
         assert code == 2, argv

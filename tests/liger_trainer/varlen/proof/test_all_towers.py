@@ -14,7 +14,7 @@ from parity import largest_difference
 from liger_trainer import apply_liger
 from liger_trainer.varlen import unpad_plan
 
-TABLE = [line.split("|") for line in (ROOT / "docs" / "padding.md").read_text().splitlines() if line.count("|") == 4]
+TABLE = [line.split("|") for line in (ROOT / "docs" / "images.md").read_text().splitlines() if line.count("|") == 4]
 FED = ("qwen2_5_vl", "qwen3_vl", "glm4v", "gemma3", "llava", "internvl", "smolvlm")  # these have to run
 
 
@@ -39,4 +39,4 @@ def test_one_step_with_pixels(model_type, monkeypatch):
     assert bool(used) == any(text.startswith("runs on real tokens") for text in report.swapped.values())
     rows = [row for row in TABLE if f"`{model_type}`" in row[3]]
     cells = [(row[1].strip().startswith("one call"), row[2].strip().startswith("real tokens")) for row in rows]
-    assert cells == [(towers > 0, bool(used))], "the table of docs/padding.md"
+    assert cells == [(towers > 0, bool(used))], "the table of docs/images.md"
