@@ -46,7 +46,7 @@ SHAPE = dict(
 
 
 class Language:
-    """Words of random letters, of which each may be followed by two others, the first of them three times of four."""
+    """Words of random letters. Two others may follow each letter, the first of them three times out of four."""
 
     def __init__(self, seed, words=40):
         self.chance = random.Random(seed)
