@@ -134,9 +134,9 @@ def main(argv=None):
         {"what": f"head {k + 1} accuracy", "before": before.accuracy[k], "after": after.accuracy[k]}
         for k in range(options.heads)
     ]
-    compared += [{"what": "tokens a pass", "before": before.chain, "after": after.chain}]
+    compared += [{"what": "tokens a pass", "before": before.tokens_per_pass, "after": after.tokens_per_pass}]
     table(compared, {"what": ("", ""), "before": ("before", ".3f"), "after": ("after", ".3f")})
-    print(f"{after.chain - 1:.0%} more tokens a forward pass")
+    print(f"{after.tokens_per_pass - 1:.0%} more tokens a forward pass")
     losses = {log["step"]: log["loss"] for log in trainer.state.log_history if "loss" in log}
     found = {"options": vars(options), "seconds": seconds, "answers": counts, "losses": losses}
     record.write(found | {"before": asdict(before), "after": asdict(after)})
