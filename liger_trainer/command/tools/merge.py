@@ -5,6 +5,7 @@ import os
 import re
 from pathlib import Path
 
+from liger_trainer.command.processes import print_status
 from liger_trainer.command.recipe.model_source import dequantize_options, find_model
 from liger_trainer.command.rows.prompt_form import read_prompt_form, read_system_prompt, write_prompt_form
 from liger_trainer.command.tools.loading import add_command, find_base, load_adapter, tokenizer_of
@@ -80,6 +81,7 @@ def _merge(args) -> None:
     tokenizer = tokenizer_of(args.adapter, args.trust_remote_code) or source.load(
         AutoProcessor if getattr(base, "vision_config", None) is not None else AutoTokenizer
     )
+    print_status("merging")
     try:
         merged = merge(load_adapter(model, args.adapter))
     except (ValueError, RuntimeError, OSError, AttributeError) as error:

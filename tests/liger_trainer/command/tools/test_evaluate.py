@@ -72,6 +72,7 @@ def test_losses_are_those_of_logits(rows, tokens, asked, folder, capsys):
     assert (found["tokens"], found["rows"], found["answered"]) == (count, len(rows), asked)
     assert found["first_choice"] == pytest.approx(share)
     assert f"loss     {loss:.4f} a token" in text
+    assert "Reading the rows: 100%" in err and ("Answering: 100%" in err) == bool(asked), "neither part is silent"
 
 
 def test_only_answers_of_messages_count(chats, capsys):
