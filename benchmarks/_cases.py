@@ -1,4 +1,4 @@
-"""What a case of `operations.py` is made of: inputs, providers, an exact reference, the bytes or FLOP of its floor."""
+"""A case of `operations.py`: inputs, providers, an exact reference, and the bytes or FLOP of its floor."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,9 +16,9 @@ MISMATCH = 5
 class Case:
     """One operation at one size. `inputs` are the leaf tensors, `upstream` the gradients given to the backward pass.
 
-    If no input requires a gradient, only the forward pass is run. With `graph` it is timed as a CUDA graph, which
-    losses cannot be, because in those of peers the host waits for the device. `overwrites` says that the first input is
-    written over.
+    If no input requires a gradient, only the forward pass runs. With `graph`, the case is timed as a CUDA graph. Losses
+    cannot be, because the host waits for the device in peers' losses. `overwrites` says that the first input is
+    overwritten.
     """
 
     operation: str
@@ -72,13 +72,15 @@ def randn(*shape, dtype, scale=1.0, grad=True):
 
 
 def compiled(fn):
-    """`fn`, compiled for the shapes at hand. Without `dynamic=False` a second size would get kernels for any size."""
+    """`fn`, compiled for the current shapes. Without `dynamic=False`, a second size would get kernels for any size."""
     return torch.compile(fn, dynamic=False)
 
 
 def liger(name):
-    """A function of liger_kernel.transformers.functional. It is imported when it is called, so that a peer that is not
-    installed is only a row that says so."""
+    """A function of liger_kernel.transformers.functional.
+
+    The call imports it, so a peer that is not installed only gives a row that says so.
+    """
 
     def call(*args, **kwargs):
         import liger_kernel.transformers.functional as functional

@@ -1,8 +1,8 @@
-"""Cases of the attention of one layer over full rows: by which of these a layer should attend (docs/padding.md).
+"""Cases of one layer's attention over full rows, to choose the function that a layer should use (docs/padding.md).
 
-The floor is the FLOP of seven products over the pairs of tokens that see each other, two forward and five backward, as
-every flash attention has them, or the bytes of queries, keys, values, outputs and their gradients. Masks and offsets
-are made once, as a model makes them once for all layers. Queries, keys and values are laid out as a layer has them.
+The floor is the larger of two: seven products over the pairs of tokens that see each other (two forward, five backward,
+as in every flash attention), or the bytes of queries, keys, values, outputs and their gradients. Masks and offsets are
+made once, because a model makes them once for all layers. Queries, keys and values have a layer's memory layout.
 """
 
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ from _measure import DEVICE
 from liger_trainer.varlen import attention as ours
 from liger_trainer.varlen.rows import RowMask, Rows
 
-_MOST_SCORES = 8 << 30  # bytes, of the eager attention
+_MOST_SCORES = 8 << 30  # bytes of the eager attention
 
 
 def attention(rows, length, heads, groups, dim, window=None, sinks=False, *, dtype):
@@ -22,7 +22,9 @@ def attention(rows, length, heads, groups, dim, window=None, sinks=False, *, dty
         x = torch.randn(rows, length, count, dim, device=DEVICE).to(dtype)
         return x.transpose(1, 2).requires_grad_()
 
-    q, k, v = drawn(heads), drawn(groups), drawn(groups)
+    q = drawn(heads)
+    k = drawn(groups)
+    v = drawn(groups)
     inputs = (q, k, v, torch.randn(heads, device=DEVICE).to(dtype).requires_grad_()) if sinks else (q, k, v)
     dy = torch.randn(rows, length, heads, dim, device=DEVICE).to(dtype)
     windows = range(1, length + 1) if window is None else [min(i, window) for i in range(1, length + 1)]
@@ -99,7 +101,8 @@ def _exact(q, k, v, sinks, window, dy):
     at = torch.arange(q.shape[2], device=q.device)
     hidden = (at[:, None] < at) | (at[:, None] - at >= (window or len(at)))
     per_key, leaves = q.shape[1] // k.shape[1], (q, k, v, *sinks)
-    y, grads = torch.empty_like(dy, dtype=torch.float64), [torch.zeros_like(x, dtype=torch.float64) for x in leaves]
+    y = torch.empty_like(dy, dtype=torch.float64)
+    grads = [torch.zeros_like(x, dtype=torch.float64) for x in leaves]
     for row in range(q.shape[0]):
         for head in range(q.shape[1]):
             places = [(row, head), (row, head // per_key), (row, head // per_key), (head,)][: len(leaves)]

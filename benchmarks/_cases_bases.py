@@ -1,7 +1,7 @@
-"""Cases of LoRA on bases of each library of quantisation: q, k and v, or an MLP. The floor is two products of a weight.
+"""Cases of LoRA on each quantisation library's bases: q, k and v, or an MLP. The floor is two products per weight.
 
-The reference is PEFT's layers over the same weights in the same dtype and under the same autocast, so the error of ours
-is how far its results and gradients are from those.
+The reference is PEFT's layers on the same weights, in the same dtype and under the same autocast. So the error of ours
+is its distance to PEFT's results and gradients.
 """
 
 import copy
@@ -67,7 +67,7 @@ def _hqq(linear):
 
 
 def _gptqmodel(linear, module, name, **settings):
-    """A layer of gptqmodel with random numbers: packing a weight compiles an extension."""
+    """A gptqmodel layer with random numbers, because packing a weight compiles an extension."""
     cls = getattr(importlib.import_module(f"gptqmodel.nn_modules.qlinear.{module}"), name)
     layer = cls(4, 32, False, False, linear.in_features, linear.out_features, False, register_buffers=True, **settings)
     for buffer in ("qweight", "qzeros"):
@@ -78,7 +78,7 @@ def _gptqmodel(linear, module, name, **settings):
     return layer
 
 
-# What makes a frozen layer of a linear one in 16 bits.
+# Functions that make a frozen layer from a 16-bit linear one.
 BASES = {
     "16 bits": lambda linear: linear,
     "bitsandbytes NF4": functools.partial(_bitsandbytes_4bit, quant_type="nf4", compress_statistics=False),
@@ -118,8 +118,10 @@ def lora_base(rows, hidden, inner, rank, group, kind, *, dtype):
         setattr(of_group, name, BASES[kind](child))
     config = LoraConfig(r=rank, lora_alpha=SCALING * rank, target_modules=list(linear), init_lora_weights=False)
     holder = torch.nn.ModuleDict({"group": of_group})
-    holder.register_parameter("of_the_model", torch.nn.Parameter(torch.zeros(1, device=DEVICE)))  # PEFT asks its device
-    holder.is_loaded_in_4bit = kind.startswith(("bitsandbytes NF4", "bitsandbytes FP4"))  # by these PEFT chooses
+    # PEFT asks for its device
+    holder.register_parameter("of_the_model", torch.nn.Parameter(torch.zeros(1, device=DEVICE)))
+    # PEFT chooses its layer by these
+    holder.is_loaded_in_4bit = kind.startswith(("bitsandbytes NF4", "bitsandbytes FP4"))
     holder.is_loaded_in_8bit = kind == "bitsandbytes int8"
     stock = get_peft_model(holder, config)
     model = copy.deepcopy(stock)

@@ -1,7 +1,7 @@
-"""Cases of blocks of routed experts: trained whole, frozen with adapters on their parameters, and frozen in eight bits.
+"""Cases of routed expert blocks: fully trained, frozen with adapters on their parameters, and frozen in FP8.
 
-The floor is the FLOP of the products that have to be computed: nine for each pair of a token and an expert (forward,
-and backward for the input and the weights), and six where the weights are frozen.
+The floor is the FLOP of the required products: nine for each pair of a token and an expert (forward, and backward for
+the input and the weights), or six with frozen weights.
 """
 
 import functools
@@ -19,14 +19,20 @@ from liger_triton.frozen_float8 import quantized_matrices
 
 
 def grouped_mm(x, weights, gate_up, down, ids):
-    """transformers' experts in its implementation "grouped_mm"."""
+    """transformers' experts with the implementation "grouped_mm"."""
     from transformers.integrations.moe import grouped_mm_experts_forward
 
     block = SimpleNamespace(
-        num_experts=gate_up.shape[0], gate_up_proj=gate_up, down_proj=down, has_gate=True, has_bias=False,
-        is_transposed=False, has_post_expert_norm=False, _is_expert_parallel=False,
+        num_experts=gate_up.shape[0],
+        gate_up_proj=gate_up,
+        down_proj=down,
+        has_gate=True,
+        has_bias=False,
+        is_transposed=False,
+        has_post_expert_norm=False,
+        _is_expert_parallel=False,
         _apply_gate=lambda h: F.silu(h.chunk(2, -1)[0]) * h.chunk(2, -1)[1],
-    )  # fmt: skip
+    )
     return grouped_mm_experts_forward(block, x, ids, weights)
 
 
@@ -60,7 +66,7 @@ def factors(a, b, count):
 
 
 def exact(case):
-    """The result and the gradients in float64, one expert after the other, so that all of them need not fit."""
+    """The result and the gradients in float64, one expert after the other, so that they need not all fit."""
     x, weights, gate_up, down, *loras, ids = case.inputs
     (count, _, hidden), (tokens, top_k) = gate_up.shape, ids.shape
     loras = [factors(a, b, count) for a, b in zip(loras[::2], loras[1::2], strict=True)]
@@ -70,7 +76,9 @@ def exact(case):
     for e in range(count):
         pairs = (ids.flatten() == e).nonzero().flatten()
         at = pairs // top_k
-        given = [x[at], weights.flatten()[pairs], gate_up[e], down[e], *(t[e] for lora in loras for t in lora)]
+        given = [x[at], weights.flatten()[pairs], gate_up[e], down[e]]
+        for lora in loras:
+            given += [factor[e] for factor in lora]
         leaves = [t.detach().double().requires_grad_() for t in given]
         rows, share, w, v, *low = leaves
         w, v = (m + SCALING * low[k + 1] @ low[k] if low else m for m, k in ((w, 0), (v, 2)))
@@ -83,7 +91,7 @@ def exact(case):
         d_weights[pairs] = d_share
         of_experts.append(others)
     stacked = [torch.stack(grads) for grads in zip(*of_experts, strict=True)]
-    if loras:  # as PEFT has them
+    if loras:  # as PEFT stores them
         stacked = [t.flatten(0, 1) if k % 2 == 0 else t.permute(1, 2, 0).flatten(1) for k, t in enumerate(stacked)]
     return [out, dx, d_weights.view(tokens, top_k), *stacked]
 
@@ -103,12 +111,12 @@ def experts(tokens, hidden, inner, count, top_k, *, dtype):
         dtype,
         flop=18 * tokens * top_k * hidden * inner,
         upstream=(dy,),
-        graph=False,  # the eager one waits for the GPU
+        graph=False,  # eager waits for the GPU
     )
 
 
 def peft_experts(gate_up, down, adapters):
-    """transformers' block in "grouped_mm" with these weights, under PEFT's adapters on both of its parameters."""
+    """transformers' "grouped_mm" block with these weights, under PEFT's adapters on both parameters."""
     from peft import LoraConfig, get_peft_model
     from transformers import Qwen3MoeConfig
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
@@ -157,19 +165,19 @@ def experts_lora(tokens, hidden, inner, count, top_k, rank, *, dtype):
 
 
 def experts_frozen(tokens, hidden, inner, count, top_k, *, dtype):
-    """Weights in eight bits, and in `dtype` those that they stand for."""
+    """FP8 weights, and their dequantised values in `dtype`."""
     x, weights, gate_up, down, ids, dy = routed(tokens, hidden, inner, count, top_k, dtype)
     packed = [quantized_matrices(t.detach()) for t in (gate_up, down)]
     gate_up, down = (t.unpack() for t in packed)
 
-    def in_eight_bits(x, weights, gate_up, down, ids):
+    def in_fp8(x, weights, gate_up, down, ids):
         return lt.experts(x, ids, weights, *packed)
 
     return Case(
         "experts, frozen",
         size_of(tokens, hidden, inner, count, top_k),
         (x, weights, gate_up, down, ids),
-        {"ours": ours, "ours, eight bits": in_eight_bits, "eager": eager, "grouped_mm": grouped_mm},
+        {"ours": ours, "ours, fp8": in_fp8, "eager": eager, "grouped_mm": grouped_mm},
         exact,
         dtype,
         flop=12 * tokens * top_k * hidden * inner,

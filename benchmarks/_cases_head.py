@@ -1,5 +1,7 @@
-"""Cases of the losses over the vocabulary. The floor of a fused head is the FLOP of its products or, with very few
-rows, the bytes of its weight."""
+"""Cases of losses over the vocabulary.
+
+A fused head's floor is the FLOP of its products or, with very few rows, the bytes of its weight.
+"""
 
 from functools import partial
 
@@ -10,7 +12,7 @@ from _measure import DEVICE
 
 import liger_triton as lt
 
-BETA = 0.01  # of the DPO loss; it is small, so that the rounding of long sums hardly changes the gradient of a pair
+BETA = 0.01  # of the DPO loss; small, so that rounding of long sums hardly changes a pair's gradient
 
 
 def targets(*shape, vocab):
@@ -32,7 +34,7 @@ def cross_entropy(rows, vocab, *, dtype):
     def eager(z, y):
         return F.cross_entropy(z.float(), y)
 
-    # The gradient is written over the logits, which must not be a leaf. An alias costs no time, while a copy would.
+    # The gradient overwrites the logits, which must not be a leaf. An alias costs no time, and a copy would.
     def in_place(fn):
         return lambda z, y: fn(z.view_as(z), y)
 
@@ -104,7 +106,7 @@ def linear_cross_entropy(rows, hidden, vocab, frozen=False, *, dtype):
     }
     if hasattr(F, "linear_cross_entropy"):
         providers["F.linear_cross_entropy"] = lambda x, w, y: F.linear_cross_entropy(x, w, y)
-    if frozen or dtype == torch.float32:  # there is nothing to accumulate, or it is done in fp32 anyway
+    if frozen or dtype == torch.float32:  # there is nothing to accumulate, or fp32 does it anyway
         del providers["ours lean"], providers["liger fp32"]
     return Case(
         "linear_cross_entropy" + (" frozen" if frozen else ""),
@@ -132,7 +134,9 @@ def exact_logprobs(x, w64, y, chunk=1024):
 def exact_head(x, w, y, g, chunk=1024):
     """Value and gradients of sum(g * log p_target) in float64, g (T,)."""
     w64, g = w.detach().double(), g.double()
-    total, dx, dw = 0.0, torch.empty_like(x, requires_grad=False, dtype=torch.float64), torch.zeros_like(w64)
+    total = 0.0
+    dx = torch.empty_like(x, requires_grad=False, dtype=torch.float64)
+    dw = torch.zeros_like(w64)
     for i in range(0, x.shape[0], chunk):
         x_c, g_c = x[i : i + chunk].detach().double(), g[i : i + chunk]
         p = torch.softmax(x_c @ w64.t(), -1)
@@ -146,7 +150,7 @@ def exact_head(x, w, y, g, chunk=1024):
     return [total, dx, dw] if w.requires_grad else [total, dx]
 
 
-# Log-probabilities: the forward pass alone with the entropy, and the head of a DPO step
+# Log-probabilities: the forward pass with the entropy, and the head of a DPO step
 
 
 def eager_logprobs(x, w, y):
@@ -185,16 +189,17 @@ def logprobs_entropy(rows, hidden, vocab, *, dtype):
 
 
 def dpo_loss(log_probs, ref_log_probs, sequences):
-    """The sigmoid DPO loss of log-probabilities (T,) of the tokens of `sequences` of equal length, the chosen ones
-    first."""
+    """The sigmoid DPO loss of log-probabilities (T,) for tokens of `sequences` of equal length, chosen ones first."""
     score = (log_probs - ref_log_probs).view(sequences, -1).sum(-1)
     chosen, rejected = score.chunk(2)
     return -F.logsigmoid(BETA * (chosen - rejected)).mean()
 
 
 def dpo_head(sequences, tokens, hidden, vocab, *, dtype):
-    """Forward and backward pass of the policy and forward pass of the reference, which makes four products. Every
-    sequence has a gradient of its own."""
+    """The policy's forward and backward pass and the reference's forward pass make four products.
+
+    Every sequence has its own gradient.
+    """
     rows = sequences * tokens
     x, w, y = head_tensors(rows, hidden, vocab, dtype)
     ref_x, ref_w = ((t + 0.5 * t.std() * torch.randn_like(t)).detach() for t in (x, w))

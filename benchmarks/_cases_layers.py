@@ -19,9 +19,9 @@ def exact_rms_norm(x, w, eps=1e-6):
 
 
 def layer(operation, size, inputs, passes, ours, eager, peer, exact=None, outputs=1, **more):
-    """A case whose outputs have the shapes of the first inputs, and which reads or writes such an input `passes` times.
+    """A case whose outputs are shaped like the first inputs, and which reads or writes such an input `passes` times.
 
-    `peer` is Liger's function, if it has one. `more` are further providers.
+    `peer` is Liger's function, if there is one. `more` are further providers.
     """
     dtype, like = inputs[0].dtype, inputs[:outputs]
     providers = {"ours": ours, "eager": eager, "compile": compiled(eager)}
@@ -49,9 +49,16 @@ def rms_norm(rows, hidden, *, dtype):
         return F.rms_norm(x, (hidden,), w, 1e-6)
 
     return layer(
-        "rms_norm", f"{rows}x{hidden}", inputs, 5, lambda x, w: lt.rms_norm(x, w, 1e-6), eager_rms_norm, peer,
-        exact_rms_norm, **{"F.rms_norm": of_torch},
-    )  # fmt: skip
+        "rms_norm",
+        f"{rows}x{hidden}",
+        inputs,
+        5,
+        lambda x, w: lt.rms_norm(x, w, 1e-6),
+        eager_rms_norm,
+        peer,
+        exact_rms_norm,
+        **{"F.rms_norm": of_torch},
+    )
 
 
 def add_rms_norm(rows, hidden, *, dtype):
@@ -69,9 +76,16 @@ def add_rms_norm(rows, hidden, *, dtype):
 
     # Forward reads x and r, and writes y and s. Backward reads dy, ds and s, and writes one gradient for x and r.
     return layer(
-        "add_rms_norm", f"{rows}x{hidden}", inputs, 8, lambda x, r, w: lt.add_rms_norm(x, r, w, 1e-6), eager, peer,
-        exact, outputs=2,
-    )  # fmt: skip
+        "add_rms_norm",
+        f"{rows}x{hidden}",
+        inputs,
+        8,
+        lambda x, r, w: lt.add_rms_norm(x, r, w, 1e-6),
+        eager,
+        peer,
+        exact,
+        outputs=2,
+    )
 
 
 def layer_norm(rows, hidden, *, dtype):
@@ -100,7 +114,7 @@ def geglu(rows, hidden, *, dtype):
 
 
 def rope(batch, tokens, heads, kv_heads, dim, *, dtype):
-    def view(h):  # a transposed view of the output of a projection, as in attention
+    def view(h):  # a transposed view of a projection's output, as in attention
         return randn(batch, tokens, h, dim, dtype=dtype).detach().transpose(1, 2).requires_grad_()
 
     q, k = view(heads), view(kv_heads)
@@ -127,7 +141,7 @@ def rope(batch, tokens, heads, kv_heads, dim, *, dtype):
 
 
 def short_conv(rows, tokens, channels, taps, *, dtype):
-    """The convolution of a gated delta net, of rows of one length that lie one after the other."""
+    """The convolution of a gated delta net, on concatenated rows of one length."""
     total = rows * tokens
     inputs = randn(total, channels, dtype=dtype), randn(channels, taps, dtype=dtype)
     cu_seqlens = torch.arange(0, total + 1, tokens, device=DEVICE, dtype=torch.int32)

@@ -1,7 +1,7 @@
 """Cases of LoRA: a layer, and a gated MLP. The floor is two products of each frozen weight: the forward one and dx.
 
-Weights are 16-bit and adapters fp32, as PEFT makes them. Providers run under autocast, as with `bf16=True`, but for
-those that say otherwise.
+Weights are 16-bit and adapters fp32, as PEFT makes them. Providers run under autocast, as with `bf16=True`, unless they
+say otherwise.
 """
 
 import functools
@@ -17,7 +17,7 @@ SCALING = 2.0
 
 
 def under_autocast(fn):
-    """`fn` as `bf16=True` runs it; in fp32 there is no autocast."""
+    """Run `fn` as under `bf16=True`. In fp32 there is no autocast."""
 
     @functools.wraps(fn)
     def run(x, *inputs):
@@ -28,7 +28,7 @@ def under_autocast(fn):
 
 
 def adapter(width_in, width_out, rank):
-    """A and B, whose product is of the size of a trained one."""
+    """A and B with a product as large as a trained one."""
     a = randn(rank, width_in, dtype=torch.float32, scale=width_in**-0.5, grad=False)
     b = randn(width_out, rank, dtype=torch.float32, scale=0.1 * rank**-0.5, grad=False)
     return [torch.nn.Parameter(t) for t in (a, b)]
@@ -48,7 +48,7 @@ def peft_layer(weight, a, b):
 
 
 def plain(x, weight, a, b):
-    """As PEFT's layer computes it."""
+    """The formula of PEFT's layer."""
     y = F.linear(x, weight)
     return (y + F.linear(F.linear(x.to(a.dtype), a), b) * SCALING).to(y.dtype)
 
@@ -84,12 +84,12 @@ def lora_linear(rows, width_in, width_out, rank, *, dtype):
 
 
 def lora_mlp(rows, hidden, inner, rank, *, dtype):
-    x, shapes = randn(rows, hidden, dtype=dtype), ((hidden, inner), (hidden, inner), (inner, hidden))
-    flat = [
-        t
-        for k, n in shapes
-        for t in (randn(n, k, dtype=dtype, scale=k**-0.5, grad=False), *adapter(k, n, rank))
-    ]  # fmt: skip
+    x = randn(rows, hidden, dtype=dtype)
+    shapes = ((hidden, inner), (hidden, inner), (inner, hidden))
+    flat = []
+    for k, n in shapes:
+        flat.append(randn(n, k, dtype=dtype, scale=k**-0.5, grad=False))
+        flat += adapter(k, n, rank)
     layers = [peft_layer(*flat[k : k + 3]) for k in (0, 3, 6)]
 
     def gated(gate, up, down, x):

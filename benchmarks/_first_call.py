@@ -1,4 +1,4 @@
-"""What the first call of an operation costs, for `operations.py --first_step`."""
+"""The cost of an operation's first call, for `operations.py --first_step`."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from _cases_layers import add_rms_norm, geglu, layer_norm, rms_norm, rope, swigl
 from _cases_lora import lora_linear, lora_mlp
 from _measure import DEVICE, seconds, table
 
-# Per operation: the first size, and another that other kernels may be compiled for.
+# Per operation: the first size, and another that may need other kernels.
 FIRST_STEP = {
     "rms_norm": [(rms_norm, 8192, 2048), (rms_norm, 4096, 1152)],
     "add_rms_norm": [(add_rms_norm, 8192, 2048), (add_rms_norm, 4096, 1152)],
@@ -30,8 +30,8 @@ FIRST_STEP = {
 
 
 def first_calls(sizes):
-    """Print for each size by how many seconds its first call takes longer than a later one, as one line of JSON."""
-    if DEVICE == "cuda":  # what starting the context and cuBLAS takes does not belong to the operation
+    """Print for each size how many seconds longer its first call takes than a later one, as one line of JSON."""
+    if DEVICE == "cuda":  # starting the context and cuBLAS does not count for the operation
         x = torch.randn(1024, 1024, device=DEVICE).bfloat16()
         seconds(lambda: x @ x)
     extra = []
@@ -44,8 +44,10 @@ def first_calls(sizes):
 
 
 def first_step(sizes, command, record):
-    """Run each operation of `sizes` by `command`, each time in a new process: first with an empty TRITON_CACHE_DIR,
-    then with the one that it has filled."""
+    """Run each operation of `sizes` by `command` in two new processes.
+
+    The first has an empty TRITON_CACHE_DIR, the second the cache that the first has filled.
+    """
     rows = []
     for name, of_name in sizes.items():
         row = {
@@ -67,7 +69,9 @@ def first_step(sizes, command, record):
         rows.append(row)
         record.write({"rows": rows})
     titles = {
-        "empty": "first call s, empty cache", "empty_other": "other size s", "filled": "first call s, filled cache",
+        "empty": "first call s, empty cache",
+        "empty_other": "other size s",
+        "filled": "first call s, filled cache",
         "filled_other": "other size s",
-    }  # fmt: skip
+    }
     table(rows, {"operation": ("operation", ""), "size": ("size", "")} | {k: (t, ".3f") for k, t in titles.items()})

@@ -1,4 +1,4 @@
-"""`liger-trainer` with a clock, as one process of a launcher: `_launched.py train RECIPE ...`. For `launchers.py`."""
+"""Time `liger-trainer` as one process of a launcher: `_launched.py train RECIPE ...`. For `launchers.py`."""
 
 import json
 import os
@@ -9,15 +9,18 @@ import time
 import torch
 from transformers import TrainerCallback, trainer
 
-SETTINGS = "LAUNCHERS_SETTINGS"  # the variable of the environment with what `launchers.py` says, as JSON
+SETTINGS = "LAUNCHERS_SETTINGS"  # an environment variable with the settings of `launchers.py`, as JSON
 
 
 class Clock(TrainerCallback):
-    """Notes when steps end and what is logged. The main process writes it into a file."""
+    """Records when steps end and what is logged. The main process writes the file."""
 
     def __init__(self):
         self.settings = json.loads(os.environ[SETTINGS])
-        self.ends, self.tokens, self.resumed, self.row = {}, {}, 0, None
+        self.ends = {}
+        self.tokens = {}
+        self.resumed = 0
+        self.row = None
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.resumed = state.global_step

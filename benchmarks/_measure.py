@@ -1,4 +1,4 @@
-"""What all benchmarks share: the two ceilings of the machine, times, peak memory, errors, and the record of a run."""
+"""Shared by all benchmarks: the machine's two ceilings, times, peak memory, errors, and the record of a run."""
 
 import argparse
 import datetime
@@ -19,7 +19,7 @@ PACKAGES = ("torch", "triton", "transformers", "trl", "liger-kernel", "cut-cross
 
 
 def arguments(doc, *own):
-    """A script's parser, whose help is its docstring, with --json, and the options `own`, by which it runs itself."""
+    """A script's parser with its docstring as help, --json, and the hidden options `own` for its subprocesses."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", help="file of the record; without it a run on a GPU names one in benchmarks/results")
     for option in own:
@@ -33,11 +33,12 @@ def synchronize():
 
 
 def milliseconds(fn, warmup_ms=30, rep_ms=300, graph=False):
-    """The median time of `fn` in ms, by CUDA events, with the L2 cache flushed between runs. On a CPU, that of one
-    call.
+    """The median time of `fn` in ms, by CUDA events, with the L2 cache flushed between runs.
 
-    With `graph`, `fn` is captured in a CUDA graph, and ten replays of 50 ms each are timed. That is what the GPU needs
-    without the host's time for launching, which is longer than a short kernel takes, but hides behind other work in a
+    On a CPU, it is the time of one call.
+
+    With `graph`, `fn` is captured in a CUDA graph, and ten replays of 50 ms each are timed. That is the GPU's time
+    without the host's time for launching. Launching takes longer than a short kernel, but hides behind other work in a
     training step. Inputs that fit into the L2 cache (1 token) are then found there.
     """
     if DEVICE == "cuda":
@@ -60,7 +61,7 @@ def seconds(fn):
 
 
 def peak_gib(fn):
-    """The peak memory of one call of `fn` beyond what was allocated before it, in GiB. Its results are counted."""
+    """The peak memory of one call of `fn` beyond what was allocated before, in GiB. Its results count."""
     if DEVICE != "cuda":
         return float("nan")
     fn()
@@ -73,7 +74,7 @@ def peak_gib(fn):
 
 
 def relative_error(got, want):
-    """||got - want|| / ||want||, the largest of all pairs of tensors of the two sequences."""
+    """||got - want|| / ||want||, the largest over all pairs of tensors in the two sequences."""
     worst = 0.0
     for g, w in zip(got, want, strict=True):
         error = (g.double() - w.double()).norm() / w.double().norm().clamp(min=1e-300)
@@ -94,8 +95,10 @@ def ceilings(dtype=torch.bfloat16):
 
 
 def attention_ms(batch, length, heads, kv_heads, head_dim, most=65536):
-    """[ms of the forward pass, of forward and backward] of causal attention as PyTorch computes it in bf16. Above
-    `most` tokens it is computed from that of `most`, by the square of the length."""
+    """[ms of the forward pass, of forward and backward] of PyTorch's causal attention in bf16.
+
+    Above `most` tokens it is extrapolated from `most` by the square of the length.
+    """
 
     def randn(heads):
         return torch.randn(batch, heads, min(length, most), head_dim, device=DEVICE, dtype=torch.bfloat16)
@@ -113,7 +116,7 @@ def attention_ms(batch, length, heads, kv_heads, head_dim, most=65536):
 
 
 def output_of(*command):
-    """What a command prints, stripped. `None` if it fails, is not installed or prints nothing."""
+    """The output of a command, stripped. `None` if it fails, is not installed or prints nothing."""
     try:
         done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
     except FileNotFoundError:
@@ -122,7 +125,7 @@ def output_of(*command):
 
 
 def processor():
-    """The name of the processor, which sets the pace of steps of few rows."""
+    """The name of the processor, which limits the speed of steps with few rows."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
@@ -136,8 +139,10 @@ def package_version(name):
 
 
 def environment():
-    """Where a run takes place, and with what code. `dirty` says that a tracked file differs from the commit. It is
-    `None` without git."""
+    """The machine and the code of a run.
+
+    `dirty` says that a tracked file differs from the commit; it is `None` without git.
+    """
     commit = output_of("git", "rev-parse", "--short", "HEAD")
     driver = DEVICE == "cuda" and output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     return {
@@ -153,15 +158,16 @@ def environment():
 
 
 class Record:
-    """The file of a run, which says how it was started, where it ran and what it found.
+    """The file of a run. It says how the run was started, where it ran and what it found.
 
     Args:
         bench (`str`): The name of the script.
-        case (`str`): What it measured, as the name of a folder.
-        path (`str`, *optional*): The file to write. Without it a run on a GPU writes
-            `results/<bench>/<case>/<date>-<commit>.json`. A run on a CPU, whose figures say nothing, writes no file.
-        trial (`bool`, *optional*): The sizes only try out the script, so that nothing is written without a `path`.
-        argv (`list[str]`, *optional*): The arguments of the script. Unset: those of the process.
+        case (`str`): What was measured, as the name of a folder.
+        path (`str`, *optional*): The file to write. Without it, a run on a GPU writes
+            `results/<bench>/<case>/<date>-<commit>.json`. A run on a CPU writes no file, because its figures say
+            nothing.
+        trial (`bool`, *optional*): The sizes only try out the script, so nothing is written without a `path`.
+        argv (`list[str]`, *optional*): The arguments of the script. Unset: the process's arguments.
     """
 
     def __init__(self, bench, case, path=None, trial=False, argv=None):
@@ -173,13 +179,15 @@ class Record:
     def free_path(self, folder):
         stem = self.about["date"].removesuffix(" UTC").replace(" ", "T").replace(":", "")
         stem += f"-{self.about['commit'] or 'no_git'}"
+        path = folder / f"{stem}.json"
         count = 1
-        while (path := folder / (f"{stem}-{count}.json" if count > 1 else f"{stem}.json")).exists():
+        while path.exists():
             count += 1
+            path = folder / f"{stem}-{count}.json"
         return path
 
     def write(self, found):
-        """Write what has been found so far, which a run that is cut short then keeps."""
+        """Write the results so far, so that an interrupted run keeps them."""
         if self.path is None:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -190,16 +198,27 @@ class Record:
             print(f"the record is in {self.path}; what of it is published, benchmarks/published.yaml says")
 
 
+def with_rounded_losses(rows):
+    """`rows` with their `losses`, if they have any, rounded for a table."""
+    rounded = []
+    for row in rows:
+        if row.get("losses"):
+            row = row | {"losses": [round(loss, 4) for loss in row["losses"]]}
+        rounded.append(row)
+    return rounded
+
+
 def table(rows, columns):
     """Print rows (dicts) as a table. `columns` maps a key to its title and format."""
-    cells = [[title for title, _ in columns.values()]]
+
+    def cell(value, spec):
+        if value is None:
+            return "-"
+        return format(value, spec) if spec else str(value)
+
+    lines = [[title for title, _ in columns.values()]]
     for row in rows:
-        cells.append(
-            [
-                "-" if row.get(key) is None else format(row[key], spec) if spec else str(row[key])
-                for key, (_, spec) in columns.items()
-            ]
-        )
-    widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
-    for line in cells:
+        lines.append([cell(row.get(key), spec) for key, (_, spec) in columns.items()])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
         print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())

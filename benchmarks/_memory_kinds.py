@@ -4,13 +4,13 @@
     frozen      other frozen weights, such as embeddings, head and norms in 16 bits
     trained     trained weights, such as adapters
     states      of the optimizer
-    kept        what the rest of the allocated memory is when the forward pass ends: activations, and gradients that the
-                loss has computed
+    kept        the rest of the allocated memory when the forward pass ends: activations, and gradients that the loss
+                has computed
     gradients   of trained weights, before the optimizer steps
-    workspace   what the peak has beyond all that is allocated when the forward pass ends: gradients, layers that are
-                computed again, weights in 16 bits that are used and freed
+    workspace   the peak minus everything allocated when the forward pass ends: gradients, recomputed layers, and 16-bit
+                weights that are used and freed
 
-Sizes are those of the tensors. Without a GPU there is no allocator to ask, and the last but gradients are None.
+Sizes come from the tensors. Without a GPU there is no allocator to ask, and the last kinds but gradients are None.
 """
 
 import torch
@@ -21,7 +21,7 @@ GIB = 2**30
 
 
 def bytes_of(tensors):
-    """Of their storages, each counted once."""
+    """Bytes of their storages, each counted once."""
     found = {}
     for tensor in tensors:
         storage = getattr(tensor, "_local_tensor", tensor).detach().untyped_storage()
@@ -30,17 +30,25 @@ def bytes_of(tensors):
 
 
 def scales_of(weight):
-    """The tensors beside a weight of bitsandbytes in four bits."""
+    """The tensors that belong to a 4-bit weight of bitsandbytes."""
     state = vars(weight).get("quant_state")
-    parts = [part for part in (state, getattr(state, "state2", None)) if part is not None]
-    return [value for part in parts for value in vars(part).values() if isinstance(value, torch.Tensor)]
+    found = []
+    for part in (state, getattr(state, "state2", None)):
+        if part is not None:
+            found += [value for value in vars(part).values() if isinstance(value, torch.Tensor)]
+    return found
 
 
 def weights_of(model):
     """{kind: bytes}."""
     kinds = {"packed": [], "frozen": [], "trained": []}
     for tensor in (*model.parameters(), *model.buffers()):
-        kinds["trained" if tensor.requires_grad else "packed" if is_packed(tensor) else "frozen"].append(tensor)
+        if tensor.requires_grad:
+            kinds["trained"].append(tensor)
+        elif is_packed(tensor):
+            kinds["packed"].append(tensor)
+        else:
+            kinds["frozen"].append(tensor)
         kinds["packed"] += scales_of(tensor)
     return {kind: bytes_of(tensors) for kind, tensors in kinds.items()}
 
@@ -50,7 +58,7 @@ def is_packed(tensor):
 
 
 class MemoryKinds(TrainerCallback):
-    """Measures the last step of a trainer that is given to `watch`. `gib` is then {kind: GiB or None}."""
+    """Measures the last step of a trainer passed to `watch`. `gib` is then {kind: GiB or None}."""
 
     gib = None
 
@@ -79,4 +87,7 @@ class MemoryKinds(TrainerCallback):
 
 
 def states_of(optimizer):
-    return bytes_of(t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor))
+    tensors = []
+    for state in optimizer.state.values():
+        tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
+    return bytes_of(tensors)

@@ -1,4 +1,4 @@
-"""Arms in processes of their own, since Liger's patches concern the whole process, and all memory is given back."""
+"""Run each arm in its own process: Liger's patches affect the whole process, and all memory is freed at the end."""
 
 import gc
 import json
@@ -25,27 +25,35 @@ def release():
 
 
 def emit(row):
-    if int(os.environ.get("RANK", 0)):  # the first process speaks for all
+    if int(os.environ.get("RANK", 0)):  # the first process reports for all
         return
     print("RESULT " + json.dumps(row), flush=True)
 
 
 def rows_from(arm, timeout_s, echo=False, env=(), more=(), launcher=()):
-    """Run this script again for one arm and yield the rows that it emits. If it fails, a last row has the reason.
+    """Run this script again for one arm and yield the rows that it emits. If it fails, a last row gives the reason.
 
-    `launcher` are arguments of Python, under which the script is run."""
+    `launcher` are Python arguments that start the script by a launcher.
+    """
     command = [sys.executable, *launcher, *sys.argv, "--arm", arm, *more]
     with tempfile.TemporaryFile("w+") as err:
         child = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=err, text=True, env=os.environ | dict(env), start_new_session=True
         )
-        timer = threading.Timer(timeout_s, os.killpg, (child.pid, signal.SIGKILL))  # and what a launcher started
+        # Kill the whole session: a launcher has started processes too.
+        timer = threading.Timer(timeout_s, os.killpg, (child.pid, signal.SIGKILL))
         timer.start()
         for line in child.stdout:
             if line.startswith("RESULT "):
                 row = json.loads(line.removeprefix("RESULT "))
-                print(", ".join(f"{k} {x:.5g}" if isinstance(x, float) else f"{k} {x}" for k, x in row.items()
-                                if isinstance(x, str | int | float)), flush=True)  # fmt: skip
+                print(
+                    ", ".join(
+                        f"{k} {x:.5g}" if isinstance(x, float) else f"{k} {x}"
+                        for k, x in row.items()
+                        if isinstance(x, str | int | float)
+                    ),
+                    flush=True,
+                )
                 yield row
             elif echo:
                 print(line, end="")

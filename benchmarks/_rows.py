@@ -1,13 +1,13 @@
 """The rows that a benchmark trains on, and the tokens of a batch.
 
 full    Token ids joined and cut, so that every row fills its place in the batch: no padding.
-padded  The rows of a file as they come, each cut to `length` and padded on the right to the longest of its batch.
-packed  The rows of a file, put together by TRL's `pack_dataset` ("bfd") into rows of at most `length` tokens. A batch
-        is one row of tokens with `position_ids` that start anew, as TRL's collator makes it under `packing=True` and
+padded  The rows of a file as they are, each cut to `length` and padded on the right to the longest of its batch.
+packed  The rows of a file, packed by TRL's `pack_dataset` ("bfd") into rows of at most `length` tokens. A batch is one
+        row of tokens with `position_ids` that restart, as TRL's collator makes it under `packing=True` and
         transformers' `DataCollatorWithFlattening` makes it for a Trainer.
 
-Labels are on all tokens, as by default in TRL for language modelling: those of a prompt are not masked. Pairs for DPO
-are full or padded.
+All tokens have labels, which is TRL's default for language modelling: prompts are not masked. Pairs for DPO are full or
+padded.
 """
 
 import itertools
@@ -20,7 +20,7 @@ KINDS = ("full", "padded", "packed")
 
 
 def rows_of(path, vocab, length, count):
-    """`count` rows of exactly `length` tokens; without a file, of random ids."""
+    """`count` rows of exactly `length` tokens; random ids if there is no file."""
     if path is None:
         ids = np.random.default_rng(0).integers(0, vocab, count * length)
     elif path.endswith(".npz"):
@@ -32,7 +32,10 @@ def rows_of(path, vocab, length, count):
 
 
 def collate(rows):
-    return {name: torch.tensor([row[name] for row in rows]) for name in ("input_ids", "labels")}
+    return {
+        "input_ids": torch.tensor([row["input_ids"] for row in rows]),
+        "labels": torch.tensor([row["labels"] for row in rows]),
+    }
 
 
 def real_rows(path, vocab, length):
@@ -52,9 +55,9 @@ def real_rows(path, vocab, length):
 
 
 def packed_rows(rows, length):
-    """`rows` packed to at most `length` tokens, with a column `seq_lengths` beside `input_ids` and `labels`.
+    """`rows` packed to at most `length` tokens, with columns `input_ids`, `labels` and `seq_lengths`.
 
-    They are shuffled, since packing begins with the longest rows.
+    They are shuffled, because packing starts with the longest rows.
     """
     from datasets import Dataset
     from trl import pack_dataset
@@ -82,8 +85,10 @@ def pairs_of(run, vocab):
 
 
 def taken(run, rows):
-    """Of real rows, those of all steps: the steps on the clock take rows that have been trained on before, since each
-    new length may compile a kernel or have the allocator ask for memory. Too few rows are repeated.
+    """Real rows for all steps.
+
+    The timed steps repeat rows that were trained on before, since each new length may compile a kernel or make the
+    allocator ask for memory. Too few rows are repeated.
     """
     batch = run.batch * run.processes
     timed = batch * (run.steps - run.skip)
@@ -91,7 +96,7 @@ def taken(run, rows):
 
 
 def flatten(rows):
-    """For a Trainer: a batch of packed rows, as `DataCollatorWithFlattening` makes it of the rows they were made of."""
+    """A batch of packed rows for a Trainer, as `DataCollatorWithFlattening` makes it from the original rows."""
     from transformers import DataCollatorWithFlattening
 
     parts = []
@@ -102,9 +107,9 @@ def flatten(rows):
 
 
 def tokens_of(batch):
-    """Of a batch of a trainer: its real tokens, the sum over its rows of their squares, and its positions with padding.
+    """For a trainer's batch: real tokens, the sum over rows of their squares, and positions with padding.
 
-    Nothing waits for the device: the first two may be tensors there.
+    This does not wait for the device: the first two may be tensors there.
     """
     if "chosen_attention_mask" in batch:  # of CPO and ORPO, which pad both answers to the longer
         masks = [batch[f"{name}_attention_mask"] for name in ("chosen", "rejected")]

@@ -1,4 +1,4 @@
-"""What the runs of `training.py` and `scaling.py` need: models by shape, a trainer for every arm, one measured run."""
+"""Runs of `training.py` and `scaling.py`: models by shape, a trainer for every arm, one measured run."""
 
 import importlib
 import os
@@ -17,11 +17,11 @@ from _processes import release
 from _rows import pairs_of, sft_rows, tokens_of
 
 # "+ Liger" stands for use_liger_kernel=True, "+ compile" for torch_compile=True, "+ compile_layers" for the same with
-# accelerate's use_regional_compilation, "- varlen" and "- float8" for liger_config={"varlen_attention": False} and
-# {"float8": False}, "- graphs" for cuda_graphs="false", "- shared" for share_prompts=False, "- host" for auto without
-# the host's memory, and "- in_backward" for the ordinary step beside --optimizer_in_backward. "+ fp8" needs torchao. It
-# is fp8=True for ours; for the others, whose fp8 accelerate leaves untrained on one GPU, torchao converts the same
-# layers before the trainer is built. "+ rowwise" is fp8_recipe="rowwise".
+# accelerate's use_regional_compilation. "- varlen" and "- float8" stand for liger_config={"varlen_attention": False}
+# and {"float8": False}, "- graphs" for cuda_graphs="false", "- shared" for share_prompts=False, "- host" for auto
+# without host memory, and "- in_backward" for the ordinary step when --optimizer_in_backward is set. "+ fp8" needs
+# torchao. For ours it is fp8=True. accelerate leaves other trainers' fp8 layers untrained on one GPU, so torchao
+# converts the same layers before the trainer is built. "+ rowwise" is fp8_recipe="rowwise".
 ARMS = {
     "sft": (
         "LigerSFTTrainer",
@@ -64,30 +64,31 @@ ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
 @dataclass
 class Run:
-    """What one training run is made of. All its processes have the same."""
+    """The settings of one training run, the same in all its processes."""
 
     model: str
     batch: int  # rows, or pairs for DPO, of one process
-    length: int  # tokens of a row, or of each of the two sequences of a pair; the most of them in real rows
+    length: int  # tokens of a row, or of each sequence in a pair; the maximum for real rows
     trainer: str = "sft"
     steps: int = 14
-    skip: int = 4  # steps before the clock starts, in which allocator, cuBLAS and Triton warm up
+    skip: int = 4  # steps before the clock starts, to warm up allocator, cuBLAS and Triton
     layers: int | None = None  # instead of the model's own number
     data: str | None = None
     checkpointing: bool = False
-    auto: bool = False  # our trainers choose the layers that are checkpointed
-    memory_budget: float | None = None  # GiB, by which they choose
+    auto: bool = False  # our trainers choose the checkpointed layers
+    memory_budget: float | None = None  # GiB, for that choice
     optimizer_in_backward: bool = False  # of our trainers; none clips gradients then
-    lora: int | None = None  # rank, on every linear layer but the head, and on attention alone in a mixture of experts
-    nf4: bool = False  # with lora: the frozen layers in 4 bits, with double quantisation
-    mxfp4: bool = False  # with lora: the experts of gpt-oss in the 4 bits of their checkpoint
+    lora: int | None = None  # rank; on every linear layer but the head, or only on attention in a mixture of experts
+    nf4: bool = False  # with lora: the frozen layers are 4-bit, with double quantisation
+    mxfp4: bool = False  # with lora: the experts of gpt-oss keep their checkpoint's 4-bit form
     offload: bool = False  # with checkpointing: the layers' inputs wait on the host, in our trainers
-    lora_experts: bool = False  # on the parameters of experts beside attention
+    lora_experts: bool = False  # on the parameters of experts, in addition to attention
     teacher: str | None = None  # the shape of a second, larger model in distillation; unset: that of the student
-    autocast: bool = True  # bf16=True, under which PEFT's fp32 adapters are multiplied in bf16, and without it in fp32
+    autocast: bool = True  # bf16=True multiplies PEFT's fp32 adapters in bf16; without it they run in fp32
     vocab: int | None = None  # instead of the model's own
     workers: int = 0
-    waits: bool = True  # as the stock trainer: until a batch is on the GPU, and for each loss, to see if it is finite
+    # Wait like the stock trainer: for the batch to reach the GPU, and for each loss, to see if it is finite
+    waits: bool = True
     processes: int = 1
     rows: str = "full"  # a kind of `_rows.py`
     prompt: int = preferences.RANDOM_PROMPT  # tokens of the prompts of random pairs
@@ -133,7 +134,7 @@ def in_mxfp4(model):
 
 
 def in_nf4(model):
-    """`model` with its linear layers but the head as `load_in_4bit` loads them, with double quantisation."""
+    """`model` with all linear layers but the head as `load_in_4bit` loads them, with double quantisation."""
     for name, linear in list(model.named_modules()):
         if type(linear) is not torch.nn.Linear or linear is model.get_output_embeddings():
             continue
@@ -146,7 +147,7 @@ def in_nf4(model):
 
 
 def tokenizer_of():
-    """A tokenizer for TRL's trainers, which want one though the rows are token ids already."""
+    """A tokenizer for TRL's trainers. They need one even if the rows are token ids."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from transformers import PreTrainedTokenizerFast
@@ -163,7 +164,10 @@ def classes_of(arm):
     import liger_trainer
 
     name = arm.split(" ")[0]
-    module = liger_trainer if name.startswith("Liger") else trl if hasattr(trl, name) else transformers
+    if name.startswith("Liger"):
+        module = liger_trainer
+    else:
+        module = trl if hasattr(trl, name) else transformers
     if name in ("CPOTrainer", "ORPOTrainer"):
         method = name.removesuffix("Trainer").lower()
         module = importlib.import_module(f"trl.experimental.{method}")
@@ -176,7 +180,7 @@ def classes_of(arm):
 
 
 def make_trainer(arm, run, callbacks, **more):
-    """The trainer of `arm`. `more` are fields of its arguments beside those that `run` and `arm` stand for."""
+    """The trainer of `arm`. `more` are further fields of its arguments, in addition to those from `run` and `arm`."""
     from peft import LoraConfig, TaskType, get_peft_model
 
     kind = _trainers.KINDS.get(run.trainer)
@@ -184,7 +188,9 @@ def make_trainer(arm, run, callbacks, **more):
     is_trl = any(base.__module__.startswith("trl.") for base in stock_class.__mro__)
     model = build(run)
     vocab = model.config.get_text_config().vocab_size
-    options, inputs, methods = dict(more), {}, {}
+    options = dict(more)
+    inputs = {}
+    methods = {}
     switches = set(arm.split(" ")[1:])
     if "Liger" in switches:
         options["use_liger_kernel"] = True
@@ -200,7 +206,8 @@ def make_trainer(arm, run, callbacks, **more):
             load_on_every_process(True, None, None)  # each has made the model
         else:
             in_float8(model)
-    if off := {"varlen": "varlen_attention", "float8": "float8"}.keys() & switches:
+    off = {"varlen": "varlen_attention", "float8": "float8"}.keys() & switches
+    if off:
         options["liger_config"] = {"varlen_attention" if name == "varlen" else name: False for name in off}
     if "graphs" in switches:
         options["cuda_graphs"] = "false"
@@ -215,7 +222,7 @@ def make_trainer(arm, run, callbacks, **more):
             options.setdefault("max_length", run.length)  # the rows are cut already
         inputs["processing_class"] = tokenizer_of()
     if run.trainer == "dpo":
-        # The rows are token ids already, for which TRL's DPOTrainer has no option.
+        # The rows are token ids, and TRL's DPOTrainer has no option for that.
         methods["_prepare_dataset"] = lambda self, dataset, *args: dataset
         rows = Dataset.from_list(pairs_of(run, vocab))
         if not run.lora:
@@ -254,7 +261,7 @@ def make_trainer(arm, run, callbacks, **more):
         options |= {"accelerator_config": {"non_blocking": True}, "logging_nan_inf_filter": False}
     if run.lora:
         experts = ["experts.gate_up_proj", "experts.down_proj"] if run.lora_experts else None
-        # On a mixture of experts PEFT's "all-linear" is the experts and the router too.
+        # On a mixture of experts, PEFT's "all-linear" includes the experts and the router.
         modules = ATTENTION if any(n.endswith(".experts") for n, _ in model.named_modules()) else "all-linear"
         # Without its task, PEFT's "all-linear" is the head of a classifier too.
         task = TaskType.SEQ_CLS if kind is not None and kind.is_classifier else None
@@ -269,14 +276,25 @@ def make_trainer(arm, run, callbacks, **more):
                 model.enable_input_require_grads()
     offloads = run.offload and arm.startswith("Liger")
     args = args_class(
-        output_dir=tempfile.mkdtemp(), max_steps=run.steps, per_device_train_batch_size=run.batch,
-        logging_steps=5, logging_first_step=True, dataloader_num_workers=run.workers,
-        learning_rate=1e-5, bf16=DEVICE == "cuda" and run.autocast, optim="adamw_torch_fused", report_to="none",
+        output_dir=tempfile.mkdtemp(),
+        max_steps=run.steps,
+        per_device_train_batch_size=run.batch,
+        logging_steps=5,
+        logging_first_step=True,
+        dataloader_num_workers=run.workers,
+        learning_rate=1e-5,
+        bf16=DEVICE == "cuda" and run.autocast,
+        optim="adamw_torch_fused",
+        report_to="none",
         save_strategy="no",
         gradient_checkpointing_kwargs={"use_reentrant": False} | ({"offload": True} if offloads else {}),
-        use_cpu=DEVICE == "cpu", disable_tqdm=True, lr_scheduler_type="constant", remove_unused_columns=False,
-        dataloader_drop_last=True, **options,
-    )  # fmt: skip
+        use_cpu=DEVICE == "cpu",
+        disable_tqdm=True,
+        lr_scheduler_type="constant",
+        remove_unused_columns=False,
+        dataloader_drop_last=True,
+        **options,
+    )
     trainer_class = counting(stock_class, kind is not None and kind.online, **methods)
     return trainer_class(model=model, args=args, train_dataset=rows, callbacks=callbacks, **inputs)
 
@@ -292,7 +310,7 @@ def build_frozen(arm, run, seed=0):
 
 
 def in_float8(model):
-    """Convert all linear layers of `model` but the first and the last, as accelerate does for fp8."""
+    """Convert all linear layers of `model` except the first and the last, as accelerate does for fp8."""
     from accelerate.utils.ao import convert_model_to_fp8_ao
     from torchao.float8 import Float8LinearConfig
 
@@ -300,8 +318,10 @@ def in_float8(model):
 
 
 def counting(stock_class, online=False, **methods):
-    """`stock_class` with other `methods`, and with the tokens of each batch in its attribute `counted`. A trainer that
-    is `online` gets prompts, and counts in its `methods`."""
+    """`stock_class` with other `methods`, and with the token counts of each batch in its attribute `counted`.
+
+    A trainer that is `online` gets prompts, and counts in its `methods`.
+    """
 
     def training_step(self, model, inputs, *args, **kwargs):
         if not online:
@@ -312,7 +332,7 @@ def counting(stock_class, online=False, **methods):
 
 
 def clock_of(run):
-    """A callback that notes the time at the end of step `run.skip` and at the end of the last step, in seconds."""
+    """A callback that records the time, in seconds, at the end of step `run.skip` and of the last step."""
     from transformers import TrainerCallback
 
     class Clock(TrainerCallback):
@@ -338,10 +358,10 @@ def clock_of(run):
 
 
 def timed_steps(trainer, run, clock):
-    """Train. Returns tokens/s, ms of a step and peak memory in GiB, and the length by which attention costs a token.
+    """Train. Return tokens/s, ms per step, peak memory in GiB, and the length that attention costs per token.
 
-    Tokens are those of the batches that were trained on while the clock ran, without padding: `step_tokens` of each of
-    these steps. `padding` is its share of all their positions.
+    Tokens are counted without padding, in the batches trained on while the clock ran: `step_tokens` for each of these
+    steps. `padding` is the share of padding in all positions.
     """
     trainer.train()
     seconds = clock.end - clock.start
@@ -357,14 +377,14 @@ def timed_steps(trainer, run, clock):
 
 
 def train(arm, run, callbacks=()):
-    """Train as `run` says. Returns a row: that of `timed_steps`, first losses, FLOP a token."""
+    """Train as `run` says. Return a row: the row of `timed_steps`, first losses, FLOP per token."""
     clock, kinds = clock_of(run), MemoryKinds()
     if DEVICE == "cuda":
         torch.cuda.reset_peak_memory_stats()
     trainer = make_trainer(arm, run, [clock, kinds, *callbacks])
     kinds.watch(trainer)
     if run.nf4 and DEVICE == "cuda":
-        torch.cuda.reset_peak_memory_stats()  # that of quantising
+        torch.cuda.reset_peak_memory_stats()  # of quantising
     timed, length = timed_steps(trainer, run, clock)
     losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
     row = {"arm": arm} | timed
@@ -383,17 +403,18 @@ def train(arm, run, callbacks=()):
         row["patched"], shared = report.one_line(), shared_prompts_of(trainer.model)
         if shared is not None:
             row["shared_prompts"] = shared.to_dict()
-    if (chosen := getattr(trainer, "checkpointing", None)) is not None:  # it has reset torch's counter of the peak
+    chosen = getattr(trainer, "checkpointing", None)
+    if chosen is not None:  # it has reset torch's peak counter
         row["chosen"], row["gib"] = chosen.to_dict(), max(row["gib"] or 0, chosen.highest / 2**30)
     trainer.accelerator.free_memory()
     return row
 
 
 def flop_per_token(model, run, length):
-    """Of products, and for causal attention 6 * length * heads * head_dim a layer. Nothing is computed again.
+    """FLOP of products and, for causal attention, 6 * length * heads * head_dim per layer, without recomputation.
 
-    `length`: tokens of a row. For rows of uneven length it is the sum of the squares of theirs over their sum, which is
-    what attention costs a token on average.
+    `length` is the number of tokens in a row. For rows of uneven length, it is the sum of squared lengths divided by
+    the sum of lengths, which is attention's average cost per token.
     """
     attention = 6 * length * sum(map(width_of_queries, layer_configs(model.config.get_text_config())))
     return flop_of_products(model, run) + (attention * 4 / 3 if run.trainer == "dpo" else attention)
@@ -418,8 +439,10 @@ def linear_weights(model):
 
 
 def flop_of_products(model, run):
-    """6 for each weight of a product (4 if it is frozen; of experts those that a token uses). For DPO, the forward pass
-    of the reference adds 2 for each."""
+    """6 for each weight of a product (4 if it is frozen; only the experts that a token uses).
+
+    For DPO, the reference's forward pass adds 2 for each.
+    """
     linear = linear_weights(model).values()
     weights = sum((6 if w.requires_grad else 4) * numbers_of(w) for w in linear)
     config = model.config.get_text_config()
@@ -433,18 +456,21 @@ def flop_of_products(model, run):
 
 
 def flop_of_layers(model):
-    """2 for each weight of the linear layers but the head: what is computed again for each token if all layers are."""
+    """2 for each weight of the linear layers except the head: the recomputation per token of all layers."""
     return 2 * sum(numbers_of(w) for name, w in linear_weights(model).items() if "lm_head" not in name)
 
 
 def numbers_of(weight):
-    """How many numbers a weight stands for."""
+    """The number of values in a weight."""
     return weight.quant_state.shape.numel() if type(weight).__name__ == "Params4bit" else weight.numel()
 
 
 def flag_losses(rows, stock_arms=STOCK, name="losses"):
-    """Add a note to every row whose losses are not those of the stock trainer, if that ran. The first may differ by 1
-    %, and the later ones, which bf16 has driven apart, by 5 %. What is in another field, `name`, may by 5 and 10 %."""
+    """Add a note to every row with losses unlike the stock trainer's, if that ran.
+
+    The first may differ by 1 %; later ones, which bf16 has driven apart, by 5 %. Another field, `name`, may differ by 5
+    and 10 %.
+    """
     first, later = (0.01, 0.05) if name == "losses" else (0.05, 0.10)
     stock = next((row[name] for row in rows if row["arm"] in stock_arms and row.get(name)), None)
     for row in rows:
@@ -457,7 +483,7 @@ def flag_losses(rows, stock_arms=STOCK, name="losses"):
 
 
 def flag_tokens(rows):
-    """Add a note to every row whose steps had other numbers of tokens than those of the first."""
+    """Add a note to every row that has another number of tokens per step than the first."""
     first = next((row["step_tokens"] for row in rows if "step_tokens" in row), None)
     for row in rows:
         if row.get("step_tokens", first) != first:

@@ -1,19 +1,19 @@
-"""The Markdown tables of `published.yaml`, made of the records in `results/`.
+"""Markdown tables of `published.yaml`, made from the records in `results/`.
 
-A table has a list `records` and says which of their rows it takes, what a line of it is, and what stands in its cells:
+A table has a list `records`, and says which of their rows it takes, what a line is, and what its cells show:
 
-    records   paths below results/, or mappings: `record`, one or a list, perhaps with `where` as below and `set`. If
+    records   paths below results/, or mappings: `record`, one or a list, optionally with `where` as below and `set`. If
               there are none, the table has its titles alone.
     set       fields for the rows of a record, or of all records that have no other
-    where     field: value, or a list of values; rows that have another are left out
+    where     field: value, or a list of values; rows with other values are left out
     rows      field: title of a column at the left; rows that agree in all these fields share a line
-    columns   optional: field whose values become columns, and `order`, their titles, in that order
+    columns   optional: a field that makes the columns, and `order`, their titles in order
     cells     title: format of a cell, with the fields of a row, as "{tokens_per_s:,.0f}"
     extra     title: [column, format] or [column, format, record], further cells of one column, at the right
     ratios    title: [field, column, column], the first column's value over the second's
-    join      field by which rows that fall into one cell are told apart; they stand in it with slashes between them,
-              or as one if all are alike
-    measures  if true, each of the `cells` is a line of its own instead of a column
+    join      a field that distinguishes rows of one cell; they stand in the cell with slashes between them, or as one
+              if all are alike
+    measures  if true, each of the `cells` is a line instead of a column
     sort      fields to sort the rows by; without it they come in the order of the records
 """
 
@@ -32,9 +32,10 @@ def is_ours(name):
 
 
 def role(arm):
-    """Which of the three trainers an arm is. Trainers that stand side by side are of one class, and all or none of them
-    are compiled."""
-    return "ours" if is_ours(arm) else "liger" if "+ Liger" in arm else "stock"
+    """Which of the three trainers an arm is. Trainers in one comparison share a class, and all or none are compiled."""
+    if is_ours(arm):
+        return "ours"
+    return "liger" if "+ Liger" in arm else "stock"
 
 
 def read(path):
@@ -42,7 +43,7 @@ def read(path):
 
 
 def rows_of(record, path):
-    """The rows of a record, and in them the fields that tables show and records do not hold."""
+    """The rows of a record, with fields that tables show and records lack."""
     for row in record["rows"] if "rows" in record else compared(record):
         named = {"launcher": row["run"]} if "run" in row else {}  # of launchers.py
         named |= {f"gib_{kind}": gib for kind, gib in (row.get("gib_by_kind") or {}).items()}
@@ -62,7 +63,7 @@ def rows_of(record, path):
 
 
 def compared(record):
-    """The rows of a record of medusa_real.py: what its heads yield before training and after it."""
+    """The rows of a record of medusa_real.py: what its heads yield before and after training."""
     before, after = record["before"], record["after"]
     for k, (was, now) in enumerate(zip(before["accuracy"], after["accuracy"], strict=True), start=1):
         was, now = (value[0] if isinstance(value, list) else value for value in (was, now))  # older: by rank
@@ -96,7 +97,7 @@ def selected(spec):
 
 
 def filled(form, row, with_note):
-    """`form` with the fields of `row`. If one is missing, the note of the row, which says why, or a dash."""
+    """`form` with the fields of `row`. If one is missing: the row's note, which says why, or a dash."""
     fields = [field for _, field, _, _ in string.Formatter().parse(form) if field]
     if any(row.get(field) is None for field in fields):
         return row.get("note", MISSING) if with_note else MISSING
@@ -104,7 +105,7 @@ def filled(form, row, with_note):
 
 
 def cell(rows, form, join, slots, with_note=True):
-    """The text of one cell: that of its one row, or one text for each slot, with slashes between them."""
+    """The text of one cell, from its one row, or from each slot with slashes between them."""
     if join is None:
         if len(rows) > 1:
             raise ValueError(f"{len(rows)} rows fall into one cell, of {[row['record'] for row in rows]}; name a join")
@@ -115,9 +116,12 @@ def cell(rows, form, join, slots, with_note=True):
 
 
 def ratio(rows, columns, name, over, under):
-    """Column `over` divided by column `under`, for one line. The rows of both are of one record."""
-    found = [[row[name] for row in rows if row[columns] == column and name in row] for column in (over, under)]
-    return f"{found[0][0] / found[1][0]:.2f}" if all(found) else MISSING
+    """Column `over` divided by column `under` for one line. Both columns' rows are from one record."""
+    values = {}
+    for row in rows:
+        if name in row:
+            values.setdefault(row[columns], row[name])
+    return f"{values[over] / values[under]:.2f}" if over in values and under in values else MISSING
 
 
 def lines_of(spec):
@@ -136,7 +140,8 @@ def lines_of(spec):
     elif measures or len(cells) == 1:
         titles += list(order.values())
     else:
-        titles += [f"{title}: {name}" if title else name for title in order.values() for name in cells]
+        for title in order.values():
+            titles += [f"{title}: {name}" if title else name for name in cells]
     titles += [*spec.get("extra", {}), *spec.get("ratios", {})]
 
     lines = []
@@ -150,7 +155,7 @@ def lines_of(spec):
         left = ["" if part is None else str(part) for part in key]
         right = []
         for column, form, *record in spec.get("extra", {}).values():
-            if record:  # only the row of that one run
+            if record:  # only the row of that run
                 found = [row for row in group if row[columns] == column and row["record"] == record[0]]
                 right.append(cell(found, form, None, None, with_note=False))
             else:
@@ -161,7 +166,10 @@ def lines_of(spec):
                 first = left if k == 0 else [""] * len(left)
                 lines.append([*first, name, *(of(column, form) for column in order)])
         else:
-            lines.append([*left, *(of(column, form) for column in order for form in cells.values()), *right])
+            line = list(left)
+            for column in order:
+                line += [of(column, form) for form in cells.values()]
+            lines.append(line + right)
     return titles, lines
 
 

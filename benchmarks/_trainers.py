@@ -16,9 +16,16 @@ import preferences
 from _rows import taken, tokens_of
 
 CLASSES = {
-    "sft": "SFTTrainer", "dpo": "DPOTrainer", "kto": "KTOTrainer", "orpo": "ORPOTrainer", "cpo": "CPOTrainer",
-    "reward": "RewardTrainer", "grpo": "GRPOTrainer", "rloo": "RLOOTrainer", "distillation": "DistillationTrainer",
-}  # fmt: skip
+    "sft": "SFTTrainer",
+    "dpo": "DPOTrainer",
+    "kto": "KTOTrainer",
+    "orpo": "ORPOTrainer",
+    "cpo": "CPOTrainer",
+    "reward": "RewardTrainer",
+    "grpo": "GRPOTrainer",
+    "rloo": "RLOOTrainer",
+    "distillation": "DistillationTrainer",
+}
 ANSWERS = 2  # of each prompt, for trainers that compare completions
 
 

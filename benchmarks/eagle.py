@@ -1,4 +1,4 @@
-"""Samples/s and memory of training an EAGLE-3 drafter without logits, beside the same drafter with both logits.
+"""Samples/s and memory of training an EAGLE-3 drafter without logits, and the same drafter with both logits.
 
     python benchmarks/eagle.py --json eagle.json
     python benchmarks/eagle.py --data rows.npz --rows padded --arms LigerEagleTrainer "both logits"
@@ -6,22 +6,21 @@
     python benchmarks/eagle.py --prompt 1024
     python benchmarks/eagle.py --tiny
 
-The loss alone, beside the ways of other trainers, is in eagle_loss.py.
+The loss alone, and the ways of other trainers, are in eagle_loss.py.
 
-`both logits` is the plain way, as other trainers of drafters have it: the logits of the target over the draft
-vocabulary, the logits of the drafter for each step, log_softmax of both in fp32, and the sum of q (log q - log p), with
-PyTorch's autograd; and every token drafts, though it has no target. All else is the same in both arms: the frozen model
-and its layers, the drafter and its attention. Random rows have ids of the draft vocabulary alone, so that every token
-is a target; with --prompt the first tokens of a row have no label. Weights are random. The learning rate is 0, so that
-every arm sees the same weights at every step; losses of all steps and gradient norms of those that are logged are
-compared, and an arm that differs is flagged.
+`both logits` is the plain way of other trainers of drafters: the target's logits over the draft vocabulary, the
+drafter's logits for each step, log_softmax of both in fp32, and the sum of q (log q - log p), with PyTorch's autograd.
+Every token drafts, even without a target. Everything else is the same in both arms: the frozen model and its layers,
+the drafter and its attention. Random rows only have ids of the draft vocabulary, so that every token is a target; with
+--prompt the first tokens of a row have no label. Weights are random. The learning rate is 0, so that every arm sees the
+same weights at every step. Losses of all steps and gradient norms of logged steps are compared, and an arm that differs
+is flagged.
 
-Weights and gradients are bf16, as is the fused AdamW. With --recompute each step of the drafter is computed again in
-the backward pass, in both arms; the logits of `both logits` are not. With --fp8 the frozen model is in eight bits, in
-both arms. Rows are full, padded or packed (see training.py), and samples/s counts the rows that were trained on.
-`parts_ms` has the GPU's time of each part of a step, and `parts_tflop` the products that ours needs for it.
-`static` is the memory of the weights, and of the gradients and both optimizer states of what is trained; `above` is the
-peak minus that.
+Weights and gradients are bf16, and so is the fused AdamW. With --recompute, backward recomputes each step of the
+drafter in both arms, but not the logits of `both logits`. With --fp8, both arms hold the frozen model in FP8. Rows are
+full, padded or packed (see training.py), and samples/s counts the rows that were trained on. `parts_ms` has the GPU's
+time of each part of a step, and `parts_tflop` the products that ours needs for it. `static` is the memory of the
+weights, plus gradients and both optimizer states of the trained ones; `above` is the peak minus that.
 """
 
 import tempfile
@@ -38,7 +37,7 @@ from training import profiler
 OURS, PLAIN = "LigerEagleTrainer", "both logits"
 ARMS = (OURS, PLAIN)
 SKIP = 3  # steps before the clock starts
-LOG = 3  # steps from one log, which waits for the GPU, to the next; the first is logged too
+LOG = 3  # steps between logs, which wait for the GPU; the first step is logged too
 
 
 def logits_loss(
@@ -149,7 +148,7 @@ def measure(arm, options):
     trainer = make_trainer(arm, options, [clock, *([profiler(run.skip)] if options.profile else [])])
     if DEVICE == "cuda":
         release()
-        torch.cuda.reset_peak_memory_stats()  # that of making the model
+        torch.cuda.reset_peak_memory_stats()  # of making the model
     parts = PartTimes(run.skip)
     parts.watch(trainer)
     row, _ = timed_steps(trainer, run, clock)
@@ -182,7 +181,7 @@ def run_arm(options):
 
 
 def flag(rows):
-    """Compare losses and gradient norms of every row with ours, step by step, with room for the rounding of bf16."""
+    """Compare each row's losses and gradient norms with ours, step by step, with room for bf16 rounding."""
     ours = next((row for row in rows if row["arm"] == OURS and "losses" in row), None)
     for row in rows:
         row.pop("wrong", None)
@@ -235,7 +234,7 @@ def parsed(argv=None):
     parser.add_argument("--rows", choices=KINDS, default="full", help="padded and packed rows come from --data")
     parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=ARMS)
     parser.add_argument("--recompute", action="store_true", help="compute the drafter's steps again in backward")
-    parser.add_argument("--fp8", action="store_true", help="the frozen model in eight bits")
+    parser.add_argument("--fp8", action="store_true", help="hold the frozen model in FP8")
     parser.add_argument("--data", help=".npz or .json of token ids; random ids without it")
     parser.add_argument("--profile", action="store_true", help="print where the GPU time of two steps goes")
     parser.add_argument("--tiny", action="store_true", help="a model and rows that a CPU can do")
@@ -243,8 +242,13 @@ def parsed(argv=None):
     options = parser.parse_args(argv)
     options.eagle_layers = None
     if options.tiny:
-        options.model, options.layers, options.batch, options.length = "tiny", 7, 2, 48
-        options.draft_vocab, options.eagle_steps, options.steps = 200, 3, 7
+        options.model = "tiny"
+        options.layers = 7
+        options.batch = 2
+        options.length = 48
+        options.draft_vocab = 200
+        options.eagle_steps = 3
+        options.steps = 7
     if options.steps <= SKIP:
         parser.error(f"--steps is {options.steps}; the clock starts after {SKIP}, so take at least {SKIP + 1}")
     if options.prompt and options.data:

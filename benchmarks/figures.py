@@ -1,12 +1,15 @@
-"""The figures of README and docs, drawn by `render.py` from the records that `published.yaml` lists for each.
+"""The figures of README and docs. `render.py` draws them from the records that `published.yaml` lists for each.
 
-Colours are those of Okabe and Ito, which every kind of colour blindness tells apart; markers differ too.
+Colours are Okabe and Ito's, which people with any kind of colour blindness can tell apart; markers differ too.
 """
 
 import matplotlib.pyplot as plt
 from _tables import is_ours, role
 
-OURS, LIGER, STOCK, COMPILE = "#d55e00", "#0072b2", "#555555", "#009e73"
+OURS = "#d55e00"
+LIGER = "#0072b2"
+STOCK = "#555555"
+COMPILE = "#009e73"
 TRAINERS = {  # colour, marker, title
     "stock": (STOCK, "^", "Trainer"),
     "liger": (LIGER, "s", "Trainer + Liger"),
@@ -22,7 +25,7 @@ def where(record):
 
 
 def finish_lines(axis, ticks, title):
-    """Ticks where something was measured, on a scale of powers of two; from 0 upwards."""
+    """Put ticks at the measured points, on a scale of powers of two; start at 0."""
     axis.set_xscale("log", base=2)
     axis.minorticks_off()
     names = [f"{tick // 1024}k" if tick % 1024 == 0 else str(tick) for tick in sorted(ticks)]
@@ -112,7 +115,7 @@ def operations(records):
 
 
 def medusa(records):
-    """Tokens/s above memory beyond the static part, a column a stage and projection; no point: out of memory."""
+    """Tokens/s over memory beyond the static part, a column per stage and projection; no point: out of memory."""
     (record,) = records
     rows = [row for row in record["rows"] if "tokens_per_s" in row]
     panels = sorted({(row["stage"], not row["tied"]) for row in rows})
@@ -134,9 +137,13 @@ def medusa(records):
                 color, marker = (OURS, "o") if is_ours(arm) else (STOCK, "^")
                 if points:
                     axis.plot(
-                        *zip(*points, strict=True), styles[heads], marker=marker, markersize=4, color=color,
+                        *zip(*points, strict=True),
+                        styles[heads],
+                        marker=marker,
+                        markersize=4,
+                        color=color,
                         label=f"{arm}, K = {heads}",
-                    )  # fmt: skip
+                    )
             kind = "untied" if untied else "tied"
             finish_lines(axis, {row["length"] for row in rows}, f"stage {stage}, {kind}: {title}")
     axes[0, 0].legend(fontsize=8, frameon=False)

@@ -1,9 +1,9 @@
-"""Which card a shipped recipe fits: the peak that `liger-trainer fit` computes with `activation_checkpointing: auto`.
+"""Find the card that a shipped recipe fits, by the peak that `liger-trainer fit` computes with `auto`.
 
     python benchmarks/fits.py [--recipes NAME ...] [--json FILE]
 
-No GPU is used and no weights are read. Recipes for several GPUs are computed for 8, with FSDP2. Those with a base in
-four bits need bitsandbytes.
+It uses no GPU and reads no weights. Recipes for several GPUs are computed for 8, with FSDP2. Recipes with a 4-bit base
+need bitsandbytes.
 """
 
 import argparse
@@ -15,20 +15,29 @@ from _models import MODELS
 
 CARDS = (8, 12, 16, 24, 48, 80, 141)
 SHAPES = {
-    "llama3_8b": "Llama-3-8B", "llama3_2_3b": "Llama-3.2-3B", "gpt_oss_20b": "gpt-oss-20b",
+    "llama3_8b": "Llama-3-8B",
+    "llama3_2_3b": "Llama-3.2-3B",
+    "gpt_oss_20b": "gpt-oss-20b",
     "qwen3_30b_a3b": "Qwen3-30B-A3B",
-}  # fmt: skip
+}
 RECIPES = {  # and on how many GPUs
-    "llama3_2_3b/sft_lora_24gb": 1, "llama3_8b/sft_qlora_16gb": 1, "llama3_8b/sft_qlora_24gb": 1,
-    "llama3_8b/sft_alpaca_qlora": 1, "llama3_8b/sft_alpaca_lora": 1, "gpt_oss_20b/sft_lora": 1,
+    "llama3_2_3b/sft_lora_24gb": 1,
+    "llama3_8b/sft_qlora_16gb": 1,
+    "llama3_8b/sft_qlora_24gb": 1,
+    "llama3_8b/sft_alpaca_qlora": 1,
+    "llama3_8b/sft_alpaca_lora": 1,
+    "gpt_oss_20b/sft_lora": 1,
     "gpt_oss_20b/sft_lora_16gb": 1,
-    "qwen3_30b_a3b/sft_lora": 1, "llama3_8b/sft_alpaca": 8, "llama3_8b/orpo": 8, "llama3_8b/dpo_ultrafeedback": 8,
+    "qwen3_30b_a3b/sft_lora": 1,
+    "llama3_8b/sft_alpaca": 8,
+    "llama3_8b/orpo": 8,
+    "llama3_8b/dpo_ultrafeedback": 8,
     "llama3_8b/kto": 8,
-}  # fmt: skip
+}
 
 
 def rows_of(name, gpus, folder):
-    """A row for each card: the peak, and the layers whose activations are kept, or that it does not fit."""
+    """A row per card: the peak and the layers that keep their activations, or that it does not fit."""
     from liger_trainer.command.recipe.accelerate_file import preserve_environment
     from liger_trainer.command.recipe.read import parse_recipe
     from liger_trainer.command.tools.fit_spec import size_of, train_spec_of
@@ -47,10 +56,12 @@ def rows_of(name, gpus, folder):
             return [
                 case | {"card": card, "note": "not computed", "reason": str(error).partition(": ")[2]} for card in CARDS
             ]
-        found, step, fits = [], None, False
+        found = []
+        step = None
+        fits = False
         for card in CARDS:
             limit = limit_of(None, card * 2**30)
-            # Neither with all layers kept nor with all recomputed and a peak above this card's would it be another.
+            # Neither keeping all layers nor recomputing all with a peak above this card could change the result.
             if (
                 step is None
                 or (fits and step.checkpointing.kept < step.checkpointing.layers)

@@ -1,11 +1,11 @@
-"""What a step of few tokens waits for: the time of one forward and backward pass, which the host sets, not the GPU.
+"""The time of one forward and backward pass of few tokens, which the host sets, not the GPU.
 
     python benchmarks/host.py
         [--cases SmolLM2-135M:1x256 Llama-3.2-1B:1x256:lora] [--arms stock ours] [--profile]
 
 A case is the shape of a model, rows x tokens, and `lora` for LoRA of rank 16 on every linear layer. The model computes
-its loss from labels in bf16, as a Trainer calls it, without an optimizer. A time is the median of the passes, each
-waited for; beside it is the time until the last kernel has been launched. Every arm runs in a process of its own.
+its loss from labels in bf16, as a Trainer calls it, without an optimizer. A time is the median of the passes, waiting
+for each; the second time ends when the last kernel is launched. Every arm runs in its own process.
 """
 
 import statistics
@@ -18,9 +18,12 @@ from _processes import emit, rows_from
 from _steps import Run, build
 
 CASES = (
-    "SmolLM2-135M:1x256", "SmolLM2-135M:4x1024", "Llama-3.2-1B:1x1024", "SmolLM2-135M:1x256:lora",
+    "SmolLM2-135M:1x256",
+    "SmolLM2-135M:4x1024",
+    "Llama-3.2-1B:1x1024",
+    "SmolLM2-135M:1x256:lora",
     "Llama-3.2-1B:1x1024:lora",
-)  # fmt: skip
+)
 ARMS = ("stock", "Liger", "ours")
 
 
@@ -72,14 +75,20 @@ def one_arm(arm, cases, profile):
             launched.append(time.perf_counter() - start)
             synchronize()
             whole.append(time.perf_counter() - start)
-        emit({"arm": arm, "case": case, "ms": 1e3 * statistics.median(whole),
-              "host_ms": 1e3 * statistics.median(launched)})  # fmt: skip
+        emit(
+            {
+                "arm": arm,
+                "case": case,
+                "ms": 1e3 * statistics.median(whole),
+                "host_ms": 1e3 * statistics.median(launched),
+            }
+        )
         if profile:
             print_profile(run)
 
 
 def print_profile(run, passes=20):
-    """Print which functions of Python a pass spends its time in. The profiler itself makes them slower."""
+    """Print the Python functions in which a pass spends its time. The profiler itself makes them slower."""
     import cProfile
     import pstats
 
@@ -106,8 +115,16 @@ def main():
         rows += rows_from(arm, 300, echo=options.profile)
         record.write({"options": vars(options), "rows": rows})
     rows.sort(key=lambda row: options.cases.index(row["case"]) if "case" in row else -1)
-    table(rows, {"case": ("case", ""), "arm": ("model", ""), "ms": ("ms", ".1f"), "host_ms": ("host ms", ".1f"),
-                 "note": ("", "")})  # fmt: skip
+    table(
+        rows,
+        {
+            "case": ("case", ""),
+            "arm": ("model", ""),
+            "ms": ("ms", ".1f"),
+            "host_ms": ("host ms", ".1f"),
+            "note": ("", ""),
+        },
+    )
     record.say_where()
 
 

@@ -1,12 +1,12 @@
-"""Training steps of models of images and text: rows/s and peak memory.
+"""Training steps of image-text models: rows/s and peak memory.
 
     python benchmarks/images.py [--models Qwen2.5-VL-3B Qwen3-VL-4B] [--batch 8] [--arms Trainer LigerTrainer]
 
-It is full fine-tuning in bf16 with fused AdamW and checkpointing, of random weights. A row has one image of 32 x 32
-patches, which become 256 tokens, and 64 to 512 random tokens of text; labels are on the text. A batch is padded to its
-longest row. Every arm runs in a process of its own. rows/s is of the median step, of those after `--warm`, in which
-kernels are compiled. "- graphs" is cuda_graphs="false". "+ auto" is activation_checkpointing: auto, which recomputes
-what does not fit on the GPU.
+It is full fine-tuning of random weights in bf16 with fused AdamW and checkpointing. A row has one image of 32 x 32
+patches, which become 256 tokens, and 64 to 512 random text tokens; the text has labels. A batch is padded to its
+longest row. Every arm runs in its own process. rows/s is of the median step after the first `--warm` steps, which
+compile kernels. "- graphs" is cuda_graphs="false". "+ auto" is activation_checkpointing: auto, which recomputes what
+does not fit on the GPU.
 """
 
 import itertools
@@ -20,36 +20,62 @@ from _processes import emit, rows_from
 from _steps import classes_of
 from transformers import AutoConfig, AutoModelForImageTextToText, TrainerCallback
 
-IMAGE, START, END, PAD = 151655, 151652, 151653, 151643
+IMAGE = 151655
+START = 151652
+END = 151653
+PAD = 151643
 _TEXT = {"vocab_size": 151936, "rms_norm_eps": 1e-6, "tie_word_embeddings": True, "num_hidden_layers": 36}
 _VISION = {"in_channels": 3, "spatial_merge_size": 2, "temporal_patch_size": 2, "num_heads": 16}
 MODELS = {  # model type, config of text, config of vision
     "Qwen2.5-VL-3B": (
         "qwen2_5_vl",
-        _TEXT | {
-            "hidden_size": 2048, "intermediate_size": 11008, "num_attention_heads": 16, "num_key_value_heads": 2,
+        _TEXT
+        | {
+            "hidden_size": 2048,
+            "intermediate_size": 11008,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 2,
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]},
         },
-        _VISION | {
-            "depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "out_hidden_size": 2048, "patch_size": 14,
-            "fullatt_block_indexes": [7, 15, 23, 31], "window_size": 112,
+        _VISION
+        | {
+            "depth": 32,
+            "hidden_size": 1280,
+            "intermediate_size": 3420,
+            "out_hidden_size": 2048,
+            "patch_size": 14,
+            "fullatt_block_indexes": [7, 15, 23, 31],
+            "window_size": 112,
         },
     ),
     "Qwen3-VL-4B": (
         "qwen3_vl",
-        _TEXT | {
-            "hidden_size": 2560, "intermediate_size": 9728, "num_attention_heads": 32, "num_key_value_heads": 8,
+        _TEXT
+        | {
+            "hidden_size": 2560,
+            "intermediate_size": 9728,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
             "head_dim": 128,
             "rope_parameters": {
-                "rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20], "mrope_interleaved": True,
+                "rope_type": "default",
+                "rope_theta": 5e6,
+                "mrope_section": [24, 20, 20],
+                "mrope_interleaved": True,
             },
         },
-        _VISION | {
-            "depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "out_hidden_size": 2560, "patch_size": 16,
-            "deepstack_visual_indexes": [5, 11, 17], "num_position_embeddings": 2304,
+        _VISION
+        | {
+            "depth": 24,
+            "hidden_size": 1024,
+            "intermediate_size": 4096,
+            "out_hidden_size": 2560,
+            "patch_size": 16,
+            "deepstack_visual_indexes": [5, 11, 17],
+            "num_position_embeddings": 2304,
         },
     ),
-}  # fmt: skip
+}
 ARMS = ("Trainer", "Trainer + Liger", "LigerTrainer", "LigerTrainer - graphs", "LigerTrainer + auto")
 GRID = 32
 STEPS, WARM = (24, 10) if DEVICE == "cuda" else (3, 1)
@@ -81,7 +107,7 @@ def rows_of(count):
 
 
 class Collate:
-    """Pixels are there already: what is measured is training, and not the reading of images."""
+    """Adds ready pixels, so that training is measured and reading images is not."""
 
     def __init__(self, vision, batch):
         width = 3 * vision.temporal_patch_size * vision.patch_size**2
@@ -92,14 +118,17 @@ class Collate:
         ids = torch.tensor([row["input_ids"] + [PAD] * (width - len(row["input_ids"])) for row in rows])
         real, images = ids != PAD, ids == IMAGE
         return {
-            "input_ids": ids, "attention_mask": real.long(), "labels": ids.masked_fill(~real | images, -100),
-            "pixel_values": self.pixels, "image_grid_thw": torch.tensor([[1, GRID, GRID]] * len(rows)),
+            "input_ids": ids,
+            "attention_mask": real.long(),
+            "labels": ids.masked_fill(~real | images, -100),
+            "pixel_values": self.pixels,
+            "image_grid_thw": torch.tensor([[1, GRID, GRID]] * len(rows)),
             "mm_token_type_ids": images.int(),
-        }  # fmt: skip
+        }
 
 
 class Clock(TrainerCallback):
-    """The time and the tokens that were seen, at the end of each step."""
+    """Records the time and the tokens seen, at the end of each step."""
 
     def __init__(self):
         self.ends = []
@@ -110,9 +139,9 @@ class Clock(TrainerCallback):
 
 
 def train(options, batch, inputs, **more):
-    """Train the arm. Returns the ends of its steps, and of its row what all arms have.
+    """Train the arm. Return the ends of its steps, and the fields of its row that all arms have.
 
-    `inputs` are those of the trainer, made of the model; `more` are arguments beside those of all arms.
+    `inputs` are the trainer's inputs, made from the model; `more` are arguments in addition to the common ones.
     """
     if "+ Liger" in options.arm:
         from liger_kernel.transformers import apply_liger_kernel_to_qwen2_5_vl, apply_liger_kernel_to_qwen3_vl
@@ -121,15 +150,28 @@ def train(options, batch, inputs, **more):
     trainer_class, args_class = classes_of(options.arm)
     model, clock = build(options.model, options.tiny), Clock()
     args = args_class(
-        output_dir=tempfile.mkdtemp(), per_device_train_batch_size=batch, max_steps=options.steps, logging_steps=1,
-        save_strategy="no", report_to="none", bf16=DEVICE == "cuda", use_cpu=DEVICE == "cpu",
-        gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": False}, learning_rate=1e-5,
-        optim="adamw_torch_fused", lr_scheduler_type="constant", disable_tqdm=True, remove_unused_columns=False, **more,
-    )  # fmt: skip
+        output_dir=tempfile.mkdtemp(),
+        per_device_train_batch_size=batch,
+        max_steps=options.steps,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        bf16=DEVICE == "cuda",
+        use_cpu=DEVICE == "cpu",
+        gradient_checkpointing=True,
+        gradient_checkpointing_kwargs={"use_reentrant": False},
+        learning_rate=1e-5,
+        optim="adamw_torch_fused",
+        lr_scheduler_type="constant",
+        disable_tqdm=True,
+        remove_unused_columns=False,
+        **more,
+    )
     trainer = trainer_class(model=model, args=args, callbacks=[clock], **inputs(model.config))
     trainer.train()
     peak = torch.cuda.max_memory_allocated() / 2**30 if DEVICE == "cuda" else None
-    if peak is not None and (chosen := getattr(trainer, "checkpointing", None)) is not None:  # it has reset the counter
+    chosen = getattr(trainer, "checkpointing", None)
+    if peak is not None and chosen is not None:  # it has reset the counter
         peak = max(peak, chosen.highest / 2**30)
     losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
     captured = getattr(trainer, "captured_steps", None)
@@ -157,7 +199,7 @@ def one_arm(options):
 
 
 def parser_of(doc, arms, batch, steps, warm, *own):
-    """The options of this script and of `mixed_images.py`, but for the choice of models."""
+    """The options of this script and of `mixed_images.py`, without the choice of models."""
     parser = arguments(doc, "--arm", *own)
     parser.add_argument("--arms", nargs="*", choices=arms, default=arms)
     parser.add_argument("--batch", type=int, default=batch)
@@ -178,8 +220,18 @@ def main():
         for arm in options.arms:
             rows += rows_from(arm, 300, more=["--model", model])
             record.write({"options": vars(options), "rows": rows})
-    table(rows, {"model": ("model", ""), "arm": ("", ""), "rows_s": ("rows/s", ".2f"), "ms": ("ms", ".0f"),
-                 "gib": ("GiB", ".1f"), "loss": ("loss", ".4f"), "note": ("", "")})  # fmt: skip
+    table(
+        rows,
+        {
+            "model": ("model", ""),
+            "arm": ("", ""),
+            "rows_s": ("rows/s", ".2f"),
+            "ms": ("ms", ".0f"),
+            "gib": ("GiB", ".1f"),
+            "loss": ("loss", ".4f"),
+            "note": ("", ""),
+        },
+    )
     record.say_where()
 
 

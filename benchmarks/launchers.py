@@ -7,18 +7,18 @@
     python benchmarks/launchers.py llama3_8b/sft_alpaca --model SmolLM2-135M --data alpaca_en_demo.json
         --runs torchrun:2 killed:2
 
-The model has the shape of a published one and random weights, which are saved once and then loaded by every run; its
-tokenizer is trained on the texts of `--data`. Both stay in `--folder`, if that is given.
+The model has a published model's shape and random weights, which are saved once and loaded by every run. Its tokenizer
+is trained on the texts of `--data`. Both stay in `--folder`, if that is given.
 
 A run is LAUNCHER:PROCESSES. With several processes the recipe is sharded as `--config` says: torchrun gets it as
 `--accelerate_config`, and `accelerate launch` as `--config_file`. With one process it is not sharded. A step has
-`--rows` rows in every run, which the processes share, so that all runs see the same rows and have the same losses.
-`killed` is torchrun with a restart, in which the last process is killed by SIGKILL after two thirds of the steps, while
-a checkpoint is saved after every third of them: its losses are those of all steps, some of them of the second attempt.
+`--rows` rows in every run, shared by the processes, so that all runs see the same rows and have the same losses.
+`killed` is torchrun with a restart: after two thirds of the steps SIGKILL ends the last process, and a checkpoint is
+saved after every third. Its losses cover all steps, some of them from the second attempt.
 
-tokens/s are without padding, as TRL counts them, and of one process. Steps before `--skip` are not on the clock, nor
-are loading and saving. A run whose losses differ from those of the first by more than 1 % is flagged. What follows `--`
-are options of the recipe.
+tokens/s are without padding, as TRL counts them, and per process. The clock leaves out steps before `--skip`, loading
+and saving. A run is flagged if its losses differ from the first run's by more than 1 %. Arguments after `--` are
+options of the recipe.
 """
 
 import argparse
@@ -67,18 +67,19 @@ def words_of(run, options, folder):
 
 
 def measure(run, options, folder):
-    """The row of one run, or a row whose note says why there is none."""
+    """The row of one run, or a row with a note that says why there is none."""
     launcher, processes = run
     folder.joinpath("row.json").unlink(missing_ok=True)
-    shutil.rmtree(folder / "out", ignore_errors=True)  # of the run before
+    shutil.rmtree(folder / "out", ignore_errors=True)  # left from the run before
     settings = {"file": str(folder / "row.json"), "skip": options.skip, "save": options.save, "began": time.time()}
     if launcher == "killed":
         settings["kill"] = [processes - 1, 2 * options.steps // 3]
-    name, env = f"{launcher}:{processes}", os.environ | {SETTINGS: json.dumps(settings), "HF_HUB_OFFLINE": "1"}
+    name = f"{launcher}:{processes}"
+    env = os.environ | {SETTINGS: json.dumps(settings), "HF_HUB_OFFLINE": "1"}
     env |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # restarts meet no dead processes
     if DEVICE == "cpu":
         env |= {"OMP_NUM_THREADS": "1"}
-    elif processes == 1:  # or TRL spreads the model over all GPUs, of which one works at a time
+    elif processes == 1:  # otherwise TRL spreads the model over all GPUs, and they work one at a time
         env |= {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
     with tempfile.TemporaryFile("w+") as log:
         child = subprocess.Popen(
@@ -109,8 +110,10 @@ def measure(run, options, folder):
 
 
 def flag(rows):
-    """Add to every row how far its losses are from those of the first one, as the largest share of a loss, and a note
-    where that is more than 1 %."""
+    """Add to every row how far its losses are from the first row's, as the largest share of a loss.
+
+    Add a note if it exceeds 1 %.
+    """
     first = next((row["losses"] for row in rows if "losses" in row), None)
     for row in rows:
         if "losses" not in row:
@@ -124,10 +127,17 @@ def flag(rows):
 
 
 COLUMNS = {
-    "run": ("launcher", ""), "tokens_per_s": ("tokens/s of one process", ".0f"), "gib": ("peak GiB", ".1f"),
-    "first_step_s": ("s to the first step", ".0f"), "save_s": ("s to save", ".0f"), "total_s": ("s in all", ".0f"),
-    "resumed": ("resumed at", ""), "apart": ("losses apart", ".1e"), "ends": ("loss", ""), "note": ("", ""),
-}  # fmt: skip
+    "run": ("launcher", ""),
+    "tokens_per_s": ("tokens/s of one process", ".0f"),
+    "gib": ("peak GiB", ".1f"),
+    "first_step_s": ("s to the first step", ".0f"),
+    "save_s": ("s to save", ".0f"),
+    "total_s": ("s in all", ".0f"),
+    "resumed": ("resumed at", ""),
+    "apart": ("losses apart", ".1e"),
+    "ends": ("loss", ""),
+    "note": ("", ""),
+}
 
 
 def parsed_run(text):
@@ -184,8 +194,13 @@ def main(argv=None):
             flag(rows)
             record.write({"options": {k: str(v) for k, v in vars(options).items()}, "rows": rows})
     print(f"{options.recipe}, {options.model}, {options.rows} rows a step, {options.config} with several processes")
-    ends = [[round(row["losses"][k], 4) for k in (0, -1)] if "losses" in row else None for row in rows]
-    table([row | {"ends": end} for row, end in zip(rows, ends, strict=True)], COLUMNS)
+    shown = []
+    for row in rows:
+        ends = None
+        if "losses" in row:
+            ends = [round(row["losses"][0], 4), round(row["losses"][-1], 4)]
+        shown.append(row | {"ends": ends})
+    table(shown, COLUMNS)
     record.say_where()
 
 

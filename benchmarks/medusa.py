@@ -1,4 +1,4 @@
-"""Tokens/s and memory of training Medusa heads without their logits, beside heads of the same maths with all logits.
+"""Tokens/s and memory of training Medusa heads without their logits, and heads of the same maths with all logits.
 
     python benchmarks/medusa.py --data rows.npz --json medusa.json --minutes 8
     python benchmarks/medusa.py --heads 5 --stages 1 --lengths 2048 --projection tied [--profile]
@@ -7,20 +7,20 @@
 
 `unfused` is the plain way: transformers' Trainer, all logits of each head, F.cross_entropy of each in fp32, and in
 stage 1 no graph through the frozen model. `unfused + patched` also has our layers in the model, so that only the loss
-differs. `LigerMedusaTrainer + fp8` has the frozen model of stage 1 in eight bits, and its peak is that of training.
-Weights are random, also in the residual blocks, which would do nothing otherwise. The learning rate is 0, so that every
-arm sees the same weights at every step. The losses of all steps and the gradient norms of those that are logged are
-compared, and an arm that differs is flagged, with six times the room for eight bits. An arm that runs out of memory is
-a row that says so. As in training.py, a log of every fifth step waits for the GPU, and four processes read the rows.
+differs. `LigerMedusaTrainer + fp8` holds the frozen model of stage 1 in FP8, and its peak is the peak of training.
+Weights are random, even in the residual blocks, which would do nothing otherwise. The learning rate is 0, so that every
+arm sees the same weights at every step. Losses of all steps and gradient norms of logged steps are compared, and an arm
+that differs is flagged; FP8 gets six times the tolerance. An arm that runs out of memory is a row that says so. As in
+training.py, a log of every fifth step waits for the GPU, and four processes read the rows.
 
-Weights and gradients are bf16, as is the fused AdamW. Rows are full, padded or packed (see training.py), and tokens/s
-those of real tokens alone. With padded and packed rows half of the steps come before the clock and train on the same
-batches as the other half.
-`static` is the memory of the weights, and of the gradients and both optimizer states of what is trained; `above` is the
-peak minus that. A case that is already in the file of `--json` is not run again, so that a run that was interrupted can
-be continued.
+Weights and gradients are bf16, and so is the fused AdamW. Rows are full, padded or packed (see training.py), and
+tokens/s counts real tokens only. With padded and packed rows, half of the steps come before the clock and train on the
+same batches as the other half. `static` is the memory of the weights, plus gradients and both optimizer states of the
+trained ones; `above` is the peak minus that. A case already in the file of `--json` is not run again, so that an
+interrupted run can be continued.
 """
 
+import itertools
 import json
 import tempfile
 import time
@@ -34,22 +34,23 @@ from _rows import KINDS, sft_rows
 from _steps import Run, build, clock_of, counting, timed_steps, tokenizer_of
 from training import STEPS, profiler
 
-OURS, FP8, UNFUSED, PATCHED = "LigerMedusaTrainer", "LigerMedusaTrainer + fp8", "unfused", "unfused + patched"
+OURS = "LigerMedusaTrainer"
+FP8 = "LigerMedusaTrainer + fp8"
+UNFUSED = "unfused"
+PATCHED = "unfused + patched"
 ARMS = (OURS, FP8, UNFUSED, PATCHED)
 DECAY = 0.8
 COEFFICIENT = {1: 1.0, 2: 0.2}
-SKIP = 2  # steps before the clock starts, where rows are full
-LOG = 5  # steps from one log, which waits for the GPU, to the next; the first is logged too
+SKIP = 2  # steps before the clock starts, for full rows
+LOG = 5  # steps between logs, which wait for the GPU; the first step is logged too
 
 
 def cases_of(options):
     """All combinations of `--stages`, `--heads`, `--projection` and `--lengths`, as dicts, longer ones later."""
+    combinations = itertools.product(options.stages, options.heads, options.projection, options.lengths)
     return [
         {"stage": stage, "heads": heads, "tied": projection == "tied", "length": length}
-        for stage in options.stages
-        for heads in options.heads
-        for projection in options.projection
-        for length in options.lengths
+        for stage, heads, projection, length in combinations
     ]
 
 
@@ -60,9 +61,14 @@ def key_of(row):
 def run_of(case, options):
     skip = SKIP if options.rows == "full" else (options.steps + 1) // 2
     return Run(
-        options.model, options.batch, case["length"], steps=options.steps, skip=skip, data=options.data,
+        options.model,
+        options.batch,
+        case["length"],
+        steps=options.steps,
+        skip=skip,
+        data=options.data,
         rows=options.rows,
-    )  # fmt: skip
+    )
 
 
 def add_heads(model, case):
@@ -77,7 +83,7 @@ def add_heads(model, case):
 
 
 def unfused_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-    """The loss of `LigerMedusaTrainer` with the logits of every head, as the `compute_loss` of a trainer."""
+    """The loss of `LigerMedusaTrainer` from the logits of every head, as a trainer's `compute_loss`."""
     from liger_trainer.head.targets import head_targets
 
     def cross_entropy(logits, targets, ahead):
@@ -102,24 +108,43 @@ def make_trainer(arm, case, options, callbacks):
     add_heads(model, case)
     rows, collator = sft_rows(run, model.config.vocab_size, tokenizer_of())
     common = dict(
-        output_dir=tempfile.mkdtemp(), max_steps=options.steps, per_device_train_batch_size=options.batch,
-        logging_steps=LOG, logging_first_step=True, dataloader_num_workers=4 if DEVICE == "cuda" else 0,
-        learning_rate=0.0, weight_decay=0.0, lr_scheduler_type="constant", bf16=DEVICE == "cuda",
-        optim="adamw_torch_fused", report_to="none", save_strategy="no", use_cpu=DEVICE == "cpu", disable_tqdm=True,
+        output_dir=tempfile.mkdtemp(),
+        max_steps=options.steps,
+        per_device_train_batch_size=options.batch,
+        logging_steps=LOG,
+        logging_first_step=True,
+        dataloader_num_workers=4 if DEVICE == "cuda" else 0,
+        learning_rate=0.0,
+        weight_decay=0.0,
+        lr_scheduler_type="constant",
+        bf16=DEVICE == "cuda",
+        optim="adamw_torch_fused",
+        report_to="none",
+        save_strategy="no",
+        use_cpu=DEVICE == "cpu",
+        disable_tqdm=True,
         gradient_checkpointing=case["stage"] == 2 and not options.no_checkpointing,
-        gradient_checkpointing_kwargs={"use_reentrant": False}, remove_unused_columns=False, dataloader_drop_last=True,
+        gradient_checkpointing_kwargs={"use_reentrant": False},
+        remove_unused_columns=False,
+        dataloader_drop_last=True,
         train_sampling_strategy="random" if run.rows == "full" else "sequential",
-    )  # fmt: skip
+    )
     if arm in (OURS, FP8):
         from datasets import Dataset
 
         from liger_trainer import LigerMedusaConfig, LigerMedusaTrainer
 
         args = LigerMedusaConfig(
-            **common, medusa_num_heads=case["heads"], medusa_tied=case["tied"], medusa_stage=case["stage"],
-            medusa_decay=DECAY, max_length=case["length"], dataset_kwargs={"skip_prepare_dataset": True},
-            packing=run.rows == "packed", fp8=arm == FP8,
-        )  # fmt: skip
+            **common,
+            medusa_num_heads=case["heads"],
+            medusa_tied=case["tied"],
+            medusa_stage=case["stage"],
+            medusa_decay=DECAY,
+            max_length=case["length"],
+            dataset_kwargs={"skip_prepare_dataset": True},
+            packing=run.rows == "packed",
+            fp8=arm == FP8,
+        )
         return counting(LigerMedusaTrainer)(
             model, args, train_dataset=Dataset.from_list(rows), processing_class=tokenizer_of(), callbacks=callbacks
         )
@@ -139,8 +164,7 @@ def make_trainer(arm, case, options, callbacks):
 
 
 def static_bytes(model):
-    """The bytes of the weights, and for those that are trained also of the gradients and two states of AdamW, all in
-    the dtype of the weight."""
+    """The bytes of the weights, plus a gradient and two AdamW states for trained ones, all in the weight's dtype."""
     return sum(p.numel() * p.element_size() * (4 if p.requires_grad else 1) for p in model.parameters())
 
 
@@ -153,7 +177,7 @@ def measure(arm, case, options):
     trainer = make_trainer(arm, case, options, [clock, *([profiler(run.skip)] if options.profile else [])])
     if DEVICE == "cuda" and arm == FP8:
         release()
-        torch.cuda.reset_peak_memory_stats()  # that of quantising
+        torch.cuda.reset_peak_memory_stats()  # of quantising
     row, _ = timed_steps(trainer, run, clock)
     logs = [log for log in trainer.state.log_history if "loss" in log]
     static = static_bytes(trainer.model) / 2**30
@@ -166,7 +190,7 @@ def measure(arm, case, options):
 
 
 def run_arm(options):
-    """Run all cases of one arm and stage that `--todo` names in this process, and emit a row for each."""
+    """Run all cases of one arm and stage that `--todo` names in this process. Emit a row for each."""
     full = set()  # (heads, projection) that ran out of memory with shorter rows
     for case in json.loads(options.todo):
         row = {"arm": options.arm, "batch": options.batch, "rows": options.rows} | case
@@ -185,8 +209,10 @@ def run_arm(options):
 
 
 def flag(rows):
-    """Compare losses and gradient norms of every row with ours of the same case, step by step. The limits allow for the
-    rounding of bf16."""
+    """Compare each row's losses and gradient norms with ours of the same case, step by step.
+
+    The limits allow for bf16 rounding.
+    """
     ours = {key_of(row)[1:]: row for row in rows if row["arm"] == OURS and "losses" in row}
     for row in rows:
         row.pop("wrong", None)
@@ -204,12 +230,21 @@ def flag(rows):
 
 
 COLUMNS = {
-    "stage": ("stage", ""), "projection": ("heads", ""), "heads": ("K", ""), "length": ("length", ""),
+    "stage": ("stage", ""),
+    "projection": ("heads", ""),
+    "heads": ("K", ""),
+    "length": ("length", ""),
     "rows": ("rows", ""),
-    "arm": ("arm", ""), "tokens_per_s": ("tokens/s", ".0f"), "gib": ("peak GiB", ".1f"), "static": ("static", ".1f"),
-    "above": ("above", ".1f"), "loss": ("loss", ".4f"), "faster": ("ours x faster", ".2f"),
-    "less": ("ours less above", ".0%"), "note": ("", ""),
-}  # fmt: skip
+    "arm": ("arm", ""),
+    "tokens_per_s": ("tokens/s", ".0f"),
+    "gib": ("peak GiB", ".1f"),
+    "static": ("static", ".1f"),
+    "above": ("above", ".1f"),
+    "loss": ("loss", ".4f"),
+    "faster": ("ours x faster", ".2f"),
+    "less": ("ours less above", ".0%"),
+    "note": ("", ""),
+}
 
 
 def show(rows):
@@ -231,7 +266,7 @@ def main(argv=None):
     parser.add_argument("--projection", nargs="+", default=["tied", "untied"], choices=("tied", "untied"))
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 4096, 8192])
     parser.add_argument("--steps", type=int, help=f"full: 10, more than {SKIP}; padded and packed: {STEPS['padded']}")
-    parser.add_argument("--rows", choices=KINDS, default="full", help="padded and packed are those of --data")
+    parser.add_argument("--rows", choices=KINDS, default="full", help="padded and packed rows come from --data")
     parser.add_argument("--arms", nargs="+", default=[OURS, UNFUSED], choices=ARMS)
     parser.add_argument("--no-checkpointing", action="store_true", help="stage 2 without gradient checkpointing")
     parser.add_argument("--data", help=".npz or .json of token ids; random ids without it")
@@ -240,7 +275,10 @@ def main(argv=None):
     parser.add_argument("--minutes", type=float, default=60, help="stop after so long, in the middle of a case too")
     options = parser.parse_args(argv)
     if options.tiny:
-        options.model, options.batch, options.lengths, options.heads = "tiny", 2, [32, 64], [2]
+        options.model = "tiny"
+        options.batch = 2
+        options.lengths = [32, 64]
+        options.heads = [2]
     if options.steps is None:
         options.steps = 10 if options.rows == "full" else STEPS[options.rows]
     if options.arm:
@@ -262,7 +300,7 @@ def main(argv=None):
             if not todo or left < 0:
                 continue
             for row in rows_from(arm, left, echo=options.profile, more=["--todo", json.dumps(todo)]):
-                if "stage" not in row:  # the process ended early, and the cases that are left can be run later
+                if "stage" not in row:  # the process ended early, and the remaining cases can run later
                     print(f"{arm}, stage {stage}: {row['note']}")
                     continue
                 rows.append(row)

@@ -1,10 +1,10 @@
-"""Medusa heads on a real model: how much more a forward pass yields on prompts that were not trained on.
+"""Medusa heads on a real model: how much more a forward pass yields on held-out prompts.
 
     python benchmarks/medusa_real.py --data alpaca_en_demo.json [--json FILE]
 
 The model answers nine tenths of the prompts greedily, and heads are trained on those answers. They are measured on the
-other prompts, before and after training, with the same seed, all in fp32. `--data` holds rows as
-`liger-trainer medusa-eval --prompts` takes them.
+other prompts, before and after training, with the same seed, all in fp32. `--data` holds rows in the form that
+`liger-trainer medusa-eval --prompts` takes.
 """
 
 import random
@@ -33,14 +33,17 @@ def split(prompts, seed):
 
 
 def answered(model, tokenizer, prompts, ends, options):
-    """(rows of prompt and completion, how many answers of each kind): those cut or empty are left out."""
+    """(rows of prompt and completion, how many answers of each kind). Leaves out cut and empty answers."""
     rows, counts = [], {"written": 0, "cut": 0, "empty": 0}
     for first in range(0, len(prompts), options.answer_batch):
         batch = prompts[first : first + options.answer_batch]
         new = answer(model, [encode(tokenizer, prompt) for prompt in batch], ends, options.max_new_tokens)
         for prompt, tokens in zip(batch, new, strict=True):
             text = tokenizer.decode(tokens[:-1], skip_special_tokens=True)
-            kind = "cut" if tokens[-1] not in ends else "written" if text.strip() else "empty"
+            if tokens[-1] not in ends:
+                kind = "cut"
+            else:
+                kind = "written" if text.strip() else "empty"
             counts[kind] += 1
             if kind == "written":
                 completion = text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
@@ -52,12 +55,26 @@ def trainer_of(model, tokenizer, rows, options):
     from datasets import Dataset
 
     args = LigerMedusaConfig(
-        output_dir=tempfile.mkdtemp(), medusa_num_heads=options.heads, medusa_tied=options.projection == "tied",
-        medusa_targets=options.targets, max_length=1024, num_train_epochs=options.epochs,
-        per_device_train_batch_size=options.batch, learning_rate=options.learning_rate, lr_scheduler_type="cosine",
-        warmup_steps=20, bf16=False, seed=options.seed, report_to="none", save_strategy="no", logging_steps=20,
-        logging_first_step=True, use_cpu=DEVICE == "cpu", disable_tqdm=True, gradient_checkpointing=False,
-    )  # fmt: skip
+        output_dir=tempfile.mkdtemp(),
+        medusa_num_heads=options.heads,
+        medusa_tied=options.projection == "tied",
+        medusa_targets=options.targets,
+        max_length=1024,
+        num_train_epochs=options.epochs,
+        per_device_train_batch_size=options.batch,
+        learning_rate=options.learning_rate,
+        lr_scheduler_type="cosine",
+        warmup_steps=20,
+        bf16=False,
+        seed=options.seed,
+        report_to="none",
+        save_strategy="no",
+        logging_steps=20,
+        logging_first_step=True,
+        use_cpu=DEVICE == "cpu",
+        disable_tqdm=True,
+        gradient_checkpointing=False,
+    )
     return LigerMedusaTrainer(model, args, train_dataset=Dataset.from_list(rows), processing_class=tokenizer)
 
 
@@ -87,7 +104,7 @@ def main(argv=None):
     model, tokenizer = trained(options.model, torch.float32)
     model.to(DEVICE).eval()
     train, held_out = split(read_prompts(options.data, bool(tokenizer.chat_template), options.rows), options.seed)
-    ends = end_tokens(model, tokenizer)  # asked now, since Trainer.train leaves only the tokenizer's
+    ends = end_tokens(model, tokenizer)  # read now, because Trainer.train keeps only the tokenizer's
     lap("load")
     rows, counts = answered(model, tokenizer, train, ends, options)
     print(f"{len(train)} prompts to train on: {counts}; {len(held_out)} held out")

@@ -2,10 +2,10 @@
 
     python benchmarks/mixed_images.py [--model Qwen2.5-VL-3B] [--batch 16] [--room 8192] [--arms ...]
 
-It is full fine-tuning in bf16 with fused AdamW and checkpointing, of random weights. A row has one image of 8 to 48
+It is full fine-tuning of random weights in bf16 with fused AdamW and checkpointing. A row has one image of 8 to 48
 patches a side, which become 16 to 576 tokens, and 16 to 1,024 words. Rows go through the model's own processor in TRL's
-SFT trainer. Most arms pad `--batch` rows; the last packs as many as have room in `--room` tokens. Every arm runs in a
-process of its own. Tokens are those without padding, of all steps after `--warm`, in which kernels are compiled.
+SFT trainer. Most arms pad `--batch` rows; the last packs as many as fit into `--room` tokens. Every arm runs in its own
+process. Tokens are counted without padding, over all steps after the first `--warm`, which compile kernels.
 """
 
 import random
@@ -29,7 +29,9 @@ STEPS, WARM = (30, 10) if DEVICE == "cuda" else (3, 1)
 
 def mixed_rows(count, patch, tiny):
     """Rows of words and one image each, as TRL takes them."""
-    source, noise, found = random.Random(0), np.random.default_rng(0), []
+    source = random.Random(0)
+    noise = np.random.default_rng(0)
+    found = []
     for _ in range(count):
         width, height = (patch * source.randrange(4 if tiny else 8, 9 if tiny else 49, 2) for _ in range(2))
         words = (f"w{source.randrange(1000)}" for _ in range(source.randint(16, 32 if tiny else 1024)))
@@ -39,7 +41,7 @@ def mixed_rows(count, patch, tiny):
 
 
 class NoVideos:
-    """In the place of a processor of videos, which needs torchvision. No row has one."""
+    """Replaces the video processor, which needs torchvision. No row has a video."""
 
     model_input_names = ()
 
@@ -48,7 +50,7 @@ class NoVideos:
 
 
 def processor_of(config):
-    """The processor of the model, around a tokenizer of 1,000 words: nothing is asked of the Hub."""
+    """The model's processor around a tokenizer of 1,000 words, without asking the Hub."""
     words = {f"w{i}": i for i in range(1000)} | {"<|pad|>": PAD, "<|image_pad|>": IMAGE, "<|video_pad|>": IMAGE + 1}
     words |= {"<|vision_start|>": START, "<|vision_end|>": END}
     backend = Tokenizer(WordLevel(words, unk_token="<|pad|>"))
@@ -91,12 +93,21 @@ def main():
     options = parser.parse_args()
     if options.arm:
         return one_arm(options)
-    record, rows = Record("mixed_images", options.model.lower(), options.json, DEVICE == "cpu" or options.tiny), []
+    record = Record("mixed_images", options.model.lower(), options.json, DEVICE == "cpu" or options.tiny)
+    rows = []
     for arm in options.arms:
         rows += rows_from(arm, 300)
         record.write({"options": vars(options), "rows": rows})
-    table(rows, {"arm": ("arm", ""), "tokens_per_s": ("useful tokens/s", ",.0f"), "tokens": ("tokens a step", ",.0f"),
-                 "gib": ("GiB", ".1f"), "note": ("", "")})  # fmt: skip
+    table(
+        rows,
+        {
+            "arm": ("arm", ""),
+            "tokens_per_s": ("useful tokens/s", ",.0f"),
+            "tokens": ("tokens a step", ",.0f"),
+            "gib": ("GiB", ".1f"),
+            "note": ("", ""),
+        },
+    )
     record.say_where()
 
 

@@ -1,21 +1,21 @@
 """Time, fraction of the physical floor, peak memory and error against float64 of every operation, and of its peers.
 
     python benchmarks/operations.py [--only rope linear_cross_entropy] [--json FILE]
-    python benchmarks/operations.py --only lora_base   adapters on bases of each library of quantisation, beside PEFT's
+    python benchmarks/operations.py --only lora_base   adapters on bases of each quantisation library, and PEFT's
     python benchmarks/operations.py --only lora_base --sizes torchao hqq
     python benchmarks/operations.py --sweep        the fused head from 2048 to 65536 tokens, against its fastest peer
-    python benchmarks/operations.py --odd          sizes that are no powers of two, 1 and 131072 tokens, three dtypes
-    python benchmarks/operations.py --first_step   what the first call costs, with and without Triton's disk cache
+    python benchmarks/operations.py --odd          sizes that are not powers of two, 1 and 131072 tokens, three dtypes
+    python benchmarks/operations.py --first_step   the cost of the first call, with and without Triton's disk cache
 
 The floor of a row is the larger of bytes / copy bandwidth (each input read once, each output written once) and FLOP /
-matmul rate, both of which are measured first in the same run. TFLOP/s are of the floor's FLOP, and "kept" is what
-autograd keeps for the backward pass besides the inputs. Norms, gates, rope and convolutions are timed as graphs, which
-give the time of the GPU and not of the host; "host us" is what launching one forward and backward costs the host. A GPU
-that is hot or short of power lowers its clock. Therefore all providers of a case are first checked against float64,
-which heats it, and then take turns twice, the second time in reverse order. Forward + backward is the mean of the two
-times, which the record holds too ("visits_ms"). A result whose error is more than five times the limit of its dtype is
-not timed. A peer that is not installed, fails, or has not computed anything after --patience seconds, as some tune for
-minutes, is a row that says so. The record is written after every case, and no case is begun after --minutes.
+matmul rate. Both rates are measured first in the same run. TFLOP/s are of the floor's FLOP. "kept" is what autograd
+keeps for the backward pass, without the inputs. Norms, gates, rope and convolutions are timed as graphs, which leaves
+out the host's time; "host us" is the host's time to launch one forward and backward. A GPU that is hot or short of
+power lowers its clock. Therefore all providers of a case are first checked against float64, which heats it, and then
+take turns twice, the second time in reverse order. Forward + backward is the mean of the two times, which the record
+also holds ("visits_ms"). A result is not timed if its error is more than five times its dtype's limit. A peer that is
+not installed, fails, or has computed nothing after --patience seconds (some tune for minutes) is a row that says so.
+The record is written after every case, and no case starts after --minutes.
 """
 
 import contextlib
@@ -123,12 +123,23 @@ DEFAULT = [name for name in CASES if name != "lora_base"]
 SWEEP = [
     (linear_cross_entropy, *size)
     for size in (
-        (2048, 576, 49152), (2048, 4096, 32000), (2048, 8192, 128256), (4096, 1152, 262144), (4096, 2048, 128256),
-        (4096, 8192, 32000), (8192, 2304, 262144), (8192, 4096, 128256), (8192, 8192, 151936), (16384, 576, 49152),
-        (16384, 2048, 128256), (32768, 2048, 151936), (32768, 4096, 32000), (65536, 1024, 151936),
+        (2048, 576, 49152),
+        (2048, 4096, 32000),
+        (2048, 8192, 128256),
+        (4096, 1152, 262144),
+        (4096, 2048, 128256),
+        (4096, 8192, 32000),
+        (8192, 2304, 262144),
+        (8192, 4096, 128256),
+        (8192, 8192, 151936),
+        (16384, 576, 49152),
+        (16384, 2048, 128256),
+        (32768, 2048, 151936),
+        (32768, 4096, 32000),
+        (65536, 1024, 151936),
         (65536, 4096, 49152),
     )
-]  # fmt: skip
+]
 TINY_SWEEP = [(linear_cross_entropy, 32, 32, 307), (linear_cross_entropy, 64, 48, 128)]
 ODD = [
     (rms_norm, 1, 1152),
@@ -141,7 +152,7 @@ ODD = [
     (linear_cross_entropy, 131072, 1024, 50257),
 ]
 TINY_ODD = [(rms_norm, 1, 97), (cross_entropy, 33, 307), (linear_cross_entropy, 1, 32, 307)]
-FEW_PROVIDERS = ("ours", "ours lean", "compile", "liger", "eager", "F.rms_norm")  # of the sweep and the odd sizes
+FEW_PROVIDERS = ("ours", "ours lean", "compile", "liger", "eager", "F.rms_norm")  # for the sweep and the odd sizes
 
 COLUMNS = {
     "operation": ("operation", ""),
@@ -161,7 +172,7 @@ COLUMNS = {
 
 
 def host_us(run, calls):
-    """The host's time for launching a call, of several that are launched while the device is still at work."""
+    """The host's time for launching a call, averaged over several launches while the device is still busy."""
     synchronize()
     start = time.perf_counter()
     for _ in range(calls):
@@ -170,7 +181,7 @@ def host_us(run, calls):
 
 
 def kept_bytes(fn, case):
-    """What autograd keeps of a forward pass for the backward pass, without the inputs."""
+    """The tensors that autograd keeps from a forward pass for backward, without the inputs."""
     kept = {}
 
     def pack(x):
@@ -185,18 +196,21 @@ def kept_bytes(fn, case):
 
 
 def logits_do_not_fit(case, provider):
-    """Why eager cannot run, or None. Its logits in the dtype and in fp32, each with its gradient, may exceed the free
-    memory."""
+    """The reason why eager cannot run, or None.
+
+    Its logits in the dtype and in fp32, each with a gradient, may exceed free memory.
+    """
     if provider != "eager" or DEVICE != "cuda" or "linear" not in case.operation:
         return None
     rows, _, vocab = (int(n) for n in case.size.split("x"))
-    need, free = rows * vocab * 2 * (case.dtype.itemsize + 4), torch.cuda.mem_get_info()[0]
+    need = rows * vocab * 2 * (case.dtype.itemsize + 4)
+    free = torch.cuda.mem_get_info()[0]
     return f"its logits need {need / 2**30:.0f} GiB" if need > free else None
 
 
 @contextlib.contextmanager
 def at_most(seconds):
-    """TimeoutError in what runs inside after so many seconds; 0 means never."""
+    """Raise TimeoutError inside the block after so many seconds; 0 means never."""
 
     def give_up(*_):
         raise TimeoutError(f"nothing computed after {seconds:g} s")
@@ -211,8 +225,10 @@ def at_most(seconds):
 
 
 def measure(case, provider, fn, exact, brief=False, patience=0):
-    """(a row without its time, what to time for it, or None if it failed). With `brief`, neither the forward pass alone
-    nor the time of the host is measured."""
+    """(a row without its time, what to time for it, or None if it failed).
+
+    With `brief`, skips the forward pass alone and the host's time.
+    """
     row = {"operation": case.operation, "size": case.size, "dtype": str(case.dtype).removeprefix("torch.")}
     row["provider"] = provider
     reason = logits_do_not_fit(case, provider)
@@ -246,7 +262,7 @@ def measure(case, provider, fn, exact, brief=False, patience=0):
 
 
 def visit(row, case, run, floor_s):
-    """Time forward and backward, once more."""
+    """Time forward and backward once more."""
     row.setdefault("visits_ms", []).append(milliseconds(run, graph=case.graph))
     row["ms"] = statistics.mean(row["visits_ms"])
     row["of_floor"] = floor_s * 1e3 / row["ms"]
@@ -255,9 +271,11 @@ def visit(row, case, run, floor_s):
 
 
 def run_cases(cases, dtypes, options, record, providers=None, brief=False):
-    """Measure `cases` (case, *size) in every dtype. Returns the rows, which are written to `record` after every
-    case."""
-    began, rows, left, ceiling = time.monotonic(), [], [], {}
+    """Measure `cases` (case, *size) in every dtype. Return the rows, which are written to `record` after every case."""
+    began = time.monotonic()
+    rows = []
+    left = []
+    ceiling = {}
     for make, *size in cases:
         for name in dtypes:
             if time.monotonic() - began > 60 * options.minutes:
@@ -269,11 +287,11 @@ def run_cases(cases, dtypes, options, record, providers=None, brief=False):
                 copy, rate = ceiling[dtype]
                 print(f"copy {copy / 1e12:.2f} TB/s, {name} matmul {rate / 1e12:.0f} TFLOP/s", flush=True)
             copy, rate = ceiling[dtype]
-            torch.compiler.reset()  # or what one size compiled would count as recompilations of the next
+            torch.compiler.reset()  # otherwise one size's compilations would count as recompilations of the next
             torch.manual_seed(0)
             try:
                 case = make(*size, dtype=dtype)
-            except (ImportError, ValueError) as error:  # of a library that is not here, or that PEFT refuses
+            except (ImportError, ValueError) as error:  # its library is missing, or PEFT refuses it
                 note = f"{type(error).__name__}: {error}".splitlines()[0][:80]
                 row = {"operation": make.__name__, "size": ", ".join(map(str, size)), "provider": "peft", "note": note}
                 rows.append(row | {"dtype": str(dtype).removeprefix("torch.")})
@@ -292,7 +310,7 @@ def run_cases(cases, dtypes, options, record, providers=None, brief=False):
                     visit(row, case, run, floor_s)
                     release()
             rows += [row for row, _ in found]
-            case = found = run = None  # their memory, before the next case takes its own
+            case = found = run = None  # free them before the next case allocates
             rates = {str(d).removeprefix("torch."): r for d, (_, r) in ceiling.items()}
             record.write({"copy_bytes_per_s": copy, "matmul_flop_per_s": rates, "rows": rows})
     if left:
@@ -301,7 +319,7 @@ def run_cases(cases, dtypes, options, record, providers=None, brief=False):
 
 
 def against_fastest_peer(rows):
-    """A line for each size and dtype: the time of every provider, and ours divided by that of the fastest peer."""
+    """A line for each size and dtype: every provider's time, and our time divided by the fastest peer's."""
     lines = {}
     for row in rows:
         line = lines.setdefault((row["operation"], row["size"], row["dtype"]), {"times": {}, "floor": {}, "notes": []})
@@ -332,11 +350,17 @@ def print_against_fastest_peer(rows):
     columns |= {"ours of floor": ("ours of floor", ".3f"), "fastest": ("fastest peer", "")}
     columns |= {"ours / peer": ("ours / it", ".3f"), "ours lean / peer": ("lean / it", ".3f"), "note": ("", "")}
     table(against_fastest_peer(rows), columns)
-    print("ours / it: our time over that of the fastest peer; below 1 ours is faster")
+    print("ours / it: our time over the fastest peer's; below 1 ours is faster")
 
 
 def _first_sizes(options):
     return {name: [sizes[0], sizes[-1]] for name, sizes in TINY.items()} if options.tiny else FIRST_STEP
+
+
+def has_word(case, words):
+    """True if a size or option of `case` contains one of `words`."""
+    text = ", ".join(map(str, case[1:]))
+    return any(word in text for word in words)
 
 
 def case_of(options):
@@ -368,16 +392,22 @@ def main(argv=None):
         sizes = {name: found for name, found in _first_sizes(options).items() if name in options.only}
         first_step(sizes, [sys.executable, __file__, "--first_step"] + ["--tiny"] * options.tiny, record)
     elif options.sweep or options.odd:
-        cases = (TINY_SWEEP if options.tiny else SWEEP) if options.sweep else (TINY_ODD if options.tiny else ODD)
+        if options.sweep:
+            cases = TINY_SWEEP if options.tiny else SWEEP
+        else:
+            cases = TINY_ODD if options.tiny else ODD
         cases = [case for case in cases if case[0].__name__ in options.only]
         dtypes = options.dtype or (["bf16"] if options.sweep else list(DTYPES))
         print_against_fastest_peer(
             run_cases(cases, dtypes, options, record, options.providers or FEW_PROVIDERS, brief=True)
         )
     else:
-        cases = [case for name in options.only for case in (TINY if options.tiny else CASES)[name]]
+        table_of = TINY if options.tiny else CASES
+        cases = []
+        for name in options.only:
+            cases += table_of[name]
         if options.sizes:
-            cases = [case for case in cases if any(word in ", ".join(map(str, case[1:])) for word in options.sizes)]
+            cases = [case for case in cases if has_word(case, options.sizes)]
         rows = run_cases(cases, options.dtype or ["bf16"], options, record, options.providers)
         table(rows, {k: v for k, v in COLUMNS.items() if k != "dtype" or len(options.dtype or ()) > 1})
     record.say_where()

@@ -1,10 +1,10 @@
-"""Preference rows as token ids, for `training.py --trainer dpo --data` on a machine that does not have the tokenizer.
+"""Preference rows as token ids, for `training.py --trainer dpo --data` on a machine without the tokenizer.
 
     python benchmarks/preferences.py dpo_en_demo.json path/to/tokenizer rows.npz
 
 The rows are JSON objects with `conversations` (turns of `from` and `value`), `chosen` and `rejected` (one turn each).
 For each of `prompt`, `chosen` and `rejected`, the .npz has the flat array `<name>_ids` (uint32), and `<name>_offsets`,
-which are one more than there are rows.
+with one more entry than there are rows.
 """
 
 import argparse
@@ -42,8 +42,11 @@ def tokenize(path, tokenizer, out):
 
 
 def read(path, vocab, prompt=RANDOM_PROMPT):
-    """{name: list of rows of token ids}. A .json file comes without its tokenizer, so that its rows are random ids, one
-    for every four characters. Without a file there is one row of random ids, whose prompt has `prompt` tokens."""
+    """{name: list of rows of token ids}.
+
+    A .json file comes without its tokenizer, so its rows are random ids, one for four characters. Without a file there
+    is one row of random ids with a prompt of `prompt` tokens.
+    """
     draw = np.random.default_rng(0)
     if path is None:
         return {part: [draw.integers(0, vocab, prompt if part == "prompt" else 4096)] for part in PARTS}
@@ -52,16 +55,16 @@ def read(path, vocab, prompt=RANDOM_PROMPT):
         flat = {part: arrays[f"{part}_ids"].astype(np.int64) % vocab for part in PARTS}
         return {part: np.split(flat[part], arrays[f"{part}_offsets"][1:-1]) for part in PARTS}
     texts = zip(*map(texts_of, json.load(open(path))), strict=True)
-    return {
-        part: [draw.integers(0, vocab, -(-len(text) // 4)) for text in column]
-        for part, column in zip(PARTS, texts, strict=True)
-    }
+    rows = {}
+    for part, column in zip(PARTS, texts, strict=True):
+        rows[part] = [draw.integers(0, vocab, -(-len(text) // 4)) for text in column]
+    return rows
 
 
 def pairs(path, vocab, length, count, prompt=RANDOM_PROMPT):
-    """`count` pairs without padding, whose two sequences have exactly `length` tokens each.
+    """`count` pairs without padding, with two sequences of exactly `length` tokens each.
 
-    Pair i has the prompt of row i, which is cut to half of `length` at most. Its answers are those of row i and of the
+    Pair i has the prompt of row i, cut to half of `length` at most. Its answers are the answers of row i and of the
     rows after it, joined and cut. Every token after the prompt is scored. If there are too few rows, they are repeated.
     """
     rows = read(path, vocab, prompt)
@@ -83,12 +86,15 @@ def pairs(path, vocab, length, count, prompt=RANDOM_PROMPT):
 def real_pairs(path, vocab, length):
     """The pairs of a file as they are, for TRL's collator, which cuts each sequence to `length` and pads.
 
-    A pair whose prompt alone has `length` tokens is left out, as TRL leaves it out.
+    Leaves out a pair with a prompt of `length` tokens or more, as TRL does.
     """
     rows = read(path, vocab)
-    pairs = zip(*(rows[part] for part in PARTS), strict=True)
-    found = [{f"{part}_ids": ids.tolist() for part, ids in zip(PARTS, pair, strict=True)} for pair in pairs]
-    return [pair for pair in found if len(pair["prompt_ids"]) < length]
+    found = []
+    for prompt, chosen, rejected in zip(rows["prompt"], rows["chosen"], rows["rejected"], strict=True):
+        if len(prompt) < length:
+            ids = {"prompt_ids": prompt, "chosen_ids": chosen, "rejected_ids": rejected}
+            found.append({name: tokens.tolist() for name, tokens in ids.items()})
+    return found
 
 
 def judged(path, vocab, length):

@@ -3,18 +3,17 @@
     python benchmarks/recipes.py --data DIR --folder /dev/shm/recipes [--only llama3_8b/sft_alpaca_lora ...]
         [--limit SECONDS] [--gpu_memory GIB | --processes 2 --config fsdp2] [--tiny] [-- --max_steps 10]
 
-Each recipe runs as it ships, by `liger-trainer train`, with another model, other rows and the options in `RECIPES`. The
-model has the shape of the recipe's and random weights, written once in the form of the published checkpoint. The folder
-`--data` has alpaca_en_demo.json, dpo_en_demo.json and kto_en_demo.json. Medusa recipes train on the answers of the
-Alpaca rows, and models of images on the same rows with a picture of noise each. Then the other commands of the
-recipe's header run. What was saved is loaded by transformers and PEFT, or MedusaHeads, and must have a finite loss on
-the first rows, which an adapter must change. What follows `--` are options of all recipes.
+`liger-trainer train` runs each recipe as it ships, with another model, other rows and the options in `RECIPES`. The
+model has the shape of the recipe's model and random weights, written once in the form of the published checkpoint. The
+folder `--data` has alpaca_en_demo.json, dpo_en_demo.json and kto_en_demo.json. Medusa recipes train on the answers of
+the Alpaca rows, and image models on the same rows with a picture of noise each. Then the other commands of the recipe's
+header run. transformers and PEFT, or MedusaHeads, load what was saved. It must have a finite loss on the first rows,
+and an adapter must change that loss. Arguments after `--` are options of all recipes.
 
 Recipes run in the order of `RECIPES`, short ones first. A model is deleted after the last recipe that needs it. After
-`--limit` seconds the command that runs is ended, and nothing new begins. With `--gpu_memory` the training may take no
-more GiB than a smaller card has. `--folder` needs room for one model, and for two with medusa_stage2. Kernels are
-compiled in the first two steps, which the warm tokens/s leave out. `--tiny` makes each model small, for a trial on a
-CPU.
+`--limit` seconds the running command is ended, and nothing new starts. With `--gpu_memory`, training may take no more
+GiB than a smaller card has. `--folder` needs room for one model, or two with medusa_stage2. The first two steps compile
+kernels, and the warm tokens/s leave them out. `--tiny` makes each model small, for a trial on a CPU.
 """
 
 import json
@@ -38,9 +37,9 @@ from _processes import release
 
 from liger_trainer.paths import shipped
 
-# The shape here is a decoder alone, whose modules have no `language_model` in their names.
+# The shape here is a decoder alone; its modules' names have no `language_model`.
 ON_A_DECODER = ["--lora_target_modules", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-# The shape of a recipe's model, and what it is given here beside its own keys.
+# The shape of a recipe's model, and options in addition to its keys.
 RECIPES = {
     "quickstart": ("SmolLM2-135M", []),
     "quickstart_dpo": ("SmolLM2-135M", []),
@@ -51,7 +50,7 @@ RECIPES = {
     "llama3_8b/medusa_stage2": ("Llama-3-8B", []),
     "llama3_8b/eagle3": ("Llama-3-8B", []),
     "llama3_8b/sft_alpaca_qlora": ("Llama-3-8B", []),
-    "llama3_8b/sft_qlora_24gb": ("Llama-3-8B", ["--memory_budget", "22"]),  # what such a GPU has for training
+    "llama3_8b/sft_qlora_24gb": ("Llama-3-8B", ["--memory_budget", "22"]),  # GiB that such a GPU has for training
     "llama3_8b/sft_qlora_16gb": ("Llama-3-8B", ["--memory_budget", "14.5"]),
     "llama3_8b/sft_alpaca": ("Llama-3-8B", ["--save_strategy", "no"]),  # the optimizer has another 64 GB
     "llama3_8b/dpo_ultrafeedback": ("Llama-3-8B", ["--save_strategy", "no"]),
@@ -69,10 +68,10 @@ RECIPES = {
     "granite4_h_tiny/sft_lora": ("Granite-4.0-H-Tiny", []),
     "qwen3_5_35b_a3b/sft_lora": ("Qwen3.5-35B-A3B", []),
 }
-# What a recipe for 8 GPUs is given on one, by its header. Those without a line here have no room on one.
+# A recipe for 8 GPUs on one, as its header says. Recipes without a line here do not fit on one.
 ON_ONE_GPU = {"llama3_8b/sft_alpaca": ["--dtype", "bfloat16", "--gradient_accumulation_steps", "8"]}
 SEVERAL_GPUS = ("llama3_8b/dpo_ultrafeedback", "llama3_8b/orpo", "llama3_8b/kto", "llama3_8b/grpo")
-# The file of rows of a trainer, and the options that its format takes
+# The file of a trainer's rows, and the options that its format takes
 ROWS = {
     "sft": ("alpaca_en_demo.json", []),
     "dpo": ("dpo_en_demo.json", ["--prompt_template", "sharegpt"]),
@@ -86,15 +85,36 @@ ROWS = {
 IMAGES = "images.parquet"
 WARM = 2  # steps before the clock of tokens/s starts
 SMALL = {
-    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16,
-    "num_key_value_heads": 2, "moe_intermediate_size": 32, "num_experts": 8, "num_local_experts": 8, "vocab_size": 2048,
-    "depth": 2, "num_heads": 4, "out_hidden_size": 64, "fullatt_block_indexes": [1],
-    "full_attention_interval": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16, "shared_expert_intermediate_size": 32, "global_head_dim": 32,
-    "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 2048,
-    "shared_intermediate_size": 32, "layer_types": ["linear_attention", "full_attention"], "mamba_n_heads": 8,
-    "mamba_d_head": 16, "mamba_d_state": 16,
-}  # fmt: skip
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "head_dim": 16,
+    "num_key_value_heads": 2,
+    "moe_intermediate_size": 32,
+    "num_experts": 8,
+    "num_local_experts": 8,
+    "vocab_size": 2048,
+    "depth": 2,
+    "num_heads": 4,
+    "out_hidden_size": 64,
+    "fullatt_block_indexes": [1],
+    "full_attention_interval": 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "shared_expert_intermediate_size": 32,
+    "global_head_dim": 32,
+    "num_kv_shared_layers": 0,
+    "hidden_size_per_layer_input": 16,
+    "vocab_size_per_layer_input": 2048,
+    "shared_intermediate_size": 32,
+    "layer_types": ["linear_attention", "full_attention"],
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_d_state": 16,
+}
 QWEN_TOKENS = {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"}
 QWEN_TOKENS |= {"vision_start_token": "<|vision_start|>", "vision_end_token": "<|vision_end|>"}
 CHAT = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '</s>\n' }}{% endfor %}"
@@ -105,7 +125,7 @@ QWEN_CHAT = """{% for message in messages %}{{ message.role + ': ' }}{% if messa
 
 
 class OutOfTime(Exception):
-    """`--limit` is over."""
+    """Raised when `--limit` is over."""
 
 
 def out_of_time(*_):
@@ -121,22 +141,27 @@ runpy.run_module("liger_trainer", run_name="__main__")"""
 def command(words, log, processes=1, config="fsdp2", steps=None, gpu_memory=None):
     """Run `liger-trainer` with `words`, its output in the file `log`, and return its exit code.
 
-    For each step that it logs, the time and the tokens so far are appended to `steps`. `gpu_memory` is in GiB.
+    For each step that it logs, append the time and the tokens so far to `steps`. `gpu_memory` is in GiB.
     """
     start = ["-m", "liger_trainer"] if gpu_memory is None else ["-c", LIMITED.format(gib=gpu_memory)]
     if processes > 1:
         launch = ["--config_file", str(shipped("configs") / f"{config}.yaml"), "--num_processes", str(processes)]
         start = ["-m", "accelerate.commands.launch", *launch, *start]
-    env = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}  # or a lost network is waited for
+    env = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}  # otherwise it waits for a lost network
     with open(log, "w", buffering=1) as file:
         child = subprocess.Popen(
-            [sys.executable, *start, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env,
+            [sys.executable, *start, *map(str, words)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=env,
             start_new_session=True,
-        )  # fmt: skip
+        )
         try:
             for line in child.stdout:
                 file.write(line)
-                if steps is not None and (found := re.search(r"'num_tokens': '?([\d.e+]+)", line)):
+                found = re.search(r"'num_tokens': '?([\d.e+]+)", line)
+                if steps is not None and found:
                     steps.append((time.time(), float(found[1])))
             return child.wait()
         except OutOfTime:
@@ -146,7 +171,7 @@ def command(words, log, processes=1, config="fsdp2", steps=None, gpu_memory=None
 
 
 def write_rows(data, folder, images=256):
-    """Rows that no file of `data` has: answers for Medusa, questions with a solution for GRPO, short pairs, images."""
+    """Write rows that no file in `data` has: Medusa answers, questions with solutions for GRPO, short pairs, images."""
     rows = json.loads((data / "alpaca_en_demo.json").read_text())
     user = [{"role": "user", "content": f"{row['instruction']}\n{row['input']}".strip()} for row in rows]
     answers = [
@@ -156,9 +181,13 @@ def write_rows(data, folder, images=256):
     questions = [{"prompt": [question], "solution": str(k)} for k, question in enumerate(user)]
     for name, written in ("answers", answers), ("questions", questions):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in written))
-    # ORPO refuses rows whose prompt alone fills max_length
+    # ORPO refuses rows with a prompt that fills max_length
     pairs = json.loads((data / "dpo_en_demo.json").read_text())
-    short = [row for row in pairs if sum(len(turn["value"].encode()) for turn in row["conversations"]) < 2000]
+    short = []
+    for row in pairs:
+        prompt = "".join(turn["value"] for turn in row["conversations"])
+        if len(prompt.encode()) < 2000:
+            short.append(row)
     (folder / "pairs.json").write_text(json.dumps(short))
     # as many as medusa-eval takes here
     (folder / "prompts.json").write_text(json.dumps([{"messages": [question]} for question in user[:4]]))
@@ -166,14 +195,15 @@ def write_rows(data, folder, images=256):
 
 
 def write_images(rows, file):
-    """`rows` with a column images, of a picture each, 640 x 480 or 480 x 640."""
+    """`rows` with a column images, each with one picture of 640 x 480 or 480 x 640."""
     import io
 
     from datasets import Dataset, Features, Image, List, Value
     from PIL import Image as Pillow
 
     def picture(size):
-        Pillow.effect_noise(size, 90).convert("RGB").save(buffer := io.BytesIO(), "jpeg")
+        buffer = io.BytesIO()
+        Pillow.effect_noise(size, 90).convert("RGB").save(buffer, "jpeg")
         return {"bytes": buffer.getvalue(), "path": None}
 
     images = [[picture((640, 480) if k % 4 else (480, 640))] for k in range(len(rows))]
@@ -203,14 +233,15 @@ def shape_of(name, tiny=False):
 
 
 def write_model(name, data, folder, tiny=False):
-    """Save a random model of the shape `name` in bf16 in `folder`, with a tokenizer of the texts in the file `data`."""
+    """Save a random bf16 model of the shape `name` in `folder`, with a tokenizer of the texts in the file `data`."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Qwen2VLImageProcessor
 
     config, folder = shape_of(name, tiny), Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     text, sees = config.get_text_config(), hasattr(config, "vision_config")
     tokenizer = tokenizer_of(data, min(text.vocab_size, 16384), QWEN_TOKENS if sees else {})
-    text.eos_token_id, text.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
+    text.eos_token_id = tokenizer.eos_token_id
+    text.pad_token_id = tokenizer.pad_token_id
     if sees:
         from transformers import Qwen2_5_VLProcessor, Qwen2VLVideoProcessor
 
@@ -238,7 +269,7 @@ def write_model(name, data, folder, tiny=False):
     model.generation_config.pad_token_id = tokenizer.pad_token_id
     model.generation_config.save_pretrained(folder)
     write_weights(tensors, folder / "model.safetensors")
-    config.save_pretrained(folder)  # the last: it says that the model is there
+    config.save_pretrained(folder)  # written last: it says that the model is complete
 
 
 def tokenizer_of(data, vocab, tokens):
@@ -248,7 +279,9 @@ def tokenizer_of(data, vocab, tokens):
     backend, special = ByteLevelBPETokenizer(), ["<pad>", "</s>", *tokens.values()]
     text = Path(data).read_text()
     rows = json.loads(text) if Path(data).suffix == ".json" else map(json.loads, text.splitlines())
-    texts = [str(value) for row in rows for value in row.values()]
+    texts = []
+    for row in rows:
+        texts += map(str, row.values())
     backend.train_from_iterator(texts, vocab, special_tokens=special, show_progress=False)
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend._tokenizer, pad_token="<pad>", eos_token="</s>", extra_special_tokens=tokens
@@ -258,7 +291,7 @@ def tokenizer_of(data, vocab, tokens):
 
 
 def in_mxfp4(tensors):
-    """`tensors` with the experts' products as MXFP4 has them: blocks of 32 numbers and their exponents, on meta."""
+    """`tensors` with the experts' products in MXFP4's form: blocks of 32 numbers and their exponents, on meta."""
     made = {}
     for name, x in tensors.items():
         if not name.endswith(("gate_up_proj", "down_proj")):
@@ -271,7 +304,7 @@ def in_mxfp4(tensors):
 
 
 def drawn(name, x):
-    """Random values for the tensor `x` (of meta) of the name `name`, drawn on the GPU."""
+    """Random values for the meta tensor `x` called `name`, drawn on the GPU."""
     if name.endswith("_scales"):
         return torch.full(x.shape, 120, dtype=x.dtype, device=DEVICE)  # the exponent 2**-7
     if x.dtype == torch.uint8:
@@ -283,8 +316,10 @@ def drawn(name, x):
 
 
 def write_weights(tensors, path):
-    """Write a safetensors file of the names and shapes in `tensors`, by a few threads at once."""
-    kinds, header, at = {torch.bfloat16: "BF16", torch.float32: "F32", torch.uint8: "U8"}, {}, 0
+    """Write a safetensors file with the names and shapes of `tensors`, using a few threads."""
+    kinds = {torch.bfloat16: "BF16", torch.float32: "F32", torch.uint8: "U8"}
+    header = {}
+    at = 0
     for name, x in tensors.items():
         header[name] = {"dtype": kinds[x.dtype], "shape": list(x.shape), "data_offsets": [at, at + x.nbytes]}
         at += x.nbytes
@@ -304,16 +339,17 @@ def write_weights(tensors, path):
 
 
 def words_of(recipe, given, options, model):
-    """The options of `liger-trainer train` for a recipe whose keys are `given`."""
+    """The options of `liger-trainer train` for a recipe with the keys `given`."""
     out = options.folder / "outputs" / recipe
-    shutil.rmtree(out, ignore_errors=True)  # a run into a folder that holds another is refused
+    shutil.rmtree(out, ignore_errors=True)  # a run into a folder with another run is refused
     words = ["train", recipe, "--model_name_or_path", str(model)]
     if "/" in recipe:  # the others ship with their rows
         rows, template = ROWS[given.get("trainer", "sft")]
         rows = IMAGES if "_vl_" in recipe else rows
         file = next(path for path in (options.data / rows, options.folder / rows) if path.exists())
         words += ["--dataset_name", str(file), *template]
-    if stage1 := given.get("medusa_init_heads_from"):
+    stage1 = given.get("medusa_init_heads_from")
+    if stage1:
         words += ["--medusa_init_heads_from", str(options.folder / "outputs/llama3_8b" / stage1.rpartition("8b_")[2])]
     words += ["--output_dir", str(out), "--logging_steps", "1", *RECIPES[recipe][1]]
     words += ON_ONE_GPU.get(recipe, []) if options.processes == 1 else []
@@ -321,22 +357,22 @@ def words_of(recipe, given, options, model):
 
 
 def after(given, out, model, folder):
-    """The commands of a recipe's header that follow the training."""
+    """The commands in a recipe's header that follow the training."""
     prompts = ["--prompts", folder / "prompts.json", "--max_new_tokens", 32]
     if given.get("trainer") == "eagle":
-        steps = [["eagle-eval", model, out, *prompts], ["export", out, "--output", f"{out}_servers"]]
-        return [[str(word) for word in words] for words in steps]
+        return [["eagle-eval", model, out, *prompts], ["export", out, "--output", f"{out}_servers"]]
     if given.get("trainer") != "medusa":
         return []
     merged = given.get("use_peft", False)
-    evaluated, export = out if merged else model, ["export", out, "--output", f"{out}_servers"]
+    evaluated = out if merged else model
+    export = ["export", out, "--output", f"{out}_servers"]
     steps = [["medusa-eval", evaluated, out, *prompts]]
     steps += [["merge", out, f"{out}_merged"], [*export, "--model", f"{out}_merged"]] if merged else [export]
-    return [[str(word) for word in words] for words in steps]
+    return steps
 
 
 def reload(out, texts):
-    """{what was reloaded: numbers}: of a model its mean loss on `texts`, and without its adapter; of heads a norm."""
+    """{what was reloaded: numbers}: a model's mean loss on `texts`, with and without its adapter; a norm for heads."""
     from peft import AutoPeftModelForCausalLM, PeftConfig, PeftModel
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
@@ -376,23 +412,29 @@ def reload(out, texts):
 
 
 def measure(recipe, options, start):
-    """The row of a recipe: what its summary says, and the seconds of all that ran."""
+    """The row of a recipe: the figures of its summary, and the seconds of everything that ran."""
     given = yaml.safe_load((shipped("recipes") / f"{recipe}.yaml").read_text())
     shape, logs = RECIPES[recipe][0], options.folder / "logs" / recipe.replace("/", "-")
-    model, row, began = options.folder / shape, {"recipe": recipe}, time.time()
+    model = options.folder / shape
+    row = {"recipe": recipe}
+    began = time.time()
     words, out = words_of(recipe, given, options, model)
     logs.mkdir(parents=True, exist_ok=True)
 
     def step(name, run, log=None):
-        """Whether `run` ended well, which it shows by None or 0 if there is a `log`."""
-        at, found, tail = time.time(), None, ""
+        """True if `run` ended well: it returns None, or 0 if there is a `log`."""
+        at = time.time()
+        found = None
+        tail = ""
         try:
             found = run()
             good, said = not log or not found, f"ended with {found}"
         except OutOfTime as error:
             good, said = False, str(error)
-        except Exception as error:  # a row of the table says it, and the other recipes run
-            good, said, tail = False, f"{type(error).__name__}: {error}", traceback.format_exc()
+        except Exception as error:  # the table's row says it, and the other recipes run
+            good = False
+            said = f"{type(error).__name__}: {error}"
+            tail = traceback.format_exc()
         row[f"{name}_s"] = round(time.time() - at, 1)
         print(f"[{time.time() - start:6.1f} s] {recipe}: {name} {row[f'{name}_s']} s", flush=True)
         if not good:
@@ -414,10 +456,8 @@ def measure(recipe, options, start):
             return row
         if len(seen) > WARM + 1:
             (first, before), (last, tokens) = seen[WARM - 1], seen[-1]
-            row["warm_tokens_per_s"], row["step_s"] = (
-                (tokens - before) / (last - first),
-                (last - first) / (len(seen) - WARM),
-            )
+            row["warm_tokens_per_s"] = (tokens - before) / (last - first)
+            row["step_s"] = (last - first) / (len(seen) - WARM)
         said = log.read_text().rpartition("\nSummary\n")[2]
         found = dict(re.findall(r"^  (\w+) +(.+)$", said, re.MULTILINE))
         row |= {
@@ -431,10 +471,12 @@ def measure(recipe, options, start):
             if step(words[0], lambda words=words, log=log: command(words, log), log):
                 print(log.read_text()[-600:].rstrip(), flush=True)
         texts = [row["output"] for row in json.loads((options.data / "alpaca_en_demo.json").read_text())[:8]]
-        if again := step("reload", lambda: reload(out, texts)):
+        again = step("reload", lambda: reload(out, texts))
+        if again:
             losses = again.get("model", [])
-            whole = all(math.isfinite(number) for numbers in again.values() for number in numbers)
-            row |= {"reloaded": again, "ok": whole and (len(losses) < 2 or losses[0] != losses[1])}
+            finite = [all(map(math.isfinite, numbers)) for numbers in again.values()]
+            row["reloaded"] = again
+            row["ok"] = all(finite) and (len(losses) < 2 or losses[0] != losses[1])
         release()
         row["saved_gb"] = sum(path.stat().st_size for path in out.rglob("*") if path.is_file()) / 1e9
     finally:
@@ -443,10 +485,17 @@ def measure(recipe, options, start):
 
 
 COLUMNS = {
-    "recipe": ("recipe", ""), "steps": ("steps", ""), "tokens_per_s": ("tokens/s", ",.0f"),
-    "warm_tokens_per_s": ("warm", ",.0f"), "step_s": ("s/step", ".2f"), "gib": ("GiB", ".2f"), "loss": ("loss", ""),
-    "ok": ("reloaded", ""), "seconds": ("s in all", ""), "note": ("", ""),
-}  # fmt: skip
+    "recipe": ("recipe", ""),
+    "steps": ("steps", ""),
+    "tokens_per_s": ("tokens/s", ",.0f"),
+    "warm_tokens_per_s": ("warm", ",.0f"),
+    "step_s": ("s/step", ".2f"),
+    "gib": ("GiB", ".2f"),
+    "loss": ("loss", ""),
+    "ok": ("reloaded", ""),
+    "seconds": ("s in all", ""),
+    "note": ("", ""),
+}
 
 
 def parsed(argv):

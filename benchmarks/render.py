@@ -3,9 +3,9 @@
     python benchmarks/render.py            what `make figures` runs
     python benchmarks/render.py --check    writes nothing; exits with 1 and names what would change, if anything would
 
-In a page, a table stands between `<!-- begin table: ID -->` and `<!-- end table: ID -->`, and what stands there is
-replaced. The file of a figure holds a digest of what it was drawn from, by which `--check` knows whether it is up to
-date. The pixels would not do, because they differ from one version of matplotlib to the next.
+It replaces the text between `<!-- begin table: ID -->` and `<!-- end table: ID -->` in a page. The file of a figure
+holds a digest of its sources, so `--check` knows whether the figure is up to date. The pixels would not do, because
+versions of matplotlib draw them differently.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from _tables import HERE, RESULTS, entries, markdown, read
 
 ROOT = HERE.parent
 BLOCK = re.compile(r"(<!-- begin table: (?P<id>[\w.-]+) -->\n).*?(<!-- end table: (?P=id) -->)", re.DOTALL)
-DIGEST = "Records"  # the name under which a PNG keeps its digest
+DIGEST = "Records"  # the name of a PNG's digest
 
 
 def published():
@@ -27,10 +27,12 @@ def published():
 
 
 def listed(plan):
-    """Every record that a table or figure is made of, that a sentence quotes, or that newer ones have replaced."""
-    found = [path for spec in plan["tables"].values() for path, _ in entries(spec)]
-    found += [path for spec in plan["figures"].values() for path, _ in entries(spec)]
-    found += [path for paths in plan["quoted"].values() for path in paths]
+    """Every record that a table or figure uses, that a sentence quotes, or that newer ones have replaced."""
+    found = []
+    for spec in (*plan["tables"].values(), *plan["figures"].values()):
+        found += [path for path, _ in entries(spec)]
+    for paths in plan["quoted"].values():
+        found += paths
     found += plan["older"]
     return list(dict.fromkeys(found))
 
@@ -40,7 +42,7 @@ def pages():
 
 
 def with_tables(text, tables, page):
-    """The text of a page with every table in it made anew."""
+    """The text of a page with every table rendered again."""
 
     def block(found):
         if found["id"] not in tables:
@@ -48,14 +50,15 @@ def with_tables(text, tables, page):
         return found[1] + markdown(tables[found["id"]]) + "\n" + found[3]
 
     made = BLOCK.sub(block, text)
-    marks, blocks = len(re.findall(r"<!-- (?:begin|end) table:", text)), len(BLOCK.findall(text))
+    marks = len(re.findall(r"<!-- (?:begin|end) table:", text))
+    blocks = len(BLOCK.findall(text))
     if marks != 2 * blocks:
         raise ValueError(f"{page} has {marks} marks of tables and {blocks} tables; each begins and ends with its ID")
     return made
 
 
 def digest(spec):
-    """A digest of what a figure is drawn from: its entry, its records, and the code that draws."""
+    """A digest of a figure's sources: its entry, its records, and the code that draws."""
     parts = [json.dumps(spec, sort_keys=True), (HERE / "figures.py").read_text()]
     parts += [(RESULTS / path).read_text() for path, _ in entries(spec)]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()

@@ -1,14 +1,14 @@
-"""How the time and memory of a training step grow with tokens, vocabulary and context, and what context fits at most.
+"""How the time and memory of a training step grow with tokens, vocabulary and context, and the longest context.
 
     python benchmarks/scaling.py --model Llama-3.2-1B [--axes batch vocabulary context] [--json FILE]
     python benchmarks/scaling.py --axes longest --memory 24 [--trainer dpo]
 
 `batch` varies the number of rows of 1024 tokens, `vocabulary` the vocabulary of 8 rows of 1024 tokens, and `context`
-the length of one row, with gradient checkpointing. `longest` finds the most tokens of one row (for DPO, of each
-sequence of one pair), a multiple of `--unit`, that two steps with checkpointing train in `--memory` GiB. That is all
-that PyTorch's allocator holds, weights and optimizer included, but not the CUDA context. Training is full fine-tuning
-in bf16, as in `training.py`, and every arm runs in a process of its own. A size that does not fit is a row that says
-so. The record is written after every row, and no row is begun after --minutes.
+the length of one row, with gradient checkpointing. `longest` finds the longest row (for DPO, the longest sequences of
+one pair), in multiples of `--unit`, for which two steps with checkpointing fit into `--memory` GiB. That is all memory
+of PyTorch's allocator, with weights and optimizer, but without the CUDA context. Training is full fine-tuning in bf16,
+as in `training.py`, and every arm runs in its own process. A size that does not fit is a row that says so. The record
+is written after every row, and no row starts after --minutes.
 """
 
 import argparse
@@ -65,12 +65,12 @@ def next_length(fits, fails, cap_gib, unit):
     Args:
         fits (`dict`): Lengths that fit, with their peaks in GiB.
         fails (`int` or `None`): The shortest length known not to fit.
-        cap_gib (`float`): Memory there is.
+        cap_gib (`float`): Available memory.
         unit (`int`): Resolution.
 
     Returns:
-        `int`: A length between what fits and what does not. While nothing has failed, memory is taken to grow linearly
-        from the two longest lengths that fit. After that the gap is halved.
+        `int`: A length between what fits and what does not. As long as nothing has failed, memory is assumed to grow
+            linearly from the two longest lengths that fit. After that the gap is halved.
     """
     low = max(fits, default=0)
     if fails is not None:
@@ -82,7 +82,7 @@ def next_length(fits, fails, cap_gib, unit):
         slope = (fits[low] - fits[before]) / (low - before)
         if slope > 0:
             guess = low + 0.97 * (cap_gib - fits[low]) / slope  # a little less, for a second point near the border
-    # It grows by 1/64 at least, since steps of one unit would take long where the growth was overestimated.
+    # It grows by at least 1/64, because steps of one unit would take long after an overestimate.
     guess = min(max(guess, low + low // 64), 16 * low)
     return max(int(guess) // unit * unit, low + unit)
 
@@ -93,9 +93,11 @@ def longest(try_length, first, cap_gib, unit, limit, hurry=lambda: False):
     Args:
         try_length (`Callable`): length -> peak in GiB, or `None` if it does not fit.
         first (`int`): The first length to try, a multiple of `unit`.
-        hurry (`Callable`): True when the search is to stop with what it has.
+        hurry (`Callable`): True when the search should stop with what it has.
     """
-    fits, fails, length = {}, None, min(first, limit)
+    fits = {}
+    fails = None
+    length = min(first, limit)
     while True:
         peak = try_length(length)
         if peak is None:
@@ -150,11 +152,11 @@ def one_arm(options):
             release()
             emit(row)
             if "note" in row:
-                break  # what is larger does not fit either
+                break  # larger sizes do not fit either
 
 
 def shared(end, heirs):
-    """When the first of `heirs` is to stop, so that all get an equal share of the time until `end`."""
+    """When the first of `heirs` should stop, so that all get an equal share of the time until `end`."""
     return time.time() + (end - time.time()) / heirs
 
 
@@ -208,7 +210,7 @@ def main():
     began, rows = time.time(), []
     for k, arm in enumerate(arms):
         until = shared(began + 60 * options.minutes, len(arms) - k)
-        # Without segments that grow, a run would fail by fragmentation sooner than by what it needs.
+        # Without growing segments, a run would fail by fragmentation before it fails by its needs.
         env = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
         for row in rows_from(arm, until - time.time() + 120, env=env, more=["--until", str(until)]):
             rows.append(row)

@@ -8,24 +8,24 @@ of TRL's SFTTrainer and ours, by their `train()`.
 
 Weights are random, shapes are real, and rows are token ids. `alpaca` is 8 rows of `--data` a step, as they come; `512`
 is one row of 512 tokens. A case is a model and how it is trained (`CASES`); an arm is a trainer (`ARMS`). "flat" is
-TRL's padding_free, "compile" has each layer compiled for any number of tokens, "captured" is cuda_graphs="true".
+TRL's padding_free, "compile" compiles each layer for any number of tokens, "captured" is cuda_graphs="true".
 
-`--trainers` takes TRL's other trainers, and ours beside them, on 8 real pairs a step. `--data` is then a file of pairs
-as for `training.py --trainer dpo`, whose answers are cut where they and the prompt have `--length` tokens. KTO trains
-on 8 answers a step, of the pairs or of `--judged` (`preferences.py`), distillation on the chosen answers of 8 prompts,
-GRPO and RLOO on both answers of 4 prompts. Nothing is generated: `_trainers.py` says what takes its place. A reference
-or a teacher has Liger's layers in "trl_liger". "answers" is padding_in_metrics=False, which CPO and ORPO have, and
+`--trainers` takes TRL's other trainers and ours, on 8 real pairs a step. `--data` is then a file of pairs as for
+`training.py --trainer dpo`; answers are cut so that they and the prompt have `--length` tokens. KTO trains on 8 answers
+a step, of the pairs or of `--judged` (`preferences.py`), distillation on the chosen answers of 8 prompts, GRPO and RLOO
+on both answers of 4 prompts. Nothing is generated: `_trainers.py` says what takes its place. A reference or a teacher
+has Liger's layers in "trl_liger". "answers" is padding_in_metrics=False, which CPO and ORPO have, and
 "unshared" share_prompts=False. tokens/s counts each token of a row once, however many models read it.
 
-Every case, trainer and arm has a process of its own, which takes one kind of rows after the other. What fails is a row
-that says why. `--minutes` ends the whole run: what has not begun by then is a row that says so. Steps before the clock
-starts train on the same rows as those on the clock, so that everything is compiled, captured and allocated by then.
-`ms` is the median of the steps, by events on the GPU's stream, for which the host does not wait. tokens/s is of real
-tokens, over all steps on the clock.
+Every case, trainer and arm has its own process, which takes one kind of rows after the other. What fails is a row that
+says why. `--minutes` ends the whole run: what has not begun by then is a row that says so. Steps before the clock
+starts train on the same rows as the timed ones, so that everything is compiled, captured and allocated by then. `ms` is
+the median step by events on the GPU's stream, without making the host wait. tokens/s counts real tokens over all timed
+steps.
 
-Memory is that of the process at the ends of steps, by the driver (`gib_used`: with the pools of captured graphs, which
-the allocator does not count in replays), and the allocator's peak. `--profile` runs 4 more steps, or as many as it
-says, under PyTorch's profiler and adds `gpu_ms`, the time a step in which a kernel or a copy runs.
+Memory is the process's memory at the ends of steps by the driver (`gib_used`), and the allocator's peak. Only the first
+includes the pools of captured graphs in replays. `--profile` runs 4 more steps, or as many as it says, under PyTorch's
+profiler and adds `gpu_ms`, the time per step in which a kernel or a copy runs.
 
 `--tiny` tries the script out, on a CPU too.
 """
@@ -39,7 +39,7 @@ from dataclasses import dataclass, field
 
 import _trainers
 import torch
-from _measure import DEVICE, Record, arguments, table
+from _measure import DEVICE, Record, arguments, table, with_rounded_losses
 from _processes import emit, release, rows_from
 from _steps import Run, classes_of, flag_losses, flag_tokens, make_trainer
 
@@ -83,14 +83,14 @@ SHORTEST = 5  # seconds, in which no process could start
 
 
 def tiny_of(model):
-    """The name of a tiny model with layers like those of `model`."""
+    """The name of a tiny model with the kinds of layers of `model`."""
     if model.startswith("Qwen3.5"):
         return "tiny-states"
     return "tiny-moe" if "A3B" in model else "tiny"
 
 
 def run_of(case, rows, options, trainer="sft"):
-    """What is trained, and how many steps are on the clock. Batches of real rows recur after so many steps."""
+    """The training to run, and the number of timed steps. Batches of real rows repeat after so many steps."""
     kind = CASES[case] | {"trainer": trainer}
     batches, rounds = options.batches, options.rounds
     if options.tiny:
@@ -107,12 +107,12 @@ def run_of(case, rows, options, trainer="sft"):
 
 
 def class_of(arm, trainer):
-    """The name of what `arm` trains with, for `_steps.make_trainer`."""
+    """The name of the class that `arm` trains with, for `_steps.make_trainer`."""
     return arm.trainer.replace("SFTTrainer", _trainers.CLASSES[trainer])
 
 
 def options_of(arm, trainer="sft"):
-    """The fields of the arguments of `arm`. ValueError if it asks for what the trainer has not."""
+    """The fields of `arm`'s arguments. ValueError if it asks for something that the trainer lacks."""
     given = dict(arm.options)
     args_class = classes_of(class_of(arm, trainer))[1]
     known = args_class.__dataclass_fields__
@@ -124,15 +124,15 @@ def options_of(arm, trainer="sft"):
 
 
 def compile_layers(model):
-    """Compile each layer of the decoder by itself."""
-    torch._dynamo.config.recompile_limit = 64  # each kind of rows makes the model anew
+    """Compile each decoder layer separately."""
+    torch._dynamo.config.recompile_limit = 64  # each kind of rows makes a new model
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     for layer in base.model.layers:
         layer.compile(dynamic=True)
 
 
 def gib_used():
-    """What all processes have of the GPU's memory."""
+    """The GPU memory that all processes use."""
     if DEVICE != "cuda":
         return 0.0
     free, total = torch.cuda.mem_get_info()
@@ -158,7 +158,10 @@ def clock_of(start, count):
 
     class Clock(TrainerCallback):
         def __init__(self):
-            self.stamps, self.used, self.allocated, self.profiler = [], 0.0, 0, None
+            self.stamps = []
+            self.used = 0.0
+            self.allocated = 0
+            self.profiler = None
 
         def on_step_end(self, args, state, control, **kwargs):
             step = state.global_step
@@ -184,7 +187,7 @@ def clock_of(start, count):
                     self.allocated = torch.cuda.max_memory_allocated()
 
         def busy_ms(self, steps):
-            """The time in which anything ran on the GPU, in ms a step of the last `steps`."""
+            """The time per step, in ms, in which anything ran on the GPU, over the last `steps`."""
             spans = [event.time_range for event in self.profiler.events() if event.device_type.name == "CUDA"]
             total, end = 0.0, 0.0
             for span in sorted(spans, key=lambda span: span.start):
@@ -196,7 +199,7 @@ def clock_of(start, count):
 
 
 def train(options, rows, before):
-    """Train the arm of this process on one kind of rows. `before` is the GPU memory in use when the process began."""
+    """Train this process's arm on one kind of rows. `before` is the GPU memory in use when the process started."""
     arm = ARMS[options.arm]
     run, timed = run_of(options.case, rows, options, options.trainer)
     first = timed * options.rounds
@@ -225,9 +228,11 @@ def train(options, rows, before):
         row |= {"gib_used": clock.used - before, "gib_allocated": clock.allocated / 2**30}
     if options.profile and DEVICE == "cuda":
         row["gpu_ms"] = clock.busy_ms(run.steps - first - timed)
-    if (report := getattr(trainer, "liger_report", None)) is not None:
+    report = getattr(trainer, "liger_report", None)
+    if report is not None:
         row["patched"] = report.one_line()
-    if (captured := getattr(trainer, "captured_steps", None)) is not None:
+    captured = getattr(trainer, "captured_steps", None)
+    if captured is not None:
         row["captured"] = captured.to_dict()
     trainer.accelerator.free_memory()
     return row
@@ -272,12 +277,19 @@ def check_data(parser, options):
 
 
 COLUMNS = {
-    "case": ("case", ""), "method": ("", ""), "rows": ("rows", ""), "arm": ("trainer", ""),
+    "case": ("case", ""),
+    "method": ("", ""),
+    "rows": ("rows", ""),
+    "arm": ("trainer", ""),
     "tokens_per_s": ("tokens/s", ".0f"),
-    "ms": ("ms", ".1f"), "gpu_ms": ("GPU ms", ".1f"), "gib_used": ("GiB used", ".1f"),
-    "gib_allocated": ("allocated", ".1f"), "padding": ("padding", ".0%"),
-    "losses": ("loss: step 1, means of 2-5, 6-10", ""), "note": ("", ""),
-}  # fmt: skip
+    "ms": ("ms", ".1f"),
+    "gpu_ms": ("GPU ms", ".1f"),
+    "gib_used": ("GiB used", ".1f"),
+    "gib_allocated": ("allocated", ".1f"),
+    "padding": ("padding", ".0%"),
+    "losses": ("loss: step 1, means of 2-5, 6-10", ""),
+    "note": ("", ""),
+}
 
 
 def main():
@@ -292,9 +304,9 @@ def main():
     parser.add_argument("--batches", type=int, default=12, help="steps on the clock, each with rows of its own")
     parser.add_argument("--rounds", type=int, default=2, help="how often their rows are trained on before")
     parser.add_argument("--timeout", type=float, default=300, help="seconds after which a process is given up")
-    parser.add_argument("--minutes", type=float, default=60, help="in which the whole run ends")
+    parser.add_argument("--minutes", type=float, default=60, help="end the whole run after so many minutes")
     parser.add_argument(
-        "--profile", type=int, nargs="?", const=4, default=0, help="add the time in which the GPU works in 4 more steps"
+        "--profile", type=int, nargs="?", const=4, default=0, help="add the time that the GPU is busy in 4 more steps"
     )
     parser.add_argument("--tiny", action="store_true", help="two layers, to try the script out")
     options = parser.parse_args()
@@ -324,12 +336,12 @@ def main():
                 record.write({"options": vars(options), "rows": found})
         flag(found)
         record.write({"options": vars(options), "rows": found})
-    table([row | {"losses": row.get("losses") and [round(x, 4) for x in row["losses"]]} for row in found], COLUMNS)
+    table(with_rounded_losses(found), COLUMNS)
     record.say_where()
 
 
 def flag(found):
-    """Note which rows have other losses than the stock trainer, or other tokens than the first arm."""
+    """Note the rows that have other losses than the stock trainer, or other tokens than the first arm."""
     groups = {}
     for row in found:
         groups.setdefault((row["case"], row["method"], row.get("rows")), []).append(row)

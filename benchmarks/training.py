@@ -7,30 +7,30 @@ steps.
     python benchmarks/training.py --trainer dpo --model Llama-3.2-1B --batch 4 --length 1024 --data pairs.npz
     python benchmarks/training.py --model Llama-3.2-1B --batch 8 --length 2048 --rows padded --data rows.npz
 
-It is full fine-tuning in bf16 with fused AdamW, or LoRA on every linear layer (in mixtures of experts on attention), of
-random weights. Rows have no padding by default: the token ids of `--data`, or random ones without it, are joined and
-cut into rows. Every arm runs in a process of its own, since Liger's patches concern the whole process. An arm that
-fails is a row that says why, and losses and rows that are not those of the stock trainer are flagged.
+It is full fine-tuning of random weights in bf16 with fused AdamW, or LoRA on every linear layer (on attention in
+mixtures of experts). By default rows have no padding: the token ids of `--data`, or random ones, are joined and cut
+into rows. Every arm runs in its own process, because Liger's patches affect the whole process. An arm that fails is a
+row that says why. Losses and rows that differ from the stock trainer's are flagged.
 
 `--rows padded` takes the rows of `--data` as they come, each cut to `--length`, `--batch` of them a step, padded to the
-longest; `--rows packed` packs them as TRL does under `packing=True`. Labels are on all tokens. tokens/s and MFU are
-then of real tokens only, counted in the batches that were trained on while the clock ran. Half of the steps come before
-it and train on the same batches.
+longest; `--rows packed` packs them as TRL does under `packing=True`. Labels are on all tokens. tokens/s and MFU then
+count only real tokens, in the batches trained on while the clock ran. Half of the steps come before the clock and train
+on the same batches.
 
-`--data` is an .npz with a flat array `ids`, for real rows with `offsets` (rows + 1) too, or a .json/.jsonl file that
-`datasets` reads, with a column `input_ids`. For DPO it is an .npz made by `preferences.py`, or the .json that this
-takes, whose texts are replaced by about as many random ids. `--batch` then counts pairs, and `--length` the tokens of
-each of the two sequences of a pair. The reference model is computed on the fly, and under "DPOTrainer + Liger" it has
-Liger's layers too. `scaling.py` finds the longest context that fits.
+`--data` is an .npz with a flat array `ids`, and `offsets` (rows + 1) too for real rows, or a .json/.jsonl file that
+`datasets` reads, with a column `input_ids`. For DPO it is an .npz made by `preferences.py`, or the .json that
+`preferences.py` takes; its texts are replaced by about as many random ids. `--batch` then counts pairs, and `--length`
+the tokens of each sequence. The reference model is computed on the fly, and under "DPOTrainer + Liger" it has Liger's
+layers too. `scaling.py` finds the longest context that fits.
 
-`--optimizer_in_backward` has our trainers step each weight in the backward pass, and no trainer clip gradients. The arm
-"LigerTrainer - in_backward" is ours with the ordinary step. With `--auto`, "LigerTrainer - host" is ours without the
-host's memory.
+With `--optimizer_in_backward`, our trainers step each weight in the backward pass, and no trainer clips gradients. The
+arm "LigerTrainer - in_backward" is ours with the ordinary step. With `--auto`, "LigerTrainer - host" is ours without
+host memory.
 
-Each row has the memory by kind of tensor (`_memory_kinds.py`). For full rows of a model whose layers all attend to all
-tokens before, it also has what share of a step its products and its attention need: the products at the rate of the
-largest, causal attention at the rate of PyTorch's own forward and backward pass at this length (above 65,536 tokens at
-the rate there), both measured in the same run. `share` is without and `share_recomputed` with a second forward pass of
+Each row has the memory by kind of tensor (`_memory_kinds.py`). For full rows of a model in which every layer attends to
+all earlier tokens, it also has the share of a step that products and attention need: products at the rate of the
+largest, causal attention at the rate of PyTorch's forward and backward pass at this length (above 65,536 tokens at the
+rate there), both measured in the same run. `share` is without, and `share_recomputed` with, a second forward pass of
 all layers, which a step with --checkpointing computes. One step takes minutes for a long row:
 
     python benchmarks/training.py --model Llama-3-8B --lora 32 --nf4 --checkpointing --offload --batch 1
@@ -39,14 +39,14 @@ all layers, which a step with --checkpointing computes. One step takes minutes f
 With `--skip 0` the first step is on the clock too, with what it compiles and allocates. `--layers` cuts the model.
 
 `--config_file configs/fsdp2.yaml --processes 2` runs every arm through `accelerate launch`. Batch, tokens/s and memory
-are then those of one process. Under context parallelism the processes share each row, and its tokens/s too.
+are then per process. Under context parallelism the processes share each row, and its tokens/s too.
 """
 
 import os
 import time
 
 import torch
-from _measure import DEVICE, Record, arguments, attention_ms, ceilings, table
+from _measure import DEVICE, Record, arguments, attention_ms, ceilings, table, with_rounded_losses
 from _models import MODELS
 from _processes import emit, rows_from
 from _rows import KINDS
@@ -57,7 +57,7 @@ STEPS = {"full": 14, "padded": 32, "packed": 32}
 
 
 def profiler(skip):
-    """A callback that runs two steps after `skip` under torch's profiler and prints which kernels take their time."""
+    """A callback that runs two steps after `skip` under torch's profiler and prints the slowest kernels."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as torch_profile
     from transformers import TrainerCallback
@@ -65,7 +65,9 @@ def profiler(skip):
     def gaps(events, longest=12):
         """Print where the GPU waits: the longest times from the end of all earlier kernels to the start of the next."""
         spans = sorted((e.time_range.start, e.time_range.end, e.name) for e in events if e.device_type.name == "CUDA")
-        found, end, before = [], spans[0][1], spans[0][2]
+        found = []
+        end = spans[0][1]
+        before = spans[0][2]
         for start, stop, name in spans:
             if start > end:
                 found.append((start - end, before[:60], name[:60]))
@@ -101,22 +103,37 @@ def one_arm(options):
             total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
             torch.cuda.set_per_process_memory_fraction(min(1.0, options.gpu_memory * 2**30 / total))
     run = Run(
-        options.model, options.batch, options.length, options.trainer, options.steps, data=options.data,
-        checkpointing=options.checkpointing, auto=options.auto, memory_budget=options.memory_budget,
+        options.model,
+        options.batch,
+        options.length,
+        options.trainer,
+        options.steps,
+        data=options.data,
+        checkpointing=options.checkpointing,
+        auto=options.auto,
+        memory_budget=options.memory_budget,
         optimizer_in_backward=options.optimizer_in_backward,
-        lora=options.lora, lora_experts=options.lora_experts, nf4=options.nf4, mxfp4=options.mxfp4,
+        lora=options.lora,
+        lora_experts=options.lora_experts,
+        nf4=options.nf4,
+        mxfp4=options.mxfp4,
         offload=options.offload,
         workers=4 if DEVICE == "cuda" else 0,
-        autocast=not options.no_autocast, waits=not options.no_waits, processes=options.processes, rows=options.rows,
-        skip=skip_of(options), layers=options.layers, prompt=options.prompt,
-    )  # fmt: skip
+        autocast=not options.no_autocast,
+        waits=not options.no_waits,
+        processes=options.processes,
+        rows=options.rows,
+        skip=skip_of(options),
+        layers=options.layers,
+        prompt=options.prompt,
+    )
     emit(train(options.arm, run, [profiler(run.skip)] if options.profile else []))
     if options.processes > 1:
         time.sleep(0.5)  # as at the end of liger_trainer/command/run/train.py
 
 
 def skip_of(options):
-    """Steps before the clock starts: for real rows half of them, which train on the batches of the other half."""
+    """Steps before the clock starts. For real rows half of them, which train on the other half's batches."""
     if options.skip is not None:
         return options.skip
     return Run.skip if options.rows == "full" else (options.steps + 1) // 2
@@ -150,7 +167,7 @@ def case_of(options):
 
 
 def attention_of(options):
-    """[ms of forward, of forward and backward] of the attention of one layer; None where layers are not alike."""
+    """[ms of forward, of forward and backward] of one layer's attention; None if layers differ."""
     shape = MODELS[options.model][1]
     if options.rows != "full" or options.trainer != "sft" or options.processes > 1 or "sliding_window" in shape:
         return None
@@ -160,8 +177,10 @@ def attention_of(options):
 
 
 def shares(row, options, rate, attention):
-    """What share of a step its products and its attention need, without and with a second forward pass of all layers.
-    The second is None where not all are computed again."""
+    """The share of a step that its products and its attention need.
+
+    It is given without and with a second forward pass of all layers. The second is None unless all are recomputed.
+    """
     tokens = options.batch * options.length
     once = 1e3 * tokens * row["flop_per_token_of_products"] / rate + row["layers"] * attention[1]
     again = 1e3 * tokens * row["flop_per_token_of_layers_forward"] / rate + row["layers"] * attention[0]
@@ -171,10 +190,16 @@ def shares(row, options, rate, attention):
 
 COUNTED = "tokens without padding, of the batches trained on while the clock ran"
 COLUMNS = {
-    "arm": ("trainer", ""), "tokens_per_s": ("tokens/s", ".0f"), "gib": ("peak GiB", ".1f"), "mfu": ("MFU %", ".1f"),
-    "share": ("share", ".3f"), "share_recomputed": ("recomputed", ".3f"), "padding": ("padding", ".0%"),
-    "losses": ("loss: step 1, means of 2-5, 6-10", ""), "note": ("", ""),
-}  # fmt: skip
+    "arm": ("trainer", ""),
+    "tokens_per_s": ("tokens/s", ".0f"),
+    "gib": ("peak GiB", ".1f"),
+    "mfu": ("MFU %", ".1f"),
+    "share": ("share", ".3f"),
+    "share_recomputed": ("recomputed", ".3f"),
+    "padding": ("padding", ".0%"),
+    "losses": ("loss: step 1, means of 2-5, 6-10", ""),
+    "note": ("", ""),
+}
 
 
 def main():
@@ -264,7 +289,7 @@ def main():
     left_out = ("padding",) if options.rows == "full" else ()
     left_out += ("share", "share_recomputed") if attention is None else ()
     columns = {name: title for name, title in COLUMNS.items() if name not in left_out}
-    table([row | {"losses": row.get("losses") and [round(x, 4) for x in row["losses"]]} for row in rows], columns)
+    table(with_rounded_losses(rows), columns)
     for row in rows:
         if row.get("gib_by_kind"):
             kinds = ((kind, gib) for kind, gib in row["gib_by_kind"].items() if gib is not None)

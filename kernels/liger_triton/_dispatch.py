@@ -57,7 +57,7 @@ def is_wrapped(t: torch.Tensor | None) -> bool:
 def takes_twin(*tensors: torch.Tensor | None) -> bool:
     """Return whether plain PyTorch computes a call with these tensors, on any device."""
     for t in tensors:
-        if t is not None and (t.dtype == torch.float64 or t.is_meta or is_wrapped(t)):
+        if t is not None and (t.dtype == torch.float64 or t.is_meta or (type(t) not in _PLAIN and is_wrapped(t))):
             return True
     return False
 
@@ -73,7 +73,7 @@ def use_triton(x: torch.Tensor) -> bool:
         return False
     if computes_nothing():
         return True
-    if triton is None or is_wrapped(x):
+    if triton is None or (type(x) not in _PLAIN and is_wrapped(x)):  # a plain tensor costs no call
         return False
     return x.is_cuda or x.device.type == "xpu" or (INTERPRET and x.device.type == "cpu")
 
@@ -83,7 +83,7 @@ def runs_triton(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
     if x.dtype not in KERNEL_DTYPES or not use_triton(x) or x.numel() == 0:
         return False
     for t in others:
-        if t is not None and (t.dtype not in KERNEL_DTYPES or is_wrapped(t)):
+        if t is not None and (t.dtype not in KERNEL_DTYPES or (type(t) not in _PLAIN and is_wrapped(t))):
             return False
     return True
 

@@ -11,8 +11,9 @@ import torch
 from transformers import PreTrainedModel
 
 from liger_trainer.eagle.drafter import EagleDrafter
-from liger_trainer.eagle.evaluate import one_row, read_target
+from liger_trainer.eagle.evaluate import read_target
 from liger_trainer.eagle.target import embedding_of
+from liger_trainer.head.flat_rows import one_row
 
 
 class Decoded(NamedTuple):

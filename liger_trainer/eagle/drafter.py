@@ -102,6 +102,8 @@ class DrafterAttention(nn.Module):
             k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in others.chunk(2, -1))
             q = _rotated(q.unflatten(-1, (-1, self.head_dim)), step.angles.index_select(0, step.drafted))
             k = _rotated(k, step.angles)
+        k = k.contiguous()
+        v = v.contiguous()  # later steps keep it, and should not keep what it is a part of
         out = self._attention(q, [*keys, k], [*values, v], step.rows, step.drafted)
         return self.o_proj(out.flatten(1)), k, v
 

@@ -25,14 +25,13 @@ from liger_trainer.head.flat_rows import FlatRows, flat_rows, flat_targets
 from liger_trainer.head.module import base_model_of, head_reason
 from liger_trainer.head.outputs import HeadOptions
 from liger_trainer.head.request import HeadRequest, run_request
-from liger_trainer.head.sums import HeadSums
 from liger_trainer.medusa.frozen import as_served
+from liger_trainer.trainers.heads_trainer import LigerHeadsTrainer
 from liger_trainer.trainers.model_card import CardText
-from liger_trainer.trainers.sft_trainer import LigerSFTTrainer
 from liger_trainer.varlen.taps import tapped
 
 
-class LigerEagleTrainer(LigerSFTTrainer):
+class LigerEagleTrainer(LigerHeadsTrainer):
     """[`LigerSFTTrainer`] for an EAGLE-3 drafter: its data, packing and arguments, [`LigerEagleConfig`]'s loss.
 
     The model is frozen. Only a few rows of logits exist at any time, for the model and the drafter together. Once the
@@ -54,8 +53,6 @@ class LigerEagleTrainer(LigerSFTTrainer):
             `eagle_init_from` names is for another model, or an option would be silently ignored.
     """
 
-    loss_hook = None
-    gives_token_predictions = False
     freezes_model = True
     _batch_loss: Callable[..., Any] = staticmethod(drafter_loss)
 
@@ -67,7 +64,6 @@ class LigerEagleTrainer(LigerSFTTrainer):
             args = LigerEagleConfig(f"{name.split('/')[-1]}-EAGLE3")
         check_args(args, kwargs)
         super().__init__(model, args, **kwargs)
-        self._sums = HeadSums()
 
     @property
     def _drafter(self) -> EagleDrafter:
@@ -158,24 +154,8 @@ class LigerEagleTrainer(LigerSFTTrainer):
         loss, *sums = logits.fused(score, targets[1:])
         return {"loss": loss, "sums": torch.stack([s.float() for s in sums])}
 
-    # What is logged
-
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        mode = "train" if self.model.training else "eval"
-        if mode in self._sums:
-            self._metrics[mode] |= {name: [value] for name, value in self._mean_metrics(mode).items()}
-        super().log(logs, start_time)
-
-    def _mean_metrics(self, mode: str) -> dict[str, float]:
-        """Return means over all rows since the last log, on all ranks. All ranks have to call this."""
-        (losses, hits, rows), tokens = self._sums.take(mode, self.accelerator)
-        if mode == "train":
-            self._total_train_tokens += int(self.accelerator.reduce(tokens, "sum"))
-        metrics: dict[str, float] = {"num_tokens": self._total_train_tokens}
-        for k, (loss, hit, count) in enumerate(zip(losses, hits, rows, strict=True), 1):
-            metrics[f"eagle_step{k}_loss"] = loss / max(count, 1)
-            metrics[f"eagle_step{k}_accuracy"] = hit / max(count, 1)
-        return metrics
+    def _metric_names(self, heads: int) -> list[tuple[str, str]]:
+        return [(f"eagle_step{k}_loss", f"eagle_step{k}_accuracy") for k in range(1, heads + 1)]
 
     # Checkpoints
 

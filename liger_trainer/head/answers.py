@@ -220,7 +220,7 @@ def _score_fields(call: ModelCall, outputs: Any) -> dict[str, Any]:
     fields = token_scores(
         logits,
         target,
-        tuple(name for name in TOKEN_OUTPUTS if name in wanted or name == "log_probs"),
+        tuple([name for name in TOKEN_OUTPUTS if name in wanted or name == "log_probs"]),
         temperature=options.temperature,
         label_smoothing=call.request.label_smoothing,
         uniform_grad=call.request.uniform_grad,

@@ -25,7 +25,6 @@ from liger_trainer.head.module import (
     FusedHeadBinding,
     base_model_of,
     bind_all,
-    head_options,
     head_reason,
     output_head,
     report_unfused,
@@ -116,9 +115,11 @@ def _forward_of(model_class: type[nn.Module]) -> Callable:
 
 def _model_call(model: nn.Module, request: HeadRequest, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelCall:
     """Find out what a call of `model` needs of the head, and whether the head can be fused now."""
-    options = head_options(model)
-    assert options is not None, "a binding that has been removed steps aside"
-    head = output_head(model)
+    # The bound model is transformers' own, so that nothing has to be unwrapped here.
+    binding = FusedHeadBinding.of(model)
+    assert binding is not None and not binding.fallback_active, "a binding that has been removed falls back"
+    options = binding.options
+    head = model.get_output_embeddings()  # type: ignore[operator]
     assert head is not None, "a model without a head is not bound"
     replaces_loss = request.replaces_loss
     skip_logits = not replaces_loss and _skips_logits(model, request, kwargs)

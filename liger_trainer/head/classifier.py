@@ -1,8 +1,8 @@
 """Classification heads of transformers: the backbone runs on real tokens, and the head pools one of each row.
 
-`GenericForSequenceClassification` computes a number, or several, of every position, and returns those of the last token
-whose id is not that of padding. So the position that a row is judged by depends on ids, not on the mask. A call whose
-rows are all judged by real tokens leaves out padding. In any other the model's own code runs on the batch as it is.
+`GenericForSequenceClassification` scores every position, and returns the score of the last token that does not have the
+id of padding. So the position that a row is judged by depends on ids, not on the mask. If all rows of a call are judged
+by real tokens, padding is left out. In any other call the model's own code runs on the batch as it is.
 """
 
 import functools
@@ -43,7 +43,7 @@ def is_classifier(model: nn.Module) -> bool:
 
 
 def classifier_binding(model: nn.Module) -> ClassifierBinding:
-    """Make the binding for `model`, in which calls of the backbone leave out padding."""
+    """Make the binding for `model`. With it, calls of the backbone leave out padding."""
     return ClassifierBinding(_forward_of(type(model)))  # type: ignore[arg-type] # mypy takes no class for hashable
 
 
@@ -69,7 +69,7 @@ def _forward_of(model_class: Any) -> Callable:
 
 
 def _with_pooled(model: Any, call: dict[str, Any]) -> dict[str, Any] | None:
-    """`call` with `shift_labels` that mark the position by which each row is judged; None where it cannot be told."""
+    """Return `call` with `shift_labels` that mark the position each row is judged by, or None if it is not known."""
     ids = call.get("input_ids")
     pad = model.config.get_text_config().pad_token_id
     if not isinstance(ids, torch.Tensor) or ids.ndim != 2 or pad is None:

@@ -68,6 +68,14 @@ class DeferredLogits:
     )
     __hash__ = object.__hash__
 
+    recorded: RecordedLogits
+    head: nn.Module
+    call_state: HeadCallState
+    _source: "DeferredLogits | None"
+    _step: Callable[[torch.Tensor], torch.Tensor] | None
+    _real: torch.Tensor | None
+    _real_version: int | None
+
     def __init__(
         self,
         recorded: RecordedLogits,
@@ -76,13 +84,15 @@ class DeferredLogits:
         source: "DeferredLogits | None" = None,
         step: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ):
-        self.recorded = recorded
-        self.head = head
-        self.call_state = call_state
-        self._source = source
-        self._step = step
-        self._real: torch.Tensor | None = None
-        self._real_version: int | None = None
+        # `__setattr__` of this class would be one more call of Python for each of these.
+        set_slot = object.__setattr__
+        set_slot(self, "recorded", recorded)
+        set_slot(self, "head", head)
+        set_slot(self, "call_state", call_state)
+        set_slot(self, "_source", source)
+        set_slot(self, "_step", step)
+        set_slot(self, "_real", None)
+        set_slot(self, "_real_version", None)
 
     @property
     def hidden(self) -> torch.Tensor:
@@ -160,7 +170,7 @@ class DeferredLogits:
             parameters = head_parameters(self.head, hidden, recorded.vocab_size)
             hidden = hidden.to(parameters["weight"].device)
             if in_fp32:
-                hidden, parameters = _each_tensor(torch.Tensor.float, (hidden, parameters))
+                hidden, parameters = tree_map(_to_fp32, (hidden, parameters))
             result = function(
                 hidden,
                 target=target.to(hidden.device),
@@ -176,7 +186,12 @@ class DeferredLogits:
             no_autocast = torch.autocast(recorded.hidden.device.type, enabled=False)
         with self.call_state.under_autocast(), no_autocast:
             result = call_within(self.head, recorded.hidden, compute)
-        return _each_tensor(lambda x: x.to(recorded.device), result)
+        if isinstance(result, torch.Tensor):
+            return result.to(recorded.device)
+        on_device = []
+        for x in result:
+            on_device.append(x.to(recorded.device) if isinstance(x, torch.Tensor) else x)
+        return tuple(on_device)
 
     def materialize(self, operation: str | None = None) -> torch.Tensor:
         """Return the real logits, from the head's own forward. `operation` needs them, which is logged once.
@@ -297,8 +312,8 @@ def _refuse_in_a_function() -> None:
     raise RuntimeError(f"An autograd function was given logits that the fused LM head has not computed. {WAY_OUT}")
 
 
-def _each_tensor(change: Callable[[torch.Tensor], torch.Tensor], values: Any) -> Any:
-    return tree_map(lambda x: change(x) if isinstance(x, torch.Tensor) else x, values)
+def _to_fp32(x: Any) -> Any:
+    return x.float() if isinstance(x, torch.Tensor) else x
 
 
 def materialize(x: Any) -> Any:

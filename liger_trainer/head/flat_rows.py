@@ -75,6 +75,11 @@ def flat_rows(inputs: dict[str, Any]) -> FlatRows:
     return FlatRows(*found, lengths)
 
 
+def one_row(ids: torch.Tensor) -> FlatRows:
+    """The row `ids` (1, n)."""
+    return flat_rows({"input_ids": ids, "labels": ids})
+
+
 def flat_targets(inputs: dict[str, Any], rows: FlatRows, steps: int) -> torch.Tensor:
     """Return class ids (steps + 1, T) of the target's vocabulary, -100 where there is nothing to guess.
 

@@ -1,7 +1,7 @@
 """Say what a call asks of a model with a fused LM head, and make the call of the model's own forward for it."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
@@ -57,6 +57,8 @@ class HeadRequest:
         logits_observer (`Callable`, *optional*): With `token_scores`, is called with the logits of the call once they
             are scored, as `DeferredLogits` where the head is fused, inside the model's forward. What it returns is the
             field `observed` of the answer, where DDP looks for the parameters that it has used.
+        replaces_loss (`bool`): Whether the answer is made from the logits, so that the model's own code need not
+            compute a loss. It follows from the other fields.
 
     Raises:
         ValueError: `logits_consumer` is set together with another answer, or `logits_observer` without scores.
@@ -70,8 +72,11 @@ class HeadRequest:
     token_predictions: bool = False
     logits_consumer: LogitsConsumer | None = None
     logits_observer: LogitsObserver | None = None
+    replaces_loss: bool = field(init=False, repr=False, compare=False, default=False)
 
     def __post_init__(self) -> None:
+        replaces_loss = bool(self.token_scores or self.label_smoothing or self.logits_consumer is not None)
+        object.__setattr__(self, "replaces_loss", replaces_loss)  # each call asks for it several times
         if self.logits_consumer is not None and (self.token_scores or self.label_smoothing or self.token_predictions):
             raise ValueError(
                 "logits_consumer is set, which makes the answer itself, and so is token_scores, label_smoothing or "
@@ -81,19 +86,14 @@ class HeadRequest:
         if self.logits_observer is not None and not self.token_scores:
             raise ValueError("logits_observer is set and token_scores is not, so that it would see nothing. Set both.")
 
-    @property
-    def replaces_loss(self) -> bool:
-        """Return whether the answer is made from the logits, so that the model's own code need not compute a loss."""
-        return bool(self.token_scores or self.label_smoothing or self.logits_consumer is not None)
-
     @classmethod
     def taken_from(cls, call: dict[str, Any]) -> "HeadRequest":
         """Take the request out of the keywords of a call of the model, and leave the model's own in `call`."""
         request: HeadRequest = call.pop(_ARGUMENT, _ASKS_FOR_NOTHING)
         changes = {}
-        for keyword, field in _FIELD_OF_KEYWORD.items():
+        for keyword, name in _FIELD_OF_KEYWORD.items():
             if keyword in call:
-                changes[field] = call.pop(keyword)
+                changes[name] = call.pop(keyword)
         return replace(request, **changes) if changes else request
 
     def added_to(self, call: dict[str, Any]) -> dict[str, Any]:
@@ -114,7 +114,7 @@ def run_request(model: Callable[..., Any], request: HeadRequest, **inputs: Any) 
         **inputs: The model's own arguments: `input_ids`, `labels`, ...
 
     Returns:
-        What `request` asks for: the model's own outputs, a `FusedLMOutput`, or what `logits_consumer` returns.
+        The model's own outputs, a `FusedLMOutput`, or what `logits_consumer` returns, as `request` asks.
     """
     return model(**request.added_to(inputs))
 

@@ -34,7 +34,7 @@ def head_targets(inputs: dict[str, Any], num_heads: int) -> torch.Tensor:
 
     Index 0 is for the LM head: `labels` (B, S) shifted by one, as in the stock trainers. Index k = 1..K has at t the
     label of token t + k + 1, if its position is k + 1 places further in the same document. The token at t may belong to
-    a prompt, from which decoding starts, but may not be padding.
+    a prompt, where decoding starts, but may not be padding.
     """
     labels, positions = inputs["labels"], token_positions(inputs)
     targets = labels.new_full((num_heads + 1, *labels.shape), -100)

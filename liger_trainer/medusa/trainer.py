@@ -17,7 +17,6 @@ from liger_trainer.head.deferred import DeferredLogits
 from liger_trainer.head.module import base_model_of, head_reason
 from liger_trainer.head.outputs import HeadOptions
 from liger_trainer.head.request import HeadRequest, run_request
-from liger_trainer.head.sums import HeadSums
 from liger_trainer.head.targets import head_targets
 from liger_trainer.medusa.config import LigerMedusaConfig, schedule_of
 from liger_trainer.medusa.files import HEADS_FOLDER
@@ -25,11 +24,11 @@ from liger_trainer.medusa.frozen import as_served
 from liger_trainer.medusa.heads import HEADS_NAME, MedusaHeads, attach_heads, heads_detached, heads_of
 from liger_trainer.medusa.init_checks import check_args, check_setup
 from liger_trainer.medusa.loss import heads_loss
+from liger_trainer.trainers.heads_trainer import LigerHeadsTrainer
 from liger_trainer.trainers.model_card import CardText
-from liger_trainer.trainers.sft_trainer import LigerSFTTrainer
 
 
-class LigerMedusaTrainer(LigerSFTTrainer):
+class LigerMedusaTrainer(LigerHeadsTrainer):
     """[`LigerSFTTrainer`] for Medusa heads: its data, packing and arguments, and the loss of [`LigerMedusaConfig`].
 
     Only a few rows of logits exist at any time, for the LM head and all heads together. Once the trainer is built, the
@@ -52,9 +51,6 @@ class LigerMedusaTrainer(LigerSFTTrainer):
             `medusa_init_heads_from` names have another shape, or an option would be silently ignored.
     """
 
-    loss_hook = None
-    gives_token_predictions = False
-
     def __init__(
         self, model: str | PreTrainedModel | nn.Module, args: LigerMedusaConfig | None = None, **kwargs: Any
     ) -> None:
@@ -64,7 +60,6 @@ class LigerMedusaTrainer(LigerSFTTrainer):
         check_args(args, kwargs)
         super().__init__(model, args, **kwargs)
         self._schedule = schedule_of(args.medusa_schedule)
-        self._sums = HeadSums()
 
     @property
     def _heads(self) -> Any:
@@ -191,25 +186,13 @@ class LigerMedusaTrainer(LigerSFTTrainer):
             scores["aux_loss"] = outputs.aux_loss
         return scores
 
-    # What is logged
-
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        mode = "train" if self.model.training else "eval"
-        if mode in self._sums:
-            self._metrics[mode] |= {name: [value] for name, value in self._mean_metrics(mode).items()}
-        super().log(logs, start_time)
-
-    def _mean_metrics(self, mode: str) -> dict[str, float]:
-        """Return means over all rows since the last log, on all ranks. All ranks have to call this."""
-        (losses, hits, rows), tokens = self._sums.take(mode, self.accelerator)
-        if mode == "train":
-            self._total_train_tokens += int(self.accelerator.reduce(tokens, "sum")) // self.get_tp_size()
-        first = 0 if self.args.medusa_stage == 2 else 1
-        metrics: dict[str, float] = {"num_tokens": self._total_train_tokens}
-        for k, (loss, hit, row) in enumerate(zip(losses, hits, rows, strict=True), first):
-            names = (f"medusa_head{k}_loss", f"medusa_head{k}_accuracy") if k else ("lm_loss", "mean_token_accuracy")
-            metrics |= {name: value / max(row, 1) for name, value in zip(names, (loss, hit), strict=True)}
-        return metrics
+    def _metric_names(self, heads: int) -> list[tuple[str, str]]:
+        first = 1
+        names = []
+        if self.args.medusa_stage == 2:
+            names.append(("lm_loss", "mean_token_accuracy"))
+            first = 0
+        return names + [(f"medusa_head{k}_loss", f"medusa_head{k}_accuracy") for k in range(1, heads + first)]
 
     # Checkpoints
 

@@ -11,13 +11,13 @@ RESERVE_OF_BUDGET = 0.002  # of a budget that the user has set: for what differs
 
 
 class SupportsHostCopies(Protocol):
-    """What the planner knows of copies between the device and the host, such as `HostCopier`."""
+    """Copies between the device and the host, as far as the planner uses them, such as `HostCopier`."""
 
     host: PinnedMemory
 
     @property
     def stream(self) -> torch.cuda.Stream | None:
-        """The stream of the copies; None if the device copies at once."""
+        """Return the stream of the copies; None if the device copies at once."""
 
     @property
     def rate(self) -> float:
@@ -31,7 +31,7 @@ class SupportsHostCopies(Protocol):
 
 
 class DeviceMemory(Protocol):
-    """What the planner asks of a device's memory, in bytes of this process's tensors, such as `GpuMemory`."""
+    """A device's memory in bytes of this process's tensors, as far as the planner reads it, such as `GpuMemory`."""
 
     highest: int  # the peak until torch's own counter was last reset
 

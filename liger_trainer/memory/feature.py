@@ -64,7 +64,7 @@ class MemoryFields:
 
 
 class CheckpointingArguments(Protocol):
-    """What activation checkpointing reads of a trainer's arguments, and writes (the first four)."""
+    """The arguments that activation checkpointing reads, and writes (the first four)."""
 
     activation_checkpointing: bool | str | None
     activation_checkpointing_kwargs: dict[str, Any] | str | None
@@ -78,7 +78,7 @@ class CheckpointingArguments(Protocol):
 
 
 class CheckpointedTrainer(FeatureTrainer, Protocol):
-    """What activation checkpointing reads of a trainer, and writes (`checkpointing`)."""
+    """The attributes of a trainer that activation checkpointing reads, and writes (`checkpointing`)."""
 
     args: CheckpointingArguments
     model: nn.Module
@@ -153,14 +153,13 @@ def _memory_of(trainer: CheckpointedTrainer) -> DeviceMemory | None:
         return GpuMemory(args.device)
     if args.process_index == 0:
         logger.info(
-            "activation_checkpointing: auto goes by the memory of a CUDA GPU. There is none, so every layer is "
-            "checkpointed."
+            "activation_checkpointing: auto goes by the memory of a CUDA GPU. Without one, every layer is checkpointed."
         )
     return None
 
 
 def _parse_options(options: dict[str, Any] | str) -> dict[str, Any]:
-    """Return the options of checkpointing. ValueError if a text, as the command line has it, is no JSON."""
+    """Return the options of checkpointing. ValueError for a text, as from the command line, that is not JSON."""
     if not isinstance(options, str):
         return options
     try:
@@ -179,7 +178,7 @@ def _switched(trainer: CheckpointedTrainer) -> Iterator[StepRunner]:
 
     def run(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         nonlocal model
-        if model is None:  # with `model_init` there is none before training has begun
+        if model is None:  # with `model_init` the model is built when training begins
             model = trainer.model
             call_layer: switches.Decide = recompute.checkpoint
             if trainer.args.device.type == "cuda" and _offloading(trainer.args):
@@ -209,7 +208,7 @@ def _offloads(what: str, remove: str) -> ValueError:
 
 
 def _check_budget(args: CheckpointingArguments) -> None:
-    """Refuse a budget that is no number of GiB, or that nothing reads."""
+    """Raise ValueError for a budget that is not a number of GiB, or that nothing reads."""
     for name, least in (("memory_budget", "above 0, such as 70"), ("host_memory_budget", "of 0 or more, such as 32")):
         budget = getattr(args, name)
         if budget is None:

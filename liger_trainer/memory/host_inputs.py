@@ -129,7 +129,7 @@ class HostInputs:
         return self._streams[device]
 
     def __call__(self, switch: Switch, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """Call a layer whose switch was asked."""
+        """Call the layer of `switch`."""
         given = _without_option(switch.checkpointed)
         hidden = args[0]
         plain = torch.is_grad_enabled() and active_saved_tensor_hooks() is None and not torch.compiler.is_compiling()
@@ -150,7 +150,7 @@ class HostInputs:
 
 
 def _without_option(checkpointed: Callable[..., Any]) -> Callable[..., Any]:
-    """Return PyTorch's function in place of the one by which transformers offloads, with the other options."""
+    """Return PyTorch's function in place of transformers' offloading one, with the other options."""
     if not isinstance(checkpointed, functools.partial) or checkpointed.args:
         return checkpointed
     if checkpointed.func is not checkpoint_of_torch and checkpointed.func.__name__ != "checkpoint_func":

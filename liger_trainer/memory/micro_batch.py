@@ -18,7 +18,7 @@ from liger_trainer.patching.core.saved_tensors import active_saved_tensor_hooks
 
 
 class Phase(Enum):
-    """What a micro-batch is for. Once it is in one of the last two, nothing is learned from it."""
+    """The purpose of a micro-batch. Nothing is learned from one in the last two phases."""
 
     MEASURE = "every layer is recomputed, and what it holds is recorded"
     FOLLOW_PLAN = "layers keep what the plan says"

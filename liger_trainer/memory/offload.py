@@ -1,8 +1,8 @@
 """Swaps the activations of layers out to the host's memory, and in again for their backward pass.
 
-What autograd keeps of such a layer is copied to the host while the GPU computes the next layers, and back while it
-computes the backward pass of the layers behind. So it costs neither the GPU's memory nor its time, as long as the
-copies keep up with the layers. `plan.py` chooses these layers.
+The tensors that autograd keeps of such a layer are copied to the host while the GPU computes the next layers, and
+back while it computes the backward pass of the layers behind. So it costs neither the GPU's memory nor its time, as
+long as the copies keep up with the layers. `plan.py` chooses these layers.
 
 Storages are copied as a whole: tensors that share one, such as views, share the copy. Weights, small tensors, and the
 inputs of the layer besides its hidden states stay on the GPU. A tensor that is changed in place after it was kept is an
@@ -77,7 +77,7 @@ class _Part:
 
 
 class _OffloadedCall(KeepsValues):
-    """One call of a layer, which is also the hook by which autograd keeps its tensors."""
+    """One call of a layer. It is also the pack hook that gets the tensors that autograd saves."""
 
     def __init__(
         self,
@@ -183,7 +183,7 @@ class _OffloadedCall(KeepsValues):
 
 
 class Offload:
-    """The calls of one micro-batch whose activations are swapped out.
+    """The calls of one micro-batch that have their activations swapped out.
 
     The copies of a call are waited for `offload_lag` calls later. Its swap-in begins `prefetch_depth` calls before its
     backward pass. Without a `stream`, the device copies at once.
@@ -197,7 +197,7 @@ class Offload:
         self._leaving: dict[int, _OffloadedCall] = {}  # by the call that waits for the copy
         self._swapped_in: defaultdict[int, list[_OffloadedCall]] = defaultdict(
             list
-        )  # by the call whose backward pass begins it
+        )  # by the call that begins it in its backward pass
 
     def call(
         self,

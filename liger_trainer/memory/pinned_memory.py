@@ -1,4 +1,4 @@
-"""The host's pinned memory, to which activations are swapped out, and the copies between it and the GPU.
+"""Pinned memory of the host for activations that are swapped out, and the copies between it and the GPU.
 
 The GPU copies to and from pinned memory while it computes. It is taken in slabs that are used again from step to step.
 """
@@ -77,7 +77,7 @@ class PinnedMemory:
         return sum(len(slab.memory) for slab in self._slabs)
 
     def take(self, size: int) -> Slot | None:
-        """Return a slot of `size` bytes, or None if there is no room left."""
+        """Return a slot of `size` bytes, or None if the room is used up."""
         for slab in self._slabs:
             slot = slab.take(size)
             if slot is not None:
@@ -155,7 +155,7 @@ def _left_in_cgroup() -> float:
             limit = int((_CGROUP / most).read_text())
             used = int((_CGROUP / now).read_text())
             lines = ((_CGROUP / most).parent / "memory.stat").read_text().splitlines()
-        except (OSError, ValueError):  # there is no such file, or it says "max"
+        except (OSError, ValueError):  # the file is missing, or it says "max"
             continue
         reclaimable = sum(int(line.split()[1]) for line in lines if line.startswith(cache))
         return limit - used + reclaimable

@@ -2,8 +2,8 @@
 
 A micro-batch is cut into intervals. The first begins with the first layer, each of the others where the backward pass
 recomputes a layer. The peak of each interval is known. A layer that keeps its activations adds at most their bytes, and
-only to the intervals from its call to its backward pass. So the largest sum is a bound of the new peak. The layer whose
-backward pass is first is chosen first: its activations are freed before the gradients of the other layers have grown.
+only to the intervals from its call to its backward pass. So the largest sum is a bound of the new peak. The layer with
+the first backward pass is chosen first: its activations are freed before the gradients of the other layers have grown.
 All sizes are bytes.
 """
 
@@ -29,12 +29,12 @@ class Size:
 
     @property
     def tokens(self) -> int:
-        """The number with which nearly all activations grow."""
+        """Return the number of tokens: nearly all activations grow with it."""
         return self.rows * self.length
 
     @property
     def pairs(self) -> int:
-        """The number with which masks and the scores of eager attention grow."""
+        """Return the number of pairs of tokens: masks and the scores of eager attention grow with it."""
         return self.rows * self.length**2
 
     def covers(self, other: "Size") -> bool:
@@ -72,7 +72,7 @@ class RecordedCall:
     layer: int
     group: Hashable  # equal for layers that are built alike
     size: Size  # of its input
-    first: int  # the interval in which it is called
+    first: int  # the interval of its call
     last: int | None = None  # the interval that begins when it is recomputed; None: it was not
     extra: int = 0  # the bytes that it holds more if its activations are kept
     casts: int = 0  # the part of `extra` that is copies of weights by autocast, which do not grow with the tokens
@@ -101,12 +101,12 @@ class ActivationPlan:
 
     @property
     def prefetch_depth(self) -> int:
-        """How many calls ahead of its backward pass a swap-in begins: that takes twice as long as a forward pass."""
+        """Return how many calls before its backward pass a swap-in begins. A backward takes as long as two forwards."""
         return max(1, self.offload_lag // 2)
 
     @property
     def not_recomputed(self) -> frozenset[int]:
-        """The layers that are not recomputed."""
+        """Return the layers that are not recomputed."""
         return self.kept | self.on_host
 
     @property
@@ -142,7 +142,7 @@ class Measurement:
 
     @property
     def layers(self) -> dict[int, list[RecordedCall]]:
-        """The calls of each layer."""
+        """Return the calls of each layer."""
         found: dict[int, list[RecordedCall]] = {}
         for call in self.calls:
             found.setdefault(call.layer, []).append(call)
@@ -150,7 +150,7 @@ class Measurement:
 
     @property
     def choosable(self) -> dict[int, list[RecordedCall]]:
-        """The layers that may keep something, the one with the first backward pass first.
+        """Return the layers that may keep something, the one with the first backward pass first.
 
         Where the batch does not show how much the last layers will get, as without padding, earlier layers with inputs
         of another size keep nothing: their activations would still be there when the last ones need more.
@@ -190,7 +190,7 @@ class Measurements:
         self._all: list[Measurement] = []
 
     def covering(self, sizes: Sizes, accumulates: bool, long: bool) -> list[Measurement]:
-        """Return the measurements from which a micro-batch of `sizes` can be planned."""
+        """Return the measurements that can plan a micro-batch of `sizes`."""
         return [each for each in self._all if each.covers(sizes, accumulates, long)]
 
     def add(self, new: Measurement) -> None:
@@ -284,7 +284,7 @@ def _filled(
 
 
 def _spots(measured: Measurement, lag: int, pace: float) -> list[int]:
-    """Return the calls whose activations can be copied to the host and back in time, by number, the last one first.
+    """Return the calls with activations that can be copied to the host and back in time, by number, the last first.
 
     They are of the largest group of layers, and `pace` calls apart. Enough other calls come after them.
     """

@@ -53,7 +53,7 @@ class Budget:
 
 @dataclass(frozen=True)
 class WatchedModel:
-    """The model whose layers ask for their policies."""
+    """The model with the layers that ask for their policies."""
 
     model: nn.Module
     parameters: tuple[nn.Parameter, ...]
@@ -70,7 +70,7 @@ class WatchedModel:
 
 @dataclass(frozen=True)
 class LastMicroBatch:
-    """What the next micro-batch is compared with."""
+    """The values that the next micro-batch is compared with."""
 
     retries: int  # how often the allocator has released its cache until then
     not_recomputed: frozenset[int] = frozenset()  # its layers
@@ -131,7 +131,7 @@ class ActivationPlanner:
     ) -> Any:
         """Return `step(*args, **kwargs)`, which runs the forward and the backward pass of a micro-batch of `model`.
 
-        `tokens` are those of the row that layers get in place of a padded batch, where that is known.
+        `tokens` counts the row that layers get in place of a padded batch, if that is known.
         """
         now = self._begin(model, sizes_of((args, kwargs)), tokens)
         self._now = now
@@ -269,7 +269,7 @@ class ActivationPlanner:
         self._note(now, peak)
         was_warm = self._is_warm
         self._is_warm = True
-        if not was_warm:  # it has compiled kernels, so its time and its memory are not those of the next ones
+        if not was_warm:  # it has compiled kernels, so its time and its memory say nothing about the next ones
             return
         if now.phase is Phase.MEASURE:
             self._learn(now, peak)

@@ -24,7 +24,7 @@ from liger_trainer.patching.core.saved_tensors import Hooks
 
 
 class LayerPolicy(Enum):
-    """What becomes of a layer's activations."""
+    """The four things that can happen to a layer's activations."""
 
     KEEP = "keep"
     KEEP_ATTENTION = "keep attention"
@@ -93,7 +93,7 @@ CALLS: dict[LayerPolicy, Callable[[LayerCall], Any]] = {
 def allow_rebuilding(hooks: Hooks) -> saved_tensors_hooks:
     """Context manager: `rebuild.py` works under checkpointing's `hooks` as it does without them.
 
-    A recomputed layer then holds what it would keep, so its measured bytes are those of a layer that keeps all.
+    A recomputed layer then holds what it would keep, so it is measured with the bytes of a layer that keeps all.
     """
     pack, unpack = hooks
     return saved_tensors_hooks(_Recomputed(pack), unpack)

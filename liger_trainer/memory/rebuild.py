@@ -13,7 +13,7 @@ four tensors of the intermediate width at its peak, not five.
 Under torch.compile nothing is rebuilt: it does as much by itself. Nor is anything inside the saved-tensor hooks of
 others, such as checkpointing and TRL's offloading, which decide for themselves what is kept. Hooks that
 are `KeepsValues`, as in `offload.py`, give back the same values, so they keep what is left. Small tensors are kept: to
-rebuild one costs the host about 0.1 ms, for which a step of few rows would wait.
+rebuild one costs the host about 0.1 ms, and a step of few rows would wait for that.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ from liger_trainer.patching.core.contracts import KeepsValues
 from liger_trainer.patching.core.hooks import has_hooks, home
 from liger_trainer.patching.core.pattern import PLAIN_TENSORS
 
-# Python modules whose forwards keep nothing of what they return: linear layers, LoRA and its parts
+# Forwards in these Python modules keep nothing of what they return: linear layers, LoRA and its parts
 _PROJECTIONS = (
     "torch.nn.modules.linear",
     "peft.tuners.lora.layer",
@@ -61,7 +61,7 @@ class _Rebuilt:
         self.value: torch.Tensor | None = None
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
-        """Become None in a pickle of the tensor, whose attribute this is."""
+        """Become None in a pickle of the tensor that has this as an attribute."""
         return type(None), ()
 
     def is_of(self, tensor: torch.Tensor) -> bool:
@@ -107,10 +107,10 @@ def _applies(tensor: torch.Tensor) -> bool:
 
 
 def rebuilding(tensor: torch.Tensor, *consumers: torch.nn.Module) -> contextlib.AbstractContextManager:
-    """Return a context in which autograd keeps the note of `rebuildable` in place of `tensor` and views of all of it.
+    """Context manager: autograd saves how to recompute `tensor` instead of the tensor and of views of all of it.
 
-    It does nothing where one of `consumers`, the modules to which `tensor` goes, has a hook, or a module inside it. A
-    hook may change the values without autograd seeing it, through `tensor.data` or NumPy.
+    It does nothing if one of `consumers`, the modules that take `tensor`, or a module inside one has a hook. A hook may
+    change the values without autograd seeing it, through `tensor.data` or NumPy.
 
     A tensor that was changed in place after the note is kept like all others. Changing a kept tensor in place before
     the backward pass is an error, as without this context.
@@ -148,7 +148,7 @@ def forward_rebuilding(forward: Callable) -> Callable:
     def call(self, *args, **kwargs):
         if not torch.compiler.is_compiling():
             for argument in (*args, *kwargs.values()):
-                if isinstance(argument, torch.Tensor) and is_rebuildable(argument):
+                if isinstance(argument, torch.Tensor) and hasattr(argument, "_liger_rebuilt"):
                     with rebuilding(argument, self):
                         return forward(self, *args, **kwargs)
         return forward(self, *args, **kwargs)
@@ -170,6 +170,8 @@ def call_rebuilding(
     `above` bytes is kept.
     """
     x = gate(a, b, reuse_inputs=reuse)
+    if torch.compiler.is_compiling() or x.nbytes <= above:
+        return module(x)
     consumers = [module] if isinstance(module, torch.nn.Module) else []
     with rebuilding(rebuildable(x, gate, a, b, above=above), *consumers):
         return module(x)

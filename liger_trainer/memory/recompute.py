@@ -53,10 +53,10 @@ class _CheckpointedCall:
         if device.type != "cpu":
             self.autocasts["cpu"] = _autocast_on("cpu")
         self.kept: list[weakref.ref[_Placeholder]] = []  # in their order; those that are gone get no value again
-        self.backward = -1  # the backward pass for which the layer has run again
+        self.backward = -1  # the backward pass that has run the layer again
 
     def run(self) -> Any:
-        """Return the result of the layer, of which autograd keeps only placeholders."""
+        """Run the layer. Autograd saves placeholders in place of its tensors."""
         before = [generator.get_state() for generator in self.generators]
         with saved_tensors_hooks(self._keep, _value_of):
             result = self.function(*self.args)
@@ -163,7 +163,7 @@ def checkpoint(switch: Switch, function: Callable[..., Any], args: tuple[Any, ..
 
 
 def _device_of(args: tuple[Any, ...]) -> torch.device | None:
-    """Return the device of all tensors in `args`, a CPU or a CUDA GPU; None if there is no such, or for inference."""
+    """Return the device of all tensors in `args`, a CPU or a CUDA GPU; None for other devices, or for inference."""
     found: torch.device | None = None
     for x in args:
         if not isinstance(x, torch.Tensor):

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map_only
 from liger_trainer.memory.switches import options_of, tensors_in
 
 LONG = 4096  # tokens; with 2,048, the attention of an 8B model takes so little that 0.4 % of a step are saved
-FUSED = {  # operations that compute attention as a whole, whose results are kept
+FUSED = {  # operations that compute attention as a whole; their results are kept
     "aten::_scaled_dot_product_flash_attention",
     "aten::_scaled_dot_product_flash_attention_for_cpu",
     "aten::_scaled_dot_product_efficient_attention",
@@ -65,7 +65,7 @@ def _version(out: Any) -> int:
 
 
 def _alias(x: torch.Tensor) -> torch.Tensor:
-    """Return `x` without its graph, in which it would keep itself alive, and with the same version counter."""
+    """Detach `x`, with the same version counter. With its graph it would keep itself alive."""
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         return x.detach()
 

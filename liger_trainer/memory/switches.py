@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from liger_trainer.memory.plan import Size
 from liger_trainer.patching.core.contracts import LimitsAttention
+from liger_trainer.patching.core.modules import modules_of
 
 _ATTRIBUTE = "_gradient_checkpointing_func"
 _SETTER = "_set_gradient_checkpointing"
@@ -26,7 +27,7 @@ Decide = Callable[["Switch", Callable[..., Any], tuple[Any, ...]], Any]
 
 
 class Switch:
-    """Stands for the function by which the layer `module` is checkpointed.
+    """Stands for the function that checkpoints the layer `module`.
 
     A copy or a pickle of the model has the plain function of torch instead.
     """
@@ -35,7 +36,7 @@ class Switch:
         self.decide, self.module = decide, weakref.ref(module)
         self.checkpointed = checkpointed  # the function that was there before
         self.layer = id(module)  # also the same in the next switch of this layer
-        weights = list(module.parameters())
+        weights = _weights_of(module)
         sizes = tuple(getattr(p, "ds_shape", p.shape) for p in weights)
         learns = any(p.requires_grad for p in weights)  # a frozen layer holds less
         self.casts = sum(p.numel() * 2 for p in weights if p.dtype == torch.float32)  # bytes that autocast makes
@@ -105,16 +106,29 @@ def remove(model: nn.Module) -> None:
             setattr(module, _ATTRIBUTE, switch.checkpointed)
 
 
+def _weights_of(layer: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters of `layer`, each once, in the order of `nn.Module.parameters`."""
+    found: dict[nn.Parameter, None] = {}
+    for module in modules_of(layer):
+        weights = module.__dict__["_parameters"].values()
+        found.update(dict.fromkeys(weights))
+    found.pop(None, None)  # type: ignore[call-overload]  # a bias that is left out
+    return list(found)
+
+
 def _put(model: nn.Module, decide: Decide) -> None:
-    """Put a switch in each place that has none."""
-    for module in model.modules():
+    """Put a switch in each place that has none.
+
+    TRL turns checkpointing off and on around each pass of a reference, so this is done twice in a step.
+    """
+    for module in modules_of(model):
         function = vars(module).get(_ATTRIBUTE)
         if function is not None and not isinstance(function, Switch):
             setattr(module, _ATTRIBUTE, Switch(decide, module, function))
 
 
 class _Setter:
-    """Stands for the method by which `model` turns checkpointing on and off, and puts the switches in again."""
+    """Stands for the method of `model` that turns checkpointing on and off, and puts the switches in again."""
 
     def __init__(self, model: nn.Module, decide: Decide):
         self.model, self.decide = model, decide
@@ -139,7 +153,7 @@ def inputs_of(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any,
 
 
 def hidden_of(function: Callable[..., Any], args: tuple[Any, ...]) -> torch.Tensor | None:
-    """Return the hidden states (rows, length, ...) among the inputs of a layer; None if there are none."""
+    """Return the hidden states (rows, length, ...) among the inputs of a layer, or None."""
     return next((x for x in inputs_of(function, args) if getattr(x, "ndim", 0) >= 2 and x.is_floating_point()), None)
 
 

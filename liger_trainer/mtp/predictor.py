@@ -1,4 +1,4 @@
-"""Loads and runs the MTP head of a checkpoint with tensors `mtp.*`, such as Qwen3.5's, with the model's own classes.
+"""The MTP head of a checkpoint, on the model's own classes.
 
 With h_t the input of the LM head at token t and e(x) the model's embedding of token x:
 
@@ -8,13 +8,15 @@ With h_t the input of the LM head at token t and e(x) the model's embedding of t
 The layers are decoder layers with full attention, at the positions of t. Embedding and LM head are the model's. For
 further tokens, servers call the head again with its own output.
 
-The head is an instance of the model's backbone class with as many layers as the checkpoint has. So masks, packed rows,
-rotary angles and norms work as in the model. It is the model's attribute `mtp`, and is saved with the model under the
-names of the base. If only an adapter is saved, the head is saved next to it in `mtp.safetensors`, which
-`liger-trainer merge` reads.
+The head is the class of the model's own backbone with as many layers as the checkpoint has, so that masks, packed rows,
+rotary angles and norms are its own. It hangs on the model as `mtp`, and is saved with it under the names of the base
+(`names.py`). Where an adapter alone is saved, the head is in `mtp.safetensors` beside it, which `liger-trainer merge`
+takes.
 """
 
+import contextlib
 import copy
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +27,18 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from liger_trainer.base_weights.shards import StoredTensor, tensors_of
-from liger_trainer.base_weights.unloaded import Base
+from liger_trainer.base_weights.unloaded import Base, find_checkpoint
 from liger_trainer.head.flat_rows import FlatRows
+from liger_trainer.mtp.names import ATTRIBUTE, copies_of, find_names, name_as_in_files
 from liger_trainer.varlen.rows import NotForRows, Rows, use_rows
 
-ATTRIBUTE = "mtp"  # of the model, and the first part of the tensor names
 FILE = "mtp.safetensors"  # in the folder of an adapter
-_PREFIX = f"{ATTRIBUTE}."
 
 
 def load_predictor(model: Any, base: Base) -> nn.Module:
     """Load the MTP head of `base`, and make it the trainable child `mtp` of `model`.
+
+    `model.state_dict()` has it under the names of the checkpoint.
 
     Args:
         model (`PreTrainedModel`): The model. Its class does not load the head.
@@ -45,46 +48,86 @@ def load_predictor(model: Any, base: Base) -> nn.Module:
         `nn.Module`: The head. `predict` runs it.
 
     Raises:
-        ValueError: The checkpoint has no tensors `mtp.*`, or they do not fit the model's classes.
+        ValueError: The checkpoint has no head of a known form or several layers of it, or the model's classes have no
+            such parts.
     """
-    tensors = {name: tensor for name, tensor in base.tensors.items() if name.startswith(_PREFIX)}
-    if not tensors:
-        reason = base.unread or f"{base.folder} has no tensors {_PREFIX}*"
-        raise ValueError(
-            f"train_mtp is true, but {reason}. Only MTP heads of that name are supported, such as Qwen3.5's. Remove "
-            "train_mtp."
-        )
-    predictor = _empty(model)
-    parameters = {_PREFIX + name: tensor for name, tensor in predictor.state_dict().items()}
-    differing = sorted(parameters.keys() ^ tensors.keys())
+    names = find_names(base)
+    if names is None:
+        reason = base.unread or f"{base.folder} has no tensors mtp.* and no layer beyond the depth with an eh_proj"
+        raise ValueError(f"{reason}: only such MTP heads are known.")
+    stored = {name: tensor for name, tensor in base.tensors.items() if name.startswith(names.prefix)}
+    for name in names.copies:
+        del stored[names.prefix + name]
+    predictor = _empty(model, names.is_layer)
+    own = predictor.state_dict()
+    wanted = names.to_file({name: tensor.to("meta") for name, tensor in own.items()})
+    differing = sorted(wanted.keys() ^ stored.keys())
     if differing:
-        where = "the checkpoint lacks" if differing[0] in parameters else "the model's classes lack"
-        raise ValueError(f"train_mtp is true, but {where} {differing[0]}, so this is another kind of head. Remove it.")
-    for name, tensor in parameters.items():
-        if tuple(tensor.shape) != tensors[name].shape:
-            raise ValueError(f"{name} is {tensors[name].shape} in {base.folder}; expected {tuple(tensor.shape)}.")
+        where = "the checkpoint lacks" if differing[0] in wanted else f"{type(predictor).__name__} lacks"
+        raise ValueError(
+            f"{where} {differing[0]}, so that the MTP head is another one ({len(differing)} names differ)."
+        )
+    for name, tensor in wanted.items():
+        if tuple(tensor.shape) != stored[name].shape:
+            raise ValueError(f"{name} is {stored[name].shape} in {base.folder}; expected {tuple(tensor.shape)}.")
     with torch.no_grad():
-        for file in sorted({tensor.file for tensor in tensors.values()}):
-            with safe_open(file, "pt") as stored:
-                for name in stored.keys():
-                    if name in parameters:
-                        parameters[name].copy_(stored.get_tensor(name))
+        names.fill(own, _read(stored))
     setattr(model, ATTRIBUTE, predictor)
+    predictor.names_in_files = names
+    name_as_in_files(model, names)
     return predictor
 
 
-def save_with_adapter(predictor: nn.Module, folder: str) -> None:
-    """Write the head into the folder of an adapter, under the names of the base."""
-    tensors = {_PREFIX + name: t.detach().cpu().contiguous() for name, t in predictor.state_dict().items()}
+def _read(stored: dict[str, StoredTensor]) -> dict[str, torch.Tensor]:
+    found = {}
+    for file in sorted({tensor.file for tensor in stored.values()}):
+        with safe_open(file, "pt") as tensors:
+            for name in tensors.keys():
+                if name in stored:
+                    found[name] = tensors.get_tensor(name)
+    return found
+
+
+def load_head(predictor: Any, checkpoint: str) -> None:
+    """Read the head from the checkpoint of a whole model. ValueError if it has another one."""
+    names = predictor.names_in_files
+    base = find_checkpoint(checkpoint)
+    stored = {name: tensor for name, tensor in base.tensors.items() if name.startswith(names.prefix)}
+    own = predictor.state_dict()
+    missing = sorted(names.to_file({name: tensor.to("meta") for name, tensor in own.items()}).keys() - stored.keys())
+    if missing:
+        raise ValueError(f"train_mtp is true, and {checkpoint} lacks {missing[0]}. Remove train_mtp.")
+    with torch.no_grad():
+        names.fill(own, _read(stored))
+
+
+@contextlib.contextmanager
+def detached(model: Any) -> Iterator[None]:
+    """Within it, `model` is as without its head."""
+    predictor = getattr(model, ATTRIBUTE)
+    delattr(model, ATTRIBUTE)
+    try:
+        yield
+    finally:
+        setattr(model, ATTRIBUTE, predictor)
+
+
+def save_with_adapter(model: Any, folder: str) -> None:
+    """Write the head of `model` into the folder of an adapter, under the names of the base."""
+    predictor = getattr(model, ATTRIBUTE)
+    names = predictor.names_in_files
+    tensors = names.to_file(predictor.state_dict()) | copies_of(model, names)
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     save_file(tensors, Path(folder, FILE), metadata={"format": "pt"})
 
 
-def load_with_adapter(predictor: nn.Module, folder: str) -> None:
-    """Load the head that `save_with_adapter` has saved. ValueError if the folder has none."""
+def load_with_adapter(predictor: Any, folder: str) -> None:
+    """Read what `save_with_adapter` has written. ValueError if the folder has no head."""
     path = Path(folder, FILE)
     if not path.is_file():
-        raise ValueError(f"train_mtp is true, but {folder} was trained without it and has no {FILE}. Remove train_mtp.")
-    predictor.load_state_dict({name.removeprefix(_PREFIX): t for name, t in load_file(path).items()})
+        raise ValueError(f"train_mtp is true, and {folder}, trained without it, has no {FILE}. Remove train_mtp.")
+    with torch.no_grad():
+        predictor.names_in_files.fill(predictor.state_dict(), load_file(path))
 
 
 def saved_with_adapter(adapter: str) -> dict[str, StoredTensor]:
@@ -93,8 +136,11 @@ def saved_with_adapter(adapter: str) -> dict[str, StoredTensor]:
     return tensors_of(path) if path.is_file() else {}
 
 
-def _empty(model: Any) -> nn.Module:
-    """Return a head with random weights, with the device and dtype of the model."""
+def _empty(model: Any, is_layer: bool) -> Any:
+    """The head with random weights, on the device of the model and in its dtype.
+
+    With `is_layer` it is a layer beyond the depth, which has experts if the last layer of the model has.
+    """
     backbone = model.get_decoder()
     config = copy.deepcopy(model.config.get_text_config(decoder=True))
     depth = getattr(config, "mtp_num_hidden_layers", None) or 1
@@ -102,6 +148,10 @@ def _empty(model: Any) -> nn.Module:
     weight = model.get_input_embeddings().weight
     config.num_hidden_layers = depth
     config.layer_types = ["full_attention"] * depth
+    if is_layer and hasattr(config, "first_k_dense_replace"):
+        config.first_k_dense_replace = 0
+    if is_layer and getattr(config, "mlp_layer_types", None):
+        config.mlp_layer_types = config.mlp_layer_types[-1:]
     config.vocab_size = 1  # its embeddings are the model's
     config.pad_token_id = None
     predictor: Any = type(backbone)(config)

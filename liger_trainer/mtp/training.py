@@ -4,6 +4,7 @@ The head learns from the model's hidden states and from the same labels. Its los
 embeddings and the LM head, so the model learns exactly as it does without the head.
 """
 
+import contextlib
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,14 @@ from liger_trainer.head.deferred import DeferredLogits
 from liger_trainer.head.flat_rows import FlatRows, flat_rows
 from liger_trainer.head.module import base_model_of, head_reason, innermost, output_head
 from liger_trainer.head.targets import head_targets
-from liger_trainer.mtp.predictor import load_predictor, load_with_adapter, predict, save_with_adapter
+from liger_trainer.mtp.predictor import (
+    detached,
+    load_head,
+    load_predictor,
+    load_with_adapter,
+    predict,
+    save_with_adapter,
+)
 from liger_trainer.patching.apply import apply_liger
 from liger_triton import HeadsLoss, linear_heads_cross_entropy
 
@@ -40,7 +48,10 @@ class TrainedPredictor:
         init = getattr(args, "model_init_kwargs", None) or {}
         base = find_checkpoint(model.name_or_path, init.get("revision"), init.get("subfolder") or "")
         self._model = model
-        self._predictor = load_predictor(model, base)
+        try:
+            self._predictor: Any = load_predictor(model, base)
+        except ValueError as error:
+            raise ValueError(f"train_mtp is true, and {error} Remove train_mtp.") from error
         apply_liger(self._predictor, getattr(args, "liger_config", None))
         self._by_rows = trainer.wants_part("varlen_attention")
         self._has_adapter = trainer.model is not model  # then only the adapter is saved
@@ -48,12 +59,24 @@ class TrainedPredictor:
     def save(self, folder: str) -> None:
         """Save the head next to an adapter. Do nothing for a whole model, which contains it."""
         if self._has_adapter:
-            save_with_adapter(self._predictor, folder)
+            save_with_adapter(self._model, folder)
+
+    def loading(self) -> contextlib.AbstractContextManager[None]:
+        """Within it the trainer loads its model from a checkpoint, before `load`.
+
+        A head with other names than the model's is detached: transformers would not find it in the files.
+        """
+        if self._has_adapter or self._predictor.names_in_files.is_own:
+            return contextlib.nullcontext()
+        return detached(self._model)
 
     def load(self, checkpoint: str) -> None:
-        """Load the head that was saved next to an adapter. ValueError if there is none."""
+        """Read the head of a checkpoint, where the model has not loaded it with its own weights. ValueError if it has
+        none."""
         if self._has_adapter:
             load_with_adapter(self._predictor, checkpoint)
+        elif not self._predictor.names_in_files.is_own:
+            load_head(self._predictor, checkpoint)
 
     def loss(self, logits: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute the head's cross-entropy for a batch, without its logits, inside the model's forward.

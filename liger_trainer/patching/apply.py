@@ -35,7 +35,7 @@ def apply_liger(
 ) -> LigerReport:
     """Put fused kernels into this model instance, wherever they are shown to compute what its modules compute.
 
-    Norms, gated MLPs, experts and rotary functions are nominated by their structure. Each original and its
+    Norms, gated MLPs, experts and rotary functions are recognised by their structure. Each original and its
     replacement are run on small random inputs on the CPU, and the replacement is bound to the instance only where the
     values and the gradients agree. Other instances, classes and Python modules stay as they are, with one exception:
     with a fused head, transformers asks `liger_trainer.varlen.registry` for SDPA attention and its masks, and gets the
@@ -45,9 +45,9 @@ def apply_liger(
         model (`nn.Module`): A model of transformers, wrapped by PEFT or not, on any device.
         config (`dict`, *optional*): Switches single operations off, for example `{"rope": False}`. The keys are
             `rms_norm`, `layer_norm`, `rope`, `swiglu`, `geglu`, `experts`, `lora`, `float8`,
-            `fused_linear_cross_entropy` and `varlen_attention`, with which nothing is computed for padding. A further
-            key is `rebuild_above_mib`, 16 by default: outputs of norms and gates that are larger than so many MiB are
-            not kept for the backward pass, which computes them again.
+            `fused_linear_cross_entropy` and `varlen_attention`, which computes nothing for padding. A further key is
+            `rebuild_above_mib`, 16 by default: the backward pass computes outputs of norms and gates again that are
+            larger than so many MiB.
         strict (`bool`, *optional*, defaults to `False`): Raise if something that is recognised keeps its own code, or
             if nothing is recognised. The model is then unpatched.
         head_options (`HeadOptions`, *optional*): Temperature, precision and outputs of calls with `fused_lm_head=True`,
@@ -57,8 +57,8 @@ def apply_liger(
         `LigerReport`: What was found, swapped and skipped, and why.
 
     Raises:
-        ValueError: `config` is not valid, or `model` is no `torch.nn.Module`; with `strict`, something was not swapped,
-            and the message has names and reasons.
+        ValueError: `config` is not valid, or `model` is not a `torch.nn.Module`; with `strict`, something was not
+            swapped, and the message has names and reasons.
     """
     wanted = check_config(config)
     if not isinstance(model, nn.Module):
@@ -95,7 +95,10 @@ def apply_liger(
 
 
 def patterns_of(rebuild_above: int) -> tuple[PatchPattern, ...]:
-    """The kinds of modules that are swapped. A result of more than `rebuild_above` bytes is computed again backward."""
+    """Return the patterns of the modules that are swapped.
+
+    A result of more than `rebuild_above` bytes is computed again backward.
+    """
     return (
         norms.pattern(rebuild_above),
         mlps.pattern(rebuild_above),
@@ -119,7 +122,7 @@ def remove_liger(model: nn.Module) -> None:
 def swap_converted(model: nn.Module, report: LigerReport) -> int:
     """Swap the fp8 layers that accelerate has put into a patched model since. Returns how many it has found.
 
-    `report` is what `apply_liger` has returned, to which they are added.
+    They are added to `report`, which `apply_liger` has returned.
     """
     operation = report[float8.OPERATION]
     before = operation.found
@@ -150,7 +153,7 @@ def _swap(modules: Iterable[PatchMatch], report: LigerReport) -> None:
 
 
 def _swap_head(model: nn.Module, head: nn.Module, options: HeadOptions | None, report: LigerReport) -> None:
-    """Install the fused head in `model`, whose head is `head`."""
+    """Install the fused head in `model`."""
     part = report[_HEAD]
     name = next((name for name, module in model.named_modules() if module is head), type(head).__name__)
     reason = install_fused_head(model, options, ReportEntry(part, name))
@@ -163,8 +166,10 @@ def _swap_head(model: nn.Module, head: nn.Module, options: HeadOptions | None, r
 def check_config(config: dict | None) -> dict[str, bool | float]:
     """Check a `liger_config` and fill in its defaults.
 
-    Returns every operation and whether it is on, and `rebuild_above_mib`. ValueError for an unknown key, whose message
-    names the nearest known one, and for a value of another type.
+    Returns every operation and whether it is on, and `rebuild_above_mib`.
+
+    Raises:
+        ValueError: A key is unknown, and the message names the nearest known one; or a value has another type.
     """
     if config is not None and not isinstance(config, dict):
         raise ValueError(f"liger_config is {config!r}; expected a dict such as {{'rope': False}}, or None.")

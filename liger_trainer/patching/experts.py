@@ -58,11 +58,12 @@ _RANK = 2
 
 @dataclass(frozen=True)
 class Experts:
-    """What a block of experts was proven to compute.
+    """The formula that a block of experts was proven to compute.
 
     Attributes:
         gate (`Gate`): The function of gate and up.
-        interleaved (`bool`): Whether these are the even and odd outputs of the first product, and not its halves.
+        interleaved (`bool`): Whether gate and up are the even and odd outputs of the first product. Else they are its
+            halves.
         implementation (`str`): Whose numbers these are: `config._experts_implementation`.
         adapters (`tuple`): The names of adapters on its parameters.
     """
@@ -85,7 +86,7 @@ class Experts:
         *,
         loras: dict[str, ExpertLoRA],
     ) -> torch.Tensor:
-        """The result of `block`, with the LoRAs on its parameters of these names."""
+        """Return the result of `block`, with the LoRAs on its parameters of these names."""
         tensors = [*_weights_of(block), *(block._parameters[name] for name in _biases_of(block))]
         dtype = tensors[0].dtype
         if self.implementation == "eager" and torch.is_autocast_enabled(x.device.type):
@@ -127,13 +128,13 @@ def is_candidate(module: nn.Module) -> bool:
 
 
 def prove(module: nn.Module) -> tuple[Proof | None, str | None]:
-    """(what this block computes, None), or (None, why it is none of ours)."""
+    """Return (what this block computes, None), or (None, why it cannot be swapped)."""
     weight = module._parameters.get("gate_up_proj")
     if not _is_packed(module) and (weight is None or len(probe.full_shape(weight)) != 3):
         return None, "it has no gate_up_proj of three dimensions"
     implementation = _implementation(module)
     if not _is_transformers_own(implementation):
-        return None, f"its experts_implementation is {implementation!r}, which is none of {', '.join(_IMPLEMENTATIONS)}"
+        return None, f"its experts_implementation is {implementation!r}, expected one of {', '.join(_IMPLEMENTATIONS)}"
     if getattr(module, "has_post_expert_norm", False):
         return None, "it has a norm behind each expert"
     gates = itertools.product((False, True), candidates(module))
@@ -173,7 +174,10 @@ def _trained(
     scale: float,
     at_limits: bool = False,
 ) -> list[torch.Tensor]:
-    """The result of `forward` for random tokens, and the gradients of all that learns. One expert gets no token."""
+    """Return the result of `forward` for random tokens, and the gradients of all that learns.
+
+    One expert gets no token.
+    """
     x = scale * probe.randn((_TOKENS, _WIDTH), source, dtype)
     if at_limits:
         x = with_limits(x, module, source)
@@ -197,7 +201,7 @@ def _pass_inputs_on(block: nn.Module) -> None:
 
 
 def small_copy(module: nn.Module, source: torch.Generator, dtype: torch.dtype) -> nn.Module:
-    """A block with the attributes of `module` and few small experts with random weights, not in four bits."""
+    """Make a block with the attributes of `module` and a few small 16-bit experts with random weights."""
     block = probe.clone(module, source, parameters=False)
     block.__class__ = module.unpacked_class if isinstance(module, PackedExperts) else type(block)
     for name, value in vars(module).items():
@@ -252,7 +256,7 @@ def _report_now(module: nn.Module, why: str | None) -> None:
 def _runs(block: nn.Module, proven: Experts, x: torch.Tensor) -> bool:
     """Return whether a call of `block` with `x` computes what was proven on plain weights.
 
-    These have one dtype. On a GPU weights in fp32 keep their own code, whose products of whole experts are faster.
+    These have one dtype. On a GPU fp32 weights keep their own code, because its products of whole experts are faster.
     """
     named = [*_biases_of(block), *([] if _is_packed(block) else _WEIGHTS)]
     if any([block._parameters.get(name) is None for name in named]):
@@ -271,7 +275,7 @@ def _runs(block: nn.Module, proven: Experts, x: torch.Tensor) -> bool:
 
 
 def build(proven: Experts) -> Any:
-    """The forward to bind to a block of experts."""
+    """Return the forward to bind to a block of experts."""
 
     def forward(self, hidden_states: torch.Tensor, *routed: Any, **named: Any) -> Any:
         ids, weights = _routed(self, routed, named)
@@ -285,7 +289,10 @@ def build(proven: Experts) -> Any:
 
 
 def _routed(block: nn.Module, args: tuple, named: dict[str, Any]) -> tuple[torch.Tensor | None, Any]:
-    """(ids, weights) of a call, which the classes of transformers name differently; (None, None) of another call."""
+    """Return (ids, weights) of a call, which the classes of transformers name differently.
+
+    (None, None) of another call.
+    """
     given = [*args, *named.values()]
     if len(given) != 2 or not all(isinstance(t, torch.Tensor) for t in given):
         return None, None
@@ -300,9 +307,9 @@ def _names_of_inputs(cls: type) -> list[str]:
 
 
 def guards(module: nn.Module) -> Guards:
-    """The guards of the gate, of the forward, and of what transformers' decorator has noted on the instance.
+    """Return the guards of the gate, of the forward, and of what transformers' decorator has noted on the instance.
 
-    And those of what the implementation reads that is set: functions of transformers that multiply, above all.
+    They include what the current implementation reads, such as functions of transformers that multiply.
     """
     cls, of_gate = own_class(module), guards_of(module, method="_apply_gate")
     _check_home(cls)
@@ -314,7 +321,7 @@ def guards(module: nn.Module) -> Guards:
 
 
 def _check_home(cls: type) -> None:
-    """Raise `NotProven` for a forward of the user's, or in a wrapper of theirs, whose code would not run."""
+    """Raise `NotProven` for a forward or a wrapper of the user's, because its code would not run."""
     if not comes_from(cls.forward, KNOWN):  # type: ignore[attr-defined]  # a module has one
         raise NotProven(f"the forward of {cls.__name__} is not known, and may do more than compute")
 
@@ -326,7 +333,7 @@ def _why_not(module: nn.Module) -> str | None:
 
 
 class BlockBinding(Binding):
-    """What is bound to a block. While PEFT's code has parametrized the block, for one call, its own code runs."""
+    """The binding of a block. While PEFT's code has parametrized the block, for one call, its own code runs."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         block = self.module.to()
@@ -347,7 +354,7 @@ def is_wrapper(module: nn.Module) -> bool:
 
 
 def _chain(wrapper: nn.Module) -> list[nn.Module]:
-    """A wrapper, those inside it, and the block of experts."""
+    """Return a wrapper, those inside it, and the block of experts."""
     chain = [wrapper]
     while names_of(own_class(chain[-1])) == _WRAPPER:
         chain.append(chain[-1]._modules["base_layer"])
@@ -355,7 +362,7 @@ def _chain(wrapper: nn.Module) -> list[nn.Module]:
 
 
 def prove_wrapper(wrapper: nn.Module) -> tuple[Proof | None, str | None]:
-    """(what this wrapper computes, None), or (None, why it is none of ours).
+    """Return (what this wrapper computes, None), or (None, why it cannot be swapped).
 
     Small wrappers of its class are put around a small block, by PEFT's own code, which decides the layout of ranks.
     """
@@ -365,7 +372,7 @@ def prove_wrapper(wrapper: nn.Module) -> tuple[Proof | None, str | None]:
         return None, reason
     names = [one.parameter_name for one in wrappers]
     if len(set(names)) != len(names) or not {*names} <= {*_WEIGHTS}:
-        return None, f"its adapters are on {', '.join(names)}, and not on gate_up_proj and down_proj, each once"
+        return None, f"its adapters are on {', '.join(names)}; expected gate_up_proj and down_proj, each once"
     import peft
 
     config = peft.LoraConfig(r=_RANK, lora_alpha=3, init_lora_weights=False)
@@ -388,7 +395,7 @@ def prove_wrapper(wrapper: nn.Module) -> tuple[Proof | None, str | None]:
 def _with_adapters(
     proven: Experts, wrapper: nn.Module, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
-    """The result of a wrapper whose adapters are plain."""
+    """Compute the result of a wrapper with plain adapters."""
     *wrappers, block = _chain(wrapper)
     loras = _loras_now(wrapper, wrappers, block)
     assert loras is not None, "the adapters are plain"
@@ -396,7 +403,7 @@ def _with_adapters(
 
 
 def build_wrapper(proven: Experts) -> Any:
-    """The forward to bind to the outermost wrapper."""
+    """Return the forward to bind to the outermost wrapper."""
 
     def forward(self, x: torch.Tensor, *routed: Any, **named: Any) -> Any:
         *wrappers, block = _chain(self)
@@ -432,7 +439,7 @@ def _why_block_is_not_ours(block: nn.Module) -> str | None:
 
 
 def _loras_now(outer: nn.Module, wrappers: list[nn.Module], block: nn.Module) -> dict[str, ExpertLoRA] | None:
-    """The LoRA on each parameter as it is now; None where it is anything but plain LoRAs without hooks."""
+    """Return the LoRA on each parameter as it is now; None where it is anything but plain LoRAs without hooks."""
     loras = {}
     for wrapper in wrappers:
         state, parts = wrapper.__dict__, active_adapters(wrapper)
@@ -455,7 +462,10 @@ def _loras_now(outer: nn.Module, wrappers: list[nn.Module], block: nn.Module) ->
 
 
 def _factors(a: torch.Tensor, b: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A (E, r, in) and B (E, out, r) of PEFT's matrices (E r, in) and (out, r E). In the latter experts are fastest."""
+    """Return A (E, r, in) and B (E, out, r) of PEFT's matrices (E r, in) and (out, r E).
+
+    In the latter experts are fastest.
+    """
     return a.view(num_experts, -1, a.shape[1]), b.view(b.shape[0], -1, num_experts).permute(2, 0, 1)
 
 

@@ -45,19 +45,19 @@ class Gate:
         return not (self.limit or self.alpha or self.scale or self.up_offset)
 
     def numbers(self, module: nn.Module) -> dict[str, Any]:
-        """The options of `liger_triton.swiglu` that attributes of `module` are, with the values that these have now."""
+        """Return options for `liger_triton.swiglu` from attributes of `module`, with their values now."""
         names = {"limit": self.limit, "alpha": self.alpha, "gate_scale": self.scale}
         return {option: getattr(module, name) for option, name in names.items() if name is not None}
 
     def function(self, module: nn.Module) -> Callable[..., torch.Tensor]:
-        """The function, with the values that the attributes of `module` have now."""
+        """Return the function, with the values that the attributes of `module` have now."""
         if self.is_plain:
             return GATES[self.activation]
         return functools.partial(swiglu, up_offset=self.up_offset, **self.numbers(module))
 
     def __str__(self) -> str:
-        kinds = {"silu": "silu", "gelu_tanh": "gelu, approximate='tanh'", "gelu": "gelu, approximate='none'"}
-        text = kinds[self.activation]
+        formulas = {"silu": "silu", "gelu_tanh": "gelu, approximate='tanh'", "gelu": "gelu, approximate='none'"}
+        text = formulas[self.activation]
         text += f", clamped by {self.limit}" if self.limit else ""
         text += f", sigmoid times {self.alpha}" if self.alpha else ""
         text += f", gate times {self.scale}" if self.scale else ""
@@ -65,7 +65,7 @@ class Gate:
 
 
 def candidates(module: nn.Module) -> list[Gate]:
-    """The gates that `module` may compute, the likely ones first: the plain ones, and those with numbers it has."""
+    """List the gates that `module` may compute, the likely ones first: plain ones, then ones with its numbers."""
     limits, alphas = (numbers(module, word) for word in ("limit", "alpha"))
     scales = scale_names(module)
     found = [Gate(activation) for activation in GATES]
@@ -76,7 +76,7 @@ def candidates(module: nn.Module) -> list[Gate]:
 
 
 def numbers(module: nn.Module, word: str) -> list[str]:
-    """The names of the positive numbers among the attributes of `module` that have `word` in them."""
+    """Return the names of the positive numbers among the attributes of `module` that have `word` in them."""
     return [
         name
         for name, value in module.__dict__.items()
@@ -85,16 +85,16 @@ def numbers(module: nn.Module, word: str) -> list[str]:
 
 
 def limits_of(module: nn.Module) -> list[float]:
-    """The limits of `module` that the random inputs of a proof reach."""
+    """Return the limits of `module` that the random inputs of a proof reach."""
     found = [getattr(module, name) for name in numbers(module, "limit")]
     return [limit for limit in found if limit <= SCALES[-1]]
 
 
 def with_limits(values: torch.Tensor, module: nn.Module, source: torch.Generator) -> torch.Tensor:
-    """`values`, a fifth of them replaced by the limits of `module` and by their negatives, if it has any.
+    """Return `values`, a fifth of them replaced by the limits of `module` and by their negatives, if it has any.
 
     A proof needs them: the gradient of a number that equals a limit depends on how it is cut off, random numbers seldom
-    have that value, and those of a model in bf16 often have it. A limit beyond what the random inputs reach is left
+    have that value, as in a bf16 model they often do. A limit beyond what the random inputs reach is left
     out, because results are compared with the largest one.
     """
     for limit in limits_of(module):
@@ -105,13 +105,13 @@ def with_limits(values: torch.Tensor, module: nn.Module, source: torch.Generator
 
 
 def scale_names(module: nn.Module) -> list[str]:
-    """The names of the attributes of `module` that may multiply something, and are not 1."""
+    """Return the names of the attributes of `module` that may multiply something, and are not 1."""
     names = [*numbers(module, "multiplier"), *numbers(module, "scale")]
     return [name for name in names if getattr(module, name) != 1]
 
 
 def guessed_operation(module: nn.Module) -> str:
-    """The operation under which an MLP is reported that could not be proven, by the name of its activation's class."""
+    """Guess the operation of an MLP that could not be proven, for the report, by its activation's class."""
     for name in ("act_fn", "activation_fn", "act", "activation"):
         if "gelu" in type(getattr(module, name, None)).__name__.lower():
             return "geglu"

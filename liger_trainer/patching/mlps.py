@@ -1,4 +1,4 @@
-"""Gated MLPs `down(act(gate(x)) * up(x))`, nominated by the widths of their projections.
+"""Find gated MLPs `down(act(gate(x)) * up(x))` by the widths of their projections, and swap them.
 
 The result may be multiplied by a number, and a dropout may follow.
 
@@ -30,7 +30,16 @@ from liger_trainer.memory.rebuild import (
 from liger_trainer.patching.core import probe
 from liger_trainer.patching.core.guards import Guards, guards_of
 from liger_trainer.patching.core.pattern import PatchPattern, Proof
-from liger_trainer.patching.gates import SCALES, Gate, candidates, guessed_operation, numbers, scale_names, with_limits
+from liger_trainer.patching.gates import (
+    GATES,
+    SCALES,
+    Gate,
+    candidates,
+    guessed_operation,
+    numbers,
+    scale_names,
+    with_limits,
+)
 from liger_triton import lora_mlp
 from liger_triton.halves import halves
 from liger_triton.lora_mlp import goes_in_slices
@@ -48,7 +57,7 @@ class MLP:
         down (`str`): The projection after the gate.
         gate_first (`bool`): Whether the gate is the first of the two, or the first half of the fused one.
         dropout (`str` or `None`): The attribute that is the probability of a dropout of the result.
-        factor (`str` or `None`): The attribute by which the result is multiplied.
+        factor (`str` or `None`): The attribute that the result is multiplied by.
     """
 
     gate: Gate
@@ -70,7 +79,7 @@ class MLP:
 
 
 def _widths(module: nn.Module | None) -> tuple[int, int] | None:
-    """(width of the input, width of the output) of a linear layer or of a `Conv1D` of transformers, else None."""
+    """Return (input width, output width) of a linear layer or of a `Conv1D` of transformers, else None."""
     for name_in, name_out in (("in_features", "out_features"), ("nx", "nf")):
         width_in = getattr(module, name_in, None)
         width_out = getattr(module, name_out, None)
@@ -84,7 +93,7 @@ def _has_parameters(module: nn.Module | None) -> bool:
 
 
 def projections_of(module: nn.Module) -> tuple[list[str], str] | None:
-    """(names of the projections before the gate, name of the one after it), or None if the widths do not fit an MLP."""
+    """Return (projections before the gate, the one after it) by name, or None if the widths do not fit an MLP."""
     if any(p is not None for p in module._parameters.values()):
         return None
     linear = {}
@@ -140,8 +149,12 @@ class _Cases:
     def run(
         self, forward: Callable, training: bool, scale: float, dtype: torch.dtype
     ) -> tuple[list[str], list[torch.Tensor]]:
-        """The order in which the projections are called; x, what they are given, the result, and the gradients of what
-        the ones before the gate return. The input of the last tells a factor before it from one after it."""
+        """Run `forward` on random inputs.
+
+        Returns the order of the calls of projections, and a list of tensors: x, the inputs of the projections, the
+        result, and the gradients of the outputs before the gate. The input of the last projection tells a factor before
+        it from one after it.
+        """
         source = probe.generator()
         calls: list[tuple[str, torch.Tensor]] = []
         widths = {name: _widths(self.module._modules[name]) or (0, 0) for name in (*self.inner, self.down)}
@@ -173,16 +186,16 @@ class _Cases:
 
 
 def pattern(rebuild_above: int) -> PatchPattern:
-    """The kind of a gated MLP whose product is computed again backward if it has more than `rebuild_above` bytes."""
+    """Make the pattern of gated MLPs. The backward computes a product of more than `rebuild_above` bytes again."""
     return PatchPattern(
         is_candidate, functools.partial(prove, rebuild_above=rebuild_above), guessed_operation, guards=guards
     )
 
 
 def prove(module: nn.Module, rebuild_above: int = REBUILD_ABOVE_BYTES) -> tuple[Proof | None, str | None]:
-    """(what this MLP computes, None), or (None, why it is none of ours)."""
+    """Return (what this MLP computes, None), or (None, why it cannot be swapped)."""
     projections, inputs = projections_of(module), probe.inputs_of(type(module).forward)
-    assert projections is not None and inputs is not None, "the module is not nominated"
+    assert projections is not None and inputs is not None, "the module is a candidate"
     inner, down = projections
     if any(p.default is not None for p in list(inspect.signature(type(module).forward).parameters.values())[2:]):
         return None, f"its forward takes {len(inputs)} inputs ({', '.join(inputs)}), a plain MLP takes one"
@@ -192,7 +205,7 @@ def prove(module: nn.Module, rebuild_above: int = REBUILD_ABOVE_BYTES) -> tuple[
     weights = [getattr(module._modules[name], "weight", None) for name in (*inner, down)]
     dtypes = {str(w.dtype).removeprefix("torch.") for w in weights if w is not None and w.is_floating_point()}
     if "weight" in type(module).forward.__code__.co_names and len(dtypes) > 1:
-        return None, f"it casts between its projections, whose weights are {' and '.join(sorted(dtypes))}"
+        return None, f"it casts between its projections, and their weights are {' and '.join(sorted(dtypes))}"
     cases = _Cases(module, inner, down)
     order = cases.wanted[0][0]
     if sorted(order) != sorted((*inner, down)) or order[-1] != down:
@@ -221,50 +234,60 @@ def keeps_nothing() -> bool:
 
 @functools.cache
 def build(mlp: MLP, rebuild_above: int = REBUILD_ABOVE_BYTES) -> Callable:
-    """The `forward` to bind to a gated MLP. A larger product than `rebuild_above` bytes is computed again backward."""
+    """Return the `forward` to bind to a gated MLP.
+
+    A larger product than `rebuild_above` bytes is computed again backward.
+    """
     first = mlp.inner[0]
     second = mlp.inner[-1]
+    is_fused = first == second
     gate_first = mlp.gate_first
     names = (first, second, mlp.down) if gate_first else (second, first, mlp.down)
-    activation = mlp.gate.activation if mlp.gate.is_plain and first != second else None  # of `lora_mlp`
+    activation = mlp.gate.activation if mlp.gate.is_plain and not is_fused else None  # of `lora_mlp`
+    plain_gate = GATES[mlp.gate.activation] if mlp.gate.is_plain else None
 
     def tensors_of_projections(self, x: torch.Tensor) -> list[Tensors] | None:
-        """The tensors of gate, up and down where one function computes all three now: with a LoRA on one of them, or
-        where all would be computed again in the backward pass, and have so many rows that it takes them in slices."""
+        """Return the tensors of gate, up and down if one function computes all three now, else None.
+
+        It does with a LoRA on one of them. It also does if the backward pass would compute all of them again, and x has
+        so many rows that the function takes them in slices.
+        """
         if torch.compiler.is_compiling():
             return None
-        projections = [self._modules[name] for name in names]
+        modules = self._modules
         adapted = False
-        for projection in projections:
-            adapted = adapted or "base_layer" in projection._modules
+        for name in names:
+            adapted = adapted or "base_layer" in modules[name]._modules
         if not adapted:
-            _, width = _widths(projections[0]) or (0, 0)
+            _, width = _widths(modules[names[0]]) or (0, 0)
             if not (goes_in_slices(x, width) and keeps_nothing()):
                 return None
         found: list[Tensors] = []
-        for name, module in zip(names, projections, strict=True):
-            tensors = current_tensors(module, x, found[0][0].shape[0] if name == mlp.down else None)
+        for name in names:
+            tensors = current_tensors(modules[name], x, found[0][0].shape[0] if name == mlp.down else None)
             if tensors is None:
                 return None
             found.append(tensors)
         return found if not adapted or any(adapter is not None for _, _, adapter in found) else None
 
-    def projected(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, bool]:
-        """The two results before the gate, in the order of their calls, and whether they may be written over."""
-        projections = [getattr(self, name) for name in mlp.inner]
-        with rebuilding(x, self):
-            outputs = [projection(x) for projection in projections]
-        reuse = all(map(only_caller_reads, projections, outputs))
-        return (*halves(outputs[0]), reuse) if first == second else (*outputs, reuse)
-
     def gated(self, x: torch.Tensor) -> torch.Tensor:
-        """down(act(gate) * up), whose projections are called as modules."""
-        a, b, reuse = projected(self, x)
+        """Compute down(act(gate) * up), calling the projections as modules."""
+        first_projection = getattr(self, first)
+        with rebuilding(x, self):
+            a = first_projection(x)
+            b = None if is_fused else getattr(self, second)(x)
+        # The gradients of gate and up may be written over them only if no hook or graph reads them later.
+        reuse = only_caller_reads(first_projection, a)
+        if b is None:
+            a, b = halves(a)
+        else:
+            reuse = reuse and only_caller_reads(getattr(self, second), b)
         if a.dtype != b.dtype:  # an adapter on one of the two may return fp32, which their product would be as well
             dtype = torch.promote_types(a.dtype, b.dtype)
             a, b = a.to(dtype), b.to(dtype)
         a, b = (a, b) if gate_first else (b, a)
-        return call_rebuilding(getattr(self, mlp.down), mlp.gate.function(self), a, b, reuse, above=rebuild_above)
+        gate = plain_gate or mlp.gate.function(self)  # clamps and scales are attributes, which may change
+        return call_rebuilding(getattr(self, mlp.down), gate, a, b, reuse, above=rebuild_above)
 
     def forward(self, *args: Any, **named: Any) -> Any:
         if len(args) + len(named) != 1 and any(given is not None for given in (*args[1:], *named.values())):
@@ -286,7 +309,7 @@ def build(mlp: MLP, rebuild_above: int = REBUILD_ABOVE_BYTES) -> Callable:
 
 
 def guards(module: nn.Module) -> Guards:
-    """The guards of a module that is nominated, of which our forward calls the projections alone."""
+    """Make the guards of a candidate. Our forward calls only its projections."""
     projections = projections_of(module)
-    assert projections is not None, "the module is not nominated"
+    assert projections is not None, "the module is a candidate"
     return guards_of(module, called=(*projections[0], projections[1]))

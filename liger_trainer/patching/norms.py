@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm, nominated by name and shape, and swapped where a row of `VARIANTS` computes the same.
+"""Find RMSNorm and LayerNorm by name and shape, and swap them where a row of `VARIANTS` computes the same.
 
 Some RMSNorms take a gate: norm(x) * act(gate) as in Qwen3-Next, or norm(x * act(gate)) over groups as in Mamba 2.
 
@@ -83,7 +83,7 @@ class Norm:
 def is_candidate(module: nn.Module) -> bool:
     """Return whether `module` has "norm" in its class's name, no children, at most a 1D weight and a 1D bias.
 
-    Norms of images with their channels first are not nominated: the kernels norm the last dimension.
+    Norms of images with their channels first are not candidates: the kernels norm the last dimension.
     """
     return (
         "norm" in type(module).__name__.lower()
@@ -98,17 +98,17 @@ def is_candidate(module: nn.Module) -> bool:
 
 
 def guessed_operation(module: nn.Module) -> str:
-    """The operation under which a norm is reported that could not be proven."""
+    """Return the operation under which a norm is reported that could not be proven."""
     return "layer_norm" if isinstance(module, nn.LayerNorm) else "rms_norm"
 
 
 def pattern(rebuild_above: int) -> PatchPattern:
-    """The kind of a norm whose output is computed again backward if it has more than `rebuild_above` bytes."""
+    """Make the pattern of norms. An output of more than `rebuild_above` bytes is computed again in the backward."""
     return PatchPattern(is_candidate, functools.partial(prove, rebuild_above=rebuild_above), guessed_operation)
 
 
 def prove(module: nn.Module, rebuild_above: int = REBUILD_ABOVE_BYTES) -> tuple[Proof | None, str | None]:
-    """(what this norm computes, None), or (None, why it is none of ours)."""
+    """Return (what this norm computes, None), or (None, why it cannot be swapped)."""
     inputs = probe.inputs_of(type(module).forward)
     taken = "an open list of inputs" if inputs is None else f"{len(inputs)} inputs ({', '.join(inputs)})"
     if inputs is None or len(inputs) not in (1, 2):
@@ -128,12 +128,12 @@ def prove(module: nn.Module, rebuild_above: int = REBUILD_ABOVE_BYTES) -> tuple[
         if cases.agree(forward):
             return Proof(norm.operation, norm, forward), None
     if gated:
-        return None, f"its forward takes {taken}, and is no RMSNorm and a product with silu or sigmoid of the second"
+        return None, f"its forward takes {taken}, and it is not an RMSNorm times silu or sigmoid of the second"
     return None, "it computes none of the known norms (RMSNorm with llama or gemma cast, LayerNorm)"
 
 
 def _plain(module: nn.Module, weight: str | None, bias: str | None) -> Iterator[Norm]:
-    """The norms without a gate that `module` may compute."""
+    """Return the norms without a gate that `module` may compute."""
     for operation, offset, cast in VARIANTS:
         if (bias and operation == "rms_norm") or (weight is None and (offset or cast == "t5")):
             continue
@@ -144,7 +144,7 @@ def _plain(module: nn.Module, weight: str | None, bias: str | None) -> Iterator[
 
 
 def _gated(module: nn.Module, weight: str | None, gate: str) -> Iterator[Norm]:
-    """The norms with a gate that `module` may compute."""
+    """Return the norms with a gate that `module` may compute."""
     found = itertools.product(GATED_VARIANTS, (*groups_of(module), None), eps_of(module))
     for (gate_first, activation, cast), group, eps in found:
         yield Norm("rms_norm", 0.0, cast, weight, None, eps, "", group, gate, activation, gate_first)
@@ -167,7 +167,10 @@ def groups_of(module: nn.Module) -> list[int]:
 
 
 def autocast_of(module: nn.Module, operation: str) -> str:
-    """The `autocast` of a `Norm`. Code that calls the forward of `nn.LayerNorm`, through `super()`, is wide too."""
+    """Return the `autocast` of a `Norm`.
+
+    Code that calls the forward of `nn.LayerNorm`, through `super()`, is wide too.
+    """
     code = type(module).forward.__code__
     if any("autocast" in name for name in code.co_names):
         return "own"
@@ -179,7 +182,10 @@ def autocast_of(module: nn.Module, operation: str) -> str:
 
 @functools.cache
 def build(norm: Norm, rebuild_above: int = REBUILD_ABOVE_BYTES) -> Callable:
-    """The `forward` to bind to a norm. An output of more than `rebuild_above` bytes is computed again backward."""
+    """Return the `forward` to bind to a norm.
+
+    An output of more than `rebuild_above` bytes is computed again backward.
+    """
     return _forward(norm, rebuild_above) if norm.gate is None else _gated_forward(norm, rebuild_above)
 
 
@@ -210,37 +216,54 @@ def _gated_forward(norm: Norm, rebuild_above: int) -> Callable:
 
 
 def _forward(norm: Norm, rebuild_above: int) -> Callable:
+    """Make the forward of a norm without a gate. What is the same in each of its calls is decided here."""
+    make = _kernel_of(norm)
+    weight_name, bias_name = norm.weight, norm.bias
     t5 = norm.cast == "t5"
-
-    def make(x: torch.Tensor, w: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor:
-        if norm.operation == "layer_norm":
-            return layer_norm(x, w, b, norm.eps, offset=norm.offset)
-        if norm.group is not None:
-            return gated_rms_norm(x, None, w, norm.eps, group_size=norm.group, offset=norm.offset, cast=norm.cast)
-        cast = norm.cast if w is None or not t5 else "llama" if w.dtype in HALF else "none"
-        return rms_norm(x, w, norm.eps, offset=norm.offset, cast=cast)
+    unusual = norm.autocast == "own" or t5
+    wide = norm.autocast == "wide"
 
     def runs_itself(self, x: torch.Tensor) -> bool:
-        """Return whether the norm's own code is to run, because of something for which nothing was proven."""
+        """Return whether the norm's own code is to run, because nothing was proven for such a call."""
         if norm.autocast == "own" and torch.is_autocast_enabled(x.device.type):
             return True
-        dtype = getattr(self, norm.weight).dtype if t5 and norm.weight else None
+        dtype = getattr(self, weight_name).dtype if t5 and weight_name else None
         return dtype in HALF and x.dtype != dtype
 
     def forward(self, *args: torch.Tensor, **named: Any) -> Any:
         if named or len(args) != 1 or (unusual and runs_itself(self, args[0])):
             return type(self).forward(self, *args, **named)
         x = args[0]
-        if norm.autocast == "wide" and x.device.type != "cpu" and torch.is_autocast_enabled(x.device.type):
+        if wide and x.device.type != "cpu" and torch.is_autocast_enabled(x.device.type):
             x = x.float()
-        parameters = [None if name is None else getattr(self, name) for name in (norm.weight, norm.bias)]
-        y = make(x, *parameters)
+        weight = None if weight_name is None else getattr(self, weight_name)
+        bias = None if bias_name is None else getattr(self, bias_name)
+        y = make(x, weight, bias)
+        # Most results of small steps are small, so that is asked first. Traced code would have a guard for each size.
+        if torch.compiler.is_compiling() or y.nbytes <= rebuild_above:
+            return y
         if has_hooks(self):  # a hook may change y, even without autograd seeing it, through `y.data`
             return y
-        return rebuildable(y, make, x, *parameters, above=rebuild_above)
+        return rebuildable(y, make, x, weight, bias, above=rebuild_above)
 
-    unusual = norm.autocast == "own" or t5
     return forward
+
+
+def _kernel_of(norm: Norm) -> Callable[..., torch.Tensor]:
+    """Return the function of x, weight and bias that computes a norm without a gate."""
+    eps, offset, cast = norm.eps, norm.offset, norm.cast
+    if norm.operation == "layer_norm":
+        return lambda x, w, b: layer_norm(x, w, b, eps, offset=offset)
+    if norm.group is not None:
+        return lambda x, w, b: gated_rms_norm(x, None, w, eps, group_size=norm.group, offset=offset, cast=cast)
+    if cast == "t5":
+
+        def t5_norm(x: torch.Tensor, w: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor:
+            rounding = "llama" if w is None or w.dtype in HALF else "none"
+            return rms_norm(x, w, eps, offset=offset, cast=rounding)
+
+        return t5_norm
+    return lambda x, w, b: rms_norm(x, w, eps, offset=offset, cast=cast)
 
 
 class Cases:
@@ -276,7 +299,7 @@ class Cases:
             return
 
     def _run(self, forward: Callable, module: nn.Module, x: list[torch.Tensor], training: bool) -> list[torch.Tensor]:
-        """The result of `forward`, and for fp32 rows also the gradients of its inputs and of the parameters."""
+        """Return the result of `forward`, and for fp32 rows also the gradients of its inputs and of the parameters."""
         probe.set_training(module, training)
         x = [t.clone().requires_grad_(t.dtype == torch.float32) for t in x]
         y = forward(module, *x)
@@ -289,7 +312,7 @@ class Cases:
         """Return whether `forward` gives the norm's own results in all cases."""
         for case, want in zip(self.cases, self.wanted, strict=True):
             got = self._run(forward, *case)
-            if len(want) == 1:  # 16-bit rows, for which every rounding has to be in its place
+            if len(want) == 1:  # 16-bit rows: every rounding has to be in its place
                 if probe.changed_share(got[0], want[0]) > MAX_CHANGED or not probe.allclose_to_max(
                     got[0], want[0], 0.02, True
                 ):

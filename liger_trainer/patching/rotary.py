@@ -1,6 +1,6 @@
 """Rotary functions, which are globals of modeling modules, replaced for the attentions of one model only.
 
-A patched attention runs its own code, with globals in which the name of the rotary function leads to ours
+A patched attention runs its own code with globals of its own, where the name of the rotary function leads to ours
 (`forward_with_globals`). Ours hands calls of unproven shapes to the original function.
 """
 
@@ -22,13 +22,10 @@ from liger_trainer.patching.core.hooks import comes_from, home, hook_on
 from liger_trainer.patching.core.own_globals import decorated_like, forward_with_globals, is_decorated_by
 from liger_trainer.patching.core.pattern import PatchMatch, attempt, slot_of
 from liger_trainer.patching.rotary_proof import Rotation, Signature, layouts_of, makes_angles, prove, size_of
-from liger_triton import rope
-from liger_triton.rope import misfit
+from liger_triton.rope import misfit, rotate
 
 OPERATION = "rope"
-ProvenForWidths = tuple[
-    Rotation, frozenset[int] | None
-]  # a proof, and the widths of cos for which it holds (None: all)
+ProvenForWidths = tuple[Rotation, frozenset[int] | None]  # a proof, and the widths of cos that it holds for (None: all)
 
 
 class RotaryGuards(Guards):
@@ -37,7 +34,7 @@ class RotaryGuards(Guards):
     Attributes:
         parent (`WeakModuleRef`): The parent of what makes its angles.
         parts (`list`): (name in `parent`, module, guards) of what makes the angles, and with an empty name, of what
-            turns by them. A hook on one may change the angles, of which ours reads only half of the numbers.
+            turns by them. A hook on one may change the angles, and ours reads only half of the numbers.
     """
 
     def __init__(self, cls: type, lookups: Iterable[guards.Lookup], parent: nn.Module, parts: list):
@@ -61,19 +58,19 @@ class RotaryGuards(Guards):
         reason = super().broken(module, label)
         for name, part, its_guards in self.parts:
             parent = self.parent.to()
-            kind = type(part).__name__
+            part_class = type(part).__name__
             if name and (parent is None or parent._modules.get(name) is not part):
-                return f"{name}, which makes the angles, is no longer the {kind} that it was"
+                return f"{name}, which makes the angles, is not the {part_class} any more that it was"
             if reason is None:
-                reason = its_guards.broken(part, kind)
+                reason = its_guards.broken(part, part_class)
             if reason is None:
                 attached = hook_on(part)
-                reason = attached and f"{attached} on {kind} may change the angles"
+                reason = attached and f"{attached} on {part_class} may change the angles"
         return reason
 
 
 def rotary_names(forward: Callable) -> list[str]:
-    """The globals that a forward calls by a name like `apply_rotary_pos_emb`."""
+    """Return the globals that a forward calls by a name like `apply_rotary_pos_emb`."""
     code, scope = getattr(forward, "__code__", None), getattr(forward, "__globals__", {})
     names = [] if code is None else [n for n in code.co_names if "apply" in n and "rot" in n]
     return [n for n in names if callable(scope.get(n)) and not inspect.isclass(scope[n])]
@@ -163,7 +160,7 @@ def _proven_at(function: Callable, key: tuple) -> tuple[Any, str | None]:
 
 
 def _is_known(decorated: Any, cells: list) -> bool:
-    """Whether it is decorated by `@torch.no_grad()`, or by transformers' `@deprecate_kwarg`."""
+    """Return whether the decorator is `@torch.no_grad()` or transformers' `@deprecate_kwarg`."""
     without_grad = any(type(getattr(cell, "__self__", None)) is torch.no_grad for cell in cells)
     room = home(decorated)
     return room == "transformers.utils.deprecation" or (room == "torch.utils._contextlib" and without_grad)
@@ -172,7 +169,7 @@ def _is_known(decorated: Any, cells: list) -> bool:
 def _nearest_embeddings(name: str, layouts: dict[str, frozenset[tuple[int, str]]]) -> list[str]:
     """The names of the rotary embeddings that make the angles for the module `name`: children of its nearest ancestor.
 
-    The rotary embedding of a sibling says nothing about it, as that of a text model about a vision tower.
+    The rotary embedding of a sibling says nothing about it: a text model's does not turn a vision tower.
     """
     parts = name.split(".") if name else []
     for depth in range(len(parts), -1, -1):
@@ -183,7 +180,7 @@ def _nearest_embeddings(name: str, layouts: dict[str, frozenset[tuple[int, str]]
 
 
 def _plans(proven: tuple[Rotation, ...], seen: frozenset[tuple[int, str]]) -> tuple[ProvenForWidths, ...]:
-    """The proofs that hold for the angles of a module, whose (width of cos, layout) are `seen`."""
+    """Return the proofs that hold for the angles of a module. `seen` has their (width of cos, layout)."""
     plans: list[ProvenForWidths] = []
     for proof in proven:
         if proof.layout is None:
@@ -197,7 +194,7 @@ def _plans(proven: tuple[Rotation, ...], seen: frozenset[tuple[int, str]]) -> tu
 
 @functools.cache
 def replacement(function: Callable, signature: Signature, plans: tuple[ProvenForWidths, ...]) -> Callable:
-    """A function with the signature of `function` that calls our kernel where a plan fits the call, else `function`."""
+    """Make a function like `function` that calls our kernel where a plan fits the call, else `function`."""
     table = {}
     for proof, widths in plans:
         q_dims, cos_dims, heads_dim = proof.call
@@ -232,7 +229,7 @@ def replacement(function: Callable, signature: Signature, plans: tuple[ProvenFor
         if misfit(q, k, cos, sin, arguments["cos_layout"], heads_dim) is not None:  # the kernel does not take these
             return function(*args, **kwargs)
         sin = sin if sign > 0 else -sin
-        q, k = rope(q, None if single else k, cos, sin, unsqueeze_dim=heads_dim, **arguments)
+        q, k = rotate(q, None if single else k, cos, sin, unsqueeze_dim=heads_dim, **arguments)
         return q if single else (q, k)
 
     return apply_rotary

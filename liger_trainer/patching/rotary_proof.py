@@ -35,7 +35,10 @@ Case = tuple[list[torch.Tensor], torch.Tensor, torch.Tensor, int]  # [q] or [q, 
 
 
 def size_of(head_size: int, angles: int) -> str | None:
-    """The key of `HEAD_SIZES` for a head size and the numbers in a row of cos; None where the head is too small."""
+    """Return the key of `HEAD_SIZES` for a head size and the numbers in a row of cos.
+
+    None where the head is too small.
+    """
     if head_size <= angles:
         return "equal" if head_size == angles else None
     if head_size <= 2 * angles:
@@ -45,7 +48,7 @@ def size_of(head_size: int, angles: int) -> str | None:
 
 @dataclass(frozen=True)
 class Geometry:
-    """A rotation: which numbers of a head are turned by which angle.
+    """A rotation: the numbers of a head that each angle turns.
 
     `sign` is 1.0, or -1.0 for a rotation by the negative angles. The other fields are arguments of `liger_triton.rope`.
     """
@@ -58,7 +61,7 @@ class Geometry:
     cast: str = "promote"
 
     def arguments(self) -> dict[str, Any]:
-        """The keyword arguments of `liger_triton.rope`."""
+        """Return the keyword arguments of `liger_triton.rope`."""
         names = ("interleaved", "out_interleaved", "cos_layout", "rotate_last", "cast")
         return {name: getattr(self, name) for name in names}
 
@@ -91,7 +94,7 @@ class Signature:
         turned (`tuple`): The names of the one or two tensors that it turns.
         cos (`str` or `None`): The name of cos; None where `sin` names one complex tensor.
         sin (`str`): The name of sin, or of the complex tensor.
-        unsqueeze_dim (`int` or `None`): The default of the parameter of this name; None where there is none.
+        unsqueeze_dim (`int` or `None`): The default of the parameter of this name; None without such a parameter.
     """
 
     names: tuple[str, ...]
@@ -102,7 +105,7 @@ class Signature:
 
     @classmethod
     def of(cls, function: Callable) -> "Signature | None":
-        """The signature of `function`, or None if it is not that of a rotary function."""
+        """Return the signature of `function`, or None if no rotary function has such a signature."""
         forward = function.forward if isinstance(function, nn.Module) else function  # the library `kernels` has modules
         try:
             parameters = inspect.signature(forward).parameters
@@ -148,11 +151,11 @@ class Rotation:
 
 
 def prove(function: Callable) -> tuple[tuple[Rotation, ...], str | None]:
-    """(a proof for each kind of call and size of head for which we have a kernel, None), or ((), why there is none)."""
+    """Return (a proof for each kind of call and size of head that our kernel takes, None), or ((), why none holds)."""
     signature = Signature.of(function)
     label = getattr(function, "__name__", type(function).__name__)
     if signature is None:
-        return (), f"{label} has a signature that is none of (q, k, cos, sin), (x, cos, sin), (q, k, freqs_cis)"
+        return (), f"{label} has another signature than (q, k, cos, sin), (x, cos, sin) or (q, k, freqs_cis)"
     proven: list[Rotation] = []
     for call in CALLS:
         if signature.unsqueeze_dim is None and any(p.call[:2] == call[:2] for p in proven):
@@ -194,7 +197,10 @@ def _case(
 def _prove_call(
     function: Callable, signature: Signature, call: Call, size: str, candidates: Iterable[Geometry]
 ) -> Rotation | None:
-    """The proof for one kind of call and size of head, or None. Layouts that demand less of cos are tried first."""
+    """Return the proof for one kind of call and size of head, or None.
+
+    Layouts that demand less of cos are tried first.
+    """
     for layout in (None, "half", "interleaved"):
         case = _case(signature, call, size, layout)
         try:
@@ -229,7 +235,10 @@ def _matches(geometry: Geometry, case: Case, want: tuple[torch.Tensor, ...], rto
 def _with_cast(
     function: Callable, signature: Signature, call: Call, size: str, layout: str | None, geometry: Geometry
 ) -> Geometry | None:
-    """The geometry with the cast that gives the dtypes of `function` in 16 bit; None if gradients or dtypes differ."""
+    """Return the geometry with the cast that gives the dtypes of `function` in 16 bit.
+
+    None if gradients or dtypes differ.
+    """
     case = _case(signature, call, size, layout)
     leaves = [t.requires_grad_() for t in case[0]]
     grads = []
@@ -259,7 +268,7 @@ def makes_angles(module: nn.Module) -> bool:
 
 
 def layouts_of(module: nn.Module) -> frozenset[tuple[int, str]]:
-    """(numbers in a row, layout) of every cos that a rotary embedding makes; empty where it cannot be run here.
+    """Return (numbers in a row, layout) of every cos that a rotary embedding makes; empty where it cannot be run here.
 
     The layout is `"half"`, `"interleaved"`, or `"other"` where cos has neither.
     """
@@ -287,15 +296,18 @@ def layouts_of(module: nn.Module) -> frozenset[tuple[int, str]]:
 
 
 def _layouts(cos: torch.Tensor, sin: torch.Tensor) -> list[str]:
-    """The layouts that cos and sin have; both of them where all numbers of a row are equal, none without rows."""
+    """Return the layouts that cos and sin have.
+
+    Both of them where all numbers of a row are equal, none without rows.
+    """
     half = cos.shape[-1] // 2
     if cos.shape[:-1].numel() == 0:  # as of a rotary width of 0 for positions of three axes, in transformers 5.17
         return []
     if cos.shape[-1] % 2 or cos.shape[-1] == 0 or cos.shape != sin.shape:
         return ["other"]
-    kinds = []
+    layouts = []
     if all(torch.equal(t[..., :half], t[..., half:]) for t in (cos, sin)):
-        kinds.append("half")
+        layouts.append("half")
     if all(torch.equal(t[..., 0::2], t[..., 1::2]) for t in (cos, sin)):
-        kinds.append("interleaved")
-    return kinds or ["other"]
+        layouts.append("interleaved")
+    return layouts or ["other"]

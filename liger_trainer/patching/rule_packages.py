@@ -1,4 +1,4 @@
-"""What to install for the rules of layers that keep a state, and what it costs to go without.
+"""Advise what to install for the rules of layers that keep a state, and say what it costs to go without.
 
 transformers computes these rules by a package where one is installed, and by PyTorch code that is meant to be read
 elsewhere. It chooses when a modeling file is imported.
@@ -52,7 +52,7 @@ _REFUSED = "chunk_gated_delta_rule"  # by flash-linear-attention, with the versi
 
 
 def advice(model: nn.Module) -> list[str]:
-    """Say what to install for the rules that `model` computes; nothing where there is no GPU, on which they would run.
+    """Say what to install for the rules that `model` computes; nothing without a GPU to run them on.
 
     Returns a sentence without its full stop for each rule without its package, and for one that would refuse to train.
     """
@@ -75,7 +75,7 @@ def advice(model: nn.Module) -> list[str]:
 
 
 def _rules_of(model: nn.Module) -> Counter[tuple[str, bool]]:
-    """(name of the package's function, whether the package is there) of the rules of all layers, counted."""
+    """Return (name of the package's function, whether the package is there) of the rules of all layers, counted."""
     found: Counter[tuple[str, bool]] = Counter()
     classes: Counter[type] = Counter(map(own_class, model.modules()))
     for cls, count in classes.items():
@@ -102,6 +102,6 @@ def _is_refused() -> bool:
 
 
 def _triton() -> str:
-    import triton  # not installed on macOS and Windows, where there is no such GPU
+    import triton  # not installed on macOS and Windows, which have no such GPU
 
     return triton.__version__

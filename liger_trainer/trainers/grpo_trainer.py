@@ -68,8 +68,8 @@ class LigerGRPOTrainer(ReusesLogProbs, SortsRows, GivesMemoryBack, LigerTRLMixin
     def _without_pass(self, batch: dict[str, Any]) -> dict[str, Any]:
         if "sampling_per_token_logps" not in batch:
             raise ValueError(
-                "vllm_importance_sampling_correction is True, and rollout_func returned no logprobs. Return those of "
-                "each completion's tokens, or set vllm_importance_sampling_correction=False."
+                "vllm_importance_sampling_correction is True, and rollout_func returned no logprobs. Return one "
+                "for each token of each completion, or set vllm_importance_sampling_correction=False."
             )
         return batch
 

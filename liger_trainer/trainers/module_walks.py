@@ -17,6 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from liger_trainer.feature import Feature, FeatureTrainer
+from liger_trainer.patching.core.modules import modules_of
 
 # The methods that PyTorch's `train` and `parameters` call on each module or on the model, and the implementations that
 # count as stock. transformers' `train` does more only when the mode changes.
@@ -35,27 +36,12 @@ _PARAMETERS_CALLS_OF_MODEL = {
 _ZERO_GRAD = nn.Module.zero_grad
 
 
-def _modules_of(model: nn.Module) -> list[nn.Module]:
-    """Return the modules of `model`, each once, in the order of `nn.Module.modules`."""
-    visited: dict[nn.Module, None] = {}
-    stack = [model]
-    while stack:
-        module = stack.pop()
-        if module is None or module in visited:
-            continue
-        visited[module] = None
-        children = module.__dict__["_modules"]
-        if children:
-            stack.extend(reversed(children.values()))
-    return list(visited)
-
-
 def _states_if_stock(model: nn.Module, methods: dict[str, tuple[Any, ...]]) -> list[dict[str, Any]] | None:
     """Return the `__dict__` of each module of `model`, or None if a module overrides one of `methods`.
 
     Methods bound to `model` itself are not checked: they are ours, or they are called before ours.
     """
-    modules = _modules_of(model)
+    modules = modules_of(model)
     for cls in set(map(type, modules)):
         for name, known in methods.items():
             if getattr(cls, name) not in known:

@@ -65,8 +65,10 @@ class ReusesLogProbs(KnowsOnlineRows):
         trainer: Any = self
         if not getattr(trainer.args, "reuse_log_probs", True):
             return "reuse_log_probs is false"
-        reason = self._why_needed() or overridden(trainer)
-        return reason or agreed(why_passes_differ(trainer), trainer.accelerator)
+        reason = self._why_needed()
+        if reason is not None:  # by the arguments, which are the same in all processes
+            return reason
+        return agreed(overridden(trainer) or why_passes_differ(trainer), trainer.accelerator)
 
     def _why_moved(self) -> str | None:
         trainer: Any = self

@@ -2,7 +2,7 @@
 
 GRPO weights its loss by exp(old - sampled) where vLLM wrote the completions: `old` is the log-probability of a token
 under the policy, `sampled` under vLLM. TRL computes them for a whole generation batch, before it is shuffled and cut
-into steps. Here each step computes those of its own rows, from its training pass. The logged numbers are of the whole
+into steps. Here each step computes them for its own rows, from its training pass. The logged numbers are of the whole
 batch all the same: each step adds its share, and the last one logs them.
 """
 
@@ -69,7 +69,7 @@ class RatioMetrics:
         self._extremes: list[torch.Tensor] = []
 
     def add(self, old: torch.Tensor, sampled: torch.Tensor, mask: torch.Tensor, ratio: torch.Tensor) -> None:
-        """Add a micro-batch. The arguments are those of `importance_ratio`, and what it has returned."""
+        """Add a micro-batch. The arguments are as in `importance_ratio`, and what it has returned."""
         counts = mask.bool()
         distance = torch.abs(old - sampled)
         known = counts & ~torch.isnan(distance)
@@ -100,7 +100,7 @@ class RatioMetrics:
         return len(self._sums) == self.parts
 
     def gathered(self, accelerator: Any) -> dict[str, float]:
-        """Return TRL's metrics of all processes, each of which calls this. Those of no token are 0."""
+        """Return TRL's metrics of all processes, and all of them have to call this. Without a token they are 0."""
         distances, known, ratios, weighed = torch.stack(self._sums).sum(0)
         farthest, highest, lowest = torch.stack(self._extremes).amax(0)
         zero = torch.zeros_like(distances)

@@ -32,8 +32,8 @@ class LigerSFTConfig(LigerArguments, SFTConfig):
     train_mtp: bool = field(
         default=False,
         metadata={
-            "help": "Train the multi-token prediction head (`mtp.*`) of the model's checkpoint beside it, and save it "
-            "with the model under its own names. The model learns as without it."
+            "help": "Train the multi-token prediction head of the model's checkpoint (`mtp.*`, or a layer beyond the "
+            "depth) beside it, and save it with the model under its own names. The model learns as without it."
         },
     )
 
@@ -186,14 +186,18 @@ class LigerSFTTrainer(LigerTRLMixin, SFTTrainer):
             self._mtp.save(output_dir or self.args.output_dir)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
-        if self._mtp is not None:
-            self._mtp.load(resume_from_checkpoint)
+        if self._mtp is None:
+            return super()._load_from_checkpoint(resume_from_checkpoint, model)
+        with self._mtp.loading():
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        self._mtp.load(resume_from_checkpoint)
 
     def _load_best_model(self) -> None:
-        super()._load_best_model()
-        if self._mtp is not None:
-            self._mtp.load(self.state.best_model_checkpoint)
+        if self._mtp is None:
+            return super()._load_best_model()
+        with self._mtp.loading():
+            super()._load_best_model()
+        self._mtp.load(self.state.best_model_checkpoint)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         mode = "train" if self.model.training else "eval"

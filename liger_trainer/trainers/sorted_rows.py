@@ -93,7 +93,7 @@ def micro_batches_of_a_step(args: Any) -> int | None:
 
 
 def in_order(batches: list[dict[str, Any]], order: list[int]) -> list[dict[str, Any]]:
-    """Return micro-batches of the same sizes whose rows are those of `batches` in `order`."""
+    """Return micro-batches of the same sizes, with the rows of `batches` in `order`."""
     size = len(order) // len(batches)
     found: list[dict[str, Any]] = [{} for _ in batches]
     for name, first in batches[0].items():

@@ -8,7 +8,7 @@ transformers' models ask one registry for their attention function and another f
 - rows of several lengths, and sliding windows: the kernel under `torch.nn.attention.varlen`, which skips what is not
   seen. On CPUs, and for dropout, dtypes and head sizes that it does not know, SDPA for each row by itself
 - sinks and soft caps: `liger_triton.row_attention`
-- a window that is no shorter than the longest row is plain causal, and chunks are rows of their own
+- a window at least as long as the longest row is plain causal, and each chunk becomes a row
 
 Every other call is transformers' own. `registry.py` hands models that have no SDPA `attend_by_rows` in the same way.
 """
@@ -39,17 +39,20 @@ def attend_by_rows(
     Args:
         own (`Callable`): The function that would run without ours.
         module (`nn.Module`): The attention layer.
-        query (`torch.Tensor`): (B, Hq, S, D), whose B * S tokens are all rows one after the other.
+        query (`torch.Tensor`): (B, Hq, S, D). Its B * S tokens are all rows one after the other.
         key (`torch.Tensor`): (B, Hkv, S, D), Hq a multiple of Hkv.
         value (`torch.Tensor`): (B, Hkv, S, Dv).
         attention_mask (`RowMask`, `torch.Tensor` or None): As `row_mask` has made it, or any other.
 
-    Returns (B, S, Hq, Dv), and None for the weights of attention. Raises `NotForRows` where the rows of the call are
-    known, and the mask is neither causal nor local, or the scores are changed in an unknown way (a bias of positions).
+    Returns (B, S, Hq, Dv), and None for the weights of attention.
+
+    Raises:
+        NotForRows: The rows of the call are known, and the mask is neither causal nor local, or the scores are changed
+            in an unknown way (a bias of positions).
     """
     if isinstance(attention_mask, RowMask):
         if not getattr(module, "is_causal", True) or kwargs.get("is_causal") is False:
-            raise NotForRows("is_causal is False, with which SDPA sees later tokens where it has no mask")
+            raise NotForRows("is_causal is False, so that SDPA would see later tokens where it has no mask")
         return _by_rows(query, key, value, attention_mask, *args, **kwargs), None
     if current_rows() is not None:
         raise NotForRows("a layer attends with a mask of its own")
@@ -75,10 +78,11 @@ def _by_rows(query, key, value, mask: RowMask, dropout=0.0, scaling=None, softca
         out = rows.attend(query, key, value, mask, dropout, scaling, softcap, s_aux)
         return out.view(query.shape[0], -1, *out.shape[1:])
     if window is not None and window >= rows.longest:
-        window = None
+        window = None  # plain causal attention has the faster kernels
     if softcap is not None or s_aux is not None:
         return _capped(query, key, value, rows, window, dropout, scaling, softcap, s_aux)
     rows.attention_kinds.add(mask.attention_kind)
+    # The order is by speed. Rows of one length are a batch, which SDPA takes with any dtype, head size and dropout.
     if window is None and rows.equal:
         out = _by_sdpa(query, key, value, rows, dropout, scaling)
     elif kernel_takes(query, key, value, dropout):
@@ -86,7 +90,7 @@ def _by_rows(query, key, value, mask: RowMask, dropout=0.0, scaling=None, softca
         out = by_kernel(query, key, value, rows.offsets, rows.longest, scaling, window is None, (left, 0))
     else:
         out = _row_by_row(query, key, value, rows, window, dropout, scaling)
-    # Some models take a view of it. SDPA's result for one row, and a slice of wider heads, are no contiguous tensors.
+    # Some models take a view of it, and SDPA's result for one row, or a slice of wider heads, is not contiguous.
     return out.contiguous().view(query.shape[0], -1, *out.shape[1:])
 
 
@@ -100,12 +104,12 @@ def as_autocast(*tensors: torch.Tensor) -> list[torch.Tensor]:
 
 
 def flat(x: torch.Tensor) -> torch.Tensor:
-    """(B, H, S, D) as (B * S, H, D). Not x[0], whose gradient is filled with zeros and then copied into."""
+    """Return (B, H, S, D) as (B * S, H, D). The gradient of x[0] would be filled with zeros and then copied into."""
     return x.transpose(1, 2).flatten(0, 1)
 
 
 def _by_sdpa(query, key, value, rows: Rows, dropout, scaling):
-    """(T, Hq, Dv), of rows of one length, in which every token sees all before it."""
+    """Attend causally in rows of one length: (T, Hq, Dv)."""
     if not rows.is_whole_batch:
         laid = map(flat, (query, key, value))
         query, key, value = (x.view(-1, rows.longest, *x.shape[1:]).transpose(1, 2) for x in laid)
@@ -129,7 +133,7 @@ def _grouped(query, key, value) -> tuple[torch.Tensor, torch.Tensor, bool]:
 
 
 def _capped(query, key, value, rows: Rows, window, dropout, scaling, softcap, sinks):
-    """(B, S, Hq, Dv), with a soft cap of the scores, or with sinks (Hq,)."""
+    """Return (B, S, Hq, Dv), with a soft cap of the scores, or with sinks (Hq,)."""
     rows.attention_kinds.add(AttentionKind.SINKS if softcap is None else AttentionKind.SOFT_CAP)
     batch, heads, _, dim = query.shape
     if dropout or not value.shape[-1] <= dim <= _MOST_HEAD_DIM or (sinks is not None and sinks.shape != (heads,)):
@@ -192,9 +196,9 @@ def by_kernel(query, key, value, offsets, longest: int, scaling, causal: bool, w
     return out if width == out.shape[-1] else out[..., :width]
 
 
-def _near(length: int, window: int | None, device: torch.device) -> torch.Tensor | None:
-    """(S, S), which tokens of a row each of its tokens sees; None where that is all before it."""
-    if window is None or length <= window:
+def _near(length: int, window: int, device: torch.device) -> torch.Tensor | None:
+    """Return (S, S), which tokens of a row each of its tokens sees; None where that is all before it."""
+    if length <= window:
         return None
     position = torch.arange(length, device=device)
     distance = position[:, None] - position
@@ -209,7 +213,7 @@ def _row_by_row(query, key, value, rows: Rows, window, dropout, scaling):
     values = flat(value).transpose(0, 1).split(lengths, 1)
     done = []
     for q, k, v in zip(queries, keys, values, strict=True):
-        near = _near(q.shape[1], window, query.device)
+        near = None if window is None else _near(q.shape[1], window, query.device)
         out = F.scaled_dot_product_attention(
             q[None],
             k[None],

@@ -1,9 +1,9 @@
-"""Decides which calls may leave padding out, and finds the rows of real tokens of a call.
+"""Decide whether a call runs on its real tokens, or on the batch as it is.
 
-Padding is left out where all code that reads hidden states is known: the forwards of transformers that a proof has run
-(`proof/backbone.py`), layers of PyTorch and of adapters through which each token goes by itself, and the loss function
-of the proof. With anything else that may see rows or padding (a class or a function of the user's, a hook, an output of
-every position) the batch goes through as it is, and the report names it.
+Padding is left out if all code that reads hidden states is known: the forwards of transformers that a proof has run
+(`proof/backbone.py`), layers of PyTorch and of adapters that treat each token by itself, and the loss function of the
+proof. Anything else may see rows or padding: a class or a function of the user's, a hook, an output of every position.
+Then the batch goes through as it is, and the report names the reason.
 """
 
 import functools
@@ -26,7 +26,7 @@ from liger_trainer.varlen.rows import AttentionKind
 from liger_trainer.varlen.unpad_plan import UnpadPlan
 from liger_trainer.varlen.unpadded_backbone import COMPUTES_PADDING, BackboneBinding, MixedRows
 
-# Inputs that require gradients. Other hooks of PEFT say which adapter is for which row, or from which token on.
+# They only make inputs require gradients. Other hooks of PEFT choose an adapter for each row, so they see rows.
 HARMLESS_HOOKS = (
     "transformers.modeling_utils",
     "transformers.utils.",
@@ -42,7 +42,7 @@ _CAPTURED_SHARED = {AttentionKind.CAUSAL, AttentionKind.SINKS}
 
 
 def bound_backbone(model) -> BackboneBinding | None:
-    """By which calls of `model` go through its backbone on real tokens; None where they do not, or are traced."""
+    """Return the backbone's binding, or None if padding removal is not installed or the call is being traced."""
     backbone = None if torch.compiler.is_compiling() else backbone_of(model)
     return None if backbone is None else BackboneBinding.of(backbone)
 
@@ -65,7 +65,7 @@ class Decision(NamedTuple):
 
     Attributes:
         plan (`UnpadPlan` or None): On real tokens; `plan.graphs` may replay it.
-        reason (`Reason` or None): Why there is no plan.
+        reason (`Reason` or None): Why the call has no plan.
     """
 
     plan: UnpadPlan | None = None
@@ -100,7 +100,7 @@ class BackboneCall:
 
     @functools.cached_property
     def plan(self) -> UnpadPlan | None:
-        """The plan, or None if the rows of the call are not known.
+        """Return the plan, or None if the rows of the call are not known.
 
         Rows without padding have one where layers need more than causal attention, and where they may be replayed.
         """
@@ -112,6 +112,7 @@ class BackboneCall:
             return None
         unshared = plan.unshared if plan.saved else plan
         if unshared is not None and unshared.rows.is_whole_batch and not unshared.leaves_out:
+            # SDPA is the fastest for such rows, so our attention would gain nothing outside of a capture.
             unshared.only_replayed = not proven.needs_row_attention
         why = _why_unshared(self, plan) if plan.saved else None
         if why is not None:
@@ -121,7 +122,7 @@ class BackboneCall:
 
     @property
     def has_no_padding(self) -> bool:
-        """Whether the batch has no padding. A batch of one padded row has some."""
+        """Return whether the batch has no padding. A batch of one padded row has some."""
         return self.plan is not None and self.plan.rows.is_whole_batch and not self.plan.leaves_out
 
 
@@ -130,6 +131,7 @@ def _why_unshared(asked: BackboneCall, plan: UnpadPlan) -> str | None:
     assert asked.sharing is not None, "the plan was made by it"
     if asked.bound.sharing.never is not None:
         return asked.bound.sharing.never
+    # Equal ids of images stand for different pixels.
     if base_of(asked.model) is not asked.backbone:
         return "the model takes images too"
     if asked.graphs is not None and plan.rows.tokens + plan.saved < asked.sharing.least_uncaptured:
@@ -181,7 +183,7 @@ def _turns_by_length(asked: BackboneCall) -> Reason | None:
 
 
 def _code_is_unknown(asked: BackboneCall) -> Reason | None:
-    """Check the code that runs. That of a call whose captures are unchanged was checked before the capture."""
+    """Check the code that runs. If nothing has changed since a capture, that code was checked before the capture."""
     assert asked.plan is not None, "an earlier check has looked"
     why = asked.why_unusable(asked.plan)
     unchanged = asked.graphs is not None and asked.graphs.find_snapshot()
@@ -215,7 +217,7 @@ def decide(
     why_unusable: Callable[[UnpadPlan], str | None],
     sharing: SharingRule | None = None,
 ) -> Decision:
-    """Decide how a call of `model` goes through its backbone. The arguments are those of `BackboneCall`.
+    """Decide how a call of `model` goes through its backbone. For the arguments see `BackboneCall`.
 
     Raises:
         ValueError: The rows of a packed row would see each other in the model's own code, which has to run.
@@ -228,6 +230,7 @@ def decide(
     for check in _CHECKS:
         reason = check(asked)
         if reason is not None:
+            # Stock would run on from row to row without a word, which trains something else.
             if bound.proven.keeps_state and holds_packed_rows(call):
                 needs = "; use_cache has to be False" if check is _rows_unknown else ""
                 raise MixedRows.of(bound, reason.text + needs)
@@ -256,7 +259,7 @@ def _why_never_captured(asked: BackboneCall, shares: bool) -> str | None:
     return None
 
 
-# Who reads what a model computes
+# Readers of a model's outputs
 
 
 def why_padding_is_read(model, bound: BackboneBinding, call: dict[str, Any]) -> str | None:
@@ -283,7 +286,7 @@ def why_positions_are_read(model, call: dict[str, Any]) -> str | None:
 
 
 def _of_config(config, name: str) -> Any:
-    """A field of the config of a model, or of that of its decoder of text where it has none itself."""
+    """Return `config.<name>`, falling back to the text config."""
     found = getattr(config, name, None)
     return getattr(config.get_text_config(), name, None) if found is None or found is False else found
 
@@ -302,19 +305,20 @@ def _why_whole(model, backbone, bound: BackboneBinding) -> str | None:
     hooked = set(with_hooks(modules))
     for module in modules:
         attributes = module.__dict__
-        kind = type(module)
-        if known.get(kind) is not kind.forward:
+        cls = type(module)
+        # Only for a class that was not seen yet, or has another forward now: the check walks over the whole model.
+        if known.get(cls) is not cls.forward:
             why = why_forward_is_unknown(model, bound.proven.forwards)
             if why is not None:
                 return why
-            known[kind] = kind.forward
+            known[cls] = cls.forward
         forward = attributes.get("forward")
         has_own_code = forward is None or (isinstance(forward, Binding) and forward.previous is None)
         if module is not model and (module in hooked or not has_own_code):
             ours = bound if module is backbone else Binding.of(module)
             why = hook_on(module, ours, HARMLESS_HOOKS)
             if why is not None:
-                return f"{why} on a {kind.__name__} would see rows without padding"
+                return f"{why} on a {cls.__name__} would see rows without padding"
         if attributes.get("_compiled_call_impl") is not None:
-            return f"a {kind.__name__} is compiled by itself, which each new length would do anew"
+            return f"a {cls.__name__} is compiled by itself, so that each new length would compile it again"
     return None

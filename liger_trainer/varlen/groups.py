@@ -2,9 +2,9 @@
 
     [ prefix 1 .. prefix n | rows that share nothing | private parts of group 1, group 2, ... ]
 
-A group is the rows whose tokens are equal up to the first position that is scored, in the same columns. They share all
-of these tokens but the last, since the state of that one predicts the first token of each row's own. So every token has
-at most one label.
+A group is a set of rows with equal tokens, in the same columns, up to the first position that is scored. They share all
+of these tokens but the last, because its state predicts the first token of each row's own part. So every token has at
+most one label.
 """
 
 from typing import NamedTuple
@@ -79,7 +79,7 @@ def find_groups(ids: torch.Tensor, real: torch.Tensor, scored: torch.Tensor) -> 
 
 
 def find_pairs(ids: torch.Tensor, real: torch.Tensor, scored: torch.Tensor) -> list[Group]:
-    """Find what both rows of each pair begin with. The arguments are those of `find_groups`.
+    """Find what both rows of each pair begin with. It takes the arguments of `find_groups`.
 
     No token of it predicts a label, so the last one may be shared too. Each row keeps the position that is scored.
     """
@@ -113,8 +113,8 @@ class Layout(NamedTuple):
     """Where the tokens of a batch lie, on a CPU.
 
     Attributes:
-        places (`torch.Tensor`): int64 (T,): where in the flattened batch each token of the layout is; that of a prefix
-            is in the first row of its group.
+        places (`torch.Tensor`): int64 (T,): where in the flattened batch each token of the layout is. A prefix is taken
+            from the first row of its group.
         real (`torch.Tensor`): int64 (N,): where in the flattened batch a real token is, in rising order.
         source (`torch.Tensor`): int64 (N,): where in the layout it is.
         copies (`torch.Tensor`): int64 (prefix tokens, rows of the largest group): where in the flattened batch a token
@@ -140,7 +140,7 @@ class Layout(NamedTuple):
 
 
 def lay_out(real: torch.Tensor, groups: list[Group]) -> Layout:
-    """Lay out the tokens of a batch, bool (B, S) on a CPU, whose groups share."""
+    """Lay out the tokens `real` of a batch, bool (B, S) on a CPU, so that each group has its prefix once."""
     width = real.shape[1]
     counts = real.sum(1).tolist()
     firsts = real.int().argmax(1).tolist()

@@ -3,7 +3,7 @@
 Finding the rows of a batch on the device would wait until the device has done all that was launched before, such as the
 optimizer's step, and the device would then wait for the host. So the collate function of our trainers' dataloaders
 returns a `HostBatch` in place of a plain `dict` (`remembering`). accelerate calls its `to`, which gives a plain `dict`
-whose tensors remember their values on the host. `values_of` finds them, or else waits for the device.
+of tensors that remember their values on the host. `values_of` finds them, or else waits for the device.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -53,7 +53,7 @@ class _HostCopy:
 
 
 def values_of(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The values of `tensors` on the host if all are known there, else `tensors` as they are."""
+    """Return the values of `tensors` on the host if all are known there, else `tensors` as they are."""
     known = []
     for x in tensors:
         values = _known(x)
@@ -69,7 +69,7 @@ def _known(x: torch.Tensor) -> torch.Tensor | None:
 
 
 def real_tokens(batch: Any) -> int | None:
-    """How many tokens a batch has without its padding; None where the host does not know it."""
+    """Count the tokens of a batch without its padding. None where the host does not know the mask."""
     mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
     if not isinstance(mask, torch.Tensor) or mask.ndim != 2:
         return None
@@ -89,12 +89,12 @@ def remember(x: torch.Tensor, values: torch.Tensor, exposed: Sequence[bool] = ()
 
 
 def sent(x: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor of the host on `device`, without a wait."""
+    """Return a tensor of the host on `device`, without a wait."""
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
 
 class HostBatch(dict):
-    """A batch on the host. Moved to a device, it is a plain `dict`, of which `values_of` knows the values.
+    """A batch on the host. Moved to a device, it is a plain `dict`, and `values_of` knows its values.
 
     `made_of` is the class that it has then in place of `dict`: processors of images return a `BatchFeature`.
     """
@@ -114,7 +114,7 @@ class HostBatch(dict):
 
 
 class _Remembering:
-    """A user's collate function whose plain `dict` or `BatchFeature` is a `HostBatch`.
+    """A user's collate function that returns a `HostBatch` in place of a plain `dict` or `BatchFeature`.
 
     Its class and attributes are the function's.
     """
@@ -145,5 +145,5 @@ class _Remembering:
 
 
 def remembering(collate: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """A function for a dataloader in place of `collate`, whose batches remember their values on the host."""
+    """Wrap a dataloader's `collate` so that its batches remember their values on the host."""
     return collate if isinstance(collate, _Remembering) else _Remembering(collate)

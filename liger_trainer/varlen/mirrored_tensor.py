@@ -1,4 +1,4 @@
-"""Tensors of a GPU whose values the host knows: which tokens are those of images, and sizes of images.
+"""Tensors of a GPU with a copy of their values on the host: which tokens belong to images, and sizes of images.
 
 Models put images into the embeddings of text with `masked_scatter`, add visual states to hidden states that a mask
 picks, and split what a tower returns by the sizes of images. On a GPU each of these waits for all that was launched
@@ -72,7 +72,7 @@ def _plainly(function: Any, args: tuple, kwargs: dict | None) -> Any:
 def is_stale(x: Any) -> bool:
     """Return whether `x` is a `MirroredTensor` with values that may be out of date.
 
-    It has been written to, or it is a tensor of inference mode, for which PyTorch counts no writes.
+    It has been written to, or it is a tensor of inference mode, where PyTorch counts no writes.
     """
     if not isinstance(x, MirroredTensor):
         return False
@@ -141,7 +141,7 @@ _OWN = {
     torch.Tensor.to: _to,
     torch.Tensor.tolist: lambda x: x.values.tolist() if isinstance(x, MirroredTensor) else NotImplemented,
 }
-# What hands out the memory so that autograd does not count what is written to it
+# These hand out the memory, and autograd does not count what is written to it then.
 _PAST_VERSIONS = {
     torch.Tensor.data.__get__,
     torch.Tensor.data.__set__,

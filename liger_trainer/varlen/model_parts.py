@@ -1,4 +1,4 @@
-"""The parts of a model by which padding is left out, and whether their code is known to take each token by itself."""
+"""Find the backbone and the head of a model, and check that code around them treats each token by itself."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -25,7 +25,7 @@ _KINDS = (
     nn.ParameterList,
     nn.ParameterDict,
 )
-_PER_TOKEN = {kind: kind.forward for kind in _KINDS}
+_PER_TOKEN = {cls: cls.forward for cls in _KINDS}
 _TUNERS = (
     "_buffer_dict",
     "adalora",
@@ -58,14 +58,14 @@ _PER_TOKEN_ROOMS = (
 
 
 def base_of(model):
-    """The part of a transformers model before its head, with towers if it has any, or None."""
+    """Return the part of a transformers model before its head, with towers if it has any, or None."""
     name = getattr(model, "base_model_prefix", "")
-    # The prefix of Llama 4's decoder is that of the model of images.
+    # Llama 4's decoder has the same prefix as its model of images.
     return model._modules.get(name, model._modules.get("model")) if name else None
 
 
 def backbone_of(model):
-    """The part of a transformers model before its head, or None.
+    """Return the part of a transformers model before its head, or None.
 
     In a model of images and text it is the decoder of text inside that part, which sees images as embeddings.
     """
@@ -83,30 +83,30 @@ def backbone_of(model):
 
 
 def own_loss_of(model) -> Callable:
-    """The function that a model of transformers calls for its loss, while no other one is set."""
+    """Return the function that a model of transformers calls for its loss, while no other one is set."""
     return LOSS_MAPPING.get(str(getattr(model, "loss_type", None)), LOSS_MAPPING["ForCausalLM"])
 
 
 def code_of(modules: Iterable[nn.Module]) -> dict[Any, Callable]:
-    """The classes of modules, with their forwards. Experts in four bits run the code of their class in 16 bits."""
-    kinds: Iterable[Any] = map(own_class, modules)
+    """Return the classes of modules, with their forwards. 4-bit experts run the code of their 16-bit class."""
+    classes: Iterable[Any] = map(own_class, modules)
     found = {}
-    for kind in kinds:
-        own = kind.unpacked_class if issubclass(kind, PackedExperts) else kind
+    for cls in classes:
+        own = cls.unpacked_class if issubclass(cls, PackedExperts) else cls
         found[own] = own.forward
     return found
 
 
 def why_class_is_foreign(modules: Iterable[nn.Module]) -> str | None:
-    """A class among those of `modules` that is not transformers' own, or None."""
-    for kind, forward in code_of(modules).items():
-        if not _is_of(kind, forward, _THEIRS):
-            return f"{kind.__name__} is not a class of transformers with its own forward"
+    """Name a class in `modules` that is not transformers' own, or return None."""
+    for cls, forward in code_of(modules).items():
+        if not _is_of(cls, forward, _THEIRS):
+            return f"{cls.__name__} is not a class of transformers with its own forward"
     return None
 
 
 def why_not_transformers_own(model) -> str | None:
-    """A class or a function that would take part in a proof and is not transformers' own, or None."""
+    """Return a class or a function that would take part in a proof and is not transformers' own, or None."""
     reason = why_class_is_foreign(model.modules())
     if reason is not None:
         return reason
@@ -115,27 +115,31 @@ def why_not_transformers_own(model) -> str | None:
 
 
 def why_forward_is_unknown(model, forwards: dict[type, Callable]) -> str | None:
-    """A forward in `model` that may not take each token by itself, or None. `forwards` are those that are proven."""
-    for kind, forward in code_of(without_head(model)).items():
-        proven = forward in (forwards.get(kind), _PER_TOKEN.get(kind))
-        if not (proven or _is_of(kind, forward, _PER_TOKEN_ROOMS)):
-            return f"the forward of {kind.__name__} is not proven to work without padding"
+    """Return a forward in `model` that may not take each token by itself, or None.
+
+    `forwards` are those that are proven.
+    """
+    for cls, forward in code_of(without_head(model)).items():
+        proven = forward in (forwards.get(cls), _PER_TOKEN.get(cls))
+        if not (proven or _is_of(cls, forward, _PER_TOKEN_ROOMS)):
+            return f"the forward of {cls.__name__} is not proven to work without padding"
     return None
 
 
-def _is_of(kind: type, forward: Callable, rooms: tuple[str, ...]) -> bool:
-    return kind.__module__.startswith(rooms) and comes_from(forward, (*rooms, *_TORCH))
+def _is_of(cls: type, forward: Callable, rooms: tuple[str, ...]) -> bool:
+    return cls.__module__.startswith(rooms) and comes_from(forward, (*rooms, *_TORCH))
 
 
 def without_head(model) -> list[nn.Module]:
-    """`model` and its modules but for the LM head, shared ones twice: `modules()` takes five times as long."""
+    """Return `model` and its modules but for the LM head, shared ones twice: `modules()` takes five times as long."""
     head = model.get_output_embeddings()
     found = [model]
     backbone = backbone_of(model)
     base = base_of(model)
     if backbone is not None and base is not backbone:  # its towers see no rows of tokens
         return [model, base, *without_head(backbone)]
-    for module in found:
-        if module._modules:
-            found += [child for child in module._modules.values() if child is not None and child is not head]
+    for module in found:  # which grows: a list comprehension for each module would be a call for each
+        for child in module._modules.values():
+            if child is not None and child is not head:
+                found.append(child)
     return found

@@ -38,8 +38,10 @@ def plan_batch(
     mask = call.get("attention_mask")
     positions = call.get("position_ids")
     text = config.get_text_config()
-    keeps = getattr(config, "use_cache", getattr(text, "use_cache", None))  # trainers set that of the whole model
+    keeps = getattr(config, "use_cache", getattr(text, "use_cache", None))  # trainers set it on the whole model
     keeps = keeps if call.get("use_cache") is None else call["use_cache"]
+    # With a cache, keys and values of earlier tokens belong to the batch as it is. An attention that was set after the
+    # proof was not proven.
     if keeps or cache_of(call) is not None or text._attn_implementation != attention:
         return None
     if not isinstance(tokens, torch.Tensor) or tokens.ndim < 2:
@@ -69,7 +71,7 @@ def holds_packed_rows(call: dict[str, Any]) -> bool:
 
 
 def _packed_plan(call, tokens, with_full_batches) -> UnpadPlan | None:
-    """Of a batch of one row in which several lie one after the other.
+    """Plan a batch of one row that holds several rows one after the other.
 
     Where they begin is read from the positions, as transformers does for SDPA; of `cu_seq_lens_q` it takes no notice.
     """
@@ -93,11 +95,15 @@ def _padded_plan(call, tokens, mask, with_full_batches, sharing) -> UnpadPlan | 
     given = (mask, *(() if labels is None else (labels,)), *((call["input_ids"],) if shares else ()))
     mask, *others = values_of(*given)
     ids = others.pop().cpu() if shares else None  # waits for the device, where the values are not known on the host
-    real, *labelled = torch.stack((mask != 0, *(x != -100 for x in others))).cpu()
+    # In one copy to the host, where the values have to come from the device.
+    real, *labelled = torch.stack([mask != 0, *[x != -100 for x in others]]).cpu()
     predicting = labelled if shifted else [F.pad(x[:, 1:], (0, 1)) for x in labelled]
+    # Tokens of a row have to follow one another: attention by lengths knows no gaps.
     runs = (real & ~F.pad(real[:, :-1], (1, 0))).sum(1)
     lengths = real.sum(1).tolist()
-    broken = (runs > 1).any() or any((x & ~real).any() for x in predicting) or sum(lengths) == 0
+    broken = (runs > 1).any() or sum(lengths) == 0
+    for x in predicting:
+        broken = broken or (x & ~real).any()
     unshared = None
     if with_full_batches and real.all():
         unshared = _full_plan(call, tokens)

@@ -1,4 +1,4 @@
-"""What in a model draws random numbers for each token, so that equal tokens of several rows are not equal inside."""
+"""Find code in a model that draws random numbers for each token: equal tokens of several rows then differ inside."""
 
 from typing import Any
 

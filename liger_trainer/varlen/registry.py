@@ -94,6 +94,7 @@ def install(model: nn.Module) -> None:
     They answer like transformers' own, except in traced calls and for rows that are known. `release` takes them away.
     """
     _users.add(model)
+    # The names stay transformers' own, so that configs and code that compares them see no difference.
     for registry, name, own, ours in _FUNCTIONS:
         if registry[name] is own:
             registry.register(name, ours)
@@ -101,7 +102,7 @@ def install(model: nn.Module) -> None:
 
 
 def release(is_patched: Callable[[nn.Module], bool]) -> None:
-    """Give transformers its own functions back, if `is_patched` of no model for which ours were installed.
+    """Give transformers its own functions back once no model that needed ours is patched any more (`is_patched`).
 
     `remove_liger` asks for this, and the garbage collector does not: it could run while another model is compiled,
     which would then fail. Within a compilation ours stay until the next `remove_liger`. A patched copy that is not

@@ -23,7 +23,7 @@ class NotForRows(Exception):
 
 
 class AttentionKind(StrEnum):
-    """What a layer needs to run on rows one after the other. The proof and the report name what a model's layers need.
+    """The kinds of attention that layers ask for. The proof and the report name the kinds that a model has.
 
     A new kind of mask gets a member here, a branch in `attention.py`, and a line in `proof/backbone.py` for the report.
     """
@@ -42,12 +42,14 @@ class Rows:
     Args:
         lengths (`list[int]`): Tokens of each row.
         device (`torch.device`): Where their tokens are.
-        batch (`int`, *optional*, defaults to 1): Rows of the batch, of as many tokens each, in which they lie.
+        batch (`int`, *optional*, defaults to 1): Rows of the batch that holds them, each with as many tokens.
 
     Attributes:
         offsets (`torch.Tensor`): int32 (rows + 1,), on the device: where each row begins, and the end.
         tokens (`int`): Of all rows together.
         longest (`int`): Tokens of the longest row.
+        is_whole_batch (`bool`): Whether they are the rows of the batch, which has no padding then.
+        equal (`bool`): Whether all are of one length.
         attention_kinds (`set[AttentionKind]`): What the layers have asked for so far.
         attend (`Callable` or None): What attends in place of `attention.py`, for rows that share prompts.
         layout (`Layout` or None): How rows that share prompts lie.
@@ -58,21 +60,14 @@ class Rows:
 
     def __init__(self, lengths: list[int], device: torch.device, batch: int = 1):
         self.lengths: list[int] = lengths
-        self.tokens, self.longest = sum(lengths), max(lengths)
+        self.tokens = sum(lengths)
+        self.longest = max(lengths)
         self.batch = batch
+        self.is_whole_batch = len(lengths) == batch
+        self.equal = min(lengths) == self.longest
         self.attention_kinds = set[AttentionKind]()
         self._chunks = dict[int, Rows]()
         self.offsets = sent(torch.tensor([0, *lengths], device="cpu").cumsum(0).int(), device)
-
-    @property
-    def is_whole_batch(self) -> bool:
-        """Return whether they are the rows of the batch."""
-        return len(self.lengths) == self.batch
-
-    @property
-    def equal(self) -> bool:
-        """Return whether all are of one length."""
-        return min(self.lengths) == self.longest
 
     @functools.cached_property
     def side_by_side(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -95,7 +90,7 @@ class Rows:
 
 
 class StaticRows(Rows):
-    """Rows whose lengths change from one replay of a captured backbone to the next, within bounds.
+    """Rows with lengths that change from one replay of a captured backbone to the next, within bounds.
 
     Args:
         offsets (`torch.Tensor`): int32 (rows + 1,), a buffer that is written before each replay. Rows after the last
@@ -109,27 +104,23 @@ class StaticRows(Rows):
         self.tokens = tokens
         self.longest = longest
         self.batch = 1
+        self.is_whole_batch = False
+        self.equal = False  # not even if they are now: one kernel attends in all replays
         self.attention_kinds = set[AttentionKind]()
         self._chunks = dict[int, Rows]()
 
     @property
     def lengths(self) -> list[int]:  # type: ignore[override]
-        """The lengths now, on a CPU. `NotForRows` on a GPU, where reading them would bake them into a capture."""
+        """Return the lengths now, on a CPU.
+
+        `NotForRows` on a GPU, where reading them would bake them into a capture.
+        """
         if self.offsets.device.type != "cpu":
             raise NotForRows("its attention needs lengths on the host (dtype, head size or dropout)")
         return self.offsets.diff().tolist()
 
-    @property
-    def is_whole_batch(self) -> bool:
-        return False
-
-    @property
-    def equal(self) -> bool:
-        """Not even if they are now: one kernel attends in all replays."""
-        return False
-
     def in_chunks(self, size: int) -> Rows:
-        raise NotForRows("its layers attend in chunks, whose number depends on the lengths of rows")
+        raise NotForRows("its layers attend in chunks, and their number depends on the lengths of rows")
 
 
 class RowMask(LimitsAttention):
@@ -145,20 +136,17 @@ class RowMask(LimitsAttention):
         self.window = window
         self.unknown = unknown
         self.chunked = chunked
-
-    @property
-    def attention_kind(self) -> AttentionKind:
-        """Return what the mask asks of attention. Sinks and soft caps are arguments of the attention function."""
-        if self.chunked:
-            return AttentionKind.CHUNKS
-        return AttentionKind.CAUSAL if self.window is None else AttentionKind.SLIDING_WINDOW
+        # Sinks and soft caps are arguments of the attention function.
+        self.attention_kind = AttentionKind.CAUSAL if window is None else AttentionKind.SLIDING_WINDOW
+        if chunked:
+            self.attention_kind = AttentionKind.CHUNKS
 
     def most_seen(self) -> int:
         longest = self.rows.longest
         return longest if self.window is None else min(longest, self.window)
 
     def __getitem__(self, index: object) -> "RowMask":
-        """The mask itself for slices that take all of it, as Gemma 4 asks for before layers that reuse keys."""
+        """Return the mask itself for slices that take all of it, as Gemma 4 asks for before layers that reuse keys."""
         parts = index if isinstance(index, tuple) else (index,)
         if all(isinstance(part, slice) and part in (slice(None), slice(0, None)) for part in parts):
             return self
@@ -170,7 +158,7 @@ _rows: contextvars.ContextVar[Rows | None] = contextvars.ContextVar("rows of the
 
 @contextlib.contextmanager
 def use_rows(rows: Rows):
-    """Within it, masks that a model asks for are `RowMask`s over `rows`."""
+    """Context manager: masks that a model asks for are `RowMask`s over `rows`."""
     token = _rows.set(rows)
     try:
         yield
@@ -179,12 +167,15 @@ def use_rows(rows: Rows):
 
 
 def current_rows() -> Rows | None:
-    """The rows of the running call of a backbone. None in a call that has no plan, and in a recomputation."""
+    """Return the rows of the running call of a backbone. None in a call that has no plan, and in a recomputation."""
     return None if torch.compiler.is_compiling() else _rows.get()
 
 
 def row_mask(args: tuple, kwargs: dict) -> RowMask | None:
-    """The mask of one kind of layer, from the arguments of transformers' `sdpa_mask`; None where no rows are known."""
+    """Return the mask of one kind of layer, from the arguments of transformers' `sdpa_mask`.
+
+    None where no rows are known.
+    """
     rows = current_rows()
     if rows is None:
         return None
@@ -204,7 +195,7 @@ def _row_mask(
     kv_offset=0,
     **_,
 ) -> RowMask:
-    """`row_mask` of the arguments of a function of `AttentionMaskInterface`."""
+    """Make the `row_mask` for the arguments of a function of `AttentionMaskInterface`."""
     if not (q_length * rows.batch == kv_length * rows.batch == rows.tokens and q_offset == kv_offset == 0):
         return RowMask(rows, unknown="it attends to more than the tokens of the call")
     if use_vmap or not allow_is_causal_skip or (local_size is None and mask_function is not causal_mask_function):
@@ -220,10 +211,10 @@ def _row_mask(
 
 
 def _is_same(given, own) -> bool:
-    """Whether two mask functions are of one code and hold the same functions and numbers.
+    """Return whether two mask functions have the same code and hold the same functions and numbers.
 
-    What they answer is not compared: chunks read a tensor on the device, the padding on the left of each row, which is
-    zero in a call whose rows are known.
+    Their answers are not compared: chunks read a tensor on the device, the padding on the left of each row. It is zero
+    in a call with known rows.
     """
     if not callable(own):
         return isinstance(own, torch.Tensor) or given == own
@@ -234,6 +225,6 @@ def _is_same(given, own) -> bool:
 
 
 def _held(function) -> list:
-    """What a function of transformers' masks holds: the functions of `and_masks`, or the size of a window or chunk."""
+    """List what a mask function holds: the functions of `and_masks`, or the size of a window or chunk."""
     values = [cell.cell_contents for cell in function.__closure__ or ()]
     return [*values[0]] if len(values) == 1 and isinstance(values[0], tuple) else values

@@ -42,18 +42,24 @@ class Segments:
 
     @functools.cached_property
     def by_length(self) -> tuple[list[tuple[int, int]], torch.Tensor | None, torch.Tensor | None]:
-        """(length, how many segments have it) in rising order; the tokens in this order, and back, if they change."""
+        """Return (length, how many segments have it) in rising order.
+
+        The tokens in this order, and back, if they change.
+        """
         order = sorted(range(len(self.lengths)), key=self.lengths.__getitem__)
-        kinds = [(n, len(list(same))) for n, same in itertools.groupby(order, self.lengths.__getitem__) if n]
+        runs = [(n, len(list(same))) for n, same in itertools.groupby(order, self.lengths.__getitem__) if n]
         if order == sorted(order):
-            return kinds, None, None
+            return runs, None, None
         ends = [*itertools.accumulate(self.lengths)]
         there = torch.cat([torch.arange(ends[i] - self.lengths[i], ends[i], device="cpu") for i in order])
-        return kinds, sent(there, self.offsets.device), sent(there.argsort(), self.offsets.device)
+        return runs, sent(there, self.offsets.device), sent(there.argsort(), self.offsets.device)
 
 
 def segments_of(offsets: torch.Tensor) -> Segments:
-    """The segments that begin at `offsets`. All layers of a tower are given the same tensor, which remembers them."""
+    """Return the segments that begin at `offsets`.
+
+    All layers of a tower are given the same tensor, which remembers them.
+    """
     if offsets.is_inference():  # whether it has been written to since cannot be seen
         return Segments(offsets)
     known = getattr(offsets, _ATTRIBUTE, None)
@@ -68,7 +74,7 @@ _segments: contextvars.ContextVar[Segments | None] = contextvars.ContextVar("seg
 
 @contextlib.contextmanager
 def use_segments(segments: Segments | None):
-    """Within it, attention over the whole sequence is attention within `segments`."""
+    """Context manager: attention over the whole sequence is attention within `segments`."""
     token = _segments.set(segments)
     if segments is not None:
         segments.calls = 0
@@ -79,7 +85,7 @@ def use_segments(segments: Segments | None):
 
 
 def current_segments() -> Segments | None:
-    """The segments of the running attention of a tower. None elsewhere, and in traced code."""
+    """Return the segments of the running attention of a tower. None elsewhere, and in traced code."""
     return None if torch.compiler.is_compiling() else _segments.get()
 
 
@@ -127,12 +133,12 @@ class NotInSegments(Exception):
 
 
 def _length_by_length(query, key, value, segments: Segments, dropout, scaling):
-    kinds, there, back = segments.by_length
+    runs, there, back = segments.by_length
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
     if there is not None:
         query, key, value = (x.index_select(0, there.to(x.device)) for x in (query, key, value))
     done, start = [], 0
-    for length, count in kinds:
+    for length, count in runs:
         q, k, v = (
             x[start : start + length * count].unflatten(0, (count, length)).transpose(1, 2) for x in (query, key, value)
         )

@@ -1,4 +1,4 @@
-"""A plan in which the rows of a batch share their prompts."""
+"""Plan a call of rows that share their prompts."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from liger_trainer.varlen.unpad_plan import UnpadPlan
 class SharedPromptsPlan(UnpadPlan):
     """The way of one call through the backbone on real tokens, each shared one once.
 
-    What leaves the backbone is a batch as without sharing: the states of shared tokens appear in every row.
+    The backbone's output is a batch as without sharing: the states of shared tokens appear in every row.
 
     Args:
         given (`dict`): The arguments of the call that it was made from.

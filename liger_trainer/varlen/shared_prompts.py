@@ -1,19 +1,19 @@
-"""What rows that begin alike have shared in the calls of one backbone, or why not."""
+"""Count what rows that begin alike have shared in the calls of one backbone, and why others have not."""
 
 from typing import Any
 
 
 class SharedPrompts:
-    """What rows that begin alike have shared, for the report.
+    """Counts what rows that begin alike have shared, for the report.
 
     Args:
         never (`str`, *optional*): Why they never share: the proof has shown it, or a call.
 
     Attributes:
-        calls (`int`): Calls in which rows shared a beginning.
+        calls (`int`): Calls with rows that shared a beginning.
         tokens (`int`): Computed in these calls.
         saved (`int`): Not computed in these calls.
-        unshared (`dict[str, int]`): For each reason, the calls whose rows began alike and shared nothing.
+        unshared (`dict[str, int]`): For each reason, the calls with rows that began alike and shared nothing.
     """
 
     def __init__(self, never: str | None = None) -> None:
@@ -29,7 +29,7 @@ class SharedPrompts:
         self.saved += saved
 
     def refuse(self, reason: str, for_good: bool = False) -> None:
-        """Count a call whose rows began alike and shared nothing. `for_good`: no later call tries again."""
+        """Count a call with rows that began alike and shared nothing. `for_good`: no later call tries again."""
         self.unshared[reason] = self.unshared.get(reason, 0) + 1
         if for_good:
             self.never = reason

@@ -34,17 +34,9 @@ class SharedRows(Rows):
         private = [length for parts in layout.private for length in parts]
         super().__init__([*layout.prefixes, *layout.lone, *private], device)
         self.layout = layout
+        self.is_whole_batch = False  # not even if there are as many segments as rows
+        self.equal = False  # not even if all segments are of one length
         self._windowed: dict[int, tuple[torch.Tensor, AttentionCall]] = {}
-
-    @property
-    def is_whole_batch(self) -> bool:
-        """Not even if there are as many segments as rows."""
-        return False
-
-    @property
-    def equal(self) -> bool:
-        """Not even if all segments are of one length."""
-        return False
 
     def in_chunks(self, size: int) -> Rows:
         raise NotForRows("its layers attend in chunks")
@@ -63,7 +55,7 @@ class SharedRows(Rows):
         return [within, across]
 
     def windowed(self, window: int) -> tuple[torch.Tensor, AttentionCall]:
-        """Which tokens are the keys, int64 (keys,) on the device, and the one call, in which a token sees `window`."""
+        """Return the tokens that are the keys, int64 (keys,) on the device, and one call with this window."""
         if window not in self._windowed:
             self._windowed[window] = self._with_copied_tails(window)
         return self._windowed[window]
@@ -85,7 +77,10 @@ class SharedRows(Rows):
         return sent(torch.cat(keys), device), call
 
     def attend(self, query, key, value, mask: RowMask, dropout, scaling, softcap, sinks):  # type: ignore[override]
-        """(T, Hq, Dv), from queries (1, Hq, T, D). Raises `NotForRows` where these rows cannot be attended so."""
+        """Return (T, Hq, Dv), from queries (1, Hq, T, D).
+
+        Raises `NotForRows` where these rows cannot be attended so.
+        """
         _refuse(query, key, value, dropout, softcap, sinks)
         window = mask.window
         self.attention_kinds.add(AttentionKind.SINKS if sinks is not None else mask.attention_kind)

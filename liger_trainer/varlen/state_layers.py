@@ -4,8 +4,8 @@ Such a layer runs on from token to token, and nothing tells it where a row begin
 padded on the right, with the mask of real tokens, as in a padded batch: what is on the right of a row does not reach
 it. Of what it returns the real tokens are taken back. Attention, MLPs, experts, norms and the head never see padding.
 
-On a GPU, a layer whose convolution and rule are told where rows begin gets the rows as they are, one after the other
-(`use_layer_rows`). What stands for them in its globals asks `current_layer_rows`.
+On a GPU, a layer with a convolution and a rule that take offsets gets the rows as they are, one after the other
+(`use_layer_rows`). The functions that replace these in its globals ask `current_layer_rows`.
 
 The rows travel with the call, in the argument that the decoder makes a mask for: checkpointing runs a layer again in
 the backward pass, when the context of the call is gone.
@@ -25,8 +25,8 @@ from torch.utils._pytree import tree_map
 from liger_trainer.patching.core.binding import Binding, SupportsGuardCheck, call_previous, in_place_of
 from liger_trainer.varlen.rows import AttentionKind, NotForRows, RowMask, Rows, current_rows
 
-MASK_OF_STATES = "create_recurrent_attention_mask"  # the global by which decoders of transformers make their mask
-_ROW_ARGUMENTS = {  # by which stock layers are told the rows of a packed row, which here lie side by side
+MASK_OF_STATES = "create_recurrent_attention_mask"  # transformers' decoders make their mask with this global
+_ROW_ARGUMENTS = {  # they give stock layers the rows of a packed row, which lie side by side here
     "seq_idx",
     "cu_seqlens",
     "cu_seq_lens_q",
@@ -77,7 +77,7 @@ _layer_rows: contextvars.ContextVar[Rows | None] = contextvars.ContextVar("rows 
 
 @contextlib.contextmanager
 def use_layer_rows(rows: Rows) -> Iterator[None]:
-    """Within it, the convolution and the rule of a layer begin anew at each row of its only one."""
+    """Context manager: the convolution and the rule of a layer start again at each of `rows`."""
     token = _layer_rows.set(rows)
     try:
         yield
@@ -86,13 +86,13 @@ def use_layer_rows(rows: Rows) -> Iterator[None]:
 
 
 def current_layer_rows() -> Rows | None:
-    """The rows that the running layer was given one after the other; None where it runs on a batch."""
+    """Return the rows that the running layer was given one after the other; None where it runs on a batch."""
     return None if torch.compiler.is_compiling() else _layer_rows.get()
 
 
 @functools.cache
 def mask_or_rows(create: Callable) -> Callable:
-    """What a decoder calls in place of `create`, `create_recurrent_attention_mask`: it returns the rows of the call."""
+    """Replace `create`, `create_recurrent_attention_mask`, by a function that returns the rows of the call."""
 
     @functools.wraps(create)
     def created(*args: Any, **kwargs: Any) -> Any:
@@ -104,7 +104,7 @@ def mask_or_rows(create: Callable) -> Callable:
 
 @functools.cache
 def forward_of(layer_class: Any) -> Callable:
-    """The forward to bind to the state layers of a class."""
+    """Return the forward to bind to the state layers of a class."""
     own = layer_class.forward
     names = list(inspect.signature(own).parameters)[1:]
 

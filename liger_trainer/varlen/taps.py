@@ -13,7 +13,7 @@ from torch import nn
 
 @contextmanager
 def tapped(layers: nn.ModuleList, numbers: Sequence[int]) -> Iterator[list[torch.Tensor]]:
-    """Within it, a call of the model puts the inputs of the layers `numbers` into the list that it gives.
+    """Context manager: a call of the model puts the inputs of the layers `numbers` into the list that it gives.
 
     They are (B, S, H) or, where the model left padding out, (1, T, H) with the T real tokens of the batch.
     """

@@ -19,7 +19,7 @@ from liger_trainer.varlen.mirrored_tensor import MirroredTensor, is_stale
 from liger_trainer.varlen.rows import Rows
 
 _PER_TOKEN = ("input_ids", "inputs_embeds", "visual_pos_masks", "per_layer_inputs")
-_PER_IMAGE_TOKEN = "deepstack_visual_embeds"  # in the order of the tokens, of which none is padding
+_PER_IMAGE_TOKEN = "deepstack_visual_embeds"  # one for each image token, in their order; padding has none
 _KNOWN_TENSORS = (
     "attention_mask",
     "position_ids",
@@ -48,7 +48,7 @@ class UnpadPlan:
         only_replayed (`bool`): Whether the call is as it came where it is not replayed: rows without padding in a model
             that needs no other attention for them than its own.
         saved (`int`): Tokens that are not computed, since rows share them.
-        unshared (`UnpadPlan` or `None`): The plan of a call whose rows share, without that.
+        unshared (`UnpadPlan` or `None`): For a plan that shares prompts, the plan without sharing.
     """
 
     graphs: BackboneGraphs | None = None
@@ -65,7 +65,7 @@ class UnpadPlan:
 
     @property
     def leaves_out(self) -> bool:
-        """Whether there is padding, for which nothing will be computed."""
+        """Return whether there is padding, which will not be computed."""
         return self.index is not None
 
     def fits(self, call: dict[str, Any]) -> bool:
@@ -75,9 +75,11 @@ class UnpadPlan:
         """
         shape = tokens_of(self.given).shape[:2]
         positions = call.get("position_ids")
+        # By identity: to compare values would wait for the GPU, and a model that makes its own mask means another one.
         if call.get("attention_mask") is not self.given.get("attention_mask") or tokens_of(call).shape[:2] != shape:
             return False
         if positions is not self.given.get("position_ids"):
+            # Rows of a packed row are known by their positions alone, so that others would be other rows.
             known = self.leaves_out or self.rows.is_whole_batch
             of_tokens = positions is not None and positions.shape[-2:] in (shape, (1, shape[1]))
             if not (known and of_tokens):
@@ -85,12 +87,13 @@ class UnpadPlan:
         of_the_head = [name for name in _OF_THE_HEAD if call.get(name) is self.given.get(name)]
         others = [x for name, x in call.items() if name not in (*_KNOWN_TENSORS, *of_the_head)]
         for x in tree_leaves(others):
-            if isinstance(x, torch.Tensor) and x.ndim > 0:  # a count is of no token
+            # An unknown tensor may have a number for each token of the batch as it is. A scalar is a count.
+            if isinstance(x, torch.Tensor) and x.ndim > 0:
                 return False
         return True
 
     def unpad(self, call: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of the backbone with one row of real tokens for the batch.
+        """Return the arguments of the backbone with one row of real tokens for the batch.
 
         Their positions are the columns where the call has none, as in every model that a proof accepts.
         """
@@ -106,7 +109,7 @@ class UnpadPlan:
         for name in _PER_TOKEN:
             x = call.get(name)
             if x is not None:
-                packed[name] = self._taken(x)[None]  # by which a `MirroredTensor` stays one
+                packed[name] = self._taken(x)[None]  # keeps a `MirroredTensor` one
         positions = call.get("position_ids")
         if positions is None:
             positions = (self.index % length).unsqueeze(0)
@@ -115,7 +118,7 @@ class UnpadPlan:
         return call | packed | {"attention_mask": mask, "position_ids": positions}
 
     def _taken(self, x: torch.Tensor) -> torch.Tensor:
-        """What the real tokens have of x (B, S, ...)."""
+        """Take the real tokens of x (B, S, ...): (N, ...)."""
         assert self.index is not None  # `unpad` has looked
         taken = x.flatten(0, 1)[self.index]
         if not isinstance(x, MirroredTensor) or is_stale(x):
@@ -154,7 +157,7 @@ _plan: contextvars.ContextVar[UnpadPlan | None] = contextvars.ContextVar("plan o
 
 @contextlib.contextmanager
 def use_plan(plan: UnpadPlan | None):
-    """Within it, a backbone that is bound runs by `plan`."""
+    """Context manager: a backbone that is bound runs by `plan`."""
     token = _plan.set(plan)
     try:
         yield
@@ -163,15 +166,15 @@ def use_plan(plan: UnpadPlan | None):
 
 
 def current_plan() -> UnpadPlan | None:
-    """The plan of the running call of a model, until its backbone begins."""
+    """Return the plan of the running call of a model, until its backbone begins."""
     return None if torch.compiler.is_compiling() else _plan.get()
 
 
 def tokens_of(call: dict[str, Any]) -> Any:
-    """The ids (B, S) or embeddings (B, S, H) that a call brings, or None."""
+    """Return the ids (B, S) or embeddings (B, S, H) that a call brings, or None."""
     return call.get("inputs_embeds") if call.get("input_ids") is None else call["input_ids"]
 
 
 def cache_of(call: dict[str, Any]) -> Any:
-    """The keys and values of earlier tokens that a call brings, or None. transformers 5.24 gave it a new name."""
+    """Return the cache that a call brings, or None. transformers 5.24 gave this argument a new name."""
     return call.get("past_key_values") if call.get("cache") is None else call["cache"]

@@ -1,10 +1,9 @@
-"""The backbone of a model, run on the real tokens of a batch only.
+"""Run the backbone of a model on the real tokens of a batch only.
 
-A padded batch (B, S) becomes one row of its N real tokens when it enters the backbone, with the positions that the
-tokens would have had. What leaves the backbone is put back where it was, with zeros for padding. Loss, gradients and
-hidden states of real tokens equal the padded batch's. A batch that is packed already (`position_ids` that start anew,
-without an `attention_mask`) takes the same attention. Which calls go this way is found before the model's own forward
-(`decide.py`).
+A padded batch becomes one row of its real tokens when it enters the backbone, and its outputs are put back where they
+were (`unpad_plan.py`). Loss, gradients and hidden states of real tokens equal the padded batch's. A batch that is
+packed already (`position_ids` that start again, without an `attention_mask`) takes the same attention. `decide.py`
+chooses the calls that run this way, before the model's own forward.
 """
 
 import functools
@@ -100,7 +99,7 @@ def _forward_of(backbone_class):
         if plan is None or bound is None or bound.fallback_active:
             return call_previous(self, BackboneBinding, args, kwargs)
         call = dict(zip(names, args, strict=False)) | kwargs
-        if "use_cache" in names:  # a decoder's own config may ask for one where that of the whole model does not
+        if "use_cache" in names:  # a decoder's config may ask for a cache though the whole model's does not
             call["use_cache"] = False
         if plan.saved:
             found = _shared(self, bound, plan, call, len(args) > len(names))
@@ -109,6 +108,7 @@ def _forward_of(backbone_class):
             if plan.unshared is None:
                 return call_previous(self, BackboneBinding, args, kwargs)
             plan = plan.unshared
+        # The decision was about the arguments of the whole model. The model around may have made others of them.
         if len(args) > len(names) or not plan.fits(call):
             _refuse_mixing(bound, plan, "its inputs are made by the model around it")
             if plan.leaves_out and not bound.proven.sees_both_ways:  # the report has said that
@@ -116,8 +116,9 @@ def _forward_of(backbone_class):
             return call_previous(self, BackboneBinding, args, kwargs)
         try:
             with use_plan(None):
-                outputs = _run(self, plan, call)
+                outputs = _run(self, bound, plan, call)
         except NotForRows as error:
+            # For good: a later call would raise again, after the layers before have run in vain.
             bound.fallback_active = True
             _refuse_mixing(bound, plan, str(error))
             bound.report_fallback(str(error), COMPUTES_PADDING)
@@ -135,7 +136,7 @@ def _shared(backbone, bound: BackboneBinding, plan: UnpadPlan, call: dict[str, A
         return None
     try:
         with use_plan(None):
-            outputs = _run(backbone, plan, call)
+            outputs = _run(backbone, bound, plan, call)
     except NotForRows as error:
         bound.sharing.refuse(str(error), for_good=True)
         return None
@@ -145,7 +146,7 @@ def _shared(backbone, bound: BackboneBinding, plan: UnpadPlan, call: dict[str, A
 
 
 def _refuse_mixing(bound: BackboneBinding, plan: UnpadPlan, why: str) -> None:
-    """ValueError where the model's own code would run on packed rows whose states it does not keep apart."""
+    """Raise `MixedRows` if the model's own code would run on packed rows and mix their states."""
     if bound.proven.keeps_state and not plan.leaves_out and not plan.rows.is_whole_batch:
         raise MixedRows.of(bound, why)
 
@@ -157,17 +158,16 @@ class MixedRows(ValueError):
     def of(cls, bound: BackboneBinding, why: str) -> "MixedRows":
         """Make the error that says `why` the model's own code would run."""
         return cls(
-            f"Packed rows would see each other in {type(bound.module.to()).__name__}, whose own code has to run: "
+            f"Packed rows would see each other in {type(bound.module.to()).__name__}, because its own code has to run: "
             f"{why}. Take that away, or switch packing off."
         )
 
 
-def _run(backbone, plan: UnpadPlan, call: dict[str, Any]):
+def _run(backbone, bound: BackboneBinding, plan: UnpadPlan, call: dict[str, Any]):
     """Call `backbone` on real tokens, by a replay where one is at hand."""
     packed = plan.unpad(call)
-    bound = BackboneBinding.of(backbone)
-    state_forward = None if bound is None else bound.state_forward
-    if state_forward is not None and bound is not None and bound.previous is not None:
+    state_forward = bound.state_forward
+    if state_forward is not None and bound.previous is not None:
         raise NotForRows("its forward was replaced on the instance, and its layers keep a state")
 
     def own_forward(**given):

@@ -1,4 +1,4 @@
-"""What is in deploy/ is tried with the tools of its engines, on CPUs. `make test-deploy` installs them."""
+"""Try deploy/ with its engines' tools on CPUs. `make test-deploy` installs them."""
 
 import pytest
 from cpu_only import pytest_collection_finish  # noqa: F401

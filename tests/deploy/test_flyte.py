@@ -1,4 +1,4 @@
-"""The Flyte workflow, executed locally on two processes, and serialised for four machines."""
+"""The Flyte workflow, run locally on two processes, and serialised for four machines."""
 
 import importlib
 import json
@@ -14,12 +14,12 @@ pytest.importorskip("flytekitplugins.kfpytorch", reason="needs the extra flyte: 
 
 @pytest.fixture
 def workflow_of(monkeypatch):
-    """The module deploy/flyte/workflow.py, as it is with some variables of the environment."""
+    """The module deploy/flyte/workflow.py, loaded with some environment variables set."""
 
     def load(**env):
         for name, value in env.items():
             monkeypatch.setenv(name, str(value))
-        monkeypatch.syspath_prepend(ROOT / "deploy" / "flyte")  # new processes get the path of this one
+        monkeypatch.syspath_prepend(ROOT / "deploy" / "flyte")  # new processes get this one's path
         monkeypatch.delitem(sys.modules, "workflow", raising=False)
         return importlib.import_module("workflow")
 

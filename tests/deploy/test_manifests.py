@@ -1,4 +1,4 @@
-"""The manifests, the Dockerfile and the job files: read back by what reads them, and their commands by the entry."""
+"""The manifests, the Dockerfile and the job files: parsed by their own tools, and their commands by ours."""
 
 import math
 import re
@@ -16,7 +16,8 @@ from liger_trainer.command.recipe.read import find_recipe
 from liger_trainer.command.recipe.shipped_files import find_shipped
 
 DEPLOY = ROOT / "deploy"
-RUNTIME, JOB = DEPLOY / "kubeflow" / "runtime.yaml", DEPLOY / "kubeflow" / "train_job.yaml"
+RUNTIME = DEPLOY / "kubeflow" / "runtime.yaml"
+JOB = DEPLOY / "kubeflow" / "train_job.yaml"
 ROWS = ("per_device_train_batch_size", "gradient_accumulation_steps")
 BIN = Path(sys.executable).parent
 
@@ -37,7 +38,7 @@ def entry_words(path):
     "path", [JOB, *DEPLOY.glob("slurm/*"), *DEPLOY.glob("skypilot/*")], ids=lambda p: p.parent.name
 )
 def test_the_command_of_a_job_is_one_of_ours(path, monkeypatch):
-    """Its recipe and its accelerate config exist, its options are options, and its sizes are those of its machines."""
+    """Its recipe and its accelerate config exist, its options are valid, and its sizes are its machines' sizes."""
     words, (train, recipe, *options) = entry_words(path)
     assert words[0] == "torchrun" and train == "train"
     values = dict(pair.split("=") if "=" in pair else pair for pair in _pairs(options))
@@ -53,7 +54,8 @@ def test_the_command_of_a_job_is_one_of_ours(path, monkeypatch):
     assert sizes == [str(machines), str(processes)]
     ours = yaml.safe_load(find_recipe(recipe).read_text())
     sizes = {key: (ours[key], int(values.get(f"--{key}", ours[key]))) for key in ROWS}
-    recipes, jobs = (math.prod(size[i] for size in sizes.values()) for i in range(2))
+    recipes = math.prod(recipe_size for recipe_size, _ in sizes.values())
+    jobs = math.prod(job_size for _, job_size in sizes.values())
     assert jobs * machines * processes == recipes * 8, "a step has as many rows as on the recipe's 8 GPUs"
 
 
@@ -119,7 +121,7 @@ def test_the_job_template_is_valid_kubernetes(tmp_path):
     whole = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "node"} | job["template"]["metadata"]}
     whole["spec"] = job["template"]["spec"]
     pod = whole["spec"]["template"]["spec"]
-    pod["restartPolicy"] = "Never"  # which Kubernetes wants and JobSet adds
+    pod["restartPolicy"] = "Never"  # Kubernetes requires it and JobSet adds it
     (container,) = pod["containers"]
     container |= {"command": trainer["command"], "args": trainer["args"], "resources": trainer["resourcesPerNode"]}
     container["env"] = [*container["env"], *trainer["env"]]

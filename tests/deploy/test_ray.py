@@ -1,4 +1,4 @@
-"""Ray Train on a local cluster of two workers: one training, and a worker that dies is no end."""
+"""Ray Train on a local cluster of two workers: one training, which survives the death of a worker."""
 
 import json
 import sys
@@ -14,9 +14,20 @@ SCRIPT = ROOT / "deploy" / "ray" / "train.py"
 
 def train(folder, recipe, **env):
     return run_elsewhere(
-        sys.executable, SCRIPT, "--cpu", "--workers", 2, "--retries", 1, "--storage", folder / "ray", recipe,
-        cwd=folder, RAY_TMPDIR="/tmp", **env,
-    )  # fmt: skip
+        sys.executable,
+        SCRIPT,
+        "--cpu",
+        "--workers",
+        2,
+        "--retries",
+        1,
+        "--storage",
+        folder / "ray",
+        recipe,
+        cwd=folder,
+        RAY_TMPDIR="/tmp",
+        **env,
+    )
 
 
 def test_two_workers_are_one_training(folder):
@@ -48,11 +59,21 @@ def test_a_worker_that_dies_is_replaced_and_the_run_goes_on(folder):
             "    import sys; sys.path.insert(0, config['folder']); import dies\n    import ray.train\n",
             1,
         )
-    )  # noqa: E501
+    )
     done = run_elsewhere(
-        sys.executable, script, "--cpu", "--workers", 2, "--retries", 1, "--storage", folder / "ray", recipe,
-        cwd=folder, RAY_TMPDIR="/tmp",
-    )  # fmt: skip
+        sys.executable,
+        script,
+        "--cpu",
+        "--workers",
+        2,
+        "--retries",
+        1,
+        "--storage",
+        folder / "ray",
+        recipe,
+        cwd=folder,
+        RAY_TMPDIR="/tmp",
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert (folder / "died").exists()
     assert sorted(losses(folder / "out")) == list(range(1, 9))

@@ -7,7 +7,8 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 
 def inputs(shape, dtype, device, residual_dtype=None, weight=True):
-    x, residual = torch.randn(shape, device=device) * 3, torch.randn(shape, device=device)
+    x = torch.randn(shape, device=device) * 3
+    residual = torch.randn(shape, device=device)
     w = torch.randn(shape[-1], device=device).to(dtype).requires_grad_() if weight else None
     return x.to(dtype).requires_grad_(), residual.to(residual_dtype or dtype).requires_grad_(), w
 
@@ -48,7 +49,7 @@ def test_one_output_used(used, device, check_close):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("residual_dtype", DTYPES, ids=str)
-def test_dtypes_and_values_are_those_of_two_steps(dtype, residual_dtype, device):
+def test_dtypes_and_values_equal_an_addition_then_a_norm(dtype, residual_dtype, device):
     """The norm reads the rounded sum, so both results are bit-equal to an addition followed by rms_norm."""
     x, residual, w = inputs((5, 40), dtype, device, residual_dtype)
     y, s = add_rms_norm(x, residual, w, 1e-6, offset=1.0, cast="gemma")

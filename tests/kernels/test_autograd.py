@@ -13,7 +13,9 @@ from torch.testing._internal.two_tensor import TwoTensor
 import liger_triton as lt
 from liger_triton import reference
 
-T, H, V = 13, 24, 37
+T = 13
+H = 24
+V = 37
 Y = torch.randint(0, V, (T,), generator=torch.Generator().manual_seed(0))
 Y[::4] = -100
 
@@ -213,7 +215,7 @@ def python_nodes(out):
 @pytest.mark.parametrize("name", OPS)
 @pytest.mark.parametrize("run", [False, True], ids=["without-backward", "after-backward"])
 def test_nothing_is_held_without_the_results(name, run, device, triton_only):
-    """There is no cycle: the graph's tensors are freed with the results, before any garbage collection."""
+    """No reference cycle: the graph's tensors are freed with the results, before any garbage collection."""
     leaves, tensors = made(name, device)
     if device == "cuda":  # Triton compiles in the first call; what its compiler leaves is not ours
         out = outputs(name, lt, tensors)

@@ -50,7 +50,9 @@ def test_the_logits_are_intact(view, reduction, device, row_pass):
     results = []
     for loss_of in (cross_entropy, F.cross_entropy):
         made = leaf if view == "leaf" else leaf * 1.0
-        logits = made.view(T, V) if view == "view" else made[:, : V - 7] if view == "columns" else made
+        logits = made.view(T, V) if view == "view" else made
+        if view == "columns":
+            logits = made[:, : V - 7]
         target = y.clamp(max=V - 8)
         before = logits.detach().clone()
         loss = loss_of(logits, target, reduction=reduction, label_smoothing=0.1)
@@ -360,7 +362,8 @@ def test_rows_at_the_least_number(dtype, device, row_pass):
 def test_the_entropy_of_rows_with_large_and_least_numbers(device, row_pass):
     logits = torch.full((2, V), torch.finfo(torch.float32).min, device=device)
     logits[1, 4] = 3e38
-    stats, y = torch.zeros((N_STATS, 2), device=device), torch.tensor([0, 4], device=device)
+    stats = torch.zeros((N_STATS, 2), device=device)
+    y = torch.tensor([0, 4], device=device)
     run_row_pass(logits, None, y, stats, None, None, RowSpec(extras=1 << ENTROPY))
     torch.testing.assert_close(stats[ENTROPY], torch.tensor([math.log(V), 0.0], device=device))
 

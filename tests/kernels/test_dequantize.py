@@ -8,10 +8,23 @@ from liger_triton._dispatch import INTERPRET
 from liger_triton.dequantize import Nested, PackedWeight, dequantize_4bit
 
 NF4 = [
-    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
-    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
-    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
-]  # fmt: skip
+    -1.0,
+    -0.6961928009986877,
+    -0.5250730514526367,
+    -0.39491748809814453,
+    -0.28444138169288635,
+    -0.18477343022823334,
+    -0.09105003625154495,
+    0.0,
+    0.07958029955625534,
+    0.16093020141124725,
+    0.24611230194568634,
+    0.33791524171829224,
+    0.44070982933044434,
+    0.5626170039176941,
+    0.7229568362236023,
+    1.0,
+]
 FP4 = [0.0, 0.0052083334885537624, 0.6666666865348816, 1.0, 0.3333333432674408, 0.5, 0.1666666716337204, 0.25]
 FP4 += [-number for number in FP4]
 EXACT = {torch.float32: 0.0, torch.float16: 0.0, torch.bfloat16: 0.0 if torch.cuda.is_available() else 2**-7}
@@ -91,7 +104,8 @@ def gradients(fn, tensors):
 
 
 def test_a_layer_unpacks_once_a_product_and_keeps_nothing(device):
-    stored, x = Stored((24, 16), device), torch.randn(5, 16, device=device).requires_grad_()
+    stored = Stored((24, 16), device)
+    x = torch.randn(5, 16, device=device).requires_grad_()
     a, b = lora(24, 16, device)
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape) or t, lambda t: t):
@@ -117,7 +131,8 @@ def test_an_mlp_unpacks_once_a_product(device):
 
 def test_a_product_of_its_own(device):
     """int8 formats round the input in forward too, and multiply by the matrix in backward."""
-    stored, x = Stored((24, 16), device), torch.randn(5, 16, device=device).requires_grad_()
+    stored = Stored((24, 16), device)
+    x = torch.randn(5, 16, device=device).requires_grad_()
     a, b = lora(24, 16, device)
     weight = stored.weight._replace(product=lambda rows: rows.round() @ stored.matrix.t())
     y, dx, *_ = gradients(lambda: lora_linear(x, weight, lora=(a, b, 0.5)), (x, a, b))
@@ -129,7 +144,8 @@ def test_a_product_of_its_own(device):
 def test_a_product_that_is_scaled_afterwards(device):
     """torchao's int8 scales the product. The twin's matrix includes the scale, and the gradient scales dy."""
     numbers = torch.randint(-127, 128, (24, 16), device=device).float()
-    scale, x = torch.rand(24, device=device) + 0.5, torch.randn(5, 16, device=device).requires_grad_()
+    scale = torch.rand(24, device=device) + 0.5
+    x = torch.randn(5, 16, device=device).requires_grad_()
     a, b = lora(24, 16, device)
 
     def product(rows):
@@ -182,7 +198,7 @@ def test_mxfp4_is_what_was_stored(shape, dtype, device):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_mxfp4_of_all_scales_is_that_of_transformers(dtype, device):
+def test_mxfp4_of_all_scales_equals_transformers(dtype, device):
     """Test each number with each scale but 255 (NaN): zeros of both signs, subnormals, infinities."""
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 

@@ -39,7 +39,8 @@ def inputs(
     values, ids = scores.topk(top_k)
     x = randn(tokens, hidden)
     shares = values.softmax(-1).to(device).requires_grad_()
-    w, v = randn(experts, 2 * inner, hidden, scale=hidden**-0.5), randn(experts, hidden, inner, scale=inner**-0.5)
+    w = randn(experts, 2 * inner, hidden, scale=hidden**-0.5)
+    v = randn(experts, hidden, inner, scale=inner**-0.5)
     if transposed:
         w, v = (t.detach().mT.contiguous().requires_grad_() for t in (w, v))
     biases = [randn(experts, 2 * inner), randn(experts, hidden)] if bias else [None, None]
@@ -152,7 +153,8 @@ def test_factors_of_an_adapter_are_cast_and_turned_in_one_copy(device, triton_on
     stock = module._gate
     monkeypatch.setattr(module, "_gate", lambda *args: found.append(args[5]) or stock(*args))
     ids, (x, shares, w, v, *_) = inputs(device, DTYPES[1])
-    a, b = 0.1 * torch.randn(5, 4, 40, device=device), 0.3 * torch.randn(48, 4 * 5, device=device)
+    a = 0.1 * torch.randn(5, 4, 40, device=device)
+    b = 0.3 * torch.randn(48, 4 * 5, device=device)
     lora = ExpertLoRA(a, b.view(48, 4, 5).permute(2, 0, 1), 0.5)
     with torch.no_grad(), Copies() as copies:
         experts(x, ids, shares, w, v)

@@ -6,7 +6,10 @@ import torch.nn.functional as F
 
 import liger_triton as lt
 
-T, H, V, K = 7, 6, 11, 3
+T = 7
+H = 6
+V = 11
+K = 3
 F64 = torch.float64
 
 
@@ -199,7 +202,8 @@ def plain_ranks(z, y):
 
 
 def plain_divergence(x, w, teacher_x, teacher_w, beta, kept):
-    log_p, log_q = F.linear(x, w).log_softmax(-1), F.linear(teacher_x, teacher_w).log_softmax(-1)
+    log_p = F.linear(x, w).log_softmax(-1)
+    log_q = F.linear(teacher_x, teacher_w).log_softmax(-1)
     if beta in (0.0, 1.0):
         found = row_kl(log_p, log_q) if beta else row_kl(log_q, log_p)
     else:
@@ -220,7 +224,8 @@ def plain_heads(hidden, weight, row_weight, rows, counted):
 def plain_heads_kl(hidden, weight, teacher_x, teacher_w, valid, row_weight):
     log_q = F.linear(teacher_x, teacher_w).log_softmax(-1)
     ahead = [torch.cat((log_q[k + 1 :], log_q[: k + 1])) for k in range(K)]
-    ahead_of, row = torch.arange(1, K + 1, device=valid.device).unsqueeze(1), torch.arange(T, device=valid.device)
+    ahead_of = torch.arange(1, K + 1, device=valid.device).unsqueeze(1)
+    row = torch.arange(T, device=valid.device)
     counted = valid & (row + ahead_of < T)
 
     def rows(k, z):
@@ -284,7 +289,8 @@ def test_compiles(name, case):
     if "ranks" in name:
         pytest.skip("drops rows, and no trace knows how many; it is not for training")
     torch._dynamo.reset()
-    got, want = torch.compile(ours, fullgraph=True, backend="eager")(*inputs), ours(*inputs)
+    got = torch.compile(ours, fullgraph=True, backend="eager")(*inputs)
+    want = ours(*inputs)
     got, want = (t if isinstance(t, tuple) else (t,) for t in (got, want))
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
@@ -333,7 +339,8 @@ def test_mixed_with_another_dtype(call, message, autocast):
 
 def test_a_norm_of_two_dtypes_is_computed_in_the_wider(device):
     """PyTorch promotes the dtypes: float64 in x or the weight is never rounded to fp32."""
-    x, w = torch.randn(T, H, dtype=F64, device=device), torch.randn(H, dtype=F64, device=device)
+    x = torch.randn(T, H, dtype=F64, device=device)
+    w = torch.randn(H, dtype=F64, device=device)
     for x_dtype, w_dtype in ((F64, F32), (F32, F64)):
         a, b = x.to(x_dtype), w.to(w_dtype)
         torch.testing.assert_close(
@@ -374,7 +381,8 @@ def test_no_rows_and_no_row_that_counts(device):
 
 def test_words_without_probability(device):
     """Logits of -inf, from a bias that masks words, give no NaN and the values of the remaining words."""
-    x, w = torch.randn(T, H, dtype=F64, device=device), torch.randn(V, H, dtype=F64, device=device)
+    x = torch.randn(T, H, dtype=F64, device=device)
+    w = torch.randn(V, H, dtype=F64, device=device)
     x.requires_grad_()
     bias = torch.zeros(V, dtype=F64, device=device)
     bias[V - 2 :] = -torch.inf

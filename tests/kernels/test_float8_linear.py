@@ -79,8 +79,8 @@ def test_products_match_float64(shape, form, dtype, keeps_input, device):
         assert got.dtype == dtype and got.shape == want.shape and error(got, want) <= BOUND[dtype]
 
 
-def test_error_of_eight_bits(device):
-    """The error comes from three mantissa bits, and of two for gradients: it differs from 16 bits."""
+def test_error_is_that_of_fp8(device):
+    """The error comes from three mantissa bits, or two for gradients, and is not the 16-bit error."""
     x, weight, dy = inputs((512,), device, torch.float32, (256, 256))
     y = float8_linear(x, weight)
     dx, dw = torch.autograd.grad(y, (x, weight), dy)
@@ -135,7 +135,7 @@ def test_nothing_of_a_shared_input_outlives_it(device):
     assert weight.grad is not None
 
 
-def test_alone_shares_with_nobody(device):
+def test_a_layer_alone_shares_no_input(device):
     x, _, _ = inputs((3, 7), device)
     first = module.shared_input(x, Float8Form())
     alone = module.shared_input(x, Float8Form(), alone=True)

@@ -97,7 +97,7 @@ def test_small_gradients_are_rounded_like_large_ones(size, dtype, device):
     "shapes", [[(7, 48)], [(64, 4096), (64, 1024)], [(33, 80), (33, 16), (33, 4112)], [(5, 14336)] * 2]
 )
 @pytest.mark.parametrize("factors", [False, True])
-def test_the_cast_is_that_of_its_twin(shapes, factors, device):
+def test_the_cast_equals_its_twin(shapes, factors, device):
     torch.manual_seed(0)
     parts = [torch.randn(shape, device=device).to(torch.bfloat16) for shape in shapes]
     parts[0][0] = 0
@@ -135,7 +135,8 @@ def test_the_weight_is_within_a_step_of_its_numbers(device):
 
 
 def test_a_trained_bias_and_no_gradient_of_x(device):
-    w8, bias = quantized(layer_of(device)), torch.randn(80, device=device).to(torch.bfloat16).requires_grad_()
+    w8 = quantized(layer_of(device))
+    bias = torch.randn(80, device=device).to(torch.bfloat16).requires_grad_()
     x = torch.randn(3, 48, device=device).to(torch.bfloat16)
     y = frozen_float8_linear(x, w8, bias)
     without = frozen_float8_linear(x, w8)
@@ -240,7 +241,8 @@ def test_lora_under_autocast(device):
 
 
 def test_in_float64_the_numbers_of_the_weight_count(device):
-    w8, lora = quantized(layer_of(device)), adapter(device, (48, 80), dtype=torch.float64)
+    w8 = quantized(layer_of(device))
+    lora = adapter(device, (48, 80), dtype=torch.float64)
     x = torch.randn(5, 48, device=device, dtype=torch.float64)
     want = reference.lora_linear(x, dequantized(w8, torch.float64), lora=lora)
     torch.testing.assert_close(lora_linear(x, w8, lora=lora), want)
@@ -257,7 +259,7 @@ def test_a_gpu_without_fp8(device, monkeypatch):
         lora_linear(x, w8, lora=adapter(device, (48, 80)))
 
 
-def test_what_does_not_fit(device):
+def test_wrong_shapes_and_widths_are_refused(device):
     w8, x = quantized(layer_of(device)), torch.randn(3, 48, device=device)
     with pytest.raises(ValueError, match=r"expected \(..., 48\)"):
         frozen_float8_linear(torch.randn(3, 32, device=device), w8)

@@ -15,14 +15,17 @@ FORMS = {  # as in the model families that use them
 
 
 def inputs(shape, dtype, device, weight_dtype=None, gate_dtype=None):
-    x, gate = 3 * torch.randn(shape, device=device), 2 * torch.randn(shape, device=device)
+    x = 3 * torch.randn(shape, device=device)
+    gate = 2 * torch.randn(shape, device=device)
     weight = torch.randn(shape[-1], device=device)
     given = x.to(dtype), gate.to(gate_dtype or dtype), weight.to(weight_dtype or dtype)
     return [t.requires_grad_() for t in given]
 
 
 def oracle(x, gate, weight, activation="silu", gate_first=False, group_size=None, offset=0.0, cast=None, eps=1e-5):
-    act = 1.0 if gate is None else torch.sigmoid(gate) * (gate if activation == "silu" else 1.0)
+    act = 1.0
+    if gate is not None:
+        act = torch.sigmoid(gate) * (gate if activation == "silu" else 1.0)
     h = x * act if gate_first else x
     groups = h.unflatten(-1, (-1, group_size or x.shape[-1]))
     y = (groups * (groups.pow(2).mean(-1, keepdim=True) + eps).rsqrt()).flatten(-2) * (weight + offset)
@@ -69,7 +72,7 @@ def test_without_a_gate_it_is_a_norm_of_groups(cast, offset, device, check_close
 @pytest.mark.parametrize("w_dtype", [*DTYPES, torch.float16], ids=str)
 @pytest.mark.parametrize("gate_dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("form", FORMS)
-def test_dtype_is_that_of_the_twin(form, gate_dtype, w_dtype, x_dtype, device):
+def test_dtype_equals_the_twin_s(form, gate_dtype, w_dtype, x_dtype, device):
     given = inputs((5, 40), x_dtype, device, w_dtype, gate_dtype)
     got, want = (f(*given, 1e-6, **FORMS[form]) for f in (gated_rms_norm, reference.gated_rms_norm))
     assert got.dtype == want.dtype
@@ -81,7 +84,8 @@ def test_dtype_is_that_of_the_twin(form, gate_dtype, w_dtype, x_dtype, device):
 def test_casts_round_where_they_say(device):
     """The gate is all ones (sigmoid of a large number), the fp32 weight powers of two, and the rows bf16."""
     x = torch.randn(5, 64, device=device, dtype=torch.bfloat16)
-    gate, w = torch.full_like(x, 50.0), 2.0 ** torch.randint(-3, 3, (64,), device=device)
+    gate = torch.full_like(x, 50.0)
+    w = 2.0 ** torch.randint(-3, 3, (64,), device=device)
     last = gated_rms_norm(x, gate, w, 1e-6, activation="sigmoid", gate_first=True)
     assert last.dtype == torch.float32 and torch.equal(last / w, (last / w).bfloat16().float()), "rounded, then scaled"
     first = gated_rms_norm(x, gate, w, 1e-6, activation="sigmoid")
@@ -90,7 +94,7 @@ def test_casts_round_where_they_say(device):
 
 @pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)], ids=str)
 @pytest.mark.parametrize("form", FORMS)
-def test_16_bits_are_those_of_the_twin(form, dtype, device):
+def test_16_bit_results_equal_the_twin(form, dtype, device):
     given = inputs((64, 1024), dtype, device)
     got, want = (f(*given, 1e-6, **FORMS[form]) for f in (gated_rms_norm, reference.gated_rms_norm))
     assert (got != want).float().mean() < 2e-3
@@ -132,7 +136,8 @@ def test_weight_gradient_is_deterministic(device):
 
 
 def test_inputs_and_upstream_gradient_stay(device):
-    given, dy = inputs((5, 24), torch.float32, device), torch.randn(5, 24, device=device)
+    given = inputs((5, 24), torch.float32, device)
+    dy = torch.randn(5, 24, device=device)
     copies = [t.detach().clone() for t in (*given, dy)]
     gated_rms_norm(*given, 1e-6).backward(dy)
     assert all(map(torch.equal, (*given, dy), copies))

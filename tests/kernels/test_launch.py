@@ -193,7 +193,8 @@ class Known:
     """A kernel that was requested, and the versions Triton compiled."""
 
     def __init__(self, asked):
-        self.arg_names, options = asked.arg_names, getattr(asked, "kwargs", None) or vars(asked)
+        self.arg_names = asked.arg_names
+        options = getattr(asked, "kwargs", None) or vars(asked)
         self.general = options["do_not_specialize"] or ()
 
     def __getitem__(self, grid):
@@ -246,13 +247,14 @@ def test_no_number_of_rows_recompiles_a_kernel(operation, launched):
     One length in 16 is a multiple of 16. (fp8 casts are left out: their columns are as long as there are rows, stored
     in words.)
     """
-    first, all_of_them = launched(operation, [1025]), launched(operation, range(1025, 1060))
+    first = launched(operation, [1025])
+    all_of_them = launched(operation, range(1025, 1060))
     assert first and {name: known.compiled() for name, known in first.items()} == {
         name: known.compiled() for name, known in all_of_them.items()
     }
 
 
-def test_the_interpreter_is_called_as_ever(kernel, monkeypatch):
+def test_the_interpreter_is_called_as_usual(kernel, monkeypatch):
     monkeypatch.setattr(_launch, "INTERPRET", True)
     for _ in range(2):
         _launch.launch(kernel, (1,), tensor(), 48, 1e-6, BLOCK=64, FLAG=True)

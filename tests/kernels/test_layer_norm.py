@@ -44,7 +44,8 @@ def test_offset(dtype, device, check_close):
 
 
 def test_offset_is_added_in_the_dtype_of_the_weight(device):
-    x, w = torch.randn(4, 32, device=device), torch.full((32,), 2.0**-10, device=device, dtype=torch.bfloat16)
+    x = torch.randn(4, 32, device=device)
+    w = torch.full((32,), 2.0**-10, device=device, dtype=torch.bfloat16)
     assert torch.equal(layer_norm(x, w, None, 1e-5, offset=1.0), layer_norm(x, w + 1, None, 1e-5))
     assert torch.equal(w + 1, torch.ones_like(w)), "2**-10 is lost"
     with pytest.raises(ValueError, match="offset is 1.0, but weight is None"):
@@ -63,7 +64,7 @@ def test_is_coheres(device):
 
 @pytest.mark.parametrize("parameter_dtype", [*DTYPES, torch.float16], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_dtype_is_that_of_the_twin(dtype, parameter_dtype, device):
+def test_dtype_equals_the_twin_s(dtype, parameter_dtype, device):
     x, w, b = inputs((5, 40), dtype, device, parameter_dtype=parameter_dtype)
     got, want = layer_norm(x, w, b, 1e-5), reference.layer_norm(x, w, b, 1e-5)
     assert got.dtype == want.dtype == dtype

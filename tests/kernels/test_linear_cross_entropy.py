@@ -9,7 +9,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from liger_triton import linear_cross_entropy, reference
 from liger_triton._chunks import chunk_size, sum_dtype
 
-T, H, V, CHUNK = 13, 24, 211, 5  # no size is a power of two, the last chunk is partial, a row is two blocks of 128
+# no size is a power of two, the last chunk is partial, a row is two blocks of 128
+T = 13
+H = 24
+V = 211
+CHUNK = 5
 DTYPES = [torch.float32, torch.bfloat16]
 
 
@@ -102,7 +106,8 @@ def test_leading_dimensions_and_strides(device, check_close):
 
 def test_wide_vocabulary(device, check_close):
     """The vocabulary needs more than one block of the production size."""
-    x, w = torch.randn(2, 3, device=device, requires_grad=True), torch.randn(9001, 3, device=device, requires_grad=True)
+    x = torch.randn(2, 3, device=device, requires_grad=True)
+    w = torch.randn(9001, 3, device=device, requires_grad=True)
     y = torch.tensor([9000, 8191], device=device)
     check_close(
         lambda x, w: linear_cross_entropy(x, w, y), lambda x, w: reference.linear_cross_entropy(x, w, y), [x, w]
@@ -256,8 +261,8 @@ def test_weight_gradient_is_as_accurate_in_many_chunks_as_in_one_product(device)
 def test_one_chunk_is_as_accurate_as_pytorch(reduction, with_bias, device, row_pass):
     """Uses bf16, one chunk, and an upstream gradient that is not a power of two.
 
-    It is rounded with the gradient of the logits, as in PyTorch, so our errors are no larger. There is no fp32 sum of
-    the weight's gradient.
+    The weight's gradient is rounded with the gradient of the logits, as in PyTorch, so our errors are no larger.
+    No fp32 sum is made for it.
     """
     x, w, b, y = inputs(device, torch.bfloat16, rows=64)
     if with_bias:  # 208 words: a bias is added before the logits are rounded where the vocabulary is a multiple of 16
@@ -396,7 +401,8 @@ def test_autocast(device):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_compile(dtype, reduction, device, check_compiled):
     x, w, b, y = inputs(device, dtype)
-    a, lb = torch.randn(3, H, device=device, requires_grad=True), torch.randn(V, 3, device=device, requires_grad=True)
+    a = torch.randn(3, H, device=device, requires_grad=True)
+    lb = torch.randn(V, 3, device=device, requires_grad=True)
     check_compiled(
         lambda x, w, b, a, lb: linear_cross_entropy(
             x, w, y, b, lora=(a, lb, 0.5), reduction=reduction, chunk_rows=CHUNK
@@ -436,7 +442,8 @@ def test_chunk_size():
 
 @pytest.mark.gpu
 def test_offsets_past_2_31():
-    x, w = torch.randn(16400, 8, device="cuda").bfloat16(), torch.randn(131072, 8, device="cuda").bfloat16()
+    x = torch.randn(16400, 8, device="cuda").bfloat16()
+    w = torch.randn(131072, 8, device="cuda").bfloat16()
     y = torch.randint(0, 131072, (16400,), device="cuda")
     x.requires_grad_()
     grads = []

@@ -4,7 +4,12 @@ import torch.nn.functional as F
 
 from liger_triton import linear_divergence, reference
 
-T, HS, HT, V, CHUNK = 23, 24, 40, 211, 5  # the teacher is wider; no size is a power of two, the last chunk is partial
+# the teacher is wider; no size is a power of two, the last chunk is partial
+T = 23
+HS = 24
+HT = 40
+V = 211
+CHUNK = 5
 DTYPES = [torch.float32, torch.bfloat16]
 BETAS = [0.0, 0.3, 1.0]
 
@@ -74,8 +79,10 @@ def test_frozen_head_with_lora(beta, device, check_close):
     """Student and teacher have fp32 adapters on bf16 heads. Upstream gradients differ by row."""
     x, w, _, xt, wt, _, mask = inputs(device, torch.bfloat16)
     w.requires_grad_(False)
-    a, lb = torch.randn(3, HS, device=device) / HS**0.5, torch.randn(V, 3, device=device) / 2
-    at, lbt = torch.randn(2, HT, device=device) / HT**0.5, torch.randn(V, 2, device=device) / 2
+    a = torch.randn(3, HS, device=device) / HS**0.5
+    lb = torch.randn(V, 3, device=device) / 2
+    at = torch.randn(2, HT, device=device) / HT**0.5
+    lbt = torch.randn(V, 2, device=device) / 2
     dropped = (x.detach() * (torch.rand(T, HS, device=device) > 0.2)).requires_grad_()
 
     def objective(function):
@@ -107,7 +114,8 @@ def test_entropy(beta, device):
 def test_the_ends_are_kl_divergences(device):
     """F.kl_div(log q, p) is KL(p || q): its arguments are swapped."""
     x, w, b, xt, wt, bt, _ = inputs(device)
-    log_p, log_q = F.linear(x, w, b).log_softmax(-1), F.linear(xt, wt, bt).log_softmax(-1)
+    log_p = F.linear(x, w, b).log_softmax(-1)
+    log_q = F.linear(xt, wt, bt).log_softmax(-1)
     ends = {0.0: (log_p, log_q.exp()), 1.0: (log_q, log_p.exp())}
     for beta, (log_of, other) in ends.items():
         want = F.kl_div(log_of, other, reduction="none")
@@ -208,8 +216,10 @@ def test_broken_promise_is_never_silently_wrong(device):
 
 
 def test_leading_dimensions_and_strides(device, check_close):
-    x, xt = torch.randn(3, 8, HS, device=device, requires_grad=True), torch.randn(3, 8, HT, device=device)
-    w, wt = torch.randn(HS, V, device=device, requires_grad=True), torch.randn(HT, V, device=device)
+    x = torch.randn(3, 8, HS, device=device, requires_grad=True)
+    xt = torch.randn(3, 8, HT, device=device)
+    w = torch.randn(HS, V, device=device, requires_grad=True)
+    wt = torch.randn(HT, V, device=device)
     mask = torch.rand(3, 7, device=device) > 0.3
 
     def objective(function):

@@ -6,7 +6,11 @@ import torch
 from liger_triton import linear_head, linear_heads_cross_entropy, reference
 from liger_triton.linear_head import EVERY_ROW, counted_rows
 
-T, H, V, CHUNK = 13, 24, 211, 7  # no size is a power of two, the last chunk is partial, a row is two blocks of 128
+# no size is a power of two, the last chunk is partial, a row is two blocks of 128
+T = 13
+H = 24
+V = 211
+CHUNK = 7
 BF16, FP32 = torch.bfloat16, torch.float32
 
 

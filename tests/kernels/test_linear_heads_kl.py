@@ -5,7 +5,11 @@ import torch.nn.functional as F
 from liger_triton import linear_heads_cross_entropy, linear_heads_kl, reference
 from liger_triton.linear_heads_kl import _windows, kl_pass, teacher_pass
 
-T, H, V, CHUNK = 13, 37, 211, 5  # no size is a power of two, a row is two blocks of 128
+# no size is a power of two, a row is two blocks of 128
+T = 13
+H = 37
+V = 211
+CHUNK = 5
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
@@ -243,7 +247,8 @@ def test_cross_entropy_is_its_limit(device, row_pass):
     states[torch.arange(T), tokens] = 200.0
     counts = valid & (torch.arange(T, device=device) + torch.arange(1, 4, device=device).unsqueeze(1) < T)
     target = torch.stack([tokens.roll(-k) for k in range(1, 4)]).masked_fill(~counts, -100)
-    soft, hard = linear_heads_kl(x, w, states, head, valid), linear_heads_cross_entropy(x, w, target)
+    soft = linear_heads_kl(x, w, states, head, valid)
+    hard = linear_heads_cross_entropy(x, w, target)
     for a, b in zip(torch.autograd.grad(soft.loss, (x, w)), torch.autograd.grad(hard.loss, (x, w)), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
     for a, b in zip(soft, hard, strict=True):
@@ -399,7 +404,8 @@ def test_rows_of_any_layout(tied, device, row_pass):
     for dtype, size in ((torch.float32, 1.0), (torch.float16, 1e-6), (torch.float16, 1e5)):
         tensors, teacher, valid = inputs(device, 3, tied, dtype)
         share, found = size * (0.5 + torch.rand(3, T, device=device)), []
-        ours, twin = (linear_heads_kl, column_major, dtype), (reference.linear_heads_kl, torch.clone, torch.float64)
+        ours = (linear_heads_kl, column_major, dtype)
+        twin = (reference.linear_heads_kl, torch.clone, torch.float64)
         for fn, turn, to in (ours, twin):
             x, *w = (t.detach().to(to).requires_grad_() for t in tensors)
             own = [t.to(to) for t in teacher]

@@ -4,7 +4,10 @@ import torch.nn.functional as F
 
 from liger_triton import LogProbs, linear_head, linear_logprobs, reference
 
-T, H, V, CHUNK = 23, 24, 211, 5
+T = 23
+H = 24
+V = 211
+CHUNK = 5
 DTYPES = [torch.float32, torch.bfloat16]
 FIELDS = LogProbs._fields
 
@@ -59,7 +62,7 @@ def test_every_field(options, device, row_pass):
     assert [v is None for v in some] == [True, True, True, False, True]
 
 
-def test_fields_are_those_of_trl(device, row_pass):
+def test_fields_equal_trl_s(device, row_pass):
     """TRL's trainers read these fields. TRL's own computation gives the same numbers."""
     kernel = pytest.importorskip("trl.kernels").ChunkedLogProbFunction
     x, w, b, y = inputs(device)

@@ -83,7 +83,8 @@ def test_an_mlp_is_as_near_to_float64_as_with_products_of_their_own(ranks, retai
     projections = []
     for (n, k), rank in zip(((56, 24), (56, 24), (40, 56)), ranks, strict=True):
         weight = (torch.randn(n, k, device=device) / k**0.5).bfloat16()
-        a, b = torch.randn(rank, k, device=device) / k**0.5, torch.randn(n, rank, device=device) / (rank + 1) ** 0.5
+        a = torch.randn(rank, k, device=device) / k**0.5
+        b = torch.randn(n, rank, device=device) / (rank + 1) ** 0.5
         projections.append((weight, None, (a.requires_grad_(), b.requires_grad_(), 0.5) if rank else None))
     leaves = [x, *[t for *_, lora in projections if lora is not None for t in lora[:2]]]
     dy = torch.randn(45, 40, device=device).bfloat16()

@@ -83,7 +83,7 @@ def test_fp32_adapters_lose_nothing_to_16_bits(device):
         assert (g.double() - w).norm() <= 1e-5 * w.norm()
 
 
-def test_small_gradients_of_fp32_adapters_beside_fp16(device):
+def test_small_gradients_of_fp32_adapters_on_fp16_survive(device):
     """Runs without autocast. Two fp16 numbers would keep one digit of a gradient of 1e-7."""
     x, weight, _, a, b = inputs((50,), torch.float16, device, adapter=torch.float32, bias=False)
     b.data *= 1e-3
@@ -287,7 +287,8 @@ def test_bad_input(change, message):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_rank_0(dtype, device):
     """The layer runs alone. A and B get empty gradients."""
-    x, w = torch.randn(5, 24, device=device, dtype=dtype), torch.randn(16, 24, device=device, dtype=dtype)
+    x = torch.randn(5, 24, device=device, dtype=dtype)
+    w = torch.randn(16, 24, device=device, dtype=dtype)
     a, b = (torch.zeros(s, device=device, requires_grad=True) for s in ((0, 24), (16, 0)))
     x.requires_grad_()
     y = lora_linear(x, w, lora=(a, b, 2.0))

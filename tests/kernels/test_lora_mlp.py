@@ -12,7 +12,9 @@ from liger_triton import lora_mlp
 kernel = sys.modules["liger_triton.lora_mlp"]
 
 DTYPES = [torch.float32, torch.bfloat16]
-K, INNER, N = 24, 56, 40
+K = 24
+INNER = 56
+N = 40
 ACTIVATIONS = {"silu": F.silu, "gelu_tanh": functools.partial(F.gelu, approximate="tanh"), "gelu": F.gelu}
 RANKS = (3, 5, 4)
 
@@ -64,8 +66,11 @@ def test_no_further_from_float64_than_its_parts(adapter, activation, device):
     dy = torch.randn(3, 37, N, device=device).bfloat16()
     results = []
     for f, wide in ((ours, False), (oracle, True), (stock, False)):
-        leaves = [None if t is None else t.detach().to(torch.float64 if wide else t.dtype) for t in given]
-        leaves = [None if t is None else t.requires_grad_(g.requires_grad) for t, g in zip(leaves, given, strict=True)]
+        leaves = []
+        for t in given:
+            if t is not None:
+                t = t.detach().to(torch.float64 if wide else t.dtype).requires_grad_(t.requires_grad)
+            leaves.append(t)
         y = f(*leaves, activation=activation)
         results.append(
             [y, *torch.autograd.grad(y, [t for t in leaves if t is not None and t.requires_grad], dy.to(y.dtype))]
@@ -250,7 +255,8 @@ def test_slices_without_adapters(autocast, device, check_close, slices):
         return check_close(ours, oracle, given)
     with torch.autocast(torch.device(device).type, torch.bfloat16):
         y = ours(*given)
-    leaves, dy = [t for t in given if t is not None], torch.randn(y.shape, device=device)
+    leaves = [t for t in given if t is not None]
+    dy = torch.randn(y.shape, device=device)
     want = torch.autograd.grad(oracle(*given), leaves, dy)
     for got, w in zip(torch.autograd.grad(y, leaves, dy.to(y.dtype)), want, strict=True):
         assert got.dtype == torch.float32 and (got - w).norm() <= 0.02 * w.norm()

@@ -72,7 +72,7 @@ def test_logits_are_loaded_16_bytes_at_a_time(case, capability, compiled):
     ],
 )
 @pytest.mark.parametrize("case", ["rows", "both", "columns", "by row", "by wide row", "by column"])
-def test_eight_bits_change_threads_in_words(case, source, capability, compiled):
+def test_fp8_numbers_change_threads_in_words(case, source, capability, compiled):
     """Single bytes that move between threads, or are joined from registers, came out wrong: see `_columns_kernel`."""
     found = compiled(capability)[f"float8 {case}{source}"]
     assert found["bytes_moved"] == 0
@@ -84,8 +84,10 @@ def test_eight_bits_change_threads_in_words(case, source, capability, compiled):
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("direction", ["convolution", "convolution, backward"])
 def test_a_convolution_loads_each_token_once(direction, capability, compiled):
-    """Of the tokens before a program, of those of a run, plain or not, and backward of those after the program; and
-    nothing of it through shared memory."""
+    """It loads each token before a program and each token of a run once, without going through shared memory.
+
+    Runs may be plain or not. The backward pass also loads the tokens after the program.
+    """
     before, runs = 3, 2 * 8
     expected = before + runs if direction == "convolution" else before + runs + 2 * before
     for name in (direction, f"{direction} of fp32"):

@@ -7,7 +7,9 @@ import torch
 
 from liger_triton import _products, linear_cross_entropy, linear_heads_kl, reference
 
-V, H, N = 43, 24, 9
+V = 43
+H = 24
+N = 9
 
 
 def test_word_slices():

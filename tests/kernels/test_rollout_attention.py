@@ -89,7 +89,7 @@ def test_two_calls_give_the_same_bits(device):
 
 
 def test_keys_far_below_the_others_change_nothing(device):
-    """A rollout whose own keys have no weight is row attention, bit for bit in its first part's rows of one token."""
+    """If a rollout's own keys have no weight, it equals row attention on its first part's one-token rows."""
     q, k, v, *_ = inputs(device)
     low = -1e3 * q.detach().unflatten(1, (2, 2)).mean(2)
     got = rollout_attention(q, k, v, [low], [torch.zeros_like(v)], offsets(device), max(LENGTHS))

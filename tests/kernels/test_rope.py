@@ -47,7 +47,8 @@ def oracle(
 
     def turn(x):
         first = x.shape[-1] - 2 * half if rotate_last else 0
-        pairs, halves = torch.arange(2 * half).view(half, 2), torch.arange(2 * half).view(2, half).T
+        pairs = torch.arange(2 * half).view(half, 2)
+        halves = torch.arange(2 * half).view(2, half).T
         read, write = ((pairs if neighbours else halves) + first for neighbours in (interleaved, out_interleaved))
         z = torch.complex(x[..., read[:, 0]], x[..., read[:, 1]]) * torch.complex(cos, sin)
         y = x.clone()
@@ -90,7 +91,8 @@ def test_many_tiles(device, check_close):
 
 @pytest.mark.parametrize("view", ["contiguous", "of-fused-qkv", "sliced", "expanded", "column-stride", "seq-first"])
 def test_strides(view, device, check_close):
-    q, k = torch.randn(B, 4, S, 16, device=device), torch.randn(B, 2, S, 16, device=device)
+    q = torch.randn(B, 4, S, 16, device=device)
+    k = torch.randn(B, 2, S, 16, device=device)
     if view == "of-fused-qkv":
         fused = torch.randn(B, S, 8, 16, device=device)
         q, k = fused[:, :, :4].transpose(1, 2), fused[:, :, 4:6].transpose(1, 2)

@@ -116,7 +116,7 @@ def test_frozen_sinks_have_no_gradient(device):
         (lambda q, k, v, z: (q, k, v, z[:2]), "for each of 4 heads"),
     ],
 )
-def test_what_does_not_fit_is_an_error(change, message, device):
+def test_inputs_that_do_not_fit_each_other_are_errors(change, message, device):
     q, k, v, z = change(*inputs(device))
     with pytest.raises(ValueError, match=message):
         row_attention(q, k, v, offsets(device), 40, sinks=z)

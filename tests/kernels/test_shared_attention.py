@@ -1,4 +1,4 @@
-"""Attention of several calls, merged, beside one softmax over all keys by autograd in float64."""
+"""Merged attention of several calls against one softmax over all keys, by autograd in float64."""
 
 import pytest
 import torch
@@ -6,8 +6,12 @@ import torch
 import liger_triton.shared_attention as shared
 from liger_triton.shared_attention import AttentionCall, shared_attention
 
-PREFIXES, LONE, PRIVATE = (5, 3), (4,), ((2, 1, 6), (3, 2))
-HEADS, GROUPS, DIM = 4, 2, 16
+PREFIXES = (5, 3)
+LONE = (4,)
+PRIVATE = ((2, 1, 6), (3, 2))
+HEADS = 4
+GROUPS = 2
+DIM = 16
 
 
 def offsets(lengths):
@@ -46,7 +50,7 @@ CALLS = pytest.mark.parametrize("calls, filling", [(calls, 0), (calls_of_a_repla
 
 
 def seen(filling=0):
-    """(T, T), which tokens each token sees."""
+    """(T, T): the tokens that each token sees."""
     segments = offsets([*PREFIXES, *LONE, *(n for parts in PRIVATE for n in parts), filling]).tolist()
     tokens = segments[-1]
     mask = torch.zeros(tokens, tokens, dtype=torch.bool)
@@ -99,14 +103,12 @@ def test_two_calls_are_one_softmax(calls, filling, dtype, rtol, has_sinks):
         return by_autograd(q, k, v, sinks, seen(filling), scale)
 
     wide = [x.double() for x in given]
-    for found, expected in zip(
-        gradients(ours, given, upstream), gradients(want, wide, upstream.double()), strict=True
-    ):  # fmt: skip
+    for found, expected in zip(gradients(ours, given, upstream), gradients(want, wide, upstream.double()), strict=True):
         assert (found.double() - expected).norm() <= rtol * expected.norm()
 
 
 def test_a_window_over_rows_with_keys_before_their_queries():
-    """One causal call, in which a row of queries has more keys than queries: they end together."""
+    """One causal call in which rows have more keys than queries. Keys and queries end together."""
     q, k, v, _, upstream = inputs(torch.float64)
     q, upstream = q[:5], upstream[:5]
     call = AttentionCall(0, offsets([2, 3]), 3, 12, offsets([4, 8]), 8, True, 3)

@@ -1,4 +1,4 @@
-"""The short convolution beside float64: rows of every length, 2 to 8 taps, tokens that lie apart, one order of sums."""
+"""The short convolution against float64: any row length, 2 to 8 taps, tokens with gaps, and a fixed order of sums."""
 
 import importlib
 
@@ -8,16 +8,17 @@ import torch.nn.functional as F
 
 from liger_triton import reference, short_conv
 
-LENGTHS = (5, 1, 0, 23, 0, 2, 9)  # longer than the runs and the parts of programs below, and shorter than the taps
+LENGTHS = (5, 1, 0, 23, 0, 2, 9)  # longer than the runs and programs below, and shorter than the taps
 DTYPES = [torch.float32, torch.bfloat16]
 
 
 @pytest.fixture(autouse=True)
 def small_programs(monkeypatch):
-    """Programs of 16 tokens by 32 channels, so that small rows have several of them."""
+    """Programs of 16 and 20 tokens by 32 channels, so that small rows take several."""
     module = importlib.import_module("liger_triton.short_conv")
-    small = module.Walk(tokens=16, run=4, bytes=512)
-    sizes = {"FORWARD": small, "BACKWARD": small, "PROGRAMS": 1, "SUM_GROUPS": 2, "SUM_CHANNELS": 16}
+    sizes = {"PROGRAMS": 1, "SUM_GROUPS": 1, "SUM_CHANNELS": 16}
+    for name, tokens in (("FORWARD", 16), ("BACKWARD", 20)):
+        sizes[name] = getattr(module, name)._replace(tokens=tokens, run=4)
     for name, size in sizes.items():
         monkeypatch.setattr(module, name, size)
     monkeypatch.setattr(module, "_channels", lambda x, walk: 32)
@@ -36,7 +37,7 @@ def inputs(device, dtype=torch.float32, *, taps=4, bias=True, lengths=LENGTHS, c
 
 
 def oracle(x, w, b, lengths=LENGTHS, silu=True):
-    """Each row by PyTorch's own convolution."""
+    """Convolve each row by PyTorch's own convolution."""
     done, w = [], w.reshape(x.shape[1], 1, -1)
     for row in x.split(list(lengths)):
         if len(row):
@@ -67,16 +68,14 @@ def test_rows_of_other_numbers(lengths, device, check_close):
     )
 
 
-@pytest.mark.parametrize("taps", [4, 8], ids="{} taps".format)
 @pytest.mark.parametrize(
-    "lengths",
+    "taps, lengths",
     [
-        (16, 4, 12, 8),  # rows begin where runs and programs do
-        (15, 17, 1, 3),  # one token before and after
-        (3, 13, 9, 0, 0, 7),
-        (1, 1, 1, 1, 1, 1, 12, 0, 1, 13, 2),
-        (48,),
-        (31,),
+        (4, (16, 4, 12, 8)),  # rows begin where runs and programs do
+        (8, (16, 4, 12, 8)),
+        (4, (15, 6, 17, 1, 1)),  # one token before and after
+        (8, (3, 13, 7, 0, 0, 9)),
+        (5, (1, 1, 1, 1, 1, 1, 12, 0, 1, 4)),
     ],
     ids=str,
 )
@@ -138,7 +137,7 @@ def test_without_offsets_there_is_one_row(device, check_close):
 
 
 def test_rows_together_are_the_rows_alone(device):
-    """Bit for bit, outputs and the gradient of x: where a row lies changes nothing."""
+    """Outputs and the gradient of x are bit-equal wherever a row lies."""
     x, w, b = inputs(device)
     y = short_conv(x, w, b, cu_seqlens=offsets(device), activation="silu")
     upstream = torch.randn_like(y)
@@ -154,17 +153,19 @@ def test_rows_together_are_the_rows_alone(device):
 
 
 def test_tokens_after_the_last_offset_are_a_row(device):
-    """As in a buffer of a fixed size, whose end is not filled."""
+    """A buffer of fixed size may end with unused tokens."""
     x, w, b = inputs(device)
     short = offsets(device, LENGTHS[:-1])
     got = short_conv(x, w, b, cu_seqlens=short, activation="silu")
     assert torch.equal(got, short_conv(x, w, b, cu_seqlens=offsets(device), activation="silu"))
-    assert torch.equal(short_conv(x.double(), w, b, cu_seqlens=short).float(), short_conv(x.double(), w, b,
-                       cu_seqlens=offsets(device)).float())  # fmt: skip
+    assert torch.equal(
+        short_conv(x.double(), w, b, cu_seqlens=short).float(),
+        short_conv(x.double(), w, b, cu_seqlens=offsets(device)).float(),
+    )
 
 
 def test_tokens_that_lie_apart(device, check_close):
-    """A slice of what a projection returns, and channels that lie apart."""
+    """A slice of a projection's result, and channels that are not contiguous."""
     cu_seqlens = offsets(device)
     _, w, b = inputs(device, channels=30)
     wide = torch.randn(sum(LENGTHS), 100, device=device)
@@ -184,28 +185,27 @@ def test_upstream_of_any_strides(device, check_upstream_strides):
 
 
 def test_the_weight_of_a_conv1d(device):
-    """(C, 1, K) is the same, and its gradient has its shape."""
+    """A weight (C, 1, K) gives the same result, and its gradient has its shape."""
     x, w, b = inputs(device)
     layer = w.detach()[:, None].clone().requires_grad_()
     y, want = short_conv(x, layer, b), short_conv(x, w, b)
     assert torch.equal(y, want)
     upstream = torch.randn_like(y)
-    (got,), (flat,) = torch.autograd.grad(y, layer, upstream), torch.autograd.grad(want, w, upstream)
+    (got,) = torch.autograd.grad(y, layer, upstream)
+    (flat,) = torch.autograd.grad(want, w, upstream)
     assert torch.equal(got, flat[:, None])
 
 
 @pytest.mark.parametrize("trained", [(0,), (1,), (2,), (1, 2)], ids=str)
-def test_what_is_frozen_has_no_gradient(trained, device, check_close):
+def test_frozen_parts_get_no_gradient(trained, device, check_close):
     given = [t.detach().requires_grad_(i in trained) for i, t in enumerate(inputs(device, channels=8))]
     cu_seqlens = offsets(device)
-    check_close(
-        lambda x, w, b: short_conv(x, w, b, cu_seqlens=cu_seqlens, activation="silu"), oracle, given
-    )  # fmt: skip
+    check_close(lambda x, w, b: short_conv(x, w, b, cu_seqlens=cu_seqlens, activation="silu"), oracle, given)
 
 
 @pytest.mark.parametrize("parameter_dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_dtype_is_that_of_the_twin(dtype, parameter_dtype, device):
+def test_dtype_equals_the_twin_s(dtype, parameter_dtype, device):
     x, w, b = inputs(device, dtype, parameter_dtype=parameter_dtype, lengths=(5, 3), channels=9)
     given = {"cu_seqlens": offsets(device, (5, 3)), "activation": "silu"}
     got, want = short_conv(x, w, b, **given), reference.short_conv(x, w, b, **given)
@@ -219,7 +219,7 @@ def test_dtype_is_that_of_the_twin(dtype, parameter_dtype, device):
 def test_a_nan_stays_in_its_row(activation, device):
     x, w, b = inputs(device)
     with torch.no_grad():
-        x[28, 3] = float("nan")  # the last token of a row, before an empty one
+        x[28, 3] = float("nan")  # the last token of a row that is followed by an empty one
     y = short_conv(x, w, b, cu_seqlens=offsets(device), activation=activation)
     assert y.isnan().nonzero().tolist() == [[28, 3]]
     y.sum().backward()
@@ -254,7 +254,7 @@ def test_compiles(dtype, device, check_compiled):
     cu_seqlens = offsets(device)
     check_compiled(
         lambda x, w, b: short_conv(x, w, b, cu_seqlens=cu_seqlens, activation="silu"), inputs(device, dtype, channels=9)
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize(
@@ -286,7 +286,7 @@ def test_bad_input(change, message):
 @pytest.mark.gpu
 @pytest.mark.parametrize("taps, channels", [(4, 8192), (3, 2048), (8, 777)])
 def test_at_the_sizes_of_models(taps, channels, device, check_close, monkeypatch):
-    monkeypatch.undo()  # programs as they are
+    monkeypatch.undo()  # programs of the usual size
     lengths = (700, 1, 0, 333, 3, 1024, 2)
     cu_seqlens = offsets(device, lengths)
     check_close(
@@ -298,13 +298,14 @@ def test_at_the_sizes_of_models(taps, channels, device, check_close, monkeypatch
 
 @pytest.mark.gpu
 def test_offsets_past_int32(monkeypatch):
-    """2**31 + 8192 elements: the last rows are those of the same call on their own."""
+    """Use 2**31 + 8192 elements. The last rows equal a call on those rows alone."""
     monkeypatch.undo()
     x = torch.randn(2**18 + 1, 8192, device="cuda", dtype=torch.bfloat16).requires_grad_()
     w = torch.randn(8192, 4, device="cuda", dtype=torch.bfloat16)
     cu_seqlens = torch.tensor([0, 2**18 - 8, 2**18 + 1], device="cuda", dtype=torch.int32)
     tail = x[-9:].detach().requires_grad_()
-    y, y_tail = short_conv(x, w, cu_seqlens=cu_seqlens, activation="silu"), short_conv(tail, w, activation="silu")
+    y = short_conv(x, w, cu_seqlens=cu_seqlens, activation="silu")
+    y_tail = short_conv(tail, w, activation="silu")
     assert torch.equal(y[-9:], y_tail)
     dy = torch.randn_like(y)
     y.backward(dy)
@@ -313,7 +314,7 @@ def test_offsets_past_int32(monkeypatch):
 
 
 def test_programs_of_the_usual_width(device, check_close, monkeypatch):
-    """With the sizes that the other tests make small: a row that several programs share."""
+    """Runs the sizes that other tests reduce: several programs share a row."""
     monkeypatch.undo()
     module = importlib.import_module("liger_triton.short_conv")
     monkeypatch.setattr(module, "BACKWARD", module.BACKWARD._replace(tokens=64))

@@ -41,7 +41,8 @@ def test_against_sorted_logits(options, chunk_rows, dtype, device):
     options = dict(options)
     logits = F.linear(x, w, b)
     if options.pop("lora", False):
-        a, up = torch.randn(4, H, device=device, dtype=dtype), torch.randn(V, 4, device=device, dtype=dtype)
+        a = torch.randn(4, H, device=device, dtype=dtype)
+        up = torch.randn(V, 4, device=device, dtype=dtype)
         source = x.flip(0) if options.get("lora_input") else x
         options |= {"lora": (a, up, 0.5)} | ({"lora_input": source} if "lora_input" in options else {})
         logits = logits + 0.5 * F.linear(F.linear(source, a), up)
@@ -77,7 +78,8 @@ def test_nothing_to_rank_and_bad_options(device):
 
 @pytest.mark.parametrize("wrong", [-1, 37])
 def test_target_outside_the_vocabulary(wrong, device):
-    logits, target = torch.randn(3, 37, device=device), torch.tensor([0, wrong, -100], device=device)
+    logits = torch.randn(3, 37, device=device)
+    target = torch.tensor([0, wrong, -100], device=device)
     with pytest.raises(IndexError, match=rf"target\[1\] is {wrong}.*expected 0 to 36"):
         token_ranks(logits, target)
     with pytest.raises(IndexError, match=rf"target\[1\] is {wrong}"):

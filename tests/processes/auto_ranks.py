@@ -1,9 +1,9 @@
 """One of the two ranks of `test_auto_ranks.py`, gloo on CPU: `auto_ranks.py MODE OUT_DIR`.
 
-Saves losses and weights without checkpointing, with all of it and with `auto`, and for each micro-batch what this rank
-wanted and what was agreed. All rows count as long, so that the results of attention are kept too. The ranks have rows
-of other lengths and memories of other sizes: that of rank 1 is half way between what it needs without checkpointing and
-with all of it. In a MODE that ends with "-host" activations go to the host as well, where rank 0 has less room.
+Saves losses and weights of three trainings: without checkpointing, with all of it, and with `auto`. Per micro-batch it
+saves what this rank wanted and what the ranks agreed on. All rows count as long, so the results of attention are kept
+too. The ranks differ in their row lengths and in their memory: rank 1 has half way between what it needs without
+checkpointing and with all of it. If MODE ends with "-host", activations also go to the host, and rank 0 has less room.
 """
 
 import os
@@ -35,7 +35,9 @@ def noting(agreed):
 
 
 def run(mode, out):
-    saved, agreed, highest = {}, [], {}
+    saved = {}
+    agreed = []
+    highest = {}
     noting(agreed)
     rank = int(os.environ["RANK"])
     selective.LONG = 2
@@ -54,7 +56,8 @@ def run(mode, out):
         model.set_attn_implementation("sdpa")
         trainer = build(f"{out}/{checkpointing}", checkpointing, memory, callbacks, model=model, max_steps=8)
         losses, weights = train(trainer)
-        saved[checkpointing], highest[checkpointing] = (losses, whole(weights)), memory.highest
+        saved[checkpointing] = (losses, whole(weights))
+        highest[checkpointing] = memory.highest
     return {"runs": saved, "agreed": agreed, "chosen": trainer.checkpointing.to_dict(), "highest": highest}
 
 
@@ -66,4 +69,4 @@ if __name__ == "__main__":
     dist.barrier()
     dist.destroy_process_group()
     sys.stdout.flush()
-    os._exit(0)  # gloo's threads may abort the interpreter on its way out, when all is done
+    os._exit(0)  # gloo's threads may abort the interpreter on exit, after everything is done

@@ -1,4 +1,4 @@
-"""One of two ranks of `test_base_weights_sharded.py`: `base_weights_ranks.py MODE BASE OUT`, by FSDP2 or ZeRO-3."""
+"""One of two ranks of `test_base_weights_sharded.py`: `base_weights_ranks.py MODE BASE OUT`, on FSDP2 or ZeRO-3."""
 
 import os
 import sys
@@ -20,9 +20,17 @@ if __name__ == "__main__":
     else:
         init_deepspeed()
     args = LigerTrainingArguments(
-        out, max_steps=2, per_device_train_batch_size=2, report_to=[], use_cpu=True, learning_rate=1e-2, save_steps=2,
-        optim="adamw_torch", disable_tqdm=True, deepspeed=ZERO3 if mode == "zero3" else None,
-    )  # fmt: skip
+        out,
+        max_steps=2,
+        per_device_train_batch_size=2,
+        report_to=[],
+        use_cpu=True,
+        learning_rate=1e-2,
+        save_steps=2,
+        optim="adamw_torch",
+        disable_tqdm=True,
+        deepspeed=ZERO3 if mode == "zero3" else None,
+    )
     model = AutoModelForCausalLM.from_pretrained(base, dtype="float32", attn_implementation="eager")
     rows = [{"input_ids": list(range(3, 19)), "labels": list(range(3, 19))}] * 8
     trainer = LigerTrainer(model, args, train_dataset=rows)

@@ -1,7 +1,7 @@
-"""One of two ranks, gloo on CPU: torchao's fp8 layers sharded by FSDP2, with its own code and with ours.
+"""One of two ranks, gloo on CPU: torchao's FP8 layers sharded by FSDP2, with torchao's code and with ours.
 
-Prints one line of JSON: for each case the losses and the norms of some gradients, what our function was called with,
-and the report.
+Prints one line of JSON. For each case it has the losses, the norms of some gradients, the calls of our function, and
+the report.
 """
 
 import json
@@ -22,7 +22,7 @@ from liger_trainer.fp8 import layers as float8
 NAMES = [f"model.layers.{layer}.{name}.weight" for layer in (0, 1) for name in ("self_attn.k_proj", "mlp.down_proj")]
 OTHERS = dict.fromkeys(("rms_norm", "rope", "swiglu", "fused_linear_cross_entropy"), False)
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-CASES = {  # of `run`
+CASES = {  # arguments of `run`
     "plain": {},
     "not freed": {"reshard": False},
     "bf16": {"policy": BF16},
@@ -30,7 +30,7 @@ CASES = {  # of `run`
     "checkpointed, reentrant": {"reentrant": True},
     "rebuilding": {"config": {"rebuild_above_mib": 0}},
 }
-PATCHED = {"plain": ("before", "after")}  # the others before
+PATCHED = {"plain": ("before", "after")}  # without the cases above
 
 
 def model_of(reentrant=None):
@@ -53,7 +53,7 @@ def whole(t):
 
 
 def steps(model, ranks):
-    """Two steps of two micro-batches with an evaluation before each, all with the rows of `ranks`."""
+    """Two steps of two micro-batches, with an evaluation before each, all on the rows of `ranks`."""
     optimizer, found = torch.optim.SGD(model.parameters(), lr=0.1), []
     rows = ragged_rows(16)
 
@@ -78,7 +78,7 @@ def steps(model, ranks):
 
 
 def run(calls, patched, reshard=True, policy=None, reentrant=None, config=OTHERS):
-    """`patched` before sharding, after it, or never."""
+    """Patch before sharding, after it, or never."""
     model, report = model_of(reentrant), None
     config = config | ({"float8": False} if patched == "never" else {})
     if patched != "after":
@@ -114,7 +114,7 @@ def main():
     dist.barrier()
     dist.destroy_process_group()
     sys.stdout.flush()
-    os._exit(0)  # gloo's threads may abort the interpreter on its way out, when all is done
+    os._exit(0)  # gloo's threads may abort the interpreter on exit, after everything is done
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""One of two ranks, gloo on CPU: fp8 layers with scales by row sharded by FSDP2, with torchao's code and with ours.
+"""One of two ranks, gloo on CPU: FP8 layers with scales by row sharded by FSDP2, with torchao's code and with ours.
 
-Prints one line of JSON: for each recipe, patched or not, the loss and the norms of all gradients in two steps, and how
-often torchao's own code has run.
+Prints one line of JSON. For each recipe, patched or not, it has the loss and the norms of all gradients of two steps,
+and how often torchao's code ran.
 """
 
 import importlib
@@ -40,7 +40,9 @@ def main():
     for name in ("float8_cast",):
         importlib.import_module(f"liger_triton.{name}").runs_triton = lambda *tensors: False
     dist.init_process_group("gloo")
-    mesh, calls, own = init_device_mesh("cpu", (2,)), [], Float8Linear.forward
+    mesh = init_device_mesh("cpu", (2,))
+    calls = []
+    own = Float8Linear.forward
     Float8Linear.forward = lambda self, input: calls.append(1) or own(self, input)
     recipes = ("rowwise", "rowwise_with_gw_hp")
     found = {
@@ -51,7 +53,7 @@ def main():
     dist.barrier()
     dist.destroy_process_group()
     sys.stdout.flush()
-    os._exit(0)  # gloo's threads may abort the interpreter on its way out, when all is done
+    os._exit(0)  # gloo's threads may abort the interpreter on exit, after everything is done
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """One of two ranks, FSDP2 on CPUs: `fp8_trainer_ranks.py OUT_DIR` trains with `fp8`.
 
-Saves for each case the logs, the weights after four steps, and what our function was called with. The launcher's config
-is the shipped one, in which one process alone reads the model.
+For each case, saves the logs, the weights after four steps, and the calls of our function. The launcher uses the
+shipped config, with which only one process reads the model.
 """
 
 import dataclasses
@@ -22,9 +22,9 @@ from liger_trainer.fp8 import layers as float8
 
 OTHERS = dict.fromkeys(("rms_norm", "rope", "swiglu", "fused_linear_cross_entropy"), False)
 SAVES = {"save_strategy": "steps", "save_steps": 2}
-# The weights of the second step, whose loss is higher, are loaded at the end and evaluated again.
+# Evaluating with the weights of the second step, at the end, gives a higher loss.
 BEST = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True, "eval_steps": 2}
-# Name: whether torchao's own code runs, the dtype of the model, options. "resumed" goes on from a checkpoint.
+# Name: does torchao's code run, the dtype of the model, options. "resumed" continues from a checkpoint.
 CASES = {
     "torchao": (True, torch.float32, {}),
     "ours": (False, torch.float32, SAVES),
@@ -39,7 +39,7 @@ CASES = {
 
 
 class Emulated(LigerTrainer):
-    """Has accelerate convert with emulated products, as there is no GPU."""
+    """Makes accelerate convert with emulated products, because there is no GPU."""
 
     def create_accelerator_and_postprocess(self):
         super().create_accelerator_and_postprocess()
@@ -49,7 +49,7 @@ class Emulated(LigerTrainer):
 
 
 class Begins(TrainerCallback):
-    """Forgets the calls that were made for proofs."""
+    """Forgets the calls that proofs made."""
 
     def __init__(self, calls):
         self.calls, self.begun = calls, False
@@ -64,19 +64,34 @@ def run(out, name, torchao, dtype, options, calls):
     options = dict(options)
     resume, kind = options.pop("resume", None), options.pop("kind", "FULL")
     args = LigerTrainingArguments(
-        output_dir=f"{out}/{name}", use_cpu=True, max_steps=4, per_device_train_batch_size=2, fp8=True,
-        gradient_accumulation_steps=2, report_to="none", logging_steps=1, eval_strategy="steps",
-        learning_rate=1e-2, lr_scheduler_type="constant", remove_unused_columns=False, disable_tqdm=True,
-        adam_epsilon=1e-3,  # else gradients that are nothing but rounding make steps of full length
-        liger_config=OTHERS | {"float8": not torchao}, **({"save_strategy": "no", "eval_steps": 1} | options),
-    )  # fmt: skip
+        output_dir=f"{out}/{name}",
+        use_cpu=True,
+        max_steps=4,
+        per_device_train_batch_size=2,
+        fp8=True,
+        gradient_accumulation_steps=2,
+        report_to="none",
+        logging_steps=1,
+        eval_strategy="steps",
+        learning_rate=1e-2,
+        lr_scheduler_type="constant",
+        remove_unused_columns=False,
+        disable_tqdm=True,
+        adam_epsilon=1e-3,  # otherwise gradients that are only rounding make full-length steps
+        liger_config=OTHERS | {"float8": not torchao},
+        **({"save_strategy": "no", "eval_steps": 1} | options),
+    )
     trainer = Emulated(
-        model=tiny_model("llama", dtype=dtype), args=args, train_dataset=ragged_rows(32), eval_dataset=ragged_rows(4),
-        data_collator=collate, callbacks=[Begins(calls)],
-    )  # fmt: skip
+        model=tiny_model("llama", dtype=dtype),
+        args=args,
+        train_dataset=ragged_rows(32),
+        eval_dataset=ragged_rows(4),
+        data_collator=collate,
+        callbacks=[Begins(calls)],
+    )
     before = {n: p.detach().float() for n, p in trainer.model.named_parameters()}
     plugin = trainer.accelerator.state.fsdp_plugin
-    plugin.state_dict_config = plugin.optim_state_dict_config = None  # of the trainer before
+    plugin.state_dict_config = plugin.optim_state_dict_config = None  # left from the trainer before
     plugin.set_state_dict_type(f"{kind}_STATE_DICT")
     trainer.train(resume_from_checkpoint=None if resume is None else f"{out}/{resume}/checkpoint-2")
     logs = list(trainer.state.log_history[:-1])
@@ -85,7 +100,7 @@ def run(out, name, torchao, dtype, options, calls):
         logs.append(trainer.state.log_history[-1])
     for module in trainer.model_wrapped.modules():
         if isinstance(module, FSDPModule):
-            module.reshard()  # what an evaluation has left whole
+            module.reshard()  # weights that an evaluation has left gathered
     return {
         "logs": [log["loss" if "loss" in log else "eval_loss"] for log in logs],
         "weights": {n: p.detach().full_tensor() for n, p in trainer.model_wrapped.named_parameters()},

@@ -1,6 +1,6 @@
-"""One of two ranks, gloo on CPU: adapters on a base in eight bits, trained with DDP. Run alone, it is one process.
+"""One of two ranks, gloo on CPU: adapters on an FP8 base, trained with DDP. Run alone, it is one process.
 
-Prints one line of JSON: the losses, the norm of each gradient of the first step, and what the base has become.
+Prints one line of JSON: the losses, the norm of each gradient of the first step, and the types of the base's layers.
 """
 
 import json
@@ -10,7 +10,7 @@ import sys
 import torch
 import torch.distributed as dist
 from frozen_bases import adapted
-from parity import KeepGradients
+from parity import KeepGradients, logged_values
 from tiny_models import collate, ragged_rows
 
 from liger_trainer import LigerTrainer, LigerTrainingArguments
@@ -21,13 +21,20 @@ from liger_trainer.fp8.frozen_layer import FrozenFloat8Linear
 def main(folder, world):
     fp8_fields.fault_of_device = lambda device: None
     args = LigerTrainingArguments(
-        output_dir=folder, max_steps=2, per_device_train_batch_size=8 // world, logging_steps=1, report_to="none",
-        use_cpu=True, save_strategy="no", disable_tqdm=True, max_grad_norm=0.0, fp8=True, optim="sgd",
-    )  # fmt: skip
+        output_dir=folder,
+        max_steps=2,
+        per_device_train_batch_size=8 // world,
+        logging_steps=1,
+        report_to="none",
+        use_cpu=True,
+        save_strategy="no",
+        disable_tqdm=True,
+        max_grad_norm=0.0,
+        fp8=True,
+        optim="sgd",
+    )
     save = KeepGradients()
-    trainer = LigerTrainer(
-        adapted(), args, train_dataset=ragged_rows(16), data_collator=collate, callbacks=[save]
-    )  # fmt: skip
+    trainer = LigerTrainer(adapted(), args, train_dataset=ragged_rows(16), data_collator=collate, callbacks=[save])
     trainer.train()
     layers = [module for module in trainer.model.modules() if type(module) is FrozenFloat8Linear]
     bits = torch.cat([layer.bits.flatten() for layer in layers])
@@ -36,7 +43,7 @@ def main(folder, world):
         "layers": len(layers),
         "bits": int(bits.long().sum()),
         "dtypes": sorted({str(layer.scale.dtype) for layer in layers}),
-        "losses": [log["loss"] for log in trainer.state.log_history if "loss" in log],
+        "losses": logged_values(trainer, "loss"),
         "grads": {name: grad.double().norm().item() for name, grad in save.grads.items()},
     }
     if args.process_index == 0:
@@ -49,4 +56,4 @@ if __name__ == "__main__":
     dist.barrier()
     dist.destroy_process_group()
     sys.stdout.flush()
-    os._exit(0)  # gloo's threads may abort the interpreter on its way out, when all is done
+    os._exit(0)  # gloo's threads may abort the interpreter on exit, after everything is done

@@ -1,6 +1,6 @@
 """One rank of `test_heads_distributed.py`: `torchrun --nproc_per_node 2 heads_two_ranks.py OUT_DIR BASE`, gloo on CPU.
 
-All cases in one launch, which costs more than their steps. Saves gradients and logs by case.
+Runs all cases in one launch, because a launch costs more than their steps. Saves gradients and logs by case.
 """
 
 import os
@@ -22,12 +22,12 @@ class SaveGradients(TrainerCallback):
 
 
 def ddp(case, out, base):
-    """One optimizer step over 16 rows, however many processes there are, in two micro-batches; the heads are saved."""
+    """One optimizer step over 16 rows in two micro-batches, on any number of processes; saves the heads."""
     world, save = int(os.environ.get("WORLD_SIZE", 1)), SaveGradients()
     options = {
         "trainer_options": {"callbacks": [save]},
         "max_steps": 1,
-        "optim": "sgd",  # AdamW's first step is the sign of a gradient, however small that is
+        "optim": "sgd",  # AdamW's first step is the sign of a gradient, however small the gradient
         "per_device_train_batch_size": 8 // world,
         "gradient_accumulation_steps": 2,
     }
@@ -53,4 +53,4 @@ if __name__ == "__main__":
     dist.barrier()
     dist.destroy_process_group()
     sys.stdout.flush()
-    os._exit(0)  # gloo's threads may abort the interpreter on its way out, when all is done
+    os._exit(0)  # gloo's threads may abort the interpreter on exit, after everything is done

@@ -1,7 +1,7 @@
-"""`liger-trainer` as one of the CPU processes of `accelerate launch`: `launched_cli.py train RECIPE ...`.
+"""`liger-trainer` as one CPU process of `accelerate launch`: `launched_cli.py train RECIPE ...`.
 
-It checks what cannot be seen from outside, that FSDP2 was on where the config has it, and ends in the way that is
-hardest for gloo's threads: none that wants the interpreter's lock gets it before it is given away.
+Checks what cannot be seen from outside: that FSDP2 was on if the config has it. Exits in the way that is hardest for
+gloo's threads: no thread that wants the interpreter's lock gets it before it is released.
 """
 
 import os
@@ -19,7 +19,8 @@ if __name__ == "__main__":
     from liger_trainer.command.main import main
 
     sys.setswitchinterval(100)
-    if code := main():
+    code = main()
+    if code:
         sys.exit(code)
     expected = DistributedType.FSDP if sharded else DistributedType.MULTI_CPU
     assert AcceleratorState().distributed_type == expected, AcceleratorState().distributed_type

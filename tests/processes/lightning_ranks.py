@@ -1,4 +1,4 @@
-"""Lightning's Trainer with a model that is patched in `configure_model`.
+"""Lightning's Trainer with a model that `configure_model` patches.
 
 Run `lightning_ranks.py OUT_FILE PROCESSES STRATEGY`. STRATEGY is `cpu` (one process, or DDP) or, on GPUs, `gpu` (one
 process) or `fsdp`.
@@ -18,7 +18,7 @@ from liger_trainer.patching import apply_liger
 
 
 def model_of_all():
-    """A model where Lightning wants it, with the same weights under each strategy: those of a GPU would be others."""
+    """A model where Lightning wants it, with the same weights under each strategy. A GPU would draw other weights."""
     device = torch.get_default_device()
     with torch.device("cpu"):
         model = tiny_model("llama")
@@ -36,7 +36,7 @@ class Finetuning(lightning.LightningModule):
             apply_liger(self.model)
 
     def training_step(self, batch, index):
-        # DDP takes the mean over ranks, so each divides its sum by its share of the 40 of all.
+        # DDP averages over ranks, so each rank divides its sum by its share of the total of 40.
         loss = self.model(**batch, num_items_in_batch=torch.tensor(40.0 / self.trainer.world_size)).loss
         self.losses.append(loss.item())
         return loss
@@ -53,7 +53,7 @@ def strategy_of(name, processes):
 
 
 def whole_weights(trainer, model):
-    """The weights on the CPU, put together where they are sharded. All processes have to call it."""
+    """The weights on the CPU, gathered if they are sharded. All processes have to call it."""
     wrapped = trainer.strategy.model
     gathered = FSDP.summon_full_params(wrapped) if isinstance(wrapped, FSDP) else nullcontext()
     with gathered:
@@ -62,14 +62,21 @@ def whole_weights(trainer, model):
 
 
 if __name__ == "__main__":
-    out, processes, strategy = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+    out = sys.argv[1]
+    processes = int(sys.argv[2])
+    strategy = sys.argv[3]
     module = Finetuning()
     rows = torch.utils.data.DataLoader(ragged_rows(16), batch_size=16 // processes, collate_fn=collate)
     trainer = lightning.Trainer(
-        accelerator="cpu" if strategy == "cpu" else "gpu", devices=processes,
-        strategy=strategy_of(strategy, processes), max_epochs=3, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
+        accelerator="cpu" if strategy == "cpu" else "gpu",
+        devices=processes,
+        strategy=strategy_of(strategy, processes),
+        max_epochs=3,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
     trainer.fit(module, rows)
     assert has_fused_head(module.model)
     assert isinstance(trainer.strategy.model, FSDP) == (strategy == "fsdp")

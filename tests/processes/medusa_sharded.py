@@ -1,6 +1,6 @@
 """One of the two ranks of `test_medusa_distributed.py::test_sharded`: `medusa_sharded.py MODE MODEL OUT_DIR`.
 
-MODE is zero3 or fsdp2; on CPU, with gloo. The test calls `train` for the same training in one process.
+MODE is zero3 or fsdp2; it runs on CPU with gloo. The test calls `train` for the same training in one process.
 """
 
 import json
@@ -24,38 +24,62 @@ CASES = {
     "stage1-tied-soft": {"medusa_targets": "soft"},
     "stage2-tied-hard": {"medusa_stage": 2},
     "stage2-untied-hard": {"medusa_stage": 2, "medusa_tied": False},
-    "stage2-lora": {"medusa_stage": 2},  # and the LM head in full
+    "stage2-lora": {"medusa_stage": 2},  # and the full LM head
 }
 AUTO = ("train_micro_batch_size_per_gpu", "train_batch_size", "gradient_accumulation_steps", "gradient_clipping")
 BUCKETS = ("allgather_bucket_size", "reduce_bucket_size", "stage3_prefetch_bucket_size")
 ZERO3 = dict.fromkeys(AUTO, "auto") | {
     "zero_allow_untested_optimizer": True,
-    "zero_optimization": dict.fromkeys(BUCKETS, 1e6) | {
-        "stage": 3, "stage3_param_persistence_threshold": 0, "stage3_gather_16bit_weights_on_model_save": True,
+    "zero_optimization": dict.fromkeys(BUCKETS, 1e6)
+    | {
+        "stage": 3,
+        "stage3_param_persistence_threshold": 0,
+        "stage3_gather_16bit_weights_on_model_save": True,
         "overlap_comm": False,
     },
-}  # fmt: skip
+}
 
 
 def train(name, model, out, mode=None, resume=None):
-    """Three steps of 16 rows, in two micro-batches a process; saves the heads, in stage 2 the model, and the log."""
+    """Three steps of 16 rows in two micro-batches per process. Saves the heads, the log and, in stage 2, the model."""
     world = int(os.environ.get("WORLD_SIZE", 1)) if mode else 1
     args = LigerMedusaConfig(
-        output_dir=out, per_device_train_batch_size=8 // world, gradient_accumulation_steps=2, max_steps=3,
-        learning_rate=1e-2, lr_scheduler_type="constant", optim="adamw_torch", max_grad_norm=0.0, bf16=False,
-        adam_epsilon=1e-3,  # else gradients that are nothing but rounding make steps of full length
-        gradient_checkpointing=False, save_strategy="steps", save_steps=2, logging_steps=1, report_to="none",
-        disable_tqdm=True, use_cpu=True, max_length=64, medusa_decay=0.7, eval_strategy="steps", eval_steps=2,
+        output_dir=out,
+        per_device_train_batch_size=8 // world,
+        gradient_accumulation_steps=2,
+        max_steps=3,
+        learning_rate=1e-2,
+        lr_scheduler_type="constant",
+        optim="adamw_torch",
+        max_grad_norm=0.0,
+        bf16=False,
+        adam_epsilon=1e-3,  # otherwise gradients that are only rounding make full-length steps
+        gradient_checkpointing=False,
+        save_strategy="steps",
+        save_steps=2,
+        logging_steps=1,
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+        max_length=64,
+        medusa_decay=0.7,
+        eval_strategy="steps",
+        eval_steps=2,
         deepspeed=json.loads(json.dumps(ZERO3)) if mode == "zero3" else None,
-        model_init_kwargs={"dtype": "float32", "attn_implementation": "eager"}, **CASES[name],
-    )  # fmt: skip
+        model_init_kwargs={"dtype": "float32", "attn_implementation": "eager"},
+        **CASES[name],
+    )
     rows = Dataset.from_list(ragged_rows(48))
     lora = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], modules_to_save=["lm_head"]) if "lora" in name else None
-    transformers.set_seed(0)  # of the adapter
+    transformers.set_seed(0)  # weights of the adapter
     trainer = LigerMedusaTrainer(
-        model, args, train_dataset=rows, eval_dataset=rows.select(range(16)), processing_class=tiny_tokenizer(),
+        model,
+        args,
+        train_dataset=rows,
+        eval_dataset=rows.select(range(16)),
+        processing_class=tiny_tokenizer(),
         peft_config=lora,
-    )  # fmt: skip
+    )
     if mode == "zero3":
         assert next(trainer.model.parameters()).numel() == 0, "the model was loaded in parts"
     trainer.train(resume_from_checkpoint=resume)

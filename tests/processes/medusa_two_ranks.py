@@ -1,6 +1,6 @@
 """One rank of `test_medusa_distributed.py`: `torchrun --nproc_per_node 2 medusa_two_ranks.py OUT_DIR`, gloo on CPU.
 
-All cases in one launch, which costs more than their steps. Saves gradients and logs by case.
+Runs all cases in one launch, because a launch costs more than their steps. Saves gradients and logs by case.
 """
 
 import os
@@ -22,12 +22,18 @@ DDP = {
 
 
 def ddp(options, out):
-    """One optimizer step over 16 rows, however many processes there are, in two micro-batches; the heads are saved."""
+    """One optimizer step over 16 rows in two micro-batches, on any number of processes; saves the heads."""
     world, save = int(os.environ.get("WORLD_SIZE", 1)), KeepGradients()
     trainer = medusa_trainer(
-        model_with_heads(tied=options.get("medusa_tied", True)), Path(out), ragged_rows(16), {"callbacks": [save]},
-        max_steps=1, per_device_train_batch_size=8 // world, gradient_accumulation_steps=2, **options,
-    )  # fmt: skip
+        model_with_heads(tied=options.get("medusa_tied", True)),
+        Path(out),
+        ragged_rows(16),
+        {"callbacks": [save]},
+        max_steps=1,
+        per_device_train_batch_size=8 // world,
+        gradient_accumulation_steps=2,
+        **options,
+    )
     trainer.train()
     trainer.save_model(out)
     logs = {k: v for k, v in trainer.state.log_history[0].items() if k not in ("epoch", "step", "learning_rate")}
@@ -42,4 +48,4 @@ if __name__ == "__main__":
     dist.barrier()
     dist.destroy_process_group()
     sys.stdout.flush()
-    os._exit(0)  # gloo's threads may abort the interpreter on its way out, when all is done
+    os._exit(0)  # gloo's threads may abort the interpreter on exit, after everything is done

@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 from datasets import load_dataset
 from launching import shard_on_cpus
-from pair_parity import pair_rows
 from peft import LoraConfig
 from tiny_models import tiny_model, tiny_tokenizer
+from trainer_parity import pair_rows
 
 import liger_trainer
 
@@ -27,16 +27,24 @@ def write_rows(folder):
 
 
 def columns_of(kind, folder, unread=False):
-    """The columns that a trainer of an adapter has precomputed. `unread`: the weights of the model are zeros."""
+    """The columns that an adapter's trainer has precomputed. `unread`: the weights of the model are zeros."""
     model = tiny_model("llama")
     if unread:
         for parameter in model.parameters():
             parameter.data.zero_()
     args = getattr(liger_trainer, f"Liger{kind}Config")(
-        output_dir=f"{folder}/out", precompute_ref_log_probs=True, per_device_train_batch_size=2, max_steps=1,
-        use_cpu=True, bf16=False, gradient_checkpointing=False, report_to="none", save_strategy="no",
-        disable_tqdm=True, logging_steps=1,
-    )  # fmt: skip
+        output_dir=f"{folder}/out",
+        precompute_ref_log_probs=True,
+        per_device_train_batch_size=2,
+        max_steps=1,
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+        logging_steps=1,
+    )
     rows = load_dataset("json", data_files=f"{folder}/{kind}.json", split="train", cache_dir=f"{folder}/cache")
     adapter = LoraConfig(r=2, target_modules=["q_proj", "down_proj"])
     trainer = getattr(liger_trainer, f"Liger{kind}Trainer")(
@@ -52,7 +60,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     shard_on_cpus()
     rank = int(os.environ["RANK"])
-    # As transformers 5.17 leaves them under fsdp_cpu_ram_efficient_loading where it does not read the file
+    # transformers 5.17 leaves zeros under fsdp_cpu_ram_efficient_loading on a rank that does not read the file
     found = {kind: columns_of(kind, sys.argv[1], unread=rank > 0) for kind in KINDS}
     torch.save(found, f"{sys.argv[1]}/{rank}.pt")
     torch.distributed.barrier()

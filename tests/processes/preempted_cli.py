@@ -1,7 +1,7 @@
-"""`liger-trainer` as one process of torchrun, in which a rank is killed or gets SIGTERM: `preempted_cli.py train ...`.
+"""`liger-trainer` as one process of torchrun that kills a rank or sends it SIGTERM: `preempted_cli.py train ...`.
 
-HIT says which rank, after which step and by which signal in the first attempt (`1:5:9`). HIT_SAVE says the same of the
-moment before that rank saves its random state; the signal 0 stands for an error of the disk.
+HIT names the rank, the step after which it is hit, and the signal, in the first attempt (`1:5:9`). HIT_SAVE does so
+for the moment before that rank saves its random state; the signal 0 stands for a disk error.
 """
 
 import os
@@ -31,7 +31,7 @@ def save(self, output_dir):
 if __name__ == "__main__":
     from liger_trainer.command.main import main
 
-    # Of two processes on CPUs, transformers 5.17 has torch restore the optimizer to cpu:0, which torch does not know.
+    # With two processes on CPUs, transformers 5.17 has torch restore the optimizer to cpu:0, which torch does not know.
     register_package(0, lambda storage: None, lambda storage, location: storage if location == "cpu:0" else None)
     if "HIT" in os.environ:
         trainer.DEFAULT_CALLBACKS.append(Hit)

@@ -1,4 +1,4 @@
-"""One of two ranks of `test_samples.py`: `sampled_ranks.py FOLDER` trains with prompts and without, by DDP on CPUs."""
+"""One of two ranks of `test_samples.py`: `sampled_ranks.py FOLDER` trains with prompts and without, on CPUs by DDP."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Prints accelerate's variables of this process, a line each."""
+"""Print accelerate's variables of this process, one a line."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""A script of one's own under torchrun without a GPU, which does not say use_cpu: `trains_apart.py OUT_DIR`."""
+"""A user's script under torchrun without a GPU that does not set use_cpu: `trains_apart.py OUT_DIR`."""
 
 import sys
 

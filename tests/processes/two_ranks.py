@@ -10,25 +10,33 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 from datasets import Dataset
-from pair_parity import pair_rows
 from parity import KeepGradients
 from tiny_models import collate, ragged_rows, tiny_model, tiny_tokenizer
+from trainer_parity import pair_rows
 
 from liger_trainer import LigerSFTConfig, LigerSFTTrainer, LigerTrainer, LigerTrainingArguments, apply_liger
 
 
 def train(trainer_class, args_class, out, accumulation=1, varlen=False, **options):
-    """One optimizer step over all 16 rows, however many processes there are; with `varlen`, without their padding."""
+    """One optimizer step over all 16 rows, on any number of processes; with `varlen`, without their padding."""
     model = tiny_model("llama")
     if varlen:
         model.set_attn_implementation("sdpa")
         options["liger_config"] = {"varlen_attention": int(os.environ.get("WORLD_SIZE", 1)) > 1}
-    world = int(os.environ.get("WORLD_SIZE", 1))  # from torchrun; torch.distributed knows it once `args` exist
+    world = int(os.environ.get("WORLD_SIZE", 1))  # set by torchrun; torch.distributed knows it only once `args` exist
     args = args_class(
-        output_dir=f"{out}/run", max_steps=1, per_device_train_batch_size=16 // world // accumulation, logging_steps=1,
-        gradient_accumulation_steps=accumulation, report_to="none", use_cpu=True, save_strategy="no", disable_tqdm=True,
-        max_grad_norm=0.0, **options,
-    )  # fmt: skip
+        output_dir=f"{out}/run",
+        max_steps=1,
+        per_device_train_batch_size=16 // world // accumulation,
+        logging_steps=1,
+        gradient_accumulation_steps=accumulation,
+        report_to="none",
+        use_cpu=True,
+        save_strategy="no",
+        disable_tqdm=True,
+        max_grad_norm=0.0,
+        **options,
+    )
     save = KeepGradients()
     rows = ragged_rows(16)
     if trainer_class is LigerSFTTrainer:
@@ -43,23 +51,36 @@ def train(trainer_class, args_class, out, accumulation=1, varlen=False, **option
 
 
 def train_on_pairs(trainer_class, args_class, out, ref_model=None, **options):
-    """One optimizer step over 16 pairs, 8 at a time: means over the tokens of 8 pairs depend on which these are."""
+    """One optimizer step over 16 pairs, 8 at a time: means over the tokens of 8 pairs depend on the choice of pairs."""
     world = int(os.environ.get("WORLD_SIZE", 1))
     args = args_class(
-        output_dir=f"{out}/run", max_steps=1, per_device_train_batch_size=8, gradient_accumulation_steps=2 // world,
-        report_to="none", use_cpu=True, save_strategy="no", disable_tqdm=True, max_grad_norm=0.0, bf16=False,
-        gradient_checkpointing=False, **options,
-    )  # fmt: skip
+        output_dir=f"{out}/run",
+        max_steps=1,
+        per_device_train_batch_size=8,
+        gradient_accumulation_steps=2 // world,
+        report_to="none",
+        use_cpu=True,
+        save_strategy="no",
+        disable_tqdm=True,
+        max_grad_norm=0.0,
+        bf16=False,
+        gradient_checkpointing=False,
+        **options,
+    )
     save = KeepGradients()
     trainer_class(
-        model=tiny_model("llama"), args=args, callbacks=[save], train_dataset=Dataset.from_list(pair_rows(16)),
-        processing_class=tiny_tokenizer(), **({} if ref_model is None else {"ref_model": ref_model}),
-    ).train()  # fmt: skip
+        model=tiny_model("llama"),
+        args=args,
+        callbacks=[save],
+        train_dataset=Dataset.from_list(pair_rows(16)),
+        processing_class=tiny_tokenizer(),
+        **({} if ref_model is None else {"ref_model": ref_model}),
+    ).train()
     return {f"{trainer_class.__name__}.{name}": grad for name, grad in save.grads.items()}
 
 
 def pairs(out):
-    """Several trainers in one launch, which costs more than their steps."""
+    """Several trainers in one launch, because a launch costs more than their steps."""
     from liger_trainer import (
         LigerCPOConfig,
         LigerCPOTrainer,
@@ -77,17 +98,17 @@ def pairs(out):
 
 
 def sampled(out):
-    """KTO and the trainers that write their own completions, ours and TRL's: a rank draws with a seed of its own."""
+    """KTO and the trainers that write their own completions, ours and TRL's. Each rank draws with its own seed."""
     from pathlib import Path
 
     import trl
     from engine_stand_in import EngineStandIn
-    from step_parity import build, letters, trained, with_reference, words
+    from trainer_parity import build, letters, trained, with_reference, words
 
     import liger_trainer
 
     folder = Path(out) / os.environ["RANK"]
-    model = with_reference(tiny_model("llama"), folder)  # before the process group exists: only rank 0 saves in one
+    model = with_reference(tiny_model("llama"), folder)  # before the process group exists; afterwards only rank 0 saves
     generator = torch.Generator().manual_seed(4)
     prompts = [{"prompt": words(generator, 2, 6)} for _ in range(8)]
     answers = [row | {"completion": " " + words(generator, 2, 6), "label": i % 3 != 1} for i, row in enumerate(prompts)]
@@ -120,7 +141,7 @@ def sampled(out):
 
 
 def fsdp2(out):
-    """The plain loop: patch, shard every layer and the root, one step on this rank's half of the rows."""
+    """A plain loop: patch, shard every layer and the root, and take one step on this rank's half of the rows."""
     from torch.distributed.fsdp import fully_shard
 
     dist.init_process_group("gloo")
@@ -139,7 +160,7 @@ def fsdp2(out):
 
 
 def references():
-    """What a process has of a reference that only the first has read: the others have zeros, or no memory for it."""
+    """Compare what each process holds of a reference that only the first has read: zeros or no memory on the others."""
     from liger_trainer.trainers.fsdp2 import broadcast_weights
 
     os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
@@ -158,7 +179,7 @@ def references():
 
 
 def fsdp2_lora(out):
-    """FSDP2 of two processes, a LoRA on every linear layer: gradients of stock and patched, and what was patched."""
+    """FSDP2 on two processes with a LoRA on every linear layer: gradients of stock and patched, and the report."""
     from peft import LoraConfig, get_peft_model
     from torch.distributed.fsdp import fully_shard
 
@@ -179,7 +200,7 @@ def fsdp2_lora(out):
             for layer in model.base_model.model.model.layers:
                 fully_shard(layer)
             fully_shard(model)
-            for _ in range(2):  # the second pass finds the memory of the first sharded again
+            for _ in range(2):  # the second pass finds the first one's memory sharded again
                 batch = collate(ragged_rows(16)[dist.get_rank() :: 2])
                 model(**batch, num_items_in_batch=torch.tensor(40.0)).loss.backward()
             for name, p in model.named_parameters():
@@ -190,7 +211,7 @@ def fsdp2_lora(out):
 
 
 def fsdp1(out):
-    """FSDP1 in the units that PEFT gives it, a LoRA on the LM head: gradients (as sharded) of stock and patched."""
+    """FSDP1 in PEFT's units with a LoRA on the LM head: gradients (as sharded) of stock and patched."""
     from peft import LoraConfig, get_peft_model
     from peft.utils.other import fsdp_auto_wrap_policy
     from torch.distributed.fsdp import FullyShardedDataParallel
@@ -239,4 +260,4 @@ if __name__ == "__main__":
     dist.barrier()
     dist.destroy_process_group()
     sys.stdout.flush()
-    os._exit(0)  # gloo's threads may abort the interpreter on its way out, when all is done
+    os._exit(0)  # gloo's threads may abort the interpreter on exit, after everything is done

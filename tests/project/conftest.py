@@ -1,3 +1,3 @@
-"""The tests of the repository run as those of the trainers do: no hub, no GPU, one thread."""
+"""Run the repository's tests like the trainers' tests: no hub, no GPU, one thread."""
 
 from cpu_only import pytest_collection_finish  # noqa: F401

@@ -1,6 +1,7 @@
-"""Every published figure comes from a record: in the tables, in the charts and in the sentences."""
+"""Every published figure comes from a record, in tables, charts and sentences."""
 
 import importlib
+import itertools
 import json
 import re
 import shutil
@@ -11,7 +12,7 @@ from benchmark_scripts import benchmarks_on_path  # noqa: F401
 from checkout import ROOT
 
 BENCHMARKS = ROOT / "benchmarks"
-# What a figure with a unit may be in a record.
+# The quantity in a record that a figure with this unit may come from.
 FIELDS = {
     "tokens/s": ("tokens_per_s", "tokens_per_second", "tokens_per_second_without"),
     "GiB": ("gib", "static", "above", "memory"),
@@ -31,7 +32,7 @@ def render():
 
 
 def leaves(value, name=""):
-    """(name of the nearest key, number) of everything in a record."""
+    """(name of the nearest key, number) for everything in a record."""
     if isinstance(value, dict):
         for key, part in value.items():
             yield from leaves(part, key)
@@ -43,7 +44,7 @@ def leaves(value, name=""):
 
 
 def is_rounding_of(text, values):
-    """Whether `text` is one of the values, with as many decimals as it has."""
+    """True if `text` is one of the values, rounded to as many decimals."""
     plain = text.replace(",", "")
     if "e" in plain:
         return any(f"{value:.{len(plain.split('e')[0].partition('.')[2])}e}" == plain for value in values)
@@ -51,13 +52,13 @@ def is_rounding_of(text, values):
 
 
 def prose_of(text):
-    """Without the rendered tables and without what is code."""
+    """The text without rendered tables and code."""
     text = re.sub(r"<!-- begin table: .*?<!-- end table: [\w.-]+ -->", "", text, flags=re.DOTALL)
     return re.sub(r"```.*?```|`[^`]*`", "", text, flags=re.DOTALL)
 
 
 def figures_in(text):
-    """(number, unit) of every figure in the sentences, also of lists: "3.0 and 4.5 GiB", "10 tokens/s against 11"."""
+    """(number, unit) of every figure in the sentences, in lists too: "3.0 and 4.5 GiB", "10 tokens/s against 11"."""
     for found in BEFORE_UNIT.finditer(text):
         yield from ((number, found[2]) for number in re.findall(NUMBER, found[1]))
     for found in AFTER_UNIT.finditer(text):
@@ -65,13 +66,17 @@ def figures_in(text):
 
 
 def strays(text, records):
-    """The figures in the sentences that no record holds. A number with a comma is one, whatever is said of it: sizes
-    and other numbers that were chosen have none (8192)."""
+    """The figures in sentences that no record holds. A number with a comma always counts as one. Sizes and other chosen
+    numbers are written without (8192)."""
     text = prose_of(text)
-    anything = [value for record in records for _, value in leaves(record)]
+    values = []
+    for record in records:
+        values += leaves(record)
+    anything = [value for _, value in values]
     found = [number for number in THOUSANDS.findall(text) if not is_rounding_of(number, anything)]
-    held = {unit: [value for record in records for name, value in leaves(record) if name in names]
-            for unit, names in FIELDS.items()}  # fmt: skip
+    held = {}
+    for unit, names in FIELDS.items():
+        held[unit] = [value for name, value in values if name in names]
     return found + [f"{number} {unit}" for number, unit in figures_in(text) if not is_rounding_of(number, held[unit])]
 
 
@@ -83,27 +88,31 @@ def test_pages_and_figures_are_what_the_records_say(render, capsys):
 
 
 def test_every_number_of_a_table_is_in_its_records(render):
-    """Computed anew, apart from the code that writes the tables."""
+    """Computes the cells independently of the code that writes the tables."""
     plan, seen = render.published(), set()
     for page in render.pages():
         for block in render.BLOCK.finditer(page.read_text()):
             spec = plan["tables"][block["id"]]
-            records = [render.read(path) for path in dict.fromkeys(path for path, _ in render.entries(spec))]
+            paths = dict.fromkeys(path for path, _ in render.entries(spec))
+            records = [render.read(path) for path in paths]
             formats = [*spec["cells"].values(), *(form for _, form, *_ in spec.get("extra", {}).values())]
             names = set(re.findall(r"\{(\w+)", " ".join(formats)))
-            names |= {name.removeprefix("gib_") for name in names}  # of a kind of tensor
+            names |= {name.removeprefix("gib_") for name in names}  # for a kind of tensor
             values = [v for record in records for name, v in leaves(record) if name in names or name == "tried"]
             values += [100 * v for record in records for name, v in leaves(record) if name == "less"]
-            if spec["records"] == render.published()["tables"]["medusa-real"]["records"]:
+            if spec["records"] == plan["tables"]["medusa-real"]["records"]:
                 values += [v for record in records for _, v in leaves([record["before"], record["after"]])]
             ratios = {}
             for title, (name, *_) in spec.get("ratios", {}).items():
-                found = [[v for field, v in leaves(record) if field == name] for record in records]
-                ratios[title] = [a / b for run in found for a in run for b in run]
+                ratios[title] = []
+                for record in records:
+                    found = [v for field, v in leaves(record) if field == name]
+                    ratios[title] += [a / b for a, b in itertools.product(found, found)]
             titles, _, *lines = [
                 [cell.strip() for cell in line.strip("|").split("|")]
-                for line in block[0].splitlines() if line.startswith("|")
-            ]  # fmt: skip
+                for line in block[0].splitlines()
+                if line.startswith("|")
+            ]
             left = len(spec["rows"]) + spec.get("measures", False)
             for line in lines:
                 for title, cell in list(zip(titles, line, strict=True))[left:]:
@@ -165,9 +174,9 @@ def test_first_losses_of_a_run_agree(render):
     for path in sorted((render.RESULTS / "training").rglob("*.json")):
         rows = [row for row in json.loads(path.read_text())["rows"] if row.get("losses")]
         losses = [row["losses"][0] for row in rows]
-        # Under FSDP2, also that of context parallelism, accelerate rounds the stock loss to 1/16
+        # Under FSDP2, with context parallelism too, accelerate rounds the stock loss to 1/16
         rounding = 1 / 32 if "fsdp2" in path.parent.name or "cp2" in path.parent.name else 0
-        of_fp8 = 1e-3 * any("fp8" in row["arm"] for row in rows)  # which has other numbers
+        of_fp8 = 1e-3 * any("fp8" in row["arm"] for row in rows)  # it has different numbers
         assert max(losses) - min(losses) <= (1e-3 + of_fp8) * min(losses) + rounding, path
 
 
@@ -286,7 +295,7 @@ def test_the_page_for_users_names_every_script_and_no_other():
     scripts = {path.name for path in (ROOT / "benchmarks").glob("[!_]*.py")} - {
         "figures.py",
         "render.py",
-    }  # `make figures`
+    }  # run `make figures`
     shared = {"_cases.py", "_models.py", "_steps.py", "_trainers.py"}
     assert set(re.findall(r"\b([a-z_]+\.py)\b", page)) - shared == scripts
     for script in scripts:

@@ -1,4 +1,4 @@
-"""Benchmarks of real rows: their tokens are counted without padding, and all arms train on the same ones."""
+"""Benchmarks on real rows count tokens without padding, and train all arms on the same rows."""
 
 import json
 import os
@@ -16,7 +16,7 @@ def file_of_rows(folder, *lengths):
 
 
 def file_of_pairs(folder, *characters):
-    """Texts of so many characters, of which four make a token: prompt (the blank line after it counts), answers."""
+    """Texts of so many characters, four to a token: prompt (the blank line after it counts), answers."""
     rows = []
     for prompt, chosen, rejected in characters:
         turn = {"from": "human", "value": "x" * (prompt - 2)}
@@ -44,14 +44,14 @@ def trained(arms, **run):
 
 
 def assert_counts(rows, step_tokens, positions):
-    """`positions`: of all steps on the clock, with padding."""
+    """`positions`: positions of all steps on the clock, with padding."""
     for row in rows:
         assert row["step_tokens"] == step_tokens, row["arm"]
         assert row["padding"] == pytest.approx(1 - sum(step_tokens) / positions), row["arm"]
 
 
 def assert_flop(rows, run, mean_length):
-    """`mean_length`: the sum of the squares of the lengths of all rows on the clock, over their sum."""
+    """`mean_length`: the sum of the squared lengths of all rows on the clock, divided by their sum."""
     import _steps
 
     run = _steps.Run("tiny", **run)
@@ -61,7 +61,7 @@ def assert_flop(rows, run, mean_length):
 
 @pytest.mark.slow
 def test_padded_rows(tmp_path):
-    """Two batches in turn: rows of 5 and 9 tokens, and of 3 and 40, which are cut to 32. The clock sees each once."""
+    """Two batches in turn: rows of 5 and 9 tokens, then of 3 and 40 (cut to 32). The clock sees each once."""
     data = file_of_rows(tmp_path, 5, 9, 3, 40, 7, 6)
     run = {"batch": 2, "length": 32, "steps": 5, "skip": 3, "rows": "padded", "data": data}
     rows = trained(SFT, **run)
@@ -71,7 +71,7 @@ def test_padded_rows(tmp_path):
 
 @pytest.mark.slow
 def test_packed_rows(tmp_path):
-    """Five rows make three of at most 16 tokens: 12 + 3, 10 + 5 and 9. One batch has them all."""
+    """Five rows become three of at most 16 tokens: 12 + 3, 10 + 5 and 9. One batch has them all."""
     data = file_of_rows(tmp_path, 10, 5, 12, 3, 9)
     run = {"batch": 3, "length": 16, "steps": 5, "skip": 4, "rows": "packed", "data": data}
     rows = trained(SFT, **run)
@@ -93,7 +93,8 @@ def test_packed_batches_of_both_collators(tmp_path):
     from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
     rows = _rows.packed_rows(_rows.real_rows(file_of_rows(tmp_path, 10, 5, 12, 3, 9), 1031, 16), 16)
-    want, got = DataCollatorForLanguageModeling(0, padding_free=True)(rows), _rows.flatten(rows)
+    want = DataCollatorForLanguageModeling(0, padding_free=True)(rows)
+    got = _rows.flatten(rows)
     for name in ("input_ids", "labels", "position_ids"):
         assert got[name].tolist() == want[name].tolist(), name
     assert [int(x) for x in _rows.tokens_of(got)] == [39, 359, 39]
@@ -172,7 +173,7 @@ def test_default_arms_and_the_folder_of_a_record():
     assert "LigerDPOTrainer - varlen" in training.default_arms(options)
 
 
-def test_no_arm_clips_beside_the_optimizer_in_backward(monkeypatch):
+def test_no_arm_clips_gradients_with_the_optimizer_in_backward(monkeypatch):
     import _steps
 
     from liger_triton import _dispatch

@@ -1,4 +1,4 @@
-"""The benchmarks measure what they say: their cases at tiny sizes, their rows, their search for the longest context."""
+"""Benchmarks measure what they say: their cases at tiny sizes, their rows, their search for the longest context."""
 
 import json
 import math
@@ -26,7 +26,7 @@ def test_ours_and_eager_agree_with_float64(dtype):
         exact = case.reference(case)
         providers = [name for name in case.providers if name in ("ours", "ours lean", "eager")]
         found = [operations.measure(case, name, case.providers[name], exact, brief=True) for name in providers]
-        for row, run in found:  # all are measured by now: what is timed may write over the inputs
+        for row, run in found:  # all have been measured; timing may write over the inputs
             assert run is not None, row
             operations.visit(row, case, run, floor_s=1.0)
             assert row["ms"] > 0, row
@@ -35,7 +35,7 @@ def test_ours_and_eager_agree_with_float64(dtype):
 def test_dpo_loss_prefers_the_chosen():
     from _cases_head import BETA, dpo_loss
 
-    score = torch.tensor([3.0, 1.0, 2.0, -1.0, -2.0, 1.0, 0.0, 0.5])  # of 4 sequences of 2 tokens, the first 2 chosen
+    score = torch.tensor([3.0, 1.0, 2.0, -1.0, -2.0, 1.0, 0.0, 0.5])  # 4 sequences of 2 tokens; the first 2 are chosen
     want = -torch.nn.functional.logsigmoid(BETA * (torch.tensor([4.0, 1.0]) - torch.tensor([-1.0, 0.5]))).mean()
     torch.testing.assert_close(dpo_loss(score + 1, torch.ones(8), 4), want)
 
@@ -52,7 +52,7 @@ def test_a_wrong_result_is_not_timed_and_a_missing_peer_is_a_row():
         import no_such_package  # noqa: F401
 
     assert "no_such_package" in operations.measure(case, "peer", missing, exact)[0]["note"]
-    with pytest.raises(ModuleNotFoundError):  # ours must not fail in silence
+    with pytest.raises(ModuleNotFoundError):  # ours must not fail silently
         operations.measure(case, "ours", missing, exact)
 
 
@@ -123,7 +123,7 @@ def test_ratio_to_the_fastest_peer():
     ("most", "limit", "want"),
     [
         (101_376, 2**20, 101_376),
-        (103, 2**20, 0),  # not even one unit
+        (103, 2**20, 0),  # not a single unit
         (1024, 2**20, 1024),
         (3 * 1024, 2**20, 3 * 1024),
         (2**30, 65_536, 65_536),
@@ -131,7 +131,7 @@ def test_ratio_to_the_fastest_peer():
 )
 @pytest.mark.parametrize("power", [1.0, 0.8, 1.2], ids="tokens^{}".format)
 def test_longest_finds_the_border(most, limit, want, power):
-    """Memory 10 GiB + something that grows faster or more slowly than the length, of 24 at `most` tokens."""
+    """Memory is 10 GiB plus a term that grows faster or slower than the length, out of 24 at `most` tokens."""
     import scaling
 
     tried = []
@@ -206,14 +206,16 @@ def test_memory_by_kind_of_tensor():
 
     row = _steps.train("LigerSFTTrainer", _steps.Run("tiny", batch=2, length=32, steps=1, skip=0, lora=4, layers=1))
     gib = row["gib_by_kind"]
-    hidden, inner, vocab = 64, 128, 1031
+    hidden = 64
+    inner = 128
+    vocab = 1031
     linear = [(64, 64), (64, 32), (64, 32), (64, 64), (inner, hidden), (inner, hidden), (hidden, inner)]
     adapters = 4 * sum(n + k for n, k in linear)
     frozen = 2 * vocab * hidden + sum(n * k for n, k in linear) + 3 * hidden
     assert gib["trained"] * 2**30 == 4 * adapters == gib["gradients"] * 2**30
     assert gib["frozen"] * 2**30 == pytest.approx(2 * frozen, rel=0.01), "and the rotary frequencies"
     assert gib["packed"] == gib["states"] == 0, "the first step ends its forward pass before there are states"
-    assert gib["kept"] is None and gib["workspace"] is None, "there is no allocator to ask"
+    assert gib["kept"] is None and gib["workspace"] is None, "a CPU has no allocator to ask"
 
 
 def test_scales_are_packed_weights_and_storages_are_counted_once():
@@ -230,7 +232,7 @@ def test_scales_are_packed_weights_and_storages_are_counted_once():
 
 
 def test_what_products_and_attention_need():
-    """Of one row of 100 tokens, two layers of 10 and 20 ms: 2 ms of products, 60 of attention, and 31 again."""
+    """One row of 100 tokens, two layers of 10 and 20 ms: 2 ms of products, 60 of attention, 31 for recompute."""
     from argparse import Namespace
 
     import training
@@ -250,7 +252,7 @@ def test_what_products_and_attention_need():
 
 @pytest.mark.slow
 def test_training_through_accelerate_launch(tmp_path):
-    """Two processes, of which the first reports: the row of an arm, and losses that are not those of one process."""
+    """Two processes; the first reports an arm's row. Its losses differ from one process's."""
     config = yaml.safe_load((shipped("configs") / "ddp.yaml").read_text())
     (tmp_path / "ddp.yaml").write_text(yaml.safe_dump(config | {"use_cpu": True, "mixed_precision": "no"}))
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -260,8 +262,10 @@ def test_training_through_accelerate_launch(tmp_path):
         sizes = ["--model", "tiny", "--batch", "2", "--length", "32", "--steps", "5", "--json", str(record)]
         subprocess.run(
             [sys.executable, f"{BENCHMARKS}/training.py", *sizes, "--arms", "LigerTrainer", *launch],
-            env=env, check=True, timeout=240,
-        )  # fmt: skip
+            env=env,
+            check=True,
+            timeout=240,
+        )
         (row,) = json.loads(record.read_text())["rows"]
         assert row["tokens_per_s"] > 0
         losses.append(row["losses"][0])
@@ -273,7 +277,8 @@ def test_attention_s_reference_tells_a_wrong_window(sinks, benchmarks_on_path): 
     import operations
 
     case = operations.attention(2, 33, 4, 2, 16, 8, sinks, dtype=torch.float32)
-    exact, other = case.reference(case), operations.attention(2, 33, 4, 2, 16, 9, sinks, dtype=torch.float32)
+    exact = case.reference(case)
+    other = operations.attention(2, 33, 4, 2, 16, 9, sinks, dtype=torch.float32)
     row, run = operations.measure(case, "ours", case.providers["ours"], exact, brief=True)
     assert run is not None and row["error"] < 1e-5
     assert operations.measure(case, "peer", other.providers["ours"], exact, brief=True)[0]["note"] == "wrong, not timed"

@@ -1,4 +1,4 @@
-"""docs/captured_steps.md has every reason for which steps are not captured, in the words of the report."""
+"""docs/captured_steps.md lists every reason why steps are not captured, in the report's words."""
 
 import ast
 
@@ -9,13 +9,13 @@ PAGE = (ROOT / "docs" / "captured_steps.md").read_text()
 PACKAGE = ROOT / "liger_trainer"
 GRAPHS = PACKAGE / "varlen" / "graphs"
 RAISED = ("NotCapturable", "DoesNotPay", "_turn_off")
-# Of functions that return a reason, or None.
+# Modules whose functions return a reason or None.
 RETURNED = {
     "trainers/cuda_graphs.py": ("why_not_captured", "why_not_by_arguments"),
     "varlen/graphs/snapshot.py": ("difference",),
     "varlen/graphs/side_effects.py": ("why_not",),
 }
-# In the report there is none with use_liger: false. The others are of rows, and the page links where they are told.
+# With use_liger: false there is no report. The others are about rows; the page links to where they are explained.
 ELSEWHERE = ("use_liger is false",)
 
 

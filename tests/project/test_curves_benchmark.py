@@ -1,4 +1,4 @@
-"""benchmarks/curves.py trains every arm on the rows of its seed, and what it calls different is different."""
+"""benchmarks/curves.py trains every arm on the rows of its seed, and reports only real differences."""
 
 import importlib.util
 import json
@@ -12,7 +12,7 @@ from benchmark_scripts import BENCHMARKS, benchmarks_on_path  # noqa: F401
 
 
 def test_rows_of_a_seed():
-    """Other seeds see the same rows in another order, and none sees those that are held out."""
+    """Other seeds see the same rows in another order, and never the held-out rows."""
     import curves
 
     rows = [[k, k] for k in range(10)]
@@ -41,7 +41,7 @@ def row_of(arm, *curve):
 
 
 def test_what_is_compared():
-    """Arms of one seed, and the seeds in bf16. An arm that has failed is compared with none."""
+    """Compares arms of one seed, and the seeds in bf16. A failed arm is compared with nothing."""
     import curves
 
     rows = [row_of("bf16:0", 3.0, 2.0), row_of("bf16:1", 3.5, 2.1), row_of("fp8:0", 3.1, 1.75), row_of("lora:0", 4.0)]
@@ -62,7 +62,7 @@ def test_ours_is_compared_with_stock_and_the_seeds_of_stock():
 
 
 def run(tmp_path, model, *arms):
-    """(the record of 20 steps on a tiny model, the file it is in)"""
+    """(the record of 20 steps on a tiny model, its file)"""
     source = np.random.default_rng(0)
     np.savez(tmp_path / "rows.npz", ids=source.integers(0, 128256, 24 * 12), offsets=np.arange(25) * 12)
     path = tmp_path / "record.json"
@@ -77,7 +77,7 @@ def run(tmp_path, model, *arms):
 
 @pytest.mark.slow
 def test_a_run(tmp_path):
-    """The record has a row for each arm, also for one that fails, and makes a table."""
+    """The record has a row for each arm, a failed one too, and makes a table."""
     import _tables
 
     record, path = run(tmp_path, "tiny", "bf16:0", "fp8:0")
@@ -105,7 +105,7 @@ def test_adapters_of_ours_and_of_trl(tmp_path):
 
 @pytest.mark.slow
 def test_a_run_of_a_mixture_of_experts(tmp_path):
-    """Ours trains beside TRL's trainer, with the router's loss."""
+    """Trains ours and TRL's trainer with the router's loss."""
     ours, stock, compared = run(tmp_path, "tiny-moe", "16bit:0", "16bit+stock:0")[0]["rows"]
     assert "experts 2/2" in ours["patched"] and stock["patched"] is None
     assert len(ours["router_curve"]) == 2 and ours["router_curve"] == pytest.approx(stock["router_curve"], rel=1e-2)

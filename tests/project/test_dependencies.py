@@ -1,4 +1,4 @@
-"""What the packages import is declared in pyproject.toml, as a dependency or as an extra."""
+"""Everything the packages import is declared in pyproject.toml, as a dependency or as an extra."""
 
 import ast
 import re
@@ -8,9 +8,10 @@ import tomllib
 from checkout import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-NAMES = {"PIL": "pillow", "yaml": "pyyaml", "huggingface_hub": "huggingface-hub"}  # of distributions, where they differ
+# names of distributions, where they differ
+NAMES = {"PIL": "pillow", "yaml": "pyyaml", "huggingface_hub": "huggingface-hub"}
 OURS = ("liger_trainer", "liger_triton")
-# axolotl loads our plugin. So it is there when that file is imported, and pydantic with it.
+# axolotl loads our plugin. So axolotl, and pydantic with it, is there when that file is imported.
 HOSTS = {"axolotl", "pydantic"}
 
 
@@ -19,7 +20,7 @@ def names_of(requirements):
 
 
 def imported():
-    """Return the distributions that the packages import, each with one of the files that do."""
+    """Return the distributions that the packages import, each with one of the importing files."""
     found = {}
     for path in [*(ROOT / "liger_trainer").rglob("*.py"), *(ROOT / "kernels").rglob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text())):
@@ -43,5 +44,5 @@ def test_imports_are_declared():
     assert undeclared == {}
 
 
-def test_what_is_declared_is_imported():
+def test_declared_dependencies_are_imported():
     assert names_of(PROJECT["dependencies"]) <= imported().keys()

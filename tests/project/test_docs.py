@@ -1,4 +1,4 @@
-"""What README, CONTRIBUTING and docs/ tell a reader to open, import and run is there."""
+"""Everything that README, CONTRIBUTING and docs/ tell a reader to open, import and run exists."""
 
 import ast
 import importlib
@@ -19,7 +19,7 @@ from liger_trainer.command.recipe.shipped_files import find_shipped
 
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
-# Pages that are no documentation, but have links.
+# Pages other than documentation that have links.
 FRONT = [
     *(ROOT / name for name in ("CHANGELOG.md", "SECURITY.md", "CODE_OF_CONDUCT.md")),
     ROOT / "kernels" / "README.md",
@@ -37,7 +37,7 @@ def prose(page):
 
 
 def anchors(page):
-    """The anchors of the headings, as both GitHub and the site spell them."""
+    """The anchors of the headings, as GitHub and as the site spell them."""
     titles = re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)
     plain = [re.sub(r"[^\w\s-]", "", title).strip().lower() for title in titles]
     return {re.sub(r"\s+", "-", title) for title in plain}
@@ -139,13 +139,13 @@ def test_the_reference_has_every_public_name():
 
 
 def exists(name):
-    """Whether a dotted name can be imported, or stands in the source of a module that needs a tool to be imported."""
+    """True if a dotted name can be imported, or stands in the source of a module that needs a tool to be imported."""
     module, _, member = name.rpartition(".")
     if importlib.util.find_spec(module) is None:
         return False
     try:
         return hasattr(importlib.import_module(module), member) or importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:  # the part before `member` is no package, so that it has no modules
+    except ModuleNotFoundError:  # the part before `member` is a module without modules
         return False
     except ImportError:
         return re.search(rf"^(?:class|def) {member}\b", Path(importlib.util.find_spec(module).origin).read_text(), re.M)
@@ -153,8 +153,10 @@ def exists(name):
 
 @pytest.mark.parametrize("page", by_name(PAGES))
 def test_names_can_be_imported(page):
-    """Dotted names anywhere on a page; names of ours without a module come from the package or the reference."""
-    text, examples = page.read_text(), {"liger_triton.relu2"}  # a kernel to come, in "Adding something"
+    """Dotted names anywhere on a page exist; names of ours without a module come from the package or the reference."""
+    # a planned kernel, in "Adding something"
+    text = page.read_text()
+    examples = {"liger_triton.relu2"}
     dotted = set(re.findall(r"\bliger_(?:trainer|triton)(?:\.\w+)+", text)) - examples
     assert not [name for name in dotted if not exists(name)]
     reference = re.findall(r"^::: [\w.]+\.(\w+)$", (DOCS / "reference.md").read_text(), re.MULTILINE)
@@ -162,8 +164,8 @@ def test_names_can_be_imported(page):
     assert not [name for name in bare if not hasattr(liger_trainer, name)]
 
 
-def test_rows_of_ones_own_as_get_started_says(tmp_path, monkeypatch, capsys):
-    """The rows, the recipe and the Python of the page, with a tiny model for the one that it names."""
+def test_own_rows_train_as_get_started_says(tmp_path, monkeypatch, capsys):
+    """Runs the page's rows, recipe and Python with a tiny model in place of its model."""
     (recipe,), (rows,) = (blocks(DOCS / "get_started.md", language) for language in ("yaml", "json"))
     monkeypatch.chdir(tmp_path)
     write_model(tmp_path / "tiny")
@@ -173,8 +175,16 @@ def test_rows_of_ones_own_as_get_started_says(tmp_path, monkeypatch, capsys):
     assert all(json.loads(line)["output"] for line in rows.splitlines())
     Path("my_recipe.yaml").write_text(recipe)
     code, out, err = command(
-        capsys, "train", "my_recipe.yaml", "--model_name_or_path", "tiny", "--bf16", "false", "--max_steps", "1",
-    )  # fmt: skip
+        capsys,
+        "train",
+        "my_recipe.yaml",
+        "--model_name_or_path",
+        "tiny",
+        "--bf16",
+        "false",
+        "--max_steps",
+        "1",
+    )
     assert code == 0, err
     assert f"model    {keys['output_dir']}" in out
     assert "not logged" not in out and "not counted" not in out, "the page says that the loss and the speed are printed"
@@ -192,13 +202,13 @@ def test_type_checkers_may_read_the_hints(package):
 
 @pytest.mark.parametrize("page", by_name([*PAGES, *FRONT]))
 def test_sentences_name_who_acts(page):
-    """By these words a sentence says less than the reader needs."""
+    """These words hide from the reader who acts."""
     words = r"\b(?:nobody|somebody|whoever|reckon\w*|numbers are others|that of which)\b"
     found = re.findall(words, prose(page), re.IGNORECASE)
     assert not found, "say which code, which user or which number"
 
 
-# Errors that troubleshooting quotes and other packages raise: the module whose source has them.
+# Errors of other packages that troubleshooting quotes: the module whose source has them.
 FOREIGN = {
     "requires a shared vocabulary": "trl.trainer.distillation_trainer",
     "Your setup doesn't support bf16/gpu": "transformers.training_args",
@@ -209,7 +219,7 @@ OF_PYTHON = {"'NoneType' object is not subscriptable", "not enough values to unp
 
 
 def messages():
-    """Every string of the packages' source, of an f-string what stands between its values."""
+    """Every string of the packages' source; for f-strings, the text between their values."""
     for folder in (ROOT / "liger_trainer", ROOT / "kernels"):
         for path in folder.rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text())):
@@ -231,6 +241,7 @@ def test_troubleshooting_quotes_errors_that_exist():
             assert quote in source, f"{FOREIGN[quote]} no longer says {quote!r}"
             continue
         parts = [part.strip() for part in quote.split("...") if part.strip()]
-        if not any(all(part in message for part in parts) for message in known):
+        said = [message for message in known if all(part in message for part in parts)]
+        if not said:
             missing.append(quote)
     assert len(quotes) >= 10 and not missing

@@ -1,4 +1,4 @@
-"""The two arms of benchmarks/eagle.py compute the same loss and gradient, and a wrong one is flagged."""
+"""Both arms of benchmarks/eagle.py compute the same loss and gradient, and a wrong arm is flagged."""
 
 import copy
 

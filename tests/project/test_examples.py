@@ -1,4 +1,4 @@
-"""The scripts and the notebook of examples/ train as they stand: a tiny model, no GPU, no network."""
+"""The scripts and the notebook of examples/ train as written: with a tiny model, without GPU or network."""
 
 import json
 import math
@@ -25,7 +25,7 @@ PAIRS = [
     for i in range(16)
 ]
 ANSWERS = [{"prompt": f"w{3 + i} w4 w5", "completion": f" w{6 + i} w8 w10 w11 w12"} for i in range(20)]
-ROWS = {  # of the file that each script reads
+ROWS = {  # in the file that each script reads
     "sft": INSTRUCTIONS,
     "dpo": PAIRS,
     "own_loop": INSTRUCTIONS,
@@ -94,9 +94,9 @@ def test_script_needs_no_permission(name):
 
 @pytest.mark.parametrize("old_gpu", [False, True], ids=["fused", "stock"])
 def test_notebook(old_gpu, model, losses, tmp_path, monkeypatch, capsys):
-    """Each cell in turn, in one namespace, as a notebook runs it. `%pip` lines install, and are left out.
+    """Runs each cell in turn in one namespace, like a notebook. Leaves out the `%pip` lines.
 
-    The choice for an old GPU is made here, without fp16, which a CPU refuses.
+    Makes the choice for an old GPU, but without fp16, which a CPU refuses.
     """
     monkeypatch.setenv("MODEL", str(model))
     monkeypatch.setenv("ROWS", str(write_lines(tmp_path / "rows.jsonl", INSTRUCTIONS)))

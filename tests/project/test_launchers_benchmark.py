@@ -1,4 +1,4 @@
-"""benchmarks/launchers.py starts what it says, compares losses, and times a real run, also one that is killed."""
+"""benchmarks/launchers.py starts what it says, compares losses, and times a real run and one that is killed."""
 
 import json
 
@@ -61,10 +61,27 @@ def test_a_killed_run_has_the_losses_of_the_others(tmp_path):
     record, data = tmp_path / "record.json", tmp_path / "rows.jsonl"
     write_rows(data, 60)
     runs = ["accelerate:1", "torchrun:2", "killed:2"]
-    launchers.main([
-        "quickstart", "--model", "tiny", "--data", str(data), "--config", "ddp", "--steps", "6", "--skip", "2",
-        "--runs", *runs, "--folder", str(tmp_path / "kept"), "--json", str(record),
-    ])  # fmt: skip
+    launchers.main(
+        [
+            "quickstart",
+            "--model",
+            "tiny",
+            "--data",
+            str(data),
+            "--config",
+            "ddp",
+            "--steps",
+            "6",
+            "--skip",
+            "2",
+            "--runs",
+            *runs,
+            "--folder",
+            str(tmp_path / "kept"),
+            "--json",
+            str(record),
+        ]
+    )
     rows = json.loads(record.read_text())["rows"]
     assert [row["run"] for row in rows] == runs and not [row["note"] for row in rows if "note" in row]
     assert [row["resumed"] for row in rows] == [None, None, 4]

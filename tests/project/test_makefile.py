@@ -1,4 +1,4 @@
-"""What `make quickstart` and `make test` install, from an interpreter that writes down what it is asked."""
+"""`make quickstart` and `make test` install the right things, as an interpreter that records its arguments shows."""
 
 import os
 import re
@@ -28,9 +28,9 @@ pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="make is no
 
 
 def made(folder, target, *variables, cpu_build="yes"):
-    """(what `make target` printed, what it asked of Python and pip) without a GPU and without PyTorch."""
+    """(output of `make target`, what it asked of Python and pip) without a GPU and without PyTorch."""
     for name in ("Makefile", "pyproject.toml"):
-        shutil.copy2(ROOT / name, folder / name)  # as old as it is, so that make does nothing twice
+        shutil.copy2(ROOT / name, folder / name)  # keep its age, so that make does nothing twice
     python = folder / "python-of-test"
     python.write_text(INTERPRETER)
     python.chmod(0o755)
@@ -83,7 +83,7 @@ def test_the_oldest_and_the_newest(which, tmp_path):
 
 
 def test_the_versions_that_were_tried():
-    """README.md names those of pyproject.toml, and the oldest are the oldest that an install accepts."""
+    """README.md names the versions of pyproject.toml, and the oldest are the oldest that an install accepts."""
     readme = (ROOT / "README.md").read_text()
     for name, versions in TRIED.items():
         assert list(versions) == ["torch", "triton", "transformers", "trl"]

@@ -1,4 +1,4 @@
-"""The two arms of benchmarks/medusa.py compute the same loss and gradient; benchmarks/medusa_real.py runs."""
+"""Both arms of benchmarks/medusa.py compute the same loss and gradient; benchmarks/medusa_real.py runs."""
 
 import argparse
 import json
@@ -47,19 +47,33 @@ def test_real(tmp_path, capsys):
 
     write_model(tmp_path / "model")
     write_rows(tmp_path / "rows.jsonl", 20)
-    # A random model seldom ends an answer: let it end with one token of five.
+    # A random model seldom ends an answer, so it ends with one token in five.
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     model.generation_config.eos_token_id = list(range(0, 131, 5))
     model.save_pretrained(tmp_path / "model")
-    medusa_real.main([
-        "--model", str(tmp_path / "model"), "--data", str(tmp_path / "rows.jsonl"), "--max-new-tokens", "16",
-        "--epochs", "8", "--batch", "4", "--learning-rate", "0.02",
-        "--json", str(tmp_path / "record.json"),
-    ])  # fmt: skip
+    medusa_real.main(
+        [
+            "--model",
+            str(tmp_path / "model"),
+            "--data",
+            str(tmp_path / "rows.jsonl"),
+            "--max-new-tokens",
+            "16",
+            "--epochs",
+            "8",
+            "--batch",
+            "4",
+            "--learning-rate",
+            "0.02",
+            "--json",
+            str(tmp_path / "record.json"),
+        ]
+    )
     record = json.loads((tmp_path / "record.json").read_text())
-    assert "18 prompts to train on" in (out := capsys.readouterr().out) and "2 held out" in out
+    out = capsys.readouterr().out
+    assert "18 prompts to train on" in out and "2 held out" in out
     assert record["before"]["rows"] == record["after"]["rows"] == 2
     first, *_, last = record["losses"].values()
     assert last < first

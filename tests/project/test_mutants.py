@@ -1,4 +1,4 @@
-"""The changed lines of `tests/support/mutants.py` are lines of the package, and the tests that should notice exist."""
+"""The lines that `tests/support/mutants.py` changes are in the package, and the tests that should notice exist."""
 
 import pytest
 from checkout import ROOT

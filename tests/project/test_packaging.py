@@ -1,4 +1,4 @@
-"""A wheel, an sdist and an editable install each find recipes/ and configs/, and carry both packages."""
+"""A wheel, an sdist and an editable install all find recipes/ and configs/, and carry both packages."""
 
 import os
 import re
@@ -25,7 +25,7 @@ SHIPPED = {
 CHECK = """
 import site, sys
 before = list(sys.path)
-site.addsitedir(sys.argv[1])  # reads .pth files, of which an editable install consists
+site.addsitedir(sys.argv[1])  # reads the .pth files of an editable install
 # To the front: the environment that runs the tests may have an installation of its own.
 sys.path[:] = [path for path in sys.path if path not in before] + before
 import importlib.util, liger_trainer
@@ -45,7 +45,7 @@ def run(*argv, cwd):
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
-    """The sdist, and the wheel built from that sdist, without network."""
+    """The sdist, and the wheel built from it, without network."""
     pytest.importorskip("build")
     pytest.importorskip("hatchling")
     out = tmp_path_factory.mktemp("dist")
@@ -54,7 +54,7 @@ def built(tmp_path_factory):
 
 
 def installed(target, cwd):
-    """File of liger_trainer, file of liger_triton, folder of configs, and the recipes' names, as seen from `cwd`."""
+    """File of liger_trainer, file of liger_triton, configs folder, and names of recipes, as seen from `cwd`."""
     trainer, triton, configs, *names = run(sys.executable, "-c", CHECK, target, cwd=cwd).splitlines()
     assert {"quickstart", "llama3_8b/sft_alpaca", "llama3_8b/sft_alpaca_lora"} <= set(names)
     assert (Path(configs) / "fsdp2.yaml").is_file()
@@ -64,9 +64,20 @@ def installed(target, cwd):
 def pip_install(target, *what, cwd):
     pytest.importorskip("pip")
     run(
-        sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index",
-        "--no-compile", "--target", target, *what, cwd=cwd,
-    )  # fmt: skip
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "--no-index",
+        "--no-compile",
+        "--target",
+        target,
+        *what,
+        cwd=cwd,
+    )
 
 
 def test_sdist(built):
@@ -85,7 +96,7 @@ def test_wheel(built, tmp_path):
     assert {f"liger_trainer/{name}" for name in SHIPPED} <= names
     assert {"liger_trainer/command/main.py", "liger_triton/rms_norm.py"} <= names
     texts = {"liger_trainer/trainers/model_card.md", "liger_trainer/data/chat_templates/chatml.jinja"}
-    assert texts <= names, "files that are no code"
+    assert texts <= names, "files other than code"
     assert not {name for name in names if name.startswith(("kernels/", "tests/", "recipes/"))}
     metadata = next(name for name in names if name.endswith("entry_points.txt"))
     assert "liger-trainer = liger_trainer.command.main:main" in zipfile.ZipFile(built[1]).read(metadata).decode()
@@ -114,7 +125,7 @@ def test_triton_is_required_on_linux_only():
 
 
 def test_the_version_is_in_one_place(built):
-    """`liger_trainer.__version__` is the only one to edit. Names of images follow it."""
+    """`liger_trainer.__version__` is the only one to edit. The names of images follow it."""
     version = liger_trainer.__version__
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert "version" in project["dynamic"] and "version" not in project
@@ -128,7 +139,7 @@ def test_the_version_is_in_one_place(built):
 
 
 def test_the_image_has_what_the_wheel_is_built_from():
-    """A file that pyproject.toml names and the Dockerfile does not copy would fail the build of the image."""
+    """The image could not be built if the Dockerfile left out a file that pyproject.toml names."""
     pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text())
     wheel = pyproject["tool"]["hatch"]["build"]["targets"]["wheel"]
     named = [pyproject["project"]["readme"], *pyproject["project"]["license-files"], *wheel["force-include"]]

@@ -1,4 +1,4 @@
-"""What users import and type. A name that goes, or comes, is a decision: change it here and in docs/reference.md."""
+"""The names that users import and type. Adding or removing one is a decision: change this and docs/reference.md."""
 
 import ast
 import dataclasses
@@ -18,35 +18,85 @@ from liger_trainer.command.recipe.keys import RecipeArguments
 from liger_trainer.patching import check_config
 
 KERNEL_MODULES = {  # public in both packages
-    "LigerRMSNorm", "LigerLayerNorm", "LigerSwiGLUMLP", "LigerGEGLUMLP", "LigerCrossEntropyLoss",
+    "LigerRMSNorm",
+    "LigerLayerNorm",
+    "LigerSwiGLUMLP",
+    "LigerGEGLUMLP",
+    "LigerCrossEntropyLoss",
     "LigerFusedLinearCrossEntropyLoss",
-}  # fmt: skip
+}
 TRAINERS = ("SFT", "DPO", "ORPO", "CPO", "KTO", "GRPO", "RLOO", "Reward", "Distillation")
 NAMES = {
-    "LigerTrainer", "LigerTrainingArguments", "LigerMedusaConfig", "MedusaHeads", "LigerMedusaTrainer", "LigerReport",
-    "LigerEagleConfig", "EagleDrafter", "LigerEagleTrainer",
-    "apply_liger", "remove_liger", "AutoLigerKernelForCausalLM", "Mxfp4Config", *KERNEL_MODULES,
+    "LigerTrainer",
+    "LigerTrainingArguments",
+    "LigerMedusaConfig",
+    "MedusaHeads",
+    "LigerMedusaTrainer",
+    "LigerReport",
+    "LigerEagleConfig",
+    "EagleDrafter",
+    "LigerEagleTrainer",
+    "apply_liger",
+    "remove_liger",
+    "AutoLigerKernelForCausalLM",
+    "Mxfp4Config",
+    *KERNEL_MODULES,
     *(f"Liger{name}{kind}" for name in TRAINERS for kind in ("Config", "Trainer")),
-}  # fmt: skip
-MODULES = {  # where else something public is imported from
+}
+MODULES = {  # other modules with public names
     "liger_trainer.losses": {
-        "cpo_loss", "dpo_loss", "kto_loss", "linear_loss", "orpo_loss", "sequence_logprobs", "simpo_loss",
+        "cpo_loss",
+        "dpo_loss",
+        "kto_loss",
+        "linear_loss",
+        "orpo_loss",
+        "sequence_logprobs",
+        "simpo_loss",
     },
     "liger_trainer.data.rewards": {"boxed_answer", "REWARDS"},
     "liger_trainer.patching": {"OPERATIONS", "LigerReport", "apply_liger", "check_config", "remove_liger"},
     "liger_trainer.medusa.export": {"load_heads"},
     "liger_trainer.integrations.callback": {"LigerCallback"},
-}  # fmt: skip
+}
 KERNELS = {
-    "Divergence", "ExpertLoRA", "Float8", "Float8Form", "Float8Matrices", "Float8RowwiseForm", "Float8Weight",
-    "HeadsLoss", "LogProbs", "MXFP4Weight", "TokenRanks", "add_rms_norm", "cross_entropy", "dequantize_mxfp4",
-    "experts", "float8_cast", "float8_linear", "frozen_float8_linear",
-    "gated_rms_norm", "geglu", "layer_norm", "linear_cross_entropy", "linear_divergence",
-    "linear_heads_cross_entropy", "linear_heads_kl", "linear_logprobs", "linear_token_ranks", "lora_linear",
-    "lora_mlp", "rms_norm", "rollout_attention", "rope", "row_attention", "short_conv", "swiglu",
+    "Divergence",
+    "ExpertLoRA",
+    "Float8",
+    "Float8Form",
+    "Float8Matrices",
+    "Float8RowwiseForm",
+    "Float8Weight",
+    "HeadsLoss",
+    "LogProbs",
+    "MXFP4Weight",
+    "TokenRanks",
+    "add_rms_norm",
+    "cross_entropy",
+    "dequantize_mxfp4",
+    "experts",
+    "float8_cast",
+    "float8_linear",
+    "frozen_float8_linear",
+    "gated_rms_norm",
+    "geglu",
+    "layer_norm",
+    "linear_cross_entropy",
+    "linear_divergence",
+    "linear_heads_cross_entropy",
+    "linear_heads_kl",
+    "linear_logprobs",
+    "linear_token_ranks",
+    "lora_linear",
+    "lora_mlp",
+    "rms_norm",
+    "rollout_attention",
+    "rope",
+    "row_attention",
+    "short_conv",
+    "swiglu",
     "token_ranks",
     *KERNEL_MODULES,
-}  # fmt: skip
+}
 SCORED_PAIRS = {"LigerORPOConfig", "LigerCPOConfig"}
 SHARING = {f"Liger{name}Config" for name in ("DPO", "GRPO", "RLOO", "Reward")}
 ONLINE = {"LigerGRPOConfig", "LigerRLOOConfig"}
@@ -70,20 +120,53 @@ OF_ONE_CONFIG = {
     "LigerTrainingArguments": {"router_aux_loss"},  # TRL averages it
     "LigerSFTConfig": {"train_mtp"},
 }
-NEWER_NAMES = {"activation_checkpointing", "activation_checkpointing_kwargs"}  # which older transformers lacks
+NEWER_NAMES = {"activation_checkpointing", "activation_checkpointing_kwargs"}  # older transformers lack it
 COMMANDS = {
-    "train", "recipes", "init", "path", "fit", "verify", "chat", "compare", "doctor", "evaluate", "merge",
-    "medusa-eval", "medusa-export", "eagle-eval", "export",
-}  # fmt: skip
+    "train",
+    "recipes",
+    "init",
+    "path",
+    "fit",
+    "verify",
+    "chat",
+    "compare",
+    "doctor",
+    "evaluate",
+    "merge",
+    "medusa-eval",
+    "medusa-export",
+    "eagle-eval",
+    "export",
+    "mtp-eval",
+}
 RECIPES = {
-    "quickstart", "quickstart_dpo", "quickstart_medusa", "llama3_8b/sft_alpaca", "llama3_8b/sft_alpaca_lora",
-    "llama3_8b/sft_alpaca_qlora", "llama3_8b/sft_qlora_16gb", "llama3_8b/sft_qlora_24gb",
-    "llama3_8b/dpo_ultrafeedback", "llama3_8b/orpo", "llama3_8b/kto", "llama3_8b/grpo", "llama3_8b/reward",
-    "llama3_8b/medusa_stage1", "llama3_8b/medusa_stage2", "llama3_8b/eagle3", "llama3_2_3b/sft_lora_24gb",
-    "qwen2_5_vl_3b/sft", "qwen3_30b_a3b/sft_lora", "gpt_oss_20b/sft_lora", "gpt_oss_20b/sft_lora_16gb",
-    "qwen3_5_4b/sft_lora_16gb", "qwen3_5_9b/sft_qlora_24gb", "qwen3_5_35b_a3b/sft_lora", "gemma4_e4b/sft_lora",
+    "quickstart",
+    "quickstart_dpo",
+    "quickstart_medusa",
+    "llama3_8b/sft_alpaca",
+    "llama3_8b/sft_alpaca_lora",
+    "llama3_8b/sft_alpaca_qlora",
+    "llama3_8b/sft_qlora_16gb",
+    "llama3_8b/sft_qlora_24gb",
+    "llama3_8b/dpo_ultrafeedback",
+    "llama3_8b/orpo",
+    "llama3_8b/kto",
+    "llama3_8b/grpo",
+    "llama3_8b/reward",
+    "llama3_8b/medusa_stage1",
+    "llama3_8b/medusa_stage2",
+    "llama3_8b/eagle3",
+    "llama3_2_3b/sft_lora_24gb",
+    "qwen2_5_vl_3b/sft",
+    "qwen3_30b_a3b/sft_lora",
+    "gpt_oss_20b/sft_lora",
+    "gpt_oss_20b/sft_lora_16gb",
+    "qwen3_5_4b/sft_lora_16gb",
+    "qwen3_5_9b/sft_qlora_24gb",
+    "qwen3_5_35b_a3b/sft_lora",
+    "gemma4_e4b/sft_lora",
     "granite4_h_tiny/sft_lora",
-}  # fmt: skip
+}
 CONFIGS = {
     "configs/single_gpu",
     "configs/ddp",
@@ -110,7 +193,7 @@ def test_the_old_name_of_the_medusa_config():
 
 
 def test_type_checkers_see_the_names_of_the_package():
-    """The imports under `TYPE_CHECKING` and the table that is used when a program runs name the same, and no more."""
+    """The imports under `TYPE_CHECKING` and the table used at run time name the same things."""
     body = ast.parse(Path(liger_trainer.__file__).read_text()).body
     (block,) = [node for node in body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
     imported = [(alias.name, alias.asname, node.module) for node in block.body for alias in node.names]
@@ -131,7 +214,7 @@ def test_names_of_the_kernels():
 
 
 @pytest.mark.parametrize("name", ["LigerTrainingArguments", *(f"Liger{name}Config" for name in TRAINERS)])
-def test_options_beside_the_stock_ones(name):
+def test_our_options_are_listed(name):
     own = getattr(liger_trainer, name)
     stock = next(base for base in own.__mro__ if base.__module__.partition(".")[0] in ("trl", "transformers"))
     names, stock_names = ({f.name for f in dataclasses.fields(each)} for each in (own, stock))

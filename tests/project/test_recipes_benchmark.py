@@ -1,4 +1,4 @@
-"""benchmarks/recipes.py starts each shipped recipe with rows of its trainer, and then the commands of its header."""
+"""benchmarks/recipes.py starts each shipped recipe with rows for its trainer, and then the commands of its header."""
 
 import json
 
@@ -34,5 +34,6 @@ def test_a_recipe_gets_rows_of_its_trainer(name, tmp_path):
         "eagle": ["eagle-eval", "export"],
     }
     assert then == heads.get(given.get("trainer"), [])
-    if stage1 := recipe.training.to_dict().get("medusa_init_heads_from"):
+    stage1 = recipe.training.to_dict().get("medusa_init_heads_from")
+    if stage1:
         assert stage1 == str(options.folder / "outputs/llama3_8b/medusa_stage1")

@@ -1,4 +1,4 @@
-"""The packages as rooms: who may import whom, nothing private across them, and files that can be read at a sitting."""
+"""The packages as rooms: layers of imports, nothing private across rooms, and files short enough to read in one go."""
 
 import ast
 from graphlib import TopologicalSorter
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from checkout import ROOT
 
-LAYERS = (  # a module imports from its own layer and from those before it
+LAYERS = (  # a module imports from its own layer and from earlier ones
     ("liger_triton",),
     ("_logging", "errors", "feature", "paths"),
     ("data",),
@@ -51,23 +51,25 @@ REASONS = {
 
 
 def room(path: Path) -> str:
-    """The room of a file: its first folder in `liger_trainer`, the first two where it has rooms, or `liger_triton`."""
+    """The room of a file: its first folder in `liger_trainer`, the first two if it has rooms, or `liger_triton`."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     return "liger_triton" if parts[0] == "kernels" else _room(parts[1:])
 
 
 def _room(parts: tuple[str, ...]) -> str:
-    """The room of a module, by the parts of its name below `liger_trainer`."""
+    """The room of a module, from its name's parts below `liger_trainer`."""
     inner = ".".join(parts[:2])
     return inner if parts[0] == "command" or inner in LEVEL else parts[0]
 
 
 def imports(path: Path):
-    """(module, name or None) of every import of ours in a file, inside functions too."""
+    """(module, name or None) for every import of our modules in a file, inside functions too."""
     package = ("liger_triton",) if room(path) == "liger_triton" else None
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom):
-            module = ".".join((*package, *((node.module,) if node.module else ()))) if node.level else node.module
+            module = node.module
+            if node.level:
+                module = ".".join((*package, node.module) if node.module else package)
             for alias in node.names:
                 yield module, alias.name
         elif isinstance(node, ast.Import):
@@ -79,8 +81,8 @@ def ours(module: str) -> bool:
     return module.partition(".")[0] in ("liger_trainer", "liger_triton")
 
 
-def host_bytes_allowed(module: str, name: str | None) -> str | None:
-    """The room that an import reaches into; None for the package itself, whose names are found when they are used."""
+def room_of(module: str, name: str | None) -> str | None:
+    """The room that an import reaches into; None for the package itself, which finds its names on use."""
     first, _, rest = module.partition(".")
     if first == "liger_triton":
         return first
@@ -98,7 +100,7 @@ def test_nothing_is_imported_from_above_or_from_another_room_s_private_names(pat
     for module, name in imports(path):
         if not ours(module):
             continue
-        there = host_bytes_allowed(module, name)
+        there = room_of(module, name)
         if there is None or there == here:
             continue
         assert LEVEL[there] < LEVEL[here], f"{here} imports {name or module} from {there}, which is not below it"
@@ -108,7 +110,7 @@ def test_nothing_is_imported_from_above_or_from_another_room_s_private_names(pat
 
 
 def test_no_two_files_import_each_other():
-    """Neither at once, nor over others, nor within functions, nor for types alone."""
+    """Not directly, through other files, within functions or for types alone."""
     names = {".".join(path.relative_to(ROOT).with_suffix("").parts).removeprefix("kernels."): path for path in FILES}
     graph = {}
     for file, path in names.items():
@@ -124,10 +126,11 @@ def test_files_can_be_read_at_a_sitting():
 
 
 def test_no_test_imports_another():
-    """What tests share is in tests/support or in a conftest.py, so that each file of tests can be moved or split."""
+    """Shared code is in tests/support or in a conftest.py, so that each test file can be moved or split."""
     found = {}
     for path in (ROOT / "tests").rglob("*.py"):
         parts = {part for module, name in imports(path) for part in (*(module or "").split("."), name or "")}
-        if names := sorted(part for part in parts if part.startswith("test_")):
+        names = sorted(part for part in parts if part.startswith("test_"))
+        if names:
             found[str(path.relative_to(ROOT))] = names
     assert not found

@@ -12,13 +12,13 @@ from checkout import ROOT
 
 pytestmark = pytest.mark.slow
 WIDTHS = {"desktop": 1300, "phone": 390}
-# Blocks and tables whose text is cut: they are wider than their box, and the box does not scroll.
+# Blocks and tables with cut text: they are wider than their box, and the box does not scroll.
 CUT_OFF = """() => [...document.querySelectorAll("article pre > code, article table")].filter(e => {
     const box = e.matches("code") ? e : e.parentElement
     const scrolls = ["auto", "scroll"].includes(getComputedStyle(box).overflowX)
     return box.scrollWidth > box.clientWidth + 1 && !scrolls
 }).map(e => e.textContent.slice(0, 80))"""
-# Blocks of code, but for what a command prints, that a reader would have to scroll.
+# Code blocks that a reader would have to scroll, except the output of commands.
 SCROLLING = """() => [...document.querySelectorAll("article div:not(.language-text) > pre > code")]
     .filter(e => e.scrollWidth > e.clientWidth + 1).map(e => e.textContent.slice(0, 80))"""
 
@@ -28,9 +28,11 @@ def site(tmp_path_factory):
     pytest.importorskip("material")
     folder = tmp_path_factory.mktemp("site")
     done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", folder], cwd=ROOT, capture_output=True,
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", folder],
+        cwd=ROOT,
+        capture_output=True,
         text=True,
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
 
@@ -52,7 +54,7 @@ def browser():
     sync_api = pytest.importorskip("playwright.sync_api")
     path = os.environ.get("BROWSER")
     with sync_api.sync_playwright() as play:
-        args = ["--no-sandbox"]  # containers forbid what it needs
+        args = ["--no-sandbox"]  # containers forbid what its sandbox needs
         browser = play.chromium.launch(executable_path=path or None, args=args)
         yield browser
         browser.close()

@@ -1,4 +1,4 @@
-"""benchmarks/small_steps.py trains every arm on the same rows, and has seen the rows on the clock before."""
+"""benchmarks/small_steps.py trains every arm on the same rows, and has seen the timed rows before."""
 
 import argparse
 import json
@@ -46,7 +46,7 @@ def _tokenizer():
     return _steps.tokenizer_of()
 
 
-def test_what_fails_is_a_row_that_says_why(tmp_path, capsys):
+def test_a_failure_is_a_row_that_says_why(tmp_path, capsys):
     import small_steps
 
     options = options_of(tmp_path, arm="ours_captured", rows=["128"])

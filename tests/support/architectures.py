@@ -1,6 +1,6 @@
-"""Every causal LM of the installed transformers, built tiny and trained a step beside itself with everything swapped.
+"""Build every causal LM of the installed transformers at a tiny size, and train one step with and without our swaps.
 
-`compare(model_type)` is one of them. As a script this file compares those that are named, or all of them, and with
+`compare(model_type)` compares one model type. As a script, this file compares the named ones, or all of them; with
 `--write` it writes the section "Which models" of docs/architecture.md:
 
     python tests/support/architectures.py [--write] [model type ...]
@@ -29,43 +29,112 @@ from transformers.models.auto.modeling_auto import (
 from liger_trainer.head.module import output_head
 from liger_trainer.patching import apply_liger
 
-LIMIT = 2e-4  # fp32, of the largest element of a gradient; a wrong stand-in is off by 1e-2 and more
-CHUNK = 3  # rows of logits that the fused head has at a time here
+LIMIT = 2e-4  # fp32, relative to the largest element of a gradient; a wrong replacement is off by 1e-2 or more
+CHUNK = 3  # rows of logits that the fused head holds at a time here
 MAX_PARAMETERS = 30_000_000
 MODEL_TYPES = sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES})
 PAGE = ROOT / "docs" / "architecture.md"
 BEGIN, END = (f"<!-- {word} models -->\n" for word in ("begin", "end"))
 
-# What a config has of these is set: sizes, and scales and caps that show when they are left out.
+# Config fields that are set where a config has them: sizes, plus scales and caps whose loss would show.
 SMALL = {
-    "vocab_size": 131, "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1,
-    "eos_token_id": 2, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_inner": 48, "n_positions": 128, "d_model": 64,
-    "n_layers": 2, "n_heads": 4, "num_layers": 2, "num_heads": 4, "ffn_dim": 48, "rotary_dim": 8, "sliding_window": 16,
-    "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 48, "encoder_layers": 2,
-    "encoder_attention_heads": 4, "encoder_ffn_dim": 48, "word_embed_proj_dim": 64, "embedding_size": 64,
-    "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
-    "topk_group": 1, "top_k": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24,
-    "moe_num_experts": 4, "moe_k": 2, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "v_head_dim": 8,
-    "qk_nope_head_dim": 8, "qk_head_dim": 16, "first_k_dense_replace": 1, "linear_num_key_heads": 2,
+    "vocab_size": 131,
+    "hidden_size": 64,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "n_embd": 64,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_inner": 48,
+    "n_positions": 128,
+    "d_model": 64,
+    "n_layers": 2,
+    "n_heads": 4,
+    "num_layers": 2,
+    "num_heads": 4,
+    "ffn_dim": 48,
+    "rotary_dim": 8,
+    "sliding_window": 16,
+    "decoder_layers": 2,
+    "decoder_attention_heads": 4,
+    "decoder_ffn_dim": 48,
+    "encoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "encoder_ffn_dim": 48,
+    "word_embed_proj_dim": 64,
+    "embedding_size": 64,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "top_k": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 24,
+    "moe_num_experts": 4,
+    "moe_k": 2,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "qk_head_dim": 16,
+    "first_k_dense_replace": 1,
+    "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8, "linear_value_head_dim": 8, "mamba_d_state": 8, "mamba_n_heads": 4, "mamba_d_head": 32,
-    "mamba_expand": 2, "global_head_dim": 16, "vocab_size_per_layer_input": 131, "hidden_size_per_layer_input": 8,
-    "depth": 1, "out_hidden_size": 64, "embed_dim": 32, "image_size": 28, "patch_size": 14, "dim_model": 64,
-    "attention_hidden_size": 64, "lru_width": 64, "index_head_dim": 16, "index_n_heads": 2, "state_size": 8,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "mamba_d_state": 8,
+    "mamba_n_heads": 4,
+    "mamba_d_head": 32,
+    "mamba_expand": 2,
+    "global_head_dim": 16,
+    "vocab_size_per_layer_input": 131,
+    "hidden_size_per_layer_input": 8,
+    "depth": 1,
+    "out_hidden_size": 64,
+    "embed_dim": 32,
+    "image_size": 28,
+    "patch_size": 14,
+    "dim_model": 64,
+    "attention_hidden_size": 64,
+    "lru_width": 64,
+    "index_head_dim": 16,
+    "index_n_heads": 2,
+    "state_size": 8,
     "ssm_state_size": 8,
-}  # fmt: skip
+}
 SCALES = {
-    "final_logit_softcapping": 5.0, "attn_logit_softcapping": 20.0, "logits_soft_cap": 5.0,
-    "output_logit_soft_cap": 5.0, "logits_scaling": 3.0, "logit_scale": 0.3, "lm_head_multiplier": 0.4,
-    "output_multiplier": 0.4, "residual_multiplier": 0.5, "embedding_multiplier": 2.0, "attention_multiplier": 0.3,
-}  # fmt: skip
+    "final_logit_softcapping": 5.0,
+    "attn_logit_softcapping": 20.0,
+    "logits_soft_cap": 5.0,
+    "output_logit_soft_cap": 5.0,
+    "logits_scaling": 3.0,
+    "logit_scale": 0.3,
+    "lm_head_multiplier": 0.4,
+    "output_multiplier": 0.4,
+    "residual_multiplier": 0.5,
+    "embedding_multiplier": 2.0,
+    "attention_multiplier": 0.3,
+}
 ROPE = {"rope_type": "default", "rope_theta": 1e4}
-# What single configs need beside, by the model type of the config or of the part of it.
+# What single configs need in addition, by the model type of the config or of the part.
 OWN = {
-    "bailing_hybrid": {"num_expert_group": 2, "num_experts_per_token": 2, "num_experts": 4,
-                       "layer_types": ["linear_attention", "full_attention"],
-                       "mlp_layer_types": ["dense", "sparse"]},
+    "bailing_hybrid": {
+        "num_expert_group": 2,
+        "num_experts_per_token": 2,
+        "num_experts": 4,
+        "layer_types": ["linear_attention", "full_attention"],
+        "mlp_layer_types": ["dense", "sparse"],
+    },
     "bamba": {"attn_layer_indices": [1]},
     "big_bird": {"attention_type": "original_full"},
     "chameleon": {"vocabulary_map": {"<image>": 129, "IMGIMGAZ": 130}},
@@ -74,13 +143,18 @@ OWN = {
         "rope_parameters": {kind: ROPE for kind in ("full_attention", "sliding_attention")},
     },
     "cosmos3_edge_text": {"rope_parameters": ROPE | {"mrope_section": [2, 3, 3]}},
-    "dbrx": {"attn_config": {"rope_theta": 1e4, "kv_n_heads": 2, "clip_qkv": 8},
-             "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 64}},
+    "dbrx": {
+        "attn_config": {"rope_theta": 1e4, "kv_n_heads": 2, "clip_qkv": 8},
+        "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 64},
+    },
     "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"]},
     "dots1": {"n_shared_experts": 1},
     "dots3_note_text": {
-        "layer_types": ["indexed_attention", "indexed_attention"], "per_layer_config": None, "head_dim": 16,
-        "num_key_value_heads": 4, "shared_experts_intermediate_size": 24,
+        "layer_types": ["indexed_attention", "indexed_attention"],
+        "per_layer_config": None,
+        "head_dim": 16,
+        "num_key_value_heads": 4,
+        "shared_experts_intermediate_size": 24,
     },
     "ernie4_5_vl_moe_text": {"rope_parameters": ROPE | {"mrope_section": [3, 3, 2]}},
     "falcon_h1": {"mamba_d_ssm": 128},
@@ -103,21 +177,42 @@ OWN = {
     "muse_spark_audio": {"num_hidden_layers": 4},
     "qwen2_5_omni_thinker": {"vision_start_token_id": 120},
     "qwen3_omni_moe_thinker": {"vision_start_token_id": 120},
-    "qwen4_exp_text": {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 8,
-                       "indexer_compress_ratio": 4, "ngram_vocab_size_base": 50, "split_ngram_parts": 2,
-                       "hc_lowrank": 16, "ple_layer_ids": [1], "ple_embed_dim": 16},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 16,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 4,
+        "ngram_vocab_size_base": 50,
+        "split_ngram_parts": 2,
+        "hc_lowrank": 16,
+        "ple_layer_ids": [1],
+        "ple_embed_dim": 16,
+    },
     "radio": {"video_temporal_patch_size": 2},
-    "reformer": {"is_decoder": True, "hash_seed": 0, "attn_layers": ["local", "lsh"], "axial_pos_embds": False,
-                 "attention_head_size": 16, "feed_forward_size": 48, "num_buckets": 4,
-                 "hidden_dropout_prob": 0.0, "local_attention_probs_dropout_prob": 0.0},  # drawn from a seed of its own
+    "reformer": {
+        "is_decoder": True,
+        "hash_seed": 0,
+        "attn_layers": ["local", "lsh"],
+        "axial_pos_embds": False,
+        "attention_head_size": 16,
+        "feed_forward_size": 48,
+        "num_buckets": 4,
+        "hidden_dropout_prob": 0.0,
+        "local_attention_probs_dropout_prob": 0.0,
+    },  # drawn from its own seed
     "unlimited_ocr_text": {"num_key_value_heads": 4},
     "xlm": {"emb_dim": 64},
     "xmod": {"default_language": "en_XX"},
-    "zamba": {"num_hidden_layers": 3, "layers_block_type": ["mamba", "hybrid", "hybrid"],
-              "attention_head_dim": 32, "attention_hidden_size": 128},
+    "zamba": {
+        "num_hidden_layers": 3,
+        "layers_block_type": ["mamba", "hybrid", "hybrid"],
+        "attention_head_dim": 32,
+        "attention_hidden_size": 128,
+    },
     "zamba2": {"layers_block_type": ["mamba", "hybrid"], "attention_head_dim": 32, "attention_hidden_size": 128},
     "zaya": {"num_experts_per_tok": 1},
-}  # fmt: skip
+}
 MULTIMODAL_ROPE = ("qwen2_vl", "qwen2_5_vl", "qwen2_5_omni", "glm4v", "glm46v", "glm_ocr", "glmga", "paddleocr_vl")
 
 
@@ -137,13 +232,13 @@ class Comparison:
 
     @property
     def whole(self) -> bool:
-        """Whether it trains the same step with its head fused and every module of each kind swapped."""
+        """True if it trains the same step with its head fused and every module of each kind swapped."""
         cells = {self.norms, self.rope, self.mlp, self.experts}
         return self.verdict == "same" and self.head == "fused" and cells <= {"", "all"} and not self.kept
 
     @property
     def line(self) -> str:
-        """Its row in the table of those in which something keeps its own code."""
+        """Its row in the table of models in which something keeps its own code."""
         verdict = self.verdict if self.verdict == "same" else f"**{self.verdict}**"
         cells = (self.model_type, verdict, self.head, self.norms, self.rope, self.mlp, self.experts)
         cells += ("; ".join(self.kept),)
@@ -151,7 +246,7 @@ class Comparison:
 
 
 def small_config(model_type):
-    """The default config with what it knows of `SMALL`, `SCALES` and `OWN`; its layer lists cut to two layers."""
+    """The default config with the fields of `SMALL`, `SCALES` and `OWN` that it has, cut to two layers."""
     default = AutoConfig.for_model(model_type).to_dict()
 
     def shrink(values, text):
@@ -162,7 +257,7 @@ def small_config(model_type):
         if "qk_rope_head_dim" in own:
             own |= {"head_dim": own["qk_rope_head_dim"], "num_key_value_heads": SMALL["num_attention_heads"]}
         if text and str(values.get("model_type")).startswith(MULTIMODAL_ROPE):
-            section = [1, 1, 2] if "moe" in values["model_type"] else [2, 3, 3]  # sums to half of what is rotary
+            section = [1, 1, 2] if "moe" in values["model_type"] else [2, 3, 3]  # half of the rotary dimensions
             own["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": section}
         kinds = values.get("layer_types")
         if isinstance(kinds, list) and kinds:
@@ -189,7 +284,7 @@ def build(model_type):
             return None, f"{size / 1e6:.0f}M parameters"
         torch.manual_seed(0)
         model = auto.from_config(config, dtype=torch.float32, attn_implementation="eager").train()
-    except Exception as error:  # noqa: BLE001 - a config that needs its own hand; counted and listed
+    except Exception as error:  # noqa: BLE001 - a config that needs settings of its own; counted and listed
         return None, _said(error)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -208,7 +303,8 @@ def _said(error) -> str:
 def left_padded_batch():
     """Two rows, the first padded on the left; the labels of padding and of a prompt are -100."""
     generator = torch.Generator().manual_seed(0)
-    ids, mask = torch.randint(3, 100, (2, 13), generator=generator), torch.ones(2, 13, dtype=torch.long)
+    ids = torch.randint(3, 100, (2, 13), generator=generator)
+    mask = torch.ones(2, 13, dtype=torch.long)
     ids[0, :4], mask[0, :4] = SMALL["pad_token_id"], 0
     labels = ids.clone()
     labels[0, :7] = labels[1, :3] = -100
@@ -216,11 +312,11 @@ def left_padded_batch():
 
 
 def step(model):
-    """Loss and gradients of the batch in training mode, from one seed; and the logits that the model returned."""
+    """Loss and gradients of the batch in training mode from one seed, and the logits that the model returned."""
     model.zero_grad()
-    transformers.set_seed(1)  # of dropout, where a config has some
+    transformers.set_seed(1)  # same dropout, where a config has some
     batch = left_padded_batch()
-    if "mm_token_type_ids" in inspect.signature(model.forward).parameters:  # all of them text
+    if "mm_token_type_ids" in inspect.signature(model.forward).parameters:  # all tokens are text
         batch["mm_token_type_ids"] = torch.zeros_like(batch["input_ids"])
     outputs = model(**batch, use_cache=False)
     if outputs.loss is None:
@@ -239,10 +335,10 @@ def compare(model_type) -> Comparison:
         return Comparison(model_type, "not built", reason)
     try:
         want, _ = step(model)
-        if any(not grad.isfinite().all() for grad in want[1].values()):  # of Qwen4 in transformers 5.17
+        if any(not grad.isfinite().all() for grad in want[1].values()):  # Qwen4 in transformers 5.17
             raise ValueError("its gradients with padding are not finite")
     except Exception as error:  # noqa: BLE001 - needs pixels, audio, ...
-        apply_liger(model)  # must not raise all the same
+        apply_liger(model)  # must not raise either
         return Comparison(model_type, "does not run", _said(error))
     start = time.perf_counter()
     report = apply_liger(model)
@@ -253,7 +349,7 @@ def compare(model_type) -> Comparison:
         patch.setattr("liger_triton._chunks._CPU_CHUNK_BYTES", 4 * vocab * CHUNK)
         try:
             got, logits = step(model)
-        except Exception as error:  # noqa: BLE001 - the caller is shown which
+        except Exception as error:  # noqa: BLE001 - the caller is shown the error
             found.verdict, found.detail = "raises", _said(error)
             return found
     if found.head == "fused" and (logits is not None or seen.rows > CHUNK):
@@ -265,7 +361,7 @@ def compare(model_type) -> Comparison:
 
 
 def swapped(report) -> dict:
-    """The cells of the table: how many modules of each kind were swapped, of how many; what was kept, and why."""
+    """The cells of the table: how many modules of each kind were swapped out of how many, what was kept, and why."""
     cells = {}
     kinds = {
         "norms": ("rms_norm", "layer_norm"),
@@ -276,11 +372,19 @@ def swapped(report) -> dict:
     for cell, operations in kinds.items():
         done = sum(len(report[op].swapped) for op in operations)
         found = sum(report[op].found for op in operations)
-        cells[cell] = "" if found == 0 else "all" if done == found else f"{done} of {found}"
+        if found == 0:
+            cells[cell] = ""
+        else:
+            cells[cell] = "all" if done == found else f"{done} of {found}"
     head = report["fused_linear_cross_entropy"]
-    cells["head"] = "fused" if head.swapped else "kept" if head.skipped else ""
-    reasons = [why for op in report.operations if op != "varlen_attention" for why in report[op].skipped.values()]
-    return cells | {"kept": tuple(dict.fromkeys(reasons))}  # with eager attention, padding is never left out
+    cells["head"] = "kept" if head.skipped else ""
+    if head.swapped:
+        cells["head"] = "fused"
+    reasons = []
+    for op in report.operations:
+        if op != "varlen_attention":
+            reasons += report[op].skipped.values()
+    return cells | {"kept": tuple(dict.fromkeys(reasons))}  # eager attention never leaves padding out
 
 
 KINDS = {"head": "LM head", "norms": "norms", "rope": "rotary", "mlp": "gated MLPs", "experts": "experts"}
@@ -314,7 +418,7 @@ Not compared, because they need pixels or audio, a package that is not installed
 
 
 def names(results) -> str:
-    """A paragraph of the model types, in code, so that each can be searched for."""
+    """A paragraph that names the model types in code style, so that a reader can search for each."""
     return textwrap.fill(", ".join(f"`{one.model_type}`" for one in results), 140, break_on_hyphens=False)
 
 
@@ -328,14 +432,21 @@ def section(results) -> str:
         counts.append(f"{name} {sum(cell in ('all', 'fused') for cell in having)} of {len(having)}")
     same = sum(one.verdict == "same" for one in ran)
     return TEXT.format(
-        version=transformers.__version__, limit=LIMIT, ran=len(ran), same=same, wrong=len(ran) - same,
-        kept=sum(bool(one.kept) for one in ran), counts=", ".join(counts), others=names(others),
-        whole=names(one for one in ran if one.whole), lines="\n".join(one.line for one in ran if not one.whole),
-    )  # fmt: skip
+        version=transformers.__version__,
+        limit=LIMIT,
+        ran=len(ran),
+        same=same,
+        wrong=len(ran) - same,
+        kept=sum(bool(one.kept) for one in ran),
+        counts=", ".join(counts),
+        others=names(others),
+        whole=names(one for one in ran if one.whole),
+        lines="\n".join(one.line for one in ran if not one.whole),
+    )
 
 
 def written() -> str:
-    """The section as the page has it."""
+    """The section as it stands on the page."""
     return PAGE.read_text().partition(BEGIN)[2].partition(END)[0]
 
 

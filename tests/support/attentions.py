@@ -1,4 +1,4 @@
-"""What the attention of every model type of the installed transformers runs by, as the report of `apply_liger` says.
+"""The attention that every model type of the installed transformers runs, as the report of `apply_liger` names it.
 
 As a script with `--write` this file writes the table of docs/padding.md (some minutes):
 
@@ -19,9 +19,15 @@ from liger_trainer import apply_liger
 PAGE = ROOT / "docs" / "padding.md"
 BEGIN, END = (f"<!-- {word} attention -->\n" for word in ("begin", "end"))
 OTHERS = {
-    "rms_norm": False, "layer_norm": False, "rope": False, "swiglu": False, "geglu": False, "experts": False,
-    "lora": False, "float8": False,
-}  # fmt: skip
+    "rms_norm": False,
+    "layer_norm": False,
+    "rope": False,
+    "swiglu": False,
+    "geglu": False,
+    "experts": False,
+    "lora": False,
+    "float8": False,
+}
 HEAD = """\
 | the decoder, as `trainer.liger_report` has it | model types of transformers {version} |
 |---|---|
@@ -29,7 +35,7 @@ HEAD = """\
 
 
 def without_dropout(model) -> None:
-    """With dropout, padded and unpadded rows draw other numbers."""
+    """Turn dropout off: padded and unpadded rows draw different numbers."""
     for module in model.modules():
         for name, value in list(vars(module).items()):
             if isinstance(value, float) and "drop" in name:
@@ -39,7 +45,7 @@ def without_dropout(model) -> None:
 
 
 def with_own_attention(model_type):
-    """(a tiny model with SDPA or, where its class has none, eager attention; None), or (None, why there is none)."""
+    """(tiny model, None) with SDPA, or with eager attention where its class has no SDPA; else (None, reason)."""
     model, reason = build(model_type)
     if model is None:
         return None, reason
@@ -52,7 +58,7 @@ def with_own_attention(model_type):
 
 
 def decoder_in(report) -> str:
-    """What a report says of the decoder of a model, on one line; towers are left out."""
+    """The report's line on a model's decoder, without its towers."""
     found = report["varlen_attention"]
     said = [*found.swapped.values(), *found.skipped.values(), *found.unsuited.values()]
     said = [text for text in said if not text.startswith("one attention for all")]
@@ -60,7 +66,7 @@ def decoder_in(report) -> str:
 
 
 def section(found: dict[str, str]) -> str:
-    """The table of `model type -> what the report says`, the words that most types share first."""
+    """The table `model type -> report`; the most common report comes first."""
     groups: dict[str, list[str]] = {}
     for model_type, said in found.items():
         groups.setdefault(said, []).append(f"`{model_type}`")
@@ -69,12 +75,12 @@ def section(found: dict[str, str]) -> str:
 
 
 def written() -> str:
-    """The table as the page has it."""
+    """The table as it stands on the page."""
     return PAGE.read_text().partition(BEGIN)[2].partition(END)[0]
 
 
 def documented(model_type: str) -> str | None:
-    """What the page says of a model type; None if it has none or is of another transformers."""
+    """The page's entry for a model type; None if the page lacks it or was written for another transformers."""
     if f"of transformers {transformers.__version__} |" not in written():
         return None
     rows = (line.split(" | ") for line in written().splitlines()[2:])

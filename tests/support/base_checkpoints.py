@@ -1,4 +1,4 @@
-"""Tiny bases on disk as real ones are: prediction layers that transformers does not load, and experts in MXFP4."""
+"""Tiny bases on disk in the form of real ones: prediction layers that transformers does not load, and MXFP4 experts."""
 
 import json
 
@@ -9,7 +9,7 @@ from tiny_models import tiny_model, tiny_tokenizer
 
 from liger_trainer.base_weights import shards
 
-# Per model type: the key in config.json that counts its prediction layers, and the names of such weights
+# Per model type: the key in config.json that counts its prediction layers, and the names of their weights
 KINDS = {
     "qwen3_next": ("mtp_num_hidden_layers", "mtp.layers.0.self_attn.q_proj.weight", "mtp.fc.weight"),
     "qwen3_5_text": ("mtp_num_hidden_layers", "mtp.layers.0.self_attn.q_proj.weight", "mtp.fc.weight"),
@@ -31,7 +31,7 @@ def tensor_of(folder, name):
 
 
 def write_base(folder, kind, dtype=torch.bfloat16, shard_size="50GB"):
-    """A tiny base whose checkpoint has prediction weights, with its tokenizer. Returns these weights."""
+    """Write a tiny base whose checkpoint has prediction weights, with its tokenizer. Return these weights."""
     count, *names = KINDS[kind]
     model = tiny_model(kind, **{count: 1})
     model.save_pretrained(folder, max_shard_size=shard_size)
@@ -57,12 +57,29 @@ def assert_kept(folder, extra):
         assert torch.equal(got.view(torch.uint8), tensor.view(torch.uint8)), name
 
 
-VALUES = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]  # of the 16 codes
+VALUES = [
+    0.0,
+    0.5,
+    1.0,
+    1.5,
+    2.0,
+    3.0,
+    4.0,
+    6.0,
+    -0.0,
+    -0.5,
+    -1.0,
+    -1.5,
+    -2.0,
+    -3.0,
+    -4.0,
+    -6.0,
+]
 KEPT = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
 
 
 def packed(weight):
-    """(blocks (E, N, K / 32, 16), scales (E, N, K / 32)) in uint8 of `weight` (E, K, N), each number to the nearest."""
+    """Quantise `weight` (E, K, N) to uint8 blocks (E, N, K / 32, 16) and scales (E, N, K / 32), rounding to nearest."""
     w = weight.detach().float().mT.unflatten(-1, (-1, 32))
     exponents = w.abs().amax(-1).div(6).log2().ceil()
     codes = (w / exponents.exp2()[..., None]).unsqueeze(-1).sub(torch.tensor(VALUES)).abs().argmin(-1)
@@ -77,7 +94,7 @@ def unpacked(blocks, scales):
 
 
 def write_gpt_oss(folder, **config):
-    """Save such a model with its tokenizer, the rest in bf16. Returns the experts' numbers by their names."""
+    """Save a gpt-oss with its tokenizer, everything but the experts in bf16. Return the experts' values by name."""
     model = tiny_model("gpt_oss", dtype=torch.bfloat16, hidden_size=64, intermediate_size=32, **config)
     model.save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)

@@ -1,4 +1,4 @@
-"""The scripts of `benchmarks/`, which import each other by plain names as they do where they run, and their records."""
+"""Import the scripts of `benchmarks/` by plain names, as they import each other, and read their records."""
 
 import json
 import sys
@@ -12,7 +12,7 @@ FOLDER = ROOT / "benchmarks" / "results" / "training"
 
 @dataclass
 class Recorded:
-    """One run of ours on one GPU, or of one process of several."""
+    """One of our runs on one GPU, or on one process out of several."""
 
     name: str
     options: dict
@@ -20,16 +20,17 @@ class Recorded:
 
 
 def of_ours(record):
-    """The rows of our trainers."""
+    """The rows that our trainers made."""
     return [row for row in record["rows"] if row["arm"] in ("LigerTrainer", "LigerSFTTrainer", "LigerDPOTrainer")]
 
 
 def newest():
-    """The newest run of each case that has one of our trainers, of the first of them in it."""
+    """The newest run of each case that has one of our trainers; of several trainers, the first."""
     found = []
     for folder in sorted(FOLDER.iterdir()):
         records = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
-        runs = [(record["options"], rows) for record in records if (rows := of_ours(record))]
+        runs = [(record["options"], of_ours(record)) for record in records]
+        runs = [(options, rows) for options, rows in runs if rows]
         if not runs:
             continue
         options, rows = runs[-1]
@@ -37,7 +38,7 @@ def newest():
             continue
         if "cp2" in (options.get("config_file") or ""):  # context parallelism, which `liger-trainer fit` refuses
             continue
-        if options.get("lora") and "fsdp2" in (options.get("config_file") or ""):  # its peak is before it was sharded
+        if options.get("lora") and "fsdp2" in (options.get("config_file") or ""):  # its peak comes before it is sharded
             continue
         if rows[0].get("gib") is not None:
             found.append(Recorded(folder.name, options, rows[0]["gib"]))
@@ -49,7 +50,7 @@ BENCHMARKS = str(ROOT / "benchmarks")
 
 @pytest.fixture(autouse=True)
 def benchmarks_on_path(monkeypatch):
-    """Imported into a test module: each of its tests may import the scripts, and leaves none behind."""
+    """Import this into a test module: its tests may then import the scripts, and each leaves none behind."""
     monkeypatch.syspath_prepend(BENCHMARKS)
     yield
     for name in [

@@ -1,4 +1,4 @@
-"""EAGLE-3's loss the slow way, in plain PyTorch and float64: each rollout by itself, with all logits. And a trainer."""
+"""EAGLE-3's loss the slow way, in plain PyTorch and float64: one rollout at a time, with all logits. And a trainer."""
 
 import copy
 
@@ -67,7 +67,7 @@ def with_random_drafter(model, draft_vocab_size=60, seed=5):
 
 
 def documents(batch):
-    """For every row of the batch the documents in it, as lists of places, found token by token."""
+    """The documents in every row of the batch, as lists of positions, found token by token."""
     found = []
     for b in range(batch["input_ids"].shape[0]):
         row = []
@@ -94,9 +94,9 @@ def rotated(x, position, theta):
 
 
 def rollouts(p, config, states, ids, embedding, steps):
-    """The logits (steps, n, Vd) of every step from every token of one document, NaN past its end.
+    """The logits (steps, n, Vd) of every step from every token of one document; NaN past the document's end.
 
-    `p` has the drafter's tensors by their names in the file, `states` is (n, 3 H), `ids` (n,).
+    `p` maps tensor names in the drafter's file to tensors, `states` is (n, 3 H), `ids` is (n,).
     """
     n, dim = len(ids), config.head_dim
     layer = {name.removeprefix("midlayer."): tensor for name, tensor in p.items() if name.startswith("midlayer.")}
@@ -110,7 +110,7 @@ def rollouts(p, config, states, ids, embedding, steps):
         return torch.cat([embed, norm(f, layer["hidden_norm.weight"], config.rms_norm_eps)])
 
     first = states @ p["fc.weight"].T
-    prefix = []  # keys and values of step 1
+    prefix = []  # the keys and values of step 1
     for t in range(n - 1):
         x = layer_input(first[t], ids[t + 1])
         prefix.append((rotated(project("k", x), t, config.rope_theta), project("v", x)))
@@ -142,7 +142,7 @@ def rollouts(p, config, states, ids, embedding, steps):
 def brute_force(model, batch, steps, decay, layers=LAYERS, count=None):
     """The loss of the batch, the gradients of the drafter by name, and for each step (loss, accuracy, targets).
 
-    `count`: the divisor; unset, the labels that an LM head would learn from.
+    `count` is the divisor; if unset, the number of labels that an LM head would learn from.
     """
     drafter = model.eagle_drafter
     names = {name for name, _ in drafter.named_parameters()}
@@ -151,7 +151,9 @@ def brute_force(model, batch, steps, decay, layers=LAYERS, count=None):
     del plain.eagle_drafter
     target_ids = p["t2d"].nonzero()[:, 0]
     embedding = plain.get_input_embeddings().weight.detach()
-    total, labels, report = 0.0, 0, [[0.0, 0, 0] for _ in range(steps)]
+    total = 0.0
+    labels = 0
+    report = [[0.0, 0, 0] for _ in range(steps)]
     for b, places in documents(batch):
         ids = batch["input_ids"][b, places]
         with torch.no_grad():

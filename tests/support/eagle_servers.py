@@ -1,11 +1,16 @@
-"""What servers read of an EAGLE-3 drafter, as the sources of their loaders say, and how they name it.
+"""The tensors that servers read from an EAGLE-3 drafter and the names they give them, taken from their loaders.
 
 Read in the wheels of vLLM 0.33.0 (model_executor/models/llama_eagle3.py, v1/worker/gpu_model_runner.py) and SGLang
 0.5.23 (srt/models/llama_eagle3.py, srt/models/llama.py, .../model_runner_components/spec_aux_hidden_state.py).
 """
 
-H, INNER, QUERIES, KEYS, V, DRAFT = "H", "I", "Q", "G", "V", "Vd"
-TABLE = {  # name in the file: shape, dtype if it is not that of the weights, parameter of both servers with its shard
+H = "H"
+INNER = "I"
+QUERIES = "Q"
+KEYS = "G"
+V = "V"
+DRAFT = "Vd"
+TABLE = {  # name in the file: shape, dtype if not the weights' dtype, parameter of both servers with its shard
     "fc.weight": (H, "3H", None, "model.fc.weight"),
     "midlayer.input_layernorm.weight": (H, None, None, "model.layers.0.input_layernorm.weight"),
     "midlayer.hidden_norm.weight": (H, None, None, "model.layers.0.hidden_norm.weight"),
@@ -20,7 +25,7 @@ TABLE = {  # name in the file: shape, dtype if it is not that of the weights, pa
     "norm.weight": (H, None, None, "model.norm.weight"),
     "lm_head.weight": (DRAFT, H, None, "lm_head.weight"),
     "d2t": (DRAFT, None, "int64", "draft ids"),  # vLLM: draft_id_to_target_id; SGLang: hot_token_id
-    "t2d": (V, None, "bool", None),  # both leave it out
+    "t2d": (V, None, "bool", None),  # both skip it
 }
 SHARDS = (
     ("q_proj", "qkv_proj", "q"),
@@ -29,7 +34,7 @@ SHARDS = (
     ("gate_proj", "gate_up_proj", "0"),
     ("up_proj", "gate_up_proj", "1"),
 )
-ARCHITECTURE = "LlamaForCausalLMEagle3"  # SGLang's class; vLLM's registry knows it too
+ARCHITECTURE = "LlamaForCausalLMEagle3"  # SGLang's class, also in vLLM's registry
 
 
 def _stacked(name):
@@ -40,7 +45,7 @@ def _stacked(name):
 
 
 def vllm_parameter(name, has_all_tokens=False):
-    """The parameter that vLLM loads a tensor of the file into, or None if it skips it. KeyError: it refuses it."""
+    """The parameter into which vLLM loads a tensor of the file, or None if it skips it. KeyError if it refuses it."""
     if "t2d" in name:
         return None
     if "d2t" in name:
@@ -52,7 +57,7 @@ def vllm_parameter(name, has_all_tokens=False):
 
 
 def sglang_parameter(name):
-    """The parameter that SGLang loads a tensor of the file into, or None if it skips it."""
+    """The parameter into which SGLang loads a tensor of the file, or None if it skips it."""
     name = name.replace("midlayer", "layers.0")
     if "d2t" in name:
         return "draft ids"
@@ -62,10 +67,10 @@ def sglang_parameter(name):
 
 
 def vllm_layers(config):
-    """Number i: the hidden state that goes into layer i."""
+    """Layer numbers as vLLM reads them: number i is the hidden state that enters layer i."""
     return config.get("eagle_aux_hidden_state_layer_ids") or config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
 
 
 def sglang_layers(config):
-    """The same numbers: SGLang adds 1 to the config's, and taps what goes into that layer."""
+    """The same numbers for SGLang, which adds 1 to the config's and reads the input of that layer."""
     return [i + 1 for i in config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]]

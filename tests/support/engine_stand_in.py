@@ -101,7 +101,7 @@ class Engine(EngineStandIn, VLLMGeneration):
 class WritingEngine(Engine):
     """Writes with the weights that it has loaded, into a model of its own. Prompts have one length.
 
-    Its log-probabilities are a little off, as those of an engine are whose kernels round otherwise.
+    Its log-probabilities are a little off, as in an engine with kernels that round otherwise.
     """
 
     model_of = None  # a function that makes the model

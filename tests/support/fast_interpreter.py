@@ -1,7 +1,7 @@
-"""Triton's interpreter in less time, with the same arithmetic.
+"""Make Triton's interpreter faster without changing its arithmetic.
 
-It exchanges the functions of its language at each call of a device function, a third of the time of the tests, and
-restores them at the end of a launch. Here they stay exchanged: all kernels of the process are interpreted.
+At each call of a device function it exchanges the functions of its language, and it restores them when the launch ends.
+That takes a third of the tests' time. Here they stay exchanged, because the process interprets all kernels.
 """
 
 import types
@@ -18,7 +18,7 @@ def _patch_once(fn):
     if found not in _patched:
         _patched.add(found)
         _patch_lang(fn)
-        # Triton 3.6 converts an array of one dimension here, which numpy 2.4 refuses.
+        # Triton 3.6 converts a one-dimensional array here, which numpy 2.4 refuses.
         interpreter.tl.tensor.__index__ = lambda self: int(self.handle.data.item())
     return interpreter._LangPatchScope()
 

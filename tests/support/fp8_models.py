@@ -1,4 +1,4 @@
-"""Tiny models with fp8 layers of torchao on a CPU (`emulate`), and products in eight bits without rounding."""
+"""Tiny models with torchao's FP8 layers on a CPU (`emulate`), and FP8 matmuls without rounding."""
 
 import dataclasses
 import importlib
@@ -12,13 +12,15 @@ from liger_triton import reference
 
 
 def _product(a, a_inverse, b, b_inverse, dtype):
-    """In float64 the sum of what has eight bits has no rounding, and so no order."""
+    """Multiply in float64, where the sum of FP8 products is exact in any order."""
     return (torch.mm(a.double(), b.double()) * (a_inverse.double() * b_inverse.double())).to(dtype)
 
 
 def multiply_exactly():
-    """For this process: what torchao multiplies in fp32 (`emulate`), each product with its own order of the sum, and
-    our twin. The kernels make way for their twins, as Triton's interpreter rounds to fp8 wrongly."""
+    """Compute torchao's emulated products, which sum in fp32 in their own order, and our twin exactly in this process.
+
+    Kernels give way to their twins because Triton's interpreter rounds to FP8 wrongly.
+    """
     torchao = importlib.import_module("torchao.float8.float8_ops")
 
     def mm(op, args, kwargs=None):
@@ -31,7 +33,7 @@ def multiply_exactly():
 
 
 LAYERS = 14  # two layers of seven projections
-RTOL = 5e-3  # of results in eight bits
+RTOL = 5e-3  # for FP8 results
 
 
 def not_the_head(module, name):
@@ -39,7 +41,7 @@ def not_the_head(module, name):
 
 
 def config_of(recipe=None, **options):
-    """torchao's default config, or that of one of its recipes, with other `options`."""
+    """torchao's default config, or the config of one of its recipes, with other `options`."""
     if recipe is None:
         return Float8LinearConfig(emulate=True, **options)
     return dataclasses.replace(Float8LinearConfig.from_recipe_name(recipe), emulate=True, **options)
@@ -51,6 +53,6 @@ def fp8_model(kind="llama", *, config=None, **options):
 
 
 def patched(model, **config):
-    """With the other operations off, whose roundings would lead to other numbers in eight bits."""
+    """Patch with the other operations off: their rounding would lead to other FP8 numbers."""
     others = dict.fromkeys(("rms_norm", "rope", "swiglu", "geglu", "fused_linear_cross_entropy"), False)
     return apply_liger(model, others | config)["float8"]

@@ -1,4 +1,4 @@
-"""A tiny model with adapters whose frozen base is in eight bits, one step of it, and trainers that ask for it."""
+"""A tiny model with adapters on a frozen FP8 base, one step of it, and trainers that ask for such a base."""
 
 import peft
 import pytest
@@ -17,14 +17,15 @@ LAYERS = 14  # two layers of seven projections
 
 
 def add_inside(model, config):
-    """Have transformers add an adapter; skip the test where it asks for a newer PEFT than is installed."""
-    if parse(peft.__version__) < parse(wanted := transformers.integrations.peft.MIN_PEFT_VERSION):
+    """Have transformers add an adapter; skip the test if it needs a newer PEFT than is installed."""
+    wanted = transformers.integrations.peft.MIN_PEFT_VERSION
+    if parse(peft.__version__) < parse(wanted):
         pytest.skip(f"add_adapter of transformers {transformers.__version__} asks for PEFT {wanted}")
     model.add_adapter(config)
 
 
 def adapted(dtype=torch.float32, model=None, **options):
-    """A model with a LoRA on all its linear layers, of which no part is zero."""
+    """A model with a LoRA on all its linear layers; no part of the LoRA is zero."""
     model = tiny_model("llama", dtype=dtype) if model is None else model
     torch.manual_seed(3)
     config = {"r": 4, "target_modules": "all-linear", "init_lora_weights": False} | options
@@ -32,14 +33,14 @@ def adapted(dtype=torch.float32, model=None, **options):
 
 
 def frozen(dtype=torch.float32, model=None, **options):
-    """`adapted`, with its base in eight bits."""
+    """`adapted` with its base in FP8."""
     model = adapted(dtype, model, **options)
     quantize_base(model)
     return model
 
 
 def distance(got, want):
-    """The relative distance of the losses, and that of all gradients together."""
+    """The relative distance of the losses, and of all gradients together."""
     assert list(got) == list(want)
     apart = sum(((got[n] - w).double() ** 2).sum() for n, w in want.items() if n != "loss")
     size = sum((w.double() ** 2).sum() for n, w in want.items() if n != "loss")
@@ -47,11 +48,18 @@ def distance(got, want):
 
 
 def built(model, tmp_path, trainer_class=LigerTrainer, **options):
-    """A trainer that asks for fp8, with `model` or, if that is a function, a `model_init`."""
+    """A trainer that asks for fp8. If `model` is a function, it is passed as `model_init`."""
     defaults = {
-        "output_dir": str(tmp_path), "use_cpu": True, "report_to": "none", "fp8": True, "max_steps": 2,
-        "learning_rate": 1e-2, "logging_steps": 1, "save_strategy": "no", "disable_tqdm": True,
-    }  # fmt: skip
+        "output_dir": str(tmp_path),
+        "use_cpu": True,
+        "report_to": "none",
+        "fp8": True,
+        "max_steps": 2,
+        "learning_rate": 1e-2,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "disable_tqdm": True,
+    }
     args = LigerTrainingArguments(**(defaults | {k: v for k, v in options.items() if k != "use_vllm"}))
     if "use_vllm" in options:
         args.use_vllm = options["use_vllm"]
@@ -62,5 +70,5 @@ def built(model, tmp_path, trainer_class=LigerTrainer, **options):
 
 
 def fresh_state():
-    """Forget the precision of the first trainer of this process, which accelerate keeps."""
+    """Forget the precision of the process's first trainer, which accelerate keeps."""
     AcceleratorState._reset_state(True)

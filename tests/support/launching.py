@@ -1,4 +1,4 @@
-"""Processes on CPUs: forked, by a launcher where that is what is tested, or on two machines of one host."""
+"""Start processes on CPUs: forked, by a launcher where the launcher is tested, or on two simulated machines."""
 
 import functools
 import importlib.util
@@ -21,17 +21,17 @@ from checkout import ROOT
 from liger_trainer.paths import shipped
 
 HERE = Path(__file__).parent
-PROCESSES = HERE.parent / "processes"  # the scripts that train in processes of their own
-DEEPSPEED = Path(sys.prefix, "deepspeed")  # where the Makefile puts it
+PROCESSES = HERE.parent / "processes"  # the scripts that train in their own processes
+DEEPSPEED = Path(sys.prefix, "deepspeed")  # where the Makefile installs it
 _TIMEOUT_S = 400
 _ALONE = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
 def in_processes(script, *arguments, processes=2, config=None):
-    """Run `script` of `PROCESSES` in two processes, or in one, with the variables that torchrun sets for them.
+    """Run `script` of `PROCESSES` in two processes, or in one, with the variables that torchrun sets.
 
-    With `config`, an accelerate config, also with those of `accelerate launch`. AssertionError with all that they have
-    written if one of them fails.
+    With `config`, an accelerate config, also set the variables of `accelerate launch`. If a process fails, raise an
+    AssertionError with everything they have printed.
     """
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -50,16 +50,17 @@ def in_processes(script, *arguments, processes=2, config=None):
             ranks.append(_importing().Process(target=_run_forked, args=given))
             ranks[-1].start()
         try:
-            while waiting := [rank.sentinel for rank in ranks if rank.exitcode is None]:
+            waiting = [rank.sentinel for rank in ranks]
+            while waiting:
                 if not connection.wait(waiting, _TIMEOUT_S) or any(rank.exitcode for rank in ranks):
                     break
+                waiting = [rank.sentinel for rank in ranks if rank.exitcode is None]
         finally:
             for rank in ranks:
                 rank.kill()
                 rank.join()
-        out, err = (
-            "".join(path.read_text() for path in sorted(Path(folder).glob(kind))) for kind in ("*.out", "*.err")
-        )
+        out = "".join(path.read_text() for path in sorted(Path(folder).glob("*.out")))
+        err = "".join(path.read_text() for path in sorted(Path(folder).glob("*.err")))
     codes = [rank.exitcode for rank in ranks]
     assert not any(codes), f"exit codes {codes}\n{out}{err}"
     return subprocess.CompletedProcess(script, 0, out, err)
@@ -67,12 +68,18 @@ def in_processes(script, *arguments, processes=2, config=None):
 
 @functools.cache
 def _importing():
-    """What forks processes that have imported everything: by itself each takes longer for that than for its steps."""
+    """A process that has imported everything and forks the others; imports take each longer than its steps."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
-        ["datasets", "torch.distributed.fsdp", "transformers.models.llama.modeling_llama", "trl.experimental.orpo",
-         "liger_trainer.trainers.grpo_trainer", "liger_trainer.medusa.trainer"]
-    )  # fmt: skip
+        [
+            "datasets",
+            "torch.distributed.fsdp",
+            "transformers.models.llama.modeling_llama",
+            "trl.experimental.orpo",
+            "liger_trainer.trainers.grpo_trainer",
+            "liger_trainer.medusa.trainer",
+        ]
+    )
     with mock.patch.dict(os.environ, _ALONE | {"PYTHONPATH": os.pathsep.join(sys.path)}):
         forkserver.ensure_running()
     return context
@@ -97,7 +104,7 @@ def in_processes_fsdp2(folder, script, *arguments):
 
 
 def torchrun_deepspeed(script, *arguments):
-    """Run `script` in two processes with DeepSpeed on CPUs. Where it is not installed, the test is skipped."""
+    """Run `script` in two processes with DeepSpeed on CPUs. Skip the test if DeepSpeed is not installed."""
     with mock.patch.object(sys, "path", [*sys.path, str(DEEPSPEED)]):
         if importlib.util.find_spec("deepspeed") is None:
             pytest.skip("DeepSpeed is not installed")
@@ -106,9 +113,9 @@ def torchrun_deepspeed(script, *arguments):
 
 
 def accelerate_fsdp2(folder, *command):
-    """Run `command` in two processes by `accelerate launch`, as `configs/fsdp2.yaml` says, on CPUs.
+    """Run `command` in two processes on CPUs by `accelerate launch` with `configs/fsdp2.yaml`.
 
-    The command has to call `shard_on_cpus` before anything else: without it the two processes would run DDP.
+    The command has to call `shard_on_cpus` before anything else. Otherwise the two processes would run DDP.
     """
     options = ("--config_file", _fsdp2_on_cpus(folder), "--main_process_port", "0")
     return _run("accelerate.commands.launch", *options, *command)
@@ -132,7 +139,7 @@ def _run(module, *arguments, **variables):
 
 
 def init_deepspeed():
-    """Have DeepSpeed begin with gloo alone: its sums in shared memory take a minute to compile, in each environment."""
+    """Have DeepSpeed start with gloo alone: its shared-memory sums take a minute to compile in each environment."""
     import deepspeed
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -140,7 +147,7 @@ def init_deepspeed():
 
 
 def shard_on_cpus():
-    """Let accelerate take CPUs for accelerators: of two CPU processes it makes DDP, whatever its config says."""
+    """Make accelerate take CPUs for accelerators. It runs DDP on two CPU processes whatever its config says."""
     from accelerate.state import PartialState
     from accelerate.utils import DistributedType
 
@@ -157,7 +164,7 @@ def shard_on_cpus():
 
 NAMES = ("liger-a", "liger-b")
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
-_CARD = "liger0"  # in each of them
+_CARD = "liger0"  # in each namespace
 
 
 def _ip(*words, check=True):
@@ -166,12 +173,12 @@ def _ip(*words, check=True):
 
 def _remove():
     for name in NAMES:
-        _ip("netns", "delete", name, check=False)  # which takes its card, and so the cable, with it
+        _ip("netns", "delete", name, check=False)  # removes its interface too, and so the cable
 
 
 @contextmanager
 def two_machines():
-    """Make the namespaces, and remove them afterwards. Skips the test, saying why, where the rights are missing."""
+    """Make the namespaces and remove them afterwards. Skip the test, saying why, if the rights are missing."""
     try:
         _remove()
         for name in NAMES:
@@ -191,12 +198,19 @@ def two_machines():
 
 
 def start(machine, *command, cwd, **env):
-    """Start Python with `command` on machine 0 or 1, in a process group of its own."""
+    """Start Python with `command` on machine 0 or 1, in its own process group."""
     paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")])
-    env = os.environ | {
-        "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "",
-        "GLOO_SOCKET_IFNAME": _CARD,
-    } | env  # fmt: skip
+    env = (
+        os.environ
+        | {
+            "PYTHONPATH": paths,
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+            "GLOO_SOCKET_IFNAME": _CARD,
+        }
+        | env
+    )
     words = ["ip", "netns", "exec", NAMES[machine], sys.executable, *map(str, command)]
     return subprocess.Popen(
         words, cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
@@ -204,7 +218,7 @@ def start(machine, *command, cwd, **env):
 
 
 def on_both(*command, cwd, per_machine, env=lambda machine: {}):
-    """Run `command` on both machines, each with the words that `per_machine` adds; what machine 0 has printed."""
+    """Run `command` on both machines, with the arguments that `per_machine` adds. Return what machine 0 printed."""
     processes = [start(i, *per_machine(i, command), cwd=cwd, **env(i)) for i in range(2)]
     ended = [process.communicate(timeout=240) for process in processes]
     for process, (out, err) in zip(processes, ended, strict=True):

@@ -24,16 +24,31 @@ def model_with_heads(model_type="llama", num_heads=3, num_layers=1, tied=True, s
 def medusa_trainer(model, tmp_path, rows=None, trainer_options=None, **options):
     """A `LigerMedusaTrainer` with the defaults of these tests; `options` go to `LigerMedusaConfig`."""
     defaults = {
-        "per_device_train_batch_size": 8, "per_device_eval_batch_size": 8, "max_steps": 2, "learning_rate": 1e-2,
-        "max_length": 64, "bf16": False, "gradient_checkpointing": False, "max_grad_norm": 0.0, "logging_steps": 1,
-        "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "use_cpu": True, "medusa_decay": 0.7,
-    }  # fmt: skip
+        "per_device_train_batch_size": 8,
+        "per_device_eval_batch_size": 8,
+        "max_steps": 2,
+        "learning_rate": 1e-2,
+        "max_length": 64,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "max_grad_norm": 0.0,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "medusa_decay": 0.7,
+    }
     args = LigerMedusaConfig(output_dir=str(tmp_path / "medusa"), **(defaults | options))
     rows = Dataset.from_list(rows or ragged_rows())
     return LigerMedusaTrainer(
-        model, args, train_dataset=rows, eval_dataset=rows, processing_class=tiny_tokenizer(),
+        model,
+        args,
+        train_dataset=rows,
+        eval_dataset=rows,
+        processing_class=tiny_tokenizer(),
         **(trainer_options or {}),
-    )  # fmt: skip
+    )
 
 
 def packed_batch(seed=3, lengths=(9, 3, 12, 5)):
@@ -43,7 +58,7 @@ def packed_batch(seed=3, lengths=(9, 3, 12, 5)):
     positions = torch.cat([torch.arange(n) for n in lengths])[None]
     labels = ids.clone()
     labels[positions == 0] = -100
-    labels[0, 4:6] = -100  # masked inside a document, as another speaker's turn is
+    labels[0, 4:6] = -100  # masked inside a document, like another speaker's turn
     return {"input_ids": ids, "position_ids": positions, "labels": labels}
 
 
@@ -52,7 +67,7 @@ def ragged_batch(n=8):
 
 
 def documents(batch):
-    """For every row of the batch the documents in it, as lists of places."""
+    """The documents in every row of the batch, as lists of positions."""
     found = []
     for b in range(batch["input_ids"].shape[0]):
         places, row = range(batch["input_ids"].shape[1]), []
@@ -69,7 +84,7 @@ def documents(batch):
 def brute_force(model, batch, stage, targets, decay, coefficient, count=None):
     """The loss of the batch, differentiable, and for each head (LM head first) its mean loss and accuracy.
 
-    `targets`: "hard" or "soft". `count`: the divisor; unset, the labels that the LM head learns from.
+    `targets` is "hard" or "soft". `count` is the divisor; if unset, the number of labels that the LM head learns from.
     """
     seen = []
     hook = model.lm_head.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
@@ -92,7 +107,10 @@ def brute_force(model, batch, stage, targets, decay, coefficient, count=None):
         losses, hits = [], 0
         for b, places in documents(batch):
             for i, t in enumerate(places):
-                if i + k + 1 >= len(places) or (label := int(batch["labels"][b, places[i + k + 1]])) == -100:
+                if i + k + 1 >= len(places):
+                    continue
+                label = int(batch["labels"][b, places[i + k + 1]])
+                if label == -100:
                     continue
                 log_p = torch.log_softmax(z[b, t], -1)
                 if k and targets == "soft":
@@ -108,7 +126,7 @@ def brute_force(model, batch, stage, targets, decay, coefficient, count=None):
 
 
 def logits_of(model):
-    """What the model does to the product with its LM head."""
+    """Logits as the model makes them from the product with its LM head."""
     config = model.config
     if getattr(config, "final_logit_softcapping", None):
         return lambda z: config.final_logit_softcapping * torch.tanh(z / config.final_logit_softcapping)
@@ -129,7 +147,7 @@ def assert_gradients(got, want, tolerance=1e-5):
 
 
 def plain_copy(model):
-    """A copy for the brute force, trained where the original is."""
+    """A copy for the brute force, with the same parameters trained."""
     twin = copy.deepcopy(model)
     twin.zero_grad()
     return twin

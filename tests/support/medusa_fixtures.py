@@ -1,4 +1,4 @@
-"""Heads with something to say: fitted to the greedy text of a tiny random model, so that some guesses are right."""
+"""Heads that guess some tokens right: fitted to the greedy text of a tiny random model."""
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +18,7 @@ def prompts_of(n, seed=3):
 
 
 def model_with_heads(model_type="llama", num_heads=3, num_layers=1, tied=False, steps=60, **config):
-    """A tiny model and heads that were fitted, not to the end, to its greedy texts after `prompts_of(4)`."""
+    """A tiny model, and heads fitted, though not to the end, to its greedy texts after `prompts_of(4)`."""
     model = tiny_model(model_type, **config).eval()
     model.generation_config.eos_token_id = 2
     heads = MedusaHeads.for_model(model, num_heads, num_layers, tied)

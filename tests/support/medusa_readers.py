@@ -1,7 +1,7 @@
 """Exported Medusa heads as servers read them.
 
-The readers hold what is known of the servers' code: FasterDecoding/Medusa e2a5d20, text-generation-inference db931fc,
-vLLM 0.32, whose own class has given the same logits. No server is run.
+The readers follow the servers' code: FasterDecoding/Medusa e2a5d20, text-generation-inference db931fc, and vLLM 0.32,
+whose class gave the same logits when it was tried. No server runs here.
 """
 
 import json
@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 
 def read(folder):
-    """config.json, the tensors of the file that FasterDecoding and TGI open, and those of all safetensors files."""
+    """config.json, the tensors in the file that FasterDecoding and TGI open, and those in all safetensors files."""
     config = json.loads((folder / "config.json").read_text())
     everything = {}
     for path in sorted(folder.glob("*.safetensors")):
@@ -27,7 +27,7 @@ def block(x, weight, bias):
 
 
 def tgi(folder, x, lm_head, num_speculate):
-    """Heads of their own projection, or, where those are not all there, one block a head on the model's LM head."""
+    """Heads with their own projection; if those are incomplete, one block per head on the model's LM head."""
     config, tensors, _ = read(folder)
     assert "architectures" not in config, "with it TGI takes the directory for a draft of another kind"
     assert not {"lm_head.weight", "model.embed_tokens.weight"} & tensors.keys(), "TGI: found in multiple files"
@@ -47,7 +47,7 @@ def tgi(folder, x, lm_head, num_speculate):
 
 
 def vllm(folder, x):
-    """Parameters by config; what has no place among them is dropped; one that gets nothing stays as allocated."""
+    """Parameters as the config sizes them. Unknown tensors are dropped; a parameter without tensor keeps its memory."""
     config, _, tensors = read(folder)
     assert config["model_type"] == "medusa"
     shape = {}

@@ -1,6 +1,6 @@
-"""Trainings and layers on a machine without a GPU, in a memory of the size that a test wants, which counts bytes.
+"""Train, and run layers, in a memory that counts bytes and has the size a test wants. Needs no GPU.
 
-Models are not patched unless a test says so: that is much faster where Triton's kernels are interpreted.
+Models are patched only if a test says so: training is much faster where Triton's kernels are not interpreted.
 """
 
 import weakref
@@ -19,19 +19,23 @@ from liger_trainer.memory.planner import ActivationPlanner
 
 
 class CountedMemory(TorchDispatchMode):
-    """Counts the storages that operations create while the mode is active, from their making to their end.
+    """Counts the storages that operations create while the mode is active, until they are freed.
 
     Attributes:
-        size (`int` or `None`): How many bytes there are. None stands for as many as a plan can want.
-        claims (`int` or `None`): How many bytes it says that there are, if that is not true.
-        failures (`int`): How many operations did not fit.
-        highest (`int`): The most bytes that were there at a time.
-        carries (`HostCopier` or `None`): By which activations go to the host.
+        size (`int` or `None`): Bytes available. None stands for as many as a plan can want.
+        claims (`int` or `None`): Bytes it says are available, if that differs.
+        failures (`int`): Operations that did not fit.
+        highest (`int`): Most bytes in use at a time.
+        carries (`HostCopier` or `None`): Takes activations to the host.
     """
 
     def __init__(self, size=None):
         super().__init__()
-        self.size, self.claims, self.now, self.failures, self.highest = size, None, 0, 0, 0
+        self.size = size
+        self.claims = None
+        self.now = 0
+        self.failures = 0
+        self.highest = 0
         self._peak = 0
         self._known = {}
         self.carries = None
@@ -40,7 +44,9 @@ class CountedMemory(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
             if isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu":
-                self._count(getattr(tensor, "_local_tensor", tensor).untyped_storage())  # of a shard, this rank's part
+                self._count(
+                    getattr(tensor, "_local_tensor", tensor).untyped_storage()
+                )  # this rank's part of a sharded tensor
         return out
 
     def _count(self, storage):
@@ -78,17 +84,19 @@ class CountedMemory(TorchDispatchMode):
 class Carries:
     """Carries activations to memory that is not counted, as fast as a test says.
 
-    A call of a layer takes half a second.
+    A layer's call takes half a second.
 
     Attributes:
-        most (`int`): How many bytes it has taken at most.
+        most (`int`): The most bytes it has held.
     """
 
     stream = None
 
     def __init__(self, room=1 << 30, rate=1e15):
         self.host = PinnedMemory(room, self._pin, slab=1 << 20, small=1)
-        self.rate, self.clock, self.most = rate, 0.0, 0
+        self.rate = rate
+        self.clock = 0.0
+        self.most = 0
         self._slabs = []
 
     def _pin(self, size):
@@ -98,7 +106,7 @@ class Carries:
         return self._slabs[-1]
 
     def has(self, storage):
-        """Whether `storage` is of the host's memory."""
+        """True if `storage` is in the host's memory."""
         return any(storage.data_ptr() == slab.data_ptr() for slab in self._slabs)
 
     def mark(self):
@@ -113,7 +121,7 @@ GPU = torch.device("cuda") if torch.cuda.is_available() else None
 
 
 class Host(PinnedMemory):
-    """Memory of the host for tensors of any size, which counts what it was asked for."""
+    """Host memory for tensors of any size that counts the bytes it was asked for."""
 
     def __init__(self, room=1 << 24):
         super().__init__(room, self._empty, slab=1 << 16, small=1)
@@ -145,7 +153,7 @@ def randn(*shape, **options):
 
 
 class Layer(nn.Module):
-    """With a weight, a frozen weight as a buffer, views, and a result that its operation keeps."""
+    """A layer with a weight, a frozen weight as a buffer, views, and a result that its operation keeps."""
 
     def __init__(self, width=16):
         super().__init__()
@@ -200,7 +208,7 @@ LAYERS = 6
 
 
 def uneven_rows(n=128, shortest=4, longest=48):
-    """Rows of which the longest are some ten times as long as the shortest."""
+    """Rows of very uneven length: the longest are some ten times as long as the shortest."""
     generator = torch.Generator().manual_seed(3)
     rows = ragged_rows(n)
     for row in rows:
@@ -211,7 +219,7 @@ def uneven_rows(n=128, shortest=4, longest=48):
 
 
 def rows_of_one_length(length=64):
-    """Rows that differ in nothing but their tokens."""
+    """Rows of one length that differ only in their tokens."""
     rows = ragged_rows(48)
     for row in rows:
         row["input_ids"] = (row["input_ids"] * length)[:length]
@@ -220,7 +228,7 @@ def rows_of_one_length(length=64):
 
 
 def frozen_model(layers=24, attention_dropout=0.1):
-    """Only its norms learn: there are hardly any gradients, and the peak lies at the end of the forward pass."""
+    """A model in which only norms learn: there are hardly any gradients, and forward ends at the peak."""
     model = tiny_model("llama", attention_dropout=attention_dropout, num_hidden_layers=layers)
     for name, weight in model.named_parameters():
         weight.requires_grad_("layernorm" in name)
@@ -238,26 +246,42 @@ def build(
     out, checkpointing, memory=None, callbacks=(), trainer_class=LigerTrainer, model=None, model_init=None, **options
 ):
     defaults = {
-        "max_steps": 6, "per_device_train_batch_size": 3, "gradient_accumulation_steps": 2, "learning_rate": 1e-2,
-        "logging_steps": 1, "save_strategy": "no", "seed": 11, "remove_unused_columns": False, "use_liger": False,
-    }  # fmt: skip
+        "max_steps": 6,
+        "per_device_train_batch_size": 3,
+        "gradient_accumulation_steps": 2,
+        "learning_rate": 1e-2,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "seed": 11,
+        "remove_unused_columns": False,
+        "use_liger": False,
+    }
     args = LigerTrainingArguments(
-        output_dir=str(out), report_to="none", use_cpu=True, disable_tqdm=True, activation_checkpointing=checkpointing,
+        output_dir=str(out),
+        report_to="none",
+        use_cpu=True,
+        disable_tqdm=True,
+        activation_checkpointing=checkpointing,
         **(defaults | options),
-    )  # fmt: skip
+    )
     if model is None and model_init is None:
         model = tiny_model("llama", attention_dropout=0.1, num_hidden_layers=LAYERS)
     rows = uneven_rows()
     trainer = trainer_class(
-        model=model, model_init=model_init, args=args, train_dataset=rows, eval_dataset=rows[:6],
-        data_collator=collate, callbacks=list(callbacks),
-    )  # fmt: skip
+        model=model,
+        model_init=model_init,
+        args=args,
+        train_dataset=rows,
+        eval_dataset=rows[:6],
+        data_collator=collate,
+        callbacks=list(callbacks),
+    )
     trainer.device_memory = memory
     return trainer
 
 
 def train(trainer, **resume):
-    """Train, with the trainer's memory counting; returns the logged losses and the weights."""
+    """Train while the trainer's memory is counted; return the logged losses and the weights."""
     if trainer.device_memory is None:
         trainer.train(**resume)
     else:
@@ -268,7 +292,7 @@ def train(trainer, **resume):
 
 
 def planned_and_real(monkeypatch):
-    """A list that gets, for each micro-batch with a plan, the peak that was predicted and the real one."""
+    """A list that gets the predicted and the real peak of each micro-batch with a plan."""
     found, note = [], ActivationPlanner._note
 
     def noting(self, now, peak):
@@ -285,10 +309,12 @@ def same_bits(got, want):
 
 
 class At(TrainerCallback):
-    """Calls `action` before a micro-batch of step `step`: the first of them, or the second with `second`."""
+    """Calls `action` before the first micro-batch of step `step`, or before the second with `second`."""
 
     def __init__(self, step, action, second=False):
-        self.step, self.action, self.second = step, action, second
+        self.step = step
+        self.action = action
+        self.second = second
 
     def on_step_begin(self, args, state, control, **kwargs):
         if state.global_step == self.step and not self.second:
@@ -307,13 +333,13 @@ def make(out, in_backward, checkpointing=False, **options):
 
 
 def logs_of(trainer):
-    """What each step has logged, without times."""
+    """The log of each step, without times."""
     names = ("loss", "grad_norm", "learning_rate", "eval_loss")
     return [{name: log[name] for name in names if name in log} for log in trainer.state.log_history]
 
 
 def same_training(out, **options):
-    """Train in both ways. Asserts that losses, norms, learning rates, weights and states are the same to the bit."""
+    """Train in both ways. Assert that losses, norms, learning rates, weights and states are bit-identical."""
     made = []
     for in_backward in (False, True):
         given = {
@@ -334,7 +360,7 @@ def same_training(out, **options):
 
 
 def states_of(trainer):
-    """The state of each weight, by its name."""
+    """The state of each weight, by name."""
     names = {weight: name for name, weight in trainer.model.named_parameters()}
     return {
         (names[weight], kind): value

@@ -1,4 +1,4 @@
-"""Tiny bases with an MTP head in their checkpoint, with the tensors of Qwen3.5's, and a trainer that trains it."""
+"""Tiny bases with an MTP head in their checkpoint, named like Qwen3.5's, and a trainer that trains the head."""
 
 import torch
 from datasets import Dataset
@@ -8,8 +8,12 @@ from transformers import AutoModelForCausalLM
 
 from liger_trainer import LigerSFTConfig, LigerSFTTrainer
 
-HIDDEN, INNER, HEADS, GROUPS, DIM = 32, 48, 4, 2, 16
-SHAPES = {  # of the tensors in the checkpoints of Qwen3.5; q_proj has the gate of the attention too
+HIDDEN = 32
+INNER = 48
+HEADS = 4
+GROUPS = 2
+DIM = 16
+SHAPES = {  # in the checkpoints of Qwen3.5; q_proj includes the gate of the attention
     "mtp.fc.weight": (HIDDEN, 2 * HIDDEN),
     "mtp.pre_fc_norm_embedding.weight": (HIDDEN,),
     "mtp.pre_fc_norm_hidden.weight": (HIDDEN,),
@@ -29,7 +33,7 @@ SHAPES = {  # of the tensors in the checkpoints of Qwen3.5; q_proj has the gate 
 
 
 def write_base(folder, shapes=SHAPES, **config):
-    """A tiny Qwen3.5 with an MTP head in its checkpoint. Returns the tensors of the head."""
+    """Write a tiny Qwen3.5 with an MTP head in its checkpoint. Return the head's tensors."""
     model = tiny_model("qwen3_5_text", mtp_num_hidden_layers=1, **config)
     model.save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)

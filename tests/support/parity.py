@@ -30,12 +30,13 @@ def assert_same(got, want, rtol=1e-5, atol=1e-7):
         assert (got[name].double() - w.double()).norm() <= rtol * w.double().norm() + atol, name
 
 
-def assert_same_gradients(got, want, rtol=1e-5):
+def assert_same_gradients(got, want, rtol=1e-5, floor=1e-3):
+    """Errors are relative to each gradient's norm, or to `floor` times the largest norm."""
     assert got.keys() == want.keys(), got.keys() ^ want.keys()
     largest = max(grad.norm() for grad in want.values())
     for name, grad in want.items():
         error, size = (got[name] - grad).norm(), grad.norm()
-        assert error <= rtol * max(size, 1e-3 * largest), f"{name}: error {error:.1e} of {size:.1e}"
+        assert error <= rtol * max(size, floor * largest), f"{name}: error {error:.1e} of {size:.1e}"
 
 
 def assert_same_step(got, want, rtol=1e-5):
@@ -59,6 +60,11 @@ class KeepGradients(TrainerCallback):
     def grads(self):
         """Those of the first step: an optimizer enlarges errors in those that follow."""
         return self.steps[0]
+
+
+def logged_values(trainer, name):
+    """The values of `name` in the logs of a trainer."""
+    return [log[name] for log in trainer.state.log_history if name in log]
 
 
 def without_times(log):

@@ -1,4 +1,4 @@
-"""A tiny model, rows and a recipe on disk, for tests that run the command as a user does."""
+"""A tiny model, rows and a recipe on disk, for tests that run the command like a user."""
 
 import json
 import os
@@ -15,14 +15,14 @@ SAVING = {"save_strategy": "steps", "save_steps": 2}
 
 
 def write_model(folder):
-    """A two-layer Llama of random weights with its tokenizer, as `save_pretrained` leaves them."""
+    """Save a two-layer Llama of random weights and its tokenizer with `save_pretrained`."""
     tiny_model("llama").save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     return folder
 
 
 def write_rows(path, n=12):
-    """Alpaca rows in words that the tiny tokenizer knows, every third one with an input."""
+    """Alpaca rows in words that the tiny tokenizer knows. Every third row has an input."""
     rows = [
         {
             "instruction": f"w{3 + i} w4 w5",
@@ -36,7 +36,7 @@ def write_rows(path, n=12):
 
 
 def write_recipe(folder, **keys):
-    """A recipe of one-second training in `folder`; `keys` are added to it, None removes one."""
+    """Write a recipe of one-second training to `folder`. `keys` are added to it; None removes a key."""
     values = {
         "model_name_or_path": str(folder / "model"),
         "dataset_name": "rows.jsonl",
@@ -60,17 +60,17 @@ def write_recipe(folder, **keys):
 
 
 def command(capsys, *argv):
-    """Run `liger-trainer argv`; the exit code, stdout and stderr."""
+    """Run `liger-trainer argv`; return the exit code, stdout and stderr."""
     try:
         code = main([str(word) for word in argv])
-    except SystemExit as end:  # argparse exits by itself
+    except SystemExit as end:  # argparse exits on its own
         code = end.code
     out, err = capsys.readouterr()
     return code, out, err
 
 
 def run_elsewhere(*argv, cwd, **env):
-    """Run a command in a process of its own, away from the checkout, with the checkout importable."""
+    """Run a command in its own process, outside the checkout, with the checkout importable."""
     ours = (ROOT, ROOT / "kernels", ROOT / "tests" / "support")
     paths = os.pathsep.join([*map(str, ours), os.environ.get("PYTHONPATH", "")])
     env = (

@@ -1,6 +1,6 @@
-"""A recorder for CPUs: what it records runs again as Python, on the same buffers.
+"""A recorder for CPUs: it runs recorded Python again on the same buffers.
 
-So captured steps are tested without a GPU, but for what a GPU alone does: streams, memory and random numbers in graphs.
+It tests captured steps without a GPU, except what only a GPU has: streams, memory and random numbers in graphs.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ from liger_trainer.varlen.graphs.step_graphs import StepGraphs
 
 
 class Rerun:
-    """The recording of one function, whose results stay in the tensors that the first run made."""
+    """The recording of one function. Its results stay in the tensors that the first run made."""
 
     def __init__(self, function):
         self.function, self.replays = function, 0
@@ -25,12 +25,15 @@ class Rerun:
 
 
 class RerunRecorder:
-    """Stands for `CudaGraphRecorder`. `free` is how many bytes it says are left."""
+    """Replaces `CudaGraphRecorder`. `free` is the number of bytes it reports as left."""
 
     def __init__(self, device=None):
-        self.free, self.recorded, self.failures, self.fails = 1 << 40, 0, 0, None
+        self.free = 1 << 40
+        self.recorded = 0
+        self.failures = 0
+        self.fails = None
         self.pools = 0
-        self.seconds = itertools.cycle([1.0, 0.5])  # of Python's code, and of its replay
+        self.seconds = itertools.cycle([1.0, 0.5])  # calls of the Python code, and of its replay
 
     @contextlib.contextmanager
     def warm_up(self):
@@ -66,7 +69,7 @@ class RerunRecorder:
 
 
 def capture_on_cpu(monkeypatch, recorder=RerunRecorder):
-    """Have trainers on a CPU capture their steps as `RerunRecorder` does. Returns the recorders, as they are made."""
+    """Have trainers on a CPU capture their steps with `RerunRecorder`. Return the recorders as they are made."""
     recorders = []
 
     def make_recorder(device):

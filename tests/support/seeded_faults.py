@@ -1,4 +1,4 @@
-"""Sixteen faults of a training that raise no error, each as a trainer of TRL or as ours, and what is said of it."""
+"""Sixteen faults of a training that raise no error, each in a TRL trainer and in ours, and the messages about them."""
 
 import contextlib
 import json
@@ -21,14 +21,14 @@ from liger_trainer import LigerSFTConfig, LigerSFTTrainer
 
 _TURN = "{% for m in messages %}{{ m['role'] == 'user' and 'w3 ' or 'w4 ' }}"
 _ANSWER = "{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}"
-# The end of a turn is written after the mark of the answer, and inside of it
+# The end of a turn comes after the end of the marked answer, and inside it
 END_OUTSIDE = _TURN + _ANSWER + "{% endgeneration %}{% else %}{{ m['content'] }}{% endif %} </s> {% endfor %}"
 END_INSIDE = _TURN + _ANSWER + " </s>{% endgeneration %}{% else %}{{ m['content'] }} </s>{% endif %} {% endfor %}"
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault: what it is, the check that should find it, how to build it, and words of TRL's that name it."""
+    """A fault: its name, the check that should find it, how to build it, and words of TRL's report."""
 
     what: str
     check: str
@@ -47,23 +47,31 @@ class _StopBeforeFirstStep(TrainerCallback):
 
 
 def trainer(ours: bool, folder: Path, rows: list[dict], model: Any = None, **given: Any) -> Any:
-    """An SFT trainer of six steps. `given` are fields of its config, and arguments of the trainer."""
+    """An SFT trainer of six steps. `given` are fields of its config and arguments of the trainer."""
     names = ("processing_class", "data_collator", "peft_config")
     arguments = {name: given.pop(name) for name in names if name in given}
     defaults = {"learning_rate": 1e-3, "max_length": 64, "max_steps": 6, "per_device_train_batch_size": 2}
     config = (LigerSFTConfig if ours else SFTConfig)(
-        output_dir=str(folder / "out"), gradient_checkpointing=False, bf16=False, use_cpu=True, report_to="none",
-        disable_tqdm=True, save_strategy="no", **(defaults | given),
-    )  # fmt: skip
+        output_dir=str(folder / "out"),
+        gradient_checkpointing=False,
+        bf16=False,
+        use_cpu=True,
+        report_to="none",
+        disable_tqdm=True,
+        save_strategy="no",
+        **(defaults | given),
+    )
     arguments.setdefault("processing_class", tiny_tokenizer())
     return (LigerSFTTrainer if ours else SFTTrainer)(
-        model=tiny_model("llama") if model is None else model, args=config, train_dataset=Dataset.from_list(rows),
+        model=tiny_model("llama") if model is None else model,
+        args=config,
+        train_dataset=Dataset.from_list(rows),
         **arguments,
-    )  # fmt: skip
+    )
 
 
 def said_before_first_step(build: Callable[[], Any]) -> list[str]:
-    """The warnings and errors while a trainer is built and begins to train, without its first step."""
+    """The warnings and errors while a trainer is built and starts to train, up to its first step."""
     said: list[str] = []
 
     class Kept(logging.Handler):
@@ -87,7 +95,7 @@ def said_before_first_step(build: Callable[[], Any]) -> list[str]:
 
 
 def answers(n: int = 8, length: int = 4, prompt: int = 3, end: tuple[int, ...] = (2,)) -> list[dict]:
-    """Rows of tokens: a prompt, which is not learned, an answer, and what ends it. Their lengths differ."""
+    """Rows of tokens: a prompt that is not learned, an answer, and an ending. Their lengths differ."""
     rows = []
     for i in range(n):
         asked = [5 + i] * prompt
@@ -103,7 +111,7 @@ def chats(n: int = 8) -> list[dict]:
 
 def with_template(template: str) -> Any:
     tokenizer = tiny_tokenizer()
-    words = {**tokenizer.get_vocab(), "dummy": 130}  # by which TRL tries a template
+    words = {**tokenizer.get_vocab(), "dummy": 130}  # TRL uses it to try a template
     del words["w130"]
     tokenizer.backend_tokenizer.model = WordLevel(words, unk_token="<pad>")
     tokenizer.chat_template = template
@@ -151,7 +159,7 @@ def _answers_cut(ours: bool, folder: Path) -> Any:
 
 
 def _loaded(folder: Path) -> Any:
-    """A loaded model of a width at which rates are judged."""
+    """A loaded model wide enough for learning rates to be judged."""
     tiny_model("llama", hidden_size=512, num_hidden_layers=1).save_pretrained(folder / "wide")
     return AutoModelForCausalLM.from_pretrained(folder / "wide")
 
@@ -199,8 +207,12 @@ def _new_tokenizer_class(ours: bool, folder: Path) -> Any:
 
 
 FAULTS = (
-    Fault("The chat template leaves the end of a turn out of the answer", "end_token_learned", _end_outside,
-          "end-of-turn token in the loss mask"),
+    Fault(
+        "The chat template leaves the end of a turn out of the answer",
+        "end_token_learned",
+        _end_outside,
+        "end-of-turn token in the loss mask",
+    ),
     Fault("The padding token is the end token, and the collator masks both", "end_token_learned", _padding_is_end),
     Fault("Tokenised answers have no end", "end_token_learned", _no_end),
     Fault("Answers end with a token at which generation does not stop", "end_token_stops", _other_end),
@@ -215,6 +227,9 @@ FAULTS = (
     Fault("Linear attention on a GPU without flash-linear-attention", "slow_layers", _linear_attention, needs_gpu=True),
     Fault("The checkpoint has prediction layers, which are not loaded", "unloaded_weights", _prediction_layers),
     Fault("An adapter on `in_proj_a`, with `modules_to_save`", "served_adapter", _unserved_adapter),
-    Fault("The tokenizer is saved under a class that transformers 4 does not know", "tokenizer_class",
-          _new_tokenizer_class),
-)  # fmt: skip
+    Fault(
+        "The tokenizer is saved under a class that transformers 4 does not know",
+        "tokenizer_class",
+        _new_tokenizer_class,
+    ),
+)

@@ -1,4 +1,4 @@
-"""A stock model and a patched one, run side by side under the same hooks, and what comes of either."""
+"""Run a stock and a patched model side by side under the same hooks, and compare the outcomes."""
 
 import parity
 import pytest
@@ -13,7 +13,7 @@ from liger_triton.gates import gate_gradients
 
 
 class Gate(torch.autograd.Function):
-    """silu(g) * u as the kernel does it. `allowed` and `done` count backward passes that may and do write over."""
+    """silu(g) * u like the kernel. `allowed` and `done` count backward passes that may and do overwrite inputs."""
 
     allowed = done = 0
 
@@ -35,16 +35,16 @@ class Gate(torch.autograd.Function):
         return out[0].copy_(dg), out[1].copy_(du), None
 
 
-CHECKPOINTING = {"kept": None, "checkpoint": False, "reentrant": True}  # to use_reentrant
+CHECKPOINTING = {"kept": None, "checkpoint": False, "reentrant": True}  # arguments for use_reentrant
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-# In bf16 the two round in other places: an error of 1.5 in a factor, which the hooks here have, is 0.3 and more.
+# In bf16 the two round in different places. The hooks here have an error of 1.5 in a factor, which gives 0.3 or more.
 TOLERANCE = {"fp32": 2e-5, "bf16": 0.1}
 FIRST = ("sdpa", "kept", "fp32")
 SETTINGS = [(a, c, d) for a in ("sdpa", "eager") for c in CHECKPOINTING for d in DTYPES]
 
 
 def first_or_slow(*values, first):
-    """A parameter set of a test: the first combination is quick, all others are left to `make test-all`."""
+    """Parameter sets of a test: the first combination is quick; `make test-all` runs the others."""
     name = "-".join("-".join(value) if isinstance(value, tuple) else value for value in values)
     return pytest.param(*values, id=name, marks=() if first else pytest.mark.slow)
 
@@ -52,18 +52,21 @@ def first_or_slow(*values, first):
 EVERY_SETTING = [first_or_slow(setting, first=setting == FIRST) for setting in SETTINGS]
 
 
-REBUILT = {"rebuild_above_mib": 0}  # for users only large tensors are
+REBUILT = {"rebuild_above_mib": 0}  # tensors are small in tests; users get this for large ones only
 
 
 def as_at_real_size(monkeypatch):
-    """What Triton's gate does on a GPU, done on the CPU: its gradients are written over its inputs. Tensors are rebuilt
-    in the backward pass as on a GPU where a model is patched with `REBUILT`."""
+    """Do on the CPU what Triton's gate does on a GPU: write its gradients over its inputs.
+
+    In a model patched with `REBUILT`, tensors are rebuilt in the backward pass as on a GPU.
+    """
     monkeypatch.setitem(gates.GATES, "silu", lambda a, b, reuse_inputs=False: Gate.apply(a, b, reuse_inputs))
-    monkeypatch.setattr(mlps, "build", mlps.build.__wrapped__)  # forwards are built once a process: not with this gate
+    # forwards are built once per process, and must not keep this gate
+    monkeypatch.setattr(mlps, "build", mlps.build.__wrapped__)
 
 
 def model_of(setting, model_type="llama", wrap=None):
-    """A tiny model in training mode; `wrap(model)` is what is trained, a `PeftModel`, say."""
+    """A tiny model in training mode. `wrap(model)` is trained, for example a `PeftModel`."""
     attention, checkpointing, dtype = setting
     model = tiny_model(model_type, dtype=DTYPES[dtype])
     model.set_attn_implementation(attention)
@@ -75,7 +78,7 @@ def model_of(setting, model_type="llama", wrap=None):
 
 
 def patched(model, head=True):
-    """With everything swapped, but for the head, which may be kept where it has a hook."""
+    """Patch everything; with `head=False`, for a head with a hook, keep the head."""
     report = apply_liger(model, {"fused_linear_cross_entropy": head, **REBUILT})
     for operation in ("rope", "rms_norm", "layer_norm", "swiglu", "geglu", "experts"):
         assert not report[operation].skipped, report.one_line()
@@ -87,19 +90,19 @@ def patched(model, head=True):
 
 
 def batch(seed=1):
-    """Rows padded to the longest, with labels on a part of their tokens."""
+    """Rows padded to the longest, with labels on some of their tokens."""
     return collate(ragged_rows(4, seed))
 
 
 def step(model, seed=1):
-    """Loss of a batch and the gradients it leaves behind, added to those that are there."""
+    """Loss of a batch. Its gradients add to the existing ones."""
     loss = model(**batch(seed)).loss
     loss.backward()
     return loss.detach(), gradients(model)
 
 
 def outcome(run, *args):
-    """What `run` returns, or the kind of error that it raises."""
+    """The result of `run`, or the type of the error it raises."""
     try:
         return run(*args)
     except (RuntimeError, ValueError) as error:

@@ -13,7 +13,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-VOCAB = 131  # a prime: no block size divides it
+VOCAB = 131  # a prime, so that no block size divides it
 _DECODER = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
@@ -29,8 +29,8 @@ _DECODER = {
 }
 _TWO_KINDS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 16}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-# What each family has of its own, set to values that matter: rot_dim >= 4, non-trivial scales and caps, both kinds of
-# layers.
+# Settings specific to each family, with values that change the result: rot_dim >= 4, non-trivial scales and caps, both
+# kinds of layers.
 _OWN = {
     "llama": {},
     "qwen3": {},
@@ -136,9 +136,19 @@ _OWN = {
     },
 }
 PARITY_SET = (
-    "llama", "qwen3_moe", "gemma2", "gemma4_text", "cohere2", "granite", "glm4", "deepseek_v3", "gpt_oss",
-    "qwen3_next", "phi", "qwen2_5_vl",
-)  # fmt: skip
+    "llama",
+    "qwen3_moe",
+    "gemma2",
+    "gemma4_text",
+    "cohere2",
+    "granite",
+    "glm4",
+    "deepseek_v3",
+    "gpt_oss",
+    "qwen3_next",
+    "phi",
+    "qwen2_5_vl",
+)
 
 
 def tiny_model(model_type, dtype=torch.float32, seed=0, **config):
@@ -162,13 +172,13 @@ def tiny_model(model_type, dtype=torch.float32, seed=0, **config):
 
 
 def masked_lm():
-    """A BERT, whose labels are not the next tokens."""
+    """A BERT. Its labels are not the next tokens."""
     options = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
     return AutoModelForMaskedLM.from_config(AutoConfig.for_model("bert", vocab_size=131, **options))
 
 
 def classifier():
-    """A Llama that sorts sequences into two classes; it has no LM head."""
+    """A Llama that sorts sequences into two classes. It has no LM head."""
     config = AutoConfig.for_model(
         "llama",
         hidden_size=32,
@@ -190,7 +200,7 @@ def tiny_tokenizer():
 
 
 def ragged_rows(n=16, seed=1, prompt=True):
-    """Rows of 4 to 21 tokens; with `prompt`, the labels of a random first part are -100."""
+    """Rows of 4 to 21 tokens. With `prompt`, the labels of a first part of random length are -100."""
     generator = torch.Generator().manual_seed(seed)
     rows = []
     for _ in range(n):
@@ -202,14 +212,12 @@ def ragged_rows(n=16, seed=1, prompt=True):
 
 
 def text_rows(n=16, seed=2):
-    """Prompt and completion as text for `tiny_tokenizer`."""
-    return [
-        {
-            "prompt": " ".join(f"w{i}" for i in row["input_ids"][:3]),
-            "completion": " " + " ".join(f"w{i}" for i in row["input_ids"][3:]),
-        }
-        for row in ragged_rows(n, seed)
-    ]
+    """Prompts and completions as text for `tiny_tokenizer`."""
+    rows = []
+    for row in ragged_rows(n, seed):
+        words = [f"w{i}" for i in row["input_ids"]]
+        rows.append({"prompt": " ".join(words[:3]), "completion": " " + " ".join(words[3:])})
+    return rows
 
 
 def collate(rows):

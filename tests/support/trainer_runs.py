@@ -1,4 +1,4 @@
-"""Two steps of `Trainer`, stock or ours, from one seed, and what they logged; an adapter and a loss for such a run."""
+"""Two steps of `Trainer`, stock or ours, from one seed, and the numbers they log; an adapter and a custom loss."""
 
 import copy
 import itertools
@@ -15,14 +15,14 @@ SPLITS = [(8, 1), (4, 2), (1, 8)]
 MODELS = ["llama", "qwen3", "gemma2", "granite"]
 LLAMA_AND_SLOWLY_QWEN3 = ["llama", pytest.param("qwen3", marks=pytest.mark.slow)]
 OFTEN = [("llama", "full", "plain"), ("llama", "lora", "checkpointing"), ("gemma2", "full", "plain")]
-CELLS = [  # what is not run often is slow
+CELLS = [  # marked slow: rarely used combinations
     pytest.param(*cell, marks=() if cell in OFTEN else pytest.mark.slow)
     for cell in itertools.product(MODELS, ("full", "lora"), ("plain", "checkpointing"))
 ]
 
 
 def run(trainer_class, model, tmp_path, split=(8, 1), rows=None, eval_rows=None, **options):
-    """Train two steps of 8 rows; returns loss and gradient norm of every step, and the trainer."""
+    """Train two steps of 8 rows; return the loss and gradient norm of every step, and the trainer."""
     args_class = LigerTrainingArguments if issubclass(trainer_class, LigerTrainer) else TrainingArguments
     args = args_class(
         output_dir=str(tmp_path / trainer_class.__name__),
@@ -55,17 +55,17 @@ def assert_same(got, want, rtol=1e-5):
 
 
 def lora(model, targets):
-    """`model` with a LoRA on `targets` of which no part is zero."""
+    """`model` with a LoRA on `targets`; no part of the LoRA is zero."""
     torch.manual_seed(3)
     model = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules=targets, lora_dropout=0.0))
     for name, parameter in model.named_parameters():
-        if "lora_B" in name:  # it starts at zero, which would hide a gradient of A that is missing
+        if "lora_B" in name:  # B starts at zero, which would hide a missing gradient of A
             torch.nn.init.normal_(parameter, std=0.1)
     return model
 
 
 class Plain:
-    """The stock loss, written as one's own: whatever the stock trainer adds to it is to be added to this one too."""
+    """The stock loss, written as a user's own. It must get whatever the stock trainer adds to its loss."""
 
     def token_loss(self, outputs, inputs):
         return -outputs.log_probs

@@ -1,4 +1,4 @@
-"""Tables of options of TRL's trainers: what a case is, the rows, adapters and models that cases share."""
+"""Tables of options of TRL's trainers: the form of a case, and the rows, adapters and models that cases share."""
 
 import copy
 
@@ -15,11 +15,11 @@ from peft import (
     PromptTuningConfig,
     VeraConfig,
 )
-from step_parity import assert_same_training, build, moved, words
 from tiny_models import tiny_model, tiny_tokenizer
+from trainer_parity import assert_same_training, build, moved, words
 from transformers import set_seed
 
-# Of roles, turns and tools, in words of the tiny tokenizer; the answers are marked for `assistant_only_loss`.
+# Conversations with roles, turns and tools in the tiny tokenizer's words. Answers are marked for `assistant_only_loss`.
 CHAT_TEMPLATE = (
     "{%- if tools %}{% for tool in tools %}w120 w{{ tool['function']['name'] | length + 20 }} {% endfor %}{% endif %}"
     "{%- if formal %}w119 {% endif %}"
@@ -59,7 +59,7 @@ def prompts_and_completions(n=8):
 
 
 def conversations(n=8, **columns):
-    """Two turns, of which the first rows have a system message."""
+    """Conversations of two turns. The first rows have a system message."""
     generator = source()
     rows = []
     for i in range(n):
@@ -76,7 +76,7 @@ def conversational_prompts_and_completions(n=8, **columns):
 
 
 def as_conversation(rows):
-    """Rows of text as rows of one user turn, and of one assistant turn for each completion."""
+    """Turn rows of text into rows of one user turn, and one assistant turn for each completion."""
 
     def changed(name, value):
         if name not in ("prompt", "chosen", "rejected", "completion"):
@@ -90,24 +90,24 @@ def with_columns(rows, **columns):
     return [row | columns for row in rows]
 
 
-# fp32. One step agrees to 1e-5; the second one starts from weights that differ by as much.
+# fp32. One step agrees to 1e-5; the second starts from weights that differ by as much.
 RTOL = 1e-4
-# What a case is: options of the config, beside `CASE`, which are those of the test.
+# A case: options of the config, and these keys for the test itself.
 CASE = ("model", "rows", "given", "part", "split", "metrics", "rtol", "loss_size", "prepare")
 
 
 def case(name, quick=False, **options):
-    """A row of a table. Options of the config, and those of `CASE`:
+    """Make a row of a table from options of the config and the keys of `CASE`:
 
     model (a model type, or a function that makes a model), rows, given (arguments of the trainer, or a function of the
-    folder that makes them), part (of the names of the weights that are drawn anew: adapters start at zero), split,
-    metrics (that must have been logged), rtol, loss_size, prepare (called with the model).
+    folder that makes them), part (occurs in the names of weights to randomise, since adapters start at zero), split,
+    metrics (must have been logged), rtol, loss_size, prepare (called with the model).
     """
     return pytest.param(options, id=name, marks=() if quick else pytest.mark.slow)
 
 
 def compare(ours, stock, folder, options, defaults):
-    """Train `ours` and `stock`, each (trainer class, config class), and compare logs, gradients and weights."""
+    """Train `ours` and `stock`, each (trainer class, config class). Compare logs, gradients and weights."""
     options = defaults | options
     own = {name: options.pop(name) for name in CASE if name in options}
     given = own.get("given", {})
@@ -118,12 +118,18 @@ def compare(ours, stock, folder, options, defaults):
         model = own["prepare"](model, folder) or model
     trainers = []
     for trainer_class, args_class in (ours, stock):
-        set_seed(0)  # adapters are drawn when the trainer is built
+        set_seed(0)  # building the trainer draws the adapters
         rows = copy.deepcopy(own["rows"])
         trainer = build(
-            trainer_class, args_class, model, folder, rows, own.get("split", (4, 1)), trainer_options=given,
+            trainer_class,
+            args_class,
+            model,
+            folder,
+            rows,
+            own.get("split", (4, 1)),
+            trainer_options=given,
             **{"max_steps": 2} | options,
-        )  # fmt: skip
+        )
         trainers.append(moved(trainer, own.get("part", "lora_B")))
     start = {name: p.detach().clone() for name, p in trainers[0].model.named_parameters()}
     rtol = own.get("rtol", RTOL)
@@ -140,7 +146,7 @@ def compare(ours, stock, folder, options, defaults):
 
 
 def adapters():
-    """Adapters of PEFT that are no plain LoRA on projections, and the part of the names of what they train."""
+    """PEFT adapters other than a plain LoRA on projections; the string occurs in the names of their trained weights."""
     linear = ["q_proj", "v_proj", "gate_proj", "down_proj"]
     task = {"task_type": "CAUSAL_LM"}
     return {
@@ -151,7 +157,8 @@ def adapters():
         "lora-bias": (LoraConfig(r=4, target_modules=linear, lora_bias=True, **task), "lora_B"),
         "lora-head-saved": (LoraConfig(r=4, target_modules=linear, modules_to_save=["lm_head"], **task), "lora_B"),
         "lora-norms-saved": (
-            LoraConfig(r=4, target_modules=linear, modules_to_save=["norm", "input_layernorm"], **task), "lora_B",
+            LoraConfig(r=4, target_modules=linear, modules_to_save=["norm", "input_layernorm"], **task),
+            "lora_B",
         ),
         "lora-embeddings": (LoraConfig(r=4, target_modules=["embed_tokens", "q_proj"], **task), "lora_embedding_B"),
         "lora-tokens": (LoraConfig(r=4, target_modules=linear, trainable_token_indices=[5, 6, 7], **task), "lora_B"),
@@ -164,10 +171,10 @@ def adapters():
         "prompt": (PromptTuningConfig(num_virtual_tokens=3, **task), "prompt_encoder"),
         "p-tuning": (PromptEncoderConfig(num_virtual_tokens=3, encoder_hidden_size=16, **task), "embedding"),
         "prefix": (PrefixTuningConfig(num_virtual_tokens=3, **task), "prompt_encoder"),
-    }  # fmt: skip
+    }
 
 
 def expert_lora():
-    """On the parameters of experts, which are no modules."""
+    """A LoRA on the parameters of experts, which are not modules."""
     parameters = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
     return LoraConfig(r=4, target_modules=["q_proj", "v_proj"], target_parameters=parameters)

@@ -1,9 +1,8 @@
-"""Every trainer of TRL that has one of ours, the stock one and ours, built on rows of its kind."""
+"""Build every TRL trainer that has a counterpart here, stock and ours, on rows of its kind."""
 
 import torch
-from pair_parity import pair_rows
-from step_parity import build, letters, words
 from tiny_models import text_rows, tiny_model
+from trainer_parity import build, letters, pair_rows, words
 from trl import (
     DistillationConfig,
     DistillationTrainer,
@@ -24,10 +23,15 @@ from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 import liger_trainer
 
 STOCK = {
-    "SFT": (SFTTrainer, SFTConfig), "DPO": (DPOTrainer, DPOConfig), "KTO": (KTOTrainer, KTOConfig),
-    "GRPO": (GRPOTrainer, GRPOConfig), "RLOO": (RLOOTrainer, RLOOConfig), "ORPO": (ORPOTrainer, ORPOConfig),
-    "CPO": (CPOTrainer, CPOConfig), "Distillation": (DistillationTrainer, DistillationConfig),
-}  # fmt: skip
+    "SFT": (SFTTrainer, SFTConfig),
+    "DPO": (DPOTrainer, DPOConfig),
+    "KTO": (KTOTrainer, KTOConfig),
+    "GRPO": (GRPOTrainer, GRPOConfig),
+    "RLOO": (RLOOTrainer, RLOOConfig),
+    "ORPO": (ORPOTrainer, ORPOConfig),
+    "CPO": (CPOTrainer, CPOConfig),
+    "Distillation": (DistillationTrainer, DistillationConfig),
+}
 
 
 def ours(method):
@@ -49,7 +53,7 @@ def rows_of(method):
 
 
 def one(method, classes, folder, model=None, **options):
-    """One trainer, of `STOCK[method]` or `ours(method)`, with what it needs beside rows: a reference, a reward."""
+    """One trainer, `STOCK[method]` or `ours(method)`, with everything it needs: rows, a reference, a reward."""
     given = {}
     if method in ("GRPO", "RLOO"):
         options = {"num_generations": 2, "max_completion_length": 6} | options
@@ -60,6 +64,6 @@ def one(method, classes, folder, model=None, **options):
     if method in ("DPO", "KTO"):
         given = {"ref_model": tiny_model("llama", seed=7)}
     if method == "RLOO":
-        options["beta"] = 0.0  # or it would load a reference
+        options["beta"] = 0.0  # otherwise it would load a reference
     model = model or tiny_model("llama")
     return build(*classes, model, folder, rows_of(method), trainer_options=given, **options)

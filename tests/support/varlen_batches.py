@@ -1,4 +1,4 @@
-"""Batches with padding, and one step of a tiny model on them, for tests of `liger_trainer.varlen`."""
+"""Batches with padding, and one step of a tiny model on them, for the tests of `liger_trainer.varlen`."""
 
 import warnings
 
@@ -20,11 +20,11 @@ def model_of(name="llama", **config):
 
 
 def drawn_model(name):
-    """A tiny model of any type, with its own attention and weights by which tokens see each other."""
+    """A tiny model of any type with its own attention; its weights are large enough for tokens to affect each other."""
     model, reason = with_own_attention(name)
     assert model is not None, reason
     generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():  # as initialised, attention would be the same everywhere
+    with torch.no_grad():  # with initial weights, attention would be uniform
         for p in model.parameters():
             if p.ndim > 1:
                 p.normal_(0, p.shape[-1] ** -0.5, generator=generator)
@@ -32,7 +32,7 @@ def drawn_model(name):
 
 
 def batch(lengths=LENGTHS, side="right", width=20, prompt=2):
-    """Rows of random tokens, padding too; the labels of padding and of the first `prompt` of each row are -100."""
+    """Rows of random tokens, padding included. The labels of padding and of the first `prompt` of each row are -100."""
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(3, VOCAB, (len(lengths), width), generator=generator)
     at = torch.arange(width).expand_as(ids)
@@ -51,10 +51,13 @@ def step(model, call):
 
 
 def assert_same_with_states(got, want):
-    """As `assert_same_step`, with more room for the decay of a gated delta rule, whose gradient cancels."""
+    """Compare like `assert_same_step`, with more room for the decay of a gated delta rule: its gradient cancels."""
     assert got[1].keys() == want[1].keys()
     decays = [name for name in want[1] if name.endswith(CANCELLING)]
-    assert_same_step(*((loss, {n: g for n, g in grads.items() if n not in decays}) for loss, grads in (got, want)))
+    others = []
+    for loss, grads in (got, want):
+        others.append((loss, {name: grad for name, grad in grads.items() if name not in decays}))
+    assert_same_step(*others)
     for name in decays:
         torch.testing.assert_close(got[1][name], want[1][name], rtol=0, atol=5e-5 * want[1][name].norm().item())
 
@@ -66,7 +69,7 @@ def patched(model, config=ON):
 
 
 def rows_of(call):
-    """The rows of a batch without padding, as `DataCollatorWithFlattening` takes them."""
+    """The rows of a batch without padding, in the form that `DataCollatorWithFlattening` takes."""
     real = call["attention_mask"].bool()
     return [
         {"input_ids": ids[keep].tolist(), "labels": labels[keep].tolist()}
@@ -75,7 +78,7 @@ def rows_of(call):
 
 
 def waits_for_gpu(function):
-    """Where `function` waits for the GPU, forward and backward: a file and a line for each time."""
+    """A file and line for each time `function` waits for the GPU, in forward or backward."""
     torch.cuda.set_sync_debug_mode("warn")
     try:
         with warnings.catch_warnings(record=True) as found:

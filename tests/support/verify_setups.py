@@ -1,4 +1,4 @@
-"""What `liger_trainer.verify` is given in tests: a config of any model type, a few rows, and a trainer."""
+"""Inputs for `liger_trainer.verify`: a config of any model type, a few rows, and a trainer."""
 
 from peft import LoraConfig
 from transformers import AutoConfig, DataCollatorForSeq2Seq
@@ -35,7 +35,7 @@ def rows_of(method, n=24):
 
 
 def setup_of(method, model_type="llama", config=None, **parts):
-    """A setup of `Liger{method}Trainer`; `config` are fields of the model's config, `parts` those of the setup."""
+    """A setup of `Liger{method}Trainer`. `config` sets fields of the model's config, `parts` fields of the setup."""
     trainer = getattr(liger_trainer, f"Liger{method}Trainer")
     names = {"Medusa": "LigerMedusaConfig", "": "LigerTrainingArguments"}
     arguments = getattr(liger_trainer, names.get(method, f"Liger{method}Config"))
@@ -55,6 +55,6 @@ def lora(*names, **options):
 
 
 def failed(*args, **parts):
-    """The names of the checks that fail, with what they say."""
+    """The names of the failed checks, with their messages."""
     report = verify(setup_of(*args, **parts))
     return {check.name: check.detail for check in report.checks if check.verdict == "FAILED"}

@@ -1,4 +1,4 @@
-"""`liger-trainer medusa-eval`, `eagle-eval` and `export`: the work after training speculative heads."""
+"""`liger-trainer medusa-eval`, `eagle-eval`, `mtp-eval` and `export`: the work after training speculative heads."""
 
 import os
 from pathlib import Path
@@ -34,6 +34,15 @@ def add_head_commands(commands) -> None:
     eagle.add_argument("drafter", metavar="DRAFTER", help="the output_dir of an EAGLE training, or a drafter's folder")
     eagle.add_argument("--steps", type=int, default=7, help="how many tokens are guessed for a pass; default 7")
     _add_eval_options(eagle)
+
+    mtp = add_command(
+        commands,
+        "mtp-eval",
+        _mtp_eval,
+        "measure the accuracy and the acceptance length of a model's MTP head on its text",
+    )
+    mtp.add_argument("model", metavar="MODEL", help="a folder with the head in its files, or a name on the Hub")
+    _add_eval_options(mtp)
 
     export = add_command(
         commands,
@@ -98,8 +107,21 @@ def _eagle_eval(args) -> None:
     print(evaluate(model, drafter, prompts, ends, steps=args.steps, **options))
 
 
+def _mtp_eval(args) -> None:
+    from liger_trainer.base_weights.unloaded import find_checkpoint
+    from liger_trainer.mtp.evaluate import evaluate
+    from liger_trainer.mtp.predictor import load_predictor
+
+    if os.path.isfile(os.path.join(args.model, "adapter_config.json")):
+        raise RecipeError(f"MODEL is {args.model!r}, an adapter. Merge it with its base first: liger-trainer merge.")
+    model, prompts, ends = _load_for_eval(args, args.model)
+    predictor = load_predictor(model, find_checkpoint(model.name_or_path)).eval()
+    options = {"max_new_tokens": args.max_new_tokens, "batch_size": args.batch_size}
+    print(evaluate(model, predictor, prompts, ends, **options))
+
+
 def _load_for_eval(args, trained: str) -> tuple[Any, list[list[int]], set[int]]:
-    """Return the model, the tokens of the prompts in the form that `trained` learned, and the end-of-turn tokens."""
+    """The model, the tokens of the prompts in the form that `trained` has, and the tokens that end an answer."""
     from liger_trainer.data.answers import encode, end_tokens
 
     model, tokenizer = load_for_inference(args.model, args)

@@ -54,7 +54,7 @@ class Binding:
         guards (`SupportsGuardCheck`, *optional*): What the method relies on. If it no longer holds, the method falls
             back to the module's own code.
         key (`str`, *optional*): The key under which the `__dict__` of the instance has the binding a second time, where
-            it stays if the method is wrapped. It begins with `_liger_`. Unset: that of the class.
+            it stays if the method is wrapped. It begins with `_liger_`. Unset: the key of the class.
 
     Attributes:
         previous: What the slot held before, or None where the class's own method was in effect.
@@ -84,12 +84,13 @@ class Binding:
 
     @classmethod
     def of(cls, module: nn.Module) -> Self | None:
-        """The binding of `module`; None where it has none, or has been pickled since."""
+        """Return the binding of `module`; None where it has none, or has been pickled since."""
         found = module.__dict__.get(cls.key)
         return found if isinstance(found, cls) else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self.module.to()
+        # A strong reference would make a cycle of model and binding, and memory would wait for the garbage collector.
         if module is None:
             raise ReferenceError("The module of this forward has been freed. Keep the model, not its forward alone.")
         reason = None
@@ -116,7 +117,7 @@ class Binding:
 
     @property
     def name(self) -> str:
-        """The name of the class's method."""
+        """Return the name of the class's method."""
         return self.function.__name__
 
     @property
@@ -156,7 +157,7 @@ def bind(module: nn.Module, binding: BindingT) -> BindingT:
 
 
 def in_place_of(own: Callable, name: str = "forward") -> Callable[[Callable], Callable]:
-    """Decorate a method that is to be bound in the place of `own`, whose name is `name`, with the signature of `own`.
+    """Decorate a method that is to be bound in the place of `own`: it gets the name `name` and the signature of `own`.
 
     `Trainer` and `generate` read it. accelerate takes a method with a `__wrapped__` for its own wrapper and removes it.
     """
@@ -179,7 +180,7 @@ def is_bound(module: nn.Module, binding: Binding) -> bool:
 def unbind_all(model: nn.Module) -> None:
     """Undo every `bind` in `model`, the last one first: the `__dict__` of each module is as before.
 
-    Where our method has been wrapped since, the wrapper stays, and so does the method inside it, which steps aside.
+    Where our method has been wrapped since, the wrapper stays, and so does the method inside it, which falls back.
     """
     for module in model.modules():
         _unbind(module)
@@ -187,6 +188,7 @@ def unbind_all(model: nn.Module) -> None:
 
 def _unbind(module: nn.Module) -> None:
     state = module.__dict__
+    # The last one first, because each remembers what was there before it.
     for key in reversed([key for key in state if key.startswith("_liger_")]):
         binding = state.pop(key)
         if not isinstance(binding, Binding):  # it has been pickled since
@@ -200,15 +202,15 @@ def _unbind(module: nn.Module) -> None:
             state[binding.slot] = binding.previous or types.MethodType(type(module).forward, module)
 
 
-def call_previous(module: nn.Module, kind: type[Binding], args: tuple, kwargs: dict[str, Any]) -> Any:
+def call_previous(module: nn.Module, binding_class: type[Binding], args: tuple, kwargs: dict[str, Any]) -> Any:
     """Call the forward that `module` would have without ours."""
-    binding = kind.of(module)
+    binding = binding_class.of(module)
     previous = None if binding is None else binding.previous
     return type(module).forward(module, *args, **kwargs) if previous is None else previous(*args, **kwargs)
 
 
 def own_class(module: nn.Module) -> type[nn.Module]:
-    """The class that `module` had before FSDP2 gave it a class of another name that derives from it."""
+    """Return the class that `module` had before FSDP2 gave it a class of another name that derives from it."""
     cls: Any = type(module)
     return _without_fsdp(cls)
 

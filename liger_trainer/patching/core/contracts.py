@@ -1,6 +1,6 @@
-"""What rooms that do not know each other rely on: a class says so by deriving from one of these.
+"""Base classes that tell one room what it may rely on in a class of another room, without an import.
 
-`memory` is below `varlen`, and must know how many tokens a layer attends to. `patching` and `varlen` are beside
+`memory` is below `varlen`, and must know how many tokens a layer attends to. `patching` and `varlen` do not import
 `base_weights` and `fp8`, and must know which class the experts had before their weights were packed.
 """
 
@@ -10,7 +10,7 @@ from torch import nn
 
 
 class LimitsAttention:
-    """What stands in place of a mask, and knows how many tokens a token sees at most."""
+    """Stands in place of a mask, and knows how many tokens a token sees at most."""
 
     def most_seen(self) -> int:
         """Return how many tokens of its row a token attends to at most."""
@@ -18,7 +18,7 @@ class LimitsAttention:
 
 
 class PackedExperts:
-    """A block of routed experts with weights in few bits, which the code of `unpacked_class` reads in 16.
+    """A block of routed experts with quantized weights, which the code of `unpacked_class` reads in 16 bits.
 
     Attributes:
         unpacked_class: The class of transformers that the block had, with `forward` and parameters of its own.
@@ -35,4 +35,4 @@ class PackedExperts:
 
 
 class KeepsValues:
-    """The pack half of saved-tensor hooks whose unpack half gives back the same values."""
+    """The pack half of a pair of saved-tensor hooks that gives back the same values."""

@@ -39,7 +39,7 @@ _COMPARABLE = (
 )
 _WALKED_IN_TORCH = ("torch.nn.modules.", "torch.utils._contextlib")
 _TORCHS_LINEAR = nn.Linear.forward, torch._C._nn.linear
-# What runs in a call of a module.
+# These run in a call of a module.
 _CALLED_ON_MODULES = ("forward", "__call__", "_call_impl", "_wrapped_call_impl", "__getattr__", "__getattribute__")
 _IS_GENUINE = home(nn.Linear.forward) == "torch.nn.modules.linear"
 _ZERO3S_LINEAR = ("deepspeed.runtime.zero.linear", "zero3_linear_wrap")
@@ -49,7 +49,7 @@ Lookup = tuple[type | types.ModuleType | None, str, Any]
 
 
 class NotProven(Exception):
-    """The reason why a module keeps its own code."""
+    """Raised when a module cannot be replaced; the message is the reason in the report."""
 
 
 def linear_is_torchs() -> bool:
@@ -111,7 +111,7 @@ class Guards:
 
 
 def guards_of(module: nn.Module, method: str = "forward", called: Collection[str] = ()) -> Guards:
-    """Guards of a proof of `method`, in whose place something calls no children but those with the names `called`.
+    """Make the guards of a proof of `method`. Its replacement calls only the children named in `called`.
 
     Raises:
         NotProven: The code is not known, or may depend on something that no guard can compare.
@@ -170,7 +170,7 @@ def lookups_of(function: Any) -> tuple[Lookup, ...]:
 
 
 def key_of(function: types.FunctionType) -> tuple:
-    """The code of `function` and of the functions that it calls, and what all of them look up.
+    """Return the code of `function` and of the functions that it calls, and what all of them look up.
 
     Raises `NotProven` as `guards_of` does, and `TypeError` where something has no hash.
     """
@@ -182,7 +182,7 @@ def key_of(function: types.FunctionType) -> tuple:
 
 
 def _read_by(function: Any) -> tuple[dict[types.FunctionType, None], tuple[Lookup, ...]]:
-    """The functions whose code runs in a call of `function`, and what they look up."""
+    """Find the functions that run in a call of `function`, and what they look up."""
     functions: dict[types.FunctionType, None] = {}
     _walk(function, [], functions)
     lookups = tuple(itertools.chain(*map(_function_lookups, functions)))
@@ -191,13 +191,13 @@ def _read_by(function: Any) -> tuple[dict[types.FunctionType, None], tuple[Looku
 
 
 def is_of_its_module(function: types.FunctionType) -> bool:
-    """Return whether the globals of `function` are those of the Python module that it names."""
+    """Return whether `function` has the globals of the Python module that it names."""
     module = sys.modules.get(home(function))
     return module is not None and vars(module) is function.__globals__
 
 
 def global_lookups(function: types.FunctionType) -> list[Lookup]:
-    """The globals that `function`, and those inside it, read."""
+    """Return the globals that `function`, and those inside it, read."""
     scope, module = function.__globals__, sys.modules.get(home(function))
     if module is None or vars(module) is not scope:
         raise NotProven(f"{function.__qualname__} stands in no Python module")
@@ -212,7 +212,7 @@ def _class_lookups(classes: list[type], names: Iterable[str]) -> Iterator[Lookup
 
 
 def _function_lookups(function: types.FunctionType) -> Iterator[Lookup]:
-    """The globals that `function` reads, but for modules and classes, and what it calls of `torch.nn.functional`."""
+    """Yield the globals that `function` reads, without modules and classes, and what it calls in `F`."""
     yield from (found for found in global_lookups(function) if not isinstance(found[2], types.ModuleType | type))
     yield from _functional(function)
 
@@ -272,7 +272,7 @@ def _classes(cls: type) -> list[type]:
 
 
 def _all_names(methods: Iterable[str], functions: Iterable[types.FunctionType]) -> list[str]:
-    """`methods`, and the names that the code of `functions` has, each once."""
+    """Return `methods`, and the names that the code of `functions` has, each once."""
     names = dict.fromkeys(methods)
     for function in functions:
         names |= dict.fromkeys(_names(function.__code__))
@@ -288,7 +288,7 @@ def _defined_by(classes: Iterable[type], names: Iterable[str]) -> list[str]:
 
 
 def _codes(code: types.CodeType) -> list[types.CodeType]:
-    """`code` and those of the functions inside it."""
+    """List `code` and the code of the functions inside it."""
     found = [code]
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
@@ -305,7 +305,7 @@ def _names(code: types.CodeType) -> list[str]:
 
 @functools.cache
 def _globals(code: types.CodeType) -> list[str]:
-    """The names of globals that `code` and the functions inside it read."""
+    """Return the names of globals that `code` and the functions inside it read."""
     found: dict[str, None] = {}
     for one in _codes(code):
         for step in dis.get_instructions(one):

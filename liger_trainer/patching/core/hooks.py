@@ -1,8 +1,8 @@
 """Hooks of others on modules that our code does not call, or calls in another way than the model does.
 
 Our code leaves out some children, such as the activation of an MLP, and calls the fused LM head for a loss. A hook
-there would miss what the model's own code shows it, so that code runs instead. Hooks by which FSDP2 and DeepSpeed
-gather weights do not count: our code calls the modules that own weights, so they run.
+there would miss what the model's own code shows it, so that code runs instead. Hooks of FSDP2 and DeepSpeed
+that gather weights do not count: our code calls the modules that own weights, so they run.
 """
 
 import functools
@@ -15,7 +15,7 @@ from liger_trainer.patching.core.binding import Binding, is_bound
 
 HOOK_DICTS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _GLOBAL_HOOKS = [getattr(nn.modules.module, f"_global{attribute}") for attribute in HOOK_DICTS]
-# The hooks of Python modules whose names begin so run in our calls too, or have nothing to see there.
+# Hooks from Python modules with these prefixes run in our calls too, or have nothing to see there.
 _HOOKS_THAT_MISS_NOTHING = (
     "torch.distributed.",
     "deepspeed.",
@@ -33,7 +33,7 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def with_hooks(modules: list[nn.Module]) -> list[nn.Module]:
-    """Return those of `modules` for which `has_hooks` is true, asked of all of them at once."""
+    """Return the modules with hooks, as `has_hooks` does for one of them."""
     if any(_GLOBAL_HOOKS):
         return modules
     return [module for module in modules if any(map(module.__dict__.get, HOOK_DICTS))]
@@ -42,8 +42,8 @@ def with_hooks(modules: list[nn.Module]) -> list[nn.Module]:
 def hook_on(module: nn.Module, ours: Binding | None = None, allowed: tuple[str, ...] = ()) -> str | None:
     """Describe what was attached to `module` that the model's own code would run: a hook, or a forward; None without.
 
-    Hooks that gather sharded weights, `ours`, and what Python modules whose names begin with one of `allowed` have
-    attached do not count. A description is, for example, `"a forward hook (count_calls)"`.
+    These do not count: hooks that gather sharded weights, `ours`, and code from Python modules with a prefix in
+    `allowed`. A description is, for example, `"a forward hook (count_calls)"`.
     """
     found = module.__dict__.get("forward")
     is_as_bound = found is None or (ours is not None and found is ours and ours.previous is None)
@@ -95,7 +95,7 @@ def _counts(hook: Any, not_counted: tuple[str, ...]) -> bool:
 
 
 def _function(hook: Any) -> Any:
-    """The function behind a bound method, a partial or `torch.compiler.disable`, in which DeepSpeed puts its hooks."""
+    """Unwrap a bound method, a partial or `torch.compiler.disable`, which DeepSpeed puts around its hooks."""
     while isinstance(hook, functools.partial):
         hook = hook.func
     function = getattr(hook, "__func__", hook)
@@ -104,13 +104,13 @@ def _function(hook: Any) -> Any:
 
 
 def home(function: Any) -> str:
-    """The Python module in which the code of `function` stands, and not its `__module__`, which decorators copy."""
+    """Name the Python module that holds the code of `function`. Decorators copy `__module__`, so it may be wrong."""
     scope = getattr(function, "__globals__", None)
     return str(type(function).__module__ if scope is None else scope.get("__name__", ""))
 
 
 def comes_from(function: Any, rooms: str | tuple[str, ...]) -> bool:
-    """Return whether a function, and all that it wraps, stands in Python modules whose names begin so."""
+    """Return whether a function, and all that it wraps, stands in Python modules with one of these prefixes."""
     inner = getattr(function, "__wrapped__", None)
     return home(function).startswith(rooms) and (inner is None or comes_from(inner, rooms))
 

@@ -1,4 +1,4 @@
-"""Functions of transformers with their code unchanged and globals of their own, in which some names lead to ours."""
+"""Copy functions of transformers with their code unchanged and some of their globals replaced by ours."""
 
 import functools
 import types
@@ -31,7 +31,7 @@ def forward_with_globals(own: types.FunctionType, replaced: tuple[tuple[str, Cal
 
 @functools.cache
 def decorated_like(decorated: Callable, forward: Callable) -> Callable:
-    """`forward` under the decorators of `decorated`, each of which has the function that it decorates in a cell."""
+    """Put the decorators of `decorated` around `forward`. Each holds the function that it decorates in a cell."""
     inner = getattr(decorated, "__wrapped__", None)
     if inner is None:
         return forward

@@ -1,5 +1,4 @@
-"""Kinds of modules that are swapped: each module is recognised, proven once for its fingerprint, and comes with what is
-to be bound to it."""
+"""Patterns of modules that are swapped: a module is recognised, and proven once for its fingerprint."""
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator
@@ -20,7 +19,7 @@ _OWN_NAME = "target_name"  # PEFT's layers keep their own name under this key, w
 
 
 class Proof(NamedTuple):
-    """What a module was proven to compute.
+    """The formula that a module was proven to compute.
 
     Attributes:
         operation (`str`): A key of the report, or empty for what it does not list.
@@ -34,13 +33,13 @@ class Proof(NamedTuple):
 
 
 class PatchPattern(NamedTuple):
-    """The way to find and prove modules of one kind.
+    """The way to recognise and prove modules of one sort.
 
     Attributes:
-        nominated: Tells whether a module looks like one of this kind.
+        is_candidate: Tells whether a module looks like one of this pattern.
         prove: Returns (`Proof`, None), or (None, the reason why we have no kernel for the module).
         guessed_operation: Names the operation under which a module is reported that could not be proven.
-        why_not: Tells why one module, whose formula is proven, has to keep its own code, or returns None.
+        why_not: Tells why a module with a proven formula still has to keep its own code, or returns None.
         guards: Makes the guards of a proof of the module, or raises `NotProven`.
         binding: Makes what is bound of a function, a slot and guards.
         method (`str`): The method that is replaced.
@@ -87,10 +86,11 @@ def match_modules(patterns: Iterable[PatchPattern], modules: Iterable[tuple[str,
             proof = guards = None
             slot, reason = slot_of(module, pattern.method, around=pattern.binding is not Binding)
             if reason is None:
-                key = (pattern, fingerprint(module))
+                key = (pattern, fingerprint(module))  # a model has the same norm in each layer
                 if key not in proofs:
                     proofs[key] = prove_module(pattern, module)
                 proof, guards, reason = proofs[key]
+            # The proof may be of another module with this fingerprint, so the guards are asked about this one.
             if guards is not None and reason is None:
                 reason = guards.broken(module) or pattern.why_not(module)
             if proof is None or reason is not None:
@@ -107,7 +107,7 @@ def match_modules(patterns: Iterable[PatchPattern], modules: Iterable[tuple[str,
 
 
 def prove_module(pattern: PatchPattern, module: nn.Module) -> tuple[Proof | None, Guards | None, str | None]:
-    """(the proof, its guards, None), or (None, None, why there is none)."""
+    """Return (the proof, its guards, None), or (None, None, why it cannot be proven)."""
     if any(is_parametrized(part) for part in module.modules()):
         return None, None, "it has a parametrisation, which may count how often a weight is read"
     try:
@@ -128,7 +128,7 @@ def attempt(prove: Callable[[Any], tuple[Any, str | None]], subject: Any) -> tup
 
 
 def slot_of(module: nn.Module, method: str = "forward", around: bool = False) -> tuple[str, str | None]:
-    """(the attribute that is to hold our method, None), or (that attribute, why we cannot put a method there).
+    """Return (the attribute that is to hold our method, None), or (that attribute, why we cannot put a method there).
 
     accelerate's hooks (`device_map`) call `_old_forward`. A method that was put on the instance stays. With `around`,
     ours may stand around another one of ours.
@@ -170,5 +170,5 @@ def _comparable(value: Any) -> Any:
 
 
 def names_of(cls: type) -> tuple[str, str]:
-    """By which a class of a library is known that need not be installed."""
+    """Name a class of a library that need not be installed: (Python module, qualified name)."""
     return cls.__module__, cls.__qualname__

@@ -21,7 +21,10 @@ FP32_RTOL = 2e-5  # a few roundings of fp32 in another order; a wrong formula is
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """A context for a few numbers on the CPU. Waking threads takes longer, 14 times where other work has the cores."""
+    """Return a context for a few numbers on the CPU.
+
+    Waking threads takes longer, 14 times where other work has the cores.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -32,7 +35,10 @@ def one_thread() -> Iterator[None]:
 
 @contextlib.contextmanager
 def isolated() -> Iterator[None]:
-    """A context for proofs: on the CPU, with gradients, without autocast. It leaves the global random state alone."""
+    """Return a context for proofs: on the CPU, with gradients, without autocast.
+
+    It leaves the global random state alone.
+    """
     with contextlib.ExitStack() as stack:
         stack.enter_context(one_thread())
         stack.enter_context(torch.random.fork_rng(devices=[]))  # a module with dropout draws from the global generator
@@ -45,7 +51,7 @@ def isolated() -> Iterator[None]:
 
 
 def generator() -> torch.Generator:
-    """A source of random numbers that gives the same ones in every proof."""
+    """Return a source of random numbers that gives the same ones in every proof."""
     return torch.Generator("cpu").manual_seed(SEED)
 
 
@@ -60,7 +66,7 @@ def _rand(shape: Sequence[int], source: torch.Generator) -> torch.Tensor:
 
 
 def full_shape(parameter: torch.Tensor) -> tuple[int, ...]:
-    """The shape of a whole parameter, also where it is sharded."""
+    """Return the shape of a whole parameter, also where it is sharded."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))  # ZeRO-3 leaves an empty parameter
 
 
@@ -133,7 +139,7 @@ def allclose_to_max(got: torch.Tensor, want: torch.Tensor, rtol: float, by_row: 
 def trained(
     forward: Callable, module: nn.Module, widths: tuple[int, int], source: torch.Generator, dtype: torch.dtype
 ) -> list[torch.Tensor]:
-    """The result of `forward` for random rows, and the gradients of these and of the parameters that learn."""
+    """Return the result of `forward` for random rows, and the gradients of these and of the parameters that learn."""
     x = randn((2, 5, widths[0]), source, dtype).requires_grad_()
     torch.default_generator.manual_seed(SEED)  # of a dropout; `torch.manual_seed` would seed the GPUs as well
     y = forward(module, x)
@@ -143,7 +149,7 @@ def trained(
 
 
 def changed_share(got: torch.Tensor, want: torch.Tensor) -> float:
-    """The share of the elements that are not equal bit for bit, or 1.0 if shape or dtype differ."""
+    """Return the share of the elements that are not equal bit for bit, or 1.0 if shape or dtype differ."""
     if not isinstance(want, torch.Tensor) or got.shape != want.shape or got.dtype != want.dtype:
         return 1.0
     return float((got != want).float().mean())

@@ -28,7 +28,7 @@ class OperationReport:
         enabled (`bool`): Whether the config asked for the operation.
         swapped (`dict[str, str]`): Module name -> the variant that it was proven to compute.
         skipped (`dict[str, str]`): Module name -> why it keeps its own code.
-        unsuited (`dict[str, str]`): Module name -> why the operation is none for it. Such a module was not recognised,
+        unsuited (`dict[str, str]`): Module name -> why the operation does not apply. Such a module was not recognised,
             and counts neither as found nor as skipped.
     """
 
@@ -39,14 +39,14 @@ class OperationReport:
 
     @property
     def found(self) -> int:
-        """The number of modules that were recognised, swapped or not."""
+        """Return the number of modules that were recognised, swapped or not."""
         return len(self.swapped) + len(self.skipped)
 
 
 class ReportEntry:
-    """A module's place in a report, by which the report hears what happens to the module after patching.
+    """A module's entry in a report, which is updated when the module falls back or runs ours again.
 
-    The report is about this module and not about its copies, so `deepcopy` and pickle leave None in place of it.
+    The report is about this module and not about its copies, so `deepcopy` and pickle replace it by None.
     """
 
     def __init__(self, operation: OperationReport, name: str):
@@ -107,7 +107,10 @@ class LigerReport:
         return found
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as plain dicts and lists. A name such as `model.layers.*.mlp` stands for `count` modules."""
+        """Return the report as plain dicts and lists.
+
+        A name such as `model.layers.*.mlp` stands for `count` modules.
+        """
         chosen = {} if self.checkpointing is None else {"activation_checkpointing": self.checkpointing}
         if self.cuda_graphs is not None:
             chosen["cuda_graphs"] = self.cuda_graphs
@@ -141,7 +144,7 @@ class LigerReport:
             file.write("\n")
 
     def one_line(self) -> str:
-        """The report in one line for a log: modules swapped and found for each operation, and why others were not."""
+        """Return one line for a log: modules swapped and found for each operation, and why others were not."""
         counts = [
             f"{name} {len(operation.swapped)}/{operation.found}" if operation.enabled else f"{name} off"
             for name, operation in self.operations.items()
@@ -175,7 +178,7 @@ def _rows(modules: dict[str, str], text_is: str) -> list[dict[str, Any]]:
 
 
 def compress(modules: dict[str, str]) -> list[tuple[str, int, str]]:
-    """Group modules whose names differ only in their numbers and whose texts are equal: (name, how many, text).
+    """Group modules with equal texts and with names that differ only in their numbers: (name, how many, text).
 
     The name has `*` in place of its numbers, or keeps them where it stands for one module alone.
     """

@@ -10,7 +10,7 @@ Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 
 def active_saved_tensor_hooks() -> Hooks | None:
-    """The pair of saved-tensor hooks in force, pack and unpack; None without hooks."""
+    """Return the pair of saved-tensor hooks in force, pack and unpack; None without hooks."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
@@ -24,7 +24,7 @@ def save_with_version(tensor: torch.Tensor) -> SavedTensor:
 
 
 def load_checked(kept: SavedTensor) -> torch.Tensor:
-    """The tensor. RuntimeError if it was changed in place since."""
+    """Return the tensor. RuntimeError if it was changed in place since."""
     tensor, version = kept
     if tensor._version != version:
         raise RuntimeError(modified_message(kept))
@@ -32,7 +32,7 @@ def load_checked(kept: SavedTensor) -> torch.Tensor:
 
 
 def modified_message(kept: SavedTensor) -> str:
-    """The text of the error."""
+    """Return the text of the error."""
     tensor, version = kept
     return (
         f"A tensor {tuple(tensor.shape)} that the backward pass needs has been modified by an inplace operation: it "

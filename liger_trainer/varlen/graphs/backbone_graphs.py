@@ -14,7 +14,7 @@ Four rules keep this exact:
 - A replay takes place only where `Snapshot` finds nothing changed. Otherwise the model's own code runs, in that call.
 - No tensor of a graph is handed out: outputs are clones, and a gradient is added into a buffer that `.grad` refers to
   only until it is None again.
-- A forward whose activations another replay has overwritten is replayed again before its backward.
+- If another replay has overwritten the activations of a forward, that forward is replayed again before its backward.
 """
 
 import contextlib
@@ -48,7 +48,7 @@ from liger_trainer.varlen.rows import NotForRows, Rows
 MOST_MODES = 4  # states of the model, such as adapters switched on and off
 MOST_SIZES = 16  # of each mode
 
-# What transformers hands through to a backbone, and no layer that a proof has run reads.
+# transformers hands these through to a backbone, and no layer that a proof has run reads them.
 _UNREAD = ("num_items_in_batch", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 _ROUTERS = "output_router_logits"  # the one output besides hidden states that graphs have
 _STATIC_INPUTS = ("input_ids", "inputs_embeds", "position_ids", "attention_mask", "use_cache")
@@ -101,18 +101,18 @@ class BackboneGraphs:
         self.gradients = GradientBuffers()
         self.modes: list[CapturedMode] = []
         self.off: str | None = None  # why nothing is captured from now on
-        self.generation = 0  # of the activations in the pool: every replay writes over those of the one before
+        self.generation = 0  # of the activations in the pool: every replay overwrites the last ones
         self.clock = 0
         self.may_capture = False  # once the optimizer has its states
         self.largest = 0  # tokens: what the pool has room for
-        self.worthwhile = 0  # tokens: the largest size whose replay was faster than Python's code
+        self.worthwhile = 0  # tokens: the largest size with a replay faster than Python's code
         self.too_large: int | None = None  # tokens: the smallest size that did not pay, or found no memory
         self.why_too_large = ""
         self.carrier = torch.zeros((), requires_grad=True)
         self._unmatched = 0  # modes that were replaced without a replay
-        self._snapshot: Snapshot | None = None  # that of the running call
+        self._snapshot: Snapshot | None = None  # of the running call
         self._begun: CapturedMode | None = None  # by the running call
-        self._difference: str | None = None  # why no snapshot is that of the running call
+        self._difference: str | None = None  # why no snapshot fits the running call
 
     def find_snapshot(self) -> bool:
         """Find the snapshot that holds for the call that begins now. Return whether there is one.
@@ -161,7 +161,7 @@ class BackboneGraphs:
             self.summary.count(str(reason))
             if self._begun is not None:
                 return self._run_first(self._begun, embeds, run_uncaptured)
-            return run_uncaptured(embeds)  # their hooks and random numbers are those of one call
+            return run_uncaptured(embeds)  # so that hooks run, and random numbers are drawn, once
         self.summary.replayed += 1
         self.clock += 1
         mode.last_used = size.last_used = self.clock
@@ -196,7 +196,7 @@ class BackboneGraphs:
         return outputs
 
     def _mode(self, batch: TokenBatch, constants: tuple) -> CapturedMode:
-        """Find the mode whose state is that of the model now, or begin one and raise `NotCapturable`."""
+        """Find the mode for the current state of the model, or begin one and raise `NotCapturable`."""
         embeds = batch.embeds
         grad = torch.is_grad_enabled()
         key = (grad, grad and embeds.requires_grad, embeds.dtype, batch.positions.shape[:-2], constants)
@@ -207,6 +207,7 @@ class BackboneGraphs:
         raise NotCapturable(self._difference or "the first call of its kind")
 
     def _begin_mode(self, key: tuple) -> None:
+        # A model that changes from call to call would capture again and again, and never replay.
         if len(self.modes) == MOST_MODES:
             oldest = min(self.modes, key=lambda mode: mode.last_used)
             self.modes.remove(oldest)
@@ -225,7 +226,7 @@ class BackboneGraphs:
         self.modes.append(self._begun)
 
     def _captured_parameters(self, snapshot: Snapshot) -> Iterator[nn.Parameter]:
-        """Yield the trained parameters inside the capture: those of the backbone without its input embedding."""
+        """Yield the trained parameters inside the capture: the backbone's, without its input embedding."""
         outside = {id(p) for p in self.backbone.get_input_embeddings().parameters()}
         inside = {id(p) for p in self.backbone.parameters()} - outside
         for p in snapshot.trained:
@@ -243,7 +244,7 @@ class BackboneGraphs:
         self, mode: CapturedMode, batch: TokenBatch, forward: Callable[..., Any], constants: dict[str, Any]
     ) -> CapturedSize:
         """Find the graphs for a batch, or capture them. Raises `NotCapturable`."""
-        if mode.why_not is not None:
+        if mode.why_not is not None:  # its first call has done more than compute
             raise NotCapturable(mode.why_not)
         tokens = round_up(batch.tokens)
         size = mode.sizes.get((tokens, batch.layout is not None))
@@ -327,7 +328,7 @@ class BackboneGraphs:
             raise NotCapturable(str(error)) from error
         except (RuntimeError, NotCapturable) as error:  # also torch.OutOfMemoryError and torch.AcceleratorError
             text = str(error).split("\n")[0]
-            error.__traceback__ = None  # whose frames hold tensors of the pool
+            error.__traceback__ = None  # its frames hold tensors of the pool
             del error
             self.recorder.after_failure()
             self._turn_off(f"a capture has failed: {text}")

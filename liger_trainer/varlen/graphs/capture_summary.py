@@ -1,10 +1,10 @@
-"""What was captured in one training, for the log and the report."""
+"""Report what was captured in one training."""
 
 from typing import Any
 
 
 class CaptureSummary:
-    """What was captured in one training, for the report.
+    """The captures of one training, for the log and the report.
 
     Args:
         off (`str`, *optional*): Why no step of the training can be captured.
@@ -13,7 +13,7 @@ class CaptureSummary:
         sizes (`list[int]`): Tokens of each size that was captured, in that order.
         seconds (`float`): What all captures took.
         replayed (`int`): Calls of backbones that were replayed.
-        uncaptured (`dict[str, int]`): For each reason, the calls in which the model's own code ran.
+        uncaptured (`dict[str, int]`): How many calls ran the model's own code, for each reason.
     """
 
     def __init__(self, off: str | None = None) -> None:

@@ -38,8 +38,8 @@ class GraphCapture:
 
     Attributes:
         alias_of (`dict`): What stands in the place of each parameter while the backbone runs: the same memory, with a
-            gradient of its own. The nodes by which autograd adds to gradients belong to the stream on which they were
-            made first, and users' hooks hang on those of the real parameters. An alias has new ones.
+            gradient of its own. Autograd's nodes that accumulate gradients belong to the stream on which they were made
+            first, and users' hooks are attached to the nodes of the real parameters. An alias has new nodes.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class GraphCapture:
         with (
             self._aliases(),
             torch.autocast(device, enabled=False),
-        ):  # as in a training step, whose backward is outside of autocast
+        ):  # as in a training step, which runs its backward outside of autocast
             torch.autograd.backward([x for x, _ in pairs], [gradient for _, gradient in pairs])
         if size.embeds.grad is not None:
             size.exchange[0].copy_(size.embeds.grad)
@@ -144,7 +144,7 @@ class GraphCapture:
         if timed and self.recorder.seconds_of(self._replay) > WORTHWHILE * python_seconds:
             raise DoesNotPay(f"{size.tokens} tokens and more: replaying is not faster")
         if recorder.bytes_free() < 0:
-            raise DoesNotPay(f"{size.tokens} tokens and more: too little memory is left beside their graphs")
+            raise DoesNotPay(f"{size.tokens} tokens and more: their graphs leave too little memory")
 
     def _refuse_zeros_that_overflow(self, batch: TokenBatch) -> None:
         """Raise `NotCapturable` where a row of zeros, as it fills a size up, becomes NaN, such as in a norm without an
@@ -161,7 +161,7 @@ class GraphCapture:
             found += [size.exchange[0].norm(), *(torch._foreach_norm(gradients) if gradients else ())]
             self._begin_gradients()
         if not bool(torch.stack([x.float() for x in found]).isfinite().all()):
-            raise NotCapturable("embeddings of zero, with which a size is filled up, become NaN in it")
+            raise NotCapturable("embeddings of zero, which fill up a size, become NaN in it")
         size.buffers.zeros_stay_finite = True
 
     def _begin_gradients(self) -> None:

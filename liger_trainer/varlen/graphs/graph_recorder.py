@@ -31,7 +31,7 @@ class GraphRecorder(Protocol):
     def set_random_state(self, state: Any) -> None: ...
 
     def begin_pool(self) -> None:
-        """Record into new memory from now on, and give back that of recordings that are gone."""
+        """Record into new memory from now on, and free the memory of recordings that are gone."""
 
     def bytes_free(self) -> int:
         """Return how many bytes could be allocated beyond the reserve. Less than 0: the reserve is touched."""
@@ -69,7 +69,7 @@ class CudaGraphRecorder:
 
     def record(self, function: Callable[[], None]) -> torch.cuda.CUDAGraph:
         if not self._in_pool:
-            self.pool = torch.cuda.graph_pool_handle()  # PyTorch gives up a pool whose last graph is gone
+            self.pool = torch.cuda.graph_pool_handle()  # PyTorch frees a pool with its last graph
         # Not `torch.cuda.graph`, which empties the allocator's cache and collects garbage at each capture.
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self.device)

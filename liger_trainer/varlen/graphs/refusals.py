@@ -27,8 +27,8 @@ def refuse_process() -> None:
 def refuse_hooks(backbone: nn.Module) -> None:
     """Raise `NotCapturable` where Python code is attached to a module in the capture.
 
-    Hooks by which transformers collects outputs do nothing where none is asked for. A forward that is not ours is, for
-    example, that by which accelerate calls its hooks.
+    transformers' hooks that collect outputs do nothing unless outputs are asked for. A forward that is not ours may be
+    accelerate's, which calls its hooks.
     """
     outside = {id(module) for module in backbone.get_input_embeddings().modules()}  # type: ignore[operator]
     for module in backbone.modules():

@@ -10,10 +10,10 @@ from liger_trainer.varlen.graphs.static_batch import CapturedSize, TokenBatch
 
 
 class Captures(Protocol):
-    """What a replay uses of the captures of its backbone (`backbone_graphs.py`).
+    """The part of `BackboneGraphs` that a replay uses.
 
     Attributes:
-        generation (`int`): Of the activations in the pool: every replay writes over those of the one before.
+        generation (`int`): Of the activations in the pool: every replay overwrites the last ones.
         carrier (`torch.Tensor`): A scalar that requires a gradient.
     """
 
@@ -27,9 +27,9 @@ class Captures(Protocol):
 class Replayed(torch.autograd.Function):
     """The captured backbone in autograd: a function of the embeddings and of a scalar that requires a gradient.
 
-    The parameters are no inputs: 448 of them would take the host longer than all else in a step. The backward adds to
-    their gradients itself, which is right where the engine would do so too (`loss.backward()`). In other backward
-    passes it is an error.
+    The parameters are not inputs: 448 of them would take the host longer than all else in a step. The backward adds to
+    their gradients itself, which is right in `loss.backward()`, where the engine would do so too. Other backward passes
+    raise an error.
     """
 
     @staticmethod
@@ -43,7 +43,7 @@ class Replayed(torch.autograd.Function):
         return outputs
 
     @staticmethod
-    def backward(ctx, *gradients):  # noqa: ANN001 - zeros for an output that nobody has used
+    def backward(ctx, *gradients):  # noqa: ANN001 - zeros for an unused output
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "The backbone of this step is captured (cuda_graphs), so that its gradients have no gradients of their "

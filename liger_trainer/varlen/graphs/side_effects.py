@@ -1,4 +1,4 @@
-"""What the code of a backbone does in a call besides computing: random numbers and writes to buffers."""
+"""Find what a replay would leave out: writes to buffers and random numbers drawn on the host."""
 
 import random
 from typing import Any
@@ -11,7 +11,7 @@ from liger_trainer.varlen.graphs.graph_recorder import GraphRecorder
 
 
 class SideEffects:
-    """What the code of a backbone does in a call besides computing, which a replay would leave out.
+    """Watches one call of a backbone for effects that a replay would leave out.
 
     Args:
         modules (`list[nn.Module]`): Those that run.
@@ -37,7 +37,7 @@ class SideEffects:
     def why_not(self) -> str | None:
         """Name what a replay would leave out, or return None."""
         for (owner, name, x), version in zip(self._buffers, self._versions, strict=True):
-            if x._version != version:  # such as a count of tokens, in which the filling row would count too
+            if x._version != version:  # such as a count of tokens, which would include the filling row
                 return f"it writes to {name} of a {owner.__name__}"
         if _random_states_of_host(self._device) != self._drawn_on_host:  # such as which layers are left out
             return "it draws random numbers on the host"
@@ -45,7 +45,7 @@ class SideEffects:
 
 
 def _random_states_of_host(device: torch.device) -> list[Any]:
-    """Return the states of Python's, NumPy's and, beside another device, PyTorch's generators of the host."""
+    """Return the states of Python's and NumPy's generators and, unless `device` is the CPU, PyTorch's for the CPU."""
     of_numpy: Any = np.random.get_state(legacy=True)
     states = [random.getstate(), of_numpy[1].tobytes(), *of_numpy[2:]]
     if device.type != "cpu":

@@ -1,4 +1,4 @@
-"""What the replay of a captured backbone relies on, compared before each replay with what it was at the capture.
+"""Compare the state that a captured backbone relies on with its state at the capture, before each replay.
 
 A replay runs no Python. A hook that was added, an adapter that was switched off, a weight that was moved or a flag of
 the process that was set would change nothing in it. So all of that is compared first, and any difference sends the call
@@ -7,8 +7,8 @@ through the model's own Python code.
 The comparison is a few sweeps over lists that were made once, each a loop inside the interpreter: an 8B model with
 adapters has 2,665 modules, and one line of Python for each of them would cost more than all sweeps together.
 
-It cannot see numbers inside closures, what lies deeper inside objects that are changed in place, functions whose code
-object was replaced, and hooks on the nodes of autograd that add to gradients (`p.expand_as(p).grad_fn...`).
+It cannot see numbers inside closures, what lies deeper inside objects that are changed in place, functions with a
+replaced code object, and hooks on the nodes of autograd that add to gradients (`p.expand_as(p).grad_fn...`).
 """
 
 import itertools
@@ -40,7 +40,7 @@ _GLOBAL_HOOKS = [getattr(nn.modules.module, f"_global{name}") for name in _HOOK_
 # These have no forward: only what they hold matters.
 _HOLDERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 _what_is_held = itemgetter("_modules", "_parameters")
-# What no forward and no backward reads: hooks of `state_dict`, and what is known about hooks that are there.
+# No forward and no backward reads these: hooks of `state_dict`, and notes about hooks that are there.
 _UNREAD_CONTAINERS = {
     "_forward_hooks_always_called",
     "_forward_hooks_with_kwargs",
@@ -52,9 +52,9 @@ _UNREAD_CONTAINERS = {
     "_state_dict_hooks",
     "_state_dict_pre_hooks",
 }
-# What transformers makes anew though nothing has changed. When checkpointing is switched off and on again, as TRL does
-# around each call of a reference: notes about hooks, and a partial with the same function and the same arguments. In
-# each call of a model of images: what its next token in a generation needs.
+# transformers replaces these with equal ones. When checkpointing is switched off and on again, as TRL does around each
+# call of a reference: notes about hooks, and a partial with the same function and the same arguments. In each call of a
+# model of images: what its next token in a generation needs.
 _NOTES = ("_require_grads_hooks", "_require_grads_hook", "rope_deltas")
 _CHECKPOINT = "_gradient_checkpointing_func"
 _INCOMPARABLE = (RuntimeError, TypeError, ValueError)  # the truth of a comparison of tensors, or of arrays
@@ -66,9 +66,9 @@ class Snapshot:
 
     Args:
         modules (`list[nn.Module]`): All modules that run, or hold modules that run, within the capture, and those
-            around it whose hooks or forwards decide whether it may be replayed.
-        embedding (`nn.Module`, *optional*): The input embedding, which runs before each replay. Its hooks may be made
-            anew from the same code, like the one by which transformers has embeddings require a gradient.
+            around it with hooks or forwards that decide whether it may be replayed.
+        embedding (`nn.Module`, *optional*): The input embedding, which runs before each replay. Its hooks may be
+            replaced by others with the same code, like transformers' hook that makes embeddings require a gradient.
 
     Attributes:
         modules (`list[nn.Module]`): These, each once.
@@ -125,7 +125,7 @@ class Snapshot:
             if not isinstance(binding.guards, Guards):
                 continue
             for lookup in binding.guards.all_lookups():
-                if lookup[0] is not None:  # those of the instance are among its attributes
+                if lookup[0] is not None:  # lookups on the instance are among its attributes
                     yield lookup
 
     def versions(self) -> list[int]:
@@ -173,7 +173,7 @@ class Snapshot:
         )
 
     def _adopt_equals(self) -> bool:
-        """Take what transformers has made anew for what was there before. Return whether that was all that changed."""
+        """Accept what transformers has replaced by an equal object. Return whether nothing else has changed."""
         for module, before in zip(self._running, self._attributes, strict=True):
             now = vars(module)
             if _are_equal(now, before):
@@ -193,9 +193,9 @@ class Snapshot:
         """Say what has changed where the snapshot does not hold, for a log. It takes some milliseconds."""
         if self._process != process_state():
             return "a flag of the process, such as autocast, a mode of PyTorch or a global hook, has changed"
-        for module, kind in zip(self.modules, self._types, strict=True):
-            if type(module) is not kind:
-                return f"a {kind.__name__} is a {type(module).__name__} now"
+        for module, cls in zip(self.modules, self._types, strict=True):
+            if type(module) is not cls:
+                return f"a {cls.__name__} is a {type(module).__name__} now"
         for module, before in zip(self._running, self._attributes, strict=True):
             if vars(module).keys() != before.keys():
                 return f"an attribute of a {type(module).__name__} was added or removed"
@@ -281,7 +281,7 @@ def _tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def _states_of(tensors: Iterable[torch.Tensor]) -> Iterator[dict[str, Any]]:
-    """Yield the attributes of tensors, and those of the objects among them: scales of a 4-bit weight, and theirs."""
+    """Yield the attributes of tensors, such as the scales of a 4-bit weight, and the attributes of these."""
     for tensor in tensors:
         waiting: list[Any] = [tensor]
         for _ in range(3):
@@ -303,7 +303,7 @@ def _is_plain_object(value: Any) -> bool:
 
 
 def _deduplicated(lookups: Iterable[Lookup]) -> list[Lookup]:
-    """Keep one lookup for each name, with what is found there now: a guard that broke has stepped aside already."""
+    """Keep one lookup for each name, with its value now. A binding with a broken guard has fallen back already."""
     found = {(id(owner), name): (owner, name) for owner, name, _ in lookups}
     return [(owner, name, getattr(owner, name, _MISSING)) for owner, name in found.values()]
 

@@ -20,7 +20,7 @@ STEP = 64  # tokens; sizes are multiples of it, which keeps Triton's kernels in 
 
 
 class TokenBatch(NamedTuple):
-    """What changes from one replay to the next.
+    """The inputs that change from one replay to the next.
 
     Attributes:
         embeds (`torch.Tensor`): (1, N, H), the embeddings of the real tokens.
@@ -63,7 +63,7 @@ class SharedBuffers:
     """The buffers that all sizes of a model share, since one replay is done with them before the next begins.
 
     Args:
-        embeds (`torch.Tensor`): (1, N, H), of which they have dtype and device.
+        embeds (`torch.Tensor`): (1, N, H). The buffers take its dtype and device.
         tokens (`int`): The most that a size may have.
 
     Attributes:
@@ -93,7 +93,7 @@ class CapturedSize:
 
     Attributes:
         embeds (`torch.Tensor`): (1, T, H), the part of the buffer that the forward reads.
-        learned (`list`): The parameters whose gradients the backward adds to.
+        learned (`list`): The parameters that get a gradient in the backward.
         gradients (`GradientBuffers` or None): What holds these gradients, once it is captured.
         snapshot (`Snapshot` or None): The state that it was captured in.
     """
@@ -119,7 +119,7 @@ class CapturedSize:
 
     @property
     def exchange(self) -> list[torch.Tensor]:
-        """The part of `SharedBuffers.exchange` for T tokens: (1, T, H). With routers (layers, T, experts) too."""
+        """Return `SharedBuffers.exchange` for T tokens: (1, T, H), and (layers, T, experts) if there are routers."""
         assert self.buffers.exchange, "the forward comes first"
         return [buffer[:, : self.tokens] for buffer in self.buffers.exchange]
 

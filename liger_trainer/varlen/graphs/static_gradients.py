@@ -9,10 +9,10 @@ from torch import nn
 
 
 class Handed(NamedTuple):
-    """What one backward hands out.
+    """The gradients that one backward hands out.
 
     Attributes:
-        fresh (`list`): The parameters whose gradient was no alias of their buffer before.
+        fresh (`list`): The parameters with a gradient that was not yet an alias of their buffer.
         kept (`dict`): The values of those buffers that something of the user's refers to.
     """
 
@@ -30,7 +30,7 @@ class GradientBuffers:
     def __init__(self) -> None:
         self.buffers: dict[nn.Parameter, torch.Tensor] = {}
         self._alias: dict[nn.Parameter, Callable[[], torch.Tensor | None]] = {}
-        self._holders: dict[nn.Parameter, int] = {}  # of the buffer's memory while nobody else has it
+        self._holders: dict[nn.Parameter, int] = {}  # of the buffer's memory, while only we refer to it
 
     def keep(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
         """Take a gradient as the buffer of `parameter`, if it has none yet."""
@@ -48,7 +48,7 @@ class GradientBuffers:
             del self.buffers[parameter]
 
     def zero(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Set the buffers of those of `parameters` that have one to zero."""
+        """Set the buffers of `parameters` to zero, as far as they have one."""
         buffers = [self.buffers[p] for p in parameters if p in self.buffers]
         if buffers:
             torch._foreach_zero_(buffers)

@@ -42,7 +42,7 @@ _active: contextvars.ContextVar[StepGraphs | None] = contextvars.ContextVar("gra
 
 @contextlib.contextmanager
 def use_graphs(graphs: StepGraphs | None) -> Iterator[None]:
-    """Within it, backbones on real tokens are captured and replayed."""
+    """Context manager: backbones on real tokens are captured and replayed."""
     token = _active.set(graphs)
     try:
         yield

@@ -1,1 +1,1 @@
-"""What is shown about a model before it trains: that rows without padding compute what the padded batch does."""
+"""Proofs before a model trains: rows without padding compute what the padded batch does."""

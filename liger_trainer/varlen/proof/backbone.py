@@ -1,11 +1,11 @@
-"""Rows without their padding: proven on a small copy of the model, and installed in its backbone.
+"""Prove on a small copy of a model that rows need no padding, and find what to bind to its backbone.
 
 The proof runs a batch padded on the right, one padded on the left and a packed row through two small copies with the
 same weights, one with the model's own code and one with ours. The logits of real tokens, the loss and the gradients of
-all weights must agree. A model whose rows would reach each other by anything but attention, or whose loss counts
-padding, shows it there. Layers that keep a state get the rows of the call (`state_layers.py`), and are run again in the
-backward pass too. Where layers have a window, chunks, sinks or a soft cap, rows without padding are run too. If they
-alone agree, they alone take our attention. Last, rows that begin alike share that (`alike_rows.py`).
+all weights must agree. They differ if rows reach each other by anything but attention, or if the loss counts padding.
+Layers that keep a state get the rows of the call (`state_layers.py`), and are run again in the backward pass too. If
+layers have a window, chunks, sinks or a soft cap, rows without padding are run too. If these alone agree, they alone
+take our attention. Last, rows that begin alike share their beginning (`alike_rows.py`).
 """
 
 import inspect
@@ -107,7 +107,7 @@ def find_backbone(model) -> Iterator[PatchMatch]:
 
 
 def _layers_of(model, state_layers: StateLayers, name: str) -> Iterator[PatchMatch]:
-    """The layers of the backbone `name` that keep a state, each with what tells it its rows."""
+    """Return the layers of the backbone `name` that keep a state, each with what tells it its rows."""
     by_rows = False
     if _has_gpu() and all(may_go_by_rows(layer, binding) for _, layer, binding in state_layers.layers):
         by_rows, _ = attempt(lambda given: (_is_proven_by_rows(given, state_layers), None), model)
@@ -141,7 +141,7 @@ def _why_not(model, around, backbone) -> str | None:
 
 
 def _prove_with_states(model):
-    """`_prove` of a model whose layers keep a state: with them on rows side by side, and with checkpointing too."""
+    """Prove a model with layers that keep a state: they run on rows side by side, and with checkpointing too."""
     with kernels_in_torch(model):
         proven, reason = _prove(model, with_states=True)
     if reason is None and proven.padding_reason is not None:
@@ -152,7 +152,7 @@ def _prove_with_states(model):
 def _is_proven_by_rows(model, state_layers: StateLayers) -> bool:
     """Return whether layers keep rows apart that lie one after the other, if convolution and rule get their offsets.
 
-    The functions of the copy's layers are those of the model's, which a rule of a package does not run on a CPU.
+    The copy's layers run the functions of the model's layers. A package's rule does not run on a CPU.
     """
     own = {own_class(layer): binding.own for _, layer, binding in state_layers.layers}
     with kernels_in_torch(model):
@@ -255,7 +255,7 @@ def _bind_masks(around) -> None:
 
 
 def _with_masks_of_images(own, ours, *batches) -> tuple[bool, str | None]:
-    """(whether a batch of images stays as it is, what differs in one from that of the padded batch or None)."""
+    """Return (whether a batch of images stays as it is, what differs from the padded batch or None)."""
     used = []
     for batch in batches:
         batch = image_masks.batch_of_images(own, batch)
@@ -272,7 +272,7 @@ def _with_masks_of_images(own, ours, *batches) -> tuple[bool, str | None]:
 
 
 def _padded(ids: torch.Tensor, real: torch.Tensor) -> dict[str, torch.Tensor]:
-    """A padded batch of `ids` (B, S), whose tokens are `real` (B, S)."""
+    """Make a padded batch of `ids` (B, S). `real` (B, S) says which are tokens."""
     # Predicted from real tokens; one may itself stand on padding. Nothing may predict the first column.
     predicted = real.roll(1, 1) | (torch.arange(_WIDTH) == 0)
     return {"labels": ids.masked_fill(~predicted, -100), "input_ids": ids, "attention_mask": real.long()}
@@ -333,7 +333,7 @@ def _why_ids_are_needed(ours, backbone, batch) -> str | None:
 
 
 def _first(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The first row of a batch, as a batch of one: what attention returns has other strides then."""
+    """Return the first row of a batch, as a batch of one: what attention returns has other strides then."""
     return {name: x[:1] for name, x in batch.items()}
 
 
@@ -352,7 +352,7 @@ def _differs(ours, batch, wanted, what: str, attention_kinds: set[AttentionKind]
 
 
 def _with_images(decoder, batch) -> dict[str, Any]:
-    """`batch` with what the decoder of a model of images and text gets in addition, as far as it takes it."""
+    """Return `batch` with what the decoder of a model of images and text gets in addition, as far as it takes it."""
     names, config = inspect.signature(decoder.forward).parameters, decoder.config
     real, source = batch["attention_mask"].bool(), probe.generator()
     more: dict[str, Any] = {}

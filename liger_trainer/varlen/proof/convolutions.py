@@ -42,7 +42,7 @@ def replacement(scope: dict[str, Any]) -> tuple[tuple[str, Callable], ...]:
 
 @functools.cache
 def _convolution(own: Callable) -> Callable:
-    """What runs in place of `own`: ours for what it takes."""
+    """Make the function that runs in place of `own`: ours where it takes the call."""
 
     @functools.wraps(own)
     def convolve(
@@ -97,7 +97,7 @@ def by_kernel(
             each of B is a row.
 
     Returns:
-        `torch.Tensor`: (B, C, L), whose memory is (B, L, C).
+        `torch.Tensor`: (B, C, L). Its memory is laid out as (B, L, C).
     """
     batch, channels, length = x.shape
     tokens = x.transpose(1, 2).reshape(batch * length, channels)

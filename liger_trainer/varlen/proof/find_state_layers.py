@@ -1,6 +1,6 @@
 """Finds the layers of a decoder that keep a state between tokens, and makes what tells them their rows.
 
-What is found is only nominated. The proof of `backbone.py` decides whether rows together are rows alone.
+The layers found are candidates. The proof in `backbone.py` decides whether rows together compute what rows alone do.
 """
 
 import inspect
@@ -17,7 +17,7 @@ from liger_trainer.varlen import state_layers
 from liger_trainer.varlen.proof import convolutions, rules
 
 _CONVOLUTIONS = "causal_conv1d"  # in the names of functions of transformers that a forward calls
-_RULES = ("chunk_", "torch_chunk", "mamba_", "selective_scan")  # how those of rules and scans begin
+_RULES = ("chunk_", "torch_chunk", "mamba_", "selective_scan")  # how the names of rules and scans begin
 _CLASSES = ("LightningAttention",)  # of layers that have their rule in their own forward
 
 
@@ -26,7 +26,7 @@ class StateLayers(NamedTuple):
 
     Attributes:
         layers (`list`): (name in the decoder, layer, binding) of each.
-        forward (`Callable`): The decoder's forward, in which the mask of these layers is the rows of the call.
+        forward (`Callable`): The decoder's forward. It hands these layers the rows of the call as their mask.
         guards (`Guards`): The globals that the forward has read.
     """
 

@@ -24,20 +24,20 @@ from liger_trainer.varlen.host_copies import values_of
 from liger_trainer.varlen.proof.small_model import drawn, small_config
 from liger_trainer.varlen.unpad_plan import current_plan
 
-# What a function that makes masks takes for a causal one, with a window or without.
+# The arguments of a function that makes a causal mask, with a window or without.
 _CAUSAL = {"config", "inputs_embeds", "attention_mask", "cache", "past_key_values", "position_ids"}
 _KINDS_OF_TOKENS = ("mm_token_type_ids", "token_type_ids")  # 0 for text
 _IMAGE_TOKEN = 41  # of a small copy; rows of text are drawn from those before it
 
 
 def made_by(module: nn.Module) -> list[str]:
-    """The names of the functions by which the forward of `module` makes masks."""
+    """List the names of the functions that make masks in the forward of `module`."""
     code = getattr(inspect.unwrap(own_class(module).forward), "__code__", None)
     return [name for name in getattr(code, "co_names", ()) if name.startswith("create_") and "mask" in name]
 
 
 def binding_for(around: nn.Module) -> tuple[Binding | None, str | None]:
-    """(what leaves the masks of `around` to its decoder, None), or (None, why they stay)."""
+    """Return (what leaves the masks of `around` to its decoder, None), or (None, why they stay)."""
     slot, reason = slot_of(around)
     if reason is not None:
         return None, reason
@@ -56,7 +56,7 @@ def binding_for(around: nn.Module) -> tuple[Binding | None, str | None]:
 
 @functools.cache
 def _mask_of_padding(own: Callable) -> Callable:
-    """What runs in place of `own`, which makes masks: it returns the mask of padding in a call that has a plan.
+    """Replace `own`, which makes masks, by a function that returns the mask of padding in a call that has a plan.
 
     Where tokens of images may see each other, it is `own` that answers.
     """
@@ -75,13 +75,13 @@ def _mask_of_padding(own: Callable) -> Callable:
 
 
 def _holds_images(call: dict[str, Any]) -> bool:
-    """Return whether some tokens of a call are no text. It waits for the GPU if the host has not kept their kinds."""
+    """Return whether some tokens of a call are not text. Waits for the GPU if the host does not know their kinds."""
     kinds = [call[name] for name in _KINDS_OF_TOKENS if call.get(name) is not None]
     return any(bool((values != 0).any()) for values in values_of(*kinds))
 
 
 def small_whole_copy(model, seed: int, attention: str):
-    """A small copy of a model of images and text without its towers, in fp32 and training mode on the CPU.
+    """Return a small copy of a model of images and text without its towers, in fp32 and training mode on the CPU.
 
     Raises:
         Exception: Its class needs its towers, or see `small_copy`.
@@ -100,12 +100,12 @@ def small_whole_copy(model, seed: int, attention: str):
 
 
 def batch_of_text(model, batch: dict[str, Any]) -> dict[str, Any]:
-    """`batch` with the kinds of its tokens, which are all text."""
+    """Return `batch` with the kinds of its tokens, which are all text."""
     return batch | {name: torch.zeros_like(batch["input_ids"]) for name in _names(model)}
 
 
 def batch_of_images(model, batch: dict[str, Any]) -> dict[str, Any]:
-    """`batch` with images in the place of some tokens of text."""
+    """Return `batch` with images in the place of some tokens of text."""
     real = batch["attention_mask"].bool()
     places = real & (torch.arange(real.shape[1]) % 5 > 2)
     ids = batch["input_ids"].masked_fill(places, _IMAGE_TOKEN)

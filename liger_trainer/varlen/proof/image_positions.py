@@ -31,7 +31,7 @@ _DECORATORS = ("transformers.utils.", "torch.utils._contextlib")
 
 
 def on_host(function: Callable, *args: Any, kwargs: dict[str, Any] | None = None, **named: Any) -> Any:
-    """What `function` returns, computed from the values on the host of the tensors that it is given.
+    """Call `function` with the values on the host of the tensors that it is given, and send its results to the GPU.
 
     It runs as it is where these are not all on one GPU, or not all known. `kwargs` are handed on: helpers of
     transformers take from them what the caller has computed.
@@ -49,7 +49,7 @@ def on_host(function: Callable, *args: Any, kwargs: dict[str, Any] | None = None
 
 
 def _value_of(x: Any) -> torch.Tensor | None:
-    """The values of a tensor of a GPU, if the host knows them."""
+    """Return the values of a tensor of a GPU, if the host knows them."""
     if not isinstance(x, torch.Tensor) or not x.is_cuda or torch.compiler.is_compiling():
         return None
     values = values_of(x)[0]
@@ -69,7 +69,7 @@ def _index(own: Callable, call: inspect.BoundArguments) -> Any:
 
 
 def _places(own: Callable, call: inspect.BoundArguments) -> Any:
-    """`get_placeholder_mask` on the host. It looks at embeddings and features for their sizes alone."""
+    """Run `get_placeholder_mask` on the host. It reads only the sizes of embeddings and features."""
     given = call.arguments
     embeds = given.get("inputs_embeds")
     values = _value_of(given.get("input_ids"))
@@ -86,7 +86,7 @@ def _stand_in(x: Any) -> Any:
 
 
 def _features(sizes: str, own: Callable, call: inspect.BoundArguments) -> Any:
-    """`get_image_features` with known `sizes`, by which it splits what its tower returns."""
+    """Call `get_image_features` with known `sizes`, so that splitting its tower's output needs no wait."""
     given = call.arguments.get(sizes)
     values = _value_of(given)
     if values is not None:
@@ -103,7 +103,7 @@ _METHODS: dict[str, tuple[set[str], Callable]] = {  # of a model -> parameters t
 
 
 def _own(module: nn.Module, name: str) -> Any:
-    """The method `name` of a class of transformers, or None."""
+    """Return the method `name` of a class of transformers, or None."""
     cls = own_class(module)
     own = getattr(cls, name, None) if cls.__module__.startswith("transformers.") else None
     return own if own is not None and comes_from(own, "transformers.") else None
@@ -123,7 +123,7 @@ def _prove_method(name: str, module: nn.Module) -> tuple[Proof | None, str | Non
 
 
 def _method_pattern(name: str) -> PatchPattern:
-    """The kind of models that have a method `name`, which is then called with values on the host."""
+    """Make the pattern of models that have a method `name`. It is then called with values on the host."""
     return PatchPattern(
         lambda module: _own(module, name) is not None,
         functools.partial(_prove_method, name),

@@ -1,4 +1,4 @@
-"""Whether packed rows would see each other in a model: shown on a small copy, with the batch that a collator makes.
+"""Test on a small copy of a model whether packed rows would see each other, with the batch that a collator makes.
 
 Attention keeps packed rows apart by their positions. A layer that keeps a state (a convolution, linear attention, a
 state space) needs to be told where rows begin, by other arguments, and runs on from row to row without a word where it
@@ -41,7 +41,8 @@ class Kernel(NamedTuple):
 def why_rows_mix(model, collate: Callable[[list[dict]], dict] | None = None) -> str | None:
     """Tell why packed rows would see each other in `model`, or return None.
 
-    A model whose layers keep a state has to show that they stay apart. Another one has to show that they mix.
+    If layers of the model keep a state, rows have to be shown to stay apart. In other models they have to be shown to
+    mix.
 
     Args:
         model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]): The model.
@@ -87,13 +88,13 @@ def keeps_state(model) -> bool:
         return False
     if _STATE_KINDS & {*(getattr(backbone.config, "layer_types", None) or ())}:
         return True
-    stack = getattr(backbone, "layers", None)  # and not an encoder of sound beside it
+    stack = getattr(backbone, "layers", None)  # the decoder's layers, without an encoder of sound
     layers = stack.modules() if isinstance(stack, nn.ModuleList) else ()
     return any(isinstance(layer, nn.Conv1d) and layer.groups == layer.in_channels > 1 for layer in layers)
 
 
 def packed_batch(collate: Callable[[list[dict]], dict] | None) -> dict[str, Any] | None:
-    """A batch that `collate` makes of a few rows, without its labels; None if rows are not packed in it.
+    """Return a batch that `collate` makes of a few rows, without its labels; None if rows are not packed in it.
 
     The collator of a user may need more than tokens and labels. Then it is what a packed batch has at least: positions.
     """
@@ -134,7 +135,7 @@ def _rows_stay_apart(backbone, attention: str, batch: dict[str, Any]) -> tuple[_
 
 @contextlib.contextmanager
 def kernels_in_torch(model: nn.Module) -> Iterator[None]:
-    """A context in which layers of `model`, on the CPU, run PyTorch's code in place of a package's GPU kernels.
+    """Context manager: layers of `model`, on the CPU, run PyTorch's code in place of a package's GPU kernels.
 
     A kernel that takes rows and is told them runs row by row. One that is not told them runs on, as on the GPU.
     """
@@ -155,7 +156,7 @@ def kernels_in_torch(model: nn.Module) -> Iterator[None]:
 
 
 def kernel_behind(value: Any) -> Kernel | None:
-    """What a global of a modeling file calls, if it calls a package; None if it is PyTorch's code or something else."""
+    """Return the kernel of a package that a global of a modeling file calls, or None if it calls no package."""
     held = choice_behind(value)
     if held is None or held["is_new_implementation"] is not True:
         return None
@@ -163,7 +164,7 @@ def kernel_behind(value: Any) -> Kernel | None:
 
 
 def choice_behind(value: Any) -> dict[str, Any] | None:
-    """What transformers knows where it chooses between a package and its own code; None if `value` chooses nothing."""
+    """Return the variables of transformers' choice between a package and its own code, or None for other values."""
     function = type(value).forward if isinstance(value, nn.Module) else value  # `kernels` makes a module of a function
     for _ in range(3):
         if not isinstance(function, types.FunctionType):
@@ -202,7 +203,7 @@ def _narrowed(x: Any, start: int, length: int, total: int) -> Any:
 
 
 def _joined(outputs: list) -> Any:
-    """What was computed row by row as one. A state, which has no tokens, is that of the last row."""
+    """Join what was computed row by row. A state has no tokens, so the last row's is returned."""
     if isinstance(outputs[0], tuple):
         return tuple(_joined(list(parts)) for parts in zip(*outputs, strict=True))
     if not isinstance(outputs[0], torch.Tensor):

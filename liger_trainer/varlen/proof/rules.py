@@ -26,7 +26,7 @@ def asks_for_device(forward: types.FunctionType) -> bool:
 
 
 def replacements(forward: types.FunctionType) -> tuple[tuple[str, Callable], ...]:
-    """(name, function) of what is to stand among the globals of a layer's forward, for each rule that takes rows."""
+    """Return (name, function) of the globals to replace for a layer's forward, one for each rule that takes rows."""
     found = []
     for name in forward.__code__.co_names:
         own = forward.__globals__.get(name)
@@ -38,7 +38,7 @@ def replacements(forward: types.FunctionType) -> tuple[tuple[str, Callable], ...
 
 @functools.cache
 def _with_rows(own: Callable, kernel: Kernel) -> Callable:
-    """What runs in place of `own`: the same, with the rows of the layer."""
+    """Make the function that runs in place of `own`: the same one, with the rows of the layer."""
 
     @functools.wraps(own)
     def rule(*args: Any, **kwargs: Any) -> Any:
@@ -56,7 +56,7 @@ def _with_rows(own: Callable, kernel: Kernel) -> Callable:
 
 
 def _row_by_row(function: Callable, rows: Rows, args: tuple, kwargs: dict[str, Any]) -> tuple:
-    """What a rule returns for rows that lie one after the other in (1, T, ...), and no state."""
+    """Run a rule on rows that lie one after the other in (1, T, ...). Returns its output, and None for a state."""
     outputs, start = [], 0
     for length in filter(None, rows.lengths):
         row = slice(start, start + length)

@@ -1,6 +1,6 @@
 """A small copy of a model, made from its config: the same class and switches with small sizes and random weights.
 
-What is shown on it holds for the code of the model, whatever its weights, its device and how it is sharded.
+A proof on it holds for the code of the model, whatever its weights, its device and how it is sharded.
 """
 
 import copy
@@ -91,7 +91,7 @@ def small_config(config, **sizes_of_caller: int):
     is_latent = isinstance(known.get("qk_rope_head_dim"), int)
     if "num_key_value_heads" in sizes and (is_latent or not grouped):
         sizes["num_key_value_heads"] = _HEADS
-    if "qk_rope_head_dim" in sizes and "head_dim" in sizes:  # of which a part turns
+    if "qk_rope_head_dim" in sizes and "head_dim" in sizes:  # a part of the head turns
         turned = known["qk_rope_head_dim"] or known["head_dim"]
         sizes["head_dim"] = sizes["qk_rope_head_dim"] * known["head_dim"] // turned
     sizes |= _state_heads(known) | _wide_heads(known)
@@ -165,7 +165,7 @@ def _wide_heads(known: dict) -> dict[str, int]:
 
 
 def _shared_blocks(known: dict, depth: int) -> list[int]:
-    """A number for each layer, by which as many hybrid layers are kept as it takes for two to share their weights."""
+    """Number the layers so that enough hybrid layers are kept for two of them to share their weights."""
     kinds, blocks = known.get("layers_block_type"), known.get("num_mem_blocks") or 1
     if not isinstance(kinds, list):
         return [0] * depth
@@ -196,7 +196,7 @@ def _plain_rope(config, head_dim: int | None) -> None:
 
 
 def _sections(rope: dict, head_dim: int | None) -> dict[str, list[int]]:
-    """How many frequencies turn by each of the three positions of an image, for a small head."""
+    """Split the frequencies of a small head among the three positions of an image."""
     section = rope.get("mrope_section")
     if not section or not head_dim:
         return {}
@@ -215,7 +215,7 @@ def _without_lists(rope: dict) -> dict:
 
 
 def small_copy(module, seed: int, attention: str = "sdpa"):
-    """A model of the class of `module`, which has a `config`, in fp32 and training mode on the CPU.
+    """Return a model of the class of `module`, which has a `config`, in fp32 and training mode on the CPU.
 
     Raises:
         ValueError: Its config has sizes that are not known here, so that the copy would not be small.

@@ -28,13 +28,13 @@ _RTOL = 1e-4  # of the largest element, in fp32; a token of another segment move
 
 
 class TowerBinding(Binding):
-    """What is bound to an attention of a tower, around what else is bound to it."""
+    """The binding of a tower's attention, around other bindings of it."""
 
     key = "_liger_tower"
 
 
 def is_candidate(module: nn.Module) -> bool:
-    """Whether a module looks like an attention that is told where segments begin."""
+    """Return whether a module looks like an attention that takes the offsets of segments."""
     forward = inspect.unwrap(own_class(module).forward)
     code = getattr(forward, "__code__", None)
     return code is not None and _OFFSETS in code.co_varnames and "ALL_ATTENTION_FUNCTIONS" in code.co_names
@@ -82,7 +82,7 @@ def _forward_of(cls: type[nn.Module]) -> Callable:
 
 
 def prove(module: nn.Module) -> tuple[Proof | None, str | None]:
-    """(that one call attends in all segments, None), or (None, what differs)."""
+    """Return (that one call attends in all segments, None), or (None, what differs)."""
     reason = _why_not(module)
     if reason is not None:
         return None, reason
@@ -101,7 +101,7 @@ def prove(module: nn.Module) -> tuple[Proof | None, str | None]:
 def _drawn(module: nn.Module) -> nn.Module:
     copy = probe.clone(module, probe.generator())
     with torch.no_grad():
-        for parameter in copy.parameters():  # with those of `clone`, each token would attend to one other alone
+        for parameter in copy.parameters():  # with `clone`'s values, each token would attend to one other alone
             if parameter.ndim > 1:
                 parameter.sub_(1).mul_(2 / parameter.shape[-1] ** 0.5)
     probe.set_training(copy, True)
@@ -109,7 +109,7 @@ def _drawn(module: nn.Module) -> nn.Module:
 
 
 def _inputs(module: nn.Module) -> dict[str, Any]:
-    """Random arguments of the forward of an attention, by the names that those of transformers have."""
+    """Make random arguments for the forward of an attention, under the names that transformers uses."""
     names = inspect.signature(own_class(module).forward).parameters
     source, tokens = probe.generator(), sum(_LENGTHS)
     first = next(child for child in module.modules() if isinstance(child, nn.Linear))
@@ -126,7 +126,7 @@ def _inputs(module: nn.Module) -> dict[str, Any]:
 
 
 def _run(module: nn.Module, given: dict[str, Any]) -> list[torch.Tensor]:
-    """The result of a module, and the gradients of its input and parameters."""
+    """Return the result of a module, and the gradients of its input and parameters."""
     error: Exception | None = None
     for shape in ((-1,), (1, -1)):  # a tower's tokens, or a batch of one row of them
         x = given["hidden_states"].unflatten(0, shape).clone().requires_grad_()

@@ -1,4 +1,4 @@
-"""What a base has and transformers does not load is in what is saved, bit for bit, or config.json says otherwise."""
+"""Weights that transformers does not load from a base are saved with the model bit for bit, or config.json says so."""
 
 import json
 import os
@@ -25,9 +25,15 @@ ROWS = [{"input_ids": list(range(3, 19)), "labels": list(range(3, 19))}] * 4
 def train(base, folder, **options):
     model = AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager")
     args = LigerTrainingArguments(
-        str(folder), max_steps=2, per_device_train_batch_size=2, report_to=[], use_cpu=True, learning_rate=1e-2,
-        save_steps=2, **options,
-    )  # fmt: skip
+        str(folder),
+        max_steps=2,
+        per_device_train_batch_size=2,
+        report_to=[],
+        use_cpu=True,
+        learning_rate=1e-2,
+        save_steps=2,
+        **options,
+    )
     trainer = LigerTrainer(model, args, train_dataset=ROWS)
     trainer.train()
     trainer.save_model()
@@ -35,7 +41,7 @@ def train(base, folder, **options):
 
 
 def assert_loads(folder, model):
-    """`from_pretrained` of `folder` gives the weights of `model`."""
+    """Assert that `from_pretrained` of `folder` gives the weights of `model`."""
     loaded = AutoModelForCausalLM.from_pretrained(folder)
     for name, tensor in model.state_dict().items():
         torch.testing.assert_close(loaded.state_dict()[name], tensor, rtol=0, atol=0)
@@ -48,7 +54,7 @@ def test_saved_models_and_checkpoints_keep_prediction_layers(kind, tmp_path):
     for folder in (tmp_path / "out", tmp_path / "out" / "checkpoint-2"):
         assert_kept(folder, extra)
         assert_loads(folder, trainer.model)
-        assert names_of(folder) == names_of(tmp_path / "base")  # the names that servers look for
+        assert names_of(folder) == names_of(tmp_path / "base")  # names that servers look for
         index = json.loads((folder / "model.safetensors.index.json").read_text())
         assert set(index["weight_map"]) == names_of(folder)
         sizes = [t.num_bytes for file in shards.files_of(folder) for t in shards.tensors_of(file).values()]
@@ -61,7 +67,7 @@ def test_saved_models_and_checkpoints_keep_prediction_layers(kind, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["qwen3_next", "deepseek_v3"])
-def test_left_out_config_says_that_there_are_none(kind, tmp_path):
+def test_a_config_without_the_left_out_layers_counts_none(kind, tmp_path):
     extra = write_base(tmp_path / "base", kind)
     trainer = train(tmp_path / "base", tmp_path / "out", keep_unloaded_weights=False)
     assert not names_of(tmp_path / "out") & extra.keys()
@@ -69,8 +75,8 @@ def test_left_out_config_says_that_there_are_none(kind, tmp_path):
     assert_loads(tmp_path / "out", trainer.model)
 
 
-def test_the_stock_trainer_loses_them(tmp_path):
-    """What this room is for: the test fails once transformers keeps them itself."""
+def test_the_stock_trainer_loses_prediction_layers(tmp_path):
+    """The reason for this room. The test fails once transformers keeps them itself."""
     extra = write_base(tmp_path / "base", "qwen3_next")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     model.save_pretrained(tmp_path / "out")
@@ -80,7 +86,7 @@ def test_the_stock_trainer_loses_them(tmp_path):
 
 
 def test_a_model_in_shards(tmp_path, monkeypatch):
-    """A base and a saved model in several files, and kept weights in several too; numbers count all of them."""
+    """A base and a saved model in several files, with kept weights in several files too; the numbering counts all."""
     extra = write_base(tmp_path / "base", "qwen3_next", shard_size="20KB")
     base = find_checkpoint(str(tmp_path / "base"))
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
@@ -95,7 +101,7 @@ def test_a_model_in_shards(tmp_path, monkeypatch):
 
 
 def test_saving_twice_and_then_without(tmp_path):
-    """Files of an earlier save do not stay where a later one has no place for them."""
+    """Files of an earlier save do not stay if a later save has no place for them."""
     extra = write_base(tmp_path / "base", "qwen3_next")
     base = find_checkpoint(str(tmp_path / "base"))
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
@@ -147,7 +153,7 @@ def test_layers_that_no_longer_fit_are_left_out(change, said, tmp_path):
     assert json.loads((tmp_path / "out" / "config.json").read_text())["num_nextn_predict_layers"] == 0
 
 
-def test_quantised_layers_beside_a_model_that_is_not(tmp_path):
+def test_quantised_prediction_layers_of_an_unquantised_model(tmp_path):
     extra = write_base(tmp_path / "base", "qwen3_next", torch.float8_e4m3fn)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     base = find_checkpoint(str(tmp_path / "base"))
@@ -155,7 +161,7 @@ def test_quantised_layers_beside_a_model_that_is_not(tmp_path):
     assert "is quantized (F8_E4M3)" in str(keep_unloaded_weights(model, base, tmp_path / "out"))
     model.save_pretrained(tmp_path / "out")
     config = json.loads((tmp_path / "out" / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "fp8"}  # of a model that is saved as it was loaded
+    config["quantization_config"] = {"quant_method": "fp8"}  # the model is saved as loaded
     (tmp_path / "out" / "config.json").write_text(json.dumps(config))
     assert keep_unloaded_weights(model, base, tmp_path / "out").reason is None
     assert_kept(tmp_path / "out", extra)
@@ -176,7 +182,7 @@ def cut_off(file):
 
 
 def saved_again(file):
-    """The same names at other places, as after a download of another revision."""
+    """Save the same names at other offsets, as after a download of another revision."""
     weights = load_file(file)
     weights["lm_head.weight"] = weights["lm_head.weight"].double()
     save_file(weights, file.with_name("new"), {"format": "pt"})
@@ -185,7 +191,7 @@ def saved_again(file):
 
 @pytest.mark.parametrize("change", [cut_off, saved_again])
 def test_a_base_that_has_changed_costs_no_model(change, tmp_path):
-    """And no bytes of something else are taken for its weights."""
+    """And it does not take other bytes for the base's weights."""
     extra = write_base(tmp_path / "base", "qwen3_next")
     base = find_checkpoint(str(tmp_path / "base"))
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
@@ -215,7 +221,7 @@ def test_a_copy_that_fails_leaves_the_saved_model_whole(tmp_path, monkeypatch):
 
 
 def test_a_model_that_was_not_loaded_gets_nothing(tmp_path):
-    """Its config names the folder of a base, and its weights are new."""
+    """Its config names a base's folder, but its weights are new."""
     write_base(tmp_path / "base", "qwen3_next")
     model = AutoModelForCausalLM.from_config(AutoModelForCausalLM.from_pretrained(tmp_path / "base").config)
     args = LigerTrainingArguments(str(tmp_path / "out"), report_to=[], use_cpu=True)
@@ -228,7 +234,7 @@ def test_saving_over_the_base_is_refused(tmp_path):
         train(tmp_path / "base", tmp_path / "base")
 
 
-def test_a_value_that_is_no_boolean(tmp_path):
+def test_a_value_that_is_not_a_boolean_is_refused(tmp_path):
     with pytest.raises(ValueError, match="keep_unloaded_weights is 'no'"):
         LigerTrainingArguments(str(tmp_path), keep_unloaded_weights="no")
 
@@ -259,7 +265,7 @@ def test_the_command_trains_and_merges(tmp_path, capsys):
 
 
 def test_checkpoints_that_number_their_layers_otherwise(tmp_path):
-    """Numbers beyond the depth that config.json does not count are of layers that the class loads by other names."""
+    """Numbers beyond the depth that config.json does not count are layers that the class loads under other names."""
     write_base(tmp_path / "base", "deepseek_v3")
     config = json.loads((tmp_path / "base" / "config.json").read_text())
     config["num_nextn_predict_layers"] = 0
@@ -271,7 +277,7 @@ def test_checkpoints_that_number_their_layers_otherwise(tmp_path):
 
 
 def test_what_a_class_declares_is_kept_too(tmp_path):
-    """But what every class computes is left out, and what a class leaves out that is another than the base's."""
+    """It leaves out what every class computes, and what a class leaves out if it differs from the base's."""
     base = tmp_path / "base"
     write_base(base, "qwen3_next")
     weights = load_file(base / "model.safetensors")
@@ -289,7 +295,7 @@ def test_what_a_class_declares_is_kept_too(tmp_path):
 
 
 def test_a_base_in_the_cache_of_the_hub(tmp_path, monkeypatch):
-    """Of its main branch, or of a revision; what is not there is not looked for anywhere else."""
+    """The base is at its main branch or at a revision. Missing files are not looked for elsewhere."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     here = tmp_path / "models--org--model"
     for revision, kind in (("main", "qwen3_next"), ("old", "deepseek_v3")):
@@ -309,7 +315,7 @@ def test_a_base_in_the_cache_of_the_hub(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["deepseek_v3", "llama"])
 def test_a_base_that_is_not_in_safetensors(kind, tmp_path):
-    """What it has is not known. But config.json does not count layers that the saved model does not have."""
+    """Its contents are unknown. But config.json does not count layers that the saved model lacks."""
     model = tiny_model(kind, **({"num_nextn_predict_layers": 1} if kind == "deepseek_v3" else {}))
     model.save_pretrained(tmp_path / "base")
     torch.save(model.state_dict(), tmp_path / "base" / "pytorch_model.bin")
@@ -331,7 +337,7 @@ def test_a_base_with_a_file_missing(tmp_path):
 
 @pytest.mark.parametrize("sees", [True, False])
 def test_the_decoder_of_a_model_of_images(sees, tmp_path):
-    """Loaded without its tower, a model keeps the prediction layers, and not the tower."""
+    """Loaded without its tower, a model keeps the prediction layers but not the tower."""
     text = tiny_model("qwen3_5_text").config.to_dict() | {"mtp_num_hidden_layers": 1}
     rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4, "partial_rotary_factor": 0.5}
     vision = {"depth": 3, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 32}
@@ -351,7 +357,7 @@ def test_the_decoder_of_a_model_of_images(sees, tmp_path):
 
 
 def test_each_type_that_ignores_prediction_layers_is_recognised():
-    """What a class of transformers ignores under a name with `mtp` has a name that is taken for a prediction layer."""
+    """Each name with `mtp` that a class of transformers ignores is recognised as a prediction layer."""
     folder = Path(transformers.__file__).parent / "models"
     seen = set()
     for path in folder.glob("*/modeling_*.py"):
@@ -366,14 +372,18 @@ def test_each_type_that_ignores_prediction_layers_is_recognised():
 
 
 def test_the_best_checkpoint_is_loaded_and_a_run_goes_on(tmp_path):
-    """Both read a checkpoint in several files, some of whose names the model does not have."""
+    """Both read a checkpoint in several files that has names unknown to the model."""
     extra = write_base(tmp_path / "base", "qwen3_next")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "base", attn_implementation="eager")
     options = {"per_device_train_batch_size": 2, "report_to": [], "use_cpu": True, "save_steps": 2, "eval_steps": 2}
     args = LigerTrainingArguments(
-        str(tmp_path / "out"), max_steps=4, learning_rate=1.0, eval_strategy="steps", load_best_model_at_end=True,
+        str(tmp_path / "out"),
+        max_steps=4,
+        learning_rate=1.0,
+        eval_strategy="steps",
+        load_best_model_at_end=True,
         **options,
-    )  # fmt: skip
+    )
     trainer = LigerTrainer(model, args, train_dataset=ROWS, eval_dataset=ROWS)
     trainer.train()
     best = trainer.state.best_model_checkpoint

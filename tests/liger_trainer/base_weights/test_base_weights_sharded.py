@@ -1,4 +1,4 @@
-"""Sharded over two ranks, the process that writes keeps what the base has and transformers does not load."""
+"""Sharded over two ranks, the writing process keeps weights of the base that transformers does not load."""
 
 import pytest
 from base_checkpoints import assert_kept, names_of, write_base

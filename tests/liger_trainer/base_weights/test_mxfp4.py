@@ -1,4 +1,4 @@
-"""Experts of gpt-oss that stay in the four bits of their checkpoint, beside the same checkpoint in 16 bits."""
+"""gpt-oss experts kept in their checkpoint's 4-bit form, compared with the same checkpoint in 16 bits."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def folder(tmp_path_factory):
 def load(folder, packed, dtype=torch.bfloat16, **options):
     quantization = Mxfp4Config() if packed else Stock(dequantize=True)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, quantization_config=quantization, **options)
-    return model if packed else model.to(dtype)  # in fp32 transformers 5.17 gives experts in bf16
+    return model if packed else model.to(dtype)  # with an fp32 input, transformers 5.17 returns bf16 from experts
 
 
 def adapted(model, seed=0):
@@ -41,7 +41,7 @@ def experts_of(model):
     return [module for module in model.modules() if isinstance(module, PackedGptOssExperts)]
 
 
-def test_only_experts_are_in_four_bits(folder):
+def test_only_experts_stay_4_bit(folder):
     model, plain = load(folder, True), load(folder, False)
     assert len(experts_of(model)) == 2 and not experts_of(plain)
     for name, want in plain.named_parameters():
@@ -66,7 +66,7 @@ def test_the_same_bits_in_the_forward_pass(folder, patched, implementation):
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "checkpointed"])
 def test_the_same_gradients(folder, checkpointing):
-    """Of adapters before and behind the experts, by both forwards."""
+    """Adapters before and behind the experts get the same gradients from both forwards."""
     found = []
     for packed, patched in ((False, False), (True, False), (True, True)):
         model = adapted(load(folder, packed, torch.float32))
@@ -87,9 +87,16 @@ def test_the_same_gradients(folder, checkpointing):
 def train(model, out):
     rows = [{"input_ids": row, "labels": row} for row in IDS.repeat(4, 1).tolist()]
     args = LigerTrainingArguments(
-        out, max_steps=4, per_device_train_batch_size=2, learning_rate=1e-2, use_cpu=True, report_to="none",
-        save_strategy="no", activation_checkpointing=True, logging_steps=1,
-    )  # fmt: skip
+        out,
+        max_steps=4,
+        per_device_train_batch_size=2,
+        learning_rate=1e-2,
+        use_cpu=True,
+        report_to="none",
+        save_strategy="no",
+        activation_checkpointing=True,
+        logging_steps=1,
+    )
     trainer = LigerTrainer(model, args, train_dataset=rows)
     trainer.train()
     trainer.save_model(out)
@@ -97,7 +104,7 @@ def train(model, out):
 
 
 def test_trained_saved_and_loaded_again(folder, tmp_path):
-    """The losses are those in 16 bits, no expert changes, and the adapter fits on either base."""
+    """Losses equal those in 16 bits, no expert changes, and the adapter fits either base."""
     losses = [train(adapted(load(folder, packed, torch.float32)), tmp_path / str(packed)) for packed in (True, False)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4) and losses[0][-1] < losses[0][0]
     saved = [load_file(tmp_path / name / "adapter_model.safetensors") for name in ("True", "False")]
@@ -116,7 +123,7 @@ def test_saved_whole_it_is_the_checkpoint_again(folder, tmp_path):
     assert again.keys() == want.keys() and all(torch.equal(again[name], want[name]) for name in want)
 
 
-def test_nothing_but_adapters_can_be_trained(folder, tmp_path):
+def test_only_adapters_can_be_trained(folder, tmp_path):
     with pytest.raises(ValueError, match="attach trainable adapters"):
         train(load(folder, True), tmp_path)
 
@@ -134,7 +141,8 @@ def test_refuses_another_checkpoint(tmp_path):
 
 
 def test_fit_counts_the_bytes_that_are_stored(folder):
-    config, lora = AutoConfig.from_pretrained(folder), LoraConfig(r=4, target_modules=["q_proj"])
+    config = AutoConfig.from_pretrained(folder)
+    lora = LoraConfig(r=4, target_modules=["q_proj"])
     model = on_meta(ModelSpec(config, torch.bfloat16, lora, quantization=Mxfp4Config()))
     with FakeTensorMode():
         weights = without_values(model)
@@ -144,7 +152,7 @@ def test_fit_counts_the_bytes_that_are_stored(folder):
 
 
 @pytest.mark.parametrize("targets", [["q_proj"], "all-linear"], ids=str)
-def test_adapters_that_experts_in_four_bits_do_not_get_are_refused(folder, tmp_path, targets):
+def test_adapters_that_4_bit_experts_cannot_have_are_refused(folder, tmp_path, targets):
     names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
     model = get_peft_model(load(folder, True), LoraConfig(r=4, target_modules=targets, target_parameters=names))
     with pytest.raises(ValueError, match="target_parameters .* names 'mlp.experts.gate_up_proj', and no parameter"):

@@ -1,4 +1,4 @@
-"""The command as a user runs it, on a tiny model: train, resume, evaluate, LoRA, two processes, and what it refuses."""
+"""The command as a user runs it on a tiny model: train, resume, evaluate, LoRA, two processes, and its refusals."""
 
 import gc
 import importlib.machinery
@@ -53,7 +53,7 @@ def test_use_liger_changes_no_loss(folder, capsys):
 
 
 def test_resume_reaches_the_same_losses(folder, capsys):
-    """Stopped after 2 of 4 steps: the learning rate of the second run must go on where the first stood."""
+    """The run stops after 2 of 4 steps. The second run continues the learning rate schedule where the first stopped."""
     save = ("--save_strategy", "steps", "--save_steps", "2")
     assert command(capsys, "train", write_recipe(folder), *save, "--output_dir", folder / "whole")[0] == 0
     checkpoint = folder / "whole" / "checkpoint-2"
@@ -106,13 +106,25 @@ def test_lora(folder, capsys):
 
 @pytest.mark.slow
 def test_two_processes_print_one_summary(folder):
-    """`accelerate launch` with the shipped config, on two gloo ranks, which share the rows: half the steps."""
+    """`accelerate launch` with the shipped config on two gloo ranks, which share the rows: half the steps."""
     recipe = write_recipe(folder, max_steps=None, num_train_epochs=1, ddp_backend="gloo", use_cpu=True)
     done = run_elsewhere(
-        sys.executable, "-m", "accelerate.commands.launch", "--config_file", ROOT / "configs" / "ddp.yaml",
-        "--num_processes", "2", "--mixed_precision", "no", "--main_process_port", "0",
-        PROCESSES / "launched_cli.py", "train", recipe, cwd=folder,
-    )  # fmt: skip
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--config_file",
+        ROOT / "configs" / "ddp.yaml",
+        "--num_processes",
+        "2",
+        "--mixed_precision",
+        "no",
+        "--main_process_port",
+        "0",
+        PROCESSES / "launched_cli.py",
+        "train",
+        recipe,
+        cwd=folder,
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("Summary") == 1
     assert done.stderr.count("[liger_trainer] LlamaForCausalLM:") == 1, done.stderr
@@ -150,7 +162,7 @@ SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
 def only_with(monkeypatch, *installed, folder="/site"):
-    """Of the two packages that the small model's weights need, only those that are `installed`, in `folder`."""
+    """Make a folder with only those `installed` of the two packages that hold the small model's weights."""
     find = importlib.util.find_spec
 
     def found(name, *rest):
@@ -188,7 +200,7 @@ def offline_with_cache(monkeypatch, cache):
 
 
 def test_small_model_of_the_hub_trains(folder, capsys, monkeypatch):
-    """The tiny model lies under the small one's name in the cache of the Hub, where it is found without a network."""
+    """The tiny model is in the Hub's cache under the small one's name, and is found there without network."""
     only_with(monkeypatch)
     offline_with_cache(monkeypatch, folder / "hub")
     cached = folder / "hub" / "models--HuggingFaceTB--SmolLM2-135M-Instruct"
@@ -207,7 +219,7 @@ def test_small_model_of_the_hub_trains(folder, capsys, monkeypatch):
 
 
 def test_small_model_is_out_of_reach(folder, capsys, monkeypatch):
-    """One line, with both ways to get it."""
+    """The error is one line and gives both ways to get the model."""
     only_with(monkeypatch)
     offline_with_cache(monkeypatch, folder / "empty")
     code, _, err = command(capsys, "train", write_recipe(folder, model_name_or_path="smollm2-135m-instruct"))
@@ -216,8 +228,8 @@ def test_small_model_is_out_of_reach(folder, capsys, monkeypatch):
     assert SMOLLM2 in line and "HF_HUB_OFFLINE" in line
 
 
-def test_gguf_model_trains_and_saves_as_plain(folder, capsys):
-    """A tiny Llama in GGUF. The saved folder holds the tokenizer too, and no trace of the quantised file."""
+def test_a_gguf_model_trains_and_saves_as_a_plain_one(folder, capsys):
+    """A tiny Llama in GGUF. The saved folder has the tokenizer, and no trace of the quantised file."""
     gguf = pytest.importorskip("gguf", reason="needs the package gguf")
     write_gguf(gguf, folder / "small" / "tiny.gguf")
     init = {"gguf_file": "tiny.gguf"}

@@ -31,7 +31,7 @@ def test_template_with_input_keeps_braces():
 
 
 def test_alpaca_system_and_history():
-    """As LLaMA-Factory writes such rows: the system prompt in place of the first sentences, then turn by turn."""
+    """LLaMA-Factory writes such rows. The system prompt replaces the first sentences, and the turns follow."""
     row = {"system": "Answer in Latin.", "instruction": "And two?", "output": "duo", "history": [["One?", "unus"]]}
     assert alpaca_row(row) == {
         "prompt": "Answer in Latin.\n\n### Instruction:\nOne?\n\n### Response:\nunus\n\n### Instruction:\nAnd two?\n\n"

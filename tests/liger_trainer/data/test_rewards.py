@@ -1,4 +1,4 @@
-"""The reward functions of this package: what is given for which answer."""
+"""This package's reward functions: which answers get which reward."""
 
 import pytest
 

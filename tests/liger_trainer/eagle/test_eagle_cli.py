@@ -1,4 +1,4 @@
-"""From a model's answers to a directory for servers, as a user goes: train, eagle-eval, export."""
+"""From a model's answers to a directory for servers, as a user does it: train, eagle-eval, export."""
 
 import json
 import re
@@ -87,7 +87,7 @@ def test_refusals(folder, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_verify_leaves_an_mtp_head_out(folder, capsys):
-    """Its small copy has no checkpoint to load the head from; the rest of the recipe is verified."""
+    """Its small copy has no checkpoint to load the head from. The rest of the recipe is verified."""
     path = write_recipe(folder, train_mtp=True, max_steps=2)
     code, out, err = command(capsys, "verify", path)
     assert code == 0, out + err

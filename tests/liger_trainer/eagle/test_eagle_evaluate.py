@@ -1,4 +1,4 @@
-"""The acceptance length of a drafter: by one pass over the text, and by a decoder that drafts and verifies."""
+"""The acceptance length of a drafter, by one pass over the text and by a decoder that drafts and verifies."""
 
 import pytest
 import torch
@@ -10,13 +10,13 @@ from liger_trainer.data.answers import answer
 from liger_trainer.eagle.decode import decode
 from liger_trainer.eagle.evaluate import evaluate, right_guesses
 from liger_trainer.eagle.target import default_layers
-from liger_trainer.medusa.evaluate import simulate_decoding
+from liger_trainer.head.acceptance import simulate_decoding
 from liger_trainer.varlen.taps import tapped
 
 
 @pytest.fixture(scope="module")
 def fitted(tmp_path_factory):
-    """A tiny model, and a drafter that was fitted, not to the end, to its greedy texts after four prompts."""
+    """A tiny model, and a drafter fitted, though not to the end, to its greedy texts after four prompts."""
     model = eagle_target().eval()
     model.generation_config.eos_token_id = 2
     texts = answer(model, prompts_of(4), ENDS, 24)
@@ -29,7 +29,7 @@ def fitted(tmp_path_factory):
 
 
 def test_a_decoder_accepts_what_the_walk_says(fitted):
-    """Each prompt by itself: the decoder's text is the greedy one, and it takes as many passes as the walk says."""
+    """Prompt by prompt, the decoder's text is the greedy one and takes as many passes as the walk says."""
     model, drafter = fitted
     lengths = []
     for prompt in prompts_of(4) + prompts_of(3, seed=9):

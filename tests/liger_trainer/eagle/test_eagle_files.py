@@ -1,4 +1,4 @@
-"""The files of a drafter: names, shapes and config as servers read them, and what is refused."""
+"""The files of a drafter: names, shapes and config as servers read them, and refusals."""
 
 import json
 
@@ -28,7 +28,7 @@ def config_of(folder):
     return json.loads((folder / "config.json").read_text())
 
 
-def test_names_and_shapes_are_those_of_the_table(saved):
+def test_names_and_shapes_equal_the_table(saved):
     _, folder = saved
     tensors = load_file(folder / "model.safetensors")
     assert tensors.keys() == TABLE.keys()
@@ -39,7 +39,7 @@ def test_names_and_shapes_are_those_of_the_table(saved):
 
 
 def test_all_tokens(tmp_path):
-    """vLLM refuses d2t where the draft vocabulary is the target's, and neither server needs it."""
+    """vLLM refuses d2t if the draft vocabulary is the target's, and neither server needs it then."""
     drafter = with_random_drafter(eagle_target(), VOCAB).eagle_drafter
     drafter.save_pretrained(tmp_path)
     names = load_file(tmp_path / "model.safetensors").keys()
@@ -50,7 +50,7 @@ def test_all_tokens(tmp_path):
 
 
 def test_the_config_as_servers_read_it(saved):
-    """Plain transformers reads it as a Llama config, as both servers do."""
+    """Plain transformers reads it as a Llama config, and so do both servers."""
     _, folder = saved
     config = config_of(folder)
     assert config["architectures"] == [ARCHITECTURE]
@@ -66,7 +66,7 @@ def test_the_config_as_servers_read_it(saved):
 
 
 def test_the_draft_vocabulary_as_servers_read_it(saved):
-    """SGLang's hot tokens are d2t plus the draft id; they are the tokens of t2d in order."""
+    """SGLang's hot tokens are d2t plus the draft id, which are the tokens of t2d in order."""
     _, folder = saved
     tensors = load_file(folder / "model.safetensors")
     hot = tensors["d2t"] + torch.arange(60)
@@ -100,7 +100,7 @@ def test_export_in_another_dtype(saved, tmp_path):
 
 
 def test_published_forms(saved):
-    """speculators' layer name and nested config, embeddings in the file, and no draft vocabulary."""
+    """Reads speculators' layer name and nested config, embeddings in the file, and files without draft vocabulary."""
     drafter, folder = saved
     tensors = load_file(folder / "model.safetensors")
     config = config_of(folder)

@@ -7,12 +7,13 @@ from medusa_brute_force import packed_batch, ragged_batch
 
 from liger_trainer.eagle.drafter import EagleDrafter
 from liger_trainer.memory import rebuild
+from liger_triton import rollout_attention
 
 BATCHES = {"padded": ragged_batch, "packed": packed_batch}
 
 
 def trained(model, tmp_path, batch, **options):
-    """Loss, gradients of the drafter and metrics of one batch."""
+    """Loss, gradients of the drafter and metrics for one batch."""
     trainer = eagle_trainer(eagle_target(), tmp_path, **options)
     layers = trainer._layers
     trainer.model.eagle_drafter.load_state_dict(model.eagle_drafter.state_dict())
@@ -46,7 +47,7 @@ def test_matches_float64(kind, recompute, tmp_path):
 
 
 def test_seven_steps_and_rows_that_are_shorter(tmp_path):
-    """Rows with fewer tokens than steps have targets for the first steps alone."""
+    """Rows with fewer tokens than steps have targets for the first steps only."""
     batch = packed_batch(lengths=(9, 3, 12, 2))
     model = with_random_drafter(eagle_target())
     assert_same(trained(model, tmp_path, batch, eagle_steps=7), brute_force(model, batch, steps=7, decay=0.7))
@@ -102,6 +103,23 @@ def test_what_is_rebuilt_gives_the_same_gradients(monkeypatch, tmp_path):
         assert torch.equal(grad, kept[1][name]), name
 
 
+@pytest.mark.parametrize("all_from", [0.95, 0.0], ids=["few", "all"])
+def test_later_steps_keep_keys_and_values_alone(all_from, monkeypatch, tmp_path):
+    """Not the memory of the queries that were computed with them."""
+    monkeypatch.setattr("liger_trainer.eagle.loss.ALL_FROM", all_from)
+    seen = []
+
+    def attention(q, k, v, own_keys, own_values, *rest, **options):
+        seen.extend([k, v, *own_keys, *own_values])
+        return rollout_attention(q, k, v, own_keys, own_values, *rest, **options)
+
+    monkeypatch.setattr("liger_trainer.eagle.drafter.rollout_attention", attention)
+    trained(with_random_drafter(eagle_target()), tmp_path, packed_batch(lengths=(12, 5, 9)))
+    assert len(seen) == 2 * (2 + 3)
+    for x in seen:
+        assert x.is_contiguous() and x.untyped_storage().nbytes() == x.numel() * x.element_size()
+
+
 def test_rows_padded_on_the_left(tmp_path):
     batch = ragged_batch(4)
     model = with_random_drafter(eagle_target())
@@ -120,15 +138,15 @@ def test_the_loss_does_not_depend_on_how_a_batch_is_split(tmp_path):
     trainer = eagle_trainer(eagle_target(), tmp_path)
     count = batch["labels"][:, 1:].ne(-100).sum()
     whole = trainer.compute_loss(trainer.model.train(), dict(batch), num_items_in_batch=count)
-    parts = [
-        trainer.compute_loss(trainer.model, {n: x[b : b + 1] for n, x in batch.items()}, num_items_in_batch=count)
-        for b in range(4)
-    ]
+    parts = []
+    for b in range(4):
+        row = {name: x[b : b + 1] for name, x in batch.items()}
+        parts.append(trainer.compute_loss(trainer.model, row, num_items_in_batch=count))
     torch.testing.assert_close(sum(parts), whole, rtol=1e-5, atol=0)
 
 
 def test_nothing_to_guess(tmp_path):
-    """A batch without labels: a loss of zero and gradients of zero, which DDP waits for."""
+    """A batch without labels gives a zero loss, and zero gradients because DDP waits for them."""
     batch = ragged_batch(2)
     batch["labels"] = torch.full_like(batch["labels"], -100)
     trainer = eagle_trainer(eagle_target(), tmp_path)

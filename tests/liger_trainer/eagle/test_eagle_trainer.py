@@ -1,4 +1,4 @@
-"""`LigerEagleTrainer`: what moves and what does not, the draft vocabulary, checkpoints, logs, and what it refuses."""
+"""`LigerEagleTrainer`: what trains and what does not, the draft vocabulary, checkpoints, logs, and refusals."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,6 +8,7 @@ import torch
 from accelerate import DistributedType
 from datasets import Dataset
 from eagle_brute_force import LAYERS, eagle_target, eagle_trainer, with_random_drafter
+from parity import logged_values
 from peft import LoraConfig, get_peft_model
 from tiny_models import VOCAB, ragged_rows, tiny_model, tiny_tokenizer
 
@@ -64,7 +65,7 @@ def test_steps_are_computed_again_in_the_backward_pass(tmp_path, monkeypatch):
 
 
 def test_in_16_bits(tmp_path):
-    """A model in bf16 has a drafter in bf16. Under mixed precision, it stays in the model's fp32."""
+    """A bf16 model has a bf16 drafter. Under mixed precision, it stays in the model's fp32."""
     trainer = eagle_trainer(eagle_target(dtype=torch.bfloat16), tmp_path, bf16=True)
     assert {p.dtype for p in trainer.model.eagle_drafter.parameters()} == {torch.bfloat16}
     trainer.train()
@@ -73,7 +74,7 @@ def test_in_16_bits(tmp_path):
         trainer = eagle_trainer(eagle_target(), tmp_path, bf16=bf16)
         assert {p.dtype for p in trainer.model.eagle_drafter.parameters()} == {torch.float32}
         trainer.train()
-        losses.append([log["loss"] for log in trainer.state.log_history if "loss" in log])
+        losses.append(logged_values(trainer, "loss"))
     assert losses[1] == pytest.approx(losses[0], rel=5e-2) and losses[0] != losses[1]
 
 
@@ -81,7 +82,7 @@ def test_in_16_bits(tmp_path):
 
 
 def test_the_most_frequent_labels_are_counted(tmp_path):
-    """Tokens of prompts do not count; equally frequent ones go by their id."""
+    """Tokens of prompts do not count. Equally frequent tokens are ordered by id."""
     rows = [{"prompt_ids": [9, 9, 9, 9], "completion_ids": [7, 7, 5]}, {"prompt_ids": [8], "completion_ids": [5, 6, 7]}]
     given = []
     for row in rows:
@@ -121,7 +122,7 @@ def test_resumes_exactly_and_saves_what_loads(tmp_path):
     whole.train()
     resumed = built(tmp_path / "resumed")
     resumed.train(resume_from_checkpoint=str(tmp_path / "whole/eagle/checkpoint-2"))
-    logged = [[log["loss"] for log in t.state.log_history if "loss" in log] for t in (whole, resumed)]
+    logged = [logged_values(t, "loss") for t in (whole, resumed)]
     assert logged[0] == logged[1] and len(logged[0]) == 4
     for (name, p), (_, q) in zip(whole.model.named_parameters(), resumed.model.named_parameters(), strict=True):
         assert torch.equal(p, q), name
@@ -207,7 +208,7 @@ IGNORED = [
 
 
 @pytest.mark.parametrize("options, trainer_options, message", IGNORED, ids=[message[:30] for *_, message in IGNORED])
-def test_what_would_be_ignored_or_train_wrongly(options, trainer_options, message, tmp_path):
+def test_options_that_would_be_ignored_or_train_wrongly_are_refused(options, trainer_options, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         eagle_trainer(eagle_target(), tmp_path, trainer_options=trainer_options, **options)
 

@@ -1,4 +1,4 @@
-"""Two gloo ranks under DDP, for a drafter and for an MTP head: gradients, logs and files of one process."""
+"""A drafter and an MTP head on two gloo ranks under DDP: the gradients, logs and files of one process."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ def test_ddp(case, ranks, tmp_path):
     one_process = ddp(case, str(tmp_path), out / "base")
     for name, grad in first["grads"].items():
         assert torch.equal(grad, second["grads"][name]), f"{name} differs between ranks"
-    # The states of Qwen3.5's linear attention lose more than the heads do.
+    # The states of Qwen3.5's linear attention lose more accuracy than the heads do.
     assert_gradients(first["grads"], one_process["grads"], 1e-4 if case == "mtp" else 1e-5)
     assert any("mtp." in name or "eagle_drafter." in name for name in first["grads"])
     assert first["logs"] == second["logs"] and {"eagle_step3_accuracy", "mtp_accuracy"} & first["logs"].keys()

@@ -1,4 +1,4 @@
-"""Steps with images on tensors without values, of tiny models, by the processors that transformers has for them."""
+"""Count steps with images of tiny models on meta tensors, with the processors that transformers has for them."""
 
 import functools
 
@@ -25,9 +25,13 @@ def kernels_are_proven_by_their_twins(monkeypatch):
 def needed(model_type, *sizes, checkpointing=False, loss=losses.of_labels):
     images = row_images(processor_of(model_type), list(sizes)) if sizes else None
     job = TrainSpec(
-        ModelSpec(image_model(model_type).config, torch.bfloat16), loss, torch.optim.AdamW, torch.bfloat16,
-        checkpointing={"use_reentrant": False}, images=images,
-    )  # fmt: skip
+        ModelSpec(image_model(model_type).config, torch.bfloat16),
+        loss,
+        torch.optim.AdamW,
+        torch.bfloat16,
+        checkpointing={"use_reentrant": False},
+        images=images,
+    )
     return estimate_memory(job, ROWS, LENGTH, checkpointing, PLENTY)
 
 
@@ -53,7 +57,7 @@ def test_images_add_what_their_tower_keeps(model_type):
 
 
 def test_what_the_layers_of_a_tower_keep():
-    """Without checkpointing more than ten times its input, with checkpointing its input."""
+    """More than ten times its input without checkpointing, and only its input with it."""
     sizes, config = [(112, 84)], image_model("qwen2_5_vl").config.vision_config
     ((_, rows, columns),) = row_images(processor_of("qwen2_5_vl"), sizes).inputs["image_grid_thw"].tolist()
     one = ROWS * rows * columns * config.hidden_size * 2
@@ -94,7 +98,7 @@ def test_a_frozen_tower_keeps_nothing():
 
 
 def test_sizes_that_depend_on_pixels_are_refused():
-    """Idefics3 leaves out images whose pixels are all zero."""
+    """Idefics3 leaves out images of zero pixels."""
     try:
         processor_of("idefics3")
     except ImportError as error:  # of torchvision

@@ -1,4 +1,4 @@
-"""What is counted without a GPU is what was measured on one: within 5 % of the committed records of our trainers."""
+"""Memory counted without a GPU is within 5 % of the committed records of our trainers, measured on one."""
 
 import json
 import re
@@ -22,18 +22,18 @@ from liger_triton import _dispatch
 RECORDS = newest()
 PAGE = ROOT / "docs" / "checkpointing.md"
 H200 = 139 * GIB
-BEFORE_SLICES = ("sft-llama-3-8b-1x81920-checkpointing",)  # whose MLPs took all rows at once
-QUICK = ("sft-llama-3.2-1b-2x1024", "sft-llama-3.2-1b-16x1024-lora16")  # the others are left to `make test-all`
+BEFORE_SLICES = ("sft-llama-3-8b-1x81920-checkpointing",)  # its MLPs took all rows at once
+QUICK = ("sft-llama-3.2-1b-2x1024", "sft-llama-3.2-1b-16x1024-lora16")  # the others run in `make test-all`
 
 
 @pytest.fixture(autouse=True)
 def kernels_are_proven_by_their_twins(monkeypatch):
-    """As on a machine without Triton's interpreter, which takes minutes for models of this width."""
+    """Prove kernels by their twins: Triton's interpreter would take minutes for models of this width."""
     monkeypatch.setattr(_dispatch, "INTERPRET", False)
 
 
 def train_spec_of(options):
-    """As `_steps.py` builds it: bf16 weights, AdamW with bf16 states, and bf16 autocast unless it says otherwise."""
+    """The job that `_steps.py` builds: bf16 weights, AdamW with bf16 states, and bf16 autocast by default."""
     from _models import MODELS
     from peft import LoraConfig
     from transformers import AutoConfig, BitsAndBytesConfig
@@ -60,10 +60,12 @@ def train_spec_of(options):
         ModelSpec(AutoConfig.for_model(family, **shape), torch.bfloat16, lora, quantization=quantization),
         losses.of_pairs if pairs else losses.of_labels,
         lambda weights: torch.optim.AdamW(weights, fused=True),
-        autocast, sharding, reference=pairs,
+        autocast,
+        sharding,
+        reference=pairs,
         checkpointing={"use_reentrant": False} | ({"offload": True} if options.get("offload") else {}),
         in_backward=bool(options.get("optimizer_in_backward")),
-    )  # fmt: skip
+    )
 
 
 def test_there_are_records_of_every_kind():
@@ -101,7 +103,7 @@ def test_the_table_of_the_page_is_of_records():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["Qwen2.5-VL-3B", "Qwen3-VL-4B"])
 def test_images_within_three_percent_of_the_measured_peak(name, benchmarks_on_path):  # noqa: F811
-    """Counted a little less: the allocator rounds the odd sizes of a tower's weights up."""
+    """The count may be a little lower: the allocator rounds the odd sizes of a tower's weights up."""
     import images
 
     model = images.config_of(name)
@@ -111,14 +113,21 @@ def test_images_within_three_percent_of_the_measured_peak(name, benchmarks_on_pa
         "pixel_values": torch.zeros(images.GRID**2, 3 * vision.temporal_patch_size * vision.patch_size**2),
         "image_grid_thw": torch.tensor([[1, images.GRID, images.GRID]]),
         "mm_token_type_ids": (ids == images.IMAGE).int(),
-    }  # fmt: skip
+    }
     found = estimate_memory(
         TrainSpec(
-            ModelSpec(model, torch.bfloat16), losses.of_labels, lambda weights: torch.optim.AdamW(weights, fused=True),
-            torch.bfloat16, checkpointing={"use_reentrant": False}, images=RowImages(ids, given),
+            ModelSpec(model, torch.bfloat16),
+            losses.of_labels,
+            lambda weights: torch.optim.AdamW(weights, fused=True),
+            torch.bfloat16,
+            checkpointing={"use_reentrant": False},
+            images=RowImages(ids, given),
         ),
-        8, ids.shape[1] + (64 + 512) // 2, True, 80 * GIB,
-    )  # fmt: skip
+        8,
+        ids.shape[1] + (64 + 512) // 2,
+        True,
+        80 * GIB,
+    )
     rows = [
         row
         for path in sorted((ROOT / "benchmarks" / "results" / "images" / "8-rows").glob("*.json"))

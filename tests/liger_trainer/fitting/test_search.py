@@ -8,7 +8,10 @@ from liger_trainer.fitting.fit_report import TRIES, largest
 @pytest.mark.parametrize("seed", range(200))
 def test_the_largest_that_fits_or_a_little_less(seed):
     draw = random.Random(seed)
-    base, slope, jump, first = draw.randint(0, 80), draw.uniform(0.1, 9), draw.choice([0, 0, 2]), draw.randint(1, 16)
+    base = draw.randint(0, 80)
+    slope = draw.uniform(0.1, 9)
+    jump = draw.choice([0, 0, 2])
+    first = draw.randint(1, 16)
     tries = []
 
     def need(n):

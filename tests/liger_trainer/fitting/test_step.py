@@ -1,4 +1,4 @@
-"""Steps on tensors without values, of a tiny model."""
+"""Memory of steps of a tiny model, on meta tensors."""
 
 import functools
 
@@ -37,7 +37,7 @@ def job(loss=losses.of_labels, optimizer=torch.optim.AdamW, changes=None, dtype=
 
 @functools.cache
 def plain(rows, length, checkpointing):
-    """What a step of `job()` needs."""
+    """The memory of a step of `job()`."""
     return estimate_memory(job(), rows, length, checkpointing, PLENTY)
 
 
@@ -49,11 +49,11 @@ def parameters(**changes):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_weights_gradients_and_states_are_those_of_the_model(tied):
+def test_weights_gradients_and_states_have_the_model_s_sizes(tied):
     found = estimate_memory(job(changes={"tie_word_embeddings": tied}), 2, 64, False, PLENTY)
     weights = 2 * parameters(tie_word_embeddings=tied)
     assert found.weights == found.gradients == weights
-    assert found.states == pytest.approx(2 * weights, rel=0.02)  # each weight's state begins at 512 bytes
+    assert found.states == pytest.approx(2 * weights, rel=0.02)  # each weight's state starts at 512 bytes
 
 
 def test_checkpointing_keeps_the_inputs_of_layers_alone():
@@ -87,17 +87,18 @@ def test_the_same_peak_when_states_are_taken_from_another_size():
 
 
 def test_accumulation_holds_gradients_from_one_micro_batch_to_the_next():
-    once, twice = plain(4, 512, False), estimate_memory(job(accumulates=True), 4, 512, False, PLENTY)
+    once = plain(4, 512, False)
+    twice = estimate_memory(job(accumulates=True), 4, 512, False, PLENTY)
     assert once.micro_batch < twice.micro_batch <= once.micro_batch + once.gradients
 
 
 @pytest.mark.parametrize("loss", [losses.of_pairs, losses.of_answers])
 def test_a_reference_model_adds_its_weights(loss):
-    alone, beside = (
+    alone, with_reference = (
         estimate_memory(job(loss, reference=reference), 2, 64, False, PLENTY) for reference in (False, True)
     )
-    assert beside.reference == alone.weights
-    assert beside.peak == pytest.approx(alone.peak + alone.weights, rel=0.02)
+    assert with_reference.reference == alone.weights
+    assert with_reference.peak == pytest.approx(alone.peak + alone.weights, rel=0.02)
 
 
 def test_two_gpus():
@@ -111,7 +112,9 @@ def test_two_gpus():
 
 def test_states_of_optimizers():
     class Arguments:
-        optim, learning_rate, optim_args = "adamw_8bit", 1e-4, None
+        optim = "adamw_8bit"
+        learning_rate = 1e-4
+        optim_args = None
 
     weights = [torch.nn.Parameter(torch.empty(30, 40)), torch.nn.Parameter(torch.empty(50))]
     assert optimizers.make(Arguments, weights) == 2 * (30 * 40 + 50)
@@ -146,7 +149,7 @@ def in_backward(optimizer=torch.optim.AdamW, **options):
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_gradients_that_are_freed_in_the_backward_pass(tied):
-    """The peak is then that of the forward pass, or of the step of the largest weight."""
+    """The forward pass peaks then, or the optimizer step of the largest weight."""
     fused = lambda weights: torch.optim.AdamW(weights, fused=True)  # noqa: E731
     options = {"optimizer": fused, "changes": {"tie_word_embeddings": tied}}
     ordinary, freed = (estimate_memory(make(**options), 1, 16, True, PLENTY) for make in (job, in_backward))
@@ -194,8 +197,8 @@ def with_adapters(fp8, **options):
 
 
 @pytest.mark.parametrize("checkpointing, autocast", [(False, None), (True, torch.bfloat16), ("auto", torch.bfloat16)])
-def test_a_frozen_base_in_eight_bits(checkpointing, autocast):
-    """Its layers take one byte for each weight and four for each row; what is kept for the backward pass is as ever."""
+def test_a_frozen_fp8_base(checkpointing, autocast):
+    """Its layers take one byte a weight and four a row. Memory kept for the backward pass does not change."""
     plain, fp8 = (
         estimate_memory(with_adapters(on, autocast=autocast), 4, 512, checkpointing, PLENTY) for on in (False, True)
     )
@@ -205,13 +208,13 @@ def test_a_frozen_base_in_eight_bits(checkpointing, autocast):
     assert plain.weights - fp8.weights == of_base - scales
     assert (fp8.loaded, plain.loaded) == (plain.weights, 0)
     assert fp8.gradients == plain.gradients and fp8.states == plain.states
-    # what is rounded in the step takes less than what is saved
+    # rounding in the step takes less than what is saved
     assert plain.peak - (of_base - scales) <= fp8.peak < plain.peak + 8 * 512 * 512 * 2
 
 
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
-def test_a_frozen_base_in_eight_bits_is_sharded(autocast):
-    """What a GPU holds of it is halved, and so is what it gathers."""
+def test_a_frozen_fp8_base_is_sharded(autocast):
+    """A GPU holds half of it, and gathers half as much."""
     shards = Sharding("fsdp2", 2, autocast, autocast and torch.float32)
     one, two, plain = (
         estimate_memory(with_adapters(fp8, autocast=autocast, sharding=way), 2, 64, True, PLENTY)
@@ -230,13 +233,13 @@ def test_the_peak_may_be_when_the_base_is_loaded():
 
 
 def test_a_model_with_a_tower():
-    """Its weights, gradients and states count, though rows of text do not reach it."""
+    """Its weights, gradients and states count even for rows without images."""
     shape = ModelSpec(small_config("qwen2_5_vl"), torch.bfloat16)
     found = estimate_memory(TrainSpec(shape, losses.of_labels, torch.optim.AdamW), 2, 64, False, PLENTY)
     with torch.device("meta"):
         weights = 2 * sum(p.numel() for p in AutoModelForImageTextToText.from_config(shape.config).parameters())
     assert shape.has_tower and found.weights == found.gradients == weights
-    assert found.states == pytest.approx(2 * weights, rel=0.3)  # each weight's state begins at 512 bytes
+    assert found.states == pytest.approx(2 * weights, rel=0.3)  # each weight's state starts at 512 bytes
 
 
 def adapters(layers=LAYERS, **options):
@@ -252,8 +255,8 @@ def adapters(layers=LAYERS, **options):
     return TrainSpec(shape, losses.of_labels, torch.optim.AdamW, autocast=torch.bfloat16, **options)
 
 
-def test_a_base_in_four_bits():
-    """Half a byte a number, a byte a block of 64, and 4.125 bits with the scales of scales; adapters are in 16 bits."""
+def test_a_4_bit_base():
+    """Half a byte a number, and a byte for 64 numbers (4.125 bits with double quantisation); adapters are 16-bit."""
     pytest.importorskip("bitsandbytes")
     found = estimate_memory(adapters(), 2, 1024, True, PLENTY)
     layer = 256 * (256 + 128 + 128 + 256 + 3 * 512)
@@ -261,7 +264,7 @@ def test_a_base_in_four_bits():
     ranks = 4 * LAYERS * (2 * 512 + 2 * 384 + 3 * 768)
     packed = LAYERS * layer * (1 / 2 + 1 / 64 + 4 / 64 / 256)
     assert found.gradients == 2 * ranks
-    assert found.weights == pytest.approx(packed + others + 2 * ranks, rel=0.05)  # and tables, of each layer
+    assert found.weights == pytest.approx(packed + others + 2 * ranks, rel=0.05)  # and each layer's tables
     assert found.states == pytest.approx(4 * ranks, rel=0.2)
     deeper = estimate_memory(adapters(2 * LAYERS), 2, 1024, True, PLENTY)
     grown = deeper.peak - found.peak - (deeper.weights - found.weights) - (deeper.gradients - found.gradients)
@@ -271,12 +274,12 @@ def test_a_base_in_four_bits():
 
 
 def test_inputs_on_the_host():
-    """All but the last and the one or two that are on their way."""
+    """All inputs go to the host, except the last and the one or two on their way."""
     options = {"checkpointing": {"use_reentrant": False, "offload": True}}
     stays, leaves = (
         estimate_memory(job(changes={"num_hidden_layers": 12}, **o), 4, 1024, True, PLENTY) for o in ({}, options)
     )
     inputs = 4 * 1024 * 256 * 2
     assert stays.host == 0 and leaves.host > 0
-    assert stays.micro_batch - leaves.micro_batch > 4 * inputs  # gradients of weights take the place of the others
+    assert stays.micro_batch - leaves.micro_batch > 4 * inputs  # weight gradients take the place of the others
     assert estimate_memory(job(**options), 4, 1024, False, PLENTY).host == 0

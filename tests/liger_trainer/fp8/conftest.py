@@ -10,7 +10,7 @@ from liger_trainer.fp8 import feature as fp8_fields
 
 @pytest.fixture
 def fresh_accelerator():
-    """accelerate keeps the precision of the first trainer of a process."""
+    """Forget the precision of the process's first trainer, which accelerate keeps."""
     fresh_state()
     yield
     fresh_state()
@@ -18,7 +18,7 @@ def fresh_accelerator():
 
 @pytest.fixture
 def no_torchao(monkeypatch):
-    """torchao counts as not installed."""
+    """Pretend that torchao is not installed."""
     own = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *rest: None if name == "torchao" else own(name, *rest)
@@ -27,5 +27,5 @@ def no_torchao(monkeypatch):
 
 @pytest.fixture
 def any_device(monkeypatch):
-    """A CPU, which computes products of eight bits in fp32, counts as a GPU that has them."""
+    """Pretend that a CPU is a GPU with FP8 matmuls. It computes them in fp32."""
     monkeypatch.setattr(fp8_fields, "fault_of_device", lambda device: None)

@@ -1,6 +1,6 @@
-"""torchao's fp8 layers in a patched model, beside the same model with torchao's own code.
+"""torchao's FP8 layers in a patched model, compared with the same model running torchao's code.
 
-On a CPU both multiply in fp32 (`emulate`). Triton's interpreter rounds to fp8 wrongly, so that the twins run there.
+On a CPU both multiply in fp32 (`emulate`). The twins run there, because Triton's interpreter rounds to FP8 wrongly.
 """
 
 import copy
@@ -33,7 +33,7 @@ def twins(monkeypatch):
 
 @pytest.fixture
 def ours(monkeypatch):
-    """The weights that our function has multiplied."""
+    """The weights that our function multiplied by."""
     seen = []
 
     def counted(x, weight, bias=None, **options):
@@ -48,20 +48,22 @@ VARIANTS = {
     "torchao's default": ({}, "tensorwise, gradients in e5m2"),
     "powers of two": ({"round_scales_to_power_of_2": True}, "tensorwise, gradients in e5m2, scales in powers of 2"),
     "e4m3 gradients": (
-        {"cast_config_grad_output": CastConfig(target_dtype=torch.float8_e4m3fn)}, "tensorwise, gradients in e4m3",
+        {"cast_config_grad_output": CastConfig(target_dtype=torch.float8_e4m3fn)},
+        "tensorwise, gradients in e4m3",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("dtype, rtol", [(torch.float32, 1e-6), (torch.bfloat16, 3e-3)], ids=str)
 @pytest.mark.parametrize("options, variant", VARIANTS.values(), ids=VARIANTS)
 def test_one_layer(options, variant, dtype, rtol, ours):
-    """The output and both gradients, for rows that are no multiple of 16."""
+    """Output and both gradients agree, for row counts that are not multiples of 16."""
     layer = fp8_model(dtype=dtype, config=config_of(**options)).model.layers[0].mlp.up_proj
     stock = copy.deepcopy(layer)
     assert patched(layer).swapped == {"": variant}
     ours.clear()
-    x, dy = torch.randn(3, 7, 32).to(dtype).requires_grad_(), torch.randn(3, 7, 48).to(dtype)
+    x = torch.randn(3, 7, 32).to(dtype).requires_grad_()
+    dy = torch.randn(3, 7, 48).to(dtype)
     results = []
     for module in (layer, stock):
         y = module(x)
@@ -75,8 +77,10 @@ def test_one_layer(options, variant, dtype, rtol, ours):
 @pytest.mark.parametrize("dtype, rtol", [(torch.float32, 5e-3), (torch.bfloat16, 2e-2)], ids=str)
 @pytest.mark.parametrize("options, variant", VARIANTS.values(), ids=VARIANTS)
 def test_the_numbers_are_torchao_s(options, variant, dtype, rtol, ours):
-    """Loss and gradients of a model, in which a sum that is made in another order may lead to another number in eight
-    bits in the next layer."""
+    """Loss and gradients of a model equal torchao's.
+
+    A sum in another order may give the next layer another FP8 number.
+    """
     want = step(fp8_model(dtype=dtype, config=config_of(**options)))
     model = fp8_model(dtype=dtype, config=config_of(**options))
     report = patched(model)
@@ -87,13 +91,14 @@ def test_the_numbers_are_torchao_s(options, variant, dtype, rtol, ours):
 
 
 def test_with_a_bias(ours):
-    want, model = step(fp8_model("llama", attention_bias=True)), fp8_model("llama", attention_bias=True)
+    want = step(fp8_model("llama", attention_bias=True))
+    model = fp8_model("llama", attention_bias=True)
     assert "tensorwise, gradients in e5m2, with bias" in patched(model).swapped.values()
     assert_same(step(model), want, rtol=RTOL)
 
 
 def test_inside_the_other_operations(ours):
-    """All that is swapped together, with what can be computed again not kept, against the rest without our fp8."""
+    """Swaps everything, with recomputable results not kept, and compares with the rest swapped without our FP8."""
     want, model = fp8_model(), fp8_model()
     apply_liger(want, {"float8": False, "rebuild_above_mib": 0})
     report = apply_liger(model, {"rebuild_above_mib": 0})
@@ -117,7 +122,7 @@ def kept_bytes(model):
     return sum(seen.values())
 
 
-def test_an_input_is_cast_once_and_kept_in_eight_bits(monkeypatch):
+def test_an_input_is_cast_once_and_kept_in_fp8(monkeypatch):
     casts = []
 
     def counted(t, *args, own=kernels.float8_cast, **options):
@@ -129,14 +134,17 @@ def test_an_input_is_cast_once_and_kept_in_eight_bits(monkeypatch):
     patched(model)
     monkeypatch.setattr(kernels, "float8_cast", counted)
     kept = kept_bytes(model)
-    rows = [shape for shape in casts if shape not in {tuple(p.shape) for p in model.parameters()}]
-    assert len(rows) == 2 * 4  # of q, k and v; of o; of gate and up; of down
+    of_weights = {tuple(p.shape) for p in model.parameters()}
+    rows = [shape for shape in casts if shape not in of_weights]
+    assert len(rows) == 2 * 4  # q, k and v; o; gate and up; down
     assert kept < before
 
 
-def test_what_can_be_computed_again_is_not_kept_twice():
-    """The norms' outputs and the gates' are computed again, and then turned in eight bits. Only the attention's output
-    is kept, which on a CPU is a copy of what the attention itself keeps."""
+def test_recomputable_results_are_not_kept_twice():
+    """Outputs of norms and gates are recomputed and then cast to FP8.
+
+    Only the attention's output is kept; on a CPU it is a copy of what the attention itself keeps.
+    """
     model = fp8_model(dtype=torch.bfloat16)
     apply_liger(model, {"rebuild_above_mib": 0})
     kept = []
@@ -169,14 +177,15 @@ def by_row(dtype=torch.float8_e4m3fn):
 UNKNOWN = {
     "one cast by row": {"cast_config_input": by_row()},
     "by row, e5m2 gradients": {
-        "cast_config_input": by_row(), "cast_config_weight": by_row(),
+        "cast_config_input": by_row(),
+        "cast_config_weight": by_row(),
         "cast_config_grad_output": by_row(torch.float8_e5m2),
     },
     "16-bit gradients": {
         f"cast_config_{name}_for_grad_weight": CastConfig(scaling_type=ScalingType.DISABLED)
         for name in ("input", "grad_output")
     },
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("options", UNKNOWN.values(), ids=UNKNOWN)
@@ -194,7 +203,7 @@ def test_widths_that_are_no_multiples_of_16():
 
 
 def test_a_formula_that_changes_is_not_swapped(monkeypatch):
-    """As if a release of torchao rounded the output once more."""
+    """A release of torchao might round the output once more, for example."""
     own = Float8Linear.forward
     monkeypatch.setattr(Float8Linear, "forward", lambda self, input: own(self, input) * 1.01)
     report = patched(fp8_model())
@@ -210,7 +219,7 @@ def test_switched_off(ours):
 
 
 @pytest.mark.parametrize("change", ["another config", "no emulation", "another dtype"])
-def test_what_our_function_does_not_take_runs_torchao_s_code(change, ours, monkeypatch):
+def test_unsupported_calls_run_torchao_s_code(change, ours, monkeypatch):
     layer = fp8_model().model.layers[0].mlp.up_proj
     patched(layer)
     ours.clear()
@@ -238,8 +247,8 @@ def test_hooks_see_each_call(ours):
     assert seen == ["before", "after"]
 
 
-def test_a_hook_that_writes_over_the_input_is_heard(ours):
-    """In place, behind the version counter: the layers with hooks cast what they are given themselves."""
+def test_a_hook_that_overwrites_the_input_takes_effect(ours):
+    """The hook writes in place, without a new version: layers with hooks cast their inputs themselves."""
 
     def write(module, args):
         args[0].data.mul_(0.5)
@@ -292,7 +301,7 @@ def test_a_step_without_a_backward_pass_and_evaluation_between(ours):
 
 
 def test_weights_that_an_optimizer_has_changed(ours):
-    """Also behind the version counter: no cast of a weight outlives its call."""
+    """The change may come without a new version. No cast of a weight outlives its call."""
     results = []
     for patch in (False, True):
         model = fp8_model()
@@ -317,7 +326,7 @@ def test_one_layer_checkpointed_by_hand(ours):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
-def test_layers_whose_weights_are_gathered_in_eight_bits_are_left_to_torchao():
+def test_layers_with_fp8_all_gather_are_left_to_torchao():
     model = fp8_model(config=config_of(enable_fsdp_float8_all_gather=True))
     report = patched(model)
     assert not report.swapped

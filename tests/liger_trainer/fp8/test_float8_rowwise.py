@@ -1,6 +1,6 @@
-"""torchao's recipes with scales by row in a patched model, beside the same model with torchao's own code.
+"""torchao's recipes with row scales in a patched model, compared with the same model running torchao's code.
 
-On a CPU both multiply in fp32 (`emulate`). Triton's interpreter rounds to fp8 wrongly, so that the twins run there.
+On a CPU both multiply in fp32 (`emulate`). The twins run there, because Triton's interpreter rounds to FP8 wrongly.
 """
 
 import copy
@@ -35,14 +35,14 @@ def twins(monkeypatch):
 
 @pytest.fixture
 def theirs(monkeypatch):
-    """The calls of torchao's own code."""
+    """The calls of torchao's code."""
     seen, own = [], Float8Linear.forward
     monkeypatch.setattr(Float8Linear, "forward", lambda self, input: seen.append(1) or own(self, input))
     return seen
 
 
 def prepared(recipe, **options):
-    """A patched model that has been through what is proven, for which torchao's code runs."""
+    """A patched model after its proofs, which run torchao's code."""
     model = fp8_model(config=config_of(recipe), **options)
     assert len(patched(model).swapped) == LAYERS
     return model
@@ -52,14 +52,17 @@ def prepared(recipe, **options):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("recipe, options, variant", VARIANTS)
 def test_one_layer(recipe, options, variant, dtype, tokens, theirs):
-    """With scales in powers of two the output and both gradients have torchao's bits. A scale of another size is taken
-    out of the sum here, and out of each number there."""
+    """With power-of-two scales, output and both gradients are bit-equal to torchao's.
+
+    Other scales multiply the sum here, and each number there.
+    """
     layer = fp8_model(dtype=dtype, config=config_of(recipe, **options)).model.layers[0].mlp.up_proj
-    with torch.no_grad():  # so that one scale for all of it is another one
+    with torch.no_grad():  # a common scale would then differ
         layer.weight.mul_(torch.logspace(-6, 0, 32)).mul_(torch.logspace(2, -2, 48)[:, None])
     stock = copy.deepcopy(layer)
     assert patched(layer).swapped == {"": variant}
-    x, dy = torch.randn(*tokens, 32) * torch.logspace(1, -3, 32), torch.randn(*tokens, 48).to(dtype)
+    x = torch.randn(*tokens, 32) * torch.logspace(1, -3, 32)
+    dy = torch.randn(*tokens, 48).to(dtype)
     x = x.to(dtype).requires_grad_()
     results = []
     theirs.clear()
@@ -70,14 +73,15 @@ def test_one_layer(recipe, options, variant, dtype, tokens, theirs):
         x.grad = None
     assert len(theirs) == 1
     assert_same(*results, 1e-6 if dtype == torch.float32 else 3e-3)
-    if not options and tokens != (1,):  # PyTorch adds the products of one row in an order of its own
+    if not options and tokens != (1,):  # PyTorch sums the products of a single row in another order
         assert all(torch.equal(results[0][name], want) for name, want in results[1].items())
 
 
 @pytest.mark.parametrize("dtype, rtol", [(torch.float32, 5e-3), (torch.bfloat16, 2e-2)], ids=str)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_the_numbers_are_torchao_s(recipe, dtype, rtol, theirs):
-    want, model = step(fp8_model(dtype=dtype, config=config_of(recipe))), prepared(recipe, dtype=dtype)
+    want = step(fp8_model(dtype=dtype, config=config_of(recipe)))
+    model = prepared(recipe, dtype=dtype)
     theirs.clear()
     assert_same(step(model), want, rtol)
     assert not theirs
@@ -94,8 +98,9 @@ def test_with_a_bias(theirs):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_inside_the_other_operations(recipe, theirs):
-    """All that is swapped together, with what can be computed again not kept, against the rest without our fp8."""
-    want, model = fp8_model(config=config_of(recipe)), fp8_model(config=config_of(recipe))
+    """Swaps everything, with recomputable results not kept, and compares with the rest swapped without our FP8."""
+    want = fp8_model(config=config_of(recipe))
+    model = fp8_model(config=config_of(recipe))
     apply_liger(want, {"float8": False, "rebuild_above_mib": 0})
     report = apply_liger(model, {"rebuild_above_mib": 0})
     assert len(report["float8"].swapped) == LAYERS and len(report["swiglu"].swapped) == 2
@@ -108,8 +113,10 @@ def test_inside_the_other_operations(recipe, theirs):
 
 @pytest.mark.parametrize("rebuilds", [False, True])
 def test_casts_of_a_step(rebuilds, monkeypatch):
-    """Each input is cast by rows once, for q, k and v together as for gate and up, and by columns once: in the forward
-    pass, or in the backward pass of what can be computed again."""
+    """Each input is cast by rows once, for q, k and v together and for gate and up together.
+
+    It is cast by columns once: in the forward pass, or in the backward pass if it is recomputed.
+    """
     model = fp8_model(dtype=torch.bfloat16, config=config_of("rowwise"))
     apply_liger(model, {"rebuild_above_mib": 0} if rebuilds else dict.fromkeys(("rms_norm", "swiglu", "rope"), False))
     seen, weights = [], {tuple(p.shape) for p in model.parameters()}
@@ -151,7 +158,7 @@ def test_a_step_without_a_backward_pass_and_evaluation_between(recipe, theirs):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_weights_that_an_optimizer_has_changed(recipe):
-    """Also behind the version counter: no cast of a weight outlives its call."""
+    """The change may come without a new version. No cast of a weight outlives its call."""
     results = []
     for model in (prepared(recipe), fp8_model(config=config_of(recipe))):
         step(model)
@@ -162,7 +169,7 @@ def test_weights_that_an_optimizer_has_changed(recipe):
 
 
 def test_layers_of_two_recipes_in_one_model(theirs):
-    """Those that share an input do not share its cast."""
+    """Layers that share an input do not share its cast."""
 
     def mixed():
         model = fp8_model(config=config_of("rowwise"))
@@ -189,7 +196,7 @@ def test_a_copy_with_another_recipe_runs_torchao_s_code(theirs):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_formula_that_changes_is_not_swapped(recipe, monkeypatch):
-    """As if a release of torchao scaled the weight otherwise in the backward pass."""
+    """A release of torchao might scale the weight differently in the backward pass, for example."""
     own = float8.form_of
     monkeypatch.setattr(float8, "form_of", lambda config: own(config)._replace(gw_hp=recipe == "rowwise"))
     report = patched(fp8_model(config=config_of(recipe)))

@@ -1,4 +1,4 @@
-"""torchao's fp8 layers with scales by row under FSDP2, which gathers their weights in 16 bits: two processes."""
+"""torchao's FP8 layers with row scales under FSDP2, which gathers their weights in 16 bits, on two processes."""
 
 import json
 
@@ -17,7 +17,7 @@ def found():
 
 @pytest.mark.parametrize("recipe", ["rowwise", "rowwise_with_gw_hp"])
 def test_weights_are_cast_where_they_are_gathered(recipe, found):
-    """Two steps of two layers of seven projections; the second one with the weights of the first one's update."""
+    """Two steps of two layers with seven projections. The second uses weights that the first updated."""
     ours, stock = found[f"{recipe} True"], found[f"{recipe} False"]
     assert ours["theirs"] == 0 and stock["theirs"] == 2 * 14
     torch.testing.assert_close(torch.tensor(ours["steps"]), torch.tensor(stock["steps"]), rtol=5e-3, atol=1e-6)

@@ -1,4 +1,4 @@
-"""torchao's fp8 layers under FSDP2, which frees and gathers their weights: two processes on CPUs."""
+"""torchao's FP8 layers under FSDP2, which frees and gathers their weights, on two CPU processes."""
 
 import json
 
@@ -8,8 +8,8 @@ from launching import in_processes
 
 pytest.importorskip("torchao", reason="torchao is not installed")
 
-FORWARDS = 2 * 2 * 2 * 14  # two steps of two micro-batches, each trained on and evaluated, of two layers of seven
-TWICE = 3 * FORWARDS // 2  # those that are trained on once more in the backward pass
+FORWARDS = 2 * 2 * 2 * 14  # two steps of two micro-batches, each trained and evaluated, two layers of seven projections
+TWICE = 3 * FORWARDS // 2  # trained ones run once more in the backward pass
 CASES = {
     "plain, before": FORWARDS,
     "plain, after": FORWARDS,
@@ -33,17 +33,17 @@ def stock_of(case):
 
 @pytest.mark.parametrize("case", CASES)
 def test_weights_are_cast_where_they_are_gathered(case, found):
-    """The second step has the weights of the first one's update."""
+    """The second step uses weights that the first one updated."""
     ours, stock = found[case], found[stock_of(case)]
     assert ours["calls"] == CASES[case] and ours["of"] == ["Parameter"] and not ours["skipped"]
     assert not stock["calls"]
     assert ours["steps"] == stock["steps"]
 
 
-def test_beside_one_process(found):
-    """The scale of a weight is that of all of its shards."""
+def test_losses_and_norms_equal_one_process(found):
+    """A weight's scale covers all its shards."""
     ours, whole = found["plain, before"], found["one process"]
     losses, grads = torch.tensor(ours["steps"]).split([4, 4], 1)
     of_both, want = torch.tensor(whole["steps"]).split([6, 4], 1)
-    torch.testing.assert_close(losses, of_both[:, [0, 1, 3, 4]], rtol=1e-6, atol=0)  # those of the first rank
+    torch.testing.assert_close(losses, of_both[:, [0, 1, 3, 4]], rtol=1e-6, atol=0)  # the first rank's steps
     torch.testing.assert_close(grads, want, rtol=1e-6, atol=0)

@@ -1,6 +1,6 @@
-"""fp8 in trainers: accelerate converts the model when training starts, after it has been patched.
+"""fp8 in trainers: accelerate converts the model when training starts, which is after patching.
 
-On a CPU torchao multiplies in fp32 (`emulate`). Triton's interpreter rounds to fp8 wrongly, so that the twins run.
+On a CPU torchao multiplies in fp32 (`emulate`). The twins run, because Triton's interpreter rounds to FP8 wrongly.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ def torchao():
 
 @pytest.fixture
 def ours(monkeypatch):
-    """The weights that our function has multiplied."""
+    """The weights that our function multiplied by."""
     seen, module = [], importlib.import_module("liger_trainer.fp8.layers")
 
     def counted(x, weight, *args, own=module.float8_linear, **options):
@@ -53,7 +53,7 @@ def ours(monkeypatch):
 
 @pytest.fixture
 def fresh():
-    """accelerate keeps the precision of the first trainer of a process."""
+    """Forget the precision of the process's first trainer, which accelerate keeps."""
     from accelerate.state import AcceleratorState
 
     AcceleratorState._reset_state(True)
@@ -68,7 +68,7 @@ def launched(fresh, monkeypatch):
 
 
 class Emulated:
-    """Has accelerate convert with emulated products, as there is no GPU."""
+    """Makes accelerate convert with emulated products, because there is no GPU."""
 
     def create_accelerator_and_postprocess(self):
         super().create_accelerator_and_postprocess()
@@ -81,7 +81,7 @@ class EmulatedLigerTrainer(Emulated, LigerTrainer):
 
 
 class EmulatedTrainer(Emulated, Trainer):
-    """Stock, but for the wrappers around weights, with which the optimizer would train nothing that is in fp8."""
+    """The stock trainer without wrappers around weights: with them, the optimizer would not train FP8 layers."""
 
     def create_accelerator_and_postprocess(self):
         super().create_accelerator_and_postprocess()
@@ -89,8 +89,8 @@ class EmulatedTrainer(Emulated, Trainer):
 
 
 @pytest.mark.parametrize("asked", ["by the launcher", "by fp8: true"])
-def test_beside_stock(asked, torchao, fresh, ours, tmp_path, monkeypatch):
-    """The first and the last layer stay. The report is written with what was swapped when training started."""
+def test_losses_and_weights_equal_stock(asked, torchao, fresh, ours, tmp_path, monkeypatch):
+    """The first and the last layer stay. The report lists what was swapped when training started."""
     model, options = tiny_model("llama"), {}
     monkeypatch.setitem(os.environ, "ACCELERATE_FP8_BACKEND", "AO")
     if asked == "by the launcher":
@@ -99,13 +99,13 @@ def test_beside_stock(asked, torchao, fresh, ours, tmp_path, monkeypatch):
         options["fp8"] = True
     got, trainer = run(EmulatedLigerTrainer, model, tmp_path, liger_config=OTHERS, optim="sgd", **options)
     assert len(trainer.liger_report["float8"].swapped) == LAYERS
-    assert ours  # those whose input is in the dtype of a CPU's autocast, which torchao does not ask for
+    assert ours  # without layers whose input has the dtype of a CPU's autocast, which torchao does not ask for
     assert '"found": 13' in (tmp_path / "EmulatedLigerTrainer" / "liger_report.json").read_text()
     name = "model.layers.0.mlp.up_proj.weight"
     weight = trainer.model.get_parameter(name)
     assert type(weight) is torch.nn.Parameter and not torch.equal(weight, model.get_parameter(name)), "it is trained"
     trainer.save_model(str(tmp_path / "saved"))
-    trainer.train()  # once more
+    trainer.train()  # a second time
     assert len(trainer.liger_report["float8"].swapped) == LAYERS
     monkeypatch.setitem(os.environ, "ACCELERATE_MIXED_PRECISION", "fp8")
     want, _ = run(EmulatedTrainer, model, tmp_path, optim="sgd")
@@ -113,7 +113,7 @@ def test_beside_stock(asked, torchao, fresh, ours, tmp_path, monkeypatch):
 
 
 class EmulatedByRow(EmulatedTrainer):
-    """Stock, with a recipe in accelerate's handler."""
+    """The stock trainer with a recipe in accelerate's handler."""
 
     def create_accelerator_and_postprocess(self):
         super().create_accelerator_and_postprocess()
@@ -122,10 +122,11 @@ class EmulatedByRow(EmulatedTrainer):
         handler.config = dataclasses.replace(recipe, emulate=True)
 
 
-def test_a_recipe_by_name_beside_stock(torchao, fresh, ours, tmp_path, monkeypatch):
-    """All layers that accelerate converts have its scales, and what accelerate sets beside them."""
+def test_a_recipe_by_name_trains_like_stock(torchao, fresh, ours, tmp_path, monkeypatch):
+    """All layers that accelerate converts have the recipe's scales, and accelerate's other settings hold."""
     monkeypatch.setitem(os.environ, "ACCELERATE_FP8_BACKEND", "AO")
-    model, options = tiny_model("llama"), {"liger_config": OTHERS, "fp8": True, "fp8_recipe": "rowwise"}
+    model = tiny_model("llama")
+    options = {"liger_config": OTHERS, "fp8": True, "fp8_recipe": "rowwise"}
     got, trainer = run(EmulatedLigerTrainer, model, tmp_path, optim="sgd", **options)
     swapped = trainer.liger_report["float8"].swapped
     assert len(swapped) == LAYERS and set(swapped.values()) == {"rowwise, scales in powers of 2"}
@@ -151,14 +152,14 @@ def test_what_a_recipe_leaves_as_it_is(recipe, gathers, torchao):
     assert not handler.config.enable_fsdp_float8_all_gather
     assert (handler.config.cast_config_weight.scaling_granularity.value == "axiswise") is not by_tensor
     handler.config = config
-    fp8_fields.prepare(types.SimpleNamespace(), accelerator)  # of the stock class
+    fp8_fields.prepare(types.SimpleNamespace(), accelerator)  # the stock class's
     assert handler.config == dataclasses.replace(config, enable_fsdp_float8_all_gather=False)
 
 
 @pytest.mark.parametrize("first", [False, True], ids=["by accelerate", "before the trainer"])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_optimizer_in_backward(checkpointing, first, torchao, fresh, ours, tmp_path):
-    """The same bits as with the ordinary step: accelerate's layers have the weights that the optimizer knows."""
+    """Weights are bit-equal to the ordinary step: accelerate's layers have the weights that the optimizer knows."""
 
     def model():
         made = tiny_model("llama")
@@ -202,15 +203,15 @@ def test_a_later_trainer_converts_in_the_same_way(torchao, fresh, tmp_path):
 
 
 def test_a_model_of_which_no_layer_would_be_converted(torchao, fresh, tmp_path):
-    """It would be trained in bf16, without a word."""
+    """It would silently train in bf16."""
     model = tiny_model("llama", hidden_size=40, num_attention_heads=5, num_key_value_heads=5)
     with pytest.raises(ValueError, match="accelerate would convert no layer of LlamaForCausalLM.*Leave out fp8"):
         run(EmulatedLigerTrainer, model, tmp_path, liger_config=OTHERS, fp8=True)
 
 
 def test_adapters_on_a_model_that_was_converted_before(torchao, fresh, tmp_path):
-    """Their layers are linear ones, too, and of widths that torchao would convert. `fp8` does what is in
-    `test_fp8_adapters.py`."""
+    """Their layers are linear too, with widths that torchao would convert. See `test_fp8_adapters.py` for `fp8` on
+    adapters."""
     config = torchao.Float8LinearConfig(emulate=True)
     model = torchao.convert_to_float8_training(
         tiny_model("llama"), config=config, module_filter_fn=lambda m, name: name != "lm_head"
@@ -224,8 +225,8 @@ def options_of(tmp_path):
     return {"output_dir": str(tmp_path), "use_cpu": True, "report_to": "none"}
 
 
-def test_the_launcher_is_heard_though_trl_sets_bf16(torchao, launched, tmp_path, monkeypatch):
-    """Unless somebody sets a precision, which goes before that of the launcher, as in the stock classes."""
+def test_the_launcher_s_precision_wins_though_trl_sets_bf16(torchao, launched, tmp_path, monkeypatch):
+    """A precision that the user sets wins over the launcher's, as in the stock classes."""
     assert LigerTrainingArguments(**options_of(tmp_path)).mixed_precision == "fp8"
     both = ({}, "fp8"), ({"bf16": False}, "fp8"), ({"bf16": True}, "bf16"), ({"use_liger": False}, "bf16")
     for given, precision in both:
@@ -281,7 +282,7 @@ def test_bad_options(options, message, tmp_path):
 
 
 def test_a_recipe_and_the_launcher_s_precision(torchao, launched, tmp_path):
-    """A name goes with fp8, whoever has asked for it, and with nothing else."""
+    """A recipe name is valid with fp8, whoever asked for it, and with nothing else."""
     assert LigerTrainingArguments(**options_of(tmp_path), fp8_recipe="rowwise").mixed_precision == "fp8"
     assert LigerSFTConfig(**options_of(tmp_path), fp8_recipe="rowwise").fp8
     with pytest.raises(ValueError, match="fp8_recipe is 'rowwise', but it has no effect: fp8 is false"):

@@ -1,4 +1,4 @@
-"""`fp8` for models with adapters: trainers put the frozen base into eight bits. There is no GPU and no torchao."""
+"""`fp8` for models with adapters: trainers quantise the frozen base to FP8. Needs no GPU and no torchao."""
 
 import importlib.util
 import json
@@ -27,14 +27,14 @@ def layers_of(model):
 
 
 def near(got, want, rtol):
-    """Near the numbers of 16 bits, and not the same."""
+    """Assert that numbers are near the 16-bit ones, but differ."""
     torch.testing.assert_close(got, want, rtol=rtol, atol=0)
     assert not torch.equal(got, want)
 
 
 @pytest.mark.parametrize("asked", ["by fp8: true", "by the launcher", "by the launcher, with the stock arguments"])
-def test_losses_are_near_those_of_bf16(asked, any_device, tmp_path, monkeypatch):
-    """No matrix of an adapter is converted, the base does not change, and what was done is in the report."""
+def test_losses_are_near_bf16(asked, any_device, tmp_path, monkeypatch):
+    """No adapter matrix is converted, the base does not change, and the report says what was done."""
     want, _ = run(LigerTrainer, adapted(), tmp_path, bf16=True)
     from accelerate.state import AcceleratorState
 
@@ -49,7 +49,7 @@ def test_losses_are_near_those_of_bf16(asked, any_device, tmp_path, monkeypatch)
     model = adapted()
     got, trainer = run(LigerTrainer, model, tmp_path, **options)
     near(got[:, 0], want[:, 0], 0.03)
-    near(got[:1, 1], want[:1, 1], 0.05)  # the norm of the gradients of the first step
+    near(got[:1, 1], want[:1, 1], 0.05)  # the gradient norm of the first step
     assert str(trainer.accelerator.mixed_precision) == "bf16" and trainer.args.mixed_precision == "fp8"
     assert len(layers_of(trainer.model)) == len(trainer.liger_report["frozen_float8"].swapped) == LAYERS
     written = json.loads((tmp_path / "LigerTrainer" / "liger_report.json").read_text())["operations"]["frozen_float8"]
@@ -65,7 +65,7 @@ def test_losses_are_near_those_of_bf16(asked, any_device, tmp_path, monkeypatch)
 
 @pytest.mark.parametrize("bf16", [None, True, False])
 def test_sft_and_the_precision_of_autocast(bf16, any_device, tmp_path):
-    """What the user says of `bf16` holds; with False there is no autocast, and the dtype of the base decides."""
+    """The user's `bf16` wins. With False there is no autocast, and the base's dtype decides."""
     given = {"trainer_options": {"peft_config": LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)}}
     want, _ = run_sft(LigerSFTTrainer, tiny_model("llama"), tmp_path, bf16=bf16 is not False, **given)
     fresh_state()
@@ -76,7 +76,7 @@ def test_sft_and_the_precision_of_autocast(bf16, any_device, tmp_path):
 
 
 def test_the_same_arguments_for_a_model_without_adapters(any_device, tmp_path):
-    """Its fp8 is that of torchao, which is missing here."""
+    """Their fp8 is torchao's, which is missing here."""
     trainer = built(adapted(), tmp_path)
     args = trainer.args
     assert trainer.freezes_in_fp8 and args.mixed_precision == "fp8"
@@ -84,8 +84,8 @@ def test_the_same_arguments_for_a_model_without_adapters(any_device, tmp_path):
         LigerTrainer(tiny_model("llama"), args, train_dataset=ragged_rows(), data_collator=collate)
 
 
-def test_a_later_trainer_of_the_model(any_device, tmp_path):
-    """It need not ask for fp8, which cannot be taken back, and says what the base is."""
+def test_a_later_trainer_keeps_the_model_in_fp8(any_device, tmp_path):
+    """It need not ask for fp8, because fp8 cannot be undone, and it reports the base's state."""
     _, trainer = run(LigerTrainer, adapted(), tmp_path, fp8=True)
     model = trainer.model
     before = [layer.bits for layer in layers_of(model)]
@@ -106,7 +106,7 @@ def test_without_a_gpu_it_is_refused_at_construction(tmp_path):
 
 
 class FullySharding(LigerTrainer):
-    """Says after the accelerator is made that FSDP1 would shard the model."""
+    """Pretends, once the accelerator exists, that FSDP1 would shard the model."""
 
     def _apply_liger(self, *args, **kwargs):
         self.accelerator.state.fsdp_plugin = SimpleNamespace(fsdp_version=1)
@@ -151,7 +151,7 @@ def test_a_base_that_is_quantised_already_is_refused(flag, any_device, tmp_path,
 
 
 def test_vllm_is_refused(any_device, tmp_path):
-    """TRL would merge the adapters into the base, to send it."""
+    """To send weights to vLLM, TRL would merge the adapters into the base."""
     with pytest.raises(ValueError, match="use_vllm is True.*Set use_vllm to False"):
         built(adapted(), tmp_path, use_vllm=True)
 
@@ -162,7 +162,7 @@ def test_a_model_of_which_nothing_can_be_converted_is_refused(any_device, tmp_pa
         built(adapted(model=model), tmp_path)
 
 
-def test_layers_of_gpt2_are_none_of_torch_s(any_device, tmp_path):
+def test_gpt2_s_conv1d_layers_are_refused(any_device, tmp_path):
     sizes = {"vocab_size": 131, "n_embd": 32, "n_layer": 1, "n_head": 4, "pad_token_id": 0}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", **sizes))
     model = get_peft_model(model, LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True))
@@ -171,7 +171,7 @@ def test_layers_of_gpt2_are_none_of_torch_s(any_device, tmp_path):
 
 
 def test_a_model_init_with_adapters_is_refused(any_device, tmp_path, monkeypatch):
-    """accelerate has been told to convert before the model is there."""
+    """accelerate has been told to convert before the model exists."""
     own = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: name == "torchao" or own(name, *rest))
     monkeypatch.setattr(fp8_fields, "prepare", lambda args, accelerator: None)

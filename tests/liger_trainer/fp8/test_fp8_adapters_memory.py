@@ -1,14 +1,14 @@
-"""`fp8` with adapters: while a trainer puts the base into eight bits, one layer at a time is there twice."""
+"""`fp8` with adapters: quantising the base holds two copies of only one layer at a time."""
 
 import importlib
 import weakref
 
 import pytest
-from dpo_runs import build as build_dpo
 from frozen_bases import LAYERS, adapted
 from peft import LoraConfig
 from sft_runs import run as run_sft
 from tiny_models import tiny_model
+from trainer_parity import build_dpo
 
 from liger_trainer import LigerDPOTrainer, LigerSFTTrainer, LigerTrainer, LigerTrainingArguments
 

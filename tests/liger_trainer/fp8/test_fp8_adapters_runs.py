@@ -6,8 +6,6 @@ import os
 import frozen_ranks
 import pytest
 import torch
-from dpo_runs import LORA
-from dpo_runs import build as build_dpo
 from frozen_bases import LAYERS, adapted, add_inside, built, fresh_state
 from launching import in_processes
 from peft import LoraConfig, PeftModel, PrefixTuningConfig, get_peft_model
@@ -15,6 +13,7 @@ from recipe_fixtures import command, write_model, write_recipe, write_rows
 from safetensors.torch import load_file
 from tiny_models import ragged_rows, tiny_model
 from torch import nn
+from trainer_parity import LORA, build_dpo
 from trainer_runs import lora, run
 from transformers import AutoModelForCausalLM
 
@@ -38,7 +37,7 @@ def losses_of(trainer, name="loss"):
 
 
 def test_a_run_that_is_resumed(any_device, tmp_path):
-    """Checkpoints hold adapters alone, and the base is quantised anew to the same bits."""
+    """Checkpoints hold only adapters, and quantising the base again gives the same bits."""
     whole = built(adapted(), tmp_path / "whole", save_strategy="steps", save_steps=1)
     whole.train()
     checkpoint = tmp_path / "whole" / "checkpoint-1"
@@ -73,7 +72,7 @@ def test_the_best_checkpoint_evaluation_prediction_and_generation(any_device, tm
 
 @pytest.mark.parametrize("other", [False, True], ids=["disabled", "another-adapter"])
 def test_the_reference_of_dpo_is_the_base(other, any_device, tmp_path):
-    """With the adapters disabled, or with another adapter: both are on the same eight bits."""
+    """With the adapters disabled, or with another adapter. Both use the same FP8 base."""
     model = lora(tiny_model("llama"), LORA)
     if not other:
         for name, parameter in model.named_parameters():
@@ -87,12 +86,12 @@ def test_the_reference_of_dpo_is_the_base(other, any_device, tmp_path):
     assert len(layers_of(trainer.model)) == LAYERS
     first, other_first = (t.state.log_history[0] for t in (trainer, want))
     assert first["loss"] == pytest.approx(other_first["loss"], rel=0.03)
-    if not other:  # the policy is its reference at the beginning, to the bit
+    if not other:  # the policy equals its reference at first, bit for bit
         assert first["loss"] == pytest.approx(0.6931, abs=1e-3) and abs(first["rewards/margins"]) < 1e-3
 
 
 def test_prefixes(any_device, tmp_path):
-    """A method without a LoRA: all of the base is in eight bits."""
+    """Prefix tuning has no LoRA layers: the whole base is in FP8."""
     config = PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
     model = get_peft_model(tiny_model("llama"), config)
     losses, trainer = run(LigerTrainer, model, tmp_path, fp8=True)
@@ -111,7 +110,7 @@ def test_adapters_inside_a_model_of_transformers(any_device, tmp_path):
 
 @pytest.mark.slow
 def test_ddp(tmp_path, any_device):
-    """Two processes with half of the rows each: the losses and the gradients of one process with all of them."""
+    """Two processes with half of the rows each have the losses and gradients of one process with all rows."""
     lines = in_processes("frozen_ranks.py", str(tmp_path / "two")).stdout.splitlines()
     two = json.loads(next(line for line in lines if line.startswith('{"wrapped')))
     one = frozen_ranks.main(str(tmp_path / "one"), 1)
@@ -126,7 +125,7 @@ def test_ddp(tmp_path, any_device):
 
 
 def test_a_recipe_and_the_merge_after_it(any_device, tmp_path, capsys):
-    """The adapter of a base in eight bits is merged into the model in its own precision."""
+    """The adapter of an FP8 base is merged into the model in its original precision."""
     write_model(tmp_path / "model")
     write_rows(tmp_path / "rows.jsonl")
     projections = [f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")]
@@ -154,7 +153,7 @@ def test_the_launcher_and_trl_s_bf16(tmp_path, monkeypatch):
 
 
 def test_layers_that_are_checkpointed_as_memory_allows(any_device, tmp_path):
-    """What is recomputed is rounded to the same bits."""
+    """Recomputed tensors are rounded to the same bits."""
     from memory_runs import CountedMemory
 
     found = []

@@ -1,4 +1,4 @@
-"""Adapters and Medusa heads on a frozen base in eight bits under FSDP2 and under DDP: two CPU processes, beside one."""
+"""Adapters and Medusa heads on a frozen FP8 base under FSDP2 and DDP: two CPU processes compared with one."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def layers_of(model):
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    """(folder, what the first rank found) of each way to train."""
+    """(folder, the first rank's results) for each way to train."""
     folder = {mode: tmp_path_factory.mktemp(mode) for mode in ("fsdp2", "ddp", "alone")}
     for out in folder.values():
         tiny_model("llama").save_pretrained(out / "model")
@@ -38,14 +38,14 @@ def assert_same_gradients(got, want, rtol):
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["fp32", "from a file", "checkpointed", "bf16", "experts", "medusa"])
 def test_two_processes_train_as_one(case, ranks):
-    """Without 16-bit arithmetic FSDP2 gives the bits of DDP. With it, DDP has autocast and FSDP2 gathers in bf16."""
+    """Without 16-bit arithmetic, FSDP2 is bit-equal to DDP. With it, DDP uses autocast and FSDP2 gathers bf16."""
     sharded, whole, one = (ranks[mode][1][case] for mode in ("fsdp2", "ddp", "alone"))
     for bytes_of_two, bytes_of_one in zip(sharded["base"], one["base"], strict=True):
         assert torch.equal(bytes_of_two.flatten(), bytes_of_one.flatten())
     assert sharded["held"] == one["held"] / 2 and whole["held"] == one["held"], "half of the base on each rank"
     assert sharded["swapped"] == whole["swapped"] == one["swapped"] == (4 if case == "experts" else LAYERS)
     assert sharded["blocks"] == one["blocks"] == (2 if case == "experts" else 0)
-    # The loss of a router, which TRL adds, is no sum over tokens: each process has that of its own
+    # The router loss that TRL adds is not a sum over tokens: each process has its own
     assert_same_gradients(whole["grads"], one["grads"], 1e-2 if case == "experts" else 1e-5)
     if case == "bf16":
         assert sharded["gathered"] == "torch.bfloat16"
@@ -57,7 +57,7 @@ def test_two_processes_train_as_one(case, ranks):
 
 @pytest.mark.slow
 def test_saved_resumed_and_merged(ranks):
-    """The adapter alone is saved, in whole tensors, and merges into the base in its own precision."""
+    """Only the adapter is saved, in whole tensors, and it merges into the base in the original precision."""
     folder, found = ranks["fsdp2"]
     for case, resumed in (("fp32", "resumed"), ("medusa", "medusa, resumed")):
         assert found[resumed]["losses"] == found[case]["losses"]
@@ -77,7 +77,7 @@ def test_saved_resumed_and_merged(ranks):
 
 
 def test_words_of_16_bits():
-    """What FSDP2 shards computes the same, is converted by nothing, and has the names of the parameters in a state."""
+    """Layers that FSDP2 shards compute the same, are not converted, and keep their parameter names in a state."""
     model, want = frozen(), frozen()
     prepare_for_shards(model)
     layers = layers_of(model)

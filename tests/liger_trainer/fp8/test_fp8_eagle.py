@@ -1,4 +1,4 @@
-"""`fp8` for an EAGLE-3 drafter: the frozen model is in eight bits. There is no GPU."""
+"""`fp8` for an EAGLE-3 drafter quantises the frozen model to FP8. Needs no GPU."""
 
 import pytest
 import torch
@@ -15,8 +15,8 @@ def losses(trainer):
     return [log["loss"] for log in trainer.state.log_history if "loss" in log]
 
 
-def test_the_target_is_in_eight_bits(tmp_path):
-    """Its linear layers are, and neither the LM head nor the drafter; the drafter trains, and nothing else."""
+def test_the_target_is_in_fp8(tmp_path):
+    """Its linear layers are, but neither the LM head nor the drafter. Only the drafter trains."""
     torch.manual_seed(0)
     want = losses(eagle_trainer(eagle_target(), tmp_path))
     fresh_state()

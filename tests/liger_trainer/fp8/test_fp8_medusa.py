@@ -1,4 +1,4 @@
-"""`fp8` for Medusa heads: in stage 1 the frozen model, in stage 2 the base of adapters. There is no GPU."""
+"""`fp8` for Medusa heads: quantises the frozen model in stage 1, the adapters' base in stage 2. Needs no GPU."""
 
 import json
 
@@ -32,7 +32,7 @@ def near(got, want):
 @pytest.mark.parametrize("bf16", [True, False])
 @pytest.mark.parametrize("has_heads", [True, False])
 def test_stage_1(has_heads, bf16, tmp_path):
-    """The linear layers are in eight bits, never the heads or the LM head; heads train, and nothing else."""
+    """The linear layers are in FP8, but never the heads or the LM head. Only heads train."""
     make = model_with_heads if has_heads else tiny_model
     want = losses(medusa_trainer(make("llama"), tmp_path, bf16=bf16))
     fresh_state()
@@ -80,7 +80,13 @@ def test_a_recipe(tmp_path, capsys):
     assert report["found"] == LAYERS + 1 and "LM head" in report["skipped"][0]["reason"]
     assert (tmp_path / "out" / "medusa_heads" / "config.json").exists()
     code, out, err = command(
-        capsys, "medusa-eval", tmp_path / "model", tmp_path / "out", "--prompts", tmp_path / "rows.jsonl", "--dtype",
+        capsys,
+        "medusa-eval",
+        tmp_path / "model",
+        tmp_path / "out",
+        "--prompts",
+        tmp_path / "rows.jsonl",
+        "--dtype",
         "float32",
-    )  # fmt: skip
+    )
     assert code == 0 and "tokens per forward pass" in out, err

@@ -1,4 +1,4 @@
-"""`fp8: true` under FSDP2, with weights gathered in 16 bits: two CPU processes."""
+"""`fp8: true` under FSDP2, with weights gathered in 16 bits, on two CPU processes."""
 
 import os
 
@@ -10,7 +10,7 @@ from liger_trainer.command.run.launch import load_on_every_process
 
 pytest.importorskip("torchao", reason="torchao is not installed")
 
-LAYERS = 13  # two layers of seven projections, without the first, which accelerate leaves as it is
+LAYERS = 13  # two layers of seven projections; accelerate leaves the first projection alone
 STEP = 2 + 1  # two micro-batches, and an evaluation of one batch
 VARIABLE = "FSDP_CPU_RAM_EFFICIENT_LOADING"
 
@@ -30,7 +30,7 @@ def assert_same_training(got, want):
 
 @pytest.mark.parametrize("dtype", ["", ", 16 bits"])
 def test_the_numbers_are_torchao_s(dtype, found):
-    """Bit for bit, with products that are not rounded. A model in 16 bits is trained in fp32, as by accelerate."""
+    """Bit-equal, for products without rounding. A 16-bit model trains in fp32, as accelerate does it."""
     ours, stock = found["ours" + dtype], found["torchao" + dtype]
     assert ours["swapped"] == LAYERS and ours["of"] == ["Parameter"] and ours["calls"] == 4 * STEP * LAYERS
     assert not stock["swapped"] and not stock["calls"]
@@ -52,7 +52,7 @@ def test_checkpointed(found):
 
 @pytest.mark.parametrize("kind", ["full", "sharded"])
 def test_saved_and_resumed(kind, found):
-    """From a checkpoint of the second step, whole or in shards."""
+    """Resumes from a checkpoint of the second step, whole or sharded."""
     resumed = found[f"resumed, {kind}"]
     assert resumed["calls"] == 2 * STEP * LAYERS
     assert_same_training(resumed, found["ours"])
@@ -63,7 +63,7 @@ def test_the_best_weights_are_loaded_at_the_end(found):
     assert again == at_two > at_four and at_two == found["ours"]["logs"][3]
 
 
-def test_what_is_saved_are_plain_numbers(found):
+def test_saved_weights_are_plain_numbers(found):
     for name, saved in found["ours"]["saved"].items():
         assert type(saved) is torch.Tensor and torch.equal(saved, found["ours"]["weights"][name]), name
 
@@ -80,7 +80,7 @@ def test_what_is_saved_are_plain_numbers(found):
     ],
 )
 def test_every_process_reads_the_model(given, launched, sharded, read, monkeypatch, capsys):
-    """Where accelerate would not go on otherwise. In all other cases the variable is what the launcher has set."""
+    """Only where accelerate could not go on otherwise. In all other cases the launcher's variable stays."""
     for name, value in {
         VARIABLE: "true",
         "ACCELERATE_USE_FSDP": sharded,

@@ -1,4 +1,4 @@
-"""Blocks of frozen experts in eight bits: their numbers, which blocks become one, and training around them."""
+"""Blocks of frozen FP8 experts: their numbers, which blocks are converted, and training around them."""
 
 import copy
 import pickle
@@ -34,7 +34,7 @@ def blocks(model):
 
 
 def in_16_bits(model):
-    """`model` with experts that have the numbers of its eight bits as weights."""
+    """`model` with 16-bit experts that hold the dequantised FP8 numbers."""
     for block in blocks(model):
         made = {name: getattr(block, name).clone() for name in WEIGHTS}
         for names in block.weights.values():
@@ -48,7 +48,7 @@ def in_16_bits(model):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_weights(kind):
-    """Each matrix is that of a linear layer in eight bits, in the order in which the block has stored it."""
+    """Each matrix equals an FP8 linear layer's, in the block's own memory order."""
     before = tiny_model(kind, dtype=torch.bfloat16, **KINDS[kind]).model.layers[0].mlp.experts
     model = moe(kind, dtype=torch.bfloat16)
     report = quantize_base(model)
@@ -56,7 +56,8 @@ def test_the_weights(kind):
     block = blocks(model)[0]
     assert report.swapped["model.layers.0.mlp.experts"] == "e4m3 with a scale for each row, from bfloat16"
     for name in WEIGHTS:
-        bits, weight = block.get_parameter(f"{name}_bits"), getattr(before, name).detach()
+        bits = block.get_parameter(f"{name}_bits")
+        weight = getattr(before, name).detach()
         assert bits.dtype == torch.uint8 and bits.nbytes == weight.numel() and not bits.requires_grad
         turned = weight.mT if before.is_transposed else weight
         want = torch.stack([dequantized(quantized(matrix), torch.bfloat16) for matrix in turned])
@@ -70,7 +71,10 @@ def test_the_weights(kind):
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_computes_with_these_numbers(kind, implementation):
-    """In transformers' own code and in ours, beside the same numbers in 16 bits. The blocks are swapped like others."""
+    """Runs transformers' code and ours, and compares with the same numbers in 16 bits.
+
+    The blocks are swapped as usual.
+    """
     found, padding = [], []
     for patched, unpacked in ((False, True), (False, False), (True, True), (True, False)):
         model = moe(kind)
@@ -114,7 +118,7 @@ def test_copies(make):
 
 
 def test_states_and_files_do_not_fit_16_bits(tmp_path):
-    """A loader that took bits for numbers would train on noise."""
+    """A loader that takes the bytes for numbers would train on noise."""
     packed, plain = moe(), moe()
     quantize_base(packed)
     for one, other, reason in ((plain, packed, "size mismatch"), (packed, plain, "is an fp8 layer")):
@@ -153,7 +157,7 @@ def test_widths_that_do_not_fit_stay():
 @pytest.mark.usefixtures("fresh_accelerator", "no_torchao", "any_device")
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_trained_saved_and_loaded_in_16_bits(checkpointing, tmp_path):
-    """Losses are near those of bf16. The adapter alone is saved, and fits the base in its own precision."""
+    """Losses are near bf16's. Only the adapter is saved, and it fits the base in its original precision."""
     options = {"activation_checkpointing": checkpointing}
     want, _ = run(LigerTrainer, moe(), tmp_path, bf16=True, **options)
     fresh_state()
@@ -184,7 +188,8 @@ def test_medusa_heads_on_them(tmp_path):
 
 def test_fit_counts_the_bytes_that_are_stored():
     model = moe(dtype=torch.bfloat16)
-    config, plain = model.get_base_model().config, sum(p.nbytes for p in model.parameters())
+    config = model.get_base_model().config
+    plain = sum(p.nbytes for p in model.parameters())
     quantize_base(model)
     hollow = on_meta(ModelSpec(config, torch.bfloat16, model.peft_config["default"], fp8=True))
     with FakeTensorMode():

@@ -1,4 +1,4 @@
-"""Frozen layers in eight bits: the layer itself, and which layers of a model become one."""
+"""Frozen FP8 layers: the layer itself, and which layers of a model are converted."""
 
 import copy
 import pickle
@@ -31,7 +31,7 @@ def q_proj(model):
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_the_layer(dtype, bias):
-    """Half of the memory of 16 bits, and within the rounding of two factors with three bits behind the leading one."""
+    """It takes half the memory of 16 bits. Its error is the rounding of two factors with three mantissa bits."""
     stock = linear(bias, dtype)
     layer = FrozenFloat8Linear.of(stock)
     assert layer.bits.nbytes == 32 * 48 and layer.bits.dtype == torch.uint8 and layer.bias is stock.bias
@@ -89,7 +89,7 @@ def test_it_moves_to_another_device_and_back():
 
 
 @pytest.mark.parametrize("change", ["bits", "scale"])
-def test_bits_that_somebody_has_converted_are_not_multiplied(change):
+def test_converted_bytes_are_not_multiplied(change):
     layer = FrozenFloat8Linear.of(linear())
     getattr(layer, change).data = getattr(layer, change).data.to(torch.bfloat16)
     with pytest.raises(RuntimeError, match="expected torch.uint8 and torch.float32.*Load the model again"):
@@ -97,7 +97,7 @@ def test_bits_that_somebody_has_converted_are_not_multiplied(change):
 
 
 def test_all_frozen_layers_of_a_model():
-    """With an adapter or without one. The loss and the gradients are near those of 16 bits, and not the same."""
+    """With an adapter or without, loss and gradients are near the 16-bit ones, but differ."""
     model = adapted(target_modules=["q_proj", "up_proj"])
     want, before = step(model), sum(p.nbytes for p in model.parameters())
     report = quantize_base(model)
@@ -106,12 +106,12 @@ def test_all_frozen_layers_of_a_model():
     loss, gradients = distance(step(model), want)
     assert 0 < loss < 0.01 and 0.001 < gradients < 0.15
     assert sum(p.nbytes for p in model.parameters()) < 0.6 * before
-    assert len(quantize_base(model).swapped) == LAYERS  # once more: there is nothing left to do
+    assert len(quantize_base(model).swapped) == LAYERS  # a second call has nothing left to do
     assert distance(step(model), step(model)) == (0, 0)
 
 
 def test_one_layer_at_a_time(monkeypatch):
-    """Before the next weight is quantised, the one before it is gone."""
+    """Each original weight is freed before the next is quantised."""
     import weakref
 
     from liger_trainer.fp8 import frozen_layer as frozen_float8
@@ -135,7 +135,7 @@ def reasons(model, change=lambda model: None):
     return {name.removeprefix("model.layers."): why for name, why in report.skipped.items() if why != HEAD}
 
 
-def test_what_is_trained_or_copied_stays():
+def test_trained_and_copied_weights_are_not_converted():
     found = reasons(adapted(target_modules=["q_proj"], modules_to_save=["up_proj"]))
     assert found == {f"{k}.mlp.up_proj.original_module": "modules_to_save has a trained copy of it" for k in (0, 1)}
 
@@ -190,7 +190,7 @@ def test_other_layers_that_stay():
 
 
 def test_a_model_that_reads_weights():
-    """T5 converts the input of `wo` to the dtype of its weight: of the numbers, and not of the bits."""
+    """T5 converts the input of `wo` to the dtype of its weight: it must see the numbers' dtype, not the bytes'."""
     sizes = {"d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 1, "num_heads": 2, "vocab_size": 131}
     config = AutoConfig.for_model("t5", decoder_start_token_id=0, feed_forward_proj="gated-gelu", **sizes)
     torch.manual_seed(0)
@@ -281,7 +281,7 @@ def test_writing_to_the_weight_raises(write):
         write(layer.weight)
 
 
-def test_what_is_computed_from_the_weight_can_be_written():
+def test_results_computed_from_the_weight_can_be_written():
     weight = FrozenFloat8Linear.of(nn.Linear(32, 16)).weight
     for result in (weight + 1, weight @ weight.T, weight.clone(), copy.deepcopy(weight), nn.Parameter(weight.clone())):
         assert type(result) in (torch.Tensor, nn.Parameter)

@@ -1,4 +1,4 @@
-"""Weights of a base in eight bits that are saved, loaded, or copied to be trained."""
+"""Weights of an FP8 base that are saved, loaded, or copied for training."""
 
 import pytest
 import torch
@@ -8,9 +8,10 @@ from parity import step
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_numbers_are_not_loaded_as_bits(strict):
-    """PyTorch would round each number to an integer, which is the bits of another one."""
+    """PyTorch would round each number to an integer, and the byte of that integer is another number."""
     model, numbers = frozen(), adapted().state_dict()
-    want, before = step(model), {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    want = step(model)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with pytest.raises(
         RuntimeError,
         match=r"q_proj.base_layer is an fp8 layer.*its weight is \(32, 32\) torch.float32 and scale is missing",
@@ -22,7 +23,7 @@ def test_numbers_are_not_loaded_as_bits(strict):
 
 
 def test_bits_and_a_part_of_the_weights_are_loaded():
-    """A state with neither weight nor scale of a layer, as that of an adapter is, changes neither."""
+    """A state with neither weight nor scale of a layer, such as an adapter's, changes neither."""
     model = frozen()
     want, state = step(model), model.state_dict()
     model.load_state_dict(state)
@@ -40,9 +41,10 @@ def test_bits_and_a_part_of_the_weights_are_loaded():
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_bits_are_not_loaded_as_numbers(strict):
-    """PyTorch would make the number 100 of the byte 100."""
+    """PyTorch would turn the byte 100 into the number 100."""
     model, bits = adapted(), frozen().state_dict()
-    want, before = step(model)["loss"], {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    want = step(model)["loss"]
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with pytest.raises(RuntimeError, match=r"size mismatch for .*q_proj.base_layer.weight.*\[1, 32, 32\]"):
         model.load_state_dict(bits, strict=strict)
     for name, tensor in model.state_dict().items():
@@ -51,7 +53,7 @@ def test_bits_are_not_loaded_as_numbers(strict):
 
 
 def test_a_state_takes_no_memory_of_its_own():
-    """PEFT asks for that of the whole model each time that it saves an adapter."""
+    """PEFT asks for the whole model's state each time it saves an adapter."""
     model = frozen()
     weights = [p.data_ptr() for p in model.parameters() if p.dtype == torch.uint8]
     assert len(weights) == LAYERS

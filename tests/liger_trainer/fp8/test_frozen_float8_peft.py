@@ -1,4 +1,4 @@
-"""What PEFT may do to a model whose frozen layers have eight bits."""
+"""What PEFT may do to a model with frozen FP8 layers."""
 
 import copy
 import inspect
@@ -21,7 +21,7 @@ def q_proj(model):
 
 @pytest.mark.parametrize("kind", ["itself", "a copy", "a pickle"])
 def test_nothing_is_merged_into_bits(kind):
-    """In no way, and nothing has changed afterwards. What PEFT's own `merge` adds would be lost."""
+    """Every way raises and leaves everything unchanged. Otherwise PEFT's own `merge` would lose the sum."""
     model = frozen()
     model = {"itself": lambda m: m, "a copy": copy.deepcopy, "a pickle": lambda m: pickle.loads(pickle.dumps(m))}[kind](
         model
@@ -42,7 +42,7 @@ def test_nothing_is_merged_into_bits(kind):
 
 
 def frozen_inside():
-    """A base in eight bits whose adapters were added by transformers, so that there is no model of PEFT around it."""
+    """An FP8 base with adapters that transformers added, so no PEFT model wraps it."""
     model = tiny_model("llama")
     add_inside(model, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
     quantize_base(model)
@@ -60,7 +60,7 @@ def test_adapters_that_change_the_weights_are_not_added_later(by, init):
 
 @pytest.mark.parametrize("kind", ["itself", "a copy", "a pickle"])
 def test_an_adapter_that_transformers_adds_later(kind):
-    """One that writes to no weight of the base."""
+    """It writes to no weight of the base."""
     model = frozen_inside()
     model = {"itself": lambda m: m, "a copy": copy.deepcopy, "a pickle": lambda m: pickle.loads(pickle.dumps(m))}[kind](
         model
@@ -80,7 +80,7 @@ def test_an_adapter_that_transformers_adds_later(kind):
 
 @pytest.mark.parametrize("init", ["pissa", "olora"])
 def test_adapters_that_have_begun_from_the_weights(init):
-    """They have changed the base before it is quantised."""
+    """They changed the base before it was quantised."""
     model = adapted(init_lora_weights=init)
     want = step(model)
     quantize_base(model)
@@ -89,10 +89,10 @@ def test_adapters_that_have_begun_from_the_weights(init):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_plain_adapter_that_is_added_later(dtype):
-    """With the dtype that it would have beside the original weight."""
+    """It gets the dtype that it would get next to the original weight."""
     model, other = frozen(dtype), adapted(dtype)
     for each in (model, other):
-        as_it_is = {"autocast_adapter_dtype": False}  # nor has it this argument
+        as_it_is = {"autocast_adapter_dtype": False}  # this PEFT lacks the argument too
         known = as_it_is.keys() & inspect.signature(each.add_adapter).parameters.keys()
         each.add_adapter("more", LoraConfig(r=4, target_modules=["q_proj"]), **(as_it_is if known else {}))
         each.set_adapter("more")
@@ -102,11 +102,13 @@ def test_a_plain_adapter_that_is_added_later(dtype):
 
 @pytest.mark.parametrize("later", [False, True])
 def test_dora(later):
-    """PEFT asks for the norm of the base's weight, and gets that of its numbers."""
+    """PEFT asks for the norm of the base's weight, and gets the norm of the dequantised numbers."""
     with_dora = LoraConfig(r=4, target_modules=["q_proj"], use_dora=True, init_lora_weights=False)
-    model, other = adapted(target_modules=["v_proj"]), adapted(target_modules=["v_proj"])
+    model = adapted(target_modules=["v_proj"])
+    other = adapted(target_modules=["v_proj"])
     if later:
-        model, other = adapted(target_modules=["q_proj"]), adapted(target_modules=["q_proj"])
+        model = adapted(target_modules=["q_proj"])
+        other = adapted(target_modules=["q_proj"])
         quantize_base(model)
     for each in (model, other):
         torch.manual_seed(4)
@@ -122,7 +124,7 @@ def test_dora(later):
 
 
 def test_unloading_and_what_follows():
-    """Without adapters the base is what it is, and PEFT knows no LoRA for its layers, nor for a layer that is new."""
+    """Without adapters the base is unchanged. PEFT refuses a LoRA on its layers or on new ones."""
     model = frozen(target_modules=["q_proj"])
     with pytest.raises(ValueError, match="Target module FrozenFloat8Linear.* is not supported"):
         model.add_adapter("more", LoraConfig(r=4, target_modules=["up_proj"]))
@@ -133,7 +135,7 @@ def test_unloading_and_what_follows():
 
 
 def test_an_adapter_is_saved_and_loaded(tmp_path):
-    """Nothing but the adapter is saved, and it is loaded beside a base in eight bits or in 16."""
+    """Only the adapter is saved, and it loads on a base in FP8 or in 16 bits."""
     model = frozen()
     model.save_pretrained(tmp_path)
     want = step(model)

@@ -1,8 +1,8 @@
-"""A whole model with a base in eight bits computes what plain PyTorch does in float64 when it rounds the same factors.
+"""A whole model with an FP8 base equals plain PyTorch in float64 that rounds the same factors.
 
-The gradients of a tiny random model may be far from those in 16 bits, a quarter of their size and more where the model
-divides by small norms. This shows that all of it is rounding, and nothing of it a weight that is shared, sliced, called
-twice, or scaled otherwise.
+The gradients of a tiny random model may be far from those in 16 bits: by a quarter of their size or more, where the
+model divides by small norms. This test shows that all of it is rounding, and that no weight is wrongly shared, sliced,
+called twice, or scaled.
 """
 
 import pytest
@@ -31,7 +31,7 @@ class Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         (weight,) = ctx.saved_tensors
-        scale = weight.abs().amax(-1).clamp(min=1e-30) / 448  # goes into dy before it is rounded
+        scale = weight.abs().amax(-1).clamp(min=1e-30) / 448  # multiplies dy before dy is rounded
         return rounded(dy * scale) @ (rounded(weight) / scale[:, None]), None
 
 
@@ -44,7 +44,7 @@ class Rounding(nn.Linear):
 def built(model_type, dtype):
     model = tiny_model(model_type)
     if hasattr(model.config, "num_experts") or hasattr(model.config, "n_routed_experts"):
-        model.set_experts_implementation("eager")  # the only one that computes in float64
+        model.set_experts_implementation("eager")  # the only one in float64
     return adapted(model=model).to(dtype)
 
 
@@ -63,6 +63,6 @@ def test_all_of_the_difference_is_rounding(model_type):
     patched = in_float64(step(model))
     of_rounding = distance(expected, want)[1]
     assert 0.03 < of_rounding < 1
-    # A number beside the middle of two may be rounded the other way in fp32, of which a few remain
+    # A number near the middle between two may be rounded the other way in fp32. A few of these remain
     assert distance(got, expected)[1] < 0.1 * of_rounding
     assert distance(patched, expected)[1] < 0.3 * of_rounding  # the gradients of q, k and v are rounded together

@@ -1,7 +1,7 @@
-"""LoRA layers over a base in eight bits, swapped: beside PEFT's own code over the same base.
+"""Swapped LoRA layers over an FP8 base, compared with PEFT's code over the same base.
 
-A layer by itself rounds the same tensors with the same scales, and so agrees to fp32. A whole MLP rounds the gradients
-of gate and up with one scale for both, so that the gradient of its input differs by a rounding to eight bits.
+A single layer rounds the same tensors with the same scales, so it agrees to fp32. A whole MLP rounds the gradients of
+gate and up with one common scale, so its input's gradient differs by one FP8 rounding.
 """
 
 import copy
@@ -36,11 +36,11 @@ OPTIONS = [
 
 @pytest.fixture
 def calls(monkeypatch):
-    """The weights beside which our functions have computed an adapter."""
+    """The base weights in our functions' LoRA calls."""
     seen = []
 
     def counted(x, weight, bias, own=lora.lora_linear, **options):
-        if x.shape[1:] not in ((5, 6), (5, 16)):  # not that of a proof
+        if x.shape[1:] not in ((5, 6), (5, 16)):  # skip proofs
             seen.append(weight)
         return own(x, weight, bias, **options)
 
@@ -60,13 +60,13 @@ def test_each_layer_alone(options, calls):
     expected = 2 * len(options.get("target_modules", range(7)))
     assert len(report.swapped) == expected and not report.skipped
     assert set(report.swapped.values()) == {"linear in fp8 + default"}
-    assert_same(step(model), step(stock), 1e-4)  # a sum in another order may be rounded to the other neighbour
+    assert_same(step(model), step(stock), 1e-4)  # another order of the sum may round to the other neighbour
     assert len(calls) == expected and all(isinstance(weight, Float8Weight) for weight in calls)
 
 
 @pytest.mark.parametrize("options", OPTIONS)
 def test_whole_mlps(options, calls):
-    """The loss is that of the layers alone, but for dropout, whose layers are alone anyhow."""
+    """The loss equals single layers', except with dropout, where layers run singly anyway."""
     stock, model = frozen(**options), frozen(**options)
     apply_liger(model, OTHERS | {"swiglu": True})
     got, want = step(model), step(stock)
@@ -74,24 +74,24 @@ def test_whole_mlps(options, calls):
     assert loss < 1e-4 and gradients < 0.05
     assert len(calls) == 2 * len(options.get("target_modules", range(7)))
     in_16_bits = distance(step(adapted(**options)), want)[1]
-    assert gradients < in_16_bits, "no further from PEFT's code in eight bits than that is from 16"
+    assert gradients < in_16_bits, "no further from PEFT's FP8 code than that is from 16 bits"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
 def test_dtypes(dtype, autocast, calls):
-    """Whatever the dtype of x is, which the weight has no part in."""
+    """The dtype of x may be any; the weight does not affect it."""
     stock, model = frozen(dtype), frozen(dtype)
     apply_liger(model, OTHERS | {"swiglu": True})
     loss, gradients = distance(step(model, autocast), step(stock, autocast))
     assert loss < 3e-3 and gradients < 0.1
-    # fp32 adapters beside fp16 have no function of ours that multiplies in eight bits, and keep PEFT's code
+    # no function of ours multiplies in FP8 for fp32 adapters on fp16, so they keep PEFT's code
     assert len(calls) == (0 if dtype == torch.float16 and autocast is None else LAYERS)
 
 
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
-def test_layers_in_16_bits_beside_those_in_eight(autocast, calls):
-    """k and v are too narrow for eight bits; they have their input, and so its gradient, in common with q."""
+def test_16_bit_layers_share_their_input_with_fp8_layers(autocast, calls):
+    """k and v are too narrow for FP8, and share their input, and so its gradient, with q."""
 
     def narrow():
         return tiny_model("llama", num_key_value_heads=1)
@@ -115,7 +115,7 @@ def test_checkpointing_and_two_backward_passes(checkpointing, calls):
         model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
         model.enable_input_require_grads()
     once = step(model)
-    if checkpointing is True:  # its first pass has no graph, so that q, k and v are computed one by one
+    if checkpointing is True:  # its first pass has no graph, so q, k and v are computed one by one
         loss, gradients = distance(once, want)
         assert loss < 1e-5 and gradients < 0.02
         return
@@ -158,8 +158,8 @@ def test_adapters_are_changed_after_patching(change):
 
 
 @pytest.mark.parametrize("part", ["base_layer", "lora_A"])
-def test_somebody_s_hook(part, calls):
-    """The layer runs PEFT's code, in which the hook is called."""
+def test_a_user_s_hook_is_called(part, calls):
+    """The layer runs PEFT's code, which calls the hook."""
     seen, model = [], frozen()
     apply_liger(model)
     layer = model.get_base_model().model.layers[0].self_attn.q_proj
@@ -193,7 +193,7 @@ def test_x_of_another_kind_runs_peft_s_code():
     assert (layer(x) - layer(x.float())).norm() < 0.1 * layer(x).norm()
 
 
-def test_the_proof_is_of_a_layer_in_eight_bits():
+def test_the_proof_runs_an_fp8_layer():
     layer = frozen().get_base_model().model.layers[0].self_attn.q_proj
     assert lora.prove(layer) == (("lora", LoRA(("default",), False, "in fp8"), lora.forward), None)
     copied = lora._small_copy(layer, torch.Generator().manual_seed(0), torch.float32, (16, 32))
@@ -203,13 +203,14 @@ def test_the_proof_is_of_a_layer_in_eight_bits():
         def forward(self, x):
             return super().forward(x) * 1.01
 
-    Wrong.__module__, Wrong.__qualname__ = type(layer).__module__, type(layer).__qualname__
+    Wrong.__module__ = type(layer).__module__
+    Wrong.__qualname__ = type(layer).__qualname__
     layer.__class__ = Wrong
     assert lora.prove(layer) == (None, "it is not x W^T + b + the sum of s (x A^T) B^T")
 
 
 def test_an_mlp_without_adapters_calls_its_layers(monkeypatch):
-    """As modules, with our gate between them, whose inputs nobody else reads."""
+    """It calls them as modules, with our gate between them. Only the gate reads its inputs."""
     seen, own = [], FrozenFloat8Linear.forward
     monkeypatch.setattr(FrozenFloat8Linear, "forward", lambda self, x: seen.append(self) or own(self, x))
     stock, model = frozen(target_modules=["q_proj"]), frozen(target_modules=["q_proj"])

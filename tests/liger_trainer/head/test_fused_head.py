@@ -1,4 +1,4 @@
-"""The fused LM head: what is recorded, what falls back, what is never allocated, and what survives."""
+"""The fused LM head: what it records, what falls back, what is never allocated, and what survives."""
 
 import copy
 import inspect
@@ -90,7 +90,7 @@ UNKNOWN["in-place-on-real-logits"] = in_place_on_real_logits
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("name", [*TRANSFORMS, *UNKNOWN])
 def test_loss_and_gradients_through_every_transform(name, bias):
-    """The loss of transformed deferred logits against the same transform on real ones.
+    """The loss of transformed deferred logits equals the same transform of real ones.
 
     Only the unknown transforms build logits.
     """
@@ -189,8 +189,10 @@ def test_logits_are_returned_where_asked_for():
 
 
 def test_a_call_of_the_model_inside_its_own():
-    """By a hook: the inner call returns logits, and the outer one still builds none."""
-    model, batch, inner = fused(), collate(ragged_rows(2)), []
+    """A hook makes the inner call, which returns logits. The outer one still builds none."""
+    model = fused()
+    batch = collate(ragged_rows(2))
+    inner = []
     want = model(**batch).loss
 
     def call(*_):
@@ -214,7 +216,8 @@ def test_trl_outputs_against_trl_s_own_head():
         add_fused_lm_head(stock, temperature=0.7, outputs=names)
         model = tiny_model(model_type)
         install_fused_head(model, HeadOptions(temperature=0.7, outputs=names))
-        want, got = stock(**batch, fused_lm_head=True), model(**batch, fused_lm_head=True)
+        want = stock(**batch, fused_lm_head=True)
+        got = model(**batch, fused_lm_head=True)
         for name in ("loss", "label_mask", *names):
             torch.testing.assert_close(got[name], want[name], rtol=2e-5, atol=1e-6, msg=f"{model_type} {name}")
         upstream = torch.randn_like(want.log_probs)
@@ -246,7 +249,7 @@ def test_a_broken_promise_of_uniform_gradients_is_never_silent():
 
 
 def test_all_labels_ignored_gives_the_loss_of_stock_and_zero_gradients():
-    """A mean of nothing is NaN in models of transformers and in `LabelSmoother`, and 0 in TRL's fused head."""
+    """A mean of nothing is NaN in transformers' models and in `LabelSmoother`, and 0 in TRL's fused head."""
     model, batch = fused(), collate(ragged_rows(4))
     batch["labels"].fill_(-100)
     for kwargs, want in (({}, torch.nan), ({"fused_lm_head": True}, 0.0), ({"label_smoothing": 0.1}, torch.nan)):
@@ -308,7 +311,7 @@ def unpickled(model):
 
 @pytest.mark.parametrize("copied", [unpickled, lambda model: pickle.loads(pickle.dumps(model))])
 def test_an_unpickled_model_is_unpatched_and_can_be_fused_again(copied):
-    """Pickle takes none of our methods along, so nothing else of ours may go with it and claim that they are there."""
+    """Pickle drops all our methods, so it must drop everything else of ours that would claim they exist."""
     model, batch = fused(), collate(ragged_rows(4))
     want = model(**batch, label_smoothing=0.3).loss
     loaded = copied(model)
@@ -335,7 +338,9 @@ def test_options_of_an_earlier_trainer_do_not_stay():
 
 
 def test_loss_times_a_factor_plus_another_loss():
-    model, plain, batch = fused(), tiny_model("llama").train(), collate(ragged_rows(4))
+    model = fused()
+    plain = tiny_model("llama").train()
+    batch = collate(ragged_rows(4))
     for m in (model, plain):
         (3.7 * m(**batch).loss + 0.3 * m.model.norm.weight.square().sum()).backward()
     for name, grad in grads(model).items():
@@ -343,8 +348,10 @@ def test_loss_times_a_factor_plus_another_loss():
 
 
 def test_a_second_backward_needs_a_kept_graph():
-    """As stock: with `retain_graph=True` the gradients add up, without it a second backward pass is an error."""
-    model, plain, batch = fused(), tiny_model("llama").train(), collate(ragged_rows(4))
+    """As in stock, gradients add up with `retain_graph=True`, and a second backward pass is an error without it."""
+    model = fused()
+    plain = tiny_model("llama").train()
+    batch = collate(ragged_rows(4))
     for m in (model, plain):
         loss = m(**batch).loss
         loss.backward(retain_graph=True)
@@ -356,7 +363,9 @@ def test_a_second_backward_needs_a_kept_graph():
 
 
 def test_autocast():
-    model, plain, batch = fused(), tiny_model("llama").train(), collate(ragged_rows(4))
+    model = fused()
+    plain = tiny_model("llama").train()
+    batch = collate(ragged_rows(4))
     losses = []
     for m in (model, plain):
         with torch.autocast("cpu", torch.bfloat16):
@@ -367,7 +376,7 @@ def test_autocast():
 
 
 def test_removed_and_installed_again_inside_a_wrapper():
-    """accelerate wraps `model.forward` when training starts and leaves it so; nothing may call itself for ever."""
+    """accelerate wraps `model.forward` when training starts and leaves it so. There must be no endless recursion."""
     model, batch = fused(), collate(ragged_rows(4))
     want, ours = model(**batch).loss, model.forward
     model.forward = lambda *args, **kwargs: ours(*args, **kwargs)
@@ -381,11 +390,12 @@ def test_removed_and_installed_again_inside_a_wrapper():
 
 
 class PlainModule(torch.nn.Module):
-    """A language model that is none of transformers: no config, no backbone by a known name."""
+    """A language model outside transformers: no config, and no backbone under a known name."""
 
     def __init__(self):
         super().__init__()
-        self.embedding, self.lm_head = torch.nn.Embedding(31, 16), torch.nn.Linear(16, 31, bias=False)
+        self.embedding = torch.nn.Embedding(31, 16)
+        self.lm_head = torch.nn.Linear(16, 31, bias=False)
 
     def get_output_embeddings(self):
         return self.lm_head
@@ -404,7 +414,7 @@ def test_a_module_without_a_config():
 
 
 def test_the_entropy_of_real_logits_with_words_ruled_out():
-    """As a model makes them that puts -inf in the place of words."""
+    """A model puts -inf in the place of words, for example."""
     logits = torch.tensor([[0.0, 0.0, float("-inf")]])
     options = {"temperature": 1.0, "label_smoothing": 0.0, "uniform_grad": False, "in_fp32": False}
     found = token_scores(logits, torch.tensor([1]), ("log_probs", "entropy"), **options)

@@ -1,4 +1,4 @@
-"""The head finds the rows with a label in the values that the host remembers of a batch."""
+"""The head finds the rows with a label in the values that the host remembers for a batch."""
 
 from types import SimpleNamespace
 
@@ -14,7 +14,7 @@ VALUES = torch.tensor([[-100, 5, 7, 9], [3, -100, 4, 8]])
 
 
 def labels_of_a_device(remembered=True):
-    """On no device at all, so that a read fails."""
+    """Labels without a real device, so that reading them fails."""
     labels = torch.empty(2, 4, dtype=torch.long, device="meta")
     if remembered:
         remember(labels, VALUES)
@@ -32,7 +32,7 @@ def test_labels_are_shifted_as_the_head_s_targets():
 
 def test_labels_that_are_not_known_or_were_written_to_are_not_taken():
     assert known(labels=labels_of_a_device(remembered=False)) is None
-    assert known(labels=VALUES) is None, "on the CPU there is no wait"
+    assert known(labels=VALUES) is None, "a CPU has nothing to wait for"
     labels = labels_of_a_device()
     labels.fill_(1)
     assert known(labels=labels) is None

@@ -1,4 +1,4 @@
-"""Batches in which no position has a label, beside stock."""
+"""Batches in which no position has a label, compared with stock."""
 
 import copy
 import math
@@ -23,7 +23,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-def test_the_loss_and_the_gradients_are_stock_s(call):
+def test_the_loss_and_the_gradients_equal_stock(call):
     losses, gradients = [], []
     stock = tiny_model("llama").train()
     for patched in (False, True):
@@ -41,7 +41,7 @@ def test_the_loss_and_the_gradients_are_stock_s(call):
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_sft_gives_what_trl_gives(smoothing, tmp_path):
-    """TRL divides by no less than 1, but for a smoothed loss."""
+    """TRL divides by at least 1, except in a smoothed loss."""
     rows = Dataset.from_list([{"input_ids": IDS[0].tolist(), "labels": NONE[0].tolist()}] * 2)
     losses = []
     for trainer_class, config in ((SFTTrainer, SFTConfig), (LigerSFTTrainer, LigerSFTConfig)):

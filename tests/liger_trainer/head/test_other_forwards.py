@@ -1,4 +1,4 @@
-"""Forwards that do with the logits what no model of transformers does: each trains a step as unpatched, or raises."""
+"""Forwards that use logits as no model of transformers does: each trains a step as if unpatched, or raises."""
 
 import copy
 import gc
@@ -27,12 +27,13 @@ def next_token_loss(logits, labels):
 
 
 class Tiny(nn.Module):
-    """A language model whose `rest` makes the output of the head's input and the labels."""
+    """A language model in which `rest` makes the output from the head's input and the labels."""
 
     def __init__(self, rest):
         super().__init__()
         self.embedding, self.mix = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.lm_head, self.factor = nn.Linear(WIDTH, VOCAB, bias=False), nn.Parameter(torch.tensor(1.5))
+        self.lm_head = nn.Linear(WIDTH, VOCAB, bias=False)
+        self.factor = nn.Parameter(torch.tensor(1.5))
         self.rest, self.kept = rest, []
 
     def get_output_embeddings(self):
@@ -61,7 +62,11 @@ def trained(rest, fused, modes=()):
     """Loss and gradients of one step, and what the model has kept."""
     model = tiny(rest, fused)
     outputs = model(input_ids=ids(), labels=ids())
-    loss = outputs["loss"] if isinstance(outputs, dict) else outputs[0] if isinstance(outputs, tuple) else outputs
+    loss = outputs
+    if isinstance(outputs, dict):
+        loss = outputs["loss"]
+    elif isinstance(outputs, tuple):
+        loss = outputs[0]
     loss = getattr(loss, "loss", loss)
     loss.backward()
     grads = {name: None if p.grad is None else p.grad for name, p in model.named_parameters()}
@@ -78,7 +83,7 @@ def assert_same_step(rest, rtol=1e-5):
     return want, got
 
 
-# Where gradients and autocast are switched, around the head or around what uses its result
+# Switches of gradients and autocast, around the head or around the use of its result
 
 
 def head_without_grad(m, h, labels):
@@ -169,7 +174,7 @@ def head_under_inference_mode(m, h, labels):
     return next_token_loss(m.lm_head(h), labels)
 
 
-# What is written into a tensor of its own
+# Writes into a tensor of the model's own
 
 
 def write_to_out(m, h, labels):
@@ -272,7 +277,7 @@ IN_BF16 = [
 
 
 @pytest.mark.parametrize("rest", FORWARDS, ids=lambda f: f.__name__)
-def test_a_step_is_stock_s(rest):
+def test_a_step_equals_stock(rest):
     want, got = assert_same_step(rest)
     for x, ref in zip(got[2].kept, want[2].kept, strict=True):
         if rest is gradient_is_kept:
@@ -281,8 +286,11 @@ def test_a_step_is_stock_s(rest):
 
 
 @pytest.mark.parametrize("rest", IN_BF16, ids=lambda f: f.__name__)
-def test_autocast_is_that_of_the_head_s_call(rest):
-    """bf16 rounds at other places in ours, so the limit is a rounding: without the autocast it would be none."""
+def test_autocast_of_the_head_s_call_applies(rest):
+    """Our bf16 rounds in other places, so the limit is one rounding.
+
+    Without the autocast there would be no rounding.
+    """
     want, got = trained(rest, False), trained(rest, True)
     assert got[0].dtype == want[0].dtype and got[2].kept == want[2].kept
     exact = rest is autocast_around_the_loss
@@ -293,7 +301,7 @@ def test_autocast_is_that_of_the_head_s_call(rest):
             torch.testing.assert_close(got[1][name], grad, rtol=rtol, atol=1e-6 if exact else 1e-2 * grad.abs().max())
 
 
-# What a forward may return
+# Return values of a forward
 
 
 Pair = namedtuple("Pair", "loss logits")
@@ -336,7 +344,7 @@ RETURNED = {
 
 
 def parts(outputs):
-    """What is in an output, by name."""
+    """The parts of an output, by name."""
     if isinstance(outputs, dict):
         return getattr(outputs, "__dict__", {}) | dict(outputs)
     if isinstance(outputs, (tuple, list)):
@@ -345,8 +353,8 @@ def parts(outputs):
 
 
 @pytest.mark.parametrize("name", RETURNED)
-def test_what_came_is_returned_without_the_stand_ins(name):
-    """A `ModelOutput` loses the logits of the loss; what is passed on in other ways is there and is right."""
+def test_outputs_are_returned_without_deferred_logits(name):
+    """A `ModelOutput` loses the logits of the loss. Logits passed on in other ways are there and are right."""
 
     def rest(m, h, labels):
         logits = m.lm_head(h)
@@ -360,7 +368,7 @@ def test_what_came_is_returned_without_the_stand_ins(name):
     want, got = parts(want), parts(got)
     if name in ("own-class", "key-and-attribute", "model-output"):
         assert got.get("logits") is None
-        got["logits"] = materialize(parts(model.kept[0])["logits"])  # what the model has kept has them
+        got["logits"] = materialize(parts(model.kept[0])["logits"])  # the model has kept them
     assert got.keys() == want.keys()
     for key, ref in want.items():
         for x, y in zip(*(v if isinstance(v, tuple) else (v,) for v in (got[key], ref)), strict=True):
@@ -377,8 +385,8 @@ def kept_in_the_model(m, h, labels):
     return next_token_loss(logits, labels)
 
 
-def test_logits_that_the_model_keeps_are_those_of_its_call():
-    """They are read when the weights are others."""
+def test_kept_logits_have_the_values_of_their_call():
+    """The weights have changed by the time they are read."""
     want, got = trained(kept_in_the_model, False), trained(kept_in_the_model, True)
     for model in (want[2], got[2]):
         with torch.no_grad():
@@ -391,7 +399,7 @@ def test_logits_that_the_model_keeps_are_those_of_its_call():
 
 
 def test_nothing_of_a_call_outlives_it():
-    """Without a garbage collector: hidden states are as large as anything in a step."""
+    """This holds without garbage collection, because hidden states are among the largest tensors of a step."""
     inputs = []
 
     def rest(m, h, labels):
@@ -443,8 +451,8 @@ class Doubled(torch.autograd.Function):
         (in_a_reentrant_checkpoint, "An autograd function was given logits"),
     ],
 )
-def test_what_would_lose_gradients_is_an_error(rest, message):
-    """Stock trains, or says so itself. The error says what to do, and that works."""
+def test_uses_that_would_lose_gradients_are_errors(rest, message):
+    """Stock trains, or raises its own error. Our error says what to do, and that works."""
     with pytest.raises(RuntimeError, match=message + ".*Call the model with skip_logits=False, or set liger_config"):
         trained(rest, True)
     if rest is not input_written_into:
@@ -524,8 +532,8 @@ WRITES = {
 
 
 @pytest.mark.parametrize("write", WRITES, ids=lambda write: write.__name__)
-def test_a_write_into_a_stand_in_is_an_error(write):
-    """The error names what was done. What was made from the logits before could not follow."""
+def test_a_write_into_deferred_logits_is_an_error(write):
+    """The error names the write. Tensors made from the logits earlier could not follow it."""
 
     def rest(m, h, labels):
         logits = m.lm_head(h)
@@ -540,7 +548,7 @@ def test_a_write_into_a_stand_in_is_an_error(write):
 
 @pytest.mark.parametrize("write", [assign, scale, divide, add, fill_a_slice, assign_into_a_view])
 def test_a_write_is_right_with_real_logits(write):
-    """The way out that the error names."""
+    """The way out that the error names works."""
 
     def rest(m, h, labels):
         logits = 1.0 * m.lm_head(h)
@@ -585,15 +593,15 @@ def written_without_gradients(m, h, labels):
     "rest",
     [written_after_a_view, written_after_a_product, written_through_a_view_of_a_view, written_without_gradients],
 )
-def test_a_write_into_real_logits_is_an_error_for_what_was_made_before(rest):
-    """PyTorch writes without asking. The next use of a stand-in finds it."""
+def test_a_write_into_real_logits_invalidates_earlier_results(rest):
+    """PyTorch writes without asking. The next use of a deferred tensor notices."""
     message = "were written into, in place, after others had been made from them. Call the model with skip_logits=False"
     with pytest.raises(RuntimeError, match=message):
         trained(rest, True)
 
 
 def test_attributes_of_real_logits_cannot_be_set():
-    """They would stay on the stand-in. It has none of its own, which DeepSpeed and torch.compile read."""
+    """They would stay on the deferred tensor. It has no `__dict__` that DeepSpeed and torch.compile could read."""
 
     def rest(m, h, labels):
         logits = m.lm_head(h)
@@ -604,11 +612,11 @@ def test_attributes_of_real_logits_cannot_be_set():
         trained(rest, True)
 
 
-# Heads that are no linear layers of plain numbers
+# Heads that are not linear layers of plain numbers
 
 
 class Halved(torch.Tensor):
-    """A weight in a form of its own, as quantised ones are: a product with it is a product with half of its numbers."""
+    """A weight in its own format, like a quantised one: a product with it uses half its numbers."""
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -656,8 +664,8 @@ def weight_norm(model):
 @pytest.mark.parametrize("change", [halved, halved_bias, parametrized, spectral, spectral_by_a_hook, weight_norm])
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated")
-def test_a_head_that_is_no_plain_linear_layer_is_not_fused(change, when):
-    """Three steps: a norm that is computed anew whenever it is read moves on in each of them."""
+def test_only_a_plain_linear_head_is_fused(change, when):
+    """Runs three steps, because a norm that is recomputed on each read advances in each of them."""
 
     def rest(m, h, labels):
         return next_token_loss(m.lm_head(h), labels)
@@ -673,7 +681,7 @@ def test_a_head_that_is_no_plain_linear_layer_is_not_fused(change, when):
     assert losses[1] == losses[0]
 
 
-def test_linear_layers_whose_code_is_replaced(monkeypatch):
+def test_a_replaced_linear_forward_computes_the_logits(monkeypatch):
     def rest(m, h, labels):
         return next_token_loss(m.lm_head(h), labels)
 
@@ -736,7 +744,7 @@ def by_a_wrapper_of_the_forward(model, seen):
 
 
 @pytest.mark.parametrize("watch", [by_a_hook, by_a_hook_for_all_modules, by_a_wrapper_of_the_forward])
-def test_who_watches_the_outputs_sees_logits(watch, caplog):
+def test_observers_of_the_outputs_see_logits(watch, caplog):
     seen = []
     for fused in (False, True):
         model = tiny(causal, fused)
@@ -751,7 +759,7 @@ def test_who_watches_the_outputs_sees_logits(watch, caplog):
 
 
 def test_a_hook_that_changes_the_loss():
-    """A hook on the model may look at the outputs or return others: it runs where stock runs it."""
+    """A hook on the model may read the outputs or return others. It runs where stock runs it."""
     losses = []
     for fused in (False, True):
         model = tiny(causal, fused)

@@ -1,4 +1,4 @@
-"""What a call asks of the head: by a `HeadRequest`, or by keywords of the model's call."""
+"""What a call asks of the head, by a `HeadRequest` or by keywords of the model's call."""
 
 from dataclasses import fields
 
@@ -53,7 +53,7 @@ def test_keywords_and_a_request_ask_for_the_same(name, wrapped):
 
 
 def test_each_field_has_a_keyword():
-    """But functions that make the answer themselves or read the logits, which trainers pass."""
+    """Functions that compute the answer themselves or read the logits are the exception. Trainers pass them."""
     call = {
         "input_ids": None,
         "skip_logits": True,
@@ -78,7 +78,7 @@ def test_keywords_refine_a_request():
 
 
 def test_a_request_for_nothing_adds_nothing_to_a_call():
-    """So that a model's wrapper need not know of requests."""
+    """A model's wrapper need not know of requests."""
     assert HeadRequest().added_to({"labels": 1}) == {"labels": 1}
 
 
@@ -88,7 +88,7 @@ def test_a_consumer_makes_the_answer_alone():
 
 
 def test_scores_keep_no_keys_and_values():
-    """Only scores are wanted, so the default of the model's config does not hold; a call may still ask for them."""
+    """Only scores are wanted, so the default of the model's config does not apply. A call may still ask for them."""
     model, batch = fused(), collate(ragged_rows(4))
     seen = []
     model.model.register_forward_pre_hook(lambda m, args, kwargs: seen.append(kwargs["use_cache"]), with_kwargs=True)
@@ -99,7 +99,7 @@ def test_scores_keep_no_keys_and_values():
 
 
 def test_predictions_are_there_with_logits_too():
-    """As where a hook of the user's sees the outputs, which then have logits."""
+    """A user's hook may need outputs with logits, for example."""
     model, batch = fused(), collate(ragged_rows(4))
     want = model(**batch, token_predictions=True)
     got = model(**batch, token_predictions=True, skip_logits=False)
@@ -119,7 +119,7 @@ def test_a_compiled_model_takes_requests_without_being_compiled_again():
 
     torch._dynamo.reset()
     compiled = torch.compile(model, backend=backend, fullgraph=True)
-    for _ in range(3):  # each with a request of its own, as a trainer makes them
+    for _ in range(3):  # each with its own request, as trainers make them
         got = run_request(compiled, HeadRequest(token_scores=True, uniform_grad=True), **batch, use_cache=False)
         torch.testing.assert_close(got.log_probs, want.log_probs, rtol=1e-5, atol=1e-6)
     assert len(graphs) == 1
@@ -127,7 +127,7 @@ def test_a_compiled_model_takes_requests_without_being_compiled_again():
 
 
 def test_an_observer_sees_the_logits_once_they_are_scored():
-    """As stand-ins; what it returns is a field of the answer. Without scores it would see nothing."""
+    """It gets deferred logits, and its return value becomes a field of the answer. It is not called without scores."""
     model = tiny_model("llama")
     install_fused_head(model)
     ids = torch.tensor([[5, 9, 11, 40]])

@@ -1,4 +1,4 @@
-"""Model types of transformers that write into their logits: the numbers are the stock model's."""
+"""Model types of transformers that write into their logits compute the stock model's numbers."""
 
 import copy
 from contextlib import nullcontext
@@ -20,7 +20,7 @@ def chameleon():
 
 
 def xlstm():
-    """An xLSTM with logits so large that its soft cap shows."""
+    """An xLSTM with logits large enough for its soft cap to show."""
     torch.manual_seed(0)
     config = xLSTMConfig(
         vocab_size=131,

@@ -1,7 +1,7 @@
-"""Axolotl's plugin manager loads the plugin, its config takes the options, and the model that it patches trains.
+"""Axolotl's plugin manager loads the plugin, its config takes the options, and the patched model trains.
 
-Axolotl pins older versions of transformers and TRL, and its own trainers cannot be imported beside newer ones. A stock
-Trainer trains here, and `axolotl train` itself only where its own versions are: `pip install axolotl pytest
+Axolotl pins older versions of transformers and TRL, and its trainers cannot be imported with newer ones. A stock
+Trainer trains here. `axolotl train` itself runs only with Axolotl's versions: `pip install axolotl pytest
 pytest-timeout`, and `pytest -m "" tests/liger_trainer/integrations/test_axolotl.py` with the checkout in PYTHONPATH.
 """
 
@@ -32,13 +32,19 @@ def manager():
 
 
 def config(**keys):
-    """A config as Axolotl validates it, with the options of the plugins that are loaded."""
+    """A config after Axolotl's validation, with the options of the loaded plugins."""
     from axolotl.integrations.config import merge_input_args
     from axolotl.utils.dict import DictDefault
 
     _, whole = merge_input_args()
-    values = {"base_model": "model", "datasets": [{"path": "rows.jsonl", "type": "alpaca"}], "micro_batch_size": 1,
-              "gradient_accumulation_steps": 1, "learning_rate": 0.01, "plugins": [PLUGIN]}  # fmt: skip
+    values = {
+        "base_model": "model",
+        "datasets": [{"path": "rows.jsonl", "type": "alpaca"}],
+        "micro_batch_size": 1,
+        "gradient_accumulation_steps": 1,
+        "learning_rate": 0.01,
+        "plugins": [PLUGIN],
+    }
     return DictDefault(whole.model_fields["use_liger"].default is True and values | keys)
 
 
@@ -47,9 +53,16 @@ def test_it_patches_the_model_that_axolotl_has_loaded(manager, tmp_path):
     manager.post_model_load(config(liger_config={"rope": False}), model)
     assert has_fused_head(model)
     args = TrainingArguments(
-        output_dir=str(tmp_path), max_steps=2, per_device_train_batch_size=4, logging_steps=1, report_to="none",
-        use_cpu=True, disable_tqdm=True, remove_unused_columns=False, save_strategy="no",
-    )  # fmt: skip
+        output_dir=str(tmp_path),
+        max_steps=2,
+        per_device_train_batch_size=4,
+        logging_steps=1,
+        report_to="none",
+        use_cpu=True,
+        disable_tqdm=True,
+        remove_unused_columns=False,
+        save_strategy="no",
+    )
     trainer = Trainer(model=model, args=args, train_dataset=ragged_rows(8), data_collator=collate)
     trainer.train()
     assert len([log for log in trainer.state.log_history if "loss" in log]) == 2
@@ -81,7 +94,7 @@ KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embeddin
     "given, left_off", [({}, True), ({"lora_o_kernel": True}, False), ({"use_liger": False}, False)]
 )
 def test_axolotl_does_not_switch_its_kernels_for_adapters_on(given, left_off, manager):
-    """It does so where none of the options is there. What a config asks for itself is an error, as for the others."""
+    """Axolotl does so if none of the options is set. If a config asks for them itself, that is an error here too."""
     from axolotl.utils.dict import DictDefault
 
     cfg = DictDefault(LORA | given)
@@ -90,18 +103,30 @@ def test_axolotl_does_not_switch_its_kernels_for_adapters_on(given, left_off, ma
 
 
 def losses_of_axolotl(folder, **keys):
-    """`axolotl train` for two steps. Returns what it has logged."""
+    """Run `axolotl train` for two steps. Return the logged losses."""
     rows = [f'{{"instruction": "w{i} w4", "input": "", "output": "w{2 * i} w{3 * i}"}}' for i in range(5, 21)]
     (folder / "rows.jsonl").write_text("\n".join(rows))
     config = {
-        "base_model": str(folder / "model"), "output_dir": str(folder / "out"), "sequence_len": 64, "seed": 1,
+        "base_model": str(folder / "model"),
+        "output_dir": str(folder / "out"),
+        "sequence_len": 64,
+        "seed": 1,
         "datasets": [{"path": str(folder / "rows.jsonl"), "ds_type": "json", "type": "alpaca"}],
-        "dataset_prepared_path": str(folder / "prepared"), "dataset_num_proc": 1,
+        "dataset_prepared_path": str(folder / "prepared"),
+        "dataset_num_proc": 1,
         "special_tokens": {"pad_token": "<pad>"},
-        "micro_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 2, "learning_rate": 0.01,
-        "optimizer": "adamw_torch", "lr_scheduler": "constant", "bf16": False, "attn_implementation": "sdpa",
-        "save_strategy": "no", "logging_steps": 1, "plugins": [PLUGIN],
-    }  # fmt: skip
+        "micro_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "max_steps": 2,
+        "learning_rate": 0.01,
+        "optimizer": "adamw_torch",
+        "lr_scheduler": "constant",
+        "bf16": False,
+        "attn_implementation": "sdpa",
+        "save_strategy": "no",
+        "logging_steps": 1,
+        "plugins": [PLUGIN],
+    }
     (folder / "run.yaml").write_text(yaml.safe_dump(config | keys))
     variables = {"PYTHONPATH": os.pathsep.join(sys.path), "AXOLOTL_DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-m", "axolotl.cli.train", str(folder / "run.yaml")]
@@ -120,7 +145,7 @@ def test_axolotl_trains_with_it(adapter, tmp_path):
     tiny_model("llama").save_pretrained(tmp_path / "model")
     tiny_tokenizer().save_pretrained(tmp_path / "model")
     keys = {}
-    if adapter:  # Axolotl does not seed the first weights of an adapter
+    if adapter:  # Axolotl does not seed an adapter's first weights
         losses_of_axolotl(tmp_path, **LORA)
         keys = LORA | {"lora_model_dir": str((tmp_path / "out").rename(tmp_path / "adapter"))}
     off = dict.fromkeys(KERNELS, False) if adapter else {}

@@ -1,4 +1,4 @@
-"""A stock Trainer with `LigerCallback` trains as `LigerTrainer` does, which is how LLaMA-Factory and others get in."""
+"""A stock Trainer with `LigerCallback` trains like `LigerTrainer`. LLaMA-Factory and others use it this way."""
 
 import pickle
 
@@ -13,13 +13,25 @@ from liger_trainer.integrations.callback import LigerCallback
 
 def losses_of(trainer_class, args_class, out, callbacks=(), **options):
     args = args_class(
-        output_dir=str(out), max_steps=3, per_device_train_batch_size=4, learning_rate=1e-2, logging_steps=1,
-        report_to="none", use_cpu=True, disable_tqdm=True, remove_unused_columns=False, save_strategy="no", **options,
-    )  # fmt: skip
+        output_dir=str(out),
+        max_steps=3,
+        per_device_train_batch_size=4,
+        learning_rate=1e-2,
+        logging_steps=1,
+        report_to="none",
+        use_cpu=True,
+        disable_tqdm=True,
+        remove_unused_columns=False,
+        save_strategy="no",
+        **options,
+    )
     trainer = trainer_class(
-        model=tiny_model("llama"), args=args, train_dataset=ragged_rows(16), data_collator=collate,
+        model=tiny_model("llama"),
+        args=args,
+        train_dataset=ragged_rows(16),
+        data_collator=collate,
         callbacks=list(callbacks),
-    )  # fmt: skip
+    )
     trainer.train()
     return trainer, [log["loss"] for log in trainer.state.log_history if "loss" in log]
 
@@ -46,17 +58,28 @@ def test_parts_can_be_switched_off_and_errors_are_told(tmp_path):
 
 @pytest.mark.parametrize("options", [{}, {"bf16": True}], ids=str)
 def test_a_model_that_the_trainer_makes_when_it_trains(options, tmp_path):
-    """`model_init` makes a second model, which is the one that trains: the callback reports what it did to that one."""
+    """`model_init` makes a second model, and that one trains. The callback reports what it did to it."""
     runs = []
     for callbacks in ([], [LigerCallback()]):
         args = TrainingArguments(
-            output_dir=str(tmp_path), max_steps=2, learning_rate=1e-2, logging_steps=1, report_to="none", use_cpu=True,
-            disable_tqdm=True, remove_unused_columns=False, save_strategy="no", **options,
-        )  # fmt: skip
+            output_dir=str(tmp_path),
+            max_steps=2,
+            learning_rate=1e-2,
+            logging_steps=1,
+            report_to="none",
+            use_cpu=True,
+            disable_tqdm=True,
+            remove_unused_columns=False,
+            save_strategy="no",
+            **options,
+        )
         trainer = Trainer(
-            model_init=lambda: tiny_model("llama"), args=args, train_dataset=ragged_rows(16), data_collator=collate,
+            model_init=lambda: tiny_model("llama"),
+            args=args,
+            train_dataset=ragged_rows(16),
+            data_collator=collate,
             callbacks=callbacks,
-        )  # fmt: skip
+        )
         first = trainer.model
         for _ in range(2):
             trainer.train()

@@ -1,4 +1,4 @@
-"""The doors for people who load models themselves."""
+"""Entry points for people who load models themselves."""
 
 import pytest
 import torch
@@ -61,8 +61,8 @@ def test_errors_of_the_functions():
     assert swapped(model) == set()
 
 
-def test_as_scripts_call_it_that_come_from_liger_kernel():
-    """Before the model is built, which is an error with the line to write; its `cross_entropy` may be off."""
+def test_scripts_written_for_liger_kernel_run_or_get_the_line_to_write():
+    """Calling it before the model is built is an error that gives the line to write. `cross_entropy` may be off."""
     with pytest.raises(ValueError, match=r"builds the model, write apply_liger_kernel_to_llama\(model=model\)"):
         liger_kernel_names.apply_liger_kernel_to_llama(rope=True)
     model = tiny_model("llama")

@@ -1,4 +1,4 @@
-"""Lightning: two processes, on CPUs or sharded over GPUs, train a patched model to the weights of one with all rows."""
+"""Two Lightning processes, on CPUs or sharded over GPUs, train a patched model to one process's weights."""
 
 import importlib.util
 import os
@@ -14,13 +14,18 @@ has_lightning = pytest.mark.skipif(importlib.util.find_spec("lightning") is None
 
 
 def weights_of(folder, processes, strategy):
-    """What a run of Lightning leaves, as whole weights."""
+    """The weights after a run of Lightning, gathered."""
     out = folder / f"{processes}.pt"
     done = run_elsewhere(
-        sys.executable, PROCESSES / "lightning_ranks.py", out, processes, strategy, cwd=folder,
+        sys.executable,
+        PROCESSES / "lightning_ranks.py",
+        out,
+        processes,
+        strategy,
+        cwd=folder,
         PYTHONPATH=os.pathsep.join([str(PROCESSES), *sys.path]),
         CUDA_VISIBLE_DEVICES="" if strategy == "cpu" else os.environ.get("CUDA_VISIBLE_DEVICES", "0,1"),
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr
     return torch.load(out)
 

@@ -1,4 +1,4 @@
-"""Without Axolotl, nothing breaks before it is used, and the error says what to install."""
+"""Without Axolotl nothing breaks until it is used, and then the error says what to install."""
 
 import importlib
 import sys

@@ -1,4 +1,4 @@
-"""LoRA on bases in GPTQ and AWQ, which transformers loads by gptqmodel, beside the stock layers over the same bases."""
+"""LoRA on GPTQ and AWQ bases, loaded by gptqmodel, compared with the stock layers on the same bases."""
 
 import copy
 import json
@@ -20,8 +20,8 @@ gptq = pytest.importorskip("gptqmodel.nn_modules.qlinear.torch")
 awq = pytest.importorskip("gptqmodel.nn_modules.qlinear.torch_awq")
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
-RTOL = {torch.float32: 5e-6, torch.bfloat16: 8e-2}  # stock is up to 0.05 apart, which rounds every step to bf16
-KINDS = {  # bits, numbers in a group, groups in the order of activations
+RTOL = {torch.float32: 5e-6, torch.bfloat16: 8e-2}  # stock differs by up to 0.05, because it rounds every step to bf16
+KINDS = {  # bits, numbers in a group, activation order
     "gptq": ("gptq", 4, 32, False),
     "gptq-8": ("gptq", 8, 32, False),
     "gptq-order": ("gptq", 4, 32, True),
@@ -34,7 +34,7 @@ CLASSES = {"gptq": gptq.TorchLinear, "awq": awq.AwqTorchLinear}
 
 @pytest.fixture(autouse=True)
 def uncompiled():
-    """gptqmodel compiles its dequantisation, which takes a minute here."""
+    """Turn off gptqmodel's compiled dequantisation, which takes a minute here."""
     with torch.compiler.set_stance("force_eager"):
         yield
 
@@ -56,15 +56,13 @@ def quantised_weight(weight, method, bits, group, ordered):
         return {name: layer.get_buffer(name) for name in ("qweight", "qzeros", "scales")}
     numbers = (weight / scales[:, g_idx] + zeros[:, g_idx]).round().clamp(0, 2**bits - 1)
 
-    def packed(rows):  # the first dimension, 32 bits of it in a word
+    def packed(rows):  # the first dimension, packed into 32-bit words
         parts = rows.to(torch.int64).unflatten(0, (-1, 32 // bits))
         words = sum(part << (bits * i) for i, part in enumerate(parts.unbind(1)))
         return words.to(torch.uint32).view(torch.int32)
 
     packed_zeros = packed(zeros).t().contiguous()
-    return {
-        "qweight": packed(numbers.t()), "qzeros": packed_zeros, "scales": scales.t().half(), "g_idx": g_idx.int()
-    }  # fmt: skip
+    return {"qweight": packed(numbers.t()), "qzeros": packed_zeros, "scales": scales.t().half(), "g_idx": g_idx.int()}
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +72,8 @@ def saved(tmp_path_factory):
     def save(kind, bias=False):
         if (kind, bias) in made:
             return made[kind, bias]
-        folder, (method, bits, group, ordered) = tmp_path_factory.mktemp("model"), KINDS[kind]
+        folder = tmp_path_factory.mktemp("model")
+        (method, bits, group, ordered) = KINDS[kind]
         model, tensors = tiny_model("llama", attention_bias=bias, **SIZES), {}
         model.save_pretrained(folder)
         torch.manual_seed(7)
@@ -87,9 +86,14 @@ def saved(tmp_path_factory):
         save_file(tensors, folder / "model.safetensors", {"format": "pt"})
         config = json.loads((folder / "config.json").read_text())
         config["quantization_config"] = {
-            "quant_method": method, "bits": bits, "group_size": group, "desc_act": ordered, "sym": False,
-            "zero_point": True, "format": "gemm" if method == "awq" else "gptq_v2",
-        }  # fmt: skip
+            "quant_method": method,
+            "bits": bits,
+            "group_size": group,
+            "desc_act": ordered,
+            "sym": False,
+            "zero_point": True,
+            "format": "gemm" if method == "awq" else "gptq_v2",
+        }
         (folder / "config.json").write_text(json.dumps(config))
         made[kind, bias] = folder
         return folder
@@ -117,7 +121,7 @@ def patched(model, monkeypatch, mlp=True):
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize("dtype", RTOL, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_step_is_that_of_stock(kind, dtype, bias, saved, monkeypatch):
+def test_a_step_equals_stock(kind, dtype, bias, saved, monkeypatch):
     for mlp in (False, True):
         stock, model = (quantised(saved(kind, bias), kind, dtype) for _ in range(2))
         report = patched(model, monkeypatch, mlp)
@@ -131,14 +135,16 @@ def test_a_step_is_that_of_stock(kind, dtype, bias, saved, monkeypatch):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_base_has_the_bits_of_stock(kind, saved, monkeypatch):
-    """With B = 0, the output and the gradient of x are those of the base alone."""
+    """With B = 0, the output and the gradient of x equal the base's."""
     stock, model = (quantised(saved(kind), kind, init_lora_weights=True) for _ in range(2))
     patched(model, monkeypatch)
     torch.manual_seed(5)
-    x, dy = torch.randn(64, 64, dtype=torch.bfloat16), torch.randn(64, 128, dtype=torch.bfloat16)
+    x = torch.randn(64, 64, dtype=torch.bfloat16)
+    dy = torch.randn(64, 128, dtype=torch.bfloat16)
     found = []
     for one in (model, stock):
-        layer, given = one.base_model.model.model.layers[0].mlp.up_proj, x.clone().requires_grad_()
+        layer = one.base_model.model.model.layers[0].mlp.up_proj
+        given = x.clone().requires_grad_()
         y = layer(given)
         y.backward(dy)
         found.append((y, given.grad))
@@ -175,7 +181,7 @@ def test_checkpointed(kind, reentrant, saved, monkeypatch):
 )
 def test_dropout_disabled_and_copied(kind, dtype, dropout, saved, monkeypatch):
     stock, model = (quantised(saved(kind), kind, dtype, lora_dropout=dropout) for _ in range(2))
-    patched(model, monkeypatch, mlp=False)  # whose gate rounds otherwise
+    patched(model, monkeypatch, mlp=False)  # its gate rounds differently
     want = step(stock)
     assert_same(step(model), want, RTOL[dtype], atol=0)
     assert_same(step(copy.deepcopy(model)), want, RTOL[dtype], atol=0)

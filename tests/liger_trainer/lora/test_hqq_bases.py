@@ -1,4 +1,4 @@
-"""LoRA on bases of HQQ, beside the stock layers over the same bases."""
+"""LoRA on HQQ bases, compared with the stock layers on the same bases."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from liger_trainer.lora import layers as lora
 quantize = pytest.importorskip("hqq.core.quantize")
 
 PROJECTIONS = [f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")]
-RTOL = {torch.float32: 1e-5, torch.bfloat16: 8e-2}  # stock is up to 0.06 apart, which rounds every step to bf16
+RTOL = {torch.float32: 1e-5, torch.bfloat16: 8e-2}  # stock differs by up to 0.06, because it rounds every step to bf16
 
 
 def quantised(bits, axis, dtype, bias=False):
@@ -31,7 +31,7 @@ def quantised(bits, axis, dtype, bias=False):
 @pytest.mark.parametrize("dtype", RTOL, ids=str)
 @pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize("bits", [8, 4, 3])
-def test_a_step_is_that_of_stock(bits, axis, dtype, monkeypatch):
+def test_a_step_equals_stock(bits, axis, dtype, monkeypatch):
     monkeypatch.setattr(lora, "LEAST_WORK", 0)
     stock, model = (quantised(bits, axis, dtype) for _ in range(2))
     report = apply_liger(model, {"rms_norm": False, "rope": False, "fused_linear_cross_entropy": False})["lora"]

@@ -1,4 +1,4 @@
-"""PEFT's LoRA layers of a patched model beside stock: values and gradients, whatever is done to the adapters."""
+"""PEFT's LoRA layers in a patched model equal stock in values and gradients, whatever is done to the adapters."""
 
 import copy
 import pickle
@@ -27,13 +27,13 @@ def peft_model(dtype=torch.float32, **options):
 
 
 def only_lora(model, mlp=False):
-    """With each LoRA layer swapped by itself, or with the whole MLP too."""
+    """Swap each LoRA layer by itself, or the whole MLP too."""
     config = dict.fromkeys(("rms_norm", "rope", "swiglu", "fused_linear_cross_entropy"), False)
     return apply_liger(model, config | {"swiglu": mlp, "rebuild_above_mib": 0})
 
 
 def test_a_proof_seeds_no_generator_of_a_gpu(monkeypatch):
-    """What a layer draws in training would depend on the seed of the proof, and not on the user's."""
+    """Otherwise a layer's draws in training would depend on the proof's seed instead of the user's."""
     seeded = []
     monkeypatch.setattr(torch.cuda, "manual_seed_all", seeded.append)
     model = peft_model(lora_dropout=0.1)
@@ -43,8 +43,8 @@ def test_a_proof_seeds_no_generator_of_a_gpu(monkeypatch):
     assert not seeded and torch.equal(torch.get_rng_state(), state)
 
 
-def beside_stock(change=lambda model: None, before=False, rtol=1e-5, mlp=False, **options):
-    """The report of a patched model whose step is that of stock. `change` is done to both, before or after patching."""
+def compared_with_stock(change=lambda model: None, before=False, rtol=1e-5, mlp=False, **options):
+    """Assert that a patched model's step equals stock; return its report. `change` is applied to both models."""
     stock, model = peft_model(**options), peft_model(**options)
     change(stock)
     if before:
@@ -58,11 +58,11 @@ def beside_stock(change=lambda model: None, before=False, rtol=1e-5, mlp=False, 
 
 @pytest.fixture
 def calls(monkeypatch):
-    """The layers whose adapter our function has computed."""
+    """The layers that computed their adapter by our function."""
     seen = []
 
     def counted(x, weight, bias, **options):
-        if x.shape[-1] > 8:  # not that of a proof
+        if x.shape[-1] > 8:  # skip proofs
             seen.append(weight)
         return own(x, weight, bias, **options)
 
@@ -92,7 +92,7 @@ def calls(monkeypatch):
 )
 @pytest.mark.parametrize("mlp", [False, True], ids=["layers", "mlp"])
 def test_same_step(mlp, options, calls):
-    report = beside_stock(mlp=mlp, **options)
+    report = compared_with_stock(mlp=mlp, **options)
     expected = 2 * sum(name != "embed_tokens" for name in options.get("target_modules", range(7)))
     assert len(report.swapped) == len(calls) == expected and not report.skipped
 
@@ -101,7 +101,7 @@ def test_same_step(mlp, options, calls):
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=["plain", "autocast"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_settings(dtype, autocast, checkpointing):
-    """Everything swapped. In 16 bits stock is a reference of 16 bits: their distances to fp32 are compared below."""
+    """Everything is swapped. 16-bit stock is only a 16-bit reference; the distances to fp32 are compared below."""
     models = [peft_model(dtype), peft_model(dtype)]
     for model in models:
         if checkpointing is not None:
@@ -117,9 +117,11 @@ def test_settings(dtype, autocast, checkpointing):
 @pytest.mark.parametrize("adapter", [torch.float32, torch.float64], ids=["fp32", "fp64"])
 @pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_error_against_float64_is_no_larger_than_stock_s(dtype, autocast, adapter, dropout):
-    """One layer of 16 bits with wider adapters, early in its training, when B and the gradients are small in fp16:
-    outputs and every gradient."""
+def test_error_against_float64_is_at_most_stock_s(dtype, autocast, adapter, dropout):
+    """One 16-bit layer with wider adapters, early in training, when B and the gradients are small in fp16.
+
+    Compares outputs and every gradient.
+    """
     results, small = {}, 1e-3 if dtype == torch.float16 else 1.0
     for name in ("ours", "stock", "exact"):
         layer = peft_model(dtype, lora_dropout=dropout).base_model.model.model.layers[0].mlp.down_proj
@@ -128,7 +130,8 @@ def test_error_against_float64_is_no_larger_than_stock_s(dtype, autocast, adapte
         a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
         b.data *= small
         torch.manual_seed(0)
-        x, dy = torch.randn(64, layer.in_features).to(dtype), (small * torch.randn(64, layer.out_features)).to(dtype)
+        x = torch.randn(64, layer.in_features).to(dtype)
+        dy = (small * torch.randn(64, layer.out_features)).to(dtype)
         x.requires_grad_()
         if name == "ours":
             only_lora(nn.Sequential(layer))
@@ -212,30 +215,37 @@ def dora(model):
 @pytest.mark.parametrize(
     "change, ours",
     [
-        (disable, False), (second, True), (both, True), (switch, True), (deleted, True), (merged, False),
-        (unmerged, True), (scaled, True), (dora, False),
+        (disable, False),
+        (second, True),
+        (both, True),
+        (switch, True),
+        (deleted, True),
+        (merged, False),
+        (unmerged, True),
+        (scaled, True),
+        (dora, False),
     ],
-)  # fmt: skip
+)
 def test_adapters_that_change(change, ours, before, mlp, calls):
-    """Added, switched, disabled, merged, removed, before patching or after; ours where the layer is plain."""
-    beside_stock(change, before, 1e-4 if change in (merged, unmerged) else 1e-5, mlp)
+    """Added, switched, disabled, merged or removed, before patching or after. Ours runs where the layer is plain."""
+    compared_with_stock(change, before, 1e-4 if change in (merged, unmerged) else 1e-5, mlp)
     assert bool(calls) == ours
 
 
 @pytest.mark.parametrize("mlp", [False, True], ids=["layers", "mlp"])
 def test_a_scaling_that_is_trained_gets_its_gradient(mlp, calls):
-    beside_stock(trained_scaling, mlp=mlp)
+    compared_with_stock(trained_scaling, mlp=mlp)
     assert len(calls) == LAYERS - (3 if mlp else 1) + (2 if mlp else 0)
 
 
 def test_a_dropout_of_everything(calls):
-    beside_stock(dropout_of_all, lora_dropout=0.5)
+    compared_with_stock(dropout_of_all, lora_dropout=0.5)
     assert not calls
 
 
 @pytest.mark.parametrize("options", [{"use_dora": True}, {"lora_bias": True}], ids=["dora", "lora-bias"])
 def test_variants_keep_their_code(options, calls):
-    report = beside_stock(**options)
+    report = compared_with_stock(**options)
     assert not calls and not report.swapped and len(report.skipped) == LAYERS
 
 
@@ -246,12 +256,12 @@ def test_several_dropouts_keep_their_code(calls):
         model.add_adapter("second", config)
         model.base_model.set_adapter(["default", "second"])
 
-    beside_stock(change)
+    compared_with_stock(change)
     assert not calls
 
 
 def test_disabled_for_a_while(calls):
-    """The reference of DPO: in the context the base answers, after it the adapter is there again."""
+    """DPO's reference: the base answers inside the context, and the adapter is active again afterwards."""
     stock, model = peft_model().eval(), peft_model().eval()
     only_lora(model)
     batch = collate(ragged_rows(4))
@@ -289,7 +299,7 @@ HOOKS = {
 @pytest.mark.parametrize("where", ["base", "lora_A", "lora_B", "lora_dropout"])
 @pytest.mark.parametrize("hook", HOOKS)
 def test_hooks_on_parts_are_honoured(hook, where, before, mlp, calls):
-    report = beside_stock(lambda model: HOOKS[hook](part(where)(model)), before, mlp=mlp)
+    report = compared_with_stock(lambda model: HOOKS[hook](part(where)(model)), before, mlp=mlp)
     assert len(calls) == LAYERS - 1
     (name,), (reason,) = report.skipped, report.skipped.values()
     assert name.endswith("layers.0.mlp.up_proj") and "a part of the layer" in reason
@@ -299,7 +309,7 @@ def test_hooks_on_parts_are_honoured(hook, where, before, mlp, calls):
 @pytest.mark.parametrize("layer", ["self_attn.q_proj", "mlp.gate_proj"])
 @pytest.mark.parametrize("where", ["base_layer", "lora_A.default"])
 def test_a_hook_on_a_part_that_changes_the_input_behind_autograd(where, layer, before):
-    """The input of the layer is then not computed again for the backward pass, since that would undo the change."""
+    """The layer's input is then not recomputed for the backward pass, because that would undo the change."""
 
     def change(model):
         module = model.base_model.model.model.layers[1].get_submodule(f"{layer}.{where}")
@@ -336,13 +346,13 @@ def test_results_may_be_changed_in_place(name, change):
 
 @pytest.mark.parametrize("mlp", [False, True], ids=["layer", "mlp"])
 @pytest.mark.parametrize("hook", ["forward", "pre", "backward"])
-def test_hooks_on_the_layer_run_beside_ours(hook, mlp, calls):
-    beside_stock(lambda model: HOOKS[hook](part("layer")(model)), mlp=mlp)
+def test_hooks_on_the_layer_run_with_ours(hook, mlp, calls):
+    compared_with_stock(lambda model: HOOKS[hook](part("layer")(model)), mlp=mlp)
     assert len(calls) == LAYERS
 
 
 def test_hooks_that_gather_weights(calls):
-    """Those of accelerate's `device_map` and of DeepSpeed run in calls of the part, so the layer calls it."""
+    """Hooks of accelerate's `device_map` and of DeepSpeed run when the part is called, so the layer calls it."""
     stock, model = peft_model(), peft_model()
     report = only_lora(model)
 
@@ -362,13 +372,13 @@ def test_a_subclass_of_the_layer_is_left_alone(calls):
     def change(model):
         part("layer")(model).__class__ = Quantised
 
-    report = beside_stock(change, before=True)
+    report = compared_with_stock(change, before=True)
     assert len(report.swapped) == LAYERS - 1
     (reason,) = report.skipped.values()
     assert reason.startswith("its base is a Linear, for which ") and reason.endswith("Quantised has code of its own")
 
 
-def test_a_base_that_is_no_plain_linear_layer(calls):
+def test_a_base_other_than_a_plain_linear_layer_keeps_peft_s_code(calls):
     class Quantised(nn.Linear):
         def forward(self, x):
             return super().forward(x).round(decimals=2)
@@ -376,7 +386,7 @@ def test_a_base_that_is_no_plain_linear_layer(calls):
     def change(model):
         part("base")(model).__class__ = Quantised
 
-    report = beside_stock(change, before=True)
+    report = compared_with_stock(change, before=True)
     assert list(report.skipped.values()) == ["its base is a Quantised, not a linear layer"]
 
 
@@ -409,7 +419,7 @@ def test_wrong_inputs_raise_what_stock_raises():
 
 
 def test_mixed_batches_of_adapters(calls):
-    """`adapter_names`, with which PEFT gives each row an adapter of its own."""
+    """PEFT gives each row its own adapter by `adapter_names`."""
     stock, model = peft_model().eval(), peft_model().eval()
     only_lora(model)
     x = torch.randn(2, part("layer")(model).in_features)
@@ -467,7 +477,7 @@ def test_compiled_models_trace_the_layer_s_own_code():
 
 
 def test_layers_of_one_shape_share_one_proof(monkeypatch):
-    """PEFT's layers know their names, which is no reason to prove each: a model of 32 layers would take minutes."""
+    """PEFT's layers know their names, but must not be proven one by one: a model of 32 layers would take minutes."""
     proven = []
     attempt = pattern.attempt
     monkeypatch.setattr(pattern, "attempt", lambda prove, module: proven.append(prove) or attempt(prove, module))
@@ -478,7 +488,7 @@ def test_layers_of_one_shape_share_one_proof(monkeypatch):
 
 @pytest.mark.parametrize("more_than_there_is, ours", [(0, 14), (1, 2), (2**35, 0)])
 def test_calls_with_little_to_do_run_peft_s_code(more_than_there_is, ours, calls, monkeypatch):
-    """The host sets the pace for them. Of all inputs only that of `down` is wider, and has more to do."""
+    """The host sets their pace. Only the input of `down` is wider and has more to do."""
     model, stock = peft_model(), peft_model()
     width = model.config.hidden_size
     only_lora(model, mlp=True)
@@ -489,7 +499,7 @@ def test_calls_with_little_to_do_run_peft_s_code(more_than_there_is, ours, calls
 
 
 def test_under_autocast_every_call_is_ours(calls, monkeypatch):
-    """There PEFT's code casts every factor, which is more to launch than ours, however few tokens there are."""
+    """PEFT's code casts every factor there. That launches more kernels than ours, however few tokens there are."""
     model = peft_model()
     only_lora(model, mlp=True)
     monkeypatch.setattr(lora, "LEAST_WORK", 2**60)

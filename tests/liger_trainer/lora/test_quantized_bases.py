@@ -1,4 +1,4 @@
-"""LoRA on bases of bitsandbytes, which computes on CPUs too: beside the stock layers over the same bases."""
+"""LoRA on bitsandbytes bases, which compute on CPUs too, compared with the stock layers on the same bases."""
 
 import copy
 import importlib
@@ -18,8 +18,8 @@ bitsandbytes = pytest.importorskip("bitsandbytes")
 
 LAYERS = 14
 ALONE = dict.fromkeys(("rms_norm", "rope", "fused_linear_cross_entropy"), False) | {"rebuild_above_mib": 0}
-# In bf16, PEFT's layer rounds the product, the adapter's part and their sum, and ours one of them: of two layers of it,
-# gradients are up to 0.030 apart.
+# In bf16, PEFT's layer rounds the product, the adapter's part and their sum; ours rounds once. Over two such layers,
+# gradients differ by up to 0.030.
 RTOL = {torch.float32: 2e-5, torch.bfloat16: 4e-2}
 KINDS = {
     "nf4-nested": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
@@ -49,11 +49,11 @@ def quantised(saved, kind="nf4-nested", dtype=torch.float32, compute=None, **opt
 
 @pytest.fixture
 def patched(calls):
-    """Patches the LoRA layers of a model, and its MLPs too."""
+    """Patch a model's LoRA layers, and its MLPs too."""
 
     def patch(model, mlp=False):
         report = apply_liger(model, ALONE | {"swiglu": mlp})["lora"]
-        calls.clear()  # those of the proofs
+        calls.clear()  # drop the calls of proofs
         return report
 
     return patch
@@ -79,7 +79,7 @@ def calls(monkeypatch):
 @pytest.mark.parametrize("mlp", [False, True], ids=["layers", "mlps"])
 @pytest.mark.parametrize("dtype", RTOL, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_step_is_that_of_stock(kind, dtype, mlp, saved, patched, calls):
+def test_a_step_equals_stock(kind, dtype, mlp, saved, patched, calls):
     stock, model = (quantised(saved, kind, dtype) for _ in range(2))
     report = patched(model, mlp)
     assert len(report.swapped) == LAYERS and not report.skipped
@@ -109,9 +109,9 @@ def test_checkpointed(reentrant, saved, patched, calls):
 
 @pytest.mark.parametrize("kind, sliced", [("nf4-nested", True), ("int8", False)])
 def test_an_mlp_of_many_rows(kind, sliced, saved, patched, calls, monkeypatch):
-    """int8 multiplies a column in 16 bits where any row has an outlier in it, so that rows depend on one another.
+    """int8 computes a column in 16 bits if any row has an outlier there, so rows depend on each other.
 
-    On CPUs it does so in eval mode alone.
+    On CPUs it does so only in eval mode.
     """
     sizes = importlib.import_module("liger_triton.lora_mlp")
     monkeypatch.setattr(sizes, "SLICE_ABOVE", 0)
@@ -140,8 +140,8 @@ def test_no_weight_is_kept_unpacked(saved, patched, calls):
     assert not {tuple(t.shape) for t in kept} & (widths - trained)
 
 
-def test_what_computes_in_another_dtype_keeps_its_code(saved, patched, calls):
-    """By fp32 in a model of bf16, and within an autocast of another dtype."""
+def test_layers_in_another_dtype_keep_their_code(saved, patched, calls):
+    """fp32 in a bf16 model, and an autocast of another dtype."""
     stock, model = (quantised(saved, dtype=torch.bfloat16, compute=torch.float32) for _ in range(2))
     report = patched(model)
     assert set(report.skipped.values()) == {
@@ -190,7 +190,7 @@ def test_dropout_disabled_and_merged(saved, patched, calls):
 
 
 def test_trained_after_an_evaluation(saved, patched, calls):
-    """On a CPU with the instructions for it, bitsandbytes packs weights anew in an evaluation, and keeps them so."""
+    """On a CPU with the right instructions, bitsandbytes repacks weights during an evaluation and keeps them so."""
     stock, model = (quantised(saved, dtype=torch.bfloat16) for _ in range(2))
     patched(model)
     rows = collate(ragged_rows(4))
@@ -201,13 +201,13 @@ def test_trained_after_an_evaluation(saved, patched, calls):
         one.train()
     calls.clear()
     states = [m.weight.quant_state for m in model.modules() if isinstance(m, bitsandbytes.nn.Linear4bit)]
-    anew = any(getattr(state, "packing_format_for_cpu", False) for state in states)
-    assert_same(step(model), step(stock), 0 if anew else RTOL[torch.bfloat16])
-    assert bool(calls) != anew
+    repacked = any(getattr(state, "packing_format_for_cpu", False) for state in states)
+    assert_same(step(model), step(stock), 0 if repacked else RTOL[torch.bfloat16])
+    assert bool(calls) != repacked
 
 
 def test_rows_that_are_no_multiple_of_a_block(saved, patched, calls):
-    """Of these, bitsandbytes 0.50 unpacks other numbers on CPUs than it packed."""
+    """For such rows, bitsandbytes 0.50 unpacks other numbers on CPUs than it packed."""
     stock, model = (quantised(saved) for _ in range(2))
     for one in (stock, model):
         for module in one.modules():

@@ -1,4 +1,4 @@
-"""LoRA on torchao's int8 weights as transformers loads them, beside the stock layers over the same weights."""
+"""LoRA on torchao's int8 weights as transformers loads them, compared with the stock layers on the same weights."""
 
 import copy
 
@@ -20,7 +20,7 @@ GRAINS = {
     "tensor": granularity.PerTensor(),
     "groups": granularity.PerGroup(32),
 }
-RTOL = {torch.float32: 5e-6, torch.bfloat16: 8e-2}  # stock is up to 0.05 apart, which rounds every step to bf16
+RTOL = {torch.float32: 5e-6, torch.bfloat16: 8e-2}  # stock differs by up to 0.05, because it rounds every step to bf16
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["", "bias"])
@@ -49,7 +49,7 @@ def patched(model, monkeypatch, mlp=True):
 @pytest.mark.parametrize("mlp", [False, True], ids=["layers", "mlps"])
 @pytest.mark.parametrize("dtype", RTOL, ids=str)
 @pytest.mark.parametrize("grain", GRAINS)
-def test_a_step_is_that_of_stock(grain, dtype, mlp, saved, monkeypatch):
+def test_a_step_equals_stock(grain, dtype, mlp, saved, monkeypatch):
     stock, model = (quantised(saved, grain, dtype) for _ in range(2))
     report = patched(model, monkeypatch, mlp)
     assert len(report.swapped) == 14 and not report.skipped
@@ -61,14 +61,16 @@ def test_a_step_is_that_of_stock(grain, dtype, mlp, saved, monkeypatch):
 
 @pytest.mark.parametrize("grain", GRAINS)
 def test_the_base_has_the_bits_of_stock(grain, saved, monkeypatch):
-    """With B = 0, the output and the gradient of x are those of the base alone."""
+    """With B = 0, the output and the gradient of x equal the base's."""
     stock, model = (quantised(saved, grain, torch.bfloat16, init_lora_weights=True) for _ in range(2))
     patched(model, monkeypatch)
     torch.manual_seed(5)
-    x, dy = torch.randn(64, 64, dtype=torch.bfloat16), torch.randn(64, 128, dtype=torch.bfloat16)
+    x = torch.randn(64, 64, dtype=torch.bfloat16)
+    dy = torch.randn(64, 128, dtype=torch.bfloat16)
     found = []
     for one in (model, stock):
-        layer, given = one.base_model.model.model.layers[0].mlp.up_proj, x.clone().requires_grad_()
+        layer = one.base_model.model.model.layers[0].mlp.up_proj
+        given = x.clone().requires_grad_()
         y = layer(given)
         y.backward(dy)
         found.append((y, given.grad))

@@ -1,4 +1,4 @@
-"""The losses for one's own loop against the loss code of TRL's trainers, on random log-probabilities."""
+"""The losses for users' own loops equal the loss code of TRL's trainers on random log-probabilities."""
 
 import inspect
 import os
@@ -10,9 +10,9 @@ import types
 import pytest
 import torch
 from checkout import ROOT
-from pair_parity import pair_rows
 from parity import LargestTensor
 from tiny_models import VOCAB, tiny_model, tiny_tokenizer
+from trainer_parity import pair_rows
 from trl import DPOTrainer, KTOTrainer
 from trl.experimental.cpo import CPOTrainer
 from trl.experimental.orpo import ORPOTrainer
@@ -26,19 +26,19 @@ DOCS = (ROOT / "docs" / "trainers.md").read_text().partition("## Preference loss
 
 
 def random_logps(n, seed, scale=20.0):
-    """Log-probabilities from near 0 to -scale, in fp64, wanting a gradient."""
+    """Log-probabilities from near 0 to -scale, in fp64, with gradients."""
     generator = torch.Generator().manual_seed(seed)
     return (-scale * torch.rand(n, PAIRS, dtype=torch.float64, generator=generator) ** 2).requires_grad_()
 
 
 def trainer_like(**fields):
-    """What TRL's loss methods read of `self`."""
+    """The attributes of `self` that TRL's loss methods read."""
     accelerator = types.SimpleNamespace(device="cpu", gather_for_metrics=lambda x: x, gather=lambda x: x)
     return types.SimpleNamespace(accelerator=accelerator, **fields)
 
 
 def assert_same(loss, want, leaf, rtol=1e-6):
-    """The value, and the gradient of the value times 3.7."""
+    """Compare the value, and the gradient of 3.7 times the value."""
     torch.testing.assert_close(loss.double(), want.double(), rtol=rtol, atol=1e-9)
     (got_grad,) = torch.autograd.grad(3.7 * loss, leaf, retain_graph=True)
     (want_grad,) = torch.autograd.grad(3.7 * want, leaf)
@@ -46,7 +46,7 @@ def assert_same(loss, want, leaf, rtol=1e-6):
 
 
 def stock_dpo(chosen, rejected, ref_chosen, ref_rejected, lengths, **options):
-    """TRL's `_compute_loss` fed with sequence log-probs: each is that of its completion's first token, the rest 0."""
+    """TRL's `_compute_loss` on sequence log-probs: a completion's first token has all of it, the others 0."""
     width = int(lengths.max()) + 1
     mask = (torch.arange(width) > 0) & (torch.arange(width) <= lengths.view(-1, 1))
 
@@ -58,14 +58,22 @@ def stock_dpo(chosen, rejected, ref_chosen, ref_rejected, lengths, **options):
 
     defaults = {"loss_weights": [1.0], "ld_alpha": None, "label_smoothing": 0.0, "beta": 0.1}
     stock = trainer_like(
-        model=types.SimpleNamespace(training=False), aux_loss_enabled=False, precompute_ref_logps=True,
-        f_divergence_type="reverse_kl", use_weighting=False, _metrics={"eval": Metrics()}, _total_train_tokens=0,
+        model=types.SimpleNamespace(training=False),
+        aux_loss_enabled=False,
+        precompute_ref_logps=True,
+        f_divergence_type="reverse_kl",
+        use_weighting=False,
+        _metrics={"eval": Metrics()},
+        _total_train_tokens=0,
         **(defaults | options),
-    )  # fmt: skip
+    )
     inputs = {
-        "input_ids": torch.zeros(2 * PAIRS, width, dtype=torch.long), "completion_mask": mask.long(),
-        "attention_mask": mask.long(), "ref_chosen_logps": ref_chosen, "ref_rejected_logps": ref_rejected,
-    }  # fmt: skip
+        "input_ids": torch.zeros(2 * PAIRS, width, dtype=torch.long),
+        "completion_mask": mask.long(),
+        "attention_mask": mask.long(),
+        "ref_chosen_logps": ref_chosen,
+        "ref_rejected_logps": ref_rejected,
+    }
     loss = DPOTrainer._compute_loss(stock, lambda **_: outputs(chosen, rejected), inputs, False)
     return loss, {name: values[-1] for name, values in stock._metrics["eval"].items()}
 
@@ -94,7 +102,7 @@ def test_dpo(seed, loss_type, smoothing, beta):
     lengths = torch.randint(1, 9, (2 * PAIRS,), generator=torch.Generator().manual_seed(seed))
     options = {"beta": beta, "label_smoothing": smoothing}
     want, metrics = stock_dpo(*leaf, lengths, loss_types=[loss_type], **options)
-    # TRL divides by the length of the whole mask in "ipo"; a function of log-probs gets averaged ones.
+    # In "ipo", TRL divides by the length of the whole mask. A function of log-probs gets averages instead.
     per = lengths.double().chunk(2) if loss_type == "ipo" else (1.0, 1.0)
     inputs = [leaf[0] / per[0], leaf[1] / per[1], leaf[2] / per[0], leaf[3] / per[1]]
     loss, got = dpo_loss(*inputs, loss_type=loss_type, **options)
@@ -107,7 +115,7 @@ def test_dpo(seed, loss_type, smoothing, beta):
 
 
 def test_conservative_dpo_is_cpo_against_the_reference():
-    """TRL's DPO has no smoothed "sigmoid"; its CPO has, of log-probs where DPO has log-ratios."""
+    """TRL's DPO has no smoothed "sigmoid". TRL's CPO has one, on log-probs where DPO has log-ratios."""
     leaf = random_logps(4, 2)
     stock = trainer_like(alpha=0.0, loss_type="sigmoid", beta=0.3, label_smoothing=0.15)
     want, *_ = CPOTrainer.cpo_loss(stock, leaf[0] - leaf[2].detach(), leaf[1] - leaf[3].detach())
@@ -152,9 +160,12 @@ def test_orpo(seed):
     loss, got = orpo_loss(*leaf.float(), nll, beta=0.3)  # TRL computes in fp32
     assert_same(loss, nll - losses.mean(), leaf, rtol=1e-5)
     for name, want in {
-        "nll_loss": nll, "log_odds_ratio": log_odds_ratio, "log_odds_chosen": log_odds,
-        "rewards/chosen": chosen_rewards.mean(), "logps/rejected": leaf[1].mean(),
-    }.items():  # fmt: skip
+        "nll_loss": nll,
+        "log_odds_ratio": log_odds_ratio,
+        "log_odds_chosen": log_odds,
+        "rewards/chosen": chosen_rewards.mean(),
+        "logps/rejected": leaf[1].mean(),
+    }.items():
         torch.testing.assert_close(got[name].double(), want.detach().double(), rtol=1e-5, atol=1e-7, msg=name)
 
 
@@ -181,15 +192,26 @@ def test_kto(desirable, kl):
     blank = torch.zeros_like(log_probs)
     outputs = FusedCausalLMOutput(log_probs=log_probs, entropy=blank, mean_logits=blank)
     stock = trainer_like(
-        model=types.SimpleNamespace(training=False), aux_loss_enabled=False, precompute_ref_logps=True,
-        calculate_KL=True, _compute_kl_logps=lambda model, batch: torch.full((PAIRS,), kl), loss_type="kto", beta=0.3,
-        desirable_weight=1.5, undesirable_weight=0.8, _metrics={"eval": Metrics()}, _total_train_tokens=0,
-    )  # fmt: skip
+        model=types.SimpleNamespace(training=False),
+        aux_loss_enabled=False,
+        precompute_ref_logps=True,
+        calculate_KL=True,
+        _compute_kl_logps=lambda model, batch: torch.full((PAIRS,), kl),
+        loss_type="kto",
+        beta=0.3,
+        desirable_weight=1.5,
+        undesirable_weight=0.8,
+        _metrics={"eval": Metrics()},
+        _total_train_tokens=0,
+    )
     inputs = {
-        "input_ids": torch.zeros(PAIRS, 3, dtype=torch.long), "completion_mask": torch.ones(PAIRS, 3).long(),
-        "attention_mask": torch.ones(PAIRS, 3), "label": label, "ref_logps": leaf[1].detach(),
+        "input_ids": torch.zeros(PAIRS, 3, dtype=torch.long),
+        "completion_mask": torch.ones(PAIRS, 3).long(),
+        "attention_mask": torch.ones(PAIRS, 3),
+        "label": label,
+        "ref_logps": leaf[1].detach(),
         "ref_KL_logps": torch.zeros(PAIRS),
-    }  # fmt: skip
+    }
     want = KTOTrainer._compute_loss(stock, lambda **_: outputs, inputs, False)
     loss, got = kto_loss(leaf[0], leaf[1], label, kl, beta=0.3, desirable_weight=1.5, undesirable_weight=0.8)
     (want_grad,) = torch.autograd.grad(3.7 * want, leaf)
@@ -267,7 +289,7 @@ def test_sequence_logprobs():
 
 @pytest.mark.parametrize("frozen", [False, True])
 def test_linear_loss(frozen):
-    """An own function of log-probs and entropy, against the same on real logits, in fp64; never a (T, V) tensor."""
+    """A user's function of log-probs and entropy equals itself on real logits in fp64, without a (T, V) tensor."""
     torch.manual_seed(0)
     hidden = torch.randn(3, 5, 16, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(4001, 16, dtype=torch.float64, requires_grad=not frozen)
@@ -329,7 +351,8 @@ def pair_batches(steps):
 def test_the_loop_of_the_docs_trains():
     namespace = {}
     exec(examples()[0], namespace)
-    model, reference = tiny_model("llama", vocab_size=4096), tiny_model("llama", vocab_size=4096)
+    model = tiny_model("llama", vocab_size=4096)
+    reference = tiny_model("llama", vocab_size=4096)
     batches = pair_batches(8)
     with LargestTensor() as largest:
         steps = list(namespace["train"](model, reference, batches, torch.optim.SGD(model.parameters(), lr=0.05)))

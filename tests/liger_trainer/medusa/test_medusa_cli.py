@@ -1,4 +1,4 @@
-"""From a model's answers to a directory for servers, as a user goes: train, medusa-eval, export and its former name."""
+"""From a model's answers to a directory for servers, as a user does it: train, medusa-eval, export and its old name."""
 
 import json
 import re
@@ -112,8 +112,14 @@ def test_from_answers_to_servers(folder, cache, capsys):
 
 
 def test_stage_2_serves_the_trained_model(folder, cache, capsys):
-    recipe = medusa_recipe(folder, dataset_name="rows.jsonl", prompt_template="alpaca", medusa_stage=2,
-                           medusa_tied=False, output_dir=str(folder / "two"))  # fmt: skip
+    recipe = medusa_recipe(
+        folder,
+        dataset_name="rows.jsonl",
+        prompt_template="alpaca",
+        medusa_stage=2,
+        medusa_tied=False,
+        output_dir=str(folder / "two"),
+    )
     code, _, err = command(capsys, "train", recipe)
     assert code == 0, err
     prompts = ("--prompts", folder / "rows.jsonl", "--max_rows", 2, "--max_new_tokens", 8)
@@ -131,13 +137,20 @@ def test_stage_2_serves_the_trained_model(folder, cache, capsys):
 
 
 def test_stage_2_with_lora_is_merged_for_servers(folder, cache, capsys):
-    """The output directory evaluates as it is; servers get the merged model, and the same heads."""
+    """The output directory evaluates as it is. Servers get the merged model and the same heads."""
     from peft import AutoPeftModelForCausalLM
     from transformers import AutoModelForCausalLM
 
     out_dir, merged = folder / "lora", folder / "merged"
-    recipe = medusa_recipe(folder, dataset_name="rows.jsonl", prompt_template="alpaca", medusa_stage=2, use_peft=True,
-                           lora_target_modules=["q_proj", "down_proj"], output_dir=str(out_dir))  # fmt: skip
+    recipe = medusa_recipe(
+        folder,
+        dataset_name="rows.jsonl",
+        prompt_template="alpaca",
+        medusa_stage=2,
+        use_peft=True,
+        lora_target_modules=["q_proj", "down_proj"],
+        output_dir=str(out_dir),
+    )
     code, _, err = command(capsys, "train", recipe)
     assert code == 0, err
     prompts = ("--prompts", folder / "rows.jsonl", "--max_rows", 2, "--max_new_tokens", 8)
@@ -153,7 +166,8 @@ def test_stage_2_with_lora_is_merged_for_servers(folder, cache, capsys):
     config = json.loads((folder / "lora_served" / "config.json").read_text())
     assert config["base_model_name_or_path"] == str(merged)
     ids = torch.tensor([[5, 9, 11, 40, 3]])
-    plain, tuned = AutoModelForCausalLM.from_pretrained(merged), AutoPeftModelForCausalLM.from_pretrained(out_dir)
+    plain = AutoModelForCausalLM.from_pretrained(merged)
+    tuned = AutoPeftModelForCausalLM.from_pretrained(out_dir)
     with torch.no_grad():
         torch.testing.assert_close(plain(ids).logits, tuned(ids).logits, rtol=1e-4, atol=1e-4)
     code, out, err = command(capsys, "medusa-eval", merged, folder / "lora_served", *prompts)
@@ -168,6 +182,6 @@ def test_mistakes_exit_2(folder, capsys, tmp_path):
         (("medusa-eval", folder / "none", "x", *rows), "that folder does not exist"),
         (("medusa-eval", folder / "model", folder / "heads", "--prompts", "none"), "prompts is 'none', which"),
         (("medusa-export", folder / "model", "--output", tmp_path / "o"), "Give the output_dir of a Medusa training"),
-    ):  # fmt: skip
+    ):
         code, out, err = command(capsys, *argv)
         assert code == 2 and message in err, (argv, err)

@@ -1,6 +1,6 @@
-"""Two gloo ranks: the gradients, the logs and the saved heads of one process.
+"""Two gloo ranks have the gradients, logs and saved heads of one process.
 
-Under DDP, in the units of FSDP2, and under ZeRO-3 where DeepSpeed is installed.
+They run DDP, FSDP2, and ZeRO-3 if DeepSpeed is installed.
 """
 
 import json
@@ -42,7 +42,7 @@ def test_ddp(case, ranks, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["fsdp2", "zero3"])
 def test_sharded(mode, tmp_path):
-    """Trained, evaluated, saved and resumed in parts on two ranks: the losses and the weights of one process."""
+    """Trains, evaluates, saves and resumes sharded over two ranks, with one process's losses and weights."""
     model = str(write_model(tmp_path / "model"))
     if mode == "fsdp2":
         in_processes_fsdp2(tmp_path, "medusa_sharded.py", mode, model, tmp_path / "ranks")

@@ -1,11 +1,12 @@
-"""The numbers of `medusa-eval`: against brute force and by hand."""
+"""The numbers of `medusa-eval`, checked by brute force and by hand."""
 
 import pytest
 import torch
 from medusa_fixtures import ENDS, model_with_heads, prompts_of
 
 from liger_trainer.data.answers import answer, end_tokens
-from liger_trainer.medusa.evaluate import evaluate, right_guesses, simulate_decoding
+from liger_trainer.head.acceptance import simulate_decoding
+from liger_trainer.medusa.evaluate import evaluate, right_guesses
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +20,7 @@ def texts(fitted):
     return list(zip(prompts, answer(fitted[0], prompts, ENDS, 24), strict=True))
 
 
-def test_guesses_are_those_of_full_logits_at_the_right_shift(fitted, texts):
+def test_guesses_equal_full_logits_at_the_right_shift(fitted, texts):
     model, heads = fitted
     for prompt, text in texts:
         ids = torch.tensor([prompt + text])
@@ -35,7 +36,7 @@ def test_guesses_are_those_of_full_logits_at_the_right_shift(fitted, texts):
 
 
 def passes_of(model, heads, prompt, text):
-    """Count the forward passes of a decoder that verifies the chain of guesses, by hand."""
+    """Count by hand the forward passes of a decoder that verifies the chain of guesses."""
     passes, done = 0, 1
     while done < len(text):
         ids = torch.tensor([prompt + text[:done]])  # the last one is the model's own token
@@ -57,7 +58,7 @@ def test_walk_counts_the_passes_of_a_decoder(fitted, texts):
 
 
 def test_walk_by_hand():
-    """Two heads, a text of 7 tokens: both right, on at 3; head 1 wrong, on at 4; past the end at 5."""
+    """Two heads on 7 tokens: both right, go on at 3; head 1 wrong, go on at 4; past the end at 5."""
     right = torch.tensor([[1, 0, 0, 0, 1, -1], [1, 1, 1, 1, -1, -1]])
     assert simulate_decoding([right]) == (6 / 3, [2 / 3, 1.0])
     assert simulate_decoding([torch.zeros(2, 4)]) == (1.0, [0.0, None])
@@ -83,7 +84,7 @@ def test_report(fitted):
 
 
 def test_answers_are_greedy_and_padding_changes_nothing(fitted):
-    """A repetition penalty in the model's own generation config is not the argmax that decoders verify."""
+    """A repetition penalty in the model's generation config does not change the argmax that decoders verify."""
     model, _ = fitted
     prompts = prompts_of(5)
     alone = [answer(model, [prompt], ENDS, 12)[0] for prompt in prompts]

@@ -1,4 +1,4 @@
-"""Exported heads, read back as each server reads them (`medusa_readers.py`): the same logits, or an error."""
+"""Exported heads, read as each server reads them (`medusa_readers.py`), give the same logits or an error."""
 
 import json
 from types import SimpleNamespace
@@ -62,7 +62,7 @@ def test_vllm_names(model, tmp_path, tied, num_layers):
 
 
 def test_the_biases_count(model, tmp_path):
-    """vLLM's default for `medusa_fc_bias` is false; heads read like that are other heads."""
+    """vLLM's default for `medusa_fc_bias` is false. Heads read without their biases are wrong."""
     heads = random_heads(model)
     x = torch.randn(5, H)
     exported(model, tmp_path / "out", heads)
@@ -81,7 +81,7 @@ def test_dtype(model, tmp_path):
 
 
 def test_published_checkpoint(model, tmp_path):
-    """FasterDecoding's own keys only; a tied one does not show the vocabulary."""
+    """It has only FasterDecoding's own keys. A tied one does not show the vocabulary."""
     heads = random_heads(model, tied=False)
     save_file(dict(heads.state_dict()), tmp_path / "medusa_lm_head.safetensors")
     config = {"medusa_num_heads": 3, "medusa_num_layers": 1, "base_model_name_or_path": "org/base"}
@@ -151,7 +151,7 @@ def test_refusals(model, tmp_path):
 
 
 def test_which_model_is_served(model, tmp_path):
-    """After stage 1 the one that was trained on; after stage 2 the trained one beside the heads, never its base."""
+    """After stage 1 the frozen model; after stage 2 the trained model saved with the heads, never its base."""
     heads = random_heads(model)
     heads.config = type(heads.config)(3, 1, True, H, VOCAB, "org/base")
     folder = tmp_path / "out" / "medusa_heads"

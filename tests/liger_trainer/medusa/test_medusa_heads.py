@@ -1,4 +1,4 @@
-"""The heads: what a fresh one computes, their names and files, and the models that cannot have them."""
+"""The heads: what a fresh one computes, their names and files, and models that cannot have them."""
 
 import json
 
@@ -33,7 +33,7 @@ def test_every_head_has_blocks_of_its_own():
 
 
 def test_a_head_is_a_unit_of_fsdp2():
-    """PyTorch 2.11 refuses lists and dicts of modules as units, even those that have a forward."""
+    """PyTorch 2.11 refuses lists and dicts of modules as units, even those with a forward."""
     head = MedusaHeads.for_model(tiny_model("llama"), 2, 2, tied=False)[0]
     assert not isinstance(head, (torch.nn.ModuleList, torch.nn.ModuleDict))
     assert [type(part).__name__ for part in head] == ["ResBlock", "ResBlock", "Linear"]
@@ -49,16 +49,23 @@ def test_an_own_projection_is_a_copy():
 
 def test_names_in_the_state_dict_and_the_file(tmp_path):
     model = model_with_heads(num_heads=2, num_layers=2, tied=False)
-    names = {f"{k}.{end}" for k in (0, 1) for end in ("0.linear.weight", "0.linear.bias", "1.linear.weight",
-                                                      "1.linear.bias", "2.weight")}  # fmt: skip
+    names = {
+        f"{k}.{end}"
+        for k in (0, 1)
+        for end in ("0.linear.weight", "0.linear.bias", "1.linear.weight", "1.linear.bias", "2.weight")
+    }
     assert {n for n in model.state_dict() if "medusa" in n} == {f"medusa_head.{name}" for name in names}
     model.medusa_head.save_pretrained(tmp_path)
     assert load_file(tmp_path / "medusa_lm_head.safetensors").keys() == names
     config = json.loads((tmp_path / "config.json").read_text())
     assert config == {
-        "medusa_num_heads": 2, "medusa_num_layers": 2, "medusa_tied": False, "hidden_size": 32, "vocab_size": VOCAB,
+        "medusa_num_heads": 2,
+        "medusa_num_layers": 2,
+        "medusa_tied": False,
+        "hidden_size": 32,
+        "vocab_size": VOCAB,
         "base_model_name_or_path": None,
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -88,13 +95,13 @@ def test_heads_hang_on_the_model_inside_an_adapter():
 
 
 class Linear8bit(torch.nn.Linear):
-    """A linear layer whose product is not `F.linear` of its weight."""
+    """A linear layer with a product that differs from `F.linear` of its weight."""
 
     def forward(self, x):
         return super().forward(x)
 
 
-def test_what_cannot_have_heads():
+def test_models_that_cannot_have_heads_are_refused():
     with pytest.raises(ValueError, match="The LM head of LlamaForCausalLM has an adapter"):
         MedusaHeads.for_model(lora(tiny_model("llama"), ["lm_head"]), 2)
     with pytest.raises(ValueError, match="The LM head of PhiForCausalLM has a bias"):

@@ -1,4 +1,4 @@
-"""The Medusa loss against brute force: value, every gradient and what is logged, however the batch is made up."""
+"""The Medusa loss against brute force: value, every gradient and the logs, for any form of batch."""
 
 import pytest
 import torch
@@ -35,13 +35,18 @@ CASES = [
 
 @pytest.mark.parametrize("model_type, stage, tied, targets, batch", CASES)
 def test_loss_and_every_gradient(model_type, stage, tied, targets, batch, tmp_path):
-    """Two blocks a head. A frozen parameter has no gradient at all, a trained one has that of the brute force."""
+    """Each head has two blocks. A frozen parameter has no gradient; a trained one has brute force's."""
     batch = batch()
     model = model_with_heads(model_type, num_layers=2, tied=tied)
     trainer = medusa_trainer(
-        model, tmp_path, medusa_stage=stage, medusa_tied=tied, medusa_targets=targets, medusa_num_layers=2,
+        model,
+        tmp_path,
+        medusa_stage=stage,
+        medusa_tied=tied,
+        medusa_targets=targets,
+        medusa_num_layers=2,
         medusa_heads_coefficient=0.6,
-    )  # fmt: skip
+    )
     twin = plain_copy(model)
     want, report = brute_force(twin, batch, stage, targets, decay=0.7, coefficient=0.6)
     want.backward()
@@ -53,7 +58,7 @@ def test_loss_and_every_gradient(model_type, stage, tied, targets, batch, tmp_pa
     trained = {n for n, p in model.named_parameters() if stage == 2 or "medusa_head" in n}
     assert gradients(model).keys() == trained
 
-    trainer.compute_loss(model, dict(batch))  # a second micro-batch: logged are means over both
+    trainer.compute_loss(model, dict(batch))  # a second micro-batch: logs are means over both
     logs = {}
     trainer.log(logs)
     for k, (loss, accuracy, _) in enumerate(report):
@@ -65,7 +70,7 @@ def test_loss_and_every_gradient(model_type, stage, tied, targets, batch, tmp_pa
 
 
 def test_the_rest_of_stage_2_is_the_loss_of_sft(tmp_path):
-    """A mixture of experts, whose auxiliary loss counts too: heads apart, the loss is that of `LigerSFTTrainer`."""
+    """Without the heads' part, the loss is `LigerSFTTrainer`'s, including a mixture of experts' auxiliary loss."""
     model, batch = tiny_model("qwen3_moe"), ragged_batch()
     args = LigerSFTConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none")
     rows = Dataset.from_list(ragged_rows())
@@ -90,8 +95,10 @@ SPLITS = [
 
 @pytest.mark.parametrize("stage, tied, packed", SPLITS)
 def test_every_split_of_the_batch(stage, tied, packed, tmp_path):
-    """One step on 8 ragged rows, from one or more micro-batches: one divisor for all heads and micro-batches. Packed,
-    the collator joins the rows of a micro-batch; that is the loss of the same rows apart."""
+    """One step on 8 ragged rows in one or more micro-batches has one divisor for all heads and micro-batches.
+
+    If packed, the collator joins a micro-batch's rows, and the loss does not change.
+    """
     rows = ragged_rows(8)
     twin = model_with_heads(tied=tied)
     want, report = brute_force(twin, collate(rows), stage, "hard", decay=0.7, coefficient=0.5)
@@ -99,10 +106,19 @@ def test_every_split_of_the_batch(stage, tied, packed, tmp_path):
     for batch, accumulation in ((8, 1), (4, 2), (1, 8)):
         keep = KeepGradients()
         trainer = medusa_trainer(
-            model_with_heads(tied=tied), tmp_path, rows, {"callbacks": [keep]}, medusa_stage=stage, medusa_tied=tied,
-            medusa_heads_coefficient=0.5, per_device_train_batch_size=batch, gradient_accumulation_steps=accumulation,
-            max_steps=1, padding_free=packed, max_length=None if packed else 64,
-        )  # fmt: skip
+            model_with_heads(tied=tied),
+            tmp_path,
+            rows,
+            {"callbacks": [keep]},
+            medusa_stage=stage,
+            medusa_tied=tied,
+            medusa_heads_coefficient=0.5,
+            per_device_train_batch_size=batch,
+            gradient_accumulation_steps=accumulation,
+            max_steps=1,
+            padding_free=packed,
+            max_length=None if packed else 64,
+        )
         assert (next(iter(trainer.get_train_dataloader()))["input_ids"].shape[0] == 1) == (packed or batch == 1)
         trainer.train()
         want_grads = {n: g for n, g in gradients(twin).items() if n in keep.grads}
@@ -115,7 +131,7 @@ def test_every_split_of_the_batch(stage, tied, packed, tmp_path):
 
 
 def test_evaluation_counts_every_head(tmp_path):
-    """Not 0, and not scaled by a schedule that has not begun: evaluation takes the full weight."""
+    """Evaluation uses the full weight of the heads, even if the schedule has not started."""
     model = model_with_heads()
     trainer = medusa_trainer(model, tmp_path, ragged_rows(8), medusa_schedule="linear")
     result = trainer.evaluate()
@@ -129,7 +145,7 @@ def test_evaluation_counts_every_head(tmp_path):
 @pytest.mark.parametrize("num_heads", [1, 4])
 @pytest.mark.parametrize("targets", ["hard", "soft"])
 def test_no_logits_whatever_the_number_of_heads(targets, num_heads, tmp_path, monkeypatch):
-    """Stage 1: as many rows meet the vocabulary as there are heads, so no loss of the LM head for nothing."""
+    """In stage 1, as many rows meet the vocabulary as there are heads: no LM head loss is computed needlessly."""
     import liger_triton._chunks as chunks
 
     monkeypatch.setattr(chunks, "_CPU_CHUNK_BYTES", 4 * 4096 * 8)  # 8 rows of logits
@@ -148,12 +164,12 @@ def test_no_logits_whatever_the_number_of_heads(targets, num_heads, tmp_path, mo
     with LargestTensor() as largest:
         trainer.compute_loss(model.train(), batch).backward()
     assert sum(heads) == num_heads
-    # fp32 logits of a chunk, or what the students and the teacher need for a window of K rows and more
+    # fp32 logits of a chunk, or what students and teacher need for a window of K rows and more
     assert largest.numel < batch["input_ids"].numel() * 4096 / 4
 
 
 def nodes_of(loss):
-    """Names of the nodes of the graph above `loss`."""
+    """Names of the graph nodes above `loss`."""
     todo, seen = [loss.grad_fn], set()
     while todo:
         node = todo.pop()
@@ -165,7 +181,7 @@ def nodes_of(loss):
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_heads_on_a_frozen_model_keep_nothing_for_the_backward_pass(tied, tmp_path):
-    """Memory that does not grow with the number of heads: what each kept is gone before the next."""
+    """Memory does not grow with the number of heads: each head's tensors are freed before the next."""
     model = model_with_heads(tied=tied)
     loss = medusa_trainer(model, tmp_path, medusa_tied=tied).compute_loss(model.train(), ragged_batch(4))
     assert "_WithGradientsBackward" in nodes_of(loss) and not any("Silu" in name for name in nodes_of(loss))
@@ -179,22 +195,27 @@ def test_gradient_checkpointing_changes_nothing(tmp_path):
     for checkpointing in (False, True):
         keep = KeepGradients()
         medusa_trainer(
-            model_with_heads(), tmp_path, None, {"callbacks": [keep]}, medusa_stage=2, max_steps=1,
+            model_with_heads(),
+            tmp_path,
+            None,
+            {"callbacks": [keep]},
+            medusa_stage=2,
+            max_steps=1,
             gradient_checkpointing=checkpointing,
-        ).train()  # fmt: skip
+        ).train()
         grads.append(keep.grads)
     assert_gradients(*grads)
 
 
 def test_a_frozen_model_runs_without_dropout(tmp_path):
-    """Stage 1 learns from the hidden states that the model will have when it is served."""
+    """In stage 1, heads learn from the hidden states that the model will have when served."""
     model = model_with_heads(attention_dropout=0.5)
     trainer = medusa_trainer(model, tmp_path)
     batch = ragged_batch(4)
     losses = {float(trainer.compute_loss(model.train(), dict(batch))) for _ in range(2)}
     want, _ = brute_force(model.eval(), batch, 1, "hard", decay=0.7, coefficient=1.0)
     assert len(losses) == 1 and losses.pop() == pytest.approx(float(want.detach()), rel=1e-5)
-    assert not model.training  # as brute_force left it: the trainer gives back what it found
+    assert not model.training  # as brute_force left it: the trainer restores the mode
     trainer.compute_loss(model.train(), dict(batch))
     assert model.training and model.medusa_head.training
 
@@ -221,7 +242,10 @@ def test_positions_say_the_same_however_documents_are_marked():
 
 
 def test_no_head_looks_over_a_border():
-    """The collator masks one label a document, which protects the LM head alone: fault of trainers that only shift."""
+    """The collator masks one label per document, which protects only the LM head.
+
+    Trainers that only shift fail here.
+    """
     targets = head_targets(BATCH, 4)
     ends = torch.tensor(DOCUMENTS).cumsum(0)
     for k in range(5):
@@ -231,7 +255,7 @@ def test_no_head_looks_over_a_border():
 
 
 @pytest.mark.parametrize("side", ["right", "left"])
-def test_padding_is_no_row_and_no_target(side):
+def test_padding_is_neither_a_row_nor_a_target(side):
     ids = torch.arange(3, 9)
     pad = torch.zeros(3, dtype=torch.long)
     parts = (ids, pad) if side == "right" else (pad, ids)
@@ -259,7 +283,7 @@ def test_a_short_batch_has_finite_zero_gradients(tmp_path):
 
 @pytest.mark.parametrize("labels, rows", [("all", [8 * 7, 8 * 6, 8 * 5]), ("some", [1] * 3), ("none", [0] * 3)])
 def test_heads_on_a_frozen_model_compute_no_row_that_they_do_not_guess_from(labels, rows, tmp_path):
-    """Head k guesses from t the token t + k + 1, so k + 1 rows of each document have nothing to guess."""
+    """At t, head k guesses token t + k + 1. So k + 1 rows of each document have nothing to guess."""
     model = model_with_heads()
     trainer = medusa_trainer(model, tmp_path)
     ids = torch.randint(3, 131, (8, 9), generator=torch.Generator().manual_seed(0))

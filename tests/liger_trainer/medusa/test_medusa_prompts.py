@@ -1,4 +1,4 @@
-"""The prompts of `medusa-eval`: which are read of a file, and how they reach a model."""
+"""The prompts of `medusa-eval`: which ones are read from a file, and how they reach a model."""
 
 import pytest
 from tiny_models import tiny_tokenizer

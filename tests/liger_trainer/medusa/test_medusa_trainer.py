@@ -1,4 +1,4 @@
-"""`LigerMedusaTrainer`: what moves and what does not, learning rates, schedules, checkpoints, and what it refuses."""
+"""`LigerMedusaTrainer`: what trains and what does not, learning rates, schedules, checkpoints, and refusals."""
 
 import math
 from pathlib import Path
@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from medusa_brute_force import brute_force, medusa_trainer, model_with_heads, ragged_batch
+from parity import logged_values
 from peft import LoraConfig, PeftModel, PromptTuningConfig
 from recipe_fixtures import write_recipe
 from safetensors.torch import load_file
@@ -36,7 +37,7 @@ def moved(model, before):
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_stage_1_moves_every_head_parameter_and_nothing_else(tied, tmp_path):
-    """Fresh heads, two blocks each: blocks that a loss goes around would stay zero. The model is bit-identical."""
+    """Heads start with two blocks each. A block that the loss misses would stay zero. The model is bit-identical."""
     model = tiny_model("llama")
     trainer = medusa_trainer(model, tmp_path, medusa_tied=tied, medusa_num_layers=2, weight_decay=0.1)
     before = state(model)
@@ -62,7 +63,7 @@ def test_stage_2_with_lora_moves_adapter_and_heads(tmp_path):
 
 
 def test_stage_2_trains_what_was_left_trainable(tmp_path):
-    """The trainer freezes nothing on its own: a choice made before stays."""
+    """The trainer itself freezes nothing: an earlier choice holds."""
     model = tiny_model("llama").requires_grad_(False)
     model.model.layers[1].requires_grad_(True)
     trainer = medusa_trainer(model, tmp_path, medusa_stage=2)
@@ -73,11 +74,17 @@ def test_stage_2_trains_what_was_left_trainable(tmp_path):
 
 @pytest.mark.parametrize("multiplier", [4.0, None])
 def test_every_head_parameter_has_its_learning_rate(multiplier, tmp_path):
-    """Matrices and biases, fault of trainers that scale only what has weight decay; the split by weight decay stays."""
+    """Matrices and biases have it, where some trainers scale only what decays. The weight decay split stays."""
     trainer = medusa_trainer(
-        tiny_model("llama"), tmp_path, medusa_stage=2, medusa_tied=False, medusa_lr_multiplier=multiplier,
-        weight_decay=0.1, learning_rate=1e-3, lr_scheduler_type="constant",
-    )  # fmt: skip
+        tiny_model("llama"),
+        tmp_path,
+        medusa_stage=2,
+        medusa_tied=False,
+        medusa_lr_multiplier=multiplier,
+        weight_decay=0.1,
+        learning_rate=1e-3,
+        lr_scheduler_type="constant",
+    )
     optimizer = trainer.create_optimizer()
     names = {id(p): name for name, p in trainer.model.named_parameters()}
     decayed = trainer.get_decay_parameter_names(trainer.model)
@@ -89,7 +96,7 @@ def test_every_head_parameter_has_its_learning_rate(multiplier, tmp_path):
             assert group["lr"] == pytest.approx(4e-3 if "medusa_head" in name else 1e-3), name
             assert group["weight_decay"] == (0.1 if name in decayed else 0.0), name
     assert sorted(seen) == sorted(names.values())
-    trainer.create_scheduler(10, optimizer)  # which takes the rates for the initial ones
+    trainer.create_scheduler(10, optimizer)  # it takes the rates for the initial ones
     assert {group["initial_lr"] for group in optimizer.param_groups} == {1e-3, 4e-3}
 
 
@@ -128,7 +135,7 @@ def test_mixed_precision(tmp_path):
     for bf16 in (False, True):
         trainer = medusa_trainer(model_with_heads(tied=False), tmp_path, medusa_stage=2, medusa_tied=False, bf16=bf16)
         trainer.train()
-        losses.append([log["loss"] for log in trainer.state.log_history if "loss" in log])
+        losses.append(logged_values(trainer, "loss"))
     assert losses[1] == pytest.approx(losses[0], rel=2e-2) and losses[0] != losses[1]
 
 
@@ -139,8 +146,13 @@ KINDS = {"stage1": {}, "stage2": {"medusa_stage": 2, "medusa_tied": False}, "lor
 
 def built(kind, tmp_path, **options):
     extra = {"trainer_options": {"peft_config": LORA}} if kind == "lora" else {}
-    return medusa_trainer(tiny_model("llama", attention_dropout=0.1), tmp_path, ragged_rows(16), **extra,
-                          **(KINDS[kind] | {"max_steps": 4, "per_device_train_batch_size": 4} | options))  # fmt: skip
+    return medusa_trainer(
+        tiny_model("llama", attention_dropout=0.1),
+        tmp_path,
+        ragged_rows(16),
+        **extra,
+        **(KINDS[kind] | {"max_steps": 4, "per_device_train_batch_size": 4} | options),
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -149,7 +161,7 @@ def test_resumes_exactly_and_saves_what_loads(kind, tmp_path):
     whole.train()
     resumed = built(kind, tmp_path / "resumed")
     resumed.train(resume_from_checkpoint=str(tmp_path / "whole/medusa/checkpoint-2"))
-    logged = [[log["loss"] for log in t.state.log_history if "loss" in log] for t in (whole, resumed)]
+    logged = [logged_values(t, "loss") for t in (whole, resumed)]
     assert logged[0] == logged[1] and len(logged[0]) == 4
     for (name, p), (_, q) in zip(whole.model.named_parameters(), resumed.model.named_parameters(), strict=True):
         assert torch.equal(p, q), name
@@ -179,9 +191,17 @@ def test_resumes_exactly_and_saves_what_loads(kind, tmp_path):
 @pytest.mark.parametrize("kind", ["stage1", "stage2"])
 def test_the_best_checkpoint_is_loaded_at_the_end(kind, tmp_path):
     trainer = built(
-        kind, tmp_path, save_strategy="steps", eval_strategy="steps", eval_steps=2, save_steps=2, learning_rate=10.0,
-        load_best_model_at_end=True, metric_for_best_model="loss", lr_scheduler_type="constant",
-    )  # fmt: skip
+        kind,
+        tmp_path,
+        save_strategy="steps",
+        eval_strategy="steps",
+        eval_steps=2,
+        save_steps=2,
+        learning_rate=10.0,
+        load_best_model_at_end=True,
+        metric_for_best_model="loss",
+        lr_scheduler_type="constant",
+    )
     trainer.train()
     best = trainer.state.best_model_checkpoint
     want = MedusaHeads.from_pretrained(best).state_dict()
@@ -258,7 +278,7 @@ IGNORED = [
 
 
 @pytest.mark.parametrize("options, trainer_options, message", IGNORED, ids=[message[:30] for *_, message in IGNORED])
-def test_what_would_be_ignored_or_train_wrongly(options, trainer_options, message, tmp_path):
+def test_options_that_would_be_ignored_or_train_wrongly_are_refused(options, trainer_options, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         medusa_trainer(tiny_model("llama"), tmp_path, trainer_options=trainer_options, **options)
 

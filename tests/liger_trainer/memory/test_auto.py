@@ -1,4 +1,4 @@
-"""`activation_checkpointing: auto` in a trainer, on a counted memory: the same bits within every budget."""
+"""`activation_checkpointing: auto` in a trainer on a counted memory gives the same bits within every budget."""
 
 import copy
 import gc
@@ -19,10 +19,11 @@ from liger_trainer.memory.switches import Switch
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Without checkpointing and with all of it: losses and weights, and the most bytes that there were."""
+    """Losses, weights and peak bytes without checkpointing, and with all layers checkpointed."""
     found = {}
     for checkpointing in (False, True):
-        trainer = build(tmp_path_factory.mktemp("run"), checkpointing, memory := CountedMemory())
+        memory = CountedMemory()
+        trainer = build(tmp_path_factory.mktemp("run"), checkpointing, memory)
         found[checkpointing] = (*train(trainer), memory.highest)
     return found
 
@@ -41,7 +42,8 @@ def test_the_same_bits_within_the_budget(runs, tmp_path):
     kept = []
     for share in (0.3, 0.6, 1.5):
         budget = full + share * (none - full)
-        trainer = build(tmp_path, "auto", memory := CountedMemory(), memory_budget=budget / GIB)
+        memory = CountedMemory()
+        trainer = build(tmp_path, "auto", memory, memory_budget=budget / GIB)
         assert same_bits(train(trainer), runs[False]), share
         chosen = trainer.checkpointing
         assert memory.highest <= budget * 1.02, share
@@ -57,7 +59,7 @@ def test_the_same_bits_within_the_budget(runs, tmp_path):
 
 @pytest.mark.parametrize("share", [0.1, 0.4])
 def test_less_memory_from_one_step_to_the_next(share, runs, tmp_path):
-    """Another process takes memory of the device. Fewer layers are kept, before an allocation fails."""
+    """Another process takes device memory. Fewer layers are kept, before an allocation fails."""
     full, none = runs[True][2], runs[False][2]
     memory = CountedMemory()
     size = int((full + share * (none - full)) / (1 - RESERVE))
@@ -68,7 +70,7 @@ def test_less_memory_from_one_step_to_the_next(share, runs, tmp_path):
 
 
 def test_an_allocator_that_is_short_of_memory_is_left_more(runs, tmp_path):
-    """It gives back what it has cached before an allocation fails, because its memory is in pieces."""
+    """It frees its cache before an allocation fails, because its memory is fragmented."""
 
     memory, times = CountedMemory(), []
     memory.retries = lambda: len(times)
@@ -85,7 +87,10 @@ class Counting(LigerTrainer):
     def compute_loss(self, model, *args, **kwargs):
         if not self.calls:
             model.register_buffer("seen", torch.zeros(()))
-            self.drawn, self._noted, self.stepped, self.state.num_tokens = torch.Generator().manual_seed(0), [], 0, 0
+            self.drawn = torch.Generator().manual_seed(0)
+            self._noted = []
+            self.stepped = 0
+            self.state.num_tokens = 0
             model.lm_head.weight.register_post_accumulate_grad_hook(self._step)
         self.calls += 1
         model.seen.add_(1)
@@ -100,7 +105,7 @@ class Counting(LigerTrainer):
 
 @pytest.mark.parametrize("kept", [True, False])
 def test_out_of_memory_is_an_error_that_says_what_to_set(kept, runs, tmp_path):
-    """What a step has counted or changed cannot all be seen and put back, so it is not run again."""
+    """A step's counts and changes cannot all be found and undone, so the step does not run again."""
     memory = CountedMemory()
     memory.claims = 1 << 40 if kept else None
     shrink = At(4, lambda: setattr(memory, "size", int(runs[True][2]) if kept else 1_000_000))
@@ -119,11 +124,12 @@ def test_out_of_memory_is_an_error_that_says_what_to_set(kept, runs, tmp_path):
 
 
 def test_a_model_that_is_made_when_training_begins(tmp_path):
-    """That of `model_init`. The one that the trainer was built with is gone."""
+    """`model_init` makes it. The model that the trainer was built with is gone."""
     made = []
 
     def init():
-        made.append(weakref.ref(model := tiny_model("llama", num_hidden_layers=LAYERS)))
+        model = tiny_model("llama", num_hidden_layers=LAYERS)
+        made.append(weakref.ref(model))
         return model
 
     def look():
@@ -158,15 +164,16 @@ def test_a_budget_below_full_checkpointing_is_said_once(runs, tmp_path, caplog):
     assert "so it is exceeded" in line and "tokens" in line
 
 
-def test_to_measure_takes_no_more_than_full_checkpointing(tmp_path):
-    """Where gradients are most of it: what is kept to be measured is given back before all of them exist."""
+def test_measuring_takes_no_more_than_full_checkpointing(tmp_path):
+    """Gradients take most of the memory: what is kept for measuring is freed before all gradients exist."""
     highest = {}
     for checkpointing in (True, "auto"):
         model = tiny_model("llama", num_hidden_layers=LAYERS, hidden_size=96, intermediate_size=288, vocab_size=132)
         options = {"per_device_train_batch_size": 6, "gradient_accumulation_steps": 1, "max_steps": 8}
         if checkpointing == "auto":
             options["memory_budget"] = highest[True] / GIB
-        trainer = build(tmp_path, checkpointing, memory := CountedMemory(), model=model, **options)
+        memory = CountedMemory()
+        trainer = build(tmp_path, checkpointing, memory, model=model, **options)
         train(trainer)
         highest[checkpointing] = memory.highest
     assert trainer.checkpointing.most > 0
@@ -222,7 +229,7 @@ def test_copies_of_a_model_in_training_are_plain(tmp_path):
 
 
 def test_checkpointing_turned_off_and_on_in_a_step(runs, tmp_path):
-    """As TRL does around what needs no gradient."""
+    """TRL does this around passes without gradients."""
 
     class Toggling(LigerTrainer):
         def compute_loss(self, model, inputs, *args, **kwargs):
@@ -256,7 +263,7 @@ PATCHED = {
 
 
 def test_patched_models_and_what_they_rebuild(tmp_path):
-    """Kept layers rebuild the results of norms and gates, and checkpointed layers do not."""
+    """Kept layers rebuild results of norms and gates. Checkpointed layers do not."""
 
     def run(checkpointing, memory=None):
         model = tiny_model("llama", attention_dropout=0.1)
@@ -283,4 +290,4 @@ def test_without_a_gpu_every_layer_is_checkpointed(runs, tmp_path, caplog):
     trainer = build(tmp_path, "auto")
     assert same_bits(train(trainer), runs[False])
     assert trainer.checkpointing is None
-    assert "There is none, so every layer is checkpointed" in caplog.text
+    assert "Without one, every layer is checkpointed" in caplog.text

@@ -28,10 +28,11 @@ def make(out, checkpointing, memory=None, callbacks=(), implementation="sdpa", d
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Without checkpointing and with all of it: losses and weights, and the most bytes that there were."""
+    """Losses, weights and peak bytes without checkpointing, and with all layers checkpointed."""
     found = {}
     for checkpointing in (False, True):
-        trainer = make(tmp_path_factory.mktemp("run"), checkpointing, memory := CountedMemory())
+        memory = CountedMemory()
+        trainer = make(tmp_path_factory.mktemp("run"), checkpointing, memory)
         found[checkpointing] = (*train(trainer), memory.highest)
     return found
 
@@ -44,7 +45,8 @@ def between(runs, share):
 @pytest.mark.parametrize("share", [0.05, 0.4, 1.5])
 def test_the_same_bits_within_the_budget(share, runs, tmp_path, caplog):
     budget = between(runs, share)
-    trainer = make(tmp_path, "auto", memory := CountedMemory(), memory_budget=budget / GIB)
+    memory = CountedMemory()
+    trainer = make(tmp_path, "auto", memory, memory_budget=budget / GIB)
     assert same_bits(train(trainer), runs[False])
     chosen = trainer.checkpointing
     assert memory.highest <= budget * 1.005
@@ -65,7 +67,7 @@ def test_short_rows_do_not(runs, tmp_path, monkeypatch):
     assert trainer.checkpointing.most_attention == 0 < trainer.checkpointing.kept
 
 
-def test_what_comes_long_after_short_rows_is_measured_again(runs, tmp_path, monkeypatch):
+def test_long_rows_after_short_ones_are_measured_again(runs, tmp_path, monkeypatch):
     monkeypatch.setattr(selective, "LONG", 1000)
     callback = At(4, lambda: monkeypatch.setattr(selective, "LONG", 2))
     trainer = make(tmp_path, "auto", CountedMemory(), [callback], memory_budget=between(runs, 0.3) / GIB)
@@ -82,10 +84,11 @@ def test_what_comes_long_after_short_rows_is_measured_again(runs, tmp_path, monk
     ],
     ids=["eager", "dropout", "reentrant"],
 )
-def test_where_there_is_nothing_to_keep_or_no_way(options, tmp_path):
+def test_layers_are_kept_whole_if_attention_alone_cannot_be_kept(options, tmp_path):
     made = {}
     for checkpointing in (False, True):
-        trainer = make(tmp_path, checkpointing, memory := CountedMemory(), max_steps=4, **options)
+        memory = CountedMemory()
+        trainer = make(tmp_path, checkpointing, memory, max_steps=4, **options)
         made[checkpointing] = (*train(trainer), memory.highest)
     budget = made[True][2] + 0.3 * (made[False][2] - made[True][2])
     trainer = make(tmp_path, "auto", CountedMemory(), memory_budget=budget / GIB, max_steps=4, **options)
@@ -95,7 +98,7 @@ def test_where_there_is_nothing_to_keep_or_no_way(options, tmp_path):
 
 @pytest.mark.parametrize("long", [2, 40])
 def test_rows_without_padding_one_after_the_other(long, tmp_path, monkeypatch):
-    """A patched model gets three rows of at most 47 tokens as one, with a mask that knows the longest."""
+    """A patched model gets three rows of at most 47 tokens as one row, with a mask that knows the longest."""
     monkeypatch.setattr(selective, "LONG", long)
     monkeypatch.setattr(_dispatch, "INTERPRET", False)  # the kernels' twins, which are faster on a CPU
     off = dict.fromkeys(("rms_norm", "rope", "swiglu"), False)
@@ -142,6 +145,8 @@ def test_offload_is_refused_by_name():
         LigerSFTConfig(activation_checkpointing="auto", **options | {"activation_checkpointing_kwargs": words})
     with pytest.raises(ValueError, match="its option offload is true"):
         LigerSFTConfig(
-            activation_checkpointing="auto", gradient_checkpointing_kwargs={"offload": True}, use_cpu=True,
+            activation_checkpointing="auto",
+            gradient_checkpointing_kwargs={"offload": True},
+            use_cpu=True,
             output_dir="out",
-        )  # fmt: skip
+        )

@@ -1,22 +1,27 @@
-"""`activation_checkpointing: auto` where an adapter is switched off for the reference."""
+"""`activation_checkpointing: auto` with an adapter that is disabled for the reference."""
 
-import dpo_runs
 from memory_runs import CountedMemory, same_bits, train
 from peft import LoraConfig
 from tiny_models import tiny_model
+from trainer_parity import LORA, build_dpo, ragged_pairs
 
 from liger_trainer import LigerDPOTrainer
 
 
 def test_an_adapter_that_is_switched_off_for_the_reference(tmp_path):
-    """PEFT takes `requires_grad` from its weights meanwhile. That is over when the next micro-batch begins."""
+    """Meanwhile PEFT turns off its weights' `requires_grad`. It is back on when the next micro-batch starts."""
 
     def run(checkpointing, memory=None):
-        trainer = dpo_runs.build(
-            LigerDPOTrainer, tiny_model("llama"), tmp_path, (2, 1), dpo_runs.pairs(16), gradient_checkpointing=False,
+        trainer = build_dpo(
+            LigerDPOTrainer,
+            tiny_model("llama"),
+            tmp_path,
+            (2, 1),
+            ragged_pairs(16),
+            gradient_checkpointing=False,
             activation_checkpointing=checkpointing,
-            trainer_options={"peft_config": LoraConfig(r=4, target_modules=dpo_runs.LORA)},
-        )  # fmt: skip
+            trainer_options={"peft_config": LoraConfig(r=4, target_modules=LORA)},
+        )
         trainer.device_memory = memory
         return train(trainer), trainer.checkpointing
 

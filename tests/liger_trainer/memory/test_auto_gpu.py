@@ -1,4 +1,4 @@
-"""`activation_checkpointing: auto` on a GPU: the same bits, whatever is kept or waits on the host.
+"""`activation_checkpointing: auto` on a GPU gives the same bits, whatever is kept or waits on the host.
 
 CUDA_VISIBLE_DEVICES=0 CUBLAS_WORKSPACE_CONFIG=:4096:8 pytest tests/liger_trainer/memory/test_auto_gpu.py
 """
@@ -20,7 +20,7 @@ LENGTH = 2048
 
 @pytest.fixture(autouse=True)
 def deterministic():
-    """Without `warn_only`, with which PyTorch's attention adds up its gradients in an order of its own."""
+    """Raise on nondeterminism: with `warn_only`, PyTorch's attention sums its gradients in varying order."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -28,25 +28,43 @@ def deterministic():
 
 
 def train(out, checkpointing, budget=None, callbacks=()):
-    """Returns the losses and weights, what was chosen, and the most bytes allocated, all of which are free again."""
+    """Return losses and weights, the plan, and the peak of allocated bytes; assert that all of them are free again."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=4096, hidden_size=1024, intermediate_size=3584, num_hidden_layers=12, num_attention_heads=8,
-        num_key_value_heads=2, use_cache=False,
-    )  # fmt: skip
+        vocab_size=4096,
+        hidden_size=1024,
+        intermediate_size=3584,
+        num_hidden_layers=12,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        use_cache=False,
+    )
     with torch.device("cuda"):
         model = LlamaForCausalLM(config).to(torch.bfloat16)
     rows = [{"input_ids": torch.tensor((row["input_ids"] * LENGTH)[:LENGTH])} for row in ragged_rows(64)]
     args = LigerTrainingArguments(
-        output_dir=str(out), max_steps=7, per_device_train_batch_size=4, gradient_accumulation_steps=2, bf16=True,
-        learning_rate=1e-3, logging_steps=1, save_strategy="no", report_to="none", disable_tqdm=True,
-        activation_checkpointing=checkpointing, memory_budget=budget, remove_unused_columns=False,
-        cuda_graphs="false",  # captured rows of one length attend by another kernel; 'auto' is uncaptured
-    )  # fmt: skip
+        output_dir=str(out),
+        max_steps=7,
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=2,
+        bf16=True,
+        learning_rate=1e-3,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        activation_checkpointing=checkpointing,
+        memory_budget=budget,
+        remove_unused_columns=False,
+        cuda_graphs="false",  # captured rows of one length use another attention kernel; 'auto' is uncaptured
+    )
     trainer = LigerTrainer(
-        model=model, args=args, train_dataset=[row | {"labels": row["input_ids"]} for row in rows],
-        data_collator=default_data_collator, callbacks=list(callbacks),
-    )  # fmt: skip
+        model=model,
+        args=args,
+        train_dataset=[row | {"labels": row["input_ids"]} for row in rows],
+        data_collator=default_data_collator,
+        callbacks=list(callbacks),
+    )
     torch.cuda.reset_peak_memory_stats()
     trainer.train()
     chosen = trainer.checkpointing

@@ -1,4 +1,4 @@
-"""`activation_checkpointing: auto` with the host's memory, in a trainer on a counted memory: the same bits, faster."""
+"""`activation_checkpointing: auto` with host memory, in a trainer on a counted memory: the same bits, faster."""
 
 import json
 
@@ -15,7 +15,8 @@ from liger_trainer.memory.device_memory import GIB
 def runs(tmp_path_factory):
     found = {}
     for checkpointing in (False, True):
-        trainer = build(tmp_path_factory.mktemp("run"), checkpointing, memory := CountedMemory())
+        memory = CountedMemory()
+        trainer = build(tmp_path_factory.mktemp("run"), checkpointing, memory)
         found[checkpointing] = (*train(trainer), memory.highest)
     return found
 
@@ -30,7 +31,8 @@ def test_the_same_bits_within_the_budget(share, patched, runs, tmp_path, caplog)
     options = {"use_liger": patched, "liger_config": {"rebuild_above_mib": 0} if patched else None}
     want = train(build(tmp_path / "none", False, **options)) if patched else runs[False]
     budget, carries = between(runs, share), Carries()
-    trainer = build(tmp_path, "auto", memory := memory_with(carries), memory_budget=budget, **options)
+    memory = memory_with(carries)
+    trainer = build(tmp_path, "auto", memory, memory_budget=budget, **options)
     assert same_bits(train(trainer), want)
     chosen = trainer.checkpointing
     assert memory.highest <= budget * GIB * 1.005
@@ -45,7 +47,7 @@ def test_the_same_bits_within_the_budget(share, patched, runs, tmp_path, caplog)
     assert report["host_most"] == chosen.most_on_host and report["largest"]["host"] == chosen.on_host
 
 
-def test_nothing_goes_there_that_fits(runs, tmp_path):
+def test_layers_that_fit_stay_on_the_gpu(runs, tmp_path):
     carries = Carries()
     trainer = build(tmp_path, "auto", memory_with(carries), memory_budget=between(runs, 1.5))
     assert same_bits(train(trainer), runs[False])
@@ -60,7 +62,7 @@ def test_a_full_host_keeps_the_rest_on_the_gpu(runs, tmp_path):
 
 
 class PinsLess(Carries):
-    """The host pins less than it has free."""
+    """A host that can pin less than it has free."""
 
     def _pin(self, size):
         if self.most > 200_000:
@@ -68,10 +70,12 @@ class PinsLess(Carries):
         return super()._pin(size)
 
 
-def test_a_host_that_takes_less_than_it_should(tmp_path, monkeypatch, caplog):
-    """As soon as activations stay on the GPU, the other layers are checkpointed, and none goes there any more."""
+def test_a_host_that_takes_less_than_promised(tmp_path, monkeypatch, caplog):
+    """Once activations have to stay on the GPU, the other layers are checkpointed, and no more go to the host."""
     monkeypatch.setattr(memory_runs, "uneven_rows", rows_of_one_length)
-    highest, runs, options = {}, {}, {"max_steps": 6, "gradient_accumulation_steps": 1}
+    highest = {}
+    runs = {}
+    options = {"max_steps": 6, "gradient_accumulation_steps": 1}
     for checkpointing in (False, True, "auto"):
         memory = memory_with(PinsLess() if checkpointing == "auto" else None)
         if checkpointing == "auto":
@@ -95,22 +99,23 @@ def test_a_second_training_in_the_same_process(runs, tmp_path):
     assert carries.host.taken == 0 and len(again[0]) > 0
 
 
-def test_hooks_of_others_for_kept_tensors_have_their_way(runs, tmp_path):
-    """Inside them the layers are checkpointed, since only one pair of hooks is asked."""
+def test_others_saved_tensor_hooks_are_respected(runs, tmp_path):
+    """Inside such hooks the layers are checkpointed, because PyTorch asks only one pair of hooks."""
     seen = []
 
     def pack(x):
         seen.append(x.shape)
         return x
 
-    trainer = build(tmp_path, "auto", memory_with(carries := Carries()), memory_budget=between(runs, 0.3))
+    carries = Carries()
+    trainer = build(tmp_path, "auto", memory_with(carries), memory_budget=between(runs, 0.3))
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         assert same_bits(train(trainer), runs[False])
     assert seen and carries.most == 0
 
 
 @pytest.mark.parametrize("value", [-1, "a lot", True, float("nan"), float("inf")])
-def test_a_budget_that_is_none(value, tmp_path):
+def test_a_wrong_host_memory_budget_is_refused(value, tmp_path):
     with pytest.raises(ValueError, match="host_memory_budget is .*; expected a number of GiB of 0 or more"):
         build(tmp_path, "auto", host_memory_budget=value)
 

@@ -1,4 +1,4 @@
-"""With `activation_checkpointing: auto` a micro-batch takes no more than was planned, and no more than the budget."""
+"""With `activation_checkpointing: auto`, a micro-batch takes no more than planned, and no more than the budget."""
 
 import memory_runs
 import pytest
@@ -36,15 +36,21 @@ def peaks(monkeypatch):
 def run(out, memory, model, steps, budget=None, **options):
     """A trainer after `steps` steps of one micro-batch."""
     trainer = build(
-        out, "auto", memory, model=model, max_steps=steps, gradient_accumulation_steps=1,
-        memory_budget=None if budget is None else budget / GIB, **options,
-    )  # fmt: skip
+        out,
+        "auto",
+        memory,
+        model=model,
+        max_steps=steps,
+        gradient_accumulation_steps=1,
+        memory_budget=None if budget is None else budget / GIB,
+        **options,
+    )
     train(trainer)
     return trainer
 
 
 def hooked(model):
-    """What the layers return is held until the next micro-batch."""
+    """Hold the layers' results until the next micro-batch."""
     held = []
     model.register_forward_pre_hook(lambda *_: held.clear())
     for layer in model.model.layers:
@@ -55,7 +61,7 @@ def hooked(model):
 @pytest.mark.parametrize("with_hooks", [False, True], ids=["alone", "hooks"])
 @pytest.mark.parametrize("budget, rate", [(2.6e6, 1e15), (2.6e6, 1e6), (3.2e6, 1e15)])
 def test_hidden_states_that_are_held_elsewhere(budget, rate, with_hooks, peaks, tmp_path):
-    """The first layer's are held until the end of the forward pass, where an adapter has its peak."""
+    """The first layer's states are held until the end of the forward pass, where a model with an adapter peaks."""
     model = hooked(frozen_model(8)) if with_hooks else frozen_model(8)
     trainer = run(tmp_path, memory_with(Carries(rate=rate)), model, 7, budget)
     assert all(real <= planned <= budget for planned, real in peaks) and len(peaks) == 5
@@ -64,7 +70,7 @@ def test_hidden_states_that_are_held_elsewhere(budget, rate, with_hooks, peaks, 
 
 @pytest.mark.parametrize("shrinks", [1, 8])
 def test_weights_that_autocast_has_made_of_others(shrinks, peaks, tmp_path, monkeypatch):
-    """A layer that keeps its activations keeps these too, however few tokens there are."""
+    """A layer that keeps its activations keeps these casts too, however few tokens there are."""
     monkeypatch.setattr(memory_runs, "uneven_rows", lambda: rows_of_one_length(64))
     model = tiny_model("llama", num_hidden_layers=8, intermediate_size=512)
 
@@ -81,7 +87,7 @@ def test_weights_that_autocast_has_made_of_others(shrinks, peaks, tmp_path, monk
 
 
 class OfTwoSizes(LigerTrainer):
-    """Calls the model with a part of a row, and with other rows, under one autocast."""
+    """Calls the model with part of a row and with other rows under one autocast."""
 
     def compute_loss(self, model, inputs, **kwargs):
         short = {name: x[:1, : x.shape[1] // 2] for name, x in inputs.items()}
@@ -90,16 +96,17 @@ class OfTwoSizes(LigerTrainer):
 
 
 def with_shared_blocks():
-    """Layers with one MLP, which hold what is checkpointed by itself elsewhere, as in Zamba."""
+    """Layers that share one MLP, as in Zamba. The MLP holds what other models checkpoint separately."""
     model = tiny_model("llama", num_hidden_layers=4)
     for layer in model.model.layers:
-        layer.mlp, layer.self_attn.gradient_checkpointing = model.model.layers[0].mlp, False
+        layer.mlp = model.model.layers[0].mlp
+        layer.self_attn.gradient_checkpointing = False
     return model
 
 
 @pytest.mark.parametrize("trainer_class", [LigerTrainer, OfTwoSizes], ids=["shared", "called-twice"])
 def test_autocast_remembers_weights_that_are_used_by_several_calls(trainer_class, tmp_path):
-    """Their gradients are added up in 16 bits, as without checkpointing."""
+    """Their gradients are summed in 16 bits, as without checkpointing."""
     make = with_shared_blocks if trainer_class is LigerTrainer else lambda: tiny_model("llama", num_hidden_layers=4)
     options = {"max_steps": 4, "gradient_accumulation_steps": 1, "bf16": True, "optim": "sgd"}
     want = train(build(tmp_path, False, model=make(), trainer_class=trainer_class, **options))
@@ -109,7 +116,7 @@ def test_autocast_remembers_weights_that_are_used_by_several_calls(trainer_class
 
 @pytest.mark.parametrize("host", [False, True])
 def test_layers_of_which_some_are_frozen(host, tmp_path):
-    """They keep less than those that are trained, which are others from the sixth step on."""
+    """They keep less than trained layers. Which layers are frozen changes in the sixth step."""
     model = tiny_model("llama", num_hidden_layers=8)
 
     def train_others(by=1):
@@ -119,9 +126,16 @@ def test_layers_of_which_some_are_frozen(host, tmp_path):
     train_others(0)
     memory, budget = memory_with(Carries()) if host else CountedMemory(), 2.7e6
     trainer = build(
-        tmp_path, "auto", memory, [At(5, train_others)], model=model, max_steps=10, gradient_accumulation_steps=1,
-        memory_budget=budget / GIB, optim="sgd",
-    )  # fmt: skip
+        tmp_path,
+        "auto",
+        memory,
+        [At(5, train_others)],
+        model=model,
+        max_steps=10,
+        gradient_accumulation_steps=1,
+        memory_budget=budget / GIB,
+        optim="sgd",
+    )
     trainer.create_optimizer()
     train(trainer)
     assert memory.highest <= budget
@@ -129,7 +143,7 @@ def test_layers_of_which_some_are_frozen(host, tmp_path):
 
 
 class _Between(PreTrainedModel):
-    """What is between the layers is one module, as in DAB-DETR, and each layer has a weight of its own."""
+    """The module between the layers, one for all of them as in DAB-DETR. Each layer has its own weight."""
 
     config_class, supports_gradient_checkpointing = LlamaConfig, True
 
@@ -158,7 +172,7 @@ class _Layer(GradientCheckpointingLayer):
 
 
 def test_casts_of_a_module_between_the_layers(tmp_path):
-    """Autocast remembers them, so that their gradients are added up as with every layer checkpointed."""
+    """Autocast caches them, so their gradients are summed as with every layer checkpointed."""
     results = []
     for checkpointing in (True, "auto"):
         torch.manual_seed(0)

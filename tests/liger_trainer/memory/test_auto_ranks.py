@@ -1,4 +1,4 @@
-"""`activation_checkpointing: auto` on two ranks with different rows and memories: the same layers are recomputed."""
+"""`activation_checkpointing: auto` on two ranks with different rows and memories recomputes the same layers."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def test_both_ranks_follow_the_more_careful_plan(mode, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["ddp-host", "fsdp2-host"])
 def test_both_ranks_have_layers_on_the_host(mode, tmp_path):
-    """One of them may keep a layer on its GPU that the other has there. Both compute it once."""
+    """One rank may keep a layer on its GPU that the other has on the host. Both compute it once."""
     ranks = run_ranks(mode, tmp_path)
     for rank in ranks:
         assert same_bits(rank["runs"]["auto"], rank["runs"][False])

@@ -1,4 +1,4 @@
-"""`activation_checkpointing: auto` with batches that differ in what they hold: the budget and the bits of `true`."""
+"""`activation_checkpointing: auto` with batches of different content: within the budget, and bit-equal to `true`."""
 
 import copy
 import functools
@@ -24,7 +24,7 @@ IMAGE, PATCHES = 130, 64
 
 
 class OneAfterTheOther(LigerTrainer):
-    """Trains on batches that a test made, in their order."""
+    """Trains on a test's batches in their order."""
 
     batches = ()
 
@@ -38,9 +38,14 @@ def with_images():
         hidden_size=32, intermediate_size=128, num_hidden_layers=8, num_attention_heads=2, image_size=32, patch_size=4
     )
     text = LlamaConfig(
-        vocab_size=131, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, attn_implementation="eager",
-    )  # fmt: skip
+        vocab_size=131,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        attn_implementation="eager",
+    )
     config = LlavaConfig(vision_config=vision, text_config=text, image_token_index=IMAGE, vision_feature_layer=-1)
     return LlavaForConditionalGeneration(config)
 
@@ -69,7 +74,7 @@ def encoder_and_decoder(**options):
             decoder_attention_heads=2,
             dropout=0.0,
             **options,
-        )  # fmt: skip
+        )
     )
 
 
@@ -102,7 +107,7 @@ def run(out, case, checkpointing, budget=None):
 
 @pytest.fixture(scope="module")
 def bounds(tmp_path_factory):
-    """Of a case: what checkpointing all layers gives, the most bytes that it takes, and those without any."""
+    """For a case: the result and peak bytes with all layers checkpointed, and the peak bytes without checkpointing."""
 
     @functools.cache
     def of(case):
@@ -127,7 +132,7 @@ def test_no_batch_exceeds_the_budget(case, share, bounds, tmp_path):
 
 
 def test_a_tower_before_a_decoder_that_leaves_padding_out(tmp_path):
-    """How many real tokens a batch has is known, so that the tower may keep what it needs too."""
+    """The number of real tokens is known, so the tower may keep what it needs too."""
     model, found = image_model("qwen2_5_vl"), {}
     lengths = [(40, 9, 30), (40, 9, 30), (40, 9, 30), (20, 40, 8), (40, 40, 40), (40, 39, 40), (40, 40, 40), (40, 3, 4)]
     batches = [image_batch(model, (1, 0, 1), text) for text in lengths]
@@ -135,9 +140,16 @@ def test_a_tower_before_a_decoder_that_leaves_padding_out(tmp_path):
     def run(checkpointing, budget=None):
         memory = CountedMemory()
         trainer = build(
-            tmp_path, checkpointing, memory, model=copy.deepcopy(model), trainer_class=OneAfterTheOther, optim="sgd",
-            memory_budget=budget, gradient_accumulation_steps=1, use_liger=True,
-        )  # fmt: skip
+            tmp_path,
+            checkpointing,
+            memory,
+            model=copy.deepcopy(model),
+            trainer_class=OneAfterTheOther,
+            optim="sgd",
+            memory_budget=budget,
+            gradient_accumulation_steps=1,
+            use_liger=True,
+        )
         trainer.batches = batches
         found[checkpointing] = train(trainer)
         return memory.highest, trainer.checkpointing
@@ -152,16 +164,21 @@ def test_a_tower_before_a_decoder_that_leaves_padding_out(tmp_path):
 
 
 @pytest.mark.parametrize("layers", [2, 12])
-def test_what_is_measured_stays_within_the_budget(layers, tmp_path, monkeypatch):
-    """Where nearly all is frozen, the peak is at the end of the forward pass, and every kept layer adds to it."""
+def test_measuring_stays_within_the_budget(layers, tmp_path, monkeypatch):
+    """If nearly everything is frozen, the forward pass ends at the peak, and every kept layer adds to it."""
     monkeypatch.setattr(memory_runs, "uneven_rows", rows_of_one_length)
     highest = {}
     for checkpointing in (True, "auto"):
         budget = None if checkpointing is True else highest[True] / GIB
+        memory = CountedMemory()
         trainer = build(
-            tmp_path, checkpointing, memory := CountedMemory(), model=frozen_model(layers), memory_budget=budget,
+            tmp_path,
+            checkpointing,
+            memory,
+            model=frozen_model(layers),
+            memory_budget=budget,
             gradient_accumulation_steps=1,
-        )  # fmt: skip
+        )
         train(trainer)
         highest[checkpointing] = memory.highest
     print(layers, f"{highest['auto'] / highest[True]:.3f} of the budget")

@@ -1,4 +1,4 @@
-"""`activation_checkpointing: auto` in a trainer that skips batches, also the one that is measured."""
+"""`activation_checkpointing: auto` in a trainer that skips batches, including the measured one."""
 
 import memory_runs
 import pytest
@@ -7,7 +7,7 @@ from memory_runs import Carries, build, memory_with, rows_of_one_length, same_bi
 
 from liger_trainer import LigerTrainer
 
-MEASURED = 1  # the number of the first micro-batch that is measured
+MEASURED = 1  # the number of the first measured micro-batch
 
 
 class WithoutTheModel(LigerTrainer):
@@ -21,7 +21,7 @@ class WithoutTheModel(LigerTrainer):
 
 
 class AfterAnError(LigerTrainer):
-    """An error in the forward pass of one batch is caught, and the first row trained alone."""
+    """Catches an error in the forward pass of one batch, and trains on the first row alone."""
 
     skips = MEASURED
 
@@ -30,10 +30,10 @@ class AfterAnError(LigerTrainer):
             return super().compute_loss(model, inputs, *args, **kwargs)
 
         def fail(*_):
-            raise ValueError("this row is no good")
+            raise ValueError("this row is broken")
 
         hook = self.model.model.layers[3].mlp.register_forward_pre_hook(fail)
-        with pytest.raises(ValueError, match="no good"):
+        with pytest.raises(ValueError, match="this row is broken"):
             super().compute_loss(model, inputs, *args, **kwargs)
         hook.remove()
         return super().compute_loss(model, {name: x[:1] for name, x in inputs.items()}, *args, **kwargs)
@@ -42,7 +42,7 @@ class AfterAnError(LigerTrainer):
 @pytest.mark.parametrize("skips", [MEASURED, MEASURED + 1], ids=["measured", "planned"])
 @pytest.mark.parametrize("trainer_class", [WithoutTheModel, AfterAnError])
 def test_a_batch_that_is_skipped(trainer_class, skips, tmp_path, monkeypatch):
-    """The next one is measured, and layers keep their activations from then on."""
+    """The next batch is measured, and layers keep their activations from then on."""
     monkeypatch.setattr(memory_runs, "uneven_rows", rows_of_one_length)
     monkeypatch.setattr(trainer_class, "skips", skips)
     options = {"max_steps": 5, "gradient_accumulation_steps": 1, "trainer_class": trainer_class}

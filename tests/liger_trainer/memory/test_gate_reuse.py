@@ -1,6 +1,6 @@
-"""The gradients of gate and up are written over them in a patched model where, and only where, nobody else reads them.
+"""A patched model writes the gradients of gate and up over them exactly where nothing else reads them.
 
-The PyTorch twin of a gate never does so: here a gate in plain PyTorch stands for the kernel.
+A gate's PyTorch twin never does. Here a gate in plain PyTorch replaces the kernel.
 """
 
 import functools
@@ -20,13 +20,14 @@ from liger_triton.halves import halves
 
 @pytest.fixture
 def patched(monkeypatch):
-    """A function that patches a model with `Gate`; with `reuse=False` it never writes over anything."""
+    """A function that patches a model with `Gate`. With `reuse=False`, the gate never overwrites anything."""
 
     def gate(a, b, reuse_inputs=False):
         return Gate.apply(a, b, reuse_inputs and patch.reuse)
 
     monkeypatch.setitem(gates.GATES, "silu", gate)
-    monkeypatch.setattr(mlps, "build", mlps.build.__wrapped__)  # forwards are built once a process: not with this gate
+    # forwards are built once per process, and must not keep this gate
+    monkeypatch.setattr(mlps, "build", mlps.build.__wrapped__)
 
     def patch(model, reuse):
         patch.reuse = reuse
@@ -54,7 +55,7 @@ def checkpointed(use_reentrant):
 
 
 def hooked(model):
-    """Keeps what the gate projections return, as a tool that looks at activations does."""
+    """Keeps the results of the gate projections, like a tool that inspects activations."""
     model.kept = []
     for layer in model.model.layers:
         projection = getattr(layer.mlp, "gate_proj", None) or layer.mlp.gate_up_proj
@@ -83,11 +84,11 @@ def test_gradients_are_the_same_bits(name, model_type, config, retain_graph, pat
         model = patched(MODELS[name](tiny_model(model_type, **config)), reuse)
         loss = model(**collate(ragged_rows(4))).loss
         loss.backward(retain_graph=retain_graph)
-        if retain_graph and name != "reentrant checkpoint":  # which runs a backward of its own, of a graph of its own
+        if retain_graph and name != "reentrant checkpoint":  # it runs a backward of its own graph
             assert Gate.done == 0
             model.zero_grad()
             loss.backward()
-        in_one = name == "lora" and model_type == "llama"  # where `lora_mlp` computes all three projections
+        in_one = name == "lora" and model_type == "llama"  # `lora_mlp` computes all three projections here
         assert bool(Gate.allowed) == bool(Gate.done) == (reuse and name != "hook" and not in_one)
         assert all(torch.equal(out, copy) for out, copy in getattr(model, "kept", ()))
         found.append({key: p.grad for key, p in model.named_parameters() if p.grad is not None})
@@ -127,7 +128,7 @@ def with_hook_inside(module):
 
 
 class Keeping(nn.Linear):
-    """Somebody's projection that keeps what it returns, to look at it later."""
+    """A user's projection that keeps its result to look at it later."""
 
     def forward(self, x):
         self.last = super().forward(x)
@@ -135,7 +136,7 @@ class Keeping(nn.Linear):
 
 
 class Wrapped(nn.Linear):
-    """Keeps what it returns too, under the names of the method that it wraps."""
+    """Keeps its result too, under the names of the method that it wraps."""
 
     @functools.wraps(nn.Linear.forward)
     def forward(self, x):
@@ -177,7 +178,7 @@ def with_own_forward(module):
         "own-forward",
     ],
 )
-def test_who_else_reads_a_projection(make, expected, shape):
+def test_other_readers_of_a_projection_prevent_reuse(make, expected, shape):
     module, x = make(), torch.randn(shape, requires_grad=True)
     assert only_caller_reads(module, module(x)) is expected
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Inputs of recomputed layers on the host: losses and gradients to the bit, and no input on the GPU."""
+"""Inputs of recomputed layers on the host: losses and gradients are bit-equal, and no input stays on the GPU."""
 
 import copy
 import functools
@@ -50,7 +50,7 @@ def step(model, seed=1, backward=True):
 
 @pytest.fixture
 def inputs(monkeypatch):
-    """All inputs that have been put on the host."""
+    """All inputs that were moved to the host."""
     made, create = [], _Input.__init__
 
     def counted(self, *given):
@@ -72,7 +72,7 @@ def test_bits_are_the_same(adapters, inputs):
 
 @pytest.mark.parametrize("version", ["5.17", "5.24"])
 def test_as_transformers_is_told(version, inputs):
-    """5.17 hands the option on to PyTorch's function, and 5.24 wraps that."""
+    """transformers 5.17 passes the option on to PyTorch's function, and 5.24 wraps that."""
     want = step(checkpointed(True))
     model = checkpointed(True)
     if version == "5.17":
@@ -94,7 +94,7 @@ def test_all_but_the_last_leave_the_gpu(inputs):
     assert loss.requires_grad
 
 
-def test_what_has_no_room_stays(inputs):
+def test_tensors_without_room_stay_on_the_device(inputs):
     want = step(checkpointed(True))
     assert all(map(torch.equal, step(checkpointed(True, decide=HostInputs(host(0)))), want))
     assert len(inputs) == 4
@@ -133,7 +133,7 @@ def test_eval_and_copies(inputs):
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="needs a GPU")
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_the_option_of_a_trainer(reentrant, tmp_path, inputs):
-    """As transformers has it: with `use_reentrant` its own code copies them."""
+    """transformers' way: with `use_reentrant`, its own code copies them."""
     from liger_trainer import LigerTrainer, LigerTrainingArguments
 
     results = []
@@ -141,9 +141,15 @@ def test_the_option_of_a_trainer(reentrant, tmp_path, inputs):
         model = tiny_model("llama", num_hidden_layers=4)
         options = {"use_reentrant": reentrant} | ({"offload": True} if offload else {})
         arguments = LigerTrainingArguments(
-            output_dir=str(tmp_path), max_steps=2, logging_steps=1, report_to="none", activation_checkpointing=True,
-            activation_checkpointing_kwargs=options, use_cpu=DEVICE.type == "cpu", save_strategy="no",
-        )  # fmt: skip
+            output_dir=str(tmp_path),
+            max_steps=2,
+            logging_steps=1,
+            report_to="none",
+            activation_checkpointing=True,
+            activation_checkpointing_kwargs=options,
+            use_cpu=DEVICE.type == "cpu",
+            save_strategy="no",
+        )
         rows = [{name: t[0] for name, t in collate([row]).items()} for row in ragged_rows(8)]
         trainer = LigerTrainer(model, arguments, train_dataset=rows, data_collator=_as_they_are)
         trainer.train()
@@ -154,8 +160,8 @@ def test_the_option_of_a_trainer(reentrant, tmp_path, inputs):
 
 def _as_they_are(rows):
     longest = max(len(row["input_ids"]) for row in rows)
-    padded = {
-        name: torch.stack([torch.nn.functional.pad(r[name], (0, longest - len(r[name])), value=v) for r in rows])
-        for name, v in (("input_ids", 0), ("attention_mask", 0), ("labels", -100))
-    }
-    return padded
+    batch = {}
+    for name, value in (("input_ids", 0), ("attention_mask", 0), ("labels", -100)):
+        padded = [torch.nn.functional.pad(row[name], (0, longest - len(row[name])), value=value) for row in rows]
+        batch[name] = torch.stack(padded)
+    return batch

@@ -1,4 +1,4 @@
-"""The host's memory: slabs that are used again, how much of them there may be, and how fast the link is."""
+"""The host's memory: reused slabs, how many there may be, and the speed of the link."""
 
 import gc
 
@@ -14,7 +14,7 @@ def plain(size):
 
 
 def test_all_of_the_room_can_be_taken():
-    """Also if it is no whole number of slabs."""
+    """Even if it is not a whole number of slabs."""
     host = PinnedMemory(1500 * 512, plain, slab=1000 * 512)
     slots = [host.take(300 * 512) for _ in range(4)]
     assert None not in slots and host.taken == host.room
@@ -52,7 +52,7 @@ def test_no_more_than_the_room():
     assert slots[1] is not None and slots[2] is None
 
 
-def test_what_is_in_use_is_not_given_back():
+def test_only_slabs_out_of_use_are_freed():
     host = PinnedMemory(1 << 20, plain, slab=1 << 14)
     slots = [host.take(16_000), host.take(16_000)]
     del slots[0]
@@ -64,7 +64,7 @@ def test_what_is_in_use_is_not_given_back():
     assert host.taken == 0
 
 
-def test_a_system_that_pins_no_more_says_so_once(caplog):
+def test_running_out_of_pinned_memory_is_reported_once(caplog):
     def pin(size):
         if host.taken:
             raise RuntimeError("CUDA error: out of memory")

@@ -1,4 +1,4 @@
-"""Calls whose activations wait on the host: the bits of the plain call, whatever else goes on."""
+"""Calls with activations on the host are bit-equal to plain calls, whatever else happens."""
 
 import copy
 import gc
@@ -33,7 +33,9 @@ def test_the_same_bits(numbers, lag, ahead, backward, layers):
 
 
 def test_weights_buffers_and_what_all_are_given_stay(layers):
-    host, x, scale = Host(), randn(2, 5, 16), randn(2, 5, 16)
+    host = Host()
+    x = randn(2, 5, 16)
+    scale = randn(2, 5, 16)
     got = run(layers, x, through(offload_of(host)), scale=scale)
     assert same(got, run(layers, x, plain, scale=scale))
     tokens, width = 10, 16
@@ -42,7 +44,7 @@ def test_weights_buffers_and_what_all_are_given_stay(layers):
     weights = {p.nbytes for layer in layers for p in (*layer.parameters(), *layer.buffers())}
     assert not weights & set(host.asked), "or it was a weight"
     of_one = host.asked[: len(host.asked) // 4]
-    assert of_one.count(4 * tokens * width) <= 8  # x, three results, and what autograd keeps of the products
+    assert of_one.count(4 * tokens * width) <= 8  # x, three results, and what autograd keeps for the products
 
 
 def test_a_view_of_a_weight_stays():
@@ -55,7 +57,9 @@ def test_a_view_of_a_weight_stays():
             return torch.tanh(x @ self.weight.t()) @ self.weight.view(16, 16)
 
     torch.manual_seed(0)
-    layers, host, x = [on_device(Tied()) for _ in range(4)], Host(), randn(2, 5, 16)
+    layers = [on_device(Tied()) for _ in range(4)]
+    host = Host()
+    x = randn(2, 5, 16)
     got = run(layers, x, through(offload_of(host)))
     assert same(got, run(layers, x, plain))
     assert layers[0].weight.nbytes not in host.asked
@@ -84,7 +88,7 @@ def test_nothing_is_left_on_the_device(layers):
     torch.testing.assert_close(x.grad, 2 * torch.exp(2 * x.detach()))
 
 
-def test_no_room_is_no_harm(layers):
+def test_a_full_host_does_no_harm(layers):
     host, x = Host(room=1 << 16), randn(2, 5, 16)
     big = randn(64, 5, 16)
     assert same(run(layers, big, through(offload_of(host))), run(layers, big, plain))
@@ -94,7 +98,7 @@ def test_no_room_is_no_harm(layers):
 
 @pytest.mark.parametrize("when", ["in the layer", "after it", "when it has left"])
 def test_a_tensor_changed_in_place_raises(when):
-    """As autograd does it, and not a gradient of other values."""
+    """It raises as in autograd, instead of returning a gradient of other values."""
     tensors = []
 
     class Kept(nn.Module):
@@ -124,7 +128,7 @@ def test_a_tensor_changed_in_place_raises(when):
 
 
 def test_values_at_the_end_of_the_layer_count():
-    """A hook that changes values behind autograd's back is seen, as long as it does so within the layer."""
+    """Changes that a hook makes behind autograd's back count, as long as they happen within the layer."""
 
     class Changed(nn.Module):
         def forward(self, x, scale=None):
@@ -135,7 +139,8 @@ def test_values_at_the_end_of_the_layer_count():
 
     grads = []
     for numbers in ((), (0,)):
-        carried, x = offload_of(Host()), torch.ones(2, 5, 16, device=GPU, requires_grad=True)
+        carried = offload_of(Host())
+        x = torch.ones(2, 5, 16, device=GPU, requires_grad=True)
         y = through(carried, numbers)(0, Changed(), x, None)
         carried.before_call(1)
         y.sum().backward()
@@ -166,12 +171,13 @@ def test_nothing_is_left_behind(way, layers):
 
 
 @pytest.mark.skipif(GPU is not None, reason="it counts CPU tensors")
-def test_what_had_no_room_when_it_was_fetched_is_fetched_again(layers):
-    """Whoever catches the error and runs the backward pass again gets the values, not what the memory had before."""
+def test_a_fetch_that_ran_out_of_memory_can_be_repeated(layers):
+    """If the error is caught and backward runs again, it gets the values instead of what the memory held before."""
     x, failures = randn(2, 5, 16), 0
     want = run(layers, x, plain)[1]
     for room in range(12_000, 32_000, 1000):
-        call, inputs = through(offload_of(Host()), (0, 1, 2)), x.clone().requires_grad_()
+        call = through(offload_of(Host()), (0, 1, 2))
+        inputs = x.clone().requires_grad_()
         with CountedMemory() as memory:
             y = inputs * 2
             for number, layer in enumerate(layers):
@@ -189,7 +195,7 @@ def test_what_had_no_room_when_it_was_fetched_is_fetched_again(layers):
 
 
 def test_a_leaf_that_learns_stays_where_it_is(layers):
-    """The output of an embedding that `enable_input_require_grads` has made a leaf: its gradient arrives."""
+    """`enable_input_require_grads` makes the output of an embedding a leaf. Its gradient arrives."""
     host, grads = Host(), []
     for call in (through(offload_of(host)), plain):
         x = randn(2, 5, 16, generator=torch.Generator(GPU or "cpu").manual_seed(1)).requires_grad_()
@@ -198,7 +204,7 @@ def test_a_leaf_that_learns_stays_where_it_is(layers):
     assert torch.equal(*grads)
 
 
-# A patched model, whose norms and gates are computed again in the backward pass, also where the rest is on the host
+# A patched model recomputes norms and gates in the backward pass, even with the rest on the host
 
 
 def grads_of(model, batch, decide):
@@ -228,7 +234,8 @@ def deciding(carried):
 def test_a_patched_model_computes_norms_and_gates_again(model_type, monkeypatch):
     model = on_device(tiny_model(model_type, num_hidden_layers=4).train())
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    batch, asked = {name: x.to(model.device) for name, x in collate(ragged_rows(4)).items()}, {}
+    batch = {name: x.to(model.device) for name, x in collate(ragged_rows(4)).items()}
+    asked = {}
     made, get = [], rebuild._Rebuilt.get
     monkeypatch.setattr(rebuild._Rebuilt, "get", lambda self, shape: made.append(1) or get(self, shape))
     for above in (1000, 0):
@@ -247,7 +254,7 @@ def test_a_patched_model_computes_norms_and_gates_again(model_type, monkeypatch)
 @pytest.mark.skipif(GPU is None, reason="it needs a GPU")
 @pytest.mark.parametrize("slow", ["compute", "copies"])
 def test_streams_wait_for_each_other(slow, layers):
-    """With much to do on one of the two streams, the other would read what is not there yet."""
+    """If one of the two streams is busy, the other would otherwise read what is not there yet."""
     carried, x = offload_of(Host(1 << 28), lag=1), randn(64, 64, 16)
     layers = [copy.deepcopy(layer) for layer in layers for _ in range(2)]
     want = run(layers, x, plain)

@@ -1,4 +1,4 @@
-"""From what was seen of a micro-batch to a plan, beside a simulation of the memory that layers take."""
+"""From the record of a micro-batch to a plan, compared with a simulation of the layers' memory."""
 
 import functools
 import random
@@ -16,10 +16,10 @@ SIZE, BASE = Size(4, 100), 1000
 
 
 class Step:
-    """A micro-batch of layers whose sizes are made up: `run` walks through it and counts.
+    """A micro-batch of layers with made-up sizes. `run` walks through it and counts.
 
     Each layer holds its input from its call to its backward pass, and its activations while it runs. Its gradient stays
-    at the end. The head takes memory of its own.
+    at the end. The head takes its own memory.
     """
 
     def __init__(self, seed, layers=10, head=None):
@@ -29,11 +29,14 @@ class Step:
         self.extra = [dice.choice([20, 40]) for _ in self.layers] if seed % 2 else [30] * layers
         self.attention = [dice.randint(1, 5) for _ in self.layers]
         self.head = dice.randint(0, 200) if head is None else head
-        self.inside = dice.randint(0, 10)  # what a backward pass takes besides
+        self.inside = dice.randint(0, 10)  # what a backward pass takes in addition
 
     def run(self, plan=NOTHING, share=1.0):
-        """Returns what is seen of it: the moments and the calls; each moment's most bytes are above `BASE`."""
-        now, most, moments, calls = 0, 0, [], []
+        """Return the record: moments and calls. The most bytes of each moment are above `BASE`."""
+        now = 0
+        most = 0
+        moments = []
+        calls = []
 
         def add(size):
             nonlocal now, most
@@ -45,7 +48,7 @@ class Step:
 
         n, flying = len(self.layers), []
         for i in self.layers:
-            for due, size in list(flying):  # copies that are waited for
+            for due, size in list(flying):  # copies to wait for
                 if due == i:
                     add(-size)
                     flying.remove((due, size))
@@ -65,7 +68,9 @@ class Step:
                     add(scaled(self.extra[number]) + scaled(self.given))
             if i not in plan.not_recomputed:
                 moments.append(most)
-                most, calls[i].last, calls[i].extra = now, len(moments), self.extra[i]
+                most = now
+                calls[i].last = len(moments)
+                calls[i].extra = self.extra[i]
                 add(scaled(self.extra[i]) - (scaled(self.attention[i]) if i in plan.attention else 0))
             add(self.inside + self.gradient)
             add(-self.inside - scaled(self.extra[i]) - scaled(self.given))
@@ -83,7 +88,7 @@ class Step:
 @pytest.mark.parametrize("long", [False, True])
 @pytest.mark.parametrize("seed", range(12))
 def test_a_plan_takes_no_more_than_it_says(seed, long, host):
-    """Nor more than the limit, with all sizes of batches, budgets and paces of the copies."""
+    """It also stays within the limit, for all sizes of batches, budgets and copy speeds."""
     step, kept = Step(seed), []
     least, most = (max(step.run(plan).peaks) for plan in (NOTHING, ActivationPlan(frozenset(range(10)))))
     for part in (0.0, 0.2, 0.4, 0.6, 0.8, 1.0):
@@ -99,13 +104,13 @@ def test_a_plan_takes_no_more_than_it_says(seed, long, host):
 
 
 def test_the_layer_with_the_first_backward_pass_is_kept_first():
-    """Also where it adds nothing, since gradients are the peak."""
+    """This holds even if the layer adds nothing, because gradients are the peak."""
     step = Step(0, head=0)
     step.gradient = 20
     plan = step.plan(BASE + max(step.run().peaks))
     assert plan.kept == set(range(10 - len(plan.kept), 10)) and 0 < len(plan.kept) < 10
     assert plan.peak == BASE + max(step.run().peaks)
-    assert step.plan(plan.peak - 20).kept <= plan.kept, "a moment that exceeds the limit anyhow is no hindrance"
+    assert step.plan(plan.peak - 20).kept <= plan.kept, "a moment above the limit in any case must not count"
     assert step.plan(plan.peak - 20).kept
 
 
@@ -119,7 +124,8 @@ def test_attention_comes_before_whole_layers():
 
 def test_host_memory_is_for_what_does_not_fit():
     step = Step(0, layers=20, head=200)
-    least, most = max(step.run().peaks), max(step.run(ActivationPlan(frozenset(range(20)))).peaks)
+    least = max(step.run().peaks)
+    most = max(step.run(ActivationPlan(frozenset(range(20)))).peaks)
     link = Link(10**6, 2.0)
     assert not step.plan(BASE + most, link=link).on_host
     half = step.plan(BASE + (least + most) // 2, link=link)
@@ -130,8 +136,8 @@ def test_host_memory_is_for_what_does_not_fit():
     assert not step.plan(BASE + (least + most) // 2, link=link._replace(layers_per_copy=50.0)).on_host
 
 
-def test_what_the_batch_does_not_show_is_not_kept_before_it_comes():
-    """An encoder keeps nothing where the decoder may get more than in the micro-batch that was measured."""
+def test_nothing_is_kept_for_what_the_batch_did_not_show():
+    """An encoder keeps nothing if the decoder may get more than in the measured micro-batch."""
     step = Step(0)
     seen = step.run()
     for call in seen.calls[:5]:
@@ -172,11 +178,11 @@ def test_limits():
     assert limit_of(200, 100 * GIB) == limit_of(None, 100 * GIB), "a budget gives the device no more memory"
 
 
-# Of the switches
+# Hooks and policies of layers
 
 
 def rows_of(window):
-    """The mask that layers get for rows packed into one, the longest of 20 tokens."""
+    """The mask that layers get for rows packed into one; the longest has 20 tokens."""
     return RowMask(Rows([20, 7], torch.device("cpu")), window)
 
 
@@ -193,7 +199,7 @@ def test_how_many_tokens_a_token_attends_to(mask, longest):
 
 
 def test_layers_of_which_other_weights_are_trained_are_of_one_kind():
-    """Or there would be as many kinds as layers where it was chosen for each weight."""
+    """Otherwise, choosing trained weights one by one would make as many kinds as layers."""
     layers = [torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)) for _ in range(3)]
     layers[0][1].requires_grad_(False)
     layers[1].requires_grad_(False)

@@ -82,7 +82,7 @@ def test_a_call_that_was_not_measured_is_recomputed_and_so_are_all_after_it(plan
 
 @pytest.mark.parametrize("policy", LayerPolicy)
 def test_each_policy_computes_the_same(policy):
-    """And runs the layer again in the backward pass, or not, as `recomputes` says."""
+    """It runs the layer again in the backward pass, or not, as `recomputes` says."""
     torch.manual_seed(0)
     layer = Layer()
     x = torch.randn(2, 8, 16, requires_grad=True)
@@ -104,7 +104,7 @@ def test_a_ceiling_lowers_the_limit_and_never_raises_it():
 
 
 def test_the_ceiling_falls_when_the_same_plan_is_short_of_memory_twice(planner):
-    """Once may be the allocator that gets used to a new plan."""
+    """A single shortage may be the allocator adapting to a new plan."""
     planner.memory.retries = lambda: planner.retried
     now, _ = micro_batch(ActivationPlan(kept=frozenset({7})))
     now.limit = 1000
@@ -117,7 +117,9 @@ def test_a_larger_measurement_takes_the_place_of_smaller_ones_and_their_margin()
     def measured(length):
         return Measurement({None: Size(1, length)}, False, False, [0], [RecordedCall(7, "layer", Size(1, length), 0)])
 
-    measurements, small, large = Measurements(), measured(8), measured(16)
+    measurements = Measurements()
+    small = measured(8)
+    large = measured(16)
     measurements.add(small)
     small.margin = 5
     measurements.add(large)

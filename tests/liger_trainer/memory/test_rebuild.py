@@ -1,4 +1,4 @@
-"""The input of a down projection and the output of a norm are not kept for the backward pass; nothing else changes."""
+"""Backward rebuilds the input of a down projection and the output of a norm; nothing else changes."""
 
 import contextlib
 import gc
@@ -28,7 +28,9 @@ class Watched:
     """A gate that counts its calls and watches its first result."""
 
     def __init__(self, gate=swiglu):
-        self.gate, self.calls, self.product = gate, 0, None
+        self.gate = gate
+        self.calls = 0
+        self.product = None
 
     def __call__(self, a, b, **options):
         self.calls += 1
@@ -117,7 +119,8 @@ def test_inside_a_checkpoint(reentrant):
 def test_a_patched_model_keeps_no_product(monkeypatch):
     gate = Watched()
     monkeypatch.setitem(gates.GATES, "silu", gate)
-    monkeypatch.setattr(mlps, "build", mlps.build.__wrapped__)  # forwards are built once a process: not with this gate
+    # forwards are built once per process, and must not keep this gate
+    monkeypatch.setattr(mlps, "build", mlps.build.__wrapped__)
     model, batch = tiny_model("llama").train(), collate(ragged_rows(4))
     apply_liger(model, ALL)
     gate.calls, gate.product = 0, None
@@ -144,7 +147,8 @@ def with_lora(model):
 # gemma2: four norms a layer. cohere2: one norm feeds both the attention and the MLP.
 @pytest.mark.parametrize("model_type", ["llama", "qwen3", "gemma2", "cohere2", "llama-lora"])
 def test_norm_outputs_made_again_give_the_same_bits(model_type, monkeypatch):
-    model, batch = tiny_model(model_type.removesuffix("-lora")).train(), collate(ragged_rows(4))
+    model = tiny_model(model_type.removesuffix("-lora")).train()
+    batch = collate(ragged_rows(4))
     model = with_lora(model) if model_type.endswith("-lora") else model
     made, get = [], rebuild._Rebuilt.get
     monkeypatch.setattr(rebuild._Rebuilt, "get", lambda self, shape: made.append(shape[-1]) or get(self, shape))
@@ -192,8 +196,10 @@ class Skipped(Exception):
 
 @pytest.mark.parametrize("how", ["no backward", "exception", "exception in forward"])
 def test_a_forward_without_a_backward_leaves_nothing(how):
-    """A skipped step, an interrupted one, a retry after running out of memory: all is freed at once, as in stock."""
-    model, batch, watched = tiny_model("llama").train(), collate(ragged_rows(4)), []
+    """After a skipped step, an interrupted one, or a retry after running out of memory, all is freed as in stock."""
+    model = tiny_model("llama").train()
+    batch = collate(ragged_rows(4))
+    watched = []
     assert apply_liger(model, ALL).skipped == {}
 
     def watch(module, args, output):
@@ -206,7 +212,7 @@ def test_a_forward_without_a_backward_leaves_nothing(how):
     model.model.layers[0].register_forward_hook(watch)
     model.model.norm.register_forward_pre_hook(stop)
     gc.collect()
-    gc.disable()  # what only a collection frees has leaked
+    gc.disable()  # whatever only a collection frees has leaked
     try:
         with contextlib.suppress(Skipped):
             loss = model(**batch).loss
@@ -223,7 +229,7 @@ def double(x):
     x.mul_(2)
 
 
-# Through `data`, which autograd does not see, by a pre-hook of what a norm's output or a product goes to.
+# A pre-hook on the consumer of a norm's output or of a product, through `data`, which autograd does not see.
 DATA_OF = ("self_attn", "self_attn.q_proj", "mlp", "mlp.gate_proj", "mlp.down_proj")
 
 
@@ -234,7 +240,7 @@ def double_data(module, args, kwargs):
 @pytest.mark.parametrize("above", [0, 16])
 @pytest.mark.parametrize("how", ["in-place", "data", "pre-hook-of-a-projection", "product", *DATA_OF])
 def test_a_tensor_changed_in_place_is_not_made_again_as_it_was(how, above):
-    """A hook changes the output of a norm, or what a projection is given: the gradients are stock's."""
+    """A hook changes the output of a norm, or the input of a projection. The gradients equal stock's."""
     batch, results = collate(ragged_rows(4)), []
     for patched in (False, True):
         model = tiny_model("llama").train()
@@ -257,7 +263,7 @@ def test_a_tensor_changed_in_place_is_not_made_again_as_it_was(how, above):
 
 
 def test_parents_changed_in_place_raise():
-    """Whatever a tensor would be made from: changed since, it is an error, as in stock."""
+    """If a tensor needed to rebuild another has changed since, that is an error, as in stock."""
     x = torch.randn(3, 8, requires_grad=True)
     parent = x * 1
     weight = nn.Parameter(torch.randn(8, 8))
@@ -278,14 +284,14 @@ def test_a_tensor_with_a_note_can_be_pickled():
 
 
 def with_note_of(y):
-    """A leaf that carries the same attribute: only leaves can be pickled."""
+    """A leaf with the same attribute, because only leaves can be pickled."""
     leaf = y.detach()
     leaf._liger_rebuilt = y._liger_rebuilt
     return leaf
 
 
 def test_a_tensor_that_is_changed_in_place_after_its_note():
-    """It is kept as it is, and not rebuilt as it was."""
+    """The changed tensor is kept, instead of being rebuilt as it was."""
     x, linear = torch.randn(4, 8, requires_grad=True), torch.nn.Linear(8, 3, bias=False)
     y = rebuild.rebuildable(2 * x, lambda x: 2 * x, x, above=0)
     y.mul_(3)

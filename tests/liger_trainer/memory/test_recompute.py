@@ -1,4 +1,4 @@
-"""`memory/recompute.py` beside PyTorch's own function, and where that one runs instead."""
+"""`memory/recompute.py` compared with PyTorch's own function, and the cases in which PyTorch's runs."""
 
 import copy
 import functools
@@ -27,11 +27,13 @@ def ours(function, *args):
 
 
 class Layer(nn.Module):
-    """Keeps results of its own, weights and inputs, draws numbers, and ends with a product that nothing keeps."""
+    """Keeps its own results, weights and inputs, draws numbers, and ends with a product that nothing keeps."""
 
     def __init__(self, dropout=0.0):
         super().__init__()
-        self.up, self.down, self.dropout = nn.Linear(8, 12), nn.Linear(12, 8), nn.Dropout(dropout)
+        self.up = nn.Linear(8, 12)
+        self.down = nn.Linear(12, 8)
+        self.dropout = nn.Dropout(dropout)
         self.runs = self.ends = 0
 
     def forward(self, x):
@@ -48,7 +50,7 @@ def layer(dropout=0.0):
 
 
 def step(checkpoint, module, autocast=False, times=1):
-    """Loss, gradients and the state of the generator after backward passes through two calls of `module`."""
+    """Loss, gradients and the generator's state after backward passes through two calls of `module`."""
     torch.manual_seed(1)
     x = torch.randn(3, 8, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
@@ -63,7 +65,7 @@ def step(checkpoint, module, autocast=False, times=1):
 @pytest.mark.parametrize("times", [1, 2])
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_numbers_are_those_of_pytorch_s_function(dropout, autocast, times):
+def test_numbers_equal_pytorch_s_function(dropout, autocast, times):
     mine, theirs = layer(dropout), layer(dropout)
     got, want = (step(f, m, autocast, times) for f, m in ((ours, mine), (OF_TORCH, theirs)))
     for a, b in zip(got, want, strict=True):
@@ -74,9 +76,15 @@ def test_numbers_are_those_of_pytorch_s_function(dropout, autocast, times):
 
 def test_of_a_model_with_dropout():
     config = LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, attention_dropout=0.2, attn_implementation="sdpa",
-    )  # fmt: skip
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        attention_dropout=0.2,
+        attn_implementation="sdpa",
+    )
     results = []
     for checkpoint in (ours, OF_TORCH):
         torch.manual_seed(0)
@@ -106,7 +114,7 @@ class Chain(nn.Module):
 
 
 def python_calls(length):
-    """How many calls of Python `recompute.py` makes for a forward and a backward pass of a `Chain`."""
+    """The number of Python calls that `recompute.py` makes for forward and backward of a `Chain`."""
     module, x = Chain(length), torch.zeros(3, requires_grad=True)
     calls = 0
 
@@ -137,7 +145,8 @@ def test_gradients_of_some_inputs_and_then_of_others():
 
 
 def test_what_is_kept_can_be_looked_at_outside_of_a_backward_pass():
-    module, x = nn.Sequential(nn.Linear(8, 8), nn.Sigmoid()), torch.randn(3, 8, requires_grad=True)
+    module = nn.Sequential(nn.Linear(8, 8), nn.Sigmoid())
+    x = torch.randn(3, 8, requires_grad=True)
     y = ours(module, x)
     assert torch.equal(y.grad_fn._saved_result, y)
     y.sum().backward()
@@ -152,7 +161,7 @@ def test_nothing_is_left_over():
     del given
     assert alive() is not None
     loss.backward()
-    assert alive() is None  # though `loss` is still there
+    assert alive() is None  # even though `loss` still exists
     loss = ours(module, x * 1).sum()  # without a backward pass
     notes = [found for found in gc.get_objects() if isinstance(found, recompute._CheckpointedCall)]
     assert notes
@@ -220,7 +229,7 @@ def test_without_gradients_nothing_is_kept():
     [lambda: torch.autograd.graph.save_on_cpu(), lambda: torch.device("cpu")],
     ids=["hooks of others", "a mode"],
 )
-def test_what_is_not_plain_is_left_to_pytorch_s_function(around, monkeypatch):
+def test_only_plain_checkpointing_is_replaced(around, monkeypatch):
     called = []
     monkeypatch.setattr(recompute, "_CheckpointedCall", lambda *args: called.append(args))
     module, x = layer(), torch.randn(3, 8, requires_grad=True)
@@ -245,7 +254,7 @@ def test_a_checkpoint_inside_another():
 
 
 class Seen(TrainerCallback):
-    """What calls the layers while a trainer trains."""
+    """Records what calls the layers while a trainer trains."""
 
     def on_step_end(self, args, state, control, model=None, **kwargs):
         self.functions = [module._gradient_checkpointing_func for module in model.model.layers]
@@ -256,14 +265,26 @@ def trained(tmp_path, monkeypatch, init=False, **options):
     calls, made = [], recompute._CheckpointedCall
     monkeypatch.setattr(recompute, "_CheckpointedCall", lambda *args: calls.append(args) or made(*args))
     config = LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, attn_implementation="sdpa", use_cache=False,
-    )  # fmt: skip
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        attn_implementation="sdpa",
+        use_cache=False,
+    )
     rows = [{"input_ids": [5, 6, 7, 8], "labels": [5, 6, 7, 8]}] * 2
     args = LigerTrainingArguments(
-        output_dir=str(tmp_path), max_steps=1, report_to="none", use_cpu=True, save_strategy="no", disable_tqdm=True,
-        gradient_checkpointing=True, **options,
-    )  # fmt: skip
+        output_dir=str(tmp_path),
+        max_steps=1,
+        report_to="none",
+        use_cpu=True,
+        save_strategy="no",
+        disable_tqdm=True,
+        gradient_checkpointing=True,
+        **options,
+    )
     seen = Seen()
     model = {"model_init": lambda: LlamaForCausalLM(config)} if init else {"model": LlamaForCausalLM(config)}
     trainer = LigerTrainer(**model, args=args, train_dataset=rows, callbacks=[seen])

@@ -1,4 +1,4 @@
-"""Layers that run again without their attention: the same bits as where they run again whole, or not at all."""
+"""Layers recomputed without their attention are bit-equal to layers recomputed whole or not at all."""
 
 import contextlib
 import functools
@@ -14,7 +14,10 @@ from torch.utils.checkpoint import checkpoint
 
 from liger_trainer.memory import selective
 
-ROWS, HEADS, LENGTH, WIDTH = 2, 3, 24, 8
+ROWS = 2
+HEADS = 3
+LENGTH = 24
+WIDTH = 8
 PLAIN = functools.partial(checkpoint, use_reentrant=False)
 
 
@@ -31,12 +34,13 @@ class Counting(TorchDispatchMode):
 
 
 class Layer(torch.nn.Module):
-    """Attention, and random numbers behind it."""
+    """Attention, followed by random numbers."""
 
     def __init__(self, attend=F.scaled_dot_product_attention, change=None):
         super().__init__()
         torch.manual_seed(3)
-        self.into, self.out = torch.nn.Linear(HEADS * WIDTH, HEADS * WIDTH), torch.nn.Linear(HEADS * WIDTH, 7)
+        self.into = torch.nn.Linear(HEADS * WIDTH, HEADS * WIDTH)
+        self.out = torch.nn.Linear(HEADS * WIDTH, 7)
         self.attend, self.change = attend, change
 
     def forward(self, x):
@@ -81,7 +85,7 @@ def test_the_same_bits_and_attention_runs_once(backward):
 
 @pytest.mark.parametrize("calls", [1, 2])
 def test_under_autocast(calls):
-    """Which casts a weight for the first call alone. PyTorch's contexts raise when the second call runs again."""
+    """Autocast casts a weight only in the first call. PyTorch's contexts raise when the second call runs again."""
     full, kept = (run(way, Layer(), calls=calls, autocast=True) for way in ("full", "kept"))
     assert same_bits(kept[0], full[0]) and (full[1], kept[1]) == (2 * calls, calls)
 
@@ -105,7 +109,7 @@ def test_attention_of_several_operations_runs_again():
 
 @pytest.fixture
 def with_dropout():
-    """An operation of attention that draws random numbers, as those of GPUs do."""
+    """A CPU attention that draws random numbers, like those on GPUs."""
     name = "liger_tests::attention"
 
     @torch.library.custom_op(name, mutates_args=())
@@ -123,7 +127,7 @@ def with_dropout():
 
 @pytest.mark.parametrize("by_name", [False, True])
 def test_attention_that_draws_random_numbers_draws_them_again(with_dropout, by_name):
-    """Or the dropout behind it would draw others."""
+    """Otherwise the dropout after it would draw others."""
 
     def attend(q, k, v, is_causal):
         return with_dropout(q, dropout_p=0.5) if by_name else with_dropout(q, 0.5)
@@ -173,7 +177,7 @@ def test_nothing_is_left_after_a_backward_pass_nor_without_one():
         gc.enable()
 
 
-def test_what_is_held_is_the_result_of_attention():
+def test_only_the_result_of_attention_is_kept():
     layer, held = Layer(), {}
     x = torch.randn(ROWS, LENGTH, HEADS * WIDTH, requires_grad=True)
     with CountedMemory() as memory:
@@ -200,6 +204,6 @@ def test_what_is_held_is_the_result_of_attention():
     ],
     ids=str,
 )
-def test_where_it_is_possible(options, possible):
+def test_only_plain_checkpointing_can_be_selective(options, possible):
     assert selective.is_possible(functools.partial(checkpoint, **options)) is possible
     assert not selective.is_possible(lambda *args: checkpoint(*args, **options)), "a function of somebody else"

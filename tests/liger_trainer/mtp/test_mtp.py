@@ -1,4 +1,4 @@
-"""`train_mtp`: the MTP head of a base is loaded, trained beside the model, and saved under its own names."""
+"""`train_mtp` loads a base's MTP head, trains it with the model, and saves it under its own names."""
 
 import copy
 import json
@@ -9,6 +9,7 @@ import torch
 from base_checkpoints import names_of, tensor_of
 from medusa_brute_force import documents, packed_batch, ragged_batch
 from mtp_bases import SHAPES, mtp_trainer, write_base
+from parity import logged_values
 from peft import LoraConfig, PromptTuningConfig
 from recipe_fixtures import command
 from safetensors.torch import load_file
@@ -23,9 +24,9 @@ from liger_trainer.varlen.rows import Rows
 
 
 def brute_force(model, tensors, batch):
-    """Summed loss, the gradients of the head by name, accuracy and targets, in float64 and document by document.
+    """Summed loss, the head's gradients by name, accuracy and targets, in float64, one document at a time.
 
-    The decoder layer is transformers' own; all else is written out.
+    The decoder layer is transformers' own; the rest is written out.
     """
     plain = copy.deepcopy(model).double().eval()
     p = {name: tensor.double().requires_grad_() for name, tensor in tensors.items()}
@@ -37,7 +38,9 @@ def brute_force(model, tensors, batch):
     def norm(x, weight):
         return x * (x.square().mean(-1, keepdim=True) + config.rms_norm_eps).rsqrt() * (1 + weight)
 
-    total, hits, count = 0.0, 0, 0
+    total = 0.0
+    hits = 0
+    count = 0
     for b, places in documents(batch):
         ids = batch["input_ids"][b, places][None]
         with torch.no_grad():
@@ -66,11 +69,13 @@ def brute_force(model, tensors, batch):
     return float(total.detach()), gradients, hits, count
 
 
-@pytest.mark.parametrize("kind", ["padded", "packed"])
-def test_matches_float64(kind, tmp_path):
+@pytest.mark.parametrize("kind, checkpointing", [("padded", False), ("packed", False), ("packed", True)])
+def test_matches_float64(kind, checkpointing, tmp_path):
     extra = write_base(tmp_path / "base")
     batch = {"padded": ragged_batch, "packed": packed_batch}[kind]()
-    trainer = mtp_trainer(tmp_path / "base", tmp_path / "out")
+    trainer = mtp_trainer(tmp_path / "base", tmp_path / "out", activation_checkpointing=checkpointing)
+    if checkpointing:
+        trainer.model.gradient_checkpointing_enable({"use_reentrant": False})
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
     total, gradients, hits, count = brute_force(plain, extra, batch)
     labels = int(batch["labels"][:, 1:].ne(-100).sum())
@@ -130,7 +135,7 @@ def test_documents_stay_apart_with_an_attention_of_the_users(monkeypatch, tmp_pa
 
 @pytest.mark.parametrize("packing", [False, True])
 def test_the_model_learns_as_without_it(packing, tmp_path):
-    """The same losses, gradients and weights, bit for bit, and still without padding."""
+    """Losses, gradients and weights are bit-equal, and padding is still left out."""
     write_base(tmp_path / "base")
     trained = []
     for train_mtp in (True, False):
@@ -178,7 +183,7 @@ def test_the_loss_of_the_head_falls_and_a_resumed_run_continues(tmp_path):
     whole.train()
     resumed = mtp_trainer(tmp_path / "base", tmp_path / "resumed", **options)
     resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-3"))
-    logged = [[log["mtp_loss"] for log in t.state.log_history if "mtp_loss" in log] for t in (whole, resumed)]
+    logged = [logged_values(t, "mtp_loss") for t in (whole, resumed)]
     assert logged[0] == logged[1] and len(logged[0]) == 6 and logged[0][-1] < logged[0][0]
     for (name, p), (_, q) in zip(whole.model.named_parameters(), resumed.model.named_parameters(), strict=True):
         assert torch.equal(p, q), name
@@ -198,8 +203,8 @@ def test_the_loss_does_not_depend_on_accumulation(tmp_path):
 LORA = {"peft_config": LoraConfig(r=4, target_modules="all-linear")}
 
 
-def test_beside_an_adapter_it_is_saved_resumed_and_merged(tmp_path, capsys):
-    """The adapter learns as without the head, bit for bit. The merged model has the trained head."""
+def test_with_an_adapter_it_is_saved_resumed_and_merged(tmp_path, capsys):
+    """The adapter learns the same bits as without the head. The merged model has the trained head."""
     extra = write_base(tmp_path / "base")
     options = {"trainer_options": LORA, "max_steps": 4}
     whole = mtp_trainer(tmp_path / "base", tmp_path / "whole", save_strategy="steps", save_steps=2, **options)
@@ -236,14 +241,14 @@ def test_beside_an_adapter_it_is_saved_resumed_and_merged(tmp_path, capsys):
 
 def test_bases_without_a_head_that_is_known(tmp_path):
     tiny_model("llama").save_pretrained(tmp_path / "llama")
-    with pytest.raises(ValueError, match=r"llama has no tensors mtp\.\*. Only MTP heads of that name are supported"):
+    with pytest.raises(ValueError, match=r"llama has no tensors mtp\.\* and no layer beyond the depth .* only such"):
         mtp_trainer(tmp_path / "llama", tmp_path / "out")
     shapes = {name: shape for name, shape in SHAPES.items() if name != "mtp.norm.weight"}
     write_base(tmp_path / "less", shapes)
-    with pytest.raises(ValueError, match="the checkpoint lacks mtp.norm.weight, so that the head is another one"):
+    with pytest.raises(ValueError, match="the checkpoint lacks mtp.norm.weight, so that the MTP head is another one"):
         mtp_trainer(tmp_path / "less", tmp_path / "out")
     write_base(tmp_path / "more", SHAPES | {"mtp.layers.0.mlp.experts.0.up_proj.weight": (2, 2)})
-    with pytest.raises(ValueError, match="the model's classes lack mtp.layers.0.mlp.experts.0.up_proj.weight"):
+    with pytest.raises(ValueError, match="Qwen3_5TextModel lacks mtp.layers.0.mlp.experts.0.up_proj.weight"):
         mtp_trainer(tmp_path / "more", tmp_path / "out")
     write_base(tmp_path / "other", SHAPES | {"mtp.fc.weight": (32, 32)})
     with pytest.raises(ValueError, match=r"mtp.fc.weight is \(32, 32\) in .*; expected \(32, 64\)"):
@@ -279,7 +284,7 @@ def test_bases_without_a_head_that_is_known(tmp_path):
         ({"train_mtp": 1}, {}, "train_mtp is 1; expected true or false"),
     ],
 )
-def test_what_would_train_or_save_wrongly(options, trainer_options, message, tmp_path):
+def test_options_that_would_train_or_save_wrongly_are_refused(options, trainer_options, message, tmp_path):
     write_base(tmp_path / "base")
     with pytest.raises(ValueError, match=message):
         mtp_trainer(tmp_path / "base", tmp_path / "out", trainer_options=trainer_options, **options)

@@ -1,6 +1,6 @@
-"""Every causal LM of transformers that can be built tiny trains a step as it does unpatched, all parts and the head on.
+"""Every causal LM of transformers that can be built tiny trains a step as unpatched, with everything swapped.
 
-The comparisons are slow, `make test-all` runs them; a section of docs/architecture.md is made of the same results.
+The comparisons are slow and run in `make test-all`. A section of docs/architecture.md is made of their results.
 """
 
 import re
@@ -15,9 +15,9 @@ from liger_trainer import apply_liger
 from liger_trainer.head import deferred
 from liger_triton import reference
 
-# The head returns a stand-in, and then the model's own code needs real logits.
+# The head returns deferred logits, and then the model's own code needs real ones.
 IN_FULL = {
-    "prophetnet",  # has no cross_entropy: log_softmax and nll_loss of two streams at once
+    "prophetnet",  # without cross_entropy: log_softmax and nll_loss of two streams at once
 }
 PAGE = written()
 WHOLE, _, REST = PAGE.partition("In these something is not.")
@@ -30,13 +30,14 @@ PAGE_IS_OF = re.search(r"transformers ([\d.]+\w*)", PAGE)[1]
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_one_step(model_type):
-    """The same loss and gradients, the head fused where the report says so, and the page says what was found."""
+    """Loss and gradients agree, the head is fused if the report says so, and the page states the result."""
     result = compare(model_type)
     assert result.verdict in ("same", "does not run", "not built"), result.detail
     assert result.head != "in full" or model_type in IN_FULL
-    if PAGE_IS_OF == transformers.__version__ and f"`{model_type}`" not in OTHERS:  # where a package was missing, say
+    # for example if a package was missing
+    if PAGE_IS_OF == transformers.__version__ and f"`{model_type}`" not in OTHERS:
         where, wanted = (WHOLE, f"`{model_type}`") if result.whole else (TABLE, result.line)
-        assert wanted in where, f"write docs/architecture.md anew: {result.line}"
+        assert wanted in where, f"write docs/architecture.md again: {result.line}"
 
 
 SPOILED = {
@@ -52,7 +53,7 @@ SPOILED = {
 
 @pytest.mark.parametrize("name, model_type", [(name, one) for name, types in SPOILED.items() for one in types])
 def test_an_operation_that_is_two_percent_off_is_seen(name, model_type, monkeypatch):
-    """The control: the comparison can fail, for each of the operations."""
+    """The control: the comparison can fail, for each operation."""
     model, _ = build(model_type)
     want, _ = step(model)
     apply_liger(model)
@@ -67,7 +68,7 @@ def test_an_operation_that_is_two_percent_off_is_seen(name, model_type, monkeypa
 
 
 def test_the_page_has_every_model_type():
-    """And of those that ran and have an operation, four fifths have all of it swapped."""
+    """Of the types that ran and have an operation, four fifths have it swapped everywhere."""
     whole, others = (NAME.findall(part.partition(":\n")[2].partition("`python ")[0]) for part in (WHOLE, OTHERS))
     rows = re.findall(r"^\| ([\w.-]+) \| (\w+) \|", TABLE, re.MULTILINE)
     listed = [*whole, *others, *(name for name, _ in rows)]

@@ -1,4 +1,4 @@
-"""`torch.compile(fullgraph=True)` of a patched model: one graph, the same loss and gradients, and no needless mask."""
+"""`torch.compile(fullgraph=True)` of a patched model: one graph, the same loss and gradients, no unneeded mask."""
 
 import gc
 from typing import NamedTuple
@@ -22,7 +22,7 @@ from liger_trainer.varlen import registry
 
 CALLS = {"labels": {}, "smoothing": {"label_smoothing": 0.1}, "trl": {"fused_lm_head": True, "uniform_grad": True}}
 QUICK = (("llama", "labels"), ("gemma2", "trl"))  # the others are slow
-ONE_LAYER = {"num_hidden_layers": 1}  # a graph of two takes twice as long to trace, and shows no more
+ONE_LAYER = {"num_hidden_layers": 1}  # two layers take twice as long to trace, and show no more
 
 
 def loss_and_gradients(model, batch, **kwargs):
@@ -52,14 +52,18 @@ def test_traces_without_a_break(model_type, call):
 
 @pytest.mark.parametrize("modules", [["q_proj", "lm_head"], pytest.param("modules_to_save", marks=pytest.mark.slow)])
 def test_an_adapter_on_the_lm_head(modules):
-    """A compiled graph binds nothing, so every part of the head must have been bound before."""
+    """A compiled graph binds nothing, so every part of the head must be bound before."""
     own = modules == "modules_to_save"
     config = LoraConfig(
-        r=2, target_modules=["q_proj"] if own else modules, modules_to_save=["lm_head"] if own else None,
-        init_lora_weights=False, task_type="CAUSAL_LM",
-    )  # fmt: skip
+        r=2,
+        target_modules=["q_proj"] if own else modules,
+        modules_to_save=["lm_head"] if own else None,
+        init_lora_weights=False,
+        task_type="CAUSAL_LM",
+    )
     torch.manual_seed(0)
-    model, batch = get_peft_model(tiny_model("llama", **ONE_LAYER), config).train(), collate(ragged_rows(4))
+    model = get_peft_model(tiny_model("llama", **ONE_LAYER), config).train()
+    batch = collate(ragged_rows(4))
     apply_liger(model)
     parameters = [p for p in model.parameters() if p.requires_grad]
 
@@ -70,7 +74,7 @@ def test_an_adapter_on_the_lm_head(modules):
         return [loss.detach(), *(p.grad.clone() for p in parameters)]
 
     torch._dynamo.reset()
-    got = step(torch.compile(model, backend="aot_eager"))  # before any call that was not compiled
+    got = step(torch.compile(model, backend="aot_eager"))  # before any uncompiled call
     for compiled, eager in zip(got, step(model), strict=True):
         torch.testing.assert_close(compiled, eager, rtol=1e-4, atol=1e-6)
 
@@ -80,7 +84,7 @@ def test_an_adapter_on_the_lm_head(modules):
     ["lm_head", *(pytest.param(n, marks=pytest.mark.slow) for n in ("model.layers.0.mlp.act_fn", "model.rotary_emb"))],
 )
 def test_hooks_that_a_fused_call_would_miss(name):
-    """As when it is not compiled, the model's own code runs there."""
+    """The model's own code runs there, as without compiling."""
     batch, results = collate(ragged_rows(4)), []
     for compiled in (False, True):
         model = tiny_model("llama", **ONE_LAYER).train()
@@ -104,7 +108,7 @@ def sdpa_model(model_type, **config):
 
 
 def masked_layers(model, **call):
-    """Loss of a compiled call, and for each attention in its graph whether it gets a mask."""
+    """Loss of a compiled call, and whether each attention in its graph gets a mask."""
     masked = []  # with a cache, transformers does not look for packed rows
 
     def backend(graph, _):
@@ -161,7 +165,7 @@ def test_only_what_needs_a_mask_has_one(model_type, config, given, masked):
 
 
 def test_other_models_keep_their_masks():
-    """Also while one is patched, and a patched one in calls without labels, or when the patches are removed."""
+    """This holds while one model is patched, for a patched one in calls without labels, and after unpatching."""
     patched, other = sdpa_model("llama"), sdpa_model("llama")
     apply_liger(patched)
     assert masked_layers(patched, input_ids=PLAIN, labels=PLAIN)[1] == [False]
@@ -173,7 +177,7 @@ def test_other_models_keep_their_masks():
 
 @pytest.mark.parametrize("last", ["freed", "removed"])
 def test_the_last_patched_model_goes_while_another_is_compiled(last):
-    """Guards compare what transformers' registries hold after the trace with what they held before."""
+    """Guards compare transformers' registries after the trace with their content before."""
     patched, other = [sdpa_model("llama")], sdpa_model("llama")
     patched[0].itself = patched  # a cycle, which the garbage collector frees at any time
     apply_liger(patched[0])
@@ -191,7 +195,7 @@ def test_the_last_patched_model_goes_while_another_is_compiled(last):
 
 
 class Failing(NamedTuple):
-    """A call whose model raises."""
+    """A call of a model that raises."""
 
     model: torch.nn.Module
     args: tuple = ()
@@ -217,7 +221,7 @@ ONES = torch.ones(2, 16, dtype=torch.long)
         ({"attention_mask": ONES}, True),
         ({"attention_mask": SEEN}, False),
         ({"attention_mask": ONES[:, None, None].bool()}, False),
-        # With a mask, transformers takes no rows for packed, whatever the positions; without it, it would.
+        # With a mask, transformers takes no rows for packed, whatever the positions. Without one, it would.
         ({"attention_mask": ONES, "position_ids": PACKED}, False),
         ({}, True),
     ],
@@ -234,10 +238,17 @@ def losses(trainer_class, tmp_path, rows, compiled, wrap=lambda model: model, **
     torch._dynamo.reset()
     sft = trainer_class is LigerSFTTrainer
     args = (LigerSFTConfig if sft else LigerTrainingArguments)(
-        output_dir=str(tmp_path), per_device_train_batch_size=4, num_train_epochs=1, logging_steps=1, use_cpu=True,
-        report_to="none", save_strategy="no", torch_compile=compiled, train_sampling_strategy="sequential",
+        output_dir=str(tmp_path),
+        per_device_train_batch_size=4,
+        num_train_epochs=1,
+        logging_steps=1,
+        use_cpu=True,
+        report_to="none",
+        save_strategy="no",
+        torch_compile=compiled,
+        train_sampling_strategy="sequential",
         **{"gradient_checkpointing": False} | ({"torch_compile_backend": "eager"} if compiled else {}) | options,
-    )  # fmt: skip
+    )
     tokenizer = tiny_tokenizer()
     inputs = {"processing_class": tokenizer} if sft else {"data_collator": DataCollatorForSeq2Seq(tokenizer)}
     trainer = trainer_class(wrap(sdpa_model("llama")), args, train_dataset=Dataset.from_list(rows), **inputs)
@@ -253,19 +264,21 @@ BOTH = [LigerTrainer, pytest.param(LigerSFTTrainer, marks=pytest.mark.slow)]
 
 @pytest.mark.parametrize("trainer_class", BOTH)
 def test_a_trainer_drops_masks_of_ones(trainer_class, tmp_path, monkeypatch):
-    """Rows of one length, then ragged ones: the first are attended without a mask, and the losses are those of a run
-    that is not compiled."""
+    """Rows of one length come first and are attended without a mask; ragged rows follow.
+
+    The losses equal an uncompiled run.
+    """
     rows = EVEN[:4] + [{"input_ids": row["input_ids"], "labels": row["input_ids"]} for row in ragged_rows(4)]
     asked, own = [], registry._is_needless
     monkeypatch.setattr(registry, "_is_needless", lambda **kwargs: asked.append(own(**kwargs)) or asked[-1])
     want = losses(trainer_class, tmp_path, rows, compiled=False)
     assert not asked
     assert losses(trainer_class, tmp_path, rows, compiled=True) == pytest.approx(want, rel=1e-4)
-    assert asked and all(asked)  # asked of rows of one length only
+    assert asked and all(asked)  # only rows of one length are asked
 
 
 def test_checkpointed_layers(tmp_path, caplog):
-    """As the configs of TRL have them, in one graph: the head stays fused."""
+    """They are checkpointed as by TRL's configs, in one graph: the head stays fused."""
     want = losses(LigerSFTTrainer, tmp_path, EVEN, compiled=False, gradient_checkpointing=True)
     got = losses(LigerSFTTrainer, tmp_path, EVEN, compiled=True, gradient_checkpointing=True)
     assert got == pytest.approx(want, rel=1e-4) and "builds full logits" not in caplog.text
@@ -273,8 +286,11 @@ def test_checkpointed_layers(tmp_path, caplog):
 
 @pytest.mark.parametrize("reentrant", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_checkpointed_layers_below_an_adapter(reentrant, tmp_path):
-    """One graph. PyTorch's reentrant checkpointing needs embeddings that require gradients, which breaks it in each
-    layer, so that stand-ins go from one compiled part to the next."""
+    """One graph, except with PyTorch's reentrant checkpointing.
+
+    That needs embeddings that require gradients, which breaks the graph in each layer, so deferred tensors pass from
+    one compiled part to the next.
+    """
     models = []
 
     def adapted(model):
@@ -283,9 +299,13 @@ def test_checkpointed_layers_below_an_adapter(reentrant, tmp_path):
         return models[-1]
 
     options = {
-        "wrap": adapted, "gradient_checkpointing": True, "learning_rate": 0.1, "optim": "sgd", "bf16": False,
+        "wrap": adapted,
+        "gradient_checkpointing": True,
+        "learning_rate": 0.1,
+        "optim": "sgd",
+        "bf16": False,
         "gradient_checkpointing_kwargs": {"use_reentrant": reentrant},
-    }  # fmt: skip
+    }
     want = losses(LigerSFTTrainer, tmp_path, EVEN, compiled=False, **options)
     assert models[0].get_input_embeddings()._forward_hooks, "nothing is removed without torch_compile"
     torch._dynamo.utils.counters.clear()

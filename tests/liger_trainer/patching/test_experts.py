@@ -1,4 +1,4 @@
-"""Blocks of experts as one operation, beside the model's own code, and PEFT's LoRA on their parameters."""
+"""Blocks of experts as one operation, and PEFT's LoRA on their parameters, compared with the models' own code."""
 
 import copy
 import functools
@@ -36,7 +36,8 @@ def with_implementation(name):
     return wrap
 
 
-WAYS, FAMILIES = ("kept", "checkpoint", "reentrant"), ("qwen3_moe", "gpt_oss", "deepseek_v3")
+WAYS = ("kept", "checkpoint", "reentrant")
+FAMILIES = ("qwen3_moe", "gpt_oss", "deepseek_v3")
 
 
 @pytest.mark.parametrize(
@@ -55,14 +56,15 @@ def test_a_step(model_type, checkpointing, implementation):
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_another_gradient_at_the_limit_is_seen(implementation, monkeypatch):
-    """`torch.minimum` passes half of it there, and is `clamp` everywhere else."""
+    """`torch.minimum` passes half of the gradient there, and equals `clamp` everywhere else."""
     block = blocks(with_implementation(implementation)(tiny_model("gpt_oss")))[0]
     cuts = {"clamp": lambda g: g.clamp(max=block.limit), "minimum": lambda g: g.minimum(g.new_tensor(block.limit))}
     found = {}
     for name, cut in cuts.items():
 
         def gate(self, gate_up, cut=cut):
-            g, u = cut(gate_up[..., ::2]), gate_up[..., 1::2].clamp(min=-self.limit, max=self.limit)
+            g = cut(gate_up[..., ::2])
+            u = gate_up[..., 1::2].clamp(min=-self.limit, max=self.limit)
             return (u + 1) * (g * torch.sigmoid(g * self.alpha))
 
         monkeypatch.setattr(type(block), "_apply_gate", gate)
@@ -94,7 +96,7 @@ def count_calls(monkeypatch):
 @pytest.mark.parametrize("parameters", [BOTH, BOTH[:1], BOTH[1:]], ids=["both", "gate_up", "down"])
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
 def test_adapters_on_experts(model_type, parameters, monkeypatch):
-    """The gradients of PEFT, of the adapters and of all that is before them, without W + B A."""
+    """Gradients equal PEFT's, for the adapters and for everything before them, without W + B A."""
     setting = ("eager" if model_type == "gpt_oss" else "sdpa", "kept", "fp32")
     wrap = adapted(parameters, rank_pattern={"down_proj": 2}, alpha_pattern={"down_proj": 7})
     want = step(model_of(setting, model_type, wrap))
@@ -125,7 +127,8 @@ STATES = {
 
 @pytest.mark.parametrize("change", STATES.values(), ids=STATES)
 def test_adapters_switched_after_the_swap(change):
-    want, got = model_of(PLAIN, "qwen3_moe", two_adapters), model_of(PLAIN, "qwen3_moe", two_adapters)
+    want = model_of(PLAIN, "qwen3_moe", two_adapters)
+    got = model_of(PLAIN, "qwen3_moe", two_adapters)
     apply_liger(got)
     for model in (want, got):
         change(model)
@@ -160,7 +163,7 @@ def other_implementation(model):
     model.get_base_model().set_experts_implementation("eager")
 
 
-def registered_anew(model):
+def registered_again(model):
     moe.ALL_EXPERTS_FUNCTIONS.register("grouped_mm", doubled)
 
 
@@ -189,7 +192,7 @@ def forward_on_inner_wrapper(model):
 
 
 def factors_on_wrapper(model):
-    """Of this instance alone."""
+    """Factors set on this instance only."""
     inner, own = wrappers(model)[1], wrappers(model)[1].get_delta_factors
     inner.get_delta_factors = lambda name: (2 * own(name)[0], *own(name)[1:])
 
@@ -206,12 +209,19 @@ def another_gate(model):
 @pytest.mark.parametrize(
     "change",
     [
-        hook_on_expert_block, hook_on_adapter, other_implementation, registered_anew, another_activation, another_gate,
-        other_factors, forward_on_inner_wrapper, factors_on_wrapper,
+        hook_on_expert_block,
+        hook_on_adapter,
+        other_implementation,
+        registered_again,
+        another_activation,
+        another_gate,
+        other_factors,
+        forward_on_inner_wrapper,
+        factors_on_wrapper,
     ],
-)  # fmt: skip
-def test_what_users_change_is_heeded(change, monkeypatch):
-    """A hook, another implementation, another function of that name: the stock model's loss and gradients."""
+)
+def test_user_changes_take_effect(change, monkeypatch):
+    """A hook, another implementation, or another function of that name: loss and gradients equal stock's."""
     try:
         models = [model_of(PLAIN, "qwen3_moe", adapted()) for _ in range(2)]
         apply_liger(models[0])
@@ -223,7 +233,7 @@ def test_what_users_change_is_heeded(change, monkeypatch):
 
 
 def test_a_scaling_that_is_trained_is_left_to_peft():
-    """Its code raises with one adapter. The kernel would leave the scaling without a gradient."""
+    """PEFT's code raises with one adapter. The kernel would leave the scaling without a gradient."""
     model = model_of(PLAIN, "qwen3_moe", adapted())
     apply_liger(model)
     wrappers(model)[0].scaling["default"] = torch.tensor(1.5, requires_grad=True)
@@ -242,8 +252,9 @@ def test_a_gate_put_on_a_block_before_the_swap(wrap):
 
 @pytest.mark.parametrize("of", ["block", "wrapper"])
 def test_a_forward_wrapped_by_the_user_runs(of, monkeypatch):
-    """It may count tokens of experts, and no number shows that it was left out."""
-    model, calls = model_of(PLAIN, "qwen3_moe", adapted() if of == "wrapper" else None), []
+    """It may count tokens of experts, and no number would show if it were skipped."""
+    model = model_of(PLAIN, "qwen3_moe", adapted() if of == "wrapper" else None)
+    calls = []
     cls = ParamWrapper if of == "wrapper" else type(blocks(model)[0])
     own = cls.forward
 
@@ -290,7 +301,7 @@ def test_copies_run_their_own_weights():
 
 
 def test_frozen_experts_keep_no_weight_gradient():
-    """With adapters on the attention alone."""
+    """Only the attention has adapters."""
     model = model_of(PLAIN, "qwen3_moe", lambda model: get_peft_model(model, LoraConfig(target_modules=["q_proj"])))
     apply_liger(model)
     _, grads = step(model)
@@ -310,7 +321,7 @@ def test_another_layout_is_not_proven(monkeypatch):
 def test_an_implementation_of_the_users_is_left_alone():
     try:
         model = tiny_model("qwen3_moe")
-        registered_anew(model)
+        registered_again(model)
         report = apply_liger(model)
         assert len(report["experts"].skipped) == 2 and not report["experts"].swapped
     finally:
@@ -318,15 +329,18 @@ def test_an_implementation_of_the_users_is_left_alone():
 
 
 READ = [
-    ("grouped_mm", "_grouped_linear"), ("grouped_mm", "_grouped_mm"), ("grouped_mm", "_can_use_grouped_mm"),
-    ("batched_mm", "_batched_linear"), ("eager", "linear"),
-]  # fmt: skip
+    ("grouped_mm", "_grouped_linear"),
+    ("grouped_mm", "_grouped_mm"),
+    ("grouped_mm", "_can_use_grouped_mm"),
+    ("batched_mm", "_batched_linear"),
+    ("eager", "linear"),
+]
 
 
 @pytest.mark.parametrize("adapters", [False, True], ids=["plain", "adapted"])
 @pytest.mark.parametrize("implementation, name", READ)
 def test_a_function_that_the_implementation_calls_is_guarded(implementation, name, adapters, monkeypatch):
-    """Replaced after the swap, such a function runs, as in stock, and the report says so."""
+    """If it is replaced after the swap, it runs as in stock, and the report says so."""
     models = []
     for _ in range(3):
         model = model_of(PLAIN, "qwen3_moe", adapted() if adapters else with_implementation(implementation))
@@ -365,14 +379,14 @@ def test_a_function_that_was_replaced_before_is_not_proven(monkeypatch):
 
 @pytest.mark.parametrize("adapters", [False, True], ids=["plain", "adapted"])
 def test_the_report_follows_the_implementation(adapters, monkeypatch):
-    """Another one runs the model's own code. With the one that was proven, ours runs once more."""
+    """Another implementation runs the model's own code. Back on the proven one, ours runs again."""
     model = model_of(PLAIN, "qwen3_moe", adapted() if adapters else with_implementation("grouped_mm"))
     plain, operation = (model.get_base_model(), "lora") if adapters else (model, "experts")
     report = apply_liger(model)[operation]
     swapped = dict(report.swapped)
     names = {name for name, variant in swapped.items() if "grouped_mm" in variant}
     plain.set_experts_implementation("eager")
-    with torch.no_grad():  # as in generation, which sets one for itself
+    with torch.no_grad():  # generation sets one for itself, for example
         model(**batch_of(plain))
     assert report.swapped == swapped
     step(model)
@@ -389,7 +403,7 @@ def test_the_report_follows_the_implementation(adapters, monkeypatch):
 @pytest.mark.parametrize("wrap", [pytest.param(None, marks=pytest.mark.slow), adapted()], ids=["plain", "adapted"])
 def test_under_torch_compile(wrap):
     def of_one_layer(model):
-        model.model.layers = model.model.layers[:1]  # what takes half a minute to trace in two
+        model.model.layers = model.model.layers[:1]  # two layers take half a minute to trace
         return wrap(model) if wrap else model
 
     want = step(model_of(PLAIN, "qwen3_moe", of_one_layer))
@@ -413,7 +427,7 @@ def test_under_deterministic_algorithms(monkeypatch):
         torch.use_deterministic_algorithms(False)
 
 
-SAID = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # by configs of mixtures
+SAID = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # set by configs of mixtures
 
 
 @pytest.mark.slow
@@ -421,10 +435,10 @@ SAID = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("model_type", architectures.MODEL_TYPES)
 def test_every_model_type(model_type, implementation, adapters, monkeypatch):
-    """Loss and gradients of a padded batch, with each implementation, and with PEFT's adapters on all experts."""
+    """Loss and gradients of a padded batch agree for each implementation, and with PEFT's adapters on all experts."""
     try:
         text = architectures.small_config(model_type).get_text_config()
-    except Exception as error:  # noqa: BLE001 - a config that needs its own hand
+    except Exception as error:  # noqa: BLE001 - a config that needs settings of its own
         pytest.skip(f"not built: {error}")
     if not any(hasattr(text, name) for name in SAID):
         pytest.skip("no mixture")

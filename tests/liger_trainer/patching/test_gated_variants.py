@@ -1,4 +1,4 @@
-"""Norms with a gate, clamped and scaled gates, other variants of single families: what is known, and what is not."""
+"""Norms with a gate, clamped and scaled gates, and other variants of single families: which ones are swapped."""
 
 import copy
 import functools
@@ -22,7 +22,7 @@ from liger_triton import reference
 
 @pytest.fixture(autouse=True)
 def modules_of_this_file_are_known(monkeypatch):
-    """These tests are about what modules compute, and not about what else their code might do."""
+    """Accept this file's modules: its tests cover what modules compute, not what else their code might do."""
     monkeypatch.setattr(guards, "KNOWN", (*guards.KNOWN, __name__))
 
 
@@ -33,12 +33,16 @@ def proven(module, kind):
 
 
 class GatedNorm(nn.Module):
-    """A norm with a gate whose form and flaws can be chosen one by one."""
+    """A gated norm with a form and flaws that can be chosen one by one."""
 
     def __init__(self, n=48, first=False, act="silu", cast="llama", group_size=None, flaw=None):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(n))
-        self.variance_epsilon, self.first, self.act, self.cast, self.flaw = 1e-6, first, act, cast, flaw
+        self.variance_epsilon = 1e-6
+        self.first = first
+        self.act = act
+        self.cast = cast
+        self.flaw = flaw
         self.group_size = group_size
 
     def forward(self, hidden_states, gate=None):
@@ -85,20 +89,20 @@ def test_norms_with_a_gate(first, act, cast, group_size):
     ids=lambda m: m.flaw or f"{m.act}-{m.first}",
 )
 def test_other_norms_with_a_gate_are_left_alone(module):
-    """ "gate alone" computes the same with a gate and another thing without one, where the gate may be left out."""
+    """ "gate alone" computes the same with a gate, but something else without one, and its gate is optional."""
     norm, reason = proven(module, norms)
     assert norm is None and "2 inputs (hidden_states, gate)" in reason
 
 
 def test_without_its_gate_it_may_be_no_norm():
-    """Calls without a gate are its own, and the others ours."""
+    """Calls without a gate run its own code, the others ours."""
     holder, module = patched_norm(flaw="gate alone")
     x = torch.randn(3, 48)
     assert module(x) is x and not torch.equal(module(x, x), x)
 
 
-def test_a_norm_of_two_inputs_is_no_plain_norm():
-    """On x alone GatedNorm computes a plain RMSNorm, and swapped for that it would drop the gate."""
+def test_a_norm_of_two_inputs_is_not_taken_for_a_plain_one():
+    """On x alone, GatedNorm computes a plain RMSNorm. Swapping it for that would drop the gate."""
     norm, _ = proven(GatedNorm(), norms)
     assert norm.gate == "gate"
 
@@ -113,7 +117,7 @@ def patched_norm(**options):
 
 @pytest.mark.parametrize("first", [True, False])
 def test_calls_of_every_form(first, monkeypatch):
-    """With a gate, without, by name and by place; calls for which nothing was proven run the norm's own code."""
+    """With or without a gate, by name or by position. Unproven calls run the norm's own code."""
     _, module = patched_norm(first=first)
     own = GatedNorm(first=first)
     x, gate = torch.randn(2, 3, 48), torch.randn(2, 3, 48)
@@ -143,7 +147,7 @@ def test_a_patched_norm_trains_as_its_own(way):
     if way == "deepcopy":
         holder = copy.deepcopy(holder)
         with torch.no_grad():
-            module.weight.zero_()  # the copy has weights of its own
+            module.weight.zero_()  # the copy has its own weights
     elif way == "pickle":
         holder = pickle.loads(pickle.dumps(holder))  # noqa: S301
         apply_liger(holder, NO_HEAD)
@@ -175,7 +179,7 @@ def test_a_patched_norm_trains_as_its_own(way):
 
 
 def test_a_hook_sees_what_it_changes():
-    """A large result is computed again for the backward pass, but not where a hook may have changed it."""
+    """A large result is recomputed for the backward pass, except where a hook may have changed it."""
     holder, module = patched_norm()
     apply_liger(holder, NO_HEAD | {"rebuild_above_mib": 0})
     head = nn.Linear(48, 4)
@@ -198,9 +202,15 @@ def test_a_hook_sees_what_it_changes():
 class MLP(nn.Module):
     def __init__(self, limit=7.0, alpha=1.0, up_offset=0.0, gate_multiplier=1.0, down_multiplier=1.0, p=0.0):
         super().__init__()
-        self.gate_proj, self.up_proj, self.down_proj = nn.Linear(16, 24), nn.Linear(16, 24), nn.Linear(24, 16)
-        self.swiglu_limit, self.swiglu_alpha, self.up_offset = limit, alpha, up_offset
-        self.gate_multiplier, self.down_multiplier, self.residual_dropout = gate_multiplier, down_multiplier, p
+        self.gate_proj = nn.Linear(16, 24)
+        self.up_proj = nn.Linear(16, 24)
+        self.down_proj = nn.Linear(24, 16)
+        self.swiglu_limit = limit
+        self.swiglu_alpha = alpha
+        self.up_offset = up_offset
+        self.gate_multiplier = gate_multiplier
+        self.down_multiplier = down_multiplier
+        self.residual_dropout = p
 
     def forward(self, x, layer_idx=None):
         x = x if layer_idx is None else x + layer_idx
@@ -243,7 +253,7 @@ def test_mlps(options, variant):
     model = nn.Sequential(MLP(**options))
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.mul_(20)  # so that much of what is clamped is cut off
+            parameter.mul_(20)  # so that many clamped values are cut off
     x = torch.randn(5, 7, 16)
     want, other = results(model[0], x), results(model[0], x, 3)
     report = apply_liger(model, NO_HEAD)
@@ -259,8 +269,8 @@ def test_mlps(options, variant):
         torch.testing.assert_close(got, model(x), rtol=1e-5, atol=1e-5)
 
 
-def test_numbers_are_those_that_the_module_has_now():
-    """A limit that is changed after patching, by a schedule say, is followed."""
+def test_attributes_changed_after_patching_are_used():
+    """A limit that changes after patching, for example by a schedule, is followed."""
     model = nn.Sequential(MLP())
     apply_liger(model, NO_HEAD)
     model[0].swiglu_limit = 0.05
@@ -271,11 +281,13 @@ def test_numbers_are_those_that_the_module_has_now():
 
 
 class CastsToLast(nn.Module):
-    """As in T5 and its kin, whose last projection may stay in fp32."""
+    """As in T5 and its relatives, the last projection may stay in fp32."""
 
     def __init__(self):
         super().__init__()
-        self.wi_0, self.wi_1, self.wo = nn.Linear(16, 24), nn.Linear(16, 24), nn.Linear(24, 16)
+        self.wi_0 = nn.Linear(16, 24)
+        self.wi_1 = nn.Linear(16, 24)
+        self.wo = nn.Linear(24, 16)
 
     def forward(self, x):
         y = F.silu(self.wi_0(x)) * self.wi_1(x)
@@ -285,7 +297,7 @@ class CastsToLast(nn.Module):
 
 
 def test_a_cast_to_the_last_projection():
-    """It does nothing where all have one dtype, and is not ours where they do not."""
+    """The cast does nothing if all dtypes agree. Otherwise the MLP keeps its own code."""
     model = nn.Sequential(CastsToLast())
     x = torch.randn(5, 16)
     want = results(model[0], x)
@@ -298,7 +310,7 @@ def test_a_cast_to_the_last_projection():
 
 
 class DropoutInside(MLP):
-    """Its dropout has the name of one that is known, and another place."""
+    """Its dropout has a known name, but in another place."""
 
     def forward(self, x):
         y = F.silu(self.gate_proj(x)) * F.dropout(self.up_proj(x), self.residual_dropout, self.training)
@@ -306,7 +318,7 @@ class DropoutInside(MLP):
 
 
 class FactorInside(MLP):
-    """Its factor has the name of one that is known, and stands before the projection, whose bias it leaves alone."""
+    """Its factor has a known name, but precedes the projection and leaves the bias alone."""
 
     def forward(self, x):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x) * self.down_multiplier)
@@ -339,7 +351,7 @@ def test_other_mlps_are_left_alone(module, reason):
 
 
 def expert_block(cut, flaw=None):
-    """A block of GPT-OSS with another gate. `grouped_mm` calls it; the eager forward has its own."""
+    """A GPT-OSS block with another gate. `grouped_mm` calls it; the eager forward has its own."""
 
     def gate_of(self, gate_up):
         gate, up = (gate_up[..., ::2], gate_up[..., 1::2]) if cut == "pairs" else gate_up.chunk(2, dim=-1)
@@ -409,7 +421,9 @@ class LayerNorm1P(nn.LayerNorm):
 class GroupedNorm(nn.Module):
     def __init__(self, n=48, group_size=12):
         super().__init__()
-        self.weight, self.group_size, self.eps = nn.Parameter(torch.zeros(n)), group_size, 1e-6
+        self.weight = nn.Parameter(torch.zeros(n))
+        self.group_size = group_size
+        self.eps = 1e-6
 
     def forward(self, x):
         y = x.float().unflatten(-1, (-1, self.group_size))
@@ -426,7 +440,7 @@ class ImageLayerNorm(nn.LayerNorm):
         return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
 
 
-def test_a_norm_with_channels_first_is_none_of_ours():
+def test_a_channels_first_norm_is_left_alone():
     report = apply_liger(nn.Sequential(ImageLayerNorm(48)), NO_HEAD)
     assert not report["layer_norm"].found
 
@@ -518,7 +532,7 @@ class Twice(Indexer):
 
 
 def test_rope_under_no_grad(monkeypatch):
-    """The kernel runs, without gradient as before; forwards under other decorators keep their code."""
+    """The kernel runs without gradient, as before. Forwards under other decorators keep their code."""
     model = nn.ModuleDict({"rotary_emb": RotaryEmbedding(), "a": Indexer(), "b": WithGrad(), "c": Twice()})
     q, k = (torch.randn(2, 3, 5, 8, requires_grad=True) for _ in range(2))
     cos, sin = model["rotary_emb"](q, torch.arange(5)[None])
@@ -550,9 +564,10 @@ def test_a_gated_norm_that_is_two_percent_off_is_seen(monkeypatch):
         own = reference.gated_rms_norm
         with monkeypatch.context() as patch:
             patch.setattr(
-                reference, "gated_rms_norm",
+                reference,
+                "gated_rms_norm",
                 lambda x, gate, *args, own=own, **options: own(
                     x, gate * torch.linspace(0.98, 1.0, gate.shape[-1]), *args, **options
                 ),
-            )  # fmt: skip
+            )
             assert largest_difference(loss_and_grads(model), want) > 1e-3

@@ -1,4 +1,4 @@
-"""Gated MLPs without adapters whose rows are many, in checkpointed layers: in slices, with the numbers of stock."""
+"""Gated MLPs without adapters run many rows in slices in checkpointed layers, with stock's numbers."""
 
 import sys
 
@@ -14,7 +14,7 @@ kernel = sys.modules["liger_triton.lora_mlp"]
 
 @pytest.fixture
 def inner(monkeypatch):
-    """Rows are many from 8 on, and 8 make a slice. Returns a list with an entry for each slice that is computed."""
+    """Make 8 rows count as many, and as a slice. Return a list with an entry for each computed slice."""
     monkeypatch.setattr(kernel, "SLICE_ABOVE", 0)
     monkeypatch.setattr(kernel, "SLICE_BYTES", 1)
     monkeypatch.setattr(kernel, "SLICE_UNIT", 8)
@@ -30,19 +30,20 @@ def on_attention(model):
 @pytest.mark.parametrize("wrap", [None, on_attention], ids=["all-weights", "frozen"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("model_type", ["llama", "gemma3_text"])
-def test_a_step_is_that_of_stock(model_type, dtype, wrap, inner):
+def test_a_step_equals_stock(model_type, dtype, wrap, inner):
     setting = ("sdpa", "checkpoint", dtype)
     want = step(model_of(setting, model_type, wrap))
     assert not inner
     model = patched(model_of(setting, model_type, wrap))
     assert_same_step(step(model), want, dtype)
-    layers, rows = model.config.get_text_config().num_hidden_layers, batch()["input_ids"].numel()
-    passes = 3 if model_type == "gemma3_text" else 2  # its norm after the MLP wants the output again
+    layers = model.config.get_text_config().num_hidden_layers
+    rows = batch()["input_ids"].numel()
+    passes = 3 if model_type == "gemma3_text" else 2  # its norm after the MLP needs the output again
     assert len(inner) == passes * layers * -(-rows // 8)
 
 
 def test_not_where_layers_keep_what_they_need(inner):
-    """To compute gate and up again would be more work there. Without gradients there is none."""
+    """Computing gate and up again would be extra work there. Without gradients it is none."""
     setting = ("sdpa", "kept", "fp32")
     want, model = step(model_of(setting)), patched(model_of(setting))
     assert_same_step(step(model), want, "fp32")
@@ -54,11 +55,11 @@ def test_not_where_layers_keep_what_they_need(inner):
 
 
 def test_not_in_layers_that_auto_measures(inner):
-    """What they hold is to be what they would keep."""
+    """They must hold what they would keep."""
     setting = ("sdpa", "kept", "fp32")
     want, model = step(model_of(setting)), patched(model_of(setting))
 
-    class Keep(KeepsValues):  # as that of `policy.py`
+    class Keep(KeepsValues):  # like the one in `policy.py`
         def __call__(self, x):
             return x
 
@@ -78,7 +79,7 @@ def test_not_where_a_hook_is_on_a_projection(inner):
 
 
 def test_a_second_backward_pass(inner):
-    """Gradients are added to those that are there."""
+    """Gradients add to the existing ones."""
     setting = ("sdpa", "checkpoint", "fp32")
     stock, ours = model_of(setting), patched(model_of(setting))
     step(stock)
@@ -87,7 +88,7 @@ def test_a_second_backward_pass(inner):
 
 
 def test_sharded(tmp_path, inner):
-    """FSDP2 gathers the weights of a layer in its call, and again where it is recomputed."""
+    """FSDP2 gathers a layer's weights in its call, and again for its recomputation."""
     from torch import distributed
     from torch.distributed.fsdp import fully_shard
 
@@ -95,7 +96,8 @@ def test_sharded(tmp_path, inner):
     want = step(model_of(setting))
     distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
-        model, mesh = patched(model_of(setting)), distributed.init_device_mesh("cpu", (1,))
+        model = patched(model_of(setting))
+        mesh = distributed.init_device_mesh("cpu", (1,))
         for layer in model.model.layers:
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)

@@ -1,4 +1,4 @@
-"""`apply_liger` on whole models: the same loss and gradients, and nothing else touched."""
+"""`apply_liger` on whole models: the same loss and gradients, and everything else untouched."""
 
 import copy
 import io
@@ -21,24 +21,26 @@ KERNELS = ("rms_norm", "layer_norm", "rope", "swiglu", "geglu", "experts")
 
 
 def attributes(model):
-    """Of every module: its `__dict__`, without the tensors and children that are compared by what they compute.
+    """Every module's `__dict__`, without tensors and children, which are compared by their results.
 
-    What stands behind a patched method, by what it is: a second patching makes a new one.
+    A patched method is compared by what it runs, because a second patching makes a new one.
     """
-    return {
-        name: {
-            k: (v.slot, v.function, v.previous) if isinstance(v, Binding) else v
-            for k, v in m.__dict__.items()
-            if k != "_parameters"
-        }
-        for name, m in model.named_modules()
-    }
+    found = {}
+    for name, module in model.named_modules():
+        values = {key: value for key, value in vars(module).items() if key != "_parameters"}
+        for key, value in values.items():
+            if isinstance(value, Binding):
+                values[key] = (value.slot, value.function, value.previous)
+        found[name] = values
+    return found
 
 
 @pytest.fixture
 def calls(monkeypatch):
-    """How often each kernel (on the CPU: its twin) has run; `calls.spoil(name)` makes one slightly wrong."""
-    counts, running = dict.fromkeys(KERNELS, 0), []  # the twin of experts calls that of their gate
+    """Counts runs of each kernel (on the CPU: of its twin); `calls.spoil(name)` makes one slightly wrong."""
+    # the experts' twin calls their gate's
+    counts = dict.fromkeys(KERNELS, 0)
+    running = []
 
     def watch(name, factor=1.0):
         own = getattr(reference, name)
@@ -63,7 +65,7 @@ def calls(monkeypatch):
 
 @pytest.mark.parametrize("model_type", SWAPPED)
 def test_same_loss_and_gradients(model_type, calls):
-    """Patched against unpatched, kernels counted. A kernel that is 2 % off must show, or the test means nothing."""
+    """Compares patched with unpatched and counts kernels. The control: a kernel that is 2 % off must show."""
     model, other = tiny_model(model_type), tiny_model(model_type)
     want = loss_and_grads(model)
     before = attributes(model)
@@ -75,7 +77,7 @@ def test_same_loss_and_gradients(model_type, calls):
     assert largest_difference(loss_and_grads(model), want) < 1e-5
     assert {name for name, n in calls.counts.items() if n} == SWAPPED[model_type].keys()
     ran = dict(calls.counts)
-    loss, grads = loss_and_grads(other)  # the same Python module, unpatched: bit for bit as before, and no kernel
+    loss, grads = loss_and_grads(other)  # the same Python module, unpatched: bit for bit as before, and without kernels
     assert torch.equal(loss, want[0]) and all(torch.equal(grads[name], g) for name, g in want[1].items())
     assert calls.counts == ran
     for name in SWAPPED[model_type]:
@@ -108,7 +110,7 @@ def test_modules_of_python_are_untouched():
 
 
 def test_nothing_left_behind_by_the_probe():
-    """No gradients, no buffers changed, the random state of torch and Python as before, in whatever context."""
+    """In any context, there are no gradients, no changed buffers, and the random states of torch and Python stay."""
     model = tiny_model("gemma3_text")
     state = {name: tensor.clone() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     for context in (
@@ -136,7 +138,7 @@ def test_on_meta():
 
 
 def test_16_bit_model():
-    """In bf16 the loss agrees to the rounding of bf16, and the norms bit for bit."""
+    """In bf16, the loss agrees up to bf16 rounding, and norms are bit-equal."""
     model = tiny_model("gemma2").bfloat16()
     loss, grads = loss_and_grads(model)
     apply_liger(model, {**NO_HEAD, "rope": False, "geglu": False})
@@ -148,7 +150,7 @@ def test_16_bit_model():
 
 
 def test_twice_is_once():
-    """The second call changes nothing; another config takes out what it switches off."""
+    """The second call changes nothing. Another config removes what it switches off."""
     model = tiny_model("llama")
     want, before = loss_and_grads(model), attributes(model)
     first = apply_liger(model, NO_HEAD)
@@ -164,7 +166,7 @@ def test_twice_is_once():
 
 
 def test_deepcopy_follows_its_own_weights():
-    """A copied reference model must not read the weights of the policy that goes on training."""
+    """A copied reference model must not read the weights of the policy that keeps training."""
     model = tiny_model("llama")
     apply_liger(model, NO_HEAD)
     want, _ = loss_and_grads(model)
@@ -180,7 +182,7 @@ def test_deepcopy_follows_its_own_weights():
 
 
 def test_pickle_and_torch_save():
-    """A pickled patched model loads, computes the same and can be patched and cleaned again."""
+    """A pickled patched model loads, computes the same, and can be patched and unpatched again."""
     model = tiny_model("qwen3_moe")
     want = loss_and_grads(model)
     apply_liger(model, NO_HEAD)
@@ -219,7 +221,7 @@ def test_peft(model_type, patch_first):
         model = get_peft_model(model, config).train()
         if patched and not patch_first:
             report = apply_liger(model, NO_HEAD)
-            projections = 12 if model_type == "glm4" else 14  # where gate and up are one
+            projections = 12 if model_type == "glm4" else 14  # gate and up are one projection here
             swapped = {n: len(p.swapped) for n, p in report.operations.items() if p.swapped}
             assert swapped == SWAPPED[model_type] | {"lora": projections}
         torch.manual_seed(6)
@@ -227,12 +229,12 @@ def test_peft(model_type, patch_first):
 
     want = build(False)
     assert len(want[1]) >= 14
-    # Stock in fp32 is off by 5e-5 from stock in float64, since these adapters are large.
+    # Stock in fp32 differs by 5e-5 from stock in float64, because these adapters are large.
     assert largest_difference(build(True), want) < (1e-5 if patch_first else 1e-4)
 
 
 def test_patch_wrap_patch_merge():
-    """Patched, wrapped, patched again, merged, cleaned: always the same model."""
+    """Patched, wrapped, patched again, merged, unpatched: always the same model."""
     model = tiny_model("llama")
     want = loss_and_grads(model)
     apply_liger(model, NO_HEAD)
@@ -264,7 +266,7 @@ def test_gradient_checkpointing(model_type, reentrant, calls):
 
 
 def test_fsdp2(tmp_path):
-    """Patched before and after sharding: the shards are not read by the probe, and training steps agree."""
+    """Patched before and after sharding: the proof does not read shards, and training steps agree."""
     from torch import distributed
     from torch.distributed.fsdp import fully_shard
 
@@ -322,7 +324,7 @@ def test_hooks_of_the_user_still_fire():
 
 @pytest.mark.parametrize("model_type", ["llama", "phi", "cohere2"])
 def test_autocast_of_fp32_weights(model_type):
-    """Norms see fp32; q and k are bf16 while cos is fp32: every module returns the dtype of its original."""
+    """Norms see fp32; q and k are bf16 while cos is fp32. Every module returns its original's dtype."""
     model = tiny_model(model_type)
 
     def run():
@@ -345,7 +347,7 @@ def test_autocast_of_fp32_weights(model_type):
     assert abs(got - want) < 5e-3 * want
 
 
-@pytest.mark.parametrize("model_type", ["cohere2", "gemma2"])  # others are in `test_compile.py`
+@pytest.mark.parametrize("model_type", ["cohere2", "gemma2"])  # more cases are in `test_compile.py`
 def test_torch_compile_traces_the_whole_model(model_type):
     torch._dynamo.reset()
     model = tiny_model(model_type, num_hidden_layers=1).eval()
@@ -357,7 +359,7 @@ def test_torch_compile_traces_the_whole_model(model_type):
 
 
 def test_globals_of_a_patched_attention_are_renewed(monkeypatch):
-    """What another library replaces in the modeling module before `apply_liger` is called, first or again, is seen."""
+    """Another library may replace functions in the modeling module before `apply_liger` is called, first or again."""
     import transformers.models.llama.modeling_llama as modeling
 
     model = tiny_model("llama")
@@ -371,7 +373,7 @@ def test_globals_of_a_patched_attention_are_renewed(monkeypatch):
 
 
 def test_under_accelerate_hooks():
-    """With a device_map the forward of a module is accelerate's; what it calls is swapped, and given back."""
+    """With a device_map, a module's forward is accelerate's. What it calls is swapped, and restored."""
     from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_module
 
     model = tiny_model("llama")

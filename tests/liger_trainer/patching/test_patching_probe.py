@@ -1,4 +1,4 @@
-"""Recognise and prove: what each norm, MLP, gate and rotary function is taken for, and what must be left alone."""
+"""Recognition and proof: what each norm, MLP, gate and rotary function is taken for, and what is left alone."""
 
 import json
 import re
@@ -23,17 +23,20 @@ from liger_trainer.patching.core.report import LigerReport, compress
 
 @pytest.fixture(autouse=True)
 def modules_of_this_file_are_known(monkeypatch):
-    """These tests are about what modules compute, and not about what else their code might do."""
+    """Accept this file's modules: its tests cover what modules compute, not what else their code might do."""
     monkeypatch.setattr(guards, "KNOWN", (*guards.KNOWN, __name__))
 
 
 class Norm(nn.Module):
-    """A norm whose flaws can be chosen one by one."""
+    """A norm with flaws that can be chosen one by one."""
 
     def __init__(self, n=96, eps=1e-6, offset=0.0, cast="llama", flaw=None):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(n))
-        self.variance_epsilon, self.offset, self.cast, self.flaw = eps, offset, cast, flaw
+        self.variance_epsilon = eps
+        self.offset = offset
+        self.cast = cast
+        self.flaw = flaw
 
     def forward(self, x):
         wide = x.float()
@@ -66,7 +69,7 @@ def proven(module, kind=norms):
 
 
 def test_proofs_take_one_thread():
-    """Where the cores are taken, each product of a few numbers would wait for a thread of its own."""
+    """If the cores are busy, each product of a few numbers would wait for a thread of its own."""
     before = torch.get_num_threads()
     torch.set_num_threads(before + 3)
     try:
@@ -101,7 +104,7 @@ def test_a_norm_of_another_output_dtype_is_caught():
 
 @pytest.mark.parametrize("n", [32, 4096])
 def test_the_wrong_cast_is_told_apart_exactly(n):
-    """The rounding of a bf16 result: a quarter to a third of the elements differ, far above the allowed 2 %."""
+    """Rounding a bf16 result wrongly changes a quarter to a third of the elements, far above the allowed 2 %."""
     module = Norm(n, cast="llama")
     with probe.isolated():
         cases = norms.Cases(module)
@@ -139,13 +142,13 @@ def test_norm_with_an_open_signature_is_left_alone():
 
 
 def test_false_candidates_are_not_nominated():
-    """1-D parameters and an eps do not make a norm, nor a name where parameters or buffers say otherwise."""
+    """1-D parameters and an eps do not make a norm. Nor does a name, if parameters or buffers say otherwise."""
     others = [ACT2FN["xielu"], nn.BatchNorm1d(8), nn.GroupNorm(2, 8), nn.Linear(8, 8), nn.RMSNorm(8)]
     assert not any(norms.is_candidate(module) for module in others)
 
 
 class Different(nn.Module):
-    """Two norms of one class and one shape that differ in a scalar."""
+    """Two norms of one class and shape that differ in a scalar."""
 
     def __init__(self):
         super().__init__()
@@ -172,7 +175,9 @@ class MLP(nn.Module):
         self, act="silu", flaw=None, limit=7.0, p=0.0, bias=False, names=("gate_proj", "up_proj", "down_proj")
     ):
         super().__init__()
-        self.names, self.flaw, self.limit = names, flaw, limit
+        self.names = names
+        self.flaw = flaw
+        self.limit = limit
         gate, up, down = names
         self.add_module(gate, nn.Linear(16, 24, bias=False))
         self.add_module(up, nn.Linear(16, 24, bias=False))
@@ -220,10 +225,17 @@ def test_mlp_variants(names, act, activation):
 @pytest.mark.parametrize(
     "flaw",
     [
-        "clamp on both sides", "clamp of the gate", "half a gradient at the limit", "detached", "norm", "plus a half",
-        "scaled input", "scaled output", "shifted output",
+        "clamp on both sides",
+        "clamp of the gate",
+        "half a gradient at the limit",
+        "detached",
+        "norm",
+        "plus a half",
+        "scaled input",
+        "scaled output",
+        "shifted output",
     ],
-)  # fmt: skip
+)
 def test_wrong_mlps_are_caught(flaw):
     model = nn.Sequential(MLP(flaw=flaw))
     report = apply_liger(model, {**NO_HEAD, "rms_norm": False})
@@ -241,18 +253,20 @@ def test_other_activations_are_left_alone(act):
 
 
 def test_dropout_in_train_mode_is_seen():
-    """Also where the model to be patched is in eval mode."""
+    """This holds even if the model to be patched is in eval mode."""
     assert proven(MLP(p=0.1).eval(), mlps)[0] is None
     assert proven(MLP(p=0.0).eval(), mlps)[0] is not None
 
 
 class FusedMLP(nn.Module):
-    """One projection for gate and up, in either order, cut in one of three ways."""
+    """One projection for gate and up, in either order, split in one of three ways."""
 
     def __init__(self, gate_first=True, cut="chunk"):
         super().__init__()
         self.input_linear, self.output_linear = nn.Linear(16, 48), nn.Linear(24, 16)
-        self.gate_first, self.cut, self.activation = gate_first, cut, F.silu
+        self.gate_first = gate_first
+        self.cut = cut
+        self.activation = F.silu
 
     def forward(self, x):
         z = self.input_linear(x)
@@ -283,7 +297,7 @@ def test_interleaved_gate_is_left_alone():
 
 
 class UnequalMLP(MLP):
-    """An adapter that returns fp32 on one projection only."""
+    """An adapter on one projection only; it returns fp32."""
 
     def forward(self, x):
         return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
@@ -313,7 +327,7 @@ def test_a_module_that_raises_on_the_probe_is_left_alone():
 
 
 def test_replaced_forward_is_left_alone():
-    """Someone else's method on the instance stays, and the report says whose."""
+    """A method that somebody set on the instance stays, and the report names its owner."""
     model = Different()
     model.a.forward = lambda x: x * 2
     report = apply_liger(model, NO_HEAD)
@@ -353,7 +367,7 @@ def proven_rotary(function):
 
 
 def test_half_and_interleaved_are_told_apart():
-    """Same name, same signature: only running them tells. Each says what cos must be like."""
+    """Name and signature are the same: only running them tells which form of cos each needs."""
     for rotate, layout, interleaved in ((rotate_half, "half", False), (rotate_pairs, "interleaved", True)):
         proofs, _ = proven_rotary(rotary(rotate))
         assert {p.layout for p in proofs} == {layout} and {p.size for p in proofs} == {"equal"}
@@ -396,7 +410,7 @@ def test_rotary_functions_of_transformers(where, name, text, layout):
 
 
 def test_rotary_function_wrapped_as_a_module():
-    """So the `kernels` library leaves it: no name, and a signature of `(*args, **kwargs)` but on its forward."""
+    """The `kernels` library leaves such a module: no name, and only its forward has more than `(*args, **kwargs)`."""
 
     class Wrapped(nn.Module):
         def forward(self, q, k, cos, sin, unsqueeze_dim=1):
@@ -444,7 +458,7 @@ class Backbone(nn.Module):
 
 
 class Vision(nn.Module):
-    """A tower with attention and without a module that makes cos."""
+    """A tower with attention but no module that makes cos."""
 
     def __init__(self):
         super().__init__()
@@ -458,7 +472,7 @@ class Both(nn.Module):
 
 
 def test_rotary_is_swapped_only_where_cos_was_seen_to_fit():
-    """A half-rotate function with interleaved cos turns no pair: the kernel, which reads half of cos, would differ."""
+    """A half-rotate function with interleaved cos rotates no pair. The kernel reads half of cos and would differ."""
     swapped = apply_liger(Backbone(), NO_HEAD)["rope"].swapped
     assert swapped == {"layers.0": "apply_rotary_pos_emb: half-rotate"}
     for other in (Backbone(interleaved=True), Backbone(runs=False)):
@@ -469,11 +483,11 @@ def test_rotary_is_swapped_only_where_cos_was_seen_to_fit():
 
 
 def test_calls_that_were_not_proven_go_to_the_original(monkeypatch):
-    """A slice of cos is no longer half-duplicated: the kernel, which reads half of it, must not see it."""
+    """A slice of cos is no longer half-duplicated. The kernel reads half of it and must not see it."""
     from liger_trainer.patching import rotary as swapping
 
-    seen, rope = [], swapping.rope
-    monkeypatch.setattr(swapping, "rope", lambda *a, **k: seen.append(1) or rope(*a, **k))
+    seen, rotate = [], swapping.rotate
+    monkeypatch.setattr(swapping, "rotate", lambda *a, **k: seen.append(1) or rotate(*a, **k))
     model = Backbone()
     q, k = torch.randn(2, 3, 5, 8), torch.randn(2, 1, 5, 8)
     want = model(q, k)
@@ -494,7 +508,7 @@ def test_calls_that_were_not_proven_go_to_the_original(monkeypatch):
 
 
 def test_an_argument_of_unknown_meaning_goes_to_the_original():
-    """position_ids is usually ignored, and here is not: a call that passes it is not the one that was proven."""
+    """position_ids is usually ignored, but not here. A call that passes it was not proven."""
 
     def apply_rotary(q, k, cos, sin, position_ids=None, unsqueeze_dim=1):
         if position_ids is not None:
@@ -506,20 +520,28 @@ def test_an_argument_of_unknown_meaning_goes_to_the_original():
     proofs, _ = proven_rotary(apply_rotary)
     plans = tuple((p, frozenset({8})) for p in proofs)
     ours = replacement(apply_rotary, rotary_proof.Signature.of(apply_rotary), plans)
-    q, k, angle = torch.randn(2, 3, 5, 8), torch.randn(2, 1, 5, 8), torch.rand(1, 5, 4).repeat(1, 1, 2)
+    q = torch.randn(2, 3, 5, 8)
+    k = torch.randn(2, 1, 5, 8)
+    angle = torch.rand(1, 5, 4).repeat(1, 1, 2)
     backwards = torch.arange(4, -1, -1)
     for arguments in ((backwards,), (None,), ()):
-        got, want = ours(q, k, angle, angle, *arguments), apply_rotary(q, k, angle, angle, *arguments)
+        got = ours(q, k, angle, angle, *arguments)
+        want = apply_rotary(q, k, angle, angle, *arguments)
         torch.testing.assert_close(got, want)
 
 
 def test_probing_an_8b_model_takes_seconds():
-    """Real sizes, on meta: 32 layers, 65 norms of 4096. The limit is loose; it takes about half a second."""
+    """Real sizes on meta: 32 layers, 65 norms of 4096. The limit is loose; it takes about half a second."""
     with torch.device("meta"):
         model = tiny_model(
-            "llama", hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
-            num_key_value_heads=8, head_dim=128,
-        )  # fmt: skip
+            "llama",
+            hidden_size=4096,
+            intermediate_size=14336,
+            num_hidden_layers=32,
+            num_attention_heads=32,
+            num_key_value_heads=8,
+            head_dim=128,
+        )
     start = time.perf_counter()
     report = apply_liger(model, NO_HEAD)
     assert time.perf_counter() - start < 5
@@ -572,7 +594,7 @@ def test_each_operation_can_be_switched_off():
 
 
 def test_strict():
-    """All or nothing: the message names modules and reasons, and the model is left unpatched."""
+    """All or nothing: the message names modules and reasons, and the model stays unpatched."""
     assert apply_liger(tiny_model("llama"), NO_HEAD, strict=True).skipped == {}
     model = tiny_model("qwen3_moe")
     for layer in model.model.layers:
@@ -615,17 +637,23 @@ def test_compress():
 DOCS = ROOT / "docs"
 
 
-@pytest.mark.parametrize("text", [
-    LigerTrainingArguments.__dataclass_fields__["liger_config"].metadata["help"], apply_liger.__doc__,
-    (DOCS / "trainers.md").read_text(), (DOCS / "architecture.md").read_text(),
-], ids=["help", "docstring", "trainers", "architecture"])  # fmt: skip
+@pytest.mark.parametrize(
+    "text",
+    [
+        LigerTrainingArguments.__dataclass_fields__["liger_config"].metadata["help"],
+        apply_liger.__doc__,
+        (DOCS / "trainers.md").read_text(),
+        (DOCS / "architecture.md").read_text(),
+    ],
+    ids=["help", "docstring", "trainers", "architecture"],
+)
 def test_every_key_of_liger_config_is_told(text):
     missing = [key for key in CONFIG_KEYS if not re.search(rf"\b{key}\b", text)]
     assert not missing
 
 
 def test_the_docs_list_no_other_keys_of_liger_config():
-    """The list in docs/trainers.md and the table in docs/architecture.md have those of `OPERATIONS`, each once."""
+    """docs/trainers.md and docs/architecture.md list each of `OPERATIONS` once."""
     listed = re.search(r"The parts are (.*?), and all are on", (DOCS / "trainers.md").read_text(), re.DOTALL)
     assert sorted(re.findall(r"`(\w+)`", listed[1])) == sorted(OPERATIONS)
     table = (DOCS / "architecture.md").read_text().partition("its key in `liger_config`")[2].partition("\n\n")[0]

@@ -1,7 +1,7 @@
-"""What a run meets beside plain steps, on a patched model and on a stock one: the same loss and the same gradients.
+"""Events of real runs give the same loss and gradients on a patched model as on a stock one.
 
-Two backward passes and none, an exception half-way, memory that lives on, adapters on the parameters of experts, rows
-packed and not packed.
+They are: two backward passes or none, an exception half-way, memory that outlives a step, adapters on the parameters of
+experts, rows packed and not packed.
 """
 
 import gc
@@ -22,11 +22,11 @@ from side_by_side import (
     patched,
     step,
 )
-from step_parity import trained
 from tiny_models import ragged_rows, tiny_model
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from trainer_parity import trained
 from trl import SFTTrainer
 
 from liger_trainer import LigerSFTTrainer
@@ -38,7 +38,7 @@ def real_size(monkeypatch):
 
 
 def two_backward_passes(model):
-    """Two backward passes of one graph: the gradients add up."""
+    """Two backward passes through one graph. The gradients add up."""
     loss = model(**batch()).loss
     loss.backward(retain_graph=True)
     loss.backward()
@@ -54,7 +54,7 @@ def two_without_keeping(model):
 
 
 def gradients_first(model):
-    """Gradients asked for by `torch.autograd.grad`, as a gradient penalty does, and then a backward pass."""
+    """`torch.autograd.grad`, as for a gradient penalty, and then a backward pass."""
     loss = model(**batch()).loss
     torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad], retain_graph=True)
     loss.backward()
@@ -62,13 +62,13 @@ def gradients_first(model):
 
 
 def skipped(model):
-    """A forward pass whose loss is dropped, as after a loss that is NaN, then a step."""
+    """A forward pass with a dropped loss, as after a NaN, then a step."""
     model(**batch(5))
     return step(model)
 
 
 def skipped_and_held(model):
-    """The loss that has no backward pass lives on during the step."""
+    """The loss without a backward pass stays alive during the step."""
     held = model(**batch(5)).loss
     result = step(model)
     assert held.isfinite()
@@ -76,7 +76,7 @@ def skipped_and_held(model):
 
 
 def crossed(model):
-    """Two forward passes, then their backward passes, the first one first."""
+    """Two forward passes, then their backward passes in the same order."""
     first, second = model(**batch(5)).loss, model(**batch()).loss
     first.backward()
     second.backward()
@@ -84,14 +84,14 @@ def crossed(model):
 
 
 def summed(model):
-    """One backward pass of two batches."""
+    """One backward pass for two batches."""
     loss = model(**batch(5)).loss + 0.3 * model(**batch()).loss
     loss.backward()
     return loss.detach(), gradients(model)
 
 
 def evaluated_between(model):
-    """Loss and logits without gradients, in evaluation mode, between a forward pass and its backward pass."""
+    """Loss and logits without gradients, in evaluation mode, between a forward and its backward pass."""
     loss = model(**batch()).loss
     model.eval()
     with torch.no_grad():
@@ -110,7 +110,7 @@ def without_gradients_in_training_mode(model):
 
 
 def logits_asked_for(model):
-    """A loss of one's own on the logits of a call without labels."""
+    """A user's loss on the logits of a call without labels."""
     given = batch()
     labels = given.pop("labels")
     logits = model(**given).logits
@@ -127,22 +127,29 @@ def accumulated(model):
 STEPS = {
     f.__name__: f
     for f in (
-        two_without_keeping, skipped, skipped_and_held, crossed, summed, evaluated_between,
-        without_gradients_in_training_mode, logits_asked_for, accumulated,
+        two_without_keeping,
+        skipped,
+        skipped_and_held,
+        crossed,
+        summed,
+        evaluated_between,
+        without_gradients_in_training_mode,
+        logits_asked_for,
+        accumulated,
     )
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("setting", EVERY_SETTING)
 @pytest.mark.parametrize("name", STEPS)
 def test_steps(name, setting):
-    """Either both raise the same, or loss and gradients agree."""
+    """Either both raise the same error, or loss and gradients agree."""
     want = outcome(STEPS[name], model_of(setting))
     assert_same_step(outcome(STEPS[name], patched(model_of(setting))), want, setting[2])
 
 
 def with_lora(model):
-    """With dropout, which both draw from one seed."""
+    """A LoRA with dropout. Both models draw it from one seed."""
     targets = ["q_proj", "v_proj", "gate_proj", "down_proj"]
     config = LoraConfig(r=4, target_modules=targets, lora_dropout=0.2, init_lora_weights=False)
     return get_peft_model(model, config)
@@ -175,7 +182,7 @@ def test_two_backward_passes_of_one_graph(run, setting):
 
 
 class Interrupted(Exception):
-    """What is thrown half-way."""
+    """The error raised half-way."""
 
 
 def throw(*args):
@@ -206,7 +213,7 @@ PLACES = {
 @pytest.mark.parametrize("interrupt", [throwing_in_the_forward, throwing_after_the_forward, throwing_in_the_backward])
 @pytest.mark.parametrize("place", PLACES)
 def test_a_step_after_an_exception(place, interrupt, setting):
-    """As if the step with the exception had not been, in this model and for logits; a `KeyboardInterrupt` is one."""
+    """The failed step leaves no trace, in this model or for logits. A `KeyboardInterrupt` counts as an exception."""
     results = []
     for model in (model_of(setting), patched(model_of(setting))):
         handle = interrupt(PLACES[place](model))
@@ -220,7 +227,7 @@ def test_a_step_after_an_exception(place, interrupt, setting):
 
 
 class Storages(TorchDispatchMode):
-    """All memory that operations returned while this was on, but for that of a model."""
+    """All memory that operations returned while this was active, except a model's."""
 
     def __init__(self, model):
         super().__init__()
@@ -256,7 +263,7 @@ def only_forward(model):
 
 
 def gradient_of_a_part(model):
-    """A backward pass that needs one of the projections behind a norm and not the others."""
+    """A backward pass that needs only one of the projections behind a norm."""
     layer = model.get_base_model().model.layers[0] if hasattr(model, "peft_config") else model.model.layers[0]
     torch.autograd.grad(model(**batch()).loss, [layer.self_attn.k_proj.weight])
 
@@ -266,7 +273,7 @@ def gradient_of_a_part(model):
     "run", [step, only_forward, interrupted_forward, interrupted_backward, crossed, gradient_of_a_part]
 )
 def test_no_activation_outlives_its_step(run, setting):
-    """Without the garbage collector, which comes late: no more memory is held than by the stock model."""
+    """Without the garbage collector, which comes late, it holds no more memory than the stock model."""
     held = []
     for model in (model_of(setting), patched(model_of(setting))):
         outcome(run, model)
@@ -291,7 +298,7 @@ EXPERTS = {
 
 
 def with_expert_lora(model, parameters):
-    """LoRA on parameters of experts, which are no modules, beside one on the attention."""
+    """A LoRA on the parameters of experts, which are not modules, and one on the attention."""
     torch.manual_seed(3)
     model = get_peft_model(
         model, LoraConfig(r=4, target_modules=["q_proj"], target_parameters=parameters, init_lora_weights=False)
@@ -328,16 +335,25 @@ def test_lora_on_parameters_of_experts(parameters, checkpointing, patched_first)
     ],
 )
 def test_rows_packed_and_not_packed(model_type, checkpointing, attention, tmp_path):
-    """One step of the same rows: packed end to end, of which each sees itself alone, and padded to the longest."""
+    """One step on the same rows, packed end to end (each sees only itself) and padded to the longest."""
     model = tiny_model(model_type)
     model.set_attn_implementation(attention)
     found = []
     for trainer_class in (SFTTrainer, LigerSFTTrainer):
         for options in ({"packing": True, "max_length": 48}, {"max_length": 64}):
             _, trainer = run_sft(
-                trainer_class, model, tmp_path, (16, 1), rows=ragged_rows(), train=False, max_steps=1,
-                gradient_checkpointing=checkpointing, optim="sgd", max_grad_norm=0.0, **options,
-            )  # fmt: skip
+                trainer_class,
+                model,
+                tmp_path,
+                (16, 1),
+                rows=ragged_rows(),
+                train=False,
+                max_steps=1,
+                gradient_checkpointing=checkpointing,
+                optim="sgd",
+                max_grad_norm=0.0,
+                **options,
+            )
             logs, grads = trained(trainer)
             found.append((torch.tensor(logs[0]["loss"]), grads[0], logs[0]["num_tokens"]))
     for loss, grads, tokens in found[1:]:

@@ -1,4 +1,4 @@
-"""Rotary functions on the edge: widths of 0, odd widths, widths past the head, nothing to turn, a single token."""
+"""Rotary functions at the limits: widths of 0, odd widths, widths past the head, no tokens, a single token."""
 
 import itertools
 
@@ -20,16 +20,21 @@ from liger_trainer.patching.rotary_proof import Signature, prove
 def gpt_neox(rotary_pct, heads=4):
     torch.manual_seed(0)
     config = AutoConfig.for_model(
-        "gpt_neox", vocab_size=VOCAB, hidden_size=8, intermediate_size=16, num_hidden_layers=2,
-        num_attention_heads=heads, rotary_pct=rotary_pct,
-    )  # fmt: skip
+        "gpt_neox",
+        vocab_size=VOCAB,
+        hidden_size=8,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=heads,
+        rotary_pct=rotary_pct,
+    )
     return AutoModelForCausalLM.from_config(config)
 
 
 @pytest.mark.parametrize("ids", [(2, 7), (2, 1), (1, 7)], ids=str)
 @pytest.mark.parametrize("rotary_pct, heads, width", [(0.25, 4, 0), (1.0, 4, 2), (0.5, 2, 2)])
 def test_gpt_neox_of_a_tiny_head(rotary_pct, heads, width, ids):
-    """A quarter of a head of 2 is a rotary width of 0: nothing is turned, and the model runs as it does unpatched."""
+    """A quarter of a head of 2 is a rotary width of 0: nothing is rotated, and the model runs as unpatched."""
     model = gpt_neox(rotary_pct, heads)
     cos, _ = model.gpt_neox.rotary_emb(torch.zeros(1), torch.arange(3)[None])
     assert cos.shape[-1] == width
@@ -57,7 +62,7 @@ FUNCTIONS = {
 
 
 def outcome(function, *tensors):
-    """Values and gradients, or the kind of error."""
+    """Values and gradients, or the type of the error."""
     leaves = [t.clone().requires_grad_() for t in tensors[:2]]
     try:
         out = function(*leaves, *tensors[2:])
@@ -67,17 +72,17 @@ def outcome(function, *tensors):
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_what_fits_is_taken_and_is_the_same(name, monkeypatch):
-    """Over many shapes: where the original gives a result, so does what replaces it, and the same."""
+def test_the_replacement_gives_the_same_results_for_many_shapes(name, monkeypatch):
+    """For many shapes: wherever the original returns a result, the replacement returns the same."""
     function = FUNCTIONS[name]
     proofs, _ = prove(function)
     assert proofs
-    # Whatever size of cos: of the layout that each proof asks for
+    # Whatever the size of cos: in the layout that each proof needs
     plans = tuple((proof, None) for proof in proofs)
     ours = rotary.replacement(function, Signature.of(function), plans)
     calls = []
     monkeypatch.setattr(
-        rotary, "rope", lambda *args, kernel=rotary.rope, **kwargs: calls.append(1) or kernel(*args, **kwargs)
+        rotary, "rotate", lambda *args, kernel=rotary.rotate, **kwargs: calls.append(1) or kernel(*args, **kwargs)
     )
     layout = {proof.layout for proof in proofs}
     compared = 0
@@ -107,10 +112,12 @@ def test_what_fits_is_taken_and_is_the_same(name, monkeypatch):
 
 
 def test_a_proof_is_of_the_code_that_was_proven(monkeypatch):
-    """It is looked up for a second model, and found anew when a function that the first one calls has other code."""
+    """A second model reuses it. It is made again once a function that the first model calls has other code."""
     from transformers.models.glm.modeling_glm import rotate_half as interleaved
 
-    function, proofs, proven = modeling_llama.apply_rotary_pos_emb, [], []
+    function = modeling_llama.apply_rotary_pos_emb
+    proofs = []
+    proven = []
     monkeypatch.setattr(rotary, "prove", lambda one: proven.append(one) or prove(one))
     rotary._proven_at.cache_clear()
     for owner, name, value in (

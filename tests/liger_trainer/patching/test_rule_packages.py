@@ -1,4 +1,4 @@
-"""What the report says of the packages that compute rules of linear attention, where one is missing or refuses."""
+"""The report on packages that compute rules of linear attention, if one is missing or refuses."""
 
 import importlib.util
 import logging
@@ -26,7 +26,7 @@ RULES = {
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """`gpu(capability, triton)` has PyTorch say that there is a GPU of NVIDIA, with this Triton and no TileLang."""
+    """`gpu(capability, triton)` makes PyTorch report an NVIDIA GPU with this Triton and without TileLang."""
 
     def there_is(capability=(8, 0), triton="3.6.0", tilelang=False):
         find_spec = importlib.util.find_spec
@@ -95,20 +95,22 @@ def test_the_report_and_the_first_line_of_a_trainer_say_it(monkeypatch, tmp_path
     assert first.getMessage().startswith("Qwen3_5") and first.getMessage().endswith(". Install this")
 
 
-TABLE = {  # what a row of docs/padding.md begins with -> the function of the package
-    "gated delta rule": "chunk_gated_delta_rule", "Kimi delta attention": "chunk_kda",
-    "Mamba 2": "mamba_chunk_scan_combined", "Mamba 1": "selective_scan_fn",
-}  # fmt: skip
+TABLE = {  # start of a row in docs/padding.md -> function of the package
+    "gated delta rule": "chunk_gated_delta_rule",
+    "Kimi delta attention": "chunk_kda",
+    "Mamba 2": "mamba_chunk_scan_combined",
+    "Mamba 1": "selective_scan_fn",
+}
 
 
 @pytest.mark.parametrize("rule", TABLE)
-def test_the_table_of_the_docs_is_that_of_transformers(rule):
-    """Types of another version are left out. One that is new there has to be added to the row."""
+def test_the_table_of_the_docs_equals_transformers(rule):
+    """Types of another version are left out. A new type has to be added to its row."""
     (row,) = [line for line in PAGE.read_text().splitlines() if line.startswith(f"| {rule} |")]
     listed = set(re.findall(r"`(\w+)`", row.split("|")[2]))
     files = Path(transformers.__file__).parent.glob("models/*/modeling_*.py")
     chosen = re.compile(rf'with_fallback\(\s*"{TABLE[rule]}"')
     calls = {path.parent.name for path in files if chosen.search(path.read_text())}
     alone = {"mamba", "mamba2", "falcon_mamba"}  # pure state space models, which keep their own code
-    experimental = {"glm5_next", "qwen4_exp"}  # which compute padding everywhere
+    experimental = {"glm5_next", "qwen4_exp"}  # they compute padding everywhere
     assert calls - alone - experimental == listed

@@ -1,4 +1,4 @@
-"""Each seeded fault is named before the first step, and a run without one is told nothing."""
+"""Each seeded fault is named before the first step, and a clean run gets no message."""
 
 import re
 
@@ -24,11 +24,12 @@ from liger_trainer.preflight.model_checks import missing_packages
 
 
 def checks_in(said):
-    return [found[1] for line in said if (found := re.match(rf"({'|'.join(NAMES)}): ", line))]
+    matches = [re.match(rf"({'|'.join(NAMES)}): ", line) for line in said]
+    return [match[1] for match in matches if match]
 
 
 def table():
-    """The rows of the table in the docs: fault, whether TRL says so, the check that does here."""
+    """The rows of the table in the docs: fault, whether TRL says so, and the check that does here."""
     page = (ROOT / "docs" / "trainers.md").read_text()
     rows = re.findall(r"^\| ([^|\n]+) \| (yes|no) \| `(\w+)` \|$", page, re.MULTILINE)
     return {what: (by_trl, check) for what, by_trl, check in rows if check in NAMES}
@@ -97,9 +98,16 @@ def test_pairs_are_checked_in_their_chosen_answers(tmp_path):
 
     def build(**options):
         args = LigerDPOConfig(
-            output_dir=str(tmp_path), bf16=False, use_cpu=True, max_steps=6, report_to="none", disable_tqdm=True,
-            gradient_checkpointing=False, save_strategy="no", **options,
-        )  # fmt: skip
+            output_dir=str(tmp_path),
+            bf16=False,
+            use_cpu=True,
+            max_steps=6,
+            report_to="none",
+            disable_tqdm=True,
+            gradient_checkpointing=False,
+            save_strategy="no",
+            **options,
+        )
         path = str(tmp_path / "model")
         return LigerDPOTrainer(model=path, args=args, train_dataset=rows, processing_class=tiny_tokenizer())
 
@@ -115,7 +123,7 @@ def test_checks_draw_no_random_numbers(tmp_path):
 
 
 def translator():
-    """A model of two texts, and rows whose labels are of another length than their tokens."""
+    """A model of two texts, and rows with labels of another length than their tokens."""
     config = T5Config(
         vocab_size=VOCAB, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2, decoder_start_token_id=0
     )
@@ -124,7 +132,7 @@ def translator():
 
 
 def tagger():
-    """A model that classifies tokens, and rows whose last token, the end token, has no class."""
+    """A model that classifies tokens. In its rows the last token, the end token, has no class."""
     model = AutoModelForTokenClassification.from_config(tiny_model("llama").config)
     rows = [{"input_ids": [5] * n + [2], "labels": [-100] + [1] * (n - 1) + [-100]} for n in range(4, 12)]
     return model, rows, DataCollatorForTokenClassification
@@ -136,9 +144,15 @@ def test_labels_that_are_no_next_tokens_are_not_read(kind, tmp_path):
         model, rows, collator = kind()
         tokenizer = tiny_tokenizer()
         args = LigerTrainingArguments(
-            output_dir=str(tmp_path), bf16=False, use_cpu=True, max_steps=1, report_to="none", disable_tqdm=True,
-            save_strategy="no", liger_config={"fused_linear_cross_entropy": False},
-        )  # fmt: skip
+            output_dir=str(tmp_path),
+            bf16=False,
+            use_cpu=True,
+            max_steps=1,
+            report_to="none",
+            disable_tqdm=True,
+            save_strategy="no",
+            liger_config={"fused_linear_cross_entropy": False},
+        )
         return LigerTrainer(model, args, collator(tokenizer), rows, processing_class=tokenizer)
 
     assert not checks_in(said_before_first_step(build))

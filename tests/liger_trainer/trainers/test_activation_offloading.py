@@ -1,4 +1,4 @@
-"""TRL's `activation_offloading` leaves the head fused. Here it moves tensors from the host's memory to the host's."""
+"""TRL's `activation_offloading` leaves the head fused. Here it moves tensors from host memory to host memory."""
 
 import functools
 
@@ -29,10 +29,13 @@ def offloads_without_a_gpu(monkeypatch):
 
 @pytest.mark.parametrize(
     "options",
-    [{"gradient_checkpointing": True}, {"liger_config": {"rebuild_above_mib": 0}},
-     {"gradient_checkpointing": True, "optimizer_in_backward": True, "max_grad_norm": 0.0}],
+    [
+        {"gradient_checkpointing": True},
+        {"liger_config": {"rebuild_above_mib": 0}},
+        {"gradient_checkpointing": True, "optimizer_in_backward": True, "max_grad_norm": 0.0},
+    ],
     ids=["checkpointed", "rebuilt", "optimizer_in_backward"],
-)  # fmt: skip
+)
 def test_the_head_stays_fused_and_the_numbers_the_same(options, tmp_path):
     model = tiny_model("llama", num_hidden_layers=1)
     want, _ = sft_runs.run(LigerSFTTrainer, model, tmp_path, **options)

@@ -39,7 +39,7 @@ def test_liger_config_from_a_command_line_is_json():
 
 
 def sorter_of_tokens():
-    """It has a head that is neither one of an LM nor one that pools a token of each row."""
+    """Its head is neither an LM head nor one that pools a token of each row."""
     return AutoModelForTokenClassification.from_config(classifier().config)
 
 
@@ -94,7 +94,7 @@ def test_data_parallel_is_refused():
 
 
 def test_a_soft_cap_that_attention_leaves_out():
-    """transformers 5.17 gives Gemma 2 SDPA, and later versions refuse to."""
+    """transformers 5.17 gives Gemma 2 SDPA; later versions refuse to."""
     model = tiny_model("gemma2")
     model.config._attn_implementation_internal = "sdpa"
     options = {"train_dataset": ragged_rows(4), "data_collator": collate}

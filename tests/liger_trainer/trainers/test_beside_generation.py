@@ -4,8 +4,8 @@ import pytest
 import torch
 from engine_stand_in import EngineStandIn, WritingEngine, shapes_of
 from peft import LoraConfig
-from step_parity import assert_same_training, build, letters
 from tiny_models import tiny_model
+from trainer_parity import assert_same_training, build, letters
 from trl import GRPOConfig, GRPOTrainer
 
 from liger_trainer import LigerGRPOConfig, LigerGRPOTrainer, LigerRLOOConfig, LigerRLOOTrainer
@@ -88,9 +88,19 @@ def test_a_run_with_an_engine_raises_its_reward(kind, tmp_path, monkeypatch):
     monkeypatch.setattr(WritingEngine, "shapes", shapes_of(model_of(), tmp_path / "checkpoint"))
     monkeypatch.setattr("trl.trainer.grpo_trainer.VLLMGeneration", WritingEngine)
     trainer = one(
-        CLASSES["grpo"], tmp_path, reward=even, use_vllm=True, split=(8, 4), num_generations=8, max_steps=40,
-        max_completion_length=8, optim="adamw_torch", lr_scheduler_type="constant", sort_by_prompt=True, **RUNS[kind],
-    )  # fmt: skip
+        CLASSES["grpo"],
+        tmp_path,
+        reward=even,
+        use_vllm=True,
+        split=(8, 4),
+        num_generations=8,
+        max_steps=40,
+        max_completion_length=8,
+        optim="adamw_torch",
+        lr_scheduler_type="constant",
+        sort_by_prompt=True,
+        **RUNS[kind],
+    )
     trainer.train()
     logs = [log for log in trainer.state.log_history if "reward" in log]
     rewards = [log["reward"] for log in logs]

@@ -1,12 +1,12 @@
-"""Building a trainer leaves nothing behind: in TRL's modules, in other threads, and after an error."""
+"""Building a trainer leaves nothing behind in TRL's modules, in other threads, or after an error."""
 
 import threading
 
 import pytest
 import trl.trainer.distillation_trainer as trl_distillation
 import trl.trainer.sft_trainer as trl_sft
-from step_parity import assert_same_training, build
 from tiny_models import tiny_model
+from trainer_parity import assert_same_training, build
 from trl import SFTTrainer
 from trl_trainers import one, ours, rows_of
 
@@ -20,7 +20,7 @@ NAMES = ("add_fused_lm_head", "BaseTunerLayer")
 
 
 def test_a_class_between_ours_and_trls(tmp_path):
-    """Its `__init__` would call TRL's own, with TRL's head. Before ours, it works."""
+    """Behind ours, its `__init__` would call TRL's own, with TRL's head. Before ours, it works."""
 
     class Between(SFTTrainer):
         def __init__(self, *args, **kwargs):
@@ -72,7 +72,7 @@ def test_the_distillation_loss_leaves_trl_s_module_alone(tmp_path):
 
 @pytest.mark.parametrize("patched", [False, True], ids=["plain", "patched-before"])
 def test_after_a_refusal_under_mixed_precision(patched, tmp_path):
-    """accelerate wraps the reference while a trainer is built, and no model twice: its autocast must go on working."""
+    """accelerate wraps the reference while a trainer is built, but no model twice. Its autocast must keep working."""
     model, reference = tiny_model("llama"), tiny_model("llama", seed=7)
     if patched:
         apply_liger(reference)

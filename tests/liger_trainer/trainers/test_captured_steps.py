@@ -1,7 +1,6 @@
 """Trainers with captured steps train as with `cuda_graphs: false`, and as the stock trainers.
 
-What is recorded runs again as Python here (`RerunRecorder`). `varlen/graphs/test_captured_gpu.py` compares CUDA
-graphs to the bit.
+Here recorded Python runs again (`RerunRecorder`). `varlen/graphs/test_captured_gpu.py` compares CUDA graphs by bits.
 """
 
 import copy
@@ -9,7 +8,6 @@ import gc
 import itertools
 import weakref
 
-import dpo_runs
 import pytest
 import sft_runs
 import torch
@@ -17,13 +15,14 @@ import trainer_runs
 from peft import LoraConfig
 from rerun_recorder import capture_on_cpu
 from tiny_models import ragged_rows, tiny_model
+from trainer_parity import DPO_LIMITS, assert_same_run, build_dpo, ragged_pairs, trained
 from transformers import Trainer, TrainerCallback
 from trl import DPOTrainer, SFTTrainer
 from varlen_batches import model_of
 
 from liger_trainer import LigerDPOTrainer, LigerSFTTrainer, LigerTrainer
 
-SGD = {"optim": "sgd", "learning_rate": 0.1}  # the first steps of Adam take the sign of what is nothing but rounding
+SGD = {"optim": "sgd", "learning_rate": 0.1}  # Adam's first steps take the sign of gradients, even of mere rounding
 TARGETS = ["q_proj", "v_proj", "down_proj"]
 
 
@@ -48,7 +47,7 @@ def replayed(trainer):
 
 
 def assert_same_three(run, classes, least):
-    """Captured as uncaptured, and as stock. `run(class, options)` returns logs as a tensor, and the trainer."""
+    """Captured equals uncaptured, and stock. `run(class, options)` returns logs as a tensor, and the trainer."""
     ours, stock = classes
     got, captured = run(ours, {"cuda_graphs": "true"})
     want, plain = run(ours, {"cuda_graphs": "false"})
@@ -80,7 +79,7 @@ PACKED = {
 
 
 OFTEN = [("accumulation", "full"), ("checkpointing", "lora"), ("evaluation", "full"), ("packing", "full")]
-CELLS = [  # what is not run often is slow
+CELLS = [  # slow: rarely used options
     pytest.param(*cell, marks=() if cell in OFTEN else pytest.mark.slow)
     for cell in itertools.product([*CASES, *PACKED], ("full", "lora"))
 ]
@@ -124,22 +123,20 @@ def test_dpo(reference, split, recorders, tmp_path):
     def run(trainer_class, more):
         torch.manual_seed(5)  # of new adapters
         given = {"peft_config": config} if with_adapters else {"ref_model": copy.deepcopy(other)}
-        trainer = dpo_runs.build(
-            trainer_class, model, tmp_path, split, dpo_runs.pairs(24), trainer_options=given, **more
-        )
+        trainer = build_dpo(trainer_class, model, tmp_path, split, ragged_pairs(24), trainer_options=given, **more)
         trainers.append(trainer)
-        return dpo_runs.train(trainer)
+        return trained(trainer)
 
     got = run(LigerDPOTrainer, {"cuda_graphs": "true"})
-    dpo_runs.assert_same_run(got, run(LigerDPOTrainer, {"cuda_graphs": "false"}))
-    dpo_runs.assert_same_run(got, run(DPOTrainer, {}))
+    assert_same_run(got, run(LigerDPOTrainer, {"cuda_graphs": "false"}), limits=DPO_LIMITS)
+    assert_same_run(got, run(DPOTrainer, {}), limits=DPO_LIMITS)
     assert replayed(trainers[0]) >= 10, trainers[0].captured_steps.to_dict()  # of the model, and of the reference
     assert_same_weights(trainers[0], trainers[1])
     assert_same_weights(trainers[0], trainers[2])
 
 
 def test_a_run_that_goes_on_from_a_checkpoint(recorders, tmp_path):
-    """It captures again, after its first step."""
+    """It captures again after its first step."""
     model = model_of("llama")
     options = {"save_strategy": "steps", "save_steps": 3, "rows": ragged_rows(48), "cuda_graphs": "true"}
     want, whole = sft_runs.run(LigerSFTTrainer, model, tmp_path, **options)
@@ -192,7 +189,7 @@ def test_a_callback_that_changes_the_model_takes_effect_at_once(change, recorder
 
 
 class KeepsGradients(TrainerCallback):
-    """Keeps the gradients of each step, as one who draws them later does."""
+    """Keeps the gradients of each step, for example to plot them later."""
 
     def __init__(self):
         self.kept, self.copies = [], []
@@ -259,5 +256,5 @@ def test_an_error_of_a_callback_releases_all(recorders, tmp_path):
         trainer.train()
     assert replayed(trainer) == 2
     trainer.remove_callback(Breaks)
-    trainer.train()  # its steps are counted from the first again
+    trainer.train()  # its step count restarts
     assert replayed(trainer) == 5

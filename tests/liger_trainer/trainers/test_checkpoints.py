@@ -91,7 +91,10 @@ def test_a_killed_run_resumes_to_the_same_losses_and_weights(tmp_path):
 
 
 def test_experts_that_are_saved_one_by_one_are_loaded_again(tmp_path):
-    """Checkpoints have each expert of `qwen3_moe` by itself. The stock trainer warns of missing weights and goes on."""
+    """Checkpoints hold each expert of `qwen3_moe` separately.
+
+    The stock trainer warns of missing weights and goes on.
+    """
     steps = {"save_strategy": "steps", "save_steps": 1, "max_steps": 3}
     want, whole = run_sft(tiny_sft(), tiny_model("qwen3_moe"), tmp_path, **steps)
     checkpoint = tmp_path / "LigerSFTTrainer" / "checkpoint-2"
@@ -119,9 +122,15 @@ def test_a_router_in_another_dtype_is_loaded_again(tmp_path):
 
 def test_the_best_model_has_its_own_experts(tmp_path):
     best = {
-        "save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1, "max_steps": 2,
-        "load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": True,
-    }  # fmt: skip
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "max_steps": 2,
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "eval_loss",
+        "greater_is_better": True,
+    }
     _, trainer = run_sft(tiny_sft(), tiny_model("qwen3_moe"), tmp_path, **best)
     assert trainer.state.best_model_checkpoint.endswith("checkpoint-1")
     want = AutoModelForCausalLM.from_pretrained(trainer.state.best_model_checkpoint)
@@ -163,9 +172,15 @@ def tied(model):
 def test_the_best_model_is_loaded_into_the_model_that_is_there(change, tmp_path):
     """The model's class and config would build another model."""
     best = {
-        "save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1, "max_steps": 2,
-        "load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": True,
-    }  # fmt: skip
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "max_steps": 2,
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "eval_loss",
+        "greater_is_better": True,
+    }
     model = change(tiny_model("qwen3_moe"))
     at_step_1 = {}
 
@@ -176,7 +191,7 @@ def test_the_best_model_is_loaded_into_the_model_that_is_there(change, tmp_path)
 
     _, trainer = run_sft(tiny_sft(), model, tmp_path, train=False, **best)
     trainer.add_callback(Remembers())
-    trainer.model.lock = threading.Lock()  # which cannot be copied
+    trainer.model.lock = threading.Lock()  # it cannot be copied
     trainer.train()
     assert trainer.state.best_model_checkpoint.endswith("checkpoint-1")
     found = trainer.model.state_dict()
@@ -187,7 +202,7 @@ def test_the_best_model_is_loaded_into_the_model_that_is_there(change, tmp_path)
 
 
 def test_a_checkpoint_that_lacks_weights_of_the_model_is_an_error(tmp_path):
-    """As after a head was added between two runs. `from_pretrained` would draw its weights at random."""
+    """A head may have been added between two runs. `from_pretrained` would draw its weights at random."""
     _, trainer = run_sft(
         tiny_sft(), tiny_model("qwen3_moe"), tmp_path, save_strategy="steps", save_steps=1, max_steps=1
     )

@@ -1,4 +1,4 @@
-"""Losses of the user's own that read logits, which training does not build: what is said, when, and the ways out."""
+"""A user's loss reads logits, which training does not build: the message, when it comes, and the ways out."""
 
 import logging
 from functools import partial
@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from parity import logged_values
 from sft_runs import run as run_sft
 from tiny_models import ragged_rows, tiny_model
 from trainer_runs import assert_same, lora
@@ -30,7 +31,7 @@ def unpacked(outputs):
 
 
 class FromLogits:
-    """The usual way."""
+    """The usual override: a loss from the outputs' logits."""
 
     how, call = "attribute", {}
 
@@ -63,7 +64,7 @@ def test_the_error_names_the_ways_out(ours, run, how, tmp_path):
 
 
 @BOTH
-def test_it_is_said_at_construction(ours, run, tmp_path, caplog):
+def test_it_is_warned_about_at_construction(ours, run, tmp_path, caplog):
     with caplog.at_level("INFO", "liger_trainer"):
         run_sft(LigerSFTTrainer, tiny_model("llama"), tmp_path, train=False)
     assert "compute_loss" not in caplog.text
@@ -86,18 +87,18 @@ def test_both_ways_out_train_and_evaluate_as_stock(tmp_path):
     assert_same(got, want)
     assert_same(unfused, want)
     trainers = (stock, called, switched)
-    evaluated = [[log["eval_loss"] for log in t.state.log_history if "eval_loss" in log] for t in trainers]
+    evaluated = [logged_values(t, "eval_loss") for t in trainers]
     assert evaluated[1] == pytest.approx(evaluated[0], rel=1e-5) and len(evaluated[0]) == 2
     assert evaluated[2] == pytest.approx(evaluated[0], rel=1e-5)
 
 
-def test_an_override_is_evaluated_on_real_logits_without_a_word(tmp_path):
-    """Evaluation of the loss alone skips the logits only where the loss is ours."""
+def test_an_override_is_evaluated_on_real_logits_without_a_warning(tmp_path):
+    """An evaluation of the loss alone skips logits only if the loss is ours."""
     results = []
     for trainer_class in (Trainer, LigerTrainer):
         call = {} if trainer_class is Trainer else {"skip_logits": False}
         _, trainer = run_hf(mixed(trainer_class, call=call), tiny_model("llama"), tmp_path)
-        trainer.call = {}  # in evaluation nothing need be said
+        trainer.call = {}  # no message is needed in evaluation
         results.append(trainer.evaluate(ragged_rows(8))["eval_loss"])
     assert results[1] == pytest.approx(results[0], rel=1e-5)
 
@@ -131,7 +132,7 @@ def test_compute_loss_func_is_said_to_build_logits(ours, run, tmp_path, caplog):
 
 
 class WithTerm:
-    """Adds a term of what the model's call returned to TRL's loss."""
+    """Adds a term of the model's outputs to TRL's loss."""
 
     term = None
 
@@ -156,11 +157,15 @@ TERMS = {
 @pytest.mark.parametrize(
     "term, options",
     [
-        ("log-probs", {}), ("log-probs", {"loss_type": "dft"}), ("log-probs", {"label_smoothing_factor": 0.1}),
-        ("entropy", {}), ("entropy", {"label_smoothing_factor": 0.1}), ("scaled", {"loss_type": "dft"}),
+        ("log-probs", {}),
+        ("log-probs", {"loss_type": "dft"}),
+        ("log-probs", {"label_smoothing_factor": 0.1}),
+        ("entropy", {}),
+        ("entropy", {"label_smoothing_factor": 0.1}),
+        ("scaled", {"loss_type": "dft"}),
     ],
     ids=str,
-)  # fmt: skip
+)
 @pytest.mark.filterwarnings("ignore:`label_smoothing_factor` is deprecated")
 def test_a_term_of_what_sft_s_call_returns(term, options, tmp_path):
     want, got = (
@@ -171,7 +176,7 @@ def test_a_term_of_what_sft_s_call_returns(term, options, tmp_path):
 
 
 def test_a_term_of_a_hook_s_on_the_model(tmp_path):
-    """A hook gets the same outputs as an override of `compute_loss` does."""
+    """A hook gets the same outputs as an override of `compute_loss`."""
 
     class Hooked:
         def training_step(self, model, inputs, *args, **kwargs):
@@ -195,7 +200,7 @@ def test_a_term_of_a_hook_s_on_the_model(tmp_path):
 @pytest.mark.parametrize("adapter", [False, True])
 @pytest.mark.parametrize("options", [{}, {"label_smoothing_factor": 0.1}], ids=str)
 def test_a_hook_on_the_whole_model_sees_logits(options, adapter, tmp_path):
-    """Also one on PEFT's wrapper, from where our forward cannot see it, and in an evaluation of the loss alone."""
+    """This includes a hook on PEFT's wrapper, where our forward cannot see it, and loss-only evaluations."""
     runs = []
     for trainer_class in (Trainer, LigerTrainer):
         seen: list[torch.Tensor] = []

@@ -26,7 +26,7 @@ from liger_trainer.trainers.trl import with_globals
 
 def test_trl_s_fused_head_takes_the_options_that_ours_takes():
     options = list(inspect.signature(add_fused_lm_head).parameters)[1:]
-    ours = [field.name for field in dataclasses.fields(HeadOptions) if field.name != "sharing"]  # which is our own
+    ours = [field.name for field in dataclasses.fields(HeadOptions) if field.name != "sharing"]  # it is our own
     assert options == ours, "trl's add_fused_lm_head has other options"
     defaults = {
         name: p.default for name, p in inspect.signature(add_fused_lm_head).parameters.items() if name != "model"
@@ -49,7 +49,7 @@ def test_the_stock_init_uses_the_globals_that_we_replace(method, name):
 
 
 def test_sft_loss_reduces_log_probs_by_a_sum():
-    """`uniform_grad` in LigerSFTTrainer is a promise about these lines of TRL."""
+    """`uniform_grad` in LigerSFTTrainer makes a promise about these lines of TRL."""
     source = inspect.getsource(trl_sft.SFTTrainer.compute_loss)
     for line in (
         "per_token_loss = -outputs.log_probs",
@@ -60,7 +60,7 @@ def test_sft_loss_reduces_log_probs_by_a_sum():
 
 
 def test_the_dpo_losses_that_read_label_smoothing():
-    """`LigerDPOTrainer` refuses it only together with the others."""
+    """`LigerDPOTrainer` refuses label smoothing only with the other losses."""
     branches = re.split(r'loss_type == "(\w+)"', inspect.getsource(trl.DPOTrainer._compute_loss))
     smoothed = [
         name for name, code in zip(branches[1::2], branches[2::2], strict=True) if "self.label_smoothing" in code
@@ -69,7 +69,7 @@ def test_the_dpo_losses_that_read_label_smoothing():
 
 
 def test_distillation_loss_takes_the_way_on_which_logits_are_deferred():
-    """`LigerDistillationTrainer` gives logits for hidden states, and promises one upstream gradient for all rows."""
+    """`LigerDistillationTrainer` returns logits for hidden states, and promises one upstream gradient for all rows."""
     ours = {
         trl_distillation.DistillationTrainer.__init__: ("BaseTunerLayer", "PromptLearningConfig", "prepare_deepspeed("),
         trl_distillation.DistillationTrainer._get_last_hidden_state: (
@@ -166,15 +166,15 @@ def test_cross_entropy_offers_itself_to_torch_function():
 
 
 def test_saved_tensor_hooks_of_others_can_be_seen():
-    """Not a public function of PyTorch; without it, products would be rebuilt inside somebody's offloading."""
+    """PyTorch has no public function for it. Without it, products would be rebuilt inside a user's offloading."""
     top = torch._C._autograd._top_saved_tensors_default_hooks
     assert top(True) is None
     with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
         assert top(True) is not None
 
 
-def test_floating_point_ops_are_those_of_the_stock_trainer(monkeypatch):
-    """Also with a LoRA, for what is no model of theirs, and with one count of the parameters in a training."""
+def test_floating_point_ops_equal_the_stock_trainer_s(monkeypatch):
+    """This holds with a LoRA, for models outside transformers, and with one parameter count per training."""
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
     model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=16))
     adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))

@@ -40,8 +40,12 @@ def test_auto_on_a_cpu_trains_uncaptured_and_says_why(tmp_path, caplog):
     written = json.loads((tmp_path / "LigerTrainer" / "liger_report.json").read_text())["cuda_graphs"]
     assert written == trainer.captured_steps.to_dict()
     assert written == {
-        "off": ON_CPU, "sizes": [], "capture_seconds": 0.0, "calls_replayed": 0, "calls_not_captured": {},
-    }  # fmt: skip
+        "off": ON_CPU,
+        "sizes": [],
+        "capture_seconds": 0.0,
+        "calls_replayed": 0,
+        "calls_not_captured": {},
+    }
     assert [text for text in caplog.messages if "cuda_graphs" in text] == [
         f"cuda_graphs: steps are not captured, because {ON_CPU}."
     ]
@@ -60,11 +64,11 @@ def test_switched_off_nothing_is_said(options, tmp_path, caplog):
     assert trainer.liger_report is None or "cuda_graphs" not in trainer.liger_report.to_dict()
 
 
-# Where captures are possible
+# Where steps can be captured
 
 
 @pytest.mark.parametrize("split", [(8, 1), (4, 2)], ids=str)
-def test_captured_steps_are_those_of_python_and_are_reported(split, tmp_path, monkeypatch, caplog):
+def test_captured_steps_equal_uncaptured_ones_and_are_reported(split, tmp_path, monkeypatch, caplog):
     want, _ = run(LigerTrainer, model_of(), tmp_path, split=split, cuda_graphs=False)
     capture_on_cpu(monkeypatch)
     with caplog.at_level(logging.INFO, logger="liger_trainer"):
@@ -78,7 +82,7 @@ def test_captured_steps_are_those_of_python_and_are_reported(split, tmp_path, mo
 
 
 def test_true_warns_if_nothing_was_captured(tmp_path, monkeypatch, caplog):
-    """`true` raises for what is known beforehand. Calls that cannot be captured show while it trains."""
+    """`true` raises for reasons known in advance. Calls that cannot be captured show up only in training."""
 
     class Full(RerunRecorder):
         def make_room(self, size):
@@ -156,7 +160,7 @@ def trainer(tmp_path_factory):
 
 @pytest.mark.parametrize("name", REASONS)
 def test_reasons_that_are_known_before_training(name, trainer, monkeypatch):
-    """Each alone, on a device that captures. `true` raises with the same reason."""
+    """Each reason alone, on a device that can capture. `true` raises with the same reason."""
     change, reason = REASONS[name]
     before = dict(vars(trainer.args))
     own = {key: getattr(trainer, key) for key in ("is_deepspeed_enabled", "is_fsdp_enabled")}
@@ -165,7 +169,8 @@ def test_reasons_that_are_known_before_training(name, trainer, monkeypatch):
     assert uncaptured_reason(trainer) is None
     change(trainer)
     try:
-        assert reason in (found := uncaptured_reason(trainer))
+        found = uncaptured_reason(trainer)
+        assert reason in found
         trainer.args.cuda_graphs = True
         with (
             pytest.raises(ValueError, match="cuda_graphs is true, but .*Set cuda_graphs: auto, or false") as caught,
@@ -188,7 +193,7 @@ def test_reasons_of_a_class_and_of_a_model(tmp_path, monkeypatch):
 
 
 def test_stock_arguments_capture_nothing(tmp_path, monkeypatch):
-    """They have no field to switch it off by."""
+    """They have no field to turn it off."""
     capture_on_cpu(monkeypatch)
     args = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none", max_steps=2, save_strategy="no")
     trainer = LigerTrainer(model=model_of(), args=args, train_dataset=ragged_rows(), data_collator=collate)

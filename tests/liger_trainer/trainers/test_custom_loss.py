@@ -1,4 +1,4 @@
-"""A loss of one's own by overriding `token_loss`: the same on both trainers, split-proof, and without logits."""
+"""A custom loss by overriding `token_loss`: the same on both trainers, independent of splits, and without logits."""
 
 import copy
 
@@ -29,7 +29,7 @@ class FocalSFTTrainer(Focal, LigerSFTTrainer):
 
 
 class ConfidencePenalty(LigerSFTTrainer):
-    """Pereyra et al. 2017, and a penalty on the hidden states so that every differentiable output is used."""
+    """Pereyra et al. 2017, with a penalty on the hidden states so that every differentiable output is used."""
 
     token_outputs = ("entropy", "hidden_states")
 
@@ -39,7 +39,7 @@ class ConfidencePenalty(LigerSFTTrainer):
 
 
 def stock_loss(term):
-    """`compute_loss_func` on real logits, for the stock way to the same loss."""
+    """`compute_loss_func` on real logits: the stock way to the same loss."""
 
     def loss(outputs, labels, num_items_in_batch):
         log_p = torch.log_softmax(outputs.logits[:, :-1].float(), -1)
@@ -67,9 +67,16 @@ def test_focal_loss_on_both_trainers(split, tmp_path):
     got, _ = run_sft(FocalSFTTrainer, model, tmp_path, split)
     assert_same(got, want)
     args = LigerTrainingArguments(
-        output_dir=str(tmp_path), per_device_train_batch_size=split[0], gradient_accumulation_steps=split[1],
-        num_train_epochs=1, learning_rate=1e-2, logging_steps=1, report_to="none", use_cpu=True, save_strategy="no",
-    )  # fmt: skip
+        output_dir=str(tmp_path),
+        per_device_train_batch_size=split[0],
+        gradient_accumulation_steps=split[1],
+        num_train_epochs=1,
+        learning_rate=1e-2,
+        logging_steps=1,
+        report_to="none",
+        use_cpu=True,
+        save_strategy="no",
+    )
     trainer = FocalTrainer(model=copy.deepcopy(model), args=args, train_dataset=ragged_rows(), data_collator=collate)
     trainer.train()
     hf = torch.tensor([[log["loss"], log["grad_norm"]] for log in trainer.state.log_history if "loss" in log]).double()
@@ -115,7 +122,7 @@ def test_an_own_loss_that_would_be_ignored_is_refused(options, message, tmp_path
         ({"trainer_options": {"compute_loss_func": stock_loss(focal)}}, "compute_loss_func"),
     ],
 )
-def test_a_second_loss_beside_an_own_one_is_refused(options, name, tmp_path):
+def test_a_second_custom_loss_is_refused(options, name, tmp_path):
     with pytest.raises(ValueError, match=f"overrides token_loss, and {name} is .*only one can be the loss"):
         run_sft(FocalSFTTrainer, tiny_model("llama"), tmp_path, train=False, **options)
 
@@ -197,7 +204,7 @@ def encoder_decoder():
         (LigerSFTTrainer, run_sft, encoder_decoder, "BartForConditionalGeneration is an encoder-decoder model"),
     ],
 )
-def test_models_whose_labels_are_not_the_next_tokens_are_refused(trainer_class, run, make, reason, tmp_path):
+def test_models_with_other_labels_than_the_next_tokens_are_refused(trainer_class, run, make, reason, tmp_path):
     with pytest.raises(ValueError, match=f"overrides token_loss, .*but .*{reason}.*compute_loss"):
         run(type("Own", (Plain, trainer_class), {}), make(), tmp_path)
     with pytest.raises(ValueError, match=f"eval_predictions is 'tokens', but .*{reason}.*'logits'"):

@@ -35,7 +35,7 @@ def test_ddp(mode, tmp_path):
 
 @pytest.mark.slow
 def test_ddp_of_trainers_that_sample(tmp_path):
-    """One process would write other completions; TRL's trainers on the same two ranks write the same."""
+    """One process would write other completions. TRL's trainers on the same two ranks write the same."""
     first, second = two_ranks("sampled", tmp_path)
     ours = [name for name in first if name.startswith("Liger")]
     assert len({name.partition(".")[0] for name in ours}) == 6 and len(first) == 2 * len(ours)
@@ -57,7 +57,7 @@ def test_fsdp2_through_accelerate_launch(options, tmp_path, capsys):
     """With the shipped config, saved weights equal one process with all rows of a step, resumed or not."""
     write_model(tmp_path / "model")
     write_rows(tmp_path / "rows.jsonl")
-    # Without the large epsilon, gradients that are nothing but rounding make steps of full length.
+    # Without the large epsilon, gradients that are only rounding make full-length steps.
     steps = {"max_steps": 3, "save_strategy": "steps", "save_steps": 2}
     recipe = write_recipe(tmp_path, use_cpu=True, adam_epsilon=1e-3, **steps, **options)
     out = [tmp_path / name for name in ("sharded", "whole")]
@@ -104,26 +104,27 @@ def test_fsdp2(tmp_path):
         assert torch.equal(first[name], second[name])
         torch.testing.assert_close(first[name], p.grad, rtol=1e-4, atol=1e-7, msg=name)
     for name, p in tiny_model("llama", tie_word_embeddings=True).named_parameters():
-        for kind in ("zeros", "meta"):  # what the second process had of a reference that only the first has read
+        for kind in ("zeros", "meta"):  # the part of a reference on the second process, if only the first has read it
             assert torch.equal(second[f"{kind}.{name}"], p), name
 
 
 def test_fsdp2_with_lora_on_every_linear_layer(tmp_path):
-    """Weights are freed after the forward pass and gathered again for the backward pass, where ours reads them."""
+    """Weights are freed after the forward pass and gathered again for the backward pass, where our code reads them."""
     first, second = two_ranks("fsdp2-lora", tmp_path)
     for checkpointing in (False, True):
         names = {key[2] for key in first if key[:2] == (checkpointing, True)}
         assert names == {key[2] for key in first if key[:2] == (checkpointing, False)} and len(names) == 28
         assert first["swapped", checkpointing] == 14  # no hook of FSDP2 sits on a part of a layer
         for name in names:
-            got, want = first[checkpointing, True, name], first[checkpointing, False, name]
+            got = first[checkpointing, True, name]
+            want = first[checkpointing, False, name]
             assert torch.equal(got, second[checkpointing, True, name])
             assert (got - want).norm() <= 1e-4 * want.norm(), name
 
 
 @pytest.mark.slow
 def test_fsdp1_with_lora_on_the_head(tmp_path):
-    """Its wrappers call the module inside them: there the fused head has to be bound, not on the wrappers."""
+    """FSDP1's wrappers call the module inside them: the fused head must be bound there, not on the wrappers."""
     for grads in two_ranks("fsdp1", tmp_path):
         names = {name for patched, name in grads if patched}
         assert names == {name for patched, name in grads if not patched}

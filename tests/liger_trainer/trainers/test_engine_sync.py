@@ -4,8 +4,8 @@ import pytest
 import torch
 from engine_stand_in import Engine, shapes_of
 from peft import IA3Config, LoraConfig, get_peft_model
-from step_parity import build, letters
 from tiny_models import tiny_model
+from trainer_parity import build, letters
 from trl import GRPOConfig, GRPOTrainer
 
 from liger_trainer import LigerGRPOConfig, LigerGRPOTrainer

@@ -1,4 +1,4 @@
-"""Every trainer has what the protocols of its features say, which mypy compares with what the features use."""
+"""Every trainer has what its features' protocols say. mypy compares the protocols with what the features use."""
 
 import inspect
 
@@ -26,7 +26,7 @@ def trainer(tmp_path_factory):
 @pytest.mark.parametrize("name", members_of(FeaturedTrainer))
 def test_a_trainer_has_it(name, trainer):
     if name in ("_globalstep_last_logged", "_tr_loss"):
-        trainer.train()  # transformers makes them when training begins
+        trainer.train()  # transformers makes them when training starts
     assert hasattr(trainer, name)
 
 

@@ -21,10 +21,17 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 def run(trainer_class, args_class, model, tmp_path, **options):
     sft = issubclass(trainer_class, SFTTrainer)
     args = args_class(
-        output_dir=str(tmp_path), per_device_train_batch_size=4, gradient_accumulation_steps=2, num_train_epochs=1,
-        learning_rate=1e-2, logging_steps=1, save_strategy="no", report_to="none", disable_tqdm=True,
+        output_dir=str(tmp_path),
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=2,
+        num_train_epochs=1,
+        learning_rate=1e-2,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
         **({"bf16": False, "gradient_checkpointing": False} | options),
-    )  # fmt: skip
+    )
     rows = ragged_rows()
     if sft:
         extra = {"train_dataset": Dataset.from_list(rows), "processing_class": tiny_tokenizer()}
@@ -65,7 +72,8 @@ def test_bf16_parity_and_the_kernels_that_ran(tmp_path):
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3"])
 def test_compiled_step(model_type):
-    model, batch = tiny_model(model_type).cuda().train(), {k: v.cuda() for k, v in collate(ragged_rows(4)).items()}
+    model = tiny_model(model_type).cuda().train()
+    batch = {k: v.cuda() for k, v in collate(ragged_rows(4)).items()}
     apply_liger(model)
     want = model(**batch).loss
     want.backward()
@@ -82,9 +90,15 @@ def test_compiled_step(model_type):
 def wide():
     """Two layers as wide as Llama 3 8B, and rows with activations above the limit for recomputing."""
     config = LlamaConfig(
-        vocab_size=32000, hidden_size=4096, intermediate_size=14336, num_hidden_layers=2, num_attention_heads=32,
-        num_key_value_heads=8, max_position_embeddings=8192, attn_implementation="sdpa",
-    )  # fmt: skip
+        vocab_size=32000,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=2,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        max_position_embeddings=8192,
+        attn_implementation="sdpa",
+    )
     torch.manual_seed(0)
     with torch.device("cuda"):
         model = LlamaForCausalLM(config).train()
@@ -94,7 +108,7 @@ def wide():
 
 @pytest.fixture(params=[torch.float32, torch.bfloat16], ids=str)
 def wide_pair(wide, request):
-    """(stock, patched, batch), of one dtype and the same weights."""
+    """(stock, patched, batch) in one dtype, with the same weights."""
     stock = copy.deepcopy(wide[0]).to(request.param)
     patched = copy.deepcopy(stock)
     assert apply_liger(patched).skipped == {}
@@ -109,7 +123,7 @@ def gradients(model, batch):
 
 
 def assert_close(got, want):
-    """Relative error of each tensor: in fp32 of other orders of summation, in bf16 of other roundings."""
+    """Relative error of each tensor. fp32 sums in another order, and bf16 rounds in other places."""
     limit = 1e-4 if want["lm_head.weight"].dtype == torch.float32 else 5e-2
     for name, reference in want.items():
         error = (got[name].double() - reference.double()).norm() / reference.double().norm()
@@ -162,7 +176,7 @@ def test_hooks_at_real_size(wide_pair, hook):
     assert_close(gradients(patched, batch), gradients(stock, batch))
     if hook is kept_gate:
         error = (patched.kept[0].double() - stock.kept[0].double()).norm() / stock.kept[0].double().norm()
-        assert error < 2e-2  # not written over by its gradient
+        assert error < 2e-2  # its gradient has not overwritten it
 
 
 def test_two_backward_passes(wide_pair):
@@ -182,14 +196,15 @@ def test_two_backward_passes(wide_pair):
         assert error <= limit, f"{name}: {error:.1e}"
 
 
-def test_a_frozen_base_in_eight_bits(tmp_path):
-    """Losses near bf16, half of the frozen layers' memory, and no second copy while they are converted."""
+def test_a_frozen_fp8_base(tmp_path):
+    """Losses are near bf16's, frozen layers take half the memory, and converting makes no second copy of them."""
     from peft import LoraConfig, get_peft_model
 
     from liger_trainer.fp8.quantize_base import quantize_base
     from liger_triton.float8_cast import fault_of_device
 
-    if (fault := fault_of_device(torch.device("cuda", torch.cuda.current_device()))) is not None:
+    fault = fault_of_device(torch.device("cuda", torch.cuda.current_device()))
+    if fault is not None:
         pytest.skip(fault)
     sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 4, "vocab_size": 131}
     heads = {"num_attention_heads": 8, "num_key_value_heads": 4}
@@ -204,7 +219,7 @@ def test_a_frozen_base_in_eight_bits(tmp_path):
     torch.testing.assert_close(got[:, 0], want[:, 0], rtol=0.02, atol=0)
     assert len(trainer.liger_report["frozen_float8"].swapped) == 4 * 7
     del trainer
-    gc.collect()  # or the trainers' memory is freed while the layers are converted
+    gc.collect()  # otherwise the trainers' memory is freed while the layers are converted
     model = made().cuda()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()

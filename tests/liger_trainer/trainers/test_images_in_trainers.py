@@ -12,7 +12,7 @@ from datasets import Dataset
 from image_models import PROCESSED, image_model, noise_image, placeholder, processor_of
 from parity import CANCELLING
 from peft import LoraConfig
-from step_parity import assert_same_training, letters, moved
+from trainer_parity import assert_same_training, letters, moved
 from trl import (
     DPOConfig,
     DPOTrainer,
@@ -49,8 +49,8 @@ CLASSES = {
 }
 ANSWERED = ("sft", "dpo", "kto")  # rows of these trainers have answers
 ONLINE = {"num_generations": 2, "max_completion_length": 6, "beta": 0.0}
-PREFIXED = ("gemma3",)  # the tokens of an image see each other, so that padding is computed
-FAIL_IN_TRL = {("llava_onevision", "rloo")}  # an argument that RLOOTrainer does not know
+PREFIXED = ("gemma3",)  # tokens of an image see each other, so padding is computed
+FAIL_IN_TRL = {("llava_onevision", "rloo")}  # RLOOTrainer does not know this argument
 SIZES = {"several and none": [2, 0, 1, 1], "one each": [1, 1, 1, 1]}
 TOWERS = ["q_proj", "v_proj", "qkv", "fc1", "linear_fc1", "gate_proj", "down_proj"]
 
@@ -84,25 +84,40 @@ def rows_of(model_type, kind, images):
 def pair(model_type, kind, folder, images=SIZES["one each"], model=None, **given):
     """Ours and TRL's, from one model and the same rows."""
     model, rows = image_model(model_type) if model is None else model, rows_of(model_type, kind, images)
-    model.config.get_text_config().final_logit_softcapping = None  # which TRL leaves out
+    model.config.get_text_config().final_logit_softcapping = None  # TRL leaves it out
     for name, parameter in model.named_parameters():
-        if name.endswith(("k_proj.bias", *CANCELLING)):  # the gradient is zero, or nearly, but for rounding
+        if name.endswith(("k_proj.bias", *CANCELLING)):  # the gradient is zero, or nearly, up to rounding
             parameter.requires_grad_(False)
     options = {"max_length": None} if kind in ANSWERED else ONLINE
     made = []
     for trainer_class, args_class in CLASSES[kind]:
         args = args_class(
-            output_dir=str(folder / trainer_class.__name__), per_device_train_batch_size=4, max_steps=1,
-            logging_steps=1, save_strategy="no", report_to="none", use_cpu=True, bf16=False, optim="sgd",
-            learning_rate=0.05, max_grad_norm=0.0, gradient_checkpointing=False, disable_tqdm=True,
-            remove_unused_columns=False, **options,
-        )  # fmt: skip
+            output_dir=str(folder / trainer_class.__name__),
+            per_device_train_batch_size=4,
+            max_steps=1,
+            logging_steps=1,
+            save_strategy="no",
+            report_to="none",
+            use_cpu=True,
+            bf16=False,
+            optim="sgd",
+            learning_rate=0.05,
+            max_grad_norm=0.0,
+            gradient_checkpointing=False,
+            disable_tqdm=True,
+            remove_unused_columns=False,
+            **options,
+        )
         more = {} if kind in ANSWERED else {"reward_funcs": letters_of}
         more |= {"ref_model": copy.deepcopy(model)} if kind in ("dpo", "kto") and "peft_config" not in given else {}
         trainer = trainer_class(
-            model=copy.deepcopy(model), args=args, train_dataset=rows, processing_class=processor_of(model_type),
-            **more, **copy.deepcopy(given),
-        )  # fmt: skip
+            model=copy.deepcopy(model),
+            args=args,
+            train_dataset=rows,
+            processing_class=processor_of(model_type),
+            **more,
+            **copy.deepcopy(given),
+        )
         made.append(moved(trainer))
     return made[1], made[0]
 
@@ -128,7 +143,7 @@ CASES = [
 def test_a_step(model_type, kind, tmp_path, real):
     try:
         ours, stock = pair(model_type, kind, tmp_path)
-    except ImportError as error:  # of num2words
+    except ImportError as error:  # num2words
         pytest.skip(str(error).strip().splitlines()[0])
     assert_same_training(ours, stock, loss_size=1.0)
     assert bool(real) == (model_type not in PREFIXED)
@@ -149,21 +164,30 @@ FORMS = {
     "frozen decoder": lambda model_type: frozen("decoder", model_type),
 }
 QUICK = {
-    *(("qwen3_vl", kind, "several and none") for kind in ANSWERED), ("qwen2_5_vl", "sft", "adapters"),
-    ("qwen2_5_vl", "dpo", "adapters"), ("qwen3_vl", "dpo", "frozen tower"), ("qwen3_vl", "dpo", "frozen decoder"),
-}  # fmt: skip
+    *(("qwen3_vl", kind, "several and none") for kind in ANSWERED),
+    ("qwen2_5_vl", "sft", "adapters"),
+    ("qwen2_5_vl", "dpo", "adapters"),
+    ("qwen3_vl", "dpo", "frozen tower"),
+    ("qwen3_vl", "dpo", "frozen decoder"),
+}
 
 
-@pytest.mark.parametrize("model_type, kind, form", [
-    pytest.param(*case, marks=[] if case in QUICK else pytest.mark.slow)
-    for model_type in PROCESSED for kind in CLASSES for form in FORMS
-    for case in [(model_type, kind, form)] if (model_type, kind) not in FAIL_IN_TRL
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "model_type, kind, form",
+    [
+        pytest.param(*case, marks=[] if case in QUICK else pytest.mark.slow)
+        for model_type in PROCESSED
+        for kind in CLASSES
+        for form in FORMS
+        for case in [(model_type, kind, form)]
+        if (model_type, kind) not in FAIL_IN_TRL
+    ],
+)
 def test_other_forms(model_type, kind, form, tmp_path, real):
-    """Several images a row and none, adapters on both towers, and parts that are frozen."""
+    """Several images in a row or none, adapters on both towers, and frozen parts."""
     try:
         ours, stock = pair(model_type, kind, tmp_path, **FORMS[form](model_type))
-    except ImportError as error:  # of num2words
+    except ImportError as error:  # num2words
         pytest.skip(str(error).strip().splitlines()[0])
     assert_same_training(ours, stock, loss_size=1.0)
     assert bool(real) == (model_type not in PREFIXED)

@@ -1,4 +1,4 @@
-"""Options that are refused together with `optimizer_in_backward`, when arguments and trainers are built."""
+"""Options that `optimizer_in_backward` excludes, when arguments and trainers are built."""
 
 import pytest
 import torch
@@ -37,20 +37,26 @@ def test_the_default_of_max_grad_norm_is_refused_too(tmp_path):
 
 
 class Own(torch.optim.AdamW):
-    """A subclass may look at all gradients."""
+    """A subclass that may look at all gradients."""
 
 
 def trainer_of(tmp_path, **options):
     args = LigerTrainingArguments(
-        output_dir=str(tmp_path), use_cpu=True, optimizer_in_backward=True, max_grad_norm=0.0, use_liger=False,
-        report_to="none", max_steps=2, save_strategy="no",
-    )  # fmt: skip
+        output_dir=str(tmp_path),
+        use_cpu=True,
+        optimizer_in_backward=True,
+        max_grad_norm=0.0,
+        use_liger=False,
+        report_to="none",
+        max_steps=2,
+        save_strategy="no",
+    )
     given = {"model": tiny_model("llama"), "args": args, "train_dataset": ragged_rows(), "data_collator": collate}
     return LigerTrainer(**(given | options))
 
 
 @pytest.mark.parametrize("kind", [Own, torch.optim.LBFGS, torch.optim.Muon], ids=str)
-def test_optimizers_of_one_s_own(kind, tmp_path):
+def test_a_user_s_optimizers(kind, tmp_path):
     model = tiny_model("llama")
     weights = [p for p in model.parameters() if p.ndim == 2]
     with pytest.raises(ValueError, match=f"the optimizer is a .*{kind.__name__}, which may look at several"):
@@ -92,7 +98,7 @@ def test_several_devices(kind, tmp_path):
 
 
 def test_transformers_asks_for_the_norm_where_it_is_answered(tmp_path, monkeypatch):
-    """After the backward pass, when stock code would find no gradients."""
+    """transformers asks after the backward pass, when stock code would find no gradients."""
     asked = []
     answer = LigerTrainer._get_grad_norm
 

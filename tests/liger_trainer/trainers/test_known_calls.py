@@ -5,8 +5,8 @@ import copy
 import torch
 from accelerate.utils.other import extract_model_from_parallel
 from datasets import Dataset
-from pair_parity import pair_rows
 from tiny_models import tiny_model, tiny_tokenizer
+from trainer_parity import pair_rows
 from transformers import TrainerCallback
 
 from liger_trainer import (
@@ -15,7 +15,7 @@ from liger_trainer import (
     LigerKTOConfig,
     LigerKTOTrainer,
 )
-from liger_trainer.varlen import host_copies, plans
+from liger_trainer.varlen import host_copies, plan_batch
 
 
 def by_lengths(seed=0):
@@ -27,20 +27,20 @@ def by_lengths(seed=0):
 
 
 class Watched:
-    """What plans ask the host for, once `begins` was called, and whether it knew."""
+    """The questions of plans to the host, once `begins` was called, and whether it knew."""
 
     def __init__(self, monkeypatch):
         self.monkeypatch = monkeypatch
         self.known = []
 
     def begins(self):
-        stock = plans.values_of
+        stock = plan_batch.values_of
 
         def values(*tensors):
             self.known += [self.knows(x) for x in tensors]
             return stock(*tensors)
 
-        self.monkeypatch.setattr(plans, "values_of", values)
+        self.monkeypatch.setattr(plan_batch, "values_of", values)
 
     @staticmethod
     def knows(x):
@@ -53,9 +53,17 @@ class Watched:
 
 def arguments(args_class, tmp_path, **options):
     return args_class(
-        output_dir=str(tmp_path), per_device_train_batch_size=4, use_cpu=True, bf16=False, report_to="none",
-        gradient_checkpointing=False, max_steps=2, save_strategy="no", disable_tqdm=True, **options,
-    )  # fmt: skip
+        output_dir=str(tmp_path),
+        per_device_train_batch_size=4,
+        use_cpu=True,
+        bf16=False,
+        report_to="none",
+        gradient_checkpointing=False,
+        max_steps=2,
+        save_strategy="no",
+        disable_tqdm=True,
+        **options,
+    )
 
 
 def test_kto_s_four_passes(tmp_path, monkeypatch):
@@ -65,9 +73,12 @@ def test_kto_s_four_passes(tmp_path, monkeypatch):
         for answer in ("chosen", "rejected")
     ]
     trainer = LigerKTOTrainer(
-        by_lengths(), by_lengths(1), arguments(LigerKTOConfig, tmp_path), train_dataset=Dataset.from_list(rows),
+        by_lengths(),
+        by_lengths(1),
+        arguments(LigerKTOConfig, tmp_path),
+        train_dataset=Dataset.from_list(rows),
         processing_class=tiny_tokenizer(),
-    )  # fmt: skip
+    )
     batch = next(iter(trainer.get_train_dataloader()))
     assert (
         batch["input_ids"].shape != batch["KL_input_ids"].shape or (batch["input_ids"] != batch["KL_input_ids"]).any()

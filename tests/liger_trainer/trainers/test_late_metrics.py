@@ -1,4 +1,4 @@
-"""TRL's metrics of a training step are read from the device when they are logged, and are the same numbers."""
+"""TRL's metrics of a training step are read from the device only when logged, and have the same values."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ class AtOnce(LigerSFTTrainer):
 
 
 class OnDevice(torch.Tensor):
-    """Its values may not be read, and neither may what is computed from it."""
+    """A tensor that must not be read, nor anything computed from it."""
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -37,10 +37,20 @@ def rows():
 def build(folder, trainer_class=LigerSFTTrainer, **options):
     options = {"gradient_accumulation_steps": 2, "logging_steps": 1} | options
     args = LigerSFTConfig(
-        output_dir=str(folder), max_steps=4, learning_rate=1e-2, per_device_train_batch_size=2, use_cpu=True,
-        bf16=False, gradient_checkpointing=False, report_to="none", disable_tqdm=True, save_strategy="no",
-        dataset_kwargs={"skip_prepare_dataset": True}, train_sampling_strategy="sequential", **options,
-    )  # fmt: skip
+        output_dir=str(folder),
+        max_steps=4,
+        learning_rate=1e-2,
+        per_device_train_batch_size=2,
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        report_to="none",
+        disable_tqdm=True,
+        save_strategy="no",
+        dataset_kwargs={"skip_prepare_dataset": True},
+        train_sampling_strategy="sequential",
+        **options,
+    )
     return trainer_class(tiny_model("llama"), args, train_dataset=rows(), processing_class=tiny_tokenizer())
 
 
@@ -85,7 +95,7 @@ def test_a_look_at_the_metrics_finds_numbers(tmp_path):
 
 
 def test_without_a_number_of_items_trl_reads_the_labels_mask(tmp_path):
-    """It divides by their number then."""
+    """It divides by the number of labels then."""
     trainer = build(tmp_path)
     trainer.model.train()
     batch = next(iter(trainer.get_train_dataloader()))
@@ -119,7 +129,7 @@ class Overriding(LigerSFTTrainer):
 
 
 @pytest.mark.parametrize("seen_by", ["override", "hook", "nothing"])
-def test_who_sees_the_outputs_has_trl_read_them(seen_by, tmp_path):
+def test_trl_reads_its_metrics_from_outputs_that_others_see(seen_by, tmp_path):
     trainer = build(tmp_path, Overriding if seen_by == "override" else LigerSFTTrainer)
     if seen_by == "hook":
         trainer.model.register_forward_hook(lambda module, args, outputs: None)

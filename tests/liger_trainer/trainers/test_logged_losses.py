@@ -1,4 +1,4 @@
-"""Losses that are not finite are logged as by the stock trainers, to the last digit, without waiting for the GPU."""
+"""Non-finite losses are logged as by the stock trainers, to the last digit, without waiting for the GPU."""
 
 import math
 
@@ -13,14 +13,16 @@ from liger_trainer import LigerSFTConfig, LigerSFTTrainer, LigerTrainer, LigerTr
 
 
 class Breaking:
-    """Adds `broken` to the loss of the calls `when`. The gradients stay as they are, so that only the logs differ."""
+    """Adds `broken` to the loss of the calls `when`. Gradients stay the same, so only the logs differ."""
 
-    broken, when, calls = math.nan, (), 0
+    broken = math.nan
+    when = ()
+    calls = 0
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         loss = result[0] if return_outputs else result
-        # The same numbers in all trainers: the kernels' results differ in the last digit
+        # All trainers need the same numbers, and the kernels' results differ in the last digit
         loss = loss * 0 + (self.broken if self.calls in self.when else 1 / (3 + self.calls))
         self.calls += 1
         return (loss, result[1]) if return_outputs else loss
@@ -47,9 +49,15 @@ def build(trainer_class, folder, accumulation=1, rows=None, **options):
     options = {"learning_rate": 1e-3, "max_steps": 7, "save_strategy": "no", "logging_steps": 1} | options
     options |= {"gradient_checkpointing": False, "bf16": False} if sft else {"remove_unused_columns": False}
     args = trainer_class.args_class(
-        output_dir=str(folder / trainer_class.__name__), per_device_train_batch_size=2, per_device_eval_batch_size=2,
-        gradient_accumulation_steps=accumulation, report_to="none", disable_tqdm=True, use_cpu=True, **options,
-    )  # fmt: skip
+        output_dir=str(folder / trainer_class.__name__),
+        per_device_train_batch_size=2,
+        per_device_eval_batch_size=2,
+        gradient_accumulation_steps=accumulation,
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+        **options,
+    )
     rows = rows or ragged_rows(8)
     rows = Dataset.from_list(rows) if sft else rows
     given = {"processing_class": tiny_tokenizer()} if sft else {"data_collator": collate}
@@ -57,7 +65,7 @@ def build(trainer_class, folder, accumulation=1, rows=None, **options):
 
 
 def logged(trainer):
-    """Return the logged losses; the last one is the loss of the whole training."""
+    """Return the logged losses. The last one is the loss of the whole training."""
     trainer.train()
     losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
     return [*losses, trainer.state.log_history[-1]["train_loss"]]
@@ -74,10 +82,13 @@ PAIRS = {"Trainer": (OurTrainer, StockTrainer), "SFT": (OurSFTTrainer, StockSFTT
 @pytest.mark.parametrize(
     "name, logging_steps, accumulation, broken",
     [
-        ("Trainer", 1, 1, math.nan), ("Trainer", 3, 1, math.inf), ("Trainer", 3, 2, -math.inf), ("SFT", 1, 2, math.inf),
+        ("Trainer", 1, 1, math.nan),
+        ("Trainer", 3, 1, math.inf),
+        ("Trainer", 3, 2, -math.inf),
+        ("SFT", 1, 2, math.inf),
         ("SFT", 3, 2, math.nan),
     ],
-)  # fmt: skip
+)
 def test_the_filter_logs_what_the_stock_one_logs(name, logging_steps, accumulation, broken, tmp_path):
     ours, stock = PAIRS[name]
     when = (0, 3, 4, 8, 9)
@@ -118,7 +129,7 @@ def test_evaluation_filters_as_in_stock(name, options, tmp_path):
 
 
 def test_a_batch_without_labels_costs_one_logged_loss(tmp_path):
-    """The first batch has no label: stock divides zero by zero there, logs 0.0 and goes on."""
+    """The first batch has no label. Stock divides zero by zero there, logs 0.0 and goes on."""
     rows = ragged_rows(8)
     for row in rows[:2]:
         row["labels"] = [-100] * len(row["labels"])
@@ -139,7 +150,7 @@ class InOrder:
 
 
 def test_the_filter_asks_no_tensor_whether_it_is_finite(tmp_path, monkeypatch):
-    """The answer to such a question about a tensor on a GPU is waited for."""
+    """Asking a GPU tensor would wait for the answer."""
     asked = []
     for name in ("isnan", "isinf"):
         stock = getattr(torch, name)
@@ -153,7 +164,7 @@ def test_the_filter_asks_no_tensor_whether_it_is_finite(tmp_path, monkeypatch):
     assert counts == {StockTrainer: 14, OurTrainer: 0}
 
 
-def test_a_training_step_of_ones_own_sees_the_loss_as_it_is(tmp_path):
+def test_a_custom_training_step_sees_the_unfiltered_loss(tmp_path):
     class Watching(OurTrainer):
         def training_step(self, *args, **kwargs):
             loss = super().training_step(*args, **kwargs)
@@ -178,7 +189,7 @@ def test_a_training_step_that_the_user_has_set_on_the_trainer_stays(tmp_path):
 
 
 class Setting(TrainerCallback):
-    """Notes `logging_nan_inf_filter` in every event, and does something at the second step."""
+    """Records `logging_nan_inf_filter` in every event, and acts at the second step."""
 
     def __init__(self, at_second=lambda trainer: None):
         self.seen, self.at_second = [], at_second
@@ -196,7 +207,7 @@ class Setting(TrainerCallback):
 
 
 def wrap(name):
-    """A callback's wrapper around a method of the trainer, which it leaves in place."""
+    """A callback wraps a method of the trainer and leaves the wrapper in place."""
 
     def wrapping(trainer):
         inner = getattr(trainer, name)
@@ -206,20 +217,22 @@ def wrap(name):
 
 
 def step_apart(trainer):
-    """A callback that runs a training step of its own."""
+    """A callback runs a training step of its own."""
     assert type(trainer.training_step(trainer.model, collate(ragged_rows(2)))) is torch.Tensor
     trainer.model.zero_grad()
 
 
 @pytest.mark.parametrize(
-    "at_second", [lambda trainer: None, wrap("training_step"), wrap("floating_point_ops"), step_apart],
+    "at_second",
+    [lambda trainer: None, wrap("training_step"), wrap("floating_point_ops"), step_apart],
     ids=["as it is", "training_step", "floating_point_ops", "apart"],
-)  # fmt: skip
+)
 def test_the_argument_is_as_set_for_all_that_looks(at_second, tmp_path):
     runs, found = [], []
     for trainer_class in (StockTrainer, OurTrainer):
         trainer = build(trainer_class, tmp_path, save_strategy="steps", save_steps=3)
-        trainer.add_callback(callback := Setting(at_second))
+        callback = Setting(at_second)
+        trainer.add_callback(callback)
         callback.trainer, trainer.when = trainer, (0, 3, 5)
         runs.append(logged(trainer))
         saved = torch.load(f"{trainer.args.output_dir}/checkpoint-3/training_args.bin", weights_only=False)
@@ -229,7 +242,7 @@ def test_the_argument_is_as_set_for_all_that_looks(at_second, tmp_path):
 
 def test_the_argument_is_as_set_after_an_error(tmp_path):
     trainer = build(OurTrainer, tmp_path)
-    trainer.floating_point_ops = None  # which fails right after the loss is added
+    trainer.floating_point_ops = None  # it fails right after the loss is added
     with pytest.raises(TypeError):
         trainer.train()
     assert trainer.args.logging_nan_inf_filter is True and trainer.floating_point_ops is None
@@ -239,9 +252,8 @@ def test_a_callback_may_switch_the_filter_off(tmp_path):
     runs = []
     for trainer_class in (StockTrainer, OurTrainer):
         trainer = build(trainer_class, tmp_path)
-        trainer.add_callback(
-            callback := Setting(lambda trainer: vars(trainer.args).update(logging_nan_inf_filter=False))
-        )
+        callback = Setting(lambda trainer: vars(trainer.args).update(logging_nan_inf_filter=False))
+        trainer.add_callback(callback)
         callback.trainer, trainer.when = trainer, (0, 3)
         runs.append(logged(trainer))
     assert same(*runs) and math.isnan(runs[0][-1]) and not math.isnan(runs[0][0])

@@ -1,4 +1,4 @@
-"""The card of a trainer with a text of its own: TRL's metadata, and a text from a template of `ModelCard`."""
+"""The card of a trainer with its own text: TRL's metadata, and a text from a template of `ModelCard`."""
 
 import pytest
 from datasets import Dataset
@@ -30,12 +30,12 @@ def card_of(tmp_path):
     return write
 
 
-def test_metadata_are_those_of_trl(card_of):
-    """A text of one's own changes no line of them."""
+def test_metadata_equal_trl_s(card_of):
+    """A custom text changes no line of them."""
     stock = card_of(None, "someone/base")
     card = card_of(CardText("base"), "someone/base")
     assert sorted(card.data.tags) == sorted(stock.data.tags) and "liger-trainer" in card.data.tags
-    stock.data.tags = card.data.tags = None  # which TRL keeps in a set
+    stock.data.tags = card.data.tags = None  # TRL keeps it in a set
     assert card.data.to_dict() == stock.data.to_dict()
     assert card.data.base_model == "someone/base" and card.data.model_name == "mine"
     assert "fine-tuned version of [someone/base](https://huggingface.co/someone/base)." in card.text

@@ -1,4 +1,4 @@
-"""Where TRL's trainers put the models that they load themselves, if FSDP is going to shard them."""
+"""The devices on which TRL's trainers place models they load themselves, if FSDP will shard them."""
 
 import importlib
 import types
@@ -13,7 +13,7 @@ MODULES = ["sft_trainer", "dpo_trainer", "kto_trainer", "reward_trainer", "grpo_
 
 @pytest.mark.parametrize("sharded", [True, False])
 @pytest.mark.parametrize("name", MODULES)
-def test_nothing_is_spread_over_the_gpus_of_others(name, sharded, monkeypatch):
+def test_a_loaded_model_is_not_spread_over_gpus_under_fsdp(name, sharded, monkeypatch):
     module = importlib.import_module(f"{trl.__name__}.trainer.{name}")
     stand_in = types.SimpleNamespace(create_model_from_path=lambda path, **kwargs: (path, kwargs))
     assert callable(module.create_model_from_path)  # TRL still has the name

@@ -1,4 +1,4 @@
-"""While a model is trained, its `train`, `zero_grad` and `parameters` do what PyTorch's do."""
+"""While a model is trained, its `train`, `zero_grad` and `parameters` do the same as PyTorch's."""
 
 import copy
 import pickle
@@ -21,12 +21,12 @@ def model_of(kind):
 
 
 def build(folder, **options):
-    """A trainer of four steps of two micro-batches."""
+    """A trainer of four steps with two micro-batches."""
     return run(LigerSFTTrainer, tiny_model("llama"), folder, (2, 2), train=False, **options)[1]
 
 
 def bound(model):
-    """`model` as it is while it is trained."""
+    """`model` as it is during training."""
     for method in (module_walks.train, module_walks.zero_grad):
         model.__dict__[method.__name__] = MethodType(method, model)
     return model
@@ -37,7 +37,7 @@ def same(found, wanted):
 
 
 class Odd(nn.Module):
-    """Shares a module and a weight, has None for both, and holds itself."""
+    """Shares a module and a weight, has None for both, and contains itself."""
 
     def __init__(self):
         super().__init__()
@@ -52,11 +52,11 @@ class Odd(nn.Module):
 
 @pytest.mark.parametrize("model", [model_of("full"), model_of("lora"), Odd()], ids=["full", "lora", "odd"])
 def test_parameters_are_pytorch_s_in_its_order(model):
-    assert same(module_walks._modules_of(model), list(model.modules()))
+    assert same(module_walks.modules_of(model), list(model.modules()))
     assert same(module_walks.parameters_of(model), list(model.parameters()))
 
 
-def test_train_reaches_a_module_that_somebody_has_switched():
+def test_train_reaches_a_module_that_was_switched_by_hand():
     model = bound(model_of("lora"))
     model.train()
     layer = model.get_base_model().model.layers[1].mlp
@@ -162,11 +162,11 @@ def test_copies_and_pickles_are_of_their_own_weights():
 def test_a_trainer_binds_them_while_it_trains(tmp_path, monkeypatch):
     trainer = build(tmp_path)
     walks = []
-    stock = module_walks._modules_of
-    monkeypatch.setattr(module_walks, "_modules_of", lambda model: walks.append(model) or stock(model))
+    stock = module_walks.modules_of
+    monkeypatch.setattr(module_walks, "modules_of", lambda model: walks.append(model) or stock(model))
     trainer.train()
     micro_batches, steps = 8, 4
-    once = 2  # zero_grad before the first step, and Trainer's look for gradients of several meshes
+    once = 2  # zero_grad before the first step, and Trainer's search for gradients on several meshes
     assert len(walks) == micro_batches + 2 * steps + once, "train; zero_grad and parameters"
     assert all(model is trainer.model for model in walks)
     assert not {"train", "zero_grad"} & vars(trainer.model).keys()

@@ -1,15 +1,15 @@
-"""`optimizer_in_backward`: the same bits as the ordinary step, with the gradient of one weight at a time."""
+"""`optimizer_in_backward` gives the bits of the ordinary step, with one weight's gradient at a time."""
 
 import copy
 import pickle
 
-import dpo_runs
 import pytest
 import sft_runs
 import torch
 from medusa_brute_force import medusa_trainer
 from memory_runs import LAYERS, At, CountedMemory, logs_of, make, same_bits, same_training, train
 from tiny_models import tiny_model
+from trainer_parity import build_dpo
 from trainer_runs import lora
 from transformers import TrainerCallback
 
@@ -41,7 +41,7 @@ def test_optimizers(optim, tmp_path):
 
 @pytest.mark.parametrize("optim", ["adamw_bnb_8bit", "lion_8bit", "paged_adamw_32bit"])
 def test_optimizers_of_bitsandbytes(optim, tmp_path):
-    """They look up by its place that the embedding has states of 32 bits."""
+    """They look up by position that the embedding has 32-bit states."""
     pytest.importorskip("bitsandbytes")
     model = model_of(intermediate_size=256)
     _, (_, _, states) = same_training(tmp_path, optim=optim, learning_rate=1e-3, model=model, max_steps=4)
@@ -62,7 +62,7 @@ def test_lora_on_a_patched_model(tmp_path):
 
 
 class UnevenlyUsed(torch.nn.Module):
-    """A llama with a frozen norm, and a weight that counts for batches of an even sum alone."""
+    """A llama with a frozen norm, and a weight that counts only for batches with an even sum."""
 
     def __init__(self):
         super().__init__()
@@ -115,26 +115,29 @@ def test_resumed_with_it_and_without(tmp_path):
 
 
 def test_auto_within_a_budget(tmp_path):
-    """The budget lies between the peaks of all layers checkpointed and of none."""
+    """The budget lies between the peaks with all layers checkpointed and with none."""
     peaks = []
     for checkpointing in (True, False):
-        train(make(tmp_path, True, checkpointing, memory=(memory := CountedMemory())))
+        memory = CountedMemory()
+        train(make(tmp_path, True, checkpointing, memory=memory))
         peaks.append(memory.highest)
     budget = peaks[0] + 0.5 * (peaks[1] - peaks[0])
     want = train(make(tmp_path, False))
-    trainer = make(tmp_path, True, "auto", memory=(memory := CountedMemory()), memory_budget=budget / GIB)
+    memory = CountedMemory()
+    trainer = make(tmp_path, True, "auto", memory=memory, memory_budget=budget / GIB)
     assert same_bits(train(trainer), want)
     assert 0 < trainer.checkpointing.least < LAYERS
     assert memory.highest <= budget * 1.02
 
 
 def test_the_plan_of_auto_knows_that_gradients_do_not_gather(tmp_path):
-    """Few tokens and large weights, so that gradients are the peak of the ordinary step."""
+    """There are few tokens and large weights, so gradients are the peak of the ordinary step."""
     found = {}
     for in_backward in (False, True):
         model = tiny_model("llama", num_hidden_layers=LAYERS, hidden_size=128, intermediate_size=384)
         options = SHORT | {"model": model, "per_device_train_batch_size": 1, "max_steps": 6}
-        trainer = make(tmp_path, in_backward, "auto", memory=(memory := CountedMemory()), **options)
+        memory = CountedMemory()
+        trainer = make(tmp_path, in_backward, "auto", memory=memory, **options)
         got = train(trainer)
         found[in_backward] = (got, trainer.checkpointing)
         assert trainer.checkpointing.most == LAYERS
@@ -170,7 +173,8 @@ def test_hooks_of_a_weight_see_and_change_its_gradient(tmp_path):
         return model
 
     ordinary, _ = same_training(tmp_path, model=model, **SHORT)
-    train(without := make(tmp_path, True, **SHORT))
+    without = make(tmp_path, True, **SHORT)
+    train(without)
     assert logs_of(without) != ordinary[0], "or the hooks would show nothing"
 
 
@@ -201,14 +205,19 @@ def test_nothing_is_left_between_steps_and_after(tmp_path):
             copies.extend((copy.deepcopy(model), pickle.loads(pickle.dumps(model))))
             return super().compute_loss(model, inputs, *args, **kwargs)
 
-    trainer = make(tmp_path, True, callbacks=[At(1, lambda: seen.append(has_our_hooks(trainer.model)))],
-                   trainer_class=Looking, **SHORT)  # fmt: skip
+    trainer = make(
+        tmp_path,
+        True,
+        callbacks=[At(1, lambda: seen.append(has_our_hooks(trainer.model)))],
+        trainer_class=Looking,
+        **SHORT,
+    )
     train(trainer)
     assert seen == [True, False, True, True]
     assert not any(has_our_hooks(model) for model in (trainer.model, *copies))
     inner = trainer.optimizer.optimizer
     assert not inner._optimizer_step_pre_hooks
-    # A loop of one's own on the same model and optimizer, and another trainer
+    # A user's loop on the same model and optimizer, and another trainer
     before = copy.deepcopy(trainer.model.state_dict())
     ids = torch.tensor([[3, 4, 5]])
     trainer.model.train()(input_ids=ids, labels=ids).loss.backward()
@@ -264,13 +273,13 @@ class NoBackward(LigerTrainer):
 
 
 @pytest.mark.parametrize("trainer_class", [BackwardBefore, NoBackward])
-def test_gradients_of_before_and_steps_without_any_are_as_ever(trainer_class, tmp_path):
+def test_earlier_gradients_and_steps_without_gradients_are_unchanged(trainer_class, tmp_path):
     found = [train(make(tmp_path, in_backward, trainer_class=trainer_class, **SHORT)) for in_backward in (False, True)]
     assert same_bits(*found)
 
 
 class ForwardsBefore(LigerTrainer):
-    """Two losses: their backward passes run one after the other, without a forward pass in between."""
+    """Two losses with one backward pass after the other, and no forward pass in between."""
 
     def compute_loss(self, model, inputs, *args, **kwargs):
         loss, other = (super(ForwardsBefore, self).compute_loss(model, inputs, *args, **kwargs) for _ in range(2))
@@ -328,7 +337,7 @@ def test_a_layer_that_reads_a_weight_of_others_when_it_runs_again(reentrant, use
     same_training(tmp_path, model=model, **options)
 
 
-def test_a_step_that_goes_on_after_an_error_is_as_ever(tmp_path):
+def test_a_step_that_catches_an_error_is_unchanged(tmp_path):
     class Forgiving(LigerTrainer):
         def training_step(self, *args, **kwargs):
             handle = None
@@ -368,7 +377,7 @@ def of_the_optimizer(trainer):
 
 
 @pytest.mark.parametrize("change", [of_gradients, of_weights, of_the_optimizer], ids=lambda change: change.__name__)
-def test_what_changes_after_the_backward_pass_is_no_silent_loss(change, tmp_path):
+def test_changes_after_the_backward_pass_are_not_lost_silently(change, tmp_path):
     class Altering(LigerTrainer):
         def training_step(self, *args, **kwargs):
             loss = super().training_step(*args, **kwargs)
@@ -394,7 +403,8 @@ class Changing(TrainerCallback):
 
 
 def changing(tmp_path, on, change):
-    trainer = make(tmp_path, on, callbacks=[callback := Changing(change)], **SHORT)
+    callback = Changing(change)
+    trainer = make(tmp_path, on, callbacks=[callback], **SHORT)
     callback.trainer = trainer
     return trainer
 
@@ -421,7 +431,7 @@ def of_sft(model, out, **options):
 
 
 def of_dpo(model, out, **options):
-    return dpo_runs.build(LigerDPOTrainer, model, out, **options)
+    return build_dpo(LigerDPOTrainer, model, out, **options)
 
 
 def of_medusa(model, out, **options):
@@ -430,7 +440,7 @@ def of_medusa(model, out, **options):
 
 @pytest.mark.parametrize("make", [of_sft, of_dpo, of_medusa])
 def test_trl_s_trainers(make, tmp_path):
-    """Medusa has groups of other learning rates, and heads of its own."""
+    """Medusa has groups with other learning rates, and its own heads."""
     found = []
     for in_backward in (False, True):
         trainer = make(
@@ -443,7 +453,7 @@ def test_trl_s_trainers(make, tmp_path):
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_autograd_sees_that_a_weight_was_stepped(fused):
-    """Fused optimizers do not tell it, and a graph that still needs the old values would be computed with the new."""
+    """Fused optimizers do not tell autograd, and a graph that still needs the old values would use the new ones."""
     weight = torch.nn.Parameter(torch.ones(3))
     optimizer = torch.optim.AdamW([weight], fused=fused)
     late = (weight**2).sum()

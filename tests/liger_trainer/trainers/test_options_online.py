@@ -5,8 +5,8 @@ import itertools
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from step_parity import letters, with_reference
 from tiny_models import VOCAB, tiny_model, tiny_tokenizer
+from trainer_parity import letters, with_reference
 from transformers import AutoModelForSequenceClassification, LlamaConfig
 from trl import (
     DistillationConfig,
@@ -41,7 +41,7 @@ CHAT = {"processing_class": chat_tokenizer()}
 EVAL = {"eval_strategy": "steps", "eval_steps": 1}
 REENTRANT = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
 CHECKPOINT = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
-# The second update is made from the completions of the first: the policy has moved since it wrote them.
+# The second update uses the first one's completions. The policy has changed since it wrote them.
 TWICE = {"num_iterations": 2, "learning_rate": 0.2, "epsilon": 0.05}
 
 
@@ -51,12 +51,12 @@ def prompts(n=8):
 
 
 def lengths(completions, **columns):
-    """A second reward, of texts and of conversations."""
+    """A second reward, for texts and conversations."""
     return [len(text if isinstance(text, str) else text[0]["content"]) / 10 for text in completions]
 
 
 def sometimes(completions, **columns):
-    """A reward that has nothing to say of every second completion."""
+    """A reward without an opinion on every second completion."""
     return [None if i % 2 else reward for i, reward in enumerate(letters(completions))]
 
 
@@ -71,8 +71,15 @@ def of_the_column(completions, bonus, **columns):
 def judge():
     """A reward model."""
     torch.manual_seed(5)
-    config = LlamaConfig(vocab_size=VOCAB, hidden_size=16, intermediate_size=24, num_hidden_layers=1,
-                         num_attention_heads=2, num_labels=1, pad_token_id=0)  # fmt: skip
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_labels=1,
+        pad_token_id=0,
+    )
     return AutoModelForSequenceClassification.from_config(config)
 
 
@@ -95,14 +102,22 @@ def rewarded(*functions, **more):
 
 
 def shared(**given):
-    """Options that all three share; `given` are arguments of the trainer together with an adapter."""
+    """Options that all three share. `given` are arguments of the trainer together with an adapter."""
     rows = prompts()
     return [
-        case("conversation", True, rows=as_conversation(rows), given=CHAT | given | (
-            {"reward_funcs": lengths} if "reward_funcs" in given else {})),
+        case(
+            "conversation",
+            True,
+            rows=as_conversation(rows),
+            given=CHAT | given | ({"reward_funcs": lengths} if "reward_funcs" in given else {}),
+        ),
         case("other-columns", rows=with_columns(rows, source="w3"), given=given),
-        case("template-arguments", rows=as_conversation(rows), chat_template_kwargs={"formal": True},
-             given=CHAT | given | ({"reward_funcs": lengths} if "reward_funcs" in given else {})),
+        case(
+            "template-arguments",
+            rows=as_conversation(rows),
+            chat_template_kwargs={"formal": True},
+            given=CHAT | given | ({"reward_funcs": lengths} if "reward_funcs" in given else {}),
+        ),
         case("ending", True, rows=rows, given=given, prepare=ending),
         case("accumulated", rows=rows, given=given, split=(2, 2)),
         case("autocast", rows=rows, given=given, bf16=True, max_steps=1, rtol=0.1),
@@ -120,7 +135,7 @@ def shared(**given):
         case("adapter-checkpoint", rows=rows, given=given | lora(), **CHECKPOINT),
         case("adapter-checkpoint-reentrant", rows=rows, given=given | lora(), **REENTRANT),
         case("adapter-experts", rows=rows, model="qwen3_moe", given=given | {"peft_config": expert_lora()}),
-    ]  # fmt: skip
+    ]
 
 
 REWARDS = {"reward_funcs": letters}
@@ -128,8 +143,12 @@ LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo")
 GRPO_CASES = [
     *shared(**REWARDS),
     *(
-        case(f"{loss}-{name}", loss == "dapo" and name == "sequence", rows=prompts(),
-             **{"loss_type": loss, "loss_size": 1.0, "given": REWARDS, "prepare": ending} | TWICE | options)
+        case(
+            f"{loss}-{name}",
+            loss == "dapo" and name == "sequence",
+            rows=prompts(),
+            **{"loss_type": loss, "loss_size": 1.0, "given": REWARDS, "prepare": ending} | TWICE | options,
+        )
         for loss, (name, options) in itertools.product(
             LOSSES,
             {
@@ -147,36 +166,94 @@ GRPO_CASES = [
         case(f"rewards-scaled-by-{scale}", rows=prompts(), given=REWARDS, scale_rewards=scale, num_generations=4)
         for scale in ("group", "batch", "none")
     ),
-    case("rewards-weighted", rows=prompts(), reward_weights=[0.7, 0.3], num_generations=4,
-         **rewarded(letters, lengths)),
-    case("rewards-normalized-apart", True, rows=prompts(), reward_weights=[0.7, 0.3], num_generations=4,
-         multi_objective_aggregation="normalize_then_sum", **rewarded(letters, lengths)),
+    case(
+        "rewards-weighted", rows=prompts(), reward_weights=[0.7, 0.3], num_generations=4, **rewarded(letters, lengths)
+    ),
+    case(
+        "rewards-normalized-apart",
+        True,
+        rows=prompts(),
+        reward_weights=[0.7, 0.3],
+        num_generations=4,
+        multi_objective_aggregation="normalize_then_sum",
+        **rewarded(letters, lengths),
+    ),
     case("rewards-missing", rows=prompts(), num_generations=4, **rewarded(letters, sometimes)),
     case("rewards-later", rows=prompts(), **rewarded(letters_later)),
     case("rewards-of-a-column", rows=with_columns(prompts(), bonus=0.3), **rewarded(of_the_column)),
-    case("rewards-of-a-model", rows=prompts(),
-         **rewarded(judge(), letters, reward_processing_classes=[tiny_tokenizer(), None])),
+    case(
+        "rewards-of-a-model",
+        rows=prompts(),
+        **rewarded(judge(), letters, reward_processing_classes=[tiny_tokenizer(), None]),
+    ),
     case("two-sided", rows=prompts(), given=REWARDS, delta=1.1, **TWICE),
     case("clipped-apart", rows=prompts(), given=REWARDS, epsilon_high=0.3, **TWICE),
     case("entropy-bonus-of-an-adapter", rows=prompts(), given=REWARDS | lora(), entropy_coef=0.3),
-    case("entropy-mask-reference", rows=prompts(), given=REWARDS, top_entropy_quantile=0.3, beta=0.3,
-         prepare=with_reference),
-    case("off-policy-of-an-adapter", rows=prompts(), given=REWARDS | lora(), off_policy_mask_threshold=0.01,
-         loss_size=1.0, **TWICE),
-    case("bias-correction-of-an-adapter", rows=prompts(), given=REWARDS | lora(), use_bias_correction_kl=True, beta=0.2,
-         loss_size=1.0, **TWICE),
-    case("synced-mixed", rows=prompts(), given=REWARDS, beta=0.2, sync_ref_model=True, ref_model_sync_steps=1,
-         ref_model_mixup_alpha=0.3, prepare=with_reference, max_steps=3),
+    case(
+        "entropy-mask-reference",
+        rows=prompts(),
+        given=REWARDS,
+        top_entropy_quantile=0.3,
+        beta=0.3,
+        prepare=with_reference,
+    ),
+    case(
+        "off-policy-of-an-adapter",
+        rows=prompts(),
+        given=REWARDS | lora(),
+        off_policy_mask_threshold=0.01,
+        loss_size=1.0,
+        **TWICE,
+    ),
+    case(
+        "bias-correction-of-an-adapter",
+        rows=prompts(),
+        given=REWARDS | lora(),
+        use_bias_correction_kl=True,
+        beta=0.2,
+        loss_size=1.0,
+        **TWICE,
+    ),
+    case(
+        "synced-mixed",
+        rows=prompts(),
+        given=REWARDS,
+        beta=0.2,
+        sync_ref_model=True,
+        ref_model_sync_steps=1,
+        ref_model_mixup_alpha=0.3,
+        prepare=with_reference,
+        max_steps=3,
+    ),
     case("fp32-head-twice", rows=prompts(), given=REWARDS, cast_lm_head_to_fp32=True, loss_size=1.0, **TWICE),
-    case("fp32-head-bf16-model", rows=prompts(), given=REWARDS, cast_lm_head_to_fp32=True, max_steps=1, rtol=0.1,
-         model=lambda: tiny_model("llama", dtype=torch.bfloat16)),
-    case("experts-evaluated", rows=prompts(), model="qwen3_moe", given=REWARDS, router_aux_loss_coef=0.2,
-         metrics=("aux_loss",), **EVAL),
-    case("adapter-of-a-peft-model", rows=prompts(), given=REWARDS, beta=0.2,
-         prepare=lambda model, folder: get_peft_model(model, LoraConfig(r=4, target_modules="all-linear"))),
+    case(
+        "fp32-head-bf16-model",
+        rows=prompts(),
+        given=REWARDS,
+        cast_lm_head_to_fp32=True,
+        max_steps=1,
+        rtol=0.1,
+        model=lambda: tiny_model("llama", dtype=torch.bfloat16),
+    ),
+    case(
+        "experts-evaluated",
+        rows=prompts(),
+        model="qwen3_moe",
+        given=REWARDS,
+        router_aux_loss_coef=0.2,
+        metrics=("aux_loss",),
+        **EVAL,
+    ),
+    case(
+        "adapter-of-a-peft-model",
+        rows=prompts(),
+        given=REWARDS,
+        beta=0.2,
+        prepare=lambda model, folder: get_peft_model(model, LoraConfig(r=4, target_modules="all-linear")),
+    ),
     case("not-shuffled", rows=prompts(), given=REWARDS, shuffle_dataset=False, num_generations=4),
     case("generated-in-advance", rows=prompts(), given=REWARDS, generation_batch_size=8, max_steps=2),
-]  # fmt: skip
+]
 RLOO_CASES = [
     *shared(**REWARDS),
     *(
@@ -192,12 +269,18 @@ RLOO_CASES = [
             "rewards-of-a-model": {"beta": 0.0}
             | rewarded(judge(), letters, reward_processing_classes=[tiny_tokenizer(), None]),
             "clipped-evaluated": {"beta": 0.0, "reward_clip_range": (2.0, 7.0)} | EVAL,
-            "synced-mixed": {"beta": 0.2, "sync_ref_model": True, "ref_model_sync_steps": 1, "max_steps": 3,
-                             "ref_model_mixup_alpha": 0.3, "prepare": with_reference},
+            "synced-mixed": {
+                "beta": 0.2,
+                "sync_ref_model": True,
+                "ref_model_sync_steps": 1,
+                "max_steps": 3,
+                "ref_model_mixup_alpha": 0.3,
+                "prepare": with_reference,
+            },
             "experts-evaluated": {"beta": 0.0, "model": "qwen3_moe", "router_aux_loss_coef": 0.2} | EVAL,
         }.items()
     ),
-]  # fmt: skip
+]
 
 
 def teacher(model_type="llama", **more):
@@ -219,7 +302,7 @@ DISTILLATION_CASES = [
             }.items(),
         )
     ),
-]  # fmt: skip
+]
 SHORT = {"max_completion_length": 6}
 
 
@@ -231,7 +314,7 @@ def test_grpo(options, tmp_path):
 
 @pytest.mark.parametrize("options", RLOO_CASES)
 def test_rloo(options, tmp_path):
-    """Of a policy that has not moved, the loss is the mean of advantages of both signs: zero, but for rounding."""
+    """If the policy has not changed, the loss is the mean of advantages of both signs: zero up to rounding."""
     defaults = {"num_generations": 2, "beta": 0.0, "loss_size": 1.0, "learning_rate": 0.02} | SHORT
     compare((LigerRLOOTrainer, LigerRLOOConfig), (RLOOTrainer, RLOOConfig), tmp_path, options, defaults)
 

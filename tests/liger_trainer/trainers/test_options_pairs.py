@@ -44,7 +44,11 @@ BF16 = {"bf16": True, "max_steps": 1, "rtol": 0.1}
 def pairs(n=8):
     generator = source()
     return [
-        {name: space + words(generator, 2, 8) for name, space in (("prompt", ""), ("chosen", " "), ("rejected", " "))}
+        {
+            "prompt": words(generator, 2, 8),
+            "chosen": " " + words(generator, 2, 8),
+            "rejected": " " + words(generator, 2, 8),
+        }
         for _ in range(n)
     ]
 
@@ -58,7 +62,7 @@ def labelled(n=8):
 
 
 def without_prompt(rows):
-    """The prompt is what chosen and rejected begin with."""
+    """The prompt is the common beginning of chosen and rejected."""
     return [{name: row["prompt"] + row[name] for name in ("chosen", "rejected")} for row in rows]
 
 
@@ -67,7 +71,7 @@ def conversations_without_prompt(rows):
 
 
 def reference(model_type="llama", **more):
-    """Another model than the policy, or every log-ratio would be zero."""
+    """A reference other than the policy, because otherwise every log-ratio would be zero."""
     return {"given": {"ref_model": tiny_model(model_type, seed=7)} | more}
 
 
@@ -75,12 +79,12 @@ REFERENCE = reference()["given"]
 
 
 def sizes(prediction):
-    """Metrics of what `compute_metrics` gets from trainers that predict something other than logits."""
+    """Metrics for trainers that pass something other than logits to `compute_metrics`."""
     return {"size": float(torch.as_tensor(prediction.predictions).abs().mean())}
 
 
 def shared(rows, **given):
-    """Options that all four share; `given` are arguments of the trainer in the cases without an adapter."""
+    """Options that all four share. `given` are arguments of the trainer in cases without an adapter."""
     adam = {"optim": "adamw_torch", "learning_rate": 1e-3, "weight_decay": 0.1, "max_grad_norm": 0.5}
     return [
         case("conversation", True, rows=as_conversation(rows), given=CHAT | given),
@@ -93,8 +97,14 @@ def shared(rows, **given):
         case("checkpoint-reentrant", rows=rows, given=given, **REENTRANT),
         case("tied-softcap", rows=rows, model=lambda: tiny_model("gemma2", tie_word_embeddings=True), given=given),
         case("evaluation", rows=rows, given=given, **EVAL),
-        case("evaluation-accumulated", rows=rows, given=given, per_device_eval_batch_size=2, eval_accumulation_steps=1,
-             **EVAL),
+        case(
+            "evaluation-accumulated",
+            rows=rows,
+            given=given,
+            per_device_eval_batch_size=2,
+            eval_accumulation_steps=1,
+            **EVAL,
+        ),
         case("noise", rows=rows, neftune_noise_alpha=5.0, given=given),
         *(
             case(f"adapter-{name}", rows=rows, part=part, given={"peft_config": config})
@@ -105,7 +115,7 @@ def shared(rows, **given):
         case("adapter-checkpoint-reentrant", rows=rows, **ALL_LINEAR, **REENTRANT),
         case("adapter-experts", rows=rows, model="qwen3_moe", given={"peft_config": expert_lora()}),
         case("adapter-autocast", rows=rows, **ALL_LINEAR, **BF16 | {"rtol": 0.3}),
-    ]  # fmt: skip
+    ]
 
 
 MPO = {"loss_type": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.2, 1.0]}
@@ -115,8 +125,11 @@ DPO_CASES = [
     case("prompt-in-both", True, rows=without_prompt(pairs()), **reference()),
     case("conversation-prompt-in-both", rows=conversations_without_prompt(pairs()), **reference(**CHAT)),
     case("tools", rows=with_columns(as_conversation(pairs()), tools=[TOOL]), **reference(**CHAT)),
-    case("template-arguments", rows=with_columns(as_conversation(pairs()), chat_template_kwargs={"formal": True}),
-         **reference(**CHAT)),
+    case(
+        "template-arguments",
+        rows=with_columns(as_conversation(pairs()), chat_template_kwargs={"formal": True}),
+        **reference(**CHAT),
+    ),
     *(
         case(f"{loss}-{divergence}", rows=pairs(), loss_type=[loss], f_divergence_type=divergence, **reference())
         for loss, divergence in itertools.product(("sigmoid", "ipo", "hinge", "sigmoid_norm"), DIVERGENCES[1:])
@@ -135,28 +148,65 @@ DPO_CASES = [
     case("precomputed-evaluated", rows=pairs(), precompute_ref_log_probs=True, **reference(), **EVAL),
     case("precomputed-adapter", True, rows=pairs(), precompute_ref_log_probs=True, **ALL_LINEAR),
     case("precomputed-losses", rows=pairs(), precompute_ref_log_probs=True, **MPO, **reference()),
-    case("synced", rows=pairs(), sync_ref_model=True, ref_model_sync_steps=1, ref_model_mixup_alpha=0.3, max_steps=3,
-         **reference()),
-    case("synced-own-reference", rows=pairs(), sync_ref_model=True, ref_model_sync_steps=2, max_steps=3,
-         given=lambda folder: {"ref_model": tiny_model("llama", seed=3)}),
+    case(
+        "synced",
+        rows=pairs(),
+        sync_ref_model=True,
+        ref_model_sync_steps=1,
+        ref_model_mixup_alpha=0.3,
+        max_steps=3,
+        **reference(),
+    ),
+    case(
+        "synced-own-reference",
+        rows=pairs(),
+        sync_ref_model=True,
+        ref_model_sync_steps=2,
+        max_steps=3,
+        given=lambda folder: {"ref_model": tiny_model("llama", seed=3)},
+    ),
     case("weighting-and-length", rows=pairs(), use_weighting=True, ld_alpha=0.5, beta=0.4, **reference()),
     case("weighting-of-an-adapter", rows=pairs(), use_weighting=True, **ALL_LINEAR),
     case("padding", rows=pairs(), pad_to_multiple_of=8, **reference(), **EVAL),
-    case("experts", rows=pairs(), model="qwen3_moe", router_aux_loss_coef=0.2, metrics=("aux_loss",),
-         **reference("qwen3_moe"), **EVAL),
-    case("experts-of-an-adapter", rows=pairs(), model="qwen3_moe", router_aux_loss_coef=0.2,
-         given={"peft_config": expert_lora()}),
-    case("evaluation-metrics", rows=pairs(), given={"compute_metrics": sizes, "ref_model": tiny_model("llama", seed=7)},
-         **EVAL),
+    case(
+        "experts",
+        rows=pairs(),
+        model="qwen3_moe",
+        router_aux_loss_coef=0.2,
+        metrics=("aux_loss",),
+        **reference("qwen3_moe"),
+        **EVAL,
+    ),
+    case(
+        "experts-of-an-adapter",
+        rows=pairs(),
+        model="qwen3_moe",
+        router_aux_loss_coef=0.2,
+        given={"peft_config": expert_lora()},
+    ),
+    case(
+        "evaluation-metrics",
+        rows=pairs(),
+        given={"compute_metrics": sizes, "ref_model": tiny_model("llama", seed=7)},
+        **EVAL,
+    ),
     case("vision-language-model", rows=pairs(), model="qwen2_5_vl", **reference("qwen2_5_vl")),
     case("linear-attention", rows=pairs(), model="qwen3_next", **reference("qwen3_next")),
-    case("dropout", rows=pairs(), model=lambda: tiny_model("llama", attention_dropout=0.3), disable_dropout=False,
-         **reference()),
-    case("adapter-of-a-peft-model", rows=pairs(), prepare=lambda model, folder: get_peft_model(
-        model, LoraConfig(r=4, target_modules="all-linear"))),
+    case(
+        "dropout",
+        rows=pairs(),
+        model=lambda: tiny_model("llama", attention_dropout=0.3),
+        disable_dropout=False,
+        **reference(),
+    ),
+    case(
+        "adapter-of-a-peft-model",
+        rows=pairs(),
+        prepare=lambda model, folder: get_peft_model(model, LoraConfig(r=4, target_modules="all-linear")),
+    ),
     case("adapter-prompt", rows=pairs(), part="prompt_encoder", given={"peft_config": adapters()["prompt"][0]}),
     case("adapter-p-tuning", rows=pairs(), part="embedding", given={"peft_config": adapters()["p-tuning"][0]}),
-]  # fmt: skip
+]
 KTO_CASES = [
     *shared(labelled(), **REFERENCE),
     case("from-pairs", True, rows=pairs(), **reference()),
@@ -178,16 +228,39 @@ KTO_CASES = [
             }.items(),
         )
     ),
-    case("synced", rows=labelled(), sync_ref_model=True, ref_model_sync_steps=1, ref_model_mixup_alpha=0.3, max_steps=3,
-         **reference()),
-    case("experts", rows=labelled(), model="qwen3_moe", router_aux_loss_coef=0.2, metrics=("aux_loss",),
-         **reference("qwen3_moe"), **EVAL),
-    case("experts-apo", rows=labelled(), model="qwen3_moe", router_aux_loss_coef=0.2, loss_type="apo_zero_unpaired",
-         **reference("qwen3_moe")),
-    case("adapter-of-a-peft-model", rows=labelled(), prepare=lambda model, folder: get_peft_model(
-        model, LoraConfig(r=4, target_modules="all-linear"))),
+    case(
+        "synced",
+        rows=labelled(),
+        sync_ref_model=True,
+        ref_model_sync_steps=1,
+        ref_model_mixup_alpha=0.3,
+        max_steps=3,
+        **reference(),
+    ),
+    case(
+        "experts",
+        rows=labelled(),
+        model="qwen3_moe",
+        router_aux_loss_coef=0.2,
+        metrics=("aux_loss",),
+        **reference("qwen3_moe"),
+        **EVAL,
+    ),
+    case(
+        "experts-apo",
+        rows=labelled(),
+        model="qwen3_moe",
+        router_aux_loss_coef=0.2,
+        loss_type="apo_zero_unpaired",
+        **reference("qwen3_moe"),
+    ),
+    case(
+        "adapter-of-a-peft-model",
+        rows=labelled(),
+        prepare=lambda model, folder: get_peft_model(model, LoraConfig(r=4, target_modules="all-linear")),
+    ),
     case("adapter-p-tuning", rows=labelled(), part="embedding", given={"peft_config": adapters()["p-tuning"][0]}),
-]  # fmt: skip
+]
 CPO_CASES = [
     *shared(pairs()),
     *(
@@ -199,13 +272,13 @@ CPO_CASES = [
     ),
     case("simpo-alpha", rows=pairs(), loss_type="simpo", alpha=0.2, cpo_alpha=0.5, simpo_gamma=1.0),
     case("experts", rows=pairs(), model=lambda: tiny_model("qwen3_moe", output_router_logits=True), **EVAL),
-]  # fmt: skip
+]
 ORPO_CASES = [
     *shared(pairs()),
     case("lora-evaluated", rows=pairs(), **ALL_LINEAR, **EVAL),
     case("beta", rows=pairs(), beta=2.0, max_steps=3),
     case("experts", rows=pairs(), model=lambda: tiny_model("qwen3_moe", output_router_logits=True), **EVAL),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("options", DPO_CASES)

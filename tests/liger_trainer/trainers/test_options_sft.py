@@ -4,8 +4,8 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-from step_parity import own_fields
 from tiny_models import ragged_rows, tiny_model
+from trainer_parity import own_fields
 from trl import SFTConfig, SFTTrainer
 from trl_options import (
     TOOL,
@@ -64,24 +64,30 @@ CASES = [
     # forms of rows
     case("text", rows=texts()),
     case("text-field", rows=texts(column="story"), dataset_text_field="story"),
-    case("formatting", rows=texts(column="story"),
-         given={"formatting_func": lambda row: "w9 " + row["story"]}),
+    case("formatting", rows=texts(column="story"), given={"formatting_func": lambda row: "w9 " + row["story"]}),
     case("conversation", rows=conversations(), given=CHAT),
     case("assistant-only", True, **ASSISTANT),
-    case("assistant-only-prompt-completion", rows=conversational_prompts_and_completions(), given=CHAT,
-         assistant_only_loss=True),
+    case(
+        "assistant-only-prompt-completion",
+        rows=conversational_prompts_and_completions(),
+        given=CHAT,
+        assistant_only_loss=True,
+    ),
     case("tools", True, rows=conversations(tools=[TOOL]), given=CHAT),
     case("template-arguments", rows=conversations(chat_template_kwargs={"formal": True}), given=CHAT),
     case("prompt-completion-conversation", rows=conversational_prompts_and_completions(), given=CHAT),
-    case("whole-conversation", rows=as_conversation(prompts_and_completions()), given=CHAT,
-         completion_only_loss=False),
+    case("whole-conversation", rows=as_conversation(prompts_and_completions()), given=CHAT, completion_only_loss=False),
     case("tools-prompt-completion", rows=conversational_prompts_and_completions(tools=[TOOL]), given=CHAT),
     case("other-columns", rows=with_columns(texts(), source="w3")),
     case("eos-token", rows=texts(), eos_token="w9"),
     case("shuffled", rows=texts(), shuffle_dataset=True),
     case("streamed", rows=texts(), given={"train_dataset": Dataset.from_list(texts()).to_iterable_dataset()}),
-    case("streamed-packed", rows=texts(), **PACKED,
-         given={"train_dataset": Dataset.from_list(texts(16)).to_iterable_dataset()}),
+    case(
+        "streamed-packed",
+        rows=texts(),
+        **PACKED,
+        given={"train_dataset": Dataset.from_list(texts(16)).to_iterable_dataset()},
+    ),
     # lengths
     case("cut", rows=texts(), max_length=7),
     case("cut-at-the-start", rows=texts(), max_length=7, truncation_mode="keep_end"),
@@ -112,8 +118,18 @@ CASES = [
     case("noise", True, rows=texts(), neftune_noise_alpha=5.0),
     case("accumulated", rows=prompts_and_completions(), split=(1, 4)),
     case("accumulated-packed", rows=texts(32), split=(2, 2), **PACKED),
-    case("adam", rows=texts(), optim="adamw_torch", learning_rate=1e-3, weight_decay=0.1, max_grad_norm=0.5,
-         lr_scheduler_type="cosine", warmup_steps=1, max_steps=3, rtol=1e-4),
+    case(
+        "adam",
+        rows=texts(),
+        optim="adamw_torch",
+        learning_rate=1e-3,
+        weight_decay=0.1,
+        max_grad_norm=0.5,
+        lr_scheduler_type="cosine",
+        warmup_steps=1,
+        max_steps=3,
+        rtol=1e-4,
+    ),
     case("bf16-model", rows=texts(), model=bf16_model, max_steps=1, rtol=0.1),
     case("autocast", rows=texts(), bf16=True, rtol=3e-2),
     case("dropout", rows=texts(), model=lambda: tiny_model("llama", attention_dropout=0.3)),
@@ -125,44 +141,111 @@ CASES = [
     case("local-average", rows=texts(), average_tokens_across_devices=False),
     # evaluation
     case("evaluation", rows=prompts_and_completions(), **EVAL),
-    case("evaluation-of-two-sets", rows=texts(), **EVAL, metrics=("loss",),
-         given={"eval_dataset": {"short": Dataset.from_list(texts(3)), "long": Dataset.from_list(texts(7))}}),
-    case("evaluation-metrics", True, rows=prompts_and_completions(), **EVAL,
-         given={"compute_metrics": share_of_right_tokens}),
-    case("evaluation-argmax", rows=prompts_and_completions(), **EVAL,
-         given={"compute_metrics": share_of_right_argmax, "preprocess_logits_for_metrics": argmax}),
-    case("evaluation-accumulated", rows=texts(16), **EVAL, eval_accumulation_steps=1,
-         given={"compute_metrics": share_of_right_tokens}),
-    case("evaluation-packed-metrics", rows=texts(16), **PACKED, **EVAL,
-         given={"compute_metrics": share_of_right_tokens}),
+    case(
+        "evaluation-of-two-sets",
+        rows=texts(),
+        **EVAL,
+        metrics=("loss",),
+        given={"eval_dataset": {"short": Dataset.from_list(texts(3)), "long": Dataset.from_list(texts(7))}},
+    ),
+    case(
+        "evaluation-metrics",
+        True,
+        rows=prompts_and_completions(),
+        **EVAL,
+        given={"compute_metrics": share_of_right_tokens},
+    ),
+    case(
+        "evaluation-argmax",
+        rows=prompts_and_completions(),
+        **EVAL,
+        given={"compute_metrics": share_of_right_argmax, "preprocess_logits_for_metrics": argmax},
+    ),
+    case(
+        "evaluation-accumulated",
+        rows=texts(16),
+        **EVAL,
+        eval_accumulation_steps=1,
+        given={"compute_metrics": share_of_right_tokens},
+    ),
+    case(
+        "evaluation-packed-metrics", rows=texts(16), **PACKED, **EVAL, given={"compute_metrics": share_of_right_tokens}
+    ),
     case("evaluation-dft", rows=texts(), loss_type="dft", **EVAL),
     case("evaluation-smoothed", rows=texts(), label_smoothing_factor=0.2, **EVAL),
     case("evaluation-router-loss", rows=texts(), model="qwen3_moe", router_aux_loss_coef=0.3, **EVAL),
     # adapters
     *(
-        case(f"adapter-{name}", name in ("lora-all-linear", "p-tuning"), rows=texts(), part=part,
-             given={"peft_config": config})
+        case(
+            f"adapter-{name}",
+            name in ("lora-all-linear", "p-tuning"),
+            rows=texts(),
+            part=part,
+            given={"peft_config": config},
+        )
         for name, (config, part) in adapters().items()
     ),
-    case("adapter-prompt-packed", rows=texts(16), part="prompt_encoder",
-         given={"peft_config": adapters()["prompt"][0]}, packing=True, max_length=24, packing_strategy="wrapped"),
-    case("adapter-prompt-accumulated", rows=prompts_and_completions(), part="prompt_encoder", split=(2, 2),
-         given={"peft_config": adapters()["prompt"][0]}),
-    case("adapter-prompt-dft", rows=texts(), part="prompt_encoder", loss_type="dft",
-         given={"peft_config": adapters()["prompt"][0]}),
-    case("adapter-checkpoint", rows=texts(), **CHECKPOINT,
-         given={"peft_config": LoraConfig(r=4, target_modules="all-linear")}),
-    case("adapter-checkpoint-reentrant", rows=texts(), **REENTRANT,
-         given={"peft_config": LoraConfig(r=4, target_modules="all-linear")}),
-    case("adapter-bf16-model", rows=texts(), model=bf16_model, max_steps=1, rtol=BF16_ADAPTER,
-         given={"peft_config": LoraConfig(r=4, target_modules="all-linear")}),
-    case("adapter-autocast", rows=texts(), bf16=True, max_steps=1, rtol=BF16_ADAPTER,
-         given={"peft_config": LoraConfig(r=4, target_modules="all-linear")}),
+    case(
+        "adapter-prompt-packed",
+        rows=texts(16),
+        part="prompt_encoder",
+        given={"peft_config": adapters()["prompt"][0]},
+        packing=True,
+        max_length=24,
+        packing_strategy="wrapped",
+    ),
+    case(
+        "adapter-prompt-accumulated",
+        rows=prompts_and_completions(),
+        part="prompt_encoder",
+        split=(2, 2),
+        given={"peft_config": adapters()["prompt"][0]},
+    ),
+    case(
+        "adapter-prompt-dft",
+        rows=texts(),
+        part="prompt_encoder",
+        loss_type="dft",
+        given={"peft_config": adapters()["prompt"][0]},
+    ),
+    case(
+        "adapter-checkpoint",
+        rows=texts(),
+        **CHECKPOINT,
+        given={"peft_config": LoraConfig(r=4, target_modules="all-linear")},
+    ),
+    case(
+        "adapter-checkpoint-reentrant",
+        rows=texts(),
+        **REENTRANT,
+        given={"peft_config": LoraConfig(r=4, target_modules="all-linear")},
+    ),
+    case(
+        "adapter-bf16-model",
+        rows=texts(),
+        model=bf16_model,
+        max_steps=1,
+        rtol=BF16_ADAPTER,
+        given={"peft_config": LoraConfig(r=4, target_modules="all-linear")},
+    ),
+    case(
+        "adapter-autocast",
+        rows=texts(),
+        bf16=True,
+        max_steps=1,
+        rtol=BF16_ADAPTER,
+        given={"peft_config": LoraConfig(r=4, target_modules="all-linear")},
+    ),
     case("adapter-experts", True, rows=texts(), model="qwen3_moe", given={"peft_config": expert_lora()}),
     case("adapter-experts-gpt-oss", rows=texts(), model="gpt_oss", given={"peft_config": expert_lora()}),
-    case("adapter-experts-checkpoint", rows=texts(), model="qwen3_moe", **CHECKPOINT,
-         given={"peft_config": expert_lora()}),
-]  # fmt: skip
+    case(
+        "adapter-experts-checkpoint",
+        rows=texts(),
+        model="qwen3_moe",
+        **CHECKPOINT,
+        given={"peft_config": expert_lora()},
+    ),
+]
 
 
 def test_every_option_is_covered():
@@ -170,17 +253,21 @@ def test_every_option_is_covered():
     used = set().union(*(parameters.values[0] for parameters in CASES))
     assert own_fields(SFTConfig) - used == {
         "activation_offloading",  # needs a GPU
-        "chat_template_path", "dataset_kwargs", "dataset_num_proc", "pad_token", "trust_remote_code",  # not in a step
-    }  # fmt: skip
+        "chat_template_path",
+        "dataset_kwargs",
+        "dataset_num_proc",
+        "pad_token",
+        "trust_remote_code",  # has no effect in a step
+    }
 
 
 @pytest.mark.parametrize("options", CASES)
 def test_options(options, tmp_path):
-    """Two steps from one seed: every number that is logged, every gradient and what was learned."""
+    """Two steps from one seed: every logged number, every gradient, and what was learned."""
     compare((LigerSFTTrainer, LigerSFTConfig), (SFTTrainer, SFTConfig), tmp_path, options, {"max_length": 64})
 
 
 def test_labels_of_the_rows_themselves(tmp_path):
-    """Rows of token ids with labels of one's own, as the tests of single options have them."""
+    """Rows of token ids with their own labels, like the rows of the tests of single options."""
     options = {"rows": ragged_rows(8), "packing": True, "max_length": 24, "metrics": METRICS}
     compare((LigerSFTTrainer, LigerSFTConfig), (SFTTrainer, SFTConfig), tmp_path, options, {})

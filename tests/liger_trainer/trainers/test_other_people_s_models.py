@@ -1,12 +1,12 @@
-"""Models and arguments that the stock trainers train and ours once stopped at: compiled, CPT, encoder-decoders, ..."""
+"""Models and arguments that stock trains and ours once refused: compiled models, CPT, encoder-decoders and more."""
 
 import pytest
 import torch
 from datasets import Dataset
 from peft import CPTConfig, get_peft_model
 from sft_runs import run as run_sft
-from step_parity import assert_same_training, build, lora
 from tiny_models import collate, ragged_rows, tiny_model, tiny_tokenizer
+from trainer_parity import assert_same_training, build, lora
 from trainer_runs import Plain, assert_same
 from trainer_runs import run as run_hf
 from transformers import T5Config, T5ForConditionalGeneration, Trainer, TrainingArguments, set_seed
@@ -36,9 +36,14 @@ def test_a_compiled_model(adapter, called, tmp_path):
             model.zero_grad()
         options = {"remove_unused_columns": False, "use_cpu": True, "report_to": "none", "disable_tqdm": True}
         args = TrainingArguments(
-            output_dir=str(tmp_path), max_steps=2, logging_steps=1, save_strategy="no", learning_rate=1e-2,
-            label_smoothing_factor=0.0, **options,
-        )  # fmt: skip
+            output_dir=str(tmp_path),
+            max_steps=2,
+            logging_steps=1,
+            save_strategy="no",
+            learning_rate=1e-2,
+            label_smoothing_factor=0.0,
+            **options,
+        )
         trainer = trainer_class(model=model, args=args, train_dataset=ragged_rows(16), data_collator=collate)
         trainer.train()
         runs.append([(log["loss"], log["grad_norm"]) for log in trainer.state.log_history if "loss" in log])
@@ -49,10 +54,15 @@ def test_a_compiled_model(adapter, called, tmp_path):
 def cpt():
     torch.manual_seed(0)
     config = CPTConfig(
-        task_type="CAUSAL_LM", cpt_token_ids=[3, 4, 5, 6], cpt_mask=[1, 1, 1, 1], cpt_tokens_type_mask=[1, 2, 3, 4],
-        opt_weighted_loss_type="decay", opt_loss_decay_factor=0.95, opt_projection_epsilon=0.2,
+        task_type="CAUSAL_LM",
+        cpt_token_ids=[3, 4, 5, 6],
+        cpt_mask=[1, 1, 1, 1],
+        cpt_tokens_type_mask=[1, 2, 3, 4],
+        opt_weighted_loss_type="decay",
+        opt_loss_decay_factor=0.95,
+        opt_projection_epsilon=0.2,
         opt_projection_format_epsilon=0.1,
-    )  # fmt: skip
+    )
     return get_peft_model(tiny_model("llama"), config)
 
 
@@ -132,7 +142,8 @@ def test_a_trainer_that_scores_by_fused_heads_after_remove_liger(method, tmp_pat
 
 @pytest.mark.parametrize("method", ["ORPO", "CPO"])
 def test_a_trainer_of_pairs_after_remove_liger(method, tmp_path):
-    stock, trainer = one(method, STOCK[method], tmp_path), one(method, ours(method), tmp_path)
+    stock = one(method, STOCK[method], tmp_path)
+    trainer = one(method, ours(method), tmp_path)
     remove_liger(trainer.model)
     assert_same_training(trainer, stock)
 
@@ -146,7 +157,7 @@ def test_an_own_loss_after_remove_liger_is_an_error(tmp_path):
 
 
 def numbers(trainer):
-    """Return what one more training logs, at a learning rate of zero."""
+    """Return the logs of one more training at a learning rate of zero."""
     trainer.state.log_history.clear()
     set_seed(0)
     trainer.train()
@@ -155,15 +166,22 @@ def numbers(trainer):
 
 def own_loss_trainer(model, folder):
     args = TrainingArguments(
-        output_dir=str(folder), learning_rate=0.0, max_steps=2, logging_steps=1, save_strategy="no", use_cpu=True,
-        report_to="none", disable_tqdm=True, remove_unused_columns=False,
-    )  # fmt: skip
+        output_dir=str(folder),
+        learning_rate=0.0,
+        max_steps=2,
+        logging_steps=1,
+        save_strategy="no",
+        use_cpu=True,
+        report_to="none",
+        disable_tqdm=True,
+        remove_unused_columns=False,
+    )
     given = {"train_dataset": ragged_rows(16), "eval_dataset": ragged_rows(4), "data_collator": collate}
     return type("Own", (Plain, LigerTrainer), {})(model=model, args=args, **given)
 
 
 def test_two_trainers_on_one_model_in_turn(tmp_path):
-    """Each has the numbers of a fresh trainer on a fresh model: temperature and outputs of the head are its own."""
+    """Each has the numbers of a fresh trainer on a fresh model, with its own temperature and head outputs."""
     options = {"temperature": 0.5, "learning_rate": 0.0, "max_steps": 2}
     first_alone = numbers(one("GRPO", ours("GRPO"), tmp_path, **options))
     alone = own_loss_trainer(tiny_model("llama"), tmp_path)
@@ -180,7 +198,7 @@ def test_two_trainers_on_one_model_in_turn(tmp_path):
 
 
 def test_a_model_that_writes_to_the_input_of_a_lora_gets_an_error_that_says_what_to_do(tmp_path):
-    """PEFT keeps a copy in bf16 and trains. Ours keeps the input itself."""
+    """PEFT keeps a bf16 copy and trains. Ours keeps the input itself."""
 
     def writing(module, args, output):
         with torch.no_grad():

@@ -15,11 +15,14 @@ from liger_trainer.head.calls import install_fused_head
 SECTION = (ROOT / "docs" / "trainers.md").read_text().partition("## Where losses differ")[2].partition("\n## ")[0]
 QUICK = ("llama", "granite", "gemma2", "gemma3", "modernbert-decoder", "opt", "gemma3_text")
 OTHER_LOGITS = set(re.findall(r"`([^`]+)`", SECTION)) - {"use_liger=False"}
-# Of these the config has a scale or a cap that the model does not apply. Nothing differs where it is not set.
+# These models ignore a scale or cap in their config. Nothing differs where it is not set.
 NOT_APPLIED = {
-    "aya_vision": "logit_scale", "cohere2_vision": "logit_scale", "mpt": "logit_scale",
-    "gemma3": "final_logit_softcapping", "shieldgemma2": "final_logit_softcapping",
-}  # fmt: skip
+    "aya_vision": "logit_scale",
+    "cohere2_vision": "logit_scale",
+    "mpt": "logit_scale",
+    "gemma3": "final_logit_softcapping",
+    "shieldgemma2": "final_logit_softcapping",
+}
 
 
 def loss(model):
@@ -48,10 +51,11 @@ def test_every_model_that_differs_is_recognised(model_type):
     try:
         differs = not torch.allclose(got, loss(stock), rtol=1e-4)
     except RuntimeError:
-        differs = True  # as for rembert: its head takes vectors of another size
+        differs = True  # rembert, for example: its head takes vectors of another size
     except AttributeError:
         pytest.skip("TRL finds no backbone")
     listed = model_type in OTHER_LOGITS
-    if field := NOT_APPLIED.get(model_type):
+    field = NOT_APPLIED.get(model_type)
+    if field:
         listed = listed and getattr(model.config.get_text_config(), field, None) not in (None, 1)
     assert listed == differs

@@ -7,7 +7,7 @@ import pytest
 import torch
 from datasets import Dataset
 from image_models import image_model, noise_image, placeholder, processor_of
-from parity import KeepGradients, assert_same_gradients
+from parity import KeepGradients, assert_same_gradients, logged_values
 from peft import LoraConfig
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -31,9 +31,12 @@ def processor():
         size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28}, image_grid_pinpoints=POINTS
     )
     return LlavaNextProcessor(
-        pixels, PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special), patch_size=14,
-        vision_feature_select_strategy="default", num_additional_image_tokens=1,
-    )  # fmt: skip
+        pixels,
+        PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special),
+        patch_size=14,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+    )
 
 
 def rows():
@@ -51,7 +54,7 @@ def rows():
 
 
 def qwen_rows(model_type, form):
-    """Eight rows with images of several sizes, some with two and some with none; or in another form."""
+    """Eight rows with images of several sizes, some with two images and some with none; or in another form."""
     source = torch.Generator().manual_seed(5)
     sizes = [[(56, 84)], [(60, 90), (84, 56)], [], [(30, 30)], [(28, 70), (56, 56)], [], [(90, 90)], [(56, 56)]]
     found = []
@@ -71,10 +74,20 @@ def qwen_rows(model_type, form):
 
 def trainer_of(trainer_class, args_class, model, folder, dataset, batch, given=None, **options):
     fixed = {
-        "max_steps": 1, "logging_steps": 1, "save_strategy": "no", "report_to": "none", "use_cpu": True, "bf16": False,
-        "optim": "sgd", "learning_rate": 0.05, "max_grad_norm": 0.0, "gradient_checkpointing": False,
-        "disable_tqdm": True, "remove_unused_columns": False, "max_length": 64,
-    }  # fmt: skip
+        "max_steps": 1,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "use_cpu": True,
+        "bf16": False,
+        "optim": "sgd",
+        "learning_rate": 0.05,
+        "max_grad_norm": 0.0,
+        "gradient_checkpointing": False,
+        "disable_tqdm": True,
+        "remove_unused_columns": False,
+        "max_length": 64,
+    }
     args = args_class(output_dir=str(folder), per_device_train_batch_size=batch, **(fixed | options))
     given = {"processing_class": processor(), "callbacks": [KeepGradients()]} | (given or {})
     return trainer_class(model, args, train_dataset=dataset, **given)
@@ -83,7 +96,7 @@ def trainer_of(trainer_class, args_class, model, folder, dataset, batch, given=N
 def trained(trainer):
     trainer.train()
     steps = next(one.steps for one in trainer.callback_handler.callbacks if isinstance(one, KeepGradients))
-    return [row["loss"] for row in trainer.state.log_history if "loss" in row], steps[0]
+    return logged_values(trainer, "loss"), steps[0]
 
 
 @pytest.fixture
@@ -93,8 +106,10 @@ def model():
     return found
 
 
-def test_a_step_of_all_rows_is_that_of_trl(model, tmp_path, monkeypatch):
-    dataset, used, packed = rows(), [], unpad_plan.UnpadPlan.unpad
+def test_a_step_of_all_rows_equals_trl(model, tmp_path, monkeypatch):
+    dataset = rows()
+    used = []
+    packed = unpad_plan.UnpadPlan.unpad
     want = trained(trainer_of(SFTTrainer, SFTConfig, copy.deepcopy(model), tmp_path, dataset, len(dataset)))
     ours = trainer_of(LigerSFTTrainer, LigerSFTConfig, copy.deepcopy(model), tmp_path, dataset, 8, packing=True)
     assert ours.args.packing and isinstance(ours.train_dataset, PackedRows)
@@ -112,7 +127,7 @@ def test_a_step_of_all_rows_is_that_of_trl(model, tmp_path, monkeypatch):
 def qwen(model_type):
     found = image_model(model_type)
     for name, parameter in found.named_parameters():
-        parameter.requires_grad_(not name.endswith("k_proj.bias"))  # its gradient is zero but for rounding
+        parameter.requires_grad_(not name.endswith("k_proj.bias"))  # its gradient is zero up to rounding
     return found
 
 
@@ -130,7 +145,10 @@ FORMS = {
 
 @pytest.mark.parametrize("model_type, form", [(name, form) for name, forms in FORMS.items() for form in forms])
 def test_positions_in_three_dimensions(model_type, form, tmp_path, monkeypatch):
-    model, dataset, given, used = qwen(model_type), qwen_rows(model_type, form), {}, []
+    model = qwen(model_type)
+    dataset = qwen_rows(model_type, form)
+    given = {}
+    used = []
     if form == "adapters":
         given = {"peft_config": LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "qkv", "down_proj"])}
     if form.startswith("frozen"):
@@ -153,30 +171,35 @@ def test_positions_in_three_dimensions(model_type, form, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_micro_batches_and_epochs(workers, tmp_path):
-    """Each group is a micro-batch; the loss is the mean of the stock model's on their rows, as for stock trainers."""
+    """Each group is a micro-batch. The loss is the mean of the stock model's losses, as in the stock trainers."""
     model, dataset = qwen("qwen2_5_vl"), qwen_rows("qwen2_5_vl", "plain")
     options = {
-        "packing": True, "gradient_accumulation_steps": 2, "max_steps": 5, "dataloader_num_workers": workers,
-        "learning_rate": 0.0, "max_length": 40,
-    }  # fmt: skip
+        "packing": True,
+        "gradient_accumulation_steps": 2,
+        "max_steps": 5,
+        "dataloader_num_workers": workers,
+        "learning_rate": 0.0,
+        "max_length": 40,
+    }
     ours = of_qwen(LigerSFTTrainer, LigerSFTConfig, model, tmp_path, dataset, 1, **options)
     losses = [float(model(**ours.data_collator([group])).loss) for group in ours.train_dataset]
     assert len(losses) >= 3
     ours.train()
-    logged = [row["loss"] for row in ours.state.log_history if "loss" in row]
+    logged = logged_values(ours, "loss")
     pairs = {(a + b) / 2 for a, b in itertools.combinations(losses, 2)} | set(losses)
     for loss in logged:
         assert min(abs(loss - pair) for pair in pairs) < 1e-5 * loss
     assert len(set(logged)) > 1
 
 
-def test_an_evaluation_is_that_of_trl(tmp_path):
+def test_an_evaluation_equals_trl(tmp_path):
     model, dataset = qwen("qwen3_vl"), qwen_rows("qwen3_vl", "plain")
     found = []
     for trainer_class, args_class, more in (
-        (SFTTrainer, SFTConfig, {}), (LigerSFTTrainer, LigerSFTConfig, {"packing": True}),
+        (SFTTrainer, SFTConfig, {}),
+        (LigerSFTTrainer, LigerSFTConfig, {"packing": True}),
         (LigerSFTTrainer, LigerSFTConfig, {"packing": True, "eval_packing": True}),
-    ):  # fmt: skip
+    ):
         given = {"eval_dataset": dataset}
         trainer = of_qwen(trainer_class, args_class, model, tmp_path, dataset, 8, given=given, **more)
         found.append(trainer.evaluate()["eval_loss"])
@@ -193,7 +216,7 @@ def test_a_run_goes_on_in_the_middle_of_an_epoch(model, tmp_path):
     assert 3 < len(whole.train_dataset) < 6
     whole.train()
     rest.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
-    logged = [[row["loss"] for row in one.state.log_history if "loss" in row] for one in (whole, rest)]
+    logged = [logged_values(one, "loss") for one in (whole, rest)]
     assert len(logged[0]) == 6 and logged[1] == pytest.approx(logged[0], rel=1e-6)
 
 
@@ -208,9 +231,15 @@ def test_where_it_is_refused(model, tmp_path):
         trainer_of(LigerSFTTrainer, LigerSFTConfig, model, tmp_path, rows(), 1, packing=True, max_length=None)
 
 
-@pytest.mark.parametrize("lengths, room, want", [
-    ([5, 5, 5], 10, [[0, 1], [2]]), ([9, 1, 5, 5], 10, [[0, 1], [2, 3]]), ([30, 2], 10, [[0], [1]]), ([], 10, []),
-    ([3, 3, 3, 3], 10, [[0, 1, 2], [3]]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "lengths, room, want",
+    [
+        ([5, 5, 5], 10, [[0, 1], [2]]),
+        ([9, 1, 5, 5], 10, [[0, 1], [2, 3]]),
+        ([30, 2], 10, [[0], [1]]),
+        ([], 10, []),
+        ([3, 3, 3, 3], 10, [[0, 1, 2], [3]]),
+    ],
+)
 def test_groups(lengths, room, want):
     assert best_fit(lengths, room) == want

@@ -16,18 +16,29 @@ from liger_trainer import LigerSFTConfig, LigerSFTTrainer, LigerTrainer, LigerTr
 from liger_trainer.varlen import unpad_plan
 
 PACKINGS = {
-    "bfd": {"packing": True, "max_length": 32}, "bfd_split": {"packing": True, "packing_strategy": "bfd_split"},
+    "bfd": {"packing": True, "max_length": 32},
+    "bfd_split": {"packing": True, "packing_strategy": "bfd_split"},
     "padding_free": {"padding_free": True, "max_length": None},
     "multiples of 8": {"padding_free": True, "max_length": None, "pad_to_multiple_of": 8},
-}  # fmt: skip
+}
 
 
 def options_of(folder, **options):
     return {
-        "output_dir": str(folder), "per_device_train_batch_size": 4, "max_steps": 3, "logging_steps": 1,
-        "use_cpu": True, "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "bf16": False,
-        "learning_rate": 0.1, "gradient_checkpointing": False, "optim": "sgd", **options,
-    }  # fmt: skip
+        "output_dir": str(folder),
+        "per_device_train_batch_size": 4,
+        "max_steps": 3,
+        "logging_steps": 1,
+        "use_cpu": True,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "bf16": False,
+        "learning_rate": 0.1,
+        "gradient_checkpointing": False,
+        "optim": "sgd",
+        **options,
+    }
 
 
 def logged(trainer):
@@ -38,7 +49,7 @@ def logged(trainer):
 
 @pytest.fixture
 def rows_of_calls(monkeypatch):
-    """The rows of every call that went through a backbone by their lengths."""
+    """The row lengths of every backbone call that got them."""
     seen, packed = [], unpad_plan.UnpadPlan.unpad
 
     def counted(self, call):
@@ -89,7 +100,7 @@ def test_rows_that_would_see_each_other_are_an_error(options, tmp_path):
     LigerSFTTrainer(model=tiny_model("qwen3_moe"), args=LigerSFTConfig(**options), **given)
 
 
-def test_so_are_flattened_ones(tmp_path):
+def test_flattened_rows_are_refused_too(tmp_path):
     args = LigerTrainingArguments(**options_of(tmp_path), liger_config={"varlen_attention": False})
     given = {"train_dataset": ragged_rows(12), "data_collator": DataCollatorWithFlattening()}
     with pytest.raises(ValueError, match="DataCollatorWithFlattening.*packed rows see each other"):
@@ -116,10 +127,11 @@ OFF = {"varlen_attention": False}
 
 @pytest.mark.parametrize("name, config", [("qwen3_5_text", OFF), ("lfm2", OFF), ("recurrent_gemma", {})])
 def test_flattened_rows_of_a_model_that_keeps_a_state_are_an_error(name, config, tmp_path):
-    """A state goes from row to row where no layer is told rows; only rows with padding can be trained then."""
+    """If no layer is told where rows begin, a state passes from row to row. Only padded rows can be trained then."""
     model, _ = with_own_attention(name)
     args = LigerTrainingArguments(**options_of(tmp_path), liger_config=config)
-    flattened, padded = DataCollatorWithFlattening(), DataCollatorForSeq2Seq(tiny_tokenizer())
+    flattened = DataCollatorWithFlattening()
+    padded = DataCollatorForSeq2Seq(tiny_tokenizer())
     trl_s = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
     given = {"model": model, "args": args, "train_dataset": ragged_rows(12)}
     with pytest.raises(ValueError, match="packed rows see each other.*Train on padded rows.*DataCollatorForSeq2Seq"):
@@ -130,7 +142,7 @@ def test_flattened_rows_of_a_model_that_keeps_a_state_are_an_error(name, config,
 
 
 @pytest.mark.parametrize("options", [{"packing": True, "max_length": 32}, {"padding_free": True, "max_length": None}])
-def test_so_are_packed_ones_in_sft(options, tmp_path):
+def test_packed_rows_in_sft_are_refused_too(options, tmp_path):
     model, _ = with_own_attention("qwen3_5_text")
     given = {"train_dataset": Dataset.from_list(text_rows(24)), "processing_class": tiny_tokenizer()}
     options = options_of(tmp_path, **options)
@@ -142,7 +154,7 @@ def test_so_are_packed_ones_in_sft(options, tmp_path):
 @pytest.mark.parametrize("kind", PACKINGS)
 @pytest.mark.parametrize("name", ["qwen3_5_text", "lfm2"])
 def test_sft_of_a_model_that_is_told_rows(kind, name, tmp_path, rows_of_calls):
-    """All rows in one step, so that it is TRL's on padded rows, however they are packed."""
+    """One step has all rows, so it equals TRL's on padded rows, however they are packed."""
     model, _ = with_own_attention(name)
     rows = text_rows(12)
     given = {"train_dataset": Dataset.from_list(rows), "processing_class": tiny_tokenizer()}
@@ -157,7 +169,7 @@ def test_sft_of_a_model_that_is_told_rows(kind, name, tmp_path, rows_of_calls):
 
 
 def test_rows_without_positions_are_one_row_to_every_model(tmp_path):
-    """Nothing in such a batch says where rows begin, so that attention by lengths takes it for one row, too."""
+    """Nothing in such a batch says where rows begin, so attention by lengths takes it for one row too."""
     args = LigerTrainingArguments(**options_of(tmp_path))
     collator = DataCollatorWithFlattening(return_position_ids=False)
     with pytest.raises(ValueError, match="packed rows see each other.*return_position_ids"):
@@ -165,7 +177,7 @@ def test_rows_without_positions_are_one_row_to_every_model(tmp_path):
 
 
 def packs(rows):
-    """A collator of the user's, which no class tells about."""
+    """A user's collator, with a class that says nothing about packing."""
     return dict(DataCollatorWithFlattening()(rows))
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from pair_parity import assert_same_gradients, assert_same_metrics, batch_of, build, step
 from tiny_models import tiny_model
+from trainer_parity import assert_same_step, batch_of, build_pairs, step
 from trainer_runs import lora
 from trl.experimental.cpo import CPOConfig, CPOTrainer
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
@@ -37,22 +37,21 @@ def mean_of_answers(model, batch, answer):
 def test_all_else_is_the_same_and_padding_is_left_out(kind, adapted, tmp_path):
     ours_class, ours_args, stock_class, stock_args = CLASSES[kind]
     model = lora(by_lengths(), adapted) if adapted else by_lengths()
-    ours = build(ours_class, ours_args, model, tmp_path, padding_in_metrics=False)
-    stock = build(stock_class, stock_args, model, tmp_path)
+    ours = build_pairs(ours_class, ours_args, model, tmp_path, padding_in_metrics=False)
+    stock = build_pairs(stock_class, stock_args, model, tmp_path)
     batch = batch_of(stock)
     assert (batch["chosen_attention_mask"] == 0).any()
     (got, got_grads), (want, want_grads) = step(ours, batch), step(stock, batch)
     means = {f"logits/{answer}": mean_of_answers(stock.model, batch, answer) for answer in ("chosen", "rejected")}
     assert all(abs(want[name] - means[name]) > 1e-6 for name in MEANS), "stock averages padding and prompts too"
-    assert_same_metrics(got, want | means)
-    assert_same_gradients(got_grads, want_grads)
+    assert_same_step((got, got_grads), (want | means, want_grads))
     assert "varlen_attention 1/1" in ours.liger_report.one_line()
 
 
 @pytest.mark.parametrize("kind", CLASSES)
 def test_padding_is_computed_where_it_is_averaged(kind, tmp_path):
     ours_class, ours_args, *_ = CLASSES[kind]
-    ours = build(ours_class, ours_args, by_lengths(), tmp_path)
+    ours = build_pairs(ours_class, ours_args, by_lengths(), tmp_path)
     step(ours)
     assert "the call asks for vocab_mean" in ours.liger_report.one_line()
 
@@ -62,7 +61,7 @@ def test_padding_is_computed_where_it_is_averaged(kind, tmp_path):
 def test_the_host_knows_the_rows_of_a_call(kind, averages_padding, tmp_path, monkeypatch):
     """So that finding them does not wait for the device: what was remembered of a call is what it has."""
     ours_class, ours_args, *_ = CLASSES[kind]
-    ours = build(ours_class, ours_args, by_lengths(), tmp_path, padding_in_metrics=averages_padding)
+    ours = build_pairs(ours_class, ours_args, by_lengths(), tmp_path, padding_in_metrics=averages_padding)
     batch = batch_of(ours)
     stock = plans.values_of
     known = []
@@ -90,7 +89,7 @@ def test_the_host_knows_the_rows_of_a_call(kind, averages_padding, tmp_path, mon
 @pytest.mark.parametrize("kind", CLASSES)
 def test_batches_that_are_moved_remember_both_answers(kind, tmp_path):
     ours_class, ours_args, *_ = CLASSES[kind]
-    ours = build(ours_class, ours_args, by_lengths(), tmp_path)
+    ours = build_pairs(ours_class, ours_args, by_lengths(), tmp_path)
     rows = [ours.train_dataset[k] for k in range(4)]
     batch = host_copies.remembering(ours.data_collator)(rows)
     moved = batch.to("meta")

@@ -7,8 +7,8 @@ import torch
 import trl.trainer.distillation_trainer as trl_distillation
 from parity import LogitRows, assert_same_gradients
 from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
-from step_parity import WRITING, assert_same_training, build, lora, moved, own_fields, words
 from tiny_models import VOCAB, tiny_model
+from trainer_parity import WRITING, assert_same_training, build, lora, moved, own_fields, words
 from trainer_runs import LLAMA_AND_SLOWLY_QWEN3
 from trl import DistillationConfig, DistillationTrainer
 
@@ -21,7 +21,7 @@ BETAS = [0.0, 0.4, 1.0]
 
 
 def one(trainer_class, args_class, student, folder, part="lora_B", teacher=None, trainer_options=None, **options):
-    """The teacher is wider than the student, and another model."""
+    """The teacher is wider than the student, and a different model."""
     generator = torch.Generator().manual_seed(4)
     rows = [{"prompt": words(generator, 2, 6)} for _ in range(8)]
     student = tiny_model(student) if isinstance(student, str) else student
@@ -41,7 +41,7 @@ def pair(*args, **options):
 
 
 def scored(trainer):
-    """A generated batch, in training."""
+    """A generated batch in training."""
     trainer.model.train()
     return trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
 
@@ -56,9 +56,15 @@ def gradients(trainer, batch, upstream=lambda loss, model: loss):
 def test_every_option_is_covered():
     """A new field of DistillationConfig needs a test here."""
     assert own_fields(DistillationConfig) - WRITING == {
-        "beta", "temperature", "pad_to_multiple_of", "max_completion_length",  # below
-        "teacher_model_name_or_path", "teacher_model_revision", "teacher_model_init_kwargs", "disable_dropout",
-    }  # fmt: skip
+        "beta",
+        "temperature",
+        "pad_to_multiple_of",
+        "max_completion_length",  # below
+        "teacher_model_name_or_path",
+        "teacher_model_revision",
+        "teacher_model_init_kwargs",
+        "disable_dropout",
+    }
 
 
 @pytest.mark.parametrize("beta", BETAS)
@@ -91,13 +97,13 @@ def test_families_that_scale_or_cap_their_logits(model_type, tmp_path):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_bf16(kind, tmp_path):
-    """TRL scores past the autocast that accelerate wraps around the forwards of both models: in fp32, if they are."""
+    """TRL scores outside the autocast that accelerate wraps around both models: in fp32, if the models are."""
     ours, stock = pair("llama", tmp_path, beta=0.5, bf16=True, trainer_options=KINDS[kind], max_steps=2)
     assert_same_training(ours, stock, METRICS)
 
 
 def real_logits(trainer, batch):
-    """Loss of the batch from logits, by autograd; `beta` 0.5 and temperature 1."""
+    """Loss of the batch from logits, by autograd, for `beta` 0.5 and temperature 1."""
     ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
     mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
     rows = slice(-batch["completion_ids"].shape[1] - 1, -1)
@@ -119,7 +125,7 @@ PEFT = {
 
 @pytest.mark.parametrize("name", PEFT)
 def test_adapters_that_trl_refuses(name, tmp_path):
-    """TRL's loss goes past an adapter on the head, and past virtual tokens. Here loss and gradients are right."""
+    """TRL's loss bypasses an adapter on the head, and virtual tokens. Here loss and gradients are right."""
     given = {"trainer_options": {"peft_config": PEFT[name]}}
     if name != "head-saved":
         with pytest.raises(ValueError, match="not supported"):
@@ -156,8 +162,10 @@ def test_scaled_loss_with_an_auxiliary_one(tmp_path):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_logits_of_student_or_teacher(kind, tmp_path, monkeypatch):
-    """Writing completions has a row of logits for each; scoring them has three, of both models. The teacher, which TRL
-    leaves trainable, gets no gradient."""
+    """Generating makes one row of logits for each completion. Scoring makes three, for both models.
+
+    The teacher, which TRL leaves trainable, gets no gradient.
+    """
     monkeypatch.setattr("liger_triton._chunks._CPU_CHUNK_BYTES", 2 * 4 * VOCAB * 3)
     ours = ours_of("llama", tmp_path, trainer_options=KINDS[kind], beta=0.5)
     with LogitRows() as seen:
@@ -212,6 +220,6 @@ def test_without_the_head_the_loss_is_the_stock_one(options, rtol, tmp_path):
     assert_same_training(ours, one(DistillationTrainer, DistillationConfig, "llama", tmp_path, beta=0.5), METRICS, rtol)
 
 
-def test_what_has_no_effect_is_refused(tmp_path):
+def test_options_without_effect_are_refused(tmp_path):
     with pytest.raises(ValueError, match="label_smoothing_factor is 0.1, which DistillationTrainer does not use"):
         ours_of("llama", tmp_path, label_smoothing_factor=0.1)

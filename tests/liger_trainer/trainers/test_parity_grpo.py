@@ -7,7 +7,8 @@ import pytest
 import torch
 from parity import LogitRows, assert_same_gradients
 from peft import LoraConfig, PromptTuningConfig
-from step_parity import (
+from tiny_models import VOCAB, tiny_model
+from trainer_parity import (
     WRITING,
     assert_same_training,
     build,
@@ -19,7 +20,6 @@ from step_parity import (
     with_reference,
     words,
 )
-from tiny_models import VOCAB, tiny_model
 from trainer_runs import LLAMA_AND_SLOWLY_QWEN3
 from trl import GRPOConfig, GRPOTrainer
 
@@ -49,22 +49,51 @@ def pair(model, folder, **options):
 
 
 def test_every_option_is_covered():
-    """A new field of GRPOConfig needs a test here. The losses are read from TRL: from its code, and from its help."""
+    """A new field of GRPOConfig needs a test here. The losses are read from TRL's code and from its help."""
     wording = GRPOConfig.__dataclass_fields__["loss_type"].metadata["help"].split(". ")[1]
     assert set(LOSSES) == set(re.findall(r"'(\w+)'", wording)) >= {"grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo"}
     assert own_fields(GRPOConfig) - WRITING == {
-        "loss_type", "beta", "num_iterations", "epsilon", "epsilon_high", "delta", "temperature", "scale_rewards",
-        "importance_sampling_level", "sapo_temperature_neg", "sapo_temperature_pos", "vespo_k_pos", "vespo_lambda_neg",
-        "top_entropy_quantile", "entropy_coef", "use_adaptive_entropy", "entropy_target", "off_policy_mask_threshold",
-        "use_bias_correction_kl", "mask_truncated_completions", "pad_to_multiple_of", "cast_lm_head_to_fp32",
-        "sync_ref_model", "ref_model_sync_steps", "steps_per_generation", "max_completion_length",
+        "loss_type",
+        "beta",
+        "num_iterations",
+        "epsilon",
+        "epsilon_high",
+        "delta",
+        "temperature",
+        "scale_rewards",
+        "importance_sampling_level",
+        "sapo_temperature_neg",
+        "sapo_temperature_pos",
+        "vespo_k_pos",
+        "vespo_lambda_neg",
+        "top_entropy_quantile",
+        "entropy_coef",
+        "use_adaptive_entropy",
+        "entropy_target",
+        "off_policy_mask_threshold",
+        "use_bias_correction_kl",
+        "mask_truncated_completions",
+        "pad_to_multiple_of",
+        "cast_lm_head_to_fp32",
+        "sync_ref_model",
+        "ref_model_sync_steps",
+        "steps_per_generation",
+        "max_completion_length",
         "router_aux_loss_coef",  # below
-        "vespo_lambda_pos", "vespo_k_neg", "entropy_coef_min", "entropy_coef_max", "entropy_coef_delta",
-        "ref_model_mixup_alpha", "disable_dropout",  # siblings of some of those
-        "multi_objective_aggregation",  # of rewards
-        "vllm_importance_sampling_correction", "vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max",
-        "vllm_importance_sampling_clip_min", "vllm_importance_sampling_cap",  # need vLLM
-    }  # fmt: skip
+        "vespo_lambda_pos",
+        "vespo_k_neg",
+        "entropy_coef_min",
+        "entropy_coef_max",
+        "entropy_coef_delta",
+        "ref_model_mixup_alpha",
+        "disable_dropout",  # variants of options above
+        "multi_objective_aggregation",  # about rewards
+        "vllm_importance_sampling_correction",
+        "vllm_importance_sampling_mode",
+        "vllm_importance_sampling_clip_max",
+        "vllm_importance_sampling_clip_min",
+        "vllm_importance_sampling_cap",  # needs vLLM
+    }
 
 
 @pytest.mark.parametrize(
@@ -73,7 +102,7 @@ def test_every_option_is_covered():
     ids=str,
 )
 def test_every_loss(loss_type, model_type, kind, split, tmp_path):
-    """Two updates from one batch of completions: at the second the policy has changed since it wrote them."""
+    """Two updates from one batch of completions. At the second, the policy has changed since it wrote them."""
     options = {"loss_type": loss_type, "num_iterations": 2, "max_steps": 2, "epsilon": 0.05, "epsilon_high": 0.1}
     options |= {"split": split, "trainer_options": KINDS[kind]}
     ours, stock = pair(tiny_model(model_type), tmp_path, learning_rate=0.2, **options)
@@ -115,7 +144,7 @@ TWICE = {"num_iterations": 2, "max_steps": 2, "learning_rate": 0.5}
         pytest.param({"beta": 0.2, "sync_ref_model": True, "ref_model_sync_steps": 1, "max_steps": 2}, id="synced"),
         pytest.param({"steps_per_generation": 2, "max_steps": 2, "num_generations": 4}, id="steps-per-generation"),
     ],
-)  # fmt: skip
+)
 def test_options(options, tmp_path):
     model = tiny_model("llama")
     if options.get("mask_truncated_completions"):
@@ -141,7 +170,7 @@ def test_evaluation(tmp_path):
 
 
 def scored(trainer):
-    """A generated batch, in training."""
+    """A generated batch in training."""
     trainer.model.train()
     return trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
 
@@ -161,7 +190,7 @@ def test_adapter_on_the_head_trains(tmp_path):
         ours.model.zero_grad()
         if not fused:
             head = ours.model.get_base_model().lm_head
-            head.lora_bias["default"] = True  # says that the adapter has a bias, which the fused head cannot have
+            head.lora_bias["default"] = True  # this adapter has a bias, which the fused head cannot have
             head.lora_B["default"].bias = torch.nn.Parameter(torch.zeros(VOCAB))
         ours.compute_loss(ours.model, batch).backward()
         grads.append({n: p.grad.clone() for n, p in ours.model.named_parameters() if "lora" in n and "bias" not in n})
@@ -183,7 +212,10 @@ def test_scaled_loss_with_an_auxiliary_one(tmp_path):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_logits_of_policy_or_reference(kind, tmp_path, monkeypatch):
-    """Writing completions has a row of logits for each; scoring them has three, of both models, and so has training."""
+    """Generating makes one row of logits for each completion.
+
+    Scoring makes three, for both models; so does training.
+    """
     monkeypatch.setattr("liger_triton._chunks._CPU_CHUNK_BYTES", 4 * VOCAB * 3)
     model = with_reference(tiny_model("llama"), tmp_path)
     ours = one(
@@ -221,7 +253,7 @@ def test_use_liger_false_is_the_stock_trainer(tmp_path):
     assert_same_training(ours, one(GRPOTrainer, GRPOConfig, tiny_model("llama"), tmp_path), METRICS, rtol=0)
 
 
-def test_what_has_no_effect_is_refused(tmp_path):
+def test_options_without_effect_are_refused(tmp_path):
     with pytest.raises(ValueError, match="label_smoothing_factor is 0.1, which GRPOTrainer does not use"):
         one(LigerGRPOTrainer, LigerGRPOConfig, tiny_model("llama"), tmp_path, label_smoothing_factor=0.1)
     with pytest.raises(ValueError, match="'tokens', but LigerGRPOTrainer does not compute metrics of tokens"):

@@ -6,8 +6,8 @@ import pytest
 import torch
 from parity import LogitRows, assert_same_gradients
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
-from step_parity import assert_same_training, build, kto_rows, lora, loss_types, moved, own_fields
 from tiny_models import VOCAB, tiny_model
+from trainer_parity import assert_same_training, build, kto_rows, lora, loss_types, moved, own_fields
 from trl import KTOConfig, KTOTrainer
 
 from liger_trainer import LigerKTOConfig, LigerKTOTrainer
@@ -17,11 +17,11 @@ LOSSES = KTOConfig.__dataclass_fields__["loss_type"].metadata["choices"]
 
 
 def reference(model_type):
-    """Another model than the policy, or every log-ratio would be zero."""
+    """A reference other than the policy, because otherwise every log-ratio would be zero."""
     return tiny_model(model_type, seed=7)
 
 
-# Of a LoRA, the reference is the model without it.
+# With a LoRA, the reference is the model without it.
 KINDS = {"full": lambda name: {"ref_model": reference(name)}, "lora": lambda name: {"peft_config": lora()}}
 
 
@@ -32,15 +32,27 @@ def pair(model, folder, part="lora_B", **options):
 
 
 def test_every_option_is_covered():
-    """A new field of KTOConfig needs a test here. The losses are read from TRL: from its choices and its code."""
+    """A new field of KTOConfig needs a test here. The losses are read from TRL's choices and from its code."""
     assert set(LOSSES) == set(loss_types(KTOTrainer)) >= {"kto", "apo_zero_unpaired"}
     assert own_fields(KTOConfig) == {
-        "loss_type", "beta", "desirable_weight", "undesirable_weight", "max_length", "pad_to_multiple_of",
-        "precompute_ref_log_probs", "precompute_ref_batch_size", "router_aux_loss_coef", "sync_ref_model",
+        "loss_type",
+        "beta",
+        "desirable_weight",
+        "undesirable_weight",
+        "max_length",
+        "pad_to_multiple_of",
+        "precompute_ref_log_probs",
+        "precompute_ref_batch_size",
+        "router_aux_loss_coef",
+        "sync_ref_model",
         "ref_model_sync_steps",  # below
         "activation_offloading",  # needs a GPU
-        "ref_model_mixup_alpha", "disable_dropout", "model_init_kwargs", "trust_remote_code", "dataset_num_proc",
-    }  # fmt: skip
+        "ref_model_mixup_alpha",
+        "disable_dropout",
+        "model_init_kwargs",
+        "trust_remote_code",
+        "dataset_num_proc",
+    }
 
 
 @pytest.mark.parametrize(
@@ -53,8 +65,11 @@ def test_every_option_is_covered():
     ],
 )
 def test_every_loss(loss_type, model_type, kind, whole, tmp_path):
-    """Four rows a step, `whole` or split; the KL estimate of "kto" needs two in a micro-batch (TRL refuses one)."""
-    split = (4, 1) if whole else (2, 2) if loss_type == "kto" else (1, 4)
+    """Four rows a step, `whole` or split. The KL estimate of "kto" needs two in a micro-batch (TRL refuses one)."""
+    if whole:
+        split = (4, 1)
+    else:
+        split = (2, 2) if loss_type == "kto" else (1, 4)
     model, given = tiny_model(model_type), KINDS[kind](model_type)
     options = {"loss_type": loss_type, "split": split, "trainer_options": given, "max_steps": 2, "beta": 0.3}
     assert_same_training(*pair(model, tmp_path, **options), METRICS if whole else METRICS[:-1])
@@ -82,13 +97,13 @@ def test_mixture_of_experts(tmp_path):
 
 
 def test_reference_from_a_second_adapter(tmp_path):
-    """TRL gives a `PeftModel` an adapter "ref", a copy of the one that is trained; here it is another."""
+    """TRL gives a `PeftModel` an adapter "ref", a copy of the trained one. Here it is a different one."""
     ours, stock = pair(get_peft_model(tiny_model("llama"), lora()), tmp_path, part="lora_B.ref")
     assert_same_training(ours, stock, METRICS)
 
 
 def test_prompt_learning(tmp_path):
-    """TRL's head takes it too; the virtual tokens are cut off its outputs and ours."""
+    """TRL's head allows it too. The virtual tokens are cut off its outputs and ours."""
     config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
     ours, stock = pair(tiny_model("llama"), tmp_path, part="prompt_encoder", trainer_options={"peft_config": config})
     assert_same_training(ours, stock, METRICS)
@@ -102,7 +117,7 @@ def test_evaluation(tmp_path):
 
 
 def test_adapter_on_the_head_trains(tmp_path):
-    """TRL refuses it. Ours gives the loss and gradients of the same adapter over real logits."""
+    """TRL refuses it. Ours gives the loss and gradients of the same adapter on real logits."""
     given = {"trainer_options": {"peft_config": LoraConfig(r=4, target_modules=["q_proj", "lm_head"])}}
     with pytest.raises(ValueError, match="adapter to `lm_head`"):
         build(KTOTrainer, KTOConfig, tiny_model("llama"), tmp_path, kto_rows(), **given)
@@ -111,7 +126,7 @@ def test_adapter_on_the_head_trains(tmp_path):
         trainer = moved(build(LigerKTOTrainer, LigerKTOConfig, tiny_model("llama"), tmp_path, kto_rows(), **given))
         if not fused:
             head = trainer.model.get_base_model().lm_head
-            head.lora_bias["default"] = True  # says that the adapter has a bias, which the fused head cannot have
+            head.lora_bias["default"] = True  # this adapter has a bias, which the fused head cannot have
             head.lora_B["default"].bias = torch.nn.Parameter(torch.zeros(VOCAB))
         batch = next(iter(trainer.get_train_dataloader()))
         losses.append(trainer.compute_loss(trainer.model, batch))
@@ -136,7 +151,7 @@ def test_scaled_loss_with_an_auxiliary_one(tmp_path):
 
 @pytest.mark.parametrize("kind, precompute", [("full", False), ("full", True), ("lora", False)])
 def test_no_logits_of_policy_or_reference(kind, precompute, tmp_path, monkeypatch):
-    """While the reference is precomputed, in a training step and in an evaluation step."""
+    """This holds while the reference is precomputed, in a training step and in an evaluation step."""
     monkeypatch.setattr("liger_triton._chunks._CPU_CHUNK_BYTES", 4 * VOCAB * 3)  # three rows a chunk
     given = {"trainer_options": KINDS[kind]("llama"), "precompute_ref_log_probs": precompute}
     with LogitRows() as seen:
@@ -151,9 +166,13 @@ def test_no_logits_of_policy_or_reference(kind, precompute, tmp_path, monkeypatc
 
 def test_reference_is_patched_and_survives_a_copy(tmp_path):
     ours = build(
-        LigerKTOTrainer, LigerKTOConfig, tiny_model("llama"), tmp_path, kto_rows(),
+        LigerKTOTrainer,
+        LigerKTOConfig,
+        tiny_model("llama"),
+        tmp_path,
+        kto_rows(),
         trainer_options={"ref_model": reference("llama")},
-    )  # fmt: skip
+    )
     batch = next(iter(ours.get_train_dataloader()))
     want = ours.compute_ref_log_probs(ours.ref_model, batch)[0]
     twin = copy.deepcopy(ours.ref_model)
@@ -168,7 +187,14 @@ def test_use_liger_false_is_the_stock_trainer(tmp_path):
     assert_same_training(ours, stock, METRICS, rtol=0)
 
 
-def test_what_has_no_effect_is_refused(tmp_path):
+def test_options_without_effect_are_refused(tmp_path):
     with pytest.raises(ValueError, match="label_smoothing_factor is 0.1, which KTOTrainer does not use. Remove it."):
-        build(LigerKTOTrainer, LigerKTOConfig, tiny_model("llama"), tmp_path, kto_rows(), label_smoothing_factor=0.1,
-              trainer_options={"ref_model": reference("llama")})  # fmt: skip
+        build(
+            LigerKTOTrainer,
+            LigerKTOConfig,
+            tiny_model("llama"),
+            tmp_path,
+            kto_rows(),
+            label_smoothing_factor=0.1,
+            trainer_options={"ref_model": reference("llama")},
+        )

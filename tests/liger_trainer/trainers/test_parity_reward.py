@@ -1,6 +1,6 @@
 """`LigerRewardTrainer` against `trl.RewardTrainer` from one seed: loss, every gradient, every logged number.
 
-And classification heads in `LigerTrainer`, beside transformers' `Trainer`.
+Also compares classification heads in `LigerTrainer` with transformers' `Trainer`.
 """
 
 import copy
@@ -9,8 +9,8 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-from step_parity import assert_same_training, build, own_fields
 from tiny_models import VOCAB, tiny_model, tiny_tokenizer
+from trainer_parity import assert_same_training, build, own_fields
 from transformers import AutoModelForSequenceClassification, DataCollatorWithPadding, Trainer, TrainingArguments
 from trl import RewardConfig, RewardTrainer
 
@@ -21,15 +21,13 @@ from liger_trainer.trainers.shared_prompts import shared_prompts_of
 from liger_trainer.varlen import groups, unpad_plan
 from liger_trainer.varlen.decide import bound_backbone
 
-LOADING = {
-    "dataset_num_proc", "eos_token", "pad_token", "chat_template_path", "model_init_kwargs", "trust_remote_code"
-}  # fmt: skip
+LOADING = {"dataset_num_proc", "eos_token", "pad_token", "chat_template_path", "model_init_kwargs", "trust_remote_code"}
 METRICS = ("loss", "grad_norm", "min_reward", "mean_reward", "max_reward", "accuracy", "margin", "num_tokens")
 PAD = 0
 
 
 def judge(name="llama", labels=1, **fields):
-    """A tiny model with a head of `labels` numbers, and weights by which tokens see each other."""
+    """A tiny model with a head of `labels` numbers, and weights large enough for tokens to affect each other."""
     config = copy.deepcopy(tiny_model(name).config)
     config.num_labels, config.pad_token_id = labels, PAD
     for field, value in fields.items():
@@ -64,7 +62,7 @@ def one(trainer_class, args_class, folder, rows, model, trainer_options=None, **
 
 @pytest.fixture
 def counted(monkeypatch):
-    """Tokens that each call of a backbone computed by a plan."""
+    """Token counts of backbone calls that used a plan."""
     seen, packed = [], unpad_plan.UnpadPlan.unpad
 
     def counting(self, call):
@@ -86,8 +84,12 @@ def compare(folder, rows=None, model=None, metrics=METRICS, **options):
 def test_every_option_is_covered():
     """A new field of RewardConfig needs a test here."""
     assert own_fields(RewardConfig) - LOADING == {
-        "center_rewards_coefficient", "max_length", "pad_to_multiple_of", "disable_dropout", "activation_offloading",
-    }  # fmt: skip
+        "center_rewards_coefficient",
+        "max_length",
+        "pad_to_multiple_of",
+        "disable_dropout",
+        "activation_offloading",
+    }
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["unshared", "shared"])
@@ -126,7 +128,7 @@ def test_margins_and_an_adapter(tmp_path, monkeypatch):
 
 
 def test_answers_that_end_in_the_padding_token(tmp_path, counted):
-    """transformers judges a row by its last token that is not padding by its id, also where that token is real."""
+    """transformers scores a row at its last token with another id than padding, even if a padding id is real there."""
     rows = [row | {"chosen_ids": [*row["chosen_ids"], PAD]} for row in pairs()]
     tokenizer = tiny_tokenizer()
     assert tokenizer.pad_token_id == PAD
@@ -150,7 +152,7 @@ def step(model, call):
 
 @pytest.mark.parametrize("ids_of_padding", [PAD, 7], ids=["padding", "another-token"])
 def test_a_row_judged_by_padding_runs_in_the_models_own_code(ids_of_padding, counted):
-    """With another token in the padding, the last one that is not padding by its id is padding by the mask."""
+    """If another token stands in the padding, the last token without a padding id is padding by the mask."""
     from liger_trainer import apply_liger
 
     model = judge(labels=3).train()
@@ -169,7 +171,7 @@ def test_a_row_judged_by_padding_runs_in_the_models_own_code(ids_of_padding, cou
         assert (got[1][name] - grad).norm() <= 1e-5 * grad.norm(), name
 
 
-def test_hidden_states_that_are_asked_for_are_those_of_padding_too(counted):
+def test_requested_hidden_states_include_padding(counted):
     from liger_trainer import apply_liger
 
     model = judge().eval()
@@ -191,14 +193,24 @@ def test_classification_in_liger_trainer(tmp_path, counted):
 
     def trained(trainer_class, args_class):
         args = args_class(
-            output_dir=str(tmp_path), per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=2,
-            logging_steps=1, learning_rate=0.1, optim="sgd", report_to="none", use_cpu=True, save_strategy="no",
+            output_dir=str(tmp_path),
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=2,
+            max_steps=2,
+            logging_steps=1,
+            learning_rate=0.1,
+            optim="sgd",
+            report_to="none",
+            use_cpu=True,
+            save_strategy="no",
             disable_tqdm=True,
-        )  # fmt: skip
+        )
         trainer = trainer_class(
-            model=judge(labels=3), args=args, train_dataset=Dataset.from_list(rows),
+            model=judge(labels=3),
+            args=args,
+            train_dataset=Dataset.from_list(rows),
             data_collator=DataCollatorWithPadding(tiny_tokenizer()),
-        )  # fmt: skip
+        )
         trainer.train()
         logs = [log for log in trainer.state.log_history if "loss" in log]
         return trainer, [(log["loss"], log["grad_norm"]) for log in logs]

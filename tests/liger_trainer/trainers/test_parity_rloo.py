@@ -4,8 +4,8 @@ import pytest
 import torch
 from parity import LogitRows, assert_same_gradients
 from peft import LoraConfig
-from step_parity import WRITING, assert_same_training, build, letters, lora, moved, own_fields, with_reference, words
 from tiny_models import VOCAB, tiny_model
+from trainer_parity import WRITING, assert_same_training, build, letters, lora, moved, own_fields, with_reference, words
 from trainer_runs import LLAMA_AND_SLOWLY_QWEN3
 from trl import RLOOConfig, RLOOTrainer
 
@@ -17,7 +17,7 @@ TWICE = {"num_iterations": 2, "max_steps": 2, "learning_rate": 0.1}
 
 
 def one(trainer_class, args_class, model_type, folder, trainer_options=None, **options):
-    """`beta` is not 0 by default: there is a reference."""
+    """`beta` is not 0 by default, so there is a reference."""
     generator = torch.Generator().manual_seed(4)
     rows = [{"prompt": words(generator, 2, 6)} for _ in range(8)]
     options = {"num_generations": 2, "max_completion_length": 6} | options
@@ -27,7 +27,7 @@ def one(trainer_class, args_class, model_type, folder, trainer_options=None, **o
 
 
 def assert_same(ours, stock, metrics=METRICS):
-    """Of a policy that has not moved yet, the loss is the mean of advantages of both signs: zero, but for rounding."""
+    """If the policy has not changed yet, the loss is the mean of advantages of both signs: zero up to rounding."""
     return assert_same_training(ours, stock, metrics, loss_size=1.0)
 
 
@@ -38,11 +38,23 @@ def pair(*args, **options):
 def test_every_option_is_covered():
     """A new field of RLOOConfig needs a test here."""
     assert own_fields(RLOOConfig) - WRITING == {
-        "beta", "num_iterations", "epsilon", "epsilon_high", "temperature", "normalize_advantages", "reward_clip_range",
-        "pad_to_multiple_of", "sync_ref_model", "ref_model_sync_steps", "max_completion_length",
-        "mask_truncated_completions", "router_aux_loss_coef",  # below
-        "ref_model_mixup_alpha", "steps_per_generation", "disable_dropout",
-    }  # fmt: skip
+        "beta",
+        "num_iterations",
+        "epsilon",
+        "epsilon_high",
+        "temperature",
+        "normalize_advantages",
+        "reward_clip_range",
+        "pad_to_multiple_of",
+        "sync_ref_model",
+        "ref_model_sync_steps",
+        "max_completion_length",
+        "mask_truncated_completions",
+        "router_aux_loss_coef",  # below
+        "ref_model_mixup_alpha",
+        "steps_per_generation",
+        "disable_dropout",
+    }
 
 
 @pytest.mark.parametrize("kind, split", [("full", (4, 1)), ("lora", (1, 4))], ids=str)
@@ -77,7 +89,7 @@ def test_evaluation(tmp_path):
 
 
 def scored(trainer):
-    """A generated batch, in training."""
+    """A generated batch in training."""
     trainer.model.train()
     return trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
 
@@ -106,7 +118,10 @@ def test_adapter_on_the_head_trains(tmp_path):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_logits_of_policy_or_reference(kind, tmp_path, monkeypatch):
-    """Writing completions has a row of logits for each; scoring them has three, of both models, and so has training."""
+    """Generating makes one row of logits for each completion.
+
+    Scoring makes three, for both models; so does training.
+    """
     monkeypatch.setattr("liger_triton._chunks._CPU_CHUNK_BYTES", 4 * VOCAB * 3)
     ours = one(LigerRLOOTrainer, LigerRLOOConfig, "llama", tmp_path, trainer_options=KINDS[kind])
     with LogitRows() as seen:
@@ -117,6 +132,6 @@ def test_no_logits_of_policy_or_reference(kind, tmp_path, monkeypatch):
     assert seen.rows == 3
 
 
-def test_what_has_no_effect_is_refused(tmp_path):
+def test_options_without_effect_are_refused(tmp_path):
     with pytest.raises(ValueError, match="label_smoothing_factor is 0.1, which RLOOTrainer does not use"):
         one(LigerRLOOTrainer, LigerRLOOConfig, "llama", tmp_path, label_smoothing_factor=0.1)

@@ -1,10 +1,11 @@
 """`LigerSFTTrainer` against `trl.SFTTrainer`, step by step from one seed.
 
-Compared are losses, gradient norms and every logged metric.
+Compares losses, gradient norms and every logged metric.
 """
 
 import pytest
 import torch
+from parity import logged_values
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from sft_runs import METRICS, run
 from tiny_models import PARITY_SET, text_rows, tiny_model
@@ -27,7 +28,7 @@ def test_every_step_agrees_for_every_split(model_type, kind, checkpointing, tmp_
         assert_same(runs[split], want)
     losses_and_norms = slice(
         0, 2
-    )  # TRL averages entropy and accuracy over micro-batches: they depend on the split in stock too
+    )  # TRL averages entropy and accuracy over micro-batches, so they depend on the split in stock too
     assert_same(runs[4, 2][:, losses_and_norms], runs[8, 1][:, losses_and_norms])
     assert_same(runs[1, 8][:, losses_and_norms], runs[8, 1][:, losses_and_norms])
 
@@ -65,7 +66,7 @@ def test_the_router_s_loss_of_experts(options, tmp_path):
     want, stock = run(SFTTrainer, model, tmp_path, (4, 2), **options)
     got, ours = run(LigerSFTTrainer, model, tmp_path, (4, 2), **options)
     assert_same(got, want)
-    logged = [[log["aux_loss"] for log in t.state.log_history if "aux_loss" in log] for t in (ours, stock)]
+    logged = [logged_values(t, "aux_loss") for t in (ours, stock)]
     assert logged[0] == pytest.approx(logged[1], rel=1e-5) and len(logged[0]) == 2
 
 
@@ -101,7 +102,7 @@ def test_peft_config_given_to_the_trainer(tmp_path):
 
 @pytest.mark.parametrize("use_dora", [False, True], ids=["lora", "dora"])
 def test_an_adapter_on_the_head_that_trl_refuses(use_dora, tmp_path):
-    """Compare with TRL's own loss on real logits: `compute_loss_func` is its path without a fused head."""
+    """Compares with TRL's own loss on real logits: `compute_loss_func` is its path without a fused head."""
     config = LoraConfig(r=4, target_modules=["q_proj", "lm_head"], init_lora_weights=False, use_dora=use_dora)
     with pytest.raises(ValueError, match="adapter to `lm_head` is not supported"):
         run(SFTTrainer, tiny_model("llama"), tmp_path, trainer_options={"peft_config": config})
@@ -177,7 +178,7 @@ def test_trl_names_are_restored_after_init(tmp_path):
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_mixed_precision_keeps_the_fused_paths(smoothing, tmp_path, monkeypatch):
-    """accelerate wraps `model.forward` for bf16 when training starts; nothing of ours may go back to a stock path."""
+    """accelerate wraps `model.forward` for bf16 when training starts. Our parts must not fall back to stock."""
     import liger_triton.linear_head as head
 
     modes, apply = [], head._LinearHead.forward

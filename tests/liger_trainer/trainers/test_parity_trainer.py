@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from parity import logged_values
 from tiny_models import PARITY_SET, collate, ragged_rows, tiny_model
 from trainer_runs import CELLS, MODELS, SPLITS, assert_same, lora, run
 from transformers import Trainer, TrainingArguments
@@ -70,9 +71,13 @@ def test_evaluation_gives_the_same_loss_with_and_without_metrics(smoothing, tmp_
     for trainer_class, args_class in ((Trainer, TrainingArguments), (LigerTrainer, LigerTrainingArguments)):
         for metrics in (None, lambda prediction: {"shape": prediction.predictions.shape[-1]}):
             args = args_class(
-                output_dir=str(tmp_path), use_cpu=True, report_to="none", label_smoothing_factor=smoothing,
-                per_device_eval_batch_size=4, remove_unused_columns=False,
-            )  # fmt: skip
+                output_dir=str(tmp_path),
+                use_cpu=True,
+                report_to="none",
+                label_smoothing_factor=smoothing,
+                per_device_eval_batch_size=4,
+                remove_unused_columns=False,
+            )
             trainer = trainer_class(
                 model=tiny_model("gemma2"), args=args, eval_dataset=rows, data_collator=collate, compute_metrics=metrics
             )
@@ -99,5 +104,5 @@ def test_mixed_precision(tmp_path):
     got, ours = run(LigerTrainer, tiny_model("llama"), tmp_path, eval_rows=ragged_rows(8), **options)
     assert ours.uses_fused_head
     torch.testing.assert_close(got, want, rtol=2e-2, atol=0)
-    losses = [[log["eval_loss"] for log in t.state.log_history if "eval_loss" in log] for t in (ours, stock)]
+    losses = [logged_values(t, "eval_loss") for t in (ours, stock)]
     assert losses[0] == pytest.approx(losses[1], rel=2e-3) and len(losses[0]) == 1

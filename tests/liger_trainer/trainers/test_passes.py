@@ -1,4 +1,4 @@
-"""A run over a stream that is shorter than the run, resumed in a later pass, goes on with the rows that come next."""
+"""A run over a stream shorter than the run resumes in a later pass with the next rows."""
 
 import pytest
 import torch
@@ -24,9 +24,16 @@ def shuffled():
 def train(folder, trainer_class, stream, resume=None, **options):
     args_class = LigerTrainingArguments if issubclass(trainer_class, LigerTrainer) else TrainingArguments
     args = args_class(
-        output_dir=str(folder), per_device_train_batch_size=2, learning_rate=1e-2, save_steps=1, report_to="none",
-        disable_tqdm=True, use_cpu=True, logging_steps=1, **{"max_steps": 12} | options,
-    )  # fmt: skip
+        output_dir=str(folder),
+        per_device_train_batch_size=2,
+        learning_rate=1e-2,
+        save_steps=1,
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+        logging_steps=1,
+        **{"max_steps": 12} | options,
+    )
     trainer = trainer_class(
         model=tiny_model("llama"), args=args, train_dataset=stream(), data_collator=trainer_runs.collate
     )
@@ -62,7 +69,7 @@ def test_with_accumulation(step, tmp_path):
 
 
 def test_more_steps_than_were_planned(tmp_path):
-    """The checkpoint counts its batches by the steps that it was to have."""
+    """The checkpoint counts its batches by the planned steps."""
     options = {"lr_scheduler_type": "constant"}
     longer = weights_of(train(tmp_path / "longer", LigerTrainer, Stream, max_steps=20, **options))
     train(tmp_path / "short", LigerTrainer, Stream, **options)
@@ -81,13 +88,24 @@ def test_stock_goes_on_with_other_rows(tmp_path):
 def test_trl_s_streams_too(tmp_path):
     def build(folder, resume=None):
         args = LigerSFTConfig(
-            output_dir=str(folder), per_device_train_batch_size=2, learning_rate=1e-2, max_steps=12, save_steps=7,
-            report_to="none", disable_tqdm=True, use_cpu=True, bf16=False, gradient_checkpointing=False, max_length=64,
-        )  # fmt: skip
+            output_dir=str(folder),
+            per_device_train_batch_size=2,
+            learning_rate=1e-2,
+            max_steps=12,
+            save_steps=7,
+            report_to="none",
+            disable_tqdm=True,
+            use_cpu=True,
+            bf16=False,
+            gradient_checkpointing=False,
+            max_length=64,
+        )
         trainer = LigerSFTTrainer(
-            model=tiny_model("llama"), args=args, train_dataset=Dataset.from_list(ROWS).to_iterable_dataset(),
+            model=tiny_model("llama"),
+            args=args,
+            train_dataset=Dataset.from_list(ROWS).to_iterable_dataset(),
             processing_class=tiny_tokenizer(),
-        )  # fmt: skip
+        )
         trainer.train(resume_from_checkpoint=resume)
         return weights_of(trainer)
 

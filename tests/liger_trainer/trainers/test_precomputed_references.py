@@ -1,4 +1,4 @@
-"""Log-probs of a reference that TRL computes before accelerate has given the weights of the model to all processes."""
+"""TRL computes a reference's log-probs before accelerate has given the model's weights to all processes."""
 
 import torch
 from launching import in_processes_fsdp2
@@ -6,7 +6,7 @@ from precomputed_ranks import KINDS, columns_of, write_rows
 
 
 def test_of_an_adapter_under_fsdp2(tmp_path):
-    """Each process scores its own rows. With transformers 5.17 only the first has read the weights by then."""
+    """Each process scores its own rows. With transformers 5.17, only the first has read the weights by then."""
     apart, alone = tmp_path / "apart", tmp_path / "alone"
     for folder in (apart, alone):
         folder.mkdir()
@@ -18,5 +18,5 @@ def test_of_an_adapter_under_fsdp2(tmp_path):
             want = columns_of(kind, alone)
             assert len(want) >= 2
             for name, values in want.items():
-                rtol = 1e-4 if name.startswith("ref_") else 1e-2  # at the first loss the adapter is zero
+                rtol = 1e-4 if name.startswith("ref_") else 1e-2  # at the first loss, the adapter is zero
                 torch.testing.assert_close(found[kind][name], values, rtol=rtol, atol=0, msg=f"{kind} {name}")

@@ -7,8 +7,8 @@ import engine_stand_in
 import pytest
 import torch
 from peft import LoraConfig
-from step_parity import assert_same_training, build, letters, lora, loss_types, moved, with_reference, words
 from tiny_models import tiny_model
+from trainer_parity import assert_same_training, build, letters, lora, loss_types, moved, with_reference, words
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
@@ -94,7 +94,7 @@ GRPO = [
     pytest.param({"steps_per_generation": 2, "split": (4, 4)}, 4, id="two-generations-a-step"),
     pytest.param({"eval_strategy": "steps", "eval_steps": 1}, 2 + 2 * 8, id="evaluated"),
     pytest.param({"model": "qwen3_moe", "router_aux_loss_coef": 0.3}, 2, id="experts"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("options, passes", GRPO)
@@ -123,10 +123,13 @@ def test_options_of_rloo(options, passes, tmp_path):
 
 RUNS = [
     pytest.param({"num_iterations": 2, "learning_rate": 0.01}, "num_iterations is 2", id="used-twice"),
-    pytest.param({"steps_per_generation": 2, "learning_rate": 0.01}, "gradient_accumulation_steps is 1, no multiple of "
-                 "steps_per_generation, which is 2", id="moves-in-between"),
+    pytest.param(
+        {"steps_per_generation": 2, "learning_rate": 0.01},
+        "gradient_accumulation_steps is 1, no multiple of steps_per_generation, which is 2",
+        id="moves-in-between",
+    ),
     pytest.param({"trainer_options": DROPOUT}, "a Dropout with p=0.1 is on", id="dropout"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("options, reason", RUNS)
@@ -220,9 +223,15 @@ def overriding(name):
 
 @pytest.mark.parametrize(
     "name",
-    ["_compute_loss", "_generate", "_generate_and_score_completions", "_get_per_token_logps_and_entropies",
-     "_prepare_inputs", "training_step"],
-)  # fmt: skip
+    [
+        "_compute_loss",
+        "_generate",
+        "_generate_and_score_completions",
+        "_get_per_token_logps_and_entropies",
+        "_prepare_inputs",
+        "training_step",
+    ],
+)
 def test_a_subclass_that_may_read_the_numbers_gets_them(name, tmp_path):
     trainer = one(overriding(name), LigerRLOOConfig, tmp_path)
     trainer.train()

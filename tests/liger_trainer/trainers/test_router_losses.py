@@ -9,15 +9,16 @@ import torch
 import transformers
 from architectures import LIMIT, MODEL_TYPES, build, left_padded_batch
 from parity import largest_difference
-from step_parity import assert_same_training
 from tiny_models import tiny_model
+from trainer_parity import assert_same_training
 from trl.trainer.utils import add_fused_lm_head
 from trl_trainers import STOCK, one, ours
 
 from liger_trainer import LigerTrainer, LigerTrainingArguments
 from liger_trainer.head.calls import install_fused_head
 
-QUICK = ("qwen3_moe", "deepseek_v2", "lfm2_moe", "deepseek_v3")  # with a loss of its own, two without, none in TRL
+# one with its own loss, two without, one with no loss in TRL
+QUICK = ("qwen3_moe", "deepseek_v2", "lfm2_moe", "deepseek_v3")
 
 
 def step(model):
@@ -34,7 +35,7 @@ def step(model):
     "model_type", [pytest.param(one, marks=() if one in QUICK else pytest.mark.slow) for one in MODEL_TYPES]
 )
 def test_the_auxiliary_loss_is_trl_s(model_type):
-    """Loss and gradients agree for every model of transformers that TRL computes it for."""
+    """Loss and gradients agree for every model of transformers for which TRL computes it."""
     model, reason = build(model_type)
     if model is None:
         pytest.skip(reason)
@@ -71,7 +72,7 @@ def test_trainers_of_a_model_that_computes_none(method, tmp_path):
 
 
 def _trained_once(rows_at_once, steps, tmp_path, trainer_class=LigerTrainer, **keys):
-    """A trainer after one step of SGD with the learning rate 1 over the same six rows, and what it logged."""
+    """A trainer after one SGD step with learning rate 1 over the same six rows, and its logs."""
     torch.manual_seed(0)
     model = tiny_model("qwen3_moe", output_router_logits=True, router_aux_loss_coef=1.0)
     ids = torch.randint(3, 131, (6, 12), generator=torch.Generator().manual_seed(0)).tolist()

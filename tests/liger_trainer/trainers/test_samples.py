@@ -1,10 +1,9 @@
-"""Prompts that are answered while a model trains: the answers, where they go, and that the training is as without."""
+"""Prompts answered during training: the answers, where they go, and that training is unaffected."""
 
 import copy
 import json
 import random
 
-import dpo_runs
 import pytest
 import sft_runs
 import torch
@@ -14,6 +13,7 @@ from launching import in_processes
 from peft import LoraConfig, PromptTuningConfig
 from rerun_recorder import capture_on_cpu
 from tiny_models import VOCAB, ragged_rows, tiny_model, tiny_tokenizer
+from trainer_parity import build_dpo
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
@@ -40,7 +40,7 @@ def dropout_model():
 
 
 def run_dpo(*args, **options):
-    trainer = dpo_runs.build(*args, **options)
+    trainer = build_dpo(*args, **options)
     trainer.train()
     return None, trainer
 
@@ -72,7 +72,7 @@ def samples_in(trainer):
 
 
 def assert_same_training(got, want):
-    """Logs and weights of two trainers are the same to the bit."""
+    """Assert that logs and weights of two trainers are bit-equal."""
     for one, other in zip(got.state.log_history, want.state.log_history, strict=True):
         names = [name for name in one if not name.startswith("train_") and "runtime" not in name]
         assert {name: one[name] for name in names} == {name: other[name] for name in names}
@@ -112,13 +112,22 @@ def build_plain(folder, given):
     from liger_trainer import LigerTrainingArguments
 
     args = LigerTrainingArguments(
-        output_dir=str(folder), per_device_train_batch_size=8, num_train_epochs=1, report_to="none", use_cpu=True,
-        disable_tqdm=True, save_strategy="no", **given,
-    )  # fmt: skip
+        output_dir=str(folder),
+        per_device_train_batch_size=8,
+        num_train_epochs=1,
+        report_to="none",
+        use_cpu=True,
+        disable_tqdm=True,
+        save_strategy="no",
+        **given,
+    )
     return LigerTrainer(
-        model=dropout_model(), args=args, train_dataset=ragged_rows(), data_collator=trainer_runs.collate,
+        model=dropout_model(),
+        args=args,
+        train_dataset=ragged_rows(),
+        data_collator=trainer_runs.collate,
         processing_class=tiny_tokenizer(),
-    )  # fmt: skip
+    )
 
 
 def test_captured_steps_go_on(tmp_path, monkeypatch):
@@ -189,9 +198,16 @@ def test_prompts_are_asked_as_rows_are(tmp_path):
     chat = {"messages": [{"role": role, "content": text} for role, text in turns]}
     for rows in ([chat] * 4, [{"text": "w10 w11"}] * 4):
         args = LigerSFTConfig(
-            output_dir=str(tmp_path), use_cpu=True, bf16=False, max_steps=1, report_to="none", disable_tqdm=True,
-            save_strategy="no", gradient_checkpointing=False, **PROMPTS,
-        )  # fmt: skip
+            output_dir=str(tmp_path),
+            use_cpu=True,
+            bf16=False,
+            max_steps=1,
+            report_to="none",
+            disable_tqdm=True,
+            save_strategy="no",
+            gradient_checkpointing=False,
+            **PROMPTS,
+        )
         trainer = LigerSFTTrainer(
             model=tiny_model("llama"), args=args, train_dataset=Dataset.from_list(rows), processing_class=tokenizer
         )
@@ -236,14 +252,14 @@ def test_what_is_refused(options, given, said, tmp_path):
     ],
 )
 def test_prompts_that_cannot_be_answered_stop_before_the_first_step(options, said, tmp_path):
-    """Past the last of its learned positions, GPT-2 raises an IndexError, if no answer before was so long."""
+    """Past its last learned position, GPT-2 raises an IndexError, if no earlier answer was so long."""
     config = GPT2Config(vocab_size=VOCAB, n_embd=16, n_layer=1, n_head=2, n_positions=32, bos_token_id=1)
     with pytest.raises(ValueError, match=said):
         sft_runs.run(LigerSFTTrainer, GPT2LMHeadModel(config), tmp_path, **options)
 
 
 def test_tensor_parallel_models_are_refused(tmp_path, monkeypatch):
-    """One process alone would wait for the others in the first layer."""
+    """One process would wait for the others in the first layer."""
     monkeypatch.setattr(LigerSFTTrainer, "get_tp_size", lambda self: 2)
     with pytest.raises(ValueError, match="shared out over processes .FSDP, DeepSpeed, tensor parallelism"):
         sft_runs.run(LigerSFTTrainer, tiny_model("llama"), tmp_path, train=False, **PROMPTS)

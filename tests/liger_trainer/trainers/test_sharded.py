@@ -38,10 +38,10 @@ def test_weights(mode, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["fsdp2-bf16", "zero3-bf16"])
 def test_bf16(mode, tmp_path):
-    """The first step equals the stock trainers with everything but products in fp32: no loss or log-prob is rounded.
+    """The first step equals the stock trainers with all but matmuls in fp32: losses and log-probs are not rounded.
 
-    Under FSDP2 the stock trainers round them (0.2 % of a loss here), and of KTO's metrics only those of labels that a
-    rank has: the ranks disagree on how much to send, and it crashes.
+    Under FSDP2, the stock trainers round them (0.2 % of a loss here). They also send KTO's metrics only for labels that
+    a rank has. The ranks then disagree on how much to send, and the stock trainer crashes.
     """
     for case, (stock, ours) in trained(mode, tmp_path).items():
         (got, *_), (want, *_) = ours["logs"], stock["logs"]

@@ -9,8 +9,8 @@ import pytest
 import torch
 from checkout import ROOT
 from parity import assert_same_gradients
-from step_parity import build, letters, trained, with_reference, words
 from tiny_models import tiny_model
+from trainer_parity import build, letters, trained, with_reference, words
 
 from liger_trainer import LigerGRPOConfig, LigerGRPOTrainer, LigerRLOOConfig, LigerRLOOTrainer
 from liger_trainer.trainers import sorted_rows
@@ -152,8 +152,9 @@ def test_every_kind_of_value_goes_with_its_row():
     mask = torch.tensor([[0, 1], [1, 1], [0, 1], [1, 1]])
     batch = {"prompt_ids": ids, "prompt_mask": mask, "completion_mask": torch.ones(4, 3, dtype=torch.long)}
     batch |= {"number": torch.arange(4), "texts": ["a", "b", "c", "d"], "count": torch.tensor(9), "none": None}
-    halves = [{k: x[i : i + 2] if getattr(x, "ndim", 1) and x is not None else x for k, x in batch.items()}
-              for i in (0, 2)]  # fmt: skip
+    halves = [
+        {k: x[i : i + 2] if getattr(x, "ndim", 1) and x is not None else x for k, x in batch.items()} for i in (0, 2)
+    ]
     prompts = Prompts.of(halves)
     assert prompts.lengths == [1, 2, 1, 2] and prompts.tokens == [4, 5, 4, 5]
     order = prompts.order()

@@ -1,9 +1,8 @@
-"""Models with recurrent states in the trainers of pairs and completions, which pad rows on both sides."""
+"""Models with recurrent states in preference and online trainers, which pad rows on both sides."""
 
 import pytest
 import torch
-from pair_parity import build as build_pairs
-from step_parity import assert_same_training, build, letters, words
+from trainer_parity import assert_same_training, build, build_pairs, letters, words
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer
 from varlen_batches import drawn_model
 
@@ -47,14 +46,22 @@ def test_dpo(name, tmp_path, planned):
 @pytest.mark.parametrize("name", TYPES)
 def test_grpo(name, tmp_path, planned):
     generator = torch.Generator().manual_seed(4)
-    model, rows = model_with_reference(name, tmp_path), [{"prompt": words(generator, 2, 6)} for _ in range(8)]
+    model = model_with_reference(name, tmp_path)
+    rows = [{"prompt": words(generator, 2, 6)} for _ in range(8)]
     ours, stock = (
         build(
-            trainer, args, model, tmp_path, rows, trainer_options={"reward_funcs": letters}, num_generations=2,
-            max_completion_length=6, beta=0.1,
+            trainer,
+            args,
+            model,
+            tmp_path,
+            rows,
+            trainer_options={"reward_funcs": letters},
+            num_generations=2,
+            max_completion_length=6,
+            beta=0.1,
         )
         for trainer, args in ((LigerGRPOTrainer, LigerGRPOConfig), (GRPOTrainer, GRPOConfig))
-    )  # fmt: skip
+    )
     planned.clear()
     assert_same_training(ours, stock)
     assert any(plan.leaves_out for plan in planned)

@@ -1,4 +1,4 @@
-"""`eval_predictions="tokens"`: `compute_metrics` gets what it would have found in the logits, from one forward."""
+"""`eval_predictions="tokens"`: `compute_metrics` gets from one forward what it would have found in the logits."""
 
 import functools
 import importlib
@@ -6,13 +6,10 @@ import importlib
 import numpy as np
 import pytest
 import torch
-from dpo_runs import build as build_dpo
-from dpo_runs import pairs
 from parity import LargestTensor
 from sft_runs import run as run_sft
-from step_parity import build as build_step
-from step_parity import kto_rows
 from tiny_models import collate, ragged_rows, tiny_model
+from trainer_parity import build, build_dpo, kto_rows, ragged_pairs
 
 from liger_trainer import (
     LigerDPOTrainer,
@@ -41,7 +38,7 @@ def build_hf(model, tmp_path, metrics=None, trainer_class=LigerTrainer, **option
     )
 
 
-def build(kind, model, tmp_path, metrics, **options):
+def trainer_of(kind, model, tmp_path, metrics, **options):
     if kind == "hf":
         return build_hf(model, tmp_path, metrics, **options)
     given = {"compute_metrics": metrics}
@@ -52,10 +49,10 @@ def build(kind, model, tmp_path, metrics, **options):
     if kind == "kto":
         del given["compute_metrics"]  # its list would be copied
         rows = [row | {"completion": row["completion"] + " w5" * 20} for row in kto_rows(7)]
-        trainer = build_step(LigerKTOTrainer, LigerKTOConfig, model, tmp_path, rows, trainer_options=given, **options)
+        trainer = build(LigerKTOTrainer, LigerKTOConfig, model, tmp_path, rows, trainer_options=given, **options)
         trainer.eval_dataset, trainer.compute_metrics = trainer.train_dataset, metrics
         return trainer
-    trainer = build_dpo(LigerDPOTrainer, model, tmp_path, rows=pairs(7), trainer_options=given, **options)
+    trainer = build_dpo(LigerDPOTrainer, model, tmp_path, rows=ragged_pairs(7), trainer_options=given, **options)
     trainer.eval_dataset = trainer.train_dataset
     return trainer
 
@@ -66,7 +63,7 @@ def keep(found, prediction):
 
 
 class Calls(list):
-    """One entry for each forward of the decoder of `model`."""
+    """Has one entry for each forward of the decoder of `model`."""
 
     def __init__(self, model):
         model.model.register_forward_pre_hook(lambda *_: self.append(1))
@@ -80,17 +77,17 @@ def test_the_same_as_from_logits_without_them_and_in_one_forward(kind, smoothing
     for mode in ("logits", "tokens"):
         found, model = [], tiny_model("llama")
         options = {"eval_predictions": mode} | ({"label_smoothing_factor": smoothing} if smoothing else {})
-        trainer = build(kind, model, tmp_path, functools.partial(keep, found), **options)
+        trainer = trainer_of(kind, model, tmp_path, functools.partial(keep, found), **options)
         calls = Calls(trainer.model)
         result = trainer.evaluate()
         assert result["eval_m"] == 1.0
         seen[mode] = found[0], result["eval_loss"], len(calls)
     (logits, loss, _), (tokens, same_loss, forwards) = seen["logits"], seen["tokens"]
     assert same_loss == pytest.approx(loss, rel=1e-5)
-    # One for each batch; KTO has one of its own for the KL estimate.
+    # One for each batch; KTO has another for its KL estimate.
     assert forwards == -(-len(trainer.eval_dataset) // 3) * (2 if kind == "kto" else 1)
     labels = torch.as_tensor(tokens.label_ids)
-    if kind in ("hf", "sft"):  # of the others, the label_ids are the input ids, in stock
+    if kind in ("hf", "sft"):  # in the other stock trainers, the label_ids are the input ids
         assert torch.equal(labels, torch.as_tensor(logits.label_ids)[:, 1:])
     whole = torch.as_tensor(logits.predictions[0] if isinstance(logits.predictions, tuple) else logits.predictions)
     want = token_ranks(whole[:, :-1], labels)
@@ -109,7 +106,7 @@ def test_a_hook_that_sees_the_outputs(kind, tmp_path):
     for has_hook in (False, True):
         found = []
         options = {"eval_predictions": "tokens"}
-        trainer = build(kind, tiny_model("llama"), tmp_path, functools.partial(keep, found), **options)
+        trainer = trainer_of(kind, tiny_model("llama"), tmp_path, functools.partial(keep, found), **options)
         if has_hook:
             trainer.model.register_forward_hook(lambda module, args, outputs: None)
         trainer.evaluate()
@@ -133,7 +130,7 @@ def test_no_logits(kind, tmp_path, monkeypatch):
         given = {"ref_model": tiny_model("llama", vocab_size=vocab)}
         trainer = build_dpo(LigerDPOTrainer, model, tmp_path, trainer_options=given, **options)
     else:
-        trainer = build(kind, model, tmp_path, None, **options)
+        trainer = trainer_of(kind, model, tmp_path, None, **options)
     loader = trainer.get_train_dataloader() if kind == "dpo" else trainer.get_eval_dataloader()
     batch = next(iter(loader))
     with LargestTensor() as largest:
@@ -143,7 +140,7 @@ def test_no_logits(kind, tmp_path, monkeypatch):
 
 
 def test_a_head_that_cannot_be_fused_and_an_adapter_on_it(tmp_path):
-    """DoRA: from real logits. LoRA: from the fused head."""
+    """DoRA uses real logits. LoRA uses the fused head."""
     from peft import LoraConfig, get_peft_model
 
     for use_dora in (True, False):
@@ -151,7 +148,7 @@ def test_a_head_that_cannot_be_fused_and_an_adapter_on_it(tmp_path):
         config = LoraConfig(r=4, target_modules=["lm_head"], init_lora_weights=False, use_dora=use_dora)
         model = get_peft_model(tiny_model("gemma2"), config)
         found = []
-        trainer = build("hf", model, tmp_path, functools.partial(keep, found))
+        trainer = trainer_of("hf", model, tmp_path, functools.partial(keep, found))
         trainer.evaluate()
         batch = collate(ragged_rows(7))
         with torch.no_grad():
@@ -162,7 +159,7 @@ def test_a_head_that_cannot_be_fused_and_an_adapter_on_it(tmp_path):
 
 
 def test_an_own_loss_and_tokens(tmp_path):
-    """`token_loss` decides the loss; the metrics still get the model's own probabilities."""
+    """`token_loss` decides the loss. The metrics still get the model's own probabilities."""
 
     class Focal(LigerTrainer):
         def token_loss(self, outputs, inputs):

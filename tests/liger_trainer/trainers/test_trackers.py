@@ -11,7 +11,7 @@ ROWS = [{"input_ids": list(range(3, 19)), "labels": list(range(3, 19))}] * 4
 
 
 class Fails(TrainerCallback):
-    """Raises at the event `at`, as a tracker without its server would."""
+    """Raises at the event `at`, like a tracker without its server."""
 
     def __init__(self, at):
         self.at = at
@@ -34,14 +34,19 @@ class Fails(TrainerCallback):
 
 
 class Tracker(Fails):
-    __module__ = integration_utils.__name__  # as one of transformers
+    __module__ = integration_utils.__name__  # like one of transformers
 
 
 def train(callback, folder):
     args = LigerTrainingArguments(
-        str(folder), max_steps=2, per_device_train_batch_size=2, report_to=[], use_cpu=True, save_steps=2,
+        str(folder),
+        max_steps=2,
+        per_device_train_batch_size=2,
+        report_to=[],
+        use_cpu=True,
+        save_steps=2,
         logging_steps=1,
-    )  # fmt: skip
+    )
     LigerTrainer(tiny_model("llama"), args, train_dataset=ROWS, callbacks=[callback]).train()
 
 
@@ -51,7 +56,7 @@ def test_a_tracker_that_fails_is_told_once(at, tmp_path, caplog):
     train(tracker, tmp_path)
     assert (tmp_path / "checkpoint-2" / "trainer_state.json").is_file()
     assert caplog.text.count(f"Tracker.{at} raised ConnectionError: no server at {at}.") == 1
-    assert vars(tracker) == {"at": at}  # as it was before
+    assert vars(tracker) == {"at": at}  # unchanged
 
 
 def test_before_training_it_is_an_error(tmp_path):
@@ -59,6 +64,6 @@ def test_before_training_it_is_an_error(tmp_path):
         train(Tracker("on_train_begin"), tmp_path)
 
 
-def test_a_callback_of_your_own_may_end_a_training(tmp_path):
+def test_a_user_s_callback_may_end_a_training(tmp_path):
     with pytest.raises(ConnectionError):
         train(Fails("on_log"), tmp_path)

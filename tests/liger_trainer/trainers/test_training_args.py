@@ -7,7 +7,7 @@ from liger_trainer import LigerMedusaConfig, LigerSFTConfig, LigerTrainingArgume
 
 @pytest.mark.parametrize("args_class", [LigerTrainingArguments, LigerSFTConfig, LigerMedusaConfig])
 def test_defaults_that_spare_waiting_for_the_gpu(args_class, tmp_path, monkeypatch):
-    """Ours differ from the stock ones only with use_liger, and what is set stays."""
+    """Ours differ from the stock ones only with use_liger, and explicit values stay."""
 
     def made(**options):
         args = args_class(output_dir=str(tmp_path), use_cpu=True, report_to="none", **options)

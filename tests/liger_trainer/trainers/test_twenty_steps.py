@@ -1,12 +1,12 @@
 """Twenty steps of every trainer compared with stock: recomputing, overwriting gates, SDPA and checkpointing together.
 
-The same test at two sizes: tiny on the CPU, with the limit of rebuilding at 0, and two layers of the width of Llama 3
-8B on a GPU, where the limit is what it is for users and Triton's kernels run:
+The same test runs at two sizes: tiny on the CPU, with a rebuild limit of 0; and two layers as wide as Llama 3 8B on a
+GPU, with the users' limit and Triton's kernels:
 
     CUDA_VISIBLE_DEVICES=0 pytest -s -m gpu tests/liger_trainer/trainers/test_twenty_steps.py
 
-In fp32 every logged loss and gradient norm agrees with stock's to 1e-4. In bf16 ours and stock's round differently, so
-both are compared with stock's in fp32 from the same weights: ours may be twice as far off as stock is at worst.
+In fp32, every logged loss and gradient norm agrees with stock's to 1e-4. In bf16, ours and stock round differently, so
+both are compared with stock in fp32 from the same weights: ours may be twice as far off as stock's worst.
 """
 
 import pytest
@@ -29,21 +29,30 @@ SIZES = {  # vocabulary, hidden, intermediate, heads, tokens of a completion, st
     "tiny": (131, 32, 48, 4, 12, 3),
     "8b-width": (128256, 4096, 14336, 32, 560, 20),
 }
-LOGS_PADDING = ("ORPO", "CPO")  # TRL logs the mean of the logits of every position, so that padding is computed
-CHECKPOINTED = ("SFT", "DPO")  # the others keep their activations, so that the backward pass rebuilds
+LOGS_PADDING = ("ORPO", "CPO")  # TRL logs the mean of the logits at every position, so padding is computed
+CHECKPOINTED = ("SFT", "DPO")  # the others keep their activations, so backward rebuilds tensors
 
 
 def model_of(size, dtype, seed=0):
     vocab, hidden, wide, heads, length, _ = SIZES[size]
     config = LlamaConfig(
-        vocab_size=vocab, hidden_size=hidden, intermediate_size=wide, num_hidden_layers=2, num_attention_heads=heads,
-        num_key_value_heads=heads // 4, max_position_embeddings=8 * length, pad_token_id=0, bos_token_id=1,
-        eos_token_id=2, attn_implementation="sdpa", tie_word_embeddings=False,
-    )  # fmt: skip
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=wide,
+        num_hidden_layers=2,
+        num_attention_heads=heads,
+        num_key_value_heads=heads // 4,
+        max_position_embeddings=8 * length,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        attn_implementation="sdpa",
+        tie_word_embeddings=False,
+    )
     torch.manual_seed(seed)
     with torch.device("cuda" if size != "tiny" else "cpu"):
         model = LlamaForCausalLM(config)
-    return model.to(torch.bfloat16).to(dtype)  # of one precision's values in both
+    return model.to(torch.bfloat16).to(dtype)  # values of one precision, in both
 
 
 def tokenizer_of(size):
@@ -66,12 +75,15 @@ def rows_of(name, size, n):
         return " " + " ".join(f"w{i}" for i in ids(low, high))
 
     if name == "Trainer":
-        return [{"input_ids": (x := ids(length - 5, length)), "labels": [-100] * 3 + x[3:]} for _ in range(n)]
+        rows = [ids(length - 5, length) for _ in range(n)]
+        return [{"input_ids": row, "labels": [-100] * 3 + row[3:]} for row in rows]
     if name in ("GRPO", "RLOO", "Distillation"):
         return [{"prompt": text(4, 8)} for _ in range(n)]
     rows = []
     for i in range(n):
-        prompt, one, other = text(3, 6), text(length - 5, length), text(length // 2, length)
+        prompt = text(3, 6)
+        one = text(length - 5, length)
+        other = text(length // 2, length)
         if name == "SFT":
             rows.append({"prompt": prompt, "completion": one})
         elif name == "KTO":
@@ -82,7 +94,7 @@ def rows_of(name, size, n):
 
 
 def written(vocab, length):
-    """In place of `generate`: a continuation that depends on the prompt alone, as two samplings could part."""
+    """Replace `generate` by a continuation that depends only on the prompt, because two samplings could diverge."""
 
     def generate(input_ids=None, **_):
         seeds = input_ids.sum(-1).tolist()
@@ -100,7 +112,7 @@ def reward(completions, **columns):
 
 
 def logged(name, ours, size, dtype, folder, varlen, packed):
-    """Loss and gradient norm (2, steps) of one training from one seed; with ours, everything was swapped."""
+    """Loss and gradient norm (2, steps) of one training from one seed. For ours, everything must be swapped."""
     vocab, *_, length, steps = SIZES[size]
     trainer_class, args_class = STOCK[name]
     options = {}
@@ -116,11 +128,22 @@ def logged(name, ours, size, dtype, folder, varlen, packed):
         options["max_length"] = 4 * length
     pairs = name in ("DPO", "ORPO", "CPO")
     args = args_class(
-        output_dir=str(folder), per_device_train_batch_size=2 if pairs else 4, max_steps=steps, learning_rate=1e-5,
-        logging_steps=1, save_strategy="no", report_to="none", disable_tqdm=True, use_cpu=size == "tiny",
-        bf16=dtype == torch.bfloat16, gradient_checkpointing=name in CHECKPOINTED, **options,
-    )  # fmt: skip
-    model, rows, tokenizer = model_of(size, dtype), rows_of(name, size, 4 * steps), tokenizer_of(size)
+        output_dir=str(folder),
+        per_device_train_batch_size=2 if pairs else 4,
+        max_steps=steps,
+        learning_rate=1e-5,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=size == "tiny",
+        bf16=dtype == torch.bfloat16,
+        gradient_checkpointing=name in CHECKPOINTED,
+        **options,
+    )
+    model = model_of(size, dtype)
+    rows = rows_of(name, size, 4 * steps)
+    tokenizer = tokenizer_of(size)
     model.config._name_or_path = str(folder / "reference")
     given = {"train_dataset": Dataset.from_list(rows), "processing_class": tokenizer}
     if name == "Trainer":

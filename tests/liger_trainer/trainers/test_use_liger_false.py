@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from step_parity import assert_same_training
 from tiny_models import classifier, collate, masked_lm, ragged_rows, tiny_model, tiny_tokenizer
+from trainer_parity import assert_same_training
 from transformers import Trainer, TrainingArguments
 from trl import (
     DPOConfig,
@@ -13,7 +13,7 @@ from trl_trainers import STOCK, one, ours
 
 import liger_trainer
 
-SMOOTHING = {"label_smoothing_factor": 0.1}  # of tokens, which only SFT smooths
+SMOOTHING = {"label_smoothing_factor": 0.1}  # of tokens; only SFT smooths them
 
 
 @pytest.mark.parametrize(
@@ -55,9 +55,12 @@ def test_a_tokenizer_without_padding_is_left_as_it_is(method, tmp_path):
         tokenizer.pad_token = None
         trainer_class, args_class = classes
         args = args_class(
-            output_dir=str(tmp_path), use_cpu=True, report_to="none", bf16=False,
+            output_dir=str(tmp_path),
+            use_cpu=True,
+            report_to="none",
+            bf16=False,
             **({"use_liger": False} if name == "ours" else {}),
-        )  # fmt: skip
+        )
         rows = one(method, STOCK[method], tmp_path).train_dataset.select_columns(["prompt", "chosen", "rejected"])
         trainer = trainer_class(model=tiny_model("llama"), args=args, train_dataset=rows, processing_class=tokenizer)
         seen[name] = tokenizer.pad_token, trainer.data_collator.pad_token_id
@@ -103,9 +106,15 @@ def test_a_masked_language_model_and_a_classifier_train_as_stock(tmp_path):
             (liger_trainer.LigerTrainer, liger_trainer.LigerTrainingArguments, {"use_liger": False}),
         ):
             args = args_class(
-                output_dir=str(tmp_path), use_cpu=True, report_to="none", max_steps=2, logging_steps=1,
-                save_strategy="no", disable_tqdm=True, **options,
-            )  # fmt: skip
+                output_dir=str(tmp_path),
+                use_cpu=True,
+                report_to="none",
+                max_steps=2,
+                logging_steps=1,
+                save_strategy="no",
+                disable_tqdm=True,
+                **options,
+            )
             torch.manual_seed(0)
             model = make()
             model.config.pad_token_id = 0

@@ -1,4 +1,4 @@
-"""A reference has tensors without memory where its weights were not read; no values are made up for them."""
+"""A reference has tensors without memory where its weights were not read. No values are made up for them."""
 
 import torch
 from tiny_models import tiny_model
@@ -7,7 +7,7 @@ from liger_trainer.trainers import fsdp2 as whole_references
 
 
 def test_memory_for_what_is_sent_and_for_nothing_else():
-    """The frequencies of rope are in no state dict. With memory they would be whatever lay there before."""
+    """The frequencies of rope are in no state dict. With memory, they would be whatever it held before."""
     model = tiny_model("llama", tie_word_embeddings=True).to("meta")
     whole_references._allocate_on_cpu(model)
     model.tie_weights()

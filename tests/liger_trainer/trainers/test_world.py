@@ -1,4 +1,4 @@
-"""Launches in which each process would train its own model: each is an error that says what to do."""
+"""Launches in which each process would train its own model are errors that say what to do."""
 
 import sys
 from types import SimpleNamespace
@@ -33,7 +33,7 @@ KEPT = [
     (TORCHRUN | {"ACCELERATE_USE_DEEPSPEED": "true"}, world(4, "DEEPSPEED"), {"sharding": "DEEPSPEED"}),
     ({"MASTER_ADDR": "node1"}, ALONE, {}),  # exported in an sbatch file
     ({}, ALONE, {"sharding": "NO"}),
-    # One process in a script of sbatch or a shell of salloc, which run on one machine: nothing trains apart.
+    # One process in an sbatch script or a salloc shell, on one machine: nothing trains apart.
     ({"SLURM_NNODES": "2", "SLURM_NTASKS": "16", "SLURM_PROCID": "0"}, ALONE, {}),
     (TORCHRUN | {"SLURM_NNODES": "4", "SLURM_NTASKS": "4"}, FOUR, {}),
     # Typed in the shell of `srun --ntasks 8 --pty bash`: only the first task runs.
@@ -44,14 +44,16 @@ KEPT = [
     # Ray places its workers and tasks; Slurm, Kubernetes and MPI have started Ray.
     (RAY, ALONE, {}),
     (RAY | {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}, world(2, "MULTI_GPU"), {}),
-    # An elastic run of two machines in Slurm after one has died.
+    # An elastic run on two machines in Slurm after one has died.
     (
-        TORCHRUN | {"GROUP_WORLD_SIZE": "1", "PET_NNODES": "1:2", "SLURM_STEP_NUM_NODES": "2",
-                    "SLURM_STEP_NUM_TASKS": "2"}, FOUR, {},
+        TORCHRUN
+        | {"GROUP_WORLD_SIZE": "1", "PET_NNODES": "1:2", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "2"},
+        FOUR,
+        {},
     ),
     (TORCHRUN | {"SKYPILOT_NUM_NODES": "2"}, FOUR, {}),
     ({"WORLD_SIZE": "1", "LOCAL_RANK": "0", "GROUP_WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}, ALONE, {}),
-]  # fmt: skip
+]
 
 BROKEN = [
     ({"PET_NNODES": "2"}, ALONE, {}, ("PET_NNODES is 2", "1 machine", "torchrun")),
@@ -62,12 +64,16 @@ BROKEN = [
     (TORCHRUN, world(2, "MULTI_GPU"), {}, ("WORLD_SIZE is 4", "accelerate has 2")),
     ({"SLURM_STEP_NUM_NODES": "2"}, ALONE, {}, ("SLURM_STEP_NUM_NODES is 2", "srun --ntasks-per-node 1 torchrun")),
     (
-        TORCHRUN | {"GROUP_WORLD_SIZE": "1", "SLURM_STEP_NUM_NODES": "2"}, FOUR, {},
+        TORCHRUN | {"GROUP_WORLD_SIZE": "1", "SLURM_STEP_NUM_NODES": "2"},
+        FOUR,
+        {},
         ("SLURM_STEP_NUM_NODES is 2", "PET_NNODES for an elastic run"),
     ),
-    # `srun torchrun --standalone` with as many tasks as processes: each task has a run of its own.
+    # `srun torchrun --standalone` with as many tasks as processes: each task is a run of its own.
     (
-        TORCHRUN | {"GROUP_WORLD_SIZE": "1", "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "4"}, FOUR, {},
+        TORCHRUN | {"GROUP_WORLD_SIZE": "1", "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "4"},
+        FOUR,
+        {},
         ("SLURM_STEP_NUM_TASKS is 4", "this run has 1 torchrun"),
     ),
     (TORCHRUN | {"GROUP_WORLD_SIZE": "1", "OMPI_COMM_WORLD_SIZE": "4"}, FOUR, {}, ("OMPI_COMM_WORLD_SIZE is 4",)),
@@ -82,9 +88,11 @@ BROKEN = [
     ({}, ALONE, {"sharding": "MULTI_GPU"}, ("MULTI_GPU", "one process", "torchrun")),
     (
         {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_USE_CPU": "true", "WORLD_SIZE": "2"},
-        world(2, "MULTI_CPU"), {}, ("DEEPSPEED", "CPU"),
+        world(2, "MULTI_CPU"),
+        {},
+        ("DEEPSPEED", "CPU"),
     ),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("environ, world, promise", KEPT)
@@ -112,7 +120,7 @@ def test_the_workers_of_ray_are_counted(monkeypatch):
 
 
 def test_a_trainer_of_a_script_refuses_to_train_apart(tmp_path, monkeypatch):
-    """As two processes of torchrun do that have no GPU and no use_cpu: each is a world of one, and would go ahead."""
+    """Two torchrun processes without GPU and use_cpu, for example: each is a world of one, and would go on."""
     from tiny_models import collate, ragged_rows, tiny_model
 
     from liger_trainer import LigerTrainer, LigerTrainingArguments
@@ -121,12 +129,13 @@ def test_a_trainer_of_a_script_refuses_to_train_apart(tmp_path, monkeypatch):
         return LigerTrainer(model=tiny_model("llama"), args=args, train_dataset=ragged_rows(4), data_collator=collate)
 
     options = {"output_dir": str(tmp_path), "report_to": "none", "remove_unused_columns": False}
-    args, stock = LigerTrainingArguments(**options), LigerTrainingArguments(**options, use_liger=False)
+    args = LigerTrainingArguments(**options)
+    stock = LigerTrainingArguments(**options, use_liger=False)
     build(args)
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="WORLD_SIZE is 2.*use_cpu"):
         build(args)
-    build(stock)  # which is exactly the stock trainer
+    build(stock)  # it is exactly the stock trainer
     monkeypatch.delenv("WORLD_SIZE")
     monkeypatch.setenv("PET_NNODES", "2")
     with pytest.raises(ValueError, match="PET_NNODES is 2"):

@@ -1,4 +1,4 @@
-"""What the tests of rows of uneven length share."""
+"""Fixtures of the tests on rows of uneven length."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from liger_trainer.varlen import unpad_plan
 
 @pytest.fixture
 def tokens(monkeypatch):
-    """How many tokens each backbone was given in place of a batch, call by call."""
+    """The number of tokens that each backbone got in place of a batch, call by call."""
     seen, packed = [], unpad_plan.UnpadPlan.unpad
 
     def counted(self, call):

@@ -1,5 +1,5 @@
-"""Every causal LM of the installed transformers, with SDPA where it has it: a padded batch with `varlen_attention`
-beside the same batch in stock. It takes minutes:
+"""Every causal LM of the installed transformers, with SDPA if it has it: a padded batch with `varlen_attention` equals
+the same batch in stock. It takes minutes:
 
     pytest -s -m slow tests/liger_trainer/varlen/test_all_decoders.py
 """
@@ -27,7 +27,7 @@ QUICK = ("llama", "gemma3_text", "bamba", "bloom")  # two that take it, one with
         for name in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     ],
 )
-def test_a_padded_batch_is_stock_s(model_type, monkeypatch):
+def test_a_padded_batch_equals_stock(model_type, monkeypatch):
     if model_type in QUICK:
         monkeypatch.setattr(pytest, "skip", pytest.fail)  # these are known to run
     model, reason = with_own_attention(model_type)
@@ -39,7 +39,7 @@ def test_a_padded_batch_is_stock_s(model_type, monkeypatch):
         pytest.skip(f"does not run: {error}")
     whole = apply_liger(model, ON)
     report, said = whole["varlen_attention"], documented(model_type)
-    assert said in (None, decoder_in(whole)), "write the table of docs/padding.md anew"
+    assert said in (None, decoder_in(whole)), "write the table of docs/padding.md again"
     used, packed = [], unpad_plan.UnpadPlan.unpad
     monkeypatch.setattr(unpad_plan.UnpadPlan, "unpad", lambda self, *given: used.append(self) or packed(self, *given))
     got, _ = step(model)
@@ -49,12 +49,15 @@ def test_a_padded_batch_is_stock_s(model_type, monkeypatch):
     assert bool(used) or model_type not in ("llama", "gemma3_text")
     assert set(got[1]) == set(want[1])
     finite = torch.stack([grad.isfinite().all() for grad in want[1].values()]).all()
-    if finite:  # in some models, rows padded on the left give stock NaN
+    if finite:  # in some models, rows padded on the left make stock NaN
         assert largest_difference(got, want) <= LIMIT
 
 
 def test_the_table_has_the_model_types_that_can_be_built():
-    """Each once; `tests/support/attentions.py --write` finds which. The tests above check what it says of them."""
+    """It lists each once; `tests/support/attentions.py --write` finds their entries.
+
+    The tests above check the entries.
+    """
     listed = re.findall(r"`([\w.-]+)`", "".join(line.split(" | ")[1] for line in written().splitlines()[2:]))
     assert len(listed) == len(set(listed)) >= 240
     if f"of transformers {transformers.__version__} |" in written():

@@ -1,4 +1,4 @@
-"""Calls and models that need what is computed for padding, or the rows where they are: they get what stock computes."""
+"""Calls and models that need the results at padding, or rows in their places, get what stock computes."""
 
 import peft
 import pytest
@@ -20,7 +20,7 @@ def backward(model, loss):
 
 
 def from_logits(model, call):
-    """A loss by hand, of logits that were asked for without labels."""
+    """A hand-written loss on the logits of a call without labels."""
     call = dict(call)
     labels = call.pop("labels")
     logits = model(**call, use_cache=False).logits
@@ -28,7 +28,7 @@ def from_logits(model, call):
 
 
 def regularised(model, call):
-    """The model's loss, and a term of its logits at every position."""
+    """The model's loss plus a term of its logits at every position."""
     options = {"skip_logits": False} if "_liger_head" in model.__dict__ else {}
     outputs = model(**call, use_cache=False, **options)
     return outputs.loss + 0.01 * outputs.logits.logsumexp(-1).square().mean()
@@ -42,7 +42,7 @@ def pooled(model, call):
 @pytest.mark.parametrize("loss", [from_logits, regularised, pooled])
 @pytest.mark.parametrize("side", ["right", "left"])
 @pytest.mark.parametrize("lengths", [LENGTHS, (13,)], ids=["four rows", "one row"])
-def test_logits_and_hidden_states_are_those_of_stock_for_padding_too(loss, side, lengths, tokens):
+def test_logits_and_hidden_states_equal_stock_on_padding_too(loss, side, lengths, tokens):
     model, call = model_of(), batch(lengths, side=side, prompt=0)
     want = backward(model, loss(model, call))
     report = apply_liger(model, ON)["varlen_attention"]
@@ -60,7 +60,7 @@ def test_a_loss_function_of_the_user_s(shift, tokens):
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten()) + term
 
     model, call = model_of(), batch()
-    call["labels"][0, LENGTHS[0]] = 5  # that of the next token as the last real one sees it, or of padding
+    call["labels"][0, LENGTHS[0]] = 5  # the label that the last real token predicts, or one on padding
     model.loss_function = own
     want = step(model, call)
     patched(model)
@@ -80,7 +80,7 @@ def test_a_cache_that_the_config_asks_for(tokens):
 
 @pytest.mark.parametrize("positions", [True, False])
 def test_cu_seq_lens_tell_sdpa_nothing(positions):
-    """With SDPA, transformers reads rows from `position_ids` alone, whatever `cu_seq_lens_q` says."""
+    """With SDPA, transformers finds rows in `position_ids` alone, whatever `cu_seq_lens_q` says."""
     model = model_of()
     call = dict(DataCollatorWithFlattening(return_flash_attn_kwargs=True)(rows_of(batch(prompt=1))))
     call["cu_seq_lens_q"] = call["cu_seq_lens_k"] = torch.tensor([0, 25, sum(LENGTHS)], dtype=torch.int32)
@@ -111,7 +111,7 @@ def test_a_call_inside_of_a_call_has_a_plan_of_its_own(tokens):
 
     def score(run):
         run()
-        return model(**inner, use_cache=True)  # the same mask, but logits and a cache are asked for
+        return model(**inner, use_cache=True)  # the same mask, but the call asks for logits and a cache
 
     got = run_request(model, HeadRequest(logits_consumer=score), **inner, use_cache=False)
     assert tokens == [sum(LENGTHS)]
@@ -120,7 +120,7 @@ def test_a_call_inside_of_a_call_has_a_plan_of_its_own(tokens):
 
 
 def test_an_adapter_that_begins_at_a_token_of_each_row(tokens):
-    """An activated LoRA is told from which token of each row on it is active."""
+    """An activated LoRA is told the token of each row from which it is active."""
     torch.manual_seed(0)
     config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", alora_invocation_tokens=[7])
     model = get_peft_model(model_of(), config)
@@ -146,7 +146,7 @@ class MeanOverTheRow(torch.nn.Module):
 
 
 @pytest.mark.parametrize("before", [True, False])
-def test_a_module_of_somebody_else_s(before, tokens):
+def test_a_user_s_module_computes_padding(before, tokens):
     model, call = model_of(), batch()
     layer = model.model.layers[0]
     if not before:
@@ -163,14 +163,21 @@ def test_a_module_of_somebody_else_s(before, tokens):
 
 QKV = {"target_modules": ["q_proj", "v_proj"]}
 ADAPTERS = (
-    peft.LoraConfig(r=4, use_dora=True, **QKV), peft.AdaLoraConfig(total_step=9, init_r=4, **QKV),
-    peft.FourierFTConfig(n_frequency=9, **QKV), peft.HRAConfig(r=4, **QKV),
+    peft.LoraConfig(r=4, use_dora=True, **QKV),
+    peft.AdaLoraConfig(total_step=9, init_r=4, **QKV),
+    peft.FourierFTConfig(n_frequency=9, **QKV),
+    peft.HRAConfig(r=4, **QKV),
     peft.IA3Config(feedforward_modules=["down_proj"], target_modules=["k_proj", "down_proj"]),
-    peft.LNTuningConfig(target_modules=["input_layernorm"]), peft.LoHaConfig(r=4, **QKV), peft.LoKrConfig(r=4, **QKV),
-    peft.MissConfig(r=4, **QKV), peft.OFTConfig(oft_block_size=4, r=0, **QKV), peft.RandLoraConfig(r=4, **QKV),
-    peft.TrainableTokensConfig(token_indices=[3, 4], target_modules=["embed_tokens"]), peft.VeraConfig(r=4, **QKV),
+    peft.LNTuningConfig(target_modules=["input_layernorm"]),
+    peft.LoHaConfig(r=4, **QKV),
+    peft.LoKrConfig(r=4, **QKV),
+    peft.MissConfig(r=4, **QKV),
+    peft.OFTConfig(oft_block_size=4, r=0, **QKV),
+    peft.RandLoraConfig(r=4, **QKV),
+    peft.TrainableTokensConfig(token_indices=[3, 4], target_modules=["embed_tokens"]),
+    peft.VeraConfig(r=4, **QKV),
     peft.VBLoRAConfig(num_vectors=9, vector_length=8, topk=2, **QKV),
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize("config", ADAPTERS, ids=lambda config: config.peft_type.value)
@@ -185,7 +192,8 @@ def test_adapters_that_take_each_token_by_itself_run_on_real_tokens(config, toke
 
 
 def test_an_adapter_that_is_not_known_computes_padding(tokens):
-    model, call = get_peft_model(model_of(), peft.C3AConfig(block_size=8, **QKV)), batch()
+    model = get_peft_model(model_of(), peft.C3AConfig(block_size=8, **QKV))
+    call = batch()
     want = step(model, call)
     assert "C3ALinear" in apply_liger(model, ON)["varlen_attention"].unsuited["model"]
     tokens.clear()

@@ -1,6 +1,6 @@
-"""Gemma 4 on real tokens, beside stock: E2B and E4B, whose last layers reuse keys and values, 12B, 26B-A4B and 31B.
+"""Gemma 4 on real tokens equals stock: E2B and E4B, which reuse keys and values in their last layers, and the others.
 
-Each is tiny, with the heads of 256 and 512 of the checkpoints, alone and in the model of images that a checkpoint is.
+Each is tiny with the checkpoints' heads of 256 and 512, alone and inside the image model of the checkpoint.
 """
 
 import types
@@ -20,55 +20,132 @@ from liger_trainer.varlen.proof.small_model import small_copy
 
 pytestmark = pytest.mark.skipif("gemma4" not in CONFIG_MAPPING, reason="this transformers has no Gemma 4")
 SIZES = {
-    "vocab_size": 131, "vocab_size_per_layer_input": 131, "hidden_size": 64, "intermediate_size": 48,
-    "num_attention_heads": 4, "head_dim": 256, "global_head_dim": 512, "sliding_window": 8, "pad_token_id": 0,
-    "bos_token_id": 2, "eos_token_id": 1, "max_position_embeddings": 128, "final_logit_softcapping": 30.0,
-}  # fmt: skip
+    "vocab_size": 131,
+    "vocab_size_per_layer_input": 131,
+    "hidden_size": 64,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "head_dim": 256,
+    "global_head_dim": 512,
+    "sliding_window": 8,
+    "pad_token_id": 0,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+    "max_position_embeddings": 128,
+    "final_logit_softcapping": 30.0,
+}
 
 
 def kinds(layers, period):
     return ["sliding_attention" if (i + 1) % period else "full_attention" for i in range(layers)]
 
 
-# What tells the checkpoints apart, with the sizes that the proof has to make small.
+# What distinguishes the checkpoints, and the sizes that the proof has to reduce.
 CHECKPOINTS = {
-    "e2b": ("gemma4", {
-        "hidden_size": 1536, "intermediate_size": 6144, "num_attention_heads": 8, "num_key_value_heads": 1,
-        "num_hidden_layers": 35, "layer_types": kinds(35, 5), "num_kv_shared_layers": 20,
-        "hidden_size_per_layer_input": 256, "use_double_wide_mlp": True,
-    }),
-    "e4b": ("gemma4", {
-        "hidden_size": 2560, "intermediate_size": 10240, "num_attention_heads": 8, "num_key_value_heads": 2,
-        "num_hidden_layers": 42, "layer_types": kinds(42, 6), "num_kv_shared_layers": 18,
-        "hidden_size_per_layer_input": 256,
-    }),
-    "12b": ("gemma4_unified", {
-        "hidden_size": 3840, "num_attention_heads": 16, "num_key_value_heads": 8, "num_global_key_value_heads": 1,
-        "num_hidden_layers": 48, "layer_types": kinds(48, 6), "attention_k_eq_v": True,
-    }),
-    "26b_a4b": ("gemma4", {
-        "hidden_size": 2816, "intermediate_size": 2112, "num_attention_heads": 16, "num_key_value_heads": 8,
-        "num_global_key_value_heads": 2, "num_hidden_layers": 30, "layer_types": kinds(30, 6),
-        "hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "enable_moe_block": True, "num_experts": 128,
-        "top_k_experts": 8, "moe_intermediate_size": 704, "use_bidirectional_attention": "vision",
-    }),
-}  # fmt: skip
+    "e2b": (
+        "gemma4",
+        {
+            "hidden_size": 1536,
+            "intermediate_size": 6144,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 1,
+            "num_hidden_layers": 35,
+            "layer_types": kinds(35, 5),
+            "num_kv_shared_layers": 20,
+            "hidden_size_per_layer_input": 256,
+            "use_double_wide_mlp": True,
+        },
+    ),
+    "e4b": (
+        "gemma4",
+        {
+            "hidden_size": 2560,
+            "intermediate_size": 10240,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 2,
+            "num_hidden_layers": 42,
+            "layer_types": kinds(42, 6),
+            "num_kv_shared_layers": 18,
+            "hidden_size_per_layer_input": 256,
+        },
+    ),
+    "12b": (
+        "gemma4_unified",
+        {
+            "hidden_size": 3840,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "num_global_key_value_heads": 1,
+            "num_hidden_layers": 48,
+            "layer_types": kinds(48, 6),
+            "attention_k_eq_v": True,
+        },
+    ),
+    "26b_a4b": (
+        "gemma4",
+        {
+            "hidden_size": 2816,
+            "intermediate_size": 2112,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "num_global_key_value_heads": 2,
+            "num_hidden_layers": 30,
+            "layer_types": kinds(30, 6),
+            "hidden_size_per_layer_input": 0,
+            "attention_k_eq_v": True,
+            "enable_moe_block": True,
+            "num_experts": 128,
+            "top_k_experts": 8,
+            "moe_intermediate_size": 704,
+            "use_bidirectional_attention": "vision",
+        },
+    ),
+}
 TINY = {
-    "e2b": {"num_hidden_layers": 5, "layer_types": kinds(4, 2) + ["full_attention"], "num_kv_shared_layers": 3,
-            "num_key_value_heads": 1, "hidden_size_per_layer_input": 8},
-    "e4b": {"num_hidden_layers": 6, "layer_types": kinds(6, 3), "num_kv_shared_layers": 3, "num_key_value_heads": 2,
-            "hidden_size_per_layer_input": 8},
-    "12b": {"num_hidden_layers": 3, "layer_types": kinds(3, 3), "num_key_value_heads": 2,
-            "num_global_key_value_heads": 1},
-    "26b_a4b": {"num_hidden_layers": 3, "layer_types": kinds(3, 3), "num_key_value_heads": 2,
-                "num_global_key_value_heads": 1, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 24},
-}  # fmt: skip
-VISION = {  # of a tower of one layer, and of images without a tower
-    "gemma4": {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2,
-               "num_key_value_heads": 2, "head_dim": 16, "patch_size": 2, "position_embedding_size": 16},
+    "e2b": {
+        "num_hidden_layers": 5,
+        "layer_types": kinds(4, 2) + ["full_attention"],
+        "num_kv_shared_layers": 3,
+        "num_key_value_heads": 1,
+        "hidden_size_per_layer_input": 8,
+    },
+    "e4b": {
+        "num_hidden_layers": 6,
+        "layer_types": kinds(6, 3),
+        "num_kv_shared_layers": 3,
+        "num_key_value_heads": 2,
+        "hidden_size_per_layer_input": 8,
+    },
+    "12b": {
+        "num_hidden_layers": 3,
+        "layer_types": kinds(3, 3),
+        "num_key_value_heads": 2,
+        "num_global_key_value_heads": 1,
+    },
+    "26b_a4b": {
+        "num_hidden_layers": 3,
+        "layer_types": kinds(3, 3),
+        "num_key_value_heads": 2,
+        "num_global_key_value_heads": 1,
+        "num_experts": 6,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 24,
+    },
+}
+VISION = {  # for a tower of one layer, and for images without a tower
+    "gemma4": {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "patch_size": 2,
+        "position_embedding_size": 16,
+    },
     "gemma4_unified": {"patch_size": 2, "mm_embed_dim": 64, "mm_posemb_size": 16, "output_proj_dims": 64},
-}  # fmt: skip
-SIDE = 6  # patches of an image, 3 x 3 of which are a token in a tower
+}
+SIDE = 6  # patches of an image; 3 x 3 of them become a token in a tower
 
 
 def text_model(name):
@@ -90,7 +167,7 @@ def drawn(config):
 
 
 def whole_model(name, **text):
-    """The model of images, which a checkpoint holds and `AutoModelForCausalLM` loads."""
+    """The image model that a checkpoint holds, as `AutoModelForCausalLM` loads it."""
     model_type, own = CHECKPOINTS[name]
     tokens = {"image_token_id": IMAGE, "video_token_id": VIDEO, "boi_token_id": START, "eoi_token_id": END}
     tokens |= {"audio_token_id": 104, "boa_token_id": 105}
@@ -104,7 +181,7 @@ def packed(call):
 
 
 def images_of(model, side="right"):
-    """Three rows with two images, none and one, beside text."""
+    """Three rows with two images, no image and one image, all with text."""
     count, per_image = 3, 4 if model.config.model_type == "gemma4" else SIDE**2
     generator = torch.Generator().manual_seed(2)
     call = batch((2 * per_image + 12, 9, per_image + 5), side, 2 * per_image + 12)
@@ -120,9 +197,12 @@ def images_of(model, side="right"):
     pixels = torch.rand(count, SIDE**2, width, generator=generator)
     kinds_of_tokens = (ids == IMAGE).long()
     return call | {
-        "input_ids": ids, "labels": labels,
-        "pixel_values": pixels, "image_position_ids": places.expand(count, -1, 2), "mm_token_type_ids": kinds_of_tokens,
-    }  # fmt: skip
+        "input_ids": ids,
+        "labels": labels,
+        "pixel_values": pixels,
+        "image_position_ids": places.expand(count, -1, 2),
+        "mm_token_type_ids": kinds_of_tokens,
+    }
 
 
 def no_images(call):
@@ -131,7 +211,7 @@ def no_images(call):
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_of_the_sizes_of_a_checkpoint_there_is_a_small_copy(name):
-    """Its proof runs on one: of each kind a layer that makes keys and values, and one that reuses another's."""
+    """Its proof runs on one with two layers of each kind: one makes keys and values, one reuses another's."""
     model_type, own = CHECKPOINTS[name]
     with torch.device("meta"):
         module = text_model(name).base_model
@@ -139,7 +219,7 @@ def test_of_the_sizes_of_a_checkpoint_there_is_a_small_copy(name):
     copy = small_copy(module, 0, "sdpa")
     shares = "num_kv_shared_layers" in own
     assert copy.config.layer_types == ["sliding_attention", "full_attention"] * (2 if shares else 1)
-    if hasattr(copy.config, "kv_sharing_modes"):  # of transformers after 5.17
+    if hasattr(copy.config, "kv_sharing_modes"):  # transformers after 5.17
         assert copy.config.kv_sharing_modes == (["store", "store", "reuse", "reuse"] if shares else ["store", "store"])
     states = copy(input_ids=torch.arange(3, 10)[None], use_cache=False)[0]
     assert states.shape == (1, 7, SMALL["hidden_size"]) and states.isfinite().all()
@@ -159,7 +239,7 @@ def test_text_on_real_tokens(name, tokens):
 
 
 def test_rows_of_large_heads_take_no_groups(monkeypatch):
-    """No fast kernel of PyTorch has groups and heads of 512: the scores of all tokens would be stored."""
+    """PyTorch has no fast kernel for groups and heads of 512: the scores of all tokens would be stored."""
     seen, own = set(), F.scaled_dot_product_attention
 
     def noted(query, key, value, *args, **kwargs):
@@ -187,7 +267,7 @@ def test_checkpointing_of_layers_that_reuse_keys_and_values(reentrant, tokens):
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_the_model_of_images_on_text(name, tokens):
-    """Of a checkpoint, `AutoModelForCausalLM` makes this one. Its masks are made outside of the decoder."""
+    """`AutoModelForCausalLM` makes this model from a checkpoint. Its masks are made outside the decoder."""
     model = whole_model(name)
     right, left = batch(), batch(side="left")
     calls = (right, left, packed(right), no_images(right), no_images(left))
@@ -203,7 +283,7 @@ def test_the_model_of_images_on_text(name, tokens):
 @pytest.mark.parametrize("side", ["right", "left"])
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_images(name, side, tokens):
-    """In E2B and E4B a token of an image sees what is before it. In the others an image sees itself, and is padded."""
+    """In E2B and E4B, a token of an image sees what precedes it. In the others an image sees itself, and is padded."""
     model = whole_model(name)
     call, text = images_of(model, side), batch()
     want, wanted_of_text = image_step(model, call), image_step(model, text)
@@ -223,7 +303,7 @@ def test_images(name, side, tokens):
 
 
 def test_images_that_see_themselves_would_show(monkeypatch):
-    """Where masks of images are left to the decoder as those of text are, the proof sees it."""
+    """If the masks of images are left to the decoder as those of text are, the proof notices."""
     monkeypatch.setattr(image_masks, "_holds_images", lambda call: False)
     report = apply_liger(whole_model("12b"), ON)["varlen_attention"]
     assert "with images, what is computed for real tokens differs" in str(report.unsuited)

@@ -1,4 +1,4 @@
-"""Rows found from values on the host, beside those found from the device's, and batches on their way to it."""
+"""Rows found from values on the host equal rows found from the device's, and batches on their way to the device."""
 
 import copy
 import pickle
@@ -26,7 +26,7 @@ def batch(*masks, labels=None):
 
 
 def moved(given):
-    """`given` on a device: on the CPU, a tensor that is moved there is itself, and is known anyway."""
+    """`given` on a device. On the CPU, moving a tensor returns the tensor itself, and its values are known anyway."""
     given = HostBatch(given)
     there = {name: x.clone() for name, x in given.items()}
     for name in there.keys() & {"attention_mask", "position_ids", "labels", "shift_labels"}:
@@ -110,7 +110,7 @@ def test_a_batch_arrives_as_accelerate_moves_it():
     assert there["nested"]["x"][0].device.type == "meta" and there["input_ids"].device.type == "meta"
     assert there["names"] == ["a", "b"] and there["nothing"] is None
     want = given["attention_mask"].clone()
-    given["attention_mask"].numpy()[:] = 1  # as where a collate function fills the same memory for each batch
+    given["attention_mask"].numpy()[:] = 1  # like a collate function that fills the same memory for each batch
     assert torch.equal(*values_of(there["attention_mask"]), want)
     nested = there["nested"]["x"]
     assert values_of(*nested)[0].device.type == "meta", "only what rows and places are found from is kept"
@@ -165,7 +165,7 @@ def test_a_collator_is_found_behind_ours():
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
-    """Moves batches as to another device: a tensor that is moved to the CPU is another one."""
+    """Moves batches as to another device: moving a tensor to the CPU makes another tensor."""
     send = host_copies.send_to_device
     fresh = {"attention_mask", "labels"}
     monkeypatch.setattr(
@@ -195,13 +195,27 @@ def test_through_a_dataloader_of_accelerate(workers, skipped, as_on_a_gpu):
 
 def trainer_of(tmp_path, rows=ROWS, trainer_class=LigerTrainer, **options):
     config = LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, attn_implementation="sdpa", use_cache=False,
-    )  # fmt: skip
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        attn_implementation="sdpa",
+        use_cache=False,
+    )
     args = LigerTrainingArguments(
-        output_dir=str(tmp_path), max_steps=2, report_to="none", use_cpu=True, save_strategy="no", disable_tqdm=True,
-        per_device_train_batch_size=2, remove_unused_columns=False, seed=0, **options,
-    )  # fmt: skip
+        output_dir=str(tmp_path),
+        max_steps=2,
+        report_to="none",
+        use_cpu=True,
+        save_strategy="no",
+        disable_tqdm=True,
+        per_device_train_batch_size=2,
+        remove_unused_columns=False,
+        seed=0,
+        **options,
+    )
     torch.manual_seed(0)
     model = LlamaForCausalLM(config)
     return trainer_class(model=model, args=args, train_dataset=rows, eval_dataset=ROWS, data_collator=Collator())

@@ -1,4 +1,4 @@
-"""Models of images and text with pixels: their decoders on real tokens, beside the stock model on the padded batch."""
+"""Decoders of image-text models on real tokens, with pixels, equal the stock model on the padded batch."""
 
 import copy
 import inspect
@@ -8,7 +8,7 @@ import pytest
 import torch
 from datasets import Dataset
 from image_models import as_videos, image_batch, image_model, image_step, let_llama4_return
-from parity import KeepGradients, assert_same_gradients, assert_same_step
+from parity import KeepGradients, assert_same_gradients, assert_same_step, logged_values
 from peft import LoraConfig, get_peft_model
 from tiny_models import tiny_tokenizer
 from transformers import Trainer, TrainingArguments
@@ -19,16 +19,24 @@ from liger_trainer import LigerSFTConfig, LigerSFTTrainer, LigerTrainer, LigerTr
 from liger_trainer.varlen import unpad_plan
 
 TYPES = (
-    "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v", "llava", "llava_onevision", "idefics3", "smolvlm", "internvl",
+    "qwen2_vl",
+    "qwen2_5_vl",
+    "qwen3_vl",
+    "glm4v",
+    "llava",
+    "llava_onevision",
+    "idefics3",
+    "smolvlm",
+    "internvl",
     "exaone4_5",
-)  # fmt: skip
+)
 WITH_PREFIXES = ("gemma3", "paligemma")
 IMAGES = {"several, none, one": (2, 0, 1), "one each": (1, 1, 1), "none": (0, 0, 0)}
 
 
 @pytest.mark.parametrize("side", ["right", "left"])
 @pytest.mark.parametrize("model_type", TYPES)
-def test_a_step_is_that_of_the_padded_batch(model_type, side, tokens):
+def test_a_step_equals_the_padded_batch(model_type, side, tokens):
     model = image_model(model_type)
     batch = image_batch(model, side=side)
     want = image_step(model, batch)
@@ -40,9 +48,11 @@ def test_a_step_is_that_of_the_padded_batch(model_type, side, tokens):
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("side", ["right", "left"])
-def test_images_beside_layers_that_keep_a_state(side, checkpointing, monkeypatch):
-    """As in Qwen3.5: real tokens have their positions in three dimensions, and its states begin anew at each row."""
-    model, seen, packed = image_model("qwen3_5"), [], unpad_plan.UnpadPlan.unpad
+def test_images_in_models_with_state_layers(side, checkpointing, monkeypatch):
+    """As in Qwen3.5: real tokens have three-dimensional positions, and its states restart at each row."""
+    model = image_model("qwen3_5")
+    seen = []
+    packed = unpad_plan.UnpadPlan.unpad
     batch = image_batch(model, side=side)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -96,9 +106,12 @@ def test_images_of_the_rows(model_type, images, tokens):
     assert tokens == [int(batch["attention_mask"].sum())]
 
 
-VIDEOS = {  # the images that are videos, and their frames (or pairs of frames); Qwen3-VL has each by itself
-    "alone": (None, 1), "beside an image": ({1}, 1), "of several frames": (None, 3), "and an image": ({0, 2}, 2),
-}  # fmt: skip
+VIDEOS = {  # the images that are videos, and their frames (or pairs of frames); Qwen3-VL treats each separately
+    "alone": (None, 1),
+    "with an image": ({1}, 1),
+    "of several frames": (None, 3),
+    "and an image": ({0, 2}, 2),
+}
 
 
 @pytest.mark.parametrize("videos", VIDEOS)
@@ -236,7 +249,7 @@ def test_a_frozen_part(frozen, tokens):
 
 
 class Collate:
-    """The pixels of one batch in each step, as a processor would give them; of models that see videos, videos too."""
+    """Gives each batch pixels as a processor would. For models that see videos, videos too."""
 
     def __init__(self, model):
         self.batches = [image_batch(model, images, seed=seed) for seed, images in enumerate(IMAGES.values())]
@@ -259,10 +272,10 @@ def test_trainers(model_type, kind, tokens, tmp_path, monkeypatch):
         classes = (Trainer, TrainingArguments), (LigerTrainer, LigerTrainingArguments)
     else:
         classes = (SFTTrainer, SFTConfig), (LigerSFTTrainer, LigerSFTConfig)
-    if (model_type, kind) == ("llama4", "sft"):  # with which TRL's trainer fails
+    if (model_type, kind) == ("llama4", "sft"):  # TRL's trainer fails with it
         classes = (Trainer, TrainingArguments), classes[1]
     model, found = image_model(model_type), []
-    model.config.get_text_config().final_logit_softcapping = None  # which TRL leaves out
+    model.config.get_text_config().final_logit_softcapping = None  # TRL leaves it out
     for trainer_class, args_class in classes:
         kept = KeepGradients()
         more = {}
@@ -270,17 +283,33 @@ def test_trainers(model_type, kind, tokens, tmp_path, monkeypatch):
             more = {"dataset_kwargs": {"skip_prepare_dataset": True}}
             more |= {"router_aux_loss_coef": 0.0} if model_type == "llama4" else {}  # it has none
         args = args_class(
-            output_dir=str(tmp_path), per_device_train_batch_size=3, max_steps=5, logging_steps=1, save_strategy="no",
-            report_to="none", use_cpu=True, bf16=False, remove_unused_columns=False, optim="sgd", learning_rate=0.05,
-            max_grad_norm=0.0, gradient_checkpointing=False, disable_tqdm=True, **more,
-        )  # fmt: skip
+            output_dir=str(tmp_path),
+            per_device_train_batch_size=3,
+            max_steps=5,
+            logging_steps=1,
+            save_strategy="no",
+            report_to="none",
+            use_cpu=True,
+            bf16=False,
+            remove_unused_columns=False,
+            optim="sgd",
+            learning_rate=0.05,
+            max_grad_norm=0.0,
+            gradient_checkpointing=False,
+            disable_tqdm=True,
+            **more,
+        )
         trainer = trainer_class(
-            model=copy.deepcopy(model), args=args, data_collator=Collate(model), callbacks=[kept],
-            train_dataset=Dataset.from_list([{"input_ids": [3, 4]}] * 15), processing_class=tiny_tokenizer(),
-        )  # fmt: skip
+            model=copy.deepcopy(model),
+            args=args,
+            data_collator=Collate(model),
+            callbacks=[kept],
+            train_dataset=Dataset.from_list([{"input_ids": [3, 4]}] * 15),
+            processing_class=tiny_tokenizer(),
+        )
         tokens.clear()
         trainer.train()
-        found.append(([row["loss"] for row in trainer.state.log_history if "loss" in row], kept.steps))
+        found.append((logged_values(trainer, "loss"), kept.steps))
     (want, want_steps), (got, got_steps) = found
     assert got == pytest.approx(want, rel=1e-5)
     for mine, theirs in zip(got_steps, want_steps, strict=True):

@@ -1,4 +1,4 @@
-"""Tensors whose values the host knows, beside plain ones."""
+"""Tensors with values that the host knows behave like plain ones."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def as_known(x=MASK):
 
 
 def pair(function):
-    """What `function` of hidden states, features and a mask returns with a plain mask, and with a known one."""
+    """The results of `function` of hidden states, features and a mask, with a plain mask and with a known one."""
     found = []
     for mask in (MASK, as_known()):
         source = torch.Generator().manual_seed(0)
@@ -39,13 +39,22 @@ def deepstack(x, y, mask):
     return x
 
 
-@pytest.mark.parametrize("function", [
-    lambda x, y, mask: x.masked_scatter(mask.unsqueeze(-1), y), lambda x, y, mask: x[mask] * y, deepstack,
-    lambda x, y, mask: x.masked_scatter(mask[..., None].expand(2, 4, 3), y), lambda x, y, mask: x[mask, 0],
-    lambda x, y, mask: x.masked_scatter(mask[..., None], torch.cat((y, y))), lambda x, y, mask: x[:, mask[0]],
-    lambda x, y, mask: x * mask[..., None] + y.sum(), lambda x, y, mask: torch.where(mask[..., None], x, 0.0),
-    lambda x, y, mask: x[mask | mask.roll(1, 0)], lambda x, y, mask: x[mask, torch.zeros(4, dtype=torch.long)],
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, y, mask: x.masked_scatter(mask.unsqueeze(-1), y),
+        lambda x, y, mask: x[mask] * y,
+        deepstack,
+        lambda x, y, mask: x.masked_scatter(mask[..., None].expand(2, 4, 3), y),
+        lambda x, y, mask: x[mask, 0],
+        lambda x, y, mask: x.masked_scatter(mask[..., None], torch.cat((y, y))),
+        lambda x, y, mask: x[:, mask[0]],
+        lambda x, y, mask: x * mask[..., None] + y.sum(),
+        lambda x, y, mask: torch.where(mask[..., None], x, 0.0),
+        lambda x, y, mask: x[mask | mask.roll(1, 0)],
+        lambda x, y, mask: x[mask, torch.zeros(4, dtype=torch.long)],
+    ],
+)
 def test_a_mask(function):
     want, got = pair(function)
     for mine, theirs in zip(got, want, strict=True):
@@ -71,7 +80,7 @@ MODELS = ("qwen2_5_vl", "qwen3_vl", "glm4v", "llava", "gemma3", "internvl", "smo
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_step_with_known_places_and_sizes(name, monkeypatch):
-    """As on a GPU, where the host has kept the values of the batch."""
+    """As on a GPU, the host has kept the values of the batch."""
     model = image_model(name.removesuffix(" with videos"))
     batch = image_batch(model) if name in MODELS[:-1] else as_videos(image_batch(model))
     want = image_step(model, batch)
@@ -90,7 +99,7 @@ def test_a_step_with_known_places_and_sizes(name, monkeypatch):
         monkeypatch.setitem(mirrored_tensor._OWN, function, watched(function, mirrored_tensor._OWN[function]))
     assert_same_step(image_step(model, batch), want)
     scattered, written = found.values()
-    if hasattr(model.base_model, "inputs_merger"):  # SmolVLM of transformers 5.17 has a way of its own
+    if hasattr(model.base_model, "inputs_merger"):  # SmolVLM has its own way in transformers 5.17
         assert not scattered and not written
         return
     assert scattered and all(x is not NotImplemented for x in scattered)
@@ -99,10 +108,15 @@ def test_a_step_with_known_places_and_sizes(name, monkeypatch):
         image_step(model, batch | {"input_ids": batch["input_ids"].clamp(max=99)})
 
 
-@pytest.mark.parametrize("write", [
-    lambda mask: mask.__setitem__(0, False), lambda mask: mask.logical_not_(), lambda mask: mask[0].fill_(True),
-    lambda mask: mask.view(-1)[:3].zero_(),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda mask: mask.__setitem__(0, False),
+        lambda mask: mask.logical_not_(),
+        lambda mask: mask[0].fill_(True),
+        lambda mask: mask.view(-1)[:3].zero_(),
+    ],
+)
 def test_a_mask_that_is_written_to(write):
     def first_used(x, y, mask):
         x = x + x.detach().masked_scatter(mask[..., None], y.detach()).sum()
@@ -117,7 +131,7 @@ def test_a_mask_that_is_written_to(write):
 
 @pytest.mark.parametrize("written", [False, True])
 def test_real_tokens_of_a_mask(written):
-    """Of a mask that has been written to, padding is left out of what it is now."""
+    """A mask may have been written to. Padding is left out as its current values say."""
     mask, index = as_known(), torch.tensor([0, 1, 2, 4, 5, 6])
     if written:
         mask.logical_not_()
@@ -134,10 +148,17 @@ def test_inference_mode():
         assert torch.equal(x.masked_scatter(mask[..., None], torch.ones(4, 3))[..., 0], MASK.float())
 
 
-@pytest.mark.parametrize("memory", [
-    lambda x: x.data, lambda x: x[:].data, lambda x: torch.from_numpy(x.numpy()), lambda x: torch.from_dlpack(x),
-], ids=["data", "data of a view", "numpy", "dlpack"])  # fmt: skip
-def test_what_is_written_past_autograd_s_versions_counts(memory):
+@pytest.mark.parametrize(
+    "memory",
+    [
+        lambda x: x.data,
+        lambda x: x[:].data,
+        lambda x: torch.from_numpy(x.numpy()),
+        lambda x: torch.from_dlpack(x),
+    ],
+    ids=["data", "data of a view", "numpy", "dlpack"],
+)
+def test_writes_past_autograd_s_version_counter_count(memory):
     sizes = MirroredTensor.around(torch.tensor([1, 2]), torch.tensor([1, 2]))
     memory(sizes)[0] = 7
     assert sizes.tolist() == [7, 2]

@@ -1,4 +1,4 @@
-"""Code of the user's around and inside the backbone, and what a model says at padding: it trains as in stock."""
+"""User code around and inside the backbone trains as in stock."""
 
 import copy
 import functools
@@ -80,7 +80,7 @@ def a_compiled_backbone(model):
 
 
 def a_loss_that_is_wrapped(model):
-    @functools.wraps(ForCausalLMLoss)  # which copies `__module__`
+    @functools.wraps(ForCausalLMLoss)  # it copies `__module__`
     def loss(logits, *args, **kwargs):
         return ForCausalLMLoss(logits, *args, **kwargs) + 0.01 * logits.logsumexp(-1).square().mean()
 
@@ -94,15 +94,26 @@ def a_linear_layer_of_their_class(model):
 @pytest.mark.parametrize(
     "theirs, before",
     [
-        (a_forward_on_the_backbone, True), (a_forward_on_the_backbone, False), (a_forward_on_the_model, True),
-        (a_hook_on_the_backbone, False), (a_hook_on_the_head, True), (a_hook_on_the_head, False),
-        (a_linear_layer_of_their_class, True), (a_linear_layer_of_their_class, False),
-        (a_hook_on_the_embedding, False), (a_hook_on_the_last_norm, False), (a_hook_on_an_attention, False),
-        (a_compiled_backbone, False), (a_loss_that_is_wrapped, True), (a_loss_that_is_wrapped, False),
+        (a_forward_on_the_backbone, True),
+        (a_forward_on_the_backbone, False),
+        (a_forward_on_the_model, True),
+        (a_hook_on_the_backbone, False),
+        (a_hook_on_the_head, True),
+        (a_hook_on_the_head, False),
+        (a_linear_layer_of_their_class, True),
+        (a_linear_layer_of_their_class, False),
+        (a_hook_on_the_embedding, False),
+        (a_hook_on_the_last_norm, False),
+        (a_hook_on_an_attention, False),
+        (a_compiled_backbone, False),
+        (a_loss_that_is_wrapped, True),
+        (a_loss_that_is_wrapped, False),
     ],
-)  # fmt: skip
-def test_code_of_theirs_sees_what_stock_computes_for_padding(theirs, before, tokens):
-    model, stock, call = model_of(), model_of(), batch()
+)
+def test_user_code_sees_what_stock_computes_for_padding(theirs, before, tokens):
+    model = model_of()
+    stock = model_of()
+    call = batch()
     theirs(stock)
     want = step(stock, call)
     if before:
@@ -142,14 +153,16 @@ def the_first_three_see_each_other(own, *, inputs_embeds, attention_mask, **_):
         (LoraLinear, "forward", lambda own, self, x: own(self, x + x.mean(1, True))),
         (modeling_llama, "create_causal_mask", the_first_three_see_each_other),
     ],
-)  # fmt: skip
-def test_what_is_replaced_in_transformers_or_peft_after_patching(owner, name, change, tokens, monkeypatch):
+)
+def test_functions_replaced_in_transformers_or_peft_after_patching_run(owner, name, change, tokens, monkeypatch):
     def made():
         torch.manual_seed(0)
         config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
         return get_peft_model(model_of(), config)
 
-    model, stock, call = made(), made(), batch()
+    model = made()
+    stock = made()
+    call = batch()
     report = apply_liger(model, ON | {"lora": False})["varlen_attention"]
     monkeypatch.setattr(owner, name, wrapped(getattr(owner, name), change))
     want = step(stock, call)
@@ -178,7 +191,9 @@ def test_a_hook_between_the_backbone_and_the_head(tokens):
 
 
 def test_a_loss_that_is_registered_later(tokens, monkeypatch):
-    model, call, own = model_of(), batch(), LOSS_MAPPING["ForCausalLM"]
+    model = model_of()
+    call = batch()
+    own = LOSS_MAPPING["ForCausalLM"]
 
     def with_a_term(logits, labels, vocab_size, **kwargs):
         return own(logits, labels, vocab_size, **kwargs) + 0.01 * logits.logsumexp(-1).square().mean()
@@ -225,15 +240,18 @@ def test_masks_by_kind_of_layer(tokens):
 @pytest.mark.parametrize(
     "kind, lengths, side, used",
     [
-        ("longrope", (7, 5, 13), "right", False), ("longrope", (7, 5, 20), "right", True),
-        ("dynamic", (7, 5, 13), "right", False), ("dynamic", (7, 5, 13), "left", True),
+        ("longrope", (7, 5, 13), "right", False),
+        ("longrope", (7, 5, 20), "right", True),
+        ("dynamic", (7, 5, 13), "right", False),
+        ("dynamic", (7, 5, 13), "left", True),
     ],
-)  # fmt: skip
+)
 def test_frequencies_that_depend_on_the_longest_position(kind, side, lengths, used, tokens):
-    """Rows that are padded to a width of the user's, which is longer than what the model was trained on."""
+    """The rows are padded to a width of the user's choice, longer than the model was trained on."""
     factors = {"longrope": {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}, "dynamic": {}}[kind]
     rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16, **factors}
-    model, call = model_of(max_position_embeddings=16, rope_parameters=rope), batch(lengths, side)
+    model = model_of(max_position_embeddings=16, rope_parameters=rope)
+    call = batch(lengths, side)
     want = step(model, call)
     patched(model)
     tokens.clear()
@@ -242,7 +260,9 @@ def test_frequencies_that_depend_on_the_longest_position(kind, side, lengths, us
 
 
 def test_layers_that_are_compiled_by_themselves(tokens):
-    model, call, traced = model_of(), batch(), []
+    model = model_of()
+    call = batch()
+    traced = []
     want = step(model, call)
     patched(model)
 
@@ -259,7 +279,7 @@ def test_layers_that_are_compiled_by_themselves(tokens):
 
 
 def test_packed_rows_that_stock_lets_see_each_other_are_never_given_to_it(tokens):
-    """afmoe with SDPA: only attention by lengths keeps rows apart, and a hook would switch that off in silence."""
+    """For afmoe with SDPA, only attention by lengths keeps rows apart, and a hook would silently switch it off."""
     model, _ = build("afmoe")
     model.set_attn_implementation("sdpa")
     model.train()
@@ -268,7 +288,7 @@ def test_packed_rows_that_stock_lets_see_each_other_are_never_given_to_it(tokens
     patched(model)
     inputs = {name: flat[name] for name in ("input_ids", "position_ids")}
     tokens.clear()
-    got = model(**inputs, use_cache=False).logits  # asked for without labels, as an evaluation with metrics does
+    got = model(**inputs, use_cache=False).logits  # a call without labels, like an evaluation with metrics
     torch.testing.assert_close(got, torch.cat(alone, 1), rtol=1e-3, atol=1e-4)
     assert tokens == [sum(LENGTHS)]
     model.model.layers[0].register_forward_hook(lambda module, args, outputs: None)

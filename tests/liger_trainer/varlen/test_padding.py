@@ -1,4 +1,4 @@
-"""The backbone on real tokens only, beside the stock model on the padded batch; packed rows beside rows one by one."""
+"""The backbone on real tokens equals stock on the padded batch; packed rows equal rows one by one."""
 
 import copy
 import pickle
@@ -16,17 +16,30 @@ from liger_trainer.varlen.rows import Rows
 from liger_trainer.varlen.unpad_plan import UnpadPlan
 
 FAMILIES = (
-    "llama", "qwen3", "qwen3_moe", "gemma3_text", "gemma4_text", "granite", "cohere2", "glm4", "phi", "deepseek_v3",
-)  # fmt: skip
-BATCHES = {  # lengths, side, ...: of the padding
-    "right": (LENGTHS, "right"), "left": (LENGTHS, "left"), "one full row": ((20, 5), "right"),
-    "rows of one token": ((1, 6, 1), "right"), "an empty row": ((4, 0, 9), "right"), "one row": ((11,), "right"),
-}  # fmt: skip
+    "llama",
+    "qwen3",
+    "qwen3_moe",
+    "gemma3_text",
+    "gemma4_text",
+    "granite",
+    "cohere2",
+    "glm4",
+    "phi",
+    "deepseek_v3",
+)
+BATCHES = {  # lengths, side, and so on: of the padding
+    "right": (LENGTHS, "right"),
+    "left": (LENGTHS, "left"),
+    "one full row": ((20, 5), "right"),
+    "rows of one token": ((1, 6, 1), "right"),
+    "an empty row": ((4, 0, 9), "right"),
+    "one row": ((11,), "right"),
+}
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("side", ["right", "left"])
-def test_loss_and_gradients_are_those_of_the_padded_batch(name, side, tokens):
+def test_loss_and_gradients_equal_the_padded_batch(name, side, tokens):
     model, call = model_of(name), batch(side=side)
     want = step(model, call)
     patched(model)
@@ -44,7 +57,7 @@ def test_batches(kind, prompt, tokens):
     patched(model)
     tokens.clear()
     got = step(model, call)
-    # The first token of a row that is padded on the left is predicted from padding, whose states stock computes.
+    # In a row padded on the left, padding predicts the first token, with states that stock computes.
     from_padding = ((call["labels"][:, 1:] != -100) & (call["attention_mask"][:, :-1] == 0)).any()
     assert bool(tokens) != bool(from_padding)
     if not want[0].isnan():
@@ -52,7 +65,7 @@ def test_batches(kind, prompt, tokens):
 
 
 def test_a_count_of_labels_from_the_trainer(tokens):
-    """`Trainer` hands it on as a tensor, which the model's forward gives to the backbone."""
+    """`Trainer` passes it as a tensor, and the model's forward passes it to the backbone."""
     model, call = model_of(), batch() | {"num_items_in_batch": torch.tensor(40)}
     want = step(model, call)
     patched(model)
@@ -97,10 +110,11 @@ def test_checkpointing(use_reentrant, tokens):
 
 def test_positions_and_embeddings_of_the_caller(tokens):
     model, call = model_of("qwen3"), batch(side="left")
-    call["position_ids"] = (call["attention_mask"].cumsum(1) - 1).clamp(min=0) * 2  # of nobody else's making
+    call["position_ids"] = (call["attention_mask"].cumsum(1) - 1).clamp(min=0) * 2  # positions that nothing else makes
     embedded = {k: v for k, v in call.items() if k != "input_ids"}
     embeddings = model.get_input_embeddings()(call["input_ids"]).detach().requires_grad_()
-    want, want_embedded = step(model, call), step(model, embedded | {"inputs_embeds": embeddings})
+    want = step(model, call)
+    want_embedded = step(model, embedded | {"inputs_embeds": embeddings})
     want_grad, embeddings.grad = embeddings.grad, None
     patched(model)
     tokens.clear()
@@ -111,8 +125,9 @@ def test_positions_and_embeddings_of_the_caller(tokens):
 
 
 def test_the_loss_that_balances_experts(tokens):
-    """The config asks for it. The model's own output has the logits of routers, those of padding too."""
-    model, call = model_of("qwen3_moe", router_aux_loss_coef=0.1, output_router_logits=True), batch(side="left")
+    """The config asks for it. The model's own output has the routers' logits, including those at padding."""
+    model = model_of("qwen3_moe", router_aux_loss_coef=0.1, output_router_logits=True)
+    call = batch(side="left")
     want, stock = step(model, call), model(**call, use_cache=False)
     patched(model)
     tokens.clear()
@@ -125,7 +140,9 @@ def test_the_loss_that_balances_experts(tokens):
 
 
 def test_hooks_inside_see_the_batch(tokens):
-    model, call, shapes = model_of(), batch(), []
+    model = model_of()
+    call = batch()
+    shapes = []
     want = step(model, call)
     patched(model)
     tokens.clear()
@@ -191,7 +208,7 @@ def test_an_error_in_the_middle_leaves_nothing_behind():
     assert_same_step(step(model, call), want)
 
 
-def test_a_model_whose_states_cannot_be_told_rows_keeps_its_own_code():
+def test_a_state_model_that_cannot_take_offsets_keeps_its_own_code():
     model, _ = with_own_attention("recurrent_gemma")
     report = apply_liger(model, ON)
     assert not report["varlen_attention"].swapped and report["varlen_attention"].unsuited
@@ -232,7 +249,7 @@ def test_compiled_models_compute_padding(tokens):
 
 
 def test_a_last_layer_on_another_device():
-    """accelerate may spread the layers over GPUs, and leaves the batch on the first of them."""
+    """accelerate may spread the layers over GPUs, and leaves the batch on the first."""
     plan = plan_batch(model_of("llama").config, batch(LENGTHS) | {"use_cache": False})
     assert plan.leaves_out
     out = plan.repad(torch.zeros(1, plan.rows.tokens, 8, device="meta"))
@@ -241,8 +258,9 @@ def test_a_last_layer_on_another_device():
 
 @pytest.mark.parametrize("lengths, batch, fits", [((3, 4), 1, False), ((7,), 1, True), ((7, 7), 2, True)])
 def test_positions_that_the_model_makes_itself(lengths, batch, fits):
-    """They say nothing of where the rows of a packed row begin; batches without padding have no such rows."""
-    ids, positions = torch.zeros(batch, 7, dtype=torch.long), torch.arange(7).expand(batch, 7)
+    """They do not show where packed rows start. Batches without padding have no packed rows."""
+    ids = torch.zeros(batch, 7, dtype=torch.long)
+    positions = torch.arange(7).expand(batch, 7)
     given = {"input_ids": ids, "position_ids": positions}
     plan = UnpadPlan(given, Rows(list(lengths), ids.device, batch))
     assert plan.fits(given)
@@ -252,9 +270,10 @@ def test_positions_that_the_model_makes_itself(lengths, batch, fits):
 @pytest.mark.parametrize("call", ["one padded row", "one full row", "a packed row"])
 @pytest.mark.parametrize("name", ["afmoe", "jetmoe", "llama"])
 def test_one_row_a_batch(name, call):
-    """Some models take a view of what attention returns, which for one row has to be contiguous, as in stock."""
+    """Some models view the result of attention. With one row it has to be contiguous, as in stock."""
     model, _ = with_own_attention(name)
-    stock, stock_s = copy.deepcopy(model), batch((13,)) if call == "one padded row" else batch((20,))
+    stock = copy.deepcopy(model)
+    stock_s = batch((13,)) if call == "one padded row" else batch((20,))
     given = stock_s
     if call == "a packed row":  # stock's afmoe lets packed rows see each other
         stock_s = batch((10, 10), width=10, prompt=1)

@@ -1,4 +1,4 @@
-"""Configs keep the name of transformers' attention, under which ours is found from the first patched model on."""
+"""Configs keep the name of transformers' attention. From the first patched model on, it leads to ours."""
 
 import copy
 import gc
@@ -46,7 +46,9 @@ def test_a_copy_outlives_the_model(how, tokens):
 
 @pytest.mark.parametrize("before", [True, False])
 def test_a_function_of_the_user_s_is_used(before, tokens, monkeypatch):
-    called, model, call = [], model_of(), batch()
+    called = []
+    model = model_of()
+    call = batch()
     want = step(model, call)
 
     def theirs(*args, **kwargs):

@@ -1,4 +1,4 @@
-"""Attention within the segments of a sequence: beside float64 with the mask written out."""
+"""Attention within the segments of a sequence equals float64 with the mask written out."""
 
 import pytest
 import torch
@@ -75,7 +75,7 @@ def test_segments_are_read_once_and_again_after_a_change():
 @pytest.mark.parametrize(
     "more", [{"attention_mask": torch.ones(1)}, {"is_causal": True}, {"softcap": 5.0}, {"tokens": TOKENS + 1}]
 )
-def test_what_it_cannot_answer(more):
+def test_calls_that_segments_cannot_serve_are_refused(more):
     given = inputs(tokens=more.pop("tokens", TOKENS))
     with use_segments(segments_of(offsets())), pytest.raises(NotInSegments):
         sdpa_attention(torch.nn.Module(), *given, **({"attention_mask": None} | more))

@@ -1,4 +1,4 @@
-"""Rows that begin alike: what is shared, the same numbers as without, and when nothing is shared."""
+"""Rows with equal beginnings: what is shared, the same numbers as without sharing, and when nothing is shared."""
 
 import copy
 
@@ -16,8 +16,17 @@ from liger_trainer.varlen.groups import ALWAYS, PAYS, Group, SharingRule, find_g
 from liger_trainer.varlen.unpadded_backbone import BackboneBinding
 
 FAMILIES = (
-    "llama", "qwen3", "qwen3_moe", "gemma3_text", "gemma4_text", "granite", "cohere2", "glm4", "phi", "deepseek_v3",
-)  # fmt: skip
+    "llama",
+    "qwen3",
+    "qwen3_moe",
+    "gemma3_text",
+    "gemma4_text",
+    "granite",
+    "cohere2",
+    "glm4",
+    "phi",
+    "deepseek_v3",
+)
 BY_OWN_ATTENTION = ("mixtral", "gpt_oss")  # windows in all layers; sinks, with windows and without
 PROMPTS = (0, 1, 0, 2, 1, 0)  # of each row
 OF_PROMPTS = (9, 4, 6)
@@ -27,7 +36,7 @@ SAVED = 2 * 8 + 1 * 3
 
 
 def batch(side="left", answers=ANSWERS):
-    """Rows as generation gives them, or padded on the right as pairs are; two groups and a lone row."""
+    """Rows as generation makes them, or padded on the right like pairs: two groups and a lone row."""
     draw = torch.Generator().manual_seed(3)
     prompts = [torch.randint(3, VOCAB, (n,), generator=draw) for n in OF_PROMPTS]
     rows = [(prompts[p], torch.randint(3, VOCAB, (n,), generator=draw)) for p, n in zip(PROMPTS, answers, strict=True)]
@@ -56,16 +65,20 @@ def shared_by(model):
 
 @pytest.mark.parametrize("name", [*FAMILIES, *BY_OWN_ATTENTION])
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_loss_and_gradients_are_those_of_the_padded_batch(name, side, tokens):
-    model, call = (drawn_model if name in BY_OWN_ATTENTION else model_of)(name), batch(side)
+def test_loss_and_gradients_equal_the_padded_batch(name, side, tokens):
+    model = (drawn_model if name in BY_OWN_ATTENTION else model_of)(name)
+    call = batch(side)
     want = step(model, call)
     sharing(model)
     tokens.clear()
     assert_same_step(step(model, call), want)
     assert tokens == [TOKENS - SAVED]
     assert shared_by(model).to_dict() == {
-        "calls": 1, "tokens_computed": TOKENS - SAVED, "tokens_saved": SAVED, "calls_not_shared": {}
-    }  # fmt: skip
+        "calls": 1,
+        "tokens_computed": TOKENS - SAVED,
+        "tokens_saved": SAVED,
+        "calls_not_shared": {},
+    }
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -100,8 +113,8 @@ def test_a_batch_without_padding_is_shared_too(tokens):
     assert tokens == [4 * 12 - 3 * 6]
 
 
-def test_a_row_whose_answer_does_not_count_shares_its_prompt(tokens):
-    """TRL masks completions that were cut off: nothing of them is scored."""
+def test_a_row_with_a_masked_answer_shares_its_prompt(tokens):
+    """TRL masks completions that were cut off, so they are not scored."""
     call = batch()
     call["attention_mask"][0, 9:] = 0
     call["labels"][0] = -100
@@ -113,7 +126,7 @@ def test_a_row_whose_answer_does_not_count_shares_its_prompt(tokens):
     assert tokens == [TOKENS - SAVED - ANSWERS[0]]
 
 
-def test_scores_and_hidden_states_of_every_position_are_those_without_sharing():
+def test_scores_and_hidden_states_of_every_position_equal_those_without_sharing():
     model, call = model_of(), batch()
     call |= {"fused_lm_head": True, "token_outputs": ("log_probs", "entropy")}
     own = patched(copy.deepcopy(model))
@@ -177,7 +190,7 @@ def test_positions_of_the_caller_are_not_shared(tokens):
 
 
 def test_a_call_that_fails_on_shared_rows_is_made_without(monkeypatch, tokens):
-    """Found out in a layer: the call is made again, and no later one tries."""
+    """A layer finds out. The call is made again, and later calls do not try."""
     monkeypatch.setattr("liger_trainer.varlen.shared_rows.why_not", lambda query: "its heads are odd")
     model = model_of()
     want = step(model, batch())
@@ -217,9 +230,9 @@ def test_groups_are_found(side):
 
 def test_rows_that_differ_in_one_token_or_one_column_are_no_group():
     call = batch()
-    call["input_ids"][2, 3] += 1  # in the prompt of the second row of the first group
+    call["input_ids"][2, 3] += 1  # in the prompt of the first group's second row
     assert [group.rows for group in found(call)] == [[0, 5], [1, 4]]
-    call["attention_mask"][4, 5] = 0  # a token fewer than the other row of the second group
+    call["attention_mask"][4, 5] = 0  # a token fewer than the second group's other row
     assert [group.rows for group in found(call)] == [[0, 5]]
 
 

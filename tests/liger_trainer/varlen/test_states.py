@@ -1,4 +1,4 @@
-"""Layers that keep a state (convolution, linear attention, state space) on real tokens, beside stock on rows alone."""
+"""Layers with a state (convolution, linear attention, state space) on real tokens equal stock on single rows."""
 
 import copy
 import importlib
@@ -7,7 +7,7 @@ import types
 import pytest
 import torch
 from datasets import Dataset
-from parity import KeepGradients
+from parity import KeepGradients, logged_values
 from peft import LoraConfig, get_peft_model
 from tiny_models import ragged_rows, tiny_tokenizer
 from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
@@ -40,7 +40,7 @@ def patched(model):
 
 
 def step_of(model, *calls):
-    """(loss, gradients) of calls whose losses are summed."""
+    """(loss, gradients) of calls with summed losses."""
     model.zero_grad()
     total = torch.zeros(())
     for call in calls:
@@ -51,7 +51,7 @@ def step_of(model, *calls):
 
 
 def alone(call):
-    """The rows of a padded batch as batches of one row, whose losses are shares of that of the batch."""
+    """The rows of a padded batch as one-row batches, each with its share of the batch's loss."""
     count = (call["labels"][:, 1:] != -100).sum()
     rows = [{name: torch.tensor([ids]) for name, ids in row.items()} for row in rows_of(call)]
     return [row | {"num_items_in_batch": count} for row in rows if (row["labels"][:, 1:] != -100).any()]
@@ -63,7 +63,7 @@ def packed(call, **options):
 
 @pytest.fixture
 def planned(monkeypatch):
-    """The plans by which backbones have run."""
+    """The plans that backbones used."""
     found, own = [], unpad_plan.UnpadPlan.unpad
     monkeypatch.setattr(unpad_plan.UnpadPlan, "unpad", lambda self, *given: found.append(self) or own(self, *given))
     return found
@@ -75,7 +75,7 @@ def test_rows_together_are_rows_alone(name, planned):
     right, left = batch(LENGTHS), batch(LENGTHS, "left")
     want, wanted_of_left = step_of(model, *alone(right)), step_of(model, *alone(left))
     patched(model)
-    told = packed(right, return_flash_attn_kwargs=True, return_seq_idx=True)  # for which stock raises, or mixes
+    told = packed(right, return_flash_attn_kwargs=True, return_seq_idx=True)  # stock raises, or mixes rows
     for call, wanted in ((right, want), (left, wanted_of_left), (packed(right), want), (told, want)):
         planned.clear()
         got = step_of(model, call)
@@ -85,7 +85,7 @@ def test_rows_together_are_rows_alone(name, planned):
 
 @pytest.mark.parametrize("name", TYPES)
 def test_rows_of_one_token(name):
-    """Alone, such a row has nothing to predict; beside others it must not change them."""
+    """Alone, such a row has nothing to predict. Next to others it must not change them."""
     model = drawn_model(name)
     right, left = batch((1, 9, 1), width=9), batch((1, 9, 1), "left", width=9)
     want, wanted_of_left = step_of(model, *alone(right)), step_of(model, *alone(left))
@@ -151,7 +151,8 @@ def test_lora_on_the_projections(name, checkpointing):
 
 def test_a_copy_and_a_model_without_ours():
     model = drawn_model("lfm2")
-    call, before = batch(LENGTHS), {name: dict(vars(m)) for name, m in model.named_modules()}
+    call = batch(LENGTHS)
+    before = {name: dict(vars(m)) for name, m in model.named_modules()}
     want = step_of(model, *alone(call))
     patched(model)
     twin = copy.deepcopy(model)
@@ -191,7 +192,7 @@ def test_a_layer_that_lets_rows_mix_is_seen_by_the_proof(monkeypatch):
 
 
 def test_packed_rows_never_run_in_the_models_own_code():
-    """They would mix there without a sign, as in stock: that is an error, and padded rows run as they are."""
+    """They would silently mix there, as in stock. So that is an error, and padded rows run as they are."""
     model = patched(drawn_model("qwen3_5_text"))
     call = batch(LENGTHS)
     want = step_of(model, call)
@@ -208,7 +209,7 @@ def test_packed_rows_never_run_in_the_models_own_code():
 
 
 def test_a_global_of_the_decoder_that_has_changed(monkeypatch):
-    """The decoder runs with globals of its own. Where the module has others now, its own code runs."""
+    """The decoder runs with its own globals. If the module's globals have changed, the module's own code runs."""
     model = patched(drawn_model("lfm2"))
     call = batch(LENGTHS)
     want = step_of(model, call)
@@ -231,17 +232,27 @@ def test_rows_may_be_packed_once_they_are_told():
 def trained(trainer_class, args_class, model, rows, folder, *, size=8, collator=None, **options):
     """(gradients of each step, losses) of a training of one epoch with SGD."""
     args = args_class(
-        output_dir=str(folder / trainer_class.__name__), per_device_train_batch_size=size, num_train_epochs=1,
-        logging_steps=1, save_strategy="no", report_to="none", disable_tqdm=True, use_cpu=True, optim="sgd",
-        learning_rate=0.1, max_grad_norm=0.0, bf16=False, **options,
-    )  # fmt: skip
+        output_dir=str(folder / trainer_class.__name__),
+        per_device_train_batch_size=size,
+        num_train_epochs=1,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+        optim="sgd",
+        learning_rate=0.1,
+        max_grad_norm=0.0,
+        bf16=False,
+        **options,
+    )
     given = {"data_collator": collator} if collator is not None else {"processing_class": tiny_tokenizer()}
     kept = KeepGradients()
     trainer = trainer_class(
         model=copy.deepcopy(model), args=args, train_dataset=Dataset.from_list(rows), callbacks=[kept], **given
     )
     trainer.train()
-    return kept.steps, [log["loss"] for log in trainer.state.log_history if "loss" in log]
+    return kept.steps, logged_values(trainer, "loss")
 
 
 def assert_same_training(got, want):
@@ -256,34 +267,56 @@ def assert_same_training(got, want):
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("name", TYPES)
 def test_trainer_with_flattened_rows(name, checkpointing, tmp_path):
-    """`LigerTrainer` with `DataCollatorWithFlattening` beside `Trainer` with one row a micro-batch."""
+    """`LigerTrainer` with `DataCollatorWithFlattening` equals `Trainer` with one row per micro-batch."""
     model, rows = drawn_model(name), rows_of(batch((7, 2, 20, 13, 5, 9, 3, 11)))
     flatten = DataCollatorWithFlattening()
     want = trained(
-        Trainer, TrainingArguments, model, rows, tmp_path, size=1, collator=flatten, gradient_accumulation_steps=4,
+        Trainer,
+        TrainingArguments,
+        model,
+        rows,
+        tmp_path,
+        size=1,
+        collator=flatten,
+        gradient_accumulation_steps=4,
         train_sampling_strategy="sequential",
-    )  # fmt: skip
+    )
     got = trained(
-        LigerTrainer, LigerTrainingArguments, model, rows, tmp_path, size=4, collator=flatten, use_liger=True,
-        gradient_checkpointing=checkpointing, train_sampling_strategy="sequential",
-    )  # fmt: skip
+        LigerTrainer,
+        LigerTrainingArguments,
+        model,
+        rows,
+        tmp_path,
+        size=4,
+        collator=flatten,
+        use_liger=True,
+        gradient_checkpointing=checkpointing,
+        train_sampling_strategy="sequential",
+    )
     assert_same_training(got, want)
 
 
 @pytest.mark.parametrize("name", TYPES)
 def test_sft_packing(name, tmp_path):
-    """All rows in a step: packed in ours, padded in TRL's."""
+    """A step has all rows: packed in ours, padded in TRL's."""
     model, rows = drawn_model(name), ragged_rows()
     want = trained(SFTTrainer, SFTConfig, model, rows, tmp_path, size=len(rows), max_length=64)
     got = trained(
-        LigerSFTTrainer, LigerSFTConfig, model, rows, tmp_path, size=len(rows), max_length=64, packing=True,
+        LigerSFTTrainer,
+        LigerSFTConfig,
+        model,
+        rows,
+        tmp_path,
+        size=len(rows),
+        max_length=64,
+        packing=True,
         gradient_checkpointing=True,
-    )  # fmt: skip
+    )
     assert_same_training(got, want)
 
 
 def test_a_model_that_cannot_be_told_keeps_its_padding(monkeypatch):
-    """A decoder that makes no mask for its state layers, as those of transformers before 5.24, is as before."""
+    """A decoder that makes no mask for its state layers, as before transformers 5.24, runs as before."""
     monkeypatch.setattr(state_layers, "MASK_OF_STATES", "create_no_such_mask")
     model = drawn_model("qwen3_5_text")
     report = apply_liger(model, ON)["varlen_attention"]

@@ -1,4 +1,4 @@
-"""Attention over rows that lie one after the other, beside SDPA with the mask written out."""
+"""Attention over concatenated rows equals SDPA with the mask written out."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def rows():
 
 
 def seen(window=None):
-    """(T, T), which tokens each token sees."""
+    """(T, T): the tokens that each token sees."""
     row = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
     at = torch.arange(TOKENS)
     distance = at[:, None] - at
@@ -72,8 +72,8 @@ def test_masks_are_known_by_their_code():
         chunked = row_mask((), made | {"mask_function": chunks, "local_size": 3})
         more = row_mask((), made | {"mask_function": lambda *at: at[2] >= at[3]})
         window = sliding_window_causal_mask_function(4)
-        beside = or_masks(window, lambda b, h, q, k: (k == 2) & (q >= k))  # at the edges of a window it is one
-        also = row_mask((), made | {"mask_function": beside, "local_size": 4})
+        widened = or_masks(window, lambda b, h, q, k: (k == 2) & (q >= k))  # at the edges of a window it looks like one
+        also = row_mask((), made | {"mask_function": widened, "local_size": 4})
         longer = row_mask((), made | {"kv_length": TOKENS + 1})
     assert (causal.window, causal.unknown) == (None, None)
     assert (sliding.window, one.window, sliding.unknown, one.unknown) == (3, 1, None, None)
@@ -87,10 +87,13 @@ def test_masks_are_known_by_their_code():
 
 @pytest.mark.parametrize(
     "given, message",
-    [({"position_bias": torch.ones(1)}, "position_bias"), ({"softcap": 2.0, "dropout": 0.1}, "dropout"),
-     ({"s_aux": torch.ones(3)}, "sinks for each token")],
-)  # fmt: skip
-def test_what_changes_scores_is_not_for_rows(given, message):
+    [
+        ({"position_bias": torch.ones(1)}, "position_bias"),
+        ({"softcap": 2.0, "dropout": 0.1}, "dropout"),
+        ({"s_aux": torch.ones(3)}, "sinks for each token"),
+    ],
+)
+def test_options_that_change_scores_are_refused_for_rows(given, message):
     with pytest.raises(NotForRows, match=message):
         sdpa_attention(torch.nn.Module(), *inputs(), RowMask(rows()), **given)
 
@@ -109,14 +112,12 @@ def test_chunks_are_rows_of_their_own(rows_of):
 
 
 def test_rows_of_a_batch():
-    """What lies in a batch of two rows is what lies in one row, and comes back in the shape of the batch."""
+    """A batch of two rows gives the numbers of one concatenated row, in the shape of the batch."""
     query, key, value = (x[:, :, :16] for x in inputs())
     batch = [x[0].unflatten(1, (2, 8)).transpose(0, 1) for x in (query, key, value)]
     lengths = [5, 3, 8]
     for window in (None, 3):
-        in_one, _ = sdpa_attention(
-            torch.nn.Module(), query, key, value, RowMask(Rows(lengths, query.device), window)
-        )  # fmt: skip
+        in_one, _ = sdpa_attention(torch.nn.Module(), query, key, value, RowMask(Rows(lengths, query.device), window))
         in_two, _ = sdpa_attention(torch.nn.Module(), *batch, RowMask(Rows(lengths, query.device, 2), window))
         assert in_two.shape == (2, 8, 4, 8)
         torch.testing.assert_close(in_two.flatten(0, 1), in_one[0])
@@ -130,7 +131,7 @@ def test_without_rows_it_is_transformers_own_attention():
 
 
 def test_the_kernel_is_asked_for_what_it_knows(monkeypatch):
-    """PyTorch has no such kernel for CPUs: what one in its place is handed, and the gradients that come back."""
+    """PyTorch has no such kernel for CPUs. Checks a substitute's arguments and the gradients that come back."""
     handed, returned = {}, []
 
     def attended(query, key, value, window):
@@ -141,9 +142,21 @@ def test_the_kernel_is_asked_for_what_it_knows(monkeypatch):
         return out[0].transpose(0, 1).contiguous()
 
     def forward(
-        query, key, value, starts, ends, longest, longest_key, dropout, is_causal, debug, *, scale=None,
-        window_size_left=None, window_size_right=None,
-    ):  # fmt: skip
+        query,
+        key,
+        value,
+        starts,
+        ends,
+        longest,
+        longest_key,
+        dropout,
+        is_causal,
+        debug,
+        *,
+        scale=None,
+        window_size_left=None,
+        window_size_right=None,
+    ):
         handed.update(shapes=(query.shape, key.shape, value.shape), longest=(longest, longest_key))
         handed.update(window=(is_causal, window_size_left, window_size_right), rest=(dropout, debug, scale))
         assert query.is_contiguous() and starts.dtype == torch.int32 and starts.data_ptr() == ends.data_ptr()
@@ -151,9 +164,25 @@ def test_the_kernel_is_asked_for_what_it_knows(monkeypatch):
         return attended(query, key, value, window_size_left), *rest
 
     def backward(
-        gradient, query, key, value, out, sums, starts, ends, longest, longest_key, dropout, is_causal, state, unused,
-        *, scale=None, window_size_left=None, window_size_right=None,
-    ):  # fmt: skip
+        gradient,
+        query,
+        key,
+        value,
+        out,
+        sums,
+        starts,
+        ends,
+        longest,
+        longest_key,
+        dropout,
+        is_causal,
+        state,
+        unused,
+        *,
+        scale=None,
+        window_size_left=None,
+        window_size_right=None,
+    ):
         returned.append((is_causal, window_size_left, window_size_right))
         return 2 * query, 3 * key, 4 * value
 

@@ -1,4 +1,4 @@
-"""An EAGLE-3 drafter beside a target on real tokens only, and the same training on padded batches."""
+"""An EAGLE-3 drafter on a target with real tokens only trains as on padded batches."""
 
 import copy
 
@@ -30,7 +30,7 @@ def logged(model, folder, varlen, side, tokens):
         return turned
 
     trainer.data_collator = padded
-    tokens.clear()  # of the proof
+    tokens.clear()  # left from the proof
     trainer.train()
     names = ("loss", "grad_norm", "eagle_step1_loss", "eagle_step3_accuracy")
     logs = [log for log in trainer.state.log_history if "loss" in log]
@@ -38,8 +38,8 @@ def logged(model, folder, varlen, side, tokens):
 
 
 @pytest.mark.parametrize("side", ["right", "left"])
-def test_losses_are_those_of_padded_batches(side, tmp_path, tokens):
-    """The hooks that read hidden states see the real tokens alone, or the padded rows."""
+def test_losses_equal_padded_batches(side, tmp_path, tokens):
+    """The hooks that read hidden states see only real tokens, or padded rows."""
     model = eagle_target()
     model.set_attn_implementation("sdpa")
     want = logged(model, tmp_path / "padded", False, side, tokens)

@@ -1,4 +1,4 @@
-"""On a GPU: attention by PyTorch's kernel for rows of uneven length beside float64, and who waits for the GPU.
+"""On a GPU: attention by PyTorch's kernel for rows of uneven length against float64, and who waits for the GPU.
 
 CUDA_VISIBLE_DEVICES=0 pytest -m gpu tests/liger_trainer/varlen/test_varlen_gpu.py
 """
@@ -81,11 +81,17 @@ def waits_are_errors():
 
 
 def test_a_call_waits_for_nothing():
-    """Neither the plan nor the backbone, where the batch comes from the host. Else the plan is made with one wait."""
+    """Neither the plan nor the backbone waits if the batch comes from the host. Otherwise the plan waits once."""
     config = LlamaConfig(
-        vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, attn_implementation="sdpa", use_cache=False,
-    )  # fmt: skip
+        vocab_size=512,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        attn_implementation="sdpa",
+        use_cache=False,
+    )
     with torch.device("cuda"):
         model = LlamaForCausalLM(config).bfloat16()
     apply_liger(model, {"varlen_attention": True})
@@ -109,13 +115,20 @@ def test_a_call_waits_for_nothing():
 
 def test_padded_rows_in_bf16_are_as_near_to_fp32_as_stock_s():
     config = LlamaConfig(
-        vocab_size=512, hidden_size=512, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=8,
-        num_key_value_heads=2, attn_implementation="sdpa", use_cache=False,
-    )  # fmt: skip
+        vocab_size=512,
+        hidden_size=512,
+        intermediate_size=1024,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        attn_implementation="sdpa",
+        use_cache=False,
+    )
     torch.manual_seed(0)
     with torch.device("cuda"):
         model = LlamaForCausalLM(config)
-    ids, mask = torch.randint(3, 500, (8, 512), device="cuda"), torch.ones(8, 512, device="cuda", dtype=torch.long)
+    ids = torch.randint(3, 500, (8, 512), device="cuda")
+    mask = torch.ones(8, 512, device="cuda", dtype=torch.long)
     for row in range(1, 8):
         mask[row, 512 - 60 * row :] = 0
     call = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
@@ -138,12 +151,16 @@ def test_padded_rows_in_bf16_are_as_near_to_fp32_as_stock_s():
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_a_model_spread_over_two_gpus(tmp_path):
-    """As `device_map="auto"` does it, TRL's default in a run of one process."""
+    """`device_map="auto"` does this, TRL's default in one process."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
         vocab_size=128,
-    )  # fmt: skip
+    )
     LlamaForCausalLM(config).save_pretrained(tmp_path)
     first = {"model.embed_tokens": 0, "model.layers.0": 0, "model.rotary_emb": 0}
     spread = first | {"model.layers.1": 1, "model.norm": 1, "lm_head": 1}

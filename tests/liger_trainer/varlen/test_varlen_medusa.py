@@ -1,4 +1,4 @@
-"""Medusa heads on real tokens only, beside the same training on padded batches."""
+"""Medusa heads on real tokens only train as on padded batches."""
 
 import copy
 
@@ -25,7 +25,7 @@ def logged(model, folder, varlen, side, tokens, **options):
         return turned
 
     trainer.data_collator = padded
-    tokens.clear()  # of the proof
+    tokens.clear()  # left from the proof
     trainer.train()
     names = ("loss", "grad_norm", "medusa_head1_loss", "medusa_head2_accuracy")
     logs = [log for log in trainer.state.log_history if "loss" in log]
@@ -34,7 +34,7 @@ def logged(model, folder, varlen, side, tokens, **options):
 
 @pytest.mark.parametrize("side", ["right", "left"])
 @pytest.mark.parametrize("stage, targets", [(1, "hard"), (1, "soft"), (2, "hard")])
-def test_losses_are_those_of_padded_batches(stage, targets, side, tmp_path, tokens):
+def test_losses_equal_padded_batches(stage, targets, side, tmp_path, tokens):
     model = tiny_model("llama")
     model.set_attn_implementation("sdpa")
     options = {"medusa_stage": stage, "medusa_targets": targets, "optim": "sgd", "learning_rate": 0.1}
@@ -42,5 +42,5 @@ def test_losses_are_those_of_padded_batches(stage, targets, side, tmp_path, toke
     assert tokens == []
     got = logged(model, tmp_path / "varlen", True, side, tokens, **options)
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
-    # In two of the batches that are padded on the left, the first token of a row has a label, which padding predicts.
+    # In two of the batches padded on the left, the first token of a row has a label, which padding predicts.
     assert len(tokens) == (3 if side == "right" else 1)

@@ -1,4 +1,4 @@
-"""Models whose attention is not plain causal: sliding windows, chunks, sinks and soft caps, beside their own code."""
+"""Models with attention that is not plain causal equal their own code: sliding windows, chunks, sinks, soft caps."""
 
 import copy
 
@@ -33,7 +33,7 @@ GEMMA2 = pytest.param("gemma2", marks=pytest.mark.skipif(SDPA_WITHOUT_CAP, reaso
 
 
 def of(name, **config):
-    """One with its own attention: SDPA where its class has it, else eager."""
+    """A model with its own attention: SDPA if its class has it, else eager."""
     model = tiny_model(name, **({"attn_temperature_tuning": False} if name == "llama4_text" else {}) | config)
     if model._supports_sdpa:
         model.set_attn_implementation("sdpa")
@@ -47,7 +47,7 @@ def full(rows=3, width=20, mask=True):
 
 @pytest.fixture
 def masks(monkeypatch):
-    """The masks by which layers attend, call by call: a `RowMask` or transformers' own."""
+    """The masks that layers attend by, call by call: a `RowMask` or transformers' own."""
     seen, by_rows = [], attention._by_rows
 
     def noted(query, key, value, mask, *args, **kwargs):
@@ -60,7 +60,7 @@ def masks(monkeypatch):
 
 @pytest.mark.parametrize("name", [*list(KINDS)[:-1], GEMMA2])
 @pytest.mark.parametrize("rows", ["padded right", "padded left", "full", "full without a mask", "packed"])
-def test_a_step_is_stock_s(name, rows, masks):
+def test_a_step_equals_stock(name, rows, masks):
     call = batch(side=rows.split()[-1]) if "padded" in rows else full(mask="without" not in rows)
     call = batch(prompt=1) if rows == "packed" else call
     model = of(name)
@@ -75,7 +75,7 @@ def test_a_step_is_stock_s(name, rows, masks):
 
 @pytest.mark.skipif(not SDPA_WITHOUT_CAP, reason="transformers gives Gemma 2 eager attention, which has the cap")
 def test_a_cap_that_sdpa_leaves_out_stays_out(masks):
-    """Rows without padding would have it, which the proof sees."""
+    """Rows without padding would have it, and the proof notices."""
     model, call = of("gemma2"), batch()
     want = step(model, call)
     report = apply_liger(model, ON)["varlen_attention"]
@@ -87,12 +87,12 @@ def test_a_cap_that_sdpa_leaves_out_stays_out(masks):
 @pytest.mark.parametrize("name", ["mistral", "gemma3_text", "cohere2"])
 @pytest.mark.parametrize("before", [True, False], ids=["before patching", "after it"])
 def test_layers_that_are_told_to_see_later_tokens(before, name, masks):
-    """SDPA has no mask in rows without padding that are no longer than the window."""
+    """SDPA gets no mask for rows without padding that are no longer than the window."""
     model, call = of(name), full(width=9)
     if before:
         _not_causal(model)
     report = apply_liger(model, ON)["varlen_attention"]
-    masks.clear()  # of the proof
+    masks.clear()  # left from the proof
     _not_causal(model)
     stock = of(name)
     _not_causal(stock)
@@ -108,8 +108,9 @@ def _not_causal(model):
 
 @pytest.mark.parametrize("lengths", [LENGTHS, (13,)], ids=["four rows", "one row"])
 def test_a_scale_of_columns_keeps_padding(lengths, masks):
-    """Llama 4 scales queries by their columns, with which padding on the left is counted."""
-    model, call = of("llama4_text", attn_temperature_tuning=True), batch(lengths, side="left")
+    """Llama 4 scales queries by their columns, which count padding on the left."""
+    model = of("llama4_text", attn_temperature_tuning=True)
+    call = batch(lengths, side="left")
     want = step(model, call)
     patched(model)
     masks.clear()
@@ -130,11 +131,11 @@ def test_checkpointed_layers(name, reentrant, masks):
 
 
 def test_a_window_as_long_as_the_rows_is_plain_causal(masks, monkeypatch):
-    """SDPA without a mask, as it is the fastest; transformers gives it one of 16 x 16 here."""
+    """SDPA runs without a mask, which is fastest. transformers gives it one of 16 x 16 here."""
     given, own = [], torch.nn.functional.scaled_dot_product_attention
     monkeypatch.setattr(
         torch.nn.functional, "scaled_dot_product_attention", lambda *a, **k: given.append(k) or own(*a, **k)
-    )  # fmt: skip
+    )
     model, call = of("mistral"), full(width=16)
     want = step(model, call)
     assert all(x["attn_mask"] is not None for x in given)
@@ -154,10 +155,12 @@ def test_full_rows_of_plain_causal_models_stay_as_they_are(masks):
 
 
 def test_temperatures_by_the_place_in_the_batch_keep_padding(masks):
-    """Llama 4 scales queries by their place in the batch, which are others without padding. Full rows keep theirs."""
+    """Llama 4 scales queries by their place in the batch, which changes without padding. Full rows keep theirs."""
     layers = {"num_hidden_layers": 5, "moe_layers": [], "no_rope_layers": [1, 1, 1, 1, 0]}
     layers |= {"layer_types": ["chunked_attention"] * 4 + ["full_attention"], "attn_temperature_tuning": True}
-    model, padded, whole = of("llama4_text", **layers), batch(side="left"), full()
+    model = of("llama4_text", **layers)
+    padded = batch(side="left")
+    whole = full()
     want_padded, want = step(model, padded), step(model, whole)
     report = apply_liger(model, ON)["varlen_attention"]
     assert "computes padding" in report.swapped["model"] and "differs" in report.swapped["model"]
@@ -286,10 +289,11 @@ def test_rows_stay_apart():
 
 
 def test_a_layer_that_is_called_with_a_mask_of_its_own(masks):
-    """An attention that is called outside of its model has no rows."""
+    """An attention that is called outside its model has no rows."""
     model = patched(of("gpt_oss"))
     layer = model.model.layers[0].self_attn
-    hidden, angles = torch.randn(1, 5, 32), model.model.rotary_emb(torch.randn(1), torch.arange(5)[None])
+    hidden = torch.randn(1, 5, 32)
+    angles = model.model.rotary_emb(torch.randn(1), torch.arange(5)[None])
     out, weights = layer(hidden, angles, torch.zeros(1, 1, 5, 5))
     assert out.shape == (1, 5, 32) and weights is not None and isinstance(layer, nn.Module)
     assert LENGTHS

@@ -1,4 +1,4 @@
-"""On a GPU: models with windows, sinks and soft caps beside their own attention, in full, padded and packed rows.
+"""On a GPU, models with windows, sinks and soft caps equal their own attention on full, padded and packed rows.
 
 CUDA_VISIBLE_DEVICES=0 pytest -m gpu tests/liger_trainer/varlen/test_windows_gpu.py
 """
@@ -41,7 +41,7 @@ def batch(kind):
 @pytest.mark.parametrize("kind", ["full", "padded"])
 def test_bf16_is_as_near_to_fp32_as_stock_s(kind, name):
     options = {"attn_temperature_tuning": False, "attention_chunk_size": 90} if name == "llama4_text" else {}
-    if name in ("gpt_oss", "llama4_text"):  # as a router in bf16 chooses other experts, all are chosen
+    if name in ("gpt_oss", "llama4_text"):  # a bf16 router chooses other experts, so all are chosen
         options |= {"num_experts_per_tok": 4}
     call, model = batch(kind), model_of(name, **options)
     want = step(model, call)
@@ -64,7 +64,7 @@ def test_bf16_is_as_near_to_fp32_as_stock_s(kind, name):
 
 @pytest.mark.parametrize("name", ["gemma3_text", "mistral", "gemma2"])  # the experts of gpt-oss wait
 def test_rows_without_padding_wait_for_labels_alone(name):
-    """The head asks which labels there are; nothing else asks the GPU."""
+    """The head asks for the labels. Nothing else asks the GPU."""
     model = model_of(name, torch.bfloat16)
     assert apply_liger(model, {"varlen_attention": True})["varlen_attention"].swapped
     given = {name: x.cpu().pin_memory() for name, x in batch("full").items()}
@@ -78,7 +78,7 @@ def test_rows_without_padding_wait_for_labels_alone(name):
 @pytest.mark.parametrize("window", [None, 70])
 @pytest.mark.parametrize("batch", [1, 3])
 def test_rows_of_one_length(batch, window, monkeypatch):
-    """SDPA without a window, the kernel with one, whether they lie in one row or in a batch; beside float64."""
+    """Without a window SDPA runs, with one the kernel, for one row or a batch; compared with float64."""
     monkeypatch.setattr(attention, "_row_by_row", None)
     torch.manual_seed(0)
     given = [
@@ -99,7 +99,5 @@ def test_rows_of_one_length(batch, window, monkeypatch):
     seen = (distance >= 0) & (distance < (window or 200))
     scores = (q @ k.repeat_interleave(2, 1).mT * 0.125).masked_fill(~seen, float("-inf"))
     want = (scores.softmax(-1) @ v.repeat_interleave(2, 1)).transpose(1, 2).reshape(got.shape)
-    for mine, theirs in zip(
-        (got, *grads), (want, *torch.autograd.grad(want, exact, upstream.double())), strict=True
-    ):  # fmt: skip
+    for mine, theirs in zip((got, *grads), (want, *torch.autograd.grad(want, exact, upstream.double())), strict=True):
         assert (mine.double() - theirs).norm() <= 3 * torch.finfo(torch.bfloat16).eps * theirs.norm()

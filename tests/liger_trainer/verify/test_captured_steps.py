@@ -1,4 +1,4 @@
-"""The check of `verify` that captured steps are uncaptured ones. On a CPU what is captured runs again as Python."""
+"""`verify` checks that captured steps equal uncaptured ones. On a CPU, recorded Python runs again."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def check_of(tmp_path, setup, **options):
 SETUPS = {
     "SFT": ("SFT", {}),
     "Medusa": ("Medusa", {}),  # its frozen model runs in evaluation mode within the call
-    "DPO, LoRA": ("DPO", {"peft_config": lora()}),  # TRL checkpoints, but for the reference
+    "DPO, LoRA": ("DPO", {"peft_config": lora()}),  # TRL checkpoints, except for the reference
 }
 
 
@@ -35,7 +35,7 @@ def test_silent_where_nothing_is_wrong(name, tmp_path, monkeypatch):
 
 
 def embeddings_stay(monkeypatch):
-    """Those of the first batch are replayed for ever. The comparison at the capture cannot see it."""
+    """The first batch's embeddings are replayed for ever. The comparison at the capture cannot see it."""
     fill = CapturedSize.fill
 
     def once(self, batch):

@@ -1,6 +1,6 @@
-"""Training in bf16 of trainers that write completions: all runs get those of the stock trainer in fp32.
+"""bf16 training of trainers that write completions: all runs get the stock trainer's completions from fp32.
 
-A model writes another text in bf16 than in fp32, in ours as in the stock trainer. With the seeds here, it does.
+A model writes another text in bf16 than in fp32, with our trainer and with stock. With the seeds here, it does.
 """
 
 import pytest
@@ -29,7 +29,7 @@ def written_by(folder, given=None, **options):
     return seen.generations
 
 
-def test_gradients_in_bf16_are_those_of_the_same_completions(tmp_path):
+def test_bf16_gradients_are_compared_on_the_same_completions(tmp_path):
     found = bf16_check(tmp_path, "GRPO")
     assert found.verdict == "ok" and 0.5 < found.figure < 2, found.line
 

@@ -7,7 +7,7 @@ from liger_trainer.head.targets import head_targets
 from liger_trainer.verify.medusa import _targets
 
 HEADS, LENGTH = 3, 17
-STARTS = torch.tensor([0, 1, 4, 11])  # of the documents in a packed row; the first has one token
+STARTS = torch.tensor([0, 1, 4, 11])  # lengths of the documents in a packed row; the first has one token
 LENGTHS = torch.tensor([[LENGTH], [9], [2]])
 
 

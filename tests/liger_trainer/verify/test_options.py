@@ -53,7 +53,7 @@ def test_adapters_drop_out_as_in_the_stock_trainer(tmp_path):
 def test_wrong_dropout_of_an_adapter_is_found(faulty, tmp_path, monkeypatch):
     stock, train = lora_layers.apply_dropout_mask, Trainer.train
 
-    def with_the_bug(self, *args, **kwargs):  # not before: the proof of a layer would refuse it
+    def with_the_bug(self, *args, **kwargs):  # not earlier: the proof of a layer would refuse it
         with mock.patch.object(lora_layers, "apply_dropout_mask", lambda x, part: faulty(stock, x, part)):
             return train(self, *args, **kwargs)
 
@@ -75,7 +75,7 @@ def what_is_kept_is_not_scaled(parameters, hidden, kept):
     parameters["lora_input"] = parameters["lora_input"] * 0.8
 
 
-def a_mask_is_used_twice(parameters, hidden, kept):  # which only the second micro-batch shows
+def a_mask_is_used_twice(parameters, hidden, kept):  # only the second micro-batch shows it
     mask = kept.setdefault("mask", (parameters["lora_input"] != 0).detach())
     width = min(mask.shape[1], hidden.shape[1])
     masked = hidden[:, :width] * mask[:, :width] / 0.8
@@ -99,7 +99,7 @@ def test_dropout_is_compared_only_where_both_draw_alike(tmp_path):
     assert dropout_check(tmp_path, "DPO").verdict == "-"
 
 
-def test_steps_in_the_backward_pass_are_those_after_it(tmp_path):
+def test_steps_in_the_backward_pass_equal_steps_after_it(tmp_path):
     assert backward_check(tmp_path, **WITHIN).verdict == "ok"
     assert backward_check(tmp_path).verdict == "-"
 

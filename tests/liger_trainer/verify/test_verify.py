@@ -1,4 +1,4 @@
-"""`liger-trainer verify`: silent where nothing is wrong, for every trainer and every shipped recipe, and its output."""
+"""`liger-trainer verify` is silent on correct code, for every trainer and shipped recipe; and its output."""
 
 import json
 import math
@@ -19,8 +19,9 @@ from liger_trainer.verify.runs import Bench, OtherOrder
 
 GROUPED = {"options": {"beta": 0.04, "num_iterations": 2}, "peft_config": lora()}
 STAGE_2 = {
-    "options": {"medusa_stage": 2, "medusa_heads_coefficient": 0.1, "medusa_schedule": "sine"}, "peft_config": lora(),
-}  # fmt: skip
+    "options": {"medusa_stage": 2, "medusa_heads_coefficient": 0.1, "medusa_schedule": "sine"},
+    "peft_config": lora(),
+}
 SETUPS = {
     "Trainer": ("", {"options": {"label_smoothing_factor": 0.1}}),
     "Trainer, LoRA": ("", {"peft_config": lora()}),
@@ -62,9 +63,12 @@ def test_what_applies_is_checked_and_what_does_not_says_so():
     found = {check.name: check for check in report.checks}
     left_out = {name for name, check in found.items() if check.verdict == "-"}
     assert left_out == {
-        "captured steps = uncaptured", "optimizer in backward = after it", "padded rows = unpadded rows",
-        "padding on the left", "reference model",
-    }  # fmt: skip
+        "captured steps = uncaptured",
+        "optimizer in backward = after it",
+        "padded rows = unpadded rows",
+        "padding on the left",
+        "reference model",
+    }
     assert all(check.figure is None for check in report.checks if check.verdict == "-")
     assert 0 < found["gradients"].figure < 1e-5 and found["gradients"].tolerance >= RTOL
     assert report.compared_with == "SFTTrainer" and "swiglu 2/2" in report.swapped
@@ -73,7 +77,7 @@ def test_what_applies_is_checked_and_what_does_not_says_so():
 
 
 @pytest.mark.slow
-def test_what_the_stock_trainer_refuses_is_compared_with_full_logits():
+def test_options_that_stock_refuses_equal_full_logits():
     report = verify(setup_of("SFT", peft_config=lora("q_proj", "lm_head")))
     assert report.failed == [] and "nothing swapped, because of SFTTrainer's ValueError" in report.compared_with
 
@@ -95,7 +99,7 @@ def test_a_step_that_raises_has_failed(monkeypatch):
     ]
 
 
-# By what figures are judged
+# The figures that decide
 
 
 def test_errors_are_relative_to_a_tensor_or_to_the_largest_where_it_is_nothing():
@@ -177,15 +181,30 @@ def test_what_cannot_be_reached_says_what_to_pass(recipe, tmp_path, capsys):
 
 
 LLAMA_3 = {
-    "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-    "num_attention_heads": 32, "num_key_value_heads": 8, "rope_theta": 500000.0, "max_position_embeddings": 8192,
-}  # fmt: skip
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "rope_theta": 500000.0,
+    "max_position_embeddings": 8192,
+}
 LLAMA_3_2 = LLAMA_3 | {
-    "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28, "num_attention_heads": 24, "head_dim": 128,
+    "hidden_size": 3072,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 24,
+    "head_dim": 128,
     "tie_word_embeddings": True,
-    "rope_scaling": {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-                     "original_max_position_embeddings": 8192},
-}  # fmt: skip
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 32.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+}
 ROWS = {"dpo": "preference_quickstart", "orpo": "preference_quickstart", "medusa": "smollm2_answers"}
 
 

@@ -50,7 +50,7 @@ def test_lora_keys_on_the_command_line(tmp_path, capsys):
 
 
 def test_the_command_line_turns_off_what_the_file_has(tmp_path, capsys):
-    """`--use_peft false` on a LoRA recipe is meant; what the command line adds without effect is not."""
+    """`--use_peft false` on a LoRA recipe is legal; options that the command line adds without effect are not."""
     path = write_recipe(
         tmp_path, use_peft=True, lora_r=8, save_strategy="steps", save_steps=2, max_steps=None, num_train_epochs=2
     )
@@ -131,7 +131,7 @@ def test_a_value_that_a_library_refuses(key, folder, capsys):
 
 @pytest.mark.parametrize("trainer", ["dpo", "kto", "cpo"])
 def test_an_unknown_loss(trainer, folder, capsys):
-    """TRL looks at the names of losses of pairs in the first step."""
+    """TRL looks at the loss names of preference trainers only in the first step."""
     pairs = [
         {"prompt": f"a{n}", "chosen": " b", "rejected": " c", "completion": " b", "label": n > 1} for n in range(4)
     ]
@@ -300,7 +300,7 @@ def test_one_target_module(folder, capsys):
 def test_the_recipe_decides_the_precision(folder, capsys, monkeypatch):
     assert command(capsys, "train", write_recipe(folder))[0] == 0
     fp32 = losses(folder / "out")
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")  # as `accelerate launch` hands on its mixed_precision
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")  # set by `accelerate launch` from its mixed_precision
     code, _, err = command(capsys, "train", write_recipe(folder, output_dir=str(folder / "launched")))
     assert code == 0, err
     assert losses(folder / "launched") == fp32
@@ -318,7 +318,7 @@ def test_rows_that_do_not_fill_a_batch(folder, capsys):
 
 
 def test_a_run_too_short_to_log_a_loss(folder, capsys):
-    """The mean that transformers logs at the end is said, and the speed."""
+    """The summary gives the mean that transformers logs at the end, and the speed."""
     assert command(capsys, "train", write_recipe(folder))[0] == 0
     each = list(losses(folder / "out").values())
     mean = sum(each) / 4

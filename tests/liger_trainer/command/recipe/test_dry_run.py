@@ -12,7 +12,7 @@ from recipe_fixtures import command, write_model, write_recipe, write_rows
 import liger_trainer
 from liger_trainer.command.recipe.read import TRAINERS, parse_recipe
 
-# Options that a trainer needs, and options that a machine without a GPU cannot have.
+# Options that a trainer needs, and options that do not work without a GPU.
 NEEDED = {"bf16": False, "reward_funcs": ["boxed_answer"], "teacher_model_name_or_path": "nobody/teacher"}
 
 
@@ -29,14 +29,31 @@ def bare_recipe(tmp_path, name):
     return path
 
 
-# True is refused: by transformers on a CPU, by TRL, or without keys that are missing here.
+# These refuse True: transformers does on a CPU, TRL does, or keys are missing here.
 NOT_TRUE_ALONE = {
-    "bf16", "fp16", "tf32", "bf16_full_eval", "fp16_full_eval", "use_liger_kernel", "load_best_model_at_end",
-    "eval_on_start", "greater_is_better", "assistant_only_loss", "auto_find_batch_size", "use_vllm",
-    "use_transformers_continuous_batching", "use_transformers_paged", "use_adaptive_entropy", "vllm_enable_sleep_mode",
-    "vllm_importance_sampling_correction", "enable_jit_checkpoint", "fp8", "optimizer_in_backward", "do_eval",
+    "bf16",
+    "fp16",
+    "tf32",
+    "bf16_full_eval",
+    "fp16_full_eval",
+    "use_liger_kernel",
+    "load_best_model_at_end",
+    "eval_on_start",
+    "greater_is_better",
+    "assistant_only_loss",
+    "auto_find_batch_size",
+    "use_vllm",
+    "use_transformers_continuous_batching",
+    "use_transformers_paged",
+    "use_adaptive_entropy",
+    "vllm_enable_sleep_mode",
+    "vllm_importance_sampling_correction",
+    "enable_jit_checkpoint",
+    "fp8",
+    "optimizer_in_backward",
+    "do_eval",
     "do_predict",
-}  # fmt: skip
+}
 
 
 def boolean_keys(name):
@@ -98,7 +115,10 @@ def test_values_of_every_type_survive(source, tmp_path):
     if source == "command line":
         wanted = {key: value for key, value in wanted.items() if key not in only_in_a_file}
         for key, value in wanted.items():
-            words = value if isinstance(value, list) else [value if isinstance(value, str) else json.dumps(value)]
+            if isinstance(value, list):
+                words = value
+            else:
+                words = [value if isinstance(value, str) else json.dumps(value)]
             options += [f"--{key}", *words]
         path.write_text("{}")
     else:
@@ -122,10 +142,11 @@ def test_the_printed_recipe_finds_its_data_from_anywhere(tmp_path, monkeypatch):
     path = write_recipe(folder)
     (folder / "rows.jsonl").write_text("{}")
     assert yaml.safe_load(printed(path))["dataset_name"] == str(folder / "rows.jsonl")
-    monkeypatch.chdir(folder)  # found from the working directory, which the next command may not share
+    monkeypatch.chdir(folder)  # found relative to the working directory, which may differ for the next command
     assert yaml.safe_load(printed(path))["dataset_name"] == str(folder / "rows.jsonl")
-    path = write_recipe(folder, dataset_name=["rows.jsonl", "nobody/rows"], eval_dataset_name="rows.jsonl",
-                        eval_strategy="epoch")  # fmt: skip
+    path = write_recipe(
+        folder, dataset_name=["rows.jsonl", "nobody/rows"], eval_dataset_name="rows.jsonl", eval_strategy="epoch"
+    )
     several = yaml.safe_load(printed(path))
     assert several["dataset_name"] == [str(folder / "rows.jsonl"), "nobody/rows"]
     assert several["eval_dataset_name"] == str(folder / "rows.jsonl")
@@ -179,7 +200,7 @@ WRONG = {
 
 @pytest.mark.parametrize("keys, says", WRONG.values(), ids=WRONG)
 def test_what_the_recipe_names_is_checked(keys, says, base, capsys):
-    """The recipe is printed all the same."""
+    """The recipe is printed anyway."""
     path = write_recipe(base, **keys)
     code, out, err = command(capsys, "train", path, "--dry_run")
     assert code == 2 and says in err.strip().splitlines()[-1]

@@ -1,4 +1,4 @@
-"""`train --help` lists all keys without importing the configs, and lists what they have."""
+"""`train --help` lists all keys without importing the configs, and lists exactly their keys."""
 
 import os
 import subprocess
@@ -15,7 +15,7 @@ from liger_trainer.command.recipe.trainers import TRAINERS
 
 
 @pytest.mark.parametrize("name", TRAINERS)
-def test_names_are_those_of_the_configs(name):
+def test_names_equal_the_configs_fields(name):
     keys = build_parser(TRAINERS[name], "usage")[1]
     want = {topic: [key for key, of in keys.items() if of.topic == topic] for topic in TOPICS}
     assert names_by_topic(TRAINERS[name]) == want

@@ -1,4 +1,4 @@
-"""Recipes: shipped ones parse; what is misspelt, misplaced or mistyped stops; the command line beats the file."""
+"""Recipes: shipped ones parse; misspelt, misplaced or mistyped keys stop; the command line beats the file."""
 
 import dataclasses
 import math
@@ -55,7 +55,7 @@ def test_the_recipe_in_4_bits():
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_shipped_recipe_parses(name):
-    """On a machine without a GPU bf16 is refused by transformers, so it is switched off here and nothing else is."""
+    """transformers refuses bf16 without a GPU, so bf16 is switched off here. Nothing else is."""
     recipe = parse_recipe(name, ["--bf16", "false"])
     assert recipe.training.use_liger is True
     assert describe(recipe.path).endswith(".")
@@ -71,7 +71,8 @@ def test_accelerate_config_parses(name):
     if CONFIGS[name] == "FSDP":
         assert config.fsdp_config["fsdp_version"] == 2
         assert config.fsdp_config["fsdp_auto_wrap_policy"] == "TRANSFORMER_BASED_WRAP"
-    if sizes := config.parallelism_config:
+    sizes = config.parallelism_config
+    if sizes:
         assert math.prod(sizes.values()) == config.num_processes
     if name.startswith("zero"):
         assert config.deepspeed_config["zero_stage"] == int(name[-1])
@@ -82,7 +83,7 @@ def test_all_configs_are_tested():
 
 
 def test_reference_of_a_gguf_model(monkeypatch):
-    """The stock trainers cannot load a second copy themselves; sharded by FSDP they want one even to precompute."""
+    """The stock trainers cannot load a second copy themselves; under FSDP they need one even to precompute."""
     recipe = parse_recipe("quickstart_dpo", [])
     assert recipe.training.precompute_ref_log_probs and not _needs_reference(recipe)
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
@@ -96,7 +97,7 @@ def test_command_line_beats_file_beats_default(tmp_path):
     recipe = parse_recipe(str(path), ["--max_steps", "9", "--use-liger", "true"])
     assert (recipe.training.max_steps, recipe.training.use_liger) == (9, True)
     assert recipe.training.learning_rate == 3e-4
-    assert recipe.training.seed == 42  # in neither: the default
+    assert recipe.training.seed == 42  # in neither: use the default
 
 
 def test_liger_config_from_file_and_command_line(tmp_path):
@@ -218,7 +219,10 @@ def test_a_list_on_the_command_line(tmp_path):
 
 
 def test_several_words_after_an_option_that_takes_a_text_or_a_list(tmp_path):
-    """Their parser takes one word after it. As `TrainingArguments` and in a file, it takes a list."""
+    """The stock parser takes one word after such an option.
+
+    As in `TrainingArguments` and in a file, ours takes a list.
+    """
     path = str(write_recipe(tmp_path))
     recipe = parse_recipe(path, ["--report_to", "tensorboard", "trackio", "--seed", "3"])
     assert recipe.training.report_to == ["tensorboard", "trackio"] and recipe.training.seed == 3
@@ -305,21 +309,24 @@ def test_docs_page_words_the_keys_as_help_does():
 
 
 def test_messages_of_the_command_line(tmp_path, capsys, monkeypatch):
-    """Keys of another trainer, numbers as they were written, one full stop, and the folder in full."""
+    """Messages name the trainer of a foreign key, repeat numbers as written, end in one full stop, give full paths."""
     monkeypatch.chdir(tmp_path)
     path = write_recipe(tmp_path, trainer="distillation", max_length=64)
     code, _, err = command(capsys, "train", path)
     assert code == 2 and "'max_length' (with value 64) is a key of the trainers sft, dpo" in err
-    assert "and not of LigerDistillationTrainer. Remove" in err and "Did you mean" not in err
+    assert "but LigerDistillationTrainer does not have it. Remove" in err and "Did you mean" not in err
     code, _, err = command(capsys, "train", write_recipe(tmp_path), "--reward_weights", "1")
-    assert code == 2 and "--reward_weights is a key of the trainers grpo, rloo, and not of LigerSFTTrainer." in err
+    assert (
+        code == 2
+        and "--reward_weights is a key of the trainers grpo, rloo, but LigerSFTTrainer does not have it." in err
+    )
     code, _, err = command(capsys, "train", write_recipe(tmp_path), "--save_steps", "20")
     assert code == 2 and "save_steps is 20.0, which has no effect" in err
     code, _, err = command(capsys, "train", write_recipe(tmp_path), "--bf16", "maybe")
     assert code == 2 and "maybe" in err and ".." not in err
     write_model(tmp_path / "model")
     code, _, err = command(capsys, "train", write_recipe(tmp_path).name, "--dataset_name", "nothing.jsonl")
-    assert code == 2 and f"nor in {tmp_path}." in err
+    assert code == 2 and f"does not exist here or in {tmp_path}." in err
     code, _, err = command(capsys, "train")
     assert code == 2 and "required: RECIPE\n" in err
 

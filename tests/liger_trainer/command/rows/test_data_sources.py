@@ -1,4 +1,4 @@
-"""Rows from several files, and rows to evaluate on from a file of their own."""
+"""Rows from several files, and evaluation rows from their own file."""
 
 import json
 
@@ -29,7 +29,8 @@ def load(folder, **keys):
 
 
 def test_several_files_are_joined_in_order(tmp_path):
-    first, second = [{"text": f"a{i}"} for i in range(3)], [{"text": f"b{i}"} for i in range(2)]
+    first = [{"text": f"a{i}"} for i in range(3)]
+    second = [{"text": f"b{i}"} for i in range(2)]
     names = [write(tmp_path / "a.jsonl", first), write(tmp_path / "b.jsonl", second)]
     assert load(tmp_path, dataset_name=names)[0].to_list() == first + second
     assert load(tmp_path, dataset_name=names, max_rows=4)[0].to_list() == first + second[:1]
@@ -39,8 +40,11 @@ def test_several_files_are_joined_in_order(tmp_path):
 
 
 def test_rows_that_are_there_twice_are_not_held_out(tmp_path):
-    """They would be evaluated on and trained on."""
-    names = [write(tmp_path / f"{name}.jsonl", [{"text": f"{name}{i}"} for i in range(40)]) for name in "ab"]
+    """Otherwise the same row would be trained on and evaluated."""
+    names = []
+    for name in "ab":
+        rows = [{"text": f"{name}{i}"} for i in range(40)]
+        names.append(write(tmp_path / f"{name}.jsonl", rows))
     keys = {"dataset_name": names, "dataset_weights": [9, 1], "eval_fraction": 0.25}
     with pytest.raises(RecipeError, match="dataset_stopping_strategy is 'all_exhausted', which draws rows again"):
         load(tmp_path, **keys, dataset_stopping_strategy="all_exhausted")
@@ -68,18 +72,19 @@ def test_a_column_that_no_trainer_reads_is_left_out_of_a_mixture(tmp_path):
     mixed = load(tmp_path, dataset_name=names[:2], dataset_weights=[1, 1])[0]
     assert mixed.column_names == ["text"]
     assert load(tmp_path, dataset_name=names[0])[0].to_list() == [{"text": "a", "id": 1}]
-    names[1] = write(tmp_path / "d.jsonl", [{"text": "d", "id": "d1"}])  # of another type
+    names[1] = write(tmp_path / "d.jsonl", [{"text": "d", "id": "d1"}])  # another type
     assert load(tmp_path, dataset_name=names[:2])[0].to_list() == [{"text": "a"}, {"text": "d"}]
 
 
 def test_conversations_with_and_without_tools(tmp_path):
-    """Turns, tools and their parameters reach the trainer as they were written, whichever file has more keys."""
+    """Turns, tools and their parameters reach the trainer as written, whichever file has more keys."""
 
     def tool(name, **properties):
         function = {"name": name, "description": "d", "parameters": {"type": "object", "properties": properties}}
         return {"type": "function", "function": function}
 
-    user, answer = {"role": "user", "content": "w4"}, {"role": "assistant", "content": "w5"}
+    user = {"role": "user", "content": "w4"}
+    answer = {"role": "assistant", "content": "w5"}
     call = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
     called = [
         user,
@@ -111,7 +116,7 @@ def test_conversations_of_a_template_with_and_without_calls(tmp_path):
 
 
 @pytest.mark.parametrize("column", ["images", "image"])
-def test_pictures_are_found_beside_the_rows(column, tmp_path, monkeypatch):
+def test_pictures_are_found_next_to_the_rows(column, tmp_path, monkeypatch):
     (tmp_path / "data" / "photos").mkdir(parents=True)
     for name in ("a.png", "b.png"):
         Image.new("RGB", (4, 4)).save(tmp_path / "data" / "photos" / name)
@@ -125,14 +130,14 @@ def test_pictures_are_found_beside_the_rows(column, tmp_path, monkeypatch):
     found = rows("photos/a.png", "b.png", "https://c.d/e.png", "iVBORw0KGgo")
     expected = [str(tmp_path / "data" / "photos" / "a.png"), "b.png", "https://c.d/e.png", "iVBORw0KGgo"]
     assert found == ([[name] for name in expected] if column == "images" else expected)
-    with pytest.raises(RecipeError, match="Row 1 of the dataset the picture 'no.png' is not in "):
+    with pytest.raises(RecipeError, match="Row 1 of the dataset: the picture 'no.png' is not in "):
         rows("photos/a.png", "no.png")
 
 
 @pytest.mark.parametrize(
     "trainer, row, more",
     [
-        ("sft", {"text": "a"}, {"images": ["https://a.b/c.png"]}),  # which would be trained without its picture
+        ("sft", {"text": "a"}, {"images": ["https://a.b/c.png"]}),  # it would be trained without its picture
         ("sft", {"text": "a"}, {"messages": [{"role": "user", "content": "a"}]}),
         ("sft", {"input_ids": [1]}, {"labels": [1]}),
         ("grpo", {"prompt": "a"}, {"solution": "a"}),
@@ -149,7 +154,7 @@ def test_a_column_that_may_be_read_is_not_left_out(trainer, row, more, tmp_path)
 def test_files_of_other_columns(tmp_path):
     texts = write(tmp_path / "a.jsonl", [{"text": "a", "id": 1}])
     pairs = write(tmp_path / "b.jsonl", [{"prompt": "a", "completion": "b"}])
-    with pytest.raises(RecipeError, match=r"'a.jsonl' has the columns \['text', 'id'\], and 'b.jsonl' \['pro"):
+    with pytest.raises(RecipeError, match=r"'a.jsonl' has the columns \['text', 'id'\], but 'b.jsonl' has \['pro"):
         load(tmp_path, dataset_name=[texts, pairs])
     message = {"role": "user", "content": "a"}
     lists = write(tmp_path / "c.jsonl", [{"prompt": [message], "completion": [message]}])
@@ -161,7 +166,7 @@ def test_files_of_other_columns(tmp_path):
 
 
 def test_the_template_joins_files_of_other_columns(tmp_path):
-    """One with `input` and one without become the same columns."""
+    """A file with `input` and one without become the same columns."""
     rows = {"instruction": "a", "output": "b"}, {"instruction": "a", "input": "c", "output": "b"}
     names = [write(tmp_path / f"{i}.jsonl", [row]) for i, row in enumerate(rows)]
     assert load(tmp_path, dataset_name=names, prompt_template="alpaca")[0].to_list() == [
@@ -170,7 +175,8 @@ def test_the_template_joins_files_of_other_columns(tmp_path):
 
 
 def test_errors_name_the_file(tmp_path):
-    good, bad = write(tmp_path / "a.jsonl", [{"text": "a"}]), write(tmp_path / "b.jsonl", [{"text": 5}])
+    good = write(tmp_path / "a.jsonl", [{"text": "a"}])
+    bad = write(tmp_path / "b.jsonl", [{"text": 5}])
     for keys, message in (
         ({"dataset_name": [good, bad]}, "dataset_name 'b.jsonl': Row 0 of the dataset has text 5"),
         ({"dataset_name": [good, "no.jsonl"]}, "dataset_name is 'no.jsonl', but that file does not exist"),

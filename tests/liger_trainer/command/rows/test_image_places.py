@@ -1,4 +1,4 @@
-"""`<image>` in rows with pictures: a part of its own where it stands, or one line that names row and column."""
+"""`<image>` in rows with pictures becomes its own part where it stands, or an error that names row and column."""
 
 import json
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""Rows with pictures in a recipe: each fault is an error in one line with the remedy, before training; packed rows."""
+"""Rows with pictures in a recipe: each fault is a one-line error with the remedy before training; packed rows."""
 
 import io
 import json
@@ -13,18 +13,19 @@ from transformers.image_utils import load_image
 
 from liger_trainer.command.rows.images import broken_picture
 
-MODEL = "idefics3"  # its processor has no part for videos
+MODEL = "idefics3"  # its processor does not handle videos
 IMAGE = {"type": "image"}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A tiny model of images with its processor, a picture, and a file that is not a picture."""
-    found, source = tmp_path_factory.mktemp("pictures"), torch.Generator().manual_seed(0)
+    """A tiny image model with its processor, a picture, and a file that is not a picture."""
+    found = tmp_path_factory.mktemp("pictures")
+    source = torch.Generator().manual_seed(0)
     image_model(MODEL).save_pretrained(found / "model")
     try:
         processor = processor_of(MODEL)
-    except ImportError as error:  # in transformers 5.17 this one needs torchvision
+    except ImportError as error:  # its processor needs torchvision in transformers 5.17
         pytest.skip(str(error).strip().splitlines()[0])
     processor.save_pretrained(found / "model")
     noise_image(40, 60, source).save(found / "a.png")
@@ -46,28 +47,37 @@ def train(folder, capsys, rows, tmp_path, **keys):
 PAIR = {"prompt": row()["prompt"], "images": ["a.png"], "chosen": row()["completion"], "rejected": row()["prompt"]}
 BAD = {
     "another column": (
-        [row(column="picture")], {}, "pictures are read from images or image. Set columns: {images: picture}",
+        [row(column="picture")],
+        {},
+        "pictures are only read from images or image. Set columns: {images: picture}",
     ),
     "a column with one picture": ([row("a.png", column="photo")], {}, "Set columns: {image: photo}"),
     "no list": ([row("a.png")], {}, "images has 'a.png'; expected a list .* set columns: {image: images}"),
     "no picture": ([row(), row(["text.png"])], {}, "'text.png' is not a readable image"),
     "more places than pictures": (
-        [row(content=[IMAGE, IMAGE, {"type": "text", "text": "w3"}])], {},
+        [row(content=[IMAGE, IMAGE, {"type": "text", "text": "w3"}])],
+        {},
         r"Row 0 of the dataset has places for pictures in prompt: 2 \(.*\), and pictures that go there: 1\.",
     ),
-    "tokens of pictures cut": ([row()], {"max_length": 3}, "is 3, and .* tokens of its pictures would be cut"),
-    "the answer cut": ([row()], {"max_length": 33}, "max_length is 33, and .* all that it would learn would be cut"),
+    "tokens of pictures cut": ([row()], {"max_length": 3}, "is 3, but .* tokens of its pictures would be cut off"),
+    "the answer cut": (
+        [row()],
+        {"max_length": 33},
+        "max_length is 33, but .* all that it would learn would be cut off",
+    ),
     "answers of a pair cut": (
         [PAIR],
-        {"trainer": "dpo", "max_length": 10}, "max_length is 10, and .* Set max_length: null",
+        {"trainer": "dpo", "max_length": 10},
+        "max_length is 10, but .* Set max_length: null",
     ),
     "a trainer without images": (
-        [{"prompt": "w3", "chosen": "w4", "rejected": "w5", "images": ["a.png"]}], {"trainer": "orpo"},
+        [{"prompt": "w3", "chosen": "w4", "rejected": "w5", "images": ["a.png"]}],
+        {"trainer": "orpo"},
         "the rows have pictures, which LigerORPOTrainer does not read. Take one of sft, dpo, kto",
     ),
     "the word set": ([row()], {"router_aux_loss_coef": 0.1}, "yaml: `router_aux_loss_coef` is set to 0.1"),
     "packing of longer rows": ([row()], {"packing": True, "max_length": 8}, "is 8, and 1 of 1 rows have more"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("rows, keys, said", BAD.values(), ids=BAD)
@@ -79,7 +89,7 @@ def test_what_is_refused(rows, keys, said, folder, tmp_path, capsys):
 
 @pytest.mark.parametrize("kind", ["file", "Parquet", "packed"])
 def test_a_picture_that_is_broken_after_its_header_is_named(kind, folder, tmp_path, capsys):
-    """Readers of pictures name no file. The rows of the first batch are tried before training, and here are whole."""
+    """Image readers do not name the file. The first batch's rows are read before training, and are whole here."""
     whole, count = (folder / "a.png").read_bytes(), 6
     (folder / "half.png").write_bytes(whole[: len(whole) // 2])
     rows = [row(["half.png" if index == 3 else "a.png"]) for index in range(count)]
@@ -100,7 +110,7 @@ def test_a_picture_that_is_broken_after_its_header_is_named(kind, folder, tmp_pa
 
 
 def test_a_marker_in_the_second_turn_is_the_picture_of_that_turn(folder, tmp_path, capsys):
-    """The batch has as many image tokens as with parts written by hand, after the words of the first answer."""
+    """The batch has as many image tokens as with hand-written parts, after the words of the first answer."""
     words = [("user", "w3"), ("assistant", "w4"), ("user", "<image> w5"), ("assistant", "w6")]
     turns = [{"role": role, "content": content} for role, content in words]
     parts = [[{"type": "text", "text": content}] for _, content in words]
@@ -132,7 +142,7 @@ def test_another_error_is_not_laid_on_a_broken_picture(tmp_path):
     assert broken_picture(OSError("No space left on device"), rows) is None
 
 
-def test_chat_about_a_file_that_is_no_picture(folder, capsys, monkeypatch):
+def test_chat_refuses_a_file_that_is_not_a_picture(folder, capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("w3"))
     code, _, err = command(capsys, "chat", folder / "model", "--images", folder / "text.png")
     assert code == 2 and "--images names" in err and "text.png" in err.strip().splitlines()[-1], err

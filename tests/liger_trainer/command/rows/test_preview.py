@@ -1,4 +1,4 @@
-"""`liger-trainer train RECIPE --preview`: the rows as the trainer has them, with what is learned marked."""
+"""`liger-trainer train RECIPE --preview` shows the rows as the trainer gets them, with learned tokens marked."""
 
 import json
 
@@ -61,7 +61,7 @@ def test_text_learns_all_but_its_first_token(folder, capsys):
     assert "Row 0: 4 tokens, 3 of them learned\nw4« w5 w6 </s>»\n" in out
 
 
-def test_what_is_marked_is_what_the_loss_counts(folder, capsys):
+def test_marked_tokens_are_the_ones_that_the_loss_counts(folder, capsys):
     """Messages where only the assistant's turns are learned, compared with the stock trainer's labels."""
     from trl import SFTConfig, SFTTrainer
 
@@ -85,7 +85,7 @@ def test_what_is_marked_is_what_the_loss_counts(folder, capsys):
     assert int((labels[:, 1:] != -100).sum()) == 5
 
 
-def test_a_text_beside_a_completion_does_not_take_its_end(folder, capsys):
+def test_a_text_next_to_a_completion_does_not_take_its_end_token(folder, capsys):
     """TRL adds the end to the text, and trains on prompt and completion."""
     code, out, err = preview(capsys, folder, [PAIR | {"text": "w4 w5 w6 w7"}])
     assert code == 0, err
@@ -127,8 +127,15 @@ def test_medusa_shows_the_rows_of_sft(folder, capsys):
 
 
 def test_refusals(folder, capsys, monkeypatch):
-    code, _, err = preview(capsys, folder, [{"prompt": "w4"}], trainer="grpo", reward_funcs=["boxed_answer"],
-                           per_device_train_batch_size=8, max_length=None)  # fmt: skip
+    code, _, err = preview(
+        capsys,
+        folder,
+        [{"prompt": "w4"}],
+        trainer="grpo",
+        reward_funcs=["boxed_answer"],
+        per_device_train_batch_size=8,
+        max_length=None,
+    )
     assert code == 2 and "--preview" in err and "generates its completions" in err
     code, _, err = preview(capsys, folder, [PAIR], "0")
     assert code == 2 and "--preview is '0'; expected a whole number above 0" in err
@@ -148,7 +155,7 @@ def test_a_checkpoint_is_not_asked_for(folder, capsys):
 
 
 def test_characters_of_several_tokens():
-    """Text is split where a mask begins, also where that is within a character; nothing is lost."""
+    """Text is split where a mask begins, even within a character, and nothing is lost."""
     from liger_trainer.command.rows.preview import marked
 
     class Bytes:

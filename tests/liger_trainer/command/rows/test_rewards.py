@@ -1,4 +1,4 @@
-"""Reward functions of a recipe: how one is found by name, and recipes that train with them."""
+"""Reward functions of a recipe: how they are found by name, and recipes that train with them."""
 
 import json
 
@@ -16,13 +16,19 @@ from liger_trainer.errors import RecipeError
 def test_found_by_name_or_dotted_path():
     assert find_reward("boxed_answer") is REWARDS["boxed_answer"]
     assert find_reward("trl.rewards.think_format_reward").__name__ == "think_format_reward"
-    with pytest.raises(RecipeError, match="There is no module no_such_module, next to the recipe nor in the working"):
+    with pytest.raises(RecipeError, match="There is no module no_such_module next to the recipe or in the working"):
         find_reward("no_such_module.reward")
     with pytest.raises(RecipeError, match="liger_trainer.data.rewards has no function length"):
         find_reward("liger_trainer.data.rewards.length")
-    for name in ("boxed_anser", "json.decoder.no.reward", "no_such_module.reward", "liger_trainer.data.rewards.length",
-                 "math.pi", "collections.Counter"):  # fmt: skip
-        with pytest.raises(RecipeError, match=f"'{name}', which is none of boxed_answer, and no path of a function"):
+    for name in (
+        "boxed_anser",
+        "json.decoder.no.reward",
+        "no_such_module.reward",
+        "liger_trainer.data.rewards.length",
+        "math.pi",
+        "collections.Counter",
+    ):
+        with pytest.raises(RecipeError, match=f"'{name}'; expected boxed_answer or the dotted path of a function"):
             find_reward(name)
 
 
@@ -77,22 +83,22 @@ def folder(tmp_path_factory):
 GROUPS = {"num_generations": 2, "max_completion_length": 4, "per_device_train_batch_size": 4}
 RECIPES = {
     "kto": {"dataset_name": "marked.jsonl", "prompt_template": "last_turn", "per_device_train_batch_size": 4},
-    "grpo": {"dataset_name": "prompts.jsonl", "reward_funcs": ["step_parity.letters", "boxed_answer"], **GROUPS},
-    "rloo": {"dataset_name": "prompts.jsonl", "reward_funcs": ["step_parity.letters"], **GROUPS},
+    "grpo": {"dataset_name": "prompts.jsonl", "reward_funcs": ["trainer_parity.letters", "boxed_answer"], **GROUPS},
+    "rloo": {"dataset_name": "prompts.jsonl", "reward_funcs": ["trainer_parity.letters"], **GROUPS},
     "distillation": {"dataset_name": "prompts.jsonl", "max_completion_length": 4},
 }
 
 
 def test_a_column_that_a_reward_reads(folder, capsys):
-    """`boxed_answer` needs the solution, and the rows have it under another name."""
+    """`boxed_answer` needs the solution, which the rows have under another name."""
     path = write_recipe(folder, trainer="grpo", max_length=None, **RECIPES["grpo"] | {"prompt_template": None})
     code, _, err = command(capsys, "train", path, "--columns", "{answer: solution}", "--dry_run")
-    assert code == 2 and "'boxed_answer', which reads the column solution, and the rows have prompt, answer." in err
+    assert code == 2 and "column solution, but the rows have prompt, answer." in err and "'boxed_answer'" in err
     assert command(capsys, "train", path, "--dry_run")[0] == 0
 
 
 def test_too_few_rewards(folder, tmp_path, capsys, monkeypatch):
-    """TRL counts them when it has written the first completions."""
+    """TRL counts them only after it has generated the first completions."""
     (tmp_path / "too_few.py").write_text("def one(completions, **columns):\n    return [0.0]\n")
     monkeypatch.syspath_prepend(tmp_path)
     keys = RECIPES["grpo"] | {"reward_funcs": ["too_few.one"], "prompt_template": "none", "max_length": None}

@@ -42,10 +42,10 @@ UNREAD = {
 
 
 @pytest.mark.parametrize("template, conversations, said", UNREAD.values(), ids=UNREAD)
-def test_what_makes_no_difference_is_told_with_its_first_row(template, conversations, said, capsys):
+def test_keys_that_a_template_does_not_read_are_named_with_their_first_row(template, conversations, said, capsys):
     check(template, [{"messages": messages} for messages in conversations])
     (line,) = capsys.readouterr().err.splitlines()
-    assert f"the chat template of model 'x' does not read {said} (first in row 1), so that" in line
+    assert f"the chat template of model 'x' does not read {said} (first in row 1), so the model" in line
     assert "Set chat_template_path to a template that reads it, or remove it from the rows." in line
 
 
@@ -62,7 +62,7 @@ READ = {
 
 
 @pytest.mark.parametrize("template, rows", READ.values(), ids=READ)
-def test_what_is_read_is_not_told(template, rows, capsys):
+def test_a_column_that_is_read_is_not_reported(template, rows, capsys):
     check(template, rows)
     assert capsys.readouterr().err == ""
 

@@ -1,4 +1,4 @@
-"""System prompts in a column, and messages that say whether they are learned: taken as meant, or refused."""
+"""System prompts in a column, and messages marked as learned or not: used as meant, or refused."""
 
 import json
 
@@ -72,7 +72,7 @@ def test_two_system_prompts(tmp_path, capsys):
     with pytest.raises(RecipeError, match="Row 0 of the dataset has system 5; expected text, or nothing"):
         load(tmp_path, [{"system": 5, "messages": [USER, ANSWER]}])
     load(tmp_path, [{"system": "w3", "prompt": "w4", "completion": "w5"}])
-    assert "the column system is not read, because prompt is no list of messages" in capsys.readouterr().err
+    assert "the column system is not read, because prompt is not a list of messages" in capsys.readouterr().err
     load(tmp_path, [{"system_prompt": "w3", "messages": [USER, ANSWER]}])
     assert "set columns: {system: system_prompt}" in capsys.readouterr().err
 
@@ -131,7 +131,7 @@ TEMPLATES = {
 @pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
 @pytest.mark.parametrize("messages, roles, learned", LEARNED.values(), ids=LEARNED)
 def test_what_is_learned_of_messages(messages, roles, learned, template, folder):
-    """Each learned message counts with the end of its turn, and nothing else does."""
+    """Each learned message counts with its end-of-turn token, and nothing else does."""
     (folder / "model" / "chat_template.jinja").write_text(template)
     (folder / "rows.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
     recipe = parse_recipe(str(write_recipe(folder, prompt_template=None, train_on=roles)))
@@ -139,7 +139,7 @@ def test_what_is_learned_of_messages(messages, roles, learned, template, folder)
     row = trainer.train_dataset[0]
     want = [token for number in learned for token in (number, 2)]
     got = [label for label in row["labels"] if label != -100]
-    assert [token for token in got if token != 1] == want  # 1 is the generation prompt, before each other turn
+    assert [token for token in got if token != 1] == want  # 1 is the generation prompt, which precedes each turn
     contents = [int(turn["content"][1:]) for turn in messages]
     assert [token for token in row["input_ids"] if token > 2] == contents
 
@@ -148,7 +148,7 @@ def test_train_on_where_it_has_no_meaning(folder, capsys):
     write = {"prompt_template": None, "train_on": ["assistant"]}
     (folder / "rows.jsonl").write_text(json.dumps({"prompt": "w3", "completion": "w4"}) + "\n")
     code, _, err = command(capsys, "train", write_recipe(folder, **write), "--dry_run")
-    assert code == 2 and "train_on is ['assistant'], and the rows have prompt, completion and no messages" in err
+    assert code == 2 and "train_on is ['assistant'], but the rows have prompt, completion and no messages" in err
     code, _, err = command(capsys, "train", write_recipe(folder, **write), "--dry_run", "--trainer", "dpo")
     assert code == 2 and "train_on is ['assistant'], which LigerDPOTrainer does not read" in err
     code, _, err = command(capsys, "train", write_recipe(folder, **write, assistant_only_loss=False), "--dry_run")
@@ -156,14 +156,26 @@ def test_train_on_where_it_has_no_meaning(folder, capsys):
 
 
 ASKED = {
-    "sft": ({"q": "w3", "a": "w4", "prompt": "w9"}, {"question": "q", "answer": "a"},
-            {"prompt": [{"role": "user", "content": "w3"}], "completion": [{"role": "assistant", "content": "w4"}]}),
-    "dpo": ({"q": "w3", "chosen": "w4", "rejected": "w5"}, {"question": "q"},
-            {"prompt": [{"role": "user", "content": "w3"}], "chosen": [{"role": "assistant", "content": "w4"}],
-             "rejected": [{"role": "assistant", "content": "w5"}]}),
-    "grpo": ({"q": "w3", "a": "4"}, {"question": "q", "answer": "a"},
-             {"answer": "4", "prompt": [{"role": "user", "content": "w3"}]}),
-}  # fmt: skip
+    "sft": (
+        {"q": "w3", "a": "w4", "prompt": "w9"},
+        {"question": "q", "answer": "a"},
+        {"prompt": [{"role": "user", "content": "w3"}], "completion": [{"role": "assistant", "content": "w4"}]},
+    ),
+    "dpo": (
+        {"q": "w3", "chosen": "w4", "rejected": "w5"},
+        {"question": "q"},
+        {
+            "prompt": [{"role": "user", "content": "w3"}],
+            "chosen": [{"role": "assistant", "content": "w4"}],
+            "rejected": [{"role": "assistant", "content": "w5"}],
+        },
+    ),
+    "grpo": (
+        {"q": "w3", "a": "4"},
+        {"question": "q", "answer": "a"},
+        {"answer": "4", "prompt": [{"role": "user", "content": "w3"}]},
+    ),
+}
 
 
 @pytest.mark.parametrize("trainer, row, columns, expected", [(k, *v) for k, v in ASKED.items()], ids=ASKED)
@@ -174,13 +186,13 @@ def test_questions_and_answers_become_turns(trainer, row, columns, expected, tmp
     assert load(tmp_path, [row], trainer, columns=columns, system_prompt="w3").to_list() == [with_prompt]
 
 
-def test_questions_and_answers_that_are_none(tmp_path):
+def test_wrong_questions_and_answers_are_refused(tmp_path):
     row = {"q": "w3", "a": "w4", "p": "w5"}
     with pytest.raises(RecipeError, match="which has question and prompt. Keep one form"):
         load(tmp_path, [row], columns={"question": "q", "prompt": "p"})
     with pytest.raises(RecipeError, match="Row 1 of the dataset has answer 7; expected text"):
         load(tmp_path, [row, row | {"a": 7}], columns={"question": "q", "answer": "a"})
-    with pytest.raises(RecipeError, match="system_prompt is 'w3', and prompt is no list of messages"):
+    with pytest.raises(RecipeError, match="system_prompt is 'w3', but prompt is not a list of messages"):
         load(tmp_path, [row], columns={"prompt": "q", "completion": "a"}, system_prompt="w3")
     with pytest.raises(RecipeError, match="system_prompt is 'w3', but the rows also have a column system"):
         load(tmp_path, [{"system": "w5", "messages": [USER, ANSWER]}], system_prompt="w3")
@@ -191,7 +203,7 @@ def test_questions_and_answers_that_are_none(tmp_path):
 def test_rows_without_a_message_to_learn():
     for messages in ([USER, OFF], [USER]):
         rows = Dataset.from_list([{"messages": [USER, ANSWER]}, {"messages": messages}])
-        with pytest.raises(RecipeError, match="row 1 of the dataset has no message of the role assistant in messages"):
+        with pytest.raises(RecipeError, match="learned, but row 1 of the dataset has none in messages"):
             check_turn_weights(rows, answers_alone=True)
 
 
@@ -228,7 +240,7 @@ def test_answers_of_messages_that_repeat_the_prompt(tmp_path, capsys):
 def test_texts_that_repeat_the_prompt_are_told(tmp_path, capsys):
     row = {"prompt": "Which colour has the sky? ", "chosen": "Which colour has the sky? Blue", "rejected": "Red"}
     assert load(tmp_path, [row], "dpo").to_list() == [row]
-    told = "chosen begins with the prompt in 1 of 1 rows, first in row 0, so that the model reads it twice. Remove it"
+    told = "chosen begins with the prompt in 1 of 1 rows, first in row 0, so the model reads it twice. Remove it"
     assert told in capsys.readouterr().err
     load(tmp_path, [{"prompt": "The", "chosen": "The sky", "rejected": "Them"}], "dpo")
     assert "begins with the prompt" not in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Rows as users' files hold them: words that readers change, nulls of Arrow, other separators, and rows under a key."""
+"""Rows as users' files hold them: words that readers convert, Arrow's nulls, other separators, rows under a key."""
 
 import json
 
@@ -82,7 +82,7 @@ def test_names_separators_and_keys(name, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("row", [TALK, TALK | {"tools": [{"type": "function"}]}], ids=["a talk", "with tools"])
-def test_one_row_is_no_key_of_rows(row, tmp_path):
+def test_a_single_row_is_not_taken_for_a_key_of_rows(row, tmp_path):
     assert load(tmp_path, "rows.json", json.dumps(row)) == [row]
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints and manifests: which are whole, which run they belong to, which stay, and other runs in the folder."""
+"""Checkpoints and manifests: which are whole, whose run they belong to, which stay, and other runs in the folder."""
 
 import json
 import os
@@ -36,7 +36,7 @@ def overwrite(path, start, data):
 
 
 def flip(path):
-    """Turn 64 bytes in the middle of a file, where its headers know nothing of them."""
+    """Flip 64 bytes in the middle of a file, which its headers do not cover."""
     middle = path.stat().st_size // 2
     overwrite(path, middle, bytes(255 - byte for byte in path.read_bytes()[middle : middle + 64]))
 
@@ -99,7 +99,7 @@ def test_no_whole_checkpoint_at_all(saved_run, folder, capsys):
 
 
 def test_a_checkpoint_without_a_manifest_is_taken_by_its_name_only(saved_run, folder, capsys):
-    """As the stock trainer and earlier releases have saved it."""
+    """The stock trainer and earlier releases save without one."""
     shutil.copytree(saved_run, folder / "out")
     checkpoint = folder / "out" / "checkpoint-4"
     (checkpoint / manifest.NAME).unlink()
@@ -152,9 +152,11 @@ REFUSED = {
     "optimizer": ({"optim": "sgd"}, None, "optim is 'sgd' and was 'adamw_torch"),
     "adapter": ({"use_peft": True, "lora_target_modules": ["q_proj"]}, None, "use_peft is True and was False"),
     "trainer": (
-        {"trainer": "medusa", "medusa_num_heads": 1}, None, "trainer is 'medusa' and was 'sft'",
+        {"trainer": "medusa", "medusa_num_heads": 1},
+        None,
+        "trainer is 'medusa' and was 'sft'",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("keys, change, said", REFUSED.values(), ids=REFUSED)
@@ -191,7 +193,7 @@ def test_a_run_may_go_on_with_other_values(saved_run, folder, capsys):
     assert "resumed at step 4" in out, "the new values hold"
 
 
-def test_going_on_beside_newer_checkpoints_is_refused(saved_run, folder, capsys):
+def test_resuming_next_to_newer_checkpoints_is_refused(saved_run, folder, capsys):
     shutil.copytree(saved_run, folder / "out")
     path = write_recipe(folder, **SAVING)
     older = ("--resume_from_checkpoint", folder / "out" / "checkpoint-2", "--max_steps", "3")
@@ -268,7 +270,7 @@ BEST = {"eval_strategy": "steps", "eval_steps": 2, "eval_fraction": 0.2, "load_b
 
 
 def evaluate_to(monkeypatch, *values):
-    """Have the evaluations after steps 2, 4, ... give these losses."""
+    """Make the evaluations after steps 2, 4, ... return these losses."""
     plain = CallbackHandler.on_evaluate
 
     def on_evaluate(self, args, state, control, metrics):
@@ -288,7 +290,7 @@ def test_the_best_and_the_newest_checkpoint_stay(folder, capsys, monkeypatch):
 
 
 def test_the_best_model_of_a_folder_that_was_moved(folder, capsys, monkeypatch):
-    """Its state names the best checkpoint where it was. A run that goes on elsewhere finds it too."""
+    """Its state names the best checkpoint at its old path. A run that continues elsewhere finds it too."""
     evaluate_to(monkeypatch, 1.0, 3.0, 3.0)
     path = write_recipe(folder, **SAVING, **BEST, learning_rate=1.0)
     assert command(capsys, "train", path)[0] == 0
@@ -314,7 +316,7 @@ def test_the_best_model_of_a_folder_that_was_moved(folder, capsys, monkeypatch):
 
 
 def test_patience_is_counted_on(folder, capsys, monkeypatch):
-    """As in the uninterrupted run; and a run that has stopped early is finished."""
+    """The result equals the uninterrupted run, and a run that stopped early counts as finished."""
     evaluate_to(monkeypatch, 1.0, 2.0, 3.0, 0.5, 0.4, 0.3)
     path = write_recipe(folder, **SAVING, **BEST, max_steps=12, early_stopping_patience=2)
     assert "steps    6 of 12, stopped early" in command(capsys, "train", path)[1]
@@ -328,7 +330,7 @@ def test_patience_is_counted_on(folder, capsys, monkeypatch):
 
 
 def test_weights_without_their_optimizer_are_not_overwritten(folder, capsys):
-    """A run that cannot go on from them would start from step 0, and delete them one by one."""
+    """A run that cannot resume from them would start from step 0 and delete them one by one."""
     assert command(capsys, "train", write_recipe(folder, **SAVING, save_only_model=True))[0] == 0
     for name in ("model.safetensors", "trainer_state.json"):
         (folder / "out" / name).unlink()
@@ -337,7 +339,7 @@ def test_weights_without_their_optimizer_are_not_overwritten(folder, capsys):
 
 
 def test_a_crash_while_a_checkpoint_is_deleted(tmp_path, monkeypatch):
-    """The remains count as begun, and are deleted when the next checkpoint has been saved."""
+    """The remains count as incomplete, and are deleted after the next checkpoint is saved."""
     said = {"recipe": {}, "processes": 1, "run": "a run"}
     names = ["config.json", "model.safetensors", "trainer_state.json"]
     checkpoint, plain = tmp_path / "checkpoint-2", os.unlink
@@ -357,7 +359,7 @@ def test_a_crash_while_a_checkpoint_is_deleted(tmp_path, monkeypatch):
 
 
 def test_a_damaged_later_checkpoint_does_not_push_out_a_new_one(tmp_path):
-    """The run has gone on from step 2, because the checkpoint of step 6 is damaged, and may keep one."""
+    """The run resumed from step 2 because the checkpoint of step 6 is damaged. It may keep one."""
     keeper = CheckpointManager({"recipe": {}, "processes": 1}, ResumePoint(run="a run"), limit=1)
     for step in (2, 6, 4):
         checkpoint = tmp_path / f"checkpoint-{step}"
@@ -371,15 +373,16 @@ def test_a_damaged_later_checkpoint_does_not_push_out_a_new_one(tmp_path):
 
 
 def test_a_manifest_is_waited_for_again_after_ctrl_c(tmp_path, monkeypatch):
-    """Ctrl-C ends the first wait. What is then said of the run names its newest checkpoint."""
+    """Ctrl-C ends the first wait. The message about the run then names its newest checkpoint."""
     trainer = SimpleNamespace(
         args=SimpleNamespace(
             output_dir=tmp_path, should_save=True, world_size=1, process_index=0, save_on_each_node=False
         ),
         state=SimpleNamespace(global_step=2, best_model_checkpoint=None),
         accelerator=SimpleNamespace(wait_for_everyone=lambda: None),
-    )  # fmt: skip
-    keeper, goes_on = CheckpointManager({"recipe": {}, "processes": 1}, ResumePoint()), threading.Event()
+    )
+    keeper = CheckpointManager({"recipe": {}, "processes": 1}, ResumePoint())
+    goes_on = threading.Event()
     write = keeper._write
     monkeypatch.setattr(keeper, "_write", lambda *given: goes_on.wait(60) and write(*given))
     keeper.begin(trainer)
@@ -396,7 +399,7 @@ def test_a_manifest_is_waited_for_again_after_ctrl_c(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("strategy", ["steps", "best"])
 def test_sigterm_keeps_its_checkpoint(strategy, folder, capsys, monkeypatch):
-    """With load_best_model_at_end and save_total_limit 1, and where the evaluation of that step is not the best."""
+    """This holds with load_best_model_at_end and save_total_limit 1, even if that step's evaluation is not the best."""
     keys = BEST | {"save_strategy": strategy, "save_steps": 2 if strategy == "steps" else None, "learning_rate": 1.0}
     recipe = write_recipe(folder, **keys, max_steps=12, save_total_limit=1)
     monkeypatch.setattr(trainer, "DEFAULT_CALLBACKS", [*trainer.DEFAULT_CALLBACKS, Hit])
@@ -410,7 +413,7 @@ def test_sigterm_keeps_its_checkpoint(strategy, folder, capsys, monkeypatch):
 
 
 def test_sigterm_at_the_end_of_an_epoch_evaluates_it(folder, capsys, monkeypatch):
-    """As an uninterrupted run does, so that the two have the same history."""
+    """An uninterrupted run evaluates there, and both runs must have the same history."""
     keys = {"max_steps": None, "num_train_epochs": 4, "eval_strategy": "epoch", "eval_fraction": 0.2}
     recipe = write_recipe(folder, **keys, learning_rate=1.0)
     assert command(capsys, "train", recipe, "--output_dir", folder / "whole")[0] == 0
@@ -440,7 +443,7 @@ LOCKS = (
 
 
 def test_two_runs_in_one_folder(folder, capsys, monkeypatch):
-    """The second begins while the first one loads, and has saved nothing. A killed one is not in the way."""
+    """The second starts while the first is loading and has saved nothing. A killed run does not block the next."""
     path, lock = write_recipe(folder), folder / "out" / "_liger_trainer.lock"
     lock.parent.mkdir()
     lock.write_text("process 4711 on node7")
@@ -469,7 +472,7 @@ def test_two_runs_in_one_folder(folder, capsys, monkeypatch):
 
 
 def test_a_disk_that_is_full_at_the_start(folder, capsys, monkeypatch):
-    """A limit on the size of files stands for it."""
+    """A limit on file sizes stands for the full disk."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def lock(*args):
@@ -512,7 +515,7 @@ def test_reading_rows_is_not_taken_for_saving(folder, capsys, monkeypatch):
 
 
 def test_a_checkpoint_goes_to_the_hub_with_its_manifest(folder, capsys, monkeypatch):
-    """A folder of the Hub without one could not be resumed. An error of the Hub is not reported as a full disk."""
+    """A Hub folder without a manifest could not be resumed. A Hub error is not reported as a full disk."""
 
     def push(self, checkpoint=None, **kwargs):
         assert not checkpoint or manifest.find_damage(Path(checkpoint), manifest.read(Path(checkpoint))) is None
@@ -527,7 +530,7 @@ def test_a_checkpoint_goes_to_the_hub_with_its_manifest(folder, capsys, monkeypa
     monkeypatch.setattr(Trainer, "push_to_hub", push)
     with pytest.raises(OSError, match="the Hub is away"):
         command(capsys, "train", write_recipe(folder, **SAVING, push_to_hub=True))
-    assert (folder / "out" / "model.safetensors").exists(), "it was saved, and is no half model"
+    assert (folder / "out" / "model.safetensors").exists(), "the model was saved whole"
 
 
 def test_a_token_is_not_shown(folder, capsys, monkeypatch):

@@ -1,4 +1,4 @@
-"""`early_stopping_patience` in a recipe: when it stops, what is saved then, and what it needs."""
+"""`early_stopping_patience` in a recipe: when it stops, what it saves then, and what it needs."""
 
 import json
 import re
@@ -21,7 +21,7 @@ KEYS = {
 
 
 def test_stops_and_saves_the_best_model(folder, capsys):
-    """A learning rate at which the evaluation soon gets worse."""
+    """The learning rate makes evaluations worse soon."""
     from safetensors.torch import load_file
 
     code, out, err = command(capsys, "train", write_recipe(folder, **KEYS, max_steps=40, learning_rate=0.2))
@@ -61,7 +61,7 @@ def test_what_it_needs(keys, message, tmp_path):
 
 
 def test_no_evaluation_on_the_command_line_drops_all_that_depends_on_it(tmp_path):
-    """`load_best_model_at_end` depends on evaluations, and early stopping on that."""
+    """`load_best_model_at_end` depends on evaluations, and early stopping depends on it."""
     recipe = parse_recipe(str(write_recipe(tmp_path, **KEYS)), ["--eval_strategy", "no"])
     assert recipe.training.load_best_model_at_end is False
     assert recipe.args.early_stopping_patience is None

@@ -1,4 +1,4 @@
-"""The lines before the first step are few, without warnings caused by a recipe or the command."""
+"""The lines before the first step are few, with no warnings caused by a recipe or by the command."""
 
 import dataclasses
 import json
@@ -25,7 +25,7 @@ def write_pairs(path):
 
 @pytest.mark.parametrize("trainer", ["sft", *(pytest.param(name, marks=pytest.mark.slow) for name in ("dpo", "orpo"))])
 def test_at_most_ten_lines_before_the_first_step(trainer, tmp_path):
-    """In a process and with caches of its own, as the first time. Evaluation doubles what TRL does to the rows."""
+    """Runs in a new process with empty caches, like a first run. Evaluation doubles TRL's preparation of rows."""
     write_model(tmp_path / "model")
     keys = {"disable_tqdm": None, "gradient_checkpointing": True, "eval_fraction": 0.25, "eval_strategy": "epoch"}
     if trainer == "sft":
@@ -34,7 +34,7 @@ def test_at_most_ten_lines_before_the_first_step(trainer, tmp_path):
         write_pairs(tmp_path / "rows.jsonl")
         keys |= {"trainer": trainer, "prompt_template": None}
         if trainer == "orpo":
-            keys["remove_unused_columns"] = False  # as the shipped recipe says, or else TRL tells the user to
+            keys["remove_unused_columns"] = False  # as in the shipped recipe; otherwise TRL tells the user to set it
     env = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")]),
         "HF_HOME": str(tmp_path / "cache"),
@@ -45,14 +45,18 @@ def test_at_most_ten_lines_before_the_first_step(trainer, tmp_path):
         env.pop(name, None)
     done = subprocess.run(
         [sys.executable, "-m", "liger_trainer", "train", write_recipe(tmp_path, **keys)],
-        cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=300,
-    )  # fmt: skip
+        cwd=tmp_path,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=300,
+    )
     text = done.stdout.decode()
     assert done.returncode == 0, text
     before, first, _ = text.partition("{'loss'")
     assert first, text
     slow_machine = before.count("liger-trainer: still loading, ")
-    assert before.count("\n") - slow_machine <= 10, before  # a bar that is drawn again is one line
+    assert before.count("\n") - slow_machine <= 10, before  # a redrawn progress bar is one line
     assert "Warning" not in before and "deprecated" not in before, before
     assert "ForCausalLM: rms_norm 5/5" in before, "what was patched is one of them"
 
@@ -61,7 +65,7 @@ def test_at_most_ten_lines_before_the_first_step(trainer, tmp_path):
 @pytest.mark.parametrize("filed", ["gradient_checkpointing", "activation_checkpointing"])
 @pytest.mark.parametrize("given", ["gradient_checkpointing", "activation_checkpointing"])
 def test_command_line_beats_the_file_under_either_name(filed, given, tmp_path):
-    """Of two names for one option, transformers takes the new one."""
+    """If an option is given under two names, transformers takes the new one."""
     path = write_recipe(tmp_path, **{"gradient_checkpointing": None, filed: True})
     training = parse_recipe(str(path), [f"--{given}", "false"]).training
     assert training.gradient_checkpointing is training.activation_checkpointing is False

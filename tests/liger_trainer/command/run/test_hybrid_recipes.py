@@ -1,4 +1,4 @@
-"""The recipes of Qwen3.5, Gemma 4 and Granite 4 on tiny checkpoints of these types: trained, saved, loaded, merged."""
+"""The recipes of Qwen3.5, Gemma 4 and Granite 4 on tiny checkpoints of these types: train, save, load, merge."""
 
 import pytest
 import torch
@@ -21,30 +21,49 @@ from liger_trainer.command.recipe.read import parse_recipe
 
 IDS = torch.arange(3, 27).reshape(2, 12)
 GEMMA4 = {
-    "model_type": "gemma4_text", "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 4,
-    "layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "global_head_dim": 32, "hidden_size_per_layer_input": 8,
-    "vocab_size": 131, "vocab_size_per_layer_input": 131, "sliding_window": 16, "final_logit_softcapping": 30.0,
-}  # fmt: skip
+    "model_type": "gemma4_text",
+    "hidden_size": 64,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_kv_shared_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size": 131,
+    "vocab_size_per_layer_input": 131,
+    "sliding_window": 16,
+    "final_logit_softcapping": 30.0,
+}
 GEMMA4_VISION = {
-    "model_type": "gemma4_vision", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
-    "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "position_embedding_size": 16,
-}  # fmt: skip
+    "model_type": "gemma4_vision",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "position_embedding_size": 16,
+}
 RECIPES = {  # and the model type of the checkpoint
-    "qwen3_5_4b/sft_lora_16gb": "qwen3_5", "qwen3_5_9b/sft_qlora_24gb": "qwen3_5",
-    "qwen3_5_35b_a3b/sft_lora": "qwen3_5_moe", "gemma4_e4b/sft_lora": "gemma4",
+    "qwen3_5_4b/sft_lora_16gb": "qwen3_5",
+    "qwen3_5_9b/sft_qlora_24gb": "qwen3_5",
+    "qwen3_5_35b_a3b/sft_lora": "qwen3_5_moe",
+    "gemma4_e4b/sft_lora": "gemma4",
     "granite4_h_tiny/sft_lora": "granitemoehybrid",
-}  # fmt: skip
+}
 
 
 @pytest.fixture(autouse=True)
 def tokenizers_alone(monkeypatch):
-    """The processors of these checkpoints need torchvision for videos. Text needs the tokenizer alone."""
+    """Load tokenizers instead of processors: these processors need torchvision for videos, and text does not."""
     monkeypatch.setattr(AutoProcessor, "from_pretrained", PreTrainedTokenizerFast.from_pretrained)
 
 
 def write_checkpoint(model_type, folder):
-    """A tiny checkpoint as the published one is: of a model of images, where that is what it holds."""
+    """Write a tiny checkpoint like the published one: an image model if the published one is."""
     if model_type not in CONFIG_MAPPING:
         pytest.skip(f"this transformers has no {model_type}")
     if model_type == "gemma4":
@@ -64,12 +83,23 @@ def write_checkpoint(model_type, folder):
 def train(capsys, folder, recipe, **options):
     out = folder / f"out_{options.get('use_liger', 'true')}"
     words = {
-        "model_name_or_path": folder / "base", "output_dir": out, "dataset_name": folder / "rows.jsonl",
-        "max_length": 64, "max_steps": 4, "warmup_steps": 0, "learning_rate": 3e-2,
-        "bf16": "false", "dtype": "float32", "logging_steps": 1, "per_device_train_batch_size": 1,
-        "gradient_accumulation_steps": 2, "load_in_4bit": "false", "save_strategy": "no",
-        "dataloader_pin_memory": "false", "use_cpu": "true",
-    } | options  # fmt: skip
+        "model_name_or_path": folder / "base",
+        "output_dir": out,
+        "dataset_name": folder / "rows.jsonl",
+        "max_length": 64,
+        "max_steps": 4,
+        "warmup_steps": 0,
+        "learning_rate": 3e-2,
+        "bf16": "false",
+        "dtype": "float32",
+        "logging_steps": 1,
+        "per_device_train_batch_size": 1,
+        "gradient_accumulation_steps": 2,
+        "load_in_4bit": "false",
+        "save_strategy": "no",
+        "dataloader_pin_memory": "false",
+        "use_cpu": "true",
+    } | options
     code, out_text, err = command(
         capsys, "train", recipe, *(x for key, value in words.items() for x in (f"--{key}", value))
     )
@@ -97,8 +127,8 @@ def test_from_its_first_line_to_the_merged_model(recipe, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("recipe", ["qwen3_5_4b/sft_lora_16gb", "gemma4_e4b/sft_lora"])
-def test_its_losses_are_those_of_rows_with_padding(recipe, tmp_path, capsys):
-    """TRL's own trainer cannot pack these rows: it computes padding."""
+def test_its_losses_equal_those_of_rows_with_padding(recipe, tmp_path, capsys):
+    """TRL's own trainer cannot pack these rows, so it computes padding."""
     write_checkpoint(RECIPES[recipe], tmp_path / "base")
     write_rows(tmp_path / "rows.jsonl", 8)
     options = {"packing": "false", "per_device_train_batch_size": 4, "learning_rate": 1e-2}

@@ -1,4 +1,4 @@
-"""One entry under every launcher: `accelerate_config`, and what would train apart is refused before anything loads."""
+"""One entry under every launcher: `accelerate_config`, and a refusal before loading if processes would train apart."""
 
 import os
 import re
@@ -58,7 +58,7 @@ def test_torchrun_without_a_gpu_and_without_use_cpu_in_a_script(tmp_path):
 
 @pytest.mark.slow
 def test_a_recipe_with_its_own_accelerate_config(folder, capsys):
-    """Under torchrun, a recipe that brings the DDP config trains as one process does with all rows of a step."""
+    """Under torchrun, a recipe with the DDP config trains like one process with all rows of a step."""
     (folder / "ddp.yaml").write_text((shipped("configs") / "ddp.yaml").read_text())
     recipe = write_recipe(folder, accelerate_config="ddp.yaml", max_steps=3, use_cpu=True)
     done = run_elsewhere(sys.executable, *TORCHRUN, *ENTRY, recipe, cwd=folder)
@@ -84,17 +84,28 @@ def test_a_recipe_with_its_own_accelerate_config(folder, capsys):
 def test_accelerate_config_sets_what_accelerate_launch_would(tmp_path, monkeypatch):
     """Compare shipped configs with the variables that `accelerate launch` itself sets for a process."""
     recipe = tmp_path / "recipe.yaml"
-    for name in ("single_gpu", "fsdp2_machines"):  # neither needs DeepSpeed, and the others are parts of the second
+    for name in ("single_gpu", "fsdp2_machines"):  # these two need no DeepSpeed; the others are parts of the second
         path = shipped("configs") / f"{name}.yaml"
         with preserve_environment():
             apply_config(recipe, path.stem)
             mine = {k: v for k, v in os.environ.items() if k.startswith(("ACCELERATE_", "FSDP_", "PARALLELISM_"))}
         seen = run_elsewhere(
-            sys.executable, "-m", "accelerate.commands.launch", "--config_file", path, "--num_processes", "1",
-            "--num_machines", "1", "--main_process_port", "0", PROCESSES / "shown_environment.py", cwd=tmp_path,
-        )  # fmt: skip
+            sys.executable,
+            "-m",
+            "accelerate.commands.launch",
+            "--config_file",
+            path,
+            "--num_processes",
+            "1",
+            "--num_machines",
+            "1",
+            "--main_process_port",
+            "0",
+            PROCESSES / "shown_environment.py",
+            cwd=tmp_path,
+        )
         theirs = dict(re.findall(r"^(\w+)=(.*)$", seen.stdout, re.M))
-        theirs.pop("ACCELERATE_USE_CPU", None)  # false where there is one process
+        theirs.pop("ACCELERATE_USE_CPU", None)  # false with one process
         assert mine == theirs, path.name
         assert not [k for k in os.environ if k.startswith("FSDP_")], "put back"
 

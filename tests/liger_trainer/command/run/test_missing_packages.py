@@ -1,4 +1,4 @@
-"""Keys that this machine cannot serve: each is refused with its name, its value and what to do."""
+"""Keys that this machine cannot serve are refused with name, value and remedy."""
 
 import importlib.util
 
@@ -34,7 +34,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("keys, says", REFUSED.values(), ids=REFUSED)
-def test_what_is_missing_is_named(keys, says, folder, capsys, monkeypatch):
+def test_missing_packages_are_named(keys, says, folder, capsys, monkeypatch):
     absent = ("bitsandbytes", "tensorboard", "tensorboardX", "deepspeed")
     find = importlib.util.find_spec
     monkeypatch.setattr("importlib.util.find_spec", lambda name, *more: None if name in absent else find(name, *more))
@@ -55,6 +55,6 @@ def test_a_tab_in_a_recipe(tmp_path, capsys):
     assert code == 2 and f"{path}, line 3: YAML is indented with spaces; replace the tab by spaces." in err
 
 
-def test_an_adapter_that_is_nowhere(tmp_path, capsys):
+def test_a_missing_adapter_is_refused(tmp_path, capsys):
     code, _, err = command(capsys, "merge", tmp_path / "nowhere", tmp_path / "merged")
     assert code == 2 and "ADAPTER_DIR is " in err and "neither such a folder" in err

@@ -1,4 +1,4 @@
-"""The recipe of gpt-oss on a tiny checkpoint in MXFP4: trained with adapters on attention and experts, and merged."""
+"""The gpt-oss recipe on a tiny MXFP4 checkpoint: trains adapters on attention and experts, and merges them."""
 
 import io
 
@@ -15,15 +15,45 @@ IDS = torch.arange(3, 27).reshape(2, 12)
 
 
 def train(folder, capsys, use_liger, recipe="gpt_oss_20b/sft_lora", name=None):
-    """The folder of what the recipe makes of the checkpoint in four steps, by our trainer or by the stock one."""
+    """The output folder after four steps of the recipe, by our trainer or by the stock one."""
     out, ours = folder / (name or f"out_{use_liger}"), str(use_liger).lower()
     code, _, err = command(
-        capsys, "train", recipe, "--model_name_or_path", folder / "base", "--output_dir", out,
-        "--dataset_name", folder / "rows.jsonl", "--max_length", 64, "--max_steps", 4, "--warmup_steps", 0,
-        "--learning_rate", 3e-2, "--bf16", "false", "--dtype", "float32", "--logging_steps", 1, "--packing", "false",
-        "--use_liger", ours, "--activation_checkpointing", ours, "--gradient_accumulation_steps", 1,
-        "--dataloader_pin_memory", "false", "--use_cpu", "true",
-    )  # fmt: skip
+        capsys,
+        "train",
+        recipe,
+        "--model_name_or_path",
+        folder / "base",
+        "--output_dir",
+        out,
+        "--dataset_name",
+        folder / "rows.jsonl",
+        "--max_length",
+        64,
+        "--max_steps",
+        4,
+        "--warmup_steps",
+        0,
+        "--learning_rate",
+        3e-2,
+        "--bf16",
+        "false",
+        "--dtype",
+        "float32",
+        "--logging_steps",
+        1,
+        "--packing",
+        "false",
+        "--use_liger",
+        ours,
+        "--activation_checkpointing",
+        ours,
+        "--gradient_accumulation_steps",
+        1,
+        "--dataloader_pin_memory",
+        "false",
+        "--use_cpu",
+        "true",
+    )
     assert code == 0, err
     return out
 
@@ -35,7 +65,7 @@ def test_trained_and_merged(tmp_path, capsys, monkeypatch):
     numbers = write_gpt_oss(tmp_path / "base")
     write_rows(tmp_path / "rows.jsonl")
     own = PreTrainedModel.from_pretrained.__func__
-    with monkeypatch.context() as patched:  # transformers 5.17 gives experts in bf16, in which four steps drift apart
+    with monkeypatch.context() as patched:  # transformers 5.17 returns bf16 from experts, and four steps drift apart
         in_fp32 = classmethod(lambda *args, **named: own(*args, **named).float())
         patched.setattr(PreTrainedModel, "from_pretrained", in_fp32)
         plain = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
@@ -55,10 +85,10 @@ def test_trained_and_merged(tmp_path, capsys, monkeypatch):
     assert not hasattr(model.config, "quantization_config")
 
 
-def test_kept_in_four_bits(tmp_path, capsys, monkeypatch):
-    """The recipe for 16 GiB starts with the loss of TRL on a 16-bit base, and its adapter is merged.
+def test_experts_stay_4_bit_and_train_like_stock(tmp_path, capsys, monkeypatch):
+    """The recipe for 16 GiB starts with TRL's loss on a 16-bit base, and its adapter is merged.
 
-    Loading draws other random numbers, so that the adapters begin with others.
+    Loading draws different random numbers, so the adapters start differently.
     """
     write_gpt_oss(tmp_path / "base")
     write_rows(tmp_path / "rows.jsonl")
@@ -73,19 +103,33 @@ def test_kept_in_four_bits(tmp_path, capsys, monkeypatch):
     assert not hasattr(AutoConfig.from_pretrained(tmp_path / "merged"), "quantization_config")
 
 
-def test_experts_in_four_bits_get_no_adapter(tmp_path, capsys):
+def test_4_bit_experts_get_no_adapter(tmp_path, capsys):
     write_gpt_oss(tmp_path / "base")
     write_rows(tmp_path / "rows.jsonl")
     code, _, err = command(
-        capsys, "train", "gpt_oss_20b/sft_lora", "--model_name_or_path", tmp_path / "base", "--load_in_4bit", "true",
-        "--dataset_name", tmp_path / "rows.jsonl", "--output_dir", tmp_path / "out", "--use_cpu", "true",
-        "--bf16", "false", "--dataloader_pin_memory", "false",
-    )  # fmt: skip
+        capsys,
+        "train",
+        "gpt_oss_20b/sft_lora",
+        "--model_name_or_path",
+        tmp_path / "base",
+        "--load_in_4bit",
+        "true",
+        "--dataset_name",
+        tmp_path / "rows.jsonl",
+        "--output_dir",
+        tmp_path / "out",
+        "--use_cpu",
+        "true",
+        "--bf16",
+        "false",
+        "--dataloader_pin_memory",
+        "false",
+    )
     assert code == 2 and "names 'mlp.experts.gate_up_proj'" in err and "load_in_4bit: false" in err, err
 
 
 def test_chat_with_an_adapter(tmp_path, monkeypatch, capsys):
-    """The base is loaded in 16 bits on request, because on a GPU transformers keeps 4-bit experts. It answers."""
+    """The base is loaded in 16 bits on request, because transformers keeps 4-bit experts on a GPU. It answers."""
     from peft import LoraConfig, get_peft_model
 
     write_gpt_oss(tmp_path / "base")

@@ -1,4 +1,4 @@
-"""Summary and card name the prompt form of the training, and chat, merge and medusa-eval follow it."""
+"""Summary and card name the training's prompt form, and chat, merge and medusa-eval follow it."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""Errors and wrong results of a recipe's reward functions are reported in one line, with the function's name."""
+"""Errors and wrong results of a recipe's reward functions are reported in one line with the function's name."""
 
 import asyncio
 
@@ -79,9 +79,15 @@ def test_a_training_ends_in_one_line(tmp_path, capsys):
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "w3 w4"}\n' * 4)
     (tmp_path / "numbered_rewards.py").write_text("def number(completions, **columns):\n    return 1.0\n")
     path = write_recipe(
-        tmp_path, trainer="grpo", dataset_name="prompts.jsonl", prompt_template=None, max_length=None,
-        reward_funcs=["numbered_rewards.number"], num_generations=2, max_completion_length=4,
-    )  # fmt: skip
+        tmp_path,
+        trainer="grpo",
+        dataset_name="prompts.jsonl",
+        prompt_template=None,
+        max_length=None,
+        reward_funcs=["numbered_rewards.number"],
+        num_generations=2,
+        max_completion_length=4,
+    )
     code, _, err = command(capsys, "train", path)
     assert code == 2 and "error: " in err
     assert "reward_funcs has 'numbered_rewards.number', which returned 1.0; return a list of 2 numbers" in err

@@ -1,4 +1,4 @@
-"""A recipe that trains a reward model: its rows, what it saves, and the tools that do not know it."""
+"""A recipe that trains a reward model: its rows, what it saves, and the tools that refuse it."""
 
 import json
 

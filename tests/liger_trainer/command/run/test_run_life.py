@@ -1,4 +1,4 @@
-"""The life of a run: two processes without a GPU, a folder that is taken, cut-off checkpoints, a full disk, a stop."""
+"""The life of a run: two processes without a GPU, a used folder, incomplete checkpoints, a full disk, a stop."""
 
 import json
 import os
@@ -25,7 +25,7 @@ def test_two_processes_without_a_gpu_are_one_training(folder):
 
 
 def test_processes_that_would_train_apart_are_refused(folder, capsys, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")  # and no LOCAL_RANK: no launcher that accelerate knows
+    monkeypatch.setenv("WORLD_SIZE", "2")  # without LOCAL_RANK, so no launcher that accelerate knows
     code, _, err = command(capsys, "train", write_recipe(folder))
     assert code == 2 and "WORLD_SIZE is 2" in err and "torchrun" in err
     assert not (folder / "out").exists()
@@ -46,7 +46,7 @@ def test_an_output_dir_that_is_taken_is_refused(folder, capsys):
     assert code == 2 and "model.safetensors" in err, "a finished model counts too"
 
 
-def test_the_folder_of_the_model_is_no_output_dir(folder, capsys):
+def test_the_model_s_folder_is_refused_as_output_dir(folder, capsys):
     code, _, err = command(capsys, "train", write_recipe(folder, output_dir=str(folder / "model")))
     assert code == 2 and "holds an earlier run (model.safetensors)" in err
     assert (folder / "model" / "model.safetensors").is_file()
@@ -54,7 +54,7 @@ def test_the_folder_of_the_model_is_no_output_dir(folder, capsys):
 
 @pytest.mark.parametrize("saving", [{}, SAVING], ids=["no checkpoints", "checkpoints"])
 def test_a_final_save_that_fails_keeps_the_last_step(saving, folder, capsys, monkeypatch):
-    """As a checkpoint if there is one of this step, or else as a model in another folder."""
+    """It is kept as a checkpoint if that step has one, or else as a model in another folder."""
     from transformers import AutoModelForCausalLM, Trainer
 
     plain = Trainer._save
@@ -87,10 +87,11 @@ def test_a_final_save_that_fails_keeps_the_last_step(saving, folder, capsys, mon
 
 @pytest.fixture
 def run_with_files_up_to(folder, capsys, monkeypatch):
-    """A limit on the size of files stands for the full disk: safetensors and torch raise errors of their own for it."""
+    """Limit the size of files to simulate a full disk: safetensors and torch raise their own errors for it."""
 
     def run(limit, **keys):
-        recipe, (before, hard) = write_recipe(folder, **keys), resource.getrlimit(resource.RLIMIT_FSIZE)
+        recipe = write_recipe(folder, **keys)
+        (before, hard) = resource.getrlimit(resource.RLIMIT_FSIZE)
         monkeypatch.setattr("tempfile.tempdir", str(folder))
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
         try:
@@ -184,9 +185,13 @@ def test_a_stopped_run_says_how_to_go_on(folder, capsys):
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     process = subprocess.Popen(
         [sys.executable, "-m", "liger_trainer", "train", str(recipe)],
-        cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        cwd=folder,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # shells ignore it for background jobs
-    )  # fmt: skip
+    )
     deadline = time.time() + 120
     while not (folder / "out" / "checkpoint-6").exists() and time.time() < deadline:
         time.sleep(0.05)
@@ -194,7 +199,7 @@ def test_a_stopped_run_says_how_to_go_on(folder, capsys):
     assert process.returncode == 130, err
     (line,) = (line for line in err.splitlines() if line.startswith("liger-trainer: interrupted. "))
     saved = re.search(r"checkpoint-(\d+)", line)
-    # Python itself tells, and forgets, a Ctrl-C that comes while tqdm frees a bar; it is then pressed again.
+    # Python reports and then forgets a Ctrl-C that arrives while tqdm frees a bar, so it is pressed again.
     told = re.sub(r"Exception ignored in: <function tqdm\.__del__.*\nTraceback", "", err)
     assert saved and int(saved[1]) >= 4 and "Traceback" not in told, err
     assert (folder / "out" / saved[0] / "trainer_state.json").is_file()
@@ -205,8 +210,8 @@ def test_a_stopped_run_says_how_to_go_on(folder, capsys):
     assert code == 0 and f"resumed at step {state['global_step']}" in out, err
 
 
-def test_a_reader_that_has_had_enough():
-    """`liger-trainer recipes | head -1`: no traceback, and the code of a process that a closed pipe has ended."""
+def test_a_closed_pipe_ends_the_command_quietly():
+    """`liger-trainer recipes | head -1` prints no traceback and exits like a process that a closed pipe ended."""
     command = [sys.executable, "-m", "liger_trainer", "recipes"]
     env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)

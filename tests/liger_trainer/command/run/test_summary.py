@@ -1,4 +1,4 @@
-"""The end of a run: what its summary and the card of its model say."""
+"""The end of a run: its summary and its model's card."""
 
 import json
 import re
@@ -18,15 +18,24 @@ TRAINED = {
     "sft": ({}, "nll", "loss"),
     "dpo": ({"trainer": "dpo", "dataset_name": "pairs.jsonl", "prompt_template": None}, "sigmoid", "margin"),
     "grpo": (
-        {"trainer": "grpo", "dataset_name": "prompts.jsonl", "prompt_template": None, "reward_funcs": ["mine.length"],
-         "max_completion_length": 4, "num_generations": 2, "max_length": None}, "dapo", "reward",
+        {
+            "trainer": "grpo",
+            "dataset_name": "prompts.jsonl",
+            "prompt_template": None,
+            "reward_funcs": ["mine.length"],
+            "max_completion_length": 4,
+            "num_generations": 2,
+            "max_length": None,
+        },
+        "dapo",
+        "reward",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("keys, loss, line", TRAINED.values(), ids=TRAINED)
 def test_what_a_run_has_learned(keys, loss, line, folder, capsys):
-    """Its first and last loss, margin or reward, its time, and how often it has seen the rows: 4 steps of 2 of 12."""
+    """It gives the first and last loss, margin or reward, the time, and the epochs: 4 steps of 2 out of 12 rows."""
     (folder / "pairs.jsonl").write_text('{"prompt": "w3 w4 ", "chosen": "w5", "rejected": "w6"}\n' * 12)
     (folder / "prompts.jsonl").write_text('{"prompt": "w3 w4 "}\n' * 12)
     (folder / "mine.py").write_text("def length(completions, **kwargs):\n    return [2.0 for _ in completions]\n")
@@ -75,7 +84,7 @@ def test_prompts_are_answered_in_the_form_of_the_rows(folder, capsys):
 
 
 def test_a_run_that_ends_in_nan_says_so(folder, capsys):
-    """The losses that transformers logs then are 0."""
+    """transformers then logs losses of 0."""
     code, out, err = command(capsys, "train", write_recipe(folder, adam_epsilon=0.0, weight_decay=0.0))
     assert code == 0, err
     assert "\n  warning  the last gradient norm is NaN" in out
@@ -98,7 +107,7 @@ def test_captured_steps(folder, capsys, monkeypatch):
 
 
 def test_completions_that_no_function_judges(folder, capsys):
-    """TRL logs None for the reward of such a step."""
+    """TRL logs None as the reward of such a step."""
     (folder / "prompts.jsonl").write_text('{"prompt": "w3 w4 "}\n' * 12)
     (folder / "silent.py").write_text(
         "calls = []\n\ndef at_times(completions, **kwargs):\n    calls.append(1)\n"
@@ -148,7 +157,7 @@ def test_a_checkpoint_of_a_run_that_is_cut_off_has_a_card(folder, capsys, monkey
 
 
 def test_an_error_in_a_card_costs_no_checkpoint(folder, capsys, caplog, monkeypatch):
-    """TRL asks trackers for addresses while it writes a card, which it does before it saves."""
+    """While TRL writes a card, which comes before saving, it asks trackers for addresses."""
 
     def fail():
         raise ModuleNotFoundError("No module named 'gradio_client'")

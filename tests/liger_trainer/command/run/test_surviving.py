@@ -1,4 +1,4 @@
-"""Runs that are killed, preempted or restarted: they go on as if nothing had been, from the last whole checkpoint."""
+"""Killed, preempted or restarted runs resume from the last whole checkpoint as if nothing had happened."""
 
 import os
 import re
@@ -25,10 +25,27 @@ SAVING = {"save_strategy": "steps", "save_steps": 2, "max_steps": 8}
 
 def torchrun(folder, recipe, *options, restarts=0, **env):
     return run_elsewhere(
-        sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--max-restarts", restarts,
-        "--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0", PROCESSES / "preempted_cli.py", "train", recipe,
-        "--use_cpu", "true", *options, cwd=folder, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1", **env,
-    )  # fmt: skip
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc_per_node",
+        "2",
+        "--max-restarts",
+        restarts,
+        "--rdzv_backend",
+        "c10d",
+        "--rdzv_endpoint",
+        "localhost:0",
+        PROCESSES / "preempted_cli.py",
+        "train",
+        recipe,
+        "--use_cpu",
+        "true",
+        *options,
+        cwd=folder,
+        TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",
+        **env,
+    )
 
 
 def free_port():
@@ -37,7 +54,7 @@ def free_port():
 
 
 def write_dropping(folder):
-    """A model that drops attention at random and rows for two epochs, so that any order would show."""
+    """Write a model with attention dropout, and rows for two epochs, so that any change of order shows."""
     tiny_model("llama", attention_dropout=0.3).save_pretrained(folder / "model")
     write_rows(folder / "rows.jsonl", 22)
     return folder
@@ -78,7 +95,7 @@ def test_a_killed_rank_is_restarted_and_the_run_is_the_same(dropping, whole):
 
 @pytest.mark.slow
 def test_sigterm_of_one_rank_saves_that_step_on_all(dropping, whole):
-    """The signal reaches rank 1 in its sixth step: both save, end with 143, and a later job goes on from there."""
+    """Rank 1 gets the signal in its sixth step. Both ranks save and exit with 143, and a later job resumes."""
     recipe = write_recipe(dropping, **SAVING | {"save_steps": 100}, resume_from_checkpoint="auto")
     done = torchrun(dropping, recipe, HIT="1:5:15")
     assert done.returncode != 0 and "Summary" not in done.stdout
@@ -93,7 +110,7 @@ def test_sigterm_of_one_rank_saves_that_step_on_all(dropping, whole):
 
 @pytest.mark.slow
 def test_a_rank_that_is_killed_while_it_saves_leaves_the_checkpoint_before(dropping, whole):
-    """The main process has saved its part, and may delete nothing before the other one has."""
+    """The main process has saved its part, and must not delete anything before the other has saved too."""
     keys = SAVING | {"save_total_limit": 1}
     done = torchrun(dropping, write_recipe(dropping, **keys), HIT_SAVE="1:4:9")
     assert done.returncode != 0
@@ -153,16 +170,35 @@ def test_restarts_that_torchrun_would_send_to_dead_processes(folder, capsys, mon
 
 @pytest.mark.slow
 def test_a_killed_rank_of_one_of_two_machines(dropping, whole):
-    """The torchrun with the killed process counts a restart. The other is told to start again, and may count none."""
+    """The torchrun of the killed process counts a restart. The other is told to restart, and must not count one."""
     recipe, port = write_recipe(dropping, **SAVING, use_cpu=True), free_port()
 
     def machine(i):
         return run_elsewhere(
-            sys.executable, "-m", "torch.distributed.run", "--nnodes", 2, "--nproc_per_node", 1, "--max-restarts", 1,
-            "--rdzv_backend", "c10d", "--rdzv_endpoint", f"127.0.0.1:{port}", "--rdzv_conf", f"is_host={1 - i}",
-            "--local_addr", "127.0.0.1", PROCESSES / "preempted_cli.py", "train", recipe, cwd=dropping, HIT="1:5:9",
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nnodes",
+            2,
+            "--nproc_per_node",
+            1,
+            "--max-restarts",
+            1,
+            "--rdzv_backend",
+            "c10d",
+            "--rdzv_endpoint",
+            f"127.0.0.1:{port}",
+            "--rdzv_conf",
+            f"is_host={1 - i}",
+            "--local_addr",
+            "127.0.0.1",
+            PROCESSES / "preempted_cli.py",
+            "train",
+            recipe,
+            cwd=dropping,
+            HIT="1:5:9",
             TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",
-        )  # fmt: skip
+        )
 
     with ThreadPoolExecutor() as pool:
         first, second = pool.map(machine, range(2))
@@ -171,7 +207,7 @@ def test_a_killed_rank_of_one_of_two_machines(dropping, whole):
 
 
 def test_sigterm_after_the_last_step_lets_the_model_be_saved(folder, capsys, monkeypatch):
-    """A run that is cut off there, after its last step, would leave only half a model."""
+    """Ending a run after its last step would leave only half a model."""
     plain = trainer.Trainer._save
 
     def hit(self, *args, **kwargs):
@@ -185,7 +221,7 @@ def test_sigterm_after_the_last_step_lets_the_model_be_saved(folder, capsys, mon
 
 
 def test_the_handler_of_transformers_is_refused(folder, capsys):
-    """It takes the place of ours, and the process that has got the signal stops without the others."""
+    """It replaces ours, and the process that gets the signal stops without the others."""
     code, _, err = command(capsys, "train", write_recipe(folder, enable_jit_checkpoint=True))
     assert code == 2 and "enable_jit_checkpoint is true" in err and "Remove it" in err
 
@@ -201,19 +237,32 @@ def test_sigterm_before_training_ends_at_once(folder, capsys, monkeypatch):
 
 @pytest.mark.slow
 def test_sigterm_of_accelerate_launch_with_one_process(dropping):
-    """It starts the process and waits for it, and hands no signal on."""
+    """accelerate starts the process, waits for it, and does not forward signals."""
     recipe = write_recipe(dropping, **SAVING | {"max_steps": 100000, "lr_scheduler_type": "constant"})
     paths = os.pathsep.join(sys.path)
     launcher = subprocess.Popen(
-        [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1", "-m", "liger_trainer",
-         "train", str(recipe)],
-        cwd=dropping, env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths}, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "accelerate.commands.launch",
+            "--cpu",
+            "--num_processes",
+            "1",
+            "-m",
+            "liger_trainer",
+            "train",
+            str(recipe),
+        ],
+        cwd=dropping,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     deadline = time.time() + 120
     while not (dropping / "out" / "checkpoint-6").exists() and time.time() < deadline:
         time.sleep(0.05)
     launcher.terminate()
-    _, err = launcher.communicate(timeout=60)  # which ends when the process has closed the pipe too
+    _, err = launcher.communicate(timeout=60)  # it ends once the process has closed the pipe too
     assert "liger-trainer: terminated. The last checkpoint is" in err, err
 
 

@@ -1,4 +1,4 @@
-"""Two machines: launched in each of the usual ways they are one training, and one that dies leaves the other going."""
+"""Two machines train one model however they are launched, and one goes on if the other dies."""
 
 import os
 import signal
@@ -43,14 +43,17 @@ def pet_only(machine, entry):
 
 def variables_of(machine):
     return {
-        "PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": str(machine), "PET_MASTER_ADDR": ADDRESSES[0],
+        "PET_NNODES": "2",
+        "PET_NPROC_PER_NODE": "1",
+        "PET_NODE_RANK": str(machine),
+        "PET_MASTER_ADDR": ADDRESSES[0],
         "PET_MASTER_PORT": PORT,
-    }  # fmt: skip
+    }
 
 
 def elastic(machine, entry):
     rdzv = ("--rdzv_backend", "c10d", "--rdzv_endpoint", f"{ADDRESSES[0]}:{PORT}", "--rdzv_id", "liger")
-    # torchrun compares the endpoint with the name of the host, which both machines share here.
+    # torchrun compares the endpoint with the host's name, which both machines share here.
     place = ("--local_addr", ADDRESSES[machine], "--rdzv_conf", f"last_call_timeout=2,is_host={1 - machine}")
     return (*TORCHRUN, "--nnodes", "1:2", "--nproc_per_node", 1, "--max_restarts", 3, *rdzv, *place, *entry)
 
@@ -77,7 +80,7 @@ def test_two_machines_are_one_training(how, folder, alone):
 
 
 def test_a_machine_of_an_elastic_run_dies(folder):
-    """The other one restarts by itself, alone, from the last checkpoint, and says what has changed."""
+    """The other machine restarts by itself from the last checkpoint, and says what has changed."""
     write_rows(folder / "rows.jsonl", 22)
     saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 60, "resume_from_checkpoint": "auto"}
     recipe = write_recipe(folder, use_cpu=True, **saving)
@@ -89,7 +92,7 @@ def test_a_machine_of_an_elastic_run_dies(folder):
         time.sleep(0.05)
     os.killpg(processes[1].pid, signal.SIGKILL)
     workers = [int(pid) for pid in os.popen("ip netns pids liger-b").read().split()]
-    for pid in workers:  # a worker has a group of its own; a machine that dies takes all with it
+    for pid in workers:  # a worker has its own process group; a machine that dies takes all of them with it
         os.kill(pid, signal.SIGKILL)
     out, err = processes[0].communicate(timeout=240)
     processes[1].communicate()

@@ -1,4 +1,4 @@
-"""`liger-trainer chat`: what the model says, next to its base, from a pipe and in a terminal."""
+"""`liger-trainer chat`: the answers of a model and of its base, from a pipe and in a terminal."""
 
 import io
 import os
@@ -25,7 +25,7 @@ GREEDY = ("--temperature", "0", "--max_new_tokens", "6")
 
 @pytest.fixture
 def folder(tmp_path):
-    """A model, and an adapter on it that changes what it says."""
+    """A model, and an adapter that changes its answers."""
     write_model(tmp_path / "model")
     torch.manual_seed(1)
     adapted = get_peft_model(
@@ -58,7 +58,7 @@ def test_lines_of_a_pipe_are_answered(folder, monkeypatch, capsys):
     assert out.splitlines() == [says(model, "w3 w4"), says(model, "w9")]
 
 
-def test_a_line_that_is_no_text(folder, monkeypatch, capsys):
+def test_a_line_that_is_not_text_is_refused(folder, monkeypatch, capsys):
     code, _, err = chat(monkeypatch, capsys, b"caf\xe9".decode(errors="surrogateescape"), folder / "model", *GREEDY)
     assert code == 2 and r"The line 'caf\udce9' is not UTF-8" in err
 
@@ -120,15 +120,20 @@ def test_a_model_that_is_not_there(folder, monkeypatch, capsys):
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no pty")
 def test_keys_of_a_terminal(folder):
-    """Ctrl-C ends an answer and not the chat, which Ctrl-D ends."""
+    """Ctrl-C ends an answer but not the chat. Ctrl-D ends the chat."""
     tiny_model("llama").save_pretrained(folder / "model")
     ours, theirs = pty.openpty()
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")]), "CUDA_VISIBLE_DEVICES": ""}
     words = ["chat", str(folder / "model"), "--max_new_tokens", "1000000", "--temperature", "1"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "liger_trainer", *words], stdin=theirs, stdout=theirs, stderr=theirs, env=env,
-        start_new_session=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )  # fmt: skip
+        [sys.executable, "-m", "liger_trainer", *words],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env=env,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     os.close(theirs)
     shown = b""
 

@@ -21,12 +21,18 @@ from liger_trainer.command.tools import compare
 OURS = "#d55e00"  # in benchmarks/figures.py
 RECIPES = {
     "sft": {},
-    "lora": {"use_peft": True, "lora_r": 4, "lora_target_modules": ["q_proj"], "lora_dropout": 0.0,
-             "activation_checkpointing": "auto", "gradient_checkpointing": None},
+    "lora": {
+        "use_peft": True,
+        "lora_r": 4,
+        "lora_target_modules": ["q_proj"],
+        "lora_dropout": 0.0,
+        "activation_checkpointing": "auto",
+        "gradient_checkpointing": None,
+    },
     "dpo": {"trainer": "dpo", "dataset_name": "pairs.jsonl", "prompt_template": None},
     "orpo": {"trainer": "orpo", "dataset_name": "pairs.jsonl", "prompt_template": None},
     "named template": {"chat_template_path": "mistral", "dataset_name": "turns.jsonl", "prompt_template": None},
-}  # fmt: skip
+}
 
 
 def arm(capsys, path, name, *words):
@@ -56,7 +62,7 @@ def test_both_train_the_same_steps(keys, folder, capsys):
     assert whole["losses"][:3] == pytest.approx(ours["losses"], rel=1e-6)
 
 
-def test_the_stock_arm_is_the_stock_class(folder, capsys, monkeypatch):
+def test_the_stock_arm_runs_the_stock_class(folder, capsys, monkeypatch):
     from trl import SFTConfig, SFTTrainer
 
     seen = []
@@ -68,20 +74,27 @@ def test_the_stock_arm_is_the_stock_class(folder, capsys, monkeypatch):
 
 
 def test_the_table(folder, capsys, monkeypatch):
-    """An arm in a process of its own, a JSON and a chart, and nothing in output_dir, whatever the recipe saves."""
+    """Runs an arm in its own process and writes a JSON and a chart; output_dir stays empty in any case."""
+    # One arm is enough: a process takes 15 s to start
     apart = {
         "stock": compare._run_arm,
         "ours": compare._run_in_subprocess,
-    }  # one is enough: a process takes 15 s to begin
+    }
     monkeypatch.setattr(
         compare, "_run_in_subprocess", lambda recipe, words, arm, steps: apart[arm](recipe, words, arm, steps)
     )
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "kernels")]))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     path = write_recipe(
-        folder, **SAVING, eval_fraction=0.2, eval_strategy="steps", eval_steps=2, load_best_model_at_end=True,
-        early_stopping_patience=2, metric_for_best_model="loss",
-    )  # fmt: skip
+        folder,
+        **SAVING,
+        eval_fraction=0.2,
+        eval_strategy="steps",
+        eval_steps=2,
+        load_best_model_at_end=True,
+        early_stopping_patience=2,
+        metric_for_best_model="loss",
+    )
     files = {"--json": folder / "found.json", "--chart": folder / "chart.png"}
     code, out, err = command(
         capsys, "compare", path, "--steps", "4", *[word for pair in files.items() for word in pair]
@@ -102,8 +115,16 @@ def arms_of(monkeypatch, **found):
     )
 
 
-RAN = {"steps": 4, "untimed": 1, "step_s": 0.5, "tokens_per_s": 100.0, "peak_gib": 1.0, "in_16_bits": True,
-       "left_out": [], "losses": [2.0, 1.9]}  # fmt: skip
+RAN = {
+    "steps": 4,
+    "untimed": 1,
+    "step_s": 0.5,
+    "tokens_per_s": 100.0,
+    "peak_gib": 1.0,
+    "in_16_bits": True,
+    "left_out": [],
+    "losses": [2.0, 1.9],
+}
 
 
 def test_an_arm_that_fails_is_a_row(folder, capsys, monkeypatch):
@@ -125,7 +146,7 @@ def test_losses_that_differ_are_named(losses, said, folder, capsys, monkeypatch)
 
 
 def test_captured_steps_are_named(folder, capsys, monkeypatch):
-    """With captures among the timed steps, and without any."""
+    """They are named both with and without captures among the timed steps."""
     path = write_recipe(folder, model_init_kwargs={"attn_implementation": "sdpa"}, cuda_graphs="auto")
     stock, uncaptured = arm(capsys, path, "stock"), arm(capsys, path, "ours")
     assert stock["captured"] is None and stock["left_out"] == ["cuda_graphs"]
@@ -143,7 +164,7 @@ def test_captured_steps_are_named(folder, capsys, monkeypatch):
 
 
 def test_a_loss_that_is_nan_is_named(folder, capsys, monkeypatch):
-    """transformers would log 0 in its place, in all arms."""
+    """transformers would log 0 instead, in all arms."""
     path = write_recipe(folder, adam_epsilon=0.0)
     found = arm(capsys, path, "stock")
     arms_of(monkeypatch, stock=found, ours=found)
@@ -156,8 +177,10 @@ def test_an_arm_has_the_color_that_it_has_in_the_docs(monkeypatch):
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, *_, **__: drawn.append(figure))
     for names in (["stock", "stock + Liger", "ours"], ["ours"]):
         draw_comparison([RAN | {"arm": name} for name in names], "here", "chart.png")
-    colors = [(axes[0].patches[-1].get_facecolor(), axes[2].lines[-1].get_color()) for axes in (f.axes for f in drawn)]
-    assert [(to_hex(bar), line) for bar, line in colors] == [(OURS, OURS)] * 2
+    assert len(drawn) == 2
+    for figure in drawn:
+        assert to_hex(figure.axes[0].patches[-1].get_facecolor()) == OURS
+        assert figure.axes[2].lines[-1].get_color() == OURS
 
 
 @pytest.mark.parametrize("trainer, name", [("medusa", "Medusa heads"), ("eagle", "EAGLE-3 drafters")])
@@ -195,7 +218,8 @@ def test_sigterm_ends_the_process_of_the_arm_too(folder):
     begin = f"from liger_trainer.command.tools import compare; compare._run_in_subprocess({path!r}, [], 'ours', 100000)"
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     process = subprocess.Popen([sys.executable, "-c", begin], env=env, **quiet)
-    children, deadline = Path(f"/proc/{process.pid}/task/{process.pid}/children"), time.time() + 120
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    deadline = time.time() + 120
     while not children.read_text() and time.time() < deadline:
         time.sleep(0.05)
     arm = Path("/proc", children.read_text().strip())
@@ -205,7 +229,7 @@ def test_sigterm_ends_the_process_of_the_arm_too(folder):
 
 
 def test_sigterm_at_the_start_of_an_arm_ends_it_too(monkeypatch):
-    """The signal comes when the arm's process exists and its parent has no handle of it yet."""
+    """The signal arrives when the arm's process exists and its parent has no handle for it yet."""
     started = []
 
     class Signalled(subprocess.Popen):

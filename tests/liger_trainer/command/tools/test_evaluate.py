@@ -1,4 +1,4 @@
-"""`liger-trainer evaluate`: losses of held-out rows as by hand and as the trainer's, exact answers, and lm-eval."""
+"""`liger-trainer evaluate`: losses of held-out rows equal those by hand and the trainer's; exact answers; lm-eval."""
 
 import json
 import math
@@ -35,8 +35,10 @@ def write(folder, rows):
 
 
 def by_hand(model, rows):
-    """The loss of (ids, how many of them are not learned), and how many tokens are the first choice."""
-    total, count, right = 0.0, 0, 0
+    """The loss of (ids, number of tokens that are not learned), and how many tokens are the first choice."""
+    total = 0.0
+    count = 0
+    right = 0
     for ids, hidden in rows:
         ids = torch.tensor([ids])
         logits = model(input_ids=ids).logits[0, hidden - 1 : -1].double()
@@ -60,7 +62,7 @@ FORMS = {
 
 
 @pytest.mark.parametrize("rows, tokens, asked", FORMS.values(), ids=FORMS)
-def test_losses_are_those_of_logits(rows, tokens, asked, folder, capsys):
+def test_losses_equal_those_computed_from_logits(rows, tokens, asked, folder, capsys):
     out = folder / "figures.json"
     words = ("--dataset_name", write(folder, rows), "--json", out)
     code, text, err = command(capsys, "evaluate", folder / "model", *words)
@@ -86,7 +88,7 @@ def test_only_answers_of_messages_count(chats, capsys):
 
 
 def test_the_loss_is_the_trainer_s(folder, capsys):
-    """Of rows of one length, of which the trainer's mean over batches is the mean over tokens."""
+    """The rows have one length, so the trainer's mean over batches is the mean over tokens."""
     rows = write(folder, PROMPTS)
     keys = {"dataset_name": str(rows), "prompt_template": None, "eval_dataset_name": str(rows), "max_steps": 4}
     code, _, err = command(capsys, "train", write_recipe(folder, **keys, eval_strategy="steps", eval_steps=4))
@@ -101,10 +103,15 @@ def test_the_loss_is_the_trainer_s(folder, capsys):
 def test_answers_of_a_trained_adapter_are_exact(chats, capsys):
     rows = write(chats, [{"q": "w5", "a": "w6 w7"}, {"q": "w15", "a": "w16"}])
     keys = {
-        "dataset_name": str(rows), "prompt_template": None, "columns": {"question": "q", "answer": "a"},
-        "system_prompt": "w9", "use_peft": True, "lora_target_modules": "all-linear", "learning_rate": 0.05,
+        "dataset_name": str(rows),
+        "prompt_template": None,
+        "columns": {"question": "q", "answer": "a"},
+        "system_prompt": "w9",
+        "use_peft": True,
+        "lora_target_modules": "all-linear",
+        "learning_rate": 0.05,
         "max_steps": 60,
-    }  # fmt: skip
+    }
     code, _, err = command(capsys, "train", write_recipe(chats, **keys))
     assert code == 0, err
     columns = ("--columns", "{question: q, answer: a}")
@@ -116,8 +123,8 @@ def test_answers_of_a_trained_adapter_are_exact(chats, capsys):
     assert code == 0 and "answers  0 of 2" in text, err
 
 
-def test_names_in_an_adapter_are_those_that_servers_look_for(folder, capsys):
-    """vLLM and SGLang take `base_model.model.<layer of the base>.lora_A.weight` and `lora_B.weight`."""
+def test_an_adapter_has_the_names_that_servers_look_for(folder, capsys):
+    """vLLM and SGLang look for `base_model.model.<layer of the base>.lora_A.weight` and `lora_B.weight`."""
     keys = {"use_peft": True, "lora_target_modules": "all-linear", "max_steps": 1}
     code, _, err = command(capsys, "train", write_recipe(folder, **keys))
     assert code == 0, err
@@ -129,7 +136,7 @@ def test_names_in_an_adapter_are_those_that_servers_look_for(folder, capsys):
 
 
 def test_tasks_go_through_lm_eval(folder, capsys, monkeypatch):
-    """lm-eval gets the loaded model. Its own code is not run here."""
+    """lm-eval gets the loaded model. Its own code does not run here."""
     called = {}
 
     class HFLM:

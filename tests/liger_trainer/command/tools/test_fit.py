@@ -1,4 +1,4 @@
-"""`liger-trainer fit`, of a tiny model's config."""
+"""`liger-trainer fit` on a tiny model's config."""
 
 import importlib.util
 import re
@@ -26,23 +26,33 @@ def kernels_are_proven_by_their_twins(monkeypatch):
 
 @pytest.fixture
 def short_search(monkeypatch):
-    """For what does not ask how large the largest batch is."""
+    """Shorten the search in tests that do not need the largest batch."""
     monkeypatch.setattr(fit_report, "TRIES", 1)
 
 
 @pytest.fixture
 def recipe(tmp_path):
     LlamaConfig(
-        hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        vocab_size=1000, max_position_embeddings=65536,
-    ).save_pretrained(tmp_path / "model")  # fmt: skip
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=1000,
+        max_position_embeddings=65536,
+    ).save_pretrained(tmp_path / "model")
 
     def write(**keys):
         values = {
-            "model_name_or_path": str(tmp_path / "model"), "dtype": "bfloat16", "bf16": True, "max_length": 256,
-            "per_device_train_batch_size": 2, "activation_checkpointing": "auto", "dataset_name": "nothing.json",
+            "model_name_or_path": str(tmp_path / "model"),
+            "dtype": "bfloat16",
+            "bf16": True,
+            "max_length": 256,
+            "per_device_train_batch_size": 2,
+            "activation_checkpointing": "auto",
+            "dataset_name": "nothing.json",
             "output_dir": str(tmp_path / "out"),
-        }  # fmt: skip
+        }
         path = tmp_path / "recipe.yaml"
         path.write_text(yaml.safe_dump({key: value for key, value in (values | keys).items() if value != "absent"}))
         return path
@@ -96,16 +106,17 @@ def test_images_of_rows(recipe, tmp_path, capsys):
     code, out, err = command(capsys, "fit", path, "--gpu-memory", "0.06", *images)
     assert code == 0, err
     assert "Counted with images in each row. They take 12 of its tokens." in out and "not counted" not in out
-    batches = [re.search(r"rows of 64 tokens is (\d+)", text)[1] for text in (
-        out, command(capsys, "fit", path, "--gpu-memory", "0.06")[1]
-    )]  # fmt: skip
+    batches = [
+        re.search(r"rows of 64 tokens is (\d+)", text)[1]
+        for text in (out, command(capsys, "fit", path, "--gpu-memory", "0.06")[1])
+    ]
     assert 0 < int(batches[0]) < int(batches[1])
     code, _, err = command(capsys, "fit", path, "--images", "80x60,60x80", "--max_length", "8")
     assert code == 2 and "max_length is 8, but the images of a row alone have 12 tokens" in err
 
 
 @pytest.mark.parametrize("value", ["640", "640x", "0x480", "640x480;20x20", ""])
-def test_sizes_of_images_that_are_none(value, recipe, capsys):
+def test_wrong_image_sizes_are_refused(value, recipe, capsys):
     code, _, err = command(capsys, "fit", recipe(), "--images", value)
     assert code == 2 and f"--images is {value!r}; expected the width and height" in err
 
@@ -118,7 +129,7 @@ def test_images_for_a_model_of_text(recipe, capsys):
 def test_images_that_cannot_be_counted(recipe, tmp_path, capsys):
     try:
         processor = processor_of("idefics3")
-    except ImportError as error:  # of torchvision
+    except ImportError as error:  # from torchvision
         pytest.skip(str(error).strip().splitlines()[0])
     image_model("idefics3").config.save_pretrained(tmp_path / "model")
     processor.save_pretrained(tmp_path / "model")
@@ -161,7 +172,9 @@ def test_the_recipe_s_sharding_and_adapter(short_search, recipe, capsys):
         assert "each of 2 GPUs of 0.5 GiB" in out
         return out, float(re.search(r"^optimizer states +([\d.]+)", out, re.MULTILINE)[1])
 
-    ddp, fsdp2, lora = states(), states("--accelerate_config", "fsdp2"), states("--use_peft", "true")
+    ddp = states()
+    fsdp2 = states("--accelerate_config", "fsdp2")
+    lora = states("--use_peft", "true")
     assert "with DDP" in ddp[0] and "with FSDP2" in fsdp2[0]
     assert fsdp2[1] == ddp[1], "half of the numbers, each of twice as many bytes"
     assert lora[1] == 0 < ddp[1]
@@ -209,7 +222,7 @@ def test_what_it_refuses(keys, words, says, recipe, capsys):
     assert code == 2 and says in err
 
 
-def test_the_mend_of_an_option_that_is_not_known(short_search, recipe, capsys):
+def test_an_option_that_is_wrong_in_the_recipe_can_be_replaced(short_search, recipe, capsys):
     keys = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"every_n_layers": 2}}
     words = ("--gpu-memory", "0.5", "--activation_checkpointing_kwargs")
     code, out, err = command(capsys, "fit", recipe(**keys), *words, '{"use_reentrant": false}')
@@ -225,7 +238,7 @@ def test_deepspeed_is_refused_by_name(recipe):
         train_spec_of(parsed, 2)
 
 
-def test_a_frozen_base_in_eight_bits(short_search, recipe, capsys):
+def test_a_frozen_fp8_base(short_search, recipe, capsys):
     words = ("--use_peft", "true", "--fp8", "true")
     code, out, err = command(capsys, "fit", recipe(), "--gpu-memory", "0.5", *words)
     assert code == 0 and "rows of 256 tokens is" in out, err
@@ -255,7 +268,7 @@ def test_inputs_of_layers_on_the_host(short_search, recipe, capsys):
     assert re.search(r"^true .*<- the recipe, [\d.]+ GiB on the host$", leaves[1], re.MULTILINE)
 
 
-def test_a_base_in_four_bits_without_bitsandbytes(recipe, capsys, monkeypatch):
+def test_a_4_bit_base_without_bitsandbytes_is_refused(recipe, capsys, monkeypatch):
     found = importlib.util.find_spec
     monkeypatch.setattr(
         "importlib.util.find_spec", lambda name, *more: None if name == "bitsandbytes" else found(name, *more)
@@ -265,7 +278,7 @@ def test_a_base_in_four_bits_without_bitsandbytes(recipe, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("trainer", ["sft", "dpo"])
-def test_a_base_in_four_bits(trainer, short_search, recipe, capsys):
+def test_a_4_bit_base(trainer, short_search, recipe, capsys):
     pytest.importorskip("bitsandbytes")
 
     def weights(*words):

@@ -1,4 +1,4 @@
-"""`liger-trainer merge`: the merged model is the adapter on its base, and an ordinary model; and what it refuses."""
+"""`liger-trainer merge`: the merged model equals base plus adapter and is an ordinary model; and its refusals."""
 
 import json
 import re
@@ -15,7 +15,7 @@ IDS = torch.arange(3, 19).reshape(2, 8)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A base, and an adapter on it with a B that is not zero."""
+    """A base, and an adapter for it with a non-zero B."""
     from peft import LoraConfig, get_peft_model
 
     folder = tmp_path_factory.mktemp("merge")
@@ -54,7 +54,7 @@ def test_merged_model_gives_the_logits_of_the_adapter(folder, tmp_path, capsys):
 
 
 def test_a_model_of_images(tmp_path, capsys):
-    """Gemma 3, since its processor needs no package: model, adapter (on the tower too) and processor."""
+    """Gemma 3, because its processor needs no package: model, adapter (on the tower too) and processor."""
     from image_models import image_batch, image_model, processor_of
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForImageTextToText, AutoProcessor
@@ -75,7 +75,7 @@ def test_a_model_of_images(tmp_path, capsys):
 
 
 def save_tied(folder, adapter):
-    """A tied base, and an adapter on it that has learned something."""
+    """Save a tied base and a trained adapter for it."""
     from peft import LoraConfig, get_peft_model
 
     base = tiny_model("llama", tie_word_embeddings=True)
@@ -122,7 +122,7 @@ def test_what_peft_leaves_unmerged_is_refused(tmp_path, capsys):
 
 
 def test_dtype(folder, tmp_path, capsys):
-    """Merged in the dtype of the base, or in the one asked for; bf16 rounds once, after the sum in fp32."""
+    """Merges in the base's dtype or in the requested one. bf16 rounds once, after the sum in fp32."""
     from safetensors.torch import load_file
 
     for dtype in ("float32", "bfloat16"):
@@ -136,16 +136,25 @@ def test_dtype(folder, tmp_path, capsys):
 
 
 def of_two_dtypes(model_type):
-    """A bf16 model with a router in fp32: transformers keeps it so by its name, or its class does."""
+    """A bf16 model with an fp32 router, which transformers keeps because of its name or its class."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     if model_type == "deepseek_v3":
         model = tiny_model(model_type, dtype=torch.bfloat16)
     else:
         config = AutoConfig.for_model(
-            model_type, vocab_size=131, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
-            num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_experts=4, moe_topk=2, pad_token_id=0,
-        )  # fmt: skip
+            model_type,
+            vocab_size=131,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=1,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            num_experts=4,
+            moe_topk=2,
+            pad_token_id=0,
+        )
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if "mlp.gate." in name:
@@ -172,7 +181,7 @@ def test_a_router_in_fp32_is_not_rounded(model_type, tmp_path, capsys):
 
 
 def test_a_tokenizer_with_more_tokens(folder, tmp_path, capsys):
-    """Trained with embeddings resized for tokens of one's own, which the adapter holds."""
+    """The adapter holds embeddings that were resized for the user's own tokens."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
@@ -201,7 +210,7 @@ def test_another_base(folder, tmp_path, capsys):
 
 
 def named_base(folder, adapter, name):
-    """A copy of the adapter, in the folder `adapter`, that names another base."""
+    """Write a copy of the adapter, in the folder `adapter`, that names another base."""
     adapter.mkdir(parents=True)
     for file in (folder / "adapter").iterdir():
         (adapter / file.name).write_bytes(file.read_bytes())
@@ -255,7 +264,7 @@ def test_refusals(folder, tmp_path, capsys):
 
 
 def test_a_trained_recipe(tmp_path, capsys, monkeypatch):
-    """The output_dir of a recipe with use_peft."""
+    """Merges the output_dir of a recipe with use_peft."""
     from recipe_fixtures import write_recipe, write_rows
     from transformers import AutoModelForCausalLM
 

@@ -1,4 +1,4 @@
-"""Methods bound to one instance: how they are taken away, and which may stand around another."""
+"""Methods bound to one instance: how they are removed, and which may wrap another."""
 
 import inspect
 
@@ -54,7 +54,7 @@ def test_a_method_that_is_held_runs_the_class_s_own_code_once_it_was_unbound():
     assert torch.equal(held(x), want)
 
 
-def test_a_key_of_one_s_own():
+def test_a_user_s_own_key():
     module = layer()
     binding = bind(module, Binding(doubled, key="_liger_one"))
     assert vars(module)["_liger_one"] is binding and Binding.of(module) is None
@@ -72,7 +72,7 @@ def test_only_a_method_with_a_key_of_its_own_stands_around_another():
 
 
 def test_a_module_of_two_kinds_is_swapped_once():
-    """The second kind finds the method of the first one, which it must not take for the module's own."""
+    """The second pattern finds the first one's method, and must not take it for the module's own."""
     proof = Proof("lora", "doubled", doubled)
     kind = PatchPattern(
         lambda module: isinstance(module, nn.Linear), lambda module: (proof, None), lambda module: "lora"
@@ -85,7 +85,7 @@ def test_a_module_of_two_kinds_is_swapped_once():
 @pytest.mark.parametrize("name", ["forward", "get_rope_index"])
 def test_a_method_in_the_place_of_another_has_its_signature(name):
     def own(self, x, *, scale: float = 1.0):
-        """What it computes."""
+        """The module's own computation."""
 
     @in_place_of(own, name)
     def method(self, *args, **kwargs):

@@ -1,7 +1,7 @@
-"""Hooks of others on modules that a patched model does not call, or calls in its own way: they see what stock shows.
+"""Others' hooks on modules that a patched model does not call, or calls its own way, see what stock shows them.
 
-Every case compares loss and gradients with the unpatched model under the same hooks, whether the hooks were there when
-the model was patched or came afterwards, and asks the report.
+Every case compares loss and gradients with the unpatched model under the same hooks, set before or after patching, and
+checks the report.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -45,7 +45,7 @@ HOOKS = {
 }
 
 
-def patched_beside_stock(make, hook, when, **options):
+def patched_and_stock(make, hook, when, **options):
     """(report, results of the patched model, results of stock) with `hook(model)` before or after patching."""
     stock, model = make(), make()
     hook(stock)
@@ -80,7 +80,7 @@ def llama_with_lora_on_the_head():
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("kind", HOOKS)
 def test_on_the_lm_head(kind, when):
-    report, got, want = patched_beside_stock(llama, lambda model: HOOKS[kind](model.lm_head), when)
+    report, got, want = patched_and_stock(llama, lambda model: HOOKS[kind](model.lm_head), when)
     assert_same(got, want)
     assert report[HEAD].swapped == {} and "would not see logits" in report[HEAD].skipped["lm_head"]
 
@@ -91,7 +91,7 @@ def test_on_a_part_of_a_lora_on_the_lm_head(part, when):
     def hook(model):
         HOOKS["forward"](model.get_submodule(f"base_model.model.lm_head{part}"))
 
-    report, got, want = patched_beside_stock(llama_with_lora_on_the_head, hook, when)
+    report, got, want = patched_and_stock(llama_with_lora_on_the_head, hook, when)
     assert_same(got, want)
     assert len(report[HEAD].skipped) == 1
 
@@ -103,13 +103,13 @@ def test_a_hook_that_counts_is_called_once_and_sees_logits(when):
     def hook(model):
         model.lm_head.register_forward_hook(lambda module, args, output: seen.append(tuple(output.shape)))
 
-    _, got, want = patched_beside_stock(llama, hook, when)
+    _, got, want = patched_and_stock(llama, hook, when)
     assert_same(got, want)
     assert len(seen) == 2 and seen[0] == seen[1] and seen[0][-1] == 131  # ours and stock's
 
 
 def test_under_the_contract_of_trl():
-    """The per-token log-probabilities are those of the logits that the hook leaves."""
+    """The per-token log-probabilities follow the logits that the hook returns."""
     model, batch = llama(), collate(ragged_rows(4))
     install_fused_head(model)
     model.lm_head.register_forward_hook(halve)
@@ -132,7 +132,7 @@ def test_the_head_is_fused_again_when_the_hook_has_gone():
 
 
 def test_a_hook_on_all_modules():
-    """`register_module_forward_hook`: every module that stock calls is called, and none twice."""
+    """Under `register_module_forward_hook`, every module that stock calls is called, and none twice."""
     counts = []
 
     def count(module, args, output):
@@ -154,7 +154,7 @@ def test_a_hook_on_all_modules():
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("kind", HOOKS)
 def test_on_the_activation_of_an_mlp(kind, when):
-    report, got, want = patched_beside_stock(llama, lambda m: HOOKS[kind](m.model.layers[1].mlp.act_fn), when)
+    report, got, want = patched_and_stock(llama, lambda m: HOOKS[kind](m.model.layers[1].mlp.act_fn), when)
     assert_same(got, want)
     assert "act_fn" in report["swiglu"].skipped["model.layers.1.mlp"]
     assert list(report["swiglu"].swapped) == ["model.layers.0.mlp"]
@@ -164,7 +164,7 @@ def test_an_activation_that_has_been_exchanged():
     def exchange(model):
         model.model.layers[1].mlp.act_fn = nn.ReLU()
 
-    report, got, want = patched_beside_stock(llama, exchange, "after")
+    report, got, want = patched_and_stock(llama, exchange, "after")
     assert_same(got, want)
     assert "act_fn is a ReLU now" in report["swiglu"].skipped["model.layers.1.mlp"]
 
@@ -174,26 +174,26 @@ def test_on_the_activation_of_experts(when):
     def hook(model):
         HOOKS["forward"](model.model.layers[0].mlp.experts.act_fn)
 
-    report, got, want = patched_beside_stock(lambda: tiny_model("qwen3_moe").train(), hook, when)
+    report, got, want = patched_and_stock(lambda: tiny_model("qwen3_moe").train(), hook, when)
     assert_same(got, want)
     assert "act_fn" in report["experts"].skipped["model.layers.0.mlp.experts"]
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_on_what_makes_the_angles(when):
-    """Ours reads one number of cos for each pair; after this hook the two of a pair differ."""
+    """Ours reads one number of cos for each pair. After this hook the two numbers of a pair differ."""
 
     def turn(module, args, output):
         cos, sin = output
         return cos * torch.linspace(0.5, 1.0, cos.shape[-1]), sin
 
-    report, got, want = patched_beside_stock(llama, lambda m: m.model.rotary_emb.register_forward_hook(turn), when)
+    report, got, want = patched_and_stock(llama, lambda m: m.model.rotary_emb.register_forward_hook(turn), when)
     assert_same(got, want)
     assert len(report["rope"].skipped) == 2 and report["rope"].swapped == {}
 
 
 def test_a_copy_steps_aside_by_itself():
-    """The copy of a patched model has hooks of its own, and the report stays that of the original."""
+    """A copy of a patched model has its own hooks, and the report stays with the original."""
     import copy
 
     model = llama()
@@ -209,7 +209,7 @@ def test_a_copy_steps_aside_by_itself():
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("name", ["model.layers.0.mlp.act_fn", "model.rotary_emb"])
 def test_a_hook_that_goes_between_forward_and_recomputation(name, reentrant):
-    """The recomputation of a checkpoint takes the path that the forward pass took."""
+    """The recomputation of a checkpoint takes the same path as the forward pass."""
     results = []
     for patched in (False, True):
         model = llama()
@@ -227,15 +227,15 @@ def test_a_hook_that_goes_between_forward_and_recomputation(name, reentrant):
 
 
 def around(module):
-    """A wrapper such as profilers and accelerate put around a forward."""
+    """A wrapper around a forward, as profilers and accelerate put there."""
     own = module.forward
     module.forward = lambda *args, **kwargs: own(*args, **kwargs)
 
 
 @pytest.mark.parametrize("undo", [remove_liger, apply_liger])
 @pytest.mark.parametrize("name", ["lm_head", "model.layers.0.mlp", "model.layers.0.self_attn", "model.norm"])
-def test_a_patched_forward_that_somebody_wrapped(name, undo):
-    """Our method is still inside of the wrapper, and leaves the call to the module's own code."""
+def test_a_wrapped_patched_forward_runs_the_module_s_own_code(name, undo):
+    """Our method is still inside the wrapper, and leaves the call to the module's own code."""
     model = llama()
     apply_liger(model)
     around(model.get_submodule(name))
@@ -248,8 +248,8 @@ def test_a_patched_forward_that_somebody_wrapped(name, undo):
     assert_same(step(model), step(llama()))
 
 
-def test_a_class_whose_forward_is_replaced(monkeypatch):
-    """After patching, by somebody who wants another activation or other angles everywhere."""
+def test_replacing_a_class_s_forward_takes_effect(monkeypatch):
+    """A user replaces it after patching, to have another activation or other angles everywhere."""
     model = llama()
     report = apply_liger(model)
     act, rotary = type(model.model.layers[0].mlp.act_fn), type(model.model.rotary_emb)
@@ -266,7 +266,7 @@ def test_a_class_whose_forward_is_replaced(monkeypatch):
 
 
 def test_the_model_called_from_inside_its_own_call():
-    """A hook gets the logits it asks for, whose graph is its own."""
+    """A hook gets the logits it asks for, with their own graph."""
     results = []
     for patched in (False, True):
         model, kept = llama(), []
@@ -289,7 +289,7 @@ def test_the_model_called_from_inside_its_own_call():
 
 
 def test_another_thread_gets_logits():
-    """While one thread is inside a call that returns no logits."""
+    """It asks while one thread is inside a call that returns no logits."""
     model, seen = llama(), []
     apply_liger(model)
 

@@ -1,4 +1,4 @@
-"""A patched model that was pickled, saved, copied, unpatched or trained before trains as a stock one."""
+"""A patched model that was pickled, saved, copied, unpatched or trained before trains like a stock one."""
 
 import copy
 import gc
@@ -72,7 +72,7 @@ COPIES = {
 }
 
 
-# With checkpointing a stock model has a hook of transformers' own that cannot be pickled.
+# With checkpointing, a stock model has a hook of transformers that cannot be pickled.
 KEPT = [setting for setting in SETTINGS if setting[1] == "kept"]
 
 
@@ -85,7 +85,7 @@ KEPT = [setting for setting in SETTINGS if setting[1] == "kept"]
     ],
 )
 def test_a_copy_trains_as_stock(name, setting, tmp_path):
-    """With weights of its own: those of the model that it was made of may change."""
+    """It has its own weights, so the original's may change."""
     model = patched(model_of(setting))
     twin = COPIES[name](model, tmp_path)
     if twin is not model:
@@ -98,7 +98,7 @@ def test_a_copy_trains_as_stock(name, setting, tmp_path):
 @pytest.mark.parametrize("trainer_class", [LigerTrainer, LigerSFTTrainer])
 @pytest.mark.parametrize("name", COPIES)
 def test_a_trainer_on_a_copy(name, trainer_class, tmp_path, monkeypatch):
-    """It logs what the stock trainer logs on a fresh model, and it builds no logits either."""
+    """It logs what the stock trainer logs on a fresh model, and builds no logits either."""
     monkeypatch.setattr("liger_triton._chunks._CPU_CHUNK_BYTES", 4 * VOCAB * 3)  # three rows a chunk
     run = {LigerTrainer: run_trainer, LigerSFTTrainer: run_sft}[trainer_class]
     want, _ = run(STOCK[trainer_class], tiny_model("llama"), tmp_path)
@@ -121,7 +121,7 @@ print(model(input_ids=torch.arange(3, 9)[None], labels=torch.arange(3, 9)[None])
 
 
 def test_a_model_that_a_trainer_leaves_is_saved_without_this_package(tmp_path):
-    """`torch.save` of the whole model: to load it takes transformers and PEFT, and nothing else."""
+    """After `torch.save` of the whole model, loading needs only transformers and PEFT."""
     torch.manual_seed(3)
     model = get_peft_model(tiny_model("llama"), LoraConfig(r=4, target_modules=["q_proj", "v_proj", "lm_head"]))
     _, trainer = run_sft(LigerSFTTrainer, model, tmp_path, gradient_checkpointing=False, bf16=True)
@@ -136,12 +136,16 @@ def test_a_model_that_a_trainer_leaves_is_saved_without_this_package(tmp_path):
 @pytest.mark.parametrize(
     "model_type, way",
     [
-        ("llama", "patched"), ("llama", "copied"), ("llama", "pickled and patched"), ("llama", "hooked"),
-        ("qwen3_moe", "patched"), ("phi", "patched"),
+        ("llama", "patched"),
+        ("llama", "copied"),
+        ("llama", "pickled and patched"),
+        ("llama", "hooked"),
+        ("qwen3_moe", "patched"),
+        ("phi", "patched"),
     ],
-)  # fmt: skip
+)
 def test_a_patched_model_is_freed_with_its_last_reference(model_type, way):
-    """As a stock one is, and not only by the garbage collector, which may run gigabytes later."""
+    """It is freed like a stock one. The garbage collector might run only gigabytes later."""
     gc.collect()
     gc.disable()
     try:
@@ -165,17 +169,24 @@ def test_a_patched_model_is_freed_with_its_last_reference(model_type, way):
 STOCK = {LigerTrainer: Trainer, LigerSFTTrainer: SFTTrainer}
 COPY = copy.deepcopy
 ONE_AFTER_THE_OTHER = [
-    (LigerTrainer, LigerTrainer), (LigerTrainer, LigerSFTTrainer), (LigerSFTTrainer, LigerTrainer),
-    (LigerSFTTrainer, LigerSFTTrainer), (LigerTrainer, Trainer), (LigerSFTTrainer, Trainer),
+    (LigerTrainer, LigerTrainer),
+    (LigerTrainer, LigerSFTTrainer),
+    (LigerSFTTrainer, LigerTrainer),
+    (LigerSFTTrainer, LigerSFTTrainer),
+    (LigerTrainer, Trainer),
+    (LigerSFTTrainer, Trainer),
     (LigerTrainer, SFTTrainer),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("kind", ["full", "lora"])
 @pytest.mark.parametrize("first, second", ONE_AFTER_THE_OTHER, ids=lambda trainer: trainer.__name__)
 def test_two_trainers_one_after_the_other_on_one_model(first, second, kind, tmp_path, monkeypatch):
-    """The second may be a stock one: the model is still patched. Against two stock trainers on one model."""
-    # By which the runs of other tests leave their model as it is.
+    """The second may be a stock trainer while the model is still patched.
+
+    Compares with two stock trainers on one model.
+    """
+    # other tests' runs leave their model unchanged by these
     monkeypatch.setattr(copy, "deepcopy", lambda x, memo=None: x if isinstance(x, torch.nn.Module) else COPY(x, memo))
     logged = []
     for classes in ((STOCK.get(first, first), STOCK.get(second, second)), (first, second)):

@@ -1,6 +1,6 @@
-"""Hooks of a user that change values, on a patched model and on a stock one: the same loss, the same gradients.
+"""A user's hooks that change values give the same loss and gradients on a patched model as on a stock one.
 
-And what the hooks are shown is the same, call by call.
+The hooks also see the same values, call by call.
 """
 
 import functools
@@ -49,13 +49,13 @@ FLOATS = (torch.float32, torch.bfloat16)
 
 
 def first(values):
-    """The tensor of floats among what a module takes or returns, or else the first of all."""
+    """The first float tensor among a module's arguments or results, or else the first tensor."""
     values = values if isinstance(values, tuple) else (values,)
     return next((x for x in values if isinstance(x, torch.Tensor) and x.dtype in FLOATS), values[0])
 
 
 def with_first(values, changed):
-    """`values` with `changed` in the place of its first tensor."""
+    """`values` with `changed` in place of its first tensor."""
     if not isinstance(values, tuple):
         return changed
     place = next(i for i, x in enumerate(values) if x is first(values))
@@ -63,7 +63,7 @@ def with_first(values, changed):
 
 
 def noting(seen, x):
-    """Notes what a hook is shown: the shape and the sum of squares."""
+    """Record what a hook is shown: the shape and the sum of squares."""
     seen.append((tuple(x.shape), x.detach().double().square().sum().item()))
 
 
@@ -104,7 +104,7 @@ def input_scaled_in_place(module, seen):
 
 
 def gradient_of_output_scaled(module, seen):
-    """By a hook of the tensor."""
+    """A hook of the tensor scales it."""
 
     def scale(grad):
         noting(seen, grad)
@@ -118,7 +118,7 @@ def gradient_of_output_scaled(module, seen):
 
 
 def gradient_of_input_scaled(module, seen):
-    """By a full backward hook of the module."""
+    """A full backward hook of the module scales it."""
 
     def hook(module, grad_input, grad_output):
         noting(seen, first(grad_output))
@@ -128,7 +128,7 @@ def gradient_of_input_scaled(module, seen):
 
 
 def gradient_scaled_before(module, seen):
-    """By a full backward pre-hook of the module."""
+    """A full backward pre-hook of the module scales it."""
 
     def hook(module, grad_output):
         noting(seen, first(grad_output))
@@ -138,7 +138,7 @@ def gradient_scaled_before(module, seen):
 
 
 def outputs_kept(module, seen):
-    """Kept until after the backward pass, as a tool that looks at activations does."""
+    """They are kept until after the backward pass, as by a tool that inspects activations."""
     kept = []
 
     def hook(module, args, output):
@@ -162,10 +162,17 @@ def inputs_kept(module, seen):
 HOOKS = {
     hook.__name__: hook
     for hook in (
-        output_scaled, output_scaled_in_place, input_scaled, input_scaled_in_place, gradient_of_output_scaled,
-        gradient_of_input_scaled, gradient_scaled_before, outputs_kept, inputs_kept,
+        output_scaled,
+        output_scaled_in_place,
+        input_scaled,
+        input_scaled_in_place,
+        gradient_of_output_scaled,
+        gradient_of_input_scaled,
+        gradient_scaled_before,
+        outputs_kept,
+        inputs_kept,
     )
-}  # fmt: skip
+}
 # Ids have no gradient and no scale.
 CASES = [(m, h) for m in MODULES for h in HOOKS if m != "embed_tokens" or not h.startswith("input")]
 
@@ -187,10 +194,10 @@ def run(model, finish):
 )
 @pytest.mark.parametrize("module, hook", CASES)
 def test_a_hook(module, hook, order, setting):
-    """Either both raise, or loss, gradients and what the hook was shown agree.
+    """Either both raise, or loss, gradients and the values shown to the hook agree.
 
-    Or stock raises, since the input of a projection was changed after another one had kept it, and ours, which makes
-    that input again, has the gradients of the same change made to a copy.
+    Or only stock raises, because the input of a projection changed after another projection had kept it. Ours computes
+    that input again, and has the gradients that stock gets if the same change is made to a copy.
     """
     results, shown = [], []
     for is_ours in (False, True):
@@ -218,7 +225,7 @@ def test_a_hook(module, hook, order, setting):
 
 @pytest.mark.parametrize("setting", EVERY_SETTING)
 def test_a_hook_of_all_modules(setting):
-    """`register_module_forward_hook` sees, and changes, every call of every module."""
+    """A hook by `register_module_forward_hook` sees, and changes, every call of every module."""
     results, shown = [], []
     for is_ours in (False, True):
         model, seen = model_of(setting), []
@@ -244,7 +251,7 @@ def test_a_hook_of_all_modules(setting):
 
 @pytest.mark.parametrize("library", ["deepspeed.runtime.zero.parameter_offload", "mine", "mine around deepspeed."])
 def test_a_hook_that_torch_compile_leaves_out_is_known_by_its_own_home(library):
-    """DeepSpeed gathers weights by such hooks, and looks for some in what a module returns. A user's sees what stock
+    """DeepSpeed gathers weights by such hooks, and looks for some in a module's results. A user's hook sees what stock
     shows it."""
     mine = library.startswith("mine")
     space = {"__name__": library.removeprefix("mine around ")}

@@ -1,4 +1,4 @@
-"""Weights that are computed where they are read: spectral_norm and its kin, on any part of a patched model.
+"""Weights computed on each read, such as spectral_norm's, on any part of a patched model.
 
 Each read of such a weight may change it: spectral_norm takes a step of its power iteration. So a patched model reads it
 as often as a stock one.

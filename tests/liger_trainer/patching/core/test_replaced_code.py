@@ -1,7 +1,7 @@
-"""Code and attributes that are replaced after a model was patched, and code of the user's that does more than compute.
+"""Code and attributes replaced after patching, and user code that does more than compute.
 
-A proof is of the code that ran and of the numbers that it read. Each case compares a step with the unpatched model
-under the same change, and asks the report.
+A proof covers the code that ran and the numbers that it read. Each case compares a step with the unpatched model under
+the same change, and checks the report.
 """
 
 import functools
@@ -31,7 +31,7 @@ def with_lora(model, dropout=0.0):
 
 
 def twice(function):
-    """Doubles what `function` computes, under its name, as a decorator leaves it."""
+    """Double the result of `function`, under its name, as a decorator leaves it."""
 
     @functools.wraps(function)
     def doubled(*args, **kwargs):
@@ -46,7 +46,7 @@ def replaced(owner, name):
 
 
 def with_dropout(monkeypatch, model):
-    """A probability that is zero at first, as in a schedule."""
+    """A dropout probability that starts at zero, as in a schedule."""
     torch.manual_seed(8)
     for module in model.modules():
         if hasattr(module, "residual_dropout"):
@@ -114,7 +114,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("change, kind, kept", CHANGES.values(), ids=CHANGES)
 def test_code_that_is_replaced_after_patching(change, kind, kept, monkeypatch):
-    """The module's own code runs from then on, with what it has become, and the report names it."""
+    """The module's own code, as it is now, runs from then on, and the report names it."""
     monkeypatch.setattr("liger_trainer.lora.layers.LEAST_WORK", 0)
     models = []
     for _ in range(2):
@@ -139,7 +139,7 @@ def test_code_that_is_replaced_after_patching(change, kind, kept, monkeypatch):
 
 
 def test_the_linear_function_of_deepspeed_computes_the_same(monkeypatch):
-    """ZeRO-3 leaves it in the place of `F.linear` for the whole process. A function around it is somebody's own."""
+    """ZeRO-3 leaves it in place of `F.linear` for the whole process. A function around it counts as the user's."""
     want = step(tiny_model("llama").train())
     space = {"__name__": "deepspeed.runtime.zero.linear", "own": F.linear}
     exec("def zero3_linear_wrap(input, weight, bias=None): return own(input, weight, bias)", space)
@@ -156,16 +156,18 @@ def test_the_linear_function_of_deepspeed_computes_the_same(monkeypatch):
     assert report[HEAD].swapped
 
 
-# Code of the user's that is there when the model is patched
+# User code that exists when the model is patched
 
 STRENGTH = {0: 1.0}
 IS_ON = False
 
 
 class Llama(modeling_llama.LlamaRMSNorm):
-    """What other norms here derive from, with what they need set on the class, since instances are converted."""
+    """A base class for the norms here. It sets what they need on the class, because instances are converted."""
 
-    steering, calls, penalty = None, 0, 0.0
+    steering = None
+    calls = 0
+    penalty = 0.0
 
 
 class SteeredNorm(Llama):
@@ -233,7 +235,7 @@ class Activation(nn.Module):
 
 
 class Angles(modeling_llama.LlamaDecoderLayer):
-    """Turns one half of a head by other angles than the other, once it is told to."""
+    """Turns one half of a head by other angles than the other half, once it is told to."""
 
     def forward(self, hidden_states, position_embeddings, **kwargs):
         cos, sin = position_embeddings
@@ -274,8 +276,8 @@ def test_a_bias_that_was_not_there():
     [*map(norm_of, Llama.__subclasses__()), activation, angles],
     ids=[*(cls.__name__ for cls in Llama.__subclasses__()), "activation", "angles"],
 )
-def test_code_of_the_user_s_that_does_more_than_compute(convert, monkeypatch):
-    """Switched on after patching: it steers, counts, or keeps a term of the loss, as it does in the stock model."""
+def test_user_code_that_does_more_than_compute(convert, monkeypatch):
+    """It is switched on after patching: it steers, counts, or adds a loss term, as in the stock model."""
     models = [tiny_model("llama").train() for _ in range(2)]
     for model in models:
         convert(model)
@@ -295,4 +297,5 @@ def test_code_of_the_user_s_that_does_more_than_compute(convert, monkeypatch):
     for got, want in zip(results[1][:2], results[0][:2], strict=True):
         assert_same_step(got, want, "fp32")
     assert results[1][2:] == results[0][2:]
-    assert report.skipped or convert.__closure__[0].cell_contents is ByBufferNorm  # with a buffer it is no norm of ours
+    # the buffer makes it another norm than ours
+    assert report.skipped or convert.__closure__[0].cell_contents is ByBufferNorm

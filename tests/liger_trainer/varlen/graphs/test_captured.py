@@ -1,6 +1,6 @@
-"""Captured backbones: the same steps as without, or no capture.
+"""Captured backbones give the same steps as uncaptured ones, or are not captured.
 
-On a CPU what is recorded runs again as Python (`RerunRecorder`), on a GPU it is a CUDA graph.
+On a CPU, recorded Python runs again (`RerunRecorder`). On a GPU it is a CUDA graph.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ from liger_trainer.varlen.graphs.static_batch import TokenBatch, round_up
 from liger_trainer.varlen.graphs.step_graphs import StepGraphs, use_graphs
 
 SIZES = ((7, 1, 11, 12), (9, 3, 12, 10), (5, 6, 7, 8), (12, 12, 12, 12))
-BIG = (20, 20, 20, 20)  # tokens, of another size
+BIG = (20, 20, 20, 20)  # tokens of another size
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NEEDS_GPU])]
 
@@ -39,15 +39,15 @@ def device(request):
 
 
 def assert_close(got, want, device, what):
-    """fp32 on a CPU. On a GPU fp16, whose products round by the number of tokens, and attention adds in any order. What
-    is compared to the bit there is in `test_captured_gpu.py`."""
+    """fp32 on a CPU. On a GPU fp16, where products round by the number of tokens and attention sums in any order;
+    `test_captured_gpu.py` compares there bit for bit."""
     apart = (got.double() - want.double()).norm()
     limit = 1e-5 if device == "cpu" else 2e-2
     assert apart <= limit * want.double().norm() + (1e-6 if device == "cpu" else 1e-4), (what, float(apart))
 
 
 class Pair:
-    """One model that is captured, and a copy of it that is not, each with an optimizer."""
+    """A captured model and an uncaptured copy, each with an optimizer."""
 
     def __init__(self, model, device, may_capture=True):
         self.device = device
@@ -66,7 +66,7 @@ class Pair:
         return {name: x.to(self.device) for name, x in batch(lengths).items()}
 
     def run(self, function):
-        """Call `function` with each model, the captured one within its graphs. Returns both results."""
+        """Call `function` with each model, the captured one within its graphs. Return both results."""
         with use_graphs(self.graphs):
             got = function(self.captured)
         return got, function(self.plain)
@@ -76,7 +76,7 @@ class Pair:
         return self.run(lambda model: model(**call, use_cache=False).loss)
 
     def step(self, *micro_batches, set_to_none=True):
-        """A step of the optimizer over micro-batches."""
+        """One optimizer step over micro-batches."""
         for lengths in micro_batches:
             got, want = self.losses(lengths)
             assert_close(got, want, self.device, "loss")
@@ -90,13 +90,13 @@ class Pair:
             self.align()
 
     def align(self):
-        """Give both models the same weights. In fp16, their rounding leads gradients apart within a few steps."""
+        """Give both models the same weights. In fp16, rounding drives gradients apart within a few steps."""
         with torch.no_grad():
             for got, want in zip(self.captured.parameters(), self.plain.parameters(), strict=True):
                 got.copy_(want)
 
     def warm(self, lengths=SIZES[0]):
-        """Until the size of `lengths` is replayed."""
+        """Run steps until the size of `lengths` is replayed."""
         self.step(lengths)
         self.step(lengths)
         assert self.replayed == 1, self.summary
@@ -116,14 +116,14 @@ class Pair:
         return self.graphs.summary.replayed
 
     def assert_falls_back(self, lengths=SIZES[0]):
-        """The next step runs Python's code, and is right."""
+        """Assert that the next step runs Python's code and is right."""
         before = self.replayed
         self.step(lengths)
         assert self.replayed == before, self.summary
 
 
 class TimelessRecorder(CudaGraphRecorder):
-    """Says that a replay is twice as fast as Python, as it is for models of a useful size."""
+    """Reports that a replay is twice as fast as Python, as it is for models of useful size."""
 
     def __init__(self, device):
         super().__init__(device)
@@ -135,7 +135,7 @@ class TimelessRecorder(CudaGraphRecorder):
 
 
 def with_router_losses(pair, lengths, **more):
-    """The loss with the auxiliary one of routers, as TRL asks for it, of both models."""
+    """The loss with the routers' auxiliary loss, as TRL asks for it, for both models."""
     call = pair.batch(lengths) | {"use_cache": False, "output_router_logits": True, "fused_lm_head": True} | more
     return pair.run(lambda model: model(**call))
 
@@ -174,10 +174,10 @@ def test_micro_batches_add_up(device):
     pair.warm()
     pair.step(SIZES[0], SIZES[1], SIZES[2])
     assert pair.replayed == 4, pair.summary
-    # The second micro-batch is of a size that is not captured, the third adds to what it left
+    # The second micro-batch has an uncaptured size; the third adds to its gradients
     pair.step(SIZES[0], (20, 20, 20, 20), SIZES[1])
     assert pair.replayed == 6, pair.summary
-    # The first is not, so its gradients are tensors of autograd's, to which replays add
+    # The first is uncaptured, so its gradients are autograd's tensors, and replays add to them
     pair.step((18, 20, 20, 20), SIZES[0])
     pair.step(SIZES[0], SIZES[1], set_to_none=False)
     pair.step(SIZES[0], SIZES[1])
@@ -230,7 +230,7 @@ def test_losses_of_routers(change, device):
 
 
 def test_a_loss_without_that_of_routers_after_one_with_it(device):
-    """Each kind of call has captures of its own, and logits of routers that nobody learns from get zeros."""
+    """Each kind of call has its own captures, and router logits outside the loss get zero gradients."""
     pair = Pair(model_of("qwen3_moe"), device)
     for _ in range(3):
         got, want = with_router_losses(pair, SIZES[0])
@@ -249,7 +249,7 @@ def test_a_loss_without_that_of_routers_after_one_with_it(device):
 
 @pytest.mark.parametrize("model_type", ["qwen2_5_vl", "gemma3"])
 def test_decoders_of_images_and_text(model_type):
-    """The tower stays outside, and hands embeddings to the decoder. Only decoders that are proven are captured."""
+    """The tower stays outside and passes embeddings to the decoder. Only proven decoders are captured."""
     pair = Pair(image_model(model_type), "cpu")
     for seed in (1, 1, 2, 1, 2):
         call = image_batch(pair.plain, seed=seed) | {"use_cache": False}
@@ -272,7 +272,7 @@ def test_captures_wait_for_the_optimizer(device):
     assert "captures begin after the first step of the optimizer" in pair.summary["calls_not_captured"]
 
 
-# Whoever relies on Python running
+# Code that relies on Python running
 
 
 def change_nothing(model):
@@ -372,10 +372,25 @@ def change_theta_in_config(model):
 
 
 CHANGES = (
-    add_hook, add_hook_by_dict, freeze_one, move_weight, replace_weight, hook_gradient, hook_accumulation,
-    replace_forward, change_epsilon, to_eval, unpatch, replace_layer, change_scaling, replace_class, replace_hook_dict,
-    hook_of_accelerate, transpose_square_weight, change_theta_in_config,
-)  # fmt: skip
+    add_hook,
+    add_hook_by_dict,
+    freeze_one,
+    move_weight,
+    replace_weight,
+    hook_gradient,
+    hook_accumulation,
+    replace_forward,
+    change_epsilon,
+    to_eval,
+    unpatch,
+    replace_layer,
+    change_scaling,
+    replace_class,
+    replace_hook_dict,
+    hook_of_accelerate,
+    transpose_square_weight,
+    change_theta_in_config,
+)
 
 
 def decoder_layers(model):
@@ -396,7 +411,7 @@ def test_a_change_takes_effect_in_the_next_call(change, device):
 
 
 def test_a_hook_of_accelerate_is_called_in_each_step(device):
-    """It stands in a forward, not among the hooks. A hook of FSDP's would do so too, and misses nothing uncaptured."""
+    """It sits in a forward, not among the hooks. FSDP's hook would sit there too, and misses no uncaptured call."""
     pair = Pair(model_of(), device)
     for one in (pair.captured, pair.plain):
         hook_of_accelerate(one)
@@ -419,7 +434,7 @@ def test_code_that_is_replaced_runs_in_the_next_call(owner, name, device, monkey
 
 
 def test_a_scalar_weight_in_place_of_an_equal_one(device):
-    """Of tensors of one element `==` tells whether they are equal, and not whether they are one tensor."""
+    """`==` on one-element tensors compares their values, not their identity."""
     model = model_of()
     model.model.layers[0].mlp.gain = torch.nn.Parameter(torch.ones(1))
     pair = Pair(model, device)
@@ -516,7 +531,7 @@ def test_code_with_side_effects_is_not_captured(effect, reason, device, monkeypa
 
 
 def test_precision_that_is_set_by_the_names_of_pytorch_2_9(device):
-    """As transformers does for `tf32=True`. `torch.get_float32_matmul_precision` raises from then on."""
+    """transformers sets it so for `tf32=True`. `torch.get_float32_matmul_precision` raises from then on."""
     before = torch.backends.fp32_precision
     torch.backends.fp32_precision = "tf32"
     try:
@@ -562,7 +577,7 @@ def test_under_autocast(device):
 
 def test_a_model_that_changes_all_the_time_is_left_alone(device):
     pair = Pair(model_of(), device)
-    weights = []  # kept, so that no memory is used twice
+    weights = []  # kept, so that no memory is reused
     for _ in range(3 * MOST_MODES):
         weights.append(trained_in_layers(pair.captured)[0][1].data)
         move_weight(pair.captured)
@@ -617,7 +632,7 @@ def test_modes_in_turn_look_for_no_names_of_differences(monkeypatch):
 
 @pytest.mark.parametrize("with_adapters", [True, False])
 def test_checkpointing_that_is_switched_off_for_a_reference_and_on_again(with_adapters, device):
-    """As TRL does around each call of a reference. transformers then makes hooks and functions anew."""
+    """TRL does this around each call of a reference. transformers then makes hooks and functions again."""
     pair = Pair(checkpointed(lora(model_of()) if with_adapters else model_of()), device)
 
     def reference_then_loss(model):
@@ -712,7 +727,7 @@ def test_outputs_that_are_kept_do_not_change(device):
 
 
 def test_a_second_capture_that_fails_leaves_the_backward_of_the_first(device):
-    """Which releases all captures between the forward and the backward of another one."""
+    """The failure releases all captures between another capture's forward and backward."""
     pair = Pair(model_of(), device)
     pair.warm()
 
@@ -743,7 +758,7 @@ def write_to_one(model):
 
 @pytest.mark.parametrize("change", [move_all, freeze_all, write_to_one], ids=lambda change: change.__name__)
 def test_weights_that_change_between_forward_and_backward_are_an_error(change, device):
-    """A replay would read what lies at their old addresses, or give a gradient to what is frozen."""
+    """A replay would read their old addresses, or give a gradient to a frozen weight."""
     pair = Pair(model_of(), device)
     pair.warm()
     loss, _ = pair.losses(SIZES[0])
@@ -763,7 +778,7 @@ def test_frozen_weights_that_change_between_forward_and_backward_are_an_error(de
 
 
 def test_a_second_derivative_is_refused(device):
-    """Otherwise that of the weights outside of the capture would be all there is of it. Our heads refuse it too."""
+    """Otherwise only weights outside the capture would contribute to it. Our heads refuse it too."""
     pair = Pair(model_of(), device)
     pair.warm()
     (graphs,) = pair.graphs._of.values()
@@ -778,7 +793,7 @@ def test_a_second_derivative_is_refused(device):
         hidden.sum().backward(create_graph=True)
 
 
-# Gradients of the user's
+# Gradients that the user sets
 
 
 @pytest.mark.parametrize("lengths", [SIZES[1], BIG], ids=["replayed", "captured"])
@@ -813,14 +828,16 @@ def test_a_kept_gradient_stays_where_another_one_was_set(device):
 
 
 def test_gradients_that_the_user_exchanges(device):
-    """Of two weights of one shape, and of one that is square."""
+    """Two weights of one shape, and a square one."""
     pair = Pair(model_of(), device)
     pair.warm()
     for loss in pair.losses(SIZES[0]):
         loss.backward()
     for one in (pair.captured, pair.plain):
         layer = one.model.layers[0]
-        up, gate, square = layer.mlp.up_proj.weight, layer.mlp.gate_proj.weight, layer.self_attn.o_proj.weight
+        up = layer.mlp.up_proj.weight
+        gate = layer.mlp.gate_proj.weight
+        square = layer.self_attn.o_proj.weight
         up.grad, gate.grad = gate.grad, up.grad
         square.grad = square.grad.t()
     pair.step(SIZES[1])
@@ -836,7 +853,7 @@ def test_a_gradient_set_by_hand_is_added_to(device):
 
 
 def test_a_weight_without_a_gradient_gets_none(device):
-    """AdamW would decay it. The layer's MLP is not called, so its weights learn nothing."""
+    """AdamW would decay it. The layer's MLP is not called, so its weights do not learn."""
     model = model_of()
     model.unused = torch.nn.Parameter(torch.ones(3))
     model.model.unused = torch.nn.Parameter(torch.ones(3))
@@ -902,10 +919,10 @@ def by_square_root(self, x):
 
 @pytest.mark.parametrize("epsilon", ["no epsilon", "by a square root"])
 def test_a_norm_that_makes_nan_of_zeros_is_not_captured(epsilon, device, monkeypatch):
-    """A size is filled up with them, and the gradients of all weights would be NaN. The first batch is full."""
+    """Sizes are filled up with zeros, and all weights' gradients would be NaN. The first batch is full."""
     pair = Pair(model_of(rms_norm_eps=0.0 if epsilon == "no epsilon" else 1e-6), device)
     if epsilon == "by a square root":
-        # Finite in the forward, and 0 * inf in the backward. As if a library had such a norm.
+        # Finite in the forward pass, and 0 * inf in the backward pass, as a library's norm might be.
         monkeypatch.setattr(decide, "why_forward_is_unknown", lambda *given: None)
         monkeypatch.setattr(modeling_llama.LlamaRMSNorm, "forward", by_square_root)
     pair.step((20, 20, 20, 4))

@@ -1,4 +1,4 @@
-"""Captured backbones on a GPU: to the bit, with dropout, on 4-bit bases, and what memory they take.
+"""Captured backbones on a GPU: bit-equal, with dropout, on 4-bit bases, and within a stated memory.
 
 CUDA_VISIBLE_DEVICES=0 CUBLAS_WORKSPACE_CONFIG=:4096:8 \\
     pytest -m gpu tests/liger_trainer/varlen/graphs/test_captured_gpu.py
@@ -17,11 +17,11 @@ from liger_trainer.varlen.graphs.graph_recorder import CudaGraphRecorder
 from liger_trainer.varlen.graphs.step_graphs import StepGraphs, use_graphs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
-LENGTHS = (130, 1, 300, 81)  # 512 together, which is a size, so that no row fills it up
+LENGTHS = (130, 1, 300, 81)  # together 512, which is a captured size, so no row fills it up
 
 
 class TimelessRecorder(CudaGraphRecorder):
-    """Says that a replay is faster than Python."""
+    """Reports that a replay is faster than Python."""
 
     def __init__(self, device):
         super().__init__(device)
@@ -92,7 +92,7 @@ def deterministic():
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("lengths", [LENGTHS, (40,) * 11 + (72,), (512,)], ids=["rows", "many", "one"])
 def test_equal_to_the_bit(lora, checkpointing, lengths, deterministic):
-    """Of batches that fill a size. One row alone takes SDPA uncaptured, so there the graph of rows is compared."""
+    """The batches fill a size. A single row runs SDPA when uncaptured, so it is compared with the graph of rows."""
     model, graphs = model_of(lora=lora, checkpointing=checkpointing), graphs_of()
     call = batch(lengths)
     want_loss, want = step(model, call)
@@ -109,8 +109,8 @@ def test_equal_to_the_bit(lora, checkpointing, lengths, deterministic):
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "checkpointed"])
-def test_dropout_draws_anew_and_a_recomputation_draws_the_same(checkpointing, deterministic):
-    """Equal to the uncaptured step from the same state of the generator, to the bit, ten times with other numbers."""
+def test_each_step_draws_new_dropout_and_recomputation_repeats_it(checkpointing, deterministic):
+    """From the same generator state, it is bit-equal to the uncaptured step, ten times with new numbers."""
     model, graphs = model_of(dropout=0.3, checkpointing=checkpointing), graphs_of()
     plain = copy.deepcopy(model)
     call, losses = batch(), []
@@ -125,14 +125,14 @@ def test_dropout_draws_anew_and_a_recomputation_draws_the_same(checkpointing, de
         assert torch.equal(torch.cuda.get_rng_state(), after_plain), replay
         assert torch.equal(got_loss, want_loss), replay
         for name, gradient in want.items():
-            # Another mask would be off by a half. One recomputation of ten differed in the last bit
+            # Another mask would differ by a half. One recomputation out of ten differed in the last bit
             assert (got[name] - gradient).norm() <= 5e-3 * gradient.norm(), (replay, name)
     assert graphs.summary.replayed == 10, graphs.summary.to_dict()
     assert len(set(losses)) == 10
 
 
 def test_two_forwards_with_dropout_before_a_backward(deterministic):
-    """The first is replayed again for its backward, with the numbers that it drew."""
+    """The first is replayed again for its backward pass, with the numbers that it drew."""
     model, graphs = model_of(dropout=0.3), graphs_of()
     plain = copy.deepcopy(model)
     step(model, batch(), graphs)
@@ -178,9 +178,13 @@ def test_quantized_bases():
             for name, child in list(parent.named_children()):
                 if isinstance(child, torch.nn.Linear):
                     packed = bitsandbytes.nn.Linear4bit(
-                        child.in_features, child.out_features, bias=False, quant_type="nf4",
-                        compute_dtype=torch.bfloat16, compress_statistics=True,
-                    )  # fmt: skip
+                        child.in_features,
+                        child.out_features,
+                        bias=False,
+                        quant_type="nf4",
+                        compute_dtype=torch.bfloat16,
+                        compress_statistics=True,
+                    )
                     packed.load_state_dict({"weight": child.weight.data.cpu()})
                     setattr(parent, name, packed.cuda())
     model = get_peft_model(model, LoraConfig(r=8, target_modules="all-linear", exclude_modules="lm_head"))

@@ -70,7 +70,9 @@ class Pair:
     def __init__(self, model, device, rule=ALWAYS):
         if device == "cuda":
             model = model.to("cuda", torch.float16)
-        self.captured, self.plain, self.device = model, copy.deepcopy(model), device
+        self.captured = model
+        self.plain = copy.deepcopy(model)
+        self.device = device
         self.graphs = StepGraphs(lambda device: RerunRecorder() if device.type == "cpu" else TimelessRecorder(device))
         self.graphs.may_capture = True
         for one in (self.captured, self.plain):
@@ -148,11 +150,12 @@ def test_adapters_and_checkpointing(device):
 
 
 def test_the_auxiliary_loss_of_routers_counts_each_token_of_each_row(device):
+    """Transformers adds attributes to the model in the first call, so that captures begin in the third."""
     pair = Pair(model_of("qwen3_moe"), device)
-    for seed, kind in enumerate((TWO_GROUPS, TWO_GROUPS, ONE_GROUP)):
+    for seed, kind in enumerate((TWO_GROUPS, TWO_GROUPS, TWO_GROUPS, ONE_GROUP)):
         summary = pair.step(kind, seed, output_router_logits=True, fused_lm_head=True)
     assert summary.replayed == 2, summary.to_dict()
-    assert pair.sharing.calls == 3
+    assert pair.sharing.calls == 4
 
 
 def test_windows_share_and_are_not_captured(device):

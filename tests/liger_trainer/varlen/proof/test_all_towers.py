@@ -1,6 +1,6 @@
-"""Every image-text model of transformers that can be fed here trains a step with pixels as it does unpatched.
+"""Every image-text model of transformers that can be fed here trains a step with pixels as unpatched.
 
-The towers run, in one attention where they take offsets, and the decoder leaves padding out where that is proven:
+Towers run as one attention if they take offsets, and the decoder leaves padding out if that is proven:
 
     pytest -s -m slow tests/liger_trainer/varlen/proof/test_all_towers.py
 """
@@ -15,7 +15,7 @@ from liger_trainer import apply_liger
 from liger_trainer.varlen import unpad_plan
 
 TABLE = [line.split("|") for line in (ROOT / "docs" / "padding.md").read_text().splitlines() if line.count("|") == 4]
-FED = ("qwen2_5_vl", "qwen3_vl", "glm4v", "gemma3", "llava", "internvl", "smolvlm")  # which have to run
+FED = ("qwen2_5_vl", "qwen3_vl", "glm4v", "gemma3", "llava", "internvl", "smolvlm")  # these have to run
 
 
 @pytest.mark.slow
@@ -26,7 +26,7 @@ def test_one_step_with_pixels(model_type, monkeypatch):
         model = image_model(model_type)
         batch = image_batch(model)
         want = image_step(model, batch)
-    except Exception as error:  # noqa: BLE001 - it is fed otherwise, or needs a package
+    except Exception as error:  # noqa: BLE001 - it needs other inputs, or a package
         assert model_type not in FED, error
         pytest.skip(f"not fed: {type(error).__name__} {str(error)[:80]}")
     used, packed = [], unpad_plan.UnpadPlan.unpad

@@ -1,4 +1,4 @@
-"""The short convolution of layers that keep a state: which function of transformers ours stands for, and where."""
+"""The short convolution of layers with a state: which function of transformers ours replaces, and where."""
 
 import copy
 import importlib
@@ -36,7 +36,7 @@ def scope_of(name):
 
 @pytest.fixture
 def on_cpu(monkeypatch):
-    """The convolutions that ours has computed, as if the CPU were a GPU; the twin of the kernel runs."""
+    """The convolutions that ours computed, with the CPU treated as a GPU. The kernel's twin runs."""
     found, own = [], convolutions.by_kernel
     monkeypatch.setattr(convolutions, "_takes", convolutions.fits)
     monkeypatch.setattr(convolutions, "by_kernel", lambda *given: found.append(given) or own(*given))
@@ -55,7 +55,9 @@ def test_the_function_of_transformers_is_proven(name):
 def test_values_and_gradients(shape, bias, activation, on_cpu):
     scope = scope_of("qwen3_5")
     own, ours = scope["causal_conv1d_fn"], convolutions.replacement(scope)[0][1]
-    x, w, b = torch.randn(shape), torch.randn(6, 4), torch.randn(6)
+    x = torch.randn(shape)
+    w = torch.randn(6, 4)
+    b = torch.randn(6)
     upstream, results = torch.randn(shape).transpose(1, 2), []
     for function in (own, ours):
         leaves = [t.clone().requires_grad_() for t in ((x, w, b) if bias else (x, w))]
@@ -67,7 +69,7 @@ def test_values_and_gradients(shape, bias, activation, on_cpu):
 
 
 def test_nothing_is_transposed(monkeypatch):
-    """The kernel gets the memory of the projection, and what it writes is the result."""
+    """The kernel reads the projection's memory, and its output is the result."""
     given = []
 
     def recorded(x, *others, **options):
@@ -82,7 +84,7 @@ def test_nothing_is_transposed(monkeypatch):
 
 
 @pytest.mark.parametrize("name", TYPES)
-def test_a_step_with_it_is_stock_s(name, on_cpu):
+def test_a_step_with_it_equals_stock(name, on_cpu):
     model, _ = with_own_attention(name)
     stock, call = copy.deepcopy(model.train()), batch()
     report = apply_liger(model, ON)["varlen_attention"]
@@ -133,11 +135,13 @@ def test_a_package_that_is_installed_stays(monkeypatch):
     assert convolutions.replacement({"causal_conv1d_fn": decorated}) == ()
 
 
-def test_what_the_kernel_does_not_take_is_transformers_own(on_cpu):
+def test_unsupported_convolutions_run_transformers_code(on_cpu):
     scope = scope_of("qwen3_5")
     own, ours = scope["causal_conv1d_fn"], convolutions.replacement(scope)[0][1]
     on_cpu.clear()
-    x, weight, rows = torch.randn(2, 6, 5), torch.randn(6, 4), torch.zeros(2, 5, dtype=torch.int32)
+    x = torch.randn(2, 6, 5)
+    weight = torch.randn(6, 4)
+    rows = torch.zeros(2, 5, dtype=torch.int32)
     answers = []
     for function in (own, ours):
         try:

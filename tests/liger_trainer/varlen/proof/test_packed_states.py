@@ -1,6 +1,6 @@
-"""Packed rows in models whose layers keep a state: refused unless the batch of the collator keeps them apart.
+"""Packed rows in models whose layers keep a state are refused, unless the collator's batch keeps them apart.
 
-What a tiny model does with the batch in stock is the measure: its rows see each other, it raises, or they stay apart.
+A tiny stock model on that batch decides: its rows see each other, it raises, or they stay apart.
 
     pytest -m slow tests/liger_trainer/varlen/proof/test_packed_states.py
 """
@@ -20,13 +20,49 @@ from liger_trainer.varlen.model_parts import backbone_of
 from liger_trainer.varlen.proof.packed_rows import keeps_state, why_rows_mix
 
 KEEP_STATE = (
-    "bailing_hybrid", "bamba", "deepseek_v4", "falcon_h1", "falcon_mamba", "glm5_next", "granitemoehybrid", "inkling2",
-    "inkling2_loop", "inkling2_loop_text", "inkling2_text", "inkling_text", "jamba", "kimi_linear", "lara_mini",
-    "lfm2", "lfm2_moe", "lfm2_vl", "lfm3", "lfm3_vl", "mamba", "mamba2", "minicpm_ocr", "minicpmv4_6", "minicpmv4_7",
-    "minimax", "nemotron_h", "nemotron_h_omni", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text",
-    "qwen3_5_text", "qwen3_next", "qwen4_exp", "qwen4_exp_text", "recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2",
+    "bailing_hybrid",
+    "bamba",
+    "deepseek_v4",
+    "falcon_h1",
+    "falcon_mamba",
+    "glm5_next",
+    "granitemoehybrid",
+    "inkling2",
+    "inkling2_loop",
+    "inkling2_loop_text",
+    "inkling2_text",
+    "inkling_text",
+    "jamba",
+    "kimi_linear",
+    "lara_mini",
+    "lfm2",
+    "lfm2_moe",
+    "lfm2_vl",
+    "lfm3",
+    "lfm3_vl",
+    "mamba",
+    "mamba2",
+    "minicpm_ocr",
+    "minicpmv4_6",
+    "minicpmv4_7",
+    "minimax",
+    "nemotron_h",
+    "nemotron_h_omni",
+    "olmo_hybrid",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "qwen3_5_moe_text",
+    "qwen3_5_text",
+    "qwen3_next",
+    "qwen4_exp",
+    "qwen4_exp_text",
+    "recurrent_gemma",
+    "rwkv",
+    "xlstm",
+    "zamba",
+    "zamba2",
     "zaya",
-)  # fmt: skip
+)
 QUICK = ("qwen3_5_text", "lfm2", "lfm3", "zamba")
 COLLATORS = {
     "positions": DataCollatorWithFlattening(),
@@ -40,7 +76,7 @@ LENGTHS = (6, 3, 9)
 
 
 def stay_apart_in_stock(model, collate) -> bool:
-    """Whether hidden states of packed rows are those of rows one by one. A raise says that they cannot be packed."""
+    """True if hidden states of packed rows equal those of single rows. An error means that they cannot be packed."""
     rows = [torch.arange(5, 5 + length).tolist() for length in LENGTHS]
     batch = dict(collate([{"input_ids": row, "labels": row} for row in rows]))
     batch.pop("labels")
@@ -84,7 +120,7 @@ def test_a_decoder_of_attention_alone(name):
 
 
 def test_another_attention_does_not_hide_the_state():
-    """Kernels that read lengths keep attention apart. They do not run on a CPU, and the state layers go by without."""
+    """Kernels that read lengths keep attention apart. They do not run on a CPU, where state layers run without them."""
     model, _ = with_own_attention("qwen3_5_text")
     model.config._attn_implementation = "flash_attention_2"
     assert "packed rows see each other" in why_rows_mix(model, COLLATORS["positions"])
@@ -101,12 +137,12 @@ def test_a_state_that_cannot_be_tried_is_refused(monkeypatch):
 
 @pytest.fixture
 def packages(monkeypatch):
-    """`install(module)` has the functions of a modeling file call packages that need a GPU."""
+    """`install(module)` makes the functions of a modeling file call packages that need a GPU."""
     return functools.partial(install_packages, monkeypatch)
 
 
 def test_with_packages_that_are_told_where_rows_begin(packages):
-    """The kernels of packages raise on a CPU. What they are told is what counts."""
+    """The packages' kernels raise on a CPU. Their arguments decide."""
     model, _ = with_own_attention("qwen3_5_text")
     scope = vars(sys.modules[type(model).__module__])
     packages(type(model).__module__)
@@ -121,8 +157,8 @@ def test_with_packages_that_are_told_where_rows_begin(packages):
     assert all(scope[name] is value for name, value in installed.items())
 
 
-def test_a_rule_whose_rows_get_lost_on_the_way_is_seen_with_packages(packages):
-    """Kimi-Linear hands `cu_seq_lens_q` on by this name, which its rule does not know."""
+def test_a_rule_that_never_gets_the_offsets_is_noticed(packages):
+    """Kimi-Linear passes `cu_seq_lens_q` on under this name, which its rule does not know."""
     model, _ = with_own_attention("kimi_linear")
     packages(type(model).__module__)
     for name, collate in COLLATORS.items():

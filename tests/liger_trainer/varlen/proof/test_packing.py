@@ -1,4 +1,4 @@
-"""Which models let packed rows see each other; with their own attention transformers and TRL train on in silence."""
+"""Models that let packed rows see each other. With these models' own attention, transformers and TRL train silently."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def test_rows_mix(name):
     assert "packed rows see each other" in why_rows_mix(model)
 
 
-def test_it_is_what_happens_at_the_model_s_own_size():
+def test_packed_rows_of_gpt_oss_see_each_other_in_stock():
     model, _ = build("gpt_oss")
     ids = torch.arange(3, 15)[None]
     with torch.no_grad():

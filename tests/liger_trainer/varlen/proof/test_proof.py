@@ -1,4 +1,4 @@
-"""What is asked of a model before its padding is left out, and what asking leaves behind."""
+"""The proof that a model may leave out padding: what it asks of the model, and what it leaves behind."""
 
 import pytest
 import torch
@@ -43,7 +43,7 @@ class WithMean(LlamaModel):
 
 
 class WithItsOwnPositions(LlamaModel):
-    """Numbers what it is given, whatever `position_ids` says."""
+    """Numbers its inputs itself, whatever `position_ids` says."""
 
     def __init__(self, config):
         super().__init__(config)
@@ -100,7 +100,7 @@ class WithAFlattenedShift(LlamaForCausalLM):
 
 
 class WithFeatures(LlamaForCausalLM):
-    """Returns the mean of each row, and adds a term of it to the loss where an attribute or an argument says so."""
+    """Returns the mean of each row. With an attribute or an argument set, adds a term of it to the loss."""
 
     switched = False
 
@@ -128,9 +128,14 @@ class WithALossOfItsOwn(LlamaForCausalLM):
 
 def made(model_class, device="cpu", **options):
     sizes = {
-        "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "attn_implementation": "sdpa",
-    }  # fmt: skip
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "attn_implementation": "sdpa",
+    }
     torch.manual_seed(0)
     with torch.device(device):
         return model_class(LlamaConfig(**sizes | options)).train()
@@ -154,7 +159,7 @@ def made(model_class, device="cpu", **options):
     ids=lambda x: x.__name__ if isinstance(x, type) else None,
 )
 def test_a_model_of_the_user_s_code_computes_padding(model_class, proof, given, tokens, monkeypatch):
-    """What the proof would say is shown too: it is what stands between us and such code of transformers' own."""
+    """The test also shows the proof's answer, which guards against such code in transformers itself."""
     model, call = made(model_class, width_of_its_own=200_000), batch(prompt=0) | given
     call["labels"][0, call["attention_mask"][0].sum()] = 5  # predicted from the last real token, or on padding
     report = apply_liger(model, ON)["varlen_attention"]
@@ -190,14 +195,23 @@ def test_a_model_of_transformers_that_reads_hidden_states_elsewhere(tokens):
 
 
 def test_packed_rows_stay_apart_where_stock_lets_them_see_each_other():
-    """BioGPT's own code does not hand positions to the mask."""
+    """BioGPT's own code does not pass positions to the mask."""
     config = AutoConfig.for_model(
-        "biogpt", vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48,
-        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, activation_dropout=0.0, layerdrop=0.0,
-    )  # fmt: skip
+        "biogpt",
+        vocab_size=VOCAB,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=48,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        activation_dropout=0.0,
+        layerdrop=0.0,
+    )
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).train()
-    padded, flat = batch(prompt=1), dict(DataCollatorWithFlattening()(rows_of(batch(prompt=1))))
+    padded = batch(prompt=1)
+    flat = dict(DataCollatorWithFlattening()(rows_of(batch(prompt=1))))
     want, want_packed = step(model, padded), step(model, flat)
     assert abs(want[0] - want_packed[0]) > 5e-5 * want[0]
     patched(model)

@@ -1,4 +1,4 @@
-"""Small copies of models have a layer of each kind, and heads whose parts are in proportion."""
+"""Small copies of models have a layer of each kind, and heads with parts in proportion."""
 
 import pytest
 import torch
@@ -18,9 +18,16 @@ from liger_trainer import apply_liger
 from liger_trainer.varlen.proof.small_model import small_config, small_copy
 
 SIZES = {
-    "hidden_size": 64, "intermediate_size": 48, "moe_intermediate_size": 24, "num_attention_heads": 4, "head_dim": 16,
-    "num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2, "vocab_size": 131,
-}  # fmt: skip
+    "hidden_size": 64,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 24,
+    "num_attention_heads": 4,
+    "head_dim": 16,
+    "num_key_value_heads": 2,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "vocab_size": 131,
+}
 
 
 def padded():
@@ -48,7 +55,7 @@ def test_experts_that_begin_at_the_third_layer(tokens):
 
 
 def test_a_part_of_a_head_that_turns(tokens):
-    """Mistral 4 turns half of a head, and scales queries by their position."""
+    """Mistral 4 rotates half of a head, and scales queries by their position."""
     config = tiny_config("mistral4")
     config.rope_parameters |= {"original_max_position_embeddings": 4, "llama_4_scaling_beta": 0.5}
     config.head_dim = config.qk_rope_head_dim + config.qk_nope_head_dim
@@ -77,7 +84,7 @@ def test_a_part_of_a_head_that_turns(tokens):
     ],
 )
 def test_of_the_sizes_of_a_checkpoint_it_keeps_states_and_attention(name, want):
-    """The config is transformers' default, of a real size, and the copy has to be small, and to run."""
+    """The config is transformers' default at real size. The copy has to be small, and has to run."""
     if name not in CONFIG_MAPPING:
         pytest.skip(f"this transformers has no {name}")
     real = AutoConfig.for_model(name, **({"attn_layer_indices": [9, 18]} if name == "bamba" else {}))
@@ -102,7 +109,7 @@ def test_a_size_of_zero_stays_zero():
 
 
 def test_layers_that_reuse_keys_and_values_of_others(tokens):
-    """As in Gemma 4 E2B: of each kind of layer, one that makes keys and values, and one that takes another's."""
+    """As in Gemma 4 E2B: for each kind of layer, one that makes keys and values, and one that reuses another's."""
     kinds = ["sliding_attention", "sliding_attention", "full_attention"] * 3
     sizes = tiny_config("gemma4_text").to_dict()
     del sizes["per_layer_config"]  # of its two layers

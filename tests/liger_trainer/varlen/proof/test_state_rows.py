@@ -1,4 +1,4 @@
-"""Layers that keep a state on rows one after the other, told by offsets, as on a GPU: proven, and beside stock."""
+"""Layers with a state on concatenated rows with offsets, as on a GPU: proven, and compared with stock."""
 
 import copy
 import sys
@@ -21,7 +21,7 @@ RULES = ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention")
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """`gpu(model)` patches a model as on a machine with a GPU; its layers run on the CPU as they would there."""
+    """`gpu(model)` patches a model as on a machine with a GPU. Its layers run on the CPU as they would there."""
     monkeypatch.setattr(backbone, "_has_gpu", lambda: True)
 
     def patched(model):
@@ -37,7 +37,7 @@ def gpu(monkeypatch):
 
 @pytest.fixture
 def offsets(monkeypatch):
-    """The numbers of tokens and rows that convolutions have got by offsets."""
+    """The numbers of tokens and rows that convolutions got with their offsets."""
     found, own = [], convolutions.by_kernel
 
     def by_kernel(x, weight, bias, activation, offsets=None):
@@ -74,7 +74,7 @@ def test_convolutions_alone(name, gpu, offsets):
     "name", ["qwen3_5_text", "qwen3_next", "olmo_hybrid", pytest.param("kimi_linear", marks=pytest.mark.slow)]
 )
 def test_with_a_rule_that_takes_offsets(name, gpu, offsets, monkeypatch):
-    """Also where the layer hands `cu_seqlens` on by a name that the rule does not know."""
+    """This holds even if the layer passes `cu_seqlens` on under a name that the rule does not know."""
     model = drawn_model(name)
     stock, scope = copy.deepcopy(model), sys.modules[type(model).__module__]
     right, left = batch(), batch(side="left")
@@ -120,7 +120,8 @@ def test_a_package_s_rule_gets_the_offsets_on_a_gpu(monkeypatch):
     own = vars(sys.modules[type(model).__module__])[RULES[0]]
     kernel = kernel_behind(own)
     rule = rules._with_rows(lambda *args, **kwargs: given.append(kwargs), kernel)
-    rows, q = Rows([3, 2], torch.device("cpu")), torch.ones(1, 5, 2, 4).as_subclass(OnGPU)
+    rows = Rows([3, 2], torch.device("cpu"))
+    q = torch.ones(1, 5, 2, 4).as_subclass(OnGPU)
     with state_layers.use_layer_rows(rows):
         rule(q, q, q, cu_seqlens=None)
     rule(q, q, q, cu_seqlens=None)
@@ -141,7 +142,7 @@ def test_a_forward_that_asks_for_its_device_is_not_shown_on_a_cpu():
 
 
 def test_a_convolution_that_the_kernel_does_not_take_computes_padding(gpu, monkeypatch):
-    """Packed rows are refused then: they would mix in the model's own code."""
+    """Packed rows are refused then, because the model's own code would mix them."""
     model = drawn_model("lfm2")
     stock, call = copy.deepcopy(model), batch()
     assert gpu(model)
@@ -156,7 +157,7 @@ def test_a_convolution_that_the_kernel_does_not_take_computes_padding(gpu, monke
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("name", ["lfm2", "lfm2_moe", "qwen3_5_text", "bamba"])
 def test_on_a_gpu(name):
-    """With the kernels, in fp32, whose products are of fp32 in stock too; `lfm2` computes no padding."""
+    """Runs the kernels in fp32, because stock's products are fp32 too. `lfm2` computes no padding."""
     model = drawn_model(name).cuda()
     stock = copy.deepcopy(model)
     report = apply_liger(model, ON)["varlen_attention"]

@@ -1,4 +1,4 @@
-"""Towers whose attention is one call for all images and windows: beside stock, with pixels."""
+"""Towers with one attention call for all images and windows equal stock, with pixels."""
 
 import copy
 import pickle
@@ -22,7 +22,7 @@ TOWER = "model.visual.blocks"
 
 @pytest.fixture
 def calls(monkeypatch):
-    """How often SDPA was asked for within segments, and how often not."""
+    """How often SDPA was called with segments, and how often without."""
     found = {"within": 0, "apart": 0}
 
     def counted(name, function):
@@ -40,7 +40,7 @@ def calls(monkeypatch):
 
 
 def features(model, batch):
-    """What the tower makes of the pixels, and the gradients of its weights."""
+    """The tower's output for the pixels, and the gradients of its weights."""
     visual = model.model.visual
     visual.zero_grad()
     found = visual(batch["pixel_values"], grid_thw=batch["image_grid_thw"]).pooler_output
@@ -57,7 +57,7 @@ def assert_same(got, want):
 def test_a_step(model_type):
     model = image_model(model_type)
     batch = image_batch(model) if model_type != "video_llama_3" else None
-    if batch is None:  # it is fed otherwise; its attentions are proven all the same
+    if batch is None:  # it needs other inputs; its attentions are proven anyway
         assert [v for v in apply_liger(model)["varlen_attention"].swapped.values() if "one attention" in v]
         return
     want = image_step(model, batch)
@@ -151,7 +151,7 @@ def test_other_attention_stays():
 
 
 def test_a_registered_function_of_the_user_s_stays(monkeypatch):
-    own = lambda *args, **kwargs: sdpa_attention_forward(*args, **kwargs)  # noqa: E731 - of the user's
+    own = lambda *args, **kwargs: sdpa_attention_forward(*args, **kwargs)  # noqa: E731 - the user's
     model = image_model("qwen2_5_vl")
     batch = image_batch(model)
     want = features(model, batch)
@@ -178,11 +178,14 @@ def test_a_function_that_is_registered_later_runs(monkeypatch):
 
 
 class OfTheUser(nn.Module):
-    """It looks like an attention of a tower, and counts its calls."""
+    """A user's module that looks like a tower's attention, and counts its calls."""
 
     def __init__(self, own):
         super().__init__()
-        self.qkv, self.proj, self.config, self.head_dim = own.qkv, own.proj, own.config, own.head_dim
+        self.qkv = own.qkv
+        self.proj = own.proj
+        self.config = own.config
+        self.head_dim = own.head_dim
 
     def forward(self, hidden_states, cu_seqlens, **kwargs):
         attend = registry.ALL_ATTENTION_FUNCTIONS.get_interface("sdpa", None)
@@ -234,7 +237,7 @@ def test_every_tower_that_takes_offsets_is_nominated():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("model_type", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])  # others read sizes in layers too
 def test_positions_are_computed_without_a_wait(model_type):
-    """And are those that the model computes from what it reads back; its tower then waits for nothing else."""
+    """They equal the ones that the model computes from read-back values. Its tower waits for nothing else."""
     model = image_model(model_type).cuda().bfloat16()
     batch = {name: x for name, x in image_batch(model).items() if name != "labels"}
     names = ("input_ids", "mm_token_type_ids", "image_grid_thw", "attention_mask")
@@ -260,7 +263,7 @@ def test_positions_are_computed_without_a_wait(model_type):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl"])
 def test_a_step_waits_for_labels_alone(model_type):
-    """The head asks twice which labels there are; nothing else asks the GPU, forward and backward."""
+    """The head asks twice for the labels. Nothing else asks the GPU, in forward and backward."""
     model = image_model(model_type).cuda().bfloat16()
     batch = image_batch(model)
     apply_liger(model)
@@ -283,12 +286,13 @@ def test_a_step_in_bf16_is_as_near_to_fp32_as_stock_s(model_type):
     ours = image_step(model, batch)
     assert abs(ours[0] - want[0]) <= 1.5 * abs(stock[0] - want[0]) + 1e-2
     for name, best in want[1].items():
-        off, theirs = (ours[1][name].float() - best).norm(), (stock[1][name].float() - best).norm()
+        off = (ours[1][name].float() - best).norm()
+        theirs = (stock[1][name].float() - best).norm()
         assert off <= 1.5 * theirs + 1e-2 * best.norm(), name
 
 
 class OnGpu(torch.Tensor):
-    """A tensor that says it is on a GPU, and whose values nothing may ask for."""
+    """A tensor that claims to be on a GPU. Reading its values fails."""
 
     is_cuda = True
 

@@ -1,0 +1,201 @@
+"""Acceptance of an MTP head before and after a fine-tuning, with `train_mtp` and without: a small model, on a CPU.
+
+    python benchmarks/mtp_acceptance.py --json benchmarks/results/mtp_acceptance/small/record.json
+    python benchmarks/mtp_acceptance.py --tiny
+
+A model with the classes of Qwen3.5, attention in every layer, and its head are trained from random weights on a
+made-up language, by `LigerSFTTrainer` with `train_mtp`. That is the base. It is then fine-tuned on a second language of
+the same letters, twice: with `train_mtp`, which trains the head too, and without, which keeps the base's. A language is
+a list of words, each of three to six letters, and rules which word may follow which. So a head has something to guess,
+and the guesses for one language are wrong in the other.
+
+Each model then writes greedy text after prompts of the language that it was trained on last, and `mtp.evaluate` tells
+how often the head guesses the token after the next one, and how many tokens a pass of a decoder with the head yields: 2
+if every guess is right, and 1 without a head. `loss` is the model's own on rows that were kept back: without clipping
+of gradients both fine-tunings give the same model.
+"""
+
+import random
+import tempfile
+from pathlib import Path
+
+import torch
+from _measure import Record, arguments, table
+from _steps import tokenizer_of
+
+LETTERS = 26
+FIRST = 2  # id of the first letter, after the two tokens of the tokenizer
+SPACE = FIRST + LETTERS
+VOCAB = SPACE + 1
+SHAPE = dict(
+    hidden_size=128, intermediate_size=384, num_hidden_layers=2, full_attention_interval=1, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=32, vocab_size=VOCAB, max_position_embeddings=512, tie_word_embeddings=False,
+    mtp_num_hidden_layers=1, pad_token_id=0, bos_token_id=None, eos_token_id=1,
+)  # fmt: skip
+
+
+class Language:
+    """Words of random letters, of which each may be followed by two others, the first of them three times of four."""
+
+    def __init__(self, seed, words=40):
+        self.chance = random.Random(seed)
+        self.words = []
+        for _ in range(words):
+            length = self.chance.randint(3, 6)
+            self.words.append([FIRST + self.chance.randrange(LETTERS) for _ in range(length)])
+        self.followers = [self.chance.sample(range(words), 2) for _ in range(words)]
+
+    def row(self, length):
+        """`length` tokens of text, from the beginning of a word."""
+        word = self.chance.randrange(len(self.words))
+        ids = []
+        while len(ids) < length:
+            ids += [*self.words[word], SPACE]
+            word = self.followers[word][self.chance.random() > 0.75]
+        return ids[:length]
+
+
+def write_base(folder):
+    """A checkpoint with random weights, of the model and its MTP head."""
+    from mtp import give_head
+    from safetensors.torch import load_file, save_file
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_5_text", **SHAPE))
+    with tempfile.TemporaryDirectory() as head:
+        give_head(model, head)
+        extra = load_file(Path(head, "model.safetensors"))
+    model.save_pretrained(folder)
+    tokenizer_of().save_pretrained(folder)
+    file = Path(folder, "model.safetensors")
+    save_file(load_file(file) | extra, file, {"format": "pt"})
+
+
+def trained(base, folder, rows, held_out, options, train_mtp):
+    """Train the checkpoint `base` into `folder`. Returns the loss on the rows that were kept back."""
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM
+
+    from liger_trainer import LigerSFTConfig, LigerSFTTrainer
+
+    torch.manual_seed(0)
+    args = LigerSFTConfig(
+        output_dir=str(folder),
+        max_steps=len(rows) // options.batch,
+        per_device_train_batch_size=options.batch,
+        learning_rate=options.learning_rate,
+        lr_scheduler_type="cosine",
+        warmup_steps=10,
+        max_grad_norm=0.0,
+        max_length=options.length,
+        dataset_kwargs={"skip_prepare_dataset": True},
+        bf16=False,
+        activation_checkpointing=False,
+        report_to="none",
+        save_strategy="no",
+        logging_steps=20,
+        disable_tqdm=True,
+        use_cpu=True,
+        train_mtp=train_mtp,
+    )
+    trainer = LigerSFTTrainer(
+        AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32),
+        args,
+        train_dataset=Dataset.from_list(rows),
+        eval_dataset=Dataset.from_list(held_out),
+        processing_class=tokenizer_of(),
+    )
+    trainer.train()
+    trainer.save_model()
+    return trainer.evaluate()["eval_loss"]
+
+
+def accepted(folder, prompts, options):
+    """Accuracy and tokens a pass of the head in `folder`, on the greedy text of the model there."""
+    from transformers import AutoModelForCausalLM
+
+    from liger_trainer.base_weights.unloaded import find_checkpoint
+    from liger_trainer.mtp.evaluate import evaluate
+    from liger_trainer.mtp.predictor import load_predictor
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    predictor = load_predictor(model, find_checkpoint(str(folder))).eval()
+    found = evaluate(model, predictor, prompts, set(), max_new_tokens=options.new_tokens)
+    return {"accuracy": found.accuracy[0], "tokens_a_pass": found.chain, "tokens": found.tokens}
+
+
+def rows_in(language, count, length):
+    rows = []
+    for _ in range(count):
+        ids = language.row(length)
+        rows.append({"input_ids": ids, "labels": ids})
+    return rows
+
+
+def measure(options, folder):
+    """Yield a row for the base, and for each of the two fine-tunings."""
+    first = Language(1, options.words)
+    second = Language(2, options.words)
+    start, base = folder / "start", folder / "base"
+    write_base(start)
+    batches = options.batch
+    loss = trained(
+        start,
+        base,
+        rows_in(first, batches * options.base_steps, options.length),
+        rows_in(first, 32, options.length),
+        options,
+        True,
+    )
+    prompts = [first.row(12) for _ in range(options.prompts)]
+    yield {"head": "the base and its head, on the first language", "loss": loss} | accepted(base, prompts, options)
+
+    rows = rows_in(second, batches * options.steps, options.length)
+    held_out = rows_in(second, 32, options.length)
+    prompts = [second.row(12) for _ in range(options.prompts)]
+    for train_mtp, name in ((False, "fine-tuned on the second, without `train_mtp`"), (True, "with `train_mtp`")):
+        tuned = folder / str(train_mtp)
+        loss = trained(base, tuned, rows, held_out, options, train_mtp)
+        yield {"head": name, "train_mtp": train_mtp, "loss": loss} | accepted(tuned, prompts, options)
+
+
+COLUMNS = {
+    "head": ("", ""),
+    "loss": ("loss", ".4f"),
+    "accuracy": ("accuracy", ".3f"),
+    "tokens_a_pass": ("tokens a pass", ".3f"),
+}
+
+
+def parsed(argv=None):
+    parser = arguments(__doc__)
+    parser.add_argument("--words", type=int, default=40, help="words of each language")
+    parser.add_argument("--base-steps", type=int, default=160)
+    parser.add_argument("--steps", type=int, default=160, help="steps of the fine-tunings")
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--length", type=int, default=64)
+    parser.add_argument("--learning-rate", type=float, default=3e-3)
+    parser.add_argument("--prompts", type=int, default=24)
+    parser.add_argument("--new-tokens", type=int, default=48)
+    parser.add_argument("--tiny", action="store_true", help="too few steps to learn anything")
+    options = parser.parse_args(argv)
+    if options.tiny:
+        options.base_steps, options.steps, options.prompts, options.new_tokens = 2, 2, 2, 8
+    return options
+
+
+def main(argv=None):
+    options = parsed(argv)
+    record = Record("mtp_acceptance", "small", options.json, options.tiny, argv)
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        for row in measure(options, Path(folder)):
+            rows.append(row)
+            record.write({"options": vars(options), "rows": rows})
+    table(rows, COLUMNS)
+    record.say_where()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""Measures speculative heads on the greedy text of their own model.
+
+With y the greedy text, guess k at the place before y[i] is right if it is y[i + k]. The acceptance length is the number
+of tokens that a forward pass of a decoder yields. One pass of the model over a text that is there already tells it:
+walk the text as a decoder would; if at i the first a guesses are right and the next one is not, go on at i + a + 1.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from liger_trainer.data.answers import answer
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """How often heads guess right on greedy text.
+
+    Attributes:
+        rows, tokens (`int`): Prompts, and tokens of the texts after them.
+        accuracy: For each guess, the share of positions at which it is right, after the right tokens.
+        accepted: For each guess, how often it was accepted where all before it were right. None: it was never reached.
+        chain: Tokens per forward pass, without the pass over the prompt and its token. It is 1 without heads.
+    """
+
+    rows: int
+    tokens: int
+    accuracy: list[float]
+    accepted: list[float | None]
+    chain: float
+
+    def table(self, title: str, guess: str, without: str) -> str:
+        """Lines that show it: a title, each guess by the name `guess`, and the tokens of a pass."""
+        lines = [title, f"  {guess}   accuracy   accepted after those before it"]
+        for k, (right, accepted) in enumerate(zip(self.accuracy, self.accepted, strict=True), 1):
+            shown = "-" if accepted is None else f"{accepted:.3f}"
+            lines.append(f"  {k:<6} {right:.3f}      {shown}")
+        lines.append(f"  tokens per forward pass  {self.chain:.3f}  (1 without {without})")
+        return "\n".join(lines)
+
+
+@torch.no_grad()
+def measure_acceptance(
+    model: PreTrainedModel,
+    right_guesses: Callable[[list[int], list[int]], torch.Tensor],
+    prompts: Sequence[list[int]],
+    ends: set[int],
+    *,
+    max_new_tokens: int = 128,
+    batch_size: int = 16,
+) -> Acceptance:
+    """Let `model` answer the prompts greedily, and return how often its heads guess right.
+
+    Args:
+        model (`PreTrainedModel`): Its mode is put back afterwards.
+        right_guesses (`Callable`): Gets a prompt and the text after it, of n tokens, and returns (K, n - 1) int64 on
+            the CPU: row k, column i is 1 if guess k + 1 at the position before `text[i]` is `text[i + k + 1]`, 0 if
+            not, and -1 if the text has ended.
+        prompts, ends: Token ids of each prompt; tokens that end a text, as `end_tokens` gives them.
+        max_new_tokens, batch_size (`int`): Length at which a greedy text is cut; prompts answered at once.
+
+    Raises:
+        ValueError: No text has two tokens, so that there is nothing to guess.
+    """
+    training = model.training
+    model.eval()
+    try:
+        texts = []
+        for first in range(0, len(prompts), batch_size):
+            texts += answer(model, prompts[first : first + batch_size], ends, max_new_tokens)
+        rows = []
+        for prompt, text in zip(prompts, texts, strict=True):
+            if len(text) > 1:
+                rows.append(right_guesses(prompt, text))
+    finally:
+        model.train(training)
+    if not rows:
+        raise ValueError(f"The model ends all {len(prompts)} texts after one token: there is nothing to guess.")
+    chain, accepted = simulate_decoding(rows)
+    accuracy = []
+    for right in torch.cat(rows, dim=1):
+        accuracy.append(float((right == 1).sum() / (right >= 0).sum().clamp(min=1)))
+    return Acceptance(len(prompts), sum(map(len, texts)), accuracy, accepted, chain)
+
+
+def simulate_decoding(rows: list[torch.Tensor]) -> tuple[float, list[float | None]]:
+    """Return the tokens per forward pass, and how often each guess was accepted where it was reached; None: never.
+
+    `rows` has the result of `right_guesses` for each text.
+    """
+    guesses = rows[0].shape[0]
+    reached = [0] * guesses
+    accepted = [0] * guesses
+    passes = 0
+    tokens = 0
+    for text in rows:
+        columns = text.T.tolist()
+        tokens += len(columns)  # the first token of a text comes from the pass over the prompt
+        at = 0
+        while at < len(columns):
+            guessed = columns[at]
+            passes += 1
+            at += 1  # each pass yields the model's own token
+            for k, right in enumerate(guessed):
+                if right < 0:  # past the end of the text
+                    break
+                reached[k] += 1
+                if not right:
+                    break
+                accepted[k] += 1
+                at += 1
+    shares = [a / r if r else None for a, r in zip(accepted, reached, strict=True)]
+    return tokens / passes, shares

@@ -1,0 +1,39 @@
+"""benchmarks/mtp.py compares like with like, and benchmarks/mtp_acceptance.py shows what train_mtp is for."""
+
+import pytest
+from benchmark_scripts import benchmarks_on_path  # noqa: F401
+
+
+def test_the_head_changes_no_loss_and_its_cost_is_told(capsys):
+    import mtp
+
+    options = mtp.parsed(["--tiny"])
+    rows = [mtp.measure(arm, options) for arm in mtp.ARMS]
+    mtp.flag(rows)
+    without, beside = rows
+    assert "wrong" not in beside and beside["losses"] == pytest.approx(without["losses"], rel=1e-4)
+    assert len(beside["mtp_losses"]) == 3 and not without["mtp_losses"]
+    assert beside["static"] - without["static"] == pytest.approx(beside["head_static"]) and beside["head_static"] > 0
+    assert beside["head_tflop"] > 0 and "slower" in beside
+    beside["losses"] = [1.01 * loss for loss in beside["losses"]]
+    mtp.flag(rows)
+    assert "loss" in beside["wrong"]
+
+
+def test_a_fine_tuning_is_tried_to_the_end(tmp_path):
+    import mtp_acceptance
+
+    rows = list(mtp_acceptance.measure(mtp_acceptance.parsed(["--tiny"]), tmp_path))
+    assert [row.get("train_mtp") for row in rows] == [None, False, True]
+    assert rows[1]["loss"] == rows[2]["loss"], "the head gives the model nothing"
+
+
+@pytest.mark.slow
+def test_acceptance_falls_without_train_mtp_and_stays_with_it(tmp_path):
+    import mtp_acceptance
+
+    base, without, beside = mtp_acceptance.measure(mtp_acceptance.parsed([]), tmp_path)
+    assert base["tokens_a_pass"] > 1.9
+    assert without["tokens_a_pass"] < 1.3
+    assert beside["tokens_a_pass"] > 1.9
+    assert without["loss"] == beside["loss"]
