@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from tqdm import tqdm
+from tqdm import tqdm  # type: ignore[import-untyped]
 
 from liger_trainer.command.rows.chat_template import mark_answers
 from liger_trainer.data.answers import Prompt, answer, encode, end_tokens
