@@ -110,7 +110,7 @@ def test_the_head_is_patched_and_attends_by_rows(kind, monkeypatch, tmp_path):
     for module in (head.norm, head.fc, head.layers[0].mlp, head.layers[0].self_attn):
         assert ("forward" in vars(module)) == (module is not head.fc)
     trainer.compute_loss(trainer.model.train(), dict(batch))
-    assert len(made) == 1 and made[0].kinds == {"causal"}
+    assert len(made) == 1 and made[0].attention_kinds == {"causal"}
     off = mtp_trainer(tmp_path / "base", tmp_path / "off", liger_config={"varlen_attention": False, "swiglu": False})
     assert "forward" not in vars(off.model.mtp.layers[0].mlp)
     off.compute_loss(off.model.train(), dict(batch))
@@ -262,7 +262,7 @@ def test_bases_without_a_head_that_is_known(tmp_path):
         (
             {"label_smoothing_factor": 0.1},
             {},
-            "label_smoothing_factor is 0.1, which the loss of the head",
+            "label_smoothing_factor is 0.1, but the head's loss cannot be smoothed",
         ),
         ({"keep_unloaded_weights": False}, {}, "keep_unloaded_weights: false leaves the head out"),
         ({}, {"compute_loss_func": print}, "compute_loss_func does not train the head"),
@@ -293,11 +293,11 @@ def test_options_that_would_train_or_save_wrongly_are_refused(options, trainer_o
 def test_rows_with_images(tmp_path):
     write_base(tmp_path / "base")
     trainer = mtp_trainer(tmp_path / "base", tmp_path / "out")
-    with pytest.raises(ValueError, match="The batch has image_grid_thw, and train_mtp is for text"):
+    with pytest.raises(ValueError, match="The batch has image_grid_thw, but train_mtp is for text"):
         trainer._mtp.loss(None, ragged_batch(2) | {"image_grid_thw": torch.ones(1, 3)})
 
 
 def test_trainers_of_other_heads_refuse_it(tmp_path):
     args = LigerMedusaConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, train_mtp=True)
-    with pytest.raises(ValueError, match="train_mtp is True, which the Medusa loss does not have"):
+    with pytest.raises(ValueError, match="train_mtp is True, but the Medusa loss has no such option"):
         LigerMedusaTrainer(tiny_model("llama"), args)
