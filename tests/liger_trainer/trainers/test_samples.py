@@ -263,7 +263,7 @@ def test_prompts_that_cannot_be_answered_stop_before_the_first_step(options, sai
 def test_tensor_parallel_models_are_refused(tmp_path, monkeypatch):
     """One process would wait for the others in the first layer."""
     monkeypatch.setattr(LigerSFTTrainer, "get_tp_size", lambda self: 2)
-    with pytest.raises(ValueError, match="shared out over processes .FSDP, DeepSpeed, tensor parallelism"):
+    with pytest.raises(ValueError, match="sharded over processes .FSDP, DeepSpeed, tensor parallelism"):
         sft_runs.run(LigerSFTTrainer, tiny_model("llama"), tmp_path, train=False, **PROMPTS)
 
 
