@@ -118,7 +118,7 @@ def test_heads_of_another_model_are_refused():
     heads = MedusaHeads.for_model(tiny_model("llama"), 2)
     with pytest.raises(ValueError, match="vocab_size 131, but the LM head of LlamaForCausalLM has 140"):
         attach_heads(tiny_model("llama", vocab_size=140), heads)
-    with pytest.raises(ValueError, match="hidden_size 32, the LM head of LlamaForCausalLM has 48"):
+    with pytest.raises(ValueError, match="hidden_size 32, but the LM head of LlamaForCausalLM has 48"):
         attach_heads(tiny_model("llama", hidden_size=48), heads)
     with pytest.raises(ValueError, match="already has Medusa heads"):
         attach_heads(model_with_heads(), heads)
