@@ -1,4 +1,4 @@
-"""Where the time of a drafter's training step goes: the GPU's time of each part, beside the products that it needs.
+"""Where the time of a drafter's training step goes: the GPU's time for each part, and the products that it needs.
 
 target      the forward pass of the frozen model
 drafter     the forward pass of the drafter, of all its steps

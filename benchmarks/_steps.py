@@ -83,7 +83,7 @@ class Run:
     mxfp4: bool = False  # with lora: the experts of gpt-oss keep their checkpoint's 4-bit form
     offload: bool = False  # with checkpointing: the layers' inputs wait on the host, in our trainers
     lora_experts: bool = False  # on the parameters of experts, in addition to attention
-    teacher: str | None = None  # the shape of a second, larger model in distillation; unset: that of the student
+    teacher: str | None = None  # the shape of a second, larger model in distillation; unset: the student's shape
     autocast: bool = True  # bf16=True multiplies PEFT's fp32 adapters in bf16; without it they run in fp32
     vocab: int | None = None  # instead of the model's own
     workers: int = 0

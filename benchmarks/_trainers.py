@@ -1,4 +1,4 @@
-"""What a trainer of TRL other than SFTTrainer and DPOTrainer takes to train on rows of token ids.
+"""Make TRL's trainers other than SFTTrainer and DPOTrainer train on rows of token ids.
 
 The rows are pairs: a prompt and two answers, cut to the run's `length` together with their prompt. A trainer of pairs
 takes them as they are. KTO takes a row for each text that has been judged, and distillation and the online trainers
@@ -64,12 +64,12 @@ def cut(row, length):
 
 
 def as_they_are(stock_class, rows):
-    """Take rows that are token ids already, for which TRL has no option."""
+    """Take rows that are token ids already. TRL has no option for that."""
     return {"_prepare_dataset": lambda self, dataset, *args: dataset}
 
 
 def judged_rows(run, pairs):
-    """KTO's rows, each with the answer of the row before it in its batch, by which TRL estimates the KL term."""
+    """KTO's rows, each with the answer of the row before it in its batch. TRL estimates the KL term from it."""
     found = []
     for start in range(0, len(pairs), run.batch):
         batch = pairs[start : start + run.batch]
@@ -105,7 +105,7 @@ def whole_texts(run, pairs):
 
 
 def numbers(run, pairs):
-    """Prompts that are the numbers of their pairs, by which their ids and answers are found."""
+    """Prompts that are the numbers of their pairs, to find their ids and answers."""
     return [{"prompt": str(number)} for number in range(len(pairs))]
 
 

@@ -1,4 +1,4 @@
-"""What an MTP head costs beside supervised fine-tuning: time and memory of a step with `train_mtp` and without.
+"""The cost of an MTP head in supervised fine-tuning: time and memory of a step with `train_mtp` and without.
 
     python benchmarks/mtp.py
     python benchmarks/mtp.py --layers 16

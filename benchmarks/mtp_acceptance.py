@@ -28,14 +28,25 @@ FIRST = 2  # id of the first letter, after the two tokens of the tokenizer
 SPACE = FIRST + LETTERS
 VOCAB = SPACE + 1
 SHAPE = dict(
-    hidden_size=128, intermediate_size=384, num_hidden_layers=2, full_attention_interval=1, num_attention_heads=4,
-    num_key_value_heads=2, head_dim=32, vocab_size=VOCAB, max_position_embeddings=512, tie_word_embeddings=False,
-    mtp_num_hidden_layers=1, pad_token_id=0, bos_token_id=None, eos_token_id=1,
-)  # fmt: skip
+    hidden_size=128,
+    intermediate_size=384,
+    num_hidden_layers=2,
+    full_attention_interval=1,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+    vocab_size=VOCAB,
+    max_position_embeddings=512,
+    tie_word_embeddings=False,
+    mtp_num_hidden_layers=1,
+    pad_token_id=0,
+    bos_token_id=None,
+    eos_token_id=1,
+)
 
 
 class Language:
-    """Words of random letters, of which each may be followed by two others, the first of them three times of four."""
+    """Words of random letters. Two others may follow each letter, the first of them three times out of four."""
 
     def __init__(self, seed, words=40):
         self.chance = random.Random(seed)

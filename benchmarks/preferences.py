@@ -101,7 +101,7 @@ def judged(path, vocab, length):
     """The judged answers of a file, for KTO: `prompt_ids`, `completion_ids` and `label`.
 
     The file is a .json of objects with `messages`, which end with the answer, and `label`. Of a file of pairs, chosen
-    answers have the label True, and rejected ones False. An answer whose prompt alone has `length` tokens is left out.
+    answers have the label True, and rejected ones False. An answer is left out if its prompt alone has `length` tokens.
     """
     rows = [] if path.endswith(".npz") else json.load(open(path))
     if not rows or "label" not in rows[0]:

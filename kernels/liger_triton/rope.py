@@ -471,38 +471,8 @@ def rope(
     message = misfit(q, k, cos, sin, cos_layout, unsqueeze_dim)
     if message is not None:
         raise ValueError(message)
-    return rotate(
-        q,
-        k,
-        cos,
-        sin,
-        interleaved=interleaved,
-        out_interleaved=out_interleaved,
-        cos_layout=cos_layout,
-        rotate_last=rotate_last,
-        cast=cast,
-        unsqueeze_dim=unsqueeze_dim,
-    )
-
-
-def rotate(
-    q: torch.Tensor,
-    k: torch.Tensor | None,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    *,
-    interleaved: bool = False,
-    out_interleaved: bool | None = None,
-    cos_layout: str = "half",
-    rotate_last: bool = False,
-    cast: str = "promote",
-    unsqueeze_dim: int = 1,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Compute `rope` for tensors that `misfit` accepts, without asking it once more."""
     out_interleaved = interleaved if out_interleaved is None else out_interleaved
-    fits = True
-    for t in (q, k):  # the kernel counts rows in int32
-        fits = fits and (t is None or 0 < t.numel() // t.shape[-1] < 2**31)
+    fits = all(t is None or 0 < t.numel() // t.shape[-1] < 2**31 for t in (q, k))  # the kernel counts rows in int32
     if not fits or cos.requires_grad or sin.requires_grad or not runs_triton(q, k, cos, sin):
         return reference.rope(
             q,

@@ -16,7 +16,13 @@ def python(code, *argv, cwd):
     env = os.environ | {"PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     env.pop("TRITON_INTERPRET", None)
     done = subprocess.run(
-        [sys.executable, "-c", code, *map(str, argv)], cwd=cwd, env=env, capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", code, *map(str, argv)],
+        cwd=cwd,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -72,6 +78,8 @@ def test_commands_about_a_model_load_no_trainer(tmp_path):
     code = (
         "import sys\nfrom liger_trainer.command.main import main\n"
         "assert main(['doctor', 'model']) == 0\n"
+        "assert main(['chat', 'model']) == 0\n"  # without a line to answer
+        "assert 'transformers' in sys.modules and 'peft' not in sys.modules\n"
         "assert main(['merge', 'model', 'merged']) == 2\n"  # which is no adapter
         "print()\nprint(*{name.partition('.')[0] for name in sys.modules})"
     )

@@ -10,14 +10,17 @@ def test_the_head_changes_no_loss_and_its_cost_is_told(capsys):
     options = mtp.parsed(["--tiny"])
     rows = [mtp.measure(arm, options) for arm in mtp.ARMS]
     mtp.flag(rows)
-    without, beside = rows
-    assert "wrong" not in beside and beside["losses"] == pytest.approx(without["losses"], rel=1e-4)
-    assert len(beside["mtp_losses"]) == 3 and not without["mtp_losses"]
-    assert beside["static"] - without["static"] == pytest.approx(beside["head_static"]) and beside["head_static"] > 0
-    assert beside["head_tflop"] > 0 and "slower" in beside
-    beside["losses"] = [1.01 * loss for loss in beside["losses"]]
+    without, with_head = rows
+    assert "wrong" not in with_head and with_head["losses"] == pytest.approx(without["losses"], rel=1e-4)
+    assert len(with_head["mtp_losses"]) == 3 and not without["mtp_losses"]
+    assert (
+        with_head["static"] - without["static"] == pytest.approx(with_head["head_static"])
+        and with_head["head_static"] > 0
+    )
+    assert with_head["head_tflop"] > 0 and "slower" in with_head
+    with_head["losses"] = [1.01 * loss for loss in with_head["losses"]]
     mtp.flag(rows)
-    assert "loss" in beside["wrong"]
+    assert "loss" in with_head["wrong"]
 
 
 def test_a_fine_tuning_is_tried_to_the_end(tmp_path):
@@ -32,8 +35,8 @@ def test_a_fine_tuning_is_tried_to_the_end(tmp_path):
 def test_acceptance_falls_without_train_mtp_and_stays_with_it(tmp_path):
     import mtp_acceptance
 
-    base, without, beside = mtp_acceptance.measure(mtp_acceptance.parsed([]), tmp_path)
+    base, without, with_head = mtp_acceptance.measure(mtp_acceptance.parsed([]), tmp_path)
     assert base["tokens_a_pass"] > 1.9
     assert without["tokens_a_pass"] < 1.3
-    assert beside["tokens_a_pass"] > 1.9
-    assert without["loss"] == beside["loss"]
+    assert with_head["tokens_a_pass"] > 1.9
+    assert without["loss"] == with_head["loss"]

@@ -1,4 +1,4 @@
-"""A step of a model, or of a trainer, and the comparison of two of them: the loss, and every gradient by its name."""
+"""Run a step of a model, and compare two steps: the loss, and every gradient by its name."""
 
 import torch
 from tiny_models import VOCAB, collate, ragged_rows
@@ -23,7 +23,7 @@ def step(model, autocast=None, seed=1, backwards=1, **options):
 
 
 def assert_same(got, want, rtol=1e-5, atol=1e-7):
-    """Of two results of `step`: the same names and dtypes, and each tensor by its norm."""
+    """Compare two results of `step`: names, dtypes, and each tensor by its norm."""
     assert list(got) == list(want)
     for name, w in want.items():
         assert got[name].dtype == w.dtype
@@ -40,13 +40,13 @@ def assert_same_gradients(got, want, rtol=1e-5, floor=1e-3):
 
 
 def assert_same_step(got, want, rtol=1e-5):
-    """Of two pairs of a loss and gradients."""
+    """Compare two pairs of a loss and gradients."""
     torch.testing.assert_close(got[0], want[0], rtol=rtol, atol=0)
     assert_same_gradients(got[1], want[1], rtol)
 
 
 class KeepGradients(TrainerCallback):
-    """What the optimizer is given, step by step, by the names that weights have without DDP around the model."""
+    """Keeps the gradients that the optimizer gets in each step, under the names that weights have without DDP."""
 
     def __init__(self, whole=lambda grad: grad):
         self.whole = whole  # makes one tensor of shards
@@ -58,7 +58,7 @@ class KeepGradients(TrainerCallback):
 
     @property
     def grads(self):
-        """Those of the first step: an optimizer enlarges errors in those that follow."""
+        """The gradients of the first step. An optimizer enlarges errors in later steps."""
         return self.steps[0]
 
 
@@ -143,15 +143,15 @@ def loss_and_grads(model, ids=None):
 
 
 # The decay of the gated delta rule. Its gradient is what is left of sums that cancel. In stock's qwen3_next it changes
-# by 0.6e-5 to 2.7e-5 where all weights move by half of their last bit, and that of other weights by 0.7e-5 at most.
+# by 0.6e-5 to 2.7e-5 where all weights move by half of their last bit; other weights' gradients by 0.7e-5 at most.
 CANCELLING = ("linear_attn.A_log", "linear_attn.dt_bias")
 
 
 def largest_difference(got, want):
-    """Of two results of `loss_and_grads`: the largest relative difference of the loss or of any gradient.
+    """The largest relative difference of the loss or of any gradient in two results of `loss_and_grads`.
 
     Relative to the largest element of that gradient, or to 1e-3 of the largest of all: k biases have noise around zero.
-    A fifth of the difference counts for `CANCELLING`, in which processors differ by more than 1e-5.
+    A fifth of the difference counts for `CANCELLING`: there, processors differ by more than 1e-5.
     """
     assert got[1].keys() == want[1].keys()
     floor = 1e-3 * max(g.abs().max() for g in want[1].values())

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from tqdm import tqdm  # type: ignore[import-untyped]
 
 from liger_trainer.command.rows.chat_template import mark_answers
 from liger_trainer.data.answers import Prompt, answer, encode, end_tokens
@@ -75,7 +76,7 @@ def measure(
     measured = HeldOutMetrics()
     total = 0.0
     right = 0
-    for index, row in enumerate(rows):
+    for index, row in enumerate(tqdm(rows, desc="Reading the rows")):
         ids, learned = tokens_of(row, index, tokenizer)
         labels = [token if counts else -100 for token, counts in zip(ids, learned, strict=True)]
         input_ids = torch.tensor([ids[:max_length]], device=model.device)
@@ -92,7 +93,8 @@ def measure(
         raise RecipeError(f"No token of the {len(rows)} rows counts within --max_length {max_length}. Raise it.")
     measured.loss = total / measured.tokens
     measured.first_choice = right / measured.tokens
-    for prompt, expected in _questions(rows.select(range(min(answers, len(rows))))):
+    asked = list(_questions(rows.select(range(min(answers, len(rows))))))
+    for prompt, expected in tqdm(asked, desc="Answering", disable=not asked):
         new = answer(model, [encode(tokenizer, prompt)], end_tokens(model, tokenizer), max_new_tokens)[0]
         measured.answered += 1
         measured.exact += tokenizer.decode(new, skip_special_tokens=True).strip() == expected.strip()

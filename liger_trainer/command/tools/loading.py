@@ -11,8 +11,8 @@ from liger_trainer.command.recipe.model_source import dequantize_options, find_m
 from liger_trainer.errors import RecipeError
 from liger_trainer.paths import find_beside
 
-_LIBRARIES = ("torch", "transformers.modeling_utils", "transformers.processing_utils", "peft")
-"""What each command here needs, in the order of their sizes."""
+_LIBRARIES = ("torch", "transformers.modeling_utils", "transformers.processing_utils")
+"""What each command here needs."""
 
 
 def add_command(commands, name: str, run, description: str) -> argparse.ArgumentParser:

@@ -5,6 +5,7 @@ import os
 import re
 from pathlib import Path
 
+from liger_trainer.command.processes import importing, print_status
 from liger_trainer.command.recipe.model_source import dequantize_options, find_model
 from liger_trainer.command.rows.prompt_form import read_prompt_form, read_system_prompt, write_prompt_form
 from liger_trainer.command.tools.loading import add_command, find_base, load_adapter, tokenizer_of
@@ -38,8 +39,10 @@ def add_merge_command(commands) -> None:
 
 def _merge(args) -> None:
     import torch
-    from peft import PeftConfig
     from transformers import AutoConfig, AutoProcessor, AutoTokenizer
+
+    with importing():
+        from peft import PeftConfig
 
     from liger_trainer.base_weights.unloaded import find_checkpoint, keep_unloaded_weights
     from liger_trainer.fitting.meta_model import auto_class_of
@@ -80,6 +83,7 @@ def _merge(args) -> None:
     tokenizer = tokenizer_of(args.adapter, args.trust_remote_code) or source.load(
         AutoProcessor if getattr(base, "vision_config", None) is not None else AutoTokenizer
     )
+    print_status("merging")
     try:
         merged = merge(load_adapter(model, args.adapter))
     except (ValueError, RuntimeError, OSError, AttributeError) as error:

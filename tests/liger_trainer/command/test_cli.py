@@ -149,7 +149,7 @@ def test_refusals_before_training(folder, capsys, monkeypatch):
         ({"prompt_template": "none"}, "set prompt_template: alpaca"),
         (
             {"max_length": 8},
-            "from the 12 train rows: no token after the first one counts in the loss within max",
+            "from the 12 train rows: no token after the first counts in the loss within max",
         ),
     ):
         code, out, err = command(capsys, "train", write_recipe(folder, **keys))

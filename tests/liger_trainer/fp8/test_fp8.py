@@ -282,7 +282,7 @@ def test_bad_options(options, message, tmp_path):
 
 
 def test_a_recipe_and_the_launcher_s_precision(torchao, launched, tmp_path):
-    """A recipe name is valid with fp8, whoever asked for it, and with nothing else."""
+    """A recipe name is valid with fp8, and with nothing else, however fp8 was asked for."""
     assert LigerTrainingArguments(**options_of(tmp_path), fp8_recipe="rowwise").mixed_precision == "fp8"
     assert LigerSFTConfig(**options_of(tmp_path), fp8_recipe="rowwise").fp8
     with pytest.raises(ValueError, match="fp8_recipe is 'rowwise', but it has no effect: fp8 is false"):

@@ -178,7 +178,7 @@ def test_stage_2_with_lora_is_merged_for_servers(folder, cache, capsys):
 def test_mistakes_exit_2(folder, capsys, tmp_path):
     rows = ("--prompts", folder / "rows.jsonl")
     for argv, message in (
-        (("medusa-eval", folder / "model", folder / "model", *rows), "has neither medusa_lm_head.safetensors"),
+        (("medusa-eval", folder / "model", folder / "model", *rows), "has neither medusa_lm_head.safetensors nor"),
         (("medusa-eval", folder / "none", "x", *rows), "that folder does not exist"),
         (("medusa-eval", folder / "model", folder / "heads", "--prompts", "none"), "prompts is 'none', which"),
         (("medusa-export", folder / "model", "--output", tmp_path / "o"), "Give the output_dir of a Medusa training"),

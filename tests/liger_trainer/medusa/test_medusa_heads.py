@@ -138,7 +138,7 @@ def test_bad_shapes(shape, message):
 
 
 def test_bad_files(tmp_path):
-    with pytest.raises(ValueError, match="has neither medusa_lm_head.safetensors"):
+    with pytest.raises(ValueError, match="has neither medusa_lm_head.safetensors nor"):
         MedusaHeads.from_pretrained(tmp_path)
     heads = MedusaHeads.for_model(tiny_model("llama"), 3, 1, tied=True)
     heads.save_pretrained(tmp_path)

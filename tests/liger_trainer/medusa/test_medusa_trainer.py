@@ -260,7 +260,7 @@ IGNORED = [
     ),
     ({"label_smoothing_factor": 0.1}, {}, "label_smoothing_factor is 0.1, but the Medusa loss has no such option"),
     ({"loss_type": "dft"}, {}, "loss_type is 'dft', but the Medusa loss has no such option"),
-    ({}, {"compute_loss_func": print}, "compute_loss_func is .*has no such option"),
+    ({}, {"compute_loss_func": print}, "compute_loss_func is .*the Medusa loss has no such option"),
     (
         {},
         {"optimizers": (torch.optim.SGD([torch.zeros(1)]), None)},

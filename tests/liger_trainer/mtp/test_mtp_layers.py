@@ -118,7 +118,7 @@ def test_the_head_is_the_published_one(kind, tmp_path):
 
 
 def write_mtp_base(folder):
-    """A tiny Qwen3-Next, whose checkpoints have a head `mtp.*` with each expert by itself. Returns its tensors."""
+    """Write a tiny Qwen3-Next with an MTP head `mtp.*` that stores each expert separately. Return its tensors."""
     model = tiny_model("qwen3_next", mtp_num_hidden_layers=1)
     model.save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)

@@ -82,7 +82,7 @@ def test_the_replacement_gives_the_same_results_for_many_shapes(name, monkeypatc
     ours = rotary.replacement(function, Signature.of(function), plans)
     calls = []
     monkeypatch.setattr(
-        rotary, "rotate", lambda *args, kernel=rotary.rotate, **kwargs: calls.append(1) or kernel(*args, **kwargs)
+        rotary, "rope", lambda *args, kernel=rotary.rope, **kwargs: calls.append(1) or kernel(*args, **kwargs)
     )
     layout = {proof.layout for proof in proofs}
     compared = 0

@@ -11,7 +11,7 @@ from trl import GRPOConfig, GRPOTrainer
 from liger_trainer import LigerGRPOConfig, LigerGRPOTrainer, LigerRLOOConfig, LigerRLOOTrainer
 from liger_trainer.trainers.shared_prompts import shared_prompts_of
 from liger_trainer.varlen import groups
-from liger_trainer.varlen.graphs.step_graphs import StepGraphs, step_graphs
+from liger_trainer.varlen.graphs.step_graphs import StepGraphs, use_graphs
 
 CLASSES = {"grpo": (LigerGRPOTrainer, LigerGRPOConfig), "rloo": (LigerRLOOTrainer, LigerRLOOConfig)}
 PROMPTS = [{"prompt": f"w4 w5 w{i} w7"} for i in range(10, 26)]
@@ -55,7 +55,7 @@ def test_captured_steps_give_their_memory_to_an_engine_that_wakes(options, relea
     trainer = one(CLASSES[kind], tmp_path, **options)
     rows = next(iter(trainer.get_train_dataloader()))
     trainer.model.train()
-    with step_graphs(StepGraphs()):
+    with use_graphs(StepGraphs()):
         trainer._prepare_inputs(rows)
     assert events == ["released"] * released + ["generates"]
 

@@ -1,4 +1,4 @@
-"""What TRL's `sync_weights` sends to vLLM, by a stand-in that loads as vLLM does, and what is left of the base."""
+"""TRL's `sync_weights` sends the right weights to vLLM, as a stand-in loads them, and leaves the base unchanged."""
 
 import pytest
 import torch
@@ -64,7 +64,7 @@ def test_the_engine_gets_what_trl_merges_and_the_base_stays(name, mode, engine, 
     trainer.model.load_state_dict(stock.model.state_dict())
     before = parameters(trainer)
     places = {name: x.data_ptr() for name, x in trainer.model.named_parameters()}
-    # A server first gets the names, for which TRL merges once more, and drifts once.
+    # A server first gets the names. For these TRL merges once more, and drifts once.
     stock.vllm_generation._weight_metadata = []
     want = {name: x.clone() for name, x in stock.vllm_generation._iter_named_params()}
     assert want.keys() == Engine.shapes.keys()
@@ -154,7 +154,7 @@ def test_a_merge_that_fails_leaves_the_layer_as_it_was(engine, tmp_path, monkeyp
 
 
 def test_a_layer_that_gets_a_new_parameter_gets_its_own_back(engine, tmp_path, monkeypatch):
-    """As layers of four bits do when they are merged."""
+    """Drift as 4-bit layers do when they are merged."""
     trainer = one(OURS, tmp_path, dtype=torch.float32, config=lora())
     layer = trainer.model.base_model.model.model.layers[0].self_attn.q_proj
     own, values = layer.base_layer.weight, layer.base_layer.weight.detach().clone()

@@ -9,7 +9,7 @@ from trl.experimental.cpo import CPOConfig, CPOTrainer
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
 from liger_trainer import LigerCPOConfig, LigerCPOTrainer, LigerORPOConfig, LigerORPOTrainer
-from liger_trainer.varlen import host_copies, plans
+from liger_trainer.varlen import host_copies, plan_batch
 
 CLASSES = {
     "cpo": (LigerCPOTrainer, LigerCPOConfig, CPOTrainer, CPOConfig),
@@ -63,7 +63,7 @@ def test_the_host_knows_the_rows_of_a_call(kind, averages_padding, tmp_path, mon
     ours_class, ours_args, *_ = CLASSES[kind]
     ours = build_pairs(ours_class, ours_args, by_lengths(), tmp_path, padding_in_metrics=averages_padding)
     batch = batch_of(ours)
-    stock = plans.values_of
+    stock = plan_batch.values_of
     known = []
 
     def values(*tensors):
@@ -80,7 +80,7 @@ def test_the_host_knows_the_rows_of_a_call(kind, averages_padding, tmp_path, mon
     for x in batch.values():
         if isinstance(x, torch.Tensor):
             host_copies.remember(x, x.clone())
-    monkeypatch.setattr(plans, "values_of", values)
+    monkeypatch.setattr(plan_batch, "values_of", values)
     ours.model.register_forward_pre_hook(labels_are_known, with_kwargs=True)
     step(ours, dict(batch))
     assert len(known) > 1 and all(known)

@@ -1,4 +1,4 @@
-"""The pass of the old policy left out: beside the stock trainers, by every gradient and number, and by passes run."""
+"""Leaving out the old policy's pass gives the stock trainers' gradients and numbers, in fewer passes."""
 
 import json
 from types import SimpleNamespace

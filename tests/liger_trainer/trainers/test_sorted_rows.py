@@ -47,7 +47,7 @@ def gradients(kind, folder, **options):
 
 
 def assert_same_steps(kind, folder, rtol=1e-10, **options):
-    """In float64, in which a sum hardly depends on its order."""
+    """Runs in float64, where a sum hardly depends on its order."""
     want, got, trainer = gradients(kind, folder, dtype=torch.float64, **options)
     assert len(got) == len(want) == trainer.args.max_steps
     for step, stock_step in zip(got, want, strict=True):

@@ -55,7 +55,8 @@ def test_at_most_ten_lines_before_the_first_step(trainer, tmp_path):
     assert done.returncode == 0, text
     before, first, _ = text.partition("{'loss'")
     assert first, text
-    assert before.count("\n") <= 10, before  # a redrawn progress bar is one line
+    slow_machine = before.count("liger-trainer: still loading, ")
+    assert before.count("\n") - slow_machine <= 10, before  # a redrawn progress bar is one line
     assert "Warning" not in before and "deprecated" not in before, before
     assert "ForCausalLM: rms_norm 5/5" in before, "what was patched is one of them"
 

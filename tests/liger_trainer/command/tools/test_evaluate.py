@@ -74,6 +74,7 @@ def test_losses_equal_those_computed_from_logits(rows, tokens, asked, folder, ca
     assert (found["tokens"], found["rows"], found["answered"]) == (count, len(rows), asked)
     assert found["first_choice"] == pytest.approx(share)
     assert f"loss     {loss:.4f} a token" in text
+    assert "Reading the rows: 100%" in err and ("Answering: 100%" in err) == bool(asked), "neither part is silent"
 
 
 def test_only_answers_of_messages_count(chats, capsys):
