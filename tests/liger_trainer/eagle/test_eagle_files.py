@@ -124,7 +124,7 @@ def test_published_forms(saved):
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"num_hidden_layers": 2}, "says num_hidden_layers: 2; only drafters with 1 are known"),
+        ({"num_hidden_layers": 2}, "says num_hidden_layers: 2; only drafters with 1 are supported"),
         ({"norm_before_residual": True}, "norm_before_residual: True; only drafters with False"),
         ({"attention_bias": True}, "attention_bias: True"),
         ({"target_hidden_size": 64}, "target_hidden_size: 64; only drafters with 32"),
@@ -139,7 +139,7 @@ def test_configs_that_contradict(change, message, saved):
     values = config_of(folder) | change
     if change == {"intermediate_size": None}:
         del values["intermediate_size"]
-        message = "has no intermediate_size, which the config of an EAGLE-3 drafter says"
+        message = "has no intermediate_size, which the config of an EAGLE-3 drafter needs. Add it"
     (folder / "config.json").write_text(json.dumps(values))
     with pytest.raises(ValueError, match=message):
         read_drafter(folder)
@@ -149,7 +149,7 @@ def test_configs_that_contradict(change, message, saved):
     "change, message",
     [
         (lambda t: t.pop("fc.weight"), "fc.weight is missing"),
-        (lambda t: t.update(more=torch.zeros(1)), "more is no part of a drafter"),
+        (lambda t: t.update(more=torch.zeros(1)), "more does not belong to a drafter"),
         (lambda t: t.update(d2t=t["d2t"] + 1), "do not name the same tokens"),
         (lambda t: t.update(d2t=t["d2t"].int()), "d2t .torch.int32.*expected int64"),
     ],

@@ -66,9 +66,9 @@ def test_prompts_are_read_as_rows_to_train_on(cache, tmp_path):
 
 BAD_FILES = {
     "none.json": (None, "'.*none.json', but that file does not exist"),
-    "broken.jsonl": ('{"prompt": "w3"}\n{', "which cannot be read: line 2 is no JSON"),
+    "broken.jsonl": ('{"prompt": "w3"}\n{', "which cannot be read: line 2 is not JSON"),
     "empty.jsonl": ("", "which has no rows"),
-    "rows.docx": ("w3", "expected a file whose name ends in one of .json, .jsonl, .ndjson, .parquet"),
+    "rows.docx": ("w3", "expected a file name that ends in one of .json, .jsonl, .ndjson, .parquet"),
 }
 
 
@@ -178,7 +178,7 @@ def test_stage_2_with_lora_is_merged_for_servers(folder, cache, capsys):
 def test_mistakes_exit_2(folder, capsys, tmp_path):
     rows = ("--prompts", folder / "rows.jsonl")
     for argv, message in (
-        (("medusa-eval", folder / "model", folder / "model", *rows), "has no medusa_lm_head.safetensors"),
+        (("medusa-eval", folder / "model", folder / "model", *rows), "has neither medusa_lm_head.safetensors"),
         (("medusa-eval", folder / "none", "x", *rows), "that folder does not exist"),
         (("medusa-eval", folder / "model", folder / "heads", "--prompts", "none"), "prompts is 'none', which"),
         (("medusa-export", folder / "model", "--output", tmp_path / "o"), "Give the output_dir of a Medusa training"),
