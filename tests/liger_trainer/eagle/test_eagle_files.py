@@ -139,7 +139,7 @@ def test_configs_that_contradict(change, message, saved):
     values = config_of(folder) | change
     if change == {"intermediate_size": None}:
         del values["intermediate_size"]
-        message = "has no intermediate_size, which the config of an EAGLE-3 drafter needs"
+        message = "has no intermediate_size, which the config of an EAGLE-3 drafter needs. Add it"
     (folder / "config.json").write_text(json.dumps(values))
     with pytest.raises(ValueError, match=message):
         read_drafter(folder)

@@ -192,13 +192,17 @@ def test_bad_arguments(options, message, tmp_path):
 
 
 IGNORED = [
-    ({"use_liger": False}, {}, "use_liger is false, but the fused LM head computes the loss of a drafter"),
+    ({"use_liger": False}, {}, "use_liger is false, but the fused LM head computes the loss of a drafter. Remove"),
     (
         {"liger_config": {"fused_linear_cross_entropy": False}},
         {},
-        "fused_linear_cross_entropy: false, but the fused LM head computes the loss",
+        "fused_linear_cross_entropy: false, but the fused LM head computes the loss of a drafter. Remove",
     ),
-    ({"label_smoothing_factor": 0.1}, {}, "label_smoothing_factor is 0.1, but a drafter learns from a frozen model"),
+    (
+        {"label_smoothing_factor": 0.1},
+        {},
+        "label_smoothing_factor is 0.1, but a drafter learns from a frozen model. Remove label_smoothing_factor",
+    ),
     ({"loss_type": "dft"}, {}, "loss_type is 'dft'"),
     ({}, {"compute_loss_func": print}, "compute_loss_func is "),
     ({}, {"peft_config": LoraConfig(r=2, target_modules=["q_proj"])}, "peft_config is "),
@@ -218,14 +222,16 @@ def test_options_that_would_be_ignored_or_train_wrongly_are_refused(options, tra
 
 
 def test_models_and_drafters_that_do_not_fit(tmp_path):
-    with pytest.raises(ValueError, match="LlamaForCausalLM already has a drafter"):
+    with pytest.raises(ValueError, match="LlamaForCausalLM already has a drafter. Pass a model without one"):
         eagle_trainer(with_random_drafter(eagle_target()), tmp_path)
     with_random_drafter(eagle_target()).eagle_drafter.save_pretrained(tmp_path / "first")
     with pytest.raises(ValueError, match="The drafter has vocab_size 131, and the LM head of LlamaForCausalLM has 140"):
         eagle_trainer(eagle_target(vocab_size=140), tmp_path, eagle_init_from=str(tmp_path / "first"))
     with pytest.raises(ValueError, match=r"eagle_layers is \[0, 1, 3\]; expected three rising numbers from 0 to 1"):
         eagle_trainer(tiny_model("llama"), tmp_path, eagle_init_from=str(tmp_path / "first"))
-    with pytest.raises(ValueError, match="The LM head of PhiForCausalLM has a bias, but drafters have none"):
+    with pytest.raises(
+        ValueError, match="The LM head of PhiForCausalLM has a bias, but drafters have none. Use a model without"
+    ):
         eagle_trainer(eagle_target("phi"), tmp_path)
     adapted = get_peft_model(eagle_target(), LoraConfig(r=2, target_modules=["q_proj"]))
     with pytest.raises(ValueError, match="The model has an adapter. Merge it"):
@@ -264,5 +270,5 @@ def test_arguments_of_another_class(tmp_path):
 def test_rows_with_images(tmp_path):
     trainer = eagle_trainer(eagle_target(), tmp_path)
     batch = {"input_ids": torch.ones(1, 4, dtype=torch.long), "labels": torch.ones(1, 4, dtype=torch.long)}
-    with pytest.raises(ValueError, match="The batch has pixel_values, but a drafter is trained on text"):
+    with pytest.raises(ValueError, match="The batch has pixel_values, but a drafter is trained on text. Remove rows"):
         trainer.compute_loss(trainer.model, batch | {"pixel_values": torch.zeros(1)})

@@ -116,9 +116,9 @@ def test_models_that_cannot_have_heads_are_refused():
 
 def test_heads_of_another_model_are_refused():
     heads = MedusaHeads.for_model(tiny_model("llama"), 2)
-    with pytest.raises(ValueError, match="vocab_size 131, but the LM head of LlamaForCausalLM has 140"):
+    with pytest.raises(ValueError, match="vocab_size 131, but the LM head of LlamaForCausalLM has 140. Use the model"):
         attach_heads(tiny_model("llama", vocab_size=140), heads)
-    with pytest.raises(ValueError, match="hidden_size 32, but the LM head of LlamaForCausalLM has 48"):
+    with pytest.raises(ValueError, match="hidden_size 32, but the LM head of LlamaForCausalLM has 48. Use the model"):
         attach_heads(tiny_model("llama", hidden_size=48), heads)
     with pytest.raises(ValueError, match="already has Medusa heads"):
         attach_heads(model_with_heads(), heads)
@@ -138,7 +138,7 @@ def test_bad_shapes(shape, message):
 
 
 def test_bad_files(tmp_path):
-    with pytest.raises(ValueError, match="has neither medusa_lm_head.safetensors nor"):
+    with pytest.raises(ValueError, match="has neither medusa_lm_head.safetensors nor .* Give the output_dir"):
         MedusaHeads.from_pretrained(tmp_path)
     heads = MedusaHeads.for_model(tiny_model("llama"), 3, 1, tied=True)
     heads.save_pretrained(tmp_path)

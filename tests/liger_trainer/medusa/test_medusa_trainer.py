@@ -252,15 +252,15 @@ def test_bad_arguments(options, message, tmp_path):
 
 
 IGNORED = [
-    ({"use_liger": False}, {}, "use_liger is false, but the fused LM head computes the Medusa loss"),
+    ({"use_liger": False}, {}, "use_liger is false, but the fused LM head computes the Medusa loss. Remove"),
     (
         {"liger_config": {"fused_linear_cross_entropy": False}},
         {},
-        "fused_linear_cross_entropy: false, but the fused LM head computes the Medusa",
+        "fused_linear_cross_entropy: false, but the fused LM head computes the Medusa loss. Remove",
     ),
     ({"label_smoothing_factor": 0.1}, {}, "label_smoothing_factor is 0.1, but the Medusa loss has no such option"),
     ({"loss_type": "dft"}, {}, "loss_type is 'dft', but the Medusa loss has no such option"),
-    ({}, {"compute_loss_func": print}, "compute_loss_func is .*the Medusa loss has no such option"),
+    ({}, {"compute_loss_func": print}, "compute_loss_func is .*print>, but the Medusa loss has no such option"),
     (
         {},
         {"optimizers": (torch.optim.SGD([torch.zeros(1)]), None)},
@@ -275,7 +275,7 @@ IGNORED = [
     (
         {"medusa_stage": 2},
         {"peft_config": PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)},
-        "is PROMPT_TUNING, which puts tokens without labels before the text",
+        "is PROMPT_TUNING, which puts tokens without labels before the text. Use LoRA",
     ),
     ({"eval_predictions": "tokens"}, {}, "eval_predictions is 'tokens', but LigerMedusaTrainer"),
 ]
@@ -298,7 +298,7 @@ def test_models_and_heads_that_do_not_fit(tmp_path):
         medusa_trainer(model_with_heads(), tmp_path, **from_heads)
     with pytest.raises(ValueError, match="medusa_tied is False, but medusa_init_heads_from has heads with True"):
         medusa_trainer(tiny_model("llama"), tmp_path, medusa_tied=False, **from_heads)
-    with pytest.raises(ValueError, match="vocab_size 131, but the LM head of LlamaForCausalLM has 140"):
+    with pytest.raises(ValueError, match="vocab_size 131, but the LM head of LlamaForCausalLM has 140. Use the model"):
         medusa_trainer(tiny_model("llama", vocab_size=140), tmp_path, **from_heads)
     trainer = medusa_trainer(model_with_heads(), tmp_path)
     model_with_heads(num_layers=2).medusa_head.save_pretrained(tmp_path / "other")

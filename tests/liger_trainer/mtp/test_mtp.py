@@ -262,7 +262,7 @@ def test_bases_without_a_head_that_is_known(tmp_path):
         (
             {"label_smoothing_factor": 0.1},
             {},
-            "label_smoothing_factor is 0.1, but the head's loss cannot be smoothed",
+            "label_smoothing_factor is 0.1, but the head's loss cannot be smoothed. Remove one",
         ),
         ({"keep_unloaded_weights": False}, {}, "keep_unloaded_weights: false leaves the head out"),
         ({}, {"compute_loss_func": print}, "compute_loss_func does not train the head"),
@@ -293,11 +293,11 @@ def test_options_that_would_train_or_save_wrongly_are_refused(options, trainer_o
 def test_rows_with_images(tmp_path):
     write_base(tmp_path / "base")
     trainer = mtp_trainer(tmp_path / "base", tmp_path / "out")
-    with pytest.raises(ValueError, match="The batch has image_grid_thw, but train_mtp is for text"):
+    with pytest.raises(ValueError, match="The batch has image_grid_thw, but train_mtp is for text. Remove such rows"):
         trainer._mtp.loss(None, ragged_batch(2) | {"image_grid_thw": torch.ones(1, 3)})
 
 
 def test_trainers_of_other_heads_refuse_it(tmp_path):
     args = LigerMedusaConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, train_mtp=True)
-    with pytest.raises(ValueError, match="train_mtp is True, but the Medusa loss has no such option"):
+    with pytest.raises(ValueError, match="train_mtp is True, but the Medusa loss has no such option. Remove train_mtp"):
         LigerMedusaTrainer(tiny_model("llama"), args)

@@ -76,7 +76,11 @@ BAD = {
         "the rows have pictures, which LigerORPOTrainer does not read. Take one of sft, dpo, kto",
     ),
     "the word set": ([row()], {"router_aux_loss_coef": 0.1}, "yaml: `router_aux_loss_coef` is set to 0.1"),
-    "packing of longer rows": ([row()], {"packing": True, "max_length": 8}, "is 8, but 1 of 1 rows have more"),
+    "packing of longer rows": (
+        [row()],
+        {"packing": True, "max_length": 8},
+        "max_length is 8, but 1 of 1 rows have more tokens with their images, .*Set max_length to 34",
+    ),
 }
 
 

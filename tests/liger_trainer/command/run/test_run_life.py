@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from launching import in_processes
-from recipe_fixtures import SAVING, command, steps_of, write_recipe
+from recipe_fixtures import SAVING, command, status_lines, status_of_a_run, steps_of, write_recipe
 
 
 def test_two_processes_without_a_gpu_are_one_training(folder):
@@ -48,7 +48,8 @@ def test_an_output_dir_that_is_taken_is_refused(folder, capsys):
 
 def test_the_model_s_folder_is_refused_as_output_dir(folder, capsys):
     code, _, err = command(capsys, "train", write_recipe(folder, output_dir=str(folder / "model")))
-    assert code == 2 and "holds an earlier run (model.safetensors)" in err
+    assert code == 2 and "/model', the folder of model_name_or_path, which would be written over" in err
+    assert "Set another output_dir" in err
     assert (folder / "model" / "model.safetensors").is_file()
 
 
@@ -164,7 +165,8 @@ def test_a_run_stopped_while_it_loads_names_no_earlier_checkpoint(saved_run, fol
     monkeypatch.setattr("liger_trainer.command.rows.sources.load_rows", interrupt)
     path = write_recipe(folder, **SAVING, resume_from_checkpoint=True)
     code, _, err = command(capsys, "train", path)
-    assert code == 130 and err.strip() == "liger-trainer: interrupted. Training had not begun."
+    assert code == 130
+    assert status_lines(err) == [status_of_a_run(folder)[0], "interrupted. Training had not begun."]
     assert steps_of(folder / "out") == [2, 4], "nor is it deleted"
 
 
