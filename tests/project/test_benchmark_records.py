@@ -225,29 +225,6 @@ def test_a_table_does_not_choose_between_two_runs(render):
         _tables.markdown(spec | {"where": {"axis": "nothing"}})
 
 
-def test_every_trainer_has_a_line_once_its_record_is_listed(render, tmp_path, monkeypatch):
-    import _tables
-
-    spec = render.published()["tables"]["trainers"] | {"records": []}
-    titles, rule = _tables.markdown(spec).splitlines()
-    assert titles.count("|") == rule.count("|") == 9, "without a record the table has its titles alone"
-
-    rows = []
-    for arm, speed in {"stock": 1000.0, "ours_auto": 2500.0, "trl_liger": 1250.0}.items():
-        for title in ("KTO, Llama-3.2-1B, all weights", "RLOO, Llama-3.2-1B, all weights"):
-            rows.append({"title": title, "arm": arm, "tokens_per_s": speed, "gib_used": 20.0, "ms": 9.0, "gpu_ms": 8.0})
-    rows.append({"title": rows[0]["title"], "arm": "ours", "note": "not begun after 9 minutes"})
-    record = {"date": "2026-12-01 09:30 UTC", "commit": "abcdef0", "rows": rows}
-    (tmp_path / "record.json").write_text(json.dumps(record))
-    monkeypatch.setattr(_tables, "RESULTS", tmp_path)
-    kto, rloo = _tables.markdown(spec | {"records": ["record.json"]}).splitlines()[2:]
-    speeds = "1,000 (20.0) | 1,250 (20.0)"
-    assert kto == f"| {rows[0]['title']} | {speeds} | not begun after 9 minutes | 2,500 (20.0) | – | 2.50 | 2.00 |"
-    assert rloo == f"| {rows[1]['title']} | {speeds} | – | 2,500 (20.0) | – | 2.50 | 2.00 |"
-    waits = render.published()["tables"]["trainers_waits"] | {"records": ["record.json"]}
-    assert "| 9 (8) |" in _tables.markdown(waits)
-
-
 def test_a_run_names_its_own_record(tmp_path, monkeypatch):
     import _measure
 
