@@ -1,8 +1,8 @@
 """Say what a call asks of a model with a fused LM head, and make the call of the model's own forward for it."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import nn
@@ -72,11 +72,11 @@ class HeadRequest:
     token_predictions: bool = False
     logits_consumer: LogitsConsumer | None = None
     logits_observer: LogitsObserver | None = None
-    replaces_loss: bool = field(init=False, repr=False, compare=False, default=False)
+    replaces_loss: ClassVar[bool] = False  # not a field: FSDP copies a request by passing all fields to __init__
 
     def __post_init__(self) -> None:
         replaces_loss = bool(self.token_scores or self.label_smoothing or self.logits_consumer is not None)
-        object.__setattr__(self, "replaces_loss", replaces_loss)  # each call asks for it several times
+        object.__setattr__(self, "replaces_loss", replaces_loss)  # an attribute: each call asks for it several times
         if self.logits_consumer is not None and (self.token_scores or self.label_smoothing or self.token_predictions):
             raise ValueError(
                 "logits_consumer is set, which makes the answer itself, and so is token_scores, label_smoothing or "

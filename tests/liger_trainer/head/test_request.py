@@ -1,6 +1,6 @@
 """What a call asks of the head, by a `HeadRequest` or by keywords of the model's call."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -75,6 +75,15 @@ def test_keywords_refine_a_request():
     request = HeadRequest.taken_from(call)
     assert request == HeadRequest(token_scores=True, label_smoothing=0.1, token_predictions=True)
     assert call == {"labels": None}
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_a_request_can_be_rebuilt_from_its_fields(name):
+    """FSDP does so with every dataclass in the arguments of a forward when it casts the tensors in them."""
+    request = SAME[name][1]
+    rebuilt = replace(request, **{field.name: getattr(request, field.name) for field in fields(request)})
+    assert rebuilt == request and rebuilt.replaces_loss is request.replaces_loss
+    assert request.replaces_loss is (name in ("smoothed", "trl", "trl-all"))
 
 
 def test_a_request_for_nothing_adds_nothing_to_a_call():
