@@ -137,7 +137,7 @@ def saved_with_adapter(adapter: str) -> dict[str, StoredTensor]:
 
 
 def _empty(model: Any, is_layer: bool) -> Any:
-    """The head with random weights, on the device of the model and in its dtype.
+    """The head with random weights, on the device of the model and in its dtypes.
 
     With `is_layer` it is a layer beyond the depth, which has experts if the last layer of the model has.
     """
@@ -159,7 +159,23 @@ def _empty(model: Any, is_layer: bool) -> Any:
     predictor.fc = nn.Linear(2 * size, size, bias=False)
     predictor.pre_fc_norm_embedding = type(backbone.norm)(size, eps=eps)
     predictor.pre_fc_norm_hidden = type(backbone.norm)(size, eps=eps)
-    return predictor.to(weight.device, weight.dtype)
+    _cast_parameters(predictor, weight.dtype)
+    return predictor.to(weight.device)
+
+
+def _cast_parameters(predictor: Any, dtype: torch.dtype) -> None:
+    """Cast parameters to `dtype`, but for the ones that a model loaded in `dtype` has in fp32, such as routers.
+
+    Buffers stay as they are made: rotary frequencies and the bias of a router are too coarse in 16 bit.
+    """
+    in_fp32 = set()
+    if dtype in (torch.float16, torch.bfloat16):
+        in_fp32.update(getattr(predictor, "_keep_in_fp32_modules_strict", None) or ())
+    if dtype == torch.float16:
+        in_fp32.update(getattr(predictor, "_keep_in_fp32_modules", None) or ())
+    for name, parameter in predictor.named_parameters():
+        if not any(f".{part}." in f".{name}." for part in in_fp32):
+            parameter.data = parameter.data.to(dtype)
 
 
 def predict(

@@ -117,6 +117,25 @@ def test_the_head_is_the_published_one(kind, tmp_path):
     torch.testing.assert_close(got, norm(out, "shared_head.norm"), rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_dtypes_are_the_ones_of_a_loaded_layer(kind, dtype, tmp_path):
+    """In 16 bit too, the router and the rotary frequencies of a loaded model are fp32."""
+    extra = write_base(tmp_path / "base", kind)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=dtype)
+    head = load_predictor(model, find_checkpoint(str(tmp_path / "base")))
+    for (name, own), (_, loaded) in zip(
+        head.layers[0].state_dict().items(), model.model.layers[1].state_dict().items(), strict=True
+    ):
+        assert own.dtype == loaded.dtype, name
+    for name in ("mlp.gate.weight", "mlp.gate.e_score_correction_bias"):
+        assert torch.equal(head.layers[0].state_dict()[name], extra[LAYER + name]), name
+    for own, loaded in zip(head.rotary_emb.buffers(), model.model.rotary_emb.buffers(), strict=True):
+        assert own.dtype == torch.float32
+        assert torch.equal(own, loaded)
+    assert {head.fc.weight.dtype, head.norm.weight.dtype, head.pre_fc_norm_hidden.weight.dtype} == {dtype}
+
+
 def write_mtp_base(folder):
     """Write a tiny Qwen3-Next with an MTP head `mtp.*` that stores each expert separately. Return its tensors."""
     model = tiny_model("qwen3_next", mtp_num_hidden_layers=1)
