@@ -109,8 +109,8 @@ def find_names(base: Base) -> HeadNames | None:
         return None
     if len(layers) > 1:
         raise ValueError(
-            f"{base.folder} has {len(layers)} prediction layers, {layers[0]}* to {layers[-1]}*, and heads of one are "
-            "known."
+            f"{base.folder} has {len(layers)} prediction layers, {layers[0]}* to {layers[-1]}*, but only heads of one "
+            "layer are supported."
         )
     behind = [name.removeprefix(layers[0]) for name in predicts if name.startswith(layers[0])]
     splits = any(_EXPERT.search(f".{name}") for name in behind)

@@ -54,7 +54,7 @@ def load_predictor(model: Any, base: Base) -> nn.Module:
     names = find_names(base)
     if names is None:
         reason = base.unread or f"{base.folder} has no tensors mtp.* and no layer beyond the depth with an eh_proj"
-        raise ValueError(f"{reason}: only such MTP heads are known.")
+        raise ValueError(f"{reason}: only these two forms of MTP heads are supported.")
     stored = {name: tensor for name, tensor in base.tensors.items() if name.startswith(names.prefix)}
     for name in names.copies:
         del stored[names.prefix + name]
@@ -65,7 +65,7 @@ def load_predictor(model: Any, base: Base) -> nn.Module:
     if differing:
         where = "the checkpoint lacks" if differing[0] in wanted else f"{type(predictor).__name__} lacks"
         raise ValueError(
-            f"{where} {differing[0]}, so that the MTP head is another one ({len(differing)} names differ)."
+            f"{where} {differing[0]}, so this form of MTP head is not supported ({len(differing)} names differ)."
         )
     for name, tensor in wanted.items():
         if tuple(tensor.shape) != stored[name].shape:

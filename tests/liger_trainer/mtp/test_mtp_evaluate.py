@@ -96,7 +96,7 @@ def test_mtp_eval(trained, tmp_path, capsys, monkeypatch):
     tiny_model("llama").save_pretrained(tmp_path / "llama")
     tiny_tokenizer().save_pretrained(tmp_path / "llama")
     code, _, err = command(capsys, "mtp-eval", tmp_path / "llama", *options)
-    assert code == 2 and "only such MTP heads are known" in err
+    assert code == 2 and "only these two forms of MTP heads are supported" in err
     (tmp_path / "model" / "adapter_config.json").write_text("{}")
     code, _, err = command(capsys, "mtp-eval", tmp_path / "model", *options)
     assert code == 2 and "Merge it with its base first" in err

@@ -244,5 +244,7 @@ def test_heads_that_are_others(tmp_path):
     save_file(weights | two, tmp_path / "b" / "model.safetensors", {"format": "pt"})
     config = tmp_path / "b" / "config.json"
     config.write_text(config.read_text().replace('"num_nextn_predict_layers": 1', '"num_nextn_predict_layers": 2'))
-    with pytest.raises(ValueError, match="has 2 prediction layers, .* heads of one are known. Remove train_mtp"):
+    with pytest.raises(
+        ValueError, match="has 2 prediction layers, .* only heads of one layer are supported. Remove train_mtp"
+    ):
         mtp_trainer(tmp_path / "b", tmp_path / "out", rows=ragged_rows())
