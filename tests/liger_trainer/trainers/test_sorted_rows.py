@@ -169,8 +169,8 @@ def test_every_kind_of_value_goes_with_its_row():
 
 
 def test_the_table_of_what_a_shuffle_leaves():
-    """docs/padding.md: of what 8 completions of a prompt could save, what is left after TRL's shuffle."""
-    text = (ROOT / "docs" / "padding.md").read_text()
+    """docs/shared_prompts.md: of what 8 completions of a prompt could save, what is left after TRL's shuffle."""
+    text = (ROOT / "docs" / "shared_prompts.md").read_text()
     rows = re.findall(r"^\| (\d+) \| ([\d %|]+) \|$", text, re.M)
     assert [int(rows_of_batch) for rows_of_batch, _ in rows] == [2, 4, 8, 16]
     for rows_of_batch, cells in rows:
