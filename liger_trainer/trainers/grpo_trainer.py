@@ -59,11 +59,20 @@ class LigerGRPOTrainer(ReusesLogProbs, SortsRows, GivesMemoryBack, LigerTRLMixin
             return f"vllm_importance_sampling_mode is {self.vllm_importance_sampling_mode!r}"
         return self._why_moved()
 
+    @property
+    def _ratio_options(self) -> RatioOptions:
+        return RatioOptions(
+            self.vllm_importance_sampling_mode,
+            self.vllm_importance_sampling_clip_min,
+            self.vllm_importance_sampling_clip_max,
+        )
+
     def _leave_out(self, undo: ExitStack) -> None:
         """Have TRL believe that nothing is corrected, until its batch is made."""
         self.vllm_importance_sampling_correction = False
         undo.callback(setattr, self, "vllm_importance_sampling_correction", True)
-        self._ratio_metrics = RatioMetrics(self.args.steps_per_generation if self._mode == "train" else 1)
+        parts = self.args.steps_per_generation if self._mode == "train" else 1
+        self._ratio_metrics = RatioMetrics(parts, self._ratio_options.of_sequences)
 
     def _without_pass(self, batch: dict[str, Any]) -> dict[str, Any]:
         if "sampling_per_token_logps" not in batch:
@@ -77,15 +86,10 @@ class LigerGRPOTrainer(ReusesLogProbs, SortsRows, GivesMemoryBack, LigerTRLMixin
         return self._corrects() and "importance_sampling_ratio" not in inputs
 
     def _fill_in(self, inputs: dict[str, Any], old: torch.Tensor) -> None:
-        options = RatioOptions(
-            self.vllm_importance_sampling_mode,
-            self.vllm_importance_sampling_clip_min,
-            self.vllm_importance_sampling_clip_max,
-        )
         mask, sampled = inputs["completion_mask"], inputs["sampling_per_token_logps"]
         if "tool_mask" in inputs:
             mask = mask * inputs["tool_mask"]
-        ratio = importance_ratio(old, sampled, mask, options)
+        ratio = importance_ratio(old, sampled, mask, self._ratio_options)
         inputs["old_per_token_logps"] = old
         inputs["importance_sampling_ratio"] = ratio
         metrics = self._ratio_metrics

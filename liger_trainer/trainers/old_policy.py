@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from liger_trainer.head.module import base_model_of
 from liger_trainer.patching.core.binding import Binding
-from liger_trainer.patching.core.hooks import comes_from, hook_on
+from liger_trainer.patching.core.hooks import comes_from, hook_on, name_of_unknown
 from liger_trainer.varlen.decide import HARMLESS_HOOKS
 from liger_trainer.varlen.randomness import what_is_random
 
@@ -46,6 +46,9 @@ _MODELS_OF_LIBRARIES = (
     "gptqmodel.",
     "torchao.",
 )
+# Hooks on gradients that reduce, shard or note them. PyTorch's own optimizers in the backward pass are not among them.
+_GATHERERS_OF_GRADIENTS = ("deepspeed.", "accelerate.", "liger_trainer.", "torch.distributed.fsdp.", "torch.nn.")
+_OPTIMIZERS_IN_BACKWARD = ("lomo", "adalomo")  # of transformers; its others of that kind accumulate no gradients
 
 
 class OldPolicyPasses:
@@ -101,6 +104,8 @@ def why_it_has_moved(args: Any, num_iterations: int, began_at: int) -> str | Non
         )
     if began_at % steps:
         return "an earlier training of this trainer stopped within a generation batch"
+    if args.optim in _OPTIMIZERS_IN_BACKWARD and args.gradient_accumulation_steps > 1:
+        return f"optim {args.optim!s} steps in each backward pass"
     if args.auto_find_batch_size:
         return "auto_find_batch_size begins again within a generation batch"
     return None
@@ -116,6 +121,19 @@ def overridden(trainer: Any, methods: Iterable[str] = _METHODS) -> str | None:
             method = vars(owner).get(name)
             if method is not None and not comes_from(method, _TRAINERS_OF_LIBRARIES):
                 return f"{owner.__name__} overrides {name}"
+    return None
+
+
+def why_it_moves_within(trainer: Any) -> str | None:
+    """Name code that runs after each micro-batch of a step and may change weights, or return None."""
+    for callback in trainer.callback_handler.callbacks:
+        if not comes_from(callback.on_substep_end, _TRAINERS_OF_LIBRARIES):
+            return f"on_substep_end of {type(callback).__name__} may move the policy within a step"
+    for weight in trainer.model.parameters():
+        for hook in (weight._post_accumulate_grad_hooks or {}).values():
+            name = name_of_unknown(hook, _GATHERERS_OF_GRADIENTS)
+            if name is not None:
+                return f"a hook ({name}) on a gradient may move the policy within a step"
     return None
 
 

@@ -5,7 +5,14 @@ from typing import Any
 
 import torch
 
-from liger_trainer.trainers.old_policy import OldPolicyPasses, agreed, overridden, why_it_has_moved, why_passes_differ
+from liger_trainer.trainers.old_policy import (
+    OldPolicyPasses,
+    agreed,
+    overridden,
+    why_it_has_moved,
+    why_it_moves_within,
+    why_passes_differ,
+)
 from liger_trainer.trainers.online_rows import KnowsOnlineRows
 
 
@@ -68,7 +75,8 @@ class ReusesLogProbs(KnowsOnlineRows):
         reason = self._why_needed()
         if reason is not None:  # by the arguments, which are the same in all processes
             return reason
-        return agreed(overridden(trainer) or why_passes_differ(trainer), trainer.accelerator)
+        own = overridden(trainer) or why_it_moves_within(trainer) or why_passes_differ(trainer)
+        return agreed(own, trainer.accelerator)
 
     def _why_moved(self) -> str | None:
         trainer: Any = self

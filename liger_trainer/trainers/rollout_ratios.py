@@ -61,10 +61,12 @@ class RatioMetrics:
 
     Args:
         parts (`int`): Micro-batches of the generation batch.
+        of_sequences (`bool`): Whether the ratios are those of sequences, which count whether they are masked or not.
     """
 
-    def __init__(self, parts: int):
+    def __init__(self, parts: int, of_sequences: bool):
         self.parts = parts
+        self.of_sequences = of_sequences
         self._sums: list[torch.Tensor] = []
         self._extremes: list[torch.Tensor] = []
 
@@ -73,7 +75,7 @@ class RatioMetrics:
         counts = mask.bool()
         distance = torch.abs(old - sampled)
         known = counts & ~torch.isnan(distance)
-        weighed = counts if ratio.shape == counts.shape else torch.ones_like(ratio, dtype=torch.bool)
+        weighed = torch.ones_like(ratio, dtype=torch.bool) if self.of_sequences else counts
         self._sums.append(
             torch.stack(
                 (

@@ -89,6 +89,11 @@ def as_of_a_user(hook: Callable[..., Any]) -> Callable[..., Any]:
     return hook
 
 
+def name_of_unknown(hook: Callable[..., Any], known: tuple[str, ...]) -> str | None:
+    """Return the name of a hook that is in no Python module with a prefix in `known`; None for others."""
+    return _name(_function(hook)) if _counts(hook, known) else None
+
+
 def _counts(hook: Any, not_counted: tuple[str, ...]) -> bool:
     function = _function(hook)
     return getattr(function, "counts_as_of_a_user", False) or not home(function).startswith(not_counted)
