@@ -168,7 +168,7 @@ def _cast_parameters(predictor: Any, dtype: torch.dtype) -> None:
 
     Buffers stay as they are made: rotary frequencies and the bias of a router are too coarse in 16 bit.
     """
-    in_fp32 = set()
+    in_fp32: set[str] = set()
     if dtype in (torch.float16, torch.bfloat16):
         in_fp32.update(getattr(predictor, "_keep_in_fp32_modules_strict", None) or ())
     if dtype == torch.float16:

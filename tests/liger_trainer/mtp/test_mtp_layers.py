@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -151,6 +152,14 @@ def write_mtp_base(folder):
     extra = {name: 0.2 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
     save_file(saved | extra, folder / "model.safetensors", {"format": "pt"})
     return extra
+
+
+@pytest.mark.parametrize("write", [partial(write_base, kind="glm4_moe"), write_mtp_base], ids=["layer", "mtp"])
+def test_a_head_is_called_untrained_only_if_it_is(write, tmp_path, capsys):
+    write(tmp_path / "base")
+    for train_mtp in (True, False):
+        mtp_trainer(tmp_path / "base", tmp_path / "out", train_mtp=train_mtp, max_steps=1).train()
+        assert ("They are not trained" in capsys.readouterr().err) is not train_mtp
 
 
 def test_experts_of_a_head_named_mtp(tmp_path):
