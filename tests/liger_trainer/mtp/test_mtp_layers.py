@@ -130,7 +130,8 @@ def test_dtypes_are_the_ones_of_a_loaded_layer(kind, dtype, tmp_path):
     ):
         assert own.dtype == loaded.dtype, name
     for name in ("mlp.gate.weight", "mlp.gate.e_score_correction_bias"):
-        assert torch.equal(head.layers[0].state_dict()[name], extra[LAYER + name]), name
+        own = head.layers[0].state_dict()[name]
+        assert torch.equal(own, extra[LAYER + name].to(own.dtype)), name  # older transformers round the router
     for own, loaded in zip(head.rotary_emb.buffers(), model.model.rotary_emb.buffers(), strict=True):
         assert own.dtype == torch.float32
         assert torch.equal(own, loaded)
