@@ -8,6 +8,7 @@ layers have a window, chunks, sinks or a soft cap, rows without padding are run 
 take our attention. Last, rows that begin alike share their beginning (`alike_rows.py`).
 """
 
+import contextlib
 import inspect
 from collections.abc import Iterator
 from typing import Any
@@ -32,6 +33,7 @@ from liger_trainer.varlen.model_parts import (
 from liger_trainer.varlen.plan_batch import plan_batch
 from liger_trainer.varlen.proof import image_masks
 from liger_trainer.varlen.proof.alike_rows import why_prompts_are_kept
+from liger_trainer.varlen.proof.deferred_convolution import refuse_whole
 from liger_trainer.varlen.proof.find_state_layers import StateLayers, find_state_layers, may_go_by_rows
 from liger_trainer.varlen.proof.packed_rows import kernels_in_torch
 from liger_trainer.varlen.proof.small_model import small_copy
@@ -44,6 +46,7 @@ _RTOL = 2e-4  # of the largest element, through whole layers in fp32; a token to
 _MASKS_AROUND = "the mask of its decoder is made by the model around it, in which tokens of an image see each other"
 _ON_ROWS = {False: "on rows side by side", True: "on a GPU, on rows one after the other; elsewhere side by side"}
 _BY_OURS = "; on a GPU, its convolution by liger_triton.short_conv"
+_IN_PARTS = ", which writes queries, keys and values as three tensors"
 _ATTENDS_BY = {  # what a layer attends by -> what runs for it on a GPU
     AttentionKind.CAUSAL: "causal layers by SDPA, by PyTorch's varlen kernel where rows are of several lengths",
     AttentionKind.SLIDING_WINDOW: "sliding windows by PyTorch's varlen kernel",
@@ -108,12 +111,17 @@ def find_backbone(model) -> Iterator[PatchMatch]:
 
 def _layers_of(model, state_layers: StateLayers, name: str) -> Iterator[PatchMatch]:
     """Return the layers of the backbone `name` that keep a state, each with what tells it its rows."""
-    by_rows = False
+    bindings = [binding for _, _, binding in state_layers.layers]
+    by_rows = in_parts = False
     if _has_gpu() and all(may_go_by_rows(layer, binding) for _, layer, binding in state_layers.layers):
-        by_rows, _ = attempt(lambda given: (_is_proven_by_rows(given, state_layers), None), model)
+        in_parts = any(binding.in_parts for binding in bindings) and _is_proven_by_rows(model, state_layers, True)
+        by_rows = in_parts or _is_proven_by_rows(model, state_layers, False)
     for layer_name, layer, binding in state_layers.layers:
-        binding.by_rows = bool(by_rows)
-        text = _ON_ROWS[binding.by_rows] + ("" if binding.own is None else _BY_OURS)
+        binding.by_rows = by_rows
+        cuts = in_parts and binding.in_parts is not None
+        if cuts:
+            binding.own = binding.in_parts
+        text = _ON_ROWS[by_rows] + ("" if binding.own is None else _BY_OURS) + (_IN_PARTS if cuts else "")
         yield PatchMatch(OPERATION, f"{name}.{layer_name}", layer, text, binding)
 
 
@@ -149,15 +157,22 @@ def _prove_with_states(model):
     return proven, reason
 
 
-def _is_proven_by_rows(model, state_layers: StateLayers) -> bool:
+def _is_proven_by_rows(model, state_layers: StateLayers, in_parts: bool) -> bool:
     """Return whether layers keep rows apart that lie one after the other, if convolution and rule get their offsets.
 
-    The copy's layers run the functions of the model's layers. A package's rule does not run on a CPU.
+    The copy's layers run the functions of the model's layers. With `in_parts`, these are the ones with a convolution
+    in parts, and it has to be cut in each call. A package's rule does not run on a CPU.
     """
-    own = {own_class(layer): binding.own for _, layer, binding in state_layers.layers}
-    with kernels_in_torch(model):
-        proven, reason = _prove(model, with_states=True, by_rows=own)
-    return reason is None and proven.padding_reason is None
+    forwards: dict[type, Any] = {}
+    for _, layer, binding in state_layers.layers:
+        forwards[own_class(layer)] = (in_parts and binding.in_parts) or binding.own
+
+    def prove(given):
+        with kernels_in_torch(given), refuse_whole() if in_parts else contextlib.nullcontext():
+            return _prove(given, with_states=True, by_rows=forwards)
+
+    proven, reason = attempt(prove, model)
+    return reason is None and proven is not None and proven.padding_reason is None
 
 
 def _prove(model, with_states: bool = False, by_rows: dict[type, Any] | None = None):
