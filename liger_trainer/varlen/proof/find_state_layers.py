@@ -77,6 +77,7 @@ def _binding_for(layer: nn.Module, slot: str) -> state_layers.StateBinding:
     with_ours = decorated_like(decorated, forward_with_globals(own, replaced))
     guards = Guards(cls, [*code_guards_of(cls).lookups, *read])
     binding = state_layers.StateBinding(forward, slot, with_ours, guards)
+    binding.no_capture_reason = rules.why_not_captured(own)
     if convolution and rule and convolutions.cuts_result(own):  # a package's rule copies what is not contiguous
         in_parts = convolutions.replacement(own.__globals__, in_parts=True)
         binding.in_parts = decorated_like(decorated, forward_with_globals(own, in_parts + rule))
