@@ -32,8 +32,8 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from _measure import DEVICE, Record, arguments, ceilings, milliseconds, peak_gib, relative_error, table
-from _processes import emit, is_out_of_memory, rows_from
+from _arms import difference, print_rows, run_arm, run_arms
+from _measure import DEVICE, Record, arguments, ceilings, milliseconds, peak_gib, relative_error
 
 OURS, SPECULATORS, PLAIN, SLICES = "ours", "speculators", "both logits", "256 MB slices"
 ARMS = (OURS, SPECULATORS, PLAIN, SLICES)
@@ -202,16 +202,6 @@ def measure(arm, options):
     return row
 
 
-def run_arm(options):
-    """Run one arm in this process, and emit its row."""
-    try:
-        emit(measure(options.arm, options))
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        emit({"arm": options.arm, "note": "out of memory"})
-
-
 def flag(rows):
     """Compare loss and gradient norms of every row with ours, with room for the rounding of bf16."""
     first = next((row for row in rows if row["arm"] == OURS and "loss" in row), None)
@@ -219,12 +209,9 @@ def flag(rows):
         row.pop("wrong", None)
         if first is None or row is first or "loss" not in row:
             continue
-        pairs = [("loss", row["loss"], first["loss"], 0.01)]
-        for got, want in zip(row["grad_norms"], first["grad_norms"], strict=True):
-            pairs.append(("grad_norms", got, want, 0.03))
-        for name, got, want, allowed in pairs:
-            if not abs(got - want) <= allowed * abs(want):
-                row["wrong"] = f"{name} {got:.4f}, ours {want:.4f}"
+        wrong = difference(row, first, {"loss": 0.01, "grad_norms": 0.03})
+        if wrong:
+            row["wrong"] = wrong
         row["faster"] = row["ms"] / first["ms"]
         if row["gib"]:
             row["less"] = 1 - first["gib"] / row["gib"]
@@ -270,18 +257,13 @@ def parsed(argv=None):
 def main(argv=None):
     options = parsed(argv)
     if options.arm:
-        run_arm(options)
+        run_arm(options, measure)
         return
     record = Record(
         "eagle_loss", f"{options.tokens}x{options.width}x{options.draft_vocab}", options.json, options.tiny, argv
     )
-    rows = []
-    for arm in options.arms:
-        rows += rows_from(arm, options.minutes * 60)
-        flag(rows)
-        kept = {name: value for name, value in vars(options).items() if name != "arm"}
-        record.write({"options": kept, "rows": rows})
-    table([row | ({"note": "WRONG: " + row["wrong"]} if "wrong" in row else {}) for row in rows], COLUMNS)
+    rows = run_arms(options, record, flag)
+    print_rows(rows, COLUMNS)
     record.say_where()
 
 
