@@ -174,9 +174,20 @@ def _merged_by_kernel(o, level, other, other_level, start: int):
 
 @jit(do_not_specialize=["tokens", "start"])
 def _merge_kernel(
-    OWN, OWN_L, OTHER, OTHER_L, OUT, OUT_L, tokens, start, heads, dim,
-    BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
+    OWN,
+    OWN_L,
+    OTHER,
+    OTHER_L,
+    OUT,
+    OUT_L,
+    tokens,
+    start,
+    heads,
+    dim,
+    BLOCK_T: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
     """Merge rows of o (tokens, heads, dim) and L (heads, tokens) with those of another call that begins at `start`."""
     row = tl.arange(0, BLOCK_T * BLOCK_H)
     # Tokens lie side by side in L, so they come first in a tile.
