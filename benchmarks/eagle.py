@@ -1,4 +1,4 @@
-"""Samples/s and memory of training an EAGLE-3 drafter without logits, and the same drafter with both logits.
+"""Samples/s and memory of training an EAGLE-3 drafter without logits, and of the same drafter with both logits.
 
     python benchmarks/eagle.py --json eagle.json
     python benchmarks/eagle.py --data rows.npz --rows padded --arms LigerEagleTrainer "both logits"
@@ -6,13 +6,13 @@
     python benchmarks/eagle.py --prompt 1024
     python benchmarks/eagle.py --tiny
 
-The loss alone, and the ways of other trainers, are in eagle_loss.py.
+eagle_loss.py measures the loss alone, with the losses of other trainers too.
 
-`both logits` is the plain way of other trainers of drafters: the target's logits over the draft vocabulary, the
+`both logits` computes the loss as plain trainers of drafters do: the target's logits over the draft vocabulary, the
 drafter's logits for each step, log_softmax of both in fp32, and the sum of q (log q - log p), with PyTorch's autograd.
 Every token drafts, even without a target. Everything else is the same in both arms: the frozen model and its layers,
-the drafter and its attention. Random rows only have ids of the draft vocabulary, so that every token is a target; with
---prompt the first tokens of a row have no label. Weights are random. The learning rate is 0, so that every arm sees the
+the drafter and its attention. Random rows only have ids of the draft vocabulary, so every token is a target. With
+--prompt, the first tokens of a row have no label. Weights are random. The learning rate is 0, so every arm sees the
 same weights at every step. Losses of all steps and gradient norms of logged steps are compared, and an arm that differs
 is flagged.
 
