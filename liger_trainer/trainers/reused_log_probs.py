@@ -26,9 +26,9 @@ class ReusesLogProbs(KnowsOnlineRows):
         old_policy (`OldPolicyPasses`): Counts the passes that were skipped, and the reasons for those that ran.
     """
 
-    _undo: ExitStack | None = None  # restores TRL's pass; set while rows are generated without it
-    _began_at: int = 0  # micro-batches before this call of `train`
-    _wrote_at: dict[str, int]  # the optimizer step at the last generation, by mode
+    _undo: ExitStack | None = None  # while rows are generated without a pass: how TRL's own way comes back
+    _began_at: int = 0  # micro-batches before this training
+    _wrote_at: dict[str, int]  # the step of the optimizer at the last generation, by mode
     old_policy: OldPolicyPasses
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -113,7 +113,7 @@ class ReusesLogProbs(KnowsOnlineRows):
         return scored
 
     def _refuse_if_moved(self) -> None:
-        """Raise RuntimeError if the optimizer has stepped since generation. TRL's schedule rules that out."""
+        """Raise if the optimizer has stepped since the rows were written. TRL's rule says that it does not."""
         trainer: Any = self
         wrote_at, now = self._wrote_at.get(self._mode), trainer.state.global_step
         if wrote_at != now:

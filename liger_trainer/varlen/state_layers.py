@@ -48,8 +48,8 @@ class StateBinding(Binding):
             runs.
 
     Attributes:
-        by_rows (`bool`): Whether a proof has shown that `own` keeps concatenated rows apart (`use_layer_rows`).
-        on_cpu (`bool`): Whether it runs on concatenated rows on a CPU too, as its proof does.
+        by_rows (`bool`): Whether `own` was shown to keep rows apart that lie one after the other (`use_layer_rows`).
+        on_cpu (`bool`): Whether it runs so on a CPU too, as in its proof.
     """
 
     by_rows = on_cpu = False

@@ -15,8 +15,8 @@ from liger_trainer.varlen.host_copies import sent
 from liger_trainer.varlen.rows import StaticRows
 from liger_trainer.varlen.shared_rows import StaticSharedRows, lay_across
 
-LEAST_LONGEST = 64  # every size has room for a row of this many tokens
-STEP = 64  # sizes are multiples of this many tokens, so that Triton specializes its kernels for one alignment
+LEAST_LONGEST = 64  # tokens of the longest row that a size has room for at least
+STEP = 64  # tokens; sizes are multiples of it, which keeps Triton's kernels in one class of alignment
 
 
 class TokenBatch(NamedTuple):
@@ -100,8 +100,7 @@ class CapturedSize:
     """
 
     def __init__(self, batch: TokenBatch, tokens: int, bounds: Bounds, buffers: SharedBuffers, needs_grad: bool):
-        positions = batch.positions
-        device = batch.embeds.device
+        positions, device = batch.positions, batch.embeds.device
         self.tokens = tokens
         self.bounds = bounds
         self.buffers = buffers

@@ -31,7 +31,7 @@ _RTOL = 1e-5  # of the largest element, in fp32
 
 
 def replacement(scope: dict[str, Any]) -> tuple[tuple[str, Callable], ...]:
-    """Return (name, function) of the global to replace in a modeling file. Empty if its own function stays.
+    """(name, function) of what is to stand among the globals of a modeling file; nothing where its own function stays.
 
     Args:
         scope (`dict`): The globals of the file.
@@ -44,7 +44,7 @@ def replacement(scope: dict[str, Any]) -> tuple[tuple[str, Callable], ...]:
 
 @functools.cache
 def _convolution(own: Callable) -> Callable:
-    """Return the function that replaces `own`. It calls the kernel if that supports the call, and else `own`."""
+    """Make the function that runs in place of `own`: ours where it takes the call."""
 
     @functools.wraps(own)
     def convolve(

@@ -47,7 +47,7 @@ def _with_rows(own: Callable, kernel: Kernel) -> Callable:
             kwargs[_ROW_ARGUMENT] = rows.offsets.to(args[0].device)  # layers may be spread over devices
         if args[0].is_cuda or (rows is None and kwargs.get(_ROW_ARGUMENT) is not None):
             return own(*args, **kwargs)
-        kwargs.pop(_ROW_ARGUMENT, None)  # in a proof, on a CPU, the package's kernel raises
+        kwargs.pop(_ROW_ARGUMENT, None)  # on a CPU, as in a proof, where the package's kernel raises
         if rows is None:
             return kernel.torch_function(*args, **kwargs)
         return _row_by_row(kernel.torch_function, rows, args, kwargs)
