@@ -66,8 +66,8 @@ def pairs(path, vocab, length, count, prompt=RANDOM_PROMPT):
     """`count` pairs without padding, with two sequences of exactly `length` tokens each.
 
     Pair i has the prompt of row i. A prompt of a file is cut to half of `length` at most, a random one to three
-    quarters. Its answers are the answers of row i and of the rows after it, joined and cut. Every token after the prompt is scored. If there are too few
-    rows, they are repeated.
+    quarters. Its answers are the answers of row i and of the rows after it, joined and cut. Every token after the
+    prompt is scored. If there are too few rows, they are repeated.
     """
     longest = length * 3 // 4 if path is None else length // 2
     rows = read(path, vocab, prompt)

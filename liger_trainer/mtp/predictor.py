@@ -8,10 +8,10 @@ With h_t the input of the LM head at token t and e(x) the model's embedding of t
 The layers are decoder layers with full attention, at the positions of t. Embedding and LM head are the model's. For
 further tokens, servers call the head again with its own output.
 
-The head is the class of the model's own backbone with as many layers as the checkpoint has, so that masks, packed rows,
-rotary angles and norms are its own. It hangs on the model as `mtp`, and is saved with it under the names of the base
-(`names.py`). Where an adapter alone is saved, the head is in `mtp.safetensors` beside it, which `liger-trainer merge`
-takes.
+The head is an instance of the model's own backbone class with the checkpoint's number of layers, so masks, packed rows,
+rotary angles and norms work as in the model. It is the model's child `mtp`, and is saved with it under the names of the
+base (`names.py`). If only an adapter is saved, the head goes to `mtp.safetensors` next to it, which
+`liger-trainer merge` reads.
 """
 
 import contextlib

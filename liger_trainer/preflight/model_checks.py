@@ -145,7 +145,7 @@ def tokenizer_class(run: PreflightContext) -> str | None:
 
 
 def _named_tokenizer(name: str) -> str | None:
-    """The class that the tokenizer's own files name, in a folder or in the Hub's cache; None if there are none."""
+    """Return the tokenizer class that the files of `name` give, a folder or a name in the Hub's cache; None without."""
     path: Any = Path(name, TOKENIZER_CONFIG) if os.path.isdir(name) else None
     if path is None:
         try:

@@ -1,4 +1,4 @@
-"""GRPO and RLOO without the pass of the old policy, where the training pass computes the same numbers."""
+"""Skips the forward pass of the old policy in GRPO and RLOO when the training pass computes the same numbers."""
 
 from contextlib import ExitStack
 from typing import Any
@@ -17,13 +17,13 @@ from liger_trainer.trainers.online_rows import KnowsOnlineRows
 
 
 class ReusesLogProbs(KnowsOnlineRows):
-    """Goes before `LigerTRLMixin` in a trainer that generates its rows.
+    """Mixin of trainers that generate their rows. It precedes `LigerTRLMixin`.
 
-    While rows are generated, `_leave_out` keeps TRL from running the pass. When the loss of a micro-batch has scored
-    its rows, `_fill_in` puts into the batch what TRL would have made of the pass, before TRL's loss reads it.
+    During generation, `_leave_out` keeps TRL from running the pass. In training, once the rows of a micro-batch are
+    scored, `_fill_in` adds what TRL would have derived from the pass, before TRL's loss reads it.
 
     Attributes:
-        old_policy (`OldPolicyPasses`): What was left out, and what ran for which reason.
+        old_policy (`OldPolicyPasses`): Counts the passes that were skipped, and the reasons for those that ran.
     """
 
     _undo: ExitStack | None = None  # while rows are generated without a pass: how TRL's own way comes back
@@ -49,23 +49,23 @@ class ReusesLogProbs(KnowsOnlineRows):
         raise NotImplementedError
 
     def _why_needed(self) -> str | None:
-        """Tell why this trainer needs the pass, or return None."""
+        """Return the reason why this trainer needs the pass, or None."""
         raise NotImplementedError
 
     def _leave_out(self, undo: ExitStack) -> None:
-        """Keep TRL from running the pass, right before it would. `undo` gets what brings its own way back."""
+        """Keep TRL from running the pass, right before it would. `undo` gets the callbacks that restore it."""
         raise NotImplementedError
 
     def _without_pass(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Return a batch that was made without the pass, with nothing in it that TRL made up in its place."""
+        """Return a batch made without the pass, without the placeholders that TRL computed from it."""
         raise NotImplementedError
 
     def _lacks(self, inputs: dict[str, Any]) -> bool:
-        """Return whether a micro-batch waits for what is made of the pass."""
+        """Return whether a micro-batch still lacks what TRL derives from the pass."""
         raise NotImplementedError
 
     def _fill_in(self, inputs: dict[str, Any], old: torch.Tensor) -> None:
-        """Put into a micro-batch what TRL makes of `old`, log-probabilities (B, T) without a gradient."""
+        """Add to a micro-batch what TRL derives from `old`, the log-probabilities (B, T) without a gradient."""
         raise NotImplementedError
 
     def _why_it_runs(self) -> str | None:
@@ -73,7 +73,7 @@ class ReusesLogProbs(KnowsOnlineRows):
         if not getattr(trainer.args, "reuse_log_probs", True):
             return "reuse_log_probs is false"
         reason = self._why_needed()
-        if reason is not None:  # by the arguments, which are the same in all processes
+        if reason is not None:  # depends on arguments alone, so all processes agree
             return reason
         own = overridden(trainer) or why_it_moves_within(trainer) or why_passes_differ(trainer)
         return agreed(own, trainer.accelerator)
@@ -98,7 +98,7 @@ class ReusesLogProbs(KnowsOnlineRows):
         return self._without_pass(batch)
 
     def _generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Generate. What follows in TRL's caller is the pass, so that no code of the user's runs in between."""
+        """Generate, then leave the pass out. TRL's caller runs the pass next, so no user code runs in between."""
         generated = super()._generate(*args, **kwargs)  # type: ignore[misc]
         if self._undo is not None:
             self._leave_out(self._undo)

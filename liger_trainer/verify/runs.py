@@ -136,7 +136,7 @@ class Setup:
 
     @property
     def generates(self) -> bool:
-        """Whether the trainer generates the completions that it trains on."""
+        """Return whether the trainer generates the completions that it trains on."""
         return self.stock.__name__ in ("GRPOTrainer", "RLOOTrainer", "DistillationTrainer")
 
     @property
