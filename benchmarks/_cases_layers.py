@@ -167,3 +167,35 @@ def short_conv(rows, tokens, channels, taps, *, dtype):
 
     size = f"{rows}x{tokens}, {channels} channels, {taps} taps"
     return layer("short_conv", size, inputs, 5, ours, eager, None, fla=fla, causal_conv1d=of_dao)
+
+
+def short_conv_split(rows, tokens, key_width, value_width, taps, *, dtype):
+    """The same, with queries, keys and values as three contiguous tensors, as the rule after it takes them."""
+    widths, total = (key_width, key_width, value_width), rows * tokens
+    channels = sum(widths)
+    x, w = randn(total, channels, dtype=dtype), randn(channels, taps, dtype=dtype)
+    cu_seqlens = torch.arange(0, total + 1, tokens, device=DEVICE, dtype=torch.int32)
+
+    def ours(x, w):
+        return lt.short_conv(x, w, cu_seqlens=cu_seqlens, activation="silu", split=widths)
+
+    def copied(x, w):
+        y = lt.short_conv(x, w, cu_seqlens=cu_seqlens, activation="silu")
+        return tuple(part.contiguous() for part in y.split(widths, 1))
+
+    def eager(x, w):
+        by_channel = x.view(rows, tokens, channels).transpose(1, 2)
+        y = F.conv1d(by_channel, w[:, None], padding=taps - 1, groups=channels)[..., :tokens]
+        y = F.silu(y).transpose(1, 2).reshape(total, channels)
+        return tuple(part.contiguous() for part in y.split(widths, 1))
+
+    return Case(
+        "short_conv_split",
+        f"{rows}x{tokens}, {key_width}+{key_width}+{value_width} channels, {taps} taps",
+        (x, w),
+        {"ours": ours, "ours, copied": copied, "eager": eager, "compile": compiled(eager)},
+        float64(eager),
+        dtype,
+        bytes=dtype.itemsize * 5 * x.numel(),
+        upstream=tuple(randn(total, width, dtype=dtype, grad=False) for width in widths),
+    )

@@ -30,7 +30,7 @@ from _cases_attention import attention
 from _cases_bases import BASES, lora_base
 from _cases_experts import experts, experts_frozen, experts_lora
 from _cases_head import cross_entropy, dpo_head, linear_cross_entropy, logprobs_entropy
-from _cases_layers import add_rms_norm, geglu, layer_norm, rms_norm, rope, short_conv, swiglu
+from _cases_layers import add_rms_norm, geglu, layer_norm, rms_norm, rope, short_conv, short_conv_split, swiglu
 from _cases_lora import lora_linear, lora_mlp
 from _first_call import FIRST_STEP, first_calls, first_step
 from _measure import (
@@ -57,6 +57,7 @@ CASES = {
     "geglu": [(geglu, 16384, 14336)],
     "rope": [(rope, 4, 4096, 32, 8, 128)],
     "short_conv": [(short_conv, 8, 1024, 8192, 4), (short_conv, 1, 8192, 8192, 4), (short_conv, 8, 1024, 2048, 3)],
+    "short_conv_split": [(short_conv_split, 4, 2048, 2048, 4096, 4)],
     "lora_linear": [
         (lora_linear, 8192, 4096, 4096, 16),
         (lora_linear, 8192, 4096, 14336, 16),
@@ -99,6 +100,7 @@ TINY = {
     "geglu": [(geglu, 64, 96)],
     "rope": [(rope, 1, 32, 4, 2, 16)],
     "short_conv": [(short_conv, 3, 11, 40, 4)],
+    "short_conv_split": [(short_conv_split, 3, 11, 8, 24, 4)],
     "lora_linear": [(lora_linear, 64, 32, 48, 4)],
     "lora_mlp": [(lora_mlp, 64, 32, 48, 4)],
     "experts": [

@@ -69,6 +69,48 @@ def _loaded(X, first, stride, end, col, here, TOKENS: tl.constexpr):
 
 
 @jit
+def _part_of(
+    program,
+    FIRST,
+    SECOND,
+    THIRD,
+    stride,
+    stride_2,
+    stride_3,
+    width,
+    width_2,
+    c,
+    SPLIT: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """(the number of vectors of channels, the tensor with this program's channels, the stride of its tokens, the first
+    of these channels, the end of the tensor's channels).
+
+    SPLIT: three tensors hold the channels, `width` and `width_2` of them in the first two. A vector never crosses from
+    one to the next. The pointer is moved back to channel 0 of x, so that all three are indexed by the channels of x.
+    """
+    if SPLIT:
+        vectors_1 = tl.cdiv(width, BLOCK_C)
+        vectors_2 = vectors_1 + tl.cdiv(width_2, BLOCK_C)
+        vectors = vectors_2 + tl.cdiv(c - width - width_2, BLOCK_C)
+        vector = program % vectors
+        is_first = vector < vectors_1
+        is_before_third = vector < vectors_2
+        part = tl.where(is_first, 0, tl.where(is_before_third, width, width + width_2))
+        end = tl.where(is_first, width, tl.where(is_before_third, width + width_2, c))
+        channel = part + (vector - tl.where(is_first, 0, tl.where(is_before_third, vectors_1, vectors_2))) * BLOCK_C
+        tensor = tl.where(is_first, FIRST, tl.where(is_before_third, SECOND, THIRD)) - part
+        stride = tl.where(is_first, stride, tl.where(is_before_third, stride_2, stride_3))
+    else:
+        vectors = tl.cdiv(c, BLOCK_C)
+        vector = program % vectors
+        tensor = FIRST
+        channel = vector * BLOCK_C
+        end = c
+    return vectors, tensor, stride, channel, end
+
+
+@jit
 def _begin(X, W, B, begin, x_stride, t, col, here, K: tl.constexpr, HAS_BIAS: tl.constexpr):
     """(the taps of each channel, the bias, the K - 1 tokens before the first one), in fp32."""
     taps = ()
@@ -122,7 +164,7 @@ def _forward_run(
     after,
     offsets,
     t,
-    c,
+    y_stride,
     col,
     here,
     K: tl.constexpr,
@@ -140,7 +182,7 @@ def _forward_run(
         if SILU:
             s, _ = _sigmoid(y)
             y *= s
-        place = _place(Y, token, c) + col
+        place = _place(Y, token, y_stride) + col
         if PLAIN:
             tl.store(place, y)
         else:
@@ -156,24 +198,31 @@ def _forward_kernel(
     B,
     CU_SEQLENS,
     Y,
+    Y_2,
+    Y_3,
     x_stride,
     t,
     c,
+    width,
+    width_2,
     offsets,
     steps,
     tokens,
     K: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     SILU: tl.constexpr,
+    SPLIT: tl.constexpr,
     RUN: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    vectors = tl.cdiv(c, BLOCK_C)
-    vector = tl.program_id(0) % vectors
-    col = vector * BLOCK_C + tl.arange(0, BLOCK_C)
-    here = col < c
-    is_whole = (vector + 1) * BLOCK_C <= c
-    begin = tl.program_id(0) // vectors * tokens
+    program = tl.program_id(0)
+    vectors, Y, y_stride, channel, end_channel = _part_of(
+        program, Y, Y_2, Y_3, width, width_2, c - width - width_2, width, width_2, c, SPLIT, BLOCK_C
+    )
+    col = channel + tl.arange(0, BLOCK_C)
+    here = col < end_channel
+    is_whole = channel + BLOCK_C <= end_channel
+    begin = program // vectors * tokens
     end = tl.minimum(begin + tokens, t)
     taps, bias, xs = _begin(X, W, B, begin, x_stride, t, col, here, K, HAS_BIAS)
     row, start, after = _row_at(CU_SEQLENS, begin, offsets, steps)
@@ -184,13 +233,13 @@ def _forward_kernel(
         upcoming = _loaded(X, first + RUN, x_stride, end, col, here, RUN)
         if is_whole & (first + RUN <= t) & (start + (K - 1) <= first) & (first + RUN <= after):
             xs, row, start, after = _forward_run(
-                xs, loaded, taps, bias, Y, CU_SEQLENS, first, row, start, after, offsets, t, c, col, here, K, SILU,
-                RUN, True,
+                xs, loaded, taps, bias, Y, CU_SEQLENS, first, row, start, after, offsets, t, y_stride, col, here, K,
+                SILU, RUN, True,
             )  # fmt: skip
         else:
             xs, row, start, after = _forward_run(
-                xs, loaded, taps, bias, Y, CU_SEQLENS, first, row, start, after, offsets, t, c, col, here, K, SILU,
-                RUN, False,
+                xs, loaded, taps, bias, Y, CU_SEQLENS, first, row, start, after, offsets, t, y_stride, col, here, K,
+                SILU, RUN, False,
             )  # fmt: skip
 
 
@@ -265,6 +314,8 @@ def _backward_run(
 @jit(do_not_specialize=["t", "offsets", "steps", "tokens"])
 def _backward_kernel(
     DY,
+    DY_2,
+    DY_3,
     X,
     W,
     B,
@@ -272,15 +323,20 @@ def _backward_kernel(
     DX,
     SUMS,
     dy_stride,
+    dy_stride_2,
+    dy_stride_3,
     x_stride,
     t,
     c,
+    width,
+    width_2,
     offsets,
     steps,
     tokens,
     K: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     SILU: tl.constexpr,
+    SPLIT: tl.constexpr,
     NEED_DX: tl.constexpr,
     NEED_DW: tl.constexpr,
     NEED_DB: tl.constexpr,
@@ -289,12 +345,14 @@ def _backward_kernel(
 ):
     """dx of a token needs g of the next K - 1 tokens. So a program reads K - 1 tokens past its own for dx. The next
     program adds those tokens to dw and db."""
-    vectors = tl.cdiv(c, BLOCK_C)
-    vector = tl.program_id(0) % vectors
-    group = tl.program_id(0) // vectors
-    col = vector * BLOCK_C + tl.arange(0, BLOCK_C)
-    here = col < c
-    is_whole = (vector + 1) * BLOCK_C <= c
+    program = tl.program_id(0)
+    vectors, DY, dy_stride, channel, end_channel = _part_of(
+        program, DY, DY_2, DY_3, dy_stride, dy_stride_2, dy_stride_3, width, width_2, c, SPLIT, BLOCK_C
+    )
+    group = program // vectors
+    col = channel + tl.arange(0, BLOCK_C)
+    here = col < end_channel
+    is_whole = channel + BLOCK_C <= end_channel
     begin = group * tokens
     end = tl.minimum(begin + tokens, t)
     taps, bias, xs = _begin(X, W, B, begin, x_stride, t, col, here, K, HAS_BIAS)

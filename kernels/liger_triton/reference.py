@@ -71,7 +71,7 @@ def layer_norm(x, weight, bias, eps, *, offset=0.0):
     return F.layer_norm(x.to(wide), x.shape[-1:], weight, bias, eps).to(x.dtype)
 
 
-def short_conv(x, weight, bias=None, *, cu_seqlens=None, activation=None):
+def short_conv(x, weight, bias=None, *, cu_seqlens=None, activation=None, split=None):
     """See `liger_triton.short_conv`."""
     wide = wide_dtype(*(t.dtype for t in (x, weight, bias) if t is not None))
     tokens, taps = len(x), weight.flatten(1).to(wide).unbind(1)
@@ -86,7 +86,8 @@ def short_conv(x, weight, bias=None, *, cu_seqlens=None, activation=None):
     for back, tap in enumerate(reversed(taps)):
         moved = F.pad(x.to(wide), (0, 0, back, 0))[:tokens]
         y = y + tap * torch.where((at - back >= starts)[:, None], moved, 0.0)
-    return (y if activation is None else F.silu(y)).to(x.dtype)
+    y = (y if activation is None else F.silu(y)).to(x.dtype)
+    return y if split is None else tuple(part.contiguous() for part in y.split(list(split), dim=1))
 
 
 def row_attention(q, k, v, offsets, longest, *, scale=None, window=None, softcap=None, sinks=None):

@@ -8,7 +8,8 @@ A tap before the first token of its row reads zero. With s = sigmoid(a), and sum
     dw[c, k] = sum_t g[t, c] x[t - (K - 1) + k, c],   db[c] = sum_t g[t, c]
 
 Shapes  x, y and their gradients (T, C), the T tokens of all rows concatenated; w (C, K); b (C,) or missing. Tokens of x
-        may be strided, as in a slice of a projection's output.
+        may be strided, as in a slice of a projection's output. y and dy may be three tensors that hold consecutive
+        channels.
 Dtypes  bf16, fp16, fp32; w and b may have other dtypes than x. Arithmetic in fp32, one rounding per store. PyTorch also
         rounds a before silu, so 16-bit results here are closer to float64 than PyTorch's.
 Bytes   b per element. Forward reads x and writes y: 2TCb. Backward reads dy and x, recomputes a, and writes dx: 3TCb.
@@ -17,6 +18,9 @@ Bytes   b per element. Forward reads x and writes y: 2TCb. Backward reads dy and
 
 `_short_conv_kernels` explains the algorithm.
 """
+
+from collections.abc import Sequence
+from typing import overload
 
 import torch
 
@@ -36,6 +40,7 @@ BACKWARD_RUN = 4
 FORWARD_TOKENS = 64
 BACKWARD_TOKENS = 256
 PROGRAMS = 1536  # With fewer programs, each takes fewer tokens. An H200 runs 2112 at once.
+PARTS = 3  # the tensors of a split result
 # Partial sums that a program adds up at once.
 SUM_GROUPS = 32
 SUM_CHANNELS = 64
@@ -65,39 +70,54 @@ def _with_dense_channels(x: torch.Tensor) -> torch.Tensor:
 
 @kernel_op("short_conv_fwd")
 def _forward(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, cu_seqlens: torch.Tensor | None, silu: bool
-) -> torch.Tensor:
-    """y (T, C), from a weight (C, K)."""
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    silu: bool,
+    widths: list[int],
+) -> list[torch.Tensor]:
+    """y in parts of these widths, from a weight (C, K). `widths` is C alone, or three widths that sum to C."""
     t, c = x.shape
     tokens = _tokens_of_program(x, FORWARD_TOKENS, FORWARD_RUN)
     rows = _with_dense_channels(x)
     offsets, count, steps = _rows_of(rows, cu_seqlens)
-    y = torch.empty((t, c), dtype=x.dtype, device=x.device)
-    tensors = (rows, weight.contiguous(), rows if bias is None else bias.contiguous(), offsets, y)
+    parts = [torch.empty((t, width), dtype=x.dtype, device=x.device) for width in widths]
     launch(
         _forward_kernel,
-        (cdiv(c, CHANNELS) * cdiv(t, tokens),),
-        *tensors,
-        *(rows.stride(0), t, c, count, steps, tokens),
+        (_vectors_of(widths) * cdiv(t, tokens),),
+        rows,
+        weight.contiguous(),
+        rows if bias is None else bias.contiguous(),
+        offsets,
+        *_as_three(parts),
+        rows.stride(0),
+        t,
+        c,
+        *_first_two(widths),
+        count,
+        steps,
+        tokens,
         K=weight.shape[1],
         HAS_BIAS=bias is not None,
         SILU=silu,
+        SPLIT=len(widths) > 1,
         RUN=FORWARD_RUN,
         BLOCK_C=CHANNELS,
         num_warps=1,
     )
-    return y
+    return parts
 
 
 @_forward.register_fake
-def _(x, weight, bias, cu_seqlens, silu):
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+def _(x, weight, bias, cu_seqlens, silu, widths):
+    return [torch.empty((x.shape[0], width), dtype=x.dtype, device=x.device) for width in widths]
 
 
 @kernel_op("short_conv_bwd")
 def _backward(
-    dy: torch.Tensor,
     x: torch.Tensor,
+    dy_parts: list[torch.Tensor],
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     cu_seqlens: torch.Tensor | None,
@@ -112,20 +132,33 @@ def _backward(
     tokens = _tokens_of_program(x, BACKWARD_TOKENS, BACKWARD_RUN)
     groups = cdiv(t, tokens)
     rows = _with_dense_channels(x)
-    dy_rows = _with_dense_channels(dy)
+    dy_rows = [_with_dense_channels(dy) for dy in dy_parts]
+    widths = [dy.shape[1] for dy in dy_parts]
     offsets, count, steps = _rows_of(rows, cu_seqlens)
     dx, dw, db = _gradients(x, weight, bias, need_dx, need_dw, need_db)
     sums = torch.empty((groups, taps * need_dw + need_db, c), dtype=torch.float32, device=x.device)
-    inputs = (dy_rows, rows, weight.contiguous(), rows if bias is None else bias.contiguous(), offsets)
     launch(
         _backward_kernel,
-        (cdiv(c, CHANNELS) * groups,),
-        *inputs,
-        *(dx, sums),
-        *(dy_rows.stride(0), rows.stride(0), t, c, count, steps, tokens),
+        (_vectors_of(widths) * groups,),
+        *_as_three(dy_rows),
+        rows,
+        weight.contiguous(),
+        rows if bias is None else bias.contiguous(),
+        offsets,
+        dx,
+        sums,
+        *_as_three([dy.stride(0) for dy in dy_rows]),
+        rows.stride(0),
+        t,
+        c,
+        *_first_two(widths),
+        count,
+        steps,
+        tokens,
         K=taps,
         HAS_BIAS=bias is not None,
         SILU=silu,
+        SPLIT=len(widths) > 1,
         NEED_DX=need_dx,
         NEED_DW=need_dw,
         NEED_DB=need_db,
@@ -150,6 +183,21 @@ def _backward(
     return dx, dw, db
 
 
+def _vectors_of(widths: list[int]) -> int:
+    """The number of vectors of channels in parts of these widths. A vector never crosses from one part to the next."""
+    return sum([cdiv(width, CHANNELS) for width in widths])
+
+
+def _as_three(parts: list) -> list:
+    """Three arguments for a kernel. A single part is repeated, since the kernel then reads only the first."""
+    return parts if len(parts) == PARTS else parts * PARTS
+
+
+def _first_two(widths: list[int]) -> tuple[int, int]:
+    """The first two widths. The kernel computes the third from them."""
+    return (widths[0], widths[1]) if len(widths) == PARTS else (widths[0], 0)
+
+
 def _gradients(x, weight, bias, need_dx: bool, need_dw: bool, need_db: bool) -> tuple[torch.Tensor, ...]:
     """Allocate dx, dw and db. One that is not needed has no elements."""
     dx = torch.empty(x.shape if need_dx else (0,), dtype=x.dtype, device=x.device)
@@ -159,24 +207,48 @@ def _gradients(x, weight, bias, need_dx: bool, need_dw: bool, need_db: bool) -> 
 
 
 @_backward.register_fake
-def _(dy, x, weight, bias, cu_seqlens, silu, need_dx, need_dw, need_db):
+def _(x, dy_parts, weight, bias, cu_seqlens, silu, need_dx, need_dw, need_db):
     return _gradients(x, weight, bias, need_dx, need_dw, need_db)
 
 
 class _ShortConv(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, cu_seqlens, silu):
+    def forward(ctx, x, weight, bias, cu_seqlens, silu, widths):
         ctx.silu = silu
         ctx.save_for_backward(x, weight, bias, cu_seqlens)
-        return _forward(x, weight, bias, cu_seqlens, silu)
+        return tuple(_forward(x, weight, bias, cu_seqlens, silu, widths))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dy):
+    def backward(ctx, *dy_parts):
         x, weight, bias, cu_seqlens = ctx.saved_tensors
         need_dx, need_dw, need_db, *_ = ctx.needs_input_grad
-        dx, dw, db = _backward(dy, x, weight, bias, cu_seqlens, ctx.silu, need_dx, need_dw, need_db)
-        return dx if need_dx else None, dw if need_dw else None, db if need_db else None, None, None
+        dx, dw, db = _backward(x, list(dy_parts), weight, bias, cu_seqlens, ctx.silu, need_dx, need_dw, need_db)
+        return dx if need_dx else None, dw if need_dw else None, db if need_db else None, None, None, None
+
+
+@overload
+def short_conv(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    cu_seqlens: torch.Tensor | None = None,
+    activation: str | None = None,
+    split: None = None,
+) -> torch.Tensor: ...
+
+
+@overload
+def short_conv(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    cu_seqlens: torch.Tensor | None = None,
+    activation: str | None = None,
+    split: Sequence[int],
+) -> tuple[torch.Tensor, ...]: ...
 
 
 def short_conv(
@@ -186,7 +258,8 @@ def short_conv(
     *,
     cu_seqlens: torch.Tensor | None = None,  # (rows + 1,)
     activation: str | None = None,
-) -> torch.Tensor:
+    split: Sequence[int] | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """Convolve each channel along the tokens of each row, without looking ahead; differentiable in x, weight and bias.
 
     For one row it computes `F.conv1d(x.t()[None], weight, bias, padding=K - 1, groups=C)[0, :, :T].t()` and then the
@@ -203,22 +276,43 @@ def short_conv(
             row, and the end of the last. Rows may be empty. Tokens after the last offset are one more row. The host
             does not read the values. Unset: one row.
         activation (`str`, *optional*): `"silu"`, applied at the end. Unset: no activation.
+        split (`Sequence[int]`, *optional*): Three widths that sum to C, such as the widths of queries, keys and values.
+            The result is written as three tensors, and backward reads their gradients in place, so nothing is copied.
+            Unset: one tensor.
 
     Returns:
-        `torch.Tensor`: (T, C), contiguous, of the dtype of `x`.
+        `torch.Tensor`: (T, C), contiguous, of the dtype of `x`. With `split`, a tuple of three (T, width).
 
     Raises:
-        ValueError: A shape, dtype or device does not fit, K is not from 2 to 8, or the activation is unknown.
+        ValueError: A shape, dtype or device does not fit, K is not from 2 to 8, the activation is unknown, or `split`
+            is not three widths that sum to C.
     """
     _check(x, weight, bias, cu_seqlens, activation)
+    widths = [x.shape[1]] if split is None else _checked_widths(split, x)
     matrix = weight.flatten(1)
     if not runs_triton(x, matrix, bias):
-        return reference.short_conv(x, matrix, bias, cu_seqlens=cu_seqlens, activation=activation)
+        return reference.short_conv(x, matrix, bias, cu_seqlens=cu_seqlens, activation=activation, split=split)
+    parts = _by_kernel(x, matrix, bias, cu_seqlens, activation == "silu", widths)
+    return parts[0] if split is None else tuple(parts)
+
+
+def _by_kernel(x, matrix, bias, cu_seqlens, silu: bool, widths: list[int]) -> Sequence[torch.Tensor]:
+    """Convolve on a GPU, and return y in parts of these widths."""
     if not records_graph():
-        return _forward(x, matrix, bias, cu_seqlens, activation == "silu")
+        return _forward(x, matrix, bias, cu_seqlens, silu, widths)
     if cu_seqlens is not None and not torch.compiler.is_compiling() and cu_seqlens.is_inference():
         cu_seqlens = cu_seqlens.clone()  # autograd cannot save an inference tensor
-    return _ShortConv.apply(x, matrix, bias, cu_seqlens, activation == "silu")
+    return _ShortConv.apply(x, matrix, bias, cu_seqlens, silu, widths)
+
+
+def _checked_widths(split: Sequence[int], x: torch.Tensor) -> list[int]:
+    widths = list(split)
+    if len(widths) != PARTS or sum(widths) != x.shape[1] or min(widths) < 1:
+        raise ValueError(
+            f"split is {tuple(widths)}, x {tuple(x.shape)}; expected three widths of at least 1 that sum to "
+            f"{x.shape[1]}. Leave it unset for one tensor."
+        )
+    return widths
 
 
 def _check(x, weight, bias, cu_seqlens, activation) -> None:

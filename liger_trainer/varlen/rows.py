@@ -5,6 +5,7 @@ import contextvars
 import functools
 from collections.abc import Callable
 from enum import StrEnum
+from typing import NamedTuple
 
 import torch
 from transformers.masking_utils import (
@@ -70,6 +71,11 @@ class Rows:
         self.offsets = sent(torch.tensor([0, *lengths], device="cpu").cumsum(0).int(), device)
 
     @functools.cached_property
+    def offsets_on_host(self) -> torch.Tensor:
+        """`offsets` on the CPU: one tensor for all layers, since packages keep what they make of it by its identity."""
+        return torch.tensor([0, *self.lengths], device="cpu").cumsum(0).int()
+
+    @functools.cached_property
     def side_by_side(self) -> tuple[torch.Tensor, torch.Tensor]:
         """For rows that lie side by side, padded on the right, on the device: where each token is in (rows * longest),
         int64 (tokens,), and the mask of real tokens, int64 (rows, longest)."""
@@ -89,6 +95,21 @@ class Rows:
         return self._chunks[size]
 
 
+class Chunks(NamedTuple):
+    """Rows cut into chunks, for a rule of linear attention whose launches are counted by chunks.
+
+    A replay launches as many as the capture did. Chunks beyond the last real one are of a row that is always empty, so
+    nothing is stored for them.
+
+    Attributes:
+        offsets (`torch.Tensor`): int32 (rows + 2,), those of the rows, and of one more row, which is empty.
+        indices (`torch.Tensor`): int32 (chunks, 2), for each chunk its row, and its number in that row.
+    """
+
+    offsets: torch.Tensor
+    indices: torch.Tensor
+
+
 class StaticRows(Rows):
     """Rows with lengths that change from one replay of a captured backbone to the next, within bounds.
 
@@ -97,10 +118,12 @@ class StaticRows(Rows):
             one are empty.
         tokens (`int`): Of all rows together, the same in every replay.
         longest (`int`): Tokens that a row may have.
+        chunks (`Chunks`, *optional*): For layers that keep a state. It is written before each replay too.
     """
 
-    def __init__(self, offsets: torch.Tensor, tokens: int, longest: int):
+    def __init__(self, offsets: torch.Tensor, tokens: int, longest: int, chunks: "Chunks | None" = None):
         self.offsets = offsets
+        self.chunks = chunks
         self.tokens = tokens
         self.longest = longest
         self.batch = 1

@@ -50,9 +50,14 @@ class StateBinding(Binding):
     Attributes:
         by_rows (`bool`): Whether `own` was shown to keep rows apart that lie one after the other (`use_layer_rows`).
         on_cpu (`bool`): Whether it runs so on a CPU too, as in its proof.
+        in_parts (`Callable` or None): `own` with a convolution that writes queries, keys and values as three tensors.
+            It takes the place of `own` where it is proven.
+        no_capture_reason (`str` or None): Why its rule cannot be captured as a CUDA graph, or None.
     """
 
     by_rows = on_cpu = False
+    no_capture_reason: str | None = None
+    in_parts: Callable | None = None
 
     def __init__(
         self, function: Callable, slot: str, own: Callable | None = None, rest: SupportsGuardCheck | None = None

@@ -70,10 +70,12 @@ def columns_of(dtype):
 
 
 def short_conv(kernel, dtype, channels, **flags):
-    pointers = dict.fromkeys(("DY", "X", "W", "B", "Y", "DX"), f"*{dtype}") | {"CU_SEQLENS": "*i32"}
+    names = ("DY", "DY_2", "DY_3", "X", "W", "B", "Y", "Y_2", "Y_3", "DX")
+    pointers = dict.fromkeys(names, f"*{dtype}") | {"CU_SEQLENS": "*i32"}
     pointers["SUMS"] = "*fp32"
-    constants = {"K": 4, "HAS_BIAS": False, "SILU": True, "BLOCK_C": channels} | flags
-    sixteen = [name for name in (*pointers, "x_stride", "dy_stride", "c") if name in kernel.arg_names]
+    constants = {"K": 4, "HAS_BIAS": False, "SILU": True, "SPLIT": False, "BLOCK_C": channels} | flags
+    sizes = ("x_stride", "dy_stride", "dy_stride_2", "dy_stride_3", "c", "width", "width_2")
+    sixteen = [name for name in (*pointers, *sizes) if name in kernel.arg_names]
     return kernel, {name: kind for name, kind in pointers.items() if name in kernel.arg_names}, constants, sixteen, 1
 
 
@@ -103,6 +105,8 @@ CASES = {
     "convolution of fp32": short_conv(_forward_kernel, "fp32", 128, **FORWARD),
     "convolution, backward": short_conv(_backward_kernel, "bf16", 128, **BACKWARD),
     "convolution, backward of fp32": short_conv(_backward_kernel, "fp32", 128, **BACKWARD),
+    "convolution in three": short_conv(_forward_kernel, "bf16", 128, SPLIT=True, **FORWARD),
+    "convolution in three, backward": short_conv(_backward_kernel, "bf16", 128, SPLIT=True, **BACKWARD),
 }
 
 

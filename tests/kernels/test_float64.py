@@ -88,6 +88,11 @@ def cases():
         convolved,
         [x, randn(H, 4), b],
     )
+    found["short_conv-split"] = (
+        lambda x, w, b: lt.short_conv(x, w, b, cu_seqlens=rows, activation="silu", split=(1, 2, H - 3)),
+        lambda x, w, b: convolved(x, w, b).split((1, 2, H - 3), 1),
+        [x, randn(H, 4), b],
+    )
     gates = [x, randn(T, H)]
     found["swiglu"] = lt.swiglu, lambda g, u: F.silu(g) * u, gates
     found["swiglu-reuse"] = lambda g, u: lt.swiglu(g, u, reuse_inputs=True), lambda g, u: F.silu(g) * u, gates

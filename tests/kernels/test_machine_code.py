@@ -90,7 +90,8 @@ def test_a_convolution_loads_each_token_once(direction, capability, compiled):
     """
     before, runs = 3, 2 * 8
     expected = before + runs if direction == "convolution" else before + runs + 2 * before
-    for name in (direction, f"{direction} of fp32"):
+    in_three = direction.replace("convolution", "convolution in three")
+    for name in (direction, f"{direction} of fp32", in_three):
         found = compiled(capability)[name]
         vectors = [a for a in found["accesses"] if a.startswith("ld") and (".v4." in a or ".v2." in a)]
         assert len(vectors) == expected, found["accesses"]

@@ -15,9 +15,23 @@ def rule_on_gpu(q, k, v, g, beta, cu_seqlens=None, use_qk_l2norm_in_kernel=False
     raise RuntimeError("there is no GPU")
 
 
+def chunked_rule_on_gpu(
+    q,
+    k,
+    v,
+    g,
+    beta,
+    use_qk_l2norm_in_kernel=False,
+    cu_seqlens=None,
+    cu_seqlens_cpu=None,
+    chunk_indices=None,
+):
+    raise RuntimeError("there is no GPU")
+
+
 KERNELS = {  # a global of a modeling file -> the package function that it calls
     "causal_conv1d_fn": ("causal_conv1d_fn", conv_on_gpu),
-    "torch_chunk_gated_delta_rule": ("chunk_gated_delta_rule", rule_on_gpu),
+    "torch_chunk_gated_delta_rule": ("chunk_gated_delta_rule", chunked_rule_on_gpu),
     "chunk_kimi_delta_attention": ("chunk_kda", rule_on_gpu),
 }
 

@@ -204,6 +204,12 @@ MUTANTS = (
         "tests/kernels/test_short_conv.py",
     ),
     (
+        "kernels/liger_triton/_short_conv_kernels.py",
+        "tl.where(is_first, width, tl.where(is_before_third, width + width_2, c))",
+        "c",
+        "tests/kernels/test_short_conv_split.py",
+    ),
+    (
         "kernels/liger_triton/_chunks.py",
         "if lean and like.dtype != torch.float16 else",
         "if lean else",

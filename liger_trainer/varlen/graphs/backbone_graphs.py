@@ -85,6 +85,7 @@ class BackboneGraphs:
         around (`Callable`): Lists the modules that decide about calls of the backbone, as they are now.
         recorder (`GraphRecorder`): Of the device.
         summary (`CaptureSummary`): What the training reports.
+        keeps_state (`bool`, *optional*, defaults to `False`): Whether layers of the backbone keep a state.
     """
 
     def __init__(
@@ -93,8 +94,10 @@ class BackboneGraphs:
         around: Callable[[], list[nn.Module]],
         recorder: GraphRecorder,
         summary: CaptureSummary,
+        keeps_state: bool = False,
     ):
         self.backbone = backbone
+        self.keeps_state = keeps_state
         self.around = around
         self.recorder = recorder
         self.summary = summary
@@ -256,6 +259,8 @@ class BackboneGraphs:
             raise NotCapturable("captures begin after the first step of the optimizer")
         if mode.trains and self.gradients.in_use():
             raise NotCapturable("captures wait until no gradient of the user's lies in a buffer")
+        if self.keeps_state and batch.tokens == 1:
+            raise NotCapturable("a batch of one token has no other rows to compare a replay with")
         if tokens > self.largest:
             self._begin_pool(tokens)
         return self._captured_size(mode, batch, tokens, forward, constants)
@@ -280,12 +285,15 @@ class BackboneGraphs:
         if len(mode.sizes) == MOST_SIZES and key not in mode.sizes:
             del mode.sizes[min(mode.sizes, key=lambda key: mode.sizes[key].last_used)]
         alike = [size.bounds for (_, shares), size in mode.sizes.items() if shares == key[1]]
-        bounds = rounded_bounds(bounds_of(batch, tokens), alike, tokens)
+        needed = bounds_of(batch, tokens)
+        if self.keeps_state:
+            needed = needed._replace(rows=needed.rows + 1)  # a capture is compared with other rows too
+        bounds = rounded_bounds(needed, alike, tokens)
         begin = time.perf_counter()
         if mode.buffers is None:
             mode.buffers = SharedBuffers(batch.embeds, self.largest)
         needs_grad = mode.trains and mode.key[1]
-        size = CapturedSize(batch, tokens, bounds, mode.buffers, needs_grad)
+        size = CapturedSize(batch, tokens, bounds, mode.buffers, needs_grad, self.keeps_state)
         self._capture(mode, size, batch, forward, constants)
         mode.sizes[key] = size
         self.summary.sizes.append(tokens)

@@ -10,9 +10,9 @@ from torch import nn
 from liger_trainer.varlen.graphs.graph_recorder import GraphRecorder
 from liger_trainer.varlen.graphs.refusals import NotCapturable
 from liger_trainer.varlen.graphs.snapshot import Snapshot
-from liger_trainer.varlen.graphs.static_batch import CapturedSize, TokenBatch
+from liger_trainer.varlen.graphs.static_batch import CapturedSize, TokenBatch, with_other_rows
 from liger_trainer.varlen.graphs.static_gradients import GradientBuffers
-from liger_trainer.varlen.rows import use_rows
+from liger_trainer.varlen.rows import Rows, use_rows
 
 WORTHWHILE = 0.95  # of the time of Python's code; a replay that takes more is not used
 CLOSE = 0.05  # largest relative difference of a replay and the code it was captured from, in the L2 norm
@@ -68,6 +68,7 @@ class GraphCapture:
         self._outputs: list[torch.Tensor] = []  # with their autograd graph, between forward and backward
         self._bytes_kept = 0  # by the forward for the backward
         self._samples: list[torch.Tensor] = []  # of what the last forward gave
+        self._rows: Rows = size.rows
 
     def forward(self) -> None:
         size = self.size
@@ -77,7 +78,7 @@ class GraphCapture:
             "attention_mask": size.mask,
             "use_cache": False,
         }
-        with self._aliases(), torch.set_grad_enabled(self.trains), use_rows(size.rows):
+        with self._aliases(), torch.set_grad_enabled(self.trains), use_rows(self._rows):
             outputs = self._forward(**call, **self._constants)
             given = _tensors_of(outputs)
         if given[0].requires_grad != self.trains:
@@ -133,18 +134,39 @@ class GraphCapture:
         with recorder.warm_up():
             wanted = self._results_of(self._run_python, random_state)
             python_seconds = self.recorder.seconds_of(self._run_python) if timed else 0.0
+            other = with_other_rows(batch) if size.chunks is not None else None
+            wanted_of_other = [] if other is None else self._uncaptured_results(other, random_state)
         # As much again for what a layer needs on its way, and for what lies between the blocks of the pool.
         if not recorder.make_room(2 * self._bytes_kept):
             raise DoesNotPay(f"{size.tokens} tokens and more: too little memory is left for their graphs")
         size.forward = recorder.record(self.forward)
         if self.trains:
             size.backward = recorder.record(self.backward)
+        if other is not None:
+            size.fill(other)
+            self._compare(self._results_of(self._replay, random_state), wanted_of_other)
+        size.fill(batch)
         got = self._results_of(self._replay, random_state)
         self._compare(got, wanted)
         if timed and self.recorder.seconds_of(self._replay) > WORTHWHILE * python_seconds:
             raise DoesNotPay(f"{size.tokens} tokens and more: replaying is not faster")
         if recorder.bytes_free() < 0:
             raise DoesNotPay(f"{size.tokens} tokens and more: their graphs leave too little memory")
+
+    def _uncaptured_results(self, batch: TokenBatch, random_state: Any) -> list[torch.Tensor]:
+        """Return samples of all results for `batch` with rows that are not static.
+
+        A package may keep what it has made of the offsets of rows. Then a replay would give the same for other rows,
+        and a comparison for the rows of the capture would not show it.
+        """
+        size = self.size
+        size.fill(batch)
+        filling = size.tokens - batch.tokens
+        self._rows = Rows([*batch.lengths, *([filling] if filling else [])], size.embeds.device)
+        try:
+            return self._results_of(self._run_python, random_state)
+        finally:
+            self._rows = size.rows
 
     def _refuse_zeros_that_overflow(self, batch: TokenBatch) -> None:
         """Raise `NotCapturable` where a row of zeros, as it fills a size up, becomes NaN, such as in a norm without an

@@ -12,10 +12,11 @@ from liger_trainer.varlen.graphs.snapshot import Snapshot
 from liger_trainer.varlen.graphs.static_gradients import GradientBuffers
 from liger_trainer.varlen.groups import Layout
 from liger_trainer.varlen.host_copies import sent
-from liger_trainer.varlen.rows import StaticRows
+from liger_trainer.varlen.rows import Chunks, StaticRows
 from liger_trainer.varlen.shared_rows import StaticSharedRows, lay_across
 
 LEAST_LONGEST = 64  # tokens of the longest row that a size has room for at least
+CHUNK = 64  # tokens of a chunk in the rules of flash-linear-attention
 STEP = 64  # tokens; sizes are multiples of it, which keeps Triton's kernels in one class of alignment
 
 
@@ -91,6 +92,7 @@ class CapturedSize:
         bounds (`Bounds`): The capacity of the tables. The attention kernel ignores anything beyond it.
         buffers (`SharedBuffers`): The buffers of the model.
         needs_grad (`bool`): Whether the embeddings get a gradient.
+        keeps_state (`bool`, *optional*, defaults to `False`): Whether layers keep a state, and need rows in chunks.
 
     Attributes:
         embeds (`torch.Tensor`): (1, T, H), the part of the buffer that the forward reads.
@@ -99,7 +101,15 @@ class CapturedSize:
         snapshot (`Snapshot` or None): The model's state at the capture.
     """
 
-    def __init__(self, batch: TokenBatch, tokens: int, bounds: Bounds, buffers: SharedBuffers, needs_grad: bool):
+    def __init__(
+        self,
+        batch: TokenBatch,
+        tokens: int,
+        bounds: Bounds,
+        buffers: SharedBuffers,
+        needs_grad: bool,
+        keeps_state: bool = False,
+    ):
         positions, device = batch.positions, batch.embeds.device
         self.tokens = tokens
         self.bounds = bounds
@@ -110,7 +120,8 @@ class CapturedSize:
         # Without a mask, transformers would look for packed rows in the values of the positions.
         self.mask = torch.ones(1, tokens, dtype=torch.long, device=device)
         self.tables = [torch.zeros(n, dtype=torch.int32, device=device) for n in _table_sizes(bounds)]
-        self.rows = _static_rows(self.tables, tokens, bounds)
+        self.chunks = _static_chunks(bounds, tokens, device) if keeps_state else None
+        self.rows = _static_rows(self.tables, tokens, bounds, self.chunks)
         self.output_class: Any = None
         self.learned: list[nn.Parameter] = []
         self.gradients: GradientBuffers | None = None
@@ -141,6 +152,12 @@ class CapturedSize:
             self.positions[..., n:].zero_()
             for table, ends in zip(self.tables, ends_of(batch, self.tokens), strict=True):
                 table.copy_(_filled_table(ends, len(table), self.tokens, table.device), non_blocking=True)
+            if self.chunks is not None:
+                offsets, indices = self.chunks
+                (ends,) = ends_of(batch, self.tokens)
+                offsets.copy_(_filled_table(ends, len(offsets), self.tokens, offsets.device), non_blocking=True)
+                numbered = numbered_chunks(batch.lengths, self.tokens - n, len(indices), len(offsets) - 2)
+                indices.copy_(sent(torch.tensor(numbered, dtype=torch.int32), indices.device), non_blocking=True)
 
 
 def round_up(tokens: int) -> int:
@@ -184,12 +201,44 @@ def _table_sizes(bounds: Bounds) -> list[int]:
     return [bounds.rows + 1, *across]
 
 
-def _static_rows(tables: list[torch.Tensor], tokens: int, bounds: Bounds) -> StaticRows:
+def _static_rows(tables: list[torch.Tensor], tokens: int, bounds: Bounds, chunks: Chunks | None) -> StaticRows:
     if not bounds.groups:
         (offsets,) = tables
-        return StaticRows(offsets, tokens, bounds.longest)
+        return StaticRows(offsets, tokens, bounds.longest, chunks)
     offsets, queries, keys = tables
     return StaticSharedRows(offsets, tokens, bounds.longest, queries, keys, bounds.private)
+
+
+def _static_chunks(bounds: Bounds, tokens: int, device: torch.device) -> Chunks:
+    """Buffers with room for the chunks of all rows: each row may end with one that is not full."""
+    offsets = torch.zeros(bounds.rows + 2, dtype=torch.int32, device=device)
+    return Chunks(offsets, torch.zeros(tokens // CHUNK + bounds.rows, 2, dtype=torch.int32, device=device))
+
+
+def numbered_chunks(lengths: list[int], filling: int, entries: int, empty: int) -> list[tuple[int, int]]:
+    """List the row of each chunk and its number in that row, filled up to `entries` with chunks of the row `empty`.
+
+    Args:
+        lengths (`list[int]`): Tokens of each row.
+        filling (`int`): Tokens of the filling row, which follows them.
+        entries (`int`): How many chunks there are to be.
+        empty (`int`): The number of a row without tokens.
+    """
+    chunks = []
+    for row, length in enumerate((*lengths, filling)):
+        for number in range(-(-length // CHUNK)):
+            chunks.append((row, number))
+    return chunks + [(empty, 0)] * (entries - len(chunks))
+
+
+def with_other_rows(batch: TokenBatch) -> TokenBatch:
+    """The tokens of a batch as other rows: the longest is cut in half. Rows of one token are joined to one row."""
+    lengths = list(batch.lengths)
+    at = lengths.index(max(lengths))
+    if lengths[at] == 1:
+        return batch._replace(lengths=[len(lengths)])
+    half = lengths[at] // 2
+    return batch._replace(lengths=[*lengths[:at], half, lengths[at] - half, *lengths[at + 1 :]])
 
 
 def ends_of(batch: TokenBatch, tokens: int) -> list[list[int]]:

@@ -21,12 +21,17 @@ class StepGraphs:
         self.summary = CaptureSummary()
         self.may_capture = False
 
-    def of(self, backbone: nn.Module, around: Callable[[], list[nn.Module]]) -> BackboneGraphs:
-        """Return the captures of a backbone. `around` lists the modules that decide about its calls."""
+    def of(
+        self, backbone: nn.Module, around: Callable[[], list[nn.Module]], keeps_state: bool = False
+    ) -> BackboneGraphs:
+        """Return the captures of a backbone. `around` lists the modules that decide about its calls.
+
+        `keeps_state` says whether layers of the backbone keep a state.
+        """
         graphs = self._of.get(id(backbone))
         if graphs is None:
             device = next(backbone.parameters()).device
-            graphs = BackboneGraphs(backbone, around, self._make_recorder(device), self.summary)
+            graphs = BackboneGraphs(backbone, around, self._make_recorder(device), self.summary, keeps_state)
             self._of[id(backbone)] = graphs
         graphs.may_capture = self.may_capture
         return graphs

@@ -8,6 +8,7 @@ layers have a window, chunks, sinks or a soft cap, rows without padding are run 
 take our attention. Last, rows that begin alike share their beginning (`alike_rows.py`).
 """
 
+import contextlib
 import inspect
 from collections.abc import Iterator
 from typing import Any
@@ -32,10 +33,12 @@ from liger_trainer.varlen.model_parts import (
 from liger_trainer.varlen.plan_batch import plan_batch
 from liger_trainer.varlen.proof import image_masks
 from liger_trainer.varlen.proof.alike_rows import why_prompts_are_kept
+from liger_trainer.varlen.proof.deferred_convolution import refuse_whole
 from liger_trainer.varlen.proof.find_state_layers import StateLayers, find_state_layers, may_go_by_rows
 from liger_trainer.varlen.proof.packed_rows import kernels_in_torch
 from liger_trainer.varlen.proof.small_model import small_copy
 from liger_trainer.varlen.rows import AttentionKind
+from liger_trainer.varlen.state_layers import StateBinding
 
 OPERATION = "varlen_attention"
 _LENGTHS, _WIDTH = (7, 1, 11, 12), 12  # longer and shorter than the window of a small copy
@@ -44,6 +47,7 @@ _RTOL = 2e-4  # of the largest element, through whole layers in fp32; a token to
 _MASKS_AROUND = "the mask of its decoder is made by the model around it, in which tokens of an image see each other"
 _ON_ROWS = {False: "on rows side by side", True: "on a GPU, on rows one after the other; elsewhere side by side"}
 _BY_OURS = "; on a GPU, its convolution by liger_triton.short_conv"
+_IN_PARTS = ", which writes queries, keys and values as three tensors"
 _ATTENDS_BY = {  # what a layer attends by -> what runs for it on a GPU
     AttentionKind.CAUSAL: "causal layers by SDPA, by PyTorch's varlen kernel where rows are of several lengths",
     AttentionKind.SLIDING_WINDOW: "sliding windows by PyTorch's varlen kernel",
@@ -93,6 +97,9 @@ def find_backbone(model) -> Iterator[PatchMatch]:
     if state_layers is None:
         binding = unpadded_backbone.binding_of(backbone, proven)
     else:
+        _settle_rows(model, state_layers)
+        no_capture_reason = proven.no_capture_reason or _why_states_are_not_captured(state_layers)
+        proven = proven._replace(no_capture_reason=no_capture_reason)
         binding = unpadded_backbone.binding_of(backbone, proven, state_layers.forward, state_layers.guards)
     yield PatchMatch(OPERATION, name, backbone, "; ".join([runs, *attention]), binding)
     if of_masks is not None:
@@ -103,18 +110,41 @@ def find_backbone(model) -> Iterator[PatchMatch]:
             OPERATION, type(model).__name__, model, "pools one token of each row", classifier_binding(model)
         )
     if state_layers is not None:
-        yield from _layers_of(model, state_layers, name)
+        for layer_name, layer, bound in state_layers.layers:
+            yield PatchMatch(OPERATION, f"{name}.{layer_name}", layer, _how_it_runs(bound), bound)
 
 
-def _layers_of(model, state_layers: StateLayers, name: str) -> Iterator[PatchMatch]:
-    """Return the layers of the backbone `name` that keep a state, each with what tells it its rows."""
-    by_rows = False
+def _settle_rows(model, state_layers: StateLayers) -> None:
+    """Note in the bindings of layers that keep a state whether they may go by rows one after the other."""
+    bindings = [binding for _, _, binding in state_layers.layers]
+    by_rows = in_parts = False
     if _has_gpu() and all(may_go_by_rows(layer, binding) for _, layer, binding in state_layers.layers):
-        by_rows, _ = attempt(lambda given: (_is_proven_by_rows(given, state_layers), None), model)
-    for layer_name, layer, binding in state_layers.layers:
-        binding.by_rows = bool(by_rows)
-        text = _ON_ROWS[binding.by_rows] + ("" if binding.own is None else _BY_OURS)
-        yield PatchMatch(OPERATION, f"{name}.{layer_name}", layer, text, binding)
+        in_parts = any(binding.in_parts for binding in bindings) and _is_proven_by_rows(model, state_layers, True)
+        by_rows = in_parts or _is_proven_by_rows(model, state_layers, False)
+    for binding in bindings:
+        binding.by_rows = by_rows
+        if in_parts and binding.in_parts is not None:
+            binding.own = binding.in_parts
+
+
+def _how_it_runs(binding: StateBinding) -> str:
+    """Say how a layer that keeps a state runs, for the report."""
+    text = _ON_ROWS[binding.by_rows]
+    if binding.own is not None:
+        text += _BY_OURS
+    if binding.own is not None and binding.own is binding.in_parts:
+        text += _IN_PARTS
+    return text
+
+
+def _why_states_are_not_captured(state_layers: StateLayers) -> str | None:
+    """Tell why layers that keep a state cannot be captured as CUDA graphs, or return None."""
+    for _, _, binding in state_layers.layers:
+        if not binding.by_rows:
+            return "its layers keep a state, and run on as many rows as a batch has"
+        if binding.no_capture_reason is not None:
+            return f"its layers keep a state, and {binding.no_capture_reason}"
+    return None
 
 
 def _has_gpu() -> bool:
@@ -149,15 +179,22 @@ def _prove_with_states(model):
     return proven, reason
 
 
-def _is_proven_by_rows(model, state_layers: StateLayers) -> bool:
+def _is_proven_by_rows(model, state_layers: StateLayers, in_parts: bool) -> bool:
     """Return whether layers keep rows apart that lie one after the other, if convolution and rule get their offsets.
 
-    The copy's layers run the functions of the model's layers. A package's rule does not run on a CPU.
+    The copy's layers run the functions of the model's layers. With `in_parts`, these are the ones with a convolution
+    in parts, and it has to be cut in each call. A package's rule does not run on a CPU.
     """
-    own = {own_class(layer): binding.own for _, layer, binding in state_layers.layers}
-    with kernels_in_torch(model):
-        proven, reason = _prove(model, with_states=True, by_rows=own)
-    return reason is None and proven.padding_reason is None
+    forwards: dict[type, Any] = {}
+    for _, layer, binding in state_layers.layers:
+        forwards[own_class(layer)] = (in_parts and binding.in_parts) or binding.own
+
+    def prove(given):
+        with kernels_in_torch(given), refuse_whole() if in_parts else contextlib.nullcontext():
+            return _prove(given, with_states=True, by_rows=forwards)
+
+    proven, reason = attempt(prove, model)
+    return reason is None and proven is not None and proven.padding_reason is None
 
 
 def _prove(model, with_states: bool = False, by_rows: dict[type, Any] | None = None):
@@ -227,9 +264,11 @@ def _prove(model, with_states: bool = False, by_rows: dict[type, Any] | None = N
     if reason is not None and not proven.needs_row_attention:
         return None, reason
     if with_states:
-        return _prove_recomputed(own, ours, batches[:3], proven)
+        differs = _why_recomputed_differs(own, ours, batches[:3], proven)
+        if differs is not None:
+            return None, differs
     sees_both_ways = False
-    if makes_masks:
+    if makes_masks and not with_states:
         sees_both_ways, differs = _with_masks_of_images(own, ours, right, left)
         if differs is not None:
             return None, differs
@@ -237,7 +276,7 @@ def _prove(model, with_states: bool = False, by_rows: dict[type, Any] | None = N
     if error is not None:
         no_capture_reason = f"given embeddings in place of ids, {error}"
     sharing_proof_reason: str | None = "the model takes images too"
-    if around is backbone:
+    if around is backbone and not with_states:  # rows with states share nothing in any case
         _, sharing_proof_reason = attempt(
             lambda copy: (None, why_prompts_are_kept(own, copy, copied, _run, _apart)), ours
         )
@@ -296,13 +335,13 @@ def _bind(
         bind(layer, binding)
 
 
-def _prove_recomputed(own, ours, batches, proven: unpadded_backbone.BackboneProof):
-    """Return (`BackboneProof`, None), or (None, what differs) when layers are recomputed in the backward pass.
+def _why_recomputed_differs(own, ours, batches, proven: unpadded_backbone.BackboneProof) -> str | None:
+    """Name what differs when layers are recomputed in the backward pass, or return None.
 
     No context of the call is left there, so the rows have to travel with the arguments of the layers.
     """
     if not proven.keeps_state:
-        return None, "no layer was seen that keeps a state"
+        return "no layer was seen that keeps a state"
     reason = None
     for reentrant in (False, True) if ours.supports_gradient_checkpointing else ():
         for model in (own, ours):  # with use_reentrant, stock loses gradients of router logits
@@ -312,9 +351,7 @@ def _prove_recomputed(own, ours, batches, proven: unpadded_backbone.BackboneProo
             reason = reason or _differs(ours, given, _run(own, stock_given), what, proven.attention_kinds)
         for model in (own, ours):
             model.gradient_checkpointing_disable()
-    if reason is not None:
-        return None, reason
-    return proven._replace(no_capture_reason="its layers keep a state, and run on as many rows as a batch has"), None
+    return reason
 
 
 def _why_ids_are_needed(ours, backbone, batch) -> str | None:

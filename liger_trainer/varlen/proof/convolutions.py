@@ -17,6 +17,7 @@ import torch
 
 from liger_trainer.patching.core import probe
 from liger_trainer.patching.core.pattern import PLAIN_TENSORS, attempt
+from liger_trainer.varlen.proof.deferred_convolution import DeferredConvolution
 from liger_trainer.varlen.proof.packed_rows import kernel_behind
 from liger_trainer.varlen.rows import NotForRows
 from liger_trainer.varlen.state_layers import current_layer_rows
@@ -30,20 +31,27 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _RTOL = 1e-5  # of the largest element, in fp32
 
 
-def replacement(scope: dict[str, Any]) -> tuple[tuple[str, Callable], ...]:
+def replacement(scope: dict[str, Any], in_parts: bool = False) -> tuple[tuple[str, Callable], ...]:
     """(name, function) of what is to stand among the globals of a modeling file; nothing where its own function stays.
 
     Args:
         scope (`dict`): The globals of the file.
+        in_parts (`bool`, *optional*, defaults to `False`): Whether the function returns a `DeferredConvolution`, so
+            that a layer which cuts the result gets three tensors.
     """
     own = scope.get(NAME)
     if not isinstance(own, types.FunctionType) or kernel_behind(own) is not None or not _is_proven(own):
         return ()
-    return ((NAME, _convolution(own)),)
+    return ((NAME, _convolution(own, in_parts)),)
+
+
+def cuts_result(forward: types.FunctionType) -> bool:
+    """Return whether a forward calls the convolution, and cuts a tensor by `torch.split`."""
+    return {NAME, "split"} <= {*forward.__code__.co_names}
 
 
 @functools.cache
-def _convolution(own: Callable) -> Callable:
+def _convolution(own: Callable, in_parts: bool) -> Callable:
     """Make the function that runs in place of `own`: ours where it takes the call."""
 
     @functools.wraps(own)
@@ -53,17 +61,24 @@ def _convolution(own: Callable) -> Callable:
         bias: torch.Tensor | None = None,  # (C,)
         activation: str | None = None,
         **kwargs: Any,
-    ) -> torch.Tensor:
+    ) -> Any:
         has_rows = any(kwargs.get(name) is not None for name in _ROW_ARGUMENTS)  # transformers raises for these
-        rows = current_layer_rows()
+        rows, offsets = current_layer_rows(), None
         if rows is not None:
             if has_rows or not fits(hidden_states, weight, bias, activation):
                 raise NotForRows("liger_triton.short_conv does not take the convolution of its layers")
             offsets = rows.offsets.to(hidden_states.device)  # layers may be spread over devices
-            return by_kernel(hidden_states, weight, bias, activation, offsets)
-        if has_rows or not _takes(hidden_states, weight, bias, activation):
+        elif has_rows or not _takes(hidden_states, weight, bias, activation):
             return own(hidden_states, weight, bias, activation=activation, **kwargs)
-        return by_kernel(hidden_states, weight, bias, activation)
+        if not in_parts:
+            return by_kernel(hidden_states, weight, bias, activation, offsets)
+
+        def compute(widths: tuple[int, ...] | None) -> Any:
+            if widths is None:
+                return by_kernel(hidden_states, weight, bias, activation, offsets)
+            return parts_by_kernel(hidden_states, weight, bias, activation, offsets, widths)
+
+        return DeferredConvolution(functools.cache(compute), hidden_states.shape)
 
     return convolve
 
@@ -102,11 +117,33 @@ def by_kernel(
         `torch.Tensor`: (B, C, L), stored as (B, L, C).
     """
     batch, channels, length = x.shape
+    tokens, offsets = _rows_of_tokens(x, offsets)
+    y = short_conv(tokens, weight, bias, cu_seqlens=offsets, activation=_ACTIVATIONS[activation])
+    return y.view(batch, length, channels).transpose(1, 2)
+
+
+def parts_by_kernel(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str | None,
+    offsets: torch.Tensor | None,
+    widths: tuple[int, ...],
+) -> tuple[torch.Tensor, ...]:
+    """Convolve as `by_kernel`, and return the channels in three tensors (B, L, width), each contiguous."""
+    batch, _, length = x.shape
+    tokens, offsets = _rows_of_tokens(x, offsets)
+    parts = short_conv(tokens, weight, bias, cu_seqlens=offsets, activation=_ACTIVATIONS[activation], split=widths)
+    return tuple(part.view(batch, length, part.shape[1]) for part in parts)
+
+
+def _rows_of_tokens(x: torch.Tensor, offsets: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """x (B, C, L) as (B * L, C), and where the rows begin in it; None if it is one row."""
+    batch, channels, length = x.shape
     tokens = x.transpose(1, 2).reshape(batch * length, channels)
     if offsets is None and batch > 1:
         offsets = _equal_rows(batch, length, x.device)
-    y = short_conv(tokens, weight, bias, cu_seqlens=offsets, activation=_ACTIVATIONS[activation])
-    return y.view(batch, length, channels).transpose(1, 2)
+    return tokens, offsets
 
 
 @functools.lru_cache(maxsize=32)

@@ -66,8 +66,9 @@ def _binding_for(layer: nn.Module, slot: str) -> state_layers.StateBinding:
     forward = state_layers.forward_of(cls)
     decorated = cls.forward
     own = inspect.unwrap(decorated)
-    replaced = convolutions.replacement(own.__globals__) if convolutions.NAME in own.__code__.co_names else ()
-    replaced += rules.replacements(own)
+    convolution = convolutions.replacement(own.__globals__) if convolutions.NAME in own.__code__.co_names else ()
+    rule = rules.replacements(own)
+    replaced = convolution + rule
     if not replaced:
         return state_layers.StateBinding(forward, slot)
     try:
@@ -75,7 +76,13 @@ def _binding_for(layer: nn.Module, slot: str) -> state_layers.StateBinding:
     except NotProven:
         return state_layers.StateBinding(forward, slot)
     with_ours = decorated_like(decorated, forward_with_globals(own, replaced))
-    return state_layers.StateBinding(forward, slot, with_ours, Guards(cls, [*code_guards_of(cls).lookups, *read]))
+    guards = Guards(cls, [*code_guards_of(cls).lookups, *read])
+    binding = state_layers.StateBinding(forward, slot, with_ours, guards)
+    binding.no_capture_reason = rules.why_not_captured(own)
+    if convolution and rule and convolutions.cuts_result(own):  # a package's rule copies what is not contiguous
+        in_parts = convolutions.replacement(own.__globals__, in_parts=True)
+        binding.in_parts = decorated_like(decorated, forward_with_globals(own, in_parts + rule))
+    return binding
 
 
 def may_go_by_rows(layer: nn.Module, binding: state_layers.StateBinding) -> bool:

@@ -5,17 +5,22 @@ layers pass `cu_seqlens` on to that function and some do not. A replacement for 
 """
 
 import functools
+import importlib.metadata
+import importlib.util
 import types
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from liger_trainer.varlen.proof.packed_rows import Kernel, kernel_behind
-from liger_trainer.varlen.rows import Rows
+from liger_trainer.varlen.proof.packed_rows import Kernel, choice_behind, kernel_behind
+from liger_trainer.varlen.rows import NotForRows, Rows, StaticRows
 from liger_trainer.varlen.state_layers import current_layer_rows
 
-_ROW_ARGUMENT = "cu_seqlens"
+_ROW_ARGUMENT, _ON_HOST, _CHUNKS = "cu_seqlens", "cu_seqlens_cpu", "chunk_indices"
+# Rules of packages that can be captured: name -> (package, versions).
+_CAPTURED = {"chunk_gated_delta_rule": ("fla-core", ("0.6.0",))}
+_BACKENDS = ("tilelang", "flash_qla")  # packages that fla runs in place of its own kernels
 
 
 def asks_for_device(forward: types.FunctionType) -> bool:
@@ -44,15 +49,62 @@ def _with_rows(own: Callable, kernel: Kernel) -> Callable:
     def rule(*args: Any, **kwargs: Any) -> Any:
         rows = current_layer_rows()
         if rows is not None:
-            kwargs[_ROW_ARGUMENT] = rows.offsets.to(args[0].device)  # layers may be spread over devices
+            kwargs |= _row_arguments(rows, kernel, args[0].device)
         if args[0].is_cuda or (rows is None and kwargs.get(_ROW_ARGUMENT) is not None):
             return own(*args, **kwargs)
-        kwargs.pop(_ROW_ARGUMENT, None)  # on a CPU, as in a proof, where the package's kernel raises
+        for name in (_ROW_ARGUMENT, _ON_HOST, _CHUNKS):  # on a CPU, as in a proof, where the package's kernel raises
+            kwargs.pop(name, None)
         if rows is None:
             return kernel.torch_function(*args, **kwargs)
         return _row_by_row(kernel.torch_function, rows, args, kwargs)
 
     return rule
+
+
+def _row_arguments(rows: Rows, kernel: Kernel, device: torch.device) -> dict[str, Any]:
+    """Return the arguments that tell a package's rule where rows begin."""
+    if not isinstance(rows, StaticRows):
+        told = {_ROW_ARGUMENT: rows.offsets.to(device)}  # layers may be spread over devices
+        if _ON_HOST in kernel.parameters:
+            told[_ON_HOST] = rows.offsets_on_host  # else the rule waits for the device to count the chunks of rows
+        return told
+    if rows.chunks is None or _CHUNKS not in kernel.parameters:
+        raise NotForRows("the rule of its layers that keep a state counts the chunks of rows on the host")
+    offsets, indices = rows.chunks
+    # The package keeps what it makes of offsets, by the identity of their tensor. These change from one replay to the
+    # next, so each call gets a tensor object of its own, and what is made of it becomes a part of the capture.
+    return {_ROW_ARGUMENT: offsets.view_as(offsets), _CHUNKS: indices}
+
+
+def why_not_captured(forward: types.FunctionType) -> str | None:
+    """Tell why a layer's forward cannot be captured as a CUDA graph because of its rule, or return None.
+
+    A rule is launched by the number of chunks, which it computes on the host from the offsets of rows. Some take the
+    chunks as an argument. The versions in which that was read and tried are listed.
+    """
+    for name in forward.__code__.co_names:
+        own = forward.__globals__.get(name)
+        kernel, choice = kernel_behind(own), choice_behind(own)
+        if kernel is None or choice is None or _ROW_ARGUMENT not in kernel.parameters:
+            continue
+        function = choice["func_name"]
+        package, versions = _CAPTURED.get(function, ("", ()))
+        if not versions:
+            return f"{function} counts the chunks of rows on the host"
+        version = _version_of(package)
+        if version not in versions:
+            return f"captures of {function} were tried with {package} {', '.join(versions)}, not with {version}"
+        for other in _BACKENDS:
+            if importlib.util.find_spec(other) is not None:
+                return f"captures of {function} were not tried with {other}, which it runs if that is installed"
+    return None
+
+
+def _version_of(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "a version that is not known"
 
 
 def _row_by_row(function: Callable, rows: Rows, args: tuple, kwargs: dict[str, Any]) -> tuple:

@@ -1,0 +1,105 @@
+"""Stand in for the result of a convolution until the layer cuts it into queries, keys and values.
+
+A layer transposes the result to (B, L, C) and calls `torch.split`. A rule of linear attention then copies each part,
+because parts of one tensor are not contiguous. Here the cut is known before anything is computed, so the kernel writes
+three tensors, and in the backward pass it reads three gradients.
+
+It is a plain class with `__torch_function__`, as `DeferredLogits` is. Any other use gets the result as one tensor.
+"""
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+_PARTS = 3  # as many as `liger_triton.short_conv` writes
+_whole_is_refused = contextvars.ContextVar("a result as one tensor is refused", default=False)
+
+
+@contextlib.contextmanager
+def refuse_whole() -> Iterator[None]:
+    """Context manager: to compute a result as one tensor raises a RuntimeError, so that a proof shows it is cut."""
+    token = _whole_is_refused.set(True)
+    try:
+        yield
+    finally:
+        _whole_is_refused.reset(token)
+
+
+class DeferredConvolution:
+    """The result of a convolution that has not been computed.
+
+    Args:
+        compute (`Callable`): Takes None and returns the result (B, C, L), or takes three widths that sum to C and
+            returns its parts (B, L, width), each contiguous.
+        shape (`torch.Size`): (B, C, L).
+        is_transposed (`bool`, *optional*, defaults to `False`): Whether it stands for (B, L, C).
+    """
+
+    __slots__ = ("_compute", "_shape", "is_transposed")
+
+    def __init__(
+        self, compute: Callable[[tuple[int, ...] | None], Any], shape: torch.Size, is_transposed: bool = False
+    ):
+        self._compute = compute
+        self._shape = shape
+        self.is_transposed = is_transposed
+
+    @property
+    def shape(self) -> torch.Size:
+        batch, channels, length = self._shape
+        return torch.Size((batch, length, channels)) if self.is_transposed else self._shape
+
+    def whole(self) -> torch.Tensor:
+        """Compute the result as one tensor."""
+        if _whole_is_refused.get():
+            raise RuntimeError("the result of its convolution is not only cut into queries, keys and values")
+        result = self._compute(None)
+        return result.transpose(1, 2) if self.is_transposed else result
+
+    def transpose(self, dim0: int, dim1: int) -> Any:
+        if {dim0 % 3, dim1 % 3} == {1, 2}:
+            return DeferredConvolution(self._compute, self._shape, not self.is_transposed)
+        return self.whole().transpose(dim0, dim1)
+
+    def split(self, split_size: int | Sequence[int], dim: int = 0) -> tuple[torch.Tensor, ...]:
+        """Cut as `torch.Tensor.split` does. Three parts of the channels are computed apart, and are contiguous."""
+        by_channel = self.is_transposed and dim % 3 == 2
+        if by_channel and isinstance(split_size, list | tuple) and len(split_size) == _PARTS and min(split_size) > 0:
+            return self._compute(tuple(split_size))
+        return self.whole().split(split_size, dim)
+
+    def __getitem__(self, index: Any) -> Any:
+        """Return itself for slices that take all of it: some layers cut off the tail that a cache has added."""
+        parts = index if isinstance(index, tuple) else (index,)
+        takes_all = len(parts) <= 3 and all(map(_takes_all, parts, self.shape))
+        return self if takes_all else self.whole()[index]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.whole(), name)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable, types: object, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.split:
+            return _split(*args, **kwargs)
+        return func(*tree_map(_whole, args), **tree_map(_whole, kwargs))
+
+
+def _takes_all(part: Any, size: int) -> bool:
+    return isinstance(part, slice) and part.indices(size) == (0, size, 1)
+
+
+def _split(tensor: Any, split_size_or_sections: Any, dim: int = 0) -> tuple[torch.Tensor, ...]:
+    return tensor.split(split_size_or_sections, dim)
+
+
+def _whole(x: Any) -> Any:
+    return x.whole() if isinstance(x, DeferredConvolution) else x
