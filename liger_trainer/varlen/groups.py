@@ -7,6 +7,7 @@ tokens except the last one, whose state predicts the first token of each row's p
 one label.
 """
 
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -144,17 +145,23 @@ def lay_out(real: torch.Tensor, groups: list[Group]) -> Layout:
     width = real.shape[1]
     counts = real.sum(1).tolist()
     firsts = real.int().argmax(1).tolist()
-    grouped = {row for group in groups for row in group.rows}
+    grouped = set(chain.from_iterable(group.rows for group in groups))
     lone = [row for row, count in enumerate(counts) if count and row not in grouped]
 
     def tokens_of(row: int, skipped: int = 0) -> torch.Tensor:
+        """The indices of a row's tokens in the flattened batch, without the first `skipped` ones."""
         start = row * width + firsts[row]
         return torch.arange(start + skipped, start + counts[row], device="cpu")
 
     prefixes = [tokens_of(group.rows[0])[: group.shared] for group in groups]
-    own = [tokens_of(row) for row in lone]
-    private = [[tokens_of(row, group.shared) for row in group.rows] for group in groups]
-    places = torch.cat([*prefixes, *own, *(part for parts in private for part in parts)])
+    alone = [tokens_of(row) for row in lone]
+    private: list[torch.Tensor] = []
+    private_lengths = []
+    for group in groups:
+        parts = [tokens_of(row, group.shared) for row in group.rows]
+        private += parts
+        private_lengths.append([*map(len, parts)])
+    places = torch.cat([*prefixes, *alone, *private])
 
     source = torch.full((real.numel(),), -1, device="cpu")
     source[places] = torch.arange(len(places), device="cpu")
@@ -169,5 +176,12 @@ def lay_out(real: torch.Tensor, groups: list[Group]) -> Layout:
             source[there] = torch.arange(begin, end, device="cpu")
         begin = end
     flat = real.flatten().nonzero()[:, 0]
-    lengths = [[len(part) for part in parts] for parts in private]
-    return Layout(places, flat, source[flat], copies, [*map(len, prefixes)], [*map(len, own)], lengths)
+    return Layout(
+        places=places,
+        real=flat,
+        source=source[flat],
+        copies=copies,
+        prefixes=[*map(len, prefixes)],
+        lone=[*map(len, alone)],
+        private=private_lengths,
+    )

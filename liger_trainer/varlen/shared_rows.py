@@ -9,7 +9,7 @@
 """
 
 import functools
-from itertools import accumulate
+from itertools import accumulate, chain
 
 import torch
 import torch.nn.functional as F
@@ -32,7 +32,7 @@ class SharedRows(Rows):
     layout: Layout  # type: ignore[assignment]  # rows that share always have one
 
     def __init__(self, layout: Layout, device: torch.device):
-        private = [length for parts in layout.private for length in parts]
+        private = chain.from_iterable(layout.private)
         super().__init__([*layout.prefixes, *layout.lone, *private], device)
         self.layout = layout
         self.is_whole_batch = False  # not even if there are as many segments as rows
