@@ -9,7 +9,7 @@ from collections import Counter
 from typing import Any
 
 from liger_trainer.command.options import add_recipe_command
-from liger_trainer.command.processes import importing, print_loading
+from liger_trainer.command.processes import Heartbeat, importing, print_loading
 from liger_trainer.command.recipe.accelerate_file import preserve_environment
 from liger_trainer.command.recipe.model_source import find_model
 from liger_trainer.command.recipe.parser import load_yaml
@@ -121,12 +121,15 @@ def _verify(args: argparse.Namespace) -> int:
         left_out.remove("optim")
     heading = [HEADER]
 
-    def tell(check: Check) -> None:
-        if not as_json:
-            print(*heading, check.line, sep="\n", flush=True)
-        heading.clear()
+    with Heartbeat(lambda time: f"still comparing, {time}.") as beat:
 
-    report = verify(setup, tell)
+        def tell(check: Check) -> None:
+            if not as_json:
+                print(*heading, check.line, sep="\n", flush=True)
+                beat.restart()
+            heading.clear()
+
+        report = verify(setup, tell)
     seconds = time.perf_counter() - start
     if as_json:
         heads = {"recipe": str(recipe.path), "seconds": seconds, "left_out": left_out}
