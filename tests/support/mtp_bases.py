@@ -6,7 +6,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import ragged_rows, tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
-from liger_trainer import LigerSFTConfig, LigerSFTTrainer
+from liger_trainer import LigerMTPConfig, LigerMTPTrainer, LigerSFTConfig, LigerSFTTrainer
 
 HIDDEN = 32
 INNER = 48
@@ -43,7 +43,8 @@ def write_base(folder, shapes=SHAPES, **config):
     return extra
 
 
-def mtp_trainer(base, output, rows=None, trainer_options=None, **options):
+def mtp_trainer(base, output, rows=None, trainer_options=None, alone=False, **options):
+    """A `LigerSFTTrainer` with `train_mtp`, or, `alone`, an `LigerMTPTrainer`; `options` go to its config."""
     defaults = {
         "per_device_train_batch_size": 8,
         "per_device_eval_batch_size": 8,
@@ -58,11 +59,12 @@ def mtp_trainer(base, output, rows=None, trainer_options=None, **options):
         "report_to": "none",
         "disable_tqdm": True,
         "use_cpu": True,
-        "train_mtp": True,
+        "train_mtp": not alone,
     }
-    args = LigerSFTConfig(output_dir=str(output), **(defaults | options))
+    config_class, trainer_class = (LigerMTPConfig, LigerMTPTrainer) if alone else (LigerSFTConfig, LigerSFTTrainer)
+    args = config_class(output_dir=str(output), **(defaults | options))
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     rows = Dataset.from_list(rows or ragged_rows())
-    return LigerSFTTrainer(
+    return trainer_class(
         model, args, train_dataset=rows, eval_dataset=rows, processing_class=tiny_tokenizer(), **(trainer_options or {})
     )
