@@ -1,4 +1,4 @@
-"""Tiny bases with an MTP head in their checkpoint, named like Qwen3.5's, and a trainer that trains the head."""
+"""Tiny bases with an MTP head in their checkpoint, named like Qwen3.5's or DeepSeek's, and a trainer of the head."""
 
 import torch
 from datasets import Dataset
@@ -32,6 +32,9 @@ SHAPES = {  # in the checkpoints of Qwen3.5; q_proj includes the gate of the att
 }
 
 
+LAYER = "model.layers.2."  # of `write_layer_base`
+
+
 def write_base(folder, shapes=SHAPES, **config):
     """Write a tiny Qwen3.5 with an MTP head in its checkpoint. Return the head's tensors."""
     model = tiny_model("qwen3_5_text", mtp_num_hidden_layers=1, **config)
@@ -40,6 +43,34 @@ def write_base(folder, shapes=SHAPES, **config):
     generator = torch.Generator().manual_seed(1)
     extra = {name: 0.2 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
     save_file(load_file(folder / "model.safetensors") | extra, folder / "model.safetensors", {"format": "pt"})
+    return extra
+
+
+def write_layer_base(folder, kind, without=(), **config):
+    """A tiny base with a layer 2 of its depth 2, by the names of the published checkpoints. Returns its tensors."""
+    model = tiny_model(kind, num_nextn_predict_layers=1, **config)
+    model.save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    saved = load_file(folder / "model.safetensors")
+    generator = torch.Generator().manual_seed(1)
+
+    def random(*shape):
+        return 0.2 * torch.randn(shape, generator=generator)
+
+    extra = {}
+    for name, tensor in saved.items():
+        if name.startswith("model.layers.1."):
+            extra[name.replace("layers.1.", "layers.2.")] = random(*tensor.shape)
+    extra |= {
+        f"{LAYER}enorm.weight": random(HIDDEN),
+        f"{LAYER}hnorm.weight": random(HIDDEN),
+        f"{LAYER}eh_proj.weight": random(HIDDEN, 2 * HIDDEN),
+        f"{LAYER}shared_head.norm.weight": random(HIDDEN),
+        f"{LAYER}shared_head.head.weight": saved["lm_head.weight"].clone(),
+        f"{LAYER}embed_tokens.weight": saved["model.embed_tokens.weight"].clone(),
+    }
+    extra = {name: tensor for name, tensor in extra.items() if name not in without}
+    save_file(saved | extra, folder / "model.safetensors", {"format": "pt"})
     return extra
 
 

@@ -9,7 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from base_checkpoints import names_of, tensor_of
-from mtp_bases import mtp_trainer
+from mtp_bases import HIDDEN as SIZE
+from mtp_bases import LAYER, mtp_trainer
+from mtp_bases import write_layer_base as write_base
 from peft import LoraConfig
 from recipe_fixtures import command
 from safetensors.torch import load_file, save_file
@@ -21,36 +23,7 @@ from liger_trainer.head.flat_rows import one_row
 from liger_trainer.mtp.predictor import load_predictor, predict
 
 TYPES = ("deepseek_v3", "glm4_moe")
-LAYER = "model.layers.2."
-SIZE, VOCAB = 32, 131
-
-
-def write_base(folder, kind, without=(), **config):
-    """A tiny base with a layer 2 of its depth 2, by the names of the published checkpoints. Returns its tensors."""
-    model = tiny_model(kind, num_nextn_predict_layers=1, **config)
-    model.save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
-    saved = load_file(folder / "model.safetensors")
-    generator = torch.Generator().manual_seed(1)
-
-    def random(*shape):
-        return 0.2 * torch.randn(shape, generator=generator)
-
-    extra = {}
-    for name, tensor in saved.items():
-        if name.startswith("model.layers.1."):
-            extra[name.replace("layers.1.", "layers.2.")] = random(*tensor.shape)
-    extra |= {
-        f"{LAYER}enorm.weight": random(SIZE),
-        f"{LAYER}hnorm.weight": random(SIZE),
-        f"{LAYER}eh_proj.weight": random(SIZE, 2 * SIZE),
-        f"{LAYER}shared_head.norm.weight": random(SIZE),
-        f"{LAYER}shared_head.head.weight": saved["lm_head.weight"].clone(),
-        f"{LAYER}embed_tokens.weight": saved["model.embed_tokens.weight"].clone(),
-    }
-    extra = {name: tensor for name, tensor in extra.items() if name not in without}
-    save_file(saved | extra, folder / "model.safetensors", {"format": "pt"})
-    return extra
+VOCAB = 131
 
 
 def is_copy(name):
