@@ -47,7 +47,7 @@ def _merge(args) -> None:
     from liger_trainer.base_weights.unloaded import find_checkpoint, keep_unloaded_weights
     from liger_trainer.fitting.meta_model import auto_class_of
     from liger_trainer.lora.merge import merge
-    from liger_trainer.mtp.predictor import saved_with_adapter
+    from liger_trainer.mtp.predictor import saved_head
 
     if os.path.exists(args.output) and (not os.path.isdir(args.output) or any(Path(args.output).iterdir())):
         raise RecipeError(f"OUTPUT_DIR is {args.output!r}, which is not empty. Give the path of a new folder.")
@@ -96,7 +96,7 @@ def _merge(args) -> None:
     with Heartbeat(lambda time: f"still writing {args.output}, {time}."):
         merged.save_pretrained(args.output)
     checkpoint = find_checkpoint(source.path, config.revision)
-    trained = saved_with_adapter(args.adapter)
+    trained = saved_head(args.adapter)
     checkpoint = dataclasses.replace(checkpoint, tensors=checkpoint.tensors | trained)
     kept_weights = keep_unloaded_weights(merged, checkpoint, Path(args.output), not args.without_unloaded_weights)
     tokenizer.save_pretrained(args.output)

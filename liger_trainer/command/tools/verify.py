@@ -53,6 +53,7 @@ _NOT_VERIFIED = (
     "eval_packing",
     "eval_predictions",
     "train_mtp",
+    "mtp_targets",
 )
 _NEVER_VERIFIED = (
     "kernels on a GPU",
@@ -154,6 +155,11 @@ def setup_of(recipe: Recipe) -> Any:
         raise RecipeError(
             "trainer is 'eagle', but there is no other trainer of drafters to compare with. Try the recipe with "
             "--max_steps 2, and measure the drafter with liger-trainer eagle-eval."
+        )
+    if recipe.entry.trainer == "LigerMTPTrainer":
+        raise RecipeError(
+            "trainer is 'mtp', but there is no other trainer of MTP heads to compare with. Try the recipe with "
+            "--max_steps 2, and measure the head with liger-trainer mtp-eval."
         )
     if recipe.entry.trainer == "LigerRewardTrainer":  # its checks build models with an LM head
         raise RecipeError(
