@@ -1,4 +1,4 @@
-"""Samples/s and memory of training an EAGLE-3 drafter without logits, and the same drafter with both logits.
+"""Samples/s and memory of training an EAGLE-3 drafter without logits, and of the same drafter with both logits.
 
     python benchmarks/eagle.py --json eagle.json
     python benchmarks/eagle.py --data rows.npz --rows padded --arms LigerEagleTrainer "both logits"
@@ -6,13 +6,13 @@
     python benchmarks/eagle.py --prompt 1024
     python benchmarks/eagle.py --tiny
 
-The loss alone, and the ways of other trainers, are in eagle_loss.py.
+eagle_loss.py measures the loss alone, with the losses of other trainers too.
 
-`both logits` is the plain way of other trainers of drafters: the target's logits over the draft vocabulary, the
+`both logits` computes the loss as plain trainers of drafters do: the target's logits over the draft vocabulary, the
 drafter's logits for each step, log_softmax of both in fp32, and the sum of q (log q - log p), with PyTorch's autograd.
 Every token drafts, even without a target. Everything else is the same in both arms: the frozen model and its layers,
-the drafter and its attention. Random rows only have ids of the draft vocabulary, so that every token is a target; with
---prompt the first tokens of a row have no label. Weights are random. The learning rate is 0, so that every arm sees the
+the drafter and its attention. Random rows only have ids of the draft vocabulary, so every token is a target. With
+--prompt, the first tokens of a row have no label. Weights are random. The learning rate is 0, so every arm sees the
 same weights at every step. Losses of all steps and gradient norms of logged steps are compared, and an arm that differs
 is flagged.
 
@@ -23,15 +23,22 @@ time of each part of a step, and `parts_tflop` the products that ours needs for 
 weights, plus gradients and both optimizer states of the trained ones; `above` is the peak minus that.
 """
 
-import tempfile
-
 import torch
+from _arms import (
+    check_steps,
+    difference,
+    logged,
+    print_rows,
+    reset_peak,
+    run_arm,
+    run_arms,
+    static_memory,
+    training_fields,
+)
 from _eagle_parts import PartTimes, parts_tflop, show_parts
-from _measure import DEVICE, Record, arguments, table
-from _processes import emit, is_out_of_memory, release, rows_from
+from _measure import Record, arguments
 from _rows import KINDS, sft_rows
 from _steps import Run, build, clock_of, counting, timed_steps, tokenizer_of
-from medusa import static_bytes
 from training import profiler
 
 OURS, PLAIN = "LigerEagleTrainer", "both logits"
@@ -108,25 +115,10 @@ def make_trainer(arm, options, callbacks):
     if options.data is None:
         rows = guessable(rows, model.config.vocab_size, options)
     args = LigerEagleConfig(
-        output_dir=tempfile.mkdtemp(),
-        max_steps=options.steps,
-        per_device_train_batch_size=options.batch,
-        logging_steps=LOG,
-        logging_first_step=True,
-        dataloader_num_workers=4 if DEVICE == "cuda" else 0,
-        learning_rate=0.0,
-        weight_decay=0.0,
-        lr_scheduler_type="constant",
-        bf16=DEVICE == "cuda",
-        optim="adamw_torch_fused",
-        report_to="none",
-        save_strategy="no",
-        use_cpu=DEVICE == "cpu",
-        disable_tqdm=True,
+        **training_fields(options, LOG),
         activation_checkpointing=options.recompute,
         max_length=options.length,
         dataset_kwargs={"skip_prepare_dataset": True},
-        dataloader_drop_last=True,
         packing=run.rows == "packed",
         train_sampling_strategy="random" if run.rows == "full" else "sequential",
         fp8=options.fp8,
@@ -146,9 +138,7 @@ def measure(arm, options):
     run = run_of(options)
     clock = clock_of(run)
     trainer = make_trainer(arm, options, [clock, *([profiler(run.skip)] if options.profile else [])])
-    if DEVICE == "cuda":
-        release()
-        torch.cuda.reset_peak_memory_stats()  # of making the model
+    reset_peak()
     parts = PartTimes(run.skip)
     parts.watch(trainer)
     row, _ = timed_steps(trainer, run, clock)
@@ -157,27 +147,14 @@ def measure(arm, options):
         drafted = options.batch * (options.length - options.prompt)
         row["parts_tflop"] = parts_tflop(trainer.model, tokens, drafted, options.length, options.eagle_steps)
         row["parts_ms"] = parts.ms()
-    logs = [log for log in trainer.state.log_history if "loss" in log]
-    static = static_bytes(trainer.model) / 2**30
+    row |= static_memory(trainer.model, row["gib"])
     return row | {
         "arm": arm,
         "samples_per_s": options.batch / row["ms"] * 1e3,
-        "static": static,
-        "above": row["gib"] and row["gib"] - static,
         "trained": sum(p.numel() for p in trainer.model.parameters() if p.requires_grad),
-        "losses": [log["loss"] for log in logs],
-        "grad_norms": [float(log["grad_norm"]) for log in logs],
+        "losses": logged(trainer, "loss"),
+        "grad_norms": logged(trainer, "grad_norm"),
     }
-
-
-def run_arm(options):
-    """Run one arm in this process, and emit its row."""
-    try:
-        emit(measure(options.arm, options))
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        emit({"arm": options.arm, "note": "out of memory"})
 
 
 def flag(rows):
@@ -187,10 +164,9 @@ def flag(rows):
         row.pop("wrong", None)
         if ours is None or row is ours or "losses" not in row:
             continue
-        for name, allowed in (("losses", 0.005), ("grad_norms", 0.03), ("step_tokens", 0)):
-            for got, want in zip(row[name], ours[name], strict=True):
-                if not abs(got - want) <= allowed * abs(want):
-                    row["wrong"] = f"{name} {got:.4f}, ours {want:.4f}"
+        wrong = difference(row, ours, {"losses": 0.005, "grad_norms": 0.03, "step_tokens": 0})
+        if wrong:
+            row["wrong"] = wrong
         row["faster"] = ours["samples_per_s"] / row["samples_per_s"]
         if row["gib"]:
             row["less"] = 1 - ours["gib"] / row["gib"]
@@ -212,13 +188,7 @@ COLUMNS = {
 
 
 def show(rows):
-    printed = []
-    for row in rows:
-        more = {"first_loss": row.get("losses", [None])[0]}
-        if "wrong" in row:
-            more["note"] = "WRONG: " + row["wrong"]
-        printed.append(row | more)
-    table(printed, COLUMNS)
+    print_rows([row | {"first_loss": row.get("losses", [None])[0]} for row in rows], COLUMNS)
 
 
 def parsed(argv=None):
@@ -249,8 +219,7 @@ def parsed(argv=None):
         options.draft_vocab = 200
         options.eagle_steps = 3
         options.steps = 7
-    if options.steps <= SKIP:
-        parser.error(f"--steps is {options.steps}; the clock starts after {SKIP}, so take at least {SKIP + 1}")
+    check_steps(parser, options.steps, SKIP)
     if options.prompt and options.data:
         parser.error(f"--prompt is {options.prompt}, and the rows of --data have their own: remove one of them")
     if not 0 <= options.prompt < options.length - 1:
@@ -263,15 +232,10 @@ def parsed(argv=None):
 def main(argv=None):
     options = parsed(argv)
     if options.arm:
-        run_arm(options)
+        run_arm(options, measure)
         return
     record = Record("eagle", options.model.lower(), options.json, options.tiny, argv)
-    rows = []
-    for arm in options.arms:
-        rows += rows_from(arm, options.minutes * 60, echo=options.profile)
-        flag(rows)
-        kept = {name: value for name, value in vars(options).items() if name != "arm"}
-        record.write({"options": kept, "rows": rows})
+    rows = run_arms(options, record, flag, echo=options.profile)
     show(rows)
     show_parts(rows)
     record.say_where()

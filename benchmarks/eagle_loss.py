@@ -1,28 +1,27 @@
-"""The loss of an EAGLE-3 drafter alone, forward and backward, on given hidden states: time, memory, and errors.
+"""The loss of an EAGLE-3 drafter alone, forward and backward, on given hidden states: time, memory and errors.
 
     python benchmarks/eagle_loss.py --speculators FOLDER
     python benchmarks/eagle_loss.py --counted 0.5
     python benchmarks/eagle_loss.py --tiny
 
-Given are the drafter's hidden states of K steps (K, T, H), the model's last hidden states (T, H), both weights over the
-draft vocabulary (Vd, H), and the rows that count. Wanted are sum over k of decay^k * KL(teacher at t + k || step k at
-t), the rows where both have the same first choice, and the gradients of the drafter's hidden states and weight. All are
-bf16 with random numbers. The arms:
+The inputs are the drafter's hidden states of K steps (K, T, H), the model's last hidden states (T, H), both weights
+over the draft vocabulary (Vd, H), and the rows that count. All are random, in bf16. The outputs are the sum over k of
+decay^k * KL(teacher at t + k || step k at t), the number of rows where both have the same first choice, and the
+gradients of the drafter's hidden states and weight. The arms:
 
 ours                 `linear_heads_kl`.
 speculators          Both logits, and the kernels of speculators 0.9, from `--speculators`: a folder with the unpacked
                      wheel. Its losses are imported without the rest of the package, which needs older transformers.
-                     Around them stands what its `Eagle3` computes: the model's logits once, those of each step, the
-                     loss of each step on shifted slices, and the argmax of both.
-both logits          The same with softmax, log_softmax and kl_div in fp32, as its option "eager".
-256 MB slices        A stand-in for Unsloth's fused losses: slices of rows with 256 MB of fp32 logits, one compiled
-                     `grad_and_value` for each, and gradients that are summed outside of it. Written from their
-                     description, for this loss, which they do not have.
+                     The arm computes what its `Eagle3` does: the model's logits once, the logits of each step, the loss
+                     of each step on shifted slices, and the argmax of both.
+both logits          The same with softmax, log_softmax and kl_div in fp32, like its option "eager".
+256 MB slices        A stand-in for Unsloth's fused losses, which have no such loss, written from their description:
+                     slices of rows with 256 MB of fp32 logits, a compiled `grad_and_value` for each, and gradients that
+                     are summed outside of it.
 
-`floor_ms` is the time of the products that any of them needs, at the matmul rate of the same process: 3 K of the
-drafter and one of the model, for rows that count. `gib` is the peak beyond the inputs. Rows that
-do not count are the first of each 2,048, as in a chat with a prompt; the others' ways compute them and leave them out
-of the sum.
+`floor_ms` is the time of the products that every arm needs, at the matmul rate of the same process: 3 K of the drafter
+and one of the model, for rows that count. `gib` is the peak beyond the inputs. The first rows of each 2,048 do not
+count, as in a chat with a prompt. The other arms compute them too and leave them out of the sum.
 """
 
 import functools
@@ -32,18 +31,18 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from _measure import DEVICE, Record, arguments, ceilings, milliseconds, peak_gib, relative_error, table
-from _processes import emit, is_out_of_memory, rows_from
+from _arms import difference, print_rows, run_arm, run_arms
+from _measure import DEVICE, Record, arguments, ceilings, milliseconds, peak_gib, relative_error
 
 OURS, SPECULATORS, PLAIN, SLICES = "ours", "speculators", "both logits", "256 MB slices"
 ARMS = (OURS, SPECULATORS, PLAIN, SLICES)
 DECAY = 0.8
-ROW = 2048  # tokens of a row, of which the first do not count
+ROW = 2048  # tokens of a row; its first tokens do not count
 SLICE_BYTES = 256 << 20
 
 
 def inputs_of(options):
-    """Hidden states, weights and rows that count."""
+    """Make hidden states, weights and the mask of rows that count."""
     torch.manual_seed(0)
     steps, tokens, width, vocab = options.eagle_steps, options.tokens, options.width, options.draft_vocab
     dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
@@ -72,7 +71,7 @@ def ours(hidden, weight, teacher_hidden, teacher_weight, valid):
 
 
 def with_logits(kl, hidden, weight, teacher_hidden, teacher_weight, valid):
-    """Build the logits of both. `kl` takes logits and targets (1, n, V), and returns (1, n)."""
+    """Compute the loss from both logits. `kl` takes logits and targets (1, n, V), and returns (1, n)."""
     with torch.no_grad():
         targets = (teacher_hidden @ teacher_weight.T)[None]
     total = 0.0
@@ -93,7 +92,7 @@ def eager_kl(logits, targets):
 
 
 def speculators_kl(folder):
-    """The KL of speculators by its own kernels, from a folder with its unpacked wheel."""
+    """Import the KL loss of speculators, with its kernels, from a folder with its unpacked wheel."""
     for name in ("speculators", "speculators.utils"):
         package = types.ModuleType(name)
         package.__path__ = [str(Path(folder, *name.split(".")))]
@@ -104,7 +103,7 @@ def speculators_kl(folder):
 
 
 def slice_kl(x, weight, teacher_x, teacher_weight, factor):
-    """The sum of factor * KL of a slice of rows, and its hits."""
+    """Compute the sum of factor * KL over a slice of rows, and its hits."""
     logits = F.linear(x, weight).float()
     targets = F.linear(teacher_x, teacher_weight).float()
     kl = F.kl_div(F.log_softmax(logits, -1), F.softmax(targets, -1), reduction="none").sum(-1)
@@ -156,7 +155,7 @@ def in_slices(hidden, weight, teacher_hidden, teacher_weight, valid):
 
 
 def way_of(arm, options):
-    """The function of an arm, from the inputs to (loss, hits)."""
+    """Return the function of an arm, from the inputs to (loss, hits)."""
     if arm == OURS:
         return ours
     if arm == SLICES:
@@ -165,7 +164,7 @@ def way_of(arm, options):
 
 
 def tflop_of(valid, width, vocab):
-    """Of the products for the rows that count."""
+    """Count the TFLOP of the products for the rows that count."""
     steps, tokens = valid.shape
     teacher = torch.zeros(tokens, dtype=torch.bool, device=valid.device)
     for k in range(1, steps + 1):
@@ -202,16 +201,6 @@ def measure(arm, options):
     return row
 
 
-def run_arm(options):
-    """Run one arm in this process, and emit its row."""
-    try:
-        emit(measure(options.arm, options))
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        emit({"arm": options.arm, "note": "out of memory"})
-
-
 def flag(rows):
     """Compare loss and gradient norms of every row with ours, with room for the rounding of bf16."""
     first = next((row for row in rows if row["arm"] == OURS and "loss" in row), None)
@@ -219,12 +208,9 @@ def flag(rows):
         row.pop("wrong", None)
         if first is None or row is first or "loss" not in row:
             continue
-        pairs = [("loss", row["loss"], first["loss"], 0.01)]
-        for got, want in zip(row["grad_norms"], first["grad_norms"], strict=True):
-            pairs.append(("grad_norms", got, want, 0.03))
-        for name, got, want, allowed in pairs:
-            if not abs(got - want) <= allowed * abs(want):
-                row["wrong"] = f"{name} {got:.4f}, ours {want:.4f}"
+        wrong = difference(row, first, {"loss": 0.01, "grad_norms": 0.03})
+        if wrong:
+            row["wrong"] = wrong
         row["faster"] = row["ms"] / first["ms"]
         if row["gib"]:
             row["less"] = 1 - first["gib"] / row["gib"]
@@ -270,18 +256,13 @@ def parsed(argv=None):
 def main(argv=None):
     options = parsed(argv)
     if options.arm:
-        run_arm(options)
+        run_arm(options, measure)
         return
     record = Record(
         "eagle_loss", f"{options.tokens}x{options.width}x{options.draft_vocab}", options.json, options.tiny, argv
     )
-    rows = []
-    for arm in options.arms:
-        rows += rows_from(arm, options.minutes * 60)
-        flag(rows)
-        kept = {name: value for name, value in vars(options).items() if name != "arm"}
-        record.write({"options": kept, "rows": rows})
-    table([row | ({"note": "WRONG: " + row["wrong"]} if "wrong" in row else {}) for row in rows], COLUMNS)
+    rows = run_arms(options, record, flag)
+    print_rows(rows, COLUMNS)
     record.say_where()
 
 

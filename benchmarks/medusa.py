@@ -22,13 +22,22 @@ interrupted run can be continued.
 
 import itertools
 import json
-import tempfile
 import time
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from _measure import DEVICE, Record, arguments, table
+from _arms import (
+    check_steps,
+    difference,
+    logged,
+    print_rows,
+    recorded,
+    reset_peak,
+    static_memory,
+    training_fields,
+)
+from _measure import DEVICE, Record, arguments
 from _processes import emit, is_out_of_memory, release, rows_from
 from _rows import KINDS, sft_rows
 from _steps import Run, build, clock_of, counting, timed_steps, tokenizer_of
@@ -108,25 +117,10 @@ def make_trainer(arm, case, options, callbacks):
     add_heads(model, case)
     rows, collator = sft_rows(run, model.config.vocab_size, tokenizer_of())
     common = dict(
-        output_dir=tempfile.mkdtemp(),
-        max_steps=options.steps,
-        per_device_train_batch_size=options.batch,
-        logging_steps=LOG,
-        logging_first_step=True,
-        dataloader_num_workers=4 if DEVICE == "cuda" else 0,
-        learning_rate=0.0,
-        weight_decay=0.0,
-        lr_scheduler_type="constant",
-        bf16=DEVICE == "cuda",
-        optim="adamw_torch_fused",
-        report_to="none",
-        save_strategy="no",
-        use_cpu=DEVICE == "cpu",
-        disable_tqdm=True,
+        **training_fields(options, LOG),
         gradient_checkpointing=case["stage"] == 2 and not options.no_checkpointing,
         gradient_checkpointing_kwargs={"use_reentrant": False},
         remove_unused_columns=False,
-        dataloader_drop_last=True,
         train_sampling_strategy="random" if run.rows == "full" else "sequential",
     )
     if arm in (OURS, FP8):
@@ -163,11 +157,6 @@ def make_trainer(arm, case, options, callbacks):
     )
 
 
-def static_bytes(model):
-    """The bytes of the weights, plus a gradient and two AdamW states for trained ones, all in the weight's dtype."""
-    return sum(p.numel() * p.element_size() * (4 if p.requires_grad else 1) for p in model.parameters())
-
-
 def measure(arm, case, options):
     """Train, and return a row."""
     run = run_of(case, options)
@@ -175,18 +164,11 @@ def measure(arm, case, options):
     if DEVICE == "cuda":
         torch.cuda.reset_peak_memory_stats()
     trainer = make_trainer(arm, case, options, [clock, *([profiler(run.skip)] if options.profile else [])])
-    if DEVICE == "cuda" and arm == FP8:
-        release()
-        torch.cuda.reset_peak_memory_stats()  # of quantising
+    if arm == FP8:
+        reset_peak()
     row, _ = timed_steps(trainer, run, clock)
-    logs = [log for log in trainer.state.log_history if "loss" in log]
-    static = static_bytes(trainer.model) / 2**30
-    return row | {
-        "static": static,
-        "above": row["gib"] and row["gib"] - static,
-        "losses": [log["loss"] for log in logs],
-        "grad_norms": [float(log["grad_norm"]) for log in logs],
-    }
+    row |= static_memory(trainer.model, row["gib"])
+    return row | {"losses": logged(trainer, "loss"), "grad_norms": logged(trainer, "grad_norm")}
 
 
 def run_arm(options):
@@ -220,10 +202,9 @@ def flag(rows):
         if against is None or row["arm"] == OURS or "losses" not in row:
             continue
         times = 6 if row["arm"] == FP8 else 1
-        for name, allowed in (("losses", 0.005 * times), ("grad_norms", 0.03 * times), ("step_tokens", 0)):
-            for got, want in zip(row[name], against[name], strict=True):
-                if not abs(got - want) <= allowed * abs(want):
-                    row["wrong"] = f"{name} {got:.4f}, ours {want:.4f}"
+        wrong = difference(row, against, {"losses": 0.005 * times, "grad_norms": 0.03 * times, "step_tokens": 0})
+        if wrong:
+            row["wrong"] = wrong
         row["faster"] = against["tokens_per_s"] / row["tokens_per_s"]
         if row["above"]:
             row["less"] = 1 - against["above"] / row["above"]
@@ -253,8 +234,8 @@ def show(rows):
     for row in order:
         more = {"projection": "tied" if row["tied"] else "untied", "loss": row.get("losses", [None])[0]}
         more["rows"] = row.get("rows", "full")
-        printed.append(row | more | ({"note": "WRONG: " + row["wrong"]} if "wrong" in row else {}))
-    table(printed, COLUMNS)
+        printed.append(row | more)
+    print_rows(printed, COLUMNS)
 
 
 def main(argv=None):
@@ -283,8 +264,7 @@ def main(argv=None):
         options.steps = 10 if options.rows == "full" else STEPS[options.rows]
     if options.arm:
         return run_arm(options)
-    if options.steps <= SKIP:
-        parser.error(f"--steps is {options.steps}; the clock starts after {SKIP}, so take at least {SKIP + 1}")
+    check_steps(parser, options.steps, SKIP)
     if options.rows != "full" and not options.data:
         parser.error(f"--rows {options.rows} takes the rows of a file: name it with --data")
     record = Record("medusa", options.model.lower(), options.json, options.tiny, argv)
@@ -305,8 +285,7 @@ def main(argv=None):
                     continue
                 rows.append(row)
                 flag(rows)
-                kept = {name: value for name, value in vars(options).items() if name not in ("arm", "todo")}
-                record.write({"options": kept, "rows": rows})
+                record.write({"options": recorded(options), "rows": rows})
     flag(rows)
     show(rows)
     record.say_where()

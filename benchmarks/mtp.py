@@ -17,11 +17,21 @@ import tempfile
 from pathlib import Path
 
 import torch
-from _measure import DEVICE, Record, arguments, table
-from _processes import emit, is_out_of_memory, release, rows_from
+from _arms import (
+    check_steps,
+    difference,
+    logged,
+    print_rows,
+    reset_peak,
+    run_arm,
+    run_arms,
+    static_bytes,
+    static_memory,
+    training_fields,
+)
+from _measure import Record, arguments
 from _rows import sft_rows
 from _steps import Run, build, clock_of, counting, timed_steps, tokenizer_of
-from medusa import static_bytes
 from training import profiler
 
 WITHOUT, WITH = "LigerSFTTrainer", "LigerSFTTrainer + train_mtp"
@@ -62,25 +72,10 @@ def make_trainer(arm, options, callbacks):
     give_head(model, tempfile.mkdtemp())
     rows, _ = sft_rows(run, model.config.vocab_size, tokenizer_of())
     args = LigerSFTConfig(
-        output_dir=tempfile.mkdtemp(),
-        max_steps=options.steps,
-        per_device_train_batch_size=options.batch,
-        logging_steps=LOG,
-        logging_first_step=True,
-        dataloader_num_workers=4 if DEVICE == "cuda" else 0,
-        learning_rate=0.0,
-        weight_decay=0.0,
-        lr_scheduler_type="constant",
-        bf16=DEVICE == "cuda",
-        optim="adamw_torch_fused",
-        report_to="none",
-        save_strategy="no",
-        use_cpu=DEVICE == "cpu",
-        disable_tqdm=True,
+        **training_fields(options, LOG),
         activation_checkpointing=options.checkpointing,
         max_length=options.length,
         dataset_kwargs={"skip_prepare_dataset": True},
-        dataloader_drop_last=True,
         train_mtp=arm == WITH,
     )
     return counting(LigerSFTTrainer)(
@@ -105,35 +100,20 @@ def measure(arm, options):
     run = run_of(options)
     clock = clock_of(run)
     trainer = make_trainer(arm, options, [clock, *([profiler(run.skip)] if options.profile else [])])
-    if DEVICE == "cuda":
-        release()
-        torch.cuda.reset_peak_memory_stats()  # that of making the model
+    reset_peak()
     row, _ = timed_steps(trainer, run, clock)
     model = trainer.model
-    static = static_bytes(model) / 2**30
     head = static_bytes(model.mtp) / 2**30 if arm == WITH else 0.0
     whole, of_head = tflop_of(model, options.batch * options.length, options.length)
-    logs = [log for log in trainer.state.log_history if "loss" in log]
+    row |= static_memory(model, row["gib"])
     return row | {
         "arm": arm,
-        "static": static,
         "head_static": head,
-        "above": row["gib"] and row["gib"] - static,
         "tflop": whole,
         "head_tflop": of_head if arm == WITH else 0.0,
-        "losses": [log["loss"] for log in logs],
-        "mtp_losses": [log["mtp_loss"] for log in logs if "mtp_loss" in log],
+        "losses": logged(trainer, "loss"),
+        "mtp_losses": logged(trainer, "mtp_loss"),
     }
-
-
-def run_arm(options):
-    """Run one arm in this process, and emit its row."""
-    try:
-        emit(measure(options.arm, options))
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        emit({"arm": options.arm, "note": "out of memory"})
 
 
 def flag(rows):
@@ -142,9 +122,9 @@ def flag(rows):
     for row in rows:
         if without is None or row is without or "losses" not in row:
             continue
-        for got, want in zip(row["losses"], without["losses"], strict=True):
-            if not abs(got - want) <= 1e-4 * abs(want):
-                row["wrong"] = f"loss {got:.5f}, without the head {want:.5f}"
+        wrong = difference(row, without, {"losses": 1e-4}, called="without the head")
+        if wrong:
+            row["wrong"] = wrong
         row["slower"] = row["ms"] / without["ms"] - 1
         if row["gib"]:
             row["more"] = row["gib"] - without["gib"]
@@ -178,24 +158,18 @@ def parsed(argv=None):
     options = parser.parse_args(argv)
     if options.tiny:
         options.model, options.layers, options.batch, options.length, options.steps = "tiny-attention", 2, 2, 48, 6
-    if options.steps <= SKIP:
-        parser.error(f"--steps is {options.steps}; the clock starts after {SKIP}, so take at least {SKIP + 1}")
+    check_steps(parser, options.steps, SKIP)
     return options
 
 
 def main(argv=None):
     options = parsed(argv)
     if options.arm:
-        run_arm(options)
+        run_arm(options, measure)
         return
     record = Record("mtp", options.model.lower(), options.json, options.tiny, argv)
-    rows = []
-    for arm in options.arms:
-        rows += rows_from(arm, options.minutes * 60, echo=options.profile)
-        flag(rows)
-        kept = {name: value for name, value in vars(options).items() if name != "arm"}
-        record.write({"options": kept, "rows": rows})
-    table([row | ({"note": "WRONG: " + row["wrong"]} if "wrong" in row else {}) for row in rows], COLUMNS)
+    rows = run_arms(options, record, flag, echo=options.profile)
+    print_rows(rows, COLUMNS)
     record.say_where()
 
 

@@ -45,11 +45,12 @@ def read(path, vocab, prompt=RANDOM_PROMPT):
     """{name: list of rows of token ids}.
 
     A .json file comes without its tokenizer, so its rows are random ids, one for four characters. Without a file there
-    is one row of random ids with a prompt of `prompt` tokens.
+    are 64 rows of random ids with prompts of `prompt` tokens, none like another.
     """
     draw = np.random.default_rng(0)
     if path is None:
-        return {part: [draw.integers(0, vocab, prompt if part == "prompt" else 4096)] for part in PARTS}
+        lengths = {"prompt": prompt, "chosen": 4096, "rejected": 4096}
+        return {part: list(draw.integers(0, vocab, (64, lengths[part]))) for part in PARTS}
     if path.endswith(".npz"):
         arrays = np.load(path)
         flat = {part: arrays[f"{part}_ids"].astype(np.int64) % vocab for part in PARTS}
@@ -64,14 +65,16 @@ def read(path, vocab, prompt=RANDOM_PROMPT):
 def pairs(path, vocab, length, count, prompt=RANDOM_PROMPT):
     """`count` pairs without padding, with two sequences of exactly `length` tokens each.
 
-    Pair i has the prompt of row i, cut to half of `length` at most. Its answers are the answers of row i and of the
-    rows after it, joined and cut. Every token after the prompt is scored. If there are too few rows, they are repeated.
+    Pair i has the prompt of row i. A prompt of a file is cut to half of `length` at most, a random one to three
+    quarters. Its answers are the answers of row i and of the rows after it, joined and cut. Every token after the
+    prompt is scored. If there are too few rows, they are repeated.
     """
+    longest = length * 3 // 4 if path is None else length // 2
     rows = read(path, vocab, prompt)
     total = len(rows["prompt"])
     found = []
     for i in range(count):
-        prompt = rows["prompt"][i % total][: length // 2]
+        prompt = rows["prompt"][i % total][:longest]
         pair = {"prompt_ids": prompt.tolist()}
         for part in PARTS[1:]:
             ids, j = [], i

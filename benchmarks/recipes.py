@@ -45,6 +45,7 @@ RECIPES = {
     "quickstart_dpo": ("SmolLM2-135M", []),
     "quickstart_medusa": ("SmolLM2-135M", []),
     "llama3_2_3b/sft_lora_24gb": ("Llama-3.2-3B", []),
+    "llama3_2_3b/grpo_lora_24gb": ("Llama-3.2-3B", []),
     "llama3_8b/sft_alpaca_lora": ("Llama-3-8B", []),
     "llama3_8b/medusa_stage1": ("Llama-3-8B", []),
     "llama3_8b/medusa_stage2": ("Llama-3-8B", []),

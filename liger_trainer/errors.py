@@ -5,7 +5,7 @@ from typing import Any
 
 
 class RecipeError(ValueError):
-    """A recipe, or a file that it names, has something that the user can mend. The message says which key and how."""
+    """The user can fix the recipe, or a file that it names. The message says which key and how."""
 
 
 class RunError(RuntimeError):
@@ -17,16 +17,16 @@ class RewardError(RunError):
 
 
 def without_tokens(text: str) -> str:
-    """A text without tokens of the Hub in it, because what is printed often ends up in a shared log."""
+    """Return `text` without Hub tokens, because printed text often ends up in shared logs."""
     return re.sub(r"\bhf_\w{8,}", "hf_***", text)
 
 
 def refusal(error: Exception, *keys: str, **written: Any) -> str | None:
-    """Tell in a line what a library refuses, or return None for an error that may be a bug.
+    """Return a library's complaint about input in one line, or None for an error that may be a bug.
 
     Libraries raise ValueError, OSError, ImportError and errors of their own for bad input. Any other error, such as a
-    TypeError, is about input only if it names a word that the user has written: one of `keys`, or of the values of
-    `written`, fields whose names no library says, so that the line begins with the field.
+    TypeError, is about input only if it names a word that the user has written: one of `keys`, or a word of a value in
+    `written`. Libraries do not know the names of the fields in `written`, so the line starts with the field.
     """
     from jinja2 import TemplateError
     from safetensors import SafetensorError
@@ -43,13 +43,13 @@ def refusal(error: Exception, *keys: str, **written: Any) -> str | None:
 
 
 def short(value: Any) -> str:
-    """The `repr` of a value, cut to 100 characters so that it fits into a line."""
+    """Return the `repr` of a value, cut to 100 characters so that it fits into a line."""
     text = repr(without_nulls(value))
     return text if len(text) <= 100 else f"{text[:97]}..."
 
 
 def without_nulls(value: Any) -> Any:
-    """A value without the empty fields that Arrow adds to a row because other rows have them."""
+    """Return `value` without the empty fields that Arrow adds to a row because other rows have them."""
     if isinstance(value, dict):
         return {key: without_nulls(part) for key, part in value.items() if part is not None}
     return [without_nulls(part) for part in value] if isinstance(value, list) else value

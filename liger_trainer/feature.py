@@ -1,4 +1,4 @@
-"""The parts of an option of the trainers: its fields, what it is refused with, and what it does in a training."""
+"""The interface of a trainer's option: its fields, its checks, and its effect on training."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -8,14 +8,14 @@ from typing import Any, Generic, Protocol, TypeVar
 from accelerate import Accelerator
 from torch import nn
 
-# `run(step, *args, **kwargs)` returns `step(*args, **kwargs)`, a training step, in its own way
+# Called as `run(step, *args, **kwargs)` in place of a training step, `step(*args, **kwargs)`.
 StepRunner = Callable[..., Any]
 
 
 class FeatureTrainer(Protocol):
-    """What any feature may read of a trainer. The protocol of a feature adds what it reads besides, and what it writes.
+    """The attributes of a trainer that every feature may read. A feature's own protocol adds what else it uses.
 
-    So a feature knows no trainer, and a reader of a trainer knows who changes which attribute.
+    So features do not depend on trainers, and the protocols show which feature changes which attribute.
     """
 
     accelerator: Accelerator
@@ -34,31 +34,31 @@ TrainerT = TypeVar("TrainerT", contravariant=True, bound=FeatureTrainer)
 class Feature(Generic[ArgumentsT, TrainerT]):
     """One feature of the trainers. `FEATURES` in `trainers/features.py` has one of each.
 
-    A subclass overrides what it needs; the methods here do nothing. They are called in the order in which they stand
-    here, for each feature in turn. Those that refuse raise a ValueError with the field, its value and what to do.
-    `ArgumentsT` and `TrainerT` are protocols of what the feature reads and writes.
+    A subclass overrides the methods that it needs. They are listed in the order of their calls, and each is called for
+    all features in turn. A check raises a ValueError with the field, its value and what to do. `ArgumentsT` and
+    `TrainerT` are protocols of the attributes that the feature reads and writes.
     """
 
     def resolve(self, args: ArgumentsT) -> None:
-        """Give the fields of `args` their values, before the stock class looks at them."""
+        """Set fields of `args`, before the stock class reads them."""
 
     def check(self, args: ArgumentsT) -> None:
-        """Refuse fields that do not go together, after the stock class has looked at them."""
+        """Reject fields that contradict each other, after the stock class has read them."""
 
     def around_accelerator(self, trainer: TrainerT) -> AbstractContextManager[None]:
-        """A context in which the accelerator of `trainer` is made."""
+        """Return the context for building the accelerator of `trainer`."""
         return nullcontext()
 
     def before_patch(self, model: nn.Module, trainer: TrainerT) -> dict[str, Any]:
-        """Change `model` before it is patched. Returns what goes into the operations of the report."""
+        """Change `model` before it is patched. Return entries for the operations in the report."""
         return {}
 
     def check_trainer(self, trainer: TrainerT) -> None:
-        """Refuse a trainer that has just been built."""
+        """Reject a trainer that has just been built."""
 
     def around_training(self, trainer: TrainerT) -> AbstractContextManager[StepRunner | None]:
-        """A context in which `trainer` trains. It may give a function that runs the training steps."""
+        """Return the context of training. It may yield a function that runs the training steps."""
         return nullcontext()
 
     def after_save(self, trainer: TrainerT, folder: Path) -> None:
-        """Add to the model of `trainer` that was just saved in `folder`. Only the process that writes calls it."""
+        """Add files to the model that `trainer` has just saved in `folder`. Only called in the process that writes."""

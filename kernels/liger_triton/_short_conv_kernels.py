@@ -1,27 +1,28 @@
 """The kernels of `short_conv`. A program walks along tokens and keeps the last K vectors of channels in registers.
 
-So a token is loaded once, and a and g are computed once for it. In a tile of tokens by channels, each tap would load
-the tile again, and silu would be computed K times over.
+Each token is loaded once, and its a and g are computed once. A tile of tokens by channels would be loaded again for
+each tap, and would compute silu K times.
 
-The number of instructions decides as much as the bytes do: an element takes 13 forward and 27 backward. What depends on
-where rows begin is therefore decided for a run of tokens at once. In a plain run every tap lies in its row, and every
-token and channel exists: nothing is compared or masked. The others, where rows or tensors begin and end, compare for
-each token and tap. Both give a row the same bits, wherever it lies. So products are added by `tl.fma`: in a sum of two
-products the compiler would choose which one to round, and not in all runs the same.
+The instruction count matters as much as the bytes: 13 per element forward and 27 backward. So the boundaries of rows
+are checked once for a run of tokens. In a plain run, every tap lies in the token's row and every token and channel
+exists, so nothing is compared or masked. The other runs contain the start or the end of a row or a tensor, and compare
+for each token and tap. Both kinds give a row the same bits, wherever it lies. That is why products are added with
+`tl.fma`: in a sum of two products, the compiler chooses which one to round, and may choose differently in each kind.
 
-A run is loaded while the one before it is computed. On an H200, for 8192 tokens of 8192 channels, that took 0.82 of the
-time forward and 0.86 backward. Twice the channels in a program, and so twice the registers, were not faster.
+The next run is loaded while the current one is computed. On an H200, with 8192 tokens of 8192 channels, the kernels
+then took 0.82 of the time forward and 0.86 backward. Twice the channels per program, which needs twice the registers,
+was not faster.
 """
 
 from ._dispatch import jit, tl
 
-NO_ROW = tl.constexpr(2147483647)  # where the row after the last one begins
+NO_ROW = tl.constexpr(2147483647)  # start of the row after the last one
 
 
 @jit
 def _row_at(CU_SEQLENS, token, offsets, steps):
-    """(how many of the ascending offsets are not above the token, where its row begins, where the next one begins)"""
-    low = token * 0  # so many offsets are known not to be above the token
+    """(number of offsets at or below the token, start of its row, start of the next row), by binary search."""
+    low = token * 0  # this many offsets are known to be at or below the token
     high = low + offsets
     for _ in range(steps):
         middle = (low + high) // 2
@@ -36,8 +37,8 @@ def _row_at(CU_SEQLENS, token, offsets, steps):
 
 @jit
 def _row_of_next(CU_SEQLENS, token, offsets, row, start, after):
-    """What `_row_at` returns for the token, from what it returns for one before it."""
-    while after <= token:  # more than once past empty rows
+    """The result of `_row_at` for a token, from its result for an earlier token."""
+    while after <= token:  # loops more than once only past empty rows
         row += 1
         start = after
         after = tl.load(CU_SEQLENS + row, mask=row < offsets, other=NO_ROW)
@@ -46,20 +47,20 @@ def _row_of_next(CU_SEQLENS, token, offsets, row, start, after):
 
 @jit
 def _among(token, low, high, here):
-    """`here` if low <= token < high. Compared as a vector: Triton's interpreter makes no mask of a number."""
+    """`here` if low <= token < high, else all false. Triton's interpreter needs a vector to compare, not a scalar."""
     tokens = token + tl.zeros_like(here).to(tl.int32)
     return here & (tokens >= low) & (tokens < high)
 
 
 @jit
 def _place(X, token, stride):
-    """The address of a token, in 64 bits: 128k tokens of 16k channels are 2**31 elements."""
+    """The address of a token, with a 64-bit offset: 128k tokens of 16k channels are 2**31 elements."""
     return X + token.to(tl.int64) * stride
 
 
 @jit
 def _loaded(X, first, stride, end, col, here, TOKENS: tl.constexpr):
-    """The vectors of some tokens, all loaded before any of them is needed; zeros outside of [0, end)."""
+    """Load the vectors of TOKENS tokens before any of them is needed. Tokens outside [0, end) are zeros."""
     xs = ()
     for i in tl.static_range(TOKENS):
         token = first + i
@@ -69,14 +70,24 @@ def _loaded(X, first, stride, end, col, here, TOKENS: tl.constexpr):
 
 @jit
 def _part_of(
-    program, FIRST, SECOND, THIRD, stride, stride_2, stride_3, width, width_2, c, SPLIT: tl.constexpr,
+    program,
+    FIRST,
+    SECOND,
+    THIRD,
+    stride,
+    stride_2,
+    stride_3,
+    width,
+    width_2,
+    c,
+    SPLIT: tl.constexpr,
     BLOCK_C: tl.constexpr,
-):  # fmt: skip
-    """(how many vectors of channels there are, the tensor that holds these channels, the stride of
-    its tokens, the first of these channels, and where the tensor's channels end)
+):
+    """(the number of vectors of channels, the tensor with this program's channels, the stride of its tokens, the first
+    of these channels, the end of the tensor's channels).
 
-    SPLIT: three tensors hold the channels, `width` and `width_2` of them the first two. No vector crosses from one to
-    the next. The tensor is moved back by the channels before its first one, so that they count as those of x do.
+    SPLIT: three tensors hold the channels, `width` and `width_2` of them in the first two. A vector never crosses from
+    one to the next. The pointer is moved back to channel 0 of x, so that all three are indexed by the channels of x.
     """
     if SPLIT:
         vectors_1 = tl.cdiv(width, BLOCK_C)
@@ -101,8 +112,9 @@ def _part_of(
 
 @jit
 def _begin(X, W, B, begin, x_stride, t, col, here, K: tl.constexpr, HAS_BIAS: tl.constexpr):
-    """(the taps of each channel, the bias, the K - 1 tokens before the first one), in fp32"""
-    taps, xs = (), ()
+    """(the taps of each channel, the bias, the K - 1 tokens before the first one), in fp32."""
+    taps = ()
+    xs = ()
     for k in tl.static_range(K):
         taps = taps + (tl.load(W + col * K + k, mask=here, other=0.0).to(tl.float32),)
     bias = tl.zeros_like(taps[0])
@@ -116,7 +128,7 @@ def _begin(X, W, B, begin, x_stride, t, col, here, K: tl.constexpr, HAS_BIAS: tl
 
 @jit
 def _in_row(x, token, start, IS_IN: tl.constexpr):
-    """x, or zeros if the row begins after the token. IS_IN: it is known that it does not."""
+    """x, or zeros if the row starts after the token. IS_IN: the row is known to start earlier."""
     if not IS_IN:
         x = tl.where(token >= start, x, 0.0)
     return x
@@ -124,15 +136,14 @@ def _in_row(x, token, start, IS_IN: tl.constexpr):
 
 @jit
 def _sigmoid(a):
-    """(s, 1 - s) of s = 1 / (1 + exp(-a)), which takes five instructions. The division of `tl.sigmoid` alone takes as
-    many."""
+    """(s, 1 - s) with s = 1 / (1 + exp(-a)), in five instructions. The division in `tl.sigmoid` alone takes as many."""
     r = tl.rsqrt(1.0 + tl.exp2(a * -1.4426950408889634))
     return r * r, tl.fma(-r, r, 1.0)
 
 
 @jit
 def _convolved(xs, taps, bias, token, start, K: tl.constexpr, PLAIN: tl.constexpr):
-    """a of a token, from its own vector, which is the last of `xs`, and from those of the K - 1 tokens before it."""
+    """Compute a of a token from `xs`: the vectors of the K - 1 tokens before it, and its own last."""
     a = bias
     for k in tl.static_range(K):
         a = tl.fma(taps[k], _in_row(xs[k], token - (K - 1) + k, start, PLAIN or k == K - 1), a)
@@ -141,10 +152,27 @@ def _convolved(xs, taps, bias, token, start, K: tl.constexpr, PLAIN: tl.constexp
 
 @jit
 def _forward_run(
-    xs, loaded, taps, bias, Y, CU_SEQLENS, first, row, start, after, offsets, t, y_stride, col, here, K: tl.constexpr,
-    SILU: tl.constexpr, RUN: tl.constexpr, PLAIN: tl.constexpr,
-):  # fmt: skip
-    """Store y of a run. Return the K - 1 tokens at its end, and what `_row_at` returns for the last one."""
+    xs,
+    loaded,
+    taps,
+    bias,
+    Y,
+    CU_SEQLENS,
+    first,
+    row,
+    start,
+    after,
+    offsets,
+    t,
+    y_stride,
+    col,
+    here,
+    K: tl.constexpr,
+    SILU: tl.constexpr,
+    RUN: tl.constexpr,
+    PLAIN: tl.constexpr,
+):
+    """Store y of a run. Return its last K - 1 tokens, and the result of `_row_at` for the last one."""
     for i in tl.static_range(RUN):
         token = first + i
         if not PLAIN:
@@ -165,10 +193,28 @@ def _forward_run(
 
 @jit(do_not_specialize=["t", "offsets", "steps", "tokens"])
 def _forward_kernel(
-    X, W, B, CU_SEQLENS, Y, Y_2, Y_3, x_stride, t, c, width, width_2, offsets, steps, tokens,
-    K: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr, SPLIT: tl.constexpr, RUN: tl.constexpr,
+    X,
+    W,
+    B,
+    CU_SEQLENS,
+    Y,
+    Y_2,
+    Y_3,
+    x_stride,
+    t,
+    c,
+    width,
+    width_2,
+    offsets,
+    steps,
+    tokens,
+    K: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    SILU: tl.constexpr,
+    SPLIT: tl.constexpr,
+    RUN: tl.constexpr,
     BLOCK_C: tl.constexpr,
-):  # fmt: skip
+):
     program = tl.program_id(0)
     vectors, Y, y_stride, channel, end_channel = _part_of(
         program, Y, Y_2, Y_3, width, width_2, c - width - width_2, width, width_2, c, SPLIT, BLOCK_C
@@ -199,12 +245,36 @@ def _forward_kernel(
 
 @jit
 def _backward_run(
-    xs, dxs, dws, db, loaded, upstream, taps, bias, DX, CU_SEQLENS, first, row, start, after, offsets, begin, t, c, col,
-    here, K: tl.constexpr, SILU: tl.constexpr, NEED_DX: tl.constexpr, NEED_DW: tl.constexpr, NEED_DB: tl.constexpr,
-    TOKENS: tl.constexpr, PLAIN: tl.constexpr,
-):  # fmt: skip
-    """Add g of each token to dx of the token and of the K - 1 before it, to dw and to db, and store dx where it is
-    complete: of the token K - 1 before each. Return the sums, and what `_forward_run` returns."""
+    xs,
+    dxs,
+    dws,
+    db,
+    loaded,
+    upstream,
+    taps,
+    bias,
+    DX,
+    CU_SEQLENS,
+    first,
+    row,
+    start,
+    after,
+    offsets,
+    begin,
+    t,
+    c,
+    col,
+    here,
+    K: tl.constexpr,
+    SILU: tl.constexpr,
+    NEED_DX: tl.constexpr,
+    NEED_DW: tl.constexpr,
+    NEED_DB: tl.constexpr,
+    TOKENS: tl.constexpr,
+    PLAIN: tl.constexpr,
+):
+    """Add g of each token to dx of the last K tokens, to dw and to db. Store dx of the token K - 1 earlier, which is
+    complete then. Return the sums, and what `_forward_run` returns."""
     for i in tl.static_range(TOKENS):
         token = first + i
         if not PLAIN:
@@ -243,13 +313,38 @@ def _backward_run(
 
 @jit(do_not_specialize=["t", "offsets", "steps", "tokens"])
 def _backward_kernel(
-    DY, DY_2, DY_3, X, W, B, CU_SEQLENS, DX, SUMS, dy_stride, dy_stride_2, dy_stride_3, x_stride, t, c, width, width_2,
-    offsets, steps, tokens,
-    K: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr, SPLIT: tl.constexpr, NEED_DX: tl.constexpr,
-    NEED_DW: tl.constexpr, NEED_DB: tl.constexpr, RUN: tl.constexpr, BLOCK_C: tl.constexpr,
-):  # fmt: skip
-    """dx of a token is complete when g of the token K - 1 after it is. So a program goes K - 1 tokens further for dx,
-    whose part of dw and db the next program adds up."""
+    DY,
+    DY_2,
+    DY_3,
+    X,
+    W,
+    B,
+    CU_SEQLENS,
+    DX,
+    SUMS,
+    dy_stride,
+    dy_stride_2,
+    dy_stride_3,
+    x_stride,
+    t,
+    c,
+    width,
+    width_2,
+    offsets,
+    steps,
+    tokens,
+    K: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    SILU: tl.constexpr,
+    SPLIT: tl.constexpr,
+    NEED_DX: tl.constexpr,
+    NEED_DW: tl.constexpr,
+    NEED_DB: tl.constexpr,
+    RUN: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """dx of a token needs g of the next K - 1 tokens. So a program reads K - 1 tokens past its own for dx. The next
+    program adds those tokens to dw and db."""
     program = tl.program_id(0)
     vectors, DY, dy_stride, channel, end_channel = _part_of(
         program, DY, DY_2, DY_3, dy_stride, dy_stride_2, dy_stride_3, width, width_2, c, SPLIT, BLOCK_C
@@ -263,7 +358,9 @@ def _backward_kernel(
     taps, bias, xs = _begin(X, W, B, begin, x_stride, t, col, here, K, HAS_BIAS)
     row, start, after = _row_at(CU_SEQLENS, begin, offsets, steps)
     zeros = tl.zeros([BLOCK_C], tl.float32)
-    dxs, dws, db = (), (zeros,), zeros
+    dxs = ()
+    dws = (zeros,)
+    db = zeros
     for _ in tl.static_range(K - 1):
         dxs = dxs + (zeros,)
         dws = dws + (zeros,)
@@ -290,9 +387,34 @@ def _backward_kernel(
         loaded = _loaded(X, first, x_stride, t, col, here, K - 1)
         upstream = _loaded(DY, first, dy_stride, t, col, here, K - 1)
         _backward_run(
-            xs, dxs, dws, db, loaded, upstream, taps, bias, DX, CU_SEQLENS, first, row, start, after, offsets, begin, t,
-            c, col, here, K, SILU, True, False, False, K - 1, False,
-        )  # fmt: skip
+            xs,
+            dxs,
+            dws,
+            db,
+            loaded,
+            upstream,
+            taps,
+            bias,
+            DX,
+            CU_SEQLENS,
+            first,
+            row,
+            start,
+            after,
+            offsets,
+            begin,
+            t,
+            c,
+            col,
+            here,
+            K,
+            SILU,
+            True,
+            False,
+            False,
+            K - 1,
+            False,
+        )
     if NEED_DW:
         for k in tl.static_range(K):
             tl.store(_place(SUMS, group * (K + NEED_DB) + k, c) + col, dws[k], mask=here)
@@ -304,7 +426,7 @@ def _backward_kernel(
 def _sums_kernel(
     SUMS, DW, DB, groups, c, TAPS: tl.constexpr, NEED_DB: tl.constexpr, GROUPS: tl.constexpr, CHANNELS: tl.constexpr
 ):
-    """Add up what the groups of tokens have found, in a fixed order: dw (C, TAPS), and db as one tap more."""
+    """Sum the partial dw (C, TAPS) of all groups in a fixed order, and db, which is stored as one more tap."""
     tap = tl.program_id(1)
     col = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     group = tl.arange(0, GROUPS)

@@ -1,5 +1,5 @@
-"""Forward KL of K heads from a teacher with the same vocabulary, k rows ahead (self-distilled Medusa heads). The logits
-of all rows never exist.
+"""Forward KL of K heads from a teacher with the same vocabulary, k rows ahead (EAGLE-3, self-distilled Medusa heads).
+Logits exist for a window of rows at a time.
 
     teacher of head k at row t (k = 1 ... K):  q = softmax(z(teacher_hidden[t + k] @ teacher_weight.T))
     student:                                   p = softmax(z(hidden[k - 1, t] @ weight[k - 1].T))
@@ -53,9 +53,9 @@ MAX_BLOCK = 4096  # three vectors of a block live in registers: 8 elements a thr
 
 @jit
 def _largest_and_rest(X, V, scale, softcap, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr):
-    """Return (m, rest, a) of a row. Each lane keeps its own numbers until the end. Then the lane that holds a leaves
-    its largest logit out of rest. m_v starts at a finite number, so no difference is inf - inf. That number is not a
-    logit of the row: the -1 in rest_v removes it, unless the row does have it, in its first column."""
+    """Return (m, rest, a) of a row. Each lane keeps its own numbers until the end. Then the lane that holds a removes
+    its largest logit from rest. m_v starts at a finite number, so no difference is inf - inf. That number is not a
+    logit of the row, so the -1 in rest_v cancels it, unless the first column of the row has it."""
     lane = tl.arange(0, BLOCK)
     m_v = tl.full((BLOCK,), LOWEST, tl.float32)
     rest_v = tl.full((BLOCK,), -1.0, tl.float32)

@@ -1,26 +1,27 @@
 """Attention of a drafter that is unrolled from every token of a row (the training-time test of EAGLE-3).
 
-In step j = 1, 2, ... the query at token t sees the keys of step 0 at the tokens of its row up to t, and those that its
-own rollout has added, one a step, at the same t:
+In step j = 1, 2, ... the query at token t sees the keys of step 0 at the tokens of its row up to t, and the keys that
+its own rollout has added at t, one a step:
 
     s_u = scale * q_t . k_u                 u = first token of the row ... t
     s_i = scale * q_t . k^(i)_t             i = 1 ... j
     o_t = sum over both of softmax(s) v
 
-The first part is `row_attention` with its log-sum-exp L0, and the second adds to both:
+The first part is `row_attention`, with output o0 and log-sum-exp L0. The second part adds to both:
 
     L = log(exp(L0) + sum_i exp(s_i))       o = exp(L0 - L) o0 + sum_i exp(s_i - L) v^(i)
 
-Flash attention's backward pass needs o and L only to rebuild the probabilities exp(s_u - L) and D = do . o. Given those
-of both parts, it gives the right gradients of its own part; the others are dp_i = do . v^(i) and ds_i = p_i (dp_i - D).
+Flash attention's backward uses o and L only for the probabilities exp(s_u - L) and for D = do . o. Given the o and L
+of both parts, it returns the right gradients of the first part. For the second, dp_i = do . v^(i) and
+ds_i = p_i (dp_i - D).
 
 Shapes  q, o (n, H, D); k, v (T, G, D), H a multiple of G; each of own_keys, own_values (n, G, D); L (H, n) in fp32.
-        n = T, or the n tokens `places` that are unrolled.
-Dtypes  bf16, fp16, fp32, all of one. Scores, sums and gradients in fp32, one rounding per store; the first part rounds
-        its result and its dq to the dtype.
-Bytes   beyond `row_attention`, b an element: forward reads q, o0 and 2 j n G D of keys and values, and writes o;
-        backward reads q, do, o, dq and the keys and values, and writes dq and the gradients of the keys and values.
-        Both first copy the j keys and the j values into one tensor each, which is not kept.
+        n = T, or the number of tokens in `places` if only these are unrolled.
+Dtypes  bf16, fp16, fp32, the same for all tensors. Scores, sums and gradients in fp32, one rounding per store. The
+        first part rounds its output and its dq to the dtype.
+Bytes   in addition to `row_attention`, b an element: forward reads q, o0 and 2 j n G D of keys and values, and writes
+        o. Backward reads q, do, o, dq and the keys and values, and writes dq and the gradients of the keys and values.
+        Both first copy the j keys and the j values into one temporary tensor each.
 """
 
 from collections.abc import Sequence
@@ -140,7 +141,7 @@ def _own_gradient_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Write DK and DV (j, T, G, D), and add the part of the own keys to DQ. OUT and LEVEL are those of all keys.
+    """Write DK and DV (j, T, G, D), and add the second part's gradient to DQ. OUT and LEVEL cover all keys.
 
     Each sum is over the heads of one program, so the result does not depend on the order of the programs."""
     group = tl.program_id(1)
@@ -304,18 +305,18 @@ def rollout_attention(
     scale: float | None = None,
     places: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute causal attention within each row and to the keys of a token's own rollout; differentiable in all of them.
+    """Attend causally within each row, and to the keys of a token's own rollout; differentiable in q, keys and values.
 
     Args:
         q (`torch.Tensor`): (n, H, D), D at most 256. bf16, fp16, fp32 (float64: the PyTorch twin).
         k, v (`torch.Tensor`): (T, G, D) of the same dtype, H a multiple of G: the keys and values of step 0.
-        own_keys, own_values (sequences of `torch.Tensor`): One (n, G, D) for each later step, at least one. The query
-            in row i sees their rows i alone.
-        offsets (`torch.Tensor`): int32 (rows + 1,): where each row begins, and T.
+        own_keys, own_values (sequences of `torch.Tensor`): One (n, G, D) for each later step, at least one. Query i
+            sees only row i of each.
+        offsets (`torch.Tensor`): int32 (rows + 1,), the start of each row, and T.
         longest (`int`): Tokens of the longest row. A smaller number leaves tokens out.
-        scale (`float`, *optional*): Factor of the products of q and k. Unset: 1 / sqrt(D).
-        places (`torch.Tensor`, *optional*): int64 (n,), none twice: the tokens whose rollouts these are. Unset: all of
-            them, n = T.
+        scale (`float`, *optional*): Multiplies the products of q and k. Unset: 1 / sqrt(D).
+        places (`torch.Tensor`, *optional*): int64 (n,), without duplicates: the tokens that are unrolled. Unset: all
+            tokens, n = T.
 
     Returns:
         `torch.Tensor`: (n, H, D).

@@ -417,7 +417,7 @@ def flash_forward(q, k, v, offsets, longest, scale, window):
 
 
 def flash_backward(do, q, k, v, o, level, offsets, longest, scale, window, state):
-    """Return dq, dk and dv. `o` and `level` may be those of more keys than k; then dq is the part of these."""
+    """Return dq, dk and dv. If `o` and `level` cover more keys than k, dq is the gradient through k alone."""
     return torch.ops.aten._flash_attention_backward(
         do,
         q,

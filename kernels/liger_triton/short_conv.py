@@ -2,21 +2,21 @@
 
     a[t, c] = b[c] + sum_k w[c, k] x[t - (K - 1) + k, c],   y = a or silu(a)
 
-Taps that reach before the first token of a row count as zero. With s = sigmoid(a), and sums over tokens of one row,
+A tap before the first token of its row reads zero. With s = sigmoid(a), and sums over the tokens of one row,
 
     g = dy, or dy * s * (1 + a * (1 - s)),   dx[t, c] = sum_m w[c, K - 1 - m] g[t + m, c],
     dw[c, k] = sum_t g[t, c] x[t - (K - 1) + k, c],   db[c] = sum_t g[t, c]
 
-Shapes  x, y and their gradients (T, C), T tokens of all rows one after the other; w (C, K); b (C,) or missing. Tokens
-        of x may lie apart, as in a slice of what a projection returns. y and dy may be three tensors that hold the
-        channels one after the other.
-Dtypes  bf16, fp16, fp32; w and b may have dtypes of their own. Arithmetic in fp32, one rounding per store. Where
-        PyTorch rounds a before silu, there is none, so that 16-bit results are nearer float64 than its own.
-Bytes   b per element. Forward reads x and writes y: 2TCb. Backward reads dy and x, computes a again, and writes dx:
-        3TCb, and for each group of at most 256 tokens an fp32 row of every tap of dw, and of db, which a second kernel
-        adds up in a fixed order. Kept for backward: x and the offsets of the rows.
+Shapes  x, y and their gradients (T, C), the T tokens of all rows concatenated; w (C, K); b (C,) or missing. Tokens of x
+        may be strided, as in a slice of a projection's output. y and dy may be three tensors that hold consecutive
+        channels.
+Dtypes  bf16, fp16, fp32; w and b may have other dtypes than x. Arithmetic in fp32, one rounding per store. PyTorch also
+        rounds a before silu, so 16-bit results here are closer to float64 than PyTorch's.
+Bytes   b per element. Forward reads x and writes y: 2TCb. Backward reads dy and x, recomputes a, and writes dx: 3TCb.
+        It also writes partial sums of dw and db in fp32, one for each group of at most 256 tokens, and a second kernel
+        adds them up in a fixed order. Saved for backward: x and the row offsets.
 
-`_short_conv_kernels` says how it is computed.
+`_short_conv_kernels` explains the algorithm.
 """
 
 from collections.abc import Sequence
@@ -27,21 +27,27 @@ import torch
 from . import reference
 from ._autograd import once_differentiable, records_graph
 from ._dispatch import kernel_op, runs_triton
-from ._launch import cdiv, check_in, launch
+from ._launch import cdiv, launch, not_among
 from ._short_conv_kernels import _backward_kernel, _forward_kernel, _sums_kernel
 
 MOST_TAPS = 8
 ACTIVATIONS = ("silu",)
-CHANNELS = 128  # of a program, which is one warp: four for each of its threads
-FORWARD_RUN, BACKWARD_RUN = 8, 4  # tokens whose vectors a program loads while it computes those before
-FORWARD_TOKENS, BACKWARD_TOKENS = 64, 256  # of a program, which loads its weights and stores its sums once
-PROGRAMS = 1536  # If there are fewer, each takes fewer tokens. An H200 runs 2112 at once.
-PARTS = 3  # into which a result can be split
-SUM_GROUPS, SUM_CHANNELS = 32, 64  # partial sums that a program adds up at once
+CHANNELS = 128  # per program, which is one warp: four for each thread
+# Tokens that a program loads at once, while it computes the ones before.
+FORWARD_RUN = 8
+BACKWARD_RUN = 4
+# Tokens per program, which loads its weights once and stores its sums once.
+FORWARD_TOKENS = 64
+BACKWARD_TOKENS = 256
+PROGRAMS = 1536  # With fewer programs, each takes fewer tokens. An H200 runs 2112 at once.
+PARTS = 3  # the tensors of a split result
+# Partial sums that a program adds up at once.
+SUM_GROUPS = 32
+SUM_CHANNELS = 64
 
 
 def _tokens_of_program(x: torch.Tensor, most: int, run: int) -> int:
-    """Tokens of a program: `most`, or fewer where there would be too few programs for a GPU."""
+    """Tokens per program: `most`, or fewer if there would be too few programs to fill a GPU."""
     t, c = x.shape
     tokens = most
     while tokens > 2 * run and cdiv(t, tokens) * cdiv(c, CHANNELS) < PROGRAMS:
@@ -50,15 +56,15 @@ def _tokens_of_program(x: torch.Tensor, most: int, run: int) -> int:
 
 
 def _rows_of(x: torch.Tensor, cu_seqlens: torch.Tensor | None) -> tuple[torch.Tensor, int, int]:
-    """The offsets, how many they are, and the steps of a search among them. Without offsets there is one row."""
+    """(the offsets, their number, the steps of a binary search among them). Without offsets there is one row."""
     if cu_seqlens is None:
         return torch.empty(0, dtype=torch.int32, device=x.device), 0, 0
     count = cu_seqlens.shape[0]
     return cu_seqlens.contiguous(), count, count.bit_length()
 
 
-def _in_line(x: torch.Tensor) -> torch.Tensor:
-    """x (T, C) with unit stride in channels. A view but where channels lie apart."""
+def _with_dense_channels(x: torch.Tensor) -> torch.Tensor:
+    """x (T, C) with unit stride in channels. It is copied only if its channels are strided."""
     return x if x.stride(1) == 1 else x.contiguous()
 
 
@@ -71,19 +77,35 @@ def _forward(
     silu: bool,
     widths: list[int],
 ) -> list[torch.Tensor]:
-    """y of a weight (C, K), in parts of these widths: C, or three that sum to C."""
+    """y in parts of these widths, from a weight (C, K). `widths` is C alone, or three widths that sum to C."""
     t, c = x.shape
     tokens = _tokens_of_program(x, FORWARD_TOKENS, FORWARD_RUN)
-    rows = _in_line(x)
+    rows = _with_dense_channels(x)
     offsets, count, steps = _rows_of(rows, cu_seqlens)
     parts = [torch.empty((t, width), dtype=x.dtype, device=x.device) for width in widths]
     launch(
-        _forward_kernel, (_vectors_of(widths) * cdiv(t, tokens),),
-        rows, weight.contiguous(), rows if bias is None else bias.contiguous(), offsets, *_as_three(parts),
-        rows.stride(0), t, c, *_first_two(widths), count, steps, tokens,
-        K=weight.shape[1], HAS_BIAS=bias is not None, SILU=silu, SPLIT=len(widths) > 1, RUN=FORWARD_RUN,
-        BLOCK_C=CHANNELS, num_warps=1,
-    )  # fmt: skip
+        _forward_kernel,
+        (_vectors_of(widths) * cdiv(t, tokens),),
+        rows,
+        weight.contiguous(),
+        rows if bias is None else bias.contiguous(),
+        offsets,
+        *_as_three(parts),
+        rows.stride(0),
+        t,
+        c,
+        *_first_two(widths),
+        count,
+        steps,
+        tokens,
+        K=weight.shape[1],
+        HAS_BIAS=bias is not None,
+        SILU=silu,
+        SPLIT=len(widths) > 1,
+        RUN=FORWARD_RUN,
+        BLOCK_C=CHANNELS,
+        num_warps=1,
+    )
     return parts
 
 
@@ -94,52 +116,90 @@ def _(x, weight, bias, cu_seqlens, silu, widths):
 
 @kernel_op("short_conv_bwd")
 def _backward(
-    x: torch.Tensor, dy_parts: list[torch.Tensor], weight: torch.Tensor, bias: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None, silu: bool, need_dx: bool, need_dw: bool, need_db: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """(dx, dw, db), each empty unless needed."""
+    x: torch.Tensor,
+    dy_parts: list[torch.Tensor],
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    silu: bool,
+    need_dx: bool,
+    need_dw: bool,
+    need_db: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(dx, dw, db). One that is not needed has no elements."""
     t, c = x.shape
     taps = weight.shape[1]
     tokens = _tokens_of_program(x, BACKWARD_TOKENS, BACKWARD_RUN)
     groups = cdiv(t, tokens)
-    rows = _in_line(x)
-    dy_rows = [_in_line(dy) for dy in dy_parts]
+    rows = _with_dense_channels(x)
+    dy_rows = [_with_dense_channels(dy) for dy in dy_parts]
     widths = [dy.shape[1] for dy in dy_parts]
     offsets, count, steps = _rows_of(rows, cu_seqlens)
     dx, dw, db = _gradients(x, weight, bias, need_dx, need_dw, need_db)
     sums = torch.empty((groups, taps * need_dw + need_db, c), dtype=torch.float32, device=x.device)
     launch(
-        _backward_kernel, (_vectors_of(widths) * groups,),
-        *_as_three(dy_rows), rows, weight.contiguous(), rows if bias is None else bias.contiguous(), offsets, dx, sums,
-        *_as_three([dy.stride(0) for dy in dy_rows]), rows.stride(0), t, c, *_first_two(widths), count, steps, tokens,
-        K=taps, HAS_BIAS=bias is not None, SILU=silu, SPLIT=len(widths) > 1, NEED_DX=need_dx, NEED_DW=need_dw,
-        NEED_DB=need_db, RUN=BACKWARD_RUN, BLOCK_C=CHANNELS, num_warps=1,
-    )  # fmt: skip
+        _backward_kernel,
+        (_vectors_of(widths) * groups,),
+        *_as_three(dy_rows),
+        rows,
+        weight.contiguous(),
+        rows if bias is None else bias.contiguous(),
+        offsets,
+        dx,
+        sums,
+        *_as_three([dy.stride(0) for dy in dy_rows]),
+        rows.stride(0),
+        t,
+        c,
+        *_first_two(widths),
+        count,
+        steps,
+        tokens,
+        K=taps,
+        HAS_BIAS=bias is not None,
+        SILU=silu,
+        SPLIT=len(widths) > 1,
+        NEED_DX=need_dx,
+        NEED_DW=need_dw,
+        NEED_DB=need_db,
+        RUN=BACKWARD_RUN,
+        BLOCK_C=CHANNELS,
+        num_warps=1,
+    )
     if need_dw or need_db:
         launch(
-            _sums_kernel, (cdiv(c, SUM_CHANNELS), taps * need_dw + need_db), sums, dw, db, groups, c,
-            TAPS=taps * need_dw, NEED_DB=need_db, GROUPS=SUM_GROUPS, CHANNELS=SUM_CHANNELS,
-        )  # fmt: skip
+            _sums_kernel,
+            (cdiv(c, SUM_CHANNELS), taps * need_dw + need_db),
+            sums,
+            dw,
+            db,
+            groups,
+            c,
+            TAPS=taps * need_dw,
+            NEED_DB=need_db,
+            GROUPS=SUM_GROUPS,
+            CHANNELS=SUM_CHANNELS,
+        )
     return dx, dw, db
 
 
 def _vectors_of(widths: list[int]) -> int:
-    """How many vectors of channels parts of these widths have. None crosses from one part to the next."""
+    """The number of vectors of channels in parts of these widths. A vector never crosses from one part to the next."""
     return sum([cdiv(width, CHANNELS) for width in widths])
 
 
 def _as_three(parts: list) -> list:
-    """Three arguments of a kernel. Of one part that is not split the kernel reads the first."""
+    """Three arguments for a kernel. A single part is repeated, since the kernel then reads only the first."""
     return parts if len(parts) == PARTS else parts * PARTS
 
 
 def _first_two(widths: list[int]) -> tuple[int, int]:
-    """The widths that a kernel is told; the third is what is left."""
+    """The first two widths. The kernel computes the third from them."""
     return (widths[0], widths[1]) if len(widths) == PARTS else (widths[0], 0)
 
 
 def _gradients(x, weight, bias, need_dx: bool, need_dw: bool, need_db: bool) -> tuple[torch.Tensor, ...]:
-    """Room for dx, dw and db, empty unless needed."""
+    """Allocate dx, dw and db. One that is not needed has no elements."""
     dx = torch.empty(x.shape if need_dx else (0,), dtype=x.dtype, device=x.device)
     dw = torch.empty(weight.shape if need_dw else (0,), dtype=weight.dtype, device=x.device)
     db = torch.empty(weight.shape[:1] if need_db else (0,), dtype=bias.dtype if need_db else x.dtype, device=x.device)
@@ -202,23 +262,23 @@ def short_conv(
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """Convolve each channel along the tokens of each row, without looking ahead; differentiable in x, weight and bias.
 
-    For one row it is `F.conv1d(x.t()[None], weight, bias, padding=K - 1, groups=C)[0, :, :T].t()`, followed by the
-    activation, with one rounding at the end. Nothing is transposed. The gradients of weight and bias are summed in a
-    fixed order, so that they are the same in every run.
+    For one row it computes `F.conv1d(x.t()[None], weight, bias, padding=K - 1, groups=C)[0, :, :T].t()` and then the
+    activation, with one rounding at the end and without a transpose. The gradients of weight and bias are summed in a
+    fixed order, so every run gives the same bits.
 
     Args:
-        x (`torch.Tensor`): (T, C), the tokens of all rows one after the other, any strides; bf16, fp16 or fp32
-            (float64: the PyTorch twin).
-        weight (`torch.Tensor`): (C, K) or (C, 1, K) with K from 2 to 8, the tap of the token itself last; on the
-            device of `x`, of any floating dtype.
-        bias (`torch.Tensor`, *optional*): (C,), the same. Unset: nothing is added.
-        cu_seqlens (`torch.Tensor`, *optional*): (rows + 1,), int32, ascending, on the device of `x`: where each row
-            begins, and where the last one ends. Rows may be empty. Tokens from the last number on are a row of their
-            own. Their values are not looked at by the host. Unset: one row.
-        activation (`str`, *optional*): `"silu"`, applied at the end. Unset: none.
-        split (`Sequence[int]`, *optional*): Three widths that sum to C, such as those of queries, keys and values. The
-            result is written as three tensors, and the gradients of all three are read where they are, so neither is
-            copied. Unset: one tensor.
+        x (`torch.Tensor`): (T, C), the tokens of all rows concatenated, any strides; bf16, fp16 or fp32 (float64 runs
+            the PyTorch twin).
+        weight (`torch.Tensor`): (C, K) or (C, 1, K) with K from 2 to 8; the last tap is for the token itself. On the
+            device of `x`, any floating dtype.
+        bias (`torch.Tensor`, *optional*): (C,), on the device of `x`, any floating dtype. Unset: nothing is added.
+        cu_seqlens (`torch.Tensor`, *optional*): (rows + 1,), int32, ascending, on the device of `x`: the start of each
+            row, and the end of the last. Rows may be empty. Tokens after the last offset are one more row. The host
+            does not read the values. Unset: one row.
+        activation (`str`, *optional*): `"silu"`, applied at the end. Unset: no activation.
+        split (`Sequence[int]`, *optional*): Three widths that sum to C, such as the widths of queries, keys and values.
+            The result is written as three tensors, and backward reads their gradients in place, so nothing is copied.
+            Unset: one tensor.
 
     Returns:
         `torch.Tensor`: (T, C), contiguous, of the dtype of `x`. With `split`, a tuple of three (T, width).
@@ -237,11 +297,11 @@ def short_conv(
 
 
 def _by_kernel(x, matrix, bias, cu_seqlens, silu: bool, widths: list[int]) -> Sequence[torch.Tensor]:
-    """The result in parts of these widths."""
+    """Convolve on a GPU, and return y in parts of these widths."""
     if not records_graph():
         return _forward(x, matrix, bias, cu_seqlens, silu, widths)
     if cu_seqlens is not None and not torch.compiler.is_compiling() and cu_seqlens.is_inference():
-        cu_seqlens = cu_seqlens.clone()  # autograd keeps no tensor that was made in inference mode
+        cu_seqlens = cu_seqlens.clone()  # autograd cannot save an inference tensor
     return _ShortConv.apply(x, matrix, bias, cu_seqlens, silu, widths)
 
 
@@ -278,4 +338,5 @@ def _check(x, weight, bias, cu_seqlens, activation) -> None:
         if p is not None and p.device != x.device:
             raise ValueError(f"{name} is on {p.device}, x on {x.device}; move {name} to {x.device}.")
     if activation is not None:
-        check_in("activation", activation, ACTIVATIONS)
+        if activation not in ACTIVATIONS:
+            raise not_among("activation", activation, ACTIVATIONS)

@@ -1,8 +1,8 @@
-"""Decodes with a drafter in the simplest way, as a reference: no cache, one text at a time, a chain of guesses.
+"""Decodes with a drafter as simply as possible, for reference: no cache, one text at a time, a chain of guesses.
 
-Each pass of the model runs over the text so far and the guesses after it, and yields the model's own token for each
-guess. Guesses are accepted up to the first wrong one, which the model's own token replaces. So the text is the model's
-greedy text. A server does the same with caches, for many texts at once.
+Each pass of the model reads the text so far and the guesses after it, and gives the model's own token in place of each
+guess. Guesses are accepted up to the first wrong one, which is replaced by the model's token. So the text is the
+model's greedy text. A server does the same with caches, for many texts at once.
 """
 
 from typing import NamedTuple
@@ -17,7 +17,7 @@ from liger_trainer.head.flat_rows import one_row
 
 
 class Decoded(NamedTuple):
-    """A text, and the number of forward passes that wrote it, without the pass over the prompt and its token."""
+    """A text, and the number of forward passes after the first, which reads the prompt and gives the first token."""
 
     text: list[int]
     passes: int
@@ -39,8 +39,8 @@ def decode(
         drafter (`EagleDrafter`): On the device of the model.
         prompt (`list[int]`): At least one token.
         ends (`set[int]`): Tokens that end an answer.
-        steps (`int`): Tokens that are guessed for a pass.
-        max_new_tokens (`int`): Length at which the answer is cut.
+        steps (`int`): Tokens to guess for each pass.
+        max_new_tokens (`int`): The length at which the answer is cut.
     """
     tokens = torch.tensor([prompt], device=model.device)
     states, choices = read_target(model, drafter, tokens)
@@ -50,7 +50,7 @@ def decode(
         drafted = guesses(model, drafter, states, tokens, steps)
         states, choices = read_target(model, drafter, torch.cat([tokens, drafted[None]], 1))
         passes += 1
-        # What the model itself writes in the place of each guess, and after the last
+        # The model's own tokens in place of each guess, and after the last one.
         model_tokens = choices[tokens.shape[1] - 1 :]
         num_accepted = int((drafted == model_tokens[:-1]).long().cumprod(0).sum())
         states = states[: tokens.shape[1] + num_accepted]

@@ -1,6 +1,6 @@
 """The drafter, and how training unrolls it.
 
-With h the three hidden states of the target at token t, side by side, and e(x) the target's embedding of token x:
+With h_t the three hidden states of the target at token t, concatenated, and e(x) the target's embedding of token x:
 
     f_1 = fc(h_t)                                                  step 1, from the target's hidden states
     y_k = f_k + attention([input_layernorm(e(x_{t+k})), hidden_norm(f_k)])
@@ -9,8 +9,9 @@ With h the three hidden states of the target at token t, side by side, and e(x) 
 
 Queries and keys of step k are rotated by the position of t plus k - 1. A query of step k sees the keys of step 1 at the
 tokens of its document up to t, and the keys of steps 2 to k at t. A server's drafter sees the same: it has read the
-target's hidden states up to t, and then k - 1 of its own. In training x_{t+k} is the token of the text. In decoding it
-is the drafter's guess. The two are equal as long as all earlier guesses were right, and later guesses do not count.
+target's hidden states up to t, and then k - 1 of its own. In training, x_{t+k} is the token of the text. In decoding,
+it is the drafter's guess. The two are equal while all earlier guesses are right, and guesses after a wrong one do not
+count.
 """
 
 from collections.abc import Callable
@@ -45,11 +46,11 @@ class DrafterNorm(nn.Module):
 
 
 class Step(NamedTuple):
-    """What a step of the layer reads beside its hidden states.
+    """The inputs of one step of the layer, other than its hidden states.
 
     Attributes:
-        weight (`torch.Tensor`): (P, H), of all queries, keys and values, the half that reads hidden states.
-        embeds (`torch.Tensor`): The other half's product with the embeddings, (T, P) in step 1 and (n, P) later.
+        weight (`torch.Tensor`): (P, H), the half of the joined QKV weight that multiplies hidden states.
+        embeds (`torch.Tensor`): The product of the other half with the embeddings, (T, P) in step 1 and (n, P) later.
         angles (`torch.Tensor`): (T, D / 2) in step 1 and (n, D / 2) later.
         rows (`FlatRows`): The T tokens.
         drafted (`torch.Tensor` or `None`): (n,) int64, the tokens that rollouts start from. None: all, n = T.
@@ -63,7 +64,7 @@ class Step(NamedTuple):
 
 
 class DrafterAttention(nn.Module):
-    """Attention with queries, keys and values from an embedding and a hidden state side by side (T, 2 H)."""
+    """Attention with queries, keys and values from an embedding and a hidden state, concatenated to (T, 2 H)."""
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
@@ -77,13 +78,13 @@ class DrafterAttention(nn.Module):
         self.o_proj = nn.Linear(queries, config.hidden_size, bias=False)
 
     def joined_weight(self) -> torch.Tensor:
-        """Return the weights of queries, keys and values as one, (P, 2 H): one product in place of three."""
+        """Return the weights of queries, keys and values as one, (P, 2 H), for one product instead of three."""
         return torch.cat([self.q_proj.weight, self.k_proj.weight, self.v_proj.weight])
 
     def forward(
         self, normed: torch.Tensor, step: Step, keys: list[torch.Tensor], values: list[torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return (n, H), and the keys and values of this step. `keys` has the ones of the steps before.
+        """Return (n, H), and the keys and values of this step. `keys` and `values` come from the steps before.
 
         `normed` is (T, H) in the first step, whose keys all rollouts see, and (n, H) in the others.
         """
@@ -103,7 +104,7 @@ class DrafterAttention(nn.Module):
             q = _rotated(q.unflatten(-1, (-1, self.head_dim)), step.angles.index_select(0, step.drafted))
             k = _rotated(k, step.angles)
         k = k.contiguous()
-        v = v.contiguous()  # later steps keep it, and should not keep what it is a part of
+        v = v.contiguous()  # later steps keep it; a view would keep the whole projection alive
         out = self._attention(q, [*keys, k], [*values, v], step.rows, step.drafted)
         return self.o_proj(out.flatten(1)), k, v
 
@@ -134,7 +135,7 @@ def _rotated(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
 
 
 class DrafterMLP(nn.Module):
-    """down(silu(gate(x)) * up(x)). Backward computes the product of gate and up again, in place of keeping it."""
+    """down(silu(gate(x)) * up(x)). The product of gate and up is recomputed in backward instead of saved."""
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
@@ -213,15 +214,15 @@ class EagleDrafter(nn.Module):
             states (`torch.Tensor`): (T, 3 H), the hidden states of the target.
             embedding (`torch.Tensor`): (V, H), the weight of its embeddings.
             rows (`FlatRows`): The tokens and their documents.
-            steps (`int`): How many tokens are guessed from each.
-            recompute (`bool`, *optional*, defaults to `False`): Keep no activations of a step but its input, and
-                compute them again in the backward pass.
-            drafted (`torch.Tensor`, *optional*): (n,) int64, rising: the tokens to start from. The others are keys of
-                the first step, and nothing else of them is computed. Unset: all of them, n = T.
+            steps (`int`): How many tokens are guessed from each token.
+            recompute (`bool`, *optional*, defaults to `False`): Save only the input of each step, and recompute the
+                step in backward.
+            drafted (`torch.Tensor`, *optional*): (n,) int64, ascending, the tokens to start from. For the others, only
+                the keys and values of the first step are computed. Unset: all tokens, n = T.
 
         Returns:
-            `list` of `steps` tensors (n, H), the inputs of `lm_head`. In the last tokens of a document, steps that go
-            past its end hold meaningless numbers.
+            `list` of `steps` tensors (n, H), the inputs of `lm_head`. A step that goes past the end of its document
+            gives meaningless numbers.
         """
         step: Callable[..., Any] = self._step
         if recompute and torch.is_grad_enabled():
@@ -235,7 +236,7 @@ class EagleDrafter(nn.Module):
         outputs = []
         for k in range(1, steps + 1):
             normed, hidden, key, value = step(hidden, of_hidden, embeds, rows, drafted, k, keys, values)
-            keys = [*keys, key]  # a new list: a recomputation needs that of its step
+            keys = [*keys, key]  # a new list, because a recomputed step needs its own
             values = [*values, value]
             outputs.append(normed)
         return outputs
@@ -270,13 +271,13 @@ class EagleDrafter(nn.Module):
 
     @property
     def target_ids(self) -> torch.Tensor:
-        """The target's id (Vd,) of each draft id."""
+        """The target's token id for each draft id, (Vd,) int64."""
         return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
 
     def save_pretrained(self, folder: str, state_dict: dict[str, torch.Tensor] | None = None) -> None:
         """Write `config.json` and `model.safetensors`, as vLLM and SGLang read them.
 
-        `state_dict` has full tensors by the names of this module, in case the module's own are sharded.
+        Pass `state_dict`, with full tensors under this module's names, if the module's own tensors are sharded.
         """
         tensors = self.state_dict() if state_dict is None else state_dict
         write_drafter(folder, self.config, {n: t.detach().cpu().contiguous() for n, t in tensors.items()})

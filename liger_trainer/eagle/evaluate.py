@@ -1,8 +1,7 @@
 """Measures a drafter on the greedy text of its own model.
 
-One pass of the model over the text and K steps of the drafter tell what a decoder would accept, since a decoder gives
-the drafter the same tokens as the text as long as it keeps its guesses. `decode.py` has the decoder, which a test
-compares.
+One pass of the model over the text and K steps of the drafter show what a decoder would accept: while guesses are
+right, a decoder passes the drafter the tokens of the text. A test compares this with the decoder in `decode.py`.
 """
 
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ from liger_trainer.varlen.taps import tapped
 
 @dataclass(frozen=True)
 class EagleReport(Acceptance):
-    """The result of `evaluate`, and how many tokens the drafter chooses from. Its `str()` is a table."""
+    """The result of `evaluate`, with the size of the draft vocabulary. Its `str()` is a table."""
 
     draft_vocab_size: int
 

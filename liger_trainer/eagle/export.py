@@ -1,4 +1,4 @@
-"""Exports a drafter for servers: the files of `files.py`, with its hidden states and its model in the config."""
+"""Exports a drafter for servers: the files of `files.py`, with the target's layers and name in the config."""
 
 import os
 from dataclasses import replace

@@ -17,9 +17,9 @@ vocabularies of target and drafter:
     d2t                                                  (Vd,) int64: the target's id of a draft id, minus the draft id
     t2d                                                  (V,) bool: whether the drafter has the token
 
-The file has no embeddings, so both servers use the target's. Older SGLang only knows the layer as `midlayer`. vLLM and
-speculators call it `layers.0`; that name is read too. With the whole vocabulary (Vd = V) the file has neither d2t nor
-t2d: in that case vLLM has no parameter for d2t and rejects it.
+The file has no embeddings, so both servers use the target's. Older SGLang only reads the layer as `midlayer`. vLLM and
+speculators call it `layers.0`, and that name is read too. With the whole vocabulary (Vd = V), the file has neither d2t
+nor t2d, because vLLM then has no parameter for d2t and rejects it.
 """
 
 import json
@@ -148,7 +148,7 @@ class DrafterConfig:
 
     @property
     def has_all_tokens(self) -> bool:
-        """Whether draft ids are the target's."""
+        """Whether the draft vocabulary is the target's, so that draft ids are token ids."""
         return self.draft_vocab_size == self.vocab_size
 
 
@@ -191,7 +191,7 @@ def write_drafter(folder: str, config: DrafterConfig, tensors: dict[str, torch.T
 def read_drafter(folder: str | os.PathLike) -> tuple[DrafterConfig, dict[str, torch.Tensor]]:
     """Return the shape of a drafter, and its tensors by the names of `EagleDrafter.state_dict()`.
 
-    Embeddings in the file are ignored: they are the target's. Without a draft vocabulary, it has all tokens.
+    Embeddings in the file are ignored, since they are the target's. Without d2t and t2d, the drafter has all tokens.
 
     Raises:
         ValueError: There is no drafter, it has another architecture, or the config contradicts the tensors.

@@ -16,11 +16,12 @@ DRAFTER_NAME = "eagle_drafter"  # the attribute of the model
 def fresh_config(
     model: nn.Module, draft_vocab_size: int, layers: list[int] | None = None, intermediate_size: int | None = None
 ) -> DrafterConfig:
-    """Return the shape of a drafter for `model`: a layer as wide as the model's, with as many heads.
+    """Return the shape of a drafter for `model`: one layer with the width and the heads of the model's layers.
 
     ValueError if a number is out of the model's range, or if the config does not give the width of the MLP.
     """
-    config, head = text_config(model), lm_head_of(model)
+    config = text_config(model)
+    head = lm_head_of(model)
     depth = len(decoder_layers(model))
     if layers is None:
         layers = list(default_layers(depth))
@@ -49,7 +50,7 @@ def fresh_config(
 
 
 def _rope_theta(config: Any) -> float:
-    """Return the base of the model's rotary angles; of full attention, if its layers differ."""
+    """Return the base of the model's rotary angles, or that of its full attention if layers differ."""
     rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     rope = rope.get("full_attention") or rope
     return float(rope.get("rope_theta") or 10000.0)
@@ -72,19 +73,21 @@ def drafter_of(model: nn.Module) -> Any:
 
 
 def attach_drafter(model: nn.Module, drafter: EagleDrafter) -> EagleDrafter:
-    """Make `drafter` the child `eagle_drafter` of `model`: trainable, with the device and dtype of the LM head.
+    """Make `drafter` the child `eagle_drafter` of `model`, trainable, on the LM head's device and in its dtype.
 
     ValueError if it was made for another width or vocabulary, or if the model already has another drafter.
     """
-    head, config, name = lm_head_of(model), drafter.config, type(base_model_of(model)).__name__
+    head = lm_head_of(model)
+    config = drafter.config
+    name = type(base_model_of(model)).__name__
     for key, have, want in (
         ("hidden_size", config.hidden_size, head.in_features),
         ("vocab_size", config.vocab_size, head.out_features),
     ):
         if have != want:
             raise ValueError(
-                f"The drafter has {key} {have}, and the LM head of {name} has {want}. Use the model that it was "
-                f"trained on ({config.base_model_name_or_path})."
+                f"The drafter has {key} {have}, but the LM head of {name} has {want}. Use the model that the drafter "
+                f"was trained on ({config.base_model_name_or_path})."
             )
     if config.layers is not None:
         check_layers(config.layers, len(decoder_layers(model)))

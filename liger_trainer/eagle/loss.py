@@ -11,17 +11,17 @@ from liger_trainer.eagle.drafter import EagleDrafter
 from liger_trainer.head.flat_rows import FlatRows
 from liger_triton import HeadsLoss, linear_heads_kl
 
-ALL_FROM = 0.95  # from this share of the tokens on, gathering them costs more than it saves
+GATHER_BELOW = 0.95  # share of the tokens; above it, gathering costs more than it saves
 
 
 def tokens_to_draft_from(valid: torch.Tensor) -> torch.Tensor | None:
-    """Return the tokens (n,) from which any step has something to learn, and None if they are nearly all.
+    """Return the tokens (n,) with a target in at least one step, or None if nearly all tokens have one.
 
-    `valid` is bool (K, T). The tokens of a prompt have nothing to learn from, and are half of the rows of many chats.
-    It waits for the device.
+    `valid` is bool (K, T). The tokens of a prompt have no targets, and are half of all tokens in many chats. This
+    synchronizes with the device.
     """
     drafted = valid.any(0).nonzero()[:, 0]
-    return None if len(drafted) > ALL_FROM * valid.shape[1] else drafted
+    return None if len(drafted) > GATHER_BELOW * valid.shape[1] else drafted
 
 
 def drafter_loss(
@@ -38,9 +38,9 @@ def drafter_loss(
     softcap: float | None,
     **_: Any,
 ) -> HeadsLoss:
-    """Compute the losses of all K steps, summed over their rows. Only a few rows of logits exist at a time.
+    """Compute the losses of all K steps, summed over their rows, with only a few rows of logits at a time.
 
-    Row t of the target's hidden states predicts token t + 1, so step k at t learns from row t + k, as head k does in
+    Row t of the target's hidden states predicts token t + 1. So step k at t learns from row t + k, like head k in
     `linear_heads_kl`.
 
     Args:
@@ -51,19 +51,19 @@ def drafter_loss(
         recompute (`bool`): Recompute each step in the backward pass.
         hidden, weight (`torch.Tensor`): The input (B, S, H) and the weight (V, H) of the LM head.
         target (`torch.Tensor`): (K, T) int64, ids of the target's vocabulary, -100 where there is nothing to guess.
-        row_weight (`torch.Tensor`): (K,) fp32, the weight of a row in each step.
-        logit_scale, softcap (`float`): The model's scaling and capping of logits. Both have to be off.
+        row_weight (`torch.Tensor`): (K,) fp32, the weight of each step.
+        logit_scale, softcap (`float`): How the model scales and caps its logits. Both have to be off.
 
     Returns:
-        `HeadsLoss`: The loss, and for each step the sum of its divergences, the number of targets that were its first
-        choice, and the number of its targets.
+        `HeadsLoss`: The loss, and for each step its summed divergence, the number of targets that it ranked first, and
+        the number of targets.
 
     Raises:
         ValueError: The model scales or caps its logits. No server does that for a drafter.
     """
     if logit_scale != 1.0 or softcap is not None:
         done = f"scales its logits by {logit_scale}" if softcap is None else f"caps its logits at {softcap}"
-        raise ValueError(f"The model {done}, and servers leave that out for a drafter. Use another model.")
+        raise ValueError(f"The model {done}, but servers do not do that for a drafter. Use another model.")
     valid = (target != -100) & drafter.t2d[target.clamp(min=0)]
     drafted = tokens_to_draft_from(valid)
     outputs = drafter(states, embedding, rows, len(target), recompute, drafted)

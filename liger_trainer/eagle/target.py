@@ -29,29 +29,30 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
 
 
 def default_layers(depth: int) -> tuple[int, int, int]:
-    """Return the hidden states that vLLM and SGLang use if the config names none. ValueError below 7 layers."""
+    """Return the hidden states that vLLM and SGLang read if the config names none. ValueError below 7 layers."""
     layers = (2, depth // 2, depth - 3)
     if depth < 7:
         raise ValueError(
-            f"eagle_layers is unset, which means {list(layers)} for a model of {depth} layers, but the numbers must "
-            f"rise. Set eagle_layers to three rising numbers from 0 to {depth - 1}."
+            f"eagle_layers is unset, which means {list(layers)} for a model of {depth} layers, but the numbers have to "
+            f"increase. Set eagle_layers to three increasing numbers from 0 to {depth - 1}."
         )
     return layers
 
 
 def check_layers(layers: Sequence[int], depth: int) -> None:
-    """ValueError unless `layers` are three hidden states of a model of `depth` layers, in rising order."""
+    """ValueError unless `layers` are three hidden states of a model of `depth` layers, in increasing order."""
     whole = all(isinstance(i, int) for i in layers)
     if len(layers) != 3 or not whole or not 0 <= layers[0] < layers[1] < layers[2] < depth:
         raise ValueError(
-            f"eagle_layers is {list(layers)}; expected three rising numbers from 0 to {depth - 1}. Number i is the "
+            f"eagle_layers is {list(layers)}; expected three increasing numbers from 0 to {depth - 1}. Number i is the "
             "input of layer i."
         )
 
 
 def lm_head_of(model: nn.Module) -> nn.Linear:
     """Return the LM head. ValueError if it is not fused, or has a bias or an adapter, which a drafter cannot copy."""
-    if (reason := head_reason(model)) is not None:
+    reason = head_reason(model)
+    if reason is not None:
         raise ValueError(f"A drafter learns from the input and the weight of the LM head, but {reason}.")
     head: Any = innermost(output_head(model))
     name = type(base_model_of(model)).__name__

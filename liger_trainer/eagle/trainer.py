@@ -22,22 +22,23 @@ from liger_trainer.eagle.target import decoder_layers, default_layers, embedding
 from liger_trainer.eagle.vocabulary import count_labels, draft_vocabulary
 from liger_trainer.head.deferred import DeferredLogits
 from liger_trainer.head.flat_rows import FlatRows, flat_rows, flat_targets
+from liger_trainer.head.frozen import as_served
 from liger_trainer.head.module import base_model_of, head_reason
 from liger_trainer.head.outputs import HeadOptions
 from liger_trainer.head.request import HeadRequest, run_request
-from liger_trainer.medusa.frozen import as_served
 from liger_trainer.trainers.heads_trainer import LigerHeadsTrainer
 from liger_trainer.trainers.model_card import CardText
 from liger_trainer.varlen.taps import tapped
 
 
 class LigerEagleTrainer(LigerHeadsTrainer):
-    """[`LigerSFTTrainer`] for an EAGLE-3 drafter: its data, packing and arguments, [`LigerEagleConfig`]'s loss.
+    """Trains an EAGLE-3 drafter with the data, packing and arguments of [`LigerSFTTrainer`].
 
-    The model is frozen. Only a few rows of logits exist at any time, for the model and the drafter together. Once the
-    trainer is built, the drafter is the model's attribute `eagle_drafter`. Training and evaluation log
-    `eagle_step{k}_loss` and `eagle_step{k}_accuracy` for each step k: means over all its targets since the last log, on
-    all ranks. The accuracy is the share of right first choices, given the right earlier tokens.
+    [`LigerEagleConfig`] defines the loss. The model is frozen. Only a few rows of logits exist at a time, of the model
+    and the drafter together. Once the trainer is built, the drafter is the model's attribute `eagle_drafter`. Training
+    and evaluation log `eagle_step{k}_loss` and `eagle_step{k}_accuracy` for each step k: means over all its targets
+    since the last log, on all ranks. The accuracy is the share of targets that the drafter ranks first, given the right
+    earlier tokens.
 
     `output_dir` and every checkpoint get the drafter, as `eagle_drafter/config.json` and
     `eagle_drafter/model.safetensors`, which vLLM and SGLang load. The model does not change and is not saved again.
@@ -106,9 +107,11 @@ class LigerEagleTrainer(LigerHeadsTrainer):
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, Any]:
-        if images := sorted(name for name in inputs if name.startswith(("pixel_values", "image_", "video_", "audio_"))):
+        images = sorted(name for name in inputs if name.startswith(("pixel_values", "image_", "video_", "audio_")))
+        if images:
             raise ValueError(f"The batch has {images[0]}, but a drafter is trained on text. Remove rows with images.")
-        args, training = self.args, self.model.training
+        args = self.args
+        training = self.model.training
         rows = flat_rows(inputs)
         targets = flat_targets(inputs, rows, args.eagle_steps)
         call = {name: value for name, value in inputs.items() if name != "labels"} | {"use_cache": False}
@@ -130,9 +133,10 @@ class LigerEagleTrainer(LigerHeadsTrainer):
 
         Returns:
             `dict`: `loss` (), the sum of all losses, not yet divided by the number of labels. `sums` (3, K), fp32: for
-            each step its unweighted losses, the targets that were its first choice, and its targets.
+            each step its unweighted loss, the number of targets that it ranked first, and the number of targets.
         """
-        base, args = base_model_of(self.model), self.args
+        args = self.args
+        base = base_model_of(self.model)
         with as_served(base), tapped(self._target_layers, self._layers) as tapped_states:
             outputs = run()
         if len(tapped_states) != len(self._layers):

@@ -1,7 +1,7 @@
-"""Chooses the draft vocabulary: the most frequent tokens in the answers of the data.
+"""Chooses the draft vocabulary: the most frequent labels in the data.
 
-Draft ids are in the order of the target's ids. `d2t` (Vd,) int64 is the target's id minus the draft id. `t2d` (V,) bool
-says which tokens of the target are in the draft vocabulary.
+Draft ids keep the order of the target's ids. `d2t` (Vd,) int64 is the target's id minus the draft id. `t2d` (V,) bool
+marks the target's tokens that are in the draft vocabulary.
 """
 
 from collections.abc import Iterable
@@ -30,7 +30,7 @@ def count_labels(rows: Iterable[dict[str, Any]], collate: Any, vocab_size: int, 
 
 
 def draft_vocabulary(counts: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (d2t, t2d) of the `size` most frequent tokens. Of equally frequent tokens, the lower id comes first.
+    """Return (d2t, t2d) of the `size` most frequent tokens. Ties go to the lower id.
 
     Raises:
         ValueError: There are fewer tokens than `size`.

@@ -17,7 +17,7 @@ from transformers import TrainingArguments
 
 from liger_trainer._logging import logger
 from liger_trainer.feature import Feature, FeatureTrainer, StepRunner
-from liger_trainer.memory import recompute, switches
+from liger_trainer.memory import switches
 from liger_trainer.memory.device_memory import DeviceMemory, GpuMemory
 from liger_trainer.memory.host_inputs import OPTION, HostInputs
 from liger_trainer.memory.pinned_memory import PinnedMemory, host_bytes_allowed
@@ -90,7 +90,7 @@ class CheckpointedTrainer(FeatureTrainer, Protocol):
 
 
 class Checkpointing(Feature[CheckpointingArguments, CheckpointedTrainer]):
-    """Activation checkpointing: by the `ActivationPlanner` of `auto`, or by `recompute.py`."""
+    """Activation checkpointing: by the `ActivationPlanner` of `auto`, by PyTorch, or with inputs on the host."""
 
     def resolve(self, args: CheckpointingArguments) -> None:
         """Give both names of checkpointing their values."""
@@ -135,8 +135,8 @@ class Checkpointing(Feature[CheckpointingArguments, CheckpointedTrainer]):
                 yield run
             finally:
                 planner.end()
-        elif trainer.uses_liger and not (trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled):
-            with _switched(trainer) as run:
+        elif _keeps_inputs_on_host(trainer):
+            with _inputs_on_host(trainer) as run:
                 yield run
         else:
             yield None
@@ -172,18 +172,15 @@ def _parse_options(options: dict[str, Any] | str) -> dict[str, Any]:
 
 
 @contextmanager
-def _switched(trainer: CheckpointedTrainer) -> Iterator[StepRunner]:
-    """Context manager: layers are checkpointed by `recompute.py`, or with their inputs on the host."""
+def _inputs_on_host(trainer: CheckpointedTrainer) -> Iterator[StepRunner]:
+    """Context manager: the inputs of checkpointed layers wait on the host."""
     model: nn.Module | None = None
 
     def run(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         nonlocal model
         if model is None:  # with `model_init` the model is built when training begins
             model = trainer.model
-            call_layer: switches.Decide = recompute.checkpoint
-            if trainer.args.device.type == "cuda" and _offloading(trainer.args):
-                call_layer = HostInputs(PinnedMemory(host_bytes_allowed(None)))
-            switches.install(model, call_layer)
+            switches.install(model, HostInputs(PinnedMemory(host_bytes_allowed(None))))
         return step(*args, **kwargs)
 
     try:
@@ -191,6 +188,13 @@ def _switched(trainer: CheckpointedTrainer) -> Iterator[StepRunner]:
     finally:
         if model is not None:
             switches.remove(model)
+
+
+def _keeps_inputs_on_host(trainer: CheckpointedTrainer) -> bool:
+    """Return whether the inputs of checkpointed layers are copied to the host by ours, not by transformers."""
+    if not trainer.uses_liger or trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
+        return False
+    return trainer.args.device.type == "cuda" and _offloading(trainer.args)
 
 
 def _offloading(args: CheckpointingArguments) -> bool:

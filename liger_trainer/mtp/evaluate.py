@@ -1,7 +1,7 @@
 """Measures the MTP head of a model on the model's own greedy text.
 
-A server asks the head for one token more than the model has written: with y the greedy text, the head reads the model's
-hidden state before y[i] and the token y[i], and is right if its first choice is y[i + 1].
+A server asks the head for one token beyond the model's own. With y the greedy text, the head reads the model's hidden
+state before y[i] and the token y[i]. It is right if its first choice is y[i + 1].
 """
 
 from collections.abc import Sequence

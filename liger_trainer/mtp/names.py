@@ -1,6 +1,6 @@
 """The names of an MTP head in files, and in the module that trains it.
 
-Two forms are known. In both, experts may be stored one by one, and the classes of transformers have them in one tensor.
+Two forms are supported. Both may store experts one by one, while transformers' classes hold them in one tensor.
 
     module                              mtp.*, as in Qwen3.5                  model.layers.N.*, as in DeepSeek and GLM
     pre_fc_norm_embedding.weight        mtp.pre_fc_norm_embedding.weight      model.layers.N.enorm.weight
@@ -11,8 +11,8 @@ Two forms are known. In both, experts may be stored one by one, and the classes 
     layers.0.mlp.experts.gate_up_proj   ...experts.E.gate_proj.weight, ...experts.E.up_proj.weight, for each expert E
     layers.0.mlp.experts.down_proj      ...experts.E.down_proj.weight
 
-N is the depth of the model. A layer N has copies of the embeddings and of the LM head too, `embed_tokens.weight` and
-`shared_head.head.weight`. The head reads the model's own, and what is saved are copies of these.
+N is the depth of the model. Layer N also has copies of the embeddings and the LM head, `embed_tokens.weight` and
+`shared_head.head.weight`. The module uses the model's own, and copies of them are saved.
 """
 
 import re
@@ -34,6 +34,7 @@ _OF_A_LAYER = {
 }
 _COPIES = ("embed_tokens.weight", "shared_head.head.weight")
 _LAYER = re.compile(r"^(?P<prefix>.*\blayers\.)(?P<number>\d+)\.eh_proj\.weight$")
+_OWN_LAYER = re.compile(rf"^{re.escape(_PREFIX)}layers\.\d+\.")
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
@@ -41,10 +42,10 @@ class HeadNames(NamedTuple):
     """How a checkpoint names the tensors of its head.
 
     Attributes:
-        prefix (`str`): In front of all of them: `mtp.`, or `model.layers.N.`.
-        is_layer (`bool`): Whether the head is a layer beyond the depth.
+        prefix (`str`): Starts every name: `mtp.`, or `model.layers.N.`.
+        is_layer (`bool`): Whether the head is stored as layer N, after the model's own layers.
         splits_experts (`bool`): Whether experts are stored one by one.
-        copies (`tuple`): Names of the copies of embeddings and LM head, behind the prefix.
+        copies (`tuple`): The names of the copies of embeddings and LM head, without the prefix.
     """
 
     prefix: str
@@ -58,7 +59,7 @@ class HeadNames(NamedTuple):
         return not self.is_layer and not self.splits_experts
 
     def to_file(self, own: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The tensors of the module by their full names in a file, without the copies."""
+        """Return the tensors of the module by their full names in a file, without the copies."""
         found = {}
         for name, tensor in own.items():
             behind = name
@@ -69,7 +70,7 @@ class HeadNames(NamedTuple):
         return found
 
     def _parts(self, name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-        """`name` and `tensor`, or the ones of each expert."""
+        """Return `name` and `tensor`, or the names and tensors of each expert."""
         before, _, last = name.rpartition(".")
         if not self.splits_experts or not before.endswith(".experts"):
             return [(name, tensor)]
@@ -86,7 +87,7 @@ class HeadNames(NamedTuple):
         return parts
 
     def fill(self, own: dict[str, torch.Tensor], stored: dict[str, torch.Tensor]) -> None:
-        """Copy the tensors of a file, by their full names, into the ones of the module."""
+        """Copy the tensors of a file, given by their full names, into the tensors of the module."""
         for name, tensor in own.items():
             places = self.to_file({name: torch.empty_like(tensor, device="meta")})
             parts = [stored[place] for place in places]
@@ -99,26 +100,45 @@ class HeadNames(NamedTuple):
 
 
 def find_names(base: Base) -> HeadNames | None:
-    """How `base` names its head. None if it has none of a known form. ValueError if it has several layers."""
+    """Return how `base` names its head, or None without a supported head. ValueError if it has several layers."""
     predicts = base.predicts
     own = [name for name in base.tensors if name.startswith(_PREFIX)]
     if own:
+        matches = [_OWN_LAYER.match(name) for name in own]
+        _check_one_layer(base, sorted({match[0] for match in matches if match is not None}))
         return HeadNames(_PREFIX, splits_experts=any(_EXPERT.search(name) for name in own))
     layers = [name.removesuffix("eh_proj.weight") for name in predicts if _LAYER.match(name)]
     if not layers:
         return None
-    if len(layers) > 1:
-        raise ValueError(
-            f"{base.folder} has {len(layers)} prediction layers, {layers[0]}* to {layers[-1]}*, but only heads of one "
-            "layer are supported."
-        )
+    _check_one_layer(base, layers)
     behind = [name.removeprefix(layers[0]) for name in predicts if name.startswith(layers[0])]
     splits = any(_EXPERT.search(f".{name}") for name in behind)
     return HeadNames(layers[0], True, splits, tuple(name for name in _COPIES if name in behind))
 
 
+def _check_one_layer(base: Base, layers: list[str]) -> None:
+    """ValueError if the config or the tensors of `base` have several layers. `layers` are the prefixes of its layers.
+
+    Servers run layer k for guess k only. A head that runs all layers for each guess would be another function, and a
+    chain of layers needs a loss for each of them.
+    """
+    counts = base.prediction_counts
+    for name, count in counts.items():
+        if count > 1:
+            raise ValueError(
+                f"{name} is {count} in {base.folder / 'config.json'}, but only heads of one layer are supported: each "
+                f"further layer guesses a token further ahead. Its layers are {', '.join(layers)}."
+            )
+    if len(layers) > 1:
+        fields = ", ".join(f"{name}: {count}" for name, count in counts.items()) or "no count of them"
+        raise ValueError(
+            f"{base.folder} has {len(layers)} prediction layers, {layers[0]}* to {layers[-1]}*, and {fields} in its "
+            "config.json, but only heads of one layer are supported."
+        )
+
+
 def name_as_in_files(model: nn.Module, names: HeadNames) -> None:
-    """Let `model.state_dict()` and `load_state_dict` name the head as the files of its base do."""
+    """Make `model.state_dict()` and `load_state_dict` use the names of the base's files for the head."""
     if names.is_own:
         return
     model.register_state_dict_post_hook(_Renamed(names))
@@ -162,7 +182,7 @@ class _NamedBack:
 
 
 def copies_of(model: Any, names: HeadNames) -> dict[str, torch.Tensor]:
-    """What a layer N stores of the model's embeddings and LM head, by full names."""
+    """Return the copies of embeddings and LM head that layer N stores, by their full names."""
     found = {}
     for name in names.copies:
         source = model.get_input_embeddings() if name == _COPIES[0] else model.get_output_embeddings()

@@ -1,7 +1,7 @@
-"""Advise what to install for the rules of layers that keep a state, and say what it costs to go without.
+"""Advises which packages to install for layers that keep a state, and what it costs to train without them.
 
-transformers computes these rules by a package where one is installed, and by PyTorch code that is meant to be read
-elsewhere. It chooses when a modeling file is imported.
+transformers computes the rules of these layers with a package if one is installed, and otherwise with simple PyTorch
+code. It chooses when a modeling file is imported.
 """
 
 import importlib.util
@@ -25,9 +25,9 @@ class _Rule(NamedTuple):
     """A rule that a package computes.
 
     Attributes:
-        name (`str`): As people call it.
-        package (`str`): What is to be installed.
-        without (`str`): How to install it, and what it costs to go without.
+        name (`str`): Its common name.
+        package (`str`): The package to install.
+        without (`str`): How to install the package, and what it costs to train without it.
     """
 
     name: str
@@ -36,10 +36,11 @@ class _Rule(NamedTuple):
 
 
 _MAMBA = "mamba-ssm has no wheel and is compiled with nvcc; what it costs to go without was not measured"
-# By the name of the package's function. The names of short convolutions and of steps of generation are not among them.
+# By the name of the package's function. Short convolutions and the steps of generation are left out.
 _RULES = {
     "chunk_gated_delta_rule": _Rule(
-        "the gated delta rule", "flash-linear-attention",
+        "the gated delta rule",
+        "flash-linear-attention",
         f"{EXTRA}. PyTorch code is slower; how much was not measured",
     ),
     "chunk_kda": _Rule(
@@ -47,14 +48,14 @@ _RULES = {
     ),
     "mamba_chunk_scan_combined": _Rule("the scan of Mamba 2", "mamba-ssm", _MAMBA),
     "selective_scan_fn": _Rule("the scan of Mamba", "mamba-ssm", _MAMBA),
-}  # fmt: skip
-_REFUSED = "chunk_gated_delta_rule"  # by flash-linear-attention, with the versions of Triton above
+}
+_REFUSED = "chunk_gated_delta_rule"  # flash-linear-attention rejects it with the versions of Triton above
 
 
 def advice(model: nn.Module) -> list[str]:
-    """Say what to install for the rules that `model` computes; nothing without a GPU to run them on.
+    """Return advice on the packages for the rules of `model`, or nothing without a GPU.
 
-    Returns a sentence without its full stop for each rule without its package, and for one that would refuse to train.
+    There is one sentence, without its full stop, for each rule that lacks its package or would raise in training.
     """
     if not torch.cuda.is_available():
         return []

@@ -57,7 +57,7 @@ class PreflightContext:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """The tokenizer, or that of a processor; None if the trainer has none."""
+        """The trainer's tokenizer, or its processor's; None if it has none."""
         reader = self.trainer.processing_class
         return getattr(reader, "tokenizer", reader)
 

@@ -80,7 +80,7 @@ def unloaded_weights(run: PreflightContext) -> str | None:
     base = run.trainer.base_checkpoint
     if base is None or not base.predicts or not hasattr(run.model, "state_dict"):
         return None
-    if getattr(run.trainer.args, "train_mtp", False):  # all of them are trained, some under other names in the model
+    if getattr(run.trainer.args, "trains_mtp", False):  # all of them are trained, some under other names in the model
         return None
     trained = {name for name, _ in run.model.named_parameters()}
     names = sorted(name for name in base.predicts if name not in trained)
@@ -145,7 +145,7 @@ def tokenizer_class(run: PreflightContext) -> str | None:
 
 
 def _named_tokenizer(name: str) -> str | None:
-    """The class that the tokenizer's own files name, in a folder or in the Hub's cache; None if there are none."""
+    """Return the tokenizer class that the files of `name` give, a folder or a name in the Hub's cache; None without."""
     path: Any = Path(name, TOKENIZER_CONFIG) if os.path.isdir(name) else None
     if path is None:
         try:

@@ -29,7 +29,7 @@ class Sequence(NamedTuple):
 
     @property
     def has_prompt(self) -> bool:
-        """Whether tokens that are not learned come before the first learned one."""
+        """Return whether the first learned token comes after tokens that are not learned."""
         return any(self.learned) and self.learned.index(True) > 1
 
     @property

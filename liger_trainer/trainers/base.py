@@ -135,7 +135,7 @@ class LigerTrainerMixin(LoadsRenamedWeights, ResumesInPass):
 
     @property
     def uses_liger(self) -> bool:
-        """Whether models are patched; true for stock arguments, which have no `use_liger`."""
+        """Return whether models are patched. True for stock arguments, which have no `use_liger`."""
         return getattr(self.args, "use_liger", True)
 
     @property
@@ -233,7 +233,7 @@ class LigerTrainerMixin(LoadsRenamedWeights, ResumesInPass):
 
     @property
     def overrides_compute_loss(self) -> bool:
-        """Whether a user's class overrides `compute_loss`."""
+        """Return whether a user's class overrides `compute_loss`."""
         replaced = vars(self).get("compute_loss")
         if replaced is not None and not comes_from(replaced, _LIBRARIES):
             return True

@@ -1,4 +1,4 @@
-"""Memory of captured steps, given back to an engine that sleeps while the model trains."""
+"""Releases the memory of CUDA graphs before a sleeping inference engine wakes up."""
 
 from typing import Any
 
@@ -6,11 +6,11 @@ from liger_trainer.varlen.graphs.step_graphs import current_graphs
 
 
 class GivesMemoryBack:
-    """Goes before `LigerTRLMixin` in a trainer that generates its rows.
+    """Mixin of trainers that generate their rows. It precedes `LigerTRLMixin`.
 
-    With `vllm_enable_sleep_mode` vLLM leaves its memory to the training and takes it back to generate. CUDA graphs keep
-    theirs in pools of their own, which no emptied cache gives back. So they are released before vLLM wakes, and sizes
-    are captured again when they come. Other engines have their memory beside that of the training all the time.
+    With `vllm_enable_sleep_mode`, vLLM frees its memory for training and claims it again to generate. CUDA graphs hold
+    memory in private pools, which emptying the cache does not free. So the graphs are released before vLLM wakes, and
+    captured again as their sizes come up. Other engines hold their own memory all the time.
     """
 
     def _generate(self, *args: Any, **kwargs: Any) -> Any:

@@ -18,13 +18,13 @@ _LIBRARIES = ("transformers.", "peft.", "trl.")
 
 
 class CompiledArguments(Protocol):
-    """What the feature reads of a trainer's arguments."""
+    """The trainer argument that the feature reads."""
 
     torch_compile: bool
 
 
 class CompiledTrainer(FeatureTrainer, Protocol):
-    """What the feature reads of a trainer."""
+    """The trainer attributes that the feature reads."""
 
     args: CompiledArguments
     model: nn.Module

@@ -60,7 +60,7 @@ class CapturedTrainer(FeatureTrainer, Protocol):
 
     @property
     def overrides_compute_loss(self) -> bool:
-        """Whether a user's class overrides `compute_loss`."""
+        """Return whether a user's class overrides `compute_loss`."""
 
 
 class CudaGraphs(Feature[CapturedArguments, CapturedTrainer]):

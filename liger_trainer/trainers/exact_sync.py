@@ -1,9 +1,9 @@
-"""Weights for an engine that generates, with an adapter merged in and the base left as it is.
+"""Sends merged weights to an inference engine without changing the base weights.
 
-TRL merges the adapter into the whole model before it sends the weights, and subtracts it afterwards. In 16 bits what
-is left is not what was there: the base moves a little with each sync, and a saved adapter belongs to another base than
-the one that it was trained on. Here each layer is merged by itself, read, and given its own weights back, bit by bit
-and in the same memory. The engine gets what TRL's first sync would have sent.
+TRL merges the adapter into the whole model, sends the weights, and subtracts the adapter again. In 16 bits this does
+not restore the base: it drifts with each sync, and a saved adapter no longer fits the base that it was trained on. Here
+one layer at a time is merged and read, and gets its own weights back, bit for bit and in the same memory. The engine
+gets the weights of TRL's first sync.
 """
 
 import functools
@@ -20,9 +20,9 @@ from liger_trainer.patching.core.hooks import comes_from
 
 
 def keep_base_weights(trainer: Any) -> None:
-    """Have the engine of `trainer`, if it has one, get merged weights while the base keeps its own.
+    """Make `trainer` send merged weights to its engine, if it has one, without changing the base.
 
-    Sharded models (FSDP, ZeRO-3) keep TRL's way, and so do layers that share weights, or adapters on adapters.
+    TRL's own sync stays for sharded models (FSDP, ZeRO-3), for layers that share weights and for nested adapters.
     """
     generation: Any = getattr(trainer, "vllm_generation", None)
     stock = getattr(generation, "_iter_named_params", None)
@@ -36,7 +36,7 @@ def keep_base_weights(trainer: Any) -> None:
 
 
 def _named_weights(generation: Any, stock: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the weights that `stock`, TRL's method, would yield, under the same names."""
+    """Yield the names and weights that TRL's method `stock` would yield."""
     model = generation.model
     layers = _layers_by_base(model)
     if layers is None:
@@ -47,21 +47,22 @@ def _named_weights(generation: Any, stock: Any) -> Iterator[tuple[str, torch.Ten
     merged_at = ""
     for name, parameter in model.named_parameters():
         place, _, own_name = name.rpartition(".")
-        # The names that TRL gives, in the order in which it sends them: it has announced them to a server.
+        # TRL's names in TRL's order: it has announced both to a server.
         shown = name.removeprefix("base_model.model.").replace(".base_layer", "")
         if model.prefix in shown or "original_module" in shown:
             continue
         shown = generation._fix_param_name_to_vllm(shown, extra_prefixes=["modules_to_save.default."])
         if place in layers:
             if place != merged_at:
-                merged, merged_at = _merged(layers[place]), place
+                merged = _merged(layers[place])
+                merged_at = place
             yield shown, merged[own_name]
         else:
             yield shown, parameter.data
 
 
 def _layers_by_base(model: nn.Module) -> dict[str, Any] | None:
-    """Return the adapters' layers by the names of their base layers; None if these cannot be merged one by one."""
+    """Return the adapted layers by the names of their base layers, or None if they cannot be merged one by one."""
     owners = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     found = {}
     for name, layer in model.named_modules():
@@ -77,18 +78,19 @@ def _layers_by_base(model: nn.Module) -> dict[str, Any] | None:
 
 
 def _merged(layer: Any) -> dict[str, torch.Tensor]:
-    """Return copies of the merged weights of one layer, which has its own again."""
+    """Return copies of one layer's merged weights, and restore its own weights."""
     base = layer.base_layer
     parameters = dict(base._parameters)
     own = {name: x.data for name, x in parameters.items() if x is not None}
     copies = {name: x.clone() for name, x in own.items()}
-    already, caches = list(layer.merged_adapters), dict(getattr(layer, "_caches", {}))
+    already = list(layer.merged_adapters)
+    caches = dict(getattr(layer, "_caches", {}))
     try:
         with onload_layer(layer):
             layer.merge()
         return {name: x.data.clone() for name, x in base._parameters.items() if x is not None}
     finally:
-        # A layer of four bits gets a new parameter when it is merged, and DoRA's a new tensor.
+        # Merging gives a 4-bit layer a new parameter, and a DoRA layer a new tensor.
         base._parameters.update(parameters)
         for name, x in own.items():
             parameters[name].data = x.copy_(copies[name])

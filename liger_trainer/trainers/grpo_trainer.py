@@ -1,4 +1,4 @@
-"""`LigerGRPOTrainer`: `trl.GRPOTrainer` with our fused head in the place of TRL's own."""
+"""`LigerGRPOTrainer`: `trl.GRPOTrainer` with our fused head instead of TRL's."""
 
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ class LigerGRPOTrainer(ReusesLogProbs, SortsRows, GivesMemoryBack, LigerTRLMixin
 
     shares_prompts = True
     args: GRPOConfig
-    _ratio_metrics: RatioMetrics | None = None  # of the last generation batch without a pass of the old policy
+    _ratio_metrics: RatioMetrics | None = None  # for the last generation batch that skipped the old policy's pass
 
     def _finish_init(self) -> None:
         if self.uses_fused_head and self.args.cast_lm_head_to_fp32 and hasattr(output_head(self.model), "base_layer"):
@@ -51,7 +51,7 @@ class LigerGRPOTrainer(ReusesLogProbs, SortsRows, GivesMemoryBack, LigerTRLMixin
         return bool(self.use_vllm and self.vllm_importance_sampling_correction)
 
     def _runs_old_policy(self) -> bool:
-        """TRL leaves the pass out by itself where nothing is corrected and the policy does not move."""
+        """TRL itself skips the pass if nothing is corrected and the policy does not change."""
         return self._corrects()
 
     def _why_needed(self) -> str | None:
@@ -68,7 +68,7 @@ class LigerGRPOTrainer(ReusesLogProbs, SortsRows, GivesMemoryBack, LigerTRLMixin
         )
 
     def _leave_out(self, undo: ExitStack) -> None:
-        """Have TRL believe that nothing is corrected, until its batch is made."""
+        """Turn TRL's correction off until the batch is complete, so that TRL skips the pass."""
         self.vllm_importance_sampling_correction = False
         undo.callback(setattr, self, "vllm_importance_sampling_correction", True)
         parts = self.args.steps_per_generation if self._mode == "train" else 1

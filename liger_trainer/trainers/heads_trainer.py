@@ -1,4 +1,4 @@
-"""What the trainers of speculative heads share: the metrics of each head, as they are logged."""
+"""Logs the metrics of each head, for all trainers of speculative heads."""
 
 from typing import Any
 

@@ -42,7 +42,7 @@ class LigerKTOTrainer(LigerTRLMixin, KTOTrainer):
 def _with_known_labels(
     model: Callable[..., Any], input_ids: torch.Tensor, completion_mask: torch.Tensor
 ) -> Callable[..., Any]:
-    """Return `model`, of whose calls on `input_ids` the host knows the labels if it knows ids and mask.
+    """Wrap `model` so that the host knows the labels of calls on `input_ids`, if it knows ids and mask.
 
     The labels are TRL's: the ids of completions, and -100 for the rest. The reference gets the same tensor.
     """

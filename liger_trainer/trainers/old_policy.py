@@ -1,9 +1,9 @@
-"""When the pass of the old policy is not needed, and what was left out.
+"""Decides when the forward pass of the old policy can be skipped, and counts skipped passes.
 
-The ratios of GRPO and RLOO compare each log-probability with that under the policy that wrote the completions. TRL runs
-one more pass for these. Where the policy has not moved since, it is the policy that is trained, and the training pass
-computes the same numbers. TRL leaves the pass out then in GRPO without vLLM. Here it is left out with vLLM and in RLOO
-too, by the same rule. Everything that might make the two passes differ, or that might miss one, brings it back.
+GRPO and RLOO compare each log-probability with the one under the policy that generated the completions, the old policy.
+TRL runs one more forward pass to compute these. If the policy has not changed since generation, the training pass
+computes the same numbers. TRL then skips the pass in GRPO without vLLM. By the same rule, we skip it with vLLM and in
+RLOO too. The pass runs whenever two passes could differ, or when code could notice that one is missing.
 """
 
 from collections.abc import Iterable
@@ -19,7 +19,7 @@ from liger_trainer.patching.core.hooks import comes_from, hook_on, name_of_unkno
 from liger_trainer.varlen.decide import HARMLESS_HOOKS
 from liger_trainer.varlen.randomness import what_is_random
 
-# What a subclass, or a function put in place of one of these, might do with the numbers or with the pass.
+# A subclass that overrides one of these, or a function that replaces it, may read the numbers or count the pass.
 _METHODS = (
     "_compute_loss",
     "_generate",
@@ -30,9 +30,9 @@ _METHODS = (
     "prediction_step",
     "training_step",
 )
-# TRL's experimental trainers, which extend its stable ones, are not among them.
+# Not trl.experimental: its trainers extend the stable ones.
 _TRAINERS_OF_LIBRARIES = ("liger_trainer.", "trl.trainer.", "trl.extras.", "transformers.")
-# Code of a model that computes the same numbers twice, and counts no calls.
+# Model code from these libraries computes the same numbers in each pass, and does not count calls.
 _MODELS_OF_LIBRARIES = (
     "transformers.",
     "torch.",
@@ -46,17 +46,18 @@ _MODELS_OF_LIBRARIES = (
     "gptqmodel.",
     "torchao.",
 )
-# Hooks on gradients that reduce, shard or note them. PyTorch's own optimizers in the backward pass are not among them.
+# Gradient hooks from these only reduce, shard or record gradients. PyTorch's optimizers in backward are not included.
 _GATHERERS_OF_GRADIENTS = ("deepspeed.", "accelerate.", "liger_trainer.", "torch.distributed.fsdp.", "torch.nn.")
-_OPTIMIZERS_IN_BACKWARD = ("lomo", "adalomo")  # of transformers; its others of that kind accumulate no gradients
+# transformers' other optimizers in backward do not accumulate gradients.
+_OPTIMIZERS_IN_BACKWARD = ("lomo", "adalomo")
 
 
 class OldPolicyPasses:
-    """Passes of the old policy in one trainer, for the report.
+    """Counts the old policy's passes in one trainer, for the report.
 
     Attributes:
-        left_out (`int`): Passes over a generation batch, or over a batch of an evaluation, that were not run.
-        run (`dict[str, int]`): For each reason, the passes that ran.
+        left_out (`int`): The skipped passes, each over a generation batch or an evaluation batch.
+        run (`dict[str, int]`): For each reason, the number of passes that ran.
     """
 
     def __init__(self) -> None:
@@ -79,27 +80,27 @@ class OldPolicyPasses:
 
 
 def old_policy_of(trainer: Any) -> OldPolicyPasses | None:
-    """Return what became of the passes of the old policy in `trainer`; None where there were none to leave out."""
+    """Return the counts of the old policy's passes in `trainer`, or None if TRL would not have run any."""
     passes = getattr(trainer, "old_policy", None)
     return None if passes is None or passes.is_empty else passes
 
 
 def why_it_has_moved(args: Any, num_iterations: int, began_at: int) -> str | None:
-    """Tell why the policy may move between a generation and the last step on its completions, or return None.
+    """Return why the policy may change between a generation and the last step on its completions, or None.
 
-    TRL's rule: all micro-batches of a generation batch belong to one step of the optimizer.
+    It is TRL's rule: all micro-batches of a generation batch belong to one optimizer step.
 
     Args:
-        args ([`~trl.GRPOConfig`] or [`~trl.RLOOConfig`]): Arguments of the trainer.
-        num_iterations (`int`): How often a generation batch is used.
-        began_at (`int`): Micro-batches that the trainer had seen when this training began.
+        args ([`~trl.GRPOConfig`] or [`~trl.RLOOConfig`]): The trainer's arguments.
+        num_iterations (`int`): How often each generation batch is used.
+        began_at (`int`): The micro-batches that the trainer had seen before this call of `train`.
     """
     steps = args.steps_per_generation * num_iterations
     if num_iterations > 1:
         return f"num_iterations is {num_iterations}"
     if args.gradient_accumulation_steps % steps:
         return (
-            f"gradient_accumulation_steps is {args.gradient_accumulation_steps}, no multiple of "
+            f"gradient_accumulation_steps is {args.gradient_accumulation_steps}, not a multiple of "
             f"steps_per_generation, which is {steps}"
         )
     if began_at % steps:
@@ -107,12 +108,12 @@ def why_it_has_moved(args: Any, num_iterations: int, began_at: int) -> str | Non
     if args.optim in _OPTIMIZERS_IN_BACKWARD and args.gradient_accumulation_steps > 1:
         return f"optim {args.optim!s} steps in each backward pass"
     if args.auto_find_batch_size:
-        return "auto_find_batch_size begins again within a generation batch"
+        return "auto_find_batch_size restarts within a generation batch"
     return None
 
 
 def overridden(trainer: Any, methods: Iterable[str] = _METHODS) -> str | None:
-    """Name one of `methods` that is neither TRL's nor ours, or return None."""
+    """Return which of `methods` is neither TRL's nor ours, or None."""
     for name in methods:
         own = vars(trainer).get(name)
         if own is not None and not comes_from(own, _TRAINERS_OF_LIBRARIES):
@@ -125,7 +126,7 @@ def overridden(trainer: Any, methods: Iterable[str] = _METHODS) -> str | None:
 
 
 def why_it_moves_within(trainer: Any) -> str | None:
-    """Name code that runs after each micro-batch of a step and may change weights, or return None."""
+    """Return the code that runs after each micro-batch and may change weights within a step, or None."""
     for callback in trainer.callback_handler.callbacks:
         if not comes_from(callback.on_substep_end, _TRAINERS_OF_LIBRARIES):
             return f"on_substep_end of {type(callback).__name__} may move the policy within a step"
@@ -138,7 +139,7 @@ def why_it_moves_within(trainer: Any) -> str | None:
 
 
 def why_passes_differ(trainer: Any) -> str | None:
-    """Tell why two passes of the policy over the same rows may differ, or may not be one, or return None."""
+    """Return why two passes over the same rows may differ, or why skipping one may be noticed, or None."""
     model: nn.Module = trainer.model
     modules = list(model.modules())
     training = model.training
@@ -153,7 +154,7 @@ def why_passes_differ(trainer: Any) -> str | None:
 
 
 def _keeps_or_counts(modules: Iterable[nn.Module]) -> str | None:
-    """Name a module that keeps something of each pass, or has code or a hook that may, or return None."""
+    """Return which module keeps statistics of each pass, or has unknown code or a hook that may, or None."""
     known = set()
     for module in modules:
         kind = type(module)
@@ -161,7 +162,7 @@ def _keeps_or_counts(modules: Iterable[nn.Module]) -> str | None:
             return f"a {kind.__name__} keeps statistics of each pass"
         if kind not in known:
             if not comes_from(kind.forward, _MODELS_OF_LIBRARIES):
-                return f"the forward of {kind.__name__} is of no library that is known"
+                return f"the forward of {kind.__name__} is not from a known library"
             known.add(kind)
         hook = hook_on(module, Binding.of(module), (*HARMLESS_HOOKS, "trl."))
         if hook is not None:
@@ -170,7 +171,7 @@ def _keeps_or_counts(modules: Iterable[nn.Module]) -> str | None:
 
 
 def agreed(reason: str | None, accelerator: Any) -> str | None:
-    """Return `reason`, or one in its place where another process has one: all of them run the same passes."""
+    """Return `reason`, or a reason because another process has one: all processes have to run the same passes."""
     if accelerator.num_processes == 1:
         return reason
     has_one = torch.tensor([int(reason is not None)], device=accelerator.device)

@@ -1,4 +1,4 @@
-"""GRPO and RLOO without the pass of the old policy, where the training pass computes the same numbers."""
+"""Skips the forward pass of the old policy in GRPO and RLOO when the training pass computes the same numbers."""
 
 from contextlib import ExitStack
 from typing import Any
@@ -14,26 +14,28 @@ from liger_trainer.trainers.old_policy import (
     why_passes_differ,
 )
 from liger_trainer.trainers.online_rows import KnowsOnlineRows
+from liger_trainer.trainers.policy_weights import PolicyWeights
 
 
 class ReusesLogProbs(KnowsOnlineRows):
-    """Goes before `LigerTRLMixin` in a trainer that generates its rows.
+    """Mixin of trainers that generate their rows. It precedes `LigerTRLMixin`.
 
-    While rows are generated, `_leave_out` keeps TRL from running the pass. When the loss of a micro-batch has scored
-    its rows, `_fill_in` puts into the batch what TRL would have made of the pass, before TRL's loss reads it.
+    During generation, `_leave_out` keeps TRL from running the pass. In training, once the rows of a micro-batch are
+    scored, `_fill_in` adds what TRL would have derived from the pass, before TRL's loss reads it.
 
     Attributes:
-        old_policy (`OldPolicyPasses`): What was left out, and what ran for which reason.
+        old_policy (`OldPolicyPasses`): Counts the passes that were skipped, and the reasons for those that ran.
     """
 
     _undo: ExitStack | None = None  # while rows are generated without a pass: how TRL's own way comes back
     _began_at: int = 0  # micro-batches before this training
     _wrote_at: dict[str, int]  # the step of the optimizer at the last generation, by mode
+    _wrote_with: dict[str, PolicyWeights]  # the weights at its end, by mode
     old_policy: OldPolicyPasses
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.old_policy = OldPolicyPasses()
-        self._wrote_at = {}
+        self._wrote_at, self._wrote_with = {}, {}
         super().__init__(*args, **kwargs)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
@@ -49,23 +51,23 @@ class ReusesLogProbs(KnowsOnlineRows):
         raise NotImplementedError
 
     def _why_needed(self) -> str | None:
-        """Tell why this trainer needs the pass, or return None."""
+        """Return the reason why this trainer needs the pass, or None."""
         raise NotImplementedError
 
     def _leave_out(self, undo: ExitStack) -> None:
-        """Keep TRL from running the pass, right before it would. `undo` gets what brings its own way back."""
+        """Keep TRL from running the pass, right before it would. `undo` gets the callbacks that restore it."""
         raise NotImplementedError
 
     def _without_pass(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Return a batch that was made without the pass, with nothing in it that TRL made up in its place."""
+        """Return a batch made without the pass, without the placeholders that TRL computed from it."""
         raise NotImplementedError
 
     def _lacks(self, inputs: dict[str, Any]) -> bool:
-        """Return whether a micro-batch waits for what is made of the pass."""
+        """Return whether a micro-batch still lacks what TRL derives from the pass."""
         raise NotImplementedError
 
     def _fill_in(self, inputs: dict[str, Any], old: torch.Tensor) -> None:
-        """Put into a micro-batch what TRL makes of `old`, log-probabilities (B, T) without a gradient."""
+        """Add to a micro-batch what TRL derives from `old`, the log-probabilities (B, T) without a gradient."""
         raise NotImplementedError
 
     def _why_it_runs(self) -> str | None:
@@ -73,7 +75,7 @@ class ReusesLogProbs(KnowsOnlineRows):
         if not getattr(trainer.args, "reuse_log_probs", True):
             return "reuse_log_probs is false"
         reason = self._why_needed()
-        if reason is not None:  # by the arguments, which are the same in all processes
+        if reason is not None:  # depends on arguments alone, so all processes agree
             return reason
         own = overridden(trainer) or why_it_moves_within(trainer) or why_passes_differ(trainer)
         return agreed(own, trainer.accelerator)
@@ -98,11 +100,19 @@ class ReusesLogProbs(KnowsOnlineRows):
         return self._without_pass(batch)
 
     def _generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Generate. What follows in TRL's caller is the pass, so that no code of the user's runs in between."""
+        """Generate, then leave the pass out. TRL's caller runs the pass next, so no user code runs in between."""
         generated = super()._generate(*args, **kwargs)  # type: ignore[misc]
         if self._undo is not None:
+            self._note_weights()
             self._leave_out(self._undo)
         return generated
+
+    def _note_weights(self) -> None:
+        """Note the weights with which TRL would run the pass. Code of the user's that follows may change them."""
+        trainer: Any = self
+        sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled or trainer.get_tp_size() > 1
+        if not sharded:
+            self._wrote_with[self._mode] = PolicyWeights(trainer.model)
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
         scored = super()._get_per_token_logps_and_entropies(*args, **kwargs)
@@ -113,7 +123,10 @@ class ReusesLogProbs(KnowsOnlineRows):
         return scored
 
     def _refuse_if_moved(self) -> None:
-        """Raise if the optimizer has stepped since the rows were written. TRL's rule says that it does not."""
+        """Raise if the policy has moved since the rows were written.
+
+        By TRL's rule the optimizer does not step in between. But a reward function may change weights.
+        """
         trainer: Any = self
         wrote_at, now = self._wrote_at.get(self._mode), trainer.state.global_step
         if wrote_at != now:
@@ -121,4 +134,12 @@ class ReusesLogProbs(KnowsOnlineRows):
                 f"The completions of this batch were written at step {wrote_at}, and this is step {now}: the policy "
                 "has moved, and the log-probabilities of the one that wrote them were not kept. Set "
                 "reuse_log_probs=False, or let train() run to the end of a step before you call it again."
+            )
+        noted = self._wrote_with.get(self._mode)
+        name = None if noted is None else noted.changed()
+        if name is not None:
+            raise RuntimeError(
+                f"{name} was written after the completions of this batch were generated, such as by a reward function "
+                "or a callback. The log-probabilities of the policy that wrote them were not kept. Set "
+                "reuse_log_probs=False, or leave the weights as they are until the step has ended."
             )

@@ -1,4 +1,4 @@
-"""`LigerRLOOTrainer`: `trl.RLOOTrainer` with our fused head in the place of TRL's own."""
+"""`LigerRLOOTrainer`: `trl.RLOOTrainer` with our fused head instead of TRL's."""
 
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -29,10 +29,10 @@ class LigerRLOOTrainer(ReusesLogProbs, SortsRows, GivesMemoryBack, LigerTRLMixin
 
     shares_prompts = True
     args: RLOOConfig
-    _answers: bool = False  # the next call that scores, in place of the old policy
+    _skips_next: bool = False  # the next scoring call is TRL's pass of the old policy, which is skipped
 
     def _runs_old_policy(self) -> bool:
-        """TRL runs it for every batch."""
+        """TRL runs the pass for every batch."""
         return True
 
     def _why_needed(self) -> str | None:
@@ -41,8 +41,8 @@ class LigerRLOOTrainer(ReusesLogProbs, SortsRows, GivesMemoryBack, LigerTRLMixin
         return self._why_moved() if self._mode == "train" else None
 
     def _leave_out(self, undo: ExitStack) -> None:
-        self._answers = True
-        undo.callback(setattr, self, "_answers", False)
+        self._skips_next = True
+        undo.callback(setattr, self, "_skips_next", False)
 
     def _get_per_token_logps_and_entropies(
         self,
@@ -53,9 +53,9 @@ class LigerRLOOTrainer(ReusesLogProbs, SortsRows, GivesMemoryBack, LigerTRLMixin
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Score rows, or answer TRL's call of the old policy with NaN, so that whatever reads it is noticed."""
-        if self._answers:
-            self._answers = False
+        """Score rows. Return NaN instead of a pass of the old policy, so that any use of it shows up."""
+        if self._skips_next:
+            self._skips_next = False
             unknown = torch.full((len(input_ids), logits_to_keep), float("nan"), device=input_ids.device)
             return unknown, None, None
         return super()._get_per_token_logps_and_entropies(

@@ -1,9 +1,9 @@
-"""Ratios between the policy that is trained and the engine that wrote the completions, by TRL's formulas.
+"""Importance ratios between the policy and the engine that generated the completions, with TRL's formulas.
 
-GRPO weights its loss by exp(old - sampled) where vLLM wrote the completions: `old` is the log-probability of a token
-under the policy, `sampled` under vLLM. TRL computes them for a whole generation batch, before it is shuffled and cut
-into steps. Here each step computes them for its own rows, from its training pass. The logged numbers are of the whole
-batch all the same: each step adds its share, and the last one logs them.
+If vLLM generated the completions, GRPO weights its loss by exp(old - sampled): `old` is a token's log-probability under
+the policy, `sampled` under vLLM. TRL computes the ratios of a whole generation batch before it is shuffled and split
+into micro-batches. Here each micro-batch computes its own ratios, from its training pass. The logged metrics still
+cover the whole generation batch: each micro-batch adds its part, and the last one logs them.
 """
 
 import math
@@ -34,13 +34,14 @@ class RatioOptions(NamedTuple):
 
 
 def importance_ratio(old: torch.Tensor, sampled: torch.Tensor, mask: torch.Tensor, by: RatioOptions) -> torch.Tensor:
-    """Compute by what a loss is weighted where another engine than the policy wrote the completions.
+    """Compute the weights of a loss on completions that another engine than the policy generated.
 
     Args:
         old (`torch.Tensor`): Log-probabilities under the policy, fp32 (B, T).
-        sampled (`torch.Tensor`): Under the engine, fp32 (B, T). NaN where it gave none: this token counts as equal.
+        sampled (`torch.Tensor`): Log-probabilities under the engine, fp32 (B, T). A missing one is NaN; its token gets
+            the factor 1.
         mask (`torch.Tensor`): (B, T), 1 for the tokens that count.
-        by (`RatioOptions`): How.
+        by (`RatioOptions`): TRL's mode and limits.
 
     Returns:
         `torch.Tensor`, fp32: (B, T), or (B, 1) for ratios of sequences.
@@ -57,11 +58,11 @@ def importance_ratio(old: torch.Tensor, sampled: torch.Tensor, mask: torch.Tenso
 
 
 class RatioMetrics:
-    """The logged numbers of one generation batch, added up over its micro-batches.
+    """Accumulates the logged metrics of one generation batch over its micro-batches.
 
     Args:
-        parts (`int`): Micro-batches of the generation batch.
-        of_sequences (`bool`): Whether the ratios are those of sequences, which count whether they are masked or not.
+        parts (`int`): The micro-batches of the generation batch.
+        of_sequences (`bool`): Whether there is one ratio for each sequence. These count even if the sequence is masked.
     """
 
     def __init__(self, parts: int, of_sequences: bool):
@@ -71,7 +72,7 @@ class RatioMetrics:
         self._extremes: list[torch.Tensor] = []
 
     def add(self, old: torch.Tensor, sampled: torch.Tensor, mask: torch.Tensor, ratio: torch.Tensor) -> None:
-        """Add a micro-batch. The arguments are as in `importance_ratio`, and what it has returned."""
+        """Add a micro-batch: the arguments of `importance_ratio`, and the ratio that it returned."""
         counts = mask.bool()
         distance = torch.abs(old - sampled)
         known = counts & ~torch.isnan(distance)
@@ -102,7 +103,7 @@ class RatioMetrics:
         return len(self._sums) == self.parts
 
     def gathered(self, accelerator: Any) -> dict[str, float]:
-        """Return TRL's metrics of all processes, and all of them have to call this. Without a token they are 0."""
+        """Return TRL's metrics over all processes, or 0 without a token. Every process has to call this."""
         distances, known, ratios, weighed = torch.stack(self._sums).sum(0)
         farthest, highest, lowest = torch.stack(self._extremes).amax(0)
         zero = torch.zeros_like(distances)

@@ -91,7 +91,7 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _is_position_table(name: str, tensor: torch.Tensor, limit: int) -> bool:
-    """Whether a tensor has a row for each position, such as `wpe.weight` of GPT-2 or `embed_positions` of OPT."""
+    """Return whether `tensor` has a row for each position, like GPT-2's `wpe.weight` or OPT's `embed_positions`."""
     rows_before = len(tensor) - limit if tensor.dim() == 2 else -1  # OPT's table has two rows before the first position
     return rows_before in (0, 1, 2) and ("pos" in name or "wpe" in name)
 

@@ -1,4 +1,4 @@
-"""Implements the option `share_prompts`: rows with the same prompt compute it once."""
+"""Implements the option `share_prompts`: a prompt is computed once for all rows that start with it."""
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -8,7 +8,7 @@ from liger_trainer.varlen import groups
 from liger_trainer.varlen.decide import bound_backbone
 from liger_trainer.varlen.shared_prompts import SharedPrompts
 
-if TYPE_CHECKING:  # it always goes before a class of arguments of TRL
+if TYPE_CHECKING:  # always combined with one of TRL's argument classes
     from transformers import TrainingArguments as StockArguments
 else:
     StockArguments = object
@@ -21,9 +21,9 @@ class SharedPromptFields(StockArguments):
     share_prompts: bool = field(
         default=True,
         metadata={
-            "help": "Compute a prompt once for all rows of a batch that begin with it, if that saves enough tokens. "
-            "Losses, gradients and metrics stay the same up to rounding. The report of the training says how many "
-            "tokens were shared, or why none were. False: each row computes its own prompt."
+            "help": "Compute a prompt once for all rows of a batch that start with it, if that saves enough tokens. "
+            "Losses, gradients and metrics stay the same up to rounding. The training report says how many tokens were "
+            "shared, or why none were. False: each row computes its own prompt."
         },
     )
 
@@ -34,11 +34,11 @@ class SharedPromptFields(StockArguments):
 
 
 def sharing_rule(args: Any) -> groups.SharingRule | None:
-    """Return the rule for sharing prompts in `args` (ours or stock ones), or None if they are never shared."""
+    """Return the rule for sharing prompts with `args` (ours or TRL's), or None if prompts are never shared."""
     return groups.PAYS if getattr(args, "share_prompts", True) else None
 
 
 def shared_prompts_of(model: Any) -> SharedPrompts | None:
-    """Return what rows have shared in `model`, which may be wrapped; None if no rows of a call began alike."""
+    """Return what rows have shared in `model`, which may be wrapped, or None if no rows of a call started alike."""
     bound = bound_backbone(base_model_of(model))
     return None if bound is None or bound.sharing.is_empty else bound.sharing

@@ -1,10 +1,11 @@
-"""Rows of one prompt together in the steps of GRPO and RLOO, as `sort_by_prompt` asks, and what that saves.
+"""Sorts the rows of a GRPO or RLOO step by prompt, for the option `sort_by_prompt`, and counts what that saves.
 
-TRL shuffles a generation batch and cuts it into micro-batches, so that rows of one prompt meet in part. They are put
-together again within the micro-batches of one step of the optimizer. The step has the same rows then, in another order,
-so its gradient stays the same if the loss is a sum over rows. Other losses are refused.
+TRL shuffles a generation batch and splits it into micro-batches, so only some rows of a prompt end up in the same one.
+Sorting moves rows between the micro-batches of one optimizer step. The step still has the same rows, so its gradient is
+unchanged if the loss is a sum over rows. Other losses are rejected.
 """
 
+import itertools
 from typing import Any, NamedTuple
 
 import torch
@@ -15,20 +16,21 @@ from liger_trainer.trainers.shared_prompts import sharing_rule
 from liger_trainer.varlen.decide import bound_backbone
 from liger_trainer.varlen.groups import Group, SharingRule, saved_by, worthwhile
 
-# Each divides by a number that is the same in all micro-batches of a step. 'bnpo' divides by the tokens of each.
+# Each divides by the same number in all micro-batches of a step. 'bnpo' divides by the tokens of each micro-batch.
 SUMS_OVER_ROWS = ("grpo", "dr_grpo", "dapo", "cispo", "sapo", "vespo", "luspo")
-_IMAGES = ("pixel_values", "num_images")  # such batches have tensors without a row for each prompt, and share nothing
+# Batches with images share nothing, and have tensors without one row for each prompt.
+_IMAGES = ("pixel_values", "num_images")
 
 
 class SortedRows:
-    """What rows of one prompt save in the training steps, as TRL has shuffled them and sorted, for the report.
+    """Counts the tokens that shared prompts save in training steps, in TRL's order and sorted, for the report.
 
     Args:
-        is_on (`bool`): Whether they are sorted.
+        is_on (`bool`): Whether rows are sorted.
 
     Attributes:
-        shuffled (`int`): Tokens that are not computed in TRL's order.
-        sorted (`int`): Tokens that are not computed if rows of one prompt stand together.
+        shuffled (`int`): The tokens that are not computed in TRL's order.
+        sorted (`int`): The tokens that are not computed in sorted order.
     """
 
     def __init__(self, is_on: bool) -> None:
@@ -41,12 +43,12 @@ class SortedRows:
 
 
 class Prompts(NamedTuple):
-    """The prompts of the rows of a batch, on the host.
+    """The prompt of each row of a batch, on the host.
 
     Attributes:
         keys (`list[bytes]`): Equal for equal prompts.
-        lengths (`list[int]`): Tokens of each prompt.
-        tokens (`list[int]`): Tokens of each row.
+        lengths (`list[int]`): The tokens of each prompt.
+        tokens (`list[int]`): The tokens of each row, prompt and completion.
     """
 
     keys: list[bytes]
@@ -55,38 +57,41 @@ class Prompts(NamedTuple):
 
     @classmethod
     def of(cls, batches: list[dict[str, Any]]) -> "Prompts":
-        """Return the prompts of micro-batches of one generation batch, which are padded alike."""
-        ids, mask, answers = (
-            torch.cat([batch[name] for batch in batches]).cpu()
-            for name in ("prompt_ids", "prompt_mask", "completion_mask")
-        )
-        rows = ids.masked_fill(mask == 0, -1).numpy()
+        """Return the prompts of micro-batches of one generation batch, which are padded to the same length."""
+
+        def joined(name: str) -> torch.Tensor:
+            return torch.cat([batch[name] for batch in batches]).cpu()
+
+        mask = joined("prompt_mask")
+        rows = joined("prompt_ids").masked_fill(mask == 0, -1).numpy()
         lengths = mask.sum(1)
-        return cls([row.tobytes() for row in rows], lengths.tolist(), (lengths + answers.sum(1)).tolist())
+        tokens = lengths + joined("completion_mask").sum(1)
+        return cls([row.tobytes() for row in rows], lengths.tolist(), tokens.tolist())
 
     def order(self) -> list[int]:
-        """Return the rows by prompts, in the order in which each prompt and each of its rows comes first."""
+        """Return the row indices sorted by prompt. Prompts, and the rows of a prompt, keep their order."""
         firsts: dict[bytes, int] = {}
         for key in self.keys:
             firsts.setdefault(key, len(firsts))
         return sorted(range(len(self.keys)), key=lambda row: firsts[self.keys[row]])
 
     def saved(self, order: list[int], size: int, rule: SharingRule) -> int:
-        """Return the tokens that are not computed by `rule` where rows stand in `order`, in batches of `size`."""
+        """Return how many tokens `rule` saves with the rows in `order`, in micro-batches of `size` rows."""
         return sum(self._saved_in(order[i : i + size], rule) for i in range(0, len(order), size))
 
     def _saved_in(self, rows: list[int], rule: SharingRule) -> int:
         alike: dict[bytes, list[int]] = {}
         for row in rows:
             alike.setdefault(self.keys[row], []).append(row)
-        # The last token of a prompt stays in each row.
+        # The last token of a prompt is computed in each row: its state predicts the row's first token.
         groups = [Group(same, 0, self.lengths[same[0]] - 1) for same in alike.values() if len(same) > 1]
         return saved_by(worthwhile(groups, sum(self.tokens[row] for row in rows), rule))
 
 
 def micro_batches_of_a_step(args: Any) -> int | None:
-    """Return how many micro-batches of a generation batch belong to one step; None where a step has parts of two."""
-    generation, step = args.steps_per_generation, args.gradient_accumulation_steps
+    """Return how many micro-batches of a generation batch make a step, or None if a step takes parts of two batches."""
+    generation = args.steps_per_generation
+    step = args.gradient_accumulation_steps
     if step % generation == 0:
         return generation
     return step if generation % step == 0 else None
@@ -101,7 +106,7 @@ def in_order(batches: list[dict[str, Any]], order: list[int]) -> list[dict[str, 
         if isinstance(first, torch.Tensor) and first.ndim:
             values = list(torch.cat(values)[torch.tensor(order, device=first.device)].split(size))
         elif isinstance(first, list):
-            rows = [value for part in values for value in part]
+            rows = [*itertools.chain.from_iterable(values)]
             values = [[rows[row] for row in order[i : i + size]] for i in range(0, len(order), size)]
         for batch, value in zip(found, values, strict=True):
             batch[name] = value
@@ -109,10 +114,10 @@ def in_order(batches: list[dict[str, Any]], order: list[int]) -> list[dict[str, 
 
 
 class SortsRows:
-    """Goes before `LigerTRLMixin` in a trainer that generates its rows.
+    """Mixin of trainers that generate their rows. It precedes `LigerTRLMixin`.
 
     Attributes:
-        sorting (`SortedRows` or `None`): What sorting saves, or would save, where it makes a difference.
+        sorting (`SortedRows` or `None`): What sorting saves or would save. None if it changes nothing.
     """
 
     sorting: SortedRows | None = None
@@ -139,8 +144,9 @@ class SortsRows:
         for begin in range(0, len(made), together):
             window = made[begin : begin + together]
             prompts = Prompts.of(window)
-            rows, size, order = len(prompts.keys), len(window[0]["prompt_ids"]), prompts.order()
-            self.sorting.shuffled += prompts.saved(list(range(rows)), size, rule)
+            order = prompts.order()
+            size = len(window[0]["prompt_ids"])
+            self.sorting.shuffled += prompts.saved(list(range(len(order))), size, rule)
             self.sorting.sorted += prompts.saved(order, size, rule)
             if is_on:
                 made[begin : begin + together] = in_order(window, order)
@@ -148,7 +154,7 @@ class SortsRows:
 
 
 def sorting_of(trainer: Any) -> SortedRows | None:
-    """Return what sorting saves or would save in `trainer`; None where rows stand as before, or share nothing."""
+    """Return what sorting saves or would save in `trainer`, or None if it changes nothing or rows share nothing."""
     sorting = getattr(trainer, "sorting", None)
     bound = bound_backbone(base_model_of(trainer.model))
     if sorting is None or bound is None or bound.sharing.never is not None or bound.sharing.unshared:
@@ -157,13 +163,13 @@ def sorting_of(trainer: Any) -> SortedRows | None:
 
 
 def refuse_unfit_for_sorting(trainer: Any) -> None:
-    """Raise ValueError if another order of rows would change the gradient of a step, or if it would save nothing."""
+    """Raise ValueError if sorting would change the gradient of a step or would save nothing."""
     args = trainer.args
     if not args.share_prompts:
         raise ValueError("sort_by_prompt is True, but share_prompts is False. Set share_prompts=True.")
     if micro_batches_of_a_step(args) is None:
         raise ValueError(
-            f"sort_by_prompt is True, but a step has parts of two generation batches: gradient_accumulation_steps is "
+            f"sort_by_prompt is True, but a step takes parts of two generation batches: gradient_accumulation_steps is "
             f"{args.gradient_accumulation_steps} and steps_per_generation is {args.steps_per_generation}. Set one to a "
             "multiple of the other, or sort_by_prompt=False."
         )
@@ -173,14 +179,14 @@ def refuse_unfit_for_sorting(trainer: Any) -> None:
 
 
 def _why_order_matters(trainer: Any) -> str | None:
-    """Name what in a loss depends on which rows share a micro-batch, and what to set instead, or return None."""
+    """Return why the loss depends on which rows share a micro-batch, and what to set instead, or None."""
     args = trainer.args
     changed = overridden(trainer, ("_compute_loss", "compute_loss"))
     if changed is not None:
         return f"{changed}, and its loss may depend on which rows share a micro-batch. Remove it"
     loss_type = getattr(args, "loss_type", None)  # RLOO has one loss, a mean over rows
     if loss_type is not None and loss_type not in SUMS_OVER_ROWS:
-        return f"loss_type is {loss_type!r}, which is no sum over rows. Set one of {', '.join(SUMS_OVER_ROWS)}"
+        return f"loss_type is {loss_type!r}, which is not a sum over rows. Set one of {', '.join(SUMS_OVER_ROWS)}"
     quantile = getattr(args, "top_entropy_quantile", 1.0)
     if quantile < 1.0:
         return f"top_entropy_quantile is {quantile:g}: each micro-batch has its own limit. Set top_entropy_quantile=1.0"
@@ -191,7 +197,7 @@ def _why_order_matters(trainer: Any) -> str | None:
         return f"entropy_coef is {bonus:g}: each micro-batch has its own mean. Set entropy_coef=0.0"
     if trainer.aux_loss_enabled:
         return (
-            f"router_aux_loss_coef is {trainer.router_aux_loss_coef:g}: the auxiliary loss of experts is no sum over "
-            "rows. Set router_aux_loss_coef=0.0"
+            f"router_aux_loss_coef is {trainer.router_aux_loss_coef:g}: the auxiliary loss of experts is not a sum "
+            "over rows. Set router_aux_loss_coef=0.0"
         )
     return None

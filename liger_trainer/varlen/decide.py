@@ -37,7 +37,7 @@ HARMLESS_HOOKS = (
 )
 
 
-# What layers may attend by where rows share their prompts and are captured.
+# The kinds of attention with which calls of shared prompts can be captured.
 _CAPTURED_SHARED = {AttentionKind.CAUSAL, AttentionKind.SINKS}
 
 
@@ -82,10 +82,10 @@ class BackboneCall:
         bound (`BackboneBinding`): The binding of the backbone.
         args (`tuple`): Arguments by position.
         call (`dict`): Arguments by name.
-        padding_reader_reason (`str` or None): What the answer has of every position, padding included.
+        padding_reader_reason (`str` or None): Which output of the call covers every position, including padding.
         why_unusable (`Callable`): Returns why code around the backbone forbids a plan, or None.
         graphs (`BackboneGraphs` or None): The captures of the backbone, within the step of a trainer.
-        sharing (`SharingRule` or None): When rows that begin alike share it.
+        sharing (`SharingRule` or None): When rows share their prompt. None: never.
     """
 
     model: Any
@@ -127,17 +127,17 @@ class BackboneCall:
 
 
 def _why_unshared(asked: BackboneCall, plan: UnpadPlan) -> str | None:
-    """Name why rows that begin alike share nothing in this call, or return None."""
-    assert asked.sharing is not None, "the plan was made by it"
+    """Return why rows that start alike share nothing in this call, or None."""
+    assert asked.sharing is not None, "the plan was made with it"
     if asked.bound.sharing.never is not None:
         return asked.bound.sharing.never
-    # Equal ids of images stand for different pixels.
+    # Equal image tokens may stand for different images.
     if base_of(asked.model) is not asked.backbone:
         return "the model takes images too"
     if asked.graphs is not None and plan.rows.tokens + plan.saved < asked.sharing.least_uncaptured:
         is_captured_unshared = _why_never_captured(asked, shares=False) is None
         if is_captured_unshared and _why_never_captured(asked, shares=True) is not None:
-            return "steps of few tokens are faster as CUDA graphs, and those of its windows know no shared prompts"
+            return "steps of few tokens are faster as CUDA graphs, and with windows, graphs cannot share prompts"
     return what_is_random(asked.model, without_head(asked.model))
 
 
@@ -230,7 +230,7 @@ def decide(
     for check in _CHECKS:
         reason = check(asked)
         if reason is not None:
-            # Stock would run on from row to row without a word, which trains something else.
+            # The stock layers would silently carry their state into the next row.
             if bound.proven.keeps_state and holds_packed_rows(call):
                 needs = "; use_cache has to be False" if check is _rows_unknown else ""
                 raise MixedRows.of(bound, reason.text + needs)
@@ -248,7 +248,7 @@ def decide(
 
 
 def _why_never_captured(asked: BackboneCall, shares: bool) -> str | None:
-    """Name why no call of this model can be captured, or none whose rows share their prompts, or return None."""
+    """Return why no call of this model can be captured, or no call with shared prompts if `shares`; else None."""
     proven = asked.bound.proven
     if proven.no_capture_reason is not None:
         return proven.no_capture_reason

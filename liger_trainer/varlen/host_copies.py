@@ -1,9 +1,9 @@
-"""The values of a batch on the host, from before it was copied to the device.
+"""Keeps the host's copy of a batch that was moved to the device.
 
-Finding the rows of a batch on the device would wait until the device has done all that was launched before, such as the
-optimizer's step, and the device would then wait for the host. So the collate function of our trainers' dataloaders
-returns a `HostBatch` in place of a plain `dict` (`remembering`). accelerate calls its `to`, which gives a plain `dict`
-of tensors that remember their values on the host. `values_of` finds them, or else waits for the device.
+Reading a batch back from the device would wait for all work launched before, such as the optimizer's step, and then
+leave the device idle. So the collate function of our trainers' dataloaders returns a `HostBatch` instead of a plain
+`dict` (`remembering`). accelerate calls its `to`, which returns a plain `dict` of tensors that remember their values on
+the host. `values_of` returns these values if they are known.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -38,9 +38,9 @@ _REMEMBERED = (
 
 
 class _HostCopy:
-    """The values of a tensor of the device while it has this version and `exposed` is empty.
+    """The host values of a device tensor. They hold while the tensor has this version and `exposed` is empty.
 
-    A pickle or a copy of the tensor has none.
+    Copies and pickles of the tensor do not get them.
     """
 
     def __init__(self, values: torch.Tensor, version: int, exposed: Sequence[bool] = ()):
@@ -53,7 +53,7 @@ class _HostCopy:
 
 
 def values_of(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return the values of `tensors` on the host if all are known there, else `tensors` as they are."""
+    """Return the host's values of `tensors` if all are known, else `tensors` themselves."""
     known = []
     for x in tensors:
         values = _known(x)
@@ -69,7 +69,7 @@ def _known(x: torch.Tensor) -> torch.Tensor | None:
 
 
 def real_tokens(batch: Any) -> int | None:
-    """Count the tokens of a batch without its padding. None where the host does not know the mask."""
+    """Count the tokens of a batch without padding, or return None if the host does not know the mask."""
     mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
     if not isinstance(mask, torch.Tensor) or mask.ndim != 2:
         return None
@@ -78,45 +78,44 @@ def real_tokens(batch: Any) -> int | None:
 
 
 def remember(x: torch.Tensor, values: torch.Tensor, exposed: Sequence[bool] = ()) -> None:
-    """Have `values_of` know the values of `x` while it is not written to. `values` are its own from now on.
+    """Let `values_of` return `values` for `x` until `x` is written to. The caller must not change `values` afterwards.
 
-    They are not known either once something is in `exposed`: then code may write to it without a trace.
-
-    A tensor of inference mode has no version, so its values are not remembered.
+    They also become invalid once `exposed` has an element: code may then write to `x` without changing its version.
+    Inference tensors have no version, so their values are not remembered.
     """
     if not x.is_inference():
         setattr(x, _ATTRIBUTE, _HostCopy(values, x._version, exposed))
 
 
 def sent(x: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a tensor of the host on `device`, without a wait."""
+    """Copy a tensor from the host to `device` without waiting."""
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
 
 class HostBatch(dict):
-    """A batch on the host. Moved to a device, it is a plain `dict`, and `values_of` knows its values.
+    """A batch on the host. `to` returns a plain `dict` on a device, and `values_of` knows its values.
 
-    `made_of` is the class that it has then in place of `dict`: processors of images return a `BatchFeature`.
+    `made_of` is the class to return instead of `dict`: image processors return a `BatchFeature`.
     """
 
     made_of: type = dict
 
     def to(self, device: Any, non_blocking: bool = False) -> Any:
-        # accelerate forgets `non_blocking` when it skips batches, and whatever follows waits for a copy anyway.
+        # accelerate drops `non_blocking` when it skips batches. Later work on the stream waits for the copy anyway.
         pinned = any(isinstance(x, torch.Tensor) and x.is_pinned() for x in self.values())
         moved = send_to_device(dict(self), device, non_blocking=non_blocking or pinned)
         for name in _REMEMBERED:
             x = self.get(name)
             if isinstance(x, torch.Tensor) and x.device.type == "cpu" and moved[name] is not x:
-                # A collate function may write the next batch into the same memory.
+                # Cloned, because a collate function may write the next batch into the same memory.
                 remember(moved[name], x.clone())
         return moved if self.made_of is dict else self.made_of(moved)
 
 
 class _Remembering:
-    """A user's collate function that returns a `HostBatch` in place of a plain `dict` or `BatchFeature`.
+    """Wraps a collate function to return a `HostBatch` instead of a plain `dict` or `BatchFeature`.
 
-    Its class and attributes are the function's.
+    Class and attributes are those of the function.
     """
 
     def __init__(self, collate: Callable[[Any], Any]):

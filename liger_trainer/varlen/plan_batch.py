@@ -1,4 +1,4 @@
-"""Finds the rows of a call of a model, and plans how they go through its backbone on real tokens."""
+"""Finds the rows in a call of a model, and plans how its backbone runs on their real tokens."""
 
 from typing import Any
 
@@ -21,18 +21,18 @@ def plan_batch(
     with_full_batches: bool = False,
     sharing: SharingRule | None = None,
 ) -> UnpadPlan | None:
-    """Plan how a call goes through the backbone on real tokens; None where it stays as it is.
+    """Return the plan of a call, or None if the call has to run as it is.
 
     Args:
-        config ([`~transformers.PreTrainedConfig`]): Of the model.
-        call (`dict`): `input_ids` (B, S) or `inputs_embeds` (B, S, H), and `attention_mask` (B, S), or `position_ids`
-            (1, S) of a packed row. With `labels` (B, S), each predicted from the position before it, or `shift_labels`
-            (B, S), each predicted from its own, no label may be predicted from padding.
-        attention (`str`, *optional*, defaults to `"sdpa"`): The attention of the config that has been proven.
-        with_full_batches (`bool`, *optional*, defaults to `False`): Whether batches without padding get a plan
-            too, for layers with more than causal attention.
-        sharing (`SharingRule`, *optional*): When rows that begin alike share it. Unset: never. They need labels, and
-            positions that are their columns.
+        config ([`~transformers.PreTrainedConfig`]): The model's config.
+        call (`dict`): `input_ids` (B, S) or `inputs_embeds` (B, S, H), with `attention_mask` (B, S), or `position_ids`
+            (1, S) of a packed row. `labels` (B, S) are predicted from the position before, `shift_labels` (B, S) from
+            their own. No label may be predicted from padding.
+        attention (`str`, *optional*, defaults to `"sdpa"`): The attention that was proven, by its name in the config.
+        with_full_batches (`bool`, *optional*, defaults to `False`): Also plan batches without padding, for layers with
+            more than causal attention.
+        sharing (`SharingRule`, *optional*): When rows share a prompt. Such rows need labels, and no position ids.
+            Unset: never.
     """
     tokens = tokens_of(call)
     mask = call.get("attention_mask")
@@ -40,8 +40,7 @@ def plan_batch(
     text = config.get_text_config()
     keeps = getattr(config, "use_cache", getattr(text, "use_cache", None))  # trainers set it on the whole model
     keeps = keeps if call.get("use_cache") is None else call["use_cache"]
-    # With a cache, keys and values of earlier tokens belong to the batch as it is. An attention that was set after the
-    # proof was not proven.
+    # The keys and values in a cache belong to the padded batch. An attention that was set after the proof is unproven.
     if keeps or cache_of(call) is not None or text._attn_implementation != attention:
         return None
     if not isinstance(tokens, torch.Tensor) or tokens.ndim < 2:
@@ -61,8 +60,9 @@ def _full_plan(call, tokens) -> UnpadPlan:
 
 
 def holds_packed_rows(call: dict[str, Any]) -> bool:
-    """Return whether the positions of a call without a mask say that several rows lie in its only one."""
-    tokens, positions = tokens_of(call), call.get("position_ids")
+    """Return whether a call without a mask is one row of several, according to its positions."""
+    tokens = tokens_of(call)
+    positions = call.get("position_ids")
     if call.get("attention_mask") is not None or not isinstance(tokens, torch.Tensor) or positions is None:
         return False
     if tokens.ndim < 2 or tokens.shape[0] != 1 or tokens.shape[1] == 1 or positions.shape != tokens.shape[:2]:
@@ -71,16 +71,16 @@ def holds_packed_rows(call: dict[str, Any]) -> bool:
 
 
 def _packed_plan(call, tokens, with_full_batches) -> UnpadPlan | None:
-    """Plan a batch of one row that holds several rows one after the other.
+    """Plan a batch of one packed row.
 
-    Where they begin is read from the positions, as transformers does for SDPA; of `cu_seq_lens_q` it takes no notice.
+    The rows in it begin where the positions restart, as in transformers with SDPA. `cu_seq_lens_q` is ignored.
     """
     positions = call.get("position_ids")
     if positions is None:
         return _full_plan(call, tokens) if with_full_batches else None
     if tokens.shape[0] != 1 or positions.shape != tokens.shape[:2]:
         return None
-    values = values_of(positions)[0].cpu()[0]  # waits for the device, where the values are not known on the host
+    values = values_of(positions)[0].cpu()[0]  # waits for the device unless the host knows the values
     starts = [0, *((values.diff() != 1).nonzero()[:, 0] + 1).tolist(), len(values)]
     lengths = [end - start for start, end in zip(starts, starts[1:], strict=False)]
     return UnpadPlan(call, Rows(lengths, tokens.device)) if with_full_batches or len(lengths) > 1 else None
@@ -94,11 +94,11 @@ def _padded_plan(call, tokens, mask, with_full_batches, sharing) -> UnpadPlan | 
     shares = sharing is not None and labels is not None and may_share(call)
     given = (mask, *(() if labels is None else (labels,)), *((call["input_ids"],) if shares else ()))
     mask, *others = values_of(*given)
-    ids = others.pop().cpu() if shares else None  # waits for the device, where the values are not known on the host
-    # In one copy to the host, where the values have to come from the device.
+    ids = others.pop().cpu() if shares else None  # waits for the device unless the host knows the values
+    # One copy to the host for all, if the values have to come from the device.
     real, *labelled = torch.stack([mask != 0, *[x != -100 for x in others]]).cpu()
     predicting = labelled if shifted else [F.pad(x[:, 1:], (0, 1)) for x in labelled]
-    # Tokens of a row have to follow one another: attention by lengths knows no gaps.
+    # The tokens of a row have to be contiguous: attention with row lengths cannot skip a gap.
     runs = (real & ~F.pad(real[:, :-1], (1, 0))).sum(1)
     lengths = real.sum(1).tolist()
     broken = (runs > 1).any() or sum(lengths) == 0
@@ -118,7 +118,7 @@ def _padded_plan(call, tokens, mask, with_full_batches, sharing) -> UnpadPlan | 
 
 
 def may_share(call: dict[str, Any]) -> bool:
-    """Return whether rows of a call may share a beginning: it brings ids, and no positions of their own."""
+    """Return whether rows of a call may share a prompt: it has input ids and no position ids."""
     return call.get("input_ids") is not None and call.get("position_ids") is None
 
 
@@ -131,7 +131,7 @@ def _plan_of_tokens(call, tokens, real: torch.Tensor, lengths: list[int]) -> Unp
 
 
 def rotates_by_length(config) -> bool:
-    """Return whether the rotary frequencies depend on the longest position of a call, as far as the config says."""
+    """Return whether the rotary frequencies depend on the longest position of a call, according to the config."""
     rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
     ropes = [x for x in rope.values() if isinstance(x, dict)] or [rope]  # one for each kind of layer, or one for all
     return any(x.get("rope_type", "default") not in _STATIC_ROPES for x in ropes)

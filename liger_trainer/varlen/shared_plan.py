@@ -1,4 +1,4 @@
-"""Plan a call of rows that share their prompts."""
+"""The plan of a call in which rows share a prompt."""
 
 from typing import Any
 
@@ -11,18 +11,18 @@ from liger_trainer.varlen.unpad_plan import UnpadPlan
 
 
 class SharedPromptsPlan(UnpadPlan):
-    """The way of one call through the backbone on real tokens, each shared one once.
+    """Runs one call of the backbone on its real tokens, and computes each shared token once.
 
-    The backbone's output is a batch as without sharing: the states of shared tokens appear in every row.
+    The output is the same batch as without sharing: the states of shared tokens are repeated in every row.
 
     Args:
-        given (`dict`): The arguments of the call that it was made from.
-        real (`torch.Tensor`): bool (B, S), on a CPU: which are tokens.
+        given (`dict`): The arguments of the call that the plan is made from.
+        real (`torch.Tensor`): bool (B, S) on a CPU, False for padding.
         groups (`list[Group]`): The rows that share.
         unshared (`UnpadPlan` or None): The plan of the call without sharing.
 
     Attributes:
-        saved (`int`): Tokens that are not computed.
+        saved (`int`): The tokens that are not computed.
     """
 
     def __init__(self, given: dict[str, Any], real: torch.Tensor, groups: list[Group], unshared: UnpadPlan | None):
@@ -32,14 +32,16 @@ class SharedPromptsPlan(UnpadPlan):
         if index is not layout.places:
             remember(index, layout.places)
         super().__init__(given, SharedRows(layout, device), index, bool(real[:, -1].any()))
-        self.unshared, self.saved = unshared, saved_by(groups)
-        self._real, self._source = sent(layout.real, device), sent(layout.source, device)
+        self.unshared = unshared
+        self.saved = saved_by(groups)
+        self._real = sent(layout.real, device)
+        self._source = sent(layout.source, device)
         self._copies = sent(layout.copies.clamp(min=0), device)
         missing = layout.copies < 0
         self._missing = sent(missing, device) if missing.any() else None
 
     def fits(self, call: dict[str, Any]) -> bool:
-        """Return whether the backbone is called with what the plan was made from, and no positions of its own."""
+        """Return whether `call` has the arguments that the plan was made from, and no position ids of its own."""
         return call.get("position_ids") is None and call.get("input_ids") is not None and super().fits(call)
 
     def _spread(self, x: torch.Tensor, size: int) -> torch.Tensor:
@@ -49,10 +51,10 @@ class SharedPromptsPlan(UnpadPlan):
 
 
 class _Spread(torch.autograd.Function):
-    """Tokens of a layout x (T, ...) to where they are in the flattened batch (size, ...), with zeros for padding.
+    """Copy the tokens of a layout x (T, ...) into a flattened batch (size, ...), with zeros for padding.
 
-    The gradient of a shared token is the sum over its rows, in fp32 and rounded once, in a fixed order. That of a
-    gather would add in 16 bits, in any order.
+    The gradient of a shared token is summed over its rows in fp32, in a fixed order, and rounded once. The backward of
+    a gather would sum in 16 bits and in any order.
     """
 
     @staticmethod

@@ -1,19 +1,19 @@
-"""Count what rows that begin alike have shared in the calls of one backbone, and why others have not."""
+"""Counts how many tokens rows with the same prompt have shared, and why other calls shared nothing."""
 
 from typing import Any
 
 
 class SharedPrompts:
-    """Counts what rows that begin alike have shared, for the report.
+    """Counts shared tokens in the calls of one backbone, for the report.
 
     Args:
-        never (`str`, *optional*): Why they never share: the proof has shown it, or a call.
+        never (`str`, *optional*): The reason why this backbone never shares, found by its proof or by a call.
 
     Attributes:
-        calls (`int`): Calls with rows that shared a beginning.
-        tokens (`int`): Computed in these calls.
-        saved (`int`): Not computed in these calls.
-        unshared (`dict[str, int]`): For each reason, the calls with rows that began alike and shared nothing.
+        calls (`int`): The calls in which rows shared a prefix.
+        tokens (`int`): The tokens that these calls computed.
+        saved (`int`): The tokens that these calls did not compute.
+        unshared (`dict[str, int]`): For each reason, the calls with rows that start alike and shared nothing.
     """
 
     def __init__(self, never: str | None = None) -> None:
@@ -29,14 +29,14 @@ class SharedPrompts:
         self.saved += saved
 
     def refuse(self, reason: str, for_good: bool = False) -> None:
-        """Count a call with rows that began alike and shared nothing. `for_good`: no later call tries again."""
+        """Count a call with rows that start alike and shared nothing. With `for_good`, no later call tries again."""
         self.unshared[reason] = self.unshared.get(reason, 0) + 1
         if for_good:
             self.never = reason
 
     @property
     def is_empty(self) -> bool:
-        """Return whether no call had rows that begin alike."""
+        """Return whether no call had rows that start alike."""
         return not self.calls and not self.unshared
 
     def to_dict(self) -> dict[str, Any]:

@@ -1,14 +1,15 @@
-"""Attention of rows that share their prompts.
+"""Attention of rows that share a prompt.
 
-- A token of a prefix, or of a row that shares nothing, sees what is before it in its segment.
-- A private token sees its own part up to itself, and the whole prefix. All private parts of a group are one row of
-  queries of a second call, which is not causal. `liger_triton.shared_attention` merges both calls.
-- With a window shorter than the longest row, no single call says what a private token sees of the prefix. Then each
-  private part gets a copy of the prefix's tail before its own keys, and there is one call.
+- A token of a prefix, or of a row that shares nothing, attends to the tokens before it in its segment.
+- A private token attends to its own part up to itself, in the same causal call, and to the whole prefix in a second
+  call, which is not causal. There, all private parts of a group are one row of queries. `shared_attention` of
+  `liger_triton` merges the two calls.
+- With a window shorter than the longest row, the part of the prefix that a private token sees depends on its position.
+  Then each private part gets a copy of the prefix's tail before its own keys, and one call is enough.
 """
 
 import functools
-from itertools import accumulate
+from itertools import accumulate, chain
 
 import torch
 import torch.nn.functional as F
@@ -24,14 +25,14 @@ class SharedRows(Rows):
     """The segments of a layout: prefixes, rows that share nothing, and private parts.
 
     Args:
-        layout (`Layout`): Where the tokens lie.
-        device (`torch.device`): Where their tokens are.
+        layout (`Layout`): The order of the tokens.
+        device (`torch.device`): The device of the tokens.
     """
 
     layout: Layout  # type: ignore[assignment]  # rows that share always have one
 
     def __init__(self, layout: Layout, device: torch.device):
-        private = [length for parts in layout.private for length in parts]
+        private = chain.from_iterable(layout.private)
         super().__init__([*layout.prefixes, *layout.lone, *private], device)
         self.layout = layout
         self.is_whole_batch = False  # not even if there are as many segments as rows
@@ -43,19 +44,24 @@ class SharedRows(Rows):
 
     @functools.cached_property
     def calls(self) -> list[AttentionCall]:
-        """Segments, causal; private parts against their prefix, not causal."""
-        layout, device = self.layout, self.offsets.device
+        """Return the causal call within segments, and the call of private parts on their prefix, which is not."""
+        layout = self.layout
+        device = self.offsets.device
         of_groups = [sum(parts) for parts in layout.private]
-        prefixes = sum(layout.prefixes)
         within = AttentionCall(0, self.offsets, self.longest, self.tokens, self.offsets, self.longest, causal=True)
         across = AttentionCall(
-            self.tokens - sum(of_groups), _offsets(of_groups, device), max(of_groups), prefixes,
-            _offsets(layout.prefixes, device), max(layout.prefixes), causal=False,
-        )  # fmt: skip
+            first_query=self.tokens - sum(of_groups),
+            query_offsets=_offsets(of_groups, device),
+            most_queries=max(of_groups),
+            keys=sum(layout.prefixes),
+            key_offsets=_offsets(layout.prefixes, device),
+            most_keys=max(layout.prefixes),
+            causal=False,
+        )
         return [within, across]
 
     def windowed(self, window: int) -> tuple[torch.Tensor, AttentionCall]:
-        """Return the tokens that are the keys, int64 (keys,) on the device, and one call with this window."""
+        """Return the indices of the tokens to use as keys, int64 (keys,) on the device, and one call with `window`."""
         if window not in self._windowed:
             self._windowed[window] = self._with_copied_tails(window)
         return self._windowed[window]
@@ -79,7 +85,7 @@ class SharedRows(Rows):
     def attend(self, query, key, value, mask: RowMask, dropout, scaling, softcap, sinks):  # type: ignore[override]
         """Return (T, Hq, Dv), from queries (1, Hq, T, D).
 
-        Raises `NotForRows` where these rows cannot be attended so.
+        Raises `NotForRows` if rows that share cannot run this attention.
         """
         _refuse(query, key, value, dropout, softcap, sinks)
         window = mask.window
@@ -89,23 +95,25 @@ class SharedRows(Rows):
         if window is not None and window < self.layout.longest_row:
             index, call = self.windowed(window)
             index = index.to(key.device)
-            key, value, calls = Copied.apply(key, index), Copied.apply(value, index), [call]
+            key = Copied.apply(key, index)
+            value = Copied.apply(value, index)
+            calls = [call]
         return _narrow(shared_attention(query, key, value, calls, scale=scaling, sinks=sinks), width)
 
 
 class StaticSharedRows(StaticRows):
-    """The segments of a layout that changes from one replay of a captured backbone to the next, within bounds.
+    """The segments of a captured backbone. Their layout changes from replay to replay, up to a largest size.
 
-    The tables of both calls cover all tokens, so that no boundary is a number on the host. In the second call, what
-    lies before the private parts and what fills the size up are rows of queries without keys, and what lies behind the
-    prefixes is a row of keys without queries.
+    A graph cannot take boundaries from the host, so both calls cover all tokens. In the second call, the tokens before
+    the private parts and the filler at the end are rows of queries without keys. The tokens after the prefixes are a
+    row of keys without queries.
 
     Args:
         offsets (`torch.Tensor`): int32 (segments + 1,), a buffer that is written before each replay.
-        tokens (`int`): Of all segments together, the same in every replay.
-        longest (`int`): Tokens that a segment may have.
-        query_offsets, key_offsets (`torch.Tensor`): int32 (groups + 4,), buffers too (`lay_across`).
-        most_queries (`int`): Tokens that a row of queries of the second call may have.
+        tokens (`int`): The tokens of all segments together, the same in every replay.
+        longest (`int`): The most tokens that a segment may have.
+        query_offsets, key_offsets (`torch.Tensor`): int32 (groups + 4,), buffers too. See `lay_across`.
+        most_queries (`int`): The most tokens that a row of queries may have in the second call.
     """
 
     def __init__(
@@ -123,7 +131,7 @@ class StaticSharedRows(StaticRows):
         self.calls = [within, across]
 
     def attend(self, query, key, value, mask: RowMask, dropout, scaling, softcap, sinks):  # type: ignore[override]
-        """As `SharedRows.attend`, for layers without a window."""
+        """The same as `SharedRows.attend`, for layers without a window."""
         _refuse(query, key, value, dropout, softcap, sinks)
         if mask.window is not None:
             raise NotForRows("the keys that its windows see of shared prompts change with each batch")
@@ -133,10 +141,10 @@ class StaticSharedRows(StaticRows):
 
 
 def lay_across(layout: Layout, tokens: int) -> tuple[list[int], list[int]]:
-    """Return where the rows of queries and of keys of the second call end, of a layout that is filled up to `tokens`.
+    """Return the offsets of queries and of keys in the second call, for a layout that is padded to `tokens` tokens.
 
-    The rows are: all before the private parts, the private parts of each group, what fills the size up, and the keys
-    that no private part sees.
+    Its rows are the tokens before the private parts, the private parts of each group, the filler, and the keys that no
+    private part sees.
     """
     begin = sum(layout.prefixes) + sum(layout.lone)
     queries = [*accumulate(map(sum, layout.private), initial=begin)]
@@ -145,7 +153,7 @@ def lay_across(layout: Layout, tokens: int) -> tuple[list[int], list[int]]:
 
 
 def _refuse(query, key, value, dropout, softcap, sinks) -> None:
-    """Raise `NotForRows` where rows that share cannot be attended so."""
+    """Raise `NotForRows` if rows that share cannot run this attention."""
     reason = why_not(query)
     if softcap is not None:
         reason = "its attention has a soft cap"
@@ -160,9 +168,9 @@ def _refuse(query, key, value, dropout, softcap, sinks) -> None:
 
 
 def _laid_flat(query, key, value) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
-    """Return queries, keys and values as (T, heads, D), and the width of values before they were padded to D."""
+    """Return queries, keys and values as (T, heads, D), and the width of the values before padding to D."""
     width = value.shape[-1]
-    if width < query.shape[-1]:  # multi-head latent attention; the kernel wants one size
+    if width < query.shape[-1]:  # multi-head latent attention; the kernel takes one head size
         value = F.pad(value, (0, query.shape[-1] - width))
     return flat(query), flat(key), flat(value), width
 
@@ -172,7 +180,7 @@ def _narrow(out: torch.Tensor, width: int) -> torch.Tensor:
 
 
 class Copied(torch.autograd.Function):
-    """`x.index_select(0, index)`, where the gradients of copies are added in fp32 and rounded once."""
+    """`x.index_select(0, index)`, with a backward that sums the gradients of copies in fp32 and rounds once."""
 
     @staticmethod
     def forward(ctx, x, index):

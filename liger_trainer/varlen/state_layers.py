@@ -1,14 +1,14 @@
-"""Layers that keep a state between tokens (a convolution, linear attention, a state space), on real tokens.
+"""Runs layers that keep a state between tokens (a convolution, linear attention, a state space) on real tokens.
 
-Such a layer runs on from token to token, and nothing tells it where a row begins. It alone gets the rows side by side,
-padded on the right, with the mask of real tokens, as in a padded batch: what is on the right of a row does not reach
-it. Of what it returns the real tokens are taken back. Attention, MLPs, experts, norms and the head never see padding.
+Such a layer carries its state from token to token and does not know where a row begins. So it gets a padded batch: one
+row each, padded on the right, with the mask of real tokens. Padding on the right of a row cannot reach its tokens. The
+real tokens are then taken out of its output. Only these layers see padding.
 
-On a GPU, a layer with a convolution and a rule that take offsets gets the rows as they are, one after the other
-(`use_layer_rows`). The functions that replace these in its globals ask `current_layer_rows`.
+On a GPU, a layer with a convolution and a rule that accept row offsets gets the concatenated rows instead
+(`use_layer_rows`). The functions that replace these two among its globals call `current_layer_rows`.
 
-The rows travel with the call, in the argument that the decoder makes a mask for: checkpointing runs a layer again in
-the backward pass, when the context of the call is gone.
+The rows are passed in the layer's mask argument. A context variable would not do: checkpointing runs the layer again in
+backward, when the context of the call is gone.
 """
 
 import contextlib
@@ -25,8 +25,8 @@ from torch.utils._pytree import tree_map
 from liger_trainer.patching.core.binding import Binding, SupportsGuardCheck, call_previous, in_place_of
 from liger_trainer.varlen.rows import AttentionKind, NotForRows, RowMask, Rows, current_rows
 
-MASK_OF_STATES = "create_recurrent_attention_mask"  # transformers' decoders make their mask with this global
-_ROW_ARGUMENTS = {  # they give stock layers the rows of a packed row, which lie side by side here
+MASK_OF_STATES = "create_recurrent_attention_mask"  # the global with which transformers' decoders make the mask
+_ROW_ARGUMENTS = {  # tell a stock layer the rows of a packed row; not passed on, since the layout is another one here
     "seq_idx",
     "cu_seqlens",
     "cu_seq_lens_q",
@@ -40,10 +40,10 @@ class StateBinding(Binding):
     """The binding of a layer that keeps a state.
 
     Args:
-        function (`Callable`): What `forward_of` has made.
+        function (`Callable`): The result of `forward_of`.
         slot (`str`): As in `Binding`.
-        own (`Callable`, *optional*): What runs in place of the forward of its class: the same code with another
-            convolution and rule. Unset: the forward of its class.
+        own (`Callable`, *optional*): Replaces the forward of the layer's class: the same code with another convolution
+            and rule. Unset: the forward of the class runs.
         rest (`SupportsGuardCheck`, *optional*): What `own` relies on. If it no longer holds, the forward of the class
             runs.
 
@@ -66,7 +66,7 @@ class StateBinding(Binding):
         self.own, self.rest = own, rest
 
     def run(self, layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Call the layer's own code."""
+        """Call `own`, or the forward of the class if `own` may not run."""
         own = self.own if self.holds(layer) else None
         return call_previous(layer, StateBinding, args, kwargs) if own is None else own(layer, *args, **kwargs)
 
@@ -82,7 +82,7 @@ _layer_rows: contextvars.ContextVar[Rows | None] = contextvars.ContextVar("rows 
 
 @contextlib.contextmanager
 def use_layer_rows(rows: Rows) -> Iterator[None]:
-    """Context manager: the convolution and the rule of a layer start again at each of `rows`."""
+    """Context manager: the convolution and the rule of a layer reset their state at the start of each row."""
     token = _layer_rows.set(rows)
     try:
         yield
@@ -91,13 +91,13 @@ def use_layer_rows(rows: Rows) -> Iterator[None]:
 
 
 def current_layer_rows() -> Rows | None:
-    """Return the rows that the running layer was given one after the other; None where it runs on a batch."""
+    """Return the concatenated rows that the running layer was given, or None if it runs on a batch."""
     return None if torch.compiler.is_compiling() else _layer_rows.get()
 
 
 @functools.cache
 def mask_or_rows(create: Callable) -> Callable:
-    """Replace `create`, `create_recurrent_attention_mask`, by a function that returns the rows of the call."""
+    """Return a function that replaces `create_recurrent_attention_mask` and returns the rows of the call."""
 
     @functools.wraps(create)
     def created(*args: Any, **kwargs: Any) -> Any:
@@ -109,7 +109,7 @@ def mask_or_rows(create: Callable) -> Callable:
 
 @functools.cache
 def forward_of(layer_class: Any) -> Callable:
-    """Return the forward to bind to the state layers of a class."""
+    """Return the forward to bind to the layers of a class that keep a state."""
     own = layer_class.forward
     names = list(inspect.signature(own).parameters)[1:]
 
@@ -154,7 +154,7 @@ def _on_rows(layer: nn.Module, call: dict[str, Any], masks: list[str]) -> Any:
 
 
 def _device_of(call: dict[str, Any], rows: Rows) -> torch.device:
-    """Where the tokens of a layer are; layers may be spread over devices."""
+    """Return the device of the layer's tokens. Layers may be on several devices."""
     found = [x.device for x in call.values() if _is_of_tokens(x, rows)]
     return found[0] if found else rows.offsets.device
 
@@ -164,10 +164,11 @@ def _is_of_tokens(x: Any, rows: Rows) -> bool:
 
 
 def _side_by_side(x: Any, rows: Rows) -> Any:
-    """x (1, T, ...) as (rows, longest, ...), with zeros for padding. What is not of tokens stays as it is."""
+    """Return x (1, T, ...) as (rows, longest, ...), padded with zeros. Anything without tokens is returned as it is."""
     if not _is_of_tokens(x, rows):
         return x
-    count, flat = len(rows.lengths), x.flatten(0, 1)
+    count = len(rows.lengths)
+    flat = x.flatten(0, 1)
     if not rows.equal:
         places, _ = rows.side_by_side
         padded = flat.new_zeros(count * rows.longest, *flat.shape[1:])
@@ -176,7 +177,7 @@ def _side_by_side(x: Any, rows: Rows) -> Any:
 
 
 def _one_after_the_other(x: Any, rows: Rows) -> Any:
-    """x (rows, longest, ...) as (1, T, ...), without its padding."""
+    """Return x (rows, longest, ...) as (1, T, ...), without padding."""
     if not isinstance(x, torch.Tensor) or x.ndim < 2 or x.shape[:2] != (len(rows.lengths), rows.longest):
         return x
     flat = x.flatten(0, 1)

@@ -1,7 +1,7 @@
-"""The plan of one call of a backbone: how its batch becomes one row of real tokens, and how its outputs come back.
+"""The plan of one call of a backbone: turns the batch into one row of real tokens, and the outputs back into a batch.
 
-A padded batch (B, S) becomes one row of its N real tokens, with the positions that the tokens would have had. The
-outputs are put back where the tokens were, with zeros for padding.
+A padded batch (B, S) becomes one row of its N real tokens, which keep their positions. The outputs are copied back to
+the places of the tokens, with zeros for padding.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from liger_trainer.varlen.mirrored_tensor import MirroredTensor, is_stale
 from liger_trainer.varlen.rows import Rows
 
 _PER_TOKEN = ("input_ids", "inputs_embeds", "visual_pos_masks", "per_layer_inputs")
-_PER_IMAGE_TOKEN = "deepstack_visual_embeds"  # one for each image token, in their order; padding has none
+_PER_IMAGE_TOKEN = "deepstack_visual_embeds"  # one for each image token, in order, so padding does not change it
 _KNOWN_TENSORS = (
     "attention_mask",
     "position_ids",
@@ -29,25 +29,25 @@ _KNOWN_TENSORS = (
     _PER_IMAGE_TOKEN,
     *_PER_TOKEN,
 )
-_OF_THE_HEAD = ("labels",)  # Gemma 4's model of images hands them to its decoder, which does not read them
+_OF_THE_HEAD = ("labels",)  # Gemma 4's image model passes them to its decoder, which does not read them
 
 
 class UnpadPlan:
-    """The way of one call through the backbone.
+    """Runs one call of the backbone on real tokens.
 
     Args:
-        given (`dict`): The arguments of the call that it was made from.
+        given (`dict`): The arguments of the call that the plan is made from.
         rows (`Rows`): The rows of real tokens.
-        index (`torch.Tensor`, *optional*): int64 (N,): where in the flattened batch each real token is; None where
-            the batch has no padding.
-        reaches_end (`bool`, *optional*, defaults to `True`): Whether there is a real token in the last column.
+        index (`torch.Tensor`, *optional*): int64 (N,), the index of each real token in the flattened batch. None if the
+            batch has no padding.
+        reaches_end (`bool`, *optional*, defaults to `True`): Whether the last column has a real token.
 
     Attributes:
-        used (`bool`): Whether a backbone has run by it.
-        graphs (`BackboneGraphs` or `None`): What may replay the backbone in place of its code.
-        only_replayed (`bool`): Whether the call is as it came where it is not replayed: rows without padding in a model
-            that needs no other attention for them than its own.
-        saved (`int`): Tokens that are not computed, since rows share them.
+        used (`bool`): Whether a backbone has run with this plan.
+        graphs (`BackboneGraphs` or `None`): The captured graphs that may replay the backbone.
+        only_replayed (`bool`): Whether the plan is only for a replay. Without one, the call runs as it is: its rows
+            have no padding, and the model's own attention is right for them.
+        saved (`int`): Tokens that are not computed because rows share them.
         unshared (`UnpadPlan` or `None`): For a plan that shares prompts, the plan without sharing.
     """
 
@@ -65,21 +65,21 @@ class UnpadPlan:
 
     @property
     def leaves_out(self) -> bool:
-        """Return whether there is padding, which will not be computed."""
+        """Return whether the batch has padding, which is not computed."""
         return self.index is not None
 
     def fits(self, call: dict[str, Any]) -> bool:
-        """Return whether the backbone is called with what the plan was made from.
+        """Return whether the backbone is called with the arguments that the plan was made from.
 
-        A model of images and text makes the positions of its decoder, in one dimension or several: (..., B or 1, S).
+        A model of images and text computes its decoder's position ids itself, (..., B or 1, S).
         """
         shape = tokens_of(self.given).shape[:2]
         positions = call.get("position_ids")
-        # By identity: to compare values would wait for the GPU, and a model that makes its own mask means another one.
+        # By identity: comparing values would wait for the GPU, and a model that makes its own mask wants another one.
         if call.get("attention_mask") is not self.given.get("attention_mask") or tokens_of(call).shape[:2] != shape:
             return False
         if positions is not self.given.get("position_ids"):
-            # Rows of a packed row are known by their positions alone, so that others would be other rows.
+            # The rows of a packed row are known only from its position ids, so other ids mean other rows.
             known = self.leaves_out or self.rows.is_whole_batch
             of_tokens = positions is not None and positions.shape[-2:] in (shape, (1, shape[1]))
             if not (known and of_tokens):
@@ -87,19 +87,19 @@ class UnpadPlan:
         of_the_head = [name for name in _OF_THE_HEAD if call.get(name) is self.given.get(name)]
         others = [x for name, x in call.items() if name not in (*_KNOWN_TENSORS, *of_the_head)]
         for x in tree_leaves(others):
-            # An unknown tensor may have a number for each token of the batch as it is. A scalar is a count.
+            # An unknown tensor may have an element for each token of the padded batch. A scalar is a count.
             if isinstance(x, torch.Tensor) and x.ndim > 0:
                 return False
         return True
 
     def unpad(self, call: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments of the backbone with one row of real tokens for the batch.
+        """Return the arguments of the backbone, with one row of real tokens instead of the batch.
 
-        Their positions are the columns where the call has none, as in every model that a proof accepts.
+        Without position ids, tokens have the positions of their columns, as in every model that a proof accepts.
         """
         tokens = tokens_of(call)
         call = {name: x for name, x in call.items() if name not in _OF_THE_HEAD}
-        # A mask of ones, since without one transformers looks for rows in the values of position_ids, and waits.
+        # Without a mask, transformers would look for rows in the values of position_ids, and wait for the GPU.
         shape = (self.rows.batch, self.rows.tokens // self.rows.batch)
         mask = torch.ones(shape, dtype=torch.long, device=tokens.device)
         if self.index is None:
@@ -148,7 +148,7 @@ class UnpadPlan:
 
     def _spread(self, x: torch.Tensor, size: int) -> torch.Tensor:
         assert self.index is not None  # `repad` has looked
-        index = self.index.to(x.device)  # the last layer is on another GPU where accelerate has spread them
+        index = self.index.to(x.device)  # with accelerate's device_map, the last layer may be on another GPU
         return x.new_zeros(size, *x.shape[1:]).index_copy(0, index, x)
 
 
@@ -157,7 +157,7 @@ _plan: contextvars.ContextVar[UnpadPlan | None] = contextvars.ContextVar("plan o
 
 @contextlib.contextmanager
 def use_plan(plan: UnpadPlan | None):
-    """Context manager: a backbone that is bound runs by `plan`."""
+    """Context manager: a bound backbone runs with `plan`."""
     token = _plan.set(plan)
     try:
         yield
@@ -166,15 +166,15 @@ def use_plan(plan: UnpadPlan | None):
 
 
 def current_plan() -> UnpadPlan | None:
-    """Return the plan of the running call of a model, until its backbone begins."""
+    """Return the plan of the running call of a model, until its backbone starts."""
     return None if torch.compiler.is_compiling() else _plan.get()
 
 
 def tokens_of(call: dict[str, Any]) -> Any:
-    """Return the ids (B, S) or embeddings (B, S, H) that a call brings, or None."""
+    """Return the ids (B, S) or embeddings (B, S, H) in a call, or None."""
     return call.get("inputs_embeds") if call.get("input_ids") is None else call["input_ids"]
 
 
 def cache_of(call: dict[str, Any]) -> Any:
-    """Return the cache that a call brings, or None. transformers 5.24 gave this argument a new name."""
+    """Return the cache in a call, or None. transformers 5.24 renamed this argument."""
     return call.get("past_key_values") if call.get("cache") is None else call["cache"]

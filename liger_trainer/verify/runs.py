@@ -102,6 +102,7 @@ _LEFT_OUT = (
     "tf32",
     "torch_compile",
     "train_mtp",
+    "mtp_targets",
     "use_cpu",
     "use_vllm",
     "vllm_",
@@ -136,7 +137,7 @@ class Setup:
 
     @property
     def generates(self) -> bool:
-        """Whether the trainer generates the completions that it trains on."""
+        """Return whether the trainer generates the completions that it trains on."""
         return self.stock.__name__ in ("GRPOTrainer", "RLOOTrainer", "DistillationTrainer")
 
     @property

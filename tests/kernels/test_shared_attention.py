@@ -132,8 +132,8 @@ def test_the_kernel_merges_as_the_formulas_do(start, heads, dim):
     other_level[0] = float("-inf")
     other_level[1] = 90.0
     given = [x.to("cuda" if torch.cuda.is_available() else "cpu") for x in (o, level, other, other_level)]
-    wanted = shared._merged(*(x.double() for x in (o, level, other, other_level)), start)
-    for got, want in zip(shared._merged_by_kernel(*given, start), wanted, strict=True):
+    wanted = shared._merge(*(x.double() for x in (o, level, other, other_level)), start)
+    for got, want in zip(shared._merge_by_kernel(*given, start), wanted, strict=True):
         torch.testing.assert_close(got.cpu().double(), want, rtol=1e-6, atol=1e-6)
 
 

@@ -107,7 +107,7 @@ def test_a_server_answers(program, served):
     """The merged model answers the documented request as trained."""
     if not SERVERS[program]():
         pytest.skip(f"{program} is not installed")
-    text = section("walkthroughs.md", "From your chats to a server")
+    text = section("serving.md", "A merged model")
     (line,) = [line for line in re.findall("^.*--port 8000$", text, re.MULTILINE) if program in line]
     if program == "llama-server" and not (served / "llama.cpp").exists():
         (served / "llama.cpp").symlink_to(os.environ["LLAMA_CPP"])
@@ -303,7 +303,7 @@ def write_seeing_model(folder, words, source):
 
 
 def test_from_pictures_to_a_model(tmp_path, monkeypatch):
-    text = section("walkthroughs.md", "From pictures to a model")
+    text = section("images.md", "From pictures to a model")
     source = np.random.default_rng(0)
     lines = block(text, "json").splitlines() * 6
     names = [json.loads(line)["completion"][0]["content"] for line in lines[:4]]

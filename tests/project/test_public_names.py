@@ -157,6 +157,7 @@ RECIPES = {
     "llama3_8b/medusa_stage2",
     "llama3_8b/eagle3",
     "llama3_2_3b/sft_lora_24gb",
+    "llama3_2_3b/grpo_lora_24gb",
     "qwen2_5_vl_3b/sft",
     "qwen3_30b_a3b/sft_lora",
     "gpt_oss_20b/sft_lora",

@@ -57,7 +57,7 @@ _RANGES = (
 def resolve_keys(
     file_values: dict[str, Any], overriding: dict[str, Any], defaults: dict[str, Any], entry: TrainerEntry
 ) -> dict[str, Any]:
-    """Return the keys that are set: those of the file, overridden by the command line. RecipeError if they conflict.
+    """Return the keys of the file, overridden by the command line. RecipeError if they conflict.
 
     Turning an option off on the command line, such as `--use_peft false`, drops the file's keys that depend on it.
     """

@@ -12,9 +12,9 @@ from typing import Any
 
 @contextlib.contextmanager
 def parsed_once() -> Iterator[None]:
-    """Context manager: `gguf` parses a file, and works out the names of an architecture's tensors, once.
+    """Context manager: `gguf` parses each file once, and computes each architecture's tensor names once.
 
-    What was parsed is kept for the next context: config, tokenizer and weights are loaded one after the other.
+    The results are kept for later contexts, because config, tokenizer and weights are loaded in turn.
     """
     import gguf
 

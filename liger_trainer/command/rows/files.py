@@ -149,7 +149,7 @@ def _are_rows(value: Any) -> bool:
 
 
 def _rows_under(path: str, key: str, split: str):
-    """Return the rows under `key` of a JSON object. They are read as JSON lines, whose reader does not guess types."""
+    """Return the rows under `key` of a JSON object, read as JSON lines because the JSON reader guesses types."""
     with open(path, encoding="utf-8-sig") as file:
         rows = json.load(file)[key]
     with tempfile.TemporaryDirectory() as folder:

@@ -12,7 +12,7 @@ from liger_trainer.errors import RecipeError
 from liger_trainer.paths import find_beside
 
 _LIBRARIES = ("torch", "transformers.modeling_utils", "transformers.processing_utils")
-"""What each command here needs."""
+"""The libraries that every command here needs."""
 
 
 def add_command(commands, name: str, run, description: str) -> argparse.ArgumentParser:

@@ -26,8 +26,8 @@ class TokenBatch(NamedTuple):
     Attributes:
         embeds (`torch.Tensor`): (1, N, H), the embeddings of the real tokens.
         positions (`torch.Tensor`): int64 (..., 1, N).
-        lengths (`list[int]`): Tokens of each row, or of each segment where rows share their prompts.
-        layout (`Layout` or None): How rows that share their prompts lie.
+        lengths (`list[int]`): The tokens of each row, or of each segment if rows share prompts.
+        layout (`Layout` or None): The layout of rows that share prompts.
     """
 
     embeds: torch.Tensor
@@ -41,13 +41,14 @@ class TokenBatch(NamedTuple):
 
 
 class Bounds(NamedTuple):
-    """What the tables of a size have room for.
+    """The capacity of a size's tables of offsets.
 
     Attributes:
-        rows (`int`): Rows or segments, the filling one included.
-        longest (`int`): Tokens of the longest.
-        groups (`int`): Groups of rows that share their prompts; 0 where none do.
-        private (`int`): Tokens of all private parts of a group, of all before them, or of the filling row.
+        rows (`int`): Rows or segments, including the filler.
+        longest (`int`): Tokens of the longest row.
+        groups (`int`): Groups of rows that share a prompt. 0 if rows share nothing.
+        private (`int`): Tokens of the longest row of queries in the call across segments: the private parts of a group,
+            the tokens before them, or the filler.
     """
 
     rows: int
@@ -56,23 +57,23 @@ class Bounds(NamedTuple):
     private: int = 0
 
     def cover(self, other: "Bounds") -> bool:
-        """Return whether a table of these bounds takes what needs the `other` ones."""
+        """Return whether tables of this capacity also hold `other`."""
         return all(mine >= theirs for mine, theirs in zip(self, other, strict=True))
 
 
 class SharedBuffers:
-    """The buffers that all sizes of a model share, since one replay is done with them before the next begins.
+    """The buffers that all sizes of a model share. A replay has finished with them before the next one starts.
 
     Args:
         embeds (`torch.Tensor`): (1, N, H). The buffers take its dtype and device.
-        tokens (`int`): The most that a size may have.
+        tokens (`int`): The tokens of the largest size.
 
     Attributes:
-        embeds (`torch.Tensor`): (1, tokens, H), what a forward reads.
-        exchange (`list[torch.Tensor]`): What passes in and out, made by the first forward. First (1, tokens, H): the
-            hidden states, then their gradient, then the gradient of the embeddings. Where a call asks for the logits of
-            routers, they and their gradients are second: (layers, tokens, experts).
-        zeros_stay_finite (`bool`): Whether embeddings of zero were seen to give finite outputs.
+        embeds (`torch.Tensor`): (1, tokens, H), the input of the forward.
+        exchange (`list[torch.Tensor]`): Outputs and gradients, allocated by the first forward. The first buffer,
+            (1, tokens, H), holds the hidden states, then their gradient, then the gradient of the embeddings. If a call
+            returns router logits, the second holds these and then their gradient: (layers, tokens, experts).
+        zeros_stay_finite (`bool`): Whether embeddings of zero have been seen to give finite outputs.
     """
 
     def __init__(self, embeds: torch.Tensor, tokens: int):
@@ -83,21 +84,21 @@ class SharedBuffers:
 
 
 class CapturedSize:
-    """The two graphs of one number of tokens, and what they read and write.
+    """The forward and backward graphs for one number of tokens, with their buffers.
 
     Args:
         batch (`TokenBatch`): The first batch of this size.
-        tokens (`int`): T, its tokens with the row that fills it up.
-        bounds (`Bounds`): What its tables have room for. The attention kernel leaves out what lies beyond.
-        buffers (`SharedBuffers`): Those of the model.
+        tokens (`int`): T, the tokens of the batch and of the filler row.
+        bounds (`Bounds`): The capacity of the tables. The attention kernel ignores anything beyond it.
+        buffers (`SharedBuffers`): The buffers of the model.
         needs_grad (`bool`): Whether the embeddings get a gradient.
         keeps_state (`bool`, *optional*, defaults to `False`): Whether layers keep a state, and need rows in chunks.
 
     Attributes:
         embeds (`torch.Tensor`): (1, T, H), the part of the buffer that the forward reads.
-        learned (`list`): The parameters that get a gradient in the backward.
-        gradients (`GradientBuffers` or None): What holds these gradients, once it is captured.
-        snapshot (`Snapshot` or None): The state that it was captured in.
+        learned (`list`): The parameters that get a gradient in backward.
+        gradients (`GradientBuffers` or None): The buffers of these gradients, once captured.
+        snapshot (`Snapshot` or None): The model's state at the capture.
     """
 
     def __init__(
@@ -112,10 +113,11 @@ class CapturedSize:
         positions, device = batch.positions, batch.embeds.device
         self.tokens = tokens
         self.bounds = bounds
-        self.buffers, self.needs_grad = buffers, needs_grad
+        self.buffers = buffers
+        self.needs_grad = needs_grad
         self.embeds = buffers.embeds[:, :tokens].requires_grad_(needs_grad)
         self.positions = positions.new_zeros(*positions.shape[:-1], tokens)
-        # transformers looks for rows in the values of positions where it gets no mask.
+        # Without a mask, transformers would look for packed rows in the values of the positions.
         self.mask = torch.ones(1, tokens, dtype=torch.long, device=device)
         self.tables = [torch.zeros(n, dtype=torch.int32, device=device) for n in _table_sizes(bounds)]
         self.chunks = _static_chunks(bounds, tokens, device) if keeps_state else None
@@ -138,9 +140,9 @@ class CapturedSize:
         return self.bounds.cover(bounds_of(batch, self.tokens))
 
     def fill(self, batch: TokenBatch) -> None:
-        """Copy a batch into the static buffers, with zeros after it.
+        """Copy a batch into the static buffers, and fill the rest with zeros.
 
-        The filling row has embeddings of zero: whatever a layer makes of them is finite, and no scale of FP8 moves.
+        With embeddings of zero, layers compute finite numbers for the filler row, and FP8 scales do not change.
         """
         n = batch.tokens
         with torch.no_grad():
@@ -166,9 +168,10 @@ def round_up(tokens: int) -> int:
 
 
 def bounds_of(batch: TokenBatch, tokens: int) -> Bounds:
-    """Return what a batch needs that is filled up to `tokens`."""
+    """Return the capacity that a batch needs when it is padded to `tokens` tokens."""
     filling = tokens - batch.tokens
-    rows, longest = len(batch.lengths) + 1, max(*batch.lengths, filling, 1)
+    rows = len(batch.lengths) + 1
+    longest = max(*batch.lengths, filling, 1)
     layout = batch.layout
     if layout is None:
         return Bounds(rows, longest)
@@ -178,9 +181,9 @@ def bounds_of(batch: TokenBatch, tokens: int) -> Bounds:
 
 
 def rounded_bounds(needed: Bounds, known: Iterable[Bounds], tokens: int) -> Bounds:
-    """Return bounds for a size of so many tokens: powers of 2 that have room for what is needed, and what was so far.
+    """Return the capacity for a size of `tokens` tokens: powers of 2 that hold `needed` and all `known` ones.
 
-    The bounds of all sizes grow with the largest seen, so that few sizes are captured twice.
+    Every new size gets at least the largest capacity seen so far, so few sizes are captured twice.
     """
     rows, longest, groups, private = (max(values) for values in zip(needed, *known, strict=True))
     most = power_of_2(tokens)
@@ -193,7 +196,7 @@ def rounded_bounds(needed: Bounds, known: Iterable[Bounds], tokens: int) -> Boun
 
 
 def _table_sizes(bounds: Bounds) -> list[int]:
-    """Return the entries of each table of offsets."""
+    """Return the length of each table of offsets."""
     across = [bounds.groups + 4] * 2 if bounds.groups else []
     return [bounds.rows + 1, *across]
 
@@ -239,15 +242,14 @@ def with_other_rows(batch: TokenBatch) -> TokenBatch:
 
 
 def ends_of(batch: TokenBatch, tokens: int) -> list[list[int]]:
-    """Return where the rows end, for each table of offsets of a batch that is filled up to `tokens`."""
+    """Return the ends of the rows for each table of offsets, for a batch that is padded to `tokens` tokens."""
     ends = [*accumulate(batch.lengths)]
     across = [] if batch.layout is None else lay_across(batch.layout, tokens)
     return [ends, *across]
 
 
 def _filled_table(ends: list[int], entries: int, tokens: int, device: torch.device) -> torch.Tensor:
-    """int32 (entries,) on the device: where each row begins. The filling row ends at `tokens`, and later ones are
-    empty."""
+    """Return the offsets int32 (entries,) on the device. The filler row ends at `tokens`, and later rows are empty."""
     offsets = torch.full((entries,), tokens, dtype=torch.int32, device="cpu")
     offsets[: len(ends) + 1] = torch.tensor([0, *ends], dtype=torch.int32, device="cpu")
     return sent(offsets, device)

@@ -1,9 +1,11 @@
-"""The short convolution of layers that keep a state: on a GPU by `liger_triton.short_conv`, in the layout that
-projections write, where transformers would transpose its input and its result and run PyTorch's `conv1d`.
+"""Runs the short convolution of layers that keep a state with `liger_triton.short_conv` on a GPU.
 
-transformers looks `causal_conv1d_fn` up among the globals of a modeling file. Where the package `causal_conv1d` is
-installed it calls that, which stays. Else it calls a function of its own, which is compared with ours before a layer
-runs with ours in its place.
+transformers transposes the input and the output, and calls PyTorch's `conv1d`. `short_conv` reads the layout that
+projections write, so nothing is transposed.
+
+A modeling file calls `causal_conv1d_fn`, one of its globals. If the package `causal_conv1d` is installed, that function
+calls the package, and stays. Otherwise it is transformers' own code. That code is compared with ours before a layer
+runs ours instead.
 """
 
 import functools
@@ -82,14 +84,14 @@ def _convolution(own: Callable, in_parts: bool) -> Callable:
 
 
 def _takes(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None) -> bool:
-    """Return whether a call is the kernel's: on a GPU, of a few taps, outside of a trace."""
+    """Return whether the kernel runs this call: on a GPU, with few taps, not being traced."""
     if not x.is_cuda or torch.compiler.is_compiling():
         return False
     return fits(x, weight, bias, activation)
 
 
 def fits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None) -> bool:
-    """Return whether `by_kernel` computes this call on any device."""
+    """Return whether `by_kernel` supports this call, on any device."""
     tensors = [t for t in (x, weight, bias) if t is not None]
     same = all(t.device == x.device and t.dtype in _DTYPES and type(t) in PLAIN_TENSORS for t in tensors)
     return (
@@ -104,15 +106,15 @@ def by_kernel(
     activation: str | None,
     offsets: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Convolve x (B, C, L) along L. Neither x nor the result is copied if the memory of x is (B, L, C).
+    """Convolve x (B, C, L) along L. If x is stored as (B, L, C), neither x nor the result is copied.
 
     Args:
-        x, weight, bias, activation: As transformers' function takes them.
-        offsets (`torch.Tensor`, *optional*): int32 (rows + 1,), where the rows begin that lie in x (1, C, L). Unset:
-            each of B is a row.
+        x, weight, bias, activation: The arguments of transformers' function.
+        offsets (`torch.Tensor`, *optional*): int32 (rows + 1,), the start of each row concatenated in x (1, C, L), and
+            the end. Unset: each element of the batch is a row.
 
     Returns:
-        `torch.Tensor`: (B, C, L). Its memory is laid out as (B, L, C).
+        `torch.Tensor`: (B, C, L), stored as (B, L, C).
     """
     batch, channels, length = x.shape
     tokens, offsets = _rows_of_tokens(x, offsets)
@@ -146,15 +148,15 @@ def _rows_of_tokens(x: torch.Tensor, offsets: torch.Tensor | None) -> tuple[torc
 
 @functools.lru_cache(maxsize=32)
 def _equal_rows(batch: int, length: int, device: torch.device) -> torch.Tensor:
-    """int32 (batch + 1,), where each of some rows of one length begins. All layers of a call have the same."""
-    with torch.inference_mode(False):
+    """Return the offsets int32 (batch + 1,) of rows of one length. Cached: all layers of a call need the same ones."""
+    with torch.inference_mode(False):  # autograd saves the offsets
         return torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=device)
 
 
 @functools.cache
 def _is_proven(own: Callable) -> bool:
-    """Return whether `own` computes what ours computes, values and gradients, with and without bias and SiLU."""
-    shown, _ = attempt(lambda function: (all(map(functools.partial(_agrees, function), (2, 3, 4, 8))), None), own)
+    """Return whether `own` gives the values and gradients of the kernel, with and without bias and SiLU."""
+    shown, _ = attempt(lambda function: (all(_agrees(function, taps) for taps in (2, 3, 4, 8)), None), own)
     return bool(shown)
 
 

@@ -1,6 +1,6 @@
-"""Finds the layers of a decoder that keep a state between tokens, and makes what tells them their rows.
+"""Finds the layers of a decoder that keep a state between tokens, and builds the code that passes them their rows.
 
-The layers found are candidates. The proof in `backbone.py` decides whether rows together compute what rows alone do.
+These layers are candidates. The proof in `backbone.py` decides whether several rows compute the same together as alone.
 """
 
 import inspect
@@ -17,17 +17,17 @@ from liger_trainer.varlen import state_layers
 from liger_trainer.varlen.proof import convolutions, rules
 
 _CONVOLUTIONS = "causal_conv1d"  # in the names of functions of transformers that a forward calls
-_RULES = ("chunk_", "torch_chunk", "mamba_", "selective_scan")  # how the names of rules and scans begin
-_CLASSES = ("LightningAttention",)  # of layers that have their rule in their own forward
+_RULES = ("chunk_", "torch_chunk", "mamba_", "selective_scan")  # prefixes of the names of rules and scans
+_CLASSES = ("LightningAttention",)  # classes with the rule in their own forward
 
 
 class StateLayers(NamedTuple):
-    """The layers of a decoder that keep a state, and the code that hands them the rows of the call.
+    """The layers of a decoder that keep a state, and the code that passes them the rows of the call.
 
     Attributes:
         layers (`list`): (name in the decoder, layer, binding) of each.
-        forward (`Callable`): The decoder's forward. It hands these layers the rows of the call as their mask.
-        guards (`Guards`): The globals that the forward has read.
+        forward (`Callable`): The decoder's forward, which passes the rows of the call to these layers as their mask.
+        guards (`Guards`): The globals that this forward reads.
     """
 
     layers: list[tuple[str, nn.Module, state_layers.StateBinding]]
@@ -36,7 +36,7 @@ class StateLayers(NamedTuple):
 
 
 def find_state_layers(backbone: nn.Module) -> tuple[StateLayers | None, str | None]:
-    """Return (`StateLayers` or None if `backbone` has none, None), or (None, why its layers cannot be given rows)."""
+    """Return (`StateLayers`, None), (None, None) without such layers, or (None, why they cannot be passed rows)."""
     layers: list[tuple[str, nn.Module, state_layers.StateBinding]] = []
     for name, module in backbone.named_modules():
         if not _is_candidate(module):
@@ -61,9 +61,10 @@ def find_state_layers(backbone: nn.Module) -> tuple[StateLayers | None, str | No
 
 
 def _binding_for(layer: nn.Module, slot: str) -> state_layers.StateBinding:
-    """With it, a layer takes rows, and runs with our convolution where that is proven, and a rule that takes rows."""
-    cls: Any = own_class(layer)  # mypy takes no class for hashable
-    forward, decorated = state_layers.forward_of(cls), cls.forward
+    """Return the binding with which a layer takes rows. It uses our convolution if proven, and rules that take rows."""
+    cls: Any = own_class(layer)  # Any, because mypy does not consider a class hashable
+    forward = state_layers.forward_of(cls)
+    decorated = cls.forward
     own = inspect.unwrap(decorated)
     convolution = convolutions.replacement(own.__globals__) if convolutions.NAME in own.__code__.co_names else ()
     rule = rules.replacements(own)
@@ -85,12 +86,12 @@ def _binding_for(layer: nn.Module, slot: str) -> state_layers.StateBinding:
 
 
 def may_go_by_rows(layer: nn.Module, binding: state_layers.StateBinding) -> bool:
-    """Return whether what a proof shows of rows one after the other, on a CPU, can hold for `layer` on a GPU."""
+    """Return whether a proof on a CPU, with concatenated rows, also holds for `layer` on a GPU."""
     return binding.own is not None and not rules.asks_for_device(inspect.unwrap(own_class(layer).forward))
 
 
 def _is_candidate(module: nn.Module) -> bool:
-    """Return whether it looks like a layer with a state: it takes a mask, and has a convolution, a rule or a scan."""
+    """Return whether `module` takes a mask and has a convolution, a rule or a scan, like a layer that keeps a state."""
     own = inspect.unwrap(own_class(module).forward)
     code = getattr(own, "__code__", None)
     if code is None or not any("mask" in name for name in inspect.signature(own).parameters):

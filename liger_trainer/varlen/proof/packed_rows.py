@@ -1,9 +1,9 @@
-"""Test on a small copy of a model whether packed rows would see each other, with the batch that a collator makes.
+"""Tests on a small copy of a model whether packed rows would see each other, with the batch that a collator makes.
 
 Attention keeps packed rows apart by their positions. A layer that keeps a state (a convolution, linear attention, a
-state space) needs to be told where rows begin, by other arguments, and runs on from row to row without a word where it
-is not told. So the copy gets exactly what the collator gives, and a model that keeps a state has to show that its rows
-stay apart.
+state space) has to be told where rows begin, by other arguments. If it is not told, it silently carries its state into
+the next row. So the copy gets exactly the arguments that the collator makes, and a model that keeps a state has to
+prove that its rows stay apart.
 """
 
 import contextlib
@@ -24,38 +24,39 @@ from liger_trainer.varlen import unpadded_backbone
 from liger_trainer.varlen.model_parts import backbone_of
 from liger_trainer.varlen.proof.small_model import small_copy
 
-_SHOWN = ("eager", "sdpa")  # what runs on a CPU; others, such as flash-attn, read the lengths of rows
-_LENGTHS = (7, 5, 11)  # their sum is a prime number, which no other size of a small copy is
-_RTOL = 1e-3  # of the largest hidden state; a token of another row moves it by 1e-2 and more
-_STATE_KINDS = {"linear_attention", "conv", "mamba", "recurrent", "hybrid"}  # of layers, in a config
-_ROW_ARGUMENTS = ("seq_idx", "cu_seqlens")  # how a convolution, and a rule or scan, are told where rows begin
+_SHOWN = ("eager", "sdpa")  # run on a CPU; others, such as flash-attn, read the lengths of rows
+_LENGTHS = (7, 5, 11)  # the sum is prime, so no other dimension of a small copy is equal to it
+_RTOL = 1e-3  # relative to the largest hidden state; a token of another row changes it by 1e-2 or more
+_STATE_KINDS = {"linear_attention", "conv", "mamba", "recurrent", "hybrid"}  # `layer_types` of a config
+_ROW_ARGUMENTS = ("seq_idx", "cu_seqlens")  # tell a convolution, and a rule or scan, where rows begin
 
 
 class Kernel(NamedTuple):
-    """A function of transformers that calls a package where one is installed, and its own PyTorch code elsewhere."""
+    """A function of transformers that calls a package if it is installed, and PyTorch code otherwise."""
 
     torch_function: Callable
-    parameters: tuple[str, ...]  # of the package's function; others are dropped before it is called
+    parameters: tuple[str, ...]  # those of the package's function; other arguments are dropped
 
 
 def why_rows_mix(model, collate: Callable[[list[dict]], dict] | None = None) -> str | None:
-    """Tell why packed rows would see each other in `model`, or return None.
+    """Return the reason why packed rows would see each other in `model`, or None.
 
-    If layers of the model keep a state, rows have to be shown to stay apart. In other models they have to be shown to
-    mix.
+    A model with layers that keep a state has to prove that rows stay apart. Another model only gets a reason if a test
+    shows that rows mix.
 
     Args:
         model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]): The model.
-        collate (`Callable`, *optional*): Makes a packed batch of a list of rows with `input_ids` and `labels`. Unset:
-            [`~transformers.DataCollatorWithFlattening`] with its defaults. A batch of several rows, or with an
-            `attention_mask`, is not packed.
+        collate (`Callable`, *optional*): Makes a batch of a list of rows with `input_ids` and `labels`. A batch with
+            several rows or an `attention_mask` is not packed. Unset: [`~transformers.DataCollatorWithFlattening`] with
+            its defaults.
     """
     model = base_model_of(model)
     batch = packed_batch(collate)
     if batch is None:
         return None
     backbone = backbone_of(model) if isinstance(model, PreTrainedModel) else None
-    config, stateful = getattr(model, "config", None), keeps_state(model)
+    config = getattr(model, "config", None)
+    stateful = keeps_state(model)
     attention = getattr(config, "_attn_implementation", None)
     name = f"{type(model).__name__} with attn_implementation={attention!r}"
     unshown = f"the layers of {name} keep a state, and a small copy could not show that packed rows stay apart in it"
@@ -88,15 +89,16 @@ def keeps_state(model) -> bool:
         return False
     if _STATE_KINDS & {*(getattr(backbone.config, "layer_types", None) or ())}:
         return True
-    stack = getattr(backbone, "layers", None)  # the decoder's layers, without an encoder of sound
+    stack = getattr(backbone, "layers", None)  # only the decoder's layers, since an audio encoder may have convolutions
     layers = stack.modules() if isinstance(stack, nn.ModuleList) else ()
     return any(isinstance(layer, nn.Conv1d) and layer.groups == layer.in_channels > 1 for layer in layers)
 
 
 def packed_batch(collate: Callable[[list[dict]], dict] | None) -> dict[str, Any] | None:
-    """Return a batch that `collate` makes of a few rows, without its labels; None if rows are not packed in it.
+    """Return a batch that `collate` makes of a few rows, without its labels, or None if it does not pack them.
 
-    The collator of a user may need more than tokens and labels. Then it is what a packed batch has at least: positions.
+    A user's collator may need more columns than tokens and labels. Then the batch is a minimal packed one, with
+    positions only.
     """
     flatten = DataCollatorWithFlattening()
     batch, _ = attempt(lambda given: (dict(given(_rows())), None), flatten if collate is None else collate)
@@ -119,7 +121,7 @@ class _Shown(NamedTuple):
 
 
 def _rows_stay_apart(backbone, attention: str, batch: dict[str, Any]) -> tuple[_Shown, None]:
-    """Run rows one by one, which has to work, and packed. An error that the packed batch alone raises is an answer."""
+    """Compare rows run one by one with the packed batch. An error that only the packed batch raises is a result too."""
     copy = small_copy(backbone, probe.SEED, attention).eval()
     rows = [torch.tensor([row["input_ids"]]) for row in _rows()]
     total = sum(_LENGTHS)
@@ -128,16 +130,15 @@ def _rows_stay_apart(backbone, attention: str, batch: dict[str, Any]) -> tuple[_
         packed, raised = attempt(lambda given: (copy(**given, use_cache=False)[0], None), batch)
     if packed is None:
         return _Shown(False, raised), None
-    return _Shown(
-        probe.allclose_to_max(packed[:, :total], one_by_one, _RTOL)
-    ), None  # the collator may have padded the end
+    without_padding = packed[:, :total]  # the collator may have padded the end
+    return _Shown(probe.allclose_to_max(without_padding, one_by_one, _RTOL)), None
 
 
 @contextlib.contextmanager
 def kernels_in_torch(model: nn.Module) -> Iterator[None]:
-    """Context manager: layers of `model`, on the CPU, run PyTorch's code in place of a package's GPU kernels.
+    """Context manager: layers of `model`, on the CPU, run PyTorch code instead of a package's GPU kernels.
 
-    A kernel that takes rows and is told them runs row by row. One that is not told them runs on, as on the GPU.
+    A kernel that is passed the rows runs row by row. One that is not runs across them, as it does on the GPU.
     """
     names = {type(module).__module__ for module in model.modules()}
     scopes = [vars(sys.modules[name]) for name in sorted(names)]
@@ -164,8 +165,8 @@ def kernel_behind(value: Any) -> Kernel | None:
 
 
 def choice_behind(value: Any) -> dict[str, Any] | None:
-    """Return the variables of transformers' choice between a package and its own code, or None for other values."""
-    function = type(value).forward if isinstance(value, nn.Module) else value  # `kernels` makes a module of a function
+    """Return the closure in which transformers chooses a package or its own code, or None for other values."""
+    function = type(value).forward if isinstance(value, nn.Module) else value  # `kernels` wraps a function in a module
     for _ in range(3):
         if not isinstance(function, types.FunctionType):
             return None
@@ -184,7 +185,8 @@ def _row_by_row(kernel: Kernel) -> Callable:
         kwargs = {name: value for name, value in kwargs.items() if name not in _ROW_ARGUMENTS}
         if all(rows is None for rows in told):
             return kernel.torch_function(*args, **kwargs)
-        outputs, start = [], 0
+        outputs = []
+        start = 0
         for length in _LENGTHS:
             of_row = [_narrowed(x, start, length, total) for x in args]
             named = {name: _narrowed(x, start, length, total) for name, x in kwargs.items()}
@@ -196,14 +198,14 @@ def _row_by_row(kernel: Kernel) -> Callable:
 
 
 def _narrowed(x: Any, start: int, length: int, total: int) -> Any:
-    """Of a tensor that has all tokens along a dimension, the tokens of a row."""
+    """Return the tokens of one row, if `x` is a tensor with all tokens along a dimension; else `x`."""
     if not isinstance(x, torch.Tensor) or total not in x.shape:
         return x
     return x.narrow(x.shape.index(total), start, length)
 
 
 def _joined(outputs: list) -> Any:
-    """Join what was computed row by row. A state has no tokens, so the last row's is returned."""
+    """Concatenate the outputs of all rows. A state has no token dimension, so the last row's is returned."""
     if isinstance(outputs[0], tuple):
         return tuple(_joined(list(parts)) for parts in zip(*outputs, strict=True))
     if not isinstance(outputs[0], torch.Tensor):

@@ -1,7 +1,7 @@
-"""The rules of linear attention that a package computes, told where rows begin.
+"""Tells the linear attention rules of a package where rows begin.
 
-transformers calls flash-linear-attention through a function that is chosen when a modeling file is imported. Some
-layers hand `cu_seqlens` on to it and some do not. Here it is given by what stands in the place of that function.
+transformers calls flash-linear-attention through a function that it chooses when a modeling file is imported. Some
+layers pass `cu_seqlens` on to that function and some do not. A replacement for the function passes it.
 """
 
 import functools
@@ -24,7 +24,7 @@ _BACKENDS = ("tilelang", "flash_qla")  # packages that fla runs in place of its 
 
 
 def asks_for_device(forward: types.FunctionType) -> bool:
-    """Return whether a forward may run other code on a GPU than in a proof on the CPU."""
+    """Return whether a forward may run other code on a GPU than in a proof on a CPU."""
     code = forward.__code__
     words = [word for word in code.co_consts if isinstance(word, str)]
     return bool({"is_cuda", "device"} & {*code.co_names}) or any("cuda" in word for word in (*words, *code.co_names))
@@ -43,7 +43,7 @@ def replacements(forward: types.FunctionType) -> tuple[tuple[str, Callable], ...
 
 @functools.cache
 def _with_rows(own: Callable, kernel: Kernel) -> Callable:
-    """Make the function that runs in place of `own`: the same one, with the rows of the layer."""
+    """Return the function that replaces `own`: it calls `own` with the offsets of the layer's rows."""
 
     @functools.wraps(own)
     def rule(*args: Any, **kwargs: Any) -> Any:
@@ -108,8 +108,9 @@ def _version_of(package: str) -> str:
 
 
 def _row_by_row(function: Callable, rows: Rows, args: tuple, kwargs: dict[str, Any]) -> tuple:
-    """Run a rule on rows that lie one after the other in (1, T, ...). Returns its output, and None for a state."""
-    outputs, start = [], 0
+    """Run a rule on each of the rows that are concatenated in (1, T, ...). Return the output, and None for a state."""
+    outputs = []
+    start = 0
     for length in filter(None, rows.lengths):
         row = slice(start, start + length)
         of_row = [_narrowed(x, row, rows.tokens) for x in args]

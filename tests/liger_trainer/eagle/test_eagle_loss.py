@@ -54,10 +54,10 @@ def test_seven_steps_and_rows_that_are_shorter(tmp_path):
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("all_from", [0.95, 0.0], ids=["few", "all"])
-def test_rollouts_start_where_something_is_learned(all_from, recompute, monkeypatch, tmp_path):
+@pytest.mark.parametrize("gather_below", [0.95, 0.0], ids=["few", "all"])
+def test_rollouts_start_where_something_is_learned(gather_below, recompute, monkeypatch, tmp_path):
     """The tokens of prompts are keys and no more. Drafting from all tokens gives the same loss and gradients."""
-    monkeypatch.setattr("liger_trainer.eagle.loss.ALL_FROM", all_from)
+    monkeypatch.setattr("liger_trainer.eagle.loss.GATHER_BELOW", gather_below)
     batch = packed_batch(lengths=(12, 5, 9))
     batch["labels"][batch["position_ids"] < 5] = -100
     model = with_random_drafter(eagle_target())
@@ -76,7 +76,7 @@ def test_rollouts_start_where_something_is_learned(all_from, recompute, monkeypa
     known = batch["labels"].ne(-100) & model.eagle_drafter.t2d[batch["labels"].clamp(min=0)]
     wanted = {t - ahead for t in known[0].nonzero()[:, 0].tolist() for ahead in (2, 3, 4)}
     wanted = {t for t in wanted if t >= 0}
-    if all_from:
+    if gather_below:
         assert set(sizes) == {len(wanted)} and len(wanted) < 20
     else:
         assert set(sizes) == {26}
@@ -103,10 +103,10 @@ def test_what_is_rebuilt_gives_the_same_gradients(monkeypatch, tmp_path):
         assert torch.equal(grad, kept[1][name]), name
 
 
-@pytest.mark.parametrize("all_from", [0.95, 0.0], ids=["few", "all"])
-def test_later_steps_keep_keys_and_values_alone(all_from, monkeypatch, tmp_path):
+@pytest.mark.parametrize("gather_below", [0.95, 0.0], ids=["few", "all"])
+def test_later_steps_keep_keys_and_values_alone(gather_below, monkeypatch, tmp_path):
     """Not the memory of the queries that were computed with them."""
-    monkeypatch.setattr("liger_trainer.eagle.loss.ALL_FROM", all_from)
+    monkeypatch.setattr("liger_trainer.eagle.loss.GATHER_BELOW", gather_below)
     seen = []
 
     def attention(q, k, v, own_keys, own_values, *rest, **options):
@@ -159,5 +159,5 @@ def test_nothing_to_guess(tmp_path):
 
 def test_a_model_that_caps_its_logits_is_refused(tmp_path):
     trainer = eagle_trainer(eagle_target("gemma2"), tmp_path)
-    with pytest.raises(ValueError, match=r"caps its logits at 5.0, and servers leave that out"):
+    with pytest.raises(ValueError, match=r"caps its logits at 5.0, but servers do not do that"):
         trainer.compute_loss(trainer.model.train(), ragged_batch(2))

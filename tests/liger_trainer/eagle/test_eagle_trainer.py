@@ -207,7 +207,7 @@ IGNORED = [
     ({}, {"compute_loss_func": print}, "compute_loss_func is "),
     ({}, {"peft_config": LoraConfig(r=2, target_modules=["q_proj"])}, "peft_config is "),
     ({}, {"optimizers": (torch.optim.SGD([torch.zeros(1)]), None)}, "optimizers has an optimizer that was made"),
-    ({"eagle_layers": [1, 2]}, {}, r"eagle_layers is \[1, 2\]; expected three rising numbers from 0 to 3"),
+    ({"eagle_layers": [1, 2]}, {}, r"eagle_layers is \[1, 2\]; expected three increasing numbers from 0 to 3"),
     ({"eagle_layers": [1, 2, 4]}, {}, r"eagle_layers is \[1, 2, 4\]"),
     ({"eagle_layers": [2, 1, 3]}, {}, r"eagle_layers is \[2, 1, 3\]"),
     ({"eagle_layers": None}, {}, r"is unset, which means \[2, 2, 1\] for a model of 4 layers"),
@@ -225,9 +225,9 @@ def test_models_and_drafters_that_do_not_fit(tmp_path):
     with pytest.raises(ValueError, match="LlamaForCausalLM already has a drafter. Pass a model without one"):
         eagle_trainer(with_random_drafter(eagle_target()), tmp_path)
     with_random_drafter(eagle_target()).eagle_drafter.save_pretrained(tmp_path / "first")
-    with pytest.raises(ValueError, match="The drafter has vocab_size 131, and the LM head of LlamaForCausalLM has 140"):
+    with pytest.raises(ValueError, match="The drafter has vocab_size 131, but the LM head of LlamaForCausalLM has 140"):
         eagle_trainer(eagle_target(vocab_size=140), tmp_path, eagle_init_from=str(tmp_path / "first"))
-    with pytest.raises(ValueError, match=r"eagle_layers is \[0, 1, 3\]; expected three rising numbers from 0 to 1"):
+    with pytest.raises(ValueError, match=r"eagle_layers is \[0, 1, 3\]; expected three increasing numbers from 0 to 1"):
         eagle_trainer(tiny_model("llama"), tmp_path, eagle_init_from=str(tmp_path / "first"))
     with pytest.raises(
         ValueError, match="The LM head of PhiForCausalLM has a bias, but drafters have none. Use a model without"

@@ -20,7 +20,7 @@ from liger_trainer.memory.device_memory import GIB
 from liger_triton import _dispatch
 
 RECORDS = newest()
-PAGE = ROOT / "docs" / "checkpointing.md"
+PAGE = ROOT / "docs" / "fit.md"
 H200 = 139 * GIB
 BEFORE_SLICES = ("sft-llama-3-8b-1x81920-checkpointing",)  # its MLPs took all rows at once
 QUICK = ("sft-llama-3.2-1b-2x1024", "sft-llama-3.2-1b-16x1024-lora16")  # the others run in `make test-all`

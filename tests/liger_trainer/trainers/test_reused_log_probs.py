@@ -125,7 +125,7 @@ RUNS = [
     pytest.param({"num_iterations": 2, "learning_rate": 0.01}, "num_iterations is 2", id="used-twice"),
     pytest.param(
         {"steps_per_generation": 2, "learning_rate": 0.01},
-        "gradient_accumulation_steps is 1, no multiple of steps_per_generation, which is 2",
+        "gradient_accumulation_steps is 1, not a multiple of steps_per_generation, which is 2",
         id="moves-in-between",
     ),
     pytest.param({"trainer_options": DROPOUT}, "a Dropout with p=0.1 is on", id="dropout"),
@@ -267,7 +267,7 @@ def test_a_model_of_the_user_s_runs_every_pass(tmp_path):
     trainer = ours("grpo", tmp_path)
     trainer.model.model.layers[0].self_attn.q_proj.__class__ = Counting
     trainer.train()
-    assert trainer.old_policy.run == {"the forward of Counting is of no library that is known": 1}
+    assert trainer.old_policy.run == {"the forward of Counting is not from a known library": 1}
 
 
 def with_statistics(trainer):
@@ -292,7 +292,7 @@ def with_a_new_batch_size(trainer):
         (with_statistics, "a BatchNorm1d keeps statistics of each pass"),
         (with_noise_of_embeddings, "NEFTune adds noise"),
         (with_jitter, "router_jitter_noise of its config is 0.1"),
-        (with_a_new_batch_size, "auto_find_batch_size begins again within a generation batch"),
+        (with_a_new_batch_size, "auto_find_batch_size restarts within a generation batch"),
     ],
 )
 def test_what_makes_two_passes_differ(change, reason, tmp_path):

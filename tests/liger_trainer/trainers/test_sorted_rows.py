@@ -102,7 +102,7 @@ def test_nothing_is_counted_where_it_makes_no_difference(options, tmp_path):
 
 
 REFUSED = [
-    ({"loss_type": "bnpo"}, "loss_type is 'bnpo', which is no sum over rows. Set one of grpo, dr_grpo, dapo"),
+    ({"loss_type": "bnpo"}, "loss_type is 'bnpo', which is not a sum over rows. Set one of grpo, dr_grpo, dapo"),
     ({"top_entropy_quantile": 0.5}, "top_entropy_quantile is 0.5: .* Set top_entropy_quantile=1.0"),
     ({"entropy_coef": 3.0}, r"entropy_coef is 3: .* Set entropy_coef=0.0"),
     ({"use_adaptive_entropy": True, "entropy_coef": 0.2}, "use_adaptive_entropy is True: .* Set use_adaptive_entropy"),
