@@ -115,7 +115,7 @@ def find_backbone(model) -> Iterator[PatchMatch]:
 
 
 def _settle_rows(model, state_layers: StateLayers) -> None:
-    """Note in the bindings of layers that keep a state whether they may go by rows one after the other."""
+    """Record in the bindings of layers that keep a state whether they may run on concatenated rows."""
     bindings = [binding for _, _, binding in state_layers.layers]
     by_rows = in_parts = False
     if _has_gpu() and all(may_go_by_rows(layer, binding) for _, layer, binding in state_layers.layers):
@@ -128,7 +128,7 @@ def _settle_rows(model, state_layers: StateLayers) -> None:
 
 
 def _how_it_runs(binding: StateBinding) -> str:
-    """Say how a layer that keeps a state runs, for the report."""
+    """Return how a layer that keeps a state runs, for the report."""
     text = _ON_ROWS[binding.by_rows]
     if binding.own is not None:
         text += _BY_OURS
@@ -138,7 +138,7 @@ def _how_it_runs(binding: StateBinding) -> str:
 
 
 def _why_states_are_not_captured(state_layers: StateLayers) -> str | None:
-    """Tell why layers that keep a state cannot be captured as CUDA graphs, or return None."""
+    """Return why layers that keep a state cannot be captured in CUDA graphs, or None."""
     for _, _, binding in state_layers.layers:
         if not binding.by_rows:
             return "its layers keep a state, and run on as many rows as a batch has"
@@ -155,7 +155,7 @@ def _why_not(model, around, backbone) -> str | None:
     config = model.config
     if model.get_output_embeddings() is None and not is_classifier(model):
         return "it has no LM head, whose forward would see the labels"
-    # A model with sinks or soft caps has no SDPA. Of one that has it, eager is what the user asked for.
+    # A model with sinks or soft caps has no SDPA. If a model has it, eager attention was the user's choice.
     text, lacks_sdpa = config.get_text_config(), model._supports_attention_backend and not model._supports_sdpa
     if text._attn_implementation != ("eager" if lacks_sdpa else "sdpa"):
         return f"attn_implementation is {text._attn_implementation!r}, which stays as it is"
@@ -336,7 +336,7 @@ def _bind(
 
 
 def _why_recomputed_differs(own, ours, batches, proven: unpadded_backbone.BackboneProof) -> str | None:
-    """Name what differs when layers are recomputed in the backward pass, or return None.
+    """Return what differs when layers are recomputed in the backward pass, or None.
 
     No context of the call is left there, so the rows have to travel with the arguments of the layers.
     """
