@@ -30,6 +30,8 @@ if TYPE_CHECKING:  # what editors and type checkers see; a test compares these n
     from liger_trainer.trainers.grpo_trainer import LigerGRPOTrainer as LigerGRPOTrainer
     from liger_trainer.trainers.kto_trainer import LigerKTOConfig as LigerKTOConfig
     from liger_trainer.trainers.kto_trainer import LigerKTOTrainer as LigerKTOTrainer
+    from liger_trainer.trainers.mtp_trainer import LigerMTPConfig as LigerMTPConfig
+    from liger_trainer.trainers.mtp_trainer import LigerMTPTrainer as LigerMTPTrainer
     from liger_trainer.trainers.orpo_trainer import LigerORPOConfig as LigerORPOConfig
     from liger_trainer.trainers.orpo_trainer import LigerORPOTrainer as LigerORPOTrainer
     from liger_trainer.trainers.reward_trainer import LigerRewardConfig as LigerRewardConfig
@@ -58,6 +60,7 @@ _NAMES = {  # module: public names
     "liger_trainer.trainers.rloo_trainer": ("LigerRLOOConfig", "LigerRLOOTrainer"),
     "liger_trainer.trainers.reward_trainer": ("LigerRewardConfig", "LigerRewardTrainer"),
     "liger_trainer.trainers.distillation_trainer": ("LigerDistillationConfig", "LigerDistillationTrainer"),
+    "liger_trainer.trainers.mtp_trainer": ("LigerMTPConfig", "LigerMTPTrainer"),
     "liger_trainer.eagle.config": ("LigerEagleConfig",),
     "liger_trainer.eagle.drafter": ("EagleDrafter",),
     "liger_trainer.eagle.trainer": ("LigerEagleTrainer",),

@@ -14,7 +14,7 @@ import torch
 from ._dispatch import use_triton
 from ._head_inputs import DB, DBIAS, DU, DW, DX, Head
 from ._products import add_outer, back
-from .sizes import computes_nothing, most_chunk_rows
+from .sizes import now
 
 # Beyond 4096 rows the matrix products hardly get faster. 640 MiB hold 2048 rows for a vocabulary of 150 thousand.
 _GPU_CHUNK_BYTES, _GPU_CHUNK_ROWS = 640 << 20, 4096
@@ -39,12 +39,11 @@ def chunk_size(
     Inside `sizes.chunks_of_at_most`, a chunk has no more rows than that context allows.
     """
     size = _size_by_memory(rows, vocab, dtype, device_type, allowed, all_rows)
-    most = most_chunk_rows()
-    return size if most is None else min(most, size)
+    return size if now.most_rows is None else min(now.most_rows, size)
 
 
 def _size_by_memory(rows: int, vocab: int, dtype: torch.dtype, device_type: str, allowed: int, all_rows: bool) -> int:
-    if device_type == "cpu" and not computes_nothing():
+    if device_type == "cpu" and not now.computes_nothing:
         most = max(1, _CPU_CHUNK_BYTES // (4 * vocab))
         return max(1, -(-rows // max(1, -(-rows // most))))
     allowed = max(_GPU_CHUNK_BYTES, allowed)
@@ -162,5 +161,6 @@ class HeadGradients:
 
     def all(self) -> tuple[torch.Tensor | None, ...]:
         """Return (dx, dW, dbias, du, dB) in the order of `Head`, with None for gradients that are not needed."""
-        dw, dlora_b = (None if total is None else total.sum for total in (self.dw, self.dlora_b))
+        dw = None if self.dw is None else self.dw.sum
+        dlora_b = None if self.dlora_b is None else self.dlora_b.sum
         return self.dx, dw, self.dbias, self.du, dlora_b

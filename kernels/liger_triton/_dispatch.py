@@ -11,7 +11,7 @@ import threading
 
 import torch
 
-from .sizes import computes_nothing
+from .sizes import now
 
 try:
     import triton
@@ -51,7 +51,7 @@ def is_wrapped(t: torch.Tensor | None) -> bool:
     """Return whether `t` is a subclass that may lack memory for a kernel, such as a fake tensor or a DTensor."""
     if t is None or type(t) in _PLAIN:
         return False
-    return not (computes_nothing() or torch.compiler.is_compiling())
+    return not (now.computes_nothing or torch.compiler.is_compiling())
 
 
 def takes_twin(*tensors: torch.Tensor | None) -> bool:
@@ -64,14 +64,14 @@ def takes_twin(*tensors: torch.Tensor | None) -> bool:
 
 def on_cuda(x: torch.Tensor) -> bool:
     """Return whether `x` is on a CUDA GPU, or counts as if it were (see `sizes.sizes_only`)."""
-    return x.is_cuda or computes_nothing()
+    return x.is_cuda or now.computes_nothing
 
 
 def use_triton(x: torch.Tensor) -> bool:
     """Return whether the Triton kernel runs for `x`: on a GPU, or under `TRITON_INTERPRET=1`; never in float64."""
     if x.dtype == torch.float64:
         return False
-    if computes_nothing():
+    if now.computes_nothing:
         return True
     if triton is None or (type(x) not in _PLAIN and is_wrapped(x)):  # a plain tensor costs no call
         return False
@@ -80,6 +80,8 @@ def use_triton(x: torch.Tensor) -> bool:
 
 def runs_triton(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
     """Return whether the kernel takes these tensors. The PyTorch twin takes all others."""
+    if x.is_cpu and not (INTERPRET or now.computes_nothing):  # a model on the CPU: nothing else need be asked
+        return False
     if x.dtype not in KERNEL_DTYPES or not use_triton(x) or x.numel() == 0:
         return False
     for t in others:

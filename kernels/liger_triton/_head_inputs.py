@@ -14,7 +14,7 @@ import torch
 
 from ._dispatch import KERNEL_DTYPES, autocast_dtype, is_float64, is_wrapped, jit, tl, use_triton
 from ._launch import cdiv, launch
-from .sizes import computes_nothing
+from .sizes import now
 
 FLOAT_DTYPES = (*KERNEL_DTYPES, torch.float64)
 REDUCTIONS = ("mean", "sum", "none")
@@ -111,7 +111,7 @@ def _count_kernel(TARGET, OUT, n, vocab, ignore_index, BLOCK: tl.constexpr):
 def check_target_range(target: torch.Tensor, ignore_index: int, vocab: int) -> int:
     """Return how many targets are not ignored; raise IndexError if one of them is outside [0, vocab). The host waits
     for the device once."""
-    if computes_nothing():
+    if now.computes_nothing:
         return target.numel()
     if use_triton(target) and target.is_contiguous() and 0 < target.numel() < 2**31:
         counts = torch.zeros(2, dtype=torch.int32, device=target.device)
@@ -142,8 +142,12 @@ class Head(NamedTuple):
 
     def needs(self) -> int:
         """Return the gradients that autograd needs, as a sum of `DX` to `DB`."""
-        grads_on = torch.is_grad_enabled()
-        return sum(1 << k for k, t in enumerate(self) if grads_on and t is not None and t.requires_grad)
+        needs = 0
+        if torch.is_grad_enabled():
+            for k, t in enumerate(self):
+                if t is not None and t.requires_grad:
+                    needs |= 1 << k
+        return needs
 
 
 DX, DW, DBIAS, DU, DB = (1 << k for k in range(5))  # a bit for the gradient of each tensor of `Head`

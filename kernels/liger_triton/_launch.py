@@ -87,9 +87,9 @@ def _version_key(device: int, args: tuple, constants: dict) -> tuple:
     return tuple(key)
 
 
-def check_in(name: str, value: str, known: Collection[str]) -> None:
-    if value not in known:
-        raise ValueError(f"{name} is {value!r}; expected one of {', '.join(map(repr, known))}.")
+def not_among(name: str, value: str, known: Collection[str]) -> ValueError:
+    """Make the error for the argument `name` with a `value` that is not `known`."""
+    return ValueError(f"{name} is {value!r}; expected one of {', '.join(map(repr, known))}.")
 
 
 def check_norm(x: torch.Tensor, **parameters: torch.Tensor | None) -> None:

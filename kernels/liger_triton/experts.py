@@ -34,7 +34,7 @@ import torch
 from . import reference
 from ._autograd import graph_is_kept, once_differentiable, without_memory
 from ._dispatch import is_wrapped, kernel_op, no_autocast, runs_triton
-from ._launch import as_dtype, check_in
+from ._launch import as_dtype, not_among
 from ._routed import (
     GateForm,
     Low,
@@ -366,7 +366,8 @@ def experts(
         ValueError: Shapes do not belong together, `activation` is unknown, or `limit` is not above 0.
     """
     _check(hidden, expert_ids, weights, gate_up, down, transposed, (gate_up_bias, down_bias), (gate_up_lora, down_lora))
-    check_in("activation", activation, ACTIVATIONS)
+    if activation not in ACTIVATIONS:
+        raise not_among("activation", activation, ACTIVATIONS)
     if limit is not None and not limit > 0:
         raise ValueError(f"limit is {limit}; expected a number above 0, or None for no limit.")
     numbers = (math.inf if limit is None else float(limit), float(alpha), float(up_offset), float(gate_scale))

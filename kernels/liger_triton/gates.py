@@ -31,7 +31,7 @@ import torch
 from . import reference
 from ._autograd import graph_is_kept, is_of_leaf, once_differentiable, records_graph
 from ._dispatch import INTERPRET, jit, kernel_op, runs_as_op, runs_triton, tl, use_triton
-from ._launch import as_rows, cdiv, check_in, launch, next_power_of_2
+from ._launch import as_rows, cdiv, launch, next_power_of_2, not_among
 from .halves import joined
 
 APPROXIMATIONS = ("tanh", "none")
@@ -532,7 +532,8 @@ def geglu(
         unknown.
     """
     _check(gate, up)
-    check_in("approximate", approximate, APPROXIMATIONS)
+    if approximate not in APPROXIMATIONS:
+        raise not_among("approximate", approximate, APPROXIMATIONS)
     if not runs_triton(gate, up):
         return reference.geglu(gate, up, approximate=approximate)
     return _gated(gate, up, reuse_inputs, "gelu_tanh" if approximate == "tanh" else "gelu", *UNCHANGED)

@@ -46,6 +46,7 @@ from ._head_inputs import (
     DW,
     Head,
     check_heads,
+    check_numbers,
     check_options,
     check_per_row,
     check_target_of_twin,
@@ -159,7 +160,8 @@ def _walk(head: Head, target, chunks: Chunks, needs, lean, spec: HeadSpec, g_los
                 project(u_c, lb, logits, add=True)
         held = False  # the other chunks need their logits again
         stats_c = stats[:, rows]  # a copy, if rows were dropped
-        g_loss_c, g_entropy_c = (None if g is None else g[rows] for g in (g_loss, g_entropy))
+        g_loss_c = None if g_loss is None else g_loss[rows]
+        g_entropy_c = None if g_entropy is None else g_entropy[rows]
         dl = logits if needs else None  # dl overwrites the logits
         row_pass(logits, dl, y_c, stats_c, g_loss_c, g_entropy_c, spec.rows, do_stats, buffer.shape[1])
         if do_stats and not every_row:
@@ -412,7 +414,7 @@ def linear_cross_entropy(
             instead.)
     """
     head, y, dtype = prepare(hidden, weight, target, bias, lora, lora_input, accumulate, chunk_rows)
-    check_options("hidden", hidden, target, reduction, label_smoothing, softcap, logit_scale, z_loss)
+    check_numbers(reduction, label_smoothing, softcap, logit_scale, z_loss)
     row_weight = None
     if token_weights is not None:
         check_weights("token_weights", token_weights, (target.shape,), hidden)
@@ -495,14 +497,17 @@ def linear_logprobs(
             instead.)
     """
     head, y, dtype = prepare(hidden, weight, target, bias, lora, lora_input, accumulate, chunk_rows)
-    check_options("hidden", hidden, target, "none", label_smoothing, softcap, logit_scale, 0.0)
+    check_numbers("none", label_smoothing, softcap, logit_scale, 0.0)
     if not temperature > 0.0:
         raise ValueError(f"temperature is {temperature}; expected a positive number.")
     if isinstance(outputs, str):
         raise ValueError(f"outputs is the string {outputs!r}; expected a tuple of names: ({outputs!r},).")
-    unknown = [name for name in outputs if name not in LogProbs._fields]
-    if unknown:
-        raise ValueError(f"outputs has {unknown[0]!r}; expected names out of {', '.join(LogProbs._fields)}.")
+    extras = 0
+    for name in outputs:
+        if name not in LogProbs._fields:
+            raise ValueError(f"outputs has {name!r}; expected names out of {', '.join(LogProbs._fields)}.")
+        if name != "log_probs":
+            extras |= 1 << _STATISTIC[name]
     if takes_twin(*head, target):
         check_target_of_twin(y, ignore_index, weight.shape[0], hidden)
         return reference.linear_logprobs(
@@ -519,19 +524,23 @@ def linear_logprobs(
             lora_input=lora_input,
             outputs=outputs,
         )
-    extras = sum(1 << _STATISTIC[name] for name in set(outputs) - {"log_probs"})
     rows = RowSpec(
         ignore_index, logit_scale / temperature, (softcap or 0.0) / temperature, float(label_smoothing), 0.0, extras
     )
     loss, entropy, stats = run_head(head, y, dtype, None, rows, uniform_grad, accumulate, chunk_rows)
-    fields = {name: stats[_STATISTIC[name]].view(target.shape) for name in _STATISTIC}
-    fields["is_top1"] = fields["is_top1"] > 0
     # A result with a gradient must not be a view. FSDP2 attaches its gather to what a module returns, and a write into
     # a view would drop it.
-    fields["log_probs"] = -loss.view(target.shape)
-    if "entropy" in outputs:
-        fields["entropy"] = entropy.view(target.shape).clone()
-    return LogProbs(**{name: fields[name] for name in outputs})
+    fields = {}
+    for name in outputs:
+        if name == "log_probs":
+            fields[name] = -loss.view(target.shape)
+        elif name == "entropy":
+            fields[name] = entropy.view(target.shape).clone()
+        elif name == "is_top1":
+            fields[name] = stats[IS_TOP1].view(target.shape) > 0
+        else:
+            fields[name] = stats[_STATISTIC[name]].view(target.shape)
+    return LogProbs(**fields)
 
 
 def _head(x, weight, target, share, rows, accumulate, chunk_rows, may_keep_logits=False):

@@ -19,7 +19,7 @@ import torch
 from . import _lora, reference
 from ._autograd import computed, once_differentiable, records_graph, without_memory
 from ._dispatch import no_autocast, result_dtype
-from ._launch import as_dtype, as_matrix, cdiv, check_in
+from ._launch import as_dtype, as_matrix, cdiv, not_among
 from ._lora import Form, Layer, Rounded
 from .dequantize import PackedWeight
 from .frozen_float8 import Float8Weight, SharedRows
@@ -258,7 +258,8 @@ def lora_mlp(
     Raises:
         ValueError: A shape, dtype or device does not fit, or `activation` is unknown.
     """
-    check_in("activation", activation, ACTIVATIONS)
+    if activation not in ACTIVATIONS:
+        raise not_among("activation", activation, ACTIVATIONS)
     projections = [gate, up, down]
     inner = checked_layers(x, projections[:2])
     if gate[0].shape != up[0].shape or down[0].ndim != 2 or down[0].shape[1] != up[0].shape[0]:

@@ -175,7 +175,8 @@ def rope(
 ):
     """See `liger_triton.rope`."""
     if cos_layout == "half":
-        cos, sin = (t[..., : t.shape[-1] // 2] for t in (cos, sin))
+        half = cos.shape[-1] // 2
+        cos, sin = cos[..., :half], sin[..., :half]
     elif cos_layout == "interleaved":
         cos, sin = cos[..., 0::2], sin[..., 0::2]
     cos = cos.unsqueeze(unsqueeze_dim)

@@ -29,7 +29,7 @@ import torch
 from . import reference
 from ._autograd import once_differentiable, records_graph
 from ._dispatch import jit, kernel_op, runs_triton, tl
-from ._launch import MAX_COLUMNS, as_rows, backward_tile, cdiv, check_in, check_norm, launch, persistent_grid, row_tile
+from ._launch import MAX_COLUMNS, as_rows, backward_tile, cdiv, check_norm, launch, not_among, persistent_grid, row_tile
 
 CASTS = ("llama", "gemma", "none", "rstd")
 ACTIVATIONS = ("silu", "sigmoid")
@@ -375,7 +375,8 @@ class _AddRMSNorm(torch.autograd.Function):
 def _check(x: torch.Tensor, weight: torch.Tensor | None, offset: float, cast: str) -> None:
     """Raise ValueError for arguments that `rms_norm` does not take."""
     check_norm(x, weight=weight)
-    check_in("cast", cast, CASTS)
+    if cast not in CASTS:
+        raise not_among("cast", cast, CASTS)
     if weight is None and offset != 0:
         raise ValueError(f"offset is {offset}, but weight is None: there is nothing to add it to. Leave offset at 0.")
 
@@ -498,8 +499,10 @@ def gated_rms_norm(
             f"gate is {tuple(gate.shape)} {gate.dtype} on {gate.device}, x {tuple(x.shape)} on {x.device}; expected a "
             "floating-point tensor of the shape and device of x."
         )
-    check_in("activation", activation, ACTIVATIONS)
-    check_in("cast", cast, GATED_CASTS)
+    if activation not in ACTIVATIONS:
+        raise not_among("activation", activation, ACTIVATIONS)
+    if cast not in GATED_CASTS:
+        raise not_among("cast", cast, GATED_CASTS)
     width = x.shape[-1]
     group = width if group_size is None else group_size
     if group < 1 or width % group:

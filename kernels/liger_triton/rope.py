@@ -21,7 +21,7 @@ import torch
 from . import reference
 from ._autograd import once_differentiable
 from ._dispatch import jit, kernel_op, runs_triton, tl
-from ._launch import TILE, broadcasts, cdiv, check_in, launch, next_power_of_2
+from ._launch import TILE, broadcasts, cdiv, launch, next_power_of_2, not_among
 
 CASTS = ("promote", "input")
 COS_LAYOUTS = ("half", "interleaved", "single")
@@ -408,6 +408,11 @@ def misfit(q, k, cos, sin, cos_layout, unsqueeze_dim) -> str | None:
     return None
 
 
+def _rows_fit(t: torch.Tensor | None) -> bool:
+    """Return whether the kernel can count the rows of `t` in int32."""
+    return t is None or 0 < t.numel() // t.shape[-1] < 2**31
+
+
 def rope(
     q: torch.Tensor,
     k: torch.Tensor | None,
@@ -466,14 +471,44 @@ def rope(
     Raises:
         ValueError: Shapes do not fit, devices differ, or `cos_layout` or `cast` is unknown.
     """
-    check_in("cast", cast, CASTS)
-    check_in("cos_layout", cos_layout, COS_LAYOUTS)
+    if cast not in CASTS:
+        raise not_among("cast", cast, CASTS)
+    if cos_layout not in COS_LAYOUTS:
+        raise not_among("cos_layout", cos_layout, COS_LAYOUTS)
     message = misfit(q, k, cos, sin, cos_layout, unsqueeze_dim)
     if message is not None:
         raise ValueError(message)
+    return rope_unchecked(
+        q,
+        k,
+        cos,
+        sin,
+        interleaved=interleaved,
+        out_interleaved=out_interleaved,
+        cos_layout=cos_layout,
+        rotate_last=rotate_last,
+        cast=cast,
+        unsqueeze_dim=unsqueeze_dim,
+    )
+
+
+def rope_unchecked(
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *,
+    interleaved: bool = False,
+    out_interleaved: bool | None = None,
+    cos_layout: str = "half",
+    rotate_last: bool = False,
+    cast: str = "promote",
+    unsqueeze_dim: int = 1,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Compute `rope` for arguments that `misfit` has been asked about, since it costs as much as the launch."""
     out_interleaved = interleaved if out_interleaved is None else out_interleaved
-    fits = all(t is None or 0 < t.numel() // t.shape[-1] < 2**31 for t in (q, k))  # the kernel counts rows in int32
-    if not fits or cos.requires_grad or sin.requires_grad or not runs_triton(q, k, cos, sin):
+    takes_twin = cos.requires_grad or sin.requires_grad or not runs_triton(q, k, cos, sin)
+    if takes_twin or not _rows_fit(q) or not _rows_fit(k):
         return reference.rope(
             q,
             k,

@@ -27,7 +27,7 @@ import torch
 from . import reference
 from ._autograd import once_differentiable, records_graph
 from ._dispatch import kernel_op, runs_triton
-from ._launch import cdiv, check_in, launch
+from ._launch import cdiv, launch, not_among
 from ._short_conv_kernels import _backward_kernel, _forward_kernel, _sums_kernel
 
 MOST_TAPS = 8
@@ -338,4 +338,5 @@ def _check(x, weight, bias, cu_seqlens, activation) -> None:
         if p is not None and p.device != x.device:
             raise ValueError(f"{name} is on {p.device}, x on {x.device}; move {name} to {x.device}.")
     if activation is not None:
-        check_in("activation", activation, ACTIVATIONS)
+        if activation not in ACTIVATIONS:
+            raise not_among("activation", activation, ACTIVATIONS)

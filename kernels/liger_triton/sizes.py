@@ -6,11 +6,13 @@ from collections.abc import Iterator
 
 
 class _Now(threading.local):
-    on = False
+    """What the contexts of this file say in this thread. Code that each operation runs reads it without a call."""
+
+    computes_nothing = False
     most_rows: int | None = None
 
 
-_now = _Now()
+now = _Now()
 
 
 @contextlib.contextmanager
@@ -20,15 +22,15 @@ def sizes_only() -> Iterator[None]:
     While the context is open, in this thread, CPU tensors count as CUDA tensors and no kernel is launched. Use it with
     the tensors of PyTorch's `FakeTensorMode`, which have no values, to learn how much memory a step would take.
     """
-    before, _now.on = computes_nothing(), True
+    before, now.computes_nothing = now.computes_nothing, True
     try:
         yield
     finally:
-        _now.on = before
+        now.computes_nothing = before
 
 
 def computes_nothing() -> bool:
-    return _now.on
+    return now.computes_nothing
 
 
 @contextlib.contextmanager
@@ -43,13 +45,9 @@ def chunks_of_at_most(rows: int) -> Iterator[None]:
     """
     if rows < 1:
         raise ValueError(f"rows is {rows}. A chunk has at least one row.")
-    before = _now.most_rows
-    _now.most_rows = rows
+    before = now.most_rows
+    now.most_rows = rows
     try:
         yield
     finally:
-        _now.most_rows = before
-
-
-def most_chunk_rows() -> int | None:
-    return _now.most_rows
+        now.most_rows = before

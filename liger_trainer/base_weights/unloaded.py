@@ -85,6 +85,12 @@ class Base:
         layers = _layers_in(self.tensors)
         return {name: tensor for name, tensor in self.tensors.items() if _is_prediction(name, layers, beyond)}
 
+    @property
+    def prediction_counts(self) -> dict[str, int]:
+        """The fields of config.json, or of its text config, that count prediction layers."""
+        fields = self.config | _text(self.config)
+        return {key: value for key, value in fields.items() if _COUNTS.match(key) and isinstance(value, int)}
+
 
 def find_checkpoint(name: str, revision: str | None = None, subfolder: str = "") -> Base:
     """Return the checkpoint in the folder `name`, or with this name in the Hub's cache.

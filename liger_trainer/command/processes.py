@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TextIO
 
 from liger_trainer.errors import RecipeError, without_tokens
 
@@ -20,10 +20,10 @@ def launched_processes() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def print_status(line: str) -> None:
-    """Print a line on stderr, from the main process only."""
+def print_status(line: str, stream: TextIO | None = None) -> None:
+    """Print a line on stderr (or `stream`), from the main process only."""
     if is_main_process():
-        print(f"liger-trainer: {without_tokens(line)}", file=sys.stderr)
+        print(f"liger-trainer: {without_tokens(line)}", file=stream or sys.stderr, flush=True)
 
 
 def print_loading() -> None:
@@ -35,29 +35,66 @@ def print_loading() -> None:
 _SILENT_FOR = 3.0  # seconds, after which a user wonders
 
 
+class Heartbeat:
+    """Says on stderr, every few seconds from `start` to `stop`, that a long job is still going on.
+
+    It is a context manager too. Only the main process prints. It prints to the stderr of `start`, also if that is
+    redirected later.
+
+    Args:
+        describe (`Callable[[str], str]`): Returns the line; it gets the seconds since the start as text, such as "6 s".
+    """
+
+    def __init__(self, describe: Callable[[str], str]) -> None:
+        self._describe = describe
+        self._done = threading.Event()
+        self._start = self._last_line = 0.0
+
+    def start(self) -> None:
+        if is_main_process():
+            self._start = self._last_line = time.monotonic()
+            threading.Thread(target=self._beat, args=(sys.stderr,), daemon=True).start()
+
+    def stop(self) -> None:
+        self._done.set()
+
+    def restart(self) -> None:
+        """Count the silence from now on, because the command has printed something else."""
+        self._last_line = time.monotonic()
+
+    def __enter__(self) -> "Heartbeat":
+        self.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.stop()
+
+    def _beat(self, stream: TextIO) -> None:
+        pause = _SILENT_FOR
+        while not self._done.wait(max(0.0, self._last_line + pause - time.monotonic())):
+            now = time.monotonic()
+            if now < self._last_line + pause:  # `restart` was called while this thread waited
+                continue
+            print_status(self._describe(f"{now - self._start:.0f} s"), stream)
+            self._last_line = now
+            # A tenth of the time so far: a job of an hour would fill its log with a line every 3 seconds
+            pause = max(_SILENT_FOR, (now - self._start) / 10)
+
+
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
     """Context manager for the imports of large libraries: says how long they take, and collects no garbage.
 
     Imports make a million objects and hardly any garbage. Looking for it takes a quarter of their time.
     """
-    was_enabled, done = gc.isenabled(), threading.Event()
+    was_enabled = gc.isenabled()
     gc.disable()
-    threading.Thread(target=_print_each_time, args=(done,), daemon=True).start()
     try:
-        yield
+        with Heartbeat(lambda time: f"still loading, {time}. The first start on a machine takes longest."):
+            yield
     finally:
-        done.set()
         if was_enabled:
             gc.enable()
-
-
-def _print_each_time(done: threading.Event) -> None:
-    """Say every few seconds that libraries are still being loaded, until `done` is set."""
-    start = time.monotonic()
-    while not done.wait(_SILENT_FOR):
-        seconds = time.monotonic() - start
-        print_status(f"still loading, {seconds:.0f} s. The first start on a machine takes longest.")
 
 
 def print_error(line: str) -> None:

@@ -22,10 +22,10 @@ from liger_trainer.eagle.target import decoder_layers, default_layers, embedding
 from liger_trainer.eagle.vocabulary import count_labels, draft_vocabulary
 from liger_trainer.head.deferred import DeferredLogits
 from liger_trainer.head.flat_rows import FlatRows, flat_rows, flat_targets
+from liger_trainer.head.frozen import as_served
 from liger_trainer.head.module import base_model_of, head_reason
 from liger_trainer.head.outputs import HeadOptions
 from liger_trainer.head.request import HeadRequest, run_request
-from liger_trainer.medusa.frozen import as_served
 from liger_trainer.trainers.heads_trainer import LigerHeadsTrainer
 from liger_trainer.trainers.model_card import CardText
 from liger_trainer.varlen.taps import tapped

@@ -14,13 +14,13 @@ from transformers import PreTrainedModel
 from transformers.trainer import TRAINING_ARGS_NAME
 
 from liger_trainer.head.deferred import DeferredLogits
+from liger_trainer.head.frozen import as_served
 from liger_trainer.head.module import base_model_of, head_reason
 from liger_trainer.head.outputs import HeadOptions
 from liger_trainer.head.request import HeadRequest, run_request
 from liger_trainer.head.targets import head_targets
 from liger_trainer.medusa.config import LigerMedusaConfig, schedule_of
 from liger_trainer.medusa.files import HEADS_FOLDER
-from liger_trainer.medusa.frozen import as_served
 from liger_trainer.medusa.heads import HEADS_NAME, MedusaHeads, attach_heads, heads_detached, heads_of
 from liger_trainer.medusa.init_checks import check_args, check_setup
 from liger_trainer.medusa.loss import heads_loss

@@ -34,6 +34,7 @@ _OF_A_LAYER = {
 }
 _COPIES = ("embed_tokens.weight", "shared_head.head.weight")
 _LAYER = re.compile(r"^(?P<prefix>.*\blayers\.)(?P<number>\d+)\.eh_proj\.weight$")
+_OWN_LAYER = re.compile(rf"^{re.escape(_PREFIX)}layers\.\d+\.")
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
@@ -103,18 +104,37 @@ def find_names(base: Base) -> HeadNames | None:
     predicts = base.predicts
     own = [name for name in base.tensors if name.startswith(_PREFIX)]
     if own:
+        matches = [_OWN_LAYER.match(name) for name in own]
+        _check_one_layer(base, sorted({match[0] for match in matches if match is not None}))
         return HeadNames(_PREFIX, splits_experts=any(_EXPERT.search(name) for name in own))
     layers = [name.removesuffix("eh_proj.weight") for name in predicts if _LAYER.match(name)]
     if not layers:
         return None
-    if len(layers) > 1:
-        raise ValueError(
-            f"{base.folder} has {len(layers)} prediction layers, {layers[0]}* to {layers[-1]}*, but only heads of one "
-            "layer are supported."
-        )
+    _check_one_layer(base, layers)
     behind = [name.removeprefix(layers[0]) for name in predicts if name.startswith(layers[0])]
     splits = any(_EXPERT.search(f".{name}") for name in behind)
     return HeadNames(layers[0], True, splits, tuple(name for name in _COPIES if name in behind))
+
+
+def _check_one_layer(base: Base, layers: list[str]) -> None:
+    """ValueError if the config or the tensors of `base` have several layers. `layers` are the prefixes of its layers.
+
+    Servers run layer k for guess k only. A head that runs all layers for each guess would be another function, and a
+    chain of layers needs a loss for each of them.
+    """
+    counts = base.prediction_counts
+    for name, count in counts.items():
+        if count > 1:
+            raise ValueError(
+                f"{name} is {count} in {base.folder / 'config.json'}, but only heads of one layer are supported: each "
+                f"further layer guesses a token further ahead. Its layers are {', '.join(layers)}."
+            )
+    if len(layers) > 1:
+        fields = ", ".join(f"{name}: {count}" for name, count in counts.items()) or "no count of them"
+        raise ValueError(
+            f"{base.folder} has {len(layers)} prediction layers, {layers[0]}* to {layers[-1]}*, and {fields} in its "
+            "config.json, but only heads of one layer are supported."
+        )
 
 
 def name_as_in_files(model: nn.Module, names: HeadNames) -> None:

@@ -3,15 +3,15 @@
 With h_t the input of the LM head at token t and e(x) the model's embedding of token x:
 
     f_t = fc([pre_fc_norm_embedding(e(x_{t+1})), pre_fc_norm_hidden(h_t)])
-    logits = LM head(norm(layers(f)_t))                     a guess at token t + 2
+    logits = LM head(norm(layer(f)_t))                      a guess at token t + 2
 
-The layers are decoder layers with full attention, at the positions of t. Embedding and LM head are the model's. For
+The layer is a decoder layer with full attention, at the positions of t. Embedding and LM head are the model's. For
 further tokens, servers call the head again with its own output.
 
-The head is an instance of the model's own backbone class with the checkpoint's number of layers, so masks, packed rows,
-rotary angles and norms work as in the model. It is the model's child `mtp`, and is saved with it under the names of the
-base (`names.py`). If only an adapter is saved, the head goes to `mtp.safetensors` next to it, which
-`liger-trainer merge` reads.
+The head is an instance of the model's own backbone class with one layer, so masks, packed rows, rotary angles and norms
+work as in the model. It is the model's child `mtp`, and is saved with it under the names of the base (`names.py`). If
+the model is not saved, the head goes to `mtp.safetensors`: next to an adapter, for `liger-trainer merge`, or alone,
+trained on the frozen model, for `liger-trainer export`.
 """
 
 import contextlib
@@ -32,7 +32,8 @@ from liger_trainer.head.flat_rows import FlatRows
 from liger_trainer.mtp.names import ATTRIBUTE, copies_of, find_names, name_as_in_files
 from liger_trainer.varlen.rows import NotForRows, Rows, use_rows
 
-FILE = "mtp.safetensors"  # in the folder of an adapter
+FILE = "mtp.safetensors"  # in an output_dir without the whole model
+BASE_MODEL = "base_model_name_or_path"  # key in the metadata of FILE
 
 
 def load_predictor(model: Any, base: Base) -> nn.Module:
@@ -89,14 +90,14 @@ def _read(stored: dict[str, StoredTensor]) -> dict[str, torch.Tensor]:
 
 
 def load_head(predictor: Any, checkpoint: str) -> None:
-    """Read the head from the checkpoint of a whole model. ValueError if it has another one."""
+    """Read the head from the checkpoint of a whole model. ValueError if it has another head, or none."""
     names = predictor.names_in_files
     base = find_checkpoint(checkpoint)
     stored = {name: tensor for name, tensor in base.tensors.items() if name.startswith(names.prefix)}
     own = predictor.state_dict()
     missing = sorted(names.to_file({name: tensor.to("meta") for name, tensor in own.items()}).keys() - stored.keys())
     if missing:
-        raise ValueError(f"train_mtp is true, and {checkpoint} lacks {missing[0]}. Remove train_mtp.")
+        raise ValueError(f"{checkpoint} lacks {missing[0]}, so no MTP head was trained in that run.")
     with torch.no_grad():
         names.fill(own, _read(stored))
 
@@ -112,27 +113,34 @@ def detached(model: Any) -> Iterator[None]:
         setattr(model, ATTRIBUTE, predictor)
 
 
-def save_with_adapter(model: Any, folder: str) -> None:
-    """Write the head of `model` into the folder of an adapter, under the names of the base."""
+def save_head(model: Any, folder: str) -> None:
+    """Write only the head of `model` into `folder`, under the names of the base."""
     predictor = getattr(model, ATTRIBUTE)
     names = predictor.names_in_files
     tensors = names.to_file(predictor.state_dict()) | copies_of(model, names)
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    save_file(tensors, Path(folder, FILE), metadata={"format": "pt"})
+    save_file(tensors, Path(folder, FILE), metadata={"format": "pt", BASE_MODEL: model.name_or_path})
 
 
-def load_with_adapter(predictor: Any, folder: str) -> None:
-    """Read what `save_with_adapter` has written. ValueError if the folder has no head."""
+def load_saved_head(predictor: Any, folder: str) -> None:
+    """Read what `save_head` has written. ValueError if the folder has no head, or the head of another kind of model."""
     path = Path(folder, FILE)
     if not path.is_file():
-        raise ValueError(f"train_mtp is true, and {folder}, trained without it, has no {FILE}. Remove train_mtp.")
+        raise ValueError(f"{folder} has no {FILE}, so no MTP head was trained in that run.")
+    names = predictor.names_in_files
+    own = predictor.state_dict()
+    stored = load_file(path)
+    for name, tensor in names.to_file({name: tensor.to("meta") for name, tensor in own.items()}).items():
+        shape = tuple(stored[name].shape) if name in stored else "missing"
+        if shape != tuple(tensor.shape):
+            raise ValueError(f"{path}: {name} is {shape}; expected {tuple(tensor.shape)}, so it is for another model.")
     with torch.no_grad():
-        predictor.names_in_files.fill(predictor.state_dict(), load_file(path))
+        names.fill(own, stored)
 
 
-def saved_with_adapter(adapter: str) -> dict[str, StoredTensor]:
-    """Return the tensors of the head that was saved with the adapter in the folder `adapter`; empty without one."""
-    path = Path(adapter, FILE)
+def saved_head(folder: str) -> dict[str, StoredTensor]:
+    """Return the tensors of the head that `save_head` has written into `folder`; empty without one."""
+    path = Path(folder, FILE)
     return tensors_of(path) if path.is_file() else {}
 
 
@@ -143,11 +151,10 @@ def _empty(model: Any, is_layer: bool) -> Any:
     """
     backbone = model.get_decoder()
     config = copy.deepcopy(model.config.get_text_config(decoder=True))
-    depth = getattr(config, "mtp_num_hidden_layers", None) or 1
     size, eps = config.hidden_size, config.rms_norm_eps
     weight = model.get_input_embeddings().weight
-    config.num_hidden_layers = depth
-    config.layer_types = ["full_attention"] * depth
+    config.num_hidden_layers = 1
+    config.layer_types = ["full_attention"]
     if is_layer and hasattr(config, "first_k_dense_replace"):
         config.first_k_dense_replace = 0
     if is_layer and getattr(config, "mlp_layer_types", None):

@@ -1,10 +1,12 @@
-"""Trains the MTP head together with its model: checks the options, and computes the head's loss.
+"""Trains the MTP head of a model: checks the options, and computes the head's loss.
 
-The head learns from the model's hidden states and from the same labels. Its loss has no gradient for the model, the
-embeddings and the LM head, so the model learns exactly as it does without the head.
+`LigerSFTTrainer` trains it together with the model, `LigerMTPTrainer` on the frozen model. In both the head learns from
+the model's hidden states, and its loss has no gradient for the model, the embeddings and the LM head. So with
+`LigerSFTTrainer` the model learns exactly as it does without the head.
 """
 
 import contextlib
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,32 +19,41 @@ from liger_trainer.head.deferred import DeferredLogits
 from liger_trainer.head.flat_rows import FlatRows, flat_rows
 from liger_trainer.head.module import base_model_of, head_reason, innermost, output_head
 from liger_trainer.head.targets import head_targets
-from liger_trainer.mtp.predictor import (
-    detached,
-    load_head,
-    load_predictor,
-    load_with_adapter,
-    predict,
-    save_with_adapter,
-)
+from liger_trainer.mtp.predictor import detached, load_head, load_predictor, load_saved_head, predict, save_head
 from liger_trainer.patching.apply import apply_liger
-from liger_triton import HeadsLoss, linear_heads_cross_entropy
+from liger_triton import HeadsLoss, linear_heads_cross_entropy, linear_heads_kl
 
+TARGETS = ("hard", "soft")  # the values of mtp_targets
 _PLAIN = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
+
+
+@dataclass(frozen=True)
+class _Wording:
+    """How errors name the option that asks for the head, and what to do."""
+
+    asked: str
+    remedy: str
+    other_checkpoint: str
+
+
+_JOINT = _Wording("train_mtp is true", "Remove train_mtp", "Remove train_mtp")
+_ALONE = _Wording("LigerMTPTrainer trains an MTP head", "Use another model", "Give a checkpoint of an LigerMTPTrainer")
 
 
 class TrainedPredictor:
     """The MTP head of `trainer.model`, loaded from its base, and the loss that trains it.
 
     Args:
-        trainer (`Any`): A `LigerSFTTrainer` that has just been built.
+        trainer (`Any`): A `LigerSFTTrainer` that has just been built. Its `args.mtp_targets` chooses the loss. If its
+            `freezes_model` is true, only the head is saved.
 
     Raises:
         ValueError: The model's checkpoint has no supported head, or the trainer could not train or save it.
     """
 
     def __init__(self, trainer: Any) -> None:
-        _check(trainer)
+        self._wording = _ALONE if trainer.freezes_model else _JOINT
+        _check(trainer, self._wording)
         model: Any = base_model_of(trainer.model)
         args = trainer.args
         init = getattr(args, "model_init_kwargs", None) or {}
@@ -51,35 +62,45 @@ class TrainedPredictor:
         try:
             self._predictor: Any = load_predictor(model, base)
         except ValueError as error:
-            raise ValueError(f"train_mtp is true, and {error} Remove train_mtp.") from error
+            raise self._error(f"and {error}") from error
         apply_liger(self._predictor, getattr(args, "liger_config", None))
         self._by_rows = trainer.wants_part("varlen_attention")
-        self._has_adapter = trainer.model is not model  # then only the adapter is saved
+        self._is_soft = args.mtp_targets == "soft"
+        has_adapter = trainer.model is not model
+        self._saves_head_only = has_adapter or trainer.freezes_model
+
+    @property
+    def predictor(self) -> nn.Module:
+        """The head, a child of the model."""
+        return self._predictor
 
     def save(self, folder: str) -> None:
-        """Save the head next to an adapter. Do nothing for a whole model, which contains it."""
-        if self._has_adapter:
-            save_with_adapter(self._model, folder)
+        """Save the head next to an adapter or alone. Do nothing for a whole model, which contains it."""
+        if self._saves_head_only:
+            save_head(self._model, folder)
 
     def loading(self) -> contextlib.AbstractContextManager[None]:
         """Within it the trainer loads its model from a checkpoint, before `load`.
 
         A head with other names than the model's is detached: transformers would not find it in the files.
         """
-        if self._has_adapter or self._predictor.names_in_files.is_own:
+        if self._saves_head_only or self._predictor.names_in_files.is_own:
             return contextlib.nullcontext()
         return detached(self._model)
 
     def load(self, checkpoint: str) -> None:
         """Read the head of a checkpoint, where the model has not loaded it with its own weights. ValueError if it has
         none."""
-        if self._has_adapter:
-            load_with_adapter(self._predictor, checkpoint)
-        elif not self._predictor.names_in_files.is_own:
-            load_head(self._predictor, checkpoint)
+        try:
+            if self._saves_head_only:
+                load_saved_head(self._predictor, checkpoint)
+            elif not self._predictor.names_in_files.is_own:
+                load_head(self._predictor, checkpoint)
+        except ValueError as error:
+            raise ValueError(f"{self._wording.asked}, and {error} {self._wording.other_checkpoint}.") from error
 
     def loss(self, logits: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute the head's cross-entropy for a batch, without its logits, inside the model's forward.
+        """Compute the head's loss for a batch, without its logits, inside the model's forward.
 
         Args:
             logits (`DeferredLogits`): The model's, (B, S, V), with the input and the weight of the LM head.
@@ -94,15 +115,16 @@ class TrainedPredictor:
         """
         images = next((name for name in inputs if name.startswith(("pixel_", "image_", "video_"))), None)
         if images is not None:
-            raise ValueError(f"The batch has {images}, but train_mtp is for text. Remove such rows, or train_mtp.")
+            way_out = "Remove such rows" if self._wording is _ALONE else "Remove such rows, or train_mtp"
+            raise ValueError(f"The batch has {images}, but an MTP head is trained on text. {way_out}.")
         if not isinstance(logits, DeferredLogits) or logits.is_materialized:
-            raise ValueError(f"train_mtp needs the input of the LM head, but {head_reason(self._model)}.")
+            raise self._error(f"which needs the input of the LM head, but {head_reason(self._model)}.")
         rows = flat_rows(inputs)
         target = head_targets(inputs, 1)[1:].flatten(1)[:, rows.places]
-        loss, *sums = logits.fused(partial(self._cross_entropy, rows), target)
+        loss, *sums = logits.fused(partial(self._head_loss, rows), target)
         return loss, torch.stack([s.float() for s in sums])
 
-    def _cross_entropy(
+    def _head_loss(
         self,
         rows: FlatRows,
         hidden: torch.Tensor,
@@ -112,47 +134,62 @@ class TrainedPredictor:
         softcap: float | None,
         **_: Any,
     ) -> HeadsLoss:
-        """Call `linear_heads_cross_entropy` for the head. `hidden` (B, S, H) and `weight` (V, H) get no gradient."""
+        """Compute the cross-entropy of the head, or its divergence from the model, summed over the rows of `target`.
+
+        `hidden` (B, S, H) and `weight` (V, H) get no gradient. The model's distribution for the token that the head
+        guesses at t is the one at t + 1.
+        """
         embedding = self._model.get_input_embeddings().weight.detach()
-        guessed = predict(self._predictor, rows.of(hidden.detach()), embedding, rows, self._by_rows)
-        return linear_heads_cross_entropy(
-            [guessed.to(hidden.dtype)], weight.detach(), target, softcap=softcap, logit_scale=logit_scale
-        )
+        states = rows.of(hidden.detach())
+        weight = weight.detach()
+        guessed = predict(self._predictor, states, embedding, rows, self._by_rows).to(hidden.dtype)
+        options: dict[str, Any] = {"softcap": softcap, "logit_scale": logit_scale}
+        if self._is_soft:
+            return linear_heads_kl([guessed], weight, states, weight, target != -100, target=target, **options)
+        return linear_heads_cross_entropy([guessed], weight, target, **options)
+
+    def _error(self, reason: str) -> ValueError:
+        return ValueError(f"{self._wording.asked}, {reason} {self._wording.remedy}.")
 
 
-def _check(trainer: Any) -> None:
+def _check(trainer: Any, wording: _Wording) -> None:
     model: Any = base_model_of(trainer.model)
     accelerator = trainer.accelerator
+    asked, remedy = wording.asked, wording.remedy
     if not trainer.uses_fused_head:
-        raise ValueError(
-            "train_mtp is true, but the fused LM head is off (use_liger, liger_config). Remove one of them."
-        )
+        raise ValueError(f"{asked}, but the fused LM head is off (use_liger, liger_config). Remove one of them.")
     if any(config.is_prompt_learning for config in getattr(trainer.model, "peft_config", {}).values()):
-        raise ValueError("train_mtp is true, but the adapter puts tokens before the text. Remove train_mtp.")
+        raise ValueError(f"{asked}, but the adapter puts tokens before the text. {remedy}.")
     if not isinstance(model.get_input_embeddings(), nn.Embedding):
         raise ValueError(
-            "train_mtp is true, but the adapter trains the input embeddings, and the head would read the base's. Leave "
-            "them out of the adapter, or remove train_mtp."
+            f"{asked}, but the adapter trains the input embeddings, and the head would read the base's. Leave them out "
+            f"of the adapter. Or: {remedy}."
         )
     if accelerator.distributed_type not in _PLAIN:
         raise ValueError(
-            f"train_mtp is true, but the launch is {accelerator.distributed_type.value}, which shards weights. Train "
-            "in one process, or with DDP."
+            f"{asked}, but the launch is {accelerator.distributed_type.value}, which shards weights. Train in one "
+            "process, or with DDP."
+        )
+    parallel = getattr(accelerator, "parallelism_config", None)
+    if parallel is not None and (parallel.cp_enabled or parallel.sp_enabled or parallel.tp_enabled):
+        raise ValueError(
+            f"{asked}, but parallelism_config splits sequences or weights over ranks, and the head reads whole rows. "
+            "Set cp_size, sp_size and tp_size to 1."
         )
     if trainer.args.label_smoothing_factor:
         smoothing = trainer.args.label_smoothing_factor
         raise ValueError(
-            f"train_mtp is true and label_smoothing_factor is {smoothing}, but the head's loss cannot be smoothed. "
-            "Remove one of them."
+            f"{asked} and label_smoothing_factor is {smoothing}, but the head's loss cannot be smoothed. Remove one "
+            "of them."
         )
     if trainer.compute_loss_func is not None:
-        raise ValueError("train_mtp is true, but compute_loss_func does not train the head. Remove one of them.")
+        raise ValueError(f"{asked}, but compute_loss_func does not train the head. Remove one of them.")
     if (reason := head_reason(model)) is not None:
-        raise ValueError(f"train_mtp is true and needs the input of the LM head, but {reason}. Remove train_mtp.")
+        raise ValueError(f"{asked}, which needs the input of the LM head, but {reason}. {remedy}.")
     head: Any = innermost(output_head(model))
     if hasattr(head, "base_layer"):
-        raise ValueError("train_mtp is true, but the LM head has an adapter. Leave it out, or remove train_mtp.")
+        raise ValueError(f"{asked}, but the LM head has an adapter. Leave it out. Or: {remedy}.")
     if head.bias is not None:
-        raise ValueError(f"train_mtp is true, but the LM head of {type(model).__name__} has a bias. Remove train_mtp.")
+        raise ValueError(f"{asked}, but the LM head of {type(model).__name__} has a bias. {remedy}.")
     if not getattr(trainer.args, "keep_unloaded_weights", True):
-        raise ValueError("train_mtp is true, but keep_unloaded_weights: false leaves the head out. Remove one of them.")
+        raise ValueError(f"{asked}, but keep_unloaded_weights: false leaves the head out. Remove one of them.")

@@ -218,6 +218,7 @@ def _gated_forward(norm: Norm, rebuild_above: int) -> Callable:
 def _forward(norm: Norm, rebuild_above: int) -> Callable:
     """Make the forward of a norm without a gate. What is the same in each of its calls is decided here."""
     make = _kernel_of(norm)
+    takes_bias = norm.operation == "layer_norm"
     weight_name, bias_name = norm.weight, norm.bias
     t5 = norm.cast == "t5"
     unusual = norm.autocast == "own" or t5
@@ -237,33 +238,35 @@ def _forward(norm: Norm, rebuild_above: int) -> Callable:
         if wide and x.device.type != "cpu" and torch.is_autocast_enabled(x.device.type):
             x = x.float()
         weight = None if weight_name is None else getattr(self, weight_name)
-        bias = None if bias_name is None else getattr(self, bias_name)
-        y = make(x, weight, bias)
+        tensors = (x, weight)
+        if takes_bias:
+            tensors = (x, weight, None if bias_name is None else getattr(self, bias_name))
+        y = make(*tensors)
         # Most results of small steps are small, so that is asked first. Traced code would have a guard for each size.
         if torch.compiler.is_compiling() or y.nbytes <= rebuild_above:
             return y
         if has_hooks(self):  # a hook may change y, even without autograd seeing it, through `y.data`
             return y
-        return rebuildable(y, make, x, weight, bias, above=rebuild_above)
+        return rebuildable(y, make, *tensors, above=rebuild_above)
 
     return forward
 
 
 def _kernel_of(norm: Norm) -> Callable[..., torch.Tensor]:
-    """Return the function of x, weight and bias that computes a norm without a gate."""
+    """Return the function of x and weight, for a LayerNorm also of bias, that computes a norm without a gate."""
     eps, offset, cast = norm.eps, norm.offset, norm.cast
     if norm.operation == "layer_norm":
-        return lambda x, w, b: layer_norm(x, w, b, eps, offset=offset)
+        return functools.partial(layer_norm, eps=eps, offset=offset)
     if norm.group is not None:
-        return lambda x, w, b: gated_rms_norm(x, None, w, eps, group_size=norm.group, offset=offset, cast=cast)
+        return lambda x, w: gated_rms_norm(x, None, w, eps, group_size=norm.group, offset=offset, cast=cast)
     if cast == "t5":
 
-        def t5_norm(x: torch.Tensor, w: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor:
+        def t5_norm(x: torch.Tensor, w: torch.Tensor | None) -> torch.Tensor:
             rounding = "llama" if w is None or w.dtype in HALF else "none"
             return rms_norm(x, w, eps, offset=offset, cast=rounding)
 
         return t5_norm
-    return lambda x, w, b: rms_norm(x, w, eps, offset=offset, cast=cast)
+    return functools.partial(rms_norm, eps=eps, offset=offset, cast=cast)
 
 
 class Cases:

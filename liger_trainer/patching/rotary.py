@@ -22,8 +22,7 @@ from liger_trainer.patching.core.hooks import comes_from, home, hook_on
 from liger_trainer.patching.core.own_globals import decorated_like, forward_with_globals, is_decorated_by
 from liger_trainer.patching.core.pattern import PatchMatch, attempt, slot_of
 from liger_trainer.patching.rotary_proof import Rotation, Signature, layouts_of, makes_angles, prove, size_of
-from liger_triton import rope
-from liger_triton.rope import misfit
+from liger_triton.rope import misfit, rope_unchecked
 
 OPERATION = "rope"
 ProvenForWidths = tuple[Rotation, frozenset[int] | None]  # a proof, and the widths of cos that it holds for (None: all)
@@ -230,7 +229,7 @@ def replacement(function: Callable, signature: Signature, plans: tuple[ProvenFor
         if misfit(q, k, cos, sin, arguments["cos_layout"], heads_dim) is not None:  # the kernel does not take these
             return function(*args, **kwargs)
         sin = sin if sign > 0 else -sin
-        q, k = rope(q, None if single else k, cos, sin, unsqueeze_dim=heads_dim, **arguments)
+        q, k = rope_unchecked(q, None if single else k, cos, sin, unsqueeze_dim=heads_dim, **arguments)
         return q if single else (q, k)
 
     return apply_rotary

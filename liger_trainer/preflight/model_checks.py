@@ -80,7 +80,7 @@ def unloaded_weights(run: PreflightContext) -> str | None:
     base = run.trainer.base_checkpoint
     if base is None or not base.predicts or not hasattr(run.model, "state_dict"):
         return None
-    if getattr(run.trainer.args, "train_mtp", False):  # all of them are trained, some under other names in the model
+    if getattr(run.trainer.args, "trains_mtp", False):  # all of them are trained, some under other names in the model
         return None
     trained = {name for name, _ in run.model.named_parameters()}
     names = sorted(name for name in base.predicts if name not in trained)

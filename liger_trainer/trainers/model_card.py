@@ -8,6 +8,7 @@ incomplete package raises there, in the middle of a save.
 """
 
 import importlib
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ _PACKAGES = {
     "Datasets": "datasets",
     "Tokenizers": "tokenizers",
 }
+_ACCURACY = re.compile(r"^(?:mtp|medusa_head(?P<head>\d+)|eagle_step(?P<step>\d+))_accuracy$")
 
 
 @contextmanager
@@ -73,6 +75,24 @@ class WritesCards(StockTrainer):
     def card_text(self) -> CardText | None:
         """Return the text of the card, or None to keep TRL's. Only the main process calls it."""
         return None
+
+
+def accuracy_lines(log_history: list[dict[str, float]]) -> str:
+    """Return the line of a model card about the guesses of heads, in Markdown, from the last log; empty without heads.
+
+    The accuracies of an evaluation go before those of training.
+    """
+    for prefix, source in (("eval_", "evaluation"), ("", "training")):
+        for log in reversed(log_history):
+            found = {}
+            for name, value in log.items():
+                match = _ACCURACY.match(name.removeprefix(prefix)) if name.startswith(prefix) else None
+                if match is not None:
+                    found[int(match["head"] or match["step"] or 1)] = value
+            if found:
+                shares = ", ".join(f"{found[place]:.3f}" for place in sorted(found))
+                return f"- Right guesses of the heads, by position ahead ({source}): {shares}\n"
+    return ""
 
 
 def _rewrite(path: Path, trainer: Any, text: CardText) -> None:

@@ -15,7 +15,8 @@ class OnlineFields(SharedPromptFields):
             "help": "Leave out the pass that computes log-probabilities under the policy that wrote the completions, "
             "where the policy has not moved since: the training pass computes the same numbers. Losses, gradients and "
             "metrics stay the same up to rounding. The report of the training says how many passes were left out, or "
-            "why they ran. False: TRL's own way."
+            "why they ran. Code of yours that changes weights while rewards are computed needs False, which is TRL's "
+            "own way."
         },
     )
     sort_by_prompt: bool = field(

@@ -14,6 +14,7 @@ from liger_trainer.trainers.old_policy import (
     why_passes_differ,
 )
 from liger_trainer.trainers.online_rows import KnowsOnlineRows
+from liger_trainer.trainers.policy_weights import PolicyWeights
 
 
 class ReusesLogProbs(KnowsOnlineRows):
@@ -29,11 +30,12 @@ class ReusesLogProbs(KnowsOnlineRows):
     _undo: ExitStack | None = None  # while rows are generated without a pass: how TRL's own way comes back
     _began_at: int = 0  # micro-batches before this training
     _wrote_at: dict[str, int]  # the step of the optimizer at the last generation, by mode
+    _wrote_with: dict[str, PolicyWeights]  # the weights at its end, by mode
     old_policy: OldPolicyPasses
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.old_policy = OldPolicyPasses()
-        self._wrote_at = {}
+        self._wrote_at, self._wrote_with = {}, {}
         super().__init__(*args, **kwargs)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
@@ -101,8 +103,16 @@ class ReusesLogProbs(KnowsOnlineRows):
         """Generate, then leave the pass out. TRL's caller runs the pass next, so no user code runs in between."""
         generated = super()._generate(*args, **kwargs)  # type: ignore[misc]
         if self._undo is not None:
+            self._note_weights()
             self._leave_out(self._undo)
         return generated
+
+    def _note_weights(self) -> None:
+        """Note the weights with which TRL would run the pass. Code of the user's that follows may change them."""
+        trainer: Any = self
+        sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled or trainer.get_tp_size() > 1
+        if not sharded:
+            self._wrote_with[self._mode] = PolicyWeights(trainer.model)
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
         scored = super()._get_per_token_logps_and_entropies(*args, **kwargs)
@@ -113,7 +123,10 @@ class ReusesLogProbs(KnowsOnlineRows):
         return scored
 
     def _refuse_if_moved(self) -> None:
-        """Raise if the optimizer has stepped since the rows were written. TRL's rule says that it does not."""
+        """Raise if the policy has moved since the rows were written.
+
+        By TRL's rule the optimizer does not step in between. But a reward function may change weights.
+        """
         trainer: Any = self
         wrote_at, now = self._wrote_at.get(self._mode), trainer.state.global_step
         if wrote_at != now:
@@ -121,4 +134,12 @@ class ReusesLogProbs(KnowsOnlineRows):
                 f"The completions of this batch were written at step {wrote_at}, and this is step {now}: the policy "
                 "has moved, and the log-probabilities of the one that wrote them were not kept. Set "
                 "reuse_log_probs=False, or let train() run to the end of a step before you call it again."
+            )
+        noted = self._wrote_with.get(self._mode)
+        name = None if noted is None else noted.changed()
+        if name is not None:
+            raise RuntimeError(
+                f"{name} was written after the completions of this batch were generated, such as by a reward function "
+                "or a callback. The log-probabilities of the policy that wrote them were not kept. Set "
+                "reuse_log_probs=False, or leave the weights as they are until the step has ended."
             )

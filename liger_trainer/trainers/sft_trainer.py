@@ -5,7 +5,7 @@ import inspect
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from accelerate import DistributedType
@@ -17,7 +17,7 @@ from liger_trainer.head.module import who_sees_outputs
 from liger_trainer.head.outputs import FusedLMOutput
 from liger_trainer.head.request import HeadRequest, run_request
 from liger_trainer.head.sums import HeadSums
-from liger_trainer.mtp.training import TrainedPredictor
+from liger_trainer.mtp.training import TARGETS, TrainedPredictor
 from liger_trainer.trainers.arguments import LigerArguments
 from liger_trainer.trainers.late_metrics import LateMetrics
 from liger_trainer.trainers.packed_images import pack_images
@@ -36,11 +36,30 @@ class LigerSFTConfig(LigerArguments, SFTConfig):
             "beyond the depth), and save it with the model under its own names. The model learns exactly as without it."
         },
     )
+    mtp_targets: Literal["hard", "soft"] = field(
+        default="hard",
+        metadata={
+            "help": "What the multi-token prediction head learns. 'hard': cross-entropy with the labels. 'soft': "
+            "Kullback-Leibler divergence from the model's own distribution for the same token, at positions with a "
+            "label."
+        },
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not isinstance(self.train_mtp, bool):
             raise ValueError(f"train_mtp is {self.train_mtp!r}; expected true or false.")
+        if self.mtp_targets not in TARGETS:
+            raise ValueError(f"mtp_targets is {self.mtp_targets!r}; expected 'hard' or 'soft'.")
+        if self.mtp_targets == "soft" and not self.trains_mtp:
+            raise ValueError(
+                "mtp_targets is 'soft', but no MTP head is trained. Set train_mtp: true, or remove mtp_targets."
+            )
+
+    @property
+    def trains_mtp(self) -> bool:
+        """Whether the MTP head of the model's checkpoint is trained."""
+        return self.train_mtp
 
 
 class LigerSFTTrainer(LigerTRLMixin, SFTTrainer):

@@ -102,6 +102,7 @@ _LEFT_OUT = (
     "tf32",
     "torch_compile",
     "train_mtp",
+    "mtp_targets",
     "use_cpu",
     "use_vllm",
     "vllm_",

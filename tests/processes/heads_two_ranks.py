@@ -31,8 +31,11 @@ def ddp(case, out, base):
         "per_device_train_batch_size": 8 // world,
         "gradient_accumulation_steps": 2,
     }
-    if case == "mtp":
-        trainer = mtp_trainer(base, out, ragged_rows(16), **options)
+    if case.startswith("mtp"):
+        alone = case == "mtp-alone"
+        trainer = mtp_trainer(
+            base, out, ragged_rows(16), alone=alone, mtp_targets="soft" if alone else "hard", **options
+        )
     else:
         torch.manual_seed(4)
         recompute = case == "eagle-recomputed"
@@ -43,7 +46,7 @@ def ddp(case, out, base):
     return {"grads": save.grads, "logs": logs}
 
 
-CASES = ("eagle", "eagle-recomputed", "mtp")
+CASES = ("eagle", "eagle-recomputed", "mtp", "mtp-alone")
 
 if __name__ == "__main__":
     torch.set_num_threads(1)

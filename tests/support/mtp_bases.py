@@ -1,4 +1,4 @@
-"""Tiny bases with an MTP head in their checkpoint, named like Qwen3.5's, and a trainer that trains the head."""
+"""Tiny bases with an MTP head in their checkpoint, named like Qwen3.5's or DeepSeek's, and a trainer of the head."""
 
 import torch
 from datasets import Dataset
@@ -6,7 +6,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import ragged_rows, tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
-from liger_trainer import LigerSFTConfig, LigerSFTTrainer
+from liger_trainer import LigerMTPConfig, LigerMTPTrainer, LigerSFTConfig, LigerSFTTrainer
 
 HIDDEN = 32
 INNER = 48
@@ -32,6 +32,9 @@ SHAPES = {  # in the checkpoints of Qwen3.5; q_proj includes the gate of the att
 }
 
 
+LAYER = "model.layers.2."  # of `write_layer_base`
+
+
 def write_base(folder, shapes=SHAPES, **config):
     """Write a tiny Qwen3.5 with an MTP head in its checkpoint. Return the head's tensors."""
     model = tiny_model("qwen3_5_text", mtp_num_hidden_layers=1, **config)
@@ -43,7 +46,36 @@ def write_base(folder, shapes=SHAPES, **config):
     return extra
 
 
-def mtp_trainer(base, output, rows=None, trainer_options=None, **options):
+def write_layer_base(folder, kind, without=(), **config):
+    """A tiny base with a layer 2 of its depth 2, by the names of the published checkpoints. Returns its tensors."""
+    model = tiny_model(kind, num_nextn_predict_layers=1, **config)
+    model.save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    saved = load_file(folder / "model.safetensors")
+    generator = torch.Generator().manual_seed(1)
+
+    def random(*shape):
+        return 0.2 * torch.randn(shape, generator=generator)
+
+    extra = {}
+    for name, tensor in saved.items():
+        if name.startswith("model.layers.1."):
+            extra[name.replace("layers.1.", "layers.2.")] = random(*tensor.shape)
+    extra |= {
+        f"{LAYER}enorm.weight": random(HIDDEN),
+        f"{LAYER}hnorm.weight": random(HIDDEN),
+        f"{LAYER}eh_proj.weight": random(HIDDEN, 2 * HIDDEN),
+        f"{LAYER}shared_head.norm.weight": random(HIDDEN),
+        f"{LAYER}shared_head.head.weight": saved["lm_head.weight"].clone(),
+        f"{LAYER}embed_tokens.weight": saved["model.embed_tokens.weight"].clone(),
+    }
+    extra = {name: tensor for name, tensor in extra.items() if name not in without}
+    save_file(saved | extra, folder / "model.safetensors", {"format": "pt"})
+    return extra
+
+
+def mtp_trainer(base, output, rows=None, trainer_options=None, alone=False, **options):
+    """A `LigerSFTTrainer` with `train_mtp`, or, `alone`, an `LigerMTPTrainer`; `options` go to its config."""
     defaults = {
         "per_device_train_batch_size": 8,
         "per_device_eval_batch_size": 8,
@@ -58,11 +90,12 @@ def mtp_trainer(base, output, rows=None, trainer_options=None, **options):
         "report_to": "none",
         "disable_tqdm": True,
         "use_cpu": True,
-        "train_mtp": True,
+        "train_mtp": not alone,
     }
-    args = LigerSFTConfig(output_dir=str(output), **(defaults | options))
+    config_class, trainer_class = (LigerMTPConfig, LigerMTPTrainer) if alone else (LigerSFTConfig, LigerSFTTrainer)
+    args = config_class(output_dir=str(output), **(defaults | options))
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     rows = Dataset.from_list(rows or ragged_rows())
-    return LigerSFTTrainer(
+    return trainer_class(
         model, args, train_dataset=rows, eval_dataset=rows, processing_class=tiny_tokenizer(), **(trainer_options or {})
     )

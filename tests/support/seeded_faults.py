@@ -28,13 +28,17 @@ END_INSIDE = _TURN + _ANSWER + " </s>{% endgeneration %}{% else %}{{ m['content'
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault: its name, the check that should find it, how to build it, and words of TRL's report."""
+    """A fault: its name, the check that should find it, how to build it, and words of TRL's report.
+
+    `said_by_axolotl` is whether Axolotl 0.19 reports it, as axolotl_faults.py shows.
+    """
 
     what: str
     check: str
     build: Callable[[bool, Path], Any]
     said_by_trl: str = ""
     needs_gpu: bool = False
+    said_by_axolotl: str = "no"
 
 
 class _Stop(Exception):
@@ -187,7 +191,7 @@ def _linear_attention(ours: bool, folder: Path) -> Any:
 
 
 def _prediction_layers(ours: bool, folder: Path) -> Any:
-    write_base(folder / "base", "glm4_moe")
+    write_base(folder / "base", "qwen3_5_text")
     return trainer(ours, folder, answers(), AutoModelForCausalLM.from_pretrained(folder / "base"))
 
 
@@ -212,19 +216,31 @@ FAULTS = (
         "end_token_learned",
         _end_outside,
         "end-of-turn token in the loss mask",
+        said_by_axolotl="does not arise",
     ),
-    Fault("The padding token is the end token, and the collator masks both", "end_token_learned", _padding_is_end),
+    Fault(
+        "The padding token is the end token, and the collator masks both",
+        "end_token_learned",
+        _padding_is_end,
+        said_by_axolotl="does not arise",
+    ),
     Fault("Tokenized answers have no end", "end_token_learned", _no_end),
     Fault("Answers end with a token at which generation does not stop", "end_token_stops", _other_end),
     Fault("Rows begin with the begin token twice", "two_begin_tokens", _two_begins),
     Fault("All labels are -100", "nothing_learned", _all_masked),
-    Fault("Prompts fill `max_length`, so that rows are left out", "cut_answers", _answers_gone),
-    Fault("Answers are cut by `max_length`", "cut_answers", _answers_cut),
+    Fault("Prompts fill `max_length`, so that rows are left out", "cut_answers", _answers_gone, said_by_axolotl="yes"),
+    Fault("Answers are cut by `max_length`", "cut_answers", _answers_cut, said_by_axolotl="yes"),
     Fault("A learning rate of 2e-2 for all weights", "learning_rate", _rate_too_high),
     Fault("A learning rate of 1e-9", "learning_rate", _rate_too_low),
     Fault("100 steps of warmup in a run of 6", "warmup", _long_warmup),
-    Fault("Eager attention on a GPU", "slow_attention", _eager, needs_gpu=True),
-    Fault("Linear attention on a GPU without flash-linear-attention", "slow_layers", _linear_attention, needs_gpu=True),
+    Fault("Eager attention on a GPU", "slow_attention", _eager, needs_gpu=True, said_by_axolotl="not tried"),
+    Fault(
+        "Linear attention on a GPU without flash-linear-attention",
+        "slow_layers",
+        _linear_attention,
+        needs_gpu=True,
+        said_by_axolotl="not tried",
+    ),
     Fault("The checkpoint has prediction layers, which are not loaded", "unloaded_weights", _prediction_layers),
     Fault("An adapter on `in_proj_a`, with `modules_to_save`", "served_adapter", _unserved_adapter),
     Fault(

@@ -41,6 +41,11 @@ TRAINERS = {
         (("messages",), ("prompt", "completion"), ("text",), ("input_ids",)),
         images=True,
     ),
+    "mtp": TrainerEntry(
+        "LigerMTPConfig",
+        "LigerMTPTrainer",
+        (("messages",), ("prompt", "completion"), ("text",), ("input_ids",)),
+    ),
     "eagle": TrainerEntry(
         "LigerEagleConfig",
         "LigerEagleTrainer",

@@ -20,6 +20,8 @@ _NAMES_OF_TRAINERS = {
     *QUESTION_ANSWER,
     *(name for entry in TRAINERS.values() for columns in entry.columns for name in columns),
 }
+# By these TRL decides what kind of row it has. It takes any one of them, and some trainers refuse rows of two kinds.
+_KINDS_OF_ROWS = frozenset({"messages", "completion", "chosen", "rejected", "label"})
 ALSO_READ = ("prompt", "image", "images", "tools", "chat_template_kwargs", "ref_chosen_logps", "ref_rejected_logps")
 
 
@@ -127,7 +129,7 @@ def prepare_rows(
     elif "completion" in needed and "input_ids" not in have:
         # Otherwise TRL would append the eos token to the text, which it does not train on, instead of the completion
         rows = rows.remove_columns([each[0] for each in fitting if len(each) == 1 and each[0] not in needed])
-    rows = _without_other_prompt(rows, needed)
+    rows = _without_other_kinds(_without_other_prompt(rows, needed), needed)
     if getattr(rows.features.get("tools"), "dtype", None) == "string":  # TRL parses it as JSON, and fails on ""
         rows = rows.map(_with_tools, with_indices=True, desc="Reading the tools")
     rows = place_system_prompts(without_repeated_prompts(rows, needed), needed, system_prompt)
@@ -171,4 +173,31 @@ def _without_other_prompt(rows, needed: tuple[str, ...]):
         return rows.remove_columns("prompt")
     text = getattr(rows.features["prompt"], "dtype", None) == "string"
     first = rows[0]["chosen"]
-    return rows.remove_columns("prompt") if text and isinstance(first, list) and len(first) > 1 else rows
+    if not text or not isinstance(first, list) or len(first) <= 1:
+        return rows
+    pairs = rows.select_columns(["prompt", "chosen"])
+    others = [index for index, row in enumerate(pairs) if not _has_turn(row["chosen"], row["prompt"])]
+    if others:
+        print_status(
+            f"prompt is left out, because chosen and rejected begin with the user's turn. In {len(others)} of "
+            f"{len(rows)} rows, first in row {others[0]}, it is another text. If the model should read it, write it "
+            "into a turn of chosen and rejected."
+        )
+    return rows.remove_columns("prompt")
+
+
+def _has_turn(messages: Any, text: str | None) -> bool:
+    """Return whether `text` is empty or the content of one of the `messages`."""
+    wanted = (text or "").strip()
+    for turn in messages or ():
+        content = turn.get("content")
+        if isinstance(content, str) and content.strip() == wanted:
+            return True
+    return not wanted
+
+
+def _without_other_kinds(rows: Any, needed: tuple[str, ...]) -> Any:
+    """Return the rows without columns of other kinds of rows. Rows of prompts keep them for reward functions."""
+    if needed == ("prompt",):
+        return rows
+    return rows.remove_columns(sorted(_KINDS_OF_ROWS.intersection(rows.column_names) - set(needed)))

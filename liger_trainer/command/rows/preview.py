@@ -14,6 +14,7 @@ from liger_trainer.command.rows.counts import count_rows
 from liger_trainer.errors import RecipeError
 
 _LEGEND = "What the loss counts stands between « and », and the rest is context."
+_LEGEND_OF_SCORES = "The model scores each whole text at its last token, and the loss compares the two scores."
 
 
 @contextlib.contextmanager
@@ -40,15 +41,21 @@ def show_rows(trainer, rows_shown, total: int) -> str | None:
     collated = trainer._remove_unused_columns(rows, "training")  # as its dataloader does
     for i in range(len(rows)):
         for name, ids, learned in _sequences(rows[i], trainer.data_collator([collated[i]])):
+            title = f"{'Sequence' if 'seq_lengths' in rows.column_names else 'Row'} {i}{name}: {len(ids)} tokens"
+            if learned is None:
+                lines[1] = _LEGEND_OF_SCORES
+                lines += [title, tokenizer.decode(ids.tolist()), ""]
+                continue
             learned[:1] = False  # nothing predicts the first token
-            title = f"{'Sequence' if 'seq_lengths' in rows.column_names else 'Row'} {i}{name}"
-            lines += [f"{title}: {len(ids)} tokens, {int(learned.sum())} of them learned"]
-            lines += [marked(tokenizer, ids, learned), ""]
+            lines += [f"{title}, {int(learned.sum())} of them learned", marked(tokenizer, ids, learned), ""]
     return "\n".join(lines)
 
 
-def _sequences(row: dict, batch: dict) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-    """Yield the sequences of a batch of one row: a name, token ids, and which of them count in the loss."""
+def _sequences(row: dict, batch: dict) -> Iterator[tuple[str, torch.Tensor, torch.Tensor | None]]:
+    """Yield the sequences of a batch of one row: a name, token ids, and which of them count in the loss.
+
+    The last is None for a reward model, which learns to score the whole text.
+    """
     if "chosen_input_ids" in batch:  # ORPO and CPO
         for name in ("chosen", "rejected"):
             mask = batch[f"{name}_attention_mask"][0].bool()
@@ -58,6 +65,9 @@ def _sequences(row: dict, batch: dict) -> Iterator[tuple[str, torch.Tensor, torc
         for k, name in enumerate(names):
             mask = batch["attention_mask"][k].bool()
             yield f", {name}", batch["input_ids"][k][mask], batch["completion_mask"][k][mask].bool()
+    elif "labels" not in batch:  # a reward model's
+        for k, name in enumerate(("chosen", "rejected")):
+            yield f", {name}", batch["input_ids"][k][batch["attention_mask"][k].bool()], None
     else:
         ids = batch["input_ids"][0]
         mask = batch["attention_mask"][0].bool() if "attention_mask" in batch else torch.ones_like(ids).bool()

@@ -29,9 +29,12 @@ def prompt_form(prompt_template: str, rows: Any) -> str:
 def warn_unused_template(reader: Any, form: str, rows: Any) -> None:
     """Print that text prompts bypass the chat template of `reader` (a tokenizer or processor), if it has one."""
     if form == "text" and "prompt" in rows.column_names and getattr(reader, "chat_template", None):
+        answers = "completion"
+        if "chosen" in rows.column_names:
+            answers = "chosen and rejected"
         print_status(
             "the prompts are texts, so the model learns them without its chat template, and `liger-trainer chat` will "
-            "not use it either. To train a chat, write prompt and completion as messages of role and content."
+            f"not use it either. To train a chat, write prompt and {answers} as messages of role and content."
         )
 
 

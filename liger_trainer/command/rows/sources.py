@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from liger_trainer.command.processes import print_status
+from liger_trainer.command.processes import Heartbeat, print_status
 from liger_trainer.command.recipe.checks import check_columns_exist
 from liger_trainer.command.recipe.model_source import ModelSource, find_model
 from liger_trainer.command.recipe.read import Recipe
@@ -44,10 +44,15 @@ def model_of(recipe: Recipe) -> ModelSource:
 
 def find_sources(recipe: Recipe) -> Sources:
     """Read and check everything that a recipe names, except the weights of its model."""
+    print_status(f"reading {recipe.args.dataset_name} and the config of {recipe.model.model_name_or_path}")
+    with Heartbeat(lambda time: f"still reading and checking the rows, {time}."):
+        return _find_sources(recipe)
+
+
+def _find_sources(recipe: Recipe) -> Sources:
     from transformers import AutoConfig, AutoProcessor
 
     training, source = recipe.training, model_of(recipe)
-    print_status(f"reading {recipe.args.dataset_name} and the config of {recipe.model.model_name_or_path}")
     config = source.load(AutoConfig)
     if "subfolder" not in (training.model_init_kwargs or {}):
         source.check_tokenizer()

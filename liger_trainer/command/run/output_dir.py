@@ -17,7 +17,14 @@ from liger_trainer.command.run.manifest import checkpoints_in
 from liger_trainer.errors import RecipeError
 
 # The model that a finished run leaves next to its checkpoints, as glob patterns
-WEIGHTS = ("model*.safetensors", "pytorch_model*.bin", "adapter_model.*", "medusa_heads", "eagle_drafter")
+WEIGHTS = (
+    "model*.safetensors",
+    "pytorch_model*.bin",
+    "adapter_model.*",
+    "medusa_heads",
+    "eagle_drafter",
+    "mtp.safetensors",
+)
 _LOCK = "_liger_trainer.lock"  # push_to_hub leaves out names that begin with _
 # Slurm, Flyte and torchrun count the restarts of a job in these. One may restart another.
 _RESTARTS = ("SLURM_RESTART_COUNT", "FLYTE_ATTEMPT_NUMBER", "TORCHELASTIC_RESTART_COUNT")

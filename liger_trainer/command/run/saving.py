@@ -21,7 +21,7 @@ from liger_trainer.command.run.pictures import CURVES, draw_curves
 from liger_trainer.command.run.preemption import SaveOnSigterm, Terminated
 from liger_trainer.command.run.summary import RunRecorder, best_evaluation, hardware
 from liger_trainer.errors import RecipeError, RewardError, RunError, refusal
-from liger_trainer.trainers.model_card import CardText, card_without_risk
+from liger_trainer.trainers.model_card import CardText, accuracy_lines, card_without_risk
 
 
 class _SaveError(Exception):
@@ -178,6 +178,7 @@ class SavesWithManifest:
             f"- Form of the prompts: {IN_WORDS[self.recorder.form]}",
             f"- Loss: {loss}",
             *self._evaluation(),
+            *accuracy_lines(self.state.log_history).splitlines(),
             f"- Hardware: {machine}",
             "",
         ]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from liger_trainer.command.processes import print_status
+from liger_trainer.command.processes import Heartbeat, print_status
 from liger_trainer.command.rows.counts import RowCounts
 from liger_trainer.command.rows.prompt_form import IN_WORDS
 
@@ -42,12 +42,14 @@ class RunRecorder(TrainerCallback):
         self._norm = 0.0  # of the gradient, as logged last
         self._tokens = self._seconds = 0.0  # 0 as long as no tokens are counted
         self._start = 0.0
+        self._first_step_beat = Heartbeat(_describe_first_step)
 
     def on_train_begin(self, args, state, control, **kwargs):
         self._start, self._first_step = time.perf_counter(), state.global_step
         steps = state.max_steps - self._first_step
         if steps > 0:
             print_status(f"training {steps} steps. The first one takes longest.")
+            self._first_step_beat.start()
         else:
             print_status(
                 f"nothing is left to train: the run in {args.output_dir!r} has had its {state.max_steps} steps. To go "
@@ -57,6 +59,13 @@ class RunRecorder(TrainerCallback):
             saved = state.stateful_callbacks["EarlyStoppingCallback"]["attributes"]
             self.early_stopping.early_stopping_patience_counter = saved["early_stopping_patience_counter"]
             control.should_training_stop = not self._is_patient()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.stop_heartbeat()
+
+    def stop_heartbeat(self) -> None:
+        """Stop the lines about the first step: it is over, or an error has ended the run."""
+        self._first_step_beat.stop()
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         logs = logs or {}
@@ -124,6 +133,13 @@ class RunRecorder(TrainerCallback):
             f" of {state.max_steps}, stopped early: eval_{args.metric_for_best_model.removeprefix('eval_')} was best "
             f"at step {state.best_global_step}, with {state.best_metric:.3f}, and that model is saved"
         )
+
+
+def _describe_first_step(time: str) -> str:
+    line = f"still in the first step, {time}."
+    if torch.cuda.is_available():
+        line += " Kernels are compiled and compared with the model's own code; later steps are faster."
+    return line
 
 
 def best_evaluation(history: list[dict[str, Any]]) -> str | None:

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, EarlyStoppingCallb
 
 import liger_trainer
 from liger_trainer._logging import logger
-from liger_trainer.command.processes import is_main_process, print_status
+from liger_trainer.command.processes import Heartbeat, is_main_process, print_status
 from liger_trainer.command.recipe.checks import NOT_ON_EXPERTS, check_packages
 from liger_trainer.command.recipe.model_source import ModelSource, find_model, quantization_of, trainable_options
 from liger_trainer.command.recipe.parser import nearest
@@ -78,13 +78,13 @@ def _run(recipe: Recipe, resumes: str, preview_rows: int | None, stop: SaveOnSig
     class_attributes = {"__doc__": recipe_class.__doc__, "__module__": recipe_class.__module__}
     trainer_class = type(recipe_class.__name__, (SavesWithManifest, recipe_class), class_attributes)
     print_status("loading the model")
-    trainer = build_trainer(
-        recipe, sources._replace(train_rows=train_rows, eval_rows=eval_rows), callbacks, trainer_class
-    )
-    check_token_ids(trainer, "train")
-    if eval_rows is not None and trainer.eval_dataset is not None:
-        check_token_ids(trainer, "eval")
-    check_first_batch(trainer)
+    sources = sources._replace(train_rows=train_rows, eval_rows=eval_rows)
+    with Heartbeat(lambda time: f"still loading the model and preparing the rows, {time}."):
+        trainer = build_trainer(recipe, sources, callbacks, trainer_class)
+        check_token_ids(trainer, "train")
+        if eval_rows is not None and trainer.eval_dataset is not None:
+            check_token_ids(trainer, "eval")
+        check_first_batch(trainer)
     warn_unused_template(trainer.processing_class, recorder.form, train_rows)
     if preview_rows is not None:
         return show_rows(trainer, train_rows, total)
@@ -101,6 +101,8 @@ def _run(recipe: Recipe, resumes: str, preview_rows: int | None, stop: SaveOnSig
         if (broken := broken_picture(error, train_rows, eval_rows)) is None:
             raise
         raise RunError(f"{broken} {describe_last_checkpoint(recipe)}") from error
+    finally:
+        recorder.stop_heartbeat()
     if training.push_to_hub:
         trainer.push_to_hub()
     summary = recorder.summary(trainer) if trainer.is_world_process_zero() else None

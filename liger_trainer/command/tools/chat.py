@@ -9,7 +9,7 @@ import os
 import sys
 from typing import Any
 
-from liger_trainer.command.processes import print_status
+from liger_trainer.command.processes import Heartbeat, print_status
 from liger_trainer.command.rows.prompt_form import IN_WORDS, read_prompt_form, read_system_prompt
 from liger_trainer.command.tools.loading import (
     add_command,
@@ -137,6 +137,12 @@ def load_model(args: Any) -> tuple[Any, Any]:
 
     `args` has `model`, `base_model` and the options of `add_model_options`.
     """
+    print_status(f"loading {args.model}")
+    with Heartbeat(lambda time: f"still loading {args.model}, {time}."):
+        return _load_model(args)
+
+
+def _load_model(args: Any) -> tuple[Any, Any]:
     if not is_adapter(args.model):
         return load_for_inference(args.model, args, shows_images=True)
     from peft import PeftConfig

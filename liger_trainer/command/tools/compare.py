@@ -36,7 +36,11 @@ _ALONE = {  # switches off everything that a run does besides training, and logs
     "disable_tqdm": "true",
     "logging_nan_inf_filter": "false",
 }
-_WITHOUT_STOCK = {"LigerMedusaTrainer": "Medusa heads", "LigerEagleTrainer": "EAGLE-3 drafters"}
+_WITHOUT_STOCK = {
+    "LigerMedusaTrainer": "Medusa heads",
+    "LigerEagleTrainer": "EAGLE-3 drafters",
+    "LigerMTPTrainer": "MTP heads on a frozen model",
+}
 _ROW = "{:14} {:>15} {:>9} {:>9} {:>9} {:>11} {:>10}"
 
 

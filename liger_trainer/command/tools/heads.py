@@ -42,13 +42,19 @@ def add_head_commands(commands) -> None:
         "measure the accuracy and the acceptance length of a model's MTP head on its text",
     )
     mtp.add_argument("model", metavar="MODEL", help="a folder with the head in its files, or a name on the Hub")
+    mtp.add_argument(
+        "head",
+        metavar="HEAD",
+        nargs="?",
+        help="the output_dir of a recipe with trainer: mtp, whose head is measured in place of MODEL's own",
+    )
     _add_eval_options(mtp)
 
     export = add_command(
         commands,
         "export",
         _export,
-        "write heads for servers: a drafter of EAGLE-3 (vLLM, SGLang), Medusa heads (TGI, vLLM <= 0.32)",
+        "write heads for servers: a drafter of EAGLE-3 or an MTP head (vLLM, SGLang), Medusa heads (TGI, vLLM <= 0.32)",
     )
     _add_export_options(export)
     _add_export_options(add_command(commands, "medusa-export", _medusa_export, "former name of export"))
@@ -110,12 +116,20 @@ def _eagle_eval(args) -> None:
 def _mtp_eval(args) -> None:
     from liger_trainer.base_weights.unloaded import find_checkpoint
     from liger_trainer.mtp.evaluate import evaluate
-    from liger_trainer.mtp.predictor import load_predictor
+    from liger_trainer.mtp.export import has_head
+    from liger_trainer.mtp.predictor import load_predictor, load_saved_head
 
+    if has_head(args.model) and not os.path.isfile(os.path.join(args.model, "config.json")):
+        raise RecipeError(
+            f"MODEL is {args.model!r}, which has an MTP head without its model. Name the model first: liger-trainer "
+            f"mtp-eval MODEL {args.model}."
+        )
     if os.path.isfile(os.path.join(args.model, "adapter_config.json")):
         raise RecipeError(f"MODEL is {args.model!r}, an adapter. Merge it with its base first: liger-trainer merge.")
-    model, prompts, ends = _load_for_eval(args, args.model)
+    model, prompts, ends = _load_for_eval(args, args.head or args.model)
     predictor = load_predictor(model, find_checkpoint(model.name_or_path)).eval()
+    if args.head is not None:
+        load_saved_head(predictor, args.head)
     options = {"max_new_tokens": args.max_new_tokens, "batch_size": args.batch_size}
     print(evaluate(model, predictor, prompts, ends, **options))
 
@@ -158,16 +172,36 @@ def read_prompts(name: str, chat: bool, max_rows: int | None) -> list[Any]:
 def _export(args) -> None:
     from liger_trainer.eagle.files import has_drafter
     from liger_trainer.medusa.files import has_heads
+    from liger_trainer.mtp.export import has_head
 
     if has_drafter(args.checkpoint):
         _eagle_export(args)
     elif has_heads(args.checkpoint):
         _medusa_export(args)
+    elif has_head(args.checkpoint):
+        _mtp_export(args)
     else:
         raise RecipeError(
-            f"{args.checkpoint} has neither an EAGLE-3 drafter nor Medusa heads. Give the output_dir of a training of "
-            "one of them. A model with trained MTP heads needs no export: serve it as it was saved."
+            f"{args.checkpoint} has neither an EAGLE-3 drafter nor Medusa heads nor a separate MTP head. Give the "
+            "output_dir of a training of one of them. A model that was trained with train_mtp needs no export: serve "
+            "it as it was saved."
         )
+
+
+def _mtp_export(args) -> None:
+    from liger_trainer.mtp.export import base_of, export_head
+
+    if os.path.isfile(os.path.join(args.checkpoint, "adapter_config.json")):
+        raise RecipeError(
+            f"CHECKPOINT is {args.checkpoint!r}, an adapter and the MTP head for it. Merge both into the model: "
+            "liger-trainer merge."
+        )
+    if args.dtype != "auto":
+        raise RecipeError(f"--dtype is {args.dtype}, but an MTP head gets the dtype of its model. Remove --dtype.")
+    base = args.model or base_of(args.checkpoint)
+    if base is None:
+        raise RecipeError(f"{args.checkpoint} does not say what model its MTP head is for. Give it with --model.")
+    print(f"{args.output}: {base} with {export_head(args.checkpoint, args.output, base)} tensors of the trained head")
 
 
 def _eagle_export(args) -> None:

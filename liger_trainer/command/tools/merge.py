@@ -5,7 +5,7 @@ import os
 import re
 from pathlib import Path
 
-from liger_trainer.command.processes import importing, print_status
+from liger_trainer.command.processes import Heartbeat, importing, print_status
 from liger_trainer.command.recipe.model_source import dequantize_options, find_model
 from liger_trainer.command.rows.prompt_form import read_prompt_form, read_system_prompt, write_prompt_form
 from liger_trainer.command.tools.loading import add_command, find_base, load_adapter, tokenizer_of
@@ -47,7 +47,7 @@ def _merge(args) -> None:
     from liger_trainer.base_weights.unloaded import find_checkpoint, keep_unloaded_weights
     from liger_trainer.fitting.meta_model import auto_class_of
     from liger_trainer.lora.merge import merge
-    from liger_trainer.mtp.predictor import saved_with_adapter
+    from liger_trainer.mtp.predictor import saved_head
 
     if os.path.exists(args.output) and (not os.path.isdir(args.output) or any(Path(args.output).iterdir())):
         raise RecipeError(f"OUTPUT_DIR is {args.output!r}, which is not empty. Give the path of a new folder.")
@@ -74,7 +74,9 @@ def _merge(args) -> None:
         base = source.load(AutoConfig)
         dtype = getattr(torch, args.dtype) if args.dtype != "auto" else base.dtype or torch.float32
         in_16_bits = dequantize_options(base)
-        model = source.load(auto_class_of(base), dtype=torch.float32, **in_16_bits)  # nothing is rounded before the sum
+        print_status(f"loading {name}")
+        with Heartbeat(lambda time: f"still loading {name}, {time}."):  # in fp32: nothing is rounded before the sum
+            model = source.load(auto_class_of(base), dtype=torch.float32, **in_16_bits)
         if in_16_bits:  # transformers 5.17 returns bf16 anyway, and would save experts under the names of packed blocks
             model.float()
             vars(model).pop("_weight_conversions", None)
@@ -85,14 +87,16 @@ def _merge(args) -> None:
     )
     print_status("merging")
     try:
-        merged = merge(load_adapter(model, args.adapter))
+        with Heartbeat(lambda time: f"still merging, {time}."):
+            merged = merge(load_adapter(model, args.adapter))
     except (ValueError, RuntimeError, OSError, AttributeError) as error:
         reason = " ".join(str(error).split())[:300]  # torch lists every weight that does not fit, each on a line
         raise RecipeError(f"{args.adapter} cannot be merged into {model.name_or_path!r}: {reason}") from error
     _round(merged, dtype)
-    merged.save_pretrained(args.output)
+    with Heartbeat(lambda time: f"still writing {args.output}, {time}."):
+        merged.save_pretrained(args.output)
     checkpoint = find_checkpoint(source.path, config.revision)
-    trained = saved_with_adapter(args.adapter)
+    trained = saved_head(args.adapter)
     checkpoint = dataclasses.replace(checkpoint, tensors=checkpoint.tensors | trained)
     kept_weights = keep_unloaded_weights(merged, checkpoint, Path(args.output), not args.without_unloaded_weights)
     tokenizer.save_pretrained(args.output)

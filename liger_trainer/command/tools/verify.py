@@ -9,7 +9,7 @@ from collections import Counter
 from typing import Any
 
 from liger_trainer.command.options import add_recipe_command
-from liger_trainer.command.processes import importing, print_loading
+from liger_trainer.command.processes import Heartbeat, importing, print_loading
 from liger_trainer.command.recipe.accelerate_file import preserve_environment
 from liger_trainer.command.recipe.model_source import find_model
 from liger_trainer.command.recipe.parser import load_yaml
@@ -53,6 +53,7 @@ _NOT_VERIFIED = (
     "eval_packing",
     "eval_predictions",
     "train_mtp",
+    "mtp_targets",
 )
 _NEVER_VERIFIED = (
     "kernels on a GPU",
@@ -121,12 +122,15 @@ def _verify(args: argparse.Namespace) -> int:
         left_out.remove("optim")
     heading = [HEADER]
 
-    def tell(check: Check) -> None:
-        if not as_json:
-            print(*heading, check.line, sep="\n", flush=True)
-        heading.clear()
+    with Heartbeat(lambda time: f"still comparing, {time}.") as beat:
 
-    report = verify(setup, tell)
+        def tell(check: Check) -> None:
+            if not as_json:
+                print(*heading, check.line, sep="\n", flush=True)
+                beat.restart()
+            heading.clear()
+
+        report = verify(setup, tell)
     seconds = time.perf_counter() - start
     if as_json:
         heads = {"recipe": str(recipe.path), "seconds": seconds, "left_out": left_out}
@@ -151,6 +155,11 @@ def setup_of(recipe: Recipe) -> Any:
         raise RecipeError(
             "trainer is 'eagle', but there is no other trainer of drafters to compare with. Try the recipe with "
             "--max_steps 2, and measure the drafter with liger-trainer eagle-eval."
+        )
+    if recipe.entry.trainer == "LigerMTPTrainer":
+        raise RecipeError(
+            "trainer is 'mtp', but there is no other trainer of MTP heads to compare with. Try the recipe with "
+            "--max_steps 2, and measure the head with liger-trainer mtp-eval."
         )
     if recipe.entry.trainer == "LigerRewardTrainer":  # its checks build models with an LM head
         raise RecipeError(

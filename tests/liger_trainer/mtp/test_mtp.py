@@ -1,14 +1,14 @@
 """`train_mtp` loads a base's MTP head, trains it with the model, and saves it under its own names."""
 
-import copy
 import json
 from functools import partial
 
 import pytest
 import torch
 from base_checkpoints import names_of, tensor_of
-from medusa_brute_force import documents, packed_batch, ragged_batch
+from medusa_brute_force import packed_batch, ragged_batch
 from mtp_bases import SHAPES, mtp_trainer, write_base
+from mtp_brute_force import brute_force
 from parity import logged_values
 from peft import LoraConfig, PromptTuningConfig
 from recipe_fixtures import command
@@ -21,52 +21,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from liger_trainer import LigerMedusaConfig, LigerMedusaTrainer
 from liger_trainer.varlen.rows import Rows
-
-
-def brute_force(model, tensors, batch):
-    """Summed loss, the head's gradients by name, accuracy and targets, in float64, one document at a time.
-
-    The decoder layer is transformers' own; the rest is written out.
-    """
-    plain = copy.deepcopy(model).double().eval()
-    p = {name: tensor.double().requires_grad_() for name, tensor in tensors.items()}
-    config = copy.deepcopy(plain.config)
-    config.layer_types = ["full_attention"]
-    config._attn_implementation = "eager"
-    layer = type(plain.model.layers[0])(config, 0).double()
-
-    def norm(x, weight):
-        return x * (x.square().mean(-1, keepdim=True) + config.rms_norm_eps).rsqrt() * (1 + weight)
-
-    total = 0.0
-    hits = 0
-    count = 0
-    for b, places in documents(batch):
-        ids = batch["input_ids"][b, places][None]
-        with torch.no_grad():
-            hidden = plain.model(input_ids=ids).last_hidden_state[0]
-        embeds = plain.model.embed_tokens.weight.detach()[ids[0, 1:]]
-        joined = [norm(embeds, p["mtp.pre_fc_norm_embedding.weight"])]
-        joined.append(norm(hidden[:-1], p["mtp.pre_fc_norm_hidden.weight"]))
-        x = torch.cat(joined, -1) @ p["mtp.fc.weight"].T
-        n = len(x)
-        positions = torch.arange(n)[None]
-        angles = plain.model.rotary_emb(x[None], positions.expand(3, 1, n))
-        mask = torch.full((n, n), float("-inf"), dtype=x.dtype).triu(1)[None, None]
-        own = {name.removeprefix("mtp.layers.0."): t for name, t in p.items() if name.startswith("mtp.layers.0.")}
-        call = {"position_embeddings": angles, "attention_mask": mask, "position_ids": positions}
-        out = torch.func.functional_call(layer, own, (x[None],), call)[0]
-        log_p = (norm(out, p["mtp.norm.weight"]) @ plain.lm_head.weight.detach().T).log_softmax(-1)
-        for t in range(n - 1):
-            label = int(batch["labels"][b, places[t + 2]])
-            if label == -100:
-                continue
-            total = total - log_p[t, label]
-            hits += int(log_p[t].argmax()) == label
-            count += 1
-    names = sorted(p)
-    gradients = dict(zip(names, torch.autograd.grad(total, [p[name] for name in names]), strict=True))
-    return float(total.detach()), gradients, hits, count
 
 
 @pytest.mark.parametrize("kind, checkpointing", [("padded", False), ("packed", False), ("packed", True)])
@@ -221,7 +175,7 @@ def test_with_an_adapter_it_is_saved_resumed_and_merged(tmp_path, capsys):
     resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
     for (name, p), (_, q) in zip(whole.model.named_parameters(), resumed.model.named_parameters(), strict=True):
         assert torch.equal(p, q), name
-    with pytest.raises(ValueError, match="trained without it, has no mtp.safetensors"):
+    with pytest.raises(ValueError, match="plain has no mtp.safetensors, so no MTP head .* Remove train_mtp"):
         whole._mtp.load(str(tmp_path / "plain"))
 
     assert not any("mtp" in name for name in load_file(tmp_path / "whole" / "adapter_model.safetensors"))
@@ -297,7 +251,9 @@ def test_options_that_would_train_or_save_wrongly_are_refused(options, trainer_o
 def test_rows_with_images(tmp_path):
     write_base(tmp_path / "base")
     trainer = mtp_trainer(tmp_path / "base", tmp_path / "out")
-    with pytest.raises(ValueError, match="The batch has image_grid_thw, but train_mtp is for text. Remove such rows"):
+    with pytest.raises(
+        ValueError, match="The batch has image_grid_thw, but an MTP head .* Remove such rows, or train_mtp"
+    ):
         trainer._mtp.loss(None, ragged_batch(2) | {"image_grid_thw": torch.ones(1, 3)})
 
 

@@ -9,7 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from base_checkpoints import names_of, tensor_of
-from mtp_bases import mtp_trainer
+from mtp_bases import HIDDEN as SIZE
+from mtp_bases import LAYER, mtp_trainer
+from mtp_bases import write_layer_base as write_base
 from peft import LoraConfig
 from recipe_fixtures import command
 from safetensors.torch import load_file, save_file
@@ -21,36 +23,7 @@ from liger_trainer.head.flat_rows import one_row
 from liger_trainer.mtp.predictor import load_predictor, predict
 
 TYPES = ("deepseek_v3", "glm4_moe")
-LAYER = "model.layers.2."
-SIZE, VOCAB = 32, 131
-
-
-def write_base(folder, kind, without=(), **config):
-    """A tiny base with a layer 2 of its depth 2, by the names of the published checkpoints. Returns its tensors."""
-    model = tiny_model(kind, num_nextn_predict_layers=1, **config)
-    model.save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
-    saved = load_file(folder / "model.safetensors")
-    generator = torch.Generator().manual_seed(1)
-
-    def random(*shape):
-        return 0.2 * torch.randn(shape, generator=generator)
-
-    extra = {}
-    for name, tensor in saved.items():
-        if name.startswith("model.layers.1."):
-            extra[name.replace("layers.1.", "layers.2.")] = random(*tensor.shape)
-    extra |= {
-        f"{LAYER}enorm.weight": random(SIZE),
-        f"{LAYER}hnorm.weight": random(SIZE),
-        f"{LAYER}eh_proj.weight": random(SIZE, 2 * SIZE),
-        f"{LAYER}shared_head.norm.weight": random(SIZE),
-        f"{LAYER}shared_head.head.weight": saved["lm_head.weight"].clone(),
-        f"{LAYER}embed_tokens.weight": saved["model.embed_tokens.weight"].clone(),
-    }
-    extra = {name: tensor for name, tensor in extra.items() if name not in without}
-    save_file(saved | extra, folder / "model.safetensors", {"format": "pt"})
-    return extra
+VOCAB = 131
 
 
 def is_copy(name):
@@ -254,7 +227,26 @@ def test_heads_that_are_others(tmp_path):
     save_file(weights | two, tmp_path / "b" / "model.safetensors", {"format": "pt"})
     config = tmp_path / "b" / "config.json"
     config.write_text(config.read_text().replace('"num_nextn_predict_layers": 1', '"num_nextn_predict_layers": 2'))
-    with pytest.raises(
-        ValueError, match="has 2 prediction layers, .* only heads of one layer are supported. Remove train_mtp"
-    ):
+    several = "num_nextn_predict_layers is 2 in .*, but only heads of one layer .* model.layers.2., model.layers.3.."
+    with pytest.raises(ValueError, match=f"{several} Remove train_mtp"):
         mtp_trainer(tmp_path / "b", tmp_path / "out", rows=ragged_rows())
+    with pytest.raises(ValueError, match=f"{several} Use another model"):
+        mtp_trainer(tmp_path / "b", tmp_path / "out", rows=ragged_rows(), alone=True)
+
+
+def test_several_layers_named_mtp(tmp_path):
+    """Servers run one layer for each guess. A head that ran both for a guess would be another function."""
+    extra = write_mtp_base(tmp_path / "base")
+    weights = load_file(tmp_path / "base" / "model.safetensors")
+    for name, tensor in extra.items():
+        if ".layers.0." in name:
+            weights[name.replace(".layers.0.", ".layers.1.")] = tensor.clone()
+    save_file(weights, tmp_path / "base" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"has 2 prediction layers, mtp.layers.0.\* to mtp.layers.1.\*, and mtp_num"):
+        mtp_trainer(tmp_path / "base", tmp_path / "out")
+    config = tmp_path / "base" / "config.json"
+    config.write_text(config.read_text().replace('"mtp_num_hidden_layers": 1', '"mtp_num_hidden_layers": 2'))
+    with pytest.raises(
+        ValueError, match=r"mtp_num_hidden_layers is 2 in .*config.json, but only .* mtp.layers.0., mtp.layers.1."
+    ):
+        mtp_trainer(tmp_path / "base", tmp_path / "out")

@@ -29,10 +29,10 @@ def checks_in(said):
 
 
 def table():
-    """The rows of the table in the docs: fault, whether TRL says so, and the check that does here."""
+    """The rows of the table in the docs: fault, whether TRL and Axolotl say so, and the check that does here."""
     page = (ROOT / "docs" / "trainers.md").read_text()
-    rows = re.findall(r"^\| ([^|\n]+) \| (yes|no) \| `(\w+)` \|$", page, re.MULTILINE)
-    return {what: (by_trl, check) for what, by_trl, check in rows if check in NAMES}
+    rows = re.findall(r"^\| ([^|\n]+) \| (yes|no) \| ([a-z ]+) \| `(\w+)` \|$", page, re.MULTILINE)
+    return {what: (by_trl, by_axolotl, check) for what, by_trl, by_axolotl, check in rows if check in NAMES}
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.build.__name__.strip("_"))
@@ -43,7 +43,7 @@ def test_seeded_faults_are_caught_as_the_docs_say(fault, tmp_path, monkeypatch):
     assert found == [fault.check]
     said = said_before_first_step(lambda: fault.build(False, tmp_path / "stock"))
     by_trl = bool(fault.said_by_trl) and any(fault.said_by_trl in line for line in said)
-    assert table()[fault.what] == ("yes" if by_trl else "no", fault.check), said
+    assert table()[fault.what] == ("yes" if by_trl else "no", fault.said_by_axolotl, fault.check), said
 
 
 def test_the_table_has_each_fault_and_the_docs_each_check():

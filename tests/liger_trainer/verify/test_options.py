@@ -7,6 +7,7 @@ import torch
 from transformers import Trainer
 from verify_setups import lora, setup_of
 
+from liger_trainer import LigerSFTTrainer
 from liger_trainer.head import deferred
 from liger_trainer.lora import layers as lora_layers
 from liger_trainer.trainers import optimizer_in_backward as early
@@ -65,6 +66,42 @@ def test_an_adapter_on_the_head_drops_out_as_with_full_logits(tmp_path):
     found = dropout_of_the_head(tmp_path)
     assert (found.verdict, found.tolerance) == ("ok", 1e-4)
     assert "each micro-batch has its own seed" in found.detail
+
+
+SMOOTHED = {"options": {"label_smoothing_factor": 0.1}}
+
+
+@pytest.mark.parametrize("parts", [pytest.param({}, id="model"), pytest.param({"peft_config": lora()}, id="LoRA")])
+def test_smoothed_labels_have_the_masks_of_the_stock_loss(parts, tmp_path):
+    """TRL calls the model a second time for metrics, so only its later micro-batches draw other masks."""
+    found = dropout_check(tmp_path, "SFT", **SMOOTHED, **parts)
+    assert (found.verdict, found.tolerance) == ("ok", 1e-4)
+    assert "a second forward pass" in found.detail
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        pytest.param({}, id="no smoothing"),
+        pytest.param({"options": {"label_smoothing_factor": 0.1, "loss_type": "dft"}}, id="loss_type ignores it"),
+    ],
+)
+def test_micro_batches_are_seeded_only_where_the_stock_trainer_draws_more(parts, tmp_path):
+    found = dropout_check(tmp_path, "SFT", **parts)
+    assert found.verdict == "ok"
+    assert "seed" not in found.detail
+
+
+def test_a_second_pass_of_ours_is_found_with_smoothed_labels_too(tmp_path, monkeypatch):
+    """In a micro-batch the loss has to come from the first pass, as the stock trainer's."""
+    stock = LigerSFTTrainer.compute_loss
+
+    def twice(self, *args, **kwargs):
+        stock(self, *args, **kwargs)
+        return stock(self, *args, **kwargs)
+
+    monkeypatch.setattr(LigerSFTTrainer, "compute_loss", twice)
+    assert dropout_check(tmp_path, "SFT", **SMOOTHED).verdict == "FAILED"
 
 
 def nothing_is_dropped(parameters, hidden, kept):

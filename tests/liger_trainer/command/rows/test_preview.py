@@ -110,6 +110,33 @@ def test_preferences(folder, capsys):
         assert (f"Row 0, rejected: 10 tokens, {8 - first} of them learned\n{bos}w4 w5{kept}\n") in out, trainer
 
 
+def test_reward_models_score_whole_texts(folder, capsys):
+    rows = [{"prompt": "w4 w5 ", "chosen": "w6", "rejected": "w7 w8"}]
+    code, out, err = preview(capsys, folder, rows, trainer="reward")
+    assert code == 0, err
+    assert "Row 0, chosen: 4 tokens\nw4 w5 w6 </s>\n" in out
+    assert "Row 0, rejected: 5 tokens\nw4 w5 w7 w8 </s>\n" in out
+    assert "The model scores each whole text at its last token" in out and "«" not in out
+
+
+_SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("dpo", "cpo", "reward")]
+
+
+@pytest.mark.parametrize("trainer", ["orpo", "kto", *_SLOW])
+def test_pairs_with_the_same_chat_in_messages(trainer, folder, capsys):
+    """Rows of UltraFeedback: TRL's ORPO and CPO refuse rows of two kinds, and the others take any one of them."""
+    asked = {"role": "user", "content": "w4 w5"}
+    answers = [{"role": "assistant", "content": text} for text in ("w6", "w7 w8")]
+    row = {"prompt": "w4 w5", "chosen": [asked, answers[0]], "rejected": [asked, answers[1]]}
+    code, out, err = preview(capsys, folder, [row | {"messages": [asked, answers[0]], "label": 1}], trainer=trainer)
+    assert code == 0, err
+    assert "Columns of the rows: chosen, rejected." in out
+    assert "w4 w5" in out and "w6 </s>" in out and "w7 w8 </s>" in out
+    assert "is left out" not in err
+    code, out, err = preview(capsys, folder, [row, row | {"prompt": "Answer in Latin."}], trainer=trainer)
+    assert code == 0 and "prompt is left out" in err and "In 1 of 2 rows, first in row 1, it is another text" in err
+
+
 def test_kto(folder, capsys):
     code, out, err = preview(capsys, folder, [PAIR | {"label": False}], trainer="kto")
     assert code == 0, err

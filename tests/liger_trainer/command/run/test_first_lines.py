@@ -5,13 +5,18 @@ import json
 import os
 import subprocess
 import sys
+import time
 
 import pytest
 from checkout import ROOT
 from recipe_fixtures import command, write_model, write_recipe, write_rows
 from transformers import TrainingArguments
 
+from liger_trainer import LigerSFTTrainer
+from liger_trainer.command import processes
 from liger_trainer.command.recipe.read import parse_recipe
+from liger_trainer.command.rows import sources
+from liger_trainer.command.run import train
 from liger_trainer.errors import RecipeError
 
 HAS_NEW_NAMES = "activation_checkpointing" in {f.name for f in dataclasses.fields(TrainingArguments)}
@@ -55,10 +60,54 @@ def test_at_most_ten_lines_before_the_first_step(trainer, tmp_path):
     assert done.returncode == 0, text
     before, first, _ = text.partition("{'loss'")
     assert first, text
-    slow_machine = before.count("liger-trainer: still loading, ")
+    slow_machine = before.count("liger-trainer: still ")
     assert before.count("\n") - slow_machine <= 10, before  # a redrawn progress bar is one line
     assert "Warning" not in before and "deprecated" not in before, before
     assert "ForCausalLM: rms_norm 5/5" in before, "what was patched is one of them"
+
+
+def test_no_phase_is_silent(folder, capsys, monkeypatch):
+    """Reading the rows, loading the model and the first step say every few seconds that they go on."""
+    monkeypatch.setattr(processes, "_SILENT_FOR", 0.05)
+    stock_loss = LigerSFTTrainer.compute_loss
+    until_second_step = []
+
+    def slowed(function):
+        def wait_and_call(*args, **kwargs):
+            time.sleep(0.3)
+            return function(*args, **kwargs)
+
+        return wait_and_call
+
+    def loss(*args, **kwargs):
+        time.sleep(0.3)
+        until_second_step.append(capsys.readouterr().err)
+        return stock_loss(*args, **kwargs)
+
+    monkeypatch.setattr(sources, "load_rows", slowed(sources.load_rows))
+    monkeypatch.setattr(train, "build_trainer", slowed(train.build_trainer))
+    monkeypatch.setattr(LigerSFTTrainer, "compute_loss", loss)
+    code, _, err = command(capsys, "train", write_recipe(folder, max_steps=3))
+    assert code == 0, err
+    first, _, third = until_second_step
+    for phase in ("reading and checking the rows", "loading the model and preparing the rows", "in the first step"):
+        assert f"liger-trainer: still {phase}, 0 s." in first, first
+    assert "still" not in third + err, "later steps have the progress bar"
+
+
+def test_an_error_in_the_first_step_ends_its_lines(folder, capsys, monkeypatch):
+    monkeypatch.setattr(processes, "_SILENT_FOR", 0.05)
+
+    def fail(*args, **kwargs):
+        time.sleep(0.2)
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(LigerSFTTrainer, "compute_loss", fail)
+    with pytest.raises(RuntimeError, match="no memory"):
+        command(capsys, "train", write_recipe(folder, max_steps=2))
+    assert "still in the first step" in capsys.readouterr().err
+    time.sleep(0.2)
+    assert capsys.readouterr().err == ""
 
 
 @needs_new_names

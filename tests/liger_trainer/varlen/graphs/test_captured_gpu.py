@@ -10,9 +10,10 @@ import itertools
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from liger_trainer import apply_liger
+from liger_trainer.patching import rule_packages
 from liger_trainer.varlen.graphs.graph_recorder import CudaGraphRecorder
 from liger_trainer.varlen.graphs.step_graphs import StepGraphs, use_graphs
 
@@ -237,3 +238,45 @@ def test_an_infinity_in_one_row_stays_in_its_row():
     assert graphs.summary.replayed == 1, graphs.summary.to_dict()
     assert not torch.isfinite(per_token[0, 4:99]).all()
     assert torch.isfinite(per_token[1]).all()
+
+
+def state_model_of(name, **config):
+    torch.manual_seed(0)
+    small = {"vocab_size": 1000, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **small, **heads, **config))
+    model = model.to("cuda", torch.bfloat16)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    report = apply_liger(model)
+    return model.train(), report
+
+
+def gated_delta_net():
+    pytest.importorskip("fla")
+    if rule_packages._is_refused():
+        pytest.skip("flash-linear-attention refuses to train with this Triton on this GPU")
+    heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 64}
+    kinds = ["linear_attention", "linear_attention", "linear_attention", "full_attention"]
+    return state_model_of("qwen3_5_text", **heads, linear_value_head_dim=64, head_dim=64, layer_types=kinds)
+
+
+def short_convolutions():
+    kinds = ["conv", "conv", "full_attention", "conv"]
+    return state_model_of("lfm2", layer_types=kinds, block_auto_adjust_ff_dim=False)
+
+
+@pytest.mark.parametrize("build", [short_convolutions, gated_delta_net])
+def test_layers_that_keep_a_state(build):
+    """One capture replays rows of any lengths. A table of offsets that stayed behind would mix their states."""
+    model, report = build()
+    plain, graphs = copy.deepcopy(model), graphs_of()
+    rows = [LENGTHS, (260, 60, 192), (64, 64, 320, 64), (1, 500, 11), (90, 70, 300, 10)]
+    for count, lengths in enumerate((*rows, *rows)):
+        call = batch(lengths, seed=count)
+        (got_loss, got), (want_loss, want) = step(model, call, graphs), step(plain, call)
+        torch.testing.assert_close(got_loss, want_loss, rtol=1e-3, atol=0)
+        for name, gradient in want.items():
+            assert (got[name] - gradient).norm() <= 3e-2 * gradient.norm() + 1e-4, (lengths, name)
+    summary = graphs.summary.to_dict()
+    assert graphs.summary.replayed == 2 * len(rows) - 1, (summary, report)
+    assert len(summary["sizes"]) == 1, summary

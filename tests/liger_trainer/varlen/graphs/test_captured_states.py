@@ -7,7 +7,9 @@ import copy
 
 import pytest
 import torch
+from image_models import image_batch, image_model
 from installed_packages import install_packages
+from peft import LoraConfig, get_peft_model
 from rerun_recorder import Rerun, RerunRecorder
 from varlen_batches import assert_same_with_states, batch, drawn_model
 
@@ -30,7 +32,8 @@ def patched(monkeypatch):
     monkeypatch.setattr(rules, "_version_of", lambda package: "0.6.0")
 
     def patch(model):
-        install_packages(monkeypatch, type(model).__module__, RULES)
+        decoder = model.get_decoder()
+        install_packages(monkeypatch, type(decoder).__module__, RULES)
         apply_liger(model)
         for module in model.modules():
             binding = state_layers.StateBinding.of(module)
@@ -76,6 +79,28 @@ def test_steps_equal_uncaptured_ones(name, change, patched, monkeypatch):
         for one, other in want_grads.items():
             assert (grads[one] - other).norm() <= 1e-10 * other.norm(), one
     assert graphs.summary.replayed == 9, graphs.summary.to_dict()
+
+
+def test_adapters_in_the_projections(patched):
+    names = ["in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj", "q_proj", "down_proj"]
+    model = get_peft_model(drawn_model("qwen3_5_text"), LoraConfig(r=4, target_modules=names))
+    for name, p in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(p, std=0.1)
+    assert_replayed_steps_equal(patched(model), map(batch, SIZES))
+
+
+def test_images(patched):
+    """The decoder gets embeddings, and positions in three dimensions."""
+    model = patched(image_model("qwen3_5"))
+    assert_replayed_steps_equal(model, [image_batch(model, seed=seed) for seed in (1, 1, 2)])
+
+
+def assert_replayed_steps_equal(model, calls):
+    plain, graphs = copy.deepcopy(model), graphs_of()
+    for count, call in enumerate(calls):
+        assert_same_with_states(step(model, call, graphs), step(plain, call))
+        assert graphs.summary.replayed == count, graphs.summary.to_dict()
 
 
 class Stale(Rerun):
