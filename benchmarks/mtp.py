@@ -1,19 +1,26 @@
-"""The cost of an MTP head in supervised fine-tuning: time and memory of a step with `train_mtp` and without.
+"""The cost of an MTP head: beside supervised fine-tuning, and alone on the frozen model.
 
     python benchmarks/mtp.py
+    python benchmarks/mtp.py --arms "LigerMTPTrainer, labels" "both logits, labels"
     python benchmarks/mtp.py --layers 16
     python benchmarks/mtp.py --tiny
 
 The model has the shape of Qwen3.5-9B with attention in every layer, so that no package for its other layers is needed,
 and random weights. Its head is one more layer, a product of two hidden states in front of it, and the model's LM head.
-Weights, gradients and the fused AdamW are bf16, and all of the model is trained. The learning rate is 0, so that both
-arms have the same losses, which are compared.
+Weights, gradients and the fused AdamW are bf16. The learning rate is 0, so that the losses of all arms can be compared.
 
-`slower` is the cost of a step, and `more` that of the peak in GiB. `head_static` is the head's part of it: weights,
-gradients and two states of AdamW. `head_tflop` are its products, and `tflop` those of the whole model, of a step.
+Beside SFT all of the model is trained. `slower` is the cost of a step, and `more` that of the peak in GiB.
+`head_static` is the head's part of it: weights, gradients and two states of AdamW. `head_tflop` are its products, and
+`tflop` those of the model, of a step.
+
+On the frozen model the head learns from the labels, or from the model's distribution (`mtp_targets: soft`). "both
+logits" is the same trainer with a plain loss: the logits of the model, which a plain forward pass computes whether they
+are used or not, and of the head, for all rows, in PyTorch. `speedup` is against that arm, and `less` are the GiB that
+its peak is higher.
 """
 
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -35,7 +42,15 @@ from _steps import Run, build, clock_of, counting, timed_steps, tokenizer_of
 from training import profiler
 
 WITHOUT, WITH = "LigerSFTTrainer", "LigerSFTTrainer + train_mtp"
-ARMS = (WITHOUT, WITH)
+WITH_SOFT = "LigerSFTTrainer + train_mtp, model's distribution"
+PLAIN = {  # the same head on the frozen model, with a plain loss
+    "LigerMTPTrainer, labels": "both logits, labels",
+    "LigerMTPTrainer, model's distribution": "both logits, model's distribution",
+}
+ALONE = (*PLAIN, *PLAIN.values())
+ARMS = (WITHOUT, WITH, WITH_SOFT, *ALONE)
+# Relative. Plain logits are rounded to bf16 as ours are, but summed in another order.
+CLOSE = {"labels": 1e-3, "model's distribution": 1e-2}
 SKIP = 3  # steps before the clock starts
 LOG = 3
 
@@ -58,6 +73,32 @@ def give_head(model, folder):
     model.config._name_or_path = folder
 
 
+def is_soft(arm):
+    return arm.endswith("model's distribution")
+
+
+def plain_loss(head, rows, hidden, weight, target, soft, logit_scale, softcap, **_):
+    """`TrainedPredictor._head_loss` with all logits of the model and of the head. `head` is a `TrainedPredictor`."""
+    from liger_trainer.mtp.predictor import predict
+    from liger_triton import HeadsLoss
+
+    embedding = head._model.get_input_embeddings().weight
+    states = rows.of(hidden)
+    guessed = predict(head.predictor, states, embedding, rows, head._by_rows)
+    logits = states @ weight.T
+    log_p = (guessed @ weight.T).float().log_softmax(-1)
+    valid = target[0] != -100
+    labels = target[0].clamp(min=0)
+    if soft:
+        log_q = logits.float().log_softmax(-1).roll(-1, 0)
+        losses = (log_q.exp() * (log_q - log_p)).sum(-1)
+    else:
+        losses = -log_p.gather(1, labels[:, None])[:, 0]
+    loss = torch.where(valid, losses, 0.0).sum()
+    hits = ((log_p.argmax(-1) == labels) & valid).sum()
+    return HeadsLoss(loss, loss.detach()[None], hits[None], valid.sum()[None])
+
+
 def run_of(options):
     return Run(options.model, options.batch, options.length, steps=options.steps, skip=SKIP, layers=options.layers)
 
@@ -65,31 +106,41 @@ def run_of(options):
 def make_trainer(arm, options, callbacks):
     from datasets import Dataset
 
-    from liger_trainer import LigerSFTConfig, LigerSFTTrainer
+    from liger_trainer import LigerMTPConfig, LigerMTPTrainer, LigerSFTConfig, LigerSFTTrainer
 
+    alone = arm in ALONE
+    config_class, trainer_class = (LigerMTPConfig, LigerMTPTrainer) if alone else (LigerSFTConfig, LigerSFTTrainer)
     run = run_of(options)
     model = build(run)
     give_head(model, tempfile.mkdtemp())
     rows, _ = sft_rows(run, model.config.vocab_size, tokenizer_of())
-    args = LigerSFTConfig(
+    args = config_class(
         **training_fields(options, LOG),
         activation_checkpointing=options.checkpointing,
         max_length=options.length,
         dataset_kwargs={"skip_prepare_dataset": True},
-        train_mtp=arm == WITH,
+        train_mtp=arm in (WITH, WITH_SOFT),
+        mtp_targets="soft" if is_soft(arm) else "hard",
     )
-    return counting(LigerSFTTrainer)(
+    trainer = counting(trainer_class)(
         model, args, train_dataset=Dataset.from_list(rows), processing_class=tokenizer_of(), callbacks=callbacks
     )
+    if arm in PLAIN.values():
+        trainer._head._head_loss = partial(plain_loss, trainer._head, soft=is_soft(arm))
+    return trainer
 
 
-def tflop_of(model, tokens, length):
+def tflop_of(model, tokens, length, arm):
     """(TFLOP of the products of a step without the head, and of the head's)."""
     config = model.config
     per_layer = sum(p.numel() for p in model.model.layers[0].parameters() if p.ndim == 2)
     attention = 6 * length * config.num_attention_heads * config.head_dim
     lm_head = config.vocab_size * config.hidden_size
     whole = config.num_hidden_layers * (6 * per_layer + attention) + 6 * lm_head
+    if arm in ALONE:  # a forward pass, and the model's logits where they are the targets
+        whole = config.num_hidden_layers * (6 * per_layer + attention) / 3
+    if is_soft(arm):
+        whole += 2 * lm_head
     # The head gives nothing back to the LM head's weight, and fc gives nothing to the hidden states.
     head = 6 * per_layer + attention + 4 * 2 * config.hidden_size**2 + 4 * lm_head
     return whole * tokens / 1e12, head * tokens / 1e12
@@ -103,31 +154,46 @@ def measure(arm, options):
     reset_peak()
     row, _ = timed_steps(trainer, run, clock)
     model = trainer.model
-    head = static_bytes(model.mtp) / 2**30 if arm == WITH else 0.0
-    whole, of_head = tflop_of(model, options.batch * options.length, options.length)
+    head = 0.0 if arm == WITHOUT else static_bytes(model.mtp) / 2**30
+    whole, of_head = tflop_of(model, options.batch * options.length, options.length, arm)
     row |= static_memory(model, row["gib"])
     return row | {
         "arm": arm,
         "head_static": head,
         "tflop": whole,
-        "head_tflop": of_head if arm == WITH else 0.0,
+        "head_tflop": 0.0 if arm == WITHOUT else of_head,
         "losses": logged(trainer, "loss"),
         "mtp_losses": logged(trainer, "mtp_loss"),
     }
 
 
 def flag(rows):
-    """Compare the losses of the arms, which are the same to a rounding, and note what the head costs."""
-    without = next((row for row in rows if row["arm"] == WITHOUT and "losses" in row), None)
-    for row in rows:
-        if without is None or row is without or "losses" not in row:
+    """Compare the losses of the arms, which are the same to a rounding, and note what the head costs or saves."""
+    by_arm = {row["arm"]: row for row in rows if "losses" in row}
+    without = by_arm.get(WITHOUT)
+    for arm in (WITH, WITH_SOFT):
+        row = by_arm.get(arm)
+        if row is None or without is None:
             continue
-        wrong = difference(row, without, {"losses": 1e-4}, called="without the head")
-        if wrong:
-            row["wrong"] = wrong
+        compare(row, "losses", without, 1e-4)
         row["slower"] = row["ms"] / without["ms"] - 1
         if row["gib"]:
             row["more"] = row["gib"] - without["gib"]
+    for arm, plain in PLAIN.items():
+        row, wanted = by_arm.get(arm), by_arm.get(plain)
+        if row is None or wanted is None:
+            continue
+        compare(row, "mtp_losses", wanted, CLOSE[arm.partition(", ")[2]])
+        row["speedup"] = wanted["ms"] / row["ms"]
+        if row["gib"]:
+            row["less"] = wanted["gib"] - row["gib"]
+
+
+def compare(row, name, wanted, close):
+    """Mark `row` as wrong if its losses `name` are not the ones of the row `wanted`."""
+    wrong = difference(row, wanted, {name: close}, called=wanted["arm"])
+    if wrong:
+        row["wrong"] = wrong
 
 
 COLUMNS = {
@@ -139,6 +205,8 @@ COLUMNS = {
     "slower": ("slower", ".1%"),
     "more": ("more GiB", ".2f"),
     "head_static": ("the head's own", ".2f"),
+    "speedup": ("speedup", ".2f"),
+    "less": ("less GiB", ".2f"),
     "note": ("", ""),
 }
 

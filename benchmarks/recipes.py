@@ -64,6 +64,7 @@ RECIPES = {
     "gpt_oss_20b/sft_lora_16gb": ("gpt-oss-20b", []),
     "qwen3_30b_a3b/sft_lora": ("Qwen3-30B-A3B", []),
     "qwen3_5_4b/sft_lora_16gb": ("Qwen3.5-4B", ["--memory_budget", "14.5"]),
+    "qwen3_5_4b/mtp": ("Qwen3.5-4B", []),
     "qwen3_5_9b/sft_qlora_24gb": ("Qwen3.5-9B", ["--memory_budget", "22"]),
     "gemma4_e4b/sft_lora": ("Gemma-4-E4B", ["--memory_budget", "22", *ON_A_DECODER]),
     "granite4_h_tiny/sft_lora": ("Granite-4.0-H-Tiny", []),
@@ -82,6 +83,7 @@ ROWS = {
     "reward": ("dpo_en_demo.json", ["--prompt_template", "sharegpt"]),
     "medusa": ("answers.jsonl", []),
     "eagle": ("answers.jsonl", []),
+    "mtp": ("answers.jsonl", []),
 }
 IMAGES = "images.parquet"
 WARM = 2  # steps before the clock of tokens/s starts
@@ -261,6 +263,8 @@ def write_model(name, data, folder, tiny=False):
     tensors = model.state_dict()
     for tied in model.all_tied_weights_keys:
         tensors.pop(tied)
+    if config.model_type == "qwen3_5_text":
+        tensors |= mtp_head(text, tensors)
     if config.model_type == "gpt_oss":
         tensors = in_mxfp4(tensors)
         kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
@@ -271,6 +275,21 @@ def write_model(name, data, folder, tiny=False):
     model.generation_config.save_pretrained(folder)
     write_weights(tensors, folder / "model.safetensors")
     config.save_pretrained(folder)  # written last: it says that the model is complete
+
+
+def mtp_head(text, tensors):
+    """Set the count of prediction layers in the config `text`, and return the head's tensors, on the meta device."""
+    text.mtp_num_hidden_layers = 1
+    layer = f"model.layers.{text.layer_types.index('full_attention')}."
+    head = {}
+    for name, tensor in tensors.items():
+        if name.startswith(layer):
+            head[name.replace(layer, "mtp.layers.0.")] = tensor
+    size = text.hidden_size
+    shapes = {"fc": (size, 2 * size), "pre_fc_norm_embedding": (size,), "pre_fc_norm_hidden": (size,), "norm": (size,)}
+    for name, shape in shapes.items():
+        head[f"mtp.{name}.weight"] = torch.empty(shape, dtype=torch.bfloat16, device="meta")
+    return head
 
 
 def tokenizer_of(data, vocab, tokens):
@@ -362,6 +381,8 @@ def after(given, out, model, folder):
     prompts = ["--prompts", folder / "prompts.json", "--max_new_tokens", 32]
     if given.get("trainer") == "eagle":
         return [["eagle-eval", model, out, *prompts], ["export", out, "--output", f"{out}_servers"]]
+    if given.get("trainer") == "mtp":
+        return [["mtp-eval", model, out, *prompts], ["export", out, "--output", f"{out}_servers"]]
     if given.get("trainer") != "medusa":
         return []
     merged = given.get("use_peft", False)

@@ -8,7 +8,7 @@ def test_the_head_changes_no_loss_and_its_cost_is_told(capsys):
     import mtp
 
     options = mtp.parsed(["--tiny"])
-    rows = [mtp.measure(arm, options) for arm in mtp.ARMS]
+    rows = [mtp.measure(arm, options) for arm in (mtp.WITHOUT, mtp.WITH)]
     mtp.flag(rows)
     without, with_head = rows
     assert "wrong" not in with_head and with_head["losses"] == pytest.approx(without["losses"], rel=1e-4)
@@ -21,6 +21,22 @@ def test_the_head_changes_no_loss_and_its_cost_is_told(capsys):
     with_head["losses"] = [1.01 * loss for loss in with_head["losses"]]
     mtp.flag(rows)
     assert "loss" in with_head["wrong"]
+
+
+@pytest.mark.parametrize("arm", ["LigerMTPTrainer, labels", "LigerMTPTrainer, model's distribution"])
+def test_a_head_alone_has_the_losses_of_plain_logits(arm):
+    import mtp
+
+    options = mtp.parsed(["--tiny"])
+    rows = [mtp.measure(each, options) for each in (arm, mtp.PLAIN[arm])]
+    mtp.flag(rows)
+    ours, plain = rows
+    assert "wrong" not in ours and ours["speedup"] > 0
+    assert len(ours["mtp_losses"]) == 3 and ours["mtp_losses"] == pytest.approx(plain["mtp_losses"], rel=1e-2)
+    assert 0 < ours["head_static"] < ours["static"]
+    plain["mtp_losses"] = [1.1 * loss for loss in plain["mtp_losses"]]
+    mtp.flag(rows)
+    assert "loss" in ours["wrong"]
 
 
 def test_a_fine_tuning_is_tried_to_the_end(tmp_path):

@@ -30,6 +30,8 @@ NAMES = {
     "LigerTrainer",
     "LigerTrainingArguments",
     "LigerMedusaConfig",
+    "LigerMTPConfig",
+    "LigerMTPTrainer",
     "MedusaHeads",
     "LigerMedusaTrainer",
     "LigerReport",
@@ -118,7 +120,7 @@ OWN_OPTIONS = {
 }
 OF_ONE_CONFIG = {
     "LigerTrainingArguments": {"router_aux_loss"},  # TRL averages it
-    "LigerSFTConfig": {"train_mtp"},
+    "LigerSFTConfig": {"train_mtp", "mtp_targets"},
 }
 NEWER_NAMES = {"activation_checkpointing", "activation_checkpointing_kwargs"}  # older transformers lack it
 COMMANDS = {
@@ -162,6 +164,7 @@ RECIPES = {
     "qwen3_30b_a3b/sft_lora",
     "gpt_oss_20b/sft_lora",
     "gpt_oss_20b/sft_lora_16gb",
+    "qwen3_5_4b/mtp",
     "qwen3_5_4b/sft_lora_16gb",
     "qwen3_5_9b/sft_qlora_24gb",
     "qwen3_5_35b_a3b/sft_lora",

@@ -32,6 +32,7 @@ def test_a_recipe_gets_rows_of_its_trainer(name, tmp_path):
     heads = {
         "medusa": ["medusa-eval", *["merge"] * ("use_peft" in given), "export"],
         "eagle": ["eagle-eval", "export"],
+        "mtp": ["mtp-eval", "export"],
     }
     assert then == heads.get(given.get("trainer"), [])
     stage1 = recipe.training.to_dict().get("medusa_init_heads_from")

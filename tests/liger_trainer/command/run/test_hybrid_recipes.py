@@ -6,6 +6,7 @@ from architectures import small_config
 from image_models import _TEXT as WITH_SECTIONS
 from peft import PeftModel
 from recipe_fixtures import command, losses, write_rows
+from safetensors.torch import load_file, save_file
 from tiny_models import tiny_tokenizer
 from transformers import (
     CONFIG_MAPPING,
@@ -13,6 +14,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoProcessor,
+    AutoTokenizer,
     PreTrainedTokenizerFast,
 )
 
@@ -143,3 +145,37 @@ def test_what_its_header_says(recipe):
     assert "has not run on a GPU yet" in header and "liger-trainer merge" in header
     assert ("linear-attention]" in header) is recipe.startswith("qwen3_5")
     assert find_model(read.model.model_name_or_path).path == read.model.model_name_or_path
+
+
+def test_the_head_of_a_frozen_image_model(tmp_path, capsys, monkeypatch):
+    """The commands of the recipe's header, on a checkpoint with a vision tower and a head, as published."""
+    # By the model's type this would be another class, which does not know the words of the tiny tokenizer.
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", PreTrainedTokenizerFast.from_pretrained)
+    model_class = write_checkpoint("qwen3_5", tmp_path / "base")
+    config = AutoConfig.from_pretrained(tmp_path / "base")
+    stored = load_file(tmp_path / "base" / "model.safetensors")
+    layer = f"model.language_model.layers.{config.text_config.layer_types.index('full_attention')}."
+    size = config.text_config.hidden_size
+    generator = torch.Generator().manual_seed(1)
+    head = {"mtp.fc.weight": 0.2 * torch.randn(size, 2 * size, generator=generator)}
+    head |= {
+        f"mtp.{name}.weight": torch.zeros(size) for name in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")
+    }
+    for name, tensor in stored.items():
+        if name.startswith(layer):
+            head[name.replace(layer, "mtp.layers.0.")] = tensor.clone()
+    save_file(stored | head, tmp_path / "base" / "model.safetensors", {"format": "pt"})
+    write_rows(tmp_path / "rows.jsonl")
+    out, said = train(capsys, tmp_path, "qwen3_5_4b/mtp", prompt_template="alpaca")
+    logged = losses(out)
+    assert logged[4] < logged[1] and "Summary" in said
+    prompts = ("--prompts", tmp_path / "rows.jsonl", "--max_new_tokens", 8, "--max_rows", 2)
+    code, evaluated, err = command(capsys, "mtp-eval", tmp_path / "base", out, *prompts)
+    assert code == 0 and "MTP head: one guess" in evaluated, err
+    code, _, err = command(capsys, "export", out, "--output", tmp_path / "served")
+    assert code == 0, err
+    served = load_file(tmp_path / "served" / "model.safetensors")
+    assert served.keys() == (stored | head).keys()
+    assert all(torch.equal(served[name], tensor) for name, tensor in stored.items())
+    assert not torch.equal(served["mtp.fc.weight"], head["mtp.fc.weight"])
+    model_class.from_pretrained(tmp_path / "served")
