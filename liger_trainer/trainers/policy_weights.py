@@ -1,4 +1,4 @@
-"""Notices weights of a policy that somebody has changed."""
+"""Detects weights of a policy that were written after the completions were generated."""
 
 from typing import Any, NamedTuple
 
@@ -7,20 +7,20 @@ from torch import nn
 
 
 class _Held(NamedTuple):
-    name: str  # in the model
-    own: dict[str, Any]  # the parameters of the module that has it
-    key: str  # in these
+    name: str  # its full name in the model
+    own: dict[str, Any]  # the parameters of its module
+    key: str  # its name there
     weight: torch.Tensor
     version: int
 
 
 class PolicyWeights:
-    """The weights of a model at one moment, known by PyTorch's counters of writes, so that no value is copied or read.
+    """The weights of a model at one moment, by PyTorch's version counters. No value is copied or read.
 
-    A write through `.data` is not counted, nor is one in a module that was put into the model since.
+    It does not see writes through `.data`, or modules that are added to the model later.
 
     Args:
-        model (`torch.nn.Module`): The policy. It may not be sharded: that swaps parameters, and counts otherwise.
+        model (`torch.nn.Module`): The policy. It must not be sharded, because sharding swaps parameters.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -33,7 +33,7 @@ class PolicyWeights:
                 self._held.append(_Held(name, module._parameters, key, weight, weight._version))
 
     def changed(self) -> str | None:
-        """Return the name of a weight that was written or replaced since, or None."""
+        """Return the name of a weight that was written or replaced since then, or None."""
         for held in self._held:
             if held.weight._version != held.version or held.own.get(held.key) is not held.weight:
                 return held.name

@@ -27,15 +27,16 @@ class ReusesLogProbs(KnowsOnlineRows):
         old_policy (`OldPolicyPasses`): Counts the passes that were skipped, and the reasons for those that ran.
     """
 
-    _undo: ExitStack | None = None  # while rows are generated without a pass: how TRL's own way comes back
-    _began_at: int = 0  # micro-batches before this training
-    _wrote_at: dict[str, int]  # the step of the optimizer at the last generation, by mode
-    _wrote_with: dict[str, PolicyWeights]  # the weights at its end, by mode
+    _undo: ExitStack | None = None  # restores TRL's pass; set while rows are generated without it
+    _began_at: int = 0  # micro-batches before this call of `train`
+    _wrote_at: dict[str, int]  # the optimizer step at the last generation, by mode
+    _wrote_with: dict[str, PolicyWeights]  # the weights after the last generation, by mode
     old_policy: OldPolicyPasses
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.old_policy = OldPolicyPasses()
-        self._wrote_at, self._wrote_with = {}, {}
+        self._wrote_at = {}
+        self._wrote_with = {}
         super().__init__(*args, **kwargs)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
@@ -108,7 +109,7 @@ class ReusesLogProbs(KnowsOnlineRows):
         return generated
 
     def _note_weights(self) -> None:
-        """Note the weights with which TRL would run the pass. Code of the user's that follows may change them."""
+        """Record the weights with which TRL would run the pass, because user code that runs later may change them."""
         trainer: Any = self
         sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled or trainer.get_tp_size() > 1
         if not sharded:
@@ -123,12 +124,13 @@ class ReusesLogProbs(KnowsOnlineRows):
         return scored
 
     def _refuse_if_moved(self) -> None:
-        """Raise if the policy has moved since the rows were written.
+        """Raise RuntimeError if the policy has changed since the rows were generated.
 
-        By TRL's rule the optimizer does not step in between. But a reward function may change weights.
+        TRL's schedule has no optimizer step in between. But a reward function or a callback may change weights.
         """
         trainer: Any = self
-        wrote_at, now = self._wrote_at.get(self._mode), trainer.state.global_step
+        wrote_at = self._wrote_at.get(self._mode)
+        now = trainer.state.global_step
         if wrote_at != now:
             raise RuntimeError(
                 f"The completions of this batch were written at step {wrote_at}, and this is step {now}: the policy "

@@ -1,4 +1,4 @@
-"""Rows of uneven length, the mask that says which tokens are in one row, and the rows of the running call."""
+"""Rows of uneven length, the mask that separates them, and the rows of the running call."""
 
 import contextlib
 import contextvars
@@ -20,11 +20,11 @@ from liger_trainer.varlen.host_copies import sent
 
 
 class NotForRows(Exception):
-    """A layer wants attention that is more than causal over rows of uneven length."""
+    """Raised when rows of uneven length cannot run a layer's attention. The message is the reason in the report."""
 
 
 class AttentionKind(StrEnum):
-    """The kinds of attention that layers ask for. The proof and the report name the kinds that a model has.
+    """The kinds of attention that layers use. The proof and the report name the kinds that a model has.
 
     A new kind of mask gets a member here, a branch in `attention.py`, and a line in `proof/backbone.py` for the report.
     """
@@ -34,26 +34,26 @@ class AttentionKind(StrEnum):
     CHUNKS = "chunks"
     SINKS = "sinks"
     SOFT_CAP = "soft cap"
-    STATE = "state"  # a convolution, linear attention or a state space: it runs on from token to token
+    STATE = "state"  # a convolution, linear attention or a state space, which carries a state from token to token
 
 
 class Rows:
-    """Rows that lie one after the other in one row of tokens, or in a batch that has no padding.
+    """Rows that are concatenated in one row of tokens, or the rows of a batch without padding.
 
     Args:
-        lengths (`list[int]`): Tokens of each row.
-        device (`torch.device`): Where their tokens are.
-        batch (`int`, *optional*, defaults to 1): Rows of the batch that holds them, each with as many tokens.
+        lengths (`list[int]`): The tokens of each row.
+        device (`torch.device`): The device of the tokens.
+        batch (`int`, *optional*, defaults to 1): The rows of the batch that holds them, which have equal lengths.
 
     Attributes:
-        offsets (`torch.Tensor`): int32 (rows + 1,), on the device: where each row begins, and the end.
-        tokens (`int`): Of all rows together.
-        longest (`int`): Tokens of the longest row.
-        is_whole_batch (`bool`): Whether they are the rows of the batch, which has no padding then.
-        equal (`bool`): Whether all are of one length.
-        attention_kinds (`set[AttentionKind]`): What the layers have asked for so far.
-        attend (`Callable` or None): What attends in place of `attention.py`, for rows that share prompts.
-        layout (`Layout` or None): How rows that share prompts lie.
+        offsets (`torch.Tensor`): int32 (rows + 1,), on the device: the start of each row, and the end.
+        tokens (`int`): The tokens of all rows together.
+        longest (`int`): The tokens of the longest row.
+        is_whole_batch (`bool`): Whether these are the rows of the batch itself, which then has no padding.
+        equal (`bool`): Whether all rows have the same length.
+        attention_kinds (`set[AttentionKind]`): The kinds of attention that layers have used so far.
+        attend (`Callable` or None): Replaces `attention.py` for rows that share prompts.
+        layout (`Layout` or None): The layout of rows that share prompts.
     """
 
     attend: Callable | None = None
@@ -72,20 +72,20 @@ class Rows:
 
     @functools.cached_property
     def offsets_on_host(self) -> torch.Tensor:
-        """`offsets` on the CPU: one tensor for all layers, since packages keep what they make of it by its identity."""
+        """`offsets` on the CPU. All layers get the same tensor, because packages cache results by its identity."""
         return torch.tensor([0, *self.lengths], device="cpu").cumsum(0).int()
 
     @functools.cached_property
     def side_by_side(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """For rows that lie side by side, padded on the right, on the device: where each token is in (rows * longest),
-        int64 (tokens,), and the mask of real tokens, int64 (rows, longest)."""
+        """For a batch of these rows, padded on the right: the index of each token in it, int64 (tokens,), and the mask
+        of real tokens, int64 (rows, longest). Both are on the device."""
         lengths = torch.tensor(self.lengths, device="cpu")
         real = torch.arange(self.longest, device="cpu") < lengths[:, None]
         places = real.flatten().nonzero()[:, 0]
         return sent(places, self.offsets.device), sent(real.long(), self.offsets.device)
 
     def in_chunks(self, size: int) -> "Rows":
-        """Cut these rows into rows of `size` tokens, from the beginning of each."""
+        """Split each row into rows of `size` tokens, from its start."""
         if size not in self._chunks:
             cut = []
             for length in self.lengths:
@@ -96,14 +96,14 @@ class Rows:
 
 
 class Chunks(NamedTuple):
-    """Rows cut into chunks, for a rule of linear attention whose launches are counted by chunks.
+    """Rows split into chunks, for a rule of linear attention that launches one program for each chunk.
 
-    A replay launches as many as the capture did. Chunks beyond the last real one are of a row that is always empty, so
-    nothing is stored for them.
+    A replay launches as many programs as the capture. Chunks after the last real one belong to a row that is always
+    empty, so nothing is stored for them.
 
     Attributes:
-        offsets (`torch.Tensor`): int32 (rows + 2,), those of the rows, and of one more row, which is empty.
-        indices (`torch.Tensor`): int32 (chunks, 2), for each chunk its row, and its number in that row.
+        offsets (`torch.Tensor`): int32 (rows + 2,), the offsets of the rows, and of one more row, which is empty.
+        indices (`torch.Tensor`): int32 (chunks, 2), the row of each chunk, and its number in that row.
     """
 
     offsets: torch.Tensor
@@ -111,13 +111,13 @@ class Chunks(NamedTuple):
 
 
 class StaticRows(Rows):
-    """Rows with lengths that change from one replay of a captured backbone to the next, within bounds.
+    """The rows of a captured backbone. Their lengths change from replay to replay, up to a largest size.
 
     Args:
         offsets (`torch.Tensor`): int32 (rows + 1,), a buffer that is written before each replay. Rows after the last
             one are empty.
-        tokens (`int`): Of all rows together, the same in every replay.
-        longest (`int`): Tokens that a row may have.
+        tokens (`int`): The tokens of all rows together, the same in every replay.
+        longest (`int`): The most tokens that a row may have.
         chunks (`Chunks`, *optional*): For layers that keep a state. It is written before each replay too.
     """
 
@@ -134,9 +134,9 @@ class StaticRows(Rows):
 
     @property
     def lengths(self) -> list[int]:  # type: ignore[override]
-        """Return the lengths now, on a CPU.
+        """Return the current lengths, on a CPU.
 
-        `NotForRows` on a GPU, where reading them would bake them into a capture.
+        Raises `NotForRows` on a GPU, where a capture would keep the lengths of its first batch.
         """
         if self.offsets.device.type != "cpu":
             raise NotForRows("its attention needs lengths on the host (dtype, head size or dropout)")
@@ -147,11 +147,11 @@ class StaticRows(Rows):
 
 
 class RowMask(LimitsAttention):
-    """The mask that layers get: a token sees the tokens of its own row up to itself, and at most `window` of them.
-    `chunked` says that the rows are chunks.
+    """The mask that layers get: a token sees the tokens of its own row up to itself, at most `window` of them.
 
-    It is opaque to whatever handles the arguments of layers on their way (checkpointing, FSDP, hooks of accelerate).
-    `unknown` says why the mask that was asked for is another one; some models ask for masks that no layer uses.
+    With `chunked`, the rows are chunks. Code that handles a layer's arguments (checkpointing, FSDP, accelerate's hooks)
+    passes the mask on as it is. `unknown` is the reason why the model wants a mask of another kind. It matters only if
+    a layer uses the mask: some models make masks that no layer uses.
     """
 
     def __init__(self, rows: Rows, window: int | None = None, unknown: str | None = None, chunked: bool = False):
@@ -190,15 +190,12 @@ def use_rows(rows: Rows):
 
 
 def current_rows() -> Rows | None:
-    """Return the rows of the running call of a backbone. None in a call that has no plan, and in a recomputation."""
+    """Return the rows of the running call of a backbone, or None without a plan and in a recomputation."""
     return None if torch.compiler.is_compiling() else _rows.get()
 
 
 def row_mask(args: tuple, kwargs: dict) -> RowMask | None:
-    """Return the mask of one kind of layer, from the arguments of transformers' `sdpa_mask`.
-
-    None where no rows are known.
-    """
+    """Return the mask for the arguments of transformers' `sdpa_mask`, or None if no rows are known."""
     rows = current_rows()
     if rows is None:
         return None
@@ -218,7 +215,7 @@ def _row_mask(
     kv_offset=0,
     **_,
 ) -> RowMask:
-    """Make the `row_mask` for the arguments of a function of `AttentionMaskInterface`."""
+    """Return the mask for the arguments of a function in `AttentionMaskInterface`."""
     if not (q_length * rows.batch == kv_length * rows.batch == rows.tokens and q_offset == kv_offset == 0):
         return RowMask(rows, unknown="it attends to more than the tokens of the call")
     if use_vmap or not allow_is_causal_skip or (local_size is None and mask_function is not causal_mask_function):
@@ -234,10 +231,10 @@ def _row_mask(
 
 
 def _is_same(given, own) -> bool:
-    """Return whether two mask functions have the same code and hold the same functions and numbers.
+    """Return whether two mask functions have the same code and close over the same functions and numbers.
 
-    Their answers are not compared: chunks read a tensor on the device, the padding on the left of each row. It is zero
-    in a call with known rows.
+    A tensor counts as equal: it is the left padding of each row, which chunks read. It is zero in a call with known
+    rows, and comparing it would wait for the device.
     """
     if not callable(own):
         return isinstance(own, torch.Tensor) or given == own
@@ -248,6 +245,6 @@ def _is_same(given, own) -> bool:
 
 
 def _held(function) -> list:
-    """List what a mask function holds: the functions of `and_masks`, or the size of a window or chunk."""
+    """Return what a mask function closes over: the functions of `and_masks`, or the size of a window or chunk."""
     values = [cell.cell_contents for cell in function.__closure__ or ()]
     return [*values[0]] if len(values) == 1 and isinstance(values[0], tuple) else values

@@ -48,10 +48,10 @@ class StateBinding(Binding):
             runs.
 
     Attributes:
-        by_rows (`bool`): Whether `own` was shown to keep rows apart that lie one after the other (`use_layer_rows`).
-        on_cpu (`bool`): Whether it runs so on a CPU too, as in its proof.
+        by_rows (`bool`): Whether a proof has shown that `own` keeps concatenated rows apart (`use_layer_rows`).
+        on_cpu (`bool`): Whether it runs on concatenated rows on a CPU too, as its proof does.
         in_parts (`Callable` or None): `own` with a convolution that writes queries, keys and values as three tensors.
-            It takes the place of `own` where it is proven.
+            It replaces `own` once it is proven.
         no_capture_reason (`str` or None): Why its rule cannot be captured as a CUDA graph, or None.
     """
 

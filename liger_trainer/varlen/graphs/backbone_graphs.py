@@ -1,19 +1,19 @@
-"""The backbone of a model as two CUDA graphs for each size of batch: its forward and its backward pass.
+"""Captures the backbone of a model as two CUDA graphs for each size of batch: its forward and its backward pass.
 
-In a step of few tokens the GPU waits for Python. A replayed graph needs no Python: a few thousand kernels are launched
-by one call. The tokens of a batch are laid into one row of a static buffer and filled up to the size by a row of zeros
-that nothing attends to. The head, the loss and the optimizer stay outside.
+In a step of few tokens the GPU waits for Python. Replaying a graph launches a few thousand kernels with one call. The
+tokens of a batch are copied into one row of a static buffer. A filler row of zeros, which no token attends to, pads it
+to the size. The head, the loss and the optimizer stay outside.
 
     embeddings -> copy into the static buffer -> replay the forward -> clone of the real tokens -> head, loss
     gradients of parameters <- add to static buffers <- replay the backward <- copy of the upstream gradient
 
 Four rules keep this exact:
 
-- A size is captured from the model's own Python code, which has run before with the same state (`Snapshot`). It is used
-  only after its replay gave what that code gives for the same batch.
-- A replay takes place only where `Snapshot` finds nothing changed. Otherwise the model's own code runs, in that call.
-- No tensor of a graph is handed out: outputs are clones, and a gradient is added into a buffer that `.grad` refers to
-  only until it is None again.
+- A size is captured from the model's own Python code, after that code has run once with the same state (`Snapshot`). It
+  is used only after its replay gave the results of that code for the same batch.
+- A graph is replayed only if `Snapshot` finds nothing changed. Otherwise the model's own code runs in that call.
+- No tensor of a graph leaves it: outputs are clones, and a gradient is added into a buffer that `.grad` refers to only
+  until it is None again.
 - If another replay has overwritten the activations of a forward, that forward is replayed again before its backward.
 """
 
@@ -45,12 +45,12 @@ from liger_trainer.varlen.graphs.static_batch import (
 from liger_trainer.varlen.graphs.static_gradients import GradientBuffers
 from liger_trainer.varlen.rows import NotForRows, Rows
 
-MOST_MODES = 4  # states of the model, such as adapters switched on and off
-MOST_SIZES = 16  # of each mode
+MOST_MODES = 4  # states of the model, such as adapters on or off
+MOST_SIZES = 16  # in each mode
 
-# transformers hands these through to a backbone, and no layer that a proof has run reads them.
+# transformers passes these on to a backbone, but no layer in a proof reads them.
 _UNREAD = ("num_items_in_batch", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
-_ROUTERS = "output_router_logits"  # the one output besides hidden states that graphs have
+_ROUTERS = "output_router_logits"  # the only output of graphs other than hidden states
 _STATIC_INPUTS = ("input_ids", "inputs_embeds", "position_ids", "attention_mask", "use_cache")
 
 
@@ -59,12 +59,12 @@ class CapturedMode:
     """The captures of one state of the model.
 
     Attributes:
-        key (`tuple`): What a call has to have in common: gradients, dtypes, arguments.
-        snapshot (`Snapshot`): What else has to be as it was.
+        key (`tuple`): The properties that its calls have in common: gradients, dtypes, arguments.
+        snapshot (`Snapshot`): The state that must not have changed.
         trains (`bool`): Whether there is a backward.
-        draws (`bool`): Whether a layer draws random numbers, as its first call has shown.
-        why_not (`str` or None): Why nothing of it is captured, as its first call has shown.
-        sizes (`dict[tuple[int, bool], CapturedSize]`): By their tokens, and whether rows share their prompts.
+        draws (`bool`): Whether a layer draws random numbers, found in the first call.
+        why_not (`str` or None): Why this mode is not captured, found in the first call.
+        sizes (`dict[tuple[int, bool], CapturedSize]`): By their tokens, and by whether rows share prompts.
     """
 
     key: tuple
@@ -81,10 +81,10 @@ class BackboneGraphs:
     """The captures of one backbone in one training.
 
     Args:
-        backbone (`nn.Module`): The backbone. Its input embedding stays outside of the capture.
-        around (`Callable`): Lists the modules that decide about calls of the backbone, as they are now.
-        recorder (`GraphRecorder`): Of the device.
-        summary (`CaptureSummary`): What the training reports.
+        backbone (`nn.Module`): The backbone. Its input embedding is not captured.
+        around (`Callable`): Lists the current modules that affect calls of the backbone.
+        recorder (`GraphRecorder`): The recorder of the device.
+        summary (`CaptureSummary`): The summary for the training report.
         keeps_state (`bool`, *optional*, defaults to `False`): Whether layers of the backbone keep a state.
     """
 
@@ -104,12 +104,12 @@ class BackboneGraphs:
         self.gradients = GradientBuffers()
         self.modes: list[CapturedMode] = []
         self.off: str | None = None  # why nothing is captured from now on
-        self.generation = 0  # of the activations in the pool: every replay overwrites the last ones
+        self.generation = 0  # of the activations in the pool, which every replay overwrites
         self.clock = 0
-        self.may_capture = False  # once the optimizer has its states
-        self.largest = 0  # tokens: what the pool has room for
-        self.worthwhile = 0  # tokens: the largest size with a replay faster than Python's code
-        self.too_large: int | None = None  # tokens: the smallest size that did not pay, or found no memory
+        self.may_capture = False  # True once the optimizer has its states
+        self.largest = 0  # the tokens that the pool has room for
+        self.worthwhile = 0  # the tokens of the largest size with a replay faster than the model's code
+        self.too_large: int | None = None  # the tokens of the smallest size that was slower, or lacked memory
         self.why_too_large = ""
         self.carrier = torch.zeros((), requires_grad=True)
         self._unmatched = 0  # modes that were replaced without a replay
@@ -118,9 +118,9 @@ class BackboneGraphs:
         self._difference: str | None = None  # why no snapshot fits the running call
 
     def find_snapshot(self) -> bool:
-        """Find the snapshot that holds for the call that begins now. Return whether there is one.
+        """Find the snapshot that holds for the call that starts now. Return whether there is one.
 
-        Then everything that an earlier call has checked before it was captured holds too.
+        If so, everything that was checked before its capture still holds.
         """
         self._snapshot = self._difference = None
         snapshots = [mode.snapshot for mode in sorted(self.modes, key=lambda mode: -mode.last_used)]
@@ -135,11 +135,11 @@ class BackboneGraphs:
     def run(
         self, forward: Callable[..., Any], run_uncaptured: Callable[..., Any], rows: Rows, call: dict[str, Any]
     ) -> Any:
-        """Replay a call of the backbone. Where its own code has to run, the summary says why.
+        """Replay a call of the backbone, or run its own code and count the reason in the summary.
 
         Args:
             forward (`Callable`): The forward of the backbone.
-            run_uncaptured (`Callable`): Runs its own code for this call, from embeddings if it is given some.
+            run_uncaptured (`Callable`): Runs the backbone's own code for this call, from embeddings if it gets them.
             rows (`Rows`): The rows of the call.
             call (`dict`): Its arguments: `input_ids` (B, S) or `inputs_embeds` (B, S, H), in one row of real tokens or
                 in rows without padding.
@@ -175,20 +175,20 @@ class BackboneGraphs:
         return size.output_class(**outputs)
 
     def release(self) -> None:
-        """Free all graphs and their memory. Gradients stay what they are."""
+        """Free all graphs and their memory. Gradients keep their values."""
         self.modes.clear()
         self.gradients = GradientBuffers()
 
     # The call
 
     def _refuse_now(self) -> None:
-        """Raise `NotCapturable` where nothing is captured any more, or the process does more than run the model."""
+        """Raise `NotCapturable` if captures are off, or if a mode or hook of the process forbids a replay."""
         if self.off is not None:
             raise NotCapturable(self.off)
         refuse_process()
 
     def _run_first(self, mode: CapturedMode, embeds: torch.Tensor, run_uncaptured: Callable[..., Any]) -> Any:
-        """Run the first call of a mode, and note what it does besides computing."""
+        """Run the first call of a mode, and record its side effects."""
         effects = SideEffects(mode.snapshot.modules, self.recorder, embeds.device)
         try:
             outputs = run_uncaptured(embeds)
@@ -199,7 +199,7 @@ class BackboneGraphs:
         return outputs
 
     def _mode(self, batch: TokenBatch, constants: tuple) -> CapturedMode:
-        """Find the mode for the current state of the model, or begin one and raise `NotCapturable`."""
+        """Return the mode for the current state of the model, or begin one and raise `NotCapturable`."""
         embeds = batch.embeds
         grad = torch.is_grad_enabled()
         key = (grad, grad and embeds.requires_grad, embeds.dtype, batch.positions.shape[:-2], constants)
@@ -246,8 +246,8 @@ class BackboneGraphs:
     def _size(
         self, mode: CapturedMode, batch: TokenBatch, forward: Callable[..., Any], constants: dict[str, Any]
     ) -> CapturedSize:
-        """Find the graphs for a batch, or capture them. Raises `NotCapturable`."""
-        if mode.why_not is not None:  # its first call has done more than compute
+        """Return the graphs for a batch, or capture them. Raises `NotCapturable`."""
+        if mode.why_not is not None:  # its first call had side effects
             raise NotCapturable(mode.why_not)
         tokens = round_up(batch.tokens)
         size = mode.sizes.get((tokens, batch.layout is not None))
@@ -266,11 +266,11 @@ class BackboneGraphs:
         return self._captured_size(mode, batch, tokens, forward, constants)
 
     def _begin_pool(self, tokens: int) -> None:
-        """Drop all captures, so that a size larger than all of them is captured before them.
+        """Drop all captures, so that a new largest size is captured first.
 
-        In a pool, smaller sizes find room where a larger one was captured first. In rising order each would take memory
-        of its own: 61 % more memory in use for a 1B model on Alpaca rows, where this way takes 15 %. A training meets
-        its largest size within a few steps, since sizes are an eighth apart.
+        In a pool, smaller sizes reuse the memory of a larger one that was captured before them. Captured in ascending
+        order, each size would take memory of its own: 61 % more memory for a 1B model on Alpaca rows, instead of 15 %.
+        Training reaches its largest size within a few steps, because sizes are an eighth apart.
         """
         for mode in self.modes:
             mode.sizes.clear()
@@ -311,7 +311,7 @@ class BackboneGraphs:
         """Record the graphs of `size`, and compare their replay with the code that they were recorded from.
 
         Raises:
-            NotCapturable: It failed, or does not pay. Nothing has changed then but `too_large` or `off`.
+            NotCapturable: The capture failed, or its replay is not faster. Only `too_large` or `off` has changed.
         """
         state = self.recorder.random_state()
         parameters = list(self._captured_parameters(mode.snapshot)) if mode.trains else []
@@ -351,7 +351,7 @@ class BackboneGraphs:
 
     @contextlib.contextmanager
     def _capture_conditions(self) -> Iterator[None]:
-        """Switch off what would leave a tensor of the capture behind: autocast's cache of weights in 16 bits."""
+        """Context manager: disable autocast's weight cache, which would keep tensors of the capture."""
         cached = torch.is_autocast_cache_enabled()
         torch.clear_autocast_cache()
         torch.set_autocast_cache_enabled(False)
@@ -363,8 +363,7 @@ class BackboneGraphs:
     # Replays
 
     def _replay(self, mode: CapturedMode, size: CapturedSize, batch: TokenBatch) -> tuple[torch.Tensor, ...]:
-        """Return the hidden states (1, N, H) of a batch, and the logits of routers (layers, N, experts) if a call asks
-        for them."""
+        """Return the hidden states (1, N, H) of a batch, and router logits (layers, N, experts) if it asks for them."""
         if not mode.trains:
             return self.replay_forward(size, batch)
         return Replayed.apply(batch.embeds, self.carrier, self, mode.draws, size, batch)
@@ -378,10 +377,10 @@ class BackboneGraphs:
 
 
 def constants_of(call: dict[str, Any]) -> tuple:
-    """Return the arguments of a call that are the same in every replay, as sorted (name, value).
+    """Return the arguments of a call that are constant in its graphs, as sorted (name, value).
 
     Raises:
-        NotCapturable: One of them is neither a number nor a word, such as the visual embeddings of Qwen3-VL.
+        NotCapturable: One of them is not a number or a string, such as the visual embeddings of Qwen3-VL.
     """
     constants = []
     for name, value in sorted(call.items()):
@@ -396,7 +395,7 @@ def constants_of(call: dict[str, Any]) -> tuple:
 
 
 def _batch_of(rows: Rows, embeds: torch.Tensor, call: dict[str, Any]) -> tuple[TokenBatch, tuple[int, int]]:
-    """Return the batch of a call in one row, and its (B, S)."""
+    """Return the batch of a call as one row, and its shape (B, S)."""
     batch, length = embeds.shape[:2]
     positions = call.get("position_ids")
     if positions is None:

@@ -154,10 +154,10 @@ class GraphCapture:
             raise DoesNotPay(f"{size.tokens} tokens and more: their graphs leave too little memory")
 
     def _uncaptured_results(self, batch: TokenBatch, random_state: Any) -> list[torch.Tensor]:
-        """Return samples of all results for `batch` with rows that are not static.
+        """Return samples of all results for `batch`, computed without a capture.
 
-        A package may keep what it has made of the offsets of rows. Then a replay would give the same for other rows,
-        and a comparison for the rows of the capture would not show it.
+        A package may cache what it computed from the offsets of rows. A replay would then use the captured rows for
+        every batch, and comparing a replay of the captured rows would not show it.
         """
         size = self.size
         size.fill(batch)

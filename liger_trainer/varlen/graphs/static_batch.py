@@ -15,9 +15,9 @@ from liger_trainer.varlen.host_copies import sent
 from liger_trainer.varlen.rows import Chunks, StaticRows
 from liger_trainer.varlen.shared_rows import StaticSharedRows, lay_across
 
-LEAST_LONGEST = 64  # tokens of the longest row that a size has room for at least
+LEAST_LONGEST = 64  # every size has room for a row of this many tokens
 CHUNK = 64  # tokens of a chunk in the rules of flash-linear-attention
-STEP = 64  # tokens; sizes are multiples of it, which keeps Triton's kernels in one class of alignment
+STEP = 64  # sizes are multiples of this many tokens, so that Triton specializes its kernels for one alignment
 
 
 class TokenBatch(NamedTuple):
@@ -110,7 +110,8 @@ class CapturedSize:
         needs_grad: bool,
         keeps_state: bool = False,
     ):
-        positions, device = batch.positions, batch.embeds.device
+        positions = batch.positions
+        device = batch.embeds.device
         self.tokens = tokens
         self.bounds = bounds
         self.buffers = buffers
@@ -210,19 +211,19 @@ def _static_rows(tables: list[torch.Tensor], tokens: int, bounds: Bounds, chunks
 
 
 def _static_chunks(bounds: Bounds, tokens: int, device: torch.device) -> Chunks:
-    """Buffers with room for the chunks of all rows: each row may end with one that is not full."""
+    """Return buffers for the chunks of all rows, since each row may end with a partial chunk."""
     offsets = torch.zeros(bounds.rows + 2, dtype=torch.int32, device=device)
     return Chunks(offsets, torch.zeros(tokens // CHUNK + bounds.rows, 2, dtype=torch.int32, device=device))
 
 
 def numbered_chunks(lengths: list[int], filling: int, entries: int, empty: int) -> list[tuple[int, int]]:
-    """List the row of each chunk and its number in that row, filled up to `entries` with chunks of the row `empty`.
+    """Return the row of each chunk and its number in that row, padded to `entries` with chunks of the row `empty`.
 
     Args:
-        lengths (`list[int]`): Tokens of each row.
-        filling (`int`): Tokens of the filling row, which follows them.
-        entries (`int`): How many chunks there are to be.
-        empty (`int`): The number of a row without tokens.
+        lengths (`list[int]`): The tokens of each row.
+        filling (`int`): The tokens of the filler row, which comes last.
+        entries (`int`): The length of the result.
+        empty (`int`): The index of a row without tokens.
     """
     chunks = []
     for row, length in enumerate((*lengths, filling)):
@@ -232,7 +233,7 @@ def numbered_chunks(lengths: list[int], filling: int, entries: int, empty: int) 
 
 
 def with_other_rows(batch: TokenBatch) -> TokenBatch:
-    """The tokens of a batch as other rows: the longest is cut in half. Rows of one token are joined to one row."""
+    """Return the batch with other rows: the longest one is split in two. If all have one token, they are joined."""
     lengths = list(batch.lengths)
     at = lengths.index(max(lengths))
     if lengths[at] == 1:

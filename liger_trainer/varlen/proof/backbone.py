@@ -1,11 +1,12 @@
-"""Prove on a small copy of a model that rows need no padding, and find what to bind to its backbone.
+"""Proves on a small copy of a model that padding can be left out, and finds what to bind to its backbone.
 
-The proof runs a batch padded on the right, one padded on the left and a packed row through two small copies with the
-same weights, one with the model's own code and one with ours. The logits of real tokens, the loss and the gradients of
-all weights must agree. They differ if rows reach each other by anything but attention, or if the loss counts padding.
-Layers that keep a state get the rows of the call (`state_layers.py`), and are run again in the backward pass too. If
-layers have a window, chunks, sinks or a soft cap, rows without padding are run too. If these alone agree, they alone
-take our attention. Last, rows that begin alike share their beginning (`alike_rows.py`).
+The proof runs three batches through two small copies with the same weights, one with the model's own code and one with
+ours: a batch padded on the right, one padded on the left, and a packed row. The logits of real tokens, the loss and the
+gradients of all weights must agree. They differ if rows affect each other through anything but attention, or if the
+loss counts padding. Layers that keep a state get the rows of the call (`state_layers.py`), and are also recomputed in
+the backward pass. If layers have a window, chunks, sinks or a soft cap, batches without padding run too. If only these
+agree, only batches without padding use our attention. Finally, rows that start alike share their prompt
+(`alike_rows.py`).
 """
 
 import contextlib
@@ -41,14 +42,15 @@ from liger_trainer.varlen.rows import AttentionKind
 from liger_trainer.varlen.state_layers import StateBinding
 
 OPERATION = "varlen_attention"
-_LENGTHS, _WIDTH = (7, 1, 11, 12), 12  # longer and shorter than the window of a small copy
-_OUTPUTS = {"loss", "logits", "aux_loss", "router_logits"}  # calls that get the last compute padding
-_RTOL = 2e-4  # of the largest element, through whole layers in fp32; a token too many or too few is off by 1e-2
+_LENGTHS = (7, 1, 11, 12)  # some are longer than the window of a small copy, and some are shorter
+_WIDTH = max(_LENGTHS)
+_OUTPUTS = {"loss", "logits", "aux_loss", "router_logits"}  # a call that returns router_logits computes padding
+_RTOL = 2e-4  # relative to the largest element, in fp32; one token too many or too few changes results by 1e-2
 _MASKS_AROUND = "the mask of its decoder is made by the model around it, in which tokens of an image see each other"
 _ON_ROWS = {False: "on rows side by side", True: "on a GPU, on rows one after the other; elsewhere side by side"}
 _BY_OURS = "; on a GPU, its convolution by liger_triton.short_conv"
 _IN_PARTS = ", which writes queries, keys and values as three tensors"
-_ATTENDS_BY = {  # what a layer attends by -> what runs for it on a GPU
+_ATTENDS_BY = {  # the kind of attention -> what runs it on a GPU
     AttentionKind.CAUSAL: "causal layers by SDPA, by PyTorch's varlen kernel where rows are of several lengths",
     AttentionKind.SLIDING_WINDOW: "sliding windows by PyTorch's varlen kernel",
     AttentionKind.CHUNKS: "chunks as rows of their own",
@@ -59,7 +61,7 @@ _ATTENDS_BY = {  # what a layer attends by -> what runs for it on a GPU
 
 
 def find_backbone(model) -> Iterator[PatchMatch]:
-    """Find the backbone of `model`, with a forward that leaves out padding where that is proven."""
+    """Find the backbone of `model`, and bind a forward that leaves out padding if that is proven."""
     if not isinstance(model, PreTrainedModel):
         return
     around, backbone = base_of(model), backbone_of(model)
@@ -115,7 +117,7 @@ def find_backbone(model) -> Iterator[PatchMatch]:
 
 
 def _settle_rows(model, state_layers: StateLayers) -> None:
-    """Note in the bindings of layers that keep a state whether they may go by rows one after the other."""
+    """Record in the bindings of layers that keep a state whether they may run on concatenated rows."""
     bindings = [binding for _, _, binding in state_layers.layers]
     by_rows = in_parts = False
     if _has_gpu() and all(may_go_by_rows(layer, binding) for _, layer, binding in state_layers.layers):
@@ -128,7 +130,7 @@ def _settle_rows(model, state_layers: StateLayers) -> None:
 
 
 def _how_it_runs(binding: StateBinding) -> str:
-    """Say how a layer that keeps a state runs, for the report."""
+    """Return how a layer that keeps a state runs, for the report."""
     text = _ON_ROWS[binding.by_rows]
     if binding.own is not None:
         text += _BY_OURS
@@ -138,7 +140,7 @@ def _how_it_runs(binding: StateBinding) -> str:
 
 
 def _why_states_are_not_captured(state_layers: StateLayers) -> str | None:
-    """Tell why layers that keep a state cannot be captured as CUDA graphs, or return None."""
+    """Return why layers that keep a state cannot be captured in CUDA graphs, or None."""
     for _, _, binding in state_layers.layers:
         if not binding.by_rows:
             return "its layers keep a state, and run on as many rows as a batch has"
@@ -155,7 +157,7 @@ def _why_not(model, around, backbone) -> str | None:
     config = model.config
     if model.get_output_embeddings() is None and not is_classifier(model):
         return "it has no LM head, whose forward would see the labels"
-    # A model with sinks or soft caps has no SDPA. Of one that has it, eager is what the user asked for.
+    # A model with sinks or soft caps has no SDPA. If a model has it, eager attention was the user's choice.
     text, lacks_sdpa = config.get_text_config(), model._supports_attention_backend and not model._supports_sdpa
     if text._attn_implementation != ("eager" if lacks_sdpa else "sdpa"):
         return f"attn_implementation is {text._attn_implementation!r}, which stays as it is"
@@ -171,7 +173,7 @@ def _why_not(model, around, backbone) -> str | None:
 
 
 def _prove_with_states(model):
-    """Prove a model with layers that keep a state: they run on rows side by side, and with checkpointing too."""
+    """Prove a model with layers that keep a state, with and without checkpointing. They run on a padded batch."""
     with kernels_in_torch(model):
         proven, reason = _prove(model, with_states=True)
     if reason is None and proven.padding_reason is not None:
@@ -180,10 +182,10 @@ def _prove_with_states(model):
 
 
 def _is_proven_by_rows(model, state_layers: StateLayers, in_parts: bool) -> bool:
-    """Return whether layers keep rows apart that lie one after the other, if convolution and rule get their offsets.
+    """Return whether layers keep concatenated rows apart if their convolution and their rule get the row offsets.
 
-    The copy's layers run the functions of the model's layers. With `in_parts`, these are the ones with a convolution
-    in parts, and it has to be cut in each call. A package's rule does not run on a CPU.
+    The copy's layers run the functions of the model's layers. With `in_parts`, these have a convolution that writes
+    three tensors, and every call has to split its result. A package's rule is replaced, since it does not run on a CPU.
     """
     forwards: dict[type, Any] = {}
     for _, layer, binding in state_layers.layers:
@@ -200,10 +202,10 @@ def _is_proven_by_rows(model, state_layers: StateLayers, in_parts: bool) -> bool
 def _prove(model, with_states: bool = False, by_rows: dict[type, Any] | None = None):
     """Return (`BackboneProof`, None), or (None, what differs).
 
-    `by_rows` has the forwards of state layers that are given rows one after the other.
+    `by_rows` has the forwards of state layers that get concatenated rows.
 
-    Of a model of images and text it is its decoder that is copied: what is around it sees the batch as it is. Where
-    that makes masks, it is copied too, without its towers. Of a model with a classification head it is its backbone.
+    If the model takes images, only its decoder is copied, since the code around it sees the padded batch. If that code
+    makes masks, it is copied too, without its towers. Of a classifier, the backbone is copied.
     """
     around, backbone = base_of(model), backbone_of(model)
     makes_masks = around is not backbone and bool(image_masks.made_by(around))
@@ -294,7 +296,7 @@ def _bind_masks(around) -> None:
 
 
 def _with_masks_of_images(own, ours, *batches) -> tuple[bool, str | None]:
-    """Return (whether a batch of images stays as it is, what differs from the padded batch or None)."""
+    """Return (whether a batch with images runs as it is, what differs from the padded batch or None)."""
     used = []
     for batch in batches:
         batch = image_masks.batch_of_images(own, batch)
@@ -311,8 +313,8 @@ def _with_masks_of_images(own, ours, *batches) -> tuple[bool, str | None]:
 
 
 def _padded(ids: torch.Tensor, real: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Make a padded batch of `ids` (B, S). `real` (B, S) says which are tokens."""
-    # Predicted from real tokens; one may itself stand on padding. Nothing may predict the first column.
+    """Return a padded batch of `ids` (B, S). `real` (B, S) is False for padding."""
+    # Labels have to be predicted from real tokens, but may be at a position of padding. The first column has no label.
     predicted = real.roll(1, 1) | (torch.arange(_WIDTH) == 0)
     return {"labels": ids.masked_fill(~predicted, -100), "input_ids": ids, "attention_mask": real.long()}
 
@@ -320,7 +322,7 @@ def _padded(ids: torch.Tensor, real: torch.Tensor) -> dict[str, torch.Tensor]:
 def _bind(
     copied, proven: unpadded_backbone.BackboneProof, with_states: bool, by_rows: dict[type, Any] | None = None
 ) -> None:
-    """Bind to a small copy what will be bound to the model."""
+    """Bind to a small copy the forwards that will be bound to the model."""
     if not with_states:
         bind(copied, unpadded_backbone.binding_of(copied, proven))
         return
@@ -330,21 +332,22 @@ def _bind(
     bind(copied, unpadded_backbone.binding_of(copied, proven, state_layers.forward, state_layers.guards))
     for _, layer, binding in state_layers.layers:
         if by_rows is not None:
-            binding.own, binding.rest = by_rows[own_class(layer)], None  # the globals of the file are others now
+            binding.own = by_rows[own_class(layer)]
+            binding.rest = None  # `kernels_in_torch` has changed the globals that it would check
             binding.by_rows = binding.on_cpu = True
         bind(layer, binding)
 
 
 def _why_recomputed_differs(own, ours, batches, proven: unpadded_backbone.BackboneProof) -> str | None:
-    """Name what differs when layers are recomputed in the backward pass, or return None.
+    """Return what differs when layers are recomputed in the backward pass, or None.
 
-    No context of the call is left there, so the rows have to travel with the arguments of the layers.
+    The context of the call is gone by then, so the rows have to be passed in the arguments of the layers.
     """
     if not proven.keeps_state:
         return "no layer was seen that keeps a state"
     reason = None
     for reentrant in (False, True) if ours.supports_gradient_checkpointing else ():
-        for model in (own, ours):  # with use_reentrant, stock loses gradients of router logits
+        for model in (own, ours):  # both, because with use_reentrant stock loses gradients of router logits
             model.gradient_checkpointing_enable({"use_reentrant": reentrant})
         for what, given, stock_given in batches:
             what = f"{what}, recomputed in the backward pass (use_reentrant={reentrant})"
@@ -355,27 +358,27 @@ def _why_recomputed_differs(own, ours, batches, proven: unpadded_backbone.Backbo
 
 
 def _why_ids_are_needed(ours, backbone, batch) -> str | None:
-    """Name what differs if `backbone` gets embeddings in place of the ids of `batch`, or return None.
+    """Return what differs if `backbone` gets embeddings instead of the ids of `batch`, or None.
 
-    Some models read ids again in later layers (per-layer embeddings). A capture begins at the embeddings.
+    A capture starts at the embeddings, but some models read ids in later layers (per-layer embeddings).
     """
     embeds = backbone.get_input_embeddings()(batch["input_ids"])
     with_embeds = {name: x for name, x in batch.items() if name != "input_ids"} | {"inputs_embeds": embeds}
     apart = _apart(_run(ours, with_embeds), _run(ours, batch))
     if apart is not None:
         return f"given embeddings in place of ids, {apart}"
-    # A capture fills its row up with embeddings of zero. Gemma 4 looks for the id of each embedding, and raises.
+    # A capture pads with embeddings of zero. Gemma 4 searches for the id of each embedding, and raises.
     _run(ours, with_embeds | {"inputs_embeds": torch.zeros_like(embeds)})
     return None
 
 
 def _first(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the first row of a batch, as a batch of one: what attention returns has other strides then."""
+    """Return the first row of a batch, as a batch of one. Attention returns other strides for it."""
     return {name: x[:1] for name, x in batch.items()}
 
 
 def _differs(ours, batch, wanted, what: str, attention_kinds: set[AttentionKind]) -> str | None:
-    """Name what differs, or return None. Adds to `attention_kinds` what the layers attend by."""
+    """Return what differs, or None. Add the layers' kinds of attention to `attention_kinds`."""
     plan = plan_batch(
         ours.config, batch | {"use_cache": False}, ours.config._attn_implementation, with_full_batches=True
     )
@@ -389,7 +392,7 @@ def _differs(ours, batch, wanted, what: str, attention_kinds: set[AttentionKind]
 
 
 def _with_images(decoder, batch) -> dict[str, Any]:
-    """Return `batch` with what the decoder of a model of images and text gets in addition, as far as it takes it."""
+    """Return `batch` with the arguments that a model of images and text adds, if the decoder takes them."""
     names, config = inspect.signature(decoder.forward).parameters, decoder.config
     real, source = batch["attention_mask"].bool(), probe.generator()
     more: dict[str, Any] = {}

@@ -32,12 +32,12 @@ _RTOL = 1e-5  # of the largest element, in fp32
 
 
 def replacement(scope: dict[str, Any], in_parts: bool = False) -> tuple[tuple[str, Callable], ...]:
-    """(name, function) of what is to stand among the globals of a modeling file; nothing where its own function stays.
+    """Return (name, function) of the global to replace in a modeling file. Empty if its own function stays.
 
     Args:
         scope (`dict`): The globals of the file.
-        in_parts (`bool`, *optional*, defaults to `False`): Whether the function returns a `DeferredConvolution`, so
-            that a layer which cuts the result gets three tensors.
+        in_parts (`bool`, *optional*, defaults to `False`): Return a `DeferredConvolution`, so that a layer that splits
+            the result gets three tensors.
     """
     own = scope.get(NAME)
     if not isinstance(own, types.FunctionType) or kernel_behind(own) is not None or not _is_proven(own):
@@ -46,13 +46,13 @@ def replacement(scope: dict[str, Any], in_parts: bool = False) -> tuple[tuple[st
 
 
 def cuts_result(forward: types.FunctionType) -> bool:
-    """Return whether a forward calls the convolution, and cuts a tensor by `torch.split`."""
+    """Return whether a forward calls the convolution and `torch.split`."""
     return {NAME, "split"} <= {*forward.__code__.co_names}
 
 
 @functools.cache
 def _convolution(own: Callable, in_parts: bool) -> Callable:
-    """Make the function that runs in place of `own`: ours where it takes the call."""
+    """Return the function that replaces `own`. It calls the kernel if that supports the call, and else `own`."""
 
     @functools.wraps(own)
     def convolve(
@@ -63,7 +63,8 @@ def _convolution(own: Callable, in_parts: bool) -> Callable:
         **kwargs: Any,
     ) -> Any:
         has_rows = any(kwargs.get(name) is not None for name in _ROW_ARGUMENTS)  # transformers raises for these
-        rows, offsets = current_layer_rows(), None
+        rows = current_layer_rows()
+        offsets = None
         if rows is not None:
             if has_rows or not fits(hidden_states, weight, bias, activation):
                 raise NotForRows("liger_triton.short_conv does not take the convolution of its layers")
@@ -130,7 +131,7 @@ def parts_by_kernel(
     offsets: torch.Tensor | None,
     widths: tuple[int, ...],
 ) -> tuple[torch.Tensor, ...]:
-    """Convolve as `by_kernel`, and return the channels in three tensors (B, L, width), each contiguous."""
+    """Convolve like `by_kernel`, and return the channels as three contiguous tensors (B, L, width)."""
     batch, _, length = x.shape
     tokens, offsets = _rows_of_tokens(x, offsets)
     parts = short_conv(tokens, weight, bias, cu_seqlens=offsets, activation=_ACTIVATIONS[activation], split=widths)
@@ -138,7 +139,7 @@ def parts_by_kernel(
 
 
 def _rows_of_tokens(x: torch.Tensor, offsets: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """x (B, C, L) as (B * L, C), and where the rows begin in it; None if it is one row."""
+    """Return x (B, C, L) as (B * L, C), and the offsets of its rows, or None for one row."""
     batch, channels, length = x.shape
     tokens = x.transpose(1, 2).reshape(batch * length, channels)
     if offsets is None and batch > 1:

@@ -1,10 +1,11 @@
-"""Stand in for the result of a convolution until the layer cuts it into queries, keys and values.
+"""Delays a convolution until the layer splits its result into queries, keys and values.
 
-A layer transposes the result to (B, L, C) and calls `torch.split`. A rule of linear attention then copies each part,
-because parts of one tensor are not contiguous. Here the cut is known before anything is computed, so the kernel writes
-three tensors, and in the backward pass it reads three gradients.
+A layer transposes the result to (B, L, C) and calls `torch.split`. The rule of linear attention then copies each part,
+because the parts of one tensor are not contiguous. With the split known before the convolution runs, the kernel writes
+three tensors, and its backward reads three gradients.
 
-It is a plain class with `__torch_function__`, as `DeferredLogits` is. Any other use gets the result as one tensor.
+`DeferredConvolution` is a plain class with `__torch_function__`, like `DeferredLogits`. Any other use of it computes
+the result as one tensor.
 """
 
 import contextlib
@@ -15,13 +16,13 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-_PARTS = 3  # as many as `liger_triton.short_conv` writes
+_PARTS = 3  # the parts that `liger_triton.short_conv` can write
 _whole_is_refused = contextvars.ContextVar("a result as one tensor is refused", default=False)
 
 
 @contextlib.contextmanager
 def refuse_whole() -> Iterator[None]:
-    """Context manager: to compute a result as one tensor raises a RuntimeError, so that a proof shows it is cut."""
+    """Context manager: computing a result as one tensor raises RuntimeError. A proof thus shows that it is split."""
     token = _whole_is_refused.set(True)
     try:
         yield
@@ -30,13 +31,13 @@ def refuse_whole() -> Iterator[None]:
 
 
 class DeferredConvolution:
-    """The result of a convolution that has not been computed.
+    """The result of a convolution that has not run yet.
 
     Args:
-        compute (`Callable`): Takes None and returns the result (B, C, L), or takes three widths that sum to C and
+        compute (`Callable`): Called with None, returns the result (B, C, L). Called with three widths that sum to C,
             returns its parts (B, L, width), each contiguous.
         shape (`torch.Size`): (B, C, L).
-        is_transposed (`bool`, *optional*, defaults to `False`): Whether it stands for (B, L, C).
+        is_transposed (`bool`, *optional*, defaults to `False`): Whether the layer has transposed it to (B, L, C).
     """
 
     __slots__ = ("_compute", "_shape", "is_transposed")
@@ -66,14 +67,14 @@ class DeferredConvolution:
         return self.whole().transpose(dim0, dim1)
 
     def split(self, split_size: int | Sequence[int], dim: int = 0) -> tuple[torch.Tensor, ...]:
-        """Cut as `torch.Tensor.split` does. Three parts of the channels are computed apart, and are contiguous."""
+        """Split like `torch.Tensor.split`. Three parts of the channels are computed as three contiguous tensors."""
         by_channel = self.is_transposed and dim % 3 == 2
         if by_channel and isinstance(split_size, list | tuple) and len(split_size) == _PARTS and min(split_size) > 0:
             return self._compute(tuple(split_size))
         return self.whole().split(split_size, dim)
 
     def __getitem__(self, index: Any) -> Any:
-        """Return itself for slices that take all of it: some layers cut off the tail that a cache has added."""
+        """Return itself for slices that take everything. Some layers slice to remove what a cache has appended."""
         parts = index if isinstance(index, tuple) else (index,)
         takes_all = len(parts) <= 3 and all(map(_takes_all, parts, self.shape))
         return self if takes_all else self.whole()[index]

@@ -17,10 +17,13 @@ from liger_trainer.varlen.proof.packed_rows import Kernel, choice_behind, kernel
 from liger_trainer.varlen.rows import NotForRows, Rows, StaticRows
 from liger_trainer.varlen.state_layers import current_layer_rows
 
-_ROW_ARGUMENT, _ON_HOST, _CHUNKS = "cu_seqlens", "cu_seqlens_cpu", "chunk_indices"
-# Rules of packages that can be captured: name -> (package, versions).
+# The arguments of a package's rule.
+_ROW_ARGUMENT = "cu_seqlens"
+_ON_HOST = "cu_seqlens_cpu"
+_CHUNKS = "chunk_indices"
+# Packages' rules that can be captured: name -> (package, versions).
 _CAPTURED = {"chunk_gated_delta_rule": ("fla-core", ("0.6.0",))}
-_BACKENDS = ("tilelang", "flash_qla")  # packages that fla runs in place of its own kernels
+_BACKENDS = ("tilelang", "flash_qla")  # if one of these packages is installed, fla runs it instead of its own kernels
 
 
 def asks_for_device(forward: types.FunctionType) -> bool:
@@ -52,7 +55,8 @@ def _with_rows(own: Callable, kernel: Kernel) -> Callable:
             kwargs |= _row_arguments(rows, kernel, args[0].device)
         if args[0].is_cuda or (rows is None and kwargs.get(_ROW_ARGUMENT) is not None):
             return own(*args, **kwargs)
-        for name in (_ROW_ARGUMENT, _ON_HOST, _CHUNKS):  # on a CPU, as in a proof, where the package's kernel raises
+        # This is a proof: on a CPU, the package's kernel raises.
+        for name in (_ROW_ARGUMENT, _ON_HOST, _CHUNKS):
             kwargs.pop(name, None)
         if rows is None:
             return kernel.torch_function(*args, **kwargs)
@@ -64,23 +68,23 @@ def _with_rows(own: Callable, kernel: Kernel) -> Callable:
 def _row_arguments(rows: Rows, kernel: Kernel, device: torch.device) -> dict[str, Any]:
     """Return the arguments that tell a package's rule where rows begin."""
     if not isinstance(rows, StaticRows):
-        told = {_ROW_ARGUMENT: rows.offsets.to(device)}  # layers may be spread over devices
+        told = {_ROW_ARGUMENT: rows.offsets.to(device)}  # layers may be on several devices
         if _ON_HOST in kernel.parameters:
-            told[_ON_HOST] = rows.offsets_on_host  # else the rule waits for the device to count the chunks of rows
+            told[_ON_HOST] = rows.offsets_on_host  # without it, the rule waits for the device to count chunks
         return told
     if rows.chunks is None or _CHUNKS not in kernel.parameters:
         raise NotForRows("the rule of its layers that keep a state counts the chunks of rows on the host")
     offsets, indices = rows.chunks
-    # The package keeps what it makes of offsets, by the identity of their tensor. These change from one replay to the
-    # next, so each call gets a tensor object of its own, and what is made of it becomes a part of the capture.
+    # The package caches what it computes from offsets, by the identity of their tensor. But the values change from
+    # replay to replay. With a new tensor object for each call, the computation is captured instead of cached.
     return {_ROW_ARGUMENT: offsets.view_as(offsets), _CHUNKS: indices}
 
 
 def why_not_captured(forward: types.FunctionType) -> str | None:
-    """Tell why a layer's forward cannot be captured as a CUDA graph because of its rule, or return None.
+    """Return why a layer's rule cannot be captured in a CUDA graph, or None.
 
-    A rule is launched by the number of chunks, which it computes on the host from the offsets of rows. Some take the
-    chunks as an argument. The versions in which that was read and tried are listed.
+    The number of chunks decides how a rule is launched. It is computed on the host from the offsets of rows, unless the
+    rule takes the chunks as an argument. `_CAPTURED` lists the versions in which that was read and tried.
     """
     for name in forward.__code__.co_names:
         own = forward.__globals__.get(name)
