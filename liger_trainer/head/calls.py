@@ -18,6 +18,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 from liger_trainer.head.answers import answer
@@ -33,13 +34,15 @@ from liger_trainer.head.module import (
 )
 from liger_trainer.head.outputs import EXTRA_OUTPUTS, TOKEN_OUTPUTS, HeadOptions
 from liger_trainer.head.request import HeadRequest, ModelCall
-from liger_trainer.patching.core.binding import bind, in_place_of
+from liger_trainer.patching.core.binding import bind, call_previous, in_place_of, own_code
 from liger_trainer.patching.core.hooks import replaced_forward
 from liger_trainer.patching.core.report import ReportEntry
 from liger_trainer.varlen import registry
 from liger_trainer.varlen.decide import bound_backbone, decide, why_padding_is_read
-from liger_trainer.varlen.unpad_plan import UnpadPlan, cache_of, use_plan
+from liger_trainer.varlen.plan_batch import holds_packed_rows
+from liger_trainer.varlen.unpad_plan import UnpadPlan, cache_of, tokens_of, use_plan
 from liger_trainer.varlen.unpadded_backbone import BackboneBinding
+from liger_triton.devices import runs_kernels
 
 _OF_EVERY_POSITION = {"hidden_states", "vocab_mean"}  # TRL's ORPO and CPO log the mean over padding too
 
@@ -93,6 +96,9 @@ def _forward_of(model_class: type[nn.Module]) -> Callable:
 
     @in_place_of(model_class.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled() and _generates_on_a_cpu(self, kwargs):
+            with own_code():
+                return call_previous(self, FusedHeadBinding, args, kwargs)
         request = HeadRequest.taken_from(kwargs)
         call = _model_call(self, request, args, kwargs)
         if request.replaces_loss and takes_cache and cache_of(kwargs) is None:
@@ -111,6 +117,23 @@ def _forward_of(model_class: type[nn.Module]) -> Callable:
             return answer(call)
 
     return forward
+
+
+def _generates_on_a_cpu(model: nn.Module, kwargs: dict[str, Any]) -> bool:
+    """Return whether a call without gradients continues rows by a cache, where no kernel of ours runs.
+
+    For a few tokens the kernels' plain PyTorch versions, and the checks around them, take longer than the modules' own
+    code. All other calls stay as they are, so that every pass of a training computes the same numbers.
+    """
+    if torch.compiler.is_compiling() or cache_of(kwargs) is None or HeadRequest.is_in(kwargs):
+        return False
+    tokens = tokens_of(kwargs)
+    if not isinstance(tokens, torch.Tensor) or tokens.device.type != "cpu" or runs_kernels(tokens):
+        return False
+    if "hf_device_map" in model.__dict__:  # tokens on the CPU may go to weights on a GPU
+        return False
+    has_labels = kwargs.get("labels") is not None or kwargs.get("shift_labels") is not None
+    return not has_labels and not holds_packed_rows(kwargs)
 
 
 def _model_call(model: nn.Module, request: HeadRequest, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelCall:

@@ -30,6 +30,7 @@ class ClassifierBinding(Binding):
     """
 
     key = "_liger_classifier"
+    is_of_model = True
 
     def __init__(self, function: Callable):
         super().__init__(function)

@@ -272,6 +272,7 @@ class FusedHeadBinding(Binding):
     """
 
     key = "_liger_head"
+    is_of_model = True
 
     def __init__(self, function: Callable):
         super().__init__(function)

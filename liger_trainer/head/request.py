@@ -29,6 +29,7 @@ _FIELD_OF_KEYWORD = {
     "uniform_grad": "uniform_grad",
     "skip_logits": "skip_logits",
 }
+_KEYWORDS = frozenset((_ARGUMENT, *_FIELD_OF_KEYWORD))
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,11 @@ class HeadRequest:
 
         if self.logits_observer is not None and not self.token_scores:
             raise ValueError("logits_observer is set and token_scores is not, so that it would see nothing. Set both.")
+
+    @staticmethod
+    def is_in(call: dict[str, Any]) -> bool:
+        """Return whether the keywords of a call of the model make a request."""
+        return not _KEYWORDS.isdisjoint(call)
 
     @classmethod
     def taken_from(cls, call: dict[str, Any]) -> "HeadRequest":

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from liger_trainer.command.options import add_recipe_command, parse_positive, take_options
-from liger_trainer.command.processes import launched_processes
+from liger_trainer.command.processes import Heartbeat, launched_processes
 from liger_trainer.command.recipe.accelerate_file import preserve_environment
 from liger_trainer.command.recipe.read import Recipe, parse_recipe, read_recipe
 from liger_trainer.errors import RecipeError
@@ -88,8 +88,9 @@ def _compare(args: argparse.Namespace) -> int:
     with_liger = importlib.util.find_spec("liger_kernel") is not None
     arms = []
     for name in (_STOCK, _LIGER, _OURS) if with_liger else (_STOCK, _OURS):
-        print(f"{name}: training {steps} steps", file=sys.stderr, flush=True)
-        arms.append({"arm": name} | _run_in_subprocess(args.recipe, argv, name, steps))
+        print(f"{name}: training up to {steps} steps", file=sys.stderr, flush=True)
+        with Heartbeat(f"still training {name}, {{}}.".format):
+            arms.append({"arm": name} | _run_in_subprocess(args.recipe, argv, name, steps))
     if all("error" in arm for arm in arms):
         raise RecipeError(" ".join(dict.fromkeys(arm["error"] for arm in arms)))
     from liger_trainer.command.run.summary import hardware

@@ -3,7 +3,7 @@
 import argparse
 from typing import Any
 
-from liger_trainer.command.processes import importing, print_loading
+from liger_trainer.command.processes import Heartbeat, importing, print_loading
 
 
 def add_doctor_command(commands: Any) -> None:
@@ -25,8 +25,10 @@ def _doctor(args: argparse.Namespace) -> int:
         from liger_trainer.command.recipe.model_source import find_model
         from liger_trainer.fitting.meta_model import auto_class_of
 
-    config = find_model(args.model, args.gguf_file, trust_remote_code=args.trust_remote_code).load(AutoConfig)
-    with torch.device("meta"):  # the report depends on code and shapes only, so no weights are needed
-        model = auto_class_of(config).from_config(config, trust_remote_code=args.trust_remote_code)
-    print(apply_liger(model))
+    with Heartbeat(lambda time: f"still building {args.model} without its weights, {time}."):
+        config = find_model(args.model, args.gguf_file, trust_remote_code=args.trust_remote_code).load(AutoConfig)
+        with torch.device("meta"):  # the report depends on code and shapes only, so no weights are needed
+            model = auto_class_of(config).from_config(config, trust_remote_code=args.trust_remote_code)
+        report = apply_liger(model)
+    print(report)
     return 0

@@ -9,6 +9,7 @@ unpickled is unpatched, needs nothing of this package, and `Binding.of` returns 
 import copy
 import functools
 import inspect
+import threading
 import types
 import weakref
 from collections.abc import Callable
@@ -42,6 +43,40 @@ class WeakModuleRef:
         return WeakModuleRef, ()
 
 
+_threads_of_own_code: set[int] = set()
+
+
+class own_code:
+    """Context manager: in this thread and without gradients, every module runs its own code, or ours if `on` is False.
+
+    The two may differ in the last digit. So it is for calls that no backward pass repeats. A whole model that is called
+    inside, by a hook, decides for itself again.
+    """
+
+    def __init__(self, on: bool = True):
+        self.on = on
+
+    def __enter__(self) -> None:
+        self.thread = threading.get_ident()
+        self.was_on = self.thread in _threads_of_own_code
+        self._switch(self.on)
+
+    def __exit__(self, *_: Any) -> None:
+        self._switch(self.was_on)
+
+    def _switch(self, on: bool) -> None:
+        if on:
+            _threads_of_own_code.add(self.thread)
+        else:
+            _threads_of_own_code.discard(self.thread)
+
+
+def _is_within_own_code() -> bool:
+    """Return whether `own_code` is on here. Traced code cannot ask for the thread, and keeps our methods."""
+    # It takes half the time of `is_compiling`, and each module of each token asks.
+    return not torch.compiler.is_dynamo_compiling() and threading.get_ident() in _threads_of_own_code
+
+
 class Binding:
     """A method of ours that is bound to one instance.
 
@@ -57,6 +92,7 @@ class Binding:
             it stays if the method is wrapped. It begins with `_liger_`. Unset: the key of the class.
 
     Attributes:
+        is_of_model (`bool`): Whether the method is that of a whole model, which decides what runs in it (`own_code`).
         previous: What the slot held before, or None where the class's own method was in effect.
         fallback_active (`bool`): Whether calls go to the class's own method from now on: a proof no longer holds, or
             ours was removed while a wrapper still calls it. A checkpoint that recomputes a call must take the same path
@@ -64,6 +100,7 @@ class Binding:
     """
 
     key = "_liger_patch"
+    is_of_model = False
 
     def __init__(
         self,
@@ -93,14 +130,22 @@ class Binding:
         # A strong reference would make a cycle of model and binding, and memory would wait for the garbage collector.
         if module is None:
             raise ReferenceError("The module of this forward has been freed. Keep the model, not its forward alone.")
-        reason = None
-        if self.guards is not None and not self.fallback_active:
+        runs_own = self.fallback_active
+        if _threads_of_own_code and not runs_own and _is_within_own_code():
+            if self.is_of_model:
+                with own_code(False):
+                    return self.function(module, *args, **kwargs)
+            runs_own = not torch.is_grad_enabled()
+        if not runs_own and self.guards is not None:
             reason = self.guards.broken(module)
             if reason is not None:
                 self.fall_back(reason)
-        if self.fallback_active or reason is not None:
+                runs_own = True
+        if runs_own:
             own = self.previous
-            return getattr(type(module), self.name)(module, *args, **kwargs) if own is None else own(*args, **kwargs)
+            if own is None:
+                return getattr(type(module), self.function.__name__)(module, *args, **kwargs)
+            return own(*args, **kwargs)
         return self.function(module, *args, **kwargs)
 
     def fall_back(self, reason: str) -> None:

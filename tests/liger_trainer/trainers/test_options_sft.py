@@ -6,7 +6,9 @@ from datasets import Dataset
 from peft import LoraConfig
 from tiny_models import ragged_rows, tiny_model
 from trainer_parity import own_fields
+from transformers import AutoConfig, AutoModelForCausalLM
 from trl import SFTConfig, SFTTrainer
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 from trl_options import (
     TOOL,
     adapters,
@@ -55,6 +57,34 @@ def bf16_model():
 
 
 BF16_ADAPTER = 0.3  # the gradient of an adapter this large is off by 0.03 to 0.16 of its size with either trainer
+
+LORA_DROPOUT = {"peft_config": LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.3)}
+DROPOUT = {"resid_pdrop": 0.2, "embd_pdrop": 0.2}  # of GPT-2, in layers but not in attention
+
+
+def gpt2(**options):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": tiny_model("llama").config.vocab_size, "n_embd": 32, "n_layer": 2, "n_head": 4}
+    config = AutoConfig.for_model("gpt2", **sizes, initializer_range=0.3, **options)
+    return AutoModelForCausalLM.from_config(config)
+
+
+class WithoutLabels(DataCollatorForLanguageModeling):
+    """Makes batches in turn; the first and the last of each four have no labels."""
+
+    made = 0
+
+    def torch_call(self, rows):
+        batch = super().torch_call(rows)
+        if self.made % 4 in (0, 3):
+            batch["labels"].fill_(-100)
+        self.made += 1
+        return batch
+
+
+def without_labels(folder):
+    return {"data_collator": WithoutLabels(pad_token_id=0)}
+
 
 EVAL = {"eval_strategy": "steps", "eval_steps": 1}
 REENTRANT = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
@@ -130,6 +160,32 @@ CASES = [
         max_steps=3,
         rtol=1e-4,
     ),
+    # random numbers and micro-batches of a window
+    case("noise-packed-accumulated", rows=texts(32), neftune_noise_alpha=5.0, split=(2, 2), **PACKED),
+    case(
+        "noise-adapter-dropout",
+        True,
+        rows=texts(16),
+        neftune_noise_alpha=5.0,
+        split=(1, 4),
+        **REENTRANT,
+        given=LORA_DROPOUT,
+    ),
+    case("dropout-one-by-one", rows=texts(16), model=lambda: gpt2(attn_pdrop=0.2, **DROPOUT), split=(1, 4)),
+    case("dropout-packed", rows=texts(32), model=lambda: gpt2(attn_pdrop=0.0, **DROPOUT), split=(2, 2), **PACKED),
+    case("dropout-adapter-accumulated", rows=texts(), split=(2, 2), **CHECKPOINT, given=LORA_DROPOUT),
+    case("without-labels", True, rows=texts(16), split=(2, 4), label_smoothing_factor=0.2, given=without_labels),
+    case("without-labels-dft", rows=texts(16), split=(2, 4), loss_type="dft", given=without_labels),
+    case(
+        "without-labels-router-loss",
+        rows=texts(16),
+        model="qwen3_moe",
+        router_aux_loss_coef=0.3,
+        split=(2, 4),
+        given=without_labels,
+        metrics=("aux_loss",),
+    ),
+    case("assistant-only-accumulated", **ASSISTANT, split=(1, 4), label_smoothing_factor=0.2),
     case("bf16-model", rows=texts(), model=bf16_model, max_steps=1, rtol=0.1),
     case("autocast", rows=texts(), bf16=True, rtol=3e-2),
     case("dropout", rows=texts(), model=lambda: tiny_model("llama", attention_dropout=0.3)),

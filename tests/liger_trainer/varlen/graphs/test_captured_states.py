@@ -4,6 +4,7 @@ On a CPU, recorded Python runs again (`RerunRecorder`), and rules run in PyTorch
 """
 
 import copy
+import inspect
 
 import pytest
 import torch
@@ -152,6 +153,14 @@ def test_other_versions_of_the_package_are_not_captured(version, backend, reason
         step(model, batch(), graphs)
     (text,) = graphs.summary.to_dict()["calls_not_captured"]
     assert "its layers keep a state" in text and reason.replace("tilelang", "json") in text
+
+
+def test_a_rule_that_counts_its_chunks_is_not_captured(monkeypatch):
+    modeling = pytest.importorskip("transformers.models.kimi_linear.modeling_kimi_linear", exc_type=ImportError)
+    install_packages(monkeypatch, modeling.__name__, RULES)
+    forward = inspect.unwrap(modeling.KimiLinearDeltaAttention.forward)
+    assert rules.why_not_captured(forward) == "chunk_kda counts the chunks of rows on the host"
+    assert rules.why_not_captured(inspect.unwrap(modeling.KimiLinearMLP.forward)) is None
 
 
 def test_a_rule_without_its_package_is_not_captured(monkeypatch):
