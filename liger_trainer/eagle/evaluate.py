@@ -5,7 +5,7 @@ the drafter the same tokens as the text as long as it keeps its guesses. `decode
 compares.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -41,6 +41,7 @@ def evaluate(
     steps: int = 7,
     max_new_tokens: int = 128,
     batch_size: int = 16,
+    progress: Callable[[str], None] | None = None,
 ) -> EagleReport:
     """Return accuracy and acceptance length of `drafter` on the greedy text of `model`.
 
@@ -48,7 +49,7 @@ def evaluate(
         model (`PreTrainedModel`): Its training mode is restored afterwards.
         drafter (`EagleDrafter`): On the device of the LM head and in its dtype, attached to the model or not.
         steps (`int`): Tokens that are guessed for a pass.
-        prompts, ends, max_new_tokens, batch_size: As in `measure_acceptance`.
+        prompts, ends, max_new_tokens, batch_size, progress: As in `measure_acceptance`.
 
     Raises:
         ValueError: No text has two tokens, so there is nothing to guess.
@@ -57,7 +58,9 @@ def evaluate(
     def guesses(prompt: list[int], text: list[int]) -> torch.Tensor:
         return right_guesses(model, drafter, prompt, text, steps)
 
-    found = measure_acceptance(model, guesses, prompts, ends, max_new_tokens=max_new_tokens, batch_size=batch_size)
+    found = measure_acceptance(
+        model, guesses, prompts, ends, max_new_tokens=max_new_tokens, batch_size=batch_size, progress=progress
+    )
     return EagleReport(**vars(found), draft_vocab_size=len(drafter.d2t))
 
 
