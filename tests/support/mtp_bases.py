@@ -35,9 +35,9 @@ SHAPES = {  # in the checkpoints of Qwen3.5; q_proj includes the gate of the att
 LAYER = "model.layers.2."  # of `write_layer_base`
 
 
-def write_base(folder, shapes=SHAPES, **config):
-    """Write a tiny Qwen3.5 with an MTP head in its checkpoint. Return the head's tensors."""
-    model = tiny_model("qwen3_5_text", mtp_num_hidden_layers=1, **config)
+def write_base(folder, shapes=SHAPES, kind="qwen3_5_text", **config):
+    """Write a tiny model with an MTP head in its checkpoint. Return the tensors of the head."""
+    model = tiny_model(kind, mtp_num_hidden_layers=1, **config)
     model.save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     generator = torch.Generator().manual_seed(1)

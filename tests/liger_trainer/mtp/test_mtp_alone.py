@@ -10,8 +10,9 @@ from mtp_bases import SHAPES, mtp_trainer, write_base
 from mtp_brute_force import brute_force
 from parity import logged_values
 from peft import LoraConfig, get_peft_model
+from rerun_recorder import capture_on_cpu
 from safetensors.torch import load_file
-from tiny_models import ragged_rows, tiny_tokenizer
+from tiny_models import ragged_rows, tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
 from liger_trainer import LigerMTPConfig, LigerMTPTrainer, LigerSFTConfig
@@ -192,3 +193,26 @@ def test_other_arguments_and_models(tmp_path):
     rows = Dataset.from_list(ragged_rows())
     with pytest.raises(ValueError, match="The model has an adapter. Merge it"):
         LigerMTPTrainer(get_peft_model(model, adapted), args, train_dataset=rows, processing_class=tiny_tokenizer())
+
+
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("alone", [True, False], ids=["alone", "joint"])
+def test_the_model_is_captured(alone, packing, monkeypatch, tmp_path):
+    """Replays of the backbone give the losses and the weights of a run without captured steps."""
+    capture_on_cpu(monkeypatch)
+    shapes = {name: shape for name, shape in SHAPES.items() if not name.startswith("mtp.layers")}
+    layers = tiny_model("llama").model.layers[0].state_dict()
+    shapes |= {f"mtp.layers.0.{name}": tensor.shape for name, tensor in layers.items()}
+    write_base(tmp_path / "base", shapes, kind="llama")  # a type with layers that can be captured
+    options = {"alone": alone, "packing": packing, "mtp_targets": "soft", "max_steps": 6, "optim": "sgd"}
+    rows = ragged_rows(24)
+    runs = []
+    for graphs in ("true", "false"):
+        trainer = mtp_trainer(tmp_path / "base", tmp_path / graphs, rows=rows, cuda_graphs=graphs, **options)
+        trainer.train()
+        runs.append(trainer)
+    captured, plain = runs
+    assert captured.captured_steps.to_dict()["calls_replayed"] >= 2, captured.captured_steps.to_dict()
+    assert logged_values(captured, "mtp_loss") == pytest.approx(logged_values(plain, "mtp_loss"), rel=1e-5)
+    for (name, p), (_, q) in zip(captured.model.named_parameters(), plain.model.named_parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
