@@ -50,9 +50,11 @@ def test_a_split_that_a_file_does_not_have_names_its_key(own_rows, capsys):
     ("content", "message"),
     [
         (b"question,answer\n", "cannot be loaded: it has no rows."),
+        (b"\n\n", "cannot be loaded: it has no rows."),
+        (b"question,answer,answer\nw5,w6,w7\n", "the header of qa.csv has the column 'answer' twice. Rename one"),
         ("question,answer\ncafé,w5\n".encode("latin-1"), "it is not in UTF-8"),
     ],
-    ids=["no rows", "Latin-1"],
+    ids=["no rows", "no header", "two columns of a name", "Latin-1"],
 )
 def test_a_file_that_cannot_be_read(content, message, own_rows, capsys):
     (own_rows / "qa.csv").write_bytes(content)
@@ -121,3 +123,62 @@ def test_a_reward_function_by_its_file(own_rows, capsys):
     }
     code, _, err = train(capsys, own_rows, "--dry_run", reward_funcs=["my_score.py:score"], **keys)
     assert code == 2 and "Write my_score.score, as Python imports it." in err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"learning_rate": float("inf")}, "learning_rate is inf; expected a finite number."),
+        ({"weight_decay": float("inf")}, "weight_decay is inf; expected a finite number."),
+        ({"max_length": 10**30}, "which does not fit into 64 bits. For no limit, leave it out or set null."),
+        ({"sample_prompts": ["w5", " "]}, "sample_prompts is ['w5', ' '], and one of them is empty."),
+        ({"optim": "adamw_torch", "optim_args": "betas=0.9"}, "which has no effect with optim: adamw_torch."),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_values_that_no_library_checks(options, message, own_rows, capsys):
+    """They trained without a word, or ended in a traceback."""
+    code, _, err = train(capsys, own_rows, "--dry_run", **options)
+    assert code == 2 and message in err, err
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "example"),
+    [
+        ("gradient_checkpointing_kwargs", "use_reentrant=false", '{"use_reentrant": false}'),
+        ("lr_scheduler_kwargs", "num_cycles=1", '{"num_cycles": 1}'),
+        ("model_init_kwargs", "dtype: float32", '{"dtype": "float32"}'),
+    ],
+)
+def test_a_text_in_place_of_a_mapping(key, text, example, own_rows, capsys):
+    """The first was ignored, the others ended in a traceback. The example that the message gives is accepted."""
+    code, _, err = train(capsys, own_rows, "--dry_run", f"--{key}", text)
+    assert code == 2 and f"{key} is '{text}'; expected a mapping, such as '{example}'" in err, err
+    code, _, err = train(capsys, own_rows, "--dry_run", f"--{key}", example)
+    assert code == 0, err
+
+
+def test_a_gradient_norm_without_a_limit_is_allowed(own_rows, capsys):
+    code, _, err = train(capsys, own_rows, "--dry_run", max_grad_norm=float("inf"))
+    assert code == 0, err
+
+
+def test_a_question_without_an_answer(own_rows, capsys):
+    code, _, err = train(capsys, own_rows, "--dry_run", columns={"question": "question"})
+    assert code == 2 and "which has question and no answer. The data has the columns question, answer" in err
+
+
+def test_roles_that_no_message_has(own_rows, capsys):
+    code, _, err = train(capsys, own_rows, "--dry_run", train_on=["asistant"])
+    assert code == 2 and "Only messages of the role asistant are learned" in err
+    assert "Its roles are assistant. Remove the row, or name other roles in train_on." in err
+
+
+@pytest.mark.parametrize(
+    ("targets", "reason"),
+    [("q_proj,v_proj", "it matches none"), ("['q_proj", "it is not valid: unterminated character set")],
+)
+def test_a_list_of_modules_written_as_one_text(targets, reason, own_rows, capsys):
+    code, _, err = train(capsys, own_rows, "--lora_target_modules", targets, use_peft=True)
+    assert code == 2 and reason in err, err
+    assert "To name modules, write a list, [q_proj, v_proj]" in err
