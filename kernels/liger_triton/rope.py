@@ -340,11 +340,6 @@ def misfit(q, k, cos, sin, cos_layout, unsqueeze_dim) -> str | None:
     return None
 
 
-def _rows_fit(t: torch.Tensor | None) -> bool:
-    """Return whether the kernel can count the rows of `t` in int32."""
-    return t is None or 0 < t.numel() // t.shape[-1] < 2**31
-
-
 def rope(
     q: torch.Tensor,
     k: torch.Tensor | None,
@@ -410,37 +405,15 @@ def rope(
     message = misfit(q, k, cos, sin, cos_layout, unsqueeze_dim)
     if message is not None:
         raise ValueError(message)
-    return rope_unchecked(
-        q,
-        k,
-        cos,
-        sin,
-        interleaved=interleaved,
-        out_interleaved=out_interleaved,
-        cos_layout=cos_layout,
-        rotate_last=rotate_last,
-        cast=cast,
-        unsqueeze_dim=unsqueeze_dim,
-    )
-
-
-def rope_unchecked(
-    q: torch.Tensor,
-    k: torch.Tensor | None,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    *,
-    interleaved: bool = False,
-    out_interleaved: bool | None = None,
-    cos_layout: str = "half",
-    rotate_last: bool = False,
-    cast: str = "promote",
-    unsqueeze_dim: int = 1,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Compute `rope` for arguments that `misfit` has been asked about, since it costs as much as the launch."""
     out_interleaved = interleaved if out_interleaved is None else out_interleaved
-    takes_twin = cos.requires_grad or sin.requires_grad or not runs_triton(q, k, cos, sin)
-    if takes_twin or not _rows_fit(q) or not _rows_fit(k):
+    return rope_unchecked(q, k, cos, sin, interleaved, out_interleaved, cos_layout, rotate_last, cast, unsqueeze_dim)
+
+
+def rope_unchecked(q, k, cos, sin, interleaved, out_interleaved, cos_layout, rotate_last, cast, unsqueeze_dim):
+    """Compute `rope` for arguments about which `misfit` has been asked: it costs the host as much as the launch."""
+    k_rows = 1 if k is None else k.numel() // k.shape[-1]
+    fits = 0 < q.numel() // q.shape[-1] < 2**31 and 0 < k_rows < 2**31  # the kernel counts rows in int32
+    if not fits or cos.requires_grad or sin.requires_grad or not runs_triton(q, k, cos, sin):
         return reference.rope(
             q,
             k,
@@ -453,8 +426,7 @@ def rope_unchecked(
             cast=cast,
             unsqueeze_dim=unsqueeze_dim,
         )
-    angle_dtype = torch.promote_types(cos.dtype, sin.dtype)
-    dtypes = [
-        t.dtype if cast == "input" else torch.promote_types(t.dtype, angle_dtype) for t in (q, q if k is None else k)
-    ]
+    dtypes = [q.dtype, q.dtype if k is None else k.dtype]
+    if cast == "promote":
+        dtypes = [torch.promote_types(dtype, torch.promote_types(cos.dtype, sin.dtype)) for dtype in dtypes]
     return _Rope.apply(q, k, cos, sin, interleaved, out_interleaved, cos_layout, rotate_last, *dtypes, unsqueeze_dim)
