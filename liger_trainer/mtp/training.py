@@ -33,11 +33,22 @@ class _Wording:
 
     asked: str
     remedy: str
+    other_option: str
     other_checkpoint: str
 
 
-_JOINT = _Wording("train_mtp is true", "Remove train_mtp", "Remove train_mtp")
-_ALONE = _Wording("LigerMTPTrainer trains an MTP head", "Use another model", "Give a checkpoint of an LigerMTPTrainer")
+_JOINT = _Wording(
+    asked="train_mtp is true",
+    remedy="Remove train_mtp",
+    other_option="Remove one of them",
+    other_checkpoint="Remove train_mtp",
+)
+_ALONE = _Wording(
+    asked="LigerMTPTrainer trains an MTP head",
+    remedy="Use another model",
+    other_option="Remove that option",
+    other_checkpoint="Give a checkpoint of a LigerMTPTrainer",
+)
 
 
 class TrainedPredictor:
@@ -157,7 +168,7 @@ def _check(trainer: Any, wording: _Wording) -> None:
     accelerator = trainer.accelerator
     asked, remedy = wording.asked, wording.remedy
     if not trainer.uses_fused_head:
-        raise ValueError(f"{asked}, but the fused LM head is off (use_liger, liger_config). Remove one of them.")
+        raise ValueError(f"{asked}, but the fused LM head is off (use_liger, liger_config). {wording.other_option}.")
     if any(config.is_prompt_learning for config in getattr(trainer.model, "peft_config", {}).values()):
         raise ValueError(f"{asked}, but the adapter puts tokens before the text. {remedy}.")
     if not isinstance(model.get_input_embeddings(), nn.Embedding):
@@ -179,11 +190,11 @@ def _check(trainer: Any, wording: _Wording) -> None:
     if trainer.args.label_smoothing_factor:
         smoothing = trainer.args.label_smoothing_factor
         raise ValueError(
-            f"{asked} and label_smoothing_factor is {smoothing}, but the head's loss cannot be smoothed. Remove one "
-            "of them."
+            f"{asked} and label_smoothing_factor is {smoothing}, but the head's loss cannot be smoothed. "
+            f"{wording.other_option}."
         )
     if trainer.compute_loss_func is not None:
-        raise ValueError(f"{asked}, but compute_loss_func does not train the head. Remove one of them.")
+        raise ValueError(f"{asked}, but compute_loss_func does not train the head. {wording.other_option}.")
     if (reason := head_reason(model)) is not None:
         raise ValueError(f"{asked}, which needs the input of the LM head, but {reason}. {remedy}.")
     head: Any = innermost(output_head(model))
@@ -192,4 +203,4 @@ def _check(trainer: Any, wording: _Wording) -> None:
     if head.bias is not None:
         raise ValueError(f"{asked}, but the LM head of {type(model).__name__} has a bias. {remedy}.")
     if not getattr(trainer.args, "keep_unloaded_weights", True):
-        raise ValueError(f"{asked}, but keep_unloaded_weights: false leaves the head out. Remove one of them.")
+        raise ValueError(f"{asked}, but keep_unloaded_weights: false leaves the head out. {wording.other_option}.")

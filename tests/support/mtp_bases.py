@@ -75,7 +75,7 @@ def write_layer_base(folder, kind, without=(), **config):
 
 
 def mtp_trainer(base, output, rows=None, trainer_options=None, alone=False, **options):
-    """A `LigerSFTTrainer` with `train_mtp`, or, `alone`, an `LigerMTPTrainer`; `options` go to its config."""
+    """A `LigerSFTTrainer` with `train_mtp`, or, `alone`, a `LigerMTPTrainer`; `options` go to its config."""
     defaults = {
         "per_device_train_batch_size": 8,
         "per_device_eval_batch_size": 8,
