@@ -134,6 +134,9 @@ def command_line_values(parser, keys: dict[str, Key], argv: list[str], entry: Tr
     """
 
     def refuse(message: str) -> NoReturn:
+        negative = [word for word in argv if re.fullmatch(r"-\d\S*", word)]
+        if "expected one argument" in message and negative:  # argparse takes -1e-3 for an option
+            raise RecipeError(f"{message.rstrip('.')}. A negative number needs an equals sign: --key={negative[0]}.")
         raise RecipeError(f"{message.rstrip('.')}. `liger-trainer train RECIPE --help` says what each option takes.")
 
     parser.error = refuse  # argparse would print the usage and exit
@@ -145,7 +148,11 @@ def command_line_values(parser, keys: dict[str, Key], argv: list[str], entry: Tr
     if rest:
         name = rest[0].partition("=")[0]
         if not name.startswith("--"):
-            raise RecipeError(f"{rest[0]!r} on the command line belongs to no option; write --key value after RECIPE.")
+            message = f"{rest[0]!r} on the command line belongs to no option"
+            opened = [word for word in argv[: argv.index(rest[0])] if word[-1:] == ":" and ("{" in word or "[" in word)]
+            if opened:  # the shell has split a mapping at its spaces
+                raise RecipeError(f"{message}. Put quotes around the value that begins with {opened[-1]!r}.")
+            raise RecipeError(f"{message}; write --key value after RECIPE.")
         raise RecipeError(f"{name} {_why_unknown(name[2:].replace('-', '_'), keys, entry)}")
     values = {key: value for key, value in vars(namespace).items() if key in keys and value is not _NOT_GIVEN}
     for key, value in values.items():

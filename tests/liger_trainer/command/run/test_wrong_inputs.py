@@ -182,3 +182,26 @@ def test_a_list_of_modules_written_as_one_text(targets, reason, own_rows, capsys
     code, _, err = train(capsys, own_rows, "--lora_target_modules", targets, use_peft=True)
     assert code == 2 and reason in err, err
     assert "To name modules, write a list, [q_proj, v_proj]" in err
+
+
+def test_words_that_the_shell_has_split(own_rows, capsys):
+    split = ("--columns", "{question:", "question,", "answer:", "answer}")
+    code, _, err = train(capsys, own_rows, "--dry_run", *split)
+    assert code == 2 and "'question,' on the command line belongs to no option. Put quotes around" in err
+    assert "begins with '{question:'" in err
+    code, _, err = train(capsys, own_rows, "extra", "--dry_run")
+    assert code == 2 and "'extra' on the command line belongs to no option; write --key value after RECIPE." in err
+
+
+def test_a_negative_number_on_the_command_line(own_rows, capsys):
+    code, _, err = train(capsys, own_rows, "--dry_run", "--learning_rate", "-1e-3")
+    assert code == 2 and "A negative number needs an equals sign: --key=-1e-3." in err
+    code, _, err = train(capsys, own_rows, "--dry_run", "--learning_rate=-1e-3")
+    assert code == 2 and "learning_rate is -0.001; expected a number above 0." in err
+
+
+def test_a_word_after_dry_run(own_rows, capsys):
+    code, _, err = train(capsys, own_rows, "--dry_run", "extra")
+    assert code == 2 and "--dry_run is 'extra'; expected nothing after it, or true or false." in err
+    code, out, _ = train(capsys, own_rows, "--dry_run", "false")
+    assert code == 0 and "Summary" in out, "it trains"
