@@ -7,6 +7,9 @@ import re
 import pytest
 from recipe_fixtures import command, write_recipe
 
+from liger_trainer.command.recipe import parser
+from liger_trainer.command.recipe.trainers import TRAINERS
+
 QUESTIONS = [{"question": f"w{10 + i} w20", "answer": f"w{30 + i} w40"} for i in range(6)]
 CHAT = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
 
@@ -198,6 +201,28 @@ def test_a_negative_number_on_the_command_line(own_rows, capsys):
     assert code == 2 and "A negative number needs an equals sign: --key=-1e-3." in err
     code, _, err = train(capsys, own_rows, "--dry_run", "--learning_rate=-1e-3")
     assert code == 2 and "learning_rate is -0.001; expected a number above 0." in err
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("per_device_batch_size", "per_device_train_batch_size"),
+        ("val_set_size", "eval_fraction"),
+        ("finetuning_type", "use_peft"),
+        ("sample_packing", "packing"),
+        ("torch_dtype", "dtype"),
+    ],
+)
+def test_names_of_other_tools(name, key, own_rows, capsys):
+    """The most similar name would be another key: learning_rate for finetuning_type."""
+    code, _, err = train(capsys, own_rows, "--dry_run", **{name: "1"})
+    assert code == 2 and f"is not a key of a recipe. Did you mean {key}?" in err
+
+
+def test_each_other_name_stands_for_a_key():
+    _, keys = parser.build_parser(TRAINERS["sft"], "")
+    assert not set(parser._OTHER_NAMES.values()) - set(keys)
+    assert not set(parser._OTHER_NAMES).intersection(keys)
 
 
 def test_a_word_after_dry_run(own_rows, capsys):
