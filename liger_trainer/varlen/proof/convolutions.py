@@ -79,7 +79,7 @@ def _convolution(own: Callable, in_parts: bool) -> Callable:
                 return by_kernel(hidden_states, weight, bias, activation, offsets)
             return parts_by_kernel(hidden_states, weight, bias, activation, offsets, widths)
 
-        return DeferredConvolution(functools.cache(compute), hidden_states.shape)
+        return DeferredConvolution(compute, hidden_states.shape)
 
     return convolve
 

@@ -40,7 +40,7 @@ class DeferredConvolution:
         is_transposed (`bool`, *optional*, defaults to `False`): Whether the layer has transposed it to (B, L, C).
     """
 
-    __slots__ = ("_compute", "_shape", "is_transposed")
+    __slots__ = ("_compute", "_results", "_shape", "is_transposed")
 
     def __init__(
         self, compute: Callable[[tuple[int, ...] | None], Any], shape: torch.Size, is_transposed: bool = False
@@ -48,6 +48,17 @@ class DeferredConvolution:
         self._compute = compute
         self._shape = shape
         self.is_transposed = is_transposed
+        self._results: dict[tuple[int, ...] | None, Any] = {}  # by the argument of `compute`
+
+    def _transposed(self) -> "DeferredConvolution":
+        other = DeferredConvolution(self._compute, self._shape, not self.is_transposed)
+        other._results = self._results
+        return other
+
+    def _result(self, widths: tuple[int, ...] | None) -> Any:
+        if widths not in self._results:
+            self._results[widths] = self._compute(widths)
+        return self._results[widths]
 
     @property
     def shape(self) -> torch.Size:
@@ -58,19 +69,19 @@ class DeferredConvolution:
         """Compute the result as one tensor."""
         if _whole_is_refused.get():
             raise RuntimeError("the result of its convolution is not only cut into queries, keys and values")
-        result = self._compute(None)
+        result = self._result(None)
         return result.transpose(1, 2) if self.is_transposed else result
 
     def transpose(self, dim0: int, dim1: int) -> Any:
         if {dim0 % 3, dim1 % 3} == {1, 2}:
-            return DeferredConvolution(self._compute, self._shape, not self.is_transposed)
+            return self._transposed()
         return self.whole().transpose(dim0, dim1)
 
     def split(self, split_size: int | Sequence[int], dim: int = 0) -> tuple[torch.Tensor, ...]:
         """Split like `torch.Tensor.split`. Three parts of the channels are computed as three contiguous tensors."""
-        by_channel = self.is_transposed and dim % 3 == 2
+        by_channel = self.is_transposed and dim % 3 == 2 and None not in self._results  # code may have written to it
         if by_channel and isinstance(split_size, list | tuple) and len(split_size) == _PARTS and min(split_size) > 0:
-            return self._compute(tuple(split_size))
+            return self._result(tuple(split_size))
         return self.whole().split(split_size, dim)
 
     def __getitem__(self, index: Any) -> Any:
@@ -92,6 +103,23 @@ class DeferredConvolution:
         if func is torch.split:
             return _split(*args, **kwargs)
         return func(*tree_map(_whole, args), **tree_map(_whole, kwargs))
+
+
+def _special_methods() -> set[str]:
+    """List the methods of tensors that Python looks up on the class, such as `__add__`: `__getattr__` misses them."""
+    names = set(dir(torch.Tensor)) - set(dir(object))
+    special = {name for name in names if name.startswith("__")}
+    special |= {"__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"}
+    special -= {*vars(DeferredConvolution), "__torch_dispatch__", "__setstate__", "__deepcopy__"}
+    return {name for name in special if callable(getattr(torch.Tensor, name))}
+
+
+def _method_of_whole(name: str) -> Callable:
+    return lambda self, *args: getattr(self.whole(), name)(*map(_whole, args))
+
+
+for _name in _special_methods():
+    setattr(DeferredConvolution, _name, _method_of_whole(_name))
 
 
 def _takes_all(part: Any, size: int) -> bool:

@@ -9,6 +9,7 @@ from transformers import DataCollatorWithFlattening
 from varlen_batches import ON, assert_same_with_states, batch, drawn_model, rows_of, step
 
 from liger_trainer import apply_liger
+from liger_trainer.head import calls
 from liger_trainer.varlen import state_layers
 from liger_trainer.varlen.proof import backbone, convolutions, rules
 from liger_trainer.varlen.proof.deferred_convolution import DeferredConvolution, refuse_whole
@@ -35,6 +36,7 @@ def patched_as_on_a_gpu(model, monkeypatch):
     install_packages(monkeypatch, type(model).__module__, RULES)
     monkeypatch.setattr(backbone, "_has_gpu", lambda: True)
     monkeypatch.setattr(convolutions, "_takes", convolutions.fits)
+    monkeypatch.setattr(calls, "_generates_on_a_cpu", lambda model, kwargs: False)
     report = apply_liger(model, ON)["varlen_attention"]
     for binding in bindings_of(model):
         binding.on_cpu = True
@@ -183,6 +185,10 @@ def test_parts_are_contiguous_and_equal_those_of_the_whole(cut_it):
         lambda y: torch.split(y.transpose(1, 2), [2, 2, 3], dim=1)[1],
         lambda y: y.transpose(1, 2).reshape(14, 9).sum(0),
         lambda y: torch.nn.functional.silu(y),
+        lambda y: 2 * y - 1,
+        lambda y: (y + y) / (1 + abs(-y)),
+        lambda y: y == 0,
+        lambda y: torch.stack([*y]) * len(y),
     ],
 )
 def test_other_uses_get_one_tensor(use):
@@ -190,12 +196,30 @@ def test_other_uses_get_one_tensor(use):
     torch.testing.assert_close(use(standin), use(whole))
 
 
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda y: y.mul_(2),
+        lambda y: y.transpose(1, 2).mul_(2),
+        lambda y: torch.nn.functional.relu(y, inplace=True),
+        lambda y: y.__setitem__(0, 1.0),
+    ],
+)
+def test_a_write_is_seen_by_the_cut(write):
+    standin, _, whole = deferred()
+    for y in (standin, whole):
+        write(y)
+    parts, want = (torch.split(y.transpose(1, 2), WIDTHS, dim=-1) for y in (standin, whole))
+    for one, other in zip(parts, want, strict=True):
+        torch.testing.assert_close(one, other)
+
+
 def test_nothing_is_computed_before_it_is_used():
-    calls = []
+    computed = []
     standin = DeferredConvolution(
-        lambda widths: calls.append(widths) or (torch.ones(1, 2, 1),) * 3, torch.Size((1, 3, 2))
+        lambda widths: computed.append(widths) or (torch.ones(1, 2, 1),) * 3, torch.Size((1, 3, 2))
     )
     standin = standin.transpose(1, 2)
-    assert not calls and standin.shape == (1, 2, 3) and not hasattr(standin, "__array__")
+    assert standin.shape == (1, 2, 3) and hasattr(standin, "__array__") and not computed
     standin.split([1, 1, 1], dim=-1)
-    assert calls == [(1, 1, 1)]
+    assert computed == [(1, 1, 1)]
