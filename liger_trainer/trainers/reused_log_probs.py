@@ -115,12 +115,20 @@ class ReusesLogProbs(KnowsOnlineRows):
         if not sharded:
             self._wrote_with[self._mode] = PolicyWeights(trainer.model)
 
+    def _written(self) -> str | None:
+        """Return the name of a weight that was written since the weights were noted, or None."""
+        noted = self._wrote_with.get(self._mode)
+        return None if noted is None else noted.changed()
+
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
-        scored = super()._get_per_token_logps_and_entropies(*args, **kwargs)
         inputs = self._trained
-        if inputs is not None and self._lacks(inputs):
-            self._refuse_if_moved()
-            self._fill_in(inputs, scored[0].detach())
+        if inputs is None or not self._lacks(inputs):
+            return super()._get_per_token_logps_and_entropies(*args, **kwargs)
+        self._refuse_if_moved()
+        scored = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+        if self._written() is not None:  # by the pass, as PEFT's constrained OFT does in each
+            self._note_weights()
+        self._fill_in(inputs, scored[0].detach())
         return scored
 
     def _refuse_if_moved(self) -> None:
@@ -137,8 +145,7 @@ class ReusesLogProbs(KnowsOnlineRows):
                 "has moved, and the log-probabilities of the one that wrote them were not kept. Set "
                 "reuse_log_probs=False, or let train() run to the end of a step before you call it again."
             )
-        noted = self._wrote_with.get(self._mode)
-        name = None if noted is None else noted.changed()
+        name = self._written()
         if name is not None:
             raise RuntimeError(
                 f"{name} was written after the completions of this batch were generated, such as by a reward function "

@@ -233,13 +233,21 @@ def numbered_chunks(lengths: list[int], filling: int, entries: int, empty: int) 
 
 
 def with_other_rows(batch: TokenBatch) -> TokenBatch:
-    """Return the batch with other rows: the longest one is split in two. If all have one token, they are joined."""
-    lengths = list(batch.lengths)
-    at = lengths.index(max(lengths))
-    if lengths[at] == 1:
-        return batch._replace(lengths=[len(lengths)])
-    half = lengths[at] // 2
-    return batch._replace(lengths=[*lengths[:at], half, lengths[at] - half, *lengths[at + 1 :]])
+    """Return the batch with other rows, cut in the middle of its own ones. Rows of one token are joined in pairs.
+
+    So nearly every token sees other tokens, and no row is longer than the longest one of the batch, or than two tokens.
+    """
+    if max(batch.lengths) == 1:
+        pairs, left = divmod(sum(batch.lengths), 2)
+        return batch._replace(lengths=[2] * pairs + [1] * left)
+    lengths = []
+    before = 0  # the second half of the row before
+    for length in batch.lengths:
+        half = length // 2
+        lengths.append(before + half)
+        before = length - half
+    lengths.append(before)
+    return batch._replace(lengths=[length for length in lengths if length])
 
 
 def ends_of(batch: TokenBatch, tokens: int) -> list[list[int]]:

@@ -1,8 +1,12 @@
 """Weights that change between a generation and the training on it are noticed, or TRL's own pass runs."""
 
+import gc
+import weakref
+
 import engine_stand_in
 import pytest
 import torch
+from peft import OFTConfig
 from tiny_models import tiny_model
 from torch import nn
 from trainer_parity import assert_same_training, build, letters, lora, moved, words
@@ -88,6 +92,32 @@ def test_steps_and_evaluations_are_no_change(kind, options, tmp_path):
     trainer = trainer_with(CLASSES[kind][:2], tmp_path, lambda model: None, **evaluated, **options)
     trainer.train()
     assert trainer.old_policy.run == {}
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_an_adapter_that_writes_to_its_weights_in_each_pass(kind, tmp_path):
+    """The pass of the old policy would have written them too."""
+    adapter = OFTConfig(r=0, oft_block_size=4, target_modules=["q_proj", "down_proj"], coft=True)
+    options = {"max_steps": 2, "trainer_options": {"peft_config": adapter}}
+    ours, stock = (
+        trainer_with(classes, tmp_path, lambda model: None, **options)
+        for classes in (CLASSES[kind][:2], CLASSES[kind][2:])
+    )
+    assert_same_training(ours, stock, rtol=1e-4, loss_size=1.0)
+    assert ours.old_policy.left_out == 2 and ours.old_policy.run == {}
+
+
+def test_no_weight_is_kept_alive():
+    """A trainer outlives its model, for its logs."""
+    model = tiny_model("llama")
+    weights = PolicyWeights(model)
+    replaced, last = weakref.ref(model.lm_head.weight), weakref.ref(model.model.norm.weight)
+    model.lm_head.weight = nn.Parameter(torch.zeros(1))
+    gc.collect()
+    assert replaced() is None and weights.changed() == "lm_head.weight"
+    del model
+    gc.collect()
+    assert last() is None and weights.changed() is not None
 
 
 def test_a_write_through_data_is_not_counted():

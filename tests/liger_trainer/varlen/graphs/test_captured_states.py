@@ -16,7 +16,15 @@ from varlen_batches import assert_same_with_states, batch, drawn_model
 
 from liger_trainer import apply_liger
 from liger_trainer.varlen import state_layers
-from liger_trainer.varlen.graphs.static_batch import CHUNK, TokenBatch, numbered_chunks, with_other_rows
+from liger_trainer.varlen.graphs.static_batch import (
+    CHUNK,
+    TokenBatch,
+    bounds_of,
+    numbered_chunks,
+    round_up,
+    rounded_bounds,
+    with_other_rows,
+)
 from liger_trainer.varlen.graphs.step_graphs import StepGraphs, use_graphs
 from liger_trainer.varlen.proof import backbone, convolutions, rules
 from liger_trainer.varlen.proof.packed_rows import kernel_behind
@@ -223,5 +231,18 @@ def test_other_rows_have_the_same_tokens():
         tokens = sum(lengths)
         return with_other_rows(TokenBatch(torch.zeros(1, tokens, 2), torch.zeros(1, tokens), lengths)).lengths
 
-    assert other([3, 130, 7]) == [3, 65, 65, 7]
-    assert other([2]) == [1, 1] and other([1, 1, 1]) == [3]
+    assert other([3, 130, 7]) == [1, 67, 68, 4]
+    assert other([2]) == [1, 1] and other([1, 1, 1]) == [2, 1] and other([1, 2, 1]) == [2, 1, 1]
+
+
+@pytest.mark.parametrize("lengths", [[1] * 106, [1] * 150 + [64], [65] * 30, [1, 300], [128, 127], [3]])
+def test_a_capture_has_room_for_other_rows(lengths):
+    """Attention ignores what exceeds the bounds, so the comparison would fail, and turn captures off."""
+    tokens = sum(lengths)
+    first = TokenBatch(torch.zeros(1, tokens, 2), torch.zeros(1, 1, tokens, dtype=torch.long), lengths)
+    size = round_up(tokens)
+    needed = bounds_of(first, size)
+    bounds = rounded_bounds(needed._replace(rows=needed.rows + 1), [], size)
+    other = with_other_rows(first)
+    assert sum(other.lengths) == tokens and other.lengths != lengths
+    assert bounds.cover(bounds_of(other, size))
