@@ -19,7 +19,15 @@ from liger_trainer.head.deferred import DeferredLogits
 from liger_trainer.head.flat_rows import FlatRows, flat_rows
 from liger_trainer.head.module import base_model_of, head_reason, innermost, output_head
 from liger_trainer.head.targets import head_targets
-from liger_trainer.mtp.predictor import detached, load_head, load_predictor, load_saved_head, predict, save_head
+from liger_trainer.mtp.predictor import (
+    detached,
+    head_of,
+    load_head,
+    load_predictor,
+    load_saved_head,
+    predict,
+    save_head,
+)
 from liger_trainer.patching.apply import apply_liger
 from liger_triton import HeadsLoss, linear_heads_cross_entropy, linear_heads_kl
 
@@ -67,18 +75,25 @@ class TrainedPredictor:
         _check(trainer, self._wording)
         model: Any = base_model_of(trainer.model)
         args = trainer.args
-        init = getattr(args, "model_init_kwargs", None) or {}
-        base = find_checkpoint(model.name_or_path, init.get("revision"), init.get("subfolder") or "")
         self._model = model
-        try:
-            self._predictor: Any = load_predictor(model, base)
-        except ValueError as error:
-            raise self._error(f"and {error}") from error
+        self._predictor: Any = head_of(model) or self._load(args)
+        self._predictor.requires_grad_(True)  # freezing the model has frozen the head of an earlier trainer
+        if trainer.freezes_model and trainer.accelerator.mixed_precision in ("bf16", "fp16"):
+            # Autocast computes in 16 bits anyway, and most weights in bf16 are too coarse for a step of 5e-5.
+            self._predictor.float()
         apply_liger(self._predictor, getattr(args, "liger_config", None))
         self._by_rows = trainer.wants_part("varlen_attention")
         self._is_soft = args.mtp_targets == "soft"
         has_adapter = trainer.model is not model
         self._saves_head_only = has_adapter or trainer.freezes_model
+
+    def _load(self, args: Any) -> nn.Module:
+        init = getattr(args, "model_init_kwargs", None) or {}
+        base = find_checkpoint(self._model.name_or_path, init.get("revision"), init.get("subfolder") or "")
+        try:
+            return load_predictor(self._model, base)
+        except ValueError as error:
+            raise self._error(f"and {error}") from error
 
     @property
     def predictor(self) -> nn.Module:

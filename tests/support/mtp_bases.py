@@ -74,8 +74,11 @@ def write_layer_base(folder, kind, without=(), **config):
     return extra
 
 
-def mtp_trainer(base, output, rows=None, trainer_options=None, alone=False, **options):
-    """A `LigerSFTTrainer` with `train_mtp`, or, `alone`, a `LigerMTPTrainer`; `options` go to its config."""
+def mtp_trainer(base, output, rows=None, trainer_options=None, alone=False, dtype=torch.float32, model=None, **options):
+    """A `LigerSFTTrainer` with `train_mtp`, or, `alone`, an `LigerMTPTrainer`; `options` go to its config.
+
+    Without `model`, the base is loaded in `dtype`.
+    """
     defaults = {
         "per_device_train_batch_size": 8,
         "per_device_eval_batch_size": 8,
@@ -94,7 +97,8 @@ def mtp_trainer(base, output, rows=None, trainer_options=None, alone=False, **op
     }
     config_class, trainer_class = (LigerMTPConfig, LigerMTPTrainer) if alone else (LigerSFTConfig, LigerSFTTrainer)
     args = config_class(output_dir=str(output), **(defaults | options))
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    if model is None:
+        model = AutoModelForCausalLM.from_pretrained(base, dtype=dtype)
     rows = Dataset.from_list(rows or ragged_rows())
     return trainer_class(
         model, args, train_dataset=rows, eval_dataset=rows, processing_class=tiny_tokenizer(), **(trainer_options or {})
