@@ -7,7 +7,8 @@
 
 The model has the shape of Qwen3.5-9B with attention in every layer, so that no package for its other layers is needed,
 and random weights. Its head is one more layer, a product of two hidden states in front of it, and the model's LM head.
-Weights, gradients and the fused AdamW are bf16. The learning rate is 0, so that the losses of all arms can be compared.
+Weights, gradients and the fused AdamW are bf16, and fp32 for the head on the frozen model. The learning rate is 0, so
+that the losses of all arms can be compared.
 
 Beside SFT all of the model is trained. `slower` is the cost of a step, and `more` that of the peak in GiB.
 `head_static` is the head's part of it: weights, gradients and two states of AdamW. `head_tflop` are its products, and

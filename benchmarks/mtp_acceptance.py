@@ -7,7 +7,8 @@ A model with the classes of Qwen3.5, attention in every layer, and its head are 
 made-up language, by `LigerSFTTrainer` with `train_mtp`. That is the base. It is then fine-tuned on a second language of
 the same letters, twice: with `train_mtp`, which trains the head too, and without, which keeps the base's. A language is
 a list of words, each of three to six letters, and rules which word may follow which. So a head has something to guess,
-and the guesses for one language are wrong in the other.
+and the guesses for one language are wrong in the other. The head of the model that was fine-tuned without it is then
+trained alone, by `LigerMTPTrainer` on the frozen model, from the labels and from the model's distribution.
 
 Each model then writes greedy text after prompts of the language that it was trained on last, and `mtp.evaluate` tells
 how often the head guesses the token after the next one, and how many tokens a pass of a decoder with the head yields: 2
@@ -83,15 +84,16 @@ def write_base(folder):
     save_file(load_file(file) | extra, file, {"format": "pt"})
 
 
-def trained(base, folder, rows, held_out, options, train_mtp):
-    """Train the checkpoint `base` into `folder`. Returns the loss on the rows that were kept back."""
+def make_trainer(base, folder, rows, held_out, options, alone=False, **head):
+    """A trainer of the checkpoint `base` into `folder`, or, `alone`, of its head. `head` are fields of its config."""
     from datasets import Dataset
     from transformers import AutoModelForCausalLM
 
-    from liger_trainer import LigerSFTConfig, LigerSFTTrainer
+    from liger_trainer import LigerMTPConfig, LigerMTPTrainer, LigerSFTConfig, LigerSFTTrainer
 
+    config_class, trainer_class = (LigerMTPConfig, LigerMTPTrainer) if alone else (LigerSFTConfig, LigerSFTTrainer)
     torch.manual_seed(0)
-    args = LigerSFTConfig(
+    args = config_class(
         output_dir=str(folder),
         max_steps=len(rows) // options.batch,
         per_device_train_batch_size=options.batch,
@@ -108,18 +110,34 @@ def trained(base, folder, rows, held_out, options, train_mtp):
         logging_steps=20,
         disable_tqdm=True,
         use_cpu=True,
-        train_mtp=train_mtp,
+        **head,
     )
-    trainer = LigerSFTTrainer(
+    return trainer_class(
         AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32),
         args,
         train_dataset=Dataset.from_list(rows),
         eval_dataset=Dataset.from_list(held_out),
         processing_class=tokenizer_of(),
     )
+
+
+def trained(base, folder, rows, held_out, options, train_mtp):
+    """Train the checkpoint `base` into `folder`. Returns the loss on the rows that were kept back."""
+    trainer = make_trainer(base, folder, rows, held_out, options, train_mtp=train_mtp)
     trainer.train()
     trainer.save_model()
     return trainer.evaluate()["eval_loss"]
+
+
+def train_head(tuned, folder, rows, held_out, options, targets):
+    """Train the head of the checkpoint `tuned` on the frozen model. Returns the folder of the model with this head."""
+    from liger_trainer.mtp.export import export_head
+
+    trainer = make_trainer(tuned, folder / "head", rows, held_out, options, alone=True, mtp_targets=targets)
+    trainer.train()
+    trainer.save_model()
+    export_head(str(folder / "head"), str(folder / "model"), str(tuned))
+    return folder / "model"
 
 
 def accepted(folder, prompts, options):
@@ -145,7 +163,7 @@ def rows_in(language, count, length):
 
 
 def measure(options, folder):
-    """Yield a row for the base, and for each of the two fine-tunings."""
+    """Yield a row for the base, for each of the two fine-tunings, and for each training of the head alone."""
     first = Language(1, options.words)
     second = Language(2, options.words)
     start, base = folder / "start", folder / "base"
@@ -165,10 +183,15 @@ def measure(options, folder):
     rows = rows_in(second, batches * options.steps, options.length)
     held_out = rows_in(second, 32, options.length)
     prompts = [second.row(12) for _ in range(options.prompts)]
+    losses = {}
     for train_mtp, name in ((False, "fine-tuned on the second, without `train_mtp`"), (True, "with `train_mtp`")):
         tuned = folder / str(train_mtp)
-        loss = trained(base, tuned, rows, held_out, options, train_mtp)
+        loss = losses[train_mtp] = trained(base, tuned, rows, held_out, options, train_mtp)
         yield {"head": name, "train_mtp": train_mtp, "loss": loss} | accepted(tuned, prompts, options)
+    for targets, name in (("hard", "labels"), ("soft", "the model's distribution")):
+        served = train_head(folder / "False", folder / targets, rows, held_out, options, targets)
+        row = {"head": f"without, then the head alone, from {name}", "mtp_targets": targets, "loss": losses[False]}
+        yield row | accepted(served, prompts, options)
 
 
 COLUMNS = {

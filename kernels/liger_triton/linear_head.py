@@ -166,8 +166,9 @@ def _walk(head: Head, target, chunks: Chunks, needs, lean, spec: HeadSpec, g_los
         row_pass(logits, dl, y_c, stats_c, g_loss_c, g_entropy_c, spec.rows, do_stats, buffer.shape[1])
         if do_stats and not every_row:
             stats[:, rows] = stats_c
-        gradients.add(logits, rows, w, lb, x_c, u_c)
-        gradients.add_bias(logits)
+        if needs:
+            gradients.add(logits, rows, w, lb, x_c, u_c)
+            gradients.add_bias(logits)
     return stats, gradients.all(), buffer
 
 

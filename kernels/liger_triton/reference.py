@@ -148,7 +148,10 @@ def _rotate(x, cos, sin, interleaved, out_interleaved, rotate_last, cast):
     out_dtype = x.dtype if cast == "input" else torch.promote_types(x.dtype, torch.promote_types(cos.dtype, sin.dtype))
     rot = 2 * cos.shape[-1]
     rest = x.shape[-1] - rot
-    turned = (x[..., rest:] if rotate_last else x[..., :rot]).to(wide)
+    turned = x
+    if rest != 0:  # a slice of all of x would cost its backward pass a copy
+        turned = x[..., rest:] if rotate_last else x[..., :rot]
+    turned = turned.to(wide)
     x1, x2 = (turned[..., 0::2], turned[..., 1::2]) if interleaved else turned.chunk(2, dim=-1)
     cos, sin = cos.to(wide), sin.to(wide)
     y1, y2 = x1 * cos - x2 * sin, x2 * cos + x1 * sin

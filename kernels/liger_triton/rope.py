@@ -13,15 +13,13 @@ Bytes   b per element, n elements of q and k together. Forward and backward each
         backward: cos, sin.
 """
 
-import functools
-import math
-
 import torch
 
 from . import reference
 from ._autograd import once_differentiable
 from ._dispatch import jit, kernel_op, runs_triton, tl
-from ._launch import TILE, broadcasts, cdiv, launch, next_power_of_2, not_among
+from ._launch import broadcasts, launch, not_among
+from ._rope_plan import dense_strides, plan
 
 CASTS = ("promote", "input")
 COS_LAYOUTS = ("half", "interleaved", "single")
@@ -215,74 +213,8 @@ def _rope_kernel(
         )
 
 
-def _memory_order(strides: tuple[int, ...]) -> list[int]:
-    """Return the leading dimensions of a tensor, ordered from the longest stride to the shortest."""
-    return sorted(range(len(strides) - 1), key=lambda d: -strides[d])
-
-
-def _dense_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
-    """Return strides of a dense tensor of that shape, with leading dimensions in the memory order of `strides`."""
-    dense, step = [1] * len(shape), shape[-1]
-    for d in reversed(_memory_order(strides)):
-        dense[d] = step
-        step *= shape[d]
-    return tuple(dense)
-
-
 def _empty_in_order(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty_strided(x.shape, _dense_strides(x.shape, x.stride()), dtype=dtype, device=x.device)
-
-
-def _lead(values: tuple[int, ...], order: list[int], fill: int) -> list[int]:
-    """Return the values of the leading dimensions in `order`, padded in front to three."""
-    return [fill] * (3 - len(order)) + [values[d] for d in order]
-
-
-def _angle_strides(shape, strides, ndim: int, cos_layout: str, unsqueeze_dim: int) -> list[int]:
-    """Return strides of cos or sin, read as one number per pair, that broadcast against `ndim` dimensions."""
-    broadcast = [0 if size == 1 else stride for size, stride in zip(shape, strides, strict=True)]
-    broadcast[-1] = strides[-1] * (2 if cos_layout == "interleaved" else 1)
-    broadcast.insert(unsqueeze_dim % (len(shape) + 1), 0)
-    return [0] * (ndim - len(broadcast)) + broadcast
-
-
-@functools.lru_cache(maxsize=1024)
-def _plan(
-    q_shape,
-    q_memory,
-    q_strides,
-    k_shape,
-    k_memory,
-    k_strides,
-    cos_shape,
-    cos_strides,
-    sin_strides,
-    cos_layout,
-    unsqueeze_dim,
-):
-    """Return (strides of the two results, numbers of programs, integer kernel arguments, HALF, block sizes).
-
-    `memory` are the strides that the results follow; `strides` are read. The plan is cached, because it is most of a
-    call's host time.
-    """
-    order, d = _memory_order(q_memory), q_shape[-1]  # neighbouring rows in memory share cache lines and angles
-    half = cos_shape[-1] if cos_layout == "single" else (cos_shape[-1] + 1) // 2
-    block_half = next_power_of_2(half)
-    block_r = max(1, TILE // (2 * block_half))
-    out = []
-    sizes_and_strides = []
-    tiles = []
-    for shape, memory, strides in ((q_shape, q_memory, q_strides), (k_shape, k_memory, k_strides)):
-        rows = math.prod(shape[:-1])
-        out.append(_dense_strides(shape, memory))
-        tiles.append(cdiv(rows, block_r))
-        sizes_and_strides += [rows, *_lead(shape, order, 1)[1:], *_lead(strides, order, 0), *_lead(out[-1], order, 0)]
-    angles = []
-    for strides in (cos_strides, sin_strides):
-        broadcast = _angle_strides(cos_shape, strides, len(q_shape), cos_layout, unsqueeze_dim)
-        angles += [*_lead(broadcast, order, 0), broadcast[-1]]
-    blocks = (block_r, block_half, next_power_of_2(max(1, d - 2 * half)))
-    return out, tiles, (tiles[0], *sizes_and_strides, *angles), half, blocks
+    return torch.empty_strided(x.shape, dense_strides(x.shape, x.stride()), dtype=dtype, device=x.device)
 
 
 @kernel_op("rope")
@@ -304,7 +236,7 @@ def _rotate(
     other = q if k is None else k
     q_memory, k_memory = q.stride(), other.stride()
     q, other = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, other))
-    (q_out, k_out), tiles, integers, half, (block_r, block_half, block_rest) = _plan(
+    (q_out, k_out), tiles, integers, half, (block_r, block_half, block_rest) = plan(
         q.shape,
         q_memory,
         q.stride(),
@@ -408,11 +340,6 @@ def misfit(q, k, cos, sin, cos_layout, unsqueeze_dim) -> str | None:
     return None
 
 
-def _rows_fit(t: torch.Tensor | None) -> bool:
-    """Return whether the kernel can count the rows of `t` in int32."""
-    return t is None or 0 < t.numel() // t.shape[-1] < 2**31
-
-
 def rope(
     q: torch.Tensor,
     k: torch.Tensor | None,
@@ -478,37 +405,15 @@ def rope(
     message = misfit(q, k, cos, sin, cos_layout, unsqueeze_dim)
     if message is not None:
         raise ValueError(message)
-    return rope_unchecked(
-        q,
-        k,
-        cos,
-        sin,
-        interleaved=interleaved,
-        out_interleaved=out_interleaved,
-        cos_layout=cos_layout,
-        rotate_last=rotate_last,
-        cast=cast,
-        unsqueeze_dim=unsqueeze_dim,
-    )
-
-
-def rope_unchecked(
-    q: torch.Tensor,
-    k: torch.Tensor | None,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    *,
-    interleaved: bool = False,
-    out_interleaved: bool | None = None,
-    cos_layout: str = "half",
-    rotate_last: bool = False,
-    cast: str = "promote",
-    unsqueeze_dim: int = 1,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Compute `rope` for arguments that `misfit` has been asked about, since it costs as much as the launch."""
     out_interleaved = interleaved if out_interleaved is None else out_interleaved
-    takes_twin = cos.requires_grad or sin.requires_grad or not runs_triton(q, k, cos, sin)
-    if takes_twin or not _rows_fit(q) or not _rows_fit(k):
+    return rope_unchecked(q, k, cos, sin, interleaved, out_interleaved, cos_layout, rotate_last, cast, unsqueeze_dim)
+
+
+def rope_unchecked(q, k, cos, sin, interleaved, out_interleaved, cos_layout, rotate_last, cast, unsqueeze_dim):
+    """Compute `rope` for arguments about which `misfit` has been asked: it costs the host as much as the launch."""
+    k_rows = 1 if k is None else k.numel() // k.shape[-1]
+    fits = 0 < q.numel() // q.shape[-1] < 2**31 and 0 < k_rows < 2**31  # the kernel counts rows in int32
+    if not fits or cos.requires_grad or sin.requires_grad or not runs_triton(q, k, cos, sin):
         return reference.rope(
             q,
             k,
@@ -521,8 +426,7 @@ def rope_unchecked(
             cast=cast,
             unsqueeze_dim=unsqueeze_dim,
         )
-    angle_dtype = torch.promote_types(cos.dtype, sin.dtype)
-    dtypes = [
-        t.dtype if cast == "input" else torch.promote_types(t.dtype, angle_dtype) for t in (q, q if k is None else k)
-    ]
+    dtypes = [q.dtype, q.dtype if k is None else k.dtype]
+    if cast == "promote":
+        dtypes = [torch.promote_types(dtype, torch.promote_types(cos.dtype, sin.dtype)) for dtype in dtypes]
     return _Rope.apply(q, k, cos, sin, interleaved, out_interleaved, cos_layout, rotate_last, *dtypes, unsqueeze_dim)

@@ -10,7 +10,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 
-from liger_trainer.command.options import add_recipe_command, parse_positive, take_options
+from liger_trainer.command.options import add_recipe_command, parse_positive, parse_switch, take_options
 from liger_trainer.command.processes import is_main_process, print_error, print_loading, print_status
 from liger_trainer.command.recipe.accelerate_file import preserve_environment
 from liger_trainer.command.recipe.parser import asks_for_topics
@@ -95,7 +95,7 @@ def _train(args: argparse.Namespace) -> int:
     if not asks_for_topics(argv_rest):
         print_loading()
     preview_rows = parse_positive("--preview", own_options["preview"] or "1", int) if "preview" in own_options else None
-    if "dry_run" in own_options:
+    if parse_switch("--dry_run", own_options.get("dry_run", "false")):
         if preview_rows is not None:
             raise RecipeError("--preview and --dry_run are both given. Keep one of them.")
         recipe = parse_recipe(args.recipe, argv_rest)

@@ -31,6 +31,13 @@ def take_options(argv: Sequence[str], *names: str) -> tuple[dict[str, str], list
     return vars(given), rest
 
 
+def parse_switch(option: str, text: str) -> bool:
+    """Return whether an option is on: it has no value, or true. RecipeError for another value than true and false."""
+    if text.lower() not in ("", "true", "false"):
+        raise RecipeError(f"{option} is {text!r}; expected nothing after it, or true or false.")
+    return text.lower() != "false"
+
+
 def parse_positive(option: str, text: str, kind: type) -> Any:
     """Return `text` as a number of type `kind`. RecipeError unless it is above 0 and finite."""
     try:

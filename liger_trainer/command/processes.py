@@ -38,25 +38,35 @@ _SILENT_FOR = 3.0  # seconds, after which a user wonders
 class Heartbeat:
     """Says on stderr, every few seconds from `start` to `stop`, that a long job is still going on.
 
-    It is a context manager too. Only the main process prints. It prints to the stderr of `start`, also if that is
-    redirected later.
+    It is a context manager too, and can be started again after `stop`. Only the main process prints. It prints to the
+    stderr of `start`, also if that is redirected later, and nothing once `stop` has returned. While a job inside
+    another one has a heartbeat of its own, the outer one is silent.
 
     Args:
         describe (`Callable[[str], str]`): Returns the line; it gets the seconds since the start as text, such as "6 s".
     """
 
+    _running: "list[Heartbeat]" = []  # of the whole process; the last one is the innermost job
+
     def __init__(self, describe: Callable[[str], str]) -> None:
         self._describe = describe
         self._done = threading.Event()
+        self._printing = threading.Lock()  # `stop` waits for a line that has begun
         self._start = self._last_line = 0.0
 
     def start(self) -> None:
+        self.stop()  # a training that begins once more, with smaller batches, has not ended its first step
         if is_main_process():
+            self._done = threading.Event()
             self._start = self._last_line = time.monotonic()
-            threading.Thread(target=self._beat, args=(sys.stderr,), daemon=True).start()
+            Heartbeat._running.append(self)
+            threading.Thread(target=self._beat, args=(sys.stderr, self._done), daemon=True).start()
 
     def stop(self) -> None:
-        self._done.set()
+        with self._printing:
+            self._done.set()
+        if self in Heartbeat._running:
+            Heartbeat._running.remove(self)
 
     def restart(self) -> None:
         """Count the silence from now on, because the command has printed something else."""
@@ -69,13 +79,17 @@ class Heartbeat:
     def __exit__(self, *error: object) -> None:
         self.stop()
 
-    def _beat(self, stream: TextIO) -> None:
+    def _beat(self, stream: TextIO, done: threading.Event) -> None:
         pause = _SILENT_FOR
-        while not self._done.wait(max(0.0, self._last_line + pause - time.monotonic())):
+        while not done.wait(max(0.0, self._last_line + pause - time.monotonic())):
             now = time.monotonic()
             if now < self._last_line + pause:  # `restart` was called while this thread waited
                 continue
-            print_status(self._describe(f"{now - self._start:.0f} s"), stream)
+            with self._printing:
+                if done.is_set():
+                    return
+                if Heartbeat._running[-1:] == [self]:
+                    print_status(self._describe(f"{now - self._start:.0f} s"), stream)
             self._last_line = now
             # A tenth of the time so far: a job of an hour would fill its log with a line every 3 seconds
             pause = max(_SILENT_FOR, (now - self._start) / 10)

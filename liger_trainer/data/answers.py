@@ -3,10 +3,17 @@
 A prompt is plain text, or a list of messages (`{"role", "content"}`) for models with a chat template.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
 Prompt = str | list[dict[str, str]]
 
@@ -28,9 +35,25 @@ def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> se
     return {end for end in (*ends, tokenizer.eos_token_id) if end is not None}
 
 
+class _TokenCounter(StoppingCriteria):
+    """Calls a function after each token, and stops nothing."""
+
+    def __init__(self, width: int, on_token: Callable[[int], None]) -> None:
+        self.width = width
+        self.on_token = on_token
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> Any:
+        self.on_token(input_ids.shape[1] - self.width)
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+
 @torch.no_grad()
 def answer(
-    model: PreTrainedModel, prompts: Sequence[list[int]], ends: set[int], max_new_tokens: int
+    model: PreTrainedModel,
+    prompts: Sequence[list[int]],
+    ends: set[int],
+    max_new_tokens: int,
+    on_token: Callable[[int], None] | None = None,
 ) -> list[list[int]]:
     """Return the tokens of the greedy answers, each with its end token if it was reached.
 
@@ -42,6 +65,7 @@ def answer(
         prompts: Token ids, one list per prompt, none of them empty.
         ends (`set[int]`): Tokens that end an answer.
         max_new_tokens (`int`): Length at which an answer is cut.
+        on_token (`Callable`, *optional*): Called after each token with the length of the answers.
     """
     width = max(map(len, prompts))
     pad = min(ends, default=0)
@@ -50,9 +74,12 @@ def answer(
     config = GenerationConfig(
         max_new_tokens=max_new_tokens, eos_token_id=sorted(ends) or None, pad_token_id=pad, use_cache=True
     )
+    more: dict[str, Any] = {}
+    if on_token is not None:
+        more["stopping_criteria"] = StoppingCriteriaList([_TokenCounter(width, on_token)])
     model_config, model.generation_config = model.generation_config, config
     try:
-        new = model.generate(input_ids=ids, attention_mask=mask)[:, width:].tolist()
+        new = model.generate(input_ids=ids, attention_mask=mask, **more)[:, width:].tolist()
     finally:
         model.generation_config = model_config
     stops = [next((i for i, token in enumerate(tokens, 1) if token in ends), None) for tokens in new]

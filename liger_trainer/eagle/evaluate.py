@@ -4,7 +4,7 @@ One pass of the model over the text and K steps of the drafter show what a decod
 right, a decoder passes the drafter the tokens of the text. A test compares this with the decoder in `decode.py`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -40,6 +40,7 @@ def evaluate(
     steps: int = 7,
     max_new_tokens: int = 128,
     batch_size: int = 16,
+    progress: Callable[[str], None] | None = None,
 ) -> EagleReport:
     """Return accuracy and acceptance length of `drafter` on the greedy text of `model`.
 
@@ -47,7 +48,7 @@ def evaluate(
         model (`PreTrainedModel`): Its training mode is restored afterwards.
         drafter (`EagleDrafter`): On the device of the LM head and in its dtype, attached to the model or not.
         steps (`int`): Tokens that are guessed for a pass.
-        prompts, ends, max_new_tokens, batch_size: As in `measure_acceptance`.
+        prompts, ends, max_new_tokens, batch_size, progress: As in `measure_acceptance`.
 
     Raises:
         ValueError: No text has two tokens, so there is nothing to guess.
@@ -56,7 +57,9 @@ def evaluate(
     def guesses(prompt: list[int], text: list[int]) -> torch.Tensor:
         return right_guesses(model, drafter, prompt, text, steps)
 
-    found = measure_acceptance(model, guesses, prompts, ends, max_new_tokens=max_new_tokens, batch_size=batch_size)
+    found = measure_acceptance(
+        model, guesses, prompts, ends, max_new_tokens=max_new_tokens, batch_size=batch_size, progress=progress
+    )
     return EagleReport(**vars(found), draft_vocab_size=len(drafter.d2t))
 
 

@@ -7,6 +7,7 @@ walk the text as a decoder would; if at i the first a guesses are right and the 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from transformers import PreTrainedModel
@@ -50,6 +51,7 @@ def measure_acceptance(
     *,
     max_new_tokens: int = 128,
     batch_size: int = 16,
+    progress: Callable[[str], None] | None = None,
 ) -> Acceptance:
     """Let `model` answer the prompts greedily, and return how often its heads guess right.
 
@@ -60,6 +62,7 @@ def measure_acceptance(
             not, and -1 if the text has ended.
         prompts, ends: Token ids of each prompt; tokens that end a text, as `end_tokens` gives them.
         max_new_tokens, batch_size (`int`): Length at which a greedy text is cut; prompts answered at once.
+        progress (`Callable`, *optional*): Called with a line of text after each token and each text.
 
     Raises:
         ValueError: No text has two tokens, so that there is nothing to guess.
@@ -67,13 +70,20 @@ def measure_acceptance(
     training = model.training
     model.eval()
     try:
-        texts = []
+        texts: list[list[int]] = []
         for first in range(0, len(prompts), batch_size):
-            texts += answer(model, prompts[first : first + batch_size], ends, max_new_tokens)
+            batch = prompts[first : first + batch_size]
+            on_token = None
+            if progress is not None:
+                line = f"answers to prompts {first + 1} to {first + len(batch)} of {len(prompts)}"
+                on_token = partial(_tell_tokens, progress, line, max_new_tokens)
+            texts += answer(model, batch, ends, max_new_tokens, on_token)
         rows = []
-        for prompt, text in zip(prompts, texts, strict=True):
+        for number, (prompt, text) in enumerate(zip(prompts, texts, strict=True), 1):
             if len(text) > 1:
                 rows.append(right_guesses(prompt, text))
+            if progress is not None:
+                progress(f"guesses for text {number} of {len(texts)}")
     finally:
         model.train(training)
     if not rows:
@@ -83,6 +93,10 @@ def measure_acceptance(
     for right in torch.cat(rows, dim=1):
         accuracy.append(float((right == 1).sum() / (right >= 0).sum().clamp(min=1)))
     return Acceptance(len(prompts), sum(map(len, texts)), accuracy, accepted, tokens_per_pass)
+
+
+def _tell_tokens(progress: Callable[[str], None], line: str, most: int, tokens: int) -> None:
+    progress(f"{line}: {tokens} of at most {most} tokens")
 
 
 def simulate_decoding(rows: list[torch.Tensor]) -> tuple[float, list[float | None]]:

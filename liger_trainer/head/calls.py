@@ -108,9 +108,8 @@ def _forward_of(model_class: type[nn.Module]) -> Callable:
             return answer(call)
         padding_reader_reason = _why_padding_is_read(call, backbone)
         sharing = call.options.sharing
-        plan, reason = decide(
-            self, backbone, args, kwargs, padding_reader_reason, functools.partial(_why_unusable, call), sharing
-        )
+        why_unusable = functools.partial(_why_unusable, call, backbone)
+        plan, reason = decide(self, backbone, args, kwargs, padding_reader_reason, why_unusable, sharing)
         if reason is not None and reason.instead is not None:
             backbone.report_fallback(reason.text, reason.instead)
         with use_plan(plan):  # None too: calls may lie in others
@@ -139,9 +138,9 @@ def _generates_on_a_cpu(model: nn.Module, kwargs: dict[str, Any]) -> bool:
 def _model_call(model: nn.Module, request: HeadRequest, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelCall:
     """Find out what a call of `model` needs of the head, and whether the head can be fused now."""
     # The bound model is transformers' own, so that nothing has to be unwrapped here.
-    binding = FusedHeadBinding.of(model)
-    assert binding is not None and not binding.fallback_active, "a binding that has been removed falls back"
-    options = binding.options
+    bound = FusedHeadBinding.of(model)
+    assert bound is not None and not bound.fallback_active, "a binding that has been removed falls back"
+    options = bound.options
     head = model.get_output_embeddings()  # type: ignore[operator]
     assert head is not None, "a model without a head is not bound"
     replaces_loss = request.replaces_loss
@@ -149,7 +148,7 @@ def _model_call(model: nn.Module, request: HeadRequest, args: tuple[Any, ...], k
     unfused = None
     if replaces_loss or skip_logits:  # generation has no use for the answer
         unfused = why_not_fusable(head, options.cast_lm_head_to_fp32)
-    return ModelCall(model, head, args, kwargs, options, request, skip_logits, unfused)
+    return ModelCall(model, bound, head, args, kwargs, options, request, skip_logits, unfused)
 
 
 def _skips_logits(model: nn.Module, request: HeadRequest, kwargs: dict[str, Any]) -> bool:
@@ -177,13 +176,13 @@ def _why_padding_is_read(call: ModelCall, backbone: BackboneBinding) -> str | No
     return why_padding_is_read(call.model, backbone, call.kwargs)
 
 
-def _why_unusable(call: ModelCall, plan: UnpadPlan) -> str | None:
+def _why_unusable(call: ModelCall, backbone: BackboneBinding, plan: UnpadPlan) -> str | None:
     """Name what would see zeros where stock computes padding: code of the user's, or a head that is not fused."""
-    reason = registry.why_attention_is_not_ours(call.model)
+    # A call has a plan only while its config asks for the attention that was proven.
+    reason = registry.why_attention_is_not_ours(call.model, backbone.proven.attention)
     if reason is not None or not plan.leaves_out:
         return reason
-    binding = FusedHeadBinding.of(call.model)
-    replaced = None if binding is None else replaced_forward(call.model, binding.previous)
+    replaced = replaced_forward(call.model, call.bound.previous)
     if replaced is not None:
         return f"{replaced} on the {type(call.model).__name__} may read what is computed for padding"
     return None if call.unfused is None else f"the LM head is not fused, since {call.unfused}"

@@ -20,6 +20,7 @@ from liger_trainer.varlen.decide import bound_backbone, decide, why_positions_ar
 from liger_trainer.varlen.groups import SharingRule
 from liger_trainer.varlen.host_copies import remember, sent, values_of
 from liger_trainer.varlen.unpad_plan import UnpadPlan, cache_of, use_plan
+from liger_trainer.varlen.unpadded_backbone import BackboneBinding
 
 
 class ClassifierBinding(Binding):
@@ -59,7 +60,7 @@ def _forward_of(model_class: Any) -> Callable:
         marked = None if bound is None or backbone is None or bound.fallback_active else _with_pooled(self, kwargs)
         if marked is not None and bound is not None and backbone is not None:
             padding_reader_reason = why_positions_are_read(self, kwargs)
-            why_unusable = functools.partial(_why_unusable, self, bound)
+            why_unusable = functools.partial(_why_unusable, self, bound, backbone)
             plan, reason = decide(self, backbone, args, marked, padding_reader_reason, why_unusable, bound.sharing)
             if reason is not None and reason.instead is not None:
                 backbone.report_fallback(reason.text, reason.instead)
@@ -86,8 +87,9 @@ def _with_pooled(model: Any, call: dict[str, Any]) -> dict[str, Any] | None:
     return call | {"shift_labels": on_device}
 
 
-def _why_unusable(model: Any, bound: ClassifierBinding, plan: UnpadPlan) -> str | None:
-    reason = registry.why_attention_is_not_ours(model)
+def _why_unusable(model: Any, bound: ClassifierBinding, backbone: BackboneBinding, plan: UnpadPlan) -> str | None:
+    # A call has a plan only while its config asks for the attention that was proven.
+    reason = registry.why_attention_is_not_ours(model, backbone.proven.attention)
     if reason is not None or not plan.leaves_out:
         return reason
     replaced = replaced_forward(model, bound.previous)

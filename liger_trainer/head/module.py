@@ -217,16 +217,21 @@ def _intercepted_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if make is not None:
             base, _ = base_and_adapters(self)
             made = make(args[0], base.weight.shape[0])  # out_features may be out of date
-    return call_previous(self, InterceptBinding, args, kwargs) if made is None else made
+    return binding.call_previous(args, kwargs) if made is None else made
 
 
 _intercepted_forward.__name__ = "forward"
 
 
-def bind_head(module: nn.Module) -> None:
-    """Bind the capturing forward to `module`, once. Compiled code binds nothing, so `bind_all` does it beforehand."""
-    if InterceptBinding.of(module) is None and not torch.compiler.is_compiling():
-        bind(module, InterceptBinding(_intercepted_forward))
+def bind_head(module: nn.Module) -> InterceptBinding | None:
+    """Bind the capturing forward to `module`, once, and return the binding.
+
+    Compiled code binds nothing, so `bind_all` does it beforehand.
+    """
+    binding = InterceptBinding.of(module)
+    if binding is None and not torch.compiler.is_compiling():
+        binding = bind(module, InterceptBinding(_intercepted_forward))
+    return binding
 
 
 def bind_all(head: nn.Module) -> None:
@@ -243,9 +248,7 @@ def intercept(head: nn.Module, make: MakeStandIn | None, run: Callable[[], Any])
     model inside `run`, by a hook, has an `intercept` of its own.
     """
     head = innermost(head)
-    if make is not None:
-        bind_head(head)
-    binding = InterceptBinding.of(head)
+    binding = InterceptBinding.of(head) if make is None else bind_head(head)
     if binding is None:  # the head was never intercepted
         return run()
     stand_ins = binding.stand_ins

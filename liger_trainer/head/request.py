@@ -10,7 +10,6 @@ from torch import nn
 from liger_trainer.head.deferred import DeferredLogits
 from liger_trainer.head.module import FusedHeadBinding
 from liger_trainer.head.outputs import HeadOptions
-from liger_trainer.patching.core.binding import call_previous
 from liger_trainer.varlen.host_copies import values_of
 
 LogitsT = TypeVar("LogitsT", torch.Tensor, DeferredLogits)
@@ -130,6 +129,7 @@ class ModelCall(NamedTuple):
 
     Attributes:
         model (`nn.Module`): The model.
+        bound (`FusedHeadBinding`): The binding of its forward.
         head (`nn.Module`): Its LM head.
         args (`tuple`): Arguments of the model's own forward by position.
         kwargs (`dict`): Its arguments by name.
@@ -140,6 +140,7 @@ class ModelCall(NamedTuple):
     """
 
     model: nn.Module
+    bound: FusedHeadBinding
     head: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -163,8 +164,10 @@ class ModelCall(NamedTuple):
         """Run the forward that the model would have without ours."""
         kwargs = self.kwargs
         if self.request.replaces_loss:
-            kwargs = {name: value for name, value in kwargs.items() if name not in _FOR_THE_LOSS}
-        return call_previous(self.model, FusedHeadBinding, self.args, kwargs)
+            kwargs = dict(kwargs)
+            for name in _FOR_THE_LOSS:
+                kwargs.pop(name, None)
+        return self.bound.call_previous(self.args, kwargs)
 
     def shifted(self, logits: LogitsT) -> tuple[LogitsT, torch.Tensor]:
         """Pair the logits that predict a label with the labels: the next tokens, or `shift_labels` as they are.

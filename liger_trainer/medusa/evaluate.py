@@ -1,6 +1,6 @@
 """Measures Medusa heads on the greedy text of their own model, by one teacher-forced pass over it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -35,19 +35,22 @@ def evaluate(
     *,
     max_new_tokens: int = 128,
     batch_size: int = 16,
+    progress: Callable[[str], None] | None = None,
 ) -> MedusaReport:
     """Return accuracy and acceptance length of `heads` on the greedy text of `model`.
 
     Args:
         model (`PreTrainedModel`): Its training mode is restored afterwards.
         heads (`MedusaHeads`): On the device of the LM head and in its dtype, attached to the model or not.
-        prompts, ends, max_new_tokens, batch_size: As in `measure_acceptance`.
+        prompts, ends, max_new_tokens, batch_size, progress: As in `measure_acceptance`.
 
     Raises:
         ValueError: No text has two tokens, so there is nothing to guess.
     """
     guesses = partial(right_guesses, model, heads)
-    found = measure_acceptance(model, guesses, prompts, ends, max_new_tokens=max_new_tokens, batch_size=batch_size)
+    found = measure_acceptance(
+        model, guesses, prompts, ends, max_new_tokens=max_new_tokens, batch_size=batch_size, progress=progress
+    )
     return MedusaReport(**vars(found), heads=heads.config.to_dict())
 
 

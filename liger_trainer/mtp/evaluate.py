@@ -4,7 +4,7 @@ A server asks the head for one token beyond the model's own. With y the greedy t
 state before y[i] and the token y[i]. It is right if its first choice is y[i + 1].
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -34,19 +34,22 @@ def evaluate(
     *,
     max_new_tokens: int = 128,
     batch_size: int = 16,
+    progress: Callable[[str], None] | None = None,
 ) -> MTPReport:
     """Return accuracy and acceptance length of `predictor` on the greedy text of `model`.
 
     Args:
         model (`PreTrainedModel`): Its mode is put back afterwards.
         predictor (`nn.Module`): The head, as `load_predictor` returns it.
-        prompts, ends, max_new_tokens, batch_size: As in `measure_acceptance`.
+        prompts, ends, max_new_tokens, batch_size, progress: As in `measure_acceptance`.
 
     Raises:
         ValueError: No text has two tokens, so that there is nothing to guess.
     """
     guesses = partial(right_guesses, model, predictor)
-    found = measure_acceptance(model, guesses, prompts, ends, max_new_tokens=max_new_tokens, batch_size=batch_size)
+    found = measure_acceptance(
+        model, guesses, prompts, ends, max_new_tokens=max_new_tokens, batch_size=batch_size, progress=progress
+    )
     return MTPReport(**vars(found))
 
 

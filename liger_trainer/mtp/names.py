@@ -123,16 +123,17 @@ def _check_one_layer(base: Base, layers: list[str]) -> None:
     chain of layers needs a loss for each of them.
     """
     counts = base.prediction_counts
+    named = [f"{layer}*" for layer in layers]
     for name, count in counts.items():
         if count > 1:
             raise ValueError(
-                f"{name} is {count} in {base.folder / 'config.json'}, but only heads of one layer are supported: each "
-                f"further layer guesses a token further ahead. Its layers are {', '.join(layers)}."
+                f"{name} is {count} in {base.folder / 'config.json'}, with the layers {', '.join(named)}, but only "
+                "heads of one layer are supported: each further layer guesses a token further ahead."
             )
     if len(layers) > 1:
         fields = ", ".join(f"{name}: {count}" for name, count in counts.items()) or "no count of them"
         raise ValueError(
-            f"{base.folder} has {len(layers)} prediction layers, {layers[0]}* to {layers[-1]}*, and {fields} in its "
+            f"{base.folder} has {len(layers)} prediction layers, {', '.join(named)}, and {fields} in its "
             "config.json, but only heads of one layer are supported."
         )
 

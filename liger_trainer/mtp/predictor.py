@@ -79,6 +79,12 @@ def load_predictor(model: Any, base: Base) -> nn.Module:
     return predictor
 
 
+def head_of(model: Any) -> nn.Module | None:
+    """Return the head that `load_predictor` has made a child of `model`, or None."""
+    predictor = getattr(model, ATTRIBUTE, None)
+    return predictor if hasattr(predictor, "names_in_files") else None
+
+
 def _read(stored: dict[str, StoredTensor]) -> dict[str, torch.Tensor]:
     found = {}
     for file in sorted({tensor.file for tensor in stored.values()}):

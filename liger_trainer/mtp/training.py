@@ -19,7 +19,15 @@ from liger_trainer.head.deferred import DeferredLogits
 from liger_trainer.head.flat_rows import FlatRows, flat_rows
 from liger_trainer.head.module import base_model_of, head_reason, innermost, output_head
 from liger_trainer.head.targets import head_targets
-from liger_trainer.mtp.predictor import detached, load_head, load_predictor, load_saved_head, predict, save_head
+from liger_trainer.mtp.predictor import (
+    detached,
+    head_of,
+    load_head,
+    load_predictor,
+    load_saved_head,
+    predict,
+    save_head,
+)
 from liger_trainer.patching.apply import apply_liger
 from liger_triton import HeadsLoss, linear_heads_cross_entropy, linear_heads_kl
 
@@ -33,11 +41,22 @@ class _Wording:
 
     asked: str
     remedy: str
+    other_option: str
     other_checkpoint: str
 
 
-_JOINT = _Wording("train_mtp is true", "Remove train_mtp", "Remove train_mtp")
-_ALONE = _Wording("LigerMTPTrainer trains an MTP head", "Use another model", "Give a checkpoint of an LigerMTPTrainer")
+_JOINT = _Wording(
+    asked="train_mtp is true",
+    remedy="Remove train_mtp",
+    other_option="Remove one of them",
+    other_checkpoint="Remove train_mtp",
+)
+_ALONE = _Wording(
+    asked="LigerMTPTrainer trains an MTP head",
+    remedy="Use another model",
+    other_option="Remove that option",
+    other_checkpoint="Give a checkpoint of a LigerMTPTrainer",
+)
 
 
 class TrainedPredictor:
@@ -56,18 +75,25 @@ class TrainedPredictor:
         _check(trainer, self._wording)
         model: Any = base_model_of(trainer.model)
         args = trainer.args
-        init = getattr(args, "model_init_kwargs", None) or {}
-        base = find_checkpoint(model.name_or_path, init.get("revision"), init.get("subfolder") or "")
         self._model = model
-        try:
-            self._predictor: Any = load_predictor(model, base)
-        except ValueError as error:
-            raise self._error(f"and {error}") from error
+        self._predictor: Any = head_of(model) or self._load(args)
+        self._predictor.requires_grad_(True)  # freezing the model has frozen the head of an earlier trainer
+        if trainer.freezes_model and trainer.accelerator.mixed_precision in ("bf16", "fp16"):
+            # Autocast computes in 16 bits anyway, and most weights in bf16 are too coarse for a step of 5e-5.
+            self._predictor.float()
         apply_liger(self._predictor, getattr(args, "liger_config", None))
         self._by_rows = trainer.wants_part("varlen_attention")
         self._is_soft = args.mtp_targets == "soft"
         has_adapter = trainer.model is not model
         self._saves_head_only = has_adapter or trainer.freezes_model
+
+    def _load(self, args: Any) -> nn.Module:
+        init = getattr(args, "model_init_kwargs", None) or {}
+        base = find_checkpoint(self._model.name_or_path, init.get("revision"), init.get("subfolder") or "")
+        try:
+            return load_predictor(self._model, base)
+        except ValueError as error:
+            raise self._error(f"and {error}") from error
 
     @property
     def predictor(self) -> nn.Module:
@@ -157,7 +183,7 @@ def _check(trainer: Any, wording: _Wording) -> None:
     accelerator = trainer.accelerator
     asked, remedy = wording.asked, wording.remedy
     if not trainer.uses_fused_head:
-        raise ValueError(f"{asked}, but the fused LM head is off (use_liger, liger_config). Remove one of them.")
+        raise ValueError(f"{asked}, but the fused LM head is off (use_liger, liger_config). {wording.other_option}.")
     if any(config.is_prompt_learning for config in getattr(trainer.model, "peft_config", {}).values()):
         raise ValueError(f"{asked}, but the adapter puts tokens before the text. {remedy}.")
     if not isinstance(model.get_input_embeddings(), nn.Embedding):
@@ -179,11 +205,11 @@ def _check(trainer: Any, wording: _Wording) -> None:
     if trainer.args.label_smoothing_factor:
         smoothing = trainer.args.label_smoothing_factor
         raise ValueError(
-            f"{asked} and label_smoothing_factor is {smoothing}, but the head's loss cannot be smoothed. Remove one "
-            "of them."
+            f"{asked} and label_smoothing_factor is {smoothing}, but the head's loss cannot be smoothed. "
+            f"{wording.other_option}."
         )
     if trainer.compute_loss_func is not None:
-        raise ValueError(f"{asked}, but compute_loss_func does not train the head. Remove one of them.")
+        raise ValueError(f"{asked}, but compute_loss_func does not train the head. {wording.other_option}.")
     if (reason := head_reason(model)) is not None:
         raise ValueError(f"{asked}, which needs the input of the LM head, but {reason}. {remedy}.")
     head: Any = innermost(output_head(model))
@@ -192,4 +218,4 @@ def _check(trainer: Any, wording: _Wording) -> None:
     if head.bias is not None:
         raise ValueError(f"{asked}, but the LM head of {type(model).__name__} has a bias. {remedy}.")
     if not getattr(trainer.args, "keep_unloaded_weights", True):
-        raise ValueError(f"{asked}, but keep_unloaded_weights: false leaves the head out. Remove one of them.")
+        raise ValueError(f"{asked}, but keep_unloaded_weights: false leaves the head out. {wording.other_option}.")

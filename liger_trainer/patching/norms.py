@@ -238,7 +238,7 @@ def _forward(norm: Norm, rebuild_above: int) -> Callable:
         if wide and x.device.type != "cpu" and torch.is_autocast_enabled(x.device.type):
             x = x.float()
         weight = None if weight_name is None else getattr(self, weight_name)
-        tensors = (x, weight)
+        tensors: tuple[torch.Tensor | None, ...] = (x, weight)
         if takes_bias:
             tensors = (x, weight, None if bias_name is None else getattr(self, bias_name))
         y = make(*tensors)

@@ -336,7 +336,7 @@ class LigerTrainerMixin(LoadsRenamedWeights, ResumesInPass):
 
     def _without_needless_mask(self, model: Callable[..., Any]) -> Callable[..., Any]:
         """Return `model`, or for compiled training a stand-in that drops attention masks of ones."""
-        if self.uses_liger and self.args.torch_compile and self.model.training:
+        if self.args.torch_compile and self.uses_liger and self.model.training:
             return registry.without_mask_of_ones(model, base_model_of(self.model))
         return model
 

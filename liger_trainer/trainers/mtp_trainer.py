@@ -52,9 +52,12 @@ class LigerMTPTrainer(LigerHeadsTrainer):
     """[`LigerSFTTrainer`] for the multi-token prediction (MTP) head of a checkpoint: its data, packing and arguments.
 
     The model is frozen, and runs without a graph. The head is loaded from the model's checkpoint (`mtp.*`, or a layer
-    beyond the depth) and becomes the model's attribute `mtp`. Only a few rows of logits exist at any time, for the
-    model and the head together. Training and evaluation log `mtp_loss` and `mtp_accuracy`: means over all targets of
-    the head since the last log, on all ranks.
+    beyond the depth) and becomes the model's attribute `mtp`; a head that an earlier trainer has left there is trained
+    further. With `bf16` or `fp16` its weights are fp32, also in files, since 16-bit weights would lose small updates.
+    Only a few rows of logits exist at any time, for the model and the head together. Training and evaluation log
+    `mtp_loss` and `mtp_accuracy`: means over all targets of the head since the last log, on all ranks.
+
+    The parameters of `model` stay frozen afterwards. `compute_metrics` gets the model's logits, not the head's.
 
     `output_dir` and every checkpoint get the head alone, as `mtp.safetensors`, under the names of the checkpoint.
     `liger-trainer export` writes the model with it. With `fp8`, the frozen linear layers are quantized to FP8.
@@ -77,6 +80,7 @@ class LigerMTPTrainer(LigerHeadsTrainer):
             name = model if isinstance(model, str) else model.config.name_or_path
             args = LigerMTPConfig(f"{name.split('/')[-1]}-MTP")
         _check_args(args, kwargs)
+        _check_no_adapter(model)  # before the model is frozen
         super().__init__(model, args, **kwargs)
 
     # The trained module
@@ -87,8 +91,7 @@ class LigerMTPTrainer(LigerHeadsTrainer):
 
     def _finish_init(self) -> None:
         super()._finish_init()
-        if getattr(self.model, "peft_config", None):
-            raise ValueError("The model has an adapter. Merge it (merge_and_unload, or `liger-trainer merge`) first.")
+        _check_no_adapter(self.model)  # TRL may have loaded one from a folder
         self._head = TrainedPredictor(self)
 
     # The loss
@@ -160,6 +163,7 @@ def _check_args(args: LigerMTPConfig, kwargs: dict[str, Any]) -> None:
     ignored = {
         "loss_type": None if args.loss_type == "nll" else args.loss_type,
         "peft_config": kwargs.get("peft_config"),
+        "neftune_noise_alpha": args.neftune_noise_alpha,  # the frozen model runs as it is served
     }
     for name, value in ignored.items():
         if value is not None:
@@ -169,3 +173,8 @@ def _check_args(args: LigerMTPConfig, kwargs: dict[str, Any]) -> None:
             "optimizers has an optimizer that was made before the head, so it would not train it. Set args.optim, or "
             "pass optimizer_cls_and_kwargs."
         )
+
+
+def _check_no_adapter(model: Any) -> None:
+    if getattr(model, "peft_config", None):
+        raise ValueError("The model has an adapter. Merge it (merge_and_unload, or `liger-trainer merge`) first.")

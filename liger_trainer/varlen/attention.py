@@ -207,12 +207,18 @@ def _near(length: int, window: int, device: torch.device) -> torch.Tensor | None
 
 def _row_by_row(query, key, value, rows: Rows, window, dropout, scaling):
     key, value, grouped = _grouped(query, key, value)
-    lengths = [length for length in rows.lengths if length]
-    queries = flat(query).transpose(0, 1).split(lengths, 1)
-    keys = flat(key).transpose(0, 1).split(lengths, 1)
-    values = flat(value).transpose(0, 1).split(lengths, 1)
+    # (H, B * S, D): the tokens of a row lie side by side
+    query = query.transpose(0, 1).flatten(1, 2)
+    key = key.transpose(0, 1).flatten(1, 2)
+    value = value.transpose(0, 1).flatten(1, 2)
+    lengths = rows.lengths
+    queries = query.split(lengths, 1)
+    keys = key.split(lengths, 1)
+    values = value.split(lengths, 1)
     done = []
     for q, k, v in zip(queries, keys, values, strict=True):
+        if q.shape[1] == 0:  # rows after the last one of a captured batch
+            continue
         near = None if window is None else _near(q.shape[1], window, query.device)
         out = F.scaled_dot_product_attention(
             q[None],

@@ -170,8 +170,10 @@ def _keeps_padding(asked: BackboneCall) -> Reason | None:
 
 
 def _returns_attention(asked: BackboneCall) -> Reason | None:
+    if asked.bound.proven.attention != "eager":
+        return None
     wants = asked.call.get("output_attentions") or _of_config(asked.model.config, "output_attentions")
-    return Reason("it returns the weights of attention") if asked.bound.proven.attention == "eager" and wants else None
+    return Reason("it returns the weights of attention") if wants else None
 
 
 def _turns_by_length(asked: BackboneCall) -> Reason | None:
@@ -301,7 +303,7 @@ def _why_whole(model, backbone, bound: BackboneBinding) -> str | None:
         changed = bound.guards.broken(backbone)
         if changed is not None:
             return changed
-    modules = without_head(model)
+    modules = without_head(model, backbone)
     hooked = set(with_hooks(modules))
     for module in modules:
         attributes = module.__dict__

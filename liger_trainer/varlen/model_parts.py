@@ -130,11 +130,14 @@ def _is_of(cls: type, forward: Callable, rooms: tuple[str, ...]) -> bool:
     return cls.__module__.startswith(rooms) and comes_from(forward, (*rooms, *_TORCH))
 
 
-def without_head(model) -> list[nn.Module]:
-    """Return `model` and its modules but for the LM head, shared ones twice: `modules()` takes five times as long."""
+def without_head(model, backbone: nn.Module | None = None) -> list[nn.Module]:
+    """Return `model` and its modules but for the LM head, shared ones twice: `modules()` takes five times as long.
+
+    A caller that knows its `backbone` hands it over.
+    """
     head = model.get_output_embeddings()
     found = [model]
-    backbone = backbone_of(model)
+    backbone = backbone_of(model) if backbone is None else backbone
     base = base_of(model)
     if backbone is not None and base is not backbone:  # its towers see no rows of tokens
         return [model, base, *without_head(backbone)]

@@ -38,8 +38,9 @@ def plan_batch(
     mask = call.get("attention_mask")
     positions = call.get("position_ids")
     text = config.get_text_config()
-    keeps = getattr(config, "use_cache", getattr(text, "use_cache", None))  # trainers set it on the whole model
-    keeps = keeps if call.get("use_cache") is None else call["use_cache"]
+    keeps = call.get("use_cache")
+    if keeps is None:
+        keeps = getattr(config, "use_cache", getattr(text, "use_cache", None))  # trainers set it on the whole model
     # The keys and values in a cache belong to the padded batch. An attention that was set after the proof is unproven.
     if keeps or cache_of(call) is not None or text._attn_implementation != attention:
         return None
@@ -92,26 +93,38 @@ def _padded_plan(call, tokens, mask, with_full_batches, sharing) -> UnpadPlan | 
     if labels is not None and (labels.shape != mask.shape or labels.device != mask.device):
         return None
     shares = sharing is not None and labels is not None and may_share(call)
-    given = (mask, *(() if labels is None else (labels,)), *((call["input_ids"],) if shares else ()))
-    mask, *others = values_of(*given)
-    ids = others.pop().cpu() if shares else None  # waits for the device unless the host knows the values
+    given = [mask]
+    if labels is not None:
+        given.append(labels)
+    if shares:
+        given.append(call["input_ids"])
+    known = values_of(*given)
+    ids = known[-1].cpu() if shares else None  # waits for the device unless the host knows the values
     # One copy to the host for all, if the values have to come from the device.
-    real, *labelled = torch.stack([mask != 0, *[x != -100 for x in others]]).cpu()
-    predicting = labelled if shifted else [F.pad(x[:, 1:], (0, 1)) for x in labelled]
+    marks = [known[0] != 0]
+    if labels is not None:
+        marks.append(known[1] != -100)
+    real, *labelled = torch.stack(marks).cpu()
     # The tokens of a row have to be contiguous: attention with row lengths cannot skip a gap.
     runs = (real & ~F.pad(real[:, :-1], (1, 0))).sum(1)
     lengths = real.sum(1).tolist()
     broken = (runs > 1).any() or sum(lengths) == 0
-    for x in predicting:
-        broken = broken or (x & ~real).any()
+    predicting = None
+    if labels is not None:
+        predicting = labelled[0] if shifted else F.pad(labelled[0][:, 1:], (0, 1))
+        broken = broken or (predicting & ~real).any()
     unshared = None
     if with_full_batches and real.all():
         unshared = _full_plan(call, tokens)
     elif not broken and sum(lengths) < real.numel():
-        unshared = _plan_of_tokens(call, tokens, real, lengths)
+        places = real.flatten().nonzero()[:, 0]
+        index = sent(places, tokens.device)
+        if index is not places:
+            remember(index, places)
+        unshared = UnpadPlan(call, Rows(lengths, tokens.device), index, bool(real[:, -1].any()))
     if shares and ids is not None and sharing is not None and not broken:
         find = find_pairs if sharing.halves else find_groups
-        groups = worthwhile(find(ids, real, predicting[0]), sum(lengths), sharing)
+        groups = worthwhile(find(ids, real, predicting), sum(lengths), sharing)
         if groups:
             return SharedPromptsPlan(call, real, groups, unshared)
     return unshared
@@ -120,14 +133,6 @@ def _padded_plan(call, tokens, mask, with_full_batches, sharing) -> UnpadPlan | 
 def may_share(call: dict[str, Any]) -> bool:
     """Return whether rows of a call may share a prompt: it has input ids and no position ids."""
     return call.get("input_ids") is not None and call.get("position_ids") is None
-
-
-def _plan_of_tokens(call, tokens, real: torch.Tensor, lengths: list[int]) -> UnpadPlan:
-    places = real.flatten().nonzero()[:, 0]
-    index = sent(places, tokens.device)
-    if index is not places:
-        remember(index, places)
-    return UnpadPlan(call, Rows(lengths, tokens.device), index, bool(real[:, -1].any()))
 
 
 def rotates_by_length(config) -> bool:

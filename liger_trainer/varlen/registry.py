@@ -119,11 +119,15 @@ def release(is_patched: Callable[[nn.Module], bool]) -> None:
         del ALL_ATTENTION_FUNCTIONS.get_interface
 
 
-def why_attention_is_not_ours(model: nn.Module) -> str | None:
-    """Return the reason why layers of `model` would not be given our attention and our masks, or None."""
+def why_attention_is_not_ours(model: nn.Module, asked: str | None = None) -> str | None:
+    """Return the reason why layers of `model` would not be given our attention and our masks, or None.
+
+    `asked` is the attention of its config, where the caller knows it.
+    """
     install(model)
-    config: Any = model.config
-    asked = config.get_text_config()._attn_implementation
+    if asked is None:
+        config: Any = model.config
+        asked = config.get_text_config()._attn_implementation
     if asked == "eager" and (
         "eager" in ALL_ATTENTION_FUNCTIONS or vars(ALL_ATTENTION_FUNCTIONS)["get_interface"] is not _interface
     ):

@@ -84,8 +84,11 @@ class UnpadPlan:
             of_tokens = positions is not None and positions.shape[-2:] in (shape, (1, shape[1]))
             if not (known and of_tokens):
                 return False
-        of_the_head = [name for name in _OF_THE_HEAD if call.get(name) is self.given.get(name)]
-        others = [x for name, x in call.items() if name not in (*_KNOWN_TENSORS, *of_the_head)]
+        others = []
+        for name, x in call.items():
+            of_the_head = name in _OF_THE_HEAD and x is self.given.get(name)
+            if name not in _KNOWN_TENSORS and not of_the_head:
+                others.append(x)
         for x in tree_leaves(others):
             # An unknown tensor may have an element for each token of the padded batch. A scalar is a count.
             if isinstance(x, torch.Tensor) and x.ndim > 0:
@@ -98,7 +101,9 @@ class UnpadPlan:
         Without position ids, tokens have the positions of their columns, as in every model that a proof accepts.
         """
         tokens = tokens_of(call)
-        call = {name: x for name, x in call.items() if name not in _OF_THE_HEAD}
+        call = dict(call)
+        for name in _OF_THE_HEAD:
+            call.pop(name, None)
         # Without a mask, transformers would look for rows in the values of position_ids, and wait for the GPU.
         shape = (self.rows.batch, self.rows.tokens // self.rows.batch)
         mask = torch.ones(shape, dtype=torch.long, device=tokens.device)

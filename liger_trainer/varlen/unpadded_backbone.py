@@ -106,14 +106,14 @@ def _forward_of(backbone_class):
             if found is not None:
                 return found
             if plan.unshared is None:
-                return call_previous(self, BackboneBinding, args, kwargs)
+                return bound.call_previous(args, kwargs)
             plan = plan.unshared
         # The decision was about the arguments of the whole model. The model around may have made others of them.
         if len(args) > len(names) or not plan.fits(call):
             _refuse_mixing(bound, plan, "its inputs are made by the model around it")
             if plan.leaves_out and not bound.proven.sees_both_ways:  # the report has said that
                 bound.report_fallback("its mask or other inputs are made by the model around it", COMPUTES_PADDING)
-            return call_previous(self, BackboneBinding, args, kwargs)
+            return bound.call_previous(args, kwargs)
         try:
             with use_plan(None):
                 outputs = _run(self, bound, plan, call)
@@ -122,7 +122,7 @@ def _forward_of(backbone_class):
             bound.fallback_active = True
             _refuse_mixing(bound, plan, str(error))
             bound.report_fallback(str(error), COMPUTES_PADDING)
-            return call_previous(self, BackboneBinding, args, kwargs)
+            return bound.call_previous(args, kwargs)
         plan.used = True
         return plan.repad(outputs)
 
@@ -173,7 +173,7 @@ def _run(backbone, bound: BackboneBinding, plan: UnpadPlan, call: dict[str, Any]
     def own_forward(**given):
         if state_forward is not None:
             return state_forward(backbone, **given)
-        return call_previous(backbone, BackboneBinding, (), given)
+        return bound.call_previous((), given)
 
     def run_uncaptured(embeds: torch.Tensor | None = None):
         """Run its own code, from `embeds` where its input embedding has run already."""

@@ -43,7 +43,8 @@ def test_a_fine_tuning_is_tried_to_the_end(tmp_path):
     import mtp_acceptance
 
     rows = list(mtp_acceptance.measure(mtp_acceptance.parsed(["--tiny"]), tmp_path))
-    assert [row.get("train_mtp") for row in rows] == [None, False, True]
+    assert [row.get("train_mtp") for row in rows] == [None, False, True, None, None]
+    assert [row.get("mtp_targets") for row in rows[3:]] == ["hard", "soft"]
     assert rows[1]["loss"] == rows[2]["loss"], "the head gives the model nothing"
 
 
@@ -51,8 +52,10 @@ def test_a_fine_tuning_is_tried_to_the_end(tmp_path):
 def test_acceptance_falls_without_train_mtp_and_stays_with_it(tmp_path):
     import mtp_acceptance
 
-    base, without, with_head = mtp_acceptance.measure(mtp_acceptance.parsed([]), tmp_path)
+    base, without, with_head, *alone = mtp_acceptance.measure(mtp_acceptance.parsed([]), tmp_path)
     assert base["tokens_a_pass"] > 1.9
     assert without["tokens_a_pass"] < 1.3
     assert with_head["tokens_a_pass"] > 1.9
     assert without["loss"] == with_head["loss"]
+    for row in alone:
+        assert row["tokens_a_pass"] > 1.9, row["head"]

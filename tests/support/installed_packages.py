@@ -32,6 +32,7 @@ def chunked_rule_on_gpu(
 KERNELS = {  # a global of a modeling file -> the package function that it calls
     "causal_conv1d_fn": ("causal_conv1d_fn", conv_on_gpu),
     "torch_chunk_gated_delta_rule": ("chunk_gated_delta_rule", chunked_rule_on_gpu),
+    "torch_recurrent_gated_delta_rule": ("fused_recurrent_gated_delta_rule", rule_on_gpu),
     "chunk_kimi_delta_attention": ("chunk_kda", rule_on_gpu),
 }
 

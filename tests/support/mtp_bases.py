@@ -35,9 +35,9 @@ SHAPES = {  # in the checkpoints of Qwen3.5; q_proj includes the gate of the att
 LAYER = "model.layers.2."  # of `write_layer_base`
 
 
-def write_base(folder, shapes=SHAPES, **config):
-    """Write a tiny Qwen3.5 with an MTP head in its checkpoint. Return the head's tensors."""
-    model = tiny_model("qwen3_5_text", mtp_num_hidden_layers=1, **config)
+def write_base(folder, shapes=SHAPES, kind="qwen3_5_text", **config):
+    """Write a tiny model with an MTP head in its checkpoint. Return the tensors of the head."""
+    model = tiny_model(kind, mtp_num_hidden_layers=1, **config)
     model.save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     generator = torch.Generator().manual_seed(1)
@@ -74,8 +74,11 @@ def write_layer_base(folder, kind, without=(), **config):
     return extra
 
 
-def mtp_trainer(base, output, rows=None, trainer_options=None, alone=False, **options):
-    """A `LigerSFTTrainer` with `train_mtp`, or, `alone`, an `LigerMTPTrainer`; `options` go to its config."""
+def mtp_trainer(base, output, rows=None, trainer_options=None, alone=False, dtype=torch.float32, model=None, **options):
+    """A `LigerSFTTrainer` with `train_mtp`, or, `alone`, an `LigerMTPTrainer`; `options` go to its config.
+
+    Without `model`, the base is loaded in `dtype`.
+    """
     defaults = {
         "per_device_train_batch_size": 8,
         "per_device_eval_batch_size": 8,
@@ -94,7 +97,8 @@ def mtp_trainer(base, output, rows=None, trainer_options=None, alone=False, **op
     }
     config_class, trainer_class = (LigerMTPConfig, LigerMTPTrainer) if alone else (LigerSFTConfig, LigerSFTTrainer)
     args = config_class(output_dir=str(output), **(defaults | options))
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    if model is None:
+        model = AutoModelForCausalLM.from_pretrained(base, dtype=dtype)
     rows = Dataset.from_list(rows or ragged_rows())
     return trainer_class(
         model, args, train_dataset=rows, eval_dataset=rows, processing_class=tiny_tokenizer(), **(trainer_options or {})

@@ -22,7 +22,7 @@ MUTANTS = (
     ("liger_trainer/head/answers.py", "return mask.sum().clamp(min=1)", "return mask.sum()", T + "head"),
     ("liger_trainer/head/module.py", "        if outer is not None:", "        if False:", T + "head"),
     ("liger_trainer/varlen/plan_batch.py", "(runs > 1).any() or ", "", T + "varlen/test_padding.py"),
-    ("liger_trainer/varlen/plan_batch.py", "(x & ~real).any()", "False", T + "varlen/test_padding.py"),
+    ("liger_trainer/varlen/plan_batch.py", "(predicting & ~real).any()", "False", T + "varlen/test_padding.py"),
     ("liger_trainer/varlen/unpad_plan.py", "if not (known and of_tokens):", "if not of_tokens:", T + "varlen"),
     ("liger_trainer/varlen/unpad_plan.py", "(self.index % length)", "self.index", T + "varlen/test_padding.py"),
     (

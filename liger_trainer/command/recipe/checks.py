@@ -6,6 +6,7 @@ that a library rejects itself are left to that library.
 
 import fnmatch
 import importlib.util
+import json
 import math
 from collections.abc import Callable
 from typing import Any
@@ -53,6 +54,9 @@ _RANGES = (
     ("from 0 to 1", 0, 1, "label_smoothing_factor lora_dropout"),
 )  # fmt: skip
 
+# Optimizers for which transformers reads no `optim_args`
+_WITHOUT_OPTIM_ARGS = ("adamw_torch", "adamw_torch_fused", "adafactor")
+
 
 def resolve_keys(
     file_values: dict[str, Any], overriding: dict[str, Any], defaults: dict[str, Any], entry: TrainerEntry
@@ -72,6 +76,13 @@ def resolve_keys(
             number = value(key)
             if isinstance(number, (int, float)) and not least <= number <= largest:  # also true of NaN
                 raise RecipeError(f"{key} is {number}; expected a number {expected}.")
+    for key in explicit:
+        _check_value(key, value(key))
+    if value("optim_args") and value("optim") in _WITHOUT_OPTIM_ARGS:
+        raise RecipeError(
+            f"optim_args is {value('optim_args')!r}, which has no effect with optim: {value('optim')}. Use keys such "
+            "as weight_decay, adam_beta1 and adam_epsilon, or another optim."
+        )
     if value("max_steps") != -1 and value("max_steps") < 1:
         raise RecipeError(f"max_steps is {value('max_steps')}; expected 1 or more, or -1 to train num_train_epochs.")
     turned_off = set(overriding)  # by the command line; keys that depend on them are added below
@@ -128,6 +139,31 @@ def resolve_keys(
     if "teacher_model_name_or_path" in defaults and not value("teacher_model_name_or_path"):
         raise RecipeError(f"{entry.trainer} needs teacher_model_name_or_path.")
     return explicit
+
+
+def _check_value(key: str, value: Any) -> None:
+    """RecipeError for a value that some library would take for something else, or fail on far from here."""
+    if isinstance(value, float) and not math.isfinite(value) and key != "max_grad_norm":  # there, it means no clipping
+        raise RecipeError(f"{key} is {value}; expected a finite number.")
+    if isinstance(value, int) and abs(value) >= 2**63:
+        raise RecipeError(f"{key} is {value}, which does not fit into 64 bits. For no limit, leave it out or set null.")
+    if key.endswith("_kwargs") and isinstance(value, str) and not value.lstrip().startswith("{"):
+        name, _, setting = value.replace(":", "=").partition("=")
+        example = {name.strip() or "name": _typed(setting.strip() or "value")}
+        raise RecipeError(
+            f"{key} is {value!r}; expected a mapping, such as '{json.dumps(example)}', in a recipe without the outer "
+            "quotes."
+        )
+    if key == "sample_prompts" and isinstance(value, list) and any(not str(text).strip() for text in value):
+        raise RecipeError(f"sample_prompts is {value}, and one of them is empty. Write a prompt, or remove it.")
+
+
+def _typed(text: str) -> Any:
+    """Return the number, true, false or null that `text` is in JSON; otherwise the text."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 # For each tracker of `report_to`, the packages that provide it; one is enough.

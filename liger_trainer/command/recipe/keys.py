@@ -40,7 +40,7 @@ class RecipeArguments:
     train_on: list[str] | None = _key(
         None,
         "Learn the messages of these roles, such as [assistant]. A message with `train` or `weight` decides for "
-        "itself. If unset, `assistant_only_loss` decides. For 'sft' and 'medusa'.",
+        "itself. If unset, `assistant_only_loss` decides. For 'sft', 'medusa', 'eagle' and 'mtp'.",
     )
     dataset_weights: list[float] | None = _key(
         None,

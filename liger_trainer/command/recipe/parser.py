@@ -36,6 +36,35 @@ _OTHER_NAMES = {
     "sequence_len": "max_length",
     "cutoff_len": "max_length",
     "grad_accum": "gradient_accumulation_steps",
+    "per_device_batch_size": "per_device_train_batch_size",
+    "train_batch_size": "per_device_train_batch_size",
+    "accumulation_steps": "gradient_accumulation_steps",
+    "epoch": "num_train_epochs",
+    "block_size": "max_length",
+    "data": "dataset_name",
+    "datasets": "dataset_name",
+    "data_path": "dataset_name",
+    "train_file": "dataset_name",
+    "template": "chat_template_path",
+    "val_set_size": "eval_fraction",
+    "validation_split": "eval_fraction",
+    "test_size": "eval_fraction",
+    "train_on_responses_only": "train_on",
+    "mask_prompt": "train_on",
+    "sample_packing": "packing",
+    "rl": "trainer",
+    "adapter": "use_peft",
+    "finetuning_type": "use_peft",
+    "r": "lora_r",
+    "qlora": "load_in_4bit",
+    "quantization": "load_in_4bit",
+    "torch_dtype": "dtype",
+    "precision": "dtype",
+    "flash_attn": "attn_implementation",
+    "patience": "early_stopping_patience",
+    "resume": "resume_from_checkpoint",
+    "save_dir": "output_dir",
+    "wandb": "report_to",
 }
 # Keys that another key has replaced, with another form of value.
 _MOVED = {
@@ -134,6 +163,9 @@ def command_line_values(parser, keys: dict[str, Key], argv: list[str], entry: Tr
     """
 
     def refuse(message: str) -> NoReturn:
+        negative = [word for word in argv if re.fullmatch(r"-\d\S*", word)]
+        if "expected one argument" in message and negative:  # argparse takes -1e-3 for an option
+            raise RecipeError(f"{message.rstrip('.')}. A negative number needs an equals sign: --key={negative[0]}.")
         raise RecipeError(f"{message.rstrip('.')}. `liger-trainer train RECIPE --help` says what each option takes.")
 
     parser.error = refuse  # argparse would print the usage and exit
@@ -145,7 +177,11 @@ def command_line_values(parser, keys: dict[str, Key], argv: list[str], entry: Tr
     if rest:
         name = rest[0].partition("=")[0]
         if not name.startswith("--"):
-            raise RecipeError(f"{rest[0]!r} on the command line belongs to no option; write --key value after RECIPE.")
+            message = f"{rest[0]!r} on the command line belongs to no option"
+            opened = [word for word in argv[: argv.index(rest[0])] if word[-1:] == ":" and ("{" in word or "[" in word)]
+            if opened:  # the shell has split a mapping at its spaces
+                raise RecipeError(f"{message}. Put quotes around the value that begins with {opened[-1]!r}.")
+            raise RecipeError(f"{message}; write --key value after RECIPE.")
         raise RecipeError(f"{name} {_why_unknown(name[2:].replace('-', '_'), keys, entry)}")
     values = {key: value for key, value in vars(namespace).items() if key in keys and value is not _NOT_GIVEN}
     for key, value in values.items():

@@ -115,6 +115,9 @@ def _csv_options(path: str | os.PathLike, texts: frozenset[str]) -> dict[str, An
     separators = "\t" if Path(path).suffix.lower() == ".tsv" else ",;\t|"
     separator = next((each for each in separators if each in first), separators[0])
     names = next(csv.reader([first.rstrip("\r\n")], delimiter=separator), [])
+    doubled = [name for name in names if name and names.count(name) > 1]
+    if doubled:  # pandas would rename the second one
+        raise RecipeError(f"the header of {Path(path).name} has the column {doubled[0]!r} twice. Rename one of them.")
     return {
         "sep": separator,
         "converters": dict.fromkeys(texts.intersection(names), _text_or_null),

@@ -104,7 +104,7 @@ def _in_words(error: Exception, args: RecipeArguments, split: str) -> str | None
     cause = error.__cause__ or error
     if isinstance(cause, UnicodeDecodeError):
         return f"it is not in UTF-8 ({cause}). Save it in UTF-8."
-    if "corresponds to no data" in str(error):
+    if "corresponds to no data" in str(error) or "No columns to parse" in str(cause):
         return "it has no rows."
     if str(error).startswith("Unknown split"):
         key = "dataset_eval_split" if split == args.dataset_eval_split else "dataset_train_split"

@@ -25,13 +25,20 @@ def as_chat(rows: Any, mapping: dict[str, str], columns: tuple[tuple[str, ...], 
             as GRPO does, `answer` is left to the reward functions.
 
     Raises:
-        RecipeError: The mapping has `question` and a column that it becomes, or a row's value is not a text.
+        RecipeError: The mapping has `question` and a column that it becomes, or no answer for it, or a row's value is
+            not a text.
     """
     if "question" not in mapping:
         return rows, set(mapping)
     doubled = [name for name in ("prompt", "completion", "messages") if name in mapping]
     if doubled:
         raise RecipeError(f"columns is {mapping}, which has question and {doubled[0]}. Keep one form of them.")
+    is_pair = {"chosen", "rejected"} <= set(rows.column_names)
+    if "answer" not in mapping and ("prompt",) not in columns and not is_pair:
+        raise RecipeError(
+            f"columns is {mapping}, which has question and no answer. The data has the columns "
+            f"{', '.join(_names_in_data(rows, mapping))}: columns: {{question: ..., answer: ...}}."
+        )
     texts = ["question"]
     if "answer" in mapping and any("completion" in needed for needed in columns):
         texts.append("answer")
@@ -51,3 +58,8 @@ def as_chat(rows: Any, mapping: dict[str, str], columns: tuple[tuple[str, ...], 
     replaced = {*texts, "prompt", "completion", "messages"}
     named = {_TURNS[name][0] if name in texts else name for name in mapping}
     return convert_rows(rows, convert, replaced, "Making chats of questions and answers"), named
+
+
+def _names_in_data(rows: Any, mapping: dict[str, str]) -> list[str]:
+    """Return the columns of the data before `mapping` renamed them."""
+    return [mapping.get(name, name) for name in rows.column_names]

@@ -48,11 +48,19 @@ def check_turn_weights(rows: Any, answers_alone: bool, roles: Sequence[str] = ("
             for number, turn in turns[-1:] if name in ("chosen", "rejected") else turns:
                 _check_turn(f"Row {index} of the dataset has {name}[{number}]", turn, name, follows)
             if follows and not any(is_learned(turn, roles) for _, turn in turns):
-                named = " or ".join(roles)
-                raise RecipeError(
-                    f"Only messages of the role {named} are learned, but row {index} of the dataset has none in "
-                    f"{name}, or only some with weight 0 or train false. Remove the row."
-                )
+                _raise_nothing_learned(f"row {index} of the dataset", name, [turn for _, turn in turns], roles)
+
+
+def _raise_nothing_learned(where: str, name: str, turns: list[dict[str, Any]], roles: Sequence[str]) -> None:
+    """RecipeError that says why none of the `turns` in the column `name` is learned."""
+    message = f"Only messages of the role {' or '.join(roles)} are learned, but {where}"
+    present = list(dict.fromkeys(str(turn.get("role")) for turn in turns))
+    if set(present).intersection(roles):
+        raise RecipeError(f"{message} has none in {name} but some with weight 0 or train false. Remove the row.")
+    raise RecipeError(
+        f"{message} has none in {name}. Its roles are {', '.join(present)}. Remove the row, or name other roles in "
+        "train_on."
+    )
 
 
 def _columns_of_messages(rows: Any) -> list[str]:

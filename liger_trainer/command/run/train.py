@@ -2,6 +2,7 @@
 
 import inspect
 import os
+import re
 from typing import Any
 
 import torch
@@ -193,6 +194,13 @@ def _refused_adapter(error: Exception, args: Any, config: Any) -> str | None:
             f"lora_target_modules is unset, and PEFT knows none for model type {kind!r}. Set it to the names of linear "
             "layers, such as [q_proj, v_proj], or to all-linear."
         )
+    if isinstance(targets, str) and targets != "all-linear":  # PEFT takes a text as a regular expression
+        if "not found" in text or isinstance(error, re.error):
+            return (
+                f"lora_target_modules is {targets!r}, which PEFT reads as a regular expression of whole module paths; "
+                f"it {'matches none' if 'not found' in text else f'is not valid: {error}'}. To name modules, write a "
+                "list, [q_proj, v_proj], or on the command line: --lora_target_modules q_proj v_proj."
+            )
     if isinstance(targets, list) and "Target modules" in text and "not found" in text:
         known = _linear_names(config)
         hints = [nearest(name, known) for name in targets if name not in known]

@@ -39,7 +39,7 @@ _ALONE = {  # switches off everything that a run does besides training, and logs
 _WITHOUT_STOCK = {
     "LigerMedusaTrainer": "Medusa heads",
     "LigerEagleTrainer": "EAGLE-3 drafters",
-    "LigerMTPTrainer": "MTP heads on a frozen model",
+    "LigerMTPTrainer": "MTP heads",
 }
 _ROW = "{:14} {:>15} {:>9} {:>9} {:>9} {:>11} {:>10}"
 

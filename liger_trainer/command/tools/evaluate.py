@@ -42,6 +42,8 @@ def _evaluate(args: Any) -> None:
         raise RecipeError("Nothing to evaluate on. Pass --dataset_name FILE, --tasks TASK, or both.")
     if args.answers < 0:
         raise RecipeError(f"--answers is {args.answers}; expected 0 or more.")
+    if args.json and not Path(args.json).absolute().parent.is_dir():
+        raise RecipeError(f"--json is {args.json!r}, but the folder {Path(args.json).parent} does not exist. Make it.")
     if args.tasks and importlib.util.find_spec("lm_eval") is None:
         raise RecipeError('--tasks needs the package lm_eval. Run `pip install "lm_eval[hf]"`, or leave --tasks out.')
     rows = None if args.dataset_name is None else _rows(args)

@@ -1,15 +1,18 @@
 """`liger-trainer medusa-eval`, `eagle-eval`, `mtp-eval` and `export`: the work after training speculative heads."""
 
 import os
+import time
 from pathlib import Path
 from typing import Any
 
+from liger_trainer.command.processes import print_status
 from liger_trainer.command.rows.files import FILE_BUILDERS, broken_json, read_rows
 from liger_trainer.command.rows.prompt_form import read_prompt_form
 from liger_trainer.command.tools.loading import add_command, add_model_options, load_for_inference
 from liger_trainer.errors import RecipeError, without_nulls
 
 _MODEL = "a folder, a name on the Hub, or smollm2-135m-instruct"
+_SILENT_FOR = 3.0  # seconds, after which a user wonders
 
 
 def add_head_commands(commands) -> None:
@@ -89,6 +92,24 @@ def _add_eval_options(evaluation) -> None:
     add_model_options(evaluation)
 
 
+def _eval_options(args) -> dict[str, Any]:
+    """What all evaluations of heads take from the command line."""
+    return {"max_new_tokens": args.max_new_tokens, "batch_size": args.batch_size, "progress": _Progress()}
+
+
+class _Progress:
+    """Prints a line of progress if nothing has been printed for three seconds."""
+
+    def __init__(self) -> None:
+        self._last = time.monotonic()
+
+    def __call__(self, line: str) -> None:
+        now = time.monotonic()
+        if now - self._last >= _SILENT_FOR:
+            self._last = now
+            print_status(line)
+
+
 def _medusa_eval(args) -> None:
     from liger_trainer.medusa.evaluate import evaluate
     from liger_trainer.medusa.export import load_heads
@@ -96,8 +117,7 @@ def _medusa_eval(args) -> None:
 
     model, prompts, ends = _load_for_eval(args, args.heads)
     heads = attach_heads(model, load_heads(args.heads))
-    options = {"max_new_tokens": args.max_new_tokens, "batch_size": args.batch_size}
-    print(evaluate(model, heads, prompts, ends, **options))
+    print(evaluate(model, heads, prompts, ends, **_eval_options(args)))
 
 
 def _eagle_eval(args) -> None:
@@ -109,8 +129,7 @@ def _eagle_eval(args) -> None:
         raise RecipeError(f"--steps is {args.steps}; expected 1 or more.")
     model, prompts, ends = _load_for_eval(args, args.drafter)
     drafter = attach_drafter(model, EagleDrafter.from_pretrained(args.drafter))
-    options = {"max_new_tokens": args.max_new_tokens, "batch_size": args.batch_size}
-    print(evaluate(model, drafter, prompts, ends, steps=args.steps, **options))
+    print(evaluate(model, drafter, prompts, ends, steps=args.steps, **_eval_options(args)))
 
 
 def _mtp_eval(args) -> None:
@@ -130,8 +149,7 @@ def _mtp_eval(args) -> None:
     predictor = load_predictor(model, find_checkpoint(model.name_or_path)).eval()
     if args.head is not None:
         load_saved_head(predictor, args.head)
-    options = {"max_new_tokens": args.max_new_tokens, "batch_size": args.batch_size}
-    print(evaluate(model, predictor, prompts, ends, **options))
+    print(evaluate(model, predictor, prompts, ends, **_eval_options(args)))
 
 
 def _load_for_eval(args, trained: str) -> tuple[Any, list[list[int]], set[int]]:

@@ -148,6 +148,13 @@ class Binding:
             return own(*args, **kwargs)
         return self.function(module, *args, **kwargs)
 
+    def call_previous(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Call the forward that the module would have without ours."""
+        if self.previous is not None:
+            return self.previous(*args, **kwargs)
+        module = self.module.to()
+        return type(module).forward(module, *args, **kwargs)  # type: ignore[union-attr]
+
     def fall_back(self, reason: str) -> None:
         """Leave all calls to the module's own code from now on, and say so in the log and in the report."""
         if not torch.compiler.is_compiling():
@@ -250,8 +257,9 @@ def _unbind(module: nn.Module) -> None:
 def call_previous(module: nn.Module, binding_class: type[Binding], args: tuple, kwargs: dict[str, Any]) -> Any:
     """Call the forward that `module` would have without ours."""
     binding = binding_class.of(module)
-    previous = None if binding is None else binding.previous
-    return type(module).forward(module, *args, **kwargs) if previous is None else previous(*args, **kwargs)
+    if binding is None:
+        return type(module).forward(module, *args, **kwargs)
+    return binding.call_previous(args, kwargs)
 
 
 def own_class(module: nn.Module) -> type[nn.Module]:

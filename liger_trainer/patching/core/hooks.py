@@ -36,7 +36,11 @@ def with_hooks(modules: list[nn.Module]) -> list[nn.Module]:
     """Return the modules with hooks, as `has_hooks` does for one of them."""
     if any(_GLOBAL_HOOKS):
         return modules
-    return [module for module in modules if any(map(module.__dict__.get, HOOK_DICTS))]
+    found = []
+    for module in modules:
+        if any(map(module.__dict__.get, HOOK_DICTS)):
+            found.append(module)
+    return found
 
 
 def hook_on(module: nn.Module, ours: Binding | None = None, allowed: tuple[str, ...] = ()) -> str | None:

@@ -23,6 +23,9 @@ _ON_HOST = "cu_seqlens_cpu"
 _CHUNKS = "chunk_indices"
 # Packages' rules that can be captured: name -> (package, versions).
 _CAPTURED = {"chunk_gated_delta_rule": ("fla-core", ("0.6.0",))}
+# Layers call these for single tokens with a cache. They do not take the chunks of static rows, so calling one in a
+# capture raises `NotForRows`.
+_FOR_GENERATION = ("fused_recurrent_gated_delta_rule",)
 _BACKENDS = ("tilelang", "flash_qla")  # if one of these packages is installed, fla runs it instead of its own kernels
 
 
@@ -92,6 +95,8 @@ def why_not_captured(forward: types.FunctionType) -> str | None:
         if kernel is None or choice is None or _ROW_ARGUMENT not in kernel.parameters:
             continue
         function = choice["func_name"]
+        if function in _FOR_GENERATION:
+            continue
         package, versions = _CAPTURED.get(function, ("", ()))
         if not versions:
             return f"{function} counts the chunks of rows on the host"

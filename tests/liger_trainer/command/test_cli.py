@@ -1,10 +1,8 @@
 """The command as a user runs it on a tiny model: train, resume, evaluate, LoRA, two processes, and its refusals."""
 
-import contextlib
 import gc
 import importlib.machinery
 import importlib.util
-import io
 import json
 import re
 import shutil
@@ -282,32 +280,6 @@ def test_a_command_says_first_that_it_loads_libraries(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", sys)
     print_loading()
     assert capsys.readouterr().err == ""
-
-
-def test_a_long_job_is_not_silent(capsys, monkeypatch):
-    monkeypatch.setattr(processes, "_SILENT_FOR", 0.02)
-    with processes.Heartbeat(lambda time: f"still at it, {time}.") as beat:
-        time.sleep(0.2)
-        said = capsys.readouterr().err.splitlines()
-        assert len(said) > 2 and set(said) == {"liger-trainer: still at it, 0 s."}
-        for _ in range(40):  # no line as long as other lines appear
-            beat.restart()
-            time.sleep(0.005)
-        assert len(capsys.readouterr().err.splitlines()) <= 4  # a busy machine may delay a `restart`
-    time.sleep(0.1)
-    assert capsys.readouterr().err == "", "nothing is said once it is over"
-    monkeypatch.setenv("RANK", "1")
-    with processes.Heartbeat(lambda time: f"still at it, {time}."):
-        time.sleep(0.1)
-    assert capsys.readouterr().err == "", "other processes say nothing"
-
-
-def test_a_redirected_stderr_does_not_hide_it(capsys, monkeypatch):
-    """`verify` hides what the libraries print."""
-    monkeypatch.setattr(processes, "_SILENT_FOR", 0.02)
-    with processes.Heartbeat(lambda time: "still at it."), contextlib.redirect_stderr(io.StringIO()) as hidden:
-        time.sleep(0.1)
-    assert "still at it." in capsys.readouterr().err and not hidden.getvalue()
 
 
 def test_imports_collect_no_garbage_and_are_not_silent(capsys, monkeypatch):

@@ -88,7 +88,7 @@ def test_refusals(folder, tmp_path, capsys):
 @pytest.mark.slow
 def test_verify_leaves_an_mtp_head_out(folder, capsys):
     """Its small copy has no checkpoint to load the head from. The rest of the recipe is verified."""
-    path = write_recipe(folder, train_mtp=True, max_steps=2)
+    path = write_recipe(folder, train_mtp=True, mtp_targets="soft", max_steps=2)
     code, out, err = command(capsys, "verify", path)
     assert code == 0, out + err
-    assert "left out of this recipe: train_mtp" in out
+    assert "left out of this recipe: train_mtp, mtp_targets" in out

@@ -10,8 +10,9 @@ from mtp_bases import SHAPES, mtp_trainer, write_base
 from mtp_brute_force import brute_force
 from parity import logged_values
 from peft import LoraConfig, get_peft_model
+from rerun_recorder import capture_on_cpu
 from safetensors.torch import load_file
-from tiny_models import ragged_rows, tiny_tokenizer
+from tiny_models import ragged_rows, tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
 from liger_trainer import LigerMTPConfig, LigerMTPTrainer, LigerSFTConfig
@@ -122,7 +123,7 @@ def test_the_loss_falls_and_a_resumed_run_continues(targets, tmp_path):
     assert logged[0] == logged[1] and len(logged[0]) == 6 and logged[0][-1] < logged[0][0]
     for (name, p), (_, q) in zip(whole.model.named_parameters(), resumed.model.named_parameters(), strict=True):
         assert torch.equal(p, q), name
-    with pytest.raises(ValueError, match="base has no mtp.safetensors, .* Give a checkpoint of an LigerMTPTrainer"):
+    with pytest.raises(ValueError, match="base has no mtp.safetensors, .* Give a checkpoint of a LigerMTPTrainer"):
         resumed._load_from_checkpoint(str(tmp_path / "base"))
 
 
@@ -149,13 +150,56 @@ def test_the_loss_does_not_depend_on_accumulation(tmp_path):
     torch.testing.assert_close(*fc, rtol=1e-5, atol=1e-7)
 
 
+def test_a_head_of_16_bits_learns_in_small_steps(tmp_path):
+    """A learning rate of 5e-5 changes hardly any weight in bf16, and these are rounded again with every step."""
+    write_base(tmp_path / "base")
+    small = {"alone": True, "bf16": True, "learning_rate": 5e-5, "max_steps": 4, "lr_scheduler_type": "constant"}
+    saving = {"save_strategy": "steps", "save_steps": 2}
+    whole = mtp_trainer(tmp_path / "base", tmp_path / "whole", dtype=torch.bfloat16, **small, **saving)
+    before = {name: p.detach().clone() for name, p in whole.model.mtp.named_parameters()}
+    whole.train()
+    for name, p in whole.model.mtp.named_parameters():
+        assert (p != before[name]).float().mean() > 0.9, name
+    assert whole.model.model.norm.weight.dtype == torch.bfloat16
+    resumed = mtp_trainer(tmp_path / "base", tmp_path / "resumed", dtype=torch.bfloat16, **small)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
+    for (name, p), (_, q) in zip(whole.model.named_parameters(), resumed.model.named_parameters(), strict=True):
+        assert torch.equal(p, q), name
+
+    in_16_bits = mtp_trainer(tmp_path / "base", tmp_path / "out", alone=True, dtype=torch.bfloat16)
+    assert in_16_bits.model.mtp.fc.weight.dtype == torch.bfloat16, "without autocast it computes in its own dtype"
+
+
+@pytest.mark.parametrize("alone", [True, False], ids=["alone", "joint"])
+def test_a_second_trainer_goes_on_with_the_head(alone, tmp_path):
+    write_base(tmp_path / "base")
+    first = mtp_trainer(tmp_path / "base", tmp_path / "first", alone=alone)
+    first.train()
+    trained = {name: p.detach().clone() for name, p in first.model.mtp.named_parameters()}
+    second = mtp_trainer(tmp_path / "base", tmp_path / "second", alone=alone, model=first.model)
+    for name, p in second.model.mtp.named_parameters():
+        assert torch.equal(p, trained[name]) and p.requires_grad, name
+    losses = []
+    for trainer in (first, second):
+        trainer.compute_loss(trainer.model.train(), ragged_batch())
+        trainer.log({})
+        losses.append(trainer.state.log_history[-1]["mtp_loss"])
+    assert losses[0] == losses[1]
+    second.train()
+    assert not torch.equal(second.model.mtp.fc.weight, trained["fc.weight"])
+
+
 # Refused
 
 
 @pytest.mark.parametrize(
     "options, trainer_options, message",
     [
-        ({"use_liger": False}, {}, "LigerMTPTrainer trains an MTP head, but the fused LM head is off"),
+        (
+            {"use_liger": False},
+            {},
+            "LigerMTPTrainer trains an MTP head, but the fused LM head is off .* Remove that option",
+        ),
         ({"liger_config": {"fused_linear_cross_entropy": False}}, {}, "the fused LM head is off"),
         ({"train_mtp": True}, {}, "train_mtp is true, which trains the model too, but LigerMTPTrainer freezes it"),
         ({"mtp_targets": "model"}, {}, "mtp_targets is 'model'; expected 'hard' or 'soft'"),
@@ -164,6 +208,7 @@ def test_the_loss_does_not_depend_on_accumulation(tmp_path):
         ({}, {"compute_loss_func": print}, "compute_loss_func does not train the head"),
         ({}, {"peft_config": LoraConfig(r=2)}, "but the head learns from a frozen model. Remove peft_config"),
         ({}, {"optimizers": (object(), None)}, "optimizers has an optimizer that was made before the head"),
+        ({"neftune_noise_alpha": 5.0}, {}, "neftune_noise_alpha is 5.0, but the head learns from a frozen model"),
         ({"eval_predictions": "tokens"}, {}, "eval_predictions is 'tokens', but LigerMTPTrainer"),
     ],
 )
@@ -190,5 +235,30 @@ def test_other_arguments_and_models(tmp_path):
     adapted = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
     args = LigerMTPConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False)
     rows = Dataset.from_list(ragged_rows())
+    model = get_peft_model(model, adapted)
     with pytest.raises(ValueError, match="The model has an adapter. Merge it"):
-        LigerMTPTrainer(get_peft_model(model, adapted), args, train_dataset=rows, processing_class=tiny_tokenizer())
+        LigerMTPTrainer(model, args, train_dataset=rows, processing_class=tiny_tokenizer())
+    assert any(p.requires_grad for p in model.parameters()), "the adapter of the user is not frozen"
+
+
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("alone", [True, False], ids=["alone", "joint"])
+def test_the_model_is_captured(alone, packing, monkeypatch, tmp_path):
+    """Replays of the backbone give the losses and the weights of a run without captured steps."""
+    capture_on_cpu(monkeypatch)
+    shapes = {name: shape for name, shape in SHAPES.items() if not name.startswith("mtp.layers")}
+    layers = tiny_model("llama").model.layers[0].state_dict()
+    shapes |= {f"mtp.layers.0.{name}": tensor.shape for name, tensor in layers.items()}
+    write_base(tmp_path / "base", shapes, kind="llama")  # a type with layers that can be captured
+    options = {"alone": alone, "packing": packing, "mtp_targets": "soft", "max_steps": 6, "optim": "sgd"}
+    rows = ragged_rows(24)
+    runs = []
+    for graphs in ("true", "false"):
+        trainer = mtp_trainer(tmp_path / "base", tmp_path / graphs, rows=rows, cuda_graphs=graphs, **options)
+        trainer.train()
+        runs.append(trainer)
+    captured, plain = runs
+    assert captured.captured_steps.to_dict()["calls_replayed"] >= 2, captured.captured_steps.to_dict()
+    assert logged_values(captured, "mtp_loss") == pytest.approx(logged_values(plain, "mtp_loss"), rel=1e-5)
+    for (name, p), (_, q) in zip(captured.model.named_parameters(), plain.model.named_parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")

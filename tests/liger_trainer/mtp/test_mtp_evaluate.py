@@ -100,3 +100,19 @@ def test_mtp_eval(trained, tmp_path, capsys, monkeypatch):
     (tmp_path / "model" / "adapter_config.json").write_text("{}")
     code, _, err = command(capsys, "mtp-eval", tmp_path / "model", *options)
     assert code == 2 and "Merge it with its base first" in err
+
+
+@pytest.mark.parametrize("silent_for", [0.0, 60.0])
+def test_progress(silent_for, trained, tmp_path, capsys, monkeypatch):
+    """After some silence it says how far it is: each token and each text here, and nothing if it is fast."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr("liger_trainer.command.tools.heads._SILENT_FOR", silent_for)
+    model, _ = trained
+    model.save_pretrained(tmp_path / "model")
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    write_rows(tmp_path / "rows.jsonl")
+    options = ("--prompts", tmp_path / "rows.jsonl", "--max_new_tokens", 4, "--max_rows", 3, "--batch_size", 2)
+    code, _, err = command(capsys, "mtp-eval", tmp_path / "model", *options)
+    assert code == 0, err
+    for line in ("answers to prompts 1 to 2 of 3: 4 of at most 4 tokens", "prompts 3 to 3 of 3", "text 3 of 3"):
+        assert (line in err) == (silent_for == 0.0)

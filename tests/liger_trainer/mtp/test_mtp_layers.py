@@ -227,7 +227,7 @@ def test_heads_that_are_others(tmp_path):
     save_file(weights | two, tmp_path / "b" / "model.safetensors", {"format": "pt"})
     config = tmp_path / "b" / "config.json"
     config.write_text(config.read_text().replace('"num_nextn_predict_layers": 1', '"num_nextn_predict_layers": 2'))
-    several = "num_nextn_predict_layers is 2 in .*, but only heads of one layer .* model.layers.2., model.layers.3.."
+    several = r"num_nextn_predict_layers is 2 in .*, with the layers model.layers.2.\*, model.layers.3.\*, but only .*"
     with pytest.raises(ValueError, match=f"{several} Remove train_mtp"):
         mtp_trainer(tmp_path / "b", tmp_path / "out", rows=ragged_rows())
     with pytest.raises(ValueError, match=f"{several} Use another model"):
@@ -242,11 +242,12 @@ def test_several_layers_named_mtp(tmp_path):
         if ".layers.0." in name:
             weights[name.replace(".layers.0.", ".layers.1.")] = tensor.clone()
     save_file(weights, tmp_path / "base" / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ValueError, match=r"has 2 prediction layers, mtp.layers.0.\* to mtp.layers.1.\*, and mtp_num"):
+    with pytest.raises(ValueError, match=r"has 2 prediction layers, mtp.layers.0.\*, mtp.layers.1.\*, and mtp_num"):
         mtp_trainer(tmp_path / "base", tmp_path / "out")
     config = tmp_path / "base" / "config.json"
     config.write_text(config.read_text().replace('"mtp_num_hidden_layers": 1', '"mtp_num_hidden_layers": 2'))
     with pytest.raises(
-        ValueError, match=r"mtp_num_hidden_layers is 2 in .*config.json, but only .* mtp.layers.0., mtp.layers.1."
+        ValueError,
+        match=r"mtp_num_hidden_layers is 2 in .*config.json, with the layers mtp.layers.0.\*, mtp.layers.1.\*",
     ):
         mtp_trainer(tmp_path / "base", tmp_path / "out")

@@ -1,5 +1,6 @@
 """Rotary functions at the limits: widths of 0, odd widths, widths past the head, no tokens, a single token."""
 
+import importlib
 import itertools
 
 import pytest
@@ -15,6 +16,7 @@ from transformers.models.llama import modeling_llama
 from liger_trainer import apply_liger
 from liger_trainer.patching import rotary
 from liger_trainer.patching.rotary_proof import Signature, prove
+from liger_triton.rope import misfit
 
 
 def gpt_neox(rotary_pct, heads=4):
@@ -82,7 +84,9 @@ def test_the_replacement_gives_the_same_results_for_many_shapes(name, monkeypatc
     ours = rotary.replacement(function, Signature.of(function), plans)
     calls = []
     monkeypatch.setattr(
-        rotary, "rope", lambda *args, kernel=rotary.rope, **kwargs: calls.append(1) or kernel(*args, **kwargs)
+        rotary,
+        "rope_unchecked",
+        lambda *args, kernel=rotary.rope_unchecked, **kwargs: calls.append(1) or kernel(*args, **kwargs),
     )
     layout = {proof.layout for proof in proofs}
     compared = 0
@@ -142,3 +146,19 @@ def test_proofs_are_on_the_cpu_whatever_the_default_device():
     with torch.device("meta"):
         got = {name: part.swapped for name, part in apply_liger(model).operations.items()}
     assert got == want and want["rope"] and want["layer_norm"]
+
+
+def test_the_shapes_of_a_call_are_checked_once(monkeypatch):
+    asked = []
+
+    def counted(*tensors):
+        asked.append(tensors)
+        return misfit(*tensors)
+
+    model = gpt_neox(1.0)
+    report = apply_liger(model)
+    assert len(report["rope"].swapped) == 2
+    monkeypatch.setattr(rotary, "misfit", counted)
+    monkeypatch.setattr(importlib.import_module("liger_triton.rope"), "misfit", counted)
+    model(torch.randint(0, VOCAB, (2, 7)))
+    assert len(asked) == model.config.num_hidden_layers

@@ -6,7 +6,7 @@ from huggingface_hub import ModelCard
 from tiny_models import text_rows, tiny_model, tiny_tokenizer
 
 from liger_trainer import LigerSFTConfig, LigerSFTTrainer
-from liger_trainer.trainers.model_card import CardText
+from liger_trainer.trainers.model_card import CardText, accuracy_lines
 
 
 class Told(LigerSFTTrainer):
@@ -60,3 +60,14 @@ def test_pages_of_trackers(card_of, monkeypatch):
     assert "The run is logged in [Trackio](https://a.b/run).\n" in card_of(CardText("base")).text
     monkeypatch.setattr("trl.trainer.utils.get_trackio_space_url", lambda: None)
     assert "logged in" not in card_of(CardText("base")).text
+
+
+def test_the_line_about_the_guesses_of_heads():
+    """By position, of the last evaluation, or else of the last log of training."""
+    train = [{"eagle_step1_accuracy": 0.1, "eagle_step2_accuracy": 0.05}, {"loss": 1.0}]
+    assert accuracy_lines(train).endswith("(training): 0.100, 0.050\n")
+    evaluated = [*train, {"eval_eagle_step2_accuracy": 0.25, "eval_eagle_step1_accuracy": 0.5}, {"train_loss": 1.0}]
+    assert accuracy_lines(evaluated).endswith("by position ahead (evaluation): 0.500, 0.250\n")
+    heads = [{f"medusa_head{k}_accuracy": k / 16 for k in (10, 2, 1)} | {"mean_token_accuracy": 0.9}]
+    assert accuracy_lines(heads).endswith(": 0.062, 0.125, 0.625\n")
+    assert accuracy_lines([{"loss": 1.0, "mean_token_accuracy": 0.5}]) == ""

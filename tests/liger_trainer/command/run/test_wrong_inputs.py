@@ -7,6 +7,9 @@ import re
 import pytest
 from recipe_fixtures import command, write_recipe
 
+from liger_trainer.command.recipe import parser
+from liger_trainer.command.recipe.trainers import TRAINERS
+
 QUESTIONS = [{"question": f"w{10 + i} w20", "answer": f"w{30 + i} w40"} for i in range(6)]
 CHAT = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
 
@@ -50,9 +53,11 @@ def test_a_split_that_a_file_does_not_have_names_its_key(own_rows, capsys):
     ("content", "message"),
     [
         (b"question,answer\n", "cannot be loaded: it has no rows."),
+        (b"\n\n", "cannot be loaded: it has no rows."),
+        (b"question,answer,answer\nw5,w6,w7\n", "the header of qa.csv has the column 'answer' twice. Rename one"),
         ("question,answer\ncafé,w5\n".encode("latin-1"), "it is not in UTF-8"),
     ],
-    ids=["no rows", "Latin-1"],
+    ids=["no rows", "no header", "two columns of a name", "Latin-1"],
 )
 def test_a_file_that_cannot_be_read(content, message, own_rows, capsys):
     (own_rows / "qa.csv").write_bytes(content)
@@ -121,3 +126,107 @@ def test_a_reward_function_by_its_file(own_rows, capsys):
     }
     code, _, err = train(capsys, own_rows, "--dry_run", reward_funcs=["my_score.py:score"], **keys)
     assert code == 2 and "Write my_score.score, as Python imports it." in err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"learning_rate": float("inf")}, "learning_rate is inf; expected a finite number."),
+        ({"weight_decay": float("inf")}, "weight_decay is inf; expected a finite number."),
+        ({"max_length": 10**30}, "which does not fit into 64 bits. For no limit, leave it out or set null."),
+        ({"sample_prompts": ["w5", " "]}, "sample_prompts is ['w5', ' '], and one of them is empty."),
+        ({"optim": "adamw_torch", "optim_args": "betas=0.9"}, "which has no effect with optim: adamw_torch."),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_values_that_no_library_checks(options, message, own_rows, capsys):
+    """They trained without a word, or ended in a traceback."""
+    code, _, err = train(capsys, own_rows, "--dry_run", **options)
+    assert code == 2 and message in err, err
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "example"),
+    [
+        ("gradient_checkpointing_kwargs", "use_reentrant=false", '{"use_reentrant": false}'),
+        ("lr_scheduler_kwargs", "num_cycles=1", '{"num_cycles": 1}'),
+        ("model_init_kwargs", "dtype: float32", '{"dtype": "float32"}'),
+    ],
+)
+def test_a_text_in_place_of_a_mapping(key, text, example, own_rows, capsys):
+    """The first was ignored, the others ended in a traceback. The example that the message gives is accepted."""
+    code, _, err = train(capsys, own_rows, "--dry_run", f"--{key}", text)
+    assert code == 2 and f"{key} is '{text}'; expected a mapping, such as '{example}'" in err, err
+    code, _, err = train(capsys, own_rows, "--dry_run", f"--{key}", example)
+    assert code == 0, err
+
+
+def test_a_gradient_norm_without_a_limit_is_allowed(own_rows, capsys):
+    code, _, err = train(capsys, own_rows, "--dry_run", max_grad_norm=float("inf"))
+    assert code == 0, err
+
+
+def test_a_question_without_an_answer(own_rows, capsys):
+    code, _, err = train(capsys, own_rows, "--dry_run", columns={"question": "question"})
+    assert code == 2 and "which has question and no answer. The data has the columns question, answer" in err
+
+
+def test_roles_that_no_message_has(own_rows, capsys):
+    code, _, err = train(capsys, own_rows, "--dry_run", train_on=["asistant"])
+    assert code == 2 and "Only messages of the role asistant are learned" in err
+    assert "Its roles are assistant. Remove the row, or name other roles in train_on." in err
+
+
+@pytest.mark.parametrize(
+    ("targets", "reason"),
+    [("q_proj,v_proj", "it matches none"), ("['q_proj", "it is not valid: unterminated character set")],
+)
+def test_a_list_of_modules_written_as_one_text(targets, reason, own_rows, capsys):
+    code, _, err = train(capsys, own_rows, "--lora_target_modules", targets, use_peft=True)
+    assert code == 2 and reason in err, err
+    assert "To name modules, write a list, [q_proj, v_proj]" in err
+
+
+def test_words_that_the_shell_has_split(own_rows, capsys):
+    split = ("--columns", "{question:", "question,", "answer:", "answer}")
+    code, _, err = train(capsys, own_rows, "--dry_run", *split)
+    assert code == 2 and "'question,' on the command line belongs to no option. Put quotes around" in err
+    assert "begins with '{question:'" in err
+    code, _, err = train(capsys, own_rows, "extra", "--dry_run")
+    assert code == 2 and "'extra' on the command line belongs to no option; write --key value after RECIPE." in err
+
+
+def test_a_negative_number_on_the_command_line(own_rows, capsys):
+    code, _, err = train(capsys, own_rows, "--dry_run", "--learning_rate", "-1e-3")
+    assert code == 2 and "A negative number needs an equals sign: --key=-1e-3." in err
+    code, _, err = train(capsys, own_rows, "--dry_run", "--learning_rate=-1e-3")
+    assert code == 2 and "learning_rate is -0.001; expected a number above 0." in err
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("per_device_batch_size", "per_device_train_batch_size"),
+        ("val_set_size", "eval_fraction"),
+        ("finetuning_type", "use_peft"),
+        ("sample_packing", "packing"),
+        ("torch_dtype", "dtype"),
+    ],
+)
+def test_names_of_other_tools(name, key, own_rows, capsys):
+    """The most similar name would be another key: learning_rate for finetuning_type."""
+    code, _, err = train(capsys, own_rows, "--dry_run", **{name: "1"})
+    assert code == 2 and f"is not a key of a recipe. Did you mean {key}?" in err
+
+
+def test_each_other_name_stands_for_a_key():
+    _, keys = parser.build_parser(TRAINERS["sft"], "")
+    assert not set(parser._OTHER_NAMES.values()) - set(keys)
+    assert not set(parser._OTHER_NAMES).intersection(keys)
+
+
+def test_a_word_after_dry_run(own_rows, capsys):
+    code, _, err = train(capsys, own_rows, "--dry_run", "extra")
+    assert code == 2 and "--dry_run is 'extra'; expected nothing after it, or true or false." in err
+    code, out, _ = train(capsys, own_rows, "--dry_run", "false")
+    assert code == 0 and "Summary" in out, "it trains"

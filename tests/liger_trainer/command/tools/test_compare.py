@@ -183,7 +183,9 @@ def test_an_arm_has_the_color_that_it_has_in_the_docs(monkeypatch):
         assert figure.axes[2].lines[-1].get_color() == OURS
 
 
-@pytest.mark.parametrize("trainer, name", [("medusa", "Medusa heads"), ("eagle", "EAGLE-3 drafters")])
+@pytest.mark.parametrize(
+    "trainer, name", [("medusa", "Medusa heads"), ("eagle", "EAGLE-3 drafters"), ("mtp", "MTP heads")]
+)
 def test_heads_have_no_stock_trainer(trainer, name, folder, capsys):
     path = write_recipe(folder, trainer=trainer)
     assert arm(capsys, path, "stock") == {"error": f"No stock trainer trains {name}."}

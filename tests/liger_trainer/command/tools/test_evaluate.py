@@ -169,6 +169,7 @@ def test_tasks_go_through_lm_eval(folder, capsys, monkeypatch):
 MISTAKES = {
     "nothing": ((), "Nothing to evaluate on. Pass --dataset_name FILE, --tasks TASK, or both."),
     "no package": (("--tasks", "gsm8k"), '--tasks needs the package lm_eval. Run `pip install "lm_eval[hf]"`'),
+    "no folder": (("--tasks", "gsm8k", "--json", "none/f.json"), "but the folder none does not exist. Make it."),
     "no file": (("--dataset_name", "nothing.jsonl"), "dataset_name is 'nothing.jsonl', but that file does not exist"),
     "answers": (("--dataset_name", "rows.jsonl", "--answers", "-1"), "--answers is -1; expected 0 or more"),
     "length": (("--dataset_name", "held_out.jsonl", "--max_length", "2"), "No token of the 1 rows counts within"),
@@ -181,6 +182,7 @@ def test_mistakes(words, said, folder, capsys, monkeypatch):
     write(folder, [{"prompt": "w4 w5 ", "completion": "w6"}])
     code, _, err = command(capsys, "evaluate", folder / "model", *words)
     assert code == 2 and said in err, err
+    assert said.startswith("No token") or "Reading the rows" not in err, "it is told before anything is measured"
 
 
 def test_rows_that_it_does_not_read(chats, capsys):

@@ -31,7 +31,7 @@ from liger_trainer.varlen.proof import backbone, convolutions, rules
 from liger_trainer.varlen.proof.packed_rows import kernel_behind
 from liger_trainer.varlen.rows import Chunks, NotForRows, Rows, StaticRows
 
-RULES = ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention")
+RULES = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule", "chunk_kimi_delta_attention")
 SIZES = ((7, 1, 11, 12), (9, 3, 12, 10), (5, 6, 7, 8, 9), (12, 12, 12), (20, 20, 20))
 
 
