@@ -5,6 +5,7 @@ On a CPU, recorded Python runs again (`RerunRecorder`), and rules run in PyTorch
 
 import copy
 import inspect
+import sys
 
 import pytest
 import torch
@@ -246,3 +247,17 @@ def test_a_capture_has_room_for_other_rows(lengths):
     other = with_other_rows(first)
     assert sum(other.lengths) == tokens and other.lengths != lengths
     assert bounds.cover(bounds_of(other, size))
+
+
+def test_a_convolution_that_is_replaced_after_the_capture(patched, monkeypatch):
+    """The layer then runs the code of its class, with the new function, and so must the step."""
+    model, graphs = patched(drawn_model("lfm2")), graphs_of()
+    plain = copy.deepcopy(model)
+    for _ in range(2):
+        step(model, batch(), graphs)
+    assert graphs.summary.replayed == 1
+    scope = vars(sys.modules[type(model).__module__])
+    own = scope[convolutions.NAME]
+    monkeypatch.setitem(scope, convolutions.NAME, lambda *args, **kwargs: 2 * own(*args, **kwargs))
+    assert_same_with_states(step(model, batch(), graphs), step(plain, batch()))
+    assert graphs.summary.replayed == 1
