@@ -102,6 +102,7 @@ def test_from_rows_to_servers(write, targets, tmp_path, capsys):
     assert code == 0, err
     assert not list((tmp_path / "out").glob("model*")), "the model stays as it was"
     card = (tmp_path / "out" / "README.md").read_text()
+    assert "- Loss: of the MTP head, mtp_targets: " in card and "nll" not in card
     assert re.search(r"Right guesses of the heads, by position ahead \(training\): \d\.\d{3}", card)
 
     prompts = ("--prompts", tmp_path / "rows.jsonl", "--max_new_tokens", 12, "--max_rows", 3)
