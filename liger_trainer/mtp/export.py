@@ -20,6 +20,11 @@ def has_head(checkpoint: str) -> bool:
     return Path(checkpoint, FILE).is_file()
 
 
+def is_head_alone(folder: str) -> bool:
+    """Whether `folder` has an MTP head and neither a model nor an adapter, as `LigerMTPTrainer` saves it."""
+    return has_head(folder) and not any(Path(folder, name).is_file() for name in ("config.json", "adapter_config.json"))
+
+
 def base_of(checkpoint: str) -> str | None:
     """Return the name or path of the model that the head in the folder `checkpoint` was trained on."""
     with safe_open(Path(checkpoint, FILE), "pt") as stored:

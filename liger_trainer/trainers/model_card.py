@@ -106,6 +106,7 @@ def _rewrite(path: Path, trainer: Any, text: CardText) -> None:
         template_path=str(_TEMPLATE),
         model_name=data.get("model_name") or Path(folder).name,
         base_model=f"`{text.base_model}`" if on_hub is None else f"[{on_hub}](https://huggingface.co/{on_hub})",
+        is_frozen=trainer.freezes_model,
         quick_start=text.quick_start,
         saved_as=trainer.hub_model_id or folder,
         method=trainer._name,

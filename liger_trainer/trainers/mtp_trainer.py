@@ -83,6 +83,11 @@ class LigerMTPTrainer(LigerHeadsTrainer):
         _check_no_adapter(model)  # before the model is frozen
         super().__init__(model, args, **kwargs)
 
+    @property
+    def loss_name(self) -> str:
+        """The loss, as the model card names it."""
+        return f"of the MTP head, mtp_targets: {self.args.mtp_targets}"
+
     # The trained module
 
     def _apply_liger(self, model: nn.Module, options: HeadOptions | None = None) -> None:

@@ -171,9 +171,9 @@ def _without_other_prompt(rows, needed: tuple[str, ...]):
         return rows
     if "chosen" not in needed:
         return rows.remove_columns("prompt")
-    text = getattr(rows.features["prompt"], "dtype", None) == "string"
+    is_text = getattr(rows.features["prompt"], "dtype", None) in ("string", "large_string", "null")  # null: all empty
     first = rows[0]["chosen"]
-    if not text or not isinstance(first, list) or len(first) <= 1:
+    if not is_text or not isinstance(first, list) or len(first) <= 1:
         return rows
     pairs = rows.select_columns(["prompt", "chosen"])
     others = [index for index, row in enumerate(pairs) if not _has_turn(row["chosen"], row["prompt"])]
@@ -187,10 +187,12 @@ def _without_other_prompt(rows, needed: tuple[str, ...]):
 
 
 def _has_turn(messages: Any, text: str | None) -> bool:
-    """Return whether `text` is empty or the content of one of the `messages`."""
+    """Return whether `text` is empty or the content of one of the `messages`. `check_rows` refuses broken ones."""
     wanted = (text or "").strip()
     for turn in messages or ():
-        content = turn.get("content")
+        content = (turn or {}).get("content")
+        if isinstance(content, list):
+            content = "".join(part.get("text") or "" for part in content if part)
         if isinstance(content, str) and content.strip() == wanted:
             return True
     return not wanted

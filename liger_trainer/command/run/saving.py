@@ -164,7 +164,7 @@ class SavesWithManifest:
         base, base_print = self.checkpoints.fingerprint["base"]
         rows, rows_print = self.checkpoints.fingerprint["rows"]
         losses = [log["loss"] for log in self.state.log_history if "loss" in log]
-        kind = getattr(self.args, "loss_type", None) or self._name
+        kind = getattr(self, "loss_name", None) or getattr(self.args, "loss_type", None) or self._name
         loss = f"{kind if isinstance(kind, str) else ', '.join(kind)}, {self.state.global_step} steps"
         if losses:
             loss += f", from {losses[0]:.4g} to {losses[-1]:.4g}"

@@ -143,6 +143,13 @@ def load_model(args: Any) -> tuple[Any, Any]:
 
 
 def _load_model(args: Any) -> tuple[Any, Any]:
+    from liger_trainer.mtp.export import is_head_alone
+
+    if is_head_alone(args.model):
+        raise RecipeError(
+            f"MODEL is {args.model!r}, an MTP head without its model. Give the model: the head does not change its "
+            "answers."
+        )
     if not is_adapter(args.model):
         return load_for_inference(args.model, args, shows_images=True)
     from peft import PeftConfig

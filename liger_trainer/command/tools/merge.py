@@ -47,10 +47,16 @@ def _merge(args) -> None:
     from liger_trainer.base_weights.unloaded import find_checkpoint, keep_unloaded_weights
     from liger_trainer.fitting.meta_model import auto_class_of
     from liger_trainer.lora.merge import merge
+    from liger_trainer.mtp.export import is_head_alone
     from liger_trainer.mtp.predictor import saved_head
 
     if os.path.exists(args.output) and (not os.path.isdir(args.output) or any(Path(args.output).iterdir())):
         raise RecipeError(f"OUTPUT_DIR is {args.output!r}, which is not empty. Give the path of a new folder.")
+    if is_head_alone(args.adapter):
+        raise RecipeError(
+            f"ADAPTER_DIR is {args.adapter!r}, an MTP head for a model that did not change. Write that model with it: "
+            f"liger-trainer export {args.adapter} --output FOLDER."
+        )
     if os.path.isdir(args.adapter) and not os.path.isfile(os.path.join(args.adapter, "adapter_config.json")):
         raise RecipeError(
             f"ADAPTER_DIR is {args.adapter!r}, which has no adapter_config.json. Give the output_dir of a training "

@@ -108,7 +108,9 @@ def test_only_the_head_trains_and_is_saved(targets, packing, tmp_path):
     card = (tmp_path / "out" / "README.md").read_text()
     shown = next(log["eval_mtp_accuracy"] for log in reversed(logs) if "eval_mtp_accuracy" in log)
     assert f"Right guesses of the heads, by position ahead (evaluation): {shown:.3f}" in card
-    assert "pipeline(" not in card
+    assert "These are heads for `base`, which did not change. They were trained with liger_trainer" in card
+    assert "pipeline(" not in card and "fine-tuned version" not in card and "trained with SFT" not in card
+    assert f"mtp_targets: {targets}" in trainer.loss_name
 
 
 @pytest.mark.parametrize("targets", ["hard", "soft"])

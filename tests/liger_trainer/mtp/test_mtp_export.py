@@ -102,6 +102,7 @@ def test_from_rows_to_servers(write, targets, tmp_path, capsys):
     assert code == 0, err
     assert not list((tmp_path / "out").glob("model*")), "the model stays as it was"
     card = (tmp_path / "out" / "README.md").read_text()
+    assert "- Loss: of the MTP head, mtp_targets: " in card and "nll" not in card
     assert re.search(r"Right guesses of the heads, by position ahead \(training\): \d\.\d{3}", card)
 
     prompts = ("--prompts", tmp_path / "rows.jsonl", "--max_new_tokens", 12, "--max_rows", 3)
@@ -137,6 +138,10 @@ def test_refusals(tmp_path, capsys):
     assert code == 2 and "base has no mtp.safetensors" in err
     code, _, err = command(capsys, "export", tmp_path / "out", "--output", tmp_path / "s", "--dtype", "float16")
     assert code == 2 and "--dtype is float16, but an MTP head gets the dtype of its model" in err
+    code, _, err = command(capsys, "merge", tmp_path / "out", tmp_path / "s")
+    assert code == 2 and "an MTP head for a model that did not change" in err and "liger-trainer export" in err
+    code, _, err = command(capsys, "chat", tmp_path / "out")
+    assert code == 2 and "an MTP head without its model. Give the model" in err
     shutil.copy(tmp_path / "base" / "config.json", tmp_path / "out" / "adapter_config.json")
     code, _, err = command(capsys, "export", tmp_path / "out", "--output", tmp_path / "served")
     assert code == 2 and "an adapter and the MTP head for it. Merge both" in err

@@ -5,9 +5,11 @@ from collections import Counter
 
 import pytest
 import yaml
+from datasets import Dataset
 from recipe_fixtures import command, write_model, write_recipe
 
 from liger_trainer.command.recipe.read import TRAINERS, RecipeArguments
+from liger_trainer.command.rows.columns import prepare_rows
 from liger_trainer.command.rows.load import load_rows
 from liger_trainer.data.formats import alpaca_row, sharegpt_row
 from liger_trainer.errors import RecipeError
@@ -338,3 +340,35 @@ def test_mixed_extra_keys(count, first, last, tmp_path):
     rows = [{"text": "w3 " * 350} | first] * count + [{"text": "w4"} | last]
     found = load(tmp_path, rows)
     assert len(found) == count + 1 and found[count] == {"text": "w4"} | last
+
+
+def _turns(*texts):
+    roles = ("user", "assistant")
+    return [{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)]
+
+
+def _parts(text):
+    return [{"type": "text", "text": text}]
+
+
+@pytest.mark.parametrize(
+    "prompt, asked, as_told",
+    [
+        ("w4", _parts("w4"), ""),  # content as parts, which some sources write for text too
+        ("w9", _parts("w4"), "In 2 of 2 rows, first in row 0, it is another text"),
+        (None, "w4", ""),  # a column without a single text
+    ],
+)
+def test_a_prompt_beside_whole_conversations(prompt, asked, as_told, capsys):
+    answers = [_parts("w5"), _parts("w6")] if isinstance(asked, list) else ["w5", "w6"]
+    row = {"prompt": prompt, "chosen": _turns(asked, answers[0]), "rejected": _turns(asked, answers[1])}
+    rows = prepare_rows(Dataset.from_list([row] * 2), "none", TRAINERS["dpo"].columns, set())
+    assert rows.column_names == ["chosen", "rejected"]
+    said = capsys.readouterr().err
+    assert as_told in said and bool(as_told) == ("is left out" in said)
+
+
+def test_a_prompt_beside_a_turn_that_is_null():
+    row = {"prompt": "w9", "chosen": [*_turns("w4", "w5"), None], "rejected": _turns("w4", "w6")}
+    with pytest.raises(RecipeError, match="Row 0 of the dataset has chosen"):
+        prepare_rows(Dataset.from_list([row] * 2), "none", TRAINERS["dpo"].columns, set())
