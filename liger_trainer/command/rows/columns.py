@@ -199,7 +199,10 @@ def _has_turn(messages: Any, text: str | None) -> bool:
 
 
 def _without_other_kinds(rows: Any, needed: tuple[str, ...]) -> Any:
-    """Return the rows without columns of other kinds of rows. Rows of prompts keep them for reward functions."""
-    if needed == ("prompt",):
+    """Return rows of pairs without columns of other kinds of rows.
+
+    Other rows keep theirs: reward functions read them, and SFT warns of a column label.
+    """
+    if "chosen" not in needed:
         return rows
     return rows.remove_columns(sorted(_KINDS_OF_ROWS.intersection(rows.column_names) - set(needed)))

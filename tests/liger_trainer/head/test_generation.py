@@ -12,8 +12,8 @@ from verify_setups import lora
 
 from liger_trainer import apply_liger
 from liger_trainer.head import calls
-from liger_trainer.patching import norms
 from liger_trainer.patching.core.binding import Binding, bind, own_code
+from liger_triton import reference
 
 ADAPTER = lora(init_lora_weights=False)
 ON_THE_HEAD = lora("q_proj", "lm_head", init_lora_weights=False)
@@ -38,13 +38,13 @@ def generated(model):
 def count_norms(monkeypatch):
     """A list that gets an entry for each RMSNorm that ours computes."""
     seen = []
-    stock = norms.rms_norm
+    stock = reference.rms_norm
 
     def counted(x, *args, **kwargs):
         seen.append(x.shape)
         return stock(x, *args, **kwargs)
 
-    monkeypatch.setattr(norms, "rms_norm", counted)
+    monkeypatch.setattr(reference, "rms_norm", counted)
     return seen
 
 

@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from liger_trainer import apply_liger
 from liger_trainer.memory import rebuild
-from liger_trainer.patching import gates, mlps, norms
-from liger_triton import geglu, swiglu
+from liger_trainer.patching import gates, mlps
+from liger_triton import geglu, reference, swiglu
 
 ALL = {"rebuild_above_mib": 0}  # however small
 
@@ -165,12 +165,12 @@ def test_norm_outputs_made_again_give_the_same_bits(model_type, monkeypatch):
 def test_a_norm_output_is_not_kept_and_made_again_once_for_all_projections(monkeypatch):
     outputs = []
 
-    def watched(*args, rms_norm=norms.rms_norm, **kwargs):
+    def watched(*args, rms_norm=reference.rms_norm, **kwargs):
         y = rms_norm(*args, **kwargs)
         outputs.append(weakref.ref(y))
         return y
 
-    monkeypatch.setattr(norms, "rms_norm", watched)
+    monkeypatch.setattr(reference, "rms_norm", watched)
     model, batch = tiny_model("llama").train(), collate(ragged_rows(4))
     apply_liger(model, ALL)
     outputs.clear()

@@ -486,8 +486,8 @@ def test_calls_that_were_not_proven_go_to_the_original(monkeypatch):
     """A slice of cos is no longer half-duplicated. The kernel reads half of it and must not see it."""
     from liger_trainer.patching import rotary as swapping
 
-    seen, rope = [], swapping.rope
-    monkeypatch.setattr(swapping, "rope", lambda *a, **k: seen.append(1) or rope(*a, **k))
+    seen, rope = [], swapping.rope_unchecked
+    monkeypatch.setattr(swapping, "rope_unchecked", lambda *a, **k: seen.append(1) or rope(*a, **k))
     model = Backbone()
     q, k = torch.randn(2, 3, 5, 8), torch.randn(2, 1, 5, 8)
     want = model(q, k)
