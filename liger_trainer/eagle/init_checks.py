@@ -25,6 +25,7 @@ def check_args(args: LigerEagleConfig, kwargs: dict[str, Any]) -> None:
         "compute_loss_func": kwargs.get("compute_loss_func"),
         "train_mtp": args.train_mtp or None,
         "peft_config": kwargs.get("peft_config"),
+        "neftune_noise_alpha": args.neftune_noise_alpha,  # the frozen model runs as it is served
     }
     for name, value in ignored.items():
         if value is not None:

@@ -26,6 +26,11 @@ def check_args(args: LigerMedusaConfig, kwargs: dict[str, Any]) -> None:
     for name, value in ignored.items():
         if value is not None:
             raise ValueError(f"{name} is {value!r}, but the Medusa loss has no such option. Remove {name}.")
+    if args.medusa_stage == 1 and args.neftune_noise_alpha is not None:
+        raise ValueError(
+            f"neftune_noise_alpha is {args.neftune_noise_alpha}, but with medusa_stage 1 the model is frozen and runs "
+            "as it is served, without noise. Remove neftune_noise_alpha, or set medusa_stage to 2."
+        )
     if (kwargs.get("optimizers") or (None,))[0] is not None:
         raise ValueError(
             "optimizers has an optimizer that was made before the heads, so it would not train them. Set args.optim, "

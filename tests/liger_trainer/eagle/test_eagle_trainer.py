@@ -204,6 +204,7 @@ IGNORED = [
         "label_smoothing_factor is 0.1, but a drafter learns from a frozen model. Remove label_smoothing_factor",
     ),
     ({"loss_type": "dft"}, {}, "loss_type is 'dft'"),
+    ({"neftune_noise_alpha": 5.0}, {}, "neftune_noise_alpha is 5.0, but a drafter learns from a frozen model"),
     ({}, {"compute_loss_func": print}, "compute_loss_func is "),
     ({}, {"peft_config": LoraConfig(r=2, target_modules=["q_proj"])}, "peft_config is "),
     ({}, {"optimizers": (torch.optim.SGD([torch.zeros(1)]), None)}, "optimizers has an optimizer that was made"),

@@ -260,6 +260,7 @@ IGNORED = [
     ),
     ({"label_smoothing_factor": 0.1}, {}, "label_smoothing_factor is 0.1, but the Medusa loss has no such option"),
     ({"loss_type": "dft"}, {}, "loss_type is 'dft', but the Medusa loss has no such option"),
+    ({"neftune_noise_alpha": 5.0}, {}, "neftune_noise_alpha is 5.0, but with medusa_stage 1 the model is frozen"),
     ({}, {"compute_loss_func": print}, "compute_loss_func is .*print>, but the Medusa loss has no such option"),
     (
         {},
