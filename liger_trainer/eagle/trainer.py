@@ -83,6 +83,9 @@ class LigerEagleTrainer(LigerHeadsTrainer):
         lm_head_of(self.model)
         self._target_layers = decoder_layers(self.model)
         drafter = attach_drafter(self.model, self._initial_drafter())
+        if self.accelerator.mixed_precision in ("bf16", "fp16"):
+            # Autocast computes in 16 bits anyway, and 16-bit weights lose the updates of a small learning rate.
+            drafter.float()
         self._layers = drafter.config.layers or default_layers(len(self._target_layers))
 
     def _initial_drafter(self) -> EagleDrafter:

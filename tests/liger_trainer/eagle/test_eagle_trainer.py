@@ -65,8 +65,8 @@ def test_steps_are_computed_again_in_the_backward_pass(tmp_path, monkeypatch):
 
 
 def test_in_16_bits(tmp_path):
-    """A bf16 model has a bf16 drafter. Under mixed precision, it stays in the model's fp32."""
-    trainer = eagle_trainer(eagle_target(dtype=torch.bfloat16), tmp_path, bf16=True)
+    """A bf16 model has a bf16 drafter. Under mixed precision the drafter is fp32, whatever the model is."""
+    trainer = eagle_trainer(eagle_target(dtype=torch.bfloat16), tmp_path, bf16=False)
     assert {p.dtype for p in trainer.model.eagle_drafter.parameters()} == {torch.bfloat16}
     trainer.train()
     losses = []
@@ -79,6 +79,20 @@ def test_in_16_bits(tmp_path):
 
 
 # The draft vocabulary
+
+
+def test_small_steps_are_not_lost_to_rounding(tmp_path):
+    """In bf16, the spacing of weights around 0.02 is 1.2e-4, so most of them would not move by a step of 1e-5."""
+    trainer = eagle_trainer(eagle_target(dtype=torch.bfloat16), tmp_path, bf16=True, learning_rate=1e-5, max_steps=2)
+    before = state(trainer.model.eagle_drafter)
+    trainer.train()
+    for name in ("fc.weight", "midlayer.mlp.up_proj.weight"):
+        weight = trainer.model.eagle_drafter.get_parameter(name)
+        assert weight.dtype == torch.float32
+        assert (weight != before[name]).float().mean() > 0.95, name
+    trainer.save_model()
+    loaded = Drafter.from_pretrained(trainer.args.output_dir)
+    assert loaded.fc.weight.dtype == torch.float32
 
 
 def test_the_most_frequent_labels_are_counted(tmp_path):
