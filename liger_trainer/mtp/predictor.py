@@ -34,6 +34,7 @@ from liger_trainer.varlen.rows import NotForRows, Rows, use_rows
 
 FILE = "mtp.safetensors"  # in an output_dir without the whole model
 BASE_MODEL = "base_model_name_or_path"  # key in the metadata of FILE
+_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}  # by safetensors' names
 
 
 def load_predictor(model: Any, base: Base) -> nn.Module:
@@ -148,6 +149,21 @@ def saved_head(folder: str) -> dict[str, StoredTensor]:
     """Return the tensors of the head that `save_head` has written into `folder`; empty without one."""
     path = Path(folder, FILE)
     return tensors_of(path) if path.is_file() else {}
+
+
+def saved_head_as_in(base: dict[str, StoredTensor], folder: str, to: str) -> dict[str, StoredTensor]:
+    """Return the tensors of `saved_head(folder)` in the dtypes of `base`, written into the folder `to` if those differ.
+
+    A head is trained in fp32 under autocast, and the tensors of its base may be in 16 bits.
+    """
+    saved = saved_head(folder)
+    casts = {name: _DTYPES[base[name].dtype] for name in saved if name in base and base[name].dtype in _DTYPES}
+    if all(name not in casts or tensor.dtype == base[name].dtype for name, tensor in saved.items()):
+        return saved
+    path = Path(to, FILE)
+    tensors = load_file(Path(folder, FILE))
+    save_file({name: tensor.to(casts.get(name, tensor.dtype)) for name, tensor in tensors.items()}, path)
+    return tensors_of(path)
 
 
 def _empty(model: Any, is_layer: bool) -> Any:

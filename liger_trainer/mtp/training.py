@@ -78,14 +78,15 @@ class TrainedPredictor:
         self._model = model
         self._predictor: Any = head_of(model) or self._load(args)
         self._predictor.requires_grad_(True)  # freezing the model has frozen the head of an earlier trainer
-        if trainer.freezes_model and trainer.accelerator.mixed_precision in ("bf16", "fp16"):
-            # Autocast computes in 16 bits anyway, and most weights in bf16 are too coarse for a step of 5e-5.
+        has_adapter = trainer.model is not model
+        self._saves_head_only = has_adapter or trainer.freezes_model
+        if self._saves_head_only and trainer.accelerator.mixed_precision in ("bf16", "fp16"):
+            # As PEFT does with adapters: autocast computes in 16 bits anyway, and most weights in bf16 are too coarse
+            # for a step of 5e-5.
             self._predictor.float()
         apply_liger(self._predictor, getattr(args, "liger_config", None))
         self._by_rows = trainer.wants_part("varlen_attention")
         self._is_soft = args.mtp_targets == "soft"
-        has_adapter = trainer.model is not model
-        self._saves_head_only = has_adapter or trainer.freezes_model
 
     def _load(self, args: Any) -> nn.Module:
         init = getattr(args, "model_init_kwargs", None) or {}

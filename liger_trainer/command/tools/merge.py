@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import re
+import tempfile
 from pathlib import Path
 
 from liger_trainer.command.processes import Heartbeat, importing, print_status
@@ -48,7 +49,7 @@ def _merge(args) -> None:
     from liger_trainer.fitting.meta_model import auto_class_of
     from liger_trainer.lora.merge import merge
     from liger_trainer.mtp.export import is_head_alone
-    from liger_trainer.mtp.predictor import saved_head
+    from liger_trainer.mtp.predictor import saved_head_as_in
 
     if os.path.exists(args.output) and (not os.path.isdir(args.output) or any(Path(args.output).iterdir())):
         raise RecipeError(f"OUTPUT_DIR is {args.output!r}, which is not empty. Give the path of a new folder.")
@@ -102,9 +103,10 @@ def _merge(args) -> None:
     with Heartbeat(lambda time: f"still writing {args.output}, {time}."):
         merged.save_pretrained(args.output)
     checkpoint = find_checkpoint(source.path, config.revision)
-    trained = saved_head(args.adapter)
-    checkpoint = dataclasses.replace(checkpoint, tensors=checkpoint.tensors | trained)
-    kept_weights = keep_unloaded_weights(merged, checkpoint, Path(args.output), not args.without_unloaded_weights)
+    with tempfile.TemporaryDirectory() as folder:
+        trained = saved_head_as_in(checkpoint.tensors, args.adapter, folder)
+        checkpoint = dataclasses.replace(checkpoint, tensors=checkpoint.tensors | trained)
+        kept_weights = keep_unloaded_weights(merged, checkpoint, Path(args.output), not args.without_unloaded_weights)
     tokenizer.save_pretrained(args.output)
     form = read_prompt_form(args.adapter)
     if form is not None:

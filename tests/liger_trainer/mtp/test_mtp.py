@@ -12,7 +12,7 @@ from mtp_brute_force import brute_force
 from parity import logged_values
 from peft import LoraConfig, PromptTuningConfig
 from recipe_fixtures import command
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny_models import tiny_model
 from transformers import AutoModelForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -155,6 +155,27 @@ def test_the_loss_does_not_depend_on_accumulation(tmp_path):
 
 
 LORA = {"peft_config": LoraConfig(r=4, target_modules="all-linear")}
+
+
+def test_with_an_adapter_on_a_model_in_16_bits(tmp_path, capsys):
+    """Under autocast the head is fp32, so that small steps are kept. The merged model has it in the base's dtype."""
+    extra = {name: tensor.to(torch.bfloat16) for name, tensor in write_base(tmp_path / "base").items()}
+    file = tmp_path / "base" / "model.safetensors"
+    save_file({name: tensor.to(torch.bfloat16) for name, tensor in load_file(file).items()}, file, {"format": "pt"})
+    options = {"dtype": torch.bfloat16, "bf16": True, "learning_rate": 1e-5, "max_steps": 2}
+    trainer = mtp_trainer(tmp_path / "base", tmp_path / "out", trainer_options=LORA, **options)
+    trainer.train()
+    trainer.save_model()
+    head = trainer.model.get_base_model().mtp
+    code, _, err = command(capsys, "merge", tmp_path / "out", tmp_path / "merged", "--model", tmp_path / "base")
+    assert code == 0, err
+    moved = 0
+    for name, tensor in extra.items():
+        weight = head.get_parameter(name.removeprefix("mtp."))
+        assert weight.dtype == torch.float32
+        moved += (weight != tensor).sum() / weight.numel() / len(extra)
+        assert torch.equal(tensor_of(tmp_path / "merged", name), weight.to(torch.bfloat16)), name
+    assert moved > 0.95
 
 
 def test_with_an_adapter_it_is_saved_resumed_and_merged(tmp_path, capsys):
