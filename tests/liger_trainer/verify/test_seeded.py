@@ -41,9 +41,10 @@ from liger_trainer.lora import layers as lora_layers
 from liger_trainer.lora import merge as merging
 from liger_trainer.medusa import trainer as medusa_trainer
 from liger_trainer.medusa.heads import ResBlock
-from liger_trainer.patching import gates, norms
+from liger_trainer.patching import gates
 from liger_trainer.trainers import distillation_trainer
 from liger_trainer.varlen import unpad_plan, unpadded_backbone
+from liger_triton import reference
 
 
 def labels_off_by_one(stock, self, model, inputs, *args, **kwargs):
@@ -274,19 +275,19 @@ SEEDS = {
         {LOSSES, PADDED},
     ),
     "a norm has another epsilon": (
-        once_built(norms, "rms_norm", lambda stock, x, w, eps, **k: stock(x, w, 1e-6, **k)),
+        once_built(reference, "rms_norm", lambda stock, x, w, eps, **k: stock(x, w, 1e-6, **k)),
         ("SFT",),
         {},
         {LOSSES},
     ),
     "a norm rounds where it should not": (
-        once_built(norms, "rms_norm", lambda stock, x, w, eps, **k: stock(x, w, eps, **(k | {"cast": "gemma"}))),
+        once_built(reference, "rms_norm", lambda stock, x, w, eps, **k: stock(x, w, eps, **(k | {"cast": "gemma"}))),
         ("SFT",),
         {},
         {NORMS},
     ),
     "the weight of a norm has no gradient (unsloth's rms_layernorm)": (
-        once_built(norms, "rms_norm", lambda stock, x, w, eps, **k: stock(x, w.detach(), eps, **k)),
+        once_built(reference, "rms_norm", lambda stock, x, w, eps, **k: stock(x, w.detach(), eps, **k)),
         ("SFT",),
         {},
         {GRADIENTS, TRAINS},

@@ -29,9 +29,8 @@ from seeded_bugs import (
 )
 
 from liger_trainer import LigerDPOTrainer, LigerMedusaTrainer, LigerSFTTrainer
-from liger_trainer.patching import gates
 from liger_trainer.varlen import unpad_plan
-from liger_triton import _chunks
+from liger_triton import _chunks, reference
 from liger_triton._chunks import Accumulator
 
 
@@ -158,13 +157,8 @@ def saved_in_16_bits(stock, self, output_dir=None, state_dict=None):
     return stock(self, output_dir, state_dict)
 
 
-def half_a_derivative(stock, self, module):
-    gate = stock(self, module)
-
-    def faulty(g, u, **options):
-        return u * (g * g.sigmoid().detach()) if g.dtype == torch.bfloat16 else gate(g, u, **options)
-
-    return faulty
+def half_a_derivative(stock, g, u, **options):
+    return u * (g * g.sigmoid().detach()) if g.dtype == torch.bfloat16 else stock(g, u, **options)
 
 
 SEEDS = {
@@ -273,7 +267,7 @@ SEEDS = {
     ),
     "the model is saved in 16 bits": (of_a_trainer(LigerSFTTrainer, "_save", saved_in_16_bits), ("SFT",), {}, {SAVED}),
     "a gate in 16 bits has half of its derivative": (
-        once_built(gates.Gate, "function", half_a_derivative),
+        once_built(reference, "swiglu", half_a_derivative),
         ("SFT",),
         {},
         {GATES, BF16},
