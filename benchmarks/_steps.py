@@ -403,6 +403,9 @@ def train(arm, run, callbacks=()):
         row["patched"], shared = report.one_line(), shared_prompts_of(trainer.model)
         if shared is not None:
             row["shared_prompts"] = shared.to_dict()
+    captured = getattr(trainer, "captured_steps", None)
+    if captured is not None:
+        row["captured"] = captured.to_dict()
     chosen = getattr(trainer, "checkpointing", None)
     if chosen is not None:  # it has reset torch's peak counter
         row["chosen"], row["gib"] = chosen.to_dict(), max(row["gib"] or 0, chosen.highest / 2**30)
