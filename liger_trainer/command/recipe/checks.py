@@ -4,6 +4,7 @@ The keys alone decide, before anything is loaded; only `check_columns_exist` loo
 that a library rejects itself are left to that library.
 """
 
+import difflib
 import fnmatch
 import importlib.util
 import json
@@ -177,7 +178,7 @@ _TRACKERS = {
 
 
 def check_packages(recipe: Any) -> None:
-    """RecipeError if a key needs a package that is not installed.
+    """RecipeError if a key needs a package that is not installed, or if `report_to` names no tracker.
 
     Only training calls this: recipes can be read, and their memory estimated, without these packages.
     """
@@ -189,6 +190,7 @@ def check_packages(recipe: Any) -> None:
         ("optim", optimizer if by_bitsandbytes and "torch" not in optimizer else None, ("bitsandbytes",)),
     ]
     trackers = [training.report_to] if isinstance(training.report_to, str) else training.report_to or []
+    _check_trackers(trackers)
     needed += [("report_to", name, _TRACKERS[name]) for name in trackers if name in _TRACKERS]
     for key, value, packages in needed:
         if value and not any(importlib.util.find_spec(package) for package in packages):
@@ -196,6 +198,21 @@ def check_packages(recipe: Any) -> None:
                 f"{key} is {value!r}, and the package {packages[0]} is missing. Run `pip install {packages[0]}`, or "
                 f"leave {key} out."
             )
+
+
+def _check_trackers(names: list[str | None]) -> None:
+    """RecipeError for a tracker that transformers does not know. `Trainer` would refuse it after loading the model."""
+    from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+
+    for name in names:
+        if name in INTEGRATION_TO_CALLBACK:
+            continue
+        written = "null" if name is None else repr(name)
+        guess = difflib.get_close_matches(str(name), INTEGRATION_TO_CALLBACK, n=1)
+        hint = f" Did you mean {guess[0]}?" if guess else ""
+        raise RecipeError(
+            f"report_to is {written}; expected none, all, or some of: {', '.join(INTEGRATION_TO_CALLBACK)}.{hint}"
+        )
 
 
 def check_columns_exist(recipe: Any, columns: list[str]) -> None:

@@ -1,7 +1,7 @@
 """Brings the columns of rows to the names and the form that a trainer takes, by `columns` and `prompt_template`."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 from liger_trainer.command.processes import print_status
@@ -22,6 +22,8 @@ _NAMES_OF_TRAINERS = {
 }
 # By these TRL decides what kind of row it has. It takes any one of them, and some trainers refuse rows of two kinds.
 _KINDS_OF_ROWS = frozenset({"messages", "completion", "chosen", "rejected", "label"})
+# SFT's columns of tokens. TRL would also read them beside the tokens that it makes of texts.
+_OF_TOKENS = ("input_ids", "labels", "completion_mask", "assistant_masks", "seq_lengths")
 ALSO_READ = ("prompt", "image", "images", "tools", "chat_template_kwargs", "ref_chosen_logps", "ref_rejected_logps")
 
 
@@ -95,34 +97,12 @@ def prepare_rows(
             _report_unread_columns(rows, name, template)
         replaced = template.replaced or rows.column_names
         rows = convert_rows(rows, template.convert, replaced, f"Applying the template {name}")
+    rows = _tokens_or_texts(rows, columns, mapped, has_template=name != "none")
     have = set(rows.column_names)
     fitting = [needed for needed in columns if set(needed) <= have]
     needed = next((needed for needed in fitting if mapped & set(needed)), fitting[0] if fitting else None)
     if needed is None:
-        needs = "; ".join(" and ".join(needed) for needed in columns)
-        pairs_only = columns == (("chosen", "rejected"),)  # then last_turn would not help
-        hints = "".join(
-            f" Its rows look like {other}'s: set prompt_template: {other}."
-            for other, template in _TEMPLATES.items()
-            if name == "none" and set(template.needed) <= have and not (pairs_only and other == "last_turn")
-        )
-        if not hints and "messages" in have and pairs_only:
-            hints = (
-                " Such a trainer compares two answers: write them into chosen and rejected. To learn the answers of "
-                "messages, set trainer: sft."
-            )
-        read = {*ALSO_READ, *(column for each in columns for column in each)}
-        if name == "none" and (unknown := sorted(mapped - read)):
-            near = nearest(unknown[0], sorted({*read, *QUESTION_ANSWER}))
-            order = ", which the trainer does not read. Its name comes first: columns: {question: ..., answer: ...}."
-            hints = f" columns sets {unknown[0]!r}{f'.{near}' if near else order}"
-        elif name == "none" and not hints and not mapped:
-            hints = (
-                " If the data has other names for them, map them: columns: {question: ..., answer: ...} makes turns of "
-                "a chat, columns: {prompt: ..., completion: ...} takes the texts as they are."
-            )
-        after_template = "" if name == "none" else f" (after prompt_template: {name}, {', '.join(rows.column_names)})"
-        raise RecipeError(f"it has the columns {listed}{after_template}; the trainer needs one of: {needs}.{hints}")
+        raise _no_columns(rows, listed, name, columns, mapped)
     if mapped & set(needed):
         competing = have & {column for other in columns for column in other} - {*needed, *mapped, "prompt"}
         rows = rows.remove_columns(sorted(competing))
@@ -135,6 +115,68 @@ def prepare_rows(
     rows = place_system_prompts(without_repeated_prompts(rows, needed), needed, system_prompt)
     check_rows(rows, needed)
     return rows
+
+
+def _no_columns(
+    rows: Any, listed: str, name: str, columns: tuple[tuple[str, ...], ...], mapped: set[str]
+) -> RecipeError:
+    """Return the error for rows with none of the sets of `columns`. `listed` names those before the template `name`."""
+    have = set(rows.column_names)
+    needs = "; ".join(" and ".join(needed) for needed in columns)
+    pairs_only = columns == (("chosen", "rejected"),)  # then last_turn would not help
+    hints = "".join(
+        f" Its rows look like {other}'s: set prompt_template: {other}."
+        for other, template in _TEMPLATES.items()
+        if name == "none" and set(template.needed) <= have and not (pairs_only and other == "last_turn")
+    )
+    if not hints and "messages" in have and pairs_only:
+        hints = (
+            " Such a trainer compares two answers: write them into chosen and rejected. To learn the answers of "
+            "messages, set trainer: sft."
+        )
+    read = {*ALSO_READ, *(column for each in columns for column in each)}
+    if name == "none" and (unknown := sorted(mapped - read)):
+        near = nearest(unknown[0], sorted({*read, *QUESTION_ANSWER}))
+        order = ", which the trainer does not read. Its name comes first: columns: {question: ..., answer: ...}."
+        hints = f" columns sets {unknown[0]!r}{f'.{near}' if near else order}"
+    elif name == "none" and not hints and not mapped:
+        hints = (
+            " If the data has other names for them, map them: columns: {question: ..., answer: ...} makes turns of "
+            "a chat, columns: {prompt: ..., completion: ...} takes the texts as they are."
+        )
+    after_template = "" if name == "none" else f" (after prompt_template: {name}, {', '.join(rows.column_names)})"
+    return RecipeError(f"it has the columns {listed}{after_template}; the trainer needs one of: {needs}.{hints}")
+
+
+def _tokens_or_texts(rows: Any, columns: tuple[tuple[str, ...], ...], mapped: set[str], has_template: bool) -> Any:
+    """Return rows with either tokens or texts, if the trainer takes both.
+
+    TRL reads `input_ids` and ignores the text. Tokens are left out if the recipe has a template for the text, or maps
+    its column.
+    """
+    if ("input_ids",) not in columns:
+        return rows
+    have = set(rows.column_names)
+    texts = have & {name for needed in columns for name in needed} - {"input_ids"}
+    tokens = [name for name in _OF_TOKENS if name in have]
+    if not texts or not tokens:
+        return rows
+    if has_template or mapped & texts or "input_ids" not in have:
+        listed = " and ".join(tokens)
+        made_of = " and ".join(sorted(texts))
+        print_status(f"{listed} {_is(tokens)} not read, because the rows are tokenized from {made_of}.")
+        return rows.remove_columns(tokens)
+    if "completion_mask" in have or has_images(rows):  # TRL also looks for a completion; it tokenizes images itself
+        return rows
+    listed = " and ".join(sorted(texts))
+    print_status(
+        f"input_ids is trained as it is, so {listed} {_is(texts)} not read. To train on {listed}, remove input_ids."
+    )
+    return rows.remove_columns(sorted(texts))
+
+
+def _is(names: Collection[str]) -> str:
+    return "is" if len(names) == 1 else "are"
 
 
 def _report_unread_columns(rows, name: str, template: _Template) -> None:
