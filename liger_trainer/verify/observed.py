@@ -126,7 +126,7 @@ class Recorder(KeepGradients):
         around (`list`): What a callback sees, after each step and each evaluation.
         changed (`set[str]`): What an evaluation has changed but should not.
         batches (`list`): The inputs of each micro-batch.
-        calls (`set`): The states in which model, reference and teacher were called: mode, gradients, autocast.
+        calls (`set`): The states of model, reference and teacher when they were called: mode, gradients, autocast.
     """
 
     def __init__(self, instead: list[Tensors] | None = None) -> None:

@@ -111,7 +111,8 @@ def _wrong_value(index: int, column: str, value: Any, wanted: tuple[str, ...]) -
 def _check_roles(index: int, column: str, messages: list[dict[str, Any]]) -> None:
     """RecipeError for a role that is clearly a misspelling. Most templates would render it as it is."""
     for message in messages:
-        if (intended := _intended_role(message["role"])) is not None:
+        intended = _intended_role(message["role"])
+        if intended is not None:
             raise RecipeError(
                 f"Row {index} of the dataset has {column} with the role {message['role']!r}; expected {intended!r}."
             )

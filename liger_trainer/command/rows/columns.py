@@ -22,7 +22,7 @@ _NAMES_OF_TRAINERS = {
 }
 # By these TRL decides what kind of row it has. It takes any one of them, and some trainers refuse rows of two kinds.
 _KINDS_OF_ROWS = frozenset({"messages", "completion", "chosen", "rejected", "label"})
-# SFT's columns of tokens. TRL would also read them beside the tokens that it makes of texts.
+# SFT's columns of tokens. TRL reads them even where it makes tokens of texts.
 _OF_TOKENS = ("input_ids", "labels", "completion_mask", "assistant_masks", "seq_lengths")
 ALSO_READ = ("prompt", "image", "images", "tools", "chat_template_kwargs", "ref_chosen_logps", "ref_rejected_logps")
 
@@ -63,7 +63,8 @@ def text_columns(columns: tuple[tuple[str, ...], ...], mapping: dict[str, str]) 
 
 def rename_columns(rows, mapping: dict[str, str]):
     """Return the rows with the columns renamed: the values of `mapping` become its keys."""
-    if missing := [name for name in mapping.values() if name not in rows.column_names]:
+    missing = [name for name in mapping.values() if name not in rows.column_names]
+    if missing:
         if set(mapping) <= set(rows.column_names) and set(missing) <= _NAMES_OF_TRAINERS:
             turned = ", ".join(f"{new}: {old}" for old, new in mapping.items())
             raise RecipeError(
@@ -135,7 +136,8 @@ def _no_columns(
             "messages, set trainer: sft."
         )
     read = {*ALSO_READ, *(column for each in columns for column in each)}
-    if name == "none" and (unknown := sorted(mapped - read)):
+    unknown = sorted(mapped - read)
+    if name == "none" and unknown:
         near = nearest(unknown[0], sorted({*read, *QUESTION_ANSWER}))
         order = ", which the trainer does not read. Its name comes first: columns: {question: ..., answer: ...}."
         hints = f" columns sets {unknown[0]!r}{f'.{near}' if near else order}"

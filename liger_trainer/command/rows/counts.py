@@ -129,7 +129,8 @@ def _checked_counts(trainer: Any, loaded_rows: Any, name: str) -> RowCounts:
     if "chosen_labels" in rows.column_names:
         # ORPO and CPO keep a row if its prompt alone fills max_length, and then divide by 0 tokens
         answers = [_has_loss(*_lists(rows, f"{side}_labels"), first=0) for side in ("chosen", "rejected")]
-        if len(empty_rows := (~(answers[0] & answers[1])).nonzero()[0]):
+        empty_rows = (~(answers[0] & answers[1])).nonzero()[0]
+        if len(empty_rows):
             raise RecipeError(
                 f"The prompt alone fills max_length {max_length_of(trainer)} in {len(empty_rows)} {name} rows, so the "
                 "loss would be NaN. Raise max_length, or leave these rows out; the first is row "

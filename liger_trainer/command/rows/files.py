@@ -189,11 +189,13 @@ def _check_kinds(folder: Path, builder: str) -> None:
         return
     about = ("dataset_infos.json", "dataset_dict.json", "state.json")
     unread = [path for path in sorted(folder.rglob("*")) if builder_of(path, builder) != builder]
-    if rows := [path for path in unread if path.suffix not in (".txt", ".json")]:
+    rows = [path for path in unread if path.suffix not in (".txt", ".json")]
+    if rows:
         raise RecipeError(
             f"{rows[0]} was not read: only one kind of file is read from a folder. List the files by name."
         )
-    if left := [path for path in unread if path.name not in about]:  # licences, or descriptions of the rows
+    left = [path for path in unread if path.name not in about]
+    if left:  # licences, or descriptions of the rows
         print_status(f"{left[0]} was not read, nor any other such file: only one kind of file is read from a folder.")
 
 

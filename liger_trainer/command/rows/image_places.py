@@ -124,7 +124,8 @@ def _unfilled(content: Any) -> int:
 def _check_places(index: int, column: str, turns: list[dict[str, Any]], pictures: int) -> bool:
     """Return whether a text of `turns` has the marker. RecipeError unless there are as many places as `pictures`."""
     markers = sum(text.count(MARKER) for text in _texts(turns))
-    if any(turn["role"] == "tool" and any(MARKER in text for text in _texts([turn])) for turn in turns):
+    of_tools = _texts([turn for turn in turns if turn["role"] == "tool"])
+    if any(MARKER in text for text in of_tools):
         raise RecipeError(
             f"Row {index} of the dataset has {MARKER} in a message of the role tool in {column}, where trainers do not "
             "read pictures. Move it to a message of the user."
@@ -172,7 +173,12 @@ def _in_parts(turns: list[dict[str, Any]], pictures: int) -> list[dict[str, Any]
 
 def _parts(content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    return [{name: value for name, value in part.items() if value is not None} for part in parts]
+    return [_without_nulls(part) for part in parts]
+
+
+def _without_nulls(part: dict[str, Any]) -> dict[str, Any]:
+    """Return a part of a content without the fields that Arrow adds because other parts have them."""
+    return {name: value for name, value in part.items() if value is not None}
 
 
 def _at_markers(part: dict[str, Any]) -> list[dict[str, Any]]:

@@ -123,7 +123,10 @@ def check_first_batch(trainer: Any) -> None:
     from liger_trainer.trainers.packed_images import without_limit  # here, because it imports torch
 
     rows, collate = trainer.train_dataset, trainer.data_collator
-    if not has_images(rows) or (unlimited := without_limit(collate)) is collate:
+    if not has_images(rows):
+        return
+    unlimited = without_limit(collate)
+    if unlimited is collate:
         return
     rows = trainer._remove_unused_columns(rows, "training")  # as its dataloader does
     count = min(len(rows), trainer.args.per_device_train_batch_size)
@@ -131,7 +134,8 @@ def check_first_batch(trainer: Any) -> None:
     token = getattr(trainer.model.config, "image_token_id", None)
     most, learned = collate.max_length, cut["labels"] != -100 if "labels" in cut else cut["completion_mask"].bool()
     for row, mask in enumerate(whole["attention_mask"]):
-        if most is None or (tokens := int(mask.sum())) <= most:
+        tokens = int(mask.sum())
+        if most is None or tokens <= most:
             continue
         loses = int((whole["input_ids"][row] == token).sum()) > int((cut["input_ids"][row] == token).sum())
         if loses or not learned[row, 1:].any():
@@ -146,7 +150,8 @@ def _batch(collate: Any, rows: Any, count: int) -> Any:
     try:
         return collate([rows[index] for index in range(count)])
     except Exception as error:
-        if (broken := broken_picture(error, rows.select(range(count)))) is not None:
+        broken = broken_picture(error, rows.select(range(count)))
+        if broken is not None:
             raise RecipeError(broken) from error
         reason = refusal(error)
         if reason is None:

@@ -1,5 +1,7 @@
 """Brings the rows of several data sets to the same columns, so that `datasets` can join or interleave them."""
 
+from typing import Any
+
 from liger_trainer.command.rows.columns import ALSO_READ
 from liger_trainer.errors import RecipeError
 
@@ -13,11 +15,12 @@ def with_shared_columns(key: str, names, parts, columns: tuple[tuple[str, ...], 
     # Token ids come with columns of masks and labels, and reward functions may read any column.
     exact = columns == (("prompt",),) or "input_ids" in shared or not any(set(needed) <= shared for needed in columns)
     if not exact:
-        shared -= {name for name in shared - read if any(p.features[name] != parts[0].features[name] for p in parts)}
+        shared = {name for name in shared if name in read or _is_alike(parts, name)}
         shared |= {"tools"}  # datasets fills in nulls, which mean no tools
     for name, part in zip(names, parts, strict=True):
         # datasets would silently fill a missing column with nulls
-        if (more := set(part.column_names) - shared) and (exact or more & read):
+        more = set(part.column_names) - shared
+        if more and (exact or more & read):
             other, has = next(
                 (n, p.column_names) for n, p in zip(names, parts, strict=True) if not more <= {*p.column_names}
             )
@@ -25,8 +28,16 @@ def with_shared_columns(key: str, names, parts, columns: tuple[tuple[str, ...], 
                 f"{key} {name!r} has the columns {part.column_names}, but {other!r} has {has}. Give them the same "
                 f"names with columns, or remove {', '.join(sorted(more))} from {name!r}."
             )
-    parts = [part.select_columns([column for column in part.column_names if column in shared]) for part in parts]
-    return _with_json_columns(parts)
+    selected = []
+    for part in parts:
+        columns_of_part = [column for column in part.column_names if column in shared]
+        selected.append(part.select_columns(columns_of_part))
+    return _with_json_columns(selected)
+
+
+def _is_alike(parts: list[Any], column: str) -> bool:
+    """Return whether a column has the same type in all parts."""
+    return all(part.features[column] == parts[0].features[column] for part in parts)
 
 
 def _with_plain_strings(rows):

@@ -45,7 +45,7 @@ def write_prompt_form(folder: str | Path, form: str, system_prompt: str | None =
 
 
 def read_prompt_form(folder: str | Path) -> str | None:
-    """Return the form that was saved in `folder`; None if there is none, as for a Hub model."""
+    """Return the form that was saved in `folder`; None without one, as for a Hub model."""
     form = _read(folder).get("prompt_form")
     return form if form in IN_WORDS else None
 

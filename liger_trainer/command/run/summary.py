@@ -101,7 +101,8 @@ class RunRecorder(TrainerCallback):
                 mean *= state.global_step / (state.global_step - self._first_step)
             lines.append(f"  loss     {'not logged' if mean is None else f'{mean:.3f}, the mean of all steps'}")
         for key, name in _LOGGED.items():
-            if logged := self._logged.get(key):
+            logged = self._logged.get(key)
+            if logged:
                 best = best_evaluation(state.log_history) if key == "eval_loss" else None
                 lines.append(f"  {name:8} {logged[0]:.3f} -> {logged[-1]:.3f}{'' if best is None else f', {best}'}")
         if math.isnan(self._norm):
