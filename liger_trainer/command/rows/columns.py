@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Collection
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from liger_trainer.command.processes import print_status
 from liger_trainer.command.recipe.parser import nearest
@@ -15,6 +15,9 @@ from liger_trainer.command.rows.system_prompts import place_system_prompts
 from liger_trainer.data.formats import ALPACA_COLUMNS, alpaca_row, has_images, last_turn_row, sharegpt_row
 from liger_trainer.errors import RecipeError, short
 
+if TYPE_CHECKING:
+    from datasets import Dataset
+
 # Columns that trainers read in addition to the ones they need
 _NAMES_OF_TRAINERS = {
     *QUESTION_ANSWER,
@@ -25,6 +28,9 @@ _KINDS_OF_ROWS = frozenset({"messages", "completion", "chosen", "rejected", "lab
 # SFT's columns of tokens. TRL reads them even where it makes tokens of texts.
 _OF_TOKENS = ("input_ids", "labels", "completion_mask", "assistant_masks", "seq_lengths")
 ALSO_READ = ("prompt", "image", "images", "tools", "chat_template_kwargs", "ref_chosen_logps", "ref_rejected_logps")
+
+
+Columns = tuple[tuple[str, ...], ...]  # the sets of columns that a trainer takes; rows need all of one set
 
 
 class _Template(NamedTuple):
@@ -46,13 +52,13 @@ _TEMPLATES = {
 }
 
 
-def columns_of(recipe: Any) -> tuple[tuple[str, ...], ...]:
+def columns_of(recipe: Any) -> Columns:
     """Return the sets of columns that the recipe's trainer takes, with `dataset_text_field` in place of "text"."""
     text = getattr(recipe.training, "dataset_text_field", "text")
     return tuple(tuple(text if name == "text" else name for name in needed) for needed in recipe.entry.columns)
 
 
-def text_columns(columns: tuple[tuple[str, ...], ...], mapping: dict[str, str]) -> frozenset[str]:
+def text_columns(columns: Columns, mapping: dict[str, str]) -> frozenset[str]:
     """Return the columns of the data that must be read as text if the file has no types, such as CSV."""
     read = {name for needed in columns for name in needed} | {"prompt", "tools", "system", "solution", "image"}
     read |= set(QUESTION_ANSWER)
@@ -61,7 +67,7 @@ def text_columns(columns: tuple[tuple[str, ...], ...], mapping: dict[str, str]) 
     return frozenset(mapping.get(name, name) for name in read - {"label", "input_ids"})
 
 
-def rename_columns(rows, mapping: dict[str, str]):
+def rename_columns(rows: "Dataset", mapping: dict[str, str]) -> "Dataset":
     """Return the rows with the columns renamed: the values of `mapping` become its keys."""
     missing = [name for name in mapping.values() if name not in rows.column_names]
     if missing:
@@ -78,8 +84,8 @@ def rename_columns(rows, mapping: dict[str, str]):
 
 
 def prepare_rows(
-    rows, name: str, columns: tuple[tuple[str, ...], ...], mapped: set[str], system_prompt: str | None = None
-):
+    rows: "Dataset", name: str, columns: Columns, mapped: set[str], system_prompt: str | None = None
+) -> "Dataset":
     """Apply the template `name` to the rows, and remove columns that compete with those in `mapped`."""
     listed = ", ".join(rows.column_names)
     if name != "none":
@@ -118,9 +124,7 @@ def prepare_rows(
     return rows
 
 
-def _no_columns(
-    rows: Any, listed: str, name: str, columns: tuple[tuple[str, ...], ...], mapped: set[str]
-) -> RecipeError:
+def _no_columns(rows: "Dataset", listed: str, name: str, columns: Columns, mapped: set[str]) -> RecipeError:
     """Return the error for rows with none of the sets of `columns`. `listed` names those before the template `name`."""
     have = set(rows.column_names)
     needs = "; ".join(" and ".join(needed) for needed in columns)
@@ -150,7 +154,7 @@ def _no_columns(
     return RecipeError(f"it has the columns {listed}{after_template}; the trainer needs one of: {needs}.{hints}")
 
 
-def _tokens_or_texts(rows: Any, columns: tuple[tuple[str, ...], ...], mapped: set[str], has_template: bool) -> Any:
+def _tokens_or_texts(rows: "Dataset", columns: Columns, mapped: set[str], has_template: bool) -> "Dataset":
     """Return rows with either tokens or texts, if the trainer takes both.
 
     TRL reads `input_ids` and ignores the text. Tokens are left out if the recipe has a template for the text, or maps
@@ -181,7 +185,7 @@ def _is(names: Collection[str]) -> str:
     return "is" if len(names) == 1 else "are"
 
 
-def _report_unread_columns(rows, name: str, template: _Template) -> None:
+def _report_unread_columns(rows: "Dataset", name: str, template: _Template) -> None:
     """Print which columns a template does not read. RecipeError if one of them holds pictures."""
     unread = [column for column in rows.column_names if column not in template.read]
     if has_images(rows):
@@ -205,7 +209,7 @@ def _with_tools(row: dict[str, Any], index: int) -> dict[str, str]:
     return {"tools": tools}
 
 
-def _without_other_prompt(rows, needed: tuple[str, ...]):
+def _without_other_prompt(rows: "Dataset", needed: tuple[str, ...]) -> "Dataset":
     """Return the rows without a column prompt that is there for another purpose, because TRL would use it.
 
     If the rows also have `messages` or `text`, TRL would require a completion. If `chosen` and `rejected` are whole
@@ -242,7 +246,7 @@ def _has_turn(messages: Any, text: str | None) -> bool:
     return not wanted
 
 
-def _without_other_kinds(rows: Any, needed: tuple[str, ...]) -> Any:
+def _without_other_kinds(rows: "Dataset", needed: tuple[str, ...]) -> "Dataset":
     """Return rows of pairs without columns of other kinds of rows.
 
     Other rows keep theirs: reward functions read them, and SFT warns of a column label.

@@ -4,15 +4,18 @@ import os
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from liger_trainer.data.formats import has_images
 from liger_trainer.errors import RecipeError, refusal, short
 
+if TYPE_CHECKING:
+    from datasets import Dataset
+
 _SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 
 
-def find_images(rows: Any, folders: Sequence[Path]) -> Any:
+def find_images(rows: "Dataset", folders: Sequence[Path]) -> "Dataset":
     """Resolve the paths in the columns `images` and `image`, relative to the first of `folders` that has the file.
 
     Decoded pictures, URLs and base64 stay as they are; transformers reads those itself. RecipeError for a file that is
@@ -59,7 +62,7 @@ def find_images(rows: Any, folders: Sequence[Path]) -> Any:
     return rows.map(convert, with_indices=True, desc="Looking for pictures")
 
 
-def unread_pictures(rows: Any) -> str | None:
+def unread_pictures(rows: "Dataset") -> str | None:
     """Return the `columns` setting for rows with pictures in a column that no trainer reads, or None."""
     if has_images(rows):
         return None
@@ -146,7 +149,7 @@ def check_first_batch(trainer: Any) -> None:
             )
 
 
-def _batch(collate: Any, rows: Any, count: int) -> Any:
+def _batch(collate: Any, rows: "Dataset", count: int) -> Any:
     try:
         return collate([rows[index] for index in range(count)])
     except Exception as error:

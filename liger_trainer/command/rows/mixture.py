@@ -1,12 +1,15 @@
 """Brings the rows of several data sets to the same columns, so that `datasets` can join or interleave them."""
 
-from typing import Any
+from typing import TYPE_CHECKING
 
-from liger_trainer.command.rows.columns import ALSO_READ
+from liger_trainer.command.rows.columns import ALSO_READ, Columns
 from liger_trainer.errors import RecipeError
 
+if TYPE_CHECKING:
+    from datasets import Dataset
 
-def with_shared_columns(key: str, names, parts, columns: tuple[tuple[str, ...], ...]):
+
+def with_shared_columns(key: str, names: list[str], parts: "list[Dataset]", columns: Columns) -> "list[Dataset]":
     """Return the parts with the columns that all of them have. RecipeError if training may read another column."""
     if len(parts) > 1:
         parts = [_with_plain_strings(part) for part in parts]
@@ -35,12 +38,12 @@ def with_shared_columns(key: str, names, parts, columns: tuple[tuple[str, ...], 
     return _with_json_columns(selected)
 
 
-def _is_alike(parts: list[Any], column: str) -> bool:
+def _is_alike(parts: "list[Dataset]", column: str) -> bool:
     """Return whether a column has the same type in all parts."""
     return all(part.features[column] == parts[0].features[column] for part in parts)
 
 
-def _with_plain_strings(rows):
+def _with_plain_strings(rows: "Dataset") -> "Dataset":
     """Return the rows with `string` instead of pandas' `large_string`, which `datasets` does not join with `string`."""
     from datasets import Features, Value
 
@@ -48,7 +51,7 @@ def _with_plain_strings(rows):
     return rows.cast(Features(rows.features | dict.fromkeys(large, Value("string")))) if large else rows
 
 
-def _with_json_columns(parts):
+def _with_json_columns(parts: "list[Dataset]") -> "list[Dataset]":
     """Return the parts with messages and tools as Json if their keys differ between parts."""
     from datasets import Features, Json, List
 

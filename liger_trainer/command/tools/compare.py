@@ -172,7 +172,7 @@ def _run_arm(name: str, argv: list[str], arm: str, steps: int) -> dict[str, Any]
 
 def _train(recipe: Recipe, arm: str, steps: int) -> dict[str, Any]:
     import torch
-    from transformers import TrainerCallback
+    from transformers import TrainerCallback, TrainerControl, TrainerState
 
     import liger_trainer
     from liger_trainer.command.rows.sources import find_sources
@@ -186,14 +186,16 @@ def _train(recipe: Recipe, arm: str, steps: int) -> dict[str, Any]:
             self.losses: list[float] = []
             self.tokens: list[float] = []
 
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
             self.times.append(time.perf_counter())
             if state.global_step >= steps:  # max_steps is not changed, because learning rates depend on it
                 control.should_training_stop = True
 
-        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        def on_log(
+            self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
+        ) -> None:
             if "loss" in logs:
                 self.losses.append(float(logs["loss"]))
                 self.tokens += [logs["num_tokens"]] if "num_tokens" in logs else []  # TRL's count, without padding
