@@ -71,10 +71,14 @@ _NAMES = {  # module: public names
     "liger_trainer.integrations.liger_kernel_names": ("AutoLigerKernelForCausalLM",),
     "liger_trainer.base_weights.mxfp4": ("Mxfp4Config",),
     "liger_triton.modules": (  # which needs neither transformers nor trl
-        "LigerRMSNorm", "LigerLayerNorm", "LigerSwiGLUMLP", "LigerGEGLUMLP", "LigerCrossEntropyLoss",
+        "LigerRMSNorm",
+        "LigerLayerNorm",
+        "LigerSwiGLUMLP",
+        "LigerGEGLUMLP",
+        "LigerCrossEntropyLoss",
         "LigerFusedLinearCrossEntropyLoss",
     ),
-}  # fmt: skip
+}
 _WHERE = {name: module for module, names in _NAMES.items() for name in names}
 __all__ = [*_WHERE]
 __version__ = "0.1.0"

@@ -91,7 +91,7 @@ def runs_triton(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
 
 
 def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
-    """Return the dtype to which autocast casts a product with `x`. None without autocast and for float64."""
+    """Return the dtype that autocast computes a product with `x` in. None without autocast and for float64."""
     device = x.device.type
     if x.dtype == torch.float64 or device == "meta" or not torch.is_autocast_enabled(device):
         return None
@@ -99,7 +99,7 @@ def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
 
 
 def result_dtype(x: torch.Tensor) -> torch.dtype:
-    """Return the dtype in which a linear layer computes: the autocast dtype, or the dtype of `x` without autocast."""
+    """Return the dtype that a linear layer computes in: the autocast dtype, or the dtype of `x` without autocast."""
     return autocast_dtype(x) or x.dtype
 
 

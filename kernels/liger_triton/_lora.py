@@ -170,7 +170,7 @@ class Gradients(NamedTuple):
         dh: (T, R), in the dtype of the form; (T, 2 R) in two parts.
         large (`list`): Pairs of factors. Their products sum to the gradient of x, without the adapters' share. The
             second factor may still be packed.
-        tensors (`list`): Gradients of the layers' tensors, in the order of `flattened`. None where there is none yet.
+        tensors (`list`): Gradients of the layers' tensors, in the order of `flattened`. None: not yet there.
     """
 
     dh: torch.Tensor

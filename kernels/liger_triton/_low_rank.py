@@ -1,4 +1,4 @@
-"""Rank-r products that accompany a frozen matrix product, and the order in which the large tensors are read.
+"""Rank-r products that accompany a frozen matrix product, and the order of reads of the large tensors.
 
 For T rows, a layer (K -> N), and an adapter of rank r with h = x A^T (T, r) and scaling s:
 

@@ -10,7 +10,7 @@ Nothing waits for the GPU: a grid is large enough for the worst distribution, an
     combine           out[t] = sum over k of w[t, k] y[t, k]                 in fp32, in the order of k
 
 Rows of x are tokens (gathered by the loads) or sorted pairs. Results are in the order of sorted pairs, or of pairs if
-they are combined next. Sums are in fp32 and rounded once. There are no atomics, so results do not depend on the order
+they are combined next. Sums are in fp32 and rounded once. No sum is atomic, so results do not depend on the order
 of programs. Ids outside [0, E) are skipped.
 
 Shapes  T tokens, K experts a token, S = T * K pairs, E experts; x (T, k) or (S, k), W (E, k, n), results (S, n).
@@ -120,7 +120,7 @@ def _add_low(
     PRECISION: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """Return acc + P Q for rows at `place` and the given columns. BLOCK_R = 0 means that there is no product."""
+    """Return acc + P Q for rows at `place` and the given columns. Without a product, BLOCK_R is 0."""
     if BLOCK_R > 0:
         r = tl.arange(0, BLOCK_R)
         p_at = P + place.to(tl.int64)[:, None] * p_stride + r[None]

@@ -6,7 +6,7 @@ from ._dispatch import use_triton
 
 
 def runs_kernels(x: torch.Tensor) -> bool:
-    """Return whether operations run their Triton kernels on the device of `x`, and not their plain PyTorch versions.
+    """Return whether operations run their Triton kernels on the device of `x`, instead of their plain PyTorch versions.
 
     Never for float64. On a CPU only under `TRITON_INTERPRET=1`.
     """

@@ -197,7 +197,7 @@ def _load_with_product(
     BLOCK_R: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """Load a tile of X and its parts of H and F. A block of 0 means that there is no product."""
+    """Load a tile of X and its parts of H and F. Without a product, its block is 0."""
     mask = (row < rows)[:, None] & (column < columns)[None]
     x = tl.load(X + row[:, None] * columns + column[None], mask=mask, other=0.0)
     h, f = x, x

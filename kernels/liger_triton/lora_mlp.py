@@ -9,7 +9,7 @@ Bytes   b per element of the width I, apart from large products: forward reads g
         passes (`gates.py`), but for ranks above 64 and fp32. Kept for backward: x, g, u, and what is r wide.
 Slices  If g has more than `SLICE_ABOVE` bytes, both passes process slices of the rows, with at most `SLICE_BYTES` of g
         each. Kept for backward: x. Backward recomputes g and u slice by slice and sums the gradients of weights in
-        fp32. There are no slices if the product of a packed weight mixes rows.
+        fp32. Nothing is sliced if the product of a packed weight mixes rows.
 """
 
 from typing import NamedTuple

@@ -270,7 +270,7 @@ class LigerFusedLinearCrossEntropyLoss(_Loss):
         ce_weight (*optional*): Only `None`: class weights are not supported.
         ignore_index, lse_square_scale, label_smoothing, reduction, softcap (*optional*): As in `LigerCrossEntropyLoss`.
         return_z_loss, return_token_accuracy, return_predicted_tokens (*optional*): Only `False`: it returns the loss.
-        accum_dtype (`torch.dtype`, *optional*): Dtype in which the gradient of `lin_weight` is summed over the chunks:
+        accum_dtype (`torch.dtype`, *optional*): Dtype of the sum over chunks that is the gradient of `lin_weight`:
             fp32 or the dtype of `lin_weight`. The latter halves the memory of that sum in bf16. Unset: fp32
             (liger-kernel: the dtype of `lin_weight`).
         use_token_scaling (*optional*): Only `False`.

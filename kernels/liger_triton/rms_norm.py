@@ -19,7 +19,7 @@ Dtypes  bf16, fp16, fp32; w and z may have dtypes of their own. Arithmetic in fp
         rounded to the common dtype of x and residual, and the norm reads the rounded s, as in two separate steps.
         Gradients follow the formula without roundings and are rounded once.
 Bytes   b per element, n = M * N. Forward reads x and writes y: 2nb. Backward reads dy and x, and writes dx: 3nb, and
-        for each program an fp32 row of dw, which a second pass adds up. There are no atomics, so equal inputs give
+        for each program an fp32 row of dw, which a second pass adds up. No sum is atomic, so equal inputs give
         equal bits. Kept for backward: x, rstd. With a residual 4nb each (two steps: 5nb and 6nb). Kept: s, rstd. With a
         gate 3nb (eager about 14nb) and 5nb. Kept: x, z, rstd.
 """
@@ -443,7 +443,7 @@ def add_rms_norm(
         sum, in the common dtype of `x` and `residual`.
 
     Raises:
-        ValueError: `residual` has another shape or device than `x` (there is no broadcasting), or as in `rms_norm`.
+        ValueError: `residual` has another shape or device than `x` (nothing is broadcast), or as in `rms_norm`.
     """
     _check(x, weight, offset, cast)
     if residual.shape != x.shape or residual.device != x.device or not residual.is_floating_point():

@@ -322,7 +322,7 @@ def rollout_attention(
         `torch.Tensor`: (n, H, D).
 
     Raises:
-        ValueError: Shapes or dtypes disagree, D is more than 256, or there is no key of a later step.
+        ValueError: Shapes or dtypes disagree, D is more than 256, or no key is of a later step.
     """
     own = [*own_keys, *own_values]
     fits = q.ndim == k.ndim == 3 and q.shape[2] == k.shape[2]

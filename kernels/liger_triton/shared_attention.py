@@ -151,7 +151,7 @@ class _SharedAttention(torch.autograd.Function):
 
 
 def _merge(o, lse, other, other_lse, start: int):
-    """Merge o and L of all queries with those of another call, which has the queries from `start` on.
+    """Merge o and L of all queries with o and L of another call, which has the queries from `start` on.
 
     A query that has seen no key in the other call has L = -inf there, the log of an empty sum. Flash attention writes
     +inf instead.

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 
 class _Now(threading.local):
-    """What the contexts of this file say in this thread. Code that each operation runs reads it without a call."""
+    """The state that the contexts of this file set in this thread. Operations read it without a call."""
 
     computes_nothing = False
     most_rows: int | None = None

@@ -43,7 +43,7 @@ def linear_token_ranks(
     """Return `token_ranks` of the logits that `linear_logprobs` uses, at temperature 1.
 
     The product is rounded to the dtype of `hidden` as the model's own head rounds it, so the argmax agrees with the
-    model's logits. There are no gradients.
+    model's logits. It has no gradients.
 
     Args:
         hidden, weight, target, bias, softcap, logit_scale, ignore_index, lora, lora_input: As in `linear_logprobs`.

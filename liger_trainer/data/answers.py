@@ -21,7 +21,7 @@ Prompt = str | list[dict[str, str]]
 def encode(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[int]:
     """Return the token ids of a prompt. Messages go through the chat template, with the header of an answer.
 
-    transformers raises a ValueError if there is no chat template.
+    transformers raises a ValueError without a chat template.
     """
     if isinstance(prompt, str):
         return tokenizer(prompt)["input_ids"]
@@ -82,5 +82,12 @@ def answer(
         new = model.generate(input_ids=ids, attention_mask=mask, **more)[:, width:].tolist()
     finally:
         model.generation_config = model_config
-    stops = [next((i for i, token in enumerate(tokens, 1) if token in ends), None) for tokens in new]
-    return [tokens[:stop] for tokens, stop in zip(new, stops, strict=True)]
+    return [_until_end(tokens, ends) for tokens in new]
+
+
+def _until_end(tokens: list[int], ends: set[int]) -> list[int]:
+    """Return the tokens up to the first one in `ends`, or all."""
+    for number, token in enumerate(tokens, 1):
+        if token in ends:
+            return tokens[:number]
+    return tokens

@@ -195,7 +195,8 @@ def _tool_calls(text: str, where: str, index: int) -> list[dict[str, Any]]:
             f"Row {index} of the dataset has the function_call {short(text)} in {where}; expected JSON such as "
             '{"name": "look_up", "arguments": {"word": "blue"}}, or a list of that. Correct or remove the row.'
         ) from error
-    return [{"type": "function", "function": {key: call[key] for key in ("name", "arguments")}} for call in calls]
+    functions = [{"name": call["name"], "arguments": call["arguments"]} for call in calls]
+    return [{"type": "function", "function": function} for function in functions]
 
 
 def last_turn_row(row: dict, index: int = 0) -> dict[str, list[dict[str, str]]]:

@@ -86,7 +86,7 @@ class DrafterAttention(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return (n, H), and the keys and values of this step. `keys` and `values` come from the steps before.
 
-        `normed` is (T, H) in the first step, whose keys all rollouts see, and (n, H) in the others.
+        `normed` is (T, H) in the first step and (n, H) in the others. All rollouts see the first step's keys.
         """
         queries = self.sizes[0]
         if keys or step.drafted is None:

@@ -18,7 +18,7 @@ def export_drafter(checkpoint: str, output: str, base_model: str | None, dtype: 
         dtype (`torch.dtype`, *optional*): The dtype of the weights in the file. Unset: unchanged, bit for bit.
 
     Raises:
-        ValueError: `output` is not empty, there is no drafter, or its config does not name its model.
+        ValueError: `output` is not empty, the drafter is missing, or its config does not name its model.
     """
     if os.path.isdir(output) and os.listdir(output):
         raise ValueError(f"output is {output!r}, which is not empty; servers read every file there. Give a new one.")

@@ -148,12 +148,12 @@ class DrafterConfig:
 
     @property
     def has_all_tokens(self) -> bool:
-        """Whether the draft vocabulary is the target's, so that draft ids are token ids."""
+        """Return whether the draft vocabulary is the target's, so that draft ids are token ids."""
         return self.draft_vocab_size == self.vocab_size
 
 
 def drafter_folder(folder: str | os.PathLike) -> str:
-    """Return `folder` if it holds a drafter, or else the drafter's folder in it. ValueError if there is none."""
+    """Return `folder` if it holds a drafter, or else the drafter's folder in it. ValueError without a drafter."""
     for candidate in (os.fspath(folder), os.path.join(folder, DRAFTER_FOLDER)):
         if _is_drafter(candidate):
             return candidate
@@ -194,7 +194,7 @@ def read_drafter(folder: str | os.PathLike) -> tuple[DrafterConfig, dict[str, to
     Embeddings in the file are ignored, since they are the target's. Without d2t and t2d, the drafter has all tokens.
 
     Raises:
-        ValueError: There is no drafter, it has another architecture, or the config contradicts the tensors.
+        ValueError: The drafter is missing, it has another architecture, or the config contradicts the tensors.
     """
     folder = drafter_folder(folder)
     path = os.path.join(folder, CONFIG_FILE)
@@ -214,7 +214,8 @@ def read_drafter(folder: str | os.PathLike) -> tuple[DrafterConfig, dict[str, to
 def check_tensors(config: DrafterConfig, tensors: dict[str, torch.Tensor], where: str) -> None:
     """ValueError unless `tensors` are a drafter of this shape, and d2t and t2d name the same tokens."""
     shapes = config.shapes()
-    if differing := sorted(shapes.keys() ^ tensors.keys()):
+    differing = sorted(shapes.keys() ^ tensors.keys())
+    if differing:
         state = "is missing" if differing[0] in shapes else "does not belong to a drafter"
         raise ValueError(f"{where}: {differing[0]} {state}.")
     for name, shape in shapes.items():

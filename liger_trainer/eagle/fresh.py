@@ -50,7 +50,7 @@ def fresh_config(
 
 
 def _rope_theta(config: Any) -> float:
-    """Return the base of the model's rotary angles, or that of its full attention if layers differ."""
+    """Return the base of the model's rotary angles, or the base for full attention if layers differ."""
     rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     rope = rope.get("full_attention") or rope
     return float(rope.get("rope_theta") or 10000.0)

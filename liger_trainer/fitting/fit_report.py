@@ -13,7 +13,7 @@ from liger_trainer.varlen.graphs.graph_recorder import RESERVE as FREE
 UNIT = 128  # tokens: lengths are tried in multiples of it
 TRIES = 10  # at most
 MOST_TOKENS = 1 << 20  # of a micro-batch: more are not tried
-# There is no figure for captured steps: their memory depends on the sizes of the micro-batches in a training.
+# Captured steps are not counted: their memory depends on the sizes of the micro-batches in a training.
 _CAPTURES = (
     "The memory of captured steps (cuda_graphs) is not counted. Their pool holds the activations of the largest "
     "captured micro-batch, between steps too. A micro-batch that runs uncaptured needs its own memory in addition. "

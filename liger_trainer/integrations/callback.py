@@ -3,7 +3,7 @@
 from typing import Any
 
 from torch.distributed.fsdp import FullyShardedDataParallel
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from liger_trainer._logging import logger
 from liger_trainer.patching import apply_liger
@@ -37,7 +37,9 @@ class LigerCallback(TrainerCallback):
         self.liger_report: LigerReport | None = None
         self._patched = WeakModuleRef()
 
-    def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+    def on_init_end(
+        self, args: Any, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
+    ) -> None:
         if getattr(args, "use_liger_kernel", False):
             raise ValueError(
                 "use_liger_kernel is true, so liger-kernel would patch the model again when training starts. Remove "
@@ -45,7 +47,9 @@ class LigerCallback(TrainerCallback):
             )
         self._patch(args, model)
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: Any, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
+    ) -> None:
         if model is self._patched.to():
             return
         if isinstance(model, FullyShardedDataParallel):

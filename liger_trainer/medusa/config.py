@@ -16,7 +16,7 @@ def schedule_of(name: str) -> Callable[[float], float]:
     `constant`: 1. `linear`: s. `sine`: sin(pi / 2 * s). `sine_R`: sin(pi / 2 * min(s / R, 1)).
 
     Raises:
-        ValueError: `name` is none of these, or R is not above 0 and at most 1.
+        ValueError: `name` is another one, or R is not above 0 and at most 1.
     """
     if name in ("constant", "linear"):
         return (lambda share: 1.0) if name == "constant" else (lambda share: share)

@@ -43,7 +43,8 @@ def export_heads(
     config = heads.config
     if os.path.isdir(output) and os.listdir(output):
         raise ValueError(f"output is {output!r}, which is not empty; servers read every file there. Give a new one.")
-    if config.tied and (reason := _tied_head_reason(heads, lm_head)) is not None:
+    reason = _tied_head_reason(heads, lm_head) if config.tied else None
+    if reason is not None:
         raise ValueError(reason)
     tensors = {name: t.detach().to("cpu", dtype).contiguous() for name, t in heads.state_dict().items()}
     # No other key may have "num" and "heads", or "num" and "layers", in its name: vLLM reads any such key as the number

@@ -67,7 +67,7 @@ def has_heads(folder: str) -> bool:
 
 
 def heads_folder(folder: str) -> str:
-    """Return `folder` if it is a head directory, or else the head directory in it. ValueError if there is none."""
+    """Return `folder` if it is a head directory, or else the head directory in it. ValueError without one."""
     for candidate in _candidates(folder):
         return candidate
     raise ValueError(
@@ -94,12 +94,14 @@ def read_heads(folder: str) -> tuple[MedusaHeadsConfig, dict[str, torch.Tensor]]
     blocks: dict[str, torch.Tensor] = {}
     projections: dict[str, torch.Tensor] = {}
     for name, tensor in load_file(os.path.join(folder, WEIGHTS_FILE)).items():
-        if layer := _LAYER.fullmatch(name) or _VLLM_LAYER.fullmatch(name):
+        layer = _LAYER.fullmatch(name) or _VLLM_LAYER.fullmatch(name)
+        if layer:
             blocks[f"{layer[1]}.{layer[2]}.linear.{layer[3]}"] = tensor
-        elif projection := _PROJECTION.fullmatch(name) or _VLLM_PROJECTION.fullmatch(name):
-            projections[projection[1]] = tensor
-        else:
+            continue
+        projection = _PROJECTION.fullmatch(name) or _VLLM_PROJECTION.fullmatch(name)
+        if not projection:
             raise ValueError(f"{os.path.join(folder, WEIGHTS_FILE)}: {name} does not name a part of a Medusa head.")
+        projections[projection[1]] = tensor
     num_layers = len({name.split(".")[1] for name in blocks})
     tensors = blocks | {f"{k}.{num_layers}.weight": tensor for k, tensor in projections.items()}
 

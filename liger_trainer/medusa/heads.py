@@ -137,7 +137,8 @@ class MedusaHeads(nn.ModuleList):
         `state_dict` has full tensors under those names, in case the module's own are sharded.
         """
         tensors = self.state_dict() if state_dict is None else state_dict
-        if missing := self.state_dict().keys() ^ tensors.keys():
+        missing = self.state_dict().keys() ^ tensors.keys()
+        if missing:
             raise ValueError(f"state_dict and the Medusa heads differ in {sorted(missing)}.")
         write_heads(folder, self.config.to_dict(), {n: t.detach().cpu().contiguous() for n, t in tensors.items()})
 
@@ -206,7 +207,8 @@ def heads_detached(model: nn.Module) -> Iterator[MedusaHeads]:
 
 def _lm_head(model: nn.Module) -> nn.Linear:
     """Return the LM head. ValueError if fresh heads would not compute the same logits."""
-    if (reason := head_reason(model)) is not None:
+    reason = head_reason(model)
+    if reason is not None:
         raise ValueError(f"Medusa heads need the input and the weight of the LM head, but {reason}.")
     head, name = innermost(output_head(model)), type(base_model_of(model)).__name__
     if hasattr(head, "base_layer"):

@@ -12,16 +12,16 @@ from liger_trainer.base_weights.shards import files_of, tensors_of
 from liger_trainer.base_weights.unloaded import find_checkpoint
 from liger_trainer.mtp.predictor import BASE_MODEL, FILE, saved_head
 
-_COPIED = {".json", ".jinja", ".model", ".py", ".tiktoken", ".txt"}  # config, tokenizer and code, beside the weights
+_COPIED = {".json", ".jinja", ".model", ".py", ".tiktoken", ".txt"}  # config, tokenizer and code
 
 
 def has_head(checkpoint: str) -> bool:
-    """Whether the folder `checkpoint` has an MTP head of its own file."""
+    """Return whether the folder `checkpoint` has an MTP head in a file of its own."""
     return Path(checkpoint, FILE).is_file()
 
 
 def is_head_alone(folder: str) -> bool:
-    """Whether `folder` has an MTP head and neither a model nor an adapter, as `LigerMTPTrainer` saves it."""
+    """Return whether `folder` has an MTP head and neither a model nor an adapter, as `LigerMTPTrainer` saves it."""
     return has_head(folder) and not any(Path(folder, name).is_file() for name in ("config.json", "adapter_config.json"))
 
 

@@ -55,7 +55,7 @@ class HeadNames(NamedTuple):
 
     @property
     def is_own(self) -> bool:
-        """Whether the module has the same names, as a child `mtp` of the model."""
+        """Return whether the module has the same names, as a child `mtp` of the model."""
         return not self.is_layer and not self.splits_experts
 
     def to_file(self, own: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

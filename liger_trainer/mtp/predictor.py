@@ -210,7 +210,7 @@ def _cast_parameters(predictor: Any, dtype: torch.dtype) -> None:
 def predict(
     predictor: Any, hidden: torch.Tensor, embedding: torch.Tensor, rows: FlatRows, by_rows: bool = False
 ) -> torch.Tensor:
-    """Return (T, H), the input of the LM head from which token t + 2 is guessed at token t.
+    """Return (T, H), the input of the LM head that guesses token t + 2 at token t.
 
     Args:
         predictor (`nn.Module`): What `load_predictor` returned.

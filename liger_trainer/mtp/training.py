@@ -211,7 +211,8 @@ def _check(trainer: Any, wording: _Wording) -> None:
         )
     if trainer.compute_loss_func is not None:
         raise ValueError(f"{asked}, but compute_loss_func does not train the head. {wording.other_option}.")
-    if (reason := head_reason(model)) is not None:
+    reason = head_reason(model)
+    if reason is not None:
         raise ValueError(f"{asked}, which needs the input of the LM head, but {reason}. {remedy}.")
     head: Any = innermost(output_head(model))
     if hasattr(head, "base_layer"):

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from liger_trainer._logging import logger
 from liger_trainer.feature import Feature
@@ -57,7 +57,7 @@ class _BeforeFirstStep(TrainerCallback):
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         skipped = getattr(args, "skip_checks", None) or ()  # stock arguments have no such field
         if state.global_step > 0 or not state.is_world_process_zero or "all" in skipped:
             return

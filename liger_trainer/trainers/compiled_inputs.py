@@ -8,7 +8,7 @@ trace that call: it traces the whole model, finds the tensor at the end, and doe
 from typing import Any, Protocol
 
 from torch import nn
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from liger_trainer.feature import Feature, FeatureTrainer
 from liger_trainer.memory import switches
@@ -45,7 +45,7 @@ class _RemovesHooks(TrainerCallback):
     def __init__(self, trainer: CompiledTrainer) -> None:
         self.trainer = trainer
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         model = self.trainer.model
         if checkpoints_without_reentering(model):
             remove_input_hooks(model)

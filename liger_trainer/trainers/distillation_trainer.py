@@ -82,7 +82,8 @@ class LigerDistillationTrainer(KeepsOnlineRows, LigerTRLMixin, DistillationTrain
         del self.accelerator.prepare_model  # brings back the method of the class
         teacher = None if self.teacher_model is None else self.accelerator.unwrap_model(self.teacher_model)
         for name, model in (("student", self.model), ("teacher", teacher)):
-            if self.uses_fused_head and model is not None and (reason := head_reason(model)) is not None:
+            reason = head_reason(model) if self.uses_fused_head and model is not None else None
+            if reason is not None:
                 raise ValueError(
                     f"The {name} cannot be distilled with a fused divergence, since {reason}. Set "
                     'liger_config={"fused_linear_cross_entropy": false}.'

@@ -91,11 +91,13 @@ def refuse_unfit_for_own_loss(trainer: Any) -> None:
         if name not in known:
             raise ValueError(f"token_outputs has the unknown name {name!r}; expected names of: {', '.join(known)}.")
     name = type(trainer).__name__
-    if (why := trainer.unfused_reason(trainer.model)) is not None:
+    why = trainer.unfused_reason(trainer.model)
+    if why is not None:
         raise ValueError(
             f"{name} overrides token_loss, which needs the fused LM head, but {why}. Override compute_loss instead."
         )
-    if (why := _why_not_next_tokens(trainer.model)) is not None:
+    why = _why_not_next_tokens(trainer.model)
+    if why is not None:
         raise ValueError(
             f"{name} overrides token_loss, which scores each label as the next token, but {why}, so its labels would "
             "be off by one. Override compute_loss instead."
@@ -104,18 +106,24 @@ def refuse_unfit_for_own_loss(trainer: Any) -> None:
 
 def refuse_token_predictions(trainer: Any) -> None:
     """ValueError if `trainer` cannot give the predictions of `eval_predictions="tokens"`."""
-    why = None
-    if not trainer.gives_token_predictions:
-        why = f"{type(trainer).__name__} does not compute metrics of tokens"
-    elif not trainer.uses_fused_head:
-        unfused = None if trainer.liger_report is None else trainer.unfused_reason(trainer.model)
-        why = unfused or "the fused LM head that finds them is switched off (use_liger, liger_config)"
-    elif (other := _why_not_next_tokens(trainer.model)) is not None:
-        why = f"{other}, and its labels are not the next tokens"
-    elif trainer.compute_loss_func is not None and trainer.stock_class() is Trainer:
-        why = "compute_loss_func is set, which needs the logits"
+    why = _why_no_token_predictions(trainer)
     if why is not None:
         raise ValueError(f"eval_predictions is 'tokens', but {why}. Set eval_predictions to 'logits'.")
+
+
+def _why_no_token_predictions(trainer: Any) -> str | None:
+    """Return the reason why `trainer` cannot give predictions of tokens, or None."""
+    if not trainer.gives_token_predictions:
+        return f"{type(trainer).__name__} does not compute metrics of tokens"
+    if not trainer.uses_fused_head:
+        unfused = None if trainer.liger_report is None else trainer.unfused_reason(trainer.model)
+        return unfused or "the fused LM head that finds them is switched off (use_liger, liger_config)"
+    shifted = _why_not_next_tokens(trainer.model)
+    if shifted is not None:
+        return f"{shifted}, and its labels are not the next tokens"
+    if trainer.compute_loss_func is not None and trainer.stock_class() is Trainer:
+        return "compute_loss_func is set, which needs the logits"
+    return None
 
 
 def refuse_packed_rows_that_mix(trainer: Any) -> None:
@@ -126,7 +134,8 @@ def refuse_packed_rows_that_mix(trainer: Any) -> None:
     collator = trainer.data_collator
     flattens = isinstance(collator, DataCollatorWithFlattening) or bool(getattr(collator, "padding_free", False))
     packs = flattens or bool(getattr(trainer, "padding_free", False))
-    if not packs or (why := why_rows_mix(trainer.model, collator)) is None:
+    why = why_rows_mix(trainer.model, collator) if packs else None
+    if why is None:
         return
     ways = _advice_on_mixing(trainer.model)
     if getattr(collator, "return_position_ids", None) is False and not getattr(collator, "padding_free", False):

@@ -80,7 +80,7 @@ class WritesCards(StockTrainer):
 def accuracy_lines(log_history: list[dict[str, float]]) -> str:
     """Return the line of a model card about the guesses of heads, in Markdown, from the last log; empty without heads.
 
-    The accuracies of an evaluation go before those of training.
+    Accuracies of an evaluation go before accuracies of training.
     """
     for prefix, source in (("eval_", "evaluation"), ("", "training")):
         for log in reversed(log_history):

@@ -112,7 +112,8 @@ class InBackward(Feature[InBackwardArguments, InBackwardTrainer]):
         if not getattr(trainer.args, "optimizer_in_backward", False):
             return
         self.check(trainer.args)
-        if (kind := trainer.accelerator.distributed_type) != DistributedType.NO or trainer.args.n_gpu > 1:
+        kind = trainer.accelerator.distributed_type
+        if kind != DistributedType.NO or trainer.args.n_gpu > 1:
             raise _refusal(
                 f"the training runs on several devices or is sharded ({kind.value}), so gradients arrive in parts. "
                 "Start one process on one GPU, without FSDP and DeepSpeed"

@@ -100,7 +100,8 @@ def pack_images(trainer: Any) -> None:
         num_workers=args.dataloader_num_workers,  # type: ignore[arg-type]
     )
     lengths = list(one_by_one)
-    if longer := sum(length > args.max_length for length in lengths):
+    longer = sum(length > args.max_length for length in lengths)
+    if longer:
         raise ValueError(
             f"max_length is {args.max_length}, but {longer} of {len(lengths)} rows have more tokens with their images, "
             f"so they would be cut. Set max_length to {max(lengths)}, or leave these rows out."

@@ -109,7 +109,7 @@ class ReusesLogProbs(KnowsOnlineRows):
         return generated
 
     def _note_weights(self) -> None:
-        """Record the weights with which TRL would run the pass, because user code that runs later may change them."""
+        """Record the weights that TRL would run the pass with, because user code that runs later may change them."""
         trainer: Any = self
         sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled or trainer.get_tp_size() > 1
         if not sharded:

@@ -58,7 +58,7 @@ class LigerSFTConfig(LigerArguments, SFTConfig):
 
     @property
     def trains_mtp(self) -> bool:
-        """Whether the MTP head of the model's checkpoint is trained."""
+        """Return whether the MTP head of the model's checkpoint is trained."""
         return self.train_mtp
 
 

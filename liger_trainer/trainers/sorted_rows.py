@@ -107,7 +107,8 @@ def in_order(batches: list[dict[str, Any]], order: list[int]) -> list[dict[str, 
             values = list(torch.cat(values)[torch.tensor(order, device=first.device)].split(size))
         elif isinstance(first, list):
             rows = [*itertools.chain.from_iterable(values)]
-            values = [[rows[row] for row in order[i : i + size]] for i in range(0, len(order), size)]
+            ordered = [rows[row] for row in order]
+            values = [ordered[i : i + size] for i in range(0, len(order), size)]
         for batch, value in zip(found, values, strict=True):
             batch[name] = value
     return found

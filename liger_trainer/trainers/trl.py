@@ -57,7 +57,8 @@ def with_globals(function: types.FunctionType, names: dict[str, Any]) -> types.F
 def _for_fsdp(module: types.ModuleType) -> dict[str, Any]:
     """Return replacements for globals of a TRL trainer's module, for training with FSDP."""
     replaced = {}
-    if (stock_prepare := vars(module).get("prepare_fsdp")) is not None:
+    stock_prepare = vars(module).get("prepare_fsdp")
+    if stock_prepare is not None:
 
         def fill_and_prepare(model: nn.Module, accelerator: Any) -> nn.Module:
             """Give every process the weights of a reference before it is sharded."""
@@ -65,7 +66,8 @@ def _for_fsdp(module: types.ModuleType) -> dict[str, Any]:
             return stock_prepare(model, accelerator)
 
         replaced["prepare_fsdp"] = fill_and_prepare
-    if (stock_create := vars(module).get("create_model_from_path")) is not None:
+    stock_create = vars(module).get("create_model_from_path")
+    if stock_create is not None:
 
         def create_on_cpu(*args: Any, **kwargs: Any) -> nn.Module:
             """Load a model without TRL's `device_map="auto"` under FSDP.
@@ -160,7 +162,8 @@ class LigerTRLMixin(LigerTrainerMixin, WritesCards):
         cast_lm_head_to_fp32: bool = False,
         outputs: Iterable[str] = ("log_probs",),
     ) -> None:
-        if (why := why_peft_needs_logits(self.model)) is not None:
+        why = why_peft_needs_logits(self.model)
+        if why is not None:
             raise ValueError(
                 f"{self.stock_class().__name__} of trl {trl.__version__} builds no logits, but {why}. Use "
                 "LigerTrainer, or another adapter, such as PromptTuningConfig."
@@ -194,7 +197,8 @@ class LigerTRLMixin(LigerTrainerMixin, WritesCards):
         if self.uses_liger:
             keep_base_weights(self)
         for name in self.ignored_fields:
-            if self.uses_liger and (value := getattr(self.args, name)):
+            value = getattr(self.args, name) if self.uses_liger else None
+            if value:
                 other = ", or set label_smoothing instead" if hasattr(self.args, "label_smoothing") else ""
                 raise ValueError(
                     f"{name} is {value}, which {self.stock_class().__name__} does not use. Remove it{other}."

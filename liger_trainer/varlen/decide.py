@@ -37,7 +37,7 @@ HARMLESS_HOOKS = (
 )
 
 
-# The kinds of attention with which calls of shared prompts can be captured.
+# Calls of shared prompts can be captured with these kinds of attention.
 _CAPTURED_SHARED = {AttentionKind.CAUSAL, AttentionKind.SINKS}
 
 

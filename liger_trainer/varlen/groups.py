@@ -3,7 +3,7 @@
     [ prefix 1 .. prefix n | rows that share nothing | private parts of group 1, group 2, ... ]
 
 The rows of a group have equal tokens, in the same columns, up to the first scored position. They share all of these
-tokens except the last one, whose state predicts the first token of each row's private part. So every token has at most
+tokens except the last one: its state predicts the first token of each row's private part. So every token has at most
 one label.
 """
 
@@ -80,7 +80,7 @@ def find_groups(ids: torch.Tensor, real: torch.Tensor, scored: torch.Tensor) -> 
 
 
 def find_pairs(ids: torch.Tensor, real: torch.Tensor, scored: torch.Tensor) -> list[Group]:
-    """Find the leading tokens that both rows of each pair have. The arguments are those of `find_groups`.
+    """Find the leading tokens that both rows of each pair have. Takes the arguments of `find_groups`.
 
     None of these tokens predicts a label, so the last one is shared too. Each row keeps its scored position.
     """

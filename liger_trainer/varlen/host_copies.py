@@ -115,7 +115,7 @@ class HostBatch(dict):
 class _Remembering:
     """Wraps a collate function to return a `HostBatch` instead of a plain `dict` or `BatchFeature`.
 
-    Class and attributes are those of the function.
+    It has the class and the attributes of the function.
     """
 
     def __init__(self, collate: Callable[[Any], Any]):

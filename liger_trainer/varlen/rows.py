@@ -26,7 +26,8 @@ class NotForRows(Exception):
 class AttentionKind(StrEnum):
     """The kinds of attention that layers use. The proof and the report name the kinds that a model has.
 
-    A new kind of mask gets a member here, a branch in `attention.py`, and a line in `proof/backbone.py` for the report.
+    A new kind of mask gets a member here, what it needs in `RowMask`, a branch in `attention.py`, a line in
+    `proof/backbone.py` for the report, and a refusal in `shared_rows.py` if rows that share prompts cannot run it.
     """
 
     CAUSAL = "causal"

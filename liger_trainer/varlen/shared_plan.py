@@ -1,4 +1,4 @@
-"""The plan of a call in which rows share a prompt."""
+"""The plan of a call with rows that share a prompt."""
 
 from typing import Any
 

@@ -10,7 +10,7 @@ class SharedPrompts:
         never (`str`, *optional*): The reason why this backbone never shares, found by its proof or by a call.
 
     Attributes:
-        calls (`int`): The calls in which rows shared a prefix.
+        calls (`int`): The calls with rows that shared a prefix.
         tokens (`int`): The tokens that these calls computed.
         saved (`int`): The tokens that these calls did not compute.
         unshared (`dict[str, int]`): For each reason, the calls with rows that start alike and shared nothing.

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_map
 from liger_trainer.patching.core.binding import Binding, SupportsGuardCheck, call_previous, in_place_of
 from liger_trainer.varlen.rows import AttentionKind, NotForRows, RowMask, Rows, current_rows
 
-MASK_OF_STATES = "create_recurrent_attention_mask"  # the global with which transformers' decoders make the mask
+MASK_OF_STATES = "create_recurrent_attention_mask"  # the global that transformers' decoders make the mask with
 _ROW_ARGUMENTS = {  # tell a stock layer the rows of a packed row; not passed on, since the layout is another one here
     "seq_idx",
     "cu_seqlens",

@@ -1,4 +1,4 @@
-"""Compares the bf16 errors of our trainer with those of the stock trainer, both measured against fp32."""
+"""Compares the bf16 errors of our trainer with the stock trainer's, both measured against fp32."""
 
 import math
 import statistics
@@ -90,8 +90,10 @@ def _generations(run: Run) -> list[Generated]:
 
 
 def _losses(run: Run) -> list[dict[str, Any]]:
-    names = ("loss", "eval_loss")
-    return [{name: log[name] for name in names if name in log} for log in run.trainer.state.log_history]
+    losses = []
+    for log in run.trainer.state.log_history:
+        losses.append({name: log[name] for name in ("loss", "eval_loss") if name in log})
+    return losses
 
 
 def _judged_steps(steps: list[_Step]) -> Check:

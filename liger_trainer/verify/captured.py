@@ -44,10 +44,11 @@ def _compare(replayed: Run, plain: Run, exact_gradients: list[Tensors], noise: d
     summary = replayed.trainer.captured_steps
     calls = summary.replayed + sum(summary.uncaptured.values())
     counted = f"{summary.replayed} of {calls} calls replayed"
-    losses = [[{"loss": log["loss"]} for log in run.logs] for run in (replayed, plain)]
-    apart = max(number_errors(*losses).values())
+    losses = [{"loss": log["loss"]} for log in replayed.logs]
+    uncaptured = [{"loss": log["loss"]} for log in plain.logs]
+    apart = max(number_errors(losses, uncaptured).values())
     if apart > LOSS_IN_BF16:
-        return Check(f"{counted}; losses are {losses[0]}, uncaptured {losses[1]}", apart, LOSS_IN_BF16)
+        return Check(f"{counted}; losses are {losses}, uncaptured {uncaptured}", apart, LOSS_IN_BF16)
     checks = [
         by_distance(*gradients, noise, "uncaptured steps")
         for gradients in zip(replayed.gradients, plain.gradients, exact_gradients, strict=True)

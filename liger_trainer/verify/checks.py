@@ -183,10 +183,11 @@ class Checks:
         should, learns = self._what_should_train()
         model = dict(self.ours.trainer.model.named_parameters())
         moved = {name for name, value in self.ours.before.items() if not torch.equal(value, self.ours.after[name])}
-        norms = {
-            name: max(float(step[name].norm()) for step in self.ours.gradients if name in step)
-            for name in set().union(*self.ours.gradients)
-        }
+        norms: dict[str, float] = {}  # the largest of all steps
+        for step in self.ours.gradients:
+            for name, gradient in step.items():
+                size = float(gradient.norm())
+                norms[name] = max(norms.get(name, size), size)
         if self.setup.is_medusa:
             heads = {name for name in model if "medusa_head." in name}
             joint = self.ours.trainer.args.medusa_stage == 2
@@ -298,7 +299,8 @@ class Checks:
     # References, merging, resuming
 
     def _reference(self) -> Check:
-        if changed := self._changed_models():
+        changed = self._changed_models()
+        if changed:
             return equal(changed, "")
         if self.setup.stock.__name__ not in ("DPOTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer"):
             return Check("the loss has none")
@@ -357,13 +359,14 @@ class Checks:
         folder = os.path.join(self.bench.folder, "saved")
         whole = self.bench.run("ours", **chosen, save_strategy="steps", save_steps=2, output_dir=folder)
         resumed = self.bench.run("ours", disturbed=False, resume=os.path.join(folder, "checkpoint-2"), **chosen)
-        logs = [[numbers(log) for log in run.logs[-2:]] for run in (whole, resumed)]
-        for log in (*logs[0], *logs[1]):
+        whole_logs = [numbers(log) for log in whole.logs[-2:]]
+        resumed_logs = [numbers(log) for log in resumed.logs[-2:]]
+        for log in (*whole_logs, *resumed_logs):
             log.pop("num_tokens", None)  # TRL restarts this count after a resume
         other = differences([resumed.after, resumed.states], [whole.after, whole.states])
-        other = [text.partition(" (")[0] for text in other] + differences(logs[1], logs[0])
+        other = [text.partition(" (")[0] for text in other] + differences(resumed_logs, whole_logs)
         tensors = len(whole.after) + len(whole.states)
-        return equal(other, f"{tensors} tensors and {len(logs[0][0])} logged numbers, bit for bit")
+        return equal(other, f"{tensors} tensors and {len(whole_logs[0])} logged numbers, bit for bit")
 
 
 def _distance(run: Run) -> float:

@@ -74,8 +74,12 @@ def worst(got: list[Tensors], want: list[Tensors], noise: dict[str, float]) -> C
 
 
 def logged(run: Run) -> list[Tensors]:
-    names = ("loss", "grad_norm", "learning_rate")
-    return [{name: torch.tensor(float(log[name])) for name in names if name in log} for log in run.logs]
+    """Return the logged numbers of each step that are compared."""
+    numbers: list[Tensors] = []
+    for log in run.logs:
+        names: list[str] = [name for name in ("loss", "grad_norm", "learning_rate") if name in log]
+        numbers.append({name: torch.tensor(float(log[name])) for name in names})
+    return numbers
 
 
 def steps_of(run: Run) -> list[Tensors]:

@@ -13,7 +13,7 @@ import numpy
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerControl, TrainerState
 
 Tensors = dict[str, torch.Tensor]
 # Parts of the names of logged numbers that differ between any two runs
@@ -70,7 +70,7 @@ def random_states() -> dict[str, str]:
     return {f"random numbers of {name}": hashlib.sha256(state).hexdigest()[:12] for name, state in states.items()}
 
 
-def surroundings(model: nn.Module, state: Any, control: Any) -> dict[str, Any]:
+def surroundings(model: nn.Module, state: TrainerState, control: TrainerControl) -> dict[str, Any]:
     """Return what a callback sees apart from numbers: the trainer's state and control, modes, and trained weights."""
     seen: dict[str, Any] = {f"state.{name}": value for name, value in vars(state).items() if _is_plain(value)}
     seen |= {f"control.{name}": value for name, value in vars(control).items() if _is_plain(value)}
@@ -105,7 +105,9 @@ class KeepGradients(TrainerCallback):
         self.instead = instead
         self.steps: list[Tensors] = []
 
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+    def on_pre_optimizer_step(
+        self, args: Any, state: TrainerState, control: TrainerControl, model: Any = None, **_: Any
+    ) -> None:
         gradients = {n: p.grad.detach().cpu().clone() for n, p in model.named_parameters() if p.grad is not None}
         self.steps.append(gradients)
         if self.instead is None or len(self.steps) > len(self.instead):
@@ -126,7 +128,7 @@ class Recorder(KeepGradients):
         around (`list`): What a callback sees, after each step and each evaluation.
         changed (`set[str]`): What an evaluation has changed but should not.
         batches (`list`): The inputs of each micro-batch.
-        calls (`set`): The states in which model, reference and teacher were called: mode, gradients, autocast.
+        calls (`set`): The states of model, reference and teacher when they were called: mode, gradients, autocast.
     """
 
     def __init__(self, instead: list[Tensors] | None = None) -> None:
@@ -163,20 +165,38 @@ class Recorder(KeepGradients):
         self.calls.add((mode, "gradients" if torch.is_grad_enabled() else "no gradients", autocast))
 
     def on_pre_optimizer_step(
-        self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **_: Any
+        self,
+        args: Any,
+        state: TrainerState,
+        control: TrainerControl,
+        model: Any = None,
+        optimizer: Any = None,
+        **_: Any,
     ) -> None:
         super().on_pre_optimizer_step(args, state, control, model)
         self.options.append(copy.deepcopy(group_options(optimizer, model)))
 
     def on_step_end(
-        self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **_: Any
+        self,
+        args: Any,
+        state: TrainerState,
+        control: TrainerControl,
+        model: Any = None,
+        optimizer: Any = None,
+        **_: Any,
     ) -> None:
         self.weights.append(copies(model, buffers=True))
         self.states.append(optimizer_states(optimizer, model))
         self.around.append(surroundings(model, state, control))
 
     def on_evaluate(
-        self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **_: Any
+        self,
+        args: Any,
+        state: TrainerState,
+        control: TrainerControl,
+        model: Any = None,
+        optimizer: Any = None,
+        **_: Any,
     ) -> None:
         after = copies(model, buffers=True) | optimizer_states(optimizer, model)
         before = self.weights[-1] | self.states[-1]

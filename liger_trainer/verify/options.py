@@ -104,7 +104,7 @@ def dropout_as_stock(bench: Bench, kind: str, noise: dict[str, float]) -> Check:
 
 
 def _why_counts_differ(trainer: Any, kind: str) -> str | None:
-    """Return why `trainer`, which is ours, draws fewer random numbers for a micro-batch than that of `kind`, or None.
+    """Return why `trainer`, which is ours, draws fewer random numbers than the trainer of `kind`, or None.
 
     Only known reasons count, so that a pass that we forget or run twice fails the check.
     """

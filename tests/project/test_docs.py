@@ -200,6 +200,16 @@ def test_type_checkers_may_read_the_hints(package):
     assert (Path(package.__file__).parent / "py.typed").exists()
 
 
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/architecture.md"])
+def test_files_that_contributors_are_sent_to_exist(page):
+    text = (ROOT / page).read_text().partition("## Adding something")[0]  # after that, examples name files to write
+    folders = ("liger_trainer", "kernels", "tests", "benchmarks")
+    files = [f"/{path.relative_to(ROOT)}" for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    named = set(re.findall(r"`([\w/]+\.py)`", text))
+    missing = [name for name in named if not any(file.endswith(f"/{name}") for file in files)]
+    assert len(named) > 5 and not missing
+
+
 @pytest.mark.parametrize("page", by_name([*PAGES, *FRONT]))
 def test_sentences_name_who_acts(page):
     """These words hide from the reader who acts."""

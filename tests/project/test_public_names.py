@@ -263,7 +263,8 @@ def stable_names():
 
 
 def test_the_page_on_what_is_stable_has_these_lists():
-    assert stable_names() == {
+    of_page = stable_names()
+    of_code = {
         "liger_trainer": NAMES,
         **MODULES,
         "liger_triton": KERNELS,
@@ -276,3 +277,7 @@ def test_the_page_on_what_is_stable_has_these_lists():
         "shipped recipes": RECIPES,
         "shipped configs": CONFIGS,
     }
+    assert list(of_page) == list(of_code)
+    for where, names in of_code.items():
+        apart = sorted(of_page[where] ^ names)
+        assert not apart, f"docs/reference.md and the code differ in {', '.join(apart)}, in the row {where!r}"

@@ -114,14 +114,16 @@ class RecipeArguments:
         if self.eval_fraction is not None and not 0 < self.eval_fraction < 1:
             raise RecipeError(f"eval_fraction is {self.eval_fraction}; expected a number between 0 and 1.")
         sources = ("eval_fraction", "dataset_eval_split", "eval_dataset_name")
-        if len(eval_sources := [name for name in sources if getattr(self, name) is not None]) > 1:
+        eval_sources = [name for name in sources if getattr(self, name) is not None]
+        if len(eval_sources) > 1:
             raise RecipeError(f"{' and '.join(eval_sources)} are both set; keep one of them.")
         if self.eval_fraction is not None:
             self._refuse_repeated_rows()
         if self.train_on == []:
             raise RecipeError("train_on is an empty list; expected roles, such as [assistant].")
         for name in ("early_stopping_patience", "max_rows"):
-            if (value := getattr(self, name)) is not None and value < 1:
+            value = getattr(self, name)
+            if value is not None and value < 1:
                 raise RecipeError(f"{name} is {value}; expected 1 or more.")
 
     def _refuse_repeated_rows(self) -> None:
@@ -130,7 +132,8 @@ class RecipeArguments:
         if self.dataset_weights is not None and self.dataset_stopping_strategy == "all_exhausted":
             repeats = "dataset_stopping_strategy is 'all_exhausted', which draws rows again"
         names = self.dataset_name if isinstance(self.dataset_name, list) else []
-        if repeated := [name for name in names if names.count(name) > 1]:
+        repeated = [name for name in names if names.count(name) > 1]
+        if repeated:
             repeats = f"dataset_name lists {repeated[0]!r} more than once"
         if repeats is not None:
             raise RecipeError(

@@ -62,7 +62,7 @@ class ModelSource:
             reason = " ".join(str(error).split()).partition(" Check your internet connection or see how to run")[0]
             what = f"model_name_or_path is {self.path!r}, which {auto_class.__name__} cannot load"
             if not os.path.isdir(self.path):
-                what += f". There is no folder {self.path!r} here, so it is taken for a name on the Hub"
+                what += f". No folder here has the name {self.path!r}, so it is taken for a name on the Hub"
             raise RecipeError(f"{what}.{offline}{package} {reason}") from error
 
 
@@ -119,7 +119,8 @@ def find_model(name: str | None, gguf_file: str | None = None, **options) -> Mod
     if not name:
         raise RecipeError("model_name_or_path is missing; set it to a folder, or to the name of a model on the Hub.")
     if name.lower() == SMOLLM2 and not os.path.isdir(name):
-        if (folder := _smollm2_folder()) is None:
+        folder = _smollm2_folder()
+        if folder is None:
             name = _SMOLLM2_ON_HUB
         else:
             name, gguf_file = folder, _SMOLLM2_FILE

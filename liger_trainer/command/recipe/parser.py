@@ -208,10 +208,13 @@ def _why_unknown(key: str, keys: Iterable[str], entry: TrainerEntry) -> str:
     """Return the rest of the error about a key that `entry` lacks: the trainers with that key, or a similar name."""
     import liger_trainer
 
-    configs = {name: getattr(liger_trainer, other.config) for name, other in TRAINERS.items()}
-    having = [name for name, config in configs.items() if key in {field.name for field in dataclasses.fields(config)}]
     if key in _MOVED:
         return f"is not a key of a recipe. {_MOVED[key]}"
+    having = []
+    for name, other in TRAINERS.items():
+        fields = dataclasses.fields(getattr(liger_trainer, other.config))
+        if any(field.name == key for field in fields):
+            having.append(name)
     if having:
         return f"is a key of the trainers {', '.join(having)}, but {entry.trainer} does not have it. Remove it."
     return "is not a key of a recipe." + (nearest(key, keys) or " `liger-trainer train RECIPE --help` lists all keys.")

@@ -58,10 +58,12 @@ class Recipe:
         """Return the recipe as it runs. Data next to the recipe gets its full path, so it can be saved anywhere."""
         values = self._values()
         for key in ("dataset_name", "eval_dataset_name"):
-            if (named := values.get(key)) is not None:
+            named = values.get(key)
+            if named is not None:
                 paths = [self._full_path(name) for name in ([named] if isinstance(named, str) else named)]
                 values[key] = paths[0] if isinstance(named, str) else paths
-        if (config := values.get("accelerate_config")) is not None and self._full_path(config) != config:
+        config = values.get("accelerate_config")
+        if config is not None and self._full_path(config) != config:
             values["accelerate_config"] = str(find_config(self.path, config).absolute())
         hidden = "" if values.pop("hub_token", None) is None else "# hub_token is set (not shown)\n"
         return without_tokens(dump_yaml(values)) + hidden
@@ -148,7 +150,8 @@ def _one_line_errors(path: Path, overriding: dict[str, Any], explicit: Any = ())
         yield
     except (ValueError, TypeError, OSError, ImportError) as error:
         text = " ".join(str(error).split())
-        if wrong := re.match(r"(\S+) is not a valid ", text):  # transformers names the class of choices and not the key
+        wrong = re.match(r"(\S+) is not a valid ", text)
+        if wrong:  # transformers names the class of choices and not the key
             text = "".join(f"{key}: " for key in explicit if str(explicit[key]) == wrong[1]) + text
         options = "".join(f" --{key}" for key in overriding if re.search(rf"\b{key}\b", text))
         hint = " Without a GPU that computes in bf16, pass --bf16 false." if "bf16" in text else ""

@@ -2,13 +2,16 @@
 
 import difflib
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow.compute as pc
 
 from liger_trainer.command.processes import print_status
 from liger_trainer.command.rows.turn_weights import TURN_FLAGS
 from liger_trainer.errors import RecipeError, short
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 # The kinds of values that a column may hold, as errors name them
 TEXT = "text"
@@ -19,7 +22,7 @@ _KINDS = {"messages": (MESSAGES,), "label": (LABEL,), "input_ids": (TOKENS,)}
 _EITHER = ("prompt", "completion", "chosen", "rejected")
 
 
-def check_rows(rows: Any, needed: tuple[str, ...]) -> None:
+def check_rows(rows: "Dataset", needed: tuple[str, ...]) -> None:
     """RecipeError for the first row with an invalid value in one of the columns `needed`. All of them exist."""
     if "input_ids" in needed:
         _check_tokens(rows)
@@ -87,7 +90,7 @@ def _is_kind(value: Any, kind: str) -> bool:
     )
 
 
-def _check_tokens(rows: Any) -> None:
+def _check_tokens(rows: "Dataset") -> None:
     """RecipeError if a row of `input_ids` is empty or not a list of integers."""
     feature = getattr(rows.features["input_ids"], "feature", None)
     if not getattr(feature, "dtype", "").startswith(("int", "uint")):
@@ -111,7 +114,8 @@ def _wrong_value(index: int, column: str, value: Any, wanted: tuple[str, ...]) -
 def _check_roles(index: int, column: str, messages: list[dict[str, Any]]) -> None:
     """RecipeError for a role that is clearly a misspelling. Most templates would render it as it is."""
     for message in messages:
-        if (intended := _intended_role(message["role"])) is not None:
+        intended = _intended_role(message["role"])
+        if intended is not None:
             raise RecipeError(
                 f"Row {index} of the dataset has {column} with the role {message['role']!r}; expected {intended!r}."
             )

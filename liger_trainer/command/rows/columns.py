@@ -1,8 +1,8 @@
 """Brings the columns of rows to the names and the form that a trainer takes, by `columns` and `prompt_template`."""
 
 import json
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from liger_trainer.command.processes import print_status
 from liger_trainer.command.recipe.parser import nearest
@@ -15,6 +15,9 @@ from liger_trainer.command.rows.system_prompts import place_system_prompts
 from liger_trainer.data.formats import ALPACA_COLUMNS, alpaca_row, has_images, last_turn_row, sharegpt_row
 from liger_trainer.errors import RecipeError, short
 
+if TYPE_CHECKING:
+    from datasets import Dataset
+
 # Columns that trainers read in addition to the ones they need
 _NAMES_OF_TRAINERS = {
     *QUESTION_ANSWER,
@@ -22,7 +25,12 @@ _NAMES_OF_TRAINERS = {
 }
 # By these TRL decides what kind of row it has. It takes any one of them, and some trainers refuse rows of two kinds.
 _KINDS_OF_ROWS = frozenset({"messages", "completion", "chosen", "rejected", "label"})
+# SFT's columns of tokens. TRL reads them even where it makes tokens of texts.
+_OF_TOKENS = ("input_ids", "labels", "completion_mask", "assistant_masks", "seq_lengths")
 ALSO_READ = ("prompt", "image", "images", "tools", "chat_template_kwargs", "ref_chosen_logps", "ref_rejected_logps")
+
+
+Columns = tuple[tuple[str, ...], ...]  # the sets of columns that a trainer takes; rows need all of one set
 
 
 class _Template(NamedTuple):
@@ -44,13 +52,13 @@ _TEMPLATES = {
 }
 
 
-def columns_of(recipe: Any) -> tuple[tuple[str, ...], ...]:
+def columns_of(recipe: Any) -> Columns:
     """Return the sets of columns that the recipe's trainer takes, with `dataset_text_field` in place of "text"."""
     text = getattr(recipe.training, "dataset_text_field", "text")
     return tuple(tuple(text if name == "text" else name for name in needed) for needed in recipe.entry.columns)
 
 
-def text_columns(columns: tuple[tuple[str, ...], ...], mapping: dict[str, str]) -> frozenset[str]:
+def text_columns(columns: Columns, mapping: dict[str, str]) -> frozenset[str]:
     """Return the columns of the data that must be read as text if the file has no types, such as CSV."""
     read = {name for needed in columns for name in needed} | {"prompt", "tools", "system", "solution", "image"}
     read |= set(QUESTION_ANSWER)
@@ -59,9 +67,10 @@ def text_columns(columns: tuple[tuple[str, ...], ...], mapping: dict[str, str]) 
     return frozenset(mapping.get(name, name) for name in read - {"label", "input_ids"})
 
 
-def rename_columns(rows, mapping: dict[str, str]):
+def rename_columns(rows: "Dataset", mapping: dict[str, str]) -> "Dataset":
     """Return the rows with the columns renamed: the values of `mapping` become its keys."""
-    if missing := [name for name in mapping.values() if name not in rows.column_names]:
+    missing = [name for name in mapping.values() if name not in rows.column_names]
+    if missing:
         if set(mapping) <= set(rows.column_names) and set(missing) <= _NAMES_OF_TRAINERS:
             turned = ", ".join(f"{new}: {old}" for old, new in mapping.items())
             raise RecipeError(
@@ -75,8 +84,8 @@ def rename_columns(rows, mapping: dict[str, str]):
 
 
 def prepare_rows(
-    rows, name: str, columns: tuple[tuple[str, ...], ...], mapped: set[str], system_prompt: str | None = None
-):
+    rows: "Dataset", name: str, columns: Columns, mapped: set[str], system_prompt: str | None = None
+) -> "Dataset":
     """Apply the template `name` to the rows, and remove columns that compete with those in `mapped`."""
     listed = ", ".join(rows.column_names)
     if name != "none":
@@ -95,34 +104,12 @@ def prepare_rows(
             _report_unread_columns(rows, name, template)
         replaced = template.replaced or rows.column_names
         rows = convert_rows(rows, template.convert, replaced, f"Applying the template {name}")
+    rows = _tokens_or_texts(rows, columns, mapped, has_template=name != "none")
     have = set(rows.column_names)
     fitting = [needed for needed in columns if set(needed) <= have]
     needed = next((needed for needed in fitting if mapped & set(needed)), fitting[0] if fitting else None)
     if needed is None:
-        needs = "; ".join(" and ".join(needed) for needed in columns)
-        pairs_only = columns == (("chosen", "rejected"),)  # then last_turn would not help
-        hints = "".join(
-            f" Its rows look like {other}'s: set prompt_template: {other}."
-            for other, template in _TEMPLATES.items()
-            if name == "none" and set(template.needed) <= have and not (pairs_only and other == "last_turn")
-        )
-        if not hints and "messages" in have and pairs_only:
-            hints = (
-                " Such a trainer compares two answers: write them into chosen and rejected. To learn the answers of "
-                "messages, set trainer: sft."
-            )
-        read = {*ALSO_READ, *(column for each in columns for column in each)}
-        if name == "none" and (unknown := sorted(mapped - read)):
-            near = nearest(unknown[0], sorted({*read, *QUESTION_ANSWER}))
-            order = ", which the trainer does not read. Its name comes first: columns: {question: ..., answer: ...}."
-            hints = f" columns sets {unknown[0]!r}{f'.{near}' if near else order}"
-        elif name == "none" and not hints and not mapped:
-            hints = (
-                " If the data has other names for them, map them: columns: {question: ..., answer: ...} makes turns of "
-                "a chat, columns: {prompt: ..., completion: ...} takes the texts as they are."
-            )
-        after_template = "" if name == "none" else f" (after prompt_template: {name}, {', '.join(rows.column_names)})"
-        raise RecipeError(f"it has the columns {listed}{after_template}; the trainer needs one of: {needs}.{hints}")
+        raise _no_columns(rows, listed, name, columns, mapped)
     if mapped & set(needed):
         competing = have & {column for other in columns for column in other} - {*needed, *mapped, "prompt"}
         rows = rows.remove_columns(sorted(competing))
@@ -137,7 +124,68 @@ def prepare_rows(
     return rows
 
 
-def _report_unread_columns(rows, name: str, template: _Template) -> None:
+def _no_columns(rows: "Dataset", listed: str, name: str, columns: Columns, mapped: set[str]) -> RecipeError:
+    """Return the error for rows with none of the sets of `columns`. `listed` names those before the template `name`."""
+    have = set(rows.column_names)
+    needs = "; ".join(" and ".join(needed) for needed in columns)
+    pairs_only = columns == (("chosen", "rejected"),)  # then last_turn would not help
+    hints = "".join(
+        f" Its rows look like {other}'s: set prompt_template: {other}."
+        for other, template in _TEMPLATES.items()
+        if name == "none" and set(template.needed) <= have and not (pairs_only and other == "last_turn")
+    )
+    if not hints and "messages" in have and pairs_only:
+        hints = (
+            " Such a trainer compares two answers: write them into chosen and rejected. To learn the answers of "
+            "messages, set trainer: sft."
+        )
+    read = {*ALSO_READ, *(column for each in columns for column in each)}
+    unknown = sorted(mapped - read)
+    if name == "none" and unknown:
+        near = nearest(unknown[0], sorted({*read, *QUESTION_ANSWER}))
+        order = ", which the trainer does not read. Its name comes first: columns: {question: ..., answer: ...}."
+        hints = f" columns sets {unknown[0]!r}{f'.{near}' if near else order}"
+    elif name == "none" and not hints and not mapped:
+        hints = (
+            " If the data has other names for them, map them: columns: {question: ..., answer: ...} makes turns of "
+            "a chat, columns: {prompt: ..., completion: ...} takes the texts as they are."
+        )
+    after_template = "" if name == "none" else f" (after prompt_template: {name}, {', '.join(rows.column_names)})"
+    return RecipeError(f"it has the columns {listed}{after_template}; the trainer needs one of: {needs}.{hints}")
+
+
+def _tokens_or_texts(rows: "Dataset", columns: Columns, mapped: set[str], has_template: bool) -> "Dataset":
+    """Return rows with either tokens or texts, if the trainer takes both.
+
+    TRL reads `input_ids` and ignores the text. Tokens are left out if the recipe has a template for the text, or maps
+    its column.
+    """
+    if ("input_ids",) not in columns:
+        return rows
+    have = set(rows.column_names)
+    texts = have & {name for needed in columns for name in needed} - {"input_ids"}
+    tokens = [name for name in _OF_TOKENS if name in have]
+    if not texts or not tokens:
+        return rows
+    if has_template or mapped & texts or "input_ids" not in have:
+        listed = " and ".join(tokens)
+        made_of = " and ".join(sorted(texts))
+        print_status(f"{listed} {_is(tokens)} not read, because the rows are tokenized from {made_of}.")
+        return rows.remove_columns(tokens)
+    if "completion_mask" in have or has_images(rows):  # TRL also looks for a completion; it tokenizes images itself
+        return rows
+    listed = " and ".join(sorted(texts))
+    print_status(
+        f"input_ids is trained as it is, so {listed} {_is(texts)} not read. To train on {listed}, remove input_ids."
+    )
+    return rows.remove_columns(sorted(texts))
+
+
+def _is(names: Collection[str]) -> str:
+    return "is" if len(names) == 1 else "are"
+
+
+def _report_unread_columns(rows: "Dataset", name: str, template: _Template) -> None:
     """Print which columns a template does not read. RecipeError if one of them holds pictures."""
     unread = [column for column in rows.column_names if column not in template.read]
     if has_images(rows):
@@ -161,7 +209,7 @@ def _with_tools(row: dict[str, Any], index: int) -> dict[str, str]:
     return {"tools": tools}
 
 
-def _without_other_prompt(rows, needed: tuple[str, ...]):
+def _without_other_prompt(rows: "Dataset", needed: tuple[str, ...]) -> "Dataset":
     """Return the rows without a column prompt that is there for another purpose, because TRL would use it.
 
     If the rows also have `messages` or `text`, TRL would require a completion. If `chosen` and `rejected` are whole
@@ -198,7 +246,7 @@ def _has_turn(messages: Any, text: str | None) -> bool:
     return not wanted
 
 
-def _without_other_kinds(rows: Any, needed: tuple[str, ...]) -> Any:
+def _without_other_kinds(rows: "Dataset", needed: tuple[str, ...]) -> "Dataset":
     """Return rows of pairs without columns of other kinds of rows.
 
     Other rows keep theirs: reward functions read them, and SFT warns of a column label.

@@ -1,12 +1,17 @@
 """Applies a function to each row, where messages may have keys that other messages lack."""
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from liger_trainer.errors import RecipeError
 
+if TYPE_CHECKING:
+    from datasets import Dataset
 
-def convert_rows(rows: Any, convert: Callable[[dict, int], dict], replaced: Iterable[str], desc: str) -> Any:
+
+def convert_rows(
+    rows: "Dataset", convert: Callable[[dict, int], dict], replaced: Iterable[str], desc: str
+) -> "Dataset":
     """Return the rows with the columns `replaced` exchanged for those that `convert(row, index)` returns."""
     from datasets import Features, Json, List
 

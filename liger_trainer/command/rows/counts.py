@@ -5,7 +5,7 @@ TRL has prepared the rows before they are counted here. SFT's rows are already c
 """
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow.compute as pc
@@ -13,6 +13,9 @@ import pyarrow.compute as pc
 from liger_trainer._logging import logger
 from liger_trainer.errors import RecipeError, short
 from liger_trainer.trainers.packed_images import PackedRows
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 _BATCH = 10_000  # rows
 _TOKEN_COLUMNS = (
@@ -52,7 +55,7 @@ class RowCounts:
         return "; ".join(parts_text + ([] if self.learned is None else [f"{self.learned:.0%} of the tokens learned"]))
 
 
-def report_row_counts(trainer: Any, train_rows: Any, eval_rows: Any) -> RowCounts:
+def report_row_counts(trainer: Any, train_rows: "Dataset", eval_rows: "Dataset | None") -> RowCounts:
     """Count the training rows, and log the counts if some are cut or dropped. RecipeError if nothing can be learned."""
     import trl
 
@@ -85,7 +88,7 @@ def check_token_ids(trainer: Any, name: str) -> None:
             )
 
 
-def count_rows(trainer: Any, loaded_rows: Any, name: str) -> RowCounts:
+def count_rows(trainer: Any, loaded_rows: "Dataset", name: str) -> RowCounts:
     """Count the rows of `trainer.train_dataset` (name `"train"`) or `trainer.eval_dataset` (`"eval"`)."""
     rows = getattr(trainer, f"{name}_dataset")
     if isinstance(rows, PackedRows):
@@ -124,12 +127,13 @@ def max_length_of(trainer: Any) -> int | None:
     return getattr(trainer, "max_length", None) or getattr(trainer.args, "max_length", None)
 
 
-def _checked_counts(trainer: Any, loaded_rows: Any, name: str) -> RowCounts:
+def _checked_counts(trainer: Any, loaded_rows: "Dataset", name: str) -> RowCounts:
     rows = getattr(trainer, f"{name}_dataset")
     if "chosen_labels" in rows.column_names:
         # ORPO and CPO keep a row if its prompt alone fills max_length, and then divide by 0 tokens
         answers = [_has_loss(*_lists(rows, f"{side}_labels"), first=0) for side in ("chosen", "rejected")]
-        if len(empty_rows := (~(answers[0] & answers[1])).nonzero()[0]):
+        empty_rows = (~(answers[0] & answers[1])).nonzero()[0]
+        if len(empty_rows):
             raise RecipeError(
                 f"The prompt alone fills max_length {max_length_of(trainer)} in {len(empty_rows)} {name} rows, so the "
                 "loss would be NaN. Raise max_length, or leave these rows out; the first is row "
@@ -160,7 +164,7 @@ def _counts_in_loss(labels: np.ndarray, lengths: np.ndarray, first: int = 1) -> 
     return (labels != -100) & (np.arange(len(labels)) - np.repeat(starts, lengths) >= first)
 
 
-def _lists(rows: Any, column: str) -> tuple[np.ndarray, np.ndarray]:
+def _lists(rows: "Dataset", column: str) -> tuple[np.ndarray, np.ndarray]:
     """Return all values of a column of lists, concatenated, and the length of each list."""
     values, lengths = [np.zeros(0, int)], [np.zeros(0, int)]
     for table in rows.select_columns([column]).with_format("arrow").iter(_BATCH):

@@ -5,10 +5,13 @@ import json
 import os
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from liger_trainer.command.processes import print_status
 from liger_trainer.errors import RecipeError, short
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 FILE_BUILDERS = {
     ".json": "json",
@@ -49,7 +52,7 @@ def builder_of(path: str | os.PathLike, default: str | None = None) -> str | Non
     return FILE_BUILDERS.get(Path(path).suffix.lower(), default)
 
 
-def read_rows(source: str, config: str | None, split: str, texts: frozenset[str] = frozenset()):
+def read_rows(source: str, config: str | None, split: str, texts: frozenset[str] = frozenset()) -> "Dataset":
     """Return the rows of a file, a folder or a Hub dataset.
 
     Args:
@@ -151,7 +154,7 @@ def _are_rows(value: Any) -> bool:
     )
 
 
-def _rows_under(path: str, key: str, split: str):
+def _rows_under(path: str, key: str, split: str) -> "Dataset":
     """Return the rows under `key` of a JSON object, read as JSON lines because the JSON reader guesses types."""
     with open(path, encoding="utf-8-sig") as file:
         rows = json.load(file)[key]
@@ -161,7 +164,7 @@ def _rows_under(path: str, key: str, split: str):
         return read_rows(str(lines), None, split).map(keep_in_memory=True)
 
 
-def _with_dates_as_texts(rows, source: str, split: str):
+def _with_dates_as_texts(rows: "Dataset", source: str, split: str) -> "Dataset":
     """Return the rows with the original texts where the JSON reader has turned them into dates."""
     from datasets import Features, Json, Value, load_dataset
 
@@ -189,11 +192,13 @@ def _check_kinds(folder: Path, builder: str) -> None:
         return
     about = ("dataset_infos.json", "dataset_dict.json", "state.json")
     unread = [path for path in sorted(folder.rglob("*")) if builder_of(path, builder) != builder]
-    if rows := [path for path in unread if path.suffix not in (".txt", ".json")]:
+    rows = [path for path in unread if path.suffix not in (".txt", ".json")]
+    if rows:
         raise RecipeError(
             f"{rows[0]} was not read: only one kind of file is read from a folder. List the files by name."
         )
-    if left := [path for path in unread if path.name not in about]:  # licences, or descriptions of the rows
+    left = [path for path in unread if path.name not in about]
+    if left:  # licences, or descriptions of the rows
         print_status(f"{left[0]} was not read, nor any other such file: only one kind of file is read from a folder.")
 
 

@@ -1,12 +1,15 @@
 """Places pictures in rows: `<image>` in a message becomes an image part of its content, as chat templates need it."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow.compute as pc
 
 from liger_trainer.data.formats import has_images
 from liger_trainer.errors import RecipeError, short
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 # LLaVA and LLaMA-Factory write these markers where a picture, or another medium, belongs in a text.
 MARKER = "<image>"
@@ -14,7 +17,7 @@ _UNREAD = {"<video>": ("video", "videos"), "<audio>": ("audio", "audios")}
 _TEXTS = ("messages", "prompt", "completion", "chosen", "rejected", "text")
 
 
-def place_images(rows: Any) -> Any:
+def place_images(rows: "Dataset") -> "Dataset":
     """Split the texts of messages at `<image>` into parts, in rows that have pictures.
 
     Raises:
@@ -38,7 +41,7 @@ def place_images(rows: Any) -> Any:
     return _split(rows, columns, with_places, counts)
 
 
-def check_image_tokens(rows: Any, processor: Any) -> None:
+def check_image_tokens(rows: "Dataset", processor: Any) -> None:
     """RecipeError if a row writes a picture's place in a way that this model reads as text.
 
     In messages the chat template writes the model's image token; plain texts have to contain it.
@@ -72,7 +75,7 @@ def check_image_tokens(rows: Any, processor: Any) -> None:
                     )
 
 
-def _refuse_other_media(rows: Any) -> None:
+def _refuse_other_media(rows: "Dataset") -> None:
     """RecipeError for rows with videos or sounds and their marker in the text. No trainer here reads them."""
     for marker, names in _UNREAD.items():
         column = next((name for name in names if name in rows.column_names), None)
@@ -90,13 +93,13 @@ def _is_messages(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and isinstance(value[0], dict)
 
 
-def _iterate(rows: Any, columns: list[str]) -> Iterator[dict[str, Any]]:
+def _iterate(rows: "Dataset", columns: list[str]) -> Iterator[dict[str, Any]]:
     """Iterate over the rows with `columns` only, because reading a picture takes time."""
     selected = rows.select_columns(columns)
     return iter(selected) if columns else iter(())
 
 
-def _picture_counts(rows: Any) -> list[int]:
+def _picture_counts(rows: "Dataset") -> list[int]:
     """Return the number of pictures in each row, without reading one."""
     name = "image" if "image" in rows.column_names else "images"  # TRL prefers `image` if rows have both
     column = rows.select_columns([name]).with_format("arrow")[:].column(0)
@@ -124,7 +127,8 @@ def _unfilled(content: Any) -> int:
 def _check_places(index: int, column: str, turns: list[dict[str, Any]], pictures: int) -> bool:
     """Return whether a text of `turns` has the marker. RecipeError unless there are as many places as `pictures`."""
     markers = sum(text.count(MARKER) for text in _texts(turns))
-    if any(turn["role"] == "tool" and any(MARKER in text for text in _texts([turn])) for turn in turns):
+    of_tools = _texts([turn for turn in turns if turn["role"] == "tool"])
+    if any(MARKER in text for text in of_tools):
         raise RecipeError(
             f"Row {index} of the dataset has {MARKER} in a message of the role tool in {column}, where trainers do not "
             "read pictures. Move it to a message of the user."
@@ -142,7 +146,7 @@ def _check_places(index: int, column: str, turns: list[dict[str, Any]], pictures
     return markers > 0
 
 
-def _split(rows: Any, columns: list[str], with_places: list[str], counts: list[int]) -> Any:
+def _split(rows: "Dataset", columns: list[str], with_places: list[str], counts: list[int]) -> "Dataset":
     """Return the rows with a list of parts as the content of every message."""
     from datasets import Features, Json, List
 
@@ -172,7 +176,12 @@ def _in_parts(turns: list[dict[str, Any]], pictures: int) -> list[dict[str, Any]
 
 def _parts(content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    return [{name: value for name, value in part.items() if value is not None} for part in parts]
+    return [_without_nulls(part) for part in parts]
+
+
+def _without_nulls(part: dict[str, Any]) -> dict[str, Any]:
+    """Return a part of a content without the fields that Arrow adds because other parts have them."""
+    return {name: value for name, value in part.items() if value is not None}
 
 
 def _at_markers(part: dict[str, Any]) -> list[dict[str, Any]]:

@@ -4,15 +4,18 @@ import os
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from liger_trainer.data.formats import has_images
 from liger_trainer.errors import RecipeError, refusal, short
 
+if TYPE_CHECKING:
+    from datasets import Dataset
+
 _SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 
 
-def find_images(rows: Any, folders: Sequence[Path]) -> Any:
+def find_images(rows: "Dataset", folders: Sequence[Path]) -> "Dataset":
     """Resolve the paths in the columns `images` and `image`, relative to the first of `folders` that has the file.
 
     Decoded pictures, URLs and base64 stay as they are; transformers reads those itself. RecipeError for a file that is
@@ -59,7 +62,7 @@ def find_images(rows: Any, folders: Sequence[Path]) -> Any:
     return rows.map(convert, with_indices=True, desc="Looking for pictures")
 
 
-def unread_pictures(rows: Any) -> str | None:
+def unread_pictures(rows: "Dataset") -> str | None:
     """Return the `columns` setting for rows with pictures in a column that no trainer reads, or None."""
     if has_images(rows):
         return None
@@ -123,7 +126,10 @@ def check_first_batch(trainer: Any) -> None:
     from liger_trainer.trainers.packed_images import without_limit  # here, because it imports torch
 
     rows, collate = trainer.train_dataset, trainer.data_collator
-    if not has_images(rows) or (unlimited := without_limit(collate)) is collate:
+    if not has_images(rows):
+        return
+    unlimited = without_limit(collate)
+    if unlimited is collate:
         return
     rows = trainer._remove_unused_columns(rows, "training")  # as its dataloader does
     count = min(len(rows), trainer.args.per_device_train_batch_size)
@@ -131,7 +137,8 @@ def check_first_batch(trainer: Any) -> None:
     token = getattr(trainer.model.config, "image_token_id", None)
     most, learned = collate.max_length, cut["labels"] != -100 if "labels" in cut else cut["completion_mask"].bool()
     for row, mask in enumerate(whole["attention_mask"]):
-        if most is None or (tokens := int(mask.sum())) <= most:
+        tokens = int(mask.sum())
+        if most is None or tokens <= most:
             continue
         loses = int((whole["input_ids"][row] == token).sum()) > int((cut["input_ids"][row] == token).sum())
         if loses or not learned[row, 1:].any():
@@ -142,11 +149,12 @@ def check_first_batch(trainer: Any) -> None:
             )
 
 
-def _batch(collate: Any, rows: Any, count: int) -> Any:
+def _batch(collate: Any, rows: "Dataset", count: int) -> Any:
     try:
         return collate([rows[index] for index in range(count)])
     except Exception as error:
-        if (broken := broken_picture(error, rows.select(range(count)))) is not None:
+        broken = broken_picture(error, rows.select(range(count)))
+        if broken is not None:
             raise RecipeError(broken) from error
         reason = refusal(error)
         if reason is None:

@@ -2,9 +2,10 @@
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from liger_trainer.command.recipe.keys import RecipeArguments
-from liger_trainer.command.rows.columns import prepare_rows, rename_columns, text_columns
+from liger_trainer.command.rows.columns import Columns, prepare_rows, rename_columns, text_columns
 from liger_trainer.command.rows.files import FILE_BUILDERS, broken_json, builder_of, read_rows
 from liger_trainer.command.rows.image_places import place_images
 from liger_trainer.command.rows.images import find_images
@@ -14,8 +15,11 @@ from liger_trainer.command.rows.values import restore_types
 from liger_trainer.errors import RecipeError
 from liger_trainer.paths import find_beside
 
+if TYPE_CHECKING:
+    from datasets import Dataset
 
-def load_rows(args: RecipeArguments, folder: Path, columns: tuple[tuple[str, ...], ...], seed: int):
+
+def load_rows(args: RecipeArguments, folder: Path, columns: Columns, seed: int) -> "tuple[Dataset, Dataset | None]":
     """Return the training rows of a recipe, and its evaluation rows or None. RecipeError if they cannot be used.
 
     Relative names are also looked up in `folder`, the recipe's. After the template, rows need all columns of at least
@@ -38,12 +42,21 @@ def load_rows(args: RecipeArguments, folder: Path, columns: tuple[tuple[str, ...
     return parts["train"], parts["test"]
 
 
-def _all_rows_of(args: RecipeArguments, key: str, split: str, folder: Path, columns, seed=None, max_rows=None):
+def _all_rows_of(
+    args: RecipeArguments,
+    key: str,
+    split: str,
+    folder: Path,
+    columns: Columns,
+    seed: int | None = None,
+    max_rows: int | None = None,
+) -> "Dataset":
     """Return the rows of all names in `key`, drawn by `dataset_weights` if there is a `seed`."""
     from datasets import concatenate_datasets, interleave_datasets
 
     names = getattr(args, key)
     names = names if names and isinstance(names, list) else [names or None]
+    assert not isinstance(args.columns, str)  # `RecipeArguments` has parsed it
     mappings = args.columns if isinstance(args.columns, list) else [args.columns or {}] * len(names)
     if len(mappings) != len(names):
         raise RecipeError(f"columns lists {len(mappings)} mappings, and {key} has {len(names)} names.")
@@ -65,7 +78,16 @@ def _all_rows_of(args: RecipeArguments, key: str, split: str, folder: Path, colu
     return rows if max_rows is None else rows.select(range(min(max_rows, len(rows))))
 
 
-def _rows_of(args: RecipeArguments, key: str, name: str | None, mapping, folder: Path, split: str, columns, max_rows):
+def _rows_of(
+    args: RecipeArguments,
+    key: str,
+    name: str | None,
+    mapping: dict[str, str],
+    folder: Path,
+    split: str,
+    columns: Columns,
+    max_rows: int | None,
+) -> "Dataset":
     """Return the rows of one name in `key`, after the template and the checks."""
     if not name:
         raise RecipeError(

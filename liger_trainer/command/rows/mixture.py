@@ -1,10 +1,15 @@
 """Brings the rows of several data sets to the same columns, so that `datasets` can join or interleave them."""
 
-from liger_trainer.command.rows.columns import ALSO_READ
+from typing import TYPE_CHECKING
+
+from liger_trainer.command.rows.columns import ALSO_READ, Columns
 from liger_trainer.errors import RecipeError
 
+if TYPE_CHECKING:
+    from datasets import Dataset
 
-def with_shared_columns(key: str, names, parts, columns: tuple[tuple[str, ...], ...]):
+
+def with_shared_columns(key: str, names: list[str], parts: "list[Dataset]", columns: Columns) -> "list[Dataset]":
     """Return the parts with the columns that all of them have. RecipeError if training may read another column."""
     if len(parts) > 1:
         parts = [_with_plain_strings(part) for part in parts]
@@ -13,11 +18,12 @@ def with_shared_columns(key: str, names, parts, columns: tuple[tuple[str, ...], 
     # Token ids come with columns of masks and labels, and reward functions may read any column.
     exact = columns == (("prompt",),) or "input_ids" in shared or not any(set(needed) <= shared for needed in columns)
     if not exact:
-        shared -= {name for name in shared - read if any(p.features[name] != parts[0].features[name] for p in parts)}
+        shared = {name for name in shared if name in read or _is_alike(parts, name)}
         shared |= {"tools"}  # datasets fills in nulls, which mean no tools
     for name, part in zip(names, parts, strict=True):
         # datasets would silently fill a missing column with nulls
-        if (more := set(part.column_names) - shared) and (exact or more & read):
+        more = set(part.column_names) - shared
+        if more and (exact or more & read):
             other, has = next(
                 (n, p.column_names) for n, p in zip(names, parts, strict=True) if not more <= {*p.column_names}
             )
@@ -25,11 +31,19 @@ def with_shared_columns(key: str, names, parts, columns: tuple[tuple[str, ...], 
                 f"{key} {name!r} has the columns {part.column_names}, but {other!r} has {has}. Give them the same "
                 f"names with columns, or remove {', '.join(sorted(more))} from {name!r}."
             )
-    parts = [part.select_columns([column for column in part.column_names if column in shared]) for part in parts]
-    return _with_json_columns(parts)
+    selected = []
+    for part in parts:
+        columns_of_part = [column for column in part.column_names if column in shared]
+        selected.append(part.select_columns(columns_of_part))
+    return _with_json_columns(selected)
 
 
-def _with_plain_strings(rows):
+def _is_alike(parts: "list[Dataset]", column: str) -> bool:
+    """Return whether a column has the same type in all parts."""
+    return all(part.features[column] == parts[0].features[column] for part in parts)
+
+
+def _with_plain_strings(rows: "Dataset") -> "Dataset":
     """Return the rows with `string` instead of pandas' `large_string`, which `datasets` does not join with `string`."""
     from datasets import Features, Value
 
@@ -37,7 +51,7 @@ def _with_plain_strings(rows):
     return rows.cast(Features(rows.features | dict.fromkeys(large, Value("string")))) if large else rows
 
 
-def _with_json_columns(parts):
+def _with_json_columns(parts: "list[Dataset]") -> "list[Dataset]":
     """Return the parts with messages and tools as Json if their keys differ between parts."""
     from datasets import Features, Json, List
 

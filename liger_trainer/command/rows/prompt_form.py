@@ -2,9 +2,12 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from liger_trainer.command.processes import print_status
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 NAME = "prompt_form.json"
 # The forms, and their descriptions in the summary and in the model card
@@ -16,7 +19,7 @@ IN_WORDS = {
 }
 
 
-def prompt_form(prompt_template: str, rows: Any) -> str:
+def prompt_form(prompt_template: str, rows: "Dataset") -> str:
     """Return the form of `rows`, a key of `IN_WORDS`. `prompt_template` has been applied to them."""
     first = rows[0]
     if any(isinstance(first.get(name), list) for name in ("messages", "prompt", "completion", "chosen")):
@@ -26,7 +29,7 @@ def prompt_form(prompt_template: str, rows: Any) -> str:
     return "tokens" if "input_ids" in first else "text"
 
 
-def warn_unused_template(reader: Any, form: str, rows: Any) -> None:
+def warn_unused_template(reader: Any, form: str, rows: "Dataset") -> None:
     """Print that text prompts bypass the chat template of `reader` (a tokenizer or processor), if it has one."""
     if form == "text" and "prompt" in rows.column_names and getattr(reader, "chat_template", None):
         answers = "completion"
@@ -45,7 +48,7 @@ def write_prompt_form(folder: str | Path, form: str, system_prompt: str | None =
 
 
 def read_prompt_form(folder: str | Path) -> str | None:
-    """Return the form that was saved in `folder`; None if there is none, as for a Hub model."""
+    """Return the form that was saved in `folder`; None without one, as for a Hub model."""
     form = _read(folder).get("prompt_form")
     return form if form in IN_WORDS else None
 

@@ -1,9 +1,12 @@
 """Turns columns of text that are mapped to `question` and `answer` into the turns of a chat."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from liger_trainer.command.rows.convert import convert_rows
 from liger_trainer.errors import RecipeError, short
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 # For each column of text: the column that it becomes, and its role
 _TURNS = {
@@ -15,7 +18,9 @@ _TURNS = {
 QUESTION_ANSWER = ("question", "answer")
 
 
-def as_chat(rows: Any, mapping: dict[str, str], columns: tuple[tuple[str, ...], ...]) -> tuple[Any, set[str]]:
+def as_chat(
+    rows: "Dataset", mapping: dict[str, str], columns: tuple[tuple[str, ...], ...]
+) -> tuple["Dataset", set[str]]:
     """Return the rows with chat turns instead of texts, and the names that `mapping` sets afterwards.
 
     Args:
@@ -60,6 +65,6 @@ def as_chat(rows: Any, mapping: dict[str, str], columns: tuple[tuple[str, ...], 
     return convert_rows(rows, convert, replaced, "Making chats of questions and answers"), named
 
 
-def _names_in_data(rows: Any, mapping: dict[str, str]) -> list[str]:
+def _names_in_data(rows: "Dataset", mapping: dict[str, str]) -> list[str]:
     """Return the columns of the data before `mapping` renamed them."""
     return [mapping.get(name, name) for name in rows.column_names]

@@ -1,17 +1,20 @@
 """Removes the prompt from answers that begin with it: trainers put the prompt before the answer themselves."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from liger_trainer.command.processes import print_status
 from liger_trainer.command.rows.convert import convert_rows
 from liger_trainer.errors import without_nulls
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 _ANSWERS = ("completion", "chosen", "rejected")
 _LONG = 20  # characters of a prompt that no answer begins with by chance
 _MANY = 4  # rows that do not all begin with short prompts by chance
 
 
-def without_repeated_prompts(rows: Any, needed: tuple[str, ...]) -> Any:
+def without_repeated_prompts(rows: "Dataset", needed: tuple[str, ...]) -> "Dataset":
     """Remove the prompt from answers that are messages, and print a line about texts that repeat it.
 
     A text is not changed: whether a space or a newline belongs between prompt and answer is unknown.

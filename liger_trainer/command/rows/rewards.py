@@ -30,7 +30,7 @@ def find_reward(name: str, folder: Path | None = None) -> Callable:
         except ModuleNotFoundError as error:
             if not f"{module}.".startswith(f"{error.name}."):
                 raise
-            why = f" There is no module {error.name} next to the recipe or in the working directory."
+            why = f" Neither the folder of the recipe nor the working directory has a module {error.name}."
     if ".py:" in name:
         why = f" Write {Path(name.partition('.py:')[0]).name}.{name.partition('.py:')[2]}, as Python imports it."
     if inspect.isclass(function) or not callable(function):
@@ -57,7 +57,8 @@ def check_columns_of(name: str, reward: Callable, columns: list[str]) -> None:
     except (TypeError, ValueError):  # a function without a signature, such as one in C
         return
     needed = [p.name for p in parameters if p.default is p.empty and not p.kind.name.startswith("VAR_")]
-    if missing := [column for column in needed if column not in from_trl.union(columns)]:
+    missing = [column for column in needed if column not in from_trl.union(columns)]
+    if missing:
         raise RecipeError(
             f"reward_funcs has {name!r}, which needs the column {missing[0]}, but the rows have {', '.join(columns)}. "
             f"Map a column to it, such as columns: {{{missing[0]}: answer}}, or add it."

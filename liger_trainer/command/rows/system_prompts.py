@@ -1,14 +1,17 @@
 """Makes the column `system`, or one system prompt for all rows, the first message of each conversation."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from liger_trainer.command.processes import print_status
 from liger_trainer.command.rows.convert import convert_rows
 from liger_trainer.data.formats import with_system
 from liger_trainer.errors import RecipeError, short
 
+if TYPE_CHECKING:
+    from datasets import Dataset
 
-def place_system_prompts(rows: Any, needed: tuple[str, ...], system_prompt: str | None = None) -> Any:
+
+def place_system_prompts(rows: "Dataset", needed: tuple[str, ...], system_prompt: str | None = None) -> "Dataset":
     """Return the rows with `system_prompt`, or the column `system`, as the first message.
 
     Args:
@@ -48,7 +51,7 @@ def place_system_prompts(rows: Any, needed: tuple[str, ...], system_prompt: str 
     return convert_rows(rows, convert, (*names, *removed), "Placing system prompts")
 
 
-def _place_one_for_all(rows: Any, needed: tuple[str, ...], system_prompt: str) -> Any:
+def _place_one_for_all(rows: "Dataset", needed: tuple[str, ...], system_prompt: str) -> "Dataset":
     names = _opening_columns(rows, needed)
     if "input_ids" in needed or not isinstance(rows[0][names[0]], list):
         raise RecipeError(
@@ -66,6 +69,6 @@ def _place_one_for_all(rows: Any, needed: tuple[str, ...], system_prompt: str) -
     return convert_rows(rows, convert, names, "Placing the system prompt")
 
 
-def _opening_columns(rows: Any, needed: tuple[str, ...]) -> list[str]:
+def _opening_columns(rows: "Dataset", needed: tuple[str, ...]) -> list[str]:
     """Return the columns that a conversation begins with."""
     return ["prompt"] if "prompt" in rows.column_names else [name for name in needed if name != "completion"]

@@ -6,11 +6,14 @@ make no difference are reported before training.
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from liger_trainer.command.processes import print_status
 from liger_trainer.command.rows.turn_weights import TURN_FLAGS
 from liger_trainer.errors import RecipeError, short, without_nulls
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 _MOST_EXAMPLES = 8  # rows to render for each part: a template may read a part only in some turns
 _COLUMNS = ("messages", "prompt", "completion", "chosen", "rejected")
@@ -18,7 +21,7 @@ _EMPTY: tuple[Any, ...] = (None, False, "", [], {})
 Part = tuple[str, str]  # the role of a message and a key of it, or ("", "tools")
 
 
-def check_template_keys(tokenizer: Any, where: str, rows: Any) -> None:
+def check_template_keys(tokenizer: Any, where: str, rows: "Dataset") -> None:
     """Print which parts of `rows` the chat template of `tokenizer` does not read.
 
     Args:
@@ -77,7 +80,7 @@ def _content_keys(turn: dict[str, Any]) -> list[str]:
     return [key for key, value in turn.items() if key not in ("role", *TURN_FLAGS) and value not in _EMPTY]
 
 
-def _find_examples(rows: Any) -> dict[Part, list[tuple[int, dict[str, Any]]]]:
+def _find_examples(rows: "Dataset") -> dict[Part, list[tuple[int, dict[str, Any]]]]:
     """Return, for each part, the first rows that have it, with their numbers."""
     examples_of: dict[Part, list[tuple[int, dict[str, Any]]]] = {}
     for index, row in enumerate(rows):
@@ -136,7 +139,7 @@ def _render(tokenizer: Any, conversation: list[dict[str, Any]], tools: Any) -> s
         return None
 
 
-def _check_answers(where: str, rows: Any, unread: set[Part]) -> None:
+def _check_answers(where: str, rows: "Dataset", unread: set[Part]) -> None:
     """Print how many rows have an empty answer without the parts `unread`. RecipeError if all rows do."""
     emptied: list[int] = []
     count = 0

@@ -5,9 +5,12 @@ marks in the chat template follow them. Otherwise they are only accepted if the 
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from liger_trainer.errors import RecipeError, short
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 _COLUMNS = ("messages", "completion", "chosen", "rejected")
 _PART_KEYS = ("train_detail", "training_detail")  # Axolotl's keys for learning parts of a message
@@ -21,8 +24,10 @@ def is_learned(turn: dict[str, Any], roles: Sequence[str]) -> bool:
     return bool(flags[0]) if flags else turn.get("role") in roles
 
 
-def has_turn_weights(rows: Any) -> bool:
+def has_turn_weights(rows: "Dataset | None") -> bool:
     """Return whether a message of `rows` has a `weight` or `train`. `rows` may be None."""
+    if rows is None:
+        return False
     columns = _columns_of_messages(rows)
     for row in rows.select_columns(columns) if columns else ():
         for turns in row.values():
@@ -31,7 +36,7 @@ def has_turn_weights(rows: Any) -> bool:
     return False
 
 
-def check_turn_weights(rows: Any, answers_alone: bool, roles: Sequence[str] = ("assistant",)) -> None:
+def check_turn_weights(rows: "Dataset", answers_alone: bool, roles: Sequence[str] = ("assistant",)) -> None:
     """RecipeError for a message that would be learned although it says otherwise, or the other way round.
 
     Args:
@@ -63,7 +68,7 @@ def _raise_nothing_learned(where: str, name: str, turns: list[dict[str, Any]], r
     )
 
 
-def _columns_of_messages(rows: Any) -> list[str]:
+def _columns_of_messages(rows: "Dataset") -> list[str]:
     names = getattr(rows, "column_names", ())
     return [name for name in _COLUMNS if name in names and _is_messages(rows[0][name])]
 

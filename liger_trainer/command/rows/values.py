@@ -4,15 +4,18 @@ and labels that a reader has turned into numbers.
 
 import ast
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from liger_trainer.errors import RecipeError, short, without_nulls
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 _LISTS = ("messages", "conversations", "history")
 _EITHER = ("prompt", "completion", "chosen", "rejected")  # texts, or lists of messages
 
 
-def restore_types(rows: Any, has_labels: bool) -> Any:
+def restore_types(rows: "Dataset", has_labels: bool) -> "Dataset":
     """Parse messages from JSON text, remove the nulls that Arrow has added, and make labels true or false.
 
     With `has_labels`, a column `label` says whether an answer is good. RecipeError if messages are JSON in some rows
@@ -22,7 +25,7 @@ def restore_types(rows: Any, has_labels: bool) -> Any:
     return _labels_as_booleans(rows) if has_labels else rows
 
 
-def _messages_from_text(rows: Any) -> Any:
+def _messages_from_text(rows: "Dataset") -> "Dataset":
     """Return the rows with lists of messages parsed from text: CSV holds them as JSON or as Python literals."""
     texts = [name for name in (*_LISTS, *_EITHER) if getattr(rows.features.get(name), "dtype", "") in _TEXT_TYPES]
     names = [name for name in texts if _is_list_of_messages(_first_value(rows, name), name)]
@@ -38,7 +41,7 @@ def _messages_from_text(rows: Any) -> Any:
 _TEXT_TYPES = ("string", "large_string")
 
 
-def _first_value(rows: Any, name: str) -> str | None:
+def _first_value(rows: "Dataset", name: str) -> str | None:
     """Return the first value of a column that is not empty."""
     return next((row[name] for row in rows.select_columns([name]) if row[name]), None)
 
@@ -76,7 +79,7 @@ def _parse_messages(text: str | None, name: str, index: int) -> Any:
     return parsed
 
 
-def _without_added_nulls(rows: Any) -> Any:
+def _without_added_nulls(rows: "Dataset") -> "Dataset":
     """Return the rows without nulls inside tool calls, tool schemas and parts of contents.
 
     An Arrow column has one set of keys, so an argument of one call is null in all other calls.
@@ -106,14 +109,14 @@ def _contains(kind: Any, wanted: Any) -> bool:
     return any(_contains(one, wanted) for one in inner if one is not None)
 
 
-def _map_rows(rows: Any, convert: Any, names: list[str], desc: str) -> Any:
+def _map_rows(rows: "Dataset", convert: Any, names: list[str], desc: str) -> "Dataset":
     from datasets import Features, Json, List
 
     features = Features(rows.features | {name: List(Json()) for name in names})
     return rows.map(convert, with_indices=True, features=features, desc=desc)
 
 
-def _labels_as_booleans(rows: Any) -> Any:
+def _labels_as_booleans(rows: "Dataset") -> "Dataset":
     """Return the rows with labels such as 1.0 as true and false. Readers turn 1 into 1.0 in a column with a gap."""
     from datasets import Features, Value
 

@@ -14,11 +14,14 @@ import zlib
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from liger_trainer.command.recipe.model_source import ModelSource, find_model
 from liger_trainer.command.recipe.read import Recipe
 from liger_trainer.errors import RecipeError, without_tokens
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 NAME = "liger_manifest.json"
 BEGUN = "liger_manifest.begun.json"  # in a checkpoint from before its first file until its manifest is written
@@ -149,7 +152,7 @@ def _checksums(checkpoint: Path, sizes: dict[str, int]) -> dict[str, list[int]]:
     return sums
 
 
-def fingerprint_run(recipe: Recipe, source: ModelSource, rows: Any) -> dict[str, Any]:
+def fingerprint_run(recipe: Recipe, source: ModelSource, rows: "Dataset") -> dict[str, Any]:
     """Return what identifies a run in its checkpoints: its keys (without tokens), and checksums of models and rows."""
     keys: dict[str, Any] = {}
     for part in (recipe.args, recipe.training, recipe.model):
@@ -159,7 +162,8 @@ def fingerprint_run(recipe: Recipe, source: ModelSource, rows: Any) -> dict[str,
     if not recipe.training.should_save:
         return fingerprint  # this process neither writes manifests nor decides whether to resume
     fingerprint["base"] = [recipe.model.model_name_or_path, _fingerprint_model(source)]
-    if teacher := keys.get("teacher_model_name_or_path"):
+    teacher = keys.get("teacher_model_name_or_path")
+    if teacher:
         fingerprint["teacher"] = [
             teacher,
             _fingerprint_model(find_model(teacher, revision=keys["teacher_model_revision"])),
@@ -242,7 +246,7 @@ def _fingerprint_model(source: ModelSource) -> str:
     return f"(crc32 {total:08x})"
 
 
-def _fingerprint_rows(rows: Any) -> str:
+def _fingerprint_rows(rows: "Dataset") -> str:
     import pyarrow as pa
 
     total, every = 0, 1 + rows.data.nbytes // _MOST_BYTES

@@ -94,7 +94,8 @@ def _check_folder(folder: Path, wanted: str) -> None:
     """RecipeError if `folder` holds a run other than the one to resume."""
     if wanted in ("true", "auto") or Path(wanted).expanduser().resolve().is_relative_to(folder.resolve()):
         return
-    if earlier_files := checkpoints_in(folder) + matches(folder, (*WEIGHTS, "trainer_state.json")):
+    earlier_files = checkpoints_in(folder) + matches(folder, (*WEIGHTS, "trainer_state.json"))
+    if earlier_files:
         names = ", ".join(path.name for path in earlier_files)
         raise RecipeError(
             f"output_dir is {str(folder)!r}, which holds an earlier run ({names}). Set another output_dir, or "
@@ -174,7 +175,8 @@ def _resume_newest(recipe: Recipe, wanted: str, fingerprint: dict[str, Any]) -> 
 def _resume_named(recipe: Recipe, wanted: str, fingerprint: dict[str, Any]) -> ResumePoint:
     path, folder = Path(wanted).expanduser(), Path(recipe.training.output_dir)
     saved = manifest.read(path)
-    if fault := _resume_problem(path, saved, recipe, fingerprint):
+    fault = _resume_problem(path, saved, recipe, fingerprint)
+    if fault:
         raise RecipeError(f"resume_from_checkpoint is {wanted!r}, which is not a whole checkpoint: it {fault}.")
     places = [other.resolve() for other in checkpoints_in(folder)]
     newer = places[places.index(path.resolve()) + 1 :] if path.resolve() in places else []
@@ -210,7 +212,8 @@ def _resume_from(path: Path, saved: dict[str, Any], recipe: Recipe, fingerprint:
     state = json.loads((path / "trainer_state.json").read_text(encoding="utf-8"))
     best = path.with_name(f"checkpoint-{state['best_global_step']}")
     known = manifest.read(best) if recipe.training.load_best_model_at_end else None
-    if known is not None and (fault := manifest.find_damage(best, known)) is not None:
+    fault = None if known is None else manifest.find_damage(best, known)
+    if fault is not None:
         raise RecipeError(f"The best checkpoint {best} is not whole ({fault}). Set load_best_model_at_end: false.")
     for line in manifest.describe_changes(path, saved, fingerprint):
         print_status(line)

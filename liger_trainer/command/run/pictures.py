@@ -29,8 +29,12 @@ def draw_curves(history: list[dict[str, Any]], path: Path) -> bool:
     """
     panels = []
     for title, keys in _PANELS:
-        lines = {key: [(log["step"], float(log[key])) for log in history if log.get(key) is not None] for key in keys}
-        if lines := {key: line for key, line in lines.items() if line}:
+        lines = {}
+        for key in keys:
+            line = [(log["step"], float(log[key])) for log in history if log.get(key) is not None]
+            if line:
+                lines[key] = line
+        if lines:
             panels.append((title, lines))
     if not panels or importlib.util.find_spec("matplotlib") is None:
         return False

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_utils import SaveStrategy
 
 from liger_trainer.memory.ranks import Ranks
@@ -38,22 +38,22 @@ class SaveOnSigterm(TrainerCallback):
         self._asked = self._asked or self.training
         return self._asked
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         # If machines do not reach each other here, GLOO_SOCKET_IFNAME has to name their network card.
         self._ranks = Ranks(timedelta(seconds=args.ddp_timeout))
         self.training = True
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._stops = self.any_signalled() and state.global_step < state.max_steps
         if not float(state.epoch).is_integer():
             self.on_epoch_end(args, state, control)
 
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self._stops:
             self._saves = control.should_save = True
             args.save_strategy = SaveStrategy.STEPS  # BEST would wait for another evaluation
 
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self._saves:
             raise Terminated
 

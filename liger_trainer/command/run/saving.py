@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from liger_trainer.command.processes import gather_from_all
 from liger_trainer.command.recipe.read import Recipe
@@ -42,14 +42,16 @@ class CheckpointManager(TrainerCallback):
         self._pool = ThreadPoolExecutor(1)
         self._writing: Future | None = None
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Correct the path of the best checkpoint, in case the folder was moved."""
         if self.resume_point.checkpoint is not None:
             best = Path(self.resume_point.checkpoint).parent / f"checkpoint-{state.best_global_step}"
             if best.is_dir():
                 state.best_model_checkpoint = str(best)
 
-    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
+    def on_evaluate(
+        self, args: Any, state: TrainerState, control: TrainerControl, metrics: Any = None, **kwargs: Any
+    ) -> None:
         """RecipeError for a metric that the evaluation does not have, before the trainer looks for it."""
         name = args.metric_for_best_model
         if name is not None and f"eval_{name.removeprefix('eval_')}" not in metrics:

@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from liger_trainer.command.processes import Heartbeat, print_status
 from liger_trainer.command.rows.counts import RowCounts
@@ -44,7 +44,7 @@ class RunRecorder(TrainerCallback):
         self._start = 0.0
         self._first_step_beat = Heartbeat(_describe_first_step)
 
-    def on_train_begin(self, args, state, control, **kwargs):
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._start, self._first_step = time.perf_counter(), state.global_step
         steps = state.max_steps - self._first_step
         if steps > 0:
@@ -60,14 +60,14 @@ class RunRecorder(TrainerCallback):
             self.early_stopping.early_stopping_patience_counter = saved["early_stopping_patience_counter"]
             control.should_training_stop = not self._is_patient()
 
-    def on_step_end(self, args, state, control, **kwargs):
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self.stop_heartbeat()
 
     def stop_heartbeat(self) -> None:
         """Stop the lines about the first step: it is over, or an error has ended the run."""
         self._first_step_beat.stop()
 
-    def on_log(self, args, state, control, logs=None, **kwargs):
+    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
         logs = logs or {}
         for key in _LOGGED.keys() & logs.keys():
             if logs[key] is not None:  # None: the reward of completions that no function judged
@@ -101,7 +101,8 @@ class RunRecorder(TrainerCallback):
                 mean *= state.global_step / (state.global_step - self._first_step)
             lines.append(f"  loss     {'not logged' if mean is None else f'{mean:.3f}, the mean of all steps'}")
         for key, name in _LOGGED.items():
-            if logged := self._logged.get(key):
+            logged = self._logged.get(key)
+            if logged:
                 best = best_evaluation(state.log_history) if key == "eval_loss" else None
                 lines.append(f"  {name:8} {logged[0]:.3f} -> {logged[-1]:.3f}{'' if best is None else f', {best}'}")
         if math.isnan(self._norm):

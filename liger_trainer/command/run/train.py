@@ -47,7 +47,8 @@ def run(recipe: Recipe, preview_rows: int | None = None, stop: SaveOnSigterm | N
     Processes other than the main one return None. RecipeError if nothing was trained, RunError if a write failed.
     """
     training = recipe.training
-    if fault := launch_problem(os.environ, training.distributed_state, recipe.sharding):
+    fault = launch_problem(os.environ, training.distributed_state, recipe.sharding)
+    if fault:
         raise RecipeError(f"{fault}")
     check_packages(recipe)
     with lock_output_dir(recipe) as resumes:
@@ -99,7 +100,8 @@ def _run(recipe: Recipe, resumes: str, preview_rows: int | None, stop: SaveOnSig
     except RecipeError:
         raise
     except Exception as error:
-        if (broken := broken_picture(error, train_rows, eval_rows)) is None:
+        broken = broken_picture(error, train_rows, eval_rows)
+        if broken is None:
             raise
         raise RunError(f"{broken} {describe_last_checkpoint(recipe)}") from error
     finally:
@@ -151,9 +153,11 @@ def build_trainer(recipe: Recipe, sources: Sources, callbacks: list[Any], traine
     except RecipeError:
         raise
     except Exception as error:
-        if (message := _refused_adapter(error, recipe.model, config)) is not None:
+        message = _refused_adapter(error, recipe.model, config)
+        if message is not None:
             raise RecipeError(message) from error
-        if (broken := broken_picture(error, train_rows, eval_rows)) is not None:
+        broken = broken_picture(error, train_rows, eval_rows)
+        if broken is not None:
             raise RecipeError(broken) from error
         if recipe.model.load_in_4bit and isinstance(error, ImportError) and "bitsandbytes" in str(error):
             raise RecipeError(f"load_in_4bit is True: {' '.join(str(error).split())}") from error

@@ -54,12 +54,13 @@ def add_chat_command(commands: Any) -> None:
 
 
 def _chat(args: Any) -> None:
-    if missing := [name for name in args.images if not os.path.isfile(name)]:
+    missing = [name for name in args.images if not os.path.isfile(name)]
+    if missing:
         raise RecipeError(f"--images names {missing[0]!r}, but that file does not exist. Correct the path.")
     for option, value in (("--base", args.base), ("--model", args.base_model)):
         if value and not os.path.isdir(args.model):
             raise RecipeError(
-                f"{option} is only for adapters, but there is no folder {args.model!r}. Correct the path."
+                f"{option} is only for adapters, but the folder {args.model!r} does not exist. Correct the path."
             )
         if value and not is_adapter(args.model):
             raise RecipeError(f"{option} is only for adapters, but {args.model!r} is a whole model. Remove it.")

@@ -73,7 +73,8 @@ def _compare(args: argparse.Namespace) -> int:
             raise RecipeError(f"--{option} is {own_options[option]!r}, a folder; expected a file to write.")
         if option in own_options and not Path(own_options[option]).name:
             raise RecipeError(f"--{option} has no value; expected a file to write.")
-        if option in own_options and not (folder := Path(own_options[option]).absolute().parent).is_dir():
+        folder = Path(own_options.get(option, "")).absolute().parent
+        if option in own_options and not folder.is_dir():
             raise RecipeError(
                 f"--{option} is {own_options[option]!r}, but the folder {folder} does not exist. Make it."
             )
@@ -171,7 +172,7 @@ def _run_arm(name: str, argv: list[str], arm: str, steps: int) -> dict[str, Any]
 
 def _train(recipe: Recipe, arm: str, steps: int) -> dict[str, Any]:
     import torch
-    from transformers import TrainerCallback
+    from transformers import TrainerCallback, TrainerControl, TrainerState
 
     import liger_trainer
     from liger_trainer.command.rows.sources import find_sources
@@ -185,14 +186,16 @@ def _train(recipe: Recipe, arm: str, steps: int) -> dict[str, Any]:
             self.losses: list[float] = []
             self.tokens: list[float] = []
 
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
             self.times.append(time.perf_counter())
             if state.global_step >= steps:  # max_steps is not changed, because learning rates depend on it
                 control.should_training_stop = True
 
-        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        def on_log(
+            self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
+        ) -> None:
             if "loss" in logs:
                 self.losses.append(float(logs["loss"]))
                 self.tokens += [logs["num_tokens"]] if "num_tokens" in logs else []  # TRL's count, without padding
@@ -202,7 +205,8 @@ def _train(recipe: Recipe, arm: str, steps: int) -> dict[str, Any]:
     trainer_class = getattr(liger_trainer, recipe.entry.trainer)
     left_out: list[str] = []
     if arm != _OURS:
-        if (trained := _WITHOUT_STOCK.get(recipe.entry.trainer)) is not None:
+        trained = _WITHOUT_STOCK.get(recipe.entry.trainer)
+        if trained is not None:
             raise RecipeError(f"No stock trainer trains {trained}.")
         trainer_class = stock_class(trainer_class)
         recipe.training, left_out = _stock_arguments(recipe, use_liger_kernel=arm == _LIGER)
@@ -241,7 +245,8 @@ def _stock_arguments(recipe: Recipe, use_liger_kernel: bool) -> tuple[Any, list[
     known = {field.name for field in dataclasses.fields(stock) if field.init}
     values = dict(recipe.explicit)
     for suffix in ("", "_kwargs"):  # all versions of transformers know the older name
-        if (value := values.pop(f"activation_checkpointing{suffix}", None)) is not None:
+        value = values.pop(f"activation_checkpointing{suffix}", None)
+        if value is not None:
             values[f"gradient_checkpointing{suffix}"] = value if suffix else str(value).lower() != "false"
     switches = ("use_liger", "liger_config", "skip_checks", "sample_prompts", "sample_steps", "sample_max_new_tokens")
     left_out = [key for key in values if hasattr(recipe.training, key) and key not in (*known, *switches)]
@@ -294,10 +299,12 @@ def _table(result: dict[str, Any]) -> str:
     lines += ["", f"Useful tokens are all tokens but padding. The peak is of {memory}."]
     lines += [f"{arm['arm']} {arm['note']}." for arm in ran if "note" in arm]
     for arm in ran:
-        if (captured := arm.get("captured_in_words")) is not None:
+        captured = arm.get("captured_in_words")
+        if captured is not None:
             lines.append(f"{arm['arm']} captured (cuda_graphs): {captured}.")
             if arm["captured"]["sizes"]:
                 lines.append("Its timed steps include the captures, which a longer run only does once for each size.")
-    if left_out := next((arm["left_out"] for arm in ran if arm["left_out"]), None):
+    left_out = next((arm["left_out"] for arm in ran if arm["left_out"]), None)
+    if left_out:
         lines.append(f"The stock trainer has no {', '.join(left_out)}, and trained without it.")
     return "\n".join(lines)

@@ -4,7 +4,7 @@ import importlib
 import importlib.util
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from liger_trainer.command.options import parse_positive
 from liger_trainer.command.processes import print_status
@@ -12,6 +12,9 @@ from liger_trainer.command.rows.prompt_form import read_system_prompt
 from liger_trainer.command.tools.chat import load_model
 from liger_trainer.command.tools.loading import add_command, add_model_options
 from liger_trainer.errors import RecipeError, short
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 
 def add_evaluate_command(commands: Any) -> None:
@@ -81,7 +84,7 @@ def _rows(args: Any) -> Any:
     return load_rows(arguments, Path(), TRAINERS["sft"].columns, 0)[0]
 
 
-def _held_out(args: Any, model: Any, tokenizer: Any, rows: Any) -> dict[str, Any]:
+def _held_out(args: Any, model: Any, tokenizer: Any, rows: "Dataset") -> dict[str, Any]:
     from liger_trainer.command.tools.held_out import measure
 
     max_length = parse_positive("--max_length", args.max_length, int)

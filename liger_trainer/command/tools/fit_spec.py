@@ -90,7 +90,8 @@ def _row_images(source: ModelSource, sizes: Sequence[tuple[int, int]]) -> RowIma
     try:
         return row_images(processor, sizes)
     except Exception as error:
-        if (reason := refusal(error)) is None:
+        reason = refusal(error)
+        if reason is None:
             raise
         raise RecipeError(f"The processor of {source.path} cannot make a row from --images: {reason}") from error
 
@@ -128,7 +129,8 @@ def _options_of_checkpointing(recipe: Recipe) -> dict[str, Any]:
     setting = getattr(training, "activation_checkpointing_kwargs", None) or training.gradient_checkpointing_kwargs
     options = dict(setting or {})
     for key, without in _OPTIONS_NOT_KNOWN.items():
-        if (value := options.pop(key, without)) != without:
+        value = options.pop(key, without)
+        if value != without:
             raise _unknown(recipe, f"activation_checkpointing_kwargs: {key}: {value}")
     return {"use_reentrant": False} | options
 

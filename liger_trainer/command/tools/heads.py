@@ -49,7 +49,7 @@ def add_head_commands(commands) -> None:
         "head",
         metavar="HEAD",
         nargs="?",
-        help="the output_dir of a recipe with trainer: mtp, whose head is measured in place of MODEL's own",
+        help="the output_dir of a recipe with trainer: mtp; its head is measured in place of MODEL's own",
     )
     _add_eval_options(mtp)
 
@@ -93,7 +93,7 @@ def _add_eval_options(evaluation) -> None:
 
 
 def _eval_options(args) -> dict[str, Any]:
-    """What all evaluations of heads take from the command line."""
+    """The options of all evaluations of heads."""
     return {"max_new_tokens": args.max_new_tokens, "batch_size": args.batch_size, "progress": _Progress()}
 
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tqdm import tqdm  # type: ignore[import-untyped]
@@ -13,6 +13,9 @@ from liger_trainer.data.answers import Prompt, answer, encode, end_tokens
 from liger_trainer.errors import RecipeError
 from liger_trainer.head.module import base_model_of
 from liger_trainer.patching import apply_liger
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 _UNREAD = ("image", "images", "tools", "chat_template_kwargs")
 
@@ -53,7 +56,7 @@ class HeldOutMetrics:
 
 @torch.no_grad()
 def measure(
-    model: Any, tokenizer: Any, rows: Any, max_length: int, answers: int, max_new_tokens: int
+    model: Any, tokenizer: Any, rows: "Dataset", max_length: int, answers: int, max_new_tokens: int
 ) -> HeldOutMetrics:
     """Measure a model on rows in a form that the `sft` trainer takes.
 
@@ -148,7 +151,7 @@ def _marked(messages: list[dict[str, Any]], index: int, tokenizer: Any) -> tuple
     return list(encoded["input_ids"]), [bool(marked) for marked in encoded["assistant_masks"]]
 
 
-def _questions(rows: Any) -> Iterator[tuple[Prompt, str]]:
+def _questions(rows: "Dataset") -> Iterator[tuple[Prompt, str]]:
     """Yield the prompt and the last answer of each row that has both as text."""
     for row in rows:
         if row.get("messages"):

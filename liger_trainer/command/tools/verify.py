@@ -153,12 +153,12 @@ def setup_of(recipe: Recipe) -> Any:
 
     if recipe.entry.trainer == "LigerEagleTrainer":
         raise RecipeError(
-            "trainer is 'eagle', but there is no other trainer of drafters to compare with. Try the recipe with "
+            "trainer is 'eagle', but TRL has no trainer of drafters to compare with. Try the recipe with "
             "--max_steps 2, and measure the drafter with liger-trainer eagle-eval."
         )
     if recipe.entry.trainer == "LigerMTPTrainer":
         raise RecipeError(
-            "trainer is 'mtp', but there is no other trainer of MTP heads to compare with. Try the recipe with "
+            "trainer is 'mtp', but TRL has no trainer of MTP heads to compare with. Try the recipe with "
             "--max_steps 2, and measure the head with liger-trainer mtp-eval."
         )
     if recipe.entry.trainer == "LigerRewardTrainer":  # its checks build models with an LM head
@@ -169,7 +169,8 @@ def setup_of(recipe: Recipe) -> Any:
     training, init = recipe.training, dict(recipe.training.model_init_kwargs or {})
     config = _config(recipe.model.model_name_or_path, "model_name_or_path", init, recipe.model.model_revision)
     init = {key: value for key, value in init.items() if key not in _OF_LOADING}
-    if "flash" not in str(attention := init.pop("attn_implementation", recipe.model.attn_implementation)):
+    attention = init.pop("attn_implementation", recipe.model.attn_implementation)
+    if "flash" not in str(attention):
         init |= {} if attention is None else {"attn_implementation": attention}
     teacher = getattr(training, "teacher_model_name_or_path", None)
     teacher_init = dict(getattr(training, "teacher_model_init_kwargs", None) or {})

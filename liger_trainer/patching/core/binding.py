@@ -92,7 +92,7 @@ class Binding:
             it stays if the method is wrapped. It begins with `_liger_`. Unset: the key of the class.
 
     Attributes:
-        is_of_model (`bool`): Whether the method is that of a whole model, which decides what runs in it (`own_code`).
+        is_of_model (`bool`): Whether the method belongs to a whole model, which decides what runs in it (`own_code`).
         previous: What the slot held before, or None where the class's own method was in effect.
         fallback_active (`bool`): Whether calls go to the class's own method from now on: a proof no longer holds, or
             ours was removed while a wrapper still calls it. A checkpoint that recomputes a call must take the same path

@@ -61,7 +61,7 @@ def find_state_layers(backbone: nn.Module) -> tuple[StateLayers | None, str | No
 
 
 def _binding_for(layer: nn.Module, slot: str) -> state_layers.StateBinding:
-    """Return the binding with which a layer takes rows. It uses our convolution if proven, and rules that take rows."""
+    """Return the binding that lets a layer take rows. It uses our convolution if proven, and rules that take rows."""
     cls: Any = own_class(layer)  # Any, because mypy does not consider a class hashable
     forward = state_layers.forward_of(cls)
     decorated = cls.forward

@@ -35,7 +35,7 @@ class Kernel(NamedTuple):
     """A function of transformers that calls a package if it is installed, and PyTorch code otherwise."""
 
     torch_function: Callable
-    parameters: tuple[str, ...]  # those of the package's function; other arguments are dropped
+    parameters: tuple[str, ...]  # of the package's function; other arguments are dropped
 
 
 def why_rows_mix(model, collate: Callable[[list[dict]], dict] | None = None) -> str | None:
@@ -165,7 +165,7 @@ def kernel_behind(value: Any) -> Kernel | None:
 
 
 def choice_behind(value: Any) -> dict[str, Any] | None:
-    """Return the closure in which transformers chooses a package or its own code, or None for other values."""
+    """Return the closure that chooses between a package and transformers' own code, or None for other values."""
     function = type(value).forward if isinstance(value, nn.Module) else value  # `kernels` wraps a function in a module
     for _ in range(3):
         if not isinstance(function, types.FunctionType):

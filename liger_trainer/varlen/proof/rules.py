@@ -87,7 +87,7 @@ def why_not_captured(forward: types.FunctionType) -> str | None:
     """Return why a layer's rule cannot be captured in a CUDA graph, or None.
 
     The number of chunks decides how a rule is launched. It is computed on the host from the offsets of rows, unless the
-    rule takes the chunks as an argument. `_CAPTURED` lists the versions in which that was read and tried.
+    rule takes the chunks as an argument. `_CAPTURED` lists the versions where that was read and tried.
     """
     for name in forward.__code__.co_names:
         own = forward.__globals__.get(name)

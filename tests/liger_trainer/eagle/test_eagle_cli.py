@@ -80,7 +80,7 @@ def test_refusals(folder, tmp_path, capsys):
     code, _, err = command(capsys, "export", tmp_path, "--output", tmp_path / "served")
     assert code == 2 and "neither an EAGLE-3 drafter nor Medusa heads nor a separate MTP head" in err
     code, _, err = command(capsys, "verify", eagle_recipe(folder))
-    assert code == 2 and "there is no other trainer of drafters" in err
+    assert code == 2 and "TRL has no trainer of drafters" in err
     code, _, err = command(capsys, "fit", eagle_recipe(folder))
     assert code == 2 and "cannot estimate a step with LigerEagleTrainer" in err
 

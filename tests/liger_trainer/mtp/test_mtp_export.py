@@ -148,6 +148,6 @@ def test_refusals(tmp_path, capsys):
     (tmp_path / "model").symlink_to(tmp_path / "base")
     recipe = write_recipe(tmp_path, trainer="mtp")
     code, _, err = command(capsys, "verify", recipe)
-    assert code == 2 and "there is no other trainer of MTP heads to compare with" in err
+    assert code == 2 and "TRL has no trainer of MTP heads to compare with" in err
     code, _, err = command(capsys, "fit", recipe)
     assert code == 2 and "cannot estimate a step with LigerMTPTrainer" in err

@@ -210,7 +210,7 @@ ROWS = {"dpo": "preference_quickstart", "orpo": "preference_quickstart", "medusa
 
 # Recipes of Llamas that verify refuses, with the reason
 REFUSED = {
-    "llama3_8b/eagle3": "there is no other trainer of drafters to compare with",
+    "llama3_8b/eagle3": "TRL has no trainer of drafters to compare with",
     "llama3_8b/reward": "verify cannot build its models",
 }
 

@@ -155,8 +155,13 @@ def test_an_error_about_the_command_line_says_so(tmp_path, capsys):
 
 
 def test_trackers_that_are_unknown_or_not_installed(folder, capsys, monkeypatch):
-    code, _, err = command(capsys, "train", write_recipe(folder, report_to="tensorbord"))
-    assert code == 2 and "tensorbord is not supported, only " in err
+    for written, named in (("tensorbord", "'tensorbord'"), ("None", "'None'"), ("null", "null")):
+        path = write_recipe(folder, report_to=None)
+        path.write_text(f"{path.read_text()}report_to: {written}\n")
+        code, _, err = command(capsys, "train", path)
+        assert code == 2 and f"report_to is {named}; expected none, all, or some of: " in err
+        assert "loading the model" not in err
+        assert written != "tensorbord" or "Did you mean tensorboard?" in err
     monkeypatch.setattr("transformers.integrations.integration_utils.is_wandb_available", lambda: False)
     code, _, err = command(capsys, "train", write_recipe(folder, report_to="wandb"))
     assert code == 2 and "report_to is 'wandb', and the package wandb is missing. Run `pip install wandb`, or" in err

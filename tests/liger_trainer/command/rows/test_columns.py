@@ -108,6 +108,56 @@ def test_columns(trainer, columns, row, expected, tmp_path):
     assert load(tmp_path, [row], trainer, columns=columns).to_list() == [expected]
 
 
+TOKENS = {"input_ids": [4, 5, 6]}
+
+
+@pytest.mark.parametrize(
+    "more, unread",
+    [
+        ({"messages": [USER, ANSWER]}, "messages"),
+        ({"text": "w4 w5"}, "text"),
+        ({"prompt": "w4", "completion": "w5"}, "completion and prompt"),
+        ({"prompt": [USER], "completion": [ANSWER], "labels": [-100, 5, 6]}, "completion and prompt"),
+    ],
+)
+def test_tokens_beside_texts_are_trained_as_trl_does_and_the_texts_are_left_out(more, unread, tmp_path, capsys):
+    expected = TOKENS | {name: value for name, value in more.items() if name == "labels"}
+    assert load(tmp_path, [TOKENS | more]).to_list() == [expected]
+    verb = "are" if " and " in unread else "is"
+    assert (
+        f"input_ids is trained as it is, so {unread} {verb} not read. To train on {unread}, remove input_ids."
+        in capsys.readouterr().err
+    )
+    with pytest.raises(RecipeError, match="system_prompt is 'w9', but input_ids is not a list of messages"):
+        load(tmp_path, [TOKENS | more], system_prompt="w9")
+
+
+@pytest.mark.parametrize("keys", [{"columns": {"messages": "messages"}}, {"prompt_template": "last_turn"}])
+def test_tokens_and_their_labels_are_left_out_where_the_recipe_names_texts(keys, tmp_path):
+    (row,) = load(tmp_path, [TOKENS | {"labels": [-100, 5, 6], "messages": [USER, ANSWER]}], **keys).to_list()
+    assert row == ({"messages": [USER, ANSWER]} if "columns" in keys else {"prompt": [USER], "completion": [ANSWER]})
+
+
+def test_labels_of_texts_are_left_out(tmp_path, capsys):
+    """TRL would take them for the labels of the tokens that it makes of the text."""
+    assert load(tmp_path, [{"text": "w4", "labels": 3}]).to_list() == [{"text": "w4"}]
+    assert "labels is not read, because the rows are tokenized from text." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "keys, more",
+    [
+        ({"columns": {"messages": "messages"}}, {"messages": [USER, ANSWER]}),  # the recipe says what is trained
+        ({}, {"prompt": "w4", "completion": "w5", "completion_mask": [0, 0, 1]}),  # TRL reads that they are there
+        ({}, {"messages": [USER, ANSWER], "images": ["https://a.b/c.png"]}),  # TRL tokenizes images itself
+    ],
+)
+def test_texts_beside_tokens_that_are_read(keys, more, tmp_path):
+    (row,) = load(tmp_path, [TOKENS | more], **keys).to_list()
+    assert row.items() >= more.items()
+    assert ("input_ids" in row) == (not keys)
+
+
 @pytest.mark.parametrize(
     "template, columns, row, expected",
     [

@@ -16,7 +16,9 @@ from liger_trainer.errors import RecipeError
 def test_found_by_name_or_dotted_path():
     assert find_reward("boxed_answer") is REWARDS["boxed_answer"]
     assert find_reward("trl.rewards.think_format_reward").__name__ == "think_format_reward"
-    with pytest.raises(RecipeError, match="There is no module no_such_module next to the recipe or in the working"):
+    with pytest.raises(
+        RecipeError, match="Neither the folder of the recipe nor the working directory has a module no_such_module"
+    ):
         find_reward("no_such_module.reward")
     with pytest.raises(RecipeError, match="liger_trainer.data.rewards has no function length"):
         find_reward("liger_trainer.data.rewards.length")

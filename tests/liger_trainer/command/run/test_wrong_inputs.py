@@ -108,9 +108,9 @@ def test_a_folder_that_is_not_there(folder, capsys, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     for words in (("chat", "nowhere"), ("doctor", "nowhere")):
         code, _, err = command(capsys, *words)
-        assert code == 2 and "There is no folder 'nowhere' here, so it is taken for a name on the Hub" in err
+        assert code == 2 and "No folder here has the name 'nowhere', so it is taken for a name on the Hub" in err
     code, _, err = command(capsys, "chat", "nowhere", "--base")
-    assert code == 2 and "--base is only for adapters, but there is no folder 'nowhere'" in err
+    assert code == 2 and "--base is only for adapters, but the folder 'nowhere' does not exist" in err
 
 
 def test_a_reward_function_by_its_file(own_rows, capsys):
