@@ -35,7 +35,21 @@ def role(arm):
     """Which of the three trainers an arm is. Trainers in one comparison share a class, and all or none are compiled."""
     if is_ours(arm):
         return "ours"
-    return "liger" if "+ Liger" in arm else "stock"
+    return "liger" if "+ Liger" in arm or arm == "trl_liger" else "stock"
+
+
+def speed(row):
+    """Useful tokens a second; rows or steps a second if the benchmark counts no tokens. Comparable within a record."""
+    if row.get("tokens_per_s"):
+        return row["tokens_per_s"]
+    if row.get("rows_s"):
+        return row["rows_s"]
+    return 1000 / row["ms"] if row.get("ms") else None
+
+
+def memory(row):
+    """GiB: the peak of tensors, or what the driver counts if the benchmark has only that."""
+    return row.get("gib") or row.get("gib_used")
 
 
 def read(path):
@@ -50,7 +64,7 @@ def rows_of(record, path):
         row = row | named | {"record": path, "run": f"{record['date'][:10]}, {record['commit']}"}
         row["minute"] = record["date"].removesuffix(" UTC").replace(" ", ", ")
         if "arm" in row:
-            row["role"] = role(row["arm"])
+            row |= {"role": role(row["arm"]), "speed": speed(row), "memory": memory(row)}
             row["trainer"] = f"**{row['arm']}**" if is_ours(row["arm"]) else row["arm"]
             row["class"] = row["arm"].removeprefix("Liger").replace(" + Liger", "").replace(" + compile", ", compiled")
         if "provider" in row:
@@ -120,7 +134,7 @@ def ratio(rows, columns, name, over, under):
     """Column `over` divided by column `under` for one line. Both columns' rows are from one record."""
     values = {}
     for row in rows:
-        if name in row:
+        if row.get(name) is not None:
             values.setdefault(row[columns], row[name])
     return f"{values[over] / values[under]:.2f}" if over in values and under in values else MISSING
 

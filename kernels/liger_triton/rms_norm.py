@@ -394,6 +394,7 @@ def rms_norm(
       `Gemma2RMSNorm` (offset 1) and `GptOssRMSNorm` (offset 0).
     - `"none"`: round((weight + offset) * x̂ to the common dtype of weight and x), with all arithmetic in fp32. It is
       for norms written without any cast. Such a norm rounds after each step; this one rounds once at the end.
+    - `"rstd"`: as `"llama"`, but 1 / sqrt(mean(x^2) + eps) is rounded to x.dtype too, before x is multiplied by it.
 
     Args:
         x (`torch.Tensor`): (..., N), any strides; bf16, fp16 or fp32. The PyTorch twin computes float64 and N > 65536.

@@ -233,6 +233,17 @@ def test_our_options_are_listed(name):
     assert names - stock_names - NEWER_NAMES == options
 
 
+@pytest.mark.parametrize("name", ["LigerTrainingArguments", *(f"Liger{name}Config" for name in TRAINERS)])
+def test_the_page_of_trainers_has_each_option(name):
+    own = getattr(liger_trainer, name)
+    stock = next(base for base in own.__mro__ if base.__module__.partition(".")[0] in ("trl", "transformers"))
+    added = {field.name for field in dataclasses.fields(own)} - {field.name for field in dataclasses.fields(stock)}
+    rows = [line for line in (ROOT / "docs" / "trainers.md").read_text().splitlines() if line.startswith("| `")]
+    explained = {option for row in rows for option in re.findall(r"`(\w+)`", row.split(" | ")[0])}
+    missing = added - explained - {"activation_checkpointing_kwargs"}  # the page of checkpointing has it
+    assert not missing, f"add a row for each of {missing} to the tables of fields in docs/trainers.md"
+
+
 def test_commands_and_recipes():
     def output(*words):
         return subprocess.run(

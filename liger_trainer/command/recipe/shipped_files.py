@@ -50,6 +50,11 @@ def find_shipped(name: str, key: str = "NAME", files: dict[str, Path] | None = N
         if whole in files:
             return whole, files[whole]
     near = nearest(bare, [*files, *(known.removeprefix("configs/") for known in files)])
+    # A name with an ending means a file of the user's, so a list of shipped names would not help.
+    folder = Path(name).expanduser().parent
+    if name.endswith((".yaml", ".yml")) and not near:
+        own = sorted(str(path) for ending in ("*.yaml", "*.yml") for path in folder.glob(ending))
+        raise RecipeError(f"{key} is {name!r}, and {folder.resolve()} has no such file.{nearest(name, own)}")
     raise RecipeError(
         f"{key} is {name!r}, which is neither a file nor the name of a shipped one.{near} Shipped: {', '.join(files)}."
     )

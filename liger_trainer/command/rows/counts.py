@@ -144,7 +144,8 @@ def _checked_counts(trainer: Any, loaded_rows: "Dataset", name: str) -> RowCount
         within = "" if counts.max_length is None else f" within max_length {counts.max_length}"
         raise RecipeError(
             f"Nothing can be learned from the {counts.total} {name} rows: no token after the first counts in the "
-            f"loss{within}. The first row is {short(loaded_rows[0])}."
+            f"loss{within}. Raise max_length, or look at the rows with --preview. The first row is "
+            f"{short(loaded_rows[0])}."
         )
     if counts != RowCounts(counts.total, counts.total, counts.max_length) and trainer.is_world_process_zero():
         logger.warning(f"{name} rows: {counts}")

@@ -114,3 +114,12 @@ def test_folder_that_cannot_be_made(capsys, tmp_path):
     assert code == 2 and "cannot be written" in err
     code, _, err = command(capsys, "init", "fsdp2", tmp_path / "mine.yaml")
     assert code == 2 and "expected a folder" in err and not (tmp_path / "mine.yaml").exists()
+
+
+def test_a_missing_file_of_the_users_is_named_with_its_folder(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_recipe.yaml").write_text("trainer: sft\n")
+    code, _, err = command(capsys, "train", "my_recip.yaml")
+    assert code == 2
+    assert f"RECIPE is 'my_recip.yaml', and {tmp_path} has no such file. Did you mean my_recipe.yaml?" in err
+    assert "Shipped" not in err
