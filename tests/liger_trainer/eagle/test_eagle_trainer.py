@@ -184,6 +184,7 @@ def test_the_card_does_not_load_a_model(tmp_path):
     trainer.create_model_card()
     card = Path(trainer.args.output_dir, "README.md").read_text()
     assert "pipeline(" not in card and "## Training procedure" in card
+    assert trainer.loss_name == "of an EAGLE-3 drafter, divergence from the model, eagle_steps: 3"
 
 
 # Refused
@@ -215,10 +216,10 @@ IGNORED = [
     (
         {"label_smoothing_factor": 0.1},
         {},
-        "label_smoothing_factor is 0.1, but a drafter learns from a frozen model. Remove label_smoothing_factor",
+        "label_smoothing_factor is 0.1, but the loss of a drafter has no such option. Remove label_smoothing_factor",
     ),
     ({"loss_type": "dft"}, {}, "loss_type is 'dft'"),
-    ({"neftune_noise_alpha": 5.0}, {}, "neftune_noise_alpha is 5.0, but a drafter learns from a frozen model"),
+    ({"neftune_noise_alpha": 5.0}, {}, "neftune_noise_alpha is 5.0, but LigerEagleTrainer freezes the model"),
     ({}, {"compute_loss_func": print}, "compute_loss_func is "),
     ({}, {"peft_config": LoraConfig(r=2, target_modules=["q_proj"])}, "peft_config is "),
     ({}, {"optimizers": (torch.optim.SGD([torch.zeros(1)]), None)}, "optimizers has an optimizer that was made"),
@@ -249,13 +250,14 @@ def test_models_and_drafters_that_do_not_fit(tmp_path):
     ):
         eagle_trainer(eagle_target("phi"), tmp_path)
     adapted = get_peft_model(eagle_target(), LoraConfig(r=2, target_modules=["q_proj"]))
-    with pytest.raises(ValueError, match="The model has an adapter. Merge it"):
+    with pytest.raises(ValueError, match="The model has an adapter, but LigerEagleTrainer freezes the model. Merge it"):
         eagle_trainer(adapted, tmp_path)
+    assert any(p.requires_grad for p in adapted.parameters()), "the adapter of the user is not frozen"
 
 
 SETUPS = [
-    ({"distributed_type": DistributedType.FSDP}, "The launch is FSDP, which shards weights"),
-    ({"distributed_type": DistributedType.DEEPSPEED}, "The launch is DEEPSPEED"),
+    ({"distributed_type": DistributedType.FSDP}, "the launch is FSDP, which shards weights"),
+    ({"distributed_type": DistributedType.DEEPSPEED}, "the launch is DEEPSPEED"),
     ({"parallelism_config": SimpleNamespace(cp_enabled=True, sp_enabled=False, tp_enabled=False)}, "Set cp_size"),
 ]
 
@@ -264,7 +266,7 @@ SETUPS = [
 def test_launches_that_would_train_or_save_wrongly(own, message):
     accelerator = SimpleNamespace(**({"distributed_type": DistributedType.NO, "parallelism_config": None} | own))
     with pytest.raises(ValueError, match=message):
-        check_setup(eagle_target(), accelerator, None)
+        check_setup(accelerator, None)
 
 
 def test_rows_that_cannot_be_counted(tmp_path):

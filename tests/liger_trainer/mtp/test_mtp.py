@@ -280,5 +280,7 @@ def test_rows_with_images(tmp_path):
 
 def test_trainers_of_other_heads_refuse_it(tmp_path):
     args = LigerMedusaConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, train_mtp=True)
-    with pytest.raises(ValueError, match="train_mtp is True, but the Medusa loss has no such option. Remove train_mtp"):
+    with pytest.raises(
+        ValueError, match="train_mtp is True, but the loss of Medusa heads has no such option. Remove train_mtp"
+    ):
         LigerMedusaTrainer(tiny_model("llama"), args)
