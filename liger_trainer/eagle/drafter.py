@@ -31,7 +31,11 @@ INIT_STD = 0.02
 
 
 class DrafterNorm(nn.Module):
-    """RMSNorm over the last dimension."""
+    """RMSNorm over the last dimension, in the dtype of its input.
+
+    Under autocast the weight is fp32. It is rounded like the weights of the linear layers: an fp32 output would take
+    twice the memory, and could not be rebuilt for a product in 16 bits.
+    """
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -42,7 +46,11 @@ class DrafterNorm(nn.Module):
         return rebuildable(self._normed(x, self.weight), self._normed, x, self.weight)
 
     def _normed(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return rms_norm(x, weight, self.eps)
+        return rms_norm(x, weight.to(x.dtype), self.eps)
+
+    def with_sum(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the norm of x + residual, and the sum."""
+        return add_rms_norm(x, residual, self.weight.to(x.dtype), self.eps)
 
 
 class Step(NamedTuple):
@@ -168,8 +176,7 @@ class DrafterLayer(nn.Module):
         seen, k, v = self.self_attn(self.hidden_norm(hidden), step, keys, values)
         if not keys and step.drafted is not None:
             hidden = hidden.index_select(0, step.drafted)
-        after = self.post_attention_layernorm
-        normed, residual = add_rms_norm(seen, hidden, after.weight, after.eps)
+        normed, residual = self.post_attention_layernorm.with_sum(seen, hidden)
         return residual + self.mlp(normed), k, v
 
 
