@@ -85,9 +85,13 @@ class DrafterAttention(nn.Module):
         self.v_proj = nn.Linear(2 * config.hidden_size, keys, bias=False)
         self.o_proj = nn.Linear(queries, config.hidden_size, bias=False)
 
-    def joined_weight(self) -> torch.Tensor:
-        """Return the weights of queries, keys and values as one, (P, 2 H), for one product instead of three."""
-        return torch.cat([self.q_proj.weight, self.k_proj.weight, self.v_proj.weight])
+    def joined_weight(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return the weights of queries, keys and values as one, (P, 2 H), for one product instead of three.
+
+        It is rounded to `dtype` here, once. Autocast would do that again for each step, and each would keep its own.
+        """
+        weights = (self.q_proj.weight, self.k_proj.weight, self.v_proj.weight)
+        return torch.cat([weight.to(dtype) for weight in weights])
 
     def forward(
         self, normed: torch.Tensor, step: Step, keys: list[torch.Tensor], values: list[torch.Tensor]
@@ -235,9 +239,9 @@ class EagleDrafter(nn.Module):
         if recompute and torch.is_grad_enabled():
             step = _recomputed(self._step)
         layer = self.midlayer
-        of_embeds, of_hidden = layer.self_attn.joined_weight().chunk(2, 1)
-        embeds = F.linear(layer.input_layernorm(F.embedding(rows.ids.roll(-1), embedding)), of_embeds)
         hidden = self.fc(states)
+        of_embeds, of_hidden = layer.self_attn.joined_weight(hidden.dtype).chunk(2, 1)
+        embeds = F.linear(layer.input_layernorm(F.embedding(rows.ids.roll(-1), embedding)), of_embeds)
         keys: list[torch.Tensor] = []
         values: list[torch.Tensor] = []
         outputs = []
