@@ -241,7 +241,8 @@ class EagleDrafter(nn.Module):
         layer = self.midlayer
         hidden = self.fc(states)
         of_embeds, of_hidden = layer.self_attn.joined_weight(hidden.dtype).chunk(2, 1)
-        embeds = F.linear(layer.input_layernorm(F.embedding(rows.ids.roll(-1), embedding)), of_embeds)
+        tokens = F.embedding(rows.ids.roll(-1), embedding).to(states.dtype)
+        embeds = F.linear(layer.input_layernorm(tokens), of_embeds)
         keys: list[torch.Tensor] = []
         values: list[torch.Tensor] = []
         outputs = []

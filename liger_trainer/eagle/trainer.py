@@ -99,6 +99,7 @@ class LigerEagleTrainer(LigerHeadsTrainer):
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, Any]:
+        self._check_labels(inputs)
         images = sorted(name for name in inputs if name.startswith(("pixel_values", "image_", "video_", "audio_")))
         if images:
             raise ValueError(f"The batch has {images[0]}, but a drafter is trained on text. Remove rows with images.")

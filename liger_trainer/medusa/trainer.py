@@ -136,6 +136,7 @@ class LigerMedusaTrainer(LigerHeadsTrainer):
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, Any]:
+        self._check_labels(inputs)
         training, args = self.model.training, self.args
         targets = head_targets(inputs, args.medusa_num_heads)
         share = self.state.global_step / max(self.state.max_steps, 1)

@@ -120,6 +120,15 @@ class LigerHeadsTrainer(LigerSFTTrainer):
 
     # The loss and the metrics
 
+    @staticmethod
+    def _check_labels(inputs: dict[str, Any]) -> None:
+        """ValueError for a batch of the user's collator that has nothing to learn or to measure."""
+        if inputs.get("labels") is None:
+            raise ValueError(
+                f"The batch has {', '.join(inputs)} and no labels, which heads learn from and are measured by. Let "
+                "data_collator add labels: the tokens, and -100 where there is nothing to learn."
+            )
+
     def _per_label(
         self, loss: torch.Tensor, labels: torch.Tensor, num_items_in_batch: torch.Tensor | int | None
     ) -> torch.Tensor:

@@ -90,6 +90,7 @@ class LigerMTPTrainer(LigerHeadsTrainer):
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, Any]:
+        self._check_labels(inputs)
         call = {name: value for name, value in inputs.items() if name != "labels"} | {"use_cache": False}
         request = HeadRequest(logits_consumer=partial(self._scores, inputs=inputs))
         scores = run_request(model, request, **call)

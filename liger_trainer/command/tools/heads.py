@@ -149,13 +149,17 @@ def _mtp_eval(args) -> None:
     from liger_trainer.mtp.predictor import load_predictor, load_saved_head
 
     _check_steps(args)
+    for name, folder in (("MODEL", args.model), ("HEAD", args.head)):
+        if folder is not None and os.path.isfile(os.path.join(folder, "adapter_config.json")):
+            raise RecipeError(
+                f"{name} is {folder!r}, an adapter. Merge it with its base first (liger-trainer merge), and give the "
+                "merged model as MODEL. It has the MTP head that was trained with the adapter."
+            )
     if has_head(args.model) and not os.path.isfile(os.path.join(args.model, "config.json")):
         raise RecipeError(
             f"MODEL is {args.model!r}, which has an MTP head without its model. Name the model first: liger-trainer "
             f"mtp-eval MODEL {args.model}."
         )
-    if os.path.isfile(os.path.join(args.model, "adapter_config.json")):
-        raise RecipeError(f"MODEL is {args.model!r}, an adapter. Merge it with its base first: liger-trainer merge.")
     model, prompts, ends = _load_for_eval(args, args.head or args.model)
     predictor = load_predictor(model, find_checkpoint(model.name_or_path)).eval()
     if args.head is not None:

@@ -78,6 +78,16 @@ def test_in_16_bits(tmp_path):
     assert losses[1] == pytest.approx(losses[0], rel=5e-2) and losses[0] != losses[1]
 
 
+def test_the_loss_does_not_depend_on_accumulation(tmp_path):
+    weights = []
+    for size, steps in ((8, 1), (2, 4)):
+        options = {"per_device_train_batch_size": size, "gradient_accumulation_steps": steps, "optim": "sgd"}
+        trainer = eagle_trainer(eagle_target(), tmp_path / str(size), max_steps=1, **options)
+        trainer.train()
+        weights.append(trainer.model.eagle_drafter.fc.weight.detach())
+    torch.testing.assert_close(*weights, rtol=1e-5, atol=1e-7)
+
+
 # The draft vocabulary
 
 
@@ -289,3 +299,5 @@ def test_rows_with_images(tmp_path):
     batch = {"input_ids": torch.ones(1, 4, dtype=torch.long), "labels": torch.ones(1, 4, dtype=torch.long)}
     with pytest.raises(ValueError, match="The batch has pixel_values, but a drafter is trained on text. Remove rows"):
         trainer.compute_loss(trainer.model, batch | {"pixel_values": torch.zeros(1)})
+    with pytest.raises(ValueError, match="The batch has input_ids and no labels"):
+        trainer.compute_loss(trainer.model, {"input_ids": batch["input_ids"]})

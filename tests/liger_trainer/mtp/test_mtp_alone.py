@@ -233,6 +233,14 @@ def test_soft_targets_without_a_head(tmp_path):
         LigerSFTConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, mtp_targets="soft")
 
 
+def test_a_batch_without_labels(tmp_path):
+    write_base(tmp_path / "base")
+    trainer = mtp_trainer(tmp_path / "base", tmp_path / "out", alone=True)
+    batch = {"input_ids": torch.ones(1, 4, dtype=torch.long), "position_ids": None}
+    with pytest.raises(ValueError, match="The batch has input_ids, position_ids and no labels, which heads learn from"):
+        trainer.compute_loss(trainer.model, batch)
+
+
 def test_other_arguments_and_models(tmp_path):
     write_base(tmp_path / "base")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
