@@ -16,7 +16,8 @@ the drafter and its attention. Random rows only have ids of the draft vocabulary
 same weights at every step. Losses of all steps and gradient norms of logged steps are compared, and an arm that differs
 is flagged.
 
-Weights and gradients are bf16, and so is the fused AdamW. With --recompute, backward recomputes each step of the
+The frozen model is bf16. The drafter is what the trainer makes of it in both arms: weights, gradients and the states of
+the fused AdamW in fp32, and products in bf16 by autocast. With --recompute, backward recomputes each step of the
 drafter in both arms, but not the logits of `both logits`. With --fp8, both arms hold the frozen model in FP8. Rows are
 full, padded or packed (see training.py), and samples/s counts the rows that were trained on. `parts_ms` has the GPU's
 time of each part of a step, and `parts_tflop` the products that ours needs for it. `static` is the memory of the

@@ -12,8 +12,9 @@ trained alone, by `LigerMTPTrainer` on the frozen model, from the labels and fro
 
 Each model then writes greedy text after prompts of the language that it was trained on last, and `mtp.evaluate` tells
 how often the head guesses the token after the next one, and how many tokens a pass of a decoder with the head yields: 2
-if every guess is right, and 1 without a head. `loss` is the model's own on rows that were kept back: without clipping
-of gradients both fine-tunings give the same model.
+if every guess is right, and 1 without a head. Then the head guesses three tokens for each pass, from its own output
+(`by_position` says how often each was accepted after the ones before it). `loss` is the model's own on rows that were
+kept back: without clipping of gradients both fine-tunings give the same model.
 """
 
 import random
@@ -28,6 +29,7 @@ LETTERS = 26
 FIRST = 2  # id of the first letter, after the two tokens of the tokenizer
 SPACE = FIRST + LETTERS
 VOCAB = SPACE + 1
+GUESSES = 3  # for a pass, beside one
 SHAPE = dict(
     hidden_size=128,
     intermediate_size=384,
@@ -151,7 +153,14 @@ def accepted(folder, prompts, options):
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     predictor = load_predictor(model, find_checkpoint(str(folder))).eval()
     found = evaluate(model, predictor, prompts, set(), max_new_tokens=options.new_tokens)
-    return {"accuracy": found.accuracy[0], "tokens_a_pass": found.tokens_per_pass, "tokens": found.tokens}
+    further = evaluate(model, predictor, prompts, set(), steps=GUESSES, max_new_tokens=options.new_tokens)
+    return {
+        "accuracy": found.accuracy[0],
+        "tokens_a_pass": found.tokens_per_pass,
+        "tokens_a_pass_of_3": further.tokens_per_pass,
+        "by_position": further.accepted,
+        "tokens": found.tokens,
+    }
 
 
 def rows_in(language, count, length):
@@ -199,6 +208,7 @@ COLUMNS = {
     "loss": ("loss", ".4f"),
     "accuracy": ("accuracy", ".3f"),
     "tokens_a_pass": ("tokens a pass", ".3f"),
+    "tokens_a_pass_of_3": ("of 3 guesses", ".3f"),
 }
 
 

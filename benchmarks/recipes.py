@@ -7,8 +7,9 @@
 model has the shape of the recipe's model and random weights, written once in the form of the published checkpoint. The
 folder `--data` has alpaca_en_demo.json, dpo_en_demo.json and kto_en_demo.json. Medusa recipes train on the answers of
 the Alpaca rows, and image models on the same rows with a picture of noise each. Then the other commands of the recipe's
-header run. transformers and PEFT, or MedusaHeads, load what was saved. It must have a finite loss on the first rows,
-and an adapter must change that loss. Arguments after `--` are options of all recipes.
+header run. transformers and PEFT, or MedusaHeads, load what was saved; an MTP head is read from the model that `export`
+has written. It must have a finite loss on the first rows, and an adapter or an MTP head must change that loss.
+Arguments after `--` are options of all recipes.
 
 Recipes run in the order of `RECIPES`, short ones first. A model is deleted after the last recipe that needs it. After
 `--limit` seconds the running command is ended, and nothing new starts. With `--gpu_memory`, training may take no more
@@ -394,13 +395,15 @@ def after(given, out, model, folder):
 
 
 def reload(out, texts):
-    """{what was reloaded: numbers}: a model's mean loss on `texts`, with and without its adapter; a norm for heads."""
+    """{what was reloaded: numbers}: a model's mean loss on `texts`, with and without its adapter; the loss of an MTP
+    head, and of the one that its base has; a norm for other heads."""
     from peft import AutoPeftModelForCausalLM, PeftConfig, PeftModel
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
     from liger_trainer.command.recipe.model_source import dequantize_options
     from liger_trainer.eagle.drafter import EagleDrafter
     from liger_trainer.medusa.heads import MedusaHeads
+    from liger_trainer.mtp.export import base_of, is_head_alone
 
     found, adapter = {}, (out / "adapter_config.json").exists()
     if (out / "eagle_drafter").is_dir():
@@ -411,6 +414,9 @@ def reload(out, texts):
         found["heads"] = [sum(p.float().norm().item() for p in heads.parameters())]
         if not adapter:
             return found
+    if is_head_alone(out):  # it is served as `export` has written it: in the files of its model
+        served, base = f"{out}_servers", base_of(out)
+        return {"mtp head": [head_loss(folder, out, texts) for folder in (served, base)]}
     base = PeftConfig.from_pretrained(out).base_model_name_or_path if adapter else out
     config = AutoConfig.from_pretrained(base)
     init = {"dtype": torch.bfloat16, "device_map": DEVICE} | dequantize_options(config)
@@ -431,6 +437,35 @@ def reload(out, texts):
         with model.disable_adapter():
             found["model"].append(loss())
     return found
+
+
+def is_trained(numbers):
+    """Whether they are finite, and training has changed the first: the second is without what was trained."""
+    return all(map(math.isfinite, numbers)) and len(set(numbers)) == len(numbers)
+
+
+@torch.no_grad()
+def head_loss(folder, tokenizer, texts):
+    """The mean cross-entropy of the MTP head in the files of the model `folder`, on `texts`."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from liger_trainer.base_weights.unloaded import find_checkpoint
+    from liger_trainer.head.flat_rows import one_row
+    from liger_trainer.mtp.predictor import load_predictor, predict
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, device_map=DEVICE).eval()
+    predictor = load_predictor(model, find_checkpoint(str(folder))).eval()
+    read = AutoTokenizer.from_pretrained(tokenizer)
+    losses = []
+    for text in texts:
+        ids = read(text, return_tensors="pt")["input_ids"].to(DEVICE)
+        if ids.shape[1] < 3:  # nothing to guess
+            continue
+        hidden = model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state[0]
+        guessed = predict(predictor, hidden, model.get_input_embeddings().weight, one_row(ids))
+        logits = model.get_output_embeddings()(guessed[:-2]).float()
+        losses.append(torch.nn.functional.cross_entropy(logits, ids[0, 2:]).item())
+    return sum(losses) / len(losses)
 
 
 def measure(recipe, options, start):
@@ -495,10 +530,8 @@ def measure(recipe, options, start):
         texts = [row["output"] for row in json.loads((options.data / "alpaca_en_demo.json").read_text())[:8]]
         again = step("reload", lambda: reload(out, texts))
         if again:
-            losses = again.get("model", [])
-            finite = [all(map(math.isfinite, numbers)) for numbers in again.values()]
             row["reloaded"] = again
-            row["ok"] = all(finite) and (len(losses) < 2 or losses[0] != losses[1])
+            row["ok"] = all(map(is_trained, again.values()))
         release()
         row["saved_gb"] = sum(path.stat().st_size for path in out.rglob("*") if path.is_file()) / 1e9
     finally:

@@ -31,7 +31,11 @@ INIT_STD = 0.02
 
 
 class DrafterNorm(nn.Module):
-    """RMSNorm over the last dimension."""
+    """RMSNorm over the last dimension, in the dtype of its input.
+
+    Under autocast the weight is fp32. It is rounded like the weights of the linear layers: an fp32 output would take
+    twice the memory, and could not be rebuilt for a product in 16 bits.
+    """
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -42,7 +46,11 @@ class DrafterNorm(nn.Module):
         return rebuildable(self._normed(x, self.weight), self._normed, x, self.weight)
 
     def _normed(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return rms_norm(x, weight, self.eps)
+        return rms_norm(x, weight.to(x.dtype), self.eps)
+
+    def with_sum(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the norm of x + residual, and the sum."""
+        return add_rms_norm(x, residual, self.weight.to(x.dtype), self.eps)
 
 
 class Step(NamedTuple):
@@ -77,9 +85,13 @@ class DrafterAttention(nn.Module):
         self.v_proj = nn.Linear(2 * config.hidden_size, keys, bias=False)
         self.o_proj = nn.Linear(queries, config.hidden_size, bias=False)
 
-    def joined_weight(self) -> torch.Tensor:
-        """Return the weights of queries, keys and values as one, (P, 2 H), for one product instead of three."""
-        return torch.cat([self.q_proj.weight, self.k_proj.weight, self.v_proj.weight])
+    def joined_weight(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return the weights of queries, keys and values as one, (P, 2 H), for one product instead of three.
+
+        It is rounded to `dtype` here, once. Autocast would do that again for each step, and each would keep its own.
+        """
+        weights = (self.q_proj.weight, self.k_proj.weight, self.v_proj.weight)
+        return torch.cat([weight.to(dtype) for weight in weights])
 
     def forward(
         self, normed: torch.Tensor, step: Step, keys: list[torch.Tensor], values: list[torch.Tensor]
@@ -168,8 +180,7 @@ class DrafterLayer(nn.Module):
         seen, k, v = self.self_attn(self.hidden_norm(hidden), step, keys, values)
         if not keys and step.drafted is not None:
             hidden = hidden.index_select(0, step.drafted)
-        after = self.post_attention_layernorm
-        normed, residual = add_rms_norm(seen, hidden, after.weight, after.eps)
+        normed, residual = self.post_attention_layernorm.with_sum(seen, hidden)
         return residual + self.mlp(normed), k, v
 
 
@@ -228,9 +239,10 @@ class EagleDrafter(nn.Module):
         if recompute and torch.is_grad_enabled():
             step = _recomputed(self._step)
         layer = self.midlayer
-        of_embeds, of_hidden = layer.self_attn.joined_weight().chunk(2, 1)
-        embeds = F.linear(layer.input_layernorm(F.embedding(rows.ids.roll(-1), embedding)), of_embeds)
         hidden = self.fc(states)
+        of_embeds, of_hidden = layer.self_attn.joined_weight(hidden.dtype).chunk(2, 1)
+        tokens = F.embedding(rows.ids.roll(-1), embedding).to(states.dtype)
+        embeds = F.linear(layer.input_layernorm(tokens), of_embeds)
         keys: list[torch.Tensor] = []
         values: list[torch.Tensor] = []
         outputs = []

@@ -46,7 +46,7 @@ def evaluate(
 
     Args:
         model (`PreTrainedModel`): Its training mode is restored afterwards.
-        drafter (`EagleDrafter`): On the device of the LM head and in its dtype, attached to the model or not.
+        drafter (`EagleDrafter`): On the device of the LM head, attached to the model or not.
         steps (`int`): Tokens that are guessed for a pass.
         prompts, ends, max_new_tokens, batch_size, progress: As in `measure_acceptance`.
 
@@ -84,9 +84,13 @@ def right_guesses(
 
 
 def read_target(model: PreTrainedModel, drafter: EagleDrafter, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the hidden states (n, 3 H) that the drafter reads, and the greedy next tokens (n,), of ids (1, n)."""
+    """Return the hidden states (n, 3 H) that the drafter reads, and the greedy next tokens (n,), of ids (1, n).
+
+    The states have the drafter's dtype, which is fp32 after a training under autocast.
+    """
     layers = decoder_layers(model)
     numbers = drafter.config.layers or default_layers(len(layers))
     with tapped(layers, numbers) as tapped_states:
         logits = model(input_ids=ids, use_cache=False).logits
-    return torch.cat([x[0] for x in tapped_states], -1), logits[0].argmax(-1)
+    states = torch.cat([x[0] for x in tapped_states], -1)
+    return states.to(drafter.fc.weight.dtype), logits[0].argmax(-1)

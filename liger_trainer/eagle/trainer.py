@@ -3,20 +3,17 @@
 import os
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
-from transformers.trainer import TRAINING_ARGS_NAME
 
 from liger_trainer._logging import logger
 from liger_trainer.eagle.config import LigerEagleConfig
 from liger_trainer.eagle.drafter import EagleDrafter
 from liger_trainer.eagle.files import DRAFTER_FOLDER
 from liger_trainer.eagle.fresh import attach_drafter, drafter_of, fresh_config, fresh_drafter
-from liger_trainer.eagle.init_checks import check_args, check_setup
+from liger_trainer.eagle.init_checks import check_setup
 from liger_trainer.eagle.loss import drafter_loss
 from liger_trainer.eagle.target import decoder_layers, default_layers, embedding_of, lm_head_of
 from liger_trainer.eagle.vocabulary import count_labels, draft_vocabulary
@@ -24,10 +21,8 @@ from liger_trainer.head.deferred import DeferredLogits
 from liger_trainer.head.flat_rows import FlatRows, flat_rows, flat_targets
 from liger_trainer.head.frozen import as_served
 from liger_trainer.head.module import base_model_of, head_reason
-from liger_trainer.head.outputs import HeadOptions
 from liger_trainer.head.request import HeadRequest, run_request
 from liger_trainer.trainers.heads_trainer import LigerHeadsTrainer
-from liger_trainer.trainers.model_card import CardText
 from liger_trainer.varlen.taps import tapped
 
 
@@ -54,17 +49,15 @@ class LigerEagleTrainer(LigerHeadsTrainer):
             `eagle_init_from` names is for another model, or an option would be silently ignored.
     """
 
-    freezes_model = True
+    arguments_class = LigerEagleConfig
+    output_suffix = "EAGLE3"
+    trained = "a drafter"
     _batch_loss: Callable[..., Any] = staticmethod(drafter_loss)
 
-    def __init__(
-        self, model: str | PreTrainedModel | nn.Module, args: LigerEagleConfig | None = None, **kwargs: Any
-    ) -> None:
-        if args is None:
-            name = model if isinstance(model, str) else model.config.name_or_path
-            args = LigerEagleConfig(f"{name.split('/')[-1]}-EAGLE3")
-        check_args(args, kwargs)
-        super().__init__(model, args, **kwargs)
+    @property
+    def loss_name(self) -> str:
+        """The loss, as the model card names it."""
+        return f"of an EAGLE-3 drafter, divergence from the model, eagle_steps: {self.args.eagle_steps}"
 
     @property
     def _drafter(self) -> EagleDrafter:
@@ -73,13 +66,9 @@ class LigerEagleTrainer(LigerHeadsTrainer):
 
     # The trained modules
 
-    def _apply_liger(self, model: nn.Module, options: HeadOptions | None = None) -> None:
-        model.requires_grad_(False)
-        super()._apply_liger(model, options)
-
     def _finish_init(self) -> None:
         super()._finish_init()
-        check_setup(self.model, self.accelerator, self.train_dataset)
+        check_setup(self.accelerator, self.train_dataset)
         lm_head_of(self.model)
         self._target_layers = decoder_layers(self.model)
         drafter = attach_drafter(self.model, self._initial_drafter())
@@ -110,6 +99,7 @@ class LigerEagleTrainer(LigerHeadsTrainer):
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, Any]:
+        self._check_labels(inputs)
         images = sorted(name for name in inputs if name.startswith(("pixel_values", "image_", "video_", "audio_")))
         if images:
             raise ValueError(f"The batch has {images[0]}, but a drafter is trained on text. Remove rows with images.")
@@ -121,10 +111,7 @@ class LigerEagleTrainer(LigerHeadsTrainer):
         request = HeadRequest(logits_consumer=partial(self._scores, rows=rows, targets=targets))
         scores = run_request(model, request, **call)
 
-        count = targets[0].ne(-100).sum() if num_items_in_batch is None else num_items_in_batch
-        loss = scores["loss"] / torch.as_tensor(count, device=scores["loss"].device).clamp(min=1)
-        if args.average_tokens_across_devices and num_items_in_batch is not None:
-            loss = loss * self.accelerator.num_processes  # DDP averages over ranks
+        loss = self._per_label(scores["loss"], targets[0], num_items_in_batch)
         self._sums.add("train" if training else "eval", scores["sums"], inputs)
         if not return_outputs:
             return loss
@@ -171,12 +158,7 @@ class LigerEagleTrainer(LigerHeadsTrainer):
             return
         output_dir = self.args.output_dir if output_dir is None else output_dir
         self._drafter.save_pretrained(os.path.join(output_dir, DRAFTER_FOLDER))
-        self.processing_class.save_pretrained(output_dir)
-        torch.save(self.args, os.path.join(output_dir, TRAINING_ARGS_NAME))
-
-    def card_text(self) -> CardText | None:
-        """Leave out TRL's example: it would load a model from a folder that only has a drafter."""
-        return CardText(Path(self.model.config._name_or_path).name, quick_start=False)
+        self._save_beside_heads(output_dir)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         self._load_drafter(resume_from_checkpoint)

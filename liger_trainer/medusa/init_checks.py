@@ -9,43 +9,9 @@ from liger_trainer.medusa.config import LigerMedusaConfig
 from liger_trainer.medusa.heads import HEADS_NAME
 
 
-def check_args(args: LigerMedusaConfig, kwargs: dict[str, Any]) -> None:
-    """ValueError for options that would be silently ignored. Called before anything is loaded."""
-    if not isinstance(args, LigerMedusaConfig):
-        raise ValueError(f"args is a {type(args).__name__}; expected a LigerMedusaConfig.")
-    config: Any = args.liger_config or {}
-    if not args.use_liger or not config.get("fused_linear_cross_entropy", True):
-        name = "liger_config has fused_linear_cross_entropy: false" if args.use_liger else "use_liger is false"
-        raise ValueError(f"{name}, but the fused LM head computes the Medusa loss. Remove that option.")
-    ignored = {
-        "label_smoothing_factor": args.label_smoothing_factor or None,
-        "loss_type": None if args.loss_type == "nll" else args.loss_type,
-        "compute_loss_func": kwargs.get("compute_loss_func"),
-        "train_mtp": args.train_mtp or None,
-    }
-    for name, value in ignored.items():
-        if value is not None:
-            raise ValueError(f"{name} is {value!r}, but the Medusa loss has no such option. Remove {name}.")
-    if args.medusa_stage == 1 and args.neftune_noise_alpha is not None:
-        raise ValueError(
-            f"neftune_noise_alpha is {args.neftune_noise_alpha}, but with medusa_stage 1 the model is frozen and runs "
-            "as it is served, without noise. Remove neftune_noise_alpha, or set medusa_stage to 2."
-        )
-    if (kwargs.get("optimizers") or (None,))[0] is not None:
-        raise ValueError(
-            "optimizers has an optimizer that was made before the heads, so it would not train them. Set args.optim, "
-            "or pass optimizer_cls_and_kwargs."
-        )
-
-
 def check_setup(model: nn.Module, args: LigerMedusaConfig, accelerator: Any) -> None:
     """ValueError if the heads could not be trained or saved with this model, adapter or launch."""
     adapters = getattr(model, "peft_config", {})
-    if args.medusa_stage == 1 and adapters:
-        raise ValueError(
-            "medusa_stage is 1, which freezes the model, but the model has an adapter. Set medusa_stage: 2 to train "
-            "the adapter too, or merge it into the model first."
-        )
     for name, config in adapters.items():
         if config.is_prompt_learning:
             raise ValueError(

@@ -4,28 +4,24 @@ import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from transformers import PreTrainedModel
-from transformers.trainer import TRAINING_ARGS_NAME
 
 from liger_trainer.head.deferred import DeferredLogits
 from liger_trainer.head.frozen import as_served
 from liger_trainer.head.module import base_model_of, head_reason
-from liger_trainer.head.outputs import HeadOptions
 from liger_trainer.head.request import HeadRequest, run_request
 from liger_trainer.head.targets import head_targets
 from liger_trainer.medusa.config import LigerMedusaConfig, schedule_of
 from liger_trainer.medusa.files import HEADS_FOLDER
 from liger_trainer.medusa.heads import HEADS_NAME, MedusaHeads, attach_heads, heads_detached, heads_of
-from liger_trainer.medusa.init_checks import check_args, check_setup
+from liger_trainer.medusa.init_checks import check_setup
 from liger_trainer.medusa.loss import heads_loss
 from liger_trainer.trainers.heads_trainer import LigerHeadsTrainer
-from liger_trainer.trainers.model_card import CardText
 
 
 class LigerMedusaTrainer(LigerHeadsTrainer):
@@ -51,15 +47,23 @@ class LigerMedusaTrainer(LigerHeadsTrainer):
             `medusa_init_heads_from` names have another shape, or an option would be silently ignored.
     """
 
-    def __init__(
-        self, model: str | PreTrainedModel | nn.Module, args: LigerMedusaConfig | None = None, **kwargs: Any
-    ) -> None:
-        if args is None:
-            name = model if isinstance(model, str) else model.config.name_or_path
-            args = LigerMedusaConfig(f"{name.split('/')[-1]}-Medusa")
-        check_args(args, kwargs)
+    arguments_class = LigerMedusaConfig
+    output_suffix = "Medusa"
+    trained = "Medusa heads"
+    way_to_train_the_model = ", or set medusa_stage to 2"
+
+    def __init__(self, model: str | PreTrainedModel | nn.Module, args: Any = None, **kwargs: Any) -> None:
         super().__init__(model, args, **kwargs)
-        self._schedule = schedule_of(args.medusa_schedule)
+        self._schedule = schedule_of(self.args.medusa_schedule)
+
+    @property
+    def loss_name(self) -> str:
+        """The loss, as the model card names it."""
+        return f"of Medusa heads, medusa_stage: {self.args.medusa_stage}, medusa_targets: {self.args.medusa_targets}"
+
+    @classmethod
+    def _freezes_model(cls, args: LigerMedusaConfig) -> bool:
+        return args.medusa_stage == 1
 
     @property
     def _heads(self) -> Any:
@@ -68,17 +72,11 @@ class LigerMedusaTrainer(LigerHeadsTrainer):
 
     # The trained modules
 
-    @property
-    def freezes_model(self) -> bool:  # type: ignore[override]  # it depends on the arguments
-        return self.args.medusa_stage == 1
-
-    def _apply_liger(self, model: nn.Module, options: HeadOptions | None = None) -> None:
-        if self.freezes_model:
-            model.requires_grad_(False)
-            heads = heads_of(model)
-            if heads is not None:
-                heads.requires_grad_(True)
-        super()._apply_liger(model, options)
+    def _freeze(self, model: nn.Module) -> None:
+        super()._freeze(model)
+        heads = heads_of(model)
+        if heads is not None:
+            heads.requires_grad_(True)
 
     def _finish_init(self) -> None:
         super()._finish_init()
@@ -138,6 +136,7 @@ class LigerMedusaTrainer(LigerHeadsTrainer):
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, Any]:
+        self._check_labels(inputs)
         training, args = self.model.training, self.args
         targets = head_targets(inputs, args.medusa_num_heads)
         share = self.state.global_step / max(self.state.max_steps, 1)
@@ -149,10 +148,7 @@ class LigerMedusaTrainer(LigerHeadsTrainer):
         # The other heads have no targets in padding.
         scores = run_request(model, request, **call, shift_labels=targets[0])
 
-        count = targets[0].ne(-100).sum() if num_items_in_batch is None else num_items_in_batch
-        loss = scores["loss"] / torch.as_tensor(count, device=scores["loss"].device).clamp(min=1)
-        if args.average_tokens_across_devices and num_items_in_batch is not None:
-            loss = loss * (self.accelerator.num_processes // self.get_tp_size())  # DDP averages over ranks
+        loss = self._per_label(scores["loss"], targets[0], num_items_in_batch)
         if "aux_loss" in scores:  # it is a mean over the micro-batch, as in SFTTrainer
             steps = self.current_gradient_accumulation_steps if num_items_in_batch is not None else 1
             loss = loss + self.router_aux_loss_coef * scores["aux_loss"] / steps
@@ -210,14 +206,7 @@ class LigerMedusaTrainer(LigerHeadsTrainer):
             with heads_detached(self.model):
                 super()._save(output_dir, model_state)
         elif self.args.should_save:
-            self.processing_class.save_pretrained(output_dir)
-            torch.save(self.args, os.path.join(output_dir, TRAINING_ARGS_NAME))
-
-    def card_text(self) -> CardText | None:
-        """Leave out TRL's example in stage 1: it would load a model from a folder that only has heads."""
-        if self.args.medusa_stage == 2:
-            return super().card_text()
-        return CardText(Path(self.model.config._name_or_path).name, quick_start=False)
+            self._save_beside_heads(output_dir)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         self._load_with_heads(

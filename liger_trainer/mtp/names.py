@@ -36,6 +36,10 @@ _COPIES = ("embed_tokens.weight", "shared_head.head.weight")
 _LAYER = re.compile(r"^(?P<prefix>.*\blayers\.)(?P<number>\d+)\.eh_proj\.weight$")
 _OWN_LAYER = re.compile(rf"^{re.escape(_PREFIX)}layers\.\d+\.")
 _EXPERT = re.compile(r"\.experts\.\d+\.")
+_ONE_LAYER = (
+    "but only heads of one layer are supported: each further layer guesses a token further ahead. "
+    "Without training, all of them are saved unchanged."
+)
 
 
 class HeadNames(NamedTuple):
@@ -99,8 +103,8 @@ class HeadNames(NamedTuple):
                 tensor[e].copy_(torch.cat(parts[e * each : (e + 1) * each]))
 
 
-def find_names(base: Base) -> HeadNames | None:
-    """Return how `base` names its head, or None without a supported head. ValueError if it has several layers."""
+def find_names(base: Base) -> HeadNames:
+    """Return how `base` names its head. ValueError if it has several layers, or no head of a known form."""
     predicts = base.predicts
     own = [name for name in base.tensors if name.startswith(_PREFIX)]
     if own:
@@ -108,9 +112,10 @@ def find_names(base: Base) -> HeadNames | None:
         _check_one_layer(base, sorted({match[0] for match in matches if match is not None}))
         return HeadNames(_PREFIX, splits_experts=any(_EXPERT.search(name) for name in own))
     layers = [name.removesuffix("eh_proj.weight") for name in predicts if _LAYER.match(name)]
-    if not layers:
-        return None
     _check_one_layer(base, layers)
+    if not layers:
+        reason = base.unread or f"{base.folder} has no tensors mtp.* and no layer beyond the depth with an eh_proj"
+        raise ValueError(f"{reason}: only these two forms of MTP heads are supported.")
     behind = [name.removeprefix(layers[0]) for name in predicts if name.startswith(layers[0])]
     splits = any(_EXPERT.search(f".{name}") for name in behind)
     return HeadNames(layers[0], True, splits, tuple(name for name in _COPIES if name in behind))
@@ -123,18 +128,15 @@ def _check_one_layer(base: Base, layers: list[str]) -> None:
     chain of layers needs a loss for each of them.
     """
     counts = base.prediction_counts
-    named = [f"{layer}*" for layer in layers]
+    named = ", ".join(f"{layer}*" for layer in layers)
     for name, count in counts.items():
         if count > 1:
-            raise ValueError(
-                f"{name} is {count} in {base.folder / 'config.json'}, with the layers {', '.join(named)}, but only "
-                "heads of one layer are supported: each further layer guesses a token further ahead."
-            )
+            its_layers = f", with the layers {named}" if layers else ""
+            raise ValueError(f"{name} is {count} in {base.folder / 'config.json'}{its_layers}, {_ONE_LAYER}")
     if len(layers) > 1:
         fields = ", ".join(f"{name}: {count}" for name, count in counts.items()) or "no count of them"
         raise ValueError(
-            f"{base.folder} has {len(layers)} prediction layers, {', '.join(named)}, and {fields} in its "
-            "config.json, but only heads of one layer are supported."
+            f"{base.folder} has {len(layers)} prediction layers, {named}, and {fields} in its config.json, {_ONE_LAYER}"
         )
 
 

@@ -6,7 +6,7 @@ With h_t the input of the LM head at token t and e(x) the model's embedding of t
     logits = LM head(norm(layer(f)_t))                      a guess at token t + 2
 
 The layer is a decoder layer with full attention, at the positions of t. Embedding and LM head are the model's. For
-further tokens, servers call the head again with its own output.
+further tokens, servers call the head again with its own output (`rollout.py`).
 
 The head is an instance of the model's own backbone class with one layer, so masks, packed rows, rotary angles and norms
 work as in the model. It is the model's child `mtp`, and is saved with it under the names of the base (`names.py`). If
@@ -54,9 +54,6 @@ def load_predictor(model: Any, base: Base) -> nn.Module:
             such parts.
     """
     names = find_names(base)
-    if names is None:
-        reason = base.unread or f"{base.folder} has no tensors mtp.* and no layer beyond the depth with an eh_proj"
-        raise ValueError(f"{reason}: only these two forms of MTP heads are supported.")
     stored = {name: tensor for name, tensor in base.tensors.items() if name.startswith(names.prefix)}
     for name in names.copies:
         del stored[names.prefix + name]
@@ -220,11 +217,16 @@ def predict(
         by_rows (`bool`, *optional*, defaults to `False`): Attend within each document, as the model does with
             `varlen_attention`. Otherwise, and in layers that cannot, a mask (T, T) keeps documents apart.
     """
-    embeds = predictor.pre_fc_norm_embedding(F.embedding(rows.ids.roll(-1), embedding))
-    x = predictor.fc(torch.cat([embeds, predictor.pre_fc_norm_hidden(hidden)], -1))
+    x = joined(predictor, hidden, F.embedding(rows.ids.roll(-1), embedding))
     call = {"inputs_embeds": x.unsqueeze(0), "position_ids": rows.positions.unsqueeze(0), "use_cache": False}
     out = _attend_by_rows(predictor, call, rows) if by_rows else None
     return predictor(**call).last_hidden_state[0] if out is None else out
+
+
+def joined(predictor: Any, hidden: torch.Tensor, embeds: torch.Tensor) -> torch.Tensor:
+    """Return the input of the head's layer, (T, H), for hidden states and embeddings of the tokens after them."""
+    parts = [predictor.pre_fc_norm_embedding(embeds), predictor.pre_fc_norm_hidden(hidden)]
+    return predictor.fc(torch.cat(parts, -1))
 
 
 def _attend_by_rows(predictor: Any, call: dict[str, Any], rows: FlatRows) -> torch.Tensor | None:

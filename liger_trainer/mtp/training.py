@@ -11,14 +11,15 @@ from functools import partial
 from typing import Any
 
 import torch
-from accelerate import DistributedType
 from torch import nn
 
-from liger_trainer.base_weights.unloaded import find_checkpoint
+from liger_trainer.base_weights.unloaded import Base, find_checkpoint
 from liger_trainer.head.deferred import DeferredLogits
 from liger_trainer.head.flat_rows import FlatRows, flat_rows
 from liger_trainer.head.module import base_model_of, head_reason, innermost, output_head
+from liger_trainer.head.sharding import sharding_reason
 from liger_trainer.head.targets import head_targets
+from liger_trainer.mtp.names import find_names
 from liger_trainer.mtp.predictor import (
     detached,
     head_of,
@@ -32,7 +33,6 @@ from liger_trainer.patching.apply import apply_liger
 from liger_triton import HeadsLoss, linear_heads_cross_entropy, linear_heads_kl
 
 TARGETS = ("hard", "soft")  # the values of mtp_targets
-_PLAIN = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,31 @@ _ALONE = _Wording(
     other_option="Remove that option",
     other_checkpoint="Give a checkpoint of a LigerMTPTrainer",
 )
+
+
+def check_base(model: str | nn.Module, args: Any, revision: str | None = None) -> None:
+    """ValueError if the checkpoint of `model` has several prediction layers, or no head of a known form.
+
+    Called before the model is loaded, if it is a name, and before its rows are prepared. Files that are not here yet
+    are checked when the head is loaded.
+    """
+    base = None
+    if isinstance(model, str):
+        base = _base_of(model, args, revision)
+    elif head_of(base_model_of(model)) is None:
+        base = _base_of(base_model_of(model).name_or_path, args)
+    if base is None or (base.unread is not None and max(base.prediction_counts.values(), default=0) < 2):
+        return
+    try:
+        find_names(base)
+    except ValueError as error:
+        wording = _JOINT if args.train_mtp else _ALONE
+        raise ValueError(f"{wording.asked}, and {error} {wording.remedy}.") from error
+
+
+def _base_of(name: str, args: Any, revision: str | None = None) -> Base:
+    init = getattr(args, "model_init_kwargs", None) or {}
+    return find_checkpoint(name, init.get("revision") or revision, init.get("subfolder") or "")
 
 
 class TrainedPredictor:
@@ -89,10 +114,8 @@ class TrainedPredictor:
         self._is_soft = args.mtp_targets == "soft"
 
     def _load(self, args: Any) -> nn.Module:
-        init = getattr(args, "model_init_kwargs", None) or {}
-        base = find_checkpoint(self._model.name_or_path, init.get("revision"), init.get("subfolder") or "")
         try:
-            return load_predictor(self._model, base)
+            return load_predictor(self._model, _base_of(self._model.name_or_path, args))
         except ValueError as error:
             raise self._error(f"and {error}") from error
 
@@ -181,7 +204,6 @@ class TrainedPredictor:
 
 def _check(trainer: Any, wording: _Wording) -> None:
     model: Any = base_model_of(trainer.model)
-    accelerator = trainer.accelerator
     asked, remedy = wording.asked, wording.remedy
     if not trainer.uses_fused_head:
         raise ValueError(f"{asked}, but the fused LM head is off (use_liger, liger_config). {wording.other_option}.")
@@ -192,17 +214,8 @@ def _check(trainer: Any, wording: _Wording) -> None:
             f"{asked}, but the adapter trains the input embeddings, and the head would read the base's. Leave them out "
             f"of the adapter. Or: {remedy}."
         )
-    if accelerator.distributed_type not in _PLAIN:
-        raise ValueError(
-            f"{asked}, but the launch is {accelerator.distributed_type.value}, which shards weights. Train in one "
-            "process, or with DDP."
-        )
-    parallel = getattr(accelerator, "parallelism_config", None)
-    if parallel is not None and (parallel.cp_enabled or parallel.sp_enabled or parallel.tp_enabled):
-        raise ValueError(
-            f"{asked}, but parallelism_config splits sequences or weights over ranks, and the head reads whole rows. "
-            "Set cp_size, sp_size and tp_size to 1."
-        )
+    if (split := sharding_reason(trainer.accelerator)) is not None:
+        raise ValueError(f"{asked}, but {split}")
     if trainer.args.label_smoothing_factor:
         smoothing = trainer.args.label_smoothing_factor
         raise ValueError(

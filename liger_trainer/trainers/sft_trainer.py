@@ -17,7 +17,7 @@ from liger_trainer.head.module import who_sees_outputs
 from liger_trainer.head.outputs import FusedLMOutput
 from liger_trainer.head.request import HeadRequest, run_request
 from liger_trainer.head.sums import HeadSums
-from liger_trainer.mtp.training import TARGETS, TrainedPredictor
+from liger_trainer.mtp.training import TARGETS, TrainedPredictor, check_base
 from liger_trainer.trainers.arguments import LigerArguments
 from liger_trainer.trainers.late_metrics import LateMetrics
 from liger_trainer.trainers.packed_images import pack_images
@@ -83,6 +83,8 @@ class LigerSFTTrainer(LigerTRLMixin, SFTTrainer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         arguments = inspect.signature(SFTTrainer.__init__).bind_partial(self, *args, **kwargs).arguments
         config: Any = arguments.get("args")
+        if getattr(config, "trains_mtp", False):
+            check_base(arguments["model"], config)  # before the rows are prepared
         packs_images = bool(getattr(config, "packing", False)) and has_images(arguments.get("train_dataset"))
         if packs_images:
             config.packing = False  # TRL rejects packing for images; `pack_images` does it below

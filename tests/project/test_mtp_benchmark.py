@@ -46,6 +46,7 @@ def test_a_fine_tuning_is_tried_to_the_end(tmp_path):
     assert [row.get("train_mtp") for row in rows] == [None, False, True, None, None]
     assert [row.get("mtp_targets") for row in rows[3:]] == ["hard", "soft"]
     assert rows[1]["loss"] == rows[2]["loss"], "the head gives the model nothing"
+    assert all(len(row["by_position"]) == 3 and 1 <= row["tokens_a_pass_of_3"] <= 4 for row in rows)
 
 
 @pytest.mark.slow

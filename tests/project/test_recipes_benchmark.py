@@ -5,8 +5,11 @@ import json
 import pytest
 import yaml
 from benchmark_scripts import benchmarks_on_path  # noqa: F401
+from mtp_bases import mtp_trainer, write_base
+from tiny_models import tiny_tokenizer
 
 from liger_trainer.command.recipe.read import parse_recipe, recipe_names
+from liger_trainer.mtp.export import export_head
 from liger_trainer.paths import shipped
 
 
@@ -38,3 +41,26 @@ def test_a_recipe_gets_rows_of_its_trainer(name, tmp_path):
     stage1 = recipe.training.to_dict().get("medusa_init_heads_from")
     if stage1:
         assert stage1 == str(options.folder / "outputs/llama3_8b/medusa_stage1")
+
+
+def test_an_mtp_head_is_reloaded_as_it_is_served(tmp_path):
+    """From the model that `export` has written, since the training saves the head alone."""
+    import recipes
+
+    write_base(tmp_path / "base", layer_types=["full_attention"] * 2)
+    out = tmp_path / "out"
+    trainer = mtp_trainer(tmp_path / "base", out, alone=True)
+    trainer.train()
+    trainer.save_model()
+    export_head(str(out), f"{out}_servers", str(tmp_path / "base"))
+    text = "w5 w9 w30 w7 w101 w12 w40 w5"
+    found = recipes.reload(out, [text, "w9"])
+    trained, of_base = found["mtp head"]
+    assert len(found) == 1 and recipes.is_trained([trained, of_base])
+
+    ids = tiny_tokenizer()(text, return_tensors="pt")["input_ids"]
+    trainer.compute_loss(trainer.model.train(), {"input_ids": ids, "labels": ids})
+    trainer.log({})
+    assert trained == pytest.approx(trainer.state.log_history[-1]["mtp_loss"], rel=2e-2), "read in bf16"
+    for numbers in ([1.0, 1.0], [1.0, float("nan")]):
+        assert not recipes.is_trained(numbers)

@@ -57,6 +57,8 @@ def _find_sources(recipe: Recipe) -> Sources:
 
     training, source = recipe.training, model_of(recipe)
     config = source.load(AutoConfig)
+    if getattr(training, "trains_mtp", False):
+        _check_mtp_head(source, training)
     if "subfolder" not in (training.model_init_kwargs or {}):
         source.check_tokenizer()
     with training.main_process_first(desc="loading the dataset"):
@@ -82,6 +84,16 @@ def _find_sources(recipe: Recipe) -> Sources:
         check_columns_of(name, reward, train_rows.column_names)
     _check_template(recipe, source, train_rows)
     return Sources(source, config, train_rows, eval_rows, rewards)
+
+
+def _check_mtp_head(source: ModelSource, training: Any) -> None:
+    """RecipeError if the files of the model have no MTP head that can be trained."""
+    from liger_trainer.mtp.training import check_base
+
+    try:
+        check_base(source.path, training, source.options.get("revision"))
+    except ValueError as error:
+        raise RecipeError(str(error)) from error
 
 
 def _check_pictures(recipe: Recipe, config: Any, rows: "Dataset") -> None:

@@ -51,6 +51,12 @@ def add_head_commands(commands) -> None:
         nargs="?",
         help="the output_dir of a recipe with trainer: mtp; its head is measured in place of MODEL's own",
     )
+    mtp.add_argument(
+        "--steps",
+        type=int,
+        default=1,
+        help="how many tokens are guessed for a pass, as num_speculative_tokens of a server; default 1",
+    )
     _add_eval_options(mtp)
 
     export = add_command(
@@ -125,11 +131,15 @@ def _eagle_eval(args) -> None:
     from liger_trainer.eagle.evaluate import evaluate
     from liger_trainer.eagle.fresh import attach_drafter
 
-    if args.steps < 1:
-        raise RecipeError(f"--steps is {args.steps}; expected 1 or more.")
+    _check_steps(args)
     model, prompts, ends = _load_for_eval(args, args.drafter)
     drafter = attach_drafter(model, EagleDrafter.from_pretrained(args.drafter))
     print(evaluate(model, drafter, prompts, ends, steps=args.steps, **_eval_options(args)))
+
+
+def _check_steps(args) -> None:
+    if args.steps < 1:
+        raise RecipeError(f"--steps is {args.steps}; expected 1 or more.")
 
 
 def _mtp_eval(args) -> None:
@@ -138,18 +148,23 @@ def _mtp_eval(args) -> None:
     from liger_trainer.mtp.export import has_head
     from liger_trainer.mtp.predictor import load_predictor, load_saved_head
 
+    _check_steps(args)
+    for name, folder in (("MODEL", args.model), ("HEAD", args.head)):
+        if folder is not None and os.path.isfile(os.path.join(folder, "adapter_config.json")):
+            raise RecipeError(
+                f"{name} is {folder!r}, an adapter. Merge it with its base first (liger-trainer merge), and give the "
+                "merged model as MODEL. It has the MTP head that was trained with the adapter."
+            )
     if has_head(args.model) and not os.path.isfile(os.path.join(args.model, "config.json")):
         raise RecipeError(
             f"MODEL is {args.model!r}, which has an MTP head without its model. Name the model first: liger-trainer "
             f"mtp-eval MODEL {args.model}."
         )
-    if os.path.isfile(os.path.join(args.model, "adapter_config.json")):
-        raise RecipeError(f"MODEL is {args.model!r}, an adapter. Merge it with its base first: liger-trainer merge.")
     model, prompts, ends = _load_for_eval(args, args.head or args.model)
     predictor = load_predictor(model, find_checkpoint(model.name_or_path)).eval()
     if args.head is not None:
         load_saved_head(predictor, args.head)
-    print(evaluate(model, predictor, prompts, ends, **_eval_options(args)))
+    print(evaluate(model, predictor, prompts, ends, steps=args.steps, **_eval_options(args)))
 
 
 def _load_for_eval(args, trained: str) -> tuple[Any, list[list[int]], set[int]]:

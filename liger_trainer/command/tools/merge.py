@@ -115,10 +115,15 @@ def _merge(args) -> None:
         f"{args.output}: {model.name_or_path} with {args.adapter} merged into it, in "
         f"{str(dtype).removeprefix('torch.')}"
     )
+    if trained and kept_weights.reason is None and not args.without_unloaded_weights:
+        kept_weights = dataclasses.replace(
+            kept_weights,
+            tensors=kept_weights.tensors - len(trained),
+            parameters=kept_weights.parameters - sum(tensor.num_elements for tensor in trained.values()),
+        )
+        print(f"{len(trained)} tensors are the MTP head that was trained with the adapter, in place of the base's")
     if str(kept_weights):
         print(kept_weights)
-    if trained and kept_weights.reason is None and not args.without_unloaded_weights:
-        print(f"{len(trained)} of them are the MTP head that was trained with the adapter")
 
 
 def _round(model, dtype) -> None:

@@ -1,5 +1,7 @@
 """The acceptance length of a drafter, by one pass over the text and by a decoder that drafts and verifies."""
 
+import copy
+
 import pytest
 import torch
 from eagle_brute_force import eagle_target, eagle_trainer
@@ -56,6 +58,16 @@ def test_the_report(fitted):
     assert report.tokens_per_pass == pytest.approx(simulate_decoding(rows)[0]) and report.tokens_per_pass > 1.2
     assert len(report.accuracy) == 3 and 0 < report.accuracy[0] <= 1
     assert f"tokens per forward pass  {report.tokens_per_pass:.3f}" in str(report)
+
+
+def test_a_drafter_in_fp32_on_a_model_in_16_bits(fitted):
+    """So it is after a training with autocast."""
+    model, drafter = copy.deepcopy(fitted)
+    model.bfloat16()
+    drafter.float()
+    report = evaluate(model, drafter, prompts_of(4), ENDS, steps=3, max_new_tokens=24)
+    assert report.tokens_per_pass > 1.2
+    assert decode(model, drafter, prompts_of(1)[0], ENDS, 3, 24).passes > 0
 
 
 def test_texts_of_one_token(fitted):

@@ -6,6 +6,7 @@ from eagle_brute_force import brute_force, eagle_target, eagle_trainer, with_ran
 from medusa_brute_force import packed_batch, ragged_batch
 
 from liger_trainer.eagle.drafter import EagleDrafter
+from liger_trainer.head.flat_rows import one_row
 from liger_trainer.memory import rebuild
 from liger_triton import rollout_attention
 
@@ -161,3 +162,22 @@ def test_a_model_that_caps_its_logits_is_refused(tmp_path):
     trainer = eagle_trainer(eagle_target("gemma2"), tmp_path)
     with pytest.raises(ValueError, match=r"caps its logits at 5.0, but servers do not do that"):
         trainer.compute_loss(trainer.model.train(), ragged_batch(2))
+
+
+def test_under_autocast_hidden_states_are_in_16_bits():
+    """The weights are fp32. In the norms too, they are rounded before they meet the hidden states."""
+    drafter = with_random_drafter(eagle_target()).eagle_drafter.float()
+    config = drafter.config
+    rows = one_row(torch.arange(3, 40)[None])
+    states = torch.randn(37, 3 * config.hidden_size).bfloat16()
+    embedding = torch.randn(config.vocab_size, config.hidden_size).bfloat16()
+    seen = []
+    for norm in (drafter.norm, drafter.midlayer.input_layernorm, drafter.midlayer.hidden_norm):
+        norm.register_forward_hook(lambda _, args, normed: seen.extend([args[0].dtype, normed.dtype]))
+    drafter.midlayer.mlp.register_forward_pre_hook(lambda _, args: seen.append(args[0].dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        outputs = drafter(states, embedding, rows, 3)
+    seen += [x.dtype for x in outputs]
+    assert set(seen) == {torch.bfloat16} and len(seen) == 2 * (1 + 3 + 3) + 3 + 3
+    sum(x.float().sum() for x in outputs).backward()
+    assert {p.grad.dtype for name, p in drafter.named_parameters() if name != "lm_head.weight"} == {torch.float32}

@@ -78,6 +78,16 @@ def test_in_16_bits(tmp_path):
     assert losses[1] == pytest.approx(losses[0], rel=5e-2) and losses[0] != losses[1]
 
 
+def test_the_loss_does_not_depend_on_accumulation(tmp_path):
+    weights = []
+    for size, steps in ((8, 1), (2, 4)):
+        options = {"per_device_train_batch_size": size, "gradient_accumulation_steps": steps, "optim": "sgd"}
+        trainer = eagle_trainer(eagle_target(), tmp_path / str(size), max_steps=1, **options)
+        trainer.train()
+        weights.append(trainer.model.eagle_drafter.fc.weight.detach())
+    torch.testing.assert_close(*weights, rtol=1e-5, atol=1e-7)
+
+
 # The draft vocabulary
 
 
@@ -184,6 +194,7 @@ def test_the_card_does_not_load_a_model(tmp_path):
     trainer.create_model_card()
     card = Path(trainer.args.output_dir, "README.md").read_text()
     assert "pipeline(" not in card and "## Training procedure" in card
+    assert trainer.loss_name == "of an EAGLE-3 drafter, divergence from the model, eagle_steps: 3"
 
 
 # Refused
@@ -215,10 +226,10 @@ IGNORED = [
     (
         {"label_smoothing_factor": 0.1},
         {},
-        "label_smoothing_factor is 0.1, but a drafter learns from a frozen model. Remove label_smoothing_factor",
+        "label_smoothing_factor is 0.1, but the loss of a drafter has no such option. Remove label_smoothing_factor",
     ),
     ({"loss_type": "dft"}, {}, "loss_type is 'dft'"),
-    ({"neftune_noise_alpha": 5.0}, {}, "neftune_noise_alpha is 5.0, but a drafter learns from a frozen model"),
+    ({"neftune_noise_alpha": 5.0}, {}, "neftune_noise_alpha is 5.0, but LigerEagleTrainer freezes the model"),
     ({}, {"compute_loss_func": print}, "compute_loss_func is "),
     ({}, {"peft_config": LoraConfig(r=2, target_modules=["q_proj"])}, "peft_config is "),
     ({}, {"optimizers": (torch.optim.SGD([torch.zeros(1)]), None)}, "optimizers has an optimizer that was made"),
@@ -249,13 +260,14 @@ def test_models_and_drafters_that_do_not_fit(tmp_path):
     ):
         eagle_trainer(eagle_target("phi"), tmp_path)
     adapted = get_peft_model(eagle_target(), LoraConfig(r=2, target_modules=["q_proj"]))
-    with pytest.raises(ValueError, match="The model has an adapter. Merge it"):
+    with pytest.raises(ValueError, match="The model has an adapter, but LigerEagleTrainer freezes the model. Merge it"):
         eagle_trainer(adapted, tmp_path)
+    assert any(p.requires_grad for p in adapted.parameters()), "the adapter of the user is not frozen"
 
 
 SETUPS = [
-    ({"distributed_type": DistributedType.FSDP}, "The launch is FSDP, which shards weights"),
-    ({"distributed_type": DistributedType.DEEPSPEED}, "The launch is DEEPSPEED"),
+    ({"distributed_type": DistributedType.FSDP}, "the launch is FSDP, which shards weights"),
+    ({"distributed_type": DistributedType.DEEPSPEED}, "the launch is DEEPSPEED"),
     ({"parallelism_config": SimpleNamespace(cp_enabled=True, sp_enabled=False, tp_enabled=False)}, "Set cp_size"),
 ]
 
@@ -264,7 +276,7 @@ SETUPS = [
 def test_launches_that_would_train_or_save_wrongly(own, message):
     accelerator = SimpleNamespace(**({"distributed_type": DistributedType.NO, "parallelism_config": None} | own))
     with pytest.raises(ValueError, match=message):
-        check_setup(eagle_target(), accelerator, None)
+        check_setup(accelerator, None)
 
 
 def test_rows_that_cannot_be_counted(tmp_path):
@@ -287,3 +299,5 @@ def test_rows_with_images(tmp_path):
     batch = {"input_ids": torch.ones(1, 4, dtype=torch.long), "labels": torch.ones(1, 4, dtype=torch.long)}
     with pytest.raises(ValueError, match="The batch has pixel_values, but a drafter is trained on text. Remove rows"):
         trainer.compute_loss(trainer.model, batch | {"pixel_values": torch.zeros(1)})
+    with pytest.raises(ValueError, match="The batch has input_ids and no labels"):
+        trainer.compute_loss(trainer.model, {"input_ids": batch["input_ids"]})

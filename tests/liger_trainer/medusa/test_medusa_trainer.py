@@ -252,22 +252,38 @@ def test_bad_arguments(options, message, tmp_path):
 
 
 IGNORED = [
-    ({"use_liger": False}, {}, "use_liger is false, but the fused LM head computes the Medusa loss. Remove"),
+    ({"use_liger": False}, {}, "use_liger is false, but the fused LM head computes the loss of Medusa heads. Remove"),
     (
         {"liger_config": {"fused_linear_cross_entropy": False}},
         {},
-        "fused_linear_cross_entropy: false, but the fused LM head computes the Medusa loss. Remove",
+        "fused_linear_cross_entropy: false, but the fused LM head computes the loss of Medusa heads. Remove",
     ),
-    ({"label_smoothing_factor": 0.1}, {}, "label_smoothing_factor is 0.1, but the Medusa loss has no such option"),
-    ({"loss_type": "dft"}, {}, "loss_type is 'dft', but the Medusa loss has no such option"),
-    ({"neftune_noise_alpha": 5.0}, {}, "neftune_noise_alpha is 5.0, but with medusa_stage 1 the model is frozen"),
-    ({}, {"compute_loss_func": print}, "compute_loss_func is .*print>, but the Medusa loss has no such option"),
+    (
+        {"label_smoothing_factor": 0.1},
+        {},
+        "label_smoothing_factor is 0.1, but the loss of Medusa heads has no such option",
+    ),
+    ({"loss_type": "dft"}, {}, "loss_type is 'dft', but the loss of Medusa heads has no such option"),
+    (
+        {"neftune_noise_alpha": 5.0},
+        {},
+        "neftune_noise_alpha is 5.0, but LigerMedusaTrainer freezes .* or set medusa_stage to 2",
+    ),
+    (
+        {},
+        {"compute_loss_func": print},
+        "compute_loss_func is .*print>, but the loss of Medusa heads has no such option",
+    ),
     (
         {},
         {"optimizers": (torch.optim.SGD([torch.zeros(1)]), None)},
         "optimizers has an optimizer that was made before",
     ),
-    ({}, {"peft_config": LORA}, "medusa_stage is 1, which freezes the model, but the model has an adapter"),
+    (
+        {},
+        {"peft_config": LORA},
+        "peft_config is .*, but LigerMedusaTrainer freezes .* Remove peft_config, or set medusa_stage to 2",
+    ),
     (
         {"medusa_stage": 2},
         {"peft_config": LoraConfig(r=2, target_modules=["lm_head"])},
@@ -349,6 +365,7 @@ def test_the_card_loads_a_model_only_where_one_is_saved(stage, tmp_path):
     card = Path(trainer.args.output_dir, "README.md").read_text()
     assert ("pipeline(" in card) == (stage == 2)
     assert "## Training procedure" in card
+    assert trainer.loss_name == f"of Medusa heads, medusa_stage: {stage}, medusa_targets: hard"
 
 
 def test_recipe(tmp_path):

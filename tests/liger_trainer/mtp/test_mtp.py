@@ -2,9 +2,11 @@
 
 import json
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate import DistributedType
 from base_checkpoints import names_of, tensor_of
 from medusa_brute_force import packed_batch, ragged_batch
 from mtp_bases import SHAPES, mtp_trainer, write_base
@@ -20,7 +22,10 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from liger_trainer import LigerMedusaConfig, LigerMedusaTrainer
+from liger_trainer.mtp.training import TrainedPredictor
 from liger_trainer.varlen.rows import Rows
+
+SPLIT_ROWS = SimpleNamespace(cp_enabled=True, sp_enabled=False, tp_enabled=False)
 
 
 @pytest.mark.parametrize("kind, checkpointing", [("padded", False), ("packed", False), ("packed", True)])
@@ -200,9 +205,13 @@ def test_with_an_adapter_it_is_saved_resumed_and_merged(tmp_path, capsys):
         whole._mtp.load(str(tmp_path / "plain"))
 
     assert not any("mtp" in name for name in load_file(tmp_path / "whole" / "adapter_model.safetensors"))
+    for models in ([tmp_path / "whole"], [tmp_path / "base", tmp_path / "whole"]):  # the head is for the merged model
+        code, _, err = command(capsys, "mtp-eval", *models, "--prompts", tmp_path / "rows.jsonl")
+        assert code == 2 and "an adapter. Merge it with its base first" in err
     code, out, err = command(capsys, "merge", tmp_path / "whole", tmp_path / "merged", "--model", tmp_path / "base")
     assert code == 0, err
-    assert "15 of them are the MTP head that was trained with the adapter" in out
+    assert "15 tensors are the MTP head that was trained with the adapter, in place of the base's" in out
+    assert "not trained" not in out
     assert names_of(tmp_path / "merged") == names_of(tmp_path / "base")
     head = whole.model.get_base_model().mtp
     for name, tensor in extra.items():
@@ -278,7 +287,21 @@ def test_rows_with_images(tmp_path):
         trainer._mtp.loss(None, ragged_batch(2) | {"image_grid_thw": torch.ones(1, 3)})
 
 
+def test_launches_that_shard(monkeypatch, tmp_path):
+    write_base(tmp_path / "base")
+    for own, reason in (
+        ({"distributed_type": DistributedType.FSDP}, "train_mtp is true, but the launch is FSDP, which shards weights"),
+        ({"parallelism_config": SPLIT_ROWS}, "train_mtp is true, but parallelism_config splits .* Set cp_size"),
+    ):
+        trainer = mtp_trainer(tmp_path / "base", tmp_path / "out")
+        trainer.accelerator = SimpleNamespace(**({"distributed_type": DistributedType.NO} | own))
+        with pytest.raises(ValueError, match=reason):
+            TrainedPredictor(trainer)
+
+
 def test_trainers_of_other_heads_refuse_it(tmp_path):
     args = LigerMedusaConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, train_mtp=True)
-    with pytest.raises(ValueError, match="train_mtp is True, but the Medusa loss has no such option. Remove train_mtp"):
+    with pytest.raises(
+        ValueError, match="train_mtp is True, but the loss of Medusa heads has no such option. Remove train_mtp"
+    ):
         LigerMedusaTrainer(tiny_model("llama"), args)

@@ -200,17 +200,25 @@ def test_a_second_trainer_goes_on_with_the_head(alone, tmp_path):
         (
             {"use_liger": False},
             {},
-            "LigerMTPTrainer trains an MTP head, but the fused LM head is off .* Remove that option",
+            "use_liger is false, but the fused LM head computes the loss of an MTP head. Remove that option",
         ),
-        ({"liger_config": {"fused_linear_cross_entropy": False}}, {}, "the fused LM head is off"),
+        ({"liger_config": {"fused_linear_cross_entropy": False}}, {}, "fused_linear_cross_entropy: false, but"),
         ({"train_mtp": True}, {}, "train_mtp is true, which trains the model too, but LigerMTPTrainer freezes it"),
         ({"mtp_targets": "model"}, {}, "mtp_targets is 'model'; expected 'hard' or 'soft'"),
-        ({"loss_type": "dft"}, {}, "loss_type is 'dft', but the head learns from a frozen model. Remove loss_type"),
-        ({"label_smoothing_factor": 0.1}, {}, "label_smoothing_factor is 0.1, but the head's loss cannot be smoothed"),
-        ({}, {"compute_loss_func": print}, "compute_loss_func does not train the head"),
-        ({}, {"peft_config": LoraConfig(r=2)}, "but the head learns from a frozen model. Remove peft_config"),
-        ({}, {"optimizers": (object(), None)}, "optimizers has an optimizer that was made before the head"),
-        ({"neftune_noise_alpha": 5.0}, {}, "neftune_noise_alpha is 5.0, but the head learns from a frozen model"),
+        (
+            {"loss_type": "dft"},
+            {},
+            "loss_type is 'dft', but the loss of an MTP head has no such option. Remove loss_type",
+        ),
+        (
+            {"label_smoothing_factor": 0.1},
+            {},
+            "label_smoothing_factor is 0.1, but the loss of an MTP head has no such option",
+        ),
+        ({}, {"compute_loss_func": print}, "compute_loss_func is .*, but the loss of an MTP head has no such option"),
+        ({}, {"peft_config": LoraConfig(r=2)}, "but LigerMTPTrainer freezes the model, .* Remove peft_config"),
+        ({}, {"optimizers": (object(), None)}, "optimizers has an optimizer that was made before an MTP head"),
+        ({"neftune_noise_alpha": 5.0}, {}, "neftune_noise_alpha is 5.0, but LigerMTPTrainer freezes the model"),
         ({"eval_predictions": "tokens"}, {}, "eval_predictions is 'tokens', but LigerMTPTrainer"),
     ],
 )
@@ -223,6 +231,14 @@ def test_options_that_would_be_ignored(options, trainer_options, message, tmp_pa
 def test_soft_targets_without_a_head(tmp_path):
     with pytest.raises(ValueError, match="mtp_targets is 'soft', but no MTP head is trained. Set train_mtp: true"):
         LigerSFTConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, mtp_targets="soft")
+
+
+def test_a_batch_without_labels(tmp_path):
+    write_base(tmp_path / "base")
+    trainer = mtp_trainer(tmp_path / "base", tmp_path / "out", alone=True)
+    batch = {"input_ids": torch.ones(1, 4, dtype=torch.long), "position_ids": None}
+    with pytest.raises(ValueError, match="The batch has input_ids, position_ids and no labels, which heads learn from"):
+        trainer.compute_loss(trainer.model, batch)
 
 
 def test_other_arguments_and_models(tmp_path):
@@ -238,7 +254,9 @@ def test_other_arguments_and_models(tmp_path):
     args = LigerMTPConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False)
     rows = Dataset.from_list(ragged_rows())
     model = get_peft_model(model, adapted)
-    with pytest.raises(ValueError, match="The model has an adapter. Merge it"):
+    with pytest.raises(
+        ValueError, match="The model has an adapter, but LigerMTPTrainer freezes the model. Merge it .* first"
+    ):
         LigerMTPTrainer(model, args, train_dataset=rows, processing_class=tiny_tokenizer())
     assert any(p.requires_grad for p in model.parameters()), "the adapter of the user is not frozen"
 

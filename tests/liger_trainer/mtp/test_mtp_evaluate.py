@@ -1,10 +1,12 @@
 """`mtp.evaluate` against a plain decoder with the head, which writes the model's greedy text in as many passes."""
 
+import copy
 import re
+from functools import partial
 
 import pytest
 import torch
-from mtp_bases import mtp_trainer, write_base
+from mtp_bases import mtp_trainer, write_base, write_layer_base
 from recipe_fixtures import command, write_rows
 from tiny_models import tiny_model, tiny_tokenizer
 
@@ -13,34 +15,56 @@ from liger_trainer.head.acceptance import simulate_decoding
 from liger_trainer.head.flat_rows import one_row
 from liger_trainer.mtp.evaluate import evaluate, right_guesses
 from liger_trainer.mtp.predictor import predict
+from liger_trainer.mtp.rollout import roll_out
 
 PROMPTS = [[5, 9, 5], [7, 30, 2, 8], [40], [11, 12, 13, 14]]
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
+IDS = [*range(20, 32)] * 3
+ROWS = [{"input_ids": IDS[k : k + 20], "labels": IDS[k : k + 20]} for k in range(16)]
+BASES = {
+    "mtp": partial(write_base, layer_types=["full_attention"] * 2),
+    "layer": partial(write_layer_base, kind="glm4_moe"),
+}
+
+
+def trained_on(folder, kind):
     """A model that repeats a pattern, and a head that guesses a part of it."""
-    folder = tmp_path_factory.mktemp("mtp")
-    write_base(folder / "base", layer_types=["full_attention"] * 2)
-    ids = [*range(20, 32)] * 3
-    rows = [{"input_ids": ids[k : k + 20], "labels": ids[k : k + 20]} for k in range(16)]
-    trainer = mtp_trainer(folder / "base", folder / "out", rows=rows, max_steps=12, learning_rate=5e-3)
+    BASES[kind](folder / "base")
+    trainer = mtp_trainer(folder / "base", folder / "out", rows=ROWS, max_steps=12, learning_rate=5e-3)
     trainer.train()
     return trainer.model.eval(), trainer.model.mtp
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    return trained_on(tmp_path_factory.mktemp("mtp"), "mtp")
+
+
 @torch.no_grad()
-def decode(model, head, prompt, max_new_tokens):
+def decode(model, head, prompt, max_new_tokens, steps):
     """The text after a prompt, and the passes of the model after the one over the prompt."""
+    norm_sees = []
+    head.norm.register_forward_pre_hook(lambda _, args: norm_sees.append(args[0]))
+    embedding = model.get_input_embeddings()
 
     def model_pass(ids):
         out = model(input_ids=torch.tensor([ids]), output_hidden_states=True, use_cache=False)
         return out.hidden_states[-1][0], out.logits[0].argmax(-1).tolist()
 
-    def guess(hidden, ids):
-        """The token after the one that follows `ids`, from the states (n, H) of all but the last of them."""
-        seen = predict(head, hidden, model.get_input_embeddings().weight, one_row(torch.tensor([ids])))
-        return int(model.lm_head(seen[-2]).argmax())
+    def guesses(hidden, ids):
+        """The tokens after `ids`, one after the other, from the states (n - 1, H) of all but the last of them."""
+        drafted = []
+        states = hidden
+        for _ in range(steps):
+            following = torch.tensor([*ids, *drafted])[1:]
+            x = torch.cat([head.pre_fc_norm_embedding(embedding(following)), head.pre_fc_norm_hidden(states)], -1)
+            row = {"inputs_embeds": head.fc(x)[None], "position_ids": torch.arange(len(x))[None], "use_cache": False}
+            normed = head(**row).last_hidden_state[0]
+            drafted.append(int(model.lm_head(normed[-1]).argmax()))
+            state = norm_sees[-1][0] if head.names_in_files.is_layer else normed
+            states = torch.cat([states, state[-1:]])
+        return drafted
 
     ids = list(prompt)
     hidden, choices = model_pass(ids)
@@ -48,30 +72,64 @@ def decode(model, head, prompt, max_new_tokens):
     passes = 0
     while len(text) < max_new_tokens:
         ids = prompt + text
-        padded = torch.cat([hidden[: len(ids) - 1], hidden[-1:]])  # the head's last row is not used
-        draft = guess(padded, ids)
-        hidden, choices = model_pass([*ids, draft])
+        draft = guesses(hidden[: len(ids) - 1], ids)
+        hidden, choices = model_pass(ids + draft)
         passes += 1
-        text.append(choices[-2])
-        if choices[-2] == draft and len(text) < max_new_tokens:
-            text.append(choices[-1])
-    return text, passes
+        for k, choice in enumerate(choices[len(ids) - 1 :]):
+            text.append(choice)
+            if k < steps and choice != draft[k]:
+                break
+    return text[:max_new_tokens], passes
 
 
-def test_a_decoder_accepts_what_the_walk_says(trained):
-    model, head = trained
+@pytest.mark.parametrize("kind", BASES)
+@pytest.mark.parametrize("steps", [1, 3])
+def test_a_decoder_accepts_what_the_walk_says(steps, kind, tmp_path):
+    model, head = trained_on(tmp_path, kind)
     rights = []
     for prompt in PROMPTS:
         (want,) = answer(model, [prompt], set(), 12)
-        text, passes = decode(model, head, prompt, 12)
+        text, passes = decode(model, head, prompt, 12, steps)
         assert text == want
-        rights.append(right_guesses(model, head, prompt, want))
+        rights.append(right_guesses(model, head, prompt, want, steps))
         tokens_per_pass, _ = simulate_decoding(rights[-1:])
         assert tokens_per_pass == pytest.approx((len(text) - 1) / passes)
-    report = evaluate(model, head, PROMPTS, set(), max_new_tokens=12)
-    assert report.tokens_per_pass == pytest.approx(simulate_decoding(rights)[0]) and 1 < report.tokens_per_pass <= 2
-    assert report.tokens == 48 and report.rows == 4
-    assert "MTP head: one guess, on 48 tokens" in str(report)
+    report = evaluate(model, head, PROMPTS, set(), steps=steps, max_new_tokens=12)
+    assert report.tokens_per_pass == pytest.approx(simulate_decoding(rights)[0])
+    assert 1 < report.tokens_per_pass <= steps + 1
+    assert report.tokens == 48 and report.rows == 4 and len(report.accuracy) == steps
+    assert f"MTP head: {'one guess' if steps == 1 else '3 guesses'}, on 48 tokens" in str(report)
+
+
+def test_later_guesses_read_the_heads_own_output(trained):
+    """Guess 3 at one place, from a row of its own that ends there: no other rollout and no later token is seen."""
+    model, head = trained
+    ids = torch.tensor(IDS[:14])
+    embedding = model.get_input_embeddings().weight
+    with torch.no_grad():
+        hidden = model(input_ids=ids[None], output_hidden_states=True).hidden_states[-1][0]
+    outputs = roll_out(head, hidden, embedding, ids, 4, 3)
+    assert [x.shape for x in outputs] == [(10, 32)] * 3
+    short = roll_out(head, hidden[:10], embedding, ids[:10], 6, 3)  # the places 6 and 4 + 2
+    for k in range(3):
+        torch.testing.assert_close(outputs[k][2], short[k][0])
+    torch.testing.assert_close(outputs[0], predict(head, hidden, embedding, one_row(ids[None]))[4:])
+    with pytest.raises(ValueError, match="guesses is 0; expected 1 or more"):
+        roll_out(head, hidden, embedding, ids, 4, 0)
+
+
+def test_attention_without_masks(trained, monkeypatch):
+    model, head = trained
+    monkeypatch.setattr(head.config, "_attn_implementation_internal", "flash_attention_2")
+    with pytest.raises(ValueError, match="attn_implementation is 'flash_attention_2', .* attn_implementation='sdpa'"):
+        evaluate(model, head, PROMPTS, set(), max_new_tokens=4)
+
+
+def test_a_head_in_fp32_on_a_model_in_16_bits(trained):
+    """So it is after a training with autocast."""
+    model, head = copy.deepcopy(trained)
+    report = evaluate(model.bfloat16(), head.float(), PROMPTS, set(), steps=2, max_new_tokens=12)
+    assert report.tokens_per_pass > 1
 
 
 def test_nothing_to_guess(trained):
@@ -92,6 +150,11 @@ def test_mtp_eval(trained, tmp_path, capsys, monkeypatch):
     assert code == 0, err
     assert "MTP head: one guess" in out and "after 3 prompts" in out
     assert 1 <= float(re.search(r"tokens per forward pass +(\d\.\d+)", out)[1]) <= 2
+    code, out, err = command(capsys, "mtp-eval", tmp_path / "model", *options, "--steps", 3)
+    assert code == 0, err
+    assert "MTP head: 3 guesses" in out and re.search(r"^  3 +\d\.\d+ ", out, re.MULTILINE)
+    code, _, err = command(capsys, "mtp-eval", tmp_path / "model", *options, "--steps", 0)
+    assert code == 2 and "--steps is 0; expected 1 or more" in err
 
     tiny_model("llama").save_pretrained(tmp_path / "llama")
     tiny_tokenizer().save_pretrained(tmp_path / "llama")

@@ -13,10 +13,11 @@ from mtp_bases import HIDDEN as SIZE
 from mtp_bases import LAYER, mtp_trainer
 from mtp_bases import write_layer_base as write_base
 from peft import LoraConfig
-from recipe_fixtures import command
+from recipe_fixtures import command, write_recipe
 from safetensors.torch import load_file, save_file
 from tiny_models import ragged_rows, tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM
+from trl import SFTTrainer
 
 from liger_trainer.base_weights.unloaded import find_checkpoint
 from liger_trainer.head.flat_rows import one_row
@@ -251,3 +252,27 @@ def test_several_layers_named_mtp(tmp_path):
         match=r"mtp_num_hidden_layers is 2 in .*config.json, with the layers mtp.layers.0.\*, mtp.layers.1.\*",
     ):
         mtp_trainer(tmp_path / "base", tmp_path / "out")
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_several_layers_are_refused_before_anything_is_read(alone, monkeypatch, tmp_path, capsys):
+    """Rows of a real run take minutes to prepare. The config says it, even where the weights are not here yet."""
+    write_mtp_base(tmp_path / "base")
+    config = tmp_path / "base" / "config.json"
+    config.write_text(config.read_text().replace('"mtp_num_hidden_layers": 1', '"mtp_num_hidden_layers": 2'))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    unread = pytest.fail
+    monkeypatch.setattr(SFTTrainer, "_prepare_dataset", unread)
+    several = "mtp_num_hidden_layers is 2 in .* but only heads of one layer .* all of them are saved unchanged"
+    with pytest.raises(ValueError, match=several):
+        mtp_trainer(tmp_path / "base", tmp_path / "out", alone=alone, model=model)
+    (tmp_path / "base" / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=several):
+        mtp_trainer(tmp_path / "base", tmp_path / "out", alone=alone, model=str(tmp_path / "base"))
+
+    monkeypatch.setattr("liger_trainer.command.rows.sources.load_rows", unread)
+    keys = {"trainer": "mtp"} if alone else {"train_mtp": True}
+    recipe = write_recipe(tmp_path, model_name_or_path=str(tmp_path / "base"), **keys)
+    code, _, err = command(capsys, "train", recipe)
+    assert code == 2 and "mtp_num_hidden_layers is 2" in err
+    assert ("Use another model." if alone else "Remove train_mtp.") in err
