@@ -190,7 +190,7 @@ def main():
     parser.add_argument("--rounds", type=int, default=3, help="how often they are trained on, the clock included")
     parser.add_argument("--always", action="store_true", help="share prompts however little that saves")
     parser.add_argument("--timeout", type=float, default=300, help="seconds after which an arm is given up")
-    parser.add_argument("--arms", nargs="+", choices=ARMS, help="all; \"+ sorted\" only with --micro_batches")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, help='all; "+ sorted" only with --micro_batches')
     options = parser.parse_args()
     if options.arms is None:
         options.arms = [arm for arm in ARMS if options.micro_batches > 1 or not arm.endswith("+ sorted")]

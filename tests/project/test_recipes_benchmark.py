@@ -38,3 +38,33 @@ def test_a_recipe_gets_rows_of_its_trainer(name, tmp_path):
     stage1 = recipe.training.to_dict().get("medusa_init_heads_from")
     if stage1:
         assert stage1 == str(options.folder / "outputs/llama3_8b/medusa_stage1")
+
+
+def test_completions_of_a_random_model_get_different_rewards():
+    import _rewards
+
+    messages = [[{"role": "assistant", "content": "aEx."}], [{"role": "assistant", "content": "xyz"}]]
+    assert _rewards.share_of_vowels(messages, prompts=[]) == [0.5, 0.0]
+    assert _rewards.share_of_vowels(["", "oo"]) == [0.0, 1.0]
+
+
+LOGS = "{'reward': '0', 'frac_reward_zero_std': '1'}\n{'reward': '0', 'frac_reward_zero_std': '%s'}\n"
+
+
+@pytest.mark.parametrize(
+    "again, log, why",
+    [
+        pytest.param({"model": [2.5, 2.75]}, LOGS % "0.5", None, id="trained"),
+        pytest.param({"model": [2.5]}, "", None, id="no-adapter"),
+        pytest.param({"heads": [float("nan")]}, "", "not finite", id="nan"),
+        pytest.param({"model": [2.5, 2.5]}, LOGS % "1", "all completions of a prompt had the same reward", id="equal"),
+        pytest.param({"model": [2.5, 2.5]}, LOGS % "0.75", "changes no loss", id="idle"),
+        pytest.param({"model": [2.5, 2.5]}, "", "changes no loss", id="idle-sft"),
+    ],
+)
+def test_what_was_not_trained_says_why(again, log, why):
+    import recipes
+
+    found = recipes.why_not_trained(again, log)
+    assert found is None if why is None else why in found
+    assert why is None or ("same reward" in found) == ("same reward" in why)
