@@ -8,7 +8,8 @@ model has the shape of the recipe's model and random weights, written once in th
 folder `--data` has alpaca_en_demo.json, dpo_en_demo.json and kto_en_demo.json. Medusa recipes train on the answers of
 the Alpaca rows, and image models on the same rows with a picture of noise each. Then the other commands of the recipe's
 header run. transformers and PEFT, or MedusaHeads, load what was saved; an MTP head is read from the model that `export`
-has written. It must have a finite loss on the first rows, and an adapter or an MTP head must change that loss.
+has written. It must have a finite loss on the first rows, and an adapter or an MTP head must change that loss. GRPO is
+rewarded for vowels here: a random model solves nothing and ends hardly any completion, so that it would learn nothing.
 Arguments after `--` are options of all recipes.
 
 Recipes run in the order of `RECIPES`, short ones first. A model is deleted after the last recipe that needs it. After
@@ -40,13 +41,15 @@ from liger_trainer.paths import shipped
 
 # The shape here is a decoder alone; its modules' names have no `language_model`.
 ON_A_DECODER = ["--lora_target_modules", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+# With the recipe's own reward and mask, every advantage of a random model is zero.
+REWARDED = ["--reward_funcs", "_rewards.share_of_vowels", "--mask_truncated_completions", "false"]
 # The shape of a recipe's model, and options in addition to its keys.
 RECIPES = {
     "quickstart": ("SmolLM2-135M", []),
     "quickstart_dpo": ("SmolLM2-135M", []),
     "quickstart_medusa": ("SmolLM2-135M", []),
     "llama3_2_3b/sft_lora_24gb": ("Llama-3.2-3B", []),
-    "llama3_2_3b/grpo_lora_24gb": ("Llama-3.2-3B", []),
+    "llama3_2_3b/grpo_lora_24gb": ("Llama-3.2-3B", REWARDED),
     "llama3_8b/sft_alpaca_lora": ("Llama-3-8B", []),
     "llama3_8b/medusa_stage1": ("Llama-3-8B", []),
     "llama3_8b/medusa_stage2": ("Llama-3-8B", []),
@@ -58,7 +61,7 @@ RECIPES = {
     "llama3_8b/dpo_ultrafeedback": ("Llama-3-8B", ["--save_strategy", "no"]),
     "llama3_8b/orpo": ("Llama-3-8B", ["--save_strategy", "no"]),
     "llama3_8b/kto": ("Llama-3-8B", ["--save_strategy", "no"]),
-    "llama3_8b/grpo": ("Llama-3-8B", ["--save_strategy", "no"]),
+    "llama3_8b/grpo": ("Llama-3-8B", ["--save_strategy", "no", *REWARDED]),
     "llama3_8b/reward": ("Llama-3-8B", []),
     "qwen2_5_vl_3b/sft": ("Qwen2.5-VL-3B", ["--save_strategy", "no"]),
     "gpt_oss_20b/sft_lora": ("gpt-oss-20b", []),
@@ -151,7 +154,9 @@ def command(words, log, processes=1, config="fsdp2", steps=None, gpu_memory=None
     if processes > 1:
         launch = ["--config_file", str(shipped("configs") / f"{config}.yaml"), "--num_processes", str(processes)]
         start = ["-m", "accelerate.commands.launch", *launch, *start]
-    env = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}  # otherwise it waits for a lost network
+    # Offline, because it would wait for a lost network. The path is that of _rewards.py.
+    path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(Path(__file__).parent))))
+    env = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": path}
     with open(log, "w", buffering=1) as file:
         child = subprocess.Popen(
             [sys.executable, *start, *map(str, words)],
@@ -439,11 +444,6 @@ def reload(out, texts):
     return found
 
 
-def is_trained(numbers):
-    """Whether they are finite, and training has changed the first: the second is without what was trained."""
-    return all(map(math.isfinite, numbers)) and len(set(numbers)) == len(numbers)
-
-
 @torch.no_grad()
 def head_loss(folder, tokenizer, texts):
     """The mean cross-entropy of the MTP head in the files of the model `folder`, on `texts`."""
@@ -466,6 +466,28 @@ def head_loss(folder, tokenizer, texts):
         logits = model.get_output_embeddings()(guessed[:-2]).float()
         losses.append(torch.nn.functional.cross_entropy(logits, ids[0, 2:]).item())
     return sum(losses) / len(losses)
+
+
+def why_not_trained(again, log):
+    """Why what was saved is no trained model, or None.
+
+    Args:
+        again (`dict`): The numbers of `reload`.
+        log (`str`): The output of the training.
+    """
+    numbers = [number for found in again.values() for number in found]
+    if not all(map(math.isfinite, numbers)):
+        return "what was reloaded has a number that is not finite"
+    head = again.get("mtp head")
+    if head is not None and head[0] == head[1]:
+        return "the MTP head has the loss that it had before"
+    losses = again.get("model", [])
+    if len(losses) < 2 or losses[0] != losses[1]:
+        return None
+    equal = [float(part) for part in re.findall(r"'frac_reward_zero_std': '?([\d.e+-]+)", log)]
+    if equal and min(equal) == 1:
+        return "the adapter changes no loss: in every step, all completions of a prompt had the same reward"
+    return "the adapter changes no loss"
 
 
 def measure(recipe, options, start):
@@ -515,10 +537,12 @@ def measure(recipe, options, start):
             (first, before), (last, tokens) = seen[WARM - 1], seen[-1]
             row["warm_tokens_per_s"] = (tokens - before) / (last - first)
             row["step_s"] = (last - first) / (len(seen) - WARM)
-        said = log.read_text().rpartition("\nSummary\n")[2]
+        training_log = log.read_text()
+        said = training_log.rpartition("\nSummary\n")[2]
         found = dict(re.findall(r"^  (\w+) +(.+)$", said, re.MULTILINE))
         row |= {
-            key: found.get(key) for key in ("steps", "rows", "time", "loss", "speed", "memory", "layers", "patched")
+            key: found.get(key)
+            for key in ("steps", "rows", "time", "loss", "reward", "speed", "memory", "layers", "patched")
         }
         for key, text in ("tokens_per_s", row["speed"]), ("gib", row["memory"]):
             row[key] = float(text.split()[0]) if text and text[0].isdigit() else None
@@ -530,8 +554,11 @@ def measure(recipe, options, start):
         texts = [row["output"] for row in json.loads((options.data / "alpaca_en_demo.json").read_text())[:8]]
         again = step("reload", lambda: reload(out, texts))
         if again:
+            why = why_not_trained(again, training_log)
             row["reloaded"] = again
-            row["ok"] = all(map(is_trained, again.values()))
+            row["ok"] = why is None
+            if why is not None:
+                row.setdefault("note", why)
         release()
         row["saved_gb"] = sum(path.stat().st_size for path in out.rglob("*") if path.is_file()) / 1e9
     finally:

@@ -4,7 +4,7 @@ of TRL's SFTTrainer and ours, by their `train()`.
     python benchmarks/small_steps.py --data alpaca_en_demo.llama3.npz [--cases 8b-lora 1b-full] [--rows alpaca 512]
         [--arms stock trl_liger ours ours_captured] [--profile [2]]
     python benchmarks/small_steps.py --trainers kto orpo rloo --data dpo_en_demo.json [--judged kto_en_demo.json]
-        [--length 1024] [--cases 8b-lora 1b-full] [--arms stock ours_auto trl_liger ours] [--minutes 8]
+        [--length 1024] [--cases 8b-lora 1b-full] [--arms stock ours_auto trl_liger ours] [--minutes 8] [--together]
 
 Weights are random, shapes are real, and rows are token ids. `alpaca` is 8 rows of `--data` a step, as they come; `512`
 is one row of 512 tokens. A case is a model and how it is trained (`CASES`); an arm is a trainer (`ARMS`). "flat" is
@@ -17,11 +17,11 @@ on both answers of 4 prompts. Nothing is generated: `_trainers.py` says what tak
 has Liger's layers in "trl_liger". "answers" is padding_in_metrics=False, which CPO and ORPO have, and
 "unshared" share_prompts=False. tokens/s counts each token of a row once, however many models read it.
 
-Every case, trainer and arm has its own process, which takes one kind of rows after the other. What fails is a row that
-says why. `--minutes` ends the whole run: what has not begun by then is a row that says so. Steps before the clock
-starts train on the same rows as the timed ones, so that everything is compiled, captured and allocated by then. `ms` is
-the median step by events on the GPU's stream, without making the host wait. tokens/s counts real tokens over all timed
-steps.
+Every case, trainer and arm has its own process, which takes one kind of rows after the other. With `--together`, the
+trainers of an arm share one, so that Python starts once for all. What fails is a row that says why. `--minutes` ends
+the whole run: what has not begun by then is a row that says so. Steps before the clock starts train on the rows of the
+timed ones, so that everything is compiled, captured and allocated by then. `ms` is the median step by events on the
+GPU's stream, without making the host wait. tokens/s counts real tokens over all timed steps.
 
 Memory is the process's memory at the ends of steps by the driver (`gib_used`), and the allocator's peak. Only the first
 includes the pools of captured graphs in replays. `--profile` runs 4 more steps, or as many as it says, under PyTorch's
@@ -45,6 +45,7 @@ from _steps import Run, classes_of, flag_losses, flag_tokens, make_trainer
 
 CASES = {
     "8b-lora": {"model": "Llama-3-8B", "lora": 16, "checkpointing": True},
+    "8b-16-layers-lora": {"model": "Llama-3-8B", "layers": 16, "lora": 16, "checkpointing": True},
     "8b-nf4": {"model": "Llama-3-8B", "lora": 16, "nf4": True, "checkpointing": True},
     "8b-full": {"model": "Llama-3-8B", "checkpointing": True},
     "1b-full": {"model": "Llama-3.2-1B", "teacher": "Llama-3.2-3B"},
@@ -247,15 +248,18 @@ def title_of(case, trainer):
     """What a table calls a trainer of a case."""
     shape = CASES[case]
     weights = "LoRA" if "lora" in shape else "all weights"
+    layers = f", {shape['layers']} layers" if "layers" in shape else ""
     method = "Reward" if trainer == "reward" else "Distillation" if trainer == "distillation" else trainer.upper()
-    return f"{method}, {shape['model']}, {weights}"
+    return f"{method}, {shape['model']}{layers}, {weights}"
 
 
 def one_arm(options):
     before = gib_used()
-    for rows in options.rows:
-        about = {"case": options.case, "method": options.trainer, "rows": rows, "arm": options.arm}
-        about["title"] = title_of(options.case, options.trainer)
+    trainers = options.trainer.split(",")
+    for trainer, rows in itertools.product(trainers, options.rows):
+        options.trainer = trainer
+        about = {"case": options.case, "method": trainer, "rows": rows, "arm": options.arm}
+        about["title"] = title_of(options.case, trainer)
         try:
             emit(about | train(options, rows, before))
         except Exception as error:
@@ -308,6 +312,7 @@ def main():
     parser.add_argument(
         "--profile", type=int, nargs="?", const=4, default=0, help="add the time that the GPU is busy in 4 more steps"
     )
+    parser.add_argument("--together", action="store_true", help="train all trainers of an arm in one process")
     parser.add_argument("--tiny", action="store_true", help="two layers, to try the script out")
     options = parser.parse_args()
     is_sft = options.trainers == ["sft"]
@@ -322,22 +327,32 @@ def main():
     record = Record("small_steps", "-".join(measured), options.json, options.tiny)
     one_gpu = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
     found, ends = [], time.monotonic() + 60 * options.minutes
-    # The first arms of all trainers come first, so that a run that is cut off has trainers to compare.
-    for case, arm, trainer in itertools.product(options.cases, options.arms, options.trainers):
-        if ARMS[arm].only and trainer not in ARMS[arm].only:
-            continue
-        about = {"case": case, "method": trainer, "title": title_of(case, trainer)}
-        left = min(options.timeout, ends - time.monotonic())
+    for case, arm, trainers in processes_of(options):
+        about = {"case": case, "method": trainers[0], "title": title_of(case, trainers[0])}
+        left = min(options.timeout * len(trainers), ends - time.monotonic())
         if left < SHORTEST:
             found.append(about | {"arm": arm, "note": f"not begun after {options.minutes:g} minutes"})
         else:
-            for row in rows_from(arm, left, env=one_gpu, more=("--case", case, "--trainer", trainer)):
+            for row in rows_from(arm, left, env=one_gpu, more=("--case", case, "--trainer", ",".join(trainers))):
                 found.append(about | row)
                 record.write({"options": vars(options), "rows": found})
         flag(found)
         record.write({"options": vars(options), "rows": found})
     table(with_rounded_losses(found), COLUMNS)
     record.say_where()
+
+
+def processes_of(options):
+    """Yield the (case, arm, trainers) of each process.
+
+    The first arms of all trainers come first, so that a run that is cut off has trainers to compare.
+    """
+    for case, arm in itertools.product(options.cases, options.arms):
+        trainers = [trainer for trainer in options.trainers if not ARMS[arm].only or trainer in ARMS[arm].only]
+        parts = [trainers] if options.together else [[trainer] for trainer in trainers]
+        for part in parts:
+            if part:
+                yield case, arm, part
 
 
 def flag(found):

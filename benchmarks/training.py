@@ -142,7 +142,8 @@ def skip_of(options):
 def default_arms(options):
     arms = LORA_ARMS if options.lora and options.trainer == "sft" else ARMS[options.trainer]
     left_out = ("compile", "fp8", "rowwise", "float8") + ("varlen",) * (options.rows == "full")
-    left_out += ("shared",) if options.rows == "full" else ()  # its random prompts are short
+    is_short = options.rows == "full" and options.prompt <= Run.prompt  # too short to be shared
+    left_out += ("shared",) if is_short else ()
     left_out += () if options.optimizer_in_backward else ("in_backward",)
     left_out += () if options.auto else ("host",)
     return [arm for arm in arms if not arm.endswith(left_out)]
@@ -153,6 +154,7 @@ def case_of(options):
     parts = [options.trainer, options.model.lower()] + [f"{options.layers}-layers"] * bool(options.layers)
     parts += [f"{options.batch}x{options.length}"]
     parts += [options.rows] * (options.rows != "full")
+    parts += [f"prompt{options.prompt}"] * (options.prompt != Run.prompt)
     parts += ["checkpointing"] * options.checkpointing + [f"lora{options.lora}"] * bool(options.lora)
     parts += ["nf4"] * options.nf4 + ["mxfp4"] * options.mxfp4 + ["offload"] * options.offload
     parts += ["experts"] * options.lora_experts

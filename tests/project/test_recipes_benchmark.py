@@ -56,11 +56,40 @@ def test_an_mtp_head_is_reloaded_as_it_is_served(tmp_path):
     text = "w5 w9 w30 w7 w101 w12 w40 w5"
     found = recipes.reload(out, [text, "w9"])
     trained, of_base = found["mtp head"]
-    assert len(found) == 1 and recipes.is_trained([trained, of_base])
+    assert len(found) == 1 and recipes.why_not_trained(found, "") is None and trained != of_base
 
     ids = tiny_tokenizer()(text, return_tensors="pt")["input_ids"]
     trainer.compute_loss(trainer.model.train(), {"input_ids": ids, "labels": ids})
     trainer.log({})
     assert trained == pytest.approx(trainer.state.log_history[-1]["mtp_loss"], rel=2e-2), "read in bf16"
-    for numbers in ([1.0, 1.0], [1.0, float("nan")]):
-        assert not recipes.is_trained(numbers)
+
+
+def test_completions_of_a_random_model_get_different_rewards():
+    import _rewards
+
+    messages = [[{"role": "assistant", "content": "aEx."}], [{"role": "assistant", "content": "xyz"}]]
+    assert _rewards.share_of_vowels(messages, prompts=[]) == [0.5, 0.0]
+    assert _rewards.share_of_vowels(["", "oo"]) == [0.0, 1.0]
+
+
+LOGS = "{'reward': '0', 'frac_reward_zero_std': '1'}\n{'reward': '0', 'frac_reward_zero_std': '%s'}\n"
+
+
+@pytest.mark.parametrize(
+    "again, log, why",
+    [
+        pytest.param({"model": [2.5, 2.75]}, LOGS % "0.5", None, id="trained"),
+        pytest.param({"model": [2.5]}, "", None, id="no-adapter"),
+        pytest.param({"heads": [float("nan")]}, "", "not finite", id="nan"),
+        pytest.param({"mtp head": [2.5, 2.5]}, "", "the loss that it had before", id="idle-head"),
+        pytest.param({"model": [2.5, 2.5]}, LOGS % "1", "all completions of a prompt had the same reward", id="equal"),
+        pytest.param({"model": [2.5, 2.5]}, LOGS % "0.75", "changes no loss", id="idle"),
+        pytest.param({"model": [2.5, 2.5]}, "", "changes no loss", id="idle-sft"),
+    ],
+)
+def test_what_was_not_trained_says_why(again, log, why):
+    import recipes
+
+    found = recipes.why_not_trained(again, log)
+    assert found is None if why is None else why in found
+    assert why is None or ("same reward" in found) == ("same reward" in why)

@@ -132,6 +132,37 @@ def test_what_a_trainer_has_no_field_for_is_named():
         small_steps.options_of(small_steps.ARMS["ours_unshared"], "cpo")
 
 
+def test_trainers_of_an_arm_share_a_process_where_asked():
+    import small_steps
+
+    given = {"cases": ["1b-full"], "arms": ["ours", "ours_answers"], "trainers": ["kto", "cpo", "orpo"]}
+    apart = [*small_steps.processes_of(argparse.Namespace(together=False, **given))]
+    assert [(arm, trainers) for _, arm, trainers in apart] == [
+        ("ours", ["kto"]),
+        ("ours", ["cpo"]),
+        ("ours", ["orpo"]),
+        ("ours_answers", ["cpo"]),
+        ("ours_answers", ["orpo"]),
+    ], "an arm runs where the trainer has it"
+    together = [*small_steps.processes_of(argparse.Namespace(together=True, **given))]
+    assert together == [("1b-full", "ours", ["kto", "cpo", "orpo"]), ("1b-full", "ours_answers", ["cpo", "orpo"])]
+
+
+def test_one_process_trains_several_trainers(tmp_path, capsys):
+    import small_steps
+
+    pairs_of_words(tmp_path / "pairs.json", 16)
+    given = {"data": str(tmp_path / "pairs.json"), "length": 24, "batches": 1, "profile": 0, "rows": ["pairs"]}
+    small_steps.one_arm(options_of(tmp_path, case="8b-16-layers-lora", trainer="cpo,kto", arm="ours", **given))
+    printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("RESULT ")]
+    rows = [json.loads(line.removeprefix("RESULT ")) for line in printed]
+    assert [row["title"] for row in rows] == [
+        "CPO, Llama-3-8B, 16 layers, LoRA",
+        "KTO, Llama-3-8B, 16 layers, LoRA",
+    ]
+    assert all(row["tokens_per_s"] > 0 for row in rows)
+
+
 def test_a_run_that_is_over_begins_nothing(tmp_path, monkeypatch, capsys):
     import small_steps
 
