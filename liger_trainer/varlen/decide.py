@@ -7,7 +7,6 @@ Then the batch goes through as it is, and the report names the reason.
 """
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,6 +15,7 @@ from torch import nn
 
 from liger_trainer.patching.core.binding import Binding
 from liger_trainer.patching.core.hooks import hook_on, with_hooks
+from liger_trainer.varlen import registry
 from liger_trainer.varlen.graphs.backbone_graphs import BackboneGraphs
 from liger_trainer.varlen.graphs.step_graphs import current_graphs
 from liger_trainer.varlen.groups import SharingRule
@@ -83,7 +83,7 @@ class BackboneCall:
         args (`tuple`): Arguments by position.
         call (`dict`): Arguments by name.
         padding_reader_reason (`str` or None): Which output of the call covers every position, including padding.
-        why_unusable (`Callable`): Returns why code around the backbone forbids a plan, or None.
+        missed_padding_reason (`str` or None): Which code around the backbone would see zeros for padding.
         graphs (`BackboneGraphs` or None): The captures of the backbone, within the step of a trainer.
         sharing (`SharingRule` or None): When rows share their prompt. None: never.
     """
@@ -94,7 +94,7 @@ class BackboneCall:
     args: tuple
     call: dict[str, Any]
     padding_reader_reason: str | None
-    why_unusable: Callable[[UnpadPlan], str | None]
+    missed_padding_reason: str | None
     graphs: BackboneGraphs | None = None
     sharing: SharingRule | None = None
 
@@ -175,7 +175,10 @@ def _why_as_it_is(asked: BackboneCall) -> Reason | None:
         return Reason("its rotary frequencies depend on the longest position, padding included")
 
     # The code that runs. If nothing has changed since a capture, that code was checked before the capture.
-    why = asked.why_unusable(plan)
+    # A call has a plan only while its config asks for the attention that was proven.
+    why = registry.why_attention_is_not_ours(model, proven.attention)
+    if why is None and plan.leaves_out:
+        why = asked.missed_padding_reason
     unchanged = asked.graphs is not None and asked.graphs.find_snapshot()
     if why is None and not unchanged:
         why = _why_whole(model, asked.backbone, bound)
@@ -192,16 +195,20 @@ def decide(
     args: tuple,
     call: dict[str, Any],
     padding_reader_reason: str | None,
-    why_unusable: Callable[[UnpadPlan], str | None],
+    missed_padding_reason: str | None,
     sharing: SharingRule | None = None,
 ) -> Decision:
-    """Decide how a call of `model` goes through its backbone. For the arguments see `BackboneCall`.
+    """Decide how a call of `model` goes through its backbone, and report why one in training has no plan.
+
+    For the arguments see `BackboneCall`.
 
     Raises:
         ValueError: The rows of a packed row would see each other in the model's own code, which has to run.
     """
     backbone: Any = bound.module.to()
-    asked = BackboneCall(model, backbone, bound, args, call, padding_reader_reason, why_unusable, sharing=sharing)
+    asked = BackboneCall(
+        model, backbone, bound, args, call, padding_reader_reason, missed_padding_reason, sharing=sharing
+    )
     step = current_graphs()
     if step is not None:
         asked.graphs = step.of(backbone, functools.partial(without_head, model), bound.proven.keeps_state)
@@ -213,6 +220,8 @@ def decide(
             raise MixedRows.of(bound, reason.text + needs)
         if asked.graphs is not None and torch.is_grad_enabled():  # generation would count each token
             asked.graphs.summary.count(reason.text)
+        if reason.instead is not None:
+            bound.report_fallback(reason.text, reason.instead)
         return Decision(None, reason)
     assert asked.plan is not None, "a call without a plan has a reason"
     if asked.graphs is not None:
