@@ -38,22 +38,19 @@ def chunk_size(
 
     Inside `sizes.chunks_of_at_most`, a chunk has no more rows than that context allows.
     """
-    size = _size_by_memory(rows, vocab, dtype, device_type, allowed, all_rows)
-    return size if now.most_rows is None else min(now.most_rows, size)
-
-
-def _size_by_memory(rows: int, vocab: int, dtype: torch.dtype, device_type: str, allowed: int, all_rows: bool) -> int:
+    row_bytes = vocab * dtype.itemsize
+    allowed = max(_GPU_CHUNK_BYTES, allowed)
     if device_type == "cpu" and not now.computes_nothing:
         most = max(1, _CPU_CHUNK_BYTES // (4 * vocab))
-        return max(1, -(-rows // max(1, -(-rows // most))))
-    allowed = max(_GPU_CHUNK_BYTES, allowed)
-    row_bytes = vocab * dtype.itemsize
-    if rows * row_bytes <= (allowed if all_rows else _GPU_CHUNK_BYTES):
-        return max(1, rows)
-    fitting = allowed // row_bytes
-    if fitting < 1024:
-        return max(128, fitting // 128 * 128)
-    return min(_GPU_CHUNK_ROWS, 1 << fitting.bit_length() - 1)
+        size = -(-rows // max(1, -(-rows // most)))
+    elif rows * row_bytes <= (allowed if all_rows else _GPU_CHUNK_BYTES):
+        size = rows
+    elif allowed // row_bytes < 1024:
+        size = max(128, allowed // row_bytes // 128 * 128)
+    else:
+        size = min(_GPU_CHUNK_ROWS, 1 << (allowed // row_bytes).bit_length() - 1)
+    size = max(1, size)
+    return size if now.most_rows is None else min(now.most_rows, size)
 
 
 class Chunks:

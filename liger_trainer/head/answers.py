@@ -170,9 +170,11 @@ def _token_scores(call: ModelCall) -> FusedLMOutput:
         fields = _score_fields(call, outputs)
         if call.request.logits_observer is not None:
             fields["observed"] = call.request.logits_observer(_field(outputs, "logits"))
-        if _field(outputs, "aux_loss") is not None:
+        aux_loss = _field(outputs, "aux_loss")
+        if aux_loss is not None:
             _computes_aux_loss.add(type(call.model))
-        aux_loss = _aux_loss(call, outputs, router_logits)
+        elif call.kwargs.get("output_router_logits"):
+            aux_loss = _aux_loss_as_trl(call, router_logits)
         if aux_loss is not None:
             config: Any = call.model.config
             weight = getattr(config.get_text_config(), "router_aux_loss_coef", 0.0)
@@ -229,30 +231,24 @@ def _score_fields(call: ModelCall, outputs: Any) -> dict[str, Any]:
     )
     mask = target.to(fields["log_probs"].device) != -100
     fields["label_mask"] = mask
-    fields["loss"] = -fields["log_probs"].sum() / _count_of_labels(call, mask)
+    count = call.kwargs.get("num_items_in_batch")
+    if count is None:
+        count = mask.sum().clamp(min=1)
+    elif isinstance(count, torch.Tensor):
+        count = count.to(mask.device)
+    fields["loss"] = -fields["log_probs"].sum() / count
     fields["hidden_states"] = logits.hidden if "hidden_states" in wanted else None
     fields["vocab_mean"] = vocab_mean(all_logits, options.temperature) if "vocab_mean" in wanted else None
     fields["predictions"] = predictions(logits, target) if call.request.token_predictions else None
     return fields
 
 
-def _count_of_labels(call: ModelCall, mask: torch.Tensor) -> torch.Tensor | int:
-    """Return the number that a sum over the labels is divided by: the call's, or the labels in `mask`, at least 1."""
-    count = call.kwargs.get("num_items_in_batch")
-    if count is None:
-        return mask.sum().clamp(min=1)
-    return count.to(mask.device) if isinstance(count, torch.Tensor) else count
-
-
-def _aux_loss(call: ModelCall, outputs: Any, router_logits: list[Any]) -> torch.Tensor | None:
-    """Return the model's auxiliary loss of experts. If a call asks for router logits, compute Mixtral's, as TRL does.
+def _aux_loss_as_trl(call: ModelCall, router_logits: list[Any]) -> torch.Tensor | float:
+    """Compute Mixtral's auxiliary loss of experts, as TRL does for a model that asks for router logits and has none.
 
     Raises:
-        ValueError: The call asks for router logits, and the model has neither a loss nor what TRL's needs.
+        ValueError: The model lacks what this loss needs.
     """
-    aux_loss = _field(outputs, "aux_loss")
-    if aux_loss is not None or not call.kwargs.get("output_router_logits"):
-        return aux_loss
     model_config: Any = call.model.config
     config = model_config.get_text_config()
     has_router_logits = bool(router_logits and router_logits[-1])

@@ -40,7 +40,7 @@ from liger_trainer.patching.core.report import ReportEntry
 from liger_trainer.varlen import registry
 from liger_trainer.varlen.decide import bound_backbone, decide, why_padding_is_read
 from liger_trainer.varlen.plan_batch import holds_packed_rows
-from liger_trainer.varlen.unpad_plan import UnpadPlan, cache_of, tokens_of, use_plan
+from liger_trainer.varlen.unpad_plan import cache_of, tokens_of, use_plan
 from liger_trainer.varlen.unpadded_backbone import BackboneBinding
 from liger_triton.devices import runs_kernels
 
@@ -106,13 +106,16 @@ def _forward_of(model_class: type[nn.Module]) -> Callable:
         backbone = bound_backbone(self)
         if backbone is None:
             return answer(call)
-        padding_reader_reason = _why_padding_is_read(call, backbone)
-        sharing = call.options.sharing
-        why_unusable = functools.partial(_why_unusable, call, backbone)
-        plan, reason = decide(self, backbone, args, kwargs, padding_reader_reason, why_unusable, sharing)
-        if reason is not None and reason.instead is not None:
-            backbone.report_fallback(reason.text, reason.instead)
-        with use_plan(plan):  # None too: calls may lie in others
+        decision = decide(
+            self,
+            backbone,
+            args,
+            kwargs,
+            _why_padding_is_read(call, backbone),
+            _why_padding_would_be_missed(call),
+            call.options.sharing,
+        )
+        with use_plan(decision.plan):  # None too: calls may lie in others
             return answer(call)
 
     return forward
@@ -176,12 +179,8 @@ def _why_padding_is_read(call: ModelCall, backbone: BackboneBinding) -> str | No
     return why_padding_is_read(call.model, backbone, call.kwargs)
 
 
-def _why_unusable(call: ModelCall, backbone: BackboneBinding, plan: UnpadPlan) -> str | None:
+def _why_padding_would_be_missed(call: ModelCall) -> str | None:
     """Name what would see zeros where stock computes padding: code of the user's, or a head that is not fused."""
-    # A call has a plan only while its config asks for the attention that was proven.
-    reason = registry.why_attention_is_not_ours(call.model, backbone.proven.attention)
-    if reason is not None or not plan.leaves_out:
-        return reason
     replaced = replaced_forward(call.model, call.bound.previous)
     if replaced is not None:
         return f"{replaced} on the {type(call.model).__name__} may read what is computed for padding"

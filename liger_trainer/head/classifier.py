@@ -15,12 +15,10 @@ from transformers.modeling_layers import GenericForSequenceClassification
 
 from liger_trainer.patching.core.binding import Binding, call_previous, in_place_of
 from liger_trainer.patching.core.hooks import replaced_forward
-from liger_trainer.varlen import registry
 from liger_trainer.varlen.decide import bound_backbone, decide, why_positions_are_read
 from liger_trainer.varlen.groups import SharingRule
 from liger_trainer.varlen.host_copies import remember, sent, values_of
-from liger_trainer.varlen.unpad_plan import UnpadPlan, cache_of, use_plan
-from liger_trainer.varlen.unpadded_backbone import BackboneBinding
+from liger_trainer.varlen.unpad_plan import cache_of, use_plan
 
 
 class ClassifierBinding(Binding):
@@ -59,11 +57,13 @@ def _forward_of(model_class: Any) -> Callable:
         plan = None
         marked = None if bound is None or backbone is None or bound.fallback_active else _with_pooled(self, kwargs)
         if marked is not None and bound is not None and backbone is not None:
-            padding_reader_reason = why_positions_are_read(self, kwargs)
-            why_unusable = functools.partial(_why_unusable, self, bound, backbone)
-            plan, reason = decide(self, backbone, args, marked, padding_reader_reason, why_unusable, bound.sharing)
-            if reason is not None and reason.instead is not None:
-                backbone.report_fallback(reason.text, reason.instead)
+            replaced = replaced_forward(self, bound.previous)
+            if replaced is not None:
+                replaced = f"{replaced} on the {type(self).__name__} may read what padding has"
+            decision = decide(
+                self, backbone, args, marked, why_positions_are_read(self, kwargs), replaced, bound.sharing
+            )
+            plan = decision.plan
         with use_plan(plan):
             return call_previous(self, ClassifierBinding, args, kwargs)
 
@@ -85,12 +85,3 @@ def _with_pooled(model: Any, call: dict[str, Any]) -> dict[str, Any] | None:
     if on_device is not marks:
         remember(on_device, marks)
     return call | {"shift_labels": on_device}
-
-
-def _why_unusable(model: Any, bound: ClassifierBinding, backbone: BackboneBinding, plan: UnpadPlan) -> str | None:
-    # A call has a plan only while its config asks for the attention that was proven.
-    reason = registry.why_attention_is_not_ours(model, backbone.proven.attention)
-    if reason is not None or not plan.leaves_out:
-        return reason
-    replaced = replaced_forward(model, bound.previous)
-    return None if replaced is None else f"{replaced} on the {type(model).__name__} may read what padding has"

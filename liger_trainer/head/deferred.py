@@ -139,12 +139,10 @@ class DeferredLogits:
     @property
     def may_record(self) -> bool:
         """Return whether operations may be recorded now: on logits that are not real, with the gradients they have."""
-        return not self.is_materialized and (torch.is_grad_enabled() or not self.call_state.grad)
+        return not self.call_state.is_materialized and (torch.is_grad_enabled() or not self.call_state.grad)
 
     def _call_method(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Call the method `name` of these logits. If `RULES` has a rule for it, return another stand-in."""
-        if writes(name):
-            _refuse_write(name)
+        """Call the method `name` of these logits, which only reads. If `RULES` has a rule, return another stand-in."""
         # A method with keywords is recorded only if its rule reads them: another one might change what it computes.
         recorded = None
         if name in RULES and self.may_record and (not kwargs or name in TAKES_KEYWORDS):
@@ -265,6 +263,8 @@ _METHODS = {getattr(torch, name): name for name in ("mul", "div", "tanh", "flatt
 
 
 def _method(name: str) -> Callable:
+    if writes(name):
+        return lambda self, *args, **kwargs: _refuse_write(name)
     return lambda self, *args, **kwargs: self._call_method(name, *args, **kwargs)
 
 
@@ -323,7 +323,7 @@ def materialize(x: Any) -> Any:
 
 def is_deferred(logits: object) -> TypeGuard[DeferredLogits]:
     """Return whether `logits` stands in for logits that have not been computed."""
-    return isinstance(logits, DeferredLogits) and not logits.is_materialized
+    return isinstance(logits, DeferredLogits) and not logits.call_state.is_materialized
 
 
 def _cross_entropy(

@@ -170,26 +170,19 @@ def modules_called_by(head: nn.Module) -> list[nn.Module]:
     return list(dict.fromkeys(modules))
 
 
-def call_within(head: nn.Module, hidden: torch.Tensor, compute: Callable[[torch.Tensor], Any]) -> Any:
-    """Run `compute(hidden)` inside calls of all modules that own parameters of `head`, and return its result."""
-    return _call_inside(modules_called_by(head), hidden, functools.partial(compute, hidden))
+def call_within(
+    head: nn.Module, hidden: torch.Tensor, compute: Callable[[torch.Tensor], Any], owners: list[nn.Module] | None = None
+) -> Any:
+    """Run `compute(hidden)` inside calls of the modules that own parameters of `head`, and return its result.
 
-
-def plain_forward(head: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
-    """Return real logits: run the head's own forward inside a call of the head, even within `intercept`."""
-    inner = innermost(head)
-    run = functools.partial(call_previous, inner, InterceptBinding, (hidden,), {})
-    return _call_inside(list(dict.fromkeys((head, inner))), hidden, run)
-
-
-def _call_inside(owners: list[nn.Module], hidden: torch.Tensor, run: Callable[[], Any]) -> Any:
-    """Run `run()` inside calls of the `owners` that have their parameters gathered by a call.
-
-    These are the units of FSDP, and under ZeRO-3 all modules. They get `hidden` detached: FSDP2 would take the gradient
-    of this argument for the end of the unit's backward pass, and free the weight of a norm in the same unit too early.
-    A unit that is gathered already is not called, since it would take that for another forward pass.
+    `owners` are these modules, the outermost first; unset, all that a call of `head` calls. Called are those that have
+    their parameters gathered by a call: the units of FSDP, and under ZeRO-3 all modules. They get `hidden` detached:
+    FSDP2 would take the gradient of this argument for the end of the unit's backward pass, and free the weight of a
+    norm in the same unit too early. A unit that is gathered already is not called, since it would take that for another
+    forward pass.
     """
-    for owner in reversed(owners):
+    run: Callable[[], Any] = functools.partial(compute, hidden)
+    for owner in reversed(modules_called_by(head) if owners is None else owners):
         sharded_by_fsdp1 = isinstance(owner, FullyShardedDataParallel)
         is_gathered = isinstance(owner, FSDPModule) and not any(isinstance(p, DTensor) for p in owner.parameters())
         if (has_hooks(owner) or sharded_by_fsdp1) and not is_gathered:
@@ -201,6 +194,16 @@ def _call_inside(owners: list[nn.Module], hidden: torch.Tensor, run: Callable[[]
 
 def _ignoring_hidden(run: Callable[[], Any]) -> Callable[[torch.Tensor], Any]:
     return lambda hidden: run()
+
+
+def plain_forward(head: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+    """Return real logits: run the head's own forward inside a call of the head, even within `intercept`."""
+    inner = innermost(head)
+
+    def own_forward(hidden: torch.Tensor) -> torch.Tensor:
+        return call_previous(inner, InterceptBinding, (hidden,), {})
+
+    return call_within(head, hidden, own_forward, list(dict.fromkeys((head, inner))))
 
 
 def _intercepted_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -21,7 +21,7 @@ from liger_trainer.patching.core.guards import Guards, NotProven, code_guards_of
 from liger_trainer.patching.core.hooks import comes_from, home, hook_on
 from liger_trainer.patching.core.own_globals import decorated_like, forward_with_globals, is_decorated_by
 from liger_trainer.patching.core.pattern import PatchMatch, attempt, slot_of
-from liger_trainer.patching.rotary_proof import Rotation, Signature, layouts_of, makes_angles, prove, size_of
+from liger_trainer.patching.rotary_proof import Rotation, Signature, layouts_of, makes_angles, prove
 from liger_triton.rope import misfit, rope_unchecked
 
 OPERATION = "rope"
@@ -190,6 +190,18 @@ def _plans(proven: tuple[Rotation, ...], seen: frozenset[tuple[int, str]]) -> tu
         if widths:
             plans.append((proof, frozenset(widths)))
     return tuple(plans)
+
+
+def size_of(head_size: int, angles: int) -> str | None:
+    """Return the key of `HEAD_SIZES` for a head size and the numbers in a row of cos.
+
+    None where the head is too small.
+    """
+    if head_size <= angles:
+        return "equal" if head_size == angles else None
+    if head_size <= 2 * angles:
+        return "double" if head_size == 2 * angles else "between"
+    return "over"
 
 
 @functools.cache

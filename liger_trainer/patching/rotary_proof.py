@@ -34,18 +34,6 @@ Dtypes = tuple[torch.dtype, torch.dtype]  # of q and k, and of cos and sin
 Case = tuple[list[torch.Tensor], torch.Tensor, torch.Tensor, int]  # [q] or [q, k], cos, sin, unsqueeze_dim
 
 
-def size_of(head_size: int, angles: int) -> str | None:
-    """Return the key of `HEAD_SIZES` for a head size and the numbers in a row of cos.
-
-    None where the head is too small.
-    """
-    if head_size <= angles:
-        return "equal" if head_size == angles else None
-    if head_size <= 2 * angles:
-        return "double" if head_size == 2 * angles else "between"
-    return "over"
-
-
 @dataclass(frozen=True)
 class Geometry:
     """A rotation: the numbers of a head that each angle turns.

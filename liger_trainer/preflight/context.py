@@ -3,10 +3,43 @@
 from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
+import torch
+from transformers import SchedulerType, TrainerCallback
+from transformers.training_args import OptimizerNames
+
+from liger_trainer.base_weights.unloaded import Base
+from liger_trainer.feature import FeatureTrainer
 from liger_trainer.head.module import base_model_of
-from liger_trainer.preflight.sequences import Sequence, read_sequences
+from liger_trainer.patching.core.report import LigerReport
+from liger_trainer.preflight.sequences import Sequence, TrainerWithRows, read_sequences
+
+
+class PreflightArguments(Protocol):
+    """The trainer arguments that the checks read. Some fields of TRL's configs are read too, where there are any."""
+
+    skip_checks: list[str] | None
+    device: torch.device
+    learning_rate: float
+    lr_scheduler_type: str | SchedulerType
+    optim: str | OptimizerNames
+    warmup_steps: float
+
+    def get_warmup_steps(self, num_training_steps: int) -> int:
+        """Return how many of the steps are warm-up."""
+
+
+class PreflightTrainer(FeatureTrainer, TrainerWithRows, Protocol):
+    """The trainer attributes that the checks read. They write none."""
+
+    args: PreflightArguments
+    processing_class: Any  # a tokenizer, a processor of images or None
+    liger_report: LigerReport | None
+    base_checkpoint: Base | None
+
+    def add_callback(self, callback: TrainerCallback) -> None:
+        """Call `callback` at the events of the training."""
 
 
 @dataclass
@@ -14,11 +47,11 @@ class PreflightContext:
     """A trainer right before its first step.
 
     Attributes:
-        trainer: The trainer.
+        trainer (`PreflightTrainer`): The trainer.
         steps (`int`): The number of steps to train.
     """
 
-    trainer: Any
+    trainer: PreflightTrainer
     steps: int
 
     @cached_property

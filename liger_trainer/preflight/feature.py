@@ -9,7 +9,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from liger_trainer._logging import logger
 from liger_trainer.feature import Feature
 from liger_trainer.preflight import model_checks, row_checks, run_checks
-from liger_trainer.preflight.context import PreflightContext
+from liger_trainer.preflight.context import PreflightArguments, PreflightContext, PreflightTrainer
 
 CHECKS: tuple[Callable[[PreflightContext], str | None], ...] = (
     row_checks.nothing_learned,
@@ -38,15 +38,15 @@ class PreflightFields:
     )
 
 
-class Preflight(Feature):
+class Preflight(Feature[PreflightArguments, PreflightTrainer]):
     """Warns before the first step about mistakes that raise no error in training."""
 
-    def check(self, args: Any) -> None:
+    def check(self, args: PreflightArguments) -> None:
         for name in args.skip_checks or ():
             if name not in (*NAMES, "all"):
                 raise ValueError(f"skip_checks has {name!r}; expected names of {', '.join(NAMES)}, or 'all'.")
 
-    def check_trainer(self, trainer: Any) -> None:
+    def check_trainer(self, trainer: PreflightTrainer) -> None:
         if trainer.uses_liger:
             trainer.add_callback(_BeforeFirstStep(trainer))
 
@@ -54,7 +54,7 @@ class Preflight(Feature):
 class _BeforeFirstStep(TrainerCallback):
     """Runs the checks when training begins, because only then are the number of steps and the stop tokens known."""
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: PreflightTrainer) -> None:
         self.trainer = trainer
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:

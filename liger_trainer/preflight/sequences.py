@@ -1,10 +1,11 @@
 """Reads the first rows of a trainer as token ids, and which of them count in the loss."""
 
 import itertools
-from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple, Protocol
 
 from datasets import Dataset
+from torch import nn
 from transformers import DataCollatorForLanguageModeling
 
 from liger_trainer.head.module import base_model_of
@@ -38,7 +39,15 @@ class Sequence(NamedTuple):
         return None if not any(self.learned) else len(self.ids) - 1 - self.learned[::-1].index(True)
 
 
-def read_sequences(trainer: Any, most: int = MOST_ROWS) -> list[Sequence]:
+class TrainerWithRows(Protocol):
+    """The attributes of a trainer from which its rows are read."""
+
+    model: nn.Module
+    train_dataset: Any
+    data_collator: Callable[..., Any]
+
+
+def read_sequences(trainer: TrainerWithRows, most: int = MOST_ROWS) -> list[Sequence]:
     """Return the sequences in the first rows that `trainer` will train on.
 
     Only a `datasets.Dataset` without a user's transform, or a list, is read, because its rows can be read twice. The

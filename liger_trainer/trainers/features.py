@@ -18,6 +18,7 @@ from liger_trainer.memory.feature import CheckpointedTrainer, Checkpointing, Che
 from liger_trainer.memory.summary import CheckpointingSummary
 from liger_trainer.patching.apply import swap_converted
 from liger_trainer.patching.core.report import LigerReport
+from liger_trainer.preflight.context import PreflightArguments, PreflightTrainer
 from liger_trainer.preflight.feature import Preflight, PreflightFields
 from liger_trainer.trainers.compiled_inputs import CompiledArguments, CompiledInputs, CompiledTrainer
 from liger_trainer.trainers.cuda_graphs import CapturedArguments, CapturedTrainer, CudaGraphs, CudaGraphsFields
@@ -29,7 +30,7 @@ from liger_trainer.trainers.optimizer_in_backward import (
     InBackwardFields,
     InBackwardTrainer,
 )
-from liger_trainer.trainers.samples import SampleFields, Samples
+from liger_trainer.trainers.samples import SampledTrainer, SampleFields, Samples, SamplesArguments
 from liger_trainer.trainers.shared_prompts import shared_prompts_of
 from liger_trainer.trainers.sorted_rows import sorting_of
 from liger_trainer.trainers.trackers import TrackedTrainer, Trackers
@@ -173,6 +174,8 @@ class FeatureArguments(
     FilteringArguments,
     Fp8Arguments,
     InBackwardArguments,
+    PreflightArguments,
+    SamplesArguments,
     WalkedArguments,
     Protocol,
 ):
@@ -189,7 +192,9 @@ class FeaturedTrainer(
     FilteringTrainer,
     Fp8Trainer,
     InBackwardTrainer,
+    PreflightTrainer,
     ReportedTrainer,
+    SampledTrainer,
     SavingTrainer,
     TrackedTrainer,
     WalkedTrainer,

@@ -11,15 +11,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState
+from transformers.trainer_callback import CallbackHandler
 
 from liger_trainer._logging import logger
 from liger_trainer.data.answers import Prompt, answer, encode, end_tokens
-from liger_trainer.feature import Feature
+from liger_trainer.feature import Feature, FeatureTrainer
 from liger_trainer.head.module import base_model_of
 
 SAMPLES = "samples.jsonl"
@@ -44,10 +45,35 @@ class SampleFields:
     )
 
 
-class Samples(Feature):
+class SamplesArguments(Protocol):
+    """The trainer arguments of `sample_prompts`."""
+
+    sample_prompts: list[str] | None
+    sample_steps: int
+    sample_max_new_tokens: int
+
+
+class SampledTrainer(FeatureTrainer, Protocol):
+    """The trainer attributes that `sample_prompts` reads. It writes none."""
+
+    args: SamplesArguments
+    model: nn.Module
+    processing_class: Any  # a tokenizer, a processor of images or None
+    callback_handler: CallbackHandler
+    rows_are_chats: bool
+    system_prompt: str | None
+
+    def add_callback(self, callback: TrainerCallback) -> None:
+        """Call `callback` at the events of the training."""
+
+    def get_tp_size(self) -> int:
+        """Return how many processes hold parts of each layer."""
+
+
+class Samples(Feature[SamplesArguments, SampledTrainer]):
     """Answers `sample_prompts` while a trainer trains."""
 
-    def check(self, args: Any) -> None:
+    def check(self, args: SamplesArguments) -> None:
         prompts = args.sample_prompts
         if prompts is not None and not _is_list_of_texts(prompts):
             raise ValueError(f"sample_prompts is {prompts!r}; expected a list of texts. Put each prompt into it.")
@@ -57,7 +83,7 @@ class Samples(Feature):
             if getattr(args, name) < 1:
                 raise ValueError(f"{name} is {getattr(args, name)}; expected 1 or more.")
 
-    def check_trainer(self, trainer: Any) -> None:
+    def check_trainer(self, trainer: SampledTrainer) -> None:
         prompts = getattr(trainer.args, "sample_prompts", None)  # stock arguments have no such field
         if not prompts:
             return
@@ -96,7 +122,7 @@ def _is_position_table(name: str, tensor: torch.Tensor, limit: int) -> bool:
     return rows_before in (0, 1, 2) and ("pos" in name or "wpe" in name)
 
 
-def _why_no_answers(trainer: Any) -> str | None:
+def _why_no_answers(trainer: SampledTrainer) -> str | None:
     if getattr(trainer.processing_class, "tokenizer", trainer.processing_class) is None:
         return "the trainer has no processing_class to tokenize them"
     if not hasattr(base_model_of(trainer.model), "generate"):
@@ -111,7 +137,7 @@ def _why_no_answers(trainer: Any) -> str | None:
 class _SampleCallback(TrainerCallback):
     """Answers the prompts on the main process."""
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: SampledTrainer) -> None:
         self.trainer = trainer
         self._said_out_of_memory = False
 
@@ -199,7 +225,7 @@ class _SampleCallback(TrainerCallback):
                 callback.on_log(args, state, control, model=self.trainer.model, logs=logs)
 
 
-def _as_trained(text: str, trainer: Any, tokenizer: Any) -> Prompt:
+def _as_trained(text: str, trainer: SampledTrainer, tokenizer: Any) -> Prompt:
     """Return the prompt in the form of the rows: as a message after their system prompt, or as text."""
     if not trainer.rows_are_chats or not tokenizer.chat_template:
         return text

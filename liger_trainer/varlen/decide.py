@@ -7,7 +7,6 @@ Then the batch goes through as it is, and the report names the reason.
 """
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,6 +15,7 @@ from torch import nn
 
 from liger_trainer.patching.core.binding import Binding
 from liger_trainer.patching.core.hooks import hook_on, with_hooks
+from liger_trainer.varlen import registry
 from liger_trainer.varlen.graphs.backbone_graphs import BackboneGraphs
 from liger_trainer.varlen.graphs.step_graphs import current_graphs
 from liger_trainer.varlen.groups import SharingRule
@@ -83,7 +83,7 @@ class BackboneCall:
         args (`tuple`): Arguments by position.
         call (`dict`): Arguments by name.
         padding_reader_reason (`str` or None): Which output of the call covers every position, including padding.
-        why_unusable (`Callable`): Returns why code around the backbone forbids a plan, or None.
+        missed_padding_reason (`str` or None): Which code around the backbone would see zeros for padding.
         graphs (`BackboneGraphs` or None): The captures of the backbone, within the step of a trainer.
         sharing (`SharingRule` or None): When rows share their prompt. None: never.
     """
@@ -94,7 +94,7 @@ class BackboneCall:
     args: tuple
     call: dict[str, Any]
     padding_reader_reason: str | None
-    why_unusable: Callable[[UnpadPlan], str | None]
+    missed_padding_reason: str | None
     graphs: BackboneGraphs | None = None
     sharing: SharingRule | None = None
 
@@ -141,73 +141,52 @@ def _why_unshared(asked: BackboneCall, plan: UnpadPlan) -> str | None:
     return what_is_random(asked.model, without_head(asked.model))
 
 
-def _not_in_force(asked: BackboneCall) -> Reason | None:
-    if asked.bound.fallback_active:
+_ROWS_UNKNOWN = Reason("its rows are not known")
+
+
+def _why_as_it_is(asked: BackboneCall) -> Reason | None:
+    """Return why the batch goes through the backbone as it is, or None.
+
+    The order of the checks matters: each relies on what those above it have ruled out.
+    """
+    model, call = asked.model, asked.call
+    bound, proven = asked.bound, asked.bound.proven
+    if bound.fallback_active:
         return Reason("its own code has to run since an earlier call")
     if asked.args:
         return Reason("arguments are given by position")
-    return None
 
-
-def _padding_is_read(asked: BackboneCall) -> Reason | None:
-    if (
-        asked.padding_reader_reason is not None
-        and asked.call.get("attention_mask") is not None
-        and not asked.has_no_padding
-    ):
-        trains = asked.model.training and torch.is_grad_enabled()  # evaluation and generation want logits
+    # What the call returns.
+    is_padded = call.get("attention_mask") is not None
+    if asked.padding_reader_reason is not None and is_padded and not asked.has_no_padding:
+        trains = model.training and torch.is_grad_enabled()  # evaluation and generation want logits
         return Reason(asked.padding_reader_reason, COMPUTES_PADDING if trains else None)
-    return None
 
-
-def _rows_unknown(asked: BackboneCall) -> Reason | None:
-    return Reason("its rows are not known") if asked.plan is None else None
-
-
-def _keeps_padding(asked: BackboneCall) -> Reason | None:
-    reason = asked.bound.proven.padding_reason
-    return None if reason is None or asked.has_no_padding else Reason(reason)
-
-
-def _returns_attention(asked: BackboneCall) -> Reason | None:
-    if asked.bound.proven.attention != "eager":
-        return None
-    wants = asked.call.get("output_attentions") or _of_config(asked.model.config, "output_attentions")
-    return Reason("it returns the weights of attention") if wants else None
-
-
-def _turns_by_length(asked: BackboneCall) -> Reason | None:
-    assert asked.plan is not None, "an earlier check has looked"
-    reaches_end = asked.plan.reaches_end and asked.call.get("position_ids") is None
-    if asked.plan.leaves_out and not reaches_end and rotates_by_length(asked.model.config):
+    # Its rows.
+    plan = asked.plan
+    if plan is None:
+        return _ROWS_UNKNOWN
+    if proven.padding_reason is not None and not asked.has_no_padding:
+        return Reason(proven.padding_reason)
+    if proven.attention == "eager" and (call.get("output_attentions") or _of_config(model.config, "output_attentions")):
+        return Reason("it returns the weights of attention")
+    reaches_end = plan.reaches_end and call.get("position_ids") is None
+    if plan.leaves_out and not reaches_end and rotates_by_length(model.config):
         return Reason("its rotary frequencies depend on the longest position, padding included")
-    return None
 
-
-def _code_is_unknown(asked: BackboneCall) -> Reason | None:
-    """Check the code that runs. If nothing has changed since a capture, that code was checked before the capture."""
-    assert asked.plan is not None, "an earlier check has looked"
-    why = asked.why_unusable(asked.plan)
+    # The code that runs. If nothing has changed since a capture, that code was checked before the capture.
+    # A call has a plan only while its config asks for the attention that was proven.
+    why = registry.why_attention_is_not_ours(model, proven.attention)
+    if why is None and plan.leaves_out:
+        why = asked.missed_padding_reason
     unchanged = asked.graphs is not None and asked.graphs.find_snapshot()
     if why is None and not unchanged:
-        why = _why_whole(asked.model, asked.backbone, asked.bound)
+        why = _why_whole(model, asked.backbone, bound)
     if why is None:
         return None
-    if asked.bound.proven.mixes_rows and not asked.plan.leaves_out and not asked.has_no_padding:
-        raise MixedRows.of(asked.bound, why)
+    if proven.mixes_rows and not plan.leaves_out and not asked.has_no_padding:
+        raise MixedRows.of(bound, why)
     return Reason(why, "attends with masks" if asked.has_no_padding else COMPUTES_PADDING)
-
-
-# In this order. The first that gives a reason decides, and later ones rely on the earlier.
-_CHECKS = (
-    _not_in_force,
-    _padding_is_read,
-    _rows_unknown,
-    _keeps_padding,
-    _returns_attention,
-    _turns_by_length,
-    _code_is_unknown,
-)
 
 
 def decide(
@@ -216,30 +195,35 @@ def decide(
     args: tuple,
     call: dict[str, Any],
     padding_reader_reason: str | None,
-    why_unusable: Callable[[UnpadPlan], str | None],
+    missed_padding_reason: str | None,
     sharing: SharingRule | None = None,
 ) -> Decision:
-    """Decide how a call of `model` goes through its backbone. For the arguments see `BackboneCall`.
+    """Decide how a call of `model` goes through its backbone, and report why one in training has no plan.
+
+    For the arguments see `BackboneCall`.
 
     Raises:
         ValueError: The rows of a packed row would see each other in the model's own code, which has to run.
     """
     backbone: Any = bound.module.to()
-    asked = BackboneCall(model, backbone, bound, args, call, padding_reader_reason, why_unusable, sharing=sharing)
+    asked = BackboneCall(
+        model, backbone, bound, args, call, padding_reader_reason, missed_padding_reason, sharing=sharing
+    )
     step = current_graphs()
     if step is not None:
         asked.graphs = step.of(backbone, functools.partial(without_head, model), bound.proven.keeps_state)
-    for check in _CHECKS:
-        reason = check(asked)
-        if reason is not None:
-            # The stock layers would silently carry their state into the next row.
-            if bound.proven.keeps_state and holds_packed_rows(call):
-                needs = "; use_cache has to be False" if check is _rows_unknown else ""
-                raise MixedRows.of(bound, reason.text + needs)
-            if asked.graphs is not None and torch.is_grad_enabled():  # generation would count each token
-                asked.graphs.summary.count(reason.text)
-            return Decision(None, reason)
-    assert asked.plan is not None, "a check has looked"
+    reason = _why_as_it_is(asked)
+    if reason is not None:
+        # The stock layers would silently carry their state into the next row.
+        if bound.proven.keeps_state and holds_packed_rows(call):
+            needs = "; use_cache has to be False" if reason is _ROWS_UNKNOWN else ""
+            raise MixedRows.of(bound, reason.text + needs)
+        if asked.graphs is not None and torch.is_grad_enabled():  # generation would count each token
+            asked.graphs.summary.count(reason.text)
+        if reason.instead is not None:
+            bound.report_fallback(reason.text, reason.instead)
+        return Decision(None, reason)
+    assert asked.plan is not None, "a call without a plan has a reason"
     if asked.graphs is not None:
         why = _why_never_captured(asked, bool(asked.plan.saved))
         if why is None:

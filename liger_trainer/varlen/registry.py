@@ -25,7 +25,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 
 from liger_trainer.patching.core.hooks import comes_from
 from liger_trainer.varlen.attention import attend_by_rows, refuse_rows
-from liger_trainer.varlen.rows import row_mask
+from liger_trainer.varlen.rows import RowMask, row_mask
 from liger_trainer.varlen.segments import attend_in_segments, current_segments
 from liger_trainer.varlen.unpad_plan import cache_of
 
@@ -45,9 +45,10 @@ def sdpa_attention(
 
     Every patched model runs this under the name `sdpa`. It takes and returns what `sdpa_attention_forward` does.
     """
-    segments = current_segments()
-    if segments is not None:
-        return attend_in_segments(segments, query, key, value, attention_mask, *args, **kwargs)
+    if not isinstance(attention_mask, RowMask):  # which a decoder's layers have: they are in no tower
+        segments = current_segments()
+        if segments is not None:
+            return attend_in_segments(segments, query, key, value, attention_mask, *args, **kwargs)
     return attend_by_rows(sdpa_attention_forward, module, query, key, value, attention_mask, *args, **kwargs)
 
 

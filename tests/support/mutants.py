@@ -19,7 +19,7 @@ MUTANTS = (
     ("liger_trainer/head/recorded.py", "now is not None and now != version", "False", T + "head"),
     ("liger_trainer/head/recorded.py", "abs(logits.softcap * scale)", "logits.softcap * scale", T + "head"),
     ("liger_trainer/head/answers.py", "if _gradient_modes() != self._gradient_modes:", "if False:", T + "head"),
-    ("liger_trainer/head/answers.py", "return mask.sum().clamp(min=1)", "return mask.sum()", T + "head"),
+    ("liger_trainer/head/answers.py", "count = mask.sum().clamp(min=1)", "count = mask.sum()", T + "head"),
     ("liger_trainer/head/module.py", "        if outer is not None:", "        if False:", T + "head"),
     ("liger_trainer/varlen/plan_batch.py", "(runs > 1).any() or ", "", T + "varlen/test_padding.py"),
     ("liger_trainer/varlen/plan_batch.py", "(predicting & ~real).any()", "False", T + "varlen/test_padding.py"),

@@ -67,9 +67,11 @@ def hook_on(module: nn.Module, ours: Binding | None = None, allowed: tuple[str, 
 
 def replaced_forward(module: nn.Module, forward: Any, allowed: tuple[str, ...] = ()) -> str | None:
     """Describe `forward`, which `module` has in place of its class's own one; None where it is the module's code."""
+    if forward is None:
+        return None
     function = _function(forward)
     not_counted = (*_HOOKS_THAT_MISS_NOTHING, *allowed)
-    if forward is None or function is type(module).forward or home(function).startswith(not_counted):
+    if function is type(module).forward or home(function).startswith(not_counted):
         return None
     return f"a forward of its own ({_name(function)})"
 

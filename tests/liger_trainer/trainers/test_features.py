@@ -1,12 +1,14 @@
 """Every trainer has what its features' protocols say. mypy compares the protocols with what the features use."""
 
 import inspect
+from typing import Any, get_args, get_origin, get_type_hints
 
 import pytest
 from tiny_models import collate, ragged_rows, tiny_model
 
 from liger_trainer import LigerTrainer, LigerTrainingArguments
-from liger_trainer.trainers.features import FeatureArguments, FeaturedTrainer
+from liger_trainer.feature import Feature
+from liger_trainer.trainers.features import FEATURES, FeatureArguments, FeaturedTrainer
 
 
 def members_of(protocol):
@@ -33,3 +35,17 @@ def test_a_trainer_has_it(name, trainer):
 @pytest.mark.parametrize("name", members_of(FeatureArguments))
 def test_the_arguments_have_it(name, trainer):
     assert hasattr(trainer.args, name)
+
+
+@pytest.mark.parametrize("feature", [type(feature) for feature in FEATURES], ids=lambda feature: feature.__name__)
+def test_a_feature_says_what_it_reads_and_writes(feature):
+    """By the protocols of its base, which its methods take: what is `Any` to mypy could read and write everything."""
+    bases = [base for base in vars(feature).get("__orig_bases__", ()) if get_origin(base) is Feature]
+    assert bases, f"{feature.__name__} does not name the protocols of its arguments and its trainer"
+    arguments, its_trainer = get_args(bases[0])
+    assert Any not in (arguments, its_trainer)
+    for name in vars(Feature).keys() & vars(feature).keys():
+        if inspect.isfunction(vars(feature)[name]):
+            hints = get_type_hints(vars(feature)[name])
+            assert hints.get("args", arguments) is arguments, name
+            assert hints.get("trainer", its_trainer) is its_trainer, name
