@@ -1,9 +1,11 @@
-"""Medusa heads on a real model: how much more a forward pass yields on held-out prompts.
+"""Medusa heads or a drafter on a real model: how much more a forward pass yields on held-out prompts.
 
     python benchmarks/medusa_real.py --data alpaca_en_demo.json [--json FILE]
+    python benchmarks/medusa_real.py --kind eagle --data alpaca_en_demo.json
 
-The model answers nine tenths of the prompts greedily, and heads are trained on those answers. They are measured on the
-other prompts, before and after training, with the same seed, all in fp32. `--data` holds rows in the form that
+The model answers nine tenths of the prompts greedily, and heads are trained on those answers: Medusa's, or with `--kind
+eagle` an EAGLE-3 drafter that guesses as many tokens. They are measured on the other prompts, before and after
+training, with the same seed, all in fp32. `--data` holds rows in the form that
 `liger-trainer medusa-eval --prompts` takes.
 """
 
@@ -17,9 +19,11 @@ import torch
 from _measure import DEVICE, Record, arguments, table
 from _models import trained
 
-from liger_trainer import LigerMedusaConfig, LigerMedusaTrainer
+from liger_trainer import LigerEagleConfig, LigerEagleTrainer, LigerMedusaConfig, LigerMedusaTrainer
 from liger_trainer.command.tools.heads import read_prompts
 from liger_trainer.data.answers import answer, encode, end_tokens
+from liger_trainer.eagle.evaluate import evaluate as evaluate_drafter
+from liger_trainer.eagle.fresh import drafter_of
 from liger_trainer.medusa.evaluate import evaluate
 from liger_trainer.medusa.heads import heads_of
 
@@ -54,11 +58,18 @@ def answered(model, tokenizer, prompts, ends, options):
 def trainer_of(model, tokenizer, rows, options):
     from datasets import Dataset
 
-    args = LigerMedusaConfig(
+    if options.kind == "eagle":
+        config_class, trainer_class = LigerEagleConfig, LigerEagleTrainer
+        own = {"eagle_steps": options.heads, "eagle_draft_vocab_size": options.draft_vocab}
+    else:
+        config_class, trainer_class = LigerMedusaConfig, LigerMedusaTrainer
+        own = {
+            "medusa_num_heads": options.heads,
+            "medusa_tied": options.projection == "tied",
+            "medusa_targets": options.targets,
+        }
+    args = config_class(
         output_dir=tempfile.mkdtemp(),
-        medusa_num_heads=options.heads,
-        medusa_tied=options.projection == "tied",
-        medusa_targets=options.targets,
         max_length=1024,
         num_train_epochs=options.epochs,
         per_device_train_batch_size=options.batch,
@@ -74,8 +85,17 @@ def trainer_of(model, tokenizer, rows, options):
         use_cpu=DEVICE == "cpu",
         disable_tqdm=True,
         gradient_checkpointing=False,
+        **own,
     )
-    return LigerMedusaTrainer(model, args, train_dataset=Dataset.from_list(rows), processing_class=tokenizer)
+    return trainer_class(model, args, train_dataset=Dataset.from_list(rows), processing_class=tokenizer)
+
+
+def measured(model, prompts, ends, options):
+    """The report on the heads that `model` has."""
+    common = {"max_new_tokens": options.max_new_tokens, "batch_size": options.answer_batch}
+    if options.kind == "eagle":
+        return evaluate_drafter(model, drafter_of(model), prompts, ends, steps=options.heads, **common)
+    return evaluate(model, heads_of(model), prompts, ends, **common)
 
 
 def main(argv=None):
@@ -85,7 +105,9 @@ def main(argv=None):
     parser.add_argument("--rows", type=int, help="the first so many prompts only")
     parser.add_argument("--max-new-tokens", type=int, default=256)
     parser.add_argument("--answer-batch", type=int, default=256, help="prompts answered at once")
-    parser.add_argument("--heads", type=int, default=3)
+    parser.add_argument("--kind", default="medusa", choices=("medusa", "eagle"))
+    parser.add_argument("--heads", type=int, default=3, help="tokens that are guessed for a pass")
+    parser.add_argument("--draft-vocab", type=int, default=16384, help="of a drafter")
     parser.add_argument("--projection", default="tied", choices=("tied", "untied"))
     parser.add_argument("--targets", default="hard", choices=("hard", "soft"))
     parser.add_argument("--epochs", type=float, default=20)
@@ -94,7 +116,8 @@ def main(argv=None):
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(argv)
 
-    record = Record("medusa_real", Path(options.model).name, options.json, argv=argv)
+    case = Path(options.model).name + ("-eagle" if options.kind == "eagle" else "")
+    record = Record("medusa_real", case, options.json, argv=argv)
     start, seconds = time.perf_counter(), {}
 
     def lap(name):
@@ -112,26 +135,17 @@ def main(argv=None):
 
     trainer = trainer_of(model, tokenizer, rows, options)
 
-    def measure():
-        return evaluate(
-            trainer.model,
-            heads_of(trainer.model),
-            [encode(tokenizer, prompt) for prompt in held_out],
-            ends,
-            max_new_tokens=options.max_new_tokens,
-            batch_size=options.answer_batch,
-        )
-
-    before = measure()
+    unseen = [encode(tokenizer, prompt) for prompt in held_out]
+    before = measured(trainer.model, unseen, ends, options)
     lap("evaluation before")
     trainer.train()
     lap(f"training, {trainer.state.global_step} steps")
-    after = measure()
+    after = measured(trainer.model, unseen, ends, options)
     lap("evaluation after")
 
     print(f"\n{after}\n")
     compared = [
-        {"what": f"head {k + 1} accuracy", "before": before.accuracy[k], "after": after.accuracy[k]}
+        {"what": f"head {k + 1}, accuracy", "before": before.accuracy[k], "after": after.accuracy[k]}
         for k in range(options.heads)
     ]
     compared += [{"what": "tokens a pass", "before": before.tokens_per_pass, "after": after.tokens_per_pass}]

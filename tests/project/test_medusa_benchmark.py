@@ -7,6 +7,7 @@ import matplotlib
 import pytest
 from benchmark_scripts import benchmarks_on_path  # noqa: F401
 from recipe_fixtures import write_model, write_rows
+from tiny_models import tiny_model
 
 
 def test_arms_agree_and_a_wrong_one_is_flagged(tmp_path):
@@ -42,19 +43,20 @@ def test_arms_agree_and_a_wrong_one_is_flagged(tmp_path):
     assert (tmp_path / "medusa.png").stat().st_size > 10_000
 
 
-def test_real(tmp_path, capsys):
+@pytest.mark.parametrize("kind", ["medusa", "eagle"])
+def test_real(kind, tmp_path, capsys):
     import medusa_real
 
     write_model(tmp_path / "model")
     write_rows(tmp_path / "rows.jsonl", 20)
     # A random model seldom ends an answer, so it ends with one token in five.
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    model = tiny_model("llama", num_hidden_layers=7)  # enough for the layers that a drafter reads
     model.generation_config.eos_token_id = list(range(0, 131, 5))
     model.save_pretrained(tmp_path / "model")
     medusa_real.main(
         [
+            "--kind",
+            kind,
             "--model",
             str(tmp_path / "model"),
             "--data",
