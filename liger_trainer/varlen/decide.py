@@ -228,7 +228,8 @@ def decide(
     asked = BackboneCall(model, backbone, bound, args, call, padding_reader_reason, why_unusable, sharing=sharing)
     step = current_graphs()
     if step is not None:
-        asked.graphs = step.of(backbone, functools.partial(without_head, model), bound.proven.keeps_state)
+        proven, around = bound.proven, functools.partial(without_head, model)
+        asked.graphs = step.of(backbone, around, proven.keeps_state, proven.per_layer)
     for check in _CHECKS:
         reason = check(asked)
         if reason is not None:
