@@ -192,3 +192,19 @@ def images_of(model, side="right"):
 
 def no_images(call):
     return call | {"mm_token_type_ids": torch.zeros_like(call["input_ids"])}
+
+
+def gemma3n_model():
+    """Gemma 3n: embeddings for each layer, shared keys and values, and layers that leave out most of their MLP."""
+    types = ["sliding_attention", "full_attention"] * 2 + ["full_attention"]
+    own = {
+        "activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.0, 0.0],
+        "laurel_rank": 8,
+        "hidden_size_per_layer_input": 8,
+    }
+    sizes = {name: size for name, size in SIZES.items() if not name.startswith("global")}
+    sizes |= {"head_dim": 16, "intermediate_size": [48] * 5, "num_key_value_heads": 2}
+    config = AutoConfig.for_model(
+        "gemma3n_text", **sizes, **own, num_hidden_layers=5, layer_types=types, num_kv_shared_layers=1
+    )
+    return drawn(config)

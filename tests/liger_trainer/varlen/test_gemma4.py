@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from architectures import SMALL
-from gemma4_models import CHECKPOINTS, images_of, no_images, text_model, whole_model
+from gemma4_models import CHECKPOINTS, gemma3n_model, images_of, no_images, text_model, whole_model
 from image_models import image_step
 from transformers import CONFIG_MAPPING, AutoConfig, DataCollatorWithFlattening
 from varlen_batches import ON, assert_same_step, batch, rows_of
@@ -145,3 +145,27 @@ def test_packing_rows_with_images_that_see_themselves_is_an_error():
     trainer = types.SimpleNamespace(args=args, train_dataset=[], model=model, liger_report=report, data_collator=None)
     with pytest.raises(ValueError, match="computes padding: tokens of an image see each other. Set packing to False"):
         pack_images(trainer)
+
+
+def test_gemma_3n(tokens):
+    """Its MLPs have a size for each layer, and some leave out most of it: the small copy has layers of both kinds."""
+    model = gemma3n_model()
+    calls = (batch(), batch(side="left"), packed(batch()))
+    want = [image_step(model, call) for call in calls]
+    report = apply_liger(model, ON)["varlen_attention"]
+    assert not report.unsuited and not report.skipped, report
+    tokens.clear()
+    for call, wanted in zip(calls, want, strict=True):
+        assert_same_step(image_step(model, call), wanted)
+    assert tokens == [41] * 3
+
+
+def test_of_the_sizes_of_gemma_3n_there_is_a_small_copy():
+    module = gemma3n_model().base_model
+    module.config = AutoConfig.for_model("gemma3n_text")
+    small = small_copy(module, 0, "sdpa").config
+    kinds = list(zip(small.layer_types, (share > 0 for share in small.activation_sparsity_pattern), strict=True))
+    assert set(kinds) == {
+        (kind, sparse) for kind in ("sliding_attention", "full_attention") for sparse in (True, False)
+    }
+    assert small.num_kv_shared_layers == 2 and set(small.intermediate_size) == {48}

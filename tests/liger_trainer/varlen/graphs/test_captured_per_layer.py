@@ -7,7 +7,7 @@ import copy
 
 import pytest
 import torch
-from gemma4_models import images_of, text_model, whole_model
+from gemma4_models import gemma3n_model, images_of, text_model, whole_model
 from peft import LoraConfig, get_peft_model
 from rerun_recorder import RerunRecorder
 from transformers import CONFIG_MAPPING
@@ -202,6 +202,17 @@ def test_only_models_that_have_them_get_embeddings_for_each_layer():
         apply_liger(model)
         proven = BackboneBinding.of(model.model).proven
         assert (proven.per_layer, proven.no_capture_reason) == (found, None), name
+
+
+def test_gemma_3n_is_not_captured():
+    """It takes the square root of the mean square of an embedding, so that a filling row of zeros would give NaN."""
+    model, graphs = patched(gemma3n_model()), graphs_of()
+    proven = BackboneBinding.of(model.model).proven
+    assert (proven.per_layer, proven.padding_reason, proven.no_capture_reason) == ((TABLE,), None, None)
+    assert_same_steps(model, map(batch, (SIZES[0], *SIZES[:2])), graphs)
+    summary = graphs.summary.to_dict()
+    assert graphs.summary.replayed == 0
+    assert any("embeddings of zero" in reason for reason in summary["calls_not_captured"]), summary
 
 
 # Heads of 512
