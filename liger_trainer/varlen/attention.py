@@ -6,7 +6,9 @@ transformers' models ask one registry for their attention function and another f
 
 - plain causal attention over rows of one length: PyTorch's SDPA, the fastest there
 - rows of several lengths, and sliding windows: the kernel under `torch.nn.attention.varlen`, which skips what is not
-  seen. On CPUs, and for dropout, dtypes and head sizes that it does not know, SDPA for each row by itself
+  seen
+- rows of several lengths with heads of more than 256: SDPA's memory-efficient kernel, which takes offsets too
+- on CPUs, and for dropout and dtypes that neither knows, SDPA for each row by itself
 - sinks and soft caps: `liger_triton.row_attention`
 - a window at least as long as the longest row is plain causal, and each chunk becomes a row
 
@@ -88,6 +90,8 @@ def _by_rows(query, key, value, mask: RowMask, dropout=0.0, scaling=None, softca
     elif kernel_takes(query, key, value, dropout):
         left = -1 if window is None else window - 1
         out = by_kernel(query, key, value, rows.offsets, rows.longest, scaling, window is None, (left, 0))
+    elif window is None and large_kernel_takes(query, key, value, dropout):
+        out = by_large_kernel(query, key, value, rows.offsets, rows.longest, scaling)
     else:
         out = _row_by_row(query, key, value, rows, window, dropout, scaling)
     # Some models take a view of it, and SDPA's result for one row, or a slice of wider heads, is not contiguous.
@@ -194,6 +198,51 @@ def by_kernel(query, key, value, offsets, longest: int, scaling, causal: bool, w
         window_size_right=window[1],
     )
     return out if width == out.shape[-1] else out[..., :width]
+
+
+def large_kernel_takes(query, key, value, dropout) -> bool:
+    """Return whether `by_large_kernel` attends to these tensors, as far as PyTorch may choose that kernel for SDPA."""
+    if (
+        query.shape[-1] <= _MOST_HEAD_DIM
+        or not query.is_cuda
+        or torch.version.hip is not None
+        or query.dtype not in (torch.bfloat16, torch.float16)
+        or not query.dtype == key.dtype == value.dtype
+        or dropout != 0.0
+    ):
+        return False
+    key, value, _ = _grouped(query, key[:, :, :1], value[:, :, :1])  # whether it takes them, one token says too
+    asked = torch.backends.cuda.SDPAParams(query[:, :, :1], key, value, None, 0.0, True, False)
+    return torch.backends.cuda.can_use_efficient_attention(asked)
+
+
+def by_large_kernel(query, key, value, offsets, longest: int, scaling):
+    """(T, Hq, Dv), causal in rows that begin at `offsets`, the end included, with heads of more than 256.
+
+    It is the kernel that SDPA chooses for rows of one length with such heads.
+    """
+    groups = query.shape[1] // key.shape[1]
+    query, key, value = (flat(x)[None] for x in (query, key, value))
+    if groups > 1:  # the kernel takes as many heads of keys as of queries
+        key, value = (x.repeat_interleave(groups, 2) for x in (key, value))
+    offsets = offsets.to(query.device)
+    longest = min(longest, query.shape[1])  # a captured size has room for more; the kernel refuses that
+    causal_from_top_left = 1
+    out, *_ = torch.ops.aten._efficient_attention_forward(
+        query,
+        key,
+        value,
+        None,
+        offsets,
+        offsets,
+        longest,
+        longest,
+        0.0,
+        causal_from_top_left,
+        torch.is_grad_enabled(),
+        scale=scaling,
+    )
+    return out[0]
 
 
 def _near(length: int, window: int, device: torch.device) -> torch.Tensor | None:

@@ -211,7 +211,9 @@ def decide(
     )
     step = current_graphs()
     if step is not None:
-        asked.graphs = step.of(backbone, functools.partial(without_head, model), bound.proven.keeps_state)
+        proven = bound.proven
+        around = functools.partial(without_head, model)
+        asked.graphs = step.of(backbone, around, proven.keeps_state, proven.per_layer)
     reason = _why_as_it_is(asked)
     if reason is not None:
         # The stock layers would silently carry their state into the next row.

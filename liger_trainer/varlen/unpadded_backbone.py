@@ -11,9 +11,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import torch
-
 from liger_trainer.patching.core.binding import Binding, SupportsGuardCheck, call_previous, in_place_of
+from liger_trainer.varlen.graphs.input_embeddings import Embedded
 from liger_trainer.varlen.rows import AttentionKind, NotForRows, use_rows
 from liger_trainer.varlen.shared_prompts import SharedPrompts
 from liger_trainer.varlen.unpad_plan import UnpadPlan, current_plan, use_plan
@@ -35,6 +34,7 @@ class BackboneProof(NamedTuple):
             at the embeddings, and some backbones compute something else from embeddings than from their ids.
         sees_both_ways (`bool`): Whether tokens of an image see each other, so that a batch of images stays as it is.
         sharing_proof_reason (`str` or None): Why rows that begin alike share nothing, or None.
+        per_layer (`tuple[str, ...]`): The modules of the backbone that make embeddings for each layer from ids.
     """
 
     attention: str
@@ -46,6 +46,7 @@ class BackboneProof(NamedTuple):
     no_capture_reason: str | None = None
     sees_both_ways: bool = False
     sharing_proof_reason: str | None = None
+    per_layer: tuple[str, ...] = ()
 
     @property
     def keeps_state(self) -> bool:
@@ -175,11 +176,11 @@ def _run(backbone, bound: BackboneBinding, plan: UnpadPlan, call: dict[str, Any]
             return state_forward(backbone, **given)
         return bound.call_previous((), given)
 
-    def run_uncaptured(embeds: torch.Tensor | None = None):
-        """Run its own code, from `embeds` where its input embedding has run already."""
+    def run_uncaptured(embedded: Embedded | None = None):
+        """Run its own code, from `embedded` where its input embeddings have run already."""
         given = call if plan.only_replayed else packed
-        if embeds is not None:
-            given = {name: value for name, value in given.items() if name != "input_ids"} | {"inputs_embeds": embeds}
+        if embedded is not None:
+            given = embedded.in_place_of_ids(given)
         if plan.only_replayed:
             return own_forward(**given)
         with use_rows(plan.rows):

@@ -21,7 +21,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -30,6 +30,7 @@ from liger_trainer._logging import logger
 from liger_trainer.varlen.graphs.capture_summary import CaptureSummary
 from liger_trainer.varlen.graphs.graph_capture import DoesNotPay, GraphCapture
 from liger_trainer.varlen.graphs.graph_recorder import GraphRecorder
+from liger_trainer.varlen.graphs.input_embeddings import PER_LAYER, Embedded, InputEmbeddings
 from liger_trainer.varlen.graphs.refusals import NotCapturable, refuse_hooks, refuse_process
 from liger_trainer.varlen.graphs.replay import Replayed
 from liger_trainer.varlen.graphs.side_effects import SideEffects
@@ -51,7 +52,7 @@ MOST_SIZES = 16  # in each mode
 # transformers passes these on to a backbone, but no layer in a proof reads them.
 _UNREAD = ("num_items_in_batch", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 _ROUTERS = "output_router_logits"  # the only output of graphs other than hidden states
-_STATIC_INPUTS = ("input_ids", "inputs_embeds", "position_ids", "attention_mask", "use_cache")
+_STATIC_INPUTS = ("input_ids", "inputs_embeds", PER_LAYER, "position_ids", "attention_mask", "use_cache")
 
 
 @dataclass
@@ -81,11 +82,12 @@ class BackboneGraphs:
     """The captures of one backbone in one training.
 
     Args:
-        backbone (`nn.Module`): The backbone. Its input embedding is not captured.
+        backbone (`nn.Module`): The backbone. Its input embeddings are not captured.
         around (`Callable`): Lists the current modules that affect calls of the backbone.
         recorder (`GraphRecorder`): The recorder of the device.
         summary (`CaptureSummary`): The summary for the training report.
         keeps_state (`bool`, *optional*, defaults to `False`): Whether layers of the backbone keep a state.
+        per_layer (`tuple[str, ...]`, *optional*): See `InputEmbeddings`.
     """
 
     def __init__(
@@ -95,8 +97,10 @@ class BackboneGraphs:
         recorder: GraphRecorder,
         summary: CaptureSummary,
         keeps_state: bool = False,
+        per_layer: tuple[str, ...] = (),
     ):
         self.backbone = backbone
+        self.inputs = InputEmbeddings(backbone, per_layer)
         self.keeps_state = keeps_state
         self.around = around
         self.recorder = recorder
@@ -139,7 +143,7 @@ class BackboneGraphs:
 
         Args:
             forward (`Callable`): The forward of the backbone.
-            run_uncaptured (`Callable`): Runs the backbone's own code for this call, from embeddings if it gets them.
+            run_uncaptured (`Callable`): Runs the backbone's own code for this call, from `Embedded` if it gets them.
             rows (`Rows`): The rows of the call.
             call (`dict`): Its arguments: `input_ids` (B, S) or `inputs_embeds` (B, S, H), in one row of real tokens or
                 in rows without padding.
@@ -147,13 +151,11 @@ class BackboneGraphs:
         try:
             self._refuse_now()
             constants = constants_of(call)
+            embedded = self.inputs.of(call)
         except NotCapturable as reason:
             self.summary.count(str(reason))
             return run_uncaptured()
-        embeds = call.get("inputs_embeds")
-        if embeds is None:
-            embeds = self.backbone.get_input_embeddings()(call["input_ids"])
-        batch, shape = _batch_of(rows, embeds, call)
+        batch, shape = _batch_of(rows, embedded, call)
         self._begun = None
         if self._snapshot is None:  # the call may have put the model into evaluation mode since, as Medusa's does
             self.find_snapshot()
@@ -163,8 +165,8 @@ class BackboneGraphs:
         except NotCapturable as reason:
             self.summary.count(str(reason))
             if self._begun is not None:
-                return self._run_first(self._begun, embeds, run_uncaptured)
-            return run_uncaptured(embeds)  # so that hooks run, and random numbers are drawn, once
+                return self._run_first(self._begun, embedded, run_uncaptured)
+            return run_uncaptured(embedded)  # so that hooks run, and random numbers are drawn, once
         self.summary.replayed += 1
         self.clock += 1
         mode.last_used = size.last_used = self.clock
@@ -187,11 +189,11 @@ class BackboneGraphs:
             raise NotCapturable(self.off)
         refuse_process()
 
-    def _run_first(self, mode: CapturedMode, embeds: torch.Tensor, run_uncaptured: Callable[..., Any]) -> Any:
+    def _run_first(self, mode: CapturedMode, embedded: Embedded, run_uncaptured: Callable[..., Any]) -> Any:
         """Run the first call of a mode, and record its side effects."""
-        effects = SideEffects(mode.snapshot.modules, self.recorder, embeds.device)
+        effects = SideEffects(mode.snapshot.modules, self.recorder, embedded.embeds.device)
         try:
-            outputs = run_uncaptured(embeds)
+            outputs = run_uncaptured(embedded)
         except NotForRows:  # rows that share are computed again without sharing, and that is a first call too
             self.modes.remove(mode)
             raise
@@ -202,7 +204,8 @@ class BackboneGraphs:
         """Return the mode for the current state of the model, or begin one and raise `NotCapturable`."""
         embeds = batch.embeds
         grad = torch.is_grad_enabled()
-        key = (grad, grad and embeds.requires_grad, embeds.dtype, batch.positions.shape[:-2], constants)
+        of_inputs = [_kind_of(x, grad) for x in (embeds, batch.per_layer)]
+        key = (grad, *of_inputs, batch.positions.shape[:-2], constants)
         for mode in self.modes:
             if mode.key == key and mode.snapshot is self._snapshot:
                 return mode
@@ -219,18 +222,19 @@ class BackboneGraphs:
                 self._turn_off(f"the model changes from call to call: {self._difference}")
                 return
         if self._snapshot is None:
-            refuse_hooks(self.backbone)
+            refuse_hooks(self.backbone, self.inputs.modules)
         # The modules of now: an adapter or a layer may have been added since the last snapshot.
-        snapshot = self._snapshot or Snapshot(self.around(), self.backbone.get_input_embeddings())
-        grad, embeds_require_grad = key[0], key[1]
-        trains = grad and (embeds_require_grad or any(True for _ in self._captured_parameters(snapshot)))
+        snapshot = self._snapshot or Snapshot(self.around(), self.inputs.of_tokens)
+        grad, *of_inputs = key[:3]
+        an_input_trains = any(kind is not None and kind.requires_grad for kind in of_inputs)
+        trains = grad and (an_input_trains or any(True for _ in self._captured_parameters(snapshot)))
         self.clock += 1
         self._begun = CapturedMode(key, snapshot, trains, last_used=self.clock)
         self.modes.append(self._begun)
 
     def _captured_parameters(self, snapshot: Snapshot) -> Iterator[nn.Parameter]:
-        """Yield the trained parameters inside the capture: the backbone's, without its input embedding."""
-        outside = {id(p) for p in self.backbone.get_input_embeddings().parameters()}
+        """Yield the trained parameters inside the capture: the backbone's, without its input embeddings."""
+        outside = set(map(id, self.inputs.parameters))
         inside = {id(p) for p in self.backbone.parameters()} - outside
         for p in snapshot.trained:
             if id(p) in inside:
@@ -291,9 +295,11 @@ class BackboneGraphs:
         bounds = rounded_bounds(needed, alike, tokens)
         begin = time.perf_counter()
         if mode.buffers is None:
-            mode.buffers = SharedBuffers(batch.embeds, self.largest)
-        needs_grad = mode.trains and mode.key[1]
-        size = CapturedSize(batch, tokens, bounds, mode.buffers, needs_grad, self.keeps_state)
+            mode.buffers = SharedBuffers(batch.embeds, self.largest, batch.per_layer)
+        _, of_embeds, of_per_layer, *_ = mode.key
+        needs_grad = mode.trains and of_embeds.requires_grad
+        per_layer_needs_grad = mode.trains and of_per_layer is not None and of_per_layer.requires_grad
+        size = CapturedSize(batch, tokens, bounds, mode.buffers, needs_grad, self.keeps_state, per_layer_needs_grad)
         self._capture(mode, size, batch, forward, constants)
         mode.sizes[key] = size
         self.summary.sizes.append(tokens)
@@ -366,7 +372,7 @@ class BackboneGraphs:
         """Return the hidden states (1, N, H) of a batch, and router logits (layers, N, experts) if it asks for them."""
         if not mode.trains:
             return self.replay_forward(size, batch)
-        return Replayed.apply(batch.embeds, self.carrier, self, mode.draws, size, batch)
+        return Replayed.apply(batch.embeds, batch.per_layer, self.carrier, self, mode.draws, size, batch)
 
     def replay_forward(self, size: CapturedSize, batch: TokenBatch) -> tuple[torch.Tensor, ...]:
         assert size.forward is not None, "it was captured"
@@ -394,8 +400,21 @@ def constants_of(call: dict[str, Any]) -> tuple:
     return tuple(constants)
 
 
-def _batch_of(rows: Rows, embeds: torch.Tensor, call: dict[str, Any]) -> tuple[TokenBatch, tuple[int, int]]:
+class _KindOfInput(NamedTuple):
+    """The properties of an input that its calls have in common in one mode."""
+
+    requires_grad: bool
+    dtype: torch.dtype
+    shape: torch.Size  # without the tokens
+
+
+def _kind_of(x: torch.Tensor | None, grad: bool) -> _KindOfInput | None:
+    return None if x is None else _KindOfInput(grad and x.requires_grad, x.dtype, x.shape[2:])
+
+
+def _batch_of(rows: Rows, embedded: Embedded, call: dict[str, Any]) -> tuple[TokenBatch, tuple[int, int]]:
     """Return the batch of a call as one row, and its shape (B, S)."""
+    embeds, per_layer = embedded
     batch, length = embeds.shape[:2]
     positions = call.get("position_ids")
     if positions is None:
@@ -403,4 +422,6 @@ def _batch_of(rows: Rows, embeds: torch.Tensor, call: dict[str, Any]) -> tuple[T
     positions = positions.expand(*positions.shape[:-2], batch, length)
     positions = positions.reshape(*positions.shape[:-2], 1, batch * length)
     embeds = embeds.reshape(1, batch * length, -1)
-    return TokenBatch(embeds, positions, rows.lengths, rows.layout), (batch, length)
+    if per_layer is not None:
+        per_layer = per_layer.reshape(1, batch * length, *per_layer.shape[2:])
+    return TokenBatch(embeds, positions, rows.lengths, rows.layout, per_layer), (batch, length)

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from liger_trainer.varlen.graphs.graph_recorder import GraphRecorder
+from liger_trainer.varlen.graphs.input_embeddings import PER_LAYER
 from liger_trainer.varlen.graphs.refusals import NotCapturable
 from liger_trainer.varlen.graphs.snapshot import Snapshot
 from liger_trainer.varlen.graphs.static_batch import CapturedSize, TokenBatch, with_other_rows
@@ -72,12 +73,14 @@ class GraphCapture:
 
     def forward(self) -> None:
         size = self.size
-        call = {
+        call: dict[str, Any] = {
             "inputs_embeds": size.embeds,
             "position_ids": size.positions,
             "attention_mask": size.mask,
             "use_cache": False,
         }
+        if size.per_layer is not None:
+            call[PER_LAYER] = size.per_layer
         with self._aliases(), torch.set_grad_enabled(self.trains), use_rows(self._rows):
             outputs = self._forward(**call, **self._constants)
             given = _tensors_of(outputs)
@@ -107,7 +110,23 @@ class GraphCapture:
         if size.embeds.grad is not None:
             size.exchange[0].copy_(size.embeds.grad)
             size.embeds.grad = None
+        if size.per_layer_needs_grad:
+            self._take_gradient_per_layer()
         self._outputs = []
+
+    def _take_gradient_per_layer(self) -> None:
+        """Copy the gradient of the embeddings for each layer to its buffer."""
+        size, buffers = self.size, self.size.buffers
+        assert size.per_layer is not None, "it needs a gradient"
+        if buffers.of_per_layer is None:
+            assert buffers.per_layer is not None, "it has a part of it"
+            buffers.of_per_layer = torch.zeros_like(buffers.per_layer)
+        gradient = size.per_layer.grad
+        size.per_layer.grad = None
+        if gradient is None:
+            size.of_per_layer.zero_()
+        else:
+            size.of_per_layer.copy_(gradient)
 
     @contextlib.contextmanager
     def _aliases(self) -> Iterator[None]:
@@ -172,7 +191,8 @@ class GraphCapture:
         """Raise `NotCapturable` where a row of zeros, as it fills a size up, becomes NaN, such as in a norm without an
         epsilon, or in the backward of a square root. The gradients of all weights would be NaN then."""
         size = self.size
-        size.fill(batch._replace(embeds=torch.zeros_like(batch.embeds)))
+        of_layers = None if batch.per_layer is None else torch.zeros_like(batch.per_layer)
+        size.fill(batch._replace(embeds=torch.zeros_like(batch.embeds), per_layer=of_layers))
         self.forward()
         found = [buffer.detach().norm() for buffer in size.exchange]
         if self.trains:
@@ -180,6 +200,8 @@ class GraphCapture:
             self._begin_gradients()
             self.backward()
             gradients = [alias.grad for alias in self.alias_of.values() if alias.grad is not None]
+            if size.per_layer_needs_grad:
+                found.append(size.of_per_layer.norm())
             found += [size.exchange[0].norm(), *(torch._foreach_norm(gradients) if gradients else ())]
             self._begin_gradients()
         if not bool(torch.stack([x.float() for x in found]).isfinite().all()):
@@ -240,6 +262,8 @@ class GraphCapture:
         results = list(self._samples)
         if size.needs_grad:
             results.append(_sample(size.exchange[0]))
+        if size.per_layer_needs_grad:
+            results.append(_sample(size.of_per_layer))
         if size.learned:
             # Together: of some, such as the bias of keys, the gradient is nothing but rounding.
             results.append(torch.cat([_sample(self.gradients.buffers[p]) for p in size.learned]))

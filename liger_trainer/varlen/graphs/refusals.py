@@ -24,13 +24,15 @@ def refuse_process() -> None:
         raise NotCapturable("a hook is registered for all modules")
 
 
-def refuse_hooks(backbone: nn.Module) -> None:
+def refuse_hooks(backbone: nn.Module, before: list[nn.Module]) -> None:
     """Raise `NotCapturable` where Python code is attached to a module in the capture.
+
+    `before` are the modules that run before each replay.
 
     transformers' hooks that collect outputs do nothing unless outputs are asked for. A forward that is not ours may be
     accelerate's, which calls its hooks.
     """
-    outside = {id(module) for module in backbone.get_input_embeddings().modules()}  # type: ignore[operator]
+    outside = set(map(id, before))
     for module in backbone.modules():
         if module is backbone or id(module) in outside:
             continue

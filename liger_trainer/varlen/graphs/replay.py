@@ -25,7 +25,7 @@ class Captures(Protocol):
 
 
 class Replayed(torch.autograd.Function):
-    """The captured backbone in autograd: a function of the embeddings and of a scalar that requires a gradient.
+    """The captured backbone in autograd: a function of its embeddings and of a scalar that requires a gradient.
 
     The parameters are not inputs: 448 of them would take the host longer than all else in a step. The backward adds to
     their gradients itself, which is right in `loss.backward()`, where the engine would do so too. Other backward passes
@@ -33,9 +33,10 @@ class Replayed(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, embeds, carrier, graphs: Captures, draws: bool, size: CapturedSize, batch: TokenBatch):  # noqa: ANN001
-        ctx.save_for_backward(embeds)
-        ctx.given = graphs, size, batch._replace(embeds=embeds.detach())
+    def forward(ctx, embeds, per_layer, carrier, graphs: Captures, draws: bool, size: CapturedSize, batch: TokenBatch):  # noqa: ANN001
+        ctx.save_for_backward(embeds, per_layer)
+        of_layers = None if per_layer is None else per_layer.detach()
+        ctx.given = graphs, size, batch._replace(embeds=embeds.detach(), per_layer=of_layers)
         ctx.random_state = graphs.recorder.random_state() if draws else None
         outputs = graphs.replay_forward(size, batch)
         assert size.snapshot is not None, "it was captured"
@@ -81,4 +82,7 @@ class Replayed(torch.autograd.Function):
         of_embeds = None
         if ctx.needs_input_grad[0]:
             of_embeds = size.exchange[0][:, : batch.tokens].clone()
-        return of_embeds, None, None, None, None, None
+        of_per_layer = None
+        if ctx.needs_input_grad[1]:
+            of_per_layer = size.of_per_layer[:, : batch.tokens].clone()
+        return of_embeds, of_per_layer, None, None, None, None, None

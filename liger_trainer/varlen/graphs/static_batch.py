@@ -28,12 +28,14 @@ class TokenBatch(NamedTuple):
         positions (`torch.Tensor`): int64 (..., 1, N).
         lengths (`list[int]`): The tokens of each row, or of each segment if rows share prompts.
         layout (`Layout` or None): The layout of rows that share prompts.
+        per_layer (`torch.Tensor` or None): (1, N, layers, P), the embeddings of the real tokens for each layer.
     """
 
     embeds: torch.Tensor
     positions: torch.Tensor
     lengths: list[int]
     layout: Layout | None = None
+    per_layer: torch.Tensor | None = None
 
     @property
     def tokens(self) -> int:
@@ -67,18 +69,23 @@ class SharedBuffers:
     Args:
         embeds (`torch.Tensor`): (1, N, H). The buffers take its dtype and device.
         tokens (`int`): The tokens of the largest size.
+        per_layer (`torch.Tensor`, *optional*): (1, N, layers, P), for a backbone with embeddings for each layer.
 
     Attributes:
         embeds (`torch.Tensor`): (1, tokens, H), the input of the forward.
+        per_layer (`torch.Tensor` or None): (1, tokens, layers, P), an input too.
+        of_per_layer (`torch.Tensor` or None): The gradient of `per_layer`, allocated by the first backward that has it.
         exchange (`list[torch.Tensor]`): Outputs and gradients, allocated by the first forward. The first buffer,
             (1, tokens, H), holds the hidden states, then their gradient, then the gradient of the embeddings. If a call
             returns router logits, the second holds these and then their gradient: (layers, tokens, experts).
         zeros_stay_finite (`bool`): Whether embeddings of zero have been seen to give finite outputs.
     """
 
-    def __init__(self, embeds: torch.Tensor, tokens: int):
+    def __init__(self, embeds: torch.Tensor, tokens: int, per_layer: torch.Tensor | None = None):
         self.tokens = tokens
-        self.embeds = torch.zeros(1, tokens, embeds.shape[-1], dtype=embeds.dtype, device=embeds.device)
+        self.embeds = _zeros_like(embeds, tokens)
+        self.per_layer = None if per_layer is None else _zeros_like(per_layer, tokens)
+        self.of_per_layer: torch.Tensor | None = None
         self.exchange: list[torch.Tensor] = []
         self.zeros_stay_finite = False
 
@@ -93,9 +100,11 @@ class CapturedSize:
         buffers (`SharedBuffers`): The buffers of the model.
         needs_grad (`bool`): Whether the embeddings get a gradient.
         keeps_state (`bool`, *optional*, defaults to `False`): Whether layers keep a state, and need rows in chunks.
+        per_layer_needs_grad (`bool`, *optional*, defaults to `False`): Whether those for each layer get one.
 
     Attributes:
         embeds (`torch.Tensor`): (1, T, H), the part of the buffer that the forward reads.
+        per_layer (`torch.Tensor` or None): (1, T, layers, P), the part of the buffer that the forward reads.
         learned (`list`): The parameters that get a gradient in backward.
         gradients (`GradientBuffers` or None): The buffers of these gradients, once captured.
         snapshot (`Snapshot` or None): The model's state at the capture.
@@ -109,6 +118,7 @@ class CapturedSize:
         buffers: SharedBuffers,
         needs_grad: bool,
         keeps_state: bool = False,
+        per_layer_needs_grad: bool = False,
     ):
         positions = batch.positions
         device = batch.embeds.device
@@ -117,6 +127,10 @@ class CapturedSize:
         self.buffers = buffers
         self.needs_grad = needs_grad
         self.embeds = buffers.embeds[:, :tokens].requires_grad_(needs_grad)
+        self.per_layer_needs_grad = per_layer_needs_grad
+        self.per_layer: torch.Tensor | None = None
+        if buffers.per_layer is not None:
+            self.per_layer = buffers.per_layer[:, :tokens].requires_grad_(per_layer_needs_grad)
         self.positions = positions.new_zeros(*positions.shape[:-1], tokens)
         # Without a mask, transformers would look for packed rows in the values of the positions.
         self.mask = torch.ones(1, tokens, dtype=torch.long, device=device)
@@ -137,6 +151,12 @@ class CapturedSize:
         assert self.buffers.exchange, "the forward comes first"
         return [buffer[:, : self.tokens] for buffer in self.buffers.exchange]
 
+    @property
+    def of_per_layer(self) -> torch.Tensor:
+        """Return the gradient of `per_layer`: (1, T, layers, P)."""
+        assert self.buffers.of_per_layer is not None, "the backward comes first"
+        return self.buffers.of_per_layer[:, : self.tokens]
+
     def takes(self, batch: TokenBatch) -> bool:
         return self.bounds.cover(bounds_of(batch, self.tokens))
 
@@ -149,6 +169,9 @@ class CapturedSize:
         with torch.no_grad():
             self.embeds[:, :n].copy_(batch.embeds)
             self.embeds[:, n:].zero_()
+            if self.per_layer is not None:
+                self.per_layer[:, :n].copy_(batch.per_layer)
+                self.per_layer[:, n:].zero_()
             self.positions[..., :n].copy_(batch.positions)
             self.positions[..., n:].zero_()
             for table, ends in zip(self.tables, ends_of(batch, self.tokens), strict=True):
@@ -159,6 +182,11 @@ class CapturedSize:
                 offsets.copy_(_filled_table(ends, len(offsets), self.tokens, offsets.device), non_blocking=True)
                 numbered = numbered_chunks(batch.lengths, self.tokens - n, len(indices), len(offsets) - 2)
                 indices.copy_(sent(torch.tensor(numbered, dtype=torch.int32), indices.device), non_blocking=True)
+
+
+def _zeros_like(x: torch.Tensor, tokens: int) -> torch.Tensor:
+    """Return zeros (1, tokens, ...) for an input (1, N, ...)."""
+    return torch.zeros(1, tokens, *x.shape[2:], dtype=x.dtype, device=x.device)
 
 
 def round_up(tokens: int) -> int:

@@ -22,16 +22,22 @@ class StepGraphs:
         self.may_capture = False
 
     def of(
-        self, backbone: nn.Module, around: Callable[[], list[nn.Module]], keeps_state: bool = False
+        self,
+        backbone: nn.Module,
+        around: Callable[[], list[nn.Module]],
+        keeps_state: bool = False,
+        per_layer: tuple[str, ...] = (),
     ) -> BackboneGraphs:
         """Return the captures of a backbone. `around` lists the modules that decide about its calls.
 
-        `keeps_state` says whether layers of the backbone keep a state.
+        `keeps_state` says whether layers of the backbone keep a state, and `per_layer` names the modules that make
+        embeddings for each layer.
         """
         graphs = self._of.get(id(backbone))
         if graphs is None:
             device = next(backbone.parameters()).device
-            graphs = BackboneGraphs(backbone, around, self._make_recorder(device), self.summary, keeps_state)
+            recorder = self._make_recorder(device)
+            graphs = BackboneGraphs(backbone, around, recorder, self.summary, keeps_state, per_layer)
             self._of[id(backbone)] = graphs
         graphs.may_capture = self.may_capture
         return graphs

@@ -35,6 +35,7 @@ from liger_trainer.varlen.plan_batch import plan_batch
 from liger_trainer.varlen.proof import image_masks
 from liger_trainer.varlen.proof.alike_rows import why_prompts_are_kept
 from liger_trainer.varlen.proof.deferred_convolution import refuse_whole
+from liger_trainer.varlen.proof.embeddings_for_ids import start_at_embeddings
 from liger_trainer.varlen.proof.find_state_layers import StateLayers, find_state_layers, may_go_by_rows
 from liger_trainer.varlen.proof.packed_rows import kernels_in_torch
 from liger_trainer.varlen.proof.small_model import small_copy
@@ -274,9 +275,10 @@ def _prove(model, with_states: bool = False, by_rows: dict[type, Any] | None = N
         sees_both_ways, differs = _with_masks_of_images(own, ours, right, left)
         if differs is not None:
             return None, differs
-    no_capture_reason, error = attempt(lambda copy: (_why_ids_are_needed(copy, copied, batches[0][1]), None), ours)
-    if error is not None:
-        no_capture_reason = f"given embeddings in place of ids, {error}"
+    start, error = attempt(lambda copy: (start_at_embeddings(copy, copied, batches[0][1], _run, _apart), None), ours)
+    per_layer, no_capture_reason = start or ((), error)
+    if no_capture_reason is not None:
+        no_capture_reason = f"given embeddings in place of ids, {no_capture_reason}"
     sharing_proof_reason: str | None = "the model takes images too"
     if around is backbone and not with_states:  # rows with states share nothing in any case
         _, sharing_proof_reason = attempt(
@@ -285,7 +287,7 @@ def _prove(model, with_states: bool = False, by_rows: dict[type, Any] | None = N
     proven = proven._replace(
         padding_reason=reason, no_capture_reason=no_capture_reason, sharing_proof_reason=sharing_proof_reason
     )
-    return proven._replace(sees_both_ways=sees_both_ways), None
+    return proven._replace(sees_both_ways=sees_both_ways, per_layer=per_layer), None
 
 
 def _bind_masks(around) -> None:
@@ -355,21 +357,6 @@ def _why_recomputed_differs(own, ours, batches, proven: unpadded_backbone.Backbo
         for model in (own, ours):
             model.gradient_checkpointing_disable()
     return reason
-
-
-def _why_ids_are_needed(ours, backbone, batch) -> str | None:
-    """Return what differs if `backbone` gets embeddings instead of the ids of `batch`, or None.
-
-    A capture starts at the embeddings, but some models read ids in later layers (per-layer embeddings).
-    """
-    embeds = backbone.get_input_embeddings()(batch["input_ids"])
-    with_embeds = {name: x for name, x in batch.items() if name != "input_ids"} | {"inputs_embeds": embeds}
-    apart = _apart(_run(ours, with_embeds), _run(ours, batch))
-    if apart is not None:
-        return f"given embeddings in place of ids, {apart}"
-    # A capture pads with embeddings of zero. Gemma 4 searches for the id of each embedding, and raises.
-    _run(ours, with_embeds | {"inputs_embeds": torch.zeros_like(embeds)})
-    return None
 
 
 def _first(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -65,7 +65,7 @@ _SIZES = {
 }
 _DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _KINDS_OF_LAYERS = ("layer_types", "layers_block_type", "no_rope_layers")
-_PER_LAYER = ("layer_types", "mlp_layer_types", "layers_block_type", "no_rope_layers")
+_PER_LAYER = ("layer_types", "mlp_layer_types", "layers_block_type", "no_rope_layers", "activation_sparsity_pattern")
 # Heads of a state space layer, their width, and the field that says how much wider than the model they are together.
 _STATE_HEADS = (
     ("mamba_n_heads", "mamba_d_head", "mamba_expand"),
@@ -103,6 +103,9 @@ def small_config(config, **sizes_of_caller: int):
     dense = known.get("mlp_only_layers")
     if isinstance(dense, list):  # the others have experts
         of_layers.append([layer in dense for layer in range(depth)])
+    sparsity = known.get("activation_sparsity_pattern")
+    if isinstance(sparsity, list):  # how much of its MLP a layer leaves out
+        of_layers.append([share > 0 for share in sparsity])
     kinds = list(zip(*of_layers, strict=False))
     # The last layer of Gemma 4 has to attend to all tokens, and reuses keys and values where layers do.
     reusing = {kind: layer for layer, kind in enumerate(kinds) if layer >= first_reusing}
@@ -124,6 +127,8 @@ def small_config(config, **sizes_of_caller: int):
     _keep_attention(small, known)
     for name, size in sizes.items():
         setattr(small, name, size)
+    if isinstance(known.get("intermediate_size"), list):  # one for each layer
+        small.intermediate_size = [given["intermediate_size"]] * len(kept)
     for name, value in known.items():
         if isinstance(value, float) and ("drop" in name or "jitter" in name):
             setattr(small, name, 0.0)

@@ -1,0 +1,102 @@
+"""The embeddings that a captured backbone starts from: of its tokens and, in Gemma 3n and 4, of each of its layers.
+
+The ids stay outside: the modules that read them run before each replay, with their hooks and their gradients. Gemma 4
+reads ids a second time, in a table with a vector for each layer, and its forward takes the result as an argument.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from liger_trainer.varlen.graphs.refusals import NotCapturable
+
+PER_LAYER = "per_layer_inputs"  # transformers' name, for the argument of a backbone and for the method that makes it
+_METHOD = "get_per_layer_inputs"
+
+
+class Embedded(NamedTuple):
+    """What a captured backbone gets in place of ids.
+
+    Attributes:
+        embeds (`torch.Tensor`): (B, S, H), the embeddings of the tokens.
+        per_layer (`torch.Tensor` or None): (B, S, layers, P), the embeddings of the tokens for each layer.
+    """
+
+    embeds: torch.Tensor
+    per_layer: torch.Tensor | None = None
+
+    def in_place_of_ids(self, call: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments `call` of a backbone with these embeddings instead of ids."""
+        given = {name: value for name, value in call.items() if name != "input_ids"}
+        given["inputs_embeds"] = self.embeds
+        if self.per_layer is not None:
+            given[PER_LAYER] = self.per_layer
+        return given
+
+
+class InputEmbeddings:
+    """The modules of a backbone that read ids. They run before each replay, and are no part of a capture.
+
+    Args:
+        backbone (`nn.Module`): The backbone.
+        per_layer (`tuple[str, ...]`, *optional*): The names of the modules that make the embeddings for each layer, as
+            `modules_per_layer` finds them. Empty for a model without them.
+    """
+
+    def __init__(self, backbone: nn.Module, per_layer: tuple[str, ...] = ()):
+        self._backbone = backbone
+        self._names = per_layer
+
+    @property
+    def of_tokens(self) -> nn.Module:
+        return self._backbone.get_input_embeddings()  # type: ignore[operator]
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The modules that run outside, with what they hold."""
+        outside = [self.of_tokens, *map(self._backbone.get_submodule, self._names)]
+        return [module for one in outside for module in one.modules()]
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        return [parameter for module in self.modules for parameter in module.parameters(recurse=False)]
+
+    def of(self, call: dict[str, Any]) -> Embedded:
+        """Return the embeddings for a call of the backbone: those it is given, or those of its ids.
+
+        Raises:
+            NotCapturable: The embeddings for each layer would be searched in the table of embeddings.
+        """
+        ids = call.get("input_ids")
+        embeds = call.get("inputs_embeds")
+        if embeds is None:
+            embeds = self.of_tokens(ids)
+        per_layer = call.get(PER_LAYER)
+        if per_layer is not None or not self._names:
+            return Embedded(embeds, per_layer)
+        if ids is None:
+            raise NotCapturable("it looks for the id of each embedding, since it gets no ids and no per_layer_inputs")
+        return Embedded(embeds, getattr(self._backbone, _METHOD)(ids))
+
+
+def modules_per_layer(backbone: nn.Module, ids: torch.Tensor) -> tuple[str, ...]:
+    """Return the names of the modules that make the embeddings for each layer from `ids`. Empty: it has none.
+
+    They run once, to be seen.
+    """
+    make = getattr(backbone, _METHOD, None)
+    if make is None or not getattr(backbone.config, "hidden_size_per_layer_input", None):
+        return ()
+    ran: list[str] = []
+    hooks = [
+        module.register_forward_hook(lambda *_, name=name: ran.append(name))
+        for name, module in backbone.named_modules()
+    ]
+    try:
+        with torch.no_grad():
+            make(ids)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return tuple(dict.fromkeys(ran))

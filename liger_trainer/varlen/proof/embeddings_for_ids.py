@@ -1,0 +1,73 @@
+"""Proves that a backbone computes from embeddings what it computes from ids, as a capture does.
+
+A capture starts at the embeddings of the tokens and, in models that have them, of each layer. A backbone that reads ids
+in other places computes something else then.
+"""
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from liger_trainer.varlen.graphs.input_embeddings import PER_LAYER, InputEmbeddings, modules_per_layer
+
+
+def start_at_embeddings(
+    ours, backbone: nn.Module, batch: dict[str, Any], run: Callable, apart: Callable
+) -> tuple[tuple[str, ...], str | None]:
+    """Run `backbone` on embeddings instead of the ids of `batch`.
+
+    Returns the names of the modules that make embeddings for each layer, and what differs, or None.
+
+    Args:
+        ours ([`~transformers.PreTrainedModel`]): A small copy of a model.
+        backbone (`nn.Module`): Its backbone, or `ours` itself.
+        batch (`dict`): A batch of the model.
+        run (`Callable`): Runs the model on a batch, and returns its results with all gradients.
+        apart (`Callable`): Says what differs between two results, or returns None.
+
+    Raises:
+        Exception: The backbone does not run on embeddings.
+    """
+    per_layer = modules_per_layer(backbone, batch["input_ids"])
+    embeddings = InputEmbeddings(backbone, per_layer)
+
+    def embed(call: dict[str, Any]) -> dict[str, Any]:
+        return embeddings.of(call).in_place_of_ids(call)
+
+    def embed_zeros(call: dict[str, Any]) -> dict[str, Any]:
+        given = embed(call)
+        zeros = {}
+        for name in ("inputs_embeds", PER_LAYER):
+            if given.get(name) is not None:
+                zeros[name] = torch.zeros_like(given[name])
+        return given | zeros
+
+    wanted = run(ours, batch)
+    with _changed_call(backbone, embed):
+        differs = apart(run(ours, batch), wanted)
+    if differs is not None:
+        return per_layer, differs
+    # A capture fills a size up with zeros, which are no row of the table. Without embeddings for each layer, Gemma 4
+    # would look for their ids, and raise.
+    with _changed_call(backbone, embed_zeros):
+        run(ours, batch)
+    return per_layer, None
+
+
+@contextlib.contextmanager
+def _changed_call(backbone: nn.Module, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Iterator[None]:
+    """Context manager: `backbone` is called with the arguments that `change` makes of those it is given."""
+    names = list(inspect.signature(type(backbone).forward).parameters)[1:]
+
+    def hook(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        return (), change(dict(zip(names, args, strict=False)) | kwargs)
+
+    handle = backbone.register_forward_pre_hook(hook, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
