@@ -36,6 +36,7 @@ from liger_trainer.varlen.graphs.replay import Replayed
 from liger_trainer.varlen.graphs.side_effects import SideEffects
 from liger_trainer.varlen.graphs.snapshot import Snapshot
 from liger_trainer.varlen.graphs.static_batch import (
+    Bounds,
     CapturedSize,
     SharedBuffers,
     TokenBatch,
@@ -115,6 +116,7 @@ class BackboneGraphs:
         self.worthwhile = 0  # the tokens of the largest size with a replay faster than the model's code
         self.too_large: int | None = None  # the tokens of the smallest size that was slower, or lacked memory
         self.why_too_large = ""
+        self.seen: dict[bool, Bounds] = {}  # what calls before the first capture needed, by whether they share prompts
         self.carrier = torch.zeros((), requires_grad=True)
         self._unmatched = 0  # modes that were replaced without a replay
         self._snapshot: Snapshot | None = None  # of the running call
@@ -210,6 +212,7 @@ class BackboneGraphs:
             if mode.key == key and mode.snapshot is self._snapshot:
                 return mode
         self._begin_mode(key)
+        self._note_rows(batch)
         raise NotCapturable(self._difference or "the first call of its kind")
 
     def _begin_mode(self, key: tuple) -> None:
@@ -260,6 +263,7 @@ class BackboneGraphs:
         if self.too_large is not None and tokens >= self.too_large:
             raise NotCapturable(self.why_too_large)
         if not self.may_capture:
+            self._note_rows(batch)
             raise NotCapturable("captures begin after the first step of the optimizer")
         if mode.trains and self.gradients.in_use():
             raise NotCapturable("captures wait until no gradient of the user's lies in a buffer")
@@ -268,6 +272,13 @@ class BackboneGraphs:
         if tokens > self.largest:
             self._begin_pool(tokens)
         return self._captured_size(mode, batch, tokens, forward, constants)
+
+    def _note_rows(self, batch: TokenBatch) -> None:
+        """Remember what an uncaptured batch needs, so that no size is captured again when such a batch comes back."""
+        shares = batch.layout is not None
+        bounds = bounds_of(batch, round_up(batch.tokens))
+        before = self.seen.get(shares, bounds)
+        self.seen[shares] = Bounds(*(max(pair) for pair in zip(before, bounds, strict=True)))
 
     def _begin_pool(self, tokens: int) -> None:
         """Drop all captures, so that a new largest size is captured first.
@@ -289,6 +300,8 @@ class BackboneGraphs:
         if len(mode.sizes) == MOST_SIZES and key not in mode.sizes:
             del mode.sizes[min(mode.sizes, key=lambda key: mode.sizes[key].last_used)]
         alike = [size.bounds for (_, shares), size in mode.sizes.items() if shares == key[1]]
+        if key[1] in self.seen:
+            alike.append(self.seen[key[1]])
         needed = bounds_of(batch, tokens)
         if self.keeps_state:
             needed = needed._replace(rows=needed.rows + 1)  # a capture is compared with other rows too

@@ -212,6 +212,16 @@ def test_batches_without_padding_and_packed_rows(device):
     assert pair.replayed == 3, pair.summary
 
 
+def test_the_first_batch_fits_the_capture_that_follows_it(device):
+    """It is not captured itself. Capturing its size again when it comes back would take seconds of the training."""
+    pair = Pair(model_of(), device)
+    many, few = (5,) * 12, (15,) * 4
+    for lengths in (many, few, many, few):
+        pair.step(lengths)
+    assert pair.replayed == 3, pair.summary
+    assert len(pair.summary["sizes"]) == 1, pair.summary
+
+
 @pytest.mark.parametrize("change", [lambda model: model, checkpointed, lora], ids=["full", "checkpointed", "lora"])
 def test_losses_of_routers(change, device):
     pair = Pair(change(model_of("qwen3_moe")), device)
