@@ -22,7 +22,8 @@ from liger_trainer.preflight.feature import Preflight, PreflightFields
 from liger_trainer.trainers.compiled_inputs import CompiledArguments, CompiledInputs, CompiledTrainer
 from liger_trainer.trainers.cuda_graphs import CapturedArguments, CapturedTrainer, CudaGraphs, CudaGraphsFields
 from liger_trainer.trainers.module_walks import ModuleWalks, WalkedArguments, WalkedTrainer
-from liger_trainer.trainers.old_policy import old_policy_of
+from liger_trainer.trainers.online.old_policy import old_policy_of
+from liger_trainer.trainers.online.sorted_rows import sorting_of
 from liger_trainer.trainers.optimizer_in_backward import (
     InBackward,
     InBackwardArguments,
@@ -31,7 +32,6 @@ from liger_trainer.trainers.optimizer_in_backward import (
 )
 from liger_trainer.trainers.samples import SampleFields, Samples
 from liger_trainer.trainers.shared_prompts import shared_prompts_of
-from liger_trainer.trainers.sorted_rows import sorting_of
 from liger_trainer.trainers.trackers import TrackedTrainer, Trackers
 from liger_trainer.varlen.graphs.capture_summary import CaptureSummary
 
