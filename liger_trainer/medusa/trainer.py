@@ -75,8 +75,7 @@ class LigerMedusaTrainer(LigerHeadsTrainer):
     def _apply_liger(self, model: nn.Module, options: HeadOptions | None = None) -> None:
         if self.freezes_model:
             model.requires_grad_(False)
-            heads = heads_of(model)
-            if heads is not None:
+            if (heads := heads_of(model)) is not None:
                 heads.requires_grad_(True)
         super()._apply_liger(model, options)
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from transformers import TrainerCallback, TrainerControl, TrainerState
+from transformers import TrainerCallback, TrainerState
 
 from liger_trainer._logging import logger
 from liger_trainer.base_weights.feature import BaseWeights, BaseWeightsArguments, BaseWeightsFields, SavingTrainer
@@ -134,21 +134,21 @@ class _ReportCallback(TrainerCallback):
         assert report is not None, "the models of this trainer are patched"
         return report
 
-    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Patch the fp8 layers that accelerate has converted meanwhile (`mixed_precision: fp8`), and write."""
         report = self.report
         if swap_converted(self.trainer.model, report) and args.process_index == 0:
             logger.info(report.one_line())
         self._write(args, state)
 
-    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         trainer = self.trainer
         of_rows = (shared_prompts_of(trainer.model), sorting_of(trainer), old_policy_of(trainer))
         summaries = (trainer.checkpointing, trainer.captured_steps, *of_rows)
         if any(x is not None for x in summaries):
             self._write(args, state)
 
-    def _write(self, args: Any, state: TrainerState) -> None:
+    def _write(self, args: Any, state: Any) -> None:
         report = self.report
         checkpointing = self.trainer.checkpointing
         if state.is_world_process_zero and args.output_dir is not None:

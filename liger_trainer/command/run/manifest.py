@@ -162,8 +162,7 @@ def fingerprint_run(recipe: Recipe, source: ModelSource, rows: "Dataset") -> dic
     if not recipe.training.should_save:
         return fingerprint  # this process neither writes manifests nor decides whether to resume
     fingerprint["base"] = [recipe.model.model_name_or_path, _fingerprint_model(source)]
-    teacher = keys.get("teacher_model_name_or_path")
-    if teacher:
+    if teacher := keys.get("teacher_model_name_or_path"):
         fingerprint["teacher"] = [
             teacher,
             _fingerprint_model(find_model(teacher, revision=keys["teacher_model_revision"])),
