@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 Call = Callable[..., Any]
 Inputs = dict[str, torch.Tensor]  # the arguments of a call without labels
@@ -41,7 +42,7 @@ def _scores(model: Call, reference: Call | None, inputs: Inputs) -> torch.Tensor
     return scores - reference_scores
 
 
-def without_adapter(model: Any) -> Call:
+def without_adapter(model: nn.Module) -> Call:
     """Return the reference model of a model with an adapter: the same model with the adapter disabled."""
 
     def call(**inputs: Any) -> Any:

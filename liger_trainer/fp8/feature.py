@@ -221,7 +221,7 @@ def prepare(args: Fp8Arguments, accelerator: Accelerator) -> None:
     handler.config = replace(config, pad_inner_dim=old_config.pad_inner_dim, enable_fsdp_float8_all_gather=False)
 
 
-def _has_adapters(model: Any) -> bool:
+def _has_adapters(model: nn.Module) -> bool:
     """Return whether `model` has PEFT adapters, as a `PeftModel` or injected."""
     return bool(getattr(model, "peft_config", None))
 

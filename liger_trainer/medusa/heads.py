@@ -175,7 +175,9 @@ def attach_heads(model: nn.Module, heads: MedusaHeads) -> MedusaHeads:
     Raises:
         ValueError: The heads were made for another width or vocabulary, or the model already has other heads.
     """
-    base, head, config = base_model_of(model), _lm_head(model), heads.config
+    base = base_model_of(model)
+    head = _lm_head(model)
+    config = heads.config
     for name, have, want in (
         ("hidden_size", config.hidden_size, head.in_features),
         ("vocab_size", config.vocab_size, head.out_features),

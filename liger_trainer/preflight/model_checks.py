@@ -10,6 +10,7 @@ from typing import Any
 
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
+from transformers import PreTrainedModel
 
 from liger_trainer.patching.core.binding import own_class
 from liger_trainer.preflight.context import PreflightContext
@@ -44,7 +45,7 @@ def slow_layers(run: PreflightContext) -> str | None:
     )
 
 
-def missing_packages(model: Any) -> list[str]:
+def missing_packages(model: PreTrainedModel) -> list[str]:
     """Return the distributions that code of `model` would call if they were installed, sorted.
 
     transformers chooses between a package and its own PyTorch code when a modeling file is imported. A convolution that
@@ -108,7 +109,7 @@ def served_adapter(run: PreflightContext) -> str | None:
     )
 
 
-def _reasons_against(config: Any, model: Any) -> list[str]:
+def _reasons_against(config: Any, model: PreTrainedModel) -> list[str]:
     adapted = _adapted_names(model)
     reasons = []
     if config.modules_to_save:
@@ -158,7 +159,7 @@ def _named_tokenizer(name: str) -> str | None:
     return named if isinstance(named, str) else None
 
 
-def _adapted_names(model: Any) -> set[str]:
+def _adapted_names(model: PreTrainedModel) -> set[str]:
     """Return the last part of the name of each module with a LoRA."""
     names = set()
     for path, module in model.named_modules():

@@ -291,9 +291,8 @@ class LigerTrainerMixin(LoadsRenamedWeights, ResumesInPass):
         if not self.uses_liger:
             return
         changed = [feature.before_patch(model, self) for feature in FEATURES]
-        config = getattr(self.args, "liger_config", None)
-        unfused = self.unfused_reason(model) if self.wants_part("fused_linear_cross_entropy") else None
-        if unfused is not None:
+        config, unfused = getattr(self.args, "liger_config", None), None
+        if self.wants_part("fused_linear_cross_entropy") and (unfused := self.unfused_reason(model)) is not None:
             config = (config or {}) | {"fused_linear_cross_entropy": False}
         parallel = self.accelerator.parallelism_config
         if parallel is not None and parallel.cp_enabled:  # each GPU has a part of every row, and runs ring attention
@@ -360,8 +359,7 @@ class LigerTrainerMixin(LoadsRenamedWeights, ResumesInPass):
     def _finish_init(self) -> None:
         self._packing_faults = {}
         sharding = "FSDP" if getattr(self.args, "fsdp", None) else None
-        fault = launch_problem(os.environ, self.accelerator, sharding) if self.uses_liger else None
-        if fault:
+        if self.uses_liger and (fault := launch_problem(os.environ, self.accelerator, sharding)):
             raise ValueError(fault)
         for feature in FEATURES:
             feature.check_trainer(self)

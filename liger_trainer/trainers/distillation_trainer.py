@@ -21,7 +21,7 @@ from liger_trainer.head.module import head_reason
 from liger_trainer.head.request import HeadRequest, run_request
 from liger_trainer.trainers.arguments import LigerArguments
 from liger_trainer.trainers.fsdp2 import broadcast_weights
-from liger_trainer.trainers.online_rows import KeepsOnlineRows, join_on_host
+from liger_trainer.trainers.online.rows import KeepsOnlineRows, join_on_host
 from liger_trainer.trainers.trl import LigerTRLMixin, NoAdapterIsRefused, with_globals
 from liger_triton import linear_divergence
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from transformers import TrainerCallback, TrainerControl, TrainerState
+from transformers import TrainerCallback, TrainerState
 
 from liger_trainer._logging import logger
 from liger_trainer.base_weights.feature import BaseWeights, BaseWeightsArguments, BaseWeightsFields, SavingTrainer
@@ -23,7 +23,8 @@ from liger_trainer.preflight.feature import Preflight, PreflightFields
 from liger_trainer.trainers.compiled_inputs import CompiledArguments, CompiledInputs, CompiledTrainer
 from liger_trainer.trainers.cuda_graphs import CapturedArguments, CapturedTrainer, CudaGraphs, CudaGraphsFields
 from liger_trainer.trainers.module_walks import ModuleWalks, WalkedArguments, WalkedTrainer
-from liger_trainer.trainers.old_policy import old_policy_of
+from liger_trainer.trainers.online.old_policy import old_policy_of
+from liger_trainer.trainers.online.sorted_rows import sorting_of
 from liger_trainer.trainers.optimizer_in_backward import (
     InBackward,
     InBackwardArguments,
@@ -32,7 +33,6 @@ from liger_trainer.trainers.optimizer_in_backward import (
 )
 from liger_trainer.trainers.samples import SampledTrainer, SampleFields, Samples, SamplesArguments
 from liger_trainer.trainers.shared_prompts import shared_prompts_of
-from liger_trainer.trainers.sorted_rows import sorting_of
 from liger_trainer.trainers.trackers import TrackedTrainer, Trackers
 from liger_trainer.varlen.graphs.capture_summary import CaptureSummary
 
@@ -135,21 +135,21 @@ class _ReportCallback(TrainerCallback):
         assert report is not None, "the models of this trainer are patched"
         return report
 
-    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Patch the fp8 layers that accelerate has converted meanwhile (`mixed_precision: fp8`), and write."""
         report = self.report
         if swap_converted(self.trainer.model, report) and args.process_index == 0:
             logger.info(report.one_line())
         self._write(args, state)
 
-    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         trainer = self.trainer
         of_rows = (shared_prompts_of(trainer.model), sorting_of(trainer), old_policy_of(trainer))
         summaries = (trainer.checkpointing, trainer.captured_steps, *of_rows)
         if any(x is not None for x in summaries):
             self._write(args, state)
 
-    def _write(self, args: Any, state: TrainerState) -> None:
+    def _write(self, args: Any, state: Any) -> None:
         report = self.report
         checkpointing = self.trainer.checkpointing
         if state.is_world_process_zero and args.output_dir is not None:

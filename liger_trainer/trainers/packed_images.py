@@ -66,7 +66,9 @@ def pack_images(trainer: Any) -> None:
         ValueError: `max_length` is None or a row is longer, `packing_strategy` splits rows, rows are streamed, or the
             model computes padding.
     """
-    args, rows, collate = trainer.args, trainer.train_dataset, trainer.data_collator
+    args = trainer.args
+    rows = trainer.train_dataset
+    collate = trainer.data_collator
     if args.max_length is None:
         raise ValueError(
             "packing is True, but max_length is None. Set it to the number of tokens of a group of packed rows."

@@ -8,10 +8,10 @@ import torch
 from trl import RLOOConfig, RLOOTrainer
 
 from liger_trainer.trainers.arguments import LigerArguments
-from liger_trainer.trainers.beside_generation import GivesMemoryBack
-from liger_trainer.trainers.online_fields import OnlineFields
-from liger_trainer.trainers.reused_log_probs import ReusesLogProbs
-from liger_trainer.trainers.sorted_rows import SortsRows
+from liger_trainer.trainers.online.beside_generation import GivesMemoryBack
+from liger_trainer.trainers.online.fields import OnlineFields
+from liger_trainer.trainers.online.reused_log_probs import ReusesLogProbs
+from liger_trainer.trainers.online.sorted_rows import SortsRows
 from liger_trainer.trainers.trl import LigerTRLMixin
 
 

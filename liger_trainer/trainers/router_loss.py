@@ -9,13 +9,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from torch import nn
+
 from liger_trainer._logging import logger
 from liger_trainer.head.module import base_model_of
 
 _NAMES = ("router_aux_loss_coef", "aux_loss_coef")
 
 
-def router_loss_weights(model: Any) -> list[tuple[Any, str, float]]:
+def router_loss_weights(model: nn.Module) -> list[tuple[Any, str, float]]:
     """Return where a model reads the weight of its auxiliary loss: (object, attribute, weight) for each place.
 
     The list is empty for a model without such a loss, and for a module without a transformers config.
@@ -36,7 +38,7 @@ def _text_config_of(base: Any) -> Any:
     return config.get_text_config() if hasattr(config, "get_text_config") else None
 
 
-def _is_added(model: Any) -> bool:
+def _is_added(model: nn.Module) -> bool:
     config = _text_config_of(base_model_of(model))
     weights = router_loss_weights(model)
     return bool(getattr(config, "output_router_logits", False)) and bool(weights) and weights[0][2] != 0

@@ -141,12 +141,12 @@ class _SampleCallback(TrainerCallback):
         self.trainer = trainer
         self._said_out_of_memory = False
 
-    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._check_lengths(args)
         if state.global_step == 0:  # in a resumed run, the earlier run has already answered
             self._answer(args, state, control)
 
-    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step % args.sample_steps == 0 or state.global_step >= state.max_steps:
             self._answer(args, state, control)
 
@@ -170,7 +170,7 @@ class _SampleCallback(TrainerCallback):
         tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
         return encode(tokenizer, _as_trained(text, trainer, tokenizer))
 
-    def _answer(self, args: Any, state: TrainerState, control: TrainerControl) -> None:
+    def _answer(self, args: Any, state: Any, control: Any) -> None:
         if not state.is_world_process_zero:
             return
         trainer = self.trainer
@@ -184,7 +184,7 @@ class _SampleCallback(TrainerCallback):
             lines[number] = {"step": state.global_step, "prompt": text, "answer": answer_text}
         self._log_answers(args, state, control, lines)
 
-    def _answer_or_none(self, text: str, tokenizer: Any, args: Any, state: TrainerState) -> list[int] | None:
+    def _answer_or_none(self, text: str, tokenizer: Any, args: Any, state: Any) -> list[int] | None:
         """The tokens of an answer; None if memory has run out, which costs this answer and not the training.
 
         This process answers alone, and calls no other one: the others train on without knowing of it.
@@ -208,9 +208,7 @@ class _SampleCallback(TrainerCallback):
             torch.cuda.empty_cache()
         return None
 
-    def _log_answers(
-        self, args: Any, state: TrainerState, control: TrainerControl, lines: dict[int, dict[str, Any]]
-    ) -> None:
+    def _log_answers(self, args: Any, state: Any, control: Any, lines: dict[int, dict[str, Any]]) -> None:
         for line in lines.values():
             logger.info(f"step {line['step']}, {line['prompt']!r} is answered: {line['answer']!r}")
         if args.output_dir is not None:

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+
 from liger_trainer.head.module import base_model_of
 from liger_trainer.varlen import groups
 from liger_trainer.varlen.decide import bound_backbone
@@ -38,7 +40,7 @@ def sharing_rule(args: Any) -> groups.SharingRule | None:
     return groups.PAYS if getattr(args, "share_prompts", True) else None
 
 
-def shared_prompts_of(model: Any) -> SharedPrompts | None:
+def shared_prompts_of(model: nn.Module) -> SharedPrompts | None:
     """Return what rows have shared in `model`, which may be wrapped, or None if no rows of a call started alike."""
     bound = bound_backbone(base_model_of(model))
     return None if bound is None or bound.sharing.is_empty else bound.sharing

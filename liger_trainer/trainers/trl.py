@@ -20,9 +20,9 @@ from liger_trainer.data.formats import first_conversation
 from liger_trainer.head.module import base_model_of, why_peft_needs_logits
 from liger_trainer.head.outputs import HeadOptions
 from liger_trainer.trainers.base import LigerTrainerMixin
-from liger_trainer.trainers.exact_sync import keep_base_weights
 from liger_trainer.trainers.fsdp2 import broadcast_weights
 from liger_trainer.trainers.model_card import WritesCards
+from liger_trainer.trainers.online.exact_sync import keep_base_weights
 from liger_trainer.trainers.patched_models import PatchedModels
 from liger_trainer.trainers.shared_prompts import sharing_rule
 

@@ -183,11 +183,10 @@ class Checks:
         should, learns = self._what_should_train()
         model = dict(self.ours.trainer.model.named_parameters())
         moved = {name for name, value in self.ours.before.items() if not torch.equal(value, self.ours.after[name])}
-        norms: dict[str, float] = {}  # the largest of all steps
-        for step in self.ours.gradients:
-            for name, gradient in step.items():
-                size = float(gradient.norm())
-                norms[name] = max(norms.get(name, size), size)
+        norms = {
+            name: max(float(step[name].norm()) for step in self.ours.gradients if name in step)
+            for name in set().union(*self.ours.gradients)
+        }
         if self.setup.is_medusa:
             heads = {name for name in model if "medusa_head." in name}
             joint = self.ours.trainer.args.medusa_stage == 2

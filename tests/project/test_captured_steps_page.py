@@ -52,7 +52,3 @@ def test_reasons_are_found():
 @pytest.mark.parametrize("reason", FOUND)
 def test_the_page_has_each_reason(reason):
     assert reason in PAGE
-
-
-def test_it_can_be_read_in_two_minutes():
-    assert len(PAGE.splitlines()) <= 80

@@ -58,10 +58,6 @@ def test_links_lead_somewhere(page):
         assert not anchor or anchor in anchors(path), f"{page.name} links {target}; headings: {anchors(path)}"
 
 
-def test_readme_takes_two_minutes():
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 100
-
-
 @pytest.mark.parametrize("page", by_name(PAGES))
 def test_examples_in_python_import_what_exists(page):
     for text in blocks(page, "python"):

@@ -175,8 +175,10 @@ def _tokens_or_texts(rows: "Dataset", columns: Columns, mapped: set[str], has_te
     if "completion_mask" in have or has_images(rows):  # TRL also looks for a completion; it tokenizes images itself
         return rows
     listed = " and ".join(sorted(texts))
+    mapping = ", ".join(f"{name}: {name}" for name in sorted(texts))
     print_status(
-        f"input_ids is trained as it is, so {listed} {_is(texts)} not read. To train on {listed}, remove input_ids."
+        f"input_ids is trained as it is, so {listed} {_is(texts)} not read. To train on {listed}, set columns: "
+        f"{{{mapping}}}."
     )
     return rows.remove_columns(sorted(texts))
 

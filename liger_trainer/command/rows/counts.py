@@ -93,7 +93,9 @@ def count_rows(trainer: Any, loaded_rows: "Dataset", name: str) -> RowCounts:
     rows = getattr(trainer, f"{name}_dataset")
     if isinstance(rows, PackedRows):
         return RowCounts(len(loaded_rows), len(loaded_rows), max_length_of(trainer))
-    columns, total, limit = set(rows.column_names), len(loaded_rows), max_length_of(trainer)
+    columns = set(rows.column_names)
+    total = len(loaded_rows)
+    limit = max_length_of(trainer)
     most = np.inf if limit is None else limit
     if {"prompt_ids", "chosen_ids", "rejected_ids"} <= columns:  # DPO
         prompt, chosen, rejected = (_lists(rows, f"{part}_ids")[1] for part in ("prompt", "chosen", "rejected"))

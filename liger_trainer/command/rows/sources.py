@@ -1,7 +1,7 @@
 """Finds and checks everything that a recipe names, without loading weights: model, rows, rewards, chat template."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from liger_trainer.command.processes import Heartbeat, print_status
 from liger_trainer.command.recipe.checks import check_columns_exist
@@ -19,17 +19,14 @@ from liger_trainer.command.rows.turn_weights import check_turn_weights
 from liger_trainer.data.formats import has_images
 from liger_trainer.errors import RecipeError
 
-if TYPE_CHECKING:
-    from datasets import Dataset
-
 
 class Sources(NamedTuple):
     """The result of `find_sources`: where the weights are, the model's config, the rows, and the reward functions."""
 
     model: ModelSource
     config: Any
-    train_rows: "Dataset"
-    eval_rows: "Dataset | None"
+    train_rows: Any
+    eval_rows: Any
     rewards: list[Callable[..., Any]]
 
 
@@ -103,15 +100,14 @@ def _check_pictures(recipe: Recipe, config: Any, rows: "Dataset") -> None:
         raise RecipeError(
             f"the rows have pictures, which {recipe.entry.trainer} does not read. Take one of {able}, or remove them."
         )
-    advice = unread_pictures(rows) if getattr(config, "vision_config", None) is not None else None
-    if advice is not None:
+    if getattr(config, "vision_config", None) is not None and (advice := unread_pictures(rows)) is not None:
         raise RecipeError(
             f"the rows have the columns {', '.join(rows.column_names)}, but pictures are only read from images or "
             f"image. Set {advice}, or remove that column to train on text only."
         )
 
 
-def _check_template(recipe: Recipe, source: ModelSource, rows: "Dataset") -> None:
+def _check_template(recipe: Recipe, source: ModelSource, rows: Any) -> None:
     """RecipeError if the rows are messages and the model has no chat template."""
     resolve_named_template(recipe, source)
     first, template_path = rows[0], getattr(recipe.training, "chat_template_path", None)

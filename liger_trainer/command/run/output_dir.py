@@ -49,7 +49,9 @@ def lock_output_dir(recipe: Recipe) -> Iterator[str]:
     """Context manager: lock `output_dir` for this run. Yields what to resume from: false, true, auto or a path."""
     if not recipe.training.output_dir:
         raise RecipeError("output_dir is empty. Set it to a folder for the model.")
-    folder, wanted, locks = Path(recipe.training.output_dir), _resume_request(recipe), list[Any]()
+    folder = Path(recipe.training.output_dir)
+    wanted = _resume_request(recipe)
+    locks: list[Any] = []
 
     def prepare() -> None:
         locks.append(_lock(folder, recipe))

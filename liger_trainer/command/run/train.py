@@ -94,7 +94,10 @@ def _run(recipe: Recipe, resumes: str, preview_rows: int | None, stop: SaveOnSig
     recorder.parameters = PeftModel.get_nb_trainable_parameters(trainer.model)  # which takes any model
 
     recipe.began = True
-    trainer.checkpoints, trainer.stop, trainer.recipe, trainer.recorder = checkpoints, stop, recipe, recorder
+    trainer.checkpoints = checkpoints
+    trainer.stop = stop
+    trainer.recipe = recipe
+    trainer.recorder = recorder
     try:
         train_and_save(trainer, recipe)
     except RecipeError:
@@ -143,10 +146,8 @@ def build_trainer(recipe: Recipe, sources: Sources, callbacks: list[Any], traine
         trainer_arguments["peft_config"] = trl.get_peft_config(recipe.model)
         if source.is_gguf:  # TRL's trainers cannot load one themselves
             trainer_arguments["model"], trainer_arguments["processing_class"] = _load_gguf(source, config, init, recipe)
-            if _needs_reference(recipe):
-                trainer_arguments["ref_model"], _ = _load_gguf(
-                    source, config, init, recipe
-                )  # reading it again takes seconds
+            if _needs_reference(recipe):  # reading the file again takes seconds
+                trainer_arguments["ref_model"], _ = _load_gguf(source, config, init, recipe)
         else:
             trainer_arguments["model"] = source.path
         with answers_marked(recipe, source, train_rows, eval_rows) as restore_template:
@@ -155,38 +156,43 @@ def build_trainer(recipe: Recipe, sources: Sources, callbacks: list[Any], traine
     except RecipeError:
         raise
     except Exception as error:
-        message = _refused_adapter(error, recipe.model, config)
-        if message is not None:
-            raise RecipeError(message) from error
-        broken = broken_picture(error, train_rows, eval_rows)
-        if broken is not None:
-            raise RecipeError(broken) from error
-        if recipe.model.load_in_4bit and isinstance(error, ImportError) and "bitsandbytes" in str(error):
-            raise RecipeError(f"load_in_4bit is True: {' '.join(str(error).split())}") from error
-        if training.push_to_hub and "offline mode is enabled" in str(error):
-            raise RecipeError(
-                "push_to_hub is true, and HF_HUB_OFFLINE is set. Unset HF_HUB_OFFLINE, or push_to_hub: false."
-            ) from error
-        if isinstance(error, ImportError) and "FlashAttention" in str(error):
-            attention = recipe.model.attn_implementation
-            reason = " ".join(str(error).split())
-            raise RecipeError(
-                f"attn_implementation is {attention!r}: {reason} Install it, or set attn_implementation: sdpa."
-            ) from error
-        if isinstance(error, AttributeError) and "'generation_config'" in str(error):
-            kind = (getattr(config, "architectures", None) or ["model"])[0]
-            name = recipe.model.model_name_or_path
-            raise RecipeError(f"model_name_or_path is {name!r}, a {kind}, not a causal language model.") from error
-        message = refusal(error, "assistant_only_loss", model_init_kwargs=[*options], report_to=training.report_to)
-        if raised_by_template(error):
-            message = f"a chat template refuses a row: {' '.join(str(error).split())}"
-            if any(isinstance(turn.get("content"), list) for turn in train_rows[0].get("messages") or ()):
-                message += ". The content of its messages is a list of parts; most templates want a text"
+        message = _wrong_in_recipe(error, recipe, sources, options)
         if message is None:
             raise
         raise RecipeError(message) from error
     _check_adapter(recipe.model, trainer.model)
     return trainer
+
+
+def _wrong_in_recipe(error: Exception, recipe: Recipe, sources: Sources, options: set[str]) -> str | None:
+    """Return what a library rejects, by the recipe's keys, and what to do. None for an error that may be a bug.
+
+    `options` are the names in the recipe's `model_init_kwargs`.
+    """
+    training, model = recipe.training, recipe.model
+    refused = _refused_adapter(error, model, sources.config)
+    if refused is not None:
+        return refused
+    broken = broken_picture(error, sources.train_rows, sources.eval_rows)
+    if broken is not None:
+        return broken
+    text = " ".join(str(error).split())
+    if model.load_in_4bit and isinstance(error, ImportError) and "bitsandbytes" in text:
+        return f"load_in_4bit is True: {text}"
+    if training.push_to_hub and "offline mode is enabled" in text:
+        return "push_to_hub is true, and HF_HUB_OFFLINE is set. Unset HF_HUB_OFFLINE, or push_to_hub: false."
+    if isinstance(error, ImportError) and "FlashAttention" in text:
+        attention = model.attn_implementation
+        return f"attn_implementation is {attention!r}: {text} Install it, or set attn_implementation: sdpa."
+    if isinstance(error, AttributeError) and "'generation_config'" in text:
+        kind = (getattr(sources.config, "architectures", None) or ["model"])[0]
+        return f"model_name_or_path is {model.model_name_or_path!r}, a {kind}, not a causal language model."
+    if not raised_by_template(error):
+        return refusal(error, "assistant_only_loss", model_init_kwargs=[*options], report_to=training.report_to)
+    message = f"a chat template refuses a row: {text}"
+    if any(isinstance(turn.get("content"), list) for turn in sources.train_rows[0].get("messages") or ()):
+        message += ". The content of its messages is a list of parts; most templates want a text"
+    return message
 
 
 def _refused_adapter(error: Exception, args: Any, config: Any) -> str | None:

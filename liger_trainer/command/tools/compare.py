@@ -24,7 +24,9 @@ from liger_trainer.command.recipe.read import Recipe, parse_recipe, read_recipe
 from liger_trainer.errors import RecipeError
 
 _USAGE = "liger-trainer compare RECIPE [--steps N] [--json FILE] [--chart FILE] [--key value ...]"
-_STOCK, _LIGER, _OURS = "stock", "stock + Liger", "ours"
+_STOCK = "stock"
+_LIGER = "stock + Liger"
+_OURS = "ours"
 _ALONE = {  # switches off everything that a run does besides training, and logs each step
     "save_strategy": "no",
     "eval_strategy": "no",

@@ -5,6 +5,7 @@ import os
 import re
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from liger_trainer.command.processes import Heartbeat, importing, print_status
 from liger_trainer.command.recipe.model_source import dequantize_options, find_model
@@ -43,38 +44,12 @@ def _merge(args) -> None:
     from transformers import AutoConfig, AutoProcessor, AutoTokenizer
 
     with importing():
-        from peft import PeftConfig
+        from liger_trainer.base_weights.unloaded import find_checkpoint, keep_unloaded_weights
+        from liger_trainer.fitting.meta_model import auto_class_of
+        from liger_trainer.lora.merge import merge
+        from liger_trainer.mtp.predictor import saved_head_as_in
 
-    from liger_trainer.base_weights.unloaded import find_checkpoint, keep_unloaded_weights
-    from liger_trainer.fitting.meta_model import auto_class_of
-    from liger_trainer.lora.merge import merge
-    from liger_trainer.mtp.export import is_head_alone
-    from liger_trainer.mtp.predictor import saved_head_as_in
-
-    if os.path.exists(args.output) and (not os.path.isdir(args.output) or any(Path(args.output).iterdir())):
-        raise RecipeError(f"OUTPUT_DIR is {args.output!r}, which is not empty. Give the path of a new folder.")
-    if is_head_alone(args.adapter):
-        raise RecipeError(
-            f"ADAPTER_DIR is {args.adapter!r}, an MTP head for a model that did not change. Write that model with it: "
-            f"liger-trainer export {args.adapter} --output FOLDER."
-        )
-    if os.path.isdir(args.adapter) and not os.path.isfile(os.path.join(args.adapter, "adapter_config.json")):
-        raise RecipeError(
-            f"ADAPTER_DIR is {args.adapter!r}, which has no adapter_config.json. Give the output_dir of a training "
-            "with use_peft: true, or a checkpoint in it. A whole model needs no merging."
-        )
-    try:
-        config = PeftConfig.from_pretrained(args.adapter)
-    except ValueError as error:  # PEFT's error for a missing folder and for a name that the Hub does not have
-        if "adapter_config.json" not in str(error):
-            raise
-        raise RecipeError(
-            f"ADAPTER_DIR is {args.adapter!r}, but there is neither such a folder nor such an adapter on the Hub. "
-            "Give the output_dir of a training with use_peft: true, or a checkpoint in it."
-        ) from error
-    if config.is_prompt_learning:
-        kind = config.peft_type.value
-        raise RecipeError(f"ADAPTER_DIR is a {kind} adapter. It puts tokens before the text, so it cannot be merged.")
+    config = _adapter_config(args)
     name = args.model or find_base(config.base_model_name_or_path, args.adapter)
     try:
         source = find_model(name, revision=config.revision, trust_remote_code=args.trust_remote_code)
@@ -124,6 +99,40 @@ def _merge(args) -> None:
         print(f"{len(trained)} tensors are the MTP head that was trained with the adapter, in place of the base's")
     if str(kept_weights):
         print(kept_weights)
+
+
+def _adapter_config(args: Any) -> Any:
+    """Return the `PeftConfig` of ADAPTER_DIR. RecipeError if it cannot be merged, or OUTPUT_DIR is not empty."""
+    with importing():
+        from peft import PeftConfig
+
+    from liger_trainer.mtp.export import is_head_alone
+
+    if os.path.exists(args.output) and (not os.path.isdir(args.output) or any(Path(args.output).iterdir())):
+        raise RecipeError(f"OUTPUT_DIR is {args.output!r}, which is not empty. Give the path of a new folder.")
+    if is_head_alone(args.adapter):
+        raise RecipeError(
+            f"ADAPTER_DIR is {args.adapter!r}, an MTP head for a model that did not change. Write that model with it: "
+            f"liger-trainer export {args.adapter} --output FOLDER."
+        )
+    if os.path.isdir(args.adapter) and not os.path.isfile(os.path.join(args.adapter, "adapter_config.json")):
+        raise RecipeError(
+            f"ADAPTER_DIR is {args.adapter!r}, which has no adapter_config.json. Give the output_dir of a training "
+            "with use_peft: true, or a checkpoint in it. A whole model needs no merging."
+        )
+    try:
+        config = PeftConfig.from_pretrained(args.adapter)
+    except ValueError as error:  # PEFT's error for a missing folder and for a name that the Hub does not have
+        if "adapter_config.json" not in str(error):
+            raise
+        raise RecipeError(
+            f"ADAPTER_DIR is {args.adapter!r}, but there is neither such a folder nor such an adapter on the Hub. "
+            "Give the output_dir of a training with use_peft: true, or a checkpoint in it."
+        ) from error
+    if config.is_prompt_learning:
+        kind = config.peft_type.value
+        raise RecipeError(f"ADAPTER_DIR is a {kind} adapter. It puts tokens before the text, so it cannot be merged.")
+    return config
 
 
 def _round(model, dtype) -> None:

@@ -118,7 +118,7 @@ def test_distillation_s_two_passes(tmp_path, monkeypatch):
     rows = Dataset.from_list([{"prompt": row["prompt"]} for row in pair_rows(8)])
     given = {"train_dataset": rows, "processing_class": tiny_tokenizer()}
     trainer = LigerDistillationTrainer(by_lengths(), by_lengths(1), args, **given)
-    monkeypatch.setattr("liger_trainer.trainers.online_rows._is_on_host", lambda x: host_copies._known(x) is not None)
+    monkeypatch.setattr("liger_trainer.trainers.online.rows._is_on_host", lambda x: host_copies._known(x) is not None)
     watched = Watched(monkeypatch)
     trainer.add_callback(BeginsAfterOneStep(watched))
     trainer.train()

@@ -157,7 +157,7 @@ def test_the_host_knows_the_rows_of_every_call(kind, tmp_path, monkeypatch):
     ours, args, *_ = CLASSES[kind]
     trainer = online(ours, args, tmp_path, split=(4, 2), num_iterations=2, max_steps=3)
     monkeypatch.setattr(plan_batch, "values_of", values)  # not earlier: a proof makes its batches on the host
-    monkeypatch.setattr("liger_trainer.trainers.online_rows._is_on_host", lambda x: host_copies._known(x) is not None)
+    monkeypatch.setattr("liger_trainer.trainers.online.rows._is_on_host", lambda x: host_copies._known(x) is not None)
     trainer.train()
     assert known and all(known)
 

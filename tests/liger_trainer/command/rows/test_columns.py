@@ -124,10 +124,8 @@ def test_tokens_beside_texts_are_trained_as_trl_does_and_the_texts_are_left_out(
     expected = TOKENS | {name: value for name, value in more.items() if name == "labels"}
     assert load(tmp_path, [TOKENS | more]).to_list() == [expected]
     verb = "are" if " and " in unread else "is"
-    assert (
-        f"input_ids is trained as it is, so {unread} {verb} not read. To train on {unread}, remove input_ids."
-        in capsys.readouterr().err
-    )
+    err = capsys.readouterr().err
+    assert f"input_ids is trained as it is, so {unread} {verb} not read. To train on {unread}, set columns: {{" in err
     with pytest.raises(RecipeError, match="system_prompt is 'w9', but input_ids is not a list of messages"):
         load(tmp_path, [TOKENS | more], system_prompt="w9")
 

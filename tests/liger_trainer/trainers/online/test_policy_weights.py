@@ -13,7 +13,7 @@ from trainer_parity import assert_same_training, build, letters, lora, moved, wo
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 from liger_trainer import LigerGRPOConfig, LigerGRPOTrainer, LigerRLOOConfig, LigerRLOOTrainer
-from liger_trainer.trainers.policy_weights import PolicyWeights
+from liger_trainer.trainers.online.policy_weights import PolicyWeights
 
 CLASSES = {
     "grpo": (LigerGRPOTrainer, LigerGRPOConfig, GRPOTrainer, GRPOConfig),

@@ -13,9 +13,9 @@ from tiny_models import tiny_model
 from trainer_parity import build, letters, trained, with_reference, words
 
 from liger_trainer import LigerGRPOConfig, LigerGRPOTrainer, LigerRLOOConfig, LigerRLOOTrainer
-from liger_trainer.trainers import sorted_rows
+from liger_trainer.trainers.online import sorted_rows
+from liger_trainer.trainers.online.sorted_rows import SUMS_OVER_ROWS, Prompts, in_order
 from liger_trainer.trainers.shared_prompts import shared_prompts_of
-from liger_trainer.trainers.sorted_rows import SUMS_OVER_ROWS, Prompts, in_order
 from liger_trainer.varlen import groups
 
 CLASSES = {"grpo": (LigerGRPOTrainer, LigerGRPOConfig), "rloo": (LigerRLOOTrainer, LigerRLOOConfig)}

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from liger_trainer.trainers.old_policy import (
+from liger_trainer.trainers.online.old_policy import (
     OldPolicyPasses,
     agreed,
     overridden,
@@ -13,8 +13,8 @@ from liger_trainer.trainers.old_policy import (
     why_it_moves_within,
     why_passes_differ,
 )
-from liger_trainer.trainers.online_rows import KnowsOnlineRows
-from liger_trainer.trainers.policy_weights import PolicyWeights
+from liger_trainer.trainers.online.policy_weights import PolicyWeights
+from liger_trainer.trainers.online.rows import KnowsOnlineRows
 
 
 class ReusesLogProbs(KnowsOnlineRows):

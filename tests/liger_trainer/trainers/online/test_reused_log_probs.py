@@ -13,8 +13,8 @@ from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 from liger_trainer import LigerGRPOConfig, LigerGRPOTrainer, LigerRLOOConfig, LigerRLOOTrainer
-from liger_trainer.trainers.old_policy import agreed, why_passes_differ
-from liger_trainer.trainers.rollout_ratios import MODES
+from liger_trainer.trainers.online.old_policy import agreed, why_passes_differ
+from liger_trainer.trainers.online.rollout_ratios import MODES
 
 CLASSES = {
     "grpo": (LigerGRPOTrainer, LigerGRPOConfig, GRPOTrainer, GRPOConfig),

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from liger_trainer.head.module import base_model_of
-from liger_trainer.trainers.old_policy import overridden
+from liger_trainer.trainers.online.old_policy import overridden
 from liger_trainer.trainers.shared_prompts import sharing_rule
 from liger_trainer.varlen.decide import bound_backbone
 from liger_trainer.varlen.groups import Group, SharingRule, saved_by, worthwhile
