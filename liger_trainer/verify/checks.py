@@ -43,11 +43,15 @@ class Checks:
     swapped = "nothing"
 
     def __init__(self, bench: Bench) -> None:
-        self.bench, self.setup = bench, bench.setup
-        self.second: AdamTraining | Exception | None = None
-        self.kind, self.compared_with = "stock", self.setup.stock.__name__
-        if self.setup.is_medusa:
-            self.kind, self.compared_with = "plain", "a loss of Medusa heads that is written down from full logits"
+        self.bench = bench
+        self.setup = bench.setup
+        self.second: AdamTraining | Exception | None = None  # the error if it has failed
+        # What ours is compared with: `kind` is a kind of `Bench.build`, and `compared_with` its name in the table.
+        self.kind = "stock"
+        self.compared_with = self.setup.stock.__name__
+        if self.setup.is_medusa:  # there is no stock trainer for them
+            self.kind = "plain"
+            self.compared_with = "a loss of Medusa heads that is written down from full logits"
 
     def each(self) -> Iterator[Check]:
         """Run the checks one by one. RecipeError if our trainer rejects the setup."""
@@ -264,17 +268,23 @@ class Checks:
         apart = self.bench.run(self.kind, **once, packing=False, padding_free=False)
         return worst(steps_of(packed), steps_of(apart), self.noise)
 
+    def _why_not_padded(self) -> str | None:
+        """Return why padding cannot be added to the batches of this setup, or None."""
+        if self.setup.generates:
+            return "the trainer pads what it writes itself"
+        return "packed rows have no padding" if self.setup.packs else None
+
     def _padded(self) -> Check:
-        if self.setup.generates or self.setup.packs:
-            reason = "the trainer pads what it writes itself" if self.setup.generates else "packed rows have no padding"
+        reason = self._why_not_padded()
+        if reason is not None:
             return Check(reason)
         pad = self.bench.tokenizer.pad_token_id
         padded = self.bench.run("ours", collate=lambda collator: lambda rows: more_padding(collator(rows), pad))
         return worst(steps_of(padded), steps_of(self.ours), self.noise)
 
     def _padded_left(self) -> Check:
-        if self.setup.generates or self.setup.packs:
-            reason = "the trainer pads what it writes itself" if self.setup.generates else "packed rows have no padding"
+        reason = self._why_not_padded()
+        if reason is not None:
             return Check(reason)
         pad = self.bench.tokenizer.pad_token_id
         ours, stock = (
@@ -306,7 +316,8 @@ class Checks:
     # References, merging, resuming
 
     def _reference(self) -> Check:
-        if changed := self._changed_models():
+        changed = self._changed_models()
+        if changed:
             return equal(changed, "")
         if self.setup.stock.__name__ not in ("DPOTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer"):
             return Check("the loss has none")
@@ -318,7 +329,8 @@ class Checks:
 
     def _changed_models(self) -> list[str]:
         """Name the weights of a reference or a teacher that the training has changed."""
-        trainer, changed = self.ours.trainer, []
+        trainer = self.ours.trainer
+        changed = []
         for attribute, path in (("ref_model", self.bench.path), ("teacher_model", self.bench.teacher)):
             model = getattr(trainer, attribute, None)
             if not isinstance(model, torch.nn.Module) or getattr(trainer.args, "sync_ref_model", False):
