@@ -15,6 +15,9 @@ A table has a list `records`, and says which of their rows it takes, what a line
               if all are alike
     measures  if true, each of the `cells` is a line instead of a column
     sort      fields to sort the rows by; without it they come in the order of the records
+
+Besides what a record has, a row has `run` (date and commit), `minute`, `record`, and if it has an arm, `role` (stock,
+liger or ours), `trainer`, `class`, `speed` and `memory`. The last two compare benchmarks that count different things.
 """
 
 import json

@@ -10,6 +10,13 @@ class LogProbs(NamedTuple):
 
     Fields that were not requested are None. The others have the shape of `target` and are fp32, or float64 for float64
     inputs; `is_top1` is bool. They are zero at ignored positions.
+
+    Attributes:
+        log_probs: Log-probability of each target, in nats.
+        entropy: Entropy of each row's distribution p, in nats.
+        log_sum_sq_probs: `log(sum_v p_v ** 2)`.
+        mean_logits: Mean of each row's logits.
+        is_top1: Whether the target has the largest logit.
     """
 
     log_probs: torch.Tensor | None = None
@@ -20,10 +27,10 @@ class LogProbs(NamedTuple):
 
 
 class Divergence(NamedTuple):
-    """Divergence and entropy of each row.
+    """Divergence of a student from its teacher, and the student's entropy, of each row.
 
-    Both have the shape of `hidden` without its last dimension. They are fp32 or float64, and zero where `mask` is
-    False.
+    Both have the shape of `hidden` without its last dimension, in nats. They are fp32 or float64, and zero where `mask`
+    is False.
     """
 
     divergence: torch.Tensor

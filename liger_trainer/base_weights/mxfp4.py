@@ -63,7 +63,7 @@ class PackedGptOssExperts(PackedExperts, GptOssExperts):
 def pack_experts(model: nn.Module, not_converted: list[str] | None = None) -> int:
     """Give the experts of a `meta` model the parameters of an MXFP4 checkpoint. Return how many modules changed.
 
-    Modules that `kept` names stay as they are; it has the form of `modules_to_not_convert`.
+    Modules that `not_converted` names stay as they are; it has the form of `modules_to_not_convert`.
     """
     modules = [
         module

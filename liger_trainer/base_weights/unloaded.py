@@ -57,10 +57,12 @@ class KeptWeights:
     reason: str | None = None
 
     def __str__(self) -> str:
-        message = f"{self.tensors} tensors of the base that transformers does not load are kept as they were"
         lines = []
         if self.tensors:
-            lines.append(f"{message} ({self.parameters:,} parameters, not trained)")
+            lines.append(
+                f"{self.tensors} tensors of the base that transformers does not load are kept as they were "
+                f"({self.parameters:,} parameters, not trained)"
+            )
         if self.reason is not None:
             lines.append(f"prediction layers (MTP) of the base are left out, and config.json says so: {self.reason}")
         return "; ".join(lines)
@@ -133,17 +135,18 @@ def keep_unloaded_weights(model: PreTrainedModel, base: Base | None, folder: Pat
     them. If `keep` is false or prediction layers do not fit the saved model, they are left out and config.json counts
     none.
     """
-    if not files_of(folder):
+    if not files_of(folder):  # only an adapter was saved, or a `.bin`
         return KeptWeights()
     drop_old_index(folder)
     if base is None:
         return KeptWeights()
-    saved: set[str] = set()
+    saved: set[str] = set()  # names of the saved tensors
     for file in files_of(folder):
         saved.update(tensors_of(file))
     config_path = folder / "config.json"
     config = json.loads(config_path.read_text(encoding="utf-8"))
 
+    # Which prediction layers to copy, or the reason why none are.
     in_base = base.predicts
     predicts = _predictions(base, saved)
     reason = None
@@ -152,7 +155,7 @@ def keep_unloaded_weights(model: PreTrainedModel, base: Base | None, folder: Pat
     elif in_base and not any(name in saved for name in in_base):  # else the class has loaded and trained them
         reason = _why_left_out(base, config, predicts, keep)
     copied = {} if reason is not None else predicts
-    if keep:
+    if keep:  # and the other tensors that the class ignores
         copied = copied | _declared(model, base, saved | in_base.keys(), config)
     changed_file = _changed_file(copied)
     if copied and folder.resolve() == base.folder.resolve():

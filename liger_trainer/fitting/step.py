@@ -33,8 +33,8 @@ from liger_trainer.memory.summary import CheckpointingSummary
 from liger_trainer.trainers.optimizer_in_backward import step_alone
 from liger_triton.sizes import sizes_only
 
-WORKSPACE = 32 << 20  # of cuBLAS, on one stream
-_ENDLESS = 1 << 50  # bytes
+WORKSPACE = 32 << 20  # bytes, of cuBLAS, on one stream
+_ENDLESS = 1 << 50  # bytes of the host, for the count of pinned memory: more than any machine has
 _WITHOUT_RANDOM_STATES = {"preserve_rng_state": False}  # nothing random is computed
 
 
@@ -127,6 +127,17 @@ def estimate_memory(
 
 
 class _Simulation:
+    """A training with its model, reference and optimizer, whose steps `memory` counts.
+
+    Attributes:
+        need (`MemoryEstimate`): The estimate, filled in as the steps run.
+        weights, trained: All weights of the model, and the ones that are trained.
+        masters (`list[nn.Parameter]`): What the optimizer steps: the trained weights, or this GPU's shares of them.
+        existing (`list[nn.Parameter]`): Tensors that exist before the first step and take memory until the end.
+        units (`Units` or `None`): The modules that FSDP2 gathers and shards again, one after the other.
+        called, reference: The model and its reference as the loss calls them, within autocast.
+    """
+
     def __init__(self, job: TrainSpec, model: nn.Module, reference: nn.Module | None, memory: SimulatedMemory):
         self.job = job
         self.model = model
@@ -180,40 +191,41 @@ class _Simulation:
 
     def steps(self, rows: int, length: int, checkpointing: bool | str, like: MemoryEstimate | None) -> MemoryEstimate:
         """Run the steps and return the estimate. With `like`, run one micro-batch without an optimizer step."""
-        estimate_memory = self.need
+        need = self.need
         memory = self.memory
         planner = None
         if checkpointing == AUTO:
             planner = ActivationPlanner(memory, self.job.budget, warm=True)
-            estimate_memory.checkpointing = planner.summary
+            need.checkpointing = planner.summary
         with memory:
             memory.count(self.existing)
-            memory.add(
-                estimate_memory.weights + estimate_memory.others + estimate_memory.reference - memory.allocated()
-            )
-            # The first step creates the optimizer states. auto measures in the second and chooses in the third.
+            # What has no tensor here, such as workspaces, or the padding of shards.
+            memory.add(need.weights + need.others + need.reference - memory.allocated())
             if self.job.in_backward:
                 for weight in self.masters:
                     weight.grad = torch.empty_like(weight)
                 self._optimize()  # creates the states now; in backward they would come one by one
             elif like is not None:
-                estimate_memory.states = like.states
-                memory.add(estimate_memory.states)
-            steps = 3 if planner else 2
+                need.states = like.states
+                memory.add(need.states)
             if like is not None:
-                estimate_memory.step = like.step
+                need.step = like.step
                 self._micro_batches(rows, length, planner)
                 steps = 0
+            else:
+                # The first step creates the optimizer states. auto measures in the second and chooses in the third.
+                steps = 3 if planner else 2
             for _ in range(steps):
                 self._micro_batches(rows, length, planner)
                 self.memory.highest = self.memory.allocated()
                 self._optimize()
-                estimate_memory.step = self.memory.highest
+                need.step = self.memory.highest
         if planner is not None:
             planner.end()
-        return estimate_memory
+        return need
 
     def _micro_batches(self, rows: int, length: int, planner: ActivationPlanner | None) -> None:
+        """Run forward and backward pass: twice if gradients are accumulated, since the second adds to the first's."""
         for _ in range(2 if self.job.accumulates else 1):
             self.memory.highest = 0
             if self.units is not None:
@@ -234,12 +246,14 @@ class _Simulation:
             self.job.loss(self.called, self.reference, inputs).backward()
 
     def _step_alone(self, weight: nn.Parameter, _: torch.Tensor) -> None:
+        """Step `weight` in the backward pass, as `optimizer_in_backward` does. `_` is what the hook is on."""
         if isinstance(self.optimizer, int):
             weight.grad = None
         else:
             step_alone(self.optimizer, self.optimizer.param_groups[0], weight)
 
     def _optimize(self) -> None:
+        """Run the optimizer's step, and free the gradients. The first call counts the states that it creates."""
         if self.job.shape.has_tower:  # rows of text give the tower no gradient
             for master in self.masters:
                 if master.grad is None:

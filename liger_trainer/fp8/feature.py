@@ -105,9 +105,11 @@ class Fp8(Feature[Fp8Arguments, Fp8Trainer]):
         trainer.freezes_in_fp8 = quantizes_base
         if not quantizes_base:
             if getattr(args, "fp8", False) and importlib.util.find_spec("torchao") is None:
+                fault = fault_of_device(args.device)  # then installing torchao would not help
+                also = "" if fault is None else f" It also needs a GPU with fp8, but {fault}."
                 raise ValueError(
                     "fp8 is true, which needs torchao for a model without adapters: pip install torchao, or set fp8 to "
-                    "false."
+                    f"false.{also}"
                 )
             yield
             if trainer.uses_liger:

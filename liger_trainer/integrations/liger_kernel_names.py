@@ -14,7 +14,13 @@ _PREFIX = "apply_liger_kernel_to_"
 
 
 class AutoLigerKernelForCausalLM:
-    """Patches the models of [`~transformers.AutoModelForCausalLM`]. Takes its arguments and `liger_config`."""
+    """Patches the models of [`~transformers.AutoModelForCausalLM`]. Takes its arguments and `liger_config`.
+
+        model = AutoLigerKernelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B", liger_config={"rope": False})
+
+    The result is transformers' own class, patched by [`apply_liger`]. A ValueError names an unknown key of
+    `liger_config` before anything is loaded.
+    """
 
     @classmethod
     def from_pretrained(cls, *args: Any, liger_config: dict | None = None, **kwargs: Any) -> PreTrainedModel:

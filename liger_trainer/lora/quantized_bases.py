@@ -76,7 +76,8 @@ def _read_4bit(layer: Any, x: torch.Tensor) -> PackedWeight | None:
     parameter = layer._parameters["weight"]
     shape = torch.Size((layer.out_features, layer.in_features))
     state = parameter.__dict__.get("quant_state")
-    if (type(parameter) is not FakeTensor and names_of(type(parameter)) != _PARAMETER_4BIT) or state is None:
+    is_packed = type(parameter) is FakeTensor or names_of(type(parameter)) == _PARAMETER_4BIT  # fake: in `fit`
+    if not is_packed or state is None:
         return None
     if not layer.compute_type_is_set:  # bitsandbytes decides this in its first forward, which does not run here
         layer.set_compute_type(x)
@@ -86,7 +87,8 @@ def _read_4bit(layer: Any, x: torch.Tensor) -> PackedWeight | None:
     if x.device.type == "cpu" and _differs_on_cpu(layer, state, x):
         return None
     packed = _without_subclass(parameter)
-    if packed.numel() * packed.itemsize * 2 != shape.numel():
+    weights_in_memory = 2 * packed.numel() * packed.itemsize  # two in each byte
+    if weights_in_memory != shape.numel():  # a part of the weight, as in a shard
         return None
     second = state.__dict__.get("state2")
     nested = None if second is None else Nested(second.code, second.absmax, second.blocksize, state.offset)
@@ -186,13 +188,14 @@ def _read_torchao(layer: Any, x: torch.Tensor) -> PackedWeight | None:
     if _why_not_torchao(layer) is not None:
         return None
     packed = weight.qdata
+    scaled_by_row = weight.block_size[-1] == packed.shape[1]
 
     def unpack(dtype: torch.dtype) -> torch.Tensor:
         return packed.to(dtype) if scaled_by_row else weight.dequantize().to(dtype)
 
-    scaled_by_row = weight.block_size[-1] == packed.shape[1]
-    by_row = (layer.forward, weight.scale.flatten().expand(packed.shape[0])) if scaled_by_row else ()
-    return PackedWeight(packed.shape, x.dtype, packed.device, unpack, (packed, weight.scale), *by_row)
+    # With a scale for each row, backward multiplies by the integers and scales dy instead, as PEFT does.
+    forward_and_scales = (layer.forward, weight.scale.flatten().expand(packed.shape[0])) if scaled_by_row else ()
+    return PackedWeight(packed.shape, x.dtype, packed.device, unpack, (packed, weight.scale), *forward_and_scales)
 
 
 def _why_not_torchao(layer: Any) -> str | None:

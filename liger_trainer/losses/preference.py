@@ -36,6 +36,12 @@ def sequence_logprobs(log_probs: torch.Tensor, mask: torch.Tensor, average: bool
         mask (`torch.Tensor`): True or 1 for each token that counts (B, S), as in `outputs.label_mask`.
         average (`bool`, *optional*, defaults to `False`): Divide by the number of tokens that count. A sequence
             without such tokens gets 0.
+
+    Returns:
+        `torch.Tensor`: (B,), in the dtype of `log_probs`, differentiable.
+
+    Raises:
+        ValueError: The two shapes differ, or are not (B, S).
     """
     if log_probs.shape != mask.shape or log_probs.ndim != 2:
         raise ValueError(
@@ -78,6 +84,14 @@ def dpo_loss(
         loss_type (`str`, *optional*, defaults to `"sigmoid"`): One of the above. [`LigerDPOTrainer`] takes all of
             TRL's.
         label_smoothing (`float`, *optional*, defaults to 0.0): In [0, 0.5), for `"sigmoid"` and `"robust"`.
+        reduction (`str`, *optional*, defaults to `"mean"`): `"mean"` over the pairs, `"sum"`, or `"none"`.
+
+    Returns:
+        (`torch.Tensor`, `dict`): The loss, () or for `"none"` (B,), in fp32 or for fp64 inputs fp64; and metrics under
+        TRL's names, such as `rewards/margins`, as detached means ().
+
+    Raises:
+        ValueError: Shapes disagree, `beta` is not positive, or an option is unknown, out of range or without effect.
     """
     chosen, rejected, ref_chosen, ref_rejected = _checked(
         beta,
@@ -116,6 +130,14 @@ def cpo_loss(
         beta (`float`, *optional*, defaults to 0.1): Temperature of the preference term.
         cpo_alpha (`float`, *optional*, defaults to 1.0): Weight of `chosen_nll`.
         loss_type, label_smoothing: As in `dpo_loss`.
+        reduction (`str`, *optional*, defaults to `"mean"`): `"mean"` over the pairs, `"sum"`, or `"none"`.
+
+    Returns:
+        (`torch.Tensor`, `dict`): The loss, () or for `"none"` (B,), in fp32 or for fp64 inputs fp64; and metrics under
+        TRL's names, such as `rewards/margins`, as detached means ().
+
+    Raises:
+        ValueError: Shapes disagree, `beta` is not positive, or an option is unknown, out of range or without effect.
     """
     chosen, rejected = _checked(beta, chosen_logps=chosen_logps, rejected_logps=rejected_logps)
     c = beta * chosen
@@ -148,6 +170,14 @@ def simpo_loss(
         gamma (`float`, *optional*, defaults to 1.0): Margin, in units of the reward d.
         alpha (`float`, *optional*, defaults to 0.0): AlphaPO's shape of the reward.
         label_smoothing (`float`, *optional*, defaults to 0.0): In [0, 0.5).
+        reduction (`str`, *optional*, defaults to `"mean"`): `"mean"` over the pairs, `"sum"`, or `"none"`.
+
+    Returns:
+        (`torch.Tensor`, `dict`): The loss, () or for `"none"` (B,), in fp32 or for fp64 inputs fp64; and metrics under
+        TRL's names, such as `rewards/margins`, as detached means ().
+
+    Raises:
+        ValueError: Shapes disagree, `beta` is not positive, or an option is unknown, out of range or without effect.
     """
     chosen, rejected = _checked(beta, chosen_logps=chosen_logps, rejected_logps=rejected_logps)
     c, r = (beta * (-torch.expm1(-alpha * x) / alpha if alpha else x) for x in (chosen, rejected))
@@ -175,6 +205,14 @@ def orpo_loss(
         chosen_nll (`torch.Tensor`): Negative log-likelihood of the chosen rows, () or (B,). In TRL it is the mean over
             all tokens of prompt and completion in the batch.
         beta (`float`, *optional*, defaults to 0.1): Weight of the odds ratio, lambda in the paper.
+        reduction (`str`, *optional*, defaults to `"mean"`): `"mean"` over the pairs, `"sum"`, or `"none"`.
+
+    Returns:
+        (`torch.Tensor`, `dict`): The loss, () or for `"none"` (B,), in fp32 or for fp64 inputs fp64; and metrics under
+        TRL's names, such as `rewards/margins`, as detached means ().
+
+    Raises:
+        ValueError: Shapes disagree, `beta` is not positive, or an option is unknown, out of range or without effect.
     """
     chosen, rejected = _checked(beta, chosen_logps=chosen_logps, rejected_logps=rejected_logps)
     log_odds = (chosen - rejected) - (_log1mexp(chosen) - _log1mexp(rejected))
@@ -213,6 +251,14 @@ def kto_loss(
         beta (`float`, *optional*, defaults to 0.1): Strength of the tie to the reference.
         desirable_weight, undesirable_weight (`float`, *optional*, defaults to 1.0): Weights of the two kinds of rows;
             the paper wants the ratio of the weighted counts between 1 and 4/3.
+        reduction (`str`, *optional*, defaults to `"mean"`): `"mean"` over the rows, `"sum"`, or `"none"`.
+
+    Returns:
+        (`torch.Tensor`, `dict`): The loss, () or for `"none"` (B,), in fp32 or for fp64 inputs fp64; and the metrics
+        named above, as detached means ().
+
+    Raises:
+        ValueError: Shapes disagree, `beta` is not positive, `kl` is not one number, or `reduction` is unknown.
     """
     logps, ref_logps = _checked(beta, logps=logps, ref_logps=ref_logps)
     if desirable.dtype != torch.bool or desirable.shape != logps.shape:

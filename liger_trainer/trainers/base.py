@@ -43,7 +43,7 @@ _LIBRARIES = ("liger_trainer.", "trl.", "transformers.")
 
 
 def stock_class(liger_class: type) -> type:
-    """Return the class of transformers or TRL that `ours`, a trainer or a config of one, extends."""
+    """Return the class of transformers or TRL that `liger_class`, a trainer or its config, extends."""
     return next(base for base in liger_class.__mro__ if base.__module__.partition(".")[0] in ("trl", "transformers"))
 
 
@@ -291,8 +291,10 @@ class LigerTrainerMixin(LoadsRenamedWeights, ResumesInPass):
         if not self.uses_liger:
             return
         changed = [feature.before_patch(model, self) for feature in FEATURES]
-        config, unfused = getattr(self.args, "liger_config", None), None
-        if self.wants_part("fused_linear_cross_entropy") and (unfused := self.unfused_reason(model)) is not None:
+        # The user's switches, and those that this trainer or the launch adds.
+        config = getattr(self.args, "liger_config", None)
+        unfused = self.unfused_reason(model) if self.wants_part("fused_linear_cross_entropy") else None
+        if unfused is not None:
             config = (config or {}) | {"fused_linear_cross_entropy": False}
         parallel = self.accelerator.parallelism_config
         if parallel is not None and parallel.cp_enabled:  # each GPU has a part of every row, and runs ring attention
@@ -300,9 +302,10 @@ class LigerTrainerMixin(LoadsRenamedWeights, ResumesInPass):
         self.liger_report = self._patched.patch(model, config, options, forget_others=self.model_init is not None)
         for operations in changed:
             self.liger_report.operations |= operations
-        if unfused is not None:
+        if unfused is not None:  # the user did not switch it off, so the report gives the reason instead of "off"
             part = self.liger_report["fused_linear_cross_entropy"]
-            part.enabled, part.skipped = True, {"lm_head": unfused}
+            part.enabled = True
+            part.skipped = {"lm_head": unfused}
         if self.args.process_index == 0:
             logger.info(self.liger_report.one_line())
 
@@ -323,7 +326,10 @@ class LigerTrainerMixin(LoadsRenamedWeights, ResumesInPass):
     ) -> tuple[torch.Tensor | None, Any, Any]:
         self._apply_head_options()
         gathers = self._wants_tokens and not prediction_loss_only
-        self._loss_only, self._predicted = prediction_loss_only or gathers, [] if gathers else None
+        # With `eval_predictions="tokens"` the stock method computes the loss alone, and `_with_predictions` gathers the
+        # tokens in its calls of the model.
+        self._loss_only = prediction_loss_only or gathers
+        self._predicted = [] if gathers else None
         try:
             with self._errors_with_advice():
                 outputs = super().prediction_step(model, inputs, self._loss_only, ignore_keys)
@@ -332,7 +338,8 @@ class LigerTrainerMixin(LoadsRenamedWeights, ResumesInPass):
             predictions = dict(self._predicted[-1])  # KTO scores the mismatched pairs for its KL estimate first
             return outputs[0], predictions, predictions.pop("labels")
         finally:
-            self._loss_only, self._predicted = False, None
+            self._loss_only = False
+            self._predicted = None
 
     def _without_needless_mask(self, model: Callable[..., Any]) -> Callable[..., Any]:
         """Return `model`, or for compiled training a stand-in that drops attention masks of ones."""
@@ -359,7 +366,8 @@ class LigerTrainerMixin(LoadsRenamedWeights, ResumesInPass):
     def _finish_init(self) -> None:
         self._packing_faults = {}
         sharding = "FSDP" if getattr(self.args, "fsdp", None) else None
-        if self.uses_liger and (fault := launch_problem(os.environ, self.accelerator, sharding)):
+        fault = launch_problem(os.environ, self.accelerator, sharding) if self.uses_liger else None
+        if fault:
             raise ValueError(fault)
         for feature in FEATURES:
             feature.check_trainer(self)

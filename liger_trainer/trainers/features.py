@@ -143,27 +143,29 @@ class _ReportCallback(TrainerCallback):
         self._write(args, state)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        trainer = self.trainer
-        of_rows = (shared_prompts_of(trainer.model), sorting_of(trainer), old_policy_of(trainer))
-        summaries = (trainer.checkpointing, trainer.captured_steps, *of_rows)
-        if any(x is not None for x in summaries):
+        if any(summary is not None for summary in self._summaries().values()):
             self._write(args, state)
+
+    def _summaries(self) -> dict[str, dict[str, Any] | None]:
+        """Return what the features counted in training, by field of the report. None for a feature that did nothing."""
+        trainer = self.trainer
+        counted = {
+            "checkpointing": trainer.checkpointing,
+            "cuda_graphs": trainer.captured_steps,
+            "shared_prompts": shared_prompts_of(trainer.model),
+            "sort_by_prompt": sorting_of(trainer),
+            "old_policy": old_policy_of(trainer),
+        }
+        return {name: None if summary is None else summary.to_dict() for name, summary in counted.items()}
 
     def _write(self, args: Any, state: Any) -> None:
         report = self.report
-        checkpointing = self.trainer.checkpointing
-        if state.is_world_process_zero and args.output_dir is not None:
-            report.checkpointing = None if checkpointing is None else checkpointing.to_dict()
-            captured = self.trainer.captured_steps
-            report.cuda_graphs = None if captured is None else captured.to_dict()
-            shared = shared_prompts_of(self.trainer.model)
-            report.shared_prompts = None if shared is None else shared.to_dict()
-            sorting = sorting_of(self.trainer)
-            report.sort_by_prompt = None if sorting is None else sorting.to_dict()
-            passes = old_policy_of(self.trainer)
-            report.old_policy = None if passes is None else passes.to_dict()
-            os.makedirs(args.output_dir, exist_ok=True)
-            report.to_json(os.path.join(args.output_dir, "liger_report.json"))
+        if not state.is_world_process_zero or args.output_dir is None:
+            return
+        for name, summary in self._summaries().items():
+            setattr(report, name, summary)
+        os.makedirs(args.output_dir, exist_ok=True)
+        report.to_json(os.path.join(args.output_dir, "liger_report.json"))
 
 
 class FeatureArguments(

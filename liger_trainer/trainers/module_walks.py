@@ -3,6 +3,8 @@
 A trainer calls each of them in every step. An 8B model with adapters has 2,665 modules, and PyTorch's generators take
 some microseconds for each. Nothing is cached between calls: each call walks over the current modules. If a class or a
 module overrides one of these methods, PyTorch's own code runs.
+
+Where a loop would run Python for each module, `map` runs C code instead. The comment above each such line has the loop.
 """
 
 from collections.abc import Callable, Iterator
@@ -48,6 +50,7 @@ def _states_if_stock(model: nn.Module, methods: dict[str, tuple[Any, ...]]) -> l
                 return None
     states = [module.__dict__ for module in modules]
     for name in methods:
+        # any(name in state for state in states[1:])
         if any(map(contains, states[1:], repeat(name))):
             return None
     return states
@@ -56,7 +59,11 @@ def _states_if_stock(model: nn.Module, methods: dict[str, tuple[Any, ...]]) -> l
 def is_training(model: nn.Module) -> bool:
     """Return True if every module is in training mode, so `model.train()` changes nothing. False if unsure."""
     states = _states_if_stock(model, _TRAIN_CALLS)
-    return states is not None and all(map(is_, map(dict.get, states, repeat("training")), repeat(True)))
+    if states is None:
+        return False
+    # all(state.get("training") is True for state in states)
+    modes = map(dict.get, states, repeat("training"))
+    return all(map(is_, modes, repeat(True)))
 
 
 def parameters_of(model: nn.Module) -> list[nn.Parameter] | None:
@@ -67,9 +74,10 @@ def parameters_of(model: nn.Module) -> list[nn.Parameter] | None:
     states = _states_if_stock(model, _PARAMETERS_CALLS)
     if states is None or "named_modules" in states[0]:
         return None
-    every = chain.from_iterable(map(dict.values, map(itemgetter("_parameters"), states)))
-    distinct = dict.fromkeys(every)
-    distinct.pop(None, None)
+    # (parameter for state in states for parameter in state["_parameters"].values())
+    parameters = chain.from_iterable(map(dict.values, map(itemgetter("_parameters"), states)))
+    distinct = dict.fromkeys(parameters)  # in order; modules may share a parameter
+    distinct.pop(None, None)  # such as a missing bias
     return list(distinct)
 
 

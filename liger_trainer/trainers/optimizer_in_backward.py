@@ -142,7 +142,7 @@ class InBackward(Feature[InBackwardArguments, InBackwardTrainer]):
         try:
             yield steps.run
         except BaseException as error:
-            if steps._stepped:
+            if steps.has_stepped:
                 error.add_note(
                     "The step failed after some weights had taken their optimizer step (optimizer_in_backward: true). "
                     "Resume from the last checkpoint."
@@ -188,6 +188,11 @@ class OptimizerInBackward:
         self._hooks: list[RemovableHandle] = []  # of the weights
         self._end_hook: RemovableHandle | None = None
 
+    @property
+    def has_stepped(self) -> bool:
+        """Whether a weight has taken its step in the training step that is running."""
+        return bool(self._stepped)
+
     def run(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Return `step(*args, **kwargs)`, the forward and backward pass of a training step."""
         if not self._hooks:
@@ -196,9 +201,13 @@ class OptimizerInBackward:
 
     def grad_norm(self) -> torch.Tensor:
         """Return the norm of all gradients of the step, as `torch.nn.utils.clip_grad_norm_` would compute it."""
-        weights = list(self.trainer.model.parameters())
-        norms = [self._stepped[weight][1] if weight in self._stepped else weight.grad for weight in weights]
-        return torch.nn.utils.get_total_norm([norm for norm in norms if norm is not None])
+        norms = []
+        for weight in self.trainer.model.parameters():
+            if weight in self._stepped:
+                norms.append(self._stepped[weight][1])
+            elif weight.grad is not None:  # a weight that is not in the optimizer; its norm is part of the total too
+                norms.append(weight.grad)
+        return torch.nn.utils.get_total_norm(norms)
 
     def close(self) -> None:
         """Remove our hooks from optimizer and weights."""
@@ -252,9 +261,11 @@ def step_alone(optimizer: torch.optim.Optimizer, group: dict[str, Any], weight: 
     for each, _ in groups:
         each["params"] = []
     group["params"] = [_NO_WEIGHT] * place + [weight]
-    step = type(optimizer).step
-    try:  # without the hooks that PyTorch puts around `step`
-        (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer)  # type: ignore[attr-defined]
+    step: Any = type(optimizer).step
+    if getattr(step, "hooked", False):  # PyTorch has put the optimizer's hooks around it
+        step = step.__wrapped__
+    try:
+        step(optimizer)
     finally:
         for each, weights in groups:
             each["params"] = weights

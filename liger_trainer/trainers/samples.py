@@ -210,7 +210,7 @@ class _SampleCallback(TrainerCallback):
 
     def _log_answers(self, args: Any, state: Any, control: Any, lines: dict[int, dict[str, Any]]) -> None:
         for line in lines.values():
-            logger.info(f"step {line['step']}, {line['prompt']!r} is answered: {line['answer']!r}")
+            logger.info(f"step {line['step']}: {line['prompt']!r} -> {line['answer']!r}")
         if args.output_dir is not None:
             os.makedirs(args.output_dir, exist_ok=True)
             first = state.global_step == 0  # a new run overwrites the file of an earlier run in this folder

@@ -205,13 +205,14 @@ class LigerPairMixin(LigerTRLMixin):
 
         averages_all = getattr(self.args, "padding_in_metrics", True)
         mean = "vocab_mean" if averages_all else "mean_logits"  # the second is of positions with a label alone
-        known = _known_on_host(batch)
+        host_batch = _known_on_host(batch)
 
         def score(input_ids: torch.Tensor, attention_mask: torch.Tensor, **options: Any) -> ModelOutput:
-            given = self.concatenated_inputs(batch)["concatenated_labels"].to(input_ids.device)
-            labels = self._scored_labels(given, input_ids, attention_mask)
-            if known is not None:
-                rows = self.concatenated_inputs(known)
+            """Stand in for the model in TRL's method, which has joined the chosen and the rejected rows."""
+            answers = self.concatenated_inputs(batch)["concatenated_labels"].to(input_ids.device)
+            labels = self._scored_labels(answers, input_ids, attention_mask)
+            if host_batch is not None:  # so that the rows are found without a wait for the GPU
+                rows = self.concatenated_inputs(host_batch)
                 mask = rows["concatenated_attention_mask"]
                 on_host = self._scored_labels(rows["concatenated_labels"], rows["concatenated_input_ids"], mask)
                 remember(attention_mask, mask)
@@ -224,14 +225,16 @@ class LigerPairMixin(LigerTRLMixin):
                 labels=labels,
                 **options,
             )
-            # A prompt-learning adapter puts its own rows first. The last row predicts no token with a label.
-            scored_rows = labels.shape[1] - 1
-            log_probs = F.pad(outputs.log_probs[:, -scored_rows:], (0, 1))
+            # A prompt-learning adapter puts its own positions first. The last position predicts no token with a label,
+            # so the head gives no log-probability for it: TRL's logits have one position more, padded here.
+            scored_positions = labels.shape[1] - 1
+            log_probs = F.pad(outputs.log_probs[:, -scored_positions:], (0, 1))
             if averages_all:
-                means, averaged = outputs.vocab_mean[:, -labels.shape[1] :], None
+                means = outputs.vocab_mean[:, -labels.shape[1] :]
+                averaged = None
             else:
-                means = F.pad(outputs.mean_logits[:, -scored_rows:], (0, 1))
-                averaged = F.pad(given[:, 1:] != -100, (0, 1))
+                means = F.pad(outputs.mean_logits[:, -scored_positions:], (0, 1))
+                averaged = F.pad(answers[:, 1:] != -100, (0, 1))
             logits = ScoredLogits(
                 log_probs,
                 F.pad(labels[:, 1:], (0, 1), value=-100),

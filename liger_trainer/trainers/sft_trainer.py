@@ -108,7 +108,8 @@ class LigerSFTTrainer(LigerTRLMixin, SFTTrainer):
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, Any]:
-        overrides_loss, smoother = self.overrides_token_loss, self.label_smoother
+        overrides_loss = self.overrides_token_loss
+        smoother = self.label_smoother
         # A user's code may give the labels' log-probabilities different gradients, or use the gradient of the entropy.
         is_read = self.overrides_compute_loss or not isinstance(model, nn.Module) or bool(who_sees_outputs(model))
         model = self._without_needless_mask(model)
@@ -116,6 +117,8 @@ class LigerSFTTrainer(LigerTRLMixin, SFTTrainer):
             if self._mtp is not None:
                 raise ValueError("train_mtp is true, but your own code reads the model's outputs. Remove one of them.")
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+        # What the head computes for TRL: the outputs of each token, the smoothing, and the loss of an MTP head.
         smoothed = not overrides_loss and smoother is not None and self.args.loss_type == "nll"
         token_outputs = ("log_probs", "entropy", "is_top1", *self.token_outputs) if overrides_loss else None
         observer = None
@@ -127,11 +130,14 @@ class LigerSFTTrainer(LigerTRLMixin, SFTTrainer):
         uniform_grad = not overrides_loss and self.args.loss_type == "nll"
         label_smoothing = smoother.epsilon if smoothed else 0.0
 
+        # TRL counts tokens and reads metrics between forward and backward, where the host would wait for the GPU. If
+        # they are only logged, TRL gets the host's copy of the mask, and placeholders in place of the metrics.
         late = self._metrics_may_be_late(is_read or return_outputs, num_items_in_batch)
         trl_inputs, on_device = self._counted_on_host(inputs) if late else (inputs, {})
         replaced: list[FusedLMOutput] = []
 
         def score(**call: Any) -> Any:
+            """Stand in for the model in TRL's code, which calls it with `fused_lm_head=True`."""
             request = HeadRequest.taken_from(call)  # TRL's, or one that asks for predictions too
             if not request.token_scores:
                 return run_request(model, request, **call)
@@ -159,7 +165,7 @@ class LigerSFTTrainer(LigerTRLMixin, SFTTrainer):
                 outputs = dataclasses.replace(outputs, **self._late_metrics.placeholders())
             return outputs
 
-        stock = self.label_smoother, self.router_aux_loss_coef
+        router_aux_loss_coef = self.router_aux_loss_coef
         self.label_smoother = None  # log_probs are already smoothed; with a smoother, TRL would build logits again
         if smoothed:  # the stock trainer adds no auxiliary loss to a smoothed one
             self.router_aux_loss_coef = 0.0
@@ -168,7 +174,9 @@ class LigerSFTTrainer(LigerTRLMixin, SFTTrainer):
             with recording:
                 result = super().compute_loss(score, trl_inputs, return_outputs, num_items_in_batch)
         finally:
-            self.label_smoother, self.router_aux_loss_coef = stock
+            self.label_smoother = smoother
+            self.router_aux_loss_coef = router_aux_loss_coef
+
         if self._mtp is None:
             return result
         if len(mtp_losses) != 1:

@@ -43,11 +43,15 @@ class Checks:
     swapped = "nothing"
 
     def __init__(self, bench: Bench) -> None:
-        self.bench, self.setup = bench, bench.setup
-        self.second: AdamTraining | Exception | None = None
-        self.kind, self.compared_with = "stock", self.setup.stock.__name__
-        if self.setup.is_medusa:
-            self.kind, self.compared_with = "plain", "a loss of Medusa heads that is written down from full logits"
+        self.bench = bench
+        self.setup = bench.setup
+        self.second: AdamTraining | Exception | None = None  # the error if it has failed
+        # What ours is compared with: `kind` is a kind of `Bench.build`, and `compared_with` its name in the table.
+        self.kind = "stock"
+        self.compared_with = self.setup.stock.__name__
+        if self.setup.is_medusa:  # there is no stock trainer for them
+            self.kind = "plain"
+            self.compared_with = "a loss of Medusa heads that is written down from full logits"
 
     def each(self) -> Iterator[Check]:
         """Run the checks one by one. RecipeError if our trainer rejects the setup."""
@@ -90,7 +94,8 @@ class Checks:
                 check_result = check()
             except Exception as error:  # any error in a training fails the check
                 check_result = Check(f"{type(error).__name__}: {error}", math.inf)
-            check_result.name, check_result.seconds = name, time.perf_counter() - start
+            check_result.name = name
+            check_result.seconds = time.perf_counter() - start
             yield check_result
             if not hasattr(self, "noise"):
                 return  # without the stock runs, the other checks cannot compare anything
@@ -109,21 +114,28 @@ class Checks:
             if self.kind == "plain":
                 raise
             why = f"{self.compared_with}'s {type(error).__name__}: {error}"
-            self.kind, self.compared_with = "plain", f"itself from full logits with nothing swapped, because of {why}"
+            self.kind = "plain"
+            self.compared_with = f"itself from full logits with nothing swapped, because of {why}"
             self.stock = self.bench.run(self.kind)
+
+        # What every check allows: how far the same training moves if its products only add in another order.
         with OtherOrder():
             other = self.bench.run(self.kind)
         self.noise = {}
         for one, same in zip(steps_of(other), steps_of(self.stock), strict=True):
-            for name, size in errors(one, same).items():
-                self.noise[name] = max(size, self.noise.get(name, 0.0))
-        self.noise |= {n: max(e, self.noise.get(n, 0.0)) for n, e in number_errors(other.logs, self.stock.logs).items()}
+            self._allow(errors(one, same))
+        self._allow(number_errors(other.logs, self.stock.logs))
         self.noise_of_updates = errors(other.updates, self.stock.updates)
         check = worst(logged(self.ours), logged(self.stock), self.noise)
         ours = ", then ".join(f"{log['loss']:.4f}" for log in self.ours.logs)
         stock = ", then ".join(f"{log['loss']:.4f}" for log in self.stock.logs)
         check.detail = ours if check.verdict == "ok" else f"{ours}, stock {stock}; {check.detail}"
         return check
+
+    def _allow(self, sizes: dict[str, float]) -> None:
+        """Raise the noise of each name to `sizes`, where that is larger."""
+        for name, size in sizes.items():
+            self.noise[name] = max(size, self.noise.get(name, 0.0))
 
     def _with_tokens(self, batch: Any) -> Any:
         """Record the tokens of `batch`, and return it."""
@@ -183,15 +195,15 @@ class Checks:
         should, learns = self._what_should_train()
         model = dict(self.ours.trainer.model.named_parameters())
         moved = {name for name, value in self.ours.before.items() if not torch.equal(value, self.ours.after[name])}
-        norms = {
-            name: max(float(step[name].norm()) for step in self.ours.gradients if name in step)
-            for name in set().union(*self.ours.gradients)
-        }
-        if self.setup.is_medusa:
+        norms = {}  # the largest gradient of each parameter, over the steps
+        for name in set().union(*self.ours.gradients):
+            norms[name] = max(float(step[name].norm()) for step in self.ours.gradients if name in step)
+        if self.setup.is_medusa:  # the heads train alone (stage 1), or together with the model (stage 2)
             heads = {name for name in model if "medusa_head." in name}
-            joint = self.ours.trainer.args.medusa_stage == 2
-            should, learns = (should | heads, learns | heads) if joint else (heads, heads)
-        least = 1e-5 * max(norms.values(), default=0.0)
+            trains_model = self.ours.trainer.args.medusa_stage == 2
+            should = should | heads if trains_model else heads
+            learns = learns | heads if trains_model else heads
+        least = 1e-5 * max(norms.values(), default=0.0)  # a smaller gradient may round a weight to itself
         problems = {
             "frozen, and should train": {name for name in should if name not in model or not model[name].requires_grad},
             "trained, and should be frozen": {
@@ -256,17 +268,23 @@ class Checks:
         apart = self.bench.run(self.kind, **once, packing=False, padding_free=False)
         return worst(steps_of(packed), steps_of(apart), self.noise)
 
+    def _why_not_padded(self) -> str | None:
+        """Return why padding cannot be added to the batches of this setup, or None."""
+        if self.setup.generates:
+            return "the trainer pads what it writes itself"
+        return "packed rows have no padding" if self.setup.packs else None
+
     def _padded(self) -> Check:
-        if self.setup.generates or self.setup.packs:
-            reason = "the trainer pads what it writes itself" if self.setup.generates else "packed rows have no padding"
+        reason = self._why_not_padded()
+        if reason is not None:
             return Check(reason)
         pad = self.bench.tokenizer.pad_token_id
         padded = self.bench.run("ours", collate=lambda collator: lambda rows: more_padding(collator(rows), pad))
         return worst(steps_of(padded), steps_of(self.ours), self.noise)
 
     def _padded_left(self) -> Check:
-        if self.setup.generates or self.setup.packs:
-            reason = "the trainer pads what it writes itself" if self.setup.generates else "packed rows have no padding"
+        reason = self._why_not_padded()
+        if reason is not None:
             return Check(reason)
         pad = self.bench.tokenizer.pad_token_id
         ours, stock = (
@@ -311,7 +329,8 @@ class Checks:
 
     def _changed_models(self) -> list[str]:
         """Name the weights of a reference or a teacher that the training has changed."""
-        trainer, changed = self.ours.trainer, []
+        trainer = self.ours.trainer
+        changed = []
         for attribute, path in (("ref_model", self.bench.path), ("teacher_model", self.bench.teacher)):
             model = getattr(trainer, attribute, None)
             if not isinstance(model, torch.nn.Module) or getattr(trainer.args, "sync_ref_model", False):

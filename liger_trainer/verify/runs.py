@@ -166,13 +166,15 @@ class Bench:
     """Builds the small models of a setup in an empty folder, and runs trainers on them."""
 
     def __init__(self, setup: Setup, folder: str) -> None:
-        self.setup, self.folder = setup, folder
+        self.setup = setup
+        self.folder = folder
         self.tokenizer = small_tokenizer(*(setup.options.get(key) for key in ("eos_token", "pad_token")))
         first = len(self.tokenizer.all_special_ids)
         tokens = range(first, len(self.tokenizer))
         self.rows = datasets.Dataset.from_list(small_rows(setup.rows, tokens))
         self.long_rows = datasets.Dataset.from_list(long_rows(setup.rows, tokens))
-        self.path, self.teacher = os.path.join(folder, "model"), os.path.join(folder, "teacher")
+        self.path = os.path.join(folder, "model")
+        self.teacher = os.path.join(folder, "teacher")
         for path, config, seed in ((self.path, setup.config, 0), (self.teacher, setup.teacher, 1)):
             if config is not None:
                 write_model(config, len(self.tokenizer), setup.seed + seed, path)
@@ -210,15 +212,20 @@ class Bench:
     ) -> Any:
         """Build a trainer: `"ours"`; `"stock"`; or `"plain"`, which is ours unpatched and with real logits.
 
-        `given` are further arguments of the trainer. With `dropout`, the model and its adapter drop out activations.
+        `trainer_arguments` are further arguments of the trainer, and `options` further fields of its config. With
+        `dropout`, the model and its adapter drop out activations.
         """
         setup = self.setup
         model_init = setup.model_init | (self.dropouts() if dropout else {})
-        trainer_class, args_class = setup.trainer, setup.arguments
+        trainer_class = setup.trainer
+        args_class = setup.arguments
         if kind == "stock":
-            trainer_class, args_class = setup.stock, stock_class(setup.arguments)
+            trainer_class = setup.stock
+            args_class = stock_class(setup.arguments)
         elif kind == "plain" and setup.is_medusa:
             trainer_class = PlainMedusaTrainer
+
+        # The config: the recipe's values, then the ones that every run has, then the ones of this run.
         values = {key: value for key, value in setup.options.items() if not key.startswith(_LEFT_OUT)} | _FIXED_OPTIONS
         if setup.options.get("max_length", 0) is None:
             values["max_length"] = None
@@ -230,6 +237,8 @@ class Bench:
             values["liger_config"] = {name: name == HEAD for name in OPERATIONS}
         elif kind == "ours":  # treat small tensors as a GPU run treats large ones
             values["liger_config"] = {"rebuild_above_mib": 0} | (values.get("liger_config") or {})
+
+        # The trainer's arguments: rows, model, adapter, teacher and rewards.
         trainer_arguments = (
             {"train_dataset": self.rows, "processing_class": self.tokenizer}
             | setup.trainer_arguments
@@ -244,6 +253,8 @@ class Bench:
             trainer_arguments["teacher_model"] = self.teacher
         if setup.rewards:
             trainer_arguments["reward_funcs"] = [pseudo_random_reward] * setup.rewards
+
+        # The stock config lacks our fields, and some trainers lack fields of the others.
         known = {f.name for f in dataclasses.fields(args_class) if f.init}
         set_seed(setup.seed)
         args = args_class(**{k: v for k, v in values.items() if k in known})
@@ -251,7 +262,7 @@ class Bench:
             args._n_gpu = 1
         trainer = trainer_class(args=args, **trainer_arguments)
         trainer.remove_callback(PrinterCallback)
-        if kind == "plain":
+        if kind == "plain":  # then the head gives real logits
             head: Any = output_head(trainer.model)
             head.register_forward_hook(_look)
         return trainer
@@ -309,6 +320,7 @@ def in_chunks() -> AbstractContextManager[None]:
 
 
 def _disturb(model: nn.Module, seed: int) -> None:
+    """Change each trained weight by 5 %, and give adapters and weights of zeros random values."""
     generator = torch.Generator().manual_seed(seed + 2)
     with torch.no_grad():
         for name, p in model.named_parameters():
@@ -322,6 +334,7 @@ def _disturb(model: nn.Module, seed: int) -> None:
 
 
 def _nudge(model: nn.Module, seed: int) -> None:
+    """Change each trained weight by about as much as rounding it to bf16 would."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for p in model.parameters():

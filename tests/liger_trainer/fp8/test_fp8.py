@@ -308,6 +308,9 @@ def test_torchao_is_missing(fresh, tmp_path, monkeypatch):
         run(LigerTrainer, tiny_model("llama"), tmp_path, fp8=True, fp8_recipe="rowwise")
     with pytest.raises(ValueError, match="fp8 is true, which needs torchao for a model without adapters: pip install"):
         run(LigerTrainer, tiny_model("llama"), tmp_path, fp8=True)
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="It also needs a GPU with fp8, but cpu is not a GPU"):
+            run(LigerTrainer, tiny_model("llama"), tmp_path, fp8=True)
 
 
 def test_the_stock_class_is_as_it_was(fresh, tmp_path):

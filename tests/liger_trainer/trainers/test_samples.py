@@ -187,7 +187,7 @@ def test_answers_are_the_model_s_and_reach_trackers(tmp_path, monkeypatch, caplo
     assert [set(logs) for logs in texts] == [{"sample_1", "sample_2"}] * 3
     assert texts[0]["sample_1"].startswith("w3 w4\n\n")
     assert not any("sample_1" in log for log in trainer.state.log_history)
-    assert "step 0, 'w3 w4' is answered: " in caplog.text
+    assert "step 0: 'w3 w4' -> " in caplog.text
 
 
 def test_prompts_are_asked_as_rows_are(tmp_path):
