@@ -38,7 +38,7 @@ _LAYER = re.compile(r"^(?P<prefix>(?:.*\.)?layers\.)(?P<number>\d+)\.")
 _COMPUTED = re.compile(r"inv_freq$|attn\.bias$|attention\.bias$|masked_bias$|causal_mask$|relative_position_index$")
 # Keys of config.json that count prediction layers, in all model types of transformers
 _COUNTS = re.compile(r"^(num_nextn_predict_layers|mtp_num(_hidden)?_layers|num_mtp_(layers|modules)|num_mtp)$")
-_SIXTEEN_BITS_OR_MORE = ("BF16", "F16", "F32", "F64")
+SIXTEEN_BITS_OR_MORE = ("BF16", "F16", "F32", "F64")
 
 
 @dataclass(frozen=True)
@@ -265,7 +265,7 @@ def _why_left_out(base: Base, config: dict[str, Any], predicts: dict[str, Stored
         return f"{sized[0]} has the base's {vocabulary} tokens, and the model has {new.get('vocab_size')}"
     if not predicts:
         return "the saved model has its layers under other names than the base"
-    packed = [name for name, tensor in predicts.items() if tensor.dtype not in _SIXTEEN_BITS_OR_MORE]
+    packed = [name for name, tensor in predicts.items() if tensor.dtype not in SIXTEEN_BITS_OR_MORE]
     if packed and "quantization_config" not in config:
         return f"{packed[0]} is quantized ({predicts[packed[0]].dtype}), and the saved model is not"
     return None

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from liger_trainer.base_weights.unloaded import Base
+from liger_trainer.base_weights.unloaded import SIXTEEN_BITS_OR_MORE, Base
 
 ATTRIBUTE = "mtp"  # of the model
 _PREFIX = f"{ATTRIBUTE}."
@@ -104,19 +104,23 @@ class HeadNames(NamedTuple):
 
 
 def find_names(base: Base) -> HeadNames:
-    """Return how `base` names its head. ValueError if it has several layers, or no head of a known form."""
+    """Return how `base` names its head. ValueError if it has several layers, no head of a known form, or a quantized
+    one."""
     predicts = base.predicts
     own = [name for name in base.tensors if name.startswith(_PREFIX)]
     if own:
         matches = [_OWN_LAYER.match(name) for name in own]
         _check_one_layer(base, sorted({match[0] for match in matches if match is not None}))
+        _check_not_quantized(base, own)
         return HeadNames(_PREFIX, splits_experts=any(_EXPERT.search(name) for name in own))
     layers = [name.removesuffix("eh_proj.weight") for name in predicts if _LAYER.match(name)]
     _check_one_layer(base, layers)
     if not layers:
         reason = base.unread or f"{base.folder} has no tensors mtp.* and no layer beyond the depth with an eh_proj"
         raise ValueError(f"{reason}: only these two forms of MTP heads are supported.")
-    behind = [name.removeprefix(layers[0]) for name in predicts if name.startswith(layers[0])]
+    of_layer = [name for name in predicts if name.startswith(layers[0])]
+    _check_not_quantized(base, of_layer)
+    behind = [name.removeprefix(layers[0]) for name in of_layer]
     splits = any(_EXPERT.search(f".{name}") for name in behind)
     return HeadNames(layers[0], True, splits, tuple(name for name in _COPIES if name in behind))
 
@@ -138,6 +142,17 @@ def _check_one_layer(base: Base, layers: list[str]) -> None:
         raise ValueError(
             f"{base.folder} has {len(layers)} prediction layers, {named}, and {fields} in its config.json, {_ONE_LAYER}"
         )
+
+
+def _check_not_quantized(base: Base, names: list[str]) -> None:
+    """ValueError if a matrix of the head is stored in fewer than 16 bits, as in DeepSeek-V3's own files."""
+    for name in names:
+        tensor = base.tensors[name]
+        if len(tensor.shape) > 1 and tensor.dtype not in SIXTEEN_BITS_OR_MORE:
+            raise ValueError(
+                f"{name} is quantized ({tensor.dtype}) in {base.folder}, but only heads in 16 bits or more are "
+                "trained. Dequantize the checkpoint first."
+            )
 
 
 def name_as_in_files(model: nn.Module, names: HeadNames) -> None:

@@ -42,6 +42,7 @@ class LigerHeadsTrainer(LigerSFTTrainer):
         self._check_args(args, kwargs)
         if self._freezes_model(args):
             self._check_no_adapter(model)  # before the model is frozen
+            self._check_not_quantized(model)
         super().__init__(model, args, **kwargs)
         self._sums = HeadSums()
 
@@ -100,6 +101,17 @@ class LigerHeadsTrainer(LigerSFTTrainer):
             raise ValueError(
                 f"The model has an adapter, but {cls.__name__} freezes the model. Merge it (merge_and_unload, or "
                 f"`liger-trainer merge`) first{cls.way_to_train_the_model}."
+            )
+
+    @classmethod
+    def _check_not_quantized(cls, model: Any) -> None:
+        """ValueError for a quantized model. The stock trainer's advice would be an adapter, which would not train."""
+        quantizer = getattr(model, "hf_quantizer", None)
+        if getattr(model, "is_quantized", False) and not getattr(quantizer, "is_qat_trainable", False):
+            kind = type(quantizer).__name__.removesuffix("HfQuantizer")
+            raise ValueError(
+                f"The model is quantized ({kind}), but {cls.__name__} freezes the model, and transformers only trains "
+                "adapters on a quantized one. Load it in 16 bits; fp8: true halves its memory."
             )
 
     # The frozen model

@@ -14,6 +14,7 @@ from rerun_recorder import capture_on_cpu
 from safetensors.torch import load_file
 from tiny_models import ragged_rows, tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM
+from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 
 from liger_trainer import LigerMTPConfig, LigerMTPTrainer, LigerSFTConfig
 
@@ -231,6 +232,15 @@ def test_options_that_would_be_ignored(options, trainer_options, message, tmp_pa
 def test_soft_targets_without_a_head(tmp_path):
     with pytest.raises(ValueError, match="mtp_targets is 'soft', but no MTP head is trained. Set train_mtp: true"):
         LigerSFTConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, mtp_targets="soft")
+
+
+def test_a_quantized_model(tmp_path):
+    write_base(tmp_path / "base")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    model.is_quantized = True
+    model.hf_quantizer = Bnb4BitHfQuantizer.__new__(Bnb4BitHfQuantizer)
+    with pytest.raises(ValueError, match=r"quantized \(Bnb4Bit\), but LigerMTPTrainer freezes .* Load it in 16 bits"):
+        mtp_trainer(tmp_path / "base", tmp_path / "out", alone=True, model=model)
 
 
 def test_a_batch_without_labels(tmp_path):

@@ -276,3 +276,15 @@ def test_several_layers_are_refused_before_anything_is_read(alone, monkeypatch, 
     code, _, err = command(capsys, "train", recipe)
     assert code == 2 and "mtp_num_hidden_layers is 2" in err
     assert ("Use another model." if alone else "Remove train_mtp.") in err
+
+
+@pytest.mark.parametrize("write", [partial(write_base, kind="glm4_moe"), write_mtp_base], ids=["layer", "mtp"])
+def test_a_quantized_head(write, tmp_path):
+    """Published checkpoints in FP8 have scales beside their weights."""
+    name = sorted(name for name in write(tmp_path / "base") if name.endswith("o_proj.weight"))[0]
+    file = tmp_path / "base" / "model.safetensors"
+    weights = load_file(file)
+    quantized = {name: weights[name].to(torch.float8_e4m3fn), f"{name}_scale_inv": torch.ones(1, 1)}
+    save_file(weights | quantized, file, {"format": "pt"})
+    with pytest.raises(ValueError, match=rf"{name} is quantized \(F8_E4M3\) in .* Dequantize the checkpoint first"):
+        mtp_trainer(tmp_path / "base", tmp_path / "out")
