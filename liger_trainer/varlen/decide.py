@@ -232,6 +232,9 @@ def decide(
     for check in _CHECKS:
         reason = check(asked)
         if reason is not None:
+            plan = vars(asked).get("plan")  # the first checks may decide without one
+            if plan is not None and plan.saved:
+                bound.sharing.refuse(reason.text)
             # The stock layers would silently carry their state into the next row.
             if bound.proven.keeps_state and holds_packed_rows(call):
                 needs = "; use_cache has to be False" if check is _rows_unknown else ""

@@ -180,6 +180,21 @@ def test_dropout_of_an_adapter_keeps_rows_apart(tmp_path):
     assert [*shared_prompts_of(trainer.model).unshared] == ["a Dropout with p=0.1 is on"]
 
 
+@pytest.mark.parametrize("kind", ["grpo", "dpo"])
+def test_noise_of_embeddings_keeps_rows_apart_and_the_report_says_so(kind, tmp_path):
+    ours, args, *_ = CLASSES["grpo"]
+    given = {"neftune_noise_alpha": 5.0, "max_steps": 1}
+    if kind == "grpo":
+        trainer = online(ours, args, tmp_path, **given)
+    else:
+        trainer = build_dpo(LigerDPOTrainer, model_of(), tmp_path, **given)
+    trainer.train()
+    shared = shared_prompts_of(trainer.model)
+    assert shared is not None and shared.calls == 0
+    (reason,) = shared.unshared
+    assert "neftune" in reason
+
+
 def test_share_prompts_false_shares_nothing(tmp_path):
     ours, args, *_ = CLASSES["grpo"]
     trainer = online(ours, args, tmp_path, share_prompts=False)
