@@ -16,7 +16,8 @@ of its prompt's keys and values. `--always` shares even if that saves little, to
 
 `ms` is the median of the timed steps, by events on the GPU's stream. `gib_used` is the memory of the process by the
 driver, and `gib_above` is what remains of it without weights, gradients and AdamW's states. `saved` is the part of the
-real tokens that sharing does not compute. Each arm runs in its own process.
+real tokens that sharing does not compute. Each arm runs in its own process. `--profile` runs two more steps under
+PyTorch's profiler, and prints where their GPU time goes.
 """
 
 import itertools
@@ -30,6 +31,7 @@ from _models import MODELS
 from _processes import emit, rows_from
 from _steps import ATTENTION, Run, build, classes_of, tokenizer_of
 from small_steps import gib_used, milliseconds_between, stamp
+from training import profiler
 
 ARMS = (
     "GRPOTrainer",
@@ -42,6 +44,7 @@ ARMS = (
     "LigerGRPOTrainer - graphs + sorted",
 )
 LEAST = 64  # tokens of a completion
+PROFILED = 2  # steps
 
 
 def group_of(options, vocab, step):
@@ -128,7 +131,7 @@ def one_arm(options):
         groups.PAYS = groups.ALWAYS
     args = args_class(
         output_dir=tempfile.mkdtemp(),
-        max_steps=steps,
+        max_steps=steps + PROFILED * options.profile,
         per_device_train_batch_size=options.completions,
         gradient_accumulation_steps=options.micro_batches,
         num_generations=options.completions,
@@ -154,17 +157,17 @@ def one_arm(options):
         train_dataset=Dataset.from_list([{"prompt": "a"}] * 4 * options.completions * options.micro_batches),
         processing_class=tokenizer_of(),
         peft_config=lora,
-        callbacks=[Clock()],
+        callbacks=[Clock(), profiler(steps)] if options.profile else [Clock()],
     )
     trainer.train()
     if DEVICE == "cuda":
         torch.cuda.synchronize()
-    clocked = stamps[-options.batches - 1 :]
+    clocked = stamps[steps - options.batches - 1 : steps]
     times = [milliseconds_between(start, end) for start, end in itertools.pairwise(clocked)]
     losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
     row = {"arm": options.arm, "ms": statistics.median(times), "step_ms": times, "losses": losses[:3]}
     if DEVICE == "cuda":
-        gib = max(used[-options.batches :]) - before
+        gib = max(used[steps - options.batches : steps]) - before
         static = static_bytes(trainer.model) / 2**30
         row |= {"gib_used": gib, "gib_static": static, "gib_above": gib - static}
     captured = getattr(trainer, "captured_steps", None)
@@ -189,9 +192,12 @@ def main():
     parser.add_argument("--batches", type=int, default=8, help="steps on the clock, each with completions of its own")
     parser.add_argument("--rounds", type=int, default=3, help="how often they are trained on, the clock included")
     parser.add_argument("--always", action="store_true", help="share prompts however little that saves")
+    parser.add_argument("--profile", action="store_true", help="print where the GPU time of two more steps goes")
     parser.add_argument("--timeout", type=float, default=300, help="seconds after which an arm is given up")
     parser.add_argument("--arms", nargs="+", choices=ARMS, help='all; "+ sorted" only with --micro_batches')
     options = parser.parse_args()
+    if options.profile and DEVICE == "cpu":
+        parser.error("--profile needs a GPU")
     if options.arms is None:
         options.arms = [arm for arm in ARMS if options.micro_batches > 1 or not arm.endswith("+ sorted")]
     if options.arm:
@@ -199,7 +205,7 @@ def main():
     record = Record("completions", options.model, options.json, DEVICE == "cpu")
     rows = []
     for arm in options.arms:
-        rows += rows_from(arm, options.timeout)
+        rows += rows_from(arm, options.timeout, echo=options.profile)
         record.write({"options": vars(options), "rows": rows})
     table(
         rows,

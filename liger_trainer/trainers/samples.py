@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from transformers import TrainerCallback, TrainerControl, TrainerState
+from transformers import TrainerCallback
 from transformers.trainer_callback import CallbackHandler
 
 from liger_trainer._logging import logger

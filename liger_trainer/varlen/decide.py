@@ -216,6 +216,9 @@ def decide(
         asked.graphs = step.of(backbone, around, proven.keeps_state, proven.per_layer)
     reason = _why_as_it_is(asked)
     if reason is not None:
+        plan = vars(asked).get("plan")  # the first checks may decide without one
+        if plan is not None and plan.saved:
+            bound.sharing.refuse(reason.text)
         # The stock layers would silently carry their state into the next row.
         if bound.proven.keeps_state and holds_packed_rows(call):
             needs = "; use_cache has to be False" if reason is _ROWS_UNKNOWN else ""

@@ -10,7 +10,7 @@ from benchmark_scripts import benchmarks_on_path  # noqa: F401
 
 def options_of(**given):
     options = {"model": "tiny", "layers": None, "prompt": 160, "completions": 4, "micro_batches": 2, "longest": 70}
-    options |= {"lora": None, "batches": 1, "rounds": 4, "always": False}
+    options |= {"lora": None, "batches": 1, "rounds": 4, "always": False, "profile": False}
     return argparse.Namespace(**options | given)
 
 

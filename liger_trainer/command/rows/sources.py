@@ -93,7 +93,7 @@ def _check_mtp_head(source: ModelSource, training: Any) -> None:
         raise RecipeError(str(error)) from error
 
 
-def _check_pictures(recipe: Recipe, config: Any, rows: "Dataset") -> None:
+def _check_pictures(recipe: Recipe, config: Any, rows: Any) -> None:
     """RecipeError if the pictures of the rows would be ignored, or if the trainer takes no pictures."""
     if has_images(rows) and not recipe.entry.images:
         able = ", ".join(name for name, entry in TRAINERS.items() if entry.images)

@@ -104,6 +104,57 @@ def test_the_reference_and_the_old_policy_share_too(tmp_path, monkeypatch):
     assert policy.calls == 1 + 2  # the old policy once, then each update
 
 
+# A prompt that begins the other one, which has padding ids inside; equal completions, and some of one token.
+PREFIXES = ([5, 6, 7], [5, 6, 7, 0, 0])
+COMPLETIONS = ([0, 0, 9], [0, 0, 9], [8], [0], [0, 9, 5], [9], [0], [11, 5, 6, 7, 0, 3])
+
+
+def awkward(trainer_class, args_class, folder, model_type="llama", env_mask=False, **options):
+    """A trainer that gets `COMPLETIONS` of `PREFIXES`; with `env_mask`, some of their tokens are of an environment."""
+    prompts = [PREFIXES[0]] * 4 + [PREFIXES[1]] * 4
+    completions = [list(ids) for ids in COMPLETIONS]
+
+    def tokenize(self, texts):
+        return prompts, None, {}
+
+    def generate(self, *args, **kwargs):
+        return (completions, None) if args_class in (LigerGRPOConfig, GRPOConfig) else completions
+
+    def rollout(texts, trainer):
+        found = {"prompt_ids": prompts, "completion_ids": completions}
+        found["logprobs"] = [[-1.0] * len(ids) for ids in completions]
+        return found | {"env_mask": [[int(i % 3 != 1) for i in ids] for ids in completions]}
+
+    methods = {} if env_mask else {"_tokenize_prompts": tokenize, "_generate_single_turn": generate}
+    given = {"reward_funcs": lambda completions, **_: [0.3, 0.9, 0.1, 0.6, 0.2, 0.8, 0.5, 0.0]}
+    if env_mask:
+        given["rollout_func"] = rollout
+    named = type(trainer_class.__name__, (trainer_class,), methods)
+    rows = [{"prompt": "w5"}, {"prompt": "w6"}]
+    options = {"num_generations": 4, "split": (8, 1), "max_completion_length": 6} | options
+    return build(named, args_class, model_of(model_type), folder, rows, trainer_options=given, **options)
+
+
+TWICE = {"num_iterations": 2, "max_steps": 2}
+AWKWARD = [
+    pytest.param("grpo", TWICE | {"importance_sampling_level": "sequence"}, id="sequences"),
+    pytest.param("grpo", {"env_mask": True}, id="environment"),
+    pytest.param("grpo", {"loss_type": "bnpo", "mask_truncated_completions": True}, id="truncated"),
+    pytest.param("grpo", {"split": (2, 4), "top_entropy_quantile": 0.5, "pad_to_multiple_of": 8}, id="entropy"),
+    pytest.param("grpo", {"split": (4, 2), "model_type": "gemma3_text"}, id="windows"),
+    pytest.param("rloo", {"split": (4, 2), "beta": 0.0}, id="rloo"),
+]
+
+
+@pytest.mark.parametrize("kind, options", AWKWARD)
+def test_awkward_rows(kind, options, tmp_path):
+    ours_class, ours_args, stock_class, stock_args = CLASSES[kind]
+    ours = awkward(ours_class, ours_args, tmp_path, **options)
+    stock = awkward(stock_class, stock_args, tmp_path, **options)
+    assert_same_training(ours, stock, ("loss", "grad_norm", "entropy"), loss_size=1.0)
+    assert shared_prompts_of(ours.model).saved > 0
+
+
 CAPTURED = [
     pytest.param("grpo", {"num_iterations": 2}, id="grpo"),
     pytest.param("grpo", {"trainer_options": {"peft_config": lora()}}, id="grpo-lora"),
@@ -127,6 +178,21 @@ def test_dropout_of_an_adapter_keeps_rows_apart(tmp_path):
     trainer = online(ours, args, tmp_path, trainer_options={"peft_config": config})
     trainer.train()
     assert [*shared_prompts_of(trainer.model).unshared] == ["a Dropout with p=0.1 is on"]
+
+
+@pytest.mark.parametrize("kind", ["grpo", "dpo"])
+def test_noise_of_embeddings_keeps_rows_apart_and_the_report_says_so(kind, tmp_path):
+    ours, args, *_ = CLASSES["grpo"]
+    given = {"neftune_noise_alpha": 5.0, "max_steps": 1}
+    if kind == "grpo":
+        trainer = online(ours, args, tmp_path, **given)
+    else:
+        trainer = build_dpo(LigerDPOTrainer, model_of(), tmp_path, **given)
+    trainer.train()
+    shared = shared_prompts_of(trainer.model)
+    assert shared is not None and shared.calls == 0
+    (reason,) = shared.unshared
+    assert "neftune" in reason
 
 
 def test_share_prompts_false_shares_nothing(tmp_path):
