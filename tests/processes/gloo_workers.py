@@ -1,4 +1,4 @@
-"""Print the number of worker threads of the default group of gloo, and of a further one, after a sum over both ranks."""
+"""Print the number of worker threads of the default group of gloo, and of a second one, once both work."""
 
 import torch
 import torch.distributed as dist
