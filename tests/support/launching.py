@@ -94,6 +94,7 @@ def _run_forked(script, arguments, environ, output, config):
         from liger_trainer.command.recipe.accelerate_file import apply_config
 
         apply_config(Path(config), str(config))
+    one_gloo_worker()
     sys.argv = [script, *arguments]
     runpy.run_path(script, run_name="__main__")
 
@@ -151,6 +152,7 @@ def shard_on_cpus():
     from accelerate.state import PartialState
     from accelerate.utils import DistributedType
 
+    one_gloo_worker()
     plain = PartialState.__init__
 
     @functools.wraps(plain)
@@ -160,6 +162,33 @@ def shard_on_cpus():
             self.distributed_type = DistributedType.MULTI_GPU
 
     PartialState.__init__ = init
+
+
+def one_gloo_worker():
+    """Give each process group of gloo one worker thread instead of two, for the rest of this process.
+
+    In PyTorch 2.11 to 2.15, a worker of a gloo group writes the name of the collective that it has finished to a
+    string of the group, without the group's lock. Names of up to 15 characters are stored in place. A longer one is
+    "ALLGATHER_COALESCED", of the all-gathers in which DTensor and FSDP2 gather a state dict: if two workers write it
+    at once, both free the old text. The process dies later, in any thread, often while a checkpoint is saved.
+    """
+    from torch.distributed.distributed_c10d import ProcessGroupGloo, default_pg_timeout
+
+    plain = ProcessGroupGloo.__init__
+    if hasattr(plain, "__wrapped__"):
+        return
+
+    @functools.wraps(plain)
+    def init(self, store, rank, size, timeout=default_pg_timeout, **further):
+        options = ProcessGroupGloo._Options()
+        options._devices = [ProcessGroupGloo.create_default_device()]
+        options._timeout = timeout
+        options._threads = 1
+        for name, value in further.items():  # PyTorch 2.15 passes `enable_reconfigure`
+            setattr(options, name, value)
+        plain(self, store, rank, size, options)
+
+    ProcessGroupGloo.__init__ = init
 
 
 NAMES = ("liger-a", "liger-b")

@@ -16,6 +16,12 @@ def two_ranks(mode, out):
     return [torch.load(out / f"{rank}.pt") for rank in range(2)]
 
 
+def test_processes_have_one_gloo_worker():
+    """PyTorch's two workers of a group corrupt the heap now and then: `one_gloo_worker` says how."""
+    done = in_processes("gloo_workers.py")
+    assert done.stdout.split() == ["1"] * 4
+
+
 @pytest.mark.parametrize(
     "mode",
     [
