@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from liger_trainer.head.acceptance import Acceptance, measure_acceptance
 from liger_trainer.head.flat_rows import one_row
+from liger_trainer.head.frozen import in_dtype_of
 from liger_trainer.head.module import innermost, output_head
 from liger_trainer.mtp.predictor import predict
 
@@ -69,6 +70,7 @@ def right_guesses(model: PreTrainedModel, predictor: nn.Module, prompt: list[int
     finally:
         hook.remove()
     embedding: Any = model.get_input_embeddings()
-    guessed = predict(predictor, inputs[0][0], embedding.weight, one_row(ids))
+    with in_dtype_of(head.weight, predictor):
+        guessed = predict(predictor, inputs[0][0], embedding.weight, one_row(ids)).to(head.weight.dtype)
     choices = head(guessed[len(prompt) - 1 : -2]).argmax(-1)
     return (choices == ids[0, len(prompt) + 1 :]).long().cpu().unsqueeze(0)
