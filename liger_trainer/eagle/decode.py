@@ -14,6 +14,7 @@ from liger_trainer.eagle.drafter import EagleDrafter
 from liger_trainer.eagle.evaluate import read_target
 from liger_trainer.eagle.target import embedding_of
 from liger_trainer.head.flat_rows import one_row
+from liger_trainer.head.frozen import in_dtype_of
 
 
 class Decoded(NamedTuple):
@@ -71,9 +72,11 @@ def guesses(
     # The rows after the last known state make room for the guesses. Attention is causal, so no earlier row sees them.
     padded = torch.cat([states, states.new_zeros(steps, states.shape[1])])
     row = torch.cat([tokens[0], tokens.new_zeros(steps - 1)])
+    embedding = embedding_of(model)
     for k in range(1, steps + 1):
-        output = drafter(padded, embedding_of(model), one_row(row[None]), k)[-1]
-        guess = drafter.target_ids[drafter.lm_head(output[known - 2]).argmax()]
+        with in_dtype_of(embedding, drafter):
+            output = drafter(padded, embedding, one_row(row[None]), k)[-1]
+            guess = drafter.target_ids[drafter.lm_head(output[known - 2]).argmax()]
         if k < steps:
             row[known + k - 1] = guess
     return torch.cat([row[known:], guess[None]])

@@ -14,6 +14,7 @@ from liger_trainer.eagle.drafter import EagleDrafter
 from liger_trainer.eagle.target import decoder_layers, default_layers, embedding_of
 from liger_trainer.head.acceptance import Acceptance, measure_acceptance
 from liger_trainer.head.flat_rows import one_row
+from liger_trainer.head.frozen import in_dtype_of
 from liger_trainer.varlen.taps import tapped
 
 
@@ -74,12 +75,14 @@ def right_guesses(
     """
     ids = torch.tensor([prompt + text], device=model.device)
     states, _ = read_target(model, drafter, ids)
-    outputs = drafter(states, embedding_of(model), one_row(ids), steps)
+    embedding = embedding_of(model)
     wanted = ids[0, len(prompt) :]
     right = torch.full((steps, len(text) - 1), -1)
-    for k, x in enumerate(outputs[: len(text) - 1]):
-        guesses = drafter.target_ids[drafter.lm_head(x[len(prompt) - 1 : -2 - k]).argmax(-1)]
-        right[k, : len(guesses)] = (guesses == wanted[k + 1 :]).cpu()
+    with in_dtype_of(embedding, drafter):
+        outputs = drafter(states, embedding, one_row(ids), steps)
+        for k, x in enumerate(outputs[: len(text) - 1]):
+            guesses = drafter.target_ids[drafter.lm_head(x[len(prompt) - 1 : -2 - k]).argmax(-1)]
+            right[k, : len(guesses)] = (guesses == wanted[k + 1 :]).cpu()
     return right
 
 

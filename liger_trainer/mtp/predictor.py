@@ -29,6 +29,7 @@ from torch import nn
 from liger_trainer.base_weights.shards import StoredTensor, tensors_of
 from liger_trainer.base_weights.unloaded import Base, find_checkpoint
 from liger_trainer.head.flat_rows import FlatRows
+from liger_trainer.head.module import innermost
 from liger_trainer.mtp.names import ATTRIBUTE, copies_of, find_names, name_as_in_files
 from liger_trainer.varlen.rows import NotForRows, Rows, use_rows
 
@@ -183,8 +184,9 @@ def _empty(model: Any, is_layer: bool) -> Any:
     predictor: Any = type(backbone)(config)
     predictor.embed_tokens = None
     predictor.fc = nn.Linear(2 * size, size, bias=False)
-    predictor.pre_fc_norm_embedding = type(backbone.norm)(size, eps=eps)
-    predictor.pre_fc_norm_hidden = type(backbone.norm)(size, eps=eps)
+    norm_class: Any = type(innermost(backbone.norm))
+    predictor.pre_fc_norm_embedding = norm_class(size, eps=eps)
+    predictor.pre_fc_norm_hidden = norm_class(size, eps=eps)
     _cast_parameters(predictor, weight.dtype)
     return predictor.to(weight.device)
 

@@ -6,6 +6,7 @@ the model's hidden states, and its loss has no gradient for the model, the embed
 """
 
 import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -209,6 +210,11 @@ def _check(trainer: Any, wording: _Wording) -> None:
         raise ValueError(f"{asked}, but the fused LM head is off (use_liger, liger_config). {wording.other_option}.")
     if any(config.is_prompt_learning for config in getattr(trainer.model, "peft_config", {}).values()):
         raise ValueError(f"{asked}, but the adapter puts tokens before the text. {remedy}.")
+    if not trainer.freezes_model and not any(p.requires_grad for p in _parameters_without_head(trainer.model)):
+        raise ValueError(
+            f"{asked}, but each parameter of the model is frozen, so that only the head would learn. Call "
+            "model.requires_grad_(True), such as after a LigerMTPTrainer, or train the head with LigerMTPTrainer."
+        )
     if not isinstance(model.get_input_embeddings(), nn.Embedding):
         raise ValueError(
             f"{asked}, but the adapter trains the input embeddings, and the head would read the base's. Leave them out "
@@ -234,3 +240,12 @@ def _check(trainer: Any, wording: _Wording) -> None:
         raise ValueError(f"{asked}, but the LM head of {type(model).__name__} has a bias. {remedy}.")
     if not getattr(trainer.args, "keep_unloaded_weights", True):
         raise ValueError(f"{asked}, but keep_unloaded_weights: false leaves the head out. {wording.other_option}.")
+
+
+def _parameters_without_head(model: nn.Module) -> Iterator[nn.Parameter]:
+    """Yield the parameters of `model`, but for a head that an earlier trainer has left there."""
+    head = head_of(base_model_of(model))
+    of_head = set() if head is None else {id(p) for p in head.parameters()}
+    for parameter in model.parameters():
+        if id(parameter) not in of_head:
+            yield parameter

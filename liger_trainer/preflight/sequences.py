@@ -90,6 +90,8 @@ def _sequences_of(row: Mapping[str, Any], collator: Any) -> list[Sequence]:
         return [_as_collated(row["input_ids"], collator)]
     for tokens, labels in _LABELLED:
         if _is_tokens(row.get(tokens)) and _is_tokens(row.get(labels)):
+            if len(row[tokens]) != len(row[labels]):  # a user's collator makes labels of them
+                return []
             learned = [label != -100 for label in row[labels]]
             return _split(list(row[tokens]), learned, row.get("seq_lengths"))
     for prompt, answer in _PROMPTED:

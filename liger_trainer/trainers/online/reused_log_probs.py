@@ -28,6 +28,7 @@ class ReusesLogProbs(KnowsOnlineRows):
     """
 
     _undo: ExitStack | None = None  # restores TRL's pass; set while rows are generated without it
+    _mode_of_rows: str | None = None  # None until rows are fetched
     _began_at: int = 0  # micro-batches before this call of `train`
     _wrote_at: dict[str, int]  # the optimizer step at the last generation, by mode
     _wrote_with: dict[str, PolicyWeights]  # the weights after the last generation, by mode
@@ -43,9 +44,18 @@ class ReusesLogProbs(KnowsOnlineRows):
         self._began_at = self._step  # type: ignore[attr-defined]
         return super().train(*args, **kwargs)  # type: ignore[misc]
 
+    def _prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:
+        self._mode_of_rows = self._mode_of_model
+        return super()._prepare_inputs(*args, **kwargs)
+
+    @property
+    def _mode_of_model(self) -> str:
+        return "train" if self.model.training else "eval"  # type: ignore[attr-defined]
+
     @property
     def _mode(self) -> str:
-        return "train" if self.model.training else "eval"  # type: ignore[attr-defined]
+        """The mode in which TRL fetched the rows. A reward function may have changed the model's since."""
+        return self._mode_of_rows or self._mode_of_model
 
     def _runs_old_policy(self) -> bool:
         """Return whether TRL would run the pass for this batch."""

@@ -45,6 +45,22 @@ def test_a_decoder_accepts_what_the_walk_says(fitted):
     assert max(lengths) > 1.5 and min(lengths) < max(lengths)
 
 
+def test_a_drafter_that_was_trained_in_mixed_precision(tmp_path):
+    """It has fp32 weights beside a model in bf16, and guesses as it was trained: in bf16."""
+    trainer = eagle_trainer(eagle_target(dtype=torch.bfloat16), tmp_path, bf16=True, max_steps=1)
+    trainer.train()
+    model = trainer.model.eval()
+    drafter = model.eagle_drafter
+    assert (drafter.fc.weight.dtype, model.dtype) == (torch.float32, torch.bfloat16)
+    reports = []
+    for _ in range(2):
+        reports.append(evaluate(model, drafter, prompts_of(3), ENDS, steps=2, max_new_tokens=6))
+        assert decode(model, drafter, prompts_of(1)[0], ENDS, 2, 6).text == answer(model, prompts_of(1), ENDS, 6)[0]
+        drafter.bfloat16()
+    assert reports[0].tokens == reports[1].tokens
+    assert reports[0].accuracy == pytest.approx(reports[1].accuracy, abs=0.15)
+
+
 def test_the_report(fitted):
     model, drafter = fitted
     model.train()

@@ -220,6 +220,18 @@ def test_with_an_adapter_it_is_saved_resumed_and_merged(tmp_path, capsys):
         assert not torch.equal(merged, tensor), name
 
 
+def test_beside_an_adapter_that_trains_the_last_norm(tmp_path):
+    """PEFT puts a copy of the norm in its place, which has another class than the norms of the head."""
+    write_base(tmp_path / "base")
+    config = LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["norm"])
+    trainer = mtp_trainer(tmp_path / "base", tmp_path / "out", trainer_options={"peft_config": config})
+    model = trainer.model.get_base_model()
+    assert {type(model.mtp.pre_fc_norm_hidden), type(model.mtp.norm)} == {type(model.model.norm.original_module)}
+    before = model.mtp.pre_fc_norm_hidden.weight.detach().clone()
+    trainer.train()
+    assert not torch.equal(model.mtp.pre_fc_norm_hidden.weight, before)
+
+
 # Refused
 
 

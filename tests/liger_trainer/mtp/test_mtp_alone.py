@@ -195,6 +195,21 @@ def test_a_second_trainer_goes_on_with_the_head(alone, tmp_path):
 # Refused
 
 
+def test_a_frozen_model_does_not_train_with_its_head(tmp_path):
+    """The head's gradient would hide that the model has none."""
+    write_base(tmp_path / "base")
+    model = mtp_trainer(tmp_path / "base", tmp_path / "alone", alone=True).model
+    with pytest.raises(
+        ValueError, match="train_mtp is true, but each parameter of the model is frozen.*requires_grad_"
+    ):
+        mtp_trainer(tmp_path / "base", tmp_path / "joint", model=model)
+    model.requires_grad_(True)
+    before = model.lm_head.weight.detach().clone()
+    trainer = mtp_trainer(tmp_path / "base", tmp_path / "joint", model=model)
+    trainer.train()
+    assert not torch.equal(trainer.model.lm_head.weight, before)
+
+
 @pytest.mark.parametrize(
     "options, trainer_options, message",
     [

@@ -132,6 +132,21 @@ def test_a_head_in_fp32_on_a_model_in_16_bits(trained):
     assert report.tokens_per_pass > 1
 
 
+def test_a_head_that_was_trained_in_mixed_precision(tmp_path):
+    """It has fp32 weights beside a model in bf16, and guesses as it was trained: in bf16."""
+    write_base(tmp_path / "base")
+    trainer = mtp_trainer(tmp_path / "base", tmp_path / "out", alone=True, bf16=True, dtype=torch.bfloat16)
+    trainer.train()
+    model = trainer.model
+    assert (model.mtp.fc.weight.dtype, model.dtype) == (torch.float32, torch.bfloat16)
+    report = evaluate(model, model.mtp, PROMPTS, set(), max_new_tokens=6)
+    for parameter in model.mtp.parameters():  # not the frequencies of its rotary embeddings
+        parameter.data = parameter.data.bfloat16()
+    rounded = evaluate(model, model.mtp, PROMPTS, set(), max_new_tokens=6)
+    assert report.tokens == rounded.tokens == 24
+    assert report.accuracy == pytest.approx(rounded.accuracy, abs=0.11)  # two of its twenty guesses
+
+
 def test_nothing_to_guess(trained):
     model, head = trained
     with pytest.raises(ValueError, match="there is nothing to guess"):

@@ -158,6 +158,23 @@ def test_labels_that_are_no_next_tokens_are_not_read(kind, tmp_path):
     assert not checks_in(said_before_first_step(build))
 
 
+def test_labels_of_another_length_are_not_read(tmp_path):
+    """A collator of the user's makes other labels of them, so that they are not the next tokens."""
+    rows = [{"input_ids": [5, 6, 7, 8, 2], "labels": [1, 0]}] * 4 + [{"input_ids": [5] * 12, "labels": [5]}]
+
+    def collate(batch):
+        ids = tiny_tokenizer().pad({"input_ids": [row["input_ids"] for row in batch]}, return_tensors="pt")
+        return ids | {"labels": ids["input_ids"].masked_fill(ids["attention_mask"] == 0, -100)}
+
+    def build():
+        options = {"use_cpu": True, "bf16": False, "max_steps": 1, "report_to": "none"}
+        args = LigerTrainingArguments(output_dir=str(tmp_path), remove_unused_columns=False, **options)
+        given = {"data_collator": collate, "processing_class": tiny_tokenizer()}
+        return LigerTrainer(tiny_model("llama"), args, train_dataset=Dataset.from_list(rows), **given)
+
+    assert not checks_in(said_before_first_step(build))
+
+
 def test_packages_are_named_as_pip_has_them():
     assert missing_packages(tiny_model("qwen3_5_text")) == ["flash-linear-attention"]
     assert missing_packages(tiny_model("llama")) == []

@@ -85,6 +85,18 @@ def test_without_reuse_such_a_function_has_the_stock_trainers_numbers(kind, tmp_
     assert_same_training(ours, stock, rtol=1e-4, loss_size=1.0)
 
 
+@pytest.mark.parametrize("kind", CLASSES)
+def test_a_reward_function_may_leave_the_model_in_evaluation_mode(kind, tmp_path):
+    """It scores completions with the policy, and does not call `train` afterwards."""
+    options = {"max_steps": 2, "learning_rate": 0.01, "split": (2, 2)}
+    ours, stock = (
+        trainer_with(classes, tmp_path, lambda model: model.eval(), **options)
+        for classes in (CLASSES[kind][:2], CLASSES[kind][2:])
+    )
+    assert_same_training(ours, stock, rtol=1e-4, loss_size=1.0)
+    assert ours.old_policy.left_out == 2
+
+
 @pytest.mark.parametrize("options", [{}, {"trainer_options": {"peft_config": lora()}}], ids=["all weights", "adapter"])
 @pytest.mark.parametrize("kind", CLASSES)
 def test_steps_and_evaluations_are_no_change(kind, options, tmp_path):
