@@ -14,7 +14,6 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from liger_trainer.head.acceptance import Acceptance, measure_acceptance
-from liger_trainer.head.frozen import in_dtype_of
 from liger_trainer.head.module import innermost, output_head
 from liger_trainer.mtp.rollout import roll_out
 
@@ -76,8 +75,7 @@ def right_guesses(
     finally:
         hook.remove()
     embedding: Any = model.get_input_embeddings()
-    with in_dtype_of(head.weight, predictor):
-        outputs = roll_out(predictor, inputs[0][0], embedding.weight, ids, len(prompt) - 1, steps)
+    outputs = roll_out(predictor, inputs[0][0], embedding.weight, ids, len(prompt) - 1, steps)
     wanted = ids[len(prompt) :]
     right = torch.full((steps, len(text) - 1), -1)
     for k, x in enumerate(outputs[: len(text) - 1]):

@@ -9,9 +9,10 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from accelerate import Accelerator
 from torch import nn
 
 from liger_trainer.base_weights.unloaded import Base, find_checkpoint
@@ -60,6 +61,33 @@ _ALONE = _Wording(
 )
 
 
+class PredictorArguments(Protocol):
+    """The trainer arguments that every trainer of a head has. Others, such as `model_init_kwargs`, only some have."""
+
+    mtp_targets: str
+    label_smoothing_factor: float
+
+
+class PredictorTrainer(Protocol):
+    """What the training of the head reads of a trainer. It writes nothing."""
+
+    model: nn.Module
+    accelerator: Accelerator
+    freezes_model: bool
+    compute_loss_func: Any  # a function of the user's, or None
+
+    @property
+    def args(self) -> PredictorArguments:
+        """Return the trainer's arguments."""
+
+    @property
+    def uses_fused_head(self) -> bool:
+        """Return whether the model has a fused LM head."""
+
+    def wants_part(self, part: str) -> bool:
+        """Return whether `liger_config` leaves this part on."""
+
+
 def check_base(model: str | nn.Module, args: Any, revision: str | None = None) -> None:
     """ValueError if the checkpoint of `model` has several prediction layers, or no head of a known form.
 
@@ -89,14 +117,14 @@ class TrainedPredictor:
     """The MTP head of `trainer.model`, loaded from its base, and the loss that trains it.
 
     Args:
-        trainer (`Any`): A `LigerSFTTrainer` that has just been built. Its `args.mtp_targets` chooses the loss. If its
-            `freezes_model` is true, only the head is saved.
+        trainer (`PredictorTrainer`): A `LigerSFTTrainer` that has just been built. Its `args.mtp_targets` chooses the
+            loss. If its `freezes_model` is true, only the head is saved.
 
     Raises:
         ValueError: The model's checkpoint has no supported head, or the trainer could not train or save it.
     """
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: PredictorTrainer) -> None:
         self._wording = _ALONE if trainer.freezes_model else _JOINT
         _check(trainer, self._wording)
         model: Any = base_model_of(trainer.model)
@@ -203,7 +231,7 @@ class TrainedPredictor:
         return ValueError(f"{self._wording.asked}, {reason} {self._wording.remedy}.")
 
 
-def _check(trainer: Any, wording: _Wording) -> None:
+def _check(trainer: PredictorTrainer, wording: _Wording) -> None:
     model: Any = base_model_of(trainer.model)
     asked, remedy = wording.asked, wording.remedy
     if not trainer.uses_fused_head:

@@ -116,16 +116,13 @@ def _forward_of(backbone_class):
                 bound.report_fallback("its mask or other inputs are made by the model around it", COMPUTES_PADDING)
             return bound.call_previous(args, kwargs)
         try:
-            with use_plan(None):
-                outputs = _run(self, bound, plan, call)
+            return _run(self, bound, plan, call)
         except NotForRows as error:
             # For good: a later call would raise again, after the layers before have run in vain.
             bound.fallback_active = True
             _refuse_mixing(bound, plan, str(error))
             bound.report_fallback(str(error), COMPUTES_PADDING)
             return bound.call_previous(args, kwargs)
-        plan.used = True
-        return plan.repad(outputs)
 
     return forward
 
@@ -136,14 +133,12 @@ def _shared(backbone, bound: BackboneBinding, plan: UnpadPlan, call: dict[str, A
         bound.sharing.refuse("its inputs are made by the model around it")
         return None
     try:
-        with use_plan(None):
-            outputs = _run(backbone, bound, plan, call)
+        outputs = _run(backbone, bound, plan, call)
     except NotForRows as error:
         bound.sharing.refuse(str(error), for_good=True)
         return None
-    plan.used = True
     bound.sharing.count(plan.rows.tokens, plan.saved)
-    return plan.repad(outputs)
+    return outputs
 
 
 def _refuse_mixing(bound: BackboneBinding, plan: UnpadPlan, why: str) -> None:
@@ -165,7 +160,11 @@ class MixedRows(ValueError):
 
 
 def _run(backbone, bound: BackboneBinding, plan: UnpadPlan, call: dict[str, Any]):
-    """Call `backbone` on real tokens, by a replay where one is at hand."""
+    """Call `backbone` on real tokens, by a replay where one is at hand, and return its outputs for the batch.
+
+    Raises:
+        NotForRows: A layer attends in a way that rows of uneven length cannot run.
+    """
     packed = plan.unpad(call)
     state_forward = bound.state_forward
     if state_forward is not None and bound.previous is not None:
@@ -186,9 +185,13 @@ def _run(backbone, bound: BackboneBinding, plan: UnpadPlan, call: dict[str, Any]
         with use_rows(plan.rows):
             return own_forward(**given)
 
-    if plan.graphs is None:
-        return run_uncaptured()
-    return plan.graphs.run(own_forward, run_uncaptured, plan.rows, packed)
+    with use_plan(None):  # the plan is for this call, not for a backbone that is called inside
+        if plan.graphs is None:
+            outputs = run_uncaptured()
+        else:
+            outputs = plan.graphs.run(own_forward, run_uncaptured, plan.rows, packed)
+    plan.used = True
+    return plan.repad(outputs)
 
 
 def binding_of(

@@ -120,6 +120,20 @@ def test_no_two_files_import_each_other():
     TopologicalSorter(graph).prepare()  # raises a CycleError that names the files
 
 
+BELOW_TRAINERS = [path for path in FILES if LEVEL.get(room(path), LEVEL["trainers"]) < LEVEL["trainers"]]
+
+
+@pytest.mark.parametrize("path", BELOW_TRAINERS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_room_below_the_trainers_says_what_it_reads_of_one(path):
+    """By a protocol: with `Any`, it could read and write everything, and mypy would compare it with no trainer."""
+    for function in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(function, ast.FunctionDef):
+            continue
+        for argument in (*function.args.args, *function.args.kwonlyargs):
+            hint = None if argument.annotation is None else ast.unparse(argument.annotation)
+            assert argument.arg != "trainer" or hint not in (None, "Any", "object"), function.name
+
+
 def test_files_can_be_read_at_a_sitting():
     lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in FILES}
     assert {name for name, lines in lengths.items() if lines > LONGEST} <= set(REASONS)
