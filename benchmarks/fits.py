@@ -12,6 +12,7 @@ import tempfile
 
 from _measure import RESULTS, Record
 from _models import MODELS
+from recipes import ON_A_DECODER
 
 CARDS = (8, 12, 16, 24, 48, 80, 141)
 SHAPES = {
@@ -19,6 +20,11 @@ SHAPES = {
     "llama3_2_3b": "Llama-3.2-3B",
     "gpt_oss_20b": "gpt-oss-20b",
     "qwen3_30b_a3b": "Qwen3-30B-A3B",
+    "qwen3_5_4b": "Qwen3.5-4B",
+    "qwen3_5_9b": "Qwen3.5-9B",
+    "qwen3_5_35b_a3b": "Qwen3.5-35B-A3B",
+    "gemma4_e4b": "Gemma-4-E4B",
+    "granite4_h_tiny": "Granite-4.0-H-Tiny",
 }
 RECIPES = {  # and on how many GPUs
     "llama3_2_3b/sft_lora_24gb": 1,
@@ -29,6 +35,11 @@ RECIPES = {  # and on how many GPUs
     "gpt_oss_20b/sft_lora": 1,
     "gpt_oss_20b/sft_lora_16gb": 1,
     "qwen3_30b_a3b/sft_lora": 1,
+    "qwen3_5_4b/sft_lora_16gb": 1,
+    "qwen3_5_9b/sft_qlora_24gb": 1,
+    "qwen3_5_35b_a3b/sft_lora": 1,
+    "gemma4_e4b/sft_lora": 1,
+    "granite4_h_tiny/sft_lora": 1,
     "llama3_8b/sft_alpaca": 8,
     "llama3_8b/orpo": 8,
     "llama3_8b/dpo_ultrafeedback": 8,
@@ -46,7 +57,8 @@ def rows_of(name, gpus, folder):
     from liger_trainer.memory.device_memory import limit_of
 
     sharded = ["--accelerate_config", "fsdp2"] if gpus > 1 else []
-    words = ["--model_name_or_path", str(folder), *sharded, "--use_cpu", "true"]
+    targets = ON_A_DECODER if name.startswith("gemma4") else []
+    words = ["--model_name_or_path", str(folder), *sharded, *targets, "--use_cpu", "true"]
     case = {"case": f"`{name}`", "gpus": "one" if gpus == 1 else f"{gpus}, FSDP2"}
     with preserve_environment():
         recipe = parse_recipe(name, words, "")
