@@ -32,13 +32,11 @@ from pathlib import Path
 import torch
 import yaml
 from _measure import DEVICE, Record, arguments, table
-from _models import MODELS
+from _models import MODELS, ON_A_DECODER
 from _processes import release
 
 from liger_trainer.paths import shipped
 
-# The shape here is a decoder alone; its modules' names have no `language_model`.
-ON_A_DECODER = ["--lora_target_modules", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 # The shape of a recipe's model, and options in addition to its keys.
 RECIPES = {
     "quickstart": ("SmolLM2-135M", []),
