@@ -16,6 +16,8 @@ QWEN3_5_4B = dict(
     max_position_embeddings=262144,
     tie_word_embeddings=True,
 )
+# For a recipe that names modules by `language_model`, which a decoder alone has not.
+ON_A_DECODER = ["--lora_target_modules", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 MODELS = {
     "Llama-3-8B": (
         "llama",

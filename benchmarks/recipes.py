@@ -34,13 +34,11 @@ from pathlib import Path
 import torch
 import yaml
 from _measure import DEVICE, Record, arguments, table
-from _models import MODELS
+from _models import MODELS, ON_A_DECODER
 from _processes import release
 
 from liger_trainer.paths import shipped
 
-# The shape here is a decoder alone; its modules' names have no `language_model`.
-ON_A_DECODER = ["--lora_target_modules", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 # With the recipe's own reward and mask, every advantage of a random model is zero.
 REWARDED = ["--reward_funcs", "_rewards.share_of_vowels", "--mask_truncated_completions", "false"]
 # The shape of a recipe's model, and options in addition to its keys.

@@ -51,6 +51,7 @@ CASES = {
     "1b-full": {"model": "Llama-3.2-1B", "teacher": "Llama-3.2-3B"},
     "135m-full": {"model": "SmolLM2-135M"},
     "qwen3.5-lora": {"model": "Qwen3.5-4B-16-layers", "lora": 16, "checkpointing": True},
+    "gemma4-lora": {"model": "Gemma-4-E4B", "lora": 16, "checkpointing": True},
     "moe24-lora-attn": {"model": "Qwen3-30B-A3B", "layers": 24, "lora": 16, "checkpointing": True},
 }
 PAIRS = "pairs"  # the rows of all trainers but SFTTrainer
