@@ -127,7 +127,7 @@ def estimate_memory(
 
 
 class _Simulation:
-    """A training with its model, reference and optimizer, whose steps `memory` counts.
+    """Runs the steps of a training, with its model, reference and optimizer. `memory` counts their tensors.
 
     Attributes:
         need (`MemoryEstimate`): The estimate, filled in as the steps run.
@@ -199,7 +199,7 @@ class _Simulation:
             need.checkpointing = planner.summary
         with memory:
             memory.count(self.existing)
-            # What has no tensor here, such as workspaces, or the padding of shards.
+            # Add memory that has no tensor here, such as workspaces or the padding of shards.
             memory.add(need.weights + need.others + need.reference - memory.allocated())
             if self.job.in_backward:
                 for weight in self.masters:

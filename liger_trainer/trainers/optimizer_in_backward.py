@@ -190,7 +190,7 @@ class OptimizerInBackward:
 
     @property
     def has_stepped(self) -> bool:
-        """Whether a weight has taken its step in the training step that is running."""
+        """True if a weight has taken its step in the training step that is running."""
         return bool(self._stepped)
 
     def run(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

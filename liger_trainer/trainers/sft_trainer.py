@@ -118,7 +118,7 @@ class LigerSFTTrainer(LigerTRLMixin, SFTTrainer):
                 raise ValueError("train_mtp is true, but your own code reads the model's outputs. Remove one of them.")
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
-        # What the head computes for TRL: the outputs of each token, the smoothing, and the loss of an MTP head.
+        # The head computes this for TRL: the outputs of each token, the smoothing, and the loss of an MTP head.
         smoothed = not overrides_loss and smoother is not None and self.args.loss_type == "nll"
         token_outputs = ("log_probs", "entropy", "is_top1", *self.token_outputs) if overrides_loss else None
         observer = None

@@ -46,10 +46,10 @@ class Checks:
         self.bench = bench
         self.setup = bench.setup
         self.second: AdamTraining | Exception | None = None  # the error if it has failed
-        # What ours is compared with: `kind` is a kind of `Bench.build`, and `compared_with` its name in the table.
+        # Ours is compared with a trainer of this kind (of `Bench.build`), which the table calls `compared_with`.
         self.kind = "stock"
         self.compared_with = self.setup.stock.__name__
-        if self.setup.is_medusa:  # there is no stock trainer for them
+        if self.setup.is_medusa:  # TRL has no trainer for them
             self.kind = "plain"
             self.compared_with = "a loss of Medusa heads that is written down from full logits"
 
@@ -118,7 +118,7 @@ class Checks:
             self.compared_with = f"itself from full logits with nothing swapped, because of {why}"
             self.stock = self.bench.run(self.kind)
 
-        # What every check allows: how far the same training moves if its products only add in another order.
+        # Every check allows as much as the same training moves if its products only add in another order.
         with OtherOrder():
             other = self.bench.run(self.kind)
         self.noise = {}
