@@ -153,6 +153,7 @@ def test_default_arms_and_the_folder_of_a_record():
         "gpu_memory": None,
         "optimizer_in_backward": False,
         "layers": None,
+        "prompt": 64,
     }
     options = Namespace(trainer="sft", rows="full", lora=None, config_file=None, **plain)
     assert training.case_of(options) == "sft-llama-3-8b-8x2048-checkpointing"
@@ -171,6 +172,11 @@ def test_default_arms_and_the_folder_of_a_record():
     assert set(training.default_arms(options)) == set(training.LORA_ARMS)
     options.trainer, options.rows = "dpo", "padded"
     assert "LigerDPOTrainer - varlen" in training.default_arms(options)
+    options.rows, options.lora = "full", None
+    assert "LigerDPOTrainer - shared" not in training.default_arms(options), "prompts of 64 tokens are not shared"
+    options.prompt = 512
+    assert training.case_of(options) == "dpo-llama-3-8b-8x2048-prompt512-checkpointing"
+    assert "LigerDPOTrainer - shared" in training.default_arms(options)
 
 
 def test_no_arm_clips_gradients_with_the_optimizer_in_backward(monkeypatch):
