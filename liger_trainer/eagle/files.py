@@ -51,7 +51,8 @@ class DrafterConfig:
     """The shape of a drafter, as in the `config.json` next to its weights.
 
     `layers` are the three hidden states of the target, numbered as in `output_hidden_states` of transformers: number i
-    is the input of layer i, and number 0 the embeddings. None: the servers' default for this target.
+    is the input of layer i, and number 0 the embeddings. None: the servers' default for this target. `target_dtype` is
+    the dtype that the target had in training, such as "bfloat16".
     """
 
     hidden_size: int
@@ -66,6 +67,7 @@ class DrafterConfig:
     rope_theta: float = 10000.0
     max_position_embeddings: int = 2048
     base_model_name_or_path: str | None = None
+    target_dtype: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the keys and values of the file."""
@@ -113,7 +115,7 @@ class DrafterConfig:
         if scaling.get("rope_type", scaling.get("type", "default")) != "default":
             raise ValueError(f"{path} says rope_scaling: {scaling}; only drafters without scaling are supported.")
         heads = values["num_attention_heads"]
-        optional = ("rms_norm_eps", "max_position_embeddings", "base_model_name_or_path")
+        optional = ("rms_norm_eps", "max_position_embeddings", "base_model_name_or_path", "target_dtype")
         return cls(
             **{name: values[name] for name in _SHAPE},
             head_dim=values.get("head_dim") or values["hidden_size"] // heads,

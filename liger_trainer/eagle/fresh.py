@@ -1,5 +1,6 @@
 """Builds a fresh drafter for a model, and attaches it."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -93,5 +94,6 @@ def attach_drafter(model: nn.Module, drafter: EagleDrafter) -> EagleDrafter:
         check_layers(config.layers, len(decoder_layers(model)))
     if drafter_of(model) not in (None, drafter):
         raise ValueError(f"{name} already has a drafter. Pass a model without one (del model.{DRAFTER_NAME}).")
+    drafter.config = replace(config, target_dtype=str(head.weight.dtype).removeprefix("torch."))
     setattr(base_model_of(model), DRAFTER_NAME, drafter.to(head.weight.device, head.weight.dtype).requires_grad_(True))
     return drafter

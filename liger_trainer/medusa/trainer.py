@@ -52,7 +52,9 @@ class LigerMedusaTrainer(LigerHeadsTrainer):
     trained = "Medusa heads"
     way_to_train_the_model = ", or set medusa_stage to 2"
 
-    def __init__(self, model: str | PreTrainedModel | nn.Module, args: Any = None, **kwargs: Any) -> None:
+    def __init__(
+        self, model: str | PreTrainedModel | nn.Module, args: LigerMedusaConfig | None = None, **kwargs: Any
+    ) -> None:
         super().__init__(model, args, **kwargs)
         self._schedule = schedule_of(self.args.medusa_schedule)
 

@@ -35,7 +35,9 @@ class LigerHeadsTrainer(LigerSFTTrainer):
     loss_hook = None
     gives_token_predictions = False
 
-    def __init__(self, model: str | PreTrainedModel | nn.Module, args: Any = None, **kwargs: Any) -> None:
+    def __init__(
+        self, model: str | PreTrainedModel | nn.Module, args: LigerSFTConfig | None = None, **kwargs: Any
+    ) -> None:
         if args is None:
             name = model if isinstance(model, str) else model.config.name_or_path
             args = self.arguments_class(f"{name.split('/')[-1]}-{self.output_suffix}")

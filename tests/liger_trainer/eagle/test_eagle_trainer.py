@@ -14,6 +14,7 @@ from tiny_models import VOCAB, ragged_rows, tiny_model, tiny_tokenizer
 
 from liger_trainer import EagleDrafter, LigerEagleConfig, LigerEagleTrainer, LigerSFTConfig
 from liger_trainer.eagle.drafter import EagleDrafter as Drafter
+from liger_trainer.eagle.export import export_drafter
 from liger_trainer.eagle.fresh import drafter_of
 from liger_trainer.eagle.init_checks import check_setup
 from liger_trainer.eagle.vocabulary import count_labels, draft_vocabulary
@@ -103,6 +104,11 @@ def test_small_steps_are_not_lost_to_rounding(tmp_path):
     trainer.save_model()
     loaded = Drafter.from_pretrained(trainer.args.output_dir)
     assert loaded.fc.weight.dtype == torch.float32
+    export_drafter(trainer.args.output_dir, str(tmp_path / "served"), "org/base")  # for a server: as the target
+    served = Drafter.from_pretrained(tmp_path / "served")
+    assert torch.equal(served.fc.weight, loaded.fc.weight.bfloat16()) and torch.equal(served.d2t, loaded.d2t)
+    export_drafter(trainer.args.output_dir, str(tmp_path / "wide"), "org/base", torch.float32)
+    assert torch.equal(Drafter.from_pretrained(tmp_path / "wide").fc.weight, loaded.fc.weight)
 
 
 def test_the_most_frequent_labels_are_counted(tmp_path):
