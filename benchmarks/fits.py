@@ -22,8 +22,8 @@ SHAPES = {
     "gemma4_e4b": "Gemma-4-E4B",
     "granite4_h_tiny": "Granite-4.0-H-Tiny",
 }
-# And on how many GPUs. Those of Qwen3.5 are not here: without a GPU, fit counts the PyTorch code of the gated delta rule,
-# in place of flash-linear-attention's kernels.
+# And on how many GPUs. Those of Qwen3.5 are not here: without a GPU, fit counts the PyTorch code of the gated delta
+# rule, in place of flash-linear-attention's kernels.
 RECIPES = {
     "llama3_2_3b/sft_lora_24gb": 1,
     "llama3_8b/sft_qlora_16gb": 1,

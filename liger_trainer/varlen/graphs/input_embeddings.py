@@ -4,6 +4,7 @@ The ids stay outside: the modules that read them run before each replay, with th
 reads ids a second time, in a table with a vector for each layer, and its forward takes the result as an argument.
 """
 
+import inspect
 from typing import Any, NamedTuple
 
 import torch
@@ -77,7 +78,14 @@ class InputEmbeddings:
             return Embedded(embeds, per_layer)
         if ids is None:
             raise NotCapturable("it looks for the id of each embedding, since it gets no ids and no per_layer_inputs")
-        return Embedded(embeds, getattr(self._backbone, _METHOD)(ids))
+        return Embedded(embeds, _embed_per_layer(self._backbone, ids, embeds))
+
+
+def _embed_per_layer(backbone: nn.Module, ids: torch.Tensor | None, embeds: torch.Tensor) -> torch.Tensor:
+    """Return the embeddings for each layer as the backbone's forward makes them: Gemma 3n from ids alone."""
+    make = getattr(backbone, _METHOD)
+    takes_embeds = "inputs_embeds" in inspect.signature(make).parameters
+    return make(ids, embeds) if takes_embeds else make(ids)
 
 
 def modules_per_layer(backbone: nn.Module, ids: torch.Tensor) -> tuple[str, ...]:
@@ -85,9 +93,9 @@ def modules_per_layer(backbone: nn.Module, ids: torch.Tensor) -> tuple[str, ...]
 
     They run once, to be seen.
     """
-    make = getattr(backbone, _METHOD, None)
-    if make is None or not getattr(backbone.config, "hidden_size_per_layer_input", None):
+    if not hasattr(backbone, _METHOD) or not getattr(backbone.config, "hidden_size_per_layer_input", None):
         return ()
+    embeds = backbone.get_input_embeddings()(ids)  # type: ignore[operator]
     ran: list[str] = []
     hooks = [
         module.register_forward_hook(lambda *_, name=name: ran.append(name))
@@ -95,7 +103,7 @@ def modules_per_layer(backbone: nn.Module, ids: torch.Tensor) -> tuple[str, ...]
     ]
     try:
         with torch.no_grad():
-            make(ids)
+            _embed_per_layer(backbone, ids, embeds)
     finally:
         for hook in hooks:
             hook.remove()

@@ -16,6 +16,7 @@ from varlen_batches import batch
 from liger_trainer import apply_liger
 from liger_trainer.varlen import attention
 from liger_trainer.varlen.graphs.graph_capture import GraphCapture
+from liger_trainer.varlen.graphs.input_embeddings import InputEmbeddings
 from liger_trainer.varlen.graphs.static_batch import CapturedSize
 from liger_trainer.varlen.graphs.step_graphs import StepGraphs, use_graphs
 from liger_trainer.varlen.rows import StaticRows
@@ -179,14 +180,15 @@ def test_embeddings_without_ids_are_not_captured():
 
 
 def test_a_backbone_that_computes_otherwise_from_embeddings_is_not_captured(monkeypatch):
-    """The proof hands ids alone to the method that makes the embeddings for each layer, as a capture does."""
+    """The proof makes the embeddings for each layer as a capture does. Here they are twice as large as the model's."""
     model = text_model("e4b")
-    own = type(model.model).get_per_layer_inputs
+    own = InputEmbeddings.of
 
-    def otherwise(self, input_ids, inputs_embeds=None):
-        return own(self, input_ids, inputs_embeds) * (2.0 if inputs_embeds is None else 1.0)
+    def otherwise(self, call):
+        embedded = own(self, call)
+        return embedded._replace(per_layer=2 * embedded.per_layer)
 
-    monkeypatch.setattr(type(model.model), "get_per_layer_inputs", otherwise)
+    monkeypatch.setattr(InputEmbeddings, "of", otherwise)
     apply_liger(model)
     proven = BackboneBinding.of(model.model).proven
     assert proven.padding_reason is None
