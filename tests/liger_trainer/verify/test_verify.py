@@ -142,7 +142,9 @@ def test_the_table_and_what_was_left_out(recipe, capsys):
         file.write("optim: paged_adamw_8bit\n")  # bitsandbytes is not needed
     adapter = ["--use_peft", "true", "--lora_target_modules", "q_proj", "v_proj", "--lora_dropout", "0.1"]
     code, out, err = command(capsys, "verify", recipe, *adapter)
-    assert code == 0 and err == "building small copies of the model: the first line takes some seconds\n"
+    first, *later = err.splitlines()
+    assert code == 0 and first == "building small copies of the model: the first line takes some seconds"
+    assert all("still comparing" in line for line in later)  # there are none on a fast machine
     lines = out.splitlines()
     assert lines[0].split() == ["check", "error", "allowed", "s"]
     assert lines[1].startswith("losses and gradient norm           ok ")
