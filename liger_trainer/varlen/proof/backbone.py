@@ -421,7 +421,7 @@ def _run(model, batch) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tens
         x.grad = None
     with_head = model.get_output_embeddings() is not None
     given = {name: x for name, x in batch.items() if with_head or name != "labels"}
-    routers = {"output_router_logits": True} if hasattr(model.config, "output_router_logits") else {}  # for their loss
+    routers = {"output_router_logits": True} if _records_routers(model) else {}  # for their loss
     outputs = model(**given, **routers, use_cache=False)
     found = outputs.logits if with_head else outputs[0]
     found = found[batch["attention_mask"].bool()] if "attention_mask" in batch else found[0]
@@ -431,3 +431,15 @@ def _run(model, batch) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tens
         total = total + outputs.aux_loss
     total.backward()
     return found.detach(), total.detach(), {n: x.grad for n, x in leaves.items() if x.grad is not None}
+
+
+def _records_routers(model) -> bool:
+    """Return whether a forward of `model` can return the logits of its routers.
+
+    In transformers 5.17 the configs of DBRX and of Granite's mixtures have the option, but the models do not record
+    them: a call that asks for them raises in stock.
+    """
+    if not hasattr(model.config, "output_router_logits"):
+        return False
+    recorded = [getattr(module, "_can_record_outputs", None) or {} for module in model.modules()]
+    return not any(recorded) or any("router_logits" in names for names in recorded)

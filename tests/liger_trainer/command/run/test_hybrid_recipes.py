@@ -17,6 +17,7 @@ from transformers import (
     AutoTokenizer,
     PreTrainedTokenizerFast,
 )
+from transformers.models.granitemoehybrid.modeling_granitemoehybrid import GraniteMoeHybridModel
 
 from liger_trainer.command.recipe.model_source import find_model
 from liger_trainer.command.recipe.read import parse_recipe
@@ -113,7 +114,11 @@ def train(capsys, folder, recipe, **options):
 def test_from_its_first_line_to_the_merged_model(recipe, tmp_path, capsys):
     model_class = write_checkpoint(RECIPES[recipe], tmp_path / "base")
     write_rows(tmp_path / "rows.jsonl")
-    out, said = train(capsys, tmp_path, recipe)
+    options = {}
+    if recipe.startswith("granite") and "router_logits" not in GraniteMoeHybridModel._can_record_outputs:
+        # With transformers 5.17, TRL's trainer raises in the first step if the loss of Granite's routers has a weight.
+        options["router_aux_loss_coef"] = 0.0
+    out, said = train(capsys, tmp_path, recipe, **options)
     logged = losses(out)
     assert logged[4] < logged[1] and "Summary" in said and "varlen_attention" in said
     code, _, err = command(capsys, "merge", out, tmp_path / "merged", "--dtype", "float32")

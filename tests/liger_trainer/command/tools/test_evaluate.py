@@ -9,6 +9,8 @@ import types
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
+from packaging.version import Version
 from recipe_fixtures import command, write_recipe
 from safetensors.torch import load_file
 from tiny_models import tiny_tokenizer
@@ -77,6 +79,9 @@ def test_losses_equal_those_computed_from_logits(rows, tokens, asked, folder, ca
     assert "Reading the rows: 100%" in err and ("Answering: 100%" in err) == bool(asked), "neither part is silent"
 
 
+@pytest.mark.skipif(
+    Version(transformers.__version__) < Version("5.24"), reason="transformers 5.17 marks more than these answers"
+)
 def test_only_answers_of_messages_count(chats, capsys):
     rows = [{"messages": [{"role": role, "content": text} for role, text in turns]} for turns in TURNS]
     code, text, err = command(
