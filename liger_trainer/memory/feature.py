@@ -221,7 +221,9 @@ def _check_budget(args: CheckpointingArguments) -> None:
         if not number or budget < 0 or (budget == 0 and name == "memory_budget"):
             raise ValueError(f"{name} is {budget!r}; expected a number of GiB {least}.")
         if args.activation_checkpointing != AUTO:
+            given = args.activation_checkpointing
+            found = "activation_checkpointing is not set" if given is None else f"it is {given!r}"
             raise ValueError(
-                f"{name} is {budget}, which only activation_checkpointing: auto reads, and that is "
-                f"{args.activation_checkpointing!r}. Set activation_checkpointing: auto, or remove {name}."
+                f"{name} is {budget}, which only activation_checkpointing: auto reads, but {found}. "
+                f"Set activation_checkpointing: auto, or remove {name}."
             )

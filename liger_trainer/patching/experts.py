@@ -323,7 +323,7 @@ def guards(module: nn.Module) -> Guards:
 def _check_home(cls: type) -> None:
     """Raise `NotProven` for a forward or a wrapper of the user's, because its code would not run."""
     if not comes_from(cls.forward, KNOWN):  # type: ignore[attr-defined]  # a module has one
-        raise NotProven(f"the forward of {cls.__name__} is not known, and may do more than compute")
+        raise NotProven(f"the forward of {cls.__name__} is not code of transformers, PyTorch or PEFT")
 
 
 def _why_not(module: nn.Module) -> str | None:

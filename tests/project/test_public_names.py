@@ -136,7 +136,6 @@ COMMANDS = {
     "evaluate",
     "merge",
     "medusa-eval",
-    "medusa-export",
     "eagle-eval",
     "export",
     "mtp-eval",

@@ -236,14 +236,18 @@ MUTANTS = (
 )
 
 
-def noticed(copy: Path, tests: str, folder: str) -> bool:
-    """True if one of `tests` fails in the copy."""
+def noticed(copy: Path, tests: str, folder: str) -> str | None:
+    """Return the first of `tests` that fails in the copy, or None if all pass."""
     paths = os.pathsep.join(map(str, (copy, copy / "kernels")))
     env = os.environ | {"PYTHONPATH": paths, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TMPDIR": folder}
     if tests.startswith("tests/kernels"):
         env["TRITON_INTERPRET"] = "1"
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests.split()]
-    return subprocess.run(command, cwd=copy, env=env, capture_output=True).returncode == 1
+    run = subprocess.run(command, cwd=copy, env=env, capture_output=True, text=True)
+    if run.returncode != 1:
+        return None
+    failed = [line for line in run.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    return failed[0].split()[1]
 
 
 def main(words: list[str]) -> int:
@@ -262,10 +266,13 @@ def main(words: list[str]) -> int:
             if text.count(line) != 1:
                 raise SystemExit(f"{name} has {text.count(line)} times {line!r}; expected it once.")
             path.write_text(text.replace(line, other))
-            found = noticed(copy, tests, folder)
+            failed = noticed(copy, tests, folder)
             path.write_text(text)
-            missed += not found
-            print(f"{'found    ' if found else 'NOT FOUND'} {name}: {line.strip()!r} -> {other.strip()!r}", flush=True)
+            missed += failed is None
+            result = "NOT FOUND" if failed is None else "found    "
+            print(f"{result} {name}: {line.strip()!r} -> {other.strip()!r}", flush=True)
+            if failed is not None:
+                print(f"          by {failed}", flush=True)  # a test that fails without the change has found nothing
     print(f"{len(chosen) - missed} of {len(chosen)} found")
     return missed
 

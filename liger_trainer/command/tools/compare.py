@@ -109,6 +109,9 @@ def _compare(args: argparse.Namespace) -> int:
     print(_table(result))
     if not with_liger:
         print("liger-kernel is not installed, so the stock trainer is not shown with it.")
+    for option, content in (("json", "figures"), ("chart", "chart")):
+        if option in own_options:
+            print(f"Wrote the {content} to {own_options[option]}.")
     return 0
 
 

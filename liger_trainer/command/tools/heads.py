@@ -65,11 +65,6 @@ def add_head_commands(commands) -> None:
         _export,
         "write heads for servers: a drafter of EAGLE-3 or an MTP head (vLLM, SGLang), Medusa heads (TGI, vLLM <= 0.32)",
     )
-    _add_export_options(export)
-    _add_export_options(add_command(commands, "medusa-export", _medusa_export, "former name of export"))
-
-
-def _add_export_options(export) -> None:
     export.add_argument("checkpoint", metavar="CHECKPOINT", help="the output_dir of a training, or a checkpoint in it")
     export.add_argument("--output", required=True, help="a new directory")
     export.add_argument(

@@ -243,7 +243,7 @@ def _check(lookups: Iterable[Lookup], functions: Iterable[types.FunctionType]) -
     """Raise `NotProven` for code that is not known, and where something cannot be compared."""
     for function in functions:
         if not home(function).startswith(KNOWN):
-            raise NotProven(f"{function.__qualname__} of {home(function)} may do more than compute")
+            raise NotProven(f"{function.__qualname__} of {home(function)} is not code of transformers, PyTorch or PEFT")
     for owner, name, value in lookups:
         known = owner is not None and f"{_label(owner)}.".startswith(KNOWN)
         if not known and not _is_comparable(value):

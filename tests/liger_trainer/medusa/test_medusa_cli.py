@@ -107,7 +107,7 @@ def test_from_answers_to_servers(folder, cache, capsys):
     assert trained[1][0].linear.bias.abs().max() > 0, "they were trained"
     for name, tensor in trained.state_dict().items():
         assert torch.equal(tensor, served.state_dict()[name])
-    code, _, err = command(capsys, "medusa-export", folder / "out", "--output", folder / "served")
+    code, _, err = command(capsys, "export", folder / "out", "--output", folder / "served")
     assert code == 2 and "which is not empty" in err
 
 
@@ -127,7 +127,7 @@ def test_stage_2_serves_the_trained_model(folder, cache, capsys):
     assert code == 0, err
     assert "2 untied heads" in out and printed(out) >= 1
     code, out, err = command(
-        capsys, "medusa-export", folder / "two", "--output", folder / "two_served", "--dtype", "bfloat16"
+        capsys, "export", folder / "two", "--output", folder / "two_served", "--dtype", "bfloat16"
     )
     assert code == 0, err
     config = json.loads((folder / "two_served" / "config.json").read_text())
@@ -157,11 +157,11 @@ def test_stage_2_with_lora_is_merged_for_servers(folder, cache, capsys):
     code, with_adapter, err = command(capsys, "medusa-eval", out_dir, out_dir, *prompts)
     assert code == 0, err
 
-    code, _, err = command(capsys, "medusa-export", out_dir, "--output", folder / "lora_served")
+    code, _, err = command(capsys, "export", out_dir, "--output", folder / "lora_served")
     assert code == 2 and "holds an adapter" in err
     AutoPeftModelForCausalLM.from_pretrained(out_dir).merge_and_unload().save_pretrained(merged)
     tiny_tokenizer().save_pretrained(merged)
-    code, out, err = command(capsys, "medusa-export", out_dir, "--model", merged, "--output", folder / "lora_served")
+    code, out, err = command(capsys, "export", out_dir, "--model", merged, "--output", folder / "lora_served")
     assert code == 0, err
     config = json.loads((folder / "lora_served" / "config.json").read_text())
     assert config["base_model_name_or_path"] == str(merged)
@@ -181,7 +181,7 @@ def test_mistakes_exit_2(folder, capsys, tmp_path):
         (("medusa-eval", folder / "model", folder / "model", *rows), "has neither medusa_lm_head.safetensors nor"),
         (("medusa-eval", folder / "none", "x", *rows), "that folder does not exist"),
         (("medusa-eval", folder / "model", folder / "heads", "--prompts", "none"), "prompts is 'none', which"),
-        (("medusa-export", folder / "model", "--output", tmp_path / "o"), "Give the output_dir of a Medusa training"),
+        (("export", folder / "model", "--output", tmp_path / "o"), "nor Medusa heads nor"),
     ):
         code, out, err = command(capsys, *argv)
         assert code == 2 and message in err, (argv, err)

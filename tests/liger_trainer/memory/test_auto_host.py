@@ -120,6 +120,10 @@ def test_a_wrong_host_memory_budget_is_refused(value, tmp_path):
         build(tmp_path, "auto", host_memory_budget=value)
 
 
-def test_a_budget_without_auto(tmp_path):
-    with pytest.raises(ValueError, match="Set activation_checkpointing: auto, or remove host_memory_budget"):
-        build(tmp_path, True, host_memory_budget=4)
+@pytest.mark.parametrize(
+    ("checkpointing", "found"), [(True, "it is True"), (None, "activation_checkpointing is not set")]
+)
+def test_a_budget_without_auto(checkpointing, found, tmp_path):
+    message = f"reads, but {found}. Set activation_checkpointing: auto, or remove host_memory_budget"
+    with pytest.raises(ValueError, match=message):
+        build(tmp_path, checkpointing, host_memory_budget=4)

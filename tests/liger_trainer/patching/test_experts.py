@@ -269,7 +269,7 @@ def test_a_forward_wrapped_by_the_user_runs(of, monkeypatch):
     step(model)
     assert len(calls) == (4 if of == "wrapper" else 2)
     kept = report["lora" if of == "wrapper" else "experts"].skipped
-    assert set(kept.values()) == {f"the forward of {cls.__name__} is not known, and may do more than compute"}
+    assert set(kept.values()) == {f"the forward of {cls.__name__} is not code of transformers, PyTorch or PEFT"}
 
 
 def test_weights_of_two_dtypes_are_left_to_the_model(monkeypatch):

@@ -106,6 +106,7 @@ def test_the_table(folder, capsys, monkeypatch):
     found = json.loads(files["--json"].read_text())
     assert len(found["arms"][1]["losses"]) == 4 and found["hardware"].startswith("CPU")
     assert files["--chart"].stat().st_size > 5000
+    assert f"Wrote the figures to {files['--json']}.\nWrote the chart to {files['--chart']}.\n" in out
     assert not (folder / "out").exists()
 
 
@@ -131,6 +132,7 @@ def test_an_arm_that_fails_is_a_row(folder, capsys, monkeypatch):
     arms_of(monkeypatch, stock={"error": "OutOfMemoryError: CUDA out of memory."}, ours=RAN)
     code, out, _ = command(capsys, "compare", write_recipe(folder), "--chart", folder / "chart.png")
     assert code == 0 and "stock          failed: OutOfMemoryError" in out and "\nours  " in out
+    assert out.endswith(f"Wrote the chart to {folder / 'chart.png'}.\n")
     arms_of(monkeypatch, stock={"error": "no rows"}, ours={"error": "no rows"})
     code, out, err = command(capsys, "compare", write_recipe(folder))
     assert code == 2 and err.endswith("error: no rows\n"), "the recipe's own mistake, said once"
