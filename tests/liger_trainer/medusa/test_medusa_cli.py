@@ -126,9 +126,7 @@ def test_stage_2_serves_the_trained_model(folder, cache, capsys):
     code, out, err = command(capsys, "medusa-eval", folder / "two", folder / "two", *prompts)
     assert code == 0, err
     assert "2 untied heads" in out and printed(out) >= 1
-    code, out, err = command(
-        capsys, "export", folder / "two", "--output", folder / "two_served", "--dtype", "bfloat16"
-    )
+    code, out, err = command(capsys, "export", folder / "two", "--output", folder / "two_served", "--dtype", "bfloat16")
     assert code == 0, err
     config = json.loads((folder / "two_served" / "config.json").read_text())
     assert config["base_model_name_or_path"] == str(folder / "two"), "not the model it was trained from"
