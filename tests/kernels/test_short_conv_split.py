@@ -41,6 +41,30 @@ def oracle(x, w, b, widths):
     return torch.cat(done).split(list(widths), 1)
 
 
+@pytest.mark.parametrize("widths", [(16, 16, 32), (3, 50, 7)], ids=str)
+def test_a_program_writes_its_own_channels_alone(widths, device, triton_only, monkeypatch):
+    """The first program runs without the others, which would write over what it writes past the end of its part."""
+    module = importlib.import_module("liger_triton.short_conv")
+    own, written = module.launch, []
+
+    def first_alone(kernel, grid, *args, **constants):
+        written[:] = args[7:8] if kernel is module._backward_kernel else args[4:7]  # dx, or the parts of y
+        for tensor in written:
+            tensor.fill_(7.0)
+        own(kernel, (1,), *args, **constants)
+
+    x, w, b = (tensor.detach() for tensor in inputs(device, torch.float32, sum(widths)))
+    options = {"cu_seqlens": offsets(device), "activation": "silu"}
+    whole = short_conv(x, w, b, **options)
+    monkeypatch.setattr(module, "launch", first_alone)
+    parts = short_conv(x.requires_grad_(), w, b, **options, split=widths)
+    assert torch.equal(written[0][:16], whole[:16, : widths[0]])
+    assert all((rest == 7.0).all() for rest in (written[0][16:], *written[1:]))
+    torch.autograd.grad(parts, x, [torch.randn_like(part) for part in parts])
+    (dx,) = written
+    assert (dx[:, widths[0] :] == 7.0).all() and (dx[:16, : widths[0]] != 7.0).all()
+
+
 @pytest.mark.parametrize("widths", WIDTHS, ids=str)
 @pytest.mark.parametrize("dtype, bias", [(torch.float32, True), (torch.bfloat16, False)], ids=str)
 def test_matches_float64(dtype, bias, widths, device, check_close):

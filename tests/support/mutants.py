@@ -23,7 +23,12 @@ MUTANTS = (
     ("liger_trainer/head/module.py", "        if outer is not None:", "        if False:", T + "head"),
     ("liger_trainer/varlen/plan_batch.py", "(runs > 1).any() or ", "", T + "varlen/test_padding.py"),
     ("liger_trainer/varlen/plan_batch.py", "(predicting & ~real).any()", "False", T + "varlen/test_padding.py"),
-    ("liger_trainer/varlen/unpad_plan.py", "if not (known and of_tokens):", "if not of_tokens:", T + "varlen"),
+    (
+        "liger_trainer/varlen/unpad_plan.py",
+        "if not (known and of_tokens):",
+        "if not of_tokens:",
+        T + "varlen/test_padding.py",
+    ),
     ("liger_trainer/varlen/unpad_plan.py", "(self.index % length)", "self.index", T + "varlen/test_padding.py"),
     (
         "liger_trainer/varlen/attention.py",
@@ -233,17 +238,44 @@ MUTANTS = (
         "expert = tl.sum((last < tile)",
         "tests/kernels/test_experts.py",
     ),
+    (
+        "liger_trainer/varlen/decide.py",
+        "if proven.padding_reason is not None and not asked.has_no_padding:",
+        "if False:",
+        T + "varlen/test_windows.py",
+    ),
+    ("liger_trainer/varlen/decide.py", "if why is None and not unchanged:", "if False:", T + "varlen/test_as_it_is.py"),
+    (
+        "liger_trainer/varlen/decide.py",
+        "if proven.no_capture_reason is not None:",
+        "if False:",
+        T + "varlen/graphs/test_captured_per_layer.py",
+    ),
+    (
+        "liger_trainer/varlen/graphs/input_embeddings.py",
+        "        if ids is None:",
+        "        if False:",
+        T + "varlen/graphs/test_captured_per_layer.py",
+    ),
+    (
+        "liger_trainer/mtp/rollout.py",
+        "position_ids=(token + guess - 1)[None]",
+        "position_ids=token[None]",
+        T + "mtp/test_mtp_evaluate.py",
+    ),
 )
 
 
 def noticed(copy: Path, tests: str, folder: str) -> str | None:
-    """Return the first of `tests` that fails in the copy, or None if all pass."""
+    """Return the first of `tests` that fails in the copy, or the signal that ends them, or None if all pass."""
     paths = os.pathsep.join(map(str, (copy, copy / "kernels")))
     env = os.environ | {"PYTHONPATH": paths, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TMPDIR": folder}
     if tests.startswith("tests/kernels"):
         env["TRITON_INTERPRET"] = "1"
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests.split()]
     run = subprocess.run(command, cwd=copy, env=env, capture_output=True, text=True)
+    if run.returncode < 0:  # such as SIGSEGV
+        return f"signal {-run.returncode}"
     if run.returncode != 1:
         return None
     failed = [line for line in run.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]

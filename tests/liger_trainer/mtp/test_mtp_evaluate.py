@@ -118,6 +118,24 @@ def test_later_guesses_read_the_heads_own_output(trained):
         roll_out(head, hidden, embedding, ids, 4, 0)
 
 
+@torch.no_grad()
+def test_guesses_equal_those_of_one_row(trained):
+    """All guesses for one token, by the head on a row of its own: of the model's states first, then of its outputs."""
+    model, head = trained
+    ids, place = torch.tensor(IDS[:14]), 6
+    embedding = model.get_input_embeddings().weight
+    hidden = model(input_ids=ids[None], output_hidden_states=True).hidden_states[-1][0]
+    outputs = roll_out(head, hidden, embedding, ids, 4, 3)
+    states = hidden[: place + 1]
+    for k in range(3):
+        following = embedding[ids[1 : len(states) + 1]]
+        x = torch.cat([head.pre_fc_norm_embedding(following), head.pre_fc_norm_hidden(states)], -1)
+        row = {"inputs_embeds": head.fc(x)[None], "position_ids": torch.arange(len(x))[None], "use_cache": False}
+        want = head(**row).last_hidden_state[0, -1:]
+        torch.testing.assert_close(outputs[k][place - 4][None], want)
+        states = torch.cat([states, want])
+
+
 def test_attention_without_masks(trained, monkeypatch):
     model, head = trained
     monkeypatch.setattr(head.config, "_attn_implementation_internal", "flash_attention_2")

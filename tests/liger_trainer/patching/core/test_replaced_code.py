@@ -299,3 +299,10 @@ def test_user_code_that_does_more_than_compute(convert, monkeypatch):
     assert results[1][2:] == results[0][2:]
     # the buffer makes it another norm than ours
     assert report.skipped or convert.__closure__[0].cell_contents is ByBufferNorm
+
+
+def test_the_report_says_that_code_is_not_known():
+    model = tiny_model("llama").train()
+    norm_of(PenalisedNorm)(model)
+    reason = apply_liger(model)["rms_norm"].skipped["model.norm"]
+    assert reason == f"PenalisedNorm.forward of {__name__} is not code of transformers, PyTorch or PEFT"
