@@ -362,4 +362,6 @@ def _cross_entropy(
         # The kernel returns 0 for a mean over no labels. PyTorch returns NaN, with gradients of zero, as `where` does.
         has_labels = (target != ignore_index).any().to(loss.device)
         loss = torch.where(has_labels, loss, torch.nan)
-    return loss if torch.is_autocast_enabled(input.device.type) else loss.to(input.dtype)
+    if torch.is_autocast_enabled(input.device.type) and input.dtype != torch.float64:
+        return loss.float()  # autocast computes it in fp32, except in float64
+    return loss.to(input.dtype)

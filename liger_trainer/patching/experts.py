@@ -89,7 +89,8 @@ class Experts:
         """Return the result of `block`, with the LoRAs on its parameters of these names."""
         tensors = [*_weights_of(block), *(block._parameters[name] for name in _biases_of(block))]
         dtype = tensors[0].dtype
-        if self.implementation == "eager" and torch.is_autocast_enabled(x.device.type):
+        is_cast = torch.is_autocast_enabled(x.device.type) and dtype != torch.float64  # which autocast leaves
+        if self.implementation == "eager" and is_cast:
             dtype = torch.get_autocast_dtype(x.device.type)
             tensors = [t if t is None else t.to(dtype) for t in tensors]
         return experts(
@@ -269,7 +270,7 @@ def _runs(block: nn.Module, proven: Experts, x: torch.Tensor) -> bool:
     if len(dtypes) != 1:
         return False
     (computed,) = dtypes
-    if proven.implementation == "eager" and torch.is_autocast_enabled(x.device.type):
+    if proven.implementation == "eager" and torch.is_autocast_enabled(x.device.type) and computed != torch.float64:
         computed = torch.get_autocast_dtype(x.device.type)
     return x.ndim == 2 and not (x.is_cuda and computed == torch.float32)
 

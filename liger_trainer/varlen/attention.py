@@ -99,12 +99,12 @@ def _by_rows(query, key, value, mask: RowMask, dropout=0.0, scaling=None, softca
 
 
 def as_autocast(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """Cast queries, keys and values as autocast does for PyTorch's SDPA."""
+    """Cast queries, keys and values as autocast does for PyTorch's SDPA, which leaves float64 as it is."""
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):
         return list(tensors)
     dtype = torch.get_autocast_dtype(device)
-    return [x if x.dtype == dtype else x.to(dtype) for x in tensors]
+    return [x if x.dtype in (dtype, torch.float64) else x.to(dtype) for x in tensors]
 
 
 def flat(x: torch.Tensor) -> torch.Tensor:

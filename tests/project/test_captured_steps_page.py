@@ -28,7 +28,7 @@ def longest_part(node):
 
 
 def reasons():
-    for path in (GRAPHS / name for name in ("backbone_graphs.py", "graph_capture.py", "refusals.py")):
+    for path in sorted(GRAPHS.glob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call):
                 name = getattr(node.func, "id", getattr(node.func, "attr", None))

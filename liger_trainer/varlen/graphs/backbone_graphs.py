@@ -67,6 +67,7 @@ class CapturedMode:
         draws (`bool`): Whether a layer draws random numbers, found in the first call.
         why_not (`str` or None): Why this mode is not captured, found in the first call.
         sizes (`dict[tuple[int, bool], CapturedSize]`): By their tokens, and by whether rows share prompts.
+        seen (`dict[tuple[int, bool], Bounds]`): What calls that came too early for a capture needed, by the same keys.
     """
 
     key: tuple
@@ -75,6 +76,7 @@ class CapturedMode:
     draws: bool = True
     why_not: str | None = "its first call has not come to its end"
     sizes: dict[tuple[int, bool], CapturedSize] = field(default_factory=dict)
+    seen: dict[tuple[int, bool], Bounds] = field(default_factory=dict)
     buffers: SharedBuffers | None = None
     last_used: int = 0
 
@@ -116,7 +118,6 @@ class BackboneGraphs:
         self.worthwhile = 0  # the tokens of the largest size with a replay faster than the model's code
         self.too_large: int | None = None  # the tokens of the smallest size that was slower, or lacked memory
         self.why_too_large = ""
-        self.seen: dict[bool, Bounds] = {}  # what calls before the first capture needed, by whether they share prompts
         self.carrier = torch.zeros((), requires_grad=True)
         self._unmatched = 0  # modes that were replaced without a replay
         self._snapshot: Snapshot | None = None  # of the running call
@@ -212,7 +213,8 @@ class BackboneGraphs:
             if mode.key == key and mode.snapshot is self._snapshot:
                 return mode
         self._begin_mode(key)
-        self._note_rows(batch)
+        if self._begun is not None:
+            self._note_rows(self._begun, batch)
         raise NotCapturable(self._difference or "the first call of its kind")
 
     def _begin_mode(self, key: tuple) -> None:
@@ -263,7 +265,7 @@ class BackboneGraphs:
         if self.too_large is not None and tokens >= self.too_large:
             raise NotCapturable(self.why_too_large)
         if not self.may_capture:
-            self._note_rows(batch)
+            self._note_rows(mode, batch)
             raise NotCapturable("captures begin after the first step of the optimizer")
         if mode.trains and self.gradients.in_use():
             raise NotCapturable("captures wait until no gradient of the user's lies in a buffer")
@@ -273,12 +275,24 @@ class BackboneGraphs:
             self._begin_pool(tokens)
         return self._captured_size(mode, batch, tokens, forward, constants)
 
-    def _note_rows(self, batch: TokenBatch) -> None:
+    def _note_rows(self, mode: CapturedMode, batch: TokenBatch) -> None:
         """Remember what an uncaptured batch needs, so that no size is captured again when such a batch comes back."""
-        shares = batch.layout is not None
-        bounds = bounds_of(batch, round_up(batch.tokens))
-        before = self.seen.get(shares, bounds)
-        self.seen[shares] = Bounds(*(max(pair) for pair in zip(before, bounds, strict=True)))
+        tokens = round_up(batch.tokens)
+        key = (tokens, batch.layout is not None)
+        bounds = bounds_of(batch, tokens)
+        before = mode.seen.get(key, bounds)
+        mode.seen[key] = Bounds(*(max(pair) for pair in zip(before, bounds, strict=True)))
+
+    def _bounds_alike(self, mode: CapturedMode, shares: bool) -> list[Bounds]:
+        """Return what the sizes of a mode have room for, and what its calls needed that came too early for one.
+
+        Only of sizes that are captured: attention asks for each row that there is room for, in every replay.
+        """
+        alike = [size.bounds for (_, shared), size in mode.sizes.items() if shared == shares]
+        for (tokens, shared), bounds in mode.seen.items():
+            if shared == shares and (self.too_large is None or tokens < self.too_large):
+                alike.append(bounds)
+        return alike
 
     def _begin_pool(self, tokens: int) -> None:
         """Drop all captures, so that a new largest size is captured first.
@@ -299,9 +313,7 @@ class BackboneGraphs:
         key = (tokens, batch.layout is not None)
         if len(mode.sizes) == MOST_SIZES and key not in mode.sizes:
             del mode.sizes[min(mode.sizes, key=lambda key: mode.sizes[key].last_used)]
-        alike = [size.bounds for (_, shares), size in mode.sizes.items() if shares == key[1]]
-        if key[1] in self.seen:
-            alike.append(self.seen[key[1]])
+        alike = self._bounds_alike(mode, key[1])
         needed = bounds_of(batch, tokens)
         if self.keeps_state:
             needed = needed._replace(rows=needed.rows + 1)  # a capture is compared with other rows too

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from liger_trainer.patching.core.hooks import comes_from
 from liger_trainer.varlen.graphs.refusals import NotCapturable
 
 PER_LAYER = "per_layer_inputs"  # transformers' name, for the argument of a backbone and for the method that makes it
@@ -67,18 +68,27 @@ class InputEmbeddings:
         """Return the embeddings for a call of the backbone: those it is given, or those of its ids.
 
         Raises:
-            NotCapturable: The embeddings for each layer would be searched in the table of embeddings.
+            NotCapturable: Its own code has to decide: it gets ids and embeddings, or would search the embeddings for
+                each layer in the table of embeddings, or makes them by code that is not transformers'.
         """
         ids = call.get("input_ids")
         embeds = call.get("inputs_embeds")
+        per_layer = call.get(PER_LAYER)
+        if ids is not None and not (embeds is None and per_layer is None):
+            raise NotCapturable("it gets ids and embeddings")  # for which most models raise an error
+        makes_per_layer = per_layer is None and bool(self._names)
+        if makes_per_layer:
+            if ids is None:
+                raise NotCapturable(
+                    "it looks for the id of each embedding, since it gets no ids and no per_layer_inputs"
+                )
+            if not comes_from(getattr(self._backbone, _METHOD), "transformers."):
+                raise NotCapturable(f"its {_METHOD} is not transformers' own")
         if embeds is None:
             embeds = self.of_tokens(ids)
-        per_layer = call.get(PER_LAYER)
-        if per_layer is not None or not self._names:
-            return Embedded(embeds, per_layer)
-        if ids is None:
-            raise NotCapturable("it looks for the id of each embedding, since it gets no ids and no per_layer_inputs")
-        return Embedded(embeds, _embed_per_layer(self._backbone, ids, embeds))
+        if makes_per_layer:
+            per_layer = _embed_per_layer(self._backbone, ids, embeds)
+        return Embedded(embeds, per_layer)
 
 
 def _embed_per_layer(backbone: nn.Module, ids: torch.Tensor | None, embeds: torch.Tensor) -> torch.Tensor:

@@ -237,6 +237,19 @@ def test_autocast_in_bf16(tokens):
     assert_same_step(got, want, rtol=0.05)
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+def test_autocast_leaves_float64_as_it_is(name, tokens):
+    model, call = with_own_attention(name)[0].double().train(), batch()
+    model.set_experts_implementation("eager")  # grouped products of torch do not take float64
+    with torch.autocast("cpu", torch.bfloat16):
+        want = step(model, call)
+        patched(model)
+        tokens.clear()
+        got = step(model, call)
+    assert tokens
+    assert_same_step(got, want)
+
+
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "deepseek_v3"])
 @pytest.mark.parametrize("told", ["position_ids", "cu_seq_lens"])
 def test_packed_rows_are_rows_one_by_one(name, told, tokens):

@@ -222,6 +222,36 @@ def test_the_first_batch_fits_the_capture_that_follows_it(device):
     assert len(pair.summary["sizes"]) == 1, pair.summary
 
 
+def rows_of_captures(pair):
+    """The room for rows of each captured size, by its tokens."""
+    (graphs,) = pair.graphs._of.values()
+    sizes = [size for mode in graphs.modes for size in mode.sizes.values()]
+    return {size.tokens: size.bounds.rows for size in sizes}
+
+
+def test_a_capture_has_no_room_for_rows_of_another_mode(device):
+    """Attention asks for each row that there is room for, and an evaluation may have many more than a step."""
+    pair = Pair(model_of(), device)
+    many = (2,) * 30
+    with torch.no_grad():
+        pair.losses(many)
+    for _ in range(3):
+        pair.step((15,) * 4)
+    assert pair.replayed == 2, pair.summary
+    assert rows_of_captures(pair) == {64: 8}
+
+
+def test_a_capture_has_no_room_for_batches_that_are_too_large_to_be_captured(device):
+    pair = Pair(model_of(), device)
+    many = (3,) * 40
+    pair.step(many)
+    pair.recorder.seconds = iter([1.0, 0.99, 1.0, 0.5])
+    pair.step(many)
+    assert "128 tokens and more: replaying is not faster" in pair.summary["calls_not_captured"]
+    pair.step((15,) * 4)
+    assert rows_of_captures(pair) == {64: 8}
+
+
 @pytest.mark.parametrize("change", [lambda model: model, checkpointed, lora], ids=["full", "checkpointed", "lora"])
 def test_losses_of_routers(change, device):
     pair = Pair(change(model_of("qwen3_moe")), device)

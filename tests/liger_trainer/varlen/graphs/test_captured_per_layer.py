@@ -4,6 +4,7 @@ Compared in float64: in fp32 the filling row changes how products round, by some
 """
 
 import copy
+import types
 
 import pytest
 import torch
@@ -177,6 +178,43 @@ def test_embeddings_without_ids_are_not_captured():
     summary = graphs.summary.to_dict()
     assert graphs.summary.replayed == 0
     assert any("looks for the id of each embedding" in reason for reason in summary["calls_not_captured"]), summary
+
+
+@pytest.mark.parametrize("replaces", ["instance", "class"])
+def test_a_method_of_the_user_s_runs_as_the_model_calls_it(replaces, monkeypatch):
+    """It may name its arguments in another way."""
+    model, graphs = patched(text_model("e4b")), graphs_of()
+    call = batch(SIZES[0])
+    assert_same_steps(model, [call] * 2, graphs)
+    assert graphs.summary.replayed == 1
+    own = type(model.model).get_per_layer_inputs
+
+    def twice(backbone, ids, embeds):
+        return 2 * own(backbone, ids, embeds)
+
+    if replaces == "class":
+        monkeypatch.setattr(type(model.model), "get_per_layer_inputs", twice)
+    else:
+        model.model.get_per_layer_inputs = types.MethodType(twice, model.model)
+    assert_same_steps(model, [call] * 3, graphs)
+    assert graphs.summary.replayed == 1
+    assert any("get_per_layer_inputs" in reason for reason in graphs.summary.to_dict()["calls_not_captured"])
+
+
+@pytest.mark.parametrize("given", ["inputs_embeds", "per_layer_inputs"])
+def test_ids_beside_embeddings_are_the_model_s_error(given):
+    """It raises before the first replay, and after it."""
+    model, graphs = patched(text_model("e4b")), graphs_of()
+    call = batch(SIZES[0])
+    with torch.no_grad():
+        embeds = model.model.embed_tokens(call["input_ids"])
+        per_layer = model.model.get_per_layer_inputs(call["input_ids"], embeds)
+    both = call | {given: embeds if given == "inputs_embeds" else per_layer}
+    for _ in range(3):
+        with use_graphs(graphs), pytest.raises(ValueError, match="You (cannot|must) specify"):
+            model(**both, use_cache=False)
+        assert_same_steps(model, [call], graphs)
+    assert graphs.summary.replayed == 2
 
 
 def test_a_backbone_that_computes_otherwise_from_embeddings_is_not_captured(monkeypatch):
