@@ -55,7 +55,10 @@ _TEMPLATES = {
 def columns_of(recipe: Any) -> Columns:
     """Return the sets of columns that the recipe's trainer takes, with `dataset_text_field` in place of "text"."""
     text = getattr(recipe.training, "dataset_text_field", "text")
-    return tuple(tuple(text if name == "text" else name for name in needed) for needed in recipe.entry.columns)
+    found = []
+    for needed in recipe.entry.columns:
+        found.append(tuple(text if name == "text" else name for name in needed))
+    return tuple(found)
 
 
 def text_columns(columns: Columns, mapping: dict[str, str]) -> frozenset[str]:

@@ -17,7 +17,7 @@ _METHOD = "get_per_layer_inputs"
 
 
 class Embedded(NamedTuple):
-    """What a captured backbone gets in place of ids.
+    """The inputs that a captured backbone gets in place of ids.
 
     Attributes:
         embeds (`torch.Tensor`): (B, S, H), the embeddings of the tokens.
@@ -37,7 +37,7 @@ class Embedded(NamedTuple):
 
 
 class InputEmbeddings:
-    """The modules of a backbone that read ids. They run before each replay, and are no part of a capture.
+    """The modules of a backbone that read ids. They run before each replay, outside of the capture.
 
     Args:
         backbone (`nn.Module`): The backbone.
@@ -64,7 +64,7 @@ class InputEmbeddings:
         return [parameter for module in self.modules for parameter in module.parameters(recurse=False)]
 
     def of(self, call: dict[str, Any]) -> Embedded:
-        """Return the embeddings for a call of the backbone: those it is given, or those of its ids.
+        """Return the embeddings for a call of the backbone, as given or looked up for its ids.
 
         Raises:
             NotCapturable: The embeddings for each layer would be searched in the table of embeddings.
