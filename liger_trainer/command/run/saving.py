@@ -160,7 +160,7 @@ class SavesWithManifest(StockTrainer):
     stop: SaveOnSigterm
     recipe: Recipe
     recorder: RunRecorder
-    curves = False  # whether this run has drawn its training curves
+    curves: bool = False  # whether this run has drawn its training curves
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         self.checkpoints.wait(self)
