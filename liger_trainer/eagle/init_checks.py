@@ -2,12 +2,13 @@
 
 from typing import Any
 
+from accelerate import Accelerator
 from datasets import Dataset
 
 from liger_trainer.head.sharding import sharding_reason
 
 
-def check_setup(accelerator: Any, train_dataset: Any) -> None:
+def check_setup(accelerator: Accelerator, train_dataset: Any) -> None:
     """ValueError if the drafter could not be trained with these rows or this launch."""
     split = sharding_reason(accelerator)
     if split is not None:

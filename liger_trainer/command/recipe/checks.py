@@ -10,10 +10,13 @@ import importlib.util
 import json
 import math
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from liger_trainer.command.recipe.trainers import TRAINERS, TrainerEntry
 from liger_trainer.errors import RecipeError
+
+if TYPE_CHECKING:  # it imports this module
+    from liger_trainer.command.recipe.read import Recipe
 
 Value = Callable[[str], Any]  # returns the value of a key, or its default
 
@@ -266,7 +269,7 @@ _TRACKERS = {
 }
 
 
-def check_packages(recipe: Any) -> None:
+def check_packages(recipe: "Recipe") -> None:
     """RecipeError if a key needs a package that is not installed, or if `report_to` names no tracker.
 
     Only training calls this: recipes can be read, and their memory estimated, without these packages.
@@ -304,7 +307,7 @@ def _check_trackers(names: list[str | None]) -> None:
         )
 
 
-def check_columns_exist(recipe: Any, columns: list[str]) -> None:
+def check_columns_exist(recipe: "Recipe", columns: list[str]) -> None:
     """RecipeError if a key refers to columns that the rows do not have.
 
     Without completions, TRL would ignore completion_only_loss and learn every token.

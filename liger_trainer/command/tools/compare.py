@@ -15,13 +15,16 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any, Protocol
 
 from liger_trainer.command.options import add_recipe_command, parse_positive, take_options
 from liger_trainer.command.processes import Heartbeat, launched_processes
 from liger_trainer.command.recipe.accelerate_file import preserve_environment
 from liger_trainer.command.recipe.read import Recipe, parse_recipe, read_recipe
 from liger_trainer.errors import RecipeError
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
 
 _USAGE = "liger-trainer compare RECIPE [--steps N] [--json FILE] [--chart FILE] [--key value ...]"
 _STOCK = "stock"
@@ -252,7 +255,13 @@ def _timings(clock: Any) -> dict[str, Any]:
     }
 
 
-def _facts(trainer: Any) -> dict[str, Any]:
+class ArmTrainer(Protocol):
+    """The trainer attributes that every arm reads. Ours also have `checkpointing` and `captured_steps`."""
+
+    args: "TrainingArguments"
+
+
+def _facts(trainer: ArmTrainer) -> dict[str, Any]:
     """Return the memory that the training took, its precision, and its captured steps."""
     from liger_trainer.command.run.summary import peak_bytes
 

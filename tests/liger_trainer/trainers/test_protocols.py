@@ -18,6 +18,7 @@ from liger_trainer.command.rows.counts import CountedTrainer
 from liger_trainer.command.rows.images import ImageTrainer
 from liger_trainer.command.rows.preview import ShownTrainer
 from liger_trainer.command.run.saving import RunTrainer, SavesWithManifest
+from liger_trainer.command.run.summary import SummarizedTrainer
 from liger_trainer.trainers.init_checks import CollatingTrainer, OwnLossTrainer, PredictingTrainer, UnpatchedTrainer
 from liger_trainer.trainers.model_card import DescribedTrainer
 from liger_trainer.trainers.online.beside_generation import EngineTrainer
@@ -31,7 +32,7 @@ from liger_trainer.verify.observed import RecordedTrainer
 from liger_trainer.verify.sixteen_bits import PatchedTrainer
 
 EVERY = (UnpatchedTrainer, OwnLossTrainer, PredictingTrainer, CollatingTrainer, RecordedTrainer, PatchedTrainer)
-OF_ROWS = (CountedTrainer, ShownTrainer, ImageTrainer, RunTrainer)
+OF_ROWS = (CountedTrainer, ShownTrainer, ImageTrainer, RunTrainer, SummarizedTrainer)
 ONLINE = (GeneratingTrainer, PolicyTrainer, ReusingTrainer, SortingTrainer, EngineTrainer)
 PROTOCOLS = {
     "Trainer": (*EVERY, RoutedTrainer),
