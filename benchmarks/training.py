@@ -27,8 +27,8 @@ With `--optimizer_in_backward`, our trainers step each weight in the backward pa
 arm "LigerTrainer - in_backward" is ours with the ordinary step. With `--auto`, "LigerTrainer - host" is ours without
 host memory.
 
-Each row has the memory by kind of tensor (`_memory_kinds.py`). For full rows of a model in which every layer attends to
-all earlier tokens, it also has the share of a step that products and attention need: products at the rate of the
+Each row has the memory by kind of tensor (`_memory_kinds.py`). For full rows, if every layer attends to all earlier
+tokens, it also has the share of a step that products and attention need: products at the rate of the
 largest, causal attention at the rate of PyTorch's forward and backward pass at this length (above 65,536 tokens at the
 rate there), both measured in the same run. `share` is without, and `share_recomputed` with, a second forward pass of
 all layers, which a step with --checkpointing computes. One step takes minutes for a long row:
