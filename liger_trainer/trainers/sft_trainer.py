@@ -63,7 +63,7 @@ class LigerSFTConfig(LigerArguments, SFTConfig):
         return self.train_mtp
 
 
-@dataclass
+@dataclass(eq=False)  # hashable, as a function is
 class _Scorer:
     """Stands in for the model in TRL's `compute_loss`, which calls it with `fused_lm_head=True`.
 
