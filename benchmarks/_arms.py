@@ -112,7 +112,7 @@ def difference(row, reference, limits, called="ours"):
 
 
 def print_rows(rows, columns):
-    """Print a table in which the note of a row with `wrong` says so."""
+    """Print a table. The note of a row with `wrong` says so."""
     printed = []
     for row in rows:
         if "wrong" in row:

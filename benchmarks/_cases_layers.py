@@ -19,7 +19,7 @@ def exact_rms_norm(x, w, eps=1e-6):
 
 
 def layer(operation, size, inputs, passes, ours, eager, peer, exact=None, outputs=1, **more):
-    """A case whose outputs are shaped like the first inputs, and which reads or writes such an input `passes` times.
+    """A case with outputs shaped like the first inputs. It reads or writes such an input `passes` times.
 
     `peer` is Liger's function, if there is one. `more` are further providers.
     """

@@ -10,7 +10,7 @@
     workspace   the peak minus everything allocated when the forward pass ends: gradients, recomputed layers, and 16-bit
                 weights that are used and freed
 
-Sizes come from the tensors. Without a GPU there is no allocator to ask, and the last kinds but gradients are None.
+Sizes come from the tensors. Without a GPU, no allocator can tell the last kinds: all but gradients are None.
 """
 
 import torch

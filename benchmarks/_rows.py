@@ -20,7 +20,7 @@ KINDS = ("full", "padded", "packed")
 
 
 def rows_of(path, vocab, length, count):
-    """`count` rows of exactly `length` tokens; random ids if there is no file."""
+    """`count` rows of exactly `length` tokens; random ids without a file."""
     if path is None:
         ids = np.random.default_rng(0).integers(0, vocab, count * length)
     elif path.endswith(".npz"):

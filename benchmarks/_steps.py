@@ -5,11 +5,13 @@ import os
 import tempfile
 import time
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import _trainers
 import preferences
 import torch
 from _cases_bases import BASES
+from _flop import flop_of_layers, flop_of_products, flop_per_token
 from _measure import DEVICE
 from _memory_kinds import MemoryKinds
 from _models import MODELS
@@ -181,16 +183,55 @@ def classes_of(arm):
 
 def make_trainer(arm, run, callbacks, **more):
     """The trainer of `arm`. `more` are further fields of its arguments, in addition to those from `run` and `arm`."""
-    from peft import LoraConfig, TaskType, get_peft_model
-
     kind = _trainers.KINDS.get(run.trainer)
     stock_class, args_class = classes_of(arm)
     is_trl = any(base.__module__.startswith("trl.") for base in stock_class.__mro__)
     model = build(run)
-    vocab = model.config.get_text_config().vocab_size
-    options = dict(more)
+    options = more | switch_options(arm, model)
     inputs = {}
-    methods = {}
+    if run.rows != "full":
+        options["train_sampling_strategy"] = "sequential"
+    if is_trl:
+        if "max_length" in args_class.__dataclass_fields__:
+            options.setdefault("max_length", run.length)  # the rows are cut already
+        inputs["processing_class"] = tokenizer_of()
+    given = rows_for(arm, run, kind, stock_class, is_trl, model.config.get_text_config().vocab_size)
+    options |= given.options | run_options(arm, run)
+    inputs |= given.inputs
+    if run.lora:
+        lora = lora_of(run, model, kind)
+        if is_trl:
+            inputs["peft_config"] = lora
+        else:
+            model = with_adapter(model, lora, run)
+    offloads = run.offload and arm.startswith("Liger")
+    args = args_class(
+        output_dir=tempfile.mkdtemp(),
+        max_steps=run.steps,
+        per_device_train_batch_size=run.batch,
+        logging_steps=5,
+        logging_first_step=True,
+        dataloader_num_workers=run.workers,
+        learning_rate=1e-5,
+        bf16=DEVICE == "cuda" and run.autocast,
+        optim="adamw_torch_fused",
+        report_to="none",
+        save_strategy="no",
+        gradient_checkpointing_kwargs={"use_reentrant": False} | ({"offload": True} if offloads else {}),
+        use_cpu=DEVICE == "cpu",
+        disable_tqdm=True,
+        lr_scheduler_type="constant",
+        remove_unused_columns=False,
+        dataloader_drop_last=True,
+        **options,
+    )
+    trainer_class = counting(stock_class, kind is not None and kind.online, **given.methods)
+    return trainer_class(model=model, args=args, train_dataset=given.rows, callbacks=callbacks, **inputs)
+
+
+def switch_options(arm, model):
+    """The fields that the switches in the name of `arm` set. Stock trainers with "fp8" get their layers converted."""
+    options = {}
     switches = set(arm.split(" ")[1:])
     if "Liger" in switches:
         options["use_liger_kernel"] = True
@@ -213,41 +254,58 @@ def make_trainer(arm, run, callbacks, **more):
         options["cuda_graphs"] = "false"
     if "shared" in switches:
         options["share_prompts"] = False
-    if run.rows != "full":
-        options["train_sampling_strategy"] = "sequential"
-    if is_trl:
-        from datasets import Dataset
+    return options
 
-        if "max_length" in args_class.__dataclass_fields__:
-            options.setdefault("max_length", run.length)  # the rows are cut already
-        inputs["processing_class"] = tokenizer_of()
+
+class Given(NamedTuple):
+    """The rows of a trainer and what they ask for: fields of its arguments, inputs of its class, and methods."""
+
+    rows: Any
+    options: dict[str, Any]
+    inputs: dict[str, Any]
+    methods: dict[str, Any]
+
+
+def rows_for(arm, run, kind, stock_class, is_trl, vocab):
+    """The rows of `run`, for a trainer of TRL's `kind` (None for SFT, DPO and Trainer)."""
+    from datasets import Dataset
+
     if run.trainer == "dpo":
         # The rows are token ids, and TRL's DPOTrainer has no option for that.
-        methods["_prepare_dataset"] = lambda self, dataset, *args: dataset
+        methods = {"_prepare_dataset": lambda self, dataset, *args: dataset}
         rows = Dataset.from_list(pairs_of(run, vocab))
-        if not run.lora:
-            inputs["ref_model"] = build_frozen(arm, run)
-    elif kind is not None:
-        rows, made_of = _trainers.rows_of(run, vocab)
-        rows = Dataset.from_list(rows)
-        methods |= kind.methods(stock_class, made_of)
-        options |= kind.options(run)
-        if kind.frozen == "teacher_model":
-            inputs["teacher_model"] = build_frozen(arm, replace(run, model=run.teacher or run.model), seed=1)
-        elif kind.frozen and not run.lora:
-            inputs[kind.frozen] = build_frozen(arm, run)
-        if kind.loads_reference and not run.lora:
-            _trainers.load_reference(stock_class, lambda: build_frozen(arm, run))
-        if "num_generations" in options:
-            inputs["reward_funcs"] = _trainers.prefer_the_first
-    else:
-        rows, collator = sft_rows(run, vocab, tokenizer_of())
-        if is_trl:
-            rows = Dataset.from_list(rows)
-            options["dataset_kwargs"] = {"skip_prepare_dataset": True}
-            options["packing"] = run.rows == "packed"
-        else:
-            inputs["data_collator"] = collator
+        inputs = {} if run.lora else {"ref_model": build_frozen(arm, run)}
+        return Given(rows, {}, inputs, methods)
+    if kind is not None:
+        return rows_of_kind(arm, run, kind, stock_class, vocab)
+    rows, collator = sft_rows(run, vocab, tokenizer_of())
+    if not is_trl:
+        return Given(rows, {}, {"data_collator": collator}, {})
+    options = {"dataset_kwargs": {"skip_prepare_dataset": True}, "packing": run.rows == "packed"}
+    return Given(Dataset.from_list(rows), options, {}, {})
+
+
+def rows_of_kind(arm, run, kind, stock_class, vocab):
+    """The rows of a trainer in `_trainers.KINDS`, with the frozen models and the reward that it needs."""
+    from datasets import Dataset
+
+    rows, made_of = _trainers.rows_of(run, vocab)
+    options = kind.options(run)
+    inputs = {}
+    if kind.frozen == "teacher_model":
+        inputs["teacher_model"] = build_frozen(arm, replace(run, model=run.teacher or run.model), seed=1)
+    elif kind.frozen and not run.lora:
+        inputs[kind.frozen] = build_frozen(arm, run)
+    if kind.loads_reference and not run.lora:
+        _trainers.load_reference(stock_class, lambda: build_frozen(arm, run))
+    if "num_generations" in options:
+        inputs["reward_funcs"] = _trainers.prefer_the_first
+    return Given(Dataset.from_list(rows), options, inputs, kind.methods(stock_class, made_of))
+
+
+def run_options(arm, run):
+    """The fields for memory and for waiting on the GPU that `run` asks for."""
+    options = {}
     if run.auto and arm.startswith("Liger"):
         options |= {"activation_checkpointing": "auto", "memory_budget": run.memory_budget}
         options["host_memory_budget"] = 0 if arm.endswith("- host") else None
@@ -259,44 +317,31 @@ def make_trainer(arm, run, callbacks, **more):
             options["optimizer_in_backward"] = True
     if not run.waits:
         options |= {"accelerator_config": {"non_blocking": True}, "logging_nan_inf_filter": False}
-    if run.lora:
-        experts = ["experts.gate_up_proj", "experts.down_proj"] if run.lora_experts else None
-        # On a mixture of experts, PEFT's "all-linear" includes the experts and the router.
-        modules = ATTENTION if any(n.endswith(".experts") for n, _ in model.named_modules()) else "all-linear"
-        # Without its task, PEFT's "all-linear" is the head of a classifier too.
-        task = TaskType.SEQ_CLS if kind is not None and kind.is_classifier else None
-        lora = LoraConfig(
-            r=run.lora, lora_alpha=2 * run.lora, target_modules=modules, target_parameters=experts, task_type=task
-        )
-        if is_trl:
-            inputs["peft_config"] = lora
-        else:
-            model = get_peft_model(model, lora)
-            if run.checkpointing:
-                model.enable_input_require_grads()
-    offloads = run.offload and arm.startswith("Liger")
-    args = args_class(
-        output_dir=tempfile.mkdtemp(),
-        max_steps=run.steps,
-        per_device_train_batch_size=run.batch,
-        logging_steps=5,
-        logging_first_step=True,
-        dataloader_num_workers=run.workers,
-        learning_rate=1e-5,
-        bf16=DEVICE == "cuda" and run.autocast,
-        optim="adamw_torch_fused",
-        report_to="none",
-        save_strategy="no",
-        gradient_checkpointing_kwargs={"use_reentrant": False} | ({"offload": True} if offloads else {}),
-        use_cpu=DEVICE == "cpu",
-        disable_tqdm=True,
-        lr_scheduler_type="constant",
-        remove_unused_columns=False,
-        dataloader_drop_last=True,
-        **options,
+    return options
+
+
+def lora_of(run, model, kind):
+    """The config of the adapter."""
+    from peft import LoraConfig, TaskType
+
+    experts = ["experts.gate_up_proj", "experts.down_proj"] if run.lora_experts else None
+    # On a mixture of experts, PEFT's "all-linear" includes the experts and the router.
+    modules = ATTENTION if any(n.endswith(".experts") for n, _ in model.named_modules()) else "all-linear"
+    # Without its task, PEFT's "all-linear" is the head of a classifier too.
+    task = TaskType.SEQ_CLS if kind is not None and kind.is_classifier else None
+    return LoraConfig(
+        r=run.lora, lora_alpha=2 * run.lora, target_modules=modules, target_parameters=experts, task_type=task
     )
-    trainer_class = counting(stock_class, kind is not None and kind.online, **methods)
-    return trainer_class(model=model, args=args, train_dataset=rows, callbacks=callbacks, **inputs)
+
+
+def with_adapter(model, lora, run):
+    """`model` with an adapter, for `Trainer`, which takes no config of one."""
+    from peft import get_peft_model
+
+    model = get_peft_model(model, lora)
+    if run.checkpointing:
+        model.enable_input_require_grads()
+    return model
 
 
 def build_frozen(arm, run, seed=0):
@@ -411,61 +456,6 @@ def train(arm, run, callbacks=()):
         row["chosen"], row["gib"] = chosen.to_dict(), max(row["gib"] or 0, chosen.highest / 2**30)
     trainer.accelerator.free_memory()
     return row
-
-
-def flop_per_token(model, run, length):
-    """FLOP of products and, for causal attention, 6 * length * heads * head_dim per layer, without recomputation.
-
-    `length` is the number of tokens in a row. For rows of uneven length, it is the sum of squared lengths divided by
-    the sum of lengths, which is attention's average cost per token.
-    """
-    attention = 6 * length * sum(map(width_of_queries, layer_configs(model.config.get_text_config())))
-    return flop_of_products(model, run) + (attention * 4 / 3 if run.trainer == "dpo" else attention)
-
-
-def layer_configs(config):
-    """The config of each layer: one for all, unless layers have heads of several sizes (Gemma 4)."""
-    return getattr(config, "per_layer_config", None) or [config] * config.num_hidden_layers
-
-
-def width_of_queries(config):
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return config.num_attention_heads * head_dim
-
-
-def linear_weights(model):
-    """{name: weight} of linear layers."""
-    from liger_trainer.fp8.frozen_layer import FrozenFloat8Linear
-
-    layers = {n: m for n, m in model.named_modules() if isinstance(m, torch.nn.Linear | FrozenFloat8Linear)}
-    return {n: m.bits if isinstance(m, FrozenFloat8Linear) else m.weight for n, m in layers.items()}
-
-
-def flop_of_products(model, run):
-    """6 for each weight of a product (4 if it is frozen; only the experts that a token uses).
-
-    For DPO, the reference's forward pass adds 2 for each.
-    """
-    linear = linear_weights(model).values()
-    weights = sum((6 if w.requires_grad else 4) * numbers_of(w) for w in linear)
-    config = model.config.get_text_config()
-    experts = [p for name, p in model.named_parameters() if name.endswith("_proj") and p.ndim == 3]
-    weights += sum((6 if p.requires_grad else 4) * p[0].numel() * config.num_experts_per_tok for p in experts)
-    packed = [p for name, p in model.named_parameters() if name.endswith("_proj_blocks")]
-    weights += sum(4 * 2 * p[0].numel() * config.num_experts_per_tok for p in packed)
-    bits = [p for name, p in model.named_parameters() if name.endswith("_proj_bits")]
-    weights += sum(4 * p[0].numel() * config.num_experts_per_tok for p in bits)
-    return weights + (2 * sum(map(numbers_of, linear)) if run.trainer == "dpo" else 0)
-
-
-def flop_of_layers(model):
-    """2 for each weight of the linear layers except the head: the recomputation per token of all layers."""
-    return 2 * sum(numbers_of(w) for name, w in linear_weights(model).items() if "lm_head" not in name)
-
-
-def numbers_of(weight):
-    """The number of values in a weight."""
-    return weight.quant_state.shape.numel() if type(weight).__name__ == "Params4bit" else weight.numel()
 
 
 def flag_losses(rows, stock_arms=STOCK, name="losses"):

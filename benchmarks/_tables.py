@@ -2,8 +2,8 @@
 
 A table has a list `records`, and says which of their rows it takes, what a line is, and what its cells show:
 
-    records   paths below results/, or mappings: `record`, one or a list, optionally with `where` as below and `set`. If
-              there are none, the table has its titles alone.
+    records   paths below results/, or mappings: `record`, one or a list, optionally with `where` as below and `set`.
+              Without records, the table has its titles alone.
     set       fields for the rows of a record, or of all records that have no other
     where     field: value, or a list of values; rows with other values are left out
     rows      field: title of a column at the left; rows that agree in all these fields share a line

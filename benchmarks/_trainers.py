@@ -101,7 +101,11 @@ def tokenized(stock_class, rows):
 
 def whole_texts(run, pairs):
     """The rows of the reward trainer, each two texts of prompt and answer."""
-    return [{name: pair["prompt_ids"] + pair[name] for name in ("chosen_ids", "rejected_ids")} for pair in pairs]
+    texts = []
+    for pair in pairs:
+        prompt = pair["prompt_ids"]
+        texts.append({name: prompt + pair[name] for name in ("chosen_ids", "rejected_ids")})
+    return texts
 
 
 def numbers(run, pairs):

@@ -79,7 +79,7 @@ def on_given_completions(trainer_class, options, vocab):
 
 
 def attend_to_copies(self, query, key, value, mask, dropout, scaling, softcap, sinks):
-    """Attend in one call, in which each completion has its own copy of its prompt's keys and values.
+    """Attend in one call. Each completion has its own copy of its prompt's keys and values.
 
     It takes the place of `SharedRows.attend`, for models without windows, caps and sinks.
     """

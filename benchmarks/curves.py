@@ -66,7 +66,7 @@ PARTS = ("first", "middle", "last", "held_out", "held_out_bf16", "router")
 
 
 class OnAnyDevice(LigerSFTTrainer):
-    """Makes accelerate convert to layers with emulated products if there is no GPU."""
+    """Makes accelerate convert to layers with emulated products without a GPU."""
 
     def create_accelerator_and_postprocess(self):
         super().create_accelerator_and_postprocess()

@@ -88,7 +88,7 @@ def one_arm(arm, cases, profile):
 
 
 def print_profile(run, passes=20):
-    """Print the Python functions in which a pass spends its time. The profiler itself makes them slower."""
+    """Print the Python functions that a pass spends its time in. The profiler itself makes them slower."""
     import cProfile
     import pstats
 

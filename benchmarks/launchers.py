@@ -67,7 +67,7 @@ def words_of(run, options, folder):
 
 
 def measure(run, options, folder):
-    """The row of one run, or a row with a note that says why there is none."""
+    """The row of one run, or a row with a note that says why it failed."""
     launcher, processes = run
     folder.joinpath("row.json").unlink(missing_ok=True)
     shutil.rmtree(folder / "out", ignore_errors=True)  # left from the run before

@@ -1,4 +1,4 @@
-"""The cost of an MTP head: beside supervised fine-tuning, and alone on the frozen model.
+"""The cost of an MTP head: trained together with the model (SFT), and alone on the frozen model.
 
     python benchmarks/mtp.py
     python benchmarks/mtp.py --arms "LigerMTPTrainer, labels" "both logits, labels"
@@ -10,9 +10,9 @@ and random weights. Its head is one more layer, a product of two hidden states i
 Weights, gradients and the fused AdamW are bf16, and fp32 for the head on the frozen model. The learning rate is 0, so
 that the losses of all arms can be compared.
 
-Beside SFT all of the model is trained. `slower` is the cost of a step, and `more` that of the peak in GiB.
+With SFT all of the model is trained. `slower` is the cost in time of a step, and `more` the cost in GiB of the peak.
 `head_static` is the head's part of it: weights, gradients and two states of AdamW. `head_tflop` are its products, and
-`tflop` those of the model, of a step.
+`tflop` the model's, in a step.
 
 On the frozen model the head learns from the labels, or from the model's distribution (`mtp_targets: soft`). "both
 logits" is the same trainer with a plain loss: the logits of the model, which a plain forward pass computes whether they

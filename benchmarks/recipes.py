@@ -152,7 +152,7 @@ def command(words, log, processes=1, config="fsdp2", steps=None, gpu_memory=None
     if processes > 1:
         launch = ["--config_file", str(shipped("configs") / f"{config}.yaml"), "--num_processes", str(processes)]
         start = ["-m", "accelerate.commands.launch", *launch, *start]
-    # Offline, because it would wait for a lost network. The path is that of _rewards.py.
+    # Offline, because it would wait for a lost network. The path has _rewards.py.
     path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(Path(__file__).parent))))
     env = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": path}
     with open(log, "w", buffering=1) as file:
@@ -467,7 +467,7 @@ def head_loss(folder, tokenizer, texts):
 
 
 def why_not_trained(again, log):
-    """Why what was saved is no trained model, or None.
+    """Why the saved files are not a trained model, or None.
 
     Args:
         again (`dict`): The numbers of `reload`.

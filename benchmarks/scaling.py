@@ -5,7 +5,7 @@
 
 `batch` varies the number of rows of 1024 tokens, `vocabulary` the vocabulary of 8 rows of 1024 tokens, and `context`
 the length of one row, with gradient checkpointing. `longest` finds the longest row (for DPO, the longest sequences of
-one pair), in multiples of `--unit`, for which two steps with checkpointing fit into `--memory` GiB. That is all memory
+one pair), in multiples of `--unit`, such that two steps with checkpointing fit into `--memory` GiB. That is all memory
 of PyTorch's allocator, with weights and optimizer, but without the CUDA context. Training is full fine-tuning in bf16,
 as in `training.py`, and every arm runs in its own process. A size that does not fit is a row that says so. The record
 is written after every row, and no row starts after --minutes.

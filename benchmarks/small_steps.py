@@ -25,7 +25,7 @@ GPU's stream, without making the host wait. tokens/s counts real tokens over all
 
 Memory is the process's memory at the ends of steps by the driver (`gib_used`), and the allocator's peak. Only the first
 includes the pools of captured graphs in replays. `--profile` runs 4 more steps, or as many as it says, under PyTorch's
-profiler and adds `gpu_ms`, the time per step in which a kernel or a copy runs.
+profiler and adds `gpu_ms`, the time per step while a kernel or a copy runs.
 
 `--tiny` tries the script out, on a CPU too.
 """
@@ -81,7 +81,7 @@ ARMS = {
 }
 DEFAULT_ARMS = ("stock", "stock_flat", "stock_compile", "stock_flat_compile", "trl_liger", "ours", "ours_captured")
 ARMS_OF_PAIRS = ("stock", "ours_auto", "ours_answers", "trl_liger", "ours")
-SHORTEST = 5  # seconds, in which no process could start
+SHORTEST = 5  # seconds; no process starts in less
 
 
 def tiny_of(model):
@@ -120,7 +120,8 @@ def options_of(arm, trainer="sft"):
     known = args_class.__dataclass_fields__
     if given.get("cuda_graphs") == "false" and "cuda_graphs" not in known:
         del given["cuda_graphs"]
-    if unknown := [name for name in given if name not in known]:
+    unknown = [name for name in given if name not in known]
+    if unknown:
         raise ValueError(f"{args_class.__name__} has no field {', '.join(unknown)}")
     return given
 
@@ -189,7 +190,7 @@ def clock_of(start, count):
                     self.allocated = torch.cuda.max_memory_allocated()
 
         def busy_ms(self, steps):
-            """The time per step, in ms, in which anything ran on the GPU, over the last `steps`."""
+            """The time per step, in ms, while anything ran on the GPU, over the last `steps`."""
             spans = [event.time_range for event in self.profiler.events() if event.device_type.name == "CUDA"]
             total, end = 0.0, 0.0
             for span in sorted(spans, key=lambda span: span.start):
@@ -246,7 +247,7 @@ def logged(trainer, name):
 
 
 def title_of(case, trainer):
-    """What a table calls a trainer of a case."""
+    """The name of a case's trainer in tables."""
     shape = CASES[case]
     weights = "LoRA" if "lora" in shape else "all weights"
     layers = f", {shape['layers']} layers" if "layers" in shape else ""

@@ -27,8 +27,8 @@ With `--optimizer_in_backward`, our trainers step each weight in the backward pa
 arm "LigerTrainer - in_backward" is ours with the ordinary step. With `--auto`, "LigerTrainer - host" is ours without
 host memory.
 
-Each row has the memory by kind of tensor (`_memory_kinds.py`). For full rows of a model in which every layer attends to
-all earlier tokens, it also has the share of a step that products and attention need: products at the rate of the
+Each row has the memory by kind of tensor (`_memory_kinds.py`). For full rows, if every layer attends to all earlier
+tokens, it also has the share of a step that products and attention need: products at the rate of the
 largest, causal attention at the rate of PyTorch's forward and backward pass at this length (above 65,536 tokens at the
 rate there), both measured in the same run. `share` is without, and `share_recomputed` with, a second forward pass of
 all layers, which a step with --checkpointing computes. One step takes minutes for a long row:
@@ -204,7 +204,7 @@ COLUMNS = {
 }
 
 
-def main():
+def make_parser():
     parser = arguments(__doc__, "--arm")
     parser.add_argument("--trainer", choices=ARMS, default="sft")
     parser.add_argument("--model", choices=MODELS, default="Llama-3.2-1B")
@@ -237,7 +237,11 @@ def main():
     parser.add_argument("--config_file", help="of accelerate, to launch with")
     parser.add_argument("--processes", type=int, default=1, help="with --config_file")
     parser.add_argument("--profile", action="store_true", help="print where the GPU time of two steps goes")
-    options = parser.parse_args()
+    return parser
+
+
+def check(parser, options):
+    """End with an error if options contradict each other. Sets `steps` if it is not given."""
     if options.steps is None:
         options.steps = STEPS[options.rows]
     if options.steps <= skip_of(options):
@@ -253,16 +257,59 @@ def main():
         parser.error("--nf4 and --mxfp4 need --lora, and --offload needs --checkpointing")
     if options.rows == "packed" and options.trainer == "dpo":
         parser.error("--rows packed is for --trainer sft: TRL's DPOTrainer does not pack. Take --rows padded")
+    if options.processes > 1 and not options.config_file:
+        parser.error(f"--processes is {options.processes}; it needs the --config_file of accelerate")
+
+
+def launcher_of(options):
+    """The command words between `python` and the script that start all processes. Empty for one process."""
+    if not options.config_file:
+        return ()
+    launch = ("-m", "accelerate.commands.launch", "--config_file", options.config_file)
+    return (*launch, "--num_processes", str(options.processes), "--main_process_port", "0")
+
+
+def title_of(options):
+    unit = "pairs of 2 x" if options.trainer == "dpo" else "x"
+    title = f"{options.trainer.upper()} {options.model}, {options.batch} {unit} {options.length}"
+    title += f", {options.rows} rows" if options.rows != "full" else ""
+    title += f", LoRA r={options.lora}" if options.lora else ""
+    title += ", NF4" * options.nf4 + ", MXFP4" * options.mxfp4
+    title += ", inputs on the host" if options.offload else ""
+    title += ", bf16=False" if options.no_autocast else ""
+    title += ", no waits" if options.no_waits else ""
+    title += (
+        f", each of {options.processes} with {os.path.basename(options.config_file)}" if options.config_file else ""
+    )
+    return title + (", checkpointing" if options.checkpointing else ", no checkpointing")
+
+
+def show(options, rows, attention):
+    """Print the table of the arms, and the memory and the report of each."""
+    print(title_of(options))
+    left_out = ("padding",) if options.rows == "full" else ()
+    left_out += ("share", "share_recomputed") if attention is None else ()
+    columns = {name: title for name, title in COLUMNS.items() if name not in left_out}
+    table(with_rounded_losses(rows), columns)
+    for row in rows:
+        if row.get("gib_by_kind"):
+            kinds = ((kind, gib) for kind, gib in row["gib_by_kind"].items() if gib is not None)
+            print(row["arm"], "GiB:", ", ".join(f"{kind} {gib:.2f}" for kind, gib in kinds))
+        if row.get("patched"):
+            print(row["arm"], row["patched"])
+        if row.get("chosen"):
+            print(row["arm"], row["chosen"])
+
+
+def main():
+    parser = make_parser()
+    options = parser.parse_args()
+    check(parser, options)
     arms = default_arms(options) if options.arms is None else options.arms
     check_arms(parser, options.trainer, arms)
     if options.arm:
         return one_arm(options)
-    launcher = ()
-    if options.config_file:
-        launcher = ("-m", "accelerate.commands.launch", "--config_file", options.config_file)
-        launcher += ("--num_processes", str(options.processes), "--main_process_port", "0")
-    elif options.processes > 1:
-        parser.error(f"--processes is {options.processes}; it needs the --config_file of accelerate")
+    launcher = launcher_of(options)
     record = Record("training", case_of(options), options.json, options.model == "tiny")
     rate, attention = ceilings()[1], attention_of(options)
     if DEVICE == "cuda":
@@ -278,28 +325,7 @@ def main():
         flag_tokens(rows)
         about = {"options": vars(options), "matmul_flop_per_s": rate, "attention_ms": attention, "tokens": COUNTED}
         record.write(about | {"rows": rows})
-    unit = "pairs of 2 x" if options.trainer == "dpo" else "x"
-    shape = f"{options.trainer.upper()} {options.model}, {options.batch} {unit} {options.length}"
-    shape += f", {options.rows} rows" if options.rows != "full" else ""
-    shape += f", LoRA r={options.lora}" if options.lora else ""
-    shape += ", NF4" * options.nf4 + ", MXFP4" * options.mxfp4
-    shape += ", inputs on the host" if options.offload else ""
-    shape += ", bf16=False" if options.no_autocast else ""
-    shape += ", no waits" if options.no_waits else ""
-    shape += f", each of {options.processes} with {os.path.basename(options.config_file)}" if launcher else ""
-    print(shape + (", checkpointing" if options.checkpointing else ", no checkpointing"))
-    left_out = ("padding",) if options.rows == "full" else ()
-    left_out += ("share", "share_recomputed") if attention is None else ()
-    columns = {name: title for name, title in COLUMNS.items() if name not in left_out}
-    table(with_rounded_losses(rows), columns)
-    for row in rows:
-        if row.get("gib_by_kind"):
-            kinds = ((kind, gib) for kind, gib in row["gib_by_kind"].items() if gib is not None)
-            print(row["arm"], "GiB:", ", ".join(f"{kind} {gib:.2f}" for kind, gib in kinds))
-        if row.get("patched"):
-            print(row["arm"], row["patched"])
-        if row.get("chosen"):
-            print(row["arm"], row["chosen"])
+    show(options, rows, attention)
     record.say_where()
 
 

@@ -2,14 +2,16 @@
 
 from typing import Any
 
+from accelerate import Accelerator
 from datasets import Dataset
 
 from liger_trainer.head.sharding import sharding_reason
 
 
-def check_setup(accelerator: Any, train_dataset: Any) -> None:
+def check_setup(accelerator: Accelerator, train_dataset: Any) -> None:
     """ValueError if the drafter could not be trained with these rows or this launch."""
-    if (split := sharding_reason(accelerator)) is not None:
+    split = sharding_reason(accelerator)
+    if split is not None:
         raise ValueError(f"A drafter is trained, but {split} To save memory, set fp8: it halves the frozen target.")
     if train_dataset is not None and not isinstance(train_dataset, Dataset):
         raise ValueError(

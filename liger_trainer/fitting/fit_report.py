@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from liger_trainer._logging import logger
 from liger_trainer.fitting.step import MemoryEstimate, TrainSpec, estimate_memory
@@ -46,63 +47,114 @@ def fit_report(
         progress(f"a step of {rows} x {length} tokens with activation_checkpointing: {str(mode).lower()}")
         return estimate_memory(job, rows, length, mode, memory, like)
 
-    def peak_of_length(length: int) -> int:
-        if job.images is not None and length < job.images.tokens:
-            return most + 1  # the images of a row do not fit into it
-        return estimate(rows, length, mode, like).peak
-
     with _quiet():
         full = estimate(rows, length, True)
         estimates = {True: full, AUTO: estimate(rows, length, AUTO), False: estimate(rows, length, False, full)}
-        most = limit_of(None, memory)
         mode = bool(checkpointing)  # auto falls back to checkpointing every layer, so both fit the same sizes
         like = estimates[mode]
-        positions = getattr(job.shape.config.get_text_config(), "max_position_embeddings", None)
-        most_rows = max(rows, MOST_TOKENS // length)
-        most_length = max(length, MOST_TOKENS // rows)
-        batch = largest(lambda n: estimate(n, length, mode, like).peak, most, {rows: like.peak}, 1, most_rows)
-        top = min(most_length, positions or most_length)
-        longest = largest(peak_of_length, most, {length: like.peak}, UNIT, top)
-        all_positions = positions is not None and longest + UNIT > positions
-    on_host = f", with {like.host / GIB * longest / length:.0f} GiB on the host" if like.host else ""
-    gpus = job.sharding.gpus
+        fits = _find_sizes(job, rows, length, like, lambda n, tokens: estimate(n, tokens, mode, like).peak, memory)
     lines = [
-        f"{job.shape.config.model_type}, {rows} x {length} tokens on "
-        f"{'one GPU' if gpus == 1 else f'each of {gpus} GPUs'} of {gpu_memory:g} GiB"
-        f"{' with ' + job.sharding.kind.upper() if gpus > 1 else ''}",
+        _title(job, rows, length, gpu_memory),
         "",
         *_parts(full, job.in_backward),
         "",
         f"{'activation_checkpointing':26} {'peak, GiB':>9}",
     ]
     for name, each in (("true", full), (AUTO, estimates[AUTO]), ("false", estimates[False])):
-        lines.append(f"{name:26} {each.peak / GIB:9.1f}  {_comment(each, most, name, checkpointing)}".rstrip())
+        lines.append(f"{name:26} {each.peak / GIB:9.1f}  {_comment(each, fits.most, name, checkpointing)}".rstrip())
     lines += [
         "",
-        f"Within {most / GIB:.1f} GiB ({RESERVE:.0%} are left to the allocator), and activation_checkpointing: "
+        f"Within {fits.most / GIB:.1f} GiB ({RESERVE:.0%} are left to the allocator), and activation_checkpointing: "
         f"{str(checkpointing).lower()}:",
-        f"  the largest per_device_train_batch_size of rows of {length} tokens is {batch}"
-        f"{' or more' if batch == most_rows else ''}"
-        if batch
-        else f"  not one row of {length} tokens fits",
-        f"  the longest rows in a batch of {rows} have {positions} tokens, the model's max_position_embeddings"
-        if all_positions
-        else f"  the longest rows in a batch of {rows} have about {longest} tokens"
-        f"{' or more' if longest + UNIT > top else ''}{on_host}"
-        if longest
-        else f"  no batch of {rows} rows fits",
+        f"  {_batch_line(fits, length)}",
+        f"  {_length_line(fits, rows, like.host / length)}",
+        *_notes_on_images(job),
     ]
+    if captures:
+        lines += ["", _CAPTURES]
+    return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """The sizes of a micro-batch that fit.
+
+    Attributes:
+        most (`int`): Bytes that a step may take.
+        batch (`int`): The most rows of the given length; 0 if not one fits.
+        longest (`int`): The most tokens of each of the given rows; 0 if no length fits.
+        positions (`int`, *optional*): The `max_position_embeddings` of the model.
+        batch_limit, length_limit (`int`): No larger size was tried.
+    """
+
+    most: int
+    batch: int
+    longest: int
+    positions: int | None
+    batch_limit: int
+    length_limit: int
+
+
+def _find_sizes(
+    job: TrainSpec, rows: int, length: int, like: MemoryEstimate, peak: Callable[[int, int], int], memory: int
+) -> _Sizes:
+    """Find the largest batch and the longest rows.
+
+    `like` is the estimate for `rows` x `length` tokens. `peak` estimates the bytes of another size.
+    """
+    most = limit_of(None, memory)
+
+    def peak_of_length(tokens: int) -> int:
+        if job.images is not None and tokens < job.images.tokens:
+            return most + 1  # the images of a row do not fit into it
+        return peak(rows, tokens)
+
+    positions = getattr(job.shape.config.get_text_config(), "max_position_embeddings", None)
+    batch_limit = max(rows, MOST_TOKENS // length)
+    length_limit = max(length, MOST_TOKENS // rows)
+    length_limit = min(length_limit, positions or length_limit)
+    batch = largest(lambda n: peak(n, length), most, {rows: like.peak}, 1, batch_limit)
+    longest = largest(peak_of_length, most, {length: like.peak}, UNIT, length_limit)
+    return _Sizes(most, batch, longest, positions, batch_limit, length_limit)
+
+
+def _title(job: TrainSpec, rows: int, length: int, gpu_memory: float) -> str:
+    gpus = job.sharding.gpus
+    machine = "one GPU" if gpus == 1 else f"each of {gpus} GPUs"
+    sharded = f" with {job.sharding.kind.upper()}" if gpus > 1 else ""
+    return f"{job.shape.config.model_type}, {rows} x {length} tokens on {machine} of {gpu_memory:g} GiB{sharded}"
+
+
+def _batch_line(fits: _Sizes, length: int) -> str:
+    if not fits.batch:
+        return f"not one row of {length} tokens fits"
+    more = " or more" if fits.batch == fits.batch_limit else ""
+    return f"the largest per_device_train_batch_size of rows of {length} tokens is {fits.batch}{more}"
+
+
+def _length_line(fits: _Sizes, rows: int, host_per_token: float) -> str:
+    """Return the line about the longest rows. `host_per_token` is the host's memory for a token of each, in bytes."""
+    if fits.positions is not None and fits.longest + UNIT > fits.positions:
+        return (
+            f"the longest rows in a batch of {rows} have {fits.positions} tokens, the model's max_position_embeddings"
+        )
+    if not fits.longest:
+        return f"no batch of {rows} rows fits"
+    more = " or more" if fits.longest + UNIT > fits.length_limit else ""
+    on_host = f", with {host_per_token * fits.longest / GIB:.0f} GiB on the host" if host_per_token else ""
+    return f"the longest rows in a batch of {rows} have about {fits.longest} tokens{more}{on_host}"
+
+
+def _notes_on_images(job: TrainSpec) -> list[str]:
     if job.images is not None:
-        lines += ["", f"Counted with images in each row. They take {job.images.tokens} of its tokens."]
-    elif job.shape.has_tower:
-        lines += [
+        return ["", f"Counted with images in each row. They take {job.images.tokens} of its tokens."]
+    if job.shape.has_tower:
+        return [
             "",
             "Images are not counted: the activations of their tower come on top. Pass --images 640x480, the sizes of "
             "the images of a row (640x480,640x480 for two).",
         ]
-    if captures:
-        lines += ["", _CAPTURES]
-    return "\n".join(lines)
+    return []
 
 
 def _parts(full: MemoryEstimate, in_backward: bool) -> Iterator[str]:

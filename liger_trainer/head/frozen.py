@@ -1,4 +1,4 @@
-"""Runs a frozen model as it will be served, and heads beside it in its dtype."""
+"""Runs a frozen model as it will be served, and the heads on it in its dtype."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -20,9 +20,9 @@ def as_served(model: nn.Module) -> Iterator[None]:
 
 
 def in_dtype_of(weight: torch.Tensor, heads: nn.Module) -> AbstractContextManager[None]:
-    """Return a context in which `heads` compute in the dtype of `weight`, a weight of their model.
+    """Return a context that makes `heads` compute in the dtype of `weight`, a weight of their model.
 
-    Heads that were trained in mixed precision have fp32 weights beside a model in 16 bits, and autocast computed them.
+    Mixed precision trains heads with fp32 weights on a 16-bit model, under autocast.
     """
     differs = next(heads.parameters()).dtype != weight.dtype
     is_narrow = weight.dtype in (torch.bfloat16, torch.float16)

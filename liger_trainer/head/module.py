@@ -128,7 +128,7 @@ def _why_not_plain(module: nn.Module) -> str | None:
     if not isinstance(module, nn.Linear):
         return f"it is a {type(module).__name__}, not a linear layer"
     if type(module).forward is not nn.Linear.forward or not linear_is_torchs():
-        return f"the forward of {type(module).__name__} is not that of a linear layer of torch"
+        return f"the forward of {type(module).__name__} is not torch.nn.Linear's own"
     for name in ("weight", "bias"):
         if hasattr(type(module), name):
             return f"its {name} is computed whenever it is read, as by a parametrization"

@@ -1,7 +1,6 @@
 """Rejects options that `LigerMedusaTrainer` would silently ignore or train wrongly with."""
 
-from typing import Any
-
+from accelerate import Accelerator
 from torch import nn
 
 from liger_trainer.fp8 import feature as fp8_fields
@@ -9,7 +8,7 @@ from liger_trainer.medusa.config import LigerMedusaConfig
 from liger_trainer.medusa.heads import HEADS_NAME
 
 
-def check_setup(model: nn.Module, args: LigerMedusaConfig, accelerator: Any) -> None:
+def check_setup(model: nn.Module, args: LigerMedusaConfig, accelerator: Accelerator) -> None:
     """ValueError if the heads could not be trained or saved with this model, adapter or launch."""
     adapters = getattr(model, "peft_config", {})
     for name, config in adapters.items():

@@ -66,30 +66,47 @@ def heads_loss(
             rows, projections = [hidden.flatten(0, 1), *rows], weight if tied else [weight, *projections]
         return linear_heads_cross_entropy(rows, projections, target, row_weight=row_weight, **options)
 
-    def score_alone(k: int, x: torch.Tensor, projection: torch.Tensor | None) -> HeadsLoss:
-        projections = weight if projection is None else [projection[: len(weight)]]
-        rows, of_rows = x.to(hidden.dtype).unsqueeze(0), target[k, counted[k]].unsqueeze(0)
-        scores = linear_heads_cross_entropy(
-            rows, projections, of_rows, row_weight=row_weight[k : k + 1], ignore_index=ignored, **options
-        )
-        return scores._replace(loss=_with_backward_done(scores.loss, list(heads[k].parameters())))
-
-    if not (soft or joint or any(hasattr(p, "ds_id") for p in heads.parameters())):
-        # On a frozen model the heads share nothing. Each is scored by itself, including its backward pass, so memory
-        # does not grow with their number. ZeRO-3 does not allow that: its parameters are only gathered while the
-        # backward of their own module runs. A head only computes rows with something to guess, and no padding.
-        ignored, counted = -100, [slice(None)] * len(heads)
-        if not torch.compiler.is_compiling():  # a data-dependent number of rows would break the graph
-            ignored, counted = EVERY_ROW, counted_rows(target, len(weight))
-        flat = hidden.flatten(0, 1)
-        alone = [head(flat[counted[k]], partial(score_alone, k)) for k, head in enumerate(heads)]
-        loss, *sums = zip(*alone, strict=True)
-        return torch.stack(loss).sum(), *(torch.cat(s) for s in sums)
+    # ZeRO-3 only gathers the parameters of a module while its own backward runs.
+    by_zero_3 = any(hasattr(p, "ds_id") for p in heads.parameters())
+    if not (soft or joint or by_zero_3):
+        return _score_one_by_one(heads, hidden, weight, target, row_weight, options)
     scores = heads(hidden, score)
     if not (soft and joint):
         return tuple(scores)
     lm = linear_heads_cross_entropy([hidden.flatten(0, 1)], weight, target[:1], **options)
     return lm.loss + scores.loss, *(torch.cat(both) for both in zip(lm[1:], scores[1:], strict=True))
+
+
+def _score_one_by_one(
+    heads: MedusaHeads,
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    row_weight: torch.Tensor,
+    options: dict[str, Any],
+) -> tuple[torch.Tensor, ...]:
+    """Compute the cross-entropy of heads on a frozen model, where they share nothing, for `target` (K, B * S).
+
+    Each head is scored by itself, including its backward pass, so memory does not grow with their number. A head only
+    computes rows with something to guess, and no padding.
+    """
+    ignored, counted = -100, [slice(None)] * len(heads)
+    if not torch.compiler.is_compiling():  # a data-dependent number of rows would break the graph
+        ignored, counted = EVERY_ROW, counted_rows(target, len(weight))
+
+    def score(k: int, x: torch.Tensor, projection: torch.Tensor | None) -> HeadsLoss:
+        projections = weight if projection is None else [projection[: len(weight)]]
+        rows = x.to(hidden.dtype).unsqueeze(0)
+        labels = target[k, counted[k]].unsqueeze(0)
+        scores = linear_heads_cross_entropy(
+            rows, projections, labels, row_weight=row_weight[k : k + 1], ignore_index=ignored, **options
+        )
+        return scores._replace(loss=_with_backward_done(scores.loss, list(heads[k].parameters())))
+
+    flat = hidden.flatten(0, 1)
+    alone = [head(flat[counted[k]], partial(score, k)) for k, head in enumerate(heads)]
+    loss, *sums = zip(*alone, strict=True)
+    return torch.stack(loss).sum(), *(torch.cat(s) for s in sums)
 
 
 def _with_backward_done(loss: torch.Tensor, parameters: list[nn.Parameter]) -> torch.Tensor:

@@ -69,7 +69,7 @@ class PredictorArguments(Protocol):
 
 
 class PredictorTrainer(Protocol):
-    """What the training of the head reads of a trainer. It writes nothing."""
+    """The trainer attributes that the training of the head reads. It writes none."""
 
     model: nn.Module
     accelerator: Accelerator
@@ -248,7 +248,8 @@ def _check(trainer: PredictorTrainer, wording: _Wording) -> None:
             f"{asked}, but the adapter trains the input embeddings, and the head would read the base's. Leave them out "
             f"of the adapter. Or: {remedy}."
         )
-    if (split := sharding_reason(trainer.accelerator)) is not None:
+    split = sharding_reason(trainer.accelerator)
+    if split is not None:
         raise ValueError(f"{asked}, but {split}")
     if trainer.args.label_smoothing_factor:
         smoothing = trainer.args.label_smoothing_factor

@@ -40,7 +40,7 @@ class Sequence(NamedTuple):
 
 
 class TrainerWithRows(Protocol):
-    """The attributes of a trainer from which its rows are read."""
+    """The trainer attributes that its rows are read from."""
 
     model: nn.Module
     train_dataset: Any

@@ -183,7 +183,7 @@ class LigerTrainerMixin(LoadsRenamedWeights, ResumesInPass):
         self._apply_head_options()
         if self.uses_liger:
             inputs = args[1] if len(args) > 1 else kwargs.get("inputs")
-            init_checks.refuse_packed_batch_that_mixes(self, inputs, self._packing_faults)
+            init_checks.refuse_packed_batch_that_mixes(self.model, inputs, self._packing_faults)
         step = super().training_step
         for run in reversed(self._step_runners):
             step = partial(run, step)
@@ -378,7 +378,7 @@ class LigerTrainerMixin(LoadsRenamedWeights, ResumesInPass):
             init_checks.refuse_token_predictions(self)
         if self.uses_liger:
             init_checks.refuse_packed_rows_that_mix(self)
-            init_checks.refuse_adapters_without_parameters(self)
+            init_checks.refuse_adapters_without_parameters(self.model)
         if self.uses_fused_head and self.overrides_compute_loss:
             logger.info(self._advice_on_logits())
         if self.uses_fused_head and self.compute_loss_func is not None:

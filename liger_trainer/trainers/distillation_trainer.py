@@ -13,6 +13,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from torch import nn
 from trl import DistillationConfig, DistillationTrainer
 
@@ -51,7 +52,7 @@ class LigerDistillationTrainer(KeepsOnlineRows, LigerTRLMixin, DistillationTrain
             return {}
         stock = vars(_stock_module())["prepare_deepspeed"]
 
-        def patch_and_prepare(teacher: nn.Module, accelerator: Any) -> nn.Module:
+        def patch_and_prepare(teacher: nn.Module, accelerator: Accelerator) -> nn.Module:
             self._patch_frozen(teacher)  # its weights are sharded afterwards
             return stock(teacher, accelerator)
 

@@ -153,7 +153,7 @@ class _ReportCallback(TrainerCallback):
             "checkpointing": trainer.checkpointing,
             "cuda_graphs": trainer.captured_steps,
             "shared_prompts": shared_prompts_of(trainer.model),
-            "sort_by_prompt": sorting_of(trainer),
+            "sort_by_prompt": sorting_of(trainer, trainer.model),
             "old_policy": old_policy_of(trainer),
         }
         return {name: None if summary is None else summary.to_dict() for name, summary in counted.items()}

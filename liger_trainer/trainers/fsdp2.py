@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.integrations import is_fsdp_enabled
 
 
-def keep_losses_in_fp32(accelerator: Any) -> None:
+def keep_losses_in_fp32(accelerator: Accelerator) -> None:
     """Keep losses and log-probabilities in fp32 under 16-bit FSDP2.
 
     accelerate makes FSDP2 round everything that a unit returns to the 16-bit type. In bf16, a sum of log-probabilities
@@ -27,7 +28,7 @@ def keep_losses_in_fp32(accelerator: Any) -> None:
         plugin.mixed_precision_policy = replace(policy, output_dtype=None)
 
 
-def broadcast_weights(model: PreTrainedModel, accelerator: Any) -> None:
+def broadcast_weights(model: PreTrainedModel, accelerator: Accelerator) -> None:
     """Copy the weights of `model` from process 0 to all others, if FSDP2 is about to shard it.
 
     Every process has to call this with its own copy of the model. Tensors stay on their device, meta tensors get memory

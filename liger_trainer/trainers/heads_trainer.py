@@ -25,7 +25,7 @@ class LigerHeadsTrainer(LigerSFTTrainer):
         arguments_class (`type`): The class of `args`.
         output_suffix (`str`): Ends the name of the default `output_dir`.
         trained (`str`): What is trained, as errors name it.
-        way_to_train_the_model (`str`): How to train the model too, as the end of an error; empty if there is no way.
+        way_to_train_the_model (`str`): How to train the model too, as the end of an error. Empty if it cannot.
     """
 
     arguments_class: ClassVar[type[LigerSFTConfig]]
@@ -50,7 +50,7 @@ class LigerHeadsTrainer(LigerSFTTrainer):
 
     @property
     def loss_name(self) -> str:
-        """The loss, as the model card names it."""
+        """Return the name of the loss for the model card."""
         raise NotImplementedError(f"{type(self).__name__} has no name for its loss.")
 
     @property
@@ -59,7 +59,7 @@ class LigerHeadsTrainer(LigerSFTTrainer):
 
     @classmethod
     def _freezes_model(cls, args: Any) -> bool:
-        """Whether only the heads train."""
+        """Return whether only the heads train."""
         return True
 
     # Refused

@@ -5,7 +5,7 @@ the others in `_finish_init`.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -16,6 +16,7 @@ from liger_trainer.head.classifier import is_classifier
 from liger_trainer.head.module import base_model_of, has_fused_head, head_reason, output_head
 from liger_trainer.head.outputs import EXTRA_OUTPUTS, TOKEN_OUTPUTS
 from liger_trainer.patching.core.binding import Binding, own_class
+from liger_trainer.patching.core.report import LigerReport
 from liger_trainer.varlen.host_copies import values_of
 from liger_trainer.varlen.proof.packed_rows import keeps_state, why_rows_mix
 
@@ -28,7 +29,75 @@ WHAT_FUSED_LAYERS_KEEP = (
 )
 
 
-def refuse_before_patching(trainer: Any, model: nn.Module) -> None:
+class UnpatchedArguments(Protocol):
+    """The trainer arguments that are checked before a model is patched."""
+
+    n_gpu: int
+    use_liger_kernel: bool
+
+
+class UnpatchedTrainer(Protocol):
+    """The trainer attributes that are read before its model is patched. None is written."""
+
+    args: UnpatchedArguments
+    takes_classifiers: bool
+
+    @property
+    def uses_liger(self) -> bool:
+        """Return whether the trainer patches its models."""
+
+    @property
+    def overrides_token_loss(self) -> bool:
+        """Return whether a user's class overrides `token_loss`."""
+
+    def wants_part(self, part: str) -> bool:
+        """Return whether `liger_config` leaves this part on."""
+
+    def stock_class(self) -> type:
+        """Return the class of transformers or TRL that the trainer extends."""
+
+
+class OwnLossTrainer(Protocol):
+    """The trainer attributes that the checks of a user's `token_loss` read. They write none.
+
+    Which arguments there are depends on the stock class.
+    """
+
+    args: Any
+    model: nn.Module
+    token_outputs: tuple[str, ...]
+
+    def unfused_reason(self, model: nn.Module) -> str | None:
+        """Return why the loss needs the logits of `model`, or None."""
+
+
+class PredictingTrainer(Protocol):
+    """The trainer attributes that the check of `eval_predictions` reads. It writes none."""
+
+    model: nn.Module
+    liger_report: LigerReport | None
+    gives_token_predictions: bool
+    compute_loss_func: Any  # a user's function, or None
+
+    @property
+    def uses_fused_head(self) -> bool:
+        """Return whether the model has a fused LM head."""
+
+    def unfused_reason(self, model: nn.Module) -> str | None:
+        """Return why the loss needs the logits of `model`, or None."""
+
+    def stock_class(self) -> type:
+        """Return the class of transformers or TRL that the trainer extends."""
+
+
+class CollatingTrainer(Protocol):
+    """The trainer attributes that the check of packed rows reads. TRL's trainers may also have `padding_free`."""
+
+    model: nn.Module
+    data_collator: Any  # a user's function, or a collator of transformers or TRL
+
+
+def refuse_before_patching(trainer: UnpatchedTrainer, model: nn.Module) -> None:
     """ValueError if `model` cannot be patched as the arguments ask, or if the user's own loss would not be used."""
     name, args = type(trainer).__name__, trainer.args
     if not trainer.uses_liger:
@@ -73,7 +142,7 @@ def refuse_before_patching(trainer: Any, model: nn.Module) -> None:
         )
 
 
-def refuse_a_second_loss(trainer: Any) -> None:
+def refuse_a_second_loss(trainer: OwnLossTrainer) -> None:
     """ValueError if an option and the user's method both define the loss: one of them would be ignored."""
     for name, unset in (("label_smoothing_factor", 0.0), ("loss_type", "nll"), ("compute_loss_func", None)):
         value = getattr(trainer if name == "compute_loss_func" else trainer.args, name, unset)
@@ -84,7 +153,7 @@ def refuse_a_second_loss(trainer: Any) -> None:
             )
 
 
-def refuse_unfit_for_own_loss(trainer: Any) -> None:
+def refuse_unfit_for_own_loss(trainer: OwnLossTrainer) -> None:
     """ValueError for unknown `token_outputs`, an LM head that is not fused, or labels that are not next tokens."""
     names, known = trainer.token_outputs, (*TOKEN_OUTPUTS, *EXTRA_OUTPUTS)
     for name in names:
@@ -104,14 +173,14 @@ def refuse_unfit_for_own_loss(trainer: Any) -> None:
         )
 
 
-def refuse_token_predictions(trainer: Any) -> None:
+def refuse_token_predictions(trainer: PredictingTrainer) -> None:
     """ValueError if `trainer` cannot give the predictions of `eval_predictions="tokens"`."""
     why = _why_no_token_predictions(trainer)
     if why is not None:
         raise ValueError(f"eval_predictions is 'tokens', but {why}. Set eval_predictions to 'logits'.")
 
 
-def _why_no_token_predictions(trainer: Any) -> str | None:
+def _why_no_token_predictions(trainer: PredictingTrainer) -> str | None:
     """Return the reason why `trainer` cannot give predictions of tokens, or None."""
     if not trainer.gives_token_predictions:
         return f"{type(trainer).__name__} does not compute metrics of tokens"
@@ -126,7 +195,7 @@ def _why_no_token_predictions(trainer: Any) -> str | None:
     return None
 
 
-def refuse_packed_rows_that_mix(trainer: Any) -> None:
+def refuse_packed_rows_that_mix(trainer: CollatingTrainer) -> None:
     """ValueError if batches pack several rows into one and the model would let them see each other.
 
     The collator makes the batch for this test. TRL's collators and trainers that pack rows have `padding_free`.
@@ -143,7 +212,7 @@ def refuse_packed_rows_that_mix(trainer: Any) -> None:
     raise ValueError(f"Rows are packed (packing, padding_free, or DataCollatorWithFlattening), but {why}. {ways}")
 
 
-def refuse_packed_batch_that_mixes(trainer: Any, inputs: Any, faults: dict[frozenset[str], str | None]) -> None:
+def refuse_packed_batch_that_mixes(model: nn.Module, inputs: Any, faults: dict[frozenset[str], str | None]) -> None:
     """ValueError if a user's collator packed rows into `inputs`, and the model would let them see each other.
 
     Such a batch has no mask, and positions that restart at 0. `faults` caches the answer by the arguments that mark
@@ -158,11 +227,11 @@ def refuse_packed_batch_that_mixes(trainer: Any, inputs: Any, faults: dict[froze
     if markers not in faults:
         lengths, indices = "cu_seq_lens_q" in markers, "seq_idx" in markers
         collator = DataCollatorWithFlattening(return_flash_attn_kwargs=lengths, return_seq_idx=indices)
-        faults[markers] = why_rows_mix(trainer.model, collator)
+        faults[markers] = why_rows_mix(model, collator)
     why = faults[markers]
     if why is not None and bool((values_of(positions)[0].diff() != 1).any()):
         raise ValueError(
-            f"position_ids of a batch restart, so its rows are packed, but {why}. {_advice_on_mixing(trainer.model)}"
+            f"position_ids of a batch restart, so its rows are packed, but {why}. {_advice_on_mixing(model)}"
         )
 
 
@@ -179,9 +248,8 @@ def _advice_on_mixing(model: nn.Module) -> str:
     )
 
 
-def refuse_adapters_without_parameters(trainer: Any) -> None:
+def refuse_adapters_without_parameters(model: nn.Module) -> None:
     """ValueError if `target_parameters` of an adapter names parameters that are not adapted. PEFT only warns."""
-    model = trainer.model
     wrapped = [module for module in model.modules() if hasattr(module, "parameter_name")]  # PEFT's ParamWrapper
     for adapter, config in getattr(model, "peft_config", {}).items():
         adapted = {module.parameter_name for module in wrapped if adapter in getattr(module, "lora_A", ())}

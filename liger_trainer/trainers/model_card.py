@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from liger_trainer._logging import logger
 
@@ -95,7 +95,23 @@ def accuracy_lines(log_history: list[dict[str, float]]) -> str:
     return ""
 
 
-def _rewrite(path: Path, trainer: Any, text: CardText) -> None:
+class DescribedArguments(Protocol):
+    """The trainer arguments that a card names."""
+
+    output_dir: str
+
+
+class DescribedTrainer(Protocol):
+    """The trainer attributes that a card names. `_name` and `_paper` are TRL's."""
+
+    args: DescribedArguments
+    freezes_model: bool
+    hub_model_id: str | None
+    _name: str
+    _paper: dict[str, str]
+
+
+def _rewrite(path: Path, trainer: DescribedTrainer, text: CardText) -> None:
     """Rewrite TRL's card at `path`: keep its metadata, and replace its text by `text`."""
     from huggingface_hub import ModelCard
 

@@ -9,12 +9,32 @@ import bisect
 from collections.abc import Callable
 from dataclasses import is_dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
+from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from liger_trainer.head.module import base_model_of
+from liger_trainer.patching.core.report import LigerReport
 from liger_trainer.varlen.decide import bound_backbone
+
+
+class PackedArguments(Protocol):
+    """The trainer arguments that packing rows with images reads."""
+
+    max_length: int | None
+    packing_strategy: str
+    dataloader_num_workers: int
+
+
+class PackingTrainer(Protocol):
+    """The trainer attributes that packing rows with images reads. It writes `train_dataset` and `data_collator`."""
+
+    args: PackedArguments
+    model: nn.Module
+    liger_report: LigerReport | None
+    train_dataset: Any
+    data_collator: Callable[[list], Any]
 
 
 class PackedRows(Dataset):
@@ -59,7 +79,7 @@ def without_limit(collate: Any) -> Any:
     return replace(collate, max_length=None) if limited else collate  # type: ignore[type-var]
 
 
-def pack_images(trainer: Any) -> None:
+def pack_images(trainer: PackingTrainer) -> None:
     """Group the training rows of `trainer`, an SFT trainer on rows with images.
 
     Raises:

@@ -7,14 +7,36 @@ process. TRL's trainers average it.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
+from accelerate import Accelerator
 from torch import nn
 
 from liger_trainer._logging import logger
 from liger_trainer.head.module import base_model_of
 
 _NAMES = ("router_aux_loss_coef", "aux_loss_coef")
+
+
+class RoutedArguments(Protocol):
+    """The trainer arguments that the auxiliary loss depends on. Ours also have `router_aux_loss`."""
+
+    gradient_accumulation_steps: int
+    average_tokens_across_devices: bool
+    n_gpu: int
+
+
+class RoutedTrainer(Protocol):
+    """The trainer attributes that the weight of the auxiliary loss depends on. None is written."""
+
+    args: RoutedArguments
+    model: nn.Module
+    accelerator: Accelerator
+    model_accepts_loss_kwargs: bool
+    current_gradient_accumulation_steps: int
+
+    def get_tp_size(self) -> int:
+        """Return how many processes hold parts of each layer."""
 
 
 def router_loss_weights(model: nn.Module) -> list[tuple[Any, str, float]]:
@@ -44,7 +66,7 @@ def _is_added(model: nn.Module) -> bool:
     return bool(getattr(config, "output_router_logits", False)) and bool(weights) and weights[0][2] != 0
 
 
-def check_router_loss(trainer: Any) -> None:
+def check_router_loss(trainer: RoutedTrainer) -> None:
     """Warn if the auxiliary loss grows with accumulation. ValueError if `per_step` has no effect."""
     args = trainer.args
     per_step = getattr(args, "router_aux_loss", "per_micro_batch") == "per_step"
@@ -64,7 +86,7 @@ def check_router_loss(trainer: Any) -> None:
 
 
 @contextmanager
-def router_loss_of_step(trainer: Any, num_items_in_batch: Any) -> Iterator[None]:
+def router_loss_of_step(trainer: RoutedTrainer, num_items_in_batch: Any) -> Iterator[None]:
     """Context manager: the model's auxiliary loss is weighted by the share of one micro-batch in the step.
 
     Nothing changes without `num_items_in_batch`: then `Trainer` divides the loss by the number of micro-batches.

@@ -2,7 +2,8 @@
 
 import dataclasses
 import inspect
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -62,6 +63,73 @@ class LigerSFTConfig(LigerArguments, SFTConfig):
         return self.train_mtp
 
 
+@dataclass(eq=False)  # hashable, as a function is
+class _Scorer:
+    """Stands in for the model in TRL's `compute_loss`, which calls it with `fused_lm_head=True`.
+
+    Attributes:
+        trainer (`LigerSFTTrainer`): The trainer.
+        model (`Callable`): The model.
+        request_fields (`dict`): What the head computes, as fields of `HeadRequest`.
+        on_device (`dict`): The inputs that TRL has from the host, as the model gets them.
+        inputs (`dict`): The batch, for a user's `token_loss`.
+        num_items_in_batch (`torch.Tensor` or `int`, *optional*): The labels of the accumulated batch.
+        smoothed (`bool`): Whether the head smooths the labels.
+        late (`bool`): Whether TRL gets placeholders in place of the metrics.
+        mtp_losses (`list[torch.Tensor]`): The loss of an MTP head in each call with labels.
+        replaced (`list[FusedLMOutput]`): The outputs that TRL got with placeholders.
+    """
+
+    trainer: "LigerSFTTrainer"
+    model: Callable[..., Any]
+    request_fields: dict[str, Any]
+    on_device: dict[str, Any]
+    inputs: dict[str, Any]
+    num_items_in_batch: torch.Tensor | int | None
+    smoothed: bool
+    late: bool
+    mtp_losses: list[torch.Tensor] = field(default_factory=list)
+    replaced: list[FusedLMOutput] = field(default_factory=list)
+
+    def __call__(self, **call: Any) -> Any:
+        request = HeadRequest.taken_from(call)  # TRL's, or one that asks for predictions too
+        if not request.token_scores:
+            return run_request(self.model, request, **call)
+        request = dataclasses.replace(request, **self.request_fields)
+        outputs = run_request(self.model, request, **(call | self.on_device))
+        if outputs.observed is not None:
+            self.mtp_losses.append(outputs.observed)
+        if self.trainer.overrides_token_loss:
+            outputs.log_probs = -self.trainer._token_loss_of(outputs, self.inputs)
+        if self.smoothed:
+            self._finish_smoothing(outputs)
+        if self.late:
+            self.replaced.append(outputs)
+            outputs = dataclasses.replace(outputs, **self.trainer._late_metrics.placeholders())
+        return outputs
+
+    def _finish_smoothing(self, outputs: FusedLMOutput) -> None:
+        """Treat the auxiliary loss and a batch without labels as the stock trainer does with a smoothed loss."""
+        if outputs.aux_loss is not None:
+            outputs.aux_loss = outputs.aux_loss.detach()
+        # Without labels, the stock trainer divides a smoothed loss by zero, and other losses by one.
+        log_probs = outputs.log_probs
+        assert log_probs is not None and outputs.label_mask is not None, "the request asks for them"
+        given = self.num_items_in_batch
+        count = outputs.label_mask.sum() if given is None else given
+        has_labels = torch.as_tensor(count, device=log_probs.device) > 0
+        outputs.log_probs = torch.where(has_labels, log_probs, torch.nan)
+
+
+def _with_mtp_loss(result: Any, losses: list[torch.Tensor]) -> Any:
+    """Add the loss of an MTP head to `result` of TRL's `compute_loss`. ValueError unless there is one loss."""
+    if len(losses) != 1:
+        raise ValueError(f"train_mtp is true, and the model was called {len(losses)} times with labels, not once.")
+    if isinstance(result, tuple):
+        return result[0] + losses[0], result[1]
+    return result + losses[0]
+
+
 class LigerSFTTrainer(LigerTRLMixin, SFTTrainer):
     """[`~trl.SFTTrainer`] with the same losses, gradients and metrics, on fused kernels.
 
@@ -109,7 +177,6 @@ class LigerSFTTrainer(LigerTRLMixin, SFTTrainer):
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, Any]:
         overrides_loss = self.overrides_token_loss
-        smoother = self.label_smoother
         # A user's code may give the labels' log-probabilities different gradients, or use the gradient of the entropy.
         is_read = self.overrides_compute_loss or not isinstance(model, nn.Module) or bool(who_sees_outputs(model))
         model = self._without_needless_mask(model)
@@ -118,74 +185,64 @@ class LigerSFTTrainer(LigerTRLMixin, SFTTrainer):
                 raise ValueError("train_mtp is true, but your own code reads the model's outputs. Remove one of them.")
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
-        # The head computes this for TRL: the outputs of each token, the smoothing, and the loss of an MTP head.
-        smoothed = not overrides_loss and smoother is not None and self.args.loss_type == "nll"
-        token_outputs = ("log_probs", "entropy", "is_top1", *self.token_outputs) if overrides_loss else None
-        observer = None
-        mtp_losses: list[torch.Tensor] = []
-        if self._mtp is not None:
-            observer = partial(self._mtp_loss, self._mtp, inputs, num_items_in_batch)
-        # TRL reduces by `-log_probs.sum() / num_tokens`, so all tokens have the same upstream gradient, and the head
-        # can compute its gradients in the forward pass. It checks this promise: a broken one gives NaN.
-        uniform_grad = not overrides_loss and self.args.loss_type == "nll"
-        label_smoothing = smoother.epsilon if smoothed else 0.0
-
         # TRL counts tokens and reads metrics between forward and backward, where the host would wait for the GPU. If
         # they are only logged, TRL gets the host's copy of the mask, and placeholders in place of the metrics.
         late = self._metrics_may_be_late(is_read or return_outputs, num_items_in_batch)
         trl_inputs, on_device = self._counted_on_host(inputs) if late else (inputs, {})
-        replaced: list[FusedLMOutput] = []
+        scorer = _Scorer(
+            trainer=self,
+            model=model,
+            request_fields=self._request_fields(inputs, num_items_in_batch),
+            on_device=on_device,
+            inputs=trl_inputs | on_device,
+            num_items_in_batch=num_items_in_batch,
+            smoothed=self._is_smoothed,
+            late=late,
+        )
+        recording = self._late_metrics.recording(scorer.replaced) if late else nullcontext()
+        with self._without_trl_smoothing(), recording:
+            result = super().compute_loss(scorer, trl_inputs, return_outputs, num_items_in_batch)
+        return result if self._mtp is None else _with_mtp_loss(result, scorer.mtp_losses)
 
-        def score(**call: Any) -> Any:
-            """Stand in for the model in TRL's code, which calls it with `fused_lm_head=True`."""
-            request = HeadRequest.taken_from(call)  # TRL's, or one that asks for predictions too
-            if not request.token_scores:
-                return run_request(model, request, **call)
-            request = dataclasses.replace(
-                request,
-                token_outputs=token_outputs,
-                uniform_grad=uniform_grad,
-                label_smoothing=label_smoothing,
-                logits_observer=observer,
-            )
-            outputs = run_request(model, request, **(call | on_device))
-            if outputs.observed is not None:
-                mtp_losses.append(outputs.observed)
-            if overrides_loss:
-                outputs.log_probs = -self._token_loss_of(outputs, trl_inputs | on_device)
-            if smoothed and outputs.aux_loss is not None:
-                outputs.aux_loss = outputs.aux_loss.detach()
-            if smoothed:
-                # Without labels, the stock trainer divides a smoothed loss by zero, and other losses by one.
-                count = outputs.label_mask.sum() if num_items_in_batch is None else num_items_in_batch
-                has_labels = torch.as_tensor(count, device=outputs.log_probs.device) > 0
-                outputs.log_probs = torch.where(has_labels, outputs.log_probs, torch.nan)
-            if late:
-                replaced.append(outputs)
-                outputs = dataclasses.replace(outputs, **self._late_metrics.placeholders())
-            return outputs
+    @property
+    def _is_smoothed(self) -> bool:
+        """Return whether the head smooths the labels. A user's `token_loss` does what it wants instead."""
+        return not self.overrides_token_loss and self.label_smoother is not None and self.args.loss_type == "nll"
 
+    def _request_fields(self, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | int | None) -> dict[str, Any]:
+        """Return what the head computes for TRL's loss, as fields of `HeadRequest`.
+
+        These are the outputs of each token, the smoothing, and the loss of an MTP head.
+        """
+        overrides_loss = self.overrides_token_loss
+        observer = None
+        if self._mtp is not None:
+            observer = partial(self._mtp_loss, self._mtp, inputs, num_items_in_batch)
+        return {
+            "token_outputs": ("log_probs", "entropy", "is_top1", *self.token_outputs) if overrides_loss else None,
+            # TRL reduces by `-log_probs.sum() / num_tokens`, so all tokens have the same upstream gradient, and the
+            # head can compute its gradients in the forward pass. It checks this promise: a broken one gives NaN.
+            "uniform_grad": not overrides_loss and self.args.loss_type == "nll",
+            "label_smoothing": self.label_smoother.epsilon if self._is_smoothed else 0.0,
+            "logits_observer": observer,
+        }
+
+    @contextmanager
+    def _without_trl_smoothing(self) -> Iterator[None]:
+        """Context manager: TRL gets no smoother, because the head has smoothed `log_probs`.
+
+        With a smoother, TRL would build logits again. The stock trainer adds no auxiliary loss to a smoothed one.
+        """
+        smoother = self.label_smoother
         router_aux_loss_coef = self.router_aux_loss_coef
-        self.label_smoother = None  # log_probs are already smoothed; with a smoother, TRL would build logits again
-        if smoothed:  # the stock trainer adds no auxiliary loss to a smoothed one
+        if self._is_smoothed:
             self.router_aux_loss_coef = 0.0
-        recording = self._late_metrics.recording(replaced) if late else nullcontext()
+        self.label_smoother = None
         try:
-            with recording:
-                result = super().compute_loss(score, trl_inputs, return_outputs, num_items_in_batch)
+            yield
         finally:
             self.label_smoother = smoother
             self.router_aux_loss_coef = router_aux_loss_coef
-
-        if self._mtp is None:
-            return result
-        if len(mtp_losses) != 1:
-            raise ValueError(
-                f"train_mtp is true, and the model was called {len(mtp_losses)} times with labels, not once."
-            )
-        if isinstance(result, tuple):
-            return result[0] + mtp_losses[0], result[1]
-        return result + mtp_losses[0]
 
     def _mtp_loss(
         self,

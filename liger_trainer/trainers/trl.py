@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sized
 from typing import Any
 
 import trl
+from accelerate import Accelerator
 from torch import nn
 from transformers.integrations import is_fsdp_enabled
 
@@ -60,7 +61,7 @@ def _for_fsdp(module: types.ModuleType) -> dict[str, Any]:
     stock_prepare = vars(module).get("prepare_fsdp")
     if stock_prepare is not None:
 
-        def fill_and_prepare(model: nn.Module, accelerator: Any) -> nn.Module:
+        def fill_and_prepare(model: nn.Module, accelerator: Accelerator) -> nn.Module:
             """Give every process the weights of a reference before it is sharded."""
             broadcast_weights(model, accelerator)
             return stock_prepare(model, accelerator)

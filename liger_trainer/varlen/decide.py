@@ -156,7 +156,7 @@ def _why_as_it_is(asked: BackboneCall) -> Reason | None:
     if asked.args:
         return Reason("arguments are given by position")
 
-    # What the call returns.
+    # Its outputs.
     is_padded = call.get("attention_mask") is not None
     if asked.padding_reader_reason is not None and is_padded and not asked.has_no_padding:
         trains = model.training and torch.is_grad_enabled()  # evaluation and generation want logits
@@ -257,7 +257,8 @@ def why_padding_is_read(model, bound: BackboneBinding, call: dict[str, Any]) -> 
     """Name what the model's forward returns of every position, or hands to the user's loss function, or return None."""
     if call.get("labels") is None and call.get("shift_labels") is None:
         return "a call without labels returns logits"
-    if (reason := why_positions_are_read(model, call)) is not None:
+    reason = why_positions_are_read(model, call)
+    if reason is not None:
         return reason
     loss = model.__dict__.get("_loss_function", own_loss_of(model))  # what its forward calls
     if loss is not bound.proven.loss:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from liger_trainer.trainers.cuda_graphs import uncaptured_reason
+from liger_trainer.trainers.cuda_graphs import CapturedTrainer, uncaptured_reason
 from liger_trainer.verify.bf16 import LOSS_IN_BF16, by_distance
 from liger_trainer.verify.figures import Check, number_errors
 from liger_trainer.verify.observed import KeepGradients, Tensors
@@ -11,7 +11,7 @@ from liger_trainer.verify.runs import Bench, Run
 _STEPS = 6  # the first two run uncaptured, at least in part
 
 
-def captured(bench: Bench, trainer: Any, noise: dict[str, float]) -> Check:
+def captured(bench: Bench, trainer: CapturedTrainer, noise: dict[str, float]) -> Check:
     """Compare losses and gradients of captured and uncaptured steps, in bf16.
 
     The optimizers of both runs get the gradients of a third run in fp32, so all three have the same weights at every

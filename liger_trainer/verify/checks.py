@@ -299,7 +299,7 @@ class Checks:
         if self.setup.stock.__name__ == "KTOTrainer":
             return Check("the KL term is of a micro-batch")
         check = self._split("ours")
-        trainer: Any = self.ours.trainer
+        trainer = self.ours.trainer
         balanced = getattr(trainer, "aux_loss_enabled", trainer.model.config.to_dict().get("output_router_logits"))
         if check.verdict == "ok" or (self.setup.stock.__name__ in ("SFTTrainer", "Trainer") and not balanced):
             return check  # these losses are means over all tokens, so the split must not matter

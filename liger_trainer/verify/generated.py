@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from liger_trainer.verify.observed import Recorder, Tensors
+from liger_trainer.verify.observed import RecordedTrainer, Recorder, Tensors
 
 
 @dataclass
@@ -38,7 +38,7 @@ class GenerationRecorder(Recorder):
         self.replayed = replayed
         self.generations: list[Generated] = []
 
-    def attach(self, trainer: Any) -> None:
+    def attach(self, trainer: RecordedTrainer) -> None:
         """Record `trainer` as a `Recorder` does, and the completions of its model.
 
         The run raises a `ValueError` if its calls differ from the replayed ones.

@@ -7,7 +7,7 @@ import os
 import pickle
 import random
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import numpy
 import torch
@@ -118,6 +118,19 @@ class KeepGradients(TrainerCallback):
                 parameter.grad = replacements[name].to(parameter, copy=True) if name in replacements else None
 
 
+class RecordedTrainer(Protocol):
+    """The trainer attributes that a recorder reads. It wraps `training_step` and methods of the model.
+
+    Some trainers also have `ref_model` or `teacher_model`.
+    """
+
+    model: nn.Module
+    training_step: Callable[..., Any]
+
+    def add_callback(self, callback: TrainerCallback) -> None:
+        """Call `callback` at the events of the training."""
+
+
 class Recorder(KeepGradients):
     """Records everything visible about a training in each step.
 
@@ -141,7 +154,7 @@ class Recorder(KeepGradients):
         self.batches: list[dict[str, Any]] = []
         self.calls: set[tuple[str, ...]] = set()
 
-    def attach(self, trainer: Any) -> None:
+    def attach(self, trainer: RecordedTrainer) -> None:
         """Record the batches of `trainer`, and the calls of its models."""
         trainer.add_callback(self)
         stock = trainer.training_step

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from liger_trainer.head.module import base_and_adapters, innermost, output_head
+from liger_trainer.trainers.base import LigerTrainerMixin
 from liger_trainer.trainers.sft_trainer import LigerSFTTrainer
 from liger_trainer.verify.adam_training import chosen_optimizer, exact
 from liger_trainer.verify.figures import RTOL, Check, steps_of, worst
@@ -103,7 +104,7 @@ def dropout_as_stock(bench: Bench, kind: str, noise: dict[str, float]) -> Check:
     return check
 
 
-def _why_counts_differ(trainer: Any, kind: str) -> str | None:
+def _why_counts_differ(trainer: LigerTrainerMixin, kind: str) -> str | None:
     """Return why `trainer`, which is ours, draws fewer random numbers than the trainer of `kind`, or None.
 
     Only known reasons count, so that a pass that we forget or run twice fails the check.
@@ -115,7 +116,7 @@ def _why_counts_differ(trainer: Any, kind: str) -> str | None:
     return None
 
 
-def _has_one_pass_less(trainer: Any) -> bool:
+def _has_one_pass_less(trainer: LigerTrainerMixin) -> bool:
     """Return whether TRL computes metrics in a forward pass of their own, and `trainer` does not.
 
     `SFTTrainer` smooths the labels of full logits, and then calls the model again for entropy and accuracy.

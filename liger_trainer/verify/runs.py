@@ -149,7 +149,7 @@ class Setup:
 class Run:
     """The result of a training: its logs, the gradients of each step, and the parameters before and after."""
 
-    trainer: Any
+    trainer: Any  # ours or a stock one, of any kind that a recipe names
     logs: list[dict[str, float]]  # of the steps
     gradients: list[Tensors]
     before: Tensors

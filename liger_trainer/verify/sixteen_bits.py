@@ -2,14 +2,14 @@
 
 import copy
 import inspect
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from liger_trainer.head.module import output_head
 from liger_trainer.patching import apply_liger, remove_liger
-from liger_trainer.patching.core.report import OPERATIONS
+from liger_trainer.patching.core.report import OPERATIONS, LigerReport
 from liger_trainer.verify.figures import Check, errors
 from liger_trainer.verify.observed import Tensors
 from liger_trainer.verify.runs import HEAD, in_chunks
@@ -22,7 +22,14 @@ _SCALES = (1.0, 10.0)  # scales of a gate's inputs: a clamp at 7 has no effect a
 _ROWS = 256
 
 
-def norms(trainer: Any) -> Check:
+class PatchedTrainer(Protocol):
+    """The trainer attributes that say which modules are patched. None is written."""
+
+    model: nn.Module
+    liger_report: LigerReport | None
+
+
+def norms(trainer: PatchedTrainer) -> Check:
     """Compare norms by the share of elements that round differently."""
     report, shares = trainer.liger_report, {}
     swapped = {} if report is None else report["rms_norm"].swapped | report["layer_norm"].swapped
@@ -44,7 +51,7 @@ def norms(trainer: Any) -> Check:
     return Check(f"share of elements that round differently, most in {where}", shares[where], OTHERWISE_ROUNDED)
 
 
-def gates(trainer: Any) -> Check:
+def gates(trainer: PatchedTrainer) -> Check:
     """Compare MLPs and experts with a patched gate: output and gradients, for inputs of several scales."""
     report = trainer.liger_report
     swapped = {} if report is None else report["swiglu"].swapped | report["geglu"].swapped | report["experts"].swapped

@@ -10,7 +10,7 @@ import importlib.util
 import json
 import math
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from liger_trainer.command.recipe.trainers import TRAINERS, TrainerEntry
 from liger_trainer.errors import RecipeError
@@ -266,7 +266,15 @@ _TRACKERS = {
 }
 
 
-def check_packages(recipe: Any) -> None:
+class ReadRecipe(Protocol):
+    """The attributes of a recipe that the last checks read. `read.py` makes recipes, and imports this module."""
+
+    training: Any  # the trainer's arguments, of the class that the recipe names
+    model: Any  # TRL's `ModelConfig`
+    explicit: dict[str, Any]
+
+
+def check_packages(recipe: ReadRecipe) -> None:
     """RecipeError if a key needs a package that is not installed, or if `report_to` names no tracker.
 
     Only training calls this: recipes can be read, and their memory estimated, without these packages.
@@ -304,7 +312,7 @@ def _check_trackers(names: list[str | None]) -> None:
         )
 
 
-def check_columns_exist(recipe: Any, columns: list[str]) -> None:
+def check_columns_exist(recipe: ReadRecipe, columns: list[str]) -> None:
     """RecipeError if a key refers to columns that the rows do not have.
 
     Without completions, TRL would ignore completion_only_loss and learn every token.

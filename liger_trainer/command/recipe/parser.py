@@ -231,7 +231,7 @@ def nearest(key: str, known: Iterable[str]) -> str:
 class _Loader(yaml.SafeLoader):
     """Refuses repeated keys, and reads `2e-5` as a number, as YAML 1.2 does (for YAML 1.1 it is a string)."""
 
-    def construct_mapping(self, node, deep=False):
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: list[Any] = []
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)

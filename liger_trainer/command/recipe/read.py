@@ -39,7 +39,7 @@ TRAIN_USAGE = "liger-trainer train RECIPE [--dry_run] [--preview [N]] [--key val
 
 @dataclass
 class Recipe:
-    """A parsed recipe. `chosen` holds what the file and the command line set, `words` the command line itself.
+    """A parsed recipe. `explicit` holds the keys that the file and the command line set, `argv` the command line.
 
     `sharding` is the `distributed_type` that the recipe asks for itself. `began` becomes true when training begins.
     """

@@ -7,7 +7,7 @@ import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from liger_trainer.command.recipe.model_source import ModelSource
 from liger_trainer.command.recipe.read import Recipe
@@ -157,8 +157,16 @@ def raised_by_template(error: Exception) -> bool:
     return isinstance(error, TemplateError) or frames[-1:] == ["<template>"]
 
 
+class TemplatedTrainer(Protocol):
+    """The trainer attributes that have a chat template. It is written on the trainer and on the two objects."""
+
+    processing_class: Any  # a tokenizer or a processor of images
+    data_collator: Any
+    chat_template: str
+
+
 @contextlib.contextmanager
-def answers_marked(recipe: Recipe, source: ModelSource, *datasets: Any) -> Iterator[Callable[[Any], None]]:
+def answers_marked(recipe: Recipe, source: ModelSource, *datasets: Any) -> Iterator[Callable[[TemplatedTrainer], None]]:
     """Context manager: `assistant_only_loss` finds the answers in any template that renders them one after another.
 
     It yields a function. Call that with the trainer once it is built, so that the original template is saved. TRL
@@ -192,7 +200,7 @@ def answers_marked(recipe: Recipe, source: ModelSource, *datasets: Any) -> Itera
             tokenizer.chat_template, training.chat_template_path = marked, folder
             tokenizer.save_pretrained(folder)
 
-        def restore_template(trainer: Any) -> None:
+        def restore_template(trainer: TemplatedTrainer) -> None:
             trainer.processing_class.chat_template, trainer.chat_template = template, marked
             if hasattr(trainer.data_collator, "chat_template"):  # the collator for images tokenizes rows itself
                 trainer.data_collator.chat_template = marked

@@ -77,17 +77,15 @@ def _is_kind(value: Any, kind: str) -> bool:
     if kind == LABEL:
         return isinstance(value, (int, float)) and value in (0, 1)
     # The content of a message is text or a list of parts. It may be missing, for example next to tool calls.
-    return (
-        isinstance(value, list)
-        and bool(value)
-        and all(
-            isinstance(message, dict)
-            and isinstance(message.get("role"), str)
-            and isinstance(message.get("content"), (str, list, type(None)))
-            and any(part is not None for name, part in message.items() if name != "role")
-            for message in value
-        )
-    )
+    return isinstance(value, list) and bool(value) and all(map(_is_message, value))
+
+
+def _is_message(value: Any) -> bool:
+    if not isinstance(value, dict) or not isinstance(value.get("role"), str):
+        return False
+    if not isinstance(value.get("content"), (str, list, type(None))):
+        return False
+    return any(part is not None for name, part in value.items() if name != "role")
 
 
 def _check_tokens(rows: "Dataset") -> None:

@@ -18,6 +18,8 @@ from liger_trainer.errors import RecipeError, short
 if TYPE_CHECKING:
     from datasets import Dataset
 
+    from liger_trainer.command.recipe.read import Recipe
+
 # Columns that trainers read in addition to the ones they need
 _NAMES_OF_TRAINERS = {
     *QUESTION_ANSWER,
@@ -52,10 +54,13 @@ _TEMPLATES = {
 }
 
 
-def columns_of(recipe: Any) -> Columns:
+def columns_of(recipe: "Recipe") -> Columns:
     """Return the sets of columns that the recipe's trainer takes, with `dataset_text_field` in place of "text"."""
     text = getattr(recipe.training, "dataset_text_field", "text")
-    return tuple(tuple(text if name == "text" else name for name in needed) for needed in recipe.entry.columns)
+    found = []
+    for needed in recipe.entry.columns:
+        found.append(tuple(text if name == "text" else name for name in needed))
+    return tuple(found)
 
 
 def text_columns(columns: Columns, mapping: dict[str, str]) -> frozenset[str]:

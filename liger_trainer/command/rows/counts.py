@@ -5,10 +5,11 @@ TRL has prepared the rows before they are counted here. SFT's rows are already c
 """
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import pyarrow.compute as pc
+from torch import nn
 
 from liger_trainer._logging import logger
 from liger_trainer.errors import RecipeError, short
@@ -30,6 +31,21 @@ _TOKEN_COLUMNS = (
 )
 
 
+class CountedTrainer(Protocol):
+    """The trainer attributes that counting rows reads. It writes none.
+
+    `args` is of the trainer's own class, which need not have `max_length` or `packing_strategy`.
+    """
+
+    args: Any
+    model: nn.Module
+    train_dataset: Any  # TRL's, with the columns of the trainer's kind, or `PackedRows`
+    eval_dataset: Any
+
+    def is_world_process_zero(self) -> bool:
+        """Return whether this is the main process of the run."""
+
+
 @dataclass(frozen=True)
 class RowCounts:
     """Numbers of rows. `str()` gives the text that the log and the summary show."""
@@ -39,9 +55,8 @@ class RowCounts:
     max_length: int | None = None
     full: int = 0  # used rows as long as max_length; most of them were cut
     empty: int = 0  # used rows without a token that counts in the loss
-    learned: float | None = field(
-        default=None, compare=False
-    )  # for messages: the share of tokens that count in the loss
+    # For messages: the share of tokens that count in the loss.
+    learned: float | None = field(default=None, compare=False)
 
     def __str__(self) -> str:
         dropped = self.total - self.used
@@ -55,7 +70,7 @@ class RowCounts:
         return "; ".join(parts_text + ([] if self.learned is None else [f"{self.learned:.0%} of the tokens learned"]))
 
 
-def report_row_counts(trainer: Any, train_rows: "Dataset", eval_rows: "Dataset | None") -> RowCounts:
+def report_row_counts(trainer: CountedTrainer, train_rows: "Dataset", eval_rows: "Dataset | None") -> RowCounts:
     """Count the training rows, and log the counts if some are cut or dropped. RecipeError if nothing can be learned."""
     import trl
 
@@ -73,7 +88,7 @@ def report_row_counts(trainer: Any, train_rows: "Dataset", eval_rows: "Dataset |
     return counts
 
 
-def check_token_ids(trainer: Any, name: str) -> None:
+def check_token_ids(trainer: CountedTrainer, name: str) -> None:
     """RecipeError if the rows have a token id outside the model's vocabulary, which would fail in a training step."""
     size = getattr(trainer.model.get_input_embeddings(), "num_embeddings", None)
     rows = getattr(trainer, f"{name}_dataset")
@@ -88,7 +103,7 @@ def check_token_ids(trainer: Any, name: str) -> None:
             )
 
 
-def count_rows(trainer: Any, loaded_rows: "Dataset", name: str) -> RowCounts:
+def count_rows(trainer: CountedTrainer, loaded_rows: "Dataset", name: str) -> RowCounts:
     """Count the rows of `trainer.train_dataset` (name `"train"`) or `trainer.eval_dataset` (`"eval"`)."""
     rows = getattr(trainer, f"{name}_dataset")
     if isinstance(rows, PackedRows):
@@ -124,12 +139,12 @@ def count_rows(trainer: Any, loaded_rows: "Dataset", name: str) -> RowCounts:
     return RowCounts(total, used, limit, int((lengths >= most).sum()), int((~learns).sum()), learned=learned)
 
 
-def max_length_of(trainer: Any) -> int | None:
+def max_length_of(trainer: CountedTrainer) -> int | None:
     """Return the `max_length` that the trainer uses. ORPO and CPO have one even if the recipe sets none."""
     return getattr(trainer, "max_length", None) or getattr(trainer.args, "max_length", None)
 
 
-def _checked_counts(trainer: Any, loaded_rows: "Dataset", name: str) -> RowCounts:
+def _checked_counts(trainer: CountedTrainer, loaded_rows: "Dataset", name: str) -> RowCounts:
     rows = getattr(trainer, f"{name}_dataset")
     if "chosen_labels" in rows.column_names:
         # ORPO and CPO keep a row if its prompt alone fills max_length, and then divide by 0 tokens

@@ -4,15 +4,34 @@ import os
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from liger_trainer.data.formats import has_images
 from liger_trainer.errors import RecipeError, refusal, short
 
 if TYPE_CHECKING:
     from datasets import Dataset
+    from torch import nn
 
 _SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
+
+
+class BatchArguments(Protocol):
+    """The trainer arguments that the first batch depends on."""
+
+    per_device_train_batch_size: int
+
+
+class ImageTrainer(Protocol):
+    """The trainer attributes that make its first batch. None is written."""
+
+    args: BatchArguments
+    model: "nn.Module"
+    train_dataset: Any
+    data_collator: Any
+
+    def _remove_unused_columns(self, dataset: Any, description: str) -> Any:
+        """Return `dataset` without the columns that the model does not take."""
 
 
 def find_images(rows: "Dataset", folders: Sequence[Path]) -> "Dataset":
@@ -117,7 +136,7 @@ def _is_of_a_picture(error: BaseException) -> bool:
     return before is not None and _is_of_a_picture(before)
 
 
-def check_first_batch(trainer: Any) -> None:
+def check_first_batch(trainer: ImageTrainer) -> None:
     """RecipeError if no batch can be made of the first rows with pictures, or `max_length` cuts off what they need.
 
     TRL runs the processor only when a batch is trained on, and keeps rows that are cut down to their prompt. Packed

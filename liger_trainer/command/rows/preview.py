@@ -5,16 +5,30 @@ The trainer has prepared the rows and its collator makes the masks, so nothing i
 
 import contextlib
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from liger_trainer.command.recipe.read import Recipe
-from liger_trainer.command.rows.counts import count_rows
+from liger_trainer.command.rows.counts import CountedTrainer, count_rows
 from liger_trainer.errors import RecipeError
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 _LEGEND = "What the loss counts stands between « and », and the rest is context."
 _LEGEND_OF_SCORES = "The model scores each whole text at its last token, and the loss compares the two scores."
+
+
+class ShownTrainer(CountedTrainer, Protocol):
+    """The trainer attributes that a preview reads. It writes none. ORPO's trainer also has `learns_prompts`."""
+
+    data_collator: Callable[[list], dict[str, torch.Tensor]]
+    processing_class: Any  # a tokenizer or a processor of images
+
+    def _remove_unused_columns(self, dataset: Any, description: str) -> Any:
+        """Return `dataset` without the columns that the model does not take."""
 
 
 @contextlib.contextmanager
@@ -28,7 +42,7 @@ def in_temporary_folder(recipe: Recipe) -> Iterator[None]:
         yield
 
 
-def show_rows(trainer, rows_shown, total: int) -> str | None:
+def show_rows(trainer: ShownTrainer, rows_shown: "Dataset", total: int) -> str | None:
     """Return the preview of `rows_shown`, the first of `total` rows. None on all processes but the main one."""
     if not trainer.is_world_process_zero():
         return None

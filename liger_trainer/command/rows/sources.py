@@ -100,7 +100,9 @@ def _check_pictures(recipe: Recipe, config: Any, rows: Any) -> None:
         raise RecipeError(
             f"the rows have pictures, which {recipe.entry.trainer} does not read. Take one of {able}, or remove them."
         )
-    if getattr(config, "vision_config", None) is not None and (advice := unread_pictures(rows)) is not None:
+    sees_pictures = getattr(config, "vision_config", None) is not None
+    advice = unread_pictures(rows) if sees_pictures else None
+    if advice is not None:
         raise RecipeError(
             f"the rows have the columns {', '.join(rows.column_names)}, but pictures are only read from images or "
             f"image. Set {advice}, or remove that column to train on text only."

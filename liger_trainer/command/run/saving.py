@@ -7,9 +7,11 @@ import uuid
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from transformers import TrainerCallback, TrainerControl, TrainerState
+from accelerate import Accelerator
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import CallbackHandler
 
 from liger_trainer.command.processes import gather_from_all
 from liger_trainer.command.recipe.read import Recipe
@@ -22,6 +24,51 @@ from liger_trainer.command.run.preemption import SaveOnSigterm, Terminated
 from liger_trainer.command.run.summary import RunRecorder, best_evaluation, hardware
 from liger_trainer.errors import RecipeError, RewardError, RunError, refusal
 from liger_trainer.trainers.model_card import CardText, accuracy_lines, card_without_risk
+
+if TYPE_CHECKING:  # the mixin always goes before a trainer of a recipe
+    from trl import SFTTrainer as StockTrainer
+else:
+    StockTrainer = object
+
+
+class SavedTrainer(Protocol):
+    """The trainer attributes that say where a checkpoint is, and which of its files this process writes."""
+
+    args: TrainingArguments
+    state: TrainerState
+    accelerator: Accelerator
+
+
+class RunTrainer(SavedTrainer, Protocol):
+    """The trainer attributes that training and saving a run read. They write `curves`."""
+
+    checkpoints: "CheckpointManager"
+    stop: SaveOnSigterm
+    recipe: Recipe
+    recorder: RunRecorder
+    curves: bool
+    callback_handler: CallbackHandler
+    control: TrainerControl
+    is_deepspeed_enabled: bool
+    is_fsdp_enabled: bool
+
+    def is_world_process_zero(self) -> bool:
+        """Return whether this is the main process of the run."""
+
+    def train(self, resume_from_checkpoint: str | bool | None = None) -> Any:
+        """Train, from a checkpoint if one is given."""
+
+    def save_model(self, output_dir: str, _internal_call: bool = False) -> None:
+        """Save the model, on all processes together. With `_internal_call`, nothing is pushed."""
+
+    def save_state(self) -> None:
+        """Save the numbers of steps and the logs."""
+
+    def create_model_card(self) -> None:
+        """Write the card of the model."""
+
+    def _save(self, output_dir: str) -> None:
+        """Save the model from this process alone."""
 
 
 class _SaveError(Exception):
@@ -57,12 +104,12 @@ class CheckpointManager(TrainerCallback):
         if name is not None and f"eval_{name.removeprefix('eval_')}" not in metrics:
             raise RecipeError(f"metric_for_best_model is {name!r}; expected one of: {', '.join(metrics)}.")
 
-    def begin(self, trainer: Any) -> None:
+    def begin(self, trainer: SavedTrainer) -> None:
         if trainer.args.should_save:
             manifest.begin(_checkpoint_of(trainer), self.fingerprint)
         trainer.accelerator.wait_for_everyone()  # an earlier attempt may have left files, which `begin` deletes
 
-    def finish(self, trainer: Any) -> None:
+    def finish(self, trainer: SavedTrainer) -> None:
         """Start writing the manifest, once all processes have saved their parts and called this."""
         checkpoint = _checkpoint_of(trainer)
         args = trainer.args
@@ -76,7 +123,7 @@ class CheckpointManager(TrainerCallback):
             fingerprint = self.fingerprint | {"step": state.global_step}
             self._writing = self._pool.submit(self._write, checkpoint, names, fingerprint, state.best_model_checkpoint)
 
-    def wait(self, trainer: Any) -> None:
+    def wait(self, trainer: SavedTrainer) -> None:
         """Wait for the manifest of the last checkpoint."""
         if self._writing is not None:
             with _saving("A checkpoint", trainer):
@@ -106,42 +153,42 @@ class CheckpointManager(TrainerCallback):
                 manifest.remove(path)
 
 
-class SavesWithManifest:
+class SavesWithManifest(StockTrainer):
     """Mixin for a run of the command: changes how the trainer saves, and adds the run to the model card."""
 
     checkpoints: CheckpointManager
     stop: SaveOnSigterm
     recipe: Recipe
     recorder: RunRecorder
-    curves = False  # whether this run has drawn its training curves
+    curves: bool = False  # whether this run has drawn its training curves
 
-    def _save_checkpoint(self: Any, model: Any, trial: Any) -> None:
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
         self.checkpoints.wait(self)
         with _saving("A checkpoint", self):
             self.checkpoints.begin(self)
-            super()._save_checkpoint(model, trial)  # type: ignore[misc]
+            super()._save_checkpoint(model, trial)
             if self.args.should_save:
                 write_prompt_form(_checkpoint_of(self), self.recorder.form, self.recipe.args.system_prompt)
             self.checkpoints.finish(self)
         if self.args.push_to_hub:
             self.checkpoints.wait(self)
-            super()._push_from_checkpoint(str(_checkpoint_of(self)))  # type: ignore[misc]
+            super()._push_from_checkpoint(str(_checkpoint_of(self)))
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Do nothing: the stock trainer pushes before the manifest exists. `_save_checkpoint` pushes afterwards."""
 
-    def _run_epoch(self: Any, **kwargs: Any) -> None:
+    def _run_epoch(self, **kwargs: Any) -> None:
         # The stock loop trains one more step of a finished run.
         if self.state.global_step < self.state.max_steps and not self.control.should_training_stop:
-            super()._run_epoch(**kwargs)  # type: ignore[misc]
+            super()._run_epoch(**kwargs)
 
-    def create_model_card(self: Any, model_name: str | None = None, **kwargs: Any) -> None:
+    def create_model_card(self, model_name: str | None = None, **kwargs: Any) -> None:
         """Write a card that names this package, the base model, the rows, the loss, the machine and the recipe."""
         name = model_name or Path(self.args.output_dir).name
-        super().create_model_card(name, tags="liger-trainer")  # type: ignore[misc]
+        super().create_model_card(name, tags="liger-trainer")
 
-    def card_text(self: Any) -> CardText:
-        stock = super().card_text()  # type: ignore[misc]
+    def card_text(self) -> CardText:
+        stock = super().card_text()
         # The example in the card uses the chat template.
         chats = self.recorder.form == "chat" and getattr(self.processing_class, "chat_template", None)
         return CardText(
@@ -150,7 +197,7 @@ class SavesWithManifest:
             trained=self._what_was_trained(),
         )
 
-    def _evaluation(self: Any) -> list[str]:
+    def _evaluation(self) -> list[str]:
         """Return the line of the card about the evaluation loss, if there was an evaluation."""
         losses = [log["eval_loss"] for log in self.state.log_history if "eval_loss" in log]
         if not losses:
@@ -159,7 +206,7 @@ class SavesWithManifest:
         saved = "the best is saved" if self.args.load_best_model_at_end else "the last is saved"
         return [f"- Loss of the evaluation: from {losses[0]:.4g} to {losses[-1]:.4g}, {best}; {saved}"]
 
-    def _what_was_trained(self: Any) -> str:
+    def _what_was_trained(self) -> str:
         """Return the lines of the card about this run, in Markdown."""
         import liger_trainer
 
@@ -195,7 +242,7 @@ def _public_name(model: str) -> str:
 
 
 @contextlib.contextmanager
-def _saving(what: str, trainer: Any) -> Iterator[None]:
+def _saving(what: str, trainer: SavedTrainer) -> Iterator[None]:
     """Context manager: turn an error about a failed write into `_SaveError`. Other errors pass unchanged."""
     try:
         yield
@@ -207,7 +254,7 @@ def _saving(what: str, trainer: Any) -> Iterator[None]:
         raise _SaveError(f"{what} cannot be written: {reason} (in {trainer.args.output_dir}).") from error
 
 
-def train_and_save(trainer: Any, recipe: Recipe) -> None:
+def train_and_save(trainer: RunTrainer, recipe: Recipe) -> None:
     """Train, and save the model in `output_dir`. RecipeError if a library refuses something before the first step."""
     checkpoints, resume_point = trainer.checkpoints, trainer.checkpoints.resume_point
     try:
@@ -247,7 +294,7 @@ def train_and_save(trainer: Any, recipe: Recipe) -> None:
             checkpoints.wait(trainer)
 
 
-def _save_model(trainer: Any) -> None:
+def _save_model(trainer: RunTrainer) -> None:
     """Save the model in `output_dir`. If that fails, delete what was written: half a model looks like a whole one."""
     folder, failure = Path(trainer.args.output_dir), None
     before = {path: path.stat().st_mtime_ns for path in matches(folder, WEIGHTS)}
@@ -276,7 +323,7 @@ def _save_model(trainer: Any) -> None:
     raise failure
 
 
-def _keep_model(trainer: Any) -> str:
+def _keep_model(trainer: RunTrainer) -> str:
     """Rescue the model after a failed save: write it without its optimizer, and return a sentence that says where.
 
     It goes to `output_dir`, or to a temporary folder if `output_dir` is full or has a model already. Return "" and
@@ -316,5 +363,5 @@ def describe_last_checkpoint(recipe: Recipe) -> str:
     return f"The last checkpoint is {whole[-1]}. To go on, add --resume_from_checkpoint true to the command."
 
 
-def _checkpoint_of(trainer: Any) -> Path:
+def _checkpoint_of(trainer: SavedTrainer) -> Path:
     return Path(trainer.args.output_dir, f"checkpoint-{trainer.state.global_step}")

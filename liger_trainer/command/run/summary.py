@@ -5,10 +5,10 @@ import platform
 import sys
 import time
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from transformers import TrainerCallback, TrainerControl, TrainerState
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from liger_trainer.command.processes import Heartbeat, print_status
 from liger_trainer.command.rows.counts import RowCounts
@@ -22,6 +22,13 @@ _LOGGED = {
     "rewards/margins": "margin",
     "rewards/accuracies": "accuracy",
 }
+
+
+class SummarizedTrainer(Protocol):
+    """The trainer attributes that every summary reads. Ours also have reports of single features."""
+
+    args: TrainingArguments
+    state: TrainerState
 
 
 class RunRecorder(TrainerCallback):
@@ -78,7 +85,7 @@ class RunRecorder(TrainerCallback):
         if "num_tokens" in logs and ("loss" in logs or self._mean_loss is not None):  # TRL counts over all processes
             self._tokens, self._seconds = logs["num_tokens"], time.perf_counter() - self._start
 
-    def summary(self, trainer) -> str:
+    def summary(self, trainer: SummarizedTrainer) -> str:
         """Return the summary of the run of `trainer`."""
         args, state = trainer.args, trainer.state
         report, checkpointing = getattr(trainer, "liger_report", None), getattr(trainer, "checkpointing", None)

@@ -30,6 +30,7 @@ from liger_trainer.command.run.preemption import SaveOnSigterm
 from liger_trainer.command.run.reward_calls import checked_reward
 from liger_trainer.command.run.saving import (
     CheckpointManager,
+    RunTrainer,
     SavesWithManifest,
     describe_last_checkpoint,
     train_and_save,
@@ -76,13 +77,10 @@ def _run(recipe: Recipe, resumes: str, preview_rows: int | None, stop: SaveOnSig
     if training.sample_prompts and recorder.form == "alpaca":
         rows = [alpaca_row({"instruction": text, "output": ""}) for text in training.sample_prompts]
         training.sample_prompts = [row["prompt"] for row in rows]
-    recipe_class = getattr(liger_trainer, recipe.entry.trainer)
-    class_attributes = {"__doc__": recipe_class.__doc__, "__module__": recipe_class.__module__}
-    trainer_class = type(recipe_class.__name__, (SavesWithManifest, recipe_class), class_attributes)
     print_status("loading the model")
     sources = sources._replace(train_rows=train_rows, eval_rows=eval_rows)
     with Heartbeat(lambda time: f"still loading the model and preparing the rows, {time}."):
-        trainer = build_trainer(recipe, sources, callbacks, trainer_class)
+        trainer = build_trainer(recipe, sources, callbacks, _saving_class(recipe))
         check_token_ids(trainer, "train")
         if eval_rows is not None and trainer.eval_dataset is not None:
             check_token_ids(trainer, "eval")
@@ -98,17 +96,7 @@ def _run(recipe: Recipe, resumes: str, preview_rows: int | None, stop: SaveOnSig
     trainer.stop = stop
     trainer.recipe = recipe
     trainer.recorder = recorder
-    try:
-        train_and_save(trainer, recipe)
-    except RecipeError:
-        raise
-    except Exception as error:
-        broken = broken_picture(error, train_rows, eval_rows)
-        if broken is None:
-            raise
-        raise RunError(f"{broken} {describe_last_checkpoint(recipe)}") from error
-    finally:
-        recorder.stop_heartbeat()
+    _train(trainer, recipe, sources)
     if training.push_to_hub:
         trainer.push_to_hub()
     summary = recorder.summary(trainer) if trainer.is_world_process_zero() else None
@@ -117,6 +105,28 @@ def _run(recipe: Recipe, resumes: str, preview_rows: int | None, stop: SaveOnSig
     trainer.accelerator.wait_for_everyone()
     trainer.accelerator.end_training()
     return summary
+
+
+def _saving_class(recipe: Recipe) -> type:
+    """Return the trainer class of `recipe` with `SavesWithManifest`, under its own name."""
+    recipe_class = getattr(liger_trainer, recipe.entry.trainer)
+    class_attributes = {"__doc__": recipe_class.__doc__, "__module__": recipe_class.__module__}
+    return type(recipe_class.__name__, (SavesWithManifest, recipe_class), class_attributes)
+
+
+def _train(trainer: RunTrainer, recipe: Recipe, sources: Sources) -> None:
+    """Train and save. RunError if a picture of the rows cannot be read."""
+    try:
+        train_and_save(trainer, recipe)
+    except RecipeError:
+        raise
+    except Exception as error:
+        broken = broken_picture(error, sources.train_rows, sources.eval_rows)
+        if broken is None:
+            raise
+        raise RunError(f"{broken} {describe_last_checkpoint(recipe)}") from error
+    finally:
+        trainer.recorder.stop_heartbeat()
 
 
 def build_trainer(recipe: Recipe, sources: Sources, callbacks: list[Any], trainer_class: type) -> Any:

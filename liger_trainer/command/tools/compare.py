@@ -15,13 +15,16 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any, Protocol
 
 from liger_trainer.command.options import add_recipe_command, parse_positive, take_options
 from liger_trainer.command.processes import Heartbeat, launched_processes
 from liger_trainer.command.recipe.accelerate_file import preserve_environment
 from liger_trainer.command.recipe.read import Recipe, parse_recipe, read_recipe
 from liger_trainer.errors import RecipeError
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
 
 _USAGE = "liger-trainer compare RECIPE [--steps N] [--json FILE] [--chart FILE] [--key value ...]"
 _STOCK = "stock"
@@ -176,14 +179,42 @@ def _run_arm(name: str, argv: list[str], arm: str, steps: int) -> dict[str, Any]
 
 
 def _train(recipe: Recipe, arm: str, steps: int) -> dict[str, Any]:
+    """Train the first `steps` steps, and return the numbers of the arm. RecipeError if it cannot train the recipe."""
+    import torch
+
+    from liger_trainer.command.rows.sources import find_sources
+    from liger_trainer.command.run.train import build_trainer
+
+    if arm == _LIGER and not torch.accelerator.is_available():
+        raise RecipeError("liger-kernel only has kernels for GPUs.")
+    trainer_class, left_out = _prepare_arm(recipe, arm)
+    sources = find_sources(recipe)._replace(eval_rows=None)
+    clock = _clock(steps)
+    trainer = build_trainer(recipe, sources, [clock], trainer_class)
+    trainer.train()
+    return _timings(clock) | _facts(trainer) | {"losses": clock.losses, "left_out": left_out}
+
+
+def _prepare_arm(recipe: Recipe, arm: str) -> tuple[type, list[str]]:
+    """Return the trainer class of the arm, and the keys that its config does not have. Changes `recipe.training`."""
+    import liger_trainer
+    from liger_trainer.trainers.base import stock_class
+
+    trainer_class = getattr(liger_trainer, recipe.entry.trainer)
+    if arm == _OURS:
+        recipe.training.sample_prompts = None
+        return trainer_class, []
+    trained = _WITHOUT_STOCK.get(recipe.entry.trainer)
+    if trained is not None:
+        raise RecipeError(f"No stock trainer trains {trained}.")
+    recipe.training, left_out = _stock_arguments(recipe, use_liger_kernel=arm == _LIGER)
+    return stock_class(trainer_class), left_out
+
+
+def _clock(steps: int) -> Any:
+    """Return a callback that records `times`, `losses` and `tokens`, and stops the training after `steps` steps."""
     import torch
     from transformers import TrainerCallback, TrainerControl, TrainerState
-
-    import liger_trainer
-    from liger_trainer.command.rows.sources import find_sources
-    from liger_trainer.command.run.summary import peak_bytes
-    from liger_trainer.command.run.train import build_trainer
-    from liger_trainer.trainers.base import stock_class
 
     class Clock(TrainerCallback):
         def __init__(self) -> None:
@@ -205,38 +236,40 @@ def _train(recipe: Recipe, arm: str, steps: int) -> dict[str, Any]:
                 self.losses.append(float(logs["loss"]))
                 self.tokens += [logs["num_tokens"]] if "num_tokens" in logs else []  # TRL's count, without padding
 
-    if arm == _LIGER and not torch.accelerator.is_available():
-        raise RecipeError("liger-kernel only has kernels for GPUs.")
-    trainer_class = getattr(liger_trainer, recipe.entry.trainer)
-    left_out: list[str] = []
-    if arm != _OURS:
-        trained = _WITHOUT_STOCK.get(recipe.entry.trainer)
-        if trained is not None:
-            raise RecipeError(f"No stock trainer trains {trained}.")
-        trainer_class = stock_class(trainer_class)
-        recipe.training, left_out = _stock_arguments(recipe, use_liger_kernel=arm == _LIGER)
-    else:
-        recipe.training.sample_prompts = None
-    sources, clock = find_sources(recipe)._replace(eval_rows=None), Clock()
-    trainer = build_trainer(recipe, sources, [clock], trainer_class)
-    trainer.train()
+    return Clock()
+
+
+def _timings(clock: Any) -> dict[str, Any]:
+    """Return the speed of the timed steps: the first ones are slower. RecipeError if none is left."""
     ran = len(clock.times)
     untimed = min(5, ran // 4) or 1
     if ran <= untimed:
         raise RecipeError(f"{ran} steps leave none to time. Compare at least 2 steps.")
     seconds = clock.times[-1] - clock.times[untimed - 1]
     tokens = clock.tokens[-1] - clock.tokens[untimed - 1] if clock.tokens else None
-    checkpointing, captured = getattr(trainer, "checkpointing", None), getattr(trainer, "captured_steps", None)
-    peak = peak_bytes(0 if checkpointing is None else checkpointing.highest)
     return {
         "steps": ran,
         "untimed": untimed,
         "step_s": seconds / (ran - untimed),
         "tokens_per_s": None if tokens is None else tokens / seconds,
+    }
+
+
+class ArmTrainer(Protocol):
+    """The trainer attributes that every arm reads. Ours also have `checkpointing` and `captured_steps`."""
+
+    args: "TrainingArguments"
+
+
+def _facts(trainer: ArmTrainer) -> dict[str, Any]:
+    """Return the memory that the training took, its precision, and its captured steps."""
+    from liger_trainer.command.run.summary import peak_bytes
+
+    checkpointing, captured = getattr(trainer, "checkpointing", None), getattr(trainer, "captured_steps", None)
+    peak = peak_bytes(0 if checkpointing is None else checkpointing.highest)
+    return {
         "peak_gib": None if peak is None else peak / 2**30,
-        "losses": clock.losses,
         "in_16_bits": bool(trainer.args.bf16 or trainer.args.fp16),
-        "left_out": left_out,
         "captured": None if captured is None else captured.to_dict(),
         "captured_in_words": None if captured is None else captured.describe(),
     }

@@ -19,7 +19,7 @@ from torch import nn
 from liger_trainer.patching.core.hooks import comes_from
 
 
-def keep_base_weights(trainer: Any) -> None:
+def keep_base_weights(trainer: object) -> None:
     """Make `trainer` send merged weights to its engine, if it has one, without changing the base.
 
     TRL's own sync stays for sharded models (FSDP, ZeRO-3), for layers that share weights and for nested adapters.

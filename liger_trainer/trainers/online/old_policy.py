@@ -7,11 +7,13 @@ RLOO too. The pass runs whenever two passes could differ, or when code could not
 """
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from accelerate import Accelerator
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from transformers.trainer_callback import CallbackHandler
 
 from liger_trainer.head.module import base_model_of
 from liger_trainer.patching.core.binding import Binding
@@ -52,6 +54,26 @@ _GATHERERS_OF_GRADIENTS = ("deepspeed.", "accelerate.", "liger_trainer.", "torch
 _OPTIMIZERS_IN_BACKWARD = ("lomo", "adalomo")
 
 
+class PolicyArguments(Protocol):
+    """The trainer arguments that tell when the policy changes. Ours also have `reuse_log_probs`."""
+
+    steps_per_generation: int
+    gradient_accumulation_steps: int
+    optim: str
+    auto_find_batch_size: bool
+
+
+class PolicyTrainer(Protocol):
+    """The trainer attributes that decide whether the policy's passes agree. None is written.
+
+    Some trainers also have `neftune_noise_alpha`, which adds noise to embeddings.
+    """
+
+    model: nn.Module
+    accelerator: Accelerator
+    callback_handler: CallbackHandler
+
+
 class OldPolicyPasses:
     """Counts the old policy's passes in one trainer, for the report.
 
@@ -79,13 +101,13 @@ class OldPolicyPasses:
         return {"passes_left_out": self.left_out, "passes_run": self.run}
 
 
-def old_policy_of(trainer: Any) -> OldPolicyPasses | None:
+def old_policy_of(trainer: object) -> OldPolicyPasses | None:
     """Return the counts of the old policy's passes in `trainer`, or None if TRL would not have run any."""
     passes = getattr(trainer, "old_policy", None)
     return None if passes is None or passes.is_empty else passes
 
 
-def why_it_has_moved(args: Any, num_iterations: int, began_at: int) -> str | None:
+def why_it_has_moved(args: PolicyArguments, num_iterations: int, began_at: int) -> str | None:
     """Return why the policy may change between a generation and the last step on its completions, or None.
 
     It is TRL's rule: all micro-batches of a generation batch belong to one optimizer step.
@@ -112,7 +134,7 @@ def why_it_has_moved(args: Any, num_iterations: int, began_at: int) -> str | Non
     return None
 
 
-def overridden(trainer: Any, methods: Iterable[str] = _METHODS) -> str | None:
+def overridden(trainer: object, methods: Iterable[str] = _METHODS) -> str | None:
     """Return which of `methods` is neither TRL's nor ours, or None."""
     for name in methods:
         own = vars(trainer).get(name)
@@ -125,7 +147,7 @@ def overridden(trainer: Any, methods: Iterable[str] = _METHODS) -> str | None:
     return None
 
 
-def why_it_moves_within(trainer: Any) -> str | None:
+def why_it_moves_within(trainer: PolicyTrainer) -> str | None:
     """Return the code that runs after each micro-batch and may change weights within a step, or None."""
     for callback in trainer.callback_handler.callbacks:
         if not comes_from(callback.on_substep_end, _TRAINERS_OF_LIBRARIES):
@@ -138,9 +160,9 @@ def why_it_moves_within(trainer: Any) -> str | None:
     return None
 
 
-def why_passes_differ(trainer: Any) -> str | None:
+def why_passes_differ(trainer: PolicyTrainer) -> str | None:
     """Return why two passes over the same rows may differ, or why skipping one may be noticed, or None."""
-    model: nn.Module = trainer.model
+    model = trainer.model
     modules = list(model.modules())
     training = model.training
     if training and getattr(trainer, "neftune_noise_alpha", None) is not None:
@@ -170,7 +192,7 @@ def _keeps_or_counts(modules: Iterable[nn.Module]) -> str | None:
     return None
 
 
-def agreed(reason: str | None, accelerator: Any) -> str | None:
+def agreed(reason: str | None, accelerator: Accelerator) -> str | None:
     """Return `reason`, or a reason because another process has one: all processes have to run the same passes."""
     if accelerator.num_processes == 1:
         return reason

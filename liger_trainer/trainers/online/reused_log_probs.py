@@ -1,12 +1,15 @@
 """Skips the forward pass of the old policy in GRPO and RLOO when the training pass computes the same numbers."""
 
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from transformers import TrainerState
 
 from liger_trainer.trainers.online.old_policy import (
     OldPolicyPasses,
+    PolicyArguments,
+    PolicyTrainer,
     agreed,
     overridden,
     why_it_has_moved,
@@ -15,6 +18,23 @@ from liger_trainer.trainers.online.old_policy import (
 )
 from liger_trainer.trainers.online.policy_weights import PolicyWeights
 from liger_trainer.trainers.online.rows import KnowsOnlineRows
+
+
+class ReusingTrainer(PolicyTrainer, Protocol):
+    """The trainer attributes that tell whether the old policy's pass can be skipped. None is written."""
+
+    args: PolicyArguments
+    state: TrainerState
+    num_iterations: int
+    is_deepspeed_enabled: bool
+    is_fsdp_enabled: bool
+
+    @property
+    def uses_liger(self) -> bool:
+        """Return whether the trainer patches its models."""
+
+    def get_tp_size(self) -> int:
+        """Return how many processes hold parts of each layer."""
 
 
 class ReusesLogProbs(KnowsOnlineRows):
@@ -41,8 +61,8 @@ class ReusesLogProbs(KnowsOnlineRows):
         super().__init__(*args, **kwargs)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        self._began_at = self._step  # type: ignore[attr-defined]
-        return super().train(*args, **kwargs)  # type: ignore[misc]
+        self._began_at = self._step
+        return super().train(*args, **kwargs)
 
     def _prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:
         self._mode_of_rows = self._mode_of_model
@@ -50,11 +70,11 @@ class ReusesLogProbs(KnowsOnlineRows):
 
     @property
     def _mode_of_model(self) -> str:
-        return "train" if self.model.training else "eval"  # type: ignore[attr-defined]
+        return "train" if self.model.training else "eval"
 
     @property
     def _mode(self) -> str:
-        """The mode in which TRL fetched the rows. A reward function may have changed the model's since."""
+        """The mode of the model when TRL fetched the rows. A reward function may have changed the model's since."""
         return self._mode_of_rows or self._mode_of_model
 
     def _runs_old_policy(self) -> bool:
@@ -82,7 +102,7 @@ class ReusesLogProbs(KnowsOnlineRows):
         raise NotImplementedError
 
     def _why_it_runs(self) -> str | None:
-        trainer: Any = self
+        trainer: ReusingTrainer = self
         if not getattr(trainer.args, "reuse_log_probs", True):
             return "reuse_log_probs is false"
         reason = self._why_needed()
@@ -92,27 +112,27 @@ class ReusesLogProbs(KnowsOnlineRows):
         return agreed(own, trainer.accelerator)
 
     def _why_moved(self) -> str | None:
-        trainer: Any = self
+        trainer: ReusingTrainer = self
         return why_it_has_moved(trainer.args, trainer.num_iterations, self._began_at)
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
-        trainer: Any = self
+        trainer: ReusingTrainer = self
         if not trainer.uses_liger or not self._runs_old_policy():
-            return super()._generate_and_score_completions(inputs)  # type: ignore[misc]
+            return super()._generate_and_score_completions(inputs)
         reason = self._why_it_runs()
         self.old_policy.count(reason)
         if reason is not None:
-            return super()._generate_and_score_completions(inputs)  # type: ignore[misc]
+            return super()._generate_and_score_completions(inputs)
         self._wrote_at[self._mode] = trainer.state.global_step
         with ExitStack() as undo:
             undo.callback(setattr, self, "_undo", None)
             self._undo = undo
-            batch = super()._generate_and_score_completions(inputs)  # type: ignore[misc]
+            batch = super()._generate_and_score_completions(inputs)
         return self._without_pass(batch)
 
     def _generate(self, *args: Any, **kwargs: Any) -> Any:
         """Generate, then leave the pass out. TRL's caller runs the pass next, so no user code runs in between."""
-        generated = super()._generate(*args, **kwargs)  # type: ignore[misc]
+        generated = super()._generate(*args, **kwargs)
         if self._undo is not None:
             self._note_weights()
             self._leave_out(self._undo)
@@ -120,7 +140,7 @@ class ReusesLogProbs(KnowsOnlineRows):
 
     def _note_weights(self) -> None:
         """Record the weights that TRL would run the pass with, because user code that runs later may change them."""
-        trainer: Any = self
+        trainer: ReusingTrainer = self
         sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled or trainer.get_tp_size() > 1
         if not sharded:
             self._wrote_with[self._mode] = PolicyWeights(trainer.model)
@@ -146,7 +166,7 @@ class ReusesLogProbs(KnowsOnlineRows):
 
         TRL's schedule has no optimizer step in between. But a reward function or a callback may change weights.
         """
-        trainer: Any = self
+        trainer: ReusingTrainer = self
         wrote_at = self._wrote_at.get(self._mode)
         now = trainer.state.global_step
         if wrote_at != now:

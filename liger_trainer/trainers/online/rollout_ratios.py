@@ -7,9 +7,10 @@ cover the whole generation batch: each micro-batch adds its part, and the last o
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
+from accelerate import Accelerator
 
 MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 _METRICS = (
@@ -102,7 +103,7 @@ class RatioMetrics:
         """Return whether all micro-batches were added."""
         return len(self._sums) == self.parts
 
-    def gathered(self, accelerator: Any) -> dict[str, float]:
+    def gathered(self, accelerator: Accelerator) -> dict[str, float]:
         """Return TRL's metrics over all processes, or 0 without a token. Every process has to call this."""
         distances, known, ratios, weighed = torch.stack(self._sums).sum(0)
         farthest, highest, lowest = torch.stack(self._extremes).amax(0)

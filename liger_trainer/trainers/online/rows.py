@@ -6,22 +6,37 @@ right after generation, when the device is idle. So the host knows the values of
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from liger_trainer.varlen.host_copies import remember, values_of
 
+if TYPE_CHECKING:  # the mixin always goes before one of TRL's trainers
+    from trl import GRPOTrainer as StockTrainer
+else:
+    StockTrainer = object
+
 _KEPT = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
 
 
-class KeepsOnlineRows:
+class GeneratingTrainer(Protocol):
+    """The attributes of a trainer that generates its rows, as far as they are copied. None is written."""
+
+    _buffered_inputs: list[dict[str, Any]] | None  # the micro-batches of a generation batch; TRL's
+
+    def wants_part(self, part: str) -> bool:
+        """Return whether `liger_config` leaves this part on."""
+
+
+class KeepsOnlineRows(StockTrainer):
     """Mixin that copies generated rows to the host. It goes before `LigerTRLMixin`."""
 
     def _prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:
-        inputs = super()._prepare_inputs(*args, **kwargs)  # type: ignore[misc]
-        if self.wants_part("varlen_attention"):  # type: ignore[attr-defined]
-            for batch in (inputs, *(self._buffered_inputs or ())):  # type: ignore[attr-defined]
+        trainer: GeneratingTrainer = self
+        inputs = super()._prepare_inputs(*args, **kwargs)
+        if trainer.wants_part("varlen_attention"):
+            for batch in (inputs, *(trainer._buffered_inputs or ())):
                 _keep_on_host(batch)
         return inputs
 
@@ -34,7 +49,7 @@ class KnowsOnlineRows(KeepsOnlineRows):
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
         self._trained = inputs
         try:
-            return super()._compute_loss(model, inputs)  # type: ignore[misc]
+            return super()._compute_loss(model, inputs)
         finally:
             self._trained = None
 
@@ -47,7 +62,8 @@ class KnowsOnlineRows(KeepsOnlineRows):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        if self.wants_part("varlen_attention"):  # type: ignore[attr-defined]
+        trainer: GeneratingTrainer = self
+        if trainer.wants_part("varlen_attention"):
             if self._trained is not None:
                 join_on_host(self._trained, input_ids, attention_mask)
             # Without a micro-batch, old policy and reference get the same tensors. The first call copies them.
@@ -55,7 +71,7 @@ class KnowsOnlineRows(KeepsOnlineRows):
                 _keep(x)
             ids, mask = values_of(input_ids, attention_mask)
             model = _with_known_rows(model, ids, mask, logits_to_keep)
-        return super()._get_per_token_logps_and_entropies(  # type: ignore[misc]
+        return super()._get_per_token_logps_and_entropies(
             model, input_ids, attention_mask, logits_to_keep, *args, **kwargs
         )
 

@@ -6,20 +6,48 @@ unchanged if the loss is a sum over rows. Other losses are rejected.
 """
 
 import itertools
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
+from torch import nn
 
 from liger_trainer.head.module import base_model_of
 from liger_trainer.trainers.online.old_policy import overridden
+from liger_trainer.trainers.online.rows import GeneratingTrainer
 from liger_trainer.trainers.shared_prompts import sharing_rule
 from liger_trainer.varlen.decide import bound_backbone
 from liger_trainer.varlen.groups import Group, SharingRule, saved_by, worthwhile
+
+if TYPE_CHECKING:  # the mixin always goes before one of TRL's trainers
+    from trl import GRPOTrainer as StockTrainer
+else:
+    StockTrainer = object
 
 # Each divides by the same number in all micro-batches of a step. 'bnpo' divides by the tokens of each micro-batch.
 SUMS_OVER_ROWS = ("grpo", "dr_grpo", "dapo", "cispo", "sapo", "vespo", "luspo")
 # Batches with images share nothing, and have tensors without one row for each prompt.
 _IMAGES = ("pixel_values", "num_images")
+
+
+class SortingArguments(Protocol):
+    """The trainer arguments that sorting reads. Trainers of one algorithm have more, such as `loss_type`."""
+
+    share_prompts: bool
+    gradient_accumulation_steps: int
+    steps_per_generation: int
+
+
+class SortingTrainer(GeneratingTrainer, Protocol):
+    """The trainer attributes that sorting reads. It moves rows within `_buffered_inputs`, and writes nothing else."""
+
+    args: SortingArguments
+    _step: int  # micro-batches so far; TRL's
+    aux_loss_enabled: bool
+    router_aux_loss_coef: float
+
+    @property
+    def uses_liger(self) -> bool:
+        """Return whether the trainer patches its models."""
 
 
 class SortedRows:
@@ -88,7 +116,7 @@ class Prompts(NamedTuple):
         return saved_by(worthwhile(groups, sum(self.tokens[row] for row in rows), rule))
 
 
-def micro_batches_of_a_step(args: Any) -> int | None:
+def micro_batches_of_a_step(args: SortingArguments) -> int | None:
     """Return how many micro-batches of a generation batch make a step, or None if a step takes parts of two batches."""
     generation = args.steps_per_generation
     step = args.gradient_accumulation_steps
@@ -114,7 +142,7 @@ def in_order(batches: list[dict[str, Any]], order: list[int]) -> list[dict[str, 
     return found
 
 
-class SortsRows:
+class SortsRows(StockTrainer):
     """Mixin of trainers that generate their rows. It precedes `LigerTRLMixin`.
 
     Attributes:
@@ -124,15 +152,15 @@ class SortsRows:
     sorting: SortedRows | None = None
 
     def _finish_init(self) -> None:
-        super()._finish_init()  # type: ignore[misc]
-        trainer: Any = self
+        super()._finish_init()
+        trainer: SortingTrainer = self
         if trainer.uses_liger and getattr(trainer.args, "sort_by_prompt", False):
             refuse_unfit_for_sorting(trainer)
 
     def _prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:
-        trainer: Any = self
+        trainer: SortingTrainer = self
         before = trainer._buffered_inputs
-        inputs = super()._prepare_inputs(*args, **kwargs)  # type: ignore[misc]
+        inputs = super()._prepare_inputs(*args, **kwargs)
         made = trainer._buffered_inputs
         rule = sharing_rule(trainer.args)
         if made is None or made is before or rule is None or not trainer.wants_part("varlen_attention"):
@@ -154,16 +182,19 @@ class SortsRows:
         return made[trainer._step % trainer.args.steps_per_generation]
 
 
-def sorting_of(trainer: Any) -> SortedRows | None:
-    """Return what sorting saves or would save in `trainer`, or None if it changes nothing or rows share nothing."""
+def sorting_of(trainer: object, model: nn.Module) -> SortedRows | None:
+    """Return what sorting saves or would save in `trainer`, or None if it changes nothing.
+
+    It changes nothing either if rows share nothing in `model`, the trainer's.
+    """
     sorting = getattr(trainer, "sorting", None)
-    bound = bound_backbone(base_model_of(trainer.model))
+    bound = bound_backbone(base_model_of(model))
     if sorting is None or bound is None or bound.sharing.never is not None or bound.sharing.unshared:
         return None
     return sorting
 
 
-def refuse_unfit_for_sorting(trainer: Any) -> None:
+def refuse_unfit_for_sorting(trainer: SortingTrainer) -> None:
     """Raise ValueError if sorting would change the gradient of a step or would save nothing."""
     args = trainer.args
     if not args.share_prompts:
@@ -179,7 +210,7 @@ def refuse_unfit_for_sorting(trainer: Any) -> None:
         raise ValueError(f"sort_by_prompt is True, but {fault}, or sort_by_prompt=False.")
 
 
-def _why_order_matters(trainer: Any) -> str | None:
+def _why_order_matters(trainer: SortingTrainer) -> str | None:
     """Return why the loss depends on which rows share a micro-batch, and what to set instead, or None."""
     args = trainer.args
     changed = overridden(trainer, ("_compute_loss", "compute_loss"))

@@ -18,7 +18,7 @@ _METHOD = "get_per_layer_inputs"
 
 
 class Embedded(NamedTuple):
-    """What a captured backbone gets in place of ids.
+    """The inputs that a captured backbone gets in place of ids.
 
     Attributes:
         embeds (`torch.Tensor`): (B, S, H), the embeddings of the tokens.
@@ -38,7 +38,7 @@ class Embedded(NamedTuple):
 
 
 class InputEmbeddings:
-    """The modules of a backbone that read ids. They run before each replay, and are no part of a capture.
+    """The modules of a backbone that read ids. They run before each replay, outside of the capture.
 
     Args:
         backbone (`nn.Module`): The backbone.
@@ -65,7 +65,7 @@ class InputEmbeddings:
         return [parameter for module in self.modules for parameter in module.parameters(recurse=False)]
 
     def of(self, call: dict[str, Any]) -> Embedded:
-        """Return the embeddings for a call of the backbone: those it is given, or those of its ids.
+        """Return the embeddings for a call of the backbone, as given or looked up for its ids.
 
         Raises:
             NotCapturable: Its own code has to decide: it gets ids and embeddings, or would search the embeddings for

@@ -47,7 +47,7 @@ _LENGTHS = (7, 1, 11, 12)  # some are longer than the window of a small copy, an
 _WIDTH = max(_LENGTHS)
 _OUTPUTS = {"loss", "logits", "aux_loss", "router_logits"}  # a call that returns router_logits computes padding
 _RTOL = 2e-4  # relative to the largest element, in fp32; one token too many or too few changes results by 1e-2
-_MASKS_AROUND = "the mask of its decoder is made by the model around it, in which tokens of an image see each other"
+_MASKS_AROUND = "the model around its decoder makes the mask, and lets tokens of an image see each other"
 _ON_ROWS = {False: "on rows side by side", True: "on a GPU, on rows one after the other; elsewhere side by side"}
 _BY_OURS = "; on a GPU, its convolution by liger_triton.short_conv"
 _IN_PARTS = ", which writes queries, keys and values as three tensors"
@@ -157,7 +157,7 @@ def _has_gpu() -> bool:
 def _why_not(model, around, backbone) -> str | None:
     config = model.config
     if model.get_output_embeddings() is None and not is_classifier(model):
-        return "it has no LM head, whose forward would see the labels"
+        return "it has no LM head"
     # A model with sinks or soft caps has no SDPA. If a model has it, eager attention was the user's choice.
     text, lacks_sdpa = config.get_text_config(), model._supports_attention_backend and not model._supports_sdpa
     if text._attn_implementation != ("eager" if lacks_sdpa else "sdpa"):
@@ -375,7 +375,7 @@ def _differs(ours, batch, wanted, what: str, attention_kinds: set[AttentionKind]
         return f"with {what}, its backbone cannot be given real tokens alone"
     attention_kinds |= plan.rows.attention_kinds
     apart = _apart(got, wanted)
-    return None if apart is None else f"with {what}, {apart} from that of the padded batch"
+    return None if apart is None else f"with {what}, {apart} from the padded batch"
 
 
 def _with_images(decoder, batch) -> dict[str, Any]:

@@ -51,7 +51,7 @@ def start_at_embeddings(
         differs = apart(run(ours, batch), wanted)
     if differs is not None:
         return per_layer, differs
-    # A capture fills a size up with zeros, which are no row of the table. Without embeddings for each layer, Gemma 4
+    # A capture fills a size up with zeros, the embedding of no id. Without embeddings for each layer, Gemma 4
     # would look for their ids, and raise.
     with _changed_call(backbone, embed_zeros):
         run(ours, batch)

@@ -138,7 +138,7 @@ def test_tokens_of_an_image_that_see_each_other_are_left_to_the_model(model_type
     report = apply_liger(model)["varlen_attention"]
     tokens.clear()
     assert_same_step(image_step(model, batch), want)
-    assert tokens == [] and "made by the model around it" in report.unsuited["model.language_model"]
+    assert tokens == [] and "the model around its decoder makes the mask" in report.unsuited["model.language_model"]
 
 
 def test_a_model_without_a_part_before_its_head_is_named():
