@@ -10,12 +10,13 @@ import sys
 import torch
 import torch.distributed as dist
 from frozen_bases import adapted
-from parity import KeepGradients, logged_values
+from parity import logged_values
 from tiny_models import collate, ragged_rows
 
 from liger_trainer import LigerTrainer, LigerTrainingArguments
 from liger_trainer.fp8 import feature as fp8_fields
 from liger_trainer.fp8.frozen_layer import FrozenFloat8Linear
+from liger_trainer.verify.observed import KeepGradients
 
 
 def main(folder, world):

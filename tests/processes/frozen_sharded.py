@@ -12,13 +12,14 @@ import torch.distributed as dist
 from datasets import Dataset
 from frozen_bases import adapted, fresh_state
 from launching import shard_on_cpus
-from parity import KeepGradients, logged_values
+from parity import logged_values
 from tiny_models import ragged_rows, tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
 from liger_trainer import LigerMedusaConfig, LigerMedusaTrainer, LigerSFTConfig, LigerSFTTrainer
 from liger_trainer.fp8 import feature as fp8_fields
 from liger_trainer.fp8.frozen_layer import FrozenFP8Module
+from liger_trainer.verify.observed import KeepGradients
 
 # Name: the dtype in which the base is loaded, options. "resumed" continues from a checkpoint of the second step.
 CASES = {

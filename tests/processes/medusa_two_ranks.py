@@ -10,8 +10,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from medusa_brute_force import medusa_trainer, model_with_heads
-from parity import KeepGradients
 from tiny_models import ragged_rows
+
+from liger_trainer.verify.observed import KeepGradients
 
 DDP = {
     "stage1-tied-hard": {},

@@ -10,11 +10,10 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 from datasets import Dataset
-from parity import KeepGradients
-from tiny_models import collate, ragged_rows, tiny_model, tiny_tokenizer
-from trainer_parity import pair_rows
+from tiny_models import collate, pair_rows, ragged_rows, tiny_model, tiny_tokenizer
 
 from liger_trainer import LigerSFTConfig, LigerSFTTrainer, LigerTrainer, LigerTrainingArguments, apply_liger
+from liger_trainer.verify.observed import KeepGradients
 
 
 def train(trainer_class, args_class, out, accumulation=1, varlen=False, **options):
@@ -103,7 +102,8 @@ def sampled(out):
 
     import trl
     from engine_stand_in import EngineStandIn
-    from trainer_parity import build, letters, trained, with_reference, words
+    from tiny_models import words
+    from trainer_parity import build, letters, trained, with_reference
 
     import liger_trainer
 

@@ -220,6 +220,45 @@ def text_rows(n=16, seed=2):
     return rows
 
 
+def words(generator, low, high):
+    length = int(torch.randint(low, high, (), generator=generator))
+    return text_of(torch.randint(3, VOCAB, (length,), generator=generator).tolist())
+
+
+def text_of(ids):
+    return " ".join(f"w{i}" for i in ids)
+
+
+def kto_rows(n=8, seed=4):
+    """Prompts with one labelled completion each, two good ones for each bad one."""
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        {"prompt": words(generator, 2, 8), "completion": " " + words(generator, 2, 9), "label": i % 3 != 1}
+        for i in range(n)
+    ]
+
+
+def pair_rows(n=8, seed=4):
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        {
+            "prompt": words(generator, 2, 8),
+            "chosen": " " + words(generator, 2, 9),
+            "rejected": " " + words(generator, 2, 9),
+        }
+        for _ in range(n)
+    ]
+
+
+def ragged_pairs(n=8):
+    """Prompts, chosen and rejected of very unequal lengths."""
+    ids = [row["input_ids"] for row in ragged_rows(2 * n, seed=5)]
+    return [
+        {"prompt": text_of(a[:3]), "chosen": " " + text_of(a[3:]), "rejected": " " + text_of(b)}
+        for a, b in zip(ids[:n], ids[n:], strict=True)
+    ]
+
+
 def collate(rows):
     """Right-pads `ragged_rows` to the longest."""
     width = max(len(row["input_ids"]) for row in rows)

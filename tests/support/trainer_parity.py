@@ -1,30 +1,72 @@
-"""Train a stock trainer of TRL and ours side by side, and compare every gradient and every logged number.
+"""Train a stock trainer and ours side by side, and compare every gradient and every logged number.
 
-`build` makes a trainer of any method, `build_pairs` one of ORPO or CPO and `build_dpo` one of DPO, the latter two with
-rows of their own. `assert_same_training` trains two of them. `assert_same_step` compares the results of `step`, which
-runs one batch without an optimizer. `Limits` says how far numbers may be apart.
+A test gets its trainers from one of these:
+
+- `run`: two steps of `Trainer` or `SFTTrainer` with Adam, and the numbers that each step logged.
+- `build`: a trainer of any class on given rows, with plain SGD.
+- `build_pairs` and `build_dpo`: one of ORPO or CPO, and one of DPO, on rows of their own.
+- `one`: a trainer of any TRL method (`STOCK`, or `ours(method)`) with rows, a reference and a reward.
+
+`assert_same_training` trains two of them. `assert_same_step` compares the results of `step`, which runs one batch
+without an optimizer. `Limits` says how far numbers may be apart.
 """
 
 import ast
 import copy
 import dataclasses
 import inspect
+import itertools
 import math
 import re
 
+import pytest
 import torch
 from datasets import Dataset
-from parity import KeepGradients, LargestTensor, assert_same_gradients, without_times
-from peft import LoraConfig
-from tiny_models import VOCAB, ragged_rows, tiny_model, tiny_tokenizer
+from parity import LargestTensor, assert_same_gradients, without_times
+from peft import LoraConfig, get_peft_model
+from tiny_models import collate, pair_rows, ragged_pairs, ragged_rows, text_rows, tiny_model, tiny_tokenizer, words
+from transformers import TrainingArguments
 from transformers.trainer_utils import set_seed
-from trl import DPOConfig
+from trl import (
+    DistillationConfig,
+    DistillationTrainer,
+    DPOConfig,
+    DPOTrainer,
+    GRPOConfig,
+    GRPOTrainer,
+    KTOConfig,
+    KTOTrainer,
+    RLOOConfig,
+    RLOOTrainer,
+    SFTConfig,
+    SFTTrainer,
+)
+from trl.experimental.cpo import CPOConfig, CPOTrainer
+from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 from trl.trainer.base_config import _BaseConfig
 
-from liger_trainer import LigerDPOConfig, LigerDPOTrainer
+import liger_trainer
+from liger_trainer import (
+    LigerDPOConfig,
+    LigerDPOTrainer,
+    LigerSFTConfig,
+    LigerSFTTrainer,
+    LigerTrainer,
+    LigerTrainingArguments,
+)
 from liger_trainer.trainers.base import LigerTrainerMixin
+from liger_trainer.verify.observed import KeepGradients
 
-SPLITS = [(4, 1), (1, 4)]
+SPLITS = [(8, 1), (4, 2), (1, 8)]
+LLAMA_AND_SLOWLY_QWEN3 = ["llama", pytest.param("qwen3", marks=pytest.mark.slow)]
+OFTEN = [("llama", "full", "plain"), ("llama", "lora", "checkpointing"), ("gemma2", "full", "plain")]
+CELLS = [  # marked slow: rarely used combinations
+    pytest.param(*cell, marks=() if cell in OFTEN else pytest.mark.slow)
+    for cell in itertools.product(("llama", "qwen3", "gemma2", "granite"), ("full", "lora"), ("plain", "checkpointing"))
+]
+SFT_METRICS = ("loss", "grad_norm", "entropy", "mean_token_accuracy", "num_tokens")
+
+PAIR_SPLITS = [(4, 1), (1, 4)]
 LORA = ["q_proj", "v_proj", "gate_proj", "down_proj"]
 WORDS = 4096  # the vocabulary of `assert_no_logits`
 CHUNK_BYTES = 8 * 4 * WORDS  # eight rows of logits at a time, in fp32
@@ -74,45 +116,6 @@ REWARDS = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/acc
 DPO_LIMITS = Limits(dict.fromkeys((*REWARDS, "logits/chosen", "logits/rejected"), 0.2), floor=0.0, steps=1, finite=True)
 
 
-def words(generator, low, high):
-    length = int(torch.randint(low, high, (), generator=generator))
-    return text_of(torch.randint(3, VOCAB, (length,), generator=generator).tolist())
-
-
-def text_of(ids):
-    return " ".join(f"w{i}" for i in ids)
-
-
-def kto_rows(n=8, seed=4):
-    """Prompts with one labelled completion each, two good ones for each bad one."""
-    generator = torch.Generator().manual_seed(seed)
-    return [
-        {"prompt": words(generator, 2, 8), "completion": " " + words(generator, 2, 9), "label": i % 3 != 1}
-        for i in range(n)
-    ]
-
-
-def pair_rows(n=8, seed=4):
-    generator = torch.Generator().manual_seed(seed)
-    return [
-        {
-            "prompt": words(generator, 2, 8),
-            "chosen": " " + words(generator, 2, 9),
-            "rejected": " " + words(generator, 2, 9),
-        }
-        for _ in range(n)
-    ]
-
-
-def ragged_pairs(n=8):
-    """Prompts, chosen and rejected of very unequal lengths."""
-    ids = [row["input_ids"] for row in ragged_rows(2 * n, seed=5)]
-    return [
-        {"prompt": text_of(a[:3]), "chosen": " " + text_of(a[3:]), "rejected": " " + text_of(b)}
-        for a, b in zip(ids[:n], ids[n:], strict=True)
-    ]
-
-
 def arguments(args_class, trainer_class, folder, split, **options):
     """The arguments that all these trainers share, and `options`."""
     return args_class(
@@ -126,6 +129,52 @@ def arguments(args_class, trainer_class, folder, split, **options):
         use_cpu=True,
         **({"gradient_checkpointing": False, "bf16": False} | options),
     )
+
+
+def run(
+    trainer_class, model, folder, split=(8, 1), rows=None, eval_rows=None, train=True, trainer_options=None, **options
+):
+    """Train two steps of 8 rows with `Trainer` or `SFTTrainer`, stock or ours.
+
+    Returns the metrics of every step and the trainer. These are the loss and the gradient norm, or `SFT_METRICS`.
+    Without `train`, the metrics are None.
+    """
+    is_sft = issubclass(trainer_class, SFTTrainer)
+    rows = rows or ragged_rows()
+    defaults = {"num_train_epochs": 1, "learning_rate": 1e-2}
+    if is_sft:
+        args_class = LigerSFTConfig if issubclass(trainer_class, LigerSFTTrainer) else SFTConfig
+        args = arguments(args_class, trainer_class, folder, split, **(defaults | {"max_length": 64} | options))
+        rows = Dataset.from_list(rows)
+        given = {"processing_class": tiny_tokenizer()}
+        if args.eval_strategy != "no":
+            eval_rows = rows
+    else:
+        args_class = LigerTrainingArguments if issubclass(trainer_class, LigerTrainer) else TrainingArguments
+        args = arguments(
+            args_class, trainer_class, folder, split, **(defaults | {"remove_unused_columns": False} | options)
+        )
+        given = {"data_collator": collate}
+    trainer = trainer_class(
+        model=copy.deepcopy(model),
+        args=args,
+        train_dataset=rows,
+        eval_dataset=eval_rows,
+        **(given | (trainer_options or {})),
+    )
+    if is_sft and trainer.eval_dataset is None:  # TRL would prepare the same rows a second time, as long as a step
+        trainer.eval_dataset = trainer.train_dataset
+    if not train:
+        return None, trainer
+    trainer.train()
+    names = SFT_METRICS if is_sft else ("loss", "grad_norm")
+    logs = [log for log in trainer.state.log_history if "loss" in log]
+    return torch.tensor([[log[name] for name in names] for log in logs], dtype=torch.float64), trainer
+
+
+def assert_same_numbers(got, want, rtol=1e-5):
+    """Compare two results of `run`, number by number."""
+    torch.testing.assert_close(got, want, rtol=rtol, atol=0)
 
 
 def build(trainer_class, args_class, model, folder, rows, split=(4, 1), trainer_options=None, **options):
@@ -195,6 +244,23 @@ def lora(**options):
     return LoraConfig(r=4, lora_alpha=8, target_modules=LORA, **options)
 
 
+def with_lora(model, targets):
+    """`model` with a LoRA on `targets`; no part of the LoRA is zero."""
+    torch.manual_seed(3)
+    model = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules=targets, lora_dropout=0.0))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:  # B starts at zero, which would hide a missing gradient of A
+            torch.nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+class Plain:
+    """The stock loss, written as a user's own. It must get whatever the stock trainer adds to its loss."""
+
+    def token_loss(self, outputs, inputs):
+        return -outputs.log_probs
+
+
 def moved(trainer, part="lora_B"):
     """`trainer` with random values in adapter weights named like `part`. LoRA starts with B = 0, as the reference."""
     generator = torch.Generator().manual_seed(11)
@@ -202,6 +268,53 @@ def moved(trainer, part="lora_B"):
         if part in name:
             parameter.data.normal_(0, 0.5, generator=generator)
     return trainer
+
+
+STOCK = {
+    "SFT": (SFTTrainer, SFTConfig),
+    "DPO": (DPOTrainer, DPOConfig),
+    "KTO": (KTOTrainer, KTOConfig),
+    "GRPO": (GRPOTrainer, GRPOConfig),
+    "RLOO": (RLOOTrainer, RLOOConfig),
+    "ORPO": (ORPOTrainer, ORPOConfig),
+    "CPO": (CPOTrainer, CPOConfig),
+    "Distillation": (DistillationTrainer, DistillationConfig),
+}
+
+
+def ours(method):
+    """Our trainer and its config, for a key of `STOCK`."""
+    return getattr(liger_trainer, f"Liger{method}Trainer"), getattr(liger_trainer, f"Liger{method}Config")
+
+
+def method_rows(method):
+    """Eight rows that the trainers of `method` take."""
+    generator = torch.Generator().manual_seed(4)
+    if method == "SFT":
+        return text_rows(8)
+    if method in ("DPO", "ORPO", "CPO"):
+        return pair_rows()
+    rows = [{"prompt": words(generator, 2, 6)} for _ in range(8)]
+    if method == "KTO":
+        return [row | {"completion": f" w{i + 3} w9", "label": i % 3 != 1} for i, row in enumerate(rows)]
+    return rows
+
+
+def one(method, classes, folder, model=None, **options):
+    """One trainer, `STOCK[method]` or `ours(method)`, with everything it needs: rows, a reference, a reward."""
+    given = {}
+    if method in ("GRPO", "RLOO"):
+        options = {"num_generations": 2, "max_completion_length": 6} | options
+        given = {"reward_funcs": letters}
+    if method == "Distillation":
+        options = {"max_completion_length": 6} | options
+        given = {"teacher_model": tiny_model("llama", seed=7)}
+    if method in ("DPO", "KTO"):
+        given = {"ref_model": tiny_model("llama", seed=7)}
+    if method == "RLOO":
+        options["beta"] = 0.0  # otherwise it would load a reference
+    model = model or tiny_model("llama")
+    return build(*classes, model, folder, method_rows(method), trainer_options=given, **options)
 
 
 def batch_of(trainer):
@@ -307,13 +420,6 @@ def assert_no_logits(ours, stock):
 
 def assert_head_is_ours(trainer):
     assert isinstance(trainer, LigerTrainerMixin) and trainer.uses_fused_head
-
-
-def logps_of_logits(model, batch):
-    """Sum of the log-probabilities of each completion, from real logits."""
-    log_p = torch.log_softmax(model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits, -1)
-    per_token = log_p[:, :-1].gather(-1, batch["input_ids"][:, 1:, None])[..., 0]
-    return (per_token * batch["completion_mask"][:, 1:]).sum(1).chunk(2)
 
 
 def loss_types(trainer_class) -> list[str]:

@@ -10,9 +10,9 @@ import pytest
 import torch
 from frozen_bases import LAYERS, adapted, built, fresh_state
 from peft import LoraConfig, get_peft_model
-from sft_runs import run as run_sft
 from tiny_models import collate, ragged_rows, tiny_model
-from trainer_runs import run
+from trainer_parity import run
+from trainer_parity import run as run_sft
 from transformers import AutoConfig, AutoModelForCausalLM, TrainingArguments
 
 from liger_trainer import LigerSFTTrainer, LigerTrainer
@@ -45,7 +45,7 @@ def test_losses_are_near_bf16(asked, any_device, tmp_path, monkeypatch):
     else:
         monkeypatch.setitem(os.environ, "ACCELERATE_MIXED_PRECISION", "fp8")
     if "stock" in asked:
-        monkeypatch.setattr("trainer_runs.LigerTrainingArguments", TrainingArguments)
+        monkeypatch.setattr("LigerTrainingArguments", TrainingArguments)
     model = adapted()
     got, trainer = run(LigerTrainer, model, tmp_path, **options)
     near(got[:, 0], want[:, 0], 0.03)

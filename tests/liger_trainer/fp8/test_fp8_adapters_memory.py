@@ -6,9 +6,9 @@ import weakref
 import pytest
 from frozen_bases import LAYERS, adapted
 from peft import LoraConfig
-from sft_runs import run as run_sft
 from tiny_models import tiny_model
 from trainer_parity import build_dpo
+from trainer_parity import run as run_sft
 
 from liger_trainer import LigerDPOTrainer, LigerSFTTrainer, LigerTrainer, LigerTrainingArguments
 

@@ -12,7 +12,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from tiny_models import tiny_model
 from torch._subclasses import FakeTensorMode
-from trainer_runs import run
+from trainer_parity import run
 from transformers import AutoModelForCausalLM
 
 from liger_trainer import LigerTrainer, apply_liger

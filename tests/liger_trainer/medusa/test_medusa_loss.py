@@ -13,12 +13,13 @@ from medusa_brute_force import (
     plain_copy,
     ragged_batch,
 )
-from parity import KeepGradients, LargestTensor
+from parity import LargestTensor
 from tiny_models import collate, ragged_rows, tiny_model, tiny_tokenizer
 
 import liger_trainer.medusa.loss as medusa_loss
 from liger_trainer import LigerSFTConfig, LigerSFTTrainer
 from liger_trainer.head.targets import head_targets, token_positions
+from liger_trainer.verify.observed import KeepGradients
 
 CASES = [
     pytest.param("llama", 1, True, "hard", packed_batch, id="stage1-tied-hard-packed"),

@@ -12,10 +12,10 @@ import pytest
 import torch
 from killed_run import train_with_dropout
 from peft import PeftModel
-from sft_runs import run as run_sft
 from tiny_models import collate, ragged_rows, tiny_model
-from trainer_runs import lora
-from trainer_runs import run as run_hf
+from trainer_parity import run as run_hf
+from trainer_parity import run as run_sft
+from trainer_parity import with_lora
 from transformers import AutoModelForCausalLM, Qwen3MoeForCausalLM, TrainerCallback, TrainerState
 
 from liger_trainer import LigerTrainer, apply_liger, remove_liger
@@ -38,7 +38,7 @@ def test_a_trained_model_loads_in_plain_transformers(model_type, tmp_path):
 
 
 def test_an_adapter_loads_in_plain_peft(tmp_path):
-    _, trainer = run_hf(LigerTrainer, lora(tiny_model("llama"), ["q_proj", "down_proj", "lm_head"]), tmp_path)
+    _, trainer = run_hf(LigerTrainer, with_lora(tiny_model("llama"), ["q_proj", "down_proj", "lm_head"]), tmp_path)
     trainer.save_model(tmp_path / "saved")
     plain = PeftModel.from_pretrained(tiny_model("llama"), tmp_path / "saved")
     torch.testing.assert_close(logits(plain), logits(trainer.model), rtol=1e-4, atol=1e-4)
@@ -46,12 +46,12 @@ def test_an_adapter_loads_in_plain_peft(tmp_path):
 
 def test_peft_after_patching():
     rows = collate(ragged_rows(4))
-    before = lora(tiny_model("llama"), ["q_proj", "gate_proj", "lm_head"])
+    before = with_lora(tiny_model("llama"), ["q_proj", "gate_proj", "lm_head"])
     apply_liger(before)
     after = tiny_model("llama")
     apply_liger(after)
-    after = lora(after, ["q_proj", "gate_proj", "lm_head"])
-    plain = lora(tiny_model("llama"), ["q_proj", "gate_proj", "lm_head"])
+    after = with_lora(after, ["q_proj", "gate_proj", "lm_head"])
+    plain = with_lora(tiny_model("llama"), ["q_proj", "gate_proj", "lm_head"])
     for model in (before, after, plain):
         model.train()(**rows).loss.backward()
     for name, p in plain.named_parameters():

@@ -7,10 +7,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from parity import logged_values
-from sft_runs import run as run_sft
 from tiny_models import ragged_rows, tiny_model
-from trainer_runs import assert_same, lora
-from trainer_runs import run as run_hf
+from trainer_parity import assert_same_numbers, with_lora
+from trainer_parity import run as run_hf
+from trainer_parity import run as run_sft
 from transformers import Trainer
 from trl import SFTTrainer
 
@@ -84,8 +84,8 @@ def test_both_ways_out_train_and_evaluate_as_stock(tmp_path):
     off = {"liger_config": {"fused_linear_cross_entropy": False}}
     unfused, switched = run_hf(mixed(LigerTrainer), tiny_model("llama"), tmp_path, split, **evaluation, **off)
     assert called.uses_fused_head and not switched.uses_fused_head
-    assert_same(got, want)
-    assert_same(unfused, want)
+    assert_same_numbers(got, want)
+    assert_same_numbers(unfused, want)
     trainers = (stock, called, switched)
     evaluated = [logged_values(t, "eval_loss") for t in trainers]
     assert evaluated[1] == pytest.approx(evaluated[0], rel=1e-5) and len(evaluated[0]) == 2
@@ -172,7 +172,7 @@ def test_a_term_of_what_sft_s_call_returns(term, options, tmp_path):
         run_sft(type("Own", (WithTerm, trainer), {"term": TERMS[term]}), tiny_model("llama"), tmp_path, **options)[0]
         for trainer in (SFTTrainer, LigerSFTTrainer)
     )
-    assert_same(got, want)
+    assert_same_numbers(got, want)
 
 
 def test_a_term_of_a_hook_s_on_the_model(tmp_path):
@@ -194,7 +194,7 @@ def test_a_term_of_a_hook_s_on_the_model(tmp_path):
         run_sft(type("Own", (Hooked, trainer), {}), tiny_model("llama"), tmp_path)[0]
         for trainer in (SFTTrainer, LigerSFTTrainer)
     )
-    assert_same(got, want)
+    assert_same_numbers(got, want)
 
 
 @pytest.mark.parametrize("adapter", [False, True])
@@ -214,11 +214,11 @@ def test_a_hook_on_the_whole_model_sees_logits(options, adapter, tmp_path):
                 return super().training_step(*args, **kwargs)
 
         model = tiny_model("llama")
-        model = lora(model, ["q_proj"]) if adapter else model
+        model = with_lora(model, ["q_proj"]) if adapter else model
         got, trainer = run_hf(Watched, model, tmp_path, **options)
         trainer.evaluate(ragged_rows(4))
         runs.append((got, torch.stack(seen).detach()))
-    assert_same(runs[1][0], runs[0][0])
+    assert_same_numbers(runs[1][0], runs[0][0])
     torch.testing.assert_close(runs[1][1], runs[0][1], rtol=1e-4, atol=1e-5)
     (why,) = trainer.liger_report["fused_linear_cross_entropy"].skipped.values()
     assert "a forward hook" in why

@@ -5,10 +5,10 @@ import copy
 import pytest
 import torch
 from parity import LargestTensor
-from sft_runs import run as run_sft
 from tiny_models import collate, masked_lm, ragged_rows, tiny_model
-from trainer_runs import SPLITS, Plain, assert_same
-from trainer_runs import run as run_hf
+from trainer_parity import SPLITS, Plain, assert_same_numbers
+from trainer_parity import run as run_hf
+from trainer_parity import run as run_sft
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, Trainer
 from trl import SFTTrainer
 
@@ -65,7 +65,7 @@ def test_focal_loss_on_both_trainers(split, tmp_path):
     options = {"trainer_options": {"compute_loss_func": stock_loss(focal)}}
     want, _ = run_sft(LigerSFTTrainer, model, tmp_path, split, **options)
     got, _ = run_sft(FocalSFTTrainer, model, tmp_path, split)
-    assert_same(got, want)
+    assert_same_numbers(got, want)
     args = LigerTrainingArguments(
         output_dir=str(tmp_path),
         per_device_train_batch_size=split[0],
@@ -80,7 +80,7 @@ def test_focal_loss_on_both_trainers(split, tmp_path):
     trainer = FocalTrainer(model=copy.deepcopy(model), args=args, train_dataset=ragged_rows(), data_collator=collate)
     trainer.train()
     hf = torch.tensor([[log["loss"], log["grad_norm"]] for log in trainer.state.log_history if "loss" in log]).double()
-    assert_same(hf, want[:, :2])
+    assert_same_numbers(hf, want[:, :2])
     assert trainer.evaluate(ragged_rows())["eval_loss"] > 0
 
 
@@ -90,7 +90,7 @@ def test_entropy_and_hidden_states(tmp_path):
     stock = {"trainer_options": {"compute_loss_func": stock_loss(penalty)}}
     want, _ = run_sft(LigerSFTTrainer, model, tmp_path, **stock)
     got, _ = run_sft(ConfidencePenalty, model, tmp_path)
-    assert_same(got, want)
+    assert_same_numbers(got, want)
 
 
 def test_no_logits_for_an_own_loss(tmp_path):
@@ -158,7 +158,7 @@ def test_what_a_token_loss_says_of_places_without_label_does_not_count(trainer_c
     want, _ = run(WhereLabelsAre, tiny_model("llama"), tmp_path)
     got, _ = run(Everywhere, tiny_model("llama"), tmp_path)
     assert torch.isfinite(want).all()
-    assert_same(got, want)
+    assert_same_numbers(got, want)
 
 
 @pytest.mark.parametrize("trainer_class, run", [(LigerTrainer, run_hf), (LigerSFTTrainer, run_sft)])
@@ -185,7 +185,7 @@ def test_the_router_s_loss_is_added_to_an_own_loss(ours, stock, run, split, mode
     model = tiny_model(model_type, **EXPERTS)
     want, _ = run(stock, model, tmp_path, split)
     got, _ = run(type("Own", (Plain, ours), {}), model, tmp_path, split)
-    assert_same(got, want)
+    assert_same_numbers(got, want)
     without, _ = run(stock, tiny_model(model_type, **{**EXPERTS, "router_aux_loss_coef": 0.0}), tmp_path, split)
     assert ((want - without)[:, 0] > 0.05).all(), "the router's loss is too small to be missed"
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from datasets import Dataset
 from image_models import image_model, noise_image, placeholder, processor_of
-from parity import KeepGradients, assert_same_gradients, logged_values
+from parity import assert_same_gradients, logged_values
 from peft import LoraConfig
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -18,6 +18,7 @@ from trl import SFTConfig, SFTTrainer
 from liger_trainer import LigerSFTConfig, LigerSFTTrainer
 from liger_trainer.trainers.packed_images import PackedRows, best_fit
 from liger_trainer.varlen import unpad_plan
+from liger_trainer.verify.observed import KeepGradients
 
 POINTS = [[28, 56], [56, 28], [56, 56]]
 

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 from parity import LargestTensor
-from sft_runs import run as run_sft
-from tiny_models import collate, ragged_rows, tiny_model
-from trainer_parity import build, build_dpo, kto_rows, ragged_pairs
+from tiny_models import collate, kto_rows, ragged_pairs, ragged_rows, tiny_model
+from trainer_parity import build, build_dpo
+from trainer_parity import run as run_sft
 
 from liger_trainer import (
     LigerDPOTrainer,

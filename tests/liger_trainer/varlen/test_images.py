@@ -8,7 +8,7 @@ import pytest
 import torch
 from datasets import Dataset
 from image_models import as_videos, image_batch, image_model, image_step, let_llama4_return
-from parity import KeepGradients, assert_same_gradients, assert_same_step, logged_values
+from parity import assert_same_gradients, assert_same_step, logged_values
 from peft import LoraConfig, get_peft_model
 from tiny_models import tiny_tokenizer
 from transformers import Trainer, TrainingArguments
@@ -17,6 +17,7 @@ from varlen_batches import assert_same_with_states
 
 from liger_trainer import LigerSFTConfig, LigerSFTTrainer, LigerTrainer, LigerTrainingArguments, apply_liger
 from liger_trainer.varlen import unpad_plan
+from liger_trainer.verify.observed import KeepGradients
 
 TYPES = (
     "qwen2_vl",
