@@ -38,7 +38,7 @@ def ddp(options, out):
     trainer.train()
     trainer.save_model(out)
     logs = {k: v for k, v in trainer.state.log_history[0].items() if k not in ("epoch", "step", "learning_rate")}
-    return {"grads": save.grads, "logs": logs}
+    return {"grads": save.steps[0], "logs": logs}
 
 
 if __name__ == "__main__":

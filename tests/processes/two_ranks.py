@@ -46,7 +46,7 @@ def train(trainer_class, args_class, out, accumulation=1, varlen=False, **option
     if varlen and world > 1:
         assert trainer.liger_report["varlen_attention"].swapped
     trainer.train()
-    return save.grads
+    return save.steps[0]
 
 
 def train_on_pairs(trainer_class, args_class, out, ref_model=None, **options):
@@ -75,7 +75,7 @@ def train_on_pairs(trainer_class, args_class, out, ref_model=None, **options):
         processing_class=tiny_tokenizer(),
         **({} if ref_model is None else {"ref_model": ref_model}),
     ).train()
-    return {f"{trainer_class.__name__}.{name}": grad for name, grad in save.grads.items()}
+    return {f"{trainer_class.__name__}.{name}": grad for name, grad in save.steps[0].items()}
 
 
 def pairs(out):

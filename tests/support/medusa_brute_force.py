@@ -135,17 +135,6 @@ def logits_of(model):
     return lambda z: z
 
 
-def gradients(model):
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-def assert_gradients(got, want, tolerance=1e-5):
-    assert got.keys() == want.keys()
-    for name, grad in got.items():
-        error = float((grad - want[name]).norm() / want[name].norm().clamp(min=1e-12))
-        assert error < tolerance, f"{name}: relative error {error:.1e}"
-
-
 def plain_copy(model):
     """A copy for the brute force, with the same parameters trained."""
     twin = copy.deepcopy(model)

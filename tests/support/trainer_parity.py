@@ -22,9 +22,19 @@ import re
 import pytest
 import torch
 from datasets import Dataset
-from parity import LargestTensor, assert_same_gradients, without_times
 from peft import LoraConfig, get_peft_model
-from tiny_models import collate, pair_rows, ragged_pairs, ragged_rows, text_rows, tiny_model, tiny_tokenizer, words
+from tiny_models import (
+    LargestTensor,
+    assert_same_gradients,
+    collate,
+    pair_rows,
+    ragged_pairs,
+    ragged_rows,
+    text_rows,
+    tiny_model,
+    tiny_tokenizer,
+    words,
+)
 from transformers import TrainingArguments
 from transformers.trainer_utils import set_seed
 from trl import (
@@ -319,6 +329,15 @@ def one(method, classes, folder, model=None, **options):
 
 def batch_of(trainer):
     return next(iter(trainer.get_train_dataloader()))
+
+
+def logged_values(trainer, name):
+    """The values of `name` in the logs of a trainer."""
+    return [log[name] for log in trainer.state.log_history if name in log]
+
+
+def without_times(log):
+    return {name: value for name, value in log.items() if "time" not in name and "_per_second" not in name}
 
 
 def trained(trainer):

@@ -1,11 +1,10 @@
-"""Batches with padding, and one step of a tiny model on them, for the tests of `liger_trainer.varlen`."""
+"""Models and batches with padding, for the tests of `liger_trainer.varlen`."""
 
 import warnings
 
 import torch
 from attentions import with_own_attention
-from parity import CANCELLING, assert_same_step
-from tiny_models import VOCAB, tiny_model
+from tiny_models import CANCELLING, VOCAB, assert_same_step, tiny_model
 
 from liger_trainer import apply_liger
 
@@ -41,13 +40,6 @@ def batch(lengths=LENGTHS, side="right", width=20, prompt=2):
     real = (from_start >= 0) & (from_start < count)
     labels = ids.masked_fill(~real | (from_start < prompt), -100)
     return {"input_ids": ids, "attention_mask": real.long(), "labels": labels}
-
-
-def step(model, call):
-    model.zero_grad()
-    outputs = model(**call, use_cache=False)
-    outputs.loss.backward()
-    return outputs.loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 def assert_same_with_states(got, want):

@@ -10,8 +10,7 @@ import types
 import pytest
 import torch
 from checkout import ROOT
-from parity import LargestTensor
-from tiny_models import VOCAB, pair_rows, tiny_model, tiny_tokenizer
+from tiny_models import VOCAB, LargestTensor, pair_rows, tiny_model, tiny_tokenizer
 from trl import DPOTrainer, KTOTrainer
 from trl.experimental.cpo import CPOTrainer
 from trl.experimental.orpo import ORPOTrainer

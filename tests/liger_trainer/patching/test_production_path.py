@@ -8,7 +8,6 @@ import gc
 
 import pytest
 import torch
-from parity import assert_same_gradients, gradients
 from peft import LoraConfig, get_peft_model
 from side_by_side import (
     CHECKPOINTING,
@@ -21,7 +20,7 @@ from side_by_side import (
     patched,
     step,
 )
-from tiny_models import ragged_rows, tiny_model
+from tiny_models import assert_same_gradients, gradients, ragged_rows, tiny_model
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves

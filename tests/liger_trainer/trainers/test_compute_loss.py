@@ -6,9 +6,8 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from parity import logged_values
 from tiny_models import ragged_rows, tiny_model
-from trainer_parity import assert_same_numbers, with_lora
+from trainer_parity import assert_same_numbers, logged_values, with_lora
 from trainer_parity import run as run_hf
 from trainer_parity import run as run_sft
 from transformers import Trainer

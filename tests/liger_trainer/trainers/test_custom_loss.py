@@ -4,8 +4,7 @@ import copy
 
 import pytest
 import torch
-from parity import LargestTensor
-from tiny_models import collate, masked_lm, ragged_rows, tiny_model
+from tiny_models import LargestTensor, collate, masked_lm, ragged_rows, tiny_model
 from trainer_parity import SPLITS, Plain, assert_same_numbers
 from trainer_parity import run as run_hf
 from trainer_parity import run as run_sft

@@ -10,19 +10,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from datasets import Dataset
-from parity import LargestTensor
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
-from tiny_models import ragged_pairs, tiny_model
-from trainer_parity import (
-    DPO_LIMITS,
-    LORA,
-    assert_same_run,
-    batch_of,
-    build_dpo,
-    own_fields,
-    trained,
-    with_lora,
-)
+from tiny_models import LargestTensor, ragged_pairs, tiny_model
+from trainer_parity import DPO_LIMITS, LORA, assert_same_run, batch_of, build_dpo, own_fields, trained, with_lora
 from trl import DPOConfig, DPOTrainer
 
 from liger_trainer import LigerDPOTrainer

@@ -5,9 +5,8 @@ import re
 
 import pytest
 import torch
-from parity import LogitRows, assert_same_gradients
 from peft import LoraConfig, PromptTuningConfig
-from tiny_models import VOCAB, tiny_model, words
+from tiny_models import VOCAB, LogitRows, assert_same_gradients, tiny_model, words
 from trainer_parity import (
     LLAMA_AND_SLOWLY_QWEN3,
     WRITING,

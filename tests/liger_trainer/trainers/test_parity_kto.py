@@ -4,9 +4,8 @@ import copy
 
 import pytest
 import torch
-from parity import LogitRows, assert_same_gradients
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
-from tiny_models import VOCAB, kto_rows, tiny_model
+from tiny_models import VOCAB, LogitRows, assert_same_gradients, kto_rows, tiny_model
 from trainer_parity import assert_same_training, build, lora, loss_types, moved, own_fields
 from trl import KTOConfig, KTOTrainer
 

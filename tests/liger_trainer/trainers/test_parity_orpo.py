@@ -8,7 +8,6 @@ import sys
 
 import pytest
 import torch
-from parity import logged_values
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from recipe_fixtures import command, losses, write_model, write_recipe
 from tiny_models import pair_rows, tiny_model, tiny_tokenizer
@@ -26,6 +25,7 @@ from trainer_parity import (
     batch_of,
     build_pairs,
     logged,
+    logged_values,
     step,
     with_lora,
     without_times,

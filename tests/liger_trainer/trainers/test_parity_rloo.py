@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from parity import LogitRows, assert_same_gradients
 from peft import LoraConfig
-from tiny_models import VOCAB, tiny_model, words
+from tiny_models import VOCAB, LogitRows, assert_same_gradients, tiny_model, words
 from trainer_parity import (
     LLAMA_AND_SLOWLY_QWEN3,
     WRITING,

@@ -5,10 +5,9 @@ Compares losses, gradient norms and every logged metric.
 
 import pytest
 import torch
-from parity import logged_values
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from tiny_models import PARITY_SET, text_rows, tiny_model
-from trainer_parity import CELLS, SFT_METRICS, SPLITS, assert_same_numbers, run, with_lora
+from trainer_parity import CELLS, SFT_METRICS, SPLITS, assert_same_numbers, logged_values, run, with_lora
 from trl import SFTTrainer
 
 from liger_trainer import LigerSFTTrainer

@@ -4,9 +4,8 @@ import copy
 
 import pytest
 import torch
-from parity import logged_values
 from tiny_models import PARITY_SET, collate, ragged_rows, tiny_model
-from trainer_parity import CELLS, SPLITS, assert_same_numbers, run, with_lora
+from trainer_parity import CELLS, SPLITS, assert_same_numbers, logged_values, run, with_lora
 from transformers import Trainer, TrainingArguments
 
 from liger_trainer import LigerTrainer, LigerTrainingArguments

@@ -6,8 +6,7 @@ import importlib
 import numpy as np
 import pytest
 import torch
-from parity import LargestTensor
-from tiny_models import collate, kto_rows, ragged_pairs, ragged_rows, tiny_model
+from tiny_models import LargestTensor, collate, kto_rows, ragged_pairs, ragged_rows, tiny_model
 from trainer_parity import build, build_dpo
 from trainer_parity import run as run_sft
 

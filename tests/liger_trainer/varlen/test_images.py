@@ -8,9 +8,9 @@ import pytest
 import torch
 from datasets import Dataset
 from image_models import as_videos, image_batch, image_model, image_step, let_llama4_return
-from parity import assert_same_gradients, assert_same_step, logged_values
 from peft import LoraConfig, get_peft_model
-from tiny_models import tiny_tokenizer
+from tiny_models import assert_same_gradients, assert_same_step, tiny_tokenizer
+from trainer_parity import logged_values
 from transformers import Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 from varlen_batches import assert_same_with_states

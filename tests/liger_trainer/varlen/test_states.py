@@ -7,9 +7,9 @@ import types
 import pytest
 import torch
 from datasets import Dataset
-from parity import logged_values
 from peft import LoraConfig, get_peft_model
 from tiny_models import ragged_rows, tiny_tokenizer
+from trainer_parity import logged_values
 from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 from varlen_batches import ON, assert_same_with_states, batch, drawn_model, rows_of

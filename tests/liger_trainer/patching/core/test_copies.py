@@ -9,7 +9,6 @@ import weakref
 
 import pytest
 import torch
-from parity import LogitRows
 from peft import LoraConfig, get_peft_model
 from side_by_side import (
     FIRST,
@@ -22,7 +21,7 @@ from side_by_side import (
     patched,
     step,
 )
-from tiny_models import VOCAB, tiny_model
+from tiny_models import VOCAB, LogitRows, tiny_model
 from trainer_parity import run as run_sft
 from trainer_parity import run as run_trainer
 from transformers import Trainer
