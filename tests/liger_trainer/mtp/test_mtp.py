@@ -9,8 +9,7 @@ import torch
 from accelerate import DistributedType
 from base_checkpoints import names_of, tensor_of
 from medusa_brute_force import packed_batch, ragged_batch
-from mtp_bases import SHAPES, mtp_trainer, write_base
-from mtp_brute_force import brute_force
+from mtp_bases import SHAPES, brute_force, mtp_trainer, write_base
 from peft import LoraConfig, PromptTuningConfig
 from recipe_fixtures import command
 from safetensors.torch import load_file, save_file

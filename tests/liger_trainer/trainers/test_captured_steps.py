@@ -12,12 +12,11 @@ import pytest
 import torch
 import trainer_parity
 from peft import LoraConfig
-from rerun_recorder import capture_on_cpu
 from tiny_models import ragged_pairs, ragged_rows, tiny_model
 from trainer_parity import DPO_LIMITS, assert_same_run, build_dpo, trained
 from transformers import Trainer, TrainerCallback
 from trl import DPOTrainer, SFTTrainer
-from varlen_batches import model_of
+from varlen_batches import capture_on_cpu, model_of
 
 from liger_trainer import LigerDPOTrainer, LigerSFTTrainer, LigerTrainer
 

@@ -7,11 +7,10 @@ import json
 import logging
 
 import pytest
-from rerun_recorder import RerunRecorder, capture_on_cpu
 from tiny_models import collate, ragged_rows
 from trainer_parity import assert_same_numbers, run
 from transformers import TrainingArguments
-from varlen_batches import model_of
+from varlen_batches import RerunRecorder, capture_on_cpu, model_of
 
 from liger_trainer import LigerSFTConfig, LigerTrainer, LigerTrainingArguments
 from liger_trainer.trainers import cuda_graphs

@@ -9,7 +9,6 @@ import torch
 from datasets import Dataset
 from launching import in_processes
 from peft import LoraConfig, PromptTuningConfig
-from rerun_recorder import capture_on_cpu
 from tiny_models import VOCAB, collate, ragged_rows, tiny_model, tiny_tokenizer
 from trainer_parity import build_dpo, run
 from transformers import (
@@ -22,6 +21,7 @@ from transformers import (
     TrainerCallback,
 )
 from transformers.integrations import integration_utils
+from varlen_batches import capture_on_cpu
 
 from liger_trainer import LigerDPOTrainer, LigerSFTConfig, LigerSFTTrainer, LigerTrainer
 from liger_trainer.trainers.samples import _learned_positions

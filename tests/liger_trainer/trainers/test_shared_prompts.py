@@ -5,7 +5,6 @@ import json
 import pytest
 import torch
 from peft import LoraConfig
-from rerun_recorder import capture_on_cpu
 from tiny_models import ragged_pairs, tiny_model, words
 from trainer_parity import (
     DPO_LIMITS,
@@ -21,6 +20,7 @@ from trainer_parity import (
     with_reference,
 )
 from trl import DPOTrainer, GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+from varlen_batches import capture_on_cpu
 
 from liger_trainer import (
     LigerDPOConfig,
