@@ -21,6 +21,7 @@ import re
 
 import pytest
 import torch
+import trl
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from tiny_models import (
@@ -37,20 +38,7 @@ from tiny_models import (
 )
 from transformers import TrainingArguments
 from transformers.trainer_utils import set_seed
-from trl import (
-    DistillationConfig,
-    DistillationTrainer,
-    DPOConfig,
-    DPOTrainer,
-    GRPOConfig,
-    GRPOTrainer,
-    KTOConfig,
-    KTOTrainer,
-    RLOOConfig,
-    RLOOTrainer,
-    SFTConfig,
-    SFTTrainer,
-)
+from trl import DPOConfig, SFTConfig, SFTTrainer
 from trl.experimental.cpo import CPOConfig, CPOTrainer
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 from trl.trainer.base_config import _BaseConfig
@@ -60,8 +48,6 @@ from liger_trainer import (
     LigerDPOConfig,
     LigerDPOTrainer,
     LigerSFTConfig,
-    LigerSFTTrainer,
-    LigerTrainer,
     LigerTrainingArguments,
 )
 from liger_trainer.trainers.base import LigerTrainerMixin
@@ -74,6 +60,8 @@ CELLS = [  # marked slow: rarely used combinations
     pytest.param(*cell, marks=() if cell in OFTEN else pytest.mark.slow)
     for cell in itertools.product(("llama", "qwen3", "gemma2", "granite"), ("full", "lora"), ("plain", "checkpointing"))
 ]
+# Adam's first steps take the sign of a gradient, even of one that is only rounding.
+SGD = {"learning_rate": 0.1, "optim": "sgd", "max_grad_norm": 0.0, "per_device_eval_batch_size": 4}
 SFT_METRICS = ("loss", "grad_norm", "entropy", "mean_token_accuracy", "num_tokens")
 
 PAIR_SPLITS = [(4, 1), (1, 4)]
@@ -128,17 +116,28 @@ DPO_LIMITS = Limits(dict.fromkeys((*REWARDS, "logits/chosen", "logits/rejected")
 
 def arguments(args_class, trainer_class, folder, split, **options):
     """The arguments that all these trainers share, and `options`."""
-    return args_class(
-        output_dir=str(folder / trainer_class.__name__),
-        per_device_train_batch_size=split[0],
-        gradient_accumulation_steps=split[1],
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        use_cpu=True,
-        **({"gradient_checkpointing": False, "bf16": False} | options),
-    )
+    shared = {
+        "output_dir": str(folder / trainer_class.__name__),
+        "per_device_train_batch_size": split[0],
+        "gradient_accumulation_steps": split[1],
+        "gradient_checkpointing": False,
+        "bf16": False,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": True,
+    }
+    return args_class(**(shared | options))
+
+
+def trainer_on(rows, trainer_class, args, model, given):
+    """A trainer of a copy of `model`. With an evaluation, it has the same rows."""
+    rows = Dataset.from_list(rows)
+    given = {"processing_class": tiny_tokenizer(), "train_dataset": rows} | given
+    if args.eval_strategy != "no":
+        given.setdefault("eval_dataset", rows)
+    return trainer_class(model=copy.deepcopy(model), args=args, **given)
 
 
 def run(
@@ -150,36 +149,33 @@ def run(
     Without `train`, the metrics are None.
     """
     is_sft = issubclass(trainer_class, SFTTrainer)
+    is_ours = issubclass(trainer_class, LigerTrainerMixin)
     rows = rows or ragged_rows()
-    defaults = {"num_train_epochs": 1, "learning_rate": 1e-2}
+    given = trainer_options or {}
+    options = {"num_train_epochs": 1, "learning_rate": 1e-2} | options
     if is_sft:
-        args_class = LigerSFTConfig if issubclass(trainer_class, LigerSFTTrainer) else SFTConfig
-        args = arguments(args_class, trainer_class, folder, split, **(defaults | {"max_length": 64} | options))
-        rows = Dataset.from_list(rows)
-        given = {"processing_class": tiny_tokenizer()}
-        if args.eval_strategy != "no":
-            eval_rows = rows
+        options.setdefault("max_length", 64)
+        args = arguments(LigerSFTConfig if is_ours else SFTConfig, trainer_class, folder, split, **options)
+        trainer = trainer_on(rows, trainer_class, args, model, given)
+        reuse_rows(trainer)
     else:
-        args_class = LigerTrainingArguments if issubclass(trainer_class, LigerTrainer) else TrainingArguments
-        args = arguments(
-            args_class, trainer_class, folder, split, **(defaults | {"remove_unused_columns": False} | options)
-        )
-        given = {"data_collator": collate}
-    trainer = trainer_class(
-        model=copy.deepcopy(model),
-        args=args,
-        train_dataset=rows,
-        eval_dataset=eval_rows,
-        **(given | (trainer_options or {})),
-    )
-    if is_sft and trainer.eval_dataset is None:  # TRL would prepare the same rows a second time, as long as a step
-        trainer.eval_dataset = trainer.train_dataset
+        options.setdefault("remove_unused_columns", False)
+        args_class = LigerTrainingArguments if is_ours else TrainingArguments
+        args = arguments(args_class, trainer_class, folder, split, **options)
+        given = {"train_dataset": rows, "eval_dataset": eval_rows, "data_collator": collate} | given
+        trainer = trainer_class(model=copy.deepcopy(model), args=args, **given)
     if not train:
         return None, trainer
     trainer.train()
     names = SFT_METRICS if is_sft else ("loss", "grad_norm")
     logs = [log for log in trainer.state.log_history if "loss" in log]
     return torch.tensor([[log[name] for name in names] for log in logs], dtype=torch.float64), trainer
+
+
+def reuse_rows(trainer):
+    """Evaluate on the training rows. TRL would prepare the same rows a second time, which takes as long as a step."""
+    if trainer.eval_dataset is None:
+        trainer.eval_dataset = trainer.train_dataset
 
 
 def assert_same_numbers(got, want, rtol=1e-5):
@@ -189,53 +185,35 @@ def assert_same_numbers(got, want, rtol=1e-5):
 
 def build(trainer_class, args_class, model, folder, rows, split=(4, 1), trainer_options=None, **options):
     """A trainer with plain SGD, which passes an error in a gradient on as it is. Adam enlarges errors of tiny ones."""
-    defaults = {"learning_rate": 0.1, "max_steps": 1, "optim": "sgd", "per_device_eval_batch_size": 4}
-    defaults["max_grad_norm"] = 0.0
-    args = arguments(args_class, trainer_class, folder, split, **(defaults | options))
-    rows = Dataset.from_list(rows)
-    given = {"processing_class": tiny_tokenizer(), "train_dataset": rows}
-    given |= {name: copy.deepcopy(value) for name, value in (trainer_options or {}).items()}
-    if "eval_strategy" in options:
-        given.setdefault("eval_dataset", rows)
-    trainer = trainer_class(model=copy.deepcopy(model), args=args, **given)
+    options = SGD | {"max_steps": 1} | options
+    args = arguments(args_class, trainer_class, folder, split, **options)
+    trainer = trainer_on(rows, trainer_class, args, model, copy.deepcopy(trainer_options or {}))
     if isinstance(trainer, LigerTrainerMixin) and trainer.model.get_output_embeddings() is not None:
         assert trainer.uses_fused_head == (trainer.args.use_liger and trainer.args.liger_config is None)
     return trainer
 
 
-def build_pairs(
-    trainer_class, args_class, model, folder, split=(4, 1), tokenizer=None, trainer_options=None, **options
-):
+def build_pairs(trainer_class, args_class, model, folder, split=(4, 1), trainer_options=None, **options):
     """A trainer of two steps over `pair_rows()`. TRL turns dropout off by default; it would draw other numbers."""
-    defaults = {"learning_rate": 1e-2, "num_train_epochs": 1, "per_device_eval_batch_size": 3}
-    args = arguments(args_class, trainer_class, folder, split, **(defaults | options))
-    rows = Dataset.from_list(pair_rows())
-    evaluates = args.eval_strategy != "no" or getattr(args, "precompute_ref_log_probs", False)
-    trainer = trainer_class(
-        model=model if isinstance(model, str) else copy.deepcopy(model),
-        args=args,
-        train_dataset=rows,
-        eval_dataset=rows if evaluates else None,
-        processing_class=tokenizer or tiny_tokenizer(),
-        **(trainer_options or {}),
-    )
-    if trainer.eval_dataset is None:  # TRL would prepare the same rows a second time
-        trainer.eval_dataset = trainer.train_dataset
+    options = {"learning_rate": 1e-2, "num_train_epochs": 1, "per_device_eval_batch_size": 3} | options
+    args = arguments(args_class, trainer_class, folder, split, **options)
+    given = dict(trainer_options or {})
+    if getattr(args, "precompute_ref_log_probs", False):
+        given["eval_dataset"] = Dataset.from_list(pair_rows())
+    trainer = trainer_on(pair_rows(), trainer_class, args, model, given)
+    reuse_rows(trainer)
     return trainer
 
 
 def build_dpo(trainer_class, model, folder, split=(4, 1), rows=None, trainer_options=None, **options):
     """A trainer of two steps over `ragged_pairs()`. Without an adapter, its reference is another model."""
     args_class = LigerDPOConfig if issubclass(trainer_class, LigerDPOTrainer) else DPOConfig
-    # Adam's first steps take the sign of a gradient, even of one that is only rounding.
-    defaults = {"learning_rate": 0.1, "optim": "sgd", "max_grad_norm": 0.0, "max_length": 64, "num_train_epochs": 1}
-    defaults["per_device_eval_batch_size"] = 4
-    args = arguments(args_class, trainer_class, folder, split, **(defaults | options))
-    given = {"processing_class": tiny_tokenizer()} | (trainer_options or {})
+    options = SGD | {"max_length": 64, "num_train_epochs": 1} | options
+    args = arguments(args_class, trainer_class, folder, split, **options)
+    given = dict(trainer_options or {})
     if not hasattr(model, "peft_config") and "peft_config" not in given:
         given.setdefault("ref_model", tiny_model(model.config.model_type, seed=7))
-    rows = Dataset.from_list(rows or ragged_pairs())
-    return trainer_class(model=copy.deepcopy(model), args=args, train_dataset=rows, **given)
+    return trainer_on(rows or ragged_pairs(), trainer_class, args, model, given)
 
 
 def letters(completions, **columns):
@@ -280,16 +258,12 @@ def moved(trainer, part="lora_B"):
     return trainer
 
 
+# Each method's trainer and config
 STOCK = {
-    "SFT": (SFTTrainer, SFTConfig),
-    "DPO": (DPOTrainer, DPOConfig),
-    "KTO": (KTOTrainer, KTOConfig),
-    "GRPO": (GRPOTrainer, GRPOConfig),
-    "RLOO": (RLOOTrainer, RLOOConfig),
-    "ORPO": (ORPOTrainer, ORPOConfig),
-    "CPO": (CPOTrainer, CPOConfig),
-    "Distillation": (DistillationTrainer, DistillationConfig),
+    method: (getattr(trl, f"{method}Trainer"), getattr(trl, f"{method}Config"))
+    for method in ("SFT", "DPO", "KTO", "GRPO", "RLOO", "Distillation")
 }
+STOCK |= {"ORPO": (ORPOTrainer, ORPOConfig), "CPO": (CPOTrainer, CPOConfig)}
 
 
 def ours(method):

@@ -185,7 +185,13 @@ def test_a_tokenizer_without_padding_token(tmp_path):
     """Llama 3 has none. Stock stops at the first batch."""
     tokenizer = tiny_tokenizer()
     tokenizer.pad_token = None
-    ours = build_pairs(LigerORPOTrainer, LigerORPOConfig, tiny_model("llama"), tmp_path, tokenizer=tokenizer)
+    ours = build_pairs(
+        LigerORPOTrainer,
+        LigerORPOConfig,
+        tiny_model("llama"),
+        tmp_path,
+        trainer_options={"processing_class": tokenizer},
+    )
     want = step(build_pairs(ORPOTrainer, ORPOConfig, tiny_model("llama"), tmp_path))
     got = step(ours)
     for metrics in (got[0], want[0]):
@@ -197,7 +203,13 @@ def test_a_tokenizer_without_any_token_to_pad_with(tmp_path):
     tokenizer = tiny_tokenizer()
     tokenizer.pad_token = tokenizer.eos_token = None
     with pytest.raises(ValueError, match="neither pad_token nor eos_token; set its pad_token"):
-        build_pairs(LigerORPOTrainer, LigerORPOConfig, tiny_model("llama"), tmp_path, tokenizer=tokenizer)
+        build_pairs(
+            LigerORPOTrainer,
+            LigerORPOConfig,
+            tiny_model("llama"),
+            tmp_path,
+            trainer_options={"processing_class": tokenizer},
+        )
 
 
 @pytest.mark.parametrize(
